@@ -35,6 +35,8 @@ STARTING, SERVING = "service start", "service"
 """Phases of a node's worker: until the service answers, and from then on."""
 _POLL_SECONDS = 1.0
 _ANSWER_SECONDS = 10.0
+CONNECT_SECONDS = 60.0
+"""How long a training node tries to connect to a service that answers on its own node."""
 _END_SECONDS = 10.0
 """How long the service may take to end after SIGINT, before SIGKILL."""
 _LATER_SECONDS = 60.0
@@ -169,6 +171,8 @@ class Service:
 
 def _last_output(log: Path) -> str:
     """Return the last line of a service's output in the log of its node as a sentence; empty without output."""
+    if not log.exists():
+        return ""
     lines = log.read_text(errors="replace").rpartition(_OUTPUT)[2].splitlines()
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return f" Its last output: {last}" if last else ""
@@ -216,14 +220,8 @@ def wait_for_services(folder: AttemptDir, attempt: Attempt) -> dict[str, str] | 
     found = list[ServiceAddress]()
     for rank in ranks:
         one = _wait_for_address(folder, _address_file(folder, attempt.start, rank), deadline)
-        if one is None:
+        if one is None or not _connects(folder, one, folder.log(rank)):
             return None
-        if not answers(one.address, one.port, None):
-            raise ServiceError(
-                f"{host_name()} cannot connect to the service on {one.host} at {one.address}, port {one.port}. Check "
-                "network_interface in the cluster file and the nodes' firewall.",
-                STARTING,
-            )
         found.append(one)
     return service_variables(found)
 
@@ -239,9 +237,35 @@ def _bracketed(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
+def _connects(folder: AttemptDir, service: ServiceAddress, log: Path) -> bool:
+    """Wait until this node can connect to ``service``, which writes to ``log``; return False if the job ends before.
+
+    Raises:
+        ServiceError: it cannot within `CONNECT_SECONDS`.
+    """
+    deadline = time.monotonic() + CONNECT_SECONDS
+    while not answers(service.address, service.port, None):
+        if _job_ends(folder):
+            return False
+        if time.monotonic() > deadline:
+            raise ServiceError(
+                f"{host_name()} could not connect to the service on {service.host} at {service.address}, port "
+                f"{service.port}, for {CONNECT_SECONDS:g} s, although it answers on {service.host}. Check "
+                f"network_interface in the cluster file and the nodes' firewall.{_last_output(log)}",
+                STARTING,
+            )
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+def _job_ends(folder: AttemptDir) -> bool:
+    """Return whether the ranks must not start any more."""
+    return folder.has_failed_node() or folder.stop_file.exists() or folder.is_superseded()
+
+
 def _wait_for_address(folder: AttemptDir, file: Path, deadline: float) -> ServiceAddress | None:
     while (found := ServiceAddress.read_if_exists(file)) is None:
-        if folder.has_failed_node() or folder.stop_file.exists() or folder.is_superseded():
+        if _job_ends(folder):
             return None
         if time.monotonic() > deadline:
             raise ServiceError(

@@ -2,16 +2,19 @@
 
 import contextlib
 import os
+import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from shardmake.config.script_variables import SERVICE_VARIABLES
+from shardmake.launch import service
 from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.rendezvous import Rendezvous
 from shardmake.launch.service import (
@@ -183,12 +186,55 @@ def test_a_failed_node_ends_a_start_without_blame(folder: AttemptDir) -> None:
     assert wait_for_services(folder, folder.read()) is None
 
 
-def test_ranks_do_not_start_with_a_service_that_they_cannot_reach(folder: AttemptDir) -> None:
+def publish(folder: AttemptDir, port: int) -> None:
     folder.services.mkdir()
-    gone = ServiceAddress(address="127.0.0.1", port=1, host="c3", seconds=1.0)
-    gone.write(folder.services / "start-0-node-1.json")
-    with pytest.raises(ServiceError, match=r"cannot connect to the service on c3 at 127\.0\.0\.1, port 1\. Check netw"):
+    address = ServiceAddress(address="127.0.0.1", port=port, host="c3", seconds=1.0)
+    address.write(folder.services / "start-0-node-1.json")
+
+
+def test_ranks_do_not_start_with_a_service_that_they_cannot_reach(
+    folder: AttemptDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "CONNECT_SECONDS", 0.5)
+    publish(folder, port=1)
+    folder.log(1).write_text("# output of the service\nshard 9 of 9\nlistening\n")
+    with pytest.raises(ServiceError) as error:
         wait_for_services(folder, folder.read())
+    assert str(error.value) == (
+        f"{host_name()} could not connect to the service on c3 at 127.0.0.1, port 1, for 0.5 s, although it answers on "
+        "c3. Check network_interface in the cluster file and the nodes' firewall. Its last output: listening"
+    )
+
+
+def test_a_node_connects_to_a_service_that_it_reaches_late(folder: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The port opens after the first connection was refused."""
+    monkeypatch.setattr(service, "_POLL_SECONDS", 0.1)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        publish(folder, port)
+        refused: list[bool] = []
+
+        def answers_late(*where: Any) -> bool:
+            found = answers(*where)
+            refused.append(not found)
+            listener.listen()
+            return found
+
+        monkeypatch.setattr(service, "answers", answers_late)
+        variables = wait_for_services(folder, folder.read())
+    assert refused == [True, False] and variables is not None
+    assert variables["SHARDMAKE_SERVICE_PORT"] == str(port)
+
+
+@pytest.mark.parametrize("end", ["stop", "another node failed"])
+def test_a_node_that_tries_to_connect_ends_with_the_job(folder: AttemptDir, end: str) -> None:
+    publish(folder, port=1)
+    if end == "stop":
+        folder.stop_file.touch()
+    else:
+        write_exit(folder, 0, 1)
+    assert wait_for_services(folder, folder.read()) is None
 
 
 def test_the_variables_name_every_service() -> None:
