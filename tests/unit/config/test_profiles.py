@@ -15,6 +15,31 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 PROFILES = ("default", "local", "slurm")
 ASK = "import sys; from snakemake.cli import parse_args; print(parse_args(sys.argv[1:])[1].executor)"
 
+PAUSES = """
+import asyncio, logging, sys, threading
+from types import SimpleNamespace
+import snakemake_executor_plugin_slurm as plugin
+from snakemake.cli import parse_args
+from snakemake_interface_executor_plugins.registry import ExecutorPluginRegistry
+
+arguments = parse_args(sys.argv[1:])[1]
+settings = ExecutorPluginRegistry().get_plugin(arguments.executor).get_settings(arguments)
+executor = object.__new__(plugin.Executor)
+executor.workflow = SimpleNamespace(
+    executor_settings=settings, executor_plugin=SimpleNamespace(common_settings=plugin.common_settings)
+)
+executor.logger, executor.lock, executor.active_jobs, executor.wait = logging.getLogger(), threading.Lock(), [], True
+pauses = []
+
+async def sleep(seconds):
+    pauses.append(seconds)
+    executor.wait = len(pauses) < 4
+
+asyncio.sleep = sleep
+asyncio.run(executor._wait_for_jobs())
+print(*pauses)
+"""
+
 
 def keys(profile: str) -> set[str]:
     return set(yaml.safe_load((REPOSITORY / "profiles" / profile / "config.yaml").read_text()))
@@ -37,6 +62,14 @@ def test_the_executor_in_force_is_the_one_asked_for(profile: str, executor: str)
     command = [sys.executable, "-c", ASK, "--profile", profile]
     answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert answer.stdout.split()[-1] == executor
+
+
+def test_snakemake_waits_at_its_end_for_a_short_pause_of_the_slurm_executor_at_most() -> None:
+    """The executor's thread pauses between two looks, also while no job runs; Snakemake's end joins that thread."""
+    command = [sys.executable, "-c", PAUSES, "--profile", "slurm"]
+    pauses = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.split()[-4:]
+    seconds = yaml.safe_load((REPOSITORY / "profiles/slurm/config.yaml").read_text())
+    assert pauses == ["0", *[str(seconds["slurm-init-seconds-before-status-checks"])] * 3] and int(pauses[-1]) <= 5
 
 
 def test_plain_snakemake_refuses_on_a_login_node() -> None:
