@@ -16,7 +16,7 @@ from shardmake.doctor.findings import Finding, stops
 from shardmake.doctor.node import check_node, run_task
 from shardmake.doctor.records import DoctorDir, DoctorRequest, NodeReport
 from shardmake.launch.container import job_container
-from shardmake.launch.slurm_jobs import NodeRequest, make_executor, node_parameters, run_slurm, submit_with_retry
+from shardmake.launch.slurm_jobs import NodeRequest, make_executor, node_parameters, run_slurm
 from shardmake.launch.slurm_states import JobState, JobStatus, is_no_such_job, parse_rows
 
 logger = logging.getLogger(__name__)
@@ -74,14 +74,11 @@ def submit(request: DoctorRequest, folder: DoctorDir) -> str:
     parameters = job_parameters(request) | {"job_name": job_name(folder)}
     executor = make_executor(folder.slurm, parameters, job_container(request.cluster, [folder.root]))
 
-    def submit_once() -> str:
-        try:
-            return str(executor.submit(run_task, str(folder.root.resolve())).job_id)
-        except (FailedJobError, FailedSubmissionError, subprocess.CalledProcessError) as error:
-            advice = "Correct the slurm section of the cluster file, or the options of this command."
-            raise SlurmError(f"Slurm rejected the job: {error} {advice}") from None
-
-    return submit_with_retry(submit_once, lambda: None, pauses=())
+    try:
+        return str(executor.submit(run_task, str(folder.root.resolve())).job_id)
+    except (FailedJobError, FailedSubmissionError, subprocess.CalledProcessError) as error:
+        advice = "Correct the slurm section of the cluster file, or the options of this command."
+        raise SlurmError(f"Slurm rejected the job: {error} {advice}") from None
 
 
 def job_parameters(request: DoctorRequest) -> dict[str, object]:

@@ -33,8 +33,6 @@ from shardmake.run.plan import Plan
 
 RECORD_SECONDS = 10.0
 """How long the first exit record may take to become visible here after Slurm has reported the job's end."""
-_BATCH_LOG = "*_0_log.out"
-"""Submitit's log of node 0 has what srun printed, too."""
 logger = logging.getLogger(__name__)
 _RUN_AGAIN = "Fix the cause and run the same command again; it resumes from the newest checkpoint."
 _ADVICE = {
@@ -62,7 +60,7 @@ def record_attempt(training: Training, job: SubmittedJob, status: JobStatus) -> 
     _wait_for_exit_records(folder, status)
     is_script = training.run.script is not None
     finished = user_script.finished_outcome(training.rundir, folder, training.settings_digest) if is_script else None
-    outcome = finished or classify(_collect_evidence(training, folder, status))
+    outcome = finished or classify(_collect_evidence(training, job, status))
     if outcome.end.value in BY_PERSON:
         outcome = replace(outcome, message=_stop_message(training, outcome))
     if not training.run.script:
@@ -99,7 +97,9 @@ def _stop_message(training: Training, outcome: Outcome) -> str:
     )
 
 
-def _collect_evidence(training: Training, folder: AttemptDir, status: JobStatus) -> Evidence:
+def _collect_evidence(training: Training, job: SubmittedJob, status: JobStatus) -> Evidence:
+    folder = training.attempt_dir(job.attempt)
+    output, batch_output = (_output_lines(folder.slurm, f"{job.id}_{task}_log.out") for task in ("*", "0"))
     hosts = training.jobs.hosts(status.nodes)
     return Evidence(
         finished=training.is_finished(),
@@ -115,9 +115,9 @@ def _collect_evidence(training: Training, folder: AttemptDir, status: JobStatus)
         damage=confirm_damage(folder),
         hang=folder.read_hang(),
         cancelled_by=status.cancelled_by,
-        start_failure=start_failure(_output_lines(folder.slurm)) if folder.read().container else "",
-        step_failure=step_failure(_output_lines(folder.slurm, _BATCH_LOG)),
-        last_output=next(reversed(_output_lines(folder.slurm)), ""),
+        start_failure=start_failure(output) if folder.read().container else "",
+        step_failure=step_failure(batch_output),  # srun's own lines are in the log of its first task
+        last_output=next(reversed(output), ""),
     )
 
 
@@ -128,7 +128,7 @@ def _wait_for_exit_records(folder: AttemptDir, status: JobStatus) -> None:
         time.sleep(0.2)
 
 
-def _output_lines(folder: Path, name: str = "*.out") -> list[str]:
+def _output_lines(folder: Path, name: str) -> list[str]:
     """Return the lines in the logs ``name`` that Slurm's step left in ``folder``."""
     logs = sorted(folder.glob(name), key=lambda path: path.stat().st_mtime)
     return [line for log in logs for line in log.read_text(errors="replace").splitlines() if line.strip()]

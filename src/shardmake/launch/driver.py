@@ -17,6 +17,7 @@ from shardmake.config.models import Cluster, Run
 from shardmake.core.errors import ShardmakeError, SlurmError
 from shardmake.core.permissions import refuse_job_of_others
 from shardmake.launch.attempt_end import apply_decision, record_attempt
+from shardmake.launch.jobs import ActiveJob
 from shardmake.launch.low_memory_wait import LOCK_VARIABLE, STARTED_VARIABLE
 from shardmake.launch.monitor import raise_on_signals, watch
 from shardmake.launch.slurm_jobs import job_owners
@@ -25,6 +26,7 @@ from shardmake.launch.submission import submit
 from shardmake.launch.training import Training
 from shardmake.run.attempt import AttemptDir, SubmittedJob
 from shardmake.run.attempt_history import EndReason
+from shardmake.run.attempt_owner import NOBODY, claim
 from shardmake.run.driver_job import current_driver_dir
 from shardmake.run.paths import RunDir, short_path
 from shardmake.run.settings_digest import describe_changes
@@ -146,14 +148,26 @@ def _find_job(training: Training) -> SubmittedJob | None:
         if recorded is None:
             raise
         active = None
-    if recorded and (active is None or active == recorded.id):
+    if recorded and (active is None or active.id == recorded.id):
         waited = os.environ.pop(STARTED_VARIABLE, None) == recorded.id
         text = "Job %s (attempt %d) is not pending any more." if waited else "Adopting job %s (attempt %d)."
         logger.info(text, recorded.id, recorded.attempt)
         return recorded
-    if active:
-        job = SubmittedJob(id=active, attempt=training.last_attempt(), submitted=time.time())
+    if found := active or _owner_of_newest_attempt(training):
+        job = SubmittedJob(id=found.id, attempt=found.attempt, submitted=time.time())
         job.write(path)
         logger.info("Adopting job %s (attempt %d), which an earlier driver submitted.", job.id, job.attempt)
         return job
     return None
+
+
+def _owner_of_newest_attempt(training: Training) -> ActiveJob | None:
+    """Return the job of the newest attempt if its end is not recorded either.
+
+    An attempt without a job gets none any more: one that Slurm accepts later ends at once, beside the next attempt.
+    """
+    number = training.last_attempt()
+    if not training.uses_slurm or number <= max((record.attempt for record in training.attempts), default=0):
+        return None
+    owner = claim(training.attempt_dir(number), NOBODY)
+    return None if owner == NOBODY else ActiveJob(owner, number)

@@ -12,7 +12,7 @@ from typing import Final
 from shardmake.config.models import Cluster, Slurm
 from shardmake.config.values import minutes
 from shardmake.core.errors import ConfigError, SlurmError
-from shardmake.launch.slurm_jobs import run_slurm, submit_with_retry
+from shardmake.launch.slurm_jobs import TRANSIENT, run_slurm, submit_with_retry
 from shardmake.launch.slurm_states import JobStatus, parse_rows
 from shardmake.launch.stage_jobs import OF_GPU_JOBS, ON_GPUS
 from shardmake.run.driver_job import DriverDir, DriverState, Workflow, driver_dirs
@@ -93,10 +93,16 @@ def submit_script(script: Path, name: str, present: str | None = None) -> str:
 
     def submit() -> str:
         answer = run_slurm("sbatch", "--parsable", str(script))
+        words = answer.stderr.strip()
+        if answer.returncode and TRANSIENT.search(words):
+            raise SlurmError(
+                f"Slurm did not answer sbatch: {words}. Run `shardmake submit` again once squeue works and lists no "
+                f"job {name}."
+            )
         if answer.returncode:
             raise SlurmError(
-                f"Slurm rejected the driver job: {answer.stderr.strip()}. Correct the section slurm of the cluster "
-                "file, and run `shardmake submit` again."
+                f"Slurm rejected the driver job: {words}. Correct the section slurm of the cluster file, and run "
+                "`shardmake submit` again."
             )
         return answer.stdout.strip().partition(";")[0]
 

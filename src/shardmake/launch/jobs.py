@@ -21,6 +21,15 @@ from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.plan import Plan
 
 
+@dataclass(frozen=True)
+class ActiveJob:
+    """A job that is queued or running."""
+
+    id: str
+    attempt: int
+    """Number of its attempt."""
+
+
 class Jobs(Protocol):
     """An executor of training jobs; a job is identified by a string."""
 
@@ -30,8 +39,8 @@ class Jobs(Protocol):
     def submit(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> str:
         """Start the workers of the attempt in ``folder``, and return the job's id."""
 
-    def find(self) -> str | None:
-        """Return the id of this run's job if one is queued or running, even if nobody recorded its id."""
+    def find(self) -> ActiveJob | None:
+        """Return this run's job if one is queued or running, even if nobody recorded its id."""
 
     def status(self, job: str) -> JobStatus:
         """Return the job's state."""
@@ -108,7 +117,7 @@ class LocalJobs:
             )
         return _process_id(psutil.Process(process.pid))
 
-    def find(self) -> str | None:
+    def find(self) -> ActiveJob | None:
         """See `Jobs`."""
         for process in psutil.process_iter(["cmdline"]):
             command = process.info["cmdline"] or []
@@ -119,7 +128,7 @@ class LocalJobs:
             ):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     if process.status() != psutil.STATUS_ZOMBIE:
-                        return _process_id(process)
+                        return ActiveJob(_process_id(process), int(Path(command[-2]).name))
         return None
 
     def status(self, job: str) -> JobStatus:

@@ -1,6 +1,7 @@
-"""Submit, find and query a training job on Slurm, through submitit (imported only here) and Slurm's commands."""
+"""Submit, find and query a training job on Slurm, through submitit's batch scripts and Slurm's commands."""
 
 import contextlib
+import logging
 import math
 import os
 import pwd
@@ -20,22 +21,26 @@ from shardmake.core.atomic import digest
 from shardmake.core.errors import SlurmError
 from shardmake.core.permissions import private_folder
 from shardmake.launch.container import JobContainer, job_container
-from shardmake.launch.jobs import gpu_options, job_name
+from shardmake.launch.jobs import ActiveJob, gpu_options, job_name
 from shardmake.launch.slurm_states import (
     JobState,
     JobStatus,
     is_no_such_job,
     parse_rows,
     parse_scontrol,
+    parse_state,
 )
-from shardmake.launch.squeue_cache import COMMAND, cached_squeue
+from shardmake.launch.squeue_cache import cached_squeue
 from shardmake.run.attempt import AttemptDir
+from shardmake.run.attempt_owner import attempt_of_script, claim
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
 
+logger = logging.getLogger(__name__)
 TRANSIENT = re.compile(
     r"timed out|unable to contact slurm|connection (refused|reset)|temporarily|try again|backup controller"
-    r"|does not answer",
+    r"|does not answer|did not answer|zero bytes were transmitted|message (send|receive) failure"
+    r"|communication (connection|shutdown) failure|standby mode",
     re.IGNORECASE,
 )
 """Text of sbatch when Slurm does not answer for the moment, as opposed to a rejected job."""
@@ -54,33 +59,66 @@ class SlurmJobs:
     """The run, whose files the job's container must have."""
 
     def submit(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> str:
-        """See `Jobs`. The batch script lies in the attempt's ``slurm`` folder."""
+        """See `Jobs`. The batch script lies in the attempt's ``slurm`` folder.
+
+        A job of this attempt that Slurm accepted although its sbatch had failed may have started meanwhile. Then the
+        attempt belongs to it, and the job of the repeated sbatch is cancelled.
+        """
         from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-        from shardmake.launch.worker import run_slurm_task
-
         def submit() -> str:
+            executor = self._executor(folder, plan, excluded)
+            folder.slurm.mkdir(parents=True, exist_ok=True)
             try:
-                return str(self._executor(folder, plan, excluded).submit(run_slurm_task, str(folder.root)).job_id)
+                return str(executor._submit_command(_task_command(executor, folder)).job_id)
             except (FailedJobError, FailedSubmissionError, subprocess.CalledProcessError) as error:
+                if TRANSIENT.search(str(error)):
+                    raise SlurmError(
+                        f"Slurm did not answer sbatch: {str(error).strip()}. Run the same command again once squeue "
+                        "works. It adopts the job if Slurm has accepted it nevertheless."
+                    ) from None
                 raise SlurmError(f"Slurm rejected the job: {error}{_excluded_note(excluded)}") from None
 
-        return submit_with_retry(submit, self.find)
+        def find() -> str | None:
+            return next((job for job, attempt in self._list_active() if attempt == folder), None)
+
+        job = submit_with_retry(submit, find)
+        owner = claim(folder, job)
+        if owner != job:
+            _cancel_superfluous(job)
+        return owner
 
     def script(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> str:
         """Return the batch script that `submit` would pass to sbatch."""
         executor = self._executor(folder, plan, excluded)
-        return str(executor._make_submission_file_text(executor._submitit_command_str, "preview"))
+        return str(executor._make_submission_file_text(_task_command(executor, folder), "preview"))
 
     def _executor(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> Any:
         container = job_container(self.cluster, [self.run_folder], [self.run] if self.run else [])
         return make_executor(folder.slurm, sbatch_parameters(self.run_folder, self.cluster, plan, excluded), container)
 
-    def find(self) -> str | None:
-        """See `Jobs`."""
-        queue = _list_jobs(self.run_folder, f"{self.run_folder.name} has a job", COMMAND)
-        active = [job for job, status in parse_rows(queue).items() if status.state is not JobState.ENDED]
-        return active[-1] if active else None
+    def find(self) -> ActiveJob | None:
+        """See `Jobs`. Jobs whose attempt is over or belongs to another job are cancelled."""
+        found = None
+        newest = max((int(path.name) for path in RunDir(self.run_folder).attempts.glob("[0-9]*")), default=0)
+        for job, attempt in self._list_active():
+            number = int(attempt.root.name) if attempt else newest
+            if attempt and attempt.root.exists() and (number < newest or claim(attempt, job) != job):
+                _cancel_superfluous(job)
+            else:
+                found = ActiveJob(job, number)
+        return found
+
+    def _list_active(self) -> list[tuple[str, AttemptDir | None]]:
+        """Return the queued and running jobs of the run with their attempts."""
+        command = ("squeue", "--noheader", "--me", "--all", "--format=%i|%T|%o")
+        queue = _list_jobs(self.run_folder, f"{self.run_folder.name} has a job", command)
+        rows = [line.split("|", 2) for line in queue.splitlines()]
+        return [
+            (job, attempt_of_script(Path(script)))
+            for job, state, script in rows
+            if parse_state(state)[0] is not JobState.ENDED
+        ]
 
     def status(self, job: str) -> JobStatus:
         """Query squeue, then scontrol, then sacct: each forgets jobs after its own time, and sacct may not exist.
@@ -159,25 +197,39 @@ def _list_jobs(run_folder: Path, question: str, command: Sequence[str]) -> str:
 def submit_with_retry(
     submit: Callable[[], str], find: Callable[[], str | None], pauses: Sequence[float] = _PAUSES
 ) -> str:
-    """Return the id of the job that ``submit`` submits; retry after each of ``pauses`` (seconds) on transient errors.
+    """Return the id of the job that ``submit`` submits; wait for each of ``pauses`` (seconds) after transient errors.
 
-    Slurm may have accepted the job despite the error. So ``find`` looks for the job before each retry, and nothing is
-    submitted while ``find`` has no answer: two jobs would write to one run.
+    Slurm may have accepted the job despite the error. So ``find`` looks for the job after each pause, also after the
+    last one, and nothing is submitted while ``find`` has no answer: two jobs would write to one run.
 
     Raises:
-        SlurmError: Slurm rejects the job, or still does not answer after the last retry.
+        SlurmError: Slurm rejects the job, or still does not answer after the last pause.
     """
     trouble: SlurmError | None = None
-    for pause in (0.0, *pauses):
-        time.sleep(pause)
+    for pause in pauses:
         try:
             return (trouble and find()) or submit()
         except SlurmError as error:
             trouble = error
             if not TRANSIENT.search(str(error)):
                 raise
+            logger.info("Slurm does not answer. The driver looks for the job in %g s.", pause)
+            time.sleep(pause)
     assert trouble
+    if job := find():
+        return job
     raise trouble
+
+
+def _cancel_superfluous(job: str) -> None:
+    """Cancel a job that would end at its start."""
+    logger.info("Cancelling job %s: its attempt is over, or belongs to another job because sbatch was repeated.", job)
+    run_slurm("scancel", job)
+
+
+def _task_command(executor: Any, folder: AttemptDir) -> str:
+    """Return the command of each task of a job for the attempt in ``folder``."""
+    return f"{executor.python} -u -m shardmake.launch.slurm_task {shlex.quote(str(folder.root))}"
 
 
 def _excluded_note(excluded: Sequence[str]) -> str:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 _NOT_STARTED = re.compile(r"srun: error: Task launch for \S+ failed on node (\S+): (.+)")
 _TASK_ENDED = re.compile(r"srun: error: (\S+): tasks? (\d+)\S*: (.+)")
 _BY_ITSELF = "Exited with exit code"
-_WORKER_STARTED = "Starting with JobEnvironment("
-"""Part of submitit's first line in the log of node 0, which restarts of the job append to."""
+WORKER_STARTS = "Starting the worker"
+"""Begin of a worker's first line in the log of node 0, which restarts of the job append to."""
 
 
 @dataclass(frozen=True)
@@ -34,5 +34,5 @@ def step_failure(lines: Sequence[str]) -> StepFailure | None:
 
 def _last_start(lines: Sequence[str]) -> Sequence[str]:
     """Return the lines from the last start on, if the job was restarted: earlier ones are about an earlier start."""
-    starts = [number for number, line in enumerate(lines) if _WORKER_STARTED in line]
+    starts = [number for number, line in enumerate(lines) if line.startswith(WORKER_STARTS)]
     return lines[starts[-1] :] if len(starts) > 1 else lines

@@ -1,6 +1,6 @@
 """One worker per node: rendezvous, preflight, start and watch the ranks, handle signals, write the exit record.
 
-Slurm starts the worker through submitit, the local executor as a process. Both run `main`.
+Slurm starts the worker through `shardmake.launch.slurm_task`, the local executor as a process. Both run `main`.
 """
 
 import os
@@ -95,17 +95,16 @@ class StopRequest:
         self.file.touch()
 
 
-def run_slurm_task(attempt_folder: str) -> int:
-    """Run the worker of this Slurm task, which submitit has pickled.
+def run_slurm_task(attempt_folder: Path) -> int:
+    """Run the worker of this Slurm task and return its status, with which the task must not end: srun ends the step.
 
     Raises:
-        SystemExit: this node failed and another left no exit record, so that srun ends the step. Submitit ignores a
-            returned status.
+        SystemExit: this node failed and another left no exit record, so that srun ends the step.
     """
     # One task runs per node, so the task's rank is the node's.
     node = WorkerNode(int(os.environ["SLURM_PROCID"]), restarts())
-    status = main(Path(attempt_folder), node)
-    if status and not _all_nodes_exited(AttemptDir(Path(attempt_folder))):
+    status = main(attempt_folder, node)
+    if status and not _all_nodes_exited(AttemptDir(attempt_folder)):
         sys.exit("Ending the step: another node left no exit record and may hang.")
     return status
 

@@ -228,6 +228,9 @@ class AttemptDir:
     rendezvous = BelowRoot(
         "rendezvous", "Folder of the published addresses, one file per start of the job (Slurm may restart it)."
     )
+    owner = BelowRoot(
+        "owner", "Folder of one empty file, named after the Slurm job that the attempt belongs to (`attempt_owner`)."
+    )
     services = BelowRoot("services", "Folder of the services' addresses, one file per start of the job and node.")
     stop_file = BelowRoot("STOP", "Created by a worker that received a signal: the ranks save and stop.")
     ranks = BelowRoot("ranks", "Folder of the ranks' reports.")

@@ -58,7 +58,7 @@ def test_apptainer_runs_the_worker_with_all_that_it_needs(checkout: Path) -> Non
         *("--bind", f"{place}/hub", "--bind", f"{place}/my checkout", "--bind", "/opt/site:/opt/site:ro"),
         *("--pwd", f"{place}/my checkout", "/images/train.sif"),
         *("env", "-u", "PYTHONHOME", f"PYTHONPATH={place}/code", "PYTHONNOUSERSITE=1", "python3"),
-        *("-u", "-m", "submitit.core._submit", str(folder.slurm)),
+        *("-u", "-m", "shardmake.launch.slurm_task", str(folder.root)),
     ]
     assert not [word for word in words if word.startswith("--container-")]
 
@@ -78,7 +78,7 @@ def test_pyxis_gets_the_container_as_options_of_srun(checkout: Path) -> None:
     assert words[start : start + 3] == options
     assert words[start + 3 :] == [
         *("env", "-u", "PYTHONHOME", f"PYTHONPATH={place}/code", "PYTHONNOUSERSITE=1", "/opt/py/python"),
-        *("-u", "-m", "submitit.core._submit", str(folder.slurm)),
+        *("-u", "-m", "shardmake.launch.slurm_task", str(folder.root)),
     ]
     container = job_container(cluster)
     assert container

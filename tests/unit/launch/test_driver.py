@@ -1,6 +1,7 @@
 """Decisions of the driver, with an executor whose jobs end as the test says."""
 
 import errno
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from shardmake.core.fingerprint import fingerprint
 from shardmake.launch import attempt_end, disk_wait, submission
 from shardmake.launch.attempt_end import apply_decision, record_attempt
 from shardmake.launch.driver import adopt, drive, hold_driver_lock
+from shardmake.launch.jobs import ActiveJob
 from shardmake.launch.low_memory_wait import STARTED_VARIABLE
 from shardmake.launch.monitor import watch
 from shardmake.launch.slurm_states import JobState, JobStatus
@@ -26,6 +28,7 @@ from shardmake.launch.submission import choose_checkpoint, submit
 from shardmake.launch.training import Training
 from shardmake.run.attempt import AttemptDir, NodeExit, RankError, SubmittedJob
 from shardmake.run.attempt_history import load_history
+from shardmake.run.attempt_owner import NOBODY, claim
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Fallback, Plan
 from tests.finished_run import make_data_receipt
@@ -50,7 +53,7 @@ class FakeJobs:
         self.ends.pop(0)(folder)
         return str(len(self.excluded))
 
-    def find(self) -> str | None:
+    def find(self) -> ActiveJob | None:
         return None
 
     def status(self, job: str) -> JobStatus:
@@ -396,3 +399,22 @@ def test_signals_that_nohup_ignores_stay_ignored() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ended.stdout == "still here\n" and signal.Signals.SIGTERM.name in ended.stderr
+
+
+def test_the_newest_attempt_is_closed_or_its_unrecorded_job_is_adopted(
+    demo: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver was killed at its submission: the job may have started, or Slurm may accept it later."""
+    submit(demo.load(FakeJobs(TERMINATED)))
+    job = SubmittedJob.read(demo.rundir.job)
+    demo.rundir.job.unlink()
+    training = demo.load(FakeJobs())
+    training.cluster = make_cluster(executor="slurm")
+    folder = training.attempt_dir(1)
+    assert adopt(training) is None and claim(folder, "7") == NOBODY, "a job that starts now ends at once"
+    shutil.rmtree(folder.owner)
+    claim(folder, "7")
+    adopted = adopt(training)
+    assert adopted and (adopted.id, adopted.attempt) == ("7", job.attempt)
+    record_attempt(training, adopted, JobStatus(JobState.ENDED, "FAILED"))
+    assert adopt(training) is None, "its end is recorded"

@@ -11,10 +11,11 @@ from shardmake.checkpoint.store import commit_in_place
 from shardmake.config.models import Slurm
 from shardmake.core.errors import SlurmError
 from shardmake.launch import slurm_jobs
-from shardmake.launch.jobs import job_name
+from shardmake.launch.jobs import ActiveJob, job_name
 from shardmake.launch.slurm_jobs import SlurmJobs, lead_seconds, run_slurm, submit_with_retry
 from shardmake.launch.slurm_states import JobState, parse_rows
 from shardmake.run.attempt import AttemptDir
+from shardmake.run.attempt_owner import claim
 from tests.unit.plans import make_cluster, make_plan
 
 
@@ -81,7 +82,7 @@ def test_submission_is_retried_when_slurm_does_not_answer() -> None:
     def no_answer() -> str | None:
         raise SlurmError("Slurm does not answer")
 
-    assert submit_with_retry(submit, lambda: None, pauses=(0, 0)) == "7"
+    assert submit_with_retry(submit, lambda: None, pauses=(0, 0, 0)) == "7"
     answers[:] = [transient, "7"]
     with pytest.raises(SlurmError, match="does not answer"):
         submit_with_retry(submit, no_answer, pauses=(0, 0))
@@ -90,7 +91,10 @@ def test_submission_is_retried_when_slurm_does_not_answer() -> None:
     assert submit_with_retry(submit, lambda: "6", pauses=(0,)) == "6", "Slurm had accepted the job despite the error"
     answers[:] = [transient, transient]
     with pytest.raises(SlurmError, match="Socket timed out"):
-        submit_with_retry(submit, lambda: None, pauses=(0,))
+        submit_with_retry(submit, lambda: None, pauses=(0, 0))
+    answers[:] = [transient, transient]
+    found = [None, "5"]
+    assert submit_with_retry(submit, lambda: found.pop(0), pauses=(0, 0)) == "5", "accepted after the last pause"
     answers[:] = [SlurmError("Slurm rejected the job: Invalid account"), "8"]
     with pytest.raises(SlurmError, match="Invalid account"):
         submit_with_retry(submit, lambda: None, pauses=(0, 0))
@@ -117,6 +121,86 @@ def test_accounting_that_missed_the_end_of_a_job(
     monkeypatch.setattr(slurm_jobs, "run_slurm", answer)
     monkeypatch.setattr(slurm_jobs, "cached_squeue", lambda _: "")
     assert SlurmJobs(tmp_path, make_cluster(executor="slurm")).status("7").state is state
+
+
+SBATCH = """#!/bin/sh
+echo "$1" >> {folder}/submitted
+if [ $(wc -l < {folder}/submitted) = 1 ]; then
+    {accept_late}
+    echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2; exit 1
+fi
+echo "8|PENDING|$1" >> {folder}/queue
+echo "Submitted batch job 8"
+"""
+
+
+class Controller:
+    """A slurmctld that does not answer the first sbatch in time, and accepts its job 7 as ``accept_late`` says."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, accept_late: str) -> None:
+        programs = {
+            "sbatch": SBATCH.format(folder=folder, accept_late=accept_late.format(folder=folder)),
+            "squeue": f"#!/bin/sh\ncat {folder}/queue\n",
+            "scancel": f"#!/bin/sh\necho $1 >> {folder}/cancelled\n",
+            "srun": "#!/bin/sh\n",
+        }
+        for name, script in programs.items():
+            (folder / name).write_text(script)
+            (folder / name).chmod(0o755)
+        for record in ("queue", "cancelled"):
+            (folder / record).touch()
+        monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+        monkeypatch.setattr(slurm_jobs.time, "sleep", lambda _: None)
+        self.folder = folder
+        self.jobs = SlurmJobs(folder, make_cluster(executor="slurm"))
+        self.attempt = AttemptDir(folder / "train/attempts/001")
+        self.attempt.root.mkdir(parents=True)
+
+    def submit(self) -> str:
+        return self.jobs.submit(self.attempt, make_plan("zero3"), [])
+
+    def lines(self, record: str) -> list[str]:
+        return (self.folder / record).read_text().splitlines()
+
+
+QUEUED = 'echo "7|PENDING|$1" >> {folder}/queue'
+STARTED = "mkdir {folder}/train/attempts/001/owner; touch {folder}/train/attempts/001/owner/7"
+
+
+def test_a_job_that_slurm_accepted_despite_the_error_is_adopted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = Controller(tmp_path, monkeypatch, QUEUED)
+    assert slurm.submit() == "7" and len(slurm.lines("submitted")) == 1
+    assert claim(slurm.attempt, "9") == "7" and not slurm.lines("cancelled")
+
+
+def test_a_job_of_another_attempt_is_not_taken_for_the_one_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = Controller(tmp_path, monkeypatch, "true")
+    (tmp_path / "queue").write_text(f"5|PENDING|{tmp_path}/train/attempts/000/slurm/.submission_file_1.sh\n")
+    assert slurm.submit() == "8"
+
+
+def test_a_job_that_started_before_the_repeated_sbatch_keeps_the_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = Controller(tmp_path, monkeypatch, STARTED)
+    assert slurm.submit() == "7" and slurm.lines("cancelled") == ["8"]
+
+
+def test_a_job_that_appears_after_the_repeated_sbatch_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = Controller(tmp_path, monkeypatch, "true")
+    assert slurm.submit() == "8"
+    script = slurm.lines("submitted")[0]
+    with (tmp_path / "queue").open("a") as queue:
+        queue.write(f"7|PENDING|{script}\n")
+    assert slurm.jobs.find() == ActiveJob("8", 1) and slurm.lines("cancelled") == ["7"]
+    AttemptDir(tmp_path / "train/attempts/002").root.mkdir()
+    assert slurm.jobs.find() is None and slurm.lines("cancelled") == ["7", "8", "7"]
 
 
 def test_a_command_that_cannot_start_returns_status_127(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from shardmake.launch.step_output import StepFailure, step_failure
 
-STARTED = "submitit INFO (2026-11-25 05:40:30,101) - Starting with JobEnvironment(job_id=25, hostname=c1, ...)"
+STARTED = "Starting the worker of job 25 on c1."
 KILLED_LATER = [
     "srun: launch/slurm: _step_signal: Terminating StepId=25.0",
     "slurmstepd-c1: error: *** STEP 25.0 ON c1 CANCELLED AT 2026-11-25T05:41:02 ***",

@@ -53,7 +53,7 @@ def test_each_job_is_judged_with_its_own_parameters(site: Site, caplog: pytest.L
     assert asked[0] == "--test-only" and len(asked) == 1 + len(ON_GPUS)
     assert all("--test-only" in line and "--qos=long" in line for line in asked[1:])
     script = (site.folder / "scripts").read_text()
-    assert "#SBATCH --nodes=2" in script and "#SBATCH --qos=long" in script and "submitit" in script
+    assert "#SBATCH --nodes=2" in script and "#SBATCH --qos=long" in script and "shardmake.launch.slurm_task" in script
     assert "accept the job of train: Job 12 to start at 2026-11-24" in caplog.text, "a busy cluster refuses nothing"
     assert not (site.folder / "docs-chat").exists()
 

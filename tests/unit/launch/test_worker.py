@@ -117,10 +117,10 @@ def test_a_failed_node_ends_the_step_if_another_is_stuck(
     monkeypatch.setattr(worker, "main", lambda folder, node: status)
     monkeypatch.setattr(worker, "OTHERS_SECONDS", 0.1)
     if not ends_step:
-        assert worker.run_slurm_task(str(folder.root)) == status
+        assert worker.run_slurm_task(folder.root) == status
         return
     with pytest.raises(SystemExit) as end:
-        worker.run_slurm_task(str(folder.root))
+        worker.run_slurm_task(folder.root)
     assert end.value.code not in (0, None)
 
 

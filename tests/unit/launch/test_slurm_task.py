@@ -1,0 +1,49 @@
+"""A Slurm task that must not work on its attempt ends at once."""
+
+from pathlib import Path
+
+import pytest
+
+from shardmake.launch import slurm_task
+from shardmake.run.attempt import AttemptDir
+from shardmake.run.attempt_owner import NOBODY, claim
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Return the attempts whose worker started; the task is one of job 7."""
+    found: list[Path] = []
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    monkeypatch.setattr(slurm_task, "run_slurm_task", found.append)
+    return found
+
+
+def test_the_first_job_works_on_every_node_and_after_a_restart(tmp_path: Path, started: list[Path]) -> None:
+    attempt = tmp_path / "001"
+    attempt.mkdir()
+    slurm_task.main(attempt)
+    slurm_task.main(attempt)
+    assert started == [attempt] * 2
+
+
+@pytest.mark.parametrize(
+    ("owner", "reason"),
+    [
+        ("8", "attempt 001 belongs to job 8, because the sbatch of this one had failed"),
+        (NOBODY, "attempt 001 belongs to no job, because the sbatch of this one had failed"),
+        ("7", "a later attempt has begun"),
+    ],
+)
+def test_another_job_ends_without_touching_the_attempt(
+    tmp_path: Path, started: list[Path], capsys: pytest.CaptureFixture[str], owner: str, reason: str
+) -> None:
+    attempt = tmp_path / "001"
+    attempt.mkdir()
+    claim(AttemptDir(attempt), owner)
+    if owner == "7":
+        (tmp_path / "002").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    slurm_task.main(attempt)
+    assert not started and sorted(tmp_path.rglob("*")) == before
+    assert capsys.readouterr().out == f"Job 7 ends without training: {reason}.\n"
