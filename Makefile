@@ -148,7 +148,7 @@ docs: install
 
 # The documentation as a website, in build/site; a broken link is an error.
 site: install
-	$(BIN)/pip install -q -c constraints.txt -e ".[site]"
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[site]"
 	$(BIN)/mkdocs build --strict
 
 clean:
