@@ -7,7 +7,8 @@ tensors than the GPU's, `shardmake.memory.gpu_kernels` replaces them.
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -47,40 +48,48 @@ def trace(request: Mapping[str, Any]) -> list[Event]:
 
     A step whose layers loop over their tokens is traced with few tokens and scaled (`shardmake.memory.token_loops`).
     """
-    tokens = request["sequence_length"]
     try:
-        return _trace(request, token_loops.most_allocations(tokens))
+        return _trace(request, token_loops.MOST_ALIKE)
     except _TokenLoopError:
         return scaled_trace(request) or _trace(request)
 
 
 def scaled_trace(request: Mapping[str, Any]) -> list[Event] | None:
     """Return the events of the step as they follow from short ones; None if these do not match each other."""
-    short = [_trace({**request, "sequence_length": length}) for length in token_loops.LENGTHS]
-    return token_loops.scaled_to(request["sequence_length"], short)
+    return token_loops.scaled_to(request["sequence_length"], _steps(request, token_loops.LENGTHS))
 
 
 class _TokenLoopError(Exception):
     """A layer loops over its tokens."""
 
 
-def _trace(request: Mapping[str, Any], most_allocations: int | None = None) -> list[Event]:
-    """Return the events; raise `_TokenLoopError` if a layer's forward pass has more than ``most_allocations``."""
+def _trace(request: Mapping[str, Any], most_alike: int | None = None) -> list[Event]:
+    """Return the events; raise `_TokenLoopError` if a layer's forward pass allocates a size more than ``most_alike``
+    times.
+    """
+    (events,) = _steps(request, [request["sequence_length"]], most_alike)
+    return [event[:3] if event[0] == "alloc" else event for event in events]
+
+
+def _steps(request: Mapping[str, Any], lengths: Sequence[int], most_alike: int | None = None) -> list[list[Event]]:
+    """Return the events of a micro step of each of ``lengths``, with the operator of each allocation as fourth item."""
     emulate_gpu_kernels(request["softmax_saves_input"])
     model = prepare(request)
-    recorder = Recorder(most_allocations)
+    recorder = Recorder(most_alike)
+    found = []
     with ExitStack() as stack:
         stack.enter_context(_without_collector())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         materialize(model, *(DTYPES[request[which]] for which in ("weights", "frozen", "widened", "norms")))
-        inputs = _inputs(model, request["micro_batch"], request["sequence_length"], request["masked"])
+        inputs = [_inputs(model, request["micro_batch"], length, request["masked"]) for length in lengths]
         _mark_blocks(model, recorder)
         _mark_gradients(model, recorder)
         stack.enter_context(recorder)
-        for _ in range(2):  # the first one fills caches, such as those of autocast and of kernels
+        for one in (inputs[0], *inputs):  # the first step fills caches, such as those of autocast and of kernels
             recorder.start()
-            _micro_step(model, inputs, request, recorder)
-    return recorder.events
+            _micro_step(model, one, request, recorder)
+            found.append(recorder.events)
+    return found[1:]
 
 
 def prepare(request: Mapping[str, Any]) -> nn.Module:
@@ -207,12 +216,12 @@ def _is_classifier(model: Any) -> bool:
 class Recorder(TorchDispatchMode):
     """A dispatch mode that records when a tensor's storage appears and when its last reference ends."""
 
-    def __init__(self, most_allocations: int | None = None) -> None:
+    def __init__(self, most_alike: int | None = None) -> None:
         super().__init__()
         self.events: list[Event] = []
         self._next = 0
-        self._most = most_allocations
-        self._in_layer = 0
+        self._most = most_alike
+        self._in_layer: Counter[int] = Counter()
         self._known: dict[int, tuple[Any, int]] = {}
 
     def start(self) -> None:
@@ -230,7 +239,7 @@ class Recorder(TorchDispatchMode):
     def mark_block(self, kind: str, index: int) -> None:
         """Mark a layer; in the backward pass, its recomputation is the begin of its backward pass."""
         if not self._backward:
-            self._in_layer = 0
+            self._in_layer.clear()
             self.mark(kind, index)
         elif kind != "forward end" and index not in self._begun:
             self._begun.add(index)
@@ -248,10 +257,10 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                self._record(leaf)
+                self._record(leaf, str(func))
         return result
 
-    def _record(self, tensor: torch.Tensor) -> None:
+    def _record(self, tensor: torch.Tensor, operator: str) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known or storage.nbytes() == 0:
@@ -259,9 +268,9 @@ class Recorder(TorchDispatchMode):
         number = self._next
         self._next += 1
         self._known[key] = (weakref.ref(storage, lambda _: self._forget(key, number)), number)
-        self.events.append(["alloc", number, storage.nbytes()])
-        self._in_layer += 1
-        if self._most is not None and self._in_layer > self._most and not self._backward:
+        self.events.append(["alloc", number, storage.nbytes(), operator])
+        self._in_layer[storage.nbytes()] += 1
+        if self._most is not None and self._in_layer[storage.nbytes()] > self._most and not self._backward:
             raise _TokenLoopError
 
     def _forget(self, key: int, number: int) -> None:
