@@ -18,7 +18,7 @@ from shardmake.core.units import format_duration
 from shardmake.launch.expected_start import parse_start
 from shardmake.launch.jobs import LocalJobs, job_name
 from shardmake.launch.slurm_jobs import run_slurm
-from shardmake.launch.slurm_states import JobState, JobStatus, parse_rows
+from shardmake.launch.slurm_states import JobState, JobStatus, held_message, parse_rows
 from shardmake.run.attempt import AttemptDir, Heartbeat, SubmittedJob
 from shardmake.run.attempt_history import BY_PERSON, AttemptRecord, load_history
 from shardmake.run.metrics import MetricsLine, parse_metrics
@@ -139,9 +139,10 @@ def _pending(job: SubmittedJob, status: JobStatus, name: str) -> TrainingState:
     else:
         estimate = f"Slurm expects to start it in {format_duration(max(0, starts - time.time()))}."
     waited = format_duration(time.time() - job.submitted)
+    held = held_message(job.id, status)
     return TrainingState(
         f"waits in the queue: {status.nodes}",
-        (f"Submitted {waited} ago as {name}. {estimate}",),
+        (f"Submitted {waited} ago as {name}. {held or estimate}",),
         queue=_queue(status),
         starts=starts,
     )

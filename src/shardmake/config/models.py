@@ -484,9 +484,9 @@ class Notify(Section):
 
     command: str = Field(
         description="Shell command, run when the report is written (`done`), when the training was stopped on request "
-        "(`stopped`), and when a stage ends with an error (`failed`); never when an attempt is resumed. It finds "
-        "`SHARDMAKE_RUN`, `SHARDMAKE_EVENT`, `SHARDMAKE_STAGE` and `SHARDMAKE_MESSAGE` in its environment, and has 60 "
-        "seconds.",
+        "(`stopped`), when Slurm keeps the training's job pending until a person acts (`held`), and when a stage ends "
+        "with an error (`failed`); never when an attempt is resumed. It finds `SHARDMAKE_RUN`, `SHARDMAKE_EVENT`, "
+        "`SHARDMAKE_STAGE` and `SHARDMAKE_MESSAGE` in its environment, and has 60 seconds.",
         examples=['echo "$SHARDMAKE_MESSAGE" | mail -s "$SHARDMAKE_RUN $SHARDMAKE_EVENT" ada@lab.org'],
     )
 

@@ -150,7 +150,7 @@ def _find_job(training: Training) -> SubmittedJob | None:
         active = None
     if recorded and (active is None or active.id == recorded.id):
         waited = os.environ.pop(STARTED_VARIABLE, None) == recorded.id
-        text = "Job %s (attempt %d) is not pending any more." if waited else "Adopting job %s (attempt %d)."
+        text = "Watching job %s (attempt %d) again." if waited else "Adopting job %s (attempt %d)."
         logger.info(text, recorded.id, recorded.attempt)
         return recorded
     if found := active or _owner_of_newest_attempt(training):

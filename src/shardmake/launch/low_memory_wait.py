@@ -27,6 +27,19 @@ LOCK_VARIABLE = "SHARDMAKE_DRIVER_LOCK"
 WAITED_VARIABLE = "SHARDMAKE_DRIVER_WAITED"
 STARTED_VARIABLE = "SHARDMAKE_STARTED_JOB"
 """Names the job that a driver waited for, which is not one of an earlier driver."""
+HELD_VARIABLE = "SHARDMAKE_HELD_JOB"
+"""Names a job that the driver has reported as one that waits for a person."""
+_NEEDS_PERSON = (
+    "held",
+    "Held",
+    "NeverSatisfied",
+    "BadConstraints",
+    "Invalid",
+    "NotAllowed",
+    "PartitionTimeLimit",
+    "PerJob",
+)
+"""Parts of squeue's reasons for which Slurm keeps a job pending until a person acts."""
 PREFIX = "shardmake-"
 """Start of the names of all training jobs."""
 
@@ -54,11 +67,11 @@ def _replace_process(*words: str, lock: int) -> "NoReturn":
 
 
 def await_start(job: str, snapshot: str) -> None:
-    """Wait until ``job`` is no longer pending.
+    """Wait until ``job`` is no longer pending, or waits for a person, which the driver has not reported yet.
 
     A shared snapshot may be older than the job, so a new query has to confirm it.
     """
-    while is_pending(job, squeue_cache.cached_squeue(snapshot, SECONDS)) or is_pending(
+    while still_waits(job, squeue_cache.cached_squeue(snapshot, SECONDS)) or still_waits(
         job, squeue_cache.cached_squeue(snapshot, 0)
     ):
         time.sleep(SECONDS)
@@ -72,9 +85,23 @@ def await_slot(name: str, limit: str, stop_file: str, snapshot: str) -> None:
     os.environ[WAITED_VARIABLE] = "1"
 
 
-def is_pending(job: str, queue: str | None) -> bool:
-    """Return whether ``job`` is pending in ``queue``; without an answer (None) it is assumed to be."""
-    return queue is None or f"\n{job}|PENDING|" in f"\n{queue}"
+def still_waits(job: str, queue: str | None) -> bool:
+    """Return whether ``job`` is pending in ``queue`` and needs no report; without an answer (None) it is assumed so."""
+    _, pending, after = f"\n{queue}".partition(f"\n{job}|PENDING|")
+    return queue is None or (bool(pending) and not is_newly_held(job, after.partition("|")[0]))
+
+
+def is_newly_held(job: str, reason: str) -> bool:
+    """Return whether the pending ``job`` waits for a person by squeue's ``reason``, which was not reported yet."""
+    if not needs_person(reason):
+        os.environ.pop(HELD_VARIABLE, None)  # if it is held once more, that is reported again
+        return False
+    return os.environ.get(HELD_VARIABLE) != job
+
+
+def needs_person(reason: str) -> bool:
+    """Return whether Slurm keeps a job pending for ``reason``, as squeue prints it, until a person acts."""
+    return any(part in reason for part in _NEEDS_PERSON)
 
 
 def other_trainings(queue: str, name: str) -> list[str]:

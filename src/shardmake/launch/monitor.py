@@ -2,19 +2,21 @@
 
 import contextlib
 import logging
+import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from shardmake.launch.low_memory_wait import wait_until_started
+from shardmake.launch.low_memory_wait import HELD_VARIABLE, is_newly_held, wait_until_started
 from shardmake.launch.service import loading_message
 from shardmake.launch.slurm_jobs import waiting_snapshot
-from shardmake.launch.slurm_states import JobState, JobStatus
+from shardmake.launch.slurm_states import JobState, JobStatus, held_message
 from shardmake.launch.training import Training
 from shardmake.run.attempt import AttemptDir, SubmittedJob
 from shardmake.run.metrics import MetricsLine, parse_metrics
+from shardmake.run.notification import notify
 from shardmake.run.paths import short_path
 
 POLL_SECONDS = 1.0
@@ -118,6 +120,7 @@ def watch(training: Training, job: SubmittedJob) -> JobStatus:
             if status.state is not last:
                 logger.info(_describe_status(status))
             last = status.state
+            report_held(training, job, status)
             if status.name == "PENDING" and pause >= LOW_MEMORY_WAIT_SECONDS:
                 # A pending job may wait for days: replace this process by one of little memory.
                 logger.info("%s The driver waits in low memory until it starts.", _describe_status(status))
@@ -135,6 +138,15 @@ def watch(training: Training, job: SubmittedJob) -> JobStatus:
         raise
     progress.poll()
     return status
+
+
+def report_held(training: Training, job: SubmittedJob, status: JobStatus) -> None:
+    """Report, and notify, once that a pending job waits for a person. The driver continues to wait for its start."""
+    if status.state is JobState.PENDING and is_newly_held(job.id, status.nodes):
+        os.environ[HELD_VARIABLE] = job.id
+        message = held_message(job.id, status)
+        logger.warning(message)
+        notify(training.run, training.rundir, "train", "held", message)
 
 
 def _report_progress(

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from shardmake.launch.low_memory_wait import needs_person
+
 
 class JobState(Enum):
     """A state as the driver distinguishes them."""
@@ -77,6 +79,17 @@ def parse_scontrol(text: str) -> JobStatus:
     if state is JobState.ENDED and fields.get("PreemptTime", "None") != "None":
         name = "PREEMPTED"
     return JobStatus(state, name, fields.get("NodeList", ""), fields.get("JobName", ""))
+
+
+def held_message(job: str, status: JobStatus) -> str:
+    """Return what a person has to do for a pending ``job`` that Slurm does not start by itself; empty if it does."""
+    if status.state is not JobState.PENDING or not needs_person(status.nodes):
+        return ""
+    return (
+        f"Slurm does not start job {job} until a person acts: {status.nodes.strip('()')}. Remove the reason and "
+        f"release the job (scontrol release {job}). Or cancel it (scancel {job}), correct the slurm section of the "
+        "cluster file and run the same command again."
+    )
 
 
 def is_no_such_job(message: str) -> bool:

@@ -17,7 +17,7 @@ from shardmake.run.paths import RunDir
 SECONDS = 60.0
 """How long the command may take."""
 LAST_STAGE = "report"
-Event = Literal["done", "stopped", "failed"]
+Event = Literal["done", "stopped", "failed", "held"]
 logger = logging.getLogger(__name__)
 
 

@@ -177,6 +177,12 @@ def test_a_start_that_slurm_does_not_know(training: RunDir, monkeypatch: pytest.
     assert "as job 12 (attempt 2). Slurm does not know when it will start." in text
 
 
+def test_a_job_that_waits_for_a_person_says_so(training: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(monkeypatch, training, "PENDING", "(JobHeldAdmin)")
+    text = describe(make_run(push=PUSH), SLURM, training)
+    assert "Slurm does not start job 12 until a person acts: JobHeldAdmin. Remove the reason and release" in text
+
+
 def test_without_an_answer_of_slurm_the_heartbeat_is_shown(training: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_state, "run_slurm", lambda *_: subprocess.CompletedProcess([], 127, "", "no squeue"))
     publish_heartbeat(AttemptDir(training.attempts / "002"), "save", 96)

@@ -21,8 +21,8 @@ from shardmake.launch import attempt_end, disk_wait, submission
 from shardmake.launch.attempt_end import apply_decision, record_attempt
 from shardmake.launch.driver import adopt, drive, hold_driver_lock
 from shardmake.launch.jobs import ActiveJob
-from shardmake.launch.low_memory_wait import STARTED_VARIABLE
-from shardmake.launch.monitor import watch
+from shardmake.launch.low_memory_wait import HELD_VARIABLE, STARTED_VARIABLE
+from shardmake.launch.monitor import report_held, watch
 from shardmake.launch.slurm_states import JobState, JobStatus
 from shardmake.launch.submission import choose_checkpoint, submit
 from shardmake.launch.training import Training
@@ -254,7 +254,7 @@ def test_a_job_that_the_driver_waited_for_is_not_called_an_earlier_drivers(
     submit(demo.load(FakeJobs(TERMINATED)))
     monkeypatch.setenv(STARTED_VARIABLE, "1")
     adopt(demo.load(FakeJobs()))
-    assert caplog.messages[-1] == "Job 1 (attempt 1) is not pending any more."
+    assert caplog.messages[-1] == "Watching job 1 (attempt 1) again."
     adopt(demo.load(FakeJobs()))
     assert caplog.messages[-1] == "Adopting job 1 (attempt 1)."
 
@@ -418,3 +418,18 @@ def test_the_newest_attempt_is_closed_or_its_unrecorded_job_is_adopted(
     assert adopted and (adopted.id, adopted.attempt) == ("7", job.attempt)
     record_attempt(training, adopted, JobStatus(JobState.ENDED, "FAILED"))
     assert adopt(training) is None, "its end is recorded"
+
+
+def test_a_job_that_waits_for_a_person_is_reported_once_each_time(
+    demo: FakeRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(HELD_VARIABLE, raising=False)
+    note = 'echo "$SHARDMAKE_EVENT $SHARDMAKE_STAGE: $SHARDMAKE_MESSAGE" >> note'
+    training = demo.load(FakeJobs(), make_run(notify={"command": note}))
+    job = SubmittedJob(id="7", attempt=1, submitted=0.0)
+    for reason in ("(Priority)", "(JobHeldUser)", "(JobHeldUser)", "(Priority)", "(JobHeldUser)"):
+        report_held(training, job, JobStatus(JobState.PENDING, "PENDING", reason))
+    report_held(training, job, JobStatus(JobState.RUNNING, "RUNNING", "held-1"))
+    notes = Path("note").read_text().splitlines()
+    assert len(notes) == 2 and len([text for text in caplog.messages if "until a person acts" in text]) == 2
+    assert notes[0].startswith("held train: Slurm does not start job 7 until a person acts: JobHeldUser. Remove the")

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardmake.launch.low_memory_wait import SECONDS, claim_slot, is_pending, other_trainings
+from shardmake.launch.low_memory_wait import HELD_VARIABLE, SECONDS, claim_slot, other_trainings, still_waits
 from shardmake.launch.squeue_cache import cached_squeue
 
 DRIVER = """
@@ -87,7 +87,7 @@ def test_a_snapshot_from_before_the_submission_does_not_end_the_wait(slurm: Path
     ],
 )
 def test_a_job_is_pending_until_an_answer_says_otherwise(queue: str | None, pending: bool) -> None:
-    assert is_pending("7", queue) is pending
+    assert still_waits("7", queue) is pending
 
 
 @pytest.mark.parametrize(
@@ -121,6 +121,21 @@ def test_a_driver_starts_again_when_its_job_has_started(slurm: Path) -> None:
     (slurm / "queue").write_text("7|RUNNING|c1|shardmake-a-1\n")
     driver = start(slurm / "driver.lock", "start", "7", str(slurm / "waiting"))
     assert driver.communicate(timeout=60)[0] == "restarted None 7\n"
+
+
+def test_a_driver_starts_again_when_its_job_needs_a_person(slurm: Path) -> None:
+    (slurm / "queue").write_text("7|PENDING|(JobHeldAdmin)|shardmake-a-1\n")
+    driver = start(slurm / "driver.lock", "start", "7", str(slurm / "waiting"))
+    assert driver.communicate(timeout=60)[0] == "restarted None 7\n"
+
+
+def test_a_job_that_needs_a_person_is_waited_for_once_that_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, released = "6|RUNNING|c1|b\n7|PENDING|(JobHeldUser)|a\n", "7|PENDING|(Priority)|a\n"
+    monkeypatch.setenv(HELD_VARIABLE, "6")
+    assert not still_waits("7", held), "another job was reported"
+    monkeypatch.setenv(HELD_VARIABLE, "7")
+    assert still_waits("7", held) and still_waits("7", released)
+    assert not still_waits("7", held), "it is held once more"
 
 
 def test_a_waiting_driver_is_small_and_holds_the_lock(slurm: Path) -> None:

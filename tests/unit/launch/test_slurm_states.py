@@ -2,7 +2,15 @@
 
 import pytest
 
-from shardmake.launch.slurm_states import JobState, is_no_such_job, parse_rows, parse_scontrol, parse_state
+from shardmake.launch.slurm_states import (
+    JobState,
+    JobStatus,
+    held_message,
+    is_no_such_job,
+    parse_rows,
+    parse_scontrol,
+    parse_state,
+)
 
 
 @pytest.mark.parametrize(
@@ -60,3 +68,27 @@ def test_a_preempted_job_may_have_another_state(name: str) -> None:
 def test_a_missing_answer_is_not_the_end_of_a_job() -> None:
     assert is_no_such_job("slurm_load_jobs error: Invalid job id specified")
     assert not is_no_such_job("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+
+
+@pytest.mark.parametrize(
+    ("reason", "held"),
+    [
+        ("(JobHeldUser)", True),
+        ("(launch failed requeued held)", True),
+        ("(job requeued in held state)", True),
+        ("(DependencyNeverSatisfied)", True),
+        ("(PartitionTimeLimit)", True),
+        ("(QOSMaxWallDurationPerJobLimit)", True),
+        ("(InvalidQOS)", True),
+        ("(Priority)", False),
+        ("(Resources)", False),
+        ("(PartitionNodeLimit)", False),  # also while nodes are down
+        ("(ReqNodeNotAvail, UnavailableNodes:c3)", False),
+        ("(QOSMaxJobsPerUserLimit)", False),
+    ],
+)
+def test_a_job_that_waits_for_a_person_differs_from_one_that_waits_for_its_turn(reason: str, held: bool) -> None:
+    message = held_message("7", JobStatus(JobState.PENDING, "PENDING", reason))
+    assert bool(message) == held
+    assert not held or (f"until a person acts: {reason[1:-1]}." in message and "scontrol release 7" in message)
+    assert not held_message("7", JobStatus(JobState.RUNNING, "RUNNING", "c[1-2]"))
