@@ -113,7 +113,7 @@ class SlurmJobs:
         """Return the queued and running jobs of the run with their attempts."""
         command = ("squeue", "--noheader", "--me", "--all", "--format=%i|%T|%o")
         queue = _list_jobs(self.run_folder, f"{self.run_folder.name} has a job", command)
-        rows = [line.split("|", 2) for line in queue.splitlines()]
+        rows = [line.split("|", 2) for line in queue.splitlines() if line.count("|") >= 2]
         return [
             (job, attempt_of_script(Path(script)))
             for job, state, script in rows

@@ -5,7 +5,6 @@ its place. Two jobs would write to one run. So the first claim of an attempt dec
 or by a job that starts, and every other job ends at once.
 """
 
-import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -20,18 +19,26 @@ NOBODY: Final = "nobody"
 def claim(folder: AttemptDir, job: str) -> str:
     """Return the job that the attempt belongs to, which is ``job`` if nobody has claimed the attempt before.
 
-    The claim is a folder with one file in it: of several renames to one folder that is not empty, one succeeds.
+    Where the driver has claimed it, as usual, the tasks of its job only read.
     """
+    if not folder.owner.exists():
+        _claim_first(folder, job)
+    (owner,) = folder.owner.iterdir()
+    return owner.name
+
+
+def _claim_first(folder: AttemptDir, job: str) -> None:
+    """Move a folder with one file into place: of several renames to a folder that is not empty, one succeeds."""
     claimed = folder.root / f".owner.{os.uname().nodename}.{os.getpid()}"
     claimed.mkdir(exist_ok=True)
     (claimed / job).touch()
     try:
-        with contextlib.suppress(OSError):  # also if it is done and a file server reports the repetition of a request
-            claimed.rename(folder.owner)
+        claimed.rename(folder.owner)
+    except OSError:  # another claim was first, or a file server reports an error for a request that it got twice
+        if not folder.owner.exists():
+            raise
     finally:
         shutil.rmtree(claimed, ignore_errors=True)
-    (owner,) = folder.owner.iterdir()
-    return owner.name
 
 
 def attempt_of_script(script: Path) -> AttemptDir | None:

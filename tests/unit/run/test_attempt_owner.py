@@ -4,6 +4,8 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.attempt_owner import attempt_of_script, claim
 
@@ -13,6 +15,13 @@ def test_of_many_claims_at_once_one_succeeds_and_all_see_it(tmp_path: Path) -> N
         owners = set(pool.map(partial(claim, AttemptDir(tmp_path)), map(str, range(64))))
     assert len(owners) == 1 and owners == {claim(AttemptDir(tmp_path), "later")}
     assert [path.name for path in tmp_path.iterdir()] == ["owner"], "no other traces"
+
+
+def test_a_claimed_attempt_is_only_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that starts while the disk is full gets as far as its worker, which reports the disk."""
+    claim(AttemptDir(tmp_path), "7")
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: pytest.fail("it writes"))
+    assert claim(AttemptDir(tmp_path), "8") == "7"
 
 
 def test_the_attempt_of_a_batch_script() -> None:
