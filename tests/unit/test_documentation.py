@@ -3,13 +3,13 @@
 import re
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from snakemake.cli import get_argument_parser
 
 from shardmake.cli import app
 
@@ -22,10 +22,16 @@ PAGES = [
 ]
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 TARGETS = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
-SNAKEMAKE = {name for action in get_argument_parser()._actions for name in action.option_strings}
 START = r"(?:^|&& |; |srun .* )(?:\S*/)?"
 """The text that may precede the name of a program."""
 OPTION = r"(?<![\w-])(--?[a-z][a-z-]*)"
+
+
+@cache
+def _options_of_snakemake() -> set[str]:
+    from snakemake.cli import get_argument_parser  # takes a second
+
+    return {name for action in get_argument_parser()._actions for name in action.option_strings}
 
 
 def _anchors(page: Path) -> set[str]:
@@ -54,9 +60,11 @@ def _missing(line: str) -> list[str]:
         if command not in COMMANDS:
             return [command]
         known = {name for item in COMMANDS[command].params for name in (*item.opts, *item.secondary_opts)} | {"--help"}
-        return sorted(set(re.findall(OPTION, rest)) - known - (SNAKEMAKE if command == "submit" else set()))
+        return sorted(
+            set(re.findall(OPTION, rest)) - known - (_options_of_snakemake() if command == "submit" else set())
+        )
     if found := re.search(START + r"snakemake (.*)", line):
-        return sorted(set(re.findall(OPTION, found[1])) - SNAKEMAKE)
+        return sorted(set(re.findall(OPTION, found[1])) - _options_of_snakemake())
     if found := re.search(START + r"make ([a-z][a-z-]*)", line):
         return sorted({found[1]} - TARGETS)
     if found := re.search(r"python -m ((?:benchmarks|shardmake|tests|tools)[\w.]*)(.*)", line):
