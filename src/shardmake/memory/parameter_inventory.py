@@ -45,7 +45,7 @@ def build(config: Mapping[str, Any], source: str, trust_remote_code: bool = Fals
                 return model_class(parsed)
             return transformers.AutoModelForCausalLM.from_config(parsed, trust_remote_code=trust_remote_code)
     except Exception as error:  # a model's code may raise anything for unusual sizes
-        raise ModelError(f"{source}: transformers cannot build this model: {_in_one_line(error)}") from None
+        raise ModelError(f"{source}: transformers cannot build this model: {in_one_line(error)}") from None
 
 
 def causal_class(model_type: str, source: str) -> str:
@@ -63,7 +63,7 @@ def causal_class(model_type: str, source: str) -> str:
 
 def parse_config(config: Mapping[str, Any], source: str, trust_remote_code: bool) -> Any:
     """Return the config object of transformers for a config.json; raise `ModelError` if transformers rejects it."""
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     if trust_remote_code and config.get("auto_map"):
         try:
@@ -75,20 +75,20 @@ def parse_config(config: Mapping[str, Any], source: str, trust_remote_code: bool
             ) from None
     kind = config["model_type"]
     values = {key: value for key, value in config.items() if key != "model_type"}
-    try:
-        return AutoConfig.for_model(kind, **values)
-    except ValueError:
+    if kind not in CONFIG_MAPPING:
         from importlib.metadata import version
 
         raise ModelError(
             f"{source}: transformers {version('transformers')} has no model type {kind!r}. "
             "Check the spelling, or install a version of transformers that has it."
-        ) from None
+        )
+    try:
+        return AutoConfig.for_model(kind, **values)
     except Exception as error:  # a config class may raise anything for unusual values
-        raise ModelError(f"{source}: transformers rejects this config: {_in_one_line(error)}") from None
+        raise ModelError(f"{source}: transformers rejects this config: {in_one_line(error)}") from None
 
 
-def _in_one_line(error: Exception) -> str:
+def in_one_line(error: Exception) -> str:
     """Return the words of an error of a library without the frames of C++ code that torch appends."""
     return " ".join(str(error).partition("\nException raised from")[0].split())
 
@@ -139,8 +139,8 @@ def adapters(model: "nn.Module", rank: int, targets: str | list[str]) -> list[di
     try:
         with torch.device("meta"):
             adapted = get_peft_model(model, config)
-    except ValueError as error:
-        raise ModelError(f"PEFT cannot adapt this {type(model).__name__}: {error}") from None
+    except Exception as error:  # PEFT and a model's code may raise anything for unusual layers
+        raise ModelError(f"PEFT cannot adapt this {type(model).__name__}: {in_one_line(error)}") from None
     found = {plain_name(n): tuple(p.shape) for n, p in adapted.named_parameters() if p.requires_grad}
     return [asdict(ParameterSpec(name, shape, "linear", _block_of(name, blocks))) for name, shape in found.items()]
 

@@ -19,12 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardmake.config.models import TORCH_DTYPES
-from shardmake.core.errors import ModelError
+from shardmake.core.errors import ModelError, ShardmakeError
 from shardmake.core.process import answer_request
 from shardmake.memory import token_loops
 from shardmake.memory.four_bit import holds_four_bits, set_four_bit_layers
 from shardmake.memory.gpu_kernels import emulate_gpu_kernels, register_attention
-from shardmake.memory.parameter_inventory import block_paths, build, plain_name
+from shardmake.memory.parameter_inventory import block_paths, build, in_one_line, plain_name
 
 DTYPES = {str(precision): getattr(torch, name) for precision, name in TORCH_DTYPES.items()}
 Event = list[Any]
@@ -38,9 +38,15 @@ def answer(request: Mapping[str, Any]) -> list[list[Event]]:
 def _trace_or_explain(request: Mapping[str, Any]) -> list[Event]:
     try:
         return trace(request)
-    except (RuntimeError, TypeError, AttributeError, ValueError) as error:
+    except ShardmakeError:
+        raise
+    except Exception as error:  # a model's code may raise anything for unusual values
         model = request["config"]["model_type"]
-        raise ModelError(f"Cannot trace a training step of this {model} model: {error}") from None
+        raise ModelError(
+            f"Cannot trace a training step of this {model} model: {request['source']}. Its code raised "
+            f"{type(error).__name__}: {in_one_line(error)}. Often a value is missing: use the complete config.json "
+            "that came with the weights."
+        ) from None
 
 
 def trace(request: Mapping[str, Any]) -> list[Event]:

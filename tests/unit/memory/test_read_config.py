@@ -39,6 +39,7 @@ BAD = [
     ({**SIZES, "model_type": "llama", "architectures": True}, "architectures is True. It must be a list"),
     ({**SIZES, "model_type": "llama", "architectures": [1]}, r"architectures is \[1\]"),
     ({**SIZES, "model_type": "llamma"}, "has no model type 'llamma'"),
+    ({**SIZES, "model_type": "olmo3", "layer_types": ["full_attention"]}, "rejects this config: .* number of `layer_t"),
     ({**SIZES, "model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Model"}}, "needs its own Python code"),
     ({**SIZES, "model_type": "own", "auto_map": 1}, "auto_map is 1. It must be an object"),
 ]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from shardmake.core.errors import ModelError
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.closed_form import of_events
 from shardmake.memory.decoder import micro_step
@@ -26,6 +27,14 @@ def test_any_architecture_can_be_traced(config: dict[str, Any], tracer: Any) -> 
     assert [event[1] for event in events if event[0] == "forward"] == list(range(blocks))
     assert gradients(events) >= {tensor.name for tensor in model.tensors if tensor.block is not None} - UNUSED
     assert gpu_memory(replace(case, strategy="zero3", ranks_per_node=2), Buckets(4096), events).allocated > 0
+
+
+def test_an_error_of_the_models_code_is_reported_with_its_text(tracer: Any) -> None:
+    model = from_config({**SIZES, "model_type": "deepseek_v2", "num_experts_per_tok": None})
+    with pytest.raises(
+        ModelError, match=r"deepseek_v2 model: .* Its code raised TypeError: .*Often a value is missing"
+    ):
+        tracer.answer({"requests": [_request(scenario(model=model, sequence_length=32, attention="sdpa"))]})
 
 
 SEVEN = {
