@@ -21,6 +21,10 @@ from shardmake.memory.model import Decoder, Model, inventory_request
 
 MIXING_UNKNOWN: tuple[Attention, ...] = ("flash",)
 """Kernels that run on a GPU only, so that the ranks check whether they keep packed examples apart."""
+DEQUANTIZED_BY_LOADING = frozenset({"compressed-tensors", "fp8", "metal", "mxfp4", "mxfp8"})
+"""Methods whose configuration in transformers has the setting ``dequantize``."""
+DEQUANTIZED_AFTER_LOADING = frozenset({"bitsandbytes", "higgs"})
+"""Methods for which transformers implements ``PreTrainedModel.dequantize``."""
 _LIGER_TABLE = "MODEL_TYPE_TO_APPLY_LIGER_FN"
 _HELPER = "shardmake.plan.inspect_model"
 _SOURCES = (
@@ -82,12 +86,12 @@ def _decoder_limit(config: Mapping[str, Any], decoder: Decoder) -> str:
 def describe_quantized_base(model: Model, run: Run) -> list[str]:
     """Return a line about how the estimate counts the weights of a base whose files hold quantized ones.
 
-    Only a script may train such a base, because it may load it with ``dequantize=True``.
+    Only a script may train such a base, because it may dequantize it, or merge its adapters in its own way.
     """
     found = _declared_quantization(model.config)
     if not found:
         return []
-    counted = "4 bits, as for method: qlora" if run.method == "qlora" else "16 or 32 bits, as dequantize=True loads it"
+    counted = "4 bits, as for method: qlora" if run.method == "qlora" else "16 or 32 bits, as if it were dequantized"
     return [f"the memory estimate counts the base in {counted}; its files hold quantized weights ({_named(*found)})"]
 
 
@@ -104,9 +108,19 @@ def check_not_quantized(model: Model) -> None:
     if found := _declared_quantization(model.config):
         raise ModelError(
             f"Model cannot be trained: {model.source} declares quantized weights ({_named(*found)}). Name "
-            "the same model in 16 or 32 bits, or save one: load it with dequantize=True in transformers' quantization "
-            "config and call save_pretrained. For adapters on a base in 4 bits take method: qlora, which quantizes it."
+            f"the same model in 16 or 32 bits{_how_to_dequantize(found[1])}. For adapters on a base in 4 bits "
+            "name that model with method: qlora, which quantizes it."
         )
+
+
+def _how_to_dequantize(declared: Any) -> str:
+    """Return how a user gets the model in 16 bits from its quantized weights; empty if transformers cannot do it."""
+    method = declared.get("quant_method") if isinstance(declared, Mapping) else None
+    if method in DEQUANTIZED_BY_LOADING:
+        return ", or save one: load it with dequantize=True in transformers' quantization config, call save_pretrained"
+    if method in DEQUANTIZED_AFTER_LOADING:
+        return ", or save one: load it with transformers, call the model's dequantize() and save_pretrained"
+    return ""
 
 
 def _declared_quantization(config: Mapping[str, Any]) -> tuple[str, Any] | None:

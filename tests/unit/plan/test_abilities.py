@@ -4,10 +4,13 @@ import json
 import re
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.base import HfQuantizer
 
 from shardmake.checkpoint.formats.hub_layout import HubWeight
 from shardmake.commands.estimate import EstimateRequest, resolve_request
@@ -16,7 +19,12 @@ from shardmake.core.errors import ShardmakeError
 from shardmake.memory.families import FAMILIES
 from shardmake.memory.read_config import read_model
 from shardmake.plan import abilities, inspect_model, resolve
-from shardmake.plan.abilities import Abilities, describe_quantized_base
+from shardmake.plan.abilities import (
+    DEQUANTIZED_AFTER_LOADING,
+    DEQUANTIZED_BY_LOADING,
+    Abilities,
+    describe_quantized_base,
+)
 from shardmake.plan.candidates import choices
 from shardmake.plan.shrink import shrunk
 from tests.plan_in_process import plan_in_this_process
@@ -137,9 +145,12 @@ REFUSED = [
      r"composite model \(qwen3_5\) .* transformers silently drops .* saved alone \(model_type qwen3_5_text\)\."),
     (GEMMA3, {"script": "train.py"}, "composite model"),
     ({**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}}, {},
-     r"quantized weights \(quantization_config: mxfp4\)\. Name the same model in 16 or 32 bits"),
+     r"quantized weights \(quantization_config: mxfp4\)\. Name the same model in 16 or 32 bits, .*dequantize=True"),
     ({"model_type": "llama", **SIZES, "quantization_config": {"quant_method": "fp8"}}, {"method": "lora"}, "fp8"),
-    ({"model_type": "llama", **SIZES, "quantization_config": {"quant_method": "gptq"}}, {}, "gptq"),
+    ({"model_type": "llama", **SIZES, "quantization_config": {"quant_method": "gptq"}}, {},
+     r"\(quantization_config: gptq\)\. Name the same model in 16 or 32 bits\. For adapters on a base in 4 bits name that"),
+    ({"model_type": "llama", **SIZES, "quantization_config": {"quant_method": "bitsandbytes"}}, {"method": "lora"},
+     r"or save one: load it with transformers, call the model's dequantize\(\) and save_pretrained\."),
     ({"model_type": "llama", **SIZES, "compression_config": {"quant_method": "compressed-tensors"}}, {},
      r"\(compression_config: compressed-tensors\)"),
     (MIXTRAL, {"method": "lora"},
@@ -163,7 +174,16 @@ def test_what_the_model_cannot_do_is_refused_at_plan(
         resolved(make_run(model=make_folder(tmp_path, config), **settings))
 
 
-@pytest.mark.parametrize(("method", "counted"), [("lora", "16 or 32 bits, as dequantize=True"), ("qlora", "4 bits")])
+def test_the_ways_to_dequantize_are_those_of_transformers() -> None:
+    """Without GGUF, which config.json does not declare."""
+    kinds = AUTO_QUANTIZATION_CONFIG_MAPPING.items()
+    loading = {name for name, kind in kinds if "dequantize" in signature(kind).parameters}
+    assert loading - {"gguf"} == DEQUANTIZED_BY_LOADING
+    after = {name for name, kind in AUTO_QUANTIZER_MAPPING.items() if kind._dequantize is not HfQuantizer._dequantize}
+    assert {name.removesuffix("_4bit").removesuffix("_8bit") for name in after} == DEQUANTIZED_AFTER_LOADING
+
+
+@pytest.mark.parametrize(("method", "counted"), [("lora", "16 or 32 bits, as if it were"), ("qlora", "4 bits")])
 def test_a_script_may_load_a_quantized_base_and_the_plan_states_what_it_counts(
     method: str, counted: str, tmp_path: Path
 ) -> None:
