@@ -1,5 +1,6 @@
 """Secrets: detect known secrets and text in the form of a token before files leave the cluster."""
 
+import base64
 import contextlib
 import hashlib
 import os
@@ -15,42 +16,86 @@ _NAMES = re.compile(
     re.IGNORECASE,
 )
 _SHAPES = re.compile(
-    r"\bhf_[A-Za-z0-9]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}|\bglpat-[\w-]{20,}"
-    r"|\bA[KS]IA[0-9A-Z]{16}\b|\bsk-[A-Za-z0-9_-]{20,}|\bxox[a-z]-[\w-]{10,}"
-    r"|\bwandb_v1_\w{20,}|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,}|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+    r"\b(?:hf_[A-Za-z0-9]{20,}|api_org_[A-Za-z0-9]{30,}"
+    r"|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|gl(?:pat|oas|rtr?|dt|ptt|cbt|ft|imt|agent|soat|ffct)-[\w-]{20,}"
+    r"|A[KS]IA[0-9A-Z]{16}\b|AIza[\w-]{35,}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}|\w{3}8Q~[\w.~-]{31,}"
+    r"|pypi-AgE[\w-]{20,}|npm_[A-Za-z0-9]{30,}|dckr_pat_[\w-]{20,}|xox[a-z]-[\w-]{10,}"
+    r"|sk-(?:\w{1,16}-){0,4}[A-Za-z0-9]{20,}[\w-]*|gsk_[A-Za-z0-9]{30,}|nvapi-[\w-]{40,}|wandb_v1_\w{20,}"
+    r"|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,})"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----"
+    r"(?:(?:(?!-----)[\s\S]){1,16384}-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----|(?:(?:\s|\\n)*[A-Za-z0-9+/=]{16,})*)"
 )
+"""Texts that are secrets wherever they stand. Of a private key, the lines that follow belong to it."""
 _SHORTEST = 8
 _PHRASE = 16
 """A value without digits and capitals is a passphrase from this length."""
-_USER = re.compile(r"(?<=://)(?:[^/@\s:]*:[^@\s]*|[^/@\s]+)@")
-"""User and password of a URL; a password may have slashes."""
+_USER = re.compile(r"(?<=://)(?!(?:localhost|[\w.-]+\.[\w-]+):\d{1,5}/)(?:[^/@\s:]*:[^@\s]*|[^/@\s]+)@")
+"""User and password of a URL; a password may have slashes. After a host's port, ``@`` belongs to the path."""
 _QUOTE = r"""(?:\\?["']|&(?:quot|apos|\#34|\#39);)?"""
 """Of text, of JSON and YAML in quotes, or of HTML, where a quote is an entity."""
+_NAME = (
+    rf"(?:password|passwd|pwd(?!{_QUOTE}[\s=:]{{1,9}}{_QUOTE}[/~.])|passphrase|secret"
+    r"|(?:secret|access|api|account|private|signing|encryption)[_-]?key"
+    r"|(?:auth|access|refresh|session|security|identity|registry|hub|hf|bearer|deploy|bot|job)[_-]?token"
+    r"|SharedAccessSignature)"
+)
 _PASSWORD = re.compile(
-    r"""((?:password|passwd|pwd|secret|(?:secret|access|api)[_-]?key|(?:auth|access|refresh)[_-]?token)"""
-    rf"""{_QUOTE}\s*[=:]\s*{_QUOTE})([^\s"',;]{{6,}})""",
+    rf"""({_NAME}{_QUOTE}[^\S\n]*[=:][^\S\n]*{_QUOTE})(?!\$\{{?(?-i:[A-Z_]+)\b)([^\s"',;]{{6,}})""",
     re.IGNORECASE,
 )
-"""A password in running text; shorter values are most likely words about passwords.
+"""A password in running text, not the name of a variable; shorter values are most likely words about passwords.
 
 The pattern begins with a fixed word. Any number of characters before it would take quadratic time on a long line.
 """
+_VARIABLE = re.compile(r"""(TOKEN=["']?)(?![$<\[]|\d+\b)[^\s"',;]{8,}""")
+"""A variable like ``MY_TOKEN=...``; a tokenizer's, such as ``EOS_TOKEN=<s>`` or its number, is not secret."""
 _HTTP_LOGIN = re.compile(
     rf"""(authorization{_QUOTE}\s*[=:]\s*{_QUOTE}(?:bearer|basic|token|digest)\s+)(?![$\[])[^\s"']+""", re.IGNORECASE
 )
+_BEARER = re.compile(r"""(\b[Bb]earer\s+)(?=[^\s"']*\d)[\w.~+/-]{16,}=*""")
+_BASIC = re.compile(r"(\b[Bb]asic\s+)((?:[A-Za-z0-9+/]{4}){2,}(?:[A-Za-z0-9+/]{2,3}={1,2})?)(?![\w+/=])")
+"""A login of HTTP if its text is ``USER:PASSWORD`` in base64."""
 _CURL_LOGIN = re.compile(
     r"""(\bcurl\b[^\n]{0,300}?\s(?:-[a-z]{0,8}u|--(?:proxy-)?user)[\s=]{0,9}(["'])?[^\s:"']{1,128}:)(?![$\[])"""
     r"""(?(2)[^"'\n]+|[^\s"']+)""",
     re.IGNORECASE,
 )
 """User and password of curl. The name of a variable after ``:``, as in ``ada:$PASSWORD``, is not a password."""
-_OPTION = re.compile(
-    r"--?[\w-]*(?:password|passwd|secret|(?:secret|access|api)[_-]?key|(?:hub|auth|access|refresh)[_-]?token)",
+_SHORT_OPTION = re.compile(
+    r"""(\b(?:sshpass|(?:docker|podman|registry|oras|twine)\s+(?:login|upload))\b[^\n]{0,300}?\s-p[\s=]{0,9}["']?)"""
+    r"""(?![$\[-])[^\s"']+"""
+)
+_LONG_OPTION = re.compile(
+    rf"""((?<![\w-])--?(?i:[\w-]{{0,64}}?(?:{_NAME}|(?<=-)pass))(?:=|[^\S\n]{{1,9}})["']?)"""
+    rf"""(?![$\[-])(?=[^\s"',]*[^a-z\s"',]|[a-z]{{{_PHRASE},}})[^\s"',]{{6,}}"""
+)
+"""The value of an option like ``--http-password``; a word in small letters after it is most likely text."""
+_SIGNED_URL = re.compile(
+    r"""([?&;](?:X-(?:Amz|Goog)-)?(?:Signature|Security-Token|Credential|sig)=)(?![$\[])[^&;\s"'<>]{8,}""",
     re.IGNORECASE,
 )
+_SECRET_PATH = re.compile(
+    r"(hooks\.slack\.com/\w+/|discord(?:app)?\.com/api/webhooks/|api\.telegram\.org/bot)(?!\$)[\w:/-]{16,}"
+    r"|(anaconda\.org/t/)[\w-]{16,}"
+)
+"""Addresses whose paths are secrets: of chat programs, and of conda's channels with a token."""
+_NETRC = re.compile(
+    r"(\b(?:machine\s{1,9}\S{1,128}|default)\s{1,9}login\s{1,9}\S{1,128}\s{1,9}password\s{1,9})\S+"
+    r"|^([^\S\n]*(?:login[^\S\n]+\S{1,128}[^\S\n]+)?password[^\S\n]+)(?=\S*[^a-z\s])\S{6,}$",
+    re.MULTILINE,
+)
+_AUTH_FILE = re.compile(
+    r"""((?:\\?["']auth\\?["']\s{0,9}:\s{0,9}\\?["']|\b_auth\s{0,9}=\s{0,9}))[A-Za-z0-9+/=]{8,}"""
+    r"""|(\bpass\s{0,9}=\s{0,9})[\w-]{20,}|(\baws_(?:secret_access_key|session_token)\s{1,9})[A-Za-z0-9+/=]{16,}"""
+)
+"""Logins of Docker's ``config.json``, ``.npmrc``, ``rclone.conf`` and of ``aws configure set``."""
+_OPTION = re.compile(rf"--?[\w-]*{_NAME}", re.IGNORECASE)
 _SHORTEST_PASSWORD = 6
 _WANDB = re.compile(r"(wandb\b[^\n]{0,60}?)\b[0-9a-f]{40}\b", re.IGNORECASE)
 """W&B's keys look like any digest, so they are known by what stands before them, as in ``~/.netrc``."""
+_LOGINS = (_CURL_LOGIN, _HTTP_LOGIN, _BEARER, _SHORT_OPTION, _LONG_OPTION, _SIGNED_URL)
+"""Logins that are refused in a configuration; what stands before each is in a group of its pattern and stays."""
+_IN_TEXT = (_WANDB, *_LOGINS, _SECRET_PATH, _NETRC, _AUTH_FILE, _PASSWORD, _VARIABLE)
 _ASSIGNED = re.compile(
     r"""((?:token(?!s|iz|_id)|secret|passw(?:or)?d|(?:access|api|wandb)[_-]?key|credential|signature)[\w-]{0,64}"""
     r"""(?:["']?\s*[=:,]\s*["']?|\s+))([^\s"',;&]+)""",
@@ -61,8 +106,13 @@ _ASSIGNED = re.compile(
 
 def find_secrets(text: str, known: Iterable[str] | None = None) -> list[str]:
     """Return the secrets in ``text``: those that are ``known``, by default of this process, and text like a token."""
+    return [*_SHAPES.findall(text), *_known_in(text, known)]
+
+
+def _known_in(text: str, known: Iterable[str] | None) -> list[str]:
+    """Return the known secrets in ``text``, the longest first."""
     values = known_secrets(os.environ) if known is None else known
-    return [*_SHAPES.findall(text), *(value for value in values if value in text)]
+    return sorted((value for value in values if value in text), key=len, reverse=True)
 
 
 def is_secret(name: str) -> bool:
@@ -72,12 +122,30 @@ def is_secret(name: str) -> bool:
 
 def redact(text: str, known: Iterable[str] | None = None) -> str:
     """Return ``text`` with each secret replaced; those that are ``known`` are by default this process's."""
-    for secret in find_secrets(text, known):
+    for secret in _known_in(text, known):
         text = text.replace(secret, "[removed]")
-    text = _USER.sub("[removed]@", text)
-    for before_secret in (_WANDB, _CURL_LOGIN, _HTTP_LOGIN, _PASSWORD):
-        text = before_secret.sub(r"\1[removed]", text)
+    return _without_forms(text)
+
+
+def _without_forms(text: str) -> str:
+    """Return ``text`` without what has the form of a secret."""
+    text = _BASIC.sub(_without_login, _USER.sub("[removed]@", _SHAPES.sub("[removed]", text)))
+    for pattern in _IN_TEXT:
+        text = pattern.sub(_keep_start, text)
     return text
+
+
+def _keep_start(found: re.Match[str]) -> str:
+    return f"{next(filter(None, found.groups()))}[removed]"
+
+
+def _without_login(found: re.Match[str]) -> str:
+    """Return ``found`` without its base64 text if that holds a user and a password."""
+    try:
+        login = base64.b64decode(found[2], validate=True).decode()
+    except ValueError:
+        return found[0]
+    return f"{found[1]}[removed]" if ":" in login and login.isprintable() else found[0]
 
 
 def keys_of_tokens(values: Any, before: str = "") -> list[str]:
@@ -94,7 +162,7 @@ def keys_of_tokens(values: Any, before: str = "") -> list[str]:
 
 
 def _has_secret_form(text: str) -> bool:
-    return any(pattern.search(text) for pattern in (_SHAPES, _HTTP_LOGIN, _CURL_LOGIN))
+    return any(pattern.search(text) for pattern in (_SHAPES, *_LOGINS))
 
 
 def _has_secret_option(arguments: Iterable[Any]) -> bool:
@@ -123,9 +191,7 @@ def mask(text: str) -> str:
 
     The result depends on the text alone, not on the environment, because settings of different days are compared.
     """
-    masked = _USER.sub("[removed]@", _SHAPES.sub("[removed]", text))
-    for before_secret in (_CURL_LOGIN, _HTTP_LOGIN, _ASSIGNED):
-        masked = before_secret.sub(r"\1[removed]", masked)
+    masked = _ASSIGNED.sub(r"\1[removed]", _without_forms(text))
     return masked if masked == text else f"{masked} #{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 

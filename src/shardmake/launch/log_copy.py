@@ -40,7 +40,7 @@ class LogCopy:
     def _copy(self) -> None:
         with self._output, self._log:
             for lines in _read_lines(self._output.fileno()):
-                text = "".join(redact(line.decode(errors="replace"), self._secrets) for line in lines)
+                text = redact(b"".join(lines).decode(errors="replace"), self._secrets)
                 with contextlib.suppress(OSError):
                     self._log.write(text.encode())
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardmake.config.load import parse_config
 from shardmake.core.errors import ConfigError, ShardmakeError
@@ -120,6 +122,60 @@ def test_the_name_of_a_variable_and_other_users_are_no_login(harmless: str) -> N
     assert keys_of_tokens({"notify": {"command": harmless.split()}}) == []
 
 
+BODY = "MIIEvQIBADANBgkqhkiG9w0BAQEFAASCBKcwggSj"
+OF_PROGRAMS = {
+    "wget": "wget --user=ada --http-password=«Plant-90» https://host/x",
+    "wget, two words": "wget --user ada --password «Plant-91» https://host/x",
+    "a phrase": "wget --ask --ftp-password «correcthorsebattery» x",
+    "sshpass": "sshpass -p «Plant-92» ssh host",
+    "docker": "docker login -u ada -p «Plant-93» registry.example",
+    "Docker's file": '{"auths": {"r.example": {"auth": "«YWRhOlBsYW50LTk0»"}}}',
+    "npm's file": "//registry.example/:_authToken=«Plant-95»",
+    "npm": "«npm_a1B2a1B2a1B2a1B2a1B2a1B2a1B2a1B2a1B2»",
+    "PyPI": "«pypi-AgEIcHlwaS5vcmcCJGE1Yjct-w_x»",
+    "pip": "pip install --index-url https://«ada:Plant-96»@host/simple",
+    "conda": "https://conda.anaconda.org/t/«ab-12345678-1234-1234-1234-123456789abc»/channel",
+    "git": "git -c http.extraHeader='AUTHORIZATION: basic «YWRhOlBsYW50LTk3»' clone x",
+    "git credential": "username=ada\npassword=«Plant-98»\n",
+    "rclone": "[lab]\ntype = sftp\npass = «x2Yt-plantPlantPlant-9_»",
+    "rclone's token": 'token = {"access_token":"«ya29.a0AfPlant-Plant_Plant»","expiry":"2026"}',
+    "AWS": "aws configure set aws_secret_access_key «wJalrXUtnFEMI/K7MDENG/bPxRfiCYEX»",
+    "AWS, a session": "AWS_SESSION_TOKEN=«FwoGZXIvYXdzEPlant//w==»",
+    "Azure, a key": "DefaultEndpointsProtocol=https;AccountName=lab;AccountKey=«Plant/99+w==»;EndpointSuffix=x",
+    "Azure, a signature": "https://lab.blob.core.windows.net/c/m?sv=2022&sp=r&sig=«Plant%2B100%3D»&se=2026",
+    "Azure, a connection": "SharedAccessSignature=«sv=2022&sig=Plant-101»",
+    "Azure, a client": "az login -p «abc8Q~Plant.Plant.Plant.Plant.Plant-1»",
+    "S3, a signed URL": "https://b.s3.amazonaws.com/x?X-Amz-Credential=«ada/2026»&X-Amz-Signature=«0a1b2c3d4e5f»",
+    "Google": "https://maps.example/x?key=«AIzaSyPlantPlantPlantPlantPlantPlant_-12»",
+    "netrc": "machine api.wandb.ai login user password «Plant-102»",
+    "netrc, lines": "machine host\n  login ada\n  password «plantplant»\n",
+    "netrc, one line": "  password «Plant-103»",
+    "Bearer": "header: Bearer «abc.DEF.1234567890-_~»",
+    "Basic": "proxy says Basic «YWRhOlBsYW50LTEwNA==» is wrong",
+    "Slurm": "sbatch --export=ALL,LAB_TOKEN=«Plant-105»,X=y job.sh",
+    "GitLab, a runner": "«glrt-PlantPlantPlantPlant»",
+    "Slack": "curl https://hooks.slack.com/services/«T000/B000/PlantPlant»",
+    "a private key": f"«-----BEGIN RSA PRIVATE KEY-----\nDEK-Info: AES-128\n{BODY}\nplant=\n-----END RSA PRIVATE KEY-----»",
+    "a private key in JSON": f"'key': '«-----BEGIN PRIVATE KEY-----\\n{BODY}\\nab=\\n-----END PRIVATE KEY-----»'",
+    "the beginning of one": f"«-----BEGIN OPENSSH PRIVATE KEY-----\n{BODY}\n{BODY}»",
+}
+"""Texts of programs; what stands in guillemets is secret, all else stays."""
+
+
+def planted(text: str) -> tuple[str, list[str], str]:
+    """Return a text of `OF_PROGRAMS`, its secrets, and what stays of it."""
+    marked = re.compile("«(.*?)»", re.DOTALL)
+    return marked.sub(r"\1", text), marked.findall(text), marked.sub("[removed]", text)
+
+
+@pytest.mark.parametrize("name", OF_PROGRAMS)
+def test_a_secret_of_a_program_is_removed_and_nothing_else(name: str) -> None:
+    text, secrets, expected = planted(OF_PROGRAMS[name])
+    found = redact(f"before\n{text}\nafter word", ())
+    assert secrets and found == f"before\n{expected}\nafter word"
+    assert not any(secret in mask(text) for secret in secrets)
+
+
 def secret_of(text: str) -> str:
     return re.split(r"[ =]|ada:", text)[-1].partition("@")[0].strip('"') if "PRIVATE" not in text else text
 
@@ -153,10 +209,13 @@ def outputs_of_a_command(text: str, tmp_path: Path) -> dict[str, str]:
 def test_no_form_of_a_secret_leaves_a_command(tmp_path: Path) -> None:
     """Terminal, log, warning, error, traceback and the file of a traceback, with all forms at once and by value."""
     texts = [*SHAPES.values(), *(f"it is {value}!" for value in BY_NAME.values())]
-    found = outputs_of_a_command(" ; ".join(texts), tmp_path)
+    programs = {name: planted(text) for name, text in OF_PROGRAMS.items()}
+    found = outputs_of_a_command("\n".join([" ; ".join(texts), *(text for text, _, _ in programs.values())]), tmp_path)
     assert len(found) == 3
-    planted = {name: secret_of(text) for name, text in SHAPES.items()} | BY_NAME
-    assert [(name, place) for place, text in found.items() for name, value in planted.items() if value in text] == []
+    secrets = [(name, secret_of(text)) for name, text in SHAPES.items()] + [*BY_NAME.items()]
+    secrets += [(name, secret) for name, (_, values, _) in programs.items() for secret in values]
+    secrets.append(("a line of a private key", BODY))
+    assert [(name, place) for place, text in found.items() for name, value in secrets if value in text] == []
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -230,6 +289,50 @@ def test_text_in_the_form_of_a_token_is_removed(text: str) -> None:
 )
 def test_passwords_in_running_text_are_removed(text: str, expected: str) -> None:
     assert redact(text) == expected
+
+
+WORDS = st.sampled_from(
+    ["Qwen2.5", "Llama-3.1", "sk", "hf", "gl", "pypi", "npm", "basic", "Bearer", "password", "token", "pass", "secret"]
+)
+NAMES = st.lists(WORDS, min_size=1, max_size=3).map("-".join)
+HOSTS = st.sampled_from(["localhost:4873", "10.0.0.1:8000", "hub.example", "registry.example:5000"])
+HARMLESS = st.one_of(
+    st.tuples(NAMES, NAMES, st.sampled_from(["7B-Instruct", "1.5b", "finetune-of-qwen2-5-7b-instruct"])).map(
+        lambda name: f"{name[0]}/{name[1]}-{name[2]}"
+    ),
+    st.binary(min_size=4, max_size=32).map(bytes.hex),
+    st.lists(NAMES, min_size=1, max_size=5).map(lambda names: f"/home/ada/{'/'.join(names)}.json"),
+    st.one_of(st.integers(), st.floats()).map(str),
+    st.tuples(HOSTS, NAMES, NAMES).map(lambda url: f"https://{url[0]}/{url[1]}/@{url[2]}?page=2&sort=key"),
+    st.tuples(WORDS, st.sampled_from(["is wrong", "of the model", "expected", "information", "protected areas"])).map(
+        " ".join
+    ),
+)
+
+
+@given(st.lists(HARMLESS, max_size=6), st.sampled_from([" ", "\n", ", ", "; "]))
+def test_names_digests_paths_numbers_and_addresses_stay(texts: list[str], between: str) -> None:
+    text = between.join(texts)
+    assert redact(text, ()) == text and find_secrets(text, ()) == []
+    assert keys_of_tokens({"script_args": texts, "prompt": text}) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "apptainer exec --pwd /project/llm image.sif",
+        "PWD=/home/ada OLDPWD=/tmp",
+        "EOS_TOKEN=<|im_end|> PAD_TOKEN=151643 MAX_TOKENS=1000000",
+        "export HF_TOKEN=$HF_TOKEN",
+        "Basic training of two models",
+        "the option --password belongs to another program",
+        "Enter password:\nLoading weights",
+        "login with password authentication",
+        "signature: forward(input_ids)",
+    ],
+)
+def test_text_about_secrets_stays(text: str) -> None:
+    assert redact(text, ()) == text
 
 
 @pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "SSH_KEY", "KEY_ID", "PGPASSWORD", "MY_SECRET_2"])
