@@ -22,7 +22,9 @@ from shardmake.run.record import RunRecord
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _POLL_SECONDS = 0.1
 _LONGEST_PAUSE = 2.0
-"""Seconds between two looks of a node for the address that node 0 publishes."""
+"""Seconds between two looks of a node for the address that node 0 publishes, or two attempts to connect."""
+_ANSWER_SECONDS = 5.0
+"""How long one side of a connection waits for the other."""
 
 
 class RendezvousError(RuntimeError):
@@ -40,6 +42,7 @@ class Rendezvous(RunRecord):
     port: int = Field(description="MASTER_PORT.")
     interface: str = Field(description="Interface to that address: in the file node 0's, on another node its own.")
     host: str = Field(description="Host name of node 0.")
+    complete: bool = Field(False, description="All nodes have connected, and node 0 listens no more.")
 
 
 def choose_address(interface: str | None, *, nodes: int) -> tuple[str, str]:
@@ -125,7 +128,8 @@ def listen(address: str, generator: random.Random | None = None) -> socket.socke
 def host_rendezvous(file: Path, interface: str | None, nodes: int, seconds: float) -> Rendezvous:
     """Publish address and port of node 0 in ``file``, and wait until every other node has connected.
 
-    The other side closes each connection first, so that the port is free at once for the ranks' own store.
+    The other side closes each connection first, so that the port is free at once for the ranks' own store. At the end
+    the file says that all have connected: a node may have given up a connection for which node 0 was too slow.
     """
     name, address = choose_address(interface, nodes=nodes)
     deadline = time.monotonic() + seconds
@@ -135,31 +139,40 @@ def host_rendezvous(file: Path, interface: str | None, nodes: int, seconds: floa
         missing = set(range(1, nodes))
         while missing:
             missing -= {_accept_node(listener, deadline, missing)}
+    found.model_copy(update={"complete": True}).write(file)
     return found
 
 
 def _accept_node(listener: socket.socket, deadline: float, missing: set[int]) -> int:
     """Return the rank of the next node that connects, -1 for any other connection."""
-    remaining = deadline - time.monotonic()
-    listener.settimeout(max(remaining, 0.01))
+    listener.settimeout(max(deadline - time.monotonic(), 0.01))
     try:
         connection, _ = listener.accept()
-        with connection:
-            connection.settimeout(5)
-            words = connection.recv(64).split()
-            if len(words) == 2 and words[0] == b"shardmake" and words[1].isdigit():
-                connection.sendall(b"ok\n")
-                connection.recv(1)  # returns when the node has closed
-                return int(words[1])
     except TimeoutError:
-        if time.monotonic() >= deadline:
-            message = (
-                f"{numbered('Node', sorted(missing))} did not connect to {socket.gethostname()} before the deadline."
-            )
-            raise RendezvousError(message, min(missing)) from None
+        message = f"{numbered('Node', sorted(missing))} did not connect to {socket.gethostname()} before the deadline."
+        raise RendezvousError(message, min(missing)) from None
     except OSError:
-        pass
-    return -1
+        return -1
+    with connection:
+        return _read_rank(connection)
+
+
+def _read_rank(connection: socket.socket) -> int:
+    """Return the rank that a node has sent, and answer; -1 for any other program.
+
+    The node has connected, also if it is too slow to close in time, or does not wait for the answer any more.
+    """
+    connection.settimeout(_ANSWER_SECONDS)
+    try:
+        words = connection.recv(64).split()
+    except OSError:
+        return -1
+    if len(words) != 2 or words[0] != b"shardmake" or not words[1].isdigit():
+        return -1
+    with contextlib.suppress(OSError):
+        connection.sendall(b"ok\n")
+        connection.recv(1)  # returns when the node has closed
+    return int(words[1])
 
 
 def join_rendezvous(file: Path, node_rank: int, interface: str | None, seconds: float) -> Rendezvous:
@@ -169,17 +182,20 @@ def join_rendezvous(file: Path, node_rank: int, interface: str | None, seconds: 
     """
     deadline = time.monotonic() + seconds
     found = wait_for_address(file, deadline)
-    error: OSError | None = None
+    here, error, pause = "", None, _POLL_SECONDS
     while time.monotonic() < deadline:
+        joined = False
         try:
-            with socket.create_connection((found.address, found.port), timeout=5) as connection:
+            with socket.create_connection((found.address, found.port), _ANSWER_SECONDS) as connection:
+                here = connection.getsockname()[0]
                 connection.sendall(b"shardmake %d\n" % node_rank)
-                if connection.recv(8):
-                    mine = interface or interface_of(connection.getsockname()[0]) or found.interface
-                    return found.model_copy(update={"interface": mine})
+                joined = bool(connection.recv(8))
         except OSError as failure:
             error = failure
-        time.sleep(_POLL_SECONDS)
+        if joined or (here and _read(file).complete):
+            return found.model_copy(update={"interface": interface or interface_of(here) or found.interface})
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_PAUSE)
     raise RendezvousError(
         f"{socket.gethostname()} cannot connect to {found.host} at {found.address}, port {found.port}: {error}. "
         "Check network_interface in the cluster file and the nodes' firewall."
@@ -203,12 +219,16 @@ def wait_for_address(file: Path, deadline: float) -> Rendezvous:
     pause = _POLL_SECONDS
     while time.monotonic() < deadline:
         with contextlib.suppress(FileNotFoundError):
-            list(file.parent.iterdir())  # makes NFS refresh the folder
-            return Rendezvous.model_validate_json(file.read_text())
+            return _read(file)
         time.sleep(pause)
         pause = min(1.5 * pause, _LONGEST_PAUSE)
     message = f"{socket.gethostname()} timed out waiting for {file}: node 0 did not publish its address."
     raise RendezvousError(message, absent=0)
+
+
+def _read(file: Path) -> Rendezvous:
+    list(file.parent.iterdir())  # makes NFS refresh the folder
+    return Rendezvous.model_validate_json(file.read_text())
 
 
 def address_file(folder: Path, start: int) -> Path:

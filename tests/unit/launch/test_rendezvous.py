@@ -3,7 +3,9 @@
 import random
 import socket
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -104,6 +106,66 @@ def test_other_connections_to_the_port_are_ignored(tmp_path: Path) -> None:
     with socket.create_connection((found.address, found.port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
     assert rendezvous.join_rendezvous(tmp_path / "start-0.json", 1, None, seconds=20) == found
+    thread.join()
+    assert outcome == [found]
+
+
+@pytest.mark.usefixtures("on_loopback")
+def test_a_node_that_is_slow_to_close_has_connected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node 0 waits for the end of the connection, but not for long."""
+    monkeypatch.setattr(rendezvous, "_ANSWER_SECONDS", 0.2)
+    file, outcome = tmp_path / "start-0.json", list[object]()
+
+    def host() -> None:
+        try:
+            outcome.append(rendezvous.host_rendezvous(file, None, 2, seconds=20))
+        except RendezvousError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=host)
+    thread.start()
+    found = rendezvous.wait_for_address(file, deadline=float("inf"))
+    with socket.create_connection((found.address, found.port)) as connection:
+        connection.sendall(b"shardmake 1\n")
+        assert connection.recv(8) == b"ok\n"
+        thread.join()
+    assert outcome == [found]
+    assert rendezvous.wait_for_address(file, deadline=float("inf")).complete
+
+
+def test_a_node_that_gave_up_the_connection_that_node_0_counts_has_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With thousands of nodes, a connection may wait longer for node 0 than the node does."""
+    monkeypatch.setattr(rendezvous, "_ANSWER_SECONDS", 0.2)
+    file, outcome = tmp_path / "start-0.json", list[object]()
+
+    def join() -> None:
+        try:
+            outcome.append(rendezvous.join_rendezvous(file, 1, None, seconds=20))
+        except RendezvousError as error:
+            outcome.append(error)
+
+    attempts, given_up, closed, connect = list[object](), threading.Event(), threading.Event(), socket.create_connection
+
+    def connect_again(*where: Any) -> socket.socket:
+        attempts.append(where)
+        if len(attempts) == 2:
+            given_up.set()
+            closed.wait(20)
+        return connect(*where)
+
+    monkeypatch.setattr(rendezvous.socket, "create_connection", connect_again)
+    with listen("127.0.0.1") as listener:
+        port = listener.getsockname()[1]
+        found = rendezvous.Rendezvous(address="127.0.0.1", port=port, interface="lo", host="c1")
+        found.write(file)
+        thread = threading.Thread(target=join)
+        thread.start()
+        assert given_up.wait(20)
+        assert rendezvous._accept_node(listener, time.monotonic() + 20, {1}) == 1
+    found.model_copy(update={"complete": True}).write(file)
+    closed.set()
     thread.join()
     assert outcome == [found]
 
