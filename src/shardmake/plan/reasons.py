@@ -85,7 +85,7 @@ def _risk_sentences(chosen: Candidate, candidates: Sequence[Candidate], fallback
     below = (
         f"After an out-of-memory error training continues with {fallbacks[0].name}."
         if fallbacks
-        else "No candidate needs less, so an out-of-memory error ends the training."
+        else "The plan has no fallback, so an out-of-memory error ends the training."
     )
     safer = [
         candidate

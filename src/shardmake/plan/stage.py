@@ -246,7 +246,7 @@ def describe(plan: Plan, rundir: RunDir) -> str:
             *([f"  attention {plan.workload.attention}: {why}"] if (why := plan.attention_reason) else []),
             *(f"  {line}" for line in plan.own_files),
             f"  {_describe_disk(plan, rundir)}",
-            f"  after an out-of-memory: {below or 'no candidate needs less'}",
+            f"  after an out-of-memory: {below or 'the training ends, there is no fallback'}",
             f"  {len(plan.rejected)} other candidates, each with its reason, are in {rundir.plan}",
         ]
     )
