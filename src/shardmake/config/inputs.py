@@ -1,6 +1,7 @@
 """The files on this machine that a run names: which must exist, and which are inputs of the workflow's rules."""
 
 import filecmp
+import re
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -19,6 +20,9 @@ from shardmake.core.stores import is_url, protocol_problem
 
 _MODEL_TEXTS: Final = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
 """Suffixes of a model folder's config, tokenizer, chat template and code. Its weights are too large to compare."""
+
+_TAKEN_BY_SNAKEMAKE: Final = re.compile(r"\{|<[a-z][a-z0-9_]*>")
+"""What Snakemake replaces in a path: a wildcard in braces, and the name of a path variable."""
 
 
 def local_files(run: Run, *parts: str) -> list[str]:
@@ -85,10 +89,10 @@ def check_inputs(name: str, run: Run) -> None:
     read_user_files(run)
     _check_urls(name, run)
     for file in local_files(run, "model", "data"):
-        if "{" in file:
+        if found := _TAKEN_BY_SNAKEMAKE.search(file):
             raise ConfigError(
-                f"runs.{name}: {file!r} has a brace in its path, which Snakemake takes for the start of a wildcard. "
-                "Rename the file or folder, or name a link to it that has none."
+                f"runs.{name}: {file!r} has {found[0]} in its path, which Snakemake takes for a wildcard or a "
+                "variable. Rename the file or folder, or name a link to it that has none."
             )
         if Path(file).exists():
             continue

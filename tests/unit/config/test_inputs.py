@@ -1,8 +1,11 @@
 """Files that a run names: which exist, and which hold the same examples."""
 
+import re
 from pathlib import Path
 
 import pytest
+from snakemake.io import apply_wildcards
+from snakemake.pathvars import Pathvars
 
 from shardmake.config.inputs import check_inputs, local_files
 from shardmake.core.errors import ShardmakeError
@@ -18,15 +21,23 @@ def test_own_files_must_exist_and_be_readable(tmp_path: Path) -> None:
         check_inputs("chat", run.model_copy(update={"accelerate_config": None}))
 
 
-def test_a_path_that_snakemake_takes_for_a_wildcard_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "{lab}"
-    folder.mkdir()
-    (folder / "train.jsonl").touch()
-    run = make_run(data={"train": str(folder / "train.jsonl")})
-    with pytest.raises(
-        ShardmakeError, match=r"runs\.a: '.*\{lab\}/train\.jsonl' has a brace in its path, .* a wildcard"
-    ):
-        check_inputs("a", run)
+@pytest.mark.parametrize(("folder", "found"), [("{lab}", "{"), ("a<lab_1>", "<lab_1>")])
+def test_a_path_in_which_snakemake_replaces_something_is_refused(tmp_path: Path, folder: str, found: str) -> None:
+    file = tmp_path / folder / "train.jsonl"
+    file.parent.mkdir()
+    file.touch()
+    expected = f"runs.a: {str(file)!r} has {found} in its path, which Snakemake takes for a wildcard or a variable."
+    with pytest.raises(ShardmakeError, match=re.escape(expected)):
+        check_inputs("a", make_run(model="org/model", data={"train": str(file)}))
+
+
+@pytest.mark.parametrize("folder", ["a < b > c", "<Lab>", "$(touch x)", "a'b\"c", "*?[x]", "}"])
+def test_snakemake_takes_other_paths_as_they_are(tmp_path: Path, folder: str) -> None:
+    file = tmp_path / folder / "train.jsonl"
+    file.parent.mkdir()
+    file.touch()
+    check_inputs("a", make_run(model="org/model", data={"train": str(file)}))
+    assert Pathvars.with_defaults().apply(str(file)) == apply_wildcards(str(file), {}) == str(file)
 
 
 @pytest.mark.parametrize(("model", "data"), [("gpt2", "org/data"), ("org/model", "data"), ("org/model", "./org/data")])
