@@ -11,6 +11,7 @@ at folder names alone (``get_last_checkpoint`` of transformers) therefore see co
 import contextlib
 import logging
 import math
+import os
 import re
 import shutil
 import time
@@ -219,21 +220,31 @@ def remove(checkpoint: Path) -> bool:
     """Remove a checkpoint, its record first, so that a kill in between leaves an unfinished checkpoint.
 
     A process that is still exiting may write into the folder, and NFS keeps open files. Removal is therefore retried
-    for `REMOVE_SECONDS`. Return False and log the reason if files remain.
+    for `REMOVE_SECONDS`. Return False and log the reason if files remain. A link is not followed, also one that has
+    just taken the checkpoint's place.
     """
     deadline = time.monotonic() + REMOVE_SECONDS
     while True:
         try:
-            (checkpoint / RECORD_NAME).unlink(missing_ok=True)
+            _remove_record(checkpoint)
             shutil.rmtree(checkpoint)
             return True
         except OSError as error:
             if isinstance(error, FileNotFoundError) and not checkpoint.exists():
                 return True
-            if isinstance(error, PermissionError) or time.monotonic() > deadline:
-                logger.warning("Could not remove %s: %s.", error.filename, error.strerror)
+            if isinstance(error, (PermissionError, NotADirectoryError)) or time.monotonic() > deadline:
+                logger.warning("Could not remove %s: %s.", error.filename or checkpoint, error.strerror or error)
                 return False
         time.sleep(0.2)
+
+
+def _remove_record(checkpoint: Path) -> None:
+    folder = os.open(checkpoint, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(RECORD_NAME, dir_fd=folder)
+    finally:
+        os.close(folder)
 
 
 def prune(folder: Path, retention: Retention, newest_write: int | None = None) -> list[Path]:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Container, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,10 +10,12 @@ from shardmake.checkpoint import store
 from shardmake.checkpoint.record import CheckpointRecord, find_problems, is_unfinished
 from shardmake.checkpoint.store import Retention
 from shardmake.core.disk import tree_size
-from shardmake.core.errors import ConfigError
+from shardmake.core.errors import ConfigError, ShardmakeError
 from shardmake.core.fingerprint import fingerprint
 from shardmake.core.manifest import differences
 from shardmake.core.units import format_bytes, plural
+from shardmake.launch.driver import hold_driver_lock
+from shardmake.push.read_back import problems_at
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import MergeReceipt, PushReceipt
 from shardmake.run.training_settings import TrainingSettings
@@ -35,16 +38,20 @@ def clean(runs: Path, *, remove: bool, names: Container[str] | None = None) -> l
     With ``names``, only these runs are looked at.
 
     Before the first removal of a run, every byte of its model and of the checkpoints that stay is compared with the
-    records. A folder that cannot be removed is reported and skipped, for example one of another user.
+    records, and the pushed copies are looked at (`problems_at`). The driver's lock is held meanwhile, so no training of
+    the run starts. A folder that cannot be removed is reported and skipped, for example one of another user.
     """
-    found = sorted(find_removable(runs, verify=remove, names=names), key=lambda item: -item.size)
+    found: list[Removable] = []
     left = 0
-    for item in found:
-        logger.info("%10s  %s  (%s)", format_bytes(item.size), item.path, item.reason)
-        if remove and not store.remove(item.path):
-            left += 1
+    for rundir in _runs(runs, names):
+        with _holding_still(rundir) if remove else nullcontext(True) as free:
+            items = sorted(_find_removable(rundir, verify=remove), key=lambda item: -item.size) if free else []
+            for item in items:
+                logger.info("%10s  %s  (%s)", format_bytes(item.size), item.path, item.reason)
+                left += remove and not store.remove(item.path)
+        found += items
     if not found:
-        logger.info("Nothing to remove: no pushed run in %s has old checkpoints or caches.", runs)
+        logger.info("Nothing to remove: no pushed run in %s has old checkpoints or caches that may go.", runs)
         return found
     total = format_bytes(sum(item.size for item in found))
     removed = f"{plural(left, 'folder')} of them could not be removed." if left else "Removed."
@@ -53,25 +60,48 @@ def clean(runs: Path, *, remove: bool, names: Container[str] | None = None) -> l
     return found
 
 
-def find_removable(runs: Path, *, verify: bool = False, names: Container[str] | None = None) -> Iterator[Removable]:
-    """Yield old checkpoints, caches and incomplete files of runs whose model was pushed.
-
-    With ``verify``, a run whose model or a kept checkpoint is not whole is reported and left out. So are links.
-    """
+def _runs(runs: Path, names: Container[str] | None) -> Iterator[RunDir]:
+    """Yield the runs whose model was pushed."""
     if not runs.is_dir():
         raise ConfigError(
             f"No folder of runs: {runs.absolute()}. No run has started here, or the working directory is another one. "
             "Name the folder with --runs."
         )
     for folder in sorted(path for path in runs.iterdir() if path.is_dir()):
-        rundir = RunDir(folder)
-        if (names is not None and folder.name not in names) or not is_pushed(rundir):
-            continue
-        found = [item for item in _removable(rundir) if not _is_link(item.path, rundir)]
-        problems = _problems_of_kept(rundir, {item.path for item in found}) if verify and found else []
-        for problem in problems:
-            logger.warning("Nothing of %s is removed: %s.", rundir.root, problem)
-        yield from () if problems else found
+        if (names is None or folder.name in names) and is_pushed(RunDir(folder)):
+            yield RunDir(folder)
+
+
+@contextmanager
+def _holding_still(rundir: RunDir) -> Iterator[bool]:
+    """Hold the driver's lock of a run; yield False, after a warning, if the run is in use or cannot be locked."""
+    with ExitStack() as held:
+        try:
+            held.enter_context(hold_driver_lock(rundir))
+        except (ShardmakeError, OSError) as error:
+            logger.warning("Nothing of %s is removed: %s", rundir.root, error)
+            yield False
+        else:
+            yield is_pushed(rundir)
+
+
+def _find_removable(rundir: RunDir, *, verify: bool) -> list[Removable]:
+    """Return old checkpoints, caches and incomplete files of a run, without links.
+
+    With ``verify``, return none if the model, a kept checkpoint or a pushed copy is not whole.
+    """
+    found = [item for item in _removable(rundir) if not _is_link(item.path, rundir)]
+    if not (verify and found):
+        return found
+    problems = _problems_of_kept(rundir, {item.path for item in found}) + _problems_of_pushed(rundir)
+    for problem in problems:
+        logger.warning("Nothing of %s is removed: %s.", rundir.root, problem)
+    return [] if problems else found
+
+
+def _problems_of_pushed(rundir: RunDir) -> list[str]:
+    receipt = PushReceipt.read(rundir.push_receipt)
+    return [problem for destination in receipt.destinations for problem in problems_at(destination, receipt.files)]
 
 
 def _is_link(path: Path, rundir: RunDir) -> bool:

@@ -8,7 +8,7 @@ then sends the weights, then those files, reads each back, and writes ``SHA256SU
 
 import errno
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -62,6 +62,15 @@ class _Place:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def missing_in_store(files: Mapping[str, FileRecord], url: str) -> list[str]:
+    """Return the names of ``files`` that the prefix ``url`` lacks, or has with another size or listed checksum.
+
+    Raises `PushError` if the prefix cannot be read.
+    """
+    with _with_advice(url, "Reading"):
+        return with_retries(lambda: _missing_now(files, _open(url)))
+
+
 def push_to_store(bundle: Bundle, url: str) -> dict[str, Any]:
     """Make the prefix ``url`` hold exactly ``bundle``; do not resend files that are there already.
 
@@ -69,7 +78,7 @@ def push_to_store(bundle: Bundle, url: str) -> dict[str, Any]:
 
     Raises `PushError` if the prefix has files of somebody else, cannot be reached or written, or loses files.
     """
-    with _with_advice(public_url(url)):
+    with _with_advice(public_url(url), "The push to"):
         return with_retries(lambda: _push_once(bundle, _open(url), public_url(url)))
 
 
@@ -85,7 +94,7 @@ def _push_once(bundle: Bundle, place: _Place, url: str) -> dict[str, Any]:
     sizes = place.sizes()
     listed, unfinished = place.sums(SUMS, sizes), place.sums(UNFINISHED, sizes)
     _refuse_foreign(sorted(sizes.keys() - listed.keys() - unfinished.keys()), url)
-    missing = [name for name, wanted in bundle.manifest.items() if not _holds(place, name, wanted, sizes, listed)]
+    missing = _missing(bundle.manifest, place, sizes, listed)
     stale = sorted(sizes.keys() - bundle.paths.keys())
     if missing or stale:
         _write(bundle, place, sizes, missing, stale)
@@ -99,6 +108,17 @@ def _refuse_foreign(foreign: list[str], url: str) -> None:
             f"Push refused: {url} contains files that no push of Shardmake wrote ({', '.join(foreign[:3])}"
             f"{', ...' if len(foreign) > 3 else ''}). Choose another prefix in push.to, or move these files."
         )
+
+
+def _missing_now(files: Mapping[str, FileRecord], place: _Place) -> list[str]:
+    sizes = place.sizes()
+    return _missing(files, place, sizes, place.sums(SUMS, sizes))
+
+
+def _missing(
+    files: Mapping[str, FileRecord], place: _Place, sizes: dict[str, int], listed: dict[str, str]
+) -> list[str]:
+    return [name for name, wanted in files.items() if not _holds(place, name, wanted, sizes, listed)]
 
 
 def _holds(place: _Place, name: str, wanted: FileRecord, sizes: dict[str, int], listed: dict[str, str]) -> bool:
@@ -136,15 +156,15 @@ def _send(bundle: Bundle, place: _Place, name: str) -> None:
 
 
 @contextmanager
-def _with_advice(url: str) -> Iterator[None]:
-    """Turn any error into a `PushError` with advice; fsspec's file systems share no error classes."""
+def _with_advice(url: str, action: str) -> Iterator[None]:
+    """Turn any error of an ``action`` into a `PushError` with advice; fsspec's file systems share no error classes."""
     protocol = url.partition("://")[0]
     try:
         yield
     except ShardmakeError:
         raise
     except Exception as error:
-        raise PushError(f"The push to {url} failed: {redact(first_line(error))}\n{_advice(error, protocol)}") from error
+        raise PushError(f"{action} {url} failed: {redact(first_line(error))}\n{_advice(error, protocol)}") from error
 
 
 def _advice(error: Exception, protocol: str) -> str:

@@ -1,13 +1,19 @@
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+import fsspec
 import pytest
 
+from shardmake.checkpoint import store
 from shardmake.checkpoint.record import CheckpointRecord
 from shardmake.checkpoint.store import commit_in_place, committed
 from shardmake.commands.clean import clean
 from shardmake.core.fingerprint import fingerprint
+from shardmake.launch.driver import hold_driver_lock
 from shardmake.push.stage import push
 from shardmake.run.paths import RunDir
+from shardmake.run.receipts import PushedTo, PushReceipt
 from tests.finished_run import make_run, make_rundir, write_model
 from tests.unit.plans import make_training_settings
 
@@ -105,6 +111,97 @@ def test_a_link_and_what_it_leads_to_stay(rundir: RunDir, tmp_path: Path, caplog
     assert "is a link, or below one, and stays" in caplog.text
 
 
+def test_a_link_that_takes_the_place_of_a_checkpoint_is_not_followed(
+    rundir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The checkpoint moves to the archive after everything was verified, before its removal."""
+    push(RUN, rundir)
+    checkpoint, archived = rundir.checkpoints / "checkpoint-10", tmp_path / "archive"
+
+    def swap(path: Path) -> bool:
+        if path == checkpoint:
+            checkpoint.rename(archived)
+            checkpoint.symlink_to(archived)
+        return remove(path)
+
+    remove = store.remove
+    monkeypatch.setattr(store, "remove", swap)
+    caplog.set_level("INFO", "shardmake")
+    clean(rundir.root.parent, remove=True)
+    assert names(rundir) == {"checkpoint-10", "checkpoint-40"} and (archived / "shardmake.json").exists()
+    assert "1 folder of them could not be removed" in caplog.text and "Not a directory" in caplog.text
+
+
+def test_nothing_is_removed_while_a_driver_trains_the_run(rundir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    push(RUN, rundir)
+    before = names(rundir)
+    with hold_driver_lock(rundir):
+        assert listed(rundir.root.parent, remove=True) == set() and names(rundir) == before
+    assert "Another driver is already watching" in caplog.text
+    assert listed(rundir.root.parent, remove=True) == {"checkpoint-10", "checkpoint-20", "checkpoint-30"}
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+LOSSES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "removed": (shutil.rmtree, "the folder published/chat is missing or empty"),
+    "without a file": (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
+    "of another model": (lambda folder: flip(next(folder.glob("*.safetensors"))), "safetensors has other content"),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_nothing_is_removed_if_the_pushed_folder_is_not_whole(
+    rundir: RunDir, loss: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    push(RUN, rundir)
+    before = names(rundir)
+    lose, message = LOSSES[loss]
+    lose(Path("published/chat"))
+    assert listed(rundir.root.parent, remove=True) == set() and names(rundir) == before
+    assert f"Nothing of {rundir.root} is removed: file:published/chat: " in caplog.text and message in caplog.text
+    push(RUN, rundir)
+    assert "checkpoint-10" in listed(rundir.root.parent, remove=True)
+
+
+def test_nothing_is_removed_if_a_pushed_prefix_is_not_whole(rundir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "shardmake")
+    run = make_run(push={"to": ["file:published/chat", "memory://cleaned/chat"]})
+    push(run, rundir)
+    before = names(rundir)
+    files, root = fsspec.core.url_to_fs("memory://cleaned/chat")
+    files.pipe_file(f"{root}/config.json", b"shorter")
+    assert listed(rundir.root.parent, remove=True) == set() and names(rundir) == before
+    assert "memory://cleaned/chat: config.json is missing or different" in caplog.text
+    push(run, rundir)
+    assert "checkpoint-10" in listed(rundir.root.parent, remove=True)
+    assert "by its list of checksums; they were not read again" in caplog.text
+
+
+def test_a_store_that_cannot_be_read_is_named(rundir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    push(RUN, rundir)
+    receipt = PushReceipt.read(rundir.push_receipt)
+    unknown = receipt.model_copy(update={"destinations": [PushedTo(to="s4://lab/chat")]})
+    unknown.write(rundir.push_receipt)
+    assert listed(rundir.root.parent, remove=True) == set()
+    assert "Reading s4://lab/chat failed" in caplog.text
+
+
+def test_a_copy_on_the_hub_is_said_not_to_be_compared_again(rundir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "shardmake")
+    push(RUN, rundir)
+    receipt = PushReceipt.read(rundir.push_receipt)
+    receipt.model_copy(update={"destinations": [PushedTo(to="hub:lab/chat", commit="0f1e2d")]}).write(
+        rundir.push_receipt
+    )
+    assert "checkpoint-10" in listed(rundir.root.parent, remove=True)
+    assert "hub:lab/chat was compared when it was pushed (commit 0f1e2d), not now." in caplog.text
+
+
 @pytest.mark.parametrize("damaged", ["checkpoint-40", "checkpoint-30", "model"])
 def test_nothing_is_removed_beside_a_damaged_copy(
     rundir: RunDir, damaged: str, caplog: pytest.LogCaptureFixture
@@ -116,9 +213,7 @@ def test_nothing_is_removed_beside_a_damaged_copy(
     file = (
         next(rundir.model.glob("*.safetensors")) if damaged == "model" else rundir.checkpoints / damaged / "shard.bin"
     )
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip(file)
     assert listed(rundir.root.parent, remove=True) == set() and names(rundir) == before
     assert "Nothing of" in caplog.text
 
