@@ -22,7 +22,7 @@ _MODEL_TEXTS: Final = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
 """Suffixes of a model folder's config, tokenizer, chat template and code. Its weights are too large to compare."""
 
 _TAKEN_BY_SNAKEMAKE: Final = re.compile(r"\{|<[a-z][a-z0-9_]*>")
-"""What Snakemake replaces in a path: a wildcard in braces, and the name of a path variable."""
+"""Parts of a path that Snakemake replaces: a wildcard in braces, and the name of a path variable."""
 
 
 def local_files(run: Run, *parts: str) -> list[str]:
