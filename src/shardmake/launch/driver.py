@@ -17,7 +17,7 @@ from shardmake.config.models import Cluster, Run
 from shardmake.core.errors import ShardmakeError, SlurmError
 from shardmake.core.permissions import refuse_job_of_others
 from shardmake.launch.attempt_end import apply_decision, record_attempt
-from shardmake.launch.jobs import ActiveJob
+from shardmake.launch.jobs import ActiveJob, LocalJobs
 from shardmake.launch.low_memory_wait import LOCK_VARIABLE, STARTED_VARIABLE
 from shardmake.launch.monitor import raise_on_signals, watch
 from shardmake.launch.slurm_jobs import job_owners
@@ -44,9 +44,16 @@ def train(run: Run, cluster: Cluster, rundir: RunDir) -> None:
     """
     rundir.train.mkdir(parents=True, exist_ok=True)
     with hold_driver_lock(rundir) as lock, raise_on_signals():
-        if cluster.shared and cluster.executor == "slurm":
-            refuse_job_of_others(job_owners(rundir.root), rundir.name, short_path(rundir.stop_file))
+        if owners := _owners(cluster, rundir):
+            refuse_job_of_others(owners, rundir.name, short_path(rundir.stop_file))
         drive(Training.load(run, cluster, rundir, lock))
+
+
+def _owners(cluster: Cluster, rundir: RunDir) -> dict[str, str]:
+    """Return the users of the run's jobs by id, where another user's may be among them."""
+    if cluster.executor == "local":
+        return LocalJobs(rundir.root).other_owners()
+    return job_owners(rundir.root) if cluster.shared else {}
 
 
 def drive(training: Training) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -119,17 +119,31 @@ class LocalJobs:
 
     def find(self) -> ActiveJob | None:
         """See `Jobs`."""
-        for process in psutil.process_iter(["cmdline"]):
+        for process, command in self._workers():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                return ActiveJob(_process_id(process), int(Path(command[-2]).name))
+        return None
+
+    def other_owners(self) -> dict[str, str]:
+        """Return the users, by process id, of the run's jobs that other users started."""
+        owners = {}
+        for process, _ in self._workers():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.uids().real != os.getuid():
+                    owners[str(process.pid)] = process.username()
+        return owners
+
+    def _workers(self) -> Iterator[tuple[psutil.Process, list[str]]]:
+        """Yield each running worker of the run, of any user, and its command."""
+        for process in psutil.process_iter(["cmdline", "status"]):
             command = process.info["cmdline"] or []
             if (
                 "shardmake.launch.worker" in command
                 and command[-1] == "0"
                 and any(Path(word).is_relative_to(self.run_folder.resolve()) for word in command)
+                and process.info["status"] != psutil.STATUS_ZOMBIE
             ):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    if process.status() != psutil.STATUS_ZOMBIE:
-                        return ActiveJob(_process_id(process), int(Path(command[-2]).name))
-        return None
+                yield process, command
 
     def status(self, job: str) -> JobStatus:
         """See `Jobs`."""

@@ -1,6 +1,7 @@
 """Decisions of the driver, with an executor whose jobs end as the test says."""
 
 import errno
+import os
 import shutil
 import signal
 import subprocess
@@ -19,8 +20,8 @@ from shardmake.core.errors import DiskFullError, ShardmakeError, SlurmError, Sto
 from shardmake.core.fingerprint import fingerprint
 from shardmake.launch import attempt_end, disk_wait, submission
 from shardmake.launch.attempt_end import apply_decision, record_attempt
-from shardmake.launch.driver import adopt, drive, hold_driver_lock
-from shardmake.launch.jobs import ActiveJob
+from shardmake.launch.driver import adopt, drive, hold_driver_lock, train
+from shardmake.launch.jobs import ActiveJob, LocalJobs
 from shardmake.launch.low_memory_wait import HELD_VARIABLE, STARTED_VARIABLE
 from shardmake.launch.monitor import report_held, watch
 from shardmake.launch.slurm_states import JobState, JobStatus
@@ -33,6 +34,7 @@ from shardmake.run.paths import RunDir
 from shardmake.run.plan import Fallback, Plan
 from tests.finished_run import make_data_receipt
 from tests.unit.plans import make_cluster, make_plan, make_run, make_training_settings
+from tests.users import ATTACKER
 
 End = Callable[[AttemptDir], None]
 
@@ -372,6 +374,27 @@ def test_an_out_of_memory_error_counts_for_the_plan_of_its_job(demo: FakeRun) ->
     apply_decision(second, record_attempt(second, job, watch(second, job)))
     assert second.attempts[-1].plan == first.plan_digest != second.plan_digest
     assert second.current_plan() == demo.plan, "the new plan starts with its own choice"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
+def test_a_job_that_another_user_runs_on_this_machine_is_not_adopted(demo: FakeRun) -> None:
+    """The other user's driver was killed, and the worker continues."""
+    folder = demo.rundir.attempts / "001"
+    words = ["/bin/sh", "-c", "read never", "-m", "shardmake.launch.worker", str(folder.absolute()), "0"]
+    worker = subprocess.Popen(words, stdin=subprocess.PIPE, user=ATTACKER, group=ATTACKER)
+    try:
+        with pytest.raises(ShardmakeError, match=rf"is being trained by job {worker.pid} of \w+\. You cannot adopt it"):
+            train(make_run(), make_cluster(executor="local"), demo.rundir)
+        own = subprocess.Popen(words, stdin=subprocess.PIPE)
+        try:
+            assert set(LocalJobs(demo.rundir.root).other_owners()) == {str(worker.pid)}
+        finally:
+            own.kill()
+            own.wait()
+    finally:
+        worker.kill()
+        worker.wait()
+    assert LocalJobs(demo.rundir.root).other_owners() == {}
 
 
 def test_a_file_system_without_locks_is_rejected(demo: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
