@@ -272,11 +272,6 @@ def unsuitable(run: Run, strategy: Strategy) -> str:
             f"method: qlora cannot train under {strategy}, because {_unsuitable_for_4_bits(spec)}. Take method: lora, "
             f"or one of {', '.join(others)}."
         )
-    if run.method == "qlora" and objective.new_head and spec.is_fsdp:
-        return (
-            f"method: qlora with objective: {run.objective} is not supported under {strategy}, where gradient norms "
-            "differed from TRL's by up to 2.4 %. Take ddp, zero1 or zero2, or method: lora."
-        )
     if run.method == "qlora" and spec.is_fsdp and run.fsdp_version == 1 and not run.script:
         return (
             "method: qlora cannot train under FSDP1, which puts the weights of a layer into one tensor. PEFT casts the "

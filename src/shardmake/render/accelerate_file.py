@@ -63,7 +63,8 @@ def fsdp_settings(choice: Choice, run: Run, model: Model) -> dict[str, Any]:
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "transformer_layer_cls_to_wrap": ",".join(model.block_classes),
         "state_dict_type": "SHARDED_STATE_DICT",
-        "cpu_ram_efficient_loading": True,
+        # Nothing broadcasts 4-bit weights. Transformers would leave a new head unwritten on all ranks but the first.
+        "cpu_ram_efficient_loading": run.method != "qlora",
         "offload_params": spec.offload_param is not None,
         "activation_checkpointing": choice.gradient_checkpointing,
     }

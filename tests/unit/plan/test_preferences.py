@@ -129,8 +129,7 @@ def test_a_plan_of_qlora_holds_the_base_once_in_4_bits(folders: dict[str, str], 
     assert terms["frozen weights"] < 0.5 * 2 * settings.model.parameters
 
 
-def test_a_reward_model_with_qlora_is_refused_under_fsdp() -> None:
-    run = make_run(objective="reward", packing=False, method="qlora")
-    assert "Take ddp, zero1 or zero2, or method: lora." in unsuitable(run, "fsdp")
-    assert [name for name in STRATEGIES if not unsuitable(run, name)] == ["ddp", "zero1", "zero2"]
-    assert not unsuitable(make_run(objective="dpo", packing=False, method="qlora"), "fsdp")
+@pytest.mark.parametrize("objective", ["dpo", "kto", "reward"])
+def test_qlora_has_the_same_strategies_with_every_objective(objective: str) -> None:
+    run = make_run(objective=objective, packing=False, method="qlora")
+    assert [name for name in STRATEGIES if not unsuitable(run, name)] == ["ddp", "zero1", "zero2", "fsdp"]
