@@ -50,6 +50,8 @@ _RESERVE_SECONDS = 60.0
 """Time before the limit at which Snakemake has to end, whatever it does."""
 _PATIENCE = 20.0
 """Seconds for the drivers to exit, and for Snakemake to cancel its jobs."""
+_ASK_SECONDS = 10.0
+"""How long a job that is about to be killed asks Slurm why; Slurm kills it 30 s after the signal by default."""
 _HASTE = 3.0
 """The same where the job of a stage has to be cancelled anyway."""
 
@@ -141,17 +143,22 @@ class DriverJob:
     def stop(self, snakemake: "subprocess.Popen[bytes]") -> int:
         """End at once, because Slurm is about to kill this job; continue in another job unless a person cancelled.
 
-        If Slurm has queued this job again, it is the job that continues.
+        If Slurm has queued this job again, it is the job that continues. If Slurm does not say why the job ends, a
+        person has to continue.
         """
         shown = show_job(self.job)
         queued_again = int(shown.get("Restarts", "0")) > self.restarts
         continues = queued_again or ended_by_slurm(shown)
-        end: End = "continued" if continues else "cancelled"
+        end: End = "continued" if continues else "cancelled" if shown else "failed"
         self.record(end=end)  # Slurm may kill this process before Snakemake has ended
         end_snakemake(snakemake, _HASTE)
         if continues and not queued_again and not self.has_next():
             self.submit_next()
         self.close(end, snakemake)
+        if not shown:
+            self.report(
+                f"Driver job {self.job} ends, and Slurm did not answer why. Run `shardmake submit` again to continue."
+            )
         logger.info("Driver job %s ends, the jobs of trainings keep running.", self.job)
         return 0 if continues else 1
 
@@ -273,8 +280,10 @@ def _kill(snakemake: "subprocess.Popen[bytes]") -> None:
 
 
 def show_job(job: str) -> dict[str, str]:
-    """Return what ``scontrol show job`` has of ``job``, by field; empty if Slurm does not answer."""
-    answer = run_slurm("scontrol", "show", "job", job)
+    """Return what ``scontrol show job`` has of ``job``, by field; empty if Slurm does not answer in `_ASK_SECONDS`."""
+    deadline = time.monotonic() + _ASK_SECONDS
+    while (answer := run_slurm("scontrol", "show", "job", job)).returncode and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
     return dict(part.split("=", 1) for part in answer.stdout.split() if "=" in part)
 
 

@@ -114,15 +114,48 @@ def test_a_job_that_slurm_ends_continues_and_one_that_a_person_cancels_does_not(
     assert (tmp_path / "asked").exists() == submitted
 
 
+@pytest.mark.parametrize(
+    ("failures", "seconds", "end", "reported"),
+    [
+        (2, 600, "continued", []),
+        (1000, 0.3, "failed", ["Driver job 12 ends, and Slurm did not answer why. Run `shardmake submit`"]),
+    ],
+)
+def test_a_job_that_ends_asks_again_while_slurm_does_not_answer(
+    failures: int, seconds: float, end: str, reported: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm preempts the job for good, and its controller is busy; a person must not have to find out later."""
+    asked: list[str] = []
+
+    def answer(*words: str) -> "subprocess.CompletedProcess[str]":
+        asked.append(words[0])
+        if words[0] == "scontrol" and asked.count("scontrol") > failures:
+            return subprocess.CompletedProcess(words, 0, "JobState=COMPLETING PreemptTime=2026-11-24T20:00:00", "")
+        return subprocess.CompletedProcess(words, 1, "", "Unable to contact slurm controller (connect failure)")
+
+    monkeypatch.setattr(driver_job, "run_slurm", answer)
+    monkeypatch.setattr(driver_job, "_ASK_SECONDS", seconds)
+    monkeypatch.setattr(driver_job, "_POLL_SECONDS", 0.1)
+    job, reports, submitted = make_job(tmp_path), list[str](), list[bool]()
+    monkeypatch.setattr(job, "report", reports.append)
+    monkeypatch.setattr(job, "has_next", lambda: False)
+    monkeypatch.setattr(job, "submit_next", lambda: submitted.append(True))
+    ended = subprocess.Popen(["true"], start_new_session=True)
+    ended.wait()
+    job.stop(ended)
+    assert DriverState.read(job.folder.state).end == end and submitted == [True] * (end == "continued")
+    assert [text[: len(reported[0])] for text in reports] == reported if reported else not reports
+
+
 @pytest.mark.parametrize("command", ["exit 1", "kill -KILL $$"])
 @pytest.mark.parametrize(("signalled", "end"), [(True, "cancelled"), (False, "failed")])
 def test_a_snakemake_that_scancel_ended_first_has_not_failed(
     signalled: bool, end: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The signal to this process arrives when Snakemake has ended already; Slurm does not answer here."""
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    """The signal to this process arrives when Snakemake has ended already."""
     monkeypatch.setattr(driver_job, "_POLL_SECONDS", 0.1)
-    monkeypatch.setattr(driver_job, "run_slurm", lambda *words: subprocess.CompletedProcess(words, 1, "", ""))
+    shown = "JobState=CANCELLED PreemptTime=None"
+    monkeypatch.setattr(driver_job, "run_slurm", lambda *words: subprocess.CompletedProcess(words, 0, shown, ""))
     monkeypatch.setattr(driver_job, "jobs_of", lambda name: {})
     job = make_job(tmp_path)
     ended = subprocess.Popen(["sh", "-c", command], start_new_session=True)
