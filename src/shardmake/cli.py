@@ -724,8 +724,8 @@ def stop(name: OptionalName = "", sweep: Sweep = None, config: ConfigFiles = CON
     """Let the training of a run or of a sweep save and stop after its current step; the workflow resumes it."""
     from shardmake.commands.control import for_each, request_stop
 
-    names = _runs_of(name, sweep, config)
-    typer.echo(for_each([_open(one, config, runs)[2] for one in names], request_stop))
+    opened = [_open(one, config, runs) for one in _runs_of(name, sweep, config)]
+    typer.echo(for_each([rundir for _, _, rundir in opened], lambda rundir: request_stop(rundir, opened[0][1])))
 
 
 @app.command()

@@ -41,7 +41,7 @@ def for_each(rundirs: Sequence[RunDir], action: Callable[[RunDir], str]) -> str:
     return "\n".join(lines)
 
 
-def request_stop(rundir: RunDir) -> str:
+def request_stop(rundir: RunDir, cluster: Cluster) -> str:
     """Create the stop file, and return what happens then.
 
     Raises `ConfigError` if the run has neither a job nor a driver that this machine can see.
@@ -53,10 +53,21 @@ def request_stop(rundir: RunDir) -> str:
     if not rundir.job.exists() and living_driver(rundir) is None:
         raise ConfigError(f"Nothing to stop: {rundir.name}. It has no training job. See: shardmake status")
     rundir.stop_file.touch()
-    return (
-        f"Requested a stop ({short_path(rundir.stop_file)}). The ranks save and stop after their current step. To "
-        "resume, run the workflow again."
+    waiting = _pending_job(rundir) if cluster.executor == "slurm" else None
+    when = (
+        f"Job {waiting} still waits in the queue: its ranks save and stop after the first step once it has started. To "
+        f"cancel the job instead: shardmake cancel {rundir.name}."
+        if waiting
+        else "The ranks save and stop after their current step."
     )
+    return f"Requested a stop ({short_path(rundir.stop_file)}). {when} To resume, run the workflow again."
+
+
+def _pending_job(rundir: RunDir) -> str | None:
+    """Return the run's job if Slurm answers that it waits in the queue."""
+    job, queue = SubmittedJob.read_if_exists(rundir.job), query_queue([rundir])
+    found = queue.get(job.id) if job and queue else None
+    return job.id if job and found and found.state is JobState.PENDING else None
 
 
 def cancel(rundir: RunDir, cluster: Cluster) -> str:

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -33,15 +34,34 @@ def submitted(rundir: RunDir, job: str) -> None:
 
 def test_a_stop_is_requested_once_and_only_of_a_training(rundir: RunDir) -> None:
     with pytest.raises(ConfigError, match=r"^Nothing to stop: chat\. It has no training job\."):
-        request_stop(rundir)
+        request_stop(rundir, make_cluster())
     submitted(rundir, "12")
-    assert request_stop(rundir).startswith("Requested a stop (runs/chat/train/STOP).")
+    assert request_stop(rundir, make_cluster()).startswith("Requested a stop (runs/chat/train/STOP).")
     assert rundir.stop_file.exists()
-    assert request_stop(rundir) == "A stop was already requested (runs/chat/train/STOP)."
+    assert request_stop(rundir, make_cluster()) == "A stop was already requested (runs/chat/train/STOP)."
     rundir.stop_file.unlink()
     rundir.train_receipt.touch()
     with pytest.raises(ConfigError, match=r"^Nothing to stop: chat\. Its training has finished\."):
-        request_stop(rundir)
+        request_stop(rundir, make_cluster())
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (None, "The ranks save and stop after their current step."),
+        ("12|RUNNING|c1|name\n", "The ranks save and stop after their current step."),
+        (
+            "12|PENDING|(Priority)|name\n",
+            "Job 12 still waits in the queue: its ranks save and stop after the first step",
+        ),
+    ],
+)
+def test_a_requested_stop_says_that_the_job_still_waits(
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, rows: str | None, words: str
+) -> None:
+    submitted(rundir, "12")
+    monkeypatch.setattr(control, "query_queue", lambda rundirs: None if rows is None else parse_rows(rows))
+    assert f"(runs/chat/train/STOP). {words}" in request_stop(rundir, make_cluster(executor="slurm"))
 
 
 def test_a_local_training_is_interrupted(rundir: RunDir) -> None:
@@ -112,11 +132,11 @@ def test_the_logs_of_the_last_attempt_or_of_one_rank(rundir: RunDir) -> None:
 def test_a_stop_of_several_runs_names_those_without_a_training(rundir: RunDir) -> None:
     other = RunDir(rundir.root.with_name("other"))
     submitted(rundir, "12")
-    lines = for_each([rundir, other], request_stop).splitlines()
+    lines = for_each([rundir, other], partial(request_stop, cluster=make_cluster())).splitlines()
     assert lines[0].startswith("Requested a stop (runs/chat/train/STOP).")
     assert lines[1].startswith("Nothing to stop: other.")
     with pytest.raises(ConfigError, match=r"^Nothing to stop: other\."):
-        for_each([other], request_stop)
+        for_each([other], partial(request_stop, cluster=make_cluster()))
 
 
 def test_a_refusal_of_slurm_does_not_keep_the_other_runs(rundir: RunDir) -> None:
