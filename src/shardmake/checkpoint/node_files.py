@@ -12,9 +12,10 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from shardmake.checkpoint.record import add_mode, list_files, wait_visible
+from shardmake.checkpoint.record import list_files, wait_visible
 from shardmake.core.atomic import fsync_directory, write_json
 from shardmake.core.fingerprint import FileEntry, fingerprint
+from shardmake.core.permissions import add_mode
 
 _LISTING = TypeAdapter(dict[str, FileEntry])
 

@@ -3,7 +3,6 @@
 The presence of the record commits the checkpoint. Its checksums validate every file.
 """
 
-import contextlib
 import os
 import stat
 import time
@@ -45,14 +44,6 @@ def wait_visible(path: Path, deadline_seconds: float = 60) -> Path:
         if path.parent.exists():
             list(path.parent.iterdir())  # listing the folder makes NFS refresh its cache
     return path
-
-
-def add_mode(path: Path, mode: int) -> None:
-    """Add ``mode`` to the mode of a file, if the file system permits it."""
-    found = stat.S_IMODE(path.stat().st_mode)
-    if found & mode != mode:
-        with contextlib.suppress(PermissionError):
-            path.chmod(found | mode)
 
 
 class CheckpointRecord(BaseModel):

@@ -24,7 +24,6 @@ from typing import Any
 from shardmake.checkpoint.record import (
     RECORD_NAME,
     CheckpointRecord,
-    add_mode,
     find_problems,
     is_intact,
     is_unfinished,
@@ -33,6 +32,7 @@ from shardmake.checkpoint.record import (
 from shardmake.core.atomic import fsync_directory, write_bytes, write_json
 from shardmake.core.errors import CheckpointError
 from shardmake.core.fingerprint import FileEntry
+from shardmake.core.permissions import add_mode
 
 logger = logging.getLogger(__name__)
 

@@ -42,16 +42,20 @@ def share_tree(root: Path) -> None:
 
 
 def _open_to_group(path: Path, mode: int) -> None:
-    """Add ``mode`` to ``path`` if this user owns it and it still exists; a link is not followed."""
     with contextlib.suppress(FileNotFoundError):
-        found = path.lstat()
-        if found.st_uid != os.getuid() or stat.S_ISLNK(found.st_mode) or found.st_mode & mode == mode:
-            return
-        # The group may put a link in place of the path at any moment, so the mode is changed through what is open.
-        with contextlib.suppress(OSError), _opened(path) as descriptor:
-            found = os.fstat(descriptor)
-            if found.st_uid == os.getuid():
-                os.fchmod(descriptor, stat.S_IMODE(found.st_mode) | mode)
+        add_mode(path, mode)
+
+
+def add_mode(path: Path, mode: int) -> None:
+    """Add ``mode`` to a file or folder of this user, if the file system permits it; a link is not followed."""
+    found = path.lstat()
+    if found.st_uid != os.getuid() or stat.S_ISLNK(found.st_mode) or found.st_mode & mode == mode:
+        return
+    # The group may put a link in place of the path at any moment, so the mode is changed through what is open.
+    with contextlib.suppress(OSError), _opened(path) as descriptor:
+        found = os.fstat(descriptor)
+        if found.st_uid == os.getuid():
+            os.fchmod(descriptor, stat.S_IMODE(found.st_mode) | mode)
 
 
 @contextlib.contextmanager

@@ -206,6 +206,19 @@ def test_committed_files_have_the_mode_of_the_umask(tmp_path: Path, umask: int, 
     assert {stat.S_IMODE((final / name).stat().st_mode) for name in names} == {mode}
 
 
+def test_a_link_in_a_checkpoint_opens_no_file_elsewhere(tmp_path: Path) -> None:
+    """A member of the group can put one there while the checkpoint is committed."""
+    private = tmp_path / "id_ed25519"
+    private.touch(0o600)
+    staged = tmp_path / store.STAGING / "checkpoint-5"
+    staged.mkdir(parents=True)
+    staged.chmod(0o2770)
+    (staged / "model.safetensors").symlink_to(private)
+    check_files(staged, 1)
+    store.commit(staged, make_record(staged, 5))
+    assert stat.S_IMODE(private.stat().st_mode) == 0o600
+
+
 def test_recover_returns_the_newest_valid_and_sets_damaged_ones_aside(
     tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
