@@ -59,6 +59,7 @@ def render_card(run: Run, rundir: RunDir) -> str:
         buckets=list(zip(*(score.by_length for score in evaluation.scores or ()), strict=True)),
         by_source=list(zip(*(score.by_source for score in evaluation.scores or ()), strict=True)),
         length_name=length_name,
+        inline=_inline,
     )
     return str(card)
 
@@ -188,6 +189,11 @@ def _public_samples(run: Run, evaluation: EvaluationResult) -> list[Sample]:
 def _example_prompt(samples: Sequence[Sample]) -> str:
     """Return the shortest prompt of the samples, or a general one."""
     return min((sample.prompt for sample in samples if sample.prompt), key=len, default="Hello")
+
+
+def _inline(text: str) -> str:
+    """Return ``text`` for a line or a cell of Markdown, where a file's name starts no HTML and no other cell."""
+    return re.sub(r"`[^`]*`|<", lambda found: found[0] if len(found[0]) > 1 else "&lt;", text).replace("|", "\\|")
 
 
 def _fenced(text: str) -> str:

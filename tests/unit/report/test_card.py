@@ -9,7 +9,7 @@ from shardmake.core.errors import ShardmakeError
 from shardmake.report.card import card_plots, render_card
 from shardmake.report.records import public_name
 from shardmake.report.stage import write_report
-from shardmake.run.evaluation import Sample, TaskScore
+from shardmake.run.evaluation import Sample, SourceScore, TaskScore
 from shardmake.run.learning_settings import LearningSettings
 from shardmake.run.paths import RunDir
 from shardmake.run.sources import PinnedSource, Sources
@@ -287,6 +287,21 @@ def test_local_sources_are_shown_by_the_last_part_of_the_path(tmp_path: Path) ->
     card = render_card(run, make_rundir(tmp_path))
     assert "my-base" in card and "ada" not in card and "secret-project" not in card
     assert ModelCard(card).data.base_model is None
+
+
+def test_names_of_files_are_neither_html_nor_cells(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    name = "a|b<i>.jsonl"
+    source = SourceScore(name=name, loss=1.0, perplexity=2.72, tokens=3, exact=0.0)
+    scores = SCORES.model_copy(update={"by_source": [source]})
+    EVALUATED.model_copy(update={"base": scores, "tuned": scores}).write(rundir.evaluation)
+    card = render_card(make_run(model="bases/x|<b>", data={"train": f"data/{name}", "eval": f"data/{name}"}), rundir)
+    body = card.partition("# ")[2]
+    assert "<i>" not in body and "<b>" not in body
+    assert "x\\|&lt;b>, fine-tuned with Shardmake" in body
+    assert "| Loss, examples of a\\|b&lt;i>.jsonl | 1.0000 | 1.0000 |" in body
+    rows = [line for line in body.splitlines() if line.startswith("| ")]
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {3, 4}
 
 
 def test_the_licence_of_the_base_model_is_carried_over(tmp_path: Path) -> None:
