@@ -3,11 +3,14 @@
 import base64
 import contextlib
 import hashlib
+import html
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 from shardmake.core.environment import hub_token_file
 
@@ -196,9 +199,18 @@ def mask(text: str) -> str:
 
 
 def known_secrets(environment: Mapping[str, str]) -> set[str]:
-    """Return the values of variables that are named like secrets, and the hub's token, without plain words."""
-    values = {_hub_token(), *(value for name, value in environment.items() if is_secret(name))}
-    return {value for value in values if not _is_plain(value)}
+    """Return the values of variables that are named like secrets, and the hub's token, without plain words.
+
+    Each value is also there as JSON, Python, a URL and HTML write it.
+    """
+    values = {_hub_token(), *(value.strip() for name, value in environment.items() if is_secret(name))}
+    return {form for value in values if not _is_plain(value) for form in _forms(value)}
+
+
+def _forms(value: str) -> set[str]:
+    page = html.escape(value)
+    jinja = page.replace("&quot;", "&#34;").replace("&#x27;", "&#39;")
+    return {value, json.dumps(value)[1:-1], repr(value)[1:-1], quote(value, safe=""), quote_plus(value), page, jinja}
 
 
 def _is_plain(value: str) -> bool:

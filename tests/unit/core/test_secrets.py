@@ -1,5 +1,7 @@
 """Place secrets in all inputs of a run, and search all of its outputs for them."""
 
+import html
+import json
 import os
 import re
 import subprocess
@@ -7,7 +9,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlencode
 
+import jinja2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -289,6 +293,21 @@ def test_text_in_the_form_of_a_token_is_removed(text: str) -> None:
 )
 def test_passwords_in_running_text_are_removed(text: str, expected: str) -> None:
     assert redact(text) == expected
+
+
+@pytest.mark.parametrize(
+    "value", ["pa/ss+w0rd==", 'pa"ss\\w0rd', "<pa&ss'w0rd>", "-----\nline 0123\n-----", "pä ss w0rd"]
+)
+def test_a_known_secret_is_removed_however_it_is_written(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAB_PASSWORD", f"{value}\n")
+    written = [value, json.dumps({"x": value}), repr([value]), f"https://host/?x={quote(value, safe='')}&y=1"]
+    written += [
+        jinja2.Environment(autoescape=True).from_string("{{ x }}").render(x=value),
+        html.escape(value),
+        urlencode({"x": value}),
+    ]
+    for text in written:
+        assert "0rd" not in redact(text) and "0123" not in redact(text), text
 
 
 WORDS = st.sampled_from(
