@@ -19,7 +19,9 @@ from tests.workflow.checkout import Checkout
 from tests.workflow.forked import Forked, log
 from tests.workflow.sweep import Sweep
 from tests.workflow.test_preferences import (
+    KILLED,
     SETTINGS,
+    assert_counts_tensors,
     assert_fallback_after_out_of_memory,
     assert_killed_training_recovers,
     assert_resumes,
@@ -166,8 +168,8 @@ def _assert_model_and_evaluation(rundir: RunDir, training: Training, theirs: Pat
 @pytest.mark.objectives
 @pytest.mark.parametrize(
     ("method", "strategy", "reference"),
-    [("full", "zero3", "model"), ("lora", "fsdp", "model"), ("full", "zero2", "precomputed")],
-    ids=["full-zero3", "lora-fsdp", "full-zero2-precomputed"],
+    [*((*case, "model") for case in KILLED), ("full", "zero2", "precomputed")],
+    ids=[*map("-".join, KILLED), "full-zero2-precomputed"],
 )
 def test_killed_in_a_save_kto_resumes_bit_for_bit(
     completions: Forked, tmp_path: Path, method: str, strategy: Strategy, reference: str
@@ -183,6 +185,14 @@ def test_a_stop_file_saves_kto_and_training_resumes_bit_for_bit(
     completions: Forked, tmp_path: Path, method: str, strategy: Strategy
 ) -> None:
     assert_stopped_training_resumes(completions, tmp_path, planned(completions, method, strategy), method)
+
+
+@pytest.mark.objectives
+@pytest.mark.parametrize(("strategy", "reference"), [("zero2", "precomputed"), ("zero2", "model"), ("zero3", "model")])
+def test_the_plan_counts_the_tensors_of_a_rank(
+    completions: Forked, tmp_path: Path, strategy: Strategy, reference: str
+) -> None:
+    assert_counts_tensors(completions, RunDir(tmp_path / "run"), planned(completions, "full", strategy, reference))
 
 
 @pytest.mark.objectives

@@ -266,9 +266,16 @@ def assert_stopped_training_resumes(
 @pytest.mark.objectives
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "zero3-offload"])
 def test_the_plan_counts_the_tensors_of_a_rank(pairs: Forked, tmp_path: Path, strategy: Strategy) -> None:
-    """All that live after the last step, the reference among them; batches and metrics are not worth counting."""
-    rundir, (plan, run, cluster) = RunDir(tmp_path / "run"), planned(pairs, "full", strategy)
-    assert pairs.train(rundir, (plan, run, cluster), program="tests.live_tensors:train") == [0, 0], log(rundir)
+    assert_counts_tensors(pairs, RunDir(tmp_path / "run"), planned(pairs, "full", strategy))
+
+
+def assert_counts_tensors(checkout: Forked, rundir: RunDir, training: tuple[Plan, Run, Cluster]) -> None:
+    """Compare the plan's count with all tensors that live after the last step, those of the reference among them.
+
+    Batches and metrics are not worth counting.
+    """
+    plan, run, cluster = training
+    assert checkout.train(rundir, training, program="tests.live_tensors:train") == [0, 0], log(rundir)
     settings = resolve(run, cluster)
     scenario, buckets = scenario_of(settings, plan.choice), buckets_of(settings, plan.choice)
     expected = sum(states.resident(scenario, buckets).values()) + sum(host.offloaded(scenario, buckets).values())

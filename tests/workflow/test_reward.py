@@ -21,7 +21,15 @@ from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
 from tests.workflow.forked import Forked, branch, log
 from tests.workflow.sweep import Sweep
-from tests.workflow.test_preferences import assert_fallback_after_out_of_memory, metrics, plain_trl, with_pairs
+from tests.workflow.test_preferences import (
+    KILLED,
+    assert_counts_tensors,
+    assert_fallback_after_out_of_memory,
+    assert_killed_training_recovers,
+    metrics,
+    plain_trl,
+    with_pairs,
+)
 
 pytestmark = pytest.mark.training
 SCRIPT = Path(__file__).with_name("scripts") / "trl_reward.py"
@@ -144,9 +152,6 @@ def merged(rundir: RunDir, training: tuple[Plan, Run, Cluster]) -> dict[str, tor
     return load_file(rundir.model / "model.safetensors")
 
 
-KILLED = [("full", "zero2"), ("full", "zero3"), ("full", "fsdp"), ("lora", "fsdp")]
-
-
 @pytest.mark.proves("killed", objective="reward")
 @pytest.mark.objectives
 @pytest.mark.parametrize(("method", "strategy"), KILLED)
@@ -154,15 +159,7 @@ def test_killed_in_a_save_a_reward_model_resumes_bit_for_bit(
     pairs: Forked, tmp_path: Path, method: str, strategy: Strategy
 ) -> None:
     """Rank 0 is killed halfway through a file of states, and before the rename that commits the checkpoint."""
-    sweep = Sweep(pairs, tmp_path, strategy, victim=0, settings=SETTINGS | {"method": method})
-    sweep.prepare()
-    halves = [(at, mode) for at, mode, what in sweep.points if mode == "half" and "shardmake.json" not in what]
-    moved = [(at, mode) for at, mode, what in sweep.points if what == "os.rename /.saving/checkpoint-4"]
-    chosen = [halves[len(halves) // 2], *moved]
-    assert len(chosen) == 2, sweep.points
-    for at, mode in chosen:
-        found = sweep.survive(at, mode)
-        assert found["recovered"], (at, mode, found)
+    assert_killed_training_recovers(Sweep(pairs, tmp_path, strategy, victim=0, settings=SETTINGS | {"method": method}))
 
 
 @pytest.mark.proves("resumed", objective="reward")
@@ -183,6 +180,12 @@ def test_a_stop_file_saves_a_reward_model_and_training_resumes_bit_for_bit(
     expected, found = (merged(one, training) for one in (whole, stopped))
     assert sorted(found) == sorted(expected)
     assert [name for name in expected if not expected[name].equal(found[name])] == []
+
+
+@pytest.mark.objectives
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_the_plan_counts_the_tensors_of_a_rank(pairs: Forked, tmp_path: Path, strategy: Strategy) -> None:
+    assert_counts_tensors(pairs, RunDir(tmp_path / "run"), planned(pairs, "full", strategy))
 
 
 @pytest.mark.objectives
