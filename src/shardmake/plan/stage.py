@@ -238,7 +238,7 @@ def describe(plan: Plan, rundir: RunDir) -> str:
             *([f"  {_describe_service(plan)}"] if plan.service_nodes else []),
             f"  gradients are accumulated and reduced in {choice.gradients}",
             f"  global batch {choice.global_batch_size} = {choice.readers} x {choice.micro_batch_size} "
-            f"sequences x {choice.gradient_accumulation_steps} accumulation steps",
+            f"sequences x {plural(choice.gradient_accumulation_steps, 'accumulation step')}",
             f"  per node {asked.memory_gib} GiB of RAM and {asked.cpus} cores",
             f"  {plan.reason}",
             *([f"  {describe_scaling(traced, plan.workload.sequence_length)}"] if traced else []),
@@ -247,7 +247,7 @@ def describe(plan: Plan, rundir: RunDir) -> str:
             *(f"  {line}" for line in plan.own_files),
             f"  {_describe_disk(plan, rundir)}",
             f"  after an out-of-memory: {below or 'the training ends, there is no fallback'}",
-            f"  {len(plan.rejected)} other candidates, each with its reason, are in {rundir.plan}",
+            f"  {plural(len(plan.rejected), 'other candidate')} and the reason against each: {rundir.plan}",
         ]
     )
 
