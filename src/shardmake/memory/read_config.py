@@ -89,8 +89,10 @@ def _from_hub(source: str, revision: str | None) -> Path:
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(), object_hook=_float_or_object)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError, too
+        raise ModelError(
+            f"{path} is not valid JSON: {error}. Use the config.json that came with the weights."
+        ) from None
     if not isinstance(config, dict):
         raise ModelError(f"{path} is not a JSON object. Name the config.json of a transformers model.")
     return config
@@ -163,7 +165,7 @@ def _is_known_to_transformers(model_type: str) -> bool:
 
 SIZE_NAMES = (
     ("hidden_size", "n_embd", "d_model", "dim"),
-    ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers"),
+    ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "layers_block_type"),
     ("vocab_size",),
 )
 

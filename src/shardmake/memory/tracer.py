@@ -14,7 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -41,12 +45,22 @@ def _trace_or_explain(request: Mapping[str, Any]) -> list[Event]:
     except ShardmakeError:
         raise
     except Exception as error:  # a model's code may raise anything for unusual values
-        model = request["config"]["model_type"]
-        raise ModelError(
-            f"Cannot trace a training step of this {model} model: {request['source']}. Its code raised "
-            f"{type(error).__name__}: {in_one_line(error)}. Often a value is missing: use the complete config.json "
-            "that came with the weights."
-        ) from None
+        raise _explained(error, request) from None
+
+
+def _explained(error: Exception, request: Mapping[str, Any]) -> ModelError:
+    """Return ``error`` of a model's code as a message with what to do."""
+    failed = f"Cannot trace a training step of this {request['config']['model_type']} model: {request['source']}."
+    text = in_one_line(error)
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        return ModelError(
+            f"{failed} Its code takes sizes from the values of tensors ({text}), which a trace without memory does not "
+            "have. The memory of this model cannot be estimated; name another model."
+        )
+    return ModelError(
+        f"{failed} Its code raised {type(error).__name__}: {text}. Training would most likely fail alike. Use the "
+        "complete config.json that came with the weights; if it is that one, take another strategy or precision."
+    )
 
 
 def trace(request: Mapping[str, Any]) -> list[Event]:
@@ -98,10 +112,11 @@ def _steps(request: Mapping[str, Any], lengths: Sequence[int], most_alike: int |
     return found[1:]
 
 
-def prepare(request: Mapping[str, Any]) -> nn.Module:
+def prepare(request: Mapping[str, Any]) -> Any:
     """Return the model on the meta device, with adapters, checkpointing and the replacement of its attention."""
     register_attention()
-    model = build(request["config"], request["source"], request["trust_remote_code"])
+    model: Any = build(request["config"], request["source"], request["trust_remote_code"])
+    model.config.use_cache = False  # as in training
     if request["layers"]:
         _keep_layers(model, request["layers"])
     _set_attention(model, request["attention"], request["masked"])
@@ -111,10 +126,9 @@ def prepare(request: Mapping[str, Any]) -> nn.Module:
         model = _with_adapters(model, request)
     model.train()
     if request["checkpointing"]:
-        hooked: Any = model
-        hooked.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if request["method"] != "full":
-            hooked.enable_input_require_grads()
+            model.enable_input_require_grads()
     return model
 
 

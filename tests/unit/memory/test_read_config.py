@@ -53,12 +53,26 @@ def test_bad_configs_are_rejected(config: dict, sentence: str, tmp_path: Path) -
         read_model(str(path))
 
 
+@pytest.mark.parametrize("text", ["[" * 5000, "1" * 5000, "{", "\ud800"], ids=["deep", "long", "open", "surrogate"])
+def test_files_that_are_not_json_are_rejected(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode(errors="surrogatepass"))
+    with pytest.raises(ModelError, match="is not valid JSON"):
+        read_model(str(tmp_path))
+
+
 def test_a_config_with_an_infinite_number_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
     from transformers import LlamaConfig
 
     LlamaConfig(**SIZES, time_step_limit=[0.0, float("inf")]).save_pretrained(tmp_path)
     assert "__float__" in (tmp_path / "config.json").read_text()
     assert read_model(str(tmp_path)).config["time_step_limit"] == [0.0, float("inf")]
+
+
+def test_a_config_that_lists_its_layers_needs_no_number_of_them() -> None:
+    """As transformers saves Nemotron-H."""
+    sizes = {**SIZES, "head_dim": 16, "ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2}
+    del sizes["num_hidden_layers"]
+    assert len(from_config({**sizes, "model_type": "nemotron_h", "layers_block_type": ["mamba", "moe"]}).blocks) == 2
 
 
 def test_code_beside_a_model_that_transformers_knows_is_not_needed() -> None:

@@ -31,10 +31,22 @@ def test_any_architecture_can_be_traced(config: dict[str, Any], tracer: Any) -> 
 
 def test_an_error_of_the_models_code_is_reported_with_its_text(tracer: Any) -> None:
     model = from_config({**SIZES, "model_type": "deepseek_v2", "num_experts_per_tok": None})
-    with pytest.raises(
-        ModelError, match=r"deepseek_v2 model: .* Its code raised TypeError: .*Often a value is missing"
-    ):
+    with pytest.raises(ModelError, match=r"deepseek_v2 model: .* Its code raised TypeError: .*Use the complete config"):
         tracer.answer({"requests": [_request(scenario(model=model, sequence_length=32, attention="sdpa"))]})
+
+
+def test_sizes_that_follow_from_values_are_reported(tracer: Any) -> None:
+    """JetMoE counts the tokens of each expert."""
+    model = from_config({**SIZES, "model_type": "jetmoe", "kv_channels": 16})
+    with pytest.raises(ModelError, match=r"takes sizes from the values of tensors .* cannot be estimated"):
+        tracer.answer({"requests": [_request(scenario(model=model, sequence_length=32, attention="sdpa"))]})
+
+
+def test_a_model_without_layers_of_attention_is_traced_without_a_cache(tracer: Any) -> None:
+    """As in training: Bamba's cache asks for a layer of attention."""
+    model = from_config({**SIZES, "model_type": "bamba", "mamba_n_heads": 8, "mamba_d_head": 256})
+    case = scenario(model=model, sequence_length=32, attention="sdpa")
+    assert of_events(tracer.trace(_request(case)), 2).forward > 0
 
 
 SEVEN = {
