@@ -6,14 +6,14 @@ PYTEST := $(BIN)/pytest -n 2 --no-loadscope-reorder
 # Tests on Slurm mostly wait, so a third process has work to do on two cores.
 PYTEST_ALL := $(BIN)/pytest -n 3 --no-loadscope-reorder
 # The tests that `make test` and `make test-all` leave out; each has a command of its own below.
-EXTRA := not nvme and not trackers and not two_users and not faults and not sweep and not objectives and not mixtures and not gpu
+EXTRA := not nvme and not trackers and not two_users and not faults and not sweep and not objectives and not mixtures and not models and not gpu
 # JUnit reports, from which `make docs` writes docs/evidence.md.
 REPORTS := .venv/reports
 export DS_BUILD_OPS := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo demo-faults demo-preferences install install-test check fmt words test test-all unit test-fake-cuda test-nvme test-trackers \
-        test-two-users test-faults test-sweep test-objectives test-mixtures gpu-check docs site clean
+        test-two-users test-faults test-sweep test-objectives test-mixtures test-models gpu-check docs site clean
 
 demo: install
 	$(BIN)/shardmake demo
@@ -130,6 +130,10 @@ test-objectives: install-test .venv/bitsandbytes
 # Every family of mixtures of experts under every strategy.
 test-mixtures: install-test
 	$(BIN)/pytest -m mixtures tests/workflow --junit-xml=$(REPORTS)/mixtures.xml
+
+# Every model type of transformers is estimated or refused.
+test-models: install-test
+	$(BIN)/pytest -m models tests/unit --junit-xml=$(REPORTS)/models.xml
 
 # On a node with GPUs: ten minutes on one, more on several. ACCELERATOR=a100-80gb names a GPU that is not recognized.
 # The first call installs pytest, for which a node needs internet access; call it on the login node before.
