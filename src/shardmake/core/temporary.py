@@ -30,8 +30,7 @@ def temporary_folder(purpose: str, parent: str | Path | None = None) -> Iterator
         (folder / _CONTENT).mkdir(mode=0o700)
         yield folder / _CONTENT
     finally:
-        _remove(folder)
-        os.close(lock)
+        _remove(folder, lock)
 
 
 def process_folder(purpose: str, parent: str | Path | None = None) -> Path:
@@ -83,14 +82,20 @@ def _is_private(folder: Path) -> bool:
 
 def _remove_if_abandoned(folder: Path) -> None:
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
-    try:
-        if _take(lock, without_locks=False):
-            _remove(folder)
-    finally:
+    if _take(lock, without_locks=False):
+        _remove(folder, lock)
+    else:
         os.close(lock)
 
 
-def _remove(folder: Path) -> None:
-    """Remove the content first: if this is killed too, the lock still marks the rest as abandoned."""
+def _remove(folder: Path, lock: int) -> None:
+    """Remove the content first: if this is killed too, the lock still marks the rest as abandoned.
+
+    The lock is closed before its folder is removed, because NFS keeps a deleted file there while it is open.
+    """
     shutil.rmtree(folder / _CONTENT, ignore_errors=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        (folder / _LOCK).unlink()
+    os.close(lock)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
