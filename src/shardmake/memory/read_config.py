@@ -14,6 +14,7 @@ from shardmake.core.errors import ModelError
 from shardmake.memory.cache import cached_helper
 from shardmake.memory.families import FAMILIES, written_down
 from shardmake.memory.model import INVENTORY, Model, has_own_class, inventory_request, tensors_from_json
+from shardmake.memory.parameter_inventory import causal_class
 
 SIZE_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
@@ -177,6 +178,8 @@ def _check_sizes(config: Mapping[str, Any], source: str) -> None:
     wanted = [(field,) for field in SIZE_FIELDS] if config["model_type"] in FAMILIES else SIZE_NAMES
     for names in wanted:
         if all(config.get(name) is None for name in names):
+            if _is_known_to_transformers(config["model_type"]):
+                causal_class(config["model_type"], source)  # a model of images or sounds has other sizes
             raise ModelError(f"{source}: {' or '.join(names)} is missing. Use the complete config.json of the model.")
     heads = config.get("num_attention_heads")
     groups = config.get("num_key_value_heads") or heads

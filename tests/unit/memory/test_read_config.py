@@ -38,6 +38,8 @@ BAD = [
     ({**SIZES, "model_type": "qwen3_moe", "num_experts": 10**30}, "num_experts is 1000"),
     ({**SIZES, "model_type": "llama", "architectures": True}, "architectures is True. It must be a list"),
     ({**SIZES, "model_type": "llama", "architectures": [1]}, r"architectures is \[1\]"),
+    ({"model_type": "vit", "hidden_size": 64}, "no causal language model for the model type 'vit'"),
+    ({"model_type": "gpt2", "n_embd": 64}, "num_layers or .* is missing"),
     ({**SIZES, "model_type": "llamma"}, "has no model type 'llamma'"),
     ({**SIZES, "model_type": "olmo3", "layer_types": ["full_attention"]}, "rejects this config: .* number of `layer_t"),
     ({**SIZES, "model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Model"}}, "needs its own Python code"),
