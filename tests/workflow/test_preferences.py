@@ -212,7 +212,7 @@ def test_the_final_model_is_that_of_trl_and_has_the_rewards_of_the_training(
         assert value == pytest.approx(measured[name], abs=1e-4), name
 
 
-KILLED = [("full", "zero2"), ("full", "zero3"), ("full", "fsdp"), ("lora", "fsdp")]
+KILLED = [("full", "ddp"), ("full", "zero2"), ("full", "zero3"), ("full", "fsdp"), ("lora", "fsdp")]
 
 
 @pytest.mark.proves("killed", objective="dpo")
