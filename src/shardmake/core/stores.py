@@ -27,6 +27,14 @@ def protocol_problem(url: str) -> str:
     return ""
 
 
+def takes_login(url: str) -> bool:
+    """Return whether the file system of ``url``, whose package is installed, reads a user from the URL."""
+    import fsspec
+
+    system = fsspec.get_filesystem_class(url.partition("://")[0])
+    return bool({"user", "username"} & system._get_kwargs_from_urls(url).keys())
+
+
 def missing_package(protocol: str) -> str:
     """Return what to do if the package of ``protocol`` is not installed."""
     return f"Install the package that fsspec needs for {protocol}:// (for s3:// it is s3fs)."

@@ -6,7 +6,7 @@ from shardmake.config.models import Push
 from shardmake.consolidate.aux_files import find_aux_files
 from shardmake.core.errors import PushError
 from shardmake.core.secrets import public_url
-from shardmake.core.stores import protocol_problem
+from shardmake.core.stores import protocol_problem, takes_login
 from shardmake.core.temporary import temporary_folder
 from shardmake.push.bundle import find_leaking
 from shardmake.push.folder import refuse_foreign
@@ -50,6 +50,12 @@ def _check_writable(target: Path) -> None:
 
 
 def _check_protocol(destination: str) -> None:
-    """Raise `PushError` if fsspec does not know the protocol, or needs a package that is not installed."""
-    if problem := protocol_problem(destination):
-        raise PushError(f"Push to {public_url(destination)} is not possible: {problem}")
+    """Raise `PushError` if fsspec does not know the protocol, lacks its package, or cannot use the login in the URL."""
+    problem, public = protocol_problem(destination), public_url(destination)
+    if not problem and public != destination and not takes_login(destination):
+        problem = (
+            f"{public.partition('://')[0]}:// takes no user or password in a URL. Remove them from push.to, and give "
+            "the credentials as the store's own tools take them."
+        )
+    if problem:
+        raise PushError(f"Push to {public} is not possible: {problem}")

@@ -65,6 +65,12 @@ def test_an_unknown_protocol_and_a_missing_package_are_named(monkeypatch: pytest
     assert "Install the package that fsspec needs for gs://" in refusal("gs://x/y")
 
 
+def test_a_login_in_a_url_is_refused_where_the_store_reads_none() -> None:
+    found = refusal("s3://ada:hunt/er2@bucket/y")
+    assert found.startswith("Push to s3://bucket/y is not possible: s3:// takes no user or password in a URL. Remove")
+    check_destinations(Push(to=["ftp://ada:hunter2@host/y", "s3://bucket/a@b"]))
+
+
 def test_a_hub_destination_needs_a_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
     check_destinations(Push(to="hub:lab/model"))
