@@ -89,7 +89,9 @@ class _DecoderStep:
             hidden = self._layer_with_marks(hidden, index)
         hidden = self._norm(hidden, "model.norm.weight")
         loss, logits = self._loss(hidden)
-        del hidden, mask
+        if self.scenario.attention != "eager" or not self.scenario.checkpointing:
+            mask = None  # else checkpointing holds it until the last layer has run again
+        del hidden
         tape.casts.clear()  # autocast's cache ends with the forward pass; the graph keeps its saved tensors
         if self.scenario.extra_forwards:
             self._reference_pass()
@@ -97,7 +99,7 @@ class _DecoderStep:
             logits = None
         tape.mark("backward")
         size_tensors.backward(tape, loss)
-        del loss, logits, cosine_and_sine
+        del loss, logits, cosine_and_sine, mask
         return tape.events
 
     def _reference_pass(self) -> None:
@@ -274,7 +276,7 @@ class _DecoderStep:
     def _eager(self, query: SizeTensor, key: SizeTensor, value: SizeTensor) -> SizeTensor:
         scores = self.tokens * self.shape.a * self.scenario.sequence_length
         key, value = self._repeat(key), self._repeat(value)
-        return size_tensors.eager_attention(query, key, value, scores, self.tape.autocast)
+        return size_tensors.eager_attention(query, key, value, scores, self.tape.autocast, weight_bytes(self.scenario))
 
     def _mlp(self, hidden: SizeTensor, prefix: str, made: bool) -> SizeTensor:
         gate = self._linear(hidden, f"{prefix}.gate_proj")

@@ -424,17 +424,25 @@ def fused_attention(
 
 
 def eager_attention(
-    query: SizeTensor, key: SizeTensor, value: SizeTensor, scores: int, autocast: int | None
+    query: SizeTensor, key: SizeTensor, value: SizeTensor, scores: int, autocast: int | None, mask: int
 ) -> SizeTensor:
-    """Model eager attention: scores, scaled and masked, an fp32 softmax and its cast, times the values."""
-    raw = matmul(query, key, scores)
+    """Model eager attention: scores, scaled and masked, an fp32 softmax and its cast, times the values.
+
+    ``mask`` is the bytes per element of the mask; the sum with it has the wider type. Autocast casts both sides of the
+    products.
+    """
+    item, numel = autocast or query.item, query.numel
+    narrow = cast(query, item), cast(key, item)
+    del query, key
+    raw = matmul(*narrow, scores)
+    del narrow
     scaled = scale(raw)
     del raw
-    masked = scale(scaled)
+    masked = scale(scaled, max(item, mask))
     del scaled
     probabilities = softmax(masked, 4)
     del masked
-    return copy(matmul(cast(probabilities, autocast or query.item), value, query.numel))
+    return copy(matmul(cast(probabilities, item), value, numel))
 
 
 def matmul(left: SizeTensor, right: SizeTensor, numel: int) -> SizeTensor:

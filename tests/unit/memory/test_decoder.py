@@ -53,6 +53,8 @@ CASES: dict[str, Scenario] = {
     "bf16": scenario(),
     "checkpointing": scenario(checkpointing=True),
     "eager": scenario(attention="eager"),
+    "eager under autocast": scenario(attention="eager", **AUTOCAST),
+    "eager with checkpointing": scenario(attention="eager", checkpointing=True, sequence_length=1024, micro_batch=1),
     "masked": scenario(attention="sdpa", masked=True),
     "autocast": scenario(**AUTOCAST),
     "autocast with checkpointing": scenario(checkpointing=True, **AUTOCAST),
