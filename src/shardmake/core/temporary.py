@@ -3,15 +3,18 @@
 import atexit
 import contextlib
 import fcntl
+import glob
 import os
 import shutil
+import socket
 import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-_PREFIX: Final = "shardmake-"
+_PREFIX: Final = f"shardmake-{socket.gethostname()}_"
+"""With the host's name, because some shared file systems know only the locks of their own host."""
 _LOCK: Final = ".in-use"
 _CONTENT: Final = "content"
 
@@ -20,8 +23,8 @@ _CONTENT: Final = "content"
 def temporary_folder(purpose: str, parent: str | Path | None = None) -> Iterator[Path]:
     """Yield a new, empty folder of this user alone below ``parent``, by default below the system's temporary folder.
 
-    This process holds a lock beside it. Folders in ``parent`` whose locks are free are removed before: their processes
-    were killed. On a file system without locks such folders stay.
+    This process holds a lock beside it. Folders that this host made in ``parent`` and whose locks are free are removed
+    before: their processes were killed. On a file system without locks such folders stay.
     """
     parent = Path(parent or tempfile.gettempdir())
     _remove_abandoned(parent)
@@ -68,7 +71,7 @@ def _take(lock: int, *, without_locks: bool) -> bool:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    for folder in parent.glob(f"{_PREFIX}*"):
+    for folder in parent.glob(f"{glob.escape(_PREFIX)}*"):
         with contextlib.suppress(OSError):  # without a lock, so not one of these, or removed at this moment
             if _is_private(folder):
                 _remove_if_abandoned(folder)

@@ -1,5 +1,6 @@
 import contextlib
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -71,13 +72,15 @@ def test_a_folder_is_empty_and_of_this_user_alone(tmp_path: Path) -> None:
         os.umask(before)
 
 
-@pytest.mark.parametrize("kind", ["foreign", "open", "link", "file", "kernels"])
+@pytest.mark.parametrize("kind", ["foreign", "host", "open", "link", "file", "kernels"])
 def test_nothing_else_is_removed(tmp_path: Path, kind: str) -> None:
     with running("offload", tmp_path / ".") as (_, folder):
         pass
-    other = tmp_path / "shardmake-offload-other"
+    other = folder.parent.with_name(f"{folder.parent.name}-other")
     if kind == "foreign":
         os.chown(folder.parent, 12345, 12345)
+    elif kind == "host":
+        folder.parent.rename(tmp_path / folder.parent.name.replace(socket.gethostname(), f"{socket.gethostname()}-2"))
     elif kind == "open":
         folder.parent.chmod(0o770)
     elif kind == "link":
