@@ -78,20 +78,21 @@ FAULTS: list[Fault] = [
 def disturb(run: FaultRun, count: int) -> tuple[list[dict[str, Any]], int]:
     """Train through ``count`` faults to the end; return them, and how often a person had to start a driver."""
     rows: list[dict[str, Any]] = []
-    needed, newest = 0, 0
+    needed = known = 0
     run.start()
+    newest = wait_for_checkpoint(run, 0)
     while len(rows) < count and newest < run.steps - LAST_STEPS:
-        newest = wait_for_checkpoint(run, newest)
+        fault, started = CHANCE.choice(FAULTS), time.time()
+        run.wait_for_ends(known + len(fault(run, known + 1)), fault.__name__)
+        run.cluster.repair_nodes()  # as the site's staff would do in the end
+        step, newest = newest, wait_for_checkpoint(run, newest_step(run))
         if run.driver is None or run.driver.poll() is not None:
             needed += 1
             run.start()
-        before, started = len(run.history()), time.time()
-        fault = CHANCE.choice(FAULTS)
-        ends = fault(run, before + 1)
-        run.wait_for_ends(before + len(ends), fault.__name__)
-        run.cluster.repair_nodes()  # as the site's staff would do in the end
-        seen = [record["end"] for record in run.history()[before:]]
-        rows.append({"fault": fault.__name__, "after_step": newest, "ends": seen, "seconds": time.time() - started})
+            newest = wait_for_checkpoint(run, newest)
+        ends = [record["end"] for record in run.history()[known:]]
+        known += len(ends)
+        rows.append({"fault": fault.__name__, "after_step": step, "ends": ends, "seconds": time.time() - started})
         print(f"{len(rows):4}  {json.dumps(rows[-1])}", flush=True)
     while run.wait(1800) != 0:
         needed += 1
@@ -99,17 +100,19 @@ def disturb(run: FaultRun, count: int) -> tuple[list[dict[str, Any]], int]:
     return rows, needed
 
 
+def newest_step(run: FaultRun) -> int:
+    """Return the step of the newest checkpoint, 0 if there is none."""
+    return max((record.step for record, _ in store.committed(RunDir(run.checkout.run).checkpoints)), default=0)
+
+
 def wait_for_checkpoint(run: FaultRun, step: int) -> int:
     """Return the step of the newest checkpoint once it is later than ``step``, or the driver has ended."""
-    found: list[int] = []
 
     def is_there() -> bool:
-        found[:] = [record.step for record, _ in store.committed(RunDir(run.checkout.run).checkpoints)]
-        ended = run.driver is not None and run.driver.poll() is not None
-        return ended or max(found, default=0) > step
+        return (run.driver is not None and run.driver.poll() is not None) or newest_step(run) > step
 
     run.cluster.wait_until(is_there, "a new checkpoint", timeout=600)
-    return max(found, default=step)
+    return newest_step(run)
 
 
 def campaign(run: FaultRun, strategy: str, count: int) -> dict[str, Any]:
