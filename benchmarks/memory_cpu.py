@@ -3,7 +3,7 @@
     python -m benchmarks.memory_cpu [--strategy NAME ...]
 
 Each rank trains a Llama of 134 M parameters in fp32 for three steps with the rendered settings, then counts the bytes
-of every live tensor's storage and reads its peak RSS from /proc.
+of every live tensor's storage and reads its peak RSS from /proc. ``zero1:2`` is zero1 with ``tensor_parallel: 2``.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from shardmake.core.units import MIB
 from shardmake.memory import host, states
 from shardmake.memory.buckets import read_buckets, zero_optimization
 from shardmake.memory.estimate import events_of, simulate
+from shardmake.memory.families import part_of
 from shardmake.memory.model import split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
@@ -39,7 +40,7 @@ CONFIG = {
     "vocab_size": 32000,
     "tie_word_embeddings": False,
 }
-STRATEGIES = ("zero1", "zero2", "zero3", "zero2-offload", "zero3-offload-optimizer", "zero3-offload")
+SETUPS = ("zero1", "zero2", "zero3", "zero2-offload", "zero3-offload-optimizer", "zero3-offload", "zero1:2", "zero2:2")
 CLUSTER = Cluster(executor="local", processes_per_node=RANKS, cpus_per_node=2, memory_gib_per_node=16.0)
 
 
@@ -63,7 +64,7 @@ def zero_section(strategy: Strategy) -> dict[str, Any]:
 # One rank
 
 
-def rank_main(strategy: Strategy, output: Path) -> None:
+def rank_main(strategy: Strategy, shared: int, output: Path) -> None:
     import deepspeed
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -81,7 +82,8 @@ def rank_main(strategy: Strategy, output: Path) -> None:
     else:
         model = AutoModelForCausalLM.from_config(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_file(section))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_file(section, shared))
+    torch.manual_seed(0)  # tensor-parallel ranks see the same rows
     tokens = torch.randint(0, CONFIG["vocab_size"], (BATCH, LENGTH))  # type: ignore[call-overload]
     for _ in range(STEPS):
         engine.backward(engine(input_ids=tokens, labels=tokens, use_cache=False).loss)
@@ -91,8 +93,9 @@ def rank_main(strategy: Strategy, output: Path) -> None:
     output.write_text(json.dumps(found))
 
 
-def deepspeed_file(section: dict[str, Any]) -> dict[str, Any]:
+def deepspeed_file(section: dict[str, Any], shared: int = 1) -> dict[str, Any]:
     return {
+        **({"tensor_parallel": {"autotp_size": shared}} if shared > 1 else {}),
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": 1,
         "zero_optimization": section,
@@ -124,14 +127,14 @@ def peak_rss() -> int:
 # Both, and the comparison
 
 
-def measure(strategy: Strategy) -> dict[str, int]:
+def measure(setup: str) -> dict[str, int]:
     """Rank 0's figures."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
         probe.close()
         outputs = [Path(folder) / f"{rank}.json" for rank in range(RANKS)]
-        command = [sys.executable, __file__, "--rank", strategy]
+        command = [sys.executable, __file__, "--rank", setup]
         processes = [
             subprocess.Popen(
                 [*command, str(output)], env=environment(rank, port), stdout=subprocess.DEVNULL, stderr=errors
@@ -141,7 +144,7 @@ def measure(strategy: Strategy) -> dict[str, int]:
         codes = [process.wait() for process in processes]
         if any(codes):
             errors.seek(0)
-            raise SystemExit(f"{strategy}: ranks ended with {codes}\n{errors.read()}")
+            raise SystemExit(f"{setup}: ranks ended with {codes}\n{errors.read()}")
         return json.loads(outputs[0].read_text())
 
 
@@ -158,9 +161,17 @@ def environment(rank: int, port: str) -> dict[str, str]:
     }
 
 
-def predict(strategy: Strategy) -> dict[str, int]:
+def parse(setup: str) -> tuple[Strategy, int]:
+    """Return the strategy and the ranks that share each matrix."""
+    strategy, _, shared = setup.partition(":")
+    return strategy, int(shared or 1)
+
+
+def predict(strategy: Strategy, shared: int) -> dict[str, int]:
     """Tensor bytes after a step, and the peak over the whole run."""
     model = from_config(CONFIG)
+    if shared > 1:
+        model = part_of(model, shared)
     scenario = Scenario(
         model=model,
         split=split(model, "full"),
@@ -169,6 +180,7 @@ def predict(strategy: Strategy) -> dict[str, int]:
         ranks_per_node=RANKS,
         micro_batch=BATCH,
         sequence_length=LENGTH,
+        tensor_parallel=shared,
         attention="sdpa",
         precision="fp32",
         on_cpu=True,
@@ -184,20 +196,20 @@ def predict(strategy: Strategy) -> dict[str, int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--strategy", nargs="*", default=STRATEGIES)
+    parser.add_argument("--strategy", nargs="*", default=SETUPS)
     parser.add_argument("--rank", nargs=2)
     options = parser.parse_args()
     if options.rank:
-        rank_main(options.rank[0], Path(options.rank[1]))
+        rank_main(*parse(options.rank[0]), Path(options.rank[1]))
         return 0
     print(
         f"{'strategy':26} {'tensors MiB':>12} {'estimate':>9} {'error':>8} {'peak RSS':>9} {'estimate':>9} {'error':>8}"
     )
-    for strategy in options.strategy:
-        found, said = measure(strategy), predict(strategy)
+    for setup in options.strategy:
+        found, said = measure(setup), predict(*parse(setup))
         rss = said["rss"]
         print(
-            f"{strategy:26} {found['tensors'] / MIB:12.1f} {said['tensors'] / MIB:9.1f} "
+            f"{setup:26} {found['tensors'] / MIB:12.1f} {said['tensors'] / MIB:9.1f} "
             f"{100 * (said['tensors'] / found['tensors'] - 1):+7.2f}% "
             f"{found['rss'] / MIB:9.0f} {rss / MIB:9.0f} {100 * (rss / found['rss'] - 1):+7.1f}%   "
             f"(baseline {found['baseline'] / MIB:.0f})"

@@ -187,6 +187,7 @@ def estimate(
     strategy: Annotated[list[str] | None, typer.Option(help="Strategy; may be repeated. Default: all.")] = None,
     gradient_checkpointing: Annotated[bool | None, typer.Option(help="With or without. Default: both.")] = None,
     sequence_parallel: Annotated[int, typer.Option(help="GPUs that share each sequence.")] = 1,
+    tensor_parallel: Annotated[int, typer.Option(help="GPUs that share each matrix, under zero1 or zero2.")] = 1,
     activation_offload: Annotated[
         bool, typer.Option("--activation-offload", help="Hold the inputs of checkpointed layers in host memory.")
     ] = False,
@@ -255,6 +256,7 @@ def estimate(
         strategies=strategy or (),
         gradient_checkpointing=gradient_checkpointing,
         sequence_parallel=sequence_parallel,
+        tensor_parallel=tensor_parallel,
         activation_offload=activation_offload,
         attention=attention,
         precision=precision,

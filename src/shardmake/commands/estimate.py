@@ -40,7 +40,14 @@ from shardmake.plan.fallbacks import find_fallbacks
 from shardmake.plan.family_errors import FAMILY_ERRORS
 from shardmake.plan.planner import CachedPlanner
 from shardmake.plan.reasons import memory_and_time, reason_of
-from shardmake.plan.resolve import ResolvedRun, check_gradient_dtype, check_strategy, kernels_of, resolve
+from shardmake.plan.resolve import (
+    ResolvedRun,
+    check_gradient_dtype,
+    check_strategy,
+    check_tensor_parallel,
+    kernels_of,
+    resolve,
+)
 from shardmake.plan.sequence_parallel import check_sequence_parallel
 from shardmake.plan.suggestions import Kind, changes, shared_by, suggestions
 from shardmake.plan.verdict import NO_LIMIT
@@ -70,6 +77,8 @@ class EstimateRequest:
     gradient_checkpointing: bool | None = None
     sequence_parallel: int = 1
     """GPUs that share each sequence."""
+    tensor_parallel: int = 1
+    """GPUs that share each matrix."""
     activation_offload: bool = False
     attention: Attention | None = None
     """None: the fastest that the model's class and the GPU support."""
@@ -238,7 +247,10 @@ def resolve_request(request: EstimateRequest) -> ResolvedRun:
     usable = kernels_of(settings.hardware, settings.precision, run.objective)
     fastest = settings.abilities.best_attention(usable, packing=False)
     attention = request.attention or fastest
-    check_sequence_parallel(run, cluster, settings.model, attention)
+    for strategy in request.strategies or ("auto",):
+        trained = run.model_copy(update={"strategy": strategy})
+        check_sequence_parallel(trained, cluster, settings.model, attention)
+        check_tensor_parallel(trained, cluster, settings.model)
     return replace(
         settings,
         attention=attention,
@@ -271,6 +283,7 @@ def _run(request: EstimateRequest) -> Run:
             "attention": request.attention or "auto",
             "gradient_checkpointing": "auto" if checkpointing is None else checkpointing,
             "sequence_parallel": request.sequence_parallel,
+            "tensor_parallel": request.tensor_parallel,
             "activation_offload": request.activation_offload,
             "loss": request.loss,
             "objective": request.objective,
@@ -303,7 +316,8 @@ def _objective_keys(request: EstimateRequest) -> dict[str, Any]:
 
 
 def _global_batch_size(request: EstimateRequest) -> int:
-    groups = max(1, request.nodes * request.gpus_per_node // request.sequence_parallel)
+    shared = request.sequence_parallel * request.tensor_parallel
+    groups = max(1, request.nodes * request.gpus_per_node // shared)
     return groups * request.micro_batch * request.accumulation
 
 
@@ -354,6 +368,7 @@ _COUNTS: dict[str, tuple[type[Section], str]] = {
     "sequence_length": (Run, "sequence_length"),
     "micro_batch": (Run, "global_batch_size"),
     "sequence_parallel": (Run, "sequence_parallel"),
+    "tensor_parallel": (Run, "tensor_parallel"),
     "lora_rank": (Lora, "rank"),
     "accumulation": (Run, "global_batch_size"),
 }
@@ -416,8 +431,10 @@ def smallest_change(request: EstimateRequest) -> str:
 
 def _changed(request: EstimateRequest, setting: str, value: Any) -> EstimateRequest:
     """Return ``request`` with one other value, and more micro batches if a step would see fewer tokens."""
-    fewer = {"sequence_parallel": value, "micro_batch": request.micro_batch // value} if setting in _SHARES else {}
-    return replace(request, **{setting: value}, accumulation=request.accumulation * fewer.get(setting, 1))
+    more = 1
+    if setting in _SHARES:
+        more = request.micro_batch // value if setting == "micro_batch" else value
+    return replace(request, **{setting: value}, accumulation=request.accumulation * more)
 
 
 def _options(request: EstimateRequest, setting: str, value: Any) -> str:
@@ -437,11 +454,13 @@ def _levers(request: EstimateRequest) -> Iterator[Kind]:
         yield "reference", ["precomputed"]
     if request.sequence_parallel == 1:
         yield "sequence_parallel", shared_by(request.gpus_per_node)
+    if request.tensor_parallel == 1:
+        yield "tensor_parallel", shared_by(request.gpus_per_node)
     if not request.activation_offload:
         yield "activation_offload", [True]
     if request.micro_batch > 1:
         yield "micro_batch", [size for size in range(request.micro_batch - 1, 0, -1) if request.micro_batch % size == 0]
 
 
-_SHARES = ("sequence_parallel", "micro_batch")
-"""Settings with which a rank sees fewer tokens in a forward pass."""
+_SHARES = ("sequence_parallel", "tensor_parallel", "micro_batch")
+"""Settings with which a forward pass of all ranks sees fewer tokens."""

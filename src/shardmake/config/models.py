@@ -579,7 +579,7 @@ class Run(Section):
     tensor_parallel: Ranks = Field(
         1,
         description="Ranks of a node that share each layer's matrices (docs/how-to/tensor-parallel.md). It needs "
-        "`strategy: zero1` or `zero2`, or `fsdp` and your own script.",
+        "`strategy: zero1`, `zero2` or `auto`, or `fsdp` and your own script.",
     )
     sequence_parallel: Ranks = Field(
         1,

@@ -140,6 +140,8 @@ class _DecoderStep:
         hidden = size_tensors.embedding(
             self.tape, self._parameter("model.embed_tokens.weight"), self.tokens, self.shape.h
         )
+        if self.weights.shapes["model.embed_tokens.weight"][0] < self.shape.v:
+            hidden = size_tensors.scale(hidden)  # words of other ranks are set to zero in a copy
         if self.scenario.checkpointing and hidden.node is None:
             hidden = size_tensors.root(hidden)  # enable_input_require_grads
             assert hidden.node is not None
@@ -329,7 +331,13 @@ class _DecoderStep:
             return size_tensors.fused_loss(hidden, head, self.shape.v, self.shape.h, self.tokens), None
         if self.scenario.loss == "chunked":
             return size_tensors.chunked_loss(hidden, head, self.shape.v, self.shape.h, self.tokens), None
-        return self._cross_entropy(size_tensors.linear(hidden, head, self.shape.v, self.shape.h))
+        rows = self.weights.shapes[head.name][0]
+        logits = size_tensors.linear(hidden, head, rows, self.shape.h)
+        if rows < self.shape.v and self.scenario.model.tied:
+            return size_tensors.vocab_parallel_loss(logits, self.tokens), logits
+        if rows < self.shape.v:
+            logits = size_tensors.gather(logits, self.scenario.tensor_parallel, self.tokens * self.shape.v)
+        return self._cross_entropy(logits)
 
     def _score(self, hidden: SizeTensor) -> SizeTensor:
         """Run ``GenericForSequenceClassification``: a score of every token, of which the last one of a row is taken."""

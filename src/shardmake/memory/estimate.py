@@ -138,9 +138,10 @@ def outside(scenario: Scenario) -> int:
     """Return the bytes on the device outside the allocator."""
     if scenario.on_cpu:
         return 0
-    talks = scenario.world_size > 1
+    groups = (scenario.world_size // scenario.tensor_parallel, scenario.tensor_parallel)
+    communicators = sum(ranks > 1 for ranks in groups)
     measured = scenario.calibration
     if measured is None:
-        return states.CONTEXT + (states.NCCL if talks else 0)
+        return states.CONTEXT + communicators * states.NCCL
     nccl = states.NCCL if measured.nccl is None else measured.nccl
-    return measured.context + (nccl if talks else 0) + (measured.pools if scenario.gathers_parameters else 0)
+    return measured.context + communicators * nccl + (measured.pools if scenario.gathers_parameters else 0)

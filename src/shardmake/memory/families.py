@@ -5,9 +5,11 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import ceil
 from typing import Any
 
-from shardmake.memory.model import SCORE_HEAD, Decoder, Model, ParameterSpec, is_head
+from shardmake.memory.model import MODELS, SCORE_HEAD, Decoder, Model, ParameterSpec, is_head
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,26 @@ def written_down(family: Family, config: Mapping[str, Any], source: str) -> Mode
         config=config,
         source=source,
     )
+
+
+@lru_cache(maxsize=MODELS)
+def part_of(model: Model, ranks: int) -> Model:
+    """Return the part of ``model``, which is of a family, that each of ``ranks`` tensor-parallel ranks holds.
+
+    DeepSpeed's AutoTP divides the matrices of the layers, by heads and by intermediate features, and the head by rows,
+    with the embedding if they are tied, unless that scales its output. All else is whole on every rank: norms, biases
+    of ``o_proj`` and ``down_proj``, and an embedding that is not tied.
+    """
+    assert model.decoder is not None
+    shape = model.decoder
+    decoder = replace(shape, a=shape.a // ranks, k=shape.k // ranks, f=ceil(shape.f / ranks))
+    tensors = _decoder_tensors(decoder, FAMILIES[model.model_type], model.config)
+    rows = (ceil(shape.v / ranks), shape.h)
+    divides_embedding = model.tied and not shape.scaled_embedding
+    parts = tuple(
+        replace(t, shape=rows) if is_head(t) or (t.kind == "embedding" and divides_embedding) else t for t in tensors
+    )
+    return replace(model, tensors=parts, decoder=decoder, whole=model.parameters)
 
 
 def as_classifier(model: Model) -> Model:

@@ -46,7 +46,7 @@ def host_terms(scenario: Scenario, buckets: Buckets) -> Terms:
     if scenario.checkpoint_in_memory:
         terms["checkpoint in scratch"] = _part_of_checkpoint(scenario)
     steady = sum(terms.values()) - terms["processes"]
-    gathered, offloads = scenario.compute * scenario.model.parameters, scenario.offloads_optimizer
+    gathered, offloads = scenario.compute * scenario.model.whole_parameters, scenario.offloads_optimizer
     peaks = {
         "gathered weights": gathered if scenario.gathers_on_save and scenario.zero_stage == 3 else 0,
         "loading": max(0, _load(scenario) - steady),
@@ -105,7 +105,7 @@ def _load(scenario: Scenario) -> int:
         threads = 1 if scenario.method == "qlora" else LOADING_THREADS
         largest = sorted((tensor.numel for tensor in scenario.model.tensors), reverse=True)[:threads]
         return scenario.ranks_per_node * (held * sum(largest) + _flattened(scenario))
-    size = held * scenario.model.parameters * (2 if scenario.reference_weights else 1)
+    size = held * scenario.model.whole_parameters * (2 if scenario.reference_weights else 1)
     return size if scenario.gathers_parameters else scenario.ranks_per_node * size
 
 
@@ -126,8 +126,9 @@ def save_bytes(scenario: Scenario, buckets: Buckets) -> int:
 
     torch.save copies each storage to the host as a whole before it writes it (`torch/serialization.py`, ``_save``). The
     largest storages are ZeRO's flat fp32 states: a rank's whole part, or a sub-group of it under ZeRO-3. Under ZeRO-1
-    and ZeRO-2 rank 0 also saves the weights, which lie in one flat storage. Under DDP safetensors holds all tensors of
-    a file (``_flatten_as_ptr``). The distributed checkpoint of FSDP copies one tensor at a time.
+    and ZeRO-2 rank 0, with each rank of its tensor-parallel group, also saves the weights, which lie in one flat
+    storage. Under DDP safetensors holds all tensors of a file (``_flatten_as_ptr``). The distributed checkpoint of FSDP
+    copies one tensor at a time.
     """
     trained = scenario.split.trainable
     if scenario.on_cpu or scenario.is_fsdp:
@@ -136,7 +137,8 @@ def save_bytes(scenario: Scenario, buckets: Buckets) -> int:
         return min(trained_bytes(scenario) * trained, WEIGHTS_FILE)
     of_rank = 0 if scenario.offloads_optimizer else 4 * largest_group(scenario, buckets)
     weights = 0 if scenario.zero_stage == 3 else scenario.compute * trained
-    return (scenario.ranks_per_node - 1) * of_rank + max(of_rank, weights)
+    with_weights = scenario.tensor_parallel
+    return (scenario.ranks_per_node - with_weights) * of_rank + with_weights * max(of_rank, weights)
 
 
 def evaluation_bytes(parameters: int, weights: int, ranks: int, hardware: Hardware, backend: EvaluationBackend) -> int:
@@ -163,9 +165,10 @@ def nvme_bytes(scenario: Scenario) -> Terms:
 def checkpoint_bytes(scenario: Scenario) -> int:
     """Return the size of one training checkpoint: weights, master weights and optimizer states of all nodes.
 
-    Trainer leaves frozen weights out of it under adapters (``exclude_frozen_parameters``).
+    Trainer leaves frozen weights out of it under adapters (``exclude_frozen_parameters``). Tensor-parallel ranks
+    save their parts, and each what they all hold.
     """
-    trained = scenario.split.trainable
+    trained = scenario.tensor_parallel * scenario.split.trainable
     states = optimizer_bytes(scenario) * trained
     if scenario.zero_stage:
         return int((4 + scenario.compute) * trained + states)
@@ -180,7 +183,8 @@ def _part_of_checkpoint(scenario: Scenario) -> int:
     whole = checkpoint_bytes(scenario)
     if scenario.spec.is_ddp:
         return whole
-    first = scenario.compute * scenario.split.trainable if scenario.zero_stage in (1, 2) else 0
+    trained = scenario.tensor_parallel * scenario.split.trainable
+    first = scenario.compute * trained if scenario.zero_stage in (1, 2) else 0
     return first + ceil((whole - first) / scenario.nodes)
 
 
@@ -188,5 +192,5 @@ def disk_terms(scenario: Scenario, kept: int, final_bytes: int = 2) -> Terms:
     """Return the disk space of ``kept`` checkpoints, the one being written, and the final model."""
     return {
         "checkpoints": (kept + 1) * checkpoint_bytes(scenario),
-        "final model": final_bytes * scenario.model.parameters,
+        "final model": final_bytes * scenario.model.whole_parameters,
     }

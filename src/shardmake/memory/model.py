@@ -79,11 +79,18 @@ class Model:
     trust_remote_code: bool = False
     leaf_classes: tuple[str, ...] = ()
     """Classes of the blocks that hold experts as separate modules, of which each token runs some."""
+    whole: int | None = None
+    """Elements of the whole model if this is the part that a tensor-parallel rank holds."""
 
     @cached_property
     def parameters(self) -> int:
         """Elements of all tensors."""
         return sum(tensor.numel for tensor in self.tensors)
+
+    @property
+    def whole_parameters(self) -> int:
+        """Elements of the whole model."""
+        return self.whole or self.parameters
 
     @cached_property
     def largest_tensor(self) -> int:
@@ -108,6 +115,13 @@ class Model:
     def embedding(self) -> int:
         """Elements of all embeddings and of an untied output head."""
         return sum(tensor.numel for tensor in self.tensors if tensor.kind == "embedding" or is_head(tensor))
+
+    @cached_property
+    def head(self) -> int:
+        """Elements of the output head, which may be the embedding."""
+        embeddings = (tensor for tensor in self.tensors if tensor.kind == "embedding")
+        head = next((tensor for tensor in self.tensors if is_head(tensor)), next(embeddings, None))
+        return head.numel if head else 0
 
     @property
     def is_classifier(self) -> bool:

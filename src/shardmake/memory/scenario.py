@@ -75,6 +75,8 @@ class Scenario:
     sequence_length: int
     sequence_parallel: int = 1
     """Ranks that share each sequence; outside of attention, each has its part of the tokens."""
+    tensor_parallel: int = 1
+    """Ranks that share each matrix; ``model`` and ``split`` are then a rank's part (`families.part_of`)."""
     accumulation: int = 1
     checkpointing: bool = False
     activation_offload: bool = False
@@ -127,7 +129,7 @@ class Scenario:
     @property
     def shards(self) -> int:
         """Number of ranks that share one copy of the sharded states."""
-        return self.ranks_per_node if self.spec.hybrid else self.world_size
+        return self.ranks_per_node if self.spec.hybrid else self.world_size // self.tensor_parallel
 
     @property
     def row_tokens(self) -> int:

@@ -202,6 +202,18 @@ def copy(tensor: SizeTensor) -> SizeTensor:
     return derive(new(tensor), [tensor], lambda grad: [grad])
 
 
+def gather(part: SizeTensor, ranks: int, numel: int) -> SizeTensor:
+    """Model DeepSpeed's ``GatherFromTensorParallelRegion``: the parts of all ranks in a buffer, then in their order.
+
+    The gradient of a part is a copy.
+    """
+    own = part.numel
+    buffer = SizeStorage(part.tape, ranks * own * part.item)
+    out = new(part, numel)
+    del buffer
+    return derive(out, [part], lambda grad: [new(grad, own)])
+
+
 def without_last_row(tensor: SizeTensor, sequences: int) -> SizeTensor:
     """Model ``tensor[..., :-1, :].contiguous()``, a copy unless there is one sequence, whose rows are contiguous.
 
@@ -505,6 +517,19 @@ def nll_of_log_softmax(logits: SizeTensor, rows: int) -> SizeTensor:
         return [out]
 
     return derive(new(logits, 1), [logits], function, saved)
+
+
+def vocab_parallel_loss(logits: SizeTensor, rows: int) -> SizeTensor:
+    """Model DeepSpeed's ``_VocabParallelCrossEntropy`` of a rank's own logits; it saves their exponentials in fp32."""
+    tape, numel, item = logits.tape, logits.numel, logits.item
+    wide = None if item == 4 else SizeStorage(tape, 4 * numel)
+    shifted, powers = SizeStorage(tape, 4 * numel), SizeStorage(tape, 4 * numel)
+    del wide, shifted
+
+    def function(grad: SizeTensor) -> list[SizeTensor | None]:
+        return [_as(SizeTensor(tape, numel, 4), item)]
+
+    return derive(SizeTensor(tape, rows, 4), [logits], function, [powers])
 
 
 def pick(tensor: SizeTensor, rows: int) -> SizeTensor:

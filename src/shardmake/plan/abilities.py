@@ -192,6 +192,11 @@ def check_loss(run: Run, model: Model) -> None:
     """Raise a `ConfigError` if the model or the run has no such loss; Liger would silently keep the plain one."""
     if run.loss == "chunked":
         _check_chunked(run, model)
+    if run.loss == "fused" and run.tensor_parallel > 1:
+        raise ConfigError(
+            "loss: fused cannot be used: with tensor_parallel each rank holds a part of the head, which Liger's loss "
+            "would take for the whole. Set loss: plain."
+        )
     model_type = model.model_type
     supported = _fused_model_types() if run.loss == "fused" and not run.script else None
     if supported is not None and model_type not in supported:

@@ -136,6 +136,8 @@ def _strategies(settings: ResolvedRun, nodes: int) -> Iterable[Strategy]:
     specs = STRATEGY_SPECS.items()
     if run.sequence_parallel > 1:
         specs = {name: spec for name, spec in specs if spec.sequence_parallel}.items()
+    if run.tensor_parallel > 1:
+        specs = {name: spec for name, spec in specs if spec.tensor_parallel and spec.is_deepspeed}.items()
     if settings.hardware.is_cpu:
         return [name for name, spec in specs if spec.cpu and not unsuitable(run, name)]
     sharded = {

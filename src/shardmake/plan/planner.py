@@ -25,6 +25,8 @@ from shardmake.memory.estimate import (
     from_json,
     simulate,
 )
+from shardmake.memory.families import part_of
+from shardmake.memory.model import split
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.timeline import Timeline
 from shardmake.memory.trace import trace_all, traced_tokens
@@ -155,9 +157,11 @@ def scenario_of(settings: ResolvedRun, choice: Choice) -> Scenario:
     """Return the scenario of ``choice`` for the memory model."""
     run = settings.run
     objective = OBJECTIVES[run.objective]
+    ranks = choice.tensor_parallel if choice.is_deepspeed and settings.model.decoder else 1
+    model = part_of(settings.model, ranks) if ranks > 1 else settings.model
     return Scenario(
-        model=settings.model,
-        split=settings.split,
+        model=model,
+        split=split(model, run.method) if ranks > 1 else settings.split,
         strategy=choice.strategy,
         nodes=choice.nodes,
         ranks_per_node=choice.processes_per_node,
@@ -167,6 +171,7 @@ def scenario_of(settings: ResolvedRun, choice: Choice) -> Scenario:
         reference_weights=run.reference == "model" and run.method == "full",
         sequence_length=run.sequence_length,
         sequence_parallel=choice.sequence_parallel,
+        tensor_parallel=ranks,
         accumulation=choice.gradient_accumulation_steps,
         checkpointing=choice.gradient_checkpointing,
         activation_offload=run.activation_offload,

@@ -326,9 +326,9 @@ def check_tensor_parallel(run: Run, cluster: Cluster, model: Model) -> None:
 
 def _wrong_run(run: Run) -> Iterator[str]:
     spec = STRATEGY_SPECS.get(run.strategy)
-    if spec is None or not spec.tensor_parallel:
+    if spec is not None and not spec.tensor_parallel:
         yield f"strategy {run.strategy}: take zero1 or zero2 (DeepSpeed AutoTP), or fsdp with a script of your own."
-    elif spec.is_fsdp:
+    elif spec is not None and spec.is_fsdp:
         if run.script is None:
             yield (
                 f"strategy {run.strategy}: transformers shards a model for it at loading and then cannot save the "
@@ -360,7 +360,7 @@ def _wrong_styles(run: Run, model: Model) -> Iterator[str]:
         yield f"transformers has no tensor-parallel plan for {model.model_type}."
     spec = STRATEGY_SPECS.get(run.strategy)
     unknown = sorted(set(styles.values()) - AUTOTP_STYLES)
-    if spec is not None and spec.is_deepspeed and unknown:
+    if (spec is None or spec.is_deepspeed) and unknown:
         yield (
             f"transformers' tensor-parallel plan for {model.model_type} has {', '.join(unknown)}, at which DeepSpeed's "
             "AutoTP stops. Take tensor_parallel: 1; ZeRO-3 and FSDP shard every weight."

@@ -46,13 +46,14 @@ def step_time(scenario: Scenario, hardware: Hardware) -> float:
     """Return the seconds of one optimizer step of ``scenario`` on ``hardware``."""
     compute = _compute(scenario, hardware)
     communication = _communication(scenario, hardware)
+    within_layers = _tensor_parallel(scenario, hardware)
     if hardware.is_cpu:  # the cores that compute are those that communicate
         own = _DEEPSPEED_ON_CPU if scenario.zero_stage else 0.0
-        return compute + communication + own + _optimizer(scenario, hardware)
+        return compute + communication + within_layers + own + _optimizer(scenario, hardware)
     # Communication hides behind compute in part, and never takes less than the links need.
     work = max(compute + EXPOSED * communication, communication)
     host = _offload(scenario, hardware) + _activation_transfers(scenario, hardware)
-    return work + host + _optimizer(scenario, hardware)
+    return work + within_layers + host + _optimizer(scenario, hardware)
 
 
 def _generation(accelerator: Accelerator) -> str:
@@ -78,7 +79,7 @@ def _forward(scenario: Scenario, hardware: Hardware) -> tuple[float, float, floa
     filled = tokens / (tokens + _HALF_TOKENS[generation])
     wide = 1.0 if hardware.is_cpu else model.hidden_size / (model.hidden_size + _HALF_WIDTH)
     peak = hardware.flops(scenario.precision, tf32=scenario.tf32) * filled
-    head = model.hidden_size * model.vocab_size
+    head = model.head
     matmul = peak * _SHARES[generation].matmul * wide
     width = model.decoder.a * model.decoder.d if model.decoder else model.hidden_size
     attention = 4 * tokens * len(model.blocks) * width * scenario.sequence_length / 2
@@ -111,16 +112,34 @@ def _exchanges(scenario: Scenario, hardware: Hardware) -> float:
     return (size - 1) / size * numbers * scenario.compute / (hardware.intra_node * LINK_SHARE)
 
 
+def _tensor_parallel(scenario: Scenario, hardware: Hardware) -> float:
+    """Return the seconds of AutoTP's collectives, whose groups are within a node; each layer waits for its own.
+
+    Of hidden states, the forward pass reduces the outputs of attention and MLP, a recomputation the first of them, and
+    the backward pass the gradient of the input of each of the five matrices that are divided by rows, and of the head.
+    The ranks gather logits, or reduce the output of an embedding that is tied to the head
+    (``deepspeed/module_inject/layers.py``).
+    """
+    size, model = scenario.tensor_parallel, scenario.model
+    if size == 1:
+        return 0.0
+    reductions = len(model.blocks) * (8 if scenario.checkpointing else 7) + (2 if model.tied else 1)
+    numbers = 2 * reductions * model.hidden_size + (0 if model.tied else model.vocab_size)
+    moved = (size - 1) / size * scenario.accumulation * scenario.tokens * numbers * scenario.compute
+    return moved / (hardware.intra_node * LINK_SHARE)
+
+
 def _collectives(scenario: Scenario, hardware: Hardware) -> float:
     """Return the seconds of ring collectives: an all-reduce moves two copies, an all-gather or reduce-scatter one.
 
-    All ranks of a node share its network, so a collective over several nodes moves at the rate of a node.
+    All ranks of a node share its network, so a collective over several nodes moves at the rate of a node, and those of
+    several tensor-parallel parts at that rate together.
     """
-    ranks = scenario.world_size
+    ranks = scenario.world_size // scenario.tensor_parallel
     if ranks == 1:
         return 0.0
     intra = hardware.intra_node * LINK_SHARE
-    inter = hardware.inter_node * LINK_SHARE
+    inter = hardware.inter_node * LINK_SHARE / scenario.tensor_parallel
     rate = min(intra, inter) if scenario.nodes > 1 else intra
     gradient_bytes = (4 if scenario.spec.is_ddp else scenario.gradient) * scenario.split.trainable
     if not scenario.gathers_parameters:

@@ -55,6 +55,8 @@ def levers(settings: ResolvedRun) -> Iterator[Kind]:
         yield f"{run.objective}.reference", ["precomputed"]
     if run.sequence_parallel == 1:
         yield "sequence_parallel", shared_by(settings.cluster.processes_per_node)
+    if run.tensor_parallel == 1:
+        yield "tensor_parallel", shared_by(settings.cluster.processes_per_node)
     if not run.activation_offload and run.gradient_checkpointing is not False:
         yield "activation_offload", [True]
     if run.gradient_checkpointing is False:
@@ -64,7 +66,7 @@ def levers(settings: ResolvedRun) -> Iterator[Kind]:
 
 
 def shared_by(ranks: int) -> list[int]:
-    """Return the numbers of ranks that can share a sequence on a node of ``ranks``."""
+    """Return the numbers of ranks that can share a sequence or matrices on a node of ``ranks``."""
     return [size for size in (2, 4, 8) if size <= ranks and ranks % size == 0]
 
 

@@ -13,6 +13,7 @@ from transformers import modeling_utils
 from shardmake.memory.closed_form import Profile, of_events
 from shardmake.memory.ddp import StepEvents
 from shardmake.memory.decoder import layer_input, micro_step
+from shardmake.memory.families import part_of
 from shardmake.memory.model import split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import LibraryBehavior, Scenario
@@ -172,6 +173,29 @@ def test_ranks_that_share_a_sequence_divide_its_activations() -> None:
     part, alone = scenario(sequence_parallel=4, sequence_length=512), scenario(sequence_length=128)
     outputs = part.tokens * SIZES["hidden_size"] * SIZES["num_hidden_layers"] * 2
     assert saved(micro_step(part)) == saved(micro_step(alone)) + outputs
+
+
+def test_ranks_that_share_matrices_hold_and_compute_a_part_of_them() -> None:
+    """It is the step of a model with a part of the heads and features, up to the logits, which each rank gathers."""
+    part = scenario(model=part_of(from_config({**SIZES, "num_key_value_heads": 4}), 4), tensor_parallel=4)
+    narrow = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64, "intermediate_size": 704}
+    alone = scenario(narrow)
+    assert before_the_loss(micro_step(part)) == before_the_loss(micro_step(alone))
+    assert saved(micro_step(part)) == saved(micro_step(alone))
+    tied = {**SIZES, "tie_word_embeddings": True}
+    whole, part_of_tied = from_config(tied), scenario(model=part_of(from_config(tied), 4), tensor_parallel=4)
+    logits = part_of_tied.tokens * (4000 - 1000) * 4
+    assert (
+        saved(micro_step(part_of_tied))
+        < saved(micro_step(scenario(narrow, model=from_config({**tied, **narrow})))) - logits
+    )
+    assert part_of_tied.model.head == 1000 * 1024 == whole.head // 4
+    assert part.model.parameters == alone.model.parameters - 3000 * 1024
+    assert part.model.whole_parameters == from_config(SIZES).parameters
+
+
+def before_the_loss(events: StepEvents) -> list[Any]:
+    return events[: events.index(("loss",))]
 
 
 def test_activations_grow_with_tokens_and_shrink_with_checkpointing() -> None:

@@ -393,6 +393,11 @@ def test_runs_for_which_the_loss_is_not_chunked(run: dict[str, Any], words: str)
         abilities.check_loss(make_run(loss="chunked"), replace(make_model(), decoder=None))
 
 
+def test_a_part_of_the_head_is_not_taken_for_the_whole_by_a_fused_loss() -> None:
+    with pytest.raises(ShardmakeError, match=r"loss: fused cannot be used: with tensor_parallel .* a part of the head"):
+        abilities.check_loss(make_run(loss="fused", tensor_parallel=2), make_model())
+
+
 def test_runs_that_hold_no_activations_on_the_host() -> None:
     gpus = make_cluster(accelerator="h100")
     offloads = partial(make_run, activation_offload=True)

@@ -16,7 +16,6 @@ from tests.unit.plans import make_cluster, make_model, make_plan, make_run
 @pytest.mark.parametrize(
     ("run", "cluster", "model", "words"),
     [
-        ({"strategy": "auto"}, {}, {}, "strategy auto: take zero1 or zero2"),
         ({"strategy": "zero3"}, {}, {}, "strategy zero3: take zero1 or zero2"),
         ({"strategy": "fsdp"}, {}, {}, "could not be resumed"),
         ({"strategy": "fsdp", "script": "x.py", "fsdp_version": 1}, {}, {}, "only FSDP2"),
@@ -39,7 +38,9 @@ def test_unsupported_runs_are_rejected(
         check_tensor_parallel(make_run(tensor_parallel=2, **run), make_cluster(**cluster), make_model(**model))
 
 
-@pytest.mark.parametrize("run", [{"strategy": "zero1"}, {"strategy": "zero2"}, {"strategy": "fsdp", "script": "x.py"}])
+@pytest.mark.parametrize(
+    "run", [{}, {"strategy": "zero1"}, {"strategy": "zero2"}, {"strategy": "fsdp", "script": "x.py"}]
+)
 def test_supported_runs_pass(run: dict[str, Any]) -> None:
     check_tensor_parallel(make_run(tensor_parallel=2, **run), make_cluster(), make_model())
 
@@ -51,6 +52,8 @@ def test_autotp_is_refused_for_layers_at_which_it_stops(kind: str, style: str) -
     model = replace(make_model(), model_type=kind)
     with pytest.raises(ShardmakeError, match=f"plan for {kind} has .*{style}, at which DeepSpeed's AutoTP stops"):
         check_tensor_parallel(make_run(tensor_parallel=2, strategy="zero1"), make_cluster(), model)
+    with pytest.raises(ShardmakeError, match="AutoTP stops"):
+        check_tensor_parallel(make_run(tensor_parallel=2), make_cluster(), model)
     check_tensor_parallel(make_run(tensor_parallel=2, strategy="fsdp", script="x.py"), make_cluster(), model)
 
 

@@ -7,11 +7,12 @@ import pytest
 
 from shardmake.config.models import STRATEGIES, Cluster
 from shardmake.core.units import GB
+from shardmake.memory.families import part_of
 from shardmake.memory.hardware import Hardware, from_cluster
 from shardmake.memory.model import matrix_weights, split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
-from shardmake.plan.step_time import step_time
+from shardmake.plan.step_time import LINK_SHARE, step_time
 from tests.unit.memory.llama_8b import LLAMA_8B, MODEL, scenario
 
 
@@ -146,3 +147,16 @@ def test_sharing_sequences_keeps_the_work_and_adds_exchanges() -> None:
     )
     fast = seconds(strategy="zero3", sequence_length=32768, ranks_per_node=8, sequence_parallel=8)
     assert alone < shared and fast < slow
+
+
+def test_sharing_matrices_keeps_the_work_and_adds_collectives_in_each_layer() -> None:
+    """Four ranks on the same rows divide the work; every layer then waits for seven reductions of hidden states."""
+    whole = scenario(strategy="zero1", ranks_per_node=4, checkpointing=False)
+    part = part_of(whole.model, 4)
+    shared = replace(whole, model=part, split=split(part, "full"), tensor_parallel=4, accumulation=4)
+    assert 1.0 < step_time(shared, H100) / step_time(whole, H100) < 3.0
+    slow, fast = (step_time(shared, hardware(intra_node_gbps=rate)) for rate in (100, 400))
+    moved = shared.accumulation * shared.tokens * 2 * (
+        2 * (7 * len(part.blocks) + 1) * part.hidden_size + part.vocab_size
+    )  # fmt: skip
+    assert slow - fast == pytest.approx(0.75 * moved / LINK_SHARE / GB * (1 / 100 - 1 / 400))

@@ -11,7 +11,7 @@ from shardmake.plan.stage import choose_run, plan_offline, plan_run
 from shardmake.plan.suggestions import Suggestion, changes, levers, suggest, suggestions
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import MemoryEstimates
-from tests.unit.plan.test_planner import CPU, EIGHT, folders, gpus, run_of
+from tests.unit.plan.test_planner import CPU, EIGHT, SEVENTY, folders, gpus, run_of
 
 __all__ = ["folders"]
 
@@ -90,6 +90,7 @@ def test_a_fused_loss_is_the_cheapest_change_for_long_sequences(tmp_path: Path) 
     assert kinds == [
         ("loss", ["fused", "chunked"]),
         ("sequence_parallel", [2, 4, 8]),
+        ("tensor_parallel", [2, 4, 8]),
         ("activation_offload", [True]),
     ]
     first = suggest(caught.value.settings)[0]
@@ -107,3 +108,16 @@ def test_what_the_run_fixed_is_advice_and_not_planned(folders: dict[str, str], t
     assert (plan.choice.strategy, plan.choice.micro_batch_size) == ("zero3-offload", 1)
     advice = next(line for line in plan.advice if line.startswith("strategy: auto ("))
     assert " s per step against " in advice and "GiB per GPU" in advice
+
+
+def test_shared_matrices_are_planned_with_a_rank_s_part(tmp_path: Path) -> None:
+    """70B with ZeRO-2 on four nodes: a rank's gradients fit only if eight ranks share each matrix."""
+    (tmp_path / "config.json").write_text(json.dumps(SEVENTY))
+    run = run_of(str(tmp_path), sequence_length=4096, global_batch_size=32, nodes=4, strategy="zero2")
+    large = gpus(memory_gib_per_node=2000)  # each rank loads the whole model before it takes its part
+    with pytest.raises(NothingFitsError) as caught:
+        choose_run(run, large)
+    found = {one.setting: one for one in suggest(caught.value.settings)}
+    assert found["tensor_parallel"].value == 8 and "zero2, checkpointing" in found["tensor_parallel"].outcome
+    shared = run.model_copy(update={"tensor_parallel": 8})
+    assert choose_run(shared, large).chosen.choice.tensor_parallel == 8
