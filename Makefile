@@ -117,7 +117,7 @@ test-two-users: install-test
 test-faults: install-test
 	$(BIN)/pytest -m faults tests/workflow
 	$(PYTEST) -m faults tests/cluster --junit-xml=$(REPORTS)/faults.xml
-	$(BIN)/python -m tools.fault_matrix $(REPORTS)/faults.xml benchmarks/results/fault_matrix.txt
+	$(BIN)/python -m tools.fault_matrix $(REPORTS)/faults.xml benchmarks/results
 
 # A rank is killed at every write of a save.
 test-sweep: install-test

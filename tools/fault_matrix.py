@@ -1,7 +1,7 @@
-"""Write the outcome of every fault for every strategy: ``python -m tools.fault_matrix REPORT... OUT``.
+"""Write the outcome of every fault for every strategy: ``python -m tools.fault_matrix REPORT FOLDER``.
 
-REPORT is the JUnit file of ``make test-faults``; OUT becomes a table with the seconds of each test that passed. Further
-reports are of tests that were run again, and replace their outcome, marked with an asterisk.
+REPORT is the JUnit file of ``make test-faults``, or of some of its tests. FOLDER gets a table for each group of tests,
+with the seconds of each one that passed.
 """
 
 import os
@@ -17,22 +17,31 @@ COLUMNS = ("ddp", "zero2", "zero3", "fsdp")
 LIBRARIES = ("torch", "deepspeed", "accelerate", "transformers", "snakemake", "submitit")
 
 
+TABLES = {
+    "test_requeue_faults": "requeue_matrix.txt",
+    "test_driver_job": "driver_job_matrix.txt",
+}
+"""The table of a file of tests; all others have `OTHERS`."""
+OTHERS = "fault_matrix.txt"
+
+
 def main() -> None:
-    """Read the report and write the table, headed by commit, machine and versions."""
-    *reports, out = map(Path, sys.argv[1:])
-    out.write_text(f"{heading()}\n\n{table(outcomes(*reports))}\n")
+    """Read the report and write the tables, headed by commit, machine and versions."""
+    report, folder = map(Path, sys.argv[1:])
+    for name, rows in outcomes(report).items():
+        (folder / name).write_text(f"{heading()}\n\n{table(rows)}\n")
 
 
-def outcomes(*reports: Path) -> dict[str, dict[str, str]]:
-    """Return what became of each test, by the test's name and its strategy (``""`` if it has no parameter)."""
-    rows: dict[str, dict[str, str]] = {}
-    for report in reports:
-        for case in ElementTree.parse(report).iter("testcase"):
-            name, strategy = row_and_column(case.attrib["name"])
-            kinds = [kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None]
-            again = "*" if strategy in rows.get(name, {}) else ""
-            rows.setdefault(name, {})[strategy] = again + (kinds[0] if kinds else f"{float(case.attrib['time']):.0f} s")
-    return rows
+def outcomes(report: Path) -> dict[str, dict[str, dict[str, str]]]:
+    """Return what became of each test, by table, name and strategy (``""`` if it has no parameter)."""
+    tables: dict[str, dict[str, dict[str, str]]] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        module = case.attrib["classname"].rpartition(".")[2]
+        name, strategy = row_and_column(case.attrib["name"])
+        kinds = [kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None]
+        row = tables.setdefault(TABLES.get(module, OTHERS), {}).setdefault(name, {})
+        row[strategy] = kinds[0] if kinds else f"{float(case.attrib['time']):.0f} s"
+    return tables
 
 
 def row_and_column(test: str) -> tuple[str, str]:
@@ -54,8 +63,7 @@ def table(rows: dict[str, dict[str, str]]) -> str:
         lines.append(f"{name:{width}}" + "".join(f"{cell:>10}" for cell in cells))
     values = [value for found in rows.values() for value in found.values()]
     passed = sum(value.endswith(" s") for value in values)
-    again = sum(value.startswith("*") for value in values)
-    last = f"{passed} of {len(values)} passed{f', {again} of them when they were run again (*)' if again else ''}."
+    last = f"{passed} of {len(values)} passed."
     return "\n".join([*(line.rstrip() for line in lines), "", last])
 
 

@@ -5,16 +5,18 @@ from pathlib import Path
 from tools.fault_matrix import outcomes, row_and_column, table
 
 REPORT = """<testsuites><testsuite>
-<testcase name="test_recovers[zero2-kill_rank]" time="61.4"/>
-<testcase name="test_recovers[fsdp-kill_rank]" time="70"><failure message="no"/></testcase>
-<testcase name="test_slurmdbd_down" time="30"/>
-<testcase name="test_out_of_memory[zero3]" time="12"><skipped/></testcase>
+<testcase classname="tests.cluster.test_faults" name="test_recovers[zero2-kill_rank]" time="61.4"/>
+<testcase classname="tests.cluster.test_faults" name="test_recovers[fsdp-kill_rank]" time="70"><failure message="no"/></testcase>
+<testcase classname="tests.cluster.test_faults" name="test_slurmdbd_down" time="30"/>
+<testcase classname="tests.cluster.test_faults" name="test_out_of_memory[zero3]" time="12"><skipped/></testcase>
+<testcase classname="tests.cluster.test_driver_job" name="test_a_node_fails" time="99"/>
 </testsuite></testsuites>"""
 
 
 def test_the_table_has_a_row_a_fault_and_a_column_a_strategy(tmp_path: Path) -> None:
     (report := tmp_path / "report.xml").write_text(REPORT)
-    lines = table(outcomes(report)).splitlines()
+    found = outcomes(report)
+    lines = table(found.pop("fault_matrix.txt")).splitlines()
     assert [line.split() for line in lines] == [
         ["zero2", "zero3", "fsdp"],
         ["out", "of", "memory", "skipped"],
@@ -23,14 +25,7 @@ def test_the_table_has_a_row_a_fault_and_a_column_a_strategy(tmp_path: Path) -> 
         [],
         ["2", "of", "4", "passed."],
     ]
-
-
-def test_a_test_that_was_run_again_is_marked(tmp_path: Path) -> None:
-    (first := tmp_path / "first.xml").write_text(REPORT)
-    (again := tmp_path / "again.xml").write_text('<x><testcase name="test_recovers[fsdp-kill_rank]" time="81"/></x>')
-    lines = table(outcomes(first, again)).splitlines()
-    assert lines[2].split() == ["recovers:", "kill", "rank", "61", "s", "*81", "s"]
-    assert lines[-1] == "3 of 4 passed, 1 of them when they were run again (*)."
+    assert found == {"driver_job_matrix.txt": {"a node fails": {"": "99 s"}}}
 
 
 def test_a_strategy_is_found_among_the_parameters() -> None:
