@@ -82,7 +82,7 @@ class Encoder:
         """Return the tokens of the prompt, and of each of the columns ``answers``."""
         prompt = example["prompt"]
         if isinstance(prompt, str):
-            start = list(self.tokenizer(prompt, verbose=False)["input_ids"])
+            start = encode_prompt(self.tokenizer, prompt)
             whole = [encode_text(self.tokenizer, prompt + example[answer])[0] for answer in answers]
             return split_answers(start, whole, place)
         tools = example.get("tools")
@@ -138,11 +138,33 @@ def split_answers(prompt: list[int], answered: Sequence[list[int]], place: str) 
 
 
 def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> Tokens:
-    """Encode ``text`` with special tokens and an end-of-sequence token; all of it is learned."""
-    ids = list(tokenizer(text, verbose=False)["input_ids"])
-    if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
-        ids.append(tokenizer.eos_token_id)
-    return ids, [True] * len(ids)
+    """Encode ``text`` with special tokens and one end-of-sequence token; all of it is learned.
+
+    This is TRL's rule (``add_eos`` in `SFTTrainer._prepare_dataset`), except for a tokenizer that appends that token
+    by itself, after which TRL has it twice.
+    """
+    ids, appended = _tokenize(tokenizer, text)
+    end = tokenizer.eos_token_id
+    if end is not None:
+        ids += [end] if ids[-1:] != [end] else []
+        appended = appended[1:] if appended[:1] == [end] else appended
+    return [*ids, *appended], [True] * (len(ids) + len(appended))
+
+
+def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> list[int]:
+    """Return the token ids of ``prompt`` without those that the tokenizer appends: an answer follows."""
+    return _tokenize(tokenizer, prompt)[0]
+
+
+def _tokenize(tokenizer: "PreTrainedTokenizerBase", text: str) -> tuple[list[int], list[int]]:
+    """Return the token ids of ``text`` after the special tokens before it, and the special tokens that are appended.
+
+    Text without a token has all of them before it.
+    """
+    encoded = tokenizer(text, verbose=False, return_special_tokens_mask=True)
+    ids, added = list(encoded["input_ids"]), encoded["special_tokens_mask"]
+    end = max((at for at, is_added in enumerate(added, start=1) if not is_added), default=len(ids))
+    return ids[:end], ids[end:]
 
 
 def encode_completion(tokenizer: "PreTrainedTokenizerBase", prompt: str, completion: str) -> Tokens:
@@ -153,7 +175,7 @@ def encode_completion(tokenizer: "PreTrainedTokenizerBase", prompt: str, complet
     from trl.data_utils import common_prefix_length
 
     ids, _ = encode_text(tokenizer, prompt + completion)
-    start = common_prefix_length(tokenizer(prompt, verbose=False)["input_ids"], ids)
+    start = common_prefix_length(encode_prompt(tokenizer, prompt), ids)
     return ids, [False] * start + [True] * (len(ids) - start)
 
 

@@ -19,6 +19,7 @@ from shardmake.core.atomic import write_text
 from shardmake.core.errors import ConfigError
 from shardmake.core.secrets import redact
 from shardmake.core.units import plural
+from shardmake.data.encode import encode_prompt
 from shardmake.evaluate.backends import (
     Machine,
     RankInfo,
@@ -389,7 +390,7 @@ def _as_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> list[int]:
     from jinja2 import TemplateError
 
     if tokenizer.chat_template is None:
-        return list(tokenizer(prompt)["input_ids"])
+        return encode_prompt(tokenizer, prompt)
     conversation = [{"role": "user", "content": prompt}]
     try:
         return list(tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False))
