@@ -130,7 +130,7 @@ def test_pairs_are_learned_from_the_model_that_conversations_made(checkout: Chec
     lora = {"method": "lora", "lora": {"rank": 8}}
     dpo = {key: value for key, value in SFT.items() if key != "checkpoints"} | PAIRS | {"model": "run:sft"}
     configure(checkout, lora, dpo=dpo)
-    checkout("snakemake", *PROFILE, timeout=1500)
+    checkout("snakemake", *PROFILE)
     sft, following = RunDir(checkout.root / "runs/sft"), RunDir(checkout.root / "runs/dpo")
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (sft.model, following.base_model))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -141,10 +141,10 @@ def test_pairs_are_learned_from_the_model_that_conversations_made(checkout: Chec
     assert dry_run(checkout) == {}, "the same model again trains nothing"
 
     configure(checkout, lora | {"learning_rate": 1e-3}, dpo=dpo)
-    checkout("snakemake", *PROFILE, "runs/sft/model/receipt.json", timeout=1500)
+    checkout("snakemake", *PROFILE, "runs/sft/model/receipt.json")
     refused = checkout("shardmake", "train", "dpo", check=False).stdout
     assert "the model of run sft is not the one that runs/dpo/fetched/weights.json records" in refused
-    checkout("snakemake", *PROFILE, "runs/dpo/model/receipt.json", timeout=1500)
+    checkout("snakemake", *PROFILE, "runs/dpo/model/receipt.json")
     assert following.train_receipt.read_bytes() != untouched
     last = Attempt.read(AttemptDir(following.attempts / "002").settings)
     assert last.resume_from is None, "a checkpoint that was trained from another model is not resumed"
