@@ -146,7 +146,8 @@ def _gathered(scenario: Scenario, buckets: Buckets) -> tuple[Terms, Terms]:
         return _term(compute * sum(sizes.values())), _term(compute * (sum(sizes.values()) + layer))
     tied = sizes.get(EMBEDDING, 0) if scenario.fsdp_version == 1 else 0
     loss = head + tied + (2 * layer if scenario.extra_forwards else 0)
-    return _term(compute * loss), _term(compute * (head + tied + 2 * layer))
+    at_once = 1 if scenario.recomputes_units else 2
+    return _term(compute * loss), _term(compute * (head + tied + at_once * layer))
 
 
 def _with_flat(scenario: Scenario, gathered: Terms) -> Terms:

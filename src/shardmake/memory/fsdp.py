@@ -216,15 +216,22 @@ class Fsdp1Memory(Fsdp2Memory):
         self.timeline.free(flat)
 
     def start_backward(self) -> None:
-        """Prefetch the last layer: the root's hook runs at the loss (``_pre_backward_hook``)."""
-        self._gather(self._last)
+        """Gather the last layer ahead: the root's hook runs at the loss (``_pre_backward_hook``)."""
+        self._gather_ahead(self._last)
 
     def before_backward(self, block: int) -> None:
-        """Reduce the layer after this one; gather this one and the one before it."""
+        """Reduce the layer after this one; gather this one and the one before it.
+
+        A recomputed unit is gathered twice (`Scenario.recomputes_units`); the second time takes the place of the first.
+        """
         self._hold(block + 1)
         self._reduce(block + 1 if block + 1 in self._units else HEAD)
         self._gather(block)
-        self._gather(block - 1)
+        self._gather_ahead(block - 1)
+
+    def _gather_ahead(self, unit: Unit) -> None:
+        if not self.scenario.recomputes_units:
+            self._gather(unit)
 
     def end_backward(self) -> None:
         """End it as for FSDP2; the GPU has finished when the optimizer begins."""

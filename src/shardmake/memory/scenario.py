@@ -49,10 +49,12 @@ class LibraryBehavior:
     """A recomputed layer runs to its end, and its output stays during its backward pass (reentrant checkpointing)."""
     checks_any_type: bool = False
     """ZeRO-3 looks for infinities in gradients of any type, not only of fp16 (DeepSpeed 0.9.5 to 0.11.1)."""
-    holds_inputs: bool = False
-    """FSDP1 keeps the inputs of recomputed frozen layers, and their gradients, until the backward pass ends.
+    checkpoints_units: bool = False
+    """Reentrant checkpointing is around FSDP1's units, whose forward pass then runs without gradients.
 
-    Its hook on a layer's input (``_register_post_backward_reshard_only_hook``) then sees the leaf that reentrant
+    So no unit expects a backward pass (``_register_pre_backward_hooks``), and none is gathered ahead of it
+    (``_get_handle_to_prefetch``). Of frozen layers FSDP1 keeps the inputs, and their gradients, until the backward pass
+    ends: its hook on an input (``_register_post_backward_reshard_only_hook``) then sees the leaf that reentrant
     checkpointing makes, and the leaf holds its data and its gradient.
     """
 
@@ -166,10 +168,14 @@ class Scenario:
         return self.method == "qlora" and self.behavior.widens_frozen and not self.zero_stage
 
     @property
+    def recomputes_units(self) -> bool:
+        """True if whole units of FSDP1 are recomputed, each gathered when its turn comes and none ahead."""
+        return self.is_fsdp and self.fsdp_version == 1 and self.checkpointing and self.behavior.checkpoints_units
+
+    @property
     def holds_inputs(self) -> bool:
         """True if FSDP1 keeps the inputs of recomputed layers until the backward pass ends."""
-        recomputes = self.checkpointing and not self.activation_offload and self.method != "full"
-        return self.is_fsdp and self.fsdp_version == 1 and recomputes and self.behavior.holds_inputs
+        return self.recomputes_units and not self.activation_offload and self.method != "full"
 
     @property
     def gradient(self) -> int:

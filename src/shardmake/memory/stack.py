@@ -98,7 +98,7 @@ class Stack:
             wide_base=self.base == "fp32",
             checks_any_type=self._has("deepspeed", "0.9.5") and not self._has("deepspeed", "0.11.2"),
             recomputes_whole=checkpoint != "plain",
-            holds_inputs=checkpoint == "around",
+            checkpoints_units=checkpoint == "around",
         )
 
     def _checkpoint(self) -> str:

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, _runtime_utils
 from torch.utils.checkpoint import checkpoint
 
 from shardmake.memory import states
@@ -18,7 +18,7 @@ from shardmake.memory.timeline import Timeline
 from tests.unit.memory.llama_8b import BUCKETS, P, scenario
 
 LAYERS = 3
-OLD = LibraryBehavior(recomputes_whole=True, holds_inputs=True)
+OLD = LibraryBehavior(recomputes_whole=True, checkpoints_units=True)
 
 
 def test_fsdp2_frees_the_flat_weights_of_the_head_after_the_loss() -> None:
@@ -80,18 +80,52 @@ class _Layer(nn.Module):
 
 
 class _Checkpointed(nn.Module):
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, layers: Sequence[nn.Module], reentrant: bool = True) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
+        self._reentrant = reentrant
 
     def forward(self, tensor: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            tensor = checkpoint(layer, tensor, use_reentrant=True)
+            tensor = checkpoint(layer, tensor, use_reentrant=self._reentrant)
         return tensor
 
 
 def _unit(module: nn.Module) -> nn.Module:
     return FullyShardedDataParallel(module, device_id=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("behavior", "at_once"), [(OLD, 1), (LibraryBehavior(recomputes_whole=True), 2)])
+def test_fsdp1_gathers_no_layer_ahead_if_checkpointing_is_around_the_units(
+    behavior: LibraryBehavior, at_once: int
+) -> None:
+    memory = Fsdp1Memory(
+        scenario(strategy="fsdp", fsdp_version=1, checkpointing=True, behavior=behavior), BUCKETS, Timeline()
+    )
+    memory.load()
+    memory.start_backward()
+    memory.before_backward(memory._last)
+    layer = memory.scenario.compute * memory._units[memory._last]
+    assert memory.timeline._terms["gathered weights"] == at_once * layer
+
+
+@pytest.mark.parametrize(("reentrant", "ahead"), [(True, 0), (False, LAYERS)])
+def test_torch_prefetches_no_unit_if_reentrant_checkpointing_is_around_it(
+    reentrant: bool, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    to_prefetch = _runtime_utils._get_handle_to_prefetch
+    monkeypatch.setattr(
+        _runtime_utils, "_get_handle_to_prefetch", lambda *args: found.append(to_prefetch(*args)) or found[-1]
+    )
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layers = [_unit(nn.Linear(4, 4)) for _ in range(LAYERS)]
+        model = _unit(nn.Sequential(_Checkpointed(layers, reentrant), nn.Linear(4, 4)))
+        model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    assert sum(handle is not None for handle in found) == ahead
 
 
 @pytest.mark.parametrize(("around", "left"), [(True, LAYERS), (False, 1)])

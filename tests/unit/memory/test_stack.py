@@ -71,7 +71,7 @@ def test_a_base_in_fp32_stays_in_it_under_lora_except_with_deepspeed(
 
 
 @pytest.mark.parametrize(
-    ("text", "reentrant", "holds"),
+    ("text", "reentrant", "around"),
     [
         ("", False, False),
         ("transformers=4.57", True, False),
@@ -80,9 +80,9 @@ def test_a_base_in_fp32_stays_in_it_under_lora_except_with_deepspeed(
         ("transformers=4.38,checkpoint=inside", True, False),
     ],
 )
-def test_checkpointing_is_reentrant_before_transformers_5(text: str, reentrant: bool, holds: bool) -> None:
+def test_checkpointing_is_reentrant_before_transformers_5(text: str, reentrant: bool, around: bool) -> None:
     behavior = parse_stack(text).behavior()
-    assert (behavior.recomputes_whole, behavior.holds_inputs) == (reentrant, holds)
+    assert (behavior.recomputes_whole, behavior.checkpoints_units) == (reentrant, around)
 
 
 @pytest.mark.parametrize(
