@@ -143,18 +143,26 @@ class _OldSoftmax(torch.autograd.Function):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """``grouped_mm`` of the experts: saves tokens and weights. torch's shape function takes bf16 alone."""
+    """``grouped_mm`` of the experts: saves the weights, and the tokens if the weights are trained.
+
+    torch's shape function takes bf16 alone.
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(tokens, weight)
+        ctx.like = tokens.shape, tokens.dtype
+        ctx.save_for_backward(weight, tokens if ctx.needs_input_grad[1] else None)
         return tokens.new_empty(tokens.shape[0], weight.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        tokens, weight = ctx.saved_tensors
+        weight, _tokens = ctx.saved_tensors
+        shape, dtype = ctx.like
         needs_tokens, needs_weight = ctx.needs_input_grad
-        return torch.empty_like(tokens) if needs_tokens else None, torch.empty_like(weight) if needs_weight else None
+        return (
+            weight.new_empty(shape, dtype=dtype) if needs_tokens else None,
+            torch.empty_like(weight) if needs_weight else None,
+        )
 
 
 def _grouped_product(input: torch.Tensor, weight: torch.Tensor, **_: Any) -> torch.Tensor:

@@ -47,6 +47,8 @@ class LibraryBehavior:
     """LoRA's frozen weights are loaded in fp32 and stay in it, except under DeepSpeed, which casts them."""
     recomputes_whole: bool = False
     """A recomputed layer runs to its end, and its output stays during its backward pass (reentrant checkpointing)."""
+    loops_over_experts: bool = False
+    """Experts of a mixture run one after the other, each as a module of its own (transformers before 5.0)."""
     checks_any_type: bool = False
     """ZeRO-3 looks for infinities in gradients of any type, not only of fp16 (DeepSpeed 0.9.5 to 0.11.1)."""
     checkpoints_units: bool = False

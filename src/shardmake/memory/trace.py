@@ -151,6 +151,8 @@ def _request(scenario: Scenario) -> dict[str, Any]:
         "norms": "fp32" if scenario.widens_frozen and scenario.autocast else held,
         "keeps_output": scenario.behavior.keeps_output,
         "softmax_saves_input": scenario.behavior.softmax_saves_input,
+        "loops_over_experts": scenario.behavior.loops_over_experts,
+        "reentrant": scenario.behavior.recomputes_whole,
         "method": scenario.method,
         "rank": scenario.lora_rank,
         "targets": scenario.lora_targets,

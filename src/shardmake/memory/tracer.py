@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from shardmake.config.models import TORCH_DTYPES
 from shardmake.core.errors import ModelError, ShardmakeError
 from shardmake.core.process import answer_request
-from shardmake.memory import token_loops
+from shardmake.memory import expert_loop, token_loops
 from shardmake.memory.four_bit import holds_four_bits, set_four_bit_layers
 from shardmake.memory.gpu_kernels import emulate_gpu_kernels, register_attention
 from shardmake.memory.parameter_inventory import block_paths, build, in_one_line, plain_name
@@ -115,18 +115,21 @@ def _steps(request: Mapping[str, Any], lengths: Sequence[int], most_alike: int |
 def prepare(request: Mapping[str, Any]) -> Any:
     """Return the model on the meta device, with adapters, checkpointing and the replacement of its attention."""
     register_attention()
+    expert_loop.register_expert_loop()
     model: Any = build(request["config"], request["source"], request["trust_remote_code"])
     model.config.use_cache = False  # as in training
     if request["layers"]:
         _keep_layers(model, request["layers"])
     _set_attention(model, request["attention"], request["masked"])
+    if request["loops_over_experts"]:
+        model.set_experts_implementation(expert_loop.NAME)
     if request["in_four_bits"]:
         set_four_bit_layers(model)
     if request["method"] != "full":
         model = _with_adapters(model, request)
     model.train()
     if request["checkpointing"]:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": request["reentrant"]})
         if request["method"] != "full":
             model.enable_input_require_grads()
     return model

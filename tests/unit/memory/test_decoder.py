@@ -88,6 +88,17 @@ def test_the_simulated_step_matches_the_trace(name: str, tracer: Any) -> None:
     assert gradients(simulated) == gradients(traced)
 
 
+@pytest.mark.parametrize("name", ["checkpointing", "lora with checkpointing"])
+def test_reentrant_checkpointing_holds_the_output_of_a_recomputed_layer(name: str, tracer: Any) -> None:
+    plain, reentrant = (
+        of_events(
+            tracer.trace(_request(replace(CASES[name], behavior=LibraryBehavior(recomputes_whole=whole)))), LAYERS
+        )
+        for whole in (False, True)
+    )
+    assert reentrant.first_layer - plain.first_layer == layer_input(CASES[name])
+
+
 class _OnHost(torch.autograd.graph.saved_tensors_hooks):
     """`save_on_cpu` as a GPU sees it: what is saved leaves the device, and a copy of it comes back."""
 
