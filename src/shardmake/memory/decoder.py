@@ -255,7 +255,7 @@ class _DecoderStep:
             query, key, value = (self._exchange(tensor) for tensor in (query, key, value))
         is_sdpa = scenario.attention == "sdpa"
         masked = is_sdpa and scenario.masked
-        if masked or (is_sdpa and scenario.behavior.expands_keys):
+        if scenario.expands_keys:
             key, value = self._repeat(key), self._repeat(value)
         mask = scenario.micro_batch * scenario.sequence_length**2 if masked else 0
         out = size_tensors.fused_attention(

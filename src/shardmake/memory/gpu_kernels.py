@@ -82,6 +82,12 @@ def _fused_attention(module: Any, query: Any, key: Any, value: Any, attention_ma
     return _Flash.apply(*_autocast_attention(query, key, value)), None
 
 
+def _expanded_attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any) -> Any:
+    """Model fused attention in old versions, which repeat keys and values."""
+    query, key, value = _autocast_attention(query, key, value)
+    return _Flash.apply(query, *(_repeated(tensor, query.shape[1]) for tensor in (key, value))), None
+
+
 def _masked_attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any) -> Any:
     """Model transformers' SDPA with a mask: keys and values are repeated, every layer creates an additive mask."""
     query, key, value = _autocast_attention(query, key, value)
@@ -103,7 +109,8 @@ def register_attention() -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    for name, function in (("shardmake_fused", _fused_attention), ("shardmake_masked", _masked_attention)):
+    replacements = {"fused": _fused_attention, "expanded": _expanded_attention, "masked": _masked_attention}
+    for name, function in ((f"shardmake_{kind}", function) for kind, function in replacements.items()):
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, lambda *_, **__: None)
 

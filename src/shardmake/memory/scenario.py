@@ -10,6 +10,8 @@ from shardmake.memory.calibration import Calibration
 from shardmake.memory.model import Model, Split
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+EXPANDS_FLASH_KEYS = ("mistral", "mixtral", "qwen2", "qwen2_moe")
+"""Model types whose ``...FlashAttention2`` of transformers 4.45 calls ``repeat_kv``; that of Llama does not."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class LibraryBehavior:
     """The loss makes a contiguous copy of the shifted logits (transformers before 4.49)."""
     expands_keys: bool = False
     """SDPA gets repeated keys and values (transformers before 4.54)."""
+    expands_flash_keys: bool = False
+    """FlashAttention gets repeated keys and values in the models of `EXPANDS_FLASH_KEYS` (transformers before 4.48)."""
     copies_attention: bool = False
     """SDPA's output is copied to be contiguous (transformers before 4.48)."""
     foreach_optimizer: bool = False
@@ -221,6 +225,13 @@ class Scenario:
         """Data type of adapters in the forward pass: DeepSpeed and FSDP's mixed precision cast them, DDP does not."""
         casts = self.zero_stage > 0 or (self.is_fsdp and self.behavior.autocast)
         return self.precision if casts else self.adapter_weights
+
+    @property
+    def expands_keys(self) -> bool:
+        """True if the attention kernel gets keys and values that are repeated for the heads of each group."""
+        if self.attention == "sdpa":
+            return self.masked or self.behavior.expands_keys
+        return self.behavior.expands_flash_keys and self.model.model_type in EXPANDS_FLASH_KEYS
 
     @property
     def gathers_parameters(self) -> bool:

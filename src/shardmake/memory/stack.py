@@ -74,9 +74,10 @@ class Stack:
 
         Sources in transformers: ``modeling_llama.py`` returns fp32 logits up to 4.45. ``ForCausalLMLoss`` copies the
         shifted logits up to 4.48 (pull request 35646). SDPA takes grouped heads from 4.54 on (39412) and contiguous
-        inputs before 4.48. Trainer takes the fused AdamW from 4.55 and torch 2.8 on. Checkpointing is reentrant before
-        5.0 (43203); its function calls FSDP's units before 4.52, later layers checkpoint themselves (37223). Before
-        5.0 the experts of a mixture are modules in a loop (``modeling_mixtral.py``).
+        inputs before 4.48. FlashAttention takes grouped heads in all models from 4.48 on (35235). Trainer takes the
+        fused AdamW from 4.55 and torch 2.8 on. Checkpointing is reentrant before 5.0 (43203); its function calls FSDP's
+        units before 4.52, later layers checkpoint themselves (37223). Before 5.0 the experts of a mixture are modules
+        in a loop (``modeling_mixtral.py``).
         In DeepSpeed: ZeRO-3 checks all flat gradients for overflow up to 0.11.1, then only those in fp16 (pull request
         4512). Before 0.9.5 it checks one gradient at a time.
         """
@@ -89,6 +90,7 @@ class Stack:
             keeps_logits_narrow=own,
             copies_shifted_logits=not self._has("transformers", "4.49"),
             expands_keys=not self._has("transformers", "4.54"),
+            expands_flash_keys=not self._has("transformers", "4.48"),
             copies_attention=not self._has("transformers", "4.48"),
             foreach_optimizer=self.optimizer == "foreach" or (self.optimizer is None and not fused),
             keeps_gradients=not self._has("torch", "2.0"),

@@ -141,6 +141,7 @@ def _request(scenario: Scenario) -> dict[str, Any]:
         "sequence_length": scenario.sequence_length,
         "attention": scenario.attention,
         "masked": scenario.masked,
+        "expands_keys": scenario.expands_keys,
         "checkpointing": scenario.checkpointing,
         "autocast": scenario.autocast,
         "precision": scenario.precision,

@@ -120,7 +120,7 @@ def prepare(request: Mapping[str, Any]) -> Any:
     model.config.use_cache = False  # as in training
     if request["layers"]:
         _keep_layers(model, request["layers"])
-    _set_attention(model, request["attention"], request["masked"])
+    _set_attention(model, request["attention"], request["masked"], request["expands_keys"])
     if request["loops_over_experts"]:
         model.set_experts_implementation(expert_loop.NAME)
     if request["in_four_bits"]:
@@ -157,11 +157,13 @@ def _with_adapters(model: nn.Module, request: Mapping[str, Any]) -> nn.Module:
         return get_peft_model(model, config)
 
 
-def _set_attention(model: Any, attention: str, masked: bool) -> None:
+def _set_attention(model: Any, attention: str, masked: bool, expands_keys: bool) -> None:
     if attention == "eager":
         model.set_attn_implementation("eager")
+    elif masked and attention == "sdpa":
+        model.set_attn_implementation("shardmake_masked")
     else:
-        model.set_attn_implementation("shardmake_masked" if masked and attention == "sdpa" else "shardmake_fused")
+        model.set_attn_implementation("shardmake_expanded" if expands_keys else "shardmake_fused")
 
 
 def _micro_step(

@@ -74,6 +74,7 @@ CASES: dict[str, Scenario] = {
     "mistral": scenario({"model_type": "mistral"}),
     "gemma": scenario({"model_type": "gemma", "head_dim": 64}),
     "tied": scenario({"tie_word_embeddings": True}),
+    "repeated keys": scenario({"model_type": "mistral"}, behavior=LibraryBehavior(expands_flash_keys=True)),
     "output held": scenario(behavior=LibraryBehavior(keeps_output=True)),
 }
 

@@ -3,9 +3,11 @@
 import pytest
 
 from shardmake.core.errors import ConfigError
+from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import LibraryBehavior
 from shardmake.memory.stack import parse_stack
 from tests.unit.memory.llama_8b import scenario
+from tests.unit.memory.test_decoder import SIZES
 
 
 def test_the_installed_libraries_are_the_default() -> None:
@@ -14,22 +16,32 @@ def test_the_installed_libraries_are_the_default() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "wide", "copied", "expanded"),
+    ("version", "wide", "copied", "expanded", "expanded_for_flash"),
     [
-        ("4.45.2", True, True, True),
-        ("4.46.0", False, True, True),
-        ("4.48.3", False, True, True),
-        ("4.49.0", False, False, True),
-        ("4.54.0", False, False, False),
-        ("5.0", False, False, False),
+        ("4.45.2", True, True, True, True),
+        ("4.46.0", False, True, True, True),
+        ("4.48.3", False, True, True, False),
+        ("4.49.0", False, False, True, False),
+        ("4.54.0", False, False, False, False),
+        ("5.0", False, False, False, False),
     ],
 )
 def test_logits_and_keys_follow_the_version_of_transformers(
-    version: str, wide: bool, copied: bool, expanded: bool
+    version: str, wide: bool, copied: bool, expanded: bool, expanded_for_flash: bool
 ) -> None:
     behavior = parse_stack(f"transformers={version}").behavior()
     found = behavior.returns_wide_logits, behavior.copies_shifted_logits, behavior.expands_keys
-    assert found == (wide, copied, expanded)
+    assert (*found, behavior.expands_flash_keys) == (wide, copied, expanded, expanded_for_flash)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "attention", "expanded"),
+    [("mistral", "flash", True), ("qwen2", "flash", True), ("llama", "flash", False), ("llama", "sdpa", True)],
+)
+def test_flash_attention_once_got_repeated_keys_in_some_models(model_type: str, attention: str, expanded: bool) -> None:
+    model = from_config({**SIZES, "model_type": model_type})
+    case = scenario(model=model, attention=attention, behavior=parse_stack("transformers=4.45").behavior())
+    assert case.expands_keys == expanded
 
 
 @pytest.mark.parametrize(
