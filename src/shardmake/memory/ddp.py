@@ -47,10 +47,15 @@ class DdpMemory:
             self._allocate(term, size)
 
     def _allocate(self, term: str, size: int) -> list[int]:
-        """Allocate ``size`` bytes tensor by tensor, or flat for the terms in `FLAT`."""
+        """Allocate ``size`` bytes tensor by tensor, or flat for the terms in `FLAT`.
+
+        Optimizers create the two moments of a tensor, then those of the next (`_init_group` of torch's ``adam.py``).
+        """
         if term in FLAT:
             return [self.timeline.alloc(size, term)]
         parts = list(self.sizes.values()) if term == "frozen weights" else self.trained
+        if term == "optimizer states":
+            parts = [part for part in parts for _ in range(2)]
         whole = sum(parts)
         return [self.timeline.alloc(size * part // whole, term) for part in parts]
 

@@ -185,6 +185,19 @@ class Fsdp1Memory(Fsdp2Memory):
         self._pending = Pending(self.timeline)
         self._held: list[int] = []
         super().load()
+        if self.scenario.method == "full":
+            self.trained = [part for parts in self._tensors.values() for part in self._first_part(parts)]
+
+    def _first_part(self, parts: list[int]) -> list[int]:
+        """Return the elements of a unit's tensors in the first rank's part of the flat weight (``use_orig_params``).
+
+        The optimizer has these parts as its tensors. Each adapter is a unit of its own (PEFT's wrap policy).
+        """
+        left, found = ceil(sum(parts) / self.scenario.shards), []
+        for part in parts:
+            found.append(min(part, left))
+            left -= found[-1]
+        return [part for part in found if part]
 
     def _load_states(self) -> None:
         """Load each unit: tensors, their broadcast, their flat copy, and the part that stays (`FlatParamHandle`)."""

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardmake.memory import states
 from shardmake.memory.decoder import layer_input
-from shardmake.memory.estimate import events_of, simulate
+from shardmake.memory.estimate import events_of, rank_memory, simulate
 from shardmake.memory.fsdp import Fsdp1Memory, Fsdp2Memory
 from shardmake.memory.scenario import LibraryBehavior, Scenario
 from shardmake.memory.states import HEAD, units
@@ -62,6 +62,34 @@ def test_fsdp1_keeps_the_inputs_of_frozen_layers_with_their_gradients(changes: d
     case = scenario(**{**base, **changes})
     layers = len(case.model.blocks)
     assert _peak(case) == (2 * layers - 3) * layer_input(case) * holds
+
+
+def test_the_optimizer_has_two_moments_of_each_tensor_in_torchs_order() -> None:
+    case = scenario(strategy="ddp")
+    timeline = Timeline()
+    memory = rank_memory(case, BUCKETS, timeline)
+    memory.load()
+    before = len(timeline.events)
+    memory._make_states()
+    parameters = [nn.Parameter(torch.empty(tensor.shape, device="meta")) for tensor in case.model.tensors[:5]]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    optimizer = torch.optim.AdamW(parameters, foreach=False, fused=False)
+    optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(6)))
+    moments = [optimizer.state[p][name] for p in parameters for name in optimizer.state[p] if name != "step"]
+    ours = [size for _, size, _ in timeline.events[before:]]
+    assert ours[: len(moments)] == [4 * moment.numel() for moment in moments]
+    assert sum(ours) == 8 * P
+
+
+def test_fsdp1_steps_the_tensors_in_a_ranks_part_of_each_flat_weight() -> None:
+    """Accelerate and Trainer set ``use_orig_params``, so that the parameters are views of the flat part."""
+    case = scenario(strategy="fsdp", fsdp_version=1)
+    memory = Fsdp1Memory(case, BUCKETS, Timeline())
+    memory.load()
+    whole = {tensor.numel for tensor in case.model.tensors}
+    assert sum(memory.trained) == sum(-(-numel // case.shards) for numel in memory._units.values())
+    assert sum(part not in whole for part in memory.trained) <= len(memory._units)
 
 
 class _Layer(nn.Module):
