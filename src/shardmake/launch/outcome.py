@@ -107,6 +107,7 @@ NODE_FAILURES = {state for state, end in _BY_SLURM_STATE.items() if end is EndRe
 """Slurm's states of a job whose node failed."""
 _BY_SIGNAL = {
     "SIGUSR2": (EndReason.TIME_LIMIT, "before the job's time limit"),
+    "SIGURG": (EndReason.TIME_LIMIT, "before the job's time limit"),
     "SIGTERM": (EndReason.TERMINATED, "from Slurm before it preempts or ends a job, or from a person"),
     "SIGINT": (EndReason.CANCELLED, "from a person"),
 }

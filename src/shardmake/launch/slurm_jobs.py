@@ -44,6 +44,13 @@ TRANSIENT = re.compile(
     re.IGNORECASE,
 )
 """Text of sbatch when Slurm does not answer for the moment, as opposed to a rejected job."""
+CONTAINER_SIGNAL = "URG"
+"""Signal before the time limit of a job in a container.
+
+Slurm sends it to all processes of the job's steps, also to `squashfuse_ll`, which serves the image if Apptainer is
+installed without setuid. SIGUSR2 and SIGTERM end that process, and the image's files disappear while the ranks save.
+A process that does not handle SIGURG ignores it.
+"""
 _PAUSES = (5.0, 20.0, 60.0, 180.0)
 _QUERY_SECONDS = 60
 
@@ -268,11 +275,15 @@ def sbatch_parameters(run_folder: Path, cluster: Cluster, plan: Plan, excluded: 
     """Return submitit's parameters for the training job of ``plan``."""
     slurm, resources, choice = cluster.slurm, plan.resources["train"], plan.choice
     request = NodeRequest(plan.job_nodes, choice.processes_per_node, resources.cpus, resources.memory_gib)
-    return node_parameters(cluster, request, excluded) | {
+    parameters = node_parameters(cluster, request, excluded)
+    lead = lead_seconds(slurm, run_folder)
+    if slurm.container:
+        parameters["additional_parameters"] |= {"signal": f"{CONTAINER_SIGNAL}@{lead}"}
+    return parameters | {
         "job_name": job_name(run_folder),
         "comment": f"shardmake {run_folder.name}: {choice.strategy}",
         "time": slurm.time_limit_minutes,
-        "signal_delay_s": lead_seconds(slurm, run_folder),
+        "signal_delay_s": lead,
     }
 
 

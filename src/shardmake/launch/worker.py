@@ -86,7 +86,7 @@ class StopRequest:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.signal_name: str | None = None
-        for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGURG, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -63,6 +63,13 @@ def test_apptainer_runs_the_worker_with_all_that_it_needs(checkout: Path) -> Non
     assert not [word for word in words if word.startswith("--container-")]
 
 
+def test_the_signal_before_the_time_limit_does_not_end_the_process_that_serves_the_image(checkout: Path) -> None:
+    jobs = SlurmJobs(checkout / "runs/demo", in_container(checkout))
+    text = jobs.script(AttemptDir(checkout / "runs/demo/train/attempts/001"), make_plan("zero3"), excluded=[])
+    signals = [line for line in text.splitlines() if "--signal" in line]
+    assert signals == ["#SBATCH --signal=URG@120"] and "#SBATCH --no-requeue" in text
+
+
 def test_pyxis_gets_the_container_as_options_of_srun(checkout: Path) -> None:
     cluster = in_container(checkout, kind="pyxis", image="nvcr.io#nvidia/pytorch:25.10-py3", python="/opt/py/python")
     folder = AttemptDir(checkout / "runs/demo/train/attempts/001")
