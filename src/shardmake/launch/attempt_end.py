@@ -115,6 +115,7 @@ def _collect_evidence(training: Training, job: SubmittedJob, status: JobStatus) 
         damage=confirm_damage(folder),
         hang=folder.read_hang(),
         cancelled_by=status.cancelled_by,
+        container=folder.read().container,
         start_failure=start_failure(output) if folder.read().container else "",
         step_failure=step_failure(batch_output),  # srun's own lines are in the log of its first task
         last_output=next(reversed(output), ""),

@@ -39,6 +39,8 @@ class Evidence:
     hang: Hang | None = None
     cancelled_by: str = ""
     """The user who cancelled the job, if Slurm's accounting has the name."""
+    container: str | None = None
+    """The image of the job's container, if there is one."""
     start_failure: str = ""
     """A line of the output of Slurm's step that says why the container could not start the worker."""
     step_failure: StepFailure | None = None
@@ -105,6 +107,8 @@ _BY_SLURM_STATE = {
 }
 NODE_FAILURES = {state for state, end in _BY_SLURM_STATE.items() if end is EndReason.NODE_FAILURE}
 """Slurm's states of a job whose node failed."""
+_IMAGE_GONE = "Transport endpoint is not connected"
+"""The kernel's message for a file of an image whose FUSE process ended."""
 _BY_SIGNAL = {
     "SIGUSR2": (EndReason.TIME_LIMIT, "before the job's time limit"),
     "SIGURG": (EndReason.TIME_LIMIT, "before the job's time limit"),
@@ -130,6 +134,7 @@ def classify(evidence: Evidence) -> Outcome:
         _by_person(evidence)
         or _by_checkpoint(evidence)
         or _by_service(evidence)
+        or _by_lost_image(evidence)
         or _by_own_error(evidence)
         or _by_preflight(evidence.exits)
         or _by_hang(evidence)
@@ -195,6 +200,23 @@ def _by_missing_service(evidence: Evidence) -> Outcome | None:
     where = f" on {', '.join(evidence.silent_hosts)}" if evidence.silent_hosts else ""
     message = f"The worker of the service{where} was killed: it left no exit record, and the ranks failed after that."
     return _by_slurm(evidence) or Outcome(EndReason.KILLED, message, log=evidence.training_nodes)
+
+
+def _by_lost_image(evidence: Evidence) -> Outcome | None:
+    """Recognize that SIGTERM ended the process that serves the image: the errors of the ranks are its consequence."""
+    node = next((node for node in evidence.exits if node.stop_signal == "SIGTERM"), None)
+    own = _by_own_error(evidence)
+    if evidence.container is None or node is None or own is None or own.error is None:
+        return None
+    if own.end is not EndReason.USER_ERROR and _IMAGE_GONE not in own.error.message:
+        return None
+    end, sender = _BY_SIGNAL["SIGTERM"]
+    message = (
+        f"{node.host} received SIGTERM, which comes {sender}. After that, {own.message[:1].lower()}{own.message[1:]}. "
+        "If Apptainer is installed without setuid, SIGTERM also ends squashfuse_ll, which serves a .sif file. The "
+        "folder of a sandbox as slurm.container.image needs no such process."
+    )
+    return Outcome(_BY_SLURM_STATE.get(evidence.slurm_state, end), message)
 
 
 def _by_own_error(evidence: Evidence) -> Outcome | None:

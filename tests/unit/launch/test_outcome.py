@@ -111,6 +111,26 @@ def test_classification(found: Evidence, end: EndReason) -> None:
     assert classify(found).end is end
 
 
+@pytest.mark.parametrize(
+    "gone",
+    [
+        error("OSError", "[Errno 107] Transport endpoint is not connected: '/usr/lib/python3.11/pickle.py'"),
+        error("ModuleNotFoundError", "No module named 'torch.distributed.checkpoint'"),
+    ],
+)
+def test_ranks_that_lose_their_image_by_sigterm_resume_and_no_node_is_blamed(gone: RankError) -> None:
+    values = {"exits": [node(stop_signal="SIGTERM")], "errors": [gone], "container": "/images/train.sif"}
+    outcome = classify(evidence(**values))
+    assert (outcome.end, outcome.host, outcome.error) == (EndReason.TERMINATED, None, None)
+    assert f"After that, rank 0 on c1 failed: {gone.kind}: {gone.message}. If Apptainer" in outcome.message
+    assert decide(outcome, RetryState(idle_attempts=1, has_fallback=True)) is Action.RESUME
+    assert classify(evidence(**values, slurm_state="PREEMPTED")).end is EndReason.PREEMPTED
+    assert classify(evidence(**values | {"container": None})).end is not EndReason.TERMINATED
+    assert classify(evidence(**values | {"exits": [node()]})).end is not EndReason.TERMINATED
+    full = error("OSError", "[Errno 28] No space left on device")
+    assert classify(evidence(**values | {"errors": [full]})).end is EndReason.DISK_FULL
+
+
 def test_the_cause_is_reported_instead_of_its_consequence() -> None:
     cause = error("ValueError", "token id 9 is out of range", rank=3, time=1.5)
     earlier_consequence = PEER_GONE.model_copy(update={"time": 1.0})
