@@ -109,7 +109,7 @@ test-trackers: install-test
 	$(BIN)/pip install -q trackio
 	$(BIN)/pytest -m trackers tests/workflow
 
-# Two users at once on the three-node Slurm.
+# Two users at once on the three-node Slurm, and a user's jobs in a container.
 test-two-users: install-test
 	$(BIN)/pytest -m two_users tests/cluster
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.cluster.baseline import BaselineRuns
 from tests.cluster.fault_run import ClusterCheckout, FaultRun, make_fault_run
@@ -61,12 +60,7 @@ def checkout(cluster: Cluster, shared_folder: Path, inputs: Path) -> Iterator[Cl
     checkout = ClusterCheckout.create(shared_folder / "checkout", inputs)
     assert isinstance(checkout, ClusterCheckout)
     checkout.cluster = cluster
-    profile = checkout.root / "profiles/slurm/config.yaml"
-    settings = yaml.safe_load(profile.read_text())
-    # Shorter waits, for one machine's own file system; nothing else differs from the profile.
-    settings["slurm-init-seconds-before-status-checks"] = 2
-    settings["latency-wait"] = 5
-    profile.write_text(yaml.safe_dump(settings))
+    checkout.shorten_waits()
     checkout.configure_cluster()
     yield checkout
     for log in sorted(checkout.root.glob("*.log")):

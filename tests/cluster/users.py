@@ -5,6 +5,7 @@ lies in a folder that is closed to others (/root), the hosts have an open folder
 """
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -47,6 +48,7 @@ def accounts(cluster: Cluster, names: list[str]) -> Iterator[list[User]]:
             cluster.run(
                 "umount -l /etc/passwd /etc/group; " + "; ".join(f"umount -l {d}" for d in _closed()), node=host
             )
+        shutil.rmtree(folder)
 
 
 def _write_databases(folder: Path, users: list[User]) -> None:
