@@ -332,12 +332,17 @@ class _DecoderStep:
         if self.scenario.loss == "chunked":
             return size_tensors.chunked_loss(hidden, head, self.shape.v, self.shape.h, self.tokens), None
         rows = self.weights.shapes[head.name][0]
-        logits = size_tensors.linear(hidden, head, rows, self.shape.h)
         if rows < self.shape.v and self.scenario.model.tied:
+            logits = size_tensors.linear(hidden, head, rows, self.shape.h)
             return size_tensors.vocab_parallel_loss(logits, self.tokens), logits
-        if rows < self.shape.v:
-            logits = size_tensors.gather(logits, self.scenario.tensor_parallel, self.tokens * self.shape.v)
-        return self._cross_entropy(logits)
+        return self._cross_entropy(self._whole_logits(hidden, head, rows))  # no name here would keep them
+
+    def _whole_logits(self, hidden: SizeTensor, head: size_tensors.Parameter, rows: int) -> SizeTensor:
+        """Return the logits of all words; ``rows`` of them are this rank's."""
+        logits = size_tensors.linear(hidden, head, rows, self.shape.h)
+        if rows == self.shape.v:
+            return logits
+        return size_tensors.gather(logits, self.scenario.tensor_parallel, self.tokens * self.shape.v)
 
     def _score(self, hidden: SizeTensor) -> SizeTensor:
         """Run ``GenericForSequenceClassification``: a score of every token, of which the last one of a row is taken."""

@@ -242,6 +242,17 @@ def test_a_narrow_embedding_leaves_qlora_with_wide_inputs_after_the_first_layer(
     assert scenario(behavior=narrow, **case).frozen == 2
 
 
+def test_narrow_logits_are_freed_when_wide_ones_replace_them() -> None:
+    """A name that still refers to them during the loss would keep them."""
+    case = scenario(behavior=LibraryBehavior(returns_wide_logits=True))
+    assert case.model.decoder is not None
+    events = micro_step(case)[micro_step(case).index(("forward end", LAYERS - 1)) :]
+    logits = case.tokens * case.model.decoder.v
+    narrow = next(event for event in events if event[0] == "alloc" and event[2] == case.compute * logits)
+    wide = [index for index, event in enumerate(events) if event[0] == "alloc" and event[2] == 4 * logits]
+    assert events.index(("free", narrow[1])) < wide[1]
+
+
 @pytest.mark.parametrize(("sequences", "copies"), [(1, 2), (2, 3)])
 def test_old_libraries_copy_shifted_logits_unless_there_is_one_sequence(sequences: int, copies: int) -> None:
     behavior = LibraryBehavior(keeps_logits_narrow=True, copies_shifted_logits=True)
