@@ -3,6 +3,7 @@
 import os
 import shlex
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tests.cluster.harness import Cluster
 
 pytestmark = pytest.mark.cluster
 DRIVERS, SECONDS = 8, 5
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 WATCH = """
 import sys, time
@@ -27,6 +29,36 @@ while time.monotonic() < end:
     time.sleep(0.2)
 print(*seen)
 """
+
+
+SUBMIT = """
+import sys
+from pathlib import Path
+from shardmake.core.errors import TooFewNodesError
+from shardmake.launch.slurm_jobs import SlurmJobs
+from shardmake.run.attempt import AttemptDir
+from shardmake.run.plan import Resources
+from tests.unit.plans import make_cluster, make_plan
+root = Path(sys.argv[1])
+slurm = {"partition": "gpu", "qos": "long", "constraint": "ib"}
+sizes = {"processes_per_node": 1, "cpus_per_node": 1, "memory_gib_per_node": 1.0}
+cluster = make_cluster(executor="slurm", accelerator="cpu", slurm=slurm, **sizes)
+attempt = AttemptDir(root / "train/attempts/001")
+plan = make_plan("zero1", nodes=2, processes_per_node=1)
+plan = plan.model_copy(update={"resources": {"train": Resources(memory_gib=1, cpus=1)}})
+try:
+    SlurmJobs(root, cluster).submit(attempt, plan, sys.argv[2].split())
+except TooFewNodesError as error:
+    print("TooFewNodesError", error)
+"""
+
+
+def test_slurm_says_when_it_has_too_few_nodes_without_the_excluded_ones(cluster: Cluster, shared_folder: Path) -> None:
+    command = [sys.executable, "-c", SUBMIT, str(shared_folder)]
+    said = cluster.run([*command, "c1 c2"], cwd=REPOSITORY).stdout
+    assert "TooFewNodesError Slurm rejected the job" in said and "Excluded nodes: c1, c2" in said
+    assert "TooFewNodesError" not in cluster.run([*command, "c1"], cwd=REPOSITORY).stdout
+    cluster.run(["scancel", "--user=root"])
 
 
 def test_eight_drivers_run_squeue_as_often_as_one(cluster: Cluster, shared_folder: Path) -> None:

@@ -40,6 +40,10 @@ class SlurmError(ShardmakeError):
     """Slurm rejected a request or did not answer."""
 
 
+class TooFewNodesError(SlurmError):
+    """Slurm has not as many nodes as the job requests, beside those that it excludes."""
+
+
 class HubError(ShardmakeError):
     """The Hugging Face hub rejected a request or did not answer."""
 

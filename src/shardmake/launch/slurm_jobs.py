@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from shardmake.checkpoint import store
 from shardmake.config.models import Cluster, Run, Slurm
 from shardmake.core.atomic import digest
-from shardmake.core.errors import SlurmError
+from shardmake.core.errors import SlurmError, TooFewNodesError
 from shardmake.core.permissions import private_folder
 from shardmake.launch.container import JobContainer, job_container
 from shardmake.launch.jobs import ActiveJob, gpu_options, job_name
@@ -37,6 +37,7 @@ from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
 
 logger = logging.getLogger(__name__)
+TOO_FEW_NODES = re.compile(r"requested node configuration is not available", re.IGNORECASE)
 TRANSIENT = re.compile(
     r"timed out|unable to contact slurm|connection (refused|reset)|temporarily|try again|backup controller"
     r"|does not answer|did not answer|zero bytes were transmitted|message (send|receive) failure"
@@ -84,7 +85,8 @@ class SlurmJobs:
                         f"Slurm did not answer sbatch: {str(error).strip()}. Run the same command again once squeue "
                         "works. It adopts the job if Slurm has accepted it nevertheless."
                     ) from None
-                raise SlurmError(f"Slurm rejected the job: {error}{_excluded_note(excluded)}") from None
+                kind = TooFewNodesError if excluded and TOO_FEW_NODES.search(str(error)) else SlurmError
+                raise kind(f"Slurm rejected the job: {error}{_excluded_note(excluded)}") from None
 
         def find() -> str | None:
             return next((job for job, attempt in self._list_active() if attempt == folder), None)

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.reshard.convert import set_load_universal
-from shardmake.core.errors import StopRequestedError
+from shardmake.core.errors import StopRequestedError, TooFewNodesError
 from shardmake.core.units import plural
 from shardmake.launch import user_script
 from shardmake.launch.jobs import attempt_settings, job_name
@@ -24,7 +24,7 @@ from shardmake.launch.training import Training
 from shardmake.render.stage import copy_rendered
 from shardmake.run import set_aside
 from shardmake.run.attempt import Attempt, AttemptDir, SubmittedJob
-from shardmake.run.attempt_history import excluded_nodes, next_fallback
+from shardmake.run.attempt_history import excluded_nodes, next_fallback, suspected_nodes
 from shardmake.run.disk_budget import check_run, checkpoint_size
 from shardmake.run.paths import RunDir, short_path
 from shardmake.run.plan import Choice, Plan
@@ -48,7 +48,7 @@ def submit(training: Training) -> SubmittedJob:
     checkpoint = _prepare_resume(training, folder, plan)
     _settings(training, number, plan, checkpoint).write(folder.settings)
     with _slot(training, folder):
-        id = training.jobs.submit(folder, plan, excluded_nodes(training.attempts))
+        id = _submit_without_failed_nodes(training, folder, plan)
         job = SubmittedJob(id=id, attempt=number, submitted=time.time())
         job.write(training.rundir.job)
     training.has_waited = False
@@ -63,6 +63,24 @@ def submit(training: Training) -> SubmittedJob:
         short_path(folder.root),
     )
     return job
+
+
+def _submit_without_failed_nodes(training: Training, folder: AttemptDir, plan: Plan) -> str:
+    """Submit the job without the nodes that failed, and return its id.
+
+    If Slurm then has too few nodes, those that only seemed to fail are included again, one by one. An end of the
+    training there without a new checkpoint counts as any other.
+    """
+    excluded, suspected = excluded_nodes(training.attempts), suspected_nodes(training.attempts)
+    while True:
+        try:
+            return training.jobs.submit(folder, plan, excluded)
+        except TooFewNodesError:
+            if not suspected:
+                raise
+            node = suspected.pop(0)
+            excluded.remove(node)
+            logger.warning("Slurm has too few nodes without %s. Including it again, because its checks passed.", node)
 
 
 def _write_configuration(training: Training, folder: AttemptDir) -> Plan:

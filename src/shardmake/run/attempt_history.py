@@ -126,6 +126,12 @@ def may_rewind(history: Sequence[AttemptRecord]) -> bool:
     return last.failed_step is not None and last.failed_step not in {record.failed_step for record in earlier}
 
 
+def suspected_nodes(history: Sequence[AttemptRecord]) -> list[str]:
+    """Return those of `excluded_nodes` that passed their preflight, and may have failed by chance, in their order."""
+    proven = {record.excluded for record in history if record.end == EndReason.PREFLIGHT.value}
+    return [node for node in excluded_nodes(history) if node not in proven]
+
+
 def excluded_nodes(history: Sequence[AttemptRecord]) -> list[str]:
     """Return the nodes that failed under this driver; a later driver may use them again."""
     return list(dict.fromkeys(record.excluded for record in history[_begin(history) :] if record.excluded))

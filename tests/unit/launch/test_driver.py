@@ -16,7 +16,7 @@ from shardmake.checkpoint import store
 from shardmake.checkpoint.record import CheckpointRecord, list_files
 from shardmake.config.models import Run
 from shardmake.core.atomic import write_json
-from shardmake.core.errors import DiskFullError, ShardmakeError, SlurmError, StopRequestedError
+from shardmake.core.errors import DiskFullError, ShardmakeError, SlurmError, StopRequestedError, TooFewNodesError
 from shardmake.core.fingerprint import fingerprint
 from shardmake.launch import attempt_end, disk_wait, submission
 from shardmake.launch.attempt_end import apply_decision, record_attempt
@@ -28,7 +28,7 @@ from shardmake.launch.slurm_states import JobState, JobStatus
 from shardmake.launch.submission import choose_checkpoint, submit
 from shardmake.launch.training import Training
 from shardmake.run.attempt import AttemptDir, NodeExit, RankError, SubmittedJob
-from shardmake.run.attempt_history import load_history
+from shardmake.run.attempt_history import AttemptRecord, load_history
 from shardmake.run.attempt_owner import NOBODY, claim
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Fallback, Plan
@@ -337,6 +337,41 @@ def test_a_broken_node_is_excluded_until_a_person_starts_again(demo: FakeRun) ->
         with pytest.raises(ShardmakeError, match="bad label"):
             drive(demo.load(jobs, executor="local"))
     assert jobs.excluded == [[], ["c1"], []]
+
+
+class ThreeNodes(FakeJobs):
+    """A partition of three nodes, for jobs of two."""
+
+    def submit(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> str:
+        if len(excluded) > 1:
+            raise TooFewNodesError("Slurm rejected the job: Requested node configuration is not available")
+        return super().submit(folder, plan, list(excluded))
+
+
+def test_nodes_that_seemed_to_fail_are_used_again_if_too_few_are_left(
+    demo: FakeRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    lost = [exits(phase="rendezvous", returncode=None, message="no connection", culprit=node) for node in ("c1", "c2")]
+    jobs = ThreeNodes(*lost, fails("ValueError", "bad label"))
+    with pytest.raises(ShardmakeError, match="bad label"):
+        drive(demo.load(jobs, executor="local"))
+    assert jobs.excluded == [[], ["c1"], ["c2"]]
+    assert "Slurm has too few nodes without c1. Including it again, because its checks passed." in caplog.messages
+
+
+def test_nodes_whose_checks_failed_stay_excluded(demo: FakeRun) -> None:
+    training = demo.load(ThreeNodes(), executor="local")
+    record = {"attempt": 1, "job": "1", "plan": "p", "strategy": "zero2", "fallback": 0, "submitted": 0, "ended": 1}
+    training.attempts = [
+        AttemptRecord.model_validate(
+            record
+            | {"end": "preflight failure", "message": "no scratch", "host": node, "excluded": node}
+            | {"checkpoint_step": 0, "next_fallback": 0}
+        )
+        for node in ("c1", "c2")
+    ]
+    with pytest.raises(TooFewNodesError, match="not available"):
+        submit(training)
 
 
 def test_a_failed_preflight_on_the_local_machine_is_not_retried(demo: FakeRun) -> None:
