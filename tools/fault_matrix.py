@@ -57,7 +57,7 @@ def table(rows: dict[str, dict[str, str]]) -> str:
     """Return one line a fault, one column a strategy that occurs, and the count of tests that passed."""
     width = max(map(len, rows))
     columns = [column for column in COLUMNS if any(column in found for found in rows.values())]
-    lines = [f"{'':{width}}" + "".join(f"{column:>10}" for column in columns)]
+    lines = [f"{'':{width}}" + "".join(f"{column:>10}" for column in columns)] if columns else []
     for name, found in sorted(rows.items()):
         cells = [found[""]] if "" in found else [found.get(column, "") for column in columns]
         lines.append(f"{name:{width}}" + "".join(f"{cell:>10}" for cell in cells))

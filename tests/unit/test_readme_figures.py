@@ -77,8 +77,20 @@ def _fault_kinds() -> str:
 
 
 def _faults_of_each_kind() -> str:
-    (passed,) = re.findall(r"^(\d+ of \d+) passed", _text("fault_matrix.txt"), re.MULTILINE)
-    return f"{passed} trainings ended with an undisturbed one's losses and weights"
+    return f"{_passed('fault_matrix.txt')} trainings ended with an undisturbed one's losses and weights"
+
+
+def _ends_of_the_driver_job() -> str:
+    return f"{_passed('driver_job_matrix.txt')} ends of the job that runs the driver"
+
+
+def _restarts_by_slurm() -> str:
+    return f"{_passed('requeue_matrix.txt')} jobs that Slurm itself restarted"
+
+
+def _passed(table: str) -> str:
+    (passed,) = re.findall(r"^(\d+ of \d+) passed\.$", _text(table), re.MULTILINE)
+    return str(passed)
 
 
 def _random_faults() -> str:
@@ -100,7 +112,10 @@ def _step_time() -> str:
 
 @pytest.mark.parametrize(
     "figures",
-    [_demo, _merge, _limits, _kill_sweep, _fault_kinds, _faults_of_each_kind, _random_faults, _step_time],
+    [
+        *(_demo, _merge, _limits, _kill_sweep, _fault_kinds, _faults_of_each_kind, _ends_of_the_driver_job),
+        *(_restarts_by_slurm, _random_faults, _step_time),
+    ],
     ids=lambda figures: figures.__name__.strip("_"),
 )
 def test_a_figure_is_that_of_its_result(figures: Callable[[], str]) -> None:
