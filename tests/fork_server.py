@@ -157,7 +157,7 @@ def _fork(request: dict[str, Any], rank: int, port: int) -> int:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(request["ranks"])}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         if request["program"] is None:
-            _run_rank(Path(request["attempt"]), rank, request["kill"])
+            run_rank(Path(request["attempt"]), rank, request["kill"])
         else:
             module, _, function = request["program"].partition(":")
             getattr(import_module(module), function)(Path(request["attempt"]), rank)
@@ -170,7 +170,8 @@ def _fork(request: dict[str, Any], rank: int, port: int) -> int:
         os._exit(status)
 
 
-def _run_rank(attempt: Path, rank: int, kill: dict[str, Any] | None) -> None:
+def run_rank(attempt: Path, rank: int, kill: dict[str, Any] | None) -> None:
+    """Run `shardmake.train` for one rank, with its error on record."""
     from shardmake.core.log import configure_logging
     from shardmake.run.attempt import AttemptDir, record_error
     from shardmake.train.__main__ import load_program

@@ -1,9 +1,13 @@
-"""Train attempts with forked ranks and without a driver, from rendered files and with real saves."""
+"""Train attempts with forked ranks, without a driver or with one, from rendered files and with real saves."""
 
 import shutil
+import socket
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from unittest import mock
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.formats.pickle_names import refuse_foreign_names
@@ -11,12 +15,16 @@ from shardmake.checkpoint.record import CheckpointRecord
 from shardmake.config.load import get_run, load_cluster, load_config
 from shardmake.config.models import Cluster, Run, Strategy
 from shardmake.core.atomic import write_json
+from shardmake.launch.driver import drive
 from shardmake.launch.jobs import attempt_settings
+from shardmake.launch.slurm_states import JobState, JobStatus
+from shardmake.launch.training import Training
 from shardmake.memory.read_config import read_model
 from shardmake.plan.stage import make_plan
+from shardmake.render import stage as render
 from shardmake.render.stage import launch_command, render_files, write_files
 from shardmake.render.user_files import merge_own_files
-from shardmake.run.attempt import AttemptDir
+from shardmake.run.attempt import AttemptDir, NodeExit
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Choice, Plan
 from shardmake.run.training_settings import TrainingSettings
@@ -70,10 +78,35 @@ class Forked:
         attempt_settings(number, rundir.root, cluster, plan, resume_from=path, settings_digest="r").write(
             folder.settings
         )
+        return self.run_attempt(plan, folder, kill, variables, program)
+
+    def run_attempt(
+        self, plan: Plan, folder: AttemptDir, kill: dict[str, Any] | None = None,
+        variables: dict[str, str] | None = None, program: str | None = None,
+    ) -> list[int]:  # fmt: skip
+        """Run the ranks of an attempt whose files are written; the arguments are those of `train`."""
         environment = self._environment(plan, folder) | {"ACCELERATE_CONFIG_FILE": str(folder.accelerate)}
         if "ACCELERATE_DEEPSPEED_CONFIG_FILE" in environment:
             environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(folder.deepspeed)
         return self.server.run(folder.root, environment | (variables or {}), plan.choice.world_size, kill, program)
+
+    def drive(self, planned: tuple[Plan, Run, Cluster], program: str) -> None:
+        """Train the run of the checkout from its start with the driver, which takes fallbacks and resumes.
+
+        The libraries do not read the rendered files before; the ranks do. Raises what the driver raises.
+        """
+        _, run, cluster = planned
+        rundir = RunDir(self.checkout.run)
+        shutil.rmtree(rundir.train, ignore_errors=True)
+        plan, memory = make_plan("demo", run, cluster)
+        plan.write(rundir.plan)
+        memory.write(rundir.memory)
+        with mock.patch.object(render, "check_rendered"):
+            render.render(plan, run, cluster, rundir)
+        rundir.train.mkdir()
+        training = Training.load(run, cluster, rundir, 0)
+        training.jobs = ForkedJobs(self, program)
+        drive(training)
 
     def _environment(self, plan: Plan, folder: AttemptDir) -> dict[str, str]:
         choice: Choice = plan.choice
@@ -95,6 +128,45 @@ class Forked:
             rundir, planned, kill, resume_from=found[1] if found else None, variables=variables, arguments=arguments
         )
         return codes, found[0] if found else None
+
+
+@dataclass
+class ForkedJobs:
+    """An executor whose ranks are forked; an attempt has ended when it is submitted."""
+
+    forked: Forked
+    program: str
+    slowest_poll: ClassVar[float] = 0.0
+
+    def submit(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> str:
+        started = time.time()
+        fresh = Forked(self.forked.checkout, self.forked.server)  # a fallback changes what the launcher sets
+        codes = fresh.run_attempt(plan, folder, program=self.program)
+        NodeExit(
+            node_rank=0,
+            host=socket.gethostname(),
+            started=started,
+            ended=time.time(),
+            phase="training",
+            returncode=next((code for code in codes if code), 0),
+            stop_signal=None,
+        ).write(folder.exit_record(0))
+        return folder.root.name
+
+    def find(self) -> None:
+        return None
+
+    def status(self, job: str) -> JobStatus:
+        return JobStatus(JobState.ENDED, "")
+
+    def hosts(self, nodes: str) -> list[str]:
+        return []
+
+    def down_hosts(self, hosts: Sequence[str]) -> list[str]:
+        return []
+
+    def cancel_command(self, job: str) -> str:
+        raise AssertionError("nothing runs beside the driver")
 
 
 def branch(source: RunDir, target: Path) -> RunDir:

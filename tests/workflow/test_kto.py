@@ -20,6 +20,7 @@ from tests.workflow.forked import Forked, log
 from tests.workflow.sweep import Sweep
 from tests.workflow.test_preferences import (
     KILLED,
+    REQUIRED,
     SETTINGS,
     assert_counts_tensors,
     assert_fallback_after_out_of_memory,
@@ -180,7 +181,7 @@ def test_killed_in_a_save_kto_resumes_bit_for_bit(
 
 @pytest.mark.proves("resumed", objective="kto")
 @pytest.mark.objectives
-@pytest.mark.parametrize(("method", "strategy"), [("full", "zero2"), ("lora", "ddp")])
+@pytest.mark.parametrize(("method", "strategy"), [*(("full", name) for name in REQUIRED), ("lora", "ddp")])
 def test_a_stop_file_saves_kto_and_training_resumes_bit_for_bit(
     completions: Forked, tmp_path: Path, method: str, strategy: Strategy
 ) -> None:
@@ -196,7 +197,8 @@ def test_the_plan_counts_the_tensors_of_a_rank(
 
 
 @pytest.mark.objectives
+@pytest.mark.parametrize("strategy", REQUIRED)
 def test_after_out_of_memory_kto_resumes_with_the_next_fallback(
-    completions: Forked, plain: Callable[[str], list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+    completions: Forked, plain: Callable[[str], list[dict[str, Any]]], strategy: Strategy
 ) -> None:
-    assert_fallback_after_out_of_memory(completions.checkout, KTO, monkeypatch, plain("full"))
+    assert_fallback_after_out_of_memory(completions, planned(completions, "full", strategy), plain("full"))

@@ -23,6 +23,7 @@ from tests.workflow.forked import Forked, branch, log
 from tests.workflow.sweep import Sweep
 from tests.workflow.test_preferences import (
     KILLED,
+    REQUIRED,
     assert_counts_tensors,
     assert_fallback_after_out_of_memory,
     assert_killed_training_recovers,
@@ -164,7 +165,7 @@ def test_killed_in_a_save_a_reward_model_resumes_bit_for_bit(
 
 @pytest.mark.proves("resumed", objective="reward")
 @pytest.mark.objectives
-@pytest.mark.parametrize(("method", "strategy"), [("full", "ddp"), ("lora", "fsdp")])
+@pytest.mark.parametrize(("method", "strategy"), [*(("full", name) for name in REQUIRED), ("lora", "fsdp")])
 def test_a_stop_file_saves_a_reward_model_and_training_resumes_bit_for_bit(
     pairs: Forked, tmp_path: Path, method: str, strategy: Strategy
 ) -> None:
@@ -189,9 +190,8 @@ def test_the_plan_counts_the_tensors_of_a_rank(pairs: Forked, tmp_path: Path, st
 
 
 @pytest.mark.objectives
+@pytest.mark.parametrize("strategy", REQUIRED)
 def test_after_out_of_memory_a_reward_model_resumes_with_the_next_fallback(
-    pairs: Forked,
-    plain: Callable[[str], tuple[list[dict[str, Any]], Path]],
-    monkeypatch: pytest.MonkeyPatch,
+    pairs: Forked, plain: Callable[[str], tuple[list[dict[str, Any]], Path]], strategy: Strategy
 ) -> None:
-    assert_fallback_after_out_of_memory(pairs.checkout, SETTINGS, monkeypatch, plain("full")[0])
+    assert_fallback_after_out_of_memory(pairs, planned(pairs, "full", strategy), plain("full")[0])
