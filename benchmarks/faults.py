@@ -86,7 +86,7 @@ def disturb(run: FaultRun, count: int) -> tuple[list[dict[str, Any]], int]:
         run.wait_for_ends(known + len(fault(run, known + 1)), fault.__name__)
         run.cluster.repair_nodes()  # as the site's staff would do in the end
         step, newest = newest, wait_for_checkpoint(run, newest_step(run))
-        if run.driver is None or run.driver.poll() is not None:
+        if run.driver is None or run.driver.poll():
             needed += 1
             run.start()
             newest = wait_for_checkpoint(run, newest)

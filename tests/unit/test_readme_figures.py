@@ -95,12 +95,14 @@ def _passed(table: str) -> str:
 
 def _random_faults() -> str:
     campaigns = _json("faults.json")["campaigns"]
-    (each,) = {campaign["faults"] for campaign in campaigns}
-    assert [campaign["strategy"] for campaign in campaigns] == ["zero2", "fsdp", "zero3"]
+    assert {campaign["strategy"] for campaign in campaigns} == {"zero2", "zero3", "fsdp"}
     for campaign in campaigns:
         assert campaign["weights_equal_bit_for_bit"] and campaign["largest_difference_of_losses"] == 0
-        assert campaign["times_a_person_was_needed"] == 0 and campaign["losses_of_every_step"]
-    return f"{each * len(campaigns)} random faults, {each} under each of the three"
+        assert campaign["losses_of_every_step"] and campaign["machine"]["commit"]
+    needed = {campaign["strategy"]: campaign["times_a_person_was_needed"] for campaign in campaigns}
+    assert needed == {"zero2": 0, "zero3": 0, "fsdp": 1}
+    number = sum(campaign["faults"] for campaign in campaigns)
+    return f"{number} random faults, about 40 under each of the three | the same result, bit for bit; one intervention"
 
 
 def _step_time() -> str:
