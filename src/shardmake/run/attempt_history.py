@@ -128,7 +128,8 @@ def may_rewind(history: Sequence[AttemptRecord]) -> bool:
 
 def suspected_nodes(history: Sequence[AttemptRecord]) -> list[str]:
     """Return those of `excluded_nodes` that passed their preflight, and may have failed by chance, in their order."""
-    proven = {record.excluded for record in history if record.end == EndReason.PREFLIGHT.value}
+    drive = history[_begin(history) :]
+    proven = {record.excluded for record in drive if record.end == EndReason.PREFLIGHT.value}
     return [node for node in excluded_nodes(history) if node not in proven]
 
 

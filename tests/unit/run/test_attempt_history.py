@@ -14,6 +14,7 @@ from shardmake.run.attempt_history import (
     load_history,
     next_fallback,
     save_history,
+    suspected_nodes,
 )
 
 
@@ -68,6 +69,13 @@ def test_fallbacks() -> None:
     assert next_fallback([make_record(next_fallback=1), make_record(fallback=1, next_fallback=2)], "p") == 2
     assert next_fallback([make_record(fallback=2)], "p") == 2, "a driver that was killed before it decided"
     assert next_fallback([make_record(fallback=2)], "another plan") == 0
+
+
+def test_a_preflight_counts_against_a_node_until_somebody_starts_again() -> None:
+    unfit = make_record(excluded="c1", end="preflight failure", next_fallback=0)
+    lost = [make_record(excluded=node, end="hang", next_fallback=0) for node in ("c1", "c2")]
+    assert suspected_nodes([unfit, *lost]) == ["c2"]
+    assert suspected_nodes([unfit, make_record(), *lost]) == ["c1", "c2"]
 
 
 def test_excluded_nodes_are_remembered_once(tmp_path: Path) -> None:
