@@ -26,6 +26,7 @@ from transformers.training_args import ParallelMode
 from shardmake.checkpoint.training_receipt import TRAINER_STATE
 from shardmake.run.loss_window import LOSS_WINDOW, LossWindow, read_loss_window
 from shardmake.train import deepspeed_states
+from shardmake.train.adam_states import fit_optimizer
 from shardmake.train.load_model import model_configs
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ def load(loop: "Loop", folder: Path) -> None:
     else:
         load_weights(accelerator.unwrap_model(loop.model), folder)
         loop.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        fit_optimizer(loop.optimizer.optimizer)
     loop.scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
     if accelerator.scaler is not None and (folder / "scaler.pt").exists():
         accelerator.scaler.load_state_dict(torch.load(folder / "scaler.pt", weights_only=True))

@@ -1,4 +1,4 @@
-"""Save and restore optimizer states that DeepSpeed omits, and adapt those that another Adam has written.
+"""Save and restore optimizer states that DeepSpeed omits.
 
 For ZeRO-3 with its optimizer on NVMe, DeepSpeed 0.19 copies its swap files into a checkpoint. When it resumes, it
 copies them back and reads the weights from them. The checkpoint does not record which file belongs to which sub-group.
@@ -14,6 +14,7 @@ import torch
 from shardmake.checkpoint.formats import universal
 from shardmake.checkpoint.formats.nvme_swap import write_index
 from shardmake.checkpoint.formats.zero import MOMENTS, inner_folder
+from shardmake.train.adam_states import fit_optimizer
 
 _SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow")
 
@@ -42,7 +43,7 @@ def restore(engine: Any, checkpoint: Path) -> None:
         else:
             _read_remaining(engine, checkpoint)
         engine.optimizer.checkpoint_event_epilogue()
-    fit_states(engine.optimizer.optimizer)
+    fit_optimizer(engine.optimizer.optimizer)
 
 
 def _read_remaining(engine: Any, checkpoint: Path) -> None:
@@ -92,30 +93,3 @@ def _part(zero: Any, number: int, folder: Path, kind: str) -> torch.Tensor:
     """Return this rank's part of sub-group ``number``: its parts of all parameters, concatenated."""
     parameters = zero.fp16_groups[number]
     return torch.cat([zero.load_hp_checkpoint_state(folder / zero.param_names[p], kind, param=p) for p in parameters])
-
-
-def fit_states(optimizer: Any) -> None:
-    """Convert settings and step counts that another Adam implementation may have written to those of ``optimizer``.
-
-    With offloaded states, DeepSpeedCPUAdam replaces torch's Adam. Each has settings that the other does not write, and
-    one counts steps in numbers, the other in tensors. In addition, DeepSpeed 0.19 gives all sub-groups of ZeRO-3 one
-    shared counter when it reads a universal checkpoint, and each sub-group increments it in every step.
-    """
-    for group in optimizer.param_groups:
-        for name, value in optimizer.defaults.items():
-            group.setdefault(name, value)
-    for parameter, state in optimizer.state.items():
-        if "step" in state:
-            state["step"] = _make_counter(optimizer, parameter, state["step"])
-
-
-def _make_counter(optimizer: Any, parameter: torch.Tensor, step: Any) -> Any:
-    """Return a separate counter with the value ``step``, of the type that ``optimizer`` uses."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    if isinstance(optimizer, DeepSpeedCPUAdam):
-        return int(step)
-    if isinstance(optimizer, torch.optim.Adam) and not torch.is_tensor(step):
-        on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
-        return torch.tensor(float(step), dtype=torch.float32, device=parameter.device if on_device else "cpu")
-    return step.clone() if torch.is_tensor(step) else step

@@ -7,6 +7,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from shardmake.train import deepspeed_states
+from shardmake.train.adam_states import fit_optimizer
 from shardmake.train.callbacks.non_finite import NonFiniteCheck
 from shardmake.train.checkpoint_files import load_weights, restore_loss_window, save_loss_window, save_weights
 from shardmake.train.checkpoint_saver import Saver
@@ -87,3 +88,5 @@ class ShardedTrainer(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint and self.is_deepspeed_enabled:
             deepspeed_states.restore(self.model_wrapped, Path(checkpoint))
+        elif checkpoint:
+            fit_optimizer(self.optimizer.optimizer)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-from shardmake.train.deepspeed_states import fit_states
+from shardmake.train.adam_states import fit_optimizer
 
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False}
 
@@ -36,7 +36,7 @@ def test_each_adam_continues_with_states_of_the_other(writes: Any, reads: Any) -
     saved = with_states(writes, torch.tensor(7.0) if writes is torch_adam else 7).state_dict()
     optimizer = with_states(reads, 0)
     optimizer.load_state_dict(saved)
-    fit_states(optimizer)
+    fit_optimizer(optimizer)
     assert set(reads([torch.zeros(1)]).param_groups[0]) <= set(optimizer.param_groups[0])
     steps = [state["step"] for state in optimizer.state.values()]
     assert steps == [7, 7] and all(isinstance(step, int if reads is cpu_adam else torch.Tensor) for step in steps)
@@ -49,7 +49,7 @@ def test_each_adam_continues_with_states_of_the_other(writes: Any, reads: Any) -
 
 def test_each_parameter_gets_its_own_counter() -> None:
     optimizer = with_states(torch_adam, torch.tensor(7.0))
-    fit_states(optimizer)
+    fit_optimizer(optimizer)
     first, second = (state["step"] for state in optimizer.state.values())
     first += 1
     assert second == 7
@@ -59,5 +59,27 @@ def test_other_optimizers_are_unchanged() -> None:
     parameter = torch.zeros(3, requires_grad=True)
     optimizer = torch.optim.SGD([parameter], lr=1e-3)
     optimizer.state[parameter] = {"step": 3, "row": torch.ones(3)}
-    fit_states(optimizer)
+    fit_optimizer(optimizer)
     assert optimizer.state[parameter]["step"] == 3
+
+
+@pytest.mark.parametrize(("kernel", "device"), [({"fused": True}, "meta"), ({"capturable": True}, "meta"), ({}, "cpu")])
+@pytest.mark.parametrize("step", [torch.tensor(7.0), 7], ids=["tensor", "number"])
+def test_counter_is_where_the_kernel_reads_it(kernel: dict[str, bool], device: str, step: Any) -> None:
+    """The device "meta" stands for a GPU; a converted checkpoint's counter is on the host."""
+    parameter = torch.zeros(3, requires_grad=True, device="meta")
+    optimizer = torch.optim.AdamW([parameter], **SETTINGS, **kernel)
+    optimizer.state[parameter] = {"step": step}
+    fit_optimizer(optimizer)
+    counter = optimizer.state[parameter]["step"]
+    assert (counter.device.type, counter.dtype, counter.shape) == (device, torch.float32, ())
+
+
+def test_kernel_is_that_of_the_run_and_not_of_the_checkpoint() -> None:
+    """An Adam on the host saves no fused kernel; its states continue in the fused one of a GPU, and back."""
+    saved = with_states(torch_adam, torch.tensor(7.0)).state_dict()
+    optimizer = torch.optim.AdamW([torch.zeros(3, requires_grad=True) for _ in range(2)], **SETTINGS, fused=True)
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["fused"] is None
+    fit_optimizer(optimizer)
+    assert optimizer.param_groups[0]["fused"] is True
