@@ -45,6 +45,10 @@ class RankInfo:
     world_size: int
     rendezvous: str | None = None
 
+    def gpu(self, count: int) -> int:
+        """Return the number of this rank's GPU of ``count`` GPUs."""
+        return self.number % count
+
 
 def this_machine(nvme: str | None) -> Machine:
     """Return the hardware of this machine."""
@@ -104,21 +108,22 @@ def rendezvous_of(backend: EvaluationBackend, world_size: int) -> Iterator[str |
 
 @contextmanager
 def process_group(rank: RankInfo) -> Iterator[None]:
-    """Join the process group of ``rank``, and leave it at the end.
+    """Make the GPU of ``rank`` the current one; join its process group, if it has one, and leave it at the end.
 
     A failing rank does not leave it: under NCCL that could wait for the others.
     """
+    import torch
+
+    if torch.cuda.is_available():  # else kernels and libraries that take the current device would use GPU 0
+        torch.cuda.set_device(rank.gpu(torch.cuda.device_count()))
     if rank.rendezvous is None:
         yield
         return
-    import torch
     import torch.distributed as dist
 
     variables = {"RANK": rank.number, "LOCAL_RANK": rank.number, "WORLD_SIZE": rank.world_size}
     os.environ.update({name: str(value) for name, value in variables.items()})
-    if torch.cuda.is_available():
-        torch.cuda.set_device(rank.number % torch.cuda.device_count())
-    else:
+    if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
         leave_collectives_to_gloo()
     dist.init_process_group(
@@ -159,7 +164,7 @@ def load_model(
     if backend == "device-map":
         options |= _device_map(this_machine(nvme))
     elif has_gpu:
-        options["device_map"] = {"": rank.number % torch.cuda.device_count()}
+        options["device_map"] = {"": rank.gpu(torch.cuda.device_count())}
     return _load_whole(model, model_class, options).eval()
 
 

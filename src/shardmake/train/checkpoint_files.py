@@ -74,17 +74,22 @@ def load(loop: "Loop", folder: Path) -> None:
         load_fsdp_optimizer(plugin, accelerator, loop.optimizer, loop.model, str(folder), adapter_only=is_adapter)
     else:
         load_weights(accelerator.unwrap_model(loop.model), folder)
-        loop.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
+        loop.optimizer.load_state_dict(_read(folder / "optimizer.pt"))
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         fit_optimizer(loop.optimizer.optimizer)
-    loop.scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
+    loop.scheduler.load_state_dict(_read(folder / "scheduler.pt"))
     if accelerator.scaler is not None and (folder / "scaler.pt").exists():
-        accelerator.scaler.load_state_dict(torch.load(folder / "scaler.pt", weights_only=True))
+        accelerator.scaler.load_state_dict(_read(folder / "scaler.pt"))
     saved = TrainerState.load_from_json(str(folder / TRAINER_STATE))
     loop.state.global_step, loop.state.log_history = saved.global_step, saved.log_history
     loop.logged_step = restore_loss_window(accelerator, folder, saved.global_step, loop.loss_sum)
     if (folder / _random_file(loop)).exists():  # a checkpoint of fewer ranks has none for the added ranks
         _set_random_states(folder / _random_file(loop))
+
+
+def _read(path: Path) -> Any:
+    """Load a file to host memory; its tensors are of rank 0's GPU, and would all be loaded there on every rank."""
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def save_loss_window(accelerator: Accelerator, folder: Path, logged_step: int, loss_sum: torch.Tensor) -> None:
@@ -136,7 +141,7 @@ def _random_states(loop: "Loop") -> dict[str, Any]:
 
 def _set_random_states(path: Path) -> None:
     with safe_globals():
-        states = torch.load(path, weights_only=True)
+        states = _read(path)
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["cpu"])

@@ -32,6 +32,7 @@ from shardmake.run.training_settings import TrainingSettings
 from shardmake.train import checkpoint_files
 from shardmake.train.learning_check import BuiltTraining
 from shardmake.train.load_model import load_model, load_tokenizer
+from shardmake.train.matmul_precision import kept_matmul_precision
 from shardmake.train.process_group import extend_timeouts, leave_together
 from shardmake.train.training_setup import (
     TrainingCallbacks,
@@ -52,7 +53,8 @@ def train(attempt_folder: Path) -> None:
     context, heartbeat = start_rank(attempt_folder)
     attempt, plan, settings = context.attempt, context.plan, context.settings
     arguments = training_arguments(context)
-    accelerator = make_accelerator(arguments)
+    with kept_matmul_precision():
+        accelerator = make_accelerator(arguments)
     tokenizer = load_tokenizer(settings)
     model = prepare_model(load_model(settings), tokenizer, arguments)
     optimizer = make_optimizer(model, arguments, settings)

@@ -88,12 +88,15 @@ class ScriptObserver:
 
     def hook_accelerator(self, module: Any) -> None:
         """Check every new Accelerator, and every model that it prepares for training."""
+        from shardmake.train.matmul_precision import kept_matmul_precision
+
         accelerator = module.Accelerator
         start, prepare, prepare_model = accelerator.__init__, accelerator.prepare, accelerator.prepare_model
 
         @wraps(start)
         def check_accelerator(self_: Any, *args: Any, **kwargs: Any) -> None:
-            start(self_, *args, **kwargs)
+            with kept_matmul_precision():
+                start(self_, *args, **kwargs)
             has_plugin = kwargs.get("deepspeed_plugin") is not None
             self.guard.check_accelerator(
                 self_.distributed_type.value, self_.num_processes, has_deepspeed_plugin=has_plugin

@@ -13,6 +13,7 @@ from shardmake.train.checkpoint_files import load_weights, restore_loss_window, 
 from shardmake.train.checkpoint_saver import Saver
 from shardmake.train.fsdp_precision import whole_tokens
 from shardmake.train.load_model import model_configs
+from shardmake.train.matmul_precision import kept_matmul_precision
 
 
 class ShardedTrainer(Trainer):
@@ -31,6 +32,11 @@ class ShardedTrainer(Trainer):
         self.after_check: list[TrainerCallback] = []
         """Callbacks that are called after the check of the engine."""
         super().__init__(**kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the Accelerator without its choice of TF32, which is the run's (``tf32``)."""
+        with kept_matmul_precision():
+            super().create_accelerator_and_postprocess()
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run forward and backward of one micro batch, and pass the loss to ``non_finite``."""

@@ -1,4 +1,4 @@
-"""The states of random number generators in a checkpoint, in Trainer's format, with simulated GPUs."""
+"""The plain loop's checkpoints on simulated GPUs: Adam's states, and those of random number generators."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,3 +66,21 @@ def test_checkpoint_without_gpu_states_loads_on_gpus(tmp_path: Path, monkeypatch
     monkeypatch.setattr(torch, "cuda", gpus := Gpus([7], 0))
     checkpoint_files._set_random_states(path)
     assert [int(state) for state in gpus.states] == [7]
+
+
+def test_every_rank_reads_into_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 wrote tensors of its GPU; the device "meta" stands for it."""
+    torch.save({"state": torch.zeros(3)}, path := tmp_path / "optimizer.pt")
+    monkeypatch.setattr(torch.serialization, "_get_restore_location", restore := Restore())
+    checkpoint_files._read(path)
+    assert restore.location == "cpu"
+
+
+class Restore:
+    """Records the location that `torch.load` is asked for."""
+
+    location: Any = "nothing was loaded"
+
+    def __call__(self, location: Any) -> Any:
+        self.location = location
+        return lambda storage, _: storage
