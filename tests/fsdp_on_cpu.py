@@ -2,17 +2,18 @@
 
 Accelerate enables FSDP only if the distributed type is MULTI_<accelerator>. On the CPU the type is MULTI_CPU, and
 Accelerate silently ignores FSDP. FSDP's offload also pins memory, which needs a GPU. FSDP1 refuses the index in the device
-"cpu:0", which Accelerate passes.
+"cpu:0", which Accelerate passes, and Accelerate refuses to fill its weights on a CPU.
 """
 
 import os
 from functools import wraps
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, dataclasses
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, _init_utils
 
 
 def _is_fsdp_requested(arguments: dict[str, Any]) -> bool:
@@ -24,11 +25,12 @@ def _pretend_gpu() -> None:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
-_partial, _full, _offload, _fsdp1 = (
+_partial, _full, _offload, _fsdp1, _plugin = (
     PartialState.__init__,
     AcceleratorState.__init__,
     FullyShardedDataParallelPlugin.set_cpu_offload,
     FullyShardedDataParallel.__init__,
+    FullyShardedDataParallelPlugin.__post_init__,
 )
 
 
@@ -57,7 +59,18 @@ def _set_cpu_offload(self: Any) -> None:
 def _wrap_with_fsdp1(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
     if str(kwargs.get("device_id", "")).startswith("cpu"):
         kwargs["device_id"] = torch.device("cpu")
+        _init_utils._check_module_states_for_sync_module_states = lambda module_states: None  # it requires a GPU
     _fsdp1(self, module, *args, **kwargs)
+
+
+@wraps(_plugin)
+def _make_plugin(self: Any) -> None:
+    """Let FSDP1 fill weights on the CPU; Accelerate looks for an accelerator's number."""
+    with (
+        mock.patch.object(dataclasses, "is_xpu_available", lambda *_: True),
+        mock.patch.object(torch.xpu, "current_device", lambda: "cpu"),
+    ):
+        _plugin(self)
 
 
 def undo() -> None:
@@ -68,4 +81,5 @@ def undo() -> None:
 PartialState.__init__ = _partial_state
 AcceleratorState.__init__ = _accelerator_state
 FullyShardedDataParallelPlugin.set_cpu_offload = _set_cpu_offload
+FullyShardedDataParallelPlugin.__post_init__ = _make_plugin
 FullyShardedDataParallel.__init__ = _wrap_with_fsdp1  # type: ignore[method-assign]

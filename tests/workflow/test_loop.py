@@ -70,17 +70,46 @@ def test_loop_equals_trainer(
     assert_merges_to(weights, forked, rundir)
 
 
-def test_layers_compiled_under_fsdp2_equal_uncompiled_ones(
-    forked: Forked, reference: tuple[Losses, Losses, Weights], tmp_path: Path
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables for a folder of kernels that the compiled trainings share."""
+    folder = tmp_path_factory.mktemp("kernels")
+    return {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "version", "first", "then"),
+    [
+        ("fsdp", 2, "trainer", "loop"),
+        ("fsdp", 2, "loop", "trainer"),
+        ("ddp", 2, "trainer", "loop"),
+        ("ddp", 2, "loop", "trainer"),
+        ("zero2", 2, "loop", "loop"),
+    ],
+)
+def test_compiled_training_equals_uncompiled_one_and_resumes(
+    forked: Forked,
+    reference: tuple[Losses, Losses, Weights],
+    kernels: dict[str, str],
+    tmp_path: Path,
+    strategy: Strategy,
+    version: int,
+    first: str,
+    then: str,
 ) -> None:
-    """Accelerate compiles each layer in place, so that the names in the checkpoints stay."""
-    rundir, kernels = RunDir(tmp_path / "run"), tmp_path / "kernels"
-    plan = forked.plan(
-        "fsdp", 2, torch_compile=True, micro_batch_size=3, learning_rate=2e-3, checkpoints={"every_steps": 4}
-    )
-    variables = {"TORCHINDUCTOR_CACHE_DIR": str(kernels), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    assert forked.train(rundir, plan, variables=variables) == [0, 0], log(rundir)
-    assert list(kernels.rglob("*.so")), "the layers were not compiled"
+    """Accelerate compiles the wrapped model as a whole, or under FSDP2 each layer in place; the names stay."""
+    rundir = RunDir(tmp_path / "run")
+    changes: dict[str, Any] = {"torch_compile": True, "fsdp_version": version, "checkpoints": {"every_steps": 2}}
+    plans = {
+        engine: forked.plan(strategy, 2, engine=engine, micro_batch_size=3, learning_rate=2e-3, **changes)
+        for engine in (first, then)
+    }
+    assert forked.train(rundir, plans[first], variables=kernels) == [0, 0], log(rundir)
+    assert list(Path(kernels["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.so")), "nothing was compiled"
+    shutil.rmtree(rundir.checkpoints / "checkpoint-4")
+    half = rundir.checkpoints / "checkpoint-2"
+    assert forked.train(rundir, plans[then], resume_from=half, variables=kernels) == [0, 0], log(rundir)
+    assert [line["attempt"] for line in metrics(rundir) if "loss" in line] == [1, 1, 2, 2]
     assert series(rundir, "loss") == pytest.approx(reference[0], abs=2e-4)
     assert_merges_to(reference[2], forked, rundir)
 

@@ -27,6 +27,7 @@ from shardmake.checkpoint.training_receipt import TRAINER_STATE
 from shardmake.run.loss_window import LOSS_WINDOW, LossWindow, read_loss_window
 from shardmake.train import deepspeed_states
 from shardmake.train.adam_states import fit_optimizer
+from shardmake.train.engine_check import below_compiler
 from shardmake.train.load_model import model_configs
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 def save(loop: "Loop", folder: Path) -> None:
     """Write the checkpoint of ``loop``; every rank must take part."""
-    accelerator, model = loop.accelerator, loop.accelerator.unwrap_model(loop.model)
+    accelerator, model = loop.accelerator, unwrap(loop.accelerator, loop.model)
     folder.mkdir(parents=True, exist_ok=True)
     is_adapter = hasattr(model, "peft_config")
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -43,8 +44,9 @@ def save(loop: "Loop", folder: Path) -> None:
         deepspeed_states.note_sub_groups(loop.model, folder)
     elif accelerator.distributed_type == DistributedType.FSDP:
         plugin = accelerator.state.fsdp_plugin
-        save_fsdp_model(plugin, accelerator, loop.model, str(folder), adapter_only=is_adapter)
-        save_fsdp_optimizer(plugin, accelerator, loop.optimizer, loop.model, str(folder))
+        sharded = below_compiler(loop.model)
+        save_fsdp_model(plugin, accelerator, sharded, str(folder), adapter_only=is_adapter)
+        save_fsdp_optimizer(plugin, accelerator, loop.optimizer, sharded, str(folder))
     elif accelerator.is_main_process:
         save_weights(model, folder)
         torch.save(loop.optimizer.state_dict(), folder / "optimizer.pt")
@@ -59,10 +61,19 @@ def save(loop: "Loop", folder: Path) -> None:
     save_loss_window(accelerator, folder, loop.logged_step, loop.loss_sum)
 
 
+def unwrap(accelerator: Accelerator, model: Any) -> Any:
+    """Return ``model`` without the wrappers of engines and of `torch.compile`, which would add a level to names.
+
+    Accelerate would keep the compiler's wrapper, and put it around the model without its engine.
+    """
+    return accelerator.unwrap_model(model, keep_torch_compile=False)
+
+
 def load(loop: "Loop", folder: Path) -> None:
     """Restore ``loop`` from the checkpoint ``folder``, which the loop or Trainer has written."""
     accelerator = loop.accelerator
-    is_adapter = hasattr(accelerator.unwrap_model(loop.model), "peft_config")
+    model = unwrap(accelerator, loop.model)
+    is_adapter = hasattr(model, "peft_config")
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         loaded, _ = loop.model.load_checkpoint(str(folder), load_module_strict=not is_adapter)
         if loaded is None:  # DeepSpeed only warns, and would train the base model
@@ -70,10 +81,11 @@ def load(loop: "Loop", folder: Path) -> None:
         deepspeed_states.restore(loop.model, folder)
     elif accelerator.distributed_type == DistributedType.FSDP:
         plugin = accelerator.state.fsdp_plugin
-        load_fsdp_model(plugin, accelerator, loop.model, str(folder), adapter_only=is_adapter)
-        load_fsdp_optimizer(plugin, accelerator, loop.optimizer, loop.model, str(folder), adapter_only=is_adapter)
+        sharded = below_compiler(loop.model)
+        load_fsdp_model(plugin, accelerator, sharded, str(folder), adapter_only=is_adapter)
+        load_fsdp_optimizer(plugin, accelerator, loop.optimizer, sharded, str(folder), adapter_only=is_adapter)
     else:
-        load_weights(accelerator.unwrap_model(loop.model), folder)
+        load_weights(model, folder)
         loop.optimizer.load_state_dict(_read(folder / "optimizer.pt"))
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         fit_optimizer(loop.optimizer.optimizer)

@@ -9,6 +9,8 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from shardmake.config.models import TORCH_DTYPES
 from shardmake.config.strategies import DDP, DEEPSPEED, FSDP
 from shardmake.core.errors import EngineMismatchError
@@ -18,10 +20,11 @@ _DTYPES: dict[str, str] = {"no": "float32", **{str(name): dtype for name, dtype 
 
 
 def describe_engine(model: Any, precision: str) -> dict[str, Any]:
-    """Return engine, ZeRO stage, world size, compute dtype and offload of the wrapped model.
+    """Return engine, ZeRO stage, world size, compute dtype and offload of the wrapped model, which may be compiled.
 
     ``precision`` is Accelerate's name of the compute data type, used if the engine has none of its own.
     """
+    model = below_compiler(model)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     class_name = type(model).__name__
     if is_deepspeed_engine(model):
@@ -33,6 +36,15 @@ def describe_engine(model: Any, precision: str) -> dict[str, Any]:
         return {"engine": FSDP, **common, **_describe_fsdp1(model)}
     is_ddp = class_name == "DistributedDataParallel" or world_size == 1
     return {"engine": DDP if is_ddp else class_name, **common, "offload_optimizer": None, "offload_param": None}
+
+
+def below_compiler(model: Any) -> Any:
+    """Return the wrapped model that `torch.compile` compiled as a whole; ``model`` itself if it is not compiled.
+
+    Accelerate compiles a model around DDP or FSDP1. FSDP2 turns a compiled model that it shards into an
+    ``FSDPOptimizedModule``, which has the state of FSDP. Layers that are compiled in place have no wrapper.
+    """
+    return model._orig_mod if type(model) is torch._dynamo.OptimizedModule else model
 
 
 def is_deepspeed_engine(model: Any) -> bool:

@@ -22,7 +22,7 @@ from shardmake.run.plan import Choice
 from shardmake.run.trained_engine import ScriptApi, TrainedEngine
 from shardmake.run.training_settings import ExpectedEngine
 from shardmake.train import first_batch
-from shardmake.train.engine_check import describe_engine, environment_report, is_deepspeed_engine
+from shardmake.train.engine_check import below_compiler, describe_engine, environment_report, is_deepspeed_engine
 from shardmake.train.row_overlap import MAX_ROWS, RowExchange, rows_until_repeats
 from shardmake.train.row_source import digest_source, find_shared_source
 
@@ -148,7 +148,7 @@ class ScriptGuard:
 
         ``precision`` is Accelerate's name of the compute data type, used if the engine has none of its own.
         """
-        model = getattr(model, "_orig_mod", model)  # of a compiled model
+        model = below_compiler(model)
         check_adapters(model)
         found = describe_engine(model, precision)
         found["world_size"] = dist.get_world_size() if dist.is_initialized() else 1

@@ -1,5 +1,7 @@
 """A Trainer that saves through Shardmake's checkpoint store."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,15 @@ from transformers import Trainer, TrainerCallback
 from shardmake.train import deepspeed_states
 from shardmake.train.adam_states import fit_optimizer
 from shardmake.train.callbacks.non_finite import NonFiniteCheck
-from shardmake.train.checkpoint_files import load_weights, restore_loss_window, save_loss_window, save_weights
+from shardmake.train.checkpoint_files import (
+    load_weights,
+    restore_loss_window,
+    save_loss_window,
+    save_weights,
+    unwrap,
+)
 from shardmake.train.checkpoint_saver import Saver
+from shardmake.train.engine_check import below_compiler
 from shardmake.train.fsdp_precision import whole_tokens
 from shardmake.train.load_model import model_configs
 from shardmake.train.matmul_precision import kept_matmul_precision
@@ -25,6 +34,7 @@ class ShardedTrainer(Trainer):
     another library gets the same as ``class Theirs(ShardedTrainer, LibrarysTrainer)``.
     """
 
+    model: Any
     non_finite: NonFiniteCheck
     saver: Saver
 
@@ -57,7 +67,7 @@ class ShardedTrainer(Trainer):
         folder = output_dir or self.args.output_dir
         assert folder is not None
         if self.args.should_save:
-            model = self.accelerator.unwrap_model(self.model)
+            model = unwrap(self.accelerator, self.model)
             if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
                 save_weights(model, Path(folder))
             for part in model_configs(model):
@@ -75,7 +85,8 @@ class ShardedTrainer(Trainer):
         losses = [line["eval_loss"] for line in lines if "eval_loss" in line]
         with self.saver.saving(step, required=required, eval_loss=losses[-1] if losses else None) as folder:
             if folder is not None:
-                super()._save_checkpoint(model, trial)
+                with self._model_below_compiler():
+                    super()._save_checkpoint(model, trial)
                 deepspeed_states.note_sub_groups(self.model_wrapped, folder)
                 save_loss_window(self.accelerator, folder, self._globalstep_last_logged, self._tr_loss)
 
@@ -86,13 +97,23 @@ class ShardedTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            super()._load_from_checkpoint(
+                resume_from_checkpoint, below_compiler(self.model if model is None else model)
+            )
         else:
-            load_weights(self.accelerator.unwrap_model(self.model), Path(resume_from_checkpoint))
+            load_weights(unwrap(self.accelerator, self.model), Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with self._model_below_compiler():
+            super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint and self.is_deepspeed_enabled:
             deepspeed_states.restore(self.model_wrapped, Path(checkpoint))
         elif checkpoint:
             fit_optimizer(self.optimizer.optimizer)
+
+    @contextmanager
+    def _model_below_compiler(self) -> Iterator[None]:
+        """Save or load FSDP1's model without the compiler's wrapper, which would add a level to all names."""
+        compiled, self.model = self.model, below_compiler(self.model)
+        yield
+        self.model = compiled

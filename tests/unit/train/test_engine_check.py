@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from shardmake.train.engine_check import describe_engine
+from shardmake.train.engine_check import below_compiler, describe_engine
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -15,3 +16,29 @@ def test_weights_around_the_blocks_do_not_hide_the_strategy(reshards: bool) -> N
     fully_shard(model[0], reshard_after_forward=reshards)
     fully_shard(model)
     assert describe_engine(model, "bf16")["reshard_after_forward"] is reshards
+
+
+def test_a_compiled_model_has_the_engine_that_it_wraps(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate compiles DDP and FSDP1 as a whole."""
+    monkeypatch.setenv("WORLD_SIZE", "2")  # of one rank, every engine is DDP
+    wrapped = DistributedDataParallel(torch.nn.Linear(4, 4))
+    sharded = FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu"))
+    for model in (wrapped, sharded):
+        assert below_compiler(torch.compile(model)) is model is below_compiler(model)
+        assert describe_engine(torch.compile(model), "bf16") == describe_engine(model, "bf16")
+    assert describe_engine(torch.compile(wrapped), "no")["engine"] == "ddp"
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("in_place", [True, False])
+def test_fsdp2_of_a_compiled_model_stays_fsdp2(in_place: bool) -> None:
+    """FSDP2 has its state on the compiler's wrapper, and layers that are compiled in place have none."""
+    model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    if in_place:
+        model.compile()
+    else:
+        model = torch.compile(model)
+    fully_shard(model)
+    assert below_compiler(model) is model
+    found = describe_engine(model, "bf16")
+    assert (found["engine"], found["fsdp_version"]) == ("fsdp", 2)

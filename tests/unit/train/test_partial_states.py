@@ -33,7 +33,7 @@ def adapted_llama() -> Any:
 
 def trainer_of(model: Any) -> Any:
     """Return what `ShardedTrainer._load_from_checkpoint` uses under DDP."""
-    accelerator = SimpleNamespace(unwrap_model=lambda wrapped: wrapped)
+    accelerator = SimpleNamespace(unwrap_model=lambda wrapped, **_: wrapped)
     return SimpleNamespace(is_deepspeed_enabled=False, is_fsdp_enabled=False, accelerator=accelerator, model=model)
 
 
