@@ -82,6 +82,8 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     [
         ("fsdp", 2, "trainer", "loop"),
         ("fsdp", 2, "loop", "trainer"),
+        ("fsdp", 1, "trainer", "loop"),
+        ("fsdp", 1, "loop", "trainer"),
         ("ddp", 2, "trainer", "loop"),
         ("ddp", 2, "loop", "trainer"),
         ("zero2", 2, "loop", "loop"),

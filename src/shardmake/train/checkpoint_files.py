@@ -26,7 +26,7 @@ from transformers.training_args import ParallelMode
 from shardmake.checkpoint.training_receipt import TRAINER_STATE
 from shardmake.run.loss_window import LOSS_WINDOW, LossWindow, read_loss_window
 from shardmake.train import deepspeed_states
-from shardmake.train.adam_states import fit_optimizer
+from shardmake.train.adam_states import allocate_states, fit_optimizer
 from shardmake.train.engine_check import below_compiler
 from shardmake.train.load_model import model_configs
 
@@ -83,6 +83,7 @@ def load(loop: "Loop", folder: Path) -> None:
         plugin = accelerator.state.fsdp_plugin
         sharded = below_compiler(loop.model)
         load_fsdp_model(plugin, accelerator, sharded, str(folder), adapter_only=is_adapter)
+        allocate_states(loop.optimizer.optimizer)
         load_fsdp_optimizer(plugin, accelerator, loop.optimizer, sharded, str(folder), adapter_only=is_adapter)
     else:
         load_weights(model, folder)

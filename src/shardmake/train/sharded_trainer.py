@@ -9,7 +9,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from shardmake.train import deepspeed_states
-from shardmake.train.adam_states import fit_optimizer
+from shardmake.train.adam_states import allocate_states, fit_optimizer
 from shardmake.train.callbacks.non_finite import NonFiniteCheck
 from shardmake.train.checkpoint_files import (
     load_weights,
@@ -104,6 +104,8 @@ class ShardedTrainer(Trainer):
             load_weights(unwrap(self.accelerator, self.model), Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint and self.is_fsdp_enabled:
+            allocate_states(self.optimizer.optimizer)
         with self._model_below_compiler():
             super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint and self.is_deepspeed_enabled:
