@@ -15,9 +15,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,7 +35,8 @@ from tests.workflow.checkout import Checkout
 RESULTS = Path(__file__).parent / "results/gpu"
 STEPS, WARM_UP = 10, 4
 VOCABULARY = 128_256
-SHAPES: dict[str, dict[str, int]] = {  # those of Llama 3.1 and 3.2
+SHAPES: dict[str, dict[str, int]] = {  # the last two are those of Llama 3.2 and 3.1
+    "0.3B": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16, "num_attention_heads": 16},
     "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
 }
@@ -68,27 +70,35 @@ def _case(shape: str, strategy: str, **changes: Any) -> Case:
 RECOMPUTE: dict[str, Any] = {"gradient_checkpointing": True}
 CASES: Sequence[Case] = (
     *(_case("1B", strategy) for strategy in ("ddp", "zero1", "zero2", "zero3", "fsdp")),
-    *(_case("1B", strategy, **RECOMPUTE) for strategy in ("ddp", "zero3-offload", "fsdp-offload")),
-    _case("1B", "fsdp", fsdp_version=1),
-    _case("1B", "ddp", attention="sdpa"),
-    _case("1B", "ddp", attention="eager", sequence_length=1024),
-    _case("1B", "ddp", loss="fused"),
-    _case("1B", "zero2", loss="fused", **RECOMPUTE),
-    _case("1B", "ddp", optimizer="adamw8bit"),
-    _case("1B", "ddp", torch_compile=True),
-    _case("1B", "fsdp", torch_compile=True),
-    _case("1B", "fsdp", engine="loop"),
-    _case("1B", "ddp", activation_offload=True, **RECOMPUTE),
-    _case("1B", "zero2", precision="fp16"),
-    _case("1B", "ddp", precision="fp32", attention="sdpa", sequence_length=2048),
-    *(_case("1B", strategy, objective="dpo") for strategy in ("ddp", "zero2", "zero3", "fsdp")),
-    _case("1B", "ddp", objective="dpo", method="lora"),
-    _case("1B", "ddp", objective="kto"),
-    _case("1B", "ddp", objective="reward"),
+    *(_case("0.3B", strategy, **RECOMPUTE) for strategy in ("ddp", "zero3-offload", "fsdp-offload")),
+    _case("0.3B", "fsdp", fsdp_version=1),
+    _case("0.3B", "ddp", attention="sdpa"),
+    _case("0.3B", "ddp", attention="eager", sequence_length=1024),
+    _case("0.3B", "ddp", loss="fused"),
+    _case("0.3B", "zero2", loss="fused", **RECOMPUTE),
+    _case("0.3B", "ddp", optimizer="adamw8bit"),
+    _case("0.3B", "ddp", torch_compile=True),
+    _case("0.3B", "fsdp", torch_compile=True),
+    _case("0.3B", "fsdp", engine="loop"),
+    _case("0.3B", "ddp", activation_offload=True, **RECOMPUTE),
+    _case("0.3B", "zero2", precision="fp16"),
+    _case("0.3B", "ddp", precision="fp32", attention="sdpa", sequence_length=2048),
+    *(_case("0.3B", strategy, objective="dpo") for strategy in ("ddp", "zero2", "zero3", "fsdp")),
+    _case("0.3B", "ddp", objective="dpo", method="lora"),
+    _case("0.3B", "ddp", objective="kto"),
+    _case("0.3B", "ddp", objective="reward"),
     *(_case("8B", strategy, method="lora", **RECOMPUTE) for strategy in ("ddp", "zero2", "zero3", "fsdp")),
     _case("8B", "ddp", method="lora", sequence_length=8192, **RECOMPUTE),
     *(_case("8B", strategy, method="qlora", **RECOMPUTE) for strategy in ("ddp", "zero2", "fsdp")),
 )
+
+
+def make_bases(shapes: set[str], folder: Path) -> None:
+    """Write the data and the models; a process of its own frees the GPU, which trainings expect to be unused."""
+    make_preferences(folder / "inputs")
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as maker:
+        for shape in sorted(shapes):
+            maker.submit(make_base, shape, folder / "inputs", folder / f"base-{shape}").result()
 
 
 def make_base(shape: str, inputs: Path, folder: Path, device: str = "cuda") -> None:
@@ -235,25 +245,17 @@ def main() -> int:
         print(json.dumps(figures(train(Case(**json.loads(options.case)), options.folder, machine))))
         return 0
     chosen = [case for case in CASES if any(word in case.name for word in options.only)]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_preferences(folder / "inputs")
-        for shape in sorted({case.shape for case in chosen}):
-            make_base(shape, folder / "inputs", folder / f"base-{shape}")
-        with ThreadPoolExecutor(options.jobs) as pool:
-            results = list(pool.map(partial(run, folder=folder), chosen))
-    found = {
-        "gpu": asdict(machine),
-        "jobs": options.jobs,
-        "summary": summary(results),
-        "cases": results,
-        "machine": this_machine(),
-    }
     path = options.output or RESULTS / f"trainings-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found["summary"]))
-    return 1 if found["summary"]["failed"] else 0
+    results: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(options.jobs) as pool:
+        make_bases({case.shape for case in chosen}, Path(name))
+        for result in pool.map(partial(run, folder=Path(name)), chosen):
+            results.append(result)
+            found = {"gpu": asdict(machine), "jobs": options.jobs, "summary": summary(results), "cases": results}
+            path.write_text(json.dumps(found | {"machine": this_machine()}, indent=1) + "\n")
+    print(json.dumps(summary(results)))
+    return 1 if any("failed" in result for result in results) else 0
 
 
 if __name__ == "__main__":
