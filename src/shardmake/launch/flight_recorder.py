@@ -1,11 +1,13 @@
 """NCCL's flight recorder: each rank's last collectives, dumped at a hang and analysed with torch's own tool."""
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
 _PREFIX = "nccl-rank-"
 _END_OF_PICKLE = b"."
-_ANALYSIS_SECONDS = 60.0
+ANALYSIS_SECONDS = 60.0
 _LISTED_RANKS = 8
 
 
@@ -60,21 +62,41 @@ def is_dumped(folder: AttemptDir, rank: int) -> bool:
     return False
 
 
-def analyse_dumps(folder: AttemptDir) -> str:
-    """Return a sentence about the collective that the ranks hang in; empty if the dumps do not show it.
+@dataclass(frozen=True)
+class CollectiveHang:
+    """The collective that the ranks hang in, as the dumps show it; empty if they do not."""
+
+    message: str = ""
+    """A sentence about the collective."""
+    missing: frozenset[int] = frozenset()
+    """Ranks that did not join the collective, and that wait in no other one."""
+
+    def as_line(self) -> str:
+        """Return this as one line of JSON."""
+        return json.dumps({"message": self.message, "missing": sorted(self.missing)})
+
+    @classmethod
+    def from_line(cls, line: str) -> "CollectiveHang":
+        """Return what `as_line` returned for; nothing for an empty line."""
+        found = json.loads(line or "{}")
+        return cls(found.get("message", ""), frozenset(found.get("missing", ())))
+
+
+def analyse_dumps(folder: AttemptDir) -> CollectiveHang:
+    """Return the collective that the ranks hang in.
 
     torch's tool runs in a process of its own, and its output is kept beside the dumps.
     """
     if not any(folder.stacks.glob(f"{_PREFIX}*")):
-        return ""
+        return CollectiveHang()
     command = [sys.executable, "-m", __name__, str(folder.stacks)]
     with (folder.stacks / "nccl-analysis.txt").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-        return (wait_for_output(process, _ANALYSIS_SECONDS) or "").strip()
+        return CollectiveHang.from_line((wait_for_output(process, ANALYSIS_SECONDS) or "").strip())
 
 
-def find_collective(dumps: Mapping[str, dict[str, Any]]) -> str:
-    """Return the sentence of `analyse_dumps` for the contents of the dumps, by file name."""
+def find_collective(dumps: Mapping[str, dict[str, Any]]) -> CollectiveHang:
+    """Return the result of `analyse_dumps` for the contents of the dumps, by file name."""
     from torch.distributed.flight_recorder.components.builder import build_db
     from torch.distributed.flight_recorder.components.config_manager import JobConfig
 
@@ -86,8 +108,8 @@ def find_collective(dumps: Mapping[str, dict[str, Any]]) -> str:
     )
 
 
-def describe_collectives(collectives: "Sequence[Collective]", dumped: Set[int]) -> str:
-    """Return a sentence about the first collective that some ranks did not join, ran differently or did not finish.
+def describe_collectives(collectives: "Sequence[Collective]", dumped: Set[int]) -> CollectiveHang:
+    """Describe the first collective that some ranks did not join, ran differently or did not finish.
 
     A rank that did not join may itself wait in a collective of another group. Such collectives are consequences. The
     ``dumped`` ranks are known; nothing is said about a collective that others take part in.
@@ -99,15 +121,18 @@ def describe_collectives(collectives: "Sequence[Collective]", dumped: Set[int]) 
         first = waited_for[0]
         missing = first.missing_ranks or set()
         others = first.expected_ranks - missing
-        return (
+        message = (
             f"{_ranks(missing).capitalize()} did not join {_describe(first)}, in which {_ranks(others)} "
             f"{'waits' if len(others) == 1 else 'wait'}."
         )
+        return CollectiveHang(message, frozenset(missing - waiting))
     unlike = next((variants for one in collectives if len(variants := _variants(one)) > 1), None)
     if unlike:
-        return f"The ranks do not run the same collective: {'; '.join(unlike)}."
+        return CollectiveHang(f"The ranks do not run the same collective: {'; '.join(unlike)}.")
     unfinished = next((one for one in collectives if one.expected_ranks <= dumped and not _is_completed(one)), None)
-    return f"All ranks joined {_describe(unfinished)}, and it did not complete." if unfinished else ""
+    if unfinished is None:
+        return CollectiveHang()
+    return CollectiveHang(f"All ranks joined {_describe(unfinished)}, and it did not complete.")
 
 
 def _is_completed(collective: "Collective") -> bool:
@@ -140,7 +165,7 @@ def _ranks(ranks: Set[int]) -> str:
 
 
 def main(stacks: Path) -> None:
-    """Print the sentence for the dumps in ``stacks``."""
+    """Print the result for the dumps in ``stacks`` as one line."""
     from torch.distributed.flight_recorder.components.loader import read_dump
 
     dumps = {}
@@ -150,7 +175,7 @@ def main(stacks: Path) -> None:
         except Exception as error:  # a rank was killed while it wrote its dump
             print(f"{path.name} is not a complete dump: {error}", file=sys.stderr)
     if dumps:
-        print(find_collective(dumps))
+        print(find_collective(dumps).as_line())
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 
 import psutil
@@ -22,7 +22,7 @@ import psutil
 from shardmake.core.build_locks import build_locks
 from shardmake.core.process import wait_for_output
 from shardmake.core.units import numbered
-from shardmake.launch.flight_recorder import analyse_dumps, is_dumped, request_dump
+from shardmake.launch.flight_recorder import ANALYSIS_SECONDS, analyse_dumps, is_dumped, request_dump
 from shardmake.run.attempt import (
     USER_SCRIPT_PHASE,
     AttemptDir,
@@ -87,23 +87,28 @@ def overdue(beats: Sequence[Heartbeat], now: float, hang_seconds: float, awake_s
     return min(late, key=lambda beat: beat.time, default=None)
 
 
-def find_culprit(ranks: Sequence[RankState]) -> RankState | None:
-    """Return the only rank that does not answer, is behind, or is outside a collective; None if several are."""
+def find_culprit(ranks: Sequence[RankState], missing: Set[int] = frozenset()) -> RankState | None:
+    """Return the only rank that does not answer, is behind, or is outside a collective; None if several are.
+
+    ``missing`` are the ranks that did not join a collective, as NCCL recorded it. NCCL's calls return at once, and a
+    rank that waits may be at any later line. Without a record only the stacks show which ranks are in a collective.
+    """
     last_step = max(rank.step for rank in ranks)
     for odd_ones in (
         [rank for rank in ranks if not rank.answered],
         [rank for rank in ranks if rank.step < last_step],
-        [rank for rank in ranks if not rank.in_collective],
+        [rank for rank in ranks if rank.rank in missing],
+        [rank for rank in ranks if not rank.in_collective and (rank.rank in missing or not missing)],
     ):
         if len(odd_ones) == 1:
             return odd_ones[0]
     return None
 
 
-def describe_hang(missed: Heartbeat, ranks: Sequence[RankState], now: float) -> Hang:
-    """Describe a hang that the heartbeat ``missed`` revealed."""
+def describe_hang(missed: Heartbeat, ranks: Sequence[RankState], now: float, missing: Set[int] = frozenset()) -> Hang:
+    """Describe a hang that the heartbeat ``missed`` revealed; ``missing`` are those of `find_culprit`."""
     where = f"No progress for {now - missed.time:.0f} s in phase '{missed.phase}' after step {missed.step}"
-    culprit = find_culprit(ranks)
+    culprit = find_culprit(ranks, missing)
     if culprit is None:
         return Hang(rank=None, host=None, message=f"{where}. The stacks do not show which rank caused it.")
     state = f"does not answer (its process is {culprit.process or 'unreachable'})"
@@ -222,17 +227,17 @@ class Watchdog:
         locks = [str(lock) for lock in build_locks(kernels)] if any(state.builds for state in states) else []
         NodeStates(ranks=states, build_locks=locks).write(self._states_file(self.node_rank))
         if self.missed is None:
-            _wait_for(self.folder.hang.exists, _OTHER_NODES_SECONDS)
+            # Slurm ends all workers soon after the first one that ends.
+            _wait_for(self.folder.hang.exists, _OTHER_NODES_SECONDS + ANALYSIS_SECONDS)
             return
         _wait_for(lambda: self._count_states() + self.folder.count_exits() >= self.nodes, _OTHER_NODES_SECONDS)
         found = [self._read_states(node) for node in range(self.nodes)]
         ranks = [rank for node in found for rank in node.ranks]
-        hang = describe_hang(self.missed, ranks, time.time())
+        recorded_hang = analyse_dumps(self.folder)
+        hang = describe_hang(self.missed, ranks, time.time(), recorded_hang.missing)
         locks_message = describe_build_locks(ranks, sorted({lock for node in found for lock in node.build_locks}))
-        hang = hang.model_copy(update={"message": hang.message + locks_message})
-        hang.write(self.folder.hang)  # the job may end before the analysis does
-        if sentence := analyse_dumps(self.folder):
-            hang.model_copy(update={"message": f"{hang.message} {sentence}"}).write(self.folder.hang)
+        sentences = [hang.message + locks_message, recorded_hang.message]
+        hang.model_copy(update={"message": " ".join(filter(None, sentences))}).write(self.folder.hang)
 
     def _read_stack(self, rank: int) -> str:
         """Return a rank's stacks; empty if the rank did not answer."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from shardmake.launch.flight_recorder import (
+    CollectiveHang,
     analyse_dumps,
     dump_file,
     find_collective,
@@ -53,7 +54,9 @@ def entry(number: int, state: str = "completed", **changes: Any) -> dict[str, An
     } | changes
 
 
-def find(entries: dict[int, list[dict[str, Any]]], groups: dict[str, tuple[str, list[int]]] | None = None) -> str:
+def find(
+    entries: dict[int, list[dict[str, Any]]], groups: dict[str, tuple[str, list[int]]] | None = None
+) -> CollectiveHang:
     """Return the finding for dumps with these entries by rank; ``groups`` have description and ranks by name."""
     groups = groups or {"0": ("default_pg", list(range(max(entries) + 1)))}
     return find_collective(
@@ -76,11 +79,11 @@ def find(entries: dict[int, list[dict[str, Any]]], groups: dict[str, tuple[str, 
 
 def test_a_rank_that_did_not_join_is_named() -> None:
     waiting = [entry(1), entry(2), entry(3, "started")]
-    assert find({0: waiting, 1: waiting[:2], 2: waiting}) == (
-        "Rank 1 did not join all_reduce number 3 of the group default_pg, in which ranks 0, 2 wait."
-    )
+    found = find({0: waiting, 1: waiting[:2], 2: waiting})
+    message = "Rank 1 did not join all_reduce number 3 of the group default_pg, in which ranks 0, 2 wait."
+    assert found == CollectiveHang(message, frozenset({1})) == CollectiveHang.from_line(found.as_line())
     many = {rank: list(waiting) for rank in range(16)} | {5: waiting[:2]}
-    assert "in which 15 ranks (0, 1, 2, 3, 4, 6, 7, 8, ...) wait." in find(many)
+    assert "in which 15 ranks (0, 1, 2, 3, 4, 6, 7, 8, ...) wait." in find(many).message
 
 
 def test_a_rank_that_waits_in_another_group_is_a_consequence() -> None:
@@ -90,7 +93,8 @@ def test_a_rank_that_waits_in_another_group_is_a_consequence() -> None:
     done = entry(1, process_group=("2", "shard"))
     replicate = entry(1, "started", process_group=("3", "replicate"), record_id=1)
     found = find({2: [done, replicate], 0: [shard], 1: [], 3: [done]}, groups)
-    assert found == "Rank 1 did not join all_reduce number 1 of the group shard, in which rank 0 waits."
+    message = "Rank 1 did not join all_reduce number 1 of the group shard, in which rank 0 waits."
+    assert found == CollectiveHang(message, frozenset({1}))
 
 
 @pytest.mark.parametrize(
@@ -105,20 +109,22 @@ def test_a_rank_that_waits_in_another_group_is_a_consequence() -> None:
 def test_ranks_that_run_different_collectives(changes: dict[str, Any], words: str) -> None:
     same = [entry(1), entry(2, "started")]
     found = find({0: same, 1: [entry(1), entry(2, "started", **changes)], 2: list(same)})
-    assert found.startswith("The ranks do not run the same collective: ") and words in found
+    assert found.message.startswith("The ranks do not run the same collective: ") and words in found.message
+    assert not found.missing
 
 
 @pytest.mark.parametrize("states", [("started", "started"), ("completed", "started"), ("started", "scheduled")])
 def test_a_collective_that_all_joined_and_none_or_some_finished(states: tuple[str, str]) -> None:
     found = find({rank: [entry(1), entry(2, state), entry(3, "scheduled")] for rank, state in enumerate(states)})
-    assert found == "All ranks joined all_reduce number 2 of the group default_pg, and it did not complete."
+    message = "All ranks joined all_reduce number 2 of the group default_pg, and it did not complete."
+    assert found == CollectiveHang(message)
 
 
 def test_nothing_is_said_about_ranks_without_a_dump() -> None:
     groups = {"0": ("default_pg", [0, 1, 2])}
     waiting = [entry(1), entry(2, "started")]
-    assert find({0: waiting, 2: list(waiting)}, groups) == ""
-    assert find({0: [entry(1)], 1: [entry(1)], 2: [entry(1)]}, groups) == ""
+    assert find({0: waiting, 2: list(waiting)}, groups) == CollectiveHang()
+    assert find({0: [entry(1)], 1: [entry(1)], 2: [entry(1)]}, groups) == CollectiveHang()
 
 
 def test_a_dump_is_requested_by_a_byte_in_the_pipe(tmp_path: Path) -> None:
@@ -138,12 +144,12 @@ def test_a_dump_is_requested_by_a_byte_in_the_pipe(tmp_path: Path) -> None:
 def test_a_dump_that_is_still_written_is_incomplete_and_not_analysed(tmp_path: Path) -> None:
     folder = AttemptDir(tmp_path)
     folder.stacks.mkdir()
-    assert analyse_dumps(folder) == ""
+    assert analyse_dumps(folder) == CollectiveHang()
     content = pickle.dumps({"version": "2.10", "pg_config": {}, "entries": []})
     for part in (b"", content[:10]):
         dump_file(folder, 0).write_bytes(part)
         assert not is_dumped(folder, 0)
-    assert analyse_dumps(folder) == ""
+    assert analyse_dumps(folder) == CollectiveHang()
     assert "nccl-rank-0 is not a complete dump" in (folder.stacks / "nccl-analysis.txt").read_text()
     dump_file(folder, 0).write_bytes(content)
     assert is_dumped(folder, 0)
@@ -207,6 +213,7 @@ def test_the_hang_report_names_the_collective_from_real_dumps_that_arrive_late(t
             process.wait()
     found = folder.read_hang()
     assert found, "the watchdog wrote its finding"
+    assert found.rank == 1, "both ranks are outside a collective in their stacks, as with NCCL"
     assert found.message.endswith(
         "Rank 1 did not join all_reduce number 4 of the group default_pg, in which rank 0 waits."
     )

@@ -85,6 +85,26 @@ def test_the_culprit_is_found(ranks: list[RankState], named: int | None) -> None
     assert hang.host == (None if named is None else f"c{named + 1}")
 
 
+@pytest.mark.parametrize(
+    ("ranks", "missing", "named"),
+    [
+        ([rank_state(beat(rank), BUSY) for rank in range(3)], {1}, 1),
+        ([rank_state(beat(0), BUSY), rank_state(beat(1), WAITING), rank_state(beat(2), WAITING)], {2}, 2),
+        ([rank_state(beat(0), BUSY), rank_state(beat(1), ""), rank_state(beat(2), BUSY)], {2}, 1),
+        ([rank_state(beat(0), BUSY), rank_state(beat(1), WAITING), rank_state(beat(2), WAITING)], {1, 2}, None),
+        ([rank_state(beat(0), BUSY), rank_state(beat(1), BUSY), rank_state(beat(2), WAITING)], {1, 2}, 1),
+        ([rank_state(beat(rank), BUSY) for rank in range(3)], set(), None),
+    ],
+)
+def test_a_rank_that_did_not_join_a_collective_is_found_where_stacks_do_not_show_it(
+    ranks: list[RankState], missing: set[int], named: int | None
+) -> None:
+    """NCCL's calls return at once: ranks that wait are elsewhere, and their stacks show no collective."""
+    found = find_culprit(ranks, missing)
+    assert (found.rank if found else None) == named
+    assert describe_hang(beat(), ranks, 1700, missing).rank == named
+
+
 RANK = """
 import faulthandler, signal, sys, time
 from pathlib import Path
