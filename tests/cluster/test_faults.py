@@ -96,9 +96,14 @@ def allow_restart(run: FaultRun) -> str:
 
 
 def restart_job(run: FaultRun, attempts: int) -> Ends:
-    """An administrator restarts the job after it has committed a checkpoint; the attempt continues."""
+    """An administrator restarts the job after it has committed a checkpoint; the attempt continues.
+
+    Slurm restarts only jobs that it may restart, and would then also restart the job after a later fault.
+    """
     run.wait_for_steps(run.every + CHANCE.randint(2, 8), attempts)
-    run.cluster.run(["scontrol", "requeue", allow_restart(run)])
+    job = allow_restart(run)
+    run.cluster.run(["scontrol", "requeue", job])
+    run.cluster.run(["scontrol", "update", f"jobid={job}", "requeue=0"])
     return []
 
 
@@ -201,6 +206,14 @@ def test_training_recovers_from_each_fault(
 ) -> None:
     run.repair()
     recover_from(run, [fault], baseline_run(strategy))
+
+
+@pytest.mark.faults
+def test_a_node_failure_after_a_restart_ends_the_attempt(run: FaultRun, baseline_run: BaselineRuns) -> None:
+    """An administrator's restart does not let Slurm restart the job by itself, whose end the campaign waits for."""
+    run.repair()
+    recover_from(run, [restart_job, kill_node], baseline_run("zero2"))
+    assert run.ends() == ["node failure", "finished"]
 
 
 # ---- ends that stop the driver; the same command resumes ------------------------------------------------------------
