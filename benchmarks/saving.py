@@ -115,8 +115,9 @@ def measure(strategy: Strategy, rounds: int, root: Path) -> list[dict[str, Any]]
 
 def enlarge(base: Path, shape: dict[str, int]) -> None:
     """Put a larger model of the same kind and vocabulary in the place of the demo's."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
+    set_seed(0)  # results of several runs are compared
     config = AutoConfig.from_pretrained(base)
     config.update(shape | {"head_dim": shape["hidden_size"] // shape["num_attention_heads"]})
     AutoModelForCausalLM.from_config(config).save_pretrained(base)

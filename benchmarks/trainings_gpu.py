@@ -32,7 +32,7 @@ from tests.gpu.machine import Machine, find_machine
 from tests.gpu.results import Trained
 from tests.workflow.checkout import Checkout
 
-RESULTS = Path(__file__).parent / "results/gpu"
+RESULTS = Path(__file__).parent / "results/trainings_gpu.json"
 STEPS, WARM_UP = 10, 4
 VOCABULARY = 128_256
 SHAPES: dict[str, dict[str, int]] = {  # the last two are those of Llama 3.2 and 3.1
@@ -236,7 +236,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[""], help="Run the cases whose name has one of these words.")
     parser.add_argument("--jobs", type=int, default=1, help="Cases at once.")
-    parser.add_argument("--output", type=Path, default=None, help="Default: a new file in benchmarks/results/gpu.")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--folder", type=Path, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--case", default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -245,15 +245,13 @@ def main() -> int:
         print(json.dumps(figures(train(Case(**json.loads(options.case)), options.folder, machine))))
         return 0
     chosen = [case for case in CASES if any(word in case.name for word in options.only)]
-    path = options.output or RESULTS / f"trainings-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(options.jobs) as pool:
         make_bases({case.shape for case in chosen}, Path(name))
         for result in pool.map(partial(run, folder=Path(name)), chosen):
             results.append(result)
             found = {"gpu": asdict(machine), "jobs": options.jobs, "summary": summary(results), "cases": results}
-            path.write_text(json.dumps(found | {"machine": this_machine()}, indent=1) + "\n")
+            options.output.write_text(json.dumps(found | {"machine": this_machine()}, indent=1) + "\n")
     print(json.dumps(summary(results)))
     return 1 if any("failed" in result for result in results) else 0
 

@@ -171,7 +171,7 @@ class Kit:
 
     def run_out_of_memory(self) -> list[AttemptRecord]:
         """Train with less memory than the plan's choice needs, and return the attempts."""
-        settings = {"strategy": BASELINE, "micro_batch_size": "auto"}
+        settings: dict[str, Any] = {"strategy": BASELINE, "micro_batch_size": "auto"}
         copy = self.checkout("memory", **settings)
         copy("shardmake", "plan", "demo")
         run = RunDir(copy.run)

@@ -49,6 +49,7 @@ def report(folder: Path, outcome: str, commit: str = "c0ffee") -> Path:
 def test_only_tests_that_passed_have_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence, "STORE", tmp_path / "evidence.json")
     monkeypatch.setattr(evidence, "PAGE", tmp_path / "evidence.md")
+    monkeypatch.setattr(evidence, "GPU_RESULTS", tmp_path / "gpu")
     monkeypatch.setattr(sys, "argv", ["evidence", str(report(tmp_path, ""))])
     evidence.main()
     page = evidence.PAGE.read_text()
