@@ -117,5 +117,7 @@ class ShardedTrainer(Trainer):
     def _model_below_compiler(self) -> Iterator[None]:
         """Save or load FSDP1's model without the compiler's wrapper, which would add a level to all names."""
         compiled, self.model = self.model, below_compiler(self.model)
-        yield
-        self.model = compiled
+        try:
+            yield
+        finally:
+            self.model = compiled
