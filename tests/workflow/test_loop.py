@@ -81,11 +81,11 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     ("strategy", "version", "first", "then"),
     [
         ("fsdp", 2, "trainer", "loop"),
-        ("fsdp", 2, "loop", "trainer"),
-        ("fsdp", 1, "trainer", "loop"),
+        pytest.param("fsdp", 2, "loop", "trainer", marks=pytest.mark.objectives),
+        pytest.param("fsdp", 1, "trainer", "loop", marks=pytest.mark.objectives),
         ("fsdp", 1, "loop", "trainer"),
         ("ddp", 2, "trainer", "loop"),
-        ("ddp", 2, "loop", "trainer"),
+        pytest.param("ddp", 2, "loop", "trainer", marks=pytest.mark.objectives),
         ("zero2", 2, "loop", "loop"),
     ],
 )
