@@ -111,6 +111,10 @@ TRAINED: list[tuple[Strategy, str, list[str], dict[str, Any]]] = [
     ("zero3", "native_deepspeed.py", NATIVE, expected("deepspeed", "deepspeed", 3)),
     ("ddp", "plain_torch.py", TORCH, expected("torch", "ddp")),
     ("fsdp", "plain_torch.py", [*TORCH, "--wrap", "fsdp"], expected("torch", "fsdp")),
+    ("ddp", "plain_torch.py", [*TORCH, "--compile", "wrapped"], expected("torch", "ddp")),
+    ("fsdp", "plain_torch.py", [*TORCH, "--wrap", "fsdp", "--compile", "model"], expected("torch", "fsdp")),
+    ("fsdp", "plain_torch.py", [*TORCH, "--wrap", "fsdp", "--compile", "layers"], expected("torch", "fsdp")),
+    ("ddp", "accelerate_loop.py", [*ACCELERATE, "--compile"], expected("accelerate", "ddp")),
     ("zero3", "accelerate_loop.py", [*ACCELERATE, "--state_dict"], expected("accelerate", "deepspeed", 3)),
 ]
 

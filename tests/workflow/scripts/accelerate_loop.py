@@ -25,6 +25,7 @@ parser.add_argument("--checkpoints")
 parser.add_argument("--die_after", type=int)
 parser.add_argument("--load_dtype", default="float32")
 parser.add_argument("--precision", help="mixed_precision of the Accelerator")
+parser.add_argument("--compile", action="store_true")
 parser.add_argument("--own_plugin", help="a DeepSpeed file for a plugin, with bf16")
 parser.add_argument("--own_loader", choices=OWN_LOADERS, help="each rank reads all rows")
 parser.add_argument("--state_dict", action="store_true", help="save the gathered weights")
@@ -64,7 +65,13 @@ def main() -> None:
     steps = args.gradient_accumulation_steps
     plugin = DeepSpeedPlugin(hf_ds_config=args.own_plugin) if args.own_plugin else None
     precision = "bf16" if args.own_plugin else args.precision
-    accelerator = Accelerator(gradient_accumulation_steps=steps, deepspeed_plugin=plugin, mixed_precision=precision)
+    compiler = "eager" if args.compile else None
+    accelerator = Accelerator(
+        gradient_accumulation_steps=steps,
+        deepspeed_plugin=plugin,
+        mixed_precision=precision,
+        dynamo_backend=compiler,
+    )
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.load_dtype)

@@ -18,6 +18,7 @@ parser.add_argument("--model", required=True)
 parser.add_argument("--data", required=True)
 parser.add_argument("--output_dir", required=True)
 parser.add_argument("--wrap", choices=["ddp", "fsdp", "none"], default="ddp")
+parser.add_argument("--compile", choices=["wrapped", "model", "layers"], help="what torch.compile gets")
 parser.add_argument("--batch_size", type=int, default=2)
 parser.add_argument("--accumulation", type=int, default=2)
 parser.add_argument("--same_rows", action="store_true")
@@ -47,7 +48,13 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     plain = AutoModelForCausalLM.from_pretrained(args.model)
-    model = wrap(plain, args.wrap)
+    if args.compile == "layers":
+        for layer in plain.base_model.layers:
+            layer.compile(backend="eager")
+    model = torch.compile(plain, backend="eager") if args.compile == "model" else plain
+    model = wrap(model, args.wrap)
+    if args.compile == "wrapped":
+        model = torch.compile(model, backend="eager")
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     rows = read_examples(args.data, tokenizer)
