@@ -42,6 +42,7 @@ TABLE: dict[str, Why | str] = {
     "checkpoint/formats/hub_layout.py:hub_weights": "plan/inspect_model.py:_files_layout",
     "checkpoint/formats/huggingface.py": R,
     "checkpoint/formats/lora.py:_with_update": R,
+    "checkpoint/formats/lora.py:_unused_adapter": R,
     "checkpoint/formats/lora.py:adapter_only": Why.COMMAND,
     "checkpoint/formats/lora.py:config_file": R,
     "checkpoint/formats/lora.py:merge": Why.COMMAND,

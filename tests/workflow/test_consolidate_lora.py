@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from shardmake.consolidate.merge import consolidate
@@ -84,6 +85,22 @@ def test_deepspeed_checkpoint_of_an_adapter(
     factors = {name: tensor for name, tensor in expected_weights(variant, "fp32").items() if ".lora_" in name}
     assert not adapted.load_state_dict(factors, strict=False).unexpected_keys
     assert_close(load_weights(tmp_path / "model"), adapted.merge_and_unload().state_dict(), torch.float32)
+
+
+def test_of_several_adapters_only_trls_reference_is_left_out(tmp_path: Path) -> None:
+    """A state of the whole model, as `accelerator.save_state` writes it, has each adapter under its name."""
+    base, adapter = save_adapter(LlamaForCausalLM(SHAPE), tmp_path)
+    model = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
+    for number, name in enumerate(("ref", "other")):
+        model.add_adapter(name, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False))
+        state = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
+        save_file(state, adapter / "model.safetensors")
+        (adapter / "adapter_model.safetensors").unlink(missing_ok=True)
+        if number == 0:
+            consolidate(adapter, tmp_path / "model", base=base, dtype="fp32")
+    with pytest.raises(ShardmakeError, match=r"It holds several adapters \(default, other\)"):
+        consolidate(adapter, tmp_path / "again", base=base, dtype="fp32")
+    assert_close(load_weights(tmp_path / "model"), model.merge_and_unload().state_dict(), torch.float32)
 
 
 def test_adapter_of_another_model_is_an_error(folders: tuple[Path, Path], tmp_path: Path) -> None:

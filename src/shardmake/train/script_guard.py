@@ -22,6 +22,7 @@ from shardmake.run.plan import Choice
 from shardmake.run.trained_engine import ScriptApi, TrainedEngine
 from shardmake.run.training_settings import ExpectedEngine
 from shardmake.train import first_batch
+from shardmake.train.adapter_config import adapter_configs
 from shardmake.train.engine_check import below_compiler, describe_engine, environment_report, is_deepspeed_engine
 from shardmake.train.row_overlap import MAX_ROWS, RowExchange, rows_until_repeats
 from shardmake.train.row_source import digest_source, find_shared_source
@@ -100,8 +101,9 @@ def trained_dtype(model: Any, described: str) -> str:
 
 def check_adapters(model: torch.nn.Module) -> None:
     """Raise an `EngineMismatchError` if the consolidate stage could not merge the adapters of a PEFT model."""
-    configs: dict[str, Any] = next(filter(None, (vars(part).get("peft_config") for part in model.modules())), {})
-    found = {feature for config in configs.values() for feature in unsupported_features(config.to_dict())}
+    found = {
+        feature for config in adapter_configs(model).values() for feature in unsupported_features(config.to_dict())
+    }
     if found:
         raise EngineMismatchError(
             f"The script's adapters cannot be merged: {', '.join(sorted(found))}. Nothing was trained. Of a mixture of "

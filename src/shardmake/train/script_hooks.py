@@ -92,6 +92,7 @@ class ScriptObserver:
 
         accelerator = module.Accelerator
         start, prepare, prepare_model = accelerator.__init__, accelerator.prepare, accelerator.prepare_model
+        save_model = accelerator.save_model
 
         @wraps(start)
         def check_accelerator(self_: Any, *args: Any, **kwargs: Any) -> None:
@@ -102,6 +103,12 @@ class ScriptObserver:
                 self_.distributed_type.value, self_.num_processes, has_deepspeed_plugin=has_plugin
             )
             self.share_rows(self_)
+            self_.register_save_state_pre_hook(lambda models, _, folder: self.describe_adapters(models[0], folder))
+
+        @wraps(save_model)
+        def save_described(self_: Any, model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+            self.describe_adapters(model, save_directory)
+            return save_model(self_, model, save_directory, *args, **kwargs)
 
         def check_result(function: Callable[..., Any]) -> Callable[..., Any]:
             @wraps(function)
@@ -120,6 +127,7 @@ class ScriptObserver:
 
         accelerator.__init__ = check_accelerator
         accelerator.prepare, accelerator.prepare_model = check_result(prepare), check_result(prepare_model)
+        accelerator.save_model = save_described
 
     def share_rows(self, accelerator: Any) -> None:
         """Let the ranks of a group of DeepSpeed's AutoTP read the same rows."""
@@ -135,8 +143,8 @@ class ScriptObserver:
         set_script_policy(module.FullyShardedDataParallelPlugin, self.context.settings.expected)
 
     def hook_deepspeed(self, module: Any) -> None:
-        """Check every DeepSpeed engine."""
-        initialize = module.initialize
+        """Check every DeepSpeed engine, and describe the adapters beside its checkpoints."""
+        initialize, engine = module.initialize, module.DeepSpeedEngine
 
         @wraps(initialize)
         def check(*args: Any, **kwargs: Any) -> Any:
@@ -146,7 +154,17 @@ class ScriptObserver:
             self.add_model(result[0], "no")
             return result
 
+        def describe_beside(save: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(save)
+            def save_described(self_: Any, save_dir: Any, *args: Any, **kwargs: Any) -> Any:
+                self.describe_adapters(self_.module, save_dir)
+                return save(self_, save_dir, *args, **kwargs)
+
+            return save_described
+
         module.initialize = check
+        engine.save_checkpoint = describe_beside(engine.save_checkpoint)
+        engine.save_16bit_model = describe_beside(engine.save_16bit_model)
 
     def hook_torch(self, module: Any) -> None:
         """Watch DDP's models, count backward passes, and check before the first optimizer step."""
@@ -205,14 +223,20 @@ class ScriptObserver:
         fsdp.__init__, module.fully_shard = watch, watch_sharded
 
     def hook_trainer(self, module: Any) -> None:
-        """Add Shardmake's callbacks to Trainer; let it count tokens in integers and refuse partial checkpoints."""
+        """Add callbacks to Trainer; let it count tokens in integers, refuse partial checkpoints, describe adapters."""
         from shardmake.train.fsdp_precision import count_whole_tokens
         from shardmake.train.load_model import check_names
 
         count_whole_tokens(module.Trainer)
         # transformers 5.23 only warns here, after it has loaded a checkpoint with strict=False.
         module.Trainer._issue_warnings_after_load = lambda trainer, names: check_names(trainer.model, names)
-        start = module.Trainer.__init__
+        start, save = module.Trainer.__init__, module.Trainer._save_optimizer_and_scheduler
+
+        @wraps(save)
+        def save_described(trainer: Any, output_dir: str) -> None:
+            """Under FSDP this saves the model too (transformers 5.23), and `save_model` does nothing."""
+            self.describe_adapters(trainer.model, output_dir)
+            save(trainer, output_dir)
 
         @wraps(start)
         def add_callbacks(trainer: Any, *args: Any, **kwargs: Any) -> None:
@@ -223,6 +247,14 @@ class ScriptObserver:
                 trainer.add_callback(callback)
 
         module.Trainer.__init__ = add_callbacks
+        module.Trainer._save_optimizer_and_scheduler = save_described
+
+    def describe_adapters(self, model: Any, folder: Any) -> None:
+        """Write the settings of the adapters in ``model`` to the folder of a checkpoint, on the first rank."""
+        from shardmake.train.adapter_config import write_adapter_configs
+
+        if self.context.rank == 0:
+            write_adapter_configs(model, folder)
 
     def add_model(self, model: Any, precision: str, *, check: bool = True) -> None:
         """Watch a model for its first training pass, and check its engine now if that is complete.

@@ -39,7 +39,7 @@ def hooked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None) -> I
     for owner, names in (
         (DistributedDataParallel, ["__init__"]),
         (torch.Tensor, ["backward"]),
-        (Accelerator, ["__init__", "prepare", "prepare_model"]),
+        (Accelerator, ["__init__", "prepare", "prepare_model", "save_model"]),
     ):
         for name in names:
             monkeypatch.setattr(owner, name, getattr(owner, name))
@@ -136,7 +136,7 @@ def test_the_prepared_model_is_found_in_every_container(
         def prepare(self, *objects: Any) -> Any:
             return container(objects)
 
-        prepare_model = prepare
+        prepare_model = save_model = prepare
 
     observer = ScriptObserver(make_context(tmp_path))
     monkeypatch.setattr(observer, "add_model", lambda model, precision: found.append((model, precision)))

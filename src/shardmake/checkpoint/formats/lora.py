@@ -17,9 +17,13 @@ from shardmake.core.atomic import read_json
 from shardmake.core.errors import CheckpointError
 
 CONFIG = "adapter_config.json"
+DEFAULT = "default"
+"""PEFT's name of an adapter that the program does not name."""
+REFERENCE = "ref"
+"""TRL's name of the frozen copy of an adapter, from which DPO measures the distance."""
 _PREFIX = "base_model.model."
-_FACTOR = re.compile(r"(.+)\.lora_(A|B)(?:\.[^.]+)?\.weight")
-_SAVED = re.compile(r"(.+)\.modules_to_save\.[^.]+\.(.+)")
+_FACTOR = re.compile(r"(.+)\.lora_(?P<factor>A|B)(?:\.(?P<adapter>[^.]+))?\.weight")
+_SAVED = re.compile(r"(.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(.+)")
 _QUANTIZED = re.compile(r".+\.base_layer\.weight\..+")
 """Scales and codes of a base weight in 4 bits."""
 _ORIGINAL = re.compile(r".+\.original_module\..+")
@@ -52,14 +56,18 @@ def split(contents: Contents) -> Adapter:
     """Separate adapter and base weights.
 
     Raises:
-        CheckpointError: A layer has only one of A and B, or is of a kind that is not supported.
+        CheckpointError: A layer has only one of A and B, or is of a kind that is not supported, or there are several
+            adapters.
     """
     factors: dict[str, dict[str, StoredTensor]] = {}
     saved, base = {}, {}
+    unused = _unused_adapter(contents)
     for name, tensor in contents.tensors.items():
         plain = name.removeprefix(_PREFIX)
+        if unused is not None and _adapter_name(plain) == unused:
+            continue
         if factor := _FACTOR.fullmatch(plain):
-            factors.setdefault(factor[1], {})[factor[2]] = tensor
+            factors.setdefault(factor[1], {})[factor["factor"]] = tensor
         elif ".lora_" in plain:
             raise CheckpointError(
                 f"Cannot merge {contents.folder}. The tensor {name} belongs to an adapter type that is not supported. "
@@ -81,6 +89,24 @@ def split(contents: Contents) -> Adapter:
     if contents.format == "PEFT adapter" or not any(f"{module}.weight" in base for module in factors):
         saved, base = {**saved, **base}, {}
     return Adapter({module: (pair["A"], pair["B"]) for module, pair in factors.items()}, saved, base)
+
+
+def _unused_adapter(contents: Contents) -> str | None:
+    """Return the name of the adapter that is not merged, if there is one; several others raise `CheckpointError`."""
+    names = {_adapter_name(name.removeprefix(_PREFIX)) for name in contents.tensors} - {None}
+    trained = sorted(str(name) for name in names - {REFERENCE})
+    if len(trained) > 1:
+        raise CheckpointError(
+            f"Cannot merge {contents.folder}. It holds several adapters ({', '.join(trained)}), and which of them "
+            "belong to the model is not recorded. Use PEFT's merge_and_unload."
+        )
+    return REFERENCE if trained and REFERENCE in names else None
+
+
+def _adapter_name(plain: str) -> str | None:
+    """Return the adapter to which a weight belongs by its name; None for base weights and in PEFT's own files."""
+    found = _FACTOR.fullmatch(plain) or _SAVED.fullmatch(plain)
+    return found["adapter"] if found else None
 
 
 def merge(contents: Contents, base: Contents | None) -> Contents:

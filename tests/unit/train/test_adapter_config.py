@@ -1,0 +1,86 @@
+"""The adapter_config.json that is written beside a checkpoint is PEFT's own."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from shardmake.train.adapter_config import write_adapter_configs
+
+LORA = LoraConfig(r=2, lora_alpha=6, use_rslora=True, target_modules=["q_proj", "v_proj"])
+
+
+@pytest.fixture
+def base(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model that was loaded from a folder."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=32))
+    model.name_or_path = str(tmp_path_factory.mktemp("base"))
+    model.config.save_pretrained(model.name_or_path)
+    return model
+
+
+def read(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text())
+    return found | {"target_modules": sorted(found["target_modules"])}
+
+
+@pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
+def test_it_is_the_file_of_pefts_save_pretrained(base: Any, tmp_path: Path, task: str | None) -> None:
+    config = LoraConfig(**LORA.to_dict() | {"task_type": task})
+    model = get_peft_model(base, config)
+    write_adapter_configs(torch.nn.Sequential(model), tmp_path / "ours")
+    assert not config.inference_mode, "the trained adapter stays trainable"
+    model.save_pretrained(tmp_path / "theirs")
+    assert read(tmp_path / "ours") == read(tmp_path / "theirs")
+    assert [path.name for path in (tmp_path / "ours").iterdir()] == ["adapter_config.json"]
+
+
+def test_several_adapters_have_folders_of_their_names(base: Any, tmp_path: Path) -> None:
+    model = get_peft_model(base, LORA)
+    model.add_adapter("other", LoraConfig(r=2, lora_alpha=7, target_modules=["q_proj"]))
+    write_adapter_configs(model, tmp_path)
+    assert read(tmp_path)["lora_alpha"] == 6 and read(tmp_path / "other")["lora_alpha"] == 7
+
+
+def test_the_only_adapter_needs_no_folder_and_trls_reference_has_one(base: Any, tmp_path: Path) -> None:
+    model = get_peft_model(base, LORA, adapter_name="mine")
+    model.add_adapter("ref", LoraConfig(r=2, lora_alpha=7, target_modules=["q_proj"]))
+    write_adapter_configs(model, tmp_path)
+    assert read(tmp_path)["lora_alpha"] == 6 and read(tmp_path / "ref")["lora_alpha"] == 7
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter_config.json", "ref"}
+
+
+def test_an_adapter_of_transformers_own_integration_is_described(base: Any, tmp_path: Path) -> None:
+    base.add_adapter(LORA)
+    write_adapter_configs(base, tmp_path)
+    assert read(tmp_path)["base_model_name_or_path"] == base.name_or_path
+
+
+def test_a_model_without_adapters_gets_no_file(base: Any, tmp_path: Path) -> None:
+    write_adapter_configs(base, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_of_the_program_stays_and_another_scale_is_reported(
+    base: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = get_peft_model(base, LORA)
+    with caplog.at_level(logging.WARNING):
+        write_adapter_configs(model, tmp_path)
+        write_adapter_configs(model, tmp_path)
+    assert not caplog.records
+    path = tmp_path / "adapter_config.json"
+    text = json.dumps(json.loads(path.read_text()) | {"lora_alpha": 8})
+    path.write_text(text)
+    write_adapter_configs(model, tmp_path)
+    assert path.read_text() == text
+    assert "is not of the adapter that is saved beside it: lora_alpha differ" in caplog.text
+    path.write_text("{")
+    write_adapter_configs(model, tmp_path)
+    assert path.read_text() == "{" and "it is not valid JSON" in caplog.text

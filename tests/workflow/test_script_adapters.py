@@ -1,0 +1,135 @@
+"""LoRA of a user's program: whichever library saves the checkpoint, it merges as PEFT merges the trained adapter."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from shardmake.checkpoint.formats.lora import CONFIG
+from shardmake.config.models import Strategy
+from shardmake.consolidate.merge import consolidate
+from shardmake.run.paths import RunDir
+from tests.workflow.forked import Forked, log
+from tests.workflow.test_quantized import quantizing
+
+__all__ = ["quantizing"]
+
+pytestmark = pytest.mark.training
+SCRIPTS = Path(__file__).with_name("scripts")
+LORA: dict[str, Any] = {
+    "r": 4,
+    "lora_alpha": 6,
+    "use_rslora": True,
+    "alpha_pattern": {"v_proj": 3},
+    "target_modules": ["q_proj", "v_proj", "down_proj"],
+}
+FILES = ["--model", "$SHARDMAKE_BASE", "--output_dir", "$SHARDMAKE_OUTPUT", "--lora", json.dumps(LORA)]
+NATIVE = ["--deepspeed_config", "$SHARDMAKE_DEEPSPEED_CONFIG"]
+TRAINER = [
+    *("--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2", "--max_steps", "2"),
+    *("--learning_rate", "1e-2", "--save_steps", "2", "--report_to", "none"),
+]
+Case = tuple[Strategy, str, list[str], dict[str, Any]]
+FSDP1 = {"fsdp_version": 1}
+LOADED_BY_EACH_RANK = {"FSDP_SYNC_MODULE_STATES": "false", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+"""FSDP1's broadcast of the weights needs a GPU."""
+
+IN_CI: dict[str, Case] = {
+    "fsdp2 by Trainer": ("fsdp", "lora_trainer.py", TRAINER, {}),
+    "zero3 by save_state": ("zero3", "lora_loop.py", [], {}),
+}
+ON_DEMAND: dict[str, Case] = {
+    "fsdp1 by Trainer": ("fsdp", "lora_trainer.py", TRAINER, FSDP1),
+    "zero3 by Trainer": ("zero3", "lora_trainer.py", TRAINER, {}),
+    "ddp by save_state": ("ddp", "lora_loop.py", [], {}),
+    "ddp by save_model": ("ddp", "lora_loop.py", ["--save", "model"], {}),
+    "zero2 by save_state": ("zero2", "lora_loop.py", [], {}),
+    "fsdp2 by save_state": ("fsdp", "lora_loop.py", [], {}),
+    "fsdp1 by save_state": ("fsdp", "lora_loop.py", [], FSDP1),
+    "zero2 by DeepSpeed": ("zero2", "lora_loop.py", NATIVE, {}),
+    "zero3 by DeepSpeed": ("zero3", "lora_loop.py", NATIVE, {}),
+}
+
+
+def train(
+    forked: Forked, folder: Path, strategy: Strategy, script: str, arguments: list[str], **settings: Any
+) -> tuple[RunDir, Path]:
+    """Train two steps on two ranks; return the run's folders and the file with the trained factors."""
+    data, factors = forked.checkout.root / "resources/demo/train.jsonl", folder / "factors.safetensors"
+    changes: dict[str, Any] = {
+        "global_batch_size": 8,
+        "micro_batch_size": 2,
+        "max_steps": 2,
+        "method": "lora",
+        "script": str(SCRIPTS / script),
+        "script_args": [*FILES, "--data", str(data), "--factors", str(factors), *arguments],
+    }
+    rundir = RunDir(folder / "run")
+    variables = {}
+    if settings == FSDP1:
+        forked = Forked(forked.checkout, forked.server)  # it caches what the launcher sets for a strategy
+        variables = LOADED_BY_EACH_RANK
+    codes = forked.train(rundir, forked.plan(strategy, 2, **changes | settings), variables=variables)
+    assert codes == [0, 0], log(rundir)
+    return rundir, factors
+
+
+def merged_by_peft(base: Path, factors: Path) -> dict[str, torch.Tensor]:
+    """Return the base model's weights in fp32 with the trained factors, as PEFT merges them."""
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), LoraConfig(**LORA))
+    trained = {name.removeprefix("module."): tensor.float() for name, tensor in load_file(factors).items()}
+    assert len(trained) == 2 * sum(part.endswith(".lora_A.default") for part, _ in adapted.named_modules())
+    assert all(tensor.abs().max() > 0 for tensor in trained.values())
+    assert not adapted.load_state_dict(trained, strict=False).unexpected_keys
+    return adapted.merge_and_unload().state_dict()
+
+
+def assert_merges_as_peft(forked: Forked, rundir: RunDir, factors: Path) -> None:
+    base = forked.checkout.root / "resources/demo/base"
+    consolidate(rundir.script_output, rundir.model, base=base, dtype="fp32", workers=1)
+    merged, expected = load_file(rundir.model / "model.safetensors"), merged_by_peft(base, factors)
+    assert any("q_proj" in name for name in merged)
+    for name, weight in merged.items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, id=name) for name, case in IN_CI.items()),
+        *(pytest.param(case, id=name, marks=pytest.mark.objectives) for name, case in ON_DEMAND.items()),
+    ],
+)
+def test_an_adapter_of_a_program_is_merged(forked: Forked, tmp_path: Path, case: Case) -> None:
+    strategy, script, arguments, settings = case
+    rundir, factors = train(forked, tmp_path, strategy, script, arguments, **settings)
+    for path in rundir.script_output.rglob(CONFIG):
+        config = json.loads(path.read_text())
+        expected = {**LORA, "inference_mode": True, "target_modules": config["target_modules"]}
+        assert expected == {key: config[key] for key in expected}
+        assert set(config["target_modules"]) == set(LORA["target_modules"])
+        assert Path(config["base_model_name_or_path"]).is_dir()
+    assert_merges_as_peft(forked, rundir, factors)
+
+
+@pytest.mark.objectives
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_an_adapter_on_a_base_in_4_bits_is_merged(quantizing: Forked, tmp_path: Path, strategy: Strategy) -> None:
+    rundir, factors = train(
+        quantizing, tmp_path, strategy, "lora_trainer.py", [*TRAINER, "--four_bits", "True"],
+        method="qlora", precision="bf16",
+    )  # fmt: skip
+    assert_merges_as_peft(quantizing, rundir, factors)
+
+
+@pytest.mark.objectives
+def test_a_file_of_the_program_stays(forked: Forked, tmp_path: Path) -> None:
+    """The program's file has another scale than its adapter, which its log says."""
+    rundir, _ = train(forked, tmp_path, "ddp", "lora_loop.py", ["--own_scale", "5"])
+    assert json.loads((rundir.script_output / CONFIG).read_text())["lora_alpha"] == 5
+    assert "is not of the adapter that is saved beside it: lora_alpha, use_rslora, alpha_pattern differ" in log(rundir)
