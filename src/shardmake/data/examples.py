@@ -93,6 +93,9 @@ def load_tokenizer(run: Run) -> "PreTrainedTokenizerBase":
         )
     except (OSError, ValueError) as error:
         raise ModelError(f"Cannot load the tokenizer of {run.model!r}: {error}") from None
+    except Exception:
+        _load_config(run)  # transformers reads it first; its error has advice
+        raise
     if OBJECTIVES[run.objective].new_head and tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise ModelError(
             f"Cannot train {run.model!r} with objective: {run.objective}. A reward model finds the end of a sequence "
@@ -194,12 +197,24 @@ def check_learned(part: str, counts: Mapping[str, int], dropped: Sequence[str], 
     )
 
 
-def check_vocabulary(run: Run, largest: int) -> None:
-    """Raise `ModelError` for token ids beyond the embedding: every rank would fail with an index error."""
+def _load_config(run: Run) -> Any:
+    """Return the config of the run's model; raise `ModelError` if transformers rejects it."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
-    size = config.get_text_config().vocab_size
+    try:
+        return AutoConfig.from_pretrained(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
+    except OSError as error:
+        raise ModelError(f"Cannot load the config.json of {run.model!r}: {error}") from None
+    except Exception as error:  # a config class may raise anything for unusual values
+        raise ModelError(
+            f"transformers rejects the config.json of {run.model!r}: {' '.join(str(error).split())}. Use the "
+            "config.json that came with the weights, or the version of transformers that wrote it."
+        ) from None
+
+
+def check_vocabulary(run: Run, largest: int) -> None:
+    """Raise `ModelError` for token ids beyond the embedding: every rank would fail with an index error."""
+    size = _load_config(run).get_text_config().vocab_size
     if largest >= size:
         raise ModelError(
             f"The tokenizer of {run.model!r} produces token id {largest}, but the model's vocab_size is {size}. "

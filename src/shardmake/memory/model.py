@@ -215,6 +215,12 @@ def adapted_layers(model: Model, targets: Iterable[str] | str) -> list[Parameter
     chosen = [t for t in linear if any(t.module == w or t.module.endswith("." + w) for w in wanted)]
     for word in wanted:
         if not any(t.module == word or t.module.endswith("." + word) for t in chosen):
+            if model.tied and word.endswith(HEADS):
+                raise ModelError(
+                    f"Adapter target refused: {word!r}. The head of this {model.architecture} is its embedding "
+                    "(tie_word_embeddings in config.json), and a merge cannot change one without the other. Remove it "
+                    "from the targets, or take method: full."
+                )
             names = sorted({tensor.module.rpartition(".")[2] for tensor in linear})
             raise ModelError(
                 f"Adapter target not found: {word!r}. {model.architecture} has no linear layer of that name."

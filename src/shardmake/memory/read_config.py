@@ -20,6 +20,8 @@ SIZE_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_att
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 COUNTS = ("sliding_window", "num_experts_per_tok", "num_local_experts", "num_experts", "n_routed_experts")
 """Whole numbers with one meaning for all models; no value, 0 and false mean that the model has no such part."""
+ROTARY = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "partial_rotary_factor")
+"""Numbers of the rotary position embedding."""
 LARGEST_SIZE = (1 << 31) - 1
 MOST_LAYERS = 10_000  # each has its own weights and events
 
@@ -149,6 +151,21 @@ def _check_types(config: Mapping[str, Any], source: str) -> None:
             f"{source}: {field} is {config[field]!r}. It must be {kind}. Use the config.json that came with the "
             "weights."
         )
+    _check_rotary(config, source)
+
+
+def _check_rotary(config: Mapping[str, Any], source: str) -> None:
+    """Raise a `ModelError` for text in place of a number of the rotary embedding, at which the ranks would fail."""
+    settings = [one for key in ("rope_parameters", "rope_scaling") if isinstance(one := config.get(key), Mapping)]
+    settings += [one for held in settings for one in held.values() if isinstance(one, Mapping)]  # by kind of layer
+    for holder in (config, *settings):
+        for key in ROTARY:
+            value = holder.get(key)
+            if isinstance(value, str | bool) or (isinstance(value, int | float) and value <= 0):
+                raise ModelError(
+                    f"{source}: {key} is {value!r}. It must be a number above 0. Use the config.json that came with "
+                    "the weights."
+                )
 
 
 def _is_count(value: Any) -> bool:
@@ -182,9 +199,14 @@ def _check_sizes(config: Mapping[str, Any], source: str) -> None:
                 causal_class(config["model_type"], source)  # a model of images or sounds has other sizes
             raise ModelError(f"{source}: {' or '.join(names)} is missing. Use the complete config.json of the model.")
     heads = config.get("num_attention_heads")
-    groups = config.get("num_key_value_heads") or heads
+    family = FAMILIES.get(config["model_type"])
+    groups = config.get("num_key_value_heads") or (family.kv_heads if family else None) or heads
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
-        raise ModelError(f"{source}: {heads} num_attention_heads cannot share {groups} num_key_value_heads evenly.")
+        default = "" if config.get("num_key_value_heads") else f", the default of {config['model_type']},"
+        raise ModelError(
+            f"{source}: {heads} num_attention_heads cannot share {groups} num_key_value_heads{default} evenly. Use the "
+            "config.json that came with the weights."
+        )
     if config["model_type"] in FAMILIES and not config.get("head_dim") and config["hidden_size"] % heads:
         raise ModelError(
             f"{source}: hidden_size is not a multiple of {heads} num_attention_heads, and head_dim is not given."

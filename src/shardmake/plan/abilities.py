@@ -17,7 +17,7 @@ from shardmake.config.attention import KERNELS, Attention, head_limit
 from shardmake.config.models import Cluster, Run
 from shardmake.core.errors import ConfigError, ModelError
 from shardmake.memory.cache import cached_helper
-from shardmake.memory.model import Decoder, Model, inventory_request
+from shardmake.memory.model import Decoder, Model, adapted_layers, inventory_request, is_head
 
 MIXING_UNKNOWN: tuple[Attention, ...] = ("flash",)
 """Kernels that run on a GPU only, so that the ranks check whether they keep packed examples apart."""
@@ -192,6 +192,7 @@ def check_loss(run: Run, model: Model) -> None:
     """Raise a `ConfigError` if the model or the run has no such loss; Liger would silently keep the plain one."""
     if run.loss == "chunked":
         _check_chunked(run, model)
+    _check_adapted_head(run, model)
     if run.loss == "fused" and run.tensor_parallel > 1:
         raise ConfigError(
             "loss: fused cannot be used: with tensor_parallel each rank holds a part of the head, which Liger's loss "
@@ -216,6 +217,19 @@ def _check_chunked(run: Run, model: Model) -> None:
     for is_wrong, why in wrong:
         if is_wrong:
             raise ConfigError(f"loss: chunked cannot be used: {why}. Set loss: plain.")
+
+
+def _check_adapted_head(run: Run, model: Model) -> None:
+    """Raise a `ConfigError` for an adapter of the head, if the loss multiplies by the head's weights alone."""
+    if run.loss == "plain" or run.method == "full" or run.script:
+        return
+    for layer in adapted_layers(model, run.lora.targets):
+        if is_head(layer):
+            raise ConfigError(
+                f"loss: {run.loss} cannot be used with {layer.module} in lora.targets: this loss takes the head's own "
+                f"weights, so its adapter would silently get no gradient. Set loss: plain, or remove {layer.module} "
+                "from lora.targets."
+            )
 
 
 def check_activation_offload(run: Run, cluster: Cluster, model: Model) -> None:

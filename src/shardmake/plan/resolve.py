@@ -26,7 +26,7 @@ from shardmake.plan.abilities import (
     check_settings,
     find_abilities,
 )
-from shardmake.plan.sequence_parallel import check_sequence_parallel
+from shardmake.plan.sequence_parallel import attention_heads, check_sequence_parallel
 from shardmake.run.model_class import ModelClass
 from shardmake.run.own_files import check_refused
 from shardmake.run.plan import Workload
@@ -345,8 +345,7 @@ def _wrong_run(run: Run) -> Iterator[str]:
 def _wrong_sizes(size: int, cluster: Cluster, model: Model) -> Iterator[str]:
     if cluster.processes_per_node % size:
         yield f"a group is within a node, and {cluster.processes_per_node} ranks per node are not a multiple of {size}."
-    heads = model.config.get("num_attention_heads", 0)
-    for name, count in (("attention", heads), ("key-value", model.config.get("num_key_value_heads") or heads)):
+    for name, count in attention_heads(model).items():
         if count % size:
             yield f"{model.architecture} has {count} {name} heads, which {size} ranks cannot share evenly."
 

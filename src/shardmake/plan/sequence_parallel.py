@@ -8,6 +8,7 @@ from shardmake.config.models import Cluster, Run
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.errors import ConfigError
 from shardmake.memory.model import Model
+from shardmake.memory.parameter_inventory import parse_config
 
 
 def check_sequence_parallel(run: Run, cluster: Cluster, model: Model, attention: Attention) -> None:
@@ -47,10 +48,21 @@ def _wrong_sizes(run: Run, cluster: Cluster, model: Model) -> Iterator[str]:
         yield f"a group is within a node, and {cluster.processes_per_node} ranks per node are not a multiple of {size}."
     if run.sequence_length % size:
         yield f"sequence_length {run.sequence_length} is not a multiple of {size}. Use one that is."
-    heads = model.config.get("num_attention_heads") or 0
-    for name, count in (("attention", heads), ("key-value", model.config.get("num_key_value_heads") or heads)):
+    for name, count in attention_heads(model).items():
         if count % size:
             yield f"{model.architecture} has {count} {name} heads, which {size} ranks cannot share evenly."
+
+
+def attention_heads(model: Model) -> dict[str, int]:
+    """Return the numbers of attention and of key-value heads.
+
+    Where config.json leaves the second out, its default is that of the model's type: 8 for Mistral, for example.
+    """
+    if model.decoder is not None:
+        return {"attention": model.decoder.a, "key-value": model.decoder.k}
+    config = parse_config(model.config, model.source, model.trust_remote_code).get_text_config()
+    heads = getattr(config, "num_attention_heads", None) or 0
+    return {"attention": heads, "key-value": getattr(config, "num_key_value_heads", None) or heads}
 
 
 def _wrong_model(run: Run, model: Model, attention: Attention) -> Iterator[str]:

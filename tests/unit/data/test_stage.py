@@ -69,6 +69,26 @@ def decoded(model: Path, folder: Path, split: Any) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
+        ({"dtype": "nope"}, "nope"),
+        ({"attention_bias": "no"}, "expected bool"),
+    ],
+)
+def test_a_config_that_transformers_rejects_is_refused_at_plan(
+    model: Path, tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    folder = shutil.copytree(model, tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | change))
+    run = make_run(folder, {"train": write_jsonl(tmp_path / "t.jsonl", conversations(4))})
+    with pytest.raises(
+        ShardmakeError, match=rf"^transformers rejects the config\.json of .*{words}.* Use the config\.json"
+    ):
+        check_first_rows(run)
+
+
 @pytest.mark.parametrize("packing", [True, False])
 def test_every_example_is_there_once_with_its_answer_learned(model: Path, tmp_path: Path, packing: bool) -> None:
     rows = conversations(60)

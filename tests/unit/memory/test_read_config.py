@@ -118,11 +118,44 @@ def test_missing_models_are_rejected(tmp_path: Path) -> None:
         split(from_config({**SIZES, "model_type": "llama"}), "lora", 8, [])
 
 
+@pytest.mark.parametrize("word", ["lm_head", "q_proj"])
+def test_the_head_of_a_tied_model_gets_no_adapter(word: str) -> None:
+    tied = from_config({**SIZES, "model_type": "llama", "tie_word_embeddings": True})
+    if word == "lm_head":
+        with pytest.raises(ShardmakeError, match="The head of this LlamaForCausalLM is its embedding"):
+            split(tied, "lora", 8, [word])
+    else:
+        split(tied, "lora", 8, [word])
+    split(from_config({**SIZES, "model_type": "llama"}), "lora", 8, [word])
+
+
+@pytest.mark.parametrize("kind", ["llama", "olmo2"])
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"rope_theta": "10000"}, "rope_theta is '10000'. It must be a number above 0"),
+        ({"rope_theta": -1}, "rope_theta is -1"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": "1e4"}}, "rope_theta is '1e4'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor is '2'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": True}}}, "rope_theta is True"),
+    ],
+    ids=str,
+)
+def test_text_in_place_of_a_number_of_the_rotary_embedding_is_refused(kind: str, change: dict, sentence: str) -> None:
+    """transformers' config takes it, and the ranks would fail."""
+    with pytest.raises(ModelError, match=sentence):
+        from_config({**SIZES, "model_type": kind, **change})
+
+
 BAD_SIZES = [
     ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
     ({"num_attention_heads": 7, "num_key_value_heads": 7}, "hidden_size is not a multiple of 7"),
     ({"num_key_value_heads": 3}, "4 num_attention_heads cannot share 3"),
     ({"model_type": "olmo2", "vocab_size": None}, "vocab_size is missing"),
+    (
+        {"model_type": "mistral", "num_key_value_heads": None},
+        "4 num_attention_heads cannot share 8 num_key_value_heads, the default of mistral,",
+    ),
 ]
 
 

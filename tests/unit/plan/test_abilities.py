@@ -393,6 +393,19 @@ def test_runs_for_which_the_loss_is_not_chunked(run: dict[str, Any], words: str)
         abilities.check_loss(make_run(loss="chunked"), replace(make_model(), decoder=None))
 
 
+@pytest.mark.parametrize("loss", ["fused", "chunked"])
+@pytest.mark.parametrize("targets", [["q_proj", "lm_head"], ["lm_head"]])
+def test_an_adapter_of_the_head_needs_the_plain_loss(loss: Any, targets: list[str]) -> None:
+    """The other losses take the weights of the head alone, so that its adapter would get no gradient."""
+    adapted: dict[str, Any] = {"method": "lora", "lora": {"targets": targets}}
+    model = make_model(tie_word_embeddings=False)
+    abilities.check_loss(make_run(**adapted), model)
+    abilities.check_loss(make_run(loss=loss, method="lora"), model)
+    abilities.check_loss(make_run(loss=loss, lora=adapted["lora"]), model)
+    with pytest.raises(ShardmakeError, match=rf"loss: {loss} cannot be used with lm_head in lora\.targets"):
+        abilities.check_loss(make_run(loss=loss, **adapted), model)
+
+
 def test_a_part_of_the_head_is_not_taken_for_the_whole_by_a_fused_loss() -> None:
     with pytest.raises(ShardmakeError, match=r"loss: fused cannot be used: with tensor_parallel .* a part of the head"):
         abilities.check_loss(make_run(loss="fused", tensor_parallel=2), make_model())

@@ -5,11 +5,16 @@ from typing import Any
 
 import pytest
 from deepspeed.module_inject.tp_plan_converter import SUPPORTED_STYLES
+from transformers import CONFIG_MAPPING
 
 from shardmake.config.models import STRATEGIES
 from shardmake.core.errors import ConfigError, ShardmakeError
+from shardmake.memory.families import FAMILIES
 from shardmake.memory.hardware import from_cluster
+from shardmake.memory.model import Model
+from shardmake.memory.read_config import from_config
 from shardmake.plan.resolve import AUTOTP_STYLES, check_strategy, check_tensor_parallel, check_tf32, unsuitable
+from shardmake.plan.sequence_parallel import attention_heads
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
 
 
@@ -55,6 +60,25 @@ def test_autotp_is_refused_for_layers_at_which_it_stops(kind: str, style: str) -
     with pytest.raises(ShardmakeError, match="AutoTP stops"):
         check_tensor_parallel(make_run(tensor_parallel=2), make_cluster(), model)
     check_tensor_parallel(make_run(tensor_parallel=2, strategy="fsdp", script="x.py"), make_cluster(), model)
+
+
+@pytest.mark.parametrize(("kind", "heads", "default"), [("mistral", 32, 8), ("qwen2", 64, 32), ("mixtral", 32, 8)])
+def test_key_value_heads_that_a_config_leaves_out_are_the_default(kind: str, heads: int, default: int) -> None:
+    model = without_key_value_heads(kind, heads)
+    assert CONFIG_MAPPING[kind]().num_key_value_heads == default
+    assert attention_heads(model) == {"attention": heads, "key-value": default}
+    run, cluster = make_run(tensor_parallel=default * 2, strategy="zero1"), make_cluster(processes_per_node=default * 2)
+    with pytest.raises(ShardmakeError, match=f"has {default} key-value heads, which {default * 2} ranks cannot"):
+        check_tensor_parallel(run, cluster, model)
+
+
+def without_key_value_heads(kind: str, heads: int) -> Model:
+    """Return a model whose config.json has no ``num_key_value_heads``."""
+    sizes = {"hidden_size": 8 * heads, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    config = {**sizes, "num_attention_heads": heads, "model_type": kind}
+    if kind in FAMILIES:
+        return from_config(config, source="config.json")
+    return replace(make_model(), model_type=kind, config=config, decoder=None)
 
 
 def test_the_styles_are_those_of_the_installed_deepspeed() -> None:
