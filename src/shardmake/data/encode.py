@@ -95,6 +95,10 @@ class Encoder:
         with _naming(place):
             if self.assistant_only:
                 return encode_chat(self.tokenizer, messages, learn_from, tools)
+            if any(is_unlearned(message) for message in messages):
+                raise DataError(
+                    "a message has weight 0, but data.loss_on: all learns every message. Remove one of them."
+                )
             ids = apply_template(self.tokenizer, messages, tools)
             return ids, [True] * len(ids)
 
@@ -187,18 +191,27 @@ def encode_chat(
     ``learn_from`` is the index of the first message that may be learned. If the template marks the assistant's tokens
     (`{% generation %}`), the marks decide. Otherwise, the learned tokens are those that each assistant message adds to
     the conversation before it and the assistant's header. Raises `DataError` if there is no template, or if it renders
-    earlier messages differently when later ones follow, because a difference then has no meaning.
+    earlier messages differently when later ones follow, because a difference then has no meaning. A message with weight
+    0 is not learned.
     """
     if tokenizer.is_fast and _GENERATION.search(_template(tokenizer, tools)):
-        return _encode_marked(tokenizer, messages, learn_from, tools)
-    ids = apply_template(tokenizer, messages, tools)
-    mask = [False] * len(ids)
-    for index, message in enumerate(messages):
-        if message["role"] == "assistant" and index >= learn_from:
-            start = _prefix_length(tokenizer, messages[:index], tools, ids, header=True)
-            end = _prefix_length(tokenizer, messages[: index + 1], tools, ids, header=False)
-            mask[start:end] = [True] * (end - start)
+        ids, mask = _encode_marked(tokenizer, messages, learn_from, tools)
+        changed = [index for index, message in enumerate(messages) if is_unlearned(message)]
+    else:
+        ids = apply_template(tokenizer, messages, tools)
+        mask = [False] * len(ids)
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        changed = [index for index in answers if index >= learn_from and not is_unlearned(messages[index])]
+    for index in changed:
+        start = _prefix_length(tokenizer, messages[:index], tools, ids, header=True)
+        end = _prefix_length(tokenizer, messages[: index + 1], tools, ids, header=False)
+        mask[start:end] = [not is_unlearned(messages[index])] * (end - start)
     return ids, mask
+
+
+def is_unlearned(message: Message) -> bool:
+    """Return True for a message of the assistant with weight 0, as in OpenAI's format."""
+    return message["role"] == "assistant" and message.get("weight") == 0
 
 
 def _encode_marked(

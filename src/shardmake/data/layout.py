@@ -113,6 +113,8 @@ class Layout:
         columns = ["chosen", "rejected"]
         if example.get(self.columns["prompt"]) is not None:
             columns.insert(0, "prompt")
+            if isinstance(example[self.columns["prompt"]], str) and isinstance(example[self.columns["chosen"]], list):
+                return self._repeated_prompt(example, place)
         kinds = {self.columns[column]: isinstance(example[self.columns[column]], str) for column in columns}
         if len(set(kinds.values())) > 1:
             described = ", ".join(f"{name} is {'text' if text else 'not text'}" for name, text in kinds.items())
@@ -120,6 +122,23 @@ class Layout:
         read = self._text if all(kinds.values()) else self._messages
         found = {column: read(example, column, place) for column in columns}
         return found if "prompt" in found else split_prompt(found["chosen"], found["rejected"], place)
+
+    def _repeated_prompt(self, example: Example, place: str) -> dict[str, Any]:
+        """Return a pair of conversations that begin with the prompt, which is also a text, as in UltraFeedback.
+
+        As in TRL, their common start is the prompt. It must have the text, so that no other prompt is ignored.
+        """
+        chosen, rejected = (self._messages(example, column, place) for column in ("chosen", "rejected"))
+        pair = split_prompt(chosen, rejected, place)
+        text = self._text(example, "prompt", place)
+        if not any(m["role"] == "user" and m["content"].strip() == text.strip() for m in pair["prompt"]):
+            names = self.columns
+            raise DataError(
+                f"{place}: {names['prompt']} is text, and not the text of a user's message at the start of "
+                f"{names['chosen']} and {names['rejected']}. Add that message to both, or write the prompt as a list "
+                "of messages."
+            )
+        return pair
 
     def _messages(self, example: Example, column: str, place: str) -> list[Message]:
         name = self.columns[column]
@@ -139,7 +158,21 @@ class Layout:
         if message.get(content) is None and not rest.get("tool_calls"):
             raise DataError(f"{place} has no {content}. Its keys: {', '.join(message)}.")
         text = _join(message.get(content), f"{place}.{content}")
-        return {"role": self._role(message[role], f"{place}.{role}"), "content": text, **rest}
+        found = {"role": self._role(message[role], f"{place}.{role}"), "content": text, **rest}
+        self._check_weight(found, place)
+        return found
+
+    def _check_weight(self, message: Message, place: str) -> None:
+        """Raise `DataError` for a weight that is not followed; 0 leaves an assistant's message unlearned."""
+        weight = message.get("weight")
+        if weight is None or (message["role"] != "assistant" and weight == 0):
+            return
+        if isinstance(weight, bool) or weight not in (0, 1):
+            raise DataError(f"{place}.weight is {weight!r}. Write 0 for a message that is not learned, otherwise 1.")
+        if message["role"] != "assistant":
+            raise DataError(f"{place}.weight is 1, but only messages of the assistant are learned. Remove it.")
+        if weight == 0 and self.format in ("preference", "unpaired-preference"):
+            raise DataError(f"{place}.weight is 0, which is for supervised fine-tuning alone. Remove it.")
 
     def _role(self, role: Any, place: str) -> str:
         if not isinstance(role, str):

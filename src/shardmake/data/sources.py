@@ -21,7 +21,7 @@ from shardmake.config.models import Data
 from shardmake.core.atomic import sha256
 from shardmake.core.errors import DataError, ShardmakeError, nearest
 from shardmake.data.files import LINE, PLACE, text_rows
-from shardmake.data.parquet import check_columns, last_numbers, parquet_rows, unreadable
+from shardmake.data.parquet import best_typed, check_columns, filled_parts, last_numbers, parquet_rows, unreadable
 
 if TYPE_CHECKING:
     import datasets
@@ -201,8 +201,11 @@ def _read_text(source: Files, cache: Path) -> "datasets.Dataset":
 def _read_parquet(source: Files, cache: Path) -> "datasets.Dataset":
     import datasets
 
-    check_columns(source.paths)
-    return datasets.Dataset.from_parquet(_names(source), cache_dir=str(cache))
+    parts = filled_parts(source.paths)
+    if not parts:
+        raise no_examples(source)
+    features = datasets.Features.from_arrow_schema(best_typed(parts.values()))
+    return datasets.Dataset.from_parquet([str(path) for path in parts], features=features, cache_dir=str(cache))
 
 
 def _numbered(source: Source, rows: "datasets.Dataset") -> "datasets.Dataset":
@@ -288,7 +291,9 @@ def example_in(row: Mapping[str, Any]) -> Mapping[str, Any]:
     if LINE not in row:
         return _without_nones({key: value for key, value in row.items() if key != _NUMBER})
     try:
-        example = json.loads(row[LINE])
+        example = json.loads(row[LINE], object_pairs_hook=_unique)
+    except _RepeatedKeyError as error:
+        raise DataError(f"{row[PLACE]} has the key {error.args[0]!r} twice in one object. Remove one.") from None
     except json.JSONDecodeError as error:
         where = f"at character {error.pos + 1}" if error.pos < len(error.doc.rstrip()) else "at the end of the line"
         raise DataError(f"{row[PLACE]} is not valid JSON: {error.msg} {where}.") from None
@@ -297,6 +302,18 @@ def example_in(row: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(example, dict):
         raise DataError(f"{row[PLACE]} is not a JSON object but {type(example).__name__}.")
     return example
+
+
+class _RepeatedKeyError(Exception):
+    """A JSON object has a key twice; Python would silently take the last value."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dictionary; raise `_RepeatedKeyError` if that loses a value."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise _RepeatedKeyError(next(key for at, (key, _) in enumerate(pairs) if key in dict(pairs[:at])))
+    return found
 
 
 def columns_in(row: Mapping[str, Any]) -> list[str]:

@@ -87,6 +87,19 @@ def test_the_assistants_words_are_learned(template: str, example: dict[str, Any]
     assert shown(tokenizer, encoder(example, "here")) == expected
 
 
+@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "by difference"])
+def test_a_message_with_weight_0_is_not_learned(template: str) -> None:
+    tokenizer = make_tokenizer(template)
+    messages: list[dict[str, Any]] = [dict(message) for message in chat("u:a", "a:b", "u:c", "a:d", "u:e", "a:f")]
+    for at, weight in ((1, 0), (2, 0), (3, 1)):
+        messages[at]["weight"] = weight
+    found = make_encoder(tokenizer, "chat")({"messages": messages}, "here")
+    expected = "<user>a</s><assistant>b</s><user>c</s><assistant>[d</s>]<user>e</s><assistant>[f</s>]"
+    assert shown(tokenizer, found) == expected
+    with pytest.raises(ShardmakeError, match=r"^here: a message has weight 0, but data\.loss_on: all learns every"):
+        make_encoder(tokenizer, "chat", assistant_only=False)({"messages": messages}, "here")
+
+
 def test_all_words_are_learned_but_the_first_token() -> None:
     tokenizer = make_tokenizer(REWRITING)
     encoder = make_encoder(tokenizer, "chat", assistant_only=False)

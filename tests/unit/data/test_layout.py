@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from trl.data_utils import maybe_extract_prompt
 
 from shardmake.config.formats import FORMATS
 from shardmake.config.models import Columns, Data
@@ -110,6 +111,11 @@ STANDARD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     ("chat", {"messages": [CALL]}, {"messages": [{**CALL, "content": ""}], "tools": None}),
     ("chat", {"messages": [{**CALL, "content": None}]}, {"messages": [{**CALL, "content": ""}], "tools": None}),
+    (
+        "preference",  # as in UltraFeedback
+        {"prompt": "a ", "chosen": chat("s:s", "u:a", "a:b"), "rejected": chat("s:s", "u:a", "a:c")},
+        {"prompt": chat("s:s", "u:a"), "chosen": chat("a:b"), "rejected": chat("a:c"), "tools": None},
+    ),
     ("prompt-completion", {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b", "tools": None}),
 ]  # fmt: skip
 
@@ -117,6 +123,12 @@ STANDARD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize(("format", "example", "expected"), STANDARD)
 def test_every_format_becomes_a_standard_one(format: Any, example: dict[str, Any], expected: dict[str, Any]) -> None:
     assert Layout(format, FORMATS[format].columns).standardize(example, PLACE) == expected
+
+
+def test_a_repeated_prompt_is_that_of_trl() -> None:
+    example = {"prompt": "a", "chosen": chat("u:a", "a:b", "u:c", "a:d"), "rejected": chat("u:a", "a:b", "u:c", "a:e")}
+    found = Layout("preference", FORMATS["preference"].columns).standardize(example, PLACE)
+    assert found == {**maybe_extract_prompt(example), "tools": None}
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
@@ -143,6 +155,19 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("text", {"text": "a\ud83d"}, "text is not text: \\ud83d is half of a surrogate pair. Write the character whole."),
     ("chat", {"messages": chat("u:\udc00")}, "messages[0].content is not text: \\udc00 is half of a surrogate pair. "
      "Write the character whole."),
+    *(
+        ("chat", {"messages": [*chat("u:a"), {"role": "assistant", "content": "b", "weight": weight}]},
+         f"messages[1].weight is {weight!r}. Write 0 for a message that is not learned, otherwise 1.")
+        for weight in (0.5, "0", True)
+    ),
+    ("chat", {"messages": [{"role": "user", "content": "a", "weight": 1}]}, "messages[0].weight is 1, but only messages "
+     "of the assistant are learned. Remove it."),
+    ("preference", {"chosen": [*chat("u:a"), {"role": "assistant", "content": "b", "weight": 0}],
+                    "rejected": chat("u:a", "a:c")},
+     "chosen[1].weight is 0, which is for supervised fine-tuning alone. Remove it."),
+    ("preference", {"prompt": "x", "chosen": chat("u:a", "a:b"), "rejected": chat("u:a", "a:c")}, "prompt is text, and "
+     "not the text of a user's message at the start of chosen and rejected. Add that message to both, or write the "
+     "prompt as a list of messages."),
     ("alpaca", {"instruction": "a"}, "this example (alpaca) has no output. Its keys: instruction."),
 ]  # fmt: skip
 

@@ -150,6 +150,68 @@ def test_parquet_files_of_a_folder_have_the_same_columns(tmp_path: Path) -> None
     assert refusal(tmp_path, tmp_path / "cache") == expected
 
 
+def test_parquet_files_without_rows_are_left_out(tmp_path: Path) -> None:
+    """Some programs write a part without rows for each process that had none, with columns of no type."""
+    for name, columns in (("a", ["prompt", "completion"]), ("c", [])):
+        empty = {column: pyarrow.array([], pyarrow.null()) for column in columns}
+        pyarrow.parquet.write_table(pyarrow.table(empty), tmp_path / f"{name}.parquet")
+    only_empty = Files((tmp_path / "a.parquet", tmp_path / "c.parquet"))
+    assert list(first_rows(only_empty, 2)) == []
+    with pytest.raises(ShardmakeError, match="No examples in"):
+        read(only_empty, tmp_path / "cache")
+    row = {"prompt": "a", "completion": "b"}
+    write_parquet(tmp_path / "b.parquet", [row])
+    assert examples(tmp_path, tmp_path / "cache") == [row]
+    source = locate(str(tmp_path), Data(train=str(tmp_path)), TRAIN_SPLITS)
+    assert [place_of(found, source) for found in read(source, tmp_path / "cache")] == [f"{tmp_path}/b.parquet, row 1"]
+
+
+def test_a_column_without_values_takes_the_type_of_another_file(tmp_path: Path) -> None:
+    for name, tools in (("a", pyarrow.array([None])), ("b", pyarrow.array([["clock"]]))):
+        pyarrow.parquet.write_table(pyarrow.table({"text": ["t"], "tools": tools}), tmp_path / f"{name}.parquet")
+    assert examples(tmp_path, tmp_path / "cache") == [{"text": "t"}, {"text": "t", "tools": ["clock"]}]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "kinds"),
+    [
+        (["x"], [1], "int64 in {0}/b.parquet and string in {0}/a.parquet"),
+        ([1], [1.5], "double in {0}/b.parquet and int64 in {0}/a.parquet"),
+        ([[{"role": "user"}]], [[{"role": "user", "name": "x"}]], ""),
+    ],
+)
+def test_parquet_files_of_a_folder_have_the_same_types(
+    tmp_path: Path, one: list[Any], other: list[Any], kinds: str
+) -> None:
+    """Another type would be converted in silence, or fail in the job."""
+    for name, values in (("a", one), ("b", other)):
+        pyarrow.parquet.write_table(pyarrow.table({"value": values}), tmp_path / f"{name}.parquet")
+    message = refusal(tmp_path, tmp_path / "cache")
+    assert message.startswith("Types differ: the column value is " + kinds.format(tmp_path))
+    assert message.endswith("Write it with the same type in all files.")
+    with pytest.raises(ShardmakeError, match="Types differ"):
+        list(first_rows(locate(str(tmp_path), Data(train=str(tmp_path)), TRAIN_SPLITS), 2))
+
+
+def test_types_with_the_same_values_do_not_differ(tmp_path: Path) -> None:
+    texts = pyarrow.array(["t"]), pyarrow.array(["t"], pyarrow.large_string()), pyarrow.array(["t"]).dictionary_encode()
+    for number, (text, kind) in enumerate(zip(texts, ("int8", "int64", "int32"), strict=True)):
+        table = pyarrow.table({"text": text, "id": pyarrow.array([number], kind)})
+        pyarrow.parquet.write_table(table, tmp_path / f"{number}.parquet")
+    assert examples(tmp_path, tmp_path / "cache") == [{"text": "t", "id": number} for number in range(3)]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_a_key_that_an_object_has_twice_is_named(tmp_path: Path, suffix: str) -> None:
+    """Python's json would take the last value in silence."""
+    path = tmp_path / f"a.{suffix}"
+    rows = ['{"text": "a"}', '{"text": "b", "meta": {"id": 1, "x": 2, "id": 3}}']
+    path.write_text("\n".join(rows) if suffix == "jsonl" else f"[{','.join(rows)}]")
+    place = "line 2" if suffix == "jsonl" else "row 2"
+    expected = f"{path}, {place} has the key 'id' twice in one object. Remove one."
+    assert refusal(path, tmp_path / "cache") == expected
+
+
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert refusal("data/train.jsonl", tmp_path / "cache") == (
