@@ -33,15 +33,11 @@ def unreadable(source: str, cause: BaseException) -> DataError:
     return DataError(f"Cannot read {source}: {problem}. Write it again, or name another one.")
 
 
-def check_columns(paths: tuple[Path, ...]) -> None:
-    """Raise `DataError` for files that are not Parquet or have other columns than the first, or of other types."""
-    filled_parts(paths)
-
-
 def filled_parts(paths: tuple[Path, ...]) -> dict[Path, "pyarrow.Schema"]:
-    """Return the schema of each file that has rows; the errors are those of `check_columns`.
+    """Return the schema of each file that has rows: `datasets` cannot read a file without rows.
 
-    `datasets` cannot read a file without rows, and converts columns to the types of the first file.
+    Raises `DataError` for a file that is not Parquet, or has other columns than the first, or columns of other types,
+    which `datasets` would convert.
     """
     import pyarrow.parquet
 

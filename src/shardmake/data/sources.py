@@ -21,7 +21,7 @@ from shardmake.config.models import Data
 from shardmake.core.atomic import sha256
 from shardmake.core.errors import DataError, ShardmakeError, nearest
 from shardmake.data.files import LINE, PLACE, text_rows
-from shardmake.data.parquet import best_typed, check_columns, filled_parts, last_numbers, parquet_rows, unreadable
+from shardmake.data.parquet import best_typed, filled_parts, last_numbers, parquet_rows, unreadable
 
 if TYPE_CHECKING:
     import datasets
@@ -167,7 +167,7 @@ def text_examples(source: Source) -> Iterator[tuple[Mapping[str, Any], str]]:
     if isinstance(source, Files) and source.are_text:
         yield from ((example_in(row), row[PLACE]) for row in text_rows(_names(source)))
     elif isinstance(source, Files):
-        check_columns(source.paths)
+        _parquet_parts(source)
 
 
 def first_rows(source: Source, limit: int) -> Iterator[Mapping[str, Any]]:
@@ -177,7 +177,7 @@ def first_rows(source: Source, limit: int) -> Iterator[Mapping[str, Any]]:
     elif source.are_text:
         yield from islice(text_rows(_names(source)), limit)
     else:
-        check_columns(source.paths)
+        _parquet_parts(source)
         rows = islice(parquet_rows(source.paths, limit), limit)
         yield from ({**row, _NUMBER: number} for number, row in enumerate(rows, start=1))
 
@@ -201,11 +201,24 @@ def _read_text(source: Files, cache: Path) -> "datasets.Dataset":
 def _read_parquet(source: Files, cache: Path) -> "datasets.Dataset":
     import datasets
 
-    parts = filled_parts(source.paths)
+    parts, features = _parquet_parts(source)
     if not parts:
         raise no_examples(source)
-    features = datasets.Features.from_arrow_schema(best_typed(parts.values()))
-    return datasets.Dataset.from_parquet([str(path) for path in parts], features=features, cache_dir=str(cache))
+    return datasets.Dataset.from_parquet(parts, features=features, cache_dir=str(cache))
+
+
+def _parquet_parts(source: Files) -> tuple[list[str], "datasets.Features | None"]:
+    """Return the Parquet files that have rows, and the types of their columns; raise `DataError` if they differ."""
+    import datasets
+
+    parts = filled_parts(source.paths)
+    if not parts:
+        return [], None
+    try:
+        features = datasets.Features.from_arrow_schema(best_typed(parts.values()))
+    except (ValueError, NotImplementedError) as error:  # a type that datasets does not have, such as a map
+        raise unreadable(str(source), error) from None
+    return [str(path) for path in parts], features
 
 
 def _numbered(source: Source, rows: "datasets.Dataset") -> "datasets.Dataset":

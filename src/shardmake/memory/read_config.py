@@ -198,6 +198,12 @@ def _check_sizes(config: Mapping[str, Any], source: str) -> None:
             if _is_known_to_transformers(config["model_type"]):
                 causal_class(config["model_type"], source)  # a model of images or sounds has other sizes
             raise ModelError(f"{source}: {' or '.join(names)} is missing. Use the complete config.json of the model.")
+    padding, words = config.get("pad_token_id"), config.get("vocab_size")
+    if isinstance(padding, int) and isinstance(words, int) and padding >= words:
+        raise ModelError(
+            f"{source}: pad_token_id is {padding}, but vocab_size is {words}. Use the config.json that came with the "
+            "weights."
+        )
     heads = config.get("num_attention_heads")
     family = FAMILIES.get(config["model_type"])
     groups = config.get("num_key_value_heads") or (family.kv_heads if family else None) or heads

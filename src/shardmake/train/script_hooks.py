@@ -4,7 +4,7 @@ Each library is changed when the script imports it. The script itself needs no c
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -103,12 +103,17 @@ class ScriptObserver:
                 self_.distributed_type.value, self_.num_processes, has_deepspeed_plugin=has_plugin
             )
             self.share_rows(self_)
-            self_.register_save_state_pre_hook(lambda models, _, folder: self.describe_adapters(models[0], folder))
+            self_.register_save_state_pre_hook(describe_first)
 
         @wraps(save_model)
         def save_described(self_: Any, model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
             self.describe_adapters(model, save_directory)
             return save_model(self_, model, save_directory, *args, **kwargs)
+
+        def describe_first(models: Sequence[Any], weights: Any, folder: Any) -> None:
+            """Describe the model that a merge reads: of several, Accelerate saves each under a name of its own."""
+            for model in models[:1]:
+                self.describe_adapters(model, folder)
 
         def check_result(function: Callable[..., Any]) -> Callable[..., Any]:
             @wraps(function)

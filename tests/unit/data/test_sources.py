@@ -193,6 +193,16 @@ def test_parquet_files_of_a_folder_have_the_same_types(
         list(first_rows(locate(str(tmp_path), Data(train=str(tmp_path)), TRAIN_SPLITS), 2))
 
 
+def test_a_type_that_datasets_does_not_have_is_refused_at_the_check(tmp_path: Path) -> None:
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.string())
+    table = pyarrow.table({"text": ["t"], "meta": pyarrow.array([[("key", "value")]], kind)})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    source = Files((tmp_path / "a.parquet",))
+    for use in (lambda: list(first_rows(source, 1)), lambda: read(source, tmp_path / "cache")):
+        with pytest.raises(ShardmakeError, match=r"Cannot read .*a\.parquet: Arrow type map<.*Write it again"):
+            use()
+
+
 def test_types_with_the_same_values_do_not_differ(tmp_path: Path) -> None:
     texts = pyarrow.array(["t"]), pyarrow.array(["t"], pyarrow.large_string()), pyarrow.array(["t"]).dictionary_encode()
     for number, (text, kind) in enumerate(zip(texts, ("int8", "int64", "int32"), strict=True)):

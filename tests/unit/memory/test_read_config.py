@@ -150,6 +150,7 @@ def test_text_in_place_of_a_number_of_the_rotary_embedding_is_refused(kind: str,
 BAD_SIZES = [
     ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
     ({"num_attention_heads": 7, "num_key_value_heads": 7}, "hidden_size is not a multiple of 7"),
+    ({"pad_token_id": 320}, "pad_token_id is 320, but vocab_size is 320"),
     ({"num_key_value_heads": 3}, "4 num_attention_heads cannot share 3"),
     ({"model_type": "olmo2", "vocab_size": None}, "vocab_size is missing"),
     (
