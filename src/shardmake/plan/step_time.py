@@ -118,12 +118,15 @@ def _tensor_parallel(scenario: Scenario, hardware: Hardware) -> float:
     Of hidden states, the forward pass reduces the outputs of attention and MLP, a recomputation the first of them, and
     the backward pass the gradient of the input of each of the five matrices that are divided by rows, and of the head.
     The ranks gather logits, or reduce the output of an embedding that is tied to the head
-    (``deepspeed/module_inject/layers.py``).
+    (``deepspeed/module_inject/layers.py``). A tied embedding that scales its output is whole on every rank, and so is
+    the head (`families.part_of`).
     """
     size, model = scenario.tensor_parallel, scenario.model
     if size == 1:
         return 0.0
-    reductions = len(model.blocks) * (8 if scenario.checkpointing else 7) + (2 if model.tied else 1)
+    whole = model.tied and model.decoder is not None and model.decoder.scaled_embedding
+    outside = 0 if whole else 2 if model.tied else 1
+    reductions = len(model.blocks) * (8 if scenario.checkpointing else 7) + outside
     numbers = 2 * reductions * model.hidden_size + (0 if model.tied else model.vocab_size)
     moved = (size - 1) / size * scenario.accumulation * scenario.tokens * numbers * scenario.compute
     return moved / (hardware.intra_node * LINK_SHARE)

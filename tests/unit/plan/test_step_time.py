@@ -160,3 +160,19 @@ def test_sharing_matrices_keeps_the_work_and_adds_collectives_in_each_layer() ->
         2 * (7 * len(part.blocks) + 1) * part.hidden_size + part.vocab_size
     )  # fmt: skip
     assert slow - fast == pytest.approx(0.75 * moved / LINK_SHARE / GB * (1 / 100 - 1 / 400))
+
+
+@pytest.mark.parametrize(("kind", "tied", "outside", "gathers"), [
+    ("llama", False, 1, True), ("llama", True, 2, False), ("gemma", True, 0, False), ("gemma", False, 1, True),
+])  # fmt: skip
+def test_a_tied_embedding_that_scales_its_output_is_whole_and_needs_no_collective(
+    kind: str, tied: bool, outside: int, gathers: bool
+) -> None:
+    model = from_config({**LLAMA_8B, "model_type": kind, "head_dim": 128, "tie_word_embeddings": tied})
+    whole = scenario(model, strategy="zero1", ranks_per_node=4, checkpointing=False)
+    part = part_of(model, 4)
+    shared = replace(whole, model=part, split=split(part, "full"), tensor_parallel=4)
+    slow, fast = (step_time(shared, hardware(intra_node_gbps=rate)) for rate in (100, 400))
+    numbers = 2 * (7 * len(part.blocks) + outside) * part.hidden_size + (part.vocab_size if gathers else 0)
+    moved = 0.75 * 2 * shared.tokens * numbers
+    assert slow - fast == pytest.approx(moved / LINK_SHARE / GB * (1 / 100 - 1 / 400))
