@@ -234,7 +234,7 @@ RESIDUALS: list[tuple[str, str, str]] = [
     (
         "Llama-2-7B",
         "offload",
-        "the run filled its GPU: 22.7 of 23.6 GiB were PyTorch's, we leave 1.95 to the rest; 22.3 without limit",
+        "the run filled its GPU: 22.7 of 23.6 GiB were PyTorch's, we leave 1.95 to the rest; 22.9 without limit",
     ),
 ]
 """Model, a part of the strategy, and what is known about a row that is more than 5 % too low."""

@@ -13,6 +13,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = REPOSITORY / "benchmarks/results"
 README = " ".join((REPOSITORY / "README.md").read_text().split())
 BENCHMARKS = " ".join((REPOSITORY / "docs/design/benchmarks.md").read_text().split())
+MEMORY_MODEL = " ".join((REPOSITORY / "docs/design/memory-model.md").read_text().split())
 FAMILIES = {
     "one copy of the model per GPU": "unsharded",
     "sharded: ZeRO and FSDP": "sharded",
@@ -22,6 +23,8 @@ FAMILIES = {
     "grade B (something is not stated), all sharded": r"all \(B\)",
 }
 """The name in memory_accuracy.txt by the name in the pages."""
+HELD_OUT = {"one copy of the model per GPU": "unsharded", "FSDP1": "sharded", "QLoRA": "quantized", "all": "all"}
+"""The name in memory_held_out.txt by the name in docs/design/memory-model.md."""
 
 
 def _text(name: str) -> str:
@@ -44,6 +47,15 @@ def test_the_errors_of_the_memory_estimate(label: str) -> None:
     number, median, ninth, low, least, largest = found
     expected = f"| {label} | {number} | {median} % | {ninth} % | {low} | {least} % | {largest} % |"
     assert expected in README and expected in BENCHMARKS
+
+
+@pytest.mark.parametrize("label", HELD_OUT)
+def test_the_errors_of_the_held_out_rows(label: str) -> None:
+    """The page has each figure before and after the changes that these rows showed; the file has those after."""
+    row = rf"^{HELD_OUT[label]} +(\d+) +(\S+) % +(\S+) % +(\d+) of"
+    ((number, median, ninth, low),) = re.findall(row, _text("memory_held_out.txt"), re.MULTILINE)
+    expected = rf"\| {label} \| {number} \| \S+ %, {median} % \| \S+ %, {ninth} % \| \d+, {low} \|"
+    assert re.search(expected, MEMORY_MODEL)
 
 
 def _demo() -> str:

@@ -112,7 +112,9 @@ def phases(scenario: Scenario, buckets: Buckets, activations: Profile) -> dict[s
     return {
         "load": {"weights during loading": loading},
         "cross entropy": {**base, **held, **_with_flat(scenario, head), "activations": activations.loss},
-        "backward of the head": {**base, **at_head, **head, **flat, "activations": activations.head},
+        "backward of the head": {
+            **base, **at_head, **_with_last(scenario, head), **flat, "activations": activations.head
+        },
         "backward of the last layer": {
             **base, **held, **layer, **bucket, **last, "activations": activations.last_layer
         },
@@ -144,10 +146,9 @@ def _gathered(scenario: Scenario, buckets: Buckets) -> tuple[Terms, Terms]:
         return _term(compute * near), _term(compute * max(near, 2 * layer))
     if not scenario.spec.reshard_after_forward:
         return _term(compute * sum(sizes.values())), _term(compute * (sum(sizes.values()) + layer))
-    tied = sizes.get(EMBEDDING, 0) if scenario.fsdp_version == 1 else 0
-    loss = head + tied + (2 * layer if scenario.extra_forwards else 0)
+    loss = head + (2 * layer if scenario.extra_forwards else 0)
     at_once = 1 if scenario.recomputes_units else 2
-    return _term(compute * loss), _term(compute * (head + tied + at_once * layer))
+    return _term(compute * loss), _term(compute * (head + at_once * layer))
 
 
 def _with_flat(scenario: Scenario, gathered: Terms) -> Terms:
@@ -155,6 +156,14 @@ def _with_flat(scenario: Scenario, gathered: Terms) -> Terms:
     if not scenario.is_fsdp or scenario.fsdp_version == 1 or scenario.shards == 1:
         return gathered
     return _term(gathered["gathered weights"] + scenario.compute * units(scenario).get(HEAD, 0))
+
+
+def _with_last(scenario: Scenario, gathered: Terms) -> Terms:
+    """Return the gathered weights with the last layer, which FSDP1 gathers when the backward pass begins."""
+    gathers = scenario.spec.reshard_after_forward and not scenario.recomputes_units
+    if not (scenario.is_fsdp and scenario.fsdp_version == 1 and gathers):
+        return gathered
+    return _term(gathered["gathered weights"] + scenario.compute * scenario.model.largest_block)
 
 
 def _held(scenario: Scenario) -> Terms:

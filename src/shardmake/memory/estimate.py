@@ -7,7 +7,8 @@ from shardmake.memory import closed_form, host, states
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.ddp import DdpMemory, StepEvents, replay
 from shardmake.memory.decoder import micro_step
-from shardmake.memory.fsdp import Fsdp1Memory, Fsdp2Memory
+from shardmake.memory.fsdp import Fsdp2Memory
+from shardmake.memory.fsdp1 import Fsdp1Memory
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.states import Terms
 from shardmake.memory.timeline import Timeline

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from shardmake.memory.allocator import CachingAllocator, rounded
 
-COMPUTE, COMMUNICATION, REDUCTION = range(3)  # streams
+COMPUTE, COMMUNICATION, REDUCTION, CAST = range(4)  # streams
 HEAP_BLOCK = 32 << 20  # glibc's largest dynamic mmap threshold: the process keeps freed blocks below it
 
 

@@ -34,8 +34,8 @@ class FamilyError(NamedTuple):
 FAMILY_ERRORS: Final[dict[str, FamilyError]] = {
     "unsharded": FamilyError("unsharded", 14, 0.0161, 0.1351),
     "sharded": FamilyError("sharded", 14, 0.0417, 0.1481),
-    "quantized": FamilyError("quantized", 4, 0.0352, 0.1351),
-    "offloaded": FamilyError("offloaded", 3, 0.0548, 0.1351),
+    "quantized": FamilyError("quantized", 4, 0.0263, 0.1351),
+    "offloaded": FamilyError("offloaded", 3, 0.0341, 0.1351),
 }
 """By family. Offload counts before quantization, quantization before sharding."""
 

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from shardmake.memory import states
 from shardmake.memory.decoder import layer_input
 from shardmake.memory.estimate import events_of, rank_memory, simulate
-from shardmake.memory.fsdp import Fsdp1Memory, Fsdp2Memory
+from shardmake.memory.fsdp import Fsdp2Memory
+from shardmake.memory.fsdp1 import Fsdp1Memory
 from shardmake.memory.scenario import LibraryBehavior, Scenario
 from shardmake.memory.states import HEAD, units
 from shardmake.memory.timeline import Timeline
