@@ -131,7 +131,7 @@ test-objectives: install-test .venv/bitsandbytes
 test-mixtures: install-test
 	$(BIN)/pytest -m mixtures tests/workflow --junit-xml=$(REPORTS)/mixtures.xml
 
-# Every model type of transformers is estimated or refused.
+# Every model type of transformers is estimated or refused, and a grid of plans is compared with traces of whole steps.
 test-models: install-test
 	$(BIN)/pytest -m models tests/unit --junit-xml=$(REPORTS)/models.xml
 
