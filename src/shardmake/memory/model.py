@@ -168,17 +168,24 @@ def matrix_weights(model: Model) -> float:
     return sum(_active(tensor, model) for tensor in model.tensors if _multiplies(tensor, model))
 
 
+_SELECTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+"""Names of the number of experts that a token is sent to; the others are those of Kimi, Hunyuan and Gemma 4."""
+
+
 def _multiplies(tensor: ParameterSpec, model: Model) -> bool:
     return len(tensor.shape) > 1 and (tensor.kind != "embedding" or model.tied)
 
 
 def _active(tensor: ParameterSpec, model: Model) -> float:
-    """Return the elements that are used for one token."""
+    """Return the elements that are used for one token; all experts if config.json does not give their number."""
     if ".experts." not in tensor.name:
         return tensor.numel
     config = model.config
     experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts")
-    return tensor.numel * config["num_experts_per_tok"] / experts if experts else tensor.numel
+    if not experts:
+        return tensor.numel
+    selected: int = next((config[name] for name in _SELECTED if isinstance(config.get(name), int)), experts)
+    return tensor.numel * selected / experts
 
 
 def is_head(tensor: ParameterSpec) -> bool:

@@ -9,7 +9,7 @@ from shardmake.config.models import STRATEGIES, Cluster
 from shardmake.core.units import GB
 from shardmake.memory.families import part_of
 from shardmake.memory.hardware import Hardware, from_cluster
-from shardmake.memory.model import matrix_weights, split
+from shardmake.memory.model import ParameterSpec, matrix_weights, split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
 from shardmake.plan.step_time import LINK_SHARE, step_time
@@ -33,6 +33,16 @@ def seconds(on: Hardware = H100, **changes: Any) -> float:
 
 def test_the_forward_pass_uses_every_weight_but_the_embedding() -> None:
     assert matrix_weights(MODEL) == MODEL.parameters - 128256 * 4096 - (2 * 32 + 1) * 4096
+
+
+@pytest.mark.parametrize(
+    ("key", "share"), [("num_experts_per_tok", 0.25), ("num_experts_per_token", 0.25), ("moe_topk", 0.25), ("other", 1)]
+)
+def test_the_selected_experts_have_several_names(key: str, share: float) -> None:
+    """Kimi and Hunyuan have names of their own; without any, all experts count."""
+    experts = ParameterSpec("model.layers.0.mlp.experts.gate_up_proj", (8, 16, 32), "other", 0)
+    model = replace(MODEL, tensors=(experts,), config={"num_experts": 8, key: 2})
+    assert matrix_weights(model) == share * experts.numel
 
 
 def test_a_mixture_uses_the_selected_experts() -> None:
