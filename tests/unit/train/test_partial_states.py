@@ -123,6 +123,8 @@ def test_the_trainer_of_a_script_refuses_them_too() -> None:
 
         def _get_num_items_in_batch(self) -> None: ...
 
+        def _save_optimizer_and_scheduler(self, output_dir: str) -> None: ...
+
     trainer = Trainer()
     ScriptObserver.hook_trainer(SimpleNamespace(), SimpleNamespace(Trainer=Trainer))  # type: ignore[arg-type]
     complete = SimpleNamespace(missing_keys=["lm_head.weight"], unexpected_keys=[])
