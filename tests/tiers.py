@@ -22,7 +22,7 @@ QUICK = {
     "workflow/test_evaluate.py": "loss_is_the_mean|same_tokens|share_the_sequences.whole|fastest_way",
     "workflow/test_fetch_data.py": "pinned_to_the_commit",
     "workflow/test_local.py": "from_config_to_pushed_model",
-    "workflow/test_loop.py": "zero2",
+    "workflow/test_loop.py": "equals_trainer.*zero2",
     "workflow/test_network_check.py": "",
     "workflow/test_reruns.py": "cannot_change|changes.learning|takes_effect",
     "workflow/test_overrides.py": "override_the_configuration_of_the_clone|reported_without_python.*alias",
