@@ -111,10 +111,9 @@ def _random_faults() -> str:
     for campaign in campaigns:
         assert campaign["weights_equal_bit_for_bit"] and campaign["largest_difference_of_losses"] == 0
         assert campaign["losses_of_every_step"] and campaign["machine"]["commit"]
-    needed = {campaign["strategy"]: campaign["times_a_person_was_needed"] for campaign in campaigns}
-    assert needed == {"zero2": 0, "zero3": 0, "fsdp": 1}
+        assert campaign["times_a_person_was_needed"] == 0 and campaign["faults"] == 40
     number = sum(campaign["faults"] for campaign in campaigns)
-    return f"{number} random faults, about 40 under each of the three | the same result, bit for bit; one intervention"
+    return f"{number} random faults, 40 under each of the three | the same result, bit for bit, and nobody"
 
 
 def _step_time() -> str:
