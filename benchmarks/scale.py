@@ -173,7 +173,8 @@ def hang(attempt: AttemptDir, ranks: int) -> Phase:
     for rank in range(ranks):
         attempt.stack(rank).write_text("" if rank == 5 else STACK)
     silent: dict[str, Any] = {"_dump_stacks": lambda *_: None, "request_dump": lambda *_: False}
-    with patch.multiple(watchdog, **silent, _ANSWER_SECONDS=0, _OTHER_NODES_SECONDS=0), counter.counting():
+    silent |= dict.fromkeys(("_ANSWER_SECONDS", "_OTHER_NODES_SECONDS", "ANALYSIS_SECONDS"), 0)
+    with patch.multiple(watchdog, **silent), counter.counting():
         for node in range(len(dogs) - 1, -1, -1):
             PLACE.node = node
             dogs[node].missed = dogs[node]._beat(0) if node == 0 else None
