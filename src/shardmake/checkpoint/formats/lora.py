@@ -23,7 +23,7 @@ REFERENCE = "ref"
 """TRL's name of the frozen copy of an adapter, from which DPO measures the distance."""
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.lora_(?P<factor>A|B)(?:\.(?P<adapter>[^.]+))?\.weight")
-_SAVED = re.compile(r"(.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(.+)")
+_SAVED = re.compile(r"(.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<weight>.+)")
 _QUANTIZED = re.compile(r".+\.base_layer\.weight\..+")
 """Scales and codes of a base weight in 4 bits."""
 _ORIGINAL = re.compile(r".+\.original_module\..+")
@@ -74,7 +74,7 @@ def split(contents: Contents) -> Adapter:
                 "Use PEFT's merge_and_unload."
             )
         elif full := _SAVED.fullmatch(plain):
-            saved[f"{full[1]}.{full[2]}"] = tensor
+            saved[f"{full[1]}.{full['weight']}"] = tensor
         elif not _ORIGINAL.fullmatch(plain):
             base[plain.replace(".base_layer.", ".")] = tensor
     for module, pair in factors.items():
