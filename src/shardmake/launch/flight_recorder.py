@@ -92,7 +92,8 @@ def analyse_dumps(folder: AttemptDir) -> CollectiveHang:
     command = [sys.executable, "-m", __name__, str(folder.stacks)]
     with (folder.stacks / "nccl-analysis.txt").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-        return CollectiveHang.from_line((wait_for_output(process, ANALYSIS_SECONDS) or "").strip())
+        printed = (wait_for_output(process, ANALYSIS_SECONDS) or "").splitlines()
+        return CollectiveHang.from_line(printed[-1] if printed else "")  # torch's tool may print before it
 
 
 def find_collective(dumps: Mapping[str, dict[str, Any]]) -> CollectiveHang:
