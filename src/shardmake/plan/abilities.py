@@ -25,6 +25,7 @@ DEQUANTIZED_BY_LOADING = frozenset({"compressed-tensors", "fp8", "metal", "mxfp4
 """Methods whose configuration in transformers has the setting ``dequantize``."""
 DEQUANTIZED_AFTER_LOADING = frozenset({"bitsandbytes", "higgs"})
 """Methods for which transformers implements ``PreTrainedModel.dequantize``."""
+_ACTIVATION_TABLE = "ACT2CLS"
 _LIGER_TABLE = "MODEL_TYPE_TO_APPLY_LIGER_FN"
 _HELPER = "shardmake.plan.inspect_model"
 _SOURCES = (
@@ -66,6 +67,7 @@ def find_abilities(model: Model, run: Run) -> Abilities:
         check_not_quantized(model)
     if model.decoder is not None:
         check_class(model.config, model.architecture, model.source)
+        _check_activation(model.config, model.source)
         limit = _decoder_limit(model.config, model.decoder)
         return Abilities(model.architecture, KERNELS[1:] if limit else KERNELS, varlen_limit=limit)
     request = inventory_request(model.config, model.source, run.trust_remote_code)
@@ -142,6 +144,18 @@ def check_class(config: Any, trained: str, source: str) -> None:
             f"Model cannot be trained: {source} names the class {named}, but causal language models of this type are "
             f"{trained}. Some weights of that class would be missing or left over. Name a model that was saved as "
             f"{trained}."
+        )
+
+
+def _check_activation(config: Mapping[str, Any], source: str) -> None:
+    """Raise a `ModelError` for an activation that transformers lacks, at which every rank would fail."""
+    known = _table_keys("transformers", "activations.py", _ACTIVATION_TABLE)
+    name = config.get("hidden_act")
+    if name is not None and known and name not in known:
+        raise ModelError(
+            f"Model cannot be trained: {source} has the hidden_act {name!r}, which transformers "
+            f"{version('transformers')} does not know. Use the config.json that came with the weights. It knows "
+            f"{', '.join(sorted(known))}."
         )
 
 
@@ -255,12 +269,17 @@ def _fused_model_types() -> set[str] | None:
 
     The table is read from the source, because importing it needs Triton and a GPU.
     """
-    package = find_spec("liger_kernel")
-    source = Path(package.origin).parent / "transformers/monkey_patch.py" if package and package.origin else None
+    return _table_keys("liger_kernel", "transformers/monkey_patch.py", _LIGER_TABLE)
+
+
+def _table_keys(package: str, file: str, table: str) -> set[str] | None:
+    """Return the keys of a dictionary in the source of an installed package; None if it is not there."""
+    found = find_spec(package)
+    source = Path(found.origin).parent / file if found and found.origin else None
     if source is None or not source.is_file():
         return None
     for node in ast.walk(ast.parse(source.read_text())):
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == _LIGER_TABLE:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == table:
             keys = getattr(node.value, "keys", ())
             return {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
     return None
