@@ -37,16 +37,21 @@ def run_module(module: str, request: Any, environment: Mapping[str, str], folder
         ShardmakeError: The module raised one; its subclass is preserved.
         RuntimeError: The process failed; the message ends with its standard error.
     """
-    command = [sys.executable, "-P", "-W", "ignore", "-m", module]
-    text = json.dumps(request)
     environment = {**environment, "PYTHONPATH": absolute_python_path(environment)}
-    done = subprocess.run(command, input=text, capture_output=True, text=True, env=environment, cwd=folder)
+    done = _run(module, json.dumps(request), environment, folder)
     if done.returncode == _USER_ERROR:
         kind, _, message = done.stdout.partition("\n")
         raise getattr(errors, kind, ShardmakeError)(message)
     if done.returncode:
         raise RuntimeError(f"{module} {_end(done.returncode)}:\n{done.stderr[-4000:]}")
     return json.loads(done.stdout)
+
+
+def _run(
+    module: str, text: str, environment: Mapping[str, str], folder: Path | None
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-W", "ignore", "-m", module]
+    return subprocess.run(command, input=text, capture_output=True, text=True, env=environment, cwd=folder)
 
 
 def _end(status: int) -> str:

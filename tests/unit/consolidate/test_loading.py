@@ -106,7 +106,7 @@ def test_impossible_config_is_refused(config: str, model: Path, asked: list[Load
 
 def test_killed_check_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = SimpleNamespace(returncode=-9, stdout="", stderr="")
-    monkeypatch.setattr("shardmake.core.process.subprocess.run", lambda *_, **__: done)
+    monkeypatch.setattr("shardmake.core.process._run", lambda *_: done)
     with pytest.raises(ModelError, match="was killed, most likely because the memory was used up"):
         check_loading(tmp_path)
 
