@@ -13,7 +13,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from shardmake.demo import make_inputs
 from tests import evidence
-from tests.tiers import GROUPS, belongs_to_make_test, group_of
+from tests.tiers import GROUPS, belongs_to_make_test, group_of, takes_long
 from tests.workflow.checkout import Checkout
 
 # No deadline for an example: tests share two cores with trainings.
@@ -45,12 +45,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that ``make test`` leaves out; start the longest groups first, so that none is last and alone."""
+    """Mark the tests that ``make test`` or CI leaves out; start the longest groups first, so that none is last and alone."""
     items.sort(key=lambda item: group_of(item.nodeid) not in GROUPS.values())
     for item in items:
         evidence.attach(item)
         if not belongs_to_make_test(item.nodeid):
             item.add_marker(pytest.mark.full)
+            if takes_long(item.nodeid):
+                item.add_marker(pytest.mark.long)
 
 
 class GroupScheduling(LoadScopeScheduling):

@@ -1,6 +1,7 @@
 """The tests of ``make test``: unit tests, and at least one of each family of process tests and Slurm tests.
 
-All other tests get the marker ``full`` and run in ``make test-all``.
+All other tests get the marker ``full`` and run in ``make test-all``. The longest of them also get the marker ``long``:
+with CI=true they are left out.
 """
 
 import re
@@ -53,6 +54,48 @@ SLOW_UNIT = {
     "unit/memory/test_estimate.py": "outside_the_families_is_traced",
 }
 """Unit tests that take many seconds while others of their kind stay in ``make test``."""
+
+
+LONG = {
+    "cluster/test_container.py": "",
+    "cluster/test_service.py": "",
+    "unit/memory/test_preferences.py": "",
+    "unit/memory/test_reward.py": "",
+    "unit/memory/test_token_loops.py": "",
+    "unit/render/test_lint.py": "",
+    "workflow/test_activation_offload.py": "zero",
+    "workflow/test_chain.py": "",
+    "workflow/test_command_failures.py": "read-only",
+    "workflow/test_consolidate_memory.py": "official_tools",
+    "workflow/test_evaluate.py": "lm_eval|overflows|offload",
+    "workflow/test_gpu_check.py": "compared_with_ddp",
+    "workflow/test_half_precision.py": "offload|zero1",
+    "workflow/test_kto.py": "",
+    "workflow/test_loading.py": "zero3",
+    "workflow/test_local.py": "failing_rank|stop_file",
+    "workflow/test_loop.py": "compiled|ddp",
+    "workflow/test_mixtures.py": "zero2",
+    "workflow/test_mixtures_resume.py": "zero[12]",
+    "workflow/test_nonfinite.py": "",
+    "workflow/test_overrides.py": "every_stage",
+    "workflow/test_preferences.py": "lora|zero3",
+    "workflow/test_quantized.py": r"adam_steps|merges.ddp",
+    "workflow/test_quantized_objectives.py": "",
+    "workflow/test_requested_stop.py": "",
+    "workflow/test_reruns.py": "names_what_changed|content_changes",
+    "workflow/test_reshard.py": "zero3x4|fsdpx4",
+    "workflow/test_reward.py": "",
+    "workflow/test_saving_memory.py": r"zero[12]",
+    "workflow/test_script.py": "every_engine|secrets",
+    "workflow/test_strategies.py": r"printed_command|within_two_nodes|of_two_ranks.zero1|ddp_computes.*offload",
+}
+"""Tests of ``make test-all`` that take half a minute or more, so that CI ends within 45 minutes on two slow cores."""
+
+
+def takes_long(node: str) -> bool:
+    """Return whether CI leaves out the test with the pytest id ``node``, which is none of ``make test``."""
+    file, _, name = node.removeprefix("tests/").partition("::")
+    return bool(file in LONG and re.search(LONG[file], name))
 
 
 def belongs_to_make_test(node: str) -> bool:

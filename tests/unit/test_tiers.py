@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers import QUICK, SLOW_UNIT, belongs_to_make_test, group_of
+from tests.tiers import LONG, QUICK, SLOW_UNIT, belongs_to_make_test, group_of, takes_long
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -22,11 +22,22 @@ def test_the_slow_unit_tests_exist(file: str) -> None:
     assert [name for name in names if name.split(".")[0] not in source] == []
 
 
+@pytest.mark.parametrize("file", LONG)
+def test_the_files_that_ci_leaves_out_exist_and_so_do_their_tests(file: str) -> None:
+    source = (TESTS / file).read_text()
+    names = [name for name in LONG[file].split("|") if name.isidentifier() and "_" in name]
+    assert [name for name in names if name not in source] == []
+
+
 def test_the_tier_follows_from_file_and_name() -> None:
     assert belongs_to_make_test("tests/unit/core/test_atomic.py::test_any")
     assert belongs_to_make_test("tests/workflow/test_resume.py::test_every_strategy_resumes[zero3]")
     assert not belongs_to_make_test("tests/workflow/test_resume.py::test_every_strategy_resumes[zero3-offload]")
     assert not belongs_to_make_test("tests/cluster/test_queue.py::test_any")
+    assert takes_long("tests/cluster/test_container.py::test_any")
+    assert takes_long("tests/workflow/test_loading.py::test_zero3_reads_on_rank_0_only")
+    assert not takes_long("tests/workflow/test_loading.py::test_fsdp_loads_on_the_first_rank_only")
+    assert not takes_long("tests/cluster/test_queue.py::test_any")
 
 
 def test_faults_of_a_strategy_share_a_process() -> None:
