@@ -9,6 +9,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 from trl import RewardConfig, RewardTrainer
 
+from shardmake.train.process_group import end_process, leave_together
+
 model, data, method, out = sys.argv[1:]
 arguments = RewardConfig(
     output_dir=f"{out}.files",
@@ -52,3 +54,5 @@ trainer.save_model(f"{out}.model")
 if trainer.accelerator.is_main_process:
     with Path(out).open("w") as file:
         json.dump(trainer.state.log_history, file)
+leave_together()
+end_process()

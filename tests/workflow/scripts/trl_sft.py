@@ -8,6 +8,8 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
+from shardmake.train.process_group import end_process, leave_together
+
 model, data, method, out = sys.argv[1:]
 assert method == "full"
 arguments = SFTConfig(
@@ -43,3 +45,5 @@ trainer.save_model(f"{out}.model")
 if trainer.accelerator.is_main_process:
     with Path(out).open("w") as file:
         json.dump(trainer.state.log_history, file)
+leave_together()
+end_process()
