@@ -45,7 +45,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that ``make test`` or CI leaves out; start the longest groups first, so that none is last and alone."""
+    """Mark the tests that ``make test`` or CI leaves out; start the longest groups first, so that none is last."""
     items.sort(key=lambda item: group_of(item.nodeid) not in GROUPS.values())
     for item in items:
         evidence.attach(item)

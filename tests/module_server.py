@@ -48,9 +48,10 @@ class ModuleServer:
         self._process = None  # an interrupted question leaves no process whose next answer is that of this one
         assert process.stdin and process.stdout
         print(json.dumps(order), file=process.stdin, flush=True)
-        status = int(process.stdout.readline())
+        answer = process.stdout.readline()
+        assert answer, "the process that helpers are forked from has ended; its error is above"
         self._process = process
-        return status
+        return int(answer)
 
     def _start(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-P", "-W", "ignore", __file__]
@@ -77,6 +78,7 @@ def _serve() -> None:
 
 
 def _import_libraries() -> None:
+    import accelerate.commands.launch  # noqa: F401
     import deepspeed.runtime.config  # noqa: F401
     import peft  # noqa: F401
     import torch.distributed.fsdp

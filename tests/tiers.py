@@ -89,7 +89,7 @@ LONG = {
     "workflow/test_script.py": "every_engine|secrets",
     "workflow/test_strategies.py": r"printed_command|within_two_nodes|of_two_ranks.zero1|ddp_computes.*offload",
 }
-"""Tests of ``make test-all`` that take half a minute or more, so that CI ends within 45 minutes on two slow cores."""
+"""The longest tests of ``make test-all``, and some of their families: CI, which has 45 minutes, omits them."""
 
 
 def takes_long(node: str) -> bool:

@@ -151,7 +151,7 @@ def _check_activation(config: Mapping[str, Any], source: str) -> None:
     """Raise a `ModelError` for an activation that transformers lacks, at which every rank would fail."""
     known = _table_keys("transformers", "activations.py", _ACTIVATION_TABLE)
     name = config.get("hidden_act")
-    if name is not None and known and name not in known:
+    if name is not None and known and not (isinstance(name, str) and name in known):
         raise ModelError(
             f"Model cannot be trained: {source} has the hidden_act {name!r}, which transformers "
             f"{version('transformers')} does not know. Use the config.json that came with the weights. It knows "

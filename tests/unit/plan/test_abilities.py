@@ -161,6 +161,7 @@ REFUSED = [
      "names the class LlamaForSequenceClassification, but causal language models of this type are LlamaForCausalLM"),
     ({"model_type": "llama", **SIZES, "hidden_act": "sillu"}, {},
      r"has the hidden_act 'sillu', which transformers .* does not know\. .* It knows gelu, .*, silu, "),
+    ({"model_type": "llama", **SIZES, "hidden_act": ["silu"]}, {}, r"has the hidden_act \['silu'\], which transformers"),
     ({"model_type": "bert", **SIZES, "architectures": ["BertForMaskedLM"]}, {}, "names the class BertForMaskedLM"),
     ({"model_type": "llama", **SIZES}, {"method": "lora", "lora": {"targets": ["c_attn"]}}, "target not found"),
 ]  # fmt: skip
