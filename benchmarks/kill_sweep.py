@@ -1,6 +1,6 @@
 """Kill a rank at every write of one save, for three strategies and each rank, and count the trainings that recover.
 
-    python -m benchmarks.kill_sweep                 # all points, a quarter of an hour on two quiet cores
+    python -m benchmarks.kill_sweep                 # all points, 22 minutes on two cores
     python -m benchmarks.kill_sweep fsdp            # one strategy
     python -m benchmarks.kill_sweep --nodes 2       # the cases of two nodes, also with the names of strategies
 
@@ -11,7 +11,6 @@ done, its rows replace those of the same case in results/kill_sweep.json.
 A training recovers if its newest committed checkpoint is complete and the resumed training ends as an uninterrupted
 one: with the same losses and, bit for bit, the same weights and optimizer states. The method is that of
 tests/workflow/sweep.py.
-For comparison, Hugging Face's Trainer with ``resume_from_checkpoint=True`` recovers at 2 of 52 points.
 """
 
 import argparse

@@ -80,7 +80,8 @@ def _limits() -> str:
 
 
 def _kill_sweep() -> str:
-    rows = _json("kill_sweep.json")["rows"]
+    rows, machines = (_json("kill_sweep.json")[key] for key in ("rows", "machines"))
+    assert len({machine["commit"] for machine in machines.values()}) == 1
     return f"{sum(row['recovered'] for row in rows)} of {len(rows)} trainings resumed bit for bit"
 
 
