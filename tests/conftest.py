@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from shardmake.demo import make_inputs
 from tests import evidence
 from tests.tiers import GROUPS, belongs_to_make_test, group_of, takes_long
 from tests.workflow.checkout import Checkout
+from tools.fault_matrix import LOAD
 
 # No deadline for an example: tests share two cores with trainings.
 settings.register_profile("shardmake", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -79,3 +81,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkout(tmp_path: Path, inputs: Path) -> Checkout:
     """A copy of the repository."""
     return Checkout.create(tmp_path / "checkout", inputs)
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Let the report of a fault hold the load of the machine, for the heading of its table."""
+    if item.get_closest_marker("faults"):
+        item.user_properties.append((LOAD, f"{os.getloadavg()[1]:.1f}"))

@@ -4,6 +4,7 @@ REPORT is the JUnit file of ``make test-faults``, or of some of its tests. FOLDE
 with the seconds of each one that passed.
 """
 
+import collections
 import os
 import platform
 import re
@@ -23,25 +24,41 @@ TABLES = {
 }
 """The table of a file of tests; all others have `OTHERS`."""
 OTHERS = "fault_matrix.txt"
+LOAD = "load"
+"""The property of a test in the report: the load average over five minutes at its end."""
 
 
 def main() -> None:
-    """Read the report and write the tables, headed by commit, machine and versions."""
+    """Read the report and write the tables, headed by commit, machine, load and versions."""
     report, folder = map(Path, sys.argv[1:])
+    loads = loads_of(report)
     for name, rows in outcomes(report).items():
-        (folder / name).write_text(f"{heading()}\n\n{table(rows)}\n")
+        (folder / name).write_text(f"{heading(loads[name])}\n\n{table(rows)}\n")
 
 
 def outcomes(report: Path) -> dict[str, dict[str, dict[str, str]]]:
     """Return what became of each test, by table, name and strategy (``""`` if it has no parameter)."""
     tables: dict[str, dict[str, dict[str, str]]] = {}
     for case in ElementTree.parse(report).iter("testcase"):
-        module = case.attrib["classname"].rpartition(".")[2]
         name, strategy = row_and_column(case.attrib["name"])
         kinds = [kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None]
-        row = tables.setdefault(TABLES.get(module, OTHERS), {}).setdefault(name, {})
+        row = tables.setdefault(table_of(case), {}).setdefault(name, {})
         row[strategy] = kinds[0] if kinds else f"{float(case.attrib['time']):.0f} s"
     return tables
+
+
+def loads_of(report: Path) -> dict[str, list[float]]:
+    """Return the load averages at the ends of the tests, by table."""
+    loads: dict[str, list[float]] = collections.defaultdict(list)
+    for case in ElementTree.parse(report).iter("testcase"):
+        found = case.iterfind(f"properties/property[@name='{LOAD}']")
+        loads[table_of(case)] += [float(entry.attrib["value"]) for entry in found]
+    return loads
+
+
+def table_of(case: ElementTree.Element) -> str:
+    """Return the table that has a test."""
+    return TABLES.get(case.attrib["classname"].rpartition(".")[2], OTHERS)
 
 
 def row_and_column(test: str) -> tuple[str, str]:
@@ -67,13 +84,14 @@ def table(rows: dict[str, dict[str, str]]) -> str:
     return "\n".join([*(line.rstrip() for line in lines), "", last])
 
 
-def heading() -> str:
-    """Return commit, machine and versions of this process."""
+def heading(loads: list[float]) -> str:
+    """Return commit, machine and versions of this process, and the smallest and largest of ``loads``."""
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
     libraries = " ".join(f"{name} {version(name)}" for name in LIBRARIES)
     return (
         "Each fault on the three-node Slurm: the training ends with the losses and weights of an undisturbed one.\n"
-        f"commit {commit.stdout.strip()}, {os.cpu_count()} cores, Python {platform.python_version()}, {libraries}"
+        f"commit {commit.stdout.strip()}, {os.cpu_count()} cores, Python {platform.python_version()}, {libraries}\n"
+        f"load averages over five minutes, at the ends of the tests: {min(loads):.1f} to {max(loads):.1f}"
     )
 
 
