@@ -32,8 +32,9 @@ def main() -> None:
     """Read the report and write the tables, headed by commit, machine, load and versions."""
     report, folder = map(Path, sys.argv[1:])
     loads = loads_of(report)
-    for name, rows in outcomes(report).items():
-        (folder / name).write_text(f"{heading(loads[name])}\n\n{table(rows)}\n")
+    tables = {name: f"{heading(loads[name])}\n\n{table(rows)}\n" for name, rows in outcomes(report).items()}
+    for name, text in tables.items():  # A file written earlier would make the commit of the next heading "dirty".
+        (folder / name).write_text(text)
 
 
 def outcomes(report: Path) -> dict[str, dict[str, dict[str, str]]]:
