@@ -113,10 +113,10 @@ test-trackers: install-test
 test-two-users: install-test
 	$(BIN)/pytest -m two_users tests/cluster
 
-# Every fault for every strategy on two three-node Slurms side by side.
+# Every fault for every strategy on three three-node Slurms side by side.
 test-faults: install-test
 	$(BIN)/pytest -m faults tests/workflow
-	$(PYTEST) -m faults tests/cluster --junit-xml=$(REPORTS)/faults.xml
+	$(PYTEST_ALL) -m faults tests/cluster --junit-xml=$(REPORTS)/faults.xml
 	$(BIN)/python -m tools.fault_matrix $(REPORTS)/faults.xml benchmarks/results
 
 # A rank is killed at every write of a save.
