@@ -1,12 +1,14 @@
 """Undisturbed trainings, and the comparison of trainings with faults with them."""
 
+import shutil
 from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
 import torch
 
-from tests.cluster.fault_run import FaultRun
+from tests.cluster.fault_run import ClusterCheckout, FaultRun, weights_of
+from tools.fault_matrix import EXACT
 
 STRATEGIES = ("zero2", "zero3", "fsdp")
 Baseline = tuple[dict[int, float], dict[str, Any]]
@@ -15,6 +17,8 @@ Ends = list[set[str]]
 """Possible ends of each attempt."""
 Fault = Callable[[FaultRun, int], Ends]
 """Causes a fault in an attempt, given its number, and returns the possible ends."""
+tolerances: list[float] = []
+"""Of the comparisons that the running test has made, for its report."""
 
 
 class BaselineRuns:
@@ -37,14 +41,27 @@ class BaselineRuns:
         return self._known[key]
 
 
-def assert_equals_baseline(run: FaultRun, baseline: Baseline, tolerance: float = 1e-6) -> None:
+def assert_equals_baseline(run: FaultRun, baseline: Baseline, tolerance: float = EXACT) -> None:
     """Compare losses and weights with the baseline."""
-    losses, weights = baseline
-    assert run.result() == pytest.approx(losses, abs=tolerance)
-    found = run.weights()
-    assert found.keys() == weights.keys()
+    assert_equal((run.result(), run.weights()), baseline, tolerance)
+
+
+def assert_equals_the_next_training(checkout: ClusterCheckout) -> None:
+    """Train again, without a fault, and compare losses and weights."""
+    found = checkout.losses(), weights_of(checkout)
+    shutil.rmtree(checkout.run / "train")
+    checkout.on_login_node("shardmake", "train", "demo")
+    assert_equal(found, (checkout.losses(), weights_of(checkout)), EXACT)
+
+
+def assert_equal(found: Baseline, expected: Baseline, tolerance: float) -> None:
+    """Compare losses and weights, and let the report of the test say so."""
+    losses, weights = expected
+    assert found[0] == pytest.approx(losses, abs=tolerance)
+    assert found[1].keys() == weights.keys()
     for name, tensor in weights.items():
-        assert torch.allclose(found[name], tensor, atol=tolerance), name
+        assert torch.allclose(found[1][name], tensor, atol=tolerance), name
+    tolerances.append(tolerance)
 
 
 def recover_from(run: FaultRun, faults: list[Fault], baseline: Baseline, spare: Collection[str] = ()) -> None:

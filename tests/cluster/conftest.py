@@ -2,20 +2,30 @@
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.baseline import BaselineRuns
+from tests.cluster.baseline import BaselineRuns, tolerances
 from tests.cluster.fault_run import ClusterCheckout, FaultRun, make_fault_run
 from tests.cluster.harness import REUSE, Cluster, available
+from tools.fault_matrix import TOLERANCE
 
 
 def require_cluster(*, accounting: bool = False) -> None:
     """Skip if no cluster can run; fail on CI (``CI=true``), so that no test is skipped there unnoticed."""
     if reason := available(accounting=accounting):
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"a cluster needs {reason}")
+
+
+@pytest.fixture(autouse=True)
+def record_comparison(record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """Let the report of a test hold how exactly it compared a training with an undisturbed one, if it did."""
+    tolerances.clear()
+    yield
+    if tolerances:
+        record_property(TOLERANCE, max(tolerances))
 
 
 @pytest.fixture(scope="session")

@@ -270,16 +270,20 @@ class FaultRun:
 
     def weights(self) -> dict[str, Any]:
         """Return the final weights."""
-        from safetensors.torch import load_file
+        return weights_of(self.checkout)
 
-        from shardmake.consolidate.merge import consolidate
 
-        receipt = self.checkout.read("train/receipt.json")
-        out = self.checkout.root / "merged"
-        shutil.rmtree(out, ignore_errors=True)
-        base = self.checkout.root / "resources/demo/base"
-        consolidate(self.checkout.run / receipt["checkpoint"], out, base=base, workers=1)
-        return load_file(out / "model.safetensors")
+def weights_of(checkout: ClusterCheckout) -> dict[str, Any]:
+    """Return the final weights of a finished training."""
+    from safetensors.torch import load_file
+
+    from shardmake.consolidate.merge import consolidate
+
+    receipt = checkout.read("train/receipt.json")
+    out = checkout.root / "merged"
+    shutil.rmtree(out, ignore_errors=True)
+    consolidate(checkout.run / receipt["checkpoint"], out, base=checkout.root / "resources/demo/base", workers=1)
+    return load_file(out / "model.safetensors")
 
 
 def flip_a_bit(file: Path, chance: random.Random) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardmake.launch.squeue_cache import FRESH_SECONDS
+from tests.cluster.baseline import assert_equals_the_next_training
 from tests.cluster.fault_run import ClusterCheckout
 from tests.cluster.harness import Cluster
 
@@ -100,6 +101,7 @@ def test_a_worker_that_slurm_cannot_start_is_named_and_the_next_job_trains(check
     first, last = checkout.read("train/attempts/index.json")
     assert first["end"] == "node failure" and last["end"] == "finished"
     assert first["message"].startswith("Slurm could not start the worker on c2: ")
+    assert_equals_the_next_training(checkout)
 
 
 LATE_SBATCH = """#!/bin/sh
@@ -138,3 +140,4 @@ def test_one_job_trains_where_slurm_accepts_a_job_after_its_sbatch_has_failed(
         checkout.cluster.wait_job(late, "COMPLETED")
         log = checkout.run / f"train/attempts/001/slurm/{late}_0_log.out"
         assert f"belongs to job {attempt['job']}, because the sbatch of this one had failed" in log.read_text()
+    assert_equals_the_next_training(checkout)

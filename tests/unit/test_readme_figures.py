@@ -86,7 +86,7 @@ def _kill_sweep() -> str:
 
 
 def _fault_kinds() -> str:
-    return f"{len(re.findall(r'^.+ s$', _text('fault_matrix.txt'), re.MULTILINE))} kinds of faults"
+    return f"{len(re.findall(r'^.+ s[*~]?$', _text('fault_matrix.txt'), re.MULTILINE))} kinds of faults"
 
 
 def _faults_of_each_kind() -> str:
