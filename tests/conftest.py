@@ -12,11 +12,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
+from shardmake.core.environment import checkout_commit
 from shardmake.demo import make_inputs
 from tests import evidence
 from tests.tiers import GROUPS, belongs_to_make_test, group_of, takes_long
 from tests.workflow.checkout import Checkout
-from tools.fault_matrix import LOAD
+from tools.fault_matrix import COMMIT, LOAD
 
 # No deadline for an example: tests share two cores with trainings.
 settings.register_profile("shardmake", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -84,6 +85,6 @@ def checkout(tmp_path: Path, inputs: Path) -> Checkout:
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Let the report of a fault hold the load of the machine, for the heading of its table."""
+    """Let the report of a fault hold the commit and the load of the machine, for the heading of its table."""
     if item.get_closest_marker("faults"):
-        item.user_properties.append((LOAD, f"{os.getloadavg()[1]:.1f}"))
+        item.user_properties += [(COMMIT, checkout_commit()), (LOAD, f"{os.getloadavg()[1]:.1f}")]

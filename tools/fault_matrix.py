@@ -1,16 +1,16 @@
-"""Write the outcome of every fault for every strategy: ``python -m tools.fault_matrix REPORT FOLDER``.
+"""Write the outcome of every fault for every strategy: ``python -m tools.fault_matrix REPORT... FOLDER``.
 
-REPORT is the JUnit file of ``make test-faults``, or of some of its tests. FOLDER gets a table for each group of tests,
-with the seconds of each one that passed.
+REPORT is the JUnit file of ``make test-faults``, or of some of its tests; all ran at one commit. FOLDER gets a table
+for each group of tests, with the seconds of each one that passed.
 """
 
 import collections
 import os
 import platform
 import re
-import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,8 +24,11 @@ TABLES = {
 }
 """The table of a file of tests; all others have `OTHERS`."""
 OTHERS = "fault_matrix.txt"
+Cases = Iterable[ElementTree.Element]
 LOAD = "load"
 """The property of a test in the report: the load average over five minutes at its end."""
+COMMIT = "commit"
+"""The property of a test in the report: the commit of the checkout."""
 TOLERANCE = "tolerance"
 """The property of a test that compared losses and weights with an undisturbed training: the difference it allowed."""
 EXACT = 1e-6
@@ -33,43 +36,36 @@ EXACT = 1e-6
 
 
 def main() -> None:
-    """Read the report and write the tables, headed by commit, machine, load and versions."""
-    report, folder = map(Path, sys.argv[1:])
-    loads = loads_of(report)
-    tables = {name: f"{heading(loads[name])}\n\n{table(rows)}\n" for name, rows in outcomes(report).items()}
-    for name, text in tables.items():  # A file written earlier would make the commit of the next heading "dirty".
-        (folder / name).write_text(text)
+    """Read the reports and write the tables, headed by commit, machine, load and versions."""
+    *reports, folder = map(Path, sys.argv[1:])
+    tests = collections.defaultdict(list)
+    for report in reports:
+        for case in ElementTree.parse(report).iter("testcase"):
+            tests[table_of(case)].append(case)
+    for name, cases in tests.items():
+        (folder / name).write_text(f"{heading(cases)}\n\n{table(outcomes(cases))}\n")
 
 
-def outcomes(report: Path) -> dict[str, dict[str, dict[str, str]]]:
-    """Return what became of each test, by table, name and strategy (``""`` if it has no parameter)."""
-    tables: dict[str, dict[str, dict[str, str]]] = {}
-    for case in ElementTree.parse(report).iter("testcase"):
+def outcomes(cases: Cases) -> dict[str, dict[str, str]]:
+    """Return what became of each test, by name and strategy (``""`` if it has no parameter)."""
+    rows: dict[str, dict[str, str]] = {}
+    for case in cases:
         name, strategy = row_and_column(case.attrib["name"])
         kinds = [kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None]
         seconds = f"{float(case.attrib['time']):.0f} s"
-        row = tables.setdefault(table_of(case), {}).setdefault(name, {})
-        row[strategy] = kinds[0] if kinds else seconds + mark(case)
-    return tables
+        rows.setdefault(name, {})[strategy] = kinds[0] if kinds else seconds + mark(case)
+    return rows
 
 
 def mark(case: ElementTree.Element) -> str:
     """Return what the table says of a test's comparison with an undisturbed training."""
-    found = properties(case, TOLERANCE)
-    return "*" if not found else "~" if max(found) > EXACT else ""
+    found = properties([case], TOLERANCE)
+    return "*" if not found else "~" if float(found[0]) > EXACT else ""
 
 
-def properties(case: ElementTree.Element, name: str) -> list[float]:
-    """Return the values of a property of a test."""
-    return [float(entry.attrib["value"]) for entry in case.iterfind(f"properties/property[@name='{name}']")]
-
-
-def loads_of(report: Path) -> dict[str, list[float]]:
-    """Return the load averages at the ends of the tests, by table."""
-    loads: dict[str, list[float]] = collections.defaultdict(list)
-    for case in ElementTree.parse(report).iter("testcase"):
-        loads[table_of(case)] += properties(case, LOAD)
-    return loads
+def properties(cases: Cases, name: str) -> list[str]:
+    """Return the values of a property of tests."""
+    return [entry.attrib["value"] for case in cases for entry in case.iterfind(f"properties/property[@name='{name}']")]
 
 
 def table_of(case: ElementTree.Element) -> str:
@@ -100,15 +96,20 @@ def table(rows: dict[str, dict[str, str]]) -> str:
     return "\n".join([*(line.rstrip() for line in lines), "", last])
 
 
-def heading(loads: list[float]) -> str:
-    """Return commit, machine and versions of this process, and the smallest and largest of ``loads``."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
+def heading(cases: Cases) -> str:
+    """Return commit, machine and versions, and the smallest and largest load at the end of a test.
+
+    Raises:
+        ValueError: The tests ran at several commits.
+    """
+    (commit,) = set(properties(cases, COMMIT))
+    loads = [float(value) for value in properties(cases, LOAD)]
     libraries = " ".join(f"{name} {version(name)}" for name in LIBRARIES)
     return (
         "Each fault on the three-node Slurm, and the seconds of its test. Without a mark, the training ended with the\n"
         "losses and weights of an undisturbed one, within 0.000001; ~ within 0.001, because ranks or micro batches\n"
         "changed on the way; * the test checks something else, such as that no step is done twice.\n"
-        f"commit {commit.stdout.strip()}, {os.cpu_count()} cores, Python {platform.python_version()}, {libraries}\n"
+        f"commit {commit}, {os.cpu_count()} cores, Python {platform.python_version()}, {libraries}\n"
         f"load averages over five minutes, at the ends of the tests: {min(loads):.1f} to {max(loads):.1f}"
     )
 
