@@ -1,4 +1,4 @@
-"""Accelerate ignores keys of its configuration file, and FSDP without a GPU, silently."""
+"""Accelerate ignores keys of its configuration file, silently."""
 
 import tempfile
 from pathlib import Path

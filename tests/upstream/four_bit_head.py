@@ -1,7 +1,7 @@
 """transformers: under FSDP, a new head of a model in 4 bits stays unwritten on all ranks but the first.
 
 With ``cpu_ram_efficient_loading`` the first rank is expected to send all weights; accelerate sends none of such a model.
-``PYTHONPATH=.venv/bitsandbytes python tests/upstream/four_bit_head.py``
+It needs bitsandbytes; in a checkout ``make .venv/bitsandbytes`` and ``PYTHONPATH=.venv/bitsandbytes``.
 """
 
 import os
