@@ -616,6 +616,7 @@ def verify(
 ) -> None:
     """Verify a model folder tensor by tensor, optionally against its checkpoint."""
     from shardmake.consolidate.base_model import find_base
+    from shardmake.consolidate.verify import checksums_of
     from shardmake.consolidate.verify import verify as check_model
 
     base_folder = find_base(base) if base is not None else None
@@ -623,6 +624,8 @@ def verify(
     typer.echo(
         f"{model} is valid: {found.parameters:,} parameters, {found.describe_types()}, {len(found.files)} files."
     )
+    sums = checksums_of(model)
+    typer.echo(f"Every file has its checksum in {sums}." if sums else "The folder has no checksums to compare with.")
     for remark in found.remarks():
         typer.echo(remark)
     if against is not None:

@@ -11,8 +11,10 @@ from shardmake.consolidate.aux_files import config_folder, read_object, widest
 from shardmake.consolidate.compare import compare
 from shardmake.consolidate.loading import LoadingReport, check_loading
 from shardmake.consolidate.scan import FileScan, scan
-from shardmake.core.errors import ModelError
+from shardmake.core.atomic import sha256
+from shardmake.core.errors import ModelError, PushError
 from shardmake.core.fingerprint import FileEntry
+from shardmake.core.manifest import SUMS, parse_sums, read_named
 from shardmake.run.paths import MODEL_RECEIPT
 from shardmake.run.receipts import MergeReceipt, Verification
 
@@ -30,8 +32,8 @@ def verify(
 
     The folder must hold exactly the tensors of its config, with their shapes and types. All values must be finite,
     except in rows of -inf. Ties and index must be correct. transformers must load the folder with no missing key, and
-    with no unexpected key but those that the receipt lists. Files must match the checksums in the receipt, if there is
-    one. Tensors that are all zero and rows of -inf are in the result.
+    with no unexpected key but those that the receipt lists. Files must match the checksums in the receipt of a merge or
+    in the SHA256SUMS of a push, if there are any. Tensors that are all zero and rows of -inf are in the result.
 
     Args:
         model: A Hugging Face folder, of a model or of an adapter.
@@ -53,6 +55,11 @@ def verify(
         return verification
     compare(model, against, loading, base=base, workers=workers, key=key)
     return verification.model_copy(update={"compared_with": str(against)})
+
+
+def checksums_of(model: Path) -> str | None:
+    """Return the file in the folder ``model`` that has the checksums of the others; None without one."""
+    return next((name for name in (MODEL_RECEIPT, SUMS) if (model / name).is_file()), None)
 
 
 def _raw_report(model: Path) -> LoadingReport | None:
@@ -78,6 +85,7 @@ def verify_loaded(
     problems += [problem for found in scans for problem in found.problems]
     problems += _stray_problems(model)
     problems += _receipt_problems(model, {found.name: found.sums for found in scans})
+    problems += _sums_problems(model, [found.name for found in scans])
     if problems:
         raise ModelError("\n".join([f"{model} is not valid:", *(f"  {problem}." for problem in problems)]))
     return _summary(model, contents, loading, scans)
@@ -101,11 +109,12 @@ def _type_problems(model: Path, contents: Contents) -> list[str]:
 
 
 def _declared_type(model: Path) -> str | None:
-    """Return the type in config.json; None without a config, as for an adapter."""
+    """Return the type in config.json; None if it names none, or without a config, as for an adapter."""
     if not (model / "config.json").is_file():
         return None
     config = read_object(model / "config.json")
-    return str(config.get("dtype") or config.get("torch_dtype"))
+    declared = config.get("dtype") or config.get("torch_dtype")
+    return str(declared) if declared else None
 
 
 def _stray_problems(model: Path) -> list[str]:
@@ -122,6 +131,19 @@ def _receipt_problems(model: Path, found: dict[str, FileEntry]) -> list[str]:
     changed = [name for name, sums in recorded.items() if name in found and found[name] != sums]
     added = [f"{name} was added after the receipt was written" for name in found if name not in recorded]
     return gone + added + [f"{name} was changed after the receipt was written" for name in changed]
+
+
+def _sums_problems(model: Path, files: list[str]) -> list[str]:
+    if not (model / SUMS).is_file():
+        return []
+    try:
+        expected = parse_sums((model / SUMS).read_text(errors="replace"))
+    except PushError:
+        return [f"{SUMS} was not written by Shardmake: compare the files with it by other means, and move it away"]
+    found = read_named(model, [name for name in files if name in expected], sha256)
+    gone = [f"{name} is in {SUMS}, but not in the folder" for name in expected if name not in found]
+    changed = [f"{name} differs from {SUMS}" for name in found if found[name] != expected[name]]
+    return gone + changed + [f"{name} is not in {SUMS}" for name in files if name not in {*expected, SUMS}]
 
 
 def _summary(model: Path, contents: Contents, loading: LoadingReport, scans: list[FileScan]) -> Verification:

@@ -5,7 +5,7 @@ with ``sha256sum -c SHA256SUMS``, and the next push can distinguish its own file
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,9 +65,13 @@ def read_folder(folder: Path) -> dict[str, FileRecord]:
 def read_files(folder: Path, read: Callable[[Path], Entry]) -> dict[str, Entry]:
     """Return what ``read`` returns for each file below ``folder``, by their relative paths."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return read_named(folder, [path.relative_to(folder).as_posix() for path in paths], read)
+
+
+def read_named(folder: Path, names: Sequence[str], read: Callable[[Path], Entry]) -> dict[str, Entry]:
+    """Return what ``read`` returns for the files ``names`` of ``folder``."""
     with ThreadPoolExecutor(_READERS) as pool:
-        records = pool.map(read, paths)
-        return {path.relative_to(folder).as_posix(): entry for path, entry in zip(paths, records, strict=True)}
+        return dict(zip(names, pool.map(lambda name: read(folder / name), names), strict=True))
 
 
 def differences(expected: Mapping[str, HasSize], found: Mapping[str, HasSize]) -> list[str]:

@@ -22,6 +22,7 @@ from shardmake.consolidate.base_model import find_base
 from shardmake.consolidate.loading import LoadingReport
 from shardmake.consolidate.progress import show_progress
 from shardmake.core.errors import ConfigError, HubError
+from shardmake.core.manifest import format_sums, read_folder
 from tests.unit.test_cli import configure
 
 Run = Callable[..., tuple[int, str]]
@@ -278,6 +279,33 @@ def test_flipped_bits_of_the_metadata_of_dcp(run: Run) -> None:
 def test_verify_of_a_foreign_receipt(run: Run, text: str) -> None:
     Path("base/receipt.json").write_text(text)
     assert run("verify", "base")[0] == 2
+
+
+def test_verify_compares_a_pushed_model_with_its_sums(run: Run) -> None:
+    assert "The folder has no checksums to compare with." in run("verify", "base")[1]
+    sums = Path("base/SHA256SUMS")
+    sums.write_text(format_sums(read_folder(Path("base"))))
+    Path("base/.cache").mkdir()
+    Path("base/.cache/of-the-hub").touch()
+    status, printed = run("verify", "base")
+    assert status == 0 and "Every file has its checksum in SHA256SUMS." in printed
+    Path("base/vocab.json").write_text("[]")
+    status, printed = run("verify", "base")
+    assert status == 2 and "vocab.json differs from SHA256SUMS" in printed
+    Path("base/vocab.json").rename("base/words.json")
+    status, printed = run("verify", "base")
+    assert status == 2 and "vocab.json is in SHA256SUMS, but not in the folder" in printed
+    assert "words.json is not in SHA256SUMS" in printed
+    sums.write_text("of another program")
+    status, printed = run("verify", "base")
+    assert status == 2 and "SHA256SUMS was not written by Shardmake" in printed
+
+
+def test_verify_compares_the_type_that_a_config_names(run: Run) -> None:
+    assert run("verify", "base")[0] == 0, "a config may name none"
+    Path("base/config.json").write_text('{"model_type": "tiny", "torch_dtype": "bfloat16"}')
+    status, printed = run("verify", "base")
+    assert status == 2 and "config.json declares bfloat16, the tensors are float32" in printed
 
 
 def test_folders_and_pipes_in_place_of_files(run: Run) -> None:
