@@ -65,6 +65,10 @@ A number leads to the test below that shows the property of the column; an empty
 trainings are of small models on CPUs with gloo, unless the last column says otherwise. A test marks what it shows with
 `@pytest.mark.proves`. `make docs` writes this page from the reports of `make test`, `make test-all` and the commands
 for longer tests, without results of changes that have no commit.
+
+Shardmake refuses FSDP and QLoRA without GPUs. The tests bypass these refusals. For FSDP they also patch Accelerate and
+torch (`tests/fsdp_on_cpu.py`): Accelerate takes the CPU ranks for GPUs, offload does not pin memory, and FSDP1 accepts
+the CPU as its device. Sharding, collectives and checkpoints are torch's own.
 """
 
 

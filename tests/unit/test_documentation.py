@@ -100,3 +100,11 @@ def test_every_link_within_the_repository_leads_somewhere(page: Path) -> None:
         target = (page.parent / name).resolve() if name else page
         assert target.exists(), link
         assert not anchor or anchor in _anchors(target), link
+
+
+def test_the_index_links_every_page_of_the_website() -> None:
+    navigation = (REPOSITORY / "mkdocs.yml").read_text().split("\nnav:\n")[1]
+    pages = set(re.findall(r"\S+\.md$", navigation, re.MULTILINE)) - {"index.md"}
+    links = re.findall(r"\]\(([^)\s]+)\)", (REPOSITORY / "docs/index.md").read_text())
+    linked = {link.partition("#")[0] for link in links}
+    assert len(pages) > 40 and pages - linked == set()

@@ -31,7 +31,7 @@ def _text(name: str) -> str:
     return (RESULTS / name).read_text()
 
 
-def _rounded(value: float, digits: int) -> Decimal:
+def _rounded(value: float | Decimal, digits: int) -> Decimal:
     """Round halves up, as people do."""
     return Decimal(str(value)).quantize(Decimal(10) ** -digits, ROUND_HALF_UP)
 
@@ -181,3 +181,25 @@ def test_the_table_of_saves(label: str, strategy: str) -> None:
     ways = ("at once", "through /dev/shm", "through disk")
     waits = " | ".join(f"{_rounded(saves[way]['waits_seconds'], 2)} s" for way in ways)
     assert f"| {label}: training waits | {waits} |" in BENCHMARKS
+
+
+@pytest.mark.parametrize(
+    ("gpus", "rates", "published"),
+    [
+        (16384, "Llama 3", "Llama 3, 16,384 GPUs"),
+        (12288, "Llama 3", "MegaScale, 12,288 GPUs"),
+        (8192, "Llama 3", "ByteRobust, 9,600 GPUs"),
+        (4096, "Meta RSC-1", "Meta RSC, 2,048-4,096 GPUs, a checkpoint an hour"),
+        (16384, "Meta RSC-1", None),
+    ],
+)
+def test_the_table_of_time_on_steps_that_were_kept(gpus: int, rates: str, published: str | None) -> None:
+    results = _json("goodput.json")
+    (found,) = (row for row in results["simulated"] if (row["gpus"], row["rates"]) == (gpus, rates))
+    ways = (_rounded(100 * Decimal(str(found[way]["ratio"])), 1) for way in ("synchronous", "asynchronous"))
+    row = f"| {gpus:,} | {rates} | {' | '.join(f'{percent} %' for percent in ways)} |"
+    if published:
+        (ratio,) = (entry["ratio"] for entry in results["published"] if entry["where"] == published)
+        where = published.replace("2,048-4,096", "2,048 to 4,096").removesuffix(", a checkpoint an hour")
+        row += f" {where}: {ratio.replace('> 0.', 'more than ').replace('0.', '')} % |"
+    assert row in BENCHMARKS
