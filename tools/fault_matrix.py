@@ -91,8 +91,9 @@ def table(rows: dict[str, dict[str, str]]) -> str:
         cells = [found[""]] if "" in found else [found.get(column, "") for column in columns]
         lines.append(f"{name:{width}}" + "".join(f"{cell:>10}" for cell in cells))
     values = [value for found in rows.values() for value in found.values()]
-    passed = sum(" s" in value for value in values)
-    last = f"{passed} of {len(values)} passed."
+    passed = [value for value in values if " s" in value]
+    compared = sum("*" not in value for value in passed)
+    last = f"{len(passed)} of {len(values)} passed, {compared} of them compared with an undisturbed training."
     return "\n".join([*(line.rstrip() for line in lines), "", last])
 
 

@@ -86,24 +86,30 @@ def _kill_sweep() -> str:
 
 
 def _fault_kinds() -> str:
-    return f"{len(re.findall(r'^.+ s[*~]?$', _text('fault_matrix.txt'), re.MULTILINE))} kinds of faults"
+    rows = re.findall(r"^.+ s[*~]?$", _text("fault_matrix.txt"), re.MULTILINE)
+    return f"{len(rows)} kinds of faults and stops"
 
 
 def _faults_of_each_kind() -> str:
-    return f"{_passed('fault_matrix.txt')} trainings ended with an undisturbed one's losses and weights"
+    passed, compared = _passed("fault_matrix.txt")
+    return f"{passed} trainings reached their end, {compared} of them compared: with an undisturbed one's losses and weights"
 
 
 def _ends_of_the_driver_job() -> str:
-    return f"{_passed('driver_job_matrix.txt')} ends of the job that runs the driver"
+    return f"work continued after {_passed('driver_job_matrix.txt')[0]} ends of the job that runs the driver"
 
 
 def _restarts_by_slurm() -> str:
-    return f"{_passed('requeue_matrix.txt')} jobs that Slurm itself restarted"
+    passed, compared = _passed("requeue_matrix.txt")
+    assert passed == f"{compared} of {compared}"
+    return f"so did {passed} jobs that Slurm itself restarted"
 
 
-def _passed(table: str) -> str:
-    (passed,) = re.findall(r"^(\d+ of \d+) passed\.$", _text(table), re.MULTILINE)
-    return str(passed)
+def _passed(table: str) -> tuple[str, str]:
+    """Return "N of M", and how many of the N were compared with an undisturbed training."""
+    pattern = r"^(\d+ of \d+) passed, (\d+) of them compared with an undisturbed training\.$"
+    ((passed, compared),) = re.findall(pattern, _text(table), re.MULTILINE)
+    return passed, compared
 
 
 def _random_faults() -> str:

@@ -46,10 +46,11 @@ def test_the_table_has_a_row_a_fault_and_a_column_a_strategy(write: Path) -> Non
         ["recovers:", "kill", "rank", "61", "s", "failure"],
         ["slurmdbd", "down", "30", "s~"],
         [],
-        ["2", "of", "4", "passed."],
+        ["2", "of", "4", "passed,", "2", "of", "them", "compared", "with", "an", "undisturbed", "training."],
     ]
     heading, _, rows = (write / "driver_job_matrix.txt").read_text().partition("\n\n")
     assert heading.endswith("tests: 2.0 to 2.0") and rows.split()[:5] == ["a", "node", "fails", "99", "s*"]
+    assert "1 of 1 passed, 0 of them compared" in rows
 
 
 def test_tests_of_two_commits_make_no_table(write: Path) -> None:
