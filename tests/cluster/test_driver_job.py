@@ -11,7 +11,7 @@ from shardmake.launch.slurm_states import JobState, parse_state
 from shardmake.run.driver_job import DriverDir
 from tests.cluster.fault_run import ClusterCheckout
 
-pytestmark = [pytest.mark.cluster, pytest.mark.training]
+pytestmark = [pytest.mark.cluster, pytest.mark.training, pytest.mark.timeout(1800)]
 STEPS = 40
 LONG = 150
 """Steps of a training that still runs when Slurm has started the driver job again, for which a node is left.
@@ -55,7 +55,7 @@ class DriverJobs:
         """Wait until the output has ``words`` so many times."""
         self.cluster.wait_until(lambda: self.log().count(words) >= times, f"{words!r} in {self.log()}", timeout=200)
 
-    def wait_for_end(self, end: str, timeout: float = 200) -> None:
+    def wait_for_end(self, end: str, timeout: float = 600) -> None:
         """Wait until no driver job is queued or running, and compare the recorded end."""
         self.cluster.wait_until(lambda: not self.active(), f"the end of the driver jobs; {self.log()}", timeout=timeout)
         assert self.state()["end"] == end, self.log()
@@ -110,12 +110,11 @@ def test_a_driver_job_continues_in_the_next_one_and_trains_once(driver: DriverJo
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(900)
 def test_slurm_itself_asks_for_the_next_job_and_every_stage_runs(driver: DriverJobs) -> None:
     """The limit is two minutes, of which the job uses a half to three quarters."""
     configure(driver.checkout, 120, driver_time_limit="00:02:00")
     driver.submit()
-    driver.wait_for_end("done", timeout=800)
+    driver.wait_for_end("done", timeout=900)
     print(driver.log())
     assert len(driver.state()["jobs"]) >= 2 and "The time limit is near" in driver.log()
     states = [job.state for job in driver.cluster.jobs() if job.id in driver.state()["jobs"]]
@@ -151,7 +150,6 @@ def test_a_cancelled_driver_job_is_submitted_again_and_the_result_is_equal(drive
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(900)
 def test_the_node_of_the_driver_job_fails_in_mid_training(driver: DriverJobs) -> None:
     configure(driver.checkout, LONG, nodes=1)
     first = driver.submit("train")
@@ -160,7 +158,7 @@ def test_the_node_of_the_driver_job_fails_in_mid_training(driver: DriverJobs) ->
     driver.cluster.kill_node("c1")
     driver.cluster.declare_down("c1")
     driver.wait_for_log("Driver job", 2)
-    driver.wait_for_end("done", timeout=400)
+    driver.wait_for_end("done")
     print(driver.log())
     assert driver.state()["jobs"] == [first] and driver.cluster.job(first).state == "COMPLETED", "Slurm restarted it"
     assert "Adopting job" in driver.log()
@@ -168,7 +166,6 @@ def test_the_node_of_the_driver_job_fails_in_mid_training(driver: DriverJobs) ->
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("mode", ["REQUEUE", "CANCEL"])
 def test_a_preempted_driver_job_continues(driver: DriverJobs, mode: str) -> None:
     """After the grace time, Slurm queues the job again, or cancels it and the job submits itself."""
@@ -180,7 +177,7 @@ def test_a_preempted_driver_job_continues(driver: DriverJobs, mode: str) -> None
         options = f"--parsable --partition=urgent --nodelist=c1 --exclusive --output={driver.checkout.root}/urgent"
         urgent = driver.cluster.run(f"sbatch {options} --wrap 'sleep 5'").stdout.strip()
         driver.cluster.wait_job(urgent, "COMPLETED", timeout=120)
-        driver.wait_for_end("done", timeout=400)
+        driver.wait_for_end("done")
     finally:
         driver.cluster.run(["scontrol", "update", "partitionname=cpu", "preemptmode=REQUEUE"])
     print(driver.log())
@@ -191,14 +188,13 @@ def test_a_preempted_driver_job_continues(driver: DriverJobs, mode: str) -> None
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(900)
 def test_a_driver_job_that_an_administrator_queues_again(driver: DriverJobs) -> None:
     configure(driver.checkout, LONG, nodes=1)
     first = driver.submit("train")
     driver.wait_for_steps(3)
     driver.cluster.run(["scontrol", "requeue", first])
     driver.wait_for_log(", number 1.", 2)
-    driver.wait_for_end("done", timeout=400)
+    driver.wait_for_end("done")
     print(driver.log())
     assert driver.state()["jobs"] == [first] and "Adopting job" in driver.log()
     assert_trained_once(driver, LONG)
