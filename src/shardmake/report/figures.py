@@ -34,6 +34,12 @@ _STYLE = {
 _CAPACITY_DRAWN = 4
 """A GPU with more times the memory of the bars would make them too short to read."""
 
+_LEGEND_COLUMNS = 2
+_LEGEND_ROW_HEIGHT = 0.18
+"""Inches."""
+_BARS_HEIGHT = 1.7
+"""Inches for two bars, the axis and its label."""
+
 Drawing = Callable[["Figure"], None]
 
 
@@ -138,9 +144,28 @@ def memory(found: Memory) -> Drawing:
         else:
             axes.axvline(found.capacity / GIB, color="black", linestyle="--", linewidth=1, label=capacity)
         axes.set_xlabel("GiB on the fullest rank")
-        axes.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+        _legend_below(figure, axes)
 
     return draw
+
+
+def _legend_below(figure: "Figure", axes: "Axes") -> None:
+    """Put the legend below the axes, and make the figure taller by its rows.
+
+    Two columns of this font hold the longest names of the estimate's terms with their sizes.
+    """
+    handles, labels = axes.get_legend_handles_labels()
+    figure.set_figheight(_BARS_HEIGHT + _LEGEND_ROW_HEIGHT * -(-len(labels) // _LEGEND_COLUMNS))
+    figure.legend(
+        handles,
+        labels,
+        ncols=_LEGEND_COLUMNS,
+        loc="outside lower center",
+        fontsize=8,
+        handlelength=1,
+        handletextpad=0.5,
+        columnspacing=1,
+    )
 
 
 def _visible(found: Memory) -> dict[str, int]:

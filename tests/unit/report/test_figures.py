@@ -1,13 +1,18 @@
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from shardmake.commands.estimate_terms import GPU_TERMS, HOST_TERMS
 from shardmake.core.units import GIB
+from shardmake.plan.figure import bars
+from shardmake.plan.stage import make_plan
 from shardmake.report import figures
 from shardmake.report.figures import Memory
 from shardmake.report.history import read_history
 from tests.finished_run import make_rundir
+from tests.unit.plan.test_planner import EIGHT, gpus, run_of
 
 TERMS = {"weights": 6 * GIB, "gradients": 2 * GIB, "layer inputs": GIB // 50, "logits": GIB // 40}
 
@@ -18,6 +23,40 @@ def texts(drawing: figures.Drawing) -> list[str]:
 
 def labels(memory: Memory) -> list[str]:
     return texts(figures.memory(memory))
+
+
+def assert_whole(drawing: figures.Drawing) -> None:
+    """Raise an `AssertionError` if the legend leaves the canvas, covers the axes, or leaves them little room."""
+    figure = figures._figure(drawing)
+    figure.draw_without_rendering()
+    (legend,), (axes,) = figure.legends, figure.axes
+    box, plotted, canvas = legend.get_window_extent(), axes.get_window_extent(), figure.bbox
+    assert canvas.x0 <= box.x0 and box.x1 <= canvas.x1 and canvas.y0 <= box.y0, (box, canvas)
+    assert box.y1 <= plotted.y0, "the legend covers the axes"
+    assert plotted.width >= 0.8 * canvas.width and plotted.height >= 50, (plotted, canvas)
+
+
+@pytest.fixture(scope="module")
+def estimates(tmp_path_factory: pytest.TempPathFactory) -> list[Memory]:
+    """The memory of a model of 8 billion parameters under every strategy, with and without checkpointing."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(EIGHT))
+    plan, found = make_plan("run", run_of(str(folder)), gpus(max_nodes=1))
+    rows = [row.gpu for row in bars(found.candidates, plan.choice)]
+    return [Memory(gpu.terms, gpu.device, found.gpu_memory, int(0.95 * gpu.device)) for gpu in rows]
+
+
+def test_the_legend_of_real_estimates_is_inside_the_figure(estimates: list[Memory]) -> None:
+    assert len(estimates) > 10 and max(len(memory.terms) for memory in estimates) > 7
+    for memory in estimates:
+        assert_whole(figures.memory(memory))
+
+
+@pytest.mark.parametrize("terms", [GPU_TERMS, HOST_TERMS])
+def test_the_legend_of_all_terms_is_inside_the_figure(terms: dict[str, str]) -> None:
+    sizes = dict.fromkeys(terms, 1234 * GIB)
+    total = sum(sizes.values())
+    assert_whole(figures.memory(Memory(sizes, total + 900 * GIB, 2 * total, total)))
 
 
 def test_every_part_of_the_memory_is_named_with_its_size() -> None:
