@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREY = "#2563eb", "#ea580c", "#6b7280"
+_LIGHT_GREY = "#d1d5db"
 _STYLE = {
     "axes.axisbelow": True,
     "axes.grid": True,
@@ -45,12 +46,22 @@ Drawing = Callable[["Figure"], None]
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the fullest GPU: terms of the estimate, predicted total, capacity, measured peak."""
+    """Bytes on a GPU."""
 
     terms: Mapping[str, int]
+    """Tensors of the estimate, by kind, on the fullest rank."""
     predicted: int
+    """What the allocator holds by the estimate: the terms, and what it caches."""
+    outside: int
+    """CUDA context and NCCL by the estimate, which the allocator does not count."""
     capacity: int
     measured: int | None
+    """Peak of what the allocator of rank 0 held, which alone logs it; None if it was not logged."""
+
+    @property
+    def device(self) -> int:
+        """Bytes used on the device by the estimate."""
+        return self.predicted + self.outside
 
 
 def loss(history: TrainingHistory) -> Drawing:
@@ -124,7 +135,8 @@ def speed(history: TrainingHistory, used: Utilization | None) -> Drawing:
 def memory(found: Memory) -> Drawing:
     """Draw the stacked terms of the estimate next to the measured peak and the GPU's capacity.
 
-    Terms too small to be seen are drawn as one. A capacity of several times the bars is stated, not drawn.
+    What the measured peak does not count is hatched at the end of the predicted bar. Terms too small to be seen are
+    drawn as one. A capacity of several times the bars is stated, not drawn.
     """
 
     def draw(figure: "Figure") -> None:
@@ -133,17 +145,21 @@ def memory(found: Memory) -> Drawing:
         for name, size in _visible(found).items():
             axes.barh("predicted", size / GIB, left=left, label=f"{name} {format_bytes(size)}")
             left += size / GIB
-        rest = found.predicted - sum(found.terms.values())
-        label = f"allocator and context {format_bytes(rest)}"
-        axes.barh("predicted", rest / GIB, left=left, color="#d1d5db", label=label)
+        cached = found.predicted - sum(found.terms.values())
+        label = f"cached by the allocator {format_bytes(cached)}"
+        axes.barh("predicted", cached / GIB, left=left, color=_LIGHT_GREY, label=label)
+        label = f"CUDA context and NCCL {format_bytes(found.outside)}"
+        left = found.predicted / GIB
+        axes.barh("predicted", found.outside / GIB, left=left, color="white", edgecolor=GREY, hatch="///", label=label)
         if found.measured is not None:
-            axes.barh("measured", found.measured / GIB, color=GREY, label=f"measured {format_bytes(found.measured)}")
+            label = f"measured on rank 0 {format_bytes(found.measured)}"
+            axes.barh("measured", found.measured / GIB, color=GREY, label=label)
         capacity = f"memory of a rank {format_bytes(found.capacity)}"
-        if found.capacity > _CAPACITY_DRAWN * max(found.predicted, found.measured or 0):
+        if found.capacity > _CAPACITY_DRAWN * max(found.device, found.measured or 0):
             axes.plot([], [], " ", label=capacity)
         else:
             axes.axvline(found.capacity / GIB, color="black", linestyle="--", linewidth=1, label=capacity)
-        axes.set_xlabel("GiB on the fullest rank")
+        axes.set_xlabel("GiB")
         _legend_below(figure, axes)
 
     return draw

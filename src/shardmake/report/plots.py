@@ -10,6 +10,7 @@ from shardmake.report.records import Records
 from shardmake.run.plan import Choice, MemoryEstimates
 
 _MFU: Final = " MFU counts 6 FLOPs per weight and token and the exact attention, relative to the dense peak."
+_MEASURED: Final = "the peak of the allocator on rank 0, which does not count the CUDA context and NCCL"
 _METRICS: Final = {
     "loss": "loss",
     "learning_rate": "learning rate",
@@ -42,8 +43,10 @@ def plots(records: Records) -> dict[str, Plot]:
         found["speed"] = Plot("Tokens per second", caption, figures.speed(history, records.utilization))
     if not records.on_cpu:
         memory = memory_of(records)
-        measured = "the measured peak of the allocator" if memory.measured is not None else "no peak was logged"
-        caption = f"Memory of the fullest rank: the estimate's terms in the phase with the peak; {measured}."
+        caption = (
+            "GPU memory. Predicted: the estimate's terms in the phase with the peak, on the fullest rank. Measured: "
+            f"{'no peak was logged' if memory.measured is None else _MEASURED}."
+        )
         found["memory"] = Plot("Memory, predicted and measured", caption, figures.memory(memory))
     if scores := records.evaluation.scores:
         caption = "Loss on the evaluation split by the length of the example, base and tuned model."
@@ -76,8 +79,9 @@ def memory_of(records: Records) -> Memory:
 
 
 def find_memory(estimates: MemoryEstimates, planned: Choice, used: Choice, history: TrainingHistory) -> Memory:
-    """Return the estimate of the choice that trained, and the allocator's measured peak (None if none was logged)."""
+    """Return the estimate of the choice that trained, and the measured peak, both of the allocator."""
     measured = [line.memory.reserved for line in history.lines if line.memory]
     known = {candidate.choice: candidate for candidate in estimates.candidates}
     gpu = known[used if used in known else planned].gpu
-    return Memory(gpu.terms, gpu.device, estimates.gpu_memory, max(measured, default=None))
+    outside = gpu.device - gpu.reserved
+    return Memory(gpu.terms, gpu.reserved, outside, estimates.gpu_memory, max(measured, default=None))

@@ -43,7 +43,7 @@ def estimates(tmp_path_factory: pytest.TempPathFactory) -> list[Memory]:
     (folder / "config.json").write_text(json.dumps(EIGHT))
     plan, found = make_plan("run", run_of(str(folder)), gpus(max_nodes=1))
     rows = [row.gpu for row in bars(found.candidates, plan.choice)]
-    return [Memory(gpu.terms, gpu.device, found.gpu_memory, int(0.95 * gpu.device)) for gpu in rows]
+    return [Memory(gpu.terms, gpu.reserved, gpu.device - gpu.reserved, found.gpu_memory, gpu.reserved) for gpu in rows]
 
 
 def test_the_legend_of_real_estimates_is_inside_the_figure(estimates: list[Memory]) -> None:
@@ -56,17 +56,18 @@ def test_the_legend_of_real_estimates_is_inside_the_figure(estimates: list[Memor
 def test_the_legend_of_all_terms_is_inside_the_figure(terms: dict[str, str]) -> None:
     sizes = dict.fromkeys(terms, 1234 * GIB)
     total = sum(sizes.values())
-    assert_whole(figures.memory(Memory(sizes, total + 900 * GIB, 2 * total, total)))
+    assert_whole(figures.memory(Memory(sizes, total + 900 * GIB, 900 * GIB, 2 * total, total)))
 
 
 def test_every_part_of_the_memory_is_named_with_its_size() -> None:
-    found = labels(Memory(TERMS, 9 * GIB, 16 * GIB, 10 * GIB))
+    found = labels(Memory(TERMS, 9 * GIB, 2 * GIB, 16 * GIB, 10 * GIB))
     for label in (
         "weights 6.0 GiB",
         "gradients 2.0 GiB",
         "other 46 MiB",
-        "allocator and context 978 MiB",
-        "measured 10.0 GiB",
+        "cached by the allocator 978 MiB",
+        "CUDA context and NCCL 2.0 GiB",
+        "measured on rank 0 10.0 GiB",
     ):
         assert label in found
     assert not any("layer inputs" in label for label in found), "terms too small to be seen are one"
@@ -75,7 +76,7 @@ def test_every_part_of_the_memory_is_named_with_its_size() -> None:
 
 @pytest.mark.parametrize(("capacity", "drawn"), [(80, False), (16, True)])
 def test_a_capacity_far_above_the_bars_does_not_shrink_them(capacity: int, drawn: bool) -> None:
-    found = labels(Memory(TERMS, 9 * GIB, capacity * GIB, None))
+    found = labels(Memory(TERMS, 9 * GIB, GIB, capacity * GIB, None))
     ticks = [float(label) for label in found if re.fullmatch(r"[\d.]+", label)]
     assert (max(ticks) >= 16) is drawn and f"memory of a rank {capacity}.0 GiB" in found
 

@@ -90,14 +90,20 @@ def test_metrics_that_a_script_did_not_log_are_listed(tmp_path: Path) -> None:
     assert {path.stem for path in rundir.figures.iterdir()} == {"loss", "by-length"}
 
 
-@pytest.mark.parametrize(("measured", "said"), [(10 << 30, "Measured 10.0 GiB"), (None, "no peak was logged")])
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [(10 << 30, "Measured on rank 0, held by the allocator 10.0 GiB"), (None, "no peak was logged")],
+)
 def test_memory_is_shown_for_gpus(tmp_path: Path, measured: int | None, said: str) -> None:
     rundir = make_rundir(tmp_path)
     write_history(rundir, [(0, 900, range(1, 3), "finished")] * 2, accelerator="a100-80gb")
     memory = f', "memory": {{"allocated": 1, "reserved": {measured}}}' if measured else ""
     rundir.metrics.write_text(f'{{"step": 1, "attempt": 1, "time": 1, "loss": 2{memory}}}\n')
     page = write_report(make_run(), rundir).read_text()
-    assert "Predicted 11.0 GiB" in text_of(page) and said in text_of(page) and "MFU" not in text_of(page)
+    text = text_of(page)
+    assert "Predicted, held by the allocator 10.0 GiB" in text, "of the estimate, what the measurement counts as well"
+    assert "Predicted, with CUDA context and NCCL 11.0 GiB" in text
+    assert said in text and "fullest rank. Measured" in text and "MFU" not in text
     assert rundir.figure("memory").exists()
 
 
