@@ -1,6 +1,7 @@
 """The report stage: a self-contained ``report.html``, and its figures as files."""
 
 import statistics
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from shardmake.report import figures
 from shardmake.report.card import held_out
 from shardmake.report.figures import length_name
 from shardmake.report.plots import memory_of, missing_metrics, plots
+from shardmake.report.public_text import hide_folders
 from shardmake.report.records import Records, public_names
 from shardmake.report.reproduce import configuration
 from shardmake.report.training_facts import training_facts
@@ -22,11 +24,12 @@ from shardmake.run.receipts import PushReceipt
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 
 
-def write_report(run: Run, rundir: RunDir, profile: str = "slurm") -> Path:
+def write_report(run: Run, rundir: RunDir, profile: str = "slurm", before: Mapping[str, Run] | None = None) -> Path:
     """Write ``report.html`` and ``figures/*.svg`` of a run that was trained and evaluated; return the page's path.
 
-    The command that repeats the run has Snakemake's ``profile``. A figure without data is not drawn; the page says in
-    words what is missing. Raises `ShardmakeError` if a required stage has not run.
+    ``before`` has the runs of a chain that lead to this one, first one first. The command that repeats the run has
+    Snakemake's ``profile``. A figure without data is not drawn; the page says in words what is missing. Raises
+    `ShardmakeError` if a required stage has not run.
     """
     records = Records.read(run, rundir)
     shown = plots(records)
@@ -36,17 +39,29 @@ def write_report(run: Run, rundir: RunDir, profile: str = "slurm") -> Path:
             old.unlink()
     for name, drawing in drawings.items():
         write_text(rundir.figure(name), drawing)
+    entries = configuration({**(before or {}), rundir.name: run})
     captions = {name: plot.caption for name, plot in shown.items()}
-    write_text(rundir.report, redact(_page(records, rundir, profile, drawings, captions)))
+    write_text(rundir.report, redact(_page(records, rundir, profile, entries, drawings, captions)))
     return rundir.report
 
 
-def _page(records: Records, rundir: RunDir, profile: str, drawings: dict[str, str], captions: dict[str, str]) -> str:
+def _page(
+    records: Records,
+    rundir: RunDir,
+    profile: str,
+    entries: str,
+    drawings: dict[str, str],
+    captions: dict[str, str],
+) -> str:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(
-        bucket=length_name, duration=format_duration, gib=lambda size: f"{size / GIB:.1f} GiB", moment=_moment
+        bucket=length_name,
+        duration=format_duration,
+        gib=lambda size: f"{size / GIB:.1f} GiB",
+        moment=_moment,
+        public=hide_folders,
     )
     pushed = PushReceipt.read_if_exists(rundir.push_receipt)
     scores = records.evaluation.scores or ()
@@ -66,8 +81,8 @@ def _page(records: Records, rundir: RunDir, profile: str, drawings: dict[str, st
         buckets=list(zip(*(score.by_length for score in scores), strict=True)),
         by_source=list(zip(*(score.by_source for score in scores), strict=True)),
         pushed=pushed.destinations if pushed else [],
-        configuration=configuration(rundir.name, records.run),
-        profile=profile,
+        configuration=entries,
+        profile=hide_folders(profile),
     )
 
 

@@ -143,9 +143,9 @@ def test_report_names_no_path_or_host_of_this_machine(tmp_path: Path) -> None:
 
 def test_report_shows_the_push_target_after_the_push(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
-    places = [PushedTo(to="hub:lab/chat", commit="c0ffee"), PushedTo(to="file:x")]
+    places = [PushedTo(to="hub:lab/chat", commit="c0ffee"), PushedTo(to="file:///scratch/ada/x")]
     PushReceipt(destinations=places, files={}, model={}).write(rundir.push_receipt)
-    assert "hub:lab/chat, commit c0ffee file:x" in text_of(write_report(make_run(), rundir).read_text())
+    assert "hub:lab/chat, commit c0ffee file:.../x" in text_of(write_report(make_run(), rundir).read_text())
 
 
 def test_a_stage_that_has_not_run_is_named(tmp_path: Path) -> None:
@@ -164,8 +164,17 @@ def test_durations(seconds: float, text: str) -> None:
 
 def test_the_settings_make_the_same_run_again(tmp_path: Path) -> None:
     run = make_run(method="lora", lora={"rank": 4}, push={"to": "s3://lab/{run}"})
-    entry = yaml.safe_load(configuration("chat", run))["runs"]["chat"]
-    assert parse_config({"cluster": "c.yaml", "runs": {"chat": entry}}, "test").runs["chat"] == run
+    entries = yaml.safe_load(configuration({"chat": run}))["runs"]
+    assert parse_config({"cluster": "c.yaml", "runs": entries}, "test").runs["chat"] == run
+
+
+def test_the_settings_of_a_chained_run_include_the_runs_before_it(tmp_path: Path) -> None:
+    before = make_run(model="/home/ada/base")
+    run = before.model_copy(update={"model": "run:first"})
+    written = write_report(run, make_rundir(tmp_path), before={"first": before}).read_text()
+    found = re.findall(r"<pre>(runs:.*?)</pre>", written, flags=re.DOTALL)
+    config = parse_config({"cluster": "c.yaml", **yaml.safe_load(unescape(found[0]))}, "test")
+    assert {name: run.model for name, run in config.runs.items()} == {"first": ".../base", "chat": "run:first"}
 
 
 def test_the_command_that_repeats_a_local_run_is_local(tmp_path: Path) -> None:
@@ -173,11 +182,12 @@ def test_the_command_that_repeats_a_local_run_is_local(tmp_path: Path) -> None:
     assert "snakemake --profile profiles/local runs/chat/report.html" in text
     assert "with your own folders in place of the three dots" in text
     text = text_of(write_report(make_run(), make_rundir(tmp_path / "public")).read_text())
-    assert "Write this entry into the configuration file, name a cluster file above it" in text
+    assert "Write this into the configuration file, name a cluster file above it" in text
 
 
 def test_private_folders_are_not_in_the_settings() -> None:
     run = make_run(model="/home/ada/base", push={"to": ["file:/scratch/ada/out", "s3://lab/a/b"]})
-    entry = yaml.safe_load(configuration("chat", run))["runs"]["chat"]
+    text = configuration({"chat": run})
+    entry = yaml.safe_load(text)["runs"]["chat"]
     assert entry["model"] == ".../base" and entry["push"]["to"][1] == "s3://lab/a/b"
-    assert "ada" not in configuration("chat", run)
+    assert "ada" not in text
