@@ -46,17 +46,18 @@ Drawing = Callable[["Figure"], None]
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on a GPU."""
+    """Bytes on a GPU, or in the RAM of a node whose ranks run on CPUs."""
 
     terms: Mapping[str, int]
-    """Tensors of the estimate, by kind, on the fullest rank."""
+    """Of the estimate, by kind: on the GPU of the fullest rank, or of all ranks of a node and their processes."""
     predicted: int
-    """What the allocator holds by the estimate: the terms, and what it caches."""
+    """By the estimate: the terms, and what the GPU's allocator caches."""
     outside: int
-    """CUDA context and NCCL by the estimate, which the allocator does not count."""
+    """CUDA context and NCCL by the estimate, which the allocator does not count; 0 in RAM."""
     capacity: int
     measured: int | None
-    """Peak of what the allocator of rank 0 held, which alone logs it; None if it was not logged."""
+    """Peak of what the GPU's allocator held on rank 0, which alone logs it; None if it was not logged."""
+    place: str = "GPU memory"
 
     @property
     def device(self) -> int:
@@ -146,15 +147,17 @@ def memory(found: Memory) -> Drawing:
             axes.barh("predicted", size / GIB, left=left, label=f"{name} {format_bytes(size)}")
             left += size / GIB
         cached = found.predicted - sum(found.terms.values())
-        label = f"cached by the allocator {format_bytes(cached)}"
-        axes.barh("predicted", cached / GIB, left=left, color=_LIGHT_GREY, label=label)
-        label = f"CUDA context and NCCL {format_bytes(found.outside)}"
-        left = found.predicted / GIB
-        axes.barh("predicted", found.outside / GIB, left=left, color="white", edgecolor=GREY, hatch="///", label=label)
+        if cached > 0:
+            label = f"cached by the allocator {format_bytes(cached)}"
+            axes.barh("predicted", cached / GIB, left=left, color=_LIGHT_GREY, label=label)
+        if found.outside:
+            label = f"CUDA context and NCCL {format_bytes(found.outside)}"
+            hatched = {"color": "white", "edgecolor": GREY, "hatch": "///"}
+            axes.barh("predicted", found.outside / GIB, left=found.predicted / GIB, label=label, **hatched)
         if found.measured is not None:
             label = f"measured on rank 0 {format_bytes(found.measured)}"
             axes.barh("measured", found.measured / GIB, color=GREY, label=label)
-        capacity = f"memory of a rank {format_bytes(found.capacity)}"
+        capacity = f"limit: {found.place} {format_bytes(found.capacity)}"
         if found.capacity > _CAPACITY_DRAWN * max(found.device, found.measured or 0):
             axes.plot([], [], " ", label=capacity)
         else:

@@ -7,7 +7,7 @@ from shardmake.report import figures
 from shardmake.report.figures import Drawing, Memory
 from shardmake.report.history import TrainingHistory
 from shardmake.report.records import Records
-from shardmake.run.plan import Choice, MemoryEstimates
+from shardmake.run.plan import CandidateEstimate, Choice, MemoryEstimates
 
 _MFU: Final = " MFU counts 6 FLOPs per weight and token and the exact attention, relative to the dense peak."
 _MEASURED: Final = "the peak of the allocator on rank 0, which does not count the CUDA context and NCCL"
@@ -29,7 +29,7 @@ class Plot:
 
 
 def plots(records: Records) -> dict[str, Plot]:
-    """Return the figures for which the run has data, by name."""
+    """Return the figures of the card for which the run has data, by name."""
     history, found = records.history, {}
     if _has(records, "loss", "eval_loss"):
         caption = "Loss by optimizer step, stitched over the attempts; a dotted line marks the end of an attempt."
@@ -54,6 +54,15 @@ def plots(records: Records) -> dict[str, Plot]:
     return found
 
 
+def report_plots(records: Records) -> dict[str, Plot]:
+    """Return the figures of the report: those of the card, and the RAM of a node whose ranks ran on CPUs."""
+    found = plots(records)
+    if records.on_cpu:
+        caption = "RAM of a node: the estimate's terms. The memory of ranks on CPUs is not measured."
+        found["memory"] = Plot("RAM of a node, predicted", caption, figures.memory(memory_of(records)))
+    return found
+
+
 def _has(records: Records, *keys: str) -> bool:
     return any(records.history.series(key)[0] for key in keys)
 
@@ -74,14 +83,31 @@ def missing_metrics(records: Records) -> str:
 
 
 def memory_of(records: Records) -> Memory:
-    """Return the memory of a run that has finished, see `find_memory`."""
+    """Return the memory that limited a run: of a GPU, see `find_memory`, or of a node whose ranks ran on CPUs."""
+    if records.on_cpu:
+        return _node_memory(records)
     return find_memory(records.memory, records.planned.choice, records.used.choice, records.history)
 
 
 def find_memory(estimates: MemoryEstimates, planned: Choice, used: Choice, history: TrainingHistory) -> Memory:
     """Return the estimate of the choice that trained, and the measured peak, both of the allocator."""
     measured = [line.memory.reserved for line in history.lines if line.memory]
-    known = {candidate.choice: candidate for candidate in estimates.candidates}
-    gpu = known[used if used in known else planned].gpu
+    gpu = trained_candidate(estimates, planned, used).gpu
     outside = gpu.device - gpu.reserved
     return Memory(gpu.terms, gpu.reserved, outside, estimates.gpu_memory, max(measured, default=None))
+
+
+def _node_memory(records: Records) -> Memory:
+    """Return the estimate of a node's RAM, in which the tensors of its ranks are."""
+    found = trained_candidate(records.memory, records.planned.choice, records.used.choice)
+    terms, ranks = dict(found.host.terms), found.choice.processes_per_node
+    for name, size in found.gpu.terms.items():
+        terms[name] = terms.get(name, 0) + ranks * size
+    predicted = found.host.total + ranks * found.gpu.reserved
+    return Memory(terms, predicted, 0, records.memory.host_memory, None, place="RAM of a node")
+
+
+def trained_candidate(estimates: MemoryEstimates, planned: Choice, used: Choice) -> CandidateEstimate:
+    """Return the estimate of the choice that trained, or else of the planned one."""
+    known = {candidate.choice: candidate for candidate in estimates.candidates}
+    return known[used if used in known else planned]

@@ -8,11 +8,11 @@ from pathlib import Path
 from shardmake.config.models import Run
 from shardmake.core.atomic import write_text
 from shardmake.core.secrets import redact
-from shardmake.core.units import GIB, format_duration
+from shardmake.core.units import format_bytes, format_duration
 from shardmake.report import figures
 from shardmake.report.card import held_out
 from shardmake.report.figures import length_name
-from shardmake.report.plots import memory_of, missing_metrics, plots
+from shardmake.report.plots import memory_of, missing_metrics, report_plots, trained_candidate
 from shardmake.report.public_text import hide_folders
 from shardmake.report.records import Records, public_names
 from shardmake.report.reproduce import configuration
@@ -32,7 +32,7 @@ def write_report(run: Run, rundir: RunDir, profile: str = "slurm", before: Mappi
     `ShardmakeError` if a required stage has not run.
     """
     records = Records.read(run, rundir)
-    shown = plots(records)
+    shown = report_plots(records)
     drawings = {name: figures.as_svg(name, plot.drawing) for name, plot in shown.items()}
     for old in rundir.figures.glob("*.svg"):
         if old.stem not in drawings:
@@ -59,7 +59,6 @@ def _page(
     environment.filters.update(
         bucket=length_name,
         duration=format_duration,
-        gib=lambda size: f"{size / GIB:.1f} GiB",
         moment=_moment,
         public=hide_folders,
     )
@@ -73,7 +72,7 @@ def _page(
         facts={name: value.replace("`", "") for name, value in training_facts(records).items()},
         tiles=_tiles(records),
         notes=_notes(records),
-        memory=memory_of(records),
+        memory=_memory_rows(records),
         held_out=held_out(records),
         figures=drawings,
         captions=captions,
@@ -120,6 +119,29 @@ def _loss_tiles(base: ModelScore, tuned: ModelScore, *, has_exact: bool) -> dict
         "perplexity": f"{base.perplexity_text(1)} → {tuned.perplexity_text(1)}",
         "exact answers": f"{base.exact:.1%} → {tuned.exact:.1%}" if has_exact else "",
     }
+
+
+def _memory_rows(records: Records) -> dict[str, str]:
+    """Return what was estimated and measured, and the limits, for the table of the plan."""
+    node = {"RAM of a node, limit": records.memory.host_memory}
+    found = memory_of(records)
+    if records.on_cpu:
+        return _as_texts({"RAM of a node, predicted": found.predicted, **node})
+    host = trained_candidate(records.memory, records.planned.choice, records.used.choice).host
+    return _as_texts(
+        {
+            "GPU memory, predicted, held by the allocator": found.predicted,
+            "GPU memory, measured on rank 0, held by the allocator": found.measured,
+            "GPU memory, predicted, with CUDA context and NCCL": found.device,
+            "GPU memory, limit": found.capacity,
+            "RAM of a node, predicted": host.total,
+            **node,
+        }
+    )
+
+
+def _as_texts(sizes: Mapping[str, int | None]) -> dict[str, str]:
+    return {name: format_bytes(size) for name, size in sizes.items() if size is not None}
 
 
 def _notes(records: Records) -> list[str]:

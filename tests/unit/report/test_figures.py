@@ -71,14 +71,14 @@ def test_every_part_of_the_memory_is_named_with_its_size() -> None:
     ):
         assert label in found
     assert not any("layer inputs" in label for label in found), "terms too small to be seen are one"
-    assert "memory of a rank 16.0 GiB" in found
+    assert "limit: GPU memory 16.0 GiB" in found
 
 
 @pytest.mark.parametrize(("capacity", "drawn"), [(80, False), (16, True)])
 def test_a_capacity_far_above_the_bars_does_not_shrink_them(capacity: int, drawn: bool) -> None:
     found = labels(Memory(TERMS, 9 * GIB, GIB, capacity * GIB, None))
     ticks = [float(label) for label in found if re.fullmatch(r"[\d.]+", label)]
-    assert (max(ticks) >= 16) is drawn and f"memory of a rank {capacity}.0 GiB" in found
+    assert (max(ticks) >= 16) is drawn and f"limit: GPU memory {capacity}.0 GiB" in found
 
 
 def test_large_numbers_of_tokens_do_not_overlap_on_the_axis(tmp_path: Path) -> None:

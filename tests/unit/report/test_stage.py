@@ -13,8 +13,9 @@ from shardmake.core.units import format_duration
 from shardmake.report.reproduce import configuration
 from shardmake.report.stage import write_report
 from shardmake.run.evaluation import Sample
+from shardmake.run.plan import PlaceEstimate
 from shardmake.run.receipts import PushedTo, PushReceipt
-from tests.finished_run import EVALUATED, TRAINED, make_run, make_rundir, write_history
+from tests.finished_run import EVALUATED, MEMORY, TRAINED, make_run, make_rundir, write_history
 
 VOID = {"meta", "link", "br", "img", "hr"}
 
@@ -43,7 +44,7 @@ def test_one_page_holds_everything(tmp_path: Path) -> None:
     parser = Balance()
     parser.feed(page)
     assert parser.open == []
-    assert page.count("<svg") == 4 and not re.search(r"""(src|href)=["'](?!#)""", page)
+    assert page.count("<svg") == 5 and not re.search(r"""(src|href)=["'](?!#)""", page)
     text = text_of(page)
     for sentence in (
         "9.000 → 2.500 evaluation loss",
@@ -76,8 +77,10 @@ def test_a_run_without_metrics_says_so_and_has_no_empty_figure(tmp_path: Path) -
     page = write_report(make_run(script="train.py"), rundir).read_text()
     text = text_of(page)
     assert "The training script logged no metrics (it wrote nothing to SHARDMAKE_METRICS)" in text
-    assert page.count("<svg") == page.count("<figure>") == 1
-    assert [path.name for path in rundir.figures.iterdir()] == ["by-length.svg"], "earlier figures are removed"
+    assert page.count("<svg") == page.count("<figure>") == 2
+    assert sorted(path.name for path in rundir.figures.iterdir()) == ["by-length.svg", "memory.svg"], (
+        "earlier figures are removed"
+    )
     tiles = re.findall(r"<div><b>[^<]*</b>([^<]*)</div>", page)
     assert tiles == ["evaluation loss", "perplexity", "device hours"]
 
@@ -87,12 +90,12 @@ def test_metrics_that_a_script_did_not_log_are_listed(tmp_path: Path) -> None:
     rundir.metrics.write_text("".join(f'{{"step": {step}, "loss": {9 / step}}}\n' for step in (1, 2, 3)))
     page = write_report(make_run(script="train.py"), rundir).read_text()
     assert "Not logged, and therefore not shown: learning rate, gradient norm, tokens per second." in text_of(page)
-    assert {path.stem for path in rundir.figures.iterdir()} == {"loss", "by-length"}
+    assert {path.stem for path in rundir.figures.iterdir()} == {"loss", "memory", "by-length"}
 
 
 @pytest.mark.parametrize(
     ("measured", "said"),
-    [(10 << 30, "Measured on rank 0, held by the allocator 10.0 GiB"), (None, "no peak was logged")],
+    [(10 << 30, "GPU memory, measured on rank 0, held by the allocator 10.0 GiB"), (None, "no peak was logged")],
 )
 def test_memory_is_shown_for_gpus(tmp_path: Path, measured: int | None, said: str) -> None:
     rundir = make_rundir(tmp_path)
@@ -101,10 +104,30 @@ def test_memory_is_shown_for_gpus(tmp_path: Path, measured: int | None, said: st
     rundir.metrics.write_text(f'{{"step": 1, "attempt": 1, "time": 1, "loss": 2{memory}}}\n')
     page = write_report(make_run(), rundir).read_text()
     text = text_of(page)
-    assert "Predicted, held by the allocator 10.0 GiB" in text, "of the estimate, what the measurement counts as well"
-    assert "Predicted, with CUDA context and NCCL 11.0 GiB" in text
+    assert "GPU memory, predicted, held by the allocator 10.0 GiB" in text, (
+        "of the estimate, what the measurement counts as well"
+    )
+    assert "GPU memory, predicted, with CUDA context and NCCL 11.0 GiB GPU memory, limit 40.0 GiB" in text
+    assert "RAM of a node, predicted 0 bytes RAM of a node, limit 64.0 GiB" in text
     assert said in text and "fullest rank. Measured" in text and "MFU" not in text
     assert rundir.figure("memory").exists()
+
+
+def test_the_ram_of_a_node_is_shown_for_cpus(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    (candidate,) = MEMORY.candidates
+    gpu = candidate.gpu.model_copy(
+        update={"reserved": 90 << 20, "terms": {"weights": 60 << 20, "activations": 30 << 20}}
+    )
+    host = PlaceEstimate(total=1300 << 20, terms={"processes": 1290 << 20, "loading": 10 << 20})
+    changed = candidate.model_copy(update={"gpu": gpu, "host": host})
+    MEMORY.model_copy(update={"candidates": [changed], "host_memory": 6 << 30}).write(rundir.memory)
+    page = write_report(make_run(), rundir).read_text()
+    assert "RAM of a node, predicted 1.4 GiB RAM of a node, limit 6.0 GiB" in text_of(page)
+    drawn = rundir.figure("memory").read_text()
+    for label in ("processes 1.3 GiB", "weights 120 MiB", "activations 60 MiB", "limit: RAM of a node 6.0 GiB"):
+        assert f">{label}</text>" in drawn
+    assert "allocator" not in drawn and "CUDA" not in drawn
 
 
 def test_ids_of_the_figures_do_not_meet(tmp_path: Path) -> None:
@@ -120,7 +143,7 @@ def test_figures_are_files_as_well_and_stay_the_same(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
     write_report(make_run(), rundir)
     files = {path: path.read_bytes() for path in [*rundir.figures.iterdir(), rundir.report]}
-    assert {path.stem for path in files} == {"loss", "optimizer", "speed", "by-length", "report"}
+    assert {path.stem for path in files} == {"loss", "optimizer", "speed", "memory", "by-length", "report"}
     for path in rundir.figures.iterdir():
         ElementTree.parse(path)
     write_report(make_run(), rundir)
