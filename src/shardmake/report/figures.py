@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardmake.core.units import GIB, format_bytes
+from shardmake.core.units import format_bytes, unit_of
 from shardmake.report.flops import Utilization
 from shardmake.report.history import TrainingHistory
 from shardmake.run.evaluation import LengthScore, ModelScore
@@ -142,27 +142,28 @@ def memory(found: Memory) -> Drawing:
 
     def draw(figure: "Figure") -> None:
         axes = figure.subplots()
+        unit_name, unit = unit_of(max(found.device, found.measured or 0))
         left = 0.0
         for name, size in _visible(found).items():
-            axes.barh("predicted", size / GIB, left=left, label=f"{name} {format_bytes(size)}")
-            left += size / GIB
+            axes.barh("predicted", size / unit, left=left, label=f"{name} {format_bytes(size)}")
+            left += size / unit
         cached = found.predicted - sum(found.terms.values())
         if cached > 0:
             label = f"cached by the allocator {format_bytes(cached)}"
-            axes.barh("predicted", cached / GIB, left=left, color=_LIGHT_GREY, label=label)
+            axes.barh("predicted", cached / unit, left=left, color=_LIGHT_GREY, label=label)
         if found.outside:
             label = f"CUDA context and NCCL {format_bytes(found.outside)}"
             hatched = {"color": "white", "edgecolor": GREY, "hatch": "///"}
-            axes.barh("predicted", found.outside / GIB, left=found.predicted / GIB, label=label, **hatched)
+            axes.barh("predicted", found.outside / unit, left=found.predicted / unit, label=label, **hatched)
         if found.measured is not None:
             label = f"measured on rank 0 {format_bytes(found.measured)}"
-            axes.barh("measured", found.measured / GIB, color=GREY, label=label)
+            axes.barh("measured", found.measured / unit, color=GREY, label=label)
         capacity = f"limit: {found.place} {format_bytes(found.capacity)}"
         if found.capacity > _CAPACITY_DRAWN * max(found.device, found.measured or 0):
             axes.plot([], [], " ", label=capacity)
         else:
-            axes.axvline(found.capacity / GIB, color="black", linestyle="--", linewidth=1, label=capacity)
-        axes.set_xlabel("GiB")
+            axes.axvline(found.capacity / unit, color="black", linestyle="--", linewidth=1, label=capacity)
+        axes.set_xlabel(unit_name)
         _legend_below(figure, axes)
 
     return draw

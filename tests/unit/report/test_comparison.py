@@ -62,12 +62,13 @@ def test_settings_that_differ_and_the_best_results(
     first, second, third = (dict(zip(header, row, strict=True)) for row in rows)
     assert (first["evaluation loss"], second["evaluation loss"]) == ("2.5000", "2.2500 *")
     assert first["GPU-hours"] == "0.50" and first["tokens"] == "245,760"
-    assert (first["memory predicted, GiB"], first["memory measured, GiB"]) == ("10.0", "9.0"), "equal: none is best"
+    assert (first["memory predicted"], first["memory measured"]) == ("10.0 GiB", "9.0 GiB"), "equal: none is best"
     assert set(third.values()) == {"grid-lr3e-5", "3e-05", ""}
     assert found.notes == ["Not trained to the end, so never marked as the best: grid-lr3e-5."]
     print_comparison(found)
     assert "grid-lr2e-5  2e-05" in capsys.readouterr().out
     runs = found.as_json()["runs"]
+    assert runs[1]["results"]["memory measured"] == 9 << 30
     assert runs[1]["best"] == ["evaluation loss"] and runs[2]["results"]["evaluation loss"] is None
 
 

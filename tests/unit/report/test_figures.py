@@ -81,6 +81,12 @@ def test_a_capacity_far_above_the_bars_does_not_shrink_them(capacity: int, drawn
     assert (max(ticks) >= 16) is drawn and f"limit: GPU memory {capacity}.0 GiB" in found
 
 
+@pytest.mark.parametrize(("unit", "name"), [(1, "bytes"), (1 << 10, "KiB"), (1 << 20, "MiB"), (1 << 30, "GiB")])
+def test_the_axis_has_the_unit_of_the_sizes(unit: int, name: str) -> None:
+    found = labels(Memory({"weights": 60 * unit}, 64 * unit, 6 * unit, 80 << 40, 70 * unit))
+    assert name in found and {"0", "20", "40", "60"} <= {label.removesuffix(".0") for label in found}
+
+
 def test_large_numbers_of_tokens_do_not_overlap_on_the_axis(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
     rundir.metrics.write_text("".join(f'{{"step": {n}, "tokens": {n}00000, "loss": {9 / n}}}\n' for n in range(1, 5)))
