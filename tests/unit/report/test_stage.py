@@ -150,6 +150,15 @@ def test_figures_are_files_as_well_and_stay_the_same(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in files} == files
 
 
+def test_a_prompt_of_several_lines_keeps_its_lines(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    prompt = "def double(x):\n    return " + "x" * 300
+    EVALUATED.model_copy(update={"samples": [Sample(prompt=prompt, base="a", tuned="b")]}).write(rundir.evaluation)
+    page = write_report(make_run(), rundir).read_text()
+    assert f"<pre>{prompt}</pre>" in page
+    assert re.search(r"\npre {[^}]*white-space: pre-wrap; overflow-wrap: anywhere", page)
+
+
 def test_what_a_model_says_is_no_markup(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
     sample = Sample(prompt="<b>", base="<script>alert(1)</script>", tuned="&")
