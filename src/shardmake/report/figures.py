@@ -4,10 +4,11 @@ Each function returns a drawing; `as_svg` and `as_png` render it.
 """
 
 import io
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardmake.core.units import format_bytes, unit_of
 from shardmake.report.flops import Utilization
@@ -17,6 +18,7 @@ from shardmake.run.evaluation import LengthScore, ModelScore
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 BLUE, ORANGE, GREY = "#2563eb", "#ea580c", "#6b7280"
 _LIGHT_GREY = "#d1d5db"
@@ -71,7 +73,7 @@ def loss(history: TrainingHistory) -> Drawing:
     def draw(figure: "Figure") -> None:
         axes = figure.subplots()
         if any(trained := history.series("loss")):
-            axes.plot(*trained, color=BLUE, label="training")
+            _plot(axes, *trained, color=BLUE, label="training")
         if any(evaluated := history.series("eval_loss")):
             axes.plot(*evaluated, color=ORANGE, marker="o", markersize=3, label="evaluation")
         _mark_interruptions(axes, history)
@@ -89,7 +91,7 @@ def losses(histories: Mapping[str, TrainingHistory]) -> Drawing:
         axes = figure.subplots()
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 400k and 2M, of which several fit side by side
         for name, history in histories.items():
-            (line,) = axes.plot(*history.by_tokens("loss"), label=name, linewidth=1)
+            line = _plot(axes, *history.by_tokens("loss"), label=name, linewidth=1)
             axes.plot(*history.by_tokens("eval_loss"), color=line.get_color(), marker="o", markersize=3, linestyle="")
         axes.set_xlabel("tokens, padding included")
         axes.set_ylabel("loss (nats per token)")
@@ -106,7 +108,7 @@ def optimizer(history: TrainingHistory) -> Drawing:
         logged = [key for key in shown if history.series(key)[0]]
         for key, axes in zip(logged, figure.subplots(len(logged), sharex=True, squeeze=False)[:, 0], strict=True):
             name, colour = shown[key]
-            axes.plot(*history.series(key), color=colour)
+            _plot(axes, *history.series(key), color=colour)
             axes.set_ylabel(name)
         _mark_interruptions(axes, history)
         _label(axes, name)
@@ -119,13 +121,13 @@ def speed(history: TrainingHistory, used: Utilization | None) -> Drawing:
 
     def draw(figure: "Figure") -> None:
         axes = figure.subplots()
-        axes.plot(*history.series("tokens_per_second"), color=BLUE, label="tokens/s")
+        _plot(axes, *history.series("tokens_per_second"), color=BLUE, label="tokens/s")
         _mark_interruptions(axes, history)
         _label(axes, "tokens per second, all ranks")
         axes.set_ylim(bottom=0)
         if used:
             right = axes.twinx()
-            right.plot(used.steps, [100 * share for share in used.shares], color=ORANGE, linewidth=0.8)
+            _plot(right, used.steps, [100 * share for share in used.shares], color=ORANGE, linewidth=0.8)
             right.set_ylabel("MFU (%)", color=ORANGE)
             right.set_ylim(bottom=0)
             right.grid(visible=False)
@@ -215,6 +217,27 @@ def by_length(base: ModelScore, tuned: ModelScore) -> Drawing:
 def length_name(bucket: LengthScore) -> str:
     """Return the display name of a length bucket."""
     return "longer" if bucket.up_to is None else f"up to {bucket.up_to:,}"
+
+
+def _plot(axes: "Axes", places: Sequence[int], values: Sequence[float], **style: Any) -> "Line2D":
+    """Draw ``values`` as a line, and those without a finite neighbour, of which no line is drawn, as points."""
+    (line,) = axes.plot(places, values, **style)
+    alone = _isolated(values)
+    axes.plot(
+        [places[index] for index in alone],
+        [values[index] for index in alone],
+        color=line.get_color(),
+        marker="o",
+        markersize=3,
+        linestyle="",
+    )
+    return line
+
+
+def _isolated(values: Sequence[float]) -> list[int]:
+    """Return the indices of finite values between values that are not finite, or at an end."""
+    finite = [False, *map(math.isfinite, values), False]
+    return [index for index in range(len(values)) if finite[index : index + 3] == [False, True, False]]
 
 
 def _mark_interruptions(axes: "Axes", history: TrainingHistory) -> None:

@@ -87,6 +87,26 @@ def test_the_axis_has_the_unit_of_the_sizes(unit: int, name: str) -> None:
     assert name in found and {"0", "20", "40", "60"} <= {label.removesuffix(".0") for label in found}
 
 
+@pytest.mark.parametrize(
+    ("losses", "points"),
+    [("3", [1]), ("3, NaN, 2, NaN, 2, 1", [1, 3]), ("NaN, 3", [2]), ("3, 2", []), ("NaN, NaN", [])],
+)
+def test_a_value_that_no_line_reaches_is_a_point(tmp_path: Path, losses: str, points: list[int]) -> None:
+    rundir = make_rundir(tmp_path)
+    lines = [f'{{"step": {n}, "attempt": 1, "tokens": {n}, "loss": {x}, "tokens_per_second": {x}, "grad_norm": {x}}}\n'
+             for n, x in enumerate(losses.split(", "), 1)]  # fmt: skip
+    rundir.metrics.write_text("".join(lines))
+    history = read_history(rundir)
+    for drawing in (
+        figures.loss(history),
+        figures.optimizer(history),
+        figures.losses({"chat": history}),
+        figures.speed(history, None),
+    ):
+        (axes,) = figures._figure(drawing).axes
+        assert [x for line in axes.lines if line.get_marker() == "o" for x in line.get_xdata()] == points
+
+
 def test_large_numbers_of_tokens_do_not_overlap_on_the_axis(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
     rundir.metrics.write_text("".join(f'{{"step": {n}, "tokens": {n}00000, "loss": {9 / n}}}\n' for n in range(1, 5)))
