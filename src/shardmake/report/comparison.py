@@ -11,7 +11,7 @@ from shardmake.core.atomic import digest
 from shardmake.core.units import format_bytes
 from shardmake.data.sharing import content_of
 from shardmake.report.figures import Memory
-from shardmake.report.history import TrainingHistory, attempt_of, read_history
+from shardmake.report.history import TrainingHistory, attempt_of, hours_name, read_history
 from shardmake.report.plots import find_memory
 from shardmake.run.attempt import Attempt
 from shardmake.run.evaluation import EvaluationResult, format_perplexity
@@ -166,7 +166,7 @@ def _results(runs: Sequence[ComparedRun]) -> list[ResultColumn]:
         _column(runs, "reward accuracy, %", _reward_accuracy, "{:.1f}".format, same_data and "highest"),
         *(_task_column(runs, task, metric) for task, metric in _tasks(runs)),
         _column(runs, "tokens/s", _speed, "{:,.0f}".format, "highest"),
-        _column(runs, "GPU-hours" if on_gpus else "device hours", _hours, "{:,.2f}".format, "lowest"),
+        _column(runs, hours_name(on_gpus=on_gpus), _hours, "{:,.2f}".format, "lowest"),
         _column(
             runs,
             "memory predicted",

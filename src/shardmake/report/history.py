@@ -55,11 +55,9 @@ class TrainingHistory:
     """The attempts of a training, in order."""
 
     spans: list[Span]
-
-    @property
-    def lines(self) -> list[MetricsLine]:
-        """The metrics of all attempts."""
-        return [line for span in self.spans for line in span.lines]
+    """Empty if the folders of the attempts were removed."""
+    lines: list[MetricsLine]
+    """The metrics of the steps that count, of all attempts."""
 
     @property
     def hours(self) -> float:
@@ -104,6 +102,11 @@ class TrainingHistory:
         return [tokens for tokens, _ in found], [value for _, value in found]
 
 
+def hours_name(*, on_gpus: bool) -> str:
+    """Return the name of the hours of all devices: of GPUs, or of the processes that ran on CPUs."""
+    return "GPU-hours" if on_gpus else "process-hours"
+
+
 def _ends(spans: Sequence[Span]) -> str:
     return ", then ".join(span.end for span in spans)
 
@@ -119,7 +122,7 @@ def read_history(rundir: RunDir) -> TrainingHistory:
         _span(AttemptDir(folder), [line for line in lines if line.attempt == int(folder.name)], ends, repeated)
         for folder in folders
     ]
-    return TrainingHistory([span for span in spans if span is not None])
+    return TrainingHistory([span for span in spans if span is not None], lines)
 
 
 def _repeated(logged: Sequence[MetricsLine], records: Sequence[AttemptRecord]) -> set[int]:

@@ -41,7 +41,7 @@ def plots(records: Records) -> dict[str, Plot]:
         mfu = _MFU if records.utilization else ""
         caption = f"Tokens per second over all ranks, padding included.{mfu}"
         found["speed"] = Plot("Tokens per second", caption, figures.speed(history, records.utilization))
-    if not records.on_cpu:
+    if records.on_gpus:
         memory = memory_of(records)
         caption = (
             "GPU memory. Predicted: the estimate's terms in the phase with the peak, on the fullest rank. Measured: "

@@ -12,6 +12,7 @@ from shardmake.core.units import format_bytes, format_duration
 from shardmake.report import figures
 from shardmake.report.card import held_out
 from shardmake.report.figures import length_name
+from shardmake.report.history import hours_name
 from shardmake.report.plots import memory_of, missing_metrics, report_plots, trained_candidate
 from shardmake.report.public_text import hide_folders
 from shardmake.report.records import Records, public_names
@@ -69,6 +70,7 @@ def _page(
         name=rundir.name,
         base=records.base,
         data=public_names(records.run.data.sources),
+        hours=hours_name(on_gpus=records.on_gpus),
         facts={name: value.replace("`", "") for name, value in training_facts(records).items()},
         tiles=_tiles(records),
         notes=_notes(records),
@@ -107,7 +109,7 @@ def _tiles(records: Records) -> dict[str, str]:
         "tokens": "" if training.tokens is None else f"{training.tokens:,}",
         "tokens per second": f"{statistics.median(rates):,.0f}" if rates else "",
         "MFU": f"{statistics.median(records.utilization.shares):.1%}" if records.utilization else "",
-        "device hours": f"{history.device_hours:.2f}",
+        hours_name(on_gpus=records.on_gpus): f"{history.device_hours:.2f}" if history.spans else "",
         "lost to interruptions": format_duration(lost) if history.interruptions else "",
     }
     return {name: value for name, value in tiles.items() if value}
@@ -122,7 +124,12 @@ def _loss_tiles(base: ModelScore, tuned: ModelScore, *, has_exact: bool) -> dict
 
 
 def _memory_rows(records: Records) -> dict[str, str]:
-    """Return what was estimated and measured, and the limits, for the table of the plan."""
+    """Return what was estimated and measured, and the limits, for the table of the plan.
+
+    It is empty if it is not known whether the ranks ran on GPUs.
+    """
+    if records.attempt is None:
+        return {}
     node = {"RAM of a node, limit": records.memory.host_memory}
     found = memory_of(records)
     if records.on_cpu:
@@ -147,4 +154,14 @@ def _as_texts(sizes: Mapping[str, int | None]) -> dict[str, str]:
 def _notes(records: Records) -> list[str]:
     """Return a sentence for everything that a reader may look for and that the page does not show."""
     on_cpu = "The ranks ran on CPUs: the share of a GPU's peak (MFU) and the allocator's memory are not defined there."
-    return [note for note in (missing_metrics(records), on_cpu if records.on_cpu else "") if note]
+    removed = (
+        "The folder of the last attempt is missing from train/attempts. Therefore its hardware is not known, and its "
+        "memory is not shown."
+    )
+    notes = {
+        missing_metrics(records): True,
+        on_cpu: records.on_cpu,
+        removed: records.attempt is None,
+        "No attempt's times are recorded: hours and interruptions are not known.": not records.history.spans,
+    }
+    return [note for note, holds in notes.items() if note and holds]

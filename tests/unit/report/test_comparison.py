@@ -132,12 +132,12 @@ def test_the_page_is_whole_and_escapes_names(sweep: tuple[Config, Path], tmp_pat
     assert all(f">{name}</text>" in text for name in ("grid-lr1e-5", "grid-lr2e-5"))
 
 
-def test_a_run_on_cpus_has_device_hours_and_no_memory(tmp_path: Path) -> None:
+def test_a_run_on_cpus_has_process_hours_and_no_memory(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     for name in ("grid-s1", "grid-s2"):
         make_finished(tmp_path, name, 2.5, "cpu")
     header, _ = compare(select_runs(config_of(seed=[1, 2]), [], "grid"), make_cluster(), tmp_path / "runs").table()
-    assert "device hours" in header and not any("memory" in name for name in header)
+    assert "process-hours" in header and not any("memory" in name for name in header)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import re
+import shutil
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -50,7 +51,7 @@ def test_one_page_holds_everything(tmp_path: Path) -> None:
         "9.000 → 2.500 evaluation loss",
         "60 optimizer steps",
         "205 tokens per second",
-        "1.00 device hours",
+        "1.00 process-hours",
         "10 min 20 s lost to interruptions",
         "After step 30 (interrupted): 10 min 20 s until the next new step",
         "The ranks ran on CPUs: the share of a GPU's peak (MFU) and the allocator's memory are not defined there.",
@@ -61,7 +62,7 @@ def test_one_page_holds_everything(tmp_path: Path) -> None:
         "up to 128 tokens 1,024 2.6000 2.6000",
         "sums acc 0.2500 0.7500",
         "It returns the number of items.",
-        "Attempt Started Ran Ranks Device hours Steps that count Ended",
+        "Attempt Started Ran Ranks Process-hours Steps that count Ended",
         f"all {format_duration(1800)} 1.00",
         "snakemake --profile slurm runs/chat/report.html",
         "runs: chat: model: lab/base data: train: resources/demo/train.jsonl sequence_length: 256",
@@ -82,7 +83,7 @@ def test_a_run_without_metrics_says_so_and_has_no_empty_figure(tmp_path: Path) -
         "earlier figures are removed"
     )
     tiles = re.findall(r"<div><b>[^<]*</b>([^<]*)</div>", page)
-    assert tiles == ["evaluation loss", "perplexity", "device hours"]
+    assert tiles == ["evaluation loss", "perplexity", "process-hours"]
 
 
 def test_metrics_that_a_script_did_not_log_are_listed(tmp_path: Path) -> None:
@@ -109,6 +110,7 @@ def test_memory_is_shown_for_gpus(tmp_path: Path, measured: int | None, said: st
     )
     assert "GPU memory, predicted, with CUDA context and NCCL 11.0 GiB GPU memory, limit 40.0 GiB" in text
     assert "RAM of a node, predicted 0 bytes RAM of a node, limit 64.0 GiB" in text
+    assert "1.00 GPU-hours" in text and "Ranks GPU-hours Steps" in text
     assert said in text and "fullest rank. Measured" in text and "MFU" not in text
     assert rundir.figure("memory").exists()
 
@@ -128,6 +130,18 @@ def test_the_ram_of_a_node_is_shown_for_cpus(tmp_path: Path) -> None:
     for label in ("processes 1.3 GiB", "weights 120 MiB", "activations 60 MiB", "limit: RAM of a node 6.0 GiB"):
         assert f">{label}</text>" in drawn
     assert "allocator" not in drawn and "CUDA" not in drawn
+
+
+def test_what_is_not_recorded_without_the_attempts_is_said(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    shutil.rmtree(rundir.attempts)
+    page = write_report(make_run(), rundir).read_text()
+    text = text_of(page)
+    assert "hardware is not known, and its memory is not shown" in text
+    assert "hours and interruptions are not known" in text and "hours not recorded, 2 attempts" in text
+    assert not re.search(r"\b0\.00\b|GPU|process-hours|no metrics", text)
+    drawn = {path.stem for path in rundir.figures.iterdir()}
+    assert drawn == {"loss", "optimizer", "speed", "by-length"}, "what metrics.jsonl has is shown, and no memory"
 
 
 def test_ids_of_the_figures_do_not_meet(tmp_path: Path) -> None:
