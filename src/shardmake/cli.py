@@ -16,7 +16,7 @@ import typer
 from shardmake import __version__
 from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.config.attention import Attention
-from shardmake.config.chains import with_first_model
+from shardmake.config.chains import chain_of, with_first_model
 from shardmake.config.inputs import check_inputs
 from shardmake.config.invocation import RUNS_VARIABLE, VARIABLE
 from shardmake.config.load import get_run, load_cluster, load_config, load_resolved, sweep_runs
@@ -595,8 +595,10 @@ def report(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     from shardmake.report.stage import write_report
 
     run, cluster, rundir = _open(name, config, runs)
+    known = load_config(*config).runs
+    before = {other: known[other] for other in chain_of(name, known)[:-1]}
     with notified("report", run, rundir):
-        logger.info("Wrote %s.", write_report(run, rundir, cluster.profile))
+        logger.info("Wrote %s.", write_report(run, rundir, cluster.profile, before))
 
 
 @app.command()

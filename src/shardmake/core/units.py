@@ -11,13 +11,16 @@ GIB: Final = 1 << 30
 GB: Final = 10**9
 
 
+def unit_of(size: float) -> tuple[str, int]:
+    """Return the largest unit of which ``size`` is at least one, and its bytes."""
+    units = (("GiB", GIB), ("MiB", MIB), ("KiB", 1024))
+    return next((unit for unit in units if size >= unit[1]), ("bytes", 1))
+
+
 def format_bytes(size: int) -> str:
     """Return ``size`` in the largest unit of which it is at least one: GiB, MiB, KiB or bytes."""
-    if size >= GIB:
-        return f"{size / GIB:.1f} GiB"
-    if size >= MIB:
-        return f"{size / MIB:.0f} MiB"
-    return f"{size / 1024:.0f} KiB" if size >= 1024 else f"{size} bytes"
+    name, unit = unit_of(size)
+    return f"{size / unit:.{1 if unit == GIB else 0}f} {name}"
 
 
 def format_duration(seconds: float) -> str:

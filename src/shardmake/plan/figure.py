@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
-from shardmake.core.units import GIB, format_number
+from shardmake.core.units import format_bytes, format_number
 from shardmake.run.plan import CandidateEstimate, Choice, MemoryEstimates
 
 PALETTE = (
@@ -15,16 +15,24 @@ ROW, BAR = 22, 14
 LEFT, WIDTH, RIGHT = 470, 520, 150
 """Room for the longest name (64 characters of up to 7.3 in bold), for the bars, and for the figures behind them."""
 LEGEND_COLUMNS = 3
+CAPACITY_DRAWN = 4
+"""A GPU with more times the memory of the longest bar would make the bars too short to read."""
 
 
 def draw(memory: MemoryEstimates, chosen: Choice | None) -> str:
-    """Return the SVG of ``memory.json``: one bar for each strategy with and without checkpointing."""
+    """Return the SVG of ``memory.json``: one bar for each strategy with and without checkpointing.
+
+    The memory of a rank is a line, or a text if it is several times the longest bar.
+    """
     rows = bars(memory.candidates, chosen)
     capacity = memory.gpu_memory
     colours = _colours(rows)
-    unit = WIDTH / (1.05 * max(capacity, *(min(row.gpu.device, 2 * capacity) for row in rows)))
+    longest = max(row.gpu.device for row in rows)
+    has_line = capacity <= CAPACITY_DRAWN * longest
+    unit = WIDTH / (1.05 * (max(capacity, min(longest, 2 * capacity)) if has_line else longest))
     bottom = 30 + ROW * len(rows)
     parts = [_bar(row, 30 + ROW * index, unit, colours, chosen) for index, row in enumerate(rows)]
+    limit = f"{format_bytes(capacity)} per rank"
     legend = _legend({**colours, "allocator, context, NCCL": REST}, bottom + 34)
     height = bottom + 44 + 16 * -(-(len(colours) + 1) // LEGEND_COLUMNS)
     return "\n".join(
@@ -33,7 +41,7 @@ def draw(memory: MemoryEstimates, chosen: Choice | None) -> str:
             'font-family="sans-serif" font-size="11">',
             f'<rect width="100%" height="{height}" fill="white"/>',
             *parts,
-            _line(LEFT + capacity * unit, bottom, f"{capacity / GIB:.1f} GiB per rank"),
+            _line(LEFT + capacity * unit, bottom, limit) if has_line else _text(LEFT, f"limit: {limit}", "start"),
             *legend,
             "</svg>\n",
         ]
@@ -70,14 +78,14 @@ def _bar(row: CandidateEstimate, top: int, unit: float, colours: Mapping[str, st
     rest = {"": gpu.device - gpu.allocated}
     for term, size in (*gpu.terms.items(), *rest.items()):
         width = min(size * unit, LEFT + WIDTH - left)
-        title = escape(f"{term or 'allocator, context, NCCL'}: {size / GIB:.2f} GiB")
+        title = escape(f"{term or 'allocator, context, NCCL'}: {format_bytes(size)}")
         pieces.append(
             f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{BAR}" fill="{colours.get(term, REST)}">'
             f"<title>{title}</title></rect>"
         )
         left += width
     weight = "bold" if row.choice == chosen else "normal"
-    figures = f"{gpu.device / GIB:.1f} GiB" + (f", {format_number(row.step_seconds)} s/step" if row.fits else "")
+    figures = format_bytes(gpu.device) + (f", {format_number(row.step_seconds)} s/step" if row.fits else "")
     colour = "black" if row.fits else "#9ca3af"
     return "\n".join(
         [
@@ -92,8 +100,12 @@ def _bar(row: CandidateEstimate, top: int, unit: float, colours: Mapping[str, st
 def _line(x: float, bottom: int, text: str) -> str:
     return (
         f'<line x1="{x:.1f}" y1="20" x2="{x:.1f}" y2="{bottom}" stroke="black" stroke-dasharray="5 3"/>'
-        f'<text x="{x:.1f}" y="14" text-anchor="middle">{text}</text>'
+        f"{_text(x, text, 'middle')}"
     )
+
+
+def _text(x: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="14" text-anchor="{anchor}">{text}</text>'
 
 
 def _legend(colours: Mapping[str, str], top: int) -> list[str]:

@@ -8,10 +8,10 @@ from typing import Any, Final, Literal
 
 from shardmake.config.models import Cluster, Run
 from shardmake.core.atomic import digest
-from shardmake.core.units import GIB
+from shardmake.core.units import format_bytes
 from shardmake.data.sharing import content_of
 from shardmake.report.figures import Memory
-from shardmake.report.history import TrainingHistory, attempt_of, read_history
+from shardmake.report.history import TrainingHistory, attempt_of, hours_name, read_history
 from shardmake.report.plots import find_memory
 from shardmake.run.attempt import Attempt
 from shardmake.run.evaluation import EvaluationResult, format_perplexity
@@ -90,7 +90,7 @@ class ComparedRun:
 
 @dataclass(frozen=True)
 class ResultColumn:
-    """One result of every run, None where it is not known."""
+    """One result of every run, None where it is not known; memory is in bytes."""
 
     name: str
     values: tuple[float | None, ...]
@@ -166,18 +166,18 @@ def _results(runs: Sequence[ComparedRun]) -> list[ResultColumn]:
         _column(runs, "reward accuracy, %", _reward_accuracy, "{:.1f}".format, same_data and "highest"),
         *(_task_column(runs, task, metric) for task, metric in _tasks(runs)),
         _column(runs, "tokens/s", _speed, "{:,.0f}".format, "highest"),
-        _column(runs, "GPU-hours" if on_gpus else "device hours", _hours, "{:,.2f}".format, "lowest"),
+        _column(runs, hours_name(on_gpus=on_gpus), _hours, "{:,.2f}".format, "lowest"),
         _column(
             runs,
-            "memory predicted, GiB",
-            lambda run: _gib(run.memory.predicted if run.memory else None),
-            "{:.1f}".format,
+            "memory predicted",
+            lambda run: run.memory.predicted if run.memory else None,
+            _size,
         ),
         _column(
             runs,
-            "memory measured, GiB",
-            lambda run: _gib(run.memory.measured if run.memory else None),
-            "{:.1f}".format,
+            "memory measured",
+            lambda run: run.memory.measured if run.memory else None,
+            _size,
             "lowest",
         ),
     ]
@@ -246,8 +246,8 @@ def _reward_accuracy(run: ComparedRun) -> float | None:
     return None if found is None else 100 * found
 
 
-def _gib(size: int | None) -> float | None:
-    return None if size is None else size / GIB
+def _size(size: float) -> str:
+    return format_bytes(int(size))
 
 
 def _tasks(runs: Sequence[ComparedRun]) -> list[tuple[str, str]]:

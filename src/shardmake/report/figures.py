@@ -4,12 +4,13 @@ Each function returns a drawing; `as_svg` and `as_png` render it.
 """
 
 import io
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from shardmake.core.units import GIB, format_bytes
+from shardmake.core.units import format_bytes, unit_of
 from shardmake.report.flops import Utilization
 from shardmake.report.history import TrainingHistory
 from shardmake.run.evaluation import LengthScore, ModelScore
@@ -17,8 +18,10 @@ from shardmake.run.evaluation import LengthScore, ModelScore
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 BLUE, ORANGE, GREY = "#2563eb", "#ea580c", "#6b7280"
+_LIGHT_GREY = "#d1d5db"
 _STYLE = {
     "axes.axisbelow": True,
     "axes.grid": True,
@@ -34,17 +37,41 @@ _STYLE = {
 _CAPACITY_DRAWN = 4
 """A GPU with more times the memory of the bars would make them too short to read."""
 
+_LEGEND_COLUMNS = 2
+_LEGEND_ROW_HEIGHT = 0.18
+"""Inches."""
+_LONGEST_NAME = 40
+"""Characters of a run's name in the legend."""
+_COLOURS = 10
+"""Colours of matplotlib's cycle, after which the next line style distinguishes the runs."""
+_LINE_STYLES = ("-", "--", ":", "-.")
+_HEIGHT = 3.2
+"""Inches."""
+_BARS_HEIGHT = 1.7
+"""Inches for two bars, the axis and its label."""
+
 Drawing = Callable[["Figure"], None]
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the fullest GPU: terms of the estimate, predicted total, capacity, measured peak."""
+    """Bytes on a GPU, or in the RAM of a node whose ranks run on CPUs."""
 
     terms: Mapping[str, int]
+    """Of the estimate, by kind: on the GPU of the fullest rank, or of all ranks of a node and their processes."""
     predicted: int
+    """By the estimate: the terms, and what the GPU's allocator caches."""
+    outside: int
+    """CUDA context and NCCL by the estimate, which the allocator does not count; 0 in RAM."""
     capacity: int
     measured: int | None
+    """Peak of what the GPU's allocator held on rank 0, which alone logs it; None if it was not logged."""
+    place: str = "GPU memory"
+
+    @property
+    def device(self) -> int:
+        """Bytes used on the device by the estimate."""
+        return self.predicted + self.outside
 
 
 def loss(history: TrainingHistory) -> Drawing:
@@ -53,7 +80,7 @@ def loss(history: TrainingHistory) -> Drawing:
     def draw(figure: "Figure") -> None:
         axes = figure.subplots()
         if any(trained := history.series("loss")):
-            axes.plot(*trained, color=BLUE, label="training")
+            _plot(axes, *trained, color=BLUE, label="training")
         if any(evaluated := history.series("eval_loss")):
             axes.plot(*evaluated, color=ORANGE, marker="o", markersize=3, label="evaluation")
         _mark_interruptions(axes, history)
@@ -70,14 +97,22 @@ def losses(histories: Mapping[str, TrainingHistory]) -> Drawing:
 
         axes = figure.subplots()
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 400k and 2M, of which several fit side by side
-        for name, history in histories.items():
-            (line,) = axes.plot(*history.by_tokens("loss"), label=name, linewidth=1)
+        for index, (name, history) in enumerate(histories.items()):
+            style = _LINE_STYLES[index // _COLOURS % len(_LINE_STYLES)]
+            line = _plot(axes, *history.by_tokens("loss"), label=_shorten(name), linewidth=1, linestyle=style)
             axes.plot(*history.by_tokens("eval_loss"), color=line.get_color(), marker="o", markersize=3, linestyle="")
         axes.set_xlabel("tokens, padding included")
         axes.set_ylabel("loss (nats per token)")
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        _legend_below(figure, axes, _HEIGHT)
 
     return draw
+
+
+def _shorten(name: str) -> str:
+    """Return the name of a run for the legend; of a long one start and end, in which the runs of a sweep differ."""
+    if len(name) <= _LONGEST_NAME:
+        return name
+    return f"{name[:10]}…{name[11 - _LONGEST_NAME :]}"
 
 
 def optimizer(history: TrainingHistory) -> Drawing:
@@ -88,7 +123,7 @@ def optimizer(history: TrainingHistory) -> Drawing:
         logged = [key for key in shown if history.series(key)[0]]
         for key, axes in zip(logged, figure.subplots(len(logged), sharex=True, squeeze=False)[:, 0], strict=True):
             name, colour = shown[key]
-            axes.plot(*history.series(key), color=colour)
+            _plot(axes, *history.series(key), color=colour)
             axes.set_ylabel(name)
         _mark_interruptions(axes, history)
         _label(axes, name)
@@ -101,13 +136,13 @@ def speed(history: TrainingHistory, used: Utilization | None) -> Drawing:
 
     def draw(figure: "Figure") -> None:
         axes = figure.subplots()
-        axes.plot(*history.series("tokens_per_second"), color=BLUE, label="tokens/s")
+        _plot(axes, *history.series("tokens_per_second"), color=BLUE, label="tokens/s")
         _mark_interruptions(axes, history)
         _label(axes, "tokens per second, all ranks")
         axes.set_ylim(bottom=0)
         if used:
             right = axes.twinx()
-            right.plot(used.steps, [100 * share for share in used.shares], color=ORANGE, linewidth=0.8)
+            _plot(right, used.steps, [100 * share for share in used.shares], color=ORANGE, linewidth=0.8)
             right.set_ylabel("MFU (%)", color=ORANGE)
             right.set_ylim(bottom=0)
             right.grid(visible=False)
@@ -118,29 +153,56 @@ def speed(history: TrainingHistory, used: Utilization | None) -> Drawing:
 def memory(found: Memory) -> Drawing:
     """Draw the stacked terms of the estimate next to the measured peak and the GPU's capacity.
 
-    Terms too small to be seen are drawn as one. A capacity of several times the bars is stated, not drawn.
+    What the measured peak does not count is hatched at the end of the predicted bar. Terms too small to be seen are
+    drawn as one. A capacity of several times the bars is stated, not drawn.
     """
 
     def draw(figure: "Figure") -> None:
         axes = figure.subplots()
+        unit_name, unit = unit_of(max(found.device, found.measured or 0))
         left = 0.0
         for name, size in _visible(found).items():
-            axes.barh("predicted", size / GIB, left=left, label=f"{name} {format_bytes(size)}")
-            left += size / GIB
-        rest = found.predicted - sum(found.terms.values())
-        label = f"allocator and context {format_bytes(rest)}"
-        axes.barh("predicted", rest / GIB, left=left, color="#d1d5db", label=label)
+            axes.barh("predicted", size / unit, left=left, label=f"{name} {format_bytes(size)}")
+            left += size / unit
+        cached = found.predicted - sum(found.terms.values())
+        if cached > 0:
+            label = f"cached by the allocator {format_bytes(cached)}"
+            axes.barh("predicted", cached / unit, left=left, color=_LIGHT_GREY, label=label)
+        if found.outside:
+            label = f"CUDA context and NCCL {format_bytes(found.outside)}"
+            hatched = {"color": "white", "edgecolor": GREY, "hatch": "///"}
+            axes.barh("predicted", found.outside / unit, left=found.predicted / unit, label=label, **hatched)
         if found.measured is not None:
-            axes.barh("measured", found.measured / GIB, color=GREY, label=f"measured {format_bytes(found.measured)}")
-        capacity = f"memory of a rank {format_bytes(found.capacity)}"
-        if found.capacity > _CAPACITY_DRAWN * max(found.predicted, found.measured or 0):
+            label = f"measured on rank 0 {format_bytes(found.measured)}"
+            axes.barh("measured", found.measured / unit, color=GREY, label=label)
+        capacity = f"limit: {found.place} {format_bytes(found.capacity)}"
+        if found.capacity > _CAPACITY_DRAWN * max(found.device, found.measured or 0):
             axes.plot([], [], " ", label=capacity)
         else:
-            axes.axvline(found.capacity / GIB, color="black", linestyle="--", linewidth=1, label=capacity)
-        axes.set_xlabel("GiB on the fullest rank")
-        axes.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+            axes.axvline(found.capacity / unit, color="black", linestyle="--", linewidth=1, label=capacity)
+        axes.set_xlabel(unit_name)
+        _legend_below(figure, axes, _BARS_HEIGHT)
 
     return draw
+
+
+def _legend_below(figure: "Figure", axes: "Axes", height: float) -> None:
+    """Put the legend below the axes, and add its rows to the ``height`` of the rest, in inches.
+
+    Two columns of this font hold the longest names of the estimate's terms with their sizes.
+    """
+    handles, labels = axes.get_legend_handles_labels()
+    figure.set_figheight(height + _LEGEND_ROW_HEIGHT * -(-len(labels) // _LEGEND_COLUMNS))
+    figure.legend(
+        handles,
+        labels,
+        ncols=_LEGEND_COLUMNS,
+        loc="outside lower center",
+        fontsize=8,
+        handlelength=1.5,
+        handletextpad=0.5,
+        columnspacing=1,
+    )
 
 
 def _visible(found: Memory) -> dict[str, int]:
@@ -172,6 +234,27 @@ def length_name(bucket: LengthScore) -> str:
     return "longer" if bucket.up_to is None else f"up to {bucket.up_to:,}"
 
 
+def _plot(axes: "Axes", places: Sequence[int], values: Sequence[float], **style: Any) -> "Line2D":
+    """Draw ``values`` as a line, and those without a finite neighbour, of which no line is drawn, as points."""
+    (line,) = axes.plot(places, values, **style)
+    alone = _isolated(values)
+    axes.plot(
+        [places[index] for index in alone],
+        [values[index] for index in alone],
+        color=line.get_color(),
+        marker="o",
+        markersize=3,
+        linestyle="",
+    )
+    return line
+
+
+def _isolated(values: Sequence[float]) -> list[int]:
+    """Return the indices of finite values between values that are not finite, or at an end."""
+    finite = [False, *map(math.isfinite, values), False]
+    return [index for index in range(len(values)) if finite[index : index + 3] == [False, True, False]]
+
+
 def _mark_interruptions(axes: "Axes", history: TrainingHistory) -> None:
     for number, interruption in enumerate(history.interruptions):
         axes.axvline(
@@ -191,7 +274,7 @@ def _figure(draw: Drawing) -> "Figure":
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+        figure = Figure(figsize=(6.4, _HEIGHT), layout="constrained")
         draw(figure)
     return figure
 

@@ -1,10 +1,11 @@
 """History of a training over its attempts: metrics by step, time by attempt, time lost between attempts."""
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from shardmake.run.attempt import AttemptDir
-from shardmake.run.attempt_history import load_history
+from shardmake.run.attempt_history import AttemptRecord, load_history
 from shardmake.run.metrics import MetricsLine, read_metrics
 from shardmake.run.paths import RunDir
 
@@ -20,6 +21,15 @@ class Span:
     devices: int
     end: str
     lines: list[MetricsLine]
+    is_repeated: bool = False
+    """No step of the attempt counts, because a later attempt made them all."""
+
+    @property
+    def steps(self) -> str:
+        """The steps that count, as text."""
+        if self.lines:
+            return f"{self.lines[0].step} to {self.lines[-1].step}"
+        return "none" if self.is_repeated else "not logged"
 
     @property
     def device_hours(self) -> float:
@@ -29,9 +39,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Interruption:
-    """Cost of an interruption: seconds from the last step that counts to the next new one, queueing included."""
+    """Cost of an interruption: seconds from the last step that counts to the next new one, queueing included.
+
+    If no step counts before it, the seconds are those from the first start to the start of the attempt that counts.
+    """
 
     after_step: int
+    """Last step that counts; 0 if there is none."""
     seconds: float
     why: str
 
@@ -41,11 +55,9 @@ class TrainingHistory:
     """The attempts of a training, in order."""
 
     spans: list[Span]
-
-    @property
-    def lines(self) -> list[MetricsLine]:
-        """The metrics of all attempts."""
-        return [line for span in self.spans for line in span.lines]
+    """Empty if the folders of the attempts were removed."""
+    lines: list[MetricsLine]
+    """The metrics of the steps that count, of all attempts."""
 
     @property
     def hours(self) -> float:
@@ -59,14 +71,21 @@ class TrainingHistory:
 
     @property
     def interruptions(self) -> list[Interruption]:
-        """One between each attempt that left steps and the next that made some, if both logged the time."""
-        working = [span for span in self.spans if span.lines]
-        ends = [(a.lines[-1], b.lines[0], a.end) for a, b in pairwise(working)]
-        return [
-            Interruption(last.step, first.time - last.time, why)
-            for last, first, why in ends
-            if first.time is not None and last.time is not None
-        ]
+        """One before each attempt with steps that count, but the first attempt, if the times are known."""
+        working = [index for index, span in enumerate(self.spans) if span.lines]
+        found = self._lost_at_start(working[0]) if working else []
+        for before, after in pairwise(working):
+            last, first = self.spans[before].lines[-1], self.spans[after].lines[0]
+            if first.time is not None and last.time is not None:
+                found.append(Interruption(last.step, first.time - last.time, _ends(self.spans[before:after])))
+        return found
+
+    def _lost_at_start(self, count: int) -> list[Interruption]:
+        """Return the cost of the first ``count`` attempts, if it is known that no step of them counts."""
+        lost = self.spans[:count]
+        if not lost or not all(span.is_repeated for span in lost):
+            return []
+        return [Interruption(0, self.spans[count].started - lost[0].started, _ends(lost))]
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Return steps and values of one metric, for steps that logged it."""
@@ -83,13 +102,44 @@ class TrainingHistory:
         return [tokens for tokens, _ in found], [value for _, value in found]
 
 
+def hours_name(*, on_gpus: bool) -> str:
+    """Return the name of the hours of all devices: of GPUs, or of the processes that ran on CPUs."""
+    return "GPU-hours" if on_gpus else "process-hours"
+
+
+def _ends(spans: Sequence[Span]) -> str:
+    return ", then ".join(span.end for span in spans)
+
+
 def read_history(rundir: RunDir) -> TrainingHistory:
     """Read the history of a run, without attempts that neither logged a step nor wrote an exit record."""
-    ends = {record.attempt: record.end for record in load_history(rundir.attempt_history)}
+    records, logged = load_history(rundir.attempt_history), read_metrics(rundir.metrics)
+    ends = {record.attempt: record.end for record in records}
     folders = sorted(rundir.attempts.glob("[0-9]*"))
-    lines = _final_lines(read_metrics(rundir.metrics), int(folders[-1].name) if folders else 0)
-    spans = [_span(AttemptDir(folder), [x for x in lines if x.attempt == int(folder.name)], ends) for folder in folders]
-    return TrainingHistory([span for span in spans if span is not None])
+    lines = _final_lines(logged, int(folders[-1].name) if folders else 0)
+    repeated = _repeated(logged, records)
+    spans = [
+        _span(AttemptDir(folder), [line for line in lines if line.attempt == int(folder.name)], ends, repeated)
+        for folder in folders
+    ]
+    return TrainingHistory([span for span in spans if span is not None], lines)
+
+
+def _repeated(logged: Sequence[MetricsLine], records: Sequence[AttemptRecord]) -> set[int]:
+    """Return the attempts none of whose steps count unless `_final_lines` has some of them.
+
+    Such an attempt logged steps that a later one logged again, or it left no newer checkpoint than there was before.
+    Nothing is known if a line names no attempt.
+    """
+    named = {line.attempt for line in logged}
+    if not named or None in named:
+        return set()
+    found, newest = set(), 0
+    for record in records:
+        if record.attempt in named or record.checkpoint_step <= newest:
+            found.add(record.attempt)
+        newest = max(newest, record.checkpoint_step)
+    return found
 
 
 def _final_lines(lines: list[MetricsLine], last_attempt: int) -> list[MetricsLine]:
@@ -102,7 +152,9 @@ def _final_lines(lines: list[MetricsLine], last_attempt: int) -> list[MetricsLin
     return kept[::-1]
 
 
-def _span(folder: AttemptDir, lines: list[MetricsLine], ends: dict[int, str]) -> Span | None:
+def _span(
+    folder: AttemptDir, lines: list[MetricsLine], ends: Mapping[int, str], repeated: Collection[int]
+) -> Span | None:
     """Return an attempt with the times of the nodes' exit records, or else of the logged steps."""
     started = [record.started for record in folder.exits()] or [line.time for line in lines[:1] if line.time]
     ended = [record.ended for record in folder.exits()] or [line.time for line in lines[-1:] if line.time]
@@ -110,7 +162,8 @@ def _span(folder: AttemptDir, lines: list[MetricsLine], ends: dict[int, str]) ->
         return None
     number = int(folder.root.name)
     attempt, end = folder.read(), ends.get(number, "unknown")
-    return Span(number, min(started), max(ended), attempt.world_size, attempt.devices, end, lines)
+    is_repeated = number in repeated and not lines
+    return Span(number, min(started), max(ended), attempt.world_size, attempt.devices, end, lines, is_repeated)
 
 
 def attempt_of(rundir: RunDir, number: int) -> AttemptDir:

@@ -7,9 +7,10 @@ from shardmake.report import figures
 from shardmake.report.figures import Drawing, Memory
 from shardmake.report.history import TrainingHistory
 from shardmake.report.records import Records
-from shardmake.run.plan import Choice, MemoryEstimates
+from shardmake.run.plan import CandidateEstimate, Choice, MemoryEstimates
 
 _MFU: Final = " MFU counts 6 FLOPs per weight and token and the exact attention, relative to the dense peak."
+_MEASURED: Final = "the peak of the allocator on rank 0, which does not count the CUDA context and NCCL"
 _METRICS: Final = {
     "loss": "loss",
     "learning_rate": "learning rate",
@@ -28,7 +29,7 @@ class Plot:
 
 
 def plots(records: Records) -> dict[str, Plot]:
-    """Return the figures for which the run has data, by name."""
+    """Return the figures of the card for which the run has data, by name."""
     history, found = records.history, {}
     if _has(records, "loss", "eval_loss"):
         caption = "Loss by optimizer step, stitched over the attempts; a dotted line marks the end of an attempt."
@@ -40,14 +41,25 @@ def plots(records: Records) -> dict[str, Plot]:
         mfu = _MFU if records.utilization else ""
         caption = f"Tokens per second over all ranks, padding included.{mfu}"
         found["speed"] = Plot("Tokens per second", caption, figures.speed(history, records.utilization))
-    if not records.on_cpu:
+    if records.on_gpus:
         memory = memory_of(records)
-        measured = "the measured peak of the allocator" if memory.measured is not None else "no peak was logged"
-        caption = f"Memory of the fullest rank: the estimate's terms in the phase with the peak; {measured}."
+        caption = (
+            "GPU memory. Predicted: the estimate's terms in the phase with the peak, on the fullest rank. Measured: "
+            f"{'no peak was logged' if memory.measured is None else _MEASURED}."
+        )
         found["memory"] = Plot("Memory, predicted and measured", caption, figures.memory(memory))
     if scores := records.evaluation.scores:
         caption = "Loss on the evaluation split by the length of the example, base and tuned model."
         found["by-length"] = Plot("Evaluation loss by length", caption, figures.by_length(*scores))
+    return found
+
+
+def report_plots(records: Records) -> dict[str, Plot]:
+    """Return the figures of the report: those of the card, and the RAM of a node whose ranks ran on CPUs."""
+    found = plots(records)
+    if records.on_cpu:
+        caption = "RAM of a node: the estimate's terms. The memory of ranks on CPUs is not measured."
+        found["memory"] = Plot("RAM of a node, predicted", caption, figures.memory(memory_of(records)))
     return found
 
 
@@ -71,13 +83,31 @@ def missing_metrics(records: Records) -> str:
 
 
 def memory_of(records: Records) -> Memory:
-    """Return the memory of a run that has finished, see `find_memory`."""
+    """Return the memory that limited a run: of a GPU, see `find_memory`, or of a node whose ranks ran on CPUs."""
+    if records.on_cpu:
+        return _node_memory(records)
     return find_memory(records.memory, records.planned.choice, records.used.choice, records.history)
 
 
 def find_memory(estimates: MemoryEstimates, planned: Choice, used: Choice, history: TrainingHistory) -> Memory:
-    """Return the estimate of the choice that trained, and the allocator's measured peak (None if none was logged)."""
+    """Return the estimate of the choice that trained, and the measured peak, both of the allocator."""
     measured = [line.memory.reserved for line in history.lines if line.memory]
+    gpu = trained_candidate(estimates, planned, used).gpu
+    outside = gpu.device - gpu.reserved
+    return Memory(gpu.terms, gpu.reserved, outside, estimates.gpu_memory, max(measured, default=None))
+
+
+def _node_memory(records: Records) -> Memory:
+    """Return the estimate of a node's RAM, in which the tensors of its ranks are."""
+    found = trained_candidate(records.memory, records.planned.choice, records.used.choice)
+    terms, ranks = dict(found.host.terms), found.choice.processes_per_node
+    for name, size in found.gpu.terms.items():
+        terms[name] = terms.get(name, 0) + ranks * size
+    predicted = found.host.total + ranks * found.gpu.reserved
+    return Memory(terms, predicted, 0, records.memory.host_memory, None, place="RAM of a node")
+
+
+def trained_candidate(estimates: MemoryEstimates, planned: Choice, used: Choice) -> CandidateEstimate:
+    """Return the estimate of the choice that trained, or else of the planned one."""
     known = {candidate.choice: candidate for candidate in estimates.candidates}
-    gpu = known[used if used in known else planned].gpu
-    return Memory(gpu.terms, gpu.device, estimates.gpu_memory, max(measured, default=None))
+    return known[used if used in known else planned]

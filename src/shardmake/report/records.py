@@ -75,6 +75,11 @@ class Records:
         return self.attempt is not None and self.attempt.accelerator == "cpu"
 
     @property
+    def on_gpus(self) -> bool:
+        """Return whether the ranks ran on GPUs; neither is known if the last attempt's folder was removed."""
+        return self.attempt is not None and not self.on_cpu
+
+    @property
     def hub_model(self) -> str | None:
         """Return the model of the hub (`org/name`) from which training started, also over the models of other runs.
 

@@ -1,28 +1,32 @@
 """The settings that run the same training again, without places that only their author can read."""
 
-import re
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 from shardmake.config.models import Run
+from shardmake.report.public_text import hide_folders, hide_folders_in_text
 
-_PRIVATE = re.compile(r"(?<![\w./-])(?:~|/(?!/))[^\s:]*/([^/\s:]+)")
-"""An absolute path; a URL and a path relative to the checkout are not."""
+_TEXTS: Final = frozenset({"command", "prompts"})
+"""Keys of commands and sentences, in which a path is one word."""
+_URL_PATHS: Final = frozenset({"health"})
 
 
-def configuration(name: str, run: Run) -> str:
-    """Return the entry of ``name`` in a configuration file, as YAML: every setting that is not the default.
+def configuration(runs: Mapping[str, Run]) -> str:
+    """Return the entries of ``runs`` in a configuration file, as YAML: every setting that is not the default.
 
     Of an absolute path only the last part is shown, after three dots.
     """
     import yaml
 
-    values = run.model_dump(mode="json", exclude_defaults=True)
-    return yaml.safe_dump({"runs": {name: _public(values)}}, sort_keys=False, allow_unicode=True, width=100)
+    entries = {name: _public(run.model_dump(mode="json", exclude_defaults=True)) for name, run in runs.items()}
+    return yaml.safe_dump({"runs": entries}, sort_keys=False, allow_unicode=True, width=100)
 
 
-def _public(value: Any) -> Any:
+def _public(value: Any, key: str = "") -> Any:
     if isinstance(value, dict):
-        return {key: _public(inner) for key, inner in value.items()}
+        return {name: _public(inner, name) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_public(inner) for inner in value]
-    return _PRIVATE.sub(r".../\1", value) if isinstance(value, str) else value
+        return [_public(inner, key) for inner in value]
+    if not isinstance(value, str) or key in _URL_PATHS:
+        return value
+    return hide_folders_in_text(value) if key in _TEXTS else hide_folders(value)

@@ -1,17 +1,20 @@
 """The report stage: a self-contained ``report.html``, and its figures as files."""
 
 import statistics
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
 from shardmake.config.models import Run
 from shardmake.core.atomic import write_text
 from shardmake.core.secrets import redact
-from shardmake.core.units import GIB, format_duration
+from shardmake.core.units import format_bytes, format_duration
 from shardmake.report import figures
 from shardmake.report.card import held_out
 from shardmake.report.figures import length_name
-from shardmake.report.plots import memory_of, missing_metrics, plots
+from shardmake.report.history import hours_name
+from shardmake.report.plots import memory_of, missing_metrics, report_plots, trained_candidate
+from shardmake.report.public_text import hide_folders
 from shardmake.report.records import Records, public_names
 from shardmake.report.reproduce import configuration
 from shardmake.report.training_facts import training_facts
@@ -22,31 +25,43 @@ from shardmake.run.receipts import PushReceipt
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 
 
-def write_report(run: Run, rundir: RunDir, profile: str = "slurm") -> Path:
+def write_report(run: Run, rundir: RunDir, profile: str = "slurm", before: Mapping[str, Run] | None = None) -> Path:
     """Write ``report.html`` and ``figures/*.svg`` of a run that was trained and evaluated; return the page's path.
 
-    The command that repeats the run has Snakemake's ``profile``. A figure without data is not drawn; the page says in
-    words what is missing. Raises `ShardmakeError` if a required stage has not run.
+    ``before`` has the runs of a chain that lead to this one, first one first. The command that repeats the run has
+    Snakemake's ``profile``. A figure without data is not drawn; the page says in words what is missing. Raises
+    `ShardmakeError` if a required stage has not run.
     """
     records = Records.read(run, rundir)
-    shown = plots(records)
+    shown = report_plots(records)
     drawings = {name: figures.as_svg(name, plot.drawing) for name, plot in shown.items()}
     for old in rundir.figures.glob("*.svg"):
         if old.stem not in drawings:
             old.unlink()
     for name, drawing in drawings.items():
         write_text(rundir.figure(name), drawing)
+    entries = configuration({**(before or {}), rundir.name: run})
     captions = {name: plot.caption for name, plot in shown.items()}
-    write_text(rundir.report, redact(_page(records, rundir, profile, drawings, captions)))
+    write_text(rundir.report, redact(_page(records, rundir, profile, entries, drawings, captions)))
     return rundir.report
 
 
-def _page(records: Records, rundir: RunDir, profile: str, drawings: dict[str, str], captions: dict[str, str]) -> str:
+def _page(
+    records: Records,
+    rundir: RunDir,
+    profile: str,
+    entries: str,
+    drawings: dict[str, str],
+    captions: dict[str, str],
+) -> str:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(
-        bucket=length_name, duration=format_duration, gib=lambda size: f"{size / GIB:.1f} GiB", moment=_moment
+        bucket=length_name,
+        duration=format_duration,
+        moment=_moment,
+        public=hide_folders,
     )
     pushed = PushReceipt.read_if_exists(rundir.push_receipt)
     scores = records.evaluation.scores or ()
@@ -55,10 +70,11 @@ def _page(records: Records, rundir: RunDir, profile: str, drawings: dict[str, st
         name=rundir.name,
         base=records.base,
         data=public_names(records.run.data.sources),
+        hours=hours_name(on_gpus=records.on_gpus),
         facts={name: value.replace("`", "") for name, value in training_facts(records).items()},
         tiles=_tiles(records),
         notes=_notes(records),
-        memory=memory_of(records),
+        memory=_memory_rows(records),
         held_out=held_out(records),
         figures=drawings,
         captions=captions,
@@ -66,8 +82,8 @@ def _page(records: Records, rundir: RunDir, profile: str, drawings: dict[str, st
         buckets=list(zip(*(score.by_length for score in scores), strict=True)),
         by_source=list(zip(*(score.by_source for score in scores), strict=True)),
         pushed=pushed.destinations if pushed else [],
-        configuration=configuration(rundir.name, records.run),
-        profile=profile,
+        configuration=entries,
+        profile=hide_folders(profile),
     )
 
 
@@ -93,7 +109,7 @@ def _tiles(records: Records) -> dict[str, str]:
         "tokens": "" if training.tokens is None else f"{training.tokens:,}",
         "tokens per second": f"{statistics.median(rates):,.0f}" if rates else "",
         "MFU": f"{statistics.median(records.utilization.shares):.1%}" if records.utilization else "",
-        "device hours": f"{history.device_hours:.2f}",
+        hours_name(on_gpus=records.on_gpus): f"{history.device_hours:.2f}" if history.spans else "",
         "lost to interruptions": format_duration(lost) if history.interruptions else "",
     }
     return {name: value for name, value in tiles.items() if value}
@@ -107,7 +123,45 @@ def _loss_tiles(base: ModelScore, tuned: ModelScore, *, has_exact: bool) -> dict
     }
 
 
+def _memory_rows(records: Records) -> dict[str, str]:
+    """Return what was estimated and measured, and the limits, for the table of the plan.
+
+    It is empty if it is not known whether the ranks ran on GPUs.
+    """
+    if records.attempt is None:
+        return {}
+    node = {"RAM of a node, limit": records.memory.host_memory}
+    found = memory_of(records)
+    if records.on_cpu:
+        return _as_texts({"RAM of a node, predicted": found.predicted, **node})
+    host = trained_candidate(records.memory, records.planned.choice, records.used.choice).host
+    return _as_texts(
+        {
+            "GPU memory, predicted, held by the allocator": found.predicted,
+            "GPU memory, measured on rank 0, held by the allocator": found.measured,
+            "GPU memory, predicted, with CUDA context and NCCL": found.device,
+            "GPU memory, limit": found.capacity,
+            "RAM of a node, predicted": host.total,
+            **node,
+        }
+    )
+
+
+def _as_texts(sizes: Mapping[str, int | None]) -> dict[str, str]:
+    return {name: format_bytes(size) for name, size in sizes.items() if size is not None}
+
+
 def _notes(records: Records) -> list[str]:
     """Return a sentence for everything that a reader may look for and that the page does not show."""
     on_cpu = "The ranks ran on CPUs: the share of a GPU's peak (MFU) and the allocator's memory are not defined there."
-    return [note for note in (missing_metrics(records), on_cpu if records.on_cpu else "") if note]
+    removed = (
+        "The folder of the last attempt is missing from train/attempts. Therefore its hardware is not known, and its "
+        "memory is not shown."
+    )
+    notes = {
+        missing_metrics(records): True,
+        on_cpu: records.on_cpu,
+        removed: records.attempt is None,
+        "No attempt's times are recorded: hours and interruptions are not known.": not records.history.spans,
+    }
+    return [note for note, holds in notes.items() if note and holds]

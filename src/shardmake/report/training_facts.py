@@ -13,6 +13,7 @@ from shardmake.config.models import TORCH_DTYPES
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.strategies import DDP, DEEPSPEED, FSDP
 from shardmake.core.units import plural
+from shardmake.report.history import hours_name
 from shardmake.report.records import Records, public_name
 from shardmake.run.plan import Choice
 from shardmake.run.sources import PinnedSource
@@ -259,16 +260,22 @@ def _logged_rate(records: Records) -> str:
 
 
 def _outcome(records: Records) -> dict[str, str]:
-    training, history = records.training, records.history
+    training = records.training
     commit = records.attempt.commit if records.attempt else None
     return {
         **({} if training.loss is None else {"Training loss at the end": f"{training.loss:.4f}"}),
         **_hardware(records),
-        "Time": f"{history.hours:.2f} h, {history.device_hours:.2f} device hours, "
-        f"{plural(training.attempts, 'attempt')}, finished {_date(training.finished_at)}",
+        "Time": f"{_hours(records)}, {plural(training.attempts, 'attempt')}, finished {_date(training.finished_at)}",
         "Libraries": ", ".join(f"{name} {version}" for name, version in training.versions.items())
         + (f" at `{commit}`" if commit else ""),
     }
+
+
+def _hours(records: Records) -> str:
+    history = records.history
+    if not history.spans:
+        return "hours not recorded"
+    return f"{history.hours:.2f} h, {history.device_hours:.2f} {hours_name(on_gpus=records.on_gpus)}"
 
 
 def _hardware(records: Records) -> dict[str, str]:

@@ -184,7 +184,7 @@ def test_card_shows_what_the_receipts_hold(tmp_path: Path) -> None:
         "| World size | 2 ranks on 1 node |",
         "| Training loss at the end | 2.4100 |",
         "| Hardware | 2 CPU ranks on 1 node |",
-        "| Time | 0.50 h, 1.00 device hours, 2 attempts, finished 2023-11-14 |",
+        "| Time | 0.50 h, 1.00 process-hours, 2 attempts, finished 2023-11-14 |",
         "| Libraries | torch 2.13.0, transformers 5.23.0 |",
         "| Loss | 9.0000 | 2.5000 |",
         "| Perplexity | 8,103.10 | 12.18 |",

@@ -62,12 +62,13 @@ def test_settings_that_differ_and_the_best_results(
     first, second, third = (dict(zip(header, row, strict=True)) for row in rows)
     assert (first["evaluation loss"], second["evaluation loss"]) == ("2.5000", "2.2500 *")
     assert first["GPU-hours"] == "0.50" and first["tokens"] == "245,760"
-    assert (first["memory predicted, GiB"], first["memory measured, GiB"]) == ("11.0", "9.0"), "equal: none is best"
+    assert (first["memory predicted"], first["memory measured"]) == ("10.0 GiB", "9.0 GiB"), "equal: none is best"
     assert set(third.values()) == {"grid-lr3e-5", "3e-05", ""}
     assert found.notes == ["Not trained to the end, so never marked as the best: grid-lr3e-5."]
     print_comparison(found)
     assert "grid-lr2e-5  2e-05" in capsys.readouterr().out
     runs = found.as_json()["runs"]
+    assert runs[1]["results"]["memory measured"] == 9 << 30
     assert runs[1]["best"] == ["evaluation loss"] and runs[2]["results"]["evaluation loss"] is None
 
 
@@ -131,12 +132,12 @@ def test_the_page_is_whole_and_escapes_names(sweep: tuple[Config, Path], tmp_pat
     assert all(f">{name}</text>" in text for name in ("grid-lr1e-5", "grid-lr2e-5"))
 
 
-def test_a_run_on_cpus_has_device_hours_and_no_memory(tmp_path: Path) -> None:
+def test_a_run_on_cpus_has_process_hours_and_no_memory(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     for name in ("grid-s1", "grid-s2"):
         make_finished(tmp_path, name, 2.5, "cpu")
     header, _ = compare(select_runs(config_of(seed=[1, 2]), [], "grid"), make_cluster(), tmp_path / "runs").table()
-    assert "device hours" in header and not any("memory" in name for name in header)
+    assert "process-hours" in header and not any("memory" in name for name in header)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 
 from shardmake.report.history import Interruption, read_history
 from shardmake.run.attempt import AttemptDir
+from shardmake.run.metrics import read_metrics
 from tests.finished_run import make_rundir, write_history
 
 
@@ -24,7 +25,35 @@ def test_an_attempt_without_a_step_costs_device_hours_all_the_same(tmp_path: Pat
     write_history(rundir, [(0, 360, range(0), "out of memory"), (360, 720, range(1, 10), "finished")])
     history = read_history(rundir)
     assert history.device_hours == pytest.approx(0.4)
-    assert history.interruptions == []
+    assert history.interruptions == [Interruption(0, 360, "out of memory")]
+    assert [span.steps for span in history.spans] == ["none", "1 to 9"]
+
+
+def test_attempts_whose_steps_are_all_repeated_cost_the_time_until_the_next_start(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    lost = [(0, 18000, range(1, 31), "node failure"), (18100, 18900, range(1, 2), "preempted")]
+    write_history(rundir, [*lost, (19000, 22000, range(1, 61), "finished")])
+    history = read_history(rundir)
+    assert [span.steps for span in history.spans] == ["none", "none", "1 to 60"]
+    assert history.interruptions == [Interruption(0, 19000, "node failure, then preempted")]
+
+
+def test_an_attempt_between_whose_steps_are_all_repeated_is_named(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    first, last = (0, 900, range(1, 31), "interrupted"), (2000, 3000, range(31, 61), "finished")
+    write_history(rundir, [first, (1000, 1900, range(31, 41), "node failure"), last])
+    history = read_history(rundir)
+    assert [span.steps for span in history.spans] == ["1 to 30", "none", "31 to 60"]
+    assert history.interruptions == [Interruption(30, 2060 - (60 + 29 * 20), "interrupted, then node failure")]
+
+
+def test_an_attempt_that_left_a_checkpoint_and_no_line_has_steps_that_are_not_logged(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    lines = [line for line in read_metrics(rundir.metrics) if line.attempt == 2]
+    rundir.metrics.write_text("".join(line.as_text() for line in lines))
+    history = read_history(rundir)
+    assert [span.steps for span in history.spans] == ["not logged", "31 to 60"]
+    assert history.interruptions == [], "its steps may count"
 
 
 def test_an_attempt_without_exit_records_lasts_as_long_as_its_steps(tmp_path: Path) -> None:
@@ -48,6 +77,7 @@ def test_lines_that_name_no_attempt_belong_to_the_last(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
     rundir.metrics.write_text('{"step": 1, "loss": 2.0}\n{"step": 1, "eval_loss": 1.5}\n')
     history = read_history(rundir)
+    assert [span.steps for span in history.spans] == ["not logged", "1 to 1"]
     assert history.spans[1].lines == history.lines and history.series("eval_loss") == ([1], [1.5])
 
 
