@@ -40,6 +40,13 @@ _CAPACITY_DRAWN = 4
 _LEGEND_COLUMNS = 2
 _LEGEND_ROW_HEIGHT = 0.18
 """Inches."""
+_LONGEST_NAME = 40
+"""Characters of a run's name in the legend."""
+_COLOURS = 10
+"""Colours of matplotlib's cycle, after which the next line style distinguishes the runs."""
+_LINE_STYLES = ("-", "--", ":", "-.")
+_HEIGHT = 3.2
+"""Inches."""
 _BARS_HEIGHT = 1.7
 """Inches for two bars, the axis and its label."""
 
@@ -90,14 +97,22 @@ def losses(histories: Mapping[str, TrainingHistory]) -> Drawing:
 
         axes = figure.subplots()
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 400k and 2M, of which several fit side by side
-        for name, history in histories.items():
-            line = _plot(axes, *history.by_tokens("loss"), label=name, linewidth=1)
+        for index, (name, history) in enumerate(histories.items()):
+            style = _LINE_STYLES[index // _COLOURS % len(_LINE_STYLES)]
+            line = _plot(axes, *history.by_tokens("loss"), label=_shorten(name), linewidth=1, linestyle=style)
             axes.plot(*history.by_tokens("eval_loss"), color=line.get_color(), marker="o", markersize=3, linestyle="")
         axes.set_xlabel("tokens, padding included")
         axes.set_ylabel("loss (nats per token)")
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        _legend_below(figure, axes, _HEIGHT)
 
     return draw
+
+
+def _shorten(name: str) -> str:
+    """Return the name of a run for the legend; of a long one start and end, in which the runs of a sweep differ."""
+    if len(name) <= _LONGEST_NAME:
+        return name
+    return f"{name[:10]}…{name[11 - _LONGEST_NAME :]}"
 
 
 def optimizer(history: TrainingHistory) -> Drawing:
@@ -166,25 +181,25 @@ def memory(found: Memory) -> Drawing:
         else:
             axes.axvline(found.capacity / unit, color="black", linestyle="--", linewidth=1, label=capacity)
         axes.set_xlabel(unit_name)
-        _legend_below(figure, axes)
+        _legend_below(figure, axes, _BARS_HEIGHT)
 
     return draw
 
 
-def _legend_below(figure: "Figure", axes: "Axes") -> None:
-    """Put the legend below the axes, and make the figure taller by its rows.
+def _legend_below(figure: "Figure", axes: "Axes", height: float) -> None:
+    """Put the legend below the axes, and add its rows to the ``height`` of the rest, in inches.
 
     Two columns of this font hold the longest names of the estimate's terms with their sizes.
     """
     handles, labels = axes.get_legend_handles_labels()
-    figure.set_figheight(_BARS_HEIGHT + _LEGEND_ROW_HEIGHT * -(-len(labels) // _LEGEND_COLUMNS))
+    figure.set_figheight(height + _LEGEND_ROW_HEIGHT * -(-len(labels) // _LEGEND_COLUMNS))
     figure.legend(
         handles,
         labels,
         ncols=_LEGEND_COLUMNS,
         loc="outside lower center",
         fontsize=8,
-        handlelength=1,
+        handlelength=1.5,
         handletextpad=0.5,
         columnspacing=1,
     )
@@ -259,7 +274,7 @@ def _figure(draw: Drawing) -> "Figure":
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+        figure = Figure(figsize=(6.4, _HEIGHT), layout="constrained")
         draw(figure)
     return figure
 

@@ -52,6 +52,18 @@ def test_the_legend_of_real_estimates_is_inside_the_figure(estimates: list[Memor
         assert_whole(figures.memory(memory))
 
 
+@pytest.mark.parametrize("count", [2, 14, 40])
+def test_long_names_and_many_runs_leave_the_losses_their_room(tmp_path: Path, count: int) -> None:
+    history = read_history(make_rundir(tmp_path))
+    names = [f"llama-3.1-8b-instruct-chat-lora-rank64-{'x' * 20}-lr{number}e-5" for number in range(count)]
+    drawing = figures.losses(dict.fromkeys(names, history))
+    assert_whole(drawing)
+    figure = figures._figure(drawing)
+    assert len({text.get_text() for text in figure.legends[0].get_texts()}) == count
+    lines = [line for line in figure.axes[0].lines if line.get_linestyle() != "None"]
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(lines) == count
+
+
 @pytest.mark.parametrize("terms", [GPU_TERMS, HOST_TERMS])
 def test_the_legend_of_all_terms_is_inside_the_figure(terms: dict[str, str]) -> None:
     sizes = dict.fromkeys(terms, 1234 * GIB)
