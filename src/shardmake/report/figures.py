@@ -170,7 +170,7 @@ def memory(found: Memory) -> Drawing:
             axes.barh("predicted", cached / unit, left=left, color=_LIGHT_GREY, label=label)
         if found.outside:
             label = f"CUDA context and NCCL {format_bytes(found.outside)}"
-            hatched = {"color": "white", "edgecolor": GREY, "hatch": "///"}
+            hatched: dict[str, Any] = {"color": "white", "edgecolor": GREY, "hatch": "///"}
             axes.barh("predicted", found.outside / unit, left=found.predicted / unit, label=label, **hatched)
         if found.measured is not None:
             label = f"measured on rank 0 {format_bytes(found.measured)}"
