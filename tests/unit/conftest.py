@@ -1,7 +1,8 @@
 """Isolation of unit tests that run commands in the process of the tests."""
 
 import os
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,25 @@ def same_environment() -> Iterator[None]:
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def same_functions_of_torch() -> Iterator[None]:
+    """Fail if the tests of a file leave a function of torch replaced: other tests would then measure the replacement."""
+    before = _functions_of_torch()
+    yield
+    after = _functions_of_torch()
+    assert {name for name in before if after.get(name) is not before[name]} == set()
+
+
+def _functions_of_torch() -> dict[str, Callable[..., Any]]:
+    modules = [sys.modules[name] for name in ("torch", "torch.nn.functional") if name in sys.modules]
+    return {
+        f"{module.__name__}.{name}": value
+        for module in modules
+        for name, value in list(vars(module).items())
+        if callable(value)
+    }
 
 
 @pytest.fixture(scope="session")
