@@ -87,7 +87,7 @@ def _convert(source: Path, target: Path) -> None:
     folders = ["--input_folder", str(source.absolute()), "--output_folder", str(target.absolute())]
     counts = ["--num_extract_workers", _PROCESSES, "--num_merge_workers", _PROCESSES]
     command = [sys.executable, "-P", "-m", CONVERTER, *folders, *counts]
-    environment = {**os.environ, "PYTHONPATH": absolute_python_path()}
+    environment = {**os.environ, "PYTHONPATH": absolute_python_path(os.environ)}
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment, cwd=NEUTRAL_FOLDER
     )

@@ -60,7 +60,7 @@ def _end(status: int) -> str:
     return f"failed with exit status {status}"
 
 
-def absolute_python_path(environment: Mapping[str, str] = os.environ) -> str:
+def absolute_python_path(environment: Mapping[str, str]) -> str:
     """Return PYTHONPATH for a child process in any folder, which can import this package.
 
     An empty entry, as in ``PYTHONPATH=a:``, would mean the child's current folder.

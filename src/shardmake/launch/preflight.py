@@ -105,7 +105,8 @@ def _find_defects(folder: AttemptDir, attempt: Attempt, plan: Plan, report: Call
         if unusable:
             raise PreflightError(unusable, blames_run=True)
         findings += check_gpus(gpus, visible, attempt.processes_per_node)
-        if not findings and (broken := check_import(attention)):  # a node without its GPUs fails the import, too
+        # A node without its GPUs fails the import, too.
+        if not findings and (broken := check_import(attention, os.environ)):
             raise PreflightError(broken, blames_run=True)
     return findings
 
@@ -134,7 +135,7 @@ except Exception as error:
 """
 
 
-def check_import(attention: Attention, environment: Mapping[str, str] = os.environ) -> list[str]:
+def check_import(attention: Attention, environment: Mapping[str, str]) -> list[str]:
     """Import the attention kernel as the ranks will, in a process of its own, and return a finding if that fails."""
     if attention not in _IMPORTS:
         return []

@@ -99,7 +99,7 @@ def test_path_of_a_child_in_another_folder_is_absolute(monkeypatch: pytest.Monke
     """An empty entry of PYTHONPATH is the current folder; a relative one would change its meaning."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f":lib:{os.pathsep}/opt")
-    package, *rest = absolute_python_path().split(os.pathsep)
+    package, *rest = absolute_python_path(os.environ).split(os.pathsep)
     assert (Path(package) / "shardmake").is_dir() and rest == [str(tmp_path / "lib"), "/opt"]
 
 
