@@ -39,7 +39,7 @@ def _functions_of_torch() -> dict[str, Callable[..., Any]]:
     return {
         f"{module.__name__}.{name}": value
         for module in modules
-        for name, value in list(vars(module).items())
+        for name, value in vars(module).items()
         if callable(value)
     }
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import shardmake
 from shardmake.core.environment import checkout_commit, hub_environment, kernel_caches
 
 SETTING = "import shardmake.cli, sys; print(*sorted({'huggingface_hub', 'torch', 'transformers', 'datasets'} & {*sys.modules}))"
@@ -109,3 +110,10 @@ def test_a_commit_is_known_only_for_tracked_files(tmp_path: Path) -> None:
     assert re.fullmatch("[0-9a-f]{12}", checkout_commit(package) or "")
     (package / "module.py").write_text("edited")
     assert (checkout_commit(package) or "").endswith("-dirty")
+
+
+def test_no_default_of_a_function_keeps_os_environ() -> None:
+    """`datasets` puts another object in its place, and a default would stay the old one."""
+    sources = list(Path(shardmake.__file__).parent.rglob("*.py"))
+    assert len(sources) > 100
+    assert [path.name for path in sources if re.search(r"= os\.environ[,)]", path.read_text())] == []
