@@ -25,8 +25,8 @@ from shardmake.commands.estimate import candidates, resolve_request
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import GIB
 from shardmake.memory.read_config import read_model
-from shardmake.plan.family_errors import FAMILY_ERRORS
 from shardmake.plan.planner import CachedPlanner
+from shardmake.plan.verdict import FAMILY_ERRORS
 
 TRUTH = Path(__file__).parent / "data" / "memory_truth.csv"
 Row = dict[str, str]

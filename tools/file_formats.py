@@ -26,8 +26,7 @@ from shardmake.run.attempt_history import AttemptRecord
 from shardmake.run.driver_job import DriverState, EndedRun, Workflow
 from shardmake.run.evaluation import EvaluationResult
 from shardmake.run.learning_settings import LearningSettings
-from shardmake.run.loss_window import LossWindow
-from shardmake.run.metrics import MetricsLine
+from shardmake.run.metrics import LossWindow, MetricsLine
 from shardmake.run.plan import MemoryEstimates, Plan, RenderReceipt
 from shardmake.run.receipts import DataReceipt, MergeReceipt, PushReceipt, TrainingReceipt, WeightsReceipt
 from shardmake.run.settings import StageSettings

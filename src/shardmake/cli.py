@@ -311,8 +311,7 @@ def plan(
     from shardmake.evaluate.harness import prepare_tasks
     from shardmake.evaluate.serving import check_serving
     from shardmake.evaluate.stage import check_prompts
-    from shardmake.launch.expected_start import expected_starts
-    from shardmake.launch.submission_check import check_submission
+    from shardmake.launch.submission_check import check_submission, expected_starts
     from shardmake.plan.stage import describe, describe_checkpoints, plan_offline, plan_run
     from shardmake.push.check import check_push
     from shardmake.run.plan import MemoryEstimates
@@ -500,12 +499,12 @@ def consolidate(
 ) -> None:
     """Merge a sharded checkpoint into a model folder."""
     from shardmake.consolidate.allowed import parse_allowed
-    from shardmake.consolidate.base_model import find_base
+    from shardmake.consolidate.destination import find_base
     from shardmake.consolidate.merge import consolidate as merge
     from shardmake.consolidate.merge_plan import plan_merge
     from shardmake.consolidate.preview import preview
-    from shardmake.consolidate.progress import show_progress
     from shardmake.consolidate.stage import consolidate_run
+    from shardmake.consolidate.stream import show_progress
 
     if out is None:
         _require_run(
@@ -617,7 +616,7 @@ def verify(
     key: Annotated[str | None, typer.Option(help=KEY_HELP + " Default: the one that was merged.")] = None,
 ) -> None:
     """Verify a model folder tensor by tensor, optionally against its checkpoint."""
-    from shardmake.consolidate.base_model import find_base
+    from shardmake.consolidate.destination import find_base
     from shardmake.consolidate.verify import checksums_of
     from shardmake.consolidate.verify import verify as check_model
 
@@ -712,8 +711,8 @@ def compare(
 ) -> None:
     """Compare runs: settings that differ, losses, evaluation, speed, hours and memory; write a page with a figure."""
     from shardmake.commands.compare import print_comparison, select_runs
-    from shardmake.report.compare_page import write_comparison
     from shardmake.report.comparison import compare as compare_runs
+    from shardmake.report.comparison import write_comparison
 
     read = load_config(*config)
     chosen = select_runs(read, names or [], sweep)

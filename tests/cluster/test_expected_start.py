@@ -11,7 +11,7 @@ pytestmark = pytest.mark.cluster
 ASK = """
 from pathlib import Path
 from shardmake.config.load import load_cluster
-from shardmake.launch.expected_start import expected_starts
+from shardmake.launch.submission_check import expected_starts
 from shardmake.run.paths import RunDir
 from tests.unit.launch.test_expected_start import estimates
 from tests.unit.plans import make_plan

@@ -14,8 +14,7 @@ from shardmake.config.models import Precision
 from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
 from shardmake.core.errors import ConfigError
 from shardmake.core.units import GIB
-from shardmake.doctor.catalogue import accelerator_of
-from shardmake.launch.gpus import list_gpus
+from shardmake.launch.gpus import accelerator_of, list_gpus
 
 MOST_RANKS = 8
 VARIABLE = "ACCELERATOR"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardmake.consolidate import merge_plan, output_file, writer
+from shardmake.consolidate import merge_plan, writer
 from shardmake.consolidate.loading import LoadingReport, load
 from shardmake.consolidate.merge import consolidate
 from tests.workflow.consolidate_checkpoints import trained
@@ -83,8 +83,8 @@ def watch(out: Path, act: Callable[[], None]) -> None:
         if (writes or name in EVENTS) and str(out.parent) in str(arguments[0]):
             act()
 
-    original_write, original_fsync = output_file._write_all, os.fsync
-    output_file._write_all = lambda *arguments: (act(), original_write(*arguments))
+    original_write, original_fsync = writer._write_all, os.fsync
+    writer._write_all = lambda *arguments: (act(), original_write(*arguments))
     os.fsync = lambda file: (act(), original_fsync(file))[1]
     sys.addaudithook(hook)
 

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.consolidate import ACCELERATE, DEEPSPEED, watch
 from benchmarks.consolidate_limits import cgroup, may_limit
 from benchmarks.synthetic import llama, shapes, write_zero3
-from shardmake.consolidate.compare import compare
+from shardmake.consolidate.verify import compare
 from shardmake.core.units import MIB
 
 LIMIT = 300 * MIB

@@ -165,7 +165,7 @@ def test_disk_that_is_too_small(root: Path, tmp_path: Path) -> None:
 def test_quota_that_is_exceeded_while_writing(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """statvfs does not report quotas."""
     monkeypatch.setattr(merge, "check_space", lambda *_: None)
-    monkeypatch.setattr("shardmake.consolidate.output_file._reserve", full_disk)
+    monkeypatch.setattr("shardmake.consolidate.writer._reserve", full_disk)
     with pytest.raises(ShardmakeError, match=r"No space left on device.*No output was left behind"):
         consolidate(root / "run", tmp_path / "model", base=root / "base")
     assert not list(tmp_path.iterdir())

@@ -37,7 +37,6 @@ from shardmake.plan.abilities import check_activation_offload
 from shardmake.plan.candidates import Candidate, choices
 from shardmake.plan.choose import choose, choose_from
 from shardmake.plan.fallbacks import find_fallbacks
-from shardmake.plan.family_errors import FAMILY_ERRORS
 from shardmake.plan.planner import CachedPlanner
 from shardmake.plan.reasons import memory_and_time, reason_of
 from shardmake.plan.resolve import (
@@ -50,7 +49,7 @@ from shardmake.plan.resolve import (
 )
 from shardmake.plan.sequence_parallel import check_sequence_parallel
 from shardmake.plan.suggestions import Kind, changes, shared_by, suggestions
-from shardmake.plan.verdict import NO_LIMIT
+from shardmake.plan.verdict import FAMILY_ERRORS, NO_LIMIT
 from shardmake.run.own_files import check_refused
 
 LARGEST_GPU = 1024  # GiB; more than that is MiB written by mistake

@@ -15,10 +15,10 @@ from pathlib import Path
 import psutil
 
 from shardmake.core.units import format_duration
-from shardmake.launch.expected_start import parse_start
 from shardmake.launch.jobs import LocalJobs, job_name
 from shardmake.launch.slurm_jobs import run_slurm
 from shardmake.launch.slurm_states import JobState, JobStatus, held_message, parse_rows
+from shardmake.launch.submission_check import parse_start
 from shardmake.run.attempt import AttemptDir, Heartbeat, SubmittedJob
 from shardmake.run.attempt_history import BY_PERSON, AttemptRecord, load_history
 from shardmake.run.metrics import MetricsLine, parse_metrics

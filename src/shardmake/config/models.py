@@ -19,7 +19,7 @@ from shardmake.config.destinations import check_destination, check_distinct, wit
 from shardmake.config.formats import FORMATS, RAW, DataFormat
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.preferences import check_objective
-from shardmake.config.script_variables import SCRIPT_VARIABLES, SERVICE_VARIABLES, check_variables
+from shardmake.config.script_file import SCRIPT_VARIABLES, SERVICE_VARIABLES, check_variables
 from shardmake.config.service import check_service
 from shardmake.config.strategies import PARTITIONED_INFERENCE, STRATEGY_SPECS
 from shardmake.config.values import (

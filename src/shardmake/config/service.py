@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from shardmake.config.script_variables import SCRIPT_VARIABLES, SERVICE_VARIABLES, check_variables
+from shardmake.config.script_file import SCRIPT_VARIABLES, SERVICE_VARIABLES, check_variables
 
 if TYPE_CHECKING:
     from shardmake.config.models import Run

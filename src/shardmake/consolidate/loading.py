@@ -4,20 +4,82 @@ transformers and torch need more memory than a merge and seconds to import, so t
 are loaded to the meta device, so that only the headers are read. Sparse files with the right headers are sufficient.
 """
 
+import contextlib
+import hashlib
+import json
 import os
+import platform
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint.formats import hub_layout, huggingface
 from shardmake.checkpoint.formats.hub_layout import HubWeight
-from shardmake.consolidate import loading_cache
+from shardmake.consolidate import loading
 from shardmake.consolidate.aux_files import read_object
-from shardmake.core.errors import ModelError
+from shardmake.core.atomic import write_json
+from shardmake.core.environment import cache_folder
+from shardmake.core.errors import ModelError, ShardmakeError
 from shardmake.core.process import NEUTRAL_FOLDER, answer_request, run_module
 from shardmake.run.model_class import ModelClass
+
+# Reports of transformers on disk: importing it takes longer than merging gigabytes, and the answer does not change.
+#
+# A report depends on the configs, on names, types and shapes of the tensors, on the layout, and on the versions of the
+# libraries and of the code that asks. A digest of all of them is the name of the file. Reports of model code, which
+# may do anything, and reports with problems are not kept.
+
+_CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")
+_LIBRARIES = ("torch", "transformers", "peft", "accelerate", "safetensors")
+
+
+def cached_path(folder: Path, base: Path | None, layout: Path | None, model_class: Any) -> Path | None:
+    """Return the file of the report on ``folder``; None if a file that it depends on cannot be read."""
+    try:
+        parts = {
+            "configs": [_content(place / name) for place in (folder, base) if place for name in _CONFIGS],
+            "tensors": sorted((t.name, t.dtype, t.shape) for t in huggingface.read(folder).tensors.values()),
+            "layout": layout and sorted(huggingface.weight_names(layout)),
+            "class": model_class,
+            "code": _code(),
+        }
+    except (ShardmakeError, OSError):
+        return None
+    key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return cache_folder() / f"loading-{key}.json"
+
+
+def _content(path: Path) -> str | None:
+    return path.read_bytes().hex() if path.is_file() else None
+
+
+@cache
+def _code() -> list[str]:
+    package = Path(__file__).parents[1]
+    sources = [Path(__file__).with_name("loading.py"), *sorted((package / "checkpoint" / "formats").glob("*.py"))]
+    sources += sorted((package / "run").glob("model_class.py"))
+    text = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    return [platform.python_version(), *(f"{name} {version(name)}" for name in _LIBRARIES), text]
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """Return the report in ``path``; None if there is none."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def write(path: Path, report: dict[str, Any]) -> None:
+    """Keep ``report``, if the cache can be written to."""
+    with contextlib.suppress(OSError):
+        write_json(path, report)
+
 
 _MOST_MODULES = 10_000
 """Largest number of layers, or of experts of a layer, that is taken from a config."""
@@ -87,8 +149,8 @@ def check_loading(
         if place is not None:
             refuse_impossible_config(place / "config.json")
     chosen = model_class and model_class.as_json()
-    kept = None if trust_remote_code else loading_cache.cached_path(folder, base, layout, chosen)
-    known = loading_cache.read(kept) if kept is not None else None
+    kept = None if trust_remote_code else loading.cached_path(folder, base, layout, chosen)
+    known = loading.read(kept) if kept is not None else None
     if known is not None:
         return _from_json(known)
     request = {
@@ -105,7 +167,7 @@ def check_loading(
         raise ModelError(f"The check of {folder} with transformers failed: {error}") from None
     report = _from_json(answer)
     if kept is not None and not report.problems():
-        loading_cache.write(kept, answer)
+        loading.write(kept, answer)
     return report
 
 

@@ -13,7 +13,6 @@ from shardmake.consolidate.destination import staging_folder
 from shardmake.consolidate.layout import PlannedShard
 from shardmake.consolidate.loading import LoadingReport
 from shardmake.consolidate.merge_plan import MergePlan, plan_merge
-from shardmake.consolidate.progress import ShowProgress, no_progress
 from shardmake.consolidate.scan import scan
 from shardmake.consolidate.staging import (
     StagingLock,
@@ -23,7 +22,7 @@ from shardmake.consolidate.staging import (
     remove_others,
     replace_folder,
 )
-from shardmake.consolidate.stream import check_record
+from shardmake.consolidate.stream import ShowProgress, check_record, no_progress
 from shardmake.consolidate.verify import verify_loaded
 from shardmake.consolidate.writer import ShardWriter
 from shardmake.core.errors import ConfigError

@@ -1,28 +1,81 @@
 """The plan of a merge: the checkpoint, the base model, and the output files."""
 
 import logging
+import os
 import shutil
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardmake.checkpoint.formats import huggingface, lora
-from shardmake.checkpoint.formats.contents import Contents, StoredTensor
-from shardmake.checkpoint.formats.dtypes import Target, check_target
+from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor
+from shardmake.checkpoint.formats.dtypes import ITEM_SIZE, Target, check_target
 from shardmake.checkpoint.formats.hub_layout import HubWeight, in_hub_layout
 from shardmake.checkpoint.formats.huggingface import ADAPTER, MODEL, WeightFiles
 from shardmake.checkpoint.formats.registry import read_checkpoint, read_model
+from shardmake.checkpoint.formats.unpickle import locate
 from shardmake.consolidate.allowed import Allowed
 from shardmake.consolidate.aux_files import config_folder, copy_aux_files
 from shardmake.consolidate.destination import check_destination, checkpoint_folders
 from shardmake.consolidate.layout import PlannedShard, index_json, plan_shards
 from shardmake.consolidate.loading import LoadingReport, check_loading
 from shardmake.consolidate.source_checks import SourceReport, check_source
-from shardmake.consolidate.tied_weights import without_aliases
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import CheckpointError, ConfigError
 from shardmake.core.units import parse_size
 from shardmake.run.model_class import OLD_HEAD, ModelClass
+
+_BLOCK = 1 << 20
+
+
+def without_aliases(tensors: dict[str, StoredTensor], ties: Iterable[tuple[str, str]]) -> dict[str, StoredTensor]:
+    """Return ``tensors`` without those that the model ties to another stored tensor.
+
+    Args:
+        tensors: Tensors by name.
+        ties: Name of each tied weight and of the weight that it shares.
+
+    Raises:
+        CheckpointError: Two tied weights are not equal, so that dropping one would lose it.
+    """
+    aliases = {alias: owner for alias, owner in ties if alias in tensors and owner in tensors and alias != owner}
+    for alias, owner in aliases.items():
+        if not have_same_bytes(tensors[alias], tensors[owner]):
+            raise CheckpointError(
+                f"The model's config ties {alias} to {owner}, but the checkpoint holds different values for them. Set "
+                "tie_word_embeddings to false in the config.json to keep both."
+            )
+    return {name: tensor for name, tensor in tensors.items() if name not in aliases}
+
+
+def have_same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+    """Return True if two tensors hold the same bytes; tensors with different pieces count as different."""
+    if (one.dtype, one.shape, len(one.pieces)) != (other.dtype, other.shape, len(other.pieces)):
+        return False
+    pairs = zip(_ordered(one), _ordered(other), strict=True)
+    return all(_is_same_piece(a, b, one.dtype) for a, b in pairs)
+
+
+def _ordered(tensor: StoredTensor) -> list[Piece]:
+    return sorted(tensor.pieces, key=lambda piece: piece.at)
+
+
+def _is_same_piece(one: Piece, other: Piece, dtype: str) -> bool:
+    if (one.at, one.count, one.runs, one.stride) != (other.at, other.count, other.runs, other.stride):
+        return False
+    places = [(locate(piece.record, dtype), piece.start) for piece in (one, other)]
+    files = [os.open(record.path, os.O_RDONLY) for record, _ in places]
+    try:
+        size = one.numel * ITEM_SIZE[dtype]
+        return all(
+            len({os.pread(file, min(_BLOCK, size - at), record.offset + start + at)
+                 for file, (record, start) in zip(files, places, strict=True)}) == 1
+            for at in range(0, size, _BLOCK)
+        )  # fmt: skip
+    finally:
+        for file in files:
+            os.close(file)
+
 
 logger = logging.getLogger(__name__)
 _MAX_LINES = 20

@@ -1,21 +1,71 @@
 """Read the files of a merged model once: their checksums and, of weights, their values."""
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 from isal.isal_zlib import crc32, crc32_combine
 
 from shardmake.checkpoint.formats import huggingface
 from shardmake.checkpoint.formats.contents import StoredTensor
-from shardmake.checkpoint.formats.dtypes import CONVERTIBLE
-from shardmake.consolidate.blocks import page_aligned, read_into
-from shardmake.consolidate.values import infinite_rows, is_finite
+from shardmake.checkpoint.formats.dtypes import CONVERTIBLE, ITEM_SIZE
+from shardmake.consolidate.blocks import Block, page_aligned, read_into
+from shardmake.consolidate.layout import PlannedTensor
 from shardmake.core.errors import CheckpointError
 from shardmake.core.fingerprint import FileEntry, fingerprint
 from shardmake.run.paths import MODEL_RECEIPT
+
+_FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
+_CHUNK = 1 << 16  # elements of bf16 per check; they stay in the core's cache
+_VALUES_BLOCK = 4 << 20
+
+
+def is_finite(block: Block, dtype: str) -> bool:
+    """Return True if no value is NaN or infinite; types without such values are always finite."""
+    if dtype in _FLOATS:
+        return bool(np.isfinite(block.view(_FLOATS[dtype])).all())
+    if dtype != "BF16":
+        return True
+    bits = block.view(np.uint16)
+    chunks = (bits[at : at + _CHUNK] & 0x7FFF for at in range(0, bits.size, _CHUNK))
+    return all(chunk.max() < 0x7F80 for chunk in chunks)  # all ones in the exponent: infinity or NaN
+
+
+def infinite_rows(path: Path, start: int, tensor: StoredTensor) -> int | None:
+    """Return the number of rows that hold -inf and nothing else; None if any other value is not finite.
+
+    Args:
+        path: The file.
+        start: Offset of the tensor's first byte in the file.
+        tensor: A floating tensor. A row is the last dimension of a matrix, and an element of a vector.
+    """
+    width = tensor.shape[-1] if len(tensor.shape) > 1 else 1
+    size = width * ITEM_SIZE[tensor.dtype]
+    at_once, count = max(1, _VALUES_BLOCK // size), 0
+    with path.open("rb") as file:
+        for begin in range(0, tensor.nbytes, at_once * size):
+            content = os.pread(file.fileno(), min(at_once * size, tensor.nbytes - begin), start + begin)
+            finite, negative = _masks(np.frombuffer(content, np.uint8), tensor.dtype)
+            banned = negative.reshape(-1, width).all(axis=1)
+            if not (finite.reshape(-1, width).all(axis=1) | banned).all():
+                return None
+            count += int(banned.sum())
+    return count
+
+
+def _masks(block: Block, dtype: str) -> tuple[Block, Block]:
+    """Return which values are finite and which are -inf."""
+    if dtype == "BF16":
+        bits = block.view(np.uint16)
+        return (bits & 0x7F80) != 0x7F80, bits == 0xFF80
+    values = block.view(_FLOATS[dtype])
+    return np.isfinite(values), np.isneginf(values)
+
 
 _BLOCK = 1 << 20
 """Bytes of one read, which stay in the core's cache while they are checked."""
@@ -163,3 +213,54 @@ def _combined(parts: Iterable[tuple[_Part, _PartScan]]) -> int:
 def _start(tensor: StoredTensor) -> int:
     """Return the offset of a tensor of one piece in its file, 0 if it is empty."""
     return tensor.pieces[0].record.offset + tensor.pieces[0].start if tensor.pieces else 0
+
+
+class OutputSums:
+    """The CRC-32 of each tensor's bytes in one output file, from parts in any order and from any thread.
+
+    A CRC-32 is linear over GF(2): the CRC-32 of a tensor is the XOR of the CRC-32 of its parts, each one extended by as
+    many bytes as follow it (``crc32_combine`` of zlib). A part that is missing gives another sum.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def add(self, rows: Block, offset: int, stride: int, target: PlannedTensor) -> None:
+        """Add the bytes ``rows`` (uint8 [rows, bytes]) of ``target``.
+
+        The first row starts at byte ``offset`` of the file, each following one ``stride`` bytes further.
+        """
+        crc = crc32(rows[0].data)
+        table = _shift_table(stride) if len(rows) > 1 else ()
+        for row in rows[1:]:
+            low, second, third, high = (crc >> shift & 0xFF for shift in (0, 8, 16, 24))
+            crc = table[0][low] ^ table[1][second] ^ table[2][third] ^ table[3][high] ^ crc32(row.data)
+        end = offset + (len(rows) - 1) * stride + rows.shape[1]
+        crc = _shifted(crc, target.offset + target.nbytes - end)
+        with self._lock:
+            self._sums[target.tensor.name] = self._sums.get(target.tensor.name, 0) ^ crc
+
+    def by_tensor(self) -> Mapping[str, int]:
+        """Return the CRC-32 of each tensor by name; a tensor without bytes is not in it."""
+        return dict(self._sums)
+
+
+def _shifted(crc: int, size: int) -> int:
+    """Return the part that ``crc`` contributes to the CRC-32 of its bytes and ``size`` bytes behind them."""
+    return crc32_combine(crc, 0, size) if size else crc
+
+
+@lru_cache(maxsize=64)
+def _shift_table(size: int) -> tuple[tuple[int, ...], ...]:
+    """Return `_shifted` for each value of each of the four bytes of a CRC-32: many rows need it with one size."""
+    bits = [_shifted(1 << bit, size) for bit in range(32)]
+    return tuple(tuple(_xor(bits[8 * byte : 8 * byte + 8], value) for value in range(256)) for byte in range(4))
+
+
+def _xor(bits: list[int], value: int) -> int:
+    result = 0
+    for number, bit in enumerate(bits):
+        if value >> number & 1:
+            result ^= bit
+    return result

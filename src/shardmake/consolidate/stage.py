@@ -13,8 +13,8 @@ from pathlib import Path
 
 from shardmake.config.models import Run
 from shardmake.consolidate.merge import consolidate
-from shardmake.consolidate.progress import ShowProgress, no_progress
 from shardmake.consolidate.recorded import check_recorded
+from shardmake.consolidate.stream import ShowProgress, no_progress
 from shardmake.core.errors import CheckpointError, ModelError
 from shardmake.core.process import NEUTRAL_FOLDER, absolute_python_path
 from shardmake.core.temporary import temporary_folder

@@ -4,10 +4,13 @@ One thread reads, in the order of the source files: a disk is faster with one re
 several readers. Worker threads compute the checksum, convert and write.
 """
 
+import logging
 import os
+import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -236,3 +239,37 @@ def read_array(tensor: StoredTensor) -> Block:
     jobs = plan_jobs([PlannedShard("", b"", (planned,), len(out))])[0]
     stream([StreamTask(job, put, lambda _record, _crc: None) for job in jobs], 1)
     return out.view(np.float32).reshape(tensor.shape)
+
+
+logger = logging.getLogger(__name__)
+Advance = Callable[[int], None]
+"""Takes the number of bytes that were processed since the last call; any thread may call it."""
+ShowProgress = Callable[[str, int], AbstractContextManager[Advance]]
+"""Takes the name of the work and its bytes; the returned function counts those that are done."""
+
+
+@contextmanager
+def no_progress(name: str, total: int) -> Iterator[Advance]:
+    """Show nothing."""
+    yield lambda _: None
+
+
+@contextmanager
+def show_progress(name: str, total: int) -> Iterator[Advance]:
+    """Show a bar with speed and remaining time on standard error, if that is a terminal and not ``--quiet``."""
+    if not (sys.stderr.isatty() and logger.isEnabledFor(logging.INFO)):
+        yield lambda _: None
+        return
+    from rich import progress
+    from rich.console import Console
+
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        work = bar.add_task(name, total=total)
+        yield lambda count: bar.advance(work, count)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
 from shardmake.config.attention import FLASH_KERNELS, Attention
@@ -151,3 +152,191 @@ def _logits_of_second(model: torch.nn.Module, collator: Collator, first: int, de
     del inputs["labels"]
     logits = model(**inputs).logits.float()
     return logits.reshape(2, _LENGTH, -1)[:, _BOUNDARY:]
+
+
+Pair = dict[str, list[int]]
+
+
+class Pairs(Dataset[Pair]):
+    """The pairs of one split of the data in ``folder``, mapped from disk."""
+
+    def __init__(self, folder: Path, split: Literal["train", "eval"]) -> None:
+        import datasets
+
+        DataReceipt.read(folder / DATA_RECEIPT)
+        self._rows = datasets.load_from_disk(str(folder / split))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Pair:
+        """Return the token ids of one pair under TRL's names: ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``."""
+        row = self._rows[index]
+        ids, start = row["input_ids"], row["loss_mask"].index(True)
+        return {"prompt_ids": ids[:start], "chosen_ids": ids[start:], "rejected_ids": row["rejected_ids"]}
+
+
+@dataclass(frozen=True)
+class RewardCollator:
+    """Makes TRL's batches of prompts with answers: all chosen ones, then all rejected ones, padded on the right."""
+
+    pad_token_id: int
+
+    @classmethod
+    def of(cls, folder: Path) -> "RewardCollator":
+        """Return the collator for the data in ``folder``."""
+        return cls(DataReceipt.read(folder / DATA_RECEIPT).pad_token_id)
+
+    def __call__(self, pairs: Sequence[Pair]) -> dict[str, Any]:
+        """Return ``input_ids`` and ``attention_mask``, each of shape [2 x pairs, tokens]."""
+        from trl.trainer.reward_trainer import DataCollatorForPreference
+
+        answers = ("chosen_ids", "rejected_ids")
+        whole = [{answer: [*pair["prompt_ids"], *pair[answer]] for answer in answers} for pair in pairs]
+        batch: dict[str, Any] = DataCollatorForPreference(self.pad_token_id)(whole)
+        return batch
+
+
+@dataclass(frozen=True)
+class PairCollator:
+    """Makes TRL's batches: all chosen answers, then all rejected ones, padded on the right to the longest of both."""
+
+    sequence_length: int
+    pad_token_id: int
+
+    @classmethod
+    def of(cls, folder: Path) -> "PairCollator":
+        """Return the collator for the data in ``folder``."""
+        receipt = DataReceipt.read(folder / DATA_RECEIPT)
+        return cls(receipt.settings.sequence_length, receipt.pad_token_id)
+
+    def __call__(self, pairs: Sequence[Pair]) -> dict[str, Any]:
+        """Return ``input_ids``, ``attention_mask`` and ``completion_mask``, each of shape [2 x pairs, tokens]."""
+        from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+        batch: dict[str, Any] = DataCollatorForPreference(self.pad_token_id, self.sequence_length)(list(pairs))
+        return batch
+
+
+Completion = dict[str, Any]
+
+
+class Completions(Dataset[Completion]):
+    """The completions of one split of the data in ``folder``, mapped from disk."""
+
+    def __init__(self, folder: Path, split: Literal["train", "eval"]) -> None:
+        import datasets
+
+        DataReceipt.read(folder / DATA_RECEIPT)
+        self._rows = datasets.load_from_disk(str(folder / split))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def labels(self) -> list[bool]:
+        """Return the label of each example."""
+        return list(self._rows["label"])
+
+    def __getitem__(self, index: int) -> Completion:
+        """Return ``prompt_ids`` and ``completion_ids`` of one example, and ``label``: True for a desirable one.
+
+        Prompt and completion may be longer than a sequence: batches are cut when each prompt has its completion.
+        """
+        row = self._rows[index]
+        ids, start = row["input_ids"], row["loss_mask"].index(True)
+        return {
+            "prompt_ids": ids[:start],
+            "completion_ids": [*ids[start:], *row["cut_ids"]],
+            "label": row["label"],
+        }
+
+
+class WithMismatched(Dataset[Completion]):
+    """Completions, in which each prompt also has the completion of the example before it in its block.
+
+    The first prompt of a block has that of its last example. The KL divergence is estimated from these mismatched
+    completions. A block has ``size`` examples, as many as a micro batch; the last block may have fewer. This is TRL's
+    rule (`KTOTrainer._prepare_dataset`).
+    """
+
+    def __init__(self, completions: Any, size: int) -> None:
+        self.completions, self.size = completions, size
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    def __getitem__(self, index: int) -> Completion:
+        """Return example ``index``, and ``KL_completion_ids``."""
+        end = min(index - index % self.size + self.size, len(self))
+        other = self.completions[(index if index % self.size else end) - 1]
+        return {**self.completions[index], "KL_completion_ids": other["completion_ids"]}
+
+
+@dataclass(frozen=True)
+class UnpairedCollator:
+    """Makes TRL's batches of examples with mismatched completions."""
+
+    sequence_length: int
+    pad_token_id: int
+
+    @classmethod
+    def of(cls, folder: Path) -> "UnpairedCollator":
+        """Return the collator for the data in ``folder``."""
+        receipt = DataReceipt.read(folder / DATA_RECEIPT)
+        return cls(receipt.settings.sequence_length, receipt.pad_token_id)
+
+    def __call__(self, examples: Sequence[Completion]) -> dict[str, Any]:
+        """Return ``input_ids``, ``attention_mask`` and ``completion_mask``, each of shape [examples, tokens].
+
+        There are the same three of the mismatched completions, with ``KL_`` before their names, and ``label``, of shape
+        [examples]. Sequences are cut to ``sequence_length`` and padded on the right to the longest one.
+        """
+        from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
+
+        collate = DataCollatorForUnpairedPreference(self.pad_token_id, self.sequence_length)
+        batch: dict[str, Any] = collate(list(examples))
+        return batch
+
+
+# Batches of a rank that shares its sequences with others: each rank gets a part of every row.
+#
+# Labels are shifted before the cut, because the label of a part's last token stands in the next part. Position ids are
+# those of the whole row. Masks are left out: they would belong to the part, and the kernels attend over the whole row.
+
+
+@dataclass(frozen=True)
+class PartCollator:
+    """Makes the batch of ``whole`` and keeps part ``index`` of ``count`` of each row.
+
+    ``input_ids``, ``labels``, ``shift_labels`` and ``position_ids`` have the shape [batch, tokens of a row / count].
+    Boundaries of packed examples (``cu_seq_lens``) stay those of the whole row.
+    """
+
+    whole: Collator
+    index: int
+    count: int
+
+    def __call__(self, items: Sequence[Item]) -> dict[str, Any]:
+        """Return this rank's part of the batch of ``items``."""
+        return take_part(self.whole(items), self.index, self.count)
+
+    def with_length(self, tokens: int) -> "PartCollator":
+        """Return the collator of rows of ``tokens``."""
+        return replace(self, whole=replace(self.whole, sequence_length=tokens))
+
+
+def take_part(batch: dict[str, Any], index: int, count: int) -> dict[str, Any]:
+    """Return part ``index`` of ``count`` of each row of a whole batch, whose length is a multiple of ``count``."""
+    ids, labels = batch["input_ids"], batch["labels"]
+    rows, tokens = ids.shape
+    assert tokens % count == 0, f"{tokens} tokens cannot be divided by {count}"
+    by_token = {
+        "input_ids": ids,
+        "labels": labels,
+        "shift_labels": pad(labels, (0, 1), value=IGNORED)[:, 1:],
+        "position_ids": batch.get("position_ids", torch.arange(tokens).expand(rows, tokens)),
+    }
+    width = tokens // count
+    parts = {name: whole[:, index * width : (index + 1) * width].contiguous() for name, whole in by_token.items()}
+    others = {name: value for name, value in batch.items() if name not in by_token and name != "attention_mask"}
+    return {**others, **parts}

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from shardmake.core.environment import kernel_caches
-from shardmake.doctor import gpus, host, kernels, network
+from shardmake.doctor import host, kernels, network
 from shardmake.doctor.findings import Check, Finding, Verdict, not_checked, run_checks, stops
 from shardmake.doctor.records import DoctorDir, DoctorRequest, NodeFacts, NodeReport
+from shardmake.launch import gpus
 from shardmake.launch.gpus import installed_build
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError, run_rendezvous
 from shardmake.run.attempt import host_name

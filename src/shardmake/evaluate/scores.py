@@ -10,8 +10,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardmake.core.errors import DataError, ModelError
+from shardmake.run.attempt import is_full_gpu
 from shardmake.run.evaluation import LengthScore, ModelScore, SourceScore
-from shardmake.run.gpu_memory import is_full_gpu
 
 if TYPE_CHECKING:
     from torch import Tensor

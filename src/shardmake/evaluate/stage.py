@@ -266,7 +266,7 @@ def _compare_pairs(run: Run, base: Assessment, tuned: Assessment) -> PreferenceS
 
 def _compare_completions(run: Run, rundir: RunDir, base: Assessment, tuned: Assessment) -> CompletionScore | None:
     """Return the scores of held-out completions with labels; None for an objective that does not learn from them."""
-    from shardmake.data.unpaired import Completions
+    from shardmake.data.dataset import Completions
     from shardmake.evaluate.preferences import compare_completions
 
     settings = run.objective_settings
@@ -343,8 +343,7 @@ def _rate_pairs(
 
 
 def _held_out_answers(task: EvaluationTask) -> "Answers":
-    from shardmake.data.pairs import Pairs
-    from shardmake.data.unpaired import Completions
+    from shardmake.data.dataset import Completions, Pairs
     from shardmake.evaluate.preferences import Answers, LabelledAnswers
 
     unpaired = isinstance(task.run.objective_settings, Kto)

@@ -12,10 +12,18 @@ from shardmake.launch import user_script
 from shardmake.launch.container import start_failure
 from shardmake.launch.disk_wait import wait_for_room
 from shardmake.launch.error_texts import error_advice
-from shardmake.launch.outcome import NODE_FAILURES, Action, Evidence, Outcome, RetryState, classify, decide
+from shardmake.launch.outcome import (
+    NODE_FAILURES,
+    Action,
+    Evidence,
+    Outcome,
+    RetryState,
+    classify,
+    decide,
+    step_failure,
+)
 from shardmake.launch.resume_validation import confirm_damage
 from shardmake.launch.slurm_states import JobStatus
-from shardmake.launch.step_output import step_failure
 from shardmake.launch.training import Training
 from shardmake.run.attempt import AttemptDir, SubmittedJob
 from shardmake.run.attempt_history import (

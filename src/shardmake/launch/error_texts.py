@@ -3,9 +3,8 @@
 import re
 from typing import NamedTuple
 
-from shardmake.run.attempt import RankError
+from shardmake.run.attempt import FULL_GPU, RankError
 from shardmake.run.attempt_history import EndReason
-from shardmake.run.gpu_memory import FULL_GPU
 
 
 class ErrorText(NamedTuple):

@@ -21,7 +21,7 @@ from typing import IO
 
 from pydantic import Field
 
-from shardmake.config.script_variables import SERVICE_VARIABLES
+from shardmake.config.script_file import SERVICE_VARIABLES
 from shardmake.core.process import die_with_parent
 from shardmake.core.secrets import redact
 from shardmake.core.units import plural

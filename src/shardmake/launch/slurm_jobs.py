@@ -31,8 +31,7 @@ from shardmake.launch.slurm_states import (
     parse_state,
 )
 from shardmake.launch.squeue_cache import cached_squeue
-from shardmake.run.attempt import AttemptDir
-from shardmake.run.attempt_owner import attempt_of_script, claim
+from shardmake.run.attempt import AttemptDir, attempt_of_script, claim
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
 

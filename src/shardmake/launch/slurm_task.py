@@ -7,10 +7,9 @@ import os
 import sys
 from pathlib import Path
 
-from shardmake.launch.step_output import WORKER_STARTS
+from shardmake.launch.outcome import WORKER_STARTS
 from shardmake.launch.worker import run_slurm_task
-from shardmake.run.attempt import AttemptDir, host_name
-from shardmake.run.attempt_owner import NOBODY, claim
+from shardmake.run.attempt import NOBODY, AttemptDir, claim, host_name
 
 
 def main(attempt_folder: Path) -> None:

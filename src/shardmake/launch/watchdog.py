@@ -24,6 +24,7 @@ from shardmake.core.process import wait_for_output
 from shardmake.core.units import numbered
 from shardmake.launch.flight_recorder import ANALYSIS_SECONDS, analyse_dumps, is_dumped, request_dump
 from shardmake.run.attempt import (
+    PATIENCE,
     USER_SCRIPT_PHASE,
     AttemptDir,
     Hang,
@@ -35,7 +36,6 @@ from shardmake.run.attempt import (
     host_name,
     replace_unsynced,
 )
-from shardmake.run.timeouts import PATIENCE
 
 MEDIAN_STEPS = 5
 STACK_SIGNAL = signal.SIGUSR1

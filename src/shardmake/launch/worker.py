@@ -46,8 +46,7 @@ from shardmake.launch.watchdog import Watchdog
 from shardmake.render.stage import launch_command
 from shardmake.run.attempt import HEARTBEATS_VARIABLE, Attempt, AttemptDir, NodeExit, host_name, restarts
 from shardmake.run.plan import Plan
-from shardmake.run.script_environment import script_environment
-from shardmake.run.training_settings import TrainingSettings
+from shardmake.run.training_settings import TrainingSettings, script_environment
 
 WATCH_SECONDS = 5.0
 OTHERS_SECONDS = 120.0

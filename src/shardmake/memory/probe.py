@@ -17,7 +17,7 @@ from typing import Any
 
 from shardmake.config.strategies import PROBED
 from shardmake.core.errors import ConfigError
-from shardmake.core.nvidia_smi import query_gpus
+from shardmake.core.process import query_gpus
 from shardmake.core.units import MIB
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.calibration import Calibration, Observation, fit

@@ -31,10 +31,9 @@ from shardmake.memory.scenario import Scenario
 from shardmake.memory.timeline import Timeline
 from shardmake.memory.trace import trace_all, traced_tokens
 from shardmake.plan.candidates import Candidate
-from shardmake.plan.family_errors import error_of
 from shardmake.plan.resolve import ResolvedRun
 from shardmake.plan.step_time import step_time
-from shardmake.plan.verdict import judge
+from shardmake.plan.verdict import error_of, judge
 from shardmake.run.plan import Choice
 
 

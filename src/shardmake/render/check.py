@@ -5,25 +5,74 @@ files as they will on the nodes, at the planned world size (`shardmake.render.pa
 understands differently from the plan or silently drops is an error.
 """
 
+import contextlib
+import fcntl
+import hashlib
+import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
 from pydantic import TypeAdapter
 
-from shardmake.core.environment import kernel_caches
+import shardmake
+from shardmake.core.atomic import digest, write_json
+from shardmake.core.environment import cache_folder, installed_versions, kernel_caches
 from shardmake.core.errors import ConfigError
 from shardmake.core.process import answer_request, run_module
 from shardmake.core.temporary import temporary_folder
 from shardmake.render import parsers
-from shardmake.render.check_cache import ask_once
 from shardmake.render.comparison import Library, Settings
 from shardmake.render.settings_table import compare
 from shardmake.run.plan import Choice
 from shardmake.run.training_settings import TrainingSettings
+
+# Ask the libraries' parsers once for the same content, and one process of the user at a time.
+#
+# A check imports torch and DeepSpeed, which takes seconds and half a gigabyte. Many drivers on a login node may start
+# at once, and a repeated rendering asks for files that were accepted before.
+
+_LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "trl", "peft", "pydantic")
+
+
+def ask_once(module: str, request: Mapping[str, Any], ask: Callable[[], list[list[str]]]) -> list[list[str]]:
+    """Return the problems that ``ask`` finds in ``request``, a list for each rendering; wait for other processes.
+
+    Content without problems is not asked for again with the same libraries and the same source of this package. A
+    problem is never kept, because its cause may be outside the content, such as a full disk.
+    """
+    accepted = cache_folder() / "checks" / f"{digest([module, dict(request), _software()])}.json"
+    if accepted.exists():
+        return [[] for _ in range(json.loads(accepted.read_text()))]
+    with _one_at_a_time():
+        if accepted.exists():  # another process has asked for the same content meanwhile
+            return ask_once(module, request, ask)
+        problems = ask()
+        if not any(problems):
+            write_json(accepted, len(problems))
+    return problems
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Hold the lock of this user's checks. The kernel releases it when the process ends."""
+    folder = cache_folder() / "checks"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@cache
+def _software() -> list[Any]:
+    """Return what decides on an answer besides the request: versions of libraries, and the source of this package."""
+    package = Path(shardmake.__file__).parent
+    sources = (source.read_bytes() for source in sorted(package.rglob("*.py")))
+    return [installed_versions(_LIBRARIES), hashlib.sha256(b"".join(sources)).hexdigest()]
+
 
 _VARIABLES = ("ACCELERATE_", "FSDP_")
 """Prefixes of the variables in which Accelerate passes settings to the ranks."""

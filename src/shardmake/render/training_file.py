@@ -11,8 +11,8 @@ from shardmake.config.script_file import script_file
 from shardmake.core.atomic import sha256
 from shardmake.memory.model import Model
 from shardmake.render.accelerate_file import fsdp_settings
+from shardmake.run.attempt import collective_timeout
 from shardmake.run.plan import Choice, Plan
-from shardmake.run.timeouts import collective_timeout
 from shardmake.run.training_settings import (
     AdapterMethod,
     BaseModelSettings,

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from shardmake.config.models import Cluster, Run
-from shardmake.core.atomic import digest
+from shardmake.core.atomic import digest, write_text
+from shardmake.core.secrets import redact
 from shardmake.core.units import format_bytes
 from shardmake.data.sharing import content_of
+from shardmake.report import figures
 from shardmake.report.figures import Memory
 from shardmake.report.history import TrainingHistory, attempt_of, hours_name, read_history
 from shardmake.report.plots import find_memory
@@ -279,3 +281,27 @@ def _notes(runs: Sequence[ComparedRun]) -> list[str]:
             "loss is marked as the best. With `data.eval`, runs of other seeds have the same examples."
         )
     return notes
+
+
+TEMPLATE: Final = Path(__file__).with_name("compare.html.jinja")
+
+
+def write_comparison(comparison: Comparison, title: str, page: Path) -> None:
+    """Write ``page`` with the table of the comparison, and the losses over tokens of the runs that logged both."""
+    from jinja2 import Environment, StrictUndefined
+
+    histories = {run.name: run.history for run in comparison.runs}
+    drawn = {name: history for name, history in histories.items() if history.by_tokens("loss")[0]}
+    header, rows = comparison.table()
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    text = environment.from_string(TEMPLATE.read_text()).render(
+        title=title,
+        settings=list(comparison.settings),
+        header=header,
+        rows=rows,
+        losses=figures.as_svg("losses", figures.losses(drawn)) if drawn else "",
+        missing=[name for name in histories if name not in drawn],
+        notes=comparison.notes,
+    )
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_text(page, redact(text))

@@ -1,9 +1,10 @@
 """Everything that the report and the model card read from a run's folder."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 from shardmake.config.chains import run_before
 from shardmake.config.models import EvalSource, Run
@@ -122,3 +123,25 @@ def public_name(source: str) -> str:
 def public_names(sources: Sequence[EvalSource]) -> str:
     """Return the public names of all ``sources`` of examples."""
     return ", ".join(public_name(one.source) for one in sources)
+
+
+_ROOT: Final = r"(?:~|\$\{?[A-Za-z_]\w*\}?|\.\.(?=/)|/(?!/))"
+"""The start of a path outside the checkout; a URL and a path relative to the checkout do not start like this."""
+_SLASHES: Final = r"(?:(?<=file:)//)?"
+_WHOLE: Final = re.compile(rf"((?:--?[\w-]+=)?(?:file:)?){_SLASHES}{_ROOT}[^\n]*/([^/\n]+/?)")
+_QUOTED: Final = re.compile(rf"(?<=([\"'])){_ROOT}[^\"'\n]*/([^\"'/\n]+)(?=\1)")
+_WORD: Final = re.compile(rf"(?<![\w./-]){_SLASHES}{_ROOT}[^\s:\"']*/([^\s:/\"']+)")
+
+
+def hide_folders(value: str) -> str:
+    """Return ``value``, the whole of which may be a path with spaces, without the folders of absolute paths.
+
+    Before such a path may stand ``file:`` or the name of an option.
+    """
+    whole = _WHOLE.fullmatch(value)
+    return f"{whole[1]}.../{whole[2]}" if whole else hide_folders_in_text(value)
+
+
+def hide_folders_in_text(text: str) -> str:
+    """Return a command or a sentence without the folders of absolute paths; one with spaces must be in quotes."""
+    return _WORD.sub(r".../\1", _QUOTED.sub(r".../\2", text))

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, Final
 
 from shardmake.config.models import Run
 from shardmake.core.atomic import write_text
@@ -14,13 +15,37 @@ from shardmake.report.card import held_out
 from shardmake.report.figures import length_name
 from shardmake.report.history import hours_name
 from shardmake.report.plots import memory_of, missing_metrics, report_plots, trained_candidate
-from shardmake.report.public_text import hide_folders
-from shardmake.report.records import Records, public_names
-from shardmake.report.reproduce import configuration
+from shardmake.report.records import Records, hide_folders, hide_folders_in_text, public_names
 from shardmake.report.training_facts import training_facts
 from shardmake.run.evaluation import ModelScore
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import PushReceipt
+
+_TEXTS: Final = frozenset({"command", "prompts"})
+"""Keys of commands and sentences, in which a path is one word."""
+_URL_PATHS: Final = frozenset({"health"})
+
+
+def configuration(runs: Mapping[str, Run]) -> str:
+    """Return the entries of ``runs`` in a configuration file, as YAML: every setting that is not the default.
+
+    Of an absolute path only the last part is shown, after three dots.
+    """
+    import yaml
+
+    entries = {name: _public(run.model_dump(mode="json", exclude_defaults=True)) for name, run in runs.items()}
+    return yaml.safe_dump({"runs": entries}, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _public(value: Any, key: str = "") -> Any:
+    if isinstance(value, dict):
+        return {name: _public(inner, name) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_public(inner, key) for inner in value]
+    if not isinstance(value, str) or key in _URL_PATHS:
+        return value
+    return hide_folders_in_text(value) if key in _TEXTS else hide_folders(value)
+
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 

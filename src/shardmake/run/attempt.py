@@ -5,13 +5,16 @@ and an exit record per node, a report per rank, each node's copy of its ranks' h
 that failed, and the stacks of all ranks if they hung.
 """
 
+import math
 import os
+import re
+import shutil
 import socket
 import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pydantic import Field
 
@@ -389,3 +392,74 @@ def replace_unsynced(path: Path, record: RunRecord) -> None:
 def rank_report(folder: AttemptDir, rank: int, report: dict[str, Any]) -> None:
     """Write the facts that ``rank`` found: world size, MASTER_ADDR, engine."""
     write_json(folder.ranks / f"rank-{rank}.json", report)
+
+
+FULL_GPU: Final = (
+    r"OutOfMemoryError|(CUDA|HIP|driver)\]?( error)?:? out of memory|failure \d* ?'out of memory'"
+    r"|Failed to CUDA (c|m)alloc|(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED|NVML_SUCCESS == r"
+    r"|_STATUS_\w+,? when calling .?cu[a-zA-Z]+Create\b|CUDNN_STATUS_NOT_INITIALIZED"
+    r"|(CUDA|HIP)_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory"
+)
+"""Regular expression that is searched in ``CLASS: message``."""
+
+
+def is_full_gpu(error: BaseException) -> bool:
+    """Return whether ``error`` reports that the memory of the GPU is full."""
+    return re.search(FULL_GPU, f"{type(error).__name__}: {error}") is not None
+
+
+PATIENCE = 6
+"""Loading, the first step, saves and evaluations may take this many times longer than a step."""
+
+_ROOM_SECONDS = 300.0
+
+
+def room_timeout(hang_seconds: float) -> float:
+    """Return how long a save that must not be lost waits for room, well within the watchdog's time for a save."""
+    return min(_ROOM_SECONDS, PATIENCE * hang_seconds / 2)
+
+
+def collective_timeout(hang_seconds: float) -> int:
+    """Return torch's timeout of a collective in seconds: after the watchdog's, which collects stacks first."""
+    return max(1800, math.ceil(2 * PATIENCE * hang_seconds))
+
+
+# The one job that an attempt belongs to.
+#
+# Slurm may accept a job after its sbatch has failed with a time-out, beside or long after the job that was submitted
+# in its place. Two jobs would write to one run. So the first claim of an attempt decides, by the driver that records a
+# job or by a job that starts, and every other job ends at once.
+
+NOBODY: Final = "nobody"
+"""Claimed for an attempt that gets no job any more."""
+
+
+def claim(folder: AttemptDir, job: str) -> str:
+    """Return the job that the attempt belongs to, which is ``job`` if nobody has claimed the attempt before.
+
+    Where the driver has claimed it, as usual, the tasks of its job only read.
+    """
+    if not folder.owner.exists():
+        _claim_first(folder, job)
+    (owner,) = folder.owner.iterdir()
+    return owner.name
+
+
+def _claim_first(folder: AttemptDir, job: str) -> None:
+    """Move a folder with one file into place: of several renames to a folder that is not empty, one succeeds."""
+    claimed = folder.root / f".owner.{os.uname().nodename}.{os.getpid()}"
+    claimed.mkdir(exist_ok=True)
+    (claimed / job).touch()
+    try:
+        claimed.rename(folder.owner)
+    except OSError:  # another claim was first, or a file server reports an error for a request that it got twice
+        if not folder.owner.exists():
+            raise
+    finally:
+        shutil.rmtree(claimed, ignore_errors=True)
+
+
+def attempt_of_script(script: Path) -> AttemptDir | None:
+    """Return the attempt whose batch script is ``script``; None if it is not one of an attempt."""
+    folder = script.parent.parent
+    return AttemptDir(folder) if folder.name.isdigit() and AttemptDir(folder).slurm == script.parent else None

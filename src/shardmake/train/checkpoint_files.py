@@ -24,7 +24,7 @@ from transformers.trainer_pt_utils import safe_globals
 from transformers.training_args import ParallelMode
 
 from shardmake.checkpoint.training_receipt import TRAINER_STATE
-from shardmake.run.loss_window import LOSS_WINDOW, LossWindow, read_loss_window
+from shardmake.run.metrics import LOSS_WINDOW, LossWindow, read_loss_window
 from shardmake.train import deepspeed_states
 from shardmake.train.adam_states import allocate_states, fit_optimizer
 from shardmake.train.engine_check import below_compiler

@@ -31,8 +31,8 @@ from shardmake.data.dataset import check_isolation, collator, load
 from shardmake.run.training_settings import TrainingSettings
 from shardmake.train import checkpoint_files
 from shardmake.train.learning_check import BuiltTraining
+from shardmake.train.library_patches import kept_matmul_precision
 from shardmake.train.load_model import load_model, load_tokenizer
-from shardmake.train.matmul_precision import kept_matmul_precision
 from shardmake.train.process_group import extend_timeouts, leave_together
 from shardmake.train.training_setup import (
     TrainingCallbacks,

@@ -6,15 +6,61 @@ Each library is changed when the script imports it. The script itself needs no c
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from shardmake.config.strategies import DEEPSPEED
-from shardmake.train.checkpointed_adapters import name_checkpointed_adapters
-from shardmake.train.import_hooks import ImportHooks
+from shardmake.train.library_patches import name_checkpointed_adapters
 from shardmake.train.rank_context import RankContext
 
 if TYPE_CHECKING:
     from shardmake.train.script_guard import Batch, ScriptGuard
+
+
+# Run a function when a module is imported for the first time, without importing the module here.
+#
+# A user's script may set variables that libraries read at their import, so Shardmake must not import them first.
+
+Install = Callable[[Any], None]
+
+
+class ImportHooks(MetaPathFinder):
+    """The functions that wait for the import of a module."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, Install] = {}
+        sys.meta_path.insert(0, self)
+
+    def after(self, name: str, install: Install) -> None:
+        """Call ``install`` with the module ``name`` once it has been imported; now if it already has."""
+        if name in sys.modules:
+            install(sys.modules[name])
+        else:
+            self.waiting[name] = install
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return the module's spec with a loader that calls its function; part of the import system."""
+        install = self.waiting.pop(fullname, None)
+        if install is None:
+            return None
+        spec = find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_install(module: ModuleType) -> None:
+            execute(module)
+            install(module)
+
+        spec.loader.exec_module = execute_and_install  # type: ignore[method-assign]
+        return spec
+
+    def remove(self) -> None:
+        """Stop waiting."""
+        sys.meta_path.remove(self)
 
 
 def install_hooks(context: RankContext) -> ImportHooks:
@@ -53,7 +99,7 @@ def default_to_gloo(module: Any) -> None:
 
 def hook_fsdp_loading(module: Any) -> None:
     """Let FSDP2 load models with saved buffers, as in Shardmake's own trainers."""
-    from shardmake.train.fsdp_buffers import broadcast_saved_buffers
+    from shardmake.train.library_patches import broadcast_saved_buffers
 
     broadcast_saved_buffers(module)
 
@@ -88,7 +134,7 @@ class ScriptObserver:
 
     def hook_accelerator(self, module: Any) -> None:
         """Check every new Accelerator, and every model that it prepares for training."""
-        from shardmake.train.matmul_precision import kept_matmul_precision
+        from shardmake.train.library_patches import kept_matmul_precision
 
         accelerator = module.Accelerator
         start, prepare, prepare_model = accelerator.__init__, accelerator.prepare, accelerator.prepare_model

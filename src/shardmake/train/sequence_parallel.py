@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardmake.core.errors import ModelError
-from shardmake.data.dataset import Item
-from shardmake.data.sequence_parts import PartCollator
+from shardmake.data.dataset import Item, PartCollator
 
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 _TOKENS_PER_RANK = 8

@@ -21,8 +21,8 @@ from shardmake.train.checkpoint_files import (
 from shardmake.train.checkpoint_saver import Saver
 from shardmake.train.engine_check import below_compiler
 from shardmake.train.fsdp_precision import whole_tokens
+from shardmake.train.library_patches import kept_matmul_precision
 from shardmake.train.load_model import model_configs
-from shardmake.train.matmul_precision import kept_matmul_precision
 
 
 class ShardedTrainer(Trainer):

@@ -7,8 +7,7 @@ import torch
 from transformers import TrainerCallback, TrainingArguments
 
 from shardmake.config.objectives import OBJECTIVES
-from shardmake.data.dataset import Collator, check_isolation, collator, load
-from shardmake.data.sequence_parts import PartCollator
+from shardmake.data.dataset import Collator, PartCollator, check_isolation, collator, load
 from shardmake.train.callbacks.heartbeat import HeartbeatCallback
 from shardmake.train.callbacks.save_scheduler import StopOnRequest
 from shardmake.train.learning_check import BuiltTraining

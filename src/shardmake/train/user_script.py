@@ -12,8 +12,7 @@ from string import Template
 from shardmake.config.script_file import module_of
 from shardmake.config.strategies import DEEPSPEED
 from shardmake.run.attempt import USER_SCRIPT_PHASE, rank_report, write_heartbeat
-from shardmake.run.script_environment import script_environment
-from shardmake.run.training_settings import ScriptProgram
+from shardmake.run.training_settings import ScriptProgram, script_environment
 from shardmake.train.engine_check import environment_report
 from shardmake.train.process_group import leave_together
 from shardmake.train.rank_context import RankContext

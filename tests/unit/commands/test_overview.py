@@ -16,9 +16,9 @@ from shardmake.commands.text_table import plain_table
 from shardmake.commands.training_state import Progress
 from shardmake.config.load import parse_config
 from shardmake.core.errors import ConfigError
-from shardmake.launch.expected_start import parse_start
 from shardmake.launch.jobs import job_name
 from shardmake.launch.slurm_states import parse_rows
+from shardmake.launch.submission_check import parse_start
 from shardmake.run.attempt import AttemptDir, SubmittedJob
 from shardmake.run.paths import RunDir
 from tests.finished_run import make_run, make_rundir, publish_heartbeat

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardmake.config.chat_template import read_template
-from shardmake.config.effects import differences, effect_of, values_of
-from shardmake.config.file_contents import TEMPLATE
+from shardmake.config.effects import TEMPLATE, differences, effect_of, values_of
 from shardmake.config.inputs import check_inputs, local_files
 from shardmake.core.errors import ConfigError
 from tests.unit.config.samples import make_run

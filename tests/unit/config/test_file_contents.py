@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardmake.config.effects import differences, result_keys, values_of
-from shardmake.config.file_contents import CONTENT_KEYS, file_contents
+from shardmake.config.effects import CONTENT_KEYS, differences, file_contents, result_keys, values_of
 from tests.unit.config.samples import make_run, write
 from tests.unit.plans import make_cluster
 

@@ -16,7 +16,7 @@ from shardmake.config.accelerators import ACCELERATORS
 from shardmake.config.load import load_cluster, load_config, parse_config
 from shardmake.config.models import STRATEGIES, Cluster, Config, Run
 from shardmake.config.schema import Schema
-from shardmake.config.script_variables import SCRIPT_VARIABLES, SERVICE_VARIABLES
+from shardmake.config.script_file import SCRIPT_VARIABLES, SERVICE_VARIABLES
 from shardmake.core.errors import ConfigError, ShardmakeError
 from tests.unit.config.samples import CLUSTER, RUN, make_run, merged, write
 

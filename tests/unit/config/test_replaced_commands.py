@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shardmake.config.models import Run
-from shardmake.config.script_variables import PREFIX, SCRIPT_VARIABLES
+from shardmake.config.script_file import PREFIX, SCRIPT_VARIABLES
 from tests.replaced_commands import COMMON, PAGE, RUNS
 
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.config.effects import differences, values_of
-from shardmake.config.file_contents import SCRIPT
+from shardmake.config.effects import SCRIPT, differences, values_of
 from shardmake.config.inputs import check_inputs
 from shardmake.config.script_file import module_of, script_file
 from shardmake.core.errors import ConfigError

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from shardmake.checkpoint.formats.contents import StoredTensor
-from shardmake.consolidate import merge_plan, output_file, writer
-from shardmake.consolidate.checksums import OutputSums
+from shardmake.consolidate import merge_plan, writer
 from shardmake.consolidate.layout import PlannedTensor
 from shardmake.consolidate.loading import LoadingReport
 from shardmake.consolidate.merge import consolidate
+from shardmake.consolidate.scan import OutputSums
 from shardmake.core.errors import CheckpointError
 
 WEIGHTS = {name: np.arange(60, dtype=np.float32).reshape(6, 10) + at for at, name in enumerate(("a", "b", "c"))}
@@ -111,13 +111,13 @@ def test_damaged_journal(checkpoint: Path, tmp_path: Path) -> None:
 def test_bit_that_flips_on_the_way_to_the_disk(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync = output_file.OutputFile.sync
+    sync = writer.OutputFile.sync
 
-    def damage(self: output_file.OutputFile) -> None:
+    def damage(self: writer.OutputFile) -> None:
         os.pwrite(self._file, b"\x99", os.fstat(self._file).st_size - 2)
         sync(self)
 
-    monkeypatch.setattr(output_file.OutputFile, "sync", damage)
+    monkeypatch.setattr(writer.OutputFile, "sync", damage)
     with pytest.raises(CheckpointError, match=r"model\.safetensors changed after it was written: [abc] is not"):
         consolidate(checkpoint, tmp_path / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]

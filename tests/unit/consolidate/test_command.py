@@ -17,10 +17,10 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
 from shardmake import cli
-from shardmake.consolidate import base_model, merge, merge_plan, verify
-from shardmake.consolidate.base_model import find_base
+from shardmake.consolidate import destination, merge, merge_plan, verify
+from shardmake.consolidate.destination import find_base
 from shardmake.consolidate.loading import LoadingReport
-from shardmake.consolidate.progress import show_progress
+from shardmake.consolidate.stream import show_progress
 from shardmake.core.errors import ConfigError, HubError
 from shardmake.core.manifest import format_sums, read_folder
 from tests.unit.test_cli import configure
@@ -134,7 +134,7 @@ def test_base_is_a_folder_or_a_hub_id(run: Run, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert find_base("lab/model@v1") == Path("base")
-    monkeypatch.setattr(base_model, "with_retries", lambda fetch: fetch())
+    monkeypatch.setattr(destination, "with_retries", lambda fetch: fetch())
     monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: False)
     Path("base/config.json").unlink()  # only an incomplete copy is cached
     assert find_base("lab/model") == Path("base")

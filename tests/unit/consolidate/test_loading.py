@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from shardmake.consolidate import loading, loading_cache, stage
+from shardmake.consolidate import loading, stage
 from shardmake.consolidate.loading import LoadingReport, check_loading
 from shardmake.core.errors import CheckpointError, ModelError
 
@@ -74,7 +74,7 @@ def test_any_other_input_is_checked_again(
     elif what == "layout":
         save_file(weights["name"], base / "model.safetensors")
     elif what in ("version", "code"):
-        monkeypatch.setattr(loading_cache, "_code", lambda: [what])
+        monkeypatch.setattr(loading, "_code", lambda: [what])
     else:
         name = "adapter_config.json" if what == "adapter" else "config.json"
         ((base if what == "base" else model) / name).write_text('{"model_type": "other"}')

@@ -25,7 +25,7 @@ from shardmake.checkpoint.formats.contents import Piece, StoredTensor, box_piece
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE, torch_name
 from shardmake.checkpoint.formats.registry import read_checkpoint
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
-from shardmake.consolidate import blocks, jobs, output_file, stream
+from shardmake.consolidate import blocks, jobs, stream, writer
 from shardmake.consolidate.blocks import PAGE, Block, Converter, page_aligned
 from shardmake.consolidate.layout import PlannedTensor, plan_shards
 from shardmake.consolidate.writer import ShardWriter
@@ -288,11 +288,11 @@ def test_output_file_is_written_in_any_order(
 ) -> None:
     """The pieces begin at and beside page boundaries; some are large enough for direct writes."""
     if not has_direct_writes:
-        monkeypatch.setattr(output_file, "_open_direct", lambda path: -1)
+        monkeypatch.setattr(writer, "_open_direct", lambda path: -1)
     size = 3_000_001
     expected = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
     cuts = [0, 5, PAGE, 300 * PAGE, 300 * PAGE + 1, 2_000_003, 2_000_003 + 7 * PAGE, size]
-    file = output_file.OutputFile(tmp_path / "file", size)
+    file = writer.OutputFile(tmp_path / "file", size)
     memory = page_aligned(size + PAGE)
     for begin, end in reversed(list(itertools.pairwise(cuts))):
         block = memory[begin % PAGE :][: end - begin]

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from shardmake.checkpoint.formats.huggingface import read_file
-from shardmake.consolidate import merge_plan, values, verify
+from shardmake.consolidate import merge_plan, scan, verify
 from shardmake.consolidate.loading import LoadingReport
 from shardmake.consolidate.merge import consolidate
 from shardmake.core.errors import CheckpointError, ModelError, ShardmakeError
@@ -51,11 +51,11 @@ def write(folder: Path, **tensors: torch.Tensor) -> Path:
 def test_rows_of_minus_infinity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: list[list[float]], expected: int | None
 ) -> None:
-    monkeypatch.setattr(values, "_BLOCK", 8)
+    monkeypatch.setattr(scan, "_BLOCK", 8)
     save_file({"w": torch.tensor(rows, dtype=dtype)}, tmp_path / "model.safetensors")
     (tensor,) = read_file(tmp_path / "model.safetensors")
     start = tensor.pieces[0].record.offset
-    assert values.infinite_rows(tmp_path / "model.safetensors", start, tensor) == expected
+    assert scan.infinite_rows(tmp_path / "model.safetensors", start, tensor) == expected
 
 
 def test_zeros_and_banned_rows_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.core import nvidia_smi
-from shardmake.core.nvidia_smi import ask_nvidia_smi, query_gpus
+from shardmake.core import process
+from shardmake.core.process import ask_nvidia_smi, query_gpus
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,6 @@ def test_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin" if script else str(tmp_path))
-    monkeypatch.setattr(nvidia_smi, "SECONDS", 0.5 if answer is None else 30.0)
+    monkeypatch.setattr(process, "SECONDS", 0.5 if answer is None else 30.0)
     assert query_gpus("uuid") == answer
     assert script != 'echo "$@"' or ask_nvidia_smi("-q", "-x") == "-q -x\n"

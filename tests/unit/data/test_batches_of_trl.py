@@ -14,8 +14,7 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, Rewa
 from trl.trainer import dpo_trainer, kto_trainer, reward_trainer
 
 from shardmake.data import prepare
-from shardmake.data.pairs import PairCollator, Pairs, RewardCollator
-from shardmake.data.unpaired import Completions, UnpairedCollator, WithMismatched
+from shardmake.data.dataset import Completions, PairCollator, Pairs, RewardCollator, UnpairedCollator, WithMismatched
 from shardmake.run.paths import RunDir
 from tests.unit.data.test_encode import PLAIN, chat, make_tokenizer
 from tests.unit.plans import make_run

@@ -8,11 +8,11 @@ from trl.data_utils import extract_prompt
 
 from shardmake.config.models import Data
 from shardmake.core.errors import DataError, ModelError
+from shardmake.data.dataset import RewardCollator
 from shardmake.data.encode import Encoder, TokenPair
 from shardmake.data.examples import load_tokenizer
 from shardmake.data.layout import Layout, recognize, split_prompt
 from shardmake.data.packing import fit_pair
-from shardmake.data.pairs import RewardCollator
 from tests.unit.data.test_encode import PLAIN, chat, make_tokenizer
 from tests.unit.plans import make_run
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from shardmake.data.dataset import IGNORED, Collator, Item
-from shardmake.data.sequence_parts import PartCollator
+from shardmake.data.dataset import IGNORED, Collator, Item, PartCollator
 
 
 def item(tokens: int, first: int) -> Item:

@@ -6,9 +6,9 @@ import pytest
 
 from shardmake.config.models import Data
 from shardmake.core.errors import DataError
+from shardmake.data.dataset import UnpairedCollator, WithMismatched
 from shardmake.data.encode import Encoder
 from shardmake.data.layout import Layout, recognize
-from shardmake.data.unpaired import UnpairedCollator, WithMismatched
 from tests.unit.data.test_encode import PLAIN, chat, make_tokenizer
 
 PLACE = "f.jsonl, line 3"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.launch.expected_start import expected_starts, node_counts
+from shardmake.launch.submission_check import expected_starts, node_counts
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import CandidateEstimate, MemoryEstimates
 from tests.unit.plans import make_cluster, make_plan

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.core import nvidia_smi
+from shardmake.core import process
 from shardmake.core.units import GIB
 from shardmake.launch import gpus as gpus_module
 from shardmake.launch.gpus import (
@@ -208,6 +208,6 @@ def test_a_gpu_that_a_crashed_process_still_releases_is_waited_for(
 
 def test_a_hanging_nvidia_smi_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_nvidia_smi(tmp_path, monkeypatch, f"echo >> {tmp_path}/calls; exec sleep 60")
-    monkeypatch.setattr(nvidia_smi, "SECONDS", 0.5)
+    monkeypatch.setattr(process, "SECONDS", 0.5)
     assert list_gpus() is None
     assert (tmp_path / "calls").read_text() == "\n"

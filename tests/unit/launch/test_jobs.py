@@ -14,8 +14,7 @@ from shardmake.launch import slurm_jobs
 from shardmake.launch.jobs import ActiveJob, job_name
 from shardmake.launch.slurm_jobs import SlurmJobs, lead_seconds, run_slurm, submit_with_retry
 from shardmake.launch.slurm_states import JobState, parse_rows
-from shardmake.run.attempt import AttemptDir
-from shardmake.run.attempt_owner import claim
+from shardmake.run.attempt import AttemptDir, claim
 from tests.unit.plans import make_cluster, make_plan
 
 

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmake.launch.outcome import Action, Evidence, Outcome, RetryState, classify, decide
-from shardmake.launch.step_output import StepFailure
+from shardmake.launch.outcome import Action, Evidence, Outcome, RetryState, StepFailure, classify, decide
 from shardmake.run.attempt import Hang, NodeExit, RankError
 from shardmake.run.attempt_history import EndReason
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardmake.config.attention import Attention
-from shardmake.core import nvidia_smi
+from shardmake.core import process
 from shardmake.core.atomic import write_json
 from shardmake.launch import preflight, worker
 from shardmake.launch.gpus import GpuStatus, TorchBuild
@@ -198,7 +198,7 @@ def test_a_slow_nvidia_smi_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_hanging_nvidia_smi_blames_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver excludes that node and resumes."""
-    monkeypatch.setattr(nvidia_smi, "SECONDS", 0.5)
+    monkeypatch.setattr(process, "SECONDS", 0.5)
     exited, _ = work_until_the_ranks_start(tmp_path, monkeypatch, "exec sleep 60")
     outcome = classify(evidence(exits=[exited]))
     words = f"{exited.host} failed its preflight checks: nvidia-smi does not answer."

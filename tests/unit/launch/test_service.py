@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from shardmake.config.script_variables import SERVICE_VARIABLES
+from shardmake.config.script_file import SERVICE_VARIABLES
 from shardmake.launch import service
 from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.rendezvous import Rendezvous

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardmake.launch.step_output import StepFailure, step_failure
+from shardmake.launch.outcome import StepFailure, step_failure
 
 STARTED = "Starting the worker of job 25 on c1."
 KILLED_LATER = [

@@ -9,7 +9,7 @@ import pytest
 
 from shardmake.config.inputs import check_inputs, check_script
 from shardmake.config.models import Cluster
-from shardmake.config.script_variables import SCRIPT_VARIABLES
+from shardmake.config.script_file import SCRIPT_VARIABLES
 from shardmake.core.errors import ShardmakeError
 from shardmake.launch import user_script
 from shardmake.launch.jobs import attempt_settings
@@ -18,9 +18,8 @@ from shardmake.render.stage import render_files, write_files
 from shardmake.run.attempt import AttemptDir, NodeExit, record_error
 from shardmake.run.attempt_history import EndReason
 from shardmake.run.paths import RunDir
-from shardmake.run.script_environment import script_environment
 from shardmake.run.trained_engine import TrainedEngine
-from shardmake.run.training_settings import ScriptProgram
+from shardmake.run.training_settings import ScriptProgram, script_environment
 from shardmake.train.user_script import run_script
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
 

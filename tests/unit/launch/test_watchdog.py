@@ -26,10 +26,10 @@ from shardmake.run.attempt import (
     NodeExit,
     NodeHeartbeats,
     RankState,
+    collective_timeout,
     heartbeat_file,
     write_heartbeat,
 )
-from shardmake.run.timeouts import collective_timeout
 
 WAITING = 'File "torch/distributed/distributed_c10d.py", line 1 in all_reduce'
 BUSY = 'File "data.py", line 7 in __getitem__'

@@ -11,7 +11,7 @@ import pytest
 
 from shardmake.commands.estimate import EstimateRequest, estimate
 from shardmake.commands.estimate_table import print_table
-from shardmake.core import nvidia_smi
+from shardmake.core import process
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import GIB
 from shardmake.memory import calibration
@@ -49,7 +49,7 @@ def test_an_nvidia_smi_that_does_not_help_is_an_error(
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
-    monkeypatch.setattr(nvidia_smi, "SECONDS", 0.5)
+    monkeypatch.setattr(process, "SECONDS", 0.5)
     with pytest.raises(ShardmakeError, match=f"nvidia-smi {words}"):
         probe(from_config(CONFIG))
 

@@ -26,7 +26,7 @@ from shardmake.plan.abilities import (
     describe_quantized_base,
 )
 from shardmake.plan.candidates import choices
-from shardmake.plan.shrink import shrunk
+from shardmake.plan.inspect_model import shrunk
 from tests.plan_in_process import plan_in_this_process
 from tests.unit.plans import make_cluster, make_model, make_run
 

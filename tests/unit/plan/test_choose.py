@@ -12,9 +12,8 @@ from shardmake.memory.estimate import Estimate, GpuMemory
 from shardmake.plan.candidates import Candidate
 from shardmake.plan.choose import NothingFitsError, choose
 from shardmake.plan.fallbacks import find_fallbacks
-from shardmake.plan.family_errors import FAMILY_ERRORS, FamilyError
 from shardmake.plan.reasons import beside, reason_of, rejected
-from shardmake.plan.verdict import Headroom, Verdict, judge
+from shardmake.plan.verdict import FAMILY_ERRORS, FamilyError, Headroom, Verdict, judge
 from shardmake.run.plan import Choice
 
 CAPACITY = 80 * GIB

@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from shardmake.plan.family_errors import FAMILY_ERRORS, FEW
+from shardmake.plan.verdict import FAMILY_ERRORS, FEW
 
 RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "memory_accuracy.txt"
 FAMILIES = "|".join(FAMILY_ERRORS)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.render import check_cache
-from shardmake.render.check_cache import ask_once
+from shardmake.render import check
+from shardmake.render.check import ask_once
 
 OVERLAP = """
 import sys, time
 from pathlib import Path
-from shardmake.render.check_cache import ask_once
+from shardmake.render.check import ask_once
 
 def ask():
     with Path(sys.argv[1]).open("a") as log:
@@ -48,7 +48,7 @@ def test_accepted_content_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert parsers.asked == 1
     ask_once("module", {"world_size": 4}, parsers)
     assert parsers.asked == 2, "another content"
-    monkeypatch.setattr(check_cache, "_software", lambda: ["another version"])
+    monkeypatch.setattr(check, "_software", lambda: ["another version"])
     ask_once("module", {"world_size": 4}, parsers)
     assert parsers.asked == 3, "another library"
 

@@ -10,8 +10,7 @@ from shardmake.commands.compare import print_comparison, select_runs
 from shardmake.config.load import parse_config
 from shardmake.config.models import Config
 from shardmake.core.errors import ConfigError
-from shardmake.report.compare_page import write_comparison
-from shardmake.report.comparison import Comparison, compare
+from shardmake.report.comparison import Comparison, compare, write_comparison
 from shardmake.run.metrics import DeviceMemory, read_metrics
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import DataFile, DataReceipt

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.commands.estimate_terms import GPU_TERMS, HOST_TERMS
+from shardmake.commands.estimate_table import GPU_TERMS, HOST_TERMS
 from shardmake.core.units import GIB
 from shardmake.plan.figure import bars
 from shardmake.plan.stage import make_plan

@@ -1,8 +1,8 @@
 import pytest
 import yaml
 
-from shardmake.report.public_text import hide_folders, hide_folders_in_text
-from shardmake.report.reproduce import configuration
+from shardmake.report.records import hide_folders, hide_folders_in_text
+from shardmake.report.stage import configuration
 from tests.finished_run import make_run
 
 

@@ -11,8 +11,7 @@ import yaml
 from shardmake.config.load import parse_config
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import format_duration
-from shardmake.report.reproduce import configuration
-from shardmake.report.stage import write_report
+from shardmake.report.stage import configuration, write_report
 from shardmake.run.evaluation import Sample
 from shardmake.run.plan import PlaceEstimate
 from shardmake.run.receipts import PushedTo, PushReceipt

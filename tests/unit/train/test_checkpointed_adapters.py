@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from shardmake.train import script_hooks
-from shardmake.train.checkpointed_adapters import name_checkpointed_adapters
+from shardmake.train.library_patches import name_checkpointed_adapters
 from tests.unit.train.test_script_hooks import make_context
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.train.import_hooks import ImportHooks
+from shardmake.train.script_hooks import ImportHooks
 
 
 @pytest.fixture

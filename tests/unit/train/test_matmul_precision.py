@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from shardmake.train.matmul_precision import kept_matmul_precision
+from shardmake.train.library_patches import kept_matmul_precision
 from shardmake.train.sharded_trainer import ShardedTrainer
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from shardmake.checkpoint.formats import unpickle
 from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor, box_pieces, unsharded
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE, Target
-from shardmake.checkpoint.formats.pickle_objects import Inert
+from shardmake.checkpoint.formats.pickle_machine import Inert
 from shardmake.checkpoint.formats.unpickle import ShardRef, TensorRef
 from shardmake.core.errors import CheckpointError
 

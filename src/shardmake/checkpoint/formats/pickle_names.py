@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from shardmake.checkpoint.formats.dcp_metadata import read_metadata
+from shardmake.checkpoint.formats.dcp import read_metadata
 from shardmake.checkpoint.formats.torch_zip_reader import ZipArchive, read_small
 from shardmake.checkpoint.formats.unpickle import names_in
 from shardmake.core.errors import CheckpointError

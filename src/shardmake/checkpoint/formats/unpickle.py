@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint.formats.dtypes import FROM_STORAGE, FROM_TORCH, ITEM_SIZE
-from shardmake.checkpoint.formats.pickle_machine import PickleMachine
-from shardmake.checkpoint.formats.pickle_objects import Inert, Name, PickleError
+from shardmake.checkpoint.formats.pickle_machine import Inert, Name, PickleError, PickleMachine
 from shardmake.checkpoint.formats.torch_zip_reader import ZipArchive, ZipRecord, read_small
 from shardmake.core.errors import CheckpointError
 

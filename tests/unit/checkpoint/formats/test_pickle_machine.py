@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardmake.checkpoint.formats.pickle_machine import PickleMachine
-from shardmake.checkpoint.formats.pickle_objects import Inert, PickleError
+from shardmake.checkpoint.formats.pickle_machine import Inert, PickleError, PickleMachine
 
 VALUE = {
     "none": None,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shardmake.checkpoint.formats import unpickle
-from shardmake.checkpoint.formats.pickle_objects import Inert
+from shardmake.checkpoint.formats.pickle_machine import Inert
 from shardmake.core.errors import CheckpointError
 
 

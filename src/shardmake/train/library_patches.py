@@ -1,10 +1,27 @@
-"""Let accelerate load models whose saved state has buffers, such as the routers of DeepSeek-V3, under FSDP2."""
+"""Keep matrix products of fp32 in fp32: Accelerate turns TF32 on for compiled models."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+
+@contextmanager
+def kept_matmul_precision() -> Iterator[None]:
+    """Keep the precision of fp32 matrix products on GPUs while an Accelerator is created.
+
+    For a compiled fp32 model, Accelerate 1.15 turns TF32 on through torch's older switch, also if transformers has just
+    turned it off. It is turned off by the same switch, because torch refuses values of the two that differ.
+    """
+    products = torch.backends.cuda.matmul
+    had_tf32 = products.fp32_precision == "tf32"
+    yield
+    if products.fp32_precision == "tf32" and not had_tf32:
+        products.allow_tf32 = False
+
 
 _DONE = "_broadcasts_buffers"
 
@@ -47,3 +64,25 @@ def _saved_buffers(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, s
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 found[f"{path}.{name}" if path else name] = (module, name)
     return found
+
+
+def name_checkpointed_adapters(tuners_utils: Any) -> None:
+    """Let PEFT find adapters in layers that FSDP1 wraps, or that Accelerate wraps for activation checkpointing.
+
+    PEFT selects weights by the names of modules. Those have the wrapper's part, and the names of weights do not, so it
+    would silently save and load an empty adapter. ``tuners_utils`` is PEFT's module of that name; a second call has no
+    effect.
+    """
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
+    from torch.distributed.fsdp._common_utils import FSDP_PREFIX
+
+    find = tuners_utils._get_tuner_state_dict_key_prefixes
+    if hasattr(find, "__wrapped__"):
+        return
+
+    @wraps(find)
+    def find_as_weights(*arguments: Any, **options: Any) -> set[str]:
+        found = find(*arguments, **options)
+        return {prefix.replace(_CHECKPOINT_PREFIX, "").replace(FSDP_PREFIX, "") for prefix in found}
+
+    tuners_utils._get_tuner_state_dict_key_prefixes = find_as_weights
