@@ -12,7 +12,7 @@ REPORTS := .venv/reports
 export DS_BUILD_OPS := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-faults demo-preferences install install-test check fmt words test test-all unit test-fake-cuda test-nvme test-trackers \
+.PHONY: demo demo-faults demo-preferences install install-test check fmt size words test test-all unit test-fake-cuda test-nvme test-trackers \
         test-two-users test-faults test-sweep test-objectives test-mixtures test-models gpu-check docs site clean
 
 demo: install
@@ -62,6 +62,7 @@ check: install-test
 	$(BIN)/snakefmt --check Snakefile workflow
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m tools.check_words
+	$(BIN)/python -m tools.size
 	$(BIN)/mypy
 	$(BIN)/python -m tools.lint_workflow
 
@@ -69,6 +70,10 @@ fmt: install-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/snakefmt Snakefile workflow
+
+# Lines, statements and words of each room against its budget in tools/budgets.yaml.
+size: install-test
+	$(BIN)/python -m tools.size
 
 # The words that CONTRIBUTING.md asks not to use.
 words: install-test
@@ -87,7 +92,7 @@ unit: install-test
 
 # Forward passes on fake CUDA tensors, which need no GPU but the build of torch for CUDA: 5 GB, beside the environment.
 test-fake-cuda: install-test .venv/cuda-build/installed
-	PYTHONPATH=.venv/cuda-build $(BIN)/pytest tests/fake_cuda
+	PYTHONPATH=.venv/cuda-build $(BIN)/pytest tests/fake_cuda --junit-xml=$(REPORTS)/fake-cuda.xml
 
 .venv/cuda-build/installed: constraints.txt
 	$(BIN)/pip install -q --no-compile --upgrade --target .venv/cuda-build -c constraints.txt \
