@@ -185,7 +185,7 @@ def write_model(rundir: RunDir, files: dict[str, bytes]) -> None:
     )
     MergeReceipt(
         checkpoint="train/checkpoints/checkpoint-60",
-        format="zero2",
+        written_by="zero2",
         step=60,
         world_size=2,
         dtype="keep",
@@ -327,7 +327,7 @@ def make_data_receipt(digest: str) -> DataReceipt:
         format="auto", columns={}, loss_on="auto", eval_fraction=0.1, order="shuffled", sequence_length=32, packing=True, seed=42
     )  # fmt: skip
     return DataReceipt(
-        digest=digest, layout=1, tokenizer="t", sources={}, settings=settings, pad_token_id=0, format="text",
+        digest=digest, layout=1, tokenizer="t", sources={}, settings=settings, pad_token_id=0, data_format="text",
         columns={"text": "text"}, loss_on_assistant=False, repeated=0, train=split, eval=split,
     )  # fmt: skip
 

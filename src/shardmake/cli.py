@@ -33,6 +33,7 @@ from shardmake.run.driver_job import refuse_ended
 from shardmake.run.notification import notified
 from shardmake.run.own_files import check_refused
 from shardmake.run.paths import RUNS, RunDir
+from shardmake.run.record import check_format
 from shardmake.run.settings import recorded_settings
 from shardmake.run.sources import localize, require_weights
 
@@ -92,6 +93,7 @@ def _open(name: str, files: list[Path], runs: Path, *, on_node: bool = False) ->
     """Return the run's configuration, its cluster and its folder; ``on_node``: for a stage that may run on a node."""
     config = load_config(*files)
     run, cluster, rundir = get_run(config, name), load_cluster(Path(config.cluster)), RunDir(runs / name)
+    check_format(rundir)
     _folder.set(rundir.root)
     os.environ.update(hub_environment(cluster.cache, offline=on_node and not cluster.internet_on_compute_nodes))
     if on_node:

@@ -33,6 +33,18 @@ def test_a_dry_run_shows_script_command_and_environment(checkout: Checkout) -> N
     assert "# --- changed since the last plan: strategy: zero3 -> zero2\n" in text
 
 
+def test_a_run_of_another_version_is_refused_by_snakemake_and_by_every_stage(checkout: Checkout) -> None:
+    """A finished training would be made again otherwise, because the settings that it recorded are read differently."""
+    receipt = checkout.run / "train/receipt.json"
+    receipt.parent.mkdir(parents=True)
+    receipt.write_text('{"steps": 60}')
+    for command in (("snakemake", "--profile", "profiles/local"), ("shardmake", "train", "demo")):
+        done = checkout(*command, check=False)
+        assert done.returncode == 1
+        assert "demo was made by another version of Shardmake: train/receipt.json has the format 0" in done.stderr
+    assert [path for path in checkout.run.rglob("*") if path.is_file()] == [receipt]
+
+
 def dry_run(checkout: Checkout) -> str:
     return checkout("snakemake", "-n", "--profile", "slurm", "runs/demo/train/receipt.json").stdout
 

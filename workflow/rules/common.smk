@@ -43,6 +43,7 @@ from shardmake.launch.stage_jobs import job_shell_prefix
 from shardmake.run.driver_job import current_driver_dir
 from shardmake.run.own_files import check_refused
 from shardmake.run.paths import RunDir
+from shardmake.run.record import check_format
 from shardmake.run.settings import changed_settings, compared_keys, rerun_settings
 
 logger.addFilter(StopFilter())  # a training that a person stopped is not done, and not a failure
@@ -125,6 +126,7 @@ def read_configuration():
     if options and not options.dryrun and not IS_DRIVER_JOB:
         refuse_while_driven(ROOT, parsed.runs.keys())  # before Snakemake's lock does, and offers --unlock
     for name, run in parsed.runs.items():
+        check_format(RunDir(ROOT / name))
         check_inputs(name, run)
         check_refused(read_user_files(run), run)
     return parsed, cluster

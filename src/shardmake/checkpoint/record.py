@@ -54,6 +54,7 @@ class CheckpointRecord(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
+    format: int = Field(1, description="Format of the files of a run.")
     step: int = Field(description="Optimizer steps done.")
     tokens: int = Field(description="Tokens seen, padding included.")
     samples: int = Field(0, description="Sequences seen; the data resumes there on any number of ranks.")

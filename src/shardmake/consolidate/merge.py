@@ -171,7 +171,7 @@ def _finish(
     tools = {name: version(name) for name in ("torch", "transformers", "safetensors")}
     receipt = MergeReceipt(
         checkpoint=str(plan.contents.folder),
-        format=plan.contents.format,
+        written_by=plan.contents.format,
         step=plan.contents.step,
         world_size=plan.contents.world_size,
         dtype=plan.dtype,

@@ -142,7 +142,7 @@ def build(
     encoder = (encoded["train"] or encoded["eval"])[0].encoder
     return {
         "train": dict(NO_SEQUENCES),
-        "format": encoder.layout.format,
+        "data_format": encoder.layout.format,
         "columns": dict(encoder.layout.columns),
         "loss_on_assistant": encoder.assistant_only,
         "repeated": count_repeated(*(_digests(encoded[split]) for split in ("eval", "train"))) if parts["train"] else 0,

@@ -17,7 +17,7 @@ import psutil
 from pydantic import Field
 
 from shardmake.core.units import numbered
-from shardmake.run.record import RunRecord
+from shardmake.run.record import RunFile
 
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _POLL_SECONDS = 0.1
@@ -35,7 +35,7 @@ class RendezvousError(RuntimeError):
         self.absent = absent
 
 
-class Rendezvous(RunRecord):
+class Rendezvous(RunFile):
     """Address and port at which the ranks connect."""
 
     address: str = Field(description="MASTER_ADDR: an address of node 0.")

@@ -28,7 +28,7 @@ from shardmake.core.units import plural
 from shardmake.launch.log_copy import LogCopy
 from shardmake.launch.rendezvous import choose_address, listen
 from shardmake.run.attempt import Attempt, AttemptDir, host_name
-from shardmake.run.record import RunRecord
+from shardmake.run.record import RunFile
 from shardmake.run.training_settings import ScriptProgram, ServiceSettings, TrainingSettings
 
 STARTING, SERVING = "service start", "service"
@@ -53,7 +53,7 @@ class ServiceError(RuntimeError):
         self.phase = phase
 
 
-class ServiceAddress(RunRecord):
+class ServiceAddress(RunFile):
     """Address of a service that answers."""
 
     address: str = Field(description="Address of the node.")

@@ -15,11 +15,11 @@ from shardmake.run import set_aside
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.attempt_history import EndReason
 from shardmake.run.paths import RunDir
-from shardmake.run.record import RunRecord
+from shardmake.run.record import RunFile
 from shardmake.run.settings_digest import describe_changes
 
 
-class ScriptState(RunRecord):
+class ScriptState(RunFile):
     """``train/script.json``: the settings that the script's checkpoints and output belong to."""
 
     settings_digest: str = Field(description="Digest of the settings and of the script that made them.")

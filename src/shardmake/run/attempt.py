@@ -21,10 +21,10 @@ from pydantic import Field
 from shardmake.core.atomic import digest, write_json
 from shardmake.core.secrets import redact
 from shardmake.run.paths import BelowRoot, RunDir
-from shardmake.run.record import RunRecord
+from shardmake.run.record import RunFile, RunRecord
 
 
-class Attempt(RunRecord):
+class Attempt(RunFile):
     """The driver's decisions for one submission."""
 
     number: int = Field(description="1 for the first attempt of the run.")
@@ -93,7 +93,7 @@ class Attempt(RunRecord):
         return Path(self.scratch, f"shardmake-{os.getuid()}")
 
 
-class SubmittedJob(RunRecord):
+class SubmittedJob(RunFile):
     """``train/job.json``: the job that owns a run."""
 
     id: str = Field(description="The job's id, as the executor names it.")
@@ -101,7 +101,7 @@ class SubmittedJob(RunRecord):
     submitted: float = Field(description="Unix time.")
 
 
-class NodeExit(RunRecord):
+class NodeExit(RunFile):
     """The last thing a worker writes: how its node's ranks ended."""
 
     node_rank: int = Field(description="Rank of the node in the job.")
@@ -125,7 +125,7 @@ class NodeExit(RunRecord):
     oom_kills: int = Field(0, description="Processes of this job that the kernel killed here because memory ran out.")
 
 
-class RankError(RunRecord):
+class RankError(RunFile):
     """The exception that ended a rank."""
 
     rank: int = Field(description="Global rank.")
@@ -147,7 +147,7 @@ USER_SCRIPT_PHASE = "script"
 """Phase of a rank that runs a user's script, which writes no further heartbeats."""
 
 
-class Heartbeat(RunRecord):
+class Heartbeat(RunFile):
     """A rank's heartbeat: the last sign of progress."""
 
     rank: int = Field(description="Global rank.")
@@ -161,20 +161,20 @@ class Heartbeat(RunRecord):
     median_step_seconds: float = Field(0.0, description="Median seconds of the last steps; 0 while unknown.")
 
 
-class NodeHeartbeats(RunRecord):
+class NodeHeartbeats(RunFile):
     """The last heartbeats of one node's ranks, which its worker copies to the shared file system now and then."""
 
     beats: list[Heartbeat] = Field(description="By rank; ranks without a heartbeat are missing.")
 
 
-class RequestedStop(RunRecord):
+class RequestedStop(RunFile):
     """``stopped.json``: the ranks saved and stopped because they were asked to; a user's script may leave it empty."""
 
     step: int = Field(description="Step of the newest checkpoint.")
     time: float = Field(description="Unix time.")
 
 
-class RankState(RunRecord):
+class RankState(RunFile):
     """One rank at a hang."""
 
     rank: int = Field(description="Global rank.")
@@ -186,7 +186,7 @@ class RankState(RunRecord):
     builds: bool = Field(False, description="Its stacks show that it waits for the build of a kernel.")
 
 
-class NodeStates(RunRecord):
+class NodeStates(RunFile):
     """The ranks of one node when the ranks hung."""
 
     ranks: list[RankState] = Field(description="By rank.")
@@ -195,7 +195,7 @@ class NodeStates(RunRecord):
     )
 
 
-class Hang(RunRecord):
+class Hang(RunFile):
     """The workers' finding after all ranks stopped making progress."""
 
     rank: int | None = Field(description="The rank that held up the others; None if none stands out.")

@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import Field
 
 from shardmake.core.atomic import write_json
-from shardmake.run.record import RunRecord, read_record
+from shardmake.run.record import RunFile, read_record
 
 
 class EndReason(Enum):
@@ -43,7 +43,7 @@ BY_PERSON = {EndReason.STOP_REQUESTED.value, EndReason.CANCELLED.value}
 _NOTHING_TRAINED = {EndReason.PREFLIGHT.value, EndReason.DAMAGED_CHECKPOINT.value}
 
 
-class AttemptRecord(RunRecord):
+class AttemptRecord(RunFile):
     """One attempt that has ended."""
 
     attempt: int = Field(description="Its number.")

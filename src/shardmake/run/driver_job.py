@@ -11,7 +11,7 @@ from pydantic import Field
 
 from shardmake.core.errors import ShardmakeError, StopRequestedError
 from shardmake.run.paths import BelowRoot
-from shardmake.run.record import RunRecord
+from shardmake.run.record import RunFile
 
 VARIABLE: Final = "SHARDMAKE_DRIVER_JOB"
 """Environment variable with the folder of the `Workflow`, for every process of a driver job and for its jobs."""
@@ -20,7 +20,7 @@ FOLDER: Final = ".driver"
 End = Literal["done", "failed", "cancelled", "continued"]
 
 
-class Workflow(RunRecord):
+class Workflow(RunFile):
     """A workflow that `shardmake submit` submitted (``workflow.json``); each of its driver jobs reads it."""
 
     made_by: ClassVar[str] = "shardmake submit"
@@ -33,7 +33,7 @@ class Workflow(RunRecord):
     lead_seconds: int = Field(description="Seconds before the time limit at which a driver job hands over.")
 
 
-class DriverState(RunRecord):
+class DriverState(RunFile):
     """State of the driver jobs (``state.json``)."""
 
     made_by: ClassVar[str] = "shardmake submit"
@@ -44,7 +44,7 @@ class DriverState(RunRecord):
     end: End | None = Field(None, description="Why the last driver job ended; continued: another one continues.")
 
 
-class EndedRun(RunRecord):
+class EndedRun(RunFile):
     """A run that needs a person (``ended/RUN.json``); later driver jobs of the workflow leave it as it is."""
 
     made_by: ClassVar[str] = "shardmake submit"

@@ -6,7 +6,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from shardmake.run.metrics import MeanRewards, Rewards
-from shardmake.run.record import RunRecord
+from shardmake.run.record import RunFile, RunRecord
 
 
 def format_perplexity(value: float | None, decimals: int = 2) -> str:
@@ -117,7 +117,7 @@ class Served(RunRecord):
     equal: int = Field(description="Answers that equal those of transformers, token by token.")
 
 
-class EvaluationResult(RunRecord):
+class EvaluationResult(RunFile):
     """``evaluation.json``: the base and the tuned model on the evaluation split."""
 
     made_by: ClassVar[str] = "shardmake evaluate NAME"

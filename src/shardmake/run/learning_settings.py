@@ -4,10 +4,10 @@ from typing import Any
 
 from pydantic import Field
 
-from shardmake.run.record import RunRecord
+from shardmake.run.record import RunFile
 
 
-class LearningSettings(RunRecord):
+class LearningSettings(RunFile):
     """``learning.json`` of an attempt: optimizer, schedule, clipping, batch and precision at the first step."""
 
     optimizer: str = Field(description="Class of the optimizer that updates the weights.")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shardmake.run.record import RunRecord
+from shardmake.run.record import RunFile
 
 
 class DeviceMemory(BaseModel):
@@ -93,7 +93,7 @@ def read_metrics(path: Path) -> list[MetricsLine]:
 LOSS_WINDOW = "loss_window.json"
 
 
-class LossWindow(RunRecord):
+class LossWindow(RunFile):
     """The losses that were not logged yet when a checkpoint was saved."""
 
     logged_step: int = Field(description="Last step whose loss was logged, 0 before the first.")

@@ -12,7 +12,7 @@ from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
 from shardmake.core.atomic import digest
 from shardmake.run.model_class import ModelClass
 from shardmake.run.paths import RunDir
-from shardmake.run.record import RunRecord
+from shardmake.run.record import RunFile, RunRecord
 
 
 def _is_one(value: object) -> bool:
@@ -141,7 +141,7 @@ class Fallback(RunRecord):
     memory_gib: int = Field(gt=0, description="Host RAM per node that it requests from Slurm, GiB (--mem).")
 
 
-class Plan(RunRecord):
+class Plan(RunFile):
     """The choice, its reason, and the fallbacks after an out-of-memory error."""
 
     made_by: ClassVar[str] = "shardmake plan NAME"
@@ -239,7 +239,7 @@ class PlaceEstimate(RunRecord):
     terms: dict[str, int] = Field(description="Bytes by kind.")
 
 
-class RenderReceipt(RunRecord):
+class RenderReceipt(RunFile):
     """``plan/rendered.json``: the mark that the files of the plan and of each fallback are rendered and checked."""
 
     made_by: ClassVar[str] = "shardmake render NAME"
@@ -261,7 +261,7 @@ class CandidateEstimate(RunRecord):
     method: Literal["simulated", "closed form"] = Field(description="How GPU memory was estimated.")
 
 
-class MemoryEstimates(RunRecord):
+class MemoryEstimates(RunFile):
     """``plan/memory.json``: every candidate with its bytes, term by term."""
 
     made_by: ClassVar[str] = "shardmake plan NAME"

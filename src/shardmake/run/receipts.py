@@ -10,7 +10,7 @@ from shardmake.core.fingerprint import FileEntry
 from shardmake.core.manifest import FileRecord
 from shardmake.core.units import plural
 from shardmake.run.learning_settings import LearningSettings
-from shardmake.run.record import RunRecord
+from shardmake.run.record import RunFile, RunRecord
 from shardmake.run.trained_engine import TrainedEngine
 
 
@@ -18,7 +18,7 @@ def _is_none(value: object) -> bool:
     return value is None
 
 
-class WeightsReceipt(RunRecord):
+class WeightsReceipt(RunFile):
     """``fetched/weights.json``: the base model's weights are complete."""
 
     made_by: ClassVar[str] = "shardmake fetch NAME"
@@ -101,7 +101,7 @@ class SplitReceipt(RunRecord):
     )
 
 
-class DataReceipt(RunRecord):
+class DataReceipt(RunFile):
     """``data/receipt.json``: the tokenized data is complete."""
 
     made_by: ClassVar[str] = "shardmake data NAME"
@@ -111,7 +111,7 @@ class DataReceipt(RunRecord):
     sources: dict[str, dict[str, Any]] = Field(description="Identity of the source of each split.")
     settings: DataSettings = Field(description="Settings that the data depends on.")
     pad_token_id: int = Field(description="Token id of padding.")
-    format: DataFormat = Field(description="Format of the examples.")
+    data_format: DataFormat = Field(description="Format of the examples.")
     columns: dict[str, str] = Field(description="Columns that this format reads, by their usual names.")
     loss_on_assistant: bool = Field(description="Only the assistant's tokens have loss.")
     repeated: int = Field(description="Evaluation examples with the same tokens as a training example.")
@@ -120,17 +120,17 @@ class DataReceipt(RunRecord):
 
     def describe_format(self) -> str:
         """Return format, columns and learned tokens for readers."""
-        columns = ", ".join(self.columns[column] for column in FORMATS[self.format].required)
+        columns = ", ".join(self.columns[column] for column in FORMATS[self.data_format].required)
         learned = "the assistant's tokens" if self.loss_on_assistant else "all tokens"
-        if self.format == "preference":
+        if self.data_format == "preference":
             learned = "the difference of the two answers"
-        if self.format == "unpaired-preference":
+        if self.data_format == "unpaired-preference":
             learned = "the completions, by their labels"
         several = "; ".join(dict.fromkeys(source.format for source in self.train.sources))
-        return f"{several or f'{self.format} ({columns})'}, loss on {learned}"
+        return f"{several or f'{self.data_format} ({columns})'}, loss on {learned}"
 
 
-class TrainingReceipt(RunRecord):
+class TrainingReceipt(RunFile):
     """``train/receipt.json``: training finished. What only a user's script could know may be None."""
 
     steps: int | None = Field(description="Optimizer steps.")
@@ -183,12 +183,12 @@ class Verification(RunRecord):
         return found + [f"{name} is not part of {self.architecture}." for name in self.unexpected]
 
 
-class MergeReceipt(RunRecord):
+class MergeReceipt(RunFile):
     """``model/receipt.json``: where the model comes from, and what was checked."""
 
     made_by: ClassVar[str] = "shardmake consolidate NAME"
     checkpoint: str = Field(description="The folder with the merged files.")
-    format: str = Field(description="What wrote them.")
+    written_by: str = Field(description="What wrote them.")
     step: int | None = Field(description="Training step, if the checkpoint names it.")
     world_size: int = Field(description="Ranks that wrote it.")
     dtype: str = Field(description="Requested type of the weights: keep, bf16, fp16 or fp32.")
@@ -217,7 +217,7 @@ class PushedTo(RunRecord):
     )
 
 
-class PushReceipt(RunRecord):
+class PushReceipt(RunFile):
     """``push/receipt.json``: every destination was read back and compared."""
 
     made_by: ClassVar[str] = "shardmake push NAME"

@@ -1,14 +1,17 @@
 """The base of every JSON record that one process writes and another reads."""
 
+import json
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Final, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import ShardmakeError
-from shardmake.run.paths import RUNS
+from shardmake.run.paths import RUNS, RunDir
 
+FORMAT: Final = 1
+"""Format of the files of a run. Files of an older one are refused (`check_format`), never made again by themselves."""
 _SHOWN_PROBLEMS = 3
 T = TypeVar("T")
 
@@ -44,6 +47,33 @@ class RunRecord(BaseModel):
     def as_json(self) -> Any:
         """Return the record as JSON data, keys in the order of the fields."""
         return self.model_dump(mode="json")
+
+
+class RunFile(RunRecord):
+    """A record that is a file of its own."""
+
+    format: Literal[1] = Field(FORMAT, description="Format of the files of a run.")
+
+
+def check_format(rundir: RunDir) -> None:
+    """Raise `ShardmakeError` if the folder of a run has another format than this version writes."""
+    for path in (rundir.sources, rundir.plan, rundir.data_receipt, rundir.train_receipt, rundir.attempt_history):
+        if path.exists() and (found := _format_of(path)) != FORMAT:
+            raise ShardmakeError(
+                f"{rundir.root} was made by another version of Shardmake: {path.relative_to(rundir.root)} has the "
+                f"format {found}, and this version reads {FORMAT}. Nothing was changed. Use that version for it, or "
+                "give the run another name to make it again."
+            )
+
+
+def _format_of(path: Path) -> int:
+    """Return the format of a file, 0 if it has none; a damaged file is reported by its reader."""
+    try:
+        values = json.loads(path.read_bytes())
+    except ValueError:
+        return FORMAT
+    entries = values if isinstance(values, list) else [values]
+    return next((entry.get("format", 0) for entry in entries), FORMAT)
 
 
 def read_record(path: Path, kind: type[T], made_by: str) -> T:

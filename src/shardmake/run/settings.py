@@ -15,7 +15,7 @@ from shardmake.config.effects import differences, read_keys, result_keys, values
 from shardmake.config.models import Cluster, Run
 from shardmake.core.errors import ConfigError
 from shardmake.run.paths import RunDir
-from shardmake.run.record import RunRecord
+from shardmake.run.record import RunFile
 
 logger = logging.getLogger(__name__)
 STAGES_BEFORE: Mapping[str, tuple[str, ...]] = {
@@ -33,7 +33,7 @@ _UNTIL_TRAINED = ("plan", "render")
 """Stages that prepare the training, and run again after any change that they read until it has finished."""
 
 
-class StageSettings(RunRecord):
+class StageSettings(RunFile):
     """``settings/STAGE.json``: the settings with which a stage ran to its end."""
 
     made_by: ClassVar[str] = "shardmake STAGE NAME"

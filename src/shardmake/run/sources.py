@@ -18,7 +18,7 @@ from shardmake.core.errors import ConfigError, ModelError
 from shardmake.core.manifest import FileRecord
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import WeightsReceipt
-from shardmake.run.record import RunRecord
+from shardmake.run.record import RunFile, RunRecord
 
 
 def _is_none(value: object) -> bool:
@@ -51,7 +51,7 @@ class PinnedSource(RunRecord):
         return self if self.origin is None else self.origin.first
 
 
-class Sources(RunRecord):
+class Sources(RunFile):
     """``sources.json``: everything that a run starts from."""
 
     made_by: ClassVar[str] = "shardmake fetch NAME"

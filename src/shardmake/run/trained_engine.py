@@ -5,13 +5,13 @@ from typing import Literal
 from pydantic import Field
 
 from shardmake.config.strategies import Device
-from shardmake.run.record import RunRecord
+from shardmake.run.record import RunFile
 
 ScriptApi = Literal["accelerate", "trainer", "deepspeed", "torch"]
 """The interface through which a script trains; a program that uses Trainer also uses Accelerate."""
 
 
-class TrainedEngine(RunRecord):
+class TrainedEngine(RunFile):
     """``trained.json`` of an attempt: the engine of a user's script at its first optimizer step."""
 
     api: ScriptApi = Field(description="Interface that the script uses: trainer, accelerate, deepspeed or torch.")

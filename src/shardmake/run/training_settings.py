@@ -11,7 +11,7 @@ from shardmake.config.strategies import Device, Library
 from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.model_class import ModelClass
 from shardmake.run.plan import Plan
-from shardmake.run.record import RunRecord
+from shardmake.run.record import RunFile, RunRecord
 
 
 class BaseModelSettings(RunRecord):
@@ -202,7 +202,7 @@ class ScriptProgram(RunRecord):
     )
 
 
-class TrainingSettings(RunRecord):
+class TrainingSettings(RunFile):
     """``training.json``: model, method, training arguments, and the engine that the ranks must find."""
 
     made_by: ClassVar[str] = "shardmake render NAME"

@@ -57,7 +57,7 @@ def test_files_are_linked_hashed_and_noticed(run: Run, tmp_path: Path) -> None:
     assert {str(name): path.read_bytes() for name, path in found.items()} == FILES
     digests = {file["path"]: file["sha256"] for file in receipt.sources["train"]["files"]}
     assert digests == {name: hashlib.sha256(content).hexdigest() for name, content in FILES.items()}
-    assert receipt.train.sequences == 0 and receipt.eval.examples == 8 and receipt.format == "chat"
+    assert receipt.train.sequences == 0 and receipt.eval.examples == 8 and receipt.data_format == "chat"
     assert not (rundir.data / "train").exists()
     check_raw(rundir)
 

@@ -135,7 +135,7 @@ def test_long_texts_are_split_and_nothing_is_lost(model: Path, tmp_path: Path) -
     receipt = prepare(make_run(model, {"train": path, "eval": path}), rundir).as_json()
     assert (receipt["train"]["examples"], receipt["train"]["split"], receipt["train"]["truncated"]) == (2, 1, 0)
     assert receipt["train"]["tokens"] == sum(len(text) + 2 for text in texts)
-    assert not receipt["loss_on_assistant"] and receipt["format"] == "text"
+    assert not receipt["loss_on_assistant"] and receipt["data_format"] == "text"
 
 
 def test_part_of_the_training_data_is_set_aside(model: Path, tmp_path: Path) -> None:
@@ -369,7 +369,7 @@ def test_what_was_recognized_is_logged(model: Path, tmp_path: Path, caplog: pyte
     receipt = prepare(make_run(model, {"train": path}), RunDir(tmp_path / "run"))
     message = f"{path}: the examples are in the format alpaca (instruction, output). Columns that are not used: source."
     assert message in caplog.messages
-    assert receipt.format == "alpaca" and receipt.loss_on_assistant
+    assert receipt.data_format == "alpaca" and receipt.loss_on_assistant
     assert receipt.columns == {c: c for c in ("instruction", "output", "input", "system")}
 
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from shardmake.core.errors import ShardmakeError
 from shardmake.run.attempt import Heartbeat, NodeStates, RankState, RequestedStop
-from shardmake.run.record import read_record
+from shardmake.run.paths import RunDir
+from shardmake.run.record import check_format, read_record
 
 
 @given(beat=st.builds(Heartbeat, time=st.floats(allow_nan=False), median_step_seconds=st.floats(allow_nan=False)))
@@ -71,3 +72,20 @@ def test_any_type_of_pydantic_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "history.json"
     path.write_text('[{"step": 1, "time": 2}]')
     assert read_record(path, list[RequestedStop], "shardmake train NAME") == [RequestedStop(step=1, time=2)]
+
+
+@pytest.mark.parametrize("file", ["sources.json", "plan/plan.json", "train/receipt.json", "train/attempts/index.json"])
+def test_a_run_of_an_older_format_is_named_and_not_changed(tmp_path: Path, file: str) -> None:
+    path = tmp_path / "runs/chat" / file
+    path.parent.mkdir(parents=True)
+    path.write_text('[{"step": 4}]' if "index" in file else '{"step": 4, "format": "text"}')
+    with pytest.raises(ShardmakeError, match=rf"runs/chat was made by another version.*{file} has the format (0|text)"):
+        check_format(RunDir(tmp_path / "runs/chat"))
+
+
+def test_a_run_of_this_format_a_new_one_and_a_damaged_file_pass(tmp_path: Path) -> None:
+    folder = RunDir(tmp_path / "runs/chat")
+    check_format(folder)
+    RequestedStop(step=4, time=1.5).write(folder.plan)
+    folder.sources.write_text('{"format"')
+    check_format(folder)
