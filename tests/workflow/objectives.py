@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Objective:
-    """What differs between the tests of two objectives."""
+    """The differences between the tests of two objectives."""
 
     example: Callable[[int, Turn, Turn], Row]
     """Make an example of a number, a question and its answer."""
