@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+_PEFT_NAMES: Final = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules"}
+"""PEFT's name of each key of the section `lora`."""
+
 
 @dataclass(frozen=True)
 class MethodSpec:
@@ -22,19 +25,12 @@ class MethodSpec:
     """Peak learning rate that `shardmake init` writes."""
     peft_class: str = ""
     """PEFT's class of configurations; empty if all weights are trained."""
-    peft_names: Mapping[str, str] = field(
-        default_factory=lambda: {
-            "rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules",
-        }
-    )  # fmt: skip
-    """PEFT's name of each key of the section `lora`."""
     peft_options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of PEFT's class."""
     unquantized: str = ""
     """The same method on a base in 16 bits; empty if the method does not quantize its base to 4 bits."""
     package: str = ""
-    """Optional package, and module, that it needs."""
-    needs_gpu: bool = False
+    """Optional package, and module, that it needs; its kernels need a GPU."""
     smaller: tuple[str, ...] = ()
     """Methods that take less memory, which a plan without enough memory tries."""
 
@@ -52,7 +48,7 @@ class MethodSpec:
         """Return PEFT's configuration of ``adapters``, which are keys of the section `lora` with their values."""
         import peft
 
-        values = {self.peft_names[key]: value for key, value in adapters.items()}
+        values = {_PEFT_NAMES[key]: value for key, value in adapters.items()}
         return getattr(peft, self.peft_class)(task_type=task_type, **values, **self.peft_options)
 
 
@@ -62,13 +58,7 @@ METHODS: Final[dict[str, MethodSpec]] = {
     DEFAULT_METHOD: MethodSpec("full fine-tuning", "all weights", 1e-5, smaller=("lora", "qlora")),
     "lora": MethodSpec("LoRA", "low-rank adapters", 2e-4, "LoraConfig"),
     "qlora": MethodSpec(
-        "QLoRA",
-        "adapters on a 4-bit base",
-        2e-4,
-        "LoraConfig",
-        unquantized="lora",
-        package="bitsandbytes",
-        needs_gpu=True,
+        "QLoRA", "adapters on a 4-bit base", 2e-4, "LoraConfig", unquantized="lora", package="bitsandbytes"
     ),
 }
 

@@ -31,8 +31,7 @@ class OptimizerSpec:
     host_class: str = ""
     """Import path of DeepSpeed's vectorized class, for states that a GPU node keeps on the host."""
     package: str = ""
-    """Optional package, and module, that it needs."""
-    needs_gpu: bool = False
+    """Optional package, and module, that it needs; its kernels need a GPU."""
     smaller: tuple[str, ...] = ()
     """Optimizers with smaller states, which a plan without enough memory tries."""
     fails_sharded: str = ""
@@ -48,38 +47,23 @@ _TAKE: Final = "Take optimizer: adamw, or one of the strategies {others}."
 
 OPTIMIZERS: Final[dict[str, OptimizerSpec]] = {
     DEFAULT_OPTIMIZER: OptimizerSpec(
-        "adamw_torch",
-        "AdamW",
-        "AdamW of PyTorch",
-        moments=2,
-        temporaries=2,
-        has_betas=True,
-        fused="adamw_torch_fused",
-        host_class="deepspeed.ops.adam.DeepSpeedCPUAdam",
-        smaller=("adamw8bit",),
+        "adamw_torch", "AdamW", "AdamW of PyTorch", moments=2, temporaries=2, has_betas=True, fused="adamw_torch_fused",
+        host_class="deepspeed.ops.adam.DeepSpeedCPUAdam", smaller=("adamw8bit",),
     ),
     "adamw8bit": OptimizerSpec(
-        "adamw_bnb_8bit",
-        "AdamW",
-        "8-bit AdamW of bitsandbytes",
-        state_bytes=2 * (1 + 4 / 256),
-        has_betas=True,
+        "adamw_bnb_8bit", "AdamW", "8-bit AdamW of bitsandbytes", state_bytes=2 * (1 + 4 / 256), has_betas=True,
         package="bitsandbytes",
-        needs_gpu=True,
-        fails_sharded="{strategy}, because its kernels do not take the sharded tensors of FSDP2. " + _TAKE,
+        fails_sharded=f"{{strategy}}, because its kernels do not take the sharded tensors of FSDP2. {_TAKE}",
         fails_on_host="{strategy}, because it runs on the GPU, and this strategy keeps the optimizer on the host. "
         + _TAKE,
     ),
     "adafactor": OptimizerSpec(
-        "adafactor",
-        "Adafactor",
-        "Adafactor",
-        state_bytes=0.01,
+        "adafactor", "Adafactor", "Adafactor", state_bytes=0.01,
         fails_sharded="FSDP2, because transformers' Adafactor cannot add sharded tensors to its own. Take a ZeRO "
         "strategy, or another optimizer.",
     ),
     STATELESS: OptimizerSpec("sgd", "SGD", "SGD"),
-}
+}  # fmt: skip
 
 
 def find_built(optim: str) -> OptimizerSpec:

@@ -390,8 +390,8 @@ def _check_packages(run: Run) -> None:
 
 def _check_cpu(run: Run) -> None:
     needs_gpu = {
-        f"optimizer: {run.optimizer}": OPTIMIZERS[run.optimizer].needs_gpu,
-        f"method: {run.method}": run.method_spec.needs_gpu,
+        f"optimizer: {run.optimizer}": bool(OPTIMIZERS[run.optimizer].package),
+        f"method: {run.method}": bool(run.method_spec.package),
         f"attention: {run.attention}": run.attention in FLASH_KERNELS,
         "precision: fp16": run.precision == "fp16",
         "loss: fused": run.loss == "fused",

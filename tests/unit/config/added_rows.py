@@ -1,4 +1,4 @@
-"""What becomes of one more optimizer and one more method: ``python -m tests.unit.config.added_rows FOLDER``.
+"""Run with one more optimizer and one more method: ``python -m tests.unit.config.added_rows FOLDER``.
 
 This is a process of its own, because the types of the configuration are made from the tables when they are imported.
 """
