@@ -20,7 +20,9 @@ from shardmake.config.chains import chain_of, with_first_model
 from shardmake.config.inputs import check_inputs
 from shardmake.config.invocation import RUNS_VARIABLE, VARIABLE
 from shardmake.config.load import get_run, load_cluster, load_config, load_resolved, sweep_runs
+from shardmake.config.methods import DEFAULT_METHOD
 from shardmake.config.models import Cluster, GradientDtype, Method, Objective, Optimizer, Precision, Run, Strategy
+from shardmake.config.optimizers import DEFAULT_OPTIMIZER
 from shardmake.config.user_files import read_user_files
 from shardmake.core.build_locks import remove_stale_locks
 from shardmake.core.environment import hub_environment, kernel_caches
@@ -145,7 +147,7 @@ def init(
     data: Annotated[str, typer.Option(help="Training data: a file, a folder or a hub data set.")] = "",
     cluster: Annotated[str, typer.Option(help="Cluster file.")] = "",
     name: Annotated[str, typer.Option(help="Name of the run. Default: from the model.")] = "",
-    method: Annotated[Method, typer.Option(help="What is trained.")] = "full",
+    method: Annotated[Method, typer.Option(help="What is trained.")] = DEFAULT_METHOD,
 ) -> None:
     """Write a configuration with one run, and name the next command; asks for what no option gives."""
     from shardmake.commands.init import Answers, ask, write_config
@@ -197,8 +199,8 @@ def estimate(
         Attention | None, typer.Option(help="Attention kernel. Default: the fastest that model and GPU support.")
     ] = None,
     precision: Annotated[Precision, typer.Option(help="Compute data type.")] = "bf16",
-    optimizer: Annotated[Optimizer, typer.Option(help="Optimizer.")] = "adamw",
-    method: Annotated[Method, typer.Option(help="What is trained.")] = "full",
+    optimizer: Annotated[Optimizer, typer.Option(help="Optimizer.")] = DEFAULT_OPTIMIZER,
+    method: Annotated[Method, typer.Option(help="What is trained.")] = DEFAULT_METHOD,
     lora_rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 16,
     lora_targets: Annotated[str, typer.Option(help="Layers with adapters, such as q_proj,v_proj.")] = "all-linear",
     lora_dropout: Annotated[float, typer.Option(help="Dropout before the adapters.")] = 0.0,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from shardmake.config.accelerators import find_accelerator
 from shardmake.config.attention import Attention
 from shardmake.config.load import parse_section
+from shardmake.config.methods import DEFAULT_METHOD, METHODS
 from shardmake.config.models import (
     STRATEGIES,
     Cluster,
@@ -23,6 +24,7 @@ from shardmake.config.models import (
     Strategy,
 )
 from shardmake.config.objectives import OBJECTIVES
+from shardmake.config.optimizers import DEFAULT_OPTIMIZER
 from shardmake.config.user_files import read_user_files
 from shardmake.core.errors import ConfigError, ShardmakeError, nearest
 from shardmake.core.log import warn_while_slow
@@ -82,8 +84,8 @@ class EstimateRequest:
     attention: Attention | None = None
     """None: the fastest that the model's class and the GPU support."""
     precision: Precision = "bf16"
-    optimizer: Optimizer = "adamw"
-    method: Method = "full"
+    optimizer: Optimizer = DEFAULT_OPTIMIZER
+    method: Method = DEFAULT_METHOD
     lora_rank: int = 16
     lora_targets: str = "all-linear"
     lora_dropout: float = 0.0
@@ -448,8 +450,8 @@ def _levers(request: EstimateRequest) -> Iterator[Kind]:
     """Yield the options that cost nothing: the training has the same steps, up to rounding."""
     if request.loss == "plain":
         yield "loss", ["fused", "chunked"]
-    has_reference = OBJECTIVES[request.objective].has_reference
-    if has_reference and request.method == "full" and request.reference != "precomputed":
+    has_model = OBJECTIVES[request.objective].has_reference and not METHODS[request.method].has_adapters
+    if has_model and request.reference != "precomputed":
         yield "reference", ["precomputed"]
     if request.sequence_parallel == 1:
         yield "sequence_parallel", shared_by(request.gpus_per_node)

@@ -13,6 +13,7 @@ import typer
 
 from shardmake.config.inputs import check_inputs, is_local
 from shardmake.config.load import load_cluster, parse_config
+from shardmake.config.methods import METHODS
 from shardmake.config.models import Method
 from shardmake.config.parse_text import parse_yaml
 from shardmake.core.errors import ConfigError
@@ -24,7 +25,6 @@ _QUESTIONS: Final[Mapping[str, str]] = {
     "data": "Training data (a file, a folder, or a hub data set)",
     "cluster": "Cluster file",
 }
-_LEARNING_RATES: Final[Mapping[Method, float]] = {"full": 1e-5, "lora": 2e-4, "qlora": 2e-4}
 _LENGTH: Final = 2048
 """Tokens per sequence, or the positions of a local model if it has fewer."""
 _TEMPLATE: Final = """\
@@ -94,7 +94,7 @@ def write_config(answers: Answers, out: Path) -> str:
         data=_quoted(_path(answers.data)),
         method=answers.method,
         length=_sequence_length(answers.model),
-        learning_rate=_LEARNING_RATES[answers.method],
+        learning_rate=METHODS[answers.method].learning_rate,
     )
     check_inputs(name, parse_config(parse_yaml(text), str(out)).runs[name])
     out.parent.mkdir(parents=True, exist_ok=True)

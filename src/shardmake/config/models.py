@@ -17,7 +17,9 @@ from shardmake.config.attention import Attention
 from shardmake.config.chains import check_chains
 from shardmake.config.destinations import check_destination, check_distinct, with_run_name
 from shardmake.config.formats import FORMATS, RAW, DataFormat
+from shardmake.config.methods import DEFAULT_METHOD, METHODS, MethodSpec, describe_methods
 from shardmake.config.objectives import OBJECTIVES
+from shardmake.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, describe_optimizers
 from shardmake.config.preferences import check_objective
 from shardmake.config.script_file import SCRIPT_VARIABLES, SERVICE_VARIABLES, check_variables
 from shardmake.config.service import check_service
@@ -58,18 +60,20 @@ if TYPE_CHECKING:
     Strategy = str
     EvaluationBackend = str
     Objective = str
+    Optimizer = str
+    Method = str
     Format = DataFormat
 else:
     Strategy = Literal[tuple(STRATEGY_SPECS)]
     EvaluationBackend = Literal["whole", "device-map", *PARTITIONED_INFERENCE]
     Objective = Literal[tuple(OBJECTIVES)]
+    Optimizer = Literal[tuple(OPTIMIZERS)]
+    Method = Literal[tuple(METHODS)]
     Format = Literal[tuple(FORMATS)]
 STRATEGIES: tuple[Strategy, ...] = tuple(STRATEGY_SPECS)
 Precision = Literal["bf16", "fp16", "fp32"]
 GradientDtype = Literal["auto", "fp32", "bf16"]
 TORCH_DTYPES: Final[dict[Precision, str]] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-Optimizer = Literal["adamw", "adamw8bit", "adafactor", "sgd"]
-Method = Literal["full", "lora", "qlora"]
 Loss = Literal["plain", "fused", "chunked"]
 DpoLoss = Literal[
     "sigmoid", "hinge", "ipo", "nca_pair", "sppo_hard", "apo_zero", "apo_down", "discopop", "sigmoid_norm"
@@ -300,7 +304,7 @@ def _check_list(key: str, labels: list[str]) -> None:
 
 
 class Lora(Section):
-    """Low-rank adapters, for `method: lora` and `method: qlora`."""
+    """Low-rank adapters, for each `method` that trains them."""
 
     rank: Count = Field(16, description="Rank of the adapters.")
     alpha: Count = Field(32, description="Scale: updates are multiplied by alpha / rank.")
@@ -525,11 +529,7 @@ class Run(Section):
     warmup_ratio: Fraction = Field(0.05, description="Fraction of the steps with a rising learning rate.")
     weight_decay: WeightDecay = Field(0.0, description="Decoupled weight decay.")
     max_grad_norm: GradientNorm = Field(1.0, description="Maximum norm of the gradients; larger ones are clipped.")
-    optimizer: Optimizer = Field(
-        "adamw",
-        description="Optimizer. `adamw8bit` needs bitsandbytes and a GPU. `adamw8bit` and `adafactor` do not work with "
-        "FSDP2.",
-    )
+    optimizer: Optimizer = Field(DEFAULT_OPTIMIZER, description=f"Optimizer. {describe_optimizers()}")
     precision: Precision | Literal["auto"] = Field(
         "auto", description="`auto`: bf16 on Ampere and later, fp16 before, fp32 on CPU."
     )
@@ -571,7 +571,7 @@ class Run(Section):
     dpo: Dpo | None = Field(None, description="Settings of `objective: dpo`. Without it, the defaults.")
     kto: Kto | None = Field(None, description="Settings of `objective: kto`. Without it, the defaults.")
     reward: Reward | None = Field(None, description="Settings of `objective: reward`. Without it, the defaults.")
-    method: Method = Field("full", description="Train all weights, low-rank adapters, or adapters on a 4-bit base.")
+    method: Method = Field(DEFAULT_METHOD, description=describe_methods())
     lora: Lora = Field(Lora(), description="Settings of the adapters.")
     strategy: Strategy | Literal["auto"] = Field(
         "auto", description="Sharding of the training states. `auto`: the fastest strategy that fits."
@@ -673,6 +673,11 @@ class Run(Section):
                 )
         check_objective(self)
         return self
+
+    @property
+    def method_spec(self) -> MethodSpec:
+        """Return the row of the run's method."""
+        return METHODS[self.method]
 
     @property
     def objective_settings(self) -> Section | None:

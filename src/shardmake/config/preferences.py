@@ -41,9 +41,9 @@ def _refused_by_trl(run: "Run", spec: ObjectiveSpec) -> Iterator[str]:
         yield f"tensor_parallel is not supported with {objective}. Remove it"
     if run.sequence_parallel > 1:
         yield f"sequence_parallel is not supported with {objective}. Remove it"
-    if run.method != "full" and run.lora.dropout > 0:
+    if run.method_spec.has_adapters and run.lora.dropout > 0:
         yield f"lora.dropout has no effect with {objective}, for which TRL turns dropout off. Remove it"
-    if spec.head_adapter and run.method != "full" and targets != "all-linear" and "lm_head" in targets:
+    if spec.head_adapter and run.method_spec.has_adapters and targets != "all-linear" and "lm_head" in targets:
         yield (
             f"lora.targets: an adapter of lm_head has no effect with {objective}, because {spec.head_adapter}. "
             "Remove lm_head"

@@ -39,7 +39,7 @@ class StrategySpec:
     """
     cpu: bool = False
     """`strategy: auto` considers it on a cluster without GPUs."""
-    qlora: bool = False
+    four_bits: bool = False
     """`strategy: auto` considers it for quantized weights."""
     tensor_parallel: bool = False
     """It combines with tensor parallelism: ZeRO with DeepSpeed's AutoTP, FSDP with Accelerate's ParallelismConfig.
@@ -112,17 +112,17 @@ class StrategySpec:
 
 
 STRATEGY_SPECS: Final[dict[str, StrategySpec]] = {
-    "ddp": StrategySpec(DDP, fallback_order=10, cpu=True, qlora=True),
-    "zero1": StrategySpec(DEEPSPEED, 1, fallback_order=20, cpu=True, qlora=True, tensor_parallel=True),
+    "ddp": StrategySpec(DDP, fallback_order=10, cpu=True, four_bits=True),
+    "zero1": StrategySpec(DEEPSPEED, 1, fallback_order=20, cpu=True, four_bits=True, tensor_parallel=True),
     "zero1-offload": StrategySpec(DEEPSPEED, 1, "cpu", fallback_order=35, cpu=True),
-    "zero2": StrategySpec(DEEPSPEED, 2, fallback_order=30, cpu=True, qlora=True, tensor_parallel=True),
+    "zero2": StrategySpec(DEEPSPEED, 2, fallback_order=30, cpu=True, four_bits=True, tensor_parallel=True),
     "zero2-offload": StrategySpec(DEEPSPEED, 2, "cpu", fallback_order=40, cpu=True),
     "zero3": StrategySpec(DEEPSPEED, 3, fallback_order=50, cpu=True),
     "zero3-hpz": StrategySpec(DEEPSPEED, 3, hpz=True, fallback_order=45),
     "zero3-offload-optimizer": StrategySpec(DEEPSPEED, 3, "cpu", fallback_order=60, cpu=True),
     "zero3-offload": StrategySpec(DEEPSPEED, 3, "cpu", "cpu", fallback_order=70, cpu=True),
     "zero3-nvme": StrategySpec(DEEPSPEED, 3, "nvme", "nvme", fallback_order=80),
-    "fsdp": StrategySpec(FSDP, fallback_order=30, qlora=True, tensor_parallel=True),
+    "fsdp": StrategySpec(FSDP, fallback_order=30, four_bits=True, tensor_parallel=True),
     "fsdp-grad-op": StrategySpec(FSDP, reshard_after_forward=False, fallback_order=10, tensor_parallel=True),
     "fsdp-hybrid": StrategySpec(FSDP, hybrid=True, fallback_order=20),
     "fsdp-offload": StrategySpec(FSDP, 0, "cpu", "cpu", fallback_order=40),

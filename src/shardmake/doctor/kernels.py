@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pydantic import Field
 
 from shardmake.config.accelerators import ACCELERATORS
 from shardmake.config.attention import FLASH_CAPABILITY
+from shardmake.config.methods import METHODS
+from shardmake.config.optimizers import OPTIMIZERS
 from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import GIB
 from shardmake.doctor.findings import Finding, not_checked, ok, ok_if, stops, warning
@@ -38,6 +40,11 @@ _TOLERANCE = 0.03
 """Relative error that bf16 kernels may have."""
 CHECK_SECONDS = 120.0
 BUILD_SECONDS = 600.0
+BITSANDBYTES: Final = {
+    **{f"`method: {name}`": name for name, spec in METHODS.items() if spec.package == "bitsandbytes"},
+    **{f"`optimizer: {name}`": name for name, spec in OPTIMIZERS.items() if spec.package == "bitsandbytes"},
+}
+"""The settings that need bitsandbytes, with their values."""
 
 
 class KernelResult(RunRecord):
@@ -265,7 +272,7 @@ def check_liger(request: DoctorRequest) -> KernelResult:
 def check_bitsandbytes(request: DoctorRequest) -> KernelResult:
     """Quantize a matrix to 4 bits and back, and take a step with the 8-bit optimizer."""
     if find_spec("bitsandbytes") is None:
-        advice = "It is needed only for `method: qlora` and `optimizer: adamw8bit`."
+        advice = f"It is needed only for {' and '.join(BITSANDBYTES)}."
         return KernelResult(findings=[not_checked("bitsandbytes", "bitsandbytes is not installed", advice)])
     import bitsandbytes  # type: ignore[import-not-found]
     import torch
@@ -280,7 +287,9 @@ def check_bitsandbytes(request: DoctorRequest) -> KernelResult:
         f"4 bits keep a matrix up to {error:.0%}; an 8-bit AdamW step moves by {(before - weight).mean().item():.2f}"
     )
     good = error < 0.2 and bool(torch.isfinite(weight).all()) and not torch.equal(before, weight)
-    advice = "Install the bitsandbytes of constraints.txt. Do without qlora and adamw8bit until then."
+    advice = (
+        f"Install the bitsandbytes of constraints.txt. Do without {' and '.join(BITSANDBYTES.values())} until then."
+    )
     return KernelResult(findings=[ok_if(good, "bitsandbytes", found, advice, stops)])
 
 

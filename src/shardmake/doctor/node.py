@@ -19,7 +19,7 @@ from shardmake.run.attempt import host_name
 RENDEZVOUS_SECONDS = 180.0
 _OPTIONAL = {
     "Liger": "`loss: fused`",
-    "bitsandbytes": "`method: qlora` or `optimizer: adamw8bit`",
+    "bitsandbytes": " or ".join(kernels.BITSANDBYTES),
     "CPU Adam": "a strategy with offload",
     "NVMe I/O": "a strategy with offload to NVMe",
 }

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from shardmake.config import methods
 from shardmake.core.atomic import digest, write_json
 from shardmake.core.environment import cache_folder
 from shardmake.core.log import warn_while_slow
@@ -18,7 +19,8 @@ from shardmake.core.process import run_module
 def cached_path(module: str, request: Mapping[str, Any]) -> Path:
     """Return the file of the result of ``request``.
 
-    Its name is a digest of the request, the versions of the libraries and the source of this package.
+    Its name is a digest of the request, the versions of the libraries, and the source of this package and of
+    the adapters.
     """
     key = digest([dict(request), _versions()])
     return cache_folder() / f"{module.rpartition('.')[2]}-{key}.json"
@@ -26,7 +28,7 @@ def cached_path(module: str, request: Mapping[str, Any]) -> Path:
 
 @cache
 def _versions() -> list[str]:
-    sources = sorted(Path(__file__).parent.rglob("*.py"))
+    sources = [*sorted(Path(__file__).parent.rglob("*.py")), Path(methods.__file__)]
     text = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
     return [version("torch"), version("transformers"), text]
 

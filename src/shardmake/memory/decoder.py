@@ -33,9 +33,10 @@ def micro_step(scenario: Scenario) -> list[TensorEvent]:
 
 def weights_of(scenario: Scenario) -> Weights:
     """Return the model's parameters as ``scenario`` trains and holds them."""
-    full = scenario.method == "full"
+    full = not scenario.method_spec.has_adapters
     item = weight_bytes(scenario)
-    quantized = {t.name for t in scenario.model.tensors if is_quantized(t)} if scenario.method == "qlora" else set()
+    in_four_bits = scenario.method_spec.in_four_bits
+    quantized = {t.name for t in scenario.model.tensors if in_four_bits and is_quantized(t)}
     norm = 4 if scenario.widens_frozen and scenario.autocast else item
     items = {
         t.name: Parameter(
@@ -61,7 +62,7 @@ def weight_bytes(scenario: Scenario) -> int:
     """
     if not scenario.autocast:
         return scenario.compute
-    return 4 if scenario.method == "full" else scenario.frozen
+    return scenario.frozen if scenario.method_spec.has_adapters else 4
 
 
 def layer_input(scenario: Scenario) -> int:

@@ -70,7 +70,7 @@ def _of_unit(scenario: Scenario, tensors: list[int], adapters: int) -> Iterator[
     base = tensors[: len(tensors) - adapters]
     for adapter in tensors[len(base) :]:
         yield FlatWeight((adapter,), trained, trained, BYTES[scenario.adapter_compute], "weights")
-    if base and scenario.method == "full":
+    if base and not scenario.method_spec.has_adapters:
         yield FlatWeight(tuple(base), min(compute, trained), trained, compute, "weights")
     elif base:
         held = 4 if scenario.wide_base else compute
@@ -98,7 +98,7 @@ class Fsdp1Memory(Fsdp2Memory):
             if states.unit_of(tensor, joined=True) == ROOT
         }
         super().load()
-        if self.scenario.method == "full":
+        if not self.scenario.method_spec.has_adapters:
             shards, flats = self.scenario.shards, (flat for flats in self._flats.values() for flat in flats)
             self.trained = [part for flat in flats for part in flat.first_parts(shards)]
 

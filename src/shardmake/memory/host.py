@@ -98,11 +98,11 @@ def _load(scenario: Scenario) -> int:
 
     Weights that go to the GPU directly are in host RAM only while they are converted.
     """
-    full = scenario.method == "full"
-    held = BYTES[scenario.weights] if full and scenario.zero_stage == 0 else scenario.compute
+    trains_all = not scenario.method_spec.has_adapters
+    held = BYTES[scenario.weights] if trains_all and scenario.zero_stage == 0 else scenario.compute
     held = 4 if scenario.wide_base else held
     if scenario.loads_on_gpu:
-        threads = 1 if scenario.method == "qlora" else LOADING_THREADS
+        threads = 1 if scenario.method_spec.in_four_bits else LOADING_THREADS
         largest = sorted((tensor.numel for tensor in scenario.model.tensors), reverse=True)[:threads]
         return scenario.ranks_per_node * (held * sum(largest) + _flattened(scenario))
     size = held * scenario.model.whole_parameters * (2 if scenario.reference_weights else 1)

@@ -6,6 +6,7 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, Final, Literal
 
+from shardmake.config.methods import METHODS
 from shardmake.core.atomic import digest
 from shardmake.core.errors import ModelError, nearest
 from shardmake.memory.cache import cached_helper
@@ -195,14 +196,13 @@ def is_head(tensor: ParameterSpec) -> bool:
 
 
 def split(model: Model, method: str, rank: int = 16, targets: Iterable[str] | str = "all-linear") -> Split:
-    """Return trained, frozen and quantized elements of ``model`` under ``method`` (`full`, `lora` or `qlora`)."""
-    if method == "full":
+    """Return trained, frozen and quantized elements of ``model`` under ``method`` of the table."""
+    spec = METHODS[method]
+    if not spec.has_adapters:
         return Split(model.parameters, 0, 0)
-    adapters = (*_adapters(model, rank, targets), *_trained_head(model))
+    adapters = (*_adapters(model, method, rank, targets), *_trained_head(model))
     trainable = sum(tensor.numel for tensor in adapters)
-    if method == "lora":
-        return Split(trainable, model.parameters, 0, adapters)
-    quantized = sum(t.numel for t in model.tensors if is_quantized(t))
+    quantized = sum(t.numel for t in model.tensors if is_quantized(t)) if spec.in_four_bits else 0
     return Split(trainable, model.parameters - quantized, quantized, adapters)
 
 
@@ -236,11 +236,11 @@ def adapted_layers(model: Model, targets: Iterable[str] | str) -> list[Parameter
     return chosen
 
 
-def _adapters(model: Model, rank: int, targets: Iterable[str] | str) -> tuple[ParameterSpec, ...]:
-    """Return PEFT's LoRA weights; PEFT itself lists them for an architecture that is not in `families`."""
+def _adapters(model: Model, method: str, rank: int, targets: Iterable[str] | str) -> tuple[ParameterSpec, ...]:
+    """Return the adapters' weights; PEFT itself lists them for an architecture that is not in `families`."""
     layers = adapted_layers(model, targets)
     if model.decoder is None:
-        named = {"rank": rank, "targets": targets if isinstance(targets, str) else list(targets)}
+        named = {"method": method, "rank": rank, "targets": targets if isinstance(targets, str) else list(targets)}
         request = inventory_request(model.config, model.source, model.trust_remote_code)
         doing = f"Adding adapters to {model.architecture} without memory, to list their weights"
         return tensors_from_json(cached_helper(INVENTORY, {**request, "adapters": named}, doing))

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardmake.config.methods import METHODS
 from shardmake.core.errors import ModelError
 from shardmake.core.process import answer_request
 from shardmake.memory.model import ParameterSpec, has_own_class
@@ -21,7 +22,7 @@ def answer(request: Mapping[str, Any]) -> Any:
     """Return the inventory of the requested model, or of its adapters."""
     model = build(request["config"], request["source"], request["trust_remote_code"])
     wanted = request.get("adapters")
-    return adapters(model, wanted["rank"], wanted["targets"]) if wanted else inventory(model)
+    return adapters(model, **wanted) if wanted else inventory(model)
 
 
 def build(config: Mapping[str, Any], source: str, trust_remote_code: bool = False) -> "nn.Module":
@@ -129,13 +130,13 @@ def leaf_classes(model: "nn.Module") -> list[str]:
     return sorted(set(found))
 
 
-def adapters(model: "nn.Module", rank: int, targets: str | list[str]) -> list[dict[str, Any]]:
+def adapters(model: "nn.Module", method: str, rank: int, targets: str | list[str]) -> list[dict[str, Any]]:
     """Return the weights that PEFT's LoRA adds, named without its wrapping; experts and routers get some too."""
     import torch
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
     blocks = block_paths(model)
-    config = LoraConfig(r=rank, target_modules=targets, task_type=None)
+    config = METHODS[method].peft_config(None, rank=rank, targets=targets)
     try:
         with torch.device("meta"):
             adapted = get_peft_model(model, config)

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import Any
 
+from shardmake.config.methods import DEFAULT_METHOD
+from shardmake.config.optimizers import STATELESS
 from shardmake.config.strategies import PROBED
 from shardmake.core.errors import ConfigError
 from shardmake.core.process import query_gpus
@@ -63,14 +65,14 @@ def scenario(shape: Model, ranks: int, tokens: int) -> Scenario:
     """Return the scenario of the probe's step: FSDP2, fp32 weights, no optimizer states."""
     return Scenario(
         model=shape,
-        split=split(shape, "full"),
+        split=split(shape, DEFAULT_METHOD),
         strategy=PROBED,
         nodes=1,
         ranks_per_node=ranks,
         micro_batch=1,
         sequence_length=tokens,
         attention="sdpa",
-        optimizer="sgd",
+        optimizer=STATELESS,
     )
 
 

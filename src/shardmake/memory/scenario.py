@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardmake.config.attention import Attention
+from shardmake.config.methods import DEFAULT_METHOD, METHODS, MethodSpec
 from shardmake.config.models import Loss, Method, Optimizer, Precision, Strategy
+from shardmake.config.optimizers import DEFAULT_OPTIMIZER
 from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
 from shardmake.memory.calibration import Calibration
 from shardmake.memory.model import Model, Split
@@ -96,8 +98,8 @@ class Scenario:
     """Data type in which gradients are accumulated and reduced; None: that of the computation."""
     tf32: bool = False
     weights: Precision = "fp32"
-    optimizer: Optimizer = "adamw"
-    method: Method = "full"
+    optimizer: Optimizer = DEFAULT_OPTIMIZER
+    method: Method = DEFAULT_METHOD
     loss: Loss = "plain"
     lora_rank: int = 16
     lora_targets: str | tuple[str, ...] = "all-linear"
@@ -128,6 +130,11 @@ class Scenario:
     def spec(self) -> StrategySpec:
         """Return the strategy's row of the table."""
         return STRATEGY_SPECS[self.strategy]
+
+    @property
+    def method_spec(self) -> MethodSpec:
+        """Return the method's row of the table."""
+        return METHODS[self.method]
 
     @property
     def world_size(self) -> int:
@@ -165,13 +172,14 @@ class Scenario:
 
     @property
     def wide_base(self) -> bool:
-        """True if LoRA's frozen weights are held in fp32."""
-        return self.method == "lora" and self.behavior.wide_base and not self.zero_stage
+        """True if frozen weights that are not in 4 bits are held in fp32."""
+        spec = self.method_spec
+        return spec.has_adapters and not spec.in_four_bits and self.behavior.wide_base and not self.zero_stage
 
     @property
     def widens_frozen(self) -> bool:
         """True if weights that are not in 4 bits are cast to fp32, the norms at least."""
-        return self.method == "qlora" and self.behavior.widens_frozen and not self.zero_stage
+        return self.method_spec.in_four_bits and self.behavior.widens_frozen and not self.zero_stage
 
     @property
     def recomputes_units(self) -> bool:
@@ -181,7 +189,7 @@ class Scenario:
     @property
     def holds_inputs(self) -> bool:
         """True if FSDP1 keeps the inputs of recomputed layers until the backward pass ends."""
-        return self.recomputes_units and not self.activation_offload and self.method != "full"
+        return self.recomputes_units and not self.activation_offload and self.method_spec.has_adapters
 
     @property
     def gradient(self) -> int:
@@ -211,8 +219,7 @@ class Scenario:
     @property
     def autocast(self) -> bool:
         """True if the forward pass casts fp32 weights under autocast."""
-        full = self.method == "full"
-        held = self.weights if full else self.adapter_weights
+        held = self.adapter_weights if self.method_spec.has_adapters else self.weights
         return self.behavior.autocast and self.spec.is_ddp and self.precision != "fp32" and held == "fp32"
 
     @property

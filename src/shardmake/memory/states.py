@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from math import ceil
 
+from shardmake.config.methods import METHODS
 from shardmake.config.models import Method
+from shardmake.config.optimizers import OPTIMIZERS
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.model import MODELS, Model, ParameterSpec, Split, is_quantized
 from shardmake.memory.scenario import BYTES, Scenario
@@ -37,15 +39,8 @@ NCCL = int(1.45 * 2**30)  # after the first collective, per communicator (ml-eng
 
 def optimizer_bytes(scenario: Scenario, element_bytes: int = 4) -> float:
     """Return the bytes of optimizer state per trained element."""
-    match scenario.optimizer:
-        case "adamw":
-            return 2 * element_bytes
-        case "adamw8bit":
-            return 2 * (1 + 4 / 256)
-        case "adafactor":
-            return 0.01
-        case "sgd":
-            return 0
+    spec = OPTIMIZERS[scenario.optimizer]
+    return spec.moments * element_bytes + spec.state_bytes
 
 
 def resident(scenario: Scenario, buckets: Buckets) -> Terms:
@@ -98,7 +93,7 @@ def reference_bytes(scenario: Scenario) -> int:
 
 def trained_tensors(scenario: Scenario) -> tuple[ParameterSpec, ...]:
     """Return the tensors that the optimizer updates."""
-    return scenario.model.tensors if scenario.method == "full" else scenario.split.adapters
+    return scenario.split.adapters if scenario.method_spec.has_adapters else scenario.model.tensors
 
 
 def step_groups(scenario: Scenario, buckets: Buckets) -> list[int]:
@@ -184,15 +179,16 @@ def boundary_norm_bytes(scenario: Scenario, numel: int) -> int:
 
 
 def step_temporaries(scenario: Scenario, buckets: Buckets) -> int:
-    """Return the temporaries of torch's unfused AdamW on CPU, per tensor: a root and a quotient."""
-    if not scenario.on_cpu or scenario.optimizer != "adamw":
+    """Return the temporaries of torch's kernel for CPUs, per tensor: AdamW's are a root and a quotient."""
+    count = OPTIMIZERS[scenario.optimizer].temporaries
+    if not (scenario.on_cpu and count):
         return 0
-    return 2 * 4 * (largest_group(scenario, buckets) if scenario.zero_stage else scenario.model.largest_tensor)
+    return count * 4 * (largest_group(scenario, buckets) if scenario.zero_stage else scenario.model.largest_tensor)
 
 
 def trained_bytes(scenario: Scenario) -> int:
     """Return the bytes per trained element under DDP and FSDP; adapters are fp32 (PEFT's default)."""
-    return BYTES[scenario.weights if scenario.method == "full" else scenario.adapter_weights]
+    return BYTES[scenario.adapter_weights if scenario.method_spec.has_adapters else scenario.weights]
 
 
 def _gradient_partition(scenario: Scenario) -> int:
@@ -346,7 +342,7 @@ def bucket_bytes(scenario: Scenario, buckets: Buckets) -> int:
         return copies * scenario.compute * buckets.reduce_bucket_size
     if scenario.zero_stage == 3:
         return scenario.gradient * min(buckets.reduce_bucket_size, scenario.split.trainable)
-    if scenario.is_fsdp and scenario.method == "full":
+    if scenario.is_fsdp and not scenario.method_spec.has_adapters:
         return (scenario.compute + scenario.gradient) * scenario.model.largest_block + _head_gradient(scenario)
     return 0
 
@@ -407,7 +403,7 @@ def _unit_tensors(
 ) -> Mapping[Unit, list[int]]:
     sizes: dict[Unit, list[int]] = {}
     for tensor in (*model.tensors, *part.adapters):
-        quantized = method == "qlora" and is_quantized(tensor) and "lora_" not in tensor.name
+        quantized = METHODS[method].in_four_bits and is_quantized(tensor) and "lora_" not in tensor.name
         count = matrices_of_experts(model, tensor) if apart else 1
         numel = ceil(tensor.numel * NF4_BYTES / compute) if quantized else tensor.numel
         sizes.setdefault(unit_of(tensor, joined), []).extend([numel // count] * count)
@@ -428,7 +424,7 @@ def matrices_of_experts(model: Model, tensor: ParameterSpec) -> int:
 @lru_cache(maxsize=MODELS)
 def _trained_units(model: Model, part: Split, method: Method, joined: bool) -> Mapping[Unit, int]:
     sizes: dict[Unit, int] = {}
-    for tensor in model.tensors if method == "full" else part.adapters:
+    for tensor in part.adapters if METHODS[method].has_adapters else model.tensors:
         unit = unit_of(tensor, joined)
         sizes[unit] = sizes.get(unit, 0) + tensor.numel
     return sizes

@@ -130,7 +130,7 @@ def _at_batch(batch: int, one: Any, two: Any) -> Any:
 
 
 def _request(scenario: Scenario) -> dict[str, Any]:
-    adapted = scenario.method != "full"
+    adapted = scenario.method_spec.has_adapters
     held = "fp32" if weight_bytes(scenario) == 4 and not adapted else scenario.precision
     return {
         "config": dict(scenario.model.config),
@@ -147,7 +147,7 @@ def _request(scenario: Scenario) -> dict[str, Any]:
         "precision": scenario.precision,
         "weights": scenario.adapter_compute if adapted else held,
         "frozen": held,
-        "in_four_bits": scenario.method == "qlora",
+        "in_four_bits": scenario.method_spec.in_four_bits,
         "widened": "fp32" if adapted and weight_bytes(scenario) == 4 else held,
         "norms": "fp32" if scenario.widens_frozen and scenario.autocast else held,
         "keeps_output": scenario.behavior.keeps_output,

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardmake.config.methods import METHODS
 from shardmake.config.models import TORCH_DTYPES
 from shardmake.core.errors import ModelError, ShardmakeError
 from shardmake.core.process import answer_request
@@ -172,12 +173,12 @@ def prepare(request: Mapping[str, Any]) -> Any:
         model.set_experts_implementation(expert_loop.NAME)
     if request["in_four_bits"]:
         set_four_bit_layers(model)
-    if request["method"] != "full":
+    if METHODS[request["method"]].has_adapters:
         model = _with_adapters(model, request)
     model.train()
     if request["checkpointing"]:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": request["reentrant"]})
-        if request["method"] != "full":
+        if METHODS[request["method"]].has_adapters:
             model.enable_input_require_grads()
     return model
 
@@ -192,14 +193,11 @@ def _keep_layers(model: nn.Module, count: int) -> None:
 
 
 def _with_adapters(model: nn.Module, request: Mapping[str, Any]) -> nn.Module:
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
-    config = LoraConfig(
-        r=request["rank"],
-        target_modules=request["targets"],
-        lora_dropout=request["dropout"],
-        task_type="SEQ_CLS" if _is_classifier(model) else None,
-    )
+    adapters = {key: request[key] for key in ("rank", "targets", "dropout")}
+    task = "SEQ_CLS" if _is_classifier(model) else None
+    config = METHODS[request["method"]].peft_config(task, **adapters)
     with torch.device("meta"):
         return get_peft_model(model, config)
 

@@ -30,6 +30,7 @@ _LIGER_TABLE = "MODEL_TYPE_TO_APPLY_LIGER_FN"
 _HELPER = "shardmake.plan.inspect_model"
 _SOURCES = (
     "plan/inspect_model.py", "plan/shrink.py", "data/dataset.py", "data/varlen.py", "checkpoint/formats/hub_layout.py",
+    "config/methods.py",
 )  # fmt: skip
 
 
@@ -71,7 +72,8 @@ def find_abilities(model: Model, run: Run) -> Abilities:
         limit = _decoder_limit(model.config, model.decoder)
         return Abilities(model.architecture, KERNELS[1:] if limit else KERNELS, varlen_limit=limit)
     request = inventory_request(model.config, model.source, run.trust_remote_code)
-    adapters = {"rank": run.lora.rank, "targets": run.lora.targets} if run.method != "full" else None
+    named = {"method": run.method, "rank": run.lora.rank, "targets": run.lora.targets}
+    adapters = named if run.method_spec.has_adapters else None
     doing = f"Building a small {model.architecture}, to find which kernels and methods it supports"
     found = cached_helper(_HELPER, {**request, "adapters": adapters, "code": _code()}, doing)
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
@@ -93,7 +95,9 @@ def describe_quantized_base(model: Model, run: Run) -> list[str]:
     found = _declared_quantization(model.config)
     if not found:
         return []
-    counted = "4 bits, as for method: qlora" if run.method == "qlora" else "16 or 32 bits, as if it were dequantized"
+    counted = "16 or 32 bits, as if it were dequantized"
+    if run.method_spec.in_four_bits:
+        counted = f"4 bits, as for method: {run.method}"
     return [f"the memory estimate counts the base in {counted}; its files hold quantized weights ({_named(*found)})"]
 
 
@@ -235,7 +239,7 @@ def _check_chunked(run: Run, model: Model) -> None:
 
 def _check_adapted_head(run: Run, model: Model) -> None:
     """Raise a `ConfigError` for an adapter of the head, if the loss multiplies by the head's weights alone."""
-    if run.loss == "plain" or run.method == "full" or run.script:
+    if run.loss == "plain" or not run.method_spec.has_adapters or run.script:
         return
     for layer in adapted_layers(model, run.lora.targets):
         if is_head(layer):

@@ -13,6 +13,7 @@ from shardmake.checkpoint.formats import huggingface
 from shardmake.checkpoint.formats.hub_layout import HubWeight, hub_weights
 from shardmake.checkpoint.formats.lora import UNSUPPORTED
 from shardmake.config.attention import KERNELS
+from shardmake.config.methods import METHODS
 from shardmake.core.errors import ModelError
 from shardmake.core.process import answer_request
 from shardmake.memory.model import has_own_class
@@ -130,7 +131,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         "mixing": [*mixing, *(kernel for kernel in others if _mixes(config, kernel, trust_remote_code))],
         "gradient_checkpointing": bool(model.supports_gradient_checkpointing),
         "unmergeable": unmergeable,
-        "mergeable_targets": _mergeable_targets(_build(config, source, trust_remote_code), adapters["rank"], weights)
+        "mergeable_targets": _mergeable_targets(_build(config, source, trust_remote_code), adapters, weights)
         if unmergeable
         else [],
     }
@@ -284,10 +285,12 @@ def _small_models(config: Any, kernel: str, trust_remote_code: bool) -> Iterator
         yield model
 
 
-def _mergeable_targets(model: "PreTrainedModel", rank: int, weights: Iterable[HubWeight]) -> list[str]:
+def _mergeable_targets(
+    model: "PreTrainedModel", adapters: Mapping[str, Any], weights: Iterable[HubWeight]
+) -> list[str]:
     """Return the names of linear layers whose adapters `shardmake consolidate` merges.
 
-    Layers with fewer rows or columns than ``rank`` are left out, and names that PEFT refuses alone or takes for the
+    Layers with fewer rows or columns than the rank are left out, and names that PEFT refuses alone or takes for the
     experts' fused weights.
     """
     import torch
@@ -298,11 +301,11 @@ def _mergeable_targets(model: "PreTrainedModel", rank: int, weights: Iterable[Hu
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and module is not head
     }
-    names = [name for name, layer in layers.items() if min(layer.in_features, layer.out_features) >= rank]
+    names = [name for name, layer in layers.items() if min(layer.in_features, layer.out_features) >= adapters["rank"]]
     found = []
     for name in names:
         try:
-            if not _unmergeable(model, {"rank": rank, "targets": [name]}, weights):
+            if not _unmergeable(model, {**adapters, "targets": [name]}, weights):
                 found.append(name)
         except ModelError:  # PEFT takes the name only together with others
             continue
@@ -312,9 +315,10 @@ def _mergeable_targets(model: "PreTrainedModel", rank: int, weights: Iterable[Hu
 def _unmergeable(model: "PreTrainedModel", adapters: Mapping[str, Any], weights: Iterable[HubWeight]) -> list[str]:
     """Return the features of the adapters that `shardmake consolidate` refuses; ``model`` stays as it is."""
     import torch
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
-    config = LoraConfig(r=adapters["rank"], target_modules=adapters["targets"], task_type="CAUSAL_LM")
+    values = {key: adapters[key] for key in ("rank", "targets")}
+    config = METHODS[adapters["method"]].peft_config("CAUSAL_LM", **values)
     try:
         with torch.device("meta"):
             adapted = get_peft_model(model, config)

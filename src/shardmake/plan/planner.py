@@ -167,7 +167,7 @@ def scenario_of(settings: ResolvedRun, choice: Choice) -> Scenario:
         micro_batch=choice.micro_batch_size * objective.sequences,
         log_probs=objective.has_reference,
         extra_forwards=objective.forwards - 1 + (objective.forwards if run.reference == "model" else 0),
-        reference_weights=run.reference == "model" and run.method == "full",
+        reference_weights=run.reference == "model" and not run.method_spec.has_adapters,
         sequence_length=run.sequence_length,
         sequence_parallel=choice.sequence_parallel,
         tensor_parallel=ranks,

@@ -10,6 +10,7 @@ from packaging.version import Version
 from shardmake.config.attention import FLASH_CAPABILITY, FLASH_KERNELS, KERNELS, Attention
 from shardmake.config.models import Cluster, Objective, Precision, Run, Strategy
 from shardmake.config.objectives import OBJECTIVES
+from shardmake.config.optimizers import OPTIMIZERS
 from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
 from shardmake.config.user_files import UserFiles, read_user_files
 from shardmake.core.errors import ConfigError
@@ -251,31 +252,26 @@ def unsuitable(run: Run, strategy: Strategy) -> str:
             f"Strategy {strategy} is not for a script: its checkpoints, written by DeepSpeed alone, cannot be merged "
             "and resume without the optimizer's moments. Take zero3-offload, or let Shardmake train (engine: loop)."
         )
-    if not run.script and run.optimizer == "adafactor" and spec.is_fsdp and run.fsdp_version == 2:
-        return (
-            "optimizer: adafactor fails at the first step under FSDP2, because transformers' Adafactor cannot add "
-            "sharded tensors to its own. Take a ZeRO strategy, or another optimizer."
-        )
-    if not run.script and run.optimizer == "adamw8bit" and (why := _unsuitable_for_8_bit_adam(run, spec)):
-        others = [name for name, other in STRATEGY_SPECS.items() if not _unsuitable_for_8_bit_adam(run, other)]
-        return (
-            f"optimizer: adamw8bit fails at the first step under {strategy}, because {why}. Take optimizer: adamw, or "
-            f"one of the strategies {', '.join(others)}."
-        )
+    if not run.script and (where := _optimizer_fails(run, spec)):
+        others = [name for name, other in STRATEGY_SPECS.items() if not _optimizer_fails(run, other)]
+        where = where.format(strategy=strategy, others=", ".join(others))
+        return f"optimizer: {run.optimizer} fails at the first step under {where}"
     if run.activation_offload and spec.is_fsdp and run.fsdp_version == 1:
         return "activation_offload: true needs FSDP2: accelerate refuses it under FSDP1. Take fsdp_version: 2."
     if run.loss == "chunked" and spec.is_fsdp:
         return f"loss: chunked is not tested under {strategy}. Take ddp or a ZeRO strategy, or loss: fused."
-    if run.method == "qlora" and not spec.qlora:
-        others = [name for name, other in STRATEGY_SPECS.items() if other.qlora]
+    unquantized = run.method_spec.unquantized
+    if unquantized and not spec.four_bits:
+        others = [name for name, other in STRATEGY_SPECS.items() if other.four_bits]
         return (
-            f"method: qlora cannot train under {strategy}, because {_unsuitable_for_4_bits(spec)}. Take method: lora, "
-            f"or one of {', '.join(others)}."
+            f"method: {run.method} cannot train under {strategy}, because {_unsuitable_for_4_bits(spec)}. Take method: "
+            f"{unquantized}, or one of {', '.join(others)}."
         )
-    if run.method == "qlora" and spec.is_fsdp and run.fsdp_version == 1 and not run.script:
+    if unquantized and spec.is_fsdp and run.fsdp_version == 1 and not run.script:
         return (
-            "method: qlora cannot train under FSDP1, which puts the weights of a layer into one tensor. PEFT casts the "
-            "norms to fp32, and the 4-bit weights are stored in 16 bits. Take fsdp_version: 2, or method: lora."
+            f"method: {run.method} cannot train under FSDP1, which puts the weights of a layer into one tensor. PEFT "
+            "casts the norms to fp32, and the 4-bit weights are stored in 16 bits. Take fsdp_version: 2, or method: "
+            f"{unquantized}."
         )
     return ""
 
@@ -292,11 +288,12 @@ def _unsuitable_for_4_bits(spec: StrategySpec) -> str:
     return "4-bit weights have not been trained and saved with this kind of FSDP"
 
 
-def _unsuitable_for_8_bit_adam(run: Run, spec: StrategySpec) -> str:
-    """Return why bitsandbytes' AdamW cannot train under a strategy; empty if it can."""
+def _optimizer_fails(run: Run, spec: StrategySpec) -> str:
+    """Return where and why the run's optimizer cannot train under a strategy; empty if it can."""
+    optimizer = OPTIMIZERS[run.optimizer]
     if spec.is_fsdp and run.fsdp_version == 2:
-        return "its kernels do not take the sharded tensors of FSDP2"
-    return "it runs on the GPU, and this strategy keeps the optimizer on the host" if spec.offload_optimizer else ""
+        return optimizer.fails_sharded
+    return optimizer.fails_on_host if spec.offload_optimizer else ""
 
 
 def check_fsdp(run: Run, cluster: Cluster) -> None:
@@ -336,7 +333,7 @@ def _wrong_run(run: Run) -> Iterator[str]:
             )
         if run.fsdp_version == 1:
             yield "fsdp_version 1: only FSDP2 takes a tensor-parallel mesh."
-    if run.method != "full":
+    if run.method_spec.has_adapters:
         yield f"method {run.method}: adapters on sharded matrices are not merged here. Take method: full."
     if run.engine == "loop":
         yield "engine loop: it does not support tensor parallelism. Take engine: trainer."
@@ -369,14 +366,14 @@ def _wrong_styles(run: Run, model: Model) -> Iterator[str]:
 def missing_packages(run: Run) -> list[tuple[str, str]]:
     """Return each setting of ``run`` whose optional package is not installed, with the package's name."""
     wanted = {
-        "loss: fused": ("liger_kernel", "liger-kernel", run.loss == "fused"),
-        "optimizer: adamw8bit": ("bitsandbytes", "bitsandbytes", run.optimizer == "adamw8bit"),
-        "method: qlora": ("bitsandbytes", "bitsandbytes", run.method == "qlora"),
+        "loss: fused": "liger-kernel" if run.loss == "fused" else "",
+        f"optimizer: {run.optimizer}": OPTIMIZERS[run.optimizer].package,
+        f"method: {run.method}": run.method_spec.package,
     }
     return [
         (setting, package)
-        for setting, (module, package, is_wanted) in wanted.items()
-        if is_wanted and find_spec(module) is None
+        for setting, package in wanted.items()
+        if package and find_spec(package.replace("-", "_")) is None
     ]
 
 
@@ -393,8 +390,8 @@ def _check_packages(run: Run) -> None:
 
 def _check_cpu(run: Run) -> None:
     needs_gpu = {
-        "optimizer: adamw8bit": run.optimizer == "adamw8bit",
-        "method: qlora": run.method == "qlora",
+        f"optimizer: {run.optimizer}": bool(OPTIMIZERS[run.optimizer].package),
+        f"method: {run.method}": bool(run.method_spec.package),
         f"attention: {run.attention}": run.attention in FLASH_KERNELS,
         "precision: fp16": run.precision == "fp16",
         "loss: fused": run.loss == "fused",

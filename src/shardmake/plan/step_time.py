@@ -67,7 +67,7 @@ def _compute(scenario: Scenario, hardware: Hardware) -> float:
     and two and a half times the work in attention.
     """
     blocks, head, attention = (seconds * scenario.accumulation for seconds in _forward(scenario, hardware))
-    backward = 2.0 if scenario.method == "full" else 1.1
+    backward = 1.1 if scenario.method_spec.has_adapters else 2.0
     again = blocks + attention if scenario.checkpointing else 0.0
     extra = scenario.extra_forwards * (blocks + head + attention)
     return (1 + backward) * (blocks + head) + 3.5 * attention + again + extra

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from shardmake.config.methods import METHODS
 from shardmake.config.models import Run
+from shardmake.config.optimizers import OPTIMIZERS
 from shardmake.core.errors import ShardmakeError
 from shardmake.plan.candidates import Candidate
 from shardmake.plan.choose import CLEARLY, choose_from, fits_below
@@ -35,11 +37,8 @@ class Suggestion(NamedTuple):
 def changes(nodes: int, sequence_length: int, method: str, optimizer: str) -> Iterator[Kind]:
     """Yield what costs more than a setting: first more nodes, then what changes the result of the training."""
     yield "nodes", [nodes << power for power in range(1, MAX_NODE_FACTOR.bit_length())]
-    if optimizer == "adamw":
-        yield "optimizer", ["adamw8bit"]
-    if method == "full":
-        yield "method", ["lora"]
-        yield "method", ["qlora"]
+    yield from (("optimizer", [other]) for other in OPTIMIZERS[optimizer].smaller)
+    yield from (("method", [other]) for other in METHODS[method].smaller)
     halves = (sequence_length >> power for power in range(1, sequence_length.bit_length()))
     yield "sequence_length", [length for length in halves if length >= MIN_SEQUENCE_LENGTH]
 
@@ -51,7 +50,7 @@ def levers(settings: ResolvedRun) -> Iterator[Kind]:
         return
     if run.loss == "plain" and run.script is None:
         yield "loss", ["fused", "chunked"]
-    if run.method == "full" and run.reference == "model":
+    if run.reference == "model" and not run.method_spec.has_adapters:
         yield f"{run.objective}.reference", ["precomputed"]
     if run.sequence_parallel == 1:
         yield "sequence_parallel", shared_by(settings.cluster.processes_per_node)
@@ -112,8 +111,8 @@ def suggest_faster(settings: ResolvedRun, chosen: Candidate, candidates: Iterabl
     kept_out = any(item.gpu_seconds < limit and item.choice.nodes == nodes for item in candidates)
     run = settings.run
     kinds = [kind for kind in levers(settings) if kept_out or not (kind[0] == "loss" or kind[0].endswith("reference"))]
-    if kept_out and run.optimizer == "adamw":
-        kinds.append(("optimizer", ["adamw8bit"]))
+    if kept_out:
+        kinds += [("optimizer", [other]) for other in OPTIMIZERS[run.optimizer].smaller]
     if run.strategy != "auto":
         kinds.append(("strategy", ["auto"]))
     if run.nodes and kept_out:

@@ -50,7 +50,7 @@ def error_of(scenario: Scenario) -> FamilyError:
     """Return the error of the estimates of trainings like ``scenario``."""
     if scenario.offloads_optimizer or scenario.offloads_parameters:
         return FAMILY_ERRORS["offloaded"]
-    if scenario.method == "qlora":
+    if scenario.method_spec.in_four_bits:
         return FAMILY_ERRORS["quantized"]
     return FAMILY_ERRORS["unsharded" if scenario.spec.is_ddp else "sharded"]
 

@@ -64,7 +64,7 @@ def fsdp_settings(choice: Choice, run: Run, model: Model) -> dict[str, Any]:
         "transformer_layer_cls_to_wrap": ",".join(model.block_classes),
         "state_dict_type": "SHARDED_STATE_DICT",
         # Nothing broadcasts 4-bit weights. Transformers would leave a new head unwritten on all ranks but the first.
-        "cpu_ram_efficient_loading": run.method != "qlora",
+        "cpu_ram_efficient_loading": not run.method_spec.in_four_bits,
         "offload_params": spec.offload_param is not None,
         "activation_checkpointing": choice.gradient_checkpointing,
     }

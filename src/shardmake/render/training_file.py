@@ -7,6 +7,7 @@ from typing import Any, Final
 from shardmake.checkpoint.interval import job_mtbf_seconds
 from shardmake.config.chat_template import read_template
 from shardmake.config.models import TORCH_DTYPES, Cluster, Run
+from shardmake.config.optimizers import OPTIMIZERS
 from shardmake.config.script_file import script_file
 from shardmake.core.atomic import sha256
 from shardmake.memory.model import Model
@@ -30,7 +31,6 @@ from shardmake.run.training_settings import (
 )
 
 ATTENTION: Final = {"varlen": "varlen", "flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
-OPTIMIZERS: Final = {"adamw": "adamw_torch", "adamw8bit": "adamw_bnb_8bit", "adafactor": "adafactor", "sgd": "sgd"}
 ADAM_BETAS: Final = (0.9, 0.999)
 ADAM_EPSILON: Final = 1e-8
 
@@ -52,7 +52,9 @@ def training_settings(plan: Plan, run: Run, cluster: Cluster, model: Model) -> T
         ),
         objective=run.objective,
         **({run.objective: run.objective_settings.model_dump()} if run.objective_settings else {}),
-        method=FullMethod() if run.method == "full" else AdapterMethod(kind=run.method, **run.lora.model_dump()),
+        method=AdapterMethod(kind=run.method, **run.lora.model_dump())
+        if run.method_spec.has_adapters
+        else FullMethod(),
         arguments=training_arguments(plan, run, cluster, model),
         optimizer=cpu_optimizer(choice, run, cluster),
         expected=expected_engine(choice, run.fsdp_version),
@@ -75,7 +77,7 @@ def load_dtype(choice: Choice, run: Run) -> str:
     DDP and FSDP train fp32 master weights under autocast or a mixed-precision policy, so full fine-tuning loads fp32
     there. DeepSpeed keeps the master weights itself, and a frozen base needs none.
     """
-    if run.method == "full" and not choice.is_deepspeed:
+    if not (run.method_spec.has_adapters or choice.is_deepspeed):
         return "float32"
     return TORCH_DTYPES[choice.precision]
 
@@ -111,10 +113,11 @@ def cpu_optimizer(choice: Choice, run: Run, cluster: Cluster) -> OptimizerSettin
     Ranks without a GPU gain nothing from it, and its compilation takes a minute and a half.
     """
     offloads = choice.is_deepspeed and choice.spec.offload_optimizer is not None
-    if not offloads or run.optimizer != "adamw" or cluster.is_cpu:
+    name = OPTIMIZERS[run.optimizer].host_class
+    if not offloads or not name or cluster.is_cpu:
         return None
     arguments = {"lr": run.learning_rate, "betas": list(ADAM_BETAS), "eps": ADAM_EPSILON, "adamw_mode": True}
-    return OptimizerSettings(class_name="deepspeed.ops.adam.DeepSpeedCPUAdam", arguments=arguments)
+    return OptimizerSettings(class_name=name, arguments=arguments)
 
 
 def training_arguments(plan: Plan, run: Run, cluster: Cluster, model: Model) -> dict[str, Any]:
@@ -184,9 +187,9 @@ def _warmup_steps(run: Run) -> int | float:
 
 
 def _optimizer_arguments(run: Run, cluster: Cluster) -> dict[str, Any]:
-    fused = run.optimizer == "adamw" and not cluster.is_cpu
+    spec = OPTIMIZERS[run.optimizer]
     return {
-        "optim": "adamw_torch_fused" if fused else OPTIMIZERS[run.optimizer],
+        "optim": spec.optim if cluster.is_cpu else spec.fused or spec.optim,
         "adam_beta1": ADAM_BETAS[0],
         "adam_beta2": ADAM_BETAS[1],
         "adam_epsilon": ADAM_EPSILON,

@@ -8,6 +8,7 @@ examples cost less than one long one.
 from dataclasses import dataclass
 
 from shardmake.config.accelerators import find_accelerator
+from shardmake.config.methods import METHODS
 from shardmake.config.models import Method, Run
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.memory.families import as_classifier
@@ -56,7 +57,7 @@ def flops_per_token(model: Model, method: Method, context: float) -> float:
     costs 4 per layer, context and width forward (scores and values), and twice that backward.
     """
     weights = matrix_weights(model)
-    per_weight = 6 if method == "full" else 4
+    per_weight = 4 if METHODS[method].has_adapters else 6
     return per_weight * weights + 12 * len(model.blocks) * _attention_width(model) * context
 
 

@@ -9,8 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from shardmake.config.methods import METHODS
 from shardmake.config.models import TORCH_DTYPES
 from shardmake.config.objectives import OBJECTIVES
+from shardmake.config.optimizers import find_built
 from shardmake.config.strategies import DDP, DEEPSPEED, FSDP
 from shardmake.core.units import plural
 from shardmake.report.history import hours_name
@@ -23,13 +25,6 @@ from shardmake.run.training_settings import AdapterMethod, ScriptProgram, Traini
 UNKNOWN: Final = "set by the script"
 _SCRIPTS_OWN: Final = "optimizer, schedule, weight decay, gradient clipping, sequence length, method, seed"
 _PRECISIONS: Final = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-_OPTIMIZERS: Final = {
-    "adamw_torch": "AdamW of PyTorch",
-    "adamw_torch_fused": "AdamW of PyTorch, fused",
-    "adamw_bnb_8bit": "8-bit AdamW of bitsandbytes",
-    "adafactor": "Adafactor",
-    "sgd": "SGD",
-}
 _ENGINES: Final[dict[str, str]] = {DDP: "DDP", FSDP: "FSDP", DEEPSPEED: "DeepSpeed"}
 _APIS: Final = {
     "accelerate": "Accelerate",
@@ -154,20 +149,23 @@ def _words(name: str) -> str:
 
 def _method(records: Records) -> str:
     method = records.settings.method
+    label = METHODS[method.kind].label
     if not isinstance(method, AdapterMethod):
-        return "full fine-tuning"
+        return label
     layers = method.targets if isinstance(method.targets, str) else ", ".join(method.targets)
     return (
-        f"{'QLoRA' if method.kind == 'qlora' else 'LoRA'}: rank {method.rank}, alpha {method.alpha}, dropout "
+        f"{label}: rank {method.rank}, alpha {method.alpha}, dropout "
         f"{method.dropout:g}, on {layers}; merged into the base model"
     )
 
 
 def _optimizer(records: Records) -> dict[str, str]:
     settings = records.settings
-    values, name = settings.arguments, str(settings.arguments["optim"])
-    label = settings.optimizer.class_name.rpartition(".")[2] if settings.optimizer else _OPTIMIZERS.get(name, name)
-    if settings.optimizer or name.startswith("adamw"):
+    values, spec = settings.arguments, find_built(settings.arguments["optim"])
+    label = spec.label + (", fused" if values["optim"] == spec.fused else "")
+    if settings.optimizer:
+        label = settings.optimizer.class_name.rpartition(".")[2]
+    if spec.has_betas:
         label += f", betas {values['adam_beta1']:g} and {values['adam_beta2']:g}, epsilon {values['adam_epsilon']:g}"
     decay = float(values["weight_decay"])
     return {

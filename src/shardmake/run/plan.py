@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from shardmake.config.attention import Attention
+from shardmake.config.methods import METHODS
 from shardmake.config.models import GradientDtype, Loss, Method, Objective, Optimizer, Precision, Run, Strategy
 from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
 from shardmake.core.atomic import digest
@@ -85,7 +86,7 @@ class Choice(RunRecord):
         ZeRO-3 and FSDP shard the weights on their way; only 4-bit weights are quantized whole on each GPU first.
         Tensor parallelism splits the matrices after loading.
         """
-        return self.tensor_parallel == 1 and (method == "qlora" or not self.spec.gathers_parameters)
+        return self.tensor_parallel == 1 and (METHODS[method].in_four_bits or not self.spec.gathers_parameters)
 
     @property
     def gradients(self) -> Precision:
@@ -116,7 +117,7 @@ class Workload(RunRecord):
     sequence_length: int = Field(gt=0, description="Tokens per sequence.")
     packing: bool = Field(description="Whether sequences are packed.")
     objective: Objective = Field(description="What training optimizes.")
-    method: Method = Field(description="full, lora or qlora.")
+    method: Method = Field(description="What is trained.")
     optimizer: Optimizer = Field(description="Optimizer.")
     attention: Attention = Field(description="Attention kernel.")
     loss: Loss = Field(description="Cross entropy: plain or fused.")

@@ -39,7 +39,7 @@ class FullMethod(RunRecord):
 class AdapterMethod(RunRecord):
     """Low-rank adapters on a frozen base model."""
 
-    kind: Method = Field(description="lora or qlora.")
+    kind: Method = Field(description="Kind of adapters.")
     rank: int = Field(description="Rank of the adapters.")
     alpha: int = Field(description="Scale: the update is multiplied by alpha / rank.")
     dropout: float = Field(description="Dropout on the adapters' input.")

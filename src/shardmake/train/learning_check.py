@@ -7,25 +7,17 @@ arguments that asked for them: a DeepSpeed file may replace any of them silently
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from transformers import TrainingArguments, get_scheduler
 
+from shardmake.config.optimizers import find_built
 from shardmake.core.nested import leaves, same
 from shardmake.run.learning_settings import LearningSettings
 from shardmake.run.plan import Choice
 from shardmake.run.training_settings import TrainingSettings
 from shardmake.train.engine_check import EngineMismatchError, compute_dtype, is_deepspeed_engine
-
-OPTIMIZER_CLASSES: Final = {
-    "adamw_torch": "AdamW",
-    "adamw_torch_fused": "AdamW",
-    "adamw_bnb_8bit": "AdamW",
-    "adafactor": "Adafactor",
-    "sgd": "SGD",
-}
-"""Class of the optimizer that transformers builds for ``optim``."""
 
 
 @dataclass(frozen=True)
@@ -82,16 +74,13 @@ def planned_learning(
 ) -> dict[str, Any]:
     """Return the planned value of each field of `LearningSettings` that the plan or the run decides."""
     given, expected = settings.arguments, settings.expected
-    optimizer = OPTIMIZER_CLASSES[given["optim"]]
-    if settings.optimizer is not None:
-        optimizer = settings.optimizer.class_name.rpartition(".")[2]
-    is_adam = "Adam" in optimizer
+    spec, replaced = find_built(given["optim"]), settings.optimizer
     warmup = arguments.get_warmup_steps(steps)
     return {
-        "optimizer": optimizer,
+        "optimizer": replaced.class_name.rpartition(".")[2] if replaced else spec.class_name,
         "learning_rate": given["learning_rate"],
-        "betas": [given["adam_beta1"], given["adam_beta2"]] if is_adam else None,
-        "epsilon": given["adam_epsilon"] if is_adam else None,
+        "betas": [given["adam_beta1"], given["adam_beta2"]] if spec.has_betas else None,
+        "epsilon": given["adam_epsilon"] if spec.has_betas else None,
         "weight_decay": given["weight_decay"],
         "decays_vectors": False,
         "schedule": given["lr_scheduler_type"],

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from shardmake.checkpoint.formats.hub_layout import check_all_loaded
+from shardmake.config.methods import METHODS
 from shardmake.config.strategies import FSDP
 from shardmake.core.errors import CheckpointError
 from shardmake.core.units import plural
@@ -92,18 +93,14 @@ def load_model(settings: TrainingSettings) -> PreTrainedModel:
     if isinstance(method, FullMethod):
         refuse_partial_states(model)
         return model
-    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from peft import get_peft_model, prepare_model_for_kbit_training
     from peft.tuners import tuners_utils
 
-    if method.kind == "qlora":
+    spec = METHODS[method.kind]
+    if spec.in_four_bits:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    adapters = LoraConfig(
-        r=method.rank,
-        lora_alpha=method.alpha,
-        lora_dropout=method.dropout,
-        target_modules=method.targets,
-        task_type="SEQ_CLS" if settings.model.model_class.new_head else "CAUSAL_LM",
-    )
+    task = "SEQ_CLS" if settings.model.model_class.new_head else "CAUSAL_LM"
+    adapters = spec.peft_config(task, **method.model_dump(exclude={"kind"}))
     name_checkpointed_adapters(tuners_utils)
     adapted = get_peft_model(model, adapters)
     refuse_partial_states(adapted)
@@ -194,12 +191,13 @@ def load_base(settings: TrainingSettings) -> PreTrainedModel:
     if model.attention == "varlen":
         register_varlen()
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": model.attention}
-    if settings.method.kind == "qlora":
+    in_four_bits = METHODS[settings.method.kind].in_four_bits
+    if in_four_bits:
         options["quantization_config"] = _four_bit_config(dtype)
     if model.on_gpu:
         options["device_map"] = {"": int(os.environ.get("LOCAL_RANK", "0"))}
     # Accelerate does not broadcast 4-bit weights, so every rank quantizes its own.
-    receives = settings.expected.engine == FSDP and settings.method.kind != "qlora"
+    receives = settings.expected.engine == FSDP and not in_four_bits
     if receives:
         broadcast_saved_buffers(fsdp_utils)
     changes = model.model_class.config_changes

@@ -233,7 +233,7 @@ def test_fsdp1_is_not_estimated_as_fsdp2(model: str) -> None:
 def test_without_strategy_the_planners_strategies_are_estimated(model: str) -> None:
     request, _ = hardware(model)
     rows = estimate(replace(request, method="qlora", gradient_checkpointing=True)).rows
-    assert [row.choice.strategy for row in rows] == [name for name in STRATEGIES if STRATEGY_SPECS[name].qlora]
+    assert [row.choice.strategy for row in rows] == [name for name in STRATEGIES if STRATEGY_SPECS[name].four_bits]
 
 
 def test_the_smallest_change_is_suggested_if_nothing_fits(model: str) -> None:

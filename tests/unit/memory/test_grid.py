@@ -57,7 +57,7 @@ def _cells() -> Iterator[Any]:
     for family in FAMILIES:
         for strategy in STRATEGIES:
             for method in METHODS:
-                if method == "qlora" and not (_spec(strategy).qlora and strategy != "fsdp1"):
+                if method == "qlora" and not (_spec(strategy).four_bits and strategy != "fsdp1"):
                     continue
                 for checkpointing in (True, False):
                     cell = (family, strategy, method, checkpointing)

@@ -90,7 +90,7 @@ def resolved(run: Run) -> resolve.ResolvedRun:
 
 
 def answer(config: dict[str, Any], targets: str | list[str] | None = None) -> dict[str, Any]:
-    adapters = {"rank": 4, "targets": targets} if targets else None
+    adapters = {"method": "lora", "rank": 4, "targets": targets} if targets else None
     request = {"config": config, "source": "config.json", "trust_remote_code": False, "adapters": adapters}
     return inspect_model.answer(request)
 

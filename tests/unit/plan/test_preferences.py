@@ -123,7 +123,7 @@ def test_a_plan_of_qlora_holds_the_base_once_in_4_bits(folders: dict[str, str], 
     settings = resolve(run_of(folders["eight"], objective=objective, packing=False, method="qlora"), gpus())
     chosen, _ = choose_from(Planner(settings))
     scenario, terms = scenario_of(settings, chosen.choice), chosen.memory.gpu.terms
-    assert chosen.fits and chosen.choice.spec.qlora
+    assert chosen.fits and chosen.choice.spec.four_bits
     assert (scenario.extra_forwards, scenario.reference_weights) == (forwards, False)
     assert not terms.get("reference model")
     assert terms["frozen weights"] < 0.5 * 2 * settings.model.parameters

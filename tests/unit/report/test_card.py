@@ -5,6 +5,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from shardmake.config.models import Run
+from shardmake.config.optimizers import OPTIMIZERS
 from shardmake.core.errors import ShardmakeError
 from shardmake.report.card import card_plots, render_card
 from shardmake.report.records import public_name
@@ -344,7 +345,11 @@ def test_adapters_are_stated_with_their_settings(tmp_path: Path) -> None:
         ({"warmup_steps": 0.05}, ["| Warm-up | 0.05 of all steps |"]),
         ({"num_train_epochs": 2.0}, ["| Length | 60 optimizer steps (2 epochs), 245,760 tokens |"]),
         ({"optim": "adafactor", "weight_decay": 0.0}, ["| Optimizer | Adafactor |", "| Weight decay | 0 |"]),
-        ({"optim": "lion_32bit"}, ["| Optimizer | lion_32bit |"]),
+        *(({"optim": spec.optim}, [f"| Optimizer | {spec.label}"]) for spec in OPTIMIZERS.values()),
+        (
+            {"optim": "adamw_torch_fused"},
+            ["| Optimizer | AdamW of PyTorch, fused, betas 0.9 and 0.999, epsilon 1e-08 |"],
+        ),
     ],
 )
 def test_settings_are_those_that_were_rendered(tmp_path: Path, arguments: dict[str, object], rows: list[str]) -> None:

@@ -1,0 +1,78 @@
+"""The table of optimizers: one row each.
+
+Every other file asks for an attribute of a row and never tests an optimizer's name. A new optimizer is one row here. If
+its states are not moments of Adam, `shardmake.checkpoint.reshard` must know them as well.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """One optimizer: its names in the libraries, the memory of its states, and where it cannot train."""
+
+    optim: str
+    """transformers' name of it, for the training argument ``optim``."""
+    class_name: str
+    """Class that transformers builds for ``optim``, without its module."""
+    label: str
+    """Name in the report and in the model card."""
+    moments: int = 0
+    """States per trained weight that have the shape and the data type of the weight."""
+    state_bytes: float = 0
+    """Further bytes of state per trained element."""
+    temporaries: int = 0
+    """Temporary fp32 tensors of torch's kernel for CPUs, which updates one weight at a time."""
+    has_betas: bool = False
+    """It takes the betas and the epsilon of Adam."""
+    fused: str = ""
+    """transformers' name of its fused kernel, which trains on GPUs."""
+    host_class: str = ""
+    """Import path of DeepSpeed's vectorized class, for states that a GPU node keeps on the host."""
+    package: str = ""
+    """Optional package, and module, that it needs; its kernels need a GPU."""
+    smaller: tuple[str, ...] = ()
+    """Optimizers with smaller states, which a plan without enough memory tries."""
+    fails_sharded: str = ""
+    """Why and where its first step fails with the sharded tensors of FSDP2, and what to do."""
+    fails_on_host: str = ""
+    """Why and where its first step fails if the strategy keeps the optimizer on the host, and what to do."""
+
+
+DEFAULT_OPTIMIZER: Final = "adamw"
+STATELESS: Final = "sgd"
+"""An optimizer without states, for the step that `shardmake estimate --probe` measures."""
+_TAKE: Final = "Take optimizer: adamw, or one of the strategies {others}."
+
+OPTIMIZERS: Final[dict[str, OptimizerSpec]] = {
+    DEFAULT_OPTIMIZER: OptimizerSpec(
+        "adamw_torch", "AdamW", "AdamW of PyTorch", moments=2, temporaries=2, has_betas=True, fused="adamw_torch_fused",
+        host_class="deepspeed.ops.adam.DeepSpeedCPUAdam", smaller=("adamw8bit",),
+    ),
+    "adamw8bit": OptimizerSpec(
+        "adamw_bnb_8bit", "AdamW", "8-bit AdamW of bitsandbytes", state_bytes=2 * (1 + 4 / 256), has_betas=True,
+        package="bitsandbytes",
+        fails_sharded=f"{{strategy}}, because its kernels do not take the sharded tensors of FSDP2. {_TAKE}",
+        fails_on_host="{strategy}, because it runs on the GPU, and this strategy keeps the optimizer on the host. "
+        + _TAKE,
+    ),
+    "adafactor": OptimizerSpec(
+        "adafactor", "Adafactor", "Adafactor", state_bytes=0.01,
+        fails_sharded="FSDP2, because transformers' Adafactor cannot add sharded tensors to its own. Take a ZeRO "
+        "strategy, or another optimizer.",
+    ),
+    STATELESS: OptimizerSpec("sgd", "SGD", "SGD"),
+}  # fmt: skip
+
+
+def find_built(optim: str) -> OptimizerSpec:
+    """Return the row of the optimizer that transformers builds for ``optim``."""
+    return {name: spec for spec in OPTIMIZERS.values() for name in (spec.optim, spec.fused)}[optim]
+
+
+def describe_optimizers() -> str:
+    """Return what the table demands of a run, for the reference of the configuration."""
+    needs = [f"`{name}` needs {spec.package} and a GPU. " for name, spec in OPTIMIZERS.items() if spec.package]
+    unsharded = " and ".join(f"`{name}`" for name, spec in OPTIMIZERS.items() if spec.fails_sharded)
+    return f"{''.join(needs)}{unsharded} do not work with FSDP2."
