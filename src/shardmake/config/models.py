@@ -445,10 +445,6 @@ class Evaluation(Section):
         "its first token there, its tokens with loss, and under both models its mean loss and whether greedy decoding "
         "answers it word for word.",
     )
-    serve: Literal["vllm"] | None = Field(
-        None,
-        description="`vllm`: the final model must also load and answer the prompts in vLLM, which has to be installed.",
-    )
 
 
 class Push(Section):

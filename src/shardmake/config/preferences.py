@@ -56,7 +56,7 @@ def _refused_by_trl(run: "Run", spec: ObjectiveSpec) -> Iterator[str]:
     if spec.new_head:
         yield from (
             f"evaluation.{key} has no effect with {objective}, whose model does not generate text. Remove it"
-            for key in ("prompts", "lm_eval", "serve", "losses")
+            for key in ("prompts", "lm_eval", "losses")
             if getattr(run.evaluation, key)
         )
     if run.data.loss_on == "all":

@@ -117,7 +117,6 @@ def test_settings_of_reward_have_the_defaults_of_trl() -> None:
         ({"evaluation": {"prompts": ["Hi"]}}, r"evaluation\.prompts has no effect with objective: reward"),
         ({"evaluation": {"losses": True}}, r"evaluation\.losses has no effect with objective: reward"),
         ({"evaluation": {"lm_eval": ["piqa"]}}, r"evaluation\.lm_eval has no effect with objective: reward"),
-        ({"evaluation": {"serve": "vllm", "prompts": []}}, r"evaluation\.serve has no effect with objective: reward"),
         ({"reward": {"center_rewards_coefficient": 0}}, "center_rewards_coefficient"),
     ],
 )
