@@ -170,10 +170,10 @@ class Data(Section):
 
     train: PathText | list[TrainSource] = Field(
         description="A file, a folder of files of one kind, or a hub data set: `org/name` (its split `train`) or "
-        "`org/name:split`. Files: `.jsonl`, `.json` (an array, or one object per line), `.csv`, `.tsv` with a header, "
-        "`.parquet`; all but Parquet also compressed (`.gz`, `.bz2`, `.xz`, `.zst`). A file or folder may also be a "
-        "URL (`s3://`, `gs://`, `https://`, any protocol of fsspec), which is copied. Or a list of sources, which are "
-        "mixed."
+        "`org/name:split`. Files: `.jsonl`, `.json` (an array, which memory must hold, or one object per line), "
+        "`.csv`, `.tsv` with a header, `.parquet`; all but Parquet also compressed (`.gz`, `.bz2`, `.xz`, `.zst`). A "
+        "file or folder may also be a URL (`s3://`, `gs://`, `https://`, any protocol of fsspec), which is copied. Or "
+        "a list of sources, which are mixed."
     )
     eval: PathText | list[EvalSource] | None = Field(
         None,
