@@ -588,10 +588,6 @@ class Run(Section):
         "least a tenth less GPU-time.",
     )
     fsdp_version: Annotated[Literal[1, 2], NotBoolean] = Field(2, description="FSDP version for the `fsdp` strategies.")
-    engine: Literal["trainer", "loop"] = Field(
-        "trainer",
-        description="Training loop: Hugging Face's Trainer, or a plain loop over Accelerate. The result is the same.",
-    )
     script: PathText | None = Field(
         None,
         description="Your own training program for `accelerate launch`, which replaces Shardmake's: a file, or a "
@@ -714,8 +710,6 @@ class Run(Section):
         service = SERVICE_VARIABLES if self.service else ()
         check_variables("script_args", self.script_args, (*SCRIPT_VARIABLES, *service))
         check_service(self)
-        if self.script is not None and self.engine == "loop":
-            raise ValueError("engine: loop cannot be combined with script, which has its own loop. Remove one of them")
         if self.script is not None and self.checkpoints.asynchronous:
             raise ValueError(
                 "checkpoints.asynchronous cannot be combined with script, which saves its own checkpoints. Remove it"

@@ -31,8 +31,6 @@ def _refused_by_trl(run: "Run", spec: ObjectiveSpec) -> Iterator[str]:
             f"script cannot be combined with {objective}, which is an objective of Shardmake's own training. Remove "
             "one of them"
         )
-    if run.engine == "loop":
-        yield f"engine: loop cannot be combined with {objective}, which TRL's trainer optimizes. Remove engine"
     if run.loss != "plain":
         yield f"loss: {run.loss} cannot be combined with {objective}, which has a loss of its own. Remove loss"
     if run.torch_compile:

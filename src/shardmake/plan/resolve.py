@@ -249,7 +249,7 @@ def unsuitable(run: Run, strategy: Strategy) -> str:
     if run.script and spec.uses_nvme:
         return (
             f"Strategy {strategy} is not for a script: its checkpoints, written by DeepSpeed alone, cannot be merged "
-            "and resume without the optimizer's moments. Take zero3-offload, or let Shardmake train (engine: loop)."
+            "and resume without the optimizer's moments. Take zero3-offload, or let Shardmake train."
         )
     if not run.script and run.optimizer == "adafactor" and spec.is_fsdp and run.fsdp_version == 2:
         return (
@@ -338,8 +338,6 @@ def _wrong_run(run: Run) -> Iterator[str]:
             yield "fsdp_version 1: only FSDP2 takes a tensor-parallel mesh."
     if run.method != "full":
         yield f"method {run.method}: adapters on sharded matrices are not merged here. Take method: full."
-    if run.engine == "loop":
-        yield "engine loop: it does not support tensor parallelism. Take engine: trainer."
 
 
 def _wrong_sizes(size: int, cluster: Cluster, model: Model) -> Iterator[str]:

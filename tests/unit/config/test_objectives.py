@@ -79,7 +79,6 @@ def test_an_objective_with_a_reference_model_may_run_it_once(objective: Objectiv
     [
         ({"objective": "sft", "dpo": {"beta": 0.2}}, "dpo has no effect with objective: sft"),
         ({"packing": True}, "packing: true cannot be combined"),
-        ({"engine": "loop"}, "engine: loop cannot be combined"),
         ({"script": "train.py"}, "script cannot be combined"),
         ({"loss": "fused"}, "loss: fused cannot be combined"),
         ({"loss": "chunked"}, "loss: chunked cannot be combined"),
