@@ -60,7 +60,7 @@ class Case:
 
 
 def _words(key: str, value: Any) -> str:
-    return str(value) if key in ("strategy", "method", "objective", "engine") else f"{key}={value}"
+    return str(value) if key in ("strategy", "method", "objective") else f"{key}={value}"
 
 
 def _case(shape: str, strategy: str, **changes: Any) -> Case:
@@ -79,7 +79,6 @@ CASES: Sequence[Case] = (
     _case("0.3B", "ddp", optimizer="adamw8bit"),
     _case("0.3B", "ddp", torch_compile=True),
     _case("0.3B", "fsdp", torch_compile=True),
-    _case("0.3B", "fsdp", engine="loop"),
     _case("0.3B", "ddp", activation_offload=True, **RECOMPUTE),
     _case("0.3B", "zero2", precision="fp16"),
     _case("0.3B", "ddp", precision="fp32", attention="sdpa", sequence_length=2048),

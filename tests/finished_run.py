@@ -41,8 +41,8 @@ from shardmake.run.training_settings import (
     CheckpointSettings,
     ExpectedEngine,
     FullMethod,
-    LoopProgram,
     RetentionSettings,
+    TrainerProgram,
     TrainingSettings,
 )
 
@@ -268,7 +268,7 @@ SETTINGS = TrainingSettings(
     checkpoints=CheckpointSettings(
         retention=RetentionSettings(keep=2, best=False, every_steps=None), mtbf_seconds=None
     ),
-    program=LoopProgram(kind="trainer"),
+    program=TrainerProgram(),
 )  # fmt: skip
 TRAINED = TrainingReceipt(
     steps=60,

@@ -113,7 +113,6 @@ def _import_libraries() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    import shardmake.train.loop
     import shardmake.train.trainer  # noqa: F401
     import tests.activations_on_cpu
     import tests.fsdp_on_cpu  # noqa: F401

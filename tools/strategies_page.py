@@ -33,7 +33,7 @@ otherwise. FSDP is version 2; `fsdp_version: 1` renders `sharding_strategy` FULL
 
 
 SAME_FOR_ALL = {
-    "`engine: loop`, `script`": "`program` in training.json; command and files stay the same, but for a script "
+    "`script`": "`program` in training.json; command and files stay the same, but "
     '`train_micro_batch_size_per_gpu` and `gradient_accumulation_steps` are "auto" in deepspeed.json',
     "`deepspeed_values: auto`": '"auto" wherever Trainer fills in its own value; the engine is the same',
     "`precision`": "bf16 or fp16 in deepspeed.json for DeepSpeed, `mixed_precision` in accelerate.yaml for the others, "

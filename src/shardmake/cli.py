@@ -313,7 +313,6 @@ def plan(
     from shardmake.data import check_first_rows, check_sources
     from shardmake.evaluate.backends import check_backend
     from shardmake.evaluate.harness import prepare_tasks
-    from shardmake.evaluate.serving import check_serving
     from shardmake.evaluate.stage import check_prompts
     from shardmake.launch.submission_check import check_submission, expected_starts
     from shardmake.plan.stage import describe, describe_checkpoints, plan_offline, plan_run
@@ -335,7 +334,6 @@ def plan(
         check_push(run.push, Path(run.model))
         check_backend(run.evaluation.backend, cluster.nvme_path)
         prepare_tasks(run.evaluation)
-        check_serving(run.evaluation)
         check_sources(run)
         check_first_rows(run)
         check_prompts(run)

@@ -22,7 +22,6 @@ WITHOUT_EXTRA = {
     "squeue_cache": "a module of Shardmake, which a process of little memory imports without the package",
     "trackio": "make test-trackers installs it",
     "triton": "a part of torch's builds for CUDA",
-    "vllm": "a separate environment of its own torch; users install it for `evaluation.serve`",
     "wandb": "make test-trackers installs it",
 }
 DISTRIBUTIONS = {"bitsandbytes": "bitsandbytes", "liger_kernel": "liger-kernel", "pynvml": "nvidia-ml-py"}

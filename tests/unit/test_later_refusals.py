@@ -107,8 +107,6 @@ TABLE: dict[str, Why | str] = {
     "evaluate/scores.py:Score.means": R,
     "evaluate/scores.py:Scores.as_record": A,
     "evaluate/scores.py:smaller_after_out_of_memory": Why.RANKS,
-    "evaluate/serving.py:check_serving": "cli.py:plan",
-    "evaluate/serving.py:serve": Why.RESULT,
     "evaluate/stage.py:_as_prompt": "evaluate/stage.py:check_prompts",
     "evaluate/stage.py:check_prompts": "cli.py:plan",
     "launch/attempt_end.py:apply_decision": R,

@@ -132,14 +132,11 @@ def test_driver_resumes_after_a_kill_during_an_upload(
 @pytest.mark.training
 @pytest.mark.sweep
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
-@pytest.mark.parametrize("engine", ["trainer", "loop"])
-def test_every_engine_saves_the_same_asynchronously(
-    forked: Forked, tmp_path: Path, strategy: Strategy, engine: str
-) -> None:
+def test_every_engine_saves_the_same_asynchronously(forked: Forked, tmp_path: Path, strategy: Strategy) -> None:
     found = {}
     for asynchronous in (False, True):
         saves = {"every_steps": 1, "asynchronous": asynchronous}
-        plan, run, cluster = forked.plan(strategy, 2, max_steps=4, engine=engine, checkpoints=saves)
+        plan, run, cluster = forked.plan(strategy, 2, max_steps=4, checkpoints=saves)
         rundir = RunDir(tmp_path / str(asynchronous))
         planned = (plan, run, cluster.model_copy(update={"scratch": str(tmp_path)}))
         assert forked.train(rundir, planned) == [0, 0], log(rundir)

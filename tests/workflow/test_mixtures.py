@@ -30,12 +30,11 @@ def base(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_mixture("mixtral", demo, folder, output_router_logits=True, router_aux_loss_coef=0.1)
 
 
-def planned(forked: Forked, base: Path, strategy: Strategy, engine: str) -> tuple[Plan, Run, Cluster]:
+def planned(forked: Forked, base: Path, strategy: Strategy) -> tuple[Plan, Run, Cluster]:
     return forked.plan(
         strategy,
         2,
         model=str(base),
-        engine=engine,
         micro_batch_size=6,
         checkpoints={"every_steps": 2},
         learning_rate=2e-3,
@@ -51,11 +50,11 @@ def losses(rundir: RunDir) -> Losses:
 def reference(forked: Forked, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Losses:
     """Losses under DDP with Trainer; the loop repeats the second half from Trainer's checkpoint, bit for bit."""
     rundir = RunDir(tmp_path_factory.mktemp("mixture") / "run")
-    assert forked.train(rundir, planned(forked, base, "ddp", "trainer")) == [0, 0], log(rundir)
+    assert forked.train(rundir, planned(forked, base, "ddp")) == [0, 0], log(rundir)
     found, weights = losses(rundir), load_file(rundir.checkpoints / "checkpoint-4/model.safetensors")
     shutil.rmtree(rundir.checkpoints / "checkpoint-4")
     half = rundir.checkpoints / "checkpoint-2"
-    assert forked.train(rundir, planned(forked, base, "ddp", "loop"), resume_from=half) == [0, 0], log(rundir)
+    assert forked.train(rundir, planned(forked, base, "ddp"), resume_from=half) == [0, 0], log(rundir)
     assert losses(rundir) == pytest.approx(found, rel=1e-6)
     again = load_file(rundir.checkpoints / "checkpoint-4/model.safetensors")
     for name, tensor in weights.items():
@@ -66,13 +65,13 @@ def reference(forked: Forked, base: Path, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.proves("fp32", "merged", family="mixtral")
 @pytest.mark.proves("saved", "opened", family="mixtral", strategy=lambda params: ["ddp", params["strategy"]])
-@pytest.mark.parametrize(("strategy", "engine"), [("zero2", "loop"), ("zero3", "trainer"), ("fsdp", "trainer")])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp"])
 def test_losses_equal_ddp_and_the_merge_equals_save_pretrained(
-    forked: Forked, base: Path, reference: Losses, tmp_path: Path, strategy: Strategy, engine: str
+    forked: Forked, base: Path, reference: Losses, tmp_path: Path, strategy: Strategy
 ) -> None:
     """The fixture ``reference`` compares the merge under DDP."""
     rundir = RunDir(tmp_path / "run")
-    assert forked.train(rundir, planned(forked, base, strategy, engine)) == [0, 0], log(rundir)
+    assert forked.train(rundir, planned(forked, base, strategy)) == [0, 0], log(rundir)
     assert losses(rundir) == pytest.approx(reference, abs=2e-4)
     checkpoint = rundir.checkpoints / "checkpoint-4"
     if strategy == "fsdp":

@@ -17,26 +17,26 @@ from tests.workflow.forked import Forked, log
 from tests.workflow.test_saving import losses
 
 pytestmark = pytest.mark.training
-QUICK: tuple[tuple[str, Strategy, str], ...] = (
-    ("qwen2_moe", "zero1", "trainer"),
-    ("qwen3_moe", "zero2", "loop"),
-    ("olmoe", "zero2-offload", "trainer"),
-    ("gpt_oss", "zero3", "trainer"),
-    ("mixtral", "zero3-offload", "loop"),
-    ("deepseek_v3", "fsdp", "trainer"),
+QUICK: tuple[tuple[str, Strategy], ...] = (
+    ("qwen2_moe", "zero1"),
+    ("qwen3_moe", "zero2"),
+    ("olmoe", "zero2-offload"),
+    ("gpt_oss", "zero3"),
+    ("mixtral", "zero3-offload"),
+    ("deepseek_v3", "fsdp"),
 )
 """Each family and each strategy once; test_mixtures.py has DDP."""
-FAMILIES = [family for family, _, _ in QUICK]
+FAMILIES = [family for family, _ in QUICK]
 STRATEGIES: tuple[Strategy, ...] = ("zero1", "zero2", "zero2-offload", "zero3", "zero3-offload", "fsdp")
 
 
 @pytest.mark.proves("killed")
-@pytest.mark.parametrize(("family", "strategy", "engine"), QUICK)
+@pytest.mark.parametrize(("family", "strategy"), QUICK)
 def test_resumes_bit_for_bit_after_a_kill_in_a_save(
-    forked: Forked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, strategy: Strategy, engine: str
+    forked: Forked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, strategy: Strategy
 ) -> None:
     plan_in_this_process(monkeypatch)
-    check_resume(forked, tmp_path, family, strategy, engine)
+    check_resume(forked, tmp_path, family, strategy)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -46,7 +46,7 @@ def family_and_losses(
     """A family and its losses under DDP."""
     with pytest.MonkeyPatch.context() as patch:
         plan_in_this_process(patch)
-        return request.param, check_resume(forked, tmp_path_factory.mktemp("ddp"), request.param, "ddp", "trainer")
+        return request.param, check_resume(forked, tmp_path_factory.mktemp("ddp"), request.param, "ddp")
 
 
 @pytest.mark.proves("fp32", "killed", family=lambda params: params["family_and_losses"])
@@ -61,16 +61,16 @@ def test_every_strategy_has_the_losses_of_ddp_and_resumes(
 ) -> None:
     plan_in_this_process(monkeypatch)
     family, reference = family_and_losses
-    assert check_resume(forked, tmp_path, family, strategy, "trainer") == pytest.approx(reference, abs=2e-4)
+    assert check_resume(forked, tmp_path, family, strategy) == pytest.approx(reference, abs=2e-4)
 
 
-def check_resume(forked: Forked, folder: Path, family: str, strategy: Strategy, engine: str) -> dict[int, float]:
+def check_resume(forked: Forked, folder: Path, family: str, strategy: Strategy) -> dict[int, float]:
     """Kill rank 0 when all shards of step 4 are written, which the resumed training has to write; return the losses."""
     base = save_mixture(family, forked.checkout.root / "resources/demo/base", folder / "base")
     rundir = RunDir(folder / "run")
     copy_unpacked(forked.checkout.run / "data", rundir.data)
     planned = forked.plan(
-        strategy, 2, model=str(base), engine=engine, packing=False, learning_rate=2e-3, checkpoints={"every_steps": 2}
+        strategy, 2, model=str(base), packing=False, learning_rate=2e-3, checkpoints={"every_steps": 2}
     )
     kill = {"rank": 0, "folder": str(rundir.checkpoints), "log": str(rundir.root / "writes.log"), "mode": "before",
             "at": r"os\.rename /\.saving/checkpoint-4$"}  # fmt: skip

@@ -37,15 +37,11 @@ def test_nvme_computes_the_same_as_ddp_and_swaps_to_files(
     assert len(swapped) == 2 * 2 * 3 and min(swapped) >= 1 << 20, "ranks, sub-groups, weights and moments"
 
 
-@pytest.mark.parametrize(
-    "engine", [pytest.param("trainer", marks=pytest.mark.proves("resumed", strategy="zero3-nvme")), "loop"]
-)
-def test_nvme_resumes_with_the_same_losses(shared_checkout: Checkout, losses: dict[int, float], engine: str) -> None:
+@pytest.mark.proves("resumed", strategy="zero3-nvme")
+def test_nvme_resumes_with_the_same_losses(shared_checkout: Checkout, losses: dict[int, float]) -> None:
     checkpoint = rewind_to(shared_checkout, 2)
-    launch_by_hand(
-        shared_checkout, "zero3-nvme", resume_from=checkpoint, engine=engine, checkpoints=SAVES, zero=SUB_GROUPS
-    )
-    assert shared_checkout.losses() == (losses if engine == "trainer" else pytest.approx(losses, abs=2e-4))
+    launch_by_hand(shared_checkout, "zero3-nvme", resume_from=checkpoint, checkpoints=SAVES, zero=SUB_GROUPS)
+    assert shared_checkout.losses() == losses
     shared_checkout("shardmake", "consolidate", "demo")
 
 
@@ -82,15 +78,13 @@ def test_nvme_checkpoint_resumes_on_other_ranks(shared_checkout: Checkout, losse
 
 
 @pytest.mark.proves("resharded", strategy=lambda params: ["zero3-nvme", params["strategy"]])
-@pytest.mark.parametrize(("strategy", "engine"), [("zero3-offload", "trainer"), ("zero2", "loop"), ("fsdp", "loop")])
-def test_nvme_resumes_from_another_strategy(shared_checkout: Checkout, strategy: Strategy, engine: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero3-offload", "zero2", "fsdp"])
+def test_nvme_resumes_from_another_strategy(shared_checkout: Checkout, strategy: Strategy) -> None:
     expected = train_by_hand(shared_checkout, strategy, checkpoints=SAVES)
     out = shared_checkout.run / "train/resharded"
     reshard(rewind_to(shared_checkout, 2), out, "zero3-nvme", 2)
-    launch_by_hand(shared_checkout, "zero3-nvme", resume_from=out, engine=engine, checkpoints=SAVES, zero=SUB_GROUPS)
+    launch_by_hand(shared_checkout, "zero3-nvme", resume_from=out, checkpoints=SAVES, zero=SUB_GROUPS)
     assert shared_checkout.losses() == pytest.approx(expected, abs=2e-4)
     swapped = rewind_to(shared_checkout, 3)
-    launch_by_hand(
-        shared_checkout, "zero3-nvme", resume_from=swapped, engine=engine, checkpoints=SAVES, zero=SUB_GROUPS
-    )
+    launch_by_hand(shared_checkout, "zero3-nvme", resume_from=swapped, checkpoints=SAVES, zero=SUB_GROUPS)
     assert shared_checkout.losses() == pytest.approx(expected, abs=2e-4)

@@ -18,10 +18,10 @@ pytestmark = pytest.mark.training
 STEPS, RATE, WARMUP = 4, 2e-3, 1
 
 
-def planned(forked: Forked, strategy: Strategy, engine: str, **changes: Any) -> tuple[Plan, Run, Cluster]:
+def planned(forked: Forked, strategy: Strategy, **changes: Any) -> tuple[Plan, Run, Cluster]:
     """Return a plan of four steps of two passes on two ranks, with a schedule that warms up."""
     settings = {"learning_rate": RATE, "scheduler": "cosine", "warmup_ratio": WARMUP / STEPS, "weight_decay": 0.01}
-    return forked.plan(strategy, 2, engine=engine, micro_batch_size=3, **settings, **changes)
+    return forked.plan(strategy, 2, micro_batch_size=3, **settings, **changes)
 
 
 def losses(rundir: RunDir) -> list[float]:
@@ -33,7 +33,7 @@ def losses(rundir: RunDir) -> list[float]:
 def plain(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Losses without own files."""
     rundir = RunDir(tmp_path_factory.mktemp("plain") / "run")
-    assert forked.train(rundir, planned(forked, "ddp", "trainer")) == [0, 0], log(rundir)
+    assert forked.train(rundir, planned(forked, "ddp")) == [0, 0], log(rundir)
     check_receipt(rundir, "ddp", {})
     return losses(rundir)
 
@@ -66,18 +66,15 @@ def check_receipt(rundir: RunDir, strategy: str, own: dict[str, Any]) -> None:
     assert receipt.strategy == strategy
 
 
-@pytest.mark.parametrize(
-    ("strategy", "engine"),
-    [("zero2", "trainer"), ("zero2", "loop"), ("zero3-offload", "trainer"), ("zero3-offload", "loop")],
-)
+@pytest.mark.parametrize("strategy", ["zero2", "zero3-offload"])
 def test_everything_that_is_taken_trains_as_planned(
-    forked: Forked, plain: list[float], tmp_path: Path, strategy: Strategy, engine: str
+    forked: Forked, plain: list[float], tmp_path: Path, strategy: Strategy
 ) -> None:
     """The losses are those without the file, and the receipt states the file's values."""
     own = tmp_path / "ds.json"
     own.write_text(json.dumps(EVERYTHING_TAKEN[strategy]))
     rundir = RunDir(tmp_path / "run")
-    assert forked.train(rundir, planned(forked, strategy, engine, deepspeed_config=str(own))) == [0, 0], log(rundir)
+    assert forked.train(rundir, planned(forked, strategy, deepspeed_config=str(own))) == [0, 0], log(rundir)
     assert losses(rundir) == pytest.approx(plain, abs=2e-4)
     receipt = TrainingReceipt.read(rundir.train_receipt)
     assert receipt.learning is not None
@@ -88,12 +85,12 @@ def test_everything_that_is_taken_trains_as_planned(
     assert not any(key.startswith(left_out) for key in taken)
 
 
-@pytest.mark.parametrize(("strategy", "engine"), [("ddp", "loop"), ("fsdp", "trainer"), ("fsdp", "loop")])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_the_receipt_states_the_settings_without_deepspeed(
-    forked: Forked, plain: list[float], tmp_path: Path, strategy: Strategy, engine: str
+    forked: Forked, plain: list[float], tmp_path: Path, strategy: Strategy
 ) -> None:
     rundir = RunDir(tmp_path / "run")
-    assert forked.train(rundir, planned(forked, strategy, engine)) == [0, 0], log(rundir)
+    assert forked.train(rundir, planned(forked, strategy)) == [0, 0], log(rundir)
     assert losses(rundir) == pytest.approx(plain, abs=2e-4)
     check_receipt(rundir, strategy, {})
 
@@ -103,24 +100,17 @@ WARMUP_LR = {"type": "WarmupLR", "params": {"warmup_num_steps": 1, "warmup_max_l
 
 
 @pytest.mark.parametrize(
-    ("engine", "sections", "words"),
+    ("sections", "words"),
     [
-        ("trainer", {"scheduler": WARMUP_LR}, "schedule: planned 'cosine', found 'WarmupLR'"),
-        ("trainer", {"optimizer": SGD}, "optimizer: planned 'AdamW', found 'SGD'"),
-        ("loop", {"scheduler": WARMUP_LR}, "schedule: planned 'cosine', found 'WarmupLR'"),
-        (
-            "loop",
-            {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-            "autocast: planned None, found 'bfloat16'",
-        ),
+        ({"scheduler": WARMUP_LR}, "schedule: planned 'cosine', found 'WarmupLR'"),
+        ({"optimizer": SGD}, "optimizer: planned 'AdamW', found 'SGD'"),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "autocast: planned None, found 'bfloat16'"),
     ],
 )
-def test_ranks_refuse_what_a_file_changes(
-    forked: Forked, tmp_path: Path, engine: str, sections: dict[str, Any], words: str
-) -> None:
+def test_ranks_refuse_what_a_file_changes(forked: Forked, tmp_path: Path, sections: dict[str, Any], words: str) -> None:
     """A file that was edited after `render` is found by the ranks, which name the planned and the found value."""
     rundir = RunDir(tmp_path / "run")
-    codes = forked.train(rundir, planned(forked, "zero2", engine), deepspeed=sections)
+    codes = forked.train(rundir, planned(forked, "zero2"), deepspeed=sections)
     assert 0 not in codes, log(rundir)
     errors: list[RankError] = AttemptDir(rundir.attempts / "001").rank_errors()
     assert {error.kind for error in errors} == {"EngineMismatchError"}, log(rundir)

@@ -35,7 +35,7 @@ def finish(checkout: Checkout, *, trained: bool = True) -> None:
 
 def _leave_files(rundir: RunDir, *, trained: bool) -> None:
     plan: dict[str, Any] = {"resources": dict.fromkeys(("data", "consolidate", "evaluate"), RESOURCES)}
-    for path in (rundir.sources, rundir.memory, rundir.memory_figure, rundir.plan, rundir.weights_receipt):
+    for path in (rundir.sources, rundir.memory, rundir.memory_table, rundir.plan, rundir.weights_receipt):
         write_json(path, plan)
     for path in (rundir.accelerate, rundir.deepspeed, rundir.training, rundir.rendered, rundir.data_receipt):
         write_json(path, {})

@@ -172,7 +172,6 @@ def test_each_configuration_of_the_page_trains_above() -> None:
         ("ddp", "accelerate_loop.py", [*ACCELERATE, "--load_dtype", "bfloat16"], "found bfloat16"),
         ("ddp", "accelerate_loop.py", [*ACCELERATE, "--own_loader", "same"], "Ranks 0 and 1 got the same rows"),
         ("ddp", "accelerate_loop.py", [*ACCELERATE, "--own_loader", "reversed"], "got some of the same rows"),
-        ("ddp", "accelerate_loop.py", [*ACCELERATE, "--own_loader", "shuffled"], "0 and 1 both shuffle the same data"),
         (
             "zero2",
             "native_deepspeed.py",
@@ -192,21 +191,6 @@ def test_programs_that_train_something_else_are_refused(
     programs: Programs, strategy: Strategy, script: str, arguments: list[str], words: str
 ) -> None:
     assert re.search(words, programs.refusal(strategy, script, arguments))
-
-
-@pytest.mark.parametrize(("kind", "ends"), [("ordered", True), ("unsplit", True), ("stream", False)])
-def test_ranks_that_each_read_all_rows_are_found_after_their_first_batch(
-    programs: Programs, kind: str, ends: bool
-) -> None:
-    """Two ranks, 8 rows a rank and step: their first 192 rows are compared at step 25. A stream may share rows itself."""
-    sizes = ["--batch_size", "8", "--gradient_accumulation_steps", "1", "--steps", "32", "--own_loader", kind]
-    sized = {"global_batch_size": 16, "micro_batch_size": 8, "max_steps": 32}
-    rundir, folder, codes = programs.train("ddp", "accelerate_loop.py", [*ACCELERATE, *sizes], **sized)
-    found = re.search(r"Ranks 0 and 1 share (\d+) of their first (\d+) rows", log(rundir))
-    assert found and int(found[1]) >= 48, log(rundir)
-    errors = folder.rank_errors()
-    assert any(codes) == ends and [error.kind for error in errors[:1]] == ["EngineMismatchError"] * ends
-    assert not ends or found[0] in errors[0].message
 
 
 def test_the_ranks_of_a_tensor_parallel_group_train_on_the_same_rows(programs: Programs) -> None:

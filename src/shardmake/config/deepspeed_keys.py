@@ -89,8 +89,7 @@ _QUANTIZE: Final = "Quantize the trained model: llm-compressor and torchao do."
 _QUANTIZED_BY: Final = "It needs DeepSpeed's quantizer kernel, which exists for CUDA and NPU only."
 
 _OPTIMIZER: Final = (
-    "The run decides it (optimizer, learning_rate, weight_decay). DeepSpeed's own would decay norms and biases too, "
-    "and engine: loop fails with it."
+    "The run decides it (optimizer, learning_rate, weight_decay). DeepSpeed's own would decay norms and biases too."
 )
 _SCHEDULER: Final = "The run decides it (scheduler, warmup_ratio). DeepSpeed's own would have won, silently."
 _PIPELINE: Final = (

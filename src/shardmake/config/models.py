@@ -174,10 +174,10 @@ class Data(Section):
 
     train: PathText | list[TrainSource] = Field(
         description="A file, a folder of files of one kind, or a hub data set: `org/name` (its split `train`) or "
-        "`org/name:split`. Files: `.jsonl`, `.json` (an array, or one object per line), `.csv`, `.tsv` with a header, "
-        "`.parquet`; all but Parquet also compressed (`.gz`, `.bz2`, `.xz`, `.zst`). A file or folder may also be a "
-        "URL (`s3://`, `gs://`, `https://`, any protocol of fsspec), which is copied. Or a list of sources, which are "
-        "mixed."
+        "`org/name:split`. Files: `.jsonl`, `.json` (an array, which memory must hold, or one object per line), "
+        "`.csv`, `.tsv` with a header, `.parquet`; all but Parquet also compressed (`.gz`, `.bz2`, `.xz`, `.zst`). A "
+        "file or folder may also be a URL (`s3://`, `gs://`, `https://`, any protocol of fsspec), which is copied. Or "
+        "a list of sources, which are mixed."
     )
     eval: PathText | list[EvalSource] | None = Field(
         None,
@@ -449,10 +449,6 @@ class Evaluation(Section):
         "its first token there, its tokens with loss, and under both models its mean loss and whether greedy decoding "
         "answers it word for word.",
     )
-    serve: Literal["vllm"] | None = Field(
-        None,
-        description="`vllm`: the final model must also load and answer the prompts in vLLM, which has to be installed.",
-    )
 
 
 class Push(Section):
@@ -592,10 +588,6 @@ class Run(Section):
         "least a tenth less GPU-time.",
     )
     fsdp_version: Annotated[Literal[1, 2], NotBoolean] = Field(2, description="FSDP version for the `fsdp` strategies.")
-    engine: Literal["trainer", "loop"] = Field(
-        "trainer",
-        description="Training loop: Hugging Face's Trainer, or a plain loop over Accelerate. The result is the same.",
-    )
     script: PathText | None = Field(
         None,
         description="Your own training program for `accelerate launch`, which replaces Shardmake's: a file, or a "
@@ -723,8 +715,6 @@ class Run(Section):
         service = SERVICE_VARIABLES if self.service else ()
         check_variables("script_args", self.script_args, (*SCRIPT_VARIABLES, *service))
         check_service(self)
-        if self.script is not None and self.engine == "loop":
-            raise ValueError("engine: loop cannot be combined with script, which has its own loop. Remove one of them")
         if self.script is not None and self.checkpoints.asynchronous:
             raise ValueError(
                 "checkpoints.asynchronous cannot be combined with script, which saves its own checkpoints. Remove it"

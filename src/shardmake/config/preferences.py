@@ -31,8 +31,6 @@ def _refused_by_trl(run: "Run", spec: ObjectiveSpec) -> Iterator[str]:
             f"script cannot be combined with {objective}, which is an objective of Shardmake's own training. Remove "
             "one of them"
         )
-    if run.engine == "loop":
-        yield f"engine: loop cannot be combined with {objective}, which TRL's trainer optimizes. Remove engine"
     if run.loss != "plain":
         yield f"loss: {run.loss} cannot be combined with {objective}, which has a loss of its own. Remove loss"
     if run.torch_compile:
@@ -56,7 +54,7 @@ def _refused_by_trl(run: "Run", spec: ObjectiveSpec) -> Iterator[str]:
     if spec.new_head:
         yield from (
             f"evaluation.{key} has no effect with {objective}, whose model does not generate text. Remove it"
-            for key in ("prompts", "lm_eval", "serve", "losses")
+            for key in ("prompts", "lm_eval", "losses")
             if getattr(run.evaluation, key)
         )
     if run.data.loss_on == "all":

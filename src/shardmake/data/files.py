@@ -1,8 +1,8 @@
 """Rows of text files: JSON lines, JSON arrays, CSV and TSV, plain or compressed.
 
 Every row is the bytes of one JSON object with its place in the file. The readers of `datasets` do not serve here: they
-name no line in errors, load a JSON array whole, and turn cells such as ``NA`` and ``007`` into other values. The rows
-become a memory-mapped data set through ``datasets.Dataset.from_generator``.
+name no line in errors, and turn cells such as ``NA`` and ``007`` into other values. The rows become a memory-mapped
+data set through ``datasets.Dataset.from_generator``.
 """
 
 import bz2
@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Final, TextIO
+from typing import IO, Any, Final
 
 from shardmake.config.formats import data_kind
 from shardmake.core.errors import DataError
@@ -28,10 +28,6 @@ LINE, PLACE = "__line__", "__place__"
 _CHUNK = 2**20
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\n\r]*")
-_COMPLETE = re.compile(r'["}\]]|.[,\]\s]', re.DOTALL)
-"""The last character of a complete value, or with the next one that of a number, which may be cut."""
-_LONGEST_TOKEN = 16
-"""Characters from the end of a piece within which an error may only mean that a literal or an escape is cut."""
 
 
 def text_rows(paths: list[str]) -> Iterator[dict[str, Any]]:
@@ -84,7 +80,7 @@ def _json_lines(path: str, file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
 def _json(path: str, file: Any) -> Iterator[tuple[str, bytes]]:
     """Read an array of examples, or lines with one example each."""
     if file.peek(_CHUNK).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-        yield from _json_array(path, io.TextIOWrapper(file, "utf-8-sig"))
+        yield from _json_array(path, file)
         return
     for index, (place, line) in enumerate(_json_lines(path, file)):
         if index == 0:
@@ -102,67 +98,36 @@ def _check_first_line(path: str, line: bytes) -> None:
         ) from None
 
 
-def _json_array(path: str, file: TextIO) -> Iterator[tuple[str, bytes]]:
-    text = _JsonText(path, file)
-    text.skip("[")
-    while text.next_character() != "]" or text.values:
-        yield f"{path}, row {text.values + 1}", text.skip_value().encode()
-        if text.next_character() == "]":
-            break
-        text.skip(",")
-    text.skip("]")
-    if text.next_character():
-        raise text.error("Extra data after the array", text.at)
+def _json_array(path: str, file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
+    """Read an array, whose text is in memory as a whole; data of many GB are better JSON lines."""
+    text = io.TextIOWrapper(file, "utf-8-sig").read()
+    at, rows = _next(text, text.index("[") + 1), 0
+    more = text[at : at + 1] != "]"
+    while more:
+        try:
+            _, end = _DECODER.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            problem = error.msg.removesuffix(" at").removesuffix(" starting")
+            raise _invalid_array(path, text, error.pos, rows, problem) from None
+        rows += 1
+        yield f"{path}, row {rows}", text[at:end].encode()
+        at = _next(text, end)
+        if more := text[at : at + 1] == ",":
+            at = _next(text, at + 1)
+    if text[at : at + 1] != "]":
+        raise _invalid_array(path, text, at, rows, "Expecting ','")
+    if (at := _next(text, at + 1)) < len(text):
+        raise _invalid_array(path, text, at, rows, "Extra data after the array")
 
 
-class _JsonText:
-    """JSON text that is read in pieces, so that memory holds one value and one piece."""
+def _next(text: str, at: int) -> int:
+    """Return the position of the first character from ``at`` on that is not space."""
+    return _SPACE.match(text, at).end()  # type: ignore[union-attr]  # it matches everywhere
 
-    def __init__(self, path: str, file: TextIO) -> None:
-        self.path, self.file = path, file
-        self.text, self.at, self.lines_before, self.values = "", 0, 0, 0
 
-    def next_character(self) -> str:
-        """Return the next character that is not space, empty at the end."""
-        while True:
-            self.at = _SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]  # it matches everywhere
-            if self.at < len(self.text) or not self._read_more():
-                return self.text[self.at : self.at + 1]
-
-    def skip(self, character: str) -> None:
-        """Step over ``character``; raise `DataError` if another one is next."""
-        if self.next_character() != character:
-            raise self.error(f"Expecting {character!r}", self.at)
-        self.at += 1
-
-    def skip_value(self) -> str:
-        """Step over one JSON value and return its text."""
-        self.next_character()
-        while True:
-            try:
-                _, end = _DECODER.raw_decode(self.text, self.at)
-            except json.JSONDecodeError as error:
-                is_cut = error.msg.startswith("Unterminated") or error.pos > len(self.text) - _LONGEST_TOKEN
-                if not (is_cut and self._read_more()):
-                    raise self.error(error.msg.removesuffix(" at").removesuffix(" starting"), error.pos) from None
-            else:
-                if _COMPLETE.match(self.text, end - 1) or not self._read_more():
-                    value, self.at = self.text[self.at : end], end
-                    self.values += 1
-                    return value
-
-    def _read_more(self) -> bool:
-        """Read as much as there is, so that a long value takes few attempts; return False at the end."""
-        piece = self.file.read(max(_CHUNK, len(self.text) - self.at))
-        if piece:
-            self.lines_before += self.text.count("\n", 0, self.at)
-            self.text, self.at = self.text[self.at :] + piece, 0
-        return bool(piece)
-
-    def error(self, problem: str, position: int) -> DataError:
-        """Return the error for a ``problem`` at a position of the text."""
-        line = self.lines_before + self.text.count("\n", 0, position) + 1
-        return DataError(f"{self.path}, line {line}, after row {self.values}, is not valid JSON: {problem}.")
+def _invalid_array(path: str, text: str, at: int, rows: int, problem: str) -> DataError:
+    line = text.count("\n", 0, at) + 1
+    return DataError(f"{path}, line {line}, after row {rows}, is not valid JSON: {problem}.")
 
 
 def _csv(path: str, file: IO[bytes]) -> Iterator[tuple[str, bytes]]:

@@ -1,6 +1,6 @@
 """Parquet files: their first rows, their columns, and the numbers of their rows."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -33,85 +33,50 @@ def unreadable(source: str, cause: BaseException) -> DataError:
     return DataError(f"Cannot read {source}: {problem}. Write it again, or name another one.")
 
 
-def filled_parts(paths: tuple[Path, ...]) -> dict[Path, "pyarrow.Schema"]:
-    """Return the schema of each file that has rows: `datasets` cannot read a file without rows.
+def filled_parts(paths: tuple[Path, ...]) -> tuple[list[Path], "pyarrow.Schema | None"]:
+    """Return the files that have rows, and the schema of all of them: `datasets` cannot read a file without rows.
 
-    Raises `DataError` for a file that is not Parquet, or has other columns than the first, or columns of other types,
-    which `datasets` would convert.
+    Raises `DataError` for a file that is not Parquet, has other columns than the first, or types that Arrow does not
+    unify with those of the files before it.
     """
     import pyarrow.parquet
 
-    schemas: dict[Path, pyarrow.Schema] = {}
+    parts: list[Path] = []
+    common: pyarrow.Schema | None = None
     for path in paths:
         try:
             metadata = pyarrow.parquet.read_metadata(path)
         except pyarrow.ArrowInvalid as error:
             raise DataError(f"{path} is not a Parquet file: {error}. Write it again, or name another file.") from None
         if metadata.num_rows:
-            schemas[path] = metadata.schema.to_arrow_schema()
-    for path, schema in schemas.items():
-        _compare(path, schema, *next(iter(schemas.items())))
-    return schemas
+            schema = _without_dictionaries(metadata.schema.to_arrow_schema())
+            common = schema if common is None else _unified(common, schema, path, parts[0])
+            parts.append(path)
+    return parts, common
 
 
-def _compare(path: Path, schema: "pyarrow.Schema", first_path: Path, first: "pyarrow.Schema") -> None:
-    if set(schema.names) != set(first.names):
+def _without_dictionaries(schema: "pyarrow.Schema") -> "pyarrow.Schema":
+    """Return ``schema`` with the types of the values, which Arrow does not unify with dictionaries of them."""
+    import pyarrow
+
+    kinds = [getattr(kind, "value_type", kind) if pyarrow.types.is_dictionary(kind) else kind for kind in schema.types]
+    return pyarrow.schema(zip(schema.names, kinds, strict=True))
+
+
+def _unified(common: "pyarrow.Schema", schema: "pyarrow.Schema", path: Path, first: Path) -> "pyarrow.Schema":
+    import pyarrow
+
+    if set(schema.names) != set(common.names):
         raise DataError(
-            f"Columns differ: {path} has {', '.join(schema.names)}; {first_path} has {', '.join(first.names)}. Use the "
+            f"Columns differ: {path} has {', '.join(schema.names)}; {first} has {', '.join(common.names)}. Use the "
             "same columns in all files."
         )
-    for name in first.names:
-        found, other = schema.field(name).type, first.field(name).type
-        if not _agree(found, other):
-            raise DataError(
-                f"Types differ: the column {name} is {found} in {path} and {other} in {first_path}. Write it with the "
-                "same type in all files."
-            )
-
-
-def _agree(one: "pyarrow.DataType", other: "pyarrow.DataType") -> bool:
-    """Return True if values of both types are equal as Python objects; a type without values agrees with every one."""
-    import pyarrow.types as of
-
-    one, other = (it.value_type if of.is_dictionary(it) else it for it in (one, other))
-    if of.is_null(one) or of.is_null(other):
-        return True
-    if _is_text(one) and _is_text(other):
-        return True
-    if _is_list(one) and _is_list(other):
-        return _agree(one.value_type, other.value_type)
-    if of.is_struct(one) and of.is_struct(other):
-        names = {field.name for field in one}
-        return names == {field.name for field in other} and all(
-            _agree(one.field(name).type, other.field(name).type) for name in names
-        )
-    if all(of.is_integer(it) for it in (one, other)) or all(of.is_floating(it) for it in (one, other)):
-        return True
-    return bool(one == other)
-
-
-def _is_text(kind: "pyarrow.DataType") -> bool:
-    import pyarrow.types as of
-
-    return bool(of.is_string(kind) or of.is_large_string(kind) or of.is_string_view(kind))
-
-
-def _is_list(kind: "pyarrow.DataType") -> bool:
-    import pyarrow.types as of
-
-    return bool(of.is_list(kind) or of.is_large_list(kind) or of.is_fixed_size_list(kind))
-
-
-def best_typed(schemas: Iterable["pyarrow.Schema"]) -> "pyarrow.Schema":
-    """Return the first schema in which each column has a type; a column without values may have none."""
-    found = list(schemas)
-    return next((one for one in found if not any(_is_untyped(field.type) for field in one)), found[0])
-
-
-def _is_untyped(kind: "pyarrow.DataType") -> bool:
-    import pyarrow.types as of
-
-    return bool(of.is_null(kind)) or any(_is_untyped(kind.field(at).type) for at in range(kind.num_fields))
+    try:
+        return pyarrow.unify_schemas([common, schema], promote_options="permissive")
+    except pyarrow.ArrowTypeError as error:
+        raise DataError(
+            f"Types differ between {first} and {path}: {error}. Write the column with the same type in all files."
+        ) from None
 
 
 @lru_cache

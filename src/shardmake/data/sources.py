@@ -21,7 +21,7 @@ from shardmake.config.models import Data
 from shardmake.core.atomic import sha256
 from shardmake.core.errors import DataError, ShardmakeError, nearest
 from shardmake.data.files import LINE, PLACE, text_rows
-from shardmake.data.parquet import best_typed, filled_parts, last_numbers, parquet_rows, unreadable
+from shardmake.data.parquet import filled_parts, last_numbers, parquet_rows, unreadable
 
 if TYPE_CHECKING:
     import datasets
@@ -211,11 +211,11 @@ def _parquet_parts(source: Files) -> tuple[list[str], "datasets.Features | None"
     """Return the Parquet files that have rows, and the types of their columns; raise `DataError` if they differ."""
     import datasets
 
-    parts = filled_parts(source.paths)
-    if not parts:
+    parts, schema = filled_parts(source.paths)
+    if schema is None:
         return [], None
     try:
-        features = datasets.Features.from_arrow_schema(best_typed(parts.values()))
+        features = datasets.Features.from_arrow_schema(schema)
     except (ValueError, NotImplementedError) as error:  # a type that datasets does not have, such as a map
         raise unreadable(str(source), error) from None
     return [str(path) for path in parts], features

@@ -42,7 +42,6 @@ from shardmake.evaluate.scores import (
     plan_passes,
     score,
 )
-from shardmake.evaluate.serving import as_record, check_serving, serve
 from shardmake.run.evaluation import CompletionScore, EvaluationResult, PreferenceScore, Sample, TaskScore
 from shardmake.run.model_class import ModelClass
 from shardmake.run.paths import RunDir
@@ -74,14 +73,12 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> Evalua
 
     run = localize(run, rundir)
     prepare_tasks(run.evaluation)
-    check_serving(run.evaluation)
     examples = load(rundir.data, "eval")
     tokenizer = AutoTokenizer.from_pretrained(rundir.model)
     is_reward_model = bool(OBJECTIVES[run.objective].new_head)
     prompts = [] if is_reward_model else _prompts(run, tokenizer, examples)
     machine = this_machine(cluster.nvme_path if cluster else None)
     setup = _choose_setup(run, rundir, machine)
-    served = serve(run, rundir.model, prompts, machine) if run.evaluation.serve else None
     model_class = planned_class(run, rundir)
     ours = EvaluationTask(run, rundir, str(rundir.model), model_class, None, prompts)
     if is_reward_model:
@@ -104,7 +101,6 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> Evalua
             TaskScore(task=task, metric=metric, base=value, tuned=tuned.tasks[task, metric])
             for (task, metric), value in sorted(base.tasks.items())
         ],
-        served=as_record(run.evaluation.serve, served, tuned.answers) if run.evaluation.serve and served else None,
     )
     for name, found in zip(("base", "tuned"), result.scores or (), strict=True):
         logger.info(f"{name}: loss {found.loss:.4f}, perplexity {found.perplexity_text()}, {found.tokens:,} tokens")

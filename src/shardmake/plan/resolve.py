@@ -250,7 +250,7 @@ def unsuitable(run: Run, strategy: Strategy) -> str:
     if run.script and spec.uses_nvme:
         return (
             f"Strategy {strategy} is not for a script: its checkpoints, written by DeepSpeed alone, cannot be merged "
-            "and resume without the optimizer's moments. Take zero3-offload, or let Shardmake train (engine: loop)."
+            "and resume without the optimizer's moments. Take zero3-offload, or let Shardmake train."
         )
     if not run.script and (where := _optimizer_fails(run, spec)):
         others = [name for name, other in STRATEGY_SPECS.items() if not _optimizer_fails(run, other)]
@@ -335,8 +335,6 @@ def _wrong_run(run: Run) -> Iterator[str]:
             yield "fsdp_version 1: only FSDP2 takes a tensor-parallel mesh."
     if run.method_spec.has_adapters:
         yield f"method {run.method}: adapters on sharded matrices are not merged here. Take method: full."
-    if run.engine == "loop":
-        yield "engine loop: it does not support tensor parallelism. Take engine: trainer."
 
 
 def _wrong_sizes(size: int, cluster: Cluster, model: Model) -> Iterator[str]:

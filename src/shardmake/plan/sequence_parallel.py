@@ -29,8 +29,6 @@ def _wrong_run(run: Run) -> Iterator[str]:
         yield f"strategy {run.strategy}: only ZeRO is compared with DDP. Take auto, or one of {', '.join(others)}."
     if run.script is not None:
         yield "script: the training code must give each rank its part of a sequence. Remove script."
-    elif run.engine == "loop":
-        yield "engine loop: it does not support sequence parallelism. Take engine: trainer."
     if run.tensor_parallel > 1:
         yield f"tensor_parallel {run.tensor_parallel}: a rank is in one kind of group. Set tensor_parallel: 1."
     if run.torch_compile:

@@ -1,6 +1,7 @@
 """The plan stage: choose, check the request against the cluster, write the plan."""
 
 from collections.abc import Callable, Sequence
+from html import escape
 from typing import NamedTuple
 
 from shardmake.checkpoint.interval import interval_seconds, job_mtbf_seconds, lost_share
@@ -9,7 +10,7 @@ from shardmake.config.models import Cluster, Run
 from shardmake.config.script_file import script_file
 from shardmake.core.atomic import write_text
 from shardmake.core.log import warn_while_slow
-from shardmake.core.units import GIB, format_bytes, plural
+from shardmake.core.units import GIB, format_bytes, format_number, plural
 from shardmake.memory.hardware import Hardware
 from shardmake.memory.host import evaluation_bytes
 from shardmake.memory.scenario import BYTES
@@ -17,7 +18,6 @@ from shardmake.plan.abilities import describe_quantized_base
 from shardmake.plan.candidates import Candidate, describe_choice
 from shardmake.plan.choose import NothingFitsError, choose_from
 from shardmake.plan.fallbacks import find_fallbacks
-from shardmake.plan.figure import draw
 from shardmake.plan.limits import check_request, query_partitions
 from shardmake.plan.planner import Planner
 from shardmake.plan.reasons import describe_scaling, reason_of, rejected
@@ -105,9 +105,21 @@ def _keep_memory(rundir: RunDir, memory: MemoryEstimates, chosen: Choice | None)
 
 
 def _write_memory(rundir: RunDir, memory: MemoryEstimates, chosen: Choice | None) -> None:
-    """Write the estimates and their figure; ``chosen`` is None if nothing fits."""
+    """Write the estimates and their table; ``chosen`` is None if nothing fits."""
     memory.write(rundir.memory)
-    write_text(rundir.memory_figure, draw(memory, chosen))
+    write_text(rundir.memory_table, memory_table(memory, chosen))
+
+
+def memory_table(memory: MemoryEstimates, chosen: Choice | None) -> str:
+    """Return an HTML page with a row per candidate: its name, bytes of a rank, seconds per step and reason."""
+    heads = ("candidate", f"memory of a rank, of {format_bytes(memory.gpu_memory)}", "s/step", "")
+    rows = [f"<tr><th>{'<th>'.join(map(escape, heads))}"]
+    for candidate in memory.candidates:
+        seconds = format_number(candidate.step_seconds) if candidate.fits else ""
+        cells = (candidate.name, format_bytes(candidate.gpu.device), seconds, candidate.reason)
+        style = ' style="font-weight: bold"' if candidate.choice == chosen else ""
+        rows.append(f"<tr{style}><td>{'<td>'.join(map(escape, cells))}")
+    return "\n".join(['<!DOCTYPE html><meta charset="utf-8"><table>', *rows, "</table>\n"])
 
 
 class ChosenRun(NamedTuple):

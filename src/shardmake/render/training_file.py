@@ -22,11 +22,11 @@ from shardmake.run.training_settings import (
     ExpectedEngine,
     ExpectedFsdp,
     FullMethod,
-    LoopProgram,
     OptimizerSettings,
     RetentionSettings,
     ScriptProgram,
     ServiceSettings,
+    TrainerProgram,
     TrainingSettings,
 )
 
@@ -64,9 +64,9 @@ def training_settings(plan: Plan, run: Run, cluster: Cluster, model: Model) -> T
     )
 
 
-def _program(run: Run) -> LoopProgram | ScriptProgram:
+def _program(run: Run) -> TrainerProgram | ScriptProgram:
     if run.script is None:
-        return LoopProgram(kind=run.engine)
+        return TrainerProgram()
     service = ServiceSettings(**run.service.model_dump()) if run.service else None
     return ScriptProgram(path=run.script, args=run.script_args, sha256=sha256(script_file(run.script)), service=service)
 

@@ -109,14 +109,6 @@ class RewardModelScore(RunRecord):
     largest: float = Field(description="Largest reward.")
 
 
-class Served(RunRecord):
-    """A smoke test of serving the tuned model."""
-
-    engine: str = Field(description="The engine that served it.")
-    prompts: int = Field(description="Prompts that it answered.")
-    equal: int = Field(description="Answers that equal those of transformers, token by token.")
-
-
 class EvaluationResult(RunFile):
     """``evaluation.json``: the base and the tuned model on the evaluation split."""
 
@@ -140,9 +132,6 @@ class EvaluationResult(RunFile):
     )
     samples: list[Sample] = Field(description="Prompts with both answers.")
     tasks: list[TaskScore] = Field(description="Tasks of lm_eval.")
-    served: Served | None = Field(
-        None, exclude_if=operator.not_, description="The smoke test of serving, if `evaluation.serve` asks for one."
-    )
 
     @property
     def scores(self) -> tuple[ModelScore, ModelScore] | None:

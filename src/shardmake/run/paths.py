@@ -43,7 +43,7 @@ class RunDir:
     )
     plan_folder = BelowRoot("plan", "Folder of the plan and the rendered files.")
     memory = BelowRoot("plan/memory.json", "Every candidate with its bytes, term by term.")
-    memory_figure = BelowRoot("plan/memory.svg", "A bar per candidate, drawn from it.")
+    memory_table = BelowRoot("plan/memory.html", "A row per candidate, from it.")
     plan = BelowRoot("plan/plan.json", "The choice, the reason, the fallbacks (`shardmake.run.plan.Plan`).")
     accelerate = BelowRoot("plan/accelerate.yaml", "Rendered Accelerate file.")
     deepspeed = BelowRoot(

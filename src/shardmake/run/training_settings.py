@@ -176,10 +176,10 @@ class CheckpointSettings(RunRecord):
     )
 
 
-class LoopProgram(RunRecord):
-    """A training loop of Shardmake's: transformers' Trainer or the plain loop."""
+class TrainerProgram(RunRecord):
+    """Shardmake's own training with transformers' Trainer."""
 
-    kind: Literal["trainer", "loop"] = Field(description="Module in `shardmake.train`.")
+    kind: Literal["trainer"] = "trainer"
 
 
 class ServiceSettings(RunRecord):
@@ -225,7 +225,7 @@ class TrainingSettings(RunFile):
     expected: ExpectedDeepSpeed | ExpectedFsdp | ExpectedEngine = Field(description="The planned engine.")
     loss: Loss = Field(description="Cross entropy: plain, fused or chunked.")
     checkpoints: CheckpointSettings = Field(description="How training saves.")
-    program: LoopProgram | ScriptProgram = Field(description="What the ranks run.")
+    program: TrainerProgram | ScriptProgram = Field(description="What the ranks run.")
     own_files: dict[str, Any] = Field(
         default_factory=dict,
         exclude_if=operator.not_,

@@ -21,7 +21,7 @@ from shardmake.core.temporary import temporary_folder
 if TYPE_CHECKING:
     from shardmake.run.attempt import AttemptDir
 
-_MODULES = {"trainer": "trainer", "loop": "loop", "script": "user_script"}
+_MODULES = {"trainer": "trainer", "script": "user_script"}
 """Module of each kind of program in ``training.json``."""
 
 

@@ -24,8 +24,6 @@ from shardmake.run.training_settings import ExpectedEngine
 from shardmake.train import first_batch
 from shardmake.train.adapter_config import adapter_configs
 from shardmake.train.engine_check import below_compiler, describe_engine, environment_report, is_deepspeed_engine
-from shardmake.train.row_overlap import MAX_ROWS, RowExchange, rows_until_repeats
-from shardmake.train.row_source import digest_source, find_shared_source
 
 logger = logging.getLogger(__name__)
 _ENGINES: Final = {"DEEPSPEED": DEEPSPEED, "FSDP": FSDP, "MULTI_GPU": DDP, "MULTI_CPU": DDP, "NO": DDP}
@@ -130,8 +128,6 @@ class ScriptGuard:
         self.batch = Batch()
         self.declared_by_trainer = False
         self.rows_compared = False
-        self.exchange: RowExchange | None = None
-        self.ends_on_overlap = False
 
     def check_accelerator(self, distributed_type: str, world_size: int, *, has_deepspeed_plugin: bool = False) -> None:
         """Check the engine and the ranks of a new Accelerator.
@@ -164,17 +160,11 @@ class ScriptGuard:
         self._check({"world_size": world_size})
         self.check_batch()
 
-    def check_rows(self, inputs: Any, loader: Any = None) -> None:
-        """Check that the ranks got different rows for their first forward pass, and tensor-parallel ranks the same.
-
-        ``loader`` is torch's loader that yielded them: ranks that each shuffle the whole data differ at first only.
-        """
+    def check_rows(self, inputs: Any) -> None:
+        """Check that the ranks got different rows for their first forward pass, and tensor-parallel ranks the same."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        answers = first_batch.exchange(f"{first_batch.digest_rows(inputs)};{digest_source(loader)}")
-        digests = None if answers is None else [answer.partition(";")[0] for answer in answers]
-        if answers is not None:
-            self._check_sources([answer.partition(";")[2] for answer in answers])
+        digests = first_batch.exchange(first_batch.digest_rows(inputs))
         if digests is None or not all(digests):
             logger.warning("The ranks' first rows were not compared: a rank has none, or did not train in time.")
             return
@@ -194,51 +184,6 @@ class ScriptGuard:
             f"Ranks {one} and {other} of a tensor-parallel group got different rows in their first batch. Nothing was "
             "trained. The ranks of a group share each layer's matrices and need the same rows: prepare the data loader "
             "after the mesh of tensor-parallel ranks."
-        )
-
-    def _check_sources(self, sources: list[str]) -> None:
-        """Check that no two ranks draw all rows of the same data in random orders."""
-        ranks = find_shared_source(sources, self.choice.tensor_parallel)
-        if ranks is not None:
-            raise EngineMismatchError(
-                f"Ranks {ranks[0]} and {ranks[1]} both shuffle the same data, and each would train on all rows of it. "
-                "Nothing was trained. Every rank needs rows of its own: pass the data loader to accelerator.prepare, "
-                "or give it a torch.utils.data.DistributedSampler. A script that draws rows independently on purpose "
-                "uses RandomSampler(replacement=True)."
-            )
-
-    def watch_rows(self, loader: Any) -> None:
-        """Compare the rows of the next batches too; ``loader`` is torch's loader that yields them, if there is one."""
-        if not self.rows_compared:
-            return
-        limit = rows_until_repeats(loader, self.choice.data_parallel)
-        self.ends_on_overlap = limit is not None
-        self.exchange = RowExchange(self.choice.tensor_parallel, MAX_ROWS if limit is None else limit)
-
-    def check_more_rows(self, inputs: Any) -> bool:
-        """Check that the ranks still get different rows; return whether that is to be checked again.
-
-        Of data whose order is unknown, such as a stream that draws its files at random, a warning is logged instead.
-        """
-        exchange = self.exchange
-        if exchange is None or exchange.is_done:
-            return False
-        if exchange.collects:
-            exchange.add(first_batch.digest_rows(inputs))
-        found = exchange.compare()
-        if found is None:
-            return True
-        message = (
-            f"Ranks {found.one} and {found.other} share {found.shared} of their first {found.rows} rows, and hardly any"
-            " row came to one of them twice: each reads the same data in an order of its own."
-        )
-        if not self.ends_on_overlap:
-            logger.warning("%s If that is not on purpose, share the rows out by rank.", message)
-            return False
-        raise EngineMismatchError(
-            f"{message} Every rank needs rows of its own: shuffle with the same seed on all ranks and pass the data "
-            "loader to accelerator.prepare, or use torch.utils.data.DistributedSampler or, for a stream, "
-            "datasets.distributed.split_dataset_by_node. Checkpoints of the changed script start anew."
         )
 
     def check_batch(self) -> None:

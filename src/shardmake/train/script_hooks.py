@@ -68,7 +68,6 @@ def install_hooks(context: RankContext) -> ImportHooks:
     hooks = ImportHooks()
     observer = ScriptObserver(context)
     hooks.after("torch", observer.hook_torch)
-    hooks.after("torch.utils.data.dataloader", observer.hook_data_loader)
     hooks.after("torch.distributed.fsdp", observer.hook_fsdp)
     hooks.after("accelerate.accelerator", observer.hook_accelerator)
     hooks.after("accelerate.utils.dataclasses", observer.hook_fsdp_plugin)
@@ -115,8 +114,6 @@ class ScriptObserver:
         """Hook, model and precision of every prepared model, by the model's id."""
         self.model: Any = None
         """The model of the first training pass."""
-        self.loader: Any = None
-        """The data loader that the script last started to read before the first training pass."""
         self.backward_passes = 0
 
     @property
@@ -242,18 +239,6 @@ class ScriptObserver:
         ddp.__init__, tensor.backward = watch, count
         handle = register_optimizer_step_pre_hook(check)
 
-    def hook_data_loader(self, module: Any) -> None:
-        """Watch which data loader the script reads."""
-        iterate = module.DataLoader.__iter__
-
-        @wraps(iterate)
-        def watch(loader: Any) -> Any:
-            if self.model is None:
-                self.loader = loader
-            return iterate(loader)
-
-        module.DataLoader.__iter__ = watch
-
     def hook_fsdp(self, module: Any) -> None:
         """Watch the models of both versions of FSDP."""
         fsdp, shard = module.FullyShardedDataParallel, module.fully_shard
@@ -339,20 +324,10 @@ class ScriptObserver:
         self.model = model
         self.guard.check_model(model, active_autocast(model) if self.guard.api == "torch" else precision)
         inputs = (kwargs, args)
-        self.guard.check_rows(inputs, self.loader)
-        self.guard.watch_rows(self.loader)
-        self.rows_hook = model.register_forward_pre_hook(torch.compiler.disable(self.check_next_pass), with_kwargs=True)
-        self.loader = None
+        self.guard.check_rows(inputs)
         if not self.guard.declared_by_trainer:
             self.guard.batch = self.declared_batch(inputs)
             self.guard.check_batch()
-
-    def check_next_pass(self, model: Any, args: Any, kwargs: Any) -> None:
-        """Compare the rows of the ranks for some more passes of training."""
-        import torch
-
-        if model.training and torch.is_grad_enabled() and not self.guard.check_more_rows((kwargs, args)):
-            self.rows_hook.remove()
 
     def declared_batch(self, inputs: Any) -> "Batch":
         """Return the batch as far as the libraries know it before the first step."""

@@ -1,4 +1,4 @@
-"""Parts that Trainer and the plain loop share: arguments, data order, callbacks, checks and the completion."""
+"""The parts of a training around its loop: arguments, data order, callbacks, checks and the completion."""
 
 import contextlib
 import importlib

@@ -79,7 +79,6 @@ def test_an_objective_with_a_reference_model_may_run_it_once(objective: Objectiv
     [
         ({"objective": "sft", "dpo": {"beta": 0.2}}, "dpo has no effect with objective: sft"),
         ({"packing": True}, "packing: true cannot be combined"),
-        ({"engine": "loop"}, "engine: loop cannot be combined"),
         ({"script": "train.py"}, "script cannot be combined"),
         ({"loss": "fused"}, "loss: fused cannot be combined"),
         ({"loss": "chunked"}, "loss: chunked cannot be combined"),
@@ -117,7 +116,6 @@ def test_settings_of_reward_have_the_defaults_of_trl() -> None:
         ({"evaluation": {"prompts": ["Hi"]}}, r"evaluation\.prompts has no effect with objective: reward"),
         ({"evaluation": {"losses": True}}, r"evaluation\.losses has no effect with objective: reward"),
         ({"evaluation": {"lm_eval": ["piqa"]}}, r"evaluation\.lm_eval has no effect with objective: reward"),
-        ({"evaluation": {"serve": "vllm", "prompts": []}}, r"evaluation\.serve has no effect with objective: reward"),
         ({"reward": {"center_rewards_coefficient": 0}}, "center_rewards_coefficient"),
     ],
 )

@@ -172,23 +172,19 @@ def test_a_column_without_values_takes_the_type_of_another_file(tmp_path: Path) 
     assert examples(tmp_path, tmp_path / "cache") == [{"text": "t"}, {"text": "t", "tools": ["clock"]}]
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "kinds"),
-    [
-        (["x"], [1], "int64 in {0}/b.parquet and string in {0}/a.parquet"),
-        ([1], [1.5], "double in {0}/b.parquet and int64 in {0}/a.parquet"),
-        ([[{"role": "user"}]], [[{"role": "user", "name": "x"}]], ""),
-    ],
-)
-def test_parquet_files_of_a_folder_have_the_same_types(
-    tmp_path: Path, one: list[Any], other: list[Any], kinds: str
-) -> None:
-    """Another type would be converted in silence, or fail in the job."""
-    for name, values in (("a", one), ("b", other)):
+def test_keys_that_another_file_lacks_are_left_out(tmp_path: Path) -> None:
+    rows: list[Any] = [{"chat": [{"role": "user"}]}, {"chat": [{"role": "user", "name": "x"}]}]
+    for name, row in zip("ab", rows, strict=True):
+        write_parquet(tmp_path / f"{name}.parquet", [row])
+    assert examples(tmp_path, tmp_path / "cache") == rows
+
+
+def test_types_that_arrow_does_not_unify_are_refused_at_the_check(tmp_path: Path) -> None:
+    for name, values in (("a", ["x"]), ("b", [1])):
         pyarrow.parquet.write_table(pyarrow.table({"value": values}), tmp_path / f"{name}.parquet")
     message = refusal(tmp_path, tmp_path / "cache")
-    assert message.startswith("Types differ: the column value is " + kinds.format(tmp_path))
-    assert message.endswith("Write it with the same type in all files.")
+    assert message.startswith(f"Types differ between {tmp_path}/a.parquet and {tmp_path}/b.parquet: ")
+    assert "Field value has incompatible types: string vs int64. Write the column with the same type" in message
     with pytest.raises(ShardmakeError, match="Types differ"):
         list(first_rows(locate(str(tmp_path), Data(train=str(tmp_path)), TRAIN_SPLITS), 2))
 

@@ -28,7 +28,6 @@ from tests.unit.plans import make_cluster, make_model, make_plan, make_run
     ("settings", "words"),
     [
         ({"script_args": ["--lr"]}, "script_args need a script"),
-        ({"script": "train.py", "engine": "loop"}, "cannot be combined with script"),
         (
             {"script": "train.py", "checkpoints": {"asynchronous": True}},
             "cannot be combined with script, which saves its own",

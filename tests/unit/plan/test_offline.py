@@ -41,8 +41,10 @@ def test_a_plan_away_from_the_cluster(planned: str) -> None:
     rundir = RunDir(Path("runs/chat"))
     plan = Plan.read(rundir.plan)
     assert plan.choice.strategy == "zero3" and "Slurm" in plan.not_checked
-    assert MemoryEstimates.read(rundir.memory).of(plan.choice).fits
-    assert rundir.memory_figure.is_file() and not rundir.stage_settings("plan").exists()
+    memory, table = MemoryEstimates.read(rundir.memory), rundir.memory_table.read_text()
+    assert memory.of(plan.choice).fits and not rundir.stage_settings("plan").exists()
+    assert f'<tr style="font-weight: bold"><td>{memory.of(plan.choice).name}<td>' in table
+    assert table.count("<tr") == 1 + len(memory.candidates)
     assert (
         "not checked: Slurm, disk space, installed packages, data, " in planned
         and "On the cluster: shardmake plan chat" in planned

@@ -25,7 +25,6 @@ from tests.unit.plans import make_cluster, make_model, make_plan, make_run
         ({"strategy": "fsdp"}, {}, {}, "could not be resumed"),
         ({"strategy": "fsdp", "script": "x.py", "fsdp_version": 1}, {}, {}, "only FSDP2"),
         ({"strategy": "zero1", "method": "lora"}, {}, {}, "method lora"),
-        ({"strategy": "zero1", "engine": "loop"}, {}, {}, "engine loop"),
         ({"strategy": "zero1"}, {"processes_per_node": 3}, {}, "3 ranks per node are not a multiple of 2"),
         ({"strategy": "zero1"}, {}, {"num_key_value_heads": 1}, "1 key-value heads"),
         (

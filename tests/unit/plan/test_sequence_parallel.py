@@ -27,7 +27,6 @@ from tests.unit.plans import LLAMA, make_cluster, make_model, make_plan, make_ru
         ({"strategy": "fsdp"}, {}, {}, "sdpa", "strategy fsdp: only ZeRO"),
         ({"strategy": "zero3-nvme"}, {}, {}, "sdpa", "strategy zero3-nvme: only ZeRO"),
         ({"script": "x.py"}, {}, {}, "sdpa", "Remove script"),
-        ({"engine": "loop"}, {}, {}, "sdpa", "engine loop"),
         ({"strategy": "zero1", "tensor_parallel": 2}, {}, {}, "sdpa", "Set tensor_parallel: 1"),
         ({"torch_compile": True}, {}, {}, "sdpa", "torch_compile"),
         ({"eval_every_steps": 2}, {}, {}, "sdpa", "eval_every_steps"),

@@ -54,7 +54,7 @@ CASES: dict[str, tuple[Strategy, dict[str, Any], dict[str, Any], dict[str, Any]]
     "fsdp1-offload": ("fsdp-offload", {}, {"fsdp_version": 1}, GPU),
     "fsdp1-grad-op": ("fsdp-grad-op", {}, {"fsdp_version": 1}, GPU),
     "fsdp-qlora": ("fsdp", {}, {"method": "qlora"}, GPU),
-    "zero2-qlora-loop": ("zero2", {}, {"method": "qlora", "engine": "loop"}, GPU),
+    "zero2-qlora": ("zero2", {}, {"method": "qlora"}, GPU),
     "ddp-lora-epochs": ("ddp", {}, {"method": "lora", "max_steps": None, "epochs": 3.0, "warmup_ratio": 1.0}, GPU),
 }
 

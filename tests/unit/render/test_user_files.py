@@ -255,7 +255,7 @@ REFUSED_DEEPSPEED: list[tuple[str, Any, str]] = [
     ("scheduler.params.total_num_steps", 1000, "The run decides it (scheduler, warmup_ratio)"),
     ("optimizer.type", "SGD", "The run decides it (optimizer, learning_rate, weight_decay)"),
     ("optimizer.params.betas", [0.9, 0.95], "norms and biases"),
-    ("optimizer.params.lr", 1e-3, "engine: loop fails"),
+    ("optimizer.params.lr", 1e-3, "norms and biases"),
     ("torch_autocast.enabled", True, "would have trained in another one"),
     ("fp16.auto_cast", True, "would have trained in another one"),
     ("amp.enabled", True, "Set precision in the run"),

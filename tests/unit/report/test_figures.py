@@ -6,7 +6,6 @@ import pytest
 
 from shardmake.commands.estimate_table import GPU_TERMS, HOST_TERMS
 from shardmake.core.units import GIB
-from shardmake.plan.figure import bars
 from shardmake.plan.stage import make_plan
 from shardmake.report import figures
 from shardmake.report.figures import Memory
@@ -41,9 +40,12 @@ def estimates(tmp_path_factory: pytest.TempPathFactory) -> list[Memory]:
     """The memory of a model of 8 billion parameters under every strategy, with and without checkpointing."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(EIGHT))
-    plan, found = make_plan("run", run_of(str(folder)), gpus(max_nodes=1))
-    rows = [row.gpu for row in bars(found.candidates, plan.choice)]
-    return [Memory(gpu.terms, gpu.reserved, gpu.device - gpu.reserved, found.gpu_memory, gpu.reserved) for gpu in rows]
+    _, found = make_plan("run", run_of(str(folder)), gpus(max_nodes=1))
+    kinds = {(row.choice.strategy, row.choice.gradient_checkpointing): row.gpu for row in found.candidates}
+    return [
+        Memory(gpu.terms, gpu.reserved, gpu.device - gpu.reserved, found.gpu_memory, gpu.reserved)
+        for gpu in kinds.values()
+    ]
 
 
 def test_the_legend_of_real_estimates_is_inside_the_figure(estimates: list[Memory]) -> None:

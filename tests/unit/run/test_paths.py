@@ -11,7 +11,7 @@ PATHS = {
     "weights_receipt": "fetched/weights.json",
     "plan_folder": "plan",
     "memory": "plan/memory.json",
-    "memory_figure": "plan/memory.svg",
+    "memory_table": "plan/memory.html",
     "plan": "plan/plan.json",
     "accelerate": "plan/accelerate.yaml",
     "deepspeed": "plan/deepspeed.json",

@@ -25,7 +25,6 @@ from shardmake.train.learning_check import (
     describe_learning,
     planned_learning,
 )
-from shardmake.train.loop import make_optimizer
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
 
 RATE, STEPS = 1e-3, 10
@@ -217,7 +216,7 @@ def test_adapters_without_vectors_decay_everything(arguments: TrainingArguments)
 def test_what_transformers_builds_from_the_rendered_arguments_passes(
     tmp_path: Path, optimizer: str, schedule: str, has_vectors: bool
 ) -> None:
-    """Trainer's own optimizer and scheduler, and those of the plain loop, are the planned ones."""
+    """Trainer's own optimizer and scheduler are the planned ones."""
     planned = choice()
     run = make_run(scheduler=schedule, warmup_ratio=0.3, weight_decay=0.01, optimizer=optimizer)
     given = training_settings(
@@ -228,12 +227,8 @@ def test_what_transformers_builds_from_the_rendered_arguments_passes(
     model = nn.Linear(3, 3, bias=has_vectors)
     trainer = Trainer(model=model, args=arguments)
     trainer.create_optimizer_and_scheduler(STEPS)
-    looped = make_optimizer(model, arguments, given)
-    for made, scheduler in (
-        (trainer.optimizer, trainer.lr_scheduler),
-        (looped, get_scheduler(schedule, looped, arguments.get_warmup_steps(STEPS), STEPS)),
-    ):
-        training = BuiltTraining(model, made, scheduler, Batches(), arguments, "no", autocasts=False, steps=STEPS)
-        found = describe_learning(training, given)
-        check_learning(found, planned_learning(given, planned, arguments, STEPS))
-        assert (found.betas is None) is not OPTIMIZERS[optimizer].has_betas
+    made = trainer.optimizer, trainer.lr_scheduler
+    training = BuiltTraining(model, *made, Batches(), arguments, "no", autocasts=False, steps=STEPS)
+    found = describe_learning(training, given)
+    check_learning(found, planned_learning(given, planned, arguments, STEPS))
+    assert (found.betas is None) is not OPTIMIZERS[optimizer].has_betas

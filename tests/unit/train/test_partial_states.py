@@ -1,6 +1,5 @@
-"""Checkpoints that lack weights of a model or hold others: refused by both engines, for models and adapters."""
+"""Checkpoints that lack weights of a model or hold others: refused for models and adapters."""
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from shardmake.core.errors import CheckpointError
-from shardmake.train.checkpoint_files import load_weights, save_weights
+from shardmake.train.checkpoint_files import save_weights
 from shardmake.train.load_model import refuse_partial_states
 from shardmake.train.script_hooks import ScriptObserver
 from shardmake.train.sharded_trainer import ShardedTrainer
@@ -37,15 +36,8 @@ def trainer_of(model: Any) -> Any:
     return SimpleNamespace(is_deepspeed_enabled=False, is_fsdp_enabled=False, accelerator=accelerator, model=model)
 
 
-LOADERS: dict[str, Callable[[Any, Path], None]] = {
-    "loop": load_weights,
-    "trainer": lambda model, folder: ShardedTrainer._load_from_checkpoint(trainer_of(model), str(folder)),
-}
-
-
-@pytest.fixture(params=LOADERS)
-def load(request: pytest.FixtureRequest) -> Callable[[Any, Path], None]:
-    return LOADERS[request.param]
+def load(model: Any, folder: Path) -> None:
+    ShardedTrainer._load_from_checkpoint(trainer_of(model), str(folder))
 
 
 def change(folder: Path, **changes: torch.Tensor | None) -> None:
@@ -56,7 +48,7 @@ def change(folder: Path, **changes: torch.Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
-def test_trained_experts_come_back(family: str, tmp_path: Path, load: Callable[[Any, Path], None]) -> None:
+def test_trained_experts_come_back(family: str, tmp_path: Path) -> None:
     """transformers' Trainer resumes a mixture with the experts of the base model (transformers issue 48805)."""
     trained, resumed = (AutoModelForCausalLM.from_config(mixture_configs()[family]) for _ in range(2))
     refuse_partial_states(resumed)
@@ -66,7 +58,7 @@ def test_trained_experts_come_back(family: str, tmp_path: Path, load: Callable[[
     assert [name for name in saved if not torch.equal(saved[name], found[name])] == []
 
 
-def test_tied_weights_are_stored_once(tmp_path: Path, load: Callable[[Any, Path], None]) -> None:
+def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
     model = tied_llama()
     refuse_partial_states(model)
     save_weights(tied_llama(), tmp_path)
@@ -82,9 +74,7 @@ def test_tied_weights_are_stored_once(tmp_path: Path, load: Callable[[Any, Path]
         ({"extra": torch.ones(1)}, r"1 name not part of the model \(extra\)"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused(
-    changes: dict[str, Any], message: str, tmp_path: Path, load: Callable[[Any, Path], None]
-) -> None:
+def test_a_checkpoint_of_another_model_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     model = tied_llama()
     refuse_partial_states(model)
     save_weights(model, tmp_path)
@@ -93,9 +83,7 @@ def test_a_checkpoint_of_another_model_is_refused(
         load(model, tmp_path)
 
 
-def test_an_adapter_must_be_complete_and_the_frozen_weights_need_not_be_there(
-    tmp_path: Path, load: Callable[[Any, Path], None]
-) -> None:
+def test_an_adapter_must_be_complete_and_the_frozen_weights_need_not_be_there(tmp_path: Path) -> None:
     model = adapted_llama()
     refuse_partial_states(model)
     save_weights(model, tmp_path)

@@ -1,14 +1,11 @@
 """Every optimizer step gets the same samples for any number of ranks and any micro batch size."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
-from transformers import Trainer
 
-from shardmake.train.loop import make_sampler
 from shardmake.train.training_setup import WholeBatches
 
 GLOBAL_BATCH = 12
@@ -19,10 +16,10 @@ def steps(
     data: Any, ranks: int, micro: int, accumulation: int, epochs: int = 2, strategy: str = "random"
 ) -> list[list[int]]:
     """Return the samples of each optimizer step, as Trainer and accelerate distribute them."""
-    arguments = SimpleNamespace(train_sampling_strategy=strategy)
+    sampler = SequentialSampler if strategy == "sequential" else RandomSampler
     loaders = [
         prepare_data_loader(
-            DataLoader(data, batch_size=micro, sampler=make_sampler(data, arguments)), num_processes=ranks, process_index=rank,
+            DataLoader(data, batch_size=micro, sampler=sampler(data)), num_processes=ranks, process_index=rank,
             put_on_device=False, use_seedable_sampler=True, data_seed=7, device="cpu",
         )
         for rank in range(ranks)
@@ -61,10 +58,3 @@ def test_the_order_of_the_data_is_that_of_the_steps_for_every_split(length: int,
     data = WholeBatches(range(length), GLOBAL_BATCH)
     epoch = [sorted(n % length for n in range(at, at + GLOBAL_BATCH)) for at in range(0, len(data), GLOBAL_BATCH)]
     assert steps(data, *split, strategy="sequential") == epoch * 2
-
-
-@pytest.mark.parametrize(("strategy", "sampler"), [("random", RandomSampler), ("sequential", SequentialSampler)])
-def test_both_engines_have_the_same_sampler(strategy: str, sampler: type) -> None:
-    data, arguments = WholeBatches(range(5), GLOBAL_BATCH), SimpleNamespace(train_sampling_strategy=strategy)
-    trainer = SimpleNamespace(args=arguments, train_dataset=data)
-    assert type(make_sampler(data, arguments)) is type(Trainer._get_train_sampler(trainer)) is sampler

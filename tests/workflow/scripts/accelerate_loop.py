@@ -7,11 +7,9 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, set_seed
-from datasets import Dataset
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-OWN_LOADERS = ["same", "reversed", "shuffled", "ordered", "stream", "unsplit"]
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", required=True)
 parser.add_argument("--data", required=True)
@@ -27,7 +25,7 @@ parser.add_argument("--load_dtype", default="float32")
 parser.add_argument("--precision", help="mixed_precision of the Accelerator")
 parser.add_argument("--compile", action="store_true")
 parser.add_argument("--own_plugin", help="a DeepSpeed file for a plugin, with bf16")
-parser.add_argument("--own_loader", choices=OWN_LOADERS, help="each rank reads all rows")
+parser.add_argument("--own_loader", choices=["same", "reversed"], help="each rank reads all rows")
 parser.add_argument("--state_dict", action="store_true", help="save the gathered weights")
 
 
@@ -36,27 +34,6 @@ def read_examples(path: str, tokenizer) -> list[torch.Tensor]:
     texts = [tokenizer.apply_chat_template(line["messages"], tokenize=False) for line in lines]
     encoded = tokenizer(texts, padding="max_length", truncation=True, max_length=64, return_tensors="pt")
     return list(encoded["input_ids"])
-
-
-class Stream(IterableDataset):
-    def __init__(self, rows: list[torch.Tensor]) -> None:
-        self.rows = rows
-
-    def __iter__(self):
-        return iter(self.rows)
-
-
-def make_loader(rows: list[torch.Tensor], kind: str | None, batch_size: int, rank: int) -> DataLoader:
-    order, rows = torch.Generator().manual_seed(rank), rows[:512] if kind else rows
-    if kind == "shuffled":
-        return DataLoader(rows, batch_size, shuffle=True, generator=order)
-    if kind in ("ordered", "stream"):
-        rows = [rows[index] for index in torch.randperm(len(rows), generator=order)]
-    if kind == "unsplit":
-        stream = Dataset.from_dict({"row": [row.tolist() for row in rows]}).to_iterable_dataset()
-        stream = stream.shuffle(seed=rank, buffer_size=1000)
-        return DataLoader(stream, batch_size, collate_fn=lambda batch: torch.tensor([one["row"] for one in batch]))
-    return DataLoader(Stream(rows) if kind == "stream" else rows, batch_size)
 
 
 def main() -> None:
@@ -76,7 +53,7 @@ def main() -> None:
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.load_dtype)
     rows = read_examples(args.data, tokenizer)
-    loader = make_loader(rows, args.own_loader, args.batch_size, accelerator.process_index)
+    loader = DataLoader(rows, args.batch_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     if args.own_loader:
         model, optimizer = accelerator.prepare(model, optimizer)
