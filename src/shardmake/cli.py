@@ -222,9 +222,6 @@ def estimate(
     deepspeed_config: Annotated[
         str | None, typer.Option(help="Your own DeepSpeed file; its stage, offload and sizes count.")
     ] = None,
-    stack: Annotated[
-        str, typer.Option(help="Other libraries, such as transformers=4.38,peft=0.9. Default: the installed ones.")
-    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, sizes in bytes.")] = False,
     explain: Annotated[
         bool, typer.Option(help="Print the numbers that went in, and every term with its formula or source.")
@@ -278,7 +275,6 @@ def estimate(
         trust_remote_code=trust_remote_code,
         probe=probe,
         deepspeed_config=deepspeed_config,
-        stack=stack,
         inter_node_gbps=inter_node_gbps,
     )
     if deepspeed_table:

@@ -100,7 +100,6 @@ def _load(scenario: Scenario) -> int:
     """
     full = scenario.method == "full"
     held = BYTES[scenario.weights] if full and scenario.zero_stage == 0 else scenario.compute
-    held = 4 if scenario.wide_base else held
     if scenario.loads_on_gpu:
         threads = 1 if scenario.method == "qlora" else LOADING_THREADS
         largest = sorted((tensor.numel for tensor in scenario.model.tensors), reverse=True)[:threads]

@@ -17,7 +17,6 @@ from shardmake.memory.families import as_classifier
 from shardmake.memory.hardware import Hardware, from_cluster
 from shardmake.memory.model import Model, Split, has_own_class, split
 from shardmake.memory.read_config import read_model
-from shardmake.memory.scenario import LibraryBehavior
 from shardmake.plan.abilities import (
     Abilities,
     check_activation_offload,
@@ -53,14 +52,6 @@ class ResolvedRun:
     """Why varlen, the fastest kernel, does not run; empty if it does, on CPU, or if the run names a kernel."""
     weights: Precision = "fp32"
     """Data type of the trained weights under DDP and FSDP; only `shardmake estimate` changes it."""
-    adapter_weights: Precision = "fp32"
-    """Data type of the adapters under DDP and FSDP; only `shardmake estimate` changes it."""
-    masked: bool = True
-    """SDPA gets a mask; only `shardmake estimate` changes it."""
-    loads_on_gpu: bool = True
-    """Weights load straight to the GPU where the strategy can; only `shardmake estimate` changes it."""
-    behavior: LibraryBehavior = field(default_factory=LibraryBehavior)
-    """How the libraries behave; only `shardmake estimate` changes it."""
     user_files: UserFiles = field(default_factory=UserFiles)
     """The run's own DeepSpeed and Accelerate files."""
 
