@@ -101,7 +101,7 @@ def estimate(request: EstimateRequest, libraries: Mapping[str, Any]) -> Candidat
         ModelError: The model's config.json cannot be used.
     """
     settings = resolve_request(request)
-    (choice,) = choices(settings, request.strategies)  # type: ignore[arg-type]
+    (choice,) = choices(settings, request.strategies)
     with _patched(libraries):
         return planner.Planner(settings).simulate(choice)
 
@@ -111,7 +111,7 @@ def _patched(libraries: Mapping[str, Any]) -> Iterator[None]:
     scenario_of, rank_memory, request_of = planner.scenario_of, memory_estimate.rank_memory, trace._request
 
     def old_scenario(*arguments: Any) -> OldScenario:
-        return OldScenario(**vars(scenario_of(*arguments)) | libraries)
+        return OldScenario(**{**vars(scenario_of(*arguments)), **libraries})
 
     def old_memory(scenario: OldScenario, buckets: Buckets, timeline: Timeline) -> DdpMemory:
         if scenario.is_fsdp and scenario.transformers_4:

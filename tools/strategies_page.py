@@ -27,7 +27,7 @@ EXAMPLE = {
 HEAD = """# Rendered settings of each strategy
 
 The example is an 8B Llama in bf16 on 2 nodes of 8 GPUs with 1 TiB of RAM each; sizes are in elements unless they say
-otherwise. FSDP is version 2; `fsdp_version: 1` renders `sharding_strategy` FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD.
+otherwise. FSDP is version 2.
 "h" is the hidden size. This page is generated: `python -m tools.strategies_page > docs/reference/strategies.md`.
 """
 

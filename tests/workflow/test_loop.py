@@ -78,15 +78,13 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "version", "first", "then"),
+    ("strategy", "first", "then"),
     [
-        ("fsdp", 2, "trainer", "loop"),
-        pytest.param("fsdp", 2, "loop", "trainer", marks=pytest.mark.objectives),
-        pytest.param("fsdp", 1, "trainer", "loop", marks=pytest.mark.objectives),
-        ("fsdp", 1, "loop", "trainer"),
-        ("ddp", 2, "trainer", "loop"),
-        pytest.param("ddp", 2, "loop", "trainer", marks=pytest.mark.objectives),
-        ("zero2", 2, "loop", "loop"),
+        ("fsdp", "trainer", "loop"),
+        pytest.param("fsdp", "loop", "trainer", marks=pytest.mark.objectives),
+        ("ddp", "trainer", "loop"),
+        pytest.param("ddp", "loop", "trainer", marks=pytest.mark.objectives),
+        ("zero2", "loop", "loop"),
     ],
 )
 def test_compiled_training_equals_uncompiled_one_and_resumes(
@@ -95,13 +93,12 @@ def test_compiled_training_equals_uncompiled_one_and_resumes(
     kernels: dict[str, str],
     tmp_path: Path,
     strategy: Strategy,
-    version: int,
     first: str,
     then: str,
 ) -> None:
     """Accelerate compiles the wrapped model as a whole, or under FSDP2 each layer in place; the names stay."""
     rundir = RunDir(tmp_path / "run")
-    changes: dict[str, Any] = {"torch_compile": True, "fsdp_version": version, "checkpoints": {"every_steps": 2}}
+    changes: dict[str, Any] = {"torch_compile": True, "checkpoints": {"every_steps": 2}}
     plans = {
         engine: forked.plan(strategy, 2, engine=engine, micro_batch_size=3, learning_rate=2e-3, **changes)
         for engine in (first, then)

@@ -94,7 +94,6 @@ class EstimateRequest:
     objective: Objective = "sft"
     reference: Reference | None = None
     """Of an objective that has one: a model beside the trained one (the default), or precomputed."""
-    fsdp_version: Literal[1, 2] = 2
     host_memory: float | None = None
     accelerator: str = "a100-80gb"
     revision: str | None = None
@@ -286,7 +285,6 @@ def _run(request: EstimateRequest) -> Run:
                 "dropout": request.lora_dropout,
             },
             "nodes": request.nodes,
-            "fsdp_version": request.fsdp_version,
             "deepspeed_config": request.deepspeed_config,
         },
         "The options",

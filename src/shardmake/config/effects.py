@@ -116,7 +116,7 @@ EFFECTS: Final = (
         changes=(),
         reads=_TRAINING,
         keys=(
-            *("micro_batch_size", "strategy", "tensor_parallel", "sequence_parallel", "nodes", "fsdp_version"),
+            *("micro_batch_size", "strategy", "tensor_parallel", "sequence_parallel", "nodes"),
             *("service_nodes", "service."),
             *("gradient_checkpointing", "activation_offload"),
             *("attention", "loss", "gradient_dtype", "engine", "deepspeed_values", "torch_compile", "non_finite"),

@@ -173,11 +173,17 @@ def _message(schema: Schema, detail: Detail) -> str:
     return _wrong_value(schema, detail)
 
 
+_REMOVED: Final = {
+    "fsdp_version": "runs use FSDP2 alone. Remove this key.",
+}
+"""Why there is a key no more, and what to do."""
 _RESOLVED: Final = {"Config": (DEFAULTS,), "Run": (BASE, SWEEP)}
 """Keys of a file that are resolved before the validation, by the model of their section."""
 
 
 def _unknown_key(schema: Schema, detail: Detail) -> str:
+    if why := _REMOVED.get(detail["loc"][-1]):
+        return why
     section = schema.section(schema.walk(detail["loc"][:-1])[1])
     assert section is not None
     allowed = [*section["properties"], *_RESOLVED.get(section["title"], ())]

@@ -37,7 +37,6 @@ from shardmake.config.values import (
     Hours,
     LearningRate,
     Nodes,
-    NotBoolean,
     PathText,
     Ranks,
     Seconds,
@@ -591,7 +590,6 @@ class Run(Section):
         description="Nodes for training. Without it, the fewest on which the model fits, or more if these cost at "
         "least a tenth less GPU-time.",
     )
-    fsdp_version: Annotated[Literal[1, 2], NotBoolean] = Field(2, description="FSDP version for the `fsdp` strategies.")
     engine: Literal["trainer", "loop"] = Field(
         "trainer",
         description="Training loop: Hugging Face's Trainer, or a plain loop over Accelerate. The result is the same.",

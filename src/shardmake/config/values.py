@@ -107,13 +107,6 @@ def _variable(name: str) -> str:
     return name
 
 
-def _not_boolean(value: Any) -> Any:
-    """Refuse true and false, which Python counts as 1 and 0."""
-    if isinstance(value, bool):
-        raise ValueError(f"{str(value).lower()} is not a number. Write the number")
-    return value
-
-
 def check_text(text: str, *, several_lines: bool = False) -> str:
     """Return ``text``.
 
@@ -129,7 +122,6 @@ def check_text(text: str, *, several_lines: bool = False) -> str:
 
 
 AsNumber = BeforeValidator(_number)
-NotBoolean = BeforeValidator(_not_boolean)
 PathText = Annotated[str, AfterValidator(expand)]
 FileSize = Annotated[str, AfterValidator(_size)]
 TimeLimit = Annotated[str, AfterValidator(_time_limit)]

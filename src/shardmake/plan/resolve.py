@@ -235,26 +235,22 @@ def unsuitable(run: Run, strategy: Strategy) -> str:
     spec, objective = STRATEGY_SPECS[strategy], OBJECTIVES[run.objective]
     if not objective.is_proven(spec):
         return f"objective: {run.objective} is not tested under {strategy}. Take another strategy."
-    if objective.trl and spec.is_fsdp and run.fsdp_version == 1:
-        return f"objective: {run.objective} is not tested under FSDP1. Take fsdp_version: 2, or a ZeRO strategy."
     if run.script and spec.uses_nvme:
         return (
             f"Strategy {strategy} is not for a script: its checkpoints, written by DeepSpeed alone, cannot be merged "
             "and resume without the optimizer's moments. Take zero3-offload, or let Shardmake train (engine: loop)."
         )
-    if not run.script and run.optimizer == "adafactor" and spec.is_fsdp and run.fsdp_version == 2:
+    if not run.script and run.optimizer == "adafactor" and spec.is_fsdp:
         return (
             "optimizer: adafactor fails at the first step under FSDP2, because transformers' Adafactor cannot add "
             "sharded tensors to its own. Take a ZeRO strategy, or another optimizer."
         )
-    if not run.script and run.optimizer == "adamw8bit" and (why := _unsuitable_for_8_bit_adam(run, spec)):
-        others = [name for name, other in STRATEGY_SPECS.items() if not _unsuitable_for_8_bit_adam(run, other)]
+    if not run.script and run.optimizer == "adamw8bit" and (why := _unsuitable_for_8_bit_adam(spec)):
+        others = [name for name, other in STRATEGY_SPECS.items() if not _unsuitable_for_8_bit_adam(other)]
         return (
             f"optimizer: adamw8bit fails at the first step under {strategy}, because {why}. Take optimizer: adamw, or "
             f"one of the strategies {', '.join(others)}."
         )
-    if run.activation_offload and spec.is_fsdp and run.fsdp_version == 1:
-        return "activation_offload: true needs FSDP2: accelerate refuses it under FSDP1. Take fsdp_version: 2."
     if run.loss == "chunked" and spec.is_fsdp:
         return f"loss: chunked is not tested under {strategy}. Take ddp or a ZeRO strategy, or loss: fused."
     if run.method == "qlora" and not spec.qlora:
@@ -262,11 +258,6 @@ def unsuitable(run: Run, strategy: Strategy) -> str:
         return (
             f"method: qlora cannot train under {strategy}, because {_unsuitable_for_4_bits(spec)}. Take method: lora, "
             f"or one of {', '.join(others)}."
-        )
-    if run.method == "qlora" and spec.is_fsdp and run.fsdp_version == 1 and not run.script:
-        return (
-            "method: qlora cannot train under FSDP1, which puts the weights of a layer into one tensor. PEFT casts the "
-            "norms to fp32, and the 4-bit weights are stored in 16 bits. Take fsdp_version: 2, or method: lora."
         )
     return ""
 
@@ -283,9 +274,9 @@ def _unsuitable_for_4_bits(spec: StrategySpec) -> str:
     return "4-bit weights have not been trained and saved with this kind of FSDP"
 
 
-def _unsuitable_for_8_bit_adam(run: Run, spec: StrategySpec) -> str:
+def _unsuitable_for_8_bit_adam(spec: StrategySpec) -> str:
     """Return why bitsandbytes' AdamW cannot train under a strategy; empty if it can."""
-    if spec.is_fsdp and run.fsdp_version == 2:
+    if spec.is_fsdp:
         return "its kernels do not take the sharded tensors of FSDP2"
     return "it runs on the GPU, and this strategy keeps the optimizer on the host" if spec.offload_optimizer else ""
 
@@ -319,14 +310,11 @@ def _wrong_run(run: Run) -> Iterator[str]:
     spec = STRATEGY_SPECS.get(run.strategy)
     if spec is not None and not spec.tensor_parallel:
         yield f"strategy {run.strategy}: take zero1 or zero2 (DeepSpeed AutoTP), or fsdp with a script of your own."
-    elif spec is not None and spec.is_fsdp:
-        if run.script is None:
-            yield (
-                f"strategy {run.strategy}: transformers shards a model for it at loading and then cannot save the "
-                "optimizer, so a run could not be resumed. Take zero1 or zero2, or a script that loads its own model."
-            )
-        if run.fsdp_version == 1:
-            yield "fsdp_version 1: only FSDP2 takes a tensor-parallel mesh."
+    elif spec is not None and spec.is_fsdp and run.script is None:
+        yield (
+            f"strategy {run.strategy}: transformers shards a model for it at loading and then cannot save the "
+            "optimizer, so a run could not be resumed. Take zero1 or zero2, or a script that loads its own model."
+        )
     if run.method != "full":
         yield f"method {run.method}: adapters on sharded matrices are not merged here. Take method: full."
     if run.engine == "loop":

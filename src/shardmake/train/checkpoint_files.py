@@ -26,8 +26,7 @@ from transformers.training_args import ParallelMode
 from shardmake.checkpoint.training_receipt import TRAINER_STATE
 from shardmake.run.metrics import LOSS_WINDOW, LossWindow, read_loss_window
 from shardmake.train import deepspeed_states
-from shardmake.train.adam_states import allocate_states, fit_optimizer
-from shardmake.train.engine_check import below_compiler
+from shardmake.train.adam_states import fit_optimizer
 from shardmake.train.load_model import model_configs
 
 if TYPE_CHECKING:
@@ -44,9 +43,8 @@ def save(loop: "Loop", folder: Path) -> None:
         deepspeed_states.note_sub_groups(loop.model, folder)
     elif accelerator.distributed_type == DistributedType.FSDP:
         plugin = accelerator.state.fsdp_plugin
-        sharded = below_compiler(loop.model)
-        save_fsdp_model(plugin, accelerator, sharded, str(folder), adapter_only=is_adapter)
-        save_fsdp_optimizer(plugin, accelerator, loop.optimizer, sharded, str(folder))
+        save_fsdp_model(plugin, accelerator, loop.model, str(folder), adapter_only=is_adapter)
+        save_fsdp_optimizer(plugin, accelerator, loop.optimizer, loop.model, str(folder))
     elif accelerator.is_main_process:
         save_weights(model, folder)
         torch.save(loop.optimizer.state_dict(), folder / "optimizer.pt")
@@ -81,10 +79,8 @@ def load(loop: "Loop", folder: Path) -> None:
         deepspeed_states.restore(loop.model, folder)
     elif accelerator.distributed_type == DistributedType.FSDP:
         plugin = accelerator.state.fsdp_plugin
-        sharded = below_compiler(loop.model)
-        load_fsdp_model(plugin, accelerator, sharded, str(folder), adapter_only=is_adapter)
-        allocate_states(loop.optimizer.optimizer)
-        load_fsdp_optimizer(plugin, accelerator, loop.optimizer, sharded, str(folder), adapter_only=is_adapter)
+        load_fsdp_model(plugin, accelerator, loop.model, str(folder), adapter_only=is_adapter)
+        load_fsdp_optimizer(plugin, accelerator, loop.optimizer, loop.model, str(folder), adapter_only=is_adapter)
     else:
         load_weights(model, folder)
         loop.optimizer.load_state_dict(_read(folder / "optimizer.pt"))

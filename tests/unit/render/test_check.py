@@ -51,7 +51,6 @@ def possible(choice: Choice) -> Choice:
 
 runs = st.fixed_dictionaries(
     {
-        "fsdp_version": st.sampled_from([1, 2]),
         "deepspeed_values": st.sampled_from(["auto", "explicit"]),
         "optimizer": st.sampled_from(["adamw", "adafactor", "sgd"]),
         "scheduler": st.sampled_from(["cosine", "linear", "constant", "constant_with_warmup"]),
@@ -196,7 +195,6 @@ class _Sized:
     [
         ("fsdp", {"torch_compile": True}, True),
         ("fsdp", {}, False),
-        ("fsdp", {"torch_compile": True, "fsdp_version": 1}, False),
         ("ddp", {"torch_compile": True}, False),
     ],
 )

@@ -42,8 +42,6 @@ FOLDER = Path("/lab/runs/docs-chat/train/attempts/001")
 GPU = {"accelerator": "a100-80gb", "memory_gib_per_node": 512.0}
 CASES: dict[str, tuple[Strategy, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     **{strategy: (strategy, {}, {}, GPU) for strategy in STRATEGIES},
-    "fsdp1": ("fsdp", {}, {"fsdp_version": 1}, GPU),
-    "fsdp1-hybrid": ("fsdp-hybrid", {}, {"fsdp_version": 1}, GPU),
     "zero3-auto": ("zero3", {}, {"deepspeed_values": "auto"}, GPU),
     "zero2-fp16-checkpointing": ("zero2", {"precision": "fp16", "gradient_checkpointing": True}, {}, GPU),
     "zero3-cpu": ("zero3", {"precision": "fp32"}, {}, {}),
@@ -51,8 +49,6 @@ CASES: dict[str, tuple[Strategy, dict[str, Any], dict[str, Any], dict[str, Any]]
     "fsdp-tensor-parallel": ("fsdp", {"tensor_parallel": 2, "gradient_accumulation_steps": 4}, {}, GPU),
     "zero2-activation-offload": ("zero2", {"gradient_checkpointing": True}, {"activation_offload": True}, GPU),
     "fsdp-activation-offload": ("fsdp", {"gradient_checkpointing": True}, {"activation_offload": True}, GPU),
-    "fsdp1-offload": ("fsdp-offload", {}, {"fsdp_version": 1}, GPU),
-    "fsdp1-grad-op": ("fsdp-grad-op", {}, {"fsdp_version": 1}, GPU),
     "fsdp-qlora": ("fsdp", {}, {"method": "qlora"}, GPU),
     "zero2-qlora-loop": ("zero2", {}, {"method": "qlora", "engine": "loop"}, GPU),
     "ddp-lora-epochs": ("ddp", {}, {"method": "lora", "max_steps": None, "epochs": 3.0, "warmup_ratio": 1.0}, GPU),
@@ -158,13 +154,12 @@ clusters = st.builds(
     accelerator=st.sampled_from(["cpu", "a100-80gb"]),
     memory_gib_per_node=st.floats(2.0, 4096.0),
 )
-versions = st.sampled_from([1, 2])
 
 
-@given(choice=choices, cluster=clusters, version=versions, hidden=st.integers(8, 16384))
-def test_the_files_agree_on_every_shared_number(choice: Choice, cluster: Cluster, version: int, hidden: int) -> None:
+@given(choice=choices, cluster=clusters, hidden=st.integers(8, 16384))
+def test_the_files_agree_on_every_shared_number(choice: Choice, cluster: Cluster, hidden: int) -> None:
     plan = make_plan("ddp").model_copy(update={"choice": choice})
-    run = make_run(global_batch_size=choice.global_batch_size, fsdp_version=version)
+    run = make_run(global_batch_size=choice.global_batch_size)
     model = make_model(hidden_size=hidden * 4)
     files = render_files(plan, run, cluster, model, FOLDER)
     arguments, expected = files.training.arguments, files.training.expected.as_json()
