@@ -35,7 +35,6 @@ otherwise. FSDP is version 2.
 SAME_FOR_ALL = {
     "`engine: loop`, `script`": "`program` in training.json; command and files stay the same, but for a script "
     '`train_micro_batch_size_per_gpu` and `gradient_accumulation_steps` are "auto" in deepspeed.json',
-    "`deepspeed_values: auto`": '"auto" wherever Trainer fills in its own value; the engine is the same',
     "`precision`": "bf16 or fp16 in deepspeed.json for DeepSpeed, `mixed_precision` in accelerate.yaml for the others, "
     "and in the training arguments",
     "`gradient_dtype`": "`data_types.grad_accum_dtype` and `communication_data_type` in deepspeed.json unless it is "

@@ -175,6 +175,7 @@ def _message(schema: Schema, detail: Detail) -> str:
 
 _REMOVED: Final = {
     "fsdp_version": "runs use FSDP2 alone. Remove this key.",
+    "deepspeed_values": 'deepspeed.json always holds numbers. Remove this key; your own file can say "auto".',
 }
 """Why there is a key no more, and what to do."""
 _RESOLVED: Final = {"Config": (DEFAULTS,), "Run": (BASE, SWEEP)}

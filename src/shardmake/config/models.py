@@ -611,10 +611,6 @@ class Run(Section):
     service: Service | None = Field(
         None, description="A program on nodes of its own that serves the script (docs/how-to/service.md)."
     )
-    deepspeed_values: Literal["explicit", "auto"] = Field(
-        "explicit",
-        description='`auto`: deepspeed.json holds "auto" wherever Trainer fills in its value. The result is the same.',
-    )
     deepspeed_config: PathText | None = Field(
         None,
         description="Your own DeepSpeed file (docs/how-to/own-files.md). Each key is taken and reported, or refused.",

@@ -20,7 +20,6 @@ from shardmake.core.disk import remove_swap_files, swap_folder
 from shardmake.core.errors import ConfigError
 from shardmake.memory.buckets import param_buffer_size
 from shardmake.render.check import Files
-from shardmake.render.deepspeed_file import FILLED_BY_TRAINER, with_auto
 from shardmake.render.stage import (
     ACCELERATE,
     DEEPSPEED,
@@ -42,7 +41,6 @@ FOLDER = Path("/lab/runs/docs-chat/train/attempts/001")
 GPU = {"accelerator": "a100-80gb", "memory_gib_per_node": 512.0}
 CASES: dict[str, tuple[Strategy, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     **{strategy: (strategy, {}, {}, GPU) for strategy in STRATEGIES},
-    "zero3-auto": ("zero3", {}, {"deepspeed_values": "auto"}, GPU),
     "zero2-fp16-checkpointing": ("zero2", {"precision": "fp16", "gradient_checkpointing": True}, {}, GPU),
     "zero3-cpu": ("zero3", {"precision": "fp32"}, {}, {}),
     "zero1-tensor-parallel": ("zero1", {"tensor_parallel": 2, "gradient_accumulation_steps": 4}, {}, GPU),
@@ -216,20 +214,6 @@ def test_swap_files_of_two_runs_of_one_name_lie_apart() -> None:
     first, second, planned, other = (swap_folder(make_cluster().nvme_path, "docs-chat", folder) for folder in folders)
     assert first == second == planned != other
     assert swap_folder(None, "docs-chat", folders[0]) == ""
-
-
-def test_auto_replaces_exactly_what_trainer_fills_in() -> None:
-    _, files = case("zero3")
-    auto = with_auto(files.deepspeed)
-    changed = {key for key, value in _leaves(auto).items() if value != _leaves(files.deepspeed)[key]}
-    assert changed == set(FILLED_BY_TRAINER)
-
-
-def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
 
 
 @pytest.mark.parametrize(("schedule", "steps"), [("constant", 0), ("constant_with_warmup", 6)])
