@@ -16,7 +16,7 @@ import typer
 from shardmake import __version__
 from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.config.attention import Attention
-from shardmake.config.chains import chain_of, with_first_model
+from shardmake.config.checks import chain_of, with_first_model
 from shardmake.config.inputs import check_inputs
 from shardmake.config.invocation import RUNS_VARIABLE, VARIABLE
 from shardmake.config.load import get_run, load_cluster, load_config, load_resolved, sweep_runs

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from shardmake.config.checks import contradictions
 from shardmake.config.inheritance import BASE, DEFAULTS, SWEEP, Layer, Resolved, resolve
 from shardmake.config.models import Cluster, Config, Run, Section
 from shardmake.config.origins import note_origins
@@ -131,6 +132,7 @@ def parse_section(
     try:
         problems = [f"{key}: {_TOKEN}" for key in keys_of_tokens(values)]
         found = None if problems else model.model_validate(values)
+        problems += [] if found is None else contradictions(found)
     except ValidationError as error:
         problems = error_lines(model, error)
     if problems:

@@ -14,13 +14,9 @@ from pydantic.json_schema import SkipJsonSchema
 
 from shardmake.config.accelerators import find_accelerator
 from shardmake.config.attention import Attention
-from shardmake.config.chains import check_chains
-from shardmake.config.destinations import check_destination, check_distinct, with_run_name
 from shardmake.config.formats import FORMATS, RAW, DataFormat
 from shardmake.config.objectives import OBJECTIVES
-from shardmake.config.preferences import check_objective
 from shardmake.config.script_file import SCRIPT_VARIABLES, SERVICE_VARIABLES, check_variables
-from shardmake.config.service import check_service
 from shardmake.config.strategies import PARTITIONED_INFERENCE, STRATEGY_SPECS
 from shardmake.config.values import (
     AsNumber,
@@ -49,8 +45,10 @@ from shardmake.config.values import (
     Variable,
     WeightDecay,
     check_bind,
+    check_destination,
     check_text,
     minutes,
+    with_run_name,
 )
 
 if TYPE_CHECKING:
@@ -665,7 +663,6 @@ class Run(Section):
                 raise ValueError(
                     f"objective {self.objective!r} cannot learn from data.format {format!r}. Use {' or '.join(formats)}"
                 )
-        check_objective(self)
         return self
 
     @property
@@ -711,7 +708,6 @@ class Run(Section):
             raise ValueError("script_args need a script. Set script, or remove script_args")
         service = SERVICE_VARIABLES if self.service else ()
         check_variables("script_args", self.script_args, (*SCRIPT_VARIABLES, *service))
-        check_service(self)
         if self.script is not None and self.engine == "loop":
             raise ValueError("engine: loop cannot be combined with script, which has its own loop. Remove one of them")
         if self.script is not None and self.checkpoints.asynchronous:
@@ -970,7 +966,6 @@ class Config(Section):
                 raise ValueError(
                     f"{name!r} cannot be the name of a run's folder. Use letters, digits, '.', '_' and '-'"
                 )
-        check_distinct({name: run.push for name, run in runs.items() if run.push})
         return runs
 
     @field_validator("sweeps")
@@ -980,8 +975,3 @@ class Config(Section):
         if "runs" in info.data and unknown:
             raise ValueError(f"{unknown[0]!r} is not a run. Write `sweep` in a run in place of this key")
         return sweeps
-
-    @model_validator(mode="after")
-    def _check_chains(self) -> "Config":
-        check_chains(self.runs, self.sweeps)
-        return self
