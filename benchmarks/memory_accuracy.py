@@ -18,14 +18,13 @@ from statistics import median
 
 from benchmarks.deepspeed_table import table
 from benchmarks.formulas import accelerate_training, cookbook, deepspeed_states
+from benchmarks.old_libraries import estimate
 from benchmarks.published_models import CONFIGS, config_file
 from benchmarks.published_parts import Part, part_of
 from benchmarks.published_runs import Figure, NotModelledError, residual_of, run_of
-from shardmake.commands.estimate import candidates, resolve_request
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import GIB
 from shardmake.memory.read_config import read_model
-from shardmake.plan.planner import CachedPlanner
 from shardmake.plan.verdict import FAMILY_ERRORS
 
 TRUTH = Path(__file__).parent / "data" / "memory_truth.csv"
@@ -91,10 +90,9 @@ def evaluate(row: Row) -> Result | Omitted | PartResult:
         return PartResult(row, part)
     try:
         run = run_of(row)
-        found = candidates(run.request, CachedPlanner(resolve_request(run.request)))
+        candidate = estimate(run.request, run.libraries)
     except (NotModelledError, ShardmakeError) as error:
         return Omitted(row, str(error).partition("\n")[0])
-    (candidate,) = found
     gpu = candidate.memory.gpu
     size = gpu.device if run.figure == "device" else gpu.reserved
     return Result(row, candidate.error.name, run.figure, size / GIB, others(row), gpu.allocated / GIB)

@@ -29,7 +29,7 @@ from shardmake.memory.estimate import events_of, simulate
 from shardmake.memory.gpu_kernels import emulate_gpu_kernels
 from shardmake.memory.model import split
 from shardmake.memory.read_config import from_config
-from shardmake.memory.scenario import LibraryBehavior, Scenario
+from shardmake.memory.scenario import Scenario
 from shardmake.memory.states import CUBLAS
 from shardmake.memory.tracer import materialize, prepare
 
@@ -81,7 +81,6 @@ def scenario(case: Case) -> Scenario:
         sequence_length=case.length,
         checkpointing=case.checkpointing,
         weights="fp32" if case.ranks > 1 else "bf16",
-        behavior=LibraryBehavior(autocast=False),
     )
 
 
@@ -116,7 +115,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tens
 
 
 def _model(case: Case) -> nn.Module:
-    emulate_gpu_kernels(softmax_saves_input=False)
+    emulate_gpu_kernels()
     request = {
         "config": case.config,
         "source": case.model,

@@ -7,15 +7,13 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
+from benchmarks.old_libraries import OldScenario, micro_step
 from benchmarks.published_models import config_file
 from shardmake.core.units import GIB
 from shardmake.memory import states
-from shardmake.memory.decoder import micro_step
 from shardmake.memory.host import PROCESS
 from shardmake.memory.model import split
 from shardmake.memory.read_config import read_model
-from shardmake.memory.scenario import Scenario
-from shardmake.memory.stack import parse_stack
 
 Row = dict[str, str]
 
@@ -30,7 +28,7 @@ class Part(NamedTuple):
 def one_layer(row: Row) -> Part:
     """Return one layer's forward pass by itself: what it saves and its output (transformers of 2024)."""
     model = read_model(config_file(row["model"]))
-    scenario = Scenario(
+    scenario = OldScenario(
         model=model,
         split=split(model, "full"),
         strategy="zero2",
@@ -39,7 +37,7 @@ def one_layer(row: Row) -> Part:
         micro_batch=int(row["micro_batch"]),
         sequence_length=int(row["seq_len"]),
         attention="sdpa",
-        behavior=parse_stack("transformers=4.44").behavior(),
+        transformers_4=True,
     )
     events = micro_step(scenario)
     layer = events[events.index(("forward", 0)) : events.index(("forward end", 0))]

@@ -1,18 +1,19 @@
 """The runs that the published measurements come from, as options of ``shardmake estimate``.
 
 Nothing here is fitted to the rows: an option is what the source's script says, or the default of the libraries at its
-date, given by `--stack`.
+date (`benchmarks.old_libraries`).
 """
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from benchmarks.published_models import config_file, deepspeed_file
 from shardmake.commands.estimate import EstimateRequest
 
 Row = dict[str, str]
+OLD: dict[str, Any] = {"transformers_4": True}
 Figure = Literal["device", "reserved"]
 METAMATH_TOKENS = 650
 MLP = "gate_proj,up_proj,down_proj"
@@ -25,10 +26,11 @@ class NotModelledError(Exception):
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A row as the command's options, and which figure of the estimate is comparable."""
+    """A row as the command's options, which figure of the estimate is comparable, and fields of `OldScenario`."""
 
     request: EstimateRequest
     figure: Figure
+    libraries: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _base(row: Row, **options: object) -> EstimateRequest:
@@ -61,15 +63,15 @@ def peft_metamath(row: Row) -> PublishedRun:
         attention="sdpa",
         weights="bf16",
         accelerator="l40s",
-        stack="outputs=kept,optimizer=foreach,autocast=no",
     )
+    loop = {"keeps_output": True, "foreach_optimizer": True, "mixed": False}
     if row["strategy"].startswith("full"):
-        return PublishedRun(request, "reserved")
+        return PublishedRun(request, "reserved", loop)
     found = re.match(r"LoRA r(\d+) (.+?) single GPU", row["strategy"])
     if not found or found[2] not in TARGETS:
         raise NotModelledError("this kind of adapter")
     adapters = replace(request, method="lora", lora_rank=int(found[1]), lora_targets=TARGETS[found[2]])
-    return PublishedRun(adapters, "reserved")
+    return PublishedRun(adapters, "reserved", loop)
 
 
 def fsdp_qlora(row: Row) -> PublishedRun:
@@ -78,20 +80,18 @@ def fsdp_qlora(row: Row) -> PublishedRun:
     It wraps the layers inside FSDP's units for checkpointing (``apply_activation_checkpointing``).
     """
     strategy = "ddp" if "NO_SHARD" in row["strategy"] else "fsdp-offload" if "offload" in row["strategy"] else "fsdp"
-    own = "adapters=bf16,outputs=kept,autocast=no,kbit=plain,mask=none,load=host,checkpoint=inside"
+    loop = {"keeps_output": True, "mixed": False, "masked": False, "kbit": "plain", "checkpoint": "inside"}
     request = _base(
         row,
         strategies=(strategy,),
         attention="sdpa",
-        fsdp_version=1,
         accelerator="rtx3090",
         method="qlora" if "QLoRA" in row["strategy"] else "lora",
         lora_rank=64,
         lora_dropout=0.1,
         lora_targets=f"k_proj,q_proj,v_proj,{MLP}",
-        stack=f"torch=2.2,transformers=4.38,{own}",
     )
-    return PublishedRun(request, "reserved")
+    return PublishedRun(request, "reserved", {**OLD, **loop, "adapter_weights": "bf16", "loads_on_gpu": False})
 
 
 def qwen(row: Row) -> PublishedRun:
@@ -105,7 +105,7 @@ def qwen(row: Row) -> PublishedRun:
         raise NotModelledError("GPTQ weights")
     if "emb" in kind:
         raise NotModelledError("modules_to_save")
-    request = _base(row, accumulation=8, gradient_dtype="bf16", stack="torch=2.0,transformers=4.32,peft=0.5,logits=own")
+    request = _base(row, accumulation=8, gradient_dtype="bf16")
     if "LoRA" in kind:
         request = replace(request, method="lora", lora_rank=64, lora_dropout=0.05)
     if "ZeRO-3" in kind:  # its "auto" sizes are those of Trainer, as here
@@ -113,7 +113,7 @@ def qwen(row: Row) -> PublishedRun:
     if "multinode" in kind:  # finetune_lora_ds.sh with ds_config_zero2.json
         sizes = deepspeed_file(stage=2, reduce_bucket_size=200_000_000, overlap_comm=True)
         request = replace(request, nodes=2, gpus_per_node=2, strategies=("zero2",), deepspeed_config=sizes)
-    return PublishedRun(request, "device")
+    return PublishedRun(request, "device", {**OLD, "own_logits": True})
 
 
 def peft_docs(row: Row) -> PublishedRun:
@@ -122,22 +122,19 @@ def peft_docs(row: Row) -> PublishedRun:
     Adapters have rank 8 and dropout 0.1. The launch commands of LoRA say ``--use_reentrant False``, that of QLoRA True.
     The script (``utils.py``) loads a base that is not quantized in fp32.
     """
-    versions = "torch=2.2,transformers=4.39,peft=0.10"
-    stack = f"{versions},checkpoint=plain,base=fp32"
+    libraries = {**OLD, "adapter_weights": "bf16", "checkpoint": "plain", "wide_base": True}
     if "ZeRO-3 LoRA" in row["strategy"] and row["model"] == "Llama-2-70B":
         sizes = _default_sizes()
-        request = _base(row, strategies=("zero3",), accelerator="h100", deepspeed_config=sizes, stack=stack)
+        request = _base(row, strategies=("zero3",), accelerator="h100", deepspeed_config=sizes)
     elif "FSDP1 full shard LoRA" in row["strategy"]:
-        request = _base(row, strategies=("fsdp",), fsdp_version=1, accelerator="h100", stack=stack)
+        request = _base(row, strategies=("fsdp",), accelerator="h100")
     elif "FSDP1 QLoRA + CPU offload" in row["strategy"]:  # it leaves out prepare_model_for_kbit_training under FSDP
-        plain = f"{versions},kbit=plain,load=host"
-        request = _base(
-            row, strategies=("fsdp-offload",), fsdp_version=1, accelerator="rtx3090", method="qlora", stack=plain
-        )
-        return PublishedRun(replace(request, lora_rank=8, lora_dropout=0.1), "device")
+        request = _base(row, strategies=("fsdp-offload",), accelerator="rtx3090", method="qlora")
+        libraries = {**OLD, "adapter_weights": "bf16", "kbit": "plain", "loads_on_gpu": False}
+        return PublishedRun(replace(request, lora_rank=8, lora_dropout=0.1), "device", libraries)
     else:
         raise NotModelledError("length, dtype or batch not given")
-    return PublishedRun(replace(request, method="lora", lora_rank=8, lora_dropout=0.1), "device")
+    return PublishedRun(replace(request, method="lora", lora_rank=8, lora_dropout=0.1), "device", libraries)
 
 
 def fms_acceleration(row: Row) -> PublishedRun:
@@ -148,22 +145,20 @@ def fms_acceleration(row: Row) -> PublishedRun:
     """
     kind, sharded, granite = row["strategy"], row["gpus"] != "1", "granite" in row["source_url"]
     quantized = kind.startswith("QLoRA")
-    if quantized and row["model"] == "Mixtral-8x7B":
-        raise NotModelledError("experts in 4 bits: transformers 5 has them in one tensor, which stays in 16 bits")
+    if row["model"] == "Mixtral-8x7B":
+        raise NotModelledError("experts one after the other, each in a module of its own (transformers 4)")
     widened = "plain" if sharded or "nothing widened" in kind else "norms"
-    stack = f"torch=2.4.1,transformers=4.45,peft=0.{12 if granite else 13},kbit={widened}"
     mixed = quantized or granite
+    libraries = {**OLD, "kbit": widened, "mixed": mixed} | ({"loads_on_gpu": False} if sharded and quantized else {})
     request = _base(
         row,
         strategies=("fsdp" if sharded else "ddp",),
-        fsdp_version=1,
         weights=None if mixed and sharded else "bf16",
-        stack=stack + ("" if mixed else ",autocast=no") + (",load=host" if sharded and quantized else ""),
     )
     if kind == "full":
-        return PublishedRun(request, "device")
+        return PublishedRun(request, "device", libraries)
     adapters = replace(request, method="qlora" if quantized else "lora", lora_rank=16, lora_dropout=0.1)
-    return PublishedRun(replace(adapters, lora_targets="q_proj,k_proj,v_proj,o_proj"), "device")
+    return PublishedRun(replace(adapters, lora_targets="q_proj,k_proj,v_proj,o_proj"), "device", libraries)
 
 
 def swift(row: Row) -> PublishedRun:

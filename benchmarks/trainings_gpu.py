@@ -71,7 +71,6 @@ RECOMPUTE: dict[str, Any] = {"gradient_checkpointing": True}
 CASES: Sequence[Case] = (
     *(_case("1B", strategy) for strategy in ("ddp", "zero1", "zero2", "zero3", "fsdp")),
     *(_case("0.3B", strategy, **RECOMPUTE) for strategy in ("ddp", "zero3-offload", "fsdp-offload")),
-    _case("0.3B", "fsdp", fsdp_version=1),
     _case("0.3B", "ddp", attention="sdpa"),
     _case("0.3B", "ddp", attention="eager", sequence_length=1024),
     _case("0.3B", "ddp", loss="fused"),

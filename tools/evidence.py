@@ -67,8 +67,8 @@ trainings are of small models on CPUs with gloo, unless the last column says oth
 for longer tests, without results of changes that have no commit.
 
 Shardmake refuses FSDP and QLoRA without GPUs. The tests bypass these refusals. For FSDP they also patch Accelerate and
-torch (`tests/fsdp_on_cpu.py`): Accelerate takes the CPU ranks for GPUs, offload does not pin memory, and FSDP1 accepts
-the CPU as its device. Sharding, collectives and checkpoints are torch's own.
+torch (`tests/fsdp_on_cpu.py`): Accelerate takes the CPU ranks for GPUs, and offload does not
+pin memory. Sharding, collectives and checkpoints are torch's own.
 """
 
 

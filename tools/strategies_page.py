@@ -27,7 +27,7 @@ EXAMPLE = {
 HEAD = """# Rendered settings of each strategy
 
 The example is an 8B Llama in bf16 on 2 nodes of 8 GPUs with 1 TiB of RAM each; sizes are in elements unless they say
-otherwise. FSDP is version 2; `fsdp_version: 1` renders `sharding_strategy` FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD.
+otherwise. FSDP is version 2.
 "h" is the hidden size. This page is generated: `python -m tools.strategies_page > docs/reference/strategies.md`.
 """
 
@@ -35,7 +35,6 @@ otherwise. FSDP is version 2; `fsdp_version: 1` renders `sharding_strategy` FULL
 SAME_FOR_ALL = {
     "`script`": "`program` in training.json; command and files stay the same, but "
     '`train_micro_batch_size_per_gpu` and `gradient_accumulation_steps` are "auto" in deepspeed.json',
-    "`deepspeed_values: auto`": '"auto" wherever Trainer fills in its own value; the engine is the same',
     "`precision`": "bf16 or fp16 in deepspeed.json for DeepSpeed, `mixed_precision` in accelerate.yaml for the others, "
     "and in the training arguments",
     "`gradient_dtype`": "`data_types.grad_accum_dtype` and `communication_data_type` in deepspeed.json unless it is "

@@ -16,7 +16,7 @@ import typer
 from shardmake import __version__
 from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.config.attention import Attention
-from shardmake.config.chains import chain_of, with_first_model
+from shardmake.config.checks import chain_of, with_first_model
 from shardmake.config.inputs import check_inputs
 from shardmake.config.invocation import RUNS_VARIABLE, VARIABLE
 from shardmake.config.load import get_run, load_cluster, load_config, load_resolved, sweep_runs
@@ -215,7 +215,6 @@ def estimate(
         Reference | None,
         typer.Option(help="Reference of --objective dpo or kto. Default: model, which is beside the other."),
     ] = None,
-    fsdp_version: Annotated[int, typer.Option(help="FSDP version for the fsdp strategies.", min=1, max=2)] = 2,
     host_memory: Annotated[float | None, typer.Option(help="RAM of a node, GiB. Default: no limit.")] = None,
     accelerator: Annotated[str, typer.Option(help="GPU model, for its memory and speed.")] = "a100-80gb",
     revision: Annotated[str | None, typer.Option(help="Revision of a hub model.")] = None,
@@ -226,9 +225,6 @@ def estimate(
     deepspeed_config: Annotated[
         str | None, typer.Option(help="Your own DeepSpeed file; its stage, offload and sizes count.")
     ] = None,
-    stack: Annotated[
-        str, typer.Option(help="Other libraries, such as transformers=4.38,peft=0.9. Default: the installed ones.")
-    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, sizes in bytes.")] = False,
     explain: Annotated[
         bool, typer.Option(help="Print the numbers that went in, and every term with its formula or source.")
@@ -275,14 +271,12 @@ def estimate(
         loss=loss,
         objective=objective,
         reference=reference,
-        fsdp_version=1 if fsdp_version == 1 else 2,
         host_memory=host_memory,
         accelerator=accelerator,
         revision=revision,
         trust_remote_code=trust_remote_code,
         probe=probe,
         deepspeed_config=deepspeed_config,
-        stack=stack,
         inter_node_gbps=inter_node_gbps,
     )
     if deepspeed_table:

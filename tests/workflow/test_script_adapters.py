@@ -35,22 +35,17 @@ TRAINER = [
     *("--learning_rate", "1e-2", "--save_steps", "2", "--report_to", "none"),
 ]
 Case = tuple[Strategy, str, list[str], dict[str, Any]]
-FSDP1 = {"fsdp_version": 1}
-LOADED_BY_EACH_RANK = {"FSDP_SYNC_MODULE_STATES": "false", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
-"""FSDP1's broadcast of the weights needs a GPU."""
 
 IN_CI: dict[str, Case] = {
     "fsdp2 by Trainer": ("fsdp", "lora_trainer.py", TRAINER, {}),
     "zero3 by save_state": ("zero3", "lora_loop.py", [], {}),
 }
 ON_DEMAND: dict[str, Case] = {
-    "fsdp1 by Trainer": ("fsdp", "lora_trainer.py", TRAINER, FSDP1),
     "zero3 by Trainer": ("zero3", "lora_trainer.py", TRAINER, {}),
     "ddp by save_state": ("ddp", "lora_loop.py", [], {}),
     "ddp by save_model": ("ddp", "lora_loop.py", ["--save", "model"], {}),
     "zero2 by save_state": ("zero2", "lora_loop.py", [], {}),
     "fsdp2 by save_state": ("fsdp", "lora_loop.py", [], {}),
-    "fsdp1 by save_state": ("fsdp", "lora_loop.py", [], FSDP1),
     "zero2 by DeepSpeed": ("zero2", "lora_loop.py", NATIVE, {}),
     "zero3 by DeepSpeed": ("zero3", "lora_loop.py", NATIVE, {}),
 }
@@ -70,11 +65,7 @@ def train(
         "script_args": [*FILES, "--data", str(data), "--factors", str(factors), *arguments],
     }
     rundir = RunDir(folder / "run")
-    variables = {}
-    if settings == FSDP1:
-        forked = Forked(forked.checkout, forked.server)  # it caches what the launcher sets for a strategy
-        variables = LOADED_BY_EACH_RANK
-    codes = forked.train(rundir, forked.plan(strategy, 2, **changes | settings), variables=variables)
+    codes = forked.train(rundir, forked.plan(strategy, 2, **changes | settings))
     assert codes == [0, 0], log(rundir)
     return rundir, factors
 

@@ -17,7 +17,7 @@ from snakemake.utils import update_config
 
 from shardmake.commands.preview import dry_run
 from shardmake.commands.stop_filter import StopFilter
-from shardmake.config.chains import run_before, with_first_model
+from shardmake.config.checks import run_before, with_first_model
 from shardmake.config.inputs import check_inputs, local_files
 from shardmake.config.inheritance import Layer
 from shardmake.config.invocation import (

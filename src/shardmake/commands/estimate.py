@@ -34,7 +34,6 @@ from shardmake.memory.calibration import Calibration
 from shardmake.memory.model import Model, Split
 from shardmake.memory.probe import probe
 from shardmake.memory.read_config import read_model
-from shardmake.memory.stack import parse_stack
 from shardmake.plan.abilities import check_activation_offload
 from shardmake.plan.candidates import Candidate, choices
 from shardmake.plan.choose import choose, choose_from
@@ -97,15 +96,12 @@ class EstimateRequest:
     objective: Objective = "sft"
     reference: Reference | None = None
     """Of an objective that has one: a model beside the trained one (the default), or precomputed."""
-    fsdp_version: Literal[1, 2] = 2
     host_memory: float | None = None
     accelerator: str = "a100-80gb"
     revision: str | None = None
     trust_remote_code: bool = False
     probe: bool = False
     deepspeed_config: str | None = None
-    stack: str = ""
-    """Versions of the libraries, as `shardmake.memory.stack.parse_stack` takes them; empty: the installed ones."""
     inter_node_gbps: float | None = None
     """GB/s between nodes; None: the default of a cluster file."""
 
@@ -238,7 +234,6 @@ def _inputs(settings: ResolvedRun) -> Iterator[tuple[str, str]]:
 
 def resolve_request(request: EstimateRequest) -> ResolvedRun:
     """Return the run and the cluster that ``request`` describes, as the planner takes them."""
-    stack = parse_stack(request.stack)
     run = _run(request)
     check_refused(read_user_files(run), run)
     cluster = _cluster(request)
@@ -256,10 +251,6 @@ def resolve_request(request: EstimateRequest) -> ResolvedRun:
         settings,
         attention=attention,
         weights=request.weights or "fp32",
-        adapter_weights=stack.adapter_weights(settings.precision),
-        masked=stack.mask != "none",
-        loads_on_gpu=stack.load != "host",
-        behavior=stack.behavior(),
     )
 
 
@@ -296,7 +287,6 @@ def _run(request: EstimateRequest) -> Run:
                 "dropout": request.lora_dropout,
             },
             "nodes": request.nodes,
-            "fsdp_version": request.fsdp_version,
             "deepspeed_config": request.deepspeed_config,
         },
         "The options",
@@ -353,12 +343,9 @@ def _words(text: str) -> list[str]:
 
 
 def _strategies(request: EstimateRequest, run: Run) -> list[Strategy]:
-    """Return the strategies that the user named, in the order of the table; none for all that the planner considers.
-
-    Other libraries may train what the installed ones cannot, so a named strategy is not refused for them.
-    """
+    """Return the strategies that the user named, in the order of the table; none for all that the planner considers."""
     named = [strategy for strategy in STRATEGIES if strategy in request.strategies]
-    for strategy in () if request.stack else named:
+    for strategy in named:
         check_strategy(run, strategy)
     return named
 

@@ -18,7 +18,7 @@ GPU_TERMS: Final = {
     "weights": "trained weights: in the compute type under DeepSpeed (without its fp32 master weights), fp32 by "
     "default under DDP and FSDP; divided by the ranks under ZeRO-3 and FSDP (stage_1_and_2.py, "
     "partition_parameters.py)",
-    "frozen weights": "weights of the base model under adapters: 2 bytes per element, 4 with --stack base=fp32. "
+    "frozen weights": "weights of the base model under adapters: 2 bytes per element. "
     "QLoRA: 0.5 in NF4 (Dettmers et al. 2023), and 4 for the rest without DeepSpeed (prepare_model_for_kbit_training)",
     "quantization scales": "scales of the 4-bit weights, 0.016 bytes per weight with double quantization; whole on "
     "every rank, also under FSDP (Linear4bit.quant_state)",

@@ -1,12 +1,8 @@
 """The catalogue of accelerators: memory, speed and links of each GPU model."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from shardmake.core.errors import ConfigError, nearest
-
-if TYPE_CHECKING:
-    from shardmake.config.models import Precision
 
 TERA = 10**12
 
@@ -41,7 +37,7 @@ class Accelerator:
         """True from Ampere on."""
         return self.capability >= 8.0
 
-    def flops(self, precision: "Precision", *, tf32: bool = False) -> float:
+    def flops(self, precision: str, *, tf32: bool = False) -> float:
         """Return the dense peak in FLOP/s; with ``tf32``, fp32 products take half the rate of bf16."""
         fp32 = self.bf16 / 2 if tf32 else self.fp32
         return {"bf16": self.bf16, "fp16": self.fp16, "fp32": fp32}[precision] * TERA

@@ -116,10 +116,10 @@ EFFECTS: Final = (
         changes=(),
         reads=_TRAINING,
         keys=(
-            *("micro_batch_size", "strategy", "tensor_parallel", "sequence_parallel", "nodes", "fsdp_version"),
+            *("micro_batch_size", "strategy", "tensor_parallel", "sequence_parallel", "nodes"),
             *("service_nodes", "service."),
             *("gradient_checkpointing", "activation_offload"),
-            *("attention", "loss", "gradient_dtype", "deepspeed_values", "torch_compile", "non_finite"),
+            *("attention", "loss", "gradient_dtype", "torch_compile", "non_finite"),
             *("checkpoints.", "eval_every_steps", "report_to"),
             *("deepspeed_config", "accelerate_config", *TUNING_KEYS),
             *("cluster.executor", "cluster.max_nodes", "cluster.cpus_per_node", "cluster.memory_gib_per_node"),

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from shardmake.config.chains import run_before
+from shardmake.config.checks import run_before
 from shardmake.config.sweeps import expand_sweep
 from shardmake.core.errors import ConfigError, nearest
 

@@ -7,8 +7,8 @@ from itertools import product
 from pathlib import Path
 from typing import Final
 
-from shardmake.config.chains import run_before
 from shardmake.config.chat_template import read_template
+from shardmake.config.checks import run_before
 from shardmake.config.formats import data_files, data_kind, raw_files
 from shardmake.config.models import Data, Run
 from shardmake.config.script_file import module_of, script_file

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import yaml
 
-from shardmake.config.chains import run_before
+from shardmake.config.checks import run_before
 from shardmake.config.load import COPY_OF, merge, read_yaml
 from shardmake.config.models import Cluster, Config
 from shardmake.config.parse_text import parse_yaml

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from shardmake.config.checks import contradictions
 from shardmake.config.inheritance import BASE, DEFAULTS, SWEEP, Layer, Resolved, resolve
 from shardmake.config.models import Cluster, Config, Run, Section
 from shardmake.config.origins import note_origins
@@ -131,6 +132,7 @@ def parse_section(
     try:
         problems = [f"{key}: {_TOKEN}" for key in keys_of_tokens(values)]
         found = None if problems else model.model_validate(values)
+        problems += [] if found is None else contradictions(found)
     except ValidationError as error:
         problems = error_lines(model, error)
     if problems:
@@ -173,11 +175,19 @@ def _message(schema: Schema, detail: Detail) -> str:
     return _wrong_value(schema, detail)
 
 
+_REMOVED: Final = {
+    "engine": "Trainer trains. Remove this key; examples/train_loop.py is a script that trains without Trainer.",
+    "fsdp_version": "runs use FSDP2 alone. Remove this key.",
+    "deepspeed_values": 'deepspeed.json always holds numbers. Remove this key; your own file can say "auto".',
+}
+"""Why there is a key no more, and what to do."""
 _RESOLVED: Final = {"Config": (DEFAULTS,), "Run": (BASE, SWEEP)}
 """Keys of a file that are resolved before the validation, by the model of their section."""
 
 
 def _unknown_key(schema: Schema, detail: Detail) -> str:
+    if why := _REMOVED.get(detail["loc"][-1]):
+        return why
     section = schema.section(schema.walk(detail["loc"][:-1])[1])
     assert section is not None
     allowed = [*section["properties"], *_RESOLVED.get(section["title"], ())]

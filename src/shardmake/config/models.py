@@ -14,15 +14,11 @@ from pydantic.json_schema import SkipJsonSchema
 
 from shardmake.config.accelerators import find_accelerator
 from shardmake.config.attention import Attention
-from shardmake.config.chains import check_chains
-from shardmake.config.destinations import check_destination, check_distinct, with_run_name
 from shardmake.config.formats import FORMATS, RAW, DataFormat
 from shardmake.config.methods import DEFAULT_METHOD, METHODS, MethodSpec, describe_methods
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, describe_optimizers
-from shardmake.config.preferences import check_objective
 from shardmake.config.script_file import SCRIPT_VARIABLES, SERVICE_VARIABLES, check_variables
-from shardmake.config.service import check_service
 from shardmake.config.strategies import PARTITIONED_INFERENCE, STRATEGY_SPECS
 from shardmake.config.values import (
     AsNumber,
@@ -39,7 +35,6 @@ from shardmake.config.values import (
     Hours,
     LearningRate,
     Nodes,
-    NotBoolean,
     PathText,
     Ranks,
     Seconds,
@@ -52,8 +47,10 @@ from shardmake.config.values import (
     Variable,
     WeightDecay,
     check_bind,
+    check_destination,
     check_text,
     minutes,
+    with_run_name,
 )
 
 if TYPE_CHECKING:
@@ -587,7 +584,6 @@ class Run(Section):
         description="Nodes for training. Without it, the fewest on which the model fits, or more if these cost at "
         "least a tenth less GPU-time.",
     )
-    fsdp_version: Annotated[Literal[1, 2], NotBoolean] = Field(2, description="FSDP version for the `fsdp` strategies.")
     script: PathText | None = Field(
         None,
         description="Your own training program for `accelerate launch`, which replaces Shardmake's: a file, or a "
@@ -604,10 +600,6 @@ class Run(Section):
     )
     service: Service | None = Field(
         None, description="A program on nodes of its own that serves the script (docs/how-to/service.md)."
-    )
-    deepspeed_values: Literal["explicit", "auto"] = Field(
-        "explicit",
-        description='`auto`: deepspeed.json holds "auto" wherever Trainer fills in its value. The result is the same.',
     )
     deepspeed_config: PathText | None = Field(
         None,
@@ -663,7 +655,6 @@ class Run(Section):
                 raise ValueError(
                     f"objective {self.objective!r} cannot learn from data.format {format!r}. Use {' or '.join(formats)}"
                 )
-        check_objective(self)
         return self
 
     @property
@@ -714,7 +705,6 @@ class Run(Section):
             raise ValueError("script_args need a script. Set script, or remove script_args")
         service = SERVICE_VARIABLES if self.service else ()
         check_variables("script_args", self.script_args, (*SCRIPT_VARIABLES, *service))
-        check_service(self)
         if self.script is not None and self.checkpoints.asynchronous:
             raise ValueError(
                 "checkpoints.asynchronous cannot be combined with script, which saves its own checkpoints. Remove it"
@@ -971,7 +961,6 @@ class Config(Section):
                 raise ValueError(
                     f"{name!r} cannot be the name of a run's folder. Use letters, digits, '.', '_' and '-'"
                 )
-        check_distinct({name: run.push for name, run in runs.items() if run.push})
         return runs
 
     @field_validator("sweeps")
@@ -981,8 +970,3 @@ class Config(Section):
         if "runs" in info.data and unknown:
             raise ValueError(f"{unknown[0]!r} is not a run. Write `sweep` in a run in place of this key")
         return sweeps
-
-    @model_validator(mode="after")
-    def _check_chains(self) -> "Config":
-        check_chains(self.runs, self.sweeps)
-        return self

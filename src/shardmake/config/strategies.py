@@ -103,13 +103,6 @@ class StrategySpec:
         """Return Accelerate's name of the library. MULTI_GPU starts the ranks through torchrun, on CPU as well."""
         return {DDP: "MULTI_GPU", DEEPSPEED: "DEEPSPEED", FSDP: "FSDP"}[self.library]
 
-    @property
-    def fsdp1_strategy(self) -> str:
-        """Return FSDP1's name of the strategy."""
-        if self.hybrid:
-            return "HYBRID_SHARD"
-        return "FULL_SHARD" if self.reshard_after_forward else "SHARD_GRAD_OP"
-
 
 STRATEGY_SPECS: Final[dict[str, StrategySpec]] = {
     "ddp": StrategySpec(DDP, fallback_order=10, cpu=True, four_bits=True),

@@ -36,7 +36,7 @@ class JudgedKey:
 ARGUMENTS_WIN: Final = "The training arguments would have won."
 ACCELERATE_STOPS: Final = "Accelerate would have stopped: it refuses this key beside a DeepSpeed file."
 _SCRIPT: Final = "The script decides whether it uses this section."
-_FSDP1: Final = "Only FSDP1 has this setting; the run decides the version (fsdp_version)."
+_FSDP1: Final = "Only FSDP1 has this setting, and runs use FSDP2."
 _WRAPPED: Final = "The memory estimate counts the blocks of the model as units."
 
 ACCELERATE_KEYS: Final[dict[str, KeyRule]] = {
@@ -72,7 +72,6 @@ ACCELERATE_KEYS: Final[dict[str, KeyRule]] = {
     ),
     **planned(
         ARGUMENTS_WIN,
-        "fsdp_config.fsdp_version",
         "fsdp_config.fsdp_reshard_after_forward",
         "fsdp_config.fsdp_sharding_strategy",
         "fsdp_config.fsdp_offload_params",
@@ -80,6 +79,7 @@ ACCELERATE_KEYS: Final[dict[str, KeyRule]] = {
         "fsdp_config.fsdp_cpu_ram_efficient_loading",
         "fsdp_config.fsdp_activation_checkpointing",
     ),
+    **planned("Runs use FSDP2 alone.", "fsdp_config.fsdp_version"),
     **planned(_WRAPPED, "fsdp_config.fsdp_auto_wrap_policy", "fsdp_config.fsdp_transformer_layer_cls_to_wrap"),
     **planned(
         _FSDP1,

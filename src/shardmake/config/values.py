@@ -16,6 +16,8 @@ from shardmake.core.units import parse_size
 SMALLEST_FILE = 1000
 LARGEST_FILE = 10**15
 MINUTES_OF_A_YEAR = 365 * 24 * 60
+RUN = "{run}"
+"""The run's name in a destination of ``push.to``."""
 LAUNCHER_VARIABLES = ("MASTER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_", "TORCHELASTIC_", "PET_")
 """Beginnings of the names of variables that a launcher sets for its ranks."""
 
@@ -107,13 +109,6 @@ def _variable(name: str) -> str:
     return name
 
 
-def _not_boolean(value: Any) -> Any:
-    """Refuse true and false, which Python counts as 1 and 0."""
-    if isinstance(value, bool):
-        raise ValueError(f"{str(value).lower()} is not a number. Write the number")
-    return value
-
-
 def check_text(text: str, *, several_lines: bool = False) -> str:
     """Return ``text``.
 
@@ -128,8 +123,39 @@ def check_text(text: str, *, several_lines: bool = False) -> str:
     return text
 
 
+def check_destination(destination: str) -> str:
+    """Return ``destination`` with its variables expanded.
+
+    Raises:
+        ValueError: It is not a destination, or a name in braces or a variable is unknown.
+    """
+    kind, _, rest = destination.partition(":")
+    if not rest or (kind not in ("file", "hub") and not re.fullmatch(r"//[^/].*", rest)):
+        raise ValueError(f"{destination!r} is not a destination. Write file:FOLDER, hub:ORG/NAME or s3://BUCKET/PREFIX")
+    rest = expand(rest)
+    if unknown := re.search(r"\{.*?\}", rest):
+        raise ValueError(f"{destination!r} has the unknown name {unknown[0]}. Only {RUN}, the run's name, is replaced")
+    if kind == "hub" and not re.fullmatch(r"[\w.-]+/[\w.-]+", rest):
+        raise ValueError(f"{destination!r} is not a hub repository. Write hub:ORG/NAME")
+    return f"{kind}:{rest}"
+
+
+def with_run_name(name: Any, run: Any) -> Any:
+    """Return the values of a run, as they are in the file, with ``{run}`` in ``push.to`` replaced by ``name``."""
+    push = run.get("push") if isinstance(run, dict) else None
+    if not isinstance(push, dict):
+        return run
+    to = push.get("to")
+    if isinstance(to, str):
+        named: Any = to.replace(RUN, str(name))
+    elif isinstance(to, list):
+        named = [one.replace(RUN, str(name)) if isinstance(one, str) else one for one in to]
+    else:
+        return run
+    return {**run, "push": {**push, "to": named}}
+
+
 AsNumber = BeforeValidator(_number)
-NotBoolean = BeforeValidator(_not_boolean)
 PathText = Annotated[str, AfterValidator(expand)]
 FileSize = Annotated[str, AfterValidator(_size)]
 TimeLimit = Annotated[str, AfterValidator(_time_limit)]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from shardmake.config.chains import PREFIX
+from shardmake.config.checks import PREFIX
 from shardmake.config.models import Run
 from shardmake.core.atomic import sha256, write_bytes
 from shardmake.core.errors import ModelError

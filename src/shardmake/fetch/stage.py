@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
-from shardmake.config.chains import run_before
+from shardmake.config.checks import run_before
 from shardmake.config.models import Data, EvalSource, Run
 from shardmake.core.atomic import digest, sha256
 from shardmake.core.disk import require_space

@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass, replace
 from shardmake.memory import states
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.ddp import StepEvents
-from shardmake.memory.decoder import layer_input, micro_step
+from shardmake.memory.decoder import micro_step
 from shardmake.memory.families import as_classifier, part_of
 from shardmake.memory.model import Decoder, split
 from shardmake.memory.read_config import from_config
@@ -90,7 +90,7 @@ def phases(scenario: Scenario, buckets: Buckets, activations: Profile) -> dict[s
     """Return the allocations at the peak of each phase, by term."""
     base = states.resident(scenario, buckets)
     whole = {"accumulated gradients": states.gradients(scenario)}
-    held = whole if scenario.accumulation > 1 or scenario.behavior.keeps_gradients else {}
+    held = whole if scenario.accumulation > 1 else {}
     # The gradient of a classifier's small head is there while all activations are, and with it ZeRO-2's part.
     at_head = whole if scenario.zero_stage == 2 and scenario.model.is_classifier else held
     bucket = {
@@ -113,13 +113,13 @@ def phases(scenario: Scenario, buckets: Buckets, activations: Profile) -> dict[s
         "load": {"weights during loading": loading},
         "cross entropy": {**base, **held, **_with_flat(scenario, head), "activations": activations.loss},
         "backward of the head": {
-            **base, **at_head, **_with_last(scenario, head), **flat, "activations": activations.head
+            **base, **at_head, **head, **flat, "activations": activations.head
         },
         "backward of the last layer": {
             **base, **held, **layer, **bucket, **last, "activations": activations.last_layer
         },
         "backward of the first layer": {
-            **base, **whole, **layer, **bucket, **first, **_held(scenario), "activations": activations.first_layer
+            **base, **whole, **layer, **bucket, **first, "activations": activations.first_layer
         },
         "overflow check": {**base, **whole, "overflow check": overflow},
         "gradient norm": {**base, **whole, "gradient norm": states.norm_bytes(scenario)},
@@ -147,29 +147,14 @@ def _gathered(scenario: Scenario, buckets: Buckets) -> tuple[Terms, Terms]:
     if not scenario.spec.reshard_after_forward:
         return _term(compute * sum(sizes.values())), _term(compute * (sum(sizes.values()) + layer))
     loss = head + (2 * layer if scenario.extra_forwards else 0)
-    at_once = 1 if scenario.recomputes_units else 2
-    return _term(compute * loss), _term(compute * (head + at_once * layer))
+    return _term(compute * loss), _term(compute * (head + 2 * layer))
 
 
 def _with_flat(scenario: Scenario, gathered: Terms) -> Terms:
     """Return the gathered weights with the flat buffer of FSDP2's last all-gather, which stays until the loss ends."""
-    if not scenario.is_fsdp or scenario.fsdp_version == 1 or scenario.shards == 1:
+    if not scenario.is_fsdp or scenario.shards == 1:
         return gathered
     return _term(gathered["gathered weights"] + scenario.compute * units(scenario).get(HEAD, 0))
-
-
-def _with_last(scenario: Scenario, gathered: Terms) -> Terms:
-    """Return the gathered weights with the last layer, which FSDP1 gathers when the backward pass begins."""
-    gathers = scenario.spec.reshard_after_forward and not scenario.recomputes_units
-    if not (scenario.is_fsdp and scenario.fsdp_version == 1 and gathers):
-        return gathered
-    return _term(gathered["gathered weights"] + scenario.compute * scenario.model.largest_block)
-
-
-def _held(scenario: Scenario) -> Terms:
-    """Return the inputs of layers and their gradients that FSDP1 keeps (`Scenario.holds_inputs`)."""
-    layers = len(scenario.model.blocks)
-    return {"held inputs": (2 * layers - 3) * layer_input(scenario)} if scenario.holds_inputs else {}
 
 
 def _term(size: int) -> Terms:

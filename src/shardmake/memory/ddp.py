@@ -11,7 +11,6 @@ Events that were scaled begin with ``scaled tokens`` (`shardmake.memory.token_lo
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import ceil
 from typing import Any
 
 from shardmake.memory import states
@@ -93,14 +92,8 @@ class DdpMemory:
     def step(self) -> None:
         """Run the optimizer's step and free the gradients."""
         self._make_states()
-        if self.scenario.behavior.foreach_optimizer:
-            held = ceil(self.scenario.split.trainable / (self.scenario.shards if self.scenario.is_fsdp else 1))
-            trained = states.trained_bytes(self.scenario) * held
-            for key in self._allocate("optimizer temporaries", trained):
-                self.timeline.free(key)
         self._update()
-        if not self.scenario.behavior.keeps_gradients:
-            self._drop_gradients()
+        self._drop_gradients()
 
     def _make_states(self) -> None:
         if self._state_bytes:

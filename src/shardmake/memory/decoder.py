@@ -1,7 +1,7 @@
 """One micro step of a Llama-like decoder, simulated: every allocation of transformers' code, in order.
 
-It follows ``modeling_llama.py`` (and Mistral, Qwen2, Qwen3, Gemma) of transformers 5; `LibraryBehavior` holds the
-differences of older versions. `tests/unit/memory/test_decoder.py` compares it with a fake-tensor trace of that code.
+It follows ``modeling_llama.py`` (and Mistral, Qwen2, Qwen3, Gemma) of transformers 5.
+`tests/unit/memory/test_decoder.py` compares it with a fake-tensor trace of that code.
 """
 
 from dataclasses import dataclass, field
@@ -96,11 +96,10 @@ class _DecoderStep:
         tape.casts.clear()  # autocast's cache ends with the forward pass; the graph keeps its saved tensors
         if self.scenario.extra_forwards:
             self._reference_pass()
-        if not self.scenario.behavior.keeps_output:
-            logits = None
+        del logits
         tape.mark("backward")
         size_tensors.backward(tape, loss)
-        del loss, logits, cosine_and_sine, mask
+        del loss, cosine_and_sine, mask
         return tape.events
 
     def _reference_pass(self) -> None:
@@ -164,10 +163,9 @@ class _DecoderStep:
         """Keep only the input; the backward pass runs the layer again first (torch.utils.checkpoint).
 
         With ``activation_offload`` the input is copied to the host, and back before the layer runs again
-        (``torch.autograd.graph.save_on_cpu``, which transformers and FSDP's ``offload_wrapper`` use). The reentrant
-        ``CheckpointFunction.backward`` holds the layer's output and its gradient while it runs.
+        (``torch.autograd.graph.save_on_cpu``, which transformers and FSDP's ``offload_wrapper`` use).
         """
-        tape, whole = self.tape, self.scenario.behavior.recomputes_whole
+        tape = self.tape
         tape.recording = False
         out = self._layer(hidden, index)
         tape.recording = True
@@ -178,14 +176,12 @@ class _DecoderStep:
             first = len(tape.nodes)
             entry = size_tensors.root(SizeTensor(tape, numel, item, storage=kept.pop()))
             inner = entry.node
-            again = self._layer(entry, index, stops_early=not whole)
+            again = self._layer(entry, index, stops_early=True)
             tape.casts.clear()
             assert again.node is not None and inner is not None
             again.node.grad = grad
-            held = (again.storage, grad) if whole else None
             del again, entry, grad
             size_tensors.run_backward(tape, first)
-            del held
             made, inner.grad = inner.grad, None
             return [made]
 
@@ -264,7 +260,7 @@ class _DecoderStep:
         )
         if scenario.sequence_parallel > 1:
             out = self._exchange(out)
-        return size_tensors.copy(out) if is_sdpa and scenario.behavior.copies_attention else out
+        return out
 
     def _exchange(self, tensor: SizeTensor) -> SizeTensor:
         """Run Ulysses' exchange of tokens and heads: a contiguous copy, the all-to-all, a copy in the kernel's order.
@@ -356,12 +352,5 @@ class _DecoderStep:
 
         Each step's tensor is a variable of the library's function as well, so that all live until the function returns.
         """
-        behavior = self.scenario.behavior
-        wide = logits if behavior.keeps_logits_narrow else size_tensors.cast(logits, 4)
-        if behavior.returns_wide_logits:
-            logits = wide
-        shifted = wide
-        if behavior.copies_shifted_logits:
-            shifted = size_tensors.without_last_row(wide, self.scenario.micro_batch)
-        scored = size_tensors.cast(shifted, 4) if self.tape.autocast else shifted
-        return size_tensors.nll_of_log_softmax(scored, self.tokens), logits
+        wide = size_tensors.cast(logits, 4)
+        return size_tensors.nll_of_log_softmax(wide, self.tokens), logits

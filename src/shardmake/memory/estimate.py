@@ -8,7 +8,6 @@ from shardmake.memory.buckets import Buckets
 from shardmake.memory.ddp import DdpMemory, StepEvents, replay
 from shardmake.memory.decoder import micro_step
 from shardmake.memory.fsdp import Fsdp2Memory
-from shardmake.memory.fsdp1 import Fsdp1Memory
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.states import Terms
 from shardmake.memory.timeline import Timeline
@@ -130,7 +129,7 @@ def simulate(scenario: Scenario, buckets: Buckets, events: StepEvents) -> Timeli
 def rank_memory(scenario: Scenario, buckets: Buckets, timeline: Timeline) -> DdpMemory:
     """Return the memory of one rank as the library of ``scenario`` shards it."""
     if scenario.is_fsdp:
-        return (Fsdp1Memory if scenario.fsdp_version == 1 else Fsdp2Memory)(scenario, buckets, timeline)
+        return Fsdp2Memory(scenario, buckets, timeline)
     by_stage = {0: DdpMemory, 1: Zero12Memory, 2: Zero12Memory, 3: Zero3Memory}
     return by_stage[scenario.zero_stage](scenario, buckets, timeline)
 

@@ -1,7 +1,7 @@
 """Memory of one rank under FSDP2, beside the activations of the model.
 
 Sources: torch 2.13's FSDP2 (``_fully_shard/_fsdp_param_group.py``, ``_fsdp_collectives.py``) as Accelerate's
-``fsdp2_prepare_model`` sets it up. `shardmake.memory.fsdp1` has FSDP1.
+``fsdp2_prepare_model`` sets it up.
 """
 
 from math import ceil

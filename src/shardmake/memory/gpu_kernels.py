@@ -82,12 +82,6 @@ def _fused_attention(module: Any, query: Any, key: Any, value: Any, attention_ma
     return _Flash.apply(*_autocast_attention(query, key, value)), None
 
 
-def _expanded_attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any) -> Any:
-    """Model fused attention in old versions, which repeat keys and values."""
-    query, key, value = _autocast_attention(query, key, value)
-    return _Flash.apply(query, *(_repeated(tensor, query.shape[1]) for tensor in (key, value))), None
-
-
 def _masked_attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any) -> Any:
     """Model transformers' SDPA with a mask: keys and values are repeated, every layer creates an additive mask."""
     query, key, value = _autocast_attention(query, key, value)
@@ -109,7 +103,7 @@ def register_attention() -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    replacements = {"fused": _fused_attention, "expanded": _expanded_attention, "masked": _masked_attention}
+    replacements = {"fused": _fused_attention, "masked": _masked_attention}
     for name, function in ((f"shardmake_{kind}", function) for kind, function in replacements.items()):
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, lambda *_, **__: None)
@@ -129,24 +123,6 @@ class _DropoutFunction(torch.autograd.Function):
 def _gpu_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
     """Model dropout on the GPU: an output and a mask of one byte per element."""
     return _DropoutFunction.apply(input) if training and p else input
-
-
-class _OldSoftmax(torch.autograd.Function):
-    """Softmax whose backward formula takes its input beside its result."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(tensor)
-        ctx.save_for_backward(tensor, out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(grads[0])
-
-    @staticmethod
-    def run(tensor: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
-        return _OldSoftmax.apply(tensor if dtype is None else tensor.to(dtype))
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -187,7 +163,7 @@ def _in_fp32(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     return wrapped
 
 
-def emulate_gpu_kernels(softmax_saves_input: bool = False) -> None:
+def emulate_gpu_kernels() -> None:
     """Replace the functions whose CPU versions save other tensors.
 
     Function modes do not work here: they are off while the backward pass recomputes a checkpointed layer.
@@ -195,6 +171,5 @@ def emulate_gpu_kernels(softmax_saves_input: bool = False) -> None:
     nn.functional.dropout = _gpu_dropout
     nn.functional.grouped_mm = _grouped_product  # type: ignore[assignment]
     for name, original in ORIGINALS.items():
-        old = name == "softmax" and softmax_saves_input
-        setattr(nn.functional, name, _in_fp32(_OldSoftmax.run if old else original))
+        setattr(nn.functional, name, _in_fp32(original))
     torch.softmax = _in_fp32(TORCH_SOFTMAX)

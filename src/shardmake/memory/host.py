@@ -100,7 +100,6 @@ def _load(scenario: Scenario) -> int:
     """
     trains_all = not scenario.method_spec.has_adapters
     held = BYTES[scenario.weights] if trains_all and scenario.zero_stage == 0 else scenario.compute
-    held = 4 if scenario.wide_base else held
     if scenario.loads_on_gpu:
         threads = 1 if scenario.method_spec.in_four_bits else LOADING_THREADS
         largest = sorted((tensor.numel for tensor in scenario.model.tensors), reverse=True)[:threads]

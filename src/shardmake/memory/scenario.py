@@ -1,7 +1,6 @@
 """One training setup as the input of the memory model."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from shardmake.config.attention import Attention
 from shardmake.config.methods import DEFAULT_METHOD, METHODS, MethodSpec
@@ -12,59 +11,6 @@ from shardmake.memory.calibration import Calibration
 from shardmake.memory.model import Model, Split
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-EXPANDS_FLASH_KEYS = ("mistral", "mixtral", "qwen2", "qwen2_moe")
-"""Model types whose ``...FlashAttention2`` of transformers 4.45 calls ``repeat_kv``; that of Llama does not."""
-
-
-@dataclass(frozen=True)
-class LibraryBehavior:
-    """Differences between versions of the libraries; the defaults are transformers 5 and its Trainer.
-
-    `shardmake.memory.stack` derives them from versions.
-    """
-
-    keeps_output: bool = False
-    """The training loop keeps the model's output during the backward pass."""
-    returns_wide_logits: bool = False
-    """Logits are returned in fp32 (transformers before 4.46)."""
-    keeps_logits_narrow: bool = False
-    """Only autocast casts logits to fp32 for the loss, not the model (custom code such as Qwen 1's)."""
-    copies_shifted_logits: bool = False
-    """The loss makes a contiguous copy of the shifted logits (transformers before 4.49)."""
-    expands_keys: bool = False
-    """SDPA gets repeated keys and values (transformers before 4.54)."""
-    expands_flash_keys: bool = False
-    """FlashAttention gets repeated keys and values in the models of `EXPANDS_FLASH_KEYS` (transformers before 4.48)."""
-    copies_attention: bool = False
-    """SDPA's output is copied to be contiguous (transformers before 4.48)."""
-    foreach_optimizer: bool = False
-    """The optimizer is torch's foreach implementation; its temporaries are as large as the trained weights."""
-    keeps_gradients: bool = False
-    """Gradients are zeroed, not dropped, after a step (torch before 2.0)."""
-    softmax_saves_input: bool = False
-    """The backward pass of softmax uses its input (torch before 1.12)."""
-    autocast: bool = True
-    """A 16-bit precision uses autocast; without it the type of the trained weights is used."""
-    widens_frozen: bool = True
-    """QLoRA's weights that are not in 4 bits are cast to fp32 (PEFT's ``prepare_model_for_kbit_training``)."""
-    narrows_embedding: bool = False
-    """Of these, embedding and head are cast back to 16 bits (TRL's ``peft_module_casting_to_bf16``)."""
-    wide_base: bool = False
-    """LoRA's frozen weights are loaded in fp32 and stay in it, except under DeepSpeed, which casts them."""
-    recomputes_whole: bool = False
-    """A recomputed layer runs to its end, and its output stays during its backward pass (reentrant checkpointing)."""
-    loops_over_experts: bool = False
-    """Experts of a mixture run one after the other, each as a module of its own (transformers before 5.0)."""
-    checks_any_type: bool = False
-    """ZeRO-3 looks for infinities in gradients of any type, not only of fp16 (DeepSpeed 0.9.5 to 0.11.1)."""
-    checkpoints_units: bool = False
-    """Reentrant checkpointing is around FSDP1's units, whose forward pass then runs without gradients.
-
-    So no unit expects a backward pass (``_register_pre_backward_hooks``), and none is gathered ahead of it
-    (``_get_handle_to_prefetch``). Of frozen layers FSDP1 keeps the inputs, and their gradients, until the backward pass
-    ends: its hook on an input (``_register_post_backward_reshard_only_hook``) then sees the leaf that reentrant
-    checkpointing makes, and the leaf holds its data and its gradient.
-    """
 
 
 @dataclass(frozen=True)
@@ -105,8 +51,6 @@ class Scenario:
     lora_targets: str | tuple[str, ...] = "all-linear"
     lora_dropout: float = 0.0
     adapter_weights: Precision = "fp32"
-    fsdp_version: Literal[1, 2] = 2
-    """FSDP1 holds one flat weight per unit without a copy; embedding, norm and head stay gathered."""
     on_cpu: bool = False
     checkpoint_in_memory: bool = False
     """Saves go through a scratch folder in RAM."""
@@ -122,7 +66,6 @@ class Scenario:
     """The reference is a second model on every rank, not the trained one without its adapters."""
     gpu_memory: int | None = None
     """Memory of a GPU in bytes, if it is known."""
-    behavior: LibraryBehavior = LibraryBehavior()
     calibration: Calibration | None = None
     """A probe's measurement on this kind of GPU."""
 
@@ -167,29 +110,12 @@ class Scenario:
 
         PEFT casts embedding, norms, biases and head of a 4-bit model to fp32. DeepSpeed casts them back.
         """
-        widened = self.widens_frozen and not self.behavior.narrows_embedding
-        return 4 if widened or self.wide_base else self.compute
-
-    @property
-    def wide_base(self) -> bool:
-        """True if frozen weights that are not in 4 bits are held in fp32."""
-        spec = self.method_spec
-        return spec.has_adapters and not spec.in_four_bits and self.behavior.wide_base and not self.zero_stage
+        return 4 if self.widens_frozen else self.compute
 
     @property
     def widens_frozen(self) -> bool:
         """True if weights that are not in 4 bits are cast to fp32, the norms at least."""
-        return self.method_spec.in_four_bits and self.behavior.widens_frozen and not self.zero_stage
-
-    @property
-    def recomputes_units(self) -> bool:
-        """True if whole units of FSDP1 are recomputed, each gathered when its turn comes and none ahead."""
-        return self.is_fsdp and self.fsdp_version == 1 and self.checkpointing and self.behavior.checkpoints_units
-
-    @property
-    def holds_inputs(self) -> bool:
-        """True if FSDP1 keeps the inputs of recomputed layers until the backward pass ends."""
-        return self.recomputes_units and not self.activation_offload and self.method_spec.has_adapters
+        return self.method_spec.in_four_bits and not self.zero_stage
 
     @property
     def gradient(self) -> int:
@@ -209,7 +135,7 @@ class Scenario:
     @property
     def checks_overflow(self) -> bool:
         """True if ZeRO-3 looks for infinities in this rank's flat gradients before each step."""
-        return self.zero_stage == 3 and (self.precision == "fp16" or self.behavior.checks_any_type)
+        return self.zero_stage == 3 and self.precision == "fp16"
 
     @property
     def is_fsdp(self) -> bool:
@@ -220,7 +146,7 @@ class Scenario:
     def autocast(self) -> bool:
         """True if the forward pass casts fp32 weights under autocast."""
         held = self.adapter_weights if self.method_spec.has_adapters else self.weights
-        return self.behavior.autocast and self.spec.is_ddp and self.precision != "fp32" and held == "fp32"
+        return self.spec.is_ddp and self.precision != "fp32" and held == "fp32"
 
     @property
     def fused_layers(self) -> bool:
@@ -230,15 +156,12 @@ class Scenario:
     @property
     def adapter_compute(self) -> Precision:
         """Data type of adapters in the forward pass: DeepSpeed and FSDP's mixed precision cast them, DDP does not."""
-        casts = self.zero_stage > 0 or (self.is_fsdp and self.behavior.autocast)
-        return self.precision if casts else self.adapter_weights
+        return self.adapter_weights if self.spec.is_ddp else self.precision
 
     @property
     def expands_keys(self) -> bool:
         """True if the attention kernel gets keys and values that are repeated for the heads of each group."""
-        if self.attention == "sdpa":
-            return self.masked or self.behavior.expands_keys
-        return self.behavior.expands_flash_keys and self.model.model_type in EXPANDS_FLASH_KEYS
+        return self.attention == "sdpa" and self.masked
 
     @property
     def gathers_parameters(self) -> bool:

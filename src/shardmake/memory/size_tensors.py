@@ -214,16 +214,6 @@ def gather(part: SizeTensor, ranks: int, numel: int) -> SizeTensor:
     return derive(out, [part], lambda grad: [new(grad, own)])
 
 
-def without_last_row(tensor: SizeTensor, sequences: int) -> SizeTensor:
-    """Model ``tensor[..., :-1, :].contiguous()``, a copy unless there is one sequence, whose rows are contiguous.
-
-    The gradient is padded to the whole tensor in another copy (``slice_backward``). The row is not subtracted.
-    """
-    storage = tensor.storage if sequences == 1 else None
-    out = SizeTensor(tensor.tape, tensor.numel, tensor.item, storage=storage)
-    return derive(out, [tensor], lambda grad: [new(grad)])
-
-
 def add(left: SizeTensor, right: SizeTensor, made: bool = True) -> SizeTensor:
     """Model a sum; both sides get the same gradient in their type. Without ``made`` only the graph is extended."""
     item = max(left.item, right.item)

@@ -20,16 +20,6 @@ HEAD = "head"
 EMBEDDING = "embedding"
 Unit = int | str  # weights that ZeRO-3 and FSDP gather at once: a layer, the embedding, or norm with head
 NF4_BYTES = 0.5
-MERGED_IN_TRANSFORMERS_4 = (
-    "aria_text",
-    "dbrx",
-    "gpt_oss",
-    "granitemoe",
-    "granitemoehybrid",
-    "granitemoeshared",
-    "llama4",
-    "llama4_text",
-)  # model types whose experts were one weight before transformers 5 as well
 SCALE_BYTES = 1 / 64 + 4 / (64 * 256)  # an 8-bit scale per 64 weights and a 32-bit one per 64 * 256 (double quant)
 CONTEXT = int(0.5 * 2**30)  # CUDA context and kernels, lazily loaded: 0.45 to 0.55 GiB (facts: A100, torch 2)
 CUBLAS = 2 * 8_519_680  # a workspace for the forward and one for the backward thread (CUDABlas.cpp: 4096:2:16:8 KiB)
@@ -343,25 +333,16 @@ def bucket_bytes(scenario: Scenario, buckets: Buckets) -> int:
     if scenario.zero_stage == 3:
         return scenario.gradient * min(buckets.reduce_bucket_size, scenario.split.trainable)
     if scenario.is_fsdp and not scenario.method_spec.has_adapters:
-        return (scenario.compute + scenario.gradient) * scenario.model.largest_block + _head_gradient(scenario)
+        return (scenario.compute + scenario.gradient) * scenario.model.largest_block
     return 0
 
 
-def _head_gradient(scenario: Scenario) -> int:
-    """Return the bytes of the head's gradient, which FSDP1's root keeps until it has that of the embedding too.
-
-    The gradient of a tied weight is one of the activations' temporaries.
-    """
-    keeps = scenario.fsdp_version == 1 and not scenario.model.tied
-    return scenario.compute * scenario.model.head if keeps else 0
-
-
-def unit_of(tensor: ParameterSpec, joined: bool) -> Unit:
-    """Return the group of ``tensor``: its layer, the embedding, or the tail, which holds a ``joined`` embedding too."""
+def unit_of(tensor: ParameterSpec, tied: bool) -> Unit:
+    """Return the group of ``tensor``: its layer, the embedding, or the tail, which has a ``tied`` embedding too."""
     if tensor.block is not None:
         return tensor.block
     if tensor.kind == "embedding":
-        return HEAD if joined else EMBEDDING
+        return HEAD if tied else EMBEDDING
     return HEAD
 
 
@@ -372,59 +353,28 @@ def units(scenario: Scenario) -> Mapping[Unit, int]:
 
 def unit_tensors(scenario: Scenario) -> Mapping[Unit, list[int]]:
     """Return the elements of each tensor of each group, adapters last."""
-    apart = scenario.behavior.loops_over_experts
-    return _unit_tensors(scenario.model, scenario.split, scenario.method, scenario.compute, in_tail(scenario), apart)
+    return _unit_tensors(scenario.model, scenario.split, scenario.method, scenario.compute)
 
 
 def trained_units(scenario: Scenario) -> Mapping[Unit, int]:
     """Return the trained elements of each group."""
-    return _trained_units(scenario.model, scenario.split, scenario.method, in_tail(scenario))
-
-
-def adapter_units(scenario: Scenario) -> Mapping[Unit, list[int]]:
-    """Return the elements of each adapter of each group."""
-    sizes: dict[Unit, list[int]] = {}
-    for tensor in scenario.split.adapters:
-        sizes.setdefault(unit_of(tensor, in_tail(scenario)), []).append(tensor.numel)
-    return sizes
-
-
-def in_tail(scenario: Scenario) -> bool:
-    """Return True if the embedding is in one group with norm and head.
-
-    Its weight may be the head's, or they are all in FSDP1's root: the policies wrap layers only (`_recursive_wrap`).
-    """
-    return scenario.model.tied or (scenario.is_fsdp and scenario.fsdp_version == 1)
+    return _trained_units(scenario.model, scenario.split, scenario.method)
 
 
 @lru_cache(maxsize=MODELS)
-def _unit_tensors(
-    model: Model, part: Split, method: Method, compute: int, joined: bool, apart: bool
-) -> Mapping[Unit, list[int]]:
+def _unit_tensors(model: Model, part: Split, method: Method, compute: int) -> Mapping[Unit, list[int]]:
     sizes: dict[Unit, list[int]] = {}
     for tensor in (*model.tensors, *part.adapters):
         quantized = METHODS[method].in_four_bits and is_quantized(tensor) and "lora_" not in tensor.name
-        count = matrices_of_experts(model, tensor) if apart else 1
         numel = ceil(tensor.numel * NF4_BYTES / compute) if quantized else tensor.numel
-        sizes.setdefault(unit_of(tensor, joined), []).extend([numel // count] * count)
+        sizes.setdefault(unit_of(tensor, model.tied), []).append(numel)
     return sizes
 
 
-def matrices_of_experts(model: Model, tensor: ParameterSpec) -> int:
-    """Return as how many matrices transformers 4 holds ``tensor``; 1 if it is no weight of all experts.
-
-    Each expert was a module with linear layers of its own (``MixtralBlockSparseTop2MLP``). transformers 5 merges them,
-    and gate with up (``MergeModulelist`` and ``Concatenate`` in its ``conversion_mapping.py``).
-    """
-    if ".experts." not in tensor.name or len(tensor.shape) != 3 or model.model_type in MERGED_IN_TRANSFORMERS_4:
-        return 1
-    return tensor.shape[0] * (2 if tensor.name.endswith("gate_up_proj") else 1)
-
-
 @lru_cache(maxsize=MODELS)
-def _trained_units(model: Model, part: Split, method: Method, joined: bool) -> Mapping[Unit, int]:
+def _trained_units(model: Model, part: Split, method: Method) -> Mapping[Unit, int]:
     sizes: dict[Unit, int] = {}
     for tensor in part.adapters if METHODS[method].has_adapters else model.tensors:
-        unit = unit_of(tensor, joined)
+        unit = unit_of(tensor, model.tied)
         sizes[unit] = sizes.get(unit, 0) + tensor.numel
     return sizes

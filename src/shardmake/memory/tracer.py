@@ -26,7 +26,7 @@ from shardmake.config.methods import METHODS
 from shardmake.config.models import TORCH_DTYPES
 from shardmake.core.errors import ModelError, ShardmakeError
 from shardmake.core.process import answer_request
-from shardmake.memory import expert_loop, token_loops
+from shardmake.memory import token_loops
 from shardmake.memory.gpu_kernels import emulate_gpu_kernels, register_attention
 from shardmake.memory.model import HEADS, SCORE_HEAD
 from shardmake.memory.parameter_inventory import block_paths, build, in_one_line, plain_name
@@ -141,7 +141,7 @@ def _trace(request: Mapping[str, Any], most_alike: int | None = None) -> list[Ev
 
 def _steps(request: Mapping[str, Any], lengths: Sequence[int], most_alike: int | None = None) -> list[list[Event]]:
     """Return the events of a micro step of each of ``lengths``, with the operator of each allocation as fourth item."""
-    emulate_gpu_kernels(request["softmax_saves_input"])
+    emulate_gpu_kernels()
     model = prepare(request)
     recorder = Recorder(most_alike)
     found = []
@@ -163,21 +163,18 @@ def _steps(request: Mapping[str, Any], lengths: Sequence[int], most_alike: int |
 def prepare(request: Mapping[str, Any]) -> Any:
     """Return the model on the meta device, with adapters, checkpointing and the replacement of its attention."""
     register_attention()
-    expert_loop.register_expert_loop()
     model: Any = build(request["config"], request["source"], request["trust_remote_code"])
     model.config.use_cache = False  # as in training
     if request["layers"]:
         _keep_layers(model, request["layers"])
-    _set_attention(model, request["attention"], request["masked"], request["expands_keys"])
-    if request["loops_over_experts"]:
-        model.set_experts_implementation(expert_loop.NAME)
+    _set_attention(model, request["attention"], request["masked"])
     if request["in_four_bits"]:
         set_four_bit_layers(model)
     if METHODS[request["method"]].has_adapters:
         model = _with_adapters(model, request)
     model.train()
     if request["checkpointing"]:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": request["reentrant"]})
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if METHODS[request["method"]].has_adapters:
             model.enable_input_require_grads()
     return model
@@ -202,13 +199,13 @@ def _with_adapters(model: nn.Module, request: Mapping[str, Any]) -> nn.Module:
         return get_peft_model(model, config)
 
 
-def _set_attention(model: Any, attention: str, masked: bool, expands_keys: bool) -> None:
+def _set_attention(model: Any, attention: str, masked: bool) -> None:
     if attention == "eager":
         model.set_attn_implementation("eager")
     elif masked and attention == "sdpa":
         model.set_attn_implementation("shardmake_masked")
     else:
-        model.set_attn_implementation("shardmake_expanded" if expands_keys else "shardmake_fused")
+        model.set_attn_implementation("shardmake_fused")
 
 
 def _micro_step(
@@ -217,8 +214,7 @@ def _micro_step(
     with _autocast(request):
         output = model(**inputs)
     loss = output.loss
-    if not request["keeps_output"]:
-        del output
+    del output
     recorder.mark("backward")
     loss.backward()
 

@@ -140,7 +140,6 @@ class CachedPlanner(Planner):
     def _path(self, scenario: Scenario, buckets: Buckets, capacity: int) -> Path:
         """Return the file of an estimate, named by everything that the estimate depends on."""
         values = {name: value for name, value in vars(scenario).items() if name not in ("model", "split")}
-        values["behavior"] = asdict(scenario.behavior)
         values["calibration"] = scenario.calibration and asdict(scenario.calibration)
         request = {
             "model": scenario.model.key,
@@ -175,7 +174,7 @@ def scenario_of(settings: ResolvedRun, choice: Choice) -> Scenario:
         checkpointing=choice.gradient_checkpointing,
         activation_offload=run.activation_offload,
         attention=settings.attention,
-        masked=settings.attention == "sdpa" and settings.masked and choice.sequence_parallel == 1,
+        masked=settings.attention == "sdpa" and choice.sequence_parallel == 1,
         precision=choice.precision,
         gradient_dtype=choice.gradients,
         tf32=run.tf32,
@@ -186,17 +185,11 @@ def scenario_of(settings: ResolvedRun, choice: Choice) -> Scenario:
         lora_rank=run.lora.rank,
         lora_targets=run.lora.targets if isinstance(run.lora.targets, str) else tuple(run.lora.targets),
         lora_dropout=run.lora.dropout,
-        adapter_weights=settings.adapter_weights,
         on_cpu=settings.hardware.is_cpu,
         checkpoint_in_memory=run.checkpoints.asynchronous and settings.cluster.scratch_in_memory,
         gathers_on_save=run.script is not None,
-        loads_on_gpu=settings.loads_on_gpu
-        and not settings.hardware.is_cpu
-        and run.script is None
-        and choice.loads_on_gpu(run.method),
+        loads_on_gpu=not settings.hardware.is_cpu and run.script is None and choice.loads_on_gpu(run.method),
         gpu_memory=settings.hardware.gpu_memory,
-        fsdp_version=run.fsdp_version,
-        behavior=settings.behavior,
         calibration=calibration.read(settings.hardware.accelerator.name),
     )
 

@@ -18,7 +18,6 @@ from shardmake.memory.families import as_classifier
 from shardmake.memory.hardware import Hardware, from_cluster
 from shardmake.memory.model import Model, Split, has_own_class, split
 from shardmake.memory.read_config import read_model
-from shardmake.memory.scenario import LibraryBehavior
 from shardmake.plan.abilities import (
     Abilities,
     check_activation_offload,
@@ -54,14 +53,6 @@ class ResolvedRun:
     """Why varlen, the fastest kernel, does not run; empty if it does, on CPU, or if the run names a kernel."""
     weights: Precision = "fp32"
     """Data type of the trained weights under DDP and FSDP; only `shardmake estimate` changes it."""
-    adapter_weights: Precision = "fp32"
-    """Data type of the adapters under DDP and FSDP; only `shardmake estimate` changes it."""
-    masked: bool = True
-    """SDPA gets a mask; only `shardmake estimate` changes it."""
-    loads_on_gpu: bool = True
-    """Weights load straight to the GPU where the strategy can; only `shardmake estimate` changes it."""
-    behavior: LibraryBehavior = field(default_factory=LibraryBehavior)
-    """How the libraries behave; only `shardmake estimate` changes it."""
     user_files: UserFiles = field(default_factory=UserFiles)
     """The run's own DeepSpeed and Accelerate files."""
 
@@ -245,8 +236,6 @@ def unsuitable(run: Run, strategy: Strategy) -> str:
     spec, objective = STRATEGY_SPECS[strategy], OBJECTIVES[run.objective]
     if not objective.is_proven(spec):
         return f"objective: {run.objective} is not tested under {strategy}. Take another strategy."
-    if objective.trl and spec.is_fsdp and run.fsdp_version == 1:
-        return f"objective: {run.objective} is not tested under FSDP1. Take fsdp_version: 2, or a ZeRO strategy."
     if run.script and spec.uses_nvme:
         return (
             f"Strategy {strategy} is not for a script: its checkpoints, written by DeepSpeed alone, cannot be merged "
@@ -256,8 +245,6 @@ def unsuitable(run: Run, strategy: Strategy) -> str:
         others = [name for name, other in STRATEGY_SPECS.items() if not _optimizer_fails(run, other)]
         where = where.format(strategy=strategy, others=", ".join(others))
         return f"optimizer: {run.optimizer} fails at the first step under {where}"
-    if run.activation_offload and spec.is_fsdp and run.fsdp_version == 1:
-        return "activation_offload: true needs FSDP2: accelerate refuses it under FSDP1. Take fsdp_version: 2."
     if run.loss == "chunked" and spec.is_fsdp:
         return f"loss: chunked is not tested under {strategy}. Take ddp or a ZeRO strategy, or loss: fused."
     unquantized = run.method_spec.unquantized
@@ -266,12 +253,6 @@ def unsuitable(run: Run, strategy: Strategy) -> str:
         return (
             f"method: {run.method} cannot train under {strategy}, because {_unsuitable_for_4_bits(spec)}. Take method: "
             f"{unquantized}, or one of {', '.join(others)}."
-        )
-    if unquantized and spec.is_fsdp and run.fsdp_version == 1 and not run.script:
-        return (
-            f"method: {run.method} cannot train under FSDP1, which puts the weights of a layer into one tensor. PEFT "
-            "casts the norms to fp32, and the 4-bit weights are stored in 16 bits. Take fsdp_version: 2, or method: "
-            f"{unquantized}."
         )
     return ""
 
@@ -291,7 +272,7 @@ def _unsuitable_for_4_bits(spec: StrategySpec) -> str:
 def _optimizer_fails(run: Run, spec: StrategySpec) -> str:
     """Return where and why the run's optimizer cannot train under a strategy; empty if it can."""
     optimizer = OPTIMIZERS[run.optimizer]
-    if spec.is_fsdp and run.fsdp_version == 2:
+    if spec.is_fsdp:
         return optimizer.fails_sharded
     return optimizer.fails_on_host if spec.offload_optimizer else ""
 
@@ -325,14 +306,11 @@ def _wrong_run(run: Run) -> Iterator[str]:
     spec = STRATEGY_SPECS.get(run.strategy)
     if spec is not None and not spec.tensor_parallel:
         yield f"strategy {run.strategy}: take zero1 or zero2 (DeepSpeed AutoTP), or fsdp with a script of your own."
-    elif spec is not None and spec.is_fsdp:
-        if run.script is None:
-            yield (
-                f"strategy {run.strategy}: transformers shards a model for it at loading and then cannot save the "
-                "optimizer, so a run could not be resumed. Take zero1 or zero2, or a script that loads its own model."
-            )
-        if run.fsdp_version == 1:
-            yield "fsdp_version 1: only FSDP2 takes a tensor-parallel mesh."
+    elif spec is not None and spec.is_fsdp and run.script is None:
+        yield (
+            f"strategy {run.strategy}: transformers shards a model for it at loading and then cannot save the "
+            "optimizer, so a run could not be resumed. Take zero1 or zero2, or a script that loads its own model."
+        )
     if run.method_spec.has_adapters:
         yield f"method {run.method}: adapters on sharded matrices are not merged here. Take method: full."
 

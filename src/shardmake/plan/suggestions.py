@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable, Iterator
 from math import inf
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
-
+from shardmake.config.load import parse_section
 from shardmake.config.methods import METHODS
 from shardmake.config.models import Run
 from shardmake.config.optimizers import OPTIMIZERS
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import ConfigError, ShardmakeError
 from shardmake.plan.candidates import Candidate
 from shardmake.plan.choose import CLEARLY, choose_from, fits_below
 from shardmake.plan.planner import Planner
@@ -135,8 +134,8 @@ def _plan_with(settings: ResolvedRun, setting: str, value: Any, limit: float = i
     """
     changed = _changed(settings.run, setting, value)
     try:
-        Run.model_validate(changed.model_dump())
-    except ValidationError:
+        parse_section(Run, changed.model_dump(), "The change")
+    except ConfigError:
         return None
     max_nodes = max(settings.cluster.max_nodes, (changed.nodes or 0) + (changed.service_nodes or 0))
     try:

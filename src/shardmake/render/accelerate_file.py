@@ -34,10 +34,10 @@ def accelerate_config(plan: Plan, run: Run, model: Model) -> dict[str, Any]:
     values["mixed_precision"] = "no" if choice.precision == "fp32" else choice.precision
     if spec.is_fsdp:
         values["fsdp_config"] = {f"fsdp_{key}": value for key, value in fsdp_settings(choice, run, model).items()}
-        if run.torch_compile and run.fsdp_version == 2:
+        if run.torch_compile:
             # Layer by layer and in place. A compiled model as a whole would bypass the hooks that gather each layer.
             values["dynamo_config"] = {"dynamo_use_regional_compilation": True}
-        if run.fsdp_version == 2 and (spec.hybrid or choice.tensor_parallel > 1):
+        if spec.hybrid or choice.tensor_parallel > 1:
             values["parallelism_config"] = _mesh(choice)
     return values
 
@@ -59,7 +59,7 @@ def fsdp_settings(choice: Choice, run: Run, model: Model) -> dict[str, Any]:
     """Return FSDP's settings under accelerate's names, without their prefix ``fsdp_``."""
     spec = choice.spec
     values: dict[str, Any] = {
-        "version": run.fsdp_version,
+        "version": 2,
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "transformer_layer_cls_to_wrap": ",".join(model.block_classes),
         "state_dict_type": "SHARDED_STATE_DICT",
@@ -68,16 +68,6 @@ def fsdp_settings(choice: Choice, run: Run, model: Model) -> dict[str, Any]:
         "offload_params": spec.offload_param is not None,
         "activation_checkpointing": choice.gradient_checkpointing,
     }
-    if run.fsdp_version == 2:
-        if run.activation_offload:
-            values["activation_checkpointing_offload"] = True
-        return values | {"reshard_after_forward": spec.reshard_after_forward}
-    return values | {
-        # Accelerate prefers the first name; transformers knows only the second, which alone would be ignored.
-        "sharding_strategy": spec.fsdp1_strategy,
-        "reshard_after_forward": spec.fsdp1_strategy,
-        "backward_prefetch": "BACKWARD_PRE",
-        "forward_prefetch": False,
-        "use_orig_params": True,
-        "sync_module_states": True,
-    }
+    if run.activation_offload:
+        values["activation_checkpointing_offload"] = True
+    return values | {"reshard_after_forward": spec.reshard_after_forward}

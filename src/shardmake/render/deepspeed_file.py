@@ -22,17 +22,6 @@ AIO: Final = {
     "use_gds": False,
 }
 FP16: Final = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2}
-FILLED_BY_TRAINER: Final = (
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "bf16.enabled",
-    "fp16.enabled",
-    "zero_optimization.reduce_bucket_size",
-    "zero_optimization.stage3_prefetch_bucket_size",
-    "zero_optimization.stage3_param_persistence_threshold",
-)
-"""Keys whose "auto" transformers replaces with its own value (`transformers.integrations.deepspeed`)."""
 FILLED_BY_SCRIPT: Final = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """Keys that Accelerate takes from the objects a script prepares."""
 _ARGUMENT_OF: Final = {
@@ -80,16 +69,7 @@ def deepspeed_config(plan: Plan, run: Run, cluster: Cluster, model: Model, folde
         values["tensor_parallel"] = {"autotp_size": choice.tensor_parallel}
     if choice.spec.uses_nvme:
         values["aio"] = AIO
-    if run.deepspeed_values == "auto":
-        values = _with_auto_where_equal(values, model.hidden_size)
     return _for_script(values) if run.script else values
-
-
-def _with_auto_where_equal(values: dict[str, Any], hidden_size: int) -> dict[str, Any]:
-    """Return ``values`` with "auto" wherever Trainer fills in the same value."""
-    filled, sizes = with_auto(values), auto_sizes(hidden_size)
-    different = {name: size for name, size in values["zero_optimization"].items() if sizes.get(name, size) != size}
-    return filled | {"zero_optimization": filled["zero_optimization"] | different}
 
 
 def _for_script(values: dict[str, Any]) -> dict[str, Any]:
@@ -126,15 +106,3 @@ def _replace_auto(values: Mapping[str, Any], numbers: Mapping[str, Any], prefix:
         elif key in numbers:
             replaced[name] = numbers[key]
     return replaced
-
-
-def with_auto(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return ``values`` with "auto" wherever Trainer fills in its own value."""
-    return {
-        key: with_auto(value, f"{prefix}{key}.")
-        if isinstance(value, dict)
-        else "auto"
-        if f"{prefix}{key}" in FILLED_BY_TRAINER
-        else value
-        for key, value in values.items()
-    }

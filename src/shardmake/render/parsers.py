@@ -120,10 +120,7 @@ def training_arguments(values: Mapping[str, Any], deepspeed: Mapping[str, Any], 
     )
     if arguments.fsdp_plugin_args is None:
         return arguments, []
-    # FSDP1's broadcast of the weights already needs a GPU at this point.
-    on_gpu = {"sync_module_states": False, "cpu_ram_efficient_loading": False}
-    is_fsdp1 = arguments.fsdp_plugin_args["fsdp_version"] == 1
-    FullyShardedDataParallelPlugin(**arguments.fsdp_plugin_args | (on_gpu if is_fsdp1 else {}))
+    FullyShardedDataParallelPlugin(**arguments.fsdp_plugin_args)
     return arguments, [f"fsdp_config.{key}" for key in watched.unseen]
 
 

@@ -57,7 +57,7 @@ def training_settings(plan: Plan, run: Run, cluster: Cluster, model: Model) -> T
         else FullMethod(),
         arguments=training_arguments(plan, run, cluster, model),
         optimizer=cpu_optimizer(choice, run, cluster),
-        expected=expected_engine(choice, run.fsdp_version),
+        expected=expected_engine(choice),
         loss=run.loss,
         checkpoints=_checkpoints(choice, run, cluster),
         program=_program(run),
@@ -82,7 +82,7 @@ def load_dtype(choice: Choice, run: Run) -> str:
     return TORCH_DTYPES[choice.precision]
 
 
-def expected_engine(choice: Choice, fsdp_version: int) -> ExpectedEngine:
+def expected_engine(choice: Choice) -> ExpectedEngine:
     """Return what each rank compares with the engine that was built, before it trains."""
     spec, gradients = choice.spec, TORCH_DTYPES[choice.gradients]
     common = ExpectedEngine(
@@ -99,7 +99,7 @@ def expected_engine(choice: Choice, fsdp_version: int) -> ExpectedEngine:
         return ExpectedFsdp(
             **dict(common),
             gradient_dtype=gradients,
-            fsdp_version=fsdp_version,
+            fsdp_version=2,
             reshard_after_forward=spec.reshard_after_forward,
             replicas=choice.nodes if spec.hybrid else 1,
         )

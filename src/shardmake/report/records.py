@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from shardmake.config.chains import run_before
+from shardmake.config.checks import run_before
 from shardmake.config.models import EvalSource, Run
 from shardmake.core.hub import is_hub_id
 from shardmake.report.flops import Utilization, utilization

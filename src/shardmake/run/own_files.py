@@ -56,7 +56,7 @@ def accelerate_values(choice: Choice, run: Run) -> dict[str, Any]:
         return values | {"deepspeed_config.zero3_init_flag": choice.zero_stage == 3}
     values["mixed_precision"] = "no" if choice.precision == "fp32" else choice.precision
     if spec.is_fsdp:
-        values["fsdp_config.fsdp_version"] = run.fsdp_version
+        values["fsdp_config.fsdp_version"] = 2
         values["fsdp_config.fsdp_offload_params"] = spec.offload_param is not None
         values["fsdp_config.fsdp_activation_checkpointing"] = choice.gradient_checkpointing
     return values

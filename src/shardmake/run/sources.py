@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from shardmake.config.chains import run_before
+from shardmake.config.checks import run_before
 from shardmake.config.models import EvalSource, Run
 from shardmake.core.atomic import digest, sha256
 from shardmake.core.errors import ConfigError, ModelError

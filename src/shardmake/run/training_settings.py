@@ -151,7 +151,7 @@ class ExpectedFsdp(ExpectedEngine):
     """The values that a rank compares under FSDP."""
 
     gradient_dtype: str = Field(description="Data type in which gradients are reduced; their sum is fp32.")
-    fsdp_version: int = Field(description="1 or 2.")
+    fsdp_version: int = Field(description="Version of FSDP: 2.")
     reshard_after_forward: bool = Field(description="Free a block's weights after its forward pass.")
     replicas: int = Field(description="Copies of the sharded model.")
 

@@ -1,4 +1,4 @@
-"""Prepare an optimizer to load states, and adapt Adam's to the implementation of Adam that continues with them.
+"""Adapt Adam's states to the implementation of Adam that continues with them.
 
 A checkpoint may come from another implementation: DeepSpeedCPUAdam replaces torch's Adam if states are offloaded, and
 torch's own is fused on GPUs only. The checkpoint brings its implementation's settings and its kind of step count.
@@ -7,19 +7,9 @@ torch's own is fused on GPUs only. The checkpoint brings its implementation's se
 from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint.state_dict import _init_optim_state
 
 _IMPLEMENTATION: Final = ("fused", "foreach", "capturable", "differentiable")
 """Settings that choose torch's kernel and not the numbers; a load replaces them by those of the checkpoint."""
-
-
-def allocate_states(optimizer: Any) -> None:
-    """Give a new optimizer of FSDP its states, so that a load finds where to read them.
-
-    torch's distributed checkpoint reads only what the optimizer already has. For FSDP2 torch does the same itself; with
-    FSDP1, Accelerate 1.15 would silently restore nothing but the settings, and Adam would restart from zero.
-    """
-    _init_optim_state(optimizer)
 
 
 def fit_optimizer(optimizer: Any) -> None:

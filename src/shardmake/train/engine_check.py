@@ -32,8 +32,6 @@ def describe_engine(model: Any, precision: str) -> dict[str, Any]:
     common = {"zero_stage": 0, "world_size": world_size, "dtype": compute_dtype(model, precision)}
     if class_name.startswith("FSDP"):
         return {"engine": FSDP, **common, **_describe_fsdp2(model)}
-    if class_name == "FullyShardedDataParallel":
-        return {"engine": FSDP, **common, **_describe_fsdp1(model)}
     is_ddp = class_name == "DistributedDataParallel" or world_size == 1
     return {"engine": DDP if is_ddp else class_name, **common, "offload_optimizer": None, "offload_param": None}
 
@@ -41,7 +39,7 @@ def describe_engine(model: Any, precision: str) -> dict[str, Any]:
 def below_compiler(model: Any) -> Any:
     """Return the wrapped model that `torch.compile` compiled as a whole; ``model`` itself if it is not compiled.
 
-    Accelerate compiles a model around DDP or FSDP1. FSDP2 turns a compiled model that it shards into an
+    Accelerate compiles a model around DDP. FSDP2 turns a compiled model that it shards into an
     ``FSDPOptimizedModule``, which has the state of FSDP. Layers that are compiled in place have no wrapper.
     """
     return model._orig_mod if type(model) is torch._dynamo.OptimizedModule else model
@@ -102,19 +100,6 @@ def _describe_fsdp2(model: Any) -> dict[str, Any]:
         "gradient_dtype": _reduced_dtype(states[0]._mp_policy),
         "reshard_after_forward": any(group.post_forward_mesh_info is not None for group in inner or groups),
         "replicas": max(getattr(group.mesh_info, "replicate_mesh_size", 1) for group in groups),
-        "offload_optimizer": offload,
-        "offload_param": offload,
-    }
-
-
-def _describe_fsdp1(model: Any) -> dict[str, Any]:
-    offload = "cpu" if model.cpu_offload.offload_params else None
-    hybrid = model.sharding_strategy.name.startswith(("HYBRID", "_HYBRID"))
-    return {
-        "fsdp_version": 1,
-        "gradient_dtype": _reduced_dtype(model.mixed_precision),
-        "reshard_after_forward": model.sharding_strategy.name in ("FULL_SHARD", "HYBRID_SHARD"),
-        "replicas": model._inter_node_pg.size() if hybrid else 1,
         "offload_optimizer": offload,
         "offload_param": offload,
     }

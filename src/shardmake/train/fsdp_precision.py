@@ -9,12 +9,12 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardmake.run.training_settings import ExpectedEngine, ExpectedFsdp
 
 
-def fsdp_policy(expected: ExpectedEngine) -> MixedPrecision | MixedPrecisionPolicy | None:
+def fsdp_policy(expected: ExpectedEngine) -> MixedPrecisionPolicy | None:
     """Return the planned policy; None for other engines, and if FSDP casts nothing.
 
     FSDP2's policy has no type of outputs: the loss leaves the model as it was computed, and so do hidden states.
@@ -22,8 +22,6 @@ def fsdp_policy(expected: ExpectedEngine) -> MixedPrecision | MixedPrecisionPoli
     if not isinstance(expected, ExpectedFsdp) or expected.dtype == "float32":
         return None
     compute, reduce = getattr(torch, expected.dtype), getattr(torch, expected.gradient_dtype)
-    if expected.fsdp_version == 1:
-        return MixedPrecision(param_dtype=compute, reduce_dtype=reduce, buffer_dtype=compute)
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
 
 
@@ -62,6 +60,6 @@ def set_script_policy(plugin: type[Any], expected: ExpectedEngine) -> None:
     plugin.set_mixed_precision = choose_planned
 
 
-def _is_compute_type(policy: MixedPrecision | MixedPrecisionPolicy, precision: Any) -> bool:
+def _is_compute_type(policy: MixedPrecisionPolicy, precision: Any) -> bool:
     """Return True if Accelerate's name of a precision is the one to which ``policy`` casts weights."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision) == policy.param_dtype

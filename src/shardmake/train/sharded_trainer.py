@@ -1,7 +1,5 @@
 """A Trainer that saves through Shardmake's checkpoint store."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +7,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from shardmake.train import deepspeed_states
-from shardmake.train.adam_states import allocate_states, fit_optimizer
+from shardmake.train.adam_states import fit_optimizer
 from shardmake.train.callbacks.non_finite import NonFiniteCheck
 from shardmake.train.checkpoint_files import (
     load_weights,
@@ -19,7 +17,6 @@ from shardmake.train.checkpoint_files import (
     unwrap,
 )
 from shardmake.train.checkpoint_saver import Saver
-from shardmake.train.engine_check import below_compiler
 from shardmake.train.fsdp_precision import whole_tokens
 from shardmake.train.library_patches import kept_matmul_precision
 from shardmake.train.load_model import model_configs
@@ -85,8 +82,7 @@ class ShardedTrainer(Trainer):
         losses = [line["eval_loss"] for line in lines if "eval_loss" in line]
         with self.saver.saving(step, required=required, eval_loss=losses[-1] if losses else None) as folder:
             if folder is not None:
-                with self._model_below_compiler():
-                    super()._save_checkpoint(model, trial)
+                super()._save_checkpoint(model, trial)
                 deepspeed_states.note_sub_groups(self.model_wrapped, folder)
                 save_loss_window(self.accelerator, folder, self._globalstep_last_logged, self._tr_loss)
 
@@ -97,27 +93,13 @@ class ShardedTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            super()._load_from_checkpoint(
-                resume_from_checkpoint, below_compiler(self.model if model is None else model)
-            )
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
             load_weights(unwrap(self.accelerator, self.model), Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint and self.is_fsdp_enabled:
-            allocate_states(self.optimizer.optimizer)
-        with self._model_below_compiler():
-            super()._load_optimizer_and_scheduler(checkpoint)
+        super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint and self.is_deepspeed_enabled:
             deepspeed_states.restore(self.model_wrapped, Path(checkpoint))
         elif checkpoint:
             fit_optimizer(self.optimizer.optimizer)
-
-    @contextmanager
-    def _model_below_compiler(self) -> Iterator[None]:
-        """Save or load FSDP1's model without the compiler's wrapper, which would add a level to all names."""
-        compiled, self.model = self.model, below_compiler(self.model)
-        try:
-            yield
-        finally:
-            self.model = compiled

@@ -2,7 +2,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -164,14 +164,11 @@ def hardware(model: str) -> tuple[EstimateRequest, Cluster]:
     return request, cluster
 
 
-@pytest.mark.parametrize("fsdp_version", [1, 2])
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_estimate_and_plan_agree_to_the_byte(
-    strategy: Strategy, checkpointing: bool, fsdp_version: Literal[1, 2], model: str
-) -> None:
+def test_estimate_and_plan_agree_to_the_byte(strategy: Strategy, checkpointing: bool, model: str) -> None:
     request, cluster = hardware(model)
-    request = replace(request, strategies=[strategy], gradient_checkpointing=checkpointing, fsdp_version=fsdp_version)
+    request = replace(request, strategies=[strategy], gradient_checkpointing=checkpointing)
     assert_agree(request, cluster)
 
 
@@ -214,7 +211,7 @@ def assert_agree(request: EstimateRequest, cluster: Cluster) -> None:
         objective=request.objective, packing=request.objective == "sft",
         **({request.objective: {"reference": request.reference}} if request.reference else {}),
         learning_rate=1e-4, strategy=request.strategies[0], gradient_checkpointing=request.gradient_checkpointing,
-        fsdp_version=request.fsdp_version, nodes=2, attention="sdpa", loss=request.loss,
+        nodes=2, attention="sdpa", loss=request.loss,
         activation_offload=request.activation_offload,
     )  # fmt: skip
     (candidate,) = make_plan("run", run, cluster)[1].candidates
@@ -222,12 +219,6 @@ def assert_agree(request: EstimateRequest, cluster: Cluster) -> None:
     assert {key: planned[key] for key in ("gpu", "host", "nvme", "disk", "reason", "step_seconds")} == {
         key: estimated[key] for key in ("gpu", "host", "nvme", "disk", "reason", "step_seconds")
     }
-
-
-def test_fsdp1_is_not_estimated_as_fsdp2(model: str) -> None:
-    request, _ = hardware(model)
-    one, two = (estimate(replace(request, strategies=["fsdp"], fsdp_version=version)) for version in (1, 2))
-    assert one.rows[0].memory.gpu.allocated != two.rows[0].memory.gpu.allocated
 
 
 def test_without_strategy_the_planners_strategies_are_estimated(model: str) -> None:

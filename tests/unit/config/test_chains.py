@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shardmake.config.chains import chain_of, with_first_model
+from shardmake.config.checks import chain_of, with_first_model
 from shardmake.config.inputs import is_local, local_files
 from shardmake.config.load import parse_config
 from shardmake.config.models import Config

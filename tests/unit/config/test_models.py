@@ -289,7 +289,8 @@ names = st.from_regex(r"[A-Za-z0-9][\w.-]{0,8}", fullmatch=True).filter(str.isas
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"fsdp_version": True}, "fsdp_version: true is not a number. Write the number."),
+        ({"fsdp_version": 1}, "fsdp_version: runs use FSDP2 alone. Remove this key."),
+        ({"deepspeed_values": "auto"}, "deepspeed_values: deepspeed.json always holds numbers. Remove this key;"),
         ({"revision": ""}, "revision: '' is empty. Write a value, or remove the key."),
         ({"revision": "ma\x07in"}, "revision: 'ma\\x07in' has the control character '\\x07'. Remove it."),
         ({"lora": {"targets": ["q_proj", " "]}}, "lora.targets: ' ' is empty. Write a value, or remove the key."),

@@ -79,10 +79,9 @@ def test_a_script_chooses_its_own_batch_sizes_and_may_gather_its_weights(tmp_pat
     assert values["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is False
 
 
-@pytest.mark.parametrize("deepspeed_values", ["explicit", "auto"])
-def test_a_script_gets_the_deepspeed_file_with_numbers(tmp_path: Path, deepspeed_values: str) -> None:
+def test_a_script_gets_the_deepspeed_file_with_numbers(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
-    run = make_run(script=str(tmp_path / "train.py"), max_grad_norm=0.5, deepspeed_values=deepspeed_values)
+    run = make_run(script=str(tmp_path / "train.py"), max_grad_norm=0.5)
     native = AttemptDir(tmp_path).deepspeed_native
     write_files(render_files(make_plan("zero3"), run, make_cluster(), make_model(), tmp_path), tmp_path, make_model())
     assert "auto" not in native.read_text()

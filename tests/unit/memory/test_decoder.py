@@ -16,7 +16,7 @@ from shardmake.memory.decoder import layer_input, micro_step
 from shardmake.memory.families import part_of
 from shardmake.memory.model import split
 from shardmake.memory.read_config import from_config
-from shardmake.memory.scenario import LibraryBehavior, Scenario
+from shardmake.memory.scenario import Scenario
 from shardmake.memory.trace import _request
 
 SIZES = {
@@ -61,7 +61,6 @@ CASES: dict[str, Scenario] = {
     "autocast with checkpointing": scenario(checkpointing=True, **AUTOCAST),
     "fp32": scenario(precision="fp32"),
     "lora": scenario(method="lora"),
-    "lora in fp32": scenario(method="lora", strategy="ddp", behavior=LibraryBehavior(autocast=False)),
     "lora under autocast": scenario(method="lora", **AUTOCAST),
     "qlora": scenario(method="qlora", **AUTOCAST),
     "qlora with checkpointing": scenario(method="qlora", checkpointing=True, **AUTOCAST),
@@ -74,8 +73,6 @@ CASES: dict[str, Scenario] = {
     "mistral": scenario({"model_type": "mistral"}),
     "gemma": scenario({"model_type": "gemma", "head_dim": 64}),
     "tied": scenario({"tie_word_embeddings": True}),
-    "repeated keys": scenario({"model_type": "mistral"}, behavior=LibraryBehavior(expands_flash_keys=True)),
-    "output held": scenario(behavior=LibraryBehavior(keeps_output=True)),
 }
 
 
@@ -87,17 +84,6 @@ def test_the_simulated_step_matches_the_trace(name: str, tracer: Any) -> None:
     assert saved(simulated) == pytest.approx(saved(traced), rel=2e-3)
     assert figures(of_events(simulated, LAYERS)) == pytest.approx(figures(of_events(traced, LAYERS)), rel=0.03)
     assert gradients(simulated) == gradients(traced)
-
-
-@pytest.mark.parametrize("name", ["checkpointing", "lora with checkpointing"])
-def test_reentrant_checkpointing_holds_the_output_of_a_recomputed_layer(name: str, tracer: Any) -> None:
-    plain, reentrant = (
-        of_events(
-            tracer.trace(_request(replace(CASES[name], behavior=LibraryBehavior(recomputes_whole=whole)))), LAYERS
-        )
-        for whole in (False, True)
-    )
-    assert reentrant.first_layer - plain.first_layer == layer_input(CASES[name])
 
 
 class _OnHost(torch.autograd.graph.saved_tensors_hooks):
@@ -216,49 +202,14 @@ def test_activations_grow_with_tokens_and_shrink_with_checkpointing() -> None:
     assert saved(micro_step(replace(plain, checkpointing=True))) < saved(micro_step(plain))
 
 
-def _input_bytes(behavior: LibraryBehavior, **config: Any) -> int:
+def _input_bytes(**config: Any) -> int:
     """Return what one more layer keeps in the forward pass."""
-    two, three = (
-        of_events(micro_step(scenario({"num_hidden_layers": layers}, behavior=behavior, **config)), layers)
-        for layers in (2, 3)
-    )
+    two, three = (of_events(micro_step(scenario({"num_hidden_layers": layers}, **config)), layers) for layers in (2, 3))
     return three.forward - two.forward
 
 
 @pytest.mark.parametrize(("strategy", "wider"), [("ddp", 2), ("zero2", 0), ("fsdp", 0)])
 def test_qlora_has_hidden_states_in_the_type_of_its_embedding(strategy: str, wider: int) -> None:
     """PEFT widens the embedding of a 4-bit model to fp32, and with it each layer's input; others compute in 16 bits."""
-    config = {"checkpointing": True, "method": "qlora", "strategy": strategy}
-
-    narrow = LibraryBehavior(widens_frozen=False)
-    assert _input_bytes(LibraryBehavior(), **config) - _input_bytes(narrow, **config) == wider * 1024 * 2 * 512
-
-
-def test_a_narrow_embedding_leaves_qlora_with_wide_inputs_after_the_first_layer() -> None:
-    """The norms stay in fp32, and a 4-bit layer returns their type (TRL's ``peft_module_casting_to_bf16``)."""
-    case = {"checkpointing": True, "method": "qlora", "strategy": "ddp"}
-    narrow = LibraryBehavior(narrows_embedding=True)
-    assert _input_bytes(narrow, **case) == _input_bytes(LibraryBehavior(), **case)
-    assert scenario(behavior=narrow, **case).frozen == 2
-
-
-def test_narrow_logits_are_freed_when_wide_ones_replace_them() -> None:
-    """A name that still refers to them during the loss would keep them."""
-    case = scenario(behavior=LibraryBehavior(returns_wide_logits=True))
-    assert case.model.decoder is not None
-    events = micro_step(case)[micro_step(case).index(("forward end", LAYERS - 1)) :]
-    logits = case.tokens * case.model.decoder.v
-    narrow = next(event for event in events if event[0] == "alloc" and event[2] == case.compute * logits)
-    wide = [index for index, event in enumerate(events) if event[0] == "alloc" and event[2] == 4 * logits]
-    assert events.index(("free", narrow[1])) < wide[1]
-
-
-@pytest.mark.parametrize(("sequences", "copies"), [(1, 2), (2, 3)])
-def test_old_libraries_copy_shifted_logits_unless_there_is_one_sequence(sequences: int, copies: int) -> None:
-    behavior = LibraryBehavior(keeps_logits_narrow=True, copies_shifted_logits=True)
-    case = scenario(micro_batch=sequences, behavior=behavior)
-    assert case.model.decoder is not None
-    events = micro_step(case)
-    start, end = events.index(("loss",)), events.index(("backward",))
-    logits = case.compute * case.tokens * case.model.decoder.v
-    assert sum(event[0] == "alloc" and event[2] == logits for event in events[start:end]) == copies
+    wide, narrow = (_input_bytes(checkpointing=True, method=method, strategy=strategy) for method in ("qlora", "lora"))
+    assert wide - narrow == wider * 1024 * 2 * 512

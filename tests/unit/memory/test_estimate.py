@@ -1,5 +1,5 @@
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -105,14 +105,11 @@ def test_reserved_stays_within_the_gpu_if_the_tensors_fit() -> None:
     assert pressed.device <= capacity
 
 
-@pytest.mark.parametrize("fsdp_version", [1, 2])
-def test_qlora_under_fsdp_needs_the_whole_4_bit_model_on_each_gpu_first(fsdp_version: Literal[1, 2]) -> None:
+def test_qlora_under_fsdp_needs_the_whole_4_bit_model_on_each_gpu_first() -> None:
     """Each rank quantizes its own copy before FSDP shards it: 37 GiB for 70B, and 11 GiB afterwards on eight GPUs."""
     wide = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     model = from_config({**LLAMA_8B, **wide})
-    case = scenario(
-        model, strategy="fsdp", method="qlora", sequence_length=512, fsdp_version=fsdp_version, loads_on_gpu=True
-    )
+    case = scenario(model, strategy="fsdp", method="qlora", sequence_length=512, loads_on_gpu=True)
     for figures in (
         gpu_memory(case, BUCKETS),
         estimate_closed_form(case, BUCKETS, closed_form.profile(case, {})).gpu,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
+from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.memory import cache as helpers
 from shardmake.memory import closed_form, trace
 from shardmake.memory.buckets import Buckets
@@ -40,7 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4},
     "gpt_neox": {"architectures": ["GPTNeoXForCausalLM"]},
 }
-STRATEGIES = ("ddp", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload", "fsdp", "fsdp-offload", "fsdp1")
+STRATEGIES = ("ddp", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload", "fsdp", "fsdp-offload")
 METHODS = ("full", "lora", "qlora")
 TARGETS = {"mixtral": ("q_proj", "v_proj")}
 BUCKETS = Buckets(2048**2, 500_000_000, int(0.9 * 2048**2), 20480)
@@ -57,16 +57,12 @@ def _cells() -> Iterator[Any]:
     for family in FAMILIES:
         for strategy in STRATEGIES:
             for method in METHODS:
-                if method == "qlora" and not (_spec(strategy).four_bits and strategy != "fsdp1"):
+                if method == "qlora" and not STRATEGY_SPECS[strategy].four_bits:  # type: ignore[index]
                     continue
                 for checkpointing in (True, False):
                     cell = (family, strategy, method, checkpointing)
                     name = "-".join([*cell[:3], *(["checkpointing"] if checkpointing else [])])
                     yield pytest.param(cell, id=name, marks=() if cell in ALWAYS else pytest.mark.models)
-
-
-def _spec(strategy: str) -> StrategySpec:
-    return STRATEGY_SPECS["fsdp" if strategy == "fsdp1" else strategy]  # type: ignore[index]
 
 
 @cache
@@ -80,8 +76,7 @@ def _scenario(cell: Cell) -> Scenario:
     return Scenario(
         model=_model(family),
         split=split(_model(family), method, 16, targets),
-        strategy="fsdp" if strategy == "fsdp1" else strategy,  # type: ignore[arg-type]
-        fsdp_version=1 if strategy == "fsdp1" else 2,
+        strategy=strategy,  # type: ignore[arg-type]
         nodes=1,
         ranks_per_node=4,
         micro_batch=1,

@@ -72,7 +72,7 @@ def recorded_step(case: Scenario, tracer: Any, objective: str) -> list[Any]:
 
     kind = KTOTrainer if objective == "kto" else DPOTrainer
     request = {**_request(case), "layers": None}
-    tracer.emulate_gpu_kernels(request["softmax_saves_input"])
+    tracer.emulate_gpu_kernels()
     model, reference = prepared(request, tracer), None
     precomputed = case.extra_forwards == OBJECTIVES[objective].forwards - 1
     if case.method == "full" and not precomputed:

@@ -60,7 +60,7 @@ def recorded_step(case: Scenario, tracer: Any) -> list[Any]:
     from trl import RewardTrainer
 
     request = {**_request(case), "layers": None}
-    tracer.emulate_gpu_kernels(request["softmax_saves_input"])
+    tracer.emulate_gpu_kernels()
     model = tracer.prepare(request)
     tracer.materialize(model, *(tracer.DTYPES[request[which]] for which in ("weights", "frozen", "widened", "norms")))
     model.config.pad_token_id = 1

@@ -23,7 +23,6 @@ from tests.unit.plans import make_cluster, make_model, make_plan, make_run
     [
         ({"strategy": "zero3"}, {}, {}, "strategy zero3: take zero1 or zero2"),
         ({"strategy": "fsdp"}, {}, {}, "could not be resumed"),
-        ({"strategy": "fsdp", "script": "x.py", "fsdp_version": 1}, {}, {}, "only FSDP2"),
         ({"strategy": "zero1", "method": "lora"}, {}, {}, "method lora"),
         ({"strategy": "zero1"}, {"processes_per_node": 3}, {}, "3 ranks per node are not a multiple of 2"),
         ({"strategy": "zero1"}, {}, {"num_key_value_heads": 1}, "1 key-value heads"),
@@ -94,11 +93,8 @@ def test_a_group_is_one_data_parallel_rank() -> None:
     ("run", "suitable"),
     [
         ({"optimizer": "adamw8bit"}, {"ddp", "zero1", "zero2", "zero3", "zero3-hpz"}),
-        ({"optimizer": "adamw8bit", "fsdp_version": 1}, {"ddp", "zero1", "zero2", "zero3", "zero3-hpz", "fsdp", "fsdp-grad-op", "fsdp-hybrid"}),
         ({"method": "qlora"}, {"ddp", "zero1", "zero2", "fsdp"}),
-        ({"method": "qlora", "fsdp_version": 1}, {"ddp", "zero1", "zero2"}),
         ({"method": "lora"}, set(STRATEGIES)),
-        ({"activation_offload": True, "fsdp_version": 1}, {name for name in STRATEGIES if not name.startswith("fsdp")}),
         ({"loss": "chunked"}, {name for name in STRATEGIES if not name.startswith("fsdp")}),
         ({}, set(STRATEGIES)),
     ],

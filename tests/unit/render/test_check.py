@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from shardmake.config.models import STRATEGIES, Strategy
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.errors import ShardmakeError
+from shardmake.memory.buckets import auto_sizes
 from shardmake.render.accelerate_file import IGNORED_IN_FILE
 from shardmake.render.check import Files, Rendering, check_rendered, read_with_libraries
 from shardmake.render.stage import launch_flags, render_files
@@ -51,8 +52,6 @@ def possible(choice: Choice) -> Choice:
 
 runs = st.fixed_dictionaries(
     {
-        "fsdp_version": st.sampled_from([1, 2]),
-        "deepspeed_values": st.sampled_from(["auto", "explicit"]),
         "optimizer": st.sampled_from(["adamw", "adafactor", "sgd"]),
         "scheduler": st.sampled_from(["cosine", "linear", "constant", "constant_with_warmup"]),
         "warmup_ratio": st.floats(0, 1),
@@ -155,19 +154,16 @@ def _another_value(name: str) -> object:
 
 
 @pytest.mark.parametrize("strategy", [strategy for strategy in STRATEGIES if STRATEGY_SPECS[strategy].is_deepspeed])
-def test_auto_and_explicit_give_the_same_engine(strategy: Strategy) -> None:
-    """Trainer turns the file with "auto" into the explicit file, key by key."""
+def test_a_file_with_auto_gives_the_engine_of_the_plan(strategy: Strategy) -> None:
+    """Trainer turns a user's file with "auto" into the rendered file, key by key."""
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-    explicit, auto = render(strategy), render(strategy, deepspeed_values="auto")
-    assert auto.deepspeed["zero_optimization"]["reduce_bucket_size"] == "auto"
-    gpus = make_cluster(accelerator="h100", memory_gib_per_node=512.0)
-    between_nodes = render_files(
-        make_plan(strategy), make_run(deepspeed_values="auto"), gpus, make_model(), Path("plan")
-    ).deepspeed
-    assert between_nodes["zero_optimization"]["reduce_bucket_size"] > 64 * 64  # not Trainer's, so not "auto"
-    assert between_nodes["gradient_clipping"] == "auto"
-    read = HfTrainerDeepSpeedConfig(auto.deepspeed)
+    explicit, auto = render(strategy), render(strategy).deepspeed
+    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
+        auto[key] = "auto"
+    auto["bf16"]["enabled"] = auto["fp16"]["enabled"] = "auto"
+    auto["zero_optimization"] |= dict.fromkeys(auto_sizes(64).keys() & auto["zero_optimization"].keys(), "auto")
+    read = HfTrainerDeepSpeedConfig(auto)
     read.trainer_config_process(_Arguments(explicit.training.arguments))
     read.trainer_config_finalize(_Arguments(explicit.training.arguments), _Sized(), 10)
     assert read.config == explicit.deepspeed
@@ -196,7 +192,6 @@ class _Sized:
     [
         ("fsdp", {"torch_compile": True}, True),
         ("fsdp", {}, False),
-        ("fsdp", {"torch_compile": True, "fsdp_version": 1}, False),
         ("ddp", {"torch_compile": True}, False),
     ],
 )

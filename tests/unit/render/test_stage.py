@@ -20,7 +20,6 @@ from shardmake.core.disk import remove_swap_files, swap_folder
 from shardmake.core.errors import ConfigError
 from shardmake.memory.buckets import param_buffer_size
 from shardmake.render.check import Files
-from shardmake.render.deepspeed_file import FILLED_BY_TRAINER, with_auto
 from shardmake.render.stage import (
     ACCELERATE,
     DEEPSPEED,
@@ -42,17 +41,12 @@ FOLDER = Path("/lab/runs/docs-chat/train/attempts/001")
 GPU = {"accelerator": "a100-80gb", "memory_gib_per_node": 512.0}
 CASES: dict[str, tuple[Strategy, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     **{strategy: (strategy, {}, {}, GPU) for strategy in STRATEGIES},
-    "fsdp1": ("fsdp", {}, {"fsdp_version": 1}, GPU),
-    "fsdp1-hybrid": ("fsdp-hybrid", {}, {"fsdp_version": 1}, GPU),
-    "zero3-auto": ("zero3", {}, {"deepspeed_values": "auto"}, GPU),
     "zero2-fp16-checkpointing": ("zero2", {"precision": "fp16", "gradient_checkpointing": True}, {}, GPU),
     "zero3-cpu": ("zero3", {"precision": "fp32"}, {}, {}),
     "zero1-tensor-parallel": ("zero1", {"tensor_parallel": 2, "gradient_accumulation_steps": 4}, {}, GPU),
     "fsdp-tensor-parallel": ("fsdp", {"tensor_parallel": 2, "gradient_accumulation_steps": 4}, {}, GPU),
     "zero2-activation-offload": ("zero2", {"gradient_checkpointing": True}, {"activation_offload": True}, GPU),
     "fsdp-activation-offload": ("fsdp", {"gradient_checkpointing": True}, {"activation_offload": True}, GPU),
-    "fsdp1-offload": ("fsdp-offload", {}, {"fsdp_version": 1}, GPU),
-    "fsdp1-grad-op": ("fsdp-grad-op", {}, {"fsdp_version": 1}, GPU),
     "fsdp-qlora": ("fsdp", {}, {"method": "qlora"}, GPU),
     "zero2-qlora": ("zero2", {}, {"method": "qlora"}, GPU),
     "ddp-lora-epochs": ("ddp", {}, {"method": "lora", "max_steps": None, "epochs": 3.0, "warmup_ratio": 1.0}, GPU),
@@ -158,13 +152,12 @@ clusters = st.builds(
     accelerator=st.sampled_from(["cpu", "a100-80gb"]),
     memory_gib_per_node=st.floats(2.0, 4096.0),
 )
-versions = st.sampled_from([1, 2])
 
 
-@given(choice=choices, cluster=clusters, version=versions, hidden=st.integers(8, 16384))
-def test_the_files_agree_on_every_shared_number(choice: Choice, cluster: Cluster, version: int, hidden: int) -> None:
+@given(choice=choices, cluster=clusters, hidden=st.integers(8, 16384))
+def test_the_files_agree_on_every_shared_number(choice: Choice, cluster: Cluster, hidden: int) -> None:
     plan = make_plan("ddp").model_copy(update={"choice": choice})
-    run = make_run(global_batch_size=choice.global_batch_size, fsdp_version=version)
+    run = make_run(global_batch_size=choice.global_batch_size)
     model = make_model(hidden_size=hidden * 4)
     files = render_files(plan, run, cluster, model, FOLDER)
     arguments, expected = files.training.arguments, files.training.expected.as_json()
@@ -221,20 +214,6 @@ def test_swap_files_of_two_runs_of_one_name_lie_apart() -> None:
     first, second, planned, other = (swap_folder(make_cluster().nvme_path, "docs-chat", folder) for folder in folders)
     assert first == second == planned != other
     assert swap_folder(None, "docs-chat", folders[0]) == ""
-
-
-def test_auto_replaces_exactly_what_trainer_fills_in() -> None:
-    _, files = case("zero3")
-    auto = with_auto(files.deepspeed)
-    changed = {key for key, value in _leaves(auto).items() if value != _leaves(files.deepspeed)[key]}
-    assert changed == set(FILLED_BY_TRAINER)
-
-
-def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
 
 
 @pytest.mark.parametrize(("schedule", "steps"), [("constant", 0), ("constant_with_warmup", 6)])

@@ -1,7 +1,6 @@
-"""Adapters in layers that are wrapped, by FSDP1 or for activation checkpointing, are saved and loaded."""
+"""Adapters in layers that are wrapped for activation checkpointing are saved and loaded."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,6 @@ import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners import tuners_utils
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -50,19 +47,6 @@ def test_adapters_of_checkpointed_layers_are_saved_and_loaded() -> None:
     assert saved.keys() == names and len(saved) == 4
     set_peft_model_state_dict(model, {name: torch.full_like(value, 0.5) for name, value in saved.items()})
     assert all((value == 0.5).all() for value in get_peft_model_state_dict(model).values())
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_adapters_of_layers_under_fsdp1_are_saved() -> None:
-    name_checkpointed_adapters(tuners_utils)
-    model = adapted_model()
-    names = get_peft_model_state_dict(model).keys()
-    policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
-    sharded = FullyShardedDataParallel(
-        model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
-    )
-    assert any("_fsdp_wrapped_module" in name for name, _ in sharded.module.named_modules())
-    assert get_peft_model_state_dict(sharded.module).keys() == names
 
 
 def test_peft_is_changed_once(original: Any) -> None:

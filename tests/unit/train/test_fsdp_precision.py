@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
-from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from shardmake.config.models import Precision, Strategy
@@ -17,19 +17,13 @@ from shardmake.train.sharded_trainer import ShardedTrainer
 from tests.unit.plans import make_plan
 
 
-def expected(strategy: Strategy = "fsdp", precision: Precision = "bf16", version: int = 2) -> ExpectedEngine:
-    return expected_engine(make_plan(strategy, precision=precision).choice, version)
+def expected(strategy: Strategy = "fsdp", precision: Precision = "bf16") -> ExpectedEngine:
+    return expected_engine(make_plan(strategy, precision=precision).choice)
 
 
 @pytest.mark.parametrize(("strategy", "precision"), [("fsdp", "fp32"), ("ddp", "bf16"), ("zero3", "bf16")])
 def test_nothing_is_cast_by_other_engines_and_in_fp32(strategy: Strategy, precision: Precision) -> None:
     assert fsdp_policy(expected(strategy, precision)) is None
-
-
-def test_version_1_casts_buffers_too() -> None:
-    policy = fsdp_policy(expected(version=1))
-    assert isinstance(policy, MixedPrecision)
-    assert (policy.param_dtype, policy.buffer_dtype) == (torch.bfloat16, torch.bfloat16)
 
 
 def plugin_with(policy: Any) -> Any:

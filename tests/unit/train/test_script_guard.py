@@ -21,7 +21,7 @@ from tests.unit.plans import make_plan
 
 def make_guard(folder: Path, strategy: Strategy = "zero2", **choice: Any) -> ScriptGuard:
     made = make_plan(strategy, **{"nodes": 1, "precision": "fp32", **choice}).choice
-    return ScriptGuard(AttemptDir(folder), 0, expected_engine(made, 2), made, on_cpu=True)
+    return ScriptGuard(AttemptDir(folder), 0, expected_engine(made), made, on_cpu=True)
 
 
 def test_the_message_names_every_difference_and_how_to_change_it() -> None:

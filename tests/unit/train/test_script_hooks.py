@@ -28,7 +28,7 @@ ROWS = torch.arange(48.0).reshape(12, 4)
 def make_context(folder: Path, strategy: Strategy = "ddp") -> Any:
     """One rank with a global batch of two passes of two rows."""
     plan = make_plan(strategy, nodes=1, processes_per_node=1, precision="fp32")
-    settings = SimpleNamespace(expected=expected_engine(plan.choice, 2))
+    settings = SimpleNamespace(expected=expected_engine(plan.choice))
     attempt = SimpleNamespace(accelerator="cpu")
     return SimpleNamespace(folder=AttemptDir(folder), rank=0, plan=plan, settings=settings, attempt=attempt)
 

@@ -1,28 +1,45 @@
-"""Memory of one rank under FSDP1, beside the activations of the model.
+"""The memory of a rank with torch's foreach AdamW, and under FSDP1, beside the activations of the model.
 
-Sources: torch 2.13's ``_init_utils.py``, ``_flat_param.py``, ``_runtime_utils.py`` and ``_limiter_utils.py``, and
+Sources: torch's ``_init_utils.py``, ``_flat_param.py``, ``_runtime_utils.py`` and ``_limiter_utils.py``, and
 Accelerate's ``prepare_model``. What loads comes first in the allocator's pools, so its order decides what is reserved.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import ceil
+from typing import TYPE_CHECKING
 
 from shardmake.core.units import MIB
 from shardmake.memory import states
+from shardmake.memory.ddp import DdpMemory
 from shardmake.memory.decoder import layer_input
 from shardmake.memory.fsdp import Fsdp2Memory
+from shardmake.memory.model import ParameterSpec, is_quantized
 from shardmake.memory.scenario import BYTES, Scenario
 from shardmake.memory.states import HEAD, Unit
 from shardmake.memory.timeline import CAST, COMMUNICATION, Pending
 
+if TYPE_CHECKING:
+    from benchmarks.old_libraries import OldScenario
+
 BROADCAST_BUCKET = 250 * MIB  # PARAM_BROADCAST_BUCKET_SIZE in _init_utils.py
 IN_FLIGHT = 2  # _FreeEventQueue._max_num_inflight_all_gathers in _limiter_utils.py
 ROOT = HEAD
-"""Embedding, norm and head are one unit (`states.in_tail`)."""
+"""Embedding, norm and head are one unit: the policies wrap layers only."""
 LOADING = "weights during loading"
 GATHERED = "gathered weights"
+
+
+class ForeachMemory(DdpMemory):
+    """DDP with torch's foreach AdamW."""
+
+    def step(self) -> None:  # noqa: D102
+        self._make_states()
+        held = ceil(self.scenario.split.trainable / (self.scenario.shards if self.scenario.is_fsdp else 1))
+        for key in self._allocate("optimizer temporaries", states.trained_bytes(self.scenario) * held):
+            self.timeline.free(key)
+        super().step()
 
 
 @dataclass(frozen=True)
@@ -56,33 +73,43 @@ def flat_weights(scenario: Scenario) -> dict[Unit, list[FlatWeight]]:
 
     Each adapter is a flat weight of its own (`fsdp_auto_wrap_policy` of PEFT) and comes before that of its layer.
     """
-    tensors, adapters = states.unit_tensors(scenario), states.adapter_units(scenario)
+    tensors, adapters = unit_tensors(scenario, scenario.model.tensors), unit_tensors(scenario, scenario.split.adapters)
     order = [*(unit for unit in tensors if unit != ROOT), *(unit for unit in tensors if unit == ROOT)]
-    return {unit: list(_of_unit(scenario, tensors[unit], len(adapters.get(unit, [])))) for unit in order}
+    return {unit: list(_of_unit(scenario, tensors[unit], adapters.get(unit, []))) for unit in order}
 
 
-def _of_unit(scenario: Scenario, tensors: list[int], adapters: int) -> Iterator[FlatWeight]:
-    """Yield the flat weights of a unit, whose last ``adapters`` tensors are adapters.
+def unit_tensors(scenario: Scenario, tensors: Iterable[ParameterSpec]) -> dict[Unit, list[int]]:
+    """Return the elements of ``tensors`` by unit; 4-bit weights count as the 16-bit elements that store them."""
+    sizes: dict[Unit, list[int]] = {}
+    for tensor in tensors:
+        quantized = scenario.method == "qlora" and is_quantized(tensor) and "lora_" not in tensor.name
+        numel = ceil(tensor.numel * states.NF4_BYTES / scenario.compute) if quantized else tensor.numel
+        sizes.setdefault(states.unit_of(tensor, tied=True), []).append(numel)
+    return sizes
+
+
+def _of_unit(scenario: Scenario, base: list[int], adapters: list[int]) -> Iterator[FlatWeight]:
+    """Yield the flat weights of a unit.
 
     A full fine-tune loads 16-bit weights, which Accelerate then widens. Frozen weights stay as they are.
     """
     compute, trained = scenario.compute, states.trained_bytes(scenario)
-    base = tensors[: len(tensors) - adapters]
-    for adapter in tensors[len(base) :]:
+    for adapter in adapters:
         yield FlatWeight((adapter,), trained, trained, BYTES[scenario.adapter_compute], "weights")
     if base and not scenario.method_spec.has_adapters:
         yield FlatWeight(tuple(base), min(compute, trained), trained, compute, "weights")
     elif base:
-        held = 4 if scenario.wide_base else compute
-        yield FlatWeight(tuple(base), held, held, compute, "frozen weights")
+        yield FlatWeight(tuple(base), scenario.frozen, scenario.frozen, compute, "frozen weights")
 
 
-class Fsdp1Memory(Fsdp2Memory):
+class Fsdp1Memory(ForeachMemory, Fsdp2Memory):
     """FSDP1: one flat weight per unit, gathered in place; the root's stays gathered.
 
     A gathered weight is released at once, but its memory is reused only when the GPU has finished with it. Two may be
     pending (the rate limiter).
     """
+
+    scenario: "OldScenario"
 
     def load(self) -> None:
         """Allocate this rank's part of everything, in the order in which it loads."""
@@ -95,7 +122,7 @@ class Fsdp1Memory(Fsdp2Memory):
         self._in_root = {
             tensor.name
             for tensor in (*self.scenario.model.tensors, *self.scenario.split.adapters)
-            if states.unit_of(tensor, joined=True) == ROOT
+            if states.unit_of(tensor, tied=True) == ROOT
         }
         super().load()
         if not self.scenario.method_spec.has_adapters:
@@ -103,6 +130,8 @@ class Fsdp1Memory(Fsdp2Memory):
             self.trained = [part for flat in flats for part in flat.first_parts(shards)]
 
     def _load_states(self) -> None:
+        trained = unit_tensors(self.scenario, states.trained_tensors(self.scenario))
+        self._trained = {unit: sum(sizes) for unit, sizes in trained.items()}
         terms = states.resident(self.scenario, self.buckets)
         self._state_bytes = terms.pop("optimizer states", 0)
         for term, size in terms.items():
@@ -190,7 +219,7 @@ class Fsdp1Memory(Fsdp2Memory):
     def before_backward(self, block: int) -> None:
         """Reduce the layer after this one; gather this one and the one before it.
 
-        A recomputed unit is gathered twice (`Scenario.recomputes_units`); the second time takes the place of the first.
+        A recomputed unit is gathered twice; the second time takes the place of the first.
         """
         self._hold(block + 1)
         if block + 1 in self._units:
@@ -226,8 +255,13 @@ class Fsdp1Memory(Fsdp2Memory):
         self._held.clear()
 
     def _hold(self, ended: Unit) -> None:
-        """Keep the input of a layer that has ended (`Scenario.holds_inputs`), and the gradient that it took."""
-        if not self.scenario.holds_inputs or ended not in self._units:
+        """Keep the input of a frozen layer that has ended, and the gradient that it took.
+
+        The hook on an input (``_register_post_backward_reshard_only_hook``) sees the leaf that reentrant checkpointing
+        makes, and the leaf holds its data and its gradient.
+        """
+        holds = self.scenario.recomputes_units and self.scenario.method != "full"
+        if not holds or ended not in self._units:
             return
         for _ in range(1 if ended == self._last else 2):
             self._held.append(self.timeline.alloc(layer_input(self.scenario), "held inputs"))

@@ -1,0 +1,215 @@
+"""The memory of trainings with transformers 4.32 to 4.45 and FSDP1, from which most published measurements come.
+
+`shardmake.memory` models the pinned libraries. `estimate` replaces what differs, for one estimate.
+
+Sources in transformers: ``modeling_llama.py`` returns fp32 logits up to 4.45. ``ForCausalLMLoss`` copies the shifted
+logits up to 4.48 (pull request 35646). SDPA takes grouped heads from 4.54 on (39412) and contiguous inputs before 4.48.
+FlashAttention takes grouped heads in all models from 4.48 on (35235). Trainer takes the fused AdamW from 4.55 on.
+Checkpointing is reentrant before 5.0 (43203).
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+from unittest.mock import patch
+
+from benchmarks.old_fsdp1 import ForeachMemory, Fsdp1Memory
+from shardmake.commands.estimate import EstimateRequest, resolve_request
+from shardmake.config.models import Precision
+from shardmake.memory import estimate as memory_estimate
+from shardmake.memory import size_tensors, trace
+from shardmake.memory.buckets import Buckets
+from shardmake.memory.ddp import DdpMemory
+from shardmake.memory.decoder import _DecoderStep
+from shardmake.memory.scenario import Scenario
+from shardmake.memory.size_tensors import SizeStorage, SizeTensor, TensorEvent
+from shardmake.memory.timeline import Timeline
+from shardmake.plan import planner
+from shardmake.plan.candidates import Candidate, choices
+
+EXPANDS_FLASH_KEYS = ("mistral", "qwen2")
+"""Model types whose ``...FlashAttention2`` of transformers 4.45 calls ``repeat_kv``; that of Llama does not."""
+
+
+@dataclass(frozen=True)
+class OldScenario(Scenario):
+    """A training with other libraries or another loop; the defaults are the pinned ones and Trainer."""
+
+    transformers_4: bool = False
+    """transformers 4.32 to 4.45 and its Trainer, and FSDP1."""
+    keeps_output: bool = False
+    """The training loop keeps the model's output during the backward pass."""
+    own_logits: bool = False
+    """The model's own code leaves logits in 16 bits; only autocast casts them for the loss (Qwen 1)."""
+    foreach_optimizer: bool = False
+    """torch's foreach AdamW, which Trainer of transformers 4 takes; its temporaries are as large as trained weights."""
+    mixed: bool = True
+    """A 16-bit precision uses autocast or FSDP's mixed precision; else the weights' type is that of the computation."""
+    kbit: Literal["widened", "norms", "plain"] = "widened"
+    """``plain``: QLoRA without ``prepare_model_for_kbit_training``, which casts the rest to fp32. ``norms``: embedding
+    and head are cast back to 16 bits, as TRL's SFTTrainer did on one GPU."""
+    wide_base: bool = False
+    """LoRA's frozen weights are loaded in fp32 and stay in it, except under DeepSpeed, which casts them."""
+    checkpoint: Literal["around", "inside", "plain"] = "around"
+    """``around`` and ``inside``: reentrant checkpointing, of FSDP1's units or inside them. ``plain``: not reentrant.
+
+    Around the units, their forward pass runs without gradients. So no unit expects a backward pass
+    (``_register_pre_backward_hooks``), and none is gathered ahead of it (``_get_handle_to_prefetch``).
+    """
+
+    @property
+    def frozen(self) -> int:  # noqa: D102
+        widened = self.widens_frozen and self.kbit != "norms"
+        wide = self.method == "lora" and self.wide_base and not self.zero_stage
+        return 4 if widened or wide else self.compute
+
+    @property
+    def widens_frozen(self) -> bool:  # noqa: D102
+        return super().widens_frozen and self.kbit != "plain"
+
+    @property
+    def autocast(self) -> bool:  # noqa: D102
+        return super().autocast and self.mixed
+
+    @property
+    def adapter_compute(self) -> Precision:  # noqa: D102
+        return super().adapter_compute if self.mixed or self.zero_stage else self.adapter_weights
+
+    @property
+    def expands_keys(self) -> bool:  # noqa: D102
+        old = self.attention == "sdpa" or self.model.model_type in EXPANDS_FLASH_KEYS
+        return super().expands_keys or (self.transformers_4 and old)
+
+    @property
+    def is_reentrant(self) -> bool:
+        """True if a recomputed layer runs to its end, and its output stays during its backward pass."""
+        return self.transformers_4 and self.checkpoint != "plain"
+
+    @property
+    def recomputes_units(self) -> bool:
+        """True if whole units of FSDP1 are recomputed, each gathered when its turn comes and none ahead."""
+        return self.is_fsdp and self.is_reentrant and self.checkpointing and self.checkpoint == "around"
+
+
+def estimate(request: EstimateRequest, libraries: Mapping[str, Any]) -> Candidate:
+    """Return the one candidate of ``request`` with ``libraries``, which are fields of `OldScenario`.
+
+    Raises:
+        ConfigError: An option cannot be used.
+        ModelError: The model's config.json cannot be used.
+    """
+    settings = resolve_request(request)
+    (choice,) = choices(settings, request.strategies)
+    with _patched(libraries):
+        return planner.Planner(settings).simulate(choice)
+
+
+@contextmanager
+def _patched(libraries: Mapping[str, Any]) -> Iterator[None]:
+    scenario_of, rank_memory, request_of = planner.scenario_of, memory_estimate.rank_memory, trace._request
+
+    def old_scenario(*arguments: Any) -> OldScenario:
+        return OldScenario(**{**vars(scenario_of(*arguments)), **libraries})
+
+    def old_memory(scenario: OldScenario, buckets: Buckets, timeline: Timeline) -> DdpMemory:
+        if scenario.is_fsdp and scenario.transformers_4:
+            return Fsdp1Memory(scenario, buckets, timeline)
+        is_foreach = scenario.spec.is_ddp and (scenario.foreach_optimizer or scenario.transformers_4)
+        return (ForeachMemory if is_foreach else rank_memory)(scenario, buckets, timeline)
+
+    with ExitStack() as stack:
+        for module, name, new in (
+            (planner, "scenario_of", old_scenario),
+            (memory_estimate, "rank_memory", old_memory),
+            (memory_estimate, "micro_step", micro_step),
+            (trace, "_request", lambda scenario: {**request_of(scenario), "reentrant": scenario.is_reentrant}),
+            (trace, "run_helper", _run_tracer),
+        ):
+            stack.enter_context(patch.object(module, name, new))
+        yield
+
+
+def _run_tracer(_module: str, request: Mapping[str, Any], _doing: str) -> Any:
+    """Trace in this process, with transformers' checkpointing made reentrant if the steps have it so."""
+    import transformers.modeling_utils
+
+    from shardmake.memory import tracer
+
+    original = transformers.modeling_utils.checkpoint
+    (is_reentrant,) = {step["reentrant"] for step in request["requests"]}
+
+    def checkpoint(*arguments: Any, use_reentrant: bool, **named: Any) -> Any:
+        return original(*arguments, use_reentrant=is_reentrant, **named)
+
+    with patch.object(transformers.modeling_utils, "checkpoint", checkpoint):
+        return tracer.answer(request)
+
+
+def micro_step(scenario: OldScenario) -> list[TensorEvent]:
+    """Return the events of one forward and backward pass of ``scenario``'s decoder."""
+    assert scenario.model.decoder is not None
+    return OldStep(scenario, scenario.model.decoder).run()
+
+
+class OldStep(_DecoderStep):
+    """A decoder's micro step as transformers 4 and the loop of ``scenario`` run it."""
+
+    scenario: OldScenario
+
+    def run(self) -> list[TensorEvent]:
+        """Return the events; an output that the loop keeps is freed at their end."""
+        self._again: list[SizeStorage] = []
+        self._output: SizeTensor | None = None
+        events = super().run()
+        self._output = None
+        return events
+
+    def _checkpointed(self, hidden: SizeTensor, index: int) -> SizeTensor:
+        """Hold the layer's output until its backward pass has ended (``CheckpointFunction.backward``)."""
+        out = super()._checkpointed(hidden, index)
+        node = out.node
+        assert node is not None and node.backward is not None
+        node.backward = partial(self._end_backward, node.backward)
+        return out
+
+    def _end_backward(self, backward: size_tensors.Backward, grad: SizeTensor) -> Any:
+        made = backward(grad)
+        self._again.clear()
+        return made
+
+    def _layer(self, hidden: SizeTensor, index: int, stops_early: bool = False) -> SizeTensor:
+        out = super()._layer(hidden, index, stops_early and not self.scenario.is_reentrant)
+        if stops_early and self.scenario.is_reentrant:
+            self._again.append(out.storage)
+        return out
+
+    def _mix(self, query: SizeTensor, key: SizeTensor, value: SizeTensor) -> SizeTensor:
+        """Copy SDPA's output to be contiguous."""
+        out = super()._mix(query, key, value)
+        return size_tensors.copy(out) if self.scenario.transformers_4 and self.scenario.attention == "sdpa" else out
+
+    def _loss(self, hidden: SizeTensor) -> tuple[SizeTensor, SizeTensor | None]:
+        loss, logits = super()._loss(hidden)
+        self._output = logits if self.scenario.keeps_output else None
+        return loss, logits
+
+    def _cross_entropy(self, logits: SizeTensor) -> tuple[SizeTensor, SizeTensor | None]:
+        """Return logits in fp32, and copy the shifted ones."""
+        if not self.scenario.transformers_4:
+            return super()._cross_entropy(logits)
+        logits = logits if self.scenario.own_logits else size_tensors.cast(logits, 4)
+        shifted = without_last_row(logits, self.scenario.micro_batch)
+        scored = size_tensors.cast(shifted, 4) if self.tape.autocast else shifted
+        return size_tensors.nll_of_log_softmax(scored, self.tokens), logits
+
+
+def without_last_row(tensor: SizeTensor, sequences: int) -> SizeTensor:
+    """Model ``tensor[..., :-1, :].contiguous()``, a copy unless there is one sequence, whose rows are contiguous.
+
+    The gradient is padded to the whole tensor in another copy (``slice_backward``). The row is not subtracted.
+    """
+    storage = tensor.storage if sequences == 1 else None
+    out = SizeTensor(tensor.tape, tensor.numel, tensor.item, storage=storage)
+    return size_tensors.derive(out, [tensor], lambda grad: [size_tensors.new(grad)])

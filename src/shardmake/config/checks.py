@@ -1,0 +1,220 @@
+"""Checks of whole runs and configurations, after those of their keys, and chains of runs.
+
+In a chain, the base model of a run is the finished model of another one: ``model: run:NAME``.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
+from pathlib import PurePath, PurePosixPath
+from typing import Any, Final
+
+from shardmake.config.models import Config, Push, Run, Section
+from shardmake.config.objectives import OBJECTIVES, ObjectiveSpec
+from shardmake.config.script_file import SCRIPT_VARIABLES, SERVICE_VARIABLES, check_variables
+from shardmake.config.values import RUN
+from shardmake.core.errors import nearest
+
+PREFIX: Final = "run:"
+
+
+def contradictions(section: Section) -> list[str]:
+    """Return a line for each contradiction in a run or a configuration, whose keys are valid."""
+    if isinstance(section, Run):
+        return _of_run(section, "")
+    if not isinstance(section, Config):
+        return []
+    lines = [line for name, run in section.runs.items() for line in _of_run(run, f"runs.{name}: ")]
+    pushes = {name: run.push for name, run in section.runs.items() if run.push}
+    return lines or _raised(check_distinct, pushes, key="runs: ") or _raised(check_chains, section.runs, section.sweeps)
+
+
+def _of_run(run: Run, key: str) -> list[str]:
+    return _raised(check_objective, run, key=key) or _raised(check_service, run, key=key)
+
+
+def _raised(check: Callable[..., None], *values: Any, key: str = "") -> list[str]:
+    try:
+        check(*values)
+    except ValueError as error:
+        return [f"{key}{str(error).removesuffix('.')}."]
+    return []
+
+
+def check_objective(run: Run) -> None:
+    """Raise `ValueError` for the section of another objective, and for settings that the run's objective refuses."""
+    for name in OBJECTIVES:
+        if name != run.objective and getattr(run, name, None) is not None:
+            raise ValueError(
+                f"{name} has no effect with objective: {run.objective}. Set objective: {name}, or remove {name}"
+            )
+    spec = OBJECTIVES[run.objective]
+    for message in _refused_by_trl(run, spec) if spec.trl else ():
+        raise ValueError(message)
+
+
+def _refused_by_trl(run: Run, spec: ObjectiveSpec) -> Iterator[str]:
+    """Yield a message for each setting of ``run`` that TRL's trainers do not take."""
+    objective, targets = f"objective: {run.objective}", run.lora.targets
+    if run.packing:
+        yield f"packing: true cannot be combined with {objective}, whose examples are padded. Set packing: false"
+    if run.script is not None:
+        yield (
+            f"script cannot be combined with {objective}, which is an objective of Shardmake's own training. Remove "
+            "one of them"
+        )
+    if run.loss != "plain":
+        yield f"loss: {run.loss} cannot be combined with {objective}, which has a loss of its own. Remove loss"
+    if run.torch_compile:
+        yield f"torch_compile is not supported with {objective}. Remove it"
+    if run.tensor_parallel > 1:
+        yield f"tensor_parallel is not supported with {objective}. Remove it"
+    if run.sequence_parallel > 1:
+        yield f"sequence_parallel is not supported with {objective}. Remove it"
+    if run.method_spec.has_adapters and run.lora.dropout > 0:
+        yield f"lora.dropout has no effect with {objective}, for which TRL turns dropout off. Remove it"
+    if spec.head_adapter and run.method_spec.has_adapters and targets != "all-linear" and "lm_head" in targets:
+        yield (
+            f"lora.targets: an adapter of lm_head has no effect with {objective}, because {spec.head_adapter}. "
+            "Remove lm_head"
+        )
+    if spec.compares_batch and run.micro_batch_size == 1:
+        yield (
+            f"micro_batch_size: 1 cannot be combined with {objective}, which compares the examples of a micro batch. "
+            "Set 2 or more, or auto"
+        )
+    if spec.new_head:
+        yield from (
+            f"evaluation.{key} has no effect with {objective}, whose model does not generate text. Remove it"
+            for key in ("prompts", "lm_eval", "losses")
+            if getattr(run.evaluation, key)
+        )
+    if run.data.loss_on == "all":
+        yield f"data.loss_on: all has no effect with {objective}, which learns from answers. Remove loss_on"
+
+
+def check_service(run: Run) -> None:
+    """Raise a `ValueError` if the settings of a service contradict the run or each other."""
+    if run.service is None and run.service_nodes is None:
+        return
+    if run.service is None:
+        raise ValueError(
+            "service_nodes need a service with a command. Add the section service, or remove service_nodes"
+        )
+    if run.service_nodes is None:
+        raise ValueError("service needs nodes of its own. Set service_nodes: 1, or remove the section")
+    if run.script is None:
+        raise ValueError("service is for a script, which sends it requests. Set script, or remove the section")
+    if run.nodes is None:
+        raise ValueError(
+            "service_nodes cannot be combined with a number of nodes that the plan chooses, because the service is "
+            "made for a number of ranks. Set nodes"
+        )
+    check_variables("service.command", [run.service.command], (*SCRIPT_VARIABLES, *SERVICE_VARIABLES[:2]))
+
+
+def check_distinct(pushes: Mapping[str, Push]) -> None:
+    """Raise a `ValueError` if a destination is named twice, or is a folder inside another one.
+
+    A push replaces what the last push left, so the second run would replace the model of the first.
+    """
+    named = [(run, to, _place(to, push)) for run, push in pushes.items() for to in _replaced(push)]
+    for (first, to, (kind, path)), (second, other, (other_kind, other_path)) in combinations(named, 2):
+        if kind == other_kind and (path.is_relative_to(other_path) or other_path.is_relative_to(path)):
+            both = f"to {to!r} and" if first == second else f"to {to!r}, {second!r}"
+            raise ValueError(
+                f"run {first!r} pushes {both} to {other!r}. One would replace the other. Write {RUN} in push.to, such "
+                f"as 'file:published/{RUN}', or name separate destinations"
+            )
+
+
+def _replaced(push: Push) -> Iterator[str]:
+    """Yield the destinations whose content a push replaces; a pull request replaces nothing."""
+    for to in push.destinations:
+        if not (push.pull_request and to.startswith("hub:")):
+            yield to
+
+
+def _place(destination: str, push: Push) -> tuple[str, PurePosixPath]:
+    """Return the kind of a destination and its normalized path; the hub ignores capitals and has branches."""
+    kind, _, rest = destination.partition(":")
+    if kind == "file":
+        return kind, PurePosixPath(os.path.realpath(rest))
+    if kind == "hub":
+        return f"hub {push.revision or 'main'}", PurePosixPath(rest.lower())
+    return kind.lower(), PurePosixPath(os.path.normpath(rest.lstrip("/")))
+
+
+def run_before(model: str) -> str | None:
+    """Return ``NAME`` if ``model`` is ``run:NAME``, else None."""
+    return model.removeprefix(PREFIX) if model.startswith(PREFIX) else None
+
+
+def chain_of(name: str, runs: Mapping[str, Run]) -> list[str]:
+    """Return the runs that lead to the run ``name``, the one with a base model of its own first, ``name`` last.
+
+    The models of ``runs`` have passed `check_chains`.
+    """
+    chain = [name]
+    while (before := run_before(runs[chain[0]].model)) is not None:
+        chain.insert(0, before)
+    return chain
+
+
+def with_first_model(name: str, runs: Mapping[str, Run]) -> Run:
+    """Return the run ``name`` with the base model from which its chain starts: it has the same sizes and tokenizer."""
+    first = runs[chain_of(name, runs)[0]]
+    return runs[name].model_copy(update={"model": first.model, "revision": first.revision})
+
+
+def check_chains(runs: Mapping[str, Run], sweeps: Mapping[str, Sequence[str]]) -> None:
+    """Raise a `ValueError`, which starts with the key, for a ``run:NAME`` that cannot be a base model."""
+    for name, run in runs.items():
+        if (before := run_before(run.model)) is not None:
+            _check_known(name, before, runs, sweeps)
+            _check_circle(name, runs)
+            if run.revision is not None:
+                raise ValueError(f"runs.{name}.revision: {run.model} has no revisions. Remove revision")
+        elif (other := _run_with_folder(run.model, runs)) is not None and runs[other].script is None:
+            raise ValueError(
+                f"runs.{name}.model: {run.model!r} is the model of run {other!r}, and this run would not wait for it. "
+                f"Write {PREFIX}{other}"
+            )
+
+
+def _check_known(name: str, before: str, runs: Mapping[str, Run], sweeps: Mapping[str, Sequence[str]]) -> None:
+    key = f"runs.{name}.model"
+    if before in sweeps:
+        points = ", ".join(PREFIX + run for run in sweeps[before])
+        raise ValueError(f"{key}: {before!r} is a sweep, which has several models. Name one of its runs: {points}")
+    if before not in runs:
+        known = ", ".join(PREFIX + run for run in runs if run != name) or "none besides this one"
+        raise ValueError(f"{key}: run {before!r} does not exist.{nearest(before, runs)} The runs are: {known}")
+    if OBJECTIVES[runs[before].objective].new_head:
+        raise ValueError(
+            f"{key}: run {before!r} trains a reward model, which has no head for text and cannot be a base model. Name "
+            "a run of another objective"
+        )
+
+
+def _check_circle(name: str, runs: Mapping[str, Run]) -> None:
+    """Raise a `ValueError` if the models lead back to the run ``name``; another circle is reported for its own runs."""
+    chain = [name]
+    while (before := run_before(runs[chain[0]].model)) in runs:
+        assert before is not None, "None is not the name of a run"
+        if before == name:
+            circle = " -> ".join([before, *chain])
+            raise ValueError(
+                f"runs.{name}.model: this run would start from its own model ({circle}). Name a base model in one of "
+                "these runs"
+            )
+        if before in chain:
+            return
+        chain.insert(0, before)
+
+
+def _run_with_folder(model: str, runs: Mapping[str, Run]) -> str | None:
+    """Return the run whose final model the path ``model`` names, if it is one of ``runs``."""
+    parts = PurePath(model).parts
+    name = parts[1] if len(parts) == 3 and (parts[0], parts[2]) == ("runs", "model") else None
+    return name if name in runs else None
