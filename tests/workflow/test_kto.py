@@ -96,7 +96,6 @@ def with_method(method: str, reference: str) -> dict[str, Any]:
     return KTO | {"method": method, "kto": {**KTO["kto"], "reference": reference}}
 
 
-@pytest.mark.proves("fp32", "resumed", "opened", objective="kto")
 @pytest.mark.parametrize(
     ("method", "strategy"), [IN_CI, *(pytest.param(*case, marks=pytest.mark.objectives) for case in ON_DEMAND)]
 )
@@ -116,7 +115,6 @@ def test_kto_equals_plain_trl_resumes_and_is_evaluated(
         _assert_model_and_evaluation(rundir, training, trl_models / f"{method}.json.model")
 
 
-@pytest.mark.proves("fp32", "resumed", objective="kto")
 @pytest.mark.objectives
 @pytest.mark.parametrize(("method", "strategy"), PRECOMPUTED)
 def test_a_precomputed_reference_trains_kto_as_trl_with_its_own(
@@ -165,7 +163,6 @@ def _assert_model_and_evaluation(rundir: RunDir, training: Training, theirs: Pat
     assert 0.5 < scores.accuracy <= 1
 
 
-@pytest.mark.proves("killed", objective="kto")
 @pytest.mark.objectives
 @pytest.mark.parametrize(
     ("method", "strategy", "reference"),
@@ -179,7 +176,6 @@ def test_killed_in_a_save_kto_resumes_bit_for_bit(
     assert_killed_training_recovers(Sweep(completions, tmp_path, strategy, victim=0, settings=settings))
 
 
-@pytest.mark.proves("resumed", objective="kto")
 @pytest.mark.objectives
 @pytest.mark.parametrize(("method", "strategy"), [*(("full", name) for name in REQUIRED), ("lora", "ddp")])
 def test_a_stop_file_saves_kto_and_training_resumes_bit_for_bit(

@@ -37,7 +37,6 @@ def reference(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return series(rundir, "loss"), series(rundir, "eval_loss"), weights
 
 
-@pytest.mark.proves("fp32", "opened")
 @pytest.mark.parametrize(
     ("strategy", "first", "then"),
     [("ddp", "loop", "loop"), ("zero2", "loop", "trainer"), ("zero3", "trainer", "loop"), ("fsdp", "loop", "trainer")],

@@ -100,7 +100,6 @@ def planned(
     return pairs.plan(strategy, 2, method=method, dpo={"reference": reference}, **SETTINGS | changes)
 
 
-@pytest.mark.proves("fp32", "resumed", "opened", objective="dpo")
 @pytest.mark.parametrize(("method", "strategy"), [*CASES, *(pytest.param(*case, marks=ON_DEMAND) for case in OTHERS)])
 def test_dpo_equals_plain_trl_and_resumes(
     pairs: Forked, tmp_path: Path, method: str, strategy: Strategy, plain: Callable[[str], list[dict[str, Any]]]
@@ -145,7 +144,6 @@ PRECOMPUTED = [IN_CI, *(pytest.param(*case, marks=ON_DEMAND) for case in [*CASES
 """Cases of a reference that runs once before the first step."""
 
 
-@pytest.mark.proves("fp32", "resumed", objective="dpo")
 @pytest.mark.parametrize(("method", "strategy"), PRECOMPUTED)
 def test_a_precomputed_reference_trains_as_plain_trl(
     pairs: Forked, tmp_path: Path, method: str, strategy: Strategy, plain: Callable[[str], list[dict[str, Any]]]
@@ -164,7 +162,6 @@ def test_a_precomputed_reference_trains_as_plain_trl(
     assert metrics(again)[-1]["eval_rewards"] == metrics(rundir)[-1]["eval_rewards"]
 
 
-@pytest.mark.proves("bf16", objective="dpo")
 @pytest.mark.objectives
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp"])
 def test_precomputed_log_probabilities_keep_their_precision_in_bf16(
@@ -182,7 +179,6 @@ def test_precomputed_log_probabilities_keep_their_precision_in_bf16(
 EVALUATED = [("full", "ddp"), *(pytest.param("full", name, marks=ON_DEMAND) for name in ("zero3", "fsdp"))]
 
 
-@pytest.mark.proves("opened", objective="dpo")
 @pytest.mark.parametrize(("method", "strategy"), EVALUATED)
 def test_the_final_model_is_that_of_trl_and_has_the_rewards_of_the_training(
     pairs: Forked,
@@ -215,7 +211,6 @@ def test_the_final_model_is_that_of_trl_and_has_the_rewards_of_the_training(
 KILLED = [("full", "ddp"), ("full", "zero2"), ("full", "zero3"), ("full", "fsdp"), ("lora", "fsdp")]
 
 
-@pytest.mark.proves("killed", objective="dpo")
 @pytest.mark.objectives
 @pytest.mark.parametrize(("method", "strategy"), KILLED)
 def test_killed_in_a_save_dpo_resumes_bit_for_bit(
@@ -241,7 +236,6 @@ REQUIRED: tuple[Strategy, ...] = ("ddp", "zero2", "zero3", "fsdp")
 """Strategies under which every objective has a test of a stop file and of a fallback."""
 
 
-@pytest.mark.proves("resumed", objective="dpo")
 @pytest.mark.objectives
 @pytest.mark.parametrize(("method", "strategy"), [*(("full", name) for name in REQUIRED), ("lora", "fsdp")])
 def test_a_stop_file_saves_dpo_and_training_resumes_bit_for_bit(

@@ -86,7 +86,6 @@ def plain(prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Calla
     return cache(train)
 
 
-@pytest.mark.proves("bf16", "resumed", "opened", method="qlora")
 @pytest.mark.parametrize(
     ("objective", "strategy"),
     [IN_CI, *(pytest.param(*case, marks=pytest.mark.objectives) for case in ON_DEMAND)],
@@ -126,7 +125,6 @@ def assert_merges_as_peft(objective: str, forked: Forked, rundir: RunDir, model_
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-5, msg=name)
 
 
-@pytest.mark.proves("killed", method="qlora")
 @pytest.mark.objectives
 @pytest.mark.parametrize(("objective", "strategy"), [("dpo", "fsdp"), ("kto", "ddp"), ("reward", "zero2")])
 def test_killed_in_a_save_qlora_resumes_bit_for_bit(

@@ -95,7 +95,6 @@ def planned(pairs: Forked, method: str, strategy: Strategy) -> tuple[Plan, Run, 
     return pairs.plan(strategy, 2, method=method, **SETTINGS)
 
 
-@pytest.mark.proves("fp32", "resumed", "opened", objective="reward")
 @pytest.mark.parametrize(("method", "strategy"), [*CASES, *(pytest.param(*case, marks=ON_DEMAND) for case in OTHERS)])
 def test_a_reward_model_equals_that_of_plain_trl_and_resumes(
     pairs: Forked,
@@ -153,7 +152,6 @@ def merged(rundir: RunDir, training: tuple[Plan, Run, Cluster]) -> dict[str, tor
     return load_file(rundir.model / "model.safetensors")
 
 
-@pytest.mark.proves("killed", objective="reward")
 @pytest.mark.objectives
 @pytest.mark.parametrize(("method", "strategy"), KILLED)
 def test_killed_in_a_save_a_reward_model_resumes_bit_for_bit(
@@ -163,7 +161,6 @@ def test_killed_in_a_save_a_reward_model_resumes_bit_for_bit(
     assert_killed_training_recovers(Sweep(pairs, tmp_path, strategy, victim=0, settings=SETTINGS | {"method": method}))
 
 
-@pytest.mark.proves("resumed", objective="reward")
 @pytest.mark.objectives
 @pytest.mark.parametrize(("method", "strategy"), [*(("full", name) for name in REQUIRED), ("lora", "fsdp")])
 def test_a_stop_file_saves_a_reward_model_and_training_resumes_bit_for_bit(

@@ -63,7 +63,6 @@ def plain(answered: Forked, trl_models: Path) -> Callable[[], list[dict[str, Any
     return cache(lambda: plain_trl(SCRIPT, answered.checkout.root, "answered.jsonl", "full", trl_models))
 
 
-@pytest.mark.proves("fp32", "resumed", "opened")
 @pytest.mark.parametrize("strategy", REQUIRED)
 def test_sft_equals_plain_trl_and_resumes(
     answered: Forked,
@@ -88,13 +87,11 @@ def test_sft_equals_plain_trl_and_resumes(
         torch.testing.assert_close(ours[name], weight, rtol=0, atol=1e-5, msg=name)
 
 
-@pytest.mark.proves("killed")
 @pytest.mark.parametrize("strategy", REQUIRED)
 def test_killed_in_a_save_sft_resumes_bit_for_bit(answered: Forked, tmp_path: Path, strategy: Strategy) -> None:
     assert_killed_training_recovers(Sweep(answered, tmp_path, strategy, victim=0, settings=SFT))
 
 
-@pytest.mark.proves("resumed")
 @pytest.mark.parametrize("strategy", REQUIRED)
 def test_a_stop_file_saves_sft_and_training_resumes_bit_for_bit(
     answered: Forked, tmp_path: Path, strategy: Strategy
