@@ -23,8 +23,8 @@ demo: install
 # Conversations, then preferences: a run that starts from another run's model.
 demo-preferences: install
 	$(BIN)/shardmake demo --preferences
-	$(BIN)/snakemake --profile profiles/local --configfile config/examples/preferences.yaml
-	$(BIN)/shardmake status sbatch-preferred --config config/examples/preferences.yaml
+	$(BIN)/snakemake --profile profiles/local --configfile examples/preferences.yaml
+	$(BIN)/shardmake status sbatch-preferred --config examples/preferences.yaml
 
 # Trains the demo's run again, kills a rank and the driver on the way, and compares the models.
 demo-faults: demo
@@ -144,6 +144,7 @@ gpu-check: install
 docs: install
 	$(BIN)/python -m tools.config_reference
 	$(BIN)/python -m tools.strategies_page > docs/reference/strategies.md
+	$(BIN)/python -m tools.deepspeed_page
 	$(BIN)/python -m tools.file_formats
 	$(BIN)/shardmake demo
 	$(BIN)/python -m tools.pictures
