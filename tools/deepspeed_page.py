@@ -116,8 +116,8 @@ def _names(use: Use) -> str:
 
 
 def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [heads, ("---",) * len(heads), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    lines = [f"| {' | '.join(line)} |\n" for line in (heads, *rows)]
+    return "".join([lines[0], "|---" * len(heads) + "|\n", *lines[1:]])
 
 
 if __name__ == "__main__":

@@ -119,10 +119,9 @@ def _section(title: str, schema: Mapping[str, Any]) -> Iterator[str]:
     first = str(schema.get("description", "")).split("\n\n")[0].replace("\n", " ").replace("``", "`")
     if first:
         yield from (first, "")
-    yield from ("| field | type | meaning |", "|---|---|---|")
     for name, field in schema["properties"].items():
-        meaning = str(field.get("description", "")).replace("\n", " ").replace("|", "\\|")
-        yield f"| `{name}` | {_kind(field)} | {meaning} |"
+        meaning = str(field.get("description", "")).replace("\n", " ")
+        yield f"- `{name}`: {_kind(field)}. {meaning}".rstrip()
     yield ""
 
 

@@ -88,8 +88,8 @@ def _fsdp_section() -> list[str]:
 
 
 def _section(title: str, columns: tuple[str, ...], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return [f"## {title}", "", *(f"| {' | '.join(line)} |" for line in lines), ""]
+    lines = [f"| {' | '.join(line)} |" for line in (columns, *rows)]
+    return [f"## {title}", "", lines[0], "|---" * len(columns) + "|", *lines[1:], ""]
 
 
 def _deepspeed_row(strategy: Strategy) -> list[str]:
