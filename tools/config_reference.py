@@ -61,13 +61,7 @@ runs:
     push:
       to: [file:/models/qwen-32b-support, hub:our-lab/qwen-32b-support]
   qwen-32b-adapters:                        # the same with adapters on one node, to compare
-    model: Qwen/Qwen2.5-32B-Instruct
-    data:
-      train: /data/support/conversations
-      eval: /data/support/held-out.jsonl
-    sequence_length: 8192
-    global_batch_size: 64
-    epochs: 2
+    base: qwen-32b-support
     learning_rate: 2.0e-4
     method: lora
     lora:
