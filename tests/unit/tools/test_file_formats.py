@@ -32,4 +32,5 @@ def test_every_record_is_in_the_schema() -> None:
         importlib.import_module(f"shardmake.run.{module.name}")
     records = [kind for kind in RunRecord.__subclasses__() if kind.__module__.startswith("shardmake.run")]
     fields = [set(part.get("properties", ())) for part in json.loads(schema())["$defs"].values()]
-    assert [kind.__name__ for kind in records if set(kind.model_fields) not in fields] == []
+    missing = [kind.__name__ for kind in records if not any(set(kind.model_fields) <= found for found in fields)]
+    assert missing == []
