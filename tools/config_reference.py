@@ -157,7 +157,7 @@ data:
 - The content of a message is text, or a list of parts with `type: text`, which are joined. Other parts are refused.
 - A message of the assistant with `weight: 0` is context; other weights than 0 and 1 are refused.
 - A JSON object that has a key twice is refused, because the first value would be lost.
-- Parquet files of a folder have the same columns with the same types; files without rows are left out.
+- Parquet files of a folder have the same columns, of types that Arrow unifies; files without rows are left out.
 - `input` follows `instruction` after an empty line, as one message of the user.
 - Cells of a `.csv` or `.tsv` file are text exactly as written. The first row names the columns.
 - All files of a folder have one kind. Hidden files and descriptions such as `dataset_info.json` are skipped.

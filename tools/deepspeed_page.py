@@ -40,7 +40,7 @@ FEATURES: dict[str, tuple[str, str]] = {
         "`evaluation.backend: zero3-offload`; to serve, vLLM or SGLang.",
     ),
     "activation checkpointing": ("activation_checkpointing.partition_activations", ""),
-    "3D parallelism: pipeline": ("pipeline.stages", ""),
+    "3D parallelism: pipeline (`PipelineModule`)": ("pipeline.stages", ""),
     "tensor parallelism (AutoTP)": (
         "tensor_parallel.autotp_size",
         "`tensor_parallel: 2` with `strategy: zero1` or `strategy: zero2` ([parallelism](../how-to/parallelism.md))",
