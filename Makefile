@@ -7,7 +7,7 @@ PYTEST := $(BIN)/pytest -n 2 --no-loadscope-reorder
 PYTEST_ALL := $(BIN)/pytest -n 3 --no-loadscope-reorder
 # The tests that `make test` and `make test-all` leave out; each has a command of its own below.
 EXTRA := not nvme and not trackers and not two_users and not faults and not sweep and not objectives and not mixtures and not models and not gpu
-# JUnit reports, from which `make docs` writes docs/evidence.md.
+# JUnit reports.
 REPORTS := .venv/reports
 export DS_BUILD_OPS := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -23,8 +23,8 @@ demo: install
 # Conversations, then preferences: a run that starts from another run's model.
 demo-preferences: install
 	$(BIN)/shardmake demo --preferences
-	$(BIN)/snakemake --profile profiles/local --configfile config/examples/preferences.yaml
-	$(BIN)/shardmake status sbatch-preferred --config config/examples/preferences.yaml
+	$(BIN)/snakemake --profile profiles/local --configfile examples/preferences.yaml
+	$(BIN)/shardmake status sbatch-preferred --config examples/preferences.yaml
 
 # Trains the demo's run again, kills a rank and the driver on the way, and compares the models.
 demo-faults: demo
@@ -149,11 +149,10 @@ gpu-check: install
 docs: install
 	$(BIN)/python -m tools.config_reference
 	$(BIN)/python -m tools.strategies_page > docs/reference/strategies.md
+	$(BIN)/python -m tools.deepspeed_page
 	$(BIN)/python -m tools.file_formats
-	$(BIN)/python -m tools.command_options
 	$(BIN)/shardmake demo
 	$(BIN)/python -m tools.pictures
-	$(BIN)/python -m tools.evidence $(wildcard $(REPORTS)/*.xml)
 
 # The documentation as a website, in build/site; a broken link is an error.
 site: install

@@ -1,6 +1,5 @@
 """Fixtures of all tests: the demo's inputs, made once, and a fresh copy of the repository for each test."""
 
-import json
 import logging
 import os
 import signal
@@ -14,7 +13,6 @@ from xdist.scheduler import LoadScopeScheduling
 
 from shardmake.core.environment import checkout_commit
 from shardmake.demo import make_inputs
-from tests import evidence
 from tests.tiers import GROUPS, belongs_to_make_test, group_of, takes_long
 from tests.workflow.checkout import Checkout
 from tools.fault_matrix import COMMIT, LOAD
@@ -36,22 +34,10 @@ def default_logging() -> Iterator[None]:
     logger.propagate = True
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that lists claims of tests."""
-    parser.addoption("--claims", type=Path, help="with --collect-only: write the claims of the tests to this file")
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Write the claims of the collected tests if ``--claims`` asks for it."""
-    if path := session.config.getoption("claims"):
-        path.write_text(json.dumps({item.nodeid: evidence.claims_of(item) for item in session.items}))
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that ``make test`` or CI leaves out; start the longest groups first, so that none is last."""
     items.sort(key=lambda item: group_of(item.nodeid) not in GROUPS.values())
     for item in items:
-        evidence.attach(item)
         if not belongs_to_make_test(item.nodeid):
             item.add_marker(pytest.mark.full)
             if takes_long(item.nodeid):

@@ -1,4 +1,4 @@
-"""The configurations on the page "You have, you write", as its readers copy them."""
+"""The configurations of the section "You have, you write", as its readers copy them."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-PAGE = Path(__file__).resolve().parents[1] / "docs/how-to/you-have-you-write.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs/how-to/user-script.md"
 
 
 def _keys_of_run(block: str) -> dict[str, Any]:
@@ -16,8 +16,9 @@ def _keys_of_run(block: str) -> dict[str, Any]:
 
 
 def _sections() -> tuple[str, dict[str, str]]:
-    """Return the text before the first section, and each section by its title."""
-    start, *parts = re.split(r"^## (.+)\n", PAGE.read_text(), flags=re.MULTILINE)
+    """Return the text before the first command, and the text about each command by its title."""
+    (section,) = re.findall(r"^## You have, you write\n(.*?)^## ", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    start, *parts = re.split(r"^### (.+)\n", section, flags=re.MULTILINE)
     return start, dict(zip(parts[::2], parts[1::2], strict=True))
 
 

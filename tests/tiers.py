@@ -46,7 +46,6 @@ SLOW_UNIT = {
     "unit/render/test_lint.py": "any_value_in_any_key",
     "unit/test_release.py": "a_wheel_holds",
     "unit/tools/test_hashed_requirements.py": "",
-    "unit/tools/test_evidence.py": "linked_test_exists",
     "unit/memory/test_trace.py": "can_be_traced.(phi3|gpt_neox|mixtral|t5)|unroll_to_the_full_trace.(gpt2-.*lora|mixtral)",
     "unit/memory/test_token_loops.py": "peaks_of_the_whole",
     "unit/memory/test_preferences.py": "matches_the_recorded_one.(autocast|fp32|lora|qlora|tied)",

@@ -12,30 +12,6 @@ from shardmake.config.models import Cluster, Config, Section
 from shardmake.config.schema import Schema, SchemaNode
 from shardmake.core.atomic import write_text
 
-LAPTOP_CLUSTER = """\
-# yaml-language-server: $schema=../../workflow/schemas/cluster.schema.json
-executor: local             # train here, without Slurm
-accelerator: cpu
-processes_per_node: 2       # two ranks
-cpus_per_node: 2
-memory_gib_per_node: 6
-"""
-LAPTOP_CONFIG = """\
-# yaml-language-server: $schema=../workflow/schemas/config.schema.json
-cluster: config/clusters/local.yaml
-runs:
-  docs-chat:                                # the run's folder is runs/docs-chat
-    model: resources/demo/base
-    data:
-      train: resources/demo/train.jsonl
-      eval: resources/demo/eval.jsonl
-    sequence_length: 256
-    global_batch_size: 8
-    max_steps: 200
-    learning_rate: 3.0e-3
-    push:
-      to: file:published/docs-chat
-"""
 A100_CLUSTER = """\
 # yaml-language-server: $schema=../../workflow/schemas/cluster.schema.json
 executor: slurm
@@ -85,13 +61,7 @@ runs:
     push:
       to: [file:/models/qwen-32b-support, hub:our-lab/qwen-32b-support]
   qwen-32b-adapters:                        # the same with adapters on one node, to compare
-    model: Qwen/Qwen2.5-32B-Instruct
-    data:
-      train: /data/support/conversations
-      eval: /data/support/held-out.jsonl
-    sequence_length: 8192
-    global_batch_size: 64
-    epochs: 2
+    base: qwen-32b-support
     learning_rate: 2.0e-4
     method: lora
     lora:
@@ -106,22 +76,14 @@ _INTRODUCTION = """\
 <!-- Written by `python -m tools.config_reference` from src/shardmake/config/models.py; edit there. -->
 # Configuration
 
-There are two files. `config/config.yaml` describes the runs: model, data, training and destination. A file in
-`config/clusters/` describes the machine for all users: its nodes and the Slurm parameters. Shardmake determines
-everything else: the strategy, the number of nodes, the micro batch, and the memory and cores of each job.
-`snakemake --profile slurm plan` shows the choice and its reason.
-
-A run needs `model`, `data`, `sequence_length`, `global_batch_size`, `learning_rate`, and `max_steps` or `epochs`.
-A cluster file needs `executor`, `processes_per_node`, `cpus_per_node` and `memory_gib_per_node`.
-
-Both files are validated before anything is queued. Unknown keys, wrong values and duplicate keys are errors. The
-message names the key, the value, the allowed values and the nearest spelling. Editors with a YAML language server
-complete keys and mark errors if the first line of the file names the schema, as in the examples.
+`config/config.yaml` describes the runs: model, data, training and destination. A file in `config/clusters/` describes
+the machine for all users. Shardmake determines everything else: strategy, nodes, micro batch, memory and cores of
+each job; `snakemake --profile slurm plan` shows the choice and its reason. Both files are validated before anything
+is queued. A message names the key, the value, the allowed values and the nearest spelling. Editors with a YAML
+language server complete keys if the first line names the schema, as in the demo's `config/config.yaml` and
+`config/clusters/local.yaml`.
 
 ## Your own files and values
-
-`config/config.yaml` is the demo's until you edit it. Your configuration may also be another file, inside or outside the
-clone:
 
 ```
 snakemake plan --profile slurm --configfile ~/experiments/june.yaml
@@ -129,17 +91,13 @@ snakemake --profile slurm --configfile ~/experiments/june.yaml more.yaml        
 snakemake --profile slurm --config 'runs={docs-chat: {learning_rate: 1.0e-4}}'  # single values override files
 ```
 
-Targets such as `plan` stand before `--configfile`, which takes every word after it. With `--configfile`,
-`config/config.yaml` is not read. Relative paths in a configuration start at the folder in which Snakemake runs, not at
-the file. `~` and environment variables in paths are expanded; an unknown one is an error.
+Targets such as `plan` stand before `--configfile`, which takes every word after it and replaces `config/config.yaml`.
+Relative paths start at the folder in which Snakemake runs. `~` and environment variables in paths are expanded; an
+unknown one is an error.
 
-Every stage reads what Snakemake merged, from a file in `.snakemake/shardmake` that no other invocation changes: an
-edit, or another invocation with other values, does not reach a stage that is running or queued. If the configuration
-has a password, the file is in `~/.cache/shardmake/config`, which only you can read. Only changed settings rerun a
-stage; another file with the same settings does not.
-
-By hand, `shardmake STAGE NAME --config FILE` reads FILE, and `--config` may be repeated. Without it, the commands read
-the file in the environment variable `SHARDMAKE_CONFIG`, or else `config/config.yaml`.
+Every stage reads what Snakemake merged, from a file in `.snakemake/shardmake` that no other invocation changes; with a
+password in the configuration, from `~/.cache/shardmake/config`, which only you can read. By hand, `shardmake STAGE NAME
+--config FILE` reads FILE (may be repeated), or the file in `SHARDMAKE_CONFIG`, or else `config/config.yaml`.
 
 ## Several runs
 
@@ -169,42 +127,23 @@ runs:
 ```
 
 Sections are merged key by key; a list replaces a list. `null` removes an inherited value, as in `max_steps: null`
-beside `epochs: 3`. `shardmake config NAME` prints every value of a run and its origin. Error messages name the origin.
+beside `epochs: 3`. `shardmake config NAME` prints every value of a run and its origin.
 
 A `sweep` makes one run for each point: here the six runs `rates-lr1e-3-s1` to `rates-lr2e-3-s3`, and no run `rates`. A
 list of points takes no product: `sweep: [{learning_rate: 1.0e-3, seed: 1}, {learning_rate: 2.0e-3, seed: 2}]`. A key
 inside a section is written with dots (`lora.rank`) or as a section. The name of a run depends on its own point alone,
-so adding points changes no other run. All stages use the resolved runs: only a changed value reruns a stage, wherever
-the value is written.
+so adding points changes no other run.
 
-## YAML
-
-YAML converts some values:
-
-- `on`, `off`, `yes` and `no` are true or false. To use the word, put it in quotes.
-- A time without quotes, such as `12:00:00`, is the number 43200. Write `time_limit: "12:00:00"`.
-- `5e-4` is text in YAML 1.1. Shardmake reads it as a number; `5.0e-4` is a number everywhere.
+YAML converts some values: `on`, `off`, `yes` and `no` are true or false unless quoted; `12:00:00` without quotes is
+the number 43200; `5e-4` is text in YAML 1.1, which Shardmake reads as a number.
 """
 
 _DATA = """\
 ## Formats of the data
 
-| format | columns | the model learns |
-|---|---|---|
-| `chat` | `messages`, each with `role` and `content`; `tools` if there are any | messages of the role `assistant` |
-| `sharegpt` | `conversations`, each with `from` and `value`; `system`, `tools` if there are any | messages from `gpt` |
-| `alpaca` | `instruction`, `output`; `input`, `system` if there are any | `output` |
-| `prompt-completion` | `prompt`, `completion`: two texts, or two lists of messages | `completion` |
-| `text` | `text` | all of it |
-
-The format follows from the columns. If they fit several formats, `format` must name one. Other names of columns go into
-`columns`:
-
-```yaml
-data:
-  train: questions.csv.gz
-  columns: {prompt: question, completion: answer}
-```
+`docs/reference/models-and-data.md` has an example of each format. The model learns the assistant's messages (`chat`,
+`sharegpt`), `output` (`alpaca`), `completion`, or all of a `text`. The format follows from the columns; if they fit
+several formats, `format` must name one. Other names of columns go into `columns`:
 
 ```yaml
 data:
@@ -216,16 +155,14 @@ data:
 - Conversations go through the tokenizer's chat template. Roles of `sharegpt` become `user` (`human`, `user`),
   `assistant` (`gpt`, `assistant`, `chatgpt`), `system` and `tool` (`tool`, `function`, `observation`).
 - The content of a message is text, or a list of parts with `type: text`, which are joined. Other parts are refused.
-- A message of the assistant with `weight: 0` is context, as in OpenAI's format; other weights than 0 and 1 are refused.
+- A message of the assistant with `weight: 0` is context; other weights than 0 and 1 are refused.
 - A JSON object that has a key twice is refused, because the first value would be lost.
-- Parquet files of a folder have the same columns with the same types; files without rows are left out.
+- Parquet files of a folder have the same columns, of types that Arrow unifies; files without rows are left out.
 - `input` follows `instruction` after an empty line, as one message of the user.
 - Cells of a `.csv` or `.tsv` file are text exactly as written. The first row names the columns.
 - All files of a folder have one kind. Hidden files and descriptions such as `dataset_info.json` are skipped.
-- `.txt` files are refused, because they do not state where an example ends. Write one JSON object per line.
-- The plan checks every example of text files, and encodes the first rows of all files. Messages name file and line.
-- Examples without a token to learn are dropped. Their number and first lines are logged and kept in the data receipt,
-  with the format and the columns.
+- `.txt` files are refused, because they do not state where an example ends.
+- Examples without a token to learn are dropped; their number and first lines are in the data receipt.
 """
 
 
@@ -255,13 +192,10 @@ def config_schema_text() -> str:
 
 
 def readme_text() -> str:
-    """Return ``config/README.md``: introduction, two examples, a table for every section."""
+    """Return ``config/README.md``: introduction, an example, a table for every section."""
     parts = [
         _INTRODUCTION,
-        "## Examples\n",
-        "### A laptop, or any machine without Slurm\n",
-        *_example(LAPTOP_CONFIG, "config/clusters/local.yaml", LAPTOP_CLUSTER),
-        "### A cluster with four nodes of four A100s\n",
+        "## A cluster with four nodes of four A100s\n",
         *_example(A100_CONFIG, "config/clusters/a100.yaml", A100_CLUSTER),
         _DATA,
         "## Every key of `config/config.yaml`\n",

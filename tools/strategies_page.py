@@ -26,15 +26,15 @@ EXAMPLE = {
 
 HEAD = """# Rendered settings of each strategy
 
-The example is an 8B Llama in bf16 on 2 nodes of 8 GPUs with 1 TiB of RAM each; sizes are in elements unless they say
-otherwise. FSDP is version 2.
-"h" is the hidden size. This page is generated: `python -m tools.strategies_page > docs/reference/strategies.md`.
+The example is an 8B Llama in bf16 on 2 nodes of 8 GPUs with 1 TiB of RAM each; sizes are in elements; "h" is the hidden
+size. FSDP is version 2, wraps the model's `_no_split_modules` and saves SHARDED_STATE_DICT. DeepSpeed loads weights in
+bf16, DDP and FSDP in fp32. This page is generated: `python -m tools.strategies_page > docs/reference/strategies.md`.
 """
 
 
 SAME_FOR_ALL = {
-    "`script`": "`program` in training.json; command and files stay the same, but "
-    '`train_micro_batch_size_per_gpu` and `gradient_accumulation_steps` are "auto" in deepspeed.json',
+    "`script`": "`program` in training.json; `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps` are "
+    '"auto" in deepspeed.json',
     "`precision`": "bf16 or fp16 in deepspeed.json for DeepSpeed, `mixed_precision` in accelerate.yaml for the others, "
     "and in the training arguments",
     "`gradient_dtype`": "`data_types.grad_accum_dtype` and `communication_data_type` in deepspeed.json unless it is "
@@ -61,9 +61,8 @@ def table() -> str:
 _DEEPSPEED_COLUMNS = (
     "strategy",
     "distributed_type",
-    "weights loaded as",
     "stage",
-    "reduce bucket (h², on several nodes at least 50 000 000)",
+    "reduce bucket (h², on several nodes at least 50,000,000)",
     "prefetch bucket (0.9 h²)",
     "persistence threshold (10 h)",
     "sub-group",
@@ -76,9 +75,6 @@ _FSDP_COLUMNS = (
     "reshard_after_forward",
     "mesh (replicas x shards)",
     "offload_params",
-    "wraps",
-    "state_dict_type",
-    "weights loaded as",
 )
 
 
@@ -92,8 +88,8 @@ def _fsdp_section() -> list[str]:
 
 
 def _section(title: str, columns: tuple[str, ...], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return [f"## {title}", "", *(f"| {' | '.join(line)} |" for line in lines), ""]
+    lines = [f"| {' | '.join(line)} |" for line in (columns, *rows)]
+    return [f"## {title}", "", lines[0], "|---" * len(columns) + "|", *lines[1:], ""]
 
 
 def _deepspeed_row(strategy: Strategy) -> list[str]:
@@ -103,7 +99,6 @@ def _deepspeed_row(strategy: Strategy) -> list[str]:
     return [
         f"`{strategy}`",
         files.accelerate["distributed_type"],
-        files.training.model.dtype,
         _cell(zero, "stage") + _second_shard(zero),
         _cell(zero, "reduce_bucket_size"),
         _cell(zero, "stage3_prefetch_bucket_size"),
@@ -117,7 +112,7 @@ def _deepspeed_row(strategy: Strategy) -> list[str]:
 
 def _second_shard(zero: Mapping[str, Any]) -> str:
     ranks = zero.get("zero_hpz_partition_size")
-    return f", second shard of the weights over {ranks} ranks (zero_hpz_partition_size)" if ranks else ""
+    return f", hpz {ranks}" if ranks else ""
 
 
 def _fsdp_row(strategy: Strategy) -> list[str]:
@@ -130,9 +125,6 @@ def _fsdp_row(strategy: Strategy) -> list[str]:
         str(settings["fsdp_reshard_after_forward"]).lower(),
         f"{replicas} x {files.accelerate['num_processes'] // replicas}",
         str(settings["fsdp_offload_params"]).lower(),
-        f"{settings['fsdp_transformer_layer_cls_to_wrap']} (the model's `_no_split_modules`)",
-        settings["fsdp_state_dict_type"],
-        files.training.model.dtype,
     ]
 
 
@@ -154,11 +146,11 @@ def _tensor_parallel() -> list[str]:
             "a script of your own",
         ],
     ]
-    return _section("Tensor parallelism, here over 4 ranks (tensor-parallel.md)", columns, rows)
+    return _section("Tensor parallelism, here over 4 ranks", columns, rows)
 
 
 def _cell(values: dict[str, Any], key: str) -> str:
-    return f"{values[key]:,}".replace(",", " ") if key in values else ""
+    return f"{values[key]:,}" if key in values else ""
 
 
 def _place(zero: dict[str, Any], key: str) -> str:

@@ -128,7 +128,7 @@ def demo(
         Path | None, typer.Argument(help="Folder for the inputs. Default: resources/demo, or resources/preferences.")
     ] = None,
     preferences: Annotated[
-        bool, typer.Option("--preferences", help="Those of config/examples/preferences.yaml, with pairs of answers.")
+        bool, typer.Option("--preferences", help="Those of examples/preferences.yaml, with pairs of answers.")
     ] = False,
 ) -> None:
     """Create the demo's inputs: a chat data set, a tokenizer and a small base model."""

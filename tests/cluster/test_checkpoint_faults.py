@@ -41,7 +41,6 @@ def order_killer(run: FaultRun, rank: int, pattern: str, mode: str) -> None:
     run.order(f"killer-{rank}", json.dumps(order))
 
 
-@pytest.mark.proves("slurm")
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_rank_is_killed_in_a_save(run: FaultRun, baseline_run: BaselineRuns, strategy: str, phase: str) -> None:
@@ -144,7 +143,6 @@ def test_the_disk_fills_up_during_a_save(
     assert_equals_baseline(run, baseline)
 
 
-@pytest.mark.proves("slurm", "resharded")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_training_resumes_from_4_ranks_on_2_and_then_on_3(
     run: FaultRun, baseline_run: BaselineRuns, strategy: str

@@ -13,7 +13,6 @@ pytestmark = [pytest.mark.cluster, pytest.mark.training]
 SLURM = ("--profile", "slurm")
 
 
-@pytest.mark.proves("slurm", "merged", "opened", strategy="zero3")
 def test_two_nodes_from_config_to_pushed_model_with_the_head_killed(checkout: ClusterCheckout) -> None:
     checkout.configure_cluster(max_steps=30, checkpoints={"every_steps": 10})
     planned = checkout.on_login_node("snakemake", *SLURM, "plan")

@@ -197,7 +197,6 @@ def test_signals_a_stopped_controller_and_a_node_that_fails_and_returns(
     assert finished["end"] == "finished"
 
 
-@pytest.mark.proves("slurm")
 @pytest.mark.faults
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 @pytest.mark.parametrize("strategy", STRATEGIES)

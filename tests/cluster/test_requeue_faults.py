@@ -72,7 +72,6 @@ MOMENTS: list[Callable[[FaultRun], int]] = [
 """Each restarts the job at a moment, and returns how often."""
 
 
-@pytest.mark.proves("slurm")
 @pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: moment.__name__)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_training_that_slurm_restarts(
@@ -101,7 +100,6 @@ def assert_continues_in_one_job(
     assert_equals_baseline(run, undisturbed)
 
 
-@pytest.mark.proves("slurm")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_training_that_slurm_preempts_and_queues_again(
     run: FaultRun, baseline_run: BaselineRuns, strategy: str
@@ -122,7 +120,6 @@ def test_a_training_that_slurm_preempts_and_queues_again(
     assert_equals_baseline(run, undisturbed)
 
 
-@pytest.mark.proves("slurm", "merged")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_jobs_of_merge_and_evaluation_that_slurm_restarts(
     run: FaultRun, baseline_run: BaselineRuns, strategy: str

@@ -79,7 +79,6 @@ def assert_same_result(rundir: RunDir, uninterrupted: RunDir) -> None:
     assert not uploads(rundir)
 
 
-@pytest.mark.proves("killed", strategy="zero3")
 @pytest.mark.training
 def test_rank_killed_during_an_upload(forked: Forked, tmp_path: Path) -> None:
     """The upload ends with its rank. After a resume, the result is the same bit for bit."""
@@ -101,7 +100,6 @@ def test_rank_killed_during_an_upload(forked: Forked, tmp_path: Path) -> None:
     assert_same_result(rundir, uninterrupted)
 
 
-@pytest.mark.proves("killed", strategy="zero3")
 @pytest.mark.training
 @pytest.mark.sweep
 def test_driver_resumes_after_a_kill_during_an_upload(

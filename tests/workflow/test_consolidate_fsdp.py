@@ -35,7 +35,6 @@ def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return trained(tmp_path_factory.getbasetemp(), "fsdp", world) / name
 
 
-@pytest.mark.proves("merged", strategy="fsdp")
 @pytest.mark.parametrize("target", ["keep", "bf16", "fp16", "fp32"])
 def test_merge_equals_the_ranks_weights(variant: Path, tmp_path: Path, target: str) -> None:
     ours = merged(variant / "checkpoint-2", tmp_path / "out", target)
@@ -44,7 +43,6 @@ def test_merge_equals_the_ranks_weights(variant: Path, tmp_path: Path, target: s
     assert_equal(ours, expected_weights(variant, target))
 
 
-@pytest.mark.proves("merged", strategy="fsdp")
 @pytest.mark.parametrize(("world", "name"), [item for item in VARIANTS if "perrank" not in item[1]])
 def test_merge_equals_torchs_own_tool(
     world: int, name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory

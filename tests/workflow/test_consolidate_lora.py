@@ -70,7 +70,6 @@ def test_merge_into_transposed_weights_equals_pefts(tmp_path: Path) -> None:
     assert verify(tmp_path / "model", adapter, base=base).compared_with == str(adapter)
 
 
-@pytest.mark.proves("opened", strategy=lambda params: params["name"].split("-")[0], method="lora")
 @pytest.mark.training
 @pytest.mark.parametrize(("world", "name"), [(1, "zero2-bf16-lora-nobase"), (2, "zero3-lora")])
 def test_deepspeed_checkpoint_of_an_adapter(

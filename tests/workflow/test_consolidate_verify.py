@@ -53,7 +53,6 @@ def model(merged: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(merged, tmp_path / "model"))
 
 
-@pytest.mark.proves("opened", strategy="ddp")
 def test_folder_equals_the_output_of_save_pretrained(checkpoint: Path, model: Path) -> None:
     assert {path.name for path in model.iterdir() if path.suffix != ".safetensors"} == {
         "config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json",

@@ -1,13 +1,14 @@
-"""The configurations of config/examples, as their first lines say how to run them: 24 minutes on two cores at a load of 22."""
+"""The configurations of examples, as their first lines say how to run them: 24 minutes on two cores at a load of 22."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from shardmake.run.evaluation import EvaluationResult
 from shardmake.run.paths import RunDir
-from tests.workflow.checkout import Checkout
+from tests.workflow.checkout import REPOSITORY, Checkout
 
 pytestmark = [pytest.mark.training, pytest.mark.objectives]
 LIMIT = 6000
@@ -17,6 +18,7 @@ LIMIT = 6000
 def examples(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Checkout:
     """A checkout with the data of the examples, in which both examples share the first run."""
     checkout = Checkout.create(tmp_path_factory.mktemp("examples") / "checkout", inputs)
+    shutil.copytree(REPOSITORY / "examples", checkout.root / "examples")
     checkout("shardmake", "demo", "--preferences")
     return checkout
 
@@ -44,5 +46,5 @@ def test_a_rule_is_learned_by_grpo(examples: Checkout) -> None:
 
 
 def run_example(checkout: Checkout, name: str) -> None:
-    file = f"config/examples/{name}.yaml"
+    file = f"examples/{name}.yaml"
     checkout("snakemake", "--profile", "profiles/local", "--configfile", file)

@@ -44,7 +44,6 @@ def under_ddp(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> dict[
     }
 
 
-@pytest.mark.proves("bf16")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_loss_and_gradients_are_those_of_ddp(

@@ -34,7 +34,6 @@ SECRETS = {
 }
 
 
-@pytest.mark.proves("trains", "merged", "opened", strategy="zero3")
 def test_from_config_to_pushed_model_through_a_killed_head_and_a_failed_push(
     checkout: Checkout, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,7 +41,6 @@ def reference(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return series(rundir, "loss"), series(rundir, "eval_loss"), weights
 
 
-@pytest.mark.proves("fp32", "opened")
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp"])
 def test_loop_equals_trainer(
     forked: Forked, reference: tuple[Losses, Losses, Weights], tmp_path: Path, strategy: Strategy

@@ -63,8 +63,6 @@ def reference(forked: Forked, base: Path, tmp_path_factory: pytest.TempPathFacto
     return found
 
 
-@pytest.mark.proves("fp32", "merged", family="mixtral")
-@pytest.mark.proves("saved", "opened", family="mixtral", strategy=lambda params: ["ddp", params["strategy"]])
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp"])
 def test_losses_equal_ddp_and_the_merge_equals_save_pretrained(
     forked: Forked, base: Path, reference: Losses, tmp_path: Path, strategy: Strategy

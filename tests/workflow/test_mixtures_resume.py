@@ -30,7 +30,6 @@ FAMILIES = [family for family, _ in QUICK]
 STRATEGIES: tuple[Strategy, ...] = ("zero1", "zero2", "zero2-offload", "zero3", "zero3-offload", "fsdp")
 
 
-@pytest.mark.proves("killed")
 @pytest.mark.parametrize(("family", "strategy"), QUICK)
 def test_resumes_bit_for_bit_after_a_kill_in_a_save(
     forked: Forked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, strategy: Strategy
@@ -49,7 +48,6 @@ def family_and_losses(
         return request.param, check_resume(forked, tmp_path_factory.mktemp("ddp"), request.param, "ddp")
 
 
-@pytest.mark.proves("fp32", "killed", family=lambda params: params["family_and_losses"])
 @pytest.mark.mixtures
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_has_the_losses_of_ddp_and_resumes(

@@ -25,7 +25,6 @@ def losses(shared_checkout: Checkout) -> dict[int, float]:
     return train_by_hand(shared_checkout, "zero3-nvme", checkpoints=SAVES, zero=SUB_GROUPS)
 
 
-@pytest.mark.proves("fp32", strategy="zero3-nvme")
 def test_nvme_computes_the_same_as_ddp_and_swaps_to_files(
     shared_checkout: Checkout, losses: dict[int, float], reference: dict[int, float]
 ) -> None:
@@ -37,7 +36,6 @@ def test_nvme_computes_the_same_as_ddp_and_swaps_to_files(
     assert len(swapped) == 2 * 2 * 3 and min(swapped) >= 1 << 20, "ranks, sub-groups, weights and moments"
 
 
-@pytest.mark.proves("resumed", strategy="zero3-nvme")
 def test_nvme_resumes_with_the_same_losses(shared_checkout: Checkout, losses: dict[int, float]) -> None:
     checkpoint = rewind_to(shared_checkout, 2)
     launch_by_hand(shared_checkout, "zero3-nvme", resume_from=checkpoint, checkpoints=SAVES, zero=SUB_GROUPS)
@@ -45,7 +43,6 @@ def test_nvme_resumes_with_the_same_losses(shared_checkout: Checkout, losses: di
     shared_checkout("shardmake", "consolidate", "demo")
 
 
-@pytest.mark.proves("opened", strategy="zero3-nvme")
 @pytest.mark.usefixtures("reference", "losses")
 def test_nvme_checkpoint_is_merged(shared_checkout: Checkout) -> None:
     shared_checkout("shardmake", "consolidate", "demo")
@@ -58,7 +55,6 @@ def test_nvme_checkpoint_is_merged(shared_checkout: Checkout) -> None:
         torch.testing.assert_close(tensor, expected[name], atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.proves("resharded", strategy=lambda params: ["zero3-nvme", params["strategy"]])
 @pytest.mark.parametrize("strategy", ["zero3-offload", "fsdp"])
 def test_nvme_checkpoint_resumes_under_another_strategy(
     shared_checkout: Checkout, losses: dict[int, float], strategy: Strategy
@@ -69,7 +65,6 @@ def test_nvme_checkpoint_resumes_under_another_strategy(
     assert shared_checkout.losses() == pytest.approx(losses, abs=2e-4)
 
 
-@pytest.mark.proves("resharded", strategy="zero3-nvme")
 def test_nvme_checkpoint_resumes_on_other_ranks(shared_checkout: Checkout, losses: dict[int, float]) -> None:
     out = shared_checkout.run / "train/resharded"
     reshard(rewind_to(shared_checkout, 2), out, "zero3-nvme", 4)
@@ -77,7 +72,6 @@ def test_nvme_checkpoint_resumes_on_other_ranks(shared_checkout: Checkout, losse
     assert shared_checkout.losses() == pytest.approx(losses, abs=2e-4)
 
 
-@pytest.mark.proves("resharded", strategy=lambda params: ["zero3-nvme", params["strategy"]])
 @pytest.mark.parametrize("strategy", ["zero3-offload", "zero2", "fsdp"])
 def test_nvme_resumes_from_another_strategy(shared_checkout: Checkout, strategy: Strategy) -> None:
     expected = train_by_hand(shared_checkout, strategy, checkpoints=SAVES)

@@ -102,7 +102,6 @@ def trainings(
     return Trainings(cache(checkout), tmp_path_factory.mktemp("trl"))
 
 
-@pytest.mark.proves("fp32", "resumed", "opened")
 @pytest.mark.parametrize(("objective", "method", "strategy"), CASES)
 def test_training_equals_plain_trl_and_resumes(
     trainings: Trainings, tmp_path: Path, objective: str, method: str, strategy: Strategy
@@ -225,7 +224,6 @@ def assert_merges_as_peft(objective: str, forked: Forked, rundir: RunDir, model_
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-5, msg=name)
 
 
-@pytest.mark.proves("fp32", "resumed")
 @pytest.mark.parametrize(
     ("objective", "method", "strategy"),
     [pytest.param(*case, marks=() if case == ("dpo", "full", "fsdp") else ON_DEMAND) for case in PRECOMPUTED],
@@ -248,7 +246,6 @@ def test_a_precomputed_reference_trains_as_plain_trl(
     assert metrics(again)[-1]["eval_rewards"] == metrics(rundir)[-1]["eval_rewards"]
 
 
-@pytest.mark.proves("bf16", objective="dpo")
 @ON_DEMAND
 @pytest.mark.parametrize("strategy", REQUIRED)
 def test_precomputed_log_probabilities_keep_their_precision_in_bf16(
@@ -264,7 +261,6 @@ def test_precomputed_log_probabilities_keep_their_precision_in_bf16(
     assert first["rewards"]["chosen"] == first["rewards"]["rejected"] == 0
 
 
-@pytest.mark.proves("killed")
 @ON_DEMAND
 @pytest.mark.parametrize(("objective", "method", "strategy", "reference"), KILLED)
 def test_killed_in_a_save_it_resumes_bit_for_bit(
@@ -283,7 +279,6 @@ def test_killed_in_a_save_it_resumes_bit_for_bit(
         assert found["recovered"], (at, mode, found)
 
 
-@pytest.mark.proves("resumed")
 @ON_DEMAND
 @pytest.mark.parametrize(("objective", "method", "strategy"), STOPPED)
 def test_a_stop_file_saves_and_training_resumes_bit_for_bit(

@@ -33,7 +33,6 @@ def rendered_as_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_file, "cpu_optimizer", with_gpu)
 
 
-@pytest.mark.proves("resharded", strategy=lambda params: [params["wrote"], params["reads"]])
 @pytest.mark.parametrize(
     ("wrote", "reads"),
     [

@@ -17,8 +17,6 @@ DEGREES: tuple[tuple[Strategy, int, int], ...] = (("zero2", 2, 2), ("zero1", 2, 
 """A strategy, the ranks per tensor-parallel group, and the groups."""
 
 
-@pytest.mark.proves("fp32", strategy=("zero1", "zero2"))
-@pytest.mark.proves("resumed", strategy="zero2")
 def test_data_and_tensor_degrees_together(forked: Forked, tmp_path: Path) -> None:
     """The first one also resumes from its own checkpoint."""
     config = LlamaConfig(

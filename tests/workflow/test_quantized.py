@@ -44,7 +44,6 @@ def qlora_under_ddp(quantizing: Forked, tmp_path_factory: pytest.TempPathFactory
     return train(quantizing, rundir, "ddp", method="qlora", checkpoints={"every_steps": 2}), rundir
 
 
-@pytest.mark.proves("bf16", "resumed", "opened", method="qlora")
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
 def test_qlora_trains_resumes_and_merges(
     quantizing: Forked, qlora_under_ddp: tuple[Steps, RunDir], tmp_path: Path, strategy: Strategy

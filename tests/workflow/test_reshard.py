@@ -57,7 +57,6 @@ def train_further(
     return newest_of(rundir)
 
 
-@pytest.mark.proves("resharded", strategy=lambda params: [strategy for strategy, _ in params["setups"]])
 @pytest.mark.parametrize(
     "setups",
     [

@@ -25,13 +25,11 @@ KINDS: list[tuple[Strategy, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.proves("resumed")
 @pytest.mark.parametrize("strategy", HERE)
 def test_every_strategy_resumes(forked: Forked, tmp_path: Path, strategy: Strategy) -> None:
     train_and_resume(forked, RunDir(tmp_path / "run"), strategy)
 
 
-@pytest.mark.proves("resumed", method=lambda params: params["kind"].get("method", "full"))
 @pytest.mark.parametrize(("strategy", "kind"), KINDS, ids=str)
 def test_every_method_precision_and_optimizer_resumes(
     forked: Forked, tmp_path: Path, strategy: Strategy, kind: dict[str, Any]

@@ -24,7 +24,6 @@ def losses(rundir: RunDir) -> dict[int, float]:
     return found
 
 
-@pytest.mark.proves("killed")
 @pytest.mark.parametrize(("strategy", "victim"), [("zero3", 1), ("fsdp", 0)])
 def test_killed_at_some_writes_of_a_save(forked: Forked, tmp_path: Path, strategy: Strategy, victim: int) -> None:
     """Kill at half a shard; on rank 0 also before the final rename and halfway through removing the old checkpoint."""
@@ -40,7 +39,6 @@ def test_killed_at_some_writes_of_a_save(forked: Forked, tmp_path: Path, strateg
         assert found["recovered"], (at, mode, found)
 
 
-@pytest.mark.proves("killed")
 @pytest.mark.sweep
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(("strategy", "victim", "nodes"), CASES)

@@ -42,8 +42,6 @@ def changes(forked: Forked, tmp_path: Path) -> dict[str, Any]:
     return same | {"packing": False, "attention": "sdpa", "checkpoints": {"every_steps": 2}}
 
 
-@pytest.mark.proves("fp32", strategy=("zero1", "zero2", "zero3"))
-@pytest.mark.proves("resumed", "opened", strategy="zero2")
 def test_sequence_and_data_degrees_together(forked: Forked, tmp_path: Path, changes: dict[str, Any]) -> None:
     """The first one is merged, repeats its second half bit for bit, and continues with groups of four."""
     reference = RunDir(tmp_path / "ddp")
@@ -70,7 +68,6 @@ def test_sequence_and_data_degrees_together(forked: Forked, tmp_path: Path, chan
 
 
 @pytest.mark.objectives
-@pytest.mark.proves("fp32", "resumed")
 @pytest.mark.parametrize("strategy", OTHERS)
 def test_other_strategies_share_sequences_and_resume(
     forked: Forked, tmp_path: Path, changes: dict[str, Any], strategy: Strategy

@@ -16,7 +16,6 @@ from tests.workflow.checkout import Checkout
 pytestmark = pytest.mark.training
 
 
-@pytest.mark.proves("fp32")
 @pytest.mark.parametrize(
     "strategy",
     ["zero1", "zero1-offload", "zero2-offload", "zero3-offload", "fsdp-grad-op", "fsdp-offload"],
@@ -28,7 +27,6 @@ def test_every_strategy_computes_what_ddp_computes(
     assert train_by_hand(shared_checkout, strategy) == pytest.approx(reference, abs=2e-4)
 
 
-@pytest.mark.proves("fp32", "resumed")
 @pytest.mark.parametrize("strategy", ["fsdp-hybrid", "zero3-hpz"])
 def test_sharding_within_two_nodes_of_two_ranks(
     shared_checkout: Checkout, reference: dict[int, float], strategy: Strategy
@@ -41,7 +39,6 @@ def test_sharding_within_two_nodes_of_two_ranks(
     assert shared_checkout.losses() == losses
 
 
-@pytest.mark.proves("fp32", "opened")
 @pytest.mark.parametrize(("strategy", "nodes"), [("zero2", 1), ("zero1", 2)])
 def test_tensor_parallel_groups_of_two_ranks(
     shared_checkout: Checkout, reference: dict[int, float], strategy: Strategy, nodes: int

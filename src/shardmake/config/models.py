@@ -548,7 +548,7 @@ class Run(Section):
     activation_offload: bool = Field(
         False,
         description="Hold the input of each layer, which gradient checkpointing keeps for the backward pass, in pinned "
-        "host memory (docs/how-to/sequence-parallel.md). For the Llama, Mistral, Qwen and Gemma families.",
+        "host memory (docs/how-to/parallelism.md). For the Llama, Mistral, Qwen and Gemma families.",
     )
     loss: Loss = Field(
         "plain",
@@ -571,12 +571,12 @@ class Run(Section):
     )
     tensor_parallel: Ranks = Field(
         1,
-        description="Ranks of a node that share each layer's matrices (docs/how-to/tensor-parallel.md). It needs "
+        description="Ranks of a node that share each layer's matrices (docs/how-to/parallelism.md). It needs "
         "`strategy: zero1`, `zero2` or `auto`, or `fsdp` and your own script.",
     )
     sequence_parallel: Ranks = Field(
         1,
-        description="Ranks of a node that share each sequence (Ulysses, docs/how-to/sequence-parallel.md). It needs a "
+        description="Ranks of a node that share each sequence (Ulysses, docs/how-to/parallelism.md). It needs a "
         "ZeRO strategy other than `zero3-hpz` and `zero3-nvme`, or `auto`.",
     )
     nodes: Nodes | None = Field(
@@ -599,7 +599,7 @@ class Run(Section):
         description="Nodes of the job beside `nodes` that run `service` and no ranks. They count towards `max_nodes`.",
     )
     service: Service | None = Field(
-        None, description="A program on nodes of its own that serves the script (docs/how-to/service.md)."
+        None, description="A program on nodes of its own that serves the script (docs/how-to/user-script.md)."
     )
     deepspeed_config: PathText | None = Field(
         None,

@@ -78,7 +78,7 @@ SCRIPT_VARIABLES: Final = tuple(
 )
 """docs/how-to/user-script.md describes them."""
 SERVICE_VARIABLES: Final = tuple(f"{PREFIX}SERVICE_{name}" for name in ("HOST", "PORT", "ADDRESSES"))
-"""The variables that lead to a run's service (docs/how-to/service.md)."""
+"""The variables that lead to a run's service (docs/how-to/user-script.md)."""
 
 
 def check_variables(key: str, words: Iterable[str], known: Sequence[str]) -> None:

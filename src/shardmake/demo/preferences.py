@@ -1,4 +1,4 @@
-"""Write the inputs of ``config/examples``: conversations in two spellings, and pairs of answers that prefer one.
+"""Write the inputs of ``examples``: conversations in two spellings, and pairs of answers that prefer one.
 
 The conversations answer a request with the options of sbatch, at random in long (``--nodes=2``) or short spelling
 (``-N2``). Both answers of a pair are right, and the chosen one is short.

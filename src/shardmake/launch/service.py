@@ -1,4 +1,4 @@
-"""A run's service: a program on the last nodes of the job, which serves the training script (docs/how-to/service.md).
+"""A run's service: a program on the last nodes of the job, which serves the training script (docs/how-to).
 
 The worker of a service node starts the command, waits until it answers, and publishes its address. The workers of the
 training nodes wait for that before they start their ranks. The service ends with the training; if it ends earlier, the

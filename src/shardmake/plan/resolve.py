@@ -290,7 +290,7 @@ def check_fsdp(run: Run, cluster: Cluster) -> None:
 def check_tensor_parallel(run: Run, cluster: Cluster, model: Model) -> None:
     """Raise a `ConfigError` if this run, cluster or model cannot use its ``tensor_parallel``.
 
-    Each layer's matrices are then shared between ranks (docs/how-to/tensor-parallel.md).
+    Each layer's matrices are then shared between ranks (docs/how-to/parallelism.md).
     """
     size = run.tensor_parallel
     if size == 1:

@@ -1,4 +1,4 @@
-"""Runs, clusters and models that sequence parallelism refuses (docs/how-to/sequence-parallel.md)."""
+"""Runs, clusters and models that sequence parallelism refuses (docs/how-to/parallelism.md)."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

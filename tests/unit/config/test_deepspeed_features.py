@@ -1,4 +1,4 @@
-"""The page about DeepSpeed's features names keys, commands and flags that exist, in the state that the table has."""
+"""The page about DeepSpeed's features is that of the table of keys; its flags, modules and defects are the installed ones."""
 
 import importlib.util
 import re
@@ -25,57 +25,42 @@ from pydantic import TypeAdapter
 from transformers.utils import output_capturing
 
 from shardmake.cli import app
-from shardmake.config.deepspeed_keys import DEEPSPEED_KEYS, find_rule
+from shardmake.config.deepspeed_keys import DEEPSPEED_KEYS
 from shardmake.config.effects import KEYS
 from shardmake.config.models import Cluster, Run, Section
+from tools.deepspeed_page import FEATURES, PAGE, page
 
-PAGE = Path(__file__).resolve().parents[3] / "docs/reference/deepspeed-features.md"
 TEXT = PAGE.read_text()
-ROWS = [
-    [cell.strip() for cell in line.strip("|").split("|")]
-    for line in TEXT.splitlines()
-    if line.startswith("|") and not line.startswith("|---")
-]
-FEATURES = {row[0]: row[1:] for row in ROWS if len(row) == 5 and row[0] != "feature"}
-FLAGS = {row[0]: row[1] for row in ROWS if len(row) == 2 and "--" in row[0]}
-NOT_OURS = {"vLLM", "from_pretrained"}
+ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in TEXT.splitlines() if line.startswith("|")]
+FLAGS = {row[0]: row[1] for row in ROWS if len(row) == 2 and "--" in row[0] and row[0].startswith("`")}
+
+
+LITTLE = {"eigenvalue", "dataloader_drop_last", "disable_allgather"}
+"""Keys that are no feature of a tutorial."""
 
 
 def spans(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-def test_the_state_of_a_feature_is_that_of_its_keys(feature: str) -> None:
-    state, keys, *_ = FEATURES[feature]
-    rules = {key: find_rule(DEEPSPEED_KEYS, key) or find_rule(DEEPSPEED_KEYS, f"{key}.any") for key in spans(keys)}
-    assert None not in rules.values(), rules
-    fates = {rule.fate for rule in rules.values() if rule}
-    assert state in ("alive", "elsewhere", "gone")
-    if feature.startswith("1-bit"):
-        assert state == "gone", "values of a key, which test_deepspeed_keys compares"
-    elif fates:
-        assert (state == "gone") == (fates == {"removed"}), fates
-        assert ("ignored" not in fates) or state == "elsewhere", fates
+def test_the_page_is_current() -> None:
+    assert page() == TEXT, "run: make docs"
 
 
-def test_every_removed_and_ignored_section_is_on_the_page() -> None:
-    named = {key for keys in FEATURES.values() for key in spans(keys[1])}
-    sections = {key.partition(".")[0] for key in named}
+def test_every_removed_and_ignored_section_is_a_feature() -> None:
+    sections = {key.partition(".")[0] for key, _ in FEATURES.values()}
     for key, rule in DEEPSPEED_KEYS.items():
-        if rule.fate == "removed" and not key.startswith(("zero_optimization", "compile.")):
-            assert key.partition(".")[0] in sections, key
-        if rule.fate == "ignored" and "." in key:
-            assert key.partition(".")[0] in sections, key
+        if rule.fate in ("removed", "ignored") and not key.startswith(("zero_optimization", "compile.")):
+            assert key.partition(".")[0] in sections | LITTLE, key
 
 
 def settings() -> Iterator[tuple[str, Any]]:
-    """Yield the keys of the last columns, with the value if they have one."""
-    cells = [row[-1] for row in FEATURES.values()] + list(FLAGS.values())
-    for span in (span for cell in cells for span in spans(cell)):
-        if not span.startswith("shardmake ") and span not in NOT_OURS:
-            key, _, value = span.partition(": ")
-            yield key, yaml.safe_load(value) if value else None
+    """Yield the keys of ours that notes and flags name, with the value if they have one."""
+    for cell in [note for _, note in FEATURES.values()] + list(FLAGS.values()):
+        for span in spans(cell):
+            if not span.startswith("shardmake "):
+                key, _, value = span.partition(": ")
+                yield key, yaml.safe_load(value) if value else None
 
 
 @pytest.mark.parametrize(("key", "value"), list(settings()))
@@ -149,11 +134,7 @@ def test_autoep_stops_as_the_page_says() -> None:
 
 
 def test_the_page_names_the_pinned_versions() -> None:
-    pins = dict(
-        line.partition("==")[::2]
-        for line in (PAGE.parents[2] / "constraints.txt").read_text().splitlines()
-        if "==" in line
-    )
+    pins = dict(line.partition("==")[::2] for line in Path("constraints.txt").read_text().splitlines() if "==" in line)
     for package, name in (("deepspeed", "DeepSpeed"), ("accelerate", "Accelerate"), ("transformers", "transformers")):
         found = re.search(rf"{name} (\d+\.\d+(?:\.\d+)?)", TEXT)
         assert found and pins[package].startswith(found[1]), package

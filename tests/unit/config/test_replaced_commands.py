@@ -1,13 +1,12 @@
-"""The configurations on the page "You have, you write" are valid, and name variables that scripts get."""
+"""The configurations of the section "You have, you write" are valid, and name variables that scripts get."""
 
-import re
 from typing import Any
 
 import pytest
 
 from shardmake.config.models import Run
 from shardmake.config.script_file import PREFIX, SCRIPT_VARIABLES
-from tests.replaced_commands import COMMON, PAGE, RUNS
+from tests.replaced_commands import COMMON, RUNS
 
 
 @pytest.mark.parametrize("values", RUNS.values(), ids=RUNS.keys())
@@ -15,9 +14,3 @@ def test_every_configuration_on_the_page_is_valid(values: dict[str, Any]) -> Non
     run = Run(**COMMON | values)
     used = {word.removeprefix("$") for word in run.script_args if word.startswith(f"${PREFIX}")}
     assert run.script and used <= set(SCRIPT_VARIABLES)
-
-
-def test_every_command_of_the_table_has_a_section() -> None:
-    links = re.findall(r"\]\(#([^)]+)\)", PAGE.read_text())
-    titles = [re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in RUNS]
-    assert sorted(links) == sorted(titles)

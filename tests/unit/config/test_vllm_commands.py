@@ -1,4 +1,4 @@
-"""The options for vLLM in docs/how-to/grpo.md are those of the installed TRL, which starts and asks the server."""
+"""The options for vLLM in docs/how-to/user-script.md are those of the installed TRL, which starts and asks the server."""
 
 import re
 import shlex
@@ -12,7 +12,7 @@ import yaml
 from shardmake.config.models import Run
 from tests.unit.config.samples import RUN, merged
 
-PAGE = Path(__file__).resolve().parents[3] / "docs/how-to/grpo.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs/how-to/user-script.md"
 VALUES = {"SHARDMAKE_BASE": "base", "SHARDMAKE_SERVICE_HOST": "10.0.0.3", "SHARDMAKE_SERVICE_PORT": "12345"}
 
 

@@ -1,4 +1,4 @@
-"""The data of config/examples: two spellings in conversations, the short one in chosen answers."""
+"""The data of examples: two spellings in conversations, the short one in chosen answers."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_no_request_is_trained_on_and_held_out(folder: Path) -> None:
 
 
 def test_the_examples_share_their_first_run_and_name_this_data(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    examples = REPOSITORY / "config/examples"
+    examples = REPOSITORY / "examples"
     preferences, grpo = (load_config(examples / f"{name}.yaml").runs for name in ("preferences", "grpo"))
     assert preferences["sbatch-answers"] == grpo["sbatch-answers"]
     named = [run.data for runs in (preferences, grpo) for run in runs.values()]

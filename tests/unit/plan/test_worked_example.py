@@ -13,7 +13,7 @@ from shardmake.plan.stage import ChosenRun, choose_run
 from shardmake.plan.verdict import Headroom
 from shardmake.report.flops import flops_per_token
 
-FOLDER = Path(__file__).parents[3] / "docs" / "examples" / "llama-2-70b"
+FOLDER = Path(__file__).parents[3] / "examples" / "llama-2-70b"
 PEAK = 16 * 312e12
 
 

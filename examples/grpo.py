@@ -1,6 +1,6 @@
 """Learn from a rule instead of examples, with TRL's GRPOTrainer: answers with the right sbatch options are rewarded.
 
-An ordinary script for `accelerate launch`. config/examples/grpo.yaml has its arguments under Shardmake.
+An ordinary script for `accelerate launch`. examples/grpo.yaml has its arguments under Shardmake.
 """
 
 import argparse
