@@ -64,11 +64,11 @@ def test_the_doctor_drafts_a_cluster_with_every_key_that_it_is_given() -> None:
         (JobKind.TRAINING, set()),
         (JobKind.EVALUATE, {"mem", "ntasks_per_node"}),
         (JobKind.CPU_STAGE, {"mem", "ntasks_per_node", "exclusive", "reservation"}),
-        (JobKind.DRIVER, {"mem", "ntasks_per_node", "exclusive", "reservation", "requeue", "begin"}),
+        (JobKind.DRIVER, {"mem", "ntasks_per_node", "exclusive", "reservation", "no-requeue", "begin"}),
     ],
 )
 def test_options_of_extra_hold_for_some_jobs(kind: JobKind, left_out: set[str]) -> None:
-    names = ("mem", "ntasks_per_node", "exclusive", "reservation", "requeue", "begin", "mail_type")
+    names = ("mem", "ntasks_per_node", "exclusive", "reservation", "no-requeue", "begin", "mail_type")
     cluster = site(cpu_partition="cpu", extra=dict.fromkeys(names, "x"))
     lines = SlurmRequest(cluster, kind, 60).sbatch()
     assert {name for name in names if f"#SBATCH --{name}=x" not in lines} == left_out
