@@ -798,7 +798,6 @@ def doctor(
 ) -> None:
     """Check this login node and, with --node, compute nodes; write a cluster file with what they have."""
     from shardmake.doctor import command
-    from shardmake.doctor.cluster_file import SlurmOptions
     from shardmake.doctor.findings import print_table, summarize
 
     if as_json:
@@ -806,7 +805,9 @@ def doctor(
     options = command.Options(
         cluster_file=cluster,
         config=config or (),
-        slurm=SlurmOptions(partition, account, qos, constraint, gpu_type),
+        slurm=command.slurm_section(
+            partition=partition, account=account, qos=qos, constraint=constraint, gpu_type=gpu_type
+        ),
         nodes=nodes,
         write=write,
         force=force,

@@ -13,7 +13,7 @@ from pathlib import Path
 from shardmake.config.load import load_cluster
 from shardmake.launch.submission_check import expected_starts
 from shardmake.run.paths import RunDir
-from tests.unit.launch.test_expected_start import estimates
+from tests.unit.launch.test_submission_check import estimates
 from tests.unit.plans import make_plan
 cluster = load_cluster(Path("config/clusters/three-node-test.yaml"))
 plan = make_plan("zero3").asking(2)

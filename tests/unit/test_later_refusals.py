@@ -122,7 +122,7 @@ TABLE: dict[str, Why | str] = {
     "launch/resume_validation.py": Why.NODE,
     "launch/service.py": Why.NODE,
     "launch/slurm_jobs.py": N,
-    "launch/stage_jobs.py:_as_text": "cli.py:plan",
+    "launch/slurm_request.py:_checked": "cli.py:plan",
     "launch/submission.py:check_stop_file": C,
     "launch/container.py:_probe": "cli.py:plan",
     "launch/container.py:check_container": "cli.py:plan",

@@ -19,6 +19,7 @@ from shardmake.config.methods import DEFAULT_METHOD, METHODS, MethodSpec, descri
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, describe_optimizers
 from shardmake.config.script_file import SCRIPT_VARIABLES, SERVICE_VARIABLES, check_variables
+from shardmake.config.slurm_options import find_option
 from shardmake.config.strategies import PARTITIONED_INFERENCE, STRATEGY_SPECS
 from shardmake.config.values import (
     AsNumber,
@@ -712,13 +713,6 @@ class Run(Section):
         return self
 
 
-SLURM_KEYS: Final = {
-    **{name: name for name in ("partition", "account", "qos", "constraint", "exclude", "wckey")},
-    **{"time": "time_limit", "gpus": "gpu_request", "gpus-per-node": "gpu_request"},
-}
-"""Keys of the section `slurm` by the #SBATCH parameters that they set."""
-
-
 class Container(Section):
     """The container in which the jobs of every stage and their checks run."""
 
@@ -806,7 +800,7 @@ class Slurm(Section):
     @classmethod
     def _check_extra(cls, extra: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
         for name in extra:
-            if key := SLURM_KEYS.get(name.lstrip("-").replace("_", "-")):
+            if key := find_option(name).key:
                 raise ValueError(f"{name!r} is set by the key slurm.{key}. Write it there")
         return extra
 
@@ -814,19 +808,6 @@ class Slurm(Section):
     def time_limit_minutes(self) -> int:
         """Return `time_limit` in minutes, rounded up."""
         return minutes(self.time_limit)
-
-    def without_gpus(self) -> "Slurm":
-        """Return the parameters of the jobs that need no GPU."""
-        elsewhere = self.cpu_partition is not None
-        return self.model_copy(
-            update={
-                "partition": self.cpu_partition or self.partition,
-                "account": self.cpu_account or self.account,
-                "qos": self.cpu_qos or self.qos,
-                "constraint": self.cpu_constraint or (None if elsewhere else self.constraint),
-                "extra": {name: value for name, value in self.extra.items() if not elsewhere or name != "reservation"},
-            }
-        )
 
 
 class Cluster(Section):

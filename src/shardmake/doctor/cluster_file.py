@@ -8,7 +8,7 @@ import yaml
 
 from shardmake.config.accelerators import ACCELERATORS
 from shardmake.config.load import parse_section
-from shardmake.config.models import Cluster
+from shardmake.config.models import Cluster, Slurm
 from shardmake.core.atomic import write_text
 from shardmake.core.errors import ConfigError, nearest
 from shardmake.doctor.findings import Finding, not_checked, warning
@@ -24,29 +24,19 @@ _SCHEMA = "# yaml-language-server: $schema=../../workflow/schemas/cluster.schema
 _DEFAULT_MINUTES = 24 * 60
 
 
-class SlurmOptions(NamedTuple):
-    """Options of the command for a cluster without a file; None for Slurm's default."""
+def draft_cluster(options: Slurm, partitions: Mapping[str, Partition]) -> Cluster:
+    """Return the cluster that sinfo reports for a partition: its most numerous nodes that have the most GPUs.
 
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    gpu_type: str | None = None
-
-
-def draft_cluster(options: SlurmOptions, partitions: Mapping[str, Partition]) -> Cluster:
-    """Return the cluster that sinfo reports for a partition: its most numerous nodes that have the most GPUs."""
+    ``options`` are those of the command, for a cluster without a file.
+    """
     partition = _find_partition(options.partition, partitions)
     group = _choose_group(partition, options)
     asked = (options.gpu_type or "").lower()
     types = [(name, count) for name, count in group.gpus.items() if asked in ("", name.lower())]
     gpu_type, gpus = max(types, key=lambda item: item[1], default=("", 0))
     limit = min(_DEFAULT_MINUTES, partition.time_limit_minutes or _DEFAULT_MINUTES)
-    slurm = {
+    slurm = options.model_dump(exclude_unset=True) | {
         "partition": partition.name,
-        "account": options.account,
-        "qos": options.qos,
-        "constraint": options.constraint,
         "time_limit": f"{limit // 60:02d}:{limit % 60:02d}:00",
         "gpu_request": "gres" if gpus else "none",
         "gpu_type": gpu_type or None,
@@ -76,7 +66,7 @@ def _find_partition(name: str | None, partitions: Mapping[str, Partition]) -> Pa
     return partitions[name]
 
 
-def _choose_group(partition: Partition, options: SlurmOptions) -> NodeGroup:
+def _choose_group(partition: Partition, options: Slurm) -> NodeGroup:
     fitting = [group for group in partition.groups if satisfies(group.features, options.constraint)]
     if options.gpu_type:
         fitting = [group for group in fitting if group.gpus_of(options.gpu_type)]

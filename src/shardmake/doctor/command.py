@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardmake.config.load import load_cluster, load_config
+from shardmake.config.load import load_cluster, load_config, parse_section
 from shardmake.config.models import Cluster, Slurm
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import ConfigError
-from shardmake.doctor.cluster_file import SlurmOptions, compose, draft_cluster, require_free, write_cluster
+from shardmake.doctor.cluster_file import compose, draft_cluster, require_free, write_cluster
 from shardmake.doctor.findings import Finding, Verdict, merge_nodes, ok, run_checks, would_stop
 from shardmake.doctor.job import check_nodes, make_request
 from shardmake.doctor.login import login_checks
@@ -30,12 +30,19 @@ class Options:
 
     cluster_file: Path | None = None
     config: Sequence[Path] = ()
-    slurm: SlurmOptions = field(default_factory=SlurmOptions)
+    slurm: Slurm = field(default_factory=Slurm)
+    """Section `slurm` of the cluster, if no file is given."""
     nodes: int = 1
     write: Path = Path("cluster.yaml")
     force: bool = False
     build_kernels: bool = True
     folder: Path = Path("logs/doctor")
+
+
+def slurm_section(**options: str | None) -> Slurm:
+    """Return the section `slurm` that the command's options stand for; None and empty text are left out."""
+    given = {name: value for name, value in options.items() if value}
+    return parse_section(Slurm, given, "The options for a cluster without a file")
 
 
 @dataclass
@@ -78,17 +85,16 @@ def named_cluster(options: Options) -> Cluster | None:
         raise ConfigError("--cluster and --config both name a cluster. Use one of them.")
     if not (options.cluster_file or options.config):
         return None
-    if any(options.slurm):
-        given = ", ".join(f"--{name.replace('_', '-')}" for name, value in options.slurm._asdict().items() if value)
+    if names := options.slurm.model_dump(exclude_unset=True):
+        given = ", ".join(f"--{name.replace('_', '-')}" for name in names)
         raise ConfigError(f"{given}: the cluster file has these settings. Edit the file, or do not name it.")
     return load_cluster(options.cluster_file or Path(load_config(*options.config).cluster))
 
 
 def check_login(options: Options) -> list[Finding]:
     """Return the findings of this machine; it submits nothing."""
-    cluster, given = named_cluster(options), options.slurm
-    asked = cluster.slurm if cluster else Slurm(partition=given.partition, account=given.account, qos=given.qos)
-    return run_checks(login_checks(cluster, asked, Path.cwd()))
+    cluster = named_cluster(options)
+    return run_checks(login_checks(cluster, cluster.slurm if cluster else options.slurm, Path.cwd()))
 
 
 def check_compute_nodes(options: Options, login: list[Finding]) -> Result:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardmake.config.models import Cluster
+from shardmake.config.slurm_options import JobKind
 from shardmake.core.environment import library_versions
 from shardmake.core.errors import SlurmError
 from shardmake.core.units import plural
@@ -16,7 +17,8 @@ from shardmake.doctor.findings import Finding, stops
 from shardmake.doctor.node import check_node, run_task
 from shardmake.doctor.records import DoctorDir, DoctorRequest, NodeReport
 from shardmake.launch.container import job_container
-from shardmake.launch.slurm_jobs import NodeRequest, make_executor, node_parameters, run_slurm
+from shardmake.launch.slurm_jobs import make_executor, run_slurm
+from shardmake.launch.slurm_request import SlurmRequest
 from shardmake.launch.slurm_states import JobState, JobStatus, is_no_such_job, parse_rows
 
 logger = logging.getLogger(__name__)
@@ -71,9 +73,8 @@ def submit(request: DoctorRequest, folder: DoctorDir) -> str:
     """Submit the job and return its id."""
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-    parameters = job_parameters(request) | {"job_name": job_name(folder)}
-    executor = make_executor(folder.slurm, parameters, job_container(request.cluster, [folder.root]))
-
+    container = job_container(request.cluster, [folder.root])
+    executor = make_executor(folder.slurm, job_request(request, job_name(folder)), container)
     try:
         return str(executor.submit(run_task, str(folder.root.resolve())).job_id)
     except (FailedJobError, FailedSubmissionError, subprocess.CalledProcessError) as error:
@@ -81,15 +82,20 @@ def submit(request: DoctorRequest, folder: DoctorDir) -> str:
         raise SlurmError(f"Slurm rejected the job: {error} {advice}") from None
 
 
-def job_parameters(request: DoctorRequest) -> dict[str, object]:
-    """Return submitit's parameters: those of a training, with less memory and time."""
+def job_request(request: DoctorRequest, name: str) -> SlurmRequest:
+    """Return the request of the job ``name``: that of a training, with less memory and time."""
     cluster = request.cluster
-    cpus = min(cluster.cpus_per_node, CPUS_PER_RANK * request.ranks)
-    memory = max(1, int(min(MOST_MEMORY_GIB, cluster.memory_gib_per_node)))
-    return node_parameters(cluster, NodeRequest(request.nodes, request.ranks, cpus, memory), []) | {
-        "comment": "shardmake doctor --node",
-        "time": min(MINUTES, cluster.slurm.time_limit_minutes),
-    }
+    return SlurmRequest(
+        cluster,
+        JobKind.TRAINING,
+        min(MINUTES, cluster.slurm.time_limit_minutes),
+        nodes=request.nodes,
+        cpus=min(cluster.cpus_per_node, CPUS_PER_RANK * request.ranks),
+        memory_mib=1024 * max(1, int(min(MOST_MEMORY_GIB, cluster.memory_gib_per_node))),
+        gpus=request.ranks,
+        name=name,
+        comment="shardmake doctor --node",
+    )
 
 
 def query_job(job: str) -> JobStatus:

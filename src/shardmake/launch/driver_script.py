@@ -5,16 +5,18 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Collection, Mapping, MutableMapping, Set
+from collections.abc import Collection, MutableMapping, Set
 from pathlib import Path
 from typing import Final
 
 from shardmake.config.models import Cluster, Slurm
+from shardmake.config.slurm_options import JobKind
 from shardmake.config.values import minutes
 from shardmake.core.errors import ConfigError, SlurmError
 from shardmake.launch.slurm_jobs import TRANSIENT, run_slurm, submit_with_retry
+from shardmake.launch.slurm_request import SlurmRequest
 from shardmake.launch.slurm_states import JobStatus, parse_rows
-from shardmake.launch.stage_jobs import OF_GPU_JOBS, ON_GPUS
+from shardmake.launch.stage_jobs import ON_GPUS
 from shardmake.run.driver_job import DriverDir, DriverState, Workflow, driver_dirs
 from shardmake.run.paths import short_path
 
@@ -22,8 +24,6 @@ logger = logging.getLogger(__name__)
 PREFIX: Final = "driver-"
 """Start of the names of driver jobs. It is not that of a training job, which would count towards trainings_per_user."""
 LEAD_SECONDS: Final = 600
-_SET_HERE: Final = {*OF_GPU_JOBS, "requeue", "no-requeue", "dependency", "begin", "array"}
-"""Options of `slurm.extra` that a driver job leaves out."""
 RULES_WITH_JOBS: Final = {f"{stage}_run" for stage in ("train", *ON_GPUS)}
 _LOCKS = Path(".snakemake/locks")
 _WAIT_SECONDS = 600
@@ -44,43 +44,28 @@ def lead_seconds(slurm: Slurm) -> int:
     return min(LEAD_SECONDS, time_limit_minutes(slurm) * 60 // 4)
 
 
-def driver_options(cluster: Cluster, name: str, log: Path) -> dict[str, str | int | bool]:
-    """Return the options of sbatch for a driver job, by long name.
+def batch_script(cluster: Cluster, name: str, folder: DriverDir) -> str:
+    """Return the batch script. Python replaces the shell, because Slurm sends the signal to the shell alone.
 
     ``singleton`` keeps a second job of the name waiting until the first has ended. A job whose node fails is queued
     again by Slurm, which is safe, because the drivers in it adopt the jobs of the trainings.
     """
-    slurm = cluster.slurm.without_gpus()
-    options: Mapping[str, str | int | bool | None] = {
-        "job-name": name,
-        "comment": "shardmake: Snakemake and drivers",
-        "partition": slurm.partition,
-        "account": slurm.account,
-        "qos": slurm.qos,
-        "constraint": slurm.constraint,
-        "exclude": slurm.exclude,
-        "wckey": slurm.wckey,
-        **{key: value for key, value in slurm.extra.items() if key.replace("_", "-") not in _SET_HERE},
-        "nodes": 1,
-        "ntasks": 1,
-        "cpus-per-task": 1,
-        "mem": f"{math.ceil(1024 * slurm.driver_memory_gib)}M",
-        "time": time_limit_minutes(slurm),
-        "signal": f"B:USR1@{lead_seconds(slurm)}",
-        "dependency": "singleton",
-        "requeue": True,
-        "open-mode": "append",
-        "output": str(log),
-    }
-    return {key: value for key, value in options.items() if value is not None}
-
-
-def batch_script(cluster: Cluster, name: str, folder: DriverDir) -> str:
-    """Return the batch script. Python replaces the shell, because Slurm sends the signal to the shell alone."""
-    options = driver_options(cluster, name, folder.log.absolute())
-    words = [f"--{key}" + ("" if value is True else f"={value}") for key, value in options.items()]
+    log = folder.log.absolute()
+    request = SlurmRequest(
+        cluster,
+        JobKind.DRIVER,
+        time_limit_minutes(cluster.slurm),
+        tasks=1,
+        cpus=1,
+        memory_mib=math.ceil(1024 * cluster.slurm.driver_memory_gib),
+        lead=lead_seconds(cluster.slurm),
+        signal="B:USR1",
+        name=name,
+        comment="shardmake: Snakemake and drivers",
+        options={"dependency": "singleton", "requeue": True, "open-mode": "append", "output": str(log)},
+    )
     command = [sys.executable, "-u", "-m", "shardmake.launch.driver_job", str(folder.root.absolute())]
-    lines = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(word)}" for word in words), "", *cluster.slurm.setup]
+    lines = ["#!/bin/bash", *request.sbatch(), "", *cluster.slurm.setup]
     return "\n".join([*lines, f"exec {shlex.join(command)}", ""])
 
 

@@ -60,21 +60,6 @@ def job_name(run_folder: Path) -> str:
     return f"{PREFIX}{run_folder.name}-{digest(str(run_folder.resolve()))[:8]}"
 
 
-def gpu_options(cluster: Cluster, gpus: int, nodes: int = 1) -> dict[str, str]:
-    """Return the options of sbatch, by long name, that request ``gpus`` GPUs on each of ``nodes`` nodes."""
-    slurm = cluster.slurm
-
-    def typed(count: int) -> str:
-        return ":".join(filter(None, (slurm.gpu_type, str(count))))
-
-    if cluster.is_cpu or slurm.gpu_request == "none":
-        return {}
-    if slurm.gpu_request == "gres":
-        return {"gres": f"gpu:{typed(gpus)}"}
-    per_node = {"gpus-per-node": typed(gpus)}  # also beside the total, which Slurm may spread unevenly
-    return per_node if slurm.gpu_request == "gpus-per-node" else {"gpus": typed(gpus * nodes), **per_node}
-
-
 def attempt_settings(number: int, run_folder: Path, cluster: Cluster, plan: Plan, **decided: Any) -> Attempt:
     """Return the `Attempt` for ``plan`` on ``cluster``; ``decided`` are the driver's own decisions."""
     return Attempt(

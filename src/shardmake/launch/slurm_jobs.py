@@ -17,11 +17,13 @@ from typing import Any, ClassVar
 
 from shardmake.checkpoint import store
 from shardmake.config.models import Cluster, Run, Slurm
+from shardmake.config.slurm_options import JobKind
 from shardmake.core.atomic import digest
 from shardmake.core.errors import SlurmError, TooFewNodesError
 from shardmake.core.permissions import private_folder
 from shardmake.launch.container import JobContainer, job_container
-from shardmake.launch.jobs import ActiveJob, gpu_options, job_name
+from shardmake.launch.jobs import ActiveJob, job_name
+from shardmake.launch.slurm_request import SlurmRequest
 from shardmake.launch.slurm_states import (
     JobState,
     JobStatus,
@@ -103,7 +105,7 @@ class SlurmJobs:
 
     def _executor(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> Any:
         container = job_container(self.cluster, [self.run_folder], [self.run] if self.run else [])
-        return make_executor(folder.slurm, sbatch_parameters(self.run_folder, self.cluster, plan, excluded), container)
+        return make_executor(folder.slurm, training_request(self.run_folder, self.cluster, plan, excluded), container)
 
     def find(self) -> ActiveJob | None:
         """See `Jobs`. Jobs whose attempt is over or belongs to another job are cancelled."""
@@ -249,71 +251,37 @@ def _excluded_note(excluded: Sequence[str]) -> str:
     )
 
 
-@dataclass(frozen=True)
-class NodeRequest:
-    """The nodes that a job requests, and what it requests on each of them."""
-
-    nodes: int
-    gpus: int
-    cpus: int
-    memory_gib: int
-
-
-def make_executor(folder: Path, parameters: dict[str, Any], container: JobContainer | None) -> Any:
+def make_executor(folder: Path, request: SlurmRequest, container: JobContainer | None) -> Any:
     """Return submitit's executor, whose batch script and pickles are in ``folder``, for jobs in ``container``."""
     from submitit import SlurmExecutor
 
+    parameters = request.submitit()
     if container is None:
         executor = SlurmExecutor(folder=folder)
     else:
         executor = SlurmExecutor(folder=folder, python=shlex.join(container.python))
-        parameters = parameters | {"srun_args": [*parameters["srun_args"], *container.srun_options]}
+        parameters["srun_args"] += container.srun_options
     executor.update_parameters(**parameters)
     return executor
 
 
-def sbatch_parameters(run_folder: Path, cluster: Cluster, plan: Plan, excluded: list[str]) -> dict[str, Any]:
-    """Return submitit's parameters for the training job of ``plan``."""
-    slurm, resources, choice = cluster.slurm, plan.resources["train"], plan.choice
-    request = NodeRequest(plan.job_nodes, choice.processes_per_node, resources.cpus, resources.memory_gib)
-    parameters = node_parameters(cluster, request, excluded)
-    lead = lead_seconds(slurm, run_folder)
-    if slurm.container:
-        parameters["additional_parameters"] |= {"signal": f"{CONTAINER_SIGNAL}@{lead}"}
-    return parameters | {
-        "job_name": job_name(run_folder),
-        "comment": f"shardmake {run_folder.name}: {choice.strategy}",
-        "time": slurm.time_limit_minutes,
-        "signal_delay_s": lead,
-    }
-
-
-def node_parameters(cluster: Cluster, request: NodeRequest, excluded: list[str]) -> dict[str, Any]:
-    """Return submitit's parameters for a job with one task on each node of ``request``."""
-    slurm = cluster.slurm
-    exclude = ",".join([*([slurm.exclude] if slurm.exclude else []), *excluded])
-    parameters: dict[str, Any] = {
-        "partition": slurm.partition,
-        "account": slurm.account,
-        "qos": slurm.qos,
-        "constraint": slurm.constraint,
-        "exclude": exclude or None,
-        "nodes": request.nodes,
-        "ntasks_per_node": 1,
-        "cpus_per_task": request.cpus,
-        "mem": f"{request.memory_gib}GB",
-        "setup": slurm.setup or None,
-        # Slurm 22.05 to 23.02 does not pass --cpus-per-task on to srun; one dead node must end the step.
-        "srun_args": [f"--cpus-per-task={request.cpus}", "--kill-on-bad-exit=1", *slurm.srun_extra],
-        "additional_parameters": {
-            **({} if "requeue" in slurm.extra else {"no-requeue": True}),
-            **gpu_options(cluster, request.gpus, request.nodes),
-            **slurm.extra,
-        },
-        "stderr_to_stdout": True,
-    }
-    # Submitit sends a wckey of its own by default, which strict clusters reject.
-    return {name: value for name, value in parameters.items() if value is not None} | {"wckey": slurm.wckey}
+def training_request(run_folder: Path, cluster: Cluster, plan: Plan, excluded: list[str]) -> SlurmRequest:
+    """Return the request of the training job of ``plan``."""
+    resources, choice = plan.resources["train"], plan.choice
+    return SlurmRequest(
+        cluster,
+        JobKind.TRAINING,
+        cluster.slurm.time_limit_minutes,
+        nodes=plan.job_nodes,
+        cpus=resources.cpus,
+        memory_mib=1024 * resources.memory_gib,
+        gpus=choice.processes_per_node,
+        lead=lead_seconds(cluster.slurm, run_folder),
+        signal=CONTAINER_SIGNAL if cluster.slurm.container else "",
+        name=job_name(run_folder),
+        comment=f"shardmake {run_folder.name}: {choice.strategy}",
+        excluded=excluded,
+    )
 
 
 def lead_seconds(slurm: Slurm, run_folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""Ask Slurm at plan time whether it would accept the jobs of a run, with ``sbatch --test-only``."""
+"""Ask Slurm at plan time, with ``sbatch --test-only``, if it would accept a run's jobs and when it would start it."""
 
 import logging
 import re
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 _TEST = "--test-only"
 _TEMPORARY = re.compile(r"\bbusy\b|not (available|usable) now|\(down, drained or reserved\)|\(inactive or drain\)")
 """Text of sbatch about nodes, partitions and reservations that cannot start the job at present but may later."""
+_START = re.compile(r"\bto start at (\S+)")
+_MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
 
 def check_submission(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> None:
@@ -37,16 +39,17 @@ def check_submission(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> 
     if cluster.executor != "slurm":
         return
     check_container(cluster, [rundir.root], [run])
-    script = SlurmJobs(rundir.root, cluster, run).script(
-        AttemptDir(rundir.attempts.absolute() / "NNN"), plan, excluded=[]
-    )
     if cluster.slurm.driver == "job":
         folder = DriverDir(rundir.root.absolute().parent / FOLDER / "NNN")
         _judge("the driver", run_slurm("sbatch", _TEST, stdin=batch_script(cluster, f"{PREFIX}NNN", folder)))
-    _judge("train", run_slurm("sbatch", _TEST, stdin=script))
+    _judge("train", run_slurm("sbatch", _TEST, stdin=_training_script(SlurmJobs(rundir.root, cluster, run), plan)))
     for stage in ON_GPUS:
         command = shlex.split(sbatch_command(stage, run, cluster, plan.resources[stage]))
         _judge(stage, run_slurm(*command, _TEST, "--wrap=true"))
+
+
+def _training_script(jobs: SlurmJobs, plan: Plan) -> str:
+    return jobs.script(AttemptDir(RunDir(jobs.run_folder).attempts.absolute() / "NNN"), plan, excluded=[])
 
 
 def _judge(stage: str, answer: "subprocess.CompletedProcess[str]") -> None:
@@ -65,10 +68,6 @@ def _judge(stage: str, answer: "subprocess.CompletedProcess[str]") -> None:
             f"Slurm refuses the job of {stage}: {words}. Correct the section slurm of the cluster file. To see the "
             "parameters, run: snakemake -n --profile slurm"
         )
-
-
-_START = re.compile(r"\bto start at (\S+)")
-_MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
 
 def parse_start(text: str) -> float | None:
@@ -121,10 +120,9 @@ def node_counts(planned: int, memory: MemoryEstimates) -> Iterator[int]:
 def _query_start(plan: Plan, nodes: int, cluster: Cluster, rundir: RunDir) -> float | None:
     """Return the Unix time at which Slurm would start the training on ``nodes``; None without an estimate."""
     wanted = plan.model_copy(update={"choice": plan.choice.model_copy(update={"nodes": nodes})})
-    folder = AttemptDir(rundir.attempts.absolute() / "NNN")
-    script = SlurmJobs(rundir.root, cluster).script(folder, wanted, excluded=[])
+    script = _training_script(SlurmJobs(rundir.root, cluster), wanted)
     # The user's SLURM_TIME_FORMAT could print a time that cannot be parsed.
-    answer = run_slurm("env", "SLURM_TIME_FORMAT=standard", "sbatch", "--test-only", stdin=script)
+    answer = run_slurm("env", "SLURM_TIME_FORMAT=standard", "sbatch", _TEST, stdin=script)
     found = _START.search(answer.stderr) if answer.returncode == 0 else None
     return parse_start(found[1]) if found else None
 

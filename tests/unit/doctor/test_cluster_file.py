@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from shardmake.config.load import load_cluster
-from shardmake.config.models import Cluster
+from shardmake.config.models import Cluster, Slurm
 from shardmake.core.errors import ShardmakeError
-from shardmake.doctor.cluster_file import SlurmOptions, compose, draft_cluster, write_cluster
+from shardmake.doctor.cluster_file import compose, draft_cluster, write_cluster
 from shardmake.doctor.findings import Verdict
 from shardmake.doctor.job import make_request
 from shardmake.doctor.records import NodeFacts, NodeReport
@@ -25,7 +25,7 @@ UNTYPED = parse_partitions("gpu*|4|64|515000|1:00:00|gpu:4|(null)\n")
 
 
 def test_a_partition_becomes_the_cluster_of_its_largest_gpu_nodes() -> None:
-    cluster = draft_cluster(SlurmOptions(partition="gpu", account="lab", qos="long"), PARTITIONS)
+    cluster = draft_cluster(Slurm(partition="gpu", account="lab", qos="long"), PARTITIONS)
     assert (cluster.accelerator, cluster.processes_per_node, cluster.cpus_per_node) == ("h100", 8, 96)
     assert (cluster.max_nodes, cluster.memory_gib_per_node) == (16, 1006)
     assert cluster.slurm.gpu_type == "h100" and cluster.slurm.gpu_request == "gres"
@@ -35,17 +35,17 @@ def test_a_partition_becomes_the_cluster_of_its_largest_gpu_nodes() -> None:
 @pytest.mark.parametrize(
     ("partitions", "options", "expected"),
     [
-        (PARTITIONS, SlurmOptions(partition="gpu", gpu_type="v100"), ("v100-16gb", 4, "v100", "gres")),
-        (PARTITIONS, SlurmOptions(partition="gpu", constraint="v100"), ("v100-16gb", 4, "v100", "gres")),
-        (PARTITIONS, SlurmOptions(), ("cpu", 2, None, "none")),
-        (HYPHENS, SlurmOptions(partition="a100"), ("a100-40gb", 8, "nvidia_a100-sxm4-80gb", "gres")),
-        (TWO_TYPES, SlurmOptions(), ("a100-40gb", 8, "a100", "gres")),
-        (TWO_TYPES, SlurmOptions(gpu_type="A30"), ("a30", 2, "a30", "gres")),
-        (UNTYPED, SlurmOptions(), ("a100-80gb", 4, None, "gres")),
+        (PARTITIONS, Slurm(partition="gpu", gpu_type="v100"), ("v100-16gb", 4, "v100", "gres")),
+        (PARTITIONS, Slurm(partition="gpu", constraint="v100"), ("v100-16gb", 4, "v100", "gres")),
+        (PARTITIONS, Slurm(), ("cpu", 2, None, "none")),
+        (HYPHENS, Slurm(partition="a100"), ("a100-40gb", 8, "nvidia_a100-sxm4-80gb", "gres")),
+        (TWO_TYPES, Slurm(), ("a100-40gb", 8, "a100", "gres")),
+        (TWO_TYPES, Slurm(gpu_type="A30"), ("a30", 2, "a30", "gres")),
+        (UNTYPED, Slurm(), ("a100-80gb", 4, None, "gres")),
     ],
 )
 def test_options_choose_the_nodes(
-    partitions: dict[str, Any], options: SlurmOptions, expected: tuple[str, int, str | None, str]
+    partitions: dict[str, Any], options: Slurm, expected: tuple[str, int, str | None, str]
 ) -> None:
     cluster = draft_cluster(options, partitions)
     slurm = cluster.slurm
@@ -55,13 +55,13 @@ def test_options_choose_the_nodes(
 @pytest.mark.parametrize(
     ("partitions", "options", "words"),
     [
-        (PARTITIONS, SlurmOptions(partition="gpus"), "no partition 'gpus'. Did you mean 'gpu'?"),
-        (PARTITIONS, SlurmOptions(partition="gpu", gpu_type="b200"), "Its GPU types are: h100, v100"),
-        (PARTITIONS, SlurmOptions(partition="gpu", constraint="b200"), "No node of partition 'gpu'"),
-        (HYPHENS, SlurmOptions(), "no default partition. Use --partition with one of: a100"),
+        (PARTITIONS, Slurm(partition="gpus"), "no partition 'gpus'. Did you mean 'gpu'?"),
+        (PARTITIONS, Slurm(partition="gpu", gpu_type="b200"), "Its GPU types are: h100, v100"),
+        (PARTITIONS, Slurm(partition="gpu", constraint="b200"), "No node of partition 'gpu'"),
+        (HYPHENS, Slurm(), "no default partition. Use --partition with one of: a100"),
     ],
 )
-def test_options_that_no_node_satisfies(partitions: dict[str, Any], options: SlurmOptions, words: str) -> None:
+def test_options_that_no_node_satisfies(partitions: dict[str, Any], options: Slurm, words: str) -> None:
     with pytest.raises(ShardmakeError) as error:
         draft_cluster(options, partitions)
     assert words in str(error.value)
@@ -89,7 +89,7 @@ def written(tmp_path: Path, cluster: Cluster, *facts: NodeFacts, drafted: bool) 
 
 
 def test_a_drafted_cluster_gets_the_measured_values(tmp_path: Path) -> None:
-    drafted = draft_cluster(SlurmOptions(partition="gpu", account="lab"), PARTITIONS)
+    drafted = draft_cluster(Slurm(partition="gpu", account="lab"), PARTITIONS)
     slower = H100.model_copy(update={"inter_gbps": 30.0, "nvme": {"/local": 2800.0, "/other": 1.0}})
     cluster, text = written(tmp_path, drafted, H100, slower, drafted=True)
     assert (cluster.accelerator, cluster.gpu_memory_gib, cluster.network_interface) == ("h100", 79.1, "ib0")
@@ -102,7 +102,7 @@ def test_a_drafted_cluster_gets_the_measured_values(tmp_path: Path) -> None:
 
 
 def test_the_driver_and_not_sinfo_decides_which_gpu_it_is(tmp_path: Path) -> None:
-    drafted = draft_cluster(SlurmOptions(partition="a100"), HYPHENS)
+    drafted = draft_cluster(Slurm(partition="a100"), HYPHENS)
     facts = NodeFacts(gpu_name="NVIDIA A100-SXM4-80GB", gpu_memory_gib=79.1)
     cluster, text = written(tmp_path, drafted, facts, drafted=True)
     assert cluster.accelerator == "a100-80gb" and cluster.slurm.gpu_type == "nvidia_a100-sxm4-80gb"
@@ -117,7 +117,7 @@ def test_the_driver_and_not_sinfo_decides_which_gpu_it_is(tmp_path: Path) -> Non
     ],
 )
 def test_no_file_is_written_with_a_guessed_gpu(facts: NodeFacts, words: str) -> None:
-    drafted = draft_cluster(SlurmOptions(), UNTYPED)
+    drafted = draft_cluster(Slurm(), UNTYPED)
     text, (found,) = compose(make_request(drafted, 1, build_kernels=False), reports(facts), drafted=True)
     assert text == "" and found.verdict is Verdict.NOT_CHECKED and words in found.found
 

@@ -7,9 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from shardmake.cli import app
+from shardmake.config.models import Slurm
 from shardmake.core.errors import ShardmakeError
 from shardmake.doctor import command
-from shardmake.doctor.cluster_file import SlurmOptions
 from shardmake.doctor.command import Options, check_compute_nodes, named_cluster
 from shardmake.doctor.findings import Finding, Verdict, ok, stops
 from shardmake.doctor.records import DoctorDir, DoctorRequest, NodeFacts, NodeReport
@@ -63,11 +63,8 @@ def test_options_without_a_cluster_file_are_checked(words: list[str], status: in
     ("options", "words"),
     [
         (Options(cluster_file=Path("named.yaml"), config=[Path("config.yaml")]), "--cluster and --config both name"),
-        (
-            Options(cluster_file=Path("named.yaml"), slurm=SlurmOptions(gpu_type="h100")),
-            "--gpu-type: the cluster file has",
-        ),
-        (Options(config=[Path("config.yaml")], slurm=SlurmOptions(qos="long")), "--qos: the cluster file has"),
+        (Options(cluster_file=Path("named.yaml"), slurm=Slurm(gpu_type="h100")), "--gpu-type: the cluster file has"),
+        (Options(config=[Path("config.yaml")], slurm=Slurm(qos="long")), "--qos: the cluster file has"),
         (Options(cluster_file=Path("missing.yaml")), "'missing.yaml' does not exist"),
     ],
 )

@@ -9,7 +9,7 @@ from shardmake.doctor import job
 from shardmake.doctor.findings import Verdict, ok
 from shardmake.doctor.records import DoctorDir, NodeFacts, NodeReport
 from shardmake.launch.low_memory_wait import PREFIX
-from shardmake.launch.slurm_jobs import sbatch_parameters
+from shardmake.launch.slurm_jobs import training_request
 from shardmake.launch.slurm_states import JobState, JobStatus
 from tests.unit.doctor.recorded import install_programs
 from tests.unit.plans import make_cluster, make_plan
@@ -25,21 +25,21 @@ REQUEST = job.make_request(CLUSTER, 2, build_kernels=True)
 
 
 def test_the_job_requests_nodes_as_a_training_does(tmp_path: Path) -> None:
-    ours = job.job_parameters(REQUEST)
-    training = sbatch_parameters(tmp_path, CLUSTER, make_plan("zero3", processes_per_node=8), [])
+    name = job.job_name(DoctorDir(Path("logs/doctor/20261123-101500")))
+    ours = job.job_request(REQUEST, name).submitit()
+    training = training_request(tmp_path, CLUSTER, make_plan("zero3", processes_per_node=8), []).submitit()
     differ = {name for name in ours.keys() | training.keys() if ours.get(name) != training.get(name)}
     assert differ == {"job_name", "comment", "time", "cpus_per_task", "mem", "srun_args", "signal_delay_s"}
     assert (ours["qos"], ours["setup"]) == ("long", ["module load cuda"])
     assert ours["additional_parameters"] == {"no-requeue": True, "gres": "gpu:h100:8", "reservation": "course"}
     assert (ours["time"], ours["cpus_per_task"], ours["mem"]) == (20, 64, "64GB")
-    name = job.job_name(DoctorDir(Path("logs/doctor/20261123-101500")))
-    assert name == "doctor-shardmake-20261123-101500"
+    assert ours["job_name"] == name == "doctor-shardmake-20261123-101500"
     assert not name.startswith(PREFIX), "it does not count as a training of the user"
 
 
 def test_small_nodes_and_short_limits_are_respected() -> None:
     small = make_cluster(executor="slurm", memory_gib_per_node=0.5, slurm={"time_limit": "00:05:00"})
-    ours = job.job_parameters(job.make_request(small, 1, build_kernels=False))
+    ours = job.job_request(job.make_request(small, 1, build_kernels=False), "doctor").submitit()
     assert (ours["time"], ours["cpus_per_task"], ours["mem"]) == (5, 4, "1GB")
     assert ours["additional_parameters"] == {"no-requeue": True}
 

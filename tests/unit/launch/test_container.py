@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from shardmake.config.models import Cluster, Container, Slurm
 from shardmake.core.errors import ConfigError
-from shardmake.doctor.job import job_parameters, make_request
+from shardmake.doctor.job import job_request, make_request
 from shardmake.launch import container as containers
 from shardmake.launch.container import check_container, distinct_folders, job_container, start_failure
 from shardmake.launch.outcome import Action, Evidence, RetryState, classify, decide
@@ -99,7 +99,7 @@ def test_pyxis_gets_the_container_as_options_of_srun(checkout: Path) -> None:
 def test_the_nodes_of_doctor_are_checked_in_the_container(checkout: Path) -> None:
     request = make_request(in_container(checkout), 2, build_kernels=False)
     container = job_container(request.cluster, [checkout / "logs"])
-    executor = make_executor(checkout / "logs", job_parameters(request), container)
+    executor = make_executor(checkout / "logs", job_request(request, "doctor"), container)
     text = executor._make_submission_file_text(executor._submitit_command_str, "x")
     assert " apptainer exec --nv " in text and request.environment is None
 

@@ -2,30 +2,19 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from shardmake.config.models import Cluster
 from shardmake.core.errors import ConfigError
 from shardmake.launch.driver_script import batch_script, lead_seconds, leave_job, refuse_login_node
 from shardmake.run.driver_job import DriverDir
-from tests.unit.plans import make_cluster
-
-SITE: dict[str, Any] = {
-    "partition": "gpu", "account": "lab", "qos": "long", "constraint": "ib&a100", "exclude": "c[7-9]", "wckey": "key",
-    "cpu_partition": "cpu", "cpu_qos": "short", "time_limit": "3-00:00:00", "setup": ["module load python"],
-    "extra": {"reservation": "course", "mail_type": "END", "mem": 0, "exclusive": True, "no-requeue": True},
-}  # fmt: skip
-
-
-def site(**changes: Any) -> Cluster:
-    return make_cluster(executor="slurm", accelerator="a100-80gb", slurm=SITE | changes)
+from tests.unit.launch.test_stage_jobs import site
 
 
 def test_the_script_has_what_the_site_requires_of_a_job_without_a_gpu(tmp_path: Path) -> None:
     folder = DriverDir(tmp_path / "my runs/.driver/001")
-    assert batch_script(site(driver_memory_gib=2.5), "driver-0a1b", folder).splitlines() == [
+    cluster = site(cpu_partition="cpu", cpu_qos="short", setup=["module load python"], driver_memory_gib=2.5)
+    assert batch_script(cluster, "driver-0a1b", folder).splitlines() == [
         "#!/bin/bash",
         "#SBATCH --job-name=driver-0a1b",
         "#SBATCH '--comment=shardmake: Snakemake and drivers'",

@@ -8,7 +8,6 @@ from snakemake.utils import format as format_as_snakemake
 
 from shardmake.config.models import Cluster
 from shardmake.core.errors import ConfigError
-from shardmake.launch.jobs import gpu_options
 from shardmake.launch.stage_jobs import ON_GPUS, job_resources, job_shell_prefix, sbatch_command
 from shardmake.run.plan import Resources
 from tests.unit.plans import make_cluster, make_run
@@ -88,13 +87,6 @@ def test_evaluate_requests_a_gpu_for_each_of_its_processes_and_none_on_a_cpu_clu
     assert "--gres=gpu:1" in line("evaluate", site(), evaluation={"processes": 1})
     assert "gres" not in line("evaluate", site("cpu"))
     assert job_resources("evaluate", make_run(), make_cluster()) == {}
-
-
-def test_the_training_requests_as_many_gpus_on_each_node() -> None:
-    assert gpu_options(site(gpu_type="a100"), 4, 2) == {"gres": "gpu:a100:4"}
-    assert gpu_options(site(gpu_request="gpus-per-node"), 4, 2) == {"gpus-per-node": "4"}
-    assert gpu_options(site(gpu_request="gpus", gpu_type="a-b"), 4, 2) == {"gpus": "a-b:8", "gpus-per-node": "a-b:4"}
-    assert gpu_options(site("cpu"), 4, 2) == {}
 
 
 def test_a_value_that_the_executor_misreads_is_refused_with_the_value() -> None:

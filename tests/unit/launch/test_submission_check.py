@@ -1,14 +1,15 @@
-"""Answers of Slurm to `sbatch --test-only`, and their effect on the plan."""
+"""Answers of Slurm to `sbatch --test-only`: refusals, and the starts that it estimates."""
 
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from shardmake.core.errors import ConfigError
 from shardmake.launch.stage_jobs import ON_GPUS
-from shardmake.launch.submission_check import check_submission
+from shardmake.launch.submission_check import check_submission, expected_starts, node_counts
 from shardmake.run.paths import RunDir
-from shardmake.run.plan import Resources
+from shardmake.run.plan import CandidateEstimate, MemoryEstimates, Resources
 from tests.unit.plans import make_cluster, make_plan, make_run
 
 START = "sbatch: Job 12 to start at 2026-11-24T08:00:00 using 8 processors on nodes c[1-2] in partition gpu"
@@ -99,3 +100,111 @@ def test_without_sbatch_the_plan_continues_and_says_so(
 def test_without_slurm_nothing_is_asked(site: Site) -> None:
     site.check("refused", "all", executor="local")
     assert not (site.folder / "asked").exists()
+
+
+STARTS = """#!/bin/sh
+nodes=$(sed -n 's/^#SBATCH --nodes=//p')
+echo "$@ $nodes $SLURM_TIME_FORMAT" >> "{folder}/asked"
+cat "{folder}/answer-$nodes" >&2
+"""
+SINFO = """#!/bin/sh
+case "$*" in *--partition=gpu) echo ${PARTITION_STATE:-up};; *) echo up;; esac
+"""
+
+
+def estimates(*fitting: int, too_large: int = 1) -> MemoryEstimates:
+    """Return estimates in which only candidates on ``fitting`` nodes fit."""
+    candidates = [
+        CandidateEstimate.model_construct(choice=make_plan("zero3", nodes=nodes).choice, fits=nodes != too_large)
+        for nodes in (too_large, *fitting)
+    ]
+    return MemoryEstimates.model_construct(candidates=candidates)
+
+
+class Queue:
+    """A login node whose sbatch prints the answer for the number of nodes."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+        monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+        for name, text in (("srun", "#!/bin/sh\n"), ("sbatch", STARTS.format(folder=folder)), ("sinfo", SINFO)):
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+
+    def answer(self, nodes: int, text: str) -> None:
+        (self.folder / f"answer-{nodes}").write_text(text)
+
+    def start_after(self, nodes: int, **after: float) -> None:
+        start = f"{datetime.now() + timedelta(**after):%Y-%m-%dT%H:%M:%S}"
+        self.answer(nodes, f"sbatch: Job 7 to start at {start} using 8 processors on nodes c[1-2] in partition gpu\n")
+
+    def ask(self, memory: MemoryEstimates, executor: str = "slurm") -> str:
+        rundir, slurm = RunDir(self.folder / "docs-chat"), {"partition": "gpu"} if executor == "slurm" else {}
+        return expected_starts(make_plan("zero3"), memory, make_cluster(executor=executor, slurm=slurm), rundir)
+
+    @property
+    def asked(self) -> list[str]:
+        file = self.folder / "asked"
+        return file.read_text().splitlines() if file.exists() else []
+
+
+@pytest.fixture
+def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Queue:
+    return Queue(tmp_path, monkeypatch)
+
+
+def test_the_planned_number_of_nodes_comes_first(queue: Queue) -> None:
+    queue.start_after(2, minutes=40.1)
+    queue.start_after(4, hours=20.1)
+    queue.start_after(8, days=3.1)
+    assert queue.ask(estimates(2, 4, 8)) == (
+        "if submitted now, by Slurm's estimate without the jobs that already wait: "
+        "2 nodes: would start in about 40 min; 4 nodes: would start in about 20 h; 8 nodes: would start in about 3 days"
+    )
+    assert queue.asked == [f"--test-only {nodes} standard" for nodes in (2, 4, 8)]
+    assert not (queue.folder / "docs-chat").exists()
+
+
+def test_a_start_in_the_past_is_at_once(queue: Queue) -> None:
+    queue.start_after(2, seconds=-5)
+    assert queue.ask(estimates(2)).endswith("2 nodes: would start at once")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "sbatch: Job 7 to start at N/A using 8 processors\n",
+        "sbatch: error: Unable to contact slurm controller (connect failure)\n",
+    ],
+)
+def test_without_an_estimate_the_plan_says_so_and_asks_once(queue: Queue, words: str) -> None:
+    queue.answer(2, words)
+    assert queue.ask(estimates(2, 4)).endswith("2 nodes: Slurm does not know when it would start")
+    assert len(queue.asked) == 1
+
+
+def test_a_start_that_only_another_number_lacks(queue: Queue) -> None:
+    queue.start_after(2, minutes=5.1)
+    queue.answer(4, "allocation failure: Requested nodes are busy\n")
+    assert queue.ask(estimates(2, 4)).endswith("in about 5 min; 4 nodes: Slurm does not know when it would start")
+
+
+def test_a_closed_partition_has_no_estimate(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARTITION_STATE", "down")
+    assert queue.ask(estimates(2)) == "Slurm starts no jobs at present: partition gpu is down"
+    assert queue.asked == []
+
+
+def test_without_slurm_no_start_is_asked(queue: Queue) -> None:
+    assert queue.ask(estimates(2), executor="local") == ""
+    assert queue.asked == []
+
+
+@pytest.mark.parametrize(
+    ("fitting", "expected"),
+    [((4,), [4]), ((2, 4), [4, 2]), ((4, 5, 6, 8), [4, 5, 8]), ((2, 3, 4, 6, 8, 16), [4, 2, 6, 16])],
+)
+def test_other_numbers_are_few_and_fit(fitting: tuple[int, ...], expected: list[int]) -> None:
+    assert list(node_counts(4, estimates(*fitting))) == expected

@@ -1,0 +1,76 @@
+"""The table of Slurm's options: one row per option of sbatch, with its names in the programs that submit jobs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+
+class JobKind(IntEnum):
+    """The kinds of jobs; `SlurmOption.until` names the last kind for which an option holds."""
+
+    TRAINING = 1
+    """A training, and the check of nodes, which requests nodes as a training does."""
+    EVALUATE = 2
+    """A stage that uses the GPUs of one node."""
+    CPU_STAGE = 3
+    DRIVER = 4
+    """Snakemake and the drivers. It uses no GPU."""
+
+
+@dataclass(frozen=True)
+class SlurmOption:
+    """An option of sbatch. One that no row describes holds for every job and is given in `slurm.extra`."""
+
+    flag: str
+    """sbatch's long name, without the two hyphens."""
+    key: str | None = None
+    """Key of the section `slurm` that gives the option, which `slurm.extra` then refuses.
+
+    A key `cpu_KEY`, if there is one, replaces it for jobs without a GPU.
+    """
+    is_value: bool = True
+    """The value of ``key`` is that of the option. Otherwise a part of the request follows from it."""
+    submitit: str | None = None
+    """Parameter of submitit's executor. Without one, it is an additional parameter."""
+    snakemake: str | None = None
+    """Resource of Snakemake's Slurm executor. Without one, it is a part of ``slurm_extra``."""
+    until: JobKind = JobKind.DRIVER
+    """Last kind of job for which it holds if the cluster file gives it."""
+    of_partition: bool = False
+    """Jobs without a GPU leave it out if they have a partition of their own."""
+
+
+_KEPT_FOR_TRAININGS = (
+    *("chdir", "clusters", "cpus-per-gpu", "error", "export", "gpus-per-task", "mem-per-cpu", "mem-per-gpu"),
+    *("nodelist", "ntasks", "ntasks-per-gpu", "ntasks-per-node", "open-mode", "output", "signal", "time-min"),
+)
+_SET_BY_DRIVERS = ("array", "begin", "dependency", "no-requeue", "requeue")
+_ROWS = (
+    SlurmOption("partition", key="partition", submitit="partition", snakemake="slurm_partition"),
+    SlurmOption("account", key="account", submitit="account", snakemake="slurm_account"),
+    SlurmOption("qos", key="qos", submitit="qos", snakemake="qos"),
+    SlurmOption("constraint", key="constraint", submitit="constraint", snakemake="constraint", of_partition=True),
+    SlurmOption("exclude", key="exclude", submitit="exclude"),
+    SlurmOption("wckey", key="wckey", submitit="wckey"),
+    SlurmOption("time", key="time_limit", is_value=False, submitit="time", snakemake="runtime"),
+    SlurmOption("gpus", key="gpu_request", is_value=False),
+    SlurmOption("gpus-per-node", key="gpu_request", is_value=False),
+    SlurmOption("gres", snakemake="gres", until=JobKind.TRAINING),
+    SlurmOption("nodes", submitit="nodes", snakemake="nodes", until=JobKind.TRAINING),
+    SlurmOption("cpus-per-task", submitit="cpus_per_task", until=JobKind.TRAINING),
+    SlurmOption("mem", submitit="mem", until=JobKind.TRAINING),
+    SlurmOption("job-name", submitit="job_name", until=JobKind.TRAINING),
+    SlurmOption("comment", submitit="comment", until=JobKind.TRAINING),
+    SlurmOption("exclusive", until=JobKind.EVALUATE),
+    SlurmOption("reservation", of_partition=True),
+    *(SlurmOption(flag, until=JobKind.TRAINING) for flag in _KEPT_FOR_TRAININGS),
+    *(SlurmOption(flag, until=JobKind.CPU_STAGE) for flag in _SET_BY_DRIVERS),
+)
+SLURM_OPTIONS: Final[Mapping[str, SlurmOption]] = {row.flag: row for row in _ROWS}
+
+
+def find_option(name: str) -> SlurmOption:
+    """Return the row of an option as a person spells it, such as ``--mail_type``."""
+    flag = name.lstrip("-").replace("_", "-")
+    return SLURM_OPTIONS.get(flag, SlurmOption(flag))

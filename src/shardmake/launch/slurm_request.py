@@ -1,0 +1,159 @@
+"""The request of one job to Slurm, in the words of the three programs that submit jobs."""
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from shardmake.config.models import Cluster
+from shardmake.config.slurm_options import SLURM_OPTIONS, JobKind, SlurmOption, find_option
+from shardmake.core.errors import ConfigError
+
+Value = str | int | bool
+
+
+@dataclass(frozen=True)
+class SlurmRequest:
+    """One job of a cluster: its nodes, what it takes of each of them, and the options of the section `slurm`."""
+
+    cluster: Cluster
+    kind: JobKind
+    minutes: int
+    nodes: int = 1
+    tasks: int | None = None
+    """Tasks of the whole job. A job of submitit has one on each node, and Snakemake's executor decides for its own."""
+    cpus: int | None = None
+    """Cores of a task."""
+    memory_mib: int | None = None
+    """Host RAM of a node."""
+    gpus: int = 0
+    """GPUs of a node."""
+    lead: int = 0
+    """Seconds before the time limit at which the job gets its signal."""
+    signal: str = ""
+    """That signal as sbatch takes it. Without it, submitit's."""
+    name: str = ""
+    comment: str = ""
+    excluded: Sequence[str] = ()
+    """Nodes to exclude beside those of the cluster file."""
+    options: Mapping[str, Value] = field(default_factory=dict)
+    """Further options of a batch script, by sbatch's long names."""
+
+    def submitit(self) -> dict[str, Any]:
+        """Return the parameters of submitit's executor for a job with one task on each node."""
+        slurm, extra = self.cluster.slurm, self._extra()
+        named, others = _split(self._given() | self._sizes(), "submitit")
+        return named | {
+            "ntasks_per_node": 1,
+            **({"mem": f"{self.memory_mib // 1024}GB"} if self.memory_mib else {}),
+            **({"signal_delay_s": self.lead} if self.lead else {}),
+            **({"setup": slurm.setup} if slurm.setup else {}),
+            # Slurm 22.05 to 23.02 does not pass --cpus-per-task on to srun; one dead node must end the step.
+            "srun_args": [f"--cpus-per-task={self.cpus}", "--kill-on-bad-exit=1", *slurm.srun_extra],
+            "additional_parameters": {
+                **({} if "requeue" in extra else {"no-requeue": True}),
+                **self._gpus(),
+                **extra,
+                **others,
+            },
+            "stderr_to_stdout": True,
+            # Submitit sends a wckey of its own by default, which strict clusters reject.
+            "wckey": slurm.wckey,
+        }
+
+    def snakemake(self) -> dict[str, Value]:
+        """Return the resources of a rule for Snakemake's Slurm executor.
+
+        Raises:
+            ConfigError: The executor would misread a value.
+        """
+        gpu_type, gpus, counted = self.cluster.slurm.gpu_type, self._gpus(), {}
+        if gpus and not re.fullmatch(r"[A-Za-z0-9_.]+", gpu_type or "any"):
+            # The executor refuses this name. Slurm turns --gres=gpu:TYPE:N into the same request.
+            gpus = {"gpus-per-node": f"{gpu_type}:{self.gpus}"}
+        elif "gpus" in gpus:
+            gpus, counted = {}, {"gpu": self.gpus, "gpu_model": gpu_type}
+        named, others = _split(self._given() | self._sizes() | gpus, "snakemake")
+        others |= {name.replace("_", "-"): value for name, value in self._extra().items()}
+        resources = named | counted | {"slurm_extra": _checked(shlex.join(_words(others)))}
+        return {name: value for name, value in resources.items() if value}
+
+    def sbatch(self) -> list[str]:
+        """Return the lines of a batch script."""
+        options = self._given() | self._extra() | self._sizes() | dict(self.options)
+        return [f"#SBATCH {shlex.quote(word)}" for word in _words(options)]
+
+    def _given(self) -> dict[str, Value]:
+        """Return the names of the job and what the keys of the section `slurm` give it, by sbatch's long names."""
+        keys = {row.flag: self._value(row, row.key) for row in SLURM_OPTIONS.values() if row.key and row.is_value}
+        excluded = ",".join(filter(None, [keys["exclude"], *self.excluded]))
+        given = {"job-name": self.name, "comment": self.comment, **keys, "exclude": excluded}
+        return {flag: value for flag, value in given.items() if value}
+
+    def _value(self, option: SlurmOption, key: str) -> Any:
+        slurm = self.cluster.slurm
+        own = getattr(slurm, f"cpu_{key}", None) if self.kind >= JobKind.CPU_STAGE else None
+        return own or (getattr(slurm, key) if self._has(option) else None)
+
+    def _extra(self) -> dict[str, Value]:
+        return {name: value for name, value in self.cluster.slurm.extra.items() if self._has(find_option(name))}
+
+    def _has(self, option: SlurmOption) -> bool:
+        """Return whether a job of this kind takes ``option`` from the cluster file."""
+        elsewhere = self.kind >= JobKind.CPU_STAGE and self.cluster.slurm.cpu_partition is not None
+        return self.kind <= option.until and not (option.of_partition and elsewhere)
+
+    def _sizes(self) -> dict[str, Value]:
+        """Return the options that size the job, by sbatch's long names."""
+        sizes: dict[str, Value | None] = {
+            "nodes": self.nodes,
+            "ntasks": self.tasks,
+            "cpus-per-task": self.cpus,
+            "mem": self.memory_mib and f"{self.memory_mib}M",
+            "time": self.minutes,
+            "signal": self.signal and f"{self.signal}@{self.lead}",
+        }
+        return {flag: value for flag, value in sizes.items() if value}
+
+    def _gpus(self) -> dict[str, str]:
+        """Return the options that request GPUs, by sbatch's long names."""
+        slurm = self.cluster.slurm
+
+        def typed(count: int) -> str:
+            return ":".join(filter(None, (slurm.gpu_type, str(count))))
+
+        if not self.gpus or self.cluster.is_cpu or slurm.gpu_request == "none":
+            return {}
+        if slurm.gpu_request == "gres":
+            return {"gres": f"gpu:{typed(self.gpus)}"}
+        per_node = {"gpus-per-node": typed(self.gpus)}  # also beside the total, which Slurm may spread unevenly
+        return per_node if slurm.gpu_request == "gpus-per-node" else {"gpus": typed(self.gpus * self.nodes), **per_node}
+
+
+def _split(options: Mapping[str, Value], program: Literal["submitit", "snakemake"]) -> tuple[dict[str, Any], ...]:
+    """Return the options that ``program`` has a name for, by that name, and the others."""
+    names = {flag: getattr(SLURM_OPTIONS[flag], program) for flag in options}
+    named = {names[flag]: value for flag, value in options.items() if names[flag]}
+    return named, {flag: value for flag, value in options.items() if not names[flag]}
+
+
+def _words(options: Mapping[str, Value]) -> list[str]:
+    return [f"--{flag}" + ("" if value is True else f"={value}") for flag, value in options.items()]
+
+
+def _checked(text: str) -> str:
+    """Return options of sbatch.
+
+    Raises:
+        ConfigError: The executor would take a part of a value, such as the -J of `rack-J`, for an option of its own.
+    """
+    from snakemake_executor_plugin_slurm.validation import get_forbidden_slurm_options
+
+    for pattern in get_forbidden_slurm_options():
+        if found := re.search(pattern, text):
+            raise ConfigError(
+                f"slurm: Snakemake's Slurm executor refuses {text!r}, because it takes {found[0]!r} for an option that "
+                "it sets itself. Change that value in the cluster file."
+            )
+    return text

@@ -1,0 +1,106 @@
+"""One request in three dialects, and the table of options as the only place that spells them."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError, create_model
+
+import shardmake
+from shardmake.config.models import Cluster, Slurm
+from shardmake.config.slurm_options import SLURM_OPTIONS, JobKind, SlurmOption
+from shardmake.doctor.cluster_file import draft_cluster
+from shardmake.doctor.job import job_request, make_request
+from shardmake.launch.driver_script import batch_script
+from shardmake.launch.slurm_jobs import SlurmJobs
+from shardmake.launch.slurm_request import SlurmRequest
+from shardmake.launch.stage_jobs import ON_GPUS, sbatch_command
+from shardmake.plan.limits import parse_partitions
+from shardmake.run.attempt import AttemptDir
+from shardmake.run.driver_job import DriverDir
+from shardmake.run.plan import Resources
+from tests.unit.doctor.recorded import SINFO
+from tests.unit.plans import make_cluster, make_plan, make_run
+
+PACKAGE = Path(shardmake.__file__).parent
+
+
+def site(accelerator: str = "a100-80gb", **slurm: Any) -> Cluster:
+    return make_cluster(executor="slurm", accelerator=accelerator, slurm=slurm)
+
+
+def test_a_new_option_is_a_row_and_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in the text of every job, and in a cluster that the doctor drafts; `slurm.extra` refuses it."""
+    monkeypatch.setitem(SLURM_OPTIONS, "bb-x", SlurmOption("bb-x", key="bb_x"))  # type: ignore[arg-type]
+    model = create_model("WithBbX", __base__=Slurm, bb_x=(str | None, None))
+    slurm: Any = model(bb_x="course")
+    cluster = site().model_copy(update={"slurm": slurm})
+    texts = {
+        "train": SlurmJobs(tmp_path, cluster).script(AttemptDir(tmp_path / "1"), make_plan("zero3"), []),
+        "driver": batch_script(cluster, "driver-1", DriverDir(tmp_path)),
+        **{stage: sbatch_command(stage, make_run(), cluster, Resources(memory_gib=3, cpus=2)) for stage in ON_GPUS},
+    }
+    assert [job for job, text in texts.items() if "--bb-x=course" not in text] == []
+    doctor = job_request(make_request(cluster, 1, build_kernels=False), "doctor").submitit()
+    assert doctor["additional_parameters"]["bb-x"] == "course"
+    with pytest.raises(ValidationError, match=r"is set by the key slurm\.bb_x"):
+        model(extra={"--bb_x": "course"})
+
+
+def test_the_doctor_drafts_a_cluster_with_every_key_that_it_is_given() -> None:
+    options = Slurm(partition="gpu", account="lab", wckey="key", exclude="c[7-9]")
+    assert (
+        draft_cluster(options, parse_partitions(SINFO)).slurm.model_copy(
+            update={"time_limit": options.time_limit, "gpu_type": None}
+        )
+        == options
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "left_out"),
+    [
+        (JobKind.TRAINING, set()),
+        (JobKind.EVALUATE, {"mem", "ntasks_per_node"}),
+        (JobKind.CPU_STAGE, {"mem", "ntasks_per_node", "exclusive", "reservation"}),
+        (JobKind.DRIVER, {"mem", "ntasks_per_node", "exclusive", "reservation", "no-requeue", "begin"}),
+    ],
+)
+def test_options_of_extra_hold_for_some_jobs(kind: JobKind, left_out: set[str]) -> None:
+    names = ("mem", "ntasks_per_node", "exclusive", "reservation", "no-requeue", "begin", "mail_type")
+    cluster = site(cpu_partition="cpu", extra=dict.fromkeys(names, "x"))
+    lines = SlurmRequest(cluster, kind, 60).sbatch()
+    assert {name for name in names if f"#SBATCH --{name}=x" not in lines} == left_out
+
+
+@pytest.mark.parametrize(
+    ("cluster", "options"),
+    [
+        (site(gpu_type="a100"), {"gres": "gpu:a100:4"}),
+        (site(gpu_request="gpus-per-node"), {"gpus-per-node": "4"}),
+        (site(gpu_request="gpus", gpu_type="a-b"), {"gpus": "a-b:8", "gpus-per-node": "a-b:4"}),
+        (site("cpu"), {}),
+    ],
+)
+def test_the_training_requests_as_many_gpus_on_each_node(cluster: Cluster, options: dict[str, str]) -> None:
+    request = SlurmRequest(cluster, JobKind.TRAINING, 60, nodes=2, gpus=4)
+    assert request.submitit()["additional_parameters"] == {"no-requeue": True} | options
+
+
+ELSEWHERE = {
+    ("config/models.py", "gpus-per-node"), ("config/models.py", "gres"), ("doctor/cluster_file.py", "gres"),  # gpu_request
+    ("core/environment.py", "exclude"),  # an option of git
+    ("launch/stage_jobs.py", "account"),  # a part of the executor's command
+}  # fmt: skip
+COMMON_WORDS = {"comment", "gpus", "nodes", "partition", "qos", "time"}
+
+
+def test_only_the_table_and_the_request_spell_the_options() -> None:
+    rows = [row for row in SLURM_OPTIONS.values() if row.key or row.submitit or row.snakemake]
+    names = {name for row in rows for name in (row.flag, row.submitit, row.snakemake) if name} - COMMON_WORDS
+    files = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
+    for place in ("config/slurm_options.py", "launch/slurm_request.py", "demo/requests.py"):  # the last is a data set
+        del files[place]
+    found = {(file, word) for file, text in files.items() for word in re.findall(r'"(?:--)?([a-z_-]+)[="]', text)}
+    assert {(file, word) for file, word in found if word in names} == ELSEWHERE
