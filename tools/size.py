@@ -33,7 +33,7 @@ def sizes(root: Path) -> dict[str, int]:
             found[f"statements {room}"] += sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(text)))
     for path in root.rglob("*.md"):
         name = path.relative_to(root)
-        if not any(part.startswith(".") or part == "build" for part in name.parts):
+        if not path.is_symlink() and not any(part.startswith(".") or part == "build" for part in name.parts):
             found[f"words {name.parts[0] if len(name.parts) > 1 else 'top level'}"] += len(path.read_text().split())
     return {room: found[room] for room in sorted(found)}
 
