@@ -25,6 +25,7 @@ from shardmake.config.models import (
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.user_files import read_user_files
 from shardmake.core.errors import ConfigError, ShardmakeError, nearest
+from shardmake.core.library_process import one_library_process
 from shardmake.core.log import warn_while_slow
 from shardmake.core.units import GB, GIB
 from shardmake.memory import calibration, states
@@ -157,6 +158,7 @@ def _row_json(row: Candidate) -> dict[str, Any]:
     }
 
 
+@one_library_process()
 def estimate(request: EstimateRequest) -> EstimateResult:
     """Estimate each strategy, with and without gradient checkpointing if ``request`` leaves that open.
 

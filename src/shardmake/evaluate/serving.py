@@ -12,7 +12,8 @@ from typing import Any
 
 from shardmake.config.models import Evaluation, Run
 from shardmake.core.errors import ConfigError, ModelError
-from shardmake.core.process import NEUTRAL_FOLDER, answer_request, run_module
+from shardmake.core.library_process import run_module
+from shardmake.core.process import NEUTRAL_FOLDER
 from shardmake.evaluate.backends import Machine, weights_size
 from shardmake.run.evaluation import Served
 
@@ -63,7 +64,8 @@ def as_record(engine: str, answers: Sequence[Sequence[int]], of_transformers: Se
     return Served(engine=engine, prompts=len(answers), equal=equal)
 
 
-def _answer(request: dict[str, Any]) -> list[list[int]]:
+def answer(request: dict[str, Any]) -> list[list[int]]:
+    """Return vLLM's greedy answers to the request's prompts."""
     from vllm import LLM, SamplingParams
 
     engine = LLM(
@@ -75,7 +77,3 @@ def _answer(request: dict[str, Any]) -> list[list[int]]:
     prompts = [{"prompt_token_ids": prompt} for prompt in request["prompts"]]
     found = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=request["max_new_tokens"]))
     return [list(output.outputs[0].token_ids) for output in found]
-
-
-if __name__ == "__main__":
-    answer_request(_answer)
