@@ -71,7 +71,7 @@ def merge(request: MergeRequest, checkpoint: Path, out: Path) -> str:
         "allow": parse_allowed(request.allow),
         **{name: getattr(request, name) for name in ("dtype", "adapter", "max_shard_size", "raw", "key")},
     }
-    replaced = {"trust_remote_code": request.trust_remote_code, "overwrite": request.overwrite}
+    replaced: dict[str, Any] = {"trust_remote_code": request.trust_remote_code, "overwrite": request.overwrite}
     if request.dry_run:
         return preview(plan_merge(checkpoint, **planned), out, **replaced)
     task = (request.task_index if request.tasks > 1 else 0, request.tasks)

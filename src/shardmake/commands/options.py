@@ -4,6 +4,8 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from operator import getitem
+from types import GenericAlias
 from typing import Annotated, Any, get_args, get_origin
 
 
@@ -35,4 +37,4 @@ def _option(parameter: inspect.Parameter) -> inspect.Parameter:
     kind, *help_text = get_args(parameter.annotation)
     if get_origin(kind) is not Sequence:
         return parameter
-    return parameter.replace(annotation=Annotated[(list[get_args(kind)[0]], *help_text)])
+    return parameter.replace(annotation=getitem(Annotated, (GenericAlias(list, get_args(kind)), *help_text)))

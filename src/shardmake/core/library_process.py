@@ -177,7 +177,7 @@ def _import_libraries(names: Sequence[str]) -> None:
 
 def _read_answer(reader: int) -> str:
     """Return what the fork writes; end this process, and with it the fork, if the request's pipe ends before."""
-    parts = []
+    parts: list[bytes] = []
     while True:
         ready, _, _ = select.select([0, reader], [], [])
         if 0 in ready:
