@@ -1,20 +1,32 @@
 """Time and memory of an estimate over all strategies, from config.json alone, with and without its cache.
 
     python -m benchmarks.estimate_speed [RESULTS.txt]
+    python -m benchmarks.estimate_speed --traced [--against COMMIT] [--rounds N] [RESULTS.json]
+
+The second command compares the CPU seconds of this checkout with those of another commit, for a model whose steps are
+traced: Phi-3-mini, of 4B parameters, with nothing cached. The two take turns, and their JSON must be equal.
 
 Beside it, DeepSpeed's `estimate_zero3_model_states_mem_needs_all_live`, which counts model states only and needs the
 model itself: built without storage here, the best case for it, as 70B parameters would need 260 GiB.
 """
 
+import argparse
+import json
 import os
+import resource
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from benchmarks.machine import machine
 from benchmarks.synthetic import llama
 
 CLUSTER = ["--nodes=16", "--gpus-per-node=8", "--gpu-memory=80", "--sequence-length=4096", "--micro-batch=1"]
@@ -26,6 +38,16 @@ with torch.device("meta"):
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[1]))
 estimate_zero3_model_states_mem_needs_all_live(model, num_gpus_per_node=8, num_nodes=16)
 """
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+BEFORE = "dedf3983"
+"""The last commit that started a process for each of inventory, abilities and trace."""
+PHI3_MINI = {
+    "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "vocab_size": 32064, "hidden_size": 3072,
+    "intermediate_size": 8192, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+    "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "sliding_window": 2047,
+    "bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000, "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 def measure(command: list[str], cache: Path) -> tuple[float, int]:
@@ -53,6 +75,42 @@ def row(name: str, seconds: float, rss: int) -> str:
     return f"{name:<52}{seconds:6.2f} s {rss / 2**20:6.0f} MiB"
 
 
+@contextmanager
+def worktree(commit: str) -> Iterator[Path]:
+    """A checkout of another commit."""
+    with tempfile.TemporaryDirectory() as folder:
+        git = ["git", "-C", str(REPOSITORY), "worktree"]
+        subprocess.run([*git, "add", "--quiet", "--detach", folder, commit], check=True)
+        try:
+            yield Path(folder)
+        finally:
+            subprocess.run([*git, "remove", "--force", folder], check=True)
+
+
+def cpu_of_cold_estimate(checkout: Path, config: Path) -> tuple[float, str]:
+    """CPU seconds of an estimate and all its children, with nothing cached, and what it prints."""
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "PYTHONPATH": str(checkout / "src"), "XDG_CACHE_HOME": cache}
+        command = [sys.executable, "-P", "-m", "shardmake.cli", "--quiet", "estimate", str(config), "--json"]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        printed = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, printed
+
+
+def compare_traced(commit: str, rounds: int) -> dict[str, Any]:
+    """CPU seconds of both checkouts in each round, and the ratio of their medians."""
+    with tempfile.TemporaryDirectory() as folder, worktree(commit) as other:
+        config = Path(folder) / "config.json"
+        config.write_text(json.dumps(PHI3_MINI))
+        turns = [[cpu_of_cold_estimate(one, config) for one in (other, REPOSITORY)] for _ in range(rounds)]
+    if len({printed for turn in turns for _, printed in turn}) != 1:
+        sys.exit("The two commits print different estimates.")
+    before, now = ([round(turn[number][0], 2) for turn in turns] for number in (0, 1))
+    ratio = round(statistics.median(now) / statistics.median(before), 3)
+    return {"ratio": ratio, "cpu_seconds": now, "against": commit, "its_cpu_seconds": before, "machine": machine()}
+
+
 def main() -> list[str]:
     shardmake = str(Path(sys.executable).with_name("shardmake"))
     lines = []
@@ -69,7 +127,16 @@ def main() -> list[str]:
 
 
 if __name__ == "__main__":
-    table = "\n".join(main())
-    print(table)
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(f"{os.cpu_count()} cores\n{table}\n")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="?", type=Path)
+    parser.add_argument("--traced", action="store_true")
+    parser.add_argument("--against", default=BEFORE)
+    parser.add_argument("--rounds", type=int, default=2)
+    asked = parser.parse_args()
+    if asked.traced:
+        text = json.dumps(compare_traced(asked.against, asked.rounds), indent=2)
+    else:
+        text = "\n".join([f"{os.cpu_count()} cores", *main()])
+    print(text)
+    if asked.results:
+        asked.results.write_text(f"{text}\n")

@@ -8,7 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardmake.commands.estimate import EstimateRequest, estimate
+    from shardmake.commands.estimate import estimate
+    from shardmake.commands.estimate_request import EstimateRequest
     from shardmake.consolidate.merge import consolidate
     from shardmake.consolidate.verify import verify
 
@@ -16,7 +17,7 @@ __all__ = ["EstimateRequest", "__version__", "consolidate", "estimate", "verify"
 __version__ = "0.2.0"
 
 _MODULES = {
-    "EstimateRequest": "shardmake.commands.estimate",
+    "EstimateRequest": "shardmake.commands.estimate_request",
     "estimate": "shardmake.commands.estimate",
     "verify": "shardmake.consolidate.verify",
 }

@@ -14,15 +14,15 @@ from typing import Annotated, Final, Literal
 import typer
 
 from shardmake import __version__
-from shardmake.checkpoint.formats.dtypes import Target
-from shardmake.config.attention import Attention
+from shardmake.commands.consolidate import KEY_HELP, MOST_PROCESSES, MergeRequest, merge, require_run
+from shardmake.commands.estimate_request import EstimateRequest, check_options
+from shardmake.commands.options import options_of
 from shardmake.config.checks import chain_of, with_first_model
 from shardmake.config.inputs import check_inputs
 from shardmake.config.invocation import RUNS_VARIABLE, VARIABLE
 from shardmake.config.load import get_run, load_cluster, load_config, load_resolved, sweep_runs
 from shardmake.config.methods import DEFAULT_METHOD
-from shardmake.config.models import Cluster, GradientDtype, Method, Objective, Optimizer, Precision, Run, Strategy
-from shardmake.config.optimizers import DEFAULT_OPTIMIZER
+from shardmake.config.models import Cluster, Method, Run, Strategy
 from shardmake.config.user_files import read_user_files
 from shardmake.core.build_locks import remove_stale_locks
 from shardmake.core.environment import hub_environment, kernel_caches
@@ -56,11 +56,7 @@ ConfigFiles = Annotated[
 ]
 Runs = Annotated[Path, typer.Option(envvar=RUNS_VARIABLE, help="Folder of the runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Workers = Annotated[int, typer.Option(help="Worker threads besides the reading one.", min=0, max=1024)]
-Weights = Literal["bf16", "fp32"]
 FetchPart = Literal["all", "description", "weights"]
-LossKind = Literal["plain", "fused", "chunked"]
-Reference = Literal["model", "precomputed"]
 CONFIG = [Path("config/config.yaml")]
 OUTPUT_CLOSED: Final = 1
 USER_ERROR: Final = 2
@@ -69,7 +65,6 @@ BUG: Final = 70
 
 _folder: ContextVar[Path] = ContextVar("folder", default=Path())
 """Folder that the command writes to, for error messages."""
-MOST_PROCESSES = 1024
 MOST_RANKS = 1_000_000
 
 
@@ -177,54 +172,9 @@ def fetch(
 
 
 @app.command()
+@options_of(EstimateRequest)
 def estimate(
-    model: Annotated[str, typer.Argument(help="Hub id, model folder, or config.json.")] = "",
-    nodes: Annotated[int, typer.Option(help="Nodes.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs per node.")] = 8,
-    gpu_memory: Annotated[
-        float | None, typer.Option(help="Memory of a GPU, GiB. Default: that of the accelerator.")
-    ] = None,
-    sequence_length: Annotated[
-        int | None, typer.Option(help="Tokens per sequence. Default: 4096, or the model's positions if fewer.")
-    ] = None,
-    micro_batch: Annotated[int, typer.Option(help="Sequences per GPU and forward pass.")] = 1,
-    strategy: Annotated[list[str] | None, typer.Option(help="Strategy; may be repeated. Default: all.")] = None,
-    gradient_checkpointing: Annotated[bool | None, typer.Option(help="With or without. Default: both.")] = None,
-    sequence_parallel: Annotated[int, typer.Option(help="GPUs that share each sequence.")] = 1,
-    tensor_parallel: Annotated[int, typer.Option(help="GPUs that share each matrix, under zero1 or zero2.")] = 1,
-    activation_offload: Annotated[
-        bool, typer.Option("--activation-offload", help="Hold the inputs of checkpointed layers in host memory.")
-    ] = False,
-    attention: Annotated[
-        Attention | None, typer.Option(help="Attention kernel. Default: the fastest that model and GPU support.")
-    ] = None,
-    precision: Annotated[Precision, typer.Option(help="Compute data type.")] = "bf16",
-    optimizer: Annotated[Optimizer, typer.Option(help="Optimizer.")] = DEFAULT_OPTIMIZER,
-    method: Annotated[Method, typer.Option(help="What is trained.")] = DEFAULT_METHOD,
-    lora_rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 16,
-    lora_targets: Annotated[str, typer.Option(help="Layers with adapters, such as q_proj,v_proj.")] = "all-linear",
-    lora_dropout: Annotated[float, typer.Option(help="Dropout before the adapters.")] = 0.0,
-    accumulation: Annotated[int, typer.Option(help="Micro batches per optimizer step.")] = 1,
-    weights: Annotated[Weights | None, typer.Option(help="Data type of the trainable weights.")] = None,
-    gradient_dtype: Annotated[
-        GradientDtype, typer.Option(help="Type in which gradients are accumulated and reduced.")
-    ] = "auto",
-    loss: Annotated[LossKind, typer.Option(help="Cross entropy.")] = "plain",
-    objective: Annotated[Objective, typer.Option(help="What training optimizes.")] = "sft",
-    reference: Annotated[
-        Reference | None,
-        typer.Option(help="Reference of --objective dpo or kto. Default: model, which is beside the other."),
-    ] = None,
-    host_memory: Annotated[float | None, typer.Option(help="RAM of a node, GiB. Default: no limit.")] = None,
-    accelerator: Annotated[str, typer.Option(help="GPU model, for its memory and speed.")] = "a100-80gb",
-    revision: Annotated[str | None, typer.Option(help="Revision of a hub model.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option(help="Run model code that comes with the model.")] = False,
-    probe: Annotated[
-        bool, typer.Option("--probe", help="Measure context, NCCL and stream pools on this machine's GPU first.")
-    ] = False,
-    deepspeed_config: Annotated[
-        str | None, typer.Option(help="Your own DeepSpeed file; its stage, offload and sizes count.")
-    ] = None,
+    request: EstimateRequest,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, sizes in bytes.")] = False,
     explain: Annotated[
         bool, typer.Option(help="Print the numbers that went in, and every term with its formula or source.")
@@ -233,12 +183,10 @@ def estimate(
     deepspeed_table: Annotated[
         bool, typer.Option("--deepspeed-table", help="Print DeepSpeed's own table of model states instead.")
     ] = False,
-    inter_node_gbps: Annotated[
-        float | None, typer.Option(help="Network of a node, GB/s. Default: that of a cluster file.")
-    ] = None,
 ) -> None:
     """Estimate the memory of every strategy, from a config.json alone."""
-    from shardmake.commands import estimate
+    from shardmake.commands.deepspeed_table import deepspeed_table as table_of
+    from shardmake.commands.estimate import estimate as estimate_memory
     from shardmake.commands.estimate_table import print_table
     from shardmake.config.accelerators import ACCELERATORS
     from shardmake.memory.read_config import read_model
@@ -246,47 +194,12 @@ def estimate(
     if list_gpus:
         typer.echo("\n".join(ACCELERATORS))
         return
-    request = estimate.EstimateRequest(
-        model=model,
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        gpu_memory=gpu_memory,
-        sequence_length=sequence_length,
-        micro_batch=micro_batch,
-        strategies=strategy or (),
-        gradient_checkpointing=gradient_checkpointing,
-        sequence_parallel=sequence_parallel,
-        tensor_parallel=tensor_parallel,
-        activation_offload=activation_offload,
-        attention=attention,
-        precision=precision,
-        optimizer=optimizer,
-        method=method,
-        lora_rank=lora_rank,
-        lora_targets=lora_targets,
-        lora_dropout=lora_dropout,
-        accumulation=accumulation,
-        weights=weights,
-        gradient_dtype=gradient_dtype,
-        loss=loss,
-        objective=objective,
-        reference=reference,
-        host_memory=host_memory,
-        accelerator=accelerator,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        probe=probe,
-        deepspeed_config=deepspeed_config,
-        inter_node_gbps=inter_node_gbps,
-    )
     if deepspeed_table:
-        from shardmake.commands.deepspeed_table import deepspeed_table as table_of
-
-        estimate.check_options(request)
-        described = read_model(model, revision=revision, trust_remote_code=trust_remote_code)
-        typer.echo(table_of(described, nodes, gpus_per_node))
+        check_options(request)
+        model = read_model(request.model, revision=request.revision, trust_remote_code=request.trust_remote_code)
+        typer.echo(table_of(model, request.nodes, request.gpus_per_node))
         return
-    answer = estimate.estimate(request)
+    answer = estimate_memory(request)
     if as_json:
         typer.echo(json.dumps(answer.as_json(), indent=2))
     else:
@@ -450,120 +363,27 @@ def reshard(
     logger.info("Wrote %s.", out)
 
 
-KEY_HELP = "Of several models in one checkpoint, such as model and ema: the one that is meant."
-
-
 @app.command()
+@options_of(MergeRequest)
 def consolidate(
+    request: MergeRequest,
     source: Annotated[str, typer.Argument(help="Name of a run, or a checkpoint's folder.")],
     out: Annotated[Path | None, typer.Argument(help="Model folder to write, if the source is a checkpoint.")] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(help="Base model, for tokenizer and config: a folder or a hub id, org/name[@revision]."),
-    ] = None,
-    dtype: Annotated[Target, typer.Option(help="Data type of the weights. keep: that of the training.")] = "keep",
-    adapter: Annotated[bool, typer.Option("--adapter", help="Write only the LoRA adapter, unmerged.")] = False,
-    max_shard_size: Annotated[str, typer.Option(help="Maximum size of a file.")] = "5GB",
-    workers: Annotated[
-        int, typer.Option(help="Worker threads besides the reading one.", min=1, max=MOST_PROCESSES)
-    ] = 4,
-    tasks: Annotated[
-        int, typer.Option(help="Number of processes, on any nodes, that share the merge.", min=1, max=MOST_PROCESSES)
-    ] = 1,
-    task_index: Annotated[
-        int, typer.Option(envvar="SLURM_PROCID", help="Index of this process, from 0. Default: that of the Slurm task.")
-    ] = 0,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run model code that comes with the model.")
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a model folder that holds other files; they are deleted.")
-    ] = False,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Write the weights alone, under the checkpoint's names; needs no config.")
-    ] = False,
-    allow: Annotated[
-        list[str] | None,
-        typer.Option(help="steps: the optimizer was started again. unexpected: keep tensors that the class lacks."),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything but the weights, and list the files to write.")
-    ] = False,
-    key: Annotated[str | None, typer.Option(help=KEY_HELP)] = None,
     config: ConfigFiles = CONFIG,
     runs: Runs = RUNS,
 ) -> None:
     """Merge a sharded checkpoint into a model folder."""
-    from shardmake.consolidate.allowed import parse_allowed
-    from shardmake.consolidate.destination import find_base
-    from shardmake.consolidate.merge import consolidate as merge
-    from shardmake.consolidate.merge_plan import plan_merge
-    from shardmake.consolidate.preview import preview
     from shardmake.consolidate.stage import consolidate_run
     from shardmake.consolidate.stream import show_progress
 
-    if out is None:
-        _require_run(
-            source,
-            config,
-            tasks > 1 or adapter or raw or dry_run or overwrite or base is not None or bool(allow or key),
-        )
-        with _stage("consolidate", source, config, runs, on_node=True) as (run, _, rundir):
-            consolidate_run(localize(run, rundir), rundir, workers=workers, progress=show_progress)
+    if out is not None:
+        _folder.set(out)
+        if listed := merge(request, Path(source), out):
+            typer.echo(listed)
         return
-    _folder.set(out)
-    base_folder = find_base(base) if base is not None else None
-    allowed = parse_allowed(allow or ())
-    if dry_run:
-        plan = plan_merge(
-            Path(source),
-            base_folder,
-            dtype,
-            adapter=adapter,
-            max_shard_size=max_shard_size,
-            raw=raw,
-            allow=allowed,
-            key=key,
-        )
-        typer.echo(preview(plan, out, trust_remote_code=trust_remote_code, overwrite=overwrite))
-        return
-    merge(
-        Path(source),
-        out,
-        base=base_folder,
-        dtype=dtype,
-        adapter=adapter,
-        max_shard_size=max_shard_size,
-        workers=workers,
-        task=(task_index if tasks > 1 else 0, tasks),
-        trust_remote_code=trust_remote_code,
-        overwrite=overwrite,
-        raw=raw,
-        allow=allowed,
-        key=key,
-        progress=show_progress,
-    )
-
-
-def _require_run(source: str, config: list[Path], has_options: bool) -> None:
-    """Raise `ConfigError` if ``source`` is a checkpoint, so that the model's folder is missing, or has its options."""
-    if os.sep in source or (Path(source).is_dir() and not _is_run(source, config)):
-        raise ConfigError(
-            f"The model's folder is missing. Name it after the checkpoint: shardmake consolidate {source} MODEL"
-        )
-    if has_options:
-        raise ConfigError(
-            f"{source} is the name of a run, whose configuration decides everything but --workers. For other options, "
-            "name two folders: shardmake consolidate CHECKPOINT MODEL"
-        )
-
-
-def _is_run(name: str, config: list[Path]) -> bool:
-    try:
-        get_run(load_config(*config), name)
-    except ConfigError:
-        return False
-    return True
+    require_run(request, source, config)
+    with _stage("consolidate", source, config, runs, on_node=True) as (run, _, rundir):
+        consolidate_run(localize(run, rundir), rundir, workers=request.workers, progress=show_progress)
 
 
 @app.command()

@@ -2,15 +2,15 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
 from huggingface_hub.utils import logging as _hub_logging
 
-from shardmake.core import process
-from tests.module_server import ModuleServer
+from shardmake.core import library_process
+from tests.any_environment import AnyEnvironment
 
 _hub_logging.get_logger()  # keeps the standard error of its first call, which must not be that of one test
 
@@ -45,20 +45,15 @@ def _functions_of_torch() -> dict[str, Callable[..., Any]]:
 
 
 @pytest.fixture(scope="session")
-def module_server() -> Iterator[ModuleServer]:
+def any_environment() -> Iterator[AnyEnvironment]:
     """The process that helper modules of this package are forked from."""
-    server = ModuleServer()
-    yield server
-    server.close()
+    process = AnyEnvironment()
+    yield process
+    process.close()
 
 
 @pytest.fixture(autouse=True)
-def helpers_are_forked(module_server: ModuleServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork helper modules of this package from a process that has imported the libraries."""
-    start = process._run
-
-    def run(module: str, text: str, environment: Mapping[str, str], folder: Path | None) -> Any:
-        own = module.startswith("shardmake.") and environment["PYTHONPATH"] == process.absolute_python_path({})
-        return (module_server.run if own else start)(module, text, environment, folder)
-
-    monkeypatch.setattr(process, "_run", run)
+def helpers_share_a_process(any_environment: AnyEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the helpers of all threads share a process that has imported the libraries."""
+    shared: ContextVar[Any] = ContextVar("shared", default=any_environment)
+    monkeypatch.setattr(library_process, "_shared", shared)

@@ -1,32 +1,18 @@
 """``shardmake estimate``: the memory of every strategy for a model on some hardware, as a table or JSON."""
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Any
 
-from shardmake.config.accelerators import find_accelerator
-from shardmake.config.attention import Attention
+from shardmake.commands.estimate_request import LARGEST_HOST, EstimateRequest, check_options
 from shardmake.config.load import parse_section
-from shardmake.config.methods import DEFAULT_METHOD, METHODS
-from shardmake.config.models import (
-    STRATEGIES,
-    Cluster,
-    GradientDtype,
-    Lora,
-    Method,
-    Objective,
-    Optimizer,
-    Precision,
-    Run,
-    Section,
-    Strategy,
-)
+from shardmake.config.methods import METHODS
+from shardmake.config.models import STRATEGIES, Cluster, Run, Strategy
 from shardmake.config.objectives import OBJECTIVES
-from shardmake.config.optimizers import DEFAULT_OPTIMIZER
 from shardmake.config.user_files import read_user_files
-from shardmake.core.errors import ConfigError, ShardmakeError, nearest
+from shardmake.core.errors import ConfigError, ShardmakeError
+from shardmake.core.library_process import one_library_process
 from shardmake.core.log import warn_while_slow
 from shardmake.core.units import GB, GIB
 from shardmake.memory import calibration, states
@@ -53,57 +39,8 @@ from shardmake.plan.suggestions import Kind, changes, shared_by, suggestions
 from shardmake.plan.verdict import FAMILY_ERRORS, NO_LIMIT
 from shardmake.run.own_files import check_refused
 
-LARGEST_GPU = 1024  # GiB; more than that is MiB written by mistake
-LARGEST_HOST = 64 * 1024  # GiB
 CORES_PER_GPU = 16
 DEFAULT_LENGTH = 4096
-LossKind = Literal["plain", "fused", "chunked"]
-Reference = Literal["model", "precomputed"]
-
-
-@dataclass(frozen=True)
-class EstimateRequest:
-    """The options of ``shardmake estimate``; sizes in GiB."""
-
-    model: str
-    nodes: int = 1
-    gpus_per_node: int = 8
-    gpu_memory: float | None = None
-    """None: that of the accelerator."""
-    sequence_length: int | None = None
-    """None: 4096, or the model's positions if it has fewer."""
-    micro_batch: int = 1
-    strategies: Sequence[str] = ()
-    gradient_checkpointing: bool | None = None
-    sequence_parallel: int = 1
-    """GPUs that share each sequence."""
-    tensor_parallel: int = 1
-    """GPUs that share each matrix."""
-    activation_offload: bool = False
-    attention: Attention | None = None
-    """None: the fastest that the model's class and the GPU support."""
-    precision: Precision = "bf16"
-    optimizer: Optimizer = DEFAULT_OPTIMIZER
-    method: Method = DEFAULT_METHOD
-    lora_rank: int = 16
-    lora_targets: str = "all-linear"
-    lora_dropout: float = 0.0
-    accumulation: int = 1
-    """Micro batches per optimizer step."""
-    weights: Literal["bf16", "fp32"] | None = None
-    gradient_dtype: GradientDtype = "auto"
-    loss: LossKind = "plain"
-    objective: Objective = "sft"
-    reference: Reference | None = None
-    """Of an objective that has one: a model beside the trained one (the default), or precomputed."""
-    host_memory: float | None = None
-    accelerator: str = "a100-80gb"
-    revision: str | None = None
-    trust_remote_code: bool = False
-    probe: bool = False
-    deepspeed_config: str | None = None
-    inter_node_gbps: float | None = None
-    """GB/s between nodes; None: the default of a cluster file."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +92,7 @@ def _row_json(row: Candidate) -> dict[str, Any]:
     }
 
 
+@one_library_process()
 def estimate(request: EstimateRequest) -> EstimateResult:
     """Estimate each strategy, with and without gradient checkpointing if ``request`` leaves that open.
 
@@ -255,42 +193,25 @@ def resolve_request(request: EstimateRequest) -> ResolvedRun:
 
 
 def _run(request: EstimateRequest) -> Run:
-    checkpointing = request.gradient_checkpointing
-    targets = request.lora_targets
-    return parse_section(
-        Run,
-        {
-            "model": request.model,
-            "revision": request.revision,
-            "trust_remote_code": request.trust_remote_code,
-            "data": {"train": "train.jsonl"},
-            "sequence_length": request.sequence_length or _default_length(request),
-            "global_batch_size": _global_batch_size(request),
-            "micro_batch_size": request.micro_batch,
-            "max_steps": 1,
-            "learning_rate": 1e-4,
-            "optimizer": request.optimizer,
-            "precision": request.precision,
-            "gradient_dtype": request.gradient_dtype,
-            "attention": request.attention or "auto",
-            "gradient_checkpointing": "auto" if checkpointing is None else checkpointing,
-            "sequence_parallel": request.sequence_parallel,
-            "tensor_parallel": request.tensor_parallel,
-            "activation_offload": request.activation_offload,
-            "loss": request.loss,
-            "objective": request.objective,
-            **_objective_keys(request),
-            "method": request.method,
-            "lora": {
-                "rank": request.lora_rank,
-                "targets": targets if targets == "all-linear" else _words(targets),
-                "dropout": request.lora_dropout,
-            },
-            "nodes": request.nodes,
-            "deepspeed_config": request.deepspeed_config,
-        },
-        "The options",
-    )
+    targets, checkpointing = request.lora_targets, request.gradient_checkpointing
+    values = {name: value for name, value in vars(request).items() if name in Run.model_fields}
+    lora = {
+        "rank": request.lora_rank,
+        "targets": targets if targets == "all-linear" else _words(targets),
+        "dropout": request.lora_dropout,
+    }
+    values |= {
+        "data": {"train": "train.jsonl"},
+        "sequence_length": request.sequence_length or _default_length(request),
+        "global_batch_size": _global_batch_size(request),
+        "micro_batch_size": request.micro_batch,
+        "max_steps": 1,
+        "learning_rate": 1e-4,
+        "attention": request.attention or "auto",
+        "gradient_checkpointing": "auto" if checkpointing is None else checkpointing,
+        "lora": lora,
+    }
+    return parse_section(Run, values | _objective_keys(request), "The options")
 
 
 def _objective_keys(request: EstimateRequest) -> dict[str, Any]:
@@ -348,51 +269,6 @@ def _strategies(request: EstimateRequest, run: Run) -> list[Strategy]:
     for strategy in named:
         check_strategy(run, strategy)
     return named
-
-
-_COUNTS: dict[str, tuple[type[Section], str]] = {
-    "nodes": (Cluster, "max_nodes"),
-    "gpus_per_node": (Cluster, "processes_per_node"),
-    "sequence_length": (Run, "sequence_length"),
-    "micro_batch": (Run, "global_batch_size"),
-    "sequence_parallel": (Run, "sequence_parallel"),
-    "tensor_parallel": (Run, "tensor_parallel"),
-    "lora_rank": (Lora, "rank"),
-    "accumulation": (Run, "global_batch_size"),
-}
-"""The key of the configuration that limits each option."""
-
-
-def _largest(section: type[Section], field: str) -> int:
-    return next(limit.le for limit in section.model_fields[field].metadata if hasattr(limit, "le"))
-
-
-def check_options(request: EstimateRequest) -> None:
-    """Raise a `ConfigError` for an option with a value that cannot be used, before the model is read."""
-    if not request.model:
-        raise ConfigError("No model is named. Name a hub id, a model folder or a config.json.")
-    for name, (section, field) in _COUNTS.items():
-        value, largest = getattr(request, name), _largest(section, field)
-        if value is not None and not 1 <= value <= largest:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}. Write a number from 1 to {largest:,}.")
-    for name in request.strategies:
-        if name not in STRATEGIES:
-            raise ConfigError(
-                f"There is no strategy {name!r}.{nearest(name, STRATEGIES)} Strategies: {', '.join(STRATEGIES)}."
-            )
-    try:
-        find_accelerator(request.accelerator)
-    except ConfigError as error:
-        raise ConfigError(f"--accelerator: {error}") from None
-    if request.gpu_memory is not None and math.isfinite(request.gpu_memory) and request.gpu_memory > LARGEST_GPU:
-        raise ConfigError(
-            f"--gpu-memory {request.gpu_memory:g} is in GiB, and no GPU has that much. "
-            f"If that were MiB, write {request.gpu_memory / 1024:.4g}."
-        )
-    if request.host_memory is not None and not 0 < request.host_memory <= LARGEST_HOST:
-        raise ConfigError(f"--host-memory is {request.host_memory:g}; give the RAM of one node in GiB, such as 512.")
-    if request.gpu_memory is not None and not 1 <= request.gpu_memory < math.inf:
-        raise ConfigError(f"--gpu-memory is {request.gpu_memory:g}; give the memory of one GPU in GiB, such as 80.")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

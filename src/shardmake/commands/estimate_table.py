@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
-from shardmake.commands.estimate import EstimateRequest, EstimateResult
+from shardmake.commands.estimate import EstimateResult
+from shardmake.commands.estimate_request import EstimateRequest
 from shardmake.config.accelerators import find_accelerator
 from shardmake.core.units import GIB, format_count, format_number
 from shardmake.plan.candidates import Candidate

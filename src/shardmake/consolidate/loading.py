@@ -24,7 +24,8 @@ from shardmake.consolidate.aux_files import read_object
 from shardmake.core.atomic import write_json
 from shardmake.core.environment import cache_folder
 from shardmake.core.errors import ModelError, ShardmakeError
-from shardmake.core.process import NEUTRAL_FOLDER, answer_request, run_module
+from shardmake.core.library_process import run_module
+from shardmake.core.process import NEUTRAL_FOLDER
 from shardmake.run.model_class import ModelClass
 
 # Reports of transformers on disk: importing it takes longer than merging gigabytes, and the answer does not change.
@@ -288,14 +289,11 @@ def _model_class(folder: Path, config: Any, trust_remote_code: bool) -> Any:
     )
 
 
-def _answer(request: Any) -> dict[str, Any]:
+def answer(request: Any) -> dict[str, Any]:
+    """Return the fields of a `LoadingReport` for the requested folder."""
     folder, trust_remote_code = Path(request["folder"]), request["trust_remote_code"]
     model_class = ModelClass(**request["model_class"]) if request["model_class"] else None
     if request["base"]:
         return asdict(load_adapter(folder, Path(request["base"]), trust_remote_code, model_class))
     layout = Path(request["layout"]) if request["layout"] else None
     return asdict(load(folder, trust_remote_code, layout, model_class))
-
-
-if __name__ == "__main__":
-    answer_request(_answer)

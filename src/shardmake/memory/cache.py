@@ -12,8 +12,11 @@ from typing import Any
 from shardmake.config import methods
 from shardmake.core.atomic import digest, write_json
 from shardmake.core.environment import cache_folder
+from shardmake.core.library_process import run_module
 from shardmake.core.log import warn_while_slow
-from shardmake.core.process import run_module
+
+_LIBRARIES = ("torch", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
+"""Imports of the helpers besides a model's own classes: a Llama needs what all decoders do."""
 
 
 def cached_path(module: str, request: Mapping[str, Any]) -> Path:
@@ -50,4 +53,4 @@ def run_helper(module: str, request: Mapping[str, Any], doing: str) -> Any:
     """Run ``module`` on ``request`` in a child process that sees no GPU; log ``doing`` while it is slow."""
     environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""}
     with warn_while_slow(f"{doing}. The result is kept for the next time."):
-        return run_module(module, request, environment)
+        return run_module(module, request, environment, libraries=_LIBRARIES)

@@ -1,7 +1,6 @@
 """List the parameters of any transformers model, built on the meta device so that no weight takes memory.
 
-`shardmake.memory.cache` runs this module as a process: JSON in, JSON out. Exit code 2 and a message on standard output
-report an error that the user can fix.
+`shardmake.memory.cache` asks this module in a process of its own.
 """
 
 from collections.abc import Mapping
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from shardmake.config.methods import METHODS
 from shardmake.core.errors import ModelError
-from shardmake.core.process import answer_request
 from shardmake.memory.model import ParameterSpec, has_own_class
 
 if TYPE_CHECKING:
@@ -194,7 +192,3 @@ def _kind(module: "nn.Module") -> str:
     if isinstance(module, nn.Embedding):
         return "embedding"
     return "norm" if "norm" in name else "other"
-
-
-if __name__ == "__main__":
-    answer_request(answer)

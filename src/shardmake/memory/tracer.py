@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_leaves
 from shardmake.config.methods import METHODS
 from shardmake.config.models import TORCH_DTYPES
 from shardmake.core.errors import ModelError, ShardmakeError
-from shardmake.core.process import answer_request
 from shardmake.memory import token_loops
 from shardmake.memory.gpu_kernels import emulate_gpu_kernels, register_attention
 from shardmake.memory.model import HEADS, SCORE_HEAD
@@ -295,6 +294,7 @@ class Recorder(TorchDispatchMode):
         self.events = []
         self._first = self._next
         self._backward = False
+        self._in_layer.clear()  # of the backward pass before, which is no loop over the tokens
         self._begun: set[int] = set()
 
     def mark(self, kind: str, *values: Any) -> None:
@@ -379,7 +379,3 @@ def _mark_gradients(model: nn.Module, recorder: Recorder) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(hook(plain_name(name)))
-
-
-if __name__ == "__main__":
-    answer_request(answer)

@@ -15,7 +15,6 @@ from shardmake.checkpoint.formats.lora import UNSUPPORTED
 from shardmake.config.attention import KERNELS
 from shardmake.config.methods import METHODS
 from shardmake.core.errors import ModelError
-from shardmake.core.process import answer_request
 from shardmake.memory.model import has_own_class
 from shardmake.memory.parameter_inventory import causal_class, parse_config, plain_name
 from shardmake.plan.abilities import MIXING_UNKNOWN, check_class
@@ -329,7 +328,3 @@ def _unmergeable(model: "PreTrainedModel", adapters: Mapping[str, Any], weights:
     otherwise = {weight.parameter.removesuffix(".weight") for weight in weights}
     adapted.unload()
     return features + sorted(f"{module}, which its files store otherwise" for module in modules & otherwise)[:1]
-
-
-if __name__ == "__main__":
-    answer_request(answer)

@@ -9,6 +9,7 @@ from shardmake.config.inputs import check_script
 from shardmake.config.models import Cluster, Run
 from shardmake.config.script_file import script_file
 from shardmake.core.atomic import write_text
+from shardmake.core.library_process import one_library_process
 from shardmake.core.log import warn_while_slow
 from shardmake.core.units import GIB, format_bytes, format_number, plural
 from shardmake.memory.hardware import Hardware
@@ -34,6 +35,7 @@ NOT_CHECKED_OFFLINE = ("Slurm", "disk space", "installed packages", "data", "eva
 """Names of the checks that a plan away from the cluster leaves out."""
 
 
+@one_library_process()
 def plan_run(
     run: Run, cluster: Cluster, rundir: RunDir, check_submission: Callable[[Plan], None] = lambda plan: None
 ) -> Plan:
@@ -57,6 +59,7 @@ def plan_run(
     return plan
 
 
+@one_library_process()
 def plan_offline(run: Run, cluster: Cluster, rundir: RunDir) -> Plan:
     """Make the plan of a run away from its cluster, from the model's config.json, and write it with ``memory.json``.
 

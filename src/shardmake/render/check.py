@@ -22,7 +22,7 @@ import shardmake
 from shardmake.core.atomic import digest, write_json
 from shardmake.core.environment import cache_folder, installed_versions, kernel_caches
 from shardmake.core.errors import ConfigError
-from shardmake.core.process import answer_request, run_module
+from shardmake.core.library_process import run_module
 from shardmake.core.temporary import temporary_folder
 from shardmake.render import parsers
 from shardmake.render.comparison import Library, Settings
@@ -160,12 +160,6 @@ def _environment(world_size: int, deepspeed: bool) -> dict[str, str]:
 # --- in the child process ---------------------------------------------------------------------------------------------
 
 
-def answer_check(check: Callable[[dict[str, Any], Path], Any]) -> None:
-    """Answer the parent's request with ``check``, which gets an empty folder as well."""
-    with temporary_folder("check") as folder:
-        answer_request(lambda request: check(request, folder))
-
-
 def problems_of(check: Callable[[], list[str]]) -> list[str]:
     """Return what ``check`` finds. A library refuses a file by raising an exception of any class."""
     try:
@@ -174,9 +168,11 @@ def problems_of(check: Callable[[], list[str]]) -> list[str]:
         return [f"{type(error).__module__.split('.')[0]}.{type(error).__name__}: {error}"]
 
 
-def _check(request: dict[str, Any], folder: Path) -> list[list[str]]:
+def answer(request: dict[str, Any]) -> list[list[str]]:
+    """Return the problems of each of the request's renderings."""
     renderings = _RENDERINGS.validate_python(request["renderings"])
-    return [_find_problems(one, request["hidden_size"], folder) for one in renderings]
+    with temporary_folder("check") as folder:
+        return [_find_problems(one, request["hidden_size"], folder) for one in renderings]
 
 
 def _find_problems(rendering: Rendering, hidden_size: int, folder: Path) -> list[str]:
@@ -277,7 +273,3 @@ def _check_training(files: Files, choice: Choice, hidden_size: int, folder: Path
 
 def _unequal(subject: str, understood: object, planned: object) -> list[str]:
     return [] if understood == planned else [f"{subject} is understood as {understood!r}; planned is {planned!r}"]
-
-
-if __name__ == "__main__":
-    answer_check(_check)

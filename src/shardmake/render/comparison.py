@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 from pydantic import TypeAdapter
 
 from shardmake.core.environment import kernel_caches
-from shardmake.core.process import run_module
+from shardmake.core.library_process import run_module
 
 Library = Literal["Trainer", "DeepSpeed", "Accelerate"]
 LIBRARIES: Final[tuple[Library, ...]] = ("Trainer", "DeepSpeed", "Accelerate")

@@ -21,7 +21,7 @@ from shardmake.config.parse_text import DuplicateKeyError, parse_json
 from shardmake.config.user_files import SIGNS
 from shardmake.core.environment import kernel_caches
 from shardmake.core.errors import ConfigError
-from shardmake.core.process import answer_request, run_module
+from shardmake.core.library_process import run_module
 from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import plural
 from shardmake.render import command_lines
@@ -144,7 +144,8 @@ def check(
 _REPORTS: Final = TypeAdapter(list[Report])
 
 
-def _answer(request: dict[str, Any]) -> list[dict[str, Any]]:
+def answer(request: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a report for each combination of the request's files and for its command."""
     files, command = _split_words(request["words"])
     sources: list[ConfigFile] = []
     commands = [] if command is None else [command]
@@ -331,7 +332,3 @@ def _cell(value: Value | None) -> str:
     if value is None or (value.value is None and not value.written):
         return "-"
     return as_text(value.value) if value.written else f"{as_text(value.value)} (default)"
-
-
-if __name__ == "__main__":
-    answer_request(_answer)

@@ -13,7 +13,6 @@ from typing import Any, Final, Literal
 from shardmake.config.deepspeed_keys import OPTIMIZER_REMOVED, is_removed_optimizer
 from shardmake.config.user_file_keys import judge
 from shardmake.config.user_files import UserFile
-from shardmake.core.process import answer_request
 from shardmake.core.temporary import temporary_folder
 from shardmake.render import parsers
 from shardmake.render.comparison import Comparison, Library, Problem, Row, Settings, Value
@@ -736,13 +735,10 @@ def _is_tested(found: EngineSettings) -> bool:
     return name in ("lion", "muon") or optimizer in ZERO_SUPPORTED_OPTIMIZERS
 
 
-def _answer(request: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def answer(request: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the comparison for each of the request's settings."""
     answers = []
     for one in request:
         with temporary_folder("compare") as folder:
             answers.append(asdict(compare(Settings(**one), folder)))
     return answers
-
-
-if __name__ == "__main__":
-    answer_request(_answer)

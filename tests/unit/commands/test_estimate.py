@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from shardmake.commands.estimate import EstimateRequest, estimate, resolve_request
+from shardmake.commands.estimate import estimate, resolve_request
+from shardmake.commands.estimate_request import EstimateRequest
 from shardmake.commands.estimate_table import DISK_TERMS, GPU_TERMS, HOST_TERMS, NVME_TERMS, mark, print_table
 from shardmake.config.models import STRATEGIES, Cluster, GradientDtype, Method, Precision, Run, Strategy
 from shardmake.config.objectives import OBJECTIVES

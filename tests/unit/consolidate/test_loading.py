@@ -14,24 +14,25 @@ from safetensors.numpy import save_file
 from shardmake.consolidate import loading, stage
 from shardmake.consolidate.loading import LoadingReport, check_loading
 from shardmake.core.errors import CheckpointError, ModelError
+from shardmake.core.library_process import LibraryProcess
+from tests.any_environment import AnyEnvironment
 
 
 def test_check_runs_in_a_neutral_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Any] = []
+    asked: list[Any] = []
 
-    def run(command: list[str], **settings: Any) -> Any:
-        started.append((command, settings))
-        return SimpleNamespace(returncode=0, stdout=json.dumps(vars(LoadingReport("Tiny"))))
+    def ask(_: LibraryProcess, *order: Any) -> dict[str, Any]:
+        asked.append(order)
+        return vars(LoadingReport("Tiny"))
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", ":src")
-    monkeypatch.setattr("shardmake.core.process.subprocess.run", run)
+    monkeypatch.setattr(AnyEnvironment, "ask", ask)
     assert check_loading(Path("model"), base=Path("base")).architecture == "Tiny"
-    command, settings = started[0]
-    request, path = json.loads(settings["input"]), settings["env"]["PYTHONPATH"]
+    _, request, environment, folder, _ = asked[0]
     assert request["folder"] == str(tmp_path / "model") and request["base"] == str(tmp_path / "base")
-    assert command[1] == "-P" and settings["cwd"] == Path("/")
-    assert all(Path(entry).is_absolute() for entry in path.split(os.pathsep))
+    assert folder == Path("/")
+    assert all(Path(entry).is_absolute() for entry in environment["PYTHONPATH"].split(os.pathsep))
 
 
 @pytest.fixture
@@ -105,8 +106,9 @@ def test_impossible_config_is_refused(config: str, model: Path, asked: list[Load
 
 
 def test_killed_check_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = SimpleNamespace(returncode=-9, stdout="", stderr="")
-    monkeypatch.setattr("shardmake.core.process._run", lambda *_: done)
+    (tmp_path / "killed.py").write_text("import os\n\ndef answer(request):\n    os.kill(os.getpid(), 9)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(loading, "__name__", "killed")
     with pytest.raises(ModelError, match="was killed, most likely because the memory was used up"):
         check_loading(tmp_path)
 

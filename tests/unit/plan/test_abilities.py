@@ -13,7 +13,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.quantizers.base import HfQuantizer
 
 from shardmake.checkpoint.formats.hub_layout import HubWeight
-from shardmake.commands.estimate import EstimateRequest, resolve_request
+from shardmake.commands.estimate import resolve_request
+from shardmake.commands.estimate_request import EstimateRequest
 from shardmake.config.models import Run
 from shardmake.core.errors import ShardmakeError
 from shardmake.memory.families import FAMILIES
