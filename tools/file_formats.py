@@ -11,7 +11,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from shardmake.checkpoint.record import CheckpointRecord
-from shardmake.commands.overview import ListedRun, RunStatus
+from shardmake.commands.status import ListedRun
 from shardmake.run.attempt import (
     Attempt,
     Hang,
@@ -31,6 +31,7 @@ from shardmake.run.plan import MemoryEstimates, Plan, RenderReceipt
 from shardmake.run.receipts import DataReceipt, MergeReceipt, PushReceipt, TrainingReceipt, WeightsReceipt
 from shardmake.run.settings import StageSettings
 from shardmake.run.sources import Sources
+from shardmake.run.state import RunState
 from shardmake.run.trained_engine import TrainedEngine
 from shardmake.run.training_settings import TrainingSettings
 
@@ -66,7 +67,7 @@ RECORDS: Mapping[str, type] = {
     "../.driver/NNN/workflow.json": Workflow,
     "../.driver/NNN/state.json": DriverState,
     "../.driver/NNN/ended/RUN.json": EndedRun,
-    "shardmake status --json, one entry": RunStatus,
+    "shardmake status --json, one entry": RunState,
     "shardmake list --json, one entry": ListedRun,
 }
 HEAD = """# File formats
