@@ -24,15 +24,14 @@ from shardmake.run.attempt import (
 )
 from shardmake.run.attempt_history import AttemptRecord
 from shardmake.run.driver_job import DriverState, EndedRun, Workflow
+from shardmake.run.engine import Engine, LearningSettings
 from shardmake.run.evaluation import EvaluationResult
-from shardmake.run.learning_settings import LearningSettings
 from shardmake.run.metrics import LossWindow, MetricsLine
 from shardmake.run.plan import MemoryEstimates, Plan, RenderReceipt
 from shardmake.run.receipts import DataReceipt, MergeReceipt, PushReceipt, TrainingReceipt, WeightsReceipt
 from shardmake.run.settings import StageSettings
 from shardmake.run.sources import Sources
 from shardmake.run.state import RunState
-from shardmake.run.trained_engine import TrainedEngine
 from shardmake.run.training_settings import TrainingSettings
 
 PAGE = Path("docs/reference/file-formats.md")
@@ -51,7 +50,7 @@ RECORDS: Mapping[str, type] = {
     "train/attempts/index.json, one entry": AttemptRecord,
     "train/attempts/NNN/attempt.json": Attempt,
     "train/attempts/NNN/learning.json": LearningSettings,
-    "train/attempts/NNN/trained.json": TrainedEngine,
+    "train/attempts/NNN/trained.json": Engine,
     "train/attempts/NNN/stopped.json": RequestedStop,
     "train/attempts/NNN/node-I.json": NodeExit,
     "train/attempts/NNN/errors/rank-N.json": RankError,
