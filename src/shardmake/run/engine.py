@@ -1,4 +1,4 @@
-"""What trains: the engine as the plan expects it or as the ranks found it, and the settings that it learns with."""
+"""The engine that trains, as the plan expects it or as the ranks found it, and the settings that it learns with."""
 
 from typing import Annotated, Any, Final, Literal
 
