@@ -26,6 +26,7 @@ from shardmake.run.attempt_history import AttemptRecord
 from shardmake.run.driver_job import DriverState, EndedRun, Workflow
 from shardmake.run.engine import Engine, LearningSettings
 from shardmake.run.evaluation import EvaluationResult
+from shardmake.run.findings import Finding
 from shardmake.run.metrics import LossWindow, MetricsLine
 from shardmake.run.plan import MemoryEstimates, Plan, RenderReceipt
 from shardmake.run.receipts import DataReceipt, MergeReceipt, PushReceipt, TrainingReceipt, WeightsReceipt
@@ -68,11 +69,12 @@ RECORDS: Mapping[str, type] = {
     "../.driver/NNN/ended/RUN.json": EndedRun,
     "shardmake status --json, one entry": RunState,
     "shardmake list --json, one entry": ListedRun,
+    "shardmake doctor --json, one finding": Finding,
 }
 HEAD = """# File formats
 
 Every JSON file that one process writes and another reads, by its path below `runs/NAME/`, and at the end the output of
-two commands. Unknown fields are errors. The same as a JSON Schema, for programs:
+three commands. Unknown fields are errors. The same as a JSON Schema, for programs:
 [file-formats.schema.json](file-formats.schema.json); its `files` names the definition of each file.
 Both are generated: `make docs`.
 """

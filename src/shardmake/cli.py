@@ -802,7 +802,7 @@ def doctor(
     """Check this login node and, with --node, compute nodes; write a cluster file with what they have."""
     from shardmake.doctor import command
     from shardmake.doctor.cluster_file import SlurmOptions
-    from shardmake.doctor.findings import print_table, summarize
+    from shardmake.run.findings import print_table, summarize
 
     if as_json:
         configure_logging(quiet=True)

@@ -17,11 +17,11 @@ from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.environment import hub_cache, library_versions
 from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import GIB, MIB, format_bytes
-from shardmake.doctor.findings import Check, Finding, each_or_ok, not_checked, ok, ok_if, stops, warning
 from shardmake.doctor.records import DoctorRequest
 from shardmake.launch.compilers import check_compilers
 from shardmake.launch.preflight import check_names, check_scratch, check_versions
 from shardmake.launch.rendezvous import RendezvousError, choose_address
+from shardmake.run.findings import Check, Finding, each_or_ok, not_checked, ok, ok_if, stops, warning
 
 INFINIBAND = Path("/sys/class/infiniband")
 SHARED_MEMORY = Path("/dev/shm")

@@ -20,10 +20,10 @@ from shardmake.config.accelerators import ACCELERATORS
 from shardmake.config.attention import FLASH_CAPABILITY
 from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import GIB
-from shardmake.doctor.findings import Finding, not_checked, ok, ok_if, stops, warning
 from shardmake.doctor.records import MADE_BY, DoctorRequest, NodeFacts
 from shardmake.launch.error_texts import ERROR_TEXTS
 from shardmake.launch.gpus import accelerator_of
+from shardmake.run.findings import Finding, not_checked, ok, ok_if, stops, warning
 from shardmake.run.record import RunRecord
 
 DEVICE = "cuda"

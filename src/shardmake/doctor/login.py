@@ -15,10 +15,10 @@ from shardmake.core.environment import hub_cache, installed_versions
 from shardmake.core.errors import ShardmakeError, nearest
 from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import GIB, format_bytes, format_duration, plural
-from shardmake.doctor.findings import Check, Finding, each_or_ok, not_checked, ok, ok_if, stops, warning
 from shardmake.launch.gpus import check_build, installed_build, list_gpus
 from shardmake.launch.slurm_jobs import run_slurm
 from shardmake.plan.limits import NodeGroup, Partition, query_partitions
+from shardmake.run.findings import Check, Finding, each_or_ok, not_checked, ok, ok_if, stops, warning
 
 CHECKED_LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "snakemake")
 FEW_BYTES = 100 * GIB

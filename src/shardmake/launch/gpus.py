@@ -13,7 +13,7 @@ from shardmake.config.accelerators import ACCELERATORS
 from shardmake.config.attention import FLASH_CAPABILITY, FLASH_KERNELS, Attention
 from shardmake.core.process import ask_nvidia_smi, query_gpus
 from shardmake.core.units import GIB, plural
-from shardmake.doctor.findings import Finding, MakeFinding, each_or_ok, not_checked, ok, stops, warning
+from shardmake.run.findings import Finding, MakeFinding, each_or_ok, not_checked, ok, stops, warning
 
 GPU_IDLE_BYTES = 2 * GIB
 """Memory that the GPU driver, a display or a monitor may use on an idle GPU."""

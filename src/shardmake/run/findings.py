@@ -34,7 +34,7 @@ def ok(check: str, found: str) -> Finding:
     return Finding(check=check, found=found, verdict=Verdict.OK)
 
 
-def warning(check: str, found: str, advice: str) -> Finding:
+def warning(check: str, found: str, advice: str = "") -> Finding:
     """Return a finding that makes runs slower or fail in some cases."""
     return Finding(check=check, found=found, verdict=Verdict.WARNING, advice=advice)
 
