@@ -11,6 +11,7 @@ from shardmake.core.fingerprint import fingerprint
 from shardmake.core.manifest import read_files
 from shardmake.run.attempt import Attempt, AttemptDir, Heartbeat, NodeExit, NodeHeartbeats
 from shardmake.run.attempt_history import AttemptRecord, save_history
+from shardmake.run.engine import Engine
 from shardmake.run.evaluation import (
     CompletionScore,
     EvaluationResult,
@@ -39,7 +40,6 @@ from shardmake.run.receipts import DataReceipt, DataSettings, MergeReceipt, Spli
 from shardmake.run.training_settings import (
     BaseModelSettings,
     CheckpointSettings,
-    ExpectedEngine,
     FullMethod,
     RetentionSettings,
     TrainerProgram,
@@ -261,7 +261,7 @@ SETTINGS = TrainingSettings(
         "seed": 42,
     },
     optimizer=None,
-    expected=ExpectedEngine(
+    expected=Engine(
         engine="deepspeed", zero_stage=2, world_size=2, dtype="bfloat16", offload_optimizer=None, offload_param=None
     ),
     loss="plain",

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from shardmake.checkpoint.record import CheckpointRecord
-from shardmake.commands.overview import ListedRun, RunStatus
+from shardmake.commands.status import ListedRun
 from shardmake.run.attempt import (
     Attempt,
     Hang,
@@ -25,14 +25,15 @@ from shardmake.run.attempt import (
 )
 from shardmake.run.attempt_history import AttemptRecord
 from shardmake.run.driver_job import DriverState, EndedRun, Workflow
+from shardmake.run.engine import Engine, LearningSettings
 from shardmake.run.evaluation import EvaluationResult
-from shardmake.run.learning_settings import LearningSettings
+from shardmake.run.findings import Finding
 from shardmake.run.metrics import LossWindow, MetricsLine
 from shardmake.run.plan import MemoryEstimates, Plan, RenderReceipt
 from shardmake.run.receipts import DataReceipt, MergeReceipt, PushReceipt, TrainingReceipt, WeightsReceipt
 from shardmake.run.settings import StageSettings
 from shardmake.run.sources import Sources
-from shardmake.run.trained_engine import TrainedEngine
+from shardmake.run.state import RunState
 from shardmake.run.training_settings import TrainingSettings
 
 PAGE = Path("docs/reference/file-formats.md")
@@ -51,7 +52,7 @@ RECORDS: Mapping[str, type] = {
     "train/attempts/index.json, one entry": AttemptRecord,
     "train/attempts/NNN/attempt.json": Attempt,
     "train/attempts/NNN/learning.json": LearningSettings,
-    "train/attempts/NNN/trained.json": TrainedEngine,
+    "train/attempts/NNN/trained.json": Engine,
     "train/attempts/NNN/stopped.json": RequestedStop,
     "train/attempts/NNN/node-I.json": NodeExit,
     "train/attempts/NNN/errors/rank-N.json": RankError,
@@ -67,8 +68,9 @@ RECORDS: Mapping[str, type] = {
     "../.driver/NNN/workflow.json": Workflow,
     "../.driver/NNN/state.json": DriverState,
     "../.driver/NNN/ended/RUN.json": EndedRun,
-    "shardmake status --json, one entry": RunStatus,
+    "shardmake status --json, one entry": RunState,
     "shardmake list --json, one entry": ListedRun,
+    "shardmake doctor --json, one finding": Finding,
 }
 READ = (
     "plan/plan.json",

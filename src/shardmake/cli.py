@@ -481,9 +481,9 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Show the state of a run or of all runs, of trainings and of results; changes nothing."""
-    from shardmake.commands import overview
     from shardmake.commands.driver_state import describe_drivers
-    from shardmake.commands.status import describe
+    from shardmake.commands.status import describe, print_status, read_states, status_json
+    from shardmake.commands.status import watch as watch_states
 
     read = load_config(*config)
     cluster = load_cluster(Path(read.cluster))
@@ -491,13 +491,13 @@ def status(
         run = get_run(read, name)
         read = read.model_copy(update={"runs": {name: run}})
     if watch and not as_json:
-        overview.watch(lambda: overview.status_rows(read, cluster, runs))
+        watch_states(lambda: read_states(read, cluster, runs))
     elif as_json:
-        typer.echo(json.dumps(overview.status_json(read, cluster, runs), indent=2))
+        typer.echo(json.dumps(status_json(read, cluster, runs), indent=2))
     elif name:
         typer.echo(describe(run, cluster, RunDir(runs / name)))
     else:
-        overview.print_status(overview.status_rows(read, cluster, runs))
+        print_status(read_states(read, cluster, runs))
         if cluster.executor == "slurm":
             typer.echo("\n".join(describe_drivers(runs, read.runs)), nl=False)
 
@@ -505,15 +505,14 @@ def status(
 @app.command("list")
 def list_all(config: ConfigFiles = CONFIG, runs: Runs = RUNS, as_json: AsJson = False) -> None:
     """List the runs of the configuration, those of its sweeps, and folders of other runs."""
-    from shardmake.commands.overview import LIST_HEADERS, list_runs
-    from shardmake.commands.text_table import print_table
+    from shardmake.commands.status import ListedRun, list_runs, print_table
 
     read = load_config(*config)
     found = list_runs(read, load_cluster(Path(read.cluster)), runs)
     if as_json:
         typer.echo(json.dumps([run.as_json() for run in found], indent=2))
     else:
-        print_table(LIST_HEADERS, [run.cells() for run in found])
+        print_table([*ListedRun.model_fields], [[*run.as_json().values()] for run in found])
 
 
 @app.command()
@@ -526,7 +525,7 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare runs: settings that differ, losses, evaluation, speed, hours and memory; write a page with a figure."""
-    from shardmake.commands.compare import print_comparison, select_runs
+    from shardmake.commands.status import print_comparison, select_runs
     from shardmake.report.comparison import compare as compare_runs
     from shardmake.report.comparison import write_comparison
 
@@ -618,7 +617,7 @@ def doctor(
 ) -> None:
     """Check this login node and, with --node, compute nodes; write a cluster file with what they have."""
     from shardmake.doctor import command
-    from shardmake.doctor.findings import print_table, summarize
+    from shardmake.run.findings import print_table, summarize
 
     if as_json:
         configure_logging(quiet=True)

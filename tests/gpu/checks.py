@@ -20,11 +20,11 @@ from shardmake.config.load import load_cluster
 from shardmake.core.environment import checkout_commit, installed_versions
 from shardmake.core.units import GIB
 from shardmake.demo import make_inputs
-from shardmake.doctor.findings import Finding, Verdict
 from shardmake.doctor.job import check_nodes, make_request
 from shardmake.doctor.records import DoctorDir
 from shardmake.run.attempt import host_name
 from shardmake.run.attempt_history import AttemptRecord, load_history
+from shardmake.run.findings import Finding, Verdict
 from shardmake.run.metrics import read_metrics
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import MemoryEstimates, Plan

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from shardmake.doctor.findings import Finding
+from shardmake.run.findings import Finding
 from shardmake.run.record import RunRecord
 from tests.workflow.checkout import REPOSITORY
 

@@ -9,7 +9,7 @@ import pytest
 from shardmake.config.models import STRATEGIES, Cluster
 from shardmake.core.errors import ConfigError
 from shardmake.core.units import GIB
-from shardmake.doctor.findings import stops
+from shardmake.run.findings import stops
 from shardmake.run.plan import CandidateEstimate, Choice, Fallback, GpuEstimate, MemoryEstimates
 from tests.gpu import checks, machine, results
 from tests.gpu.machine import Machine, find_machine

@@ -11,9 +11,9 @@ import yaml
 from shardmake.config.load import load_cluster
 from shardmake.doctor import kernels
 from shardmake.doctor.cluster_file import compose
-from shardmake.doctor.findings import Verdict, would_stop
 from shardmake.doctor.job import make_request
 from shardmake.doctor.records import DoctorDir, NodeReport
+from shardmake.run.findings import Verdict, would_stop
 from tests.unit.plans import make_cluster
 
 SECONDS = 280

@@ -1,6 +1,5 @@
 """The network check between real ranks over gloo, each on its own simulated node."""
 
-import logging
 import os
 import signal
 import socket
@@ -15,8 +14,9 @@ import torch
 from shardmake.launch.error_texts import error_end
 from shardmake.run.attempt import RankError
 from shardmake.run.attempt_history import EndReason
+from shardmake.run.findings import Finding, Verdict, ok
 from shardmake.train import network_check
-from shardmake.train.network_check import CheckSettings, Finding, NetworkCheckError, describe_bandwidth, run_in_fork
+from shardmake.train.network_check import CheckSettings, NetworkCheckError, describe_bandwidth, run_in_fork
 
 RANK = """
 import sys
@@ -79,9 +79,9 @@ def test_all_ranks_name_the_missing_rank() -> None:
 
 @pytest.mark.parametrize(("planned", "warns"), [(50e9, True), (1e9, False), (None, False)])
 def test_bandwidth_far_below_the_cluster_file_is_a_warning(planned: float | None, warns: bool) -> None:
-    level, line = describe_bandwidth(0.064, 64 << 20, 2, planned)
-    assert "64 MiB over 2 ranks at 1.05 GB/s" in line
-    assert (level == logging.WARNING) == ("Check the network" in line) == warns
+    row = describe_bandwidth(0.064, 64 << 20, 2, planned)
+    assert "64 MiB over 2 ranks at 1.05 GB/s" in row.found
+    assert (row.verdict is Verdict.WARNING) == ("Check the network" in row.advice) == warns
 
 
 def die() -> list[Finding]:
@@ -100,7 +100,12 @@ def block() -> list[Finding]:
 
 @pytest.mark.parametrize(
     ("work", "message"),
-    [(die, "status -9"), (fail, "did not join"), (lambda: [(1 // 0, "")], "ZeroDivisionError"), (block, "within 1 s")],
+    [
+        (die, "status -9"),
+        (fail, "did not join"),
+        (lambda: [ok("network", str(1 // 0))], "ZeroDivisionError"),
+        (block, "within 1 s"),
+    ],
     ids=["dies", "fails", "errs", "blocks"],
 )
 def test_failing_fork_does_not_end_its_rank(work: Callable[[], list[Finding]], message: str) -> None:
@@ -112,7 +117,7 @@ def test_failing_fork_does_not_end_its_rank(work: Callable[[], list[Finding]], m
 
 
 def test_work_runs_in_another_process() -> None:
-    assert run_in_fork(lambda: [(os.getppid(), "a line")], seconds=10) == [(os.getpid(), "a line")]
+    assert run_in_fork(lambda: [ok("network", str(os.getppid()))], seconds=10) == [ok("network", str(os.getpid()))]
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("uncorrectable ECC")])

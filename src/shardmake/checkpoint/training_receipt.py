@@ -7,12 +7,11 @@ from typing import Any
 from shardmake.checkpoint.record import CheckpointRecord, is_intact
 from shardmake.core.environment import library_versions
 from shardmake.run.attempt import AttemptDir
-from shardmake.run.learning_settings import LearningSettings
+from shardmake.run.engine import Engine, LearningSettings
 from shardmake.run.metrics import read_metrics
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
 from shardmake.run.receipts import TrainingReceipt
-from shardmake.run.trained_engine import TrainedEngine
 
 TRAINER_STATE = "trainer_state.json"
 
@@ -69,14 +68,14 @@ def write_script_receipt(rundir: RunDir, attempt: int, settings_digest: str) -> 
     ).write(rundir.train_receipt)
 
 
-def _trained_engine(rundir: RunDir, attempt: int, settings_digest: str) -> TrainedEngine | None:
+def _trained_engine(rundir: RunDir, attempt: int, settings_digest: str) -> Engine | None:
     """Return the engine that a script found in ``attempt``, or in the newest one before it that trained the same.
 
     An attempt that resumes after the last step trains nothing.
     """
     for number in range(attempt, 0, -1):
         folder = AttemptDir(rundir.attempts / f"{number:03d}")
-        trained = TrainedEngine.read_if_exists(folder.trained)
+        trained = Engine.read_if_exists(folder.trained)
         if trained and folder.read().settings_digest == settings_digest:
             return trained
     return None

@@ -5,7 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 
-from shardmake.commands.training_state import living_driver, query_queue
+from shardmake.commands.status import queue_of
 from shardmake.config.models import Cluster
 from shardmake.core.errors import ConfigError, SlurmError
 from shardmake.core.units import numbered
@@ -14,6 +14,7 @@ from shardmake.launch.slurm_jobs import run_slurm
 from shardmake.launch.slurm_states import JobState
 from shardmake.run.attempt import AttemptDir, SubmittedJob
 from shardmake.run.paths import RunDir, short_path
+from shardmake.run.state import living_driver
 
 _FINISHED = (JobState.ENDED, JobState.GONE)
 
@@ -53,7 +54,7 @@ def request_stop(rundir: RunDir, cluster: Cluster) -> str:
     if not rundir.job.exists() and living_driver(rundir) is None:
         raise ConfigError(f"Nothing to stop: {rundir.name}. It has no training job. See: shardmake status")
     rundir.stop_file.touch()
-    waiting = _pending_job(rundir) if cluster.executor == "slurm" else None
+    waiting = _pending_job(rundir, cluster)
     when = (
         f"Job {waiting} still waits in the queue: its ranks save and stop after the first step once it has started. To "
         f"cancel the job instead: shardmake cancel {rundir.name}."
@@ -63,9 +64,9 @@ def request_stop(rundir: RunDir, cluster: Cluster) -> str:
     return f"Requested a stop ({short_path(rundir.stop_file)}). {when} To resume, run the workflow again."
 
 
-def _pending_job(rundir: RunDir) -> str | None:
+def _pending_job(rundir: RunDir, cluster: Cluster) -> str | None:
     """Return the run's job if Slurm answers that it waits in the queue."""
-    job, queue = SubmittedJob.read_if_exists(rundir.job), query_queue([rundir])
+    job, queue = SubmittedJob.read_if_exists(rundir.job), queue_of([rundir], cluster)
     found = queue.get(job.id) if job and queue else None
     return job.id if job and found and found.state is JobState.PENDING else None
 
@@ -80,14 +81,14 @@ def cancel(rundir: RunDir, cluster: Cluster) -> str:
     if job is None:
         raise ConfigError(f"Nothing to cancel: {rundir.name}. It has no training job. See: shardmake status")
     if cluster.executor == "slurm":
-        _cancel_in_slurm(rundir, job.id)
+        _cancel_in_slurm(rundir, cluster, job.id)
     else:
         _interrupt(rundir, job.id)
     return f"Cancelled job {job.id} of {rundir.name}. The next run of the workflow resumes from the newest checkpoint."
 
 
-def _cancel_in_slurm(rundir: RunDir, job: str) -> None:
-    queue = query_queue([rundir])
+def _cancel_in_slurm(rundir: RunDir, cluster: Cluster, job: str) -> None:
+    queue = queue_of([rundir], cluster)
     if queue is None:
         raise SlurmError(f"Cannot cancel job {job} of {rundir.name}: Slurm does not answer. Run the command again.")
     found = queue.get(job)

@@ -2,9 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Literal
-
-from pydantic import Field
+from typing import Final, Literal
 
 from shardmake.core.errors import ConfigError, SlurmError
 from shardmake.launch.driver_script import jobs_of
@@ -12,7 +10,7 @@ from shardmake.launch.slurm_jobs import run_slurm
 from shardmake.launch.slurm_states import JobState, JobStatus
 from shardmake.run.driver_job import DriverDir, DriverState, Workflow, driver_dirs
 from shardmake.run.paths import RunDir, short_path
-from shardmake.run.record import RunRecord
+from shardmake.run.state import DriverJobStatus
 
 
 def newest_workflows(runs: Path, names: Collection[str]) -> Iterator[tuple[DriverDir, Workflow, list[str]]]:
@@ -23,17 +21,6 @@ def newest_workflows(runs: Path, names: Collection[str]) -> Iterator[tuple[Drive
         if common := [run for run in workflow.runs if run in left]:
             left -= set(common)
             yield folder, workflow, common
-
-
-class DriverJobStatus(RunRecord):
-    """State of the driver jobs of the workflow that was submitted last for a run."""
-
-    job: str | None = Field(description="Id of the driver job that runs, waits, or was the last to start.")
-    state: Literal["running", "pending", "done", "failed", "cancelled", "killed", "unknown"] = Field(
-        description="`killed`: it ended and recorded nothing. `unknown`: Slurm does not answer."
-    )
-    nodes: str = Field("", description="Its node; while it waits, Slurm's reason in parentheses.")
-    log: str = Field(description="Output of all driver jobs of the workflow.")
 
 
 def driver_jobs(runs: Path, names: Collection[str]) -> dict[str, DriverJobStatus]:
@@ -64,9 +51,7 @@ def _status(folder: DriverDir, workflow: Workflow, queue: Mapping[str, JobStatus
     for job, status in sorted(active, key=lambda item: item[1].state is not JobState.RUNNING):
         name: Literal["running", "pending"] = "running" if status.state is JobState.RUNNING else "pending"
         return DriverJobStatus(job=job, state=name, nodes=status.nodes, log=log)
-    if state.end in ("failed", "cancelled"):
-        return DriverJobStatus(job=last, state=state.end, log=log)
-    return DriverJobStatus(job=last, state="killed", log=log)
+    return DriverJobStatus(job=last, state=state.end if state.end in ("failed", "cancelled") else "killed", log=log)
 
 
 def describe_drivers(runs: Path, names: Collection[str]) -> list[str]:
@@ -76,23 +61,21 @@ def describe_drivers(runs: Path, names: Collection[str]) -> list[str]:
         if status.state != "done":
             by_log.setdefault(status.log, (status, []))[1].append(run)
     return [
-        f"Driver of {', '.join(common)}: {_describe(status)} Output: {status.log}" for status, common in by_log.values()
+        f"Driver of {', '.join(common)}: "
+        + _SENTENCES[status.state].format(job=f"job {status.job}" if status.job else "its job", nodes=status.nodes)
+        + f" Output: {status.log}"
+        for status, common in by_log.values()
     ]
 
 
-def _describe(status: DriverJobStatus) -> str:
-    job = f"job {status.job}" if status.job else "its job"
-    match status.state:
-        case "running":
-            return f"{job} is running on {status.nodes}."
-        case "pending":
-            return f"{job} is pending {status.nodes}."
-        case "unknown":
-            return "Slurm does not say whether a driver job works on them."
-        case "failed":
-            return f"{job} ended, because a person is needed. Fix the cause and run `shardmake submit` again."
-    ended = "was cancelled" if status.state == "cancelled" else "was killed or cancelled"
-    return f"{job} {ended}; trainings keep running. Run `shardmake submit` to continue."
+_SENTENCES: Final = {
+    "running": "{job} is running on {nodes}.",
+    "pending": "{job} is pending {nodes}.",
+    "unknown": "Slurm does not say whether a driver job works on them.",
+    "failed": "{job} ended, because a person is needed. Fix the cause and run `shardmake submit` again.",
+    "cancelled": "{job} was cancelled; trainings keep running. Run `shardmake submit` to continue.",
+    "killed": "{job} was killed or cancelled; trainings keep running. Run `shardmake submit` to continue.",
+}
 
 
 def cancel_driver(rundir: RunDir) -> str:

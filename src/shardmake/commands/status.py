@@ -1,91 +1,80 @@
-"""The state of every stage of a run, from the files in its folder: read-only, also while the run is in progress."""
+"""The state of runs from the files in their folders: of one run in full, of all runs in a table.
 
-from collections.abc import Iterable, Mapping
+Nothing is written, locked or imported that a running training uses, also while the run is in progress.
+"""
 
-from shardmake.commands.driver_state import describe_drivers
-from shardmake.commands.training_state import TrainingState, query_queue, training_state
-from shardmake.config.models import Cluster, Run
-from shardmake.core.units import plural
-from shardmake.launch.slurm_states import JobStatus
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import Field
+
+from shardmake.checkpoint import store
+from shardmake.commands.driver_state import describe_drivers, driver_jobs
+from shardmake.config.effects import as_text
+from shardmake.config.load import get_run, sweep_runs
+from shardmake.config.models import Cluster, Config, Run
+from shardmake.core.errors import ConfigError, ShardmakeError
+from shardmake.core.units import format_duration, plural
+from shardmake.launch.jobs import LocalJobs, job_name
+from shardmake.launch.slurm_jobs import run_slurm
+from shardmake.launch.slurm_states import JobState, JobStatus, held_message, parse_rows
+from shardmake.launch.submission_check import parse_start
+from shardmake.run.attempt import AttemptDir, SubmittedJob
+from shardmake.run.attempt_history import BY_PERSON, AttemptRecord, load_history
 from shardmake.run.evaluation import EvaluationResult
-from shardmake.run.paths import RunDir
+from shardmake.run.paths import RunDir, short_path
 from shardmake.run.receipts import PushReceipt, TrainingReceipt
+from shardmake.run.record import RunRecord
 from shardmake.run.settings import STAGES_BEFORE, changed_settings
+from shardmake.run.state import Event, RunState, living_driver, read_progress, read_tail
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from shardmake.report.comparison import Comparison
 DONE, OPEN, CHANGED, OUTDATED = "done", "open", "changed", "outdated"
 Stages = dict[str, tuple[str, list[str]]]
+"""State of each stage, and the settings that changed since it ran."""
 Queue = Mapping[str, JobStatus] | None
+"""Jobs in Slurm's queue by id; None if Slurm does not answer."""
+REFRESH_SECONDS: Final = 10.0
+"""Seconds between two screens of ``--watch``; each one asks Slurm once for all runs."""
+_FRESH_SECONDS: Final = 45.0
 
 
 def describe(run: Run, cluster: Cluster, rundir: RunDir) -> str:
     """Return each stage, the training, the results, and the files to look at next."""
-    stages = stage_states(run, cluster, rundir)
-    lines = [f"{rundir.name} in {rundir.root}"]
-    for stage, (state, changes) in stages.items():
-        lines.append(f"  {state:<8}  {stage}" + (f": {'; '.join(changes)}" if changes else ""))
-    if any(state in (CHANGED, OUTDATED) for state, _ in stages.values()):
+    found = read_state(run, cluster, rundir, queue_of([rundir], cluster))
+    stages, lines = found.stages, [f"{rundir.name} in {rundir.root}"]
+    for stage, state in stages.items():
+        changes = "; ".join(found.changes[stage])
+        lines.append(f"  {state:<8}  {stage}" + (f": {changes}" if changes else ""))
+    if {CHANGED, OUTDATED} & {*stages.values()}:
         lines.append("\nSettings changed since these stages ran. The next `snakemake` runs them again.")
-    if training := unfinished_training(cluster, rundir, queue_of([rundir], cluster)):
-        lines += [f"\nTraining: {training.headline}", *(f"  {line}" for line in training.details)]
-        if any(stages[stage][0] == CHANGED for stage in ("plan", "render", "data")):
+    if found.details:
+        lines += [f"\nTraining: {found.progress() or found.headline}", *(f"  {line}" for line in found.details)]
+        if CHANGED in (stages["plan"], stages["render"], stages["data"]):
             lines.append("  It ran before the settings changed. If they change the result, training starts anew.")
     if cluster.executor == "slurm":
         lines += [f"\n{line}" for line in describe_drivers(rundir.root.parent, [rundir.name])]
     if rundir.train_receipt.exists():
-        lines += _trained(TrainingReceipt.read(rundir.train_receipt), stages["train"][0])
+        lines.append(_trained(TrainingReceipt.read(rundir.train_receipt), stages["train"]))
     if rundir.evaluation.exists():
         lines += _evaluation(EvaluationResult.read(rundir.evaluation))
     return "\n".join([*lines, *_where_next(run, rundir)])
 
 
-def stage_states(run: Run, cluster: Cluster, rundir: RunDir) -> Stages:
-    """Return for each stage whether it is done with the current settings, and the settings that changed since.
-
-    A stage is outdated if an earlier one that it uses is not done.
-    """
-    proofs = {
-        "fetch": rundir.weights_receipt,
-        "plan": rundir.plan,
-        "render": rundir.training,
-        "data": rundir.data_receipt,
-        "train": rundir.train_receipt,
-        "consolidate": rundir.model_receipt,
-        "evaluate": rundir.evaluation,
-        **({"push": rundir.push_receipt} if run.push else {}),
-    }
-    found: Stages = {}
-    for stage, proof in proofs.items():
-        changes = changed_settings(stage, run, cluster, rundir) if proof.exists() else []
-        uses_old = any(_is_renewed(earlier, found[earlier][0]) for earlier in STAGES_BEFORE.get(stage, ()))
-        state = OPEN if not proof.exists() else CHANGED if changes else OUTDATED if uses_old else DONE
-        found[stage] = (state, changes)
-    return found
-
-
-def _is_renewed(stage: str, state: str) -> bool:
-    """Return whether ``stage`` will have another result; the fetch is open as long as the weights are not here."""
-    return state in (CHANGED, OUTDATED) or (state == OPEN and stage != "fetch")
-
-
-def queue_of(rundirs: Iterable[RunDir], cluster: Cluster) -> Queue:
-    """Return the queue of Slurm for the runs that have a job; None without Slurm or such a run."""
-    jobs = [rundir for rundir in rundirs if rundir.job.exists()] if cluster.executor == "slurm" else []
-    return query_queue(jobs) if jobs else None
-
-
-def unfinished_training(cluster: Cluster, rundir: RunDir, queue: Queue) -> TrainingState | None:
-    """Return the state of a training that has begun and not finished; ``queue`` is the answer of `queue_of`."""
-    if rundir.train_receipt.exists():
-        return None
-    return training_state(rundir, slurm=cluster.executor == "slurm", queue=queue)
-
-
-def _trained(receipt: TrainingReceipt, state: str) -> list[str]:
+def _trained(receipt: TrainingReceipt, state: str) -> str:
     length = "" if receipt.steps is None else f" {receipt.steps:,} steps"
     length += "" if receipt.tokens is None else f", {receipt.tokens:,} tokens,"
     ranks, attempts = plural(receipt.world_size, "rank"), plural(receipt.attempts, "attempt")
     old = "" if state == DONE else ", before the settings changed"
-    return [f"\nTrained{length} with {receipt.strategy} on {ranks} in {attempts}{old}."]
+    return f"\nTrained{length} with {receipt.strategy} on {ranks} in {attempts}{old}."
 
 
 def _evaluation(evaluation: EvaluationResult) -> list[str]:
@@ -132,3 +121,328 @@ def _where_next(run: Run, rundir: RunDir) -> list[str]:
         pushed = PushReceipt.read(rundir.push_receipt).destinations
         lines += [f"  {'pushed to':<24} {destination.to}" for destination in pushed]
     return ["\nWhere to look next:", *lines] if lines else []
+
+
+def read_states(config: Config, cluster: Cluster, runs: Path) -> list[RunState]:
+    """Return the state of each run of the configuration. A run whose files cannot be read gets the reason."""
+    rundirs = {name: RunDir(runs / name) for name in config.runs}
+    queue, found = queue_of(rundirs.values(), cluster), []
+    for name, rundir in rundirs.items():
+        try:
+            found.append(read_state(config.runs[name], cluster, rundir, queue))
+        except (ShardmakeError, OSError) as error:
+            found.append(RunState(run=name, state=f"cannot be read: {error}"))
+    return found
+
+
+def status_json(config: Config, cluster: Cluster, runs: Path) -> list[Any]:
+    """Return what ``shardmake status --json`` prints: a `RunState` for each run of the configuration."""
+    drivers = driver_jobs(runs, config.runs) if cluster.executor == "slurm" else {}
+    states = read_states(config, cluster, runs)
+    return [state.model_copy(update={"driver_job": drivers.get(state.run)}).as_json() for state in states]
+
+
+def read_state(run: Run, cluster: Cluster, rundir: RunDir, queue: Queue) -> RunState:
+    """Return the state of a run without its driver job; ``queue`` is the answer of `queue_of`."""
+    stages = stage_states(run, cluster, rundir)
+    training = None if rundir.train_receipt.exists() else _training(rundir, cluster, queue)
+    stage, state = _next_stage(stages)
+    return RunState(
+        run=rundir.name,
+        stages={name: state for name, (state, _) in stages.items()},
+        changes={name: changes for name, (_, changes) in stages.items()},
+        last_event=last_event(rundir),
+        **({"stage": stage, "state": state} if training is None else {"stage": "train"} | training),
+    )
+
+
+def stage_states(run: Run, cluster: Cluster, rundir: RunDir) -> Stages:
+    """Return for each stage whether it is done with the current settings, and the settings that changed since.
+
+    A stage is outdated if an earlier one that it uses is not done.
+    """
+    proofs = {
+        "fetch": rundir.weights_receipt,
+        "plan": rundir.plan,
+        "render": rundir.training,
+        "data": rundir.data_receipt,
+        "train": rundir.train_receipt,
+        "consolidate": rundir.model_receipt,
+        "evaluate": rundir.evaluation,
+        **({"push": rundir.push_receipt} if run.push else {}),
+    }
+    found: Stages = {}
+    for stage, proof in proofs.items():
+        changes = changed_settings(stage, run, cluster, rundir) if proof.exists() else []
+        uses_old = any(_is_renewed(earlier, found[earlier][0]) for earlier in STAGES_BEFORE.get(stage, ()))
+        state = OPEN if not proof.exists() else CHANGED if changes else OUTDATED if uses_old else DONE
+        found[stage] = (state, changes)
+    return found
+
+
+def _is_renewed(stage: str, state: str) -> bool:
+    """Return whether ``stage`` will have another result; the fetch is open as long as the weights are not here."""
+    return state in (CHANGED, OUTDATED) or (state == OPEN and stage != "fetch")
+
+
+def _next_stage(stages: Stages) -> tuple[str, str]:
+    """Return the stage that is next, and the run's state."""
+    for stage, (state, changes) in stages.items():
+        if state == CHANGED:
+            return stage, f"changed since the last {stage}: {'; '.join(changes)}"
+    unfinished = next((stage for stage, (state, _) in stages.items() if state != DONE), None)
+    if unfinished is None:
+        return DONE, DONE
+    return unfinished, "not started" if unfinished == "fetch" else f"next step: {unfinished}"
+
+
+def queue_of(rundirs: Iterable[RunDir], cluster: Cluster) -> Queue:
+    """Return the jobs, of all users, of those runs that have one in Slurm's queue; None without Slurm or such a run."""
+    names = ",".join(job_name(rundir.root) for rundir in rundirs if rundir.job.exists())
+    if cluster.executor != "slurm" or not names:
+        return None
+    answer = run_slurm("squeue", "--noheader", "--all", "--format=%i|%T|%R|%j|%S", f"--name={names}")
+    return parse_rows(answer.stdout) if answer.returncode == 0 else None
+
+
+def _training(rundir: RunDir, cluster: Cluster, queue: Queue) -> dict[str, Any] | None:
+    """Return the fields of `RunState` for a training that has not finished; None before its first attempt."""
+    job = SubmittedJob.read_if_exists(rundir.job)
+    history = load_history(rundir.attempt_history)
+    if job is not None:
+        return _with_job(rundir, job, _status(rundir, job, cluster, queue))
+    if driver := living_driver(rundir):
+        return _fields("no job yet", f"The driver ({driver}) waits, or prepares the next attempt.")
+    return _ended(rundir, history[-1]) if history else None
+
+
+def _fields(state: str, *details: str, **others: Any) -> dict[str, Any]:
+    """Return fields of `RunState`; the headline is the state unless ``others`` has one."""
+    return {"state": state, "headline": state, "details": details, **others}
+
+
+def _status(rundir: RunDir, job: SubmittedJob, cluster: Cluster, queue: Queue) -> JobStatus:
+    """Return the state of a job; one that is not in Slurm's queue has ended."""
+    if cluster.executor != "slurm":
+        return LocalJobs(rundir.root).status(job.id)
+    if queue is None:
+        return JobStatus(JobState.UNKNOWN)
+    found = queue.get(job.id)
+    return found if found and found.job_name == job_name(rundir.root) else JobStatus(JobState.GONE)
+
+
+def _with_job(rundir: RunDir, job: SubmittedJob, status: JobStatus) -> dict[str, Any]:
+    """Return the fields for a training that has a job."""
+    name = f"job {job.id} (attempt {job.attempt})"
+    if status.state is JobState.PENDING:
+        return _pending(job, status, name)
+    beat = next(iter(AttemptDir(rundir.attempts / f"{job.attempt:03d}").node_beats(0)), None)
+    is_alive = beat is not None and time.time() - beat.time < _FRESH_SECONDS  # as on another machine than this one
+    if status.state in (JobState.ENDED, JobState.GONE) and not is_alive:
+        advice = "A driver that is running records why; if there is none, run the same command again."
+        return _fields(f"{name} has ended", advice, _last_step(rundir))
+    where = f" on {status.nodes}" if status.nodes else ""
+    unknown = ("Slurm does not answer.",) if status.state is JobState.UNKNOWN else ()
+    if beat is None:
+        reported = f"The ranks of {name}{where} have not reported yet."
+        return _fields("starting", reported, *unknown, queue=_queue(status))
+    age = format_duration(max(0.0, time.time() - beat.time))
+    lines = [f"As {name}{where}; last heartbeat {age} ago in phase {beat.phase}."]
+    if rundir.stop_file.exists():
+        stop = short_path(rundir.stop_file)
+        lines.append(f"A stop was requested ({stop}): the ranks save and stop after their current step.")
+    return _fields("training", *lines, *unknown, queue=_queue(status), **read_progress(rundir, beat))
+
+
+def _pending(job: SubmittedJob, status: JobStatus, name: str) -> dict[str, Any]:
+    """Return the fields for a training whose job waits."""
+    starts, estimate = parse_start(status.expected_start), "Slurm does not know when it will start."
+    if starts is not None:
+        estimate = f"Slurm expects to start it in {format_duration(max(0, starts - time.time()))}."
+    waited = format_duration(time.time() - job.submitted)
+    return _fields(
+        "waits in the queue",
+        f"Submitted {waited} ago as {name}. {held_message(job.id, status) or estimate}",
+        headline=f"waits in the queue: {status.nodes}",
+        queue=_queue(status),
+        expected_start=starts,
+    )
+
+
+def _queue(status: JobStatus) -> str:
+    """Return the state of a job in the queue: its state, and its nodes or the reason why it waits."""
+    if status.state is JobState.UNKNOWN:
+        return "Slurm does not answer"
+    return " ".join(filter(None, (status.state.value, status.nodes)))
+
+
+def _ended(rundir: RunDir, last: AttemptRecord) -> dict[str, Any]:
+    """Return the fields for a training whose last attempt has ended, and which no driver continues."""
+    if last.end in BY_PERSON:
+        return _fields("stopped on request", last.message)
+    continues = last.next_fallback is not None
+    logs = short_path(rundir.attempts / f"{last.attempt:03d}")
+    return _fields(
+        f"between two attempts: {last.end}" if continues else f"failed: {last.end}",
+        f"Attempt {last.attempt} (job {last.job}) ended: {last.message}",
+        _last_step(rundir),
+        f"Logs: {logs}. The same command resumes the training, unless a driver on another machine does.",
+    )
+
+
+def _last_step(rundir: RunDir) -> str:
+    """Return the last logged step and the newest checkpoint."""
+    lines = read_tail(rundir.metrics)
+    saved = max((int(path.name.split("-")[1]) for path in rundir.checkpoints.glob("checkpoint-[0-9]*")), default=None)
+    logged = f"The last logged step is {lines[-1].step:,}. " if lines else ""
+    return f"{logged}The newest checkpoint is of step {saved:,}." if saved else f"{logged}There is no checkpoint yet."
+
+
+def last_event(rundir: RunDir) -> Event | None:
+    """Return the last event of a run; None if no stage of it has finished."""
+    return max(_events(rundir), key=lambda event: event.time, default=None)
+
+
+def _events(rundir: RunDir) -> Iterator[Event]:
+    for path in rundir.settings.glob("*.json"):
+        yield Event(path.stat().st_mtime, f"{path.stem} finished")
+    for attempt in load_history(rundir.attempt_history)[-1:]:
+        yield Event(attempt.ended, f"attempt {attempt.attempt} ended: {attempt.end}")
+    if job := SubmittedJob.read_if_exists(rundir.job):
+        yield Event(job.submitted, f"job {job.id} submitted")
+    for record, path in itertools.islice(store.committed(rundir.checkpoints), 1):
+        yield Event(path.stat().st_mtime, f"checkpoint of step {record.step:,}")
+    if rundir.stop_file.exists():
+        yield Event(rundir.stop_file.stat().st_mtime, "stop requested")
+    if rundir.report.exists():
+        yield Event(rundir.report.stat().st_mtime, "report written")
+
+
+COLUMNS: Final[Mapping[str, Callable[[RunState], str]]] = {
+    "run": lambda run: run.run,
+    "stage": lambda run: run.stage,
+    "state": lambda run: run.state,
+    "step": lambda run: "" if run.step is None else f"{run.step:,}" + ("" if run.total is None else f"/{run.total:,}"),
+    "loss": lambda run: "" if run.loss is None else f"{run.loss:.4g}",
+    "tokens/s": lambda run: "" if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}",
+    "left": lambda run: "" if run.seconds_left is None else format_duration(run.seconds_left),
+    "queue": lambda run: run.queue or "",
+    "starts": lambda run: f"{datetime.fromtimestamp(run.expected_start):%Y-%m-%d %H:%M}" if run.expected_start else "",
+    "last event": lambda run: "" if run.last_event is None else str(run.last_event),
+}
+"""Columns of the table of runs."""
+
+
+def cells(state: RunState) -> list[str]:
+    """Return the row of a run in the table."""
+    return [column(state) for column in COLUMNS.values()]
+
+
+def print_status(states: Iterable[RunState]) -> None:
+    """Print the states as a table."""
+    print_table([*COLUMNS], [cells(state) for state in states])
+
+
+def watch(read: Callable[[], list[RunState]]) -> None:
+    """Show the states that ``read`` returns on a screen that is renewed until Ctrl-C.
+
+    Raises `ConfigError` if the output is not a terminal.
+    """
+    if not sys.stdout.isatty():
+        raise ConfigError("--watch cannot be used: the output is not a terminal. Use `status` or `status --json`.")
+    from rich.console import Group
+    from rich.live import Live
+
+    try:
+        with Live(auto_refresh=False, screen=True) as live:
+            while True:
+                now = f"{datetime.now():%H:%M:%S}, every {REFRESH_SECONDS:.0f} s; Ctrl-C ends it"
+                live.update(Group(now, rich_table([*COLUMNS], [cells(state) for state in read()])), refresh=True)
+                time.sleep(REFRESH_SECONDS)
+    except KeyboardInterrupt:
+        return
+
+
+class ListedRun(RunRecord):
+    """One run in the configuration or in the folder of runs: an entry of what ``shardmake list --json`` prints."""
+
+    run: str = Field(description="Name of the run.")
+    sweep: str = Field("", description="Sweep that the run is a point of.")
+    model: str = Field("", description="Model that it starts from.")
+    data: str = Field("", description="Sources of the training data.")
+    stage: str = Field("", description="Stage that is in progress or next, or that the configuration lacks the run.")
+
+
+def list_runs(config: Config, cluster: Cluster, runs: Path) -> list[ListedRun]:
+    """Return the runs of the configuration, and after them folders of runs that it does not have."""
+    sweep_of = {point: sweep for sweep, points in config.sweeps.items() for point in points}
+    listed = []
+    for name, run in config.runs.items():
+        train = run.data.train
+        sources = [train] if isinstance(train, str) else [part.source for part in train]
+        model, data = as_text(run.model), ", ".join(map(as_text, sources))
+        try:
+            stage = _next_stage(stage_states(run, cluster, RunDir(runs / name)))[0]
+        except (ShardmakeError, OSError):
+            stage = "cannot be read"
+        listed.append(ListedRun(run=name, sweep=sweep_of.get(name, ""), model=model, data=data, stage=stage))
+    folders = sorted(path.name for path in runs.glob("[!.]*/") if path.is_dir())
+    return listed + [
+        ListedRun(run=name, stage="not in the configuration") for name in folders if name not in config.runs
+    ]
+
+
+def plain_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table with aligned columns, two spaces apart; a column without a value in any row is left out."""
+    lines = _filled(headers, rows)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = ("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(text.rstrip() for text in texts)
+
+
+def _filled(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return headers and rows without the columns that have no value in any row."""
+    shown = [index for index in range(len(headers)) if any(row[index] for row in rows)]
+    return [[row[index] for index in shown] for row in (headers, *rows)]
+
+
+def rich_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> "Table":
+    """Return the same table for a terminal, which wraps long cells."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    names, *lines = _filled(headers, rows)
+    for index, name in enumerate(names):
+        table.add_column(name, no_wrap=index == 0, overflow="fold")
+    for line in lines:
+        table.add_row(*map(Text, line))
+    return table
+
+
+def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table: fitted to the terminal, or plain where the output is a pipe or a file."""
+    if not sys.stdout.isatty():
+        print(plain_table(headers, rows))
+        return
+    from rich.console import Console
+
+    Console().print(rich_table(headers, rows))
+
+
+def select_runs(config: Config, names: Sequence[str], sweep: str | None) -> dict[str, Run]:
+    """Return the runs called ``names``, or those of ``sweep``. Raises `ConfigError` for fewer than two runs."""
+    if bool(names) == (sweep is not None):
+        raise ConfigError("compare: the runs are missing. Name at least two runs, or one sweep with --sweep NAME.")
+    chosen = {name: get_run(config, name) for name in (names if sweep is None else sweep_runs(config, sweep))}
+    if len(chosen) < 2:
+        raise ConfigError(f"compare: {', '.join(chosen)} is one run. Name at least two different runs.")
+    return chosen
+
+
+def print_comparison(comparison: "Comparison") -> None:
+    """Print the table and the notes."""
+    print_table(*comparison.table())
+    print("* is the best value of the runs.")
+    for note in comparison.notes:
+        print(note)

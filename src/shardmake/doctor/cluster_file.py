@@ -11,11 +11,11 @@ from shardmake.config.load import parse_section
 from shardmake.config.models import Cluster, Slurm
 from shardmake.core.atomic import write_text
 from shardmake.core.errors import ConfigError, nearest
-from shardmake.doctor.findings import Finding, not_checked, warning
 from shardmake.doctor.records import DoctorRequest, NodeFacts, NodeReport
 from shardmake.launch.gpus import accelerator_of
 from shardmake.plan.limits import NodeGroup, Partition, satisfies
 from shardmake.plan.step_time import LINK_SHARE
+from shardmake.run.findings import Finding, not_checked, warning
 
 CPU_RANKS = 2
 UNKNOWN_GPU = "a100-80gb"

@@ -12,12 +12,12 @@ from shardmake.config.models import Cluster, Slurm
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import ConfigError
 from shardmake.doctor.cluster_file import compose, draft_cluster, require_free, write_cluster
-from shardmake.doctor.findings import Finding, Verdict, merge_nodes, ok, run_checks, would_stop
 from shardmake.doctor.job import check_nodes, make_request
 from shardmake.doctor.login import login_checks
 from shardmake.doctor.records import DoctorDir, NodeReport
 from shardmake.launch.container import check_container
 from shardmake.plan.limits import query_partitions
+from shardmake.run.findings import Finding, Verdict, merge_nodes, ok, run_checks, would_stop
 
 logger = logging.getLogger(__name__)
 _BEFORE_A_JOB = ("Slurm", "accounts", "qos", "partitions", "shared folder")

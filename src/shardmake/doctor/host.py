@@ -17,11 +17,11 @@ from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.environment import hub_cache, library_versions
 from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import GIB, MIB, format_bytes
-from shardmake.doctor.findings import Check, Finding, each_or_ok, not_checked, ok, ok_if, stops, warning
 from shardmake.doctor.records import DoctorRequest
 from shardmake.launch.compilers import check_compilers
-from shardmake.launch.preflight import check_names, check_scratch, check_versions
+from shardmake.launch.preflight import SCRATCH_ADVICE, check_names, check_scratch, check_versions
 from shardmake.launch.rendezvous import RendezvousError, choose_address
+from shardmake.run.findings import Check, Finding, not_checked, ok, ok_if, stops, warning
 
 INFINIBAND = Path("/sys/class/infiniband")
 SHARED_MEMORY = Path("/dev/shm")
@@ -61,9 +61,8 @@ def check_environment(login: str | None, versions: Mapping[str, str]) -> Iterato
         advice, place = "Install the login node's versions in the image.", "in the container"
     elif sys.prefix != login:
         yield warning("environment", f"Python is in {sys.prefix}, on the login node in {login}", advice)
-    different = check_versions(library_versions(), versions, place)
-    for finding in different:
-        yield stops("versions", finding, advice)
+    different = check_versions(library_versions(), versions, place, advice)
+    yield from different
     if not different and login in (None, sys.prefix):
         inside = " in the container" if login is None else ""
         yield ok("environment", f"{sys.prefix}{inside}, the same versions as on the login node")
@@ -108,13 +107,12 @@ def check_open_files(limit: int) -> Finding:
 
 def check_scratch_folder(scratch: Path) -> Finding:
     """Return whether the scratch folder is writable, has space, and may hold programs and libraries."""
-    advice = "Set `scratch` in the cluster file to a node-local folder that jobs can write."
     if problems := check_scratch(scratch):
-        return stops("scratch", problems[0], advice)
+        return problems[0]
     found = f"{scratch}, {format_bytes(shutil.disk_usage(scratch).free)} free"
     if can_execute(scratch):
         return ok("scratch", found)
-    advice += " Compiled kernels are loaded from there, so it must not be mounted noexec."
+    advice = f"{SCRATCH_ADVICE} Compiled kernels are loaded from there, so it must not be mounted noexec."
     return stops("scratch", f"{found}, but programs cannot run there", advice)
 
 
@@ -135,9 +133,8 @@ def check_build_tools(request: DoctorRequest, variables: Mapping[str, str]) -> I
     nvme = request.cluster.nvme_path is not None
     offloading = [spec for spec in STRATEGY_SPECS.values() if spec.is_deepspeed and spec.offload_optimizer]
     spec = next(spec for spec in offloading if spec.uses_nvme == nvme)
-    missing = check_compilers(spec, variables, on_gpus=not request.on_cpu)
     fine = "a small program for offload compiles" + (", also with libaio" if nvme else "")
-    yield from each_or_ok("compilers", missing, "Use strategies without offload until this is solved.", fine, warning)
+    yield from check_compilers(spec, variables, on_gpus=not request.on_cpu) or [ok("compilers", fine)]
 
 
 def check_nvme(path: str | None) -> Iterator[Finding]:
@@ -198,8 +195,7 @@ def check_interface(configured: str | None, nodes: int) -> Finding:
 def check_name_service() -> Iterator[Finding]:
     """Report a host name that does not resolve; ranks connect by address, so this is a warning."""
     host = os.uname().nodename
-    advice, fine = "Training connects by address. Other programs may wait for names.", "resolves to an address and back"
-    yield from each_or_ok("name service", check_names(host), advice, f"{host} {fine}", warning)
+    yield from check_names(host) or [ok("name service", f"{host} resolves to an address and back")]
 
 
 def check_visibility(folder: Path, node_rank: int, nodes: int, seconds: float = VISIBLE_SECONDS) -> Finding:

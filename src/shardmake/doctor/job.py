@@ -13,13 +13,13 @@ from shardmake.config.slurm_options import JobKind
 from shardmake.core.environment import library_versions
 from shardmake.core.errors import SlurmError
 from shardmake.core.units import plural
-from shardmake.doctor.findings import Finding, stops
 from shardmake.doctor.node import check_node, run_task
 from shardmake.doctor.records import DoctorDir, DoctorRequest, NodeReport
 from shardmake.launch.container import job_container
 from shardmake.launch.slurm_jobs import make_executor, run_slurm
 from shardmake.launch.slurm_request import SlurmRequest
 from shardmake.launch.slurm_states import JobState, JobStatus, is_no_such_job, parse_rows
+from shardmake.run.findings import Finding, stops
 
 logger = logging.getLogger(__name__)
 JOB_NAME = "doctor-shardmake"

@@ -22,10 +22,10 @@ from shardmake.config.methods import METHODS
 from shardmake.config.optimizers import OPTIMIZERS
 from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import GIB
-from shardmake.doctor.findings import Finding, not_checked, ok, ok_if, stops, warning
 from shardmake.doctor.records import MADE_BY, DoctorRequest, NodeFacts
 from shardmake.launch.error_texts import ERROR_TEXTS
 from shardmake.launch.gpus import accelerator_of
+from shardmake.run.findings import Finding, not_checked, ok, ok_if, stops, warning
 from shardmake.run.record import RunRecord
 
 DEVICE = "cuda"

@@ -15,10 +15,10 @@ from shardmake.core.environment import hub_cache, installed_versions
 from shardmake.core.errors import ShardmakeError, nearest
 from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import GIB, format_bytes, format_duration, plural
-from shardmake.doctor.findings import Check, Finding, each_or_ok, not_checked, ok, ok_if, stops, warning
 from shardmake.launch.gpus import check_build, installed_build, list_gpus
 from shardmake.launch.slurm_jobs import run_slurm
 from shardmake.plan.limits import NodeGroup, Partition, query_partitions
+from shardmake.run.findings import Check, Finding, not_checked, ok, ok_if, stops, warning
 
 CHECKED_LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "snakemake")
 FEW_BYTES = 100 * GIB
@@ -274,8 +274,8 @@ def check_torch(cluster: Cluster | None) -> Iterator[Finding]:
         reason = f"torch is built for CUDA {build.cuda}; this machine has no GPU whose driver could be compared"
         yield not_checked("CUDA of torch", reason, "`shardmake doctor --node` compares it with the nodes' driver.")
     else:
-        advice, fine = "Install the build of torch that this names.", f"CUDA {build.cuda}, driver {gpus[0].driver}"
-        yield from each_or_ok("CUDA of torch", check_build(gpus, build), advice, fine)
+        fine = ok("CUDA of torch", f"CUDA {build.cuda}, driver {gpus[0].driver}")
+        yield from check_build(gpus, build, "CUDA of torch") or [fine]
 
 
 def _first_line(text: str) -> str:

@@ -16,10 +16,10 @@ from shardmake.config.accelerators import find_accelerator
 from shardmake.config.models import Cluster
 from shardmake.core.process import die_with_parent
 from shardmake.core.units import MIB
-from shardmake.doctor.findings import Finding, not_checked, ok, stops, warning
 from shardmake.doctor.kernels import describe_failure
 from shardmake.doctor.records import MADE_BY, DoctorDir, DoctorRequest
 from shardmake.launch.rendezvous import Rendezvous
+from shardmake.run.findings import Finding, not_checked, ok, stops, warning
 from shardmake.run.record import RunRecord
 
 GPU_BYTES = 1024 * MIB

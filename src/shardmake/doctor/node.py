@@ -9,12 +9,12 @@ from pathlib import Path
 
 from shardmake.core.environment import kernel_caches
 from shardmake.doctor import host, kernels, network
-from shardmake.doctor.findings import Check, Finding, Verdict, not_checked, run_checks, stops
 from shardmake.doctor.records import DoctorDir, DoctorRequest, NodeFacts, NodeReport
 from shardmake.launch import gpus
 from shardmake.launch.gpus import installed_build
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError, run_rendezvous
 from shardmake.run.attempt import host_name
+from shardmake.run.findings import Check, Finding, Verdict, not_checked, run_checks, stops
 
 RENDEZVOUS_SECONDS = 180.0
 _OPTIONAL = {

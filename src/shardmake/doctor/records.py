@@ -6,7 +6,7 @@ from pathlib import Path
 from pydantic import Field
 
 from shardmake.config.models import Cluster
-from shardmake.doctor.findings import Finding
+from shardmake.run.findings import Finding
 from shardmake.run.paths import BelowRoot
 from shardmake.run.record import RunRecord
 

@@ -15,13 +15,14 @@ from pathlib import Path
 
 from shardmake.config.strategies import StrategySpec
 from shardmake.core.temporary import temporary_folder
+from shardmake.run.findings import Finding, warning
 
 _SECONDS = 60
 _ADAM = "#include <Python.h>\n#include <omp.h>\nint main() { return omp_get_num_threads() < 1; }\n"
 _ASYNC_IO = "#include <libaio.h>\nint main() { return io_submit(nullptr, 0, nullptr) == 0; }\n"
 
 
-def check_compilers(spec: StrategySpec, variables: Mapping[str, str], *, on_gpus: bool) -> list[str]:
+def check_compilers(spec: StrategySpec, variables: Mapping[str, str], *, on_gpus: bool) -> list[Finding]:
     """Return what is missing to compile the extensions of a strategy that are not compiled yet.
 
     Args:
@@ -29,28 +30,28 @@ def check_compilers(spec: StrategySpec, variables: Mapping[str, str], *, on_gpus
         variables: Environment of the ranks.
         on_gpus: The ranks use GPUs.
     """
-    findings: list[str] = []
+    missing: list[str] = []
     if not spec.is_deepspeed:
-        return findings
+        return []
     if spec.offload_optimizer and not _is_compiled("cpu_adam", variables):
         include = f"-I{sysconfig.get_path('include')}"
-        findings += (
+        missing += (
             f"DeepSpeed's Adam for offload cannot be compiled ({error}): install g++ 10 or newer and the headers of "
             "Python on the compute nodes, or load a compiler in slurm.setup"
             for error in _compile(_ADAM, variables, include, "-fopenmp", "-c")
         )
     if spec.uses_nvme and not _is_compiled("async_io", variables):
-        findings += (
+        missing += (
             f"DeepSpeed's I/O on NVMe cannot be compiled ({error}): install libaio with its headers (libaio-dev, "
             "libaio-devel) on the compute nodes"
             for error in _compile(_ASYNC_IO, variables, "-laio")
         )
         if on_gpus and not _has_cuda_toolkit(variables):
-            findings.append(
+            missing.append(
                 "DeepSpeed's I/O on NVMe needs nvcc, and neither CUDA_HOME, PATH nor /usr/local/cuda has it: load the "
                 "CUDA toolkit in slurm.setup"
             )
-    return findings
+    return [warning("compilers", text, "Use strategies without offload until this is solved.") for text in missing]
 
 
 def _is_compiled(name: str, variables: Mapping[str, str]) -> bool:

@@ -187,7 +187,7 @@ def _probe(job: JobContainer) -> None:
 
 def _differences(output: str) -> list[str]:
     found: Mapping[str, str] = json.loads(output.splitlines()[-1])
-    return check_versions(found, library_versions(), "in the container")
+    return [row.found for row in check_versions(found, library_versions(), "in the container")]
 
 
 def _links_in(folder: Path) -> list[Path]:

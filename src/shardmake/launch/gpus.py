@@ -13,8 +13,9 @@ from shardmake.config.accelerators import ACCELERATORS
 from shardmake.config.attention import FLASH_CAPABILITY, FLASH_KERNELS, Attention
 from shardmake.core.process import ask_nvidia_smi, query_gpus
 from shardmake.core.units import GIB, plural
-from shardmake.doctor.findings import Finding, MakeFinding, each_or_ok, not_checked, ok, stops, warning
+from shardmake.run.findings import Finding, MakeFinding, not_checked, ok, stops, warning
 
+EXCLUDE = "Exclude this node (slurm.exclude) and report it to your site."
 GPU_IDLE_BYTES = 2 * GIB
 """Memory that the GPU driver, a display or a monitor may use on an idle GPU."""
 _FIELDS = "index,uuid,memory.used,ecc.errors.uncorrected.volatile.total,driver_version"
@@ -112,7 +113,7 @@ def parse_gpus(text: str) -> list[GpuStatus]:
     ]
 
 
-def check_gpus(gpus: Sequence[GpuStatus] | None, visible: str | None, planned: int) -> list[str]:
+def check_gpus(gpus: Sequence[GpuStatus] | None, visible: str | None, planned: int) -> list[Finding]:
     """Return findings about GPUs that are missing, in use or broken.
 
     Args:
@@ -121,25 +122,26 @@ def check_gpus(gpus: Sequence[GpuStatus] | None, visible: str | None, planned: i
         planned: Number of ranks, one per GPU.
     """
     if gpus is None:
-        return ["nvidia-smi does not answer"]
+        return [stops("GPUs", "nvidia-smi does not answer")]
     mine = visible_gpus(gpus, visible)
     # nvidia-smi does not list slices as GPUs.
     slices = sum(name.strip().startswith("MIG-") for name in (visible or "").split(","))
     count = len(mine) + slices
-    findings = [f"{count} GPUs are visible, and the plan needs {planned}"] if count < planned else []
+    texts = [f"{count} GPUs are visible, and the plan needs {planned}"] if count < planned else []
     if slices > 1 and planned > 1:
-        findings.append(f"{slices} MIG slices are visible, but CUDA shows only the first: one rank per node works")
+        texts.append(f"{slices} MIG slices are visible, but CUDA shows only the first: one rank per node works")
     for gpu in mine:
         if _is_used(gpu):
-            findings.append(f"GPU {gpu.number} is in use: {(gpu.used or 0) / GIB:.1f} GiB")
+            texts.append(f"GPU {gpu.number} is in use: {(gpu.used or 0) / GIB:.1f} GiB")
         if gpu.compute_mode == "Prohibited":
-            findings.append(f"GPU {gpu.number} is in the compute mode Prohibited, in which no program can use it")
+            texts.append(f"GPU {gpu.number} is in the compute mode Prohibited, in which no program can use it")
         if gpu.uncorrected_errors:
-            findings.append(f"GPU {gpu.number} has {gpu.uncorrected_errors} uncorrected memory errors")
-    return findings
+            texts.append(f"GPU {gpu.number} has {gpu.uncorrected_errors} uncorrected memory errors")
+    advice = f"Correct processes_per_node in the cluster file if it is wrong. {EXCLUDE}"
+    return [stops("GPUs", text, advice) for text in texts]
 
 
-def slow_gpus(gpus: Sequence[GpuStatus]) -> list[str]:
+def slow_gpus(gpus: Sequence[GpuStatus]) -> list[Finding]:
     """Return warnings about GPUs that work, but slowly."""
     slowed = [f"the hardware slows GPU {gpu.number} down because of heat or power" for gpu in gpus if gpu.is_slowed]
     narrow = [
@@ -147,7 +149,7 @@ def slow_gpus(gpus: Sequence[GpuStatus]) -> list[str]:
         for gpu in gpus
         if gpu.lanes and gpu.lanes[0] < gpu.lanes[1]
     ]
-    return slowed + narrow
+    return [warning("GPUs", text) for text in slowed + narrow]
 
 
 def visible_gpus(gpus: Sequence[GpuStatus], visible: str | None) -> list[GpuStatus]:
@@ -162,7 +164,7 @@ def _is_used(gpu: GpuStatus) -> bool:
     return gpu.used is not None and gpu.used > GPU_IDLE_BYTES
 
 
-def check_build(gpus: Sequence[GpuStatus], build: TorchBuild) -> list[str]:
+def check_build(gpus: Sequence[GpuStatus], build: TorchBuild, check: str = "driver") -> list[Finding]:
     """Return a finding if torch cannot use these GPUs; it holds for every node of this kind."""
     misfits = ["torch is a build without CUDA"] if build.cuda is None else find_misfits(gpus, build.cuda)
     if not misfits:
@@ -173,18 +175,19 @@ def check_build(gpus: Sequence[GpuStatus], build: TorchBuild) -> list[str]:
         if usable is None
         else f"run make install CUDA={usable}"
     )
-    return [f"{', and '.join(misfits)}: {remedy}"]
+    return [stops(check, f"{', and '.join(misfits)}: {remedy}", "Install the build of torch that this names.")]
 
 
-def check_attention(gpus: Sequence[GpuStatus], attention: Attention) -> list[str]:
+def check_attention(gpus: Sequence[GpuStatus], attention: Attention) -> list[Finding]:
     """Return a finding if a GPU is too old for the planned attention kernel."""
     oldest = min((gpu.capability for gpu in gpus if gpu.capability is not None), default=FLASH_CAPABILITY)
     if attention not in FLASH_KERNELS or oldest >= FLASH_CAPABILITY:
         return []
-    return [
+    found = (
         f"a GPU has compute capability {oldest}, and attention: {attention} needs {FLASH_CAPABILITY} or newer: set "
         "accelerator in the cluster file to the GPUs of the nodes, or set attention: sdpa"
-    ]
+    )
+    return [stops("attention", found)]
 
 
 def newest_build(gpus: Sequence[GpuStatus]) -> str | None:
@@ -223,7 +226,6 @@ def _names(name: str, gpu: GpuStatus) -> bool:
 
 _LINK = "pci/pci_gpu_link_info/link_widths"
 _SLOWDOWNS = ("_hw_slowdown", "_hw_thermal_slowdown", "_hw_power_brake_slowdown")
-_EXCLUDE = "Exclude this node (slurm.exclude) and report it to your site."
 
 
 class GpuState(NamedTuple):
@@ -297,15 +299,14 @@ def check_nvidia_smi(visible: str | None, ranks: int, build: TorchBuild) -> Iter
     """Report driver, number and state of the GPUs; ``visible`` is ``CUDA_VISIBLE_DEVICES``."""
     gpus = list_gpus()
     if gpus is None:
-        advice = f"Check that the job got GPUs (slurm.gpu_request, slurm.gpu_type). {_EXCLUDE}"
+        advice = f"Check that the job got GPUs (slurm.gpu_request, slurm.gpu_type). {EXCLUDE}"
         yield stops("GPUs", "nvidia-smi does not answer", advice)
         return
     if gpus:
         fine = f"driver {gpus[0].driver}, torch for CUDA {build.cuda}"
-        yield from each_or_ok("driver", check_build(gpus, build), "Install the build of torch that this names.", fine)
-    advice = f"Correct processes_per_node in the cluster file if it is wrong. {_EXCLUDE}"
+        yield from check_build(gpus, build) or [ok("driver", fine)]
     fine = f"{ranks} GPUs, idle and without memory errors"
-    yield from each_or_ok("GPUs", check_gpus(gpus, visible, ranks), advice, fine)
+    yield from check_gpus(gpus, visible, ranks) or [ok("GPUs", fine)]
     states = query_states()
     if states is None:
         yield not_checked("state of the GPUs", "`nvidia-smi -q -x` does not answer, or prints no XML")
@@ -327,7 +328,7 @@ def check_states(states: Sequence[GpuState], ranks: int) -> Iterator[Finding]:
 
 def _check_settings(states: Sequence[GpuState], ranks: int) -> Iterator[Finding]:
     modes = {state.number: state.compute_mode for state in states}
-    prohibited = f"Ask your site to set the compute mode Default. {_EXCLUDE}"
+    prohibited = f"Ask your site to set the compute mode Default. {EXCLUDE}"
     exclusive = "The network check uses a process of its own on each GPU. Ask your site for the compute mode Default."
     yield _judge("compute mode", modes, "Prohibited", "no program can use it", prohibited, stops)
     yield _judge("exclusive mode", modes, "Exclusive_Process", "one process at a time", exclusive)
@@ -344,13 +345,13 @@ def _check_settings(states: Sequence[GpuState], ranks: int) -> Iterator[Finding]
 
 def _check_defects(states: Sequence[GpuState]) -> Iterator[Finding]:
     errors = {state.number: state.memory_errors for state in states}
-    yield _judge("memory errors", errors, "yes", "uncorrected ECC errors", _EXCLUDE, stops)
+    yield _judge("memory errors", errors, "yes", "uncorrected ECC errors", EXCLUDE, stops)
     failed = {state.number: state.remap_failure for state in states}
-    yield _judge("row remapping", failed, "Yes", "failed: the GPU must be replaced", _EXCLUDE, stops)
+    yield _judge("row remapping", failed, "Yes", "failed: the GPU must be replaced", EXCLUDE, stops)
     pending = {state.number: state.remap_pending for state in states}
     reset = "Ask your site to reset the GPUs of this node."
     yield _judge("pending remapping", pending, "Yes", "needs a reset of the GPU", reset)
-    hot = f"The hardware slows the GPU down because of heat or power. {_EXCLUDE}"
+    hot = f"The hardware slows the GPU down because of heat or power. {EXCLUDE}"
     slowed = {state.number: state.slowdown for state in states}
     yield _judge("slowdown", slowed, "yes", "by the hardware", hot)
     narrow = "Offload and loading are slower. Report it to your site."
@@ -379,7 +380,7 @@ def _check_fabric(states: Sequence[GpuState]) -> Finding:
     if reported == {("Completed", "Success")}:
         return ok("fabric manager", "the NVSwitch fabric is set up")
     words = ", ".join(sorted(f"{state} {status}".strip() for state, status in reported))
-    advice = f"CUDA fails with error 802 until nvidia-fabricmanager has finished. {_EXCLUDE}"
+    advice = f"CUDA fails with error 802 until nvidia-fabricmanager has finished. {EXCLUDE}"
     return stops("fabric manager", f"the NVSwitch fabric is not set up: {words}", advice)
 
 

@@ -40,18 +40,20 @@ from shardmake.launch.gpus import (
     visible_gpus,
 )
 from shardmake.run.attempt import Attempt, AttemptDir
+from shardmake.run.findings import Finding, stops, warning
 from shardmake.run.plan import Plan
 from shardmake.run.training_settings import ScriptProgram, TrainingSettings
 
 SCRATCH_BYTES = GIB
+SCRATCH_ADVICE = "Set `scratch` in the cluster file to a node-local folder that jobs can write."
 _NAME_SECONDS = 2.0
 
 
 class PreflightError(RuntimeError):
     """The node, or with ``blames_run`` the run, cannot train."""
 
-    def __init__(self, findings: Sequence[str], *, blames_run: bool = False) -> None:
-        super().__init__("; ".join(findings))
+    def __init__(self, findings: Sequence[Finding], *, blames_run: bool = False) -> None:
+        super().__init__("; ".join(finding.found for finding in findings))
         self.blames_run = blames_run
 
 
@@ -62,8 +64,8 @@ def check_node(folder: AttemptDir, attempt: Attempt, plan: Plan, node_rank: int,
         PreflightError: with all findings.
     """
     started = time.monotonic()
-    for warning in check_names(socket.gethostname()) if attempt.nodes > 1 else []:
-        report(f"preflight: warning: {warning}")
+    for name in check_names(socket.gethostname()) if attempt.nodes > 1 else []:
+        report(f"preflight: warning: {name.found}")
     if findings := _find_defects(folder, attempt, plan, report):
         raise PreflightError(findings)
     variables = os.environ | kernel_caches(attempt.scratch) | attempt.environment
@@ -75,7 +77,7 @@ def check_node(folder: AttemptDir, attempt: Attempt, plan: Plan, node_rank: int,
     report(f"preflight: all checks of this node passed ({time.monotonic() - started:.2f} s)")
 
 
-def _find_defects(folder: AttemptDir, attempt: Attempt, plan: Plan, report: Callable[[str], None]) -> list[str]:
+def _find_defects(folder: AttemptDir, attempt: Attempt, plan: Plan, report: Callable[[str], None]) -> list[Finding]:
     settings = TrainingSettings.read(folder.training, "shardmake train NAME")
     versions = check_versions(
         library_versions(), attempt.versions, "in the container" if attempt.container else "on this node"
@@ -86,20 +88,21 @@ def _find_defects(folder: AttemptDir, attempt: Attempt, plan: Plan, report: Call
     resume = [Path(attempt.resume_from) / RECORD_NAME] if attempt.resume_from else []
     files = [attempt.rundir.data_receipt, *([model / "config.json"] if model.is_absolute() else []), *resume]
     folders = [folder.root, attempt.rundir.train]
+    denied = [f"{path} cannot be read here" for path in files if not os.access(path, os.R_OK)]
+    denied += [f"{path} cannot be written here" for path in folders if not os.access(path, os.W_OK | os.X_OK)]
     findings = [
         *versions,
         # The job may request all memory of a node, which is never all free.
         *check_memory(psutil.virtual_memory().available, plan.host_memory),
         *check_scratch(Path(attempt.scratch)),
         *check_swap_folders(read_json(folder.deepspeed, "shardmake train NAME")),
-        *(f"{path} cannot be read here" for path in files if not os.access(path, os.R_OK)),
-        *(f"{path} cannot be written here" for path in folders if not os.access(path, os.W_OK | os.X_OK)),
+        *(stops("files", problem) for problem in denied),
     ]
     if attempt.accelerator != "cpu":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         gpus = list_released_gpus(visible)
         for slow in slow_gpus(visible_gpus(gpus or [], visible)):
-            report(f"preflight: warning: {slow}")
+            report(f"preflight: warning: {slow.found}")
         attention = "sdpa" if isinstance(settings.program, ScriptProgram) else plan.workload.attention
         unusable = [*check_build(gpus or [], installed_build()), *check_attention(gpus or [], attention)]
         if unusable:
@@ -135,7 +138,7 @@ except Exception as error:
 """
 
 
-def check_import(attention: Attention, environment: Mapping[str, str]) -> list[str]:
+def check_import(attention: Attention, environment: Mapping[str, str]) -> list[Finding]:
     """Import the attention kernel as the ranks will, in a process of its own, and return a finding if that fails."""
     if attention not in _IMPORTS:
         return []
@@ -149,65 +152,73 @@ def check_import(attention: Attention, environment: Mapping[str, str]) -> list[s
     late = f"the import crashed or took longer than {_IMPORT_SECONDS:.0f} s"
     error = late if printed is None else printed.strip().splitlines()[-1]
     advice = ": install flash-attn for this torch, or set attention: varlen" if attention == "flash" else ""
-    return [f"attention: {attention} cannot be used on this node: {error}{advice}"]
+    return [stops("attention", f"attention: {attention} cannot be used on this node: {error}{advice}")]
 
 
-def check_versions(here: Mapping[str, str], planned: Mapping[str, str], place: str = "on this node") -> list[str]:
+def check_versions(
+    here: Mapping[str, str], planned: Mapping[str, str], place: str = "on this node", advice: str = ""
+) -> list[Finding]:
     """Return the libraries whose version ``here``, at the named ``place``, differs from the login node's."""
     return [
-        f"{name} is {here.get(name, 'not installed')} {place} and {version} on the login node"
+        stops(
+            "versions", f"{name} is {here.get(name, 'not installed')} {place} and {version} on the login node", advice
+        )
         for name, version in planned.items()
         if here.get(name) != version
     ]
 
 
-def check_memory(available: int, needed: int) -> list[str]:
+def check_memory(available: int, needed: int) -> list[Finding]:
     """Return a finding if host RAM, in bytes, does not suffice."""
     if available >= needed:
         return []
-    return [f"the training needs {needed / GIB:.1f} GiB of memory, and {available / GIB:.1f} GiB are free"]
+    found = f"the training needs {needed / GIB:.1f} GiB of memory, and {available / GIB:.1f} GiB are free"
+    return [stops("memory", found)]
 
 
-def check_scratch(scratch: Path) -> list[str]:
+def check_scratch(scratch: Path) -> list[Finding]:
     """Return a finding if the scratch folder is missing, not writable or full."""
     if not os.access(scratch, os.W_OK | os.X_OK):
-        return [f"the scratch folder {scratch} cannot be written"]
+        return [stops("scratch", f"the scratch folder {scratch} cannot be written", SCRATCH_ADVICE)]
     free = shutil.disk_usage(scratch).free
     if free >= SCRATCH_BYTES:
         return []
-    return [f"the scratch folder {scratch} has {free / GIB:.2f} GiB free and needs {SCRATCH_BYTES / GIB:.0f} GiB"]
+    found = f"the scratch folder {scratch} has {free / GIB:.2f} GiB free and needs {SCRATCH_BYTES / GIB:.0f} GiB"
+    return [stops("scratch", found, SCRATCH_ADVICE)]
 
 
-def check_swap_folders(deepspeed: Mapping[str, Any]) -> list[str]:
+def check_swap_folders(deepspeed: Mapping[str, Any]) -> list[Finding]:
     """Return a finding for each folder on NVMe in which another user could read or replace what DeepSpeed swaps."""
     parents = {folder.parent for folder in named_swap_folders(deepspeed)}
     return [
-        f"the swap folder {parent} cannot be made, or is not a folder of this user alone"
+        stops("NVMe", f"the swap folder {parent} cannot be made, or is not a folder of this user alone")
         for parent in sorted(parents)
         if not make_private(parent)
     ]
 
 
-def check_names(host: str) -> list[str]:
+def check_names(host: str) -> list[Finding]:
     """Return a warning if ``host`` does not resolve to an address and back within two seconds.
 
     It is not an error, because the ranks connect by address.
     """
-    findings = [f"the name service did not resolve the name of this node, {host}, within {_NAME_SECONDS:.0f} s"]
+    problem = f"the name service did not resolve the name of this node, {host}, within {_NAME_SECONDS:.0f} s"
 
     def look_up() -> None:
+        nonlocal problem
         try:
             address = socket.gethostbyname(host)
             back = socket.gethostbyaddr(address)[0]
             same = back.partition(".")[0] == host.partition(".")[0]
-            findings[:] = [] if same else [f"{host} resolves to {address}, which resolves back to {back}"]
+            problem = "" if same else f"{host} resolves to {address}, which resolves back to {back}"
         except OSError as error:
-            findings[:] = [f"{host} does not resolve to an address and back ({error})"]
+            problem = f"{host} does not resolve to an address and back ({error})"
 
     thread = threading.Thread(target=look_up, daemon=True)
     thread.start()
     thread.join(_NAME_SECONDS)
-    return findings
+    advice = "Training connects by address. Other programs may wait for names."
+    return [warning("name service", found, advice)] if (found := problem) else []
 
 
 def _check_disk(attempt: Attempt) -> None:
@@ -217,4 +228,4 @@ def _check_disk(attempt: Attempt) -> None:
     try:
         check_save(attempt.rundir.train, size)
     except ShardmakeError as error:
-        raise PreflightError([str(error)], blames_run=True) from None
+        raise PreflightError([stops("disk", str(error))], blames_run=True) from None

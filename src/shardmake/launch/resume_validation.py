@@ -20,6 +20,7 @@ from shardmake.core.errors import CheckpointError
 from shardmake.core.units import GIB
 from shardmake.launch.preflight import PreflightError
 from shardmake.run.attempt import Attempt, AttemptDir
+from shardmake.run.findings import stops
 
 _READERS = 8
 
@@ -52,7 +53,7 @@ def validate_share(attempt: Attempt, node_rank: int, report: Callable[[str], Non
     try:
         refuse_foreign_names(checkpoint, names)
     except CheckpointError as error:
-        raise PreflightError([str(error).removesuffix(".")], blames_run=True) from None
+        raise PreflightError([stops("checkpoint", str(error).removesuffix("."))], blames_run=True) from None
     size = sum(record.files[name].size for name in names) / GIB
     seconds = time.monotonic() - started
     report(f"{checkpoint.name}: {len(names)} of {len(record.files)} files are intact ({size:.2f} GiB, {seconds:.1f} s)")

@@ -13,14 +13,12 @@ from shardmake.core.atomic import sha256
 from shardmake.memory.model import Model
 from shardmake.render.accelerate_file import fsdp_settings
 from shardmake.run.attempt import collective_timeout
+from shardmake.run.engine import Engine
 from shardmake.run.plan import Choice, Plan
 from shardmake.run.training_settings import (
     AdapterMethod,
     BaseModelSettings,
     CheckpointSettings,
-    ExpectedDeepSpeed,
-    ExpectedEngine,
-    ExpectedFsdp,
     FullMethod,
     OptimizerSettings,
     RetentionSettings,
@@ -82,28 +80,25 @@ def load_dtype(choice: Choice, run: Run) -> str:
     return TORCH_DTYPES[choice.precision]
 
 
-def expected_engine(choice: Choice) -> ExpectedEngine:
+def expected_engine(choice: Choice) -> Engine:
     """Return what each rank compares with the engine that was built, before it trains."""
-    spec, gradients = choice.spec, TORCH_DTYPES[choice.gradients]
-    common = ExpectedEngine(
+    spec = choice.spec
+    fsdp = {
+        "fsdp_version": 2,
+        "reshard_after_forward": spec.reshard_after_forward,
+        "replicas": choice.nodes if spec.hybrid else 1,
+    }
+    return Engine(
         engine=spec.library,
         zero_stage=spec.zero_stage,
         world_size=choice.world_size,
         dtype=TORCH_DTYPES[choice.precision],
         offload_optimizer=spec.offload_optimizer,
         offload_param=spec.offload_param,
+        gradient_dtype=None if spec.is_ddp else TORCH_DTYPES[choice.gradients],
+        tensor_parallel=choice.tensor_parallel if spec.is_deepspeed else None,
+        **(fsdp if spec.is_fsdp else {}),
     )
-    if spec.is_deepspeed:
-        return ExpectedDeepSpeed(**dict(common), gradient_dtype=gradients, tensor_parallel=choice.tensor_parallel)
-    if spec.is_fsdp:
-        return ExpectedFsdp(
-            **dict(common),
-            gradient_dtype=gradients,
-            fsdp_version=2,
-            reshard_after_forward=spec.reshard_after_forward,
-            replicas=choice.nodes if spec.hybrid else 1,
-        )
-    return common
 
 
 def cpu_optimizer(choice: Choice, run: Run, cluster: Cluster) -> OptimizerSettings | None:

@@ -13,19 +13,17 @@ from shardmake.config.methods import METHODS
 from shardmake.config.models import TORCH_DTYPES
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.optimizers import find_built
-from shardmake.config.strategies import DDP, DEEPSPEED, FSDP
 from shardmake.core.units import plural
 from shardmake.report.history import hours_name
 from shardmake.report.records import Records, public_name
+from shardmake.run.engine import Engine
 from shardmake.run.plan import Choice
 from shardmake.run.sources import PinnedSource
-from shardmake.run.trained_engine import TrainedEngine
 from shardmake.run.training_settings import AdapterMethod, ScriptProgram, TrainingSettings
 
 UNKNOWN: Final = "set by the script"
 _SCRIPTS_OWN: Final = "optimizer, schedule, weight decay, gradient clipping, sequence length, method, seed"
 _PRECISIONS: Final = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-_ENGINES: Final[dict[str, str]] = {DDP: "DDP", FSDP: "FSDP", DEEPSPEED: "DeepSpeed"}
 _APIS: Final = {
     "accelerate": "Accelerate",
     "trainer": "transformers' Trainer",
@@ -219,12 +217,12 @@ def _own_files(records: Records) -> dict[str, str]:
 def _script_settings(records: Records) -> dict[str, str]:
     found, program = records.training.trained, records.settings.program
     digest = f" (SHA-256 `{program.sha256[:_DIGITS]}...`)" if isinstance(program, ScriptProgram) else ""
-    api = f" with {_APIS[found.api]}" if found else ""
+    api = f" with {_APIS[found.api]}" if found and found.api else ""
     name = Path(records.run.script or "").name
     started = records.used.choice.world_size
     return {
         "Trained by": f"`{name}`{digest}{api}",
-        "Engine": _found_engine(found) if found else f"{UNKNOWN}; the plan was {records.used.choice.strategy}",
+        "Engine": found.describe() if found else f"{UNKNOWN}; the plan was {records.used.choice.strategy}",
         "World size": plural(found.world_size, "rank") if found else f"{plural(started, 'rank')} were started",
         "Precision": _precision(_PRECISIONS.get(found.dtype, found.dtype) if found else UNKNOWN, records),
         "Global batch": _found_batch(found),
@@ -235,14 +233,7 @@ def _script_settings(records: Records) -> dict[str, str]:
     }
 
 
-def _found_engine(found: TrainedEngine) -> str:
-    parts = [_ENGINES.get(found.engine, found.engine) + (f" ZeRO-{found.zero_stage}" if found.zero_stage else "")]
-    parts += [f"optimizer states on {found.offload_optimizer}"] if found.offload_optimizer else []
-    parts += [f"parameters on {found.offload_param}"] if found.offload_param else []
-    return ", ".join(parts)
-
-
-def _found_batch(found: TrainedEngine | None) -> str:
+def _found_batch(found: Engine | None) -> str:
     if found is None or found.global_batch_size is None:
         return UNKNOWN
     total = plural(found.global_batch_size, "sequence")

@@ -222,12 +222,8 @@ class AttemptDir:
     stopped = BelowRoot(
         "stopped.json", "Written by rank 0 when the ranks saved and stopped because they were asked to."
     )
-    learning = BelowRoot(
-        "learning.json", "What the attempt learned with (`shardmake.run.learning_settings.LearningSettings`)."
-    )
-    trained = BelowRoot(
-        "trained.json", "The engine that a user's script trained with (`shardmake.run.trained_engine.TrainedEngine`)."
-    )
+    learning = BelowRoot("learning.json", "What the attempt learned with (`shardmake.run.engine.LearningSettings`).")
+    trained = BelowRoot("trained.json", "The engine that a user's script trained with (`shardmake.run.engine.Engine`).")
     rendezvous = BelowRoot(
         "rendezvous", "Folder of the published addresses, one file per start of the job (Slurm may restart it)."
     )

@@ -9,9 +9,8 @@ from shardmake.config.formats import FORMATS, DataFormat
 from shardmake.core.fingerprint import FileEntry
 from shardmake.core.manifest import FileRecord
 from shardmake.core.units import plural
-from shardmake.run.learning_settings import LearningSettings
+from shardmake.run.engine import Engine, LearningSettings
 from shardmake.run.record import RunFile, RunRecord
-from shardmake.run.trained_engine import TrainedEngine
 
 
 def _is_none(value: object) -> bool:
@@ -146,7 +145,7 @@ class TrainingReceipt(RunFile):
     learning: LearningSettings | None = Field(
         None, exclude_if=_is_none, description="What the last attempt learned with; None for a user's script."
     )
-    trained: TrainedEngine | None = Field(
+    trained: Engine | None = Field(
         None, exclude_if=_is_none, description="What a user's script trained with; None if it built no engine."
     )
 

@@ -7,8 +7,8 @@ from pydantic import Field
 
 from shardmake.config.models import Loss, Method, Objective
 from shardmake.config.script_file import PREFIX
-from shardmake.config.strategies import Device, Library
 from shardmake.run.attempt import Attempt, AttemptDir
+from shardmake.run.engine import Engine
 from shardmake.run.model_class import ModelClass
 from shardmake.run.plan import Plan
 from shardmake.run.record import RunFile, RunRecord
@@ -129,33 +129,6 @@ class OptimizerSettings(RunRecord):
     arguments: dict[str, Any] = Field(description="Its keyword arguments.")
 
 
-class ExpectedEngine(RunRecord):
-    """The values that each rank compares with the built engine before training."""
-
-    engine: Library = Field(description="The library that shards.")
-    zero_stage: int = Field(description="DeepSpeed's ZeRO stage, 0 for other libraries.")
-    world_size: int = Field(description="Ranks in all.")
-    dtype: str = Field(description="Compute data type, by torch's name.")
-    offload_optimizer: Device | None = Field(description="Where optimizer states lie if not on the GPU.")
-    offload_param: Device | None = Field(description="Where parameters lie if not on the GPU.")
-
-
-class ExpectedDeepSpeed(ExpectedEngine):
-    """The values that a rank compares under DeepSpeed."""
-
-    gradient_dtype: str = Field(description="Data type in which gradients are accumulated and reduced.")
-    tensor_parallel: int = Field(description="Ranks that share each layer's matrices.")
-
-
-class ExpectedFsdp(ExpectedEngine):
-    """The values that a rank compares under FSDP."""
-
-    gradient_dtype: str = Field(description="Data type in which gradients are reduced; their sum is fp32.")
-    fsdp_version: int = Field(description="Version of FSDP: 2.")
-    reshard_after_forward: bool = Field(description="Free a block's weights after its forward pass.")
-    replicas: int = Field(description="Copies of the sharded model.")
-
-
 class RetentionSettings(RunRecord):
     """Which checkpoints stay (`shardmake.checkpoint.store.Retention`)."""
 
@@ -222,7 +195,7 @@ class TrainingSettings(RunFile):
         description="Keyword arguments of `transformers.TrainingArguments`, without paths; the ranks add those."
     )
     optimizer: OptimizerSettings | None = Field(description="None: the optimizer that the arguments name.")
-    expected: ExpectedDeepSpeed | ExpectedFsdp | ExpectedEngine = Field(description="The planned engine.")
+    expected: Engine = Field(description="The planned engine.")
     loss: Loss = Field(description="Cross entropy: plain, fused or chunked.")
     checkpoints: CheckpointSettings = Field(description="How training saves.")
     program: TrainerProgram | ScriptProgram = Field(description="What the ranks run.")

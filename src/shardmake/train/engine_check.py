@@ -6,7 +6,6 @@ FSDP on a device type that they do not list). The run would then train, save and
 
 import os
 import socket
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,13 +13,14 @@ import torch
 from shardmake.config.models import TORCH_DTYPES
 from shardmake.config.strategies import DDP, DEEPSPEED, FSDP
 from shardmake.core.errors import EngineMismatchError
+from shardmake.run.engine import Engine
 
 _DTYPES: dict[str, str] = {"no": "float32", **{str(name): dtype for name, dtype in TORCH_DTYPES.items()}}
 """Torch's data type of each of Accelerate's precisions."""
 
 
-def describe_engine(model: Any, precision: str) -> dict[str, Any]:
-    """Return engine, ZeRO stage, world size, compute dtype and offload of the wrapped model, which may be compiled.
+def describe_engine(model: Any, precision: str) -> Engine:
+    """Return the engine of the wrapped model, which may be compiled.
 
     ``precision`` is Accelerate's name of the compute data type, used if the engine has none of its own.
     """
@@ -28,12 +28,14 @@ def describe_engine(model: Any, precision: str) -> dict[str, Any]:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     class_name = type(model).__name__
     if is_deepspeed_engine(model):
-        return {"engine": DEEPSPEED, "world_size": world_size, **_describe_deepspeed(model)}
-    common = {"zero_stage": 0, "world_size": world_size, "dtype": compute_dtype(model, precision)}
+        return Engine(engine=DEEPSPEED, world_size=world_size, **_describe_deepspeed(model))
+    library = DDP if class_name == "DistributedDataParallel" or world_size == 1 else class_name
+    described: dict[str, Any] = {}
     if class_name.startswith("FSDP"):
-        return {"engine": FSDP, **common, **_describe_fsdp2(model)}
-    is_ddp = class_name == "DistributedDataParallel" or world_size == 1
-    return {"engine": DDP if is_ddp else class_name, **common, "offload_optimizer": None, "offload_param": None}
+        library, described = FSDP, _describe_fsdp2(model)
+    return Engine(
+        engine=library, zero_stage=0, world_size=world_size, dtype=compute_dtype(model, precision), **described
+    )
 
 
 def below_compiler(model: Any) -> Any:
@@ -105,11 +107,10 @@ def _describe_fsdp2(model: Any) -> dict[str, Any]:
     }
 
 
-def check_engine(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def check_engine(found: Engine, expected: Engine) -> None:
     """Raise `EngineMismatchError` with every difference between ``found`` and the plan's ``expected``."""
-    differing = {key: (found.get(key), value) for key, value in expected.items() if found.get(key) != value}
-    if differing:
-        lines = [f"  {key}: planned {planned!r}, found {actual!r}" for key, (actual, planned) in differing.items()]
+    if differing := expected.differences(found):
+        lines = [f"  {key}: planned {planned!r}, found {actual!r}" for key, (planned, actual) in differing.items()]
         raise EngineMismatchError("The engine is not the planned one. Nothing was trained.\n" + "\n".join(lines))
 
 

@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardmake.run.training_settings import ExpectedEngine, ExpectedFsdp
+from shardmake.config.strategies import FSDP
+from shardmake.run.engine import Engine
 
 
-def fsdp_policy(expected: ExpectedEngine) -> MixedPrecisionPolicy | None:
+def fsdp_policy(expected: Engine) -> MixedPrecisionPolicy | None:
     """Return the planned policy; None for other engines, and if FSDP casts nothing.
 
     FSDP2's policy has no type of outputs: the loss leaves the model as it was computed, and so do hidden states.
     """
-    if not isinstance(expected, ExpectedFsdp) or expected.dtype == "float32":
+    if expected.engine != FSDP or expected.dtype == "float32":
         return None
-    compute, reduce = getattr(torch, expected.dtype), getattr(torch, expected.gradient_dtype)
+    compute, reduce = getattr(torch, expected.dtype), getattr(torch, str(expected.gradient_dtype))
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
 
 
@@ -41,7 +42,7 @@ def count_whole_tokens(trainer: type[Any]) -> None:
     trainer._get_num_items_in_batch = count_whole
 
 
-def set_script_policy(plugin: type[Any], expected: ExpectedEngine) -> None:
+def set_script_policy(plugin: type[Any], expected: Engine) -> None:
     """Let Accelerate's FSDP ``plugin`` class choose the planned policy where it would choose its own.
 
     A script that sets a policy itself keeps it.

@@ -14,7 +14,7 @@ from transformers import TrainingArguments, get_scheduler
 
 from shardmake.config.optimizers import find_built
 from shardmake.core.nested import leaves, same
-from shardmake.run.learning_settings import LearningSettings
+from shardmake.run.engine import LearningSettings
 from shardmake.run.plan import Choice
 from shardmake.run.training_settings import TrainingSettings
 from shardmake.train.engine_check import EngineMismatchError, compute_dtype, is_deepspeed_engine

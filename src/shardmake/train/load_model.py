@@ -25,7 +25,7 @@ from shardmake.core.units import plural
 from shardmake.data.dataset import IGNORED
 from shardmake.data.varlen import register_varlen
 from shardmake.run.model_class import OLD_HEAD, ModelClass
-from shardmake.run.training_settings import ExpectedDeepSpeed, FullMethod, TrainingSettings
+from shardmake.run.training_settings import FullMethod, TrainingSettings
 from shardmake.train.library_patches import broadcast_saved_buffers, name_checkpointed_adapters
 
 # ``loss: chunked``: torch's linear cross entropy, which holds the logits of some tokens at a time.
@@ -118,7 +118,7 @@ def average_router_loss(model: PreTrainedModel, settings: TrainingSettings) -> N
     if coefficient is None:
         return
     expected = settings.expected
-    groups = expected.world_size // (expected.tensor_parallel if isinstance(expected, ExpectedDeepSpeed) else 1)
+    groups = expected.world_size // (expected.tensor_parallel or 1)
     passes = groups * settings.arguments["gradient_accumulation_steps"]
     model.router_aux_loss_coef = coefficient / passes
 

@@ -26,13 +26,12 @@ import torch.distributed as dist
 from shardmake.core.process import die_with_parent
 from shardmake.core.units import numbered
 from shardmake.run.attempt import host_name
+from shardmake.run.findings import Finding, Verdict, ok, warning
 
 logger = logging.getLogger(__name__)
 LINGER_SECONDS = 30.0
 """Time that the store stays open after a failure, for ranks that started later and so give up later."""
 _EXIT_SECONDS = 10.0
-Finding = tuple[int, str]
-"""Level and message of a log line."""
 MIN_BANDWIDTH = 0.25
 """Fraction of the planned bandwidth below which a warning is logged."""
 GPU_BYTES = 64 << 20
@@ -80,8 +79,10 @@ def check_all_reduce(settings: CheckSettings) -> None:
     """
     if os.environ["WORLD_SIZE"] == "1":
         return
-    for level, line in run_in_fork(lambda: _check(settings), 3 * settings.deadline + LINGER_SECONDS):
-        logger.log(level, line)
+    for finding in run_in_fork(lambda: _check(settings), 3 * settings.deadline + LINGER_SECONDS):
+        advice = f". {finding.advice}" if finding.advice else ""
+        level = logging.INFO if finding.verdict is Verdict.OK else logging.WARNING
+        logger.log(level, "preflight: %s%s", finding.found, advice)
 
 
 def run_in_fork(work: Callable[[], list[Finding]], seconds: float) -> list[Finding]:
@@ -259,13 +260,11 @@ def _bus_bandwidth(seconds: float, size: int, ranks: int) -> float:
 def describe_bandwidth(seconds: float, size: int, world_size: int, planned: float | None) -> Finding:
     """Return the bus bandwidth of an all-reduce of ``size`` bytes; 2 (n - 1) / n of them cross each rank's link."""
     bandwidth = _bus_bandwidth(seconds, size, world_size)
-    line = f"preflight: all-reduce of {size >> 20} MiB over {world_size} ranks at {bandwidth / 1e9:.2f} GB/s"
+    line = f"all-reduce of {size >> 20} MiB over {world_size} ranks at {bandwidth / 1e9:.2f} GB/s"
     if planned is None or bandwidth >= MIN_BANDWIDTH * planned:
-        return logging.INFO, line
-    return (
-        logging.WARNING,
-        f"{line}, far below the {planned / 1e9:.1f} GB/s of the cluster file. Check the network of these nodes.",
-    )
+        return ok("network", line)
+    found = f"{line}, far below the {planned / 1e9:.1f} GB/s of the cluster file"
+    return warning("network", found, "Check the network of these nodes.")
 
 
 def _compare_nodes(store: Any, tensor: torch.Tensor, settings: CheckSettings) -> list[Finding]:
@@ -295,17 +294,14 @@ def _pairs_without_peer_access(gpus: int) -> int:
 def describe_node(seconds: float, pairs: int, host: str, size: int, ranks: int, planned: float | None) -> Finding:
     """Return the bandwidth within ``host``, the slowest node, with ``pairs`` of GPUs that lack peer-to-peer access."""
     bandwidth = _bus_bandwidth(seconds, size, ranks)
-    line = f"preflight: all-reduce of {size >> 20} MiB over the {ranks} ranks of {host} at {bandwidth / 1e9:.2f} GB/s"
+    line = f"all-reduce of {size >> 20} MiB over the {ranks} ranks of {host} at {bandwidth / 1e9:.2f} GB/s"
     if planned is None or bandwidth >= MIN_BANDWIDTH * planned:
-        return logging.INFO, line
+        return ok("network", line)
     reason = "The GPUs may exchange data over PCIe instead of NVLink."
     if pairs:
         reason = f"{pairs} pairs of GPUs have no peer-to-peer access (P2P) and exchange data through host memory."
-    return (
-        logging.WARNING,
-        f"{line}, far below {planned / 1e9:.1f} GB/s (intra_node_gbps, else that of the GPU model). {reason} "
-        "`nvidia-smi topo -m` shows how the GPUs are connected.",
-    )
+    found = f"{line}, far below {planned / 1e9:.1f} GB/s (intra_node_gbps, else that of the GPU model)"
+    return warning("network", found, f"{reason} `nvidia-smi topo -m` shows how the GPUs are connected.")
 
 
 def _compare_links(store: Any, tensor: torch.Tensor, deadline: float) -> list[Finding]:
@@ -320,7 +316,7 @@ def _compare_links(store: Any, tensor: torch.Tensor, deadline: float) -> list[Fi
         return []
     results = [store.get(f"link-{number}").decode().split() for number in range(nodes)]
     times, hosts = [float(words[0]) for words in results], [words[1] for words in results]
-    return [(logging.WARNING, line) for line in slow_links(times, tensor.nbytes, hosts)]
+    return slow_links(times, tensor.nbytes, hosts)
 
 
 def _all_reduce(tensor: torch.Tensor, deadline: float, group: Any = None) -> None:
@@ -360,15 +356,18 @@ def _measure_link(tensor: torch.Tensor, node: int, first_ranks: Sequence[int], d
     return seconds
 
 
-def slow_links(seconds: Sequence[float], size: int, hosts: Sequence[str]) -> list[str]:
-    """Return a message for each link that is much slower than the fastest.
+def slow_links(seconds: Sequence[float], size: int, hosts: Sequence[str]) -> list[Finding]:
+    """Return a warning for each link that is much slower than the fastest.
 
     ``seconds`` is the time of ``size`` bytes from the previous node, by node like the names ``hosts``.
     """
     fastest = min(seconds)
     return [
-        f"preflight: the network from {hosts[node - 1]} to {hosts[node]} reaches {size / took / 1e9:.2f} GB/s; the "
-        f"fastest link of this job reaches {size / fastest / 1e9:.2f} GB/s"
+        warning(
+            "network",
+            f"the network from {hosts[node - 1]} to {hosts[node]} reaches {size / took / 1e9:.2f} GB/s; the fastest "
+            f"link of this job reaches {size / fastest / 1e9:.2f} GB/s",
+        )
         for node, took in enumerate(seconds)
         if fastest < SLOW * took
     ]

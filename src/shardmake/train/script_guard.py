@@ -18,9 +18,8 @@ from shardmake.checkpoint.formats.lora import unsupported_features
 from shardmake.config.strategies import DDP, DEEPSPEED, FSDP
 from shardmake.core.errors import EngineMismatchError
 from shardmake.run.attempt import AttemptDir, rank_report
+from shardmake.run.engine import Engine, ScriptApi
 from shardmake.run.plan import Choice
-from shardmake.run.trained_engine import ScriptApi, TrainedEngine
-from shardmake.run.training_settings import ExpectedEngine
 from shardmake.train import first_batch
 from shardmake.train.adapter_config import adapter_configs
 from shardmake.train.engine_check import below_compiler, describe_engine, environment_report, is_deepspeed_engine
@@ -66,14 +65,14 @@ class Batch:
         return cls(micro_batch_size, accumulation_steps, micro_batch_size * accumulation_steps * data_parallel)
 
 
-def mismatch_message(found: Mapping[str, Any], expected: Mapping[str, Any], advice: Mapping[str, str] = _ADVICE) -> str:
-    """Return a line per value in ``found`` that is not the expected one, and how to change it; empty if all are."""
-    keys = [key for key in expected if key in found and found[key] != expected[key]]
+def mismatch_message(differing: Mapping[str, tuple[Any, Any]], advice: Mapping[str, str] = _ADVICE) -> str:
+    """Return a line per planned and found value, and how to change them; empty if none differ."""
+    keys = [*differing]
     if "engine" in keys:  # every other difference of the model follows from it
         keys = [key for key in keys if key in ("engine", "world_size")]
     if not keys:
         return ""
-    lines = [f"  {key}: planned {expected[key]}, found {found[key]}" for key in keys]
+    lines = [f"  {key}: planned {differing[key][0]}, found {differing[key][1]}" for key in keys]
     words = dict.fromkeys(advice.get(key, _OTHER_ADVICE) for key in keys)
     return "\n".join(["The script does not train as planned. Nothing was trained.", *lines, *words])
 
@@ -120,9 +119,9 @@ def _sharding_policy(model: Any) -> torch.dtype | None:
 class ScriptGuard:
     """One rank's comparison of its script with the plan; it raises `EngineMismatchError`."""
 
-    def __init__(self, folder: AttemptDir, rank: int, expected: ExpectedEngine, choice: Choice, on_cpu: bool) -> None:
+    def __init__(self, folder: AttemptDir, rank: int, expected: Engine, choice: Choice, on_cpu: bool) -> None:
         self.folder, self.rank, self.choice, self.on_cpu = folder, rank, choice, on_cpu
-        self.expected: dict[str, Any] = expected.as_json()
+        self.expected = expected
         self.api: ScriptApi = "torch"
         self.found: dict[str, Any] = {}
         self.batch = Batch()
@@ -138,7 +137,7 @@ class ScriptGuard:
         engine = DEEPSPEED if has_deepspeed_plugin else _ENGINES.get(distributed_type, distributed_type)
         found = {"engine": engine, "world_size": world_size}
         self._report(found)
-        no_fsdp = self.on_cpu and self.expected["engine"] == FSDP and found["engine"] == DDP
+        no_fsdp = self.on_cpu and self.expected.engine == FSDP and found["engine"] == DDP
         self._check(found, {"engine": _CPU_FSDP} if no_fsdp else {})
 
     def check_model(self, model: Any, precision: str) -> None:
@@ -148,9 +147,11 @@ class ScriptGuard:
         """
         model = below_compiler(model)
         check_adapters(model)
-        found = describe_engine(model, precision)
-        found["world_size"] = dist.get_world_size() if dist.is_initialized() else 1
-        found["dtype"] = trained_dtype(model, found["dtype"])
+        engine = describe_engine(model, precision)
+        found = engine.as_json() | {
+            "world_size": dist.get_world_size() if dist.is_initialized() else 1,
+            "dtype": trained_dtype(model, engine.dtype),
+        }
         self._report(found)
         self._check(found)
 
@@ -195,9 +196,13 @@ class ScriptGuard:
         found = f"{batch.micro_batch_size} x {batch.accumulation_steps} accumulation steps"
         if batch.global_batch_size != choice.global_batch_size:
             key = "global_batch_size"
-            sizes = {key: f"{batch.global_batch_size} sequences, {choice.readers} x {found}"}
-            expected = {key: f"{choice.global_batch_size} sequences, {choice.readers} x {planned}"}
-            raise EngineMismatchError(mismatch_message(sizes, expected))
+            sizes = {
+                key: (
+                    f"{choice.global_batch_size} sequences, {choice.readers} x {planned}",
+                    f"{batch.global_batch_size} sequences, {choice.readers} x {found}",
+                )
+            }
+            raise EngineMismatchError(mismatch_message(sizes))
         if found != planned and self.rank == 0:
             logger.info(
                 "The script splits the batch of a rank into %s, the plan into %s. The memory estimate is for the plan.",
@@ -207,19 +212,17 @@ class ScriptGuard:
     def check_first_step(self, has_engine: bool) -> None:
         """Check that an engine was built at all before the first optimizer step, and record what trains."""
         if not has_engine and self.choice.world_size > 1:
-            found = {"engine": "none: the optimizer's model was not wrapped by any"}
-            raise EngineMismatchError(mismatch_message(found, self.expected))
+            self._check({"engine": "none: the optimizer's model was not wrapped by any"})
         self.check_batch()
         if self.rank == 0 and has_engine:
             self.trained().write(self.folder.trained)
         self._report({})
 
-    def trained(self) -> TrainedEngine:
+    def trained(self) -> Engine:
         """Return the record of what trains."""
-        names = ("engine", "zero_stage", "world_size", "dtype", "offload_optimizer", "offload_param")
-        return TrainedEngine(
+        return Engine(
+            **self.found,
             api=self.api,
-            **{name: self.found[name] for name in names},
             micro_batch_size=self.batch.micro_batch_size,
             gradient_accumulation_steps=self.batch.accumulation_steps,
             global_batch_size=self.batch.global_batch_size,
@@ -227,7 +230,9 @@ class ScriptGuard:
         )
 
     def _check(self, found: Mapping[str, Any], advice: Mapping[str, str] | None = None) -> None:
-        if message := mismatch_message(found, self.expected, {**_ADVICE, **(advice or {})}):
+        """Raise for a difference in ``found``, which may have some fields only."""
+        differing = self.expected.differences(self.expected.model_copy(update=dict(found)))
+        if message := mismatch_message(differing, {**_ADVICE, **(advice or {})}):
             raise EngineMismatchError(message)
 
     def _report(self, found: Mapping[str, Any]) -> None:

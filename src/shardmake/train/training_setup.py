@@ -190,10 +190,10 @@ def check_ready(context: RankContext, built: BuiltTraining) -> None:
     """
     settings, choice = context.settings, context.plan.choice
     found = describe_engine(built.model, built.precision)
-    rank_report(context.folder, context.rank, environment_report() | found)
-    check_engine(found, settings.expected.as_json())
+    rank_report(context.folder, context.rank, environment_report() | found.as_json())
+    check_engine(found, settings.expected)
     learning = describe_learning(built, settings)
-    rank_report(context.folder, context.rank, environment_report() | found | {"learning": learning.as_json()})
+    rank_report(context.folder, context.rank, environment_report() | found.as_json() | {"learning": learning.as_json()})
     check_learning(learning, planned_learning(settings, choice, built.arguments, built.steps))
     check_deepspeed_file(built.model, read_json(context.folder.deepspeed, "shardmake train NAME"))
     if context.rank == 0:

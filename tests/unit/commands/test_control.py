@@ -60,7 +60,7 @@ def test_a_requested_stop_says_that_the_job_still_waits(
     rundir: RunDir, monkeypatch: pytest.MonkeyPatch, rows: str | None, words: str
 ) -> None:
     submitted(rundir, "12")
-    monkeypatch.setattr(control, "query_queue", lambda rundirs: None if rows is None else parse_rows(rows))
+    monkeypatch.setattr(control, "queue_of", lambda *_: None if rows is None else parse_rows(rows))
     assert f"(runs/chat/train/STOP). {words}" in request_stop(rundir, make_cluster(executor="slurm"))
 
 
@@ -101,7 +101,7 @@ def test_only_the_runs_own_job_is_cancelled_in_slurm(
         return subprocess.CompletedProcess(words, int(refused), "", "Access denied\n")
 
     queue = None if rows is None else parse_rows(rows.format(name=job_name(rundir.root)))
-    monkeypatch.setattr(control, "query_queue", lambda rundirs: queue)
+    monkeypatch.setattr(control, "queue_of", lambda *_: queue)
     monkeypatch.setattr(control, "run_slurm", answer)
     submitted(rundir, "12")
     if message is None:

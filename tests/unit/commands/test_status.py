@@ -13,9 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from shardmake.commands import training_state
-from shardmake.commands.overview import RunRow, status_row, status_rows
-from shardmake.commands.status import describe
+from shardmake.commands import status
+from shardmake.commands.status import describe, read_state, read_states
 from shardmake.config.models import Cluster, Config, Run
 from shardmake.launch.jobs import LocalJobs, _process_id, job_name
 from shardmake.launch.slurm_states import JobState, JobStatus, parse_rows
@@ -25,6 +24,7 @@ from shardmake.run.metrics import MetricsLine
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import PushedTo, PushReceipt, WeightsReceipt
 from shardmake.run.settings import current
+from shardmake.run.state import RunState, total_steps
 from tests.finished_run import (
     COMPLETIONS,
     EVALUATED,
@@ -73,25 +73,23 @@ def training(finished: RunDir) -> RunDir:
 def answer(monkeypatch: pytest.MonkeyPatch, rundir: RunDir, state: str, nodes: str) -> None:
     """Let squeue list the run's job."""
     rows = f"12|{state}|{nodes}|{job_name(rundir.root)}\n"
-    monkeypatch.setattr(
-        training_state, "run_slurm", lambda *_: subprocess.CompletedProcess([], 0, rows if state else "", "")
-    )
+    monkeypatch.setattr(status, "run_slurm", lambda *_: subprocess.CompletedProcess([], 0, rows if state else "", ""))
 
 
-def row_of(rundir: RunDir, cluster: Cluster = SLURM, **changes: Any) -> RunRow:
+def row_of(rundir: RunDir, cluster: Cluster = SLURM, **changes: Any) -> RunState:
     config = Config(cluster="c.yaml", runs={"chat": make_run(push=PUSH, **changes)})
-    (row,) = status_rows(config, cluster, rundir.root.parent)
+    (row,) = read_states(config, cluster, rundir.root.parent)
     return row
 
 
 def one_line(rundir: RunDir, cluster: Cluster = SLURM, **changes: Any) -> str:
     """The run's name, state and progress."""
     row = row_of(rundir, cluster, **changes)
-    return f"{row.run}  {row.state}" + (f": {row.progress}" if row.progress else "")
+    return f"{row.run}  {row.state}" + (f": {progress}" if (progress := row.progress()) else "")
 
 
 def summary(run: Run, cluster: Cluster, rundir: RunDir, queue: dict[str, JobStatus] | None) -> str:
-    return status_row(run, cluster, rundir, queue).state
+    return read_state(run, cluster, rundir, queue).state
 
 
 def states(text: str) -> dict[str, str]:
@@ -153,7 +151,7 @@ def test_progress_while_training(training: RunDir, monkeypatch: pytest.MonkeyPat
 def test_a_length_in_epochs_is_converted_to_steps(training: RunDir) -> None:
     make_training_settings(max_steps=None, epochs=32.0).write(training.training)
     assert make_plan().choice.global_batch_size == 16
-    assert training_state.total_steps(training) == 2
+    assert total_steps(training) == 2
 
 
 @pytest.mark.parametrize(
@@ -172,7 +170,7 @@ def test_a_job_that_does_not_run(
 
 def test_a_start_that_slurm_does_not_know(training: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = f"12|PENDING|(Priority)|{job_name(training.root)}|N/A\n"
-    monkeypatch.setattr(training_state, "run_slurm", lambda *_: subprocess.CompletedProcess([], 0, rows, ""))
+    monkeypatch.setattr(status, "run_slurm", lambda *_: subprocess.CompletedProcess([], 0, rows, ""))
     text = describe(make_run(push=PUSH), SLURM, training)
     assert "as job 12 (attempt 2). Slurm does not know when it will start." in text
 
@@ -184,7 +182,7 @@ def test_a_job_that_waits_for_a_person_says_so(training: RunDir, monkeypatch: py
 
 
 def test_without_an_answer_of_slurm_the_heartbeat_is_shown(training: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_state, "run_slurm", lambda *_: subprocess.CompletedProcess([], 127, "", "no squeue"))
+    monkeypatch.setattr(status, "run_slurm", lambda *_: subprocess.CompletedProcess([], 127, "", "no squeue"))
     publish_heartbeat(AttemptDir(training.attempts / "002"), "save", 96)
     text = describe(make_run(push=PUSH), SLURM, training)
     assert "in phase save" in text and "Slurm does not answer." in text
@@ -254,7 +252,7 @@ def test_runs_that_have_not_begun_or_cannot_be_read(finished: RunDir) -> None:
     runs = {"chat": make_run(), "other": make_run()}
     finished.evaluation.unlink()
     finished.stage_settings("train").write_text("{}")
-    chat, other = status_rows(Config(cluster="c.yaml", runs=runs), LOCAL, finished.root.parent)
+    chat, other = read_states(Config(cluster="c.yaml", runs=runs), LOCAL, finished.root.parent)
     assert chat.state.startswith("cannot be read: Cannot read ") and other.state == "not started"
     finished.stage_settings("train").unlink()
     assert summary(make_run(push=PUSH), LOCAL, finished, None) == "next step: evaluate"

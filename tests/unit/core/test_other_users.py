@@ -21,6 +21,7 @@ from shardmake.launch.preflight import check_swap_folders
 from shardmake.launch.slurm_jobs import waiting_snapshot
 from shardmake.launch.worker import remove_local_files
 from shardmake.run.attempt import AttemptDir
+from shardmake.run.findings import Finding
 from shardmake.train.async_saver import ScratchFolder
 from tests.unit.launch.test_preflight import node
 from tests.users import ATTACKER, VICTIM, as_user
@@ -146,13 +147,13 @@ def test_a_node_swaps_no_weights_to_a_planted_folder_and_removes_nothing_there(s
     planted = scratch / f"shardmake-{VICTIM}"
     before = set_trap(planted, trap)
 
-    def check() -> list[str]:
+    def check() -> list[Finding]:
         settings = {"zero_optimization": {"offload_param": {"nvme_path": swap_folder(str(scratch), "chat", planted)}}}
         remove_swap_files(settings)
         return check_swap_folders(settings)
 
     (finding,) = as_user(VICTIM, check)
-    assert finding.startswith(f"the swap folder {planted} cannot be made, or is not")
+    assert finding.found.startswith(f"the swap folder {planted} cannot be made, or is not")
     assert everything(scratch.parent) == before
 
 

@@ -9,12 +9,12 @@ from shardmake.config.load import load_cluster
 from shardmake.config.models import Cluster, Slurm
 from shardmake.core.errors import ShardmakeError
 from shardmake.doctor.cluster_file import compose, draft_cluster, write_cluster
-from shardmake.doctor.findings import Verdict
 from shardmake.doctor.job import make_request
 from shardmake.doctor.records import NodeFacts, NodeReport
 from shardmake.memory.hardware import from_cluster
 from shardmake.plan.limits import parse_partitions
 from shardmake.plan.step_time import LINK_SHARE
+from shardmake.run.findings import Verdict
 from tests.unit.doctor.recorded import SINFO
 from tests.unit.plans import make_cluster
 

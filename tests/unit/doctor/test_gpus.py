@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.doctor.findings import Finding, Verdict
 from shardmake.launch.gpus import TorchBuild, check_nvidia_smi, check_states, parse_states, query_states
+from shardmake.run.findings import Finding, Verdict
 from tests.unit.doctor.recorded import CONSUMER, install_programs, nvidia_smi, smi_xml
 
 OK, WARNING, STOPS, NOT_CHECKED = Verdict.OK, Verdict.WARNING, Verdict.STOPS, Verdict.NOT_CHECKED

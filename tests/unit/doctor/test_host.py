@@ -10,9 +10,9 @@ import pytest
 from shardmake.core.environment import library_versions
 from shardmake.core.units import GIB
 from shardmake.doctor import host
-from shardmake.doctor.findings import Finding, Verdict
 from shardmake.doctor.job import make_request
 from shardmake.launch.rendezvous import RendezvousError
+from shardmake.run.findings import Finding, Verdict
 from tests.unit.plans import make_cluster
 
 OK, WARNING, STOPS, NOT_CHECKED = Verdict.OK, Verdict.WARNING, Verdict.STOPS, Verdict.NOT_CHECKED

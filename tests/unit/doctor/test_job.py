@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from shardmake.doctor import job
-from shardmake.doctor.findings import Verdict, ok
 from shardmake.doctor.records import DoctorDir, NodeFacts, NodeReport
 from shardmake.launch.low_memory_wait import PREFIX
 from shardmake.launch.slurm_jobs import training_request
 from shardmake.launch.slurm_states import JobState, JobStatus
+from shardmake.run.findings import Verdict, ok
 from tests.unit.doctor.recorded import install_programs
 from tests.unit.plans import make_cluster, make_plan
 

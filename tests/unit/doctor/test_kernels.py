@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from shardmake.doctor import kernels
-from shardmake.doctor.findings import Verdict
 from shardmake.doctor.job import make_request
 from shardmake.doctor.records import DoctorRequest
 from shardmake.launch.gpus import accelerator_of
+from shardmake.run.findings import Verdict
 from tests.unit.plans import make_cluster
 
 OK, WARNING, STOPS, NOT_CHECKED = Verdict.OK, Verdict.WARNING, Verdict.STOPS, Verdict.NOT_CHECKED

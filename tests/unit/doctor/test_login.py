@@ -9,8 +9,8 @@ from shardmake.config.models import Cluster, Slurm
 from shardmake.core.disk import FreeSpace
 from shardmake.core.units import GIB
 from shardmake.doctor import login
-from shardmake.doctor.findings import Finding, Verdict, run_checks, would_stop
 from shardmake.launch.gpus import GpuStatus, TorchBuild
+from shardmake.run.findings import Finding, Verdict, run_checks, would_stop
 from tests.unit.doctor.recorded import CLOSED, NO_ACCOUNTING, NO_DATABASE, install_programs, slurm_programs
 from tests.unit.plans import make_cluster
 

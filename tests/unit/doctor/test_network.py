@@ -2,8 +2,8 @@
 
 import pytest
 
-from shardmake.doctor.findings import Verdict
 from shardmake.doctor.network import Bandwidths, judge_bandwidths, parse_transports
+from shardmake.run.findings import Verdict
 from tests.unit.plans import make_cluster
 
 OK, WARNING, STOPS, NOT_CHECKED = Verdict.OK, Verdict.WARNING, Verdict.STOPS, Verdict.NOT_CHECKED

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from shardmake.doctor import network, node
-from shardmake.doctor.findings import Finding, Verdict, not_checked, ok, stops
 from shardmake.doctor.job import make_request
 from shardmake.doctor.kernels import BUILDS, ON_GPU, KernelResult
 from shardmake.doctor.records import DoctorDir, NodeFacts, NodeReport
+from shardmake.run.findings import Finding, Verdict, not_checked, ok, stops
 from tests.unit.doctor.recorded import install_programs, nvidia_smi, smi_xml
 from tests.unit.plans import make_cluster
 

@@ -29,7 +29,8 @@ class FakeBin:
         (self.folder / name).chmod(0o755)
 
     def findings(self, strategy: str, *, on_gpus: bool = False, **variables: str) -> list[str]:
-        return check_compilers(STRATEGY_SPECS[strategy], {"PATH": str(self.folder), **variables}, on_gpus=on_gpus)
+        variables = {"PATH": str(self.folder), **variables}
+        return [row.found for row in check_compilers(STRATEGY_SPECS[strategy], variables, on_gpus=on_gpus)]
 
 
 @pytest.fixture

@@ -19,8 +19,13 @@ from shardmake.launch.gpus import (
     parse_gpus,
     slow_gpus,
 )
+from shardmake.run.findings import Finding
 
 ROWS = "0, GPU-a, 3, 0\n1, GPU-b, 40960, 0\n2, GPU-c, 3, [N/A]\n3, GPU-d, 3, 2\n"
+
+
+def texts(findings: list[Finding]) -> list[str]:
+    return [finding.found for finding in findings]
 
 
 def test_gpus_as_nvidia_smi_prints_them() -> None:
@@ -41,7 +46,7 @@ def test_gpus_as_nvidia_smi_prints_them() -> None:
     ],
 )
 def test_gpus_must_be_present_idle_and_healthy(visible: str | None, planned: int, words: list[str]) -> None:
-    assert check_gpus(parse_gpus(ROWS), visible, planned) == words
+    assert texts(check_gpus(parse_gpus(ROWS), visible, planned)) == words
 
 
 UUID = "GPU-8f6d2a10-0000-4000-8000-000000000001"
@@ -62,11 +67,11 @@ SLICES = "MIG-3c1a0000-0000-4000-8000-000000000001,MIG-GPU-8f6d2a10-0000-4000-80
     ],
 )
 def test_missing_values_uuid_prefixes_and_slices(row: str, visible: str | None, planned: int, words: list[str]) -> None:
-    assert check_gpus(parse_gpus(row), visible, planned) == words
+    assert texts(check_gpus(parse_gpus(row), visible, planned)) == words
 
 
 def test_an_nvidia_smi_without_an_answer_is_a_finding() -> None:
-    assert check_gpus(None, None, 2) == ["nvidia-smi does not answer"]
+    assert texts(check_gpus(None, None, 2)) == ["nvidia-smi does not answer"]
 
 
 RECORDED = {
@@ -103,7 +108,7 @@ RECORDED = {
 def test_a_build_that_cannot_use_the_gpus_is_a_finding(rows: str, cuda: str | None, words: str | None) -> None:
     findings = check_build(parse_gpus(RECORDED[rows]), TorchBuild(cuda, None))
     assert (words is None) == (not findings)
-    assert words is None or words in "; ".join(findings)
+    assert words is None or words in "; ".join(texts(findings))
 
 
 @pytest.mark.parametrize(
@@ -188,8 +193,8 @@ HEALTHY = "0, GPU-0, 1, 0, 580.65.06, 9.0, Default, Not Active, 16, 16"
     ],
 )
 def test_modes_and_slow_gpus(row: str, findings: list[str], warnings: list[str]) -> None:
-    assert check_gpus(parse_gpus(row), None, 1) == findings
-    assert slow_gpus(parse_gpus(row)) == warnings
+    assert texts(check_gpus(parse_gpus(row), None, 1)) == findings
+    assert texts(slow_gpus(parse_gpus(row))) == warnings
 
 
 def test_a_gpu_that_a_crashed_process_still_releases_is_waited_for(
@@ -199,11 +204,11 @@ def test_a_gpu_that_a_crashed_process_still_releases_is_waited_for(
     count = f"echo >> {tmp_path}/calls; [ $(wc -l < {tmp_path}/calls) -lt 3 ]"
     fake_nvidia_smi(tmp_path, monkeypatch, f"if {count}; then echo '{busy}'; else echo '{HEALTHY}'; fi")
     monkeypatch.setattr(gpus_module, "_RELEASE_POLL_SECONDS", 0.0)
-    assert check_gpus(list_released_gpus(None), None, 1) == []
+    assert texts(check_gpus(list_released_gpus(None), None, 1)) == []
     fake_nvidia_smi(tmp_path, monkeypatch, f"echo '{busy}'")
     assert list_released_gpus("GPU-1") == parse_gpus(busy), "a GPU of another job"
     monkeypatch.setattr(gpus_module, "_RELEASE_SECONDS", 0.2)
-    assert check_gpus(list_released_gpus(None), None, 1) == ["GPU 0 is in use: 70.0 GiB"]
+    assert texts(check_gpus(list_released_gpus(None), None, 1)) == ["GPU 0 is in use: 70.0 GiB"]
 
 
 def test_a_hanging_nvidia_smi_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,18 +34,19 @@ from tests.unit.plans import make_cluster, make_plan, make_training_settings
 
 def test_versions_memory_and_scratch(tmp_path: Path) -> None:
     assert check_versions({"torch": "2.13.0"}, {"torch": "2.13.0"}) == []
-    assert check_versions({"torch": "2.12.0"}, {"torch": "2.13.0", "peft": "1"}) == [
+    found = check_versions({"torch": "2.12.0"}, {"torch": "2.13.0", "peft": "1"})
+    assert [row.found for row in found] == [
         "torch is 2.12.0 on this node and 2.13.0 on the login node",
         "peft is not installed on this node and 1 on the login node",
     ]
     assert check_memory(8 * GIB, 8 * GIB) == []
-    assert "needs 8.0 GiB of memory, and 7.0 GiB are free" in check_memory(7 * GIB, 8 * GIB)[0]
+    assert "needs 8.0 GiB of memory, and 7.0 GiB are free" in check_memory(7 * GIB, 8 * GIB)[0].found
     assert check_scratch(tmp_path) == []
-    assert "cannot be written" in check_scratch(tmp_path / "missing")[0]
+    assert "cannot be written" in check_scratch(tmp_path / "missing")[0].found
 
 
 def test_a_name_that_does_not_resolve_is_a_warning() -> None:
-    assert "node-of-nobody.invalid" in check_names("node-of-nobody.invalid")[0]
+    assert "node-of-nobody.invalid" in check_names("node-of-nobody.invalid")[0].found
 
 
 def node(tmp_path: Path, host_memory: int = GIB, **changes: object) -> tuple[AttemptDir, Attempt, Plan]:
@@ -136,7 +137,7 @@ def test_the_node_imports_flash_attention_for_real(source: str, words: str, tmp_
     (tmp_path / "flash_attn").mkdir()
     (tmp_path / "flash_attn/__init__.py").write_text(source)
     (finding,) = check_import("flash", {**os.environ, "PYTHONPATH": str(tmp_path)})
-    assert words in finding and "set attention: varlen" in finding
+    assert words in finding.found and "set attention: varlen" in finding.found
     assert check_import("eager", os.environ) == []
 
 

@@ -17,8 +17,8 @@ from shardmake.render.deepspeed_file import with_numbers
 from shardmake.render.stage import render_files, write_files
 from shardmake.run.attempt import AttemptDir, NodeExit, record_error
 from shardmake.run.attempt_history import EndReason
+from shardmake.run.engine import Engine
 from shardmake.run.paths import RunDir
-from shardmake.run.trained_engine import TrainedEngine
 from shardmake.run.training_settings import ScriptProgram, script_environment
 from shardmake.train.user_script import run_script
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
@@ -145,7 +145,7 @@ def test_status_0_on_all_nodes_and_a_model_write_the_receipt(folder: AttemptDir)
     assert empty is not None and empty.end is EndReason.USER_ERROR and "SHARDMAKE_OUTPUT" in empty.message
     (rundir.script_output / "model.safetensors").touch()
     rundir.metrics.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0, "tokens": 64}\n')
-    trained = TrainedEngine(api="trainer", engine="deepspeed", zero_stage=2, world_size=3, dtype="float32")
+    trained = Engine(api="trainer", engine="deepspeed", zero_stage=2, world_size=3, dtype="float32")
     earlier = AttemptDir(folder.root.parent / "001")
     folder.read().model_copy(update={"number": 1}).write(earlier.settings)
     trained.write(earlier.trained)  # attempt 2 resumed after the last step
@@ -154,7 +154,7 @@ def test_status_0_on_all_nodes_and_a_model_write_the_receipt(folder: AttemptDir)
     receipt = json.loads(rundir.train_receipt.read_text())
     assert (receipt["steps"], receipt["loss"], receipt["tokens"], receipt["attempts"]) == (2, 2.0, 64, 2)
     assert receipt["checkpoint"] == "train/output"
-    assert receipt["world_size"] == 3 and TrainedEngine(**receipt["trained"]) == trained
+    assert receipt["world_size"] == 3 and Engine(**receipt["trained"]) == trained
     rundir.train_receipt.unlink()
     assert not user_script.is_finished(rundir, "other")
     assert user_script.is_finished(rundir, "r")

@@ -10,11 +10,10 @@ from shardmake.core.errors import ShardmakeError
 from shardmake.report.card import card_plots, render_card
 from shardmake.report.records import public_name
 from shardmake.report.stage import write_report
+from shardmake.run.engine import Engine, LearningSettings
 from shardmake.run.evaluation import Sample, SourceScore, TaskScore
-from shardmake.run.learning_settings import LearningSettings
 from shardmake.run.paths import RunDir
 from shardmake.run.sources import PinnedSource, Sources
-from shardmake.run.trained_engine import TrainedEngine
 from shardmake.run.training_settings import AdapterMethod, ScriptProgram
 from tests.finished_run import (
     CHOICE,
@@ -427,13 +426,13 @@ def test_evaluation_examples_that_were_trained_on_are_counted(tmp_path: Path, re
 
 
 SCRIPT = ScriptProgram(path="/home/ada/train.py", args=["--token", "x"], sha256="e" * 64)
-FOUND = TrainedEngine(
+FOUND = Engine(
     api="accelerate", engine="deepspeed", zero_stage=3, world_size=2, dtype="float32", offload_optimizer="cpu",
     micro_batch_size=1, gradient_accumulation_steps=4, global_batch_size=8,
 )  # fmt: skip
 
 
-def make_script_run(rundir: RunDir, found: TrainedEngine | None, metrics: str = "") -> Run:
+def make_script_run(rundir: RunDir, found: Engine | None, metrics: str = "") -> Run:
     """A run that a script trained; ``metrics`` are the lines that it wrote."""
     SETTINGS.model_copy(update={"program": SCRIPT}).write(rundir.training)
     TRAINED.model_copy(update={"steps": None, "tokens": None, "loss": None, "trained": found}).write(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardmake.commands.compare import print_comparison, select_runs
+from shardmake.commands.status import print_comparison, select_runs
 from shardmake.config.load import parse_config
 from shardmake.config.models import Config
 from shardmake.core.errors import ConfigError

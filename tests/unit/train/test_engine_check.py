@@ -15,7 +15,7 @@ def test_weights_around_the_blocks_do_not_hide_the_strategy(reshards: bool) -> N
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
     fully_shard(model[0], reshard_after_forward=reshards)
     fully_shard(model)
-    assert describe_engine(model, "bf16")["reshard_after_forward"] is reshards
+    assert describe_engine(model, "bf16").reshard_after_forward is reshards
 
 
 def test_a_compiled_model_has_the_engine_that_it_wraps(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +26,7 @@ def test_a_compiled_model_has_the_engine_that_it_wraps(one_rank: None, monkeypat
     for model, engine in ((wrapped, "ddp"), (sharded, "FullyShardedDataParallel")):
         assert below_compiler(torch.compile(model)) is model is below_compiler(model)
         assert describe_engine(torch.compile(model), "bf16") == describe_engine(model, "bf16")
-        assert describe_engine(model, "no")["engine"] == engine
+        assert describe_engine(model, "no").engine == engine
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -41,4 +41,4 @@ def test_fsdp2_of_a_compiled_model_stays_fsdp2(in_place: bool) -> None:
     fully_shard(model)
     assert below_compiler(model) is model
     found = describe_engine(model, "bf16")
-    assert (found["engine"], found["fsdp_version"]) == ("fsdp", 2)
+    assert (found.engine, found.fsdp_version) == ("fsdp", 2)

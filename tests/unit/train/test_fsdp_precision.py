@@ -11,13 +11,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from shardmake.config.models import Precision, Strategy
 from shardmake.render.training_file import expected_engine
-from shardmake.run.training_settings import ExpectedEngine
+from shardmake.run.engine import Engine
 from shardmake.train.fsdp_precision import count_whole_tokens, fsdp_policy, set_script_policy
 from shardmake.train.sharded_trainer import ShardedTrainer
 from tests.unit.plans import make_plan
 
 
-def expected(strategy: Strategy = "fsdp", precision: Precision = "bf16") -> ExpectedEngine:
+def expected(strategy: Strategy = "fsdp", precision: Precision = "bf16") -> Engine:
     return expected_engine(make_plan(strategy, precision=precision).choice)
 
 

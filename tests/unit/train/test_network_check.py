@@ -1,4 +1,3 @@
-import logging
 import os
 from pathlib import Path
 
@@ -8,6 +7,7 @@ from hypothesis import strategies as st
 
 from shardmake.launch.jobs import attempt_settings
 from shardmake.run.attempt import AttemptDir
+from shardmake.run.findings import Verdict
 from shardmake.train import network_check
 from shardmake.train.__main__ import _check_network
 from shardmake.train.network_check import (
@@ -31,8 +31,8 @@ def test_each_link_is_measured_once_without_a_shared_node(nodes: int) -> None:
 
 def test_both_links_of_a_slow_node_are_reported_with_three_nodes() -> None:
     found = slow_links([0.001, 0.1, 0.1], 1 << 20, ["c1", "c2", "c3"])
-    assert [line.partition("from ")[2].partition(" reaches")[0] for line in found] == ["c1 to c2", "c2 to c3"]
-    assert "reaches 0.01 GB/s; the fastest link of this job reaches 1.05 GB/s" in found[0]
+    assert [row.found.partition("from ")[2].partition(" reaches")[0] for row in found] == ["c1 to c2", "c2 to c3"]
+    assert "reaches 0.01 GB/s; the fastest link of this job reaches 1.05 GB/s" in found[0].found
     assert slow_links([0.001, 0.0015, 0.002], 1 << 20, ["c1", "c2", "c3"]) == []
 
 
@@ -58,10 +58,10 @@ def test_messages_fill_a_fast_link_and_take_about_a_second(free_gib: float, prob
 def test_gpus_of_a_node_are_compared_with_their_link(
     seconds: float, pairs: int, planned: float | None, words: str | None
 ) -> None:
-    level, line = describe_node(seconds, pairs, "c2", 1 << 30, 8, planned)
-    assert line.startswith("preflight: all-reduce of 1024 MiB over the 8 ranks of c2 at ")
-    assert (level == logging.WARNING) == (words is not None)
-    assert words is None or (words in line and "far below 450.0 GB/s" in line)
+    row = describe_node(seconds, pairs, "c2", 1 << 30, 8, planned)
+    assert row.found.startswith("all-reduce of 1024 MiB over the 8 ranks of c2 at ")
+    assert (row.verdict is Verdict.WARNING) == (words is not None)
+    assert words is None or (words in row.advice and "far below 450.0 GB/s" in row.found)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from shardmake.config.models import Strategy
 from shardmake.core.errors import EngineMismatchError
 from shardmake.render.training_file import expected_engine
 from shardmake.run.attempt import AttemptDir
-from shardmake.run.trained_engine import TrainedEngine
+from shardmake.run.engine import Engine
 from shardmake.train.script_hooks import ScriptObserver, default_to_gloo
 from tests.unit.plans import make_plan
 
@@ -53,8 +53,8 @@ def hooked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None) -> I
     GradientState._reset_state()
 
 
-def trained(folder: Path) -> tuple[str, str, int | None, int | None, int | None]:
-    found = TrainedEngine.read(AttemptDir(folder).trained)
+def trained(folder: Path) -> tuple[str | None, str, int | None, int | None, int | None]:
+    found = Engine.read(AttemptDir(folder).trained)
     batch = found.micro_batch_size, found.gradient_accumulation_steps, found.global_batch_size
     return found.api, found.engine, *batch
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardmake.doctor.findings import (
+from shardmake.run.findings import (
     Finding,
     Verdict,
     merge_nodes,

@@ -34,12 +34,12 @@ def ok(check: str, found: str) -> Finding:
     return Finding(check=check, found=found, verdict=Verdict.OK)
 
 
-def warning(check: str, found: str, advice: str) -> Finding:
+def warning(check: str, found: str, advice: str = "") -> Finding:
     """Return a finding that makes runs slower or fail in some cases."""
     return Finding(check=check, found=found, verdict=Verdict.WARNING, advice=advice)
 
 
-def stops(check: str, found: str, advice: str) -> Finding:
+def stops(check: str, found: str, advice: str = "") -> Finding:
     """Return a finding that would stop a run."""
     return Finding(check=check, found=found, verdict=Verdict.STOPS, advice=advice)
 
@@ -56,11 +56,6 @@ MakeFinding = Callable[[str, str, str], Finding]
 def ok_if(good: bool, check: str, found: str, advice: str, bad: MakeFinding = warning) -> Finding:
     """Return an `ok` finding if ``good``, else a ``bad`` one with the advice."""
     return ok(check, found) if good else bad(check, found, advice)
-
-
-def each_or_ok(check: str, problems: Sequence[str], advice: str, fine: str, bad: MakeFinding = stops) -> list[Finding]:
-    """Return a ``bad`` finding for each problem; an `ok` one that says what is ``fine`` if there is none."""
-    return [bad(check, problem, advice) for problem in problems] or [ok(check, fine)]
 
 
 Check = Callable[[], Finding | Iterable[Finding]]
