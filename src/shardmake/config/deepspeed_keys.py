@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final, Literal
 
+from shardmake.config.settings import SETTINGS
+
 Use = Literal["planned", "estimated", "result", "neutral", "unused", "refused"]
 """``planned``: the plan or the run decides it; ``estimated``: taken, and the memory estimate counts it; ``result``:
 taken, and the receipt and the card state it; ``neutral``: taken, and the result is the same; ``unused``: left out,
@@ -74,8 +76,6 @@ def _removed(key: str, instead: str, advice: str, *, is_section: bool = True) ->
     return _refused("removed", advice, fact, **{key: False})
 
 
-STOPS: Final = "Transformers would have stopped, once the model is loaded on every rank."
-FILE_WINS: Final = "Your file would have won, and another training than the planned one would have run."
 _COUNTED: Final = "The memory estimate counts it."
 _SAME: Final = "The result is the same."
 _NOT_COUNTED: Final = "The memory estimate does not know this setting, so the plan would be wrong."
@@ -105,25 +105,6 @@ _AUTOEP: Final = (
 )
 
 DEEPSPEED_KEYS: Final[dict[str, KeyRule]] = {
-    **planned(
-        STOPS,
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-        "bf16.enabled",
-        "fp16.enabled",
-    ),
-    **planned("DeepSpeed would have stopped on the product of the others.", "train_batch_size"),
-    **planned(
-        FILE_WINS,
-        "zero_optimization.stage",
-        "zero_optimization.offload_optimizer.device",
-        "zero_optimization.offload_optimizer.nvme_path",
-        "zero_optimization.offload_param.device",
-        "zero_optimization.offload_param.nvme_path",
-        "tensor_parallel.autotp_size",
-    ),
-    **planned("gradient_dtype in the run decides it.", "data_types.grad_accum_dtype"),
     **planned("The plan names the blocks with experts.", "zero_optimization.leaf_module.classes"),
     **planned(_NOT_COUNTED, "zero_optimization.contiguous_gradients", "zero_optimization.reduce_scatter"),
     **planned(
@@ -200,13 +181,6 @@ DEEPSPEED_KEYS: Final[dict[str, KeyRule]] = {
         zero_optimization__offload_optimizer__super_offload=False,
         zero_optimization__offload_optimizer__cpuadam_cores_perc=0.8,
         disable_python_gc=False,
-    ),
-    "zero_optimization.zero_hpz_partition_size": KeyRule(
-        "planned",
-        "strategy: zero3-hpz sets it to the ranks of a node.",
-        (1,),
-        "memory",
-        "Each group of so many ranks keeps a second copy of the weights, sharded over its ranks.",
     ),
     "zero_optimization.leaf_module.*": KeyRule("refused", _NOT_COUNTED, (), "memory"),
     **_refused(
@@ -408,6 +382,14 @@ DEEPSPEED_KEYS: Final[dict[str, KeyRule]] = {
         "Set torch_compile in the run instead.",
         "DeepSpeed stops: it does not know the key. The model's or Trainer's torch_compile replaced it.",
         compile__enabled=False,
+    ),
+    **{key: KeyRule("planned", row.effect) for row in SETTINGS.values() for key in row.deepspeed},
+    "zero_optimization.zero_hpz_partition_size": KeyRule(
+        "planned",
+        "strategy: zero3-hpz sets it to the ranks of a node.",
+        (1,),
+        "memory",
+        "Each group of so many ranks keeps a second copy of the weights, sharded over its ranks.",
     ),
 }
 

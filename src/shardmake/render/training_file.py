@@ -8,6 +8,7 @@ from shardmake.checkpoint.interval import job_mtbf_seconds
 from shardmake.config.chat_template import read_template
 from shardmake.config.models import TORCH_DTYPES, Cluster, Run
 from shardmake.config.script_file import script_file
+from shardmake.config.settings import ACCUMULATION, SETTINGS
 from shardmake.core.atomic import sha256
 from shardmake.memory.model import Model
 from shardmake.render.accelerate_file import fsdp_settings
@@ -127,10 +128,10 @@ def training_arguments(plan: Plan, run: Run, cluster: Cluster, model: Model) -> 
         **_device_arguments(choice, cluster),
         "per_device_train_batch_size": choice.micro_batch_size,
         "per_device_eval_batch_size": choice.micro_batch_size,
-        "gradient_accumulation_steps": choice.gradient_accumulation_steps,
+        ACCUMULATION: choice.gradient_accumulation_steps,
         "average_tokens_across_devices": True,
         **_schedule_arguments(run),
-        **_optimizer_arguments(run, cluster),
+        **_optimizer_arguments(choice, run, cluster),
         "bf16": choice.precision == "bf16",
         "fp16": choice.precision == "fp16",
         # Stated, because transformers would turn it on for a compiled model.
@@ -183,7 +184,9 @@ def _warmup_steps(run: Run) -> int | float:
     return math.ceil(run.max_steps * run.warmup_ratio)
 
 
-def _optimizer_arguments(run: Run, cluster: Cluster) -> dict[str, Any]:
+def _optimizer_arguments(choice: Choice, run: Run, cluster: Cluster) -> dict[str, Any]:
+    rows = [row for row in SETTINGS.values() if row.is_plain]
+    plain = {row.trainer[0]: row.values(choice, run)[row.deepspeed[0]] for row in rows}
     fused = run.optimizer == "adamw" and not cluster.is_cpu
     return {
         "optim": "adamw_torch_fused" if fused else OPTIMIZERS[run.optimizer],
@@ -191,7 +194,7 @@ def _optimizer_arguments(run: Run, cluster: Cluster) -> dict[str, Any]:
         "adam_beta2": ADAM_BETAS[1],
         "adam_epsilon": ADAM_EPSILON,
         "weight_decay": run.weight_decay,
-        "max_grad_norm": run.max_grad_norm,
+        **plain,
         "use_liger_kernel": run.loss == "fused",
     }
 
