@@ -156,7 +156,7 @@ DEEPSPEED_KEYS: Final[dict[str, KeyRule]] = {
         "zero_optimization.ignore_unused_parameters",
         "zero_optimization.log_trace_cache_warnings",
         "zero_optimization.enable_sanity_checks",
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        *SETTINGS["16-bit weights on save"].unplanned,
         "zero_optimization.offload_optimizer.fast_init",
     ),
     **taken("unused", "Accelerate always turns these lines off.", "steps_per_print"),
@@ -384,7 +384,7 @@ DEEPSPEED_KEYS: Final[dict[str, KeyRule]] = {
         compile__enabled=False,
     ),
     **{key: KeyRule("planned", row.effect) for row in SETTINGS.values() for key in row.deepspeed},
-    "zero_optimization.zero_hpz_partition_size": KeyRule(
+    SETTINGS["second shard of the weights"].deepspeed[0]: KeyRule(
         "planned",
         "strategy: zero3-hpz sets it to the ranks of a node.",
         (1,),

@@ -91,7 +91,7 @@ def with_numbers(values: Mapping[str, Any], arguments: Mapping[str, Any], hidden
     filled = (item for row in SETTINGS.values() for item in row.filled.items())
     numbers = {key: arguments[name] for key, name in filled if name in arguments}
     numbers |= {f"zero_optimization.{name}": size for name, size in auto_sizes(hidden_size).items()}
-    numbers["optimizer.params.betas"] = [arguments["adam_beta1"], arguments["adam_beta2"]]
+    numbers[SETTINGS["betas"].unplanned[0]] = [arguments["adam_beta1"], arguments["adam_beta2"]]
     return _replace_auto(values, numbers, "")
 
 
