@@ -42,10 +42,7 @@ ACCELERATE_KEYS: Final[dict[str, KeyRule]] = {
         for key in row.accelerate
     },
     **planned(
-        FILE_WINS,
-        "compute_environment",
-        "main_training_function",
-        "deepspeed_config.deepspeed_multinode_launcher",
+        FILE_WINS, "compute_environment", "main_training_function", "deepspeed_config.deepspeed_multinode_launcher",
         "parallelism_config.*",
     ),
     **planned(
@@ -56,18 +53,14 @@ ACCELERATE_KEYS: Final[dict[str, KeyRule]] = {
     **planned(WRAPPED, "fsdp_config.fsdp_auto_wrap_policy"),
     **planned(FSDP1_ONLY, "fsdp_config.fsdp_forward_prefetch", "fsdp_config.fsdp_sync_module_states"),
     **taken(
-        "unused",
-        "The command line of the launch sets it.",
-        "machine_rank",
-        "main_process_ip",
-        "main_process_port",
+        "unused", "The command line of the launch sets it.", "machine_rank", "main_process_ip", "main_process_port",
     ),
     **taken("neutral", "Accelerate checks the shapes of collectives.", "debug"),
     "rdzv_backend": KeyRule("refused", "Shardmake always uses a static rendezvous.", ("static",)),
     "same_network": KeyRule("refused", "Shardmake always uses one network for all nodes.", (True,)),
     "downcast_bf16": KeyRule("refused", "It is for TPUs only.", (False, "no")),
     "enable_cpu_affinity": KeyRule(
-        "refused", "Accelerate ignores it in a file. Shardmake binds ranks with offload itself.", (False,)
+        "refused", "Accelerate ignores it in a file. Shardmake binds ranks with offload itself.", (False,),
     ),
     "gpu_ids": KeyRule("refused", "Slurm or the cluster file decides the GPUs of a node.", ("all",)),
     "fsdp_config.fsdp_min_num_params": KeyRule("refused", WRAPPED, (0,)),
@@ -75,7 +68,7 @@ ACCELERATE_KEYS: Final[dict[str, KeyRule]] = {
     "tpu_use_cluster": KeyRule("refused", "Shardmake does not use TPUs.", (False,)),
     "tpu_use_sudo": KeyRule("refused", "Shardmake does not use TPUs.", (False,)),
     "tpu_env": KeyRule("refused", "Shardmake does not use TPUs.", ([],)),
-}
+}  # fmt: skip
 
 TABLES: Final[dict[Kind, dict[str, KeyRule]]] = {"deepspeed": DEEPSPEED_KEYS, "accelerate": ACCELERATE_KEYS}
 _FLAGS: Final = frozenset(
