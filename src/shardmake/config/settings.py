@@ -130,21 +130,6 @@ def _fsdp(
     )  # fmt: skip
 
 
-def _offload(name: str, which: str, advice: str) -> Setting:
-    return Setting(
-        f"{name} offload", deepspeed=(f"zero_optimization.offload_{which}.device",),
-        accelerate=(f"deepspeed_config.offload_{which}_device",), effect=FILE_WINS, advice=advice,
-        planned=lambda choice, run: getattr(choice.spec, f"offload_{which}") or "none",
-    )  # fmt: skip
-
-
-def _nvme_path(name: str, which: str) -> Setting:
-    return Setting(
-        f"NVMe path of the {name}", deepspeed=(f"zero_optimization.offload_{which}.nvme_path",),
-        accelerate=(f"deepspeed_config.offload_{which}_nvme_path",), effect=FILE_WINS,
-    )  # fmt: skip
-
-
 SETTINGS: Final[dict[str, Setting]] = {row.name: row for row in (
     Setting(
         "batch per rank", "micro_batch_size", ("per_device_train_batch_size",), (MICRO_BATCH,),
@@ -202,11 +187,26 @@ SETTINGS: Final[dict[str, Setting]] = {row.name: row for row in (
         "ZeRO stage", deepspeed=("zero_optimization.stage",), accelerate=("deepspeed_config.zero_stage",),
         planned=lambda choice, run: choice.zero_stage, effect=FILE_WINS,
     ),
-    _offload("optimizer", "optimizer",
-             "ZeRO stages 1 to 3 offload the optimizer to the CPU, and stage 3 alone to NVMe."),
-    _offload("parameter", "param", "Only ZeRO stage 3 offloads parameters."),
-    _nvme_path("optimizer", "optimizer"),
-    _nvme_path("parameters", "param"),
+    Setting(
+        "optimizer offload", deepspeed=("zero_optimization.offload_optimizer.device",), effect=FILE_WINS,
+        accelerate=("deepspeed_config.offload_optimizer_device",),
+        planned=lambda choice, run: choice.spec.offload_optimizer or "none",
+        advice="ZeRO stages 1 to 3 offload the optimizer to the CPU, and stage 3 alone to NVMe.",
+    ),
+    Setting(
+        "parameter offload", deepspeed=("zero_optimization.offload_param.device",), effect=FILE_WINS,
+        accelerate=("deepspeed_config.offload_param_device",),
+        planned=lambda choice, run: choice.spec.offload_param or "none",
+        advice="Only ZeRO stage 3 offloads parameters.",
+    ),
+    Setting(
+        "NVMe path of the optimizer", deepspeed=("zero_optimization.offload_optimizer.nvme_path",), effect=FILE_WINS,
+        accelerate=("deepspeed_config.offload_optimizer_nvme_path",),
+    ),
+    Setting(
+        "NVMe path of the parameters", deepspeed=("zero_optimization.offload_param.nvme_path",), effect=FILE_WINS,
+        accelerate=("deepspeed_config.offload_param_nvme_path",),
+    ),
     Setting(
         "16-bit weights on save", unplanned=("zero_optimization.stage3_gather_16bit_weights_on_model_save",),
         accelerate=("deepspeed_config.zero3_save_16bit_model",), auto=False,

@@ -267,8 +267,10 @@ def _ask_warmup(found: EngineSettings, value: Any) -> Any:
 
 
 def _precision(found: EngineSettings) -> str:
+    """Return DeepSpeed's precision, or what Accelerate is asked for without it: by Trainer, or by the launcher."""
     if found.config is None:
-        return _names_precision(_launched_precision(found))
+        asked = found.arguments or found.launched
+        return _ask_precision(found, getattr(asked, "mixed_precision", None) or "no") or "fp32"
     if found.config.torch_autocast_enabled:
         return f"{str(found.config.torch_autocast_dtype).removeprefix('torch.')} autocast"
     return "bf16" if found.config.bfloat16_config.enabled else "fp16" if found.config.float16_config.enabled else "fp32"
@@ -278,19 +280,8 @@ def _trainer_precision(found: EngineSettings) -> str:
     return "bf16" if found.arguments.bf16 else "fp16" if found.arguments.fp16 else "fp32"
 
 
-def _launched_precision(found: EngineSettings) -> str:
-    """Return what Accelerate is asked for if DeepSpeed is not used: by Trainer, or by the launcher."""
-    if found.arguments is not None:
-        return str(found.arguments.mixed_precision)
-    return str(getattr(found.launched, "mixed_precision", None) or "no")
-
-
-def _names_precision(name: Any) -> str:
-    return "fp32" if str(name).lower() == "no" else str(name).lower()
-
-
 def _ask_precision(found: EngineSettings, value: Any) -> str | None:
-    return None if str(value).lower() == "no" else _names_precision(value)
+    return None if str(value).lower() == "no" else str(value).lower()
 
 
 def _offloads_optimizer(found: EngineSettings) -> bool:
