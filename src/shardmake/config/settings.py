@@ -52,7 +52,7 @@ class Setting:
     launch_effect: str = ""
     """The same for an Accelerate file; empty if Accelerate refuses the key beside a DeepSpeed file."""
     is_result: bool = True
-    """Another value is another training: it can change what is trained."""
+    """The key, or the recorded argument, can change what is trained. The others spread the training over hardware."""
     recorded: str = ""
     """Name of the value in the settings of a result, if it is not the run's key."""
     trainer_name: str = ""
