@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.config.models import STRATEGIES, Cluster, Data, Run, Strategy
+from shardmake.config.settings import SETTINGS
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.memory.read_config import from_config
 from shardmake.render.check import Files
@@ -42,7 +43,11 @@ SAME_FOR_ALL = {
     "`gradient_checkpointing`": "`fsdp_activation_checkpointing` for FSDP, else `activation_checkpointing` of the "
     "training arguments, non-reentrant",
     "`attention`": "the model's attention kernel: varlen (registered by Shardmake), flash_attention_2, sdpa or eager",
-    "`max_grad_norm`": "`gradient_clipping` in deepspeed.json, and the training argument",
+    **{
+        f"`{row.key}`": f"`{row.deepspeed[0]}` in deepspeed.json, and the training argument"
+        for row in SETTINGS.values()
+        if row.is_plain and row.planned is None
+    },
     "`torch_compile`": "the training argument; off unless asked for",
     "where the weights are loaded": "`model.on_gpu` in training.json: DDP, ZeRO-1, ZeRO-2 and QLoRA load them to each "
     "rank's GPU (`device_map`); FSDP, ZeRO-3, tensor parallelism and CPU runs to host RAM",

@@ -12,6 +12,7 @@ from typing import Any, Final, get_args
 
 from shardmake.config.models import OBJECTIVE_SECTIONS, Cluster, Run, Section
 from shardmake.config.script_file import script_file
+from shardmake.config.settings import run_keys
 from shardmake.config.user_file_keys import is_tuning, judge
 from shardmake.config.user_files import KINDS, Kind, read_user_file
 from shardmake.core.atomic import sha256
@@ -105,9 +106,8 @@ EFFECTS: Final = (
         changes=_TRAINING,
         reads=(),
         keys=(
-            *("global_batch_size", "max_steps", "epochs", "learning_rate", "scheduler", "warmup_ratio"),
-            *("weight_decay", "max_grad_norm", "optimizer", "precision", "tf32", "method", "lora."),
-            *(f"{name}." for name in OBJECTIVE_SECTIONS),
+            *run_keys(is_result=True),
+            *("method", "lora.", *(f"{name}." for name in OBJECTIVE_SECTIONS)),
             *("script", "script_args", "service.command", *(key for key in RESULT_KEYS if key != TEMPLATE)),
         ),
     ),
@@ -116,10 +116,10 @@ EFFECTS: Final = (
         changes=(),
         reads=_TRAINING,
         keys=(
-            *("micro_batch_size", "strategy", "tensor_parallel", "sequence_parallel", "nodes"),
-            *("service_nodes", "service."),
+            *run_keys(is_result=False),
+            *("strategy", "sequence_parallel", "service_nodes", "service."),
             *("gradient_checkpointing", "activation_offload"),
-            *("attention", "loss", "gradient_dtype", "torch_compile", "non_finite"),
+            *("attention", "loss", "non_finite"),
             *("checkpoints.", "eval_every_steps", "report_to"),
             *("deepspeed_config", "accelerate_config", *TUNING_KEYS),
             *("cluster.executor", "cluster.max_nodes", "cluster.cpus_per_node", "cluster.memory_gib_per_node"),

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from shardmake.config.deepspeed_keys import (
     DEEPSPEED_KEYS,
-    FILE_WINS,
     OPTIMIZER_REMOVED,
     KeyRule,
     find_rule,
@@ -19,6 +18,7 @@ from shardmake.config.deepspeed_keys import (
     planned,
     taken,
 )
+from shardmake.config.settings import ACCELERATE_STOPS, ARGUMENTS_WIN, FILE_WINS, FSDP1_ONLY, SETTINGS, WRAPPED
 from shardmake.config.user_files import Kind, UserFile
 from shardmake.core.nested import leaves, same
 
@@ -33,87 +33,42 @@ class JudgedKey:
     is_idle: bool = False
 
 
-ARGUMENTS_WIN: Final = "The training arguments would have won."
-ACCELERATE_STOPS: Final = "Accelerate would have stopped: it refuses this key beside a DeepSpeed file."
 _SCRIPT: Final = "The script decides whether it uses this section."
-_FSDP1: Final = "Only FSDP1 has this setting, and runs use FSDP2."
-_WRAPPED: Final = "The memory estimate counts the blocks of the model as units."
 
 ACCELERATE_KEYS: Final[dict[str, KeyRule]] = {
+    **{
+        key: KeyRule("planned", row.launch_effect or ACCELERATE_STOPS)
+        for row in SETTINGS.values()
+        for key in row.accelerate
+    },
     **planned(
-        FILE_WINS,
-        "compute_environment",
-        "distributed_type",
-        "num_machines",
-        "num_processes",
-        "main_training_function",
-        "deepspeed_config.deepspeed_multinode_launcher",
-        "deepspeed_config.zero3_init_flag",
+        FILE_WINS, "compute_environment", "main_training_function", "deepspeed_config.deepspeed_multinode_launcher",
         "parallelism_config.*",
-    ),
-    **planned("The launcher ignores it for the planned engine; the training arguments have it.", "use_cpu"),
-    **planned(
-        "The training arguments would have won where they ask for bf16 or fp16, else your file.", "mixed_precision"
     ),
     **planned(
         "The command line would have won. To use that file, name it in the run.",
         "deepspeed_config.deepspeed_config_file",
     ),
-    **planned(
-        ACCELERATE_STOPS,
-        "deepspeed_config.gradient_accumulation_steps",
-        "deepspeed_config.gradient_clipping",
-        "deepspeed_config.zero_stage",
-        "deepspeed_config.offload_optimizer_device",
-        "deepspeed_config.offload_param_device",
-        "deepspeed_config.offload_param_nvme_path",
-        "deepspeed_config.offload_optimizer_nvme_path",
-        "deepspeed_config.zero3_save_16bit_model",
-    ),
-    **planned(
-        ARGUMENTS_WIN,
-        "fsdp_config.fsdp_reshard_after_forward",
-        "fsdp_config.fsdp_sharding_strategy",
-        "fsdp_config.fsdp_offload_params",
-        "fsdp_config.fsdp_state_dict_type",
-        "fsdp_config.fsdp_cpu_ram_efficient_loading",
-        "fsdp_config.fsdp_activation_checkpointing",
-    ),
-    **planned("Runs use FSDP2 alone.", "fsdp_config.fsdp_version"),
-    **planned(_WRAPPED, "fsdp_config.fsdp_auto_wrap_policy", "fsdp_config.fsdp_transformer_layer_cls_to_wrap"),
-    **planned(
-        _FSDP1,
-        "fsdp_config.fsdp_backward_prefetch",
-        "fsdp_config.fsdp_forward_prefetch",
-        "fsdp_config.fsdp_use_orig_params",
-        "fsdp_config.fsdp_sync_module_states",
-    ),
-    **planned(
-        "The run decides it (torch_compile).",
-        "dynamo_backend",
-        "dynamo_config.dynamo_backend",
-    ),
+    **planned(ARGUMENTS_WIN, "fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_cpu_ram_efficient_loading"),
+    **planned(WRAPPED, "fsdp_config.fsdp_auto_wrap_policy"),
+    **planned(FSDP1_ONLY, "fsdp_config.fsdp_forward_prefetch", "fsdp_config.fsdp_sync_module_states"),
     **taken(
-        "unused",
-        "The command line of the launch sets it.",
-        "machine_rank",
-        "main_process_ip",
-        "main_process_port",
+        "unused", "The command line of the launch sets it.", "machine_rank", "main_process_ip", "main_process_port",
     ),
     **taken("neutral", "Accelerate checks the shapes of collectives.", "debug"),
     "rdzv_backend": KeyRule("refused", "Shardmake always uses a static rendezvous.", ("static",)),
     "same_network": KeyRule("refused", "Shardmake always uses one network for all nodes.", (True,)),
     "downcast_bf16": KeyRule("refused", "It is for TPUs only.", (False, "no")),
     "enable_cpu_affinity": KeyRule(
-        "refused", "Accelerate ignores it in a file. Shardmake binds ranks with offload itself.", (False,)
+        "refused", "Accelerate ignores it in a file. Shardmake binds ranks with offload itself.", (False,),
     ),
     "gpu_ids": KeyRule("refused", "Slurm or the cluster file decides the GPUs of a node.", ("all",)),
-    "fsdp_config.fsdp_min_num_params": KeyRule("refused", _WRAPPED, (0,)),
-    "fsdp_config.fsdp_ignored_modules": KeyRule("refused", _WRAPPED),
+    "fsdp_config.fsdp_min_num_params": KeyRule("refused", WRAPPED, (0,)),
+    "fsdp_config.fsdp_ignored_modules": KeyRule("refused", WRAPPED),
     "tpu_use_cluster": KeyRule("refused", "Shardmake does not use TPUs.", (False,)),
     "tpu_use_sudo": KeyRule("refused", "Shardmake does not use TPUs.", (False,)),
     "tpu_env": KeyRule("refused", "Shardmake does not use TPUs.", ([],)),
-}
+}  # fmt: skip
 
 TABLES: Final[dict[Kind, dict[str, KeyRule]]] = {"deepspeed": DEEPSPEED_KEYS, "accelerate": ACCELERATE_KEYS}
 _FLAGS: Final = frozenset(

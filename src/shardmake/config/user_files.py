@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, get_args
 from shardmake.config.load import read_yaml
 from shardmake.config.models import Run
 from shardmake.config.parse_text import DuplicateKeyError, parse_json
+from shardmake.config.settings import SETTINGS
 from shardmake.core.errors import ConfigError
 
 Kind = Literal["deepspeed", "accelerate"]
@@ -17,8 +18,9 @@ TITLES: Final[dict[Kind, str]] = {"deepspeed": "a DeepSpeed file", "accelerate":
 SIGNS: Final[dict[Kind, tuple[str, ...]]] = {
     "accelerate": ("distributed_type", "compute_environment", "num_processes", "deepspeed_config"),
     "deepspeed": (
-        *("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"),
-        *("gradient_clipping", "optimizer", "scheduler"),
+        "zero_optimization",
+        *(key for row in SETTINGS.values() for key in row.deepspeed if "." not in key and key not in row.trainer),
+        *("optimizer", "scheduler"),
     ),
 }
 """Keys that identify each kind of file, in the order in which they are looked for."""

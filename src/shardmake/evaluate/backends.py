@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardmake.checkpoint.formats.hub_layout import check_all_loaded
 from shardmake.config.models import EvaluationBackend
+from shardmake.config.settings import MICRO_BATCH
 from shardmake.config.strategies import PARTITIONED_INFERENCE
 from shardmake.core.environment import leave_collectives_to_gloo
 from shardmake.core.errors import ConfigError
@@ -218,7 +219,7 @@ def _zero3_config(model: str, options: dict[str, Any], backend: EvaluationBacken
     if device == "nvme":
         check_backend(backend, nvme)
         zero["offload_param"] |= {"nvme_path": _offload_folder(nvme)}
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    config: dict[str, Any] = {MICRO_BATCH: 1, "zero_optimization": zero}
     if torch.cuda.is_available():
         named = {key: options[key] for key in ("revision", "trust_remote_code")}
         dtype = AutoConfig.from_pretrained(model, **named).dtype

@@ -19,6 +19,7 @@ from typing import Any, Final
 from pydantic import TypeAdapter
 
 import shardmake
+from shardmake.config.settings import ACCUMULATION, MICRO_BATCH
 from shardmake.core.atomic import digest, write_json
 from shardmake.core.environment import cache_folder, installed_versions, kernel_caches
 from shardmake.core.errors import ConfigError
@@ -244,10 +245,7 @@ def _check_deepspeed(files: Files, choice: Choice) -> list[str]:
     """Check keys, types, and the batch arithmetic at the planned world size."""
     if not files.deepspeed:
         return []
-    filled = {
-        "train_micro_batch_size_per_gpu": choice.micro_batch_size,
-        "gradient_accumulation_steps": choice.gradient_accumulation_steps,
-    }
+    filled = {MICRO_BATCH: choice.micro_batch_size, ACCUMULATION: choice.gradient_accumulation_steps}
     read, ignored = parsers.deepspeed_settings(files.deepspeed, filled)
     # Read without a mesh, the file counts the ranks of a group one by one.
     batch = read.train_batch_size // choice.group_size

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from shardmake.core.errors import ConfigError
-from shardmake.render.engine_settings import nearest_argument
+from shardmake.render.trainer_settings import nearest_argument
 
 SCRIPTS: Final = (".sh", ".bash", ".sbatch", ".slurm")
 PROGRAMS: Final = ("accelerate", "torchrun", "deepspeed", "python", "python3")

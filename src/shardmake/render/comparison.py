@@ -3,12 +3,13 @@
 `compare_settings` takes what one training is started with, and returns a `Row` for every setting that more than one
 of the three libraries has: the value of each side, or the library's default if its key is missing, what will run, and
 a verdict. The libraries themselves decide what will run: `shardmake.render.engine_settings` passes the settings
-through their own code up to DeepSpeed's config, in a process of its own. `shardmake.render.settings_table` has one
-entry for each setting.
+through their own code up to DeepSpeed's config, in a process of its own. `shardmake.render.settings_table` makes
+a row of each setting.
 """
 
 import json
 import os
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
@@ -102,6 +103,34 @@ class Problem:
 def as_text(value: Any) -> str:
     """Return a value as a file would have it."""
     return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+@dataclass
+class EngineSettings:
+    """Settings as the libraries understood them.
+
+    ``left_to_script`` holds keys of the DeepSpeed file whose "auto" a script's objects fill in. ``data_ranks`` is the
+    number of ranks that share the rows. ``stops`` maps a key to a sentence, if the key ends the run.
+    """
+
+    arguments: Any = None
+    launched: Namespace | None = None
+    launcher: str = ""
+    config: Any = None
+    defaults: Any = None
+    fsdp: Any = None
+    dynamo: str = "NO"
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    left_to_script: list[str] = field(default_factory=list)
+    uses_deepspeed: bool = False
+    world_size: int = 1
+    data_ranks: int = 1
+    problems: list[Problem] = field(default_factory=list)
+    stops: dict[str, str] = field(default_factory=dict)
+
+    def refuse(self, library: Library, key: str, value: Any, effect: str) -> None:
+        """Record a value that ``library`` refuses."""
+        self.problems.append(Problem(library, key, value, "error", effect))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardmake.config.models import Cluster, Run
+from shardmake.config.settings import ACCUMULATION, MICRO_BATCH, SETTINGS
 from shardmake.core.disk import swap_folder
 from shardmake.memory.buckets import auto_sizes, zero_optimization
 from shardmake.memory.model import Model
@@ -22,22 +23,8 @@ AIO: Final = {
     "use_gds": False,
 }
 FP16: Final = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2}
-FILLED_BY_SCRIPT: Final = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+FILLED_BY_SCRIPT: Final = (MICRO_BATCH, ACCUMULATION)
 """Keys that Accelerate takes from the objects a script prepares."""
-_ARGUMENT_OF: Final = {
-    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "max_grad_norm",
-    "bf16.enabled": "bf16",
-    "fp16.enabled": "fp16",
-    "optimizer.params.lr": "learning_rate",
-    "optimizer.params.eps": "adam_epsilon",
-    "optimizer.params.weight_decay": "weight_decay",
-    "scheduler.params.warmup_max_lr": "learning_rate",
-    "scheduler.params.warmup_num_steps": "warmup_steps",
-    "scheduler.params.total_num_steps": "max_steps",
-}
-"""The training argument that stands in place of "auto" for a key of DeepSpeed's file."""
 
 
 def deepspeed_config(plan: Plan, run: Run, cluster: Cluster, model: Model, folder: Path) -> dict[str, Any]:
@@ -51,9 +38,7 @@ def deepspeed_config(plan: Plan, run: Run, cluster: Cluster, model: Model, folde
     if not choice.is_deepspeed:
         return {}
     values = {
-        "train_micro_batch_size_per_gpu": choice.micro_batch_size,
-        "gradient_accumulation_steps": choice.gradient_accumulation_steps,
-        "gradient_clipping": run.max_grad_norm,
+        **{key: value for row in SETTINGS.values() if row.is_plain for key, value in row.values(choice, run).items()},
         "bf16": {"enabled": choice.precision == "bf16"},
         "fp16": {"enabled": choice.precision == "fp16", **(FP16 if choice.precision == "fp16" else {})},
         "zero_optimization": zero_optimization(
@@ -89,9 +74,10 @@ def with_numbers(values: Mapping[str, Any], arguments: Mapping[str, Any], hidden
     The numbers are those that Trainer would fill in from ``arguments``, the training arguments. A key for which they
     have no value is left out; DeepSpeed then uses its default.
     """
-    numbers = {key: arguments[name] for key, name in _ARGUMENT_OF.items() if name in arguments}
+    filled = (item for row in SETTINGS.values() for item in row.filled.items())
+    numbers = {key: arguments[name] for key, name in filled if name in arguments}
     numbers |= {f"zero_optimization.{name}": size for name, size in auto_sizes(hidden_size).items()}
-    numbers["optimizer.params.betas"] = [arguments["adam_beta1"], arguments["adam_beta2"]]
+    numbers[SETTINGS["betas"].unplanned[0]] = [arguments["adam_beta1"], arguments["adam_beta2"]]
     return _replace_auto(values, numbers, "")
 
 

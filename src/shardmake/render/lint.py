@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 
 from shardmake.config import user_files
 from shardmake.config.parse_text import DuplicateKeyError, parse_json
+from shardmake.config.settings import ACCUMULATION, TOTAL_BATCH
 from shardmake.config.user_files import SIGNS
 from shardmake.core.environment import kernel_caches
 from shardmake.core.errors import ConfigError
@@ -287,16 +288,13 @@ def _ranks(training: Training, ranks: int | None) -> tuple[int, list[str]]:
     if not {"training", "deepspeed"} <= training.files.keys():
         return 1, []
     unknown = 1, ["No file and no command has the number of ranks. The total batch is that of 1: give --ranks N."]
-    total = training.files["deepspeed"].values.get("train_batch_size")
+    total = training.files["deepspeed"].values.get(TOTAL_BATCH)
     arguments = training.files["training"].values
     one = [arguments.get(key, default) for key, default in (("per_device_train_batch_size", 8), (ACCUMULATION, 1))]
     if not all(isinstance(size, int) and size > 0 for size in (total, *one)) or total % (one[0] * one[1]):
         return unknown
     implied = min(total // (one[0] * one[1]), 1 << 20)
     return implied, [f"train_batch_size {total} suits {implied} ranks. Give --ranks N to check another number."]
-
-
-ACCUMULATION: Final = "gradient_accumulation_steps"
 
 
 # --- printing ---------------------------------------------------------------------------------------------------------

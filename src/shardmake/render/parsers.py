@@ -4,9 +4,10 @@ They keep global state and read the environment. All of this therefore runs in a
 (`shardmake.render.check`), at the planned world size, without a GPU and without weights.
 """
 
+import copy
 import json
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,3 +134,34 @@ def unfilled(arguments: Any, hidden_size: int) -> list[str]:
         read.trainer_config_finalize(arguments, model, max(arguments.max_steps, 1))
     left = [key for key, value in leaves(read.config) if value == "auto"]
     return [f'deepspeed.json: nothing fills in the "auto" of {key}' for key in left]
+
+
+def culprit(values: Mapping[str, Any], attempt: Callable[[dict[str, Any]], Any]) -> str | None:
+    """Return the dotted key without which ``attempt`` passes, else one without which it fails on another key."""
+    try:
+        attempt(copy.deepcopy(dict(values)))
+    except (Exception, SystemExit) as error:
+        before = f"{type(error)} {error}"
+    else:
+        return None
+    later = None
+    for key, _ in list(leaves(values)):
+        try:
+            attempt(without(values, key))
+        except (Exception, SystemExit) as error:
+            if later is None and f"{type(error)} {error}" != before:
+                later = key
+        else:
+            return key
+    return later
+
+
+def without(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return ``values`` without the dotted ``key``; the name of a key may have dots itself."""
+    kept: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and key.startswith(f"{name}."):
+            kept[name] = without(value, key.removeprefix(f"{name}."))
+        elif name != key:
+            kept[name] = value
+    return kept

@@ -9,6 +9,7 @@ from shardmake.config.chat_template import read_template
 from shardmake.config.models import TORCH_DTYPES, Cluster, Run
 from shardmake.config.optimizers import OPTIMIZERS
 from shardmake.config.script_file import script_file
+from shardmake.config.settings import ACCUMULATION, SETTINGS
 from shardmake.core.atomic import sha256
 from shardmake.memory.model import Model
 from shardmake.render.accelerate_file import fsdp_settings
@@ -125,10 +126,10 @@ def training_arguments(plan: Plan, run: Run, cluster: Cluster, model: Model) -> 
         **_device_arguments(choice, cluster),
         "per_device_train_batch_size": choice.micro_batch_size,
         "per_device_eval_batch_size": choice.micro_batch_size,
-        "gradient_accumulation_steps": choice.gradient_accumulation_steps,
+        ACCUMULATION: choice.gradient_accumulation_steps,
         "average_tokens_across_devices": True,
         **_schedule_arguments(run),
-        **_optimizer_arguments(run, cluster),
+        **_optimizer_arguments(choice, run, cluster),
         "bf16": choice.precision == "bf16",
         "fp16": choice.precision == "fp16",
         # Stated, because transformers would turn it on for a compiled model.
@@ -181,15 +182,16 @@ def _warmup_steps(run: Run) -> int | float:
     return math.ceil(run.max_steps * run.warmup_ratio)
 
 
-def _optimizer_arguments(run: Run, cluster: Cluster) -> dict[str, Any]:
-    spec = OPTIMIZERS[run.optimizer]
+def _optimizer_arguments(choice: Choice, run: Run, cluster: Cluster) -> dict[str, Any]:
+    rows, spec = [row for row in SETTINGS.values() if row.is_plain], OPTIMIZERS[run.optimizer]
+    plain = {row.trainer[0]: row.values(choice, run)[row.deepspeed[0]] for row in rows}
     return {
         "optim": spec.optim if cluster.is_cpu else spec.fused or spec.optim,
         "adam_beta1": ADAM_BETAS[0],
         "adam_beta2": ADAM_BETAS[1],
         "adam_epsilon": ADAM_EPSILON,
         "weight_decay": run.weight_decay,
-        "max_grad_norm": run.max_grad_norm,
+        **plain,
         "use_liger_kernel": run.loss == "fused",
     }
 

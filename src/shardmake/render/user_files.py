@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardmake.config.models import Run
+from shardmake.config.settings import SETTINGS
 from shardmake.config.user_file_keys import judge
-from shardmake.config.user_files import UserFile, UserFiles, read_user_files
+from shardmake.config.user_files import Kind, UserFile, UserFiles, read_user_files
 from shardmake.core.nested import leaves, overlay, same
 from shardmake.render.check import Files
-from shardmake.run.own_files import Planned, accelerate_values, check_library, check_own_files, deepspeed_values
+from shardmake.run.own_files import Planned, check_library, check_own_files, planned_values
 from shardmake.run.plan import Choice
 
 
@@ -46,10 +47,11 @@ def merge_own_files(files: Files, run: Run, choice: Choice) -> tuple[Files, list
     return replace(files, training=files.training.model_copy(update={"own_files": merge.taken})), merge.lines
 
 
-def _planned(files: Files, run: Run, choice: Choice, own: UserFiles) -> dict[str, dict[str, Any]]:
+def _planned(files: Files, run: Run, choice: Choice, own: UserFiles) -> dict[Kind, dict[str, Any]]:
     """Return the value of each key of both files that the user's may not change, with "auto" resolved."""
-    deepspeed = dict(leaves(files.deepspeed)) | (deepspeed_values(choice, run) if choice.is_deepspeed else {})
-    accelerate = accelerate_values(choice, run) | dict(leaves(files.accelerate))
+    values = planned_values(choice, run)
+    deepspeed = dict(leaves(files.deepspeed)) | (values["deepspeed"] if choice.is_deepspeed else {})
+    accelerate = values["accelerate"] | dict(leaves(files.accelerate))
     if own.deepspeed and own.accelerate:  # the run itself names the file that accelerate would have read
         file = own.accelerate.section("deepspeed_config").get("deepspeed_config_file")
         accelerate |= {"deepspeed_config.deepspeed_config_file": file} if file else {}
@@ -78,4 +80,4 @@ def _take(file: UserFile, rendered: Mapping[str, Any], planned: Planned, run: Ru
 
 def _rate(key: str, run: Run) -> Any:
     """Return the run's learning rate for the keys that hold it; Trainer or Accelerate fill in the others."""
-    return run.learning_rate if key in ("optimizer.params.lr", "scheduler.params.warmup_max_lr") else "auto"
+    return run.learning_rate if key in SETTINGS["learning rate"].unplanned else "auto"

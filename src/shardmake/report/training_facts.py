@@ -4,7 +4,7 @@ Shardmake's own trainings state what their last attempt learned with, as its ran
 user's script may not follow them. Of a script only those settings are stated that its ranks or its metrics showed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -13,6 +13,7 @@ from shardmake.config.methods import METHODS
 from shardmake.config.models import TORCH_DTYPES
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.optimizers import find_built
+from shardmake.config.settings import SETTINGS
 from shardmake.core.units import plural
 from shardmake.report.history import hours_name
 from shardmake.report.records import Records, public_name
@@ -100,7 +101,7 @@ def _own_settings(records: Records) -> dict[str, str]:
         **_optimizer(records),
         "Learning rate": f"{values['learning_rate']:g} at its peak, {_words(values['lr_scheduler_type'])} schedule",
         "Warm-up": _warmup(values),
-        "Gradient clipping": f"norm {values['max_grad_norm']:g}",
+        **_values(values),
         "Length": _length(records),
         "Global batch": _batch(choice),
         "Sequence length": f"{records.used.workload.sequence_length:,} tokens"
@@ -113,6 +114,12 @@ def _own_settings(records: Records) -> dict[str, str]:
         **_learned(records),
         **_own_files(records),
     }
+
+
+def _values(given: Mapping[str, Any]) -> dict[str, str]:
+    """Return the facts that one value states, from training arguments or what the ranks found."""
+    rows = [row for row in SETTINGS.values() if row.label]
+    return {row.label: row.shown.format(given[name]) for row in rows for name in {row.key, *row.trainer} & {*given}}
 
 
 def _objective(settings: TrainingSettings) -> str:
@@ -133,7 +140,7 @@ def _learned(records: Records) -> dict[str, str]:
         "Learning rate": f"{found.learning_rate:g} at its peak, {_words(found.schedule)} schedule",
         "Warm-up": "none" if is_constant else plural(found.warmup_steps, "step"),
         "Weight decay": f"{decay:g}{excluded}",
-        "Gradient clipping": f"norm {found.max_grad_norm:g}",
+        **_values(found.as_json()),
     }
     if found.autocast:
         dtype = _PRECISIONS.get(found.autocast, found.autocast)

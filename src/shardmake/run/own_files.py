@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from shardmake.config.models import Run
+from shardmake.config.settings import ACCELERATE_STOPS, SETTINGS
 from shardmake.config.strategies import STRATEGY_SPECS
-from shardmake.config.user_file_keys import ACCELERATE_STOPS, contradictions, estimated_values, refusals
-from shardmake.config.user_files import UserFile, UserFiles
+from shardmake.config.user_file_keys import contradictions, estimated_values, refusals
+from shardmake.config.user_files import Kind, UserFile, UserFiles
 from shardmake.core.errors import ConfigError
 from shardmake.core.key_removal import removal_diff
 from shardmake.core.nested import leaves, same
@@ -15,51 +16,18 @@ from shardmake.run.plan import Choice
 
 Planned = Mapping[str, Any]
 """The planned value of each dotted key of one file."""
-_STAGE_AND_OFFLOAD: Final = (
-    "zero_optimization.stage",
-    "zero_optimization.offload_optimizer.device",
-    "zero_optimization.offload_param.device",
+_STAGE_AND_OFFLOAD: Final = tuple(
+    SETTINGS[name].deepspeed[0] for name in ("ZeRO stage", "optimizer offload", "parameter offload")
 )
 
 
-def deepspeed_values(choice: Choice, run: Run) -> dict[str, Any]:
-    """Return the planned values of a DeepSpeed file that do not depend on the model or the cluster."""
-    spec = choice.spec
-    return {
-        "train_micro_batch_size_per_gpu": choice.micro_batch_size,
-        "gradient_accumulation_steps": choice.gradient_accumulation_steps,
-        "train_batch_size": choice.global_batch_size,
-        "gradient_clipping": run.max_grad_norm,
-        "bf16.enabled": choice.precision == "bf16",
-        "fp16.enabled": choice.precision == "fp16",
-        "zero_optimization.stage": spec.zero_stage,
-        "zero_optimization.offload_optimizer.device": spec.offload_optimizer or "none",
-        "zero_optimization.offload_param.device": spec.offload_param or "none",
-        "zero_optimization.zero_hpz_partition_size": choice.processes_per_node if spec.hpz else 1,
-        "tensor_parallel.autotp_size": choice.tensor_parallel,
-        "data_types.grad_accum_dtype": choice.gradients,
-    }
-
-
-def accelerate_values(choice: Choice, run: Run) -> dict[str, Any]:
-    """Return the planned values of an Accelerate file that do not depend on the model."""
-    spec = choice.spec
-    values: dict[str, Any] = {
-        "distributed_type": spec.distributed_type,
-        "num_machines": choice.nodes,
-        "num_processes": choice.world_size,
-        "use_cpu": False,
-    }
-    compiled = "INDUCTOR" if run.torch_compile else "NO"
-    values |= dict.fromkeys(("dynamo_backend", "dynamo_config.dynamo_backend"), compiled)
-    if spec.is_deepspeed:
-        return values | {"deepspeed_config.zero3_init_flag": choice.zero_stage == 3}
-    values["mixed_precision"] = "no" if choice.precision == "fp32" else choice.precision
-    if spec.is_fsdp:
-        values["fsdp_config.fsdp_version"] = 2
-        values["fsdp_config.fsdp_offload_params"] = spec.offload_param is not None
-        values["fsdp_config.fsdp_activation_checkpointing"] = choice.gradient_checkpointing
-    return values
+def planned_values(choice: Choice, run: Run) -> dict[Kind, dict[str, Any]]:
+    """Return the planned values of both files that do not depend on the model or the cluster, by dotted key."""
+    planned: dict[Kind, dict[str, Any]] = {"deepspeed": {}, "accelerate": {}}
+    for row in SETTINGS.values():
+        for key, value in row.values(choice, run).items():
+            planned["deepspeed" if key in row.deepspeed else "accelerate"][key] = value
+    return planned
 
 
 def fits_own_files(own: UserFiles, choice: Choice, run: Run) -> bool:
@@ -71,7 +39,7 @@ def number_of_conflicts(own: UserFiles, choice: Choice, run: Run) -> int:
     """Return how many keys of the run's own files contradict ``choice``."""
     if own.deepspeed and not choice.is_deepspeed:
         return 1000  # the other library: every key
-    planned = {"deepspeed": deepspeed_values(choice, run), "accelerate": accelerate_values(choice, run)}
+    planned = planned_values(choice, run)
     is_script = run.script is not None
     return sum(
         key in planned[file.kind] for file in own.found for key in contradictions(file, planned[file.kind], is_script)
@@ -81,7 +49,7 @@ def number_of_conflicts(own: UserFiles, choice: Choice, run: Run) -> int:
 def check_choice(own: UserFiles, choice: Choice, run: Run) -> None:
     """Raise a `ConfigError` if the run's own files have a key that cannot be taken, or contradict ``choice``."""
     check_library(own, choice)
-    planned = {"deepspeed": deepspeed_values(choice, run), "accelerate": accelerate_values(choice, run)}
+    planned = planned_values(choice, run)
     check_own_files(own, planned, run, is_complete=False)
 
 
@@ -92,7 +60,7 @@ def check_refused(own: UserFiles, run: Run) -> None:
 
 def describe_own_files(own: UserFiles, choice: Choice, run: Run) -> list[str]:
     """Return a line for each file: the keys that limit the choice, and those that the memory estimate counts."""
-    planned = {"deepspeed": deepspeed_values(choice, run), "accelerate": accelerate_values(choice, run)}
+    planned = planned_values(choice, run)
     lines = []
     for file in own.found:
         values = {key: value for key, value in leaves(file.values) if value != "auto" and key in planned[file.kind]}
@@ -112,7 +80,7 @@ def check_library(own: UserFiles, choice: Choice) -> None:
         )
 
 
-def check_own_files(own: UserFiles, planned: Mapping[str, Planned], run: Run, *, is_complete: bool = True) -> None:
+def check_own_files(own: UserFiles, planned: Mapping[Kind, Planned], run: Run, *, is_complete: bool = True) -> None:
     """Raise a `ConfigError` that lists the keys of the user's files that do not fit, with a diff for each file.
 
     ``planned`` holds the planned values by kind of file. Unless it ``is_complete``, a planned key that is not in it is
@@ -164,7 +132,7 @@ def _by_section(refused: Mapping[str, str]) -> dict[str, list[str]]:
     return groups
 
 
-def _strategy_hint(own: UserFiles, planned: Mapping[str, Planned]) -> list[str]:
+def _strategy_hint(own: UserFiles, planned: Mapping[Kind, Planned]) -> list[str]:
     """Return a line with the strategy that has the stage and the offload of the user's DeepSpeed file."""
     if own.deepspeed is None:
         return []

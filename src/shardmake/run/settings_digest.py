@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from shardmake.config.effects import as_text, differences
 from shardmake.config.objectives import OBJECTIVES
+from shardmake.config.settings import SETTINGS
 from shardmake.config.user_file_keys import changes_result
 from shardmake.core.atomic import digest
 from shardmake.core.errors import ShardmakeError
@@ -13,22 +14,6 @@ from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
 from shardmake.run.training_settings import ScriptProgram, TrainingSettings
-
-_ARGUMENTS = {
-    "learning_rate": "learning_rate",
-    "lr_scheduler_type": "scheduler",
-    "max_grad_norm": "max_grad_norm",
-    "max_steps": "max_steps",
-    "num_train_epochs": "epochs",
-    "optim": "optimizer",
-    "seed": "seed",
-    "data_seed": "data_seed",
-    "train_sampling_strategy": "data.order",
-    "warmup_ratio": "warmup_ratio",
-    "warmup_steps": "warmup_steps",
-    "weight_decay": "weight_decay",
-}
-"""Training arguments that change the result, and their names in the configuration."""
 
 
 def result_settings(
@@ -55,7 +40,7 @@ def result_settings(
         **{f"{settings.objective}.{name}": value for name, value in (section.as_json() if section else {}).items()},
         "method": method.pop("kind"),
         **{f"lora.{name}": value for name, value in method.items()},
-        **{name: settings.arguments.get(argument) for argument, name in _ARGUMENTS.items()},
+        **{row.result_key: settings.arguments.get(row.trainer[0]) for row in SETTINGS.values() if row.result_key},
         "precision": plan.precision,
         "global_batch_size": plan.choice.global_batch_size,
         **_compared(settings, plan),

@@ -13,6 +13,7 @@ import torch
 from transformers import TrainingArguments, get_scheduler
 
 from shardmake.config.optimizers import find_built
+from shardmake.config.settings import ACCUMULATION, SETTINGS, Setting
 from shardmake.core.nested import leaves, same
 from shardmake.run.engine import LearningSettings
 from shardmake.run.plan import Choice
@@ -44,7 +45,11 @@ def describe_learning(built: BuiltTraining, settings: TrainingSettings) -> Learn
     optimizer = _unwrapped(model.basic_optimizer if deepspeed else built.optimizer, "optimizer")
     engines_own = model.lr_scheduler if deepspeed else None
     scheduler = _unwrapped(engines_own or built.scheduler, "scheduler")
-    accumulation = model.gradient_accumulation_steps() if deepspeed else arguments.gradient_accumulation_steps
+    held = {
+        name: getattr(model, row.deepspeed[0])() if deepspeed else getattr(arguments, row.trainer[0])
+        for name, row in _rows().items()
+        if row.is_plain
+    }
     decays = {float(group["weight_decay"]) for group in optimizer.param_groups}
     first, dtype = optimizer.param_groups[0], compute_dtype(model, built.precision)
     betas = first.get("betas")
@@ -59,14 +64,18 @@ def describe_learning(built: BuiltTraining, settings: TrainingSettings) -> Learn
         warmup_steps=arguments.get_warmup_steps(built.steps),
         steps=built.steps,
         rates=_rates(scheduler, built.steps),
-        max_grad_norm=float(model.gradient_clipping() if deepspeed else arguments.max_grad_norm),
         dtype=dtype,
         autocast=_autocast(built, deepspeed, dtype),
-        micro_batch_size=model.train_micro_batch_size_per_gpu() if deepspeed else arguments.train_batch_size,
-        gradient_accumulation_steps=accumulation,
-        global_batch_size=built.batches.total_batch_size * accumulation,
+        global_batch_size=built.batches.total_batch_size * held[ACCUMULATION],
         own_files=settings.own_files,
+        **held,
     )
+
+
+def _rows() -> dict[str, Setting]:
+    """Return the settings of one training argument in `LearningSettings`, by the name there."""
+    rows = {row.key or row.trainer[0]: row for row in SETTINGS.values() if len(row.trainer) == 1}
+    return {name: row for name, row in rows.items() if name in LearningSettings.model_fields}
 
 
 def planned_learning(
@@ -77,20 +86,16 @@ def planned_learning(
     spec, replaced = find_built(given["optim"]), settings.optimizer
     warmup = arguments.get_warmup_steps(steps)
     return {
+        **{name: given[row.trainer[0]] for name, row in _rows().items()},
         "optimizer": replaced.class_name.rpartition(".")[2] if replaced else spec.class_name,
-        "learning_rate": given["learning_rate"],
         "betas": [given["adam_beta1"], given["adam_beta2"]] if spec.has_betas else None,
         "epsilon": given["adam_epsilon"] if spec.has_betas else None,
-        "weight_decay": given["weight_decay"],
         "decays_vectors": False,
         "schedule": given["lr_scheduler_type"],
         "warmup_steps": warmup,
         "rates": planned_rates(given["lr_scheduler_type"], given["learning_rate"], warmup, steps),
-        "max_grad_norm": given["max_grad_norm"],
         "dtype": expected.dtype,
         "autocast": None if choice.is_deepspeed or expected.dtype == "float32" else expected.dtype,
-        "micro_batch_size": choice.micro_batch_size,
-        "gradient_accumulation_steps": choice.gradient_accumulation_steps,
         "global_batch_size": choice.global_batch_size,
     }
 
@@ -104,7 +109,7 @@ def planned_rates(schedule: str, rate: float, warmup: int, steps: int) -> list[f
 def check_learning(found: LearningSettings, planned: Mapping[str, Any]) -> None:
     """Raise `EngineMismatchError` with every difference between ``found`` and ``planned``."""
     values = found.as_json()
-    differing = [name for name, value in planned.items() if not _close(values[name], value)]
+    differing = [name for name, value in values.items() if name in planned and not _close(value, planned[name])]
     if differing:
         lines = [f"  {name}: planned {planned[name]!r}, found {values[name]!r}" for name in differing]
         raise EngineMismatchError(

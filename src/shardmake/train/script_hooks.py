@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from shardmake.config.settings import MICRO_BATCH
 from shardmake.config.strategies import DEEPSPEED
 from shardmake.train.library_patches import name_checkpointed_adapters
 from shardmake.train.rank_context import RankContext
@@ -336,9 +337,9 @@ class ScriptObserver:
 
         readers = self.context.plan.choice.data_parallel
         rows, steps = count_rows(inputs), None
-        if hasattr(self.model, "train_micro_batch_size_per_gpu"):
+        if hasattr(self.model, MICRO_BATCH):
             steps = self.model.gradient_accumulation_steps()
-            rows = self.model.train_micro_batch_size_per_gpu() if rows == 1 else rows  # 1: a packed batch
+            rows = getattr(self.model, MICRO_BATCH)() if rows == 1 else rows  # 1: a packed batch
         if self.guard.api == "accelerate":
             state = sys.modules["accelerate.state"].GradientState()
             steps = steps or (state.num_steps if state.num_steps > 1 else None)

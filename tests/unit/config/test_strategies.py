@@ -16,7 +16,8 @@ PACKAGE = Path(shardmake.__file__).parent
 TABLE = PACKAGE / "config/strategies.py"
 NAME = re.compile(r"(ddp|zero[123]|fsdp)(-[a-z-]*)?")
 ARGUMENT_NAMES = {
-    (f"render/{module}.py", "fsdp") for module in ("engine_settings", "lint", "settings_table", "training_file")
+    (f"render/{module}.py", "fsdp")
+    for module in ("engine_settings", "lint", "settings_table", "trainer_settings", "training_file")
 }
 """Names of TrainingArguments' own arguments."""
 

@@ -3,7 +3,7 @@
 import pytest
 
 from shardmake.render.comparison import Comparison, Row, Settings, compare_settings
-from shardmake.render.settings_table import VARIES
+from shardmake.render.engine_values import VARIES
 from tests.planted_settings import ACCELERATE, ARGUMENTS, AUTO, PLANTED, STOPS, Planted
 from tests.settings_cases import CASES
 

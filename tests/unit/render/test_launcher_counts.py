@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from shardmake.render.engine_settings import EngineSettings, refuse_counts
+from shardmake.render.comparison import EngineSettings
+from shardmake.render.launcher_settings import refuse_counts
 
 FILE = {"num_processes": 4, "num_machines": 1, "machine_rank": 0}
 

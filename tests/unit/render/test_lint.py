@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from shardmake.cli import app
+from shardmake.config.settings import SETTINGS
 from shardmake.core.errors import ConfigError, ShardmakeError
 from shardmake.render import lint
 from shardmake.render.comparison import Comparison, Library, Row, Settings, Value, Verdict, compare_settings
 from shardmake.render.engine_settings import MAPPINGS, REFUSED_BESIDE_DEEPSPEED_FILE
 from shardmake.render.lint import Report, check, format_report, read_source
-from shardmake.render.settings_table import SETTINGS
 from tests.planted_settings import ACCELERATE, ARGUMENTS, AUTO
 
 SCRIPT = """#!/bin/bash
@@ -215,11 +215,11 @@ def drawn_settings(draw: st.DrawFn) -> Settings:
     from accelerate.commands.config.config_args import ClusterConfig
     from transformers import TrainingArguments
 
-    shared = [key for setting in SETTINGS for key in setting.deepspeed]
+    shared = [key for setting in SETTINGS.values() if setting.is_shared for key in setting.deepspeed_keys]
     deepspeed = mappings(*MAPPINGS, *shared, "elasticity", "steps_per_print", "communication_data_type", "x")
     arguments = mappings(*TrainingArguments.__dataclass_fields__)
     sections = [f"deepspeed_config.{key}" for key in REFUSED_BESIDE_DEEPSPEED_FILE]
-    sections += [f"fsdp_config.{setting.accelerate}" for setting in SETTINGS if setting.name.startswith("FSDP")]
+    sections += [key for setting in SETTINGS.values() for key in setting.accelerate if key.startswith("fsdp_config.")]
     accelerate = mappings(*ClusterConfig.__dataclass_fields__, *sections, "dynamo_backend", "x")
     return Settings(
         trainer=draw(st.none() | arguments.map(lambda one: ARGUMENTS | one)),
