@@ -33,9 +33,11 @@ class OutputFile:
     """An output file of known size; threads may write to different parts of it at once.
 
     Direct writes (O_DIRECT, open(2)) cost a third of the CPU time of writes through the page cache, leave nothing for
-    the final sync, and do not evict the sources from memory. If the disk is read at the same time, writes through the
-    page cache are faster, because they are rare and large. Direct writes need offset, length and address at page
-    boundaries. Other bytes, and all bytes on a file system without direct writes, are written through the cache.
+    the final sync, and do not evict the sources from memory: 2 GB of fp32 merge in 3.5 s instead of 6.8 s (5.8 s with
+    sync_file_range(2)), on two cores and a local disk; to bf16 they make no difference. If the disk is read at the same
+    time, writes through the page cache are faster, because they are rare and large. Direct writes need offset, length
+    and address at page boundaries. Other bytes, and all bytes on a file system without direct writes, are written
+    through the cache.
     """
 
     def __init__(self, path: Path, size: int) -> None:
