@@ -41,7 +41,7 @@ def test_a_run_of_another_version_is_refused_by_snakemake_and_by_every_stage(che
     for command in (("snakemake", "--profile", "profiles/local"), ("shardmake", "train", "demo")):
         done = checkout(*command, check=False)
         assert done.returncode in (1, 2)
-        assert "demo was made by another version of Shardmake: train/receipt.json has the format 0" in done.stdout
+        assert "train/receipt.json was made by another version of Shardmake: it has the format 0" in done.stdout
     assert [path for path in checkout.run.rglob("*") if path.is_file()] == [receipt]
 
 

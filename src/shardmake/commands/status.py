@@ -29,7 +29,7 @@ from shardmake.run.attempt_history import BY_PERSON, AttemptRecord, load_history
 from shardmake.run.evaluation import EvaluationResult
 from shardmake.run.paths import RunDir, short_path
 from shardmake.run.receipts import PushReceipt, TrainingReceipt
-from shardmake.run.record import RunRecord
+from shardmake.run.record import RunRecord, check_format
 from shardmake.run.settings import STAGES_BEFORE, changed_settings
 from shardmake.run.state import Event, RunState, living_driver, read_progress, read_tail
 
@@ -144,6 +144,7 @@ def status_json(config: Config, cluster: Cluster, runs: Path) -> list[Any]:
 
 def read_state(run: Run, cluster: Cluster, rundir: RunDir, queue: Queue) -> RunState:
     """Return the state of a run without its driver job; ``queue`` is the answer of `queue_of`."""
+    check_format(rundir)
     stages = stage_states(run, cluster, rundir)
     training = None if rundir.train_receipt.exists() else _training(rundir, cluster, queue)
     stage, state = _next_stage(stages)

@@ -58,22 +58,23 @@ class RunFile(RunRecord):
 def check_format(rundir: RunDir) -> None:
     """Raise `ShardmakeError` if the folder of a run has another format than this version writes."""
     for path in (rundir.sources, rundir.plan, rundir.data_receipt, rundir.train_receipt, rundir.attempt_history):
-        if path.exists() and (found := _format_of(path)) != FORMAT:
-            raise ShardmakeError(
-                f"{rundir.root} was made by another version of Shardmake: {path.relative_to(rundir.root)} has the "
-                f"format {found}, and this version reads {FORMAT}. Nothing was changed. Use that version for it, or "
-                "give the run another name to make it again."
-            )
+        if path.exists():
+            _check_format(path, path.read_bytes())
 
 
-def _format_of(path: Path) -> int:
-    """Return the format of a file, 0 if it has none; a damaged file is reported by its reader."""
+def _check_format(path: Path, content: bytes) -> None:
+    """Raise `ShardmakeError` if a file has another format; a damaged file is reported by its reader."""
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(content)
     except ValueError:
-        return FORMAT
+        return
     entries = values if isinstance(values, list) else [values]
-    return next((entry.get("format", 0) for entry in entries), FORMAT)
+    if (found := next((entry.get("format", 0) for entry in entries), FORMAT)) != FORMAT:
+        raise ShardmakeError(
+            f"{path} was made by another version of Shardmake: it has the format {found}, and this version reads "
+            f"{FORMAT}. Nothing was changed. Use that version for this run, or give the run another name to make it "
+            "again."
+        )
 
 
 def read_record(path: Path, kind: type[T], made_by: str) -> T:
@@ -88,10 +89,9 @@ def _parse(path: Path, content: bytes, kind: type[T], made_by: str) -> T:
     try:
         return TypeAdapter(kind).validate_json(content)
     except ValidationError as error:
+        _check_format(path, content)
         raise ShardmakeError(
-            f"Cannot read {path}: {_problems(error)}. "
-            "It is incomplete or was written by another version of Shardmake. "
-            f"Remove it and run: {_of_run(made_by, path)}"
+            f"Cannot read {path}: {_problems(error)}. It is incomplete. Remove it and run: {_of_run(made_by, path)}"
         ) from None
 
 

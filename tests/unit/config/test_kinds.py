@@ -20,9 +20,9 @@ TABLES = ("config/methods.py", "config/optimizers.py")
 NAMES = {*METHODS, *OPTIMIZERS} | {name for spec in OPTIMIZERS.values() for name in (spec.optim, spec.fused) if name}
 OTHER_MEANINGS = {
     ("commands/estimate.py", "lora"),  # the section of a run
-    ("doctor/gpus.py", "full"),  # the width of a PCIe link
+    ("launch/gpus.py", "full"),  # the width of a PCIe link
     ("run/training_settings.py", "full"),  # the record of a training without adapters
-    *(("render/settings_table.py", name) for name in ("adamw", "adamw_torch", "adamw_torch_fused")),  # of users' files
+    *(("render/engine_values.py", name) for name in ("adamw", "adamw_torch", "adamw_torch_fused")),  # of users' files
 }
 
 

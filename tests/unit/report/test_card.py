@@ -39,7 +39,7 @@ SAMPLES = {"to": "file:out", "samples": True}
 def test_card_and_report_describe_the_data_that_were_recognized(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
     made = make_data_receipt("d")
-    layout = {"format": "sharegpt", "columns": {"messages": "dialog"}, "loss_on_assistant": True}
+    layout = {"data_format": "sharegpt", "columns": {"messages": "dialog"}, "loss_on_assistant": True}
     made.model_copy(update=layout).write(rundir.data_receipt)
     words = "sharegpt (dialog), loss on the assistant's tokens"
     assert f"| Data format | {words} |" in render_card(make_run(), rundir)

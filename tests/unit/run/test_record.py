@@ -46,9 +46,9 @@ def test_a_missing_record_names_the_command_that_writes_it(tmp_path: Path) -> No
     [
         ("", "EOF"),
         ('{"step": 4', "EOF"),
-        ('{"step": 4}', "time: Field required"),
-        ('{"step": "four", "time": 1}', "step: Input should be a valid integer"),
-        ('{"step": 4, "time": 1, "epoch": 2}', "epoch: Extra inputs are not permitted"),
+        ('{"format": 1, "step": 4}', "time: Field required"),
+        ('{"format": 1, "step": "four", "time": 1}', "step: Input should be a valid integer"),
+        ('{"format": 1, "step": 4, "time": 1, "epoch": 2}', "epoch: Extra inputs are not permitted"),
         ("{}{}", "trailing"),
     ],
 )
@@ -63,7 +63,7 @@ def test_a_damaged_record_names_file_field_and_command(tmp_path: Path, content: 
 
 def test_only_the_first_problems_are_listed(tmp_path: Path) -> None:
     path = tmp_path / "beat.json"
-    path.write_text("{}")
+    path.write_text('{"format": 1}')
     with pytest.raises(ShardmakeError, match="and 3 more"):
         Heartbeat.read(path)
 
@@ -79,8 +79,11 @@ def test_a_run_of_an_older_format_is_named_and_not_changed(tmp_path: Path, file:
     path = tmp_path / "runs/chat" / file
     path.parent.mkdir(parents=True)
     path.write_text('[{"step": 4}]' if "index" in file else '{"step": 4, "format": "text"}')
-    with pytest.raises(ShardmakeError, match=rf"runs/chat was made by another version.*{file} has the format (0|text)"):
+    with pytest.raises(ShardmakeError, match=rf"{file} was made by another version.*has the format (0|text)") as error:
         check_format(RunDir(tmp_path / "runs/chat"))
+    with pytest.raises(ShardmakeError, match="was made by another version") as same:
+        RequestedStop.read(path)
+    assert str(same.value) == str(error.value)
 
 
 def test_a_run_of_this_format_a_new_one_and_a_damaged_file_pass(tmp_path: Path) -> None:
