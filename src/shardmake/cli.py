@@ -497,7 +497,7 @@ def consolidate(
     from shardmake.consolidate.allowed import parse_allowed
     from shardmake.consolidate.destination import find_base
     from shardmake.consolidate.merge import consolidate as merge
-    from shardmake.consolidate.merge_plan import plan_merge
+    from shardmake.consolidate.merge_plan import MergeOptions, plan_merge
     from shardmake.consolidate.preview import preview
     from shardmake.consolidate.stage import consolidate_run
     from shardmake.consolidate.stream import show_progress
@@ -514,34 +514,28 @@ def consolidate(
     _folder.set(out)
     base_folder = find_base(base) if base is not None else None
     allowed = parse_allowed(allow or ())
+    options: MergeOptions = {
+        "base": base_folder,
+        "dtype": dtype,
+        "adapter": adapter,
+        "max_shard_size": max_shard_size,
+        "raw": raw,
+        "allow": allowed,
+        "key": key,
+    }
     if dry_run:
-        plan = plan_merge(
-            Path(source),
-            base_folder,
-            dtype,
-            adapter=adapter,
-            max_shard_size=max_shard_size,
-            raw=raw,
-            allow=allowed,
-            key=key,
-        )
+        plan = plan_merge(Path(source), **options)
         typer.echo(preview(plan, out, trust_remote_code=trust_remote_code, overwrite=overwrite))
         return
     merge(
         Path(source),
         out,
-        base=base_folder,
-        dtype=dtype,
-        adapter=adapter,
-        max_shard_size=max_shard_size,
         workers=workers,
         task=(task_index if tasks > 1 else 0, tasks),
         trust_remote_code=trust_remote_code,
         overwrite=overwrite,
-        raw=raw,
-        allow=allowed,
-        key=key,
         progress=show_progress,
+        **options,
     )
 
 

@@ -204,11 +204,11 @@ class ShardWriter:
         """Return True if every planned file is complete."""
         return all(self._is_complete(output) for output in self._outputs)
 
-    def check_read_back(self, found: Mapping[str, Mapping[str, int]]) -> int:
+    def check_read_back(self, found: Mapping[str, int]) -> int:
         """Compare what is in the finished files with what was copied into them, also by an earlier process.
 
         Args:
-            found: By file, the CRC-32 of each tensor's bytes as they were read back.
+            found: By tensor, the CRC-32 of its bytes as they were read back.
 
         Returns:
             The number of bytes that are equal: every byte of every file.
@@ -224,7 +224,7 @@ class ShardWriter:
             copied = self._journal(output).tensors
             for planned in output.shard.tensors:
                 name = planned.tensor.name
-                if found[output.shard.name].get(name) != copied.get(name, 0):
+                if found.get(name, 0) != copied.get(name, 0):
                     raise _changed(path, name)
         return sum(output.shard.size for output in self._outputs)
 

@@ -67,6 +67,11 @@ class StoredTensor:
         """Size in the checkpoint's type, in bytes."""
         return self.numel * ITEM_SIZE[self.dtype]
 
+    @property
+    def offset(self) -> int:
+        """Offset of the first byte in the file of a tensor in one piece; 0 without any bytes."""
+        return self.pieces[0].record.offset + self.pieces[0].start if self.pieces else 0
+
     def check(self) -> "StoredTensor":
         """Return the tensor itself; raise `CheckpointError` unless its pieces hold exactly its elements."""
         held = sum(piece.numel for piece in self.pieces)
