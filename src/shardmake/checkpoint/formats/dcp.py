@@ -35,15 +35,8 @@ def covers(shape: Shape, boxes: Sequence[Box]) -> bool:
         for offset, size, whole in zip(offsets, sizes, shape, strict=True)
     )
     filled = [(offsets, sizes) for offsets, sizes in boxes if all(sizes)]
-    held = sum(_elements(sizes) for _, sizes in filled)
-    return inside and held == _elements(shape) and not _overlap(filled, 0)
-
-
-def _elements(sizes: Iterable[int]) -> int:
-    count = 1
-    for size in sizes:
-        count *= size
-    return count
+    held = sum(numel(sizes) for _, sizes in filled)
+    return inside and held == numel(shape) and not _overlap(filled, 0)
 
 
 def _overlap(boxes: Sequence[Box], dimension: int) -> bool:

@@ -18,7 +18,8 @@ from typing import Any
 from shardmake.core.errors import CheckpointError
 
 _END_SIZE = 22
-_LOCAL = struct.Struct("<4s5H3L2H")
+LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+"""The header of an entry, which ends with the lengths of its name and of its extra field."""
 _LARGEST_PICKLE = 512 << 20
 """Bytes of a pickle or another small record. That of a 70B model on 512 ranks has about 70 MB."""
 _LARGEST_DIRECTORY = 32 << 20
@@ -45,16 +46,18 @@ class ZipRecord:
     archive_length: int | None = None
 
 
-class _Range(io.RawIOBase):
+class FileRange(io.RawIOBase):
     """Bytes ``[start, start + length)`` of an open file, for `zipfile`."""
 
     def __init__(self, file: int, start: int, length: int) -> None:
         self.file, self.start, self.length, self.at = file, start, length, 0
 
     def seekable(self) -> bool:
+        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Set the position as `io.IOBase.seek` does, and return it."""
         self.at = offset + (0, self.at, self.length)[whence]
         if self.at < 0:
             raise zipfile.BadZipFile("negative offset")
@@ -69,9 +72,15 @@ class _Range(io.RawIOBase):
         return super().read(size) or b""
 
     def readinto(self, buffer: Any) -> int:
+        """Fill ``buffer`` as far as the range goes; return the number of bytes."""
         count = os.preadv(self.file, [memoryview(buffer)[: max(0, self.length - self.at)]], self.start + self.at)
         self.at += count
         return count
+
+
+def content_offset(entry: zipfile.ZipInfo, header: tuple[Any, ...]) -> int:
+    """Return the offset of an entry's first byte in its archive, from its unpacked `LOCAL_HEADER`."""
+    return entry.header_offset + LOCAL_HEADER.size + int(header[-2] + header[-1])
 
 
 def open_regular(path: Path) -> int:
@@ -150,9 +159,9 @@ class ZipArchive:
                 "Use another checkpoint."
             )
         entry = self._entries[name]
-        magic, *_, name_length, extra_length = _LOCAL.unpack(self._read(entry.header_offset, _LOCAL.size))
-        offset = entry.header_offset + _LOCAL.size + name_length + extra_length
-        if magic != b"PK\x03\x04" or offset + entry.file_size > self.length:
+        header = LOCAL_HEADER.unpack(self._read(entry.header_offset, LOCAL_HEADER.size))
+        offset = content_offset(entry, header)
+        if header[0] != b"PK\x03\x04" or offset + entry.file_size > self.length:
             raise self._damaged(f"record {name} is not at the offset in the directory")
         return ZipRecord(self.path, self.start + offset, entry.file_size, entry.CRC)
 
@@ -186,7 +195,7 @@ class ZipArchive:
         if self._read(self.length - _END_SIZE, 4) != b"PK\x05\x06":  # torch writes no archive comment behind it
             raise self._damaged("the directory at its end is missing")
         try:
-            entries = zipfile.ZipFile(_Range(self._file, self.start, self.length)).infolist()
+            entries = zipfile.ZipFile(FileRange(self._file, self.start, self.length)).infolist()
         except (
             zipfile.BadZipFile,
             NotImplementedError,

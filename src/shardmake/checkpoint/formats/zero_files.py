@@ -16,17 +16,8 @@ from shardmake.core.errors import CheckpointError
 Check = Callable[[Any], bool]
 
 
-def check_model(path: Path, state: Mapping[Any, Any]) -> None:
-    """Raise `CheckpointError` if a value of the model file ``path`` has another type than DeepSpeed writes."""
-    _check(path, state, _MODEL)
-
-
-def check_optimizer(path: Path, state: Mapping[Any, Any]) -> None:
-    """Raise `CheckpointError` if a value of the optimizer file ``path`` has another type than DeepSpeed writes."""
-    _check(path, state, _OPTIMIZER)
-
-
 def _check(path: Path, state: Mapping[Any, Any], checks: Mapping[str, Check]) -> None:
+    """Raise `CheckpointError` if a value of the file ``path`` has another type than DeepSpeed writes."""
     for name, is_valid in checks.items():
         value = state.get(name)
         if value is not None and not is_valid(value):
@@ -174,7 +165,7 @@ def _load_model(path: Path) -> Mapping[str, Any]:
         raise CheckpointError(
             f"Cannot merge {path}. The file belongs to DeepSpeed's AutoEP, which is not supported. {_CONVERT}"
         )
-    check_model(path, state)
+    _check(path, state, _MODEL)
     return state
 
 
@@ -188,7 +179,7 @@ def _load_optimizer(path: Path) -> Mapping[str, Any]:
     inner = state.get("optimizer_state_dict") if isinstance(state, Mapping) else None
     if not isinstance(inner, Mapping) or not {"fp32_flat_groups", "single_partition_of_fp32_groups"} & set(inner):
         raise CheckpointError(f"{path} is not an optimizer file of DeepSpeed ZeRO: it holds no fp32 weights. {_OLDER}")
-    check_optimizer(path, inner)
+    _check(path, inner, _OPTIMIZER)
     return inner
 
 

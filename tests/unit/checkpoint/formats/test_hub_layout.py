@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmake.checkpoint.formats.contents import Contents, LoraUpdate, Piece, StoredTensor, box_pieces
-from shardmake.checkpoint.formats.hub_layout import HubWeight, from_json, hub_weights, in_hub_layout
+from shardmake.checkpoint.formats.hub_layout import HubWeight, hub_weights, in_hub_layout
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.core.errors import CheckpointError, ModelError
 from shardmake.memory.families import FAMILIES
@@ -71,9 +71,7 @@ def test_an_update_of_a_part_is_refused() -> None:
 
 def test_a_checkpoint_in_the_layout_of_the_folder_stays_as_it_is() -> None:
     held = contents(StoredTensor("old.0", "F32", (2,), (Piece(RECORD, 0, 0, 2),)))
-    assert (
-        in_hub_layout(held, from_json([{"name": "old.0", "shape": [2], "parameter": "experts", "offset": 0}])) is held
-    )
+    assert in_hub_layout(held, [HubWeight("old.0", (2,), "experts", 0)]) is held
 
 
 def test_a_layout_that_is_more_than_ranges_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
