@@ -103,17 +103,12 @@ def _times_apart(folder: Path) -> Iterator[str]:
 def _check_archive_names(folder: Path) -> None:
     """Compare each file's name with the one under which ``torch.save`` wrote it: the folder in the archive."""
     for path in filter(Path.is_file, sorted(folder.glob(_ZERO_FILE))):
-        written = _archive_name(path)
+        with path.open("rb") as file:
+            start = file.read(4096)
+        length = int.from_bytes(start[26:28], "little")  # the first entry starts after a header of 30 bytes
+        written = start[30 : 30 + length].decode(errors="replace").partition("/")[0]
         if written.endswith("_states") and written != path.stem:
             raise CheckpointError(f"{path} was written as {written}.pt. {_TWO_SAVES}")
-
-
-def _archive_name(path: Path) -> str:
-    """Return the folder in an archive of torch: its first entry starts after a header of 30 bytes."""
-    with path.open("rb") as file:
-        start = file.read(4096)
-    length = int.from_bytes(start[26:28], "little")
-    return start[30 : 30 + length].decode(errors="replace").partition("/")[0]
 
 
 def _check_zero(contents: Contents, allow: Collection[Allowed]) -> Iterator[str]:

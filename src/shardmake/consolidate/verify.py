@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from shardmake.checkpoint.formats import huggingface
-from shardmake.checkpoint.formats.contents import Contents, StoredTensor
+from shardmake.checkpoint.formats.contents import Contents
 from shardmake.checkpoint.formats.dtypes import CONVERTIBLE, torch_name
 from shardmake.checkpoint.formats.hub_layout import in_hub_layout
 from shardmake.checkpoint.formats.registry import read_model
@@ -68,18 +68,17 @@ def compare(
 
 def _as_shard(path: Path, expected: Contents) -> PlannedShard:
     """Return a file of the model as the plan that would have written it."""
-    held = ((merged, expected.tensors.get(merged.name)) for merged in huggingface.read_file(path))
-    planned = tuple(_as_planned(merged, source, path) for merged, source in held if source is not None)
-    return PlannedShard(path.name, b"", planned, path.stat().st_size)
-
-
-def _as_planned(merged: StoredTensor, source: StoredTensor, path: Path) -> PlannedTensor:
-    if merged.shape != source.shape:
-        raise CheckpointError(
-            f"{merged.name} is {list(merged.shape)} in {path}, but {list(source.shape)} in the checkpoint. "
-            "Merge the checkpoint again."
-        )
-    return PlannedTensor(source, merged.dtype, merged.offset)
+    planned = []
+    for merged in huggingface.read_file(path):
+        source = expected.tensors.get(merged.name)
+        if source is not None and merged.shape != source.shape:
+            raise CheckpointError(
+                f"{merged.name} is {list(merged.shape)} in {path}, but {list(source.shape)} in the checkpoint. "
+                "Merge the checkpoint again."
+            )
+        if source is not None:
+            planned.append(PlannedTensor(source, merged.dtype, merged.offset))
+    return PlannedShard(path.name, b"", tuple(planned), path.stat().st_size)
 
 
 def _different(shards: list[PlannedShard], model: Path, workers: int) -> set[str]:

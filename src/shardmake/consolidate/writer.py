@@ -111,7 +111,8 @@ def _write_all(file: int, content: Block, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-class SourceSum(BaseModel):
+@dataclass(frozen=True)
+class SourceSum:
     """The CRC-32 of ``length`` bytes of a record from its byte ``begin`` on; ``expected`` is that of the record."""
 
     file: str
@@ -147,17 +148,8 @@ class _Output:
         """Record that ``job`` is done, with the CRC-32 of its bytes; return True if it was the last one."""
         with self.lock:
             if record.crc is not None:
-                self.sums.append(
-                    SourceSum(
-                        file=str(record.path),
-                        offset=record.offset,
-                        size=record.size,
-                        expected=record.crc,
-                        begin=job.begin,
-                        length=job.end - job.begin,
-                        crc=crc,
-                    )
-                )
+                place = (str(record.path), record.offset, record.size, record.crc)
+                self.sums.append(SourceSum(*place, job.begin, job.end - job.begin, crc))
             self.left -= 1
             return self.left == 0
 

@@ -95,40 +95,30 @@ def open_regular(path: Path) -> int:
     raise CheckpointError(f"Cannot read {path}. It is not a regular file. Copy the checkpoint again.")
 
 
-def read_small(path: Path) -> bytes:
-    """Return the content of a file without tensors."""
+def read_small(path: Path, offset: int = 0, size: int | None = None) -> bytes:
+    """Return ``size`` bytes of a file from ``offset`` on, by default all of it; they must not hold tensors."""
     file = open_regular(path)
     try:
-        size = os.fstat(file).st_size
+        size = os.fstat(file).st_size if size is None else size
         if size > _LARGEST_PICKLE:
-            raise _too_large(path, size)
-        return os.pread(file, size, 0)
+            raise CheckpointError(
+                f"Cannot read {path}. Its description of the tensors has {size} bytes; the limit is {_LARGEST_PICKLE}. "
+                "The file is damaged, or was not written by torch. Use another checkpoint."
+            )
+        return os.pread(file, size, offset)
     finally:
         os.close(file)
 
 
 def read_record(record: ZipRecord) -> bytes:
     """Return the bytes of a small record and compare their checksum; raise `CheckpointError` if it differs."""
-    if record.size > _LARGEST_PICKLE:
-        raise _too_large(record.path, record.size)
-    file = open_regular(record.path)
-    try:
-        content = os.pread(file, record.size, record.offset)
-    finally:
-        os.close(file)
+    content = read_small(record.path, record.offset, record.size)
     if len(content) != record.size or (record.crc is not None and zlib.crc32(content) != record.crc):
         raise CheckpointError(
             f"{record.path} is damaged: the {record.size} bytes from byte {record.offset} on have another checksum "
             "than the file records. Use an older checkpoint, or copy this file again."
         )
     return content
-
-
-def _too_large(path: Path, size: int) -> CheckpointError:
-    return CheckpointError(
-        f"Cannot read {path}. Its description of the tensors has {size} bytes; the limit is {_LARGEST_PICKLE}. "
-        "The file is damaged, or was not written by torch. Use another checkpoint."
-    )
 
 
 class ZipArchive:
