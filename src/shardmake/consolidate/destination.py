@@ -8,7 +8,7 @@ from shardmake.checkpoint.formats.contents import Contents
 from shardmake.checkpoint.formats.registry import FORMATS
 from shardmake.consolidate.aux_files import AUX_FILES
 from shardmake.core.errors import CheckpointError, ConfigError, ShardmakeError
-from shardmake.core.fingerprint import FileEntry, fingerprint
+from shardmake.core.fingerprint import fingerprint
 from shardmake.core.hub import cached_snapshot, is_hub_id, translate_hub_errors, with_retries
 from shardmake.run.paths import MODEL_RECEIPT
 from shardmake.run.receipts import MergeReceipt
@@ -106,12 +106,10 @@ def _foreign_files(folder: Path) -> Iterator[str]:
             continue
         if path.is_symlink() or name not in {MODEL_RECEIPT, *written}:
             yield name
-        elif name != MODEL_RECEIPT and not _is_unchanged(path, written[name]):
-            yield f"{name} (changed)"
-
-
-def _is_unchanged(path: Path, written: FileEntry) -> bool:
-    return path.stat().st_size == written.size and (written.size > _SMALL or fingerprint(path) == written)
+        elif name != MODEL_RECEIPT:
+            size = written[name].size
+            if path.stat().st_size != size or (size <= _SMALL and fingerprint(path) != written[name]):
+                yield f"{name} (changed)"
 
 
 def _list(names: list[str]) -> str:

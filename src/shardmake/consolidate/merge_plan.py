@@ -107,11 +107,6 @@ class MergePlan:
         return plan_shards(self.stored.values(), self.dtype, size, self.files)
 
     @property
-    def sources(self) -> list[Path]:
-        """Folders to search for the config, in order: those of the checkpoint, the base model's folder."""
-        return [*checkpoint_folders(self.contents), *([self.base] if self.base is not None else [])]
-
-    @property
     def is_adapter(self) -> bool:
         """True if an adapter is written alone."""
         return self.files == ADAPTER
@@ -180,7 +175,7 @@ class MergePlan:
                 with (skeleton / shard.name).open("wb") as file:
                     file.truncate(shard.size)
                     file.write(shard.header)
-            base = config_folder(self.sources) if self.is_adapter else None
+            base = config_folder([*checkpoint_folders(self.contents), self.base]) if self.is_adapter else None
             return check_loading(skeleton, trust_remote_code, base, self.base_weights, model_class)
         finally:
             shutil.rmtree(skeleton, ignore_errors=True)

@@ -8,7 +8,7 @@ copy compares those that the model needs with the zip directory. Files of other 
 import os
 import struct
 import zipfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -109,15 +109,11 @@ def _large_records(file: int, end: int) -> list[tuple[int, int, int]] | None:
             entries = zipfile.ZipFile(FileRange(file, 0, end)).infolist()
             if not entries or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
                 return None
-            found += _places(file, entries)
+            for entry in entries:
+                if entry.file_size > _READ:
+                    header = LOCAL_HEADER.unpack(os.pread(file, LOCAL_HEADER.size, entry.header_offset))
+                    found.append((content_offset(entry, header), entry.file_size, entry.CRC))
             end = min(entry.header_offset for entry in entries)
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error):
         return None
     return found
-
-
-def _places(file: int, entries: list[zipfile.ZipInfo]) -> Iterator[tuple[int, int, int]]:
-    for entry in entries:
-        if entry.file_size > _READ:
-            header = os.pread(file, LOCAL_HEADER.size, entry.header_offset)
-            yield content_offset(entry, LOCAL_HEADER.unpack(header)), entry.file_size, entry.CRC

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint.formats import unpickle
+from shardmake.checkpoint.formats.contents import Contents, StoredTensor
 from shardmake.checkpoint.formats.pickle_machine import Inert
 from shardmake.checkpoint.formats.torch_zip_reader import read_record
 from shardmake.checkpoint.formats.unpickle import TensorRef
@@ -123,6 +124,19 @@ class ZeroFiles:
                 f"Cannot divide the flat groups in {self.folder}: the model file has no param_shapes. {_OLDER}"
             )
         return list(shapes)
+
+    def contents(self, format: str, ranks: int, tensors: Sequence[StoredTensor]) -> Contents:
+        """Return the contents of a checkpoint with ``tensors``, after checking that each is complete."""
+        model = self.model[0]
+        return Contents(
+            format=format,
+            folder=self.folder,
+            step=model.get("global_steps"),
+            world_size=ranks,
+            tensors={tensor.name: tensor.check() for tensor in tensors},
+            aliases=dict(model.get("shared_params") or {}),
+            versions={"deepspeed": str(model.get("ds_version"))},
+        )
 
 
 def load_files(folder: Path, tensor_parallel: bool = False) -> ZeroFiles:

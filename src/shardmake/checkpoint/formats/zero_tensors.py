@@ -12,7 +12,6 @@ files, divided in the same way.
 
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint.formats.contents import FlatVector, Piece, StoredTensor, is_extra_state, unsharded
@@ -64,15 +63,11 @@ def zero2_trained(files: ZeroFiles) -> Iterator[StoredTensor]:
             _check_slices(files, index, name, pieces)
             yield StoredTensor(name, ranks[0].dtype, shape, pieces)
             at += numel(shape) + (paddings[index][position] if paddings else 0)
-        _check_length(files.folder, index, at, vector.numel, 2 * len(ranks))
-
-
-def _check_length(folder: Path, group: int, used: int, held: int, alignment: int) -> None:
-    """Raise `CheckpointError` if a group holds more than its parameters and the padding to 2 x world size."""
-    if math.ceil(used / alignment) != math.ceil(held / alignment):
-        raise CheckpointError(
-            f"Group {group} in {folder} holds {held} elements, but its parameters have {used}. {_MIXED}"
-        )
+        alignment = 2 * len(ranks)  # elements; a group holds its parameters, and padding up to a multiple
+        if math.ceil(at / alignment) != math.ceil(vector.numel / alignment):
+            raise CheckpointError(
+                f"Group {index} in {files.folder} holds {vector.numel} elements, but its parameters have {at}. {_MIXED}"
+            )
 
 
 def _check_slices(files: ZeroFiles, group: int, name: str, pieces: Sequence[Piece]) -> None:

@@ -54,19 +54,19 @@ def test_a_range_of_a_sharded_parameter_has_its_elements(data: st.DataObject) ->
     assert np.array_equal(stored_values(found.tensors["part"], file), whole.reshape(-1)[low : low + count])
 
 
+UPDATE = LoraUpdate(StoredTensor("a", "F32", (1, 2), ()), StoredTensor("b", "F32", (2, 1), ()), 1.0)
+UPDATED = StoredTensor("experts", "F32", (2, 2), (Piece(RECORD, 8, 0, 4),), UPDATE)
+
+
 def test_a_renamed_weight_keeps_its_pieces_its_update_and_its_ties() -> None:
-    update = LoraUpdate(StoredTensor("a", "F32", (1, 2), ()), StoredTensor("b", "F32", (2, 1), ()), 1.0)
-    tensor = StoredTensor("experts", "F32", (2, 2), (Piece(RECORD, 8, 0, 4),), update)
-    found = in_hub_layout(contents(tensor), [HubWeight("old.experts", (2, 2), "experts", 0)])
-    assert found.tensors == {"old.experts": StoredTensor("old.experts", "F32", (2, 2), tensor.pieces, update)}
+    found = in_hub_layout(contents(UPDATED), [HubWeight("old.experts", (2, 2), "experts", 0)])
+    assert found.tensors == {"old.experts": StoredTensor("old.experts", "F32", (2, 2), UPDATED.pieces, UPDATE)}
     assert found.aliases == {"head": "old.experts"}
 
 
 def test_an_update_of_a_part_is_refused() -> None:
-    update = LoraUpdate(StoredTensor("a", "F32", (1, 2), ()), StoredTensor("b", "F32", (2, 1), ()), 1.0)
-    tensor = StoredTensor("experts", "F32", (2, 2), (Piece(RECORD, 8, 0, 4),), update)
     with pytest.raises(CheckpointError, match=r"it updates experts, and the base model stores parts of it .* old\.0"):
-        in_hub_layout(contents(tensor), [HubWeight("old.0", (2,), "experts", 0)])
+        in_hub_layout(contents(UPDATED), [HubWeight("old.0", (2,), "experts", 0)])
 
 
 def test_a_checkpoint_in_the_layout_of_the_folder_stays_as_it_is() -> None:
