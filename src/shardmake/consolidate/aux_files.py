@@ -79,7 +79,9 @@ def copy_aux_files(
         for path in _files(folder, code=code and folder == base and adapter is None):
             is_tokenizer = path.name in _TOKENIZER or path.parent != folder
             if folder == (tokenizer or base) if is_tokenizer else (folder == base and adapter is None):
-                _copy(folder, path, target)
+                copy = target / path.relative_to(folder)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(_own_file(folder, path), copy)
     changes = [] if tokenizer is None else [f"The training added tokens: the tokenizer is that of {tokenizer}."]
     template = find_changed_template(base, trained)
     if template is not None:
@@ -103,12 +105,6 @@ def _files(folder: Path, *, code: bool) -> Iterator[Path]:
             yield path
     if (folder / _TEMPLATES).is_dir():
         yield from sorted((folder / _TEMPLATES).glob("*.jinja"))
-
-
-def _copy(folder: Path, path: Path, target: Path) -> None:
-    copy = target / path.relative_to(folder)
-    copy.parent.mkdir(exist_ok=True)
-    shutil.copyfile(_own_file(folder, path), copy)
 
 
 def _own_file(folder: Path, path: Path) -> Path:

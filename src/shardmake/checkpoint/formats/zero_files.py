@@ -154,8 +154,10 @@ def load_files(folder: Path, tensor_parallel: bool = False) -> ZeroFiles:
     model = _by_rank(folder, names, _MODEL_FILE)
     if not model:
         raise CheckpointError(f"{folder} has no *_model_states.pt. The checkpoint is not complete. {_OLDER}")
-    first, *others = model
-    states = [_load_model(first), *(_own_part(_load_model(path)) for path in others)]
+    states: list[Mapping[str, Any]] = [_load_model(model[0])]
+    for path in model[1:]:  # of the others only the entries in which ranks differ: the rest would take hundreds of MiB
+        state = _load_model(path)
+        states.append({name: state[name] for name in _OF_EACH_RANK if name in state})
     return ZeroFiles(folder, states, [_load_optimizer(path) for path in optimizer])
 
 
@@ -181,11 +183,6 @@ def _load_model(path: Path) -> Mapping[str, Any]:
         )
     _check(path, state, _MODEL)
     return state
-
-
-def _own_part(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the entries in which ranks differ; the rest of hundreds of ranks would take hundreds of MiB."""
-    return {name: state[name] for name in _OF_EACH_RANK if name in state}
 
 
 def _load_optimizer(path: Path) -> Mapping[str, Any]:
