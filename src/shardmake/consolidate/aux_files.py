@@ -79,7 +79,9 @@ def copy_aux_files(
         for path in _files(folder, code=code and folder == base and adapter is None):
             is_tokenizer = path.name in _TOKENIZER or path.parent != folder
             if folder == (tokenizer or base) if is_tokenizer else (folder == base and adapter is None):
-                _copy(folder, path, target)
+                copy = target / path.relative_to(folder)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(_own_file(folder, path), copy)
     changes = [] if tokenizer is None else [f"The training added tokens: the tokenizer is that of {tokenizer}."]
     template = find_changed_template(base, trained)
     if template is not None:
@@ -103,12 +105,6 @@ def _files(folder: Path, *, code: bool) -> Iterator[Path]:
             yield path
     if (folder / _TEMPLATES).is_dir():
         yield from sorted((folder / _TEMPLATES).glob("*.jinja"))
-
-
-def _copy(folder: Path, path: Path, target: Path) -> None:
-    copy = target / path.relative_to(folder)
-    copy.parent.mkdir(exist_ok=True)
-    shutil.copyfile(_own_file(folder, path), copy)
 
 
 def _own_file(folder: Path, path: Path) -> Path:
@@ -145,27 +141,23 @@ def _vocabulary_size(folder: Path) -> Any:
 def _tokens(folder: Path) -> dict[str, int]:
     """Return the tokens and their numbers from the JSON files of a tokenizer; empty without such a file."""
     try:
-        return _read_tokens(folder)
+        found: dict[str, int] = {}
+        whole = _read_if_exists(folder, "tokenizer.json")
+        vocabulary = (whole.get("model") or {}).get("vocab") or _read_if_exists(folder, "vocab.json")
+        if isinstance(vocabulary, list):  # Unigram: pairs of a token and its score, in the order of their numbers
+            found |= {entry[0]: number for number, entry in enumerate(vocabulary)}
+        else:
+            found |= vocabulary
+        if not found:
+            return {}
+        found |= _read_if_exists(folder, "added_tokens.json")
+        found |= {token["content"]: token["id"] for token in whole.get("added_tokens") or ()}
+        added = _read_if_exists(folder, "tokenizer_config.json").get("added_tokens_decoder") or {}
+        return found | {token["content"]: int(number) for number, token in added.items()}
     except (TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
         if isinstance(error, ModelError):
             raise
         raise ModelError(f"Cannot read the tokenizer in {folder}: {error}. Copy it again.") from None
-
-
-def _read_tokens(folder: Path) -> dict[str, int]:
-    found: dict[str, int] = {}
-    whole = _read_if_exists(folder, "tokenizer.json")
-    vocabulary = (whole.get("model") or {}).get("vocab") or _read_if_exists(folder, "vocab.json")
-    if isinstance(vocabulary, list):  # Unigram: pairs of a token and its score, in the order of their numbers
-        found |= {entry[0]: number for number, entry in enumerate(vocabulary)}
-    else:
-        found |= vocabulary
-    if not found:
-        return {}
-    found |= _read_if_exists(folder, "added_tokens.json")
-    found |= {token["content"]: token["id"] for token in whole.get("added_tokens") or ()}
-    added = _read_if_exists(folder, "tokenizer_config.json").get("added_tokens_decoder") or {}
-    return found | {token["content"]: int(number) for number, token in added.items()}
 
 
 def find_changed_template(base: Path, trained: Sequence[Path]) -> str | None:

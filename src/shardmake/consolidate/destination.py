@@ -8,8 +8,8 @@ from shardmake.checkpoint.formats.contents import Contents
 from shardmake.checkpoint.formats.registry import FORMATS
 from shardmake.consolidate.aux_files import AUX_FILES
 from shardmake.core.errors import CheckpointError, ConfigError, ShardmakeError
-from shardmake.core.fingerprint import FileEntry, fingerprint
-from shardmake.core.hub import is_hub_id, translate_hub_errors, with_retries
+from shardmake.core.fingerprint import fingerprint
+from shardmake.core.hub import cached_snapshot, is_hub_id, translate_hub_errors, with_retries
 from shardmake.run.paths import MODEL_RECEIPT
 from shardmake.run.receipts import MergeReceipt
 
@@ -70,14 +70,11 @@ def staging_folder(out: Path) -> Path:
 def checkpoint_folders(contents: Contents) -> list[Path]:
     """Return the folders of a checkpoint: the one with the shards, and its parent if that is the checkpoint."""
     folder = contents.folder
-    return [folder, folder.parent] if _is_inner_folder(folder) else [folder]
-
-
-def _is_inner_folder(folder: Path) -> bool:
     try:
-        return any(recognise(folder.parent) == folder for recognise, _ in FORMATS)
+        is_inner = any(recognise(folder.parent) == folder for recognise, _ in FORMATS)
     except CheckpointError:  # the parent is a checkpoint, but not a complete one
-        return True
+        is_inner = True
+    return [folder, folder.parent] if is_inner else [folder]
 
 
 def _relation(out: Path, source: Path) -> str | None:
@@ -109,12 +106,10 @@ def _foreign_files(folder: Path) -> Iterator[str]:
             continue
         if path.is_symlink() or name not in {MODEL_RECEIPT, *written}:
             yield name
-        elif name != MODEL_RECEIPT and not _is_unchanged(path, written[name]):
-            yield f"{name} (changed)"
-
-
-def _is_unchanged(path: Path, written: FileEntry) -> bool:
-    return path.stat().st_size == written.size and (written.size > _SMALL or fingerprint(path) == written)
+        elif name != MODEL_RECEIPT:
+            size = written[name].size
+            if path.stat().st_size != size or (size <= _SMALL and fingerprint(path) != written[name]):
+                yield f"{name} (changed)"
 
 
 def _list(names: list[str]) -> str:
@@ -145,12 +140,8 @@ def find_base(named: str) -> Path:
 
 def _find_on_hub(repository: str, revision: str | None) -> Path:
     from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    try:
-        cached = Path(snapshot_download(repository, revision=revision, local_files_only=True))
-    except LocalEntryNotFoundError:
-        cached = None
+    cached = cached_snapshot(repository, revision)
     if cached is not None and (cached / "config.json").is_file():
         return cached
     if constants.is_offline_mode():

@@ -17,9 +17,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from shardmake.checkpoint.formats import hub_layout, huggingface
 from shardmake.checkpoint.formats.hub_layout import HubWeight
-from shardmake.consolidate import loading
 from shardmake.consolidate.aux_files import read_object
 from shardmake.core.atomic import write_json
 from shardmake.core.environment import cache_folder
@@ -38,7 +39,7 @@ _CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "safetensors")
 
 
-def cached_path(folder: Path, base: Path | None, layout: Path | None, model_class: Any) -> Path | None:
+def _cached_path(folder: Path, base: Path | None, layout: Path | None, model_class: Any) -> Path | None:
     """Return the file of the report on ``folder``; None if a file that it depends on cannot be read."""
     try:
         parts = {
@@ -65,21 +66,6 @@ def _code() -> list[str]:
     sources += sorted((package / "run").glob("model_class.py"))
     text = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
     return [platform.python_version(), *(f"{name} {version(name)}" for name in _LIBRARIES), text]
-
-
-def read(path: Path) -> dict[str, Any] | None:
-    """Return the report in ``path``; None if there is none."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def write(path: Path, report: dict[str, Any]) -> None:
-    """Keep ``report``, if the cache can be written to."""
-    with contextlib.suppress(OSError):
-        write_json(path, report)
 
 
 _MOST_MODULES = 10_000
@@ -126,6 +112,9 @@ class LoadingReport:
         return found + [f"shape of {text}" for text in self.mismatched]
 
 
+_REPORT = TypeAdapter(LoadingReport)
+
+
 def check_loading(
     folder: Path,
     trust_remote_code: bool = False,
@@ -150,10 +139,10 @@ def check_loading(
         if place is not None:
             refuse_impossible_config(place / "config.json")
     chosen = model_class and model_class.as_json()
-    kept = None if trust_remote_code else loading.cached_path(folder, base, layout, chosen)
-    known = loading.read(kept) if kept is not None else None
-    if known is not None:
-        return _from_json(known)
+    kept = None if trust_remote_code else _cached_path(folder, base, layout, chosen)
+    if kept is not None:
+        with contextlib.suppress(OSError, ValueError):
+            return _REPORT.validate_json(kept.read_bytes())
     request = {
         "folder": str(folder.absolute()),
         "trust_remote_code": trust_remote_code,
@@ -166,9 +155,10 @@ def check_loading(
         answer = run_module(__name__, request, environment, NEUTRAL_FOLDER)
     except RuntimeError as error:
         raise ModelError(f"The check of {folder} with transformers failed: {error}") from None
-    report = _from_json(answer)
+    report = _REPORT.validate_python(answer)
     if kept is not None and not report.problems():
-        loading.write(kept, answer)
+        with contextlib.suppress(OSError):
+            write_json(kept, answer)
     return report
 
 
@@ -186,19 +176,6 @@ def _numbers(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
             yield key, value
         elif isinstance(value, dict):
             yield from _numbers(value)
-
-
-def _from_json(values: dict[str, Any]) -> LoadingReport:
-    return LoadingReport(
-        architecture=values["architecture"],
-        missing=tuple(values["missing"]),
-        unexpected=tuple(values["unexpected"]),
-        mismatched=tuple(values["mismatched"]),
-        ties=tuple((alias, owner) for alias, owner in values["ties"]),
-        weights=hub_layout.from_json(values["weights"]),
-        unloaded=tuple(values["unloaded"]),
-        error=values["error"],
-    )
 
 
 def load(

@@ -1,18 +1,16 @@
 """Merge a checkpoint into a verified Hugging Face folder."""
 
 import logging
-from collections.abc import Callable, Collection
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
+from typing import Unpack
 
-from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.checkpoint.formats.unpickle import locate
-from shardmake.consolidate.allowed import Allowed
 from shardmake.consolidate.destination import staging_folder
 from shardmake.consolidate.layout import PlannedShard
 from shardmake.consolidate.loading import LoadingReport
-from shardmake.consolidate.merge_plan import MergePlan, plan_merge
+from shardmake.consolidate.merge_plan import MergeOptions, MergePlan, plan_merge
 from shardmake.consolidate.scan import scan
 from shardmake.consolidate.staging import (
     StagingLock,
@@ -28,7 +26,7 @@ from shardmake.consolidate.writer import ShardWriter
 from shardmake.core.errors import ConfigError
 from shardmake.run.model_class import ModelClass
 from shardmake.run.paths import MODEL_RECEIPT
-from shardmake.run.receipts import MergeReceipt
+from shardmake.run.receipts import MergeReceipt, Verification
 
 logger = logging.getLogger(__name__)
 
@@ -37,57 +35,37 @@ def consolidate(
     checkpoint: Path,
     out: Path,
     *,
-    base: Path | None = None,
-    dtype: Target = "keep",
-    adapter: bool = False,
-    max_shard_size: str = "5GB",
     workers: int = 4,
     task: tuple[int, int] = (0, 1),
     trust_remote_code: bool = False,
     model_class: ModelClass | None = None,
     overwrite: bool = False,
-    raw: bool = False,
-    allow: Collection[Allowed] = (),
-    key: str | None = None,
     progress: ShowProgress = no_progress,
+    **options: Unpack[MergeOptions],
 ) -> MergeReceipt | None:
     """Merge ``checkpoint`` into the Hugging Face folder ``out``, verify it and write its ``receipt.json``.
 
-    An ``out`` that holds an earlier result is replaced as a whole at the end. Until then the files are written to
-    ``.NAME.partial`` beside it. A merge that was killed resumes there.
-
     Args:
         checkpoint: A run, a checkpoint, or DeepSpeed's or FSDP's inner folder; for a run, its newest checkpoint.
-        out: The model's folder.
-        base: The base model's folder, for the tokenizer and other small files, for the config if the checkpoint has
-            none, and for the weights that a LoRA adapter is added to.
-        dtype: Type of the weights; ``keep`` keeps the checkpoint's master weights unchanged.
-        adapter: Write a LoRA adapter alone, as PEFT saves it, instead of the base model with the adapter.
-        max_shard_size: Largest output file, such as ``5GB``.
+        out: The model's folder. An earlier result is replaced as a whole at the end. Until then the files are written
+            to ``.NAME.partial`` beside it. A merge that was killed resumes there.
         workers: Number of threads.
-        task: ``(i, n)``: this is process i of n processes that merge together, on any nodes that share the folder of
-            ``out``. Each writes every n-th file; the last one to end verifies and finishes.
+        task: ``(i, n)``: process i of n on nodes that share the folder of ``out``. The last one to end finishes.
         trust_remote_code: Allow model code beside the config to run in the check with transformers.
         model_class: The class that was trained; None for the one that config.json names.
         overwrite: Replace an ``out`` that holds anything else than an earlier result of a merge.
-        raw: Write the weights alone, under the checkpoint's own names. Nothing else than the weights is checked.
-        allow: ``steps``: merge although the optimizer counted other steps than the training, because it was started
-            again. ``unexpected``: keep tensors that the model's class does not have, such as a value head.
-        key: Of several models in a checkpoint of DCP, the one to merge: the levels above its weights, joined by dots.
         progress: Shows the bytes that were written and read back.
+        options: Base model, type of the weights and more: the options of `plan_merge`.
 
     Returns:
         The receipt; None while another task has yet to finish.
 
     Raises:
-        ShardmakeError: The checkpoint cannot be merged, ``out`` must not be replaced, the disk is too small, or the
-            verification failed; ``out`` is then unchanged.
+        ShardmakeError: The merge is refused, the disk is too small, or the verification failed; ``out`` is unchanged.
     """
     if not 0 <= task[0] < task[1]:
         raise ConfigError(f"Invalid task index: {task[0]}. The {task[1]} tasks are numbered from 0 to {task[1] - 1}.")
-    plan = plan_merge(
-        checkpoint, base, dtype, adapter=adapter, max_shard_size=max_shard_size, raw=raw, allow=allow, key=key
-    )
+    plan = plan_merge(checkpoint, **options)
     plan.check_destination(out, overwrite=overwrite)
     staging = staging_folder(out)
     with StagingLock(staging, task) as lock, discard_on_error(staging), ThreadPoolExecutor(1) as pool:
@@ -107,19 +85,10 @@ def consolidate(
             logger.info("Task %d of %d has written its files; the last task finishes the merge.", *task)
             return None
         remove_others(plan.shards, staging, skeleton.name)
-        with progress("Verifying", writer.size()) as advance:
-            receipt = _finish(writer, plan, staging, check, workers, code=trust_remote_code, advance=advance)
+        receipt = _finish(writer, plan, check, workers, progress, code=trust_remote_code)
         plan.check_destination(out, overwrite=overwrite)  # it may have changed during the copy
         replace_folder(staging, out)
-    found = receipt.verification
-    logger.info(
-        "Wrote %s: %s parameters, %s. Verified: every byte read back equals what was copied.",
-        out,
-        f"{found.parameters:,}",
-        found.describe_types(),
-    )
-    for remark in found.remarks():
-        logger.warning(remark)
+    _report(out, receipt.verification)
     return receipt
 
 
@@ -149,25 +118,25 @@ def _check_adapter(shards: list[PlannedShard]) -> None:
 def _finish(
     writer: ShardWriter,
     plan: MergePlan,
-    staging: Path,
     check: Future[LoadingReport],
     workers: int,
+    progress: ShowProgress,
     *,
     code: bool,
-    advance: Callable[[int], None],
 ) -> MergeReceipt:
     """Check the source checksums, write the small files, verify the model and write its receipt.
 
     The files are read back while the check with transformers, which takes seconds, is in progress.
     """
     checked = writer.check_sums()
-    for change in plan.write_small_files(staging, code):
+    for change in plan.write_small_files(writer.folder, code):
         logger.info(change)
-    scans = scan(staging, workers, advance)
-    read_back = writer.check_read_back({found.name: found.tensors for found in scans})
+    with progress("Verifying", writer.size()) as advance:
+        found = scan(writer.folder, workers, advance)
+    read_back = writer.check_read_back(found.tensors)
     loading = check.result()
     plan.check(loading)
-    verification = verify_loaded(staging, loading, scans, plan.accepted(loading))
+    verification = verify_loaded(writer.folder, loading, found, plan.accepted(loading))
     tools = {name: version(name) for name in ("torch", "transformers", "safetensors")}
     receipt = MergeReceipt(
         checkpoint=str(plan.contents.folder),
@@ -184,6 +153,13 @@ def _finish(
         versions={**plan.contents.versions, **tools},
         verification=verification,
     )
-    receipt.write(staging / MODEL_RECEIPT)
+    receipt.write(writer.folder / MODEL_RECEIPT)
     writer.remove_journals()
     return receipt
+
+
+def _report(out: Path, found: Verification) -> None:
+    size = f"{found.parameters:,} parameters, {found.describe_types()}"
+    logger.info("Wrote %s: %s. Verified: every byte read back equals what was copied.", out, size)
+    for remark in found.remarks():
+        logger.warning(remark)

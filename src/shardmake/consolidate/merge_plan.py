@@ -3,9 +3,12 @@
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import TypedDict
 
 from shardmake.checkpoint.formats import huggingface, lora
 from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor
@@ -28,7 +31,7 @@ from shardmake.run.model_class import OLD_HEAD, ModelClass
 _BLOCK = 1 << 20
 
 
-def without_aliases(tensors: dict[str, StoredTensor], ties: Iterable[tuple[str, str]]) -> dict[str, StoredTensor]:
+def _without_aliases(tensors: dict[str, StoredTensor], ties: Iterable[tuple[str, str]]) -> dict[str, StoredTensor]:
     """Return ``tensors`` without those that the model ties to another stored tensor.
 
     Args:
@@ -40,7 +43,7 @@ def without_aliases(tensors: dict[str, StoredTensor], ties: Iterable[tuple[str, 
     """
     aliases = {alias: owner for alias, owner in ties if alias in tensors and owner in tensors and alias != owner}
     for alias, owner in aliases.items():
-        if not have_same_bytes(tensors[alias], tensors[owner]):
+        if not _have_same_bytes(tensors[alias], tensors[owner]):
             raise CheckpointError(
                 f"The model's config ties {alias} to {owner}, but the checkpoint holds different values for them. Set "
                 "tie_word_embeddings to false in the config.json to keep both."
@@ -48,16 +51,12 @@ def without_aliases(tensors: dict[str, StoredTensor], ties: Iterable[tuple[str, 
     return {name: tensor for name, tensor in tensors.items() if name not in aliases}
 
 
-def have_same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+def _have_same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
     """Return True if two tensors hold the same bytes; tensors with different pieces count as different."""
     if (one.dtype, one.shape, len(one.pieces)) != (other.dtype, other.shape, len(other.pieces)):
         return False
-    pairs = zip(_ordered(one), _ordered(other), strict=True)
-    return all(_is_same_piece(a, b, one.dtype) for a, b in pairs)
-
-
-def _ordered(tensor: StoredTensor) -> list[Piece]:
-    return sorted(tensor.pieces, key=lambda piece: piece.at)
+    pieces = (sorted(tensor.pieces, key=lambda piece: piece.at) for tensor in (one, other))
+    return all(_is_same_piece(a, b, one.dtype) for a, b in zip(*pieces, strict=True))
 
 
 def _is_same_piece(one: Piece, other: Piece, dtype: str) -> bool:
@@ -90,27 +89,22 @@ class MergePlan:
     dtype: Target
     files: WeightFiles
     max_shard_size: int
-    stored: dict[str, StoredTensor]
-    shards: list[PlannedShard]
-    raw: bool = False
-    """Write weights alone, under the checkpoint's own names, without a check with transformers."""
-    source: SourceReport = field(default_factory=SourceReport)
-    allow: tuple[Allowed, ...] = ()
-    key: str | None = None
-
-    @classmethod
-    def of(cls, contents: Contents, base: Path | None, dtype: Target, files: WeightFiles, size: int) -> "MergePlan":
-        """Plan the merge of every tensor that is not an alias."""
-        stored = {name: tensor for name, tensor in contents.tensors.items() if name not in contents.aliases}
-        shards = plan_shards(stored.values(), dtype, size, files)
-        if files == ADAPTER and len(shards) > 1:  # PEFT reads one file
-            shards = plan_shards(stored.values(), dtype, sum(shard.size for shard in shards), files)
-        return cls(contents, base, dtype, files, size, stored, shards)
+    raw: bool
+    source: SourceReport
+    allow: tuple[Allowed, ...]
+    key: str | None
 
     @property
-    def sources(self) -> list[Path]:
-        """Folders to search for the config, in order: those of the checkpoint, the base model's folder."""
-        return [*checkpoint_folders(self.contents), *([self.base] if self.base is not None else [])]
+    def stored(self) -> dict[str, StoredTensor]:
+        """The tensors to write, by name: all that are not an alias."""
+        contents = self.contents
+        return {name: tensor for name, tensor in contents.tensors.items() if name not in contents.aliases}
+
+    @cached_property
+    def shards(self) -> list[PlannedShard]:
+        """The output files; one for an adapter, as PEFT reads it."""
+        size = sys.maxsize if self.is_adapter else self.max_shard_size
+        return plan_shards(self.stored.values(), self.dtype, size, self.files)
 
     @property
     def is_adapter(self) -> bool:
@@ -120,12 +114,10 @@ class MergePlan:
     def in_layout(self, weights: Iterable[HubWeight]) -> "MergePlan":
         """Return the plan that writes ``weights`` in place of the parameters that hold them."""
         contents = in_hub_layout(self.contents, weights)
-        return self if contents.tensors.keys() == self.contents.tensors.keys() else self._of(contents)
+        return self if contents.tensors.keys() == self.contents.tensors.keys() else replace(self, contents=contents)
 
-    def _of(self, contents: Contents) -> "MergePlan":
-        """Return the plan of the same merge with other tensors."""
-        plan = MergePlan.of(contents, self.base, self.dtype, self.files, self.max_shard_size)
-        return replace(plan, raw=self.raw, source=self.source, allow=self.allow, key=self.key)
+    def _with_tensors(self, tensors: Iterable[StoredTensor]) -> "MergePlan":
+        return replace(self, contents=self.contents.with_tensors(tensors))
 
     def with_unloaded(self, names: Iterable[str]) -> "MergePlan":
         """Return the plan that also copies the base model's weights ``names``, which its class does not load."""
@@ -133,9 +125,7 @@ class MergePlan:
         if self.is_adapter or self.base_weights is None or not missing:
             return self
         held = huggingface.read(self.base_weights).tensors
-        return self._of(
-            self.contents.with_tensors([*self.contents.tensors.values(), *(held[name] for name in missing)])
-        )
+        return self._with_tensors([*self.contents.tensors.values(), *(held[name] for name in missing)])
 
     def without_old_head(self, loading: LoadingReport) -> "MergePlan":
         """Return the plan without the base model's head over the vocabulary, if a sequence classifier replaces it.
@@ -146,17 +136,12 @@ class MergePlan:
         is_of_base = head is not None and all(piece.record.path.parent == self.base for piece in head.pieces)
         if not (is_of_base and loading.is_classifier and OLD_HEAD in loading.unexpected):
             return self
-        kept = (tensor for name, tensor in self.contents.tensors.items() if name != OLD_HEAD)
-        return self._of(self.contents.with_tensors(kept))
+        return self._with_tensors(tensor for name, tensor in self.contents.tensors.items() if name != OLD_HEAD)
 
     def without_ties(self, loading: LoadingReport) -> "MergePlan":
         """Return the plan in which each weight that transformers reports as tied is stored once."""
         self.check(loading)
-        stored = without_aliases(self.stored, loading.ties)
-        if stored.keys() == self.stored.keys():
-            return self
-        shards = plan_shards(stored.values(), self.dtype, self.max_shard_size, self.files)
-        return replace(self, stored=stored, shards=shards)
+        return self._with_tensors(_without_aliases(self.stored, loading.ties).values())
 
     @property
     def base_weights(self) -> Path | None:
@@ -190,7 +175,7 @@ class MergePlan:
                 with (skeleton / shard.name).open("wb") as file:
                     file.truncate(shard.size)
                     file.write(shard.header)
-            base = config_folder(self.sources) if self.is_adapter else None
+            base = config_folder([*checkpoint_folders(self.contents), self.base]) if self.is_adapter else None
             return check_loading(skeleton, trust_remote_code, base, self.base_weights, model_class)
         finally:
             shutil.rmtree(skeleton, ignore_errors=True)
@@ -235,6 +220,18 @@ class MergePlan:
         check_destination(out, protected, overwrite=overwrite)
 
 
+class MergeOptions(TypedDict, total=False):
+    """The options of `plan_merge` and their types."""
+
+    base: Path | None
+    dtype: Target
+    adapter: bool
+    max_shard_size: str
+    raw: bool
+    allow: Collection[Allowed]
+    key: str | None
+
+
 def plan_merge(
     checkpoint: Path,
     base: Path | None = None,
@@ -247,6 +244,18 @@ def plan_merge(
     key: str | None = None,
 ) -> MergePlan:
     """Read the checkpoint and plan the merge that `consolidate` does with these arguments.
+
+    Args:
+        checkpoint: A run, a checkpoint, or DeepSpeed's or FSDP's inner folder; for a run, its newest checkpoint.
+        base: The base model's folder, for the tokenizer and other small files, for the config if the checkpoint has
+            none, and for the weights that a LoRA adapter is added to.
+        dtype: Type of the weights; ``keep`` keeps the checkpoint's master weights unchanged.
+        adapter: Write a LoRA adapter alone, as PEFT saves it, instead of the base model with the adapter.
+        max_shard_size: Largest output file, such as ``5GB``.
+        raw: Write the weights alone, under the checkpoint's own names. Nothing else than the weights is checked.
+        allow: ``steps``: merge although the optimizer counted other steps than the training, because it was started
+            again. ``unexpected``: keep tensors that the model's class does not have, such as a value head.
+        key: Of several models in a checkpoint of DCP, the one to merge: the levels above its weights, joined by dots.
 
     Raises:
         ShardmakeError: The checkpoint cannot be merged, or the arguments contradict each other.
@@ -268,5 +277,4 @@ def plan_merge(
         logger.warning(
             "No base model is named: the model gets no tokenizer, generation config or licence. Name one with --base."
         )
-    plan = MergePlan.of(contents, base, dtype, ADAPTER if adapter else MODEL, size)
-    return replace(plan, raw=raw, source=source, allow=tuple(allow), key=key)
+    return MergePlan(contents, base, dtype, ADAPTER if adapter else MODEL, size, raw, source, tuple(allow), key)

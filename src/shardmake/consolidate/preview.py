@@ -1,6 +1,6 @@
 """The files that a merge would write, for ``--dry-run``."""
 
-import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,25 +28,16 @@ def preview(plan: MergePlan, out: Path, *, trust_remote_code: bool = False, over
     files |= {shard.name: shard.size for shard in plan.shards}
     contents = plan.contents
     step = "" if contents.step is None else f", step {contents.step}"
+    replaced = " (replaces what is there)" if out.is_dir() and any(out.iterdir()) else ""
+    free = shutil.disk_usage(next(folder for folder in out.resolve().parents if folder.exists())).free
     parameters = sum(tensor.numel for tensor in plan.stored.values())
     lines = [
         f"Checkpoint: {contents.folder} ({contents.format}, {contents.world_size} ranks{step})",
         f"Base model: {plan.base or 'none'}",
-        f"Model: {out}{_replaced(out)}, {parameters:,} parameters in {len(plan.stored)} tensors, type: {plan.dtype}",
+        f"Model: {out}{replaced}, {parameters:,} parameters in {len(plan.stored)} tensors, type: {plan.dtype}",
         *(f"  {name:<40} {format_bytes(size):>10}" for name, size in sorted(files.items())),
-        f"Space: {format_bytes(sum(files.values()))} needed, {format_bytes(_free(out))} free",
+        f"Space: {format_bytes(sum(files.values()))} needed, {format_bytes(free)} free",
         *changes,
         "Nothing was written.",
     ]
     return "\n".join(lines)
-
-
-def _replaced(out: Path) -> str:
-    return " (replaces what is there)" if out.is_dir() and any(out.iterdir()) else ""
-
-
-def _free(out: Path) -> int:
-    """Return the free bytes of the file system that ``out`` will be on."""
-    place = next(folder for folder in out.resolve().parents if folder.exists())
-    state = os.statvfs(place)
-    return state.f_bavail * state.f_frsize

@@ -5,17 +5,16 @@ the CRC-32 of every tensor's bytes, and from the few other bytes of the file. So
 copy compares those that the model needs with the zip directory. Files of other kinds are read completely.
 """
 
-import io
 import os
 import struct
 import zipfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from isal.isal_zlib import crc32, crc32_combine
 
+from shardmake.checkpoint.formats.torch_zip_reader import LOCAL_HEADER, FileRange, content_offset
 from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, is_unfinished, read_record
 from shardmake.core.errors import CheckpointError
 from shardmake.core.fingerprint import BLOCK, FileEntry, fingerprint
@@ -24,8 +23,6 @@ _READ = 1 << 20
 """Bytes; smaller records of an archive are read, because the plan of the merge depends on them."""
 _LARGE = 64 << 20
 """Bytes; of larger files that are not archives and that the merge does not need, only the size is compared."""
-_LOCAL = struct.Struct("<26x2H")
-"""The lengths of name and extra field in a zip entry: APPNOTE.TXT, 4.3.7."""
 
 
 def check_recorded(folders: Collection[Path], used: Collection[Path], workers: int) -> CheckpointRecord | None:
@@ -109,40 +106,14 @@ def _large_records(file: int, end: int) -> list[tuple[int, int, int]] | None:
     found: list[tuple[int, int, int]] = []
     try:
         while end:  # the directory of an archive is at its end, so the archives are read backwards
-            entries = zipfile.ZipFile(_Head(file, end)).infolist()
+            entries = zipfile.ZipFile(FileRange(file, 0, end)).infolist()
             if not entries or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
                 return None
-            found += _places(file, entries)
+            for entry in entries:
+                if entry.file_size > _READ:
+                    header = LOCAL_HEADER.unpack(os.pread(file, LOCAL_HEADER.size, entry.header_offset))
+                    found.append((content_offset(entry, header), entry.file_size, entry.CRC))
             end = min(entry.header_offset for entry in entries)
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error):
         return None
     return found
-
-
-def _places(file: int, entries: list[zipfile.ZipInfo]) -> Iterator[tuple[int, int, int]]:
-    for entry in entries:
-        if entry.file_size > _READ:
-            name, extra = _LOCAL.unpack(os.pread(file, _LOCAL.size, entry.header_offset))
-            yield entry.header_offset + _LOCAL.size + name + extra, entry.file_size, entry.CRC
-
-
-class _Head(io.RawIOBase):
-    """The first ``end`` bytes of an open file, for `zipfile`."""
-
-    def __init__(self, file: int, end: int) -> None:
-        self.file, self.end, self.at = file, end, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        position = offset + (0, self.at, self.end)[whence]
-        if position < 0:
-            raise ValueError("before the start of the file")
-        self.at = position
-        return self.at
-
-    def readinto(self, buffer: Any) -> int:
-        count = os.preadv(self.file, [memoryview(buffer)[: max(0, self.end - self.at)]], self.at)
-        self.at += count
-        return count

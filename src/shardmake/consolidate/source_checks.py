@@ -66,7 +66,11 @@ def check_source(contents: Contents, allow: Collection[Allowed] = (), workers: i
     if contents.format.startswith("DeepSpeed") and contents.format != "DeepSpeed universal":
         _check_archive_names(contents.folder)
         warnings += _check_zero(contents, allow)
-    step = contents.step if contents.step is not None else _trainer_step(folders)
+    step = contents.step
+    states = [path for folder in folders if (path := folder / "trainer_state.json").is_file()]
+    if step is None and states:  # the format's own files do not have the step
+        found = read_object(states[0]).get("global_step")
+        step = found if isinstance(found, int) else None
     return SourceReport(None, step, tuple(warnings))
 
 
@@ -77,13 +81,6 @@ def _left_out(contents: Contents) -> Iterator[str]:
             f"{contents.left_out[0]} ({len(contents.left_out)} such entries) in {contents.folder} is the extra state "
             "of a module, not a tensor. safetensors files hold tensors only, so the model does not have it."
         )
-
-
-def _trainer_step(folders: Collection[Path]) -> int | None:
-    """Return the step in the Trainer's state, for formats whose own files do not have it."""
-    path = next((path for folder in folders if (path := folder / "trainer_state.json").is_file()), None)
-    step = read_object(path).get("global_step") if path is not None else None
-    return step if isinstance(step, int) else None
 
 
 def _times_apart(folder: Path) -> Iterator[str]:
@@ -103,17 +100,12 @@ def _times_apart(folder: Path) -> Iterator[str]:
 def _check_archive_names(folder: Path) -> None:
     """Compare each file's name with the one under which ``torch.save`` wrote it: the folder in the archive."""
     for path in filter(Path.is_file, sorted(folder.glob(_ZERO_FILE))):
-        written = _archive_name(path)
+        with path.open("rb") as file:
+            start = file.read(4096)
+        length = int.from_bytes(start[26:28], "little")  # the first entry starts after a header of 30 bytes
+        written = start[30 : 30 + length].decode(errors="replace").partition("/")[0]
         if written.endswith("_states") and written != path.stem:
             raise CheckpointError(f"{path} was written as {written}.pt. {_TWO_SAVES}")
-
-
-def _archive_name(path: Path) -> str:
-    """Return the folder in an archive of torch: its first entry starts after a header of 30 bytes."""
-    with path.open("rb") as file:
-        start = file.read(4096)
-    length = int.from_bytes(start[26:28], "little")
-    return start[30 : 30 + length].decode(errors="replace").partition("/")[0]
 
 
 def _check_zero(contents: Contents, allow: Collection[Allowed]) -> Iterator[str]:

@@ -16,6 +16,7 @@ from shardmake.consolidate.merge import consolidate
 from shardmake.consolidate.recorded import check_recorded
 from shardmake.consolidate.stream import ShowProgress, no_progress
 from shardmake.core.errors import CheckpointError, ModelError
+from shardmake.core.hub import cached_snapshot
 from shardmake.core.process import NEUTRAL_FOLDER, absolute_python_path
 from shardmake.core.temporary import temporary_folder
 from shardmake.run.paths import RunDir
@@ -48,15 +49,7 @@ def consolidate_run(run: Run, rundir: RunDir, *, workers: int, progress: ShowPro
 
 def base_folder(run: Run) -> Path | None:
     """Return the base model's folder: the one in the config, or the hub model's in the local cache."""
-    if Path(run.model).is_dir():
-        return Path(run.model)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(run.model, revision=run.revision, local_files_only=True))
-    except LocalEntryNotFoundError:
-        return None
+    return Path(run.model) if Path(run.model).is_dir() else cached_snapshot(run.model, run.revision)
 
 
 logger = logging.getLogger(__name__)

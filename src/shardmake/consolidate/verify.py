@@ -2,11 +2,11 @@
 
 import os
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from shardmake.checkpoint.formats import huggingface
-from shardmake.checkpoint.formats.contents import Contents, StoredTensor
+from shardmake.checkpoint.formats.contents import Contents
 from shardmake.checkpoint.formats.dtypes import CONVERTIBLE, torch_name
 from shardmake.checkpoint.formats.hub_layout import in_hub_layout
 from shardmake.checkpoint.formats.registry import read_model
@@ -15,7 +15,7 @@ from shardmake.consolidate.blocks import Block
 from shardmake.consolidate.jobs import CopyJob, plan_jobs
 from shardmake.consolidate.layout import PlannedShard, PlannedTensor
 from shardmake.consolidate.loading import LoadingReport, check_loading
-from shardmake.consolidate.scan import FileScan, scan
+from shardmake.consolidate.scan import ModelScan, scan
 from shardmake.consolidate.stream import StreamTask, stream
 from shardmake.core.atomic import sha256
 from shardmake.core.errors import CheckpointError, ModelError, PushError
@@ -48,7 +48,9 @@ def compare(
         CheckpointError: A tensor differs, or is in only one of them.
     """
     loading = loading or LoadingReport()
-    expected = in_hub_layout(read_model(checkpoint, base=base, key=key or _merged_key(model)), loading.weights)
+    receipt = MergeReceipt.read_if_exists(model / MODEL_RECEIPT)
+    key = key or (receipt.key if receipt else None)
+    expected = in_hub_layout(read_model(checkpoint, base=base, key=key), loading.weights)
     merged = huggingface.read(model).tensors
     missing = sorted(merged.keys() - expected.tensors.keys() - set(loading.unloaded))
     left_out = expected.tensors.keys() - merged.keys() - expected.aliases.keys() - {alias for alias, _ in loading.ties}
@@ -64,25 +66,19 @@ def compare(
         raise CheckpointError("\n".join([f"{model} does not equal {expected.folder}:", *lines]))
 
 
-def _merged_key(model: Path) -> str | None:
-    path = model / MODEL_RECEIPT
-    return MergeReceipt.read(path).key if path.is_file() else None
-
-
 def _as_shard(path: Path, expected: Contents) -> PlannedShard:
     """Return a file of the model as the plan that would have written it."""
-    held = ((merged, expected.tensors.get(merged.name)) for merged in huggingface.read_file(path))
-    planned = tuple(_as_planned(merged, source, path) for merged, source in held if source is not None)
-    return PlannedShard(path.name, b"", planned, path.stat().st_size)
-
-
-def _as_planned(merged: StoredTensor, source: StoredTensor, path: Path) -> PlannedTensor:
-    if merged.shape != source.shape:
-        raise CheckpointError(
-            f"{merged.name} is {list(merged.shape)} in {path}, but {list(source.shape)} in the checkpoint. "
-            "Merge the checkpoint again."
-        )
-    return PlannedTensor(source, merged.dtype, merged.pieces[0].record.offset if merged.pieces else 0)
+    planned = []
+    for merged in huggingface.read_file(path):
+        source = expected.tensors.get(merged.name)
+        if source is not None and merged.shape != source.shape:
+            raise CheckpointError(
+                f"{merged.name} is {list(merged.shape)} in {path}, but {list(source.shape)} in the checkpoint. "
+                "Merge the checkpoint again."
+            )
+        if source is not None:
+            planned.append(PlannedTensor(source, merged.dtype, merged.offset))
+    return PlannedShard(path.name, b"", tuple(planned), path.stat().st_size)
 
 
 def _different(shards: list[PlannedShard], model: Path, workers: int) -> set[str]:
@@ -130,11 +126,15 @@ def verify(
     Raises:
         ShardmakeError: The model has problems; the message has one line for each.
     """
-    loading = _raw_report(model)
-    if loading is None:
+    receipt = MergeReceipt.read_if_exists(model / MODEL_RECEIPT)
+    merged = receipt.verification if receipt else None
+    if merged and not merged.architecture and not (model / "config.json").exists():  # the result of a raw merge
+        loading = LoadingReport(ties=tuple(merged.ties.items()))
+    else:
         adapter_base = config_folder([base]) if huggingface.recognise_adapter(model) else None
         loading = check_loading(model, trust_remote_code, adapter_base, None if adapter_base else model)
-    verification = verify_loaded(model, loading, scan(model, workers), _accepted(model))
+    accepted, recorded = (merged.unexpected, merged.files) if merged else ((), None)
+    verification = verify_loaded(model, loading, scan(model, workers), accepted, recorded)
     if against is None:
         return verification
     compare(model, against, loading, base=base, workers=workers, key=key)
@@ -146,42 +146,51 @@ def checksums_of(model: Path) -> str | None:
     return next((name for name in (MODEL_RECEIPT, SUMS) if (model / name).is_file()), None)
 
 
-def _raw_report(model: Path) -> LoadingReport | None:
-    """Return the report for the result of a raw merge, which has no config; None for any other folder."""
-    if (model / "config.json").exists() or not (model / MODEL_RECEIPT).is_file():
-        return None
-    merged = MergeReceipt.read(model / MODEL_RECEIPT).verification
-    return LoadingReport(ties=tuple(merged.ties.items())) if not merged.architecture else None
-
-
-def _accepted(model: Path) -> list[str]:
-    """Return the tensors that the user wanted to keep although the class does not have them."""
-    path = model / MODEL_RECEIPT
-    return MergeReceipt.read(path).verification.unexpected if path.is_file() else []
-
-
 def verify_loaded(
-    model: Path, loading: LoadingReport, scans: list[FileScan], accepted: Collection[str] = ()
+    model: Path,
+    loading: LoadingReport,
+    found: ModelScan,
+    accepted: Collection[str] = (),
+    recorded: Mapping[str, FileEntry] | None = None,
 ) -> Verification:
-    """Do the checks of `verify` with the report of transformers on files with the same headers, and with `scan`."""
-    contents = huggingface.read(model)
-    problems = [*loading.problems(accepted), *_tie_problems(contents, loading), *_type_problems(model, contents)]
-    problems += [problem for found in scans for problem in found.problems]
-    problems += _stray_problems(model)
-    problems += _receipt_problems(model, {found.name: found.sums for found in scans})
-    problems += _sums_problems(model, [found.name for found in scans])
+    """Do the checks of `verify` with the report of transformers on files with the same headers, and with `scan`.
+
+    ``accepted`` are the tensors that the class may lack, ``recorded`` the files in the receipt.
+    """
+    stored = found.contents.tensors
+    problems = [
+        *loading.problems(accepted),
+        *(
+            f"{alias} is stored, although the model ties it to {owner}"
+            for alias, owner in loading.ties
+            if alias in stored and owner in stored
+        ),
+        *_type_problems(model, found.contents),
+        *found.problems,
+        *_stray_problems(model),
+        *(_receipt_problems(recorded, found.files) if recorded is not None else ()),
+        *_sums_problems(model, found.files),
+    ]
     if problems:
         raise ModelError("\n".join([f"{model} is not valid:", *(f"  {problem}." for problem in problems)]))
-    return _summary(model, contents, loading, scans)
-
-
-def _tie_problems(contents: Contents, loading: LoadingReport) -> list[str]:
-    stored = contents.tensors
-    return [
-        f"{alias} is stored, although the model ties it to {owner}"
-        for alias, owner in loading.ties
-        if alias in stored and owner in stored
-    ]
+    elements = Counter[str]()
+    for tensor in stored.values():
+        elements[torch_name(tensor.dtype)] += tensor.numel
+    return Verification(
+        architecture=loading.architecture,
+        tensors=len(stored),
+        parameters=elements.total(),
+        bytes=sum(tensor.nbytes for tensor in stored.values()),
+        dtype=_declared_type(model) or torch_name(widest(tensor.dtype for tensor in stored.values())),
+        dtypes=dict(elements),
+        ties=dict(loading.ties),
+        zero=found.zero,
+        zero_matrices=found.zero_matrices,
+        infinite_rows=found.infinite_rows,
+        unexpected=list(loading.unexpected),
+        files=found.files,
+        compared_with=None,
+    )
 
 
 def _type_problems(model: Path, contents: Contents) -> list[str]:
@@ -207,17 +216,14 @@ def _stray_problems(model: Path) -> list[str]:
     return [f"{name} is not part of the model" for name in sorted(found - used - {"training_args.bin"})]
 
 
-def _receipt_problems(model: Path, found: dict[str, FileEntry]) -> list[str]:
-    if not (model / MODEL_RECEIPT).is_file():
-        return []
-    recorded = MergeReceipt.read(model / MODEL_RECEIPT).verification.files
+def _receipt_problems(recorded: Mapping[str, FileEntry], found: Mapping[str, FileEntry]) -> list[str]:
     gone = [f"{name} is in the receipt, but not in the folder" for name in recorded if name not in found]
     changed = [name for name, sums in recorded.items() if name in found and found[name] != sums]
     added = [f"{name} was added after the receipt was written" for name in found if name not in recorded]
     return gone + added + [f"{name} was changed after the receipt was written" for name in changed]
 
 
-def _sums_problems(model: Path, files: list[str]) -> list[str]:
+def _sums_problems(model: Path, files: Collection[str]) -> list[str]:
     if not (model / SUMS).is_file():
         return []
     try:
@@ -228,25 +234,3 @@ def _sums_problems(model: Path, files: list[str]) -> list[str]:
     gone = [f"{name} is in {SUMS}, but not in the folder" for name in expected if name not in found]
     changed = [f"{name} differs from {SUMS}" for name in found if found[name] != expected[name]]
     return gone + changed + [f"{name} is not in {SUMS}" for name in files if name not in {*expected, SUMS}]
-
-
-def _summary(model: Path, contents: Contents, loading: LoadingReport, scans: list[FileScan]) -> Verification:
-    tensors = contents.tensors.values()
-    elements = Counter[str]()
-    for tensor in tensors:
-        elements[torch_name(tensor.dtype)] += tensor.numel
-    return Verification(
-        architecture=loading.architecture,
-        tensors=len(tensors),
-        parameters=sum(tensor.numel for tensor in tensors),
-        bytes=sum(tensor.nbytes for tensor in tensors),
-        dtype=_declared_type(model) or torch_name(widest(tensor.dtype for tensor in tensors)),
-        dtypes=dict(elements),
-        ties=dict(loading.ties),
-        zero=[name for found in scans for name in found.zero],
-        zero_matrices=[name for found in scans for name in found.zero_matrices],
-        infinite_rows={name: rows for found in scans for name, rows in found.infinite_rows.items()},
-        unexpected=list(loading.unexpected),
-        files={found.name: found.sums for found in scans},
-        compared_with=None,
-    )

@@ -113,7 +113,8 @@ def _write_all(file: int, content: Block, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-class SourceSum(BaseModel):
+@dataclass(frozen=True)
+class SourceSum:
     """The CRC-32 of ``length`` bytes of a record from its byte ``begin`` on; ``expected`` is that of the record."""
 
     file: str
@@ -149,17 +150,8 @@ class _Output:
         """Record that ``job`` is done, with the CRC-32 of its bytes; return True if it was the last one."""
         with self.lock:
             if record.crc is not None:
-                self.sums.append(
-                    SourceSum(
-                        file=str(record.path),
-                        offset=record.offset,
-                        size=record.size,
-                        expected=record.crc,
-                        begin=job.begin,
-                        length=job.end - job.begin,
-                        crc=crc,
-                    )
-                )
+                place = (str(record.path), record.offset, record.size, record.crc)
+                self.sums.append(SourceSum(*place, job.begin, job.end - job.begin, crc))
             self.left -= 1
             return self.left == 0
 
@@ -206,11 +198,11 @@ class ShardWriter:
         """Return True if every planned file is complete."""
         return all(self._is_complete(output) for output in self._outputs)
 
-    def check_read_back(self, found: Mapping[str, Mapping[str, int]]) -> int:
+    def check_read_back(self, found: Mapping[str, int]) -> int:
         """Compare what is in the finished files with what was copied into them, also by an earlier process.
 
         Args:
-            found: By file, the CRC-32 of each tensor's bytes as they were read back.
+            found: By tensor, the CRC-32 of its bytes as they were read back.
 
         Returns:
             The number of bytes that are equal: every byte of every file.
@@ -226,7 +218,7 @@ class ShardWriter:
             copied = self._journal(output).tensors
             for planned in output.shard.tensors:
                 name = planned.tensor.name
-                if found[output.shard.name].get(name) != copied.get(name, 0):
+                if found.get(name, 0) != copied.get(name, 0):
                     raise _changed(path, name)
         return sum(output.shard.size for output in self._outputs)
 

@@ -27,6 +27,17 @@ def is_hub_id(source: str) -> bool:
     return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source) is not None and not Path(source).exists()
 
 
+def cached_snapshot(repository: str, revision: str | None) -> Path | None:
+    """Return the folder of a model in the hub's local cache without a request; None if it is not there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repository, revision=revision, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+
+
 def git_object_id(path: Path) -> str:
     """Return git's object id of the file, SHA-1 of a header and the content. The hub lists it for small files."""
     content = path.read_bytes()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardmake.checkpoint.formats.huggingface import is_licence
 from shardmake.core.errors import ModelError
-from shardmake.core.hub import git_object_id, translate_hub_errors, with_retries
+from shardmake.core.hub import cached_snapshot, git_object_id, translate_hub_errors, with_retries
 from shardmake.core.manifest import FileRecord, read_folder, record
 from shardmake.run.sources import PinnedSource
 
@@ -91,17 +91,13 @@ def _fetch_weights_once(api: "HfApi", source: PinnedSource) -> None:
 
 def find_in_cache(repository: str, revision: str | None) -> PinnedSource:
     """Return the model from the hub's local cache without a request; raise `ModelError` if it is not cached."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        folder = Path(snapshot_download(repository, revision=revision, local_files_only=True))
-    except LocalEntryNotFoundError:
+    folder = cached_snapshot(repository, revision)
+    if folder is None:
         raise ModelError(
             f"Model not found: {repository} is not in the local cache, and HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE "
             "is set. "
             "Unset it on a machine with internet access, or copy the model here and name its folder."
-        ) from None
+        )
     check_model_folder(folder)
     return PinnedSource(
         name=repository, revision=revision, commit=folder.name, path=str(folder), files=read_folder(folder)

@@ -21,14 +21,7 @@ from shardmake.checkpoint.store import Retention
 from shardmake.checkpoint.training_receipt import TRAINER_STATE, is_final
 from shardmake.core.errors import CheckpointError
 from shardmake.core.fingerprint import FileEntry, fingerprint
-
-
-def make_record(checkpoint: Path, step: int, eval_loss: float | None = None) -> CheckpointRecord:
-    return CheckpointRecord(
-        step=step, tokens=step, world_size=2, strategy="zero3", attempt=1, settings_digest="r", saved_at=0.0, save_seconds=0.0,
-        versions={}, eval_loss=eval_loss,
-        files={name: fingerprint(checkpoint / name) for name in list_files(checkpoint)},
-    )  # fmt: skip
+from tests.checkpoint_record import make_record
 
 
 def write(
@@ -39,7 +32,7 @@ def write(
         (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
         (checkpoint / name).write_bytes(content)
     if committed:
-        store.commit_in_place(checkpoint, make_record(checkpoint, step, eval_loss))
+        store.commit_in_place(checkpoint, make_record(checkpoint, step, eval_loss=eval_loss))
     return checkpoint
 
 
@@ -358,13 +351,7 @@ def test_pruning_after_each_save_equals_pruning_at_the_end(
 ) -> None:
     """The newest checkpoint is always kept."""
     retention = Retention(keep, best, every)
-    records = [
-        CheckpointRecord(
-            step=step, tokens=0, world_size=1, strategy="ddp", attempt=1, settings_digest="", saved_at=0, save_seconds=0,
-            versions={}, files={}, eval_loss=(step * 37) % 101,
-        )
-        for step in steps
-    ]  # fmt: skip
+    records = [make_record(Path("none"), step, eval_loss=(step * 37) % 101) for step in steps]
     left: list[CheckpointRecord] = []
     for record in records:
         left = [old for old in [*left, record] if old.step in retention.kept([*left, record])]

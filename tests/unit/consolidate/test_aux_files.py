@@ -104,17 +104,17 @@ def test_missing_code_is_reported(place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("base", "trained"),
+    "trained",
     [
-        ({}, {"tokenizer.json": '{"model": {"vocab": {"a": 0, "b": 1, "c": 2}}}'}),
-        ({}, {"tokenizer.json": '{"model": {"vocab": {"a": 1, "b": 0}}}'}),
-        ({}, {"tokenizer.json": '{"model": {"vocab": [["a", -1], ["b", -2], ["c", -3]]}}'}),
-        ({}, {"added_tokens.json": '{"<user>": 2}'}),
-        ({}, {"tokenizer_config.json": '{"added_tokens_decoder": {"2": {"content": "<user>"}}}'}),
-        ({}, {"tokenizer.json": '{"model": {"vocab": {"a": 0}}, "added_tokens": [{"content": "<user>", "id": 2}]}'}),
+        {"tokenizer.json": '{"model": {"vocab": {"a": 0, "b": 1, "c": 2}}}'},
+        {"tokenizer.json": '{"model": {"vocab": {"a": 1, "b": 0}}}'},
+        {"tokenizer.json": '{"model": {"vocab": [["a", -1], ["b", -2], ["c", -3]]}}'},
+        {"added_tokens.json": '{"<user>": 2}'},
+        {"tokenizer_config.json": '{"added_tokens_decoder": {"2": {"content": "<user>"}}}'},
+        {"tokenizer.json": '{"model": {"vocab": {"a": 0}}, "added_tokens": [{"content": "<user>", "id": 2}]}'},
     ],
 )
-def test_changed_tokenizer_is_kept(place: Path, base: dict[str, str], trained: dict[str, str]) -> None:
+def test_changed_tokenizer_is_kept(place: Path, trained: dict[str, str]) -> None:
     write(place / "trained", trained)
     found = copied(place)
     assert {name: found[name] for name in RESAVED if name != "generation_config.json"} == {

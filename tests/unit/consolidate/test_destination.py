@@ -81,7 +81,7 @@ def test_own_result_is_replaced_and_an_empty_folder_filled() -> None:
     Path("model").mkdir()
     run("model")
     run("model")
-    assert json.loads(Path("model/receipt.json").read_text())["format"] == "Hugging Face folder"
+    assert json.loads(Path("model/receipt.json").read_text())["written_by"] == "Hugging Face folder"
 
 
 @pytest.mark.parametrize("name", ["notes.txt", ".hidden", "sub/notes.txt", "config.json", "link"])

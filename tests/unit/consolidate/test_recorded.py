@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, list_files
+from shardmake.checkpoint.record import RECORD_NAME
 from shardmake.consolidate import recorded
 from shardmake.consolidate.recorded import archive_crc32, check_recorded
 from shardmake.core.errors import CheckpointError
-from shardmake.core.fingerprint import fingerprint
+from tests.checkpoint_record import make_record
 
 
 @pytest.fixture(autouse=True)
@@ -33,19 +33,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def record(folder: Path, step: int) -> None:
-    found = CheckpointRecord(
-        step=step,
-        tokens=0,
-        world_size=1,
-        strategy="fsdp",
-        attempt=1,
-        settings_digest="",
-        saved_at=0,
-        save_seconds=0,
-        versions={},
-        files={name: fingerprint(folder / name) for name in list_files(folder)},
-    )
-    (folder / RECORD_NAME).write_text(found.model_dump_json())
+    (folder / RECORD_NAME).write_text(make_record(folder, step).model_dump_json())
 
 
 def test_sum_of_an_archive_needs_no_tensor(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from safetensors.numpy import save_file
 
 from shardmake.checkpoint.formats import huggingface
 from shardmake.consolidate import scan as module
-from shardmake.consolidate.scan import FileScan, scan
+from shardmake.consolidate.scan import ModelScan, scan
 from shardmake.core.fingerprint import fingerprint
 
 TENSORS = {
@@ -26,16 +26,15 @@ def part(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(module, "_BLOCK", request.param // 2)
 
 
-def scan_of(folder: Path, changes: dict[str, np.ndarray] | None = None, workers: int = 3) -> FileScan:
+def scan_of(folder: Path, changes: dict[str, np.ndarray] | None = None, workers: int = 3) -> ModelScan:
     save_file(TENSORS | (changes or {}), folder / "model.safetensors")
-    (found,) = scan(folder, workers)
-    return found
+    return scan(folder, workers)
 
 
 def test_sums_are_those_of_the_file_and_of_each_tensor(tmp_path: Path) -> None:
     found = scan_of(tmp_path)
     path = tmp_path / "model.safetensors"
-    assert found.sums == fingerprint(path)
+    assert found.files == {path.name: fingerprint(path)}
     for tensor in huggingface.read_file(path):
         piece = tensor.pieces[0]
         begin = piece.record.offset + piece.start
@@ -45,10 +44,10 @@ def test_sums_are_those_of_the_file_and_of_each_tensor(tmp_path: Path) -> None:
 
 def test_zeros_are_those_of_whole_tensors(tmp_path: Path) -> None:
     found = scan_of(tmp_path)
-    assert (found.zero, found.zero_matrices, found.problems) == (("bias",), ("zeros",), ())
+    assert (found.zero, found.zero_matrices, found.problems) == (["bias"], ["zeros"], [])
     last = TENSORS["zeros"].copy()
     last[-1, -1] = 1e-30
-    assert scan_of(tmp_path, {"zeros": last}).zero_matrices == ()
+    assert scan_of(tmp_path, {"zeros": last}).zero_matrices == []
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -64,7 +63,7 @@ def test_rows_of_infinity_are_counted(tmp_path: Path) -> None:
     embedding = TENSORS["embedding"].copy()
     embedding[[3, 29]] = -np.inf
     found = scan_of(tmp_path, {"embedding": embedding})
-    assert (found.infinite_rows, found.problems) == ({"embedding": 2}, ())
+    assert (found.infinite_rows, found.problems) == ({"embedding": 2}, [])
 
 
 def test_every_byte_of_a_tensor_is_counted_once(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """The contents of a checkpoint: each tensor of the model as byte ranges on disk."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import mul
 from pathlib import Path
 
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
@@ -66,6 +68,11 @@ class StoredTensor:
     def nbytes(self) -> int:
         """Size in the checkpoint's type, in bytes."""
         return self.numel * ITEM_SIZE[self.dtype]
+
+    @property
+    def offset(self) -> int:
+        """Offset of the first byte in the file of a tensor in one piece; 0 without any bytes."""
+        return self.pieces[0].record.offset + self.pieces[0].start if self.pieces else 0
 
     def check(self) -> "StoredTensor":
         """Return the tensor itself; raise `CheckpointError` unless its pieces hold exactly its elements."""
@@ -181,16 +188,8 @@ def box_pieces(
         )
     runs, stride = sizes[inner - 1], strides[inner - 1]
     return tuple(
-        Piece(record, start + index * runs * count * itemsize, first + shift, count, runs, stride)
-        for index, shift in enumerate(_shifts(sizes[: inner - 1], strides))
+        Piece(
+            record, start + index * runs * count * itemsize, first + sum(map(mul, place, strides)), count, runs, stride
+        )
+        for index, place in enumerate(itertools.product(*map(range, sizes[: inner - 1])))
     )
-
-
-def _shifts(sizes: tuple[int, ...], strides: tuple[int, ...]) -> Iterator[int]:
-    """Yield the distance in elements of every index in the box ``sizes`` from its first one, row by row."""
-    if not sizes:
-        yield 0
-        return
-    for index in range(sizes[0]):
-        for shift in _shifts(sizes[1:], strides[1:]):
-            yield index * strides[0] + shift

@@ -35,15 +35,8 @@ def covers(shape: Shape, boxes: Sequence[Box]) -> bool:
         for offset, size, whole in zip(offsets, sizes, shape, strict=True)
     )
     filled = [(offsets, sizes) for offsets, sizes in boxes if all(sizes)]
-    held = sum(_elements(sizes) for _, sizes in filled)
-    return inside and held == _elements(shape) and not _overlap(filled, 0)
-
-
-def _elements(sizes: Iterable[int]) -> int:
-    count = 1
-    for size in sizes:
-        count *= size
-    return count
+    held = sum(numel(sizes) for _, sizes in filled)
+    return inside and held == numel(shape) and not _overlap(filled, 0)
 
 
 def _overlap(boxes: Sequence[Box], dimension: int) -> bool:
@@ -201,7 +194,7 @@ def _place(path: Path, index: Any, info: Any) -> tuple[tuple[str, Shape], Stored
 
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
 """Accelerate's names for the only model and its optimizer."""
-_METADATA = ".metadata"
+METADATA = ".metadata"
 _MODEL = "model"
 _NO_WEIGHTS = re.compile(r"optim.*|lr_.*|schedulers?|train_state|dataloader.*|loops|callbacks|.*rng.*")
 """Levels beside the weights in checkpoints of torchtitan, Lightning and users' own loops."""
@@ -211,7 +204,7 @@ _RANK = re.compile(r"__(\d+)_")
 def recognise(path: Path) -> Path | None:
     """Return the folder of a DCP checkpoint, complete or not: ``path`` or Accelerate's folder in it."""
     candidates = (path, path / MODEL_FOLDER)
-    return next((it for it in candidates if (it / _METADATA).is_file() or any(it.glob("*.distcp"))), None)
+    return next((it for it in candidates if (it / METADATA).is_file() or any(it.glob("*.distcp"))), None)
 
 
 def read(folder: Path, target: Target = "keep", key: str | None = None) -> Contents:
@@ -220,9 +213,9 @@ def read(folder: Path, target: Target = "keep", key: str | None = None) -> Conte
     Raises:
         CheckpointError: A file is missing, truncated or of another save, or a tensor is stored in an unsupported way.
     """
-    if not (folder / _METADATA).is_file():
+    if not (folder / METADATA).is_file():
         raise CheckpointError(f"{folder} has no .metadata. The checkpoint was not finished. Use an older checkpoint.")
-    metadata = read_metadata(folder / _METADATA)
+    metadata = read_metadata(folder / METADATA)
     names = _model_names(folder, metadata, key)
     _check_files(folder, metadata.places.values())
     others = {fqn for fqn, name in names.items() if metadata.entries[fqn] is None and is_extra_state(name)}
@@ -326,7 +319,7 @@ def _read_tensor(folder: Path, name: str, fqn: str, metadata: DcpMetadata) -> St
         raise CheckpointError(f"Cannot read {folder}. The type {entry.dtype} of {fqn} is not supported.")
     if not covers(entry.shape, entry.boxes):
         raise CheckpointError(
-            f"{folder / _METADATA} divides {fqn} {list(entry.shape)} into boxes that overlap or leave a part out. "
+            f"{folder / METADATA} divides {fqn} {list(entry.shape)} into boxes that overlap or leave a part out. "
             f"{OLDER}"
         )
     return StoredTensor(name, entry.dtype, entry.shape, tuple(_read_pieces(folder, fqn, entry, metadata))).check()
@@ -337,7 +330,7 @@ def _read_pieces(folder: Path, fqn: str, entry: TensorEntry, metadata: DcpMetada
     for offsets, sizes in entry.boxes:
         place = metadata.places.get((fqn, offsets))
         if place is None:
-            raise CheckpointError(f"{folder / _METADATA} does not locate {fqn} at {list(offsets)}. {OLDER}")
+            raise CheckpointError(f"{folder / METADATA} does not locate {fqn} at {list(offsets)}. {OLDER}")
         size = numel(sizes) * itemsize
         if size > place.length:
             raise CheckpointError(

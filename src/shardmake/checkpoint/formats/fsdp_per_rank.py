@@ -38,18 +38,14 @@ def read(folder: Path, target: Target = "keep") -> Contents:
         raise CheckpointError(
             f"{folder} lacks the file of rank {missing[0]}. The checkpoint is not complete. Use an older checkpoint."
         )
-    ranks = [_load(found[rank]) for rank in sorted(found)]
+    ranks = [unpickle.load(path) for _, path in sorted(found.items())]
+    for rank, state in enumerate(ranks):
+        if not isinstance(state, Mapping):
+            raise CheckpointError(f"{found[rank]} is not a per-rank file of Accelerate. Use another checkpoint.")
     if any(state.keys() != ranks[0].keys() for state in ranks):
         raise CheckpointError(f"The per-rank files in {folder} do not hold the same tensors. Use another checkpoint.")
     tensors = {name: _join(folder, name, [state[name] for state in ranks]) for name in ranks[0]}
     return Contents("Accelerate per-rank FSDP", folder, None, len(ranks), tensors)
-
-
-def _load(path: Path) -> Mapping[str, Any]:
-    state = unpickle.load(path)
-    if not isinstance(state, Mapping):
-        raise CheckpointError(f"{path} is not a per-rank file of Accelerate. Use another checkpoint.")
-    return state
 
 
 def _join(folder: Path, name: str, parts: Sequence[Any]) -> StoredTensor:

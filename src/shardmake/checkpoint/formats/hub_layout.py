@@ -8,7 +8,7 @@ and the memory that its results share with the parameters says which range each 
 
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -189,8 +189,3 @@ def _cut(piece: Piece, begin: int, end: int, itemsize: int) -> Iterator[Piece]:
             yield Piece(
                 piece.record, piece.start + (index * piece.count + low - at) * itemsize, low - begin, high - low
             )
-
-
-def from_json(values: Iterable[Mapping[str, Any]]) -> tuple[HubWeight, ...]:
-    """Return the weights that `dataclasses.asdict` made data of."""
-    return tuple(HubWeight(**{**value, "shape": tuple(value["shape"])}) for value in values)

@@ -79,7 +79,14 @@ def read(folder: Path, target: Target = "keep") -> Contents:
     names = shard_names(folder)
     tensors = {tensor.name: tensor for name in names for tensor in read_file(folder / name)}
     if _index(folder).is_file():
-        _check_index(folder, {tensor.name: tensor.pieces for tensor in tensors.values()})
+        weight_map = _weight_map(folder)
+        wrong = list(weight_map.keys() ^ tensors.keys())
+        held = {tensor.name: tensor.pieces[0].record.path.name for tensor in tensors.values() if tensor.pieces}
+        wrong += [name for name, file in held.items() if file != weight_map.get(name)]
+        if wrong:
+            raise CheckpointError(
+                f"{_index(folder)} does not match the weight files in {sorted(wrong)[0]}. Copy the model again."
+            )
     return Contents("Hugging Face folder", folder, None, 1, tensors)
 
 
@@ -122,16 +129,6 @@ def _weight_map(folder: Path) -> dict[str, str]:
         raise CheckpointError(
             f"{_index(folder)} is not a valid index of weight files ({error}). Copy it again."
         ) from None
-
-
-def _check_index(folder: Path, pieces: dict[str, tuple[Piece, ...]]) -> None:
-    weight_map = _weight_map(folder)
-    wrong = list(weight_map.keys() ^ pieces.keys())
-    wrong += [name for name, held in pieces.items() if held and held[0].record.path.name != weight_map.get(name)]
-    if wrong:
-        raise CheckpointError(
-            f"{_index(folder)} does not match the weight files in {sorted(wrong)[0]}. Copy the model again."
-        )
 
 
 def read_file(path: Path) -> Iterator[StoredTensor]:

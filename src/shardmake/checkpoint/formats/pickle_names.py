@@ -8,12 +8,11 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from shardmake.checkpoint.formats.dcp import read_metadata
+from shardmake.checkpoint.formats.dcp import METADATA, read_metadata
 from shardmake.checkpoint.formats.torch_zip_reader import ZipArchive, read_small
 from shardmake.checkpoint.formats.unpickle import names_in
 from shardmake.core.errors import CheckpointError
 
-METADATA = ".metadata"
 _PICKLES = {".pt", ".pth", ".bin", ".pkl"}
 _EXPECTED = re.compile(
     "|".join(
@@ -54,8 +53,13 @@ def find_foreign_names(checkpoint: Path, files: Iterable[str]) -> dict[str, list
     Raises:
         CheckpointError: A file that the unpickler would load is not one that torch wrote.
     """
-    found = {name: sorted(_foreign_names(checkpoint / name)) for name in files}
-    return {name: names for name, names in found.items() if names}
+    found = {}
+    for name in files:
+        path = checkpoint / name
+        named = {each for content in _pickles(path) for each in names_in(content, path)}
+        if foreign := sorted(each for each in named if not _EXPECTED.fullmatch(each)):
+            found[name] = foreign
+    return found
 
 
 def refuse_foreign_names(checkpoint: Path, files: Iterable[str]) -> None:
@@ -65,10 +69,6 @@ def refuse_foreign_names(checkpoint: Path, files: Iterable[str]) -> None:
             f"{checkpoint / name} was not loaded. Its pickle would import {', '.join(foreign[:3])}, which no training "
             f"writes. Find out who changed this file. To train from an older checkpoint, move {checkpoint} away."
         )
-
-
-def _foreign_names(path: Path) -> set[str]:
-    return {name for content in _pickles(path) for name in names_in(content, path) if not _EXPECTED.fullmatch(name)}
 
 
 def _pickles(path: Path) -> Iterator[bytes]:

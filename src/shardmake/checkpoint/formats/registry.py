@@ -97,7 +97,11 @@ def _read(path: Path, target: Target, key: str | None) -> Contents | None:
         for recognise, read in FORMATS:
             folder = recognise(path)
             if folder is not None:
-                contents = _read_with(read, folder, target, key)
+                if key is not None and read is not dcp.read:
+                    raise ConfigError(
+                        f"Cannot look for {key!r} in {folder}. Only checkpoints of DCP have keys. Leave out --key."
+                    )
+                contents = read(folder, target) if key is None else dcp.read(folder, target, key)
                 return contents if contents.step is not None else replace(contents, step=_step_in_name(folder))
     except (ShardmakeError, OSError):
         raise
@@ -107,14 +111,6 @@ def _read(path: Path, target: Target, key: str | None) -> Contents | None:
             "is damaged, or written by another version. Use an older checkpoint, or copy this one again."
         ) from error
     return None
-
-
-def _read_with(read: Callable[[Path, Target], Contents], folder: Path, target: Target, key: str | None) -> Contents:
-    if read is dcp.read:
-        return dcp.read(folder, target, key)
-    if key is not None:
-        raise ConfigError(f"Cannot look for {key!r} in {folder}. Only checkpoints of DCP have keys. Leave out --key.")
-    return read(folder, target)
 
 
 def _read_newest(path: Path, candidates: list[Path], target: Target, key: str | None) -> Contents:

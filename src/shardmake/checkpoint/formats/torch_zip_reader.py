@@ -18,7 +18,8 @@ from typing import Any
 from shardmake.core.errors import CheckpointError
 
 _END_SIZE = 22
-_LOCAL = struct.Struct("<4s5H3L2H")
+LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+"""The header of an entry, which ends with the lengths of its name and of its extra field."""
 _LARGEST_PICKLE = 512 << 20
 """Bytes of a pickle or another small record. That of a 70B model on 512 ranks has about 70 MB."""
 _LARGEST_DIRECTORY = 32 << 20
@@ -45,16 +46,18 @@ class ZipRecord:
     archive_length: int | None = None
 
 
-class _Range(io.RawIOBase):
+class FileRange(io.RawIOBase):
     """Bytes ``[start, start + length)`` of an open file, for `zipfile`."""
 
     def __init__(self, file: int, start: int, length: int) -> None:
         self.file, self.start, self.length, self.at = file, start, length, 0
 
     def seekable(self) -> bool:
+        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Set the position as `io.IOBase.seek` does, and return it."""
         self.at = offset + (0, self.at, self.length)[whence]
         if self.at < 0:
             raise zipfile.BadZipFile("negative offset")
@@ -69,9 +72,15 @@ class _Range(io.RawIOBase):
         return super().read(size) or b""
 
     def readinto(self, buffer: Any) -> int:
+        """Fill ``buffer`` as far as the range goes; return the number of bytes."""
         count = os.preadv(self.file, [memoryview(buffer)[: max(0, self.length - self.at)]], self.start + self.at)
         self.at += count
         return count
+
+
+def content_offset(entry: zipfile.ZipInfo, header: tuple[Any, ...]) -> int:
+    """Return the offset of an entry's first byte in its archive, from its unpacked `LOCAL_HEADER`."""
+    return entry.header_offset + LOCAL_HEADER.size + int(header[-2] + header[-1])
 
 
 def open_regular(path: Path) -> int:
@@ -86,40 +95,30 @@ def open_regular(path: Path) -> int:
     raise CheckpointError(f"Cannot read {path}. It is not a regular file. Copy the checkpoint again.")
 
 
-def read_small(path: Path) -> bytes:
-    """Return the content of a file without tensors."""
+def read_small(path: Path, offset: int = 0, size: int | None = None) -> bytes:
+    """Return ``size`` bytes of a file from ``offset`` on, by default all of it; they must not hold tensors."""
     file = open_regular(path)
     try:
-        size = os.fstat(file).st_size
+        size = os.fstat(file).st_size if size is None else size
         if size > _LARGEST_PICKLE:
-            raise _too_large(path, size)
-        return os.pread(file, size, 0)
+            raise CheckpointError(
+                f"Cannot read {path}. Its description of the tensors has {size} bytes; the limit is {_LARGEST_PICKLE}. "
+                "The file is damaged, or was not written by torch. Use another checkpoint."
+            )
+        return os.pread(file, size, offset)
     finally:
         os.close(file)
 
 
 def read_record(record: ZipRecord) -> bytes:
     """Return the bytes of a small record and compare their checksum; raise `CheckpointError` if it differs."""
-    if record.size > _LARGEST_PICKLE:
-        raise _too_large(record.path, record.size)
-    file = open_regular(record.path)
-    try:
-        content = os.pread(file, record.size, record.offset)
-    finally:
-        os.close(file)
+    content = read_small(record.path, record.offset, record.size)
     if len(content) != record.size or (record.crc is not None and zlib.crc32(content) != record.crc):
         raise CheckpointError(
             f"{record.path} is damaged: the {record.size} bytes from byte {record.offset} on have another checksum "
             "than the file records. Use an older checkpoint, or copy this file again."
         )
     return content
-
-
-def _too_large(path: Path, size: int) -> CheckpointError:
-    return CheckpointError(
-        f"Cannot read {path}. Its description of the tensors has {size} bytes; the limit is {_LARGEST_PICKLE}. "
-        "The file is damaged, or was not written by torch. Use another checkpoint."
-    )
 
 
 class ZipArchive:
@@ -150,9 +149,9 @@ class ZipArchive:
                 "Use another checkpoint."
             )
         entry = self._entries[name]
-        magic, *_, name_length, extra_length = _LOCAL.unpack(self._read(entry.header_offset, _LOCAL.size))
-        offset = entry.header_offset + _LOCAL.size + name_length + extra_length
-        if magic != b"PK\x03\x04" or offset + entry.file_size > self.length:
+        header = LOCAL_HEADER.unpack(self._read(entry.header_offset, LOCAL_HEADER.size))
+        offset = content_offset(entry, header)
+        if header[0] != b"PK\x03\x04" or offset + entry.file_size > self.length:
             raise self._damaged(f"record {name} is not at the offset in the directory")
         return ZipRecord(self.path, self.start + offset, entry.file_size, entry.CRC)
 
@@ -186,7 +185,7 @@ class ZipArchive:
         if self._read(self.length - _END_SIZE, 4) != b"PK\x05\x06":  # torch writes no archive comment behind it
             raise self._damaged("the directory at its end is missing")
         try:
-            entries = zipfile.ZipFile(_Range(self._file, self.start, self.length)).infolist()
+            entries = zipfile.ZipFile(FileRange(self._file, self.start, self.length)).infolist()
         except (
             zipfile.BadZipFile,
             NotImplementedError,

@@ -47,15 +47,7 @@ def read(folder: Path, target: Target = "keep") -> Contents:
     names = {tensor.name for tensor in trained}
     rest = [*zero3_frozen(files), *zero3_buffers(files)] if is_stage3 else module_tensors(files, "keep")
     tensors = [*trained, *(tensor for tensor in rest if tensor.name not in names)]
-    return Contents(
-        format="DeepSpeed universal",
-        folder=folder,
-        step=files.model[0].get("global_steps"),
-        world_size=len(files.model),
-        tensors={tensor.name: tensor.check() for tensor in tensors},
-        aliases=dict(files.model[0].get("shared_params") or {}),
-        versions={"deepspeed": str(files.model[0].get("ds_version"))},
-    )
+    return files.contents("DeepSpeed universal", len(files.model), tensors)
 
 
 def _trained_tensor(folder: Path, name: str, shape: tuple[int, ...] | None) -> StoredTensor:

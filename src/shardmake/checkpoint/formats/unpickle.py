@@ -4,6 +4,7 @@ A pickle is a program. `PickleMachine` runs it without importing or calling what
 placeholders, and tensors become `TensorRef`, the place of their bytes, not the bytes.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,10 +70,7 @@ class ShardRef:
 
 def numel(shape: tuple[int, ...]) -> int:
     """Return the number of elements of a tensor of ``shape``."""
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+    return math.prod(shape)
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -109,7 +107,7 @@ def load_archive(archive: ZipArchive) -> Any:
             storages[pid[2]] = StorageRef(archive.record(f"data/{pid[2]}"), FROM_STORAGE.get(pid[1].name))
         return storages[pid[2]]
 
-    return _run(archive.read("data.pkl"), archive.path, storage)
+    return _run(PickleMachine(archive.read("data.pkl"), _FUNCTIONS, storage), archive.path)
 
 
 def load_plain(path: Path) -> Any:
@@ -118,7 +116,7 @@ def load_plain(path: Path) -> Any:
     def refuse(_: Any) -> None:
         raise _not_a_storage(path)
 
-    return _run(read_small(path), path, refuse)
+    return _run(PickleMachine(read_small(path), _FUNCTIONS, refuse), path)
 
 
 def names_in(content: bytes, path: Path) -> set[str]:
@@ -129,10 +127,7 @@ def names_in(content: bytes, path: Path) -> set[str]:
         path: Its file, for messages.
     """
     machine = PickleMachine(content, _FUNCTIONS_OF_CONTAINERS, lambda _: None)
-    try:
-        machine.run()
-    except PickleError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Use an older checkpoint.") from None
+    _run(machine, path)
     return machine.names
 
 
@@ -165,9 +160,9 @@ def _not_a_storage(path: Path) -> CheckpointError:
     )
 
 
-def _run(content: bytes, path: Path, storage: Callable[[Any], Any]) -> Any:
+def _run(machine: PickleMachine, path: Path) -> Any:
     try:
-        return PickleMachine(content, _FUNCTIONS, storage).run()
+        return machine.run()
     except PickleError as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Use an older checkpoint.") from None
 
@@ -266,15 +261,9 @@ _MOST_DIMENSIONS = 64
 _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
     ("collections", "OrderedDict"): PickleMachine.ordered,
     ("collections", "defaultdict"): lambda machine, *_: machine.ordered(),
-    ("builtins", "set"): _list,
-    ("builtins", "frozenset"): _list,
-    ("builtins", "complex"): _complex,
-    ("__builtin__", "set"): _list,
-    ("__builtin__", "frozenset"): _list,
-    ("__builtin__", "complex"): _complex,
-    ("torch._utils", "_rebuild_tensor"): _tensor,
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-    ("torch._utils", "_rebuild_tensor_v3"): _tensor,
+    **{(module, name): _list for module in ("builtins", "__builtin__") for name in ("set", "frozenset")},
+    **dict.fromkeys((("builtins", "complex"), ("__builtin__", "complex")), _complex),
+    **{("torch._utils", f"_rebuild_tensor{version}"): _tensor for version in ("", "_v2", "_v3")},
     ("torch._utils", "_rebuild_wrapper_subclass"): _wrapped,
     ("torch._utils", "_rebuild_parameter"): _first,
     ("torch._utils", "_rebuild_parameter_with_state"): _first,

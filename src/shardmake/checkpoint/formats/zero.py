@@ -78,17 +78,9 @@ def read(folder: Path, target: Target = "keep") -> Contents:
         tensors = [*zero3_trained(files), *zero3_frozen(files), *zero3_buffers(files)]
     else:
         tensors = list(module_tensors(files, target))
-    model = files.model[0]
-    return Contents(
-        format=f"DeepSpeed ZeRO-{stage}" if stage else "DeepSpeed without ZeRO",
-        folder=folder,
-        step=model.get("global_steps"),
-        world_size=files.world_size,
-        tensors={tensor.name: tensor.check() for tensor in tensors},
-        aliases=dict(model.get("shared_params") or {}),
-        versions={"deepspeed": str(model.get("ds_version"))},
-        left_out=tuple(name for name, value in model["module"].items() if is_left_out(name, value)),
-    )
+    left_out = tuple(name for name, value in files.model[0]["module"].items() if is_left_out(name, value))
+    name = f"DeepSpeed ZeRO-{stage}" if stage else "DeepSpeed without ZeRO"
+    return replace(files.contents(name, files.world_size, tensors), left_out=left_out)
 
 
 def read_states(folder: Path) -> dict[str, dict[str, StoredTensor]]:
@@ -105,15 +97,13 @@ def read_states(folder: Path) -> dict[str, dict[str, StoredTensor]]:
     files = _with_swapped_groups(files) if is_stage3 else files
     trained = zero3_trained if is_stage3 else zero2_trained
     key = "fp32_flat_groups" if is_stage3 else "single_partition_of_fp32_groups"
-    kinds = {"fp32": files} | {moment: _with_moment(files, key, moment) for moment in MOMENTS}
+    kinds = {"fp32": files}
+    for moment in MOMENTS:
+        states: list[Mapping[str, Any]] = [
+            {**state, key: _moment_refs(files, state, key, moment)} for state in files.optimizer
+        ]
+        kinds[moment] = replace(files, optimizer=states)
     return {kind: {tensor.name: tensor.check() for tensor in trained(held)} for kind, held in kinds.items()}
-
-
-def _with_moment(files: ZeroFiles, key: str, moment: str) -> ZeroFiles:
-    """Return ``files`` with one of the moments instead of the weights."""
-    return replace(
-        files, optimizer=[{**state, key: _moment_refs(files, state, key, moment)} for state in files.optimizer]
-    )
 
 
 def _moment_refs(files: ZeroFiles, state: Mapping[str, Any], key: str, moment: str) -> list[TensorRef]:

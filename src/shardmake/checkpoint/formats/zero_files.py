@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint.formats import unpickle
+from shardmake.checkpoint.formats.contents import Contents, StoredTensor
 from shardmake.checkpoint.formats.pickle_machine import Inert
 from shardmake.checkpoint.formats.torch_zip_reader import read_record
 from shardmake.checkpoint.formats.unpickle import TensorRef
@@ -16,17 +17,8 @@ from shardmake.core.errors import CheckpointError
 Check = Callable[[Any], bool]
 
 
-def check_model(path: Path, state: Mapping[Any, Any]) -> None:
-    """Raise `CheckpointError` if a value of the model file ``path`` has another type than DeepSpeed writes."""
-    _check(path, state, _MODEL)
-
-
-def check_optimizer(path: Path, state: Mapping[Any, Any]) -> None:
-    """Raise `CheckpointError` if a value of the optimizer file ``path`` has another type than DeepSpeed writes."""
-    _check(path, state, _OPTIMIZER)
-
-
 def _check(path: Path, state: Mapping[Any, Any], checks: Mapping[str, Check]) -> None:
+    """Raise `CheckpointError` if a value of the file ``path`` has another type than DeepSpeed writes."""
     for name, is_valid in checks.items():
         value = state.get(name)
         if value is not None and not is_valid(value):
@@ -133,6 +125,19 @@ class ZeroFiles:
             )
         return list(shapes)
 
+    def contents(self, format: str, ranks: int, tensors: Sequence[StoredTensor]) -> Contents:
+        """Return the contents of a checkpoint with ``tensors``, after checking that each is complete."""
+        model = self.model[0]
+        return Contents(
+            format=format,
+            folder=self.folder,
+            step=model.get("global_steps"),
+            world_size=ranks,
+            tensors={tensor.name: tensor.check() for tensor in tensors},
+            aliases=dict(model.get("shared_params") or {}),
+            versions={"deepspeed": str(model.get("ds_version"))},
+        )
+
 
 def load_files(folder: Path, tensor_parallel: bool = False) -> ZeroFiles:
     """Read the files of ``folder``; of tensor-parallel groups that are already joined, read the first rank's files."""
@@ -149,8 +154,10 @@ def load_files(folder: Path, tensor_parallel: bool = False) -> ZeroFiles:
     model = _by_rank(folder, names, _MODEL_FILE)
     if not model:
         raise CheckpointError(f"{folder} has no *_model_states.pt. The checkpoint is not complete. {_OLDER}")
-    first, *others = model
-    states = [_load_model(first), *(_own_part(_load_model(path)) for path in others)]
+    states: list[Mapping[str, Any]] = [_load_model(model[0])]
+    for path in model[1:]:  # of the others only the entries in which ranks differ: the rest would take hundreds of MiB
+        state = _load_model(path)
+        states.append({name: state[name] for name in _OF_EACH_RANK if name in state})
     return ZeroFiles(folder, states, [_load_optimizer(path) for path in optimizer])
 
 
@@ -174,13 +181,8 @@ def _load_model(path: Path) -> Mapping[str, Any]:
         raise CheckpointError(
             f"Cannot merge {path}. The file belongs to DeepSpeed's AutoEP, which is not supported. {_CONVERT}"
         )
-    check_model(path, state)
+    _check(path, state, _MODEL)
     return state
-
-
-def _own_part(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the entries in which ranks differ; the rest of hundreds of ranks would take hundreds of MiB."""
-    return {name: state[name] for name in _OF_EACH_RANK if name in state}
 
 
 def _load_optimizer(path: Path) -> Mapping[str, Any]:
@@ -188,7 +190,7 @@ def _load_optimizer(path: Path) -> Mapping[str, Any]:
     inner = state.get("optimizer_state_dict") if isinstance(state, Mapping) else None
     if not isinstance(inner, Mapping) or not {"fp32_flat_groups", "single_partition_of_fp32_groups"} & set(inner):
         raise CheckpointError(f"{path} is not an optimizer file of DeepSpeed ZeRO: it holds no fp32 weights. {_OLDER}")
-    check_optimizer(path, inner)
+    _check(path, inner, _OPTIMIZER)
     return inner
 
 

@@ -11,9 +11,7 @@ files, divided in the same way.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardmake.checkpoint.formats.contents import FlatVector, Piece, StoredTensor, is_extra_state, unsharded
@@ -65,15 +63,11 @@ def zero2_trained(files: ZeroFiles) -> Iterator[StoredTensor]:
             _check_slices(files, index, name, pieces)
             yield StoredTensor(name, ranks[0].dtype, shape, pieces)
             at += numel(shape) + (paddings[index][position] if paddings else 0)
-        _check_length(files.folder, index, at, vector.numel, 2 * len(ranks))
-
-
-def _check_length(folder: Path, group: int, used: int, held: int, alignment: int) -> None:
-    """Raise `CheckpointError` if a group holds more than its parameters and the padding to 2 x world size."""
-    if math.ceil(used / alignment) != math.ceil(held / alignment):
-        raise CheckpointError(
-            f"Group {group} in {folder} holds {held} elements, but its parameters have {used}. {_MIXED}"
-        )
+        alignment = 2 * len(ranks)  # elements; a group holds its parameters, and padding up to a multiple
+        if math.ceil(at / alignment) != math.ceil(vector.numel / alignment):
+            raise CheckpointError(
+                f"Group {index} in {files.folder} holds {vector.numel} elements, but its parameters have {at}. {_MIXED}"
+            )
 
 
 def _check_slices(files: ZeroFiles, group: int, name: str, pieces: Sequence[Piece]) -> None:
@@ -109,8 +103,7 @@ def zero3_trained(files: ZeroFiles) -> Iterator[StoredTensor]:
     at = 0
     for shapes in files.param_shapes:
         for name, shape in shapes.items():
-            pieces = _zero3_pieces(numel(shape), [partial(_cut, vector, at) for vector in ranks])
-            yield StoredTensor(name, dtype, shape, tuple(pieces))
+            yield StoredTensor(name, dtype, shape, tuple(_zero3_pieces(numel(shape), ranks, at)))
             at += math.ceil(numel(shape) / len(ranks))
     for rank, vector in enumerate(ranks):
         if vector.numel != at:
@@ -120,25 +113,21 @@ def zero3_trained(files: ZeroFiles) -> Iterator[StoredTensor]:
             )
 
 
-def _cut(vector: FlatVector, begin: int, count: int, at: int) -> Iterator[Piece]:
-    return vector.pieces(begin, count, at)
-
-
-def _zero3_pieces(elements: int, ranks: Sequence[Callable[[int, int], Iterator[Piece]]]) -> Iterator[Piece]:
-    """Divide a parameter as ZeRO-3 does; each of ``ranks`` yields elements for position ``at`` of the tensor."""
+def _zero3_pieces(elements: int, ranks: Sequence[FlatVector], begin: int) -> Iterator[Piece]:
+    """Divide a parameter as ZeRO-3 does; each rank's part starts at element ``begin`` of its vector."""
     size = math.ceil(elements / len(ranks))
-    for rank, cut in enumerate(ranks):
+    for rank, vector in enumerate(ranks):
         count = min(size, elements - rank * size)
         if count > 0:
-            yield from cut(count, rank * size)
+            yield from vector.pieces(begin, count, rank * size)
 
 
 def zero3_frozen(files: ZeroFiles) -> Iterator[StoredTensor]:
     """Yield the frozen parameters of ZeRO-3."""
     for name, shape in (files.model[0].get("frozen_param_shapes") or {}).items():
         fragments = [state["frozen_param_fragments"][name] for state in files.model]
-        ranks = [partial(_cut, FlatVector([fragment]), 0) for fragment in fragments]
-        yield StoredTensor(name, fragments[0].dtype, shape, tuple(_zero3_pieces(numel(shape), ranks)))
+        ranks = [FlatVector([fragment]) for fragment in fragments]
+        yield StoredTensor(name, fragments[0].dtype, shape, tuple(_zero3_pieces(numel(shape), ranks, 0)))
 
 
 def zero3_buffers(files: ZeroFiles) -> Iterator[StoredTensor]:

@@ -132,11 +132,7 @@ def _is_reusable(done: CheckpointRecord, record: CheckpointRecord, strategy: str
     Only the name of the random state file is different for a single rank.
     """
     same_library = STRATEGY_SPECS[done.strategy].library == STRATEGY_SPECS[strategy].library
-    same_source = (done.step, done.saved_at, done.settings_digest) == (
-        record.step,
-        record.saved_at,
-        record.settings_digest,
-    )
+    same_source = all(getattr(done, it) == getattr(record, it) for it in ("step", "saved_at", "settings_digest"))
     same_names = (done.world_size == 1) == (ranks == 1)
     return same_source and same_names and same_library
 

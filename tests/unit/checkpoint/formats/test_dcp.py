@@ -1,5 +1,6 @@
 """Layouts of torch's distributed checkpoints, each written by torch."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +26,43 @@ LIGHTNING = {
 }  # fmt: skip
 
 
+WRAPPED = {
+    "_orig_mod.layers.0._checkpoint_wrapped_module.weight": torch.ones(2),
+    "_orig_mod.layers.1._fsdp_wrapped_module._orig_mod.weight": torch.ones(2),
+}
+
+
 @pytest.mark.parametrize(
-    "saved",
+    ("saved", "names"),
     [
-        WEIGHTS,
-        {"model": WEIGHTS, "optimizer": OPTIMIZER},
-        {"net": WEIGHTS, "optim": OPTIMIZER, "step": 5},
-        {**WEIGHTS, "step": 5},
-        {"net": WEIGHTS, "rng_state": {"cpu": torch.ones(4, dtype=torch.uint8)}},
-        TORCHTITAN,
-        LIGHTNING,
+        (WEIGHTS, WEIGHTS),
+        ({"model": WEIGHTS, "optimizer": OPTIMIZER}, WEIGHTS),
+        ({"net": WEIGHTS, "optim": OPTIMIZER, "step": 5}, WEIGHTS),
+        ({**WEIGHTS, "step": 5}, WEIGHTS),
+        ({"net": WEIGHTS, "rng_state": {"cpu": torch.ones(4, dtype=torch.uint8)}}, WEIGHTS),
+        (TORCHTITAN, WEIGHTS),
+        (LIGHTNING, WEIGHTS),
+        ({"encoder": {"w": torch.ones(2)}, "decoder": {"v": torch.ones(2)}}, ("encoder.w", "decoder.v")),
+        ({"model": WRAPPED}, ("layers.0.weight", "layers.1.weight")),
     ],
-    ids=["flat", "model", "net", "flat with a step", "rng", "torchtitan", "lightning"],
+    ids=["flat", "model", "net", "flat with a step", "rng", "torchtitan", "lightning", "two models", "wrappers"],
 )
-def test_weights_are_found(saved: dict[str, Any], tmp_path: Path) -> None:
+def test_weights_are_found(saved: dict[str, Any], names: Iterable[str], tmp_path: Path) -> None:
     dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
-    assert read_checkpoint(tmp_path).tensors.keys() == WEIGHTS.keys()
+    assert read_model(tmp_path).tensors.keys() == set(names)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"layers._orig_mod.weight": torch.ones(2), "layers.weight": torch.ones(2)}, "are one name without the levels"),
+        ({"w": torch.ones(2, dtype=torch.complex128)}, r"The type complex128 of model\.w is not supported"),
+    ],
+)
+def test_weights_that_cannot_be_merged(weights: dict[str, Any], message: str, tmp_path: Path) -> None:
+    dcp.save({"model": weights}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(CheckpointError, match=message):
+        read_model(tmp_path)
 
 
 AVERAGES = {name: weight + 1 for name, weight in WEIGHTS.items()}
@@ -68,11 +90,6 @@ def test_one_of_two_models_must_be_named(saved: dict[str, Any], keys: tuple[str,
         assert found.keys() == WEIGHTS.keys()
         places.append(found["embed.weight"].pieces)
     assert places[0] != places[1]
-
-
-def test_different_models_keep_their_levels(tmp_path: Path) -> None:
-    dcp.save({"encoder": {"w": torch.ones(2)}, "decoder": {"v": torch.ones(2)}}, checkpoint_id=tmp_path, no_dist=True)
-    assert read_checkpoint(tmp_path).tensors.keys() == {"encoder.w", "decoder.v"}
 
 
 def test_key_of_another_format(tmp_path: Path) -> None:
@@ -122,42 +139,13 @@ def test_boxes_divide_a_tensor(shape: tuple[int, ...], boxes: list[Any], expecte
     assert covers(shape, boxes) is expected
 
 
-def test_levels_of_wrappers_are_removed(tmp_path: Path) -> None:
-    saved = {
-        "_orig_mod.layers.0._checkpoint_wrapped_module.weight": torch.ones(2),
-        "_orig_mod.layers.1._fsdp_wrapped_module._orig_mod.weight": torch.ones(2),
-    }
-    dcp.save({"model": saved}, checkpoint_id=tmp_path, no_dist=True)
-    assert read_model(tmp_path).tensors.keys() == {"layers.0.weight", "layers.1.weight"}
-
-
-def test_names_that_differ_in_wrappers_only(tmp_path: Path) -> None:
-    saved = {"layers._orig_mod.weight": torch.ones(2), "layers.weight": torch.ones(2)}
-    dcp.save({"model": saved}, checkpoint_id=tmp_path, no_dist=True)
-    with pytest.raises(CheckpointError, match="are one name without the levels of wrappers"):
-        read_model(tmp_path)
-
-
-def test_type_that_no_safetensors_file_has(tmp_path: Path) -> None:
-    dcp.save({"model": {"w": torch.ones(2, dtype=torch.complex128)}}, checkpoint_id=tmp_path, no_dist=True)
-    with pytest.raises(CheckpointError, match=r"The type complex128 of model\.w is not supported"):
-        read_checkpoint(tmp_path)
-
-
-def test_renamed_field_is_named(tmp_path: Path) -> None:
-    dcp.save({"model": WEIGHTS}, checkpoint_id=tmp_path, no_dist=True)
-    content = (tmp_path / ".metadata").read_bytes()
-    (tmp_path / ".metadata").write_bytes(content.replace(b"\x07offsets", b"\x07offsetz"))
-    with pytest.raises(CheckpointError, match=r"ChunkStorageMetadata in it has no field 'offsets'"):
-        read_checkpoint(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         (b"\x8c\x05model", b"\x8c\x05modem", r"the path of model\.embed\.weight has an unexpected value"),
         (b"model.embed", b"model.ember", r"the path of model\.ember\.weight has an unexpected value"),
         (b"planner_data", b"planner_date", "has no field 'planner_data'"),
+        (b"\x07offsets", b"\x07offsetz", r"ChunkStorageMetadata in it has no field 'offsets'"),
     ],
 )
 def test_a_damaged_name_neither_renames_nor_hides_a_tensor(

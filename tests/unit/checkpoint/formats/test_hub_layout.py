@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmake.checkpoint.formats.contents import Contents, LoraUpdate, Piece, StoredTensor, box_pieces
-from shardmake.checkpoint.formats.hub_layout import HubWeight, from_json, hub_weights, in_hub_layout
+from shardmake.checkpoint.formats.hub_layout import HubWeight, hub_weights, in_hub_layout
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.core.errors import CheckpointError, ModelError
 from shardmake.memory.families import FAMILIES
@@ -54,26 +54,24 @@ def test_a_range_of_a_sharded_parameter_has_its_elements(data: st.DataObject) ->
     assert np.array_equal(stored_values(found.tensors["part"], file), whole.reshape(-1)[low : low + count])
 
 
+UPDATE = LoraUpdate(StoredTensor("a", "F32", (1, 2), ()), StoredTensor("b", "F32", (2, 1), ()), 1.0)
+UPDATED = StoredTensor("experts", "F32", (2, 2), (Piece(RECORD, 8, 0, 4),), UPDATE)
+
+
 def test_a_renamed_weight_keeps_its_pieces_its_update_and_its_ties() -> None:
-    update = LoraUpdate(StoredTensor("a", "F32", (1, 2), ()), StoredTensor("b", "F32", (2, 1), ()), 1.0)
-    tensor = StoredTensor("experts", "F32", (2, 2), (Piece(RECORD, 8, 0, 4),), update)
-    found = in_hub_layout(contents(tensor), [HubWeight("old.experts", (2, 2), "experts", 0)])
-    assert found.tensors == {"old.experts": StoredTensor("old.experts", "F32", (2, 2), tensor.pieces, update)}
+    found = in_hub_layout(contents(UPDATED), [HubWeight("old.experts", (2, 2), "experts", 0)])
+    assert found.tensors == {"old.experts": StoredTensor("old.experts", "F32", (2, 2), UPDATED.pieces, UPDATE)}
     assert found.aliases == {"head": "old.experts"}
 
 
 def test_an_update_of_a_part_is_refused() -> None:
-    update = LoraUpdate(StoredTensor("a", "F32", (1, 2), ()), StoredTensor("b", "F32", (2, 1), ()), 1.0)
-    tensor = StoredTensor("experts", "F32", (2, 2), (Piece(RECORD, 8, 0, 4),), update)
     with pytest.raises(CheckpointError, match=r"it updates experts, and the base model stores parts of it .* old\.0"):
-        in_hub_layout(contents(tensor), [HubWeight("old.0", (2,), "experts", 0)])
+        in_hub_layout(contents(UPDATED), [HubWeight("old.0", (2,), "experts", 0)])
 
 
 def test_a_checkpoint_in_the_layout_of_the_folder_stays_as_it_is() -> None:
     held = contents(StoredTensor("old.0", "F32", (2,), (Piece(RECORD, 0, 0, 2),)))
-    assert (
-        in_hub_layout(held, from_json([{"name": "old.0", "shape": [2], "parameter": "experts", "offset": 0}])) is held
-    )
+    assert in_hub_layout(held, [HubWeight("old.0", (2,), "experts", 0)]) is held
 
 
 def test_a_layout_that_is_more_than_ranges_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

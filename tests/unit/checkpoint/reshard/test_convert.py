@@ -8,7 +8,7 @@ import torch
 from shardmake.checkpoint import store
 from shardmake.checkpoint.record import CheckpointRecord, find_problems, read_record
 from shardmake.checkpoint.reshard import convert
-from shardmake.core.fingerprint import fingerprint
+from tests.checkpoint_record import make_record
 
 
 @pytest.fixture(autouse=True)
@@ -31,11 +31,7 @@ def write(folder: Path, strategy: str, ranks: int) -> Path:
     names = ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks)]
     for name in names:
         torch.save(name, checkpoint / name)
-    record = CheckpointRecord(
-        step=4, tokens=4, world_size=ranks, strategy=strategy, attempt=1, settings_digest="r", saved_at=0, save_seconds=0,
-        versions={}, files={name: fingerprint(checkpoint / name) for name in names},
-    )  # fmt: skip
-    store.commit_in_place(checkpoint, record)
+    store.commit_in_place(checkpoint, make_record(checkpoint, 4, world_size=ranks, strategy=strategy))
     return checkpoint
 
 

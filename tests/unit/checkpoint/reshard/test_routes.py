@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.checkpoint.record import CheckpointRecord
 from shardmake.checkpoint.reshard.convert import Route, find_route, route
 from shardmake.config.models import STRATEGIES, Strategy
 from shardmake.core.errors import CheckpointError
+from tests.checkpoint_record import make_record
 
 NATIVE, UNIVERSAL, DISTRIBUTED = Route
 
@@ -46,10 +46,7 @@ def test_route(wrote: str, ranks: int, reads: Strategy, new_ranks: int, expected
     ],
 )
 def test_missing_route_is_an_error(wrote: str, ranks: int, reads: Strategy, new_ranks: int, reason: str) -> None:
-    record = CheckpointRecord(
-        step=4, tokens=4, world_size=ranks, strategy=wrote, attempt=1, settings_digest="r", saved_at=0, save_seconds=0,
-        versions={}, files={},
-    )  # fmt: skip
+    record = make_record(Path("none"), 4, world_size=ranks, strategy=wrote)
     with pytest.raises(
         CheckpointError, match=rf"written by {wrote} on {ranks} ranks .* {reads} on {new_ranks}: .*{reason}"
     ):
