@@ -44,6 +44,7 @@ def check_receipt(rundir: RunDir, strategy: str, own: dict[str, Any]) -> None:
     assert receipt.learning is not None
     learning = receipt.learning.as_json()
     rates = learning.pop("rates")
+    assert learning.pop("format") == 1
     assert learning.pop("own_files") == own
     assert learning == {
         "optimizer": "AdamW",

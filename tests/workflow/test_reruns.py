@@ -12,6 +12,7 @@ import pytest
 from shardmake.config.load import load_cluster, load_config
 from shardmake.core.atomic import write_json
 from shardmake.run.paths import RunDir
+from shardmake.run.record import FORMAT
 from shardmake.run.settings import current
 from tests.workflow.checkout import RUN, Checkout
 
@@ -34,15 +35,18 @@ def finish(checkout: Checkout, *, trained: bool = True) -> None:
 
 
 def _leave_files(rundir: RunDir, *, trained: bool) -> None:
-    plan: dict[str, Any] = {"resources": dict.fromkeys(("data", "consolidate", "evaluate"), RESOURCES)}
+    plan: dict[str, Any] = {
+        "format": FORMAT,
+        "resources": dict.fromkeys(("data", "consolidate", "evaluate"), RESOURCES),
+    }
     for path in (rundir.sources, rundir.memory, rundir.memory_table, rundir.plan, rundir.weights_receipt):
         write_json(path, plan)
     for path in (rundir.accelerate, rundir.deepspeed, rundir.training, rundir.rendered, rundir.data_receipt):
-        write_json(path, {})
+        write_json(path, {"format": FORMAT})
     rundir.fallbacks.mkdir()
     if trained:
         for path in (rundir.train_receipt, rundir.model_receipt, rundir.evaluation, rundir.push_receipt, rundir.report):
-            write_json(path, {})
+            write_json(path, {"format": FORMAT})
         for name in ("loss", "optimizer", "speed", "memory", "by-length"):
             write_json(rundir.figure(name), {})
 
