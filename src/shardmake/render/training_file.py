@@ -24,7 +24,6 @@ from shardmake.run.training_settings import (
     OptimizerSettings,
     RetentionSettings,
     ScriptProgram,
-    ServiceSettings,
     TrainerProgram,
     TrainingSettings,
 )
@@ -50,7 +49,7 @@ def training_settings(plan: Plan, run: Run, cluster: Cluster, model: Model) -> T
             chat_template=read_template(Path(run.data.chat_template)) if run.data.chat_template else None,
         ),
         objective=run.objective,
-        **({run.objective: run.objective_settings.model_dump()} if run.objective_settings else {}),
+        **({run.objective: run.objective_settings} if run.objective_settings else {}),
         method=AdapterMethod(kind=run.method, **run.lora.model_dump())
         if run.method_spec.has_adapters
         else FullMethod(),
@@ -66,8 +65,8 @@ def training_settings(plan: Plan, run: Run, cluster: Cluster, model: Model) -> T
 def _program(run: Run) -> TrainerProgram | ScriptProgram:
     if run.script is None:
         return TrainerProgram()
-    service = ServiceSettings(**run.service.model_dump()) if run.service else None
-    return ScriptProgram(path=run.script, args=run.script_args, sha256=sha256(script_file(run.script)), service=service)
+    content = sha256(script_file(run.script))
+    return ScriptProgram(path=run.script, args=run.script_args, sha256=content, service=run.service)
 
 
 def load_dtype(choice: Choice, run: Run) -> str:

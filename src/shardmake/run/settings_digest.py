@@ -28,7 +28,8 @@ def result_settings(
         "script": program.path, "script_args": program.args, "content of the script": program.sha256[:16],
         **({"service.command": program.service.command} if program.service else {}),
     }  # fmt: skip
-    method, section = settings.method.as_json(), settings.objective_settings
+    method, objective = settings.method.as_json(), settings.objective_settings
+    section = objective.model_dump(mode="json") if objective else {}
     own_template = settings.model.chat_template
     template = {} if own_template is None else {"content of the chat template": digest(own_template)}
     values = {
@@ -37,7 +38,7 @@ def result_settings(
         "revision": settings.model.revision,
         "content of the model": model_digest,
         "objective": settings.objective,
-        **{f"{settings.objective}.{name}": value for name, value in (section.as_json() if section else {}).items()},
+        **{f"{settings.objective}.{name}": value for name, value in section.items()},
         "method": method.pop("kind"),
         **{f"lora.{name}": value for name, value in method.items()},
         **{row.result_key: settings.arguments.get(row.trainer[0]) for row in SETTINGS.values() if row.result_key},
