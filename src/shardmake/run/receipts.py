@@ -100,12 +100,9 @@ class DataReceipt(RunFile):
 
     def describe_format(self) -> str:
         """Return format, columns and learned tokens for readers."""
-        columns = ", ".join(self.columns[column] for column in FORMATS[self.data_format].required)
-        learned = "the assistant's tokens" if self.loss_on_assistant else "all tokens"
-        if self.data_format == "preference":
-            learned = "the difference of the two answers"
-        if self.data_format == "unpaired-preference":
-            learned = "the completions, by their labels"
+        spec = FORMATS[self.data_format]
+        columns = ", ".join(self.columns[column] for column in spec.required)
+        learned = spec.learned or ("the assistant's tokens" if self.loss_on_assistant else "all tokens")
         several = "; ".join(dict.fromkeys(source.format for source in self.train.sources))
         return f"{several or f'{self.data_format} ({columns})'}, loss on {learned}"
 
