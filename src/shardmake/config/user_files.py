@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -47,11 +47,11 @@ class UserFiles:
 
     deepspeed: UserFile | None = None
     accelerate: UserFile | None = None
-    found: tuple[UserFile, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
-        found = tuple(file for file in (self.deepspeed, self.accelerate) if file is not None)
-        object.__setattr__(self, "found", found)
+    @property
+    def found(self) -> tuple[UserFile, ...]:
+        """Return the files that there are."""
+        return tuple(file for file in (self.deepspeed, self.accelerate) if file is not None)
 
 
 def read_user_files(run: Run) -> UserFiles:

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardmake.core.errors import DataError, ModelError
-from shardmake.run.attempt import is_full_gpu
+from shardmake.core.failures import is_full_gpu
 from shardmake.run.evaluation import LengthScore, ModelScore, SourceScore
 
 if TYPE_CHECKING:

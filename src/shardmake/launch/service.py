@@ -21,6 +21,7 @@ from typing import IO
 
 from pydantic import Field
 
+from shardmake.config import models
 from shardmake.config.script_file import SERVICE_VARIABLES
 from shardmake.core.process import die_with_parent
 from shardmake.core.secrets import redact
@@ -29,7 +30,7 @@ from shardmake.launch.log_copy import LogCopy
 from shardmake.launch.rendezvous import choose_address, listen
 from shardmake.run.attempt import Attempt, AttemptDir, host_name
 from shardmake.run.record import RunFile
-from shardmake.run.training_settings import ScriptProgram, ServiceSettings, TrainingSettings
+from shardmake.run.training_settings import ScriptProgram, TrainingSettings
 
 STARTING, SERVING = "service start", "service"
 """Phases of a node's worker: until the service answers, and from then on."""
@@ -80,7 +81,7 @@ class Service:
 
     folder: AttemptDir
     attempt: Attempt
-    settings: ServiceSettings
+    settings: models.Service
     node_rank: int
     log: IO[str]
     output: LogCopy | None = None
@@ -198,7 +199,7 @@ def loading_message(folder: AttemptDir, attempt: Attempt, now: float) -> str:
     return ""
 
 
-def service_settings(folder: AttemptDir) -> ServiceSettings:
+def service_settings(folder: AttemptDir) -> models.Service:
     """Return the service of the attempt in ``folder``, which has one."""
     program = TrainingSettings.read(folder.training).program
     assert isinstance(program, ScriptProgram) and program.service, "the plan takes nodes for a service only"

@@ -11,7 +11,7 @@ from shardmake.core.errors import ConfigError
 from shardmake.memory.estimate import Estimate
 from shardmake.plan.resolve import ResolvedRun, unsuitable
 from shardmake.plan.verdict import FamilyError, Headroom, Verdict
-from shardmake.run.own_files import check_choice, fits_own_files, number_of_conflicts
+from shardmake.run.own_files import check_choice, number_of_conflicts
 from shardmake.run.plan import CandidateEstimate, Choice
 
 
@@ -112,7 +112,7 @@ def choices(settings: ResolvedRun, strategies: Sequence[Strategy] = ()) -> Itera
         raise ConfigError(_micro_batch_message(settings, usable))
     if run.strategy == "auto":
         found = [choice for choice in found if not choice.loses_gradients]
-    fitting = [choice for choice in found if fits_own_files(settings.user_files, choice, run)]
+    fitting = [choice for choice in found if not number_of_conflicts(settings.user_files, choice, run)]
     if not fitting:
         check_choice(settings.user_files, min(found, key=partial(_conflicts, settings)), run)
     yield from fitting

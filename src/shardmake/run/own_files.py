@@ -30,13 +30,8 @@ def planned_values(choice: Choice, run: Run) -> dict[Kind, dict[str, Any]]:
     return planned
 
 
-def fits_own_files(own: UserFiles, choice: Choice, run: Run) -> bool:
-    """Return True if ``choice`` does not contradict the run's own files, as far as the model does not matter."""
-    return number_of_conflicts(own, choice, run) == 0
-
-
 def number_of_conflicts(own: UserFiles, choice: Choice, run: Run) -> int:
-    """Return how many keys of the run's own files contradict ``choice``."""
+    """Return how many keys of the run's own files contradict ``choice``, as far as the model does not matter."""
     if own.deepspeed and not choice.is_deepspeed:
         return 1000  # the other library: every key
     planned = planned_values(choice, run)
@@ -49,8 +44,7 @@ def number_of_conflicts(own: UserFiles, choice: Choice, run: Run) -> int:
 def check_choice(own: UserFiles, choice: Choice, run: Run) -> None:
     """Raise a `ConfigError` if the run's own files have a key that cannot be taken, or contradict ``choice``."""
     check_library(own, choice)
-    planned = planned_values(choice, run)
-    check_own_files(own, planned, run, is_complete=False)
+    check_own_files(own, planned_values(choice, run), run, is_complete=False)
 
 
 def check_refused(own: UserFiles, run: Run) -> None:

@@ -12,9 +12,10 @@ from transformers import TrainerCallback, TrainingArguments
 from trl import DPOTrainer, KTOTrainer, RewardTrainer
 from trl.trainer import dpo_trainer, kto_trainer
 
+from shardmake.config.models import Referenced
 from shardmake.config.strategies import FSDP
 from shardmake.data.dataset import Completions, PairCollator, Pairs, RewardCollator, UnpairedCollator, WithMismatched
-from shardmake.run.training_settings import FullMethod, ReferencedSettings, TrainingSettings
+from shardmake.run.training_settings import FullMethod, TrainingSettings
 from shardmake.train.load_model import load_base, load_model, load_tokenizer
 from shardmake.train.rank_context import RankContext
 from shardmake.train.reference import PrecomputedReference, WithReference
@@ -170,7 +171,7 @@ def _with_reference(
     """
     settings, attempt = context.settings, context.attempt
     objective, is_full = settings.objective_settings, isinstance(settings.method, FullMethod)
-    assert isinstance(objective, ReferencedSettings)
+    assert isinstance(objective, Referenced)
     kind.library.prepare_fsdp = shard_reference
     kind.library.hash_module = lambda module: ""  # the name of TRL's own file of log-probabilities, from all weights
     if objective.is_precomputed:

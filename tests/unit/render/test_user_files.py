@@ -275,16 +275,6 @@ REFUSED_DEEPSPEED: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("key", "value", "words"), REFUSED_DEEPSPEED)
-def test_a_planted_contradiction_in_a_deepspeed_file_is_refused(
-    tmp_path: Path, key: str, value: Any, words: str
-) -> None:
-    own = written(tmp_path, "ds.json", overlay({"train_batch_size": "auto"}, {key: value}))
-    lines = refusal("zero2", deepspeed_config=own)
-    assert lines[0].startswith(f"{key}: {value!r} in {own}")
-    assert words in lines[0]
-
-
 REFUSED_ACCELERATE: list[tuple[Strategy, str, Any, str]] = [
     ("fsdp", "distributed_type", "MULTI_GPU", "'FSDP' in the plan"),
     ("fsdp", "num_processes", 8, "4 in the plan"),
@@ -318,12 +308,19 @@ REFUSED_ACCELERATE: list[tuple[Strategy, str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "key", "value", "words"), REFUSED_ACCELERATE)
-def test_a_planted_contradiction_in_an_accelerate_file_is_refused(
-    tmp_path: Path, strategy: Strategy, key: str, value: Any, words: str
+@pytest.mark.parametrize(
+    ("strategy", "kind", "key", "value", "words"),
+    [
+        *(("zero2", "deepspeed", *row) for row in REFUSED_DEEPSPEED),
+        *((strategy, "accelerate", *row) for strategy, *row in REFUSED_ACCELERATE),
+    ],
+)
+def test_a_planted_contradiction_is_refused(
+    tmp_path: Path, strategy: Strategy, kind: str, key: str, value: Any, words: str
 ) -> None:
-    own = written(tmp_path, "a.yaml", overlay({"compute_environment": "LOCAL_MACHINE"}, {key: value}))
-    lines = refusal(strategy, accelerate_config=own)
+    values = {"deepspeed": {"train_batch_size": "auto"}, "accelerate": {"compute_environment": "LOCAL_MACHINE"}}[kind]
+    own = written(tmp_path, f"{kind}.json", overlay(values, {key: value}))
+    lines = refusal(strategy, **{f"{kind}_config": own})
     assert lines[0].startswith(f"{key}: {value!r} in {own}")
     assert words in lines[0]
 
