@@ -9,7 +9,8 @@ from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.errors import ConfigError
 from shardmake.memory.estimate import Estimate
-from shardmake.plan.resolve import ResolvedRun, unsuitable
+from shardmake.plan.refusals import unsuitable
+from shardmake.plan.resolve import ResolvedRun
 from shardmake.plan.verdict import FamilyError, Headroom, Verdict
 from shardmake.run.own_files import check_choice, fits_own_files, number_of_conflicts
 from shardmake.run.plan import CandidateEstimate, Choice
