@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from shardmake.plan.abilities import (
 )
 from shardmake.plan.candidates import choices
 from shardmake.plan.inspect_model import shrunk
-from shardmake.plan.refusals import refuse, wrong_activation_offload, wrong_loss
+from shardmake.plan.refusals import refuse, wrong_loss
 from tests.plan_in_process import plan_in_this_process
 from tests.unit.plans import make_cluster, make_model, make_run
 
@@ -380,57 +379,6 @@ def test_a_fused_loss_that_the_installed_liger_does_not_have(tmp_path: Path, mon
     refuse(wrong_loss(make_run(), bloom))
     with pytest.raises(ShardmakeError, match=r"liger-kernel 0\.7\.0 has no kernels for .*'bloom'.*llama, qwen2"):
         refuse(wrong_loss(make_run(loss="fused"), bloom))
-
-
-@pytest.mark.parametrize(
-    ("run", "words"),
-    [
-        ({"script": "x.py"}, "a script computes its own loss"),
-        ({"strategy": "zero1", "tensor_parallel": 2}, "share the head"),
-        ({"torch_compile": True}, "does not run in compiled code"),
-    ],
-)
-def test_runs_for_which_the_loss_is_not_chunked(run: dict[str, Any], words: str) -> None:
-    refuse(wrong_loss(make_run(loss="chunked"), make_model()))
-    with pytest.raises(ShardmakeError, match=f"loss: chunked cannot be used: .*{words}"):
-        refuse(wrong_loss(make_run(loss="chunked", **run), make_model()))
-    with pytest.raises(ShardmakeError, match="LlamaForCausalLM is not of the Llama"):
-        refuse(wrong_loss(make_run(loss="chunked"), replace(make_model(), decoder=None)))
-
-
-@pytest.mark.parametrize("loss", ["fused", "chunked"])
-@pytest.mark.parametrize("targets", [["q_proj", "lm_head"], ["lm_head"]])
-def test_an_adapter_of_the_head_needs_the_plain_loss(loss: Any, targets: list[str]) -> None:
-    """The other losses take the weights of the head alone, so that its adapter would get no gradient."""
-    adapted: dict[str, Any] = {"method": "lora", "lora": {"targets": targets}}
-    model = make_model(tie_word_embeddings=False)
-    refuse(wrong_loss(make_run(**adapted), model))
-    refuse(wrong_loss(make_run(loss=loss, method="lora"), model))
-    refuse(wrong_loss(make_run(loss=loss, lora=adapted["lora"]), model))
-    with pytest.raises(ShardmakeError, match=rf"loss: {loss} cannot be used with lm_head in lora\.targets"):
-        refuse(wrong_loss(make_run(loss=loss, **adapted), model))
-
-
-def test_a_part_of_the_head_is_not_taken_for_the_whole_by_a_fused_loss() -> None:
-    with pytest.raises(ShardmakeError, match=r"loss: fused cannot be used: with tensor_parallel .* a part of the head"):
-        refuse(wrong_loss(make_run(loss="fused", tensor_parallel=2), make_model()))
-
-
-def test_runs_that_hold_no_activations_on_the_host() -> None:
-    gpus = make_cluster(accelerator="h100")
-    offloads = partial(make_run, activation_offload=True)
-    refuse(wrong_activation_offload(offloads(gradient_checkpointing=True), gpus, make_model()))
-    refuse(wrong_activation_offload(make_run(), make_cluster(), make_model()))
-    wrong = [
-        (offloads(), make_cluster(accelerator="cpu"), make_model(), "all activations are in host memory"),
-        (offloads(), gpus, replace(make_model(), decoder=None), "LlamaForCausalLM is not of the Llama"),
-        (offloads(gradient_checkpointing=False), gpus, make_model(), "what gradient checkpointing keeps"),
-        (offloads(script="x.py"), gpus, make_model(), "a script sets up its own"),
-        (offloads(torch_compile=True), gpus, make_model(), "not tested with torch_compile"),
-    ]
-    for run, cluster, model, words in wrong:
-        with pytest.raises(ShardmakeError, match=rf"activation_offload: true cannot be used: .*{words}.*\. Remove"):
-            refuse(wrong_activation_offload(run, cluster, model))
 
 
 def test_a_shrunken_config_keeps_each_kind_of_layer_and_the_size_of_a_head() -> None:

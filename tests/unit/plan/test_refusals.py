@@ -1,4 +1,4 @@
-"""Tensor parallelism: what is refused, and how ranks and batches are counted."""
+"""What a plan refuses: tensor parallelism, strategies, TF32, losses, activations on the host."""
 
 import re
 from dataclasses import replace
@@ -19,6 +19,8 @@ from shardmake.plan.refusals import (
     attention_heads,
     refuse,
     unsuitable,
+    wrong_activation_offload,
+    wrong_loss,
     wrong_precision,
     wrong_tensor_parallel,
 )
@@ -144,3 +146,56 @@ def test_tf32_without_effect_is_refused(run: dict[str, Any], precision: Any, acc
 def test_tf32_is_for_fp32_on_ampere_and_later() -> None:
     for accelerator in ("a100-80gb", "h100"):
         refuse(wrong_precision(make_run(tf32=True), "fp32", from_cluster(make_cluster(accelerator=accelerator))))
+
+
+CHUNKED, FUSED, OFFLOADS = ({"loss": "chunked"}, {"loss": "fused"}, {"activation_offload": True})
+HEAD = {"method": "lora", "lora": {"targets": ["lm_head"]}}
+QUERY_AND_HEAD = {"method": "lora", "lora": {"targets": ["q_proj", "lm_head"]}}
+
+
+@pytest.mark.parametrize(
+    ("run", "family", "words"),
+    [
+        (CHUNKED, True, ""),
+        (CHUNKED, False, "loss: chunked cannot be used: LlamaForCausalLM is not of the Llama"),
+        ({**CHUNKED, "script": "x.py"}, True, "loss: chunked cannot be used: a script computes its own loss"),
+        ({**CHUNKED, "strategy": "zero1", "tensor_parallel": 2}, True, "loss: chunked cannot be used: .*share the head"),
+        ({**CHUNKED, "torch_compile": True}, True, "loss: chunked cannot be used: .*does not run in compiled code"),
+        ({**FUSED, "tensor_parallel": 2}, True, "loss: fused cannot be used: with tensor_parallel .* a part of the head"),
+        # The other losses take the weights of the head alone, so that its adapter would get no gradient.
+        (HEAD, True, ""),
+        (QUERY_AND_HEAD, True, ""),
+        ({**FUSED, "method": "lora"}, True, ""),
+        ({**CHUNKED, "method": "lora"}, True, ""),
+        ({**FUSED, "lora": HEAD["lora"]}, True, ""),
+        ({**CHUNKED, "lora": HEAD["lora"]}, True, ""),
+        ({**FUSED, **HEAD}, True, r"loss: fused cannot be used with lm_head in lora\.targets"),
+        ({**CHUNKED, **HEAD}, True, r"loss: chunked cannot be used with lm_head in lora\.targets"),
+        ({**FUSED, **QUERY_AND_HEAD}, True, r"loss: fused cannot be used with lm_head in lora\.targets"),
+        ({**CHUNKED, **QUERY_AND_HEAD}, True, r"loss: chunked cannot be used with lm_head in lora\.targets"),
+    ],
+)  # fmt: skip
+def test_losses_that_a_run_cannot_have_are_refused(run: dict[str, Any], family: bool, words: str) -> None:
+    model = make_model(tie_word_embeddings=False)
+    found = next(wrong_loss(make_run(**run), model if family else replace(model, decoder=None)), "")
+    assert re.match(words, found) and bool(words) == bool(found)
+
+
+@pytest.mark.parametrize(
+    ("run", "accelerator", "family", "words"),
+    [
+        ({**OFFLOADS, "gradient_checkpointing": True}, "h100", True, ""),
+        ({}, "cpu", True, ""),
+        (OFFLOADS, "cpu", True, "all activations are in host memory"),
+        (OFFLOADS, "h100", False, "LlamaForCausalLM is not of the Llama"),
+        ({**OFFLOADS, "gradient_checkpointing": False}, "h100", True, "what gradient checkpointing keeps"),
+        ({**OFFLOADS, "script": "x.py"}, "h100", True, "a script sets up its own"),
+        ({**OFFLOADS, "torch_compile": True}, "h100", True, "not tested with torch_compile"),
+    ],
+)
+def test_runs_that_hold_no_activations_on_the_host(
+    run: dict[str, Any], accelerator: str, family: bool, words: str
+) -> None:
+    model = make_model() if family else replace(make_model(), decoder=None)
+    found = next(wrong_activation_offload(make_run(**run), make_cluster(accelerator=accelerator), model), "")
+    assert re.match(rf"activation_offload: true cannot be used: .*{words}.*\. Remove" if words else "$", found)
