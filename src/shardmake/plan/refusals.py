@@ -1,4 +1,4 @@
-"""What a plan refuses: settings of a run that contradict each other, the cluster, the model or the packages.
+"""Refusals of a plan: settings of a run that contradict each other, the cluster, the model or the packages.
 
 Each function yields the messages about one subject, the first to correct first. `refuse` raises the first of them.
 """

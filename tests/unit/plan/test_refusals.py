@@ -1,4 +1,4 @@
-"""What a plan refuses: tensor parallelism, strategies, TF32, losses, activations on the host."""
+"""Refusals of a plan: tensor parallelism, strategies, TF32, losses, activations on the host."""
 
 import re
 from dataclasses import replace
