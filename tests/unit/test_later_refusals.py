@@ -80,7 +80,7 @@ TABLE: dict[str, Why | str] = {
     "consolidate/stream.py": R,
     "consolidate/verify.py": R,
     "consolidate/writer.py": R,
-    "data/dataset.py:check_isolation": "plan/abilities.py:check_packing",
+    "data/dataset.py:check_isolation": "plan/refusals.py:wrong_packing",
     "data/varlen.py": "plan/inspect_model.py:_try_varlen",
     "data/encode.py": A,
     "data/files.py": A,
@@ -143,7 +143,7 @@ TABLE: dict[str, Why | str] = {
     "train/network_check.py": Why.NODE,
     "train/reference.py:read_log_probs": R,
     "train/script_guard.py": Why.RANKS,
-    "train/sequence_parallel.py:check_parts": "plan/sequence_parallel.py:check_sequence_parallel",
+    "train/sequence_parallel.py:check_parts": "plan/refusals.py:wrong_sequence_parallel",
     "train/trackers.py:check_trackers": "cli.py:plan",
 }
 

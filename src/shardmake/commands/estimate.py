@@ -20,21 +20,20 @@ from shardmake.memory.calibration import Calibration
 from shardmake.memory.model import Model, Split
 from shardmake.memory.probe import probe
 from shardmake.memory.read_config import read_model
-from shardmake.plan.abilities import check_activation_offload
 from shardmake.plan.candidates import Candidate, choices
 from shardmake.plan.choose import choose, choose_from
 from shardmake.plan.fallbacks import find_fallbacks
 from shardmake.plan.planner import CachedPlanner
 from shardmake.plan.reasons import memory_and_time, reason_of
-from shardmake.plan.resolve import (
-    ResolvedRun,
-    check_gradient_dtype,
-    check_strategy,
-    check_tensor_parallel,
-    kernels_of,
-    resolve,
+from shardmake.plan.refusals import (
+    refuse,
+    unsuitable,
+    wrong_activation_offload,
+    wrong_sequence_parallel,
+    wrong_strategy,
+    wrong_tensor_parallel,
 )
-from shardmake.plan.sequence_parallel import check_sequence_parallel
+from shardmake.plan.resolve import ResolvedRun, kernels_of, resolve
 from shardmake.plan.suggestions import Kind, changes, shared_by, suggestions
 from shardmake.plan.verdict import FAMILY_ERRORS, NO_LIMIT
 from shardmake.run.own_files import check_refused
@@ -176,15 +175,19 @@ def resolve_request(request: EstimateRequest) -> ResolvedRun:
     check_refused(read_user_files(run), run)
     cluster = _cluster(request)
     settings = resolve(run, cluster)
-    check_gradient_dtype(settings)
-    check_activation_offload(run, cluster, settings.model)
+    refuse(
+        wrong_strategy(run, cluster, settings.precision),
+        wrong_activation_offload(run, cluster, settings.model),
+    )
     usable = kernels_of(settings.hardware, settings.precision, run.objective)
     fastest = settings.abilities.best_attention(usable, packing=False)
     attention = request.attention or fastest
     for strategy in request.strategies or ("auto",):
         trained = run.model_copy(update={"strategy": strategy})
-        check_sequence_parallel(trained, cluster, settings.model, attention)
-        check_tensor_parallel(trained, cluster, settings.model)
+        refuse(
+            wrong_sequence_parallel(trained, cluster, settings.model, attention),
+            wrong_tensor_parallel(trained, cluster, settings.model),
+        )
     return replace(
         settings,
         attention=attention,
@@ -267,7 +270,7 @@ def _strategies(request: EstimateRequest, run: Run) -> list[Strategy]:
     """Return the strategies that the user named, in the order of the table; none for all that the planner considers."""
     named = [strategy for strategy in STRATEGIES if strategy in request.strategies]
     for strategy in named:
-        check_strategy(run, strategy)
+        refuse([unsuitable(run, strategy)])
     return named
 
 
