@@ -20,7 +20,7 @@ from shardmake.core.atomic import read_json, sha256
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.failures import explain
 from shardmake.data import build, check_first_rows, check_sources, prepare
-from shardmake.data.dataset import IGNORED, collator, load
+from shardmake.data.dataset import IGNORED, Sequences, collator
 from shardmake.run.paths import RunDir
 from tests.unit.data.test_encode import MARKED, chat, make_tokenizer
 from tests.unit.data.test_files import COMPRESSORS, as_csv
@@ -60,7 +60,7 @@ def decoded(model: Path, folder: Path, split: Any) -> list[str]:
     from tests.unit.data.test_encode import shown
 
     tokenizer, found = make_tokenizer(MARKED), []
-    for item in (data := load(folder, split)) and [data[i] for i in range(len(data))]:
+    for item in (data := Sequences(folder, split)) and [data[i] for i in range(len(data))]:
         starts = (item["position_ids"] == 0).nonzero().flatten().tolist()
         for start, end in zip(starts, [*starts[1:], None], strict=True):
             ids, labels = item["input_ids"][start:end], item["labels"][start:end]
@@ -106,7 +106,7 @@ def test_every_example_is_there_once_with_its_answer_learned(model: Path, tmp_pa
     counts = {key: receipt["train"][key] for key in ("examples", "tokens", "loss_tokens")}
     assert counts == {"examples": 60, "tokens": words, "loss_tokens": learned}
     assert (receipt["train"]["sequences"] < 60) is packing
-    batch = collator(rundir.data, "sdpa")([load(rundir.data, "train")[0]])
+    batch = collator(rundir.data, "sdpa")([Sequences(rundir.data, "train")[0]])
     assert batch["input_ids"].shape == (1, LENGTH)
     assert ("position_ids" in batch, "attention_mask" in batch) == (packing, not packing)
     assert not list(tmp_path.glob("run/.data*"))
