@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class EvaluationSetup:
-    """What is asked of each model, and how it is run."""
+    """The questions to each model, and how the models run."""
 
     run: Run
     rundir: RunDir

@@ -15,11 +15,10 @@ from shardmake.data.sources import (
     TRAIN_SPLITS,
     Files,
     HubDataset,
-    example_in,
     first_rows,
     identity,
     locate,
-    place_of,
+    open_row,
     read,
 )
 
@@ -42,8 +41,8 @@ def write_parquet(path: Path, rows: list[Any] = ROWS) -> Path:
 
 
 def examples(name: Path, cache: Path) -> list[Any]:
-    rows = read(locate(str(name), Data(train=str(name)), TRAIN_SPLITS), cache)
-    return [example_in(row) for row in rows]
+    source = locate(str(name), Data(train=str(name)), TRAIN_SPLITS)
+    return [open_row(row, source).example for row in read(source, cache)]
 
 
 def refusal(name: Path | str, cache: Path) -> str:
@@ -107,10 +106,10 @@ def test_parquet_rows_are_named_by_file_and_number(tmp_path: Path) -> None:
     source = Files(paths)
     rows = read(source, tmp_path / "cache")
     expected = [f"{path}, row {number}" for path in paths for number in (1, 2)]
-    assert [place_of(row, source) for row in rows] == expected
-    assert [place_of(row, source) for row in first_rows(source, 5)] == expected[:5]
+    assert [open_row(row, source).place for row in rows] == expected
+    assert [row.place for row in first_rows(source, 5)] == expected[:5]
     shuffled = rows.shuffle(seed=0)
-    assert {place_of(row, source) for row in shuffled.filter(lambda id: id == 7, input_columns="id")} == {
+    assert {open_row(row, source).place for row in shuffled.filter(lambda id: id == 7, input_columns="id")} == {
         f"{path}, row 2" for path in paths
     }
 
@@ -163,7 +162,9 @@ def test_parquet_files_without_rows_are_left_out(tmp_path: Path) -> None:
     write_parquet(tmp_path / "b.parquet", [row])
     assert examples(tmp_path, tmp_path / "cache") == [row]
     source = locate(str(tmp_path), Data(train=str(tmp_path)), TRAIN_SPLITS)
-    assert [place_of(found, source) for found in read(source, tmp_path / "cache")] == [f"{tmp_path}/b.parquet, row 1"]
+    assert [open_row(found, source).place for found in read(source, tmp_path / "cache")] == [
+        f"{tmp_path}/b.parquet, row 1"
+    ]
 
 
 def test_a_column_without_values_takes_the_type_of_another_file(tmp_path: Path) -> None:
