@@ -220,7 +220,7 @@ def plan(
     from shardmake.data import check_first_rows, check_sources
     from shardmake.evaluate.backends import check_backend
     from shardmake.evaluate.harness import prepare_tasks
-    from shardmake.evaluate.stage import check_prompts
+    from shardmake.evaluate.prompts import check_prompts
     from shardmake.launch.submission_check import check_submission, expected_starts
     from shardmake.plan.stage import describe, describe_checkpoints, plan_offline, plan_run
     from shardmake.push.check import check_push

@@ -1,6 +1,6 @@
 """Train on preferences with TRL's trainers, with Shardmake's data, checkpoints and checks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
 import datasets
@@ -13,16 +13,15 @@ from trl import DPOTrainer, KTOTrainer, RewardTrainer
 from trl.trainer import dpo_trainer, kto_trainer
 
 from shardmake.config.models import Referenced
+from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.strategies import FSDP
-from shardmake.data.dataset import Completions, PairCollator, Pairs, RewardCollator, UnpairedCollator, WithMismatched
+from shardmake.data.dataset import PreferenceCollator, Preferences, WithMismatched
 from shardmake.run.training_settings import FullMethod, TrainingSettings
 from shardmake.train.load_model import load_base, load_model, load_tokenizer
 from shardmake.train.rank_context import RankContext
 from shardmake.train.reference import PrecomputedReference, WithReference
 from shardmake.train.sharded_trainer import ShardedTrainer
 from shardmake.train.training_setup import WholeBatches, planned_optimizer
-
-Collate = Callable[[Any], dict[str, Any]]
 
 
 class TrlTrainer(ShardedTrainer):
@@ -64,14 +63,13 @@ def trl_options(
     context: RankContext,
     arguments: TrainingArguments,
     callbacks: list[TrainerCallback],
-    train: Dataset[Any],
-    held_out: Dataset[Any],
-    collate: Collate,
+    splits: Mapping[str, Dataset[Any]],
+    collate: PreferenceCollator,
 ) -> dict[str, Any]:
     """Return the arguments of a `TrlTrainer` that do not depend on the objective: all but the models."""
     folder = context.attempt.rundir.data
     return {
-        "prepared": {"train": WholeBatches(train, context.plan.choice.global_batch_size), "eval": held_out},
+        "prepared": {**splits, "train": WholeBatches(splits["train"], context.plan.choice.global_batch_size)},
         "args": arguments,
         "train_dataset": datasets.load_from_disk(str(folder / "train")),
         "eval_dataset": datasets.load_from_disk(str(folder / "eval")),
@@ -136,34 +134,13 @@ def shard_reference(model: torch.nn.Module, accelerator: Accelerator) -> torch.n
     return fsdp2_prepare_model(accelerator, model).eval()
 
 
-def make_dpo_trainer(
-    context: RankContext, arguments: TrainingArguments, callbacks: list[TrainerCallback]
-) -> TrlTrainer:
-    """Return the trainer of pairs."""
-    folder = context.attempt.rundir.data
-    splits = {"train": Pairs(folder, "train"), "eval": Pairs(folder, "eval")}
-    return _with_reference(DpoTrainer, context, arguments, callbacks, splits, PairCollator.of(folder))
-
-
-def make_kto_trainer(
-    context: RankContext, arguments: TrainingArguments, callbacks: list[TrainerCallback]
-) -> TrlTrainer:
-    """Return the trainer of completions with labels, with mismatched completions in each micro batch."""
-    folder, size = context.attempt.rundir.data, context.plan.choice.micro_batch_size
-    splits = {
-        "train": WithMismatched(Completions(folder, "train"), size),
-        "eval": WithMismatched(Completions(folder, "eval"), size),
-    }
-    return _with_reference(KtoTrainer, context, arguments, callbacks, splits, UnpairedCollator.of(folder))
-
-
 def _with_reference(
     kind: type[ReferencedTrainer],
     context: RankContext,
     arguments: TrainingArguments,
     callbacks: list[TrainerCallback],
     splits: Mapping[str, Dataset[Any]],
-    collate: Collate,
+    collate: PreferenceCollator,
 ) -> TrlTrainer:
     """Return the trainer. The reference is the base model.
 
@@ -178,7 +155,7 @@ def _with_reference(
         splits = filled = {name: WithReference(examples, kind.log_probs) for name, examples in splits.items()}
     model = load_model(settings)
     trainer = kind(
-        **trl_options(context, arguments, callbacks, splits["train"], splits["eval"], collate),
+        **trl_options(context, arguments, callbacks, splits, collate),
         model=model,
         ref_model=_reference(settings, model.config, precomputed=objective.is_precomputed) if is_full else None,
     )
@@ -206,28 +183,23 @@ class RewardModelTrainer(TrlTrainer, RewardTrainer):
     """TRL's trainer of reward models."""
 
 
-def make_reward_trainer(
-    context: RankContext, arguments: TrainingArguments, callbacks: list[TrainerCallback]
-) -> TrlTrainer:
-    """Return the trainer of a model with one output, the reward of a conversation."""
-    folder = context.attempt.rundir.data
-    train, held_out = Pairs(folder, "train"), Pairs(folder, "eval")
-    options = trl_options(context, arguments, callbacks, train, held_out, RewardCollator.of(folder))
-    return RewardModelTrainer(**options, model=load_model(context.settings))
-
-
-MakeTrainer = Callable[[RankContext, TrainingArguments, list[TrainerCallback]], TrlTrainer]
-TRAINERS: Final[dict[str, MakeTrainer]] = {
-    "dpo": make_dpo_trainer,
-    "kto": make_kto_trainer,
-    "reward": make_reward_trainer,
-}
+TRAINERS: Final[dict[str, type[TrlTrainer]]] = {"dpo": DpoTrainer, "kto": KtoTrainer, "reward": RewardModelTrainer}
 
 
 def make_trl_trainer(
     context: RankContext, arguments: TrainingArguments, callbacks: list[TrainerCallback]
 ) -> TrlTrainer:
     """Return the trainer of the run's objective, with the planned optimizer."""
-    trainer = TRAINERS[context.settings.objective](context, arguments, callbacks)
+    folder, objective = context.attempt.rundir.data, context.settings.objective
+    splits: dict[str, Dataset[Any]] = {"train": Preferences(folder, "train"), "eval": Preferences(folder, "eval")}
+    if OBJECTIVES[objective].compares_batch:
+        size = context.plan.choice.micro_batch_size
+        splits = {name: WithMismatched(examples, size) for name, examples in splits.items()}
+    kind, collate = TRAINERS[objective], PreferenceCollator.of(folder, objective)
+    if issubclass(kind, ReferencedTrainer):
+        trainer = _with_reference(kind, context, arguments, callbacks, splits, collate)
+    else:
+        options = trl_options(context, arguments, callbacks, splits, collate)
+        trainer = kind(**options, model=load_model(context.settings))
     trainer.optimizer_cls_and_kwargs = planned_optimizer(context.settings)
     return trainer

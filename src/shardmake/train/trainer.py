@@ -7,7 +7,7 @@ import torch
 from transformers import TrainerCallback, TrainingArguments
 
 from shardmake.config.objectives import OBJECTIVES
-from shardmake.data.dataset import Collator, PartCollator, check_isolation, collator, load
+from shardmake.data.dataset import Collator, PartCollator, Sequences, check_isolation, collator
 from shardmake.train.callbacks.heartbeat import HeartbeatCallback
 from shardmake.train.callbacks.save_scheduler import StopOnRequest
 from shardmake.train.learning_check import BuiltTraining
@@ -64,8 +64,8 @@ def make_sft_trainer(
     return ShardedTrainer(
         model=load_model(context.settings),
         args=arguments,
-        train_dataset=WholeBatches(load(rundir.data, "train"), plan.choice.global_batch_size),
-        eval_dataset=load(rundir.data, "eval"),
+        train_dataset=WholeBatches(Sequences(rundir.data, "train"), plan.choice.global_batch_size),
+        eval_dataset=Sequences(rundir.data, "eval"),
         data_collator=_collator(context),
         processing_class=load_tokenizer(context.settings),
         optimizer_cls_and_kwargs=planned_optimizer(context.settings),
