@@ -1,7 +1,7 @@
 """Train on preferences with TRL's trainers, with Shardmake's data, checkpoints and checks."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Final
+from pathlib import Path
+from typing import Any, ClassVar, Final, Literal, get_args
 
 import datasets
 import torch
@@ -21,7 +21,8 @@ from shardmake.train.reference import PrecomputedReference, WithReference
 from shardmake.train.sharded_trainer import ShardedTrainer
 from shardmake.train.training_setup import WholeBatches, planned_optimizer
 
-Collate = Callable[[Any], dict[str, Any]]
+Split = Literal["train", "eval"]
+SPLITS: Final[tuple[Split, ...]] = get_args(Split)
 
 
 class TrlTrainer(ShardedTrainer):
@@ -31,6 +32,9 @@ class TrlTrainer(ShardedTrainer):
     to the ones to train on. It writes no model card and sends nothing to its makers.
     """
 
+    collator: ClassVar[Any]
+    """Class of the collator."""
+
     def __init__(self, prepared: dict[str, Any], model: torch.nn.Module, **kwargs: Any) -> None:
         self._prepared = prepared
         adapters = _adapters_on_four_bits(model)
@@ -38,6 +42,11 @@ class TrlTrainer(ShardedTrainer):
         for name, weights in adapters.items():
             parameter = self.model.get_parameter(name)
             parameter.data = weights.to(parameter.device)
+
+    @classmethod
+    def examples(cls, folder: Path, split: Split, micro_batch: int) -> Dataset[Any]:
+        """Return the examples of a split, of which a pass of a rank takes ``micro_batch``."""
+        return Pairs(folder, split)
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
         return self._prepared[dataset_name]
@@ -57,27 +66,6 @@ def _adapters_on_four_bits(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     if not getattr(model, "is_loaded_in_4bit", False):
         return {}
     return {name: weight.data for name, weight in model.named_parameters() if weight.requires_grad}
-
-
-def trl_options(
-    context: RankContext,
-    arguments: TrainingArguments,
-    callbacks: list[TrainerCallback],
-    train: Dataset[Any],
-    held_out: Dataset[Any],
-    collate: Collate,
-) -> dict[str, Any]:
-    """Return the arguments of a `TrlTrainer` that do not depend on the objective: all but the models."""
-    folder = context.attempt.rundir.data
-    return {
-        "prepared": {"train": WholeBatches(train, context.plan.choice.global_batch_size), "eval": held_out},
-        "args": arguments,
-        "train_dataset": datasets.load_from_disk(str(folder / "train")),
-        "eval_dataset": datasets.load_from_disk(str(folder / "eval")),
-        "data_collator": collate,
-        "processing_class": load_tokenizer(context.settings),
-        "callbacks": callbacks,
-    }
 
 
 _TRL_COPY = "ref"
@@ -103,15 +91,29 @@ class ReferencedTrainer(TrlTrainer):
 class DpoTrainer(ReferencedTrainer, DPOTrainer):
     """TRL's trainer of direct preference optimization."""
 
-    library = dpo_trainer
+    library, collator = dpo_trainer, PairCollator
     log_probs = ("ref_chosen_logps", "ref_rejected_logps")
 
 
 class KtoTrainer(ReferencedTrainer, KTOTrainer):
     """TRL's trainer of Kahneman-Tversky optimization."""
 
-    library = kto_trainer
+    library, collator = kto_trainer, UnpairedCollator
     log_probs = ("ref_logps", "ref_KL_logps")
+
+    @classmethod
+    def examples(cls, folder: Path, split: Split, micro_batch: int) -> Dataset[Any]:
+        """Return completions with labels, with mismatched completions in each micro batch."""
+        return WithMismatched(Completions(folder, split), micro_batch)
+
+
+class RewardModelTrainer(TrlTrainer, RewardTrainer):
+    """TRL's trainer of a model with one output, the reward of a conversation."""
+
+    collator = RewardCollator
+
+
+TRAINERS: Final[dict[str, type[TrlTrainer]]] = {"dpo": DpoTrainer, "kto": KtoTrainer, "reward": RewardModelTrainer}
 
 
 class _NoReference(torch.nn.Module):
@@ -135,98 +137,51 @@ def shard_reference(model: torch.nn.Module, accelerator: Accelerator) -> torch.n
     return fsdp2_prepare_model(accelerator, model).eval()
 
 
-def make_dpo_trainer(
-    context: RankContext, arguments: TrainingArguments, callbacks: list[TrainerCallback]
-) -> TrlTrainer:
-    """Return the trainer of pairs."""
-    folder = context.attempt.rundir.data
-    splits = {"train": Pairs(folder, "train"), "eval": Pairs(folder, "eval")}
-    return _with_reference(DpoTrainer, context, arguments, callbacks, splits, PairCollator.of(folder))
-
-
-def make_kto_trainer(
-    context: RankContext, arguments: TrainingArguments, callbacks: list[TrainerCallback]
-) -> TrlTrainer:
-    """Return the trainer of completions with labels, with mismatched completions in each micro batch."""
-    folder, size = context.attempt.rundir.data, context.plan.choice.micro_batch_size
-    splits = {
-        "train": WithMismatched(Completions(folder, "train"), size),
-        "eval": WithMismatched(Completions(folder, "eval"), size),
-    }
-    return _with_reference(KtoTrainer, context, arguments, callbacks, splits, UnpairedCollator.of(folder))
-
-
-def _with_reference(
-    kind: type[ReferencedTrainer],
-    context: RankContext,
-    arguments: TrainingArguments,
-    callbacks: list[TrainerCallback],
-    splits: Mapping[str, Dataset[Any]],
-    collate: Collate,
-) -> TrlTrainer:
-    """Return the trainer. The reference is the base model.
-
-    It is the model without its adapters, a second model, or the trained one before its first step.
-    """
-    settings, attempt = context.settings, context.attempt
-    objective, is_full = settings.objective_settings, isinstance(settings.method, FullMethod)
-    assert isinstance(objective, ReferencedSettings)
-    kind.library.prepare_fsdp = shard_reference
-    kind.library.hash_module = lambda module: ""  # the name of TRL's own file of log-probabilities, from all weights
-    if objective.is_precomputed:
-        splits = filled = {name: WithReference(examples, kind.log_probs) for name, examples in splits.items()}
-    model = load_model(settings)
-    trainer = kind(
-        **trl_options(context, arguments, callbacks, splits["train"], splits["eval"], collate),
-        model=model,
-        ref_model=_reference(settings, model.config, precomputed=objective.is_precomputed) if is_full else None,
-    )
-    if objective.is_precomputed:
-        trainer.ref_model = None
-        file = attempt.rundir.reference_log_probs(attempt.settings_digest)
-        trainer.after_check.append(PrecomputedReference(trainer, filled, file, callbacks))
-    if not is_full:  # without the copy, TRL turns the adapters off for the reference
-        trainer.model.delete_adapter(_TRL_COPY)
-    return trainer
-
-
-def _reference(settings: TrainingSettings, config: Any, *, precomputed: bool) -> torch.nn.Module | None:
-    """Return the reference model of a full fine-tuning, for TRL's trainer."""
-    if not precomputed:
-        return _second_model(settings)
-    return _NoReference(config) if settings.expected.engine == FSDP else None
-
-
-def _second_model(settings: TrainingSettings) -> torch.nn.Module:
-    return load_base(settings).requires_grad_(False)
-
-
-class RewardModelTrainer(TrlTrainer, RewardTrainer):
-    """TRL's trainer of reward models."""
-
-
-def make_reward_trainer(
-    context: RankContext, arguments: TrainingArguments, callbacks: list[TrainerCallback]
-) -> TrlTrainer:
-    """Return the trainer of a model with one output, the reward of a conversation."""
-    folder = context.attempt.rundir.data
-    train, held_out = Pairs(folder, "train"), Pairs(folder, "eval")
-    options = trl_options(context, arguments, callbacks, train, held_out, RewardCollator.of(folder))
-    return RewardModelTrainer(**options, model=load_model(context.settings))
-
-
-MakeTrainer = Callable[[RankContext, TrainingArguments, list[TrainerCallback]], TrlTrainer]
-TRAINERS: Final[dict[str, MakeTrainer]] = {
-    "dpo": make_dpo_trainer,
-    "kto": make_kto_trainer,
-    "reward": make_reward_trainer,
-}
-
-
 def make_trl_trainer(
     context: RankContext, arguments: TrainingArguments, callbacks: list[TrainerCallback]
 ) -> TrlTrainer:
-    """Return the trainer of the run's objective, with the planned optimizer."""
-    trainer = TRAINERS[context.settings.objective](context, arguments, callbacks)
-    trainer.optimizer_cls_and_kwargs = planned_optimizer(context.settings)
+    """Return the trainer of the run's objective, with the planned optimizer. The reference is the base model.
+
+    It is the model without its adapters, a second model, or the trained one before its first step.
+    """
+    settings, attempt, choice = context.settings, context.attempt, context.plan.choice
+    folder, kind, objective = attempt.rundir.data, TRAINERS[settings.objective], settings.objective_settings
+    examples: dict[str, Any] = {split: kind.examples(folder, split, choice.micro_batch_size) for split in SPLITS}
+    models: dict[str, Any] = {}
+    precomputed = has_copy = False
+    if issubclass(kind, ReferencedTrainer):
+        assert isinstance(objective, ReferencedSettings)
+        kind.library.prepare_fsdp = shard_reference
+        kind.library.hash_module = lambda module: ""  # the name of TRL's file of log-probabilities, from all weights
+        if precomputed := objective.is_precomputed:
+            examples = {split: WithReference(found, kind.log_probs) for split, found in examples.items()}
+    model = load_model(settings)
+    if isinstance(objective, ReferencedSettings):
+        has_copy = not isinstance(settings.method, FullMethod)
+        models["ref_model"] = None if has_copy else _reference(settings, model.config, objective)
+    trainer = kind(
+        prepared={**examples, "train": WholeBatches(examples["train"], choice.global_batch_size)},
+        args=arguments,
+        train_dataset=datasets.load_from_disk(str(folder / "train")),
+        eval_dataset=datasets.load_from_disk(str(folder / "eval")),
+        data_collator=kind.collator.of(folder),
+        processing_class=load_tokenizer(settings),
+        callbacks=callbacks,
+        model=model,
+        **models,
+    )
+    if precomputed:
+        trainer.ref_model = None
+        file = attempt.rundir.reference_log_probs(attempt.settings_digest)
+        trainer.after_check.append(PrecomputedReference(trainer, examples, file, callbacks))
+    if has_copy:  # without the copy, TRL turns the adapters off for the reference
+        trainer.model.delete_adapter(_TRL_COPY)
+    trainer.optimizer_cls_and_kwargs = planned_optimizer(settings)
     return trainer
+
+
+def _reference(settings: TrainingSettings, config: Any, objective: ReferencedSettings) -> torch.nn.Module | None:
+    """Return the reference model of a full fine-tuning, for TRL's trainer."""
+    if not objective.is_precomputed:
+        return load_base(settings).requires_grad_(False)
+    return _NoReference(config) if settings.expected.engine == FSDP else None
