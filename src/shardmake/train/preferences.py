@@ -18,8 +18,7 @@ from shardmake.run.training_settings import FullMethod, ReferencedSettings, Trai
 from shardmake.train.load_model import load_base, load_model, load_tokenizer
 from shardmake.train.rank_context import RankContext
 from shardmake.train.reference import PrecomputedReference, WithReference
-from shardmake.train.sharded_trainer import ShardedTrainer
-from shardmake.train.training_setup import WholeBatches, planned_optimizer
+from shardmake.train.sharded_trainer import ShardedTrainer, WholeBatches, planned_optimizer
 
 Split = Literal["train", "eval"]
 SPLITS: Final[tuple[Split, ...]] = get_args(Split)
