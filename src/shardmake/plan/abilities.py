@@ -29,7 +29,7 @@ _ACTIVATION_TABLE = "ACT2CLS"
 _LIGER_TABLE = "MODEL_TYPE_TO_APPLY_LIGER_FN"
 _HELPER = "shardmake.plan.inspect_model"
 _SOURCES = (
-    "plan/inspect_model.py", "plan/shrink.py", "data/dataset.py", "data/varlen.py", "checkpoint/formats/hub_layout.py",
+    "plan/inspect_model.py", "data/dataset.py", "data/varlen.py", "checkpoint/formats/hub_layout.py",
     "config/methods.py",
 )  # fmt: skip
 
