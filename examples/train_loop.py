@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 from shardmake.data.dataset import Sequences, collator
 from shardmake.run.attempt import AttemptDir, write_heartbeat
-from shardmake.train.training_setup import WholeBatches
+from shardmake.train.sharded_trainer import WholeBatches
 
 Batch = dict[str, Any]
 

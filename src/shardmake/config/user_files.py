@@ -28,11 +28,10 @@ SIGNS: Final[dict[Kind, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class UserFile:
-    """One file of the user's, as text and as the library reads it."""
+    """One file of the user's, as the library reads it."""
 
     kind: Kind
     name: str
-    text: str
     values: dict[str, Any]
 
     def section(self, key: str) -> Mapping[str, Any]:
@@ -73,7 +72,7 @@ def read_user_file(kind: Kind, run: Run) -> UserFile | None:
         raise ConfigError(
             f"{kind}_config: {name} looks like {TITLES[other]}. Name it under {other}_config, or name {TITLES[kind]}."
         )
-    return UserFile(kind, name, path.read_text(), values)
+    return UserFile(kind, name, values)
 
 
 def _read_json(key: str, path: Path) -> Any:

@@ -28,10 +28,7 @@ _REASONS: Final[dict[int, tuple[str, str]]] = {
     errno.EDQUOT: ("Your disk quota is used up.", _FREE_SPACE),
     errno.EROFS: ("Its file system is read-only.", "Use a folder that you can write to."),
     errno.EACCES: ("Permission was denied.", _CHECK_OWNER),
-    errno.EPERM: (
-        "The operation is not permitted.",
-        "Check its owner and mode (`ls -ld`), or use a folder of your own.",
-    ),
+    errno.EPERM: ("The operation is not permitted.", _CHECK_OWNER),
     errno.ENOENT: ("It does not exist.", _CHECK_PATH),
     errno.ENOTDIR: ("A part of the path is a file and not a folder.", _CHECK_PATH),
     errno.EISDIR: ("It is a folder and not a file.", _CHECK_PATH),

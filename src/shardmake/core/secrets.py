@@ -1,4 +1,4 @@
-"""Secrets: detect known secrets and text in the form of a token before files leave the cluster."""
+"""Secrets: detect known ones and text in the form of a token, and remove them from files and from printed text."""
 
 import base64
 import contextlib
@@ -7,9 +7,10 @@ import html
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TextIO, cast
 from urllib.parse import quote, quote_plus
 
 from shardmake.core.environment import hub_token_file
@@ -230,3 +231,40 @@ def _hub_token() -> str:
     with contextlib.suppress(OSError, ValueError):
         return hub_token_file().read_text().strip()
     return ""
+
+
+class RedactedStream:
+    """A text stream that removes secrets from each text written to it, and is the inner stream in all else.
+
+    A secret that a program writes in several parts is not found, nor is what it writes to ``buffer`` or from another
+    process.
+    """
+
+    def __init__(self, inner: TextIO) -> None:
+        self._inner = inner
+
+    def write(self, text: str) -> int:
+        """Write ``text`` without its secrets; return the length of ``text``, as streams do."""
+        self._inner.write(redact(text))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        """Write each of ``lines``."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def redact_output() -> None:
+    """Redact standard output and standard error of this process, tracebacks that Python prints at its end included."""
+    sys.stdout, sys.stderr = cast(TextIO, RedactedStream(sys.stdout)), cast(TextIO, RedactedStream(sys.stderr))
+
+
+@contextlib.contextmanager
+def redacted_output() -> Iterator[None]:
+    """Redact standard output and standard error of this process meanwhile."""
+    out, err = (cast(TextIO, RedactedStream(stream)) for stream in (sys.stdout, sys.stderr))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        yield

@@ -192,7 +192,7 @@ def _impossible(found: EngineSettings) -> Iterator[Problem]:
 def _facts(found: EngineSettings) -> Iterator[Problem]:
     """Yield the keys of the DeepSpeed file that do something else than they say: one key of each section and row."""
     seen = set()
-    for one in judge(UserFile("deepspeed", "", "", found.deepspeed), is_script=True):
+    for one in judge(UserFile("deepspeed", "", found.deepspeed), is_script=True):
         group = (one.key.partition(".")[0], one.rule.fact)
         if one.rule.fact and not one.is_idle and one.rule.fate != "removed" and group not in seen:
             seen.add(group)
