@@ -44,10 +44,9 @@ def render_card(run: Run, rundir: RunDir) -> str:
         _metadata(records, base),
         template_path=str(TEMPLATE),
         name=rundir.name,
-        base=records.base,
+        **common_values(records),
         trained=_trained_sentence(records),
         facts=training_facts(records),
-        held_out=held_out(records),
         evaluation=evaluation,
         samples=[{key: _fenced(text) for key, text in sample} for sample in _public_samples(run, evaluation)],
         plots={name: plot.title for name, plot in shown.items()},
@@ -55,9 +54,6 @@ def render_card(run: Run, rundir: RunDir) -> str:
         is_hub=_hub_name(run) is not None,
         has_chat_template=_has_chat_template(rundir.model),
         prompt=json.dumps(_example_prompt(_public_samples(run, evaluation)), ensure_ascii=False),
-        scores=evaluation.scores,
-        buckets=list(zip(*(score.by_length for score in evaluation.scores or ()), strict=True)),
-        by_source=list(zip(*(score.by_source for score in evaluation.scores or ()), strict=True)),
         length_name=length_name,
         inline=_inline,
     )
@@ -142,7 +138,19 @@ def _trained_sentence(records: Records) -> str:
     return "fine-tuned with Shardmake"
 
 
-def held_out(records: Records) -> str:
+def common_values(records: Records) -> dict[str, Any]:
+    """Return the values that the templates of the card and of the report have in common."""
+    scores = records.evaluation.scores
+    return {
+        "base": records.base,
+        "held_out": _held_out(records),
+        "scores": scores,
+        "buckets": list(zip(*(score.by_length for score in scores or ()), strict=True)),
+        "by_source": list(zip(*(score.by_source for score in scores or ()), strict=True)),
+    }
+
+
+def _held_out(records: Records) -> str:
     """Return what the evaluation's tokens are, and how many of its examples are training examples too."""
     data, rated = records.run.data, records.evaluation.reward_model
     share = f"{100 * records.data.settings.eval_fraction:.3g} % of the examples of {public_names(data.sources)}"
