@@ -7,6 +7,7 @@ partial model. Uploads are addressed by content: a rerun sends only what is miss
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -184,7 +185,8 @@ def _commit(bundle: Bundle, place: _Place, head: str, changed: list[str], stale:
     request = place.opens_request
     additions = [_addition(bundle, name) for name in changed]
     for start in range(0, len(additions), _GROUP):
-        _upload(place, additions[start : start + _GROUP])
+        upload = partial(place.api.preupload_lfs_files, place.repository, additions[start : start + _GROUP])
+        with_retries(partial(upload, revision=place.revision, create_pr=request, free_memory=False))
     info = place.api.create_commit(
         place.repository,
         [*additions, *(CommitOperationDelete(name) for name in stale)],
@@ -194,19 +196,6 @@ def _commit(bundle: Bundle, place: _Place, head: str, changed: list[str], stale:
         create_pr=request,
     )
     return info.oid
-
-
-def _upload(place: _Place, additions: "list[CommitOperationAdd]") -> None:
-    """Send the large files among ``additions``; nobody sees them before a commit."""
-    with_retries(
-        lambda: place.api.preupload_lfs_files(
-            place.repository,
-            additions,
-            revision=place.revision,
-            create_pr=place.opens_request,
-            free_memory=False,
-        )
-    )
 
 
 def _addition(bundle: Bundle, name: str) -> "CommitOperationAdd":

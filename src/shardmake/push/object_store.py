@@ -119,7 +119,8 @@ def _write(bundle: Bundle, place: _Place, missing: list[str], stale: list[str]) 
     planned = "".join(f"{entry.sha256}  {name}\n" for name, entry in bundle.manifest.items())
     planned += "".join(f"{'0' * 64}  {name}\n" for name in stale if name not in bundle.manifest)
     place.files.pipe_file(place.path(UNFINISHED), planned.encode())
-    hidden = (SUMS, *reversed(LOADED_FIRST)) if _changes_model(bundle, missing, stale) else (SUMS,)
+    changes_model = any(name in bundle.model for name in missing) or stale not in ([], [UNFINISHED])
+    hidden = (SUMS, *reversed(LOADED_FIRST)) if changes_model else (SUMS,)
     for name in [name for name in hidden if name in place.sizes]:
         place.files.rm_file(place.path(name))
     for name in [name for name in stale if name not in (UNFINISHED, *hidden)]:
@@ -128,11 +129,6 @@ def _write(bundle: Bundle, place: _Place, missing: list[str], stale: list[str]) 
         _send(bundle, place, name)
     _send(bundle, place, SUMS)
     place.files.rm_file(place.path(UNFINISHED))
-
-
-def _changes_model(bundle: Bundle, missing: list[str], stale: list[str]) -> bool:
-    """Return whether a push changes more than the card and its plots."""
-    return any(name in bundle.model for name in missing) or stale not in ([], [UNFINISHED])
 
 
 def _send(bundle: Bundle, place: _Place, name: str) -> None:

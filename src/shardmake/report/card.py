@@ -6,7 +6,6 @@ depends only on the run's receipts, so the same run gives the same card.
 
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +38,8 @@ def render_card(run: Run, rundir: RunDir) -> str:
 
     records = Records.read(run, rundir)
     evaluation, shown = records.evaluation, plots(records)
+    samples = _public_samples(run, evaluation)
+    prompts = [sample.prompt for sample in samples if sample.prompt]
     base = _base_metadata(Path(localize(run, rundir).model))
     card = ModelCard.from_template(
         _metadata(records, base),
@@ -48,12 +49,12 @@ def render_card(run: Run, rundir: RunDir) -> str:
         trained=_trained_sentence(records),
         facts=training_facts(records),
         evaluation=evaluation,
-        samples=[{key: _fenced(text) for key, text in sample} for sample in _public_samples(run, evaluation)],
+        samples=[{key: _fenced(text) for key, text in sample} for sample in samples],
         plots={name: plot.title for name, plot in shown.items()},
         place=_place(run),
         is_hub=_hub_name(run) is not None,
         has_chat_template=_has_chat_template(rundir.model),
-        prompt=json.dumps(_example_prompt(_public_samples(run, evaluation)), ensure_ascii=False),
+        prompt=json.dumps(min(prompts, key=len, default="Hello"), ensure_ascii=False),
         length_name=length_name,
         inline=_inline,
     )
@@ -192,11 +193,6 @@ def _public_samples(run: Run, evaluation: EvaluationResult) -> list[Sample]:
     Otherwise they are examples of the evaluation data, which may be private.
     """
     return evaluation.samples if run.evaluation.prompts or (run.push and run.push.samples) else []
-
-
-def _example_prompt(samples: Sequence[Sample]) -> str:
-    """Return the shortest prompt of the samples, or a general one."""
-    return min((sample.prompt for sample in samples if sample.prompt), key=len, default="Hello")
 
 
 def _inline(text: str) -> str:

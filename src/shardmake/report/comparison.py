@@ -85,7 +85,7 @@ class ComparedRun:
             return digest([self.data.tokenizer, *(file.sha256 for file in self.data.eval.files)])
         read = {"format", "columns", "loss_on", "sequence_length", "objective", "evaluated"}
         settings = self.data.settings.model_dump(include=read)
-        layout = [self.data.format, self.data.columns, self.data.loss_on_assistant]
+        layout = [self.data.data_format, self.data.columns, self.data.loss_on_assistant]
         return digest([self.data.tokenizer, content_of({"sources": separate}), settings, layout])
 
 
@@ -173,6 +173,8 @@ def differing_settings(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
 def _results(runs: Sequence[ComparedRun]) -> list[ResultColumn]:
     """Return the results that at least one run has."""
     is_same = _same_evaluation_data(runs)
+    scores = [score for run in runs if run.evaluation for score in run.evaluation.tasks]
+    tasks = dict.fromkeys((score.task, score.metric) for score in scores)
     on_gpus = all(run.attempt is None or run.attempt.accelerator != "cpu" for run in runs)
     columns = [
         _column(runs, "steps", lambda run: _last(run, "step"), "{:,.0f}".format),
@@ -182,7 +184,7 @@ def _results(runs: Sequence[ComparedRun]) -> list[ResultColumn]:
             _evaluated(runs, name, read, text, best if is_same else None)
             for name, (read, text, best) in _SCORES.items()
         ),
-        *(_task_column(runs, task, metric) for task, metric in _tasks(runs)),
+        *(_task_column(runs, task, metric) for task, metric in tasks),
         _column(runs, "tokens/s", lambda run: run.history.speed, "{:,.0f}".format, "highest"),
         _column(
             runs,
@@ -237,11 +239,6 @@ def _percent(share: float | None) -> float | None:
 
 def _size(size: float) -> str:
     return format_bytes(int(size))
-
-
-def _tasks(runs: Sequence[ComparedRun]) -> list[tuple[str, str]]:
-    scores = [score for run in runs if run.evaluation for score in run.evaluation.tasks]
-    return list(dict.fromkeys((score.task, score.metric) for score in scores))
 
 
 def _task_column(runs: Sequence[ComparedRun], task: str, metric: str) -> ResultColumn:
