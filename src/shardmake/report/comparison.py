@@ -160,7 +160,7 @@ _SCORES: Final[Mapping[str, tuple[Callable[[EvaluationResult], float | None], Ca
     ),
     "reward accuracy, %": (lambda found: _percent(found.reward_accuracy), "{:.1f}".format, "highest"),
 }
-"""What is read from the evaluations, by the column's name, and which value is better on the same examples."""
+"""Values of the evaluations by the column's name: how one is read and shown, and which is better on equal examples."""
 
 
 def differing_settings(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
