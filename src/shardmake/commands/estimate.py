@@ -188,25 +188,26 @@ def resolve_request(request: EstimateRequest) -> ResolvedRun:
             wrong_sequence_parallel(trained, cluster, settings.model, attention),
             wrong_tensor_parallel(trained, cluster, settings.model),
         )
-    return replace(
-        settings,
-        attention=attention,
-        weights=request.weights or "fp32",
-    )
+    return replace(settings, attention=attention, weights=request.weights or "fp32")
 
 
 def _run(request: EstimateRequest) -> Run:
-    targets, checkpointing = request.lora_targets, request.gradient_checkpointing
+    targets, checkpointing, length = request.lora_targets, request.gradient_checkpointing, request.sequence_length
+    if not length:
+        model = read_model(request.model, revision=request.revision, trust_remote_code=request.trust_remote_code)
+        length = min(DEFAULT_LENGTH, model.max_positions or DEFAULT_LENGTH)
+    shared = request.sequence_parallel * request.tensor_parallel
+    groups = max(1, request.nodes * request.gpus_per_node // shared)
     values = {name: value for name, value in vars(request).items() if name in Run.model_fields}
     lora = {
         "rank": request.lora_rank,
-        "targets": targets if targets == "all-linear" else _words(targets),
+        "targets": targets if targets == "all-linear" else [*filter(None, map(str.strip, targets.split(",")))],
         "dropout": request.lora_dropout,
     }
     values |= {
         "data": {"train": "train.jsonl"},
-        "sequence_length": request.sequence_length or _default_length(request),
-        "global_batch_size": _global_batch_size(request),
+        "sequence_length": length,
+        "global_batch_size": groups * request.micro_batch * request.accumulation,
         "micro_batch_size": request.micro_batch,
         "max_steps": 1,
         "learning_rate": 1e-4,
@@ -230,12 +231,6 @@ def _objective_keys(request: EstimateRequest) -> dict[str, Any]:
     return {**padded, request.objective: {"reference": request.reference}}
 
 
-def _global_batch_size(request: EstimateRequest) -> int:
-    shared = request.sequence_parallel * request.tensor_parallel
-    groups = max(1, request.nodes * request.gpus_per_node // shared)
-    return groups * request.micro_batch * request.accumulation
-
-
 def _cluster(request: EstimateRequest) -> Cluster:
     cluster = parse_section(
         Cluster,
@@ -255,15 +250,6 @@ def _cluster(request: EstimateRequest) -> Cluster:
     if request.host_memory is None:
         cluster = cluster.model_copy(update={"memory_gib_per_node": NO_LIMIT / GIB})
     return cluster
-
-
-def _default_length(request: EstimateRequest) -> int:
-    model = read_model(request.model, revision=request.revision, trust_remote_code=request.trust_remote_code)
-    return min(DEFAULT_LENGTH, model.max_positions or DEFAULT_LENGTH)
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def _strategies(request: EstimateRequest, run: Run) -> list[Strategy]:

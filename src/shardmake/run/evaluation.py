@@ -133,3 +133,10 @@ class EvaluationResult(RunFile):
     def has_exact(self) -> bool:
         """Return if a model answers an example word for word; with long answers, none does."""
         return max((score.exact for score in self.scores or ()), default=0) > 0
+
+    @property
+    def reward_accuracy(self) -> float | None:
+        """Return the part of the held-out pairs, 0 to 1, in which a dpo or kto model rewards the right answer more."""
+        if self.preferences:
+            return self.preferences.rewards.accuracies
+        return self.completions.accuracy if self.completions else None
