@@ -145,7 +145,7 @@ def _gathered(network: "PreTrainedModel") -> Iterator[None]:
     if not parameters:
         yield
         return
-    from deepspeed.zero import GatheredParameters
+    from deepspeed.runtime.zero import GatheredParameters
 
     hooks = [(module, dict(module._forward_pre_hooks), dict(module._forward_hooks)) for module in network.modules()]
     for module, *_ in hooks:
