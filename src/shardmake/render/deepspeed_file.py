@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardmake.config.models import Cluster, Run
-from shardmake.config.settings import ACCUMULATION, MICRO_BATCH, SETTINGS
+from shardmake.config.settings import ACCUMULATION, MICRO_BATCH, SETTINGS, TOTAL_BATCH
 from shardmake.core.disk import swap_folder
 from shardmake.memory.buckets import auto_sizes, zero_optimization
 from shardmake.memory.model import Model
@@ -38,7 +38,12 @@ def deepspeed_config(plan: Plan, run: Run, cluster: Cluster, model: Model, folde
     if not choice.is_deepspeed:
         return {}
     values = {
-        **{key: value for row in SETTINGS.values() if row.is_plain for key, value in row.values(choice, run).items()},
+        **{
+            key: value
+            for row in SETTINGS.values()
+            for key, value in row.values(choice, run).items()
+            if key in row.deepspeed and "." not in key and key != TOTAL_BATCH
+        },
         "bf16": {"enabled": choice.precision == "bf16"},
         "fp16": {"enabled": choice.precision == "fp16", **(FP16 if choice.precision == "fp16" else {})},
         "zero_optimization": zero_optimization(
