@@ -3,17 +3,17 @@
 Sizes of buckets and buffers are in elements, as DeepSpeed counts them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from shardmake.config.models import Cluster, Run
-from shardmake.config.settings import ACCUMULATION, MICRO_BATCH, SETTINGS
+from shardmake.config.settings import ACCUMULATION, MICRO_BATCH, SETTINGS, TOTAL_BATCH
 from shardmake.core.disk import swap_folder
 from shardmake.core.nested import overlay
 from shardmake.memory.buckets import auto_sizes, zero_optimization
 from shardmake.memory.model import Model
-from shardmake.run.plan import Plan
+from shardmake.run.plan import Choice, Plan
 
 AIO: Final = {
     "block_size": 1 << 20,
@@ -38,8 +38,7 @@ def deepspeed_config(plan: Plan, run: Run, cluster: Cluster, model: Model, folde
     choice = plan.choice
     if not choice.is_deepspeed:
         return {}
-    rows = (*(row for row in SETTINGS.values() if row.is_plain), SETTINGS["precision"])
-    values = overlay({}, {key: value for row in rows for key, value in row.values(choice, run).items()})
+    values = overlay({}, dict(_written(choice, run)))
     if choice.precision == "fp16":
         values["fp16"] |= FP16
     values |= {
@@ -57,6 +56,14 @@ def deepspeed_config(plan: Plan, run: Run, cluster: Cluster, model: Model, folde
     if choice.spec.uses_nvme:
         values["aio"] = AIO
     return _for_script(values) if run.script else values
+
+
+def _written(choice: Choice, run: Run) -> Iterator[tuple[str, Any]]:
+    """Yield key and value of every row at the top of the file, and of the precision's sections."""
+    for row in SETTINGS.values():
+        for key, value in row.values(choice, run).items():
+            if key in row.deepspeed and key != TOTAL_BATCH and ("." not in key or row is SETTINGS["precision"]):
+                yield key, value
 
 
 def _for_script(values: dict[str, Any]) -> dict[str, Any]:

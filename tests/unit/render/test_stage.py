@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmake.config.models import STRATEGIES, Cluster, Run, Strategy
+from shardmake.config.settings import SETTINGS, Setting
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.disk import remove_swap_files, swap_folder
 from shardmake.core.errors import ConfigError
@@ -79,6 +80,12 @@ def test_golden(name: str) -> None:
 
 def test_golden_files_are_those_of_the_cases() -> None:
     assert {path.stem for path in GOLDEN.glob("*.txt")} == set(CASES)
+
+
+def test_a_setting_of_deepspeed_alone_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Setting("dump", deepspeed=("dump_state",), planned=lambda choice, run: True)
+    monkeypatch.setitem(SETTINGS, row.name, row)
+    assert case("zero2")[1].deepspeed["dump_state"] is True and "dump_state" not in case("ddp")[1].deepspeed
 
 
 def test_batch_of_another_plan_is_refused(tmp_path: Path) -> None:
