@@ -14,10 +14,11 @@ from pathlib import Path
 
 import psutil
 
+from shardmake.core.errors import SlurmError
 from shardmake.core.units import format_duration
 from shardmake.launch.jobs import LocalJobs, job_name
-from shardmake.launch.slurm_jobs import run_slurm
-from shardmake.launch.slurm_states import JobState, JobStatus, held_message, parse_rows
+from shardmake.launch.slurm_jobs import list_jobs
+from shardmake.launch.slurm_states import JobState, JobStatus, held_message
 from shardmake.launch.submission_check import parse_start
 from shardmake.run.attempt import AttemptDir, Heartbeat, SubmittedJob
 from shardmake.run.attempt_history import BY_PERSON, AttemptRecord, load_history
@@ -84,8 +85,9 @@ class TrainingState:
 def query_queue(rundirs: Iterable[RunDir]) -> Mapping[str, JobStatus] | None:
     """Return the jobs of these runs in Slurm's queue by id, of all users; None if Slurm does not answer."""
     names = ",".join(job_name(rundir.root) for rundir in rundirs)
-    answer = run_slurm("squeue", "--noheader", "--all", "--format=%i|%T|%R|%j|%S", f"--name={names}")
-    return parse_rows(answer.stdout) if answer.returncode == 0 else None
+    with contextlib.suppress(SlurmError):
+        return list_jobs("list the jobs of the runs", f"--name={names}")
+    return None
 
 
 def training_state(rundir: RunDir, *, slurm: bool, queue: Mapping[str, JobStatus] | None) -> TrainingState | None:

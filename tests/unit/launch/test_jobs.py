@@ -128,7 +128,7 @@ if [ $(wc -l < {folder}/submitted) = 1 ]; then
     {accept_late}
     echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2; exit 1
 fi
-echo "8|PENDING|$1" >> {folder}/queue
+echo "8|PENDING|||||$1" >> {folder}/queue
 echo "Submitted batch job 8"
 """
 
@@ -162,7 +162,7 @@ class Controller:
         return (self.folder / record).read_text().splitlines()
 
 
-QUEUED = 'echo "7|PENDING|$1" >> {folder}/queue'
+QUEUED = 'echo "7|PENDING|||||$1" >> {folder}/queue'
 STARTED = "mkdir {folder}/train/attempts/001/owner; touch {folder}/train/attempts/001/owner/7"
 
 
@@ -178,7 +178,7 @@ def test_a_job_of_another_attempt_is_not_taken_for_the_one_submitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm = Controller(tmp_path, monkeypatch, "true")
-    (tmp_path / "queue").write_text(f"5|PENDING|{tmp_path}/train/attempts/000/slurm/.submission_file_1.sh\n")
+    (tmp_path / "queue").write_text(f"5|PENDING|||||{tmp_path}/train/attempts/000/slurm/.submission_file_1.sh\n")
     assert slurm.submit() == "8"
 
 
@@ -196,7 +196,7 @@ def test_a_job_that_appears_after_the_repeated_sbatch_is_cancelled(
     assert slurm.submit() == "8"
     script = slurm.lines("submitted")[0]
     with (tmp_path / "queue").open("a") as queue:
-        queue.write(f"7|PENDING|{script}\n")
+        queue.write(f"7|PENDING|||||{script}\n")
     assert slurm.jobs.find() == ActiveJob("8", 1) and slurm.lines("cancelled") == ["7"]
     AttemptDir(tmp_path / "train/attempts/002").root.mkdir()
     assert slurm.jobs.find() is None and slurm.lines("cancelled") == ["7", "8", "7"]
