@@ -249,9 +249,10 @@ class DriverJob:
 def end_snakemake(snakemake: "subprocess.Popen[bytes]", patience: float) -> None:
     """End Snakemake and its drivers. Jobs of trainings continue; those of stages are cancelled after ``patience`` s."""
     _stop_drivers(snakemake, patience)
-    for end in (_interrupt, _kill):
+    # Interrupted, Snakemake cancels its jobs.
+    for send, number in ((os.kill, signal.SIGINT), (os.killpg, signal.SIGKILL)):
         if snakemake.poll() is None:
-            end(snakemake)
+            send(snakemake.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 snakemake.wait(_PATIENCE)
 
@@ -268,15 +269,6 @@ def _stop_drivers(snakemake: "subprocess.Popen[bytes]", seconds: float) -> None:
                     process.terminate()
                     ended.add(process)
         time.sleep(_POLL_SECONDS)
-
-
-def _interrupt(snakemake: "subprocess.Popen[bytes]") -> None:
-    """Let Snakemake cancel its jobs."""
-    snakemake.send_signal(signal.SIGINT)
-
-
-def _kill(snakemake: "subprocess.Popen[bytes]") -> None:
-    os.killpg(snakemake.pid, signal.SIGKILL)
 
 
 def show_job(job: str) -> dict[str, str]:

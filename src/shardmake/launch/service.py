@@ -222,12 +222,9 @@ def wait_for_services(folder: AttemptDir, attempt: Attempt) -> dict[str, str] | 
 def service_variables(services: Sequence[ServiceAddress]) -> dict[str, str]:
     """Return the variables of the ranks: address and port of the first service, and ``ADDRESS:PORT`` of all."""
     first = services[0]
-    addresses = ",".join(f"{_bracketed(one.address)}:{one.port}" for one in services)
+    hosts = [f"[{one.address}]" if ":" in one.address else one.address for one in services]
+    addresses = ",".join(f"{host}:{one.port}" for host, one in zip(hosts, services, strict=True))
     return dict(zip(SERVICE_VARIABLES, (first.address, str(first.port), addresses), strict=True))
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
 
 
 def _connects(folder: AttemptDir, service: ServiceAddress, log: Path) -> bool:

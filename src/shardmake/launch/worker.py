@@ -314,13 +314,10 @@ def oom_kills(processes: Path = Path("/proc/self/cgroup"), mount: Path = Path("/
         for controller in controllers.split(","):
             if controller in _COUNTERS:
                 folder, name = _COUNTERS[controller]
-                kills += _count(mount / folder / path.lstrip("/") / name)
+                file = mount / folder / path.lstrip("/") / name
+                counts = re.findall(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE) if file.is_file() else []
+                kills += sum(map(int, counts))
     return kills
-
-
-def _count(file: Path) -> int:
-    found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE) if file.is_file() else None
-    return int(found[1]) if found else 0
 
 
 def run_here(attempt_folder: Path, rank: int) -> int:
