@@ -132,8 +132,8 @@ def adopt(training: Training) -> SubmittedJob | None:
         if theirs is not None:
             changes = describe_changes(training.rundir, theirs, training.result_settings)
         raise ShardmakeError(
-            f"Job {job.id} (attempt {job.attempt}) still trains {training.rundir.name} with other settings ({changes}). "
-            "Restore those settings to adopt the job, wait for its end, or cancel it "
+            f"Job {job.id} (attempt {job.attempt}) still trains {training.rundir.name} with other settings ({changes})."
+            " Restore those settings to adopt the job, wait for its end, or cancel it "
             f"({training.jobs.cancel_command(job.id)}). Then run the same command again."
         )
     logger.info("Job %s (attempt %d) of other settings has ended.", job.id, job.attempt)

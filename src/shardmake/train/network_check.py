@@ -123,7 +123,9 @@ def _send_result(work: Callable[[], list[Finding]], sender: Connection) -> None:
 def _check(settings: CheckSettings) -> list[Finding]:
     rank, world_size, deadline = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), settings.deadline
     if not settings.on_cpu:
-        _write_nccl_log(settings.nccl_log)
+        if settings.nccl_log is not None and "NCCL_DEBUG" not in os.environ:  # this process ends with the check
+            debug = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,GRAPH"}
+            os.environ |= debug | {"NCCL_DEBUG_FILE": str(settings.nccl_log)}
         _check_gpu(rank)
     store = _connect_store(deadline)
     store.set(f"joined-{rank}", "")
@@ -142,12 +144,6 @@ def _check(settings: CheckSettings) -> list[Finding]:
         raise explained from error
     dist.destroy_process_group()
     return findings
-
-
-def _write_nccl_log(file: Path | None) -> None:
-    """Let NCCL write its messages about the set-up to ``file``; this process ends with the check."""
-    if file is not None and "NCCL_DEBUG" not in os.environ:
-        os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,GRAPH", "NCCL_DEBUG_FILE": str(file)}
 
 
 def _check_gpu(rank: int) -> None:
@@ -265,14 +261,17 @@ def bus_bandwidth(seconds: float, size: int, ranks: int) -> float:
 
 def describe_bandwidth(seconds: float, size: int, world_size: int, planned: float | None) -> Finding:
     """Return the bus bandwidth of an all-reduce over all ranks."""
-    bandwidth = bus_bandwidth(seconds, size, world_size)
-    line = f"preflight: all-reduce of {size >> 20} MiB over {world_size} ranks at {bandwidth / 1e9:.2f} GB/s"
+    advice = "of the cluster file. Check the network of these nodes."
+    return _compare(f"{world_size} ranks", seconds, size, world_size, planned, "the {} GB/s " + advice)
+
+
+def _compare(over: str, seconds: float, size: int, ranks: int, planned: float | None, words: str) -> Finding:
+    """Return the bandwidth, as a warning with the planned one in ``words`` if it is far below that."""
+    bandwidth = bus_bandwidth(seconds, size, ranks)
+    line = f"preflight: all-reduce of {size >> 20} MiB over {over} at {bandwidth / 1e9:.2f} GB/s"
     if planned is None or bandwidth >= MIN_BANDWIDTH * planned:
         return logging.INFO, line
-    return (
-        logging.WARNING,
-        f"{line}, far below the {planned / 1e9:.1f} GB/s of the cluster file. Check the network of these nodes.",
-    )
+    return logging.WARNING, f"{line}, far below {words.format(f'{planned / 1e9:.1f}')}"
 
 
 def _compare_nodes(store: Any, tensor: torch.Tensor, settings: CheckSettings) -> list[Finding]:
@@ -297,18 +296,12 @@ def _compare_nodes(store: Any, tensor: torch.Tensor, settings: CheckSettings) ->
 
 def describe_node(seconds: float, pairs: int, host: str, size: int, ranks: int, planned: float | None) -> Finding:
     """Return the bandwidth within ``host``, the slowest node, with ``pairs`` of GPUs that lack peer-to-peer access."""
-    bandwidth = bus_bandwidth(seconds, size, ranks)
-    line = f"preflight: all-reduce of {size >> 20} MiB over the {ranks} ranks of {host} at {bandwidth / 1e9:.2f} GB/s"
-    if planned is None or bandwidth >= MIN_BANDWIDTH * planned:
-        return logging.INFO, line
     reason = "The GPUs may exchange data over PCIe instead of NVLink."
     if pairs:
         reason = f"{pairs} pairs of GPUs have no peer-to-peer access (P2P) and exchange data through host memory."
-    return (
-        logging.WARNING,
-        f"{line}, far below {planned / 1e9:.1f} GB/s (intra_node_gbps, else that of the GPU model). {reason} "
-        "`nvidia-smi topo -m` shows how the GPUs are connected.",
-    )
+    words = f"{{}} GB/s (intra_node_gbps, else that of the GPU model). {reason} "
+    words += "`nvidia-smi topo -m` shows how the GPUs are connected."
+    return _compare(f"the {ranks} ranks of {host}", seconds, size, ranks, planned, words)
 
 
 def _compare_links(store: Any, tensor: torch.Tensor, deadline: float) -> list[Finding]:

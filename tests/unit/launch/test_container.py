@@ -1,5 +1,6 @@
 """The commands that run a job in a container, and what is refused before."""
 
+import contextlib
 import shlex
 import subprocess
 from pathlib import Path
@@ -18,6 +19,7 @@ from shardmake.launch.slurm_jobs import SlurmJobs, make_executor
 from shardmake.launch.stage_jobs import job_shell_prefix
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.attempt_history import EndReason
+from tests.programs import install_programs
 from tests.unit.launch.test_stage_jobs import format_as_snakemake
 from tests.unit.plans import make_cluster, make_plan, make_run
 
@@ -172,14 +174,9 @@ def test_a_folder_that_cannot_be_bound_is_refused_at_plan(checkout: Path) -> Non
 def test_the_image_is_tried_on_a_login_node_with_apptainer(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, words: str | None
 ) -> None:
-    (tmp_path / "apptainer").write_text(f"#!/bin/sh\n{answer}\n")
-    (tmp_path / "apptainer").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    install_programs(tmp_path, monkeypatch, {"apptainer": answer})
     (checkout / "x.sif").touch()
-    if words is None:
-        check_container(in_container(checkout, image="x.sif"), [checkout / "runs/demo"], [make_run()])
-        return
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words) if words else contextlib.nullcontext():
         check_container(in_container(checkout, image="x.sif"), [checkout / "runs/demo"], [make_run()])
 
 

@@ -10,6 +10,7 @@ from shardmake.launch import driver_job
 from shardmake.launch.driver_job import DriverJob, end_snakemake
 from shardmake.launch.driver_script import remove_locks
 from shardmake.run.driver_job import DriverState, Workflow, new_driver_dir
+from tests.programs import install_programs
 
 SNAKEMAKE = """
 import signal, subprocess, sys, time
@@ -98,14 +99,8 @@ def test_a_job_that_slurm_ends_continues_and_one_that_a_person_cancels_does_not(
     shown: str, end: str, submitted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``scontrol show job`` prints ``shown``, as Slurm 22.05 does; the job was restarted once before."""
-    for name, line in {
-        "scontrol": f"echo '{shown}'",
-        "squeue": ":",
-        "sbatch": f"touch {tmp_path}/asked; echo 13",
-    }.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    sbatch = f"touch {tmp_path}/asked; echo 13"
+    install_programs(tmp_path, monkeypatch, {"scontrol": f"echo '{shown}'", "squeue": ":", "sbatch": sbatch})
     job = make_job(tmp_path, restarts=1)
     ended = subprocess.Popen(["true"], start_new_session=True)
     ended.wait()

@@ -9,16 +9,16 @@ from shardmake.core.units import GIB
 from shardmake.launch import gpus as gpus_module
 from shardmake.launch.gpus import (
     GpuStatus,
-    TorchBuild,
     check_build,
     check_gpus,
-    installed_build,
+    installed_cuda,
     list_gpus,
     list_released_gpus,
     newest_build,
     parse_gpus,
     slow_gpus,
 )
+from tests.programs import install_programs
 
 ROWS = "0, GPU-a, 3, 0\n1, GPU-b, 40960, 0\n2, GPU-c, 3, [N/A]\n3, GPU-d, 3, 2\n"
 
@@ -101,7 +101,7 @@ RECORDED = {
     ],
 )
 def test_a_build_that_cannot_use_the_gpus_is_a_finding(rows: str, cuda: str | None, words: str | None) -> None:
-    findings = check_build(parse_gpus(RECORDED[rows]), TorchBuild(cuda, None))
+    findings = check_build(parse_gpus(RECORDED[rows]), cuda)
     assert (words is None) == (not findings)
     assert words is None or words in "; ".join(findings)
 
@@ -127,20 +127,17 @@ def test_a_new_gpu_under_a_driver_of_cuda_12_can_run_no_build() -> None:
 
 
 def test_eight_equal_gpus_are_one_finding() -> None:
-    assert len(check_build(parse_gpus(RECORDED["8 A100"]), TorchBuild("13.0", None))) == 1
+    assert len(check_build(parse_gpus(RECORDED["8 A100"]), "13.0")) == 1
 
 
-def test_the_installed_build_is_read_without_importing_torch() -> None:
+def test_the_installed_cuda_is_read_without_importing_torch() -> None:
     import torch
 
-    assert installed_build() == TorchBuild(torch.version.cuda, torch.version.hip)
+    assert installed_cuda() == torch.version.cuda
 
 
 def fake_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    program = folder / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    install_programs(folder, monkeypatch, {"nvidia-smi": script})
 
 
 def test_gpus_are_listed_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

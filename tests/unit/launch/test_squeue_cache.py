@@ -13,24 +13,16 @@ import pytest
 from shardmake.launch import squeue_cache
 from shardmake.launch.slurm_jobs import waiting_snapshot
 from shardmake.launch.squeue_cache import add_row, cached_squeue, is_fresh, open_snapshot
+from tests.programs import count_calls
 
 ROWS = "7|RUNNING|c1|shardmake-chat-1\n"
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put a squeue on the PATH that prints the file ``queue``, counts its calls, and fails without that file."""
-    program = tmp_path / "bin/squeue"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\ncat {tmp_path}/queue\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    (tmp_path / "queue").write_text(ROWS)
-    return tmp_path
-
-
-def count_calls(slurm: Path) -> int:
-    return len((slurm / "calls").read_text().splitlines())
+def slurm(slurm: Path) -> Path:
+    """A queue with one job."""
+    (slurm / "queue").write_text(ROWS)
+    return slurm
 
 
 def test_one_query_serves_many_until_a_new_one_is_required(slurm: Path) -> None:

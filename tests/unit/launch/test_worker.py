@@ -12,6 +12,7 @@ from shardmake.launch import worker
 from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError
 from shardmake.run.attempt import AttemptDir, NodeExit
+from tests.programs import install_programs
 from tests.unit.plans import make_cluster, make_plan
 
 
@@ -172,15 +173,13 @@ def test_a_waiting_node_blames_the_missing_one(
     def wait(*args: object) -> None:
         raise RendezvousError("Node 1 did not connect to c1 before the deadline.", absent=1)
 
-    program = tmp_path / "scontrol"
-    program.write_text('#!/bin/sh\n[ "$*" = "show hostnames c[1-2]" ] && printf "c1\\nc2\\n"\n')
-    program.chmod(0o700)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    scontrol = '[ "$*" = "show hostnames c[1-2]" ] && printf "c1\\nc2\\n"'
+    install_programs(tmp_path, monkeypatch, {"scontrol": scontrol})
     monkeypatch.setenv("SLURM_STEP_NODELIST", "c[1-2]")
     monkeypatch.setattr(worker, "run_rendezvous", wait)
     monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
     worker.main(folder.root, worker.WorkerNode(rank=0, start=0))
     assert [node.culprit for node in folder.exits()] == ["c2"]
-    program.unlink()
+    (tmp_path / "scontrol").unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert worker.node_name(1) is None
