@@ -117,7 +117,11 @@ def compose(request: DoctorRequest, reports: Sequence[NodeReport], *, drafted: b
     ]
     text = _as_yaml(values, comments, header)
     parse_section(Cluster, yaml.safe_load(text), "the cluster file with the measured values")
-    return text, _differences(request.cluster, values, drafted)
+    cluster, found = request.cluster, values.get("accelerator", request.cluster.accelerator)
+    if drafted or found == cluster.accelerator:
+        return text, []
+    words = f"the nodes have {found}, and the cluster file has accelerator: {cluster.accelerator}"
+    return text, [warning("cluster file", words, f"Set accelerator: {found} in the cluster file.")]
 
 
 def _measured(values: dict[str, Any], facts: Sequence[NodeFacts]) -> dict[str, str]:
@@ -153,15 +157,6 @@ def _as_yaml(values: Mapping[str, Any], comments: Mapping[str, str], header: Seq
         line = yaml.safe_dump({key: value}, sort_keys=False).rstrip()
         lines.append(f"{line}  # {comments[key]}" if key in comments else line)
     return "\n".join(lines) + "\n" + (yaml.safe_dump(slurm, sort_keys=False) if slurm else "")
-
-
-def _differences(cluster: Cluster, values: Mapping[str, Any], drafted: bool) -> list[Finding]:
-    """Return a warning about a GPU model that is another one than in the cluster file."""
-    found = values.get("accelerator", cluster.accelerator)
-    if drafted or found == cluster.accelerator:
-        return []
-    words = f"the nodes have {found}, and the cluster file has accelerator: {cluster.accelerator}"
-    return [warning("cluster file", words, f"Set accelerator: {found} in the cluster file.")]
 
 
 def require_free(path: Path, *, force: bool) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.reshard.convert import Route, route
-from shardmake.core.errors import ShardmakeError, StopRequestedError, is_user_error
+from shardmake.core.errors import DiskFullError, ShardmakeError, StopRequestedError, is_user_error
+from shardmake.core.units import format_duration
 from shardmake.launch import user_script
 from shardmake.launch.container import start_failure
-from shardmake.launch.disk_wait import wait_for_room
 from shardmake.launch.error_texts import error_advice
 from shardmake.launch.outcome import (
     NODE_FAILURES,
@@ -24,6 +24,7 @@ from shardmake.launch.outcome import (
 )
 from shardmake.launch.resume_validation import confirm_damage
 from shardmake.launch.slurm_states import JobStatus
+from shardmake.launch.submission import check_stop_file
 from shardmake.launch.training import Training
 from shardmake.run.attempt import AttemptDir, SubmittedJob
 from shardmake.run.attempt_history import (
@@ -36,11 +37,14 @@ from shardmake.run.attempt_history import (
     may_rewind,
     next_fallback,
 )
-from shardmake.run.paths import short_path
+from shardmake.run.disk_budget import check_run
+from shardmake.run.paths import RunDir, short_path
 from shardmake.run.plan import Plan
 
 RECORD_SECONDS = 10.0
 """How long the first exit record may take to become visible here after Slurm has reported the job's end."""
+ROOM_SECONDS = 600.0
+_ROOM_POLL_SECONDS = 5.0
 logger = logging.getLogger(__name__)
 _SHOWN_LINES = 30
 _RUN_AGAIN = "Fix the cause and run the same command again; it resumes from the newest checkpoint."
@@ -164,6 +168,27 @@ def apply_decision(training: Training, outcome: Outcome) -> None:
         "excluded": outcome.host if action is Action.EXCLUDE_AND_RESUME else None,
     }
     training.save_attempts([*training.attempts[:-1], training.attempts[-1].model_copy(update=decided)])
+
+
+def wait_for_room(rundir: RunDir, seconds: float = ROOM_SECONDS) -> None:
+    """Return once the rest of the run fits on the disk; no job holds nodes meanwhile.
+
+    Raises:
+        DiskFullError: It does not fit after ``seconds``; the message says how much is missing and what to remove.
+        StopRequestedError: Somebody created the stop file.
+    """
+    deadline, waits = time.monotonic() + seconds, False
+    while True:
+        check_stop_file(rundir)
+        try:
+            return check_run(rundir)
+        except DiskFullError as error:
+            if time.monotonic() > deadline:
+                raise
+            if not waits:
+                logger.warning("%s The driver waits up to %s for room.", error, format_duration(seconds))
+            waits = True
+        time.sleep(_ROOM_POLL_SECONDS)
 
 
 def _retry_state(training: Training, outcome: Outcome, fallback: int | None) -> RetryState:

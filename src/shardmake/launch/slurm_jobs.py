@@ -23,6 +23,7 @@ from shardmake.core.errors import SlurmError, TooFewNodesError
 from shardmake.core.permissions import private_folder
 from shardmake.launch.container import JobContainer, job_container
 from shardmake.launch.jobs import ActiveJob, job_name
+from shardmake.launch.low_memory_wait import cached_squeue
 from shardmake.launch.slurm_request import SlurmRequest
 from shardmake.launch.slurm_states import (
     JobState,
@@ -31,7 +32,6 @@ from shardmake.launch.slurm_states import (
     parse_rows,
     parse_scontrol,
 )
-from shardmake.launch.squeue_cache import cached_squeue
 from shardmake.run.attempt import AttemptDir, attempt_of_script, claim
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan

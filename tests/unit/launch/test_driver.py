@@ -14,7 +14,7 @@ from shardmake.config.models import Run
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import DiskFullError, ShardmakeError, SlurmError, StopRequestedError, TooFewNodesError
 from shardmake.core.fingerprint import fingerprint
-from shardmake.launch import attempt_end, disk_wait, submission
+from shardmake.launch import attempt_end, submission
 from shardmake.launch.attempt_end import apply_decision, record_attempt
 from shardmake.launch.driver import adopt, drive, hold_driver_lock
 from shardmake.launch.jobs import ActiveJob
@@ -157,8 +157,8 @@ def test_a_full_disk_is_waited_for_before_the_next_attempt(
         if answers and (answer := answers.pop(0)):
             raise answer
 
-    monkeypatch.setattr(disk_wait, "check_run", check)
-    monkeypatch.setattr(disk_wait, "_POLL_SECONDS", 0)
+    monkeypatch.setattr(attempt_end, "check_run", check)
+    monkeypatch.setattr(attempt_end, "_ROOM_POLL_SECONDS", 0)
     with pytest.raises(ShardmakeError, match="bad label"):
         drive(demo.load(FakeJobs(full, fails("ValueError", "bad label"))))
     warning = "Run demo will need 2 GiB more. The driver waits up to 10 min 00 s for room."
@@ -170,13 +170,13 @@ def test_a_disk_that_stays_full_ends_the_wait(demo: FakeRun, monkeypatch: pytest
     def check(rundir: RunDir) -> None:
         raise DiskFullError("Run demo will need 2 GiB more.")
 
-    monkeypatch.setattr(disk_wait, "check_run", check)
+    monkeypatch.setattr(attempt_end, "check_run", check)
     with pytest.raises(DiskFullError, match="2 GiB more"):
-        disk_wait.wait_for_room(demo.rundir, seconds=0)
+        attempt_end.wait_for_room(demo.rundir, seconds=0)
     demo.rundir.stop_file.parent.mkdir(parents=True)
     demo.rundir.stop_file.touch()
     with pytest.raises(StopRequestedError):
-        disk_wait.wait_for_room(demo.rundir)
+        attempt_end.wait_for_room(demo.rundir)
 
 
 def test_a_stop_request_counts_even_if_the_ranks_could_not_save(

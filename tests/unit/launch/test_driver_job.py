@@ -133,7 +133,7 @@ def test_a_job_that_ends_asks_again_while_slurm_does_not_answer(
     monkeypatch.setattr(driver_job, "_POLL_SECONDS", 0.1)
     job, reports, submitted = make_job(tmp_path), list[str](), list[bool]()
     monkeypatch.setattr(job, "report", reports.append)
-    monkeypatch.setattr(job, "has_next", lambda: False)
+    monkeypatch.setattr(job, "next_jobs", list)
     monkeypatch.setattr(job, "submit_next", lambda: submitted.append(True))
     ended = subprocess.Popen(["true"], start_new_session=True)
     ended.wait()
@@ -156,7 +156,7 @@ def test_a_snakemake_that_scancel_ended_first_has_not_failed(
     ended = subprocess.Popen(["sh", "-c", command], start_new_session=True)
     ended.wait()
     monkeypatch.setattr(job, "start_snakemake", lambda: ended)
-    job.signals.must_end = signalled
+    job.must_end = signalled
     assert job.run() == 1
     state = DriverState.read(job.folder.state)
     assert state.end == end

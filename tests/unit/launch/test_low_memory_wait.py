@@ -11,8 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardmake.launch.low_memory_wait import HELD_VARIABLE, SECONDS, claim_slot, other_trainings, still_waits
-from shardmake.launch.squeue_cache import cached_squeue
+from shardmake.launch.low_memory_wait import (
+    HELD_VARIABLE,
+    SECONDS,
+    cached_squeue,
+    claim_slot,
+    other_trainings,
+    still_waits,
+)
 from tests.programs import count_calls
 
 DRIVER = """
