@@ -2,7 +2,6 @@
 
 import errno
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -17,9 +16,8 @@ from tests.unit.plans import make_cluster, make_plan
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AttemptDir:
-    """The attempt of a job of two nodes, whose worker handles no signals."""
-    monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
+def folder(tmp_path: Path, prepared_worker: None) -> AttemptDir:
+    """The attempt of a job of two nodes."""
     folder = AttemptDir(tmp_path / "train/attempts/001")
     cluster = make_cluster(scratch=str(tmp_path))
     attempt = attempt_settings(1, tmp_path, cluster, make_plan("ddp", nodes=2), resume_from=None, settings_digest="r")
@@ -89,9 +87,6 @@ def test_ranks_start_without_the_lock_of_a_killed_build(
     lock.touch()
     make_plan("ddp", nodes=2).write(folder.plan)
     write_json(folder.deepspeed, {})
-    rendezvous = Rendezvous(address="127.0.0.1", port=1, interface="lo", host="c1")
-    monkeypatch.setattr(worker, "run_rendezvous", lambda *_: rendezvous)
-    monkeypatch.setattr(worker, "check_node", lambda *_: None)
     monkeypatch.setattr(worker, "launch_command", lambda *_: ["test", "!", "-e", str(lock)])
     assert worker.main(folder.root, worker.WorkerNode(rank=0, start=0)) == 0
     assert f"Removed {lock}" in folder.log(0).read_text()
