@@ -75,9 +75,8 @@ def rank() -> None:
     make, attempt = trainer.make_callbacks, Path(sys.argv[1])
 
     def make_callbacks(*arguments: Any) -> Any:
-        watch = make(*arguments)
-        watch.callbacks.append(Alternate(watch.saver, attempt, Path(os.environ["SAVING_MEMORY"])))
-        return watch
+        callbacks = make(*arguments)
+        return *callbacks, Alternate(callbacks[3].saver, attempt, Path(os.environ["SAVING_MEMORY"]))
 
     trainer.make_callbacks = make_callbacks  # type: ignore[assignment]
     train()

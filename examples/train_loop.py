@@ -25,9 +25,9 @@ from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
-from shardmake.data.dataset import collator, load
+from shardmake.data.dataset import Sequences, collator
 from shardmake.run.attempt import AttemptDir, write_heartbeat
-from shardmake.train.training_setup import WholeBatches
+from shardmake.train.sharded_trainer import WholeBatches
 
 Batch = dict[str, Any]
 
@@ -77,10 +77,10 @@ class Loop:
         """Return the loaders of both splits; an epoch of the first has a whole number of global batches."""
         folder, size = Path(variable("DATA")), int(variable("MICRO_BATCH_SIZE"))
         self.global_batch_size = size * self.accumulation * self.accelerator.num_processes
-        train, collate = WholeBatches(load(folder, "train"), self.global_batch_size), collator(folder, "sdpa")
+        train, collate = WholeBatches(Sequences(folder, "train"), self.global_batch_size), collator(folder, "sdpa")
         return (
             DataLoader(train, size, shuffle=True, collate_fn=collate),
-            DataLoader(load(folder, "eval"), size, collate_fn=collate),
+            DataLoader(Sequences(folder, "eval"), size, collate_fn=collate),
         )
 
     def run(self) -> None:

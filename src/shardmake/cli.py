@@ -22,7 +22,7 @@ from shardmake.config.inputs import check_inputs
 from shardmake.config.invocation import RUNS_VARIABLE, VARIABLE
 from shardmake.config.load import get_run, load_cluster, load_config, load_resolved, sweep_runs
 from shardmake.config.methods import DEFAULT_METHOD
-from shardmake.config.models import Cluster, Method, Run, Strategy
+from shardmake.config.models import Cluster, Config, Method, Run, Strategy
 from shardmake.config.user_files import read_user_files
 from shardmake.core.build_locks import remove_stale_locks
 from shardmake.core.environment import hub_environment, kernel_caches
@@ -30,7 +30,8 @@ from shardmake.core.errors import STOPPED, ConfigError, StopRequestedError
 from shardmake.core.failures import describe_unexpected, explain
 from shardmake.core.log import configure_logging
 from shardmake.core.permissions import share, share_tree
-from shardmake.core.redacted_output import redacted_output
+from shardmake.core.secrets import redacted_output
+from shardmake.doctor.options import Options
 from shardmake.run.driver_job import refuse_ended
 from shardmake.run.notification import notified
 from shardmake.run.own_files import check_refused
@@ -48,7 +49,6 @@ app = typer.Typer(
 logger = logging.getLogger(__name__)
 
 Name = Annotated[str, typer.Argument(help="Name of the run in the configuration.")]
-OptionalName = Annotated[str, typer.Argument(help="Name of the run in the configuration.")]
 Sweep = Annotated[str | None, typer.Option(help="Every run of this sweep instead.")]
 ConfigFiles = Annotated[
     list[Path],
@@ -86,10 +86,15 @@ def configure(
     configure_logging(verbose=verbose, quiet=quiet)
 
 
+def _read(files: list[Path]) -> tuple[Config, Cluster]:
+    config = load_config(*files)
+    return config, load_cluster(Path(config.cluster))
+
+
 def _open(name: str, files: list[Path], runs: Path, *, on_node: bool = False) -> tuple[Run, Cluster, RunDir]:
     """Return the run's configuration, its cluster and its folder; ``on_node``: for a stage that may run on a node."""
-    config = load_config(*files)
-    run, cluster, rundir = get_run(config, name), load_cluster(Path(config.cluster)), RunDir(runs / name)
+    config, cluster = _read(files)
+    run, rundir = get_run(config, name), RunDir(runs / name)
     check_format(rundir)
     _folder.set(rundir.root)
     os.environ.update(hub_environment(cluster.cache, offline=on_node and not cluster.internet_on_compute_nodes))
@@ -220,7 +225,7 @@ def plan(
     from shardmake.data import check_first_rows, check_sources
     from shardmake.evaluate.backends import check_backend
     from shardmake.evaluate.harness import prepare_tasks
-    from shardmake.evaluate.stage import check_prompts
+    from shardmake.evaluate.prompts import check_prompts
     from shardmake.launch.submission_check import check_submission, expected_starts
     from shardmake.plan.stage import describe, describe_checkpoints, plan_offline, plan_run
     from shardmake.push.check import check_push
@@ -228,8 +233,8 @@ def plan(
     from shardmake.train.trackers import check_trackers
 
     if offline:
-        files = load_config(*config)
-        run, cluster, rundir = get_run(files, name), load_cluster(Path(files.cluster)), RunDir(runs / name)
+        files, cluster = _read(config)
+        run, rundir = get_run(files, name), RunDir(runs / name)
         local = localize(run, rundir) if rundir.sources.exists() else with_first_model(name, files.runs)
         made = plan_offline(local, cluster, rundir)
         typer.echo(describe(made, rundir))
@@ -485,8 +490,7 @@ def status(
     from shardmake.commands.status import describe, print_status, read_states, status_json
     from shardmake.commands.status import watch as watch_states
 
-    read = load_config(*config)
-    cluster = load_cluster(Path(read.cluster))
+    read, cluster = _read(config)
     if name:
         run = get_run(read, name)
         read = read.model_copy(update={"runs": {name: run}})
@@ -507,8 +511,7 @@ def list_all(config: ConfigFiles = CONFIG, runs: Runs = RUNS, as_json: AsJson = 
     """List the runs of the configuration, those of its sweeps, and folders of other runs."""
     from shardmake.commands.status import ListedRun, list_runs, print_table
 
-    read = load_config(*config)
-    found = list_runs(read, load_cluster(Path(read.cluster)), runs)
+    found = list_runs(*_read(config), runs)
     if as_json:
         typer.echo(json.dumps([run.as_json() for run in found], indent=2))
     else:
@@ -529,9 +532,8 @@ def compare(
     from shardmake.report.comparison import compare as compare_runs
     from shardmake.report.comparison import write_comparison
 
-    read = load_config(*config)
-    chosen = select_runs(read, names or [], sweep)
-    comparison = compare_runs(chosen, load_cluster(Path(read.cluster)), runs)
+    read, cluster = _read(config)
+    comparison = compare_runs(select_runs(read, names or [], sweep), cluster, runs)
     write_comparison(comparison, f"Sweep {sweep}" if sweep else "Comparison of runs", page)
     if as_json:
         typer.echo(json.dumps(comparison.as_json(), indent=2))
@@ -541,7 +543,7 @@ def compare(
 
 
 @app.command()
-def stop(name: OptionalName = "", sweep: Sweep = None, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
+def stop(name: Name = "", sweep: Sweep = None, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     """Let the training of a run or of a sweep save and stop after its current step; the workflow resumes it."""
     from shardmake.commands.control import for_each, request_stop
 
@@ -551,7 +553,7 @@ def stop(name: OptionalName = "", sweep: Sweep = None, config: ConfigFiles = CON
 
 @app.command()
 def cancel(
-    name: OptionalName = "",
+    name: Name = "",
     sweep: Sweep = None,
     config: ConfigFiles = CONFIG,
     runs: Runs = RUNS,
@@ -599,49 +601,23 @@ def logs(
 
 
 @app.command()
-def doctor(
-    node: Annotated[bool, typer.Option("--node", help="Check compute nodes too, with one short job.")] = False,
-    nodes: Annotated[int, typer.Option(help="Nodes of that job; two also measure the network.", min=1, max=2)] = 1,
-    cluster: Annotated[Path | None, typer.Option(help="Cluster file that describes the job and is checked.")] = None,
-    config: Annotated[list[Path] | None, typer.Option(help="Configuration that names the cluster file.")] = None,
-    partition: Annotated[str | None, typer.Option(help="Without a cluster file: partition.")] = None,
-    account: Annotated[str | None, typer.Option(help="Without a cluster file: account.")] = None,
-    qos: Annotated[str | None, typer.Option(help="Without a cluster file: quality of service.")] = None,
-    constraint: Annotated[str | None, typer.Option(help="Without a cluster file: required node features.")] = None,
-    gpu_type: Annotated[str | None, typer.Option(help="Without a cluster file: GPU type as Slurm spells it.")] = None,
-    write: Annotated[Path, typer.Option(help="Cluster file to write with the measured values.")] = Path("cluster.yaml"),
-    force: Annotated[bool, typer.Option("--force", help="Overwrite that file.")] = False,
-    skip_builds: Annotated[bool, typer.Option("--skip-builds", help="Do not compile DeepSpeed's kernels.")] = False,
-    folder: Annotated[Path, typer.Option(help="Folder for records and logs; nodes must see it.")] = Path("logs/doctor"),
-    as_json: AsJson = False,
-) -> None:
+@options_of(Options)
+def doctor(options: Options, as_json: AsJson = False) -> None:
     """Check this login node and, with --node, compute nodes; write a cluster file with what they have."""
     from shardmake.doctor import command
     from shardmake.run.findings import print_table, summarize
 
     if as_json:
         configure_logging(quiet=True)
-    options = command.Options(
-        cluster_file=cluster,
-        config=config or (),
-        slurm=command.slurm_section(
-            partition=partition, account=account, qos=qos, constraint=constraint, gpu_type=gpu_type
-        ),
-        nodes=nodes,
-        write=write,
-        force=force,
-        build_kernels=not skip_builds,
-        folder=folder,
-    )
     result = command.Result(command.check_login(options), [])
     if not as_json:
         print_table("This machine", result.login)
-    if node:
+    if options.node:
         result = command.check_compute_nodes(options, result.login)
     if as_json:
         typer.echo(json.dumps(result.as_json(), indent=2))
     else:
-        if node:
+        if options.node:
             print_table("Compute nodes", result.nodes)
             typer.echo(f"\nRecords and logs: {result.folder}")
         typer.echo(summarize(result.findings))

@@ -117,7 +117,7 @@ elif sys.orig_argv[-2:-1] == ["train"]:
     sys.addaudithook(in_driver)
 elif sys.orig_argv[-2:-1] == ["plan"]:
     import shardmake.plan.stage  # the ranks make FSDP run without GPUs
-    shardmake.plan.stage.check_fsdp = lambda run, cluster: None
+    shardmake.plan.stage.wrong_fsdp = lambda run, cluster: ()
 """
 
 

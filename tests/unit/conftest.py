@@ -35,12 +35,13 @@ def same_functions_of_torch() -> Iterator[None]:
 
 
 def _functions_of_torch() -> dict[str, Callable[..., Any]]:
+    """Return the functions by name; ``torch.manual_seed`` only once `torch._dynamo` has wrapped it at its import."""
     modules = [sys.modules[name] for name in ("torch", "torch.nn.functional") if name in sys.modules]
     return {
         f"{module.__name__}.{name}": value
         for module in modules
         for name, value in vars(module).items()
-        if callable(value)
+        if callable(value) and (name != "manual_seed" or "torch._dynamo" in sys.modules)
     }
 
 

@@ -18,6 +18,7 @@ from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import GIB
 from shardmake.data import prepare
 from shardmake.evaluate import backends, losses
+from shardmake.evaluate.assess import in_processes
 from shardmake.evaluate.backends import (
     Machine,
     RankInfo,
@@ -28,8 +29,9 @@ from shardmake.evaluate.backends import (
     rendezvous_of,
     weights_size,
 )
+from shardmake.evaluate.prompts import continue_prompt
 from shardmake.evaluate.scores import IGNORED, Example, Scores, plan_passes, score
-from shardmake.evaluate.stage import _answer, evaluate, in_processes
+from shardmake.evaluate.stage import evaluate
 from shardmake.run.paths import RunDir
 from tests.finished_run import make_run
 
@@ -230,13 +232,13 @@ def measure_apart(arguments: tuple[str, RankInfo, int]) -> tuple[float, int, lis
     with process_group(rank):
         network = load_model(folder, "zero3-offload", rank)
         network.generation_config.eos_token_id = eos
-        answer = _answer(network, [5, 6, 7], 6)
+        answer = continue_prompt(network, [5, 6, 7], 6)
         total = score(network, [SHORT, MIDDLE, LONG], [[[2], [0]], [[1], []]][rank.number]).total
     return total.loss, total.tokens, answer
 
 
 def test_ranks_under_zero3_may_differ_in_labels_and_answers(folder: Path, network: "PreTrainedModel") -> None:
-    answer = _answer(network, [5, 6, 7], 6)
+    answer = continue_prompt(network, [5, 6, 7], 6)
     with rendezvous_of("zero3-offload", 2) as rendezvous:
         ends = [VOCABULARY - 1, answer[0]]
         assert ends[0] not in answer

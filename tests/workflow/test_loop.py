@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from shardmake.config.models import Cluster, Run, Strategy
 from shardmake.consolidate.merge import consolidate
-from shardmake.data.dataset import load
+from shardmake.data.dataset import Sequences
 from shardmake.data.stage import prepare
 from shardmake.run.attempt import AttemptDir, Heartbeat, heartbeat_file
 from shardmake.run.paths import RunDir
@@ -116,7 +116,7 @@ def test_the_order_of_the_data_is_kept_after_a_resume(forked: Forked, tmp_path: 
     data = {"train": str(folder / "train.jsonl"), "eval": str(folder / "eval.jsonl"), "order": "length"}
     plan = planned(forked, "zero2", data=data, packing=False)
     prepare(plan[1], rundir)
-    lengths = load(rundir.data, "train").lengths()
+    lengths = Sequences(rundir.data, "train").lengths()
     assert lengths == sorted(lengths) and lengths[0] < lengths[-1]
     assert forked.train(rundir, plan) == [0, 0], log(rundir)
     losses = series(rundir, "loss")

@@ -93,15 +93,12 @@ def _find_removable(rundir: RunDir, *, verify: bool) -> list[Removable]:
     found = [item for item in _removable(rundir) if not _is_link(item.path, rundir)]
     if not (verify and found):
         return found
-    problems = _problems_of_kept(rundir, {item.path for item in found}) + _problems_of_pushed(rundir)
+    pushed = PushReceipt.read(rundir.push_receipt)
+    problems = _problems_of_kept(rundir, {item.path for item in found})
+    problems += [problem for place in pushed.destinations for problem in problems_at(place, pushed.files)]
     for problem in problems:
         logger.warning("Nothing of %s is removed: %s.", rundir.root, problem)
     return [] if problems else found
-
-
-def _problems_of_pushed(rundir: RunDir) -> list[str]:
-    receipt = PushReceipt.read(rundir.push_receipt)
-    return [problem for destination in receipt.destinations for problem in problems_at(destination, receipt.files)]
 
 
 def _is_link(path: Path, rundir: RunDir) -> bool:

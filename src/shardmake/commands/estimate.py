@@ -20,21 +20,20 @@ from shardmake.memory.calibration import Calibration
 from shardmake.memory.model import Model, Split
 from shardmake.memory.probe import probe
 from shardmake.memory.read_config import read_model
-from shardmake.plan.abilities import check_activation_offload
 from shardmake.plan.candidates import Candidate, choices
 from shardmake.plan.choose import choose, choose_from
 from shardmake.plan.fallbacks import find_fallbacks
 from shardmake.plan.planner import CachedPlanner
 from shardmake.plan.reasons import memory_and_time, reason_of
-from shardmake.plan.resolve import (
-    ResolvedRun,
-    check_gradient_dtype,
-    check_strategy,
-    check_tensor_parallel,
-    kernels_of,
-    resolve,
+from shardmake.plan.refusals import (
+    refuse,
+    unsuitable,
+    wrong_activation_offload,
+    wrong_sequence_parallel,
+    wrong_strategy,
+    wrong_tensor_parallel,
 )
-from shardmake.plan.sequence_parallel import check_sequence_parallel
+from shardmake.plan.resolve import ResolvedRun, kernels_of, resolve
 from shardmake.plan.suggestions import Kind, changes, shared_by, suggestions
 from shardmake.plan.verdict import FAMILY_ERRORS, NO_LIMIT
 from shardmake.run.own_files import check_refused
@@ -176,34 +175,39 @@ def resolve_request(request: EstimateRequest) -> ResolvedRun:
     check_refused(read_user_files(run), run)
     cluster = _cluster(request)
     settings = resolve(run, cluster)
-    check_gradient_dtype(settings)
-    check_activation_offload(run, cluster, settings.model)
+    refuse(
+        wrong_strategy(run, cluster, settings.precision),
+        wrong_activation_offload(run, cluster, settings.model),
+    )
     usable = kernels_of(settings.hardware, settings.precision, run.objective)
     fastest = settings.abilities.best_attention(usable, packing=False)
     attention = request.attention or fastest
     for strategy in request.strategies or ("auto",):
         trained = run.model_copy(update={"strategy": strategy})
-        check_sequence_parallel(trained, cluster, settings.model, attention)
-        check_tensor_parallel(trained, cluster, settings.model)
-    return replace(
-        settings,
-        attention=attention,
-        weights=request.weights or "fp32",
-    )
+        refuse(
+            wrong_sequence_parallel(trained, cluster, settings.model, attention),
+            wrong_tensor_parallel(trained, cluster, settings.model),
+        )
+    return replace(settings, attention=attention, weights=request.weights or "fp32")
 
 
 def _run(request: EstimateRequest) -> Run:
-    targets, checkpointing = request.lora_targets, request.gradient_checkpointing
+    targets, checkpointing, length = request.lora_targets, request.gradient_checkpointing, request.sequence_length
+    if not length:
+        model = read_model(request.model, revision=request.revision, trust_remote_code=request.trust_remote_code)
+        length = min(DEFAULT_LENGTH, model.max_positions or DEFAULT_LENGTH)
+    shared = request.sequence_parallel * request.tensor_parallel
+    groups = max(1, request.nodes * request.gpus_per_node // shared)
     values = {name: value for name, value in vars(request).items() if name in Run.model_fields}
     lora = {
         "rank": request.lora_rank,
-        "targets": targets if targets == "all-linear" else _words(targets),
+        "targets": targets if targets == "all-linear" else [*filter(None, map(str.strip, targets.split(",")))],
         "dropout": request.lora_dropout,
     }
     values |= {
         "data": {"train": "train.jsonl"},
-        "sequence_length": request.sequence_length or _default_length(request),
-        "global_batch_size": _global_batch_size(request),
+        "sequence_length": length,
+        "global_batch_size": groups * request.micro_batch * request.accumulation,
         "micro_batch_size": request.micro_batch,
         "max_steps": 1,
         "learning_rate": 1e-4,
@@ -227,12 +231,6 @@ def _objective_keys(request: EstimateRequest) -> dict[str, Any]:
     return {**padded, request.objective: {"reference": request.reference}}
 
 
-def _global_batch_size(request: EstimateRequest) -> int:
-    shared = request.sequence_parallel * request.tensor_parallel
-    groups = max(1, request.nodes * request.gpus_per_node // shared)
-    return groups * request.micro_batch * request.accumulation
-
-
 def _cluster(request: EstimateRequest) -> Cluster:
     cluster = parse_section(
         Cluster,
@@ -254,20 +252,11 @@ def _cluster(request: EstimateRequest) -> Cluster:
     return cluster
 
 
-def _default_length(request: EstimateRequest) -> int:
-    model = read_model(request.model, revision=request.revision, trust_remote_code=request.trust_remote_code)
-    return min(DEFAULT_LENGTH, model.max_positions or DEFAULT_LENGTH)
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
 def _strategies(request: EstimateRequest, run: Run) -> list[Strategy]:
     """Return the strategies that the user named, in the order of the table; none for all that the planner considers."""
     named = [strategy for strategy in STRATEGIES if strategy in request.strategies]
     for strategy in named:
-        check_strategy(run, strategy)
+        refuse([unsuitable(run, strategy)])
     return named
 
 

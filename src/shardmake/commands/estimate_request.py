@@ -96,16 +96,13 @@ _COUNTS: dict[str, tuple[type[Section], str]] = {
 """The key of the configuration that limits each option."""
 
 
-def _largest(section: type[Section], field: str) -> int:
-    return next(limit.le for limit in section.model_fields[field].metadata if hasattr(limit, "le"))
-
-
 def check_options(request: EstimateRequest) -> None:
     """Raise a `ConfigError` for an option with a value that cannot be used, before the model is read."""
     if not request.model:
         raise ConfigError("No model is named. Name a hub id, a model folder or a config.json.")
     for name, (section, field) in _COUNTS.items():
-        value, largest = getattr(request, name), _largest(section, field)
+        value, limits = getattr(request, name), section.model_fields[field].metadata
+        largest = next(limit.le for limit in limits if hasattr(limit, "le"))
         if value is not None and not 1 <= value <= largest:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}. Write a number from 1 to {largest:,}.")
     for name in request.strategies:

@@ -126,7 +126,8 @@ def print_table(result: EstimateResult, explain: bool = False) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("fits", no_wrap=True)
     for row in result.rows:
-        table.add_row(*_cells(row, result.choice), style=_style(row, result.choice))
+        style = "bold" if row is result.choice else None if row.fits else "dim"
+        table.add_row(*_cells(row, result.choice), style=style)
     console.print(table)
     console.print(
         "GiB. ckpt: gradient checkpointing. Per GPU: allocated for tensors, reserved by PyTorch's cache, used on the "
@@ -143,17 +144,15 @@ def print_table(result: EstimateResult, explain: bool = False) -> None:
     if result.advice:
         console.print(f"Nothing fits. What would: {result.advice}.")
     if explain:
-        _print_inputs(console, result.inputs)
+        console.print("\nThe numbers that went in:")
+        for name, value in result.inputs:
+            console.print(f"  {name}: {value}", highlight=False)
         _print_terms(console, result.rows)
 
 
 def _devices(request: EstimateRequest) -> str:
     accelerator = find_accelerator(request.accelerator)
     return "CPU ranks" if accelerator.is_cpu else f"GPUs of {request.gpu_memory or accelerator.memory:g} GiB"
-
-
-def _style(row: Candidate, choice: Candidate | None) -> str | None:
-    return "bold" if row is choice else None if row.fits else "dim"
 
 
 def mark(row: Candidate, choice: Candidate | None) -> str:
@@ -168,14 +167,8 @@ def mark(row: Candidate, choice: Candidate | None) -> str:
 
 def _cells(row: Candidate, choice: Candidate | None) -> list[str]:
     memory = row.memory
-    sizes = (
-        memory.gpu.allocated,
-        memory.gpu.reserved,
-        memory.gpu.device,
-        memory.host_total,
-        sum(memory.nvme.values()),
-        sum(memory.disk.values()),
-    )
+    gpu, stored = memory.gpu, (sum(memory.nvme.values()), sum(memory.disk.values()))
+    sizes = (gpu.allocated, gpu.reserved, gpu.device, memory.host_total, *stored)
     return [
         row.choice.strategy,
         "yes" if row.choice.gradient_checkpointing else "no",
@@ -188,12 +181,6 @@ def _cells(row: Candidate, choice: Candidate | None) -> list[str]:
 def _gib(size: float) -> str:
     """At most five characters up to a hundred TiB, so that the table fits a terminal of 80 columns."""
     return f"{size / GIB:.1f}" if size < 100 * GIB else f"{size / GIB:.0f}"
-
-
-def _print_inputs(console: "Console", inputs: Iterable[tuple[str, str]]) -> None:
-    console.print("\nThe numbers that went in:")
-    for name, value in inputs:
-        console.print(f"  {name}: {value}", highlight=False)
 
 
 def _print_terms(console: "Console", rows: Iterable[Candidate]) -> None:

@@ -51,7 +51,8 @@ def submit(arguments: Sequence[str], runs: Path) -> None:
         ConfigError: An argument cannot be used in a job, or a driver job works on one of the runs.
         SlurmError: Slurm rejects the job or does not answer.
     """
-    words = [*([] if _has_profile(arguments) else PROFILE), *arguments]
+    has_profile = any(word.partition("=")[0] == "--profile" for word in arguments)
+    words = [*([] if has_profile else PROFILE), *arguments]
     options = _options(words)
     with _lock(runs):
         _clear_up(runs)
@@ -68,10 +69,6 @@ def submit(arguments: Sequence[str], runs: Path) -> None:
     with _lock(runs):
         refuse_while_driven(runs, config.runs.keys())
         _start(words, file, config, cluster, runs)
-
-
-def _has_profile(arguments: Sequence[str]) -> bool:
-    return any(word.partition("=")[0] == "--profile" for word in arguments)
 
 
 def _options(words: Sequence[str]) -> Any:

@@ -21,16 +21,12 @@ PREFIX: Final = "run:"
 def contradictions(section: Section) -> list[str]:
     """Return a line for each contradiction in a run or a configuration, whose keys are valid."""
     if isinstance(section, Run):
-        return _of_run(section, "")
+        return _raised(check_objective, section) or _raised(check_service, section)
     if not isinstance(section, Config):
         return []
-    lines = [line for name, run in section.runs.items() for line in _of_run(run, f"runs.{name}: ")]
+    lines = [f"runs.{name}: {line}" for name, run in section.runs.items() for line in contradictions(run)]
     pushes = {name: run.push for name, run in section.runs.items() if run.push}
     return lines or _raised(check_distinct, pushes, key="runs: ") or _raised(check_chains, section.runs, section.sweeps)
-
-
-def _of_run(run: Run, key: str) -> list[str]:
-    return _raised(check_objective, run, key=key) or _raised(check_service, run, key=key)
 
 
 def _raised(check: Callable[..., None], *values: Any, key: str = "") -> list[str]:

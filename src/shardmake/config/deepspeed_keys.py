@@ -46,13 +46,8 @@ class KeyRule:
 _FATES: Final[dict[Use, Fate]] = {"estimated": "memory", "result": "numbers"}
 
 
-def planned(effect: str, *keys: str) -> dict[str, KeyRule]:
-    """Return rules of keys that the plan decides."""
-    return dict.fromkeys(keys, KeyRule("planned", effect))
-
-
 def taken(use: Use, effect: str, *keys: str) -> dict[str, KeyRule]:
-    """Return rules of keys that are taken over."""
+    """Return rules of keys that the plan decides, or that are taken over."""
     return dict.fromkeys(keys, KeyRule(use, effect, fate=_FATES.get(use, "effective")))
 
 
@@ -68,12 +63,13 @@ def _section(fate: Fate, effect: str, fact: str, *names: str) -> dict[str, KeyRu
     return off | {f"{name}.*": rule for name in names}
 
 
-def _removed(key: str, instead: str, advice: str, *, is_section: bool = True) -> dict[str, KeyRule]:
-    """Return the rule of a key at which DeepSpeed stops: what replaced it, and what a run sets instead."""
+def _removed(instead: str, advice: str, *keys: str) -> dict[str, KeyRule]:
+    """Return the rules of keys at which DeepSpeed stops: what replaced them, and what a run sets instead.
+
+    A section has ``.*`` behind its name.
+    """
     fact = f"DeepSpeed has removed it and stops. {instead}"
-    if is_section:
-        return {f"{key}.*": KeyRule("refused", advice, (), "removed", fact)}
-    return _refused("removed", advice, fact, **{key: False})
+    return {key: KeyRule("refused", advice, () if key.endswith("*") else (False,), "removed", fact) for key in keys}
 
 
 _COUNTED: Final = "The memory estimate counts it."
@@ -104,10 +100,10 @@ _AUTOEP: Final = (
 )
 
 DEEPSPEED_KEYS: Final[dict[str, KeyRule]] = {
-    **planned("The plan names the blocks with experts.", "zero_optimization.leaf_module.classes"),
-    **planned(_NOT_COUNTED, "zero_optimization.contiguous_gradients", "zero_optimization.reduce_scatter"),
-    **planned(
-        "DeepSpeed would have stopped on the run's optimizer.", "zero_allow_untested_optimizer",
+    **taken("planned", "The plan names the blocks with experts.", "zero_optimization.leaf_module.classes"),
+    **taken("planned", _NOT_COUNTED, "zero_optimization.contiguous_gradients", "zero_optimization.reduce_scatter"),
+    **taken(
+        "planned", "DeepSpeed would have stopped on the run's optimizer.", "zero_allow_untested_optimizer",
         "zero_force_ds_cpu_optimizer",
     ),
     **taken(
@@ -255,39 +251,35 @@ DEEPSPEED_KEYS: Final[dict[str, KeyRule]] = {
         "expert_parallel",
     ),
     # --- DeepSpeed has removed it ---
-    **_removed("amp", "bf16, fp16 and torch_autocast replaced NVIDIA Apex.", "Set precision in the run instead."),
-    **_removed("compression_training", _QUANTIZE, "Merge the run, then quantize the merged model."),
-    **_removed("quantize_training", _QUANTIZE, "Merge the run, then quantize the merged model."),
-    **_removed("eigenvalue", _QUANTIZE, "Merge the run, then quantize the merged model."),
     **_removed(
-        "curriculum_learning", "data_efficiency replaced it, which has no effect with Trainer and Accelerate.",
-        "Set data.order in the run instead: length trains the short examples first.",
-    ),
-    **_removed("progressive_layer_drop", "Nothing replaced it.", _LEAVE_OUT),
-    **_removed(
-        "elasticity", "Nothing replaced it: set the batch sizes, and restart with another number of ranks.",
-        "A run continues on another number of nodes with the same global batch; set nodes.",
+        "bf16, fp16 and torch_autocast replaced NVIDIA Apex.", "Set precision in the run instead.", "amp.*",
     ),
     **_removed(
-        "sparse_attention", "FlashAttention and sequence parallelism replaced it.", "Set attention in the run instead.",
-    ),
-    **_removed("nebula", "Asynchronous saving replaced it.", "Set checkpoints.asynchronous in the run instead."),
-    **_removed(
-        "graph_harvesting", "torch.compile replaced it.", "Set torch_compile in the run instead.", is_section=False,
+        _QUANTIZE, "Merge the run, then quantize the merged model.", "compression_training.*", "quantize_training.*",
+        "eigenvalue.*",
     ),
     **_removed(
-        "sparse_gradients", "Gradients of an embedding with sparse=True need no key.", _LEAVE_OUT, is_section=False,
+        "data_efficiency replaced it, which has no effect with Trainer and Accelerate.",
+        "Set data.order in the run instead: length trains the short examples first.", "curriculum_learning.*",
+    ),
+    **_removed("Nothing replaced it.", _LEAVE_OUT, "progressive_layer_drop.*"),
+    **_removed(
+        "Nothing replaced it: set the batch sizes, and restart with another number of ranks.",
+        "A run continues on another number of nodes with the same global batch; set nodes.", "elasticity.*",
     ),
     **_removed(
-        "zero_optimization.mics_shard_size", "zero_hpz_partition_size and FSDP's hybrid sharding replaced MiCS.",
-        "Set strategy: fsdp-hybrid in the run instead.", is_section=False,
+        "FlashAttention and sequence parallelism replaced it.", "Set attention in the run instead.",
+        "sparse_attention.*",
     ),
+    **_removed("Asynchronous saving replaced it.", "Set checkpoints.asynchronous in the run instead.", "nebula.*"),
+    **_removed("torch.compile replaced it.", "Set torch_compile in the run instead.", "graph_harvesting"),
+    **_removed("Gradients of an embedding with sparse=True need no key.", _LEAVE_OUT, "sparse_gradients"),
     **_removed(
-        "zero_optimization.mics_hierarchical_params_gather",
         "zero_hpz_partition_size and FSDP's hybrid sharding replaced MiCS.",
-        "Set strategy: fsdp-hybrid in the run instead.", is_section=False,
+        "Set strategy: fsdp-hybrid in the run instead.", "zero_optimization.mics_shard_size",
+        "zero_optimization.mics_hierarchical_params_gather",
     ),
-    **_removed("zero_optimization.zeropp_loco_param", "Nothing replaced it.", _LEAVE_OUT),
+    **_removed("Nothing replaced it.", _LEAVE_OUT, "zero_optimization.zeropp_loco_param.*"),
     **_refused(
         "removed", "Set torch_compile in the run instead.",
         "DeepSpeed stops: it does not know the key. The model's or Trainer's torch_compile replaced it.",

@@ -5,7 +5,7 @@ finished is also made again after any other change that it reads, so that the ch
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -36,26 +36,17 @@ def file_contents(run: Run) -> dict[str, str]:
 
     It does not raise: the stage that reads a broken file reports it.
     """
-    contents = {SCRIPT: _script(run.script), TEMPLATE: _digest(run.data.chat_template)}
+    contents = {SCRIPT: _digest(run.script, script_file), TEMPLATE: _digest(run.data.chat_template)}
     for kind in KINDS:
         result, tuning = _values(kind, run)
         contents |= {f"{kind}_config.content": result, f"{kind}_config.tuning": tuning}
     return contents
 
 
-def _script(script: str | None) -> str:
+def _digest(name: str | None, find: Callable[[str], Path] = Path) -> str:
     try:
-        return _digest(None if script is None else str(script_file(script)))
-    except ConfigError:
-        return _UNREADABLE
-
-
-def _digest(file: str | None) -> str:
-    if file is None:
-        return "null"
-    try:
-        return sha256(Path(file))[:16]
-    except OSError:
+        return "null" if name is None else sha256(find(name))[:16]
+    except (OSError, ConfigError):
         return _UNREADABLE
 
 
@@ -198,16 +189,8 @@ def read_keys(stage: str) -> tuple[str, ...]:
 
 def values_of(run: Run, cluster: Cluster) -> dict[str, str]:
     """Return every setting as text, without secrets."""
-    sections = {CLUSTER: cluster.model_dump(mode="json"), "": run.model_dump(mode="json")}
-    contents = file_contents(run)
-
-    def value(key: str) -> Any:
-        if key in contents:
-            return contents[key]
-        part = CLUSTER if key.startswith(CLUSTER) else ""
-        return _value(sections[part], key.removeprefix(part))
-
-    return {key: as_text(value(key)) for key in KEYS}
+    sections, contents = run.model_dump(mode="json") | {"cluster": cluster.model_dump(mode="json")}, file_contents(run)
+    return {key: as_text(contents[key] if key in contents else _value(sections, key)) for key in KEYS}
 
 
 def _value(values: Any, key: str) -> Any:

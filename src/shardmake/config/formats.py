@@ -21,6 +21,8 @@ class FormatSpec:
     optional: Mapping[str, str] = field(default_factory=dict)
     turn: Mapping[str, str] = field(default_factory=dict)
     """Keys of one message of a conversation."""
+    learned: str = ""
+    """Words for what an objective other than sft learns from it; empty: tokens."""
 
     @property
     def columns(self) -> dict[str, str]:
@@ -38,10 +40,16 @@ FORMATS: Final[Mapping[DataFormat, FormatSpec]] = {
     "prompt-completion": FormatSpec({"prompt": "prompt", "completion": "completion"}, {"tools": "tools"}, _MESSAGE),
     "text": FormatSpec({"text": "text"}),
     "preference": FormatSpec(
-        {"chosen": "chosen", "rejected": "rejected"}, {"prompt": "prompt", "tools": "tools"}, _MESSAGE
+        {"chosen": "chosen", "rejected": "rejected"},
+        {"prompt": "prompt", "tools": "tools"},
+        _MESSAGE,
+        learned="the difference of the two answers",
     ),
     "unpaired-preference": FormatSpec(
-        {"prompt": "prompt", "completion": "completion", "label": "label"}, {"tools": "tools"}, _MESSAGE
+        {"prompt": "prompt", "completion": "completion", "label": "label"},
+        {"tools": "tools"},
+        _MESSAGE,
+        learned="the completions, by their labels",
     ),
 }
 
@@ -66,20 +74,10 @@ def raw_files(source: Path) -> list[Path]:
     """Return ``source``, or every file below a folder; hidden ones, such as those of git, are left out."""
     if not source.is_dir():
         return [source]
-    return [
-        path
-        for path in sorted(source.rglob("*"))
-        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(source).parts)
-    ]
+    found = [path for path in sorted(source.rglob("*")) if path.is_file()]
+    return [path for path in found if not any(part.startswith(".") for part in path.relative_to(source).parts)]
 
 
 def data_files(folder: Path) -> list[Path]:
     """Return the data files below ``folder`` in reading order, without hidden ones and descriptions of a data set."""
-    return [
-        path
-        for path in sorted(folder.rglob("*"))
-        if data_kind(path.name)
-        and path.is_file()
-        and path.name not in _DESCRIPTIONS
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    ]
+    return [path for path in raw_files(folder) if data_kind(path.name) and path.name not in _DESCRIPTIONS]

@@ -5,8 +5,9 @@ key by key; a list replaces a list. Each value keeps its origin, for messages an
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from shardmake.config.checks import run_before
@@ -48,8 +49,8 @@ class ResolvedRun:
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[Path, Origin] = field(default_factory=dict)
 
-    def take(self, values: Mapping[str, Any], origin: Origin) -> None:
-        """Replace values by ``values``, section by section."""
+    def take(self, values: Mapping[str, Any], origin: Callable[[Path], Origin]) -> None:
+        """Replace values by ``values``, section by section; ``origin`` returns the place of a value."""
         for path, value in leaves(values):
             section = _section(self.values, path[:-1])
             if value == {} and isinstance(section.get(path[-1]), dict):
@@ -57,7 +58,7 @@ class ResolvedRun:
             section[path[-1]] = copy.deepcopy(value)
             for other in [other for other in self.origins if _related(other, path)]:
                 del self.origins[other]
-            self.origins[path] = origin
+            self.origins[path] = origin(path)
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class _Resolver:
         sweeps[str(name)] = list(points)
         for point, changes in points.items():
             run = self._plain(name)
-            run.take(changes, Origin(f"runs.{name}.{SWEEP}", self._file(("runs", name, SWEEP))))
+            run.take(changes, lambda _: self._origin(("runs", name, SWEEP), ()))
             yield point, run
 
     def _plain(self, name: Any) -> ResolvedRun:
@@ -130,9 +131,11 @@ class _Resolver:
             if not isinstance(section, Mapping):
                 continue
             values = {key: value for key, value in section.items() if place == (DEFAULTS,) or key not in (BASE, SWEEP)}
-            for path, value in leaves(values):
-                run.take(_nested(path, value), Origin(".".join(map(str, place)), self._file((*place, *path))))
+            run.take(values, partial(self._origin, place))
         return run
+
+    def _origin(self, place: Path, path: Path) -> Origin:
+        return Origin(".".join(map(str, place)), self._file((*place, *path)))
 
     def _bases(self, name: Any) -> list[Any]:
         """Return the runs whose values ``name`` has, itself last."""
@@ -201,13 +204,6 @@ def leaves(values: Mapping[Any, Any], before: Path = ()) -> Iterator[tuple[Path,
             yield from leaves(value, (*before, key))
         else:
             yield (*before, key), value
-
-
-def _nested(path: Path, value: Any) -> dict[Any, Any]:
-    for key in reversed(path):
-        value = {key: value}
-    nested: dict[Any, Any] = value
-    return nested
 
 
 def _section(values: dict[Any, Any], path: Path) -> dict[Any, Any]:

@@ -312,7 +312,19 @@ class Lora(Section):
     )
 
 
-class Referenced(Section):
+class ObjectiveSection(Section):
+    """The settings of an objective."""
+
+    def describe(self) -> str:
+        """Return the settings as a part of a sentence, after "with"."""
+        raise NotImplementedError
+
+    def trl_arguments(self) -> dict[str, Any]:
+        """Return the settings as keyword arguments of TRL's class of training arguments."""
+        return self.model_dump()
+
+
+class Referenced(ObjectiveSection):
     """An objective that compares the trained model with a reference."""
 
     beta: Annotated[float, Field(gt=0, le=1000), AsNumber] = Field(
@@ -324,6 +336,20 @@ class Referenced(Section):
         "before the first step, and its log-probabilities are kept in a file. Training then holds no second model.",
     )
 
+    @property
+    def is_precomputed(self) -> bool:
+        """Return whether the reference runs once, before the first step."""
+        return self.reference == "precomputed"
+
+    def describe_reference(self) -> str:
+        """Return the reference as a clause."""
+        once = ", which ran once before the first step" if self.is_precomputed else ""
+        return f"the reference is the base model{once}"
+
+    def trl_arguments(self) -> dict[str, Any]:
+        """Return the arguments of TRL's class; it has a switch for the reference."""
+        return {**self.model_dump(exclude={"reference"}), "precompute_ref_log_probs": self.is_precomputed}
+
 
 class Dpo(Referenced):
     """Direct preference optimization, for `objective: dpo`, with the names and defaults of TRL's `DPOConfig`."""
@@ -333,6 +359,10 @@ class Dpo(Referenced):
         description="Losses that are added up. Only those of TRL's that are a mean over pairs, so that the result does "
         "not depend on the micro batch.",
     )
+
+    def describe(self) -> str:
+        """Return beta, loss and reference."""
+        return f"beta {self.beta:g} and the loss {' + '.join(self.loss_type)}; {self.describe_reference()}"
 
 
 class Kto(Referenced):
@@ -347,8 +377,15 @@ class Kto(Referenced):
         "recommend, all desirable completions together weigh 1 to 4/3 times as much as the undesirable ones.",
     )
 
+    def describe(self) -> str:
+        """Return beta, weights and reference."""
+        return (
+            f"beta {self.beta:g}, desirable weight {self.desirable_weight:g} and undesirable weight "
+            f"{self.undesirable_weight:g}; {self.describe_reference()}"
+        )
 
-class Reward(Section):
+
+class Reward(ObjectiveSection):
     """Reward modelling, for `objective: reward`, with the names and defaults of TRL's `RewardConfig`."""
 
     center_rewards_coefficient: Annotated[float, Field(gt=0, le=1000), AsNumber] | None = Field(
@@ -357,8 +394,15 @@ class Reward(Section):
         "TRL recommends 0.01. Without it, nothing does.",
     )
 
+    def describe(self) -> str:
+        """Return what the loss has beside the difference of the rewards."""
+        weight = self.center_rewards_coefficient
+        return (
+            "rewards that are not centered" if weight is None else f"rewards centered with the coefficient {weight:g}"
+        )
 
-OBJECTIVE_SECTIONS: Final[dict[str, type[Section]]] = {"dpo": Dpo, "kto": Kto, "reward": Reward}
+
+OBJECTIVE_SECTIONS: Final[dict[str, type[ObjectiveSection]]] = {"dpo": Dpo, "kto": Kto, "reward": Reward}
 """The section of each objective that has settings."""
 
 
@@ -405,7 +449,9 @@ class Service(Section):
         "ready when its port accepts connections.",
         examples=["/health"],
     )
-    start_seconds: Seconds = Field(1800, description="Time limit of the service's start, after which the job fails.")
+    start_seconds: Seconds = Field(
+        1800, validate_default=True, description="Time limit of the service's start, after which the job fails."
+    )
 
     @field_validator("health")
     @classmethod
@@ -664,7 +710,7 @@ class Run(Section):
         return METHODS[self.method]
 
     @property
-    def objective_settings(self) -> Section | None:
+    def objective_settings(self) -> ObjectiveSection | None:
         """Return the section of the run's objective, with the defaults if it is left out; None if it has none."""
         kind = OBJECTIVE_SECTIONS.get(self.objective)
         return None if kind is None else getattr(self, self.objective) or kind()

@@ -57,15 +57,11 @@ def _shards_evenly(spec: StrategySpec) -> bool:
     return not (spec.uses_nvme or spec.hpz or spec.hybrid)
 
 
-_PREFERENCE: Final[DataFormat] = "preference"
-_UNPAIRED: Final[DataFormat] = "unpaired-preference"
 OBJECTIVES: Final = {
-    "sft": ObjectiveSpec(
-        "supervised fine-tuning", tuple(name for name in FORMATS if name not in (_PREFERENCE, _UNPAIRED))
-    ),
+    "sft": ObjectiveSpec("supervised fine-tuning", tuple(name for name, spec in FORMATS.items() if not spec.learned)),
     "dpo": ObjectiveSpec(
         "direct preference optimization",
-        (_PREFERENCE,),
+        ("preference",),
         trl="DPO",
         sequences=2,
         has_reference=True,
@@ -74,7 +70,7 @@ OBJECTIVES: Final = {
     ),
     "kto": ObjectiveSpec(
         "Kahneman-Tversky optimization",
-        (_UNPAIRED,),
+        ("unpaired-preference",),
         trl="KTO",
         has_reference=True,
         forwards=2,
@@ -84,7 +80,7 @@ OBJECTIVES: Final = {
     ),
     "reward": ObjectiveSpec(
         "reward modelling",
-        (_PREFERENCE,),
+        ("preference",),
         trl="Reward",
         sequences=2,
         new_head="score",

@@ -25,11 +25,10 @@ def note_origins(lines: Sequence[str], origins: Mapping[Any, Mapping[Path, Origi
         note = "" if run is None else _note(str(run), below, message, origins[run])
         identity = (below, message, note) if note else (line,)
         found.setdefault(identity, []).append(f"{line}{note}")
-    return [group[0] + (f" It is also in {_others(len(group) - 1)}." if group[1:] else "") for group in found.values()]
-
-
-def _others(count: int) -> str:
-    return "another run" if count == 1 else f"{count} other runs"
+    others = {1: "", 2: " It is also in another run."}
+    return [
+        lines[0] + others.get(len(lines), f" It is also in {len(lines) - 1} other runs.") for lines in found.values()
+    ]
 
 
 def _split(key: str, origins: Mapping[Any, Any]) -> tuple[Any, str]:

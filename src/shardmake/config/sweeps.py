@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any, Final
 
+from shardmake.core.nested import overlay
+
 SHORT: Final = {
     "learning_rate": "lr",
     "seed": "s",
@@ -39,7 +41,7 @@ def expand_sweep(name: str, sweep: Any) -> dict[str, dict[str, Any]]:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise ValueError(f"two points have the name {twice[0]!r}. Remove one of them")
-    return {name: _nested(point) for name, point in zip(names, points, strict=True)}
+    return {name: overlay({}, point) for name, point in zip(names, points, strict=True)}
 
 
 def _points(sweep: Any) -> Iterator[dict[str, Any]]:
@@ -76,17 +78,6 @@ def _flat(values: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, An
             yield from _flat(value, f"{before}{key}.")
         else:
             yield f"{before}{key}", value
-
-
-def _nested(point: Mapping[str, Any]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key, value in point.items():
-        section = values
-        *outer, last = key.split(".")
-        for part in outer:
-            section = section.setdefault(part, {})
-        section[last] = value
-    return values
 
 
 def _tag(key: str, value: Any) -> str:

@@ -15,7 +15,6 @@ from shardmake.config.deepspeed_keys import (
     KeyRule,
     find_rule,
     is_removed_optimizer,
-    planned,
     taken,
 )
 from shardmake.config.settings import ACCELERATE_STOPS, ARGUMENTS_WIN, FILE_WINS, FSDP1_ONLY, SETTINGS, WRAPPED
@@ -41,17 +40,19 @@ ACCELERATE_KEYS: Final[dict[str, KeyRule]] = {
         for row in SETTINGS.values()
         for key in row.accelerate
     },
-    **planned(
-        FILE_WINS, "compute_environment", "main_training_function", "deepspeed_config.deepspeed_multinode_launcher",
-        "parallelism_config.*",
+    **taken(
+        "planned", FILE_WINS, "compute_environment", "main_training_function",
+        "deepspeed_config.deepspeed_multinode_launcher", "parallelism_config.*",
     ),
-    **planned(
-        "The command line would have won. To use that file, name it in the run.",
+    **taken(
+        "planned", "The command line would have won. To use that file, name it in the run.",
         "deepspeed_config.deepspeed_config_file",
     ),
-    **planned(ARGUMENTS_WIN, "fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_cpu_ram_efficient_loading"),
-    **planned(WRAPPED, "fsdp_config.fsdp_auto_wrap_policy"),
-    **planned(FSDP1_ONLY, "fsdp_config.fsdp_forward_prefetch", "fsdp_config.fsdp_sync_module_states"),
+    **taken(
+        "planned", ARGUMENTS_WIN, "fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_cpu_ram_efficient_loading",
+    ),
+    **taken("planned", WRAPPED, "fsdp_config.fsdp_auto_wrap_policy"),
+    **taken("planned", FSDP1_ONLY, "fsdp_config.fsdp_forward_prefetch", "fsdp_config.fsdp_sync_module_states"),
     **taken(
         "unused", "The command line of the launch sets it.", "machine_rank", "main_process_ip", "main_process_port",
     ),

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -28,11 +28,10 @@ SIGNS: Final[dict[Kind, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class UserFile:
-    """One file of the user's, as text and as the library reads it."""
+    """One file of the user's, as the library reads it."""
 
     kind: Kind
     name: str
-    text: str
     values: dict[str, Any]
 
     def section(self, key: str) -> Mapping[str, Any]:
@@ -47,11 +46,11 @@ class UserFiles:
 
     deepspeed: UserFile | None = None
     accelerate: UserFile | None = None
-    found: tuple[UserFile, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
-        found = tuple(file for file in (self.deepspeed, self.accelerate) if file is not None)
-        object.__setattr__(self, "found", found)
+    @property
+    def found(self) -> tuple[UserFile, ...]:
+        """Return the files that there are."""
+        return tuple(file for file in (self.deepspeed, self.accelerate) if file is not None)
 
 
 def read_user_files(run: Run) -> UserFiles:
@@ -73,7 +72,7 @@ def read_user_file(kind: Kind, run: Run) -> UserFile | None:
         raise ConfigError(
             f"{kind}_config: {name} looks like {TITLES[other]}. Name it under {other}_config, or name {TITLES[kind]}."
         )
-    return UserFile(kind, name, path.read_text(), values)
+    return UserFile(kind, name, values)
 
 
 def _read_json(key: str, path: Path) -> Any:

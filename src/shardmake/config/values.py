@@ -145,14 +145,13 @@ def with_run_name(name: Any, run: Any) -> Any:
     push = run.get("push") if isinstance(run, dict) else None
     if not isinstance(push, dict):
         return run
-    to = push.get("to")
-    if isinstance(to, str):
-        named: Any = to.replace(RUN, str(name))
-    elif isinstance(to, list):
-        named = [one.replace(RUN, str(name)) if isinstance(one, str) else one for one in to]
-    else:
-        return run
-    return {**run, "push": {**push, "to": named}}
+
+    def named(to: Any) -> Any:
+        if isinstance(to, list):
+            return [named(one) for one in to]
+        return to.replace(RUN, str(name)) if isinstance(to, str) else to
+
+    return {**run, "push": {key: named(value) if key == "to" else value for key, value in push.items()}}
 
 
 AsNumber = BeforeValidator(_number)

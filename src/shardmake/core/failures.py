@@ -13,6 +13,13 @@ from shardmake.core.errors import DiskFullError, ShardmakeError
 from shardmake.core.secrets import redact
 
 LOGS: Final = Path("logs")
+FULL_GPU: Final = (
+    r"OutOfMemoryError|(CUDA|HIP|driver)\]?( error)?:? out of memory|failure \d* ?'out of memory'"
+    r"|Failed to CUDA (c|m)alloc|(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED|NVML_SUCCESS == r"
+    r"|_STATUS_\w+,? when calling .?cu[a-zA-Z]+Create\b|CUDNN_STATUS_NOT_INITIALIZED"
+    r"|(CUDA|HIP)_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory"
+)
+"""Regular expression that is searched in ``CLASS: message``."""
 _FREE_SPACE: Final = "Free some space (`shardmake clean` lists removable files), and run the command again."
 _CHECK_OWNER: Final = "Check its owner and mode (`ls -ld`), or use a folder of your own."
 _CHECK_PATH: Final = "Check the path and the working directory."
@@ -21,10 +28,7 @@ _REASONS: Final[dict[int, tuple[str, str]]] = {
     errno.EDQUOT: ("Your disk quota is used up.", _FREE_SPACE),
     errno.EROFS: ("Its file system is read-only.", "Use a folder that you can write to."),
     errno.EACCES: ("Permission was denied.", _CHECK_OWNER),
-    errno.EPERM: (
-        "The operation is not permitted.",
-        "Check its owner and mode (`ls -ld`), or use a folder of your own.",
-    ),
+    errno.EPERM: ("The operation is not permitted.", _CHECK_OWNER),
     errno.ENOENT: ("It does not exist.", _CHECK_PATH),
     errno.ENOTDIR: ("A part of the path is a file and not a folder.", _CHECK_PATH),
     errno.EISDIR: ("It is a folder and not a file.", _CHECK_PATH),
@@ -67,6 +71,11 @@ def _sentence(error: OSError) -> str:
     """Return the library's or the operating system's own text."""
     text = str(error.strerror or error).strip() or type(error).__name__
     return f"{text}{'' if text.endswith('.') else '.'} Check the place that it names, and run the command again."
+
+
+def is_full_gpu(error: BaseException) -> bool:
+    """Return whether ``error`` reports that the memory of the GPU is full."""
+    return re.search(FULL_GPU, f"{type(error).__name__}: {error}") is not None
 
 
 def explain_decode_error(error: UnicodeDecodeError) -> ShardmakeError:

@@ -2,15 +2,20 @@
 
 import hashlib
 import logging
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from json import JSONDecodeError
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardmake.core.errors import HubError, ShardmakeError
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import RepoFile
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -36,6 +41,28 @@ def cached_snapshot(repository: str, revision: str | None) -> Path | None:
         return Path(snapshot_download(repository, revision=revision, local_files_only=True))
     except LocalEntryNotFoundError:
         return None
+
+
+def connect() -> "HfApi":
+    """Return the hub's client, with the user's token if there is one."""
+    from huggingface_hub import HfApi
+
+    return HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+
+
+def commit_of(api: "HfApi", repository: str, revision: str | None, *, kind: str = "model") -> str:
+    """Return the commit of a revision of a repository."""
+    commit = api.repo_info(repository, revision=revision, repo_type=kind).sha
+    assert commit is not None, "the hub names the commit of every revision"
+    return commit
+
+
+def list_files(api: "HfApi", repository: str, commit: str) -> dict[str, "RepoFile"]:
+    """Return the files of a model's repository by their paths."""
+    from huggingface_hub.hf_api import RepoFile
+
+    tree = api.list_repo_tree(repository, recursive=True, revision=commit)
+    return {entry.path: entry for entry in tree if isinstance(entry, RepoFile)}
 
 
 def git_object_id(path: Path) -> str:

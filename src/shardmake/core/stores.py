@@ -1,8 +1,19 @@
 """Places that fsspec reaches by a URL: object stores (``s3://bucket/prefix``, ``gs://``), ``sftp://``, ``https://``."""
 
+import errno
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
 
-from shardmake.core.errors import nearest
+from shardmake.core.errors import ShardmakeError, nearest
+from shardmake.core.hub import first_line
+from shardmake.core.secrets import redact
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+Cause = Literal["permission", "full", "missing", "other"]
 
 
 def is_url(name: str) -> bool:
@@ -23,7 +34,7 @@ def protocol_problem(url: str) -> str:
             "Use a protocol of fsspec, such as s3://, gs:// or sftp://."
         )
     except ImportError as error:
-        return f"{error}. {missing_package(protocol)}"
+        return f"{error}. {_missing_package(protocol)}"
     return ""
 
 
@@ -35,6 +46,43 @@ def takes_login(url: str) -> bool:
     return bool({"user", "username"} & system._get_kwargs_from_urls(url).keys())
 
 
-def missing_package(protocol: str) -> str:
-    """Return what to do if the package of ``protocol`` is not installed."""
+def open_store(url: str) -> "tuple[AbstractFileSystem, str]":
+    """Return the file system of ``url`` and the path on it; it lists what is there now."""
+    import fsspec
+
+    files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    files.invalidate_cache()
+    return files, root
+
+
+@contextmanager
+def explain_store_errors(
+    action: str, url: str, kind: type[ShardmakeError], advice: Mapping[Cause, str]
+) -> Iterator[None]:
+    """Turn any error of an ``action`` into one of ``kind``; fsspec's file systems share no error classes.
+
+    ``advice`` is by cause; that for ``other`` is also for a cause that it lacks.
+    """
+    try:
+        yield
+    except ShardmakeError:
+        raise
+    except ImportError as error:
+        todo = _missing_package(url.partition("://")[0])
+        raise kind(f"{action} {url} failed: {redact(first_line(error))}\n{todo}") from error
+    except Exception as error:
+        todo = advice.get(_cause(error), advice["other"])
+        raise kind(f"{action} {url} failed: {redact(first_line(error))}\n{todo}") from error
+
+
+def _cause(error: Exception) -> Cause:
+    text = str(error).lower()
+    if isinstance(error, PermissionError) or "credentials" in text:
+        return "permission"
+    if "quota" in text or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        return "full"
+    return "missing" if isinstance(error, FileNotFoundError) else "other"
+
+
+def _missing_package(protocol: str) -> str:
     return f"Install the package that fsspec needs for {protocol}:// (for s3:// it is s3fs)."

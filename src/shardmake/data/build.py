@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 from shardmake.config.models import Run, TrainSource
 from shardmake.data.encode import Encoder
 from shardmake.data.examples import (
-    FIRST_ROWS,
     Part,
     check_divisible,
     check_learned,
     check_vocabulary,
     encode_rows,
-    has_own_layout,
-    in_reading_order,
     make_encoder,
 )
 from shardmake.data.packing import (
@@ -29,7 +26,7 @@ from shardmake.data.packing import (
     sort_places,
     token_digests,
 )
-from shardmake.data.sources import Source, file_record, read
+from shardmake.data.sources import FIRST_ROWS, Source, file_record, open_row, read
 
 if TYPE_CHECKING:
     import datasets
@@ -122,7 +119,7 @@ class _Encoded:
 
 
 def build(
-    run: Run, tokenizer: "PreTrainedTokenizerBase", parts: Mapping[str, list[Part]], work: Path, cpus: int
+    run: Run, tokenizer: "PreTrainedTokenizerBase", parts: Sequence[Part], work: Path, cpus: int
 ) -> dict[str, Any]:
     """Write both splits into ``work`` and return their entries of the receipt; ``parts`` are those of `locate_parts`.
 
@@ -145,22 +142,22 @@ def build(
         "data_format": encoder.layout.format,
         "columns": dict(encoder.layout.columns),
         "loss_on_assistant": encoder.assistant_only,
-        "repeated": count_repeated(*(_digests(encoded[split]) for split in ("eval", "train"))) if parts["train"] else 0,
+        "repeated": count_repeated(_digests(encoded["eval"]), _digests(encoded["train"])),
         **results,
     }
 
 
 def _encode_all(
-    run: Run, tokenizer: "PreTrainedTokenizerBase", parts: Mapping[str, list[Part]], work: Path, cpus: int
+    run: Run, tokenizer: "PreTrainedTokenizerBase", parts: Sequence[Part], work: Path, cpus: int
 ) -> dict[str, list[_Encoded]]:
     found: dict[str, list[_Encoded]] = {"train": [], "eval": []}
     encoders: list[Encoder] = []
-    for number, (split, part) in enumerate(in_reading_order(parts)):
-        rows = read(part.source, work / "cache" / f"{split}-{number}")
-        if has_own_layout(split, part, parts):
-            first = [rows[i] for i in range(min(FIRST_ROWS, len(rows)))]
-            encoders.append(make_encoder(part.run, tokenizer, part.source, first))
-        splits = {split: rows} if parts["eval"] else _split_off_evaluation(rows, part.run)
+    for number, part in enumerate(parts):
+        rows = read(part.source, work / "cache" / f"{part.split}-{number}")
+        if part.has_own_layout:
+            first = [open_row(rows[i], part.source) for i in range(min(FIRST_ROWS, len(rows)))]
+            encoders.append(make_encoder(part, tokenizer, first))
+        splits = {part.split: rows} if parts[-1].split == "eval" else _split_off_evaluation(rows, part.run)
         for name, chosen in splits.items():
             if name == "train":
                 chosen = limited(chosen, run.data.sources[number].limit, run.seed)
@@ -222,8 +219,8 @@ def _encode(rows: "datasets.Dataset", settings: Mapping[str, Any], cache_file: P
 
 
 def _encode_batch(batch: Mapping[str, list[Any]], *, encoder: Encoder, length: int, source: Source) -> dict[str, Any]:
-    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-    return encode_rows(rows, encoder, length, source)
+    rows = (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
+    return encode_rows((open_row(row, source) for row in rows), encoder, length)
 
 
 def _outcomes(parts: Sequence[_Encoded]) -> dict[str, Any]:
@@ -235,7 +232,7 @@ def _outcomes(parts: Sequence[_Encoded]) -> dict[str, Any]:
 def _digests(parts: Sequence[_Encoded]) -> "np.ndarray":
     import numpy as np
 
-    return np.concatenate([token_digests(part.examples) for part in parts])
+    return np.concatenate([np.empty(0, np.uint64), *(token_digests(part.examples) for part in parts)])
 
 
 def _training_sequences(

@@ -4,15 +4,11 @@ from pathlib import Path
 
 from shardmake.config.models import Run
 from shardmake.data.examples import (
-    FIRST_ROWS,
-    Part,
     check_divisible,
     check_learned,
     check_vocabulary,
     encode_rows,
     first_of,
-    has_own_layout,
-    in_reading_order,
     load_tokenizer,
     locate_parts,
     make_encoder,
@@ -21,7 +17,7 @@ from shardmake.data.examples import (
 from shardmake.data.layout import Layout
 from shardmake.data.packing import NAMED, count_outcomes
 from shardmake.data.raw import files_of_raw
-from shardmake.data.sources import text_examples
+from shardmake.data.sources import FIRST_ROWS, text_examples
 
 
 def check_sources(run: Run) -> None:
@@ -31,16 +27,13 @@ def check_sources(run: Run) -> None:
     """
     if run.data.is_raw:
         files_of_raw(Path(run.data.sources[0].source))
-    parts = locate_parts(run)
-    layouts = [_layout(part) for part in parts["train"]]
-    evaluated = [_layout(part) if has_own_layout("eval", part, parts) else layouts[0] for part in parts["eval"]]
-    for part, layout in zip((*parts["train"], *parts["eval"]), (*layouts, *evaluated), strict=True):
-        for example, place in text_examples(part.source):
-            layout.standardize(example, place)
-
-
-def _layout(part: Part) -> Layout:
-    return recognize_layout(part.run, part.source, first_of(part.source, FIRST_ROWS))
+    parts, layouts = locate_parts(run), list[Layout]()
+    for part in parts:
+        own = part.has_own_layout
+        layouts.append(recognize_layout(part, first_of(part.source, FIRST_ROWS)) if own else layouts[0])
+    for part, layout in zip(parts, layouts, strict=True):
+        for row in text_examples(part.source):
+            layout.standardize(row.example, row.place)
 
 
 def check_first_rows(run: Run, limit: int = FIRST_ROWS) -> Layout:
@@ -51,18 +44,18 @@ def check_first_rows(run: Run, limit: int = FIRST_ROWS) -> Layout:
     """
     tokenizer, parts = load_tokenizer(run), locate_parts(run)
     encoders, largest = [], 0
-    for split, part in in_reading_order(parts):
+    for part in parts:
         rows = first_of(part.source, limit)
-        if not parts["eval"]:
+        if parts[-1].split == "train":
             check_divisible(len(rows), part.run)
-        if has_own_layout(split, part, parts):
-            encoders.append(make_encoder(part.run, tokenizer, part.source, rows))
-        encoded = encode_rows(rows, encoders[-1], run.sequence_length, part.source)
+        if part.has_own_layout:
+            encoders.append(make_encoder(part, tokenizer, rows))
+        encoded = encode_rows(rows, encoders[-1], run.sequence_length)
         token_lists = [ids for name in ("input_ids", "rejected_ids", "cut_ids") for ids in encoded.get(name, [])]
         largest = max([largest, *(max(ids) for ids in token_lists if ids)])
         dropped = [place for place in encoded["dropped"] if place]
         if len(rows) < limit or len(dropped) < limit:  # else later rows may have something to learn
             outcomes = count_outcomes(encoded["outcome"])
-            check_learned(f"first rows of the {split}", outcomes, dropped[:NAMED], encoders[-1])
+            check_learned(f"first rows of the {part.split}", outcomes, dropped[:NAMED], encoders[-1])
     check_vocabulary(run, largest)
     return encoders[0].layout

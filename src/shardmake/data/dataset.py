@@ -12,7 +12,7 @@ the sequence, some ignore them. No attribute of a model states this, so `check_i
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import torch
 from torch.nn.functional import pad
@@ -27,16 +27,26 @@ IGNORED = -100
 Item = dict[str, torch.Tensor]
 
 
-class Sequences(Dataset[Item]):
-    """The sequences in ``folder``, mapped from disk; each has one example, or several with packing."""
+class _Split(Dataset[Any]):
+    """One split of the data that `shardmake.data.prepare` wrote to ``folder``, mapped from disk."""
 
-    def __init__(self, folder: Path) -> None:
+    library: ClassVar[str | None] = None
+    """Library whose arrays hold the values of a row; None: lists."""
+
+    def __init__(self, folder: Path, split: Literal["train", "eval"]) -> None:
         import datasets
 
-        self._rows = datasets.load_from_disk(str(folder)).with_format("numpy")
+        DataReceipt.read(folder / DATA_RECEIPT)
+        self._rows = datasets.load_from_disk(str(folder / split)).with_format(self.library)
 
     def __len__(self) -> int:
         return len(self._rows)
+
+
+class Sequences(_Split):
+    """The sequences of one split; each has one example, or several with packing."""
+
+    library = "numpy"
 
     def lengths(self) -> list[int]:
         """Return the tokens of each sequence."""
@@ -52,12 +62,6 @@ class Sequences(Dataset[Item]):
         learned = torch.from_numpy(row["loss_mask"])
         positions = torch.cat([torch.arange(int(length)) for length in row["seq_lengths"]])
         return {"input_ids": ids, "labels": ids.where(learned, IGNORED), "position_ids": positions}
-
-
-def load(folder: Path, split: Literal["train", "eval"]) -> Sequences:
-    """Load one split of the data that `shardmake.data.prepare` wrote to ``folder``."""
-    DataReceipt.read(folder / DATA_RECEIPT)
-    return Sequences(folder / split)
 
 
 @dataclass(frozen=True)
@@ -154,104 +158,31 @@ def _logits_of_second(model: torch.nn.Module, collator: Collator, first: int, de
     return logits.reshape(2, _LENGTH, -1)[:, _BOUNDARY:]
 
 
-Pair = dict[str, list[int]]
+Answered = dict[str, Any]
+"""A prompt and its answers as token ids, under TRL's names."""
 
 
-class Pairs(Dataset[Pair]):
-    """The pairs of one split of the data in ``folder``, mapped from disk."""
-
-    def __init__(self, folder: Path, split: Literal["train", "eval"]) -> None:
-        import datasets
-
-        DataReceipt.read(folder / DATA_RECEIPT)
-        self._rows = datasets.load_from_disk(str(folder / split))
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Pair:
-        """Return the token ids of one pair under TRL's names: ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``."""
-        row = self._rows[index]
-        ids, start = row["input_ids"], row["loss_mask"].index(True)
-        return {"prompt_ids": ids[:start], "chosen_ids": ids[start:], "rejected_ids": row["rejected_ids"]}
-
-
-@dataclass(frozen=True)
-class RewardCollator:
-    """Makes TRL's batches of prompts with answers: all chosen ones, then all rejected ones, padded on the right."""
-
-    pad_token_id: int
-
-    @classmethod
-    def of(cls, folder: Path) -> "RewardCollator":
-        """Return the collator for the data in ``folder``."""
-        return cls(DataReceipt.read(folder / DATA_RECEIPT).pad_token_id)
-
-    def __call__(self, pairs: Sequence[Pair]) -> dict[str, Any]:
-        """Return ``input_ids`` and ``attention_mask``, each of shape [2 x pairs, tokens]."""
-        from trl.trainer.reward_trainer import DataCollatorForPreference
-
-        answers = ("chosen_ids", "rejected_ids")
-        whole = [{answer: [*pair["prompt_ids"], *pair[answer]] for answer in answers} for pair in pairs]
-        batch: dict[str, Any] = DataCollatorForPreference(self.pad_token_id)(whole)
-        return batch
-
-
-@dataclass(frozen=True)
-class PairCollator:
-    """Makes TRL's batches: all chosen answers, then all rejected ones, padded on the right to the longest of both."""
-
-    sequence_length: int
-    pad_token_id: int
-
-    @classmethod
-    def of(cls, folder: Path) -> "PairCollator":
-        """Return the collator for the data in ``folder``."""
-        receipt = DataReceipt.read(folder / DATA_RECEIPT)
-        return cls(receipt.settings.sequence_length, receipt.pad_token_id)
-
-    def __call__(self, pairs: Sequence[Pair]) -> dict[str, Any]:
-        """Return ``input_ids``, ``attention_mask`` and ``completion_mask``, each of shape [2 x pairs, tokens]."""
-        from trl.trainer.dpo_trainer import DataCollatorForPreference
-
-        batch: dict[str, Any] = DataCollatorForPreference(self.pad_token_id, self.sequence_length)(list(pairs))
-        return batch
-
-
-Completion = dict[str, Any]
-
-
-class Completions(Dataset[Completion]):
-    """The completions of one split of the data in ``folder``, mapped from disk."""
-
-    def __init__(self, folder: Path, split: Literal["train", "eval"]) -> None:
-        import datasets
-
-        DataReceipt.read(folder / DATA_RECEIPT)
-        self._rows = datasets.load_from_disk(str(folder / split))
-
-    def __len__(self) -> int:
-        return len(self._rows)
+class Preferences(_Split):
+    """The pairs, or the completions with labels, of one split."""
 
     def labels(self) -> list[bool]:
-        """Return the label of each example."""
+        """Return the label of each completion."""
         return list(self._rows["label"])
 
-    def __getitem__(self, index: int) -> Completion:
-        """Return ``prompt_ids`` and ``completion_ids`` of one example, and ``label``: True for a desirable one.
+    def __getitem__(self, index: int) -> Answered:
+        """Return ``prompt_ids``, and ``chosen_ids`` and ``rejected_ids``, or ``completion_ids`` and ``label``.
 
         Prompt and completion may be longer than a sequence: batches are cut when each prompt has its completion.
         """
         row = self._rows[index]
-        ids, start = row["input_ids"], row["loss_mask"].index(True)
-        return {
-            "prompt_ids": ids[:start],
-            "completion_ids": [*ids[start:], *row["cut_ids"]],
-            "label": row["label"],
-        }
+        start = row["loss_mask"].index(True)
+        prompt, answer = row["input_ids"][:start], row["input_ids"][start:]
+        if "label" in row:
+            return {"prompt_ids": prompt, "completion_ids": [*answer, *row["cut_ids"]], "label": row["label"]}
+        return {"prompt_ids": prompt, "chosen_ids": answer, "rejected_ids": row["rejected_ids"]}
 
 
-class WithMismatched(Dataset[Completion]):
+class WithMismatched(Dataset[Answered]):
     """Completions, in which each prompt also has the completion of the example before it in its block.
 
     The first prompt of a block has that of its last example. The KL divergence is estimated from these mismatched
@@ -265,7 +196,7 @@ class WithMismatched(Dataset[Completion]):
     def __len__(self) -> int:
         return len(self.completions)
 
-    def __getitem__(self, index: int) -> Completion:
+    def __getitem__(self, index: int) -> Answered:
         """Return example ``index``, and ``KL_completion_ids``."""
         end = min(index - index % self.size + self.size, len(self))
         other = self.completions[(index if index % self.size else end) - 1]
@@ -273,29 +204,51 @@ class WithMismatched(Dataset[Completion]):
 
 
 @dataclass(frozen=True)
-class UnpairedCollator:
-    """Makes TRL's batches of examples with mismatched completions."""
+class PreferenceCollator:
+    """Makes TRL's batches for an objective, padded on the right to the longest sequence.
 
+    They have ``input_ids`` and ``attention_mask`` of shape [sequences, tokens], and all but those of a reward model are
+    cut to ``sequence_length`` and have ``completion_mask``. Pairs: all chosen answers, then all rejected ones. With
+    labels: the same three of the mismatched completions, with ``KL_`` before their names, and ``label`` [examples].
+    """
+
+    objective: str
     sequence_length: int
     pad_token_id: int
 
     @classmethod
-    def of(cls, folder: Path) -> "UnpairedCollator":
+    def of(cls, folder: Path, objective: str) -> "PreferenceCollator":
         """Return the collator for the data in ``folder``."""
         receipt = DataReceipt.read(folder / DATA_RECEIPT)
-        return cls(receipt.settings.sequence_length, receipt.pad_token_id)
+        return cls(objective, receipt.settings.sequence_length, receipt.pad_token_id)
 
-    def __call__(self, examples: Sequence[Completion]) -> dict[str, Any]:
-        """Return ``input_ids``, ``attention_mask`` and ``completion_mask``, each of shape [examples, tokens].
-
-        There are the same three of the mismatched completions, with ``KL_`` before their names, and ``label``, of shape
-        [examples]. Sequences are cut to ``sequence_length`` and padded on the right to the longest one.
-        """
-        from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
-
-        collate = DataCollatorForUnpairedPreference(self.pad_token_id, self.sequence_length)
-        batch: dict[str, Any] = collate(list(examples))
+    def __call__(self, examples: Sequence[Answered]) -> dict[str, Any]:
+        """Return the batch of ``examples``."""
+        batch: dict[str, Any] = _TRL_BATCHES[self.objective](self, list(examples))
         return batch
+
+
+def _batch_of_pairs(collator: PreferenceCollator, pairs: list[Answered]) -> Any:
+    from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+    return DataCollatorForPreference(collator.pad_token_id, collator.sequence_length)(pairs)
+
+
+def _batch_of_completions(collator: PreferenceCollator, examples: list[Answered]) -> Any:
+    from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
+
+    return DataCollatorForUnpairedPreference(collator.pad_token_id, collator.sequence_length)(examples)
+
+
+def _batch_of_conversations(collator: PreferenceCollator, pairs: list[Answered]) -> Any:
+    from trl.trainer.reward_trainer import DataCollatorForPreference
+
+    answers = ("chosen_ids", "rejected_ids")
+    whole = [{answer: [*pair["prompt_ids"], *pair[answer]] for answer in answers} for pair in pairs]
+    return DataCollatorForPreference(collator.pad_token_id)(whole)
+
+
+_TRL_BATCHES: Final = {"dpo": _batch_of_pairs, "kto": _batch_of_completions, "reward": _batch_of_conversations}
 
 
 # Batches of a rank that shares its sequences with others: each rank gets a part of every row.

@@ -58,11 +58,11 @@ class Encoder:
         if "messages" in example:
             return self._chat(example["messages"], 0, example.get("tools"), place)
         if "chosen" in example:
-            pair = self._pair(example, place)
-            return [*pair.prompt, *pair.chosen], [False] * len(pair.prompt) + [True] * len(pair.chosen)
+            start, (answer, _) = self._answered(example, ["chosen", "rejected"], place)
+            return answer_tokens(start, answer)
         if "label" in example:
             start, (answer,) = self._answered(example, ["completion"], place)
-            return [*start, *answer], [False] * len(start) + [True] * len(answer)
+            return answer_tokens(start, answer)
         prompt, completion = example["prompt"], example["completion"]
         if isinstance(prompt, str):
             return encode_completion(self.tokenizer, prompt, completion)
@@ -70,10 +70,8 @@ class Encoder:
 
     def pair(self, example: Mapping[str, Any], place: str) -> "TokenPair":
         """Return the tokens of an example of the format preference; the errors are those of a call."""
-        return self._pair(self.layout.standardize(example, place), place)
-
-    def _pair(self, example: Mapping[str, Any], place: str) -> "TokenPair":
-        prompt, (chosen, rejected) = self._answered(example, ["chosen", "rejected"], place)
+        standard = self.layout.standardize(example, place)
+        prompt, (chosen, rejected) = self._answered(standard, ["chosen", "rejected"], place)
         return TokenPair(prompt, chosen, rejected)
 
     def _answered(
@@ -123,6 +121,11 @@ class TokenPair:
     prompt: list[int]
     chosen: list[int]
     rejected: list[int]
+
+
+def answer_tokens(prompt: list[int], answer: list[int]) -> Tokens:
+    """Return a prompt with an answer to it, which alone is learned."""
+    return [*prompt, *answer], [False] * len(prompt) + [True] * len(answer)
 
 
 def split_answers(prompt: list[int], answered: Sequence[list[int]], place: str) -> tuple[list[int], list[list[int]]]:

@@ -1,36 +1,33 @@
 """The examples of a run: their sources, their layout, and their encoding; used by the data stage and by the plan."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.config.chat_template import read_template
-from shardmake.config.models import EvalSource, Run
+from shardmake.config.models import Run
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.core.atomic import digest
 from shardmake.core.errors import DataError, ModelError
 from shardmake.core.units import plural
-from shardmake.data.encode import Encoder, loss_on_assistant
+from shardmake.data.encode import Encoder, answer_tokens, loss_on_assistant
 from shardmake.data.layout import Layout, check_named, recognize
-from shardmake.data.packing import columns_of, columns_of_completions, columns_of_pairs, fit, fit_pair
+from shardmake.data.packing import KEPT, fit, fit_pair
 from shardmake.data.sources import (
     EVAL_SPLITS,
     TRAIN_SPLITS,
+    Row,
     Source,
-    columns_in,
-    example_in,
     first_rows,
     locate,
     no_examples,
-    place_of,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FIRST_ROWS = 64
 logger = logging.getLogger(__name__)
 
 
@@ -38,45 +35,34 @@ logger = logging.getLogger(__name__)
 class Part:
     """One source of examples, and the run as if that were its only one."""
 
+    split: str
     name: str
     """Name in a mixture; empty if the split has one source."""
     run: Run
     source: Source
+    has_own_layout: bool
+    """The layout is recognized from this source; else it is that of the training examples."""
 
 
-def locate_parts(run: Run) -> dict[str, list[Part]]:
-    """Return the sources of the training data, and of the evaluation data (an empty list if these are held out).
+def locate_parts(run: Run) -> list[Part]:
+    """Return the sources of the training data, then those of the evaluation data (none if these are held out).
 
-    Raw data has no examples, so the first list is empty for it.
+    Raw data has no examples, so it is not among them. A single source of evaluation examples has the layout of a single
+    source of training examples.
     """
-    data = run.data
-    read = run.model_copy(update={"data": data.model_copy(update={"format": "auto"})}) if data.is_raw else run
-
-    def parts(sources: Sequence[EvalSource], splits: tuple[str, ...], *, several: bool) -> list[Part]:
-        views = [read.model_copy(update={"data": read.data.only(one)}) for one in sources]
-        return [
-            Part(one.label if several else "", view, locate(one.source, view.data, splits))
-            for one, view in zip(sources, views, strict=True)
-        ]
-
-    return {
-        "train": [] if data.is_raw else parts(data.sources, TRAIN_SPLITS, several=isinstance(data.train, list)),
-        "eval": parts(data.eval_sources, EVAL_SPLITS, several=isinstance(data.eval, list)),
-    }
-
-
-def has_own_layout(split: str, part: Part, parts: Mapping[str, Sequence[Part]]) -> bool:
-    """Return if the layout of ``part`` is recognized by itself.
-
-    A single source of evaluation examples has the layout of a single source of training examples.
-    """
-    return split == "train" or bool(part.name) or len(parts["train"]) != 1
-
-
-def in_reading_order(parts: Mapping[str, Sequence[Part]]) -> Iterator[tuple[str, Part]]:
-    """Yield the split and the part of each source, those of the training data first."""
-    for split in ("train", "eval"):
-        yield from ((split, part) for part in parts[split])
+    data, parts = run.data, []
+    read = data.model_copy(update={"format": "auto"}) if data.is_raw else data
+    trained = [] if data.is_raw else data.sources
+    for split, sources, splits, several in (
+        ("train", trained, TRAIN_SPLITS, isinstance(data.train, list)),
+        ("eval", data.eval_sources, EVAL_SPLITS, isinstance(data.eval, list)),
+    ):
+        for one in sources:
+            view = run.model_copy(update={"data": read.only(one)})
+            source = locate(one.source, view.data, splits)
+            own = split == "train" or several or len(trained) != 1
+            parts.append(Part(split, one.label if several else "", view, source, own))
+    return parts
 
 
 def load_tokenizer(run: Run) -> "PreTrainedTokenizerBase":
@@ -113,7 +99,7 @@ def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
     return digest({"rules": rules, "special": tokenizer.special_tokens_map, "template": tokenizer.chat_template})
 
 
-def first_of(source: Source, limit: int) -> list[Mapping[str, Any]]:
+def first_of(source: Source, limit: int) -> list[Row]:
     """Return the first rows of ``source``; raise `DataError` if there is none."""
     rows = list(first_rows(source, limit))
     if not rows:
@@ -121,50 +107,54 @@ def first_of(source: Source, limit: int) -> list[Mapping[str, Any]]:
     return rows
 
 
-def make_encoder(
-    run: Run, tokenizer: "PreTrainedTokenizerBase", source: Source, rows: Sequence[Mapping[str, Any]]
-) -> Encoder:
-    """Return the encoder for the data of ``source`` that begin with ``rows``, and log what was recognized."""
-    layout = recognize_layout(run, source, rows)
+def make_encoder(part: Part, tokenizer: "PreTrainedTokenizerBase", rows: Sequence[Row]) -> Encoder:
+    """Return the encoder for the data of ``part`` that begin with ``rows``, and log what was recognized."""
+    layout = recognize_layout(part, rows)
     unused = [column for column in _columns_of(rows) if column not in layout.columns.values()]
     rest = f" Columns that are not used: {', '.join(unused)}." if unused else ""
-    logger.info(f"{source}: the examples are in the format {layout}.{rest}")
+    logger.info(f"{part.source}: the examples are in the format {layout}.{rest}")
+    run = part.run
     return Encoder(tokenizer, layout, loss_on_assistant(run.data, layout.format), OBJECTIVES[run.objective].cuts)
 
 
-def recognize_layout(run: Run, source: Source, rows: Sequence[Mapping[str, Any]]) -> Layout:
-    """Return the layout of the data of ``source`` that begin with ``rows``."""
-    check_named(run.data, _columns_of(rows), str(source))
+def recognize_layout(part: Part, rows: Sequence[Row]) -> Layout:
+    """Return the layout of the data of ``part`` that begin with ``rows``."""
+    check_named(part.run.data, _columns_of(rows), str(part.source))
     first = rows[0]
-    return recognize(run.data, run.objective, columns_in(first), example_in(first), place_of(first, source))
+    return recognize(part.run.data, part.run.objective, first.columns, first.example, first.place)
 
 
-def _columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _columns_of(rows: Sequence[Row]) -> list[str]:
     """Return all columns of ``rows``, each once."""
-    return list(dict.fromkeys(column for row in rows for column in columns_in(row)))
+    return list(dict.fromkeys(column for row in rows for column in row.columns))
 
 
-def encode_rows(
-    rows: Sequence[Mapping[str, Any]], encoder: Encoder, length: int, source: Source
-) -> dict[str, list[Any]]:
-    """Return the pieces of ``rows`` as columns of a data set, each at most ``length`` tokens long."""
-    if encoder.layout.format == "preference":
-        places = [place_of(row, source) for row in rows]
-        pairs = [encoder.pair(example_in(row), place) for row, place in zip(rows, places, strict=True)]
-        return columns_of_pairs([fit_pair(pair, length, cuts=encoder.cuts) for pair in pairs], places)
-    if encoder.layout.format == "unpaired-preference":
-        places = [place_of(row, source) for row in rows]
-        examples = [example_in(row) for row in rows]
-        tokens = [encoder(example, place) for example, place in zip(examples, places, strict=True)]
-        labels = [example[encoder.layout.columns["label"]] for example in examples]
-        return columns_of_completions(tokens, length, places) | {"label": labels}
-    pieces, places = [], []
-    for row in rows:
-        place = place_of(row, source)
-        found = fit(encoder(example_in(row), place), length, split=encoder.layout.format == "text")
-        pieces += found
-        places += [place] * len(found)
-    return columns_of(pieces, places)
+def encode_rows(rows: Iterable[Row], encoder: Encoder, length: int) -> dict[str, list[Any]]:
+    """Return the pieces of ``rows`` as columns of a data set, each at most ``length`` tokens long.
+
+    ``dropped`` has the place of a dropped example. Pairs also have ``rejected_ids``. Completions with labels have
+    ``label`` and ``cut_ids``: the tokens after the cut for which a prompt of one token has room, because the completion
+    may also follow the prompt of another example.
+    """
+    pieces = [piece for row in rows for piece in _pieces(row, encoder, length)]
+    return {name: [piece[name] for piece in pieces] for name in pieces[0]}
+
+
+def _pieces(row: Row, encoder: Encoder, length: int) -> Iterator[dict[str, Any]]:
+    format, others = encoder.layout.format, dict[str, Any]()
+    if format == "preference":
+        pair, outcome = fit_pair(encoder.pair(row.example, row.place), length, cuts=encoder.cuts)
+        fitted, others["rejected_ids"] = [(answer_tokens(pair.prompt, pair.chosen), outcome)], pair.rejected
+    else:
+        ids, mask = encoder(row.example, row.place)
+        fitted = fit((ids, mask), length, split=format == "text")
+        if format == "unpaired-preference":
+            others["label"] = row.example[encoder.layout.columns["label"]]
+            others["cut_ids"] = ids[length : mask.index(True) + length - 1] if any(mask) else []
+    for (ids, mask), outcome in fitted:
+        place = "" if outcome in KEPT else row.place
+        piece = {"input_ids": ids, "loss_mask": mask, "seq_lengths": [len(ids)], "outcome": outcome, "dropped": place}
+        yield piece | others
 
 
 def check_divisible(count: int, run: Run) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from shardmake.data.encode import TokenPair, Tokens
 
@@ -57,26 +57,6 @@ def fit_pair(pair: TokenPair, length: int, *, cuts: bool = True) -> tuple[TokenP
     if room <= 0 or cut.chosen == cut.rejected:
         return empty, "dropped_loss_truncated"
     return cut, "whole" if cut == pair else "truncated"
-
-
-def columns_of_pairs(pairs: list[tuple[TokenPair, Outcome]], places: list[str]) -> dict[str, list[Any]]:
-    """Return pairs as the columns of a data set: prompt and chosen answer as one sequence, and ``rejected_ids``."""
-    pieces: list[tuple[Tokens, Outcome]] = [
-        (([*pair.prompt, *pair.chosen], [False] * len(pair.prompt) + [True] * len(pair.chosen)), outcome)
-        for pair, outcome in pairs
-    ]
-    return {**columns_of(pieces, places), "rejected_ids": [pair.rejected for pair, _ in pairs]}
-
-
-def columns_of_completions(tokens: list[Tokens], length: int, places: list[str]) -> dict[str, list[Any]]:
-    """Return prompts with completions, cut to ``length`` tokens, as the columns of a data set.
-
-    ``cut_ids`` has the tokens of each completion after the cut for which a prompt of one token has room: the completion
-    may also follow the prompt of another example.
-    """
-    pieces = [fit(one, length, split=False)[0] for one in tokens]
-    cut = [ids[length : mask.index(True) + length - 1] if any(mask) else [] for ids, mask in tokens]
-    return {**columns_of(pieces, places), "cut_ids": cut}
 
 
 def pack(examples: "datasets.Dataset", length: int, cache_file: Path, fingerprint: str) -> "datasets.Dataset":
@@ -134,17 +114,6 @@ def count_repeated(examples: "np.ndarray", others: "np.ndarray") -> int:
     import numpy as np
 
     return int(np.isin(examples, others).sum())
-
-
-def columns_of(pieces: list[tuple[Tokens, Outcome]], places: list[str]) -> dict[str, list[Any]]:
-    """Return pieces as the columns of a data set; ``places`` has the example of each, kept for dropped ones."""
-    return {
-        "input_ids": [ids for (ids, _), _ in pieces],
-        "loss_mask": [mask for (_, mask), _ in pieces],
-        "seq_lengths": [[len(ids)] for (ids, _), _ in pieces],
-        "outcome": [outcome for _, outcome in pieces],
-        "dropped": ["" if outcome in KEPT else place for (_, outcome), place in zip(pieces, places, strict=True)],
-    }
 
 
 def first_dropped(encoded: "datasets.Dataset") -> list[str]:

@@ -1,13 +1,13 @@
 """The first training examples as text, with the tokens marked that carry loss."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from shardmake.config.models import Run
-from shardmake.data.encode import Tokens
-from shardmake.data.examples import FIRST_ROWS, Part, first_of, load_tokenizer, locate_parts, make_encoder
-from shardmake.data.sources import example_in, place_of
+from shardmake.data.encode import Tokens, answer_tokens
+from shardmake.data.examples import first_of, load_tokenizer, locate_parts, make_encoder
+from shardmake.data.sources import FIRST_ROWS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,26 +20,19 @@ def preview(run: Run, count: int) -> Iterator[str]:
     ``sequence_length`` ends. Raises what the data stage raises for these examples.
     """
     tokenizer = load_tokenizer(run)
-    for part in _shown(locate_parts(run)):
+    parts = locate_parts(run)  # of raw data, which has no examples, those of the evaluation
+    for part in [part for part in parts if part.split == parts[0].split]:
         rows = first_of(part.source, max(count, FIRST_ROWS))
-        encoder = make_encoder(part.run, tokenizer, part.source, rows)
+        encoder = make_encoder(part, tokenizer, rows)
         for row in rows[:count]:
-            place = place_of(row, part.source)
-            ids, learned = encoder(example_in(row), place)
-            heading = f"{place}: {len(ids):,} tokens, {sum(learned[: run.sequence_length]):,} of them learned"
+            ids, learned = encoder(row.example, row.place)
+            heading = f"{row.place}: {len(ids):,} tokens, {sum(learned[: run.sequence_length]):,} of them learned"
             cut = None if encoder.layout.format == "text" else run.sequence_length
             lines = [heading, marked(tokenizer, (ids, learned), cut)]
             if encoder.layout.format == "preference":
-                pair = encoder.pair(example_in(row), place)
-                rejected = [*pair.prompt, *pair.rejected]
-                mask = [False] * len(pair.prompt) + [True] * len(pair.rejected)
-                lines += ["rejected:", marked(tokenizer, (rejected, mask), cut)]
+                pair = encoder.pair(row.example, row.place)
+                lines += ["rejected:", marked(tokenizer, answer_tokens(pair.prompt, pair.rejected), cut)]
             yield "\n".join(lines) + "\n"
-
-
-def _shown(parts: Mapping[str, Sequence[Part]]) -> Sequence[Part]:
-    """Return the sources of the training examples; of raw data, which has none, those of the evaluation."""
-    return parts["train"] or parts["eval"]
 
 
 def marked(tokenizer: "PreTrainedTokenizerBase", tokens: Tokens, cut: int | None = None) -> str:

@@ -1,20 +1,21 @@
 """Sources of examples: local files, a folder of them, or a hub data set.
 
-`read` returns a memory-mapped `datasets.Dataset` for any source, and `example_in` converts one of its rows into the
-original example. Rows of text files stay the bytes of one JSON object until then (`shardmake.data.files`), so Arrow
-needs no common type for all of them. Parquet files and hub data sets are read by `datasets` itself.
+`read` returns a memory-mapped `datasets.Dataset` for any source, and `open_row` converts one of its rows into the
+original example with its place. Rows of text files stay the bytes of one JSON object until then
+(`shardmake.data.files`), so Arrow needs no common type for all of them. Parquet files and hub data sets are read by
+`datasets` itself.
 """
 
 import bisect
 import errno
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardmake.config.formats import COMPRESSION_SUFFIXES, DATA_SUFFIXES, data_files, data_kind
 from shardmake.config.models import Data
@@ -26,6 +27,7 @@ from shardmake.data.parquet import filled_parts, last_numbers, parquet_rows, unr
 if TYPE_CHECKING:
     import datasets
 
+FIRST_ROWS = 64
 TRAIN_SPLITS = ("train",)
 EVAL_SPLITS = ("validation", "test", "eval", "dev")
 FILE_KINDS = f"{', '.join(DATA_SUFFIXES)}, compressed with {', '.join(COMPRESSION_SUFFIXES)} except for .parquet"
@@ -62,6 +64,16 @@ class HubDataset:
 
 
 Source = Files | HubDataset
+
+
+class Row(NamedTuple):
+    """One example of a source."""
+
+    place: str
+    """Its place for messages: the file with the line, or with the row counted from 1."""
+    columns: list[str]
+    """All columns, also those without a value in this row."""
+    example: Mapping[str, Any]
 
 
 def locate(name: str, data: Data, splits: tuple[str, ...]) -> Source:
@@ -159,27 +171,29 @@ def _cause(error: BaseException, source: Source) -> BaseException:
     return unreadable(str(source), cause)
 
 
-def text_examples(source: Source) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Yield every example of text files with its place; of other sources, check local files and yield nothing.
+def text_examples(source: Source) -> Iterator[Row]:
+    """Yield every example of text files; of other sources, check local files and yield nothing.
 
     Raises `DataError` with file and line for content that cannot be read.
     """
     if isinstance(source, Files) and source.are_text:
-        yield from ((example_in(row), row[PLACE]) for row in text_rows(_names(source)))
+        yield from (open_row(row, source) for row in text_rows(_names(source)))
     elif isinstance(source, Files):
         _parquet_parts(source)
 
 
-def first_rows(source: Source, limit: int) -> Iterator[Mapping[str, Any]]:
-    """Yield the first ``limit`` rows of ``source`` as `read` returns them, without reading the rest of a file."""
+def first_rows(source: Source, limit: int) -> Iterator[Row]:
+    """Yield the first ``limit`` rows of ``source`` without reading the rest of a file."""
+    rows: Iterable[Mapping[str, Any]]
     if isinstance(source, HubDataset):
-        yield from islice(_numbered(source, read_hub(source)), limit)
+        rows = _numbered(source, read_hub(source))
     elif source.are_text:
-        yield from islice(text_rows(_names(source)), limit)
+        rows = text_rows(_names(source))
     else:
         _parquet_parts(source)
-        rows = islice(parquet_rows(source.paths, limit), limit)
-        yield from ({**row, _NUMBER: number} for number, row in enumerate(rows, start=1))
+        found = enumerate(parquet_rows(source.paths, limit), start=1)
+        rows = ({**row, _NUMBER: number} for number, row in found)
+    yield from (open_row(row, source) for row in islice(rows, limit))
 
 
 def _names(source: Files) -> list[str]:
@@ -285,35 +299,38 @@ def _subset_mistake(source: HubDataset) -> str:
     return "" if source.subset in subsets else f"it has no subset {source.subset!r}.{suggestion} {existing}"
 
 
-def place_of(row: Mapping[str, Any], source: Source) -> str:
-    """Return the place of a row of ``source`` for messages: the file with the line, or with the row counted from 1."""
-    if PLACE in row:
-        return row[PLACE]
-    if isinstance(source, HubDataset):
-        return f"{source}, row {row[_NUMBER]}"
-    ends = last_numbers(source.paths)
-    file = bisect.bisect_left(ends, row[_NUMBER])
-    return f"{source.paths[file]}, row {row[_NUMBER] - (ends[file - 1] if file else 0)}"
-
-
-def example_in(row: Mapping[str, Any]) -> Mapping[str, Any]:
+def open_row(row: Mapping[str, Any], source: Source) -> Row:
     """Return the example in one row of `read`; raise `DataError` with file and line if it is not a JSON object.
 
     Arrow represents a key that only other rows have as None; such keys are removed, as in the file.
     """
-    if LINE not in row:
-        return _without_nones({key: value for key, value in row.items() if key != _NUMBER})
+    if LINE in row:
+        example = _parse(row[LINE], row[PLACE])
+        return Row(row[PLACE], list(example), example)
+    values = {key: value for key, value in row.items() if key != _NUMBER}
+    return Row(_place_of(row[_NUMBER], source), list(values), _without_nones(values))
+
+
+def _place_of(number: int, source: Source) -> str:
+    if isinstance(source, HubDataset):
+        return f"{source}, row {number}"
+    ends = last_numbers(source.paths)
+    file = bisect.bisect_left(ends, number)
+    return f"{source.paths[file]}, row {number - (ends[file - 1] if file else 0)}"
+
+
+def _parse(line: bytes, place: str) -> dict[str, Any]:
     try:
-        example = json.loads(row[LINE], object_pairs_hook=_unique)
+        example = json.loads(line, object_pairs_hook=_unique)
     except _RepeatedKeyError as error:
-        raise DataError(f"{row[PLACE]} has the key {error.args[0]!r} twice in one object. Remove one.") from None
+        raise DataError(f"{place} has the key {error.args[0]!r} twice in one object. Remove one.") from None
     except json.JSONDecodeError as error:
         where = f"at character {error.pos + 1}" if error.pos < len(error.doc.rstrip()) else "at the end of the line"
-        raise DataError(f"{row[PLACE]} is not valid JSON: {error.msg} {where}.") from None
+        raise DataError(f"{place} is not valid JSON: {error.msg} {where}.") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{row[PLACE]} is not valid JSON: {error}.") from None
+        raise DataError(f"{place} is not valid JSON: {error}.") from None
     if not isinstance(example, dict):
-        raise DataError(f"{row[PLACE]} is not a JSON object but {type(example).__name__}.")
+        raise DataError(f"{place} is not a JSON object but {type(example).__name__}.")
     return example
 
 
@@ -327,11 +344,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise _RepeatedKeyError(next(key for at, (key, _) in enumerate(pairs) if key in dict(pairs[:at])))
     return found
-
-
-def columns_in(row: Mapping[str, Any]) -> list[str]:
-    """Return the columns of a row of `read`, also those without a value in this row."""
-    return list(example_in(row)) if LINE in row else [key for key in row if key != _NUMBER]
 
 
 def _without_nones(value: Any) -> Any:

@@ -48,8 +48,7 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
     inputs = {
         "layout": _LAYOUT,
         "tokenizer": tokenizer_digest(tokenizer),
-        "sources": raw
-        | {f"{split}/{part.name}".rstrip("/"): identity(part.source) for split in parts for part in parts[split]},
+        "sources": raw | {f"{part.split}/{part.name}".rstrip("/"): identity(part.source) for part in parts},
         "settings": run.data.model_dump(include={"format", "loss_on", "eval_fraction", "order"})
         | {"columns": run.data.columns.named}
         | run.model_dump(include={"sequence_length", "packing", "seed"})

@@ -31,9 +31,13 @@ def make_preferences(folder: Path = Path("resources/preferences"), seed: int = 0
     def take(count: int) -> Iterable[Request]:
         return (next(requests) for _ in range(count))
 
-    train = [_conversation(request, rng) for request in take(CONVERSATIONS)]
+    def conversations(count: int) -> list[Conversation]:
+        spellings = ((request, rng.choice([request.options(), request.short_options()])) for request in take(count))
+        return [request.conversation(rng, answer) for request, answer in spellings]
+
+    train = conversations(CONVERSATIONS)
     write_text(folder / "train.jsonl", as_jsonl(train))
-    write_text(folder / "eval.jsonl", as_jsonl(_conversation(request, rng) for request in take(EVALUATION)))
+    write_text(folder / "eval.jsonl", as_jsonl(conversations(EVALUATION)))
     write_text(folder / "pairs.jsonl", as_jsonl(_pair(request, rng) for request in take(PAIRS)))
     held_out = [_pair(request, rng) for request in take(EVALUATION)]
     write_text(folder / "held-out-pairs.jsonl", as_jsonl(held_out))
@@ -43,18 +47,6 @@ def make_preferences(folder: Path = Path("resources/preferences"), seed: int = 0
     make_base(folder / "base", train, seed)
 
 
-def _conversation(request: Request, rng: random.Random) -> Conversation:
-    answer = rng.choice([request.options(), request.short_options()])
-    return {"messages": [_message("user", request.sentence(rng)), _message("assistant", answer)]}
-
-
 def _pair(request: Request, rng: random.Random) -> dict[str, Any]:
-    return {
-        "prompt": [_message("user", request.sentence(rng))],
-        "chosen": [_message("assistant", request.short_options())],
-        "rejected": [_message("assistant", request.options())],
-    }
-
-
-def _message(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
+    prompt, chosen = request.conversation(rng, request.short_options())["messages"]
+    return {"prompt": [prompt], "chosen": [chosen], "rejected": [{**chosen, "content": request.options()}]}

@@ -22,6 +22,7 @@ from shardmake.run.paths import RunDir
 from shardmake.run.receipts import TrainingReceipt
 
 DEMO, AGAIN = "sbatch-options", "sbatch-options-killed"
+_TARGET = f"runs/{AGAIN}/model/receipt.json"
 _CONFIG, _OWN_CONFIG = Path("config/config.yaml"), Path("resources/demo/recovery.yaml")
 _LOG = Path("logs/demo-faults.log")
 _WORKER = "shardmake.launch.worker"
@@ -53,20 +54,20 @@ def show_recovery(runs: Path = Path("runs"), narrate: Callable[[str], None] = pr
     write_config(checkpoint_every=max(1, steps // 6))
 
     narrate(f"{AGAIN}: the settings of {DEMO}, {steps} steps, a checkpoint every {max(1, steps // 6)}.")
-    workflow = _start_workflow()
-    _wait_for_step(again, steps // 3, workflow)
+    workflow = _snakemake(_TARGET)
+    _wait(lambda: _last_step(again) >= steps // 3, workflow)
     step, rank = _last_step(again), _process_of_rank(again, 1)
     rank.send_signal(signal.SIGKILL)
     narrate(f"Step {step}: killed rank 1 (process {rank.pid}, SIGKILL). The driver ends the attempt and resumes it.")
-    _wait_for_attempt(again, 2, workflow)
+    _wait((again.attempts / "002").exists, workflow)
     narrate("The driver started attempt 2 from the newest valid checkpoint.")
-    _wait_for_step(again, 2 * steps // 3, workflow)
+    _wait(lambda: _last_step(again) >= 2 * steps // 3, workflow)
     step = _last_step(again)
     kill_tree(workflow.pid, spare=_WORKER)
     workflow.wait()
     narrate(f"Step {step}: killed Snakemake and the driver (SIGKILL). The ranks keep training.")
     _snakemake("--unlock").wait()
-    workflow = _start_workflow()
+    workflow = _snakemake(_TARGET)
     narrate("Started the same command again. Its driver adopts the running job.")
     if workflow.wait() != 0:
         raise CheckpointError(f"The workflow failed after the kills. Its output is in {_LOG}.")
@@ -104,10 +105,6 @@ def _print_with_time(start: float) -> Callable[[str], None]:
     return narrate
 
 
-def _start_workflow() -> "subprocess.Popen[bytes]":
-    return _snakemake(f"runs/{AGAIN}/model/receipt.json")
-
-
 def _snakemake(*words: str) -> "subprocess.Popen[bytes]":
     _LOG.parent.mkdir(parents=True, exist_ok=True)
     program = Path(sys.executable).with_name("snakemake")
@@ -118,14 +115,6 @@ def _snakemake(*words: str) -> "subprocess.Popen[bytes]":
 
 def _last_step(rundir: RunDir) -> int:
     return max((line.step for line in read_metrics(rundir.metrics)), default=0)
-
-
-def _wait_for_step(rundir: RunDir, step: int, workflow: "subprocess.Popen[bytes]") -> None:
-    _wait(lambda: _last_step(rundir) >= step, workflow)
-
-
-def _wait_for_attempt(rundir: RunDir, number: int, workflow: "subprocess.Popen[bytes]") -> None:
-    _wait(lambda: (rundir.attempts / f"{number:03}").exists(), workflow)
 
 
 def _wait(condition: Callable[[], bool], workflow: "subprocess.Popen[bytes]") -> None:

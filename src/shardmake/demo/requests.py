@@ -74,9 +74,9 @@ class Request:
         if self.requeue:
             yield rng.choice(["restart it if a node fails", "it may be restarted"])
 
-    def conversation(self, rng: random.Random) -> dict[str, list[dict[str, str]]]:
-        """Return request and options as chat messages."""
-        question, answer = self.sentence(rng), self.options()
+    def conversation(self, rng: random.Random, answer: str | None = None) -> dict[str, list[dict[str, str]]]:
+        """Return the request and ``answer``, by default the options, as chat messages."""
+        question, answer = self.sentence(rng), answer or self.options()
         return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 

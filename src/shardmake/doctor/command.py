@@ -2,18 +2,18 @@
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardmake.config.load import load_cluster, load_config, parse_section
-from shardmake.config.models import Cluster, Slurm
+from shardmake.config.load import load_cluster, load_config
+from shardmake.config.models import Cluster
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import ConfigError
 from shardmake.doctor.cluster_file import compose, draft_cluster, require_free, write_cluster
 from shardmake.doctor.job import check_nodes, make_request
 from shardmake.doctor.login import login_checks
+from shardmake.doctor.options import Options
 from shardmake.doctor.records import DoctorDir
 from shardmake.launch.container import check_container
 from shardmake.plan.limits import query_partitions
@@ -22,27 +22,6 @@ from shardmake.run.findings import Finding, Verdict, merge_nodes, ok, run_checks
 logger = logging.getLogger(__name__)
 _BEFORE_A_JOB = ("Slurm", "accounts", "qos", "partitions", "shared folder")
 """Checks of the login node whose failure means that a job cannot run."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of the command."""
-
-    cluster_file: Path | None = None
-    config: Sequence[Path] = ()
-    slurm: Slurm = field(default_factory=Slurm)
-    """Section `slurm` of the cluster, if no file is given."""
-    nodes: int = 1
-    write: Path = Path("cluster.yaml")
-    force: bool = False
-    build_kernels: bool = True
-    folder: Path = Path("logs/doctor")
-
-
-def slurm_section(**options: str | None) -> Slurm:
-    """Return the section `slurm` that the command's options stand for; None and empty text are left out."""
-    given = {name: value for name, value in options.items() if value}
-    return parse_section(Slurm, given, "The options for a cluster without a file")
 
 
 @dataclass
@@ -81,14 +60,14 @@ def named_cluster(options: Options) -> Cluster | None:
     Raises:
         ConfigError: The options contradict each other, or the file cannot be used.
     """
-    if options.cluster_file and options.config:
+    if options.cluster and options.config:
         raise ConfigError("--cluster and --config both name a cluster. Use one of them.")
-    if not (options.cluster_file or options.config):
+    if not (options.cluster or options.config):
         return None
     if names := options.slurm.model_dump(exclude_unset=True):
         given = ", ".join(f"--{name.replace('_', '-')}" for name in names)
         raise ConfigError(f"{given}: the cluster file has these settings. Edit the file, or do not name it.")
-    return load_cluster(options.cluster_file or Path(load_config(*options.config).cluster))
+    return load_cluster(options.cluster or Path(load_config(*options.config).cluster))
 
 
 def check_login(options: Options) -> list[Finding]:
@@ -114,7 +93,7 @@ def check_compute_nodes(options: Options, login: list[Finding]) -> Result:
     nodes = 1 if cluster.executor == "local" else options.nodes
     check_container(cluster)
     folder = DoctorDir(options.folder.absolute() / time.strftime("%Y%m%d-%H%M%S"))
-    request = make_request(cluster, nodes, build_kernels=options.build_kernels)
+    request = make_request(cluster, nodes, build_kernels=not options.skip_builds)
     reports, missing = check_nodes(request, folder)
     result = Result(login, merge_nodes([finding for report in reports for finding in report.findings]) + missing)
     result.folder = folder.root

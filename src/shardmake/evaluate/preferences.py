@@ -1,7 +1,7 @@
 """Compare both answers of each held-out pair: by their log-probabilities under two models, or by their rewards."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -20,16 +20,18 @@ if TYPE_CHECKING:
 
 
 class Answers:
-    """Each answer as an example: number 2n is the chosen answer of pair n, number 2n + 1 the rejected one."""
+    """Each answer as an example: number 2n is the chosen answer of pair n, number 2n + 1 the rejected one.
 
-    names: tuple[str, ...] = ("chosen_ids", "rejected_ids")
+    Of completions with labels, each is an example.
+    """
 
-    def __init__(self, pairs: Iterable[Mapping[str, list[int]]], sequence_length: int) -> None:
+    def __init__(self, examples: Iterable[Mapping[str, list[int]]], sequence_length: int) -> None:
         """Cut prompt and answer to ``sequence_length`` tokens, as the training does."""
         self._examples = [
-            (pair["prompt_ids"], pair[answer][: max(0, sequence_length - len(pair["prompt_ids"]))])
-            for pair in pairs
-            for answer in self.names
+            (example["prompt_ids"], example[answer][: max(0, sequence_length - len(example["prompt_ids"]))])
+            for example in examples
+            for answer in ("chosen_ids", "rejected_ids", "completion_ids")
+            if answer in example
         ]
 
     def __len__(self) -> int:
@@ -47,30 +49,21 @@ class Answers:
         return [len(prompt) + len(answer) for prompt, answer in self._examples]
 
 
-class LabelledAnswers(Answers):
-    """Each completion of a training on completions with labels as an example."""
-
-    names = ("completion_ids",)
-
-
 def score_answers(network: "PreTrainedModel", answers: Answers, passes: Sequence[Sequence[int]]) -> dict[int, float]:
     """Return the log-probability of each answer in ``passes``, in nats and by number, summed over its tokens.
 
     Passes without answers and errors are those of `shardmake.evaluate.scores.score`.
     """
-    found: dict[int, float] = {}
     with torch.inference_mode():
         measure = LossPerToken(network, answers[0]["input_ids"])
-        for numbers in passes:
-            batch = pad_examples([answers[number] for number in numbers or [0]])
-            labels = batch.pop("labels")
-            inputs = {name: tensor.to(network.device) for name, tensor in batch.items()}
-            with smaller_after_out_of_memory(*labels.shape):
-                losses = measure(inputs, labels).losses.double().cpu()
-            rows = (labels[:, 1:] != IGNORED).nonzero()[:, 0]
-            sums = torch.bincount(rows, losses, minlength=len(labels)).neg().tolist()
-            found.update(zip(numbers, sums, strict=False))  # a pass without answers has the sum of a stand-in
-    return found
+
+    def log_probabilities(rows: Sequence[Example]) -> torch.Tensor:
+        batch = pad_examples(rows)
+        labels = batch.pop("labels")
+        losses = measure({name: tensor.to(network.device) for name, tensor in batch.items()}, labels).losses
+        return torch.bincount((labels[:, 1:] != IGNORED).nonzero()[:, 0], losses.double().cpu(), len(rows)).neg()
+
+    return _measure(log_probabilities, answers, passes)
 
 
 def rate_answers(network: "PreTrainedModel", answers: Answers, passes: Sequence[Sequence[int]]) -> dict[int, float]:
@@ -80,15 +73,25 @@ def rate_answers(network: "PreTrainedModel", answers: Answers, passes: Sequence[
     `shardmake.evaluate.scores.score`.
     """
     padding = network.config.get_text_config().pad_token_id
+
+    def rewards(rows: Sequence[Example]) -> torch.Tensor:
+        texts = [row["input_ids"] for row in rows]
+        ids = pad_sequence(texts, batch_first=True, padding_value=padding).to(network.device)
+        mask = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True).to(network.device)
+        return network(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, 0].double().cpu()
+
+    return _measure(rewards, answers, passes)
+
+
+def _measure(
+    function: Callable[[Sequence[Example]], torch.Tensor], answers: Answers, passes: Sequence[Sequence[int]]
+) -> dict[int, float]:
     found: dict[int, float] = {}
-    with torch.inference_mode():
-        for numbers in passes:
-            rows = [answers[number]["input_ids"] for number in numbers or [0]]
-            ids = pad_sequence(rows, batch_first=True, padding_value=padding).to(network.device)
-            mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(network.device)
-            with smaller_after_out_of_memory(*ids.shape):
-                rewards = network(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, 0].double().cpu()
-            found.update(zip(numbers, rewards.tolist(), strict=False))  # a pass without answers has a stand-in
+    for numbers in passes:
+        rows = [answers[number] for number in numbers or [0]]
+        longest = max(len(row["input_ids"]) for row in rows)
+        with torch.inference_mode(), smaller_after_out_of_memory(len(rows), longest):
+            found.update(zip(numbers, function(rows).tolist(), strict=False))  # a pass without answers has a stand-in
     return found
 
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardmake.core.errors import DataError, ModelError
-from shardmake.run.attempt import is_full_gpu
+from shardmake.core.failures import is_full_gpu
 from shardmake.run.evaluation import LengthScore, ModelScore, SourceScore
 
 if TYPE_CHECKING:
@@ -211,9 +211,10 @@ def _losses(
     inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
     losses, likeliest = measure(inputs, labels)
     learned = labels[:, 1:] != IGNORED
-    lengths = _example_lengths(batch["position_ids"])[:, 1:].contiguous()
+    numbers = _example_numbers(batch["position_ids"])
+    lengths = numbers.flatten().bincount()[numbers][:, 1:].contiguous()
     places = (torch.bucketize(lengths, torch.tensor(BUCKETS)) + first_bins[:, None])[learned]
-    example_of = _example_numbers(batch["position_ids"])[:, 1:][learned]
+    example_of = numbers[:, 1:][learned]
     examples, exact = _count_examples(places, example_of, likeliest.cpu(), bins)
     sums = torch.bincount(places, losses.double().cpu(), minlength=bins)
     tokens = torch.bincount(places, minlength=bins)
@@ -283,15 +284,3 @@ def pad_examples(examples: Sequence[Example]) -> "dict[str, Tensor]":
 def _example_numbers(position_ids: "Tensor") -> "Tensor":
     """Return for each token of ``[sequences, tokens]`` a number that its example alone has."""
     return (position_ids == 0).flatten().cumsum(0).reshape(position_ids.shape)
-
-
-def _example_lengths(position_ids: "Tensor") -> "Tensor":
-    """Return for each token of ``[sequences, tokens]`` the length of its example; positions restart with each one."""
-    import torch
-
-    lengths = torch.empty_like(position_ids)
-    for row, positions in enumerate(position_ids):
-        starts = (positions == 0).nonzero().flatten().tolist()
-        for start, end in zip(starts, [*starts[1:], len(positions)], strict=True):
-            lengths[row, start:end] = end - start
-    return lengths

@@ -6,7 +6,7 @@ trained. Once its model is merged and verified, its weights are linked beside th
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,8 +39,9 @@ def describe_model(before: RunDir, folder: Path) -> PinnedSource:
         )
     origin = Path(sources.model.path)
     names = [name for name in choose_files(path.name for path in origin.iterdir()) if _is_description(name)]
-    for path in _others(folder, names):
-        path.unlink()
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if _is_description(path.name) and path.name not in names:  # of an earlier model
+            path.unlink()
     for name in names:
         write_bytes(folder / name, (origin / name).read_bytes())
     return PinnedSource(name=f"{PREFIX}{before.name}", path=str(folder), origin=sources.model)
@@ -48,13 +49,6 @@ def describe_model(before: RunDir, folder: Path) -> PinnedSource:
 
 def _is_description(name: str) -> bool:
     return not is_weights(name) and not name.endswith(_INDEX)
-
-
-def _others(folder: Path, names: list[str]) -> Iterator[Path]:
-    """Yield the files of an earlier description that the model no longer has."""
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if _is_description(path.name) and path.name not in names:
-            yield path
 
 
 def link_weights(before: RunDir, folder: Path, run: Run) -> WeightsReceipt:

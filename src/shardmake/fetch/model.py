@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 
 from shardmake.checkpoint.formats.huggingface import is_licence
 from shardmake.core.errors import ModelError
-from shardmake.core.hub import cached_snapshot, git_object_id, translate_hub_errors, with_retries
+from shardmake.core.hub import (
+    cached_snapshot,
+    commit_of,
+    git_object_id,
+    list_files,
+    translate_hub_errors,
+    with_retries,
+)
 from shardmake.core.manifest import FileRecord, read_folder, record
 from shardmake.run.sources import PinnedSource
 
@@ -55,12 +62,8 @@ def _with_advice(api: "HfApi", repository: str) -> AbstractContextManager[None]:
 
 
 def _describe_once(api: "HfApi", repository: str, revision: str | None) -> PinnedSource:
-    from huggingface_hub.hf_api import RepoFile
-
-    commit = api.model_info(repository, revision=revision).sha
-    assert commit is not None, "the hub names the commit of every revision"
-    tree = api.list_repo_tree(repository, recursive=True, revision=commit)
-    listed = {entry.path: entry for entry in tree if isinstance(entry, RepoFile)}
+    commit = commit_of(api, repository, revision)
+    listed = list_files(api, repository, commit)
     names = choose_files(listed)
     large = {
         name: FileRecord(entry.size, entry.lfs.sha256)

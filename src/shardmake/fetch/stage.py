@@ -8,7 +8,6 @@ and not copied. A run keeps its commits after the first fetch. To change to a ne
 """
 
 import logging
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -20,7 +19,7 @@ from shardmake.config.models import Data, EvalSource, Run
 from shardmake.core.atomic import digest, sha256
 from shardmake.core.disk import require_space
 from shardmake.core.errors import ModelError, ShardmakeError
-from shardmake.core.hub import is_hub_id, translate_hub_errors, with_retries
+from shardmake.core.hub import commit_of, connect, is_hub_id, translate_hub_errors, with_retries
 from shardmake.core.manifest import read_folder, record
 from shardmake.core.stores import is_url
 from shardmake.core.units import format_bytes
@@ -80,7 +79,7 @@ def _fetch_weights(model: PinnedSource) -> None:
     require_space(Path(model.path), size, f"The base model's weights need {format_bytes(size)}")
     logger.info(f"Fetching the weights of {model.name}: {len(missing)} files, {size / 1e9:,.1f} GB.")
     if model.listing is None:
-        fetch_weights(_connect(), model)
+        fetch_weights(connect(), model)
     else:
         store.fetch_weights(model)
 
@@ -124,7 +123,7 @@ def _model(run: Run, rundir: RunDir, before: PinnedSource | None) -> PinnedSourc
     if is_offline_mode():
         return find_in_cache(run.model, run.revision)
     logger.info(f"Fetching config and tokenizer of {run.model}.")
-    return describe_model(_connect(), run.model, run.revision)
+    return describe_model(connect(), run.model, run.revision)
 
 
 def digest_of_model(folder: Path, run: Run) -> str:
@@ -144,10 +143,17 @@ def _examples(name: str, data: Data, folder: Path, split: Split, earlier: Mappin
     from shardmake.data.sources import EVAL_SPLITS, TRAIN_SPLITS, HubDataset, locate, read_hub
 
     is_raw = data.is_raw and split != "eval"
+    whole = is_url(name) or (is_raw and is_hub_id(name))
+    revision = None if is_url(name) else data.revision
+    if whole and (before := next((one for one in earlier.values() if _is_current(one, name, revision)), None)):
+        logger.info(f"Data {name} {'are' if is_url(name) else 'is'} already here, at {_version(before)}.")
+        return before
     if is_url(name):
-        return _examples_at_url(name, earlier.values(), every_file=is_raw)
-    if is_raw and is_hub_id(name):
-        return _raw_data_set(name, data.revision, earlier.values())
+        logger.info(f"Fetching data {name}.")
+        return store.fetch_data(name, every_file=is_raw)
+    if whole:
+        logger.info(f"Fetching every file of the data set {name}.")
+        return _every_file(name, revision)
     if is_raw:
         return PinnedSource(name=name, path=name)
     source = locate(name, data, EVAL_SPLITS if split == "eval" else TRAIN_SPLITS)
@@ -158,7 +164,7 @@ def _examples(name: str, data: Data, folder: Path, split: Split, earlier: Mappin
         assert before is not None
         logger.info(f"Data {name} is already here, at commit {before.commit}.")
         return before
-    commit = _commit_of_data(_connect(), source.repository, source.revision)
+    commit = _commit_of_data(connect(), source.repository, source.revision)
     pinned = PinnedSource(name=name, subset=source.subset, revision=source.revision, commit=commit, path=str(folder))
     path, runs = folder / f"{split}.parquet", folder.parents[2]
     with locked(runs, f"fetch-{digest([name, source.subset, commit, split])}"):
@@ -190,27 +196,13 @@ def _take_same(wanted: PinnedSource, path: Path, records: Iterable[Path]) -> boo
     return False
 
 
-def _raw_data_set(name: str, revision: str | None, earlier: Iterable[PinnedSource]) -> PinnedSource:
+def _every_file(name: str, revision: str | None) -> PinnedSource:
     """Fetch every file of a hub data set into the hub's cache."""
-    before = next((source for source in earlier if _is_current(source, name, revision)), None)
-    if before is not None:
-        logger.info(f"Data {name} is already here, at {_version(before)}.")
-        return before
-    logger.info(f"Fetching every file of the data set {name}.")
-    api = _connect()
+    api = connect()
     commit = _commit_of_data(api, name, revision)
     with translate_hub_errors(f"Fetching {name}", {}, "Check the network and fetch again. Finished files are kept."):
         folder = Path(with_retries(lambda: api.snapshot_download(name, repo_type="dataset", revision=commit)))
     return PinnedSource(name=name, revision=revision, commit=commit, path=str(folder), files=read_folder(folder))
-
-
-def _examples_at_url(url: str, earlier: Iterable[PinnedSource], *, every_file: bool) -> PinnedSource:
-    before = next((source for source in earlier if _is_current(source, url, None)), None)
-    if before is not None:
-        logger.info(f"Data {url} are already here, at {_version(before)}.")
-        return before
-    logger.info(f"Fetching data {url}.")
-    return store.fetch_data(url, every_file=every_file)
 
 
 def _version(source: PinnedSource) -> str:
@@ -230,13 +222,4 @@ def _is_current(before: PinnedSource | None, name: str, revision: str | None, su
 def _commit_of_data(api: "HfApi", repository: str, revision: str | None) -> str:
     advice = "Check the name, the token (`hf auth login`) and the network."
     with translate_hub_errors(f"Requesting the data set {repository} from the hub", {}, advice):
-        commit = with_retries(lambda: api.dataset_info(repository, revision=revision)).sha
-    assert commit is not None, "the hub names the commit of every revision"
-    return commit
-
-
-def _connect() -> "HfApi":
-    """Return the hub's client, with the user's token if there is one."""
-    from huggingface_hub import HfApi
-
-    return HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+        return with_retries(lambda: commit_of(api, repository, revision, kind="dataset"))

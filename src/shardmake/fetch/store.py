@@ -4,20 +4,17 @@ The files are kept beside the hub's cache, in a folder whose name is a digest of
 the names, sizes and versions of the files. A store that changed therefore never mixes with files of an earlier fetch.
 """
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from shardmake.config.formats import DATA_SUFFIXES, data_kind
 from shardmake.core.atomic import digest
-from shardmake.core.errors import DataError, ModelError, ShardmakeError
-from shardmake.core.hub import first_line, with_retries
+from shardmake.core.errors import DataError, ModelError
+from shardmake.core.hub import with_retries
 from shardmake.core.manifest import FileRecord, record
-from shardmake.core.secrets import redact
-from shardmake.core.stores import missing_package
+from shardmake.core.stores import Cause, explain_store_errors, open_store
 from shardmake.core.temporary import temporary_folder
 from shardmake.fetch.model import check_model_folder, choose_files, is_weights
 from shardmake.run.sources import PinnedSource, missing_files
@@ -27,7 +24,11 @@ if TYPE_CHECKING:
 
 _VERSIONS = ("VersionId", "ETag", "etag", "md5Hash", "mtime", "LastModified", "created")
 """Keys of fsspec's file systems that change with a file's content; the first of them that a store has is compared."""
-logger = logging.getLogger(__name__)
+_ADVICE: Final[Mapping[Cause, str]] = {
+    "permission": "Provide credentials with permission to list and read; for s3:// run `aws configure`.",
+    "missing": "Check the URL: there is nothing at it, or nothing that you may see.",
+    "other": "Check the network and fetch again. Finished files are kept.",
+}
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,7 @@ class Listing:
     @classmethod
     def of(cls, url: str) -> "Listing":
         """Ask the store."""
-        import fsspec
-
-        files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
-        files.invalidate_cache()
+        files, root = open_store(url)
         if files.isfile(root):
             return cls(url, files, {root.rpartition("/")[2]: files.info(root)})
         found = files.find(root, detail=True)
@@ -76,7 +74,7 @@ def describe_model(url: str) -> PinnedSource:
 
     Raises `ModelError` if there is no complete model, or the store cannot be read.
     """
-    with _with_advice(url, ModelError):
+    with explain_store_errors("Fetching", url, ModelError, _ADVICE):
         return with_retries(lambda: _describe_once(url))
 
 
@@ -97,7 +95,7 @@ def fetch_weights(source: PinnedSource) -> None:
 
     Raises `ModelError` if the store has changed since `describe_model`, or cannot be read.
     """
-    with _with_advice(source.name, ModelError):
+    with explain_store_errors("Fetching", source.name, ModelError, _ADVICE):
         with_retries(lambda: _fetch_weights_once(source))
 
 
@@ -124,7 +122,7 @@ def fetch_data(url: str, *, every_file: bool = False) -> PinnedSource:
 
     Raises `DataError` if there are none, or the store cannot be read.
     """
-    with _with_advice(url, DataError):
+    with explain_store_errors("Fetching", url, DataError, _ADVICE):
         return with_retries(lambda: _fetch_data_once(url, every_file=every_file))
 
 
@@ -155,25 +153,3 @@ def _download(listing: Listing, names: Iterable[str], folder: Path) -> dict[str,
                 part.rename(path)
         found[name] = record(path)
     return found
-
-
-@contextmanager
-def _with_advice(url: str, kind: type[ShardmakeError]) -> Iterator[None]:
-    """Turn any error into one of ``kind`` with advice; fsspec's file systems share no error classes."""
-    try:
-        yield
-    except ShardmakeError:
-        raise
-    except Exception as error:
-        advice = _advice(error, url.partition("://")[0])
-        raise kind(f"Fetching {url} failed: {redact(first_line(error))}\n{advice}") from error
-
-
-def _advice(error: Exception, protocol: str) -> str:
-    if isinstance(error, ImportError):
-        return missing_package(protocol)
-    if isinstance(error, PermissionError) or "credentials" in str(error).lower():
-        return "Provide credentials with permission to list and read; for s3:// run `aws configure`."
-    if isinstance(error, FileNotFoundError):
-        return "Check the URL: there is nothing at it, or nothing that you may see."
-    return "Check the network and fetch again. Finished files are kept."

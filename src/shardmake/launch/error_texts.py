@@ -3,7 +3,8 @@
 import re
 from typing import NamedTuple
 
-from shardmake.run.attempt import FULL_GPU, RankError
+from shardmake.core.failures import FULL_GPU
+from shardmake.run.attempt import RankError
 from shardmake.run.attempt_history import EndReason
 
 

@@ -21,15 +21,15 @@ from typing import IO, Any
 
 from pydantic import Field
 
+from shardmake.config import models
 from shardmake.config.script_file import SERVICE_VARIABLES
 from shardmake.core.process import die_with_parent
-from shardmake.core.redacted_output import LogCopy
-from shardmake.core.secrets import redact
+from shardmake.core.secrets import LogCopy, redact
 from shardmake.core.units import plural
 from shardmake.launch.rendezvous import choose_address, listen
 from shardmake.run.attempt import Attempt, AttemptDir, host_name
 from shardmake.run.record import RunFile
-from shardmake.run.training_settings import ScriptProgram, ServiceSettings, TrainingSettings
+from shardmake.run.training_settings import ScriptProgram, TrainingSettings
 
 STARTING, SERVING = "service start", "service"
 """Phases of a node's worker: until the service answers, and from then on."""
@@ -80,7 +80,7 @@ class Service:
 
     folder: AttemptDir
     attempt: Attempt
-    settings: ServiceSettings
+    settings: models.Service
     node_rank: int
     log: IO[str]
     output: LogCopy | None = None
@@ -191,7 +191,7 @@ def loading_message(folder: AttemptDir, attempt: Attempt, now: float) -> str:
     return ""
 
 
-def service_settings(folder: AttemptDir) -> ServiceSettings:
+def service_settings(folder: AttemptDir) -> models.Service:
     """Return the service of the attempt in ``folder``, which has one."""
     program = TrainingSettings.read(folder.training).program
     assert isinstance(program, ScriptProgram) and program.service, "the plan takes nodes for a service only"

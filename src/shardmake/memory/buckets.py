@@ -22,7 +22,6 @@ class Buckets:
     """Sizes in elements, names as in ``zero_optimization``."""
 
     reduce_bucket_size: int = 500_000_000
-    allgather_bucket_size: int = 500_000_000
     stage3_prefetch_bucket_size: int = 50_000_000
     stage3_param_persistence_threshold: int = 100_000
     stage3_max_live_parameters: int = 1_000_000_000

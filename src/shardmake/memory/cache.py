@@ -46,7 +46,7 @@ def cached_helper(module: str, request: Mapping[str, Any], doing: str) -> Any:
     path = cached_path(module, request)
     if not path.is_file():
         write_json(path, run_helper(module, request, doing))
-    return json.loads(path.read_text())
+    return read_cached(module, request)
 
 
 def run_helper(module: str, request: Mapping[str, Any], doing: str) -> Any:

@@ -39,7 +39,7 @@ def resident(scenario: Scenario, buckets: Buckets) -> Terms:
         "weights": _weights(scenario),
         "frozen weights": _frozen(scenario),
         "quantization scales": scale_bytes(scenario),
-        "reference model": _reference(scenario),
+        "reference model": 0 if scenario.offloads_parameters else reference_bytes(scenario),
         "gathered reference": _gathered_reference(scenario),
         "second shard of the weights": _second_shard(scenario),
         "gradients": _gradient_partition(scenario),
@@ -51,11 +51,6 @@ def resident(scenario: Scenario, buckets: Buckets) -> Terms:
         "cuBLAS workspaces": 0 if scenario.on_cpu else CUBLAS,
     }
     return {name: size for name, size in terms.items() if size}
-
-
-def _reference(scenario: Scenario) -> int:
-    """Return the bytes of the reference model on the GPU."""
-    return 0 if scenario.offloads_parameters else reference_bytes(scenario)
 
 
 def _gathered_reference(scenario: Scenario) -> int:

@@ -83,9 +83,15 @@ def scaled(scenario: Scenario) -> StepEvents:
     """
     trace_all([scenario])
     one, *more = (read_cached(TRACER, _request(replace(scenario, micro_batch=size))) for size in _sizes(scenario))
-    if more and not _same_events(one, more[0]):
-        return _traced(scenario)
-    events = [_at_batch(scenario.micro_batch, *pair) for pair in zip(one, more[0], strict=True)] if more else one
+    events = one
+    if more:
+        (two,) = more
+        if [event[0] for event in one] != [event[0] for event in two]:
+            return _traced(scenario)
+        beyond = scenario.micro_batch - 2
+        events = [
+            [*a[:2], a[2] + (b[2] - a[2]) * beyond] if a[0] == "alloc" else a for a, b in zip(one, two, strict=True)
+        ]
     if _kept_layers(scenario.model) is None:
         return events
     return unrolled(events, len(scenario.model.blocks), _prefix(scenario.model)) or _traced(scenario)
@@ -119,14 +125,6 @@ def _traced(scenario: Scenario) -> StepEvents:
     _trace([request])
     events: StepEvents = read_cached(TRACER, request)
     return events
-
-
-def _same_events(one: StepEvents, two: StepEvents) -> bool:
-    return len(one) == len(two) and all(a[0] == b[0] for a, b in zip(one, two, strict=True))
-
-
-def _at_batch(batch: int, one: Any, two: Any) -> Any:
-    return [one[0], one[1], one[2] + (two[2] - one[2]) * (batch - 2)] if one[0] == "alloc" else one
 
 
 def _request(scenario: Scenario) -> dict[str, Any]:

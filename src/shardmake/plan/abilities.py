@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.config.attention import KERNELS, Attention, head_limit
-from shardmake.config.models import Cluster, Run
-from shardmake.core.errors import ConfigError, ModelError
+from shardmake.config.models import Run
+from shardmake.core.errors import ModelError
 from shardmake.memory.cache import cached_helper
-from shardmake.memory.model import Decoder, Model, adapted_layers, inventory_request, is_head
+from shardmake.memory.model import Decoder, Model, inventory_request
 
 MIXING_UNKNOWN: tuple[Attention, ...] = ("flash",)
 """Kernels that run on a GPU only, so that the ranks check whether they keep packed examples apart."""
@@ -26,7 +26,6 @@ DEQUANTIZED_BY_LOADING = frozenset({"compressed-tensors", "fp8", "metal", "mxfp4
 DEQUANTIZED_AFTER_LOADING = frozenset({"bitsandbytes", "higgs"})
 """Methods for which transformers implements ``PreTrainedModel.dequantize``."""
 _ACTIVATION_TABLE = "ACT2CLS"
-_LIGER_TABLE = "MODEL_TYPE_TO_APPLY_LIGER_FN"
 _HELPER = "shardmake.plan.inspect_model"
 _SOURCES = (
     "plan/inspect_model.py", "data/dataset.py", "data/varlen.py", "checkpoint/formats/hub_layout.py",
@@ -153,7 +152,7 @@ def check_class(config: Any, trained: str, source: str) -> None:
 
 def _check_activation(config: Mapping[str, Any], source: str) -> None:
     """Raise a `ModelError` for an activation that transformers lacks, at which every rank would fail."""
-    known = _table_keys("transformers", "activations.py", _ACTIVATION_TABLE)
+    known = table_keys("transformers", "activations.py", _ACTIVATION_TABLE)
     name = config.get("hidden_act")
     if name is not None and known and not (isinstance(name, str) and name in known):
         raise ModelError(
@@ -163,120 +162,7 @@ def _check_activation(config: Mapping[str, Any], source: str) -> None:
         )
 
 
-def check_settings(run: Run, abilities: Abilities) -> None:
-    """Raise a `ConfigError` if the run asks for something that the model's class does not support.
-
-    A user's script loads the model in its own way, so only its adapters are checked.
-    """
-    if abilities.unmergeable:
-        targets = ", ".join(abilities.mergeable_targets)
-        raise ConfigError(
-            f"method: {run.method} with lora.targets {run.lora.targets} cannot be merged for {abilities.model_class}: "
-            f"PEFT adapts it with {', '.join(abilities.unmergeable)}. "
-            + (f"Set lora.targets: [{targets}], or take method: full." if targets else "Take method: full.")
-        )
-    if run.script:
-        return
-    if run.attention == "varlen" and abilities.varlen_limit:
-        raise ConfigError(
-            f"attention: varlen cannot be used: {abilities.model_class} {abilities.varlen_limit}. "
-            f"Use {' or '.join(abilities.attention)}, or auto."
-        )
-    if run.attention != "auto" and run.attention not in abilities.attention:
-        raise ConfigError(
-            f"attention: {run.attention} cannot be used: {abilities.model_class} does not support it in transformers "
-            f"{version('transformers')}. Use {' or '.join(abilities.attention)}, or auto."
-        )
-    if run.gradient_checkpointing is True and not abilities.gradient_checkpointing:
-        raise ConfigError(
-            f"gradient_checkpointing: true cannot be used: {abilities.model_class} does not support it. "
-            "Use false, or auto."
-        )
-
-
-def check_packing(run: Run, abilities: Abilities, attention: Attention) -> None:
-    """Raise a `ConfigError` if packed examples would see each other with the kernel ``attention``."""
-    if not run.packing or run.script or attention not in abilities.mixing:
-        return
-    others = [kernel for kernel in abilities.attention if kernel not in (*abilities.mixing, *MIXING_UNKNOWN)]
-    alternative = f", or attention: {others[0]}" if others else ""
-    raise ConfigError(
-        f"packing: true cannot be used: {abilities.model_class} mixes packed examples with attention {attention}, "
-        f"because it does not keep them apart by their position ids. Set packing: false{alternative}."
-    )
-
-
-def check_loss(run: Run, model: Model) -> None:
-    """Raise a `ConfigError` if the model or the run has no such loss; Liger would silently keep the plain one."""
-    if run.loss == "chunked":
-        _check_chunked(run, model)
-    _check_adapted_head(run, model)
-    if run.loss == "fused" and run.tensor_parallel > 1:
-        raise ConfigError(
-            "loss: fused cannot be used: with tensor_parallel each rank holds a part of the head, which Liger's loss "
-            "would take for the whole. Set loss: plain."
-        )
-    model_type = model.model_type
-    supported = _fused_model_types() if run.loss == "fused" and not run.script else None
-    if supported is not None and model_type not in supported:
-        raise ConfigError(
-            f"loss: fused cannot be used: liger-kernel {version('liger-kernel')} has no kernels for the model type "
-            f"{model_type!r}. Set loss: plain. It has kernels for {', '.join(sorted(supported))}."
-        )
-
-
-def _check_chunked(run: Run, model: Model) -> None:
-    wrong = [
-        (model.decoder is None, f"{model.architecture} is not of the Llama, Mistral, Qwen or Gemma family"),
-        (run.script is not None, "a script computes its own loss"),
-        (run.tensor_parallel > 1, "the ranks of a tensor-parallel group share the head"),
-        (run.torch_compile, "torch's chunked loss does not run in compiled code"),
-    ]
-    for is_wrong, why in wrong:
-        if is_wrong:
-            raise ConfigError(f"loss: chunked cannot be used: {why}. Set loss: plain.")
-
-
-def _check_adapted_head(run: Run, model: Model) -> None:
-    """Raise a `ConfigError` for an adapter of the head, if the loss multiplies by the head's weights alone."""
-    if run.loss == "plain" or not run.method_spec.has_adapters or run.script:
-        return
-    for layer in adapted_layers(model, run.lora.targets):
-        if is_head(layer):
-            raise ConfigError(
-                f"loss: {run.loss} cannot be used with {layer.module} in lora.targets: this loss takes the head's own "
-                f"weights, so its adapter would silently get no gradient. Set loss: plain, or remove {layer.module} "
-                "from lora.targets."
-            )
-
-
-def check_activation_offload(run: Run, cluster: Cluster, model: Model) -> None:
-    """Raise a `ConfigError` if this run, cluster or model cannot hold the inputs of layers on the host."""
-    if not run.activation_offload:
-        return
-    wrong = [
-        (cluster.is_cpu, "with accelerator: cpu all activations are in host memory"),
-        (model.decoder is None, f"{model.architecture} is not of the Llama, Mistral, Qwen or Gemma family"),
-        (run.gradient_checkpointing is False, "it offloads what gradient checkpointing keeps"),
-        (run.script is not None, "a script sets up its own checkpointing"),
-        (run.objective != "sft", f"it is not tested with objective: {run.objective}"),
-        (run.tensor_parallel > 1, "it is not tested with tensor_parallel"),
-        (run.torch_compile, "it is not tested with torch_compile"),
-    ]
-    for is_wrong, why in wrong:
-        if is_wrong:
-            raise ConfigError(f"activation_offload: true cannot be used: {why}. Remove activation_offload.")
-
-
-def _fused_model_types() -> set[str] | None:
-    """Return the model types in the table of the installed Liger; None if there is no such table.
-
-    The table is read from the source, because importing it needs Triton and a GPU.
-    """
-    return _table_keys("liger_kernel", "transformers/monkey_patch.py", _LIGER_TABLE)
-
-
-def _table_keys(package: str, file: str, table: str) -> set[str] | None:
+def table_keys(package: str, file: str, table: str) -> set[str] | None:
     """Return the keys of a dictionary in the source of an installed package; None if it is not there."""
     found = find_spec(package)
     source = Path(found.origin).parent / file if found and found.origin else None

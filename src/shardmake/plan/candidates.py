@@ -2,16 +2,16 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from shardmake.config.models import Strategy
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.errors import ConfigError
 from shardmake.memory.estimate import Estimate
-from shardmake.plan.resolve import ResolvedRun, unsuitable
+from shardmake.plan.refusals import unsuitable
+from shardmake.plan.resolve import ResolvedRun
 from shardmake.plan.verdict import FamilyError, Headroom, Verdict
-from shardmake.run.own_files import check_choice, fits_own_files, number_of_conflicts
+from shardmake.run.own_files import check_choice, number_of_conflicts
 from shardmake.run.plan import CandidateEstimate, Choice
 
 
@@ -112,14 +112,11 @@ def choices(settings: ResolvedRun, strategies: Sequence[Strategy] = ()) -> Itera
         raise ConfigError(_micro_batch_message(settings, usable))
     if run.strategy == "auto":
         found = [choice for choice in found if not choice.loses_gradients]
-    fitting = [choice for choice in found if fits_own_files(settings.user_files, choice, run)]
+    fitting = [choice for choice in found if not number_of_conflicts(settings.user_files, choice, run)]
     if not fitting:
-        check_choice(settings.user_files, min(found, key=partial(_conflicts, settings)), run)
+        nearest = min(found, key=lambda choice: number_of_conflicts(settings.user_files, choice, run))
+        check_choice(settings.user_files, nearest, run)
     yield from fitting
-
-
-def _conflicts(settings: ResolvedRun, choice: Choice) -> int:
-    return number_of_conflicts(settings.user_files, choice, settings.run)
 
 
 def _data_parallel_size(settings: ResolvedRun, nodes: int) -> int:

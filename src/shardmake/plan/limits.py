@@ -54,7 +54,8 @@ def parse_partitions(text: str) -> dict[str, Partition]:
         if len(fields) != _SINFO_FORMAT.count("|") + 1:
             raise SlurmError(f"Cannot read a row of sinfo: {line!r}. Its format is {_SINFO_FORMAT}. Check sinfo here.")
         name, nodes, cpus, memory, limit, gres, features = fields
-        group = NodeGroup(int(nodes), _number(cpus), _number(memory), parse_gpus(gres), _features(features))
+        tags = frozenset() if features == "(null)" else frozenset(features.split(","))
+        group = NodeGroup(int(nodes), int(cpus.rstrip("+")), int(memory.rstrip("+")), parse_gpus(gres), tags)
         bare = name.rstrip("*")
         earlier = found[bare].groups if bare in found else ()
         found[bare] = Partition(bare, name.endswith("*"), _minutes(limit), (*earlier, group))
@@ -73,10 +74,6 @@ def parse_gpus(gres: str) -> dict[str, int]:
     return found
 
 
-def _features(text: str) -> frozenset[str]:
-    return frozenset() if text == "(null)" else frozenset(text.split(","))
-
-
 def satisfies(features: Set[str], constraint: str | None) -> bool:
     """Return whether a node with ``features`` may satisfy ``constraint``.
 
@@ -90,10 +87,6 @@ def satisfies(features: Set[str], constraint: str | None) -> bool:
     for operator, feature in zip(rest[::2], rest[1::2], strict=True):
         holds = holds or feature in features if operator == "|" else holds and feature in features
     return holds
-
-
-def _number(text: str) -> int:
-    return int(text.rstrip("+"))
 
 
 def _minutes(limit: str) -> int | None:

@@ -64,18 +64,16 @@ class Planner:
 
     def simulate(self, choice: Choice) -> Candidate:
         """Return ``choice`` with its memory from a simulated step; it is simulated once."""
-        if choice not in self._candidates:
-            self._candidates[choice] = self._simulate(choice)
-        return self._candidates[choice]
-
-    def _simulate(self, choice: Choice) -> Candidate:
+        if choice in self._candidates:
+            return self._candidates[choice]
         scenario, buckets = scenario_of(self.settings, choice), buckets_of(self.settings, choice)
         step = cache(lambda: simulate(scenario, buckets, self._events_of(scenario)))
         memory = self._simulated(scenario, buckets, step, self.settings.hardware.gpu_memory)
-        return self._candidate(
+        self._candidates[choice] = self._candidate(
             choice, scenario, memory, lambda capacity: self._simulated(scenario, buckets, step, capacity).gpu.device,
             simulated=True,
         )  # fmt: skip
+        return self._candidates[choice]
 
     def _simulated(self, scenario: Scenario, buckets: Buckets, step: Callable[[], Timeline], capacity: int) -> Estimate:
         """Return the estimate on a GPU of ``capacity`` bytes; ``step`` simulates it, once for all capacities."""

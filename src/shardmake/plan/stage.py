@@ -22,7 +22,8 @@ from shardmake.plan.fallbacks import find_fallbacks
 from shardmake.plan.limits import check_request, query_partitions
 from shardmake.plan.planner import Planner
 from shardmake.plan.reasons import describe_scaling, reason_of, rejected
-from shardmake.plan.resolve import ResolvedRun, check, check_fsdp, resolve
+from shardmake.plan.refusals import refuse, wrong_fsdp
+from shardmake.plan.resolve import ResolvedRun, check, resolve
 from shardmake.plan.suggestions import suggest, suggest_faster
 from shardmake.run.disk_budget import check_choice, checkpoint_size
 from shardmake.run.own_files import describe_own_files
@@ -78,7 +79,7 @@ def plan_offline(run: Run, cluster: Cluster, rundir: RunDir) -> Plan:
 def _planned(run: Run, cluster: Cluster, rundir: RunDir, *, packages: bool = True) -> tuple[Plan, MemoryEstimates]:
     """Return the plan with its advice, and the estimates; without a plan, raise what would fit."""
     with warn_while_slow(f"Planning run {rundir.name}: comparing strategies, nodes and micro batches"):
-        check_fsdp(run, cluster)
+        refuse(wrong_fsdp(run, cluster))
         try:
             made = choose_run(run, cluster, packages=packages)
         except NothingFitsError as error:

@@ -45,7 +45,7 @@ NVME_RATE = 3 * GB  # read or write, one good drive
 def step_time(scenario: Scenario, hardware: Hardware) -> float:
     """Return the seconds of one optimizer step of ``scenario`` on ``hardware``."""
     compute = _compute(scenario, hardware)
-    communication = _communication(scenario, hardware)
+    communication = _collectives(scenario, hardware) + _exchanges(scenario, hardware)
     within_layers = _tensor_parallel(scenario, hardware)
     if hardware.is_cpu:  # the cores that compute are those that communicate
         own = _DEEPSPEED_ON_CPU if scenario.zero_stage else 0.0
@@ -90,11 +90,6 @@ def _forward(scenario: Scenario, hardware: Hardware) -> tuple[float, float, floa
         2 * tokens * head / matmul,
         attention / (peak * _SHARES[generation].attention),
     )
-
-
-def _communication(scenario: Scenario, hardware: Hardware) -> float:
-    """Return the seconds of all collectives: those of the states, and the exchanges around attention."""
-    return _collectives(scenario, hardware) + _exchanges(scenario, hardware)
 
 
 def _exchanges(scenario: Scenario, hardware: Hardware) -> float:

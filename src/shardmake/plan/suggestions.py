@@ -17,7 +17,8 @@ from shardmake.plan.candidates import Candidate
 from shardmake.plan.choose import CLEARLY, choose_from, fits_below
 from shardmake.plan.planner import Planner
 from shardmake.plan.reasons import beside, memory_and_time
-from shardmake.plan.resolve import ResolvedRun, check, missing_packages, resolve
+from shardmake.plan.refusals import missing_packages
+from shardmake.plan.resolve import ResolvedRun, check, resolve
 
 MAX_NODE_FACTOR = 64
 MIN_SEQUENCE_LENGTH = 128

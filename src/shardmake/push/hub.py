@@ -4,14 +4,15 @@ Weights are uploaded first and become visible with the commit that names them, a
 partial model. Uploads are addressed by content: a rerun sends only what is missing, and equal content makes no commit.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardmake.config.models import Push
+from shardmake.core import hub
 from shardmake.core.errors import HubError, PushError
 from shardmake.core.hub import first_line, git_object_id, translate_hub_errors, with_retries
 from shardmake.core.manifest import SUMS, parse_sums
@@ -79,7 +80,7 @@ def _explain_xet(repository: str) -> Iterator[None]:
 
 def connect(repository: str) -> "HfApi":
     """Return the hub's client with the user's token; refuse offline mode and a missing token."""
-    from huggingface_hub import HfApi, constants, get_token
+    from huggingface_hub import constants, get_token
 
     if constants.is_offline_mode():
         raise HubError(
@@ -91,14 +92,14 @@ def connect(repository: str) -> "HfApi":
             f"Push to hub:{repository} is not possible: it needs a token with write permission, and there is none. "
             "Run `hf auth login`, or set HF_TOKEN, and run the command again."
         )
-    return HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+    return hub.connect()
 
 
 def _push_once(bundle: Bundle, repository: str, push: Push, api: "HfApi") -> dict[str, str]:
     _ensure_repository(repository, push, api)
     place = _place(repository, push, api)
-    head = _head(place)
-    remote = _list_files(place, head)
+    head = hub.commit_of(api, repository, place.revision)
+    remote = hub.list_files(api, repository, head)
     changed = [name for name in bundle.paths if not _holds(remote.get(name), bundle, name)]
     ours = _names_of_last_push(place, head) if SUMS in remote else set()
     overwritten = [name for name in changed if name in remote]
@@ -143,19 +144,6 @@ def _place(repository: str, push: Push, api: "HfApi") -> _Place:
     return _Place(api, repository, ours or push.revision, opens_request=ours is None)
 
 
-def _head(place: _Place) -> str:
-    commit = place.api.repo_info(place.repository, revision=place.revision).sha
-    assert commit is not None, "the hub names the commit of every revision"
-    return commit
-
-
-def _list_files(place: _Place, commit: str) -> dict[str, "RepoFile"]:
-    from huggingface_hub.hf_api import RepoFile
-
-    tree = place.api.list_repo_tree(place.repository, recursive=True, revision=commit)
-    return {entry.path: entry for entry in tree if isinstance(entry, RepoFile)}
-
-
 def _holds(remote: "RepoFile | None", bundle: Bundle, name: str) -> bool:
     """Compare the hub's file with ours, by SHA-256 for large files and by git's object id for small ones."""
     wanted = bundle.manifest[name]
@@ -182,7 +170,7 @@ def _refuse_foreign(
     foreign = sorted(set(overwritten) - ours - {CARD})
     if not foreign:
         return
-    if _list_files(place, head) != remote:
+    if hub.list_files(place.api, place.repository, head) != remote:
         raise PushDamagedError(f"the hub listed the files of commit {head[:12]} in two ways")
     raise PushError(
         f"Push refused: hub:{place.repository} contains files that no push of Shardmake wrote "
@@ -197,7 +185,8 @@ def _commit(bundle: Bundle, place: _Place, head: str, changed: list[str], stale:
     request = place.opens_request
     additions = [_addition(bundle, name) for name in changed]
     for start in range(0, len(additions), _GROUP):
-        _upload(place, additions[start : start + _GROUP])
+        upload = partial(place.api.preupload_lfs_files, place.repository, additions[start : start + _GROUP])
+        with_retries(partial(upload, revision=place.revision, create_pr=request, free_memory=False))
     info = place.api.create_commit(
         place.repository,
         [*additions, *(CommitOperationDelete(name) for name in stale)],
@@ -209,19 +198,6 @@ def _commit(bundle: Bundle, place: _Place, head: str, changed: list[str], stale:
     return info.oid
 
 
-def _upload(place: _Place, additions: "list[CommitOperationAdd]") -> None:
-    """Send the large files among ``additions``; nobody sees them before a commit."""
-    with_retries(
-        lambda: place.api.preupload_lfs_files(
-            place.repository,
-            additions,
-            revision=place.revision,
-            create_pr=place.opens_request,
-            free_memory=False,
-        )
-    )
-
-
 def _addition(bundle: Bundle, name: str) -> "CommitOperationAdd":
     from huggingface_hub import CommitOperationAdd
 
@@ -231,7 +207,7 @@ def _addition(bundle: Bundle, name: str) -> "CommitOperationAdd":
 
 
 def _read_back(bundle: Bundle, place: _Place, commit: str) -> None:
-    remote = _list_files(place, commit)
+    remote = hub.list_files(place.api, place.repository, commit)
     if wrong := [name for name in bundle.paths if not _holds(remote.get(name), bundle, name)]:
         raise PushDamagedError(
             f"after commit {commit[:12]} the hub has no or different content for: {', '.join(wrong)}"

@@ -6,18 +6,16 @@ will write and removes ``SHA256SUMS``; if it changes the model, it also removes 
 then sends the weights, then those files, reads each back, and writes ``SHA256SUMS`` last.
 """
 
-import errno
 import hashlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from shardmake.core.errors import PushError, ShardmakeError
-from shardmake.core.hub import first_line, with_retries
+from shardmake.core.errors import PushError
+from shardmake.core.hub import with_retries
 from shardmake.core.manifest import SUMS, FileRecord, parse_sums
-from shardmake.core.secrets import public_url, redact
-from shardmake.core.stores import missing_package
+from shardmake.core.secrets import public_url
+from shardmake.core.stores import Cause, explain_store_errors, open_store
 from shardmake.push.bundle import LOADED_FIRST, Bundle
 
 if TYPE_CHECKING:
@@ -25,31 +23,38 @@ if TYPE_CHECKING:
 
 UNFINISHED = f"{SUMS}.unfinished"
 _BLOCK = 8 << 20
+_ADVICE: Final[Mapping[Cause, str]] = {
+    "permission": "Provide credentials with permission to list, read, write and delete; for s3:// run `aws configure`.",
+    "full": "The store is full. Free some space there, or choose another one in push.to, and push again.",
+    "missing": "Create the bucket first, or correct the name in push.to.",
+    "other": "Uploaded files are kept. Push again.",
+}
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A prefix on a file system."""
+    """A prefix on a file system, and the bytes of every file below it by its path relative to it."""
 
     files: "AbstractFileSystem"
     root: str
+    sizes: Mapping[str, int]
 
     def path(self, name: str) -> str:
         """Return the path of the model's file ``name``."""
         return f"{self.root}/{name}"
 
-    def sizes(self) -> dict[str, int]:
-        """Return the bytes of every file below the prefix, by its path relative to it."""
-        self.files.invalidate_cache()
-        found = self.files.find(self.root, detail=True)
-        return {path.removeprefix(self.root).lstrip("/"): entry["size"] for path, entry in found.items()}
-
-    def sums(self, name: str, sizes: dict[str, int]) -> dict[str, str]:
+    def sums(self, name: str) -> dict[str, str]:
         """Return the digests listed in the file ``name``, and its own; nothing if it does not exist."""
-        if name not in sizes:
+        if name not in self.sizes:
             return {}
         content = self.files.cat_file(self.path(name))
         return {**parse_sums(content.decode()), name: hashlib.sha256(content).hexdigest()}
+
+    def missing(self, wanted: Mapping[str, FileRecord], listed: Mapping[str, str]) -> list[str]:
+        """Return which files are missing or different; one is read unless its digest is ``listed`` by a push."""
+        alike = [name for name, entry in wanted.items() if self.sizes.get(name) == entry.size]
+        held = {name for name in alike if (listed.get(name) or self.digest(name)) == wanted[name].sha256}
+        return [name for name in wanted if name not in held]
 
     def version(self, name: str) -> str | None:
         """Return the file's version id, or None if the store keeps no versions."""
@@ -67,8 +72,13 @@ def missing_in_store(files: Mapping[str, FileRecord], url: str) -> list[str]:
 
     Raises `PushError` if the prefix cannot be read.
     """
-    with _with_advice(url, "Reading"):
-        return with_retries(lambda: _missing_now(files, _open(url)))
+
+    def compare() -> list[str]:
+        place = _open(url)
+        return place.missing(files, place.sums(SUMS))
+
+    with explain_store_errors("Reading", url, PushError, _ADVICE):
+        return with_retries(compare)
 
 
 def push_to_store(bundle: Bundle, url: str) -> dict[str, Any]:
@@ -78,63 +88,40 @@ def push_to_store(bundle: Bundle, url: str) -> dict[str, Any]:
 
     Raises `PushError` if the prefix has files of somebody else, cannot be reached or written, or loses files.
     """
-    with _with_advice(public_url(url), "The push to"):
+    with explain_store_errors("The push to", public_url(url), PushError, _ADVICE):
         return with_retries(lambda: _push_once(bundle, _open(url), public_url(url)))
 
 
 def _open(url: str) -> _Place:
-    import fsspec
-
-    # no cached listings: the push compares with the present state
-    files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
-    return _Place(files, root.rstrip("/"))
+    files, root = open_store(url)
+    root = root.rstrip("/")
+    found = files.find(root, detail=True)
+    return _Place(files, root, {path.removeprefix(root).lstrip("/"): entry["size"] for path, entry in found.items()})
 
 
 def _push_once(bundle: Bundle, place: _Place, url: str) -> dict[str, Any]:
-    sizes = place.sizes()
-    listed, unfinished = place.sums(SUMS, sizes), place.sums(UNFINISHED, sizes)
-    _refuse_foreign(sorted(sizes.keys() - listed.keys() - unfinished.keys()), url)
-    missing = _missing(bundle.manifest, place, sizes, listed)
-    stale = sorted(sizes.keys() - bundle.paths.keys())
-    if missing or stale:
-        _write(bundle, place, sizes, missing, stale)
-    versions = {name: version for name in bundle.paths if (version := place.version(name))}
-    return {"versions": versions} if versions else {}
-
-
-def _refuse_foreign(foreign: list[str], url: str) -> None:
-    if foreign:
+    listed, unfinished = place.sums(SUMS), place.sums(UNFINISHED)
+    if foreign := sorted(place.sizes.keys() - listed.keys() - unfinished.keys()):
         raise PushError(
             f"Push refused: {url} contains files that no push of Shardmake wrote ({', '.join(foreign[:3])}"
             f"{', ...' if len(foreign) > 3 else ''}). Choose another prefix in push.to, or move these files."
         )
+    missing = place.missing(bundle.manifest, listed)
+    stale = sorted(place.sizes.keys() - bundle.paths.keys())
+    if missing or stale:
+        _write(bundle, place, missing, stale)
+    versions = {name: version for name in bundle.paths if (version := place.version(name))}
+    return {"versions": versions} if versions else {}
 
 
-def _missing_now(files: Mapping[str, FileRecord], place: _Place) -> list[str]:
-    sizes = place.sizes()
-    return _missing(files, place, sizes, place.sums(SUMS, sizes))
-
-
-def _missing(
-    files: Mapping[str, FileRecord], place: _Place, sizes: dict[str, int], listed: dict[str, str]
-) -> list[str]:
-    return [name for name, wanted in files.items() if not _holds(place, name, wanted, sizes, listed)]
-
-
-def _holds(place: _Place, name: str, wanted: FileRecord, sizes: dict[str, int], listed: dict[str, str]) -> bool:
-    """Compare the stored file with ``wanted``; read it unless a finished push lists its digest."""
-    if sizes.get(name) != wanted.size:
-        return False
-    return (listed[name] if name in listed else place.digest(name)) == wanted.sha256
-
-
-def _write(bundle: Bundle, place: _Place, sizes: dict[str, int], missing: list[str], stale: list[str]) -> None:
+def _write(bundle: Bundle, place: _Place, missing: list[str], stale: list[str]) -> None:
     """Send ``missing`` and remove ``stale``; the list of checksums is absent until everything was read back."""
     planned = "".join(f"{entry.sha256}  {name}\n" for name, entry in bundle.manifest.items())
     planned += "".join(f"{'0' * 64}  {name}\n" for name in stale if name not in bundle.manifest)
     place.files.pipe_file(place.path(UNFINISHED), planned.encode())
-    hidden = (SUMS, *reversed(LOADED_FIRST)) if _changes_model(bundle, missing, stale) else (SUMS,)
-    for name in [name for name in hidden if name in sizes]:
+    changes_model = any(name in bundle.model for name in missing) or stale not in ([], [UNFINISHED])
+    hidden = (SUMS, *reversed(LOADED_FIRST)) if changes_model else (SUMS,)
+    for name in [name for name in hidden if name in place.sizes]:
         place.files.rm_file(place.path(name))
     for name in [name for name in stale if name not in (UNFINISHED, *hidden)]:
         place.files.rm_file(place.path(name))
@@ -144,36 +131,7 @@ def _write(bundle: Bundle, place: _Place, sizes: dict[str, int], missing: list[s
     place.files.rm_file(place.path(UNFINISHED))
 
 
-def _changes_model(bundle: Bundle, missing: list[str], stale: list[str]) -> bool:
-    """Return whether a push changes more than the card and its plots."""
-    return any(name in bundle.model for name in missing) or stale not in ([], [UNFINISHED])
-
-
 def _send(bundle: Bundle, place: _Place, name: str) -> None:
     place.files.put_file(str(bundle.paths[name]), place.path(name))
     if place.digest(name) != bundle.manifest[name].sha256:
         raise RuntimeError(f"{name} differs from what was sent when read back")
-
-
-@contextmanager
-def _with_advice(url: str, action: str) -> Iterator[None]:
-    """Turn any error of an ``action`` into a `PushError` with advice; fsspec's file systems share no error classes."""
-    protocol = url.partition("://")[0]
-    try:
-        yield
-    except ShardmakeError:
-        raise
-    except Exception as error:
-        raise PushError(f"{action} {url} failed: {redact(first_line(error))}\n{_advice(error, protocol)}") from error
-
-
-def _advice(error: Exception, protocol: str) -> str:
-    if isinstance(error, ImportError):
-        return missing_package(protocol)
-    if isinstance(error, PermissionError) or "credentials" in str(error).lower():
-        return "Provide credentials with permission to list, read, write and delete; for s3:// run `aws configure`."
-    if "quota" in str(error).lower() or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-        return "The store is full. Free some space there, or choose another one in push.to, and push again."
-    if isinstance(error, FileNotFoundError):
-        return "Create the bucket first, or correct the name in push.to."
-    return "Uploaded files are kept. Push again."

@@ -1,13 +1,14 @@
 """Push the final model to its destinations and verify what arrived."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardmake.config.models import Push, Run
+from shardmake.config.models import Run
 from shardmake.core.errors import ConfigError, PushError, ShardmakeError
 from shardmake.core.secrets import public_url
-from shardmake.push.bundle import Bundle, make_bundle
+from shardmake.push.bundle import make_bundle
 from shardmake.push.folder import push_to_folder
 from shardmake.push.hub import connect, push_to_hub
 from shardmake.push.object_store import push_to_store
@@ -35,7 +36,15 @@ def push(run: Run, rundir: RunDir) -> PushReceipt:
     for destination in run.push.destinations:
         logger.info("Pushing %s to %s.", what, public_url(destination))
         try:
-            results.append(PushedTo(to=public_url(destination), **_push_to(destination, run.push, bundle)))
+            kind, _, place = destination.partition(":")
+            found: Mapping[str, Any] = {}
+            if kind == "file":
+                push_to_folder(bundle, Path(place))
+            elif kind == "hub":
+                found = push_to_hub(bundle, place, run.push, connect(place))
+            else:
+                found = push_to_store(bundle, destination)
+            results.append(PushedTo(to=public_url(destination), **found))
             logger.info("%s has the model; every file was read back and compared.", public_url(destination))
         except ShardmakeError as error:
             problems.append(str(error))
@@ -44,13 +53,3 @@ def push(run: Run, rundir: RunDir) -> PushReceipt:
     receipt = PushReceipt(destinations=results, files=dict(bundle.manifest), model=dict(bundle.model))
     receipt.write(rundir.push_receipt)
     return receipt
-
-
-def _push_to(destination: str, push: Push, bundle: Bundle) -> dict[str, Any]:
-    kind, _, place = destination.partition(":")
-    if kind not in ("file", "hub"):
-        return push_to_store(bundle, destination)
-    if kind == "file":
-        push_to_folder(bundle, Path(place))
-        return {}
-    return push_to_hub(bundle, place, push, connect(place))

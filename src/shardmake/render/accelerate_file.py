@@ -3,11 +3,20 @@
 from typing import Any, Final
 
 from shardmake.config.models import Run
+from shardmake.config.settings import SETTINGS
 from shardmake.memory.model import Model
 from shardmake.run.plan import Choice, Plan
 
-IGNORED_IN_FILE: Final = ("rdzv_backend", "same_network", "enable_cpu_affinity", "downcast_bf16")
-"""Keys that `accelerate launch` takes from its command line alone: their defaults there are not None."""
+IGNORED_IN_FILE: Final = {
+    "rdzv_backend": ("static",),
+    "same_network": (True, False),
+    "enable_cpu_affinity": (False,),
+    "downcast_bf16": ("no", False),
+}
+"""Keys that `accelerate launch` takes from its command line alone, because their defaults there are not None.
+
+The values change nothing; `accelerate config` writes them.
+"""
 
 
 def accelerate_config(plan: Plan, run: Run, model: Model) -> dict[str, Any]:
@@ -30,8 +39,7 @@ def accelerate_config(plan: Plan, run: Run, model: Model) -> dict[str, Any]:
         # `standard` is torchrun: the default for several nodes is pdsh, which needs ssh.
         section = {"deepspeed_multinode_launcher": "standard", "zero3_init_flag": choice.zero_stage == 3}
         return values | {"deepspeed_config": section}
-    # Accelerate refuses this key beside a DeepSpeed file, which holds the precision itself.
-    values["mixed_precision"] = "no" if choice.precision == "fp32" else choice.precision
+    values["mixed_precision"] = SETTINGS["precision"].values(choice, run)["mixed_precision"]
     if spec.is_fsdp:
         values["fsdp_config"] = {f"fsdp_{key}": value for key, value in fsdp_settings(choice, run, model).items()}
         if run.torch_compile:

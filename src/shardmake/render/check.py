@@ -27,6 +27,7 @@ from shardmake.core.library_process import run_module
 from shardmake.core.temporary import temporary_folder
 from shardmake.render import parsers
 from shardmake.render.comparison import Library, Settings
+from shardmake.render.launcher_settings import VARIABLES
 from shardmake.render.settings_table import compare
 from shardmake.run.plan import Choice
 from shardmake.run.training_settings import TrainingSettings
@@ -73,10 +74,6 @@ def _software() -> list[Any]:
     package = Path(shardmake.__file__).parent
     sources = (source.read_bytes() for source in sorted(package.rglob("*.py")))
     return [installed_versions(_LIBRARIES), hashlib.sha256(b"".join(sources)).hexdigest()]
-
-
-_VARIABLES = ("ACCELERATE_", "FSDP_")
-"""Prefixes of the variables in which Accelerate passes settings to the ranks."""
 
 
 @dataclass(frozen=True)
@@ -136,32 +133,26 @@ def read_with_libraries(renderings: Sequence[Rendering], hidden_size: int, scrat
             "renderings": _RENDERINGS.dump_python(list(group.values()), mode="json"),
         }
         deepspeed = any(one.files.deepspeed for one in group.values())
-        ask = partial(ask_libraries, "shardmake.render.check", request, world_size, deepspeed, scratch)
-        answers = ask_once("shardmake.render.check", request, ask)
+        answers = ask_once(__name__, request, partial(_ask_libraries, request, deepspeed, scratch))
         problems |= dict(zip(group, answers, strict=True))
     return [problems[number] for number in range(len(renderings))]
 
 
-def ask_libraries(module: str, request: Mapping[str, Any], world_size: int, deepspeed: bool, scratch: str) -> Any:
-    """Run ``module`` over ``request`` in a process whose environment is that of rank 0; return its answer."""
+def _ask_libraries(request: Mapping[str, Any], deepspeed: bool, scratch: str) -> Any:
+    """Ask in a process with the environment of rank 0, so that the libraries see the planned world size."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(VARIABLES)}
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(request["world_size"]), "MASTER_ADDR": "localhost"}
+    engine = {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu"} if deepspeed else {}
     try:
-        return run_module(module, request, _environment(world_size, deepspeed) | kernel_caches(scratch))
+        return run_module(__name__, request, inherited | world | engine | kernel_caches(scratch))
     except RuntimeError as error:
         raise ConfigError(f"Cannot check the files: {error}") from None
-
-
-def _environment(world_size: int, deepspeed: bool) -> dict[str, str]:
-    """Return the environment of rank 0, so that the libraries see the planned world size."""
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(_VARIABLES)}
-    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost"}
-    engine = {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu"} if deepspeed else {}
-    return inherited | world | engine
 
 
 # --- in the child process ---------------------------------------------------------------------------------------------
 
 
-def problems_of(check: Callable[[], list[str]]) -> list[str]:
+def _problems_of(check: Callable[[], list[str]]) -> list[str]:
     """Return what ``check`` finds. A library refuses a file by raising an exception of any class."""
     try:
         return check()
@@ -180,14 +171,14 @@ def _find_problems(rendering: Rendering, hidden_size: int, folder: Path) -> list
     """Return what the libraries find in the files of one rendering, whatever they left in the environment before."""
     files, choice = rendering.files, rendering.choice
     parsers.pretend_world(choice.world_size)
-    for name in [name for name in os.environ if name.startswith(_VARIABLES)]:
+    for name in [name for name in os.environ if name.startswith(VARIABLES)]:
         del os.environ[name]
     if files.deepspeed:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     return [
-        *problems_of(lambda: _check_accelerate(files, choice, rendering.flags, folder)),
-        *problems_of(lambda: _check_deepspeed(files, choice)),
-        *problems_of(lambda: _check_training(files, choice, hidden_size, folder)),
+        *_problems_of(lambda: _check_accelerate(files, choice, rendering.flags, folder)),
+        *_problems_of(lambda: _check_deepspeed(files, choice)),
+        *_problems_of(lambda: _check_training(files, choice, hidden_size, folder)),
         *_check_settings(rendering, folder),
     ]
 

@@ -287,13 +287,7 @@ def _accelerate(words: list[str], title: str) -> Command:
 
     read = _parse(launch_command_parser(), words, title)
     flags = words[: len(words) - len(read.training_script_args) - 1]
-    for index, flag in enumerate(flags):
-        if flag == "--config_file":
-            del flags[index : index + 2]
-            break
-        if flag.startswith("--config_file="):
-            del flags[index]
-            break
+    _take(flags, "--config_file")
     command = Command(title, "accelerate", read.training_script, list(read.training_script_args), flags)
     command.config_file, command.ranks = read.config_file, read.num_processes
     return command

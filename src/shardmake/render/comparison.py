@@ -30,8 +30,8 @@ class Settings:
     """The settings that one training is started with; None for a library whose file it does not have.
 
     ``trainer`` holds keyword arguments of TrainingArguments, ``flags`` options of `accelerate launch`. With
-    ``named_by_trainer`` the training arguments name the DeepSpeed file, otherwise only Accelerate does. ``steps`` is
-    the number of optimizer steps if it is known without the data. ``on_cpu`` says that the nodes have no GPU.
+    ``named_by_trainer`` the training arguments name the DeepSpeed file, otherwise only Accelerate does.
+    ``on_cpu`` says that the nodes have no GPU.
     """
 
     trainer: dict[str, Any] | None = None
@@ -40,7 +40,6 @@ class Settings:
     flags: list[str] = field(default_factory=list)
     world_size: int = 1
     named_by_trainer: bool = True
-    steps: int | None = None
     on_cpu: bool = False
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 from shardmake.config.models import Cluster, Run
 from shardmake.config.settings import ACCUMULATION, MICRO_BATCH, SETTINGS
 from shardmake.core.disk import swap_folder
+from shardmake.core.nested import overlay
 from shardmake.memory.buckets import auto_sizes, zero_optimization
 from shardmake.memory.model import Model
 from shardmake.run.plan import Plan
@@ -37,10 +38,11 @@ def deepspeed_config(plan: Plan, run: Run, cluster: Cluster, model: Model, folde
     choice = plan.choice
     if not choice.is_deepspeed:
         return {}
-    values = {
-        **{key: value for row in SETTINGS.values() if row.is_plain for key, value in row.values(choice, run).items()},
-        "bf16": {"enabled": choice.precision == "bf16"},
-        "fp16": {"enabled": choice.precision == "fp16", **(FP16 if choice.precision == "fp16" else {})},
+    rows = (*(row for row in SETTINGS.values() if row.is_plain), SETTINGS["precision"])
+    values = overlay({}, {key: value for row in rows for key, value in row.values(choice, run).items()})
+    if choice.precision == "fp16":
+        values["fp16"] |= FP16
+    values |= {
         "zero_optimization": zero_optimization(
             choice, model, cluster, swap_folder(cluster.nvme_path, plan.run, folder)
         ),
@@ -78,17 +80,16 @@ def with_numbers(values: Mapping[str, Any], arguments: Mapping[str, Any], hidden
     numbers = {key: arguments[name] for key, name in filled if name in arguments}
     numbers |= {f"zero_optimization.{name}": size for name, size in auto_sizes(hidden_size).items()}
     numbers[SETTINGS["betas"].unplanned[0]] = [arguments["adam_beta1"], arguments["adam_beta2"]]
-    return _replace_auto(values, numbers, "")
+    return replace_auto(values, numbers)
 
 
-def _replace_auto(values: Mapping[str, Any], numbers: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def replace_auto(values: Mapping[str, Any], numbers: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return ``values`` with those of ``numbers``, by dotted key, for each "auto"; without the others that are."""
     replaced: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping):
-            replaced[name] = _replace_auto(value, numbers, f"{key}.")
-        elif value != "auto":
-            replaced[name] = value
-        elif key in numbers:
-            replaced[name] = numbers[key]
+            replaced[name] = replace_auto(value, numbers, f"{key}.")
+        elif value != "auto" or key in numbers:
+            replaced[name] = numbers[key] if value == "auto" else value
     return replaced

@@ -182,7 +182,7 @@ def _read_deepspeed(settings: Settings, plugin: Any, found: EngineSettings) -> N
     """Fill in "auto" as Trainer and Accelerate do, record what they stop on, and read DeepSpeed's config."""
     _set_precision(plugin, found)
     if found.arguments is not None:
-        _fill_by_trainer(settings, plugin, found)
+        _fill_by_trainer(plugin, found)
     config = plugin.hf_ds_config.config
     for auto, value in list(leaves(config)):
         if value == "auto":
@@ -225,7 +225,7 @@ def _set_precision(plugin: Any, found: EngineSettings) -> None:
         found.stops["mixed_precision"] = f"Accelerate stops: {precision} beside the other half precision."
 
 
-def _fill_by_trainer(settings: Settings, plugin: Any, found: EngineSettings) -> None:
+def _fill_by_trainer(plugin: Any, found: EngineSettings) -> None:
     """Let transformers fill in "auto" and compare, as it does after loading the model."""
     from transformers.integrations.deepspeed import propagate_args_to_deepspeed
 
@@ -235,7 +235,7 @@ def _fill_by_trainer(settings: Settings, plugin: Any, found: EngineSettings) -> 
     read = plugin.hf_ds_config
     (total_steps,), warm_up_steps = SETTINGS["total steps"].unplanned, SETTINGS["warm-up steps"].unplanned
     written = read.get_value(total_steps)
-    steps = settings.steps or (arguments.max_steps if arguments.max_steps > 0 else None)
+    steps = arguments.max_steps if arguments.max_steps > 0 else None
     model = SimpleNamespace(config=SimpleNamespace(hidden_size=HIDDEN_SIZE))
     with suppress(ValueError):  # It lists the mismatches.
         read.trainer_config_finalize(arguments, model, steps or (written if isinstance(written, int) else 1))

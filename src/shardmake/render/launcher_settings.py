@@ -10,18 +10,11 @@ from typing import Any, Final
 from unittest import mock
 
 from shardmake.render import parsers
+from shardmake.render.accelerate_file import IGNORED_IN_FILE
 from shardmake.render.comparison import EngineSettings, Problem, Settings
 
 VARIABLES: Final = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 """Prefixes of the variables in which Accelerate passes settings to the ranks."""
-LAUNCHERS: Final = (
-    "deepspeed_launcher",
-    "multi_gpu_launcher",
-    "simple_launcher",
-    "tpu_launcher",
-    "tpu_pod_launcher",
-    "sagemaker_launcher",
-)
 
 
 def launch(settings: Settings, deepspeed: dict[str, Any] | None, found: EngineSettings, folder: Path) -> None:
@@ -60,13 +53,6 @@ def _refuse_one_process(values: Mapping[str, Any], found: EngineSettings) -> Non
 
 
 PLAIN: Final = ("NO", "MULTI_CPU")
-WRITTEN_BY_ACCELERATE_CONFIG: Final = {
-    "rdzv_backend": ("static",),
-    "same_network": (True, False),
-    "enable_cpu_affinity": (False,),
-    "downcast_bf16": ("no", False),
-}
-"""Keys that `accelerate launch` takes from its command line alone, and the values that change nothing."""
 
 
 def _usable(given: Mapping[str, Any], found: EngineSettings) -> dict[str, Any]:
@@ -86,7 +72,9 @@ def _usable(given: Mapping[str, Any], found: EngineSettings) -> dict[str, Any]:
         elif value is None or key == "downcast_bf16":
             pass
         elif section and not isinstance(value, dict):
-            found.refuse("Accelerate", key, value, _mapping_hint(key))
+            by_name = ". Write the name of the file as deepspeed_config_file below this key."
+            hint = by_name if key == "deepspeed_config" else ": it needs a mapping."
+            found.refuse("Accelerate", key, value, f"`accelerate launch` stops{hint}")
         elif section:
             values[key] = _usable_section(key, value, actions, found)
         elif _is_compound(key, value) or (expected := _expected_by(actions.get(key), value)) is not None:
@@ -94,7 +82,7 @@ def _usable(given: Mapping[str, Any], found: EngineSettings) -> dict[str, Any]:
             found.refuse("Accelerate", key, value, f"`accelerate launch` needs {expected}.")
         else:
             values[key] = value
-        if key in WRITTEN_BY_ACCELERATE_CONFIG and value not in (None, *WRITTEN_BY_ACCELERATE_CONFIG[key]):
+        if value not in (None, *IGNORED_IN_FILE.get(key, (value,))):
             effect = "Accelerate ignores the key in a file. Write it on the command line."
             found.problems.append(Problem("Accelerate", key, value, "warning", effect))
     refuse_counts(values, found)
@@ -135,12 +123,6 @@ _LARGEST_PORT: Final = 65535
 def _is_compound(key: str, value: Any) -> bool:
     """Return True for a mapping or a list in place of one value; the two settings of TPUs are lists."""
     return isinstance(value, dict) or (isinstance(value, list) and key not in ("tpu_env", "tpu_vm"))
-
-
-def _mapping_hint(key: str) -> str:
-    if key != "deepspeed_config":
-        return "`accelerate launch` stops: it needs a mapping."
-    return "`accelerate launch` stops. Write the name of the file as deepspeed_config_file below this key."
 
 
 def _usable_section(
@@ -188,7 +170,7 @@ def _start_launcher(
     arguments = launch.launch_command_parser().parse_args([*given, *settings.flags, "train.py"])
     started: list[str] = []
     with ExitStack() as stack:
-        for name in LAUNCHERS:
+        for name in [name for name in vars(launch) if name.endswith("_launcher")]:
             stack.enter_context(mock.patch.object(launch, name, lambda *_, name=name: started.append(name)))
         launch.launch_command(arguments)
     if arguments.deepspeed_config_file is not None and deepspeed is not None:

@@ -64,7 +64,8 @@ def read_source(path: Path) -> ConfigFile:
     """Read one file and determine its kind from its keys."""
     values = _parse(path, read_text(path))
     if not isinstance(values, dict):
-        raise ConfigError(f"Cannot check {path}: it holds {_kind_of(values)} instead of keys with values.")
+        held = "nothing" if values is None else "a list" if isinstance(values, list) else "one value"
+        raise ConfigError(f"Cannot check {path}: it holds {held} instead of keys with values.")
     kind = _kind_of_file(path, values)
     inner = values.get("arguments") if kind == "training" else None
     return ConfigFile(kind, str(path), inner if isinstance(inner, dict) else values)
@@ -116,10 +117,6 @@ def _parse(path: Path, text: str) -> Any:
     except (ValueError, RecursionError, TypeError):
         raise ConfigError(f"{path} cannot be read: it holds a value that is not valid. Correct the file.") from None
     return values
-
-
-def _kind_of(values: Any) -> str:
-    return "nothing" if values is None else "a list" if isinstance(values, list) else "one value"
 
 
 # --- checking ---------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any
 from shardmake.core.environment import leave_collectives_to_gloo
 from shardmake.core.nested import leaves
 from shardmake.render.accelerate_file import IGNORED_IN_FILE
+from shardmake.render.deepspeed_file import replace_auto
 
 SECTIONS = ("deepspeed_config", "fsdp_config", "parallelism_config")
 
@@ -94,17 +95,8 @@ def deepspeed_settings(values: Mapping[str, Any], filled: Mapping[str, Any]) -> 
     from deepspeed.runtime.config import DeepSpeedConfig
 
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-    watched = Watched({**filled, **without_auto(values)})
+    watched = Watched({**filled, **replace_auto(values, {})})
     return DeepSpeedConfig(watched), watched.unseen
-
-
-def without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``values`` without the keys that Trainer fills in."""
-    return {
-        key: without_auto(value) if isinstance(value, dict) else value
-        for key, value in values.items()
-        if value != "auto"
-    }
 
 
 def training_arguments(values: Mapping[str, Any], deepspeed: Mapping[str, Any], folder: Path) -> tuple[Any, list[str]]:
@@ -154,6 +146,16 @@ def culprit(values: Mapping[str, Any], attempt: Callable[[dict[str, Any]], Any])
         else:
             return key
     return later
+
+
+def usable(
+    values: dict[str, Any], attempt: Callable[[dict[str, Any]], Any], refuse: Callable[[str, Any], None]
+) -> dict[str, Any]:
+    """Return ``values`` without the keys that ``attempt`` stops on; ``refuse`` gets each of them with its value."""
+    while (key := culprit(values, attempt)) is not None:
+        refuse(key, dict(leaves(values))[key])
+        values = without(values, key)
+    return values
 
 
 def without(values: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -139,7 +139,8 @@ def _row(setting: Setting, values: dict[Library, Value], found: EngineSettings) 
     is_left = bool({*setting.deepspeed_keys} & {*found.left_to_script})
     runs = None if is_left else value_that_trains(setting, found)
     written = {library: value for library, value in values.items() if value.written and value.value != "auto"}
-    nobody = not written and "Trainer" in values and not _in_file(setting, values)
+    in_file = "DeepSpeed" in values and values["DeepSpeed"].written
+    nobody = not written and "Trainer" in values and not in_file
     asking: dict[Library, Value] = {"Trainer": values["Trainer"]} if nobody else written
     asked = [asked_by(library, setting, found, value.value) for library, value in asking.items()]
     if runs is None or all(value is None or same_value(setting.name, value, runs) for value in asked):
@@ -147,15 +148,8 @@ def _row(setting: Setting, values: dict[Library, Value], found: EngineSettings) 
     return Row(setting.name, values, runs, "differs", f"{runs} runs, silently. {setting.advice}")
 
 
-def _in_file(setting: Setting, values: dict[Library, Value]) -> bool:
-    return "DeepSpeed" in values and values["DeepSpeed"].written
-
-
 def _keys(setting: Setting) -> list[str]:
-    return [
-        *setting.deepspeed_keys,
-        *([f"accelerate {setting.option}", setting.option] if setting.option else []),
-    ]
+    return [*setting.deepspeed_keys, *([f"accelerate {setting.option}", setting.option] if setting.option else [])]
 
 
 def same_value(setting: str, asked: Any, runs: Any) -> bool:
@@ -176,6 +170,8 @@ def _impossible(found: EngineSettings) -> Iterator[Problem]:
     """Yield what DeepSpeed stops on only when it builds the optimizer."""
     if found.config is None:
         return
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
     for which in ("offload_optimizer", "offload_param"):
         offload = getattr(found.config.zero_config, which)
         if offload is not None and plain(offload.device) == "nvme" and offload.nvme_path is None:
@@ -184,7 +180,7 @@ def _impossible(found: EngineSettings) -> Iterator[Problem]:
     yield from _impossible_schedule(found)
     yield from _facts(found)
     name, stage = found.config.optimizer_name, int(found.config.zero_optimization_stage)
-    if name is not None and optimizer_class(found) is None and name not in _deepspeed_optimizers():
+    if name is not None and optimizer_class(found) is None and name not in DEEPSPEED_OPTIMIZERS:
         gone = "DeepSpeed stops: neither it nor torch has it."
         effect = OPTIMIZER_REMOVED if is_removed_optimizer(name) else gone
         yield Problem("DeepSpeed", "optimizer.type", name, "error", effect)
@@ -196,7 +192,7 @@ def _impossible(found: EngineSettings) -> Iterator[Problem]:
 def _facts(found: EngineSettings) -> Iterator[Problem]:
     """Yield the keys of the DeepSpeed file that do something else than they say: one key of each section and row."""
     seen = set()
-    for one in judge(UserFile("deepspeed", "", "", found.deepspeed), is_script=True):
+    for one in judge(UserFile("deepspeed", "", found.deepspeed), is_script=True):
         group = (one.key.partition(".")[0], one.rule.fact)
         if one.rule.fact and not one.is_idle and one.rule.fate != "removed" and group not in seen:
             seen.add(group)
@@ -217,14 +213,8 @@ def _impossible_schedule(found: EngineSettings) -> Iterator[Problem]:
     unknown = [key for key in given if key not in known]
     for keys, effect in ((missing, "needs this parameter"), (unknown, "does not know this parameter")):
         for key in keys:
-            effect_of_key = f"DeepSpeed stops: {name} {effect}."
-            yield Problem("DeepSpeed", f"scheduler.params.{key}", given.get(key), "error", effect_of_key)
-
-
-def _deepspeed_optimizers() -> list[str]:
-    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
-
-    return list(DEEPSPEED_OPTIMIZERS)
+            stops = f"DeepSpeed stops: {name} {effect}."
+            yield Problem("DeepSpeed", f"scheduler.params.{key}", given.get(key), "error", stops)
 
 
 def _is_tested(found: EngineSettings) -> bool:

@@ -20,11 +20,9 @@ from shardmake.render.check import Files, Rendering, check_rendered
 from shardmake.render.deepspeed_file import deepspeed_config, with_numbers
 from shardmake.render.training_file import training_settings
 from shardmake.render.user_files import merge_own_files
+from shardmake.run.attempt import AttemptDir
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Choice, Plan, RenderReceipt
-
-ACCELERATE, DEEPSPEED, TRAINING = "accelerate.yaml", "deepspeed.json", "training.json"
-DEEPSPEED_NATIVE = "deepspeed-native.json"
 
 
 def render(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> list[str]:
@@ -75,14 +73,14 @@ def write_files(files: Files, folder: Path, model: Model) -> None:
 
     A script gets DeepSpeed's file with numbers too.
     """
-    write_text(folder / ACCELERATE, as_yaml(files.accelerate))
-    write_json(folder / DEEPSPEED, files.deepspeed)
-    files.training.write(folder / TRAINING)
+    to = AttemptDir(folder)
+    write_text(to.accelerate, as_yaml(files.accelerate))
+    write_json(to.deepspeed, files.deepspeed)
+    files.training.write(to.training)
     if files.training.program.kind == "script":
-        numbers = with_numbers(files.deepspeed, files.training.arguments, model.hidden_size)
-        write_json(folder / DEEPSPEED_NATIVE, numbers)
+        write_json(to.deepspeed_native, with_numbers(files.deepspeed, files.training.arguments, model.hidden_size))
     else:
-        (folder / DEEPSPEED_NATIVE).unlink(missing_ok=True)
+        to.deepspeed_native.unlink(missing_ok=True)
 
 
 def copy_rendered(rundir: RunDir, plan: Plan, fallback: int, folder: Path) -> None:
@@ -95,10 +93,10 @@ def copy_rendered(rundir: RunDir, plan: Plan, fallback: int, folder: Path) -> No
             f"The rendered files in {rundir.plan_folder} belong to another plan. "
             f"Render them again: shardmake render {rundir.name}"
         )
-    rendered = rundir.rendered_files(fallback)
-    for name in (ACCELERATE, DEEPSPEED, TRAINING, DEEPSPEED_NATIVE):
-        if name != DEEPSPEED_NATIVE or (rendered / name).exists():  # only a script has that file
-            write_bytes(folder / name, (rendered / name).read_bytes())
+    rendered = AttemptDir(rundir.rendered_files(fallback))
+    for path in (rendered.accelerate, rendered.deepspeed, rendered.training, rendered.deepspeed_native):
+        if path != rendered.deepspeed_native or path.exists():  # only a script has that file
+            write_bytes(folder / path.name, path.read_bytes())
 
 
 def render_files(plan: Plan, run: Run, cluster: Cluster, model: Model, folder: Path) -> Files:
@@ -123,7 +121,7 @@ def launch_command(plan: Plan, attempt: Path, machine_rank: int | str, address: 
     """
     return [
         *(sys.executable, "-m", "accelerate.commands.launch"),
-        *("--config_file", str(attempt / ACCELERATE)),
+        *("--config_file", str(AttemptDir(attempt).accelerate)),
         *launch_flags(plan, attempt, machine_rank, address, port),
         *("-m", "shardmake.train", str(attempt)),
     ]
@@ -136,7 +134,11 @@ def launch_flags(plan: Plan, folder: Path, machine_rank: int | str, address: str
     """
     threads = max(1, plan.resources["train"].cpus // plan.choice.processes_per_node)  # for DeepSpeed's CPU optimizer
     return [
-        *(("--deepspeed_config_file", str(folder.absolute() / DEEPSPEED)) if plan.choice.is_deepspeed else ()),
+        *(
+            ("--deepspeed_config_file", str(AttemptDir(folder.absolute()).deepspeed))
+            if plan.choice.is_deepspeed
+            else ()
+        ),
         *("--machine_rank", str(machine_rank)),
         *("--main_process_ip", address),
         *("--main_process_port", str(port)),

@@ -11,18 +11,19 @@ from typing import Any, Final, get_args, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from shardmake.config.settings import ACCUMULATION
-from shardmake.core.nested import leaves
 from shardmake.render import parsers
 from shardmake.render.comparison import EngineSettings, Problem, Settings
 
 
 def read_trainer(settings: Settings, named: dict[str, Any] | None, found: EngineSettings, folder: Path) -> Any:
     """Let TrainingArguments read its values and the DeepSpeed file; return Accelerate's DeepSpeed plugin, if any."""
-    values = _usable_arguments(settings.trainer or {}, found)
-    while (key := parsers.culprit(values, lambda less: _training_arguments(less, None, folder))) is not None:
-        value = dict(leaves(values))[key]
-        found.refuse("Trainer", key, value, f"Transformers stops: it cannot use this value.{_expected(key)}")
-        values = parsers.without(values, key)
+    values = parsers.usable(
+        _usable_arguments(settings.trainer or {}, found),
+        lambda less: _training_arguments(less, None, folder),
+        lambda key, value: found.refuse(
+            "Trainer", key, value, f"Transformers stops: it cannot use this value.{_expected(key)}"
+        ),
+    )
     if named is not None and values.get("fsdp"):
         found.stops["fsdp"] = "Trainer stops: it uses DeepSpeed or FSDP, not both."
         values.pop("fsdp")
@@ -43,13 +44,9 @@ def _accepted(
     deepspeed: dict[str, Any] | None, attempt: Callable[[dict[str, Any]], Any], found: EngineSettings
 ) -> dict[str, Any] | None:
     """Return the DeepSpeed file without the keys that transformers or Accelerate stop on."""
-    if deepspeed is None:
-        return None
-    while (key := parsers.culprit(deepspeed, attempt)) is not None:
-        value = dict(leaves(deepspeed))[key]
-        found.refuse("DeepSpeed", key, value, "Transformers and Accelerate stop: they cannot use this value.")
-        deepspeed = parsers.without(deepspeed, key)
-    return deepspeed
+    effect = "Transformers and Accelerate stop: they cannot use this value."
+    refuse = lambda key, value: found.refuse("DeepSpeed", key, value, effect)  # noqa: E731
+    return None if deepspeed is None else parsers.usable(deepspeed, attempt, refuse)
 
 
 def nearest_argument(name: str) -> str | None:

@@ -24,7 +24,6 @@ from shardmake.run.training_settings import (
     OptimizerSettings,
     RetentionSettings,
     ScriptProgram,
-    ServiceSettings,
     TrainerProgram,
     TrainingSettings,
 )
@@ -50,7 +49,7 @@ def training_settings(plan: Plan, run: Run, cluster: Cluster, model: Model) -> T
             chat_template=read_template(Path(run.data.chat_template)) if run.data.chat_template else None,
         ),
         objective=run.objective,
-        **({run.objective: run.objective_settings.model_dump()} if run.objective_settings else {}),
+        **({run.objective: run.objective_settings} if run.objective_settings else {}),
         method=AdapterMethod(kind=run.method, **run.lora.model_dump())
         if run.method_spec.has_adapters
         else FullMethod(),
@@ -59,15 +58,12 @@ def training_settings(plan: Plan, run: Run, cluster: Cluster, model: Model) -> T
         expected=expected_engine(choice),
         loss=run.loss,
         checkpoints=_checkpoints(choice, run, cluster),
-        program=_program(run),
+        program=ScriptProgram(
+            path=run.script, args=run.script_args, sha256=sha256(script_file(run.script)), service=run.service
+        )
+        if run.script
+        else TrainerProgram(),
     )
-
-
-def _program(run: Run) -> TrainerProgram | ScriptProgram:
-    if run.script is None:
-        return TrainerProgram()
-    service = ServiceSettings(**run.service.model_dump()) if run.service else None
-    return ScriptProgram(path=run.script, args=run.script_args, sha256=sha256(script_file(run.script)), service=service)
 
 
 def load_dtype(choice: Choice, run: Run) -> str:
@@ -203,9 +199,13 @@ def _memory_arguments(choice: Choice, run: Run, model: Model) -> dict[str, Any]:
     gradients after each micro batch. Otherwise Trainer would keep full gradients on every rank during accumulation.
     """
     if choice.is_fsdp:
+        config = fsdp_settings(choice, run, model)  # transformers' names differ from accelerate's in two places
+        config["cpu_offload"] = config.pop("offload_params")
+        config["transformer_layer_cls_to_wrap"] = list(model.block_classes)
+        config.pop("activation_checkpointing_offload", None)  # Trainer leaves it to accelerate's environment
         return {
             "fsdp": True,
-            "fsdp_config": _fsdp_config(choice, run, model),
+            "fsdp_config": config,
             "activation_checkpointing": False,
             "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
         }
@@ -213,16 +213,6 @@ def _memory_arguments(choice: Choice, run: Run, model: Model) -> dict[str, Any]:
         return {"activation_checkpointing": False}
     values = {"use_reentrant": False} | ({"offload": True} if run.activation_offload else {})
     return {"activation_checkpointing": True, "activation_checkpointing_kwargs": values}
-
-
-def _fsdp_config(choice: Choice, run: Run, model: Model) -> dict[str, Any]:
-    """Return FSDP's settings under transformers' names, which differ from accelerate's in three places."""
-    values = fsdp_settings(choice, run, model)
-    values["cpu_offload"] = values.pop("offload_params")
-    values["transformer_layer_cls_to_wrap"] = values["transformer_layer_cls_to_wrap"].split(",")
-    values.pop("sharding_strategy", None)
-    values.pop("activation_checkpointing_offload", None)  # Trainer leaves it to accelerate's environment
-    return values
 
 
 def _checkpoints(choice: Choice, run: Run, cluster: Cluster) -> CheckpointSettings:

@@ -7,7 +7,7 @@ it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from shardmake.config.models import Run
@@ -20,14 +20,6 @@ from shardmake.run.own_files import Planned, check_library, check_own_files, pla
 from shardmake.run.plan import Choice
 
 
-@dataclass
-class _Merge:
-    """A line for each value of the user's files, and the values that were taken."""
-
-    lines: list[str] = field(default_factory=list)
-    taken: dict[str, Any] = field(default_factory=dict)
-
-
 def merge_own_files(files: Files, run: Run, choice: Choice) -> tuple[Files, list[str]]:
     """Return ``files`` with the additions of the run's own files, and a line for each value taken over or left out.
 
@@ -37,14 +29,14 @@ def merge_own_files(files: Files, run: Run, choice: Choice) -> tuple[Files, list
     check_library(own, choice)
     planned = _planned(files, run, choice, own)
     check_own_files(own, planned, run)
-    merge = _Merge()
-    if own.deepspeed:
-        values = _take(own.deepspeed, files.deepspeed, planned["deepspeed"], run, merge)
-        files = replace(files, deepspeed=values)
-    if own.accelerate:
-        values = _take(own.accelerate, files.accelerate, planned["accelerate"], run, merge)
-        files = replace(files, accelerate=values)
-    return replace(files, training=files.training.model_copy(update={"own_files": merge.taken})), merge.lines
+    lines: list[str] = []
+    changed: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
+    for file in own.found:
+        taken, noted, merged[file.kind] = _take(file, getattr(files, file.kind), planned[file.kind], run)
+        changed |= taken
+        lines += noted
+    return replace(files, training=files.training.model_copy(update={"own_files": changed}), **merged), lines
 
 
 def _planned(files: Files, run: Run, choice: Choice, own: UserFiles) -> dict[Kind, dict[str, Any]]:
@@ -58,26 +50,25 @@ def _planned(files: Files, run: Run, choice: Choice, own: UserFiles) -> dict[Kin
     return {"deepspeed": deepspeed, "accelerate": accelerate}
 
 
-def _take(file: UserFile, rendered: Mapping[str, Any], planned: Planned, run: Run, merge: _Merge) -> dict[str, Any]:
-    """Return ``rendered`` with the values of ``file`` that the plan leaves open; note them in ``merge``."""
-    before, taken = dict(leaves(rendered)), {}
+def _take(
+    file: UserFile, rendered: Mapping[str, Any], planned: Planned, run: Run
+) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
+    """Return the values of ``file`` that change ``rendered``, a line for each, and ``rendered`` with them."""
+    before, taken, changed, lines = dict(leaves(rendered)), {}, {}, []
     for one in judge(file, run.script is not None):
         key, value = one.key, one.value
         if one.rule.use == "planned":
             continue
         if one.is_idle or one.rule.use == "unused":
             why = f"{value!r} has no effect." if one.is_idle else one.rule.effect
-            merge.lines.append(f"{file.name}: {key} is left out. {why}")
+            lines.append(f"{file.name}: {key} is left out. {why}")
             continue
-        filled = planned.get(key, _rate(key, run)) if value == "auto" else value
+        # Trainer or Accelerate fill in the keys that neither the plan nor the run has.
+        rate = run.learning_rate if key in SETTINGS["learning rate"].unplanned else "auto"
+        filled = planned.get(key, rate) if value == "auto" else value
         taken[key] = filled
         if not (key in before and same(before[key], filled)):
             instead = f" instead of {before[key]!r}" if key in before else ""
-            merge.lines.append(f"{file.name}: {key} is {filled!r}{instead}. {one.rule.effect}")
-            merge.taken[key] = filled
-    return overlay(rendered, taken)
-
-
-def _rate(key: str, run: Run) -> Any:
-    """Return the run's learning rate for the keys that hold it; Trainer or Accelerate fill in the others."""
-    return run.learning_rate if key in SETTINGS["learning rate"].unplanned else "auto"
+            lines.append(f"{file.name}: {key} is {filled!r}{instead}. {one.rule.effect}")
+            changed[key] = filled
+    return changed, lines, overlay(rendered, taken)

@@ -6,7 +6,6 @@ depends only on the run's receipts, so the same run gives the same card.
 
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,25 +38,23 @@ def render_card(run: Run, rundir: RunDir) -> str:
 
     records = Records.read(run, rundir)
     evaluation, shown = records.evaluation, plots(records)
+    samples = _public_samples(run, evaluation)
+    prompts = [sample.prompt for sample in samples if sample.prompt]
     base = _base_metadata(Path(localize(run, rundir).model))
     card = ModelCard.from_template(
         _metadata(records, base),
         template_path=str(TEMPLATE),
         name=rundir.name,
-        base=records.base,
+        **common_values(records),
         trained=_trained_sentence(records),
         facts=training_facts(records),
-        held_out=held_out(records),
         evaluation=evaluation,
-        samples=[{key: _fenced(text) for key, text in sample} for sample in _public_samples(run, evaluation)],
+        samples=[{key: _fenced(text) for key, text in sample} for sample in samples],
         plots={name: plot.title for name, plot in shown.items()},
         place=_place(run),
         is_hub=_hub_name(run) is not None,
         has_chat_template=_has_chat_template(rundir.model),
-        prompt=json.dumps(_example_prompt(_public_samples(run, evaluation)), ensure_ascii=False),
-        scores=evaluation.scores,
-        buckets=list(zip(*(score.by_length for score in evaluation.scores or ()), strict=True)),
-        by_source=list(zip(*(score.by_source for score in evaluation.scores or ()), strict=True)),
+        prompt=json.dumps(min(prompts, key=len, default="Hello"), ensure_ascii=False),
         length_name=length_name,
         inline=_inline,
     )
@@ -142,7 +139,19 @@ def _trained_sentence(records: Records) -> str:
     return "fine-tuned with Shardmake"
 
 
-def held_out(records: Records) -> str:
+def common_values(records: Records) -> dict[str, Any]:
+    """Return the values that the templates of the card and of the report have in common."""
+    scores = records.evaluation.scores
+    return {
+        "base": records.base,
+        "held_out": _held_out(records),
+        "scores": scores,
+        "buckets": list(zip(*(score.by_length for score in scores or ()), strict=True)),
+        "by_source": list(zip(*(score.by_source for score in scores or ()), strict=True)),
+    }
+
+
+def _held_out(records: Records) -> str:
     """Return what the evaluation's tokens are, and how many of its examples are training examples too."""
     data, rated = records.run.data, records.evaluation.reward_model
     share = f"{100 * records.data.settings.eval_fraction:.3g} % of the examples of {public_names(data.sources)}"
@@ -184,11 +193,6 @@ def _public_samples(run: Run, evaluation: EvaluationResult) -> list[Sample]:
     Otherwise they are examples of the evaluation data, which may be private.
     """
     return evaluation.samples if run.evaluation.prompts or (run.push and run.push.samples) else []
-
-
-def _example_prompt(samples: Sequence[Sample]) -> str:
-    """Return the shortest prompt of the samples, or a general one."""
-    return min((sample.prompt for sample in samples if sample.prompt), key=len, default="Hello")
 
 
 def _inline(text: str) -> str:

@@ -1,6 +1,5 @@
 """The comparison of several runs: settings that differ, and results, of which the best are marked."""
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +85,7 @@ class ComparedRun:
             return digest([self.data.tokenizer, *(file.sha256 for file in self.data.eval.files)])
         read = {"format", "columns", "loss_on", "sequence_length", "objective", "evaluated"}
         settings = self.data.settings.model_dump(include=read)
-        layout = [self.data.format, self.data.columns, self.data.loss_on_assistant]
+        layout = [self.data.data_format, self.data.columns, self.data.loss_on_assistant]
         return digest([self.data.tokenizer, content_of({"sources": separate}), settings, layout])
 
 
@@ -145,6 +144,25 @@ def compare(runs: Mapping[str, Run], cluster: Cluster, folder: Path) -> Comparis
     return Comparison(found, differing_settings(found), _results(found), _notes(found))
 
 
+_SCORES: Final[Mapping[str, tuple[Callable[[EvaluationResult], float | None], Callable[[float], str], Best | None]]] = {
+    "base loss": (lambda found: found.base.loss if found.base else None, "{:.4f}".format, None),
+    "evaluation loss": (lambda found: found.tuned.loss if found.tuned else None, "{:.4f}".format, "lowest"),
+    "perplexity": (lambda found: found.tuned.perplexity if found.tuned else None, format_perplexity, "lowest"),
+    "exact answers, %": (
+        lambda found: _percent(found.tuned.exact if found.tuned and found.has_exact else None),
+        "{:.1f}".format,
+        "highest",
+    ),
+    "preference accuracy, %": (
+        lambda found: _percent(found.reward_model.accuracy if found.reward_model else None),
+        "{:.1f}".format,
+        "highest",
+    ),
+    "reward accuracy, %": (lambda found: _percent(found.reward_accuracy), "{:.1f}".format, "highest"),
+}
+"""Values of the evaluations by the column's name: how one is read and shown, and which is better on equal examples."""
+
+
 def differing_settings(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
     """Return the settings that are not the same in all runs: the value of each run, by key."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
@@ -154,34 +172,29 @@ def differing_settings(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
 
 def _results(runs: Sequence[ComparedRun]) -> list[ResultColumn]:
     """Return the results that at least one run has."""
-    same_data: Best | None = "lowest" if _same_evaluation_data(runs) else None
+    is_same = _same_evaluation_data(runs)
+    scores = [score for run in runs if run.evaluation for score in run.evaluation.tasks]
+    tasks = dict.fromkeys((score.task, score.metric) for score in scores)
     on_gpus = all(run.attempt is None or run.attempt.accelerator != "cpu" for run in runs)
     columns = [
         _column(runs, "steps", lambda run: _last(run, "step"), "{:,.0f}".format),
         _column(runs, "tokens", lambda run: _last(run, "tokens"), "{:,.0f}".format),
         _column(runs, "training loss", lambda run: _last(run, "loss"), "{:.4f}".format),
-        _column(runs, "base loss", lambda run: _score(run, "base", "loss"), "{:.4f}".format),
-        _column(runs, "evaluation loss", lambda run: _score(run, "tuned", "loss"), "{:.4f}".format, same_data),
-        _column(runs, "perplexity", lambda run: _score(run, "tuned", "perplexity"), format_perplexity, same_data),
-        _column(runs, "exact answers, %", _exact, "{:.1f}".format, same_data and "highest"),
-        _column(runs, "preference accuracy, %", _preference_accuracy, "{:.1f}".format, same_data and "highest"),
-        _column(runs, "reward accuracy, %", _reward_accuracy, "{:.1f}".format, same_data and "highest"),
-        *(_task_column(runs, task, metric) for task, metric in _tasks(runs)),
-        _column(runs, "tokens/s", _speed, "{:,.0f}".format, "highest"),
-        _column(runs, hours_name(on_gpus=on_gpus), _hours, "{:,.2f}".format, "lowest"),
-        _column(
-            runs,
-            "memory predicted",
-            lambda run: run.memory.predicted if run.memory else None,
-            _size,
+        *(
+            _evaluated(runs, name, read, text, best if is_same else None)
+            for name, (read, text, best) in _SCORES.items()
         ),
+        *(_task_column(runs, task, metric) for task, metric in tasks),
+        _column(runs, "tokens/s", lambda run: run.history.speed, "{:,.0f}".format, "highest"),
         _column(
             runs,
-            "memory measured",
-            lambda run: run.memory.measured if run.memory else None,
-            _size,
+            hours_name(on_gpus=on_gpus),
+            lambda run: run.history.device_hours if run.history.spans else None,
+            "{:,.2f}".format,
             "lowest",
         ),
+        _column(runs, "memory predicted", lambda run: run.memory.predicted if run.memory else None, _size),
+        _column(runs, "memory measured", lambda run: run.memory.measured if run.memory else None, _size, "lowest"),
     ]
     return [column for column in columns if any(value is not None for value in column.values)]
 
@@ -209,60 +222,31 @@ def _last(run: ComparedRun, key: str) -> float | None:
     return values[-1] if values else None
 
 
-def _speed(run: ComparedRun) -> float | None:
-    rates = run.history.series("tokens_per_second")[1]
-    return statistics.median(rates) if rates else None
+def _evaluated(
+    runs: Sequence[ComparedRun],
+    name: str,
+    read: Callable[[EvaluationResult], float | None],
+    text: Callable[[float], str],
+    best: Best | None,
+) -> ResultColumn:
+    """Return a column of what ``read`` finds in the evaluations."""
+    return _column(runs, name, lambda run: read(run.evaluation) if run.evaluation else None, text, best)
 
 
-def _hours(run: ComparedRun) -> float | None:
-    return run.history.device_hours if run.history.spans else None
-
-
-def _score(run: ComparedRun, model: Literal["base", "tuned"], key: Literal["loss", "perplexity"]) -> float | None:
-    if run.evaluation is None:
-        return None
-    score = run.evaluation.base if model == "base" else run.evaluation.tuned
-    if score is None:
-        return None
-    return score.loss if key == "loss" else score.perplexity
-
-
-def _exact(run: ComparedRun) -> float | None:
-    """Return the percentage of held-out examples that the run's model answers word for word."""
-    tuned = run.evaluation.tuned if run.evaluation and run.evaluation.has_exact else None
-    return None if tuned is None else 100 * tuned.exact
-
-
-def _preference_accuracy(run: ComparedRun) -> float | None:
-    """Return the percentage of held-out pairs whose chosen answer gets the larger reward from a reward model."""
-    found = run.evaluation.reward_model if run.evaluation else None
-    return None if found is None else 100 * found.accuracy
-
-
-def _reward_accuracy(run: ComparedRun) -> float | None:
-    """Return the percentage of held-out pairs of answers in which a dpo or kto model rewards the right one more."""
-    if run.evaluation is None:
-        return None
-    pairs, completions = run.evaluation.preferences, run.evaluation.completions
-    found = pairs.rewards.accuracies if pairs else completions.accuracy if completions else None
-    return None if found is None else 100 * found
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
 
 
 def _size(size: float) -> str:
     return format_bytes(int(size))
 
 
-def _tasks(runs: Sequence[ComparedRun]) -> list[tuple[str, str]]:
-    scores = [score for run in runs if run.evaluation for score in run.evaluation.tasks]
-    return list(dict.fromkeys((score.task, score.metric) for score in scores))
-
-
 def _task_column(runs: Sequence[ComparedRun], task: str, metric: str) -> ResultColumn:
-    def value(run: ComparedRun) -> float | None:
-        scores = run.evaluation.tasks if run.evaluation else []
-        return next((score.tuned for score in scores if (score.task, score.metric) == (task, metric)), None)
+    def value(found: EvaluationResult) -> float | None:
+        return next((score.tuned for score in found.tasks if (score.task, score.metric) == (task, metric)), None)
 
-    return _column(runs, f"{task} {metric}", value, "{:.4f}".format, _TASK_METRICS.get(metric.partition(",")[0]))
+    best = _TASK_METRICS.get(metric.partition(",")[0])
+    return _evaluated(runs, f"{task} {metric}", value, "{:.4f}".format, best)
 
 
 def _same_evaluation_data(runs: Sequence[ComparedRun]) -> bool:

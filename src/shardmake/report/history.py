@@ -1,5 +1,6 @@
 """History of a training over its attempts: metrics by step, time by attempt, time lost between attempts."""
 
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -91,6 +92,11 @@ class TrainingHistory:
         """Return steps and values of one metric, for steps that logged it."""
         found = [(line.step, value) for line in self.lines if (value := getattr(line, key)) is not None]
         return [step for step, _ in found], [value for _, value in found]
+
+    @property
+    def speed(self) -> float | None:
+        """The median of the logged tokens per second; None if none were logged."""
+        return statistics.median(rates) if (rates := self.series("tokens_per_second")[1]) else None
 
     def by_tokens(self, key: str) -> tuple[list[int], list[float]]:
         """Return tokens and values of one metric, for steps that logged both."""

@@ -11,7 +11,7 @@ from shardmake.core.atomic import write_text
 from shardmake.core.secrets import redact
 from shardmake.core.units import format_bytes, format_duration
 from shardmake.report import figures
-from shardmake.report.card import held_out
+from shardmake.report.card import common_values
 from shardmake.report.figures import length_name
 from shardmake.report.history import hours_name
 from shardmake.report.plots import memory_of, missing_metrics, report_plots, trained_candidate
@@ -82,30 +82,20 @@ def _page(
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(
-        bucket=length_name,
-        duration=format_duration,
-        moment=_moment,
-        public=hide_folders,
-    )
+    environment.filters.update(bucket=length_name, duration=format_duration, moment=_moment, public=hide_folders)
     pushed = PushReceipt.read_if_exists(rundir.push_receipt)
-    scores = records.evaluation.scores or ()
     return environment.from_string(TEMPLATE.read_text()).render(
         records=records,
         name=rundir.name,
-        base=records.base,
+        **common_values(records),
         data=public_names(records.run.data.sources),
         hours=hours_name(on_gpus=records.on_gpus),
         facts={name: value.replace("`", "") for name, value in training_facts(records).items()},
         tiles=_tiles(records),
         notes=_notes(records),
         memory=_memory_rows(records),
-        held_out=held_out(records),
         figures=drawings,
         captions=captions,
-        scores=records.evaluation.scores,
-        buckets=list(zip(*(score.by_length for score in scores), strict=True)),
-        by_source=list(zip(*(score.by_source for score in scores), strict=True)),
         pushed=pushed.destinations if pushed else [],
         configuration=entries,
         profile=hide_folders(profile),
@@ -120,10 +110,8 @@ def _moment(seconds: float) -> str:
 def _tiles(records: Records) -> dict[str, str]:
     """Return the key figures for the top of the page, as far as they are known."""
     training, history, evaluation = records.training, records.history, records.evaluation
-    preferences, completions, rated = evaluation.preferences, evaluation.completions, evaluation.reward_model
-    accuracy = preferences.rewards.accuracies if preferences else completions.accuracy if completions else None
+    rated, accuracy = evaluation.reward_model, evaluation.reward_accuracy
     base, tuned = evaluation.scores or (None, None)
-    rates = history.series("tokens_per_second")[1]
     lost = sum(item.seconds for item in history.interruptions)
     tiles = {
         **(_loss_tiles(base, tuned, has_exact=evaluation.has_exact) if base and tuned else {}),
@@ -132,7 +120,7 @@ def _tiles(records: Records) -> dict[str, str]:
         "reward accuracy": f"{accuracy:.1%}" if accuracy is not None else "",
         "optimizer steps": "" if training.steps is None else f"{training.steps:,}",
         "tokens": "" if training.tokens is None else f"{training.tokens:,}",
-        "tokens per second": f"{statistics.median(rates):,.0f}" if rates else "",
+        "tokens per second": "" if history.speed is None else f"{history.speed:,.0f}",
         "MFU": f"{statistics.median(records.utilization.shares):.1%}" if records.utilization else "",
         hours_name(on_gpus=records.on_gpus): f"{history.device_hours:.2f}" if history.spans else "",
         "lost to interruptions": format_duration(lost) if history.interruptions else "",

@@ -18,7 +18,6 @@ from shardmake.core.units import plural
 from shardmake.report.history import hours_name
 from shardmake.report.records import Records, public_name
 from shardmake.run.engine import Engine
-from shardmake.run.plan import Choice
 from shardmake.run.sources import PinnedSource
 from shardmake.run.training_settings import AdapterMethod, ScriptProgram, TrainingSettings
 
@@ -46,10 +45,11 @@ def training_facts(records: Records) -> dict[str, str]:
 
 def _inputs(records: Records) -> dict[str, str]:
     run, data = records.run, records.data
+    first = records.sources.model.first if records.sources else None
     read_by_script = "" if not records.is_script else "; the script may have read other data"
     examples = f"{plural(data.train.examples, 'example')}, {plural(data.train.tokens, 'token')}"
     values = {
-        "Base model": _base(records),
+        "Base model": _named(first.name if first else run.model, first, run.revision) + records.runs_before,
         "Data": "; ".join(_sources(records, "train")) + read_by_script,
         "Examples": f"{plural(len(data.sources['train']['files']), 'file')}, read by the script"
         if run.data.is_raw
@@ -60,11 +60,6 @@ def _inputs(records: Records) -> dict[str, str]:
     if run.data.eval:
         values["Evaluation data"] = "; ".join(_sources(records, "eval"))
     return values
-
-
-def _base(records: Records) -> str:
-    first = records.sources.model.first if records.sources else None
-    return _named(first.name if first else records.run.model, first, records.run.revision) + records.runs_before
 
 
 def _sources(records: Records, split: Literal["train", "eval"]) -> Iterator[str]:
@@ -94,25 +89,28 @@ def _checksum(records: Records, split: str) -> str:
 
 def _own_settings(records: Records) -> dict[str, str]:
     settings, choice = records.settings, records.used.choice
-    values = settings.arguments
+    values, section = settings.arguments, settings.objective_settings
+    # the values of the run's own DeepSpeed and Accelerate files, without paths
+    shown = [f"{key} {value!r}" for key, value in settings.own_files.items() if "/" not in str(value)]
+    rate, schedule = values["learning_rate"], values["lr_scheduler_type"]
     return {
-        "Objective": _objective(settings),
+        "Objective": OBJECTIVES[settings.objective].label + (f" with {section.describe()}" if section else ""),
         "Method": _method(records),
-        **_optimizer(records),
-        "Learning rate": f"{values['learning_rate']:g} at its peak, {_words(values['lr_scheduler_type'])} schedule",
-        "Warm-up": _warmup(values),
+        "Optimizer": _optimizer(settings),
+        **_learning(rate, schedule, values["warmup_steps"], float(values["weight_decay"]), False),
         **_values(values),
         "Length": _length(records),
-        "Global batch": _batch(choice),
+        "Global batch": f"{plural(choice.global_batch_size, 'sequence')} = {choice.micro_batch_size} per forward pass "
+        f"x {plural(choice.gradient_accumulation_steps, 'accumulation step')} x {choice.readers}",
         "Sequence length": f"{records.used.workload.sequence_length:,} tokens"
         + (", packed" if records.used.workload.packing else ", one example each"),
         "Precision": _precision(records.used.precision, records),
-        "Attention": _words(settings.model.attention),
+        "Attention": settings.model.attention.replace("_", " "),
         "Seed": str(values["seed"]),
         "Strategy": _strategy(records),
         "World size": f"{plural(choice.world_size, 'rank')} on {plural(choice.nodes, 'node')}",
         **_learned(records),
-        **_own_files(records),
+        **({"Own settings files": ", ".join(shown)} if shown else {}),
     }
 
 
@@ -122,24 +120,13 @@ def _values(given: Mapping[str, Any]) -> dict[str, str]:
     return {row.label: row.shown.format(given[name]) for row in rows for name in {row.key, *row.trainer} & {*given}}
 
 
-def _objective(settings: TrainingSettings) -> str:
-    """Return the objective with its settings, if it has any."""
-    section = settings.objective_settings
-    return OBJECTIVES[settings.objective].label + (f" with {section.describe()}" if section else "")
-
-
 def _learned(records: Records) -> dict[str, str]:
     """Return the settings that the ranks found in the engine, which replace the rendered ones."""
     found = records.training.learning
     if found is None:
         return {}
-    decay = found.weight_decay
-    excluded = "" if found.decays_vectors or not decay else ", not on norms and biases"
-    is_constant = found.schedule == "constant" or not found.warmup_steps
     facts = {
-        "Learning rate": f"{found.learning_rate:g} at its peak, {_words(found.schedule)} schedule",
-        "Warm-up": "none" if is_constant else plural(found.warmup_steps, "step"),
-        "Weight decay": f"{decay:g}{excluded}",
+        **_learning(found.learning_rate, found.schedule, found.warmup_steps, found.weight_decay, found.decays_vectors),
         **_values(found.as_json()),
     }
     if found.autocast:
@@ -148,8 +135,14 @@ def _learned(records: Records) -> dict[str, str]:
     return facts
 
 
-def _words(name: str) -> str:
-    return name.replace("_", " ")
+def _learning(rate: float, schedule: str, warmup: float, decay: float, decays_vectors: bool) -> dict[str, str]:
+    """Return the facts of a schedule; ``warmup`` is a number of steps (int) or a part of all steps (float)."""
+    steps = plural(warmup, "step") if isinstance(warmup, int) else f"{warmup:.3g} of all steps"
+    return {
+        "Weight decay": f"{decay:g}{'' if decays_vectors or not decay else ', not on norms and biases'}",
+        "Learning rate": f"{rate:g} at its peak, {schedule.replace('_', ' ')} schedule",
+        "Warm-up": steps if warmup and schedule != "constant" else "none",
+    }
 
 
 def _method(records: Records) -> str:
@@ -164,26 +157,14 @@ def _method(records: Records) -> str:
     )
 
 
-def _optimizer(records: Records) -> dict[str, str]:
-    settings = records.settings
+def _optimizer(settings: TrainingSettings) -> str:
     values, spec = settings.arguments, find_built(settings.arguments["optim"])
     label = spec.label + (", fused" if values["optim"] == spec.fused else "")
     if settings.optimizer:
         label = settings.optimizer.class_name.rpartition(".")[2]
     if spec.has_betas:
         label += f", betas {values['adam_beta1']:g} and {values['adam_beta2']:g}, epsilon {values['adam_epsilon']:g}"
-    decay = float(values["weight_decay"])
-    return {
-        "Optimizer": label,
-        "Weight decay": f"{decay:g}{', not on norms and biases' if decay else ''}",
-    }
-
-
-def _warmup(values: dict[str, Any]) -> str:
-    steps = values["warmup_steps"]
-    if values["lr_scheduler_type"] == "constant" or not steps:
-        return "none"
-    return plural(steps, "step") if isinstance(steps, int) else f"{steps:.3g} of all steps"
+    return label
 
 
 def _length(records: Records) -> str:
@@ -191,13 +172,6 @@ def _length(records: Records) -> str:
     tokens = "" if training.tokens is None else f", {training.tokens:,} tokens"
     steps = UNKNOWN if training.steps is None else plural(training.steps, "optimizer step")
     return steps + (f" ({epochs:g} {'epoch' if epochs == 1 else 'epochs'})" if epochs else "") + tokens
-
-
-def _batch(choice: Choice) -> str:
-    return (
-        f"{plural(choice.global_batch_size, 'sequence')} = {choice.micro_batch_size} per forward pass x "
-        f"{plural(choice.gradient_accumulation_steps, 'accumulation step')} x {choice.readers}"
-    )
 
 
 def _precision(training: str, records: Records) -> str:
@@ -215,18 +189,12 @@ def _strategy(records: Records) -> str:
     return reason if reason.startswith(used.strategy) else f"{used.strategy}: {reason}"
 
 
-def _own_files(records: Records) -> dict[str, str]:
-    """Return the values of the run's own DeepSpeed and Accelerate files that trained, without paths."""
-    shown = [f"{key} {value!r}" for key, value in records.settings.own_files.items() if "/" not in str(value)]
-    return {"Own settings files": ", ".join(shown)} if shown else {}
-
-
 def _script_settings(records: Records) -> dict[str, str]:
     found, program = records.training.trained, records.settings.program
     digest = f" (SHA-256 `{program.sha256[:_DIGITS]}...`)" if isinstance(program, ScriptProgram) else ""
     api = f" with {_APIS[found.api]}" if found and found.api else ""
     name = Path(records.run.script or "").name
-    started = records.used.choice.world_size
+    started, rates = records.used.choice.world_size, records.history.series("learning_rate")[1]
     return {
         "Trained by": f"`{name}`{digest}{api}",
         "Engine": found.describe() if found else f"{UNKNOWN}; the plan was {records.used.choice.strategy}",
@@ -235,7 +203,7 @@ def _script_settings(records: Records) -> dict[str, str]:
         "Global batch": _found_batch(found),
         **({"Rows": "different on every rank, compared at the first step"} if found and found.rows_compared else {}),
         "Length": _length(records) if records.training.steps is not None else UNKNOWN,
-        "Learning rate": _logged_rate(records),
+        "Learning rate": f"{max(rates):g} at its peak, as the script logged it" if rates else UNKNOWN,
         "Other settings": f"{UNKNOWN}: {_SCRIPTS_OWN}",
     }
 
@@ -250,28 +218,19 @@ def _found_batch(found: Engine | None) -> str:
     return f"{total} = {found.micro_batch_size} per forward pass x {steps} x {plural(found.world_size, 'rank')}"
 
 
-def _logged_rate(records: Records) -> str:
-    rates = records.history.series("learning_rate")[1]
-    return f"{max(rates):g} at its peak, as the script logged it" if rates else UNKNOWN
-
-
 def _outcome(records: Records) -> dict[str, str]:
-    training = records.training
+    training, history = records.training, records.history
+    hours = f"{history.hours:.2f} h, {history.device_hours:.2f} {hours_name(on_gpus=records.on_gpus)}"
+    finished = datetime.fromtimestamp(training.finished_at, UTC).strftime("%Y-%m-%d")
     commit = records.attempt.commit if records.attempt else None
     return {
         **({} if training.loss is None else {"Training loss at the end": f"{training.loss:.4f}"}),
         **_hardware(records),
-        "Time": f"{_hours(records)}, {plural(training.attempts, 'attempt')}, finished {_date(training.finished_at)}",
+        "Time": f"{hours if history.spans else 'hours not recorded'}, {plural(training.attempts, 'attempt')}, "
+        f"finished {finished}",
         "Libraries": ", ".join(f"{name} {version}" for name, version in training.versions.items())
         + (f" at `{commit}`" if commit else ""),
     }
-
-
-def _hours(records: Records) -> str:
-    history = records.history
-    if not history.spans:
-        return "hours not recorded"
-    return f"{history.hours:.2f} h, {history.device_hours:.2f} {hours_name(on_gpus=records.on_gpus)}"
 
 
 def _hardware(records: Records) -> dict[str, str]:
@@ -283,7 +242,3 @@ def _hardware(records: Records) -> dict[str, str]:
     service = records.attempt.service_nodes
     more = f", and {plural(service, 'node')} for the service" if service else ""
     return {"Hardware": f"{kind} on {nodes}{more}"}
-
-
-def _date(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d")

@@ -5,20 +5,11 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from shardmake.config.strategies import DDP, DEEPSPEED, FSDP, Device
-from shardmake.run.record import RunFile, RunRecord
+from shardmake.run.record import RunFile, RunRecord, optional
 
 ScriptApi = Literal["accelerate", "trainer", "deepspeed", "torch"]
 """The interface through which a script trains; a program that uses Trainer also uses Accelerate."""
 _LABELS: Final[dict[str, str]] = {DDP: "DDP", FSDP: "FSDP", DEEPSPEED: "DeepSpeed"}
-
-
-def _is_none(value: object) -> bool:
-    return value is None
-
-
-def _if_known(description: str) -> Any:
-    """Return a field that is None, and not in the file, if it is unknown or the library has no such setting."""
-    return Field(None, exclude_if=_is_none, description=description)
 
 
 class Engine(RunRecord):
@@ -27,7 +18,7 @@ class Engine(RunRecord):
     A text beside the type of a field describes its value in the report.
     """
 
-    api: ScriptApi | None = _if_known("Interface that a script uses: trainer, accelerate, deepspeed or torch.")
+    api: ScriptApi | None = optional(None, "Interface that a script uses: trainer, accelerate, deepspeed or torch.")
     engine: str = Field(description="The library that shards: ddp, deepspeed or fsdp.")
     zero_stage: int = Field(description="DeepSpeed's ZeRO stage, 0 for other libraries.")
     world_size: int = Field(description="Ranks that train together.")
@@ -38,15 +29,17 @@ class Engine(RunRecord):
     offload_param: Annotated[Device | None, "parameters on {}"] = Field(
         None, description="Where parameters lie if not on the GPU."
     )
-    gradient_dtype: str | None = _if_known("Data type in which gradients are reduced; DeepSpeed also sums them in it.")
-    tensor_parallel: int | None = _if_known("Ranks that share each layer's matrices, under DeepSpeed.")
-    fsdp_version: int | None = _if_known("2.")
-    reshard_after_forward: bool | None = _if_known("FSDP frees a block's weights after its forward pass.")
-    replicas: int | None = _if_known("Copies of the model that FSDP shards.")
-    micro_batch_size: int | None = _if_known("Sequences per rank and forward pass of a script.")
-    gradient_accumulation_steps: int | None = _if_known("Forward passes per optimizer step of a script.")
-    global_batch_size: int | None = _if_known("Sequences of a script per optimizer step over all ranks.")
-    rows_compared: bool | None = _if_known("The first rows of a script's ranks were compared and differ.")
+    gradient_dtype: str | None = optional(
+        None, "Data type in which gradients are reduced; DeepSpeed also sums them in it."
+    )
+    tensor_parallel: int | None = optional(None, "Ranks that share each layer's matrices, under DeepSpeed.")
+    fsdp_version: int | None = optional(None, "2.")
+    reshard_after_forward: bool | None = optional(None, "FSDP frees a block's weights after its forward pass.")
+    replicas: int | None = optional(None, "Copies of the model that FSDP shards.")
+    micro_batch_size: int | None = optional(None, "Sequences per rank and forward pass of a script.")
+    gradient_accumulation_steps: int | None = optional(None, "Forward passes per optimizer step of a script.")
+    global_batch_size: int | None = optional(None, "Sequences of a script per optimizer step over all ranks.")
+    rows_compared: bool | None = optional(None, "The first rows of a script's ranks were compared and differ.")
 
     def differences(self, found: "Engine") -> dict[str, tuple[Any, Any]]:
         """Return the value here and in ``found`` of each field that is known here and differs."""

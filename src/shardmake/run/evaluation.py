@@ -1,12 +1,11 @@
 """The result of an evaluation, ``evaluation.json``."""
 
-import operator
 from typing import ClassVar
 
 from pydantic import Field
 
 from shardmake.run.metrics import MeanRewards, Rewards
-from shardmake.run.record import RunFile, RunRecord
+from shardmake.run.record import RunFile, RunRecord, optional
 
 
 def format_perplexity(value: float | None, decimals: int = 2) -> str:
@@ -47,9 +46,7 @@ class ModelScore(LossScore):
     """Scores of one model."""
 
     by_length: list[LengthScore] = Field(description="The same by the length of the example.")
-    by_source: list[SourceScore] = Field(
-        [], exclude_if=operator.not_, description="The same by the source of the examples, if there are several."
-    )
+    by_source: list[SourceScore] = optional([], "The same by the source of the examples, if there are several.")
 
 
 class Sample(RunRecord):
@@ -119,17 +116,11 @@ class EvaluationResult(RunFile):
     ranks: int = Field(description="Processes that shared the sequences.")
     base: ModelScore | None = Field(description="Scores of the base model; None if the tuned one is a reward model.")
     tuned: ModelScore | None = Field(description="Scores of the tuned model; None for a reward model.")
-    preferences: PreferenceScore | None = Field(
-        None, exclude_if=operator.not_, description="Scores of the pairs, for the objective dpo."
+    preferences: PreferenceScore | None = optional(None, "Scores of the pairs, for the objective dpo.")
+    completions: CompletionScore | None = optional(
+        None, "Scores of the completions, for the objective kto; None if all have the same label."
     )
-    completions: CompletionScore | None = Field(
-        None,
-        exclude_if=operator.not_,
-        description="Scores of the completions, for the objective kto; None if all have the same label.",
-    )
-    reward_model: RewardModelScore | None = Field(
-        None, exclude_if=operator.not_, description="Scores of a reward model."
-    )
+    reward_model: RewardModelScore | None = optional(None, "Scores of a reward model.")
     samples: list[Sample] = Field(description="Prompts with both answers.")
     tasks: list[TaskScore] = Field(description="Tasks of lm_eval.")
 
@@ -142,3 +133,10 @@ class EvaluationResult(RunFile):
     def has_exact(self) -> bool:
         """Return if a model answers an example word for word; with long answers, none does."""
         return max((score.exact for score in self.scores or ()), default=0) > 0
+
+    @property
+    def reward_accuracy(self) -> float | None:
+        """Return the part of the held-out pairs, 0 to 1, in which a dpo or kto model rewards the right answer more."""
+        if self.preferences:
+            return self.preferences.rewards.accuracies
+        return self.completions.accuracy if self.completions else None

@@ -8,21 +8,25 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from shardmake.run.record import RunFile
 
 
-class DeviceMemory(BaseModel):
-    """Peak bytes of the caching allocator on rank 0's GPU."""
+class MetricsRecord(BaseModel):
+    """A part of a line; fields that it does not know are ignored."""
 
     model_config = ConfigDict(frozen=True)
+
+
+class DeviceMemory(MetricsRecord):
+    """Peak bytes of the caching allocator on rank 0's GPU."""
+
     allocated: int = Field(description="Held by tensors.")
     reserved: int = Field(description="Held by the allocator.")
 
 
-class MeanRewards(BaseModel):
+class MeanRewards(MetricsRecord):
     """Means over the answers of a training on preferences, since the line before or of an evaluation.
 
     The reward of an answer is beta times the difference of its log-probability from the reference model's.
     """
 
-    model_config = ConfigDict(frozen=True)
     chosen: float = Field(description="Reward of the chosen or desirable answers.")
     rejected: float = Field(description="Reward of the rejected or undesirable answers.")
     margins: float = Field(description="Difference of the two.")
@@ -34,10 +38,9 @@ class Rewards(MeanRewards):
     accuracies: float = Field(description="Part of the pairs whose chosen answer has the larger reward, 0 to 1.")
 
 
-class RewardScores(BaseModel):
+class RewardScores(MetricsRecord):
     """Means over the batches of a reward model's training, since the line before or of an evaluation."""
 
-    model_config = ConfigDict(frozen=True)
     accuracy: float = Field(description="Part of the pairs whose chosen answer has the larger reward, 0 to 1.")
     margin: float = Field(description="Reward of the chosen answer less that of the rejected one.")
     min_reward: float = Field(description="Smallest reward of a batch.")
@@ -45,10 +48,9 @@ class RewardScores(BaseModel):
     max_reward: float = Field(description="Largest reward of a batch.")
 
 
-class MetricsLine(BaseModel):
+class MetricsLine(MetricsRecord):
     """One line of metrics. A script need not write more than ``step``, and may write fields of its own."""
 
-    model_config = ConfigDict(frozen=True)
     step: int = Field(description="Optimizer steps done.")
     time: float | None = Field(None, description="Unix time.")
     attempt: int | None = Field(None, description="Number of the attempt.")

@@ -1,13 +1,12 @@
 """The class of a run's model: decided once, at plan, and loaded by training, merge and evaluation."""
 
-import operator
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field
 
 from shardmake.core.errors import ModelError
-from shardmake.run.record import RunRecord
+from shardmake.run.record import RunRecord, optional
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,13 +27,9 @@ class ModelClass(RunRecord):
     """The class that is planned, trained, merged and evaluated."""
 
     name: str = Field(description="Name of the class.")
-    own_code: bool = Field(
-        False, exclude_if=operator.not_, description="The class is code beside config.json, not one of transformers."
-    )
-    new_head: str = Field(
-        "",
-        exclude_if=operator.not_,
-        description="Layer of one output that replaces the base model's head over the vocabulary; empty: none does.",
+    own_code: bool = optional(False, "The class is code beside config.json, not one of transformers.")
+    new_head: str = optional(
+        "", "Layer of one output that replaces the base model's head over the vocabulary; empty: none does."
     )
 
     @property

@@ -1,6 +1,6 @@
 """Compare a run's own DeepSpeed and Accelerate files with a choice of the plan."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from shardmake.config.models import Run
@@ -9,7 +9,6 @@ from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.config.user_file_keys import contradictions, estimated_values, refusals
 from shardmake.config.user_files import Kind, UserFile, UserFiles
 from shardmake.core.errors import ConfigError
-from shardmake.core.key_removal import removal_diff
 from shardmake.core.nested import leaves, same
 from shardmake.core.units import plural
 from shardmake.run.plan import Choice
@@ -30,13 +29,8 @@ def planned_values(choice: Choice, run: Run) -> dict[Kind, dict[str, Any]]:
     return planned
 
 
-def fits_own_files(own: UserFiles, choice: Choice, run: Run) -> bool:
-    """Return True if ``choice`` does not contradict the run's own files, as far as the model does not matter."""
-    return number_of_conflicts(own, choice, run) == 0
-
-
 def number_of_conflicts(own: UserFiles, choice: Choice, run: Run) -> int:
-    """Return how many keys of the run's own files contradict ``choice``."""
+    """Return how many keys of the run's own files contradict ``choice``, as far as the model does not matter."""
     if own.deepspeed and not choice.is_deepspeed:
         return 1000  # the other library: every key
     planned = planned_values(choice, run)
@@ -49,8 +43,7 @@ def number_of_conflicts(own: UserFiles, choice: Choice, run: Run) -> int:
 def check_choice(own: UserFiles, choice: Choice, run: Run) -> None:
     """Raise a `ConfigError` if the run's own files have a key that cannot be taken, or contradict ``choice``."""
     check_library(own, choice)
-    planned = planned_values(choice, run)
-    check_own_files(own, planned, run, is_complete=False)
+    check_own_files(own, planned_values(choice, run), run, is_complete=False)
 
 
 def check_refused(own: UserFiles, run: Run) -> None:
@@ -81,30 +74,25 @@ def check_library(own: UserFiles, choice: Choice) -> None:
 
 
 def check_own_files(own: UserFiles, planned: Mapping[Kind, Planned], run: Run, *, is_complete: bool = True) -> None:
-    """Raise a `ConfigError` that lists the keys of the user's files that do not fit, with a diff for each file.
+    """Raise a `ConfigError` that lists the keys of the user's files that do not fit.
 
     ``planned`` holds the planned values by kind of file. Unless it ``is_complete``, a planned key that is not in it is
     not compared.
     """
-    lines, diffs = [], []
-    for file in own.found:
-        wrong = _wrong_keys(file, planned[file.kind], run, is_complete)
-        lines += [f"  {line}" for line in wrong.values() if line]
-        if wrong:
-            diffs.append(removal_diff(file.name, file.text, wrong))
+    lines = [line for file in own.found for line in _wrong_keys(file, planned[file.kind], run, is_complete)]
     if lines:
-        raise ConfigError("\n".join([_TITLE, *lines, *_strategy_hint(own, planned), _ADVICE, *diffs]).rstrip())
+        raise ConfigError("\n".join([_TITLE, *lines, *_strategy_hint(own, planned), _ADVICE]))
 
 
 _TITLE: Final = "Your own files contradict the run and its plan:"
 _ADVICE: Final = (
     'Change the run to match, or remove these keys from your file (or write "auto" for a planned value in a DeepSpeed '
-    "file). This diff removes them; save it as fix.diff and run `patch FILE < fix.diff`:"
+    "file)."
 )
 
 
-def _wrong_keys(file: UserFile, planned: Planned, run: Run, is_complete: bool) -> dict[str, str]:
-    """Return a line for each key of ``file`` that does not fit, empty if the line of another key includes it."""
+def _wrong_keys(file: UserFile, planned: Planned, run: Run, is_complete: bool) -> list[str]:
+    """Return a line for each key, or section, of ``file`` that does not fit."""
     is_script, values = run.script is not None, dict(leaves(file.values))
     wrong = {}
     for key, rule in contradictions(file, planned, is_script).items():
@@ -114,22 +102,20 @@ def _wrong_keys(file: UserFile, planned: Planned, run: Run, is_complete: bool) -
             effect = ACCELERATE_STOPS if key == "mixed_precision" else rule.effect
             wrong[key] = f"{key}: {values[key]!r} in {file.name}, not set in the plan. {effect}"
     refused = refusals(file, is_script)
-    for key, others in _by_section(refused).items():
+    for keys in _by_section(refused):
+        key, *others = keys
         more = f" and {plural(len(others), 'other key')} of this section" if others else ""
         wrong[key] = f"{key}: {values[key]!r}{more} in {file.name}. {refused[key]}"
-        wrong |= dict.fromkeys(others, "")
-    return {key: wrong[key] for key in values if key in wrong}
+    return [f"  {wrong[key]}" for key in values if key in wrong]
 
 
-def _by_section(refused: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return each refused key with the others of its line: optimizer and scheduler are refused as a whole."""
-    first: dict[str, str] = {}
+def _by_section(refused: Mapping[str, str]) -> Iterable[list[str]]:
+    """Return the refused keys of each line: optimizer and scheduler are refused as a whole."""
     groups: dict[str, list[str]] = {}
     for key in refused:
         section = key.partition(".")[0]
-        leader = first.setdefault(section if section in ("optimizer", "scheduler") else key, key)
-        groups.setdefault(leader, []).extend([key] if key != leader else [])
-    return groups
+        groups.setdefault(section if section in ("optimizer", "scheduler") else key, []).append(key)
+    return groups.values()
 
 
 def _strategy_hint(own: UserFiles, planned: Mapping[Kind, Planned]) -> list[str]:

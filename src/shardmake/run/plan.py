@@ -1,6 +1,5 @@
 """The plan of a run, ``plan/plan.json``, and the memory of every candidate, ``plan/memory.json``."""
 
-import operator
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
@@ -13,11 +12,7 @@ from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
 from shardmake.core.atomic import digest
 from shardmake.run.model_class import ModelClass
 from shardmake.run.paths import RunDir
-from shardmake.run.record import RunFile, RunRecord
-
-
-def _is_one(value: object) -> bool:
-    return value == 1
+from shardmake.run.record import RunFile, RunRecord, optional
 
 
 class Choice(RunRecord):
@@ -32,7 +27,7 @@ class Choice(RunRecord):
     precision: Precision = Field(description="Compute data type.")
     gradient_dtype: GradientDtype = Field("auto", description="The run's setting; `gradients` follows from it.")
     tensor_parallel: int = Field(1, gt=0, description="Ranks that share each layer's matrices and see the same data.")
-    sequence_parallel: int = Field(1, gt=0, exclude_if=_is_one, description="Ranks that share each sequence.")
+    sequence_parallel: int = optional(1, "Ranks that share each sequence.", gt=0)
 
     @property
     def group_size(self) -> int:
@@ -121,10 +116,8 @@ class Workload(RunRecord):
     optimizer: Optimizer = Field(description="Optimizer.")
     attention: Attention = Field(description="Attention kernel.")
     loss: Loss = Field(description="Cross entropy: plain or fused.")
-    activation_offload: bool = Field(
-        False, exclude_if=operator.not_, description="The inputs of layers are held in host memory."
-    )
-    tf32: bool = Field(False, exclude_if=operator.not_, description="Matrix products in fp32 run in TF32.")
+    activation_offload: bool = optional(False, "The inputs of layers are held in host memory.")
+    tf32: bool = optional(False, "Matrix products in fp32 run in TF32.")
 
 
 class Resources(RunRecord):
@@ -150,31 +143,21 @@ class Plan(RunFile):
     choice: Choice = Field(description="The first choice of the training.")
     workload: Workload = Field(description="The training itself.")
     reason: str = Field(description="Why this choice, and its risk if it is tight.")
-    advice: list[str] = Field(
-        default_factory=list,
-        exclude_if=operator.not_,
-        description="Changes of the configuration that would each cost clearly less GPU-time; the plan makes none.",
+    advice: list[str] = optional(
+        [], "Changes of the configuration that would each cost clearly less GPU-time; the plan makes none."
     )
-    attention_reason: str = Field(
-        "", exclude_if=operator.not_, description="Why the attention kernel is not varlen, the fastest one."
-    )
-    service_nodes: int = Field(
-        0, exclude_if=operator.not_, description="Nodes of the job that run the service, beside those of the choice."
-    )
+    attention_reason: str = optional("", "Why the attention kernel is not varlen, the fastest one.")
+    service_nodes: int = optional(0, "Nodes of the job that run the service, beside those of the choice.")
     rejected: dict[str, str] = Field(description="Each rejected candidate with its reason.")
     fallbacks: list[Fallback] = Field(description="Choices after each out-of-memory error, in order.")
     host_memory: int = Field(gt=0, description="Host RAM per node that the choice needs, bytes.")
     resources: dict[str, Resources] = Field(description="By stage: train, consolidate, evaluate, data.")
-    own_files: list[str] = Field(
-        default_factory=list,
-        exclude_if=operator.not_,
-        description="Settings of the run's own files that limit the choice or that the memory estimate counts.",
+    own_files: list[str] = optional(
+        [], "Settings of the run's own files that limit the choice or that the memory estimate counts."
     )
 
-    not_checked: list[str] = Field(
-        default_factory=list,
-        exclude_if=operator.not_,
-        description="What `shardmake plan --offline` did not check. Such a plan is for reading; render refuses it.",
+    not_checked: list[str] = optional(
+        [], "What `shardmake plan --offline` did not check. Such a plan is for reading; render refuses it."
     )
 
     @property

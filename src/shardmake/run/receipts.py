@@ -1,6 +1,5 @@
 """Receipts: each marks a finished stage and describes what the stage wrote."""
 
-import operator
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -10,11 +9,7 @@ from shardmake.core.fingerprint import FileEntry
 from shardmake.core.manifest import FileRecord
 from shardmake.core.units import plural
 from shardmake.run.engine import Engine, LearningSettings
-from shardmake.run.record import RunFile, RunRecord
-
-
-def _is_none(value: object) -> bool:
-    return value is None
+from shardmake.run.record import RunFile, RunRecord, optional
 
 
 class WeightsReceipt(RunFile):
@@ -22,10 +17,8 @@ class WeightsReceipt(RunFile):
 
     made_by: ClassVar[str] = "shardmake fetch NAME"
     files: dict[str, FileRecord] = Field(description="Files that came from the hub, or the weights of another run.")
-    merged: str | None = Field(
-        None,
-        exclude_if=_is_none,
-        description="SHA-256 of the other run's `model/receipt.json`; None for a model that is not a run's.",
+    merged: str | None = optional(
+        None, "SHA-256 of the other run's `model/receipt.json`; None for a model that is not a run's."
     )
 
 
@@ -48,17 +41,9 @@ class DataSettings(RunRecord):
     sequence_length: int = Field(description="Tokens per sequence.")
     packing: bool = Field(description="Sequences hold several examples.")
     seed: int = Field(description="Seed of the order.")
-    objective: str | None = Field(
-        None, exclude_if=operator.not_, description="Objective other than sft, which reads other formats."
-    )
-    mix: list[dict[str, Any]] = Field(
-        [],
-        exclude_if=operator.not_,
-        description="Weight, repeat, limit and format of each of several sources.",
-    )
-    evaluated: list[dict[str, Any]] = Field(
-        [], exclude_if=operator.not_, description="Name and format of each of several sources of evaluation examples."
-    )
+    objective: str | None = optional(None, "Objective other than sft, which reads other formats.")
+    mix: list[dict[str, Any]] = optional([], "Weight, repeat, limit and format of each of several sources.")
+    evaluated: list[dict[str, Any]] = optional([], "Name and format of each of several sources of evaluation examples.")
 
 
 class SourceShare(RunRecord):
@@ -87,17 +72,13 @@ class SplitReceipt(RunRecord):
     split: int = Field(description="Examples split into several pieces.")
     dropped_without_loss: int = Field(description="Examples without a token to learn.")
     dropped_loss_truncated: int = Field(description="Examples without a token to learn before the cut.")
-    dropped_too_long: int = Field(
-        0, exclude_if=operator.not_, description="Pairs that are too long for an objective that needs whole answers."
-    )
+    dropped_too_long: int = optional(0, "Pairs that are too long for an objective that needs whole answers.")
     first_dropped: list[str] = Field(description="The first dropped examples, each with its file and line.")
     sequences: int = Field(description="Sequences written.")
     tokens: int = Field(description="Tokens written, without padding.")
     loss_tokens: int = Field(description="Tokens that are learned.")
     files: list[DataFile] = Field(description="Arrow files.")
-    sources: list[SourceShare] = Field(
-        [], exclude_if=operator.not_, description="Share of each source, if there are several."
-    )
+    sources: list[SourceShare] = optional([], "Share of each source, if there are several.")
 
 
 class DataReceipt(RunFile):
@@ -119,12 +100,9 @@ class DataReceipt(RunFile):
 
     def describe_format(self) -> str:
         """Return format, columns and learned tokens for readers."""
-        columns = ", ".join(self.columns[column] for column in FORMATS[self.data_format].required)
-        learned = "the assistant's tokens" if self.loss_on_assistant else "all tokens"
-        if self.data_format == "preference":
-            learned = "the difference of the two answers"
-        if self.data_format == "unpaired-preference":
-            learned = "the completions, by their labels"
+        spec = FORMATS[self.data_format]
+        columns = ", ".join(self.columns[column] for column in spec.required)
+        learned = spec.learned or ("the assistant's tokens" if self.loss_on_assistant else "all tokens")
         several = "; ".join(dict.fromkeys(source.format for source in self.train.sources))
         return f"{several or f'{self.data_format} ({columns})'}, loss on {learned}"
 
@@ -142,12 +120,8 @@ class TrainingReceipt(RunFile):
     attempts: int = Field(description="Attempts.")
     versions: dict[str, str] = Field(description="Versions of the libraries.")
     finished_at: float = Field(description="Unix time.")
-    learning: LearningSettings | None = Field(
-        None, exclude_if=_is_none, description="What the last attempt learned with; None for a user's script."
-    )
-    trained: Engine | None = Field(
-        None, exclude_if=_is_none, description="What a user's script trained with; None if it built no engine."
-    )
+    learning: LearningSettings | None = optional(None, "What the last attempt learned with; None for a user's script.")
+    trained: Engine | None = optional(None, "What a user's script trained with; None if it built no engine.")
 
 
 class Verification(RunRecord):
@@ -209,11 +183,9 @@ class PushedTo(RunRecord):
     """One destination of a push."""
 
     to: str = Field(description="The destination in the configuration, without secrets.")
-    url: str | None = Field(None, exclude_if=_is_none, description="Address on the hub.")
-    commit: str | None = Field(None, exclude_if=_is_none, description="Commit on the hub.")
-    versions: dict[str, str] | None = Field(
-        None, exclude_if=_is_none, description="Version ids by file, if the object store keeps versions."
-    )
+    url: str | None = optional(None, "Address on the hub.")
+    commit: str | None = optional(None, "Commit on the hub.")
+    versions: dict[str, str] | None = optional(None, "Version ids by file, if the object store keeps versions.")
 
 
 class PushReceipt(RunFile):

@@ -1,6 +1,8 @@
 """The base of every JSON record that one process writes and another reads."""
 
 import json
+import operator
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, Self, TypeVar
 
@@ -14,6 +16,11 @@ FORMAT: Final = 1
 """Format of the files of a run. Files of an older one are refused (`check_format`), never made again by themselves."""
 _SHOWN_PROBLEMS = 3
 T = TypeVar("T")
+
+
+def optional(default: Any, description: str, **limits: Any) -> Any:
+    """Return a field that is not in the file while it has its ``default``."""
+    return Field(default, exclude_if=partial(operator.eq, default), description=description, **limits)
 
 
 class RunRecord(BaseModel):

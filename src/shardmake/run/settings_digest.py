@@ -28,7 +28,10 @@ def result_settings(
         "script": program.path, "script_args": program.args, "content of the script": program.sha256[:16],
         **({"service.command": program.service.command} if program.service else {}),
     }  # fmt: skip
-    method, section = settings.method.as_json(), settings.objective_settings
+    method, objective = settings.method.as_json(), settings.objective_settings
+    section = objective.model_dump(mode="json") if objective else {}
+    choice, compares = plan.choice, OBJECTIVES[settings.objective].compares_batch
+    ranks = plural(choice.data_parallel, "rank")
     own_template = settings.model.chat_template
     template = {} if own_template is None else {"content of the chat template": digest(own_template)}
     values = {
@@ -37,26 +40,19 @@ def result_settings(
         "revision": settings.model.revision,
         "content of the model": model_digest,
         "objective": settings.objective,
-        **{f"{settings.objective}.{name}": value for name, value in (section.as_json() if section else {}).items()},
+        **{f"{settings.objective}.{name}": value for name, value in section.items()},
         "method": method.pop("kind"),
         **{f"lora.{name}": value for name, value in method.items()},
         **{row.result_key: settings.arguments.get(row.trainer[0]) for row in SETTINGS.values() if row.result_key},
         "precision": plan.precision,
-        "global_batch_size": plan.choice.global_batch_size,
-        **_compared(settings, plan),
+        "global_batch_size": choice.global_batch_size,
+        **({"micro batch": f"{choice.micro_batch_size} on {ranks}"} if compares else {}),
         "sequence_length": plan.workload.sequence_length,
         "content of the data": data_digest,
         **template,
         **{key: value for key, value in settings.own_files.items() if changes_result(key)},
     }
     return {name: as_text(value) for name, value in values.items()}
-
-
-def _compared(settings: TrainingSettings, plan: Plan) -> dict[str, str]:
-    """Return the micro batch of all ranks, if the loss compares its examples."""
-    choice = plan.choice
-    micro_batch = f"{choice.micro_batch_size} on {plural(choice.world_size // choice.group_size, 'rank')}"
-    return {"micro batch": micro_batch} if OBJECTIVES[settings.objective].compares_batch else {}
 
 
 def settings_digest(settings: Mapping[str, str]) -> str:

@@ -18,11 +18,7 @@ from shardmake.core.errors import ConfigError, ModelError
 from shardmake.core.manifest import FileRecord
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import WeightsReceipt
-from shardmake.run.record import RunFile, RunRecord
-
-
-def _is_none(value: object) -> bool:
-    return value is None
+from shardmake.run.record import RunFile, RunRecord, optional
 
 
 class PinnedSource(RunRecord):
@@ -41,9 +37,7 @@ class PinnedSource(RunRecord):
         description="Files from the hub or a URL by name; empty for a local path. Weights at a URL have no digest.",
     )
     content: str | None = Field(None, description="Digest of a local model's config and code; None for the hub.")
-    origin: "PinnedSource | None" = Field(
-        None, exclude_if=_is_none, description="For another run's model: the model from which that run starts."
-    )
+    origin: "PinnedSource | None" = optional(None, "For another run's model: the model from which that run starts.")
 
     @property
     def first(self) -> "PinnedSource":

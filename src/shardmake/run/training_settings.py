@@ -1,17 +1,16 @@
 """The training of an attempt: ``training.json``, written by `shardmake.render` and read by every rank."""
 
-import operator
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from shardmake.config.models import Loss, Method, Objective
+from shardmake.config.models import Dpo, Kto, Loss, Method, Objective, ObjectiveSection, Reward, Service
 from shardmake.config.script_file import PREFIX
 from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.engine import Engine
 from shardmake.run.model_class import ModelClass
 from shardmake.run.plan import Plan
-from shardmake.run.record import RunFile, RunRecord
+from shardmake.run.record import RunFile, RunRecord, optional
 
 
 class BaseModelSettings(RunRecord):
@@ -25,9 +24,7 @@ class BaseModelSettings(RunRecord):
     attention: str = Field(description="Attention kernel, by transformers' name.")
     gradient_checkpointing: bool = Field(description="Recompute activations in the backward pass.")
     on_gpu: bool = Field(description="Each rank loads the weights to its GPU; else to host RAM first.")
-    chat_template: str | None = Field(
-        None, exclude_if=operator.not_, description="The run's own chat template; None: the tokenizer's."
-    )
+    chat_template: str | None = optional(None, "The run's own chat template; None: the tokenizer's.")
 
 
 class FullMethod(RunRecord):
@@ -44,82 +41,6 @@ class AdapterMethod(RunRecord):
     alpha: int = Field(description="Scale: the update is multiplied by alpha / rank.")
     dropout: float = Field(description="Dropout on the adapters' input.")
     targets: list[str] | str = Field(description="Layers that get adapters.")
-
-
-class ObjectiveSettings(RunRecord):
-    """The settings of an objective."""
-
-    def describe(self) -> str:
-        """Return the settings as a part of a sentence, after "with"."""
-        raise NotImplementedError
-
-    def trl_arguments(self) -> dict[str, Any]:
-        """Return the settings as keyword arguments of TRL's class of training arguments."""
-        return self.as_json()
-
-
-class ReferencedSettings(ObjectiveSettings):
-    """The settings of an objective that compares the trained model with a reference."""
-
-    beta: float = Field(description="Strength with which the model is held near the base model.")
-    reference: Literal["model", "precomputed"] = Field(
-        description="The base model in every step, or its log-probabilities, computed before the first one."
-    )
-
-    @property
-    def is_precomputed(self) -> bool:
-        """Return whether the reference runs once, before the first step."""
-        return self.reference == "precomputed"
-
-    def describe_reference(self) -> str:
-        """Return the reference as a clause."""
-        once = ", which ran once before the first step" if self.is_precomputed else ""
-        return f"the reference is the base model{once}"
-
-    def trl_arguments(self) -> dict[str, Any]:
-        """Return the arguments of TRL's class; it has a switch for the reference."""
-        settings = self.as_json()
-        del settings["reference"]
-        return {**settings, "precompute_ref_log_probs": self.is_precomputed}
-
-
-class DpoSettings(ReferencedSettings):
-    """Direct preference optimization."""
-
-    loss_type: list[str] = Field(description="Losses that are added up.")
-
-    def describe(self) -> str:
-        """Return beta, loss and reference."""
-        return f"beta {self.beta:g} and the loss {' + '.join(self.loss_type)}; {self.describe_reference()}"
-
-
-class KtoSettings(ReferencedSettings):
-    """Kahneman-Tversky optimization."""
-
-    desirable_weight: float = Field(description="Factor of the loss of desirable completions.")
-    undesirable_weight: float = Field(description="Factor of the loss of undesirable completions.")
-
-    def describe(self) -> str:
-        """Return beta, weights and reference."""
-        return (
-            f"beta {self.beta:g}, desirable weight {self.desirable_weight:g} and undesirable weight "
-            f"{self.undesirable_weight:g}; {self.describe_reference()}"
-        )
-
-
-class RewardSettings(ObjectiveSettings):
-    """Reward modelling."""
-
-    center_rewards_coefficient: float | None = Field(
-        description="Weight of the squared mean of both rewards of a pair in the loss; None: it is not in the loss."
-    )
-
-    def describe(self) -> str:
-        """Return what the loss has beside the difference of the rewards."""
-        weight = self.center_rewards_coefficient
-        return (
-            "rewards that are not centered" if weight is None else f"rewards centered with the coefficient {weight:g}"
-        )
 
 
 class OptimizerSettings(RunRecord):
@@ -144,23 +65,13 @@ class CheckpointSettings(RunRecord):
     mtbf_seconds: float | None = Field(
         description="Mean time between failures of the job, if the interval between saves follows from it."
     )
-    asynchronous: bool = Field(
-        False, exclude_if=operator.not_, description="Save to node-local scratch and upload while training continues."
-    )
+    asynchronous: bool = optional(False, "Save to node-local scratch and upload while training continues.")
 
 
 class TrainerProgram(RunRecord):
     """Shardmake's own training with transformers' Trainer."""
 
     kind: Literal["trainer"] = "trainer"
-
-
-class ServiceSettings(RunRecord):
-    """The program that serves a script from nodes of its own."""
-
-    command: str = Field(description="Shell command.")
-    health: str | None = Field(description="Path of HTTP that answers 200 once it is ready; None for its port alone.")
-    start_seconds: float = Field(description="Time limit of its start.")
 
 
 class ScriptProgram(RunRecord):
@@ -170,9 +81,7 @@ class ScriptProgram(RunRecord):
     path: str = Field(description="The script.")
     args: list[str] = Field(description="Its arguments.")
     sha256: str = Field(description="Digest of its content.")
-    service: ServiceSettings | None = Field(
-        None, exclude_if=operator.not_, description="The program that serves it; None without one."
-    )
+    service: Service | None = optional(None, "The program that serves it; None without one.")
 
 
 class TrainingSettings(RunFile):
@@ -181,15 +90,9 @@ class TrainingSettings(RunFile):
     made_by: ClassVar[str] = "shardmake render NAME"
     model: BaseModelSettings = Field(description="The base model.")
     objective: Objective = Field(description="What training optimizes.")
-    dpo: DpoSettings | None = Field(
-        None, exclude_if=operator.not_, description="Settings of the objective dpo; None for another one."
-    )
-    kto: KtoSettings | None = Field(
-        None, exclude_if=operator.not_, description="Settings of the objective kto; None for another one."
-    )
-    reward: RewardSettings | None = Field(
-        None, exclude_if=operator.not_, description="Settings of the objective reward; None for another one."
-    )
+    dpo: Dpo | None = optional(None, "Settings of the objective dpo; None for another one.")
+    kto: Kto | None = optional(None, "Settings of the objective kto; None for another one.")
+    reward: Reward | None = optional(None, "Settings of the objective reward; None for another one.")
     method: FullMethod | AdapterMethod = Field(description="Full fine-tuning or adapters.")
     arguments: dict[str, Any] = Field(
         description="Keyword arguments of `transformers.TrainingArguments`, without paths; the ranks add those."
@@ -199,16 +102,14 @@ class TrainingSettings(RunFile):
     loss: Loss = Field(description="Cross entropy: plain, fused or chunked.")
     checkpoints: CheckpointSettings = Field(description="How training saves.")
     program: TrainerProgram | ScriptProgram = Field(description="What the ranks run.")
-    own_files: dict[str, Any] = Field(
-        default_factory=dict,
-        exclude_if=operator.not_,
-        description="Values that the run's own DeepSpeed and Accelerate files add to the plan's or change, by key.",
+    own_files: dict[str, Any] = optional(
+        {}, "Values that the run's own DeepSpeed and Accelerate files add to the plan's or change, by key."
     )
 
     @property
-    def objective_settings(self) -> ObjectiveSettings | None:
+    def objective_settings(self) -> ObjectiveSection | None:
         """Return the settings of the objective; None if it has none."""
-        found: ObjectiveSettings | None = getattr(self, self.objective, None)
+        found: ObjectiveSection | None = getattr(self, self.objective, None)
         return found
 
     def with_arguments(self, **changes: Any) -> "TrainingSettings":

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from shardmake.core.log import configure_logging
 from shardmake.core.process import die_with_parent
-from shardmake.core.redacted_output import redact_output
+from shardmake.core.secrets import redact_output
 from shardmake.core.temporary import temporary_folder
 
 if TYPE_CHECKING:

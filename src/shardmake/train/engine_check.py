@@ -6,6 +6,7 @@ FSDP on a device type that they do not list). The run would then train, save and
 
 import os
 import socket
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -63,21 +64,21 @@ def _describe_deepspeed(engine: Any) -> dict[str, Any]:
     return {
         "zero_stage": engine.zero_optimization_stage(),
         "dtype": compute_dtype(engine, "no"),
-        "gradient_dtype": _name(engine.get_data_types()[1]),
+        "gradient_dtype": dtype_name(engine.get_data_types()[1]),
         "offload_optimizer": _device(engine.zero_offload_optimizer()),
         "offload_param": _device(engine.zero_offload_param()),
         "tensor_parallel": max(1, engine.autotp_size()),
     }
 
 
-def _name(dtype: Any) -> str:
+def dtype_name(dtype: Any) -> str:
     """Return torch's name of a data type."""
     return str(dtype).removeprefix("torch.")
 
 
 def _reduced_dtype(policy: Any) -> str:
     """Return the data type in which FSDP reduces gradients: that of the computation if ``policy`` names none."""
-    return _name(policy.reduce_dtype or policy.param_dtype or "float32")
+    return dtype_name(policy.reduce_dtype or policy.param_dtype or "float32")
 
 
 def _device(offload: Any) -> str | None:
@@ -109,9 +110,14 @@ def _describe_fsdp2(model: Any) -> dict[str, Any]:
 
 def check_engine(found: Engine, expected: Engine) -> None:
     """Raise `EngineMismatchError` with every difference between ``found`` and the plan's ``expected``."""
-    if differing := expected.differences(found):
-        lines = [f"  {key}: planned {planned!r}, found {actual!r}" for key, (planned, actual) in differing.items()]
-        raise EngineMismatchError("The engine is not the planned one. Nothing was trained.\n" + "\n".join(lines))
+    refuse_differences("The engine is not the planned one.", expected.differences(found))
+
+
+def refuse_differences(problem: str, differing: Mapping[str, tuple[Any, Any]]) -> None:
+    """Raise `EngineMismatchError` with the planned and the found value of each name in ``differing``, if any."""
+    if differing:
+        lines = [f"  {name}: planned {planned!r}, found {found!r}" for name, (planned, found) in differing.items()]
+        raise EngineMismatchError("\n".join([f"{problem} Nothing was trained.", *lines]))
 
 
 def environment_report() -> dict[str, Any]:

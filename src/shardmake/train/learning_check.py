@@ -18,7 +18,7 @@ from shardmake.core.nested import leaves, same
 from shardmake.run.engine import LearningSettings
 from shardmake.run.plan import Choice
 from shardmake.run.training_settings import TrainingSettings
-from shardmake.train.engine_check import EngineMismatchError, compute_dtype, is_deepspeed_engine
+from shardmake.train.engine_check import compute_dtype, dtype_name, is_deepspeed_engine, refuse_differences
 
 
 @dataclass(frozen=True)
@@ -108,13 +108,9 @@ def planned_rates(schedule: str, rate: float, warmup: int, steps: int) -> list[f
 
 def check_learning(found: LearningSettings, planned: Mapping[str, Any]) -> None:
     """Raise `EngineMismatchError` with every difference between ``found`` and ``planned``."""
-    values = found.as_json()
-    differing = [name for name, value in values.items() if name in planned and not _close(value, planned[name])]
-    if differing:
-        lines = [f"  {name}: planned {planned[name]!r}, found {values[name]!r}" for name in differing]
-        raise EngineMismatchError(
-            "The training would not learn with the planned settings. Nothing was trained.\n" + "\n".join(lines)
-        )
+    values = {name: value for name, value in found.as_json().items() if name in planned}
+    differing = {name: (planned[name], value) for name, value in values.items() if not _close(value, planned[name])}
+    refuse_differences("The training would not learn with the planned settings.", differing)
 
 
 def check_deepspeed_file(model: Any, rendered: Mapping[str, Any]) -> None:
@@ -122,15 +118,9 @@ def check_deepspeed_file(model: Any, rendered: Mapping[str, Any]) -> None:
     if not is_deepspeed_engine(model):
         return
     running = dict(leaves(model.config))
-    differing = [
-        f"  {key}: planned {value!r}, found {running.get(key)!r}"
-        for key, value in leaves(rendered)
-        if value != "auto" and not same(value, running.get(key))
-    ]
-    if differing:
-        raise EngineMismatchError(
-            "DeepSpeed does not run with the rendered file. Nothing was trained.\n" + "\n".join(differing)
-        )
+    planned = {key: value for key, value in leaves(rendered) if value != "auto"}
+    differing = {key: (value, running.get(key)) for key, value in planned.items() if not same(value, running.get(key))}
+    refuse_differences("DeepSpeed does not run with the rendered file.", differing)
 
 
 def _unwrapped(wrapper: Any, attribute: str) -> Any:
@@ -161,8 +151,7 @@ def _rates(scheduler: Any, steps: int) -> list[float]:
 
 def _autocast(built: BuiltTraining, deepspeed: bool, dtype: str) -> str | None:
     if deepspeed:
-        enabled = built.model.torch_autocast_enabled()
-        return str(built.model.torch_autocast_dtype()).removeprefix("torch.") if enabled else None
+        return dtype_name(built.model.torch_autocast_dtype()) if built.model.torch_autocast_enabled() else None
     return dtype if built.autocasts else None
 
 

@@ -1,27 +1,24 @@
 """Train on preferences with TRL's trainers, with Shardmake's data, checkpoints and checks."""
 
-from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final
 
 import datasets
 import torch
 from accelerate import Accelerator
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-from torch.utils.data import Dataset
 from transformers import TrainerCallback, TrainingArguments
 from trl import DPOTrainer, KTOTrainer, RewardTrainer
 from trl.trainer import dpo_trainer, kto_trainer
 
+from shardmake.config.models import Referenced
+from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.strategies import FSDP
-from shardmake.data.dataset import Completions, PairCollator, Pairs, RewardCollator, UnpairedCollator, WithMismatched
-from shardmake.run.training_settings import FullMethod, ReferencedSettings, TrainingSettings
+from shardmake.data.dataset import PreferenceCollator, Preferences, WithMismatched
+from shardmake.run.training_settings import FullMethod, TrainingSettings
 from shardmake.train.load_model import load_base, load_model, load_tokenizer
 from shardmake.train.rank_context import RankContext
 from shardmake.train.reference import PrecomputedReference, WithReference
-from shardmake.train.sharded_trainer import ShardedTrainer
-from shardmake.train.training_setup import WholeBatches, planned_optimizer
-
-Collate = Callable[[Any], dict[str, Any]]
+from shardmake.train.sharded_trainer import ShardedTrainer, WholeBatches, planned_optimizer
 
 
 class TrlTrainer(ShardedTrainer):
@@ -59,27 +56,6 @@ def _adapters_on_four_bits(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: weight.data for name, weight in model.named_parameters() if weight.requires_grad}
 
 
-def trl_options(
-    context: RankContext,
-    arguments: TrainingArguments,
-    callbacks: list[TrainerCallback],
-    train: Dataset[Any],
-    held_out: Dataset[Any],
-    collate: Collate,
-) -> dict[str, Any]:
-    """Return the arguments of a `TrlTrainer` that do not depend on the objective: all but the models."""
-    folder = context.attempt.rundir.data
-    return {
-        "prepared": {"train": WholeBatches(train, context.plan.choice.global_batch_size), "eval": held_out},
-        "args": arguments,
-        "train_dataset": datasets.load_from_disk(str(folder / "train")),
-        "eval_dataset": datasets.load_from_disk(str(folder / "eval")),
-        "data_collator": collate,
-        "processing_class": load_tokenizer(context.settings),
-        "callbacks": callbacks,
-    }
-
-
 _TRL_COPY = "ref"
 """Name of the adapter that TRL adds to a model with adapters, a copy of them at the start, as the reference."""
 
@@ -114,6 +90,13 @@ class KtoTrainer(ReferencedTrainer, KTOTrainer):
     log_probs = ("ref_logps", "ref_KL_logps")
 
 
+class RewardModelTrainer(TrlTrainer, RewardTrainer):
+    """TRL's trainer of a model with one output, the reward of a conversation."""
+
+
+TRAINERS: Final[dict[str, type[TrlTrainer]]] = {"dpo": DpoTrainer, "kto": KtoTrainer, "reward": RewardModelTrainer}
+
+
 class _NoReference(torch.nn.Module):
     """Stands for the second model that TRL would load under FSDP, until TRL's trainer is made."""
 
@@ -135,98 +118,53 @@ def shard_reference(model: torch.nn.Module, accelerator: Accelerator) -> torch.n
     return fsdp2_prepare_model(accelerator, model).eval()
 
 
-def make_dpo_trainer(
-    context: RankContext, arguments: TrainingArguments, callbacks: list[TrainerCallback]
-) -> TrlTrainer:
-    """Return the trainer of pairs."""
-    folder = context.attempt.rundir.data
-    splits = {"train": Pairs(folder, "train"), "eval": Pairs(folder, "eval")}
-    return _with_reference(DpoTrainer, context, arguments, callbacks, splits, PairCollator.of(folder))
-
-
-def make_kto_trainer(
-    context: RankContext, arguments: TrainingArguments, callbacks: list[TrainerCallback]
-) -> TrlTrainer:
-    """Return the trainer of completions with labels, with mismatched completions in each micro batch."""
-    folder, size = context.attempt.rundir.data, context.plan.choice.micro_batch_size
-    splits = {
-        "train": WithMismatched(Completions(folder, "train"), size),
-        "eval": WithMismatched(Completions(folder, "eval"), size),
-    }
-    return _with_reference(KtoTrainer, context, arguments, callbacks, splits, UnpairedCollator.of(folder))
-
-
-def _with_reference(
-    kind: type[ReferencedTrainer],
-    context: RankContext,
-    arguments: TrainingArguments,
-    callbacks: list[TrainerCallback],
-    splits: Mapping[str, Dataset[Any]],
-    collate: Collate,
-) -> TrlTrainer:
-    """Return the trainer. The reference is the base model.
-
-    It is the model without its adapters, a second model, or the trained one before its first step.
-    """
-    settings, attempt = context.settings, context.attempt
-    objective, is_full = settings.objective_settings, isinstance(settings.method, FullMethod)
-    assert isinstance(objective, ReferencedSettings)
-    kind.library.prepare_fsdp = shard_reference
-    kind.library.hash_module = lambda module: ""  # the name of TRL's own file of log-probabilities, from all weights
-    if objective.is_precomputed:
-        splits = filled = {name: WithReference(examples, kind.log_probs) for name, examples in splits.items()}
-    model = load_model(settings)
-    trainer = kind(
-        **trl_options(context, arguments, callbacks, splits["train"], splits["eval"], collate),
-        model=model,
-        ref_model=_reference(settings, model.config, precomputed=objective.is_precomputed) if is_full else None,
-    )
-    if objective.is_precomputed:
-        trainer.ref_model = None
-        file = attempt.rundir.reference_log_probs(attempt.settings_digest)
-        trainer.after_check.append(PrecomputedReference(trainer, filled, file, callbacks))
-    if not is_full:  # without the copy, TRL turns the adapters off for the reference
-        trainer.model.delete_adapter(_TRL_COPY)
-    return trainer
-
-
-def _reference(settings: TrainingSettings, config: Any, *, precomputed: bool) -> torch.nn.Module | None:
-    """Return the reference model of a full fine-tuning, for TRL's trainer."""
-    if not precomputed:
-        return _second_model(settings)
-    return _NoReference(config) if settings.expected.engine == FSDP else None
-
-
-def _second_model(settings: TrainingSettings) -> torch.nn.Module:
-    return load_base(settings).requires_grad_(False)
-
-
-class RewardModelTrainer(TrlTrainer, RewardTrainer):
-    """TRL's trainer of reward models."""
-
-
-def make_reward_trainer(
-    context: RankContext, arguments: TrainingArguments, callbacks: list[TrainerCallback]
-) -> TrlTrainer:
-    """Return the trainer of a model with one output, the reward of a conversation."""
-    folder = context.attempt.rundir.data
-    train, held_out = Pairs(folder, "train"), Pairs(folder, "eval")
-    options = trl_options(context, arguments, callbacks, train, held_out, RewardCollator.of(folder))
-    return RewardModelTrainer(**options, model=load_model(context.settings))
-
-
-MakeTrainer = Callable[[RankContext, TrainingArguments, list[TrainerCallback]], TrlTrainer]
-TRAINERS: Final[dict[str, MakeTrainer]] = {
-    "dpo": make_dpo_trainer,
-    "kto": make_kto_trainer,
-    "reward": make_reward_trainer,
-}
-
-
 def make_trl_trainer(
     context: RankContext, arguments: TrainingArguments, callbacks: list[TrainerCallback]
 ) -> TrlTrainer:
-    """Return the trainer of the run's objective, with the planned optimizer."""
-    trainer = TRAINERS[context.settings.objective](context, arguments, callbacks)
-    trainer.optimizer_cls_and_kwargs = planned_optimizer(context.settings)
+    """Return the trainer of the run's objective, with the planned optimizer. The reference is the base model.
+
+    It is the model without its adapters, a second model, or the trained one before its first step.
+    """
+    settings, attempt, choice = context.settings, context.attempt, context.plan.choice
+    folder, kind, objective = attempt.rundir.data, TRAINERS[settings.objective], settings.objective_settings
+    examples: dict[str, Any] = {"train": Preferences(folder, "train"), "eval": Preferences(folder, "eval")}
+    if OBJECTIVES[settings.objective].compares_batch:
+        examples = {split: WithMismatched(found, choice.micro_batch_size) for split, found in examples.items()}
+    models: dict[str, Any] = {}
+    precomputed = has_copy = False
+    if issubclass(kind, ReferencedTrainer):
+        assert isinstance(objective, Referenced)
+        kind.library.prepare_fsdp = shard_reference
+        kind.library.hash_module = lambda module: ""  # the name of TRL's file of log-probabilities, from all weights
+        if precomputed := objective.is_precomputed:
+            examples = {split: WithReference(found, kind.log_probs) for split, found in examples.items()}
+    model = load_model(settings)
+    if isinstance(objective, Referenced):
+        has_copy = not isinstance(settings.method, FullMethod)
+        models["ref_model"] = None if has_copy else _reference(settings, model.config, objective)
+    trainer = kind(
+        prepared={**examples, "train": WholeBatches(examples["train"], choice.global_batch_size)},
+        args=arguments,
+        train_dataset=datasets.load_from_disk(str(folder / "train")),
+        eval_dataset=datasets.load_from_disk(str(folder / "eval")),
+        data_collator=PreferenceCollator.of(folder, settings.objective),
+        processing_class=load_tokenizer(settings),
+        callbacks=callbacks,
+        model=model,
+        **models,
+    )
+    if precomputed:
+        trainer.ref_model = None
+        file = attempt.rundir.reference_log_probs(attempt.settings_digest)
+        trainer.after_check.append(PrecomputedReference(trainer, examples, file, callbacks))
+    if has_copy:  # without the copy, TRL turns the adapters off for the reference
+        trainer.model.delete_adapter(_TRL_COPY)
+    trainer.optimizer_cls_and_kwargs = planned_optimizer(settings)
     return trainer
+
+
+def _reference(settings: TrainingSettings, config: Any, objective: Referenced) -> torch.nn.Module | None:
+    """Return the reference model of a full fine-tuning, for TRL's trainer."""
+    if not objective.is_precomputed:
+        return load_base(settings).requires_grad_(False)
+    return _NoReference(config) if settings.expected.engine == FSDP else None

@@ -22,7 +22,13 @@ from shardmake.run.engine import Engine, ScriptApi
 from shardmake.run.plan import Choice
 from shardmake.train import first_batch
 from shardmake.train.adapter_config import adapter_configs
-from shardmake.train.engine_check import below_compiler, describe_engine, environment_report, is_deepspeed_engine
+from shardmake.train.engine_check import (
+    below_compiler,
+    describe_engine,
+    dtype_name,
+    environment_report,
+    is_deepspeed_engine,
+)
 
 logger = logging.getLogger(__name__)
 _ENGINES: Final = {"DEEPSPEED": DEEPSPEED, "FSDP": FSDP, "MULTI_GPU": DDP, "MULTI_CPU": DDP, "NO": DDP}
@@ -83,17 +89,17 @@ def trained_dtype(model: Any, described: str) -> str:
     ``described`` is the engine's mixed precision; float32 means that it casts nothing.
     """
     if is_deepspeed_engine(model) and model.torch_autocast_enabled():
-        return str(model.torch_autocast_dtype()).removeprefix("torch.")
+        return dtype_name(model.torch_autocast_dtype())
     if described != "float32":
         return described
     policy = _sharding_policy(model)
     if policy is not None:
-        return str(policy).removeprefix("torch.")
+        return dtype_name(policy)
     sizes: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
         if parameter.is_floating_point():
             sizes[parameter.dtype] += getattr(parameter, "ds_numel", parameter.numel())
-    return str(max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)).removeprefix("torch.")
+    return dtype_name(max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32))
 
 
 def check_adapters(model: torch.nn.Module) -> None:

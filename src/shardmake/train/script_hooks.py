@@ -10,16 +10,19 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardmake.config.settings import MICRO_BATCH
 from shardmake.config.strategies import DEEPSPEED
-from shardmake.train.library_patches import name_checkpointed_adapters
+from shardmake.train.adapter_config import write_adapter_configs
+from shardmake.train.first_batch import count_rows
+from shardmake.train.fsdp_precision import count_whole_tokens, set_script_policy
+from shardmake.train.library_patches import broadcast_saved_buffers, kept_matmul_precision, name_checkpointed_adapters
 from shardmake.train.rank_context import RankContext
-
-if TYPE_CHECKING:
-    from shardmake.train.script_guard import Batch, ScriptGuard
-
+from shardmake.train.script_guard import Batch, ScriptGuard
 
 # Run a function when a module is imported for the first time, without importing the module here.
 #
@@ -72,7 +75,7 @@ def install_hooks(context: RankContext) -> ImportHooks:
     hooks.after("torch.distributed.fsdp", observer.hook_fsdp)
     hooks.after("accelerate.accelerator", observer.hook_accelerator)
     hooks.after("accelerate.utils.dataclasses", observer.hook_fsdp_plugin)
-    hooks.after("accelerate.utils.fsdp_utils", hook_fsdp_loading)
+    hooks.after("accelerate.utils.fsdp_utils", broadcast_saved_buffers)
     hooks.after("deepspeed", observer.hook_deepspeed)
     hooks.after("transformers.trainer", observer.hook_trainer)
     hooks.after("peft.tuners.tuners_utils", name_checkpointed_adapters)
@@ -97,19 +100,13 @@ def default_to_gloo(module: Any) -> None:
     module.PartialState.__init__ = start_with_gloo
 
 
-def hook_fsdp_loading(module: Any) -> None:
-    """Let FSDP2 load models with saved buffers, as in Shardmake's own trainers."""
-    from shardmake.train.library_patches import broadcast_saved_buffers
-
-    broadcast_saved_buffers(module)
-
-
 class ScriptObserver:
     """Finds the model that a script trains, through hooks in the libraries."""
 
     def __init__(self, context: RankContext) -> None:
         self.context = context
-        self._guard: ScriptGuard | None = None
+        on_cpu = context.attempt.accelerator == "cpu"
+        self.guard = ScriptGuard(context.folder, context.rank, context.settings.expected, context.plan.choice, on_cpu)
         self.inside_accelerate = 0
         self.watched: dict[int, tuple[Any, Any, str]] = {}
         """Hook, model and precision of every prepared model, by the model's id."""
@@ -117,23 +114,8 @@ class ScriptObserver:
         """The model of the first training pass."""
         self.backward_passes = 0
 
-    @property
-    def guard(self) -> "ScriptGuard":
-        """The guard; created late, because it imports torch."""
-        from shardmake.train.script_guard import ScriptGuard
-
-        if self._guard is None:
-            context = self.context
-            on_cpu = context.attempt.accelerator == "cpu"
-            self._guard = ScriptGuard(
-                context.folder, context.rank, context.settings.expected, context.plan.choice, on_cpu
-            )
-        return self._guard
-
     def hook_accelerator(self, module: Any) -> None:
         """Check every new Accelerator, and every model that it prepares for training."""
-        from shardmake.train.library_patches import kept_matmul_precision
-
         accelerator = module.Accelerator
         start, prepare, prepare_model = accelerator.__init__, accelerator.prepare, accelerator.prepare_model
         save_model = accelerator.save_model
@@ -187,8 +169,6 @@ class ScriptObserver:
 
     def hook_fsdp_plugin(self, module: Any) -> None:
         """Let Accelerate use the planned data types of FSDP, unless the script sets its own."""
-        from shardmake.train.fsdp_precision import set_script_policy
-
         set_script_policy(module.FullyShardedDataParallelPlugin, self.context.settings.expected)
 
     def hook_deepspeed(self, module: Any) -> None:
@@ -217,15 +197,8 @@ class ScriptObserver:
 
     def hook_torch(self, module: Any) -> None:
         """Watch DDP's models, count backward passes, and check before the first optimizer step."""
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-        ddp, tensor = module.nn.parallel.DistributedDataParallel, module.Tensor
-        start, backward = ddp.__init__, tensor.backward
-
-        @wraps(start)
-        def watch(model: Any, *args: Any, **kwargs: Any) -> None:
-            start(model, *args, **kwargs)
-            self.add_model(model, "no", check=False)
+        tensor = module.Tensor
+        backward = tensor.backward
 
         @wraps(backward)
         def count(loss: Any, *args: Any, **kwargs: Any) -> Any:
@@ -237,18 +210,24 @@ class ScriptObserver:
             tensor.backward = backward
             self.check_first_step()
 
-        ddp.__init__, tensor.backward = watch, count
+        self.watch_models_of(module.nn.parallel.DistributedDataParallel)
+        tensor.backward = count
         handle = register_optimizer_step_pre_hook(check)
 
-    def hook_fsdp(self, module: Any) -> None:
-        """Watch the models of both versions of FSDP."""
-        fsdp, shard = module.FullyShardedDataParallel, module.fully_shard
-        start = fsdp.__init__
+    def watch_models_of(self, wrapper: Any) -> None:
+        """Watch every model that the class ``wrapper`` wraps."""
+        start = wrapper.__init__
 
         @wraps(start)
         def watch(model: Any, *args: Any, **kwargs: Any) -> None:
             start(model, *args, **kwargs)
             self.add_model(model, "no", check=False)
+
+        wrapper.__init__ = watch
+
+    def hook_fsdp(self, module: Any) -> None:
+        """Watch the models of both versions of FSDP."""
+        shard = module.fully_shard
 
         @wraps(shard)
         def watch_sharded(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -257,11 +236,11 @@ class ScriptObserver:
                 self.add_model(one, "no", check=False)
             return result
 
-        fsdp.__init__, module.fully_shard = watch, watch_sharded
+        self.watch_models_of(module.FullyShardedDataParallel)
+        module.fully_shard = watch_sharded
 
     def hook_trainer(self, module: Any) -> None:
         """Add callbacks to Trainer; let it count tokens in integers, refuse partial checkpoints, describe adapters."""
-        from shardmake.train.fsdp_precision import count_whole_tokens
         from shardmake.train.load_model import check_names
 
         count_whole_tokens(module.Trainer)
@@ -288,8 +267,6 @@ class ScriptObserver:
 
     def describe_adapters(self, model: Any, folder: Any) -> None:
         """Write the settings of the adapters in ``model`` to the folder of a checkpoint, on the first rank."""
-        from shardmake.train.adapter_config import write_adapter_configs
-
         if self.context.rank == 0:
             write_adapter_configs(model, folder)
 
@@ -298,8 +275,6 @@ class ScriptObserver:
 
         A part of a model that FSDP or DDP wraps is not the whole; the outermost one runs first and is checked then.
         """
-        import torch
-
         if not isinstance(model, torch.nn.Module) or self.model is not None:
             return
         if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -314,8 +289,6 @@ class ScriptObserver:
 
     def check_first_pass(self, model: Any, args: Any, kwargs: Any) -> None:
         """Check engine, batch and rows at the first forward pass of training."""
-        import torch
-
         if self.model is not None or not (model.training and torch.is_grad_enabled()):
             return
         precision = self.watched[id(model)][2]
@@ -330,11 +303,8 @@ class ScriptObserver:
             self.guard.batch = self.declared_batch(inputs)
             self.guard.check_batch()
 
-    def declared_batch(self, inputs: Any) -> "Batch":
+    def declared_batch(self, inputs: Any) -> Batch:
         """Return the batch as far as the libraries know it before the first step."""
-        from shardmake.train.first_batch import count_rows
-        from shardmake.train.script_guard import Batch
-
         readers = self.context.plan.choice.data_parallel
         rows, steps = count_rows(inputs), None
         if hasattr(self.model, MICRO_BATCH):
@@ -349,8 +319,6 @@ class ScriptObserver:
 
     def check_first_step(self) -> None:
         """Complete the batch with the counted passes, where no library knows it, and let the guard check."""
-        from shardmake.train.script_guard import Batch
-
         guard, batch = self.guard, self.guard.batch
         skips_steps = guard.found.get("dtype") == "float16"  # its loss scaler skips the first optimizer steps
         if batch.accumulation_steps is None and not guard.declared_by_trainer and not skips_steps:
@@ -361,8 +329,6 @@ class ScriptObserver:
 
 def active_autocast(model: Any) -> str:
     """Return Accelerate's name of the data type that torch casts to at this moment."""
-    import torch
-
     device = next(model.parameters()).device.type
     if not torch.is_autocast_enabled(device):
         return "no"

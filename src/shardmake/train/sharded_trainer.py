@@ -1,21 +1,20 @@
-"""A Trainer that saves through Shardmake's checkpoint store."""
+"""A Trainer that saves through Shardmake's checkpoint store, and what it trains with."""
 
+import importlib
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback
 
+from shardmake.run.metrics import LOSS_WINDOW, LossWindow, read_loss_window
+from shardmake.run.training_settings import TrainingSettings
 from shardmake.train import deepspeed_states
 from shardmake.train.adam_states import fit_optimizer
 from shardmake.train.callbacks.non_finite import NonFiniteCheck
-from shardmake.train.checkpoint_files import (
-    load_weights,
-    restore_loss_window,
-    save_loss_window,
-    save_weights,
-    unwrap,
-)
 from shardmake.train.checkpoint_saver import Saver
 from shardmake.train.fsdp_precision import whole_tokens
 from shardmake.train.library_patches import kept_matmul_precision
@@ -103,3 +102,75 @@ class ShardedTrainer(Trainer):
             deepspeed_states.restore(self.model_wrapped, Path(checkpoint))
         elif checkpoint:
             fit_optimizer(self.optimizer.optimizer)
+
+
+def unwrap(accelerator: Accelerator, model: Any) -> Any:
+    """Return ``model`` without the wrappers of engines and of `torch.compile`, which would add a level to names.
+
+    Accelerate would keep the compiler's wrapper, and put it around the model without its engine.
+    """
+    return accelerator.unwrap_model(model, keep_torch_compile=False)
+
+
+def save_loss_window(accelerator: Accelerator, folder: Path, logged_step: int, loss_sum: torch.Tensor) -> None:
+    """Write each rank's ``loss_sum``, a scalar, of the steps since ``logged_step``; every rank must take part."""
+    sums = accelerator.gather(loss_sum.detach().reshape(1)).tolist()
+    if accelerator.is_main_process:
+        LossWindow(logged_step=logged_step, sums=sums).write(folder / LOSS_WINDOW)
+
+
+def restore_loss_window(accelerator: Accelerator, folder: Path, step: int, loss_sum: torch.Tensor) -> int:
+    """Set ``loss_sum`` to this rank's losses that were not logged at ``step``, and return the last logged step."""
+    window = read_loss_window(folder)
+    if window is None:
+        return step
+    loss_sum.fill_(window.own_sum(accelerator.process_index, accelerator.num_processes))
+    return window.logged_step
+
+
+def save_weights(model: Any, folder: Path) -> None:
+    """Write the weights of an unsharded model, or its adapter, under the names that they have in the model.
+
+    ``save_pretrained`` would write those of the base model's files, such as one weight for each expert of a mixture;
+    ``load_state_dict`` does not convert them back. The merge writes the names of the base.
+    """
+    model.save_pretrained(folder, **({} if hasattr(model, "peft_config") else {"save_original_format": False}))
+
+
+def load_weights(model: Any, folder: Path) -> None:
+    """Load what `save_weights` wrote; `CheckpointError` for missing or unexpected names (`refuse_partial_states`)."""
+    if hasattr(model, "peft_config"):
+        model.load_adapter(folder, "default", is_trainable=True)
+        return
+    weights = {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+    model.load_state_dict(weights, strict=False)
+
+
+def planned_optimizer(settings: TrainingSettings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+    """Return the planned optimizer's class and arguments; None if the training arguments name the optimizer."""
+    optimizer = settings.optimizer
+    if optimizer is None:
+        return None
+    module, _, name = optimizer.class_name.rpartition(".")
+    return getattr(importlib.import_module(module), name), optimizer.arguments
+
+
+class WholeBatches(Dataset[Any]):
+    """A data set that repeats samples from its start until an epoch has a whole number of global batches.
+
+    It keeps the samples of every optimizer step the same for any number of ranks. Trainer draws one order per epoch
+    from the seed and distributes micro batches to the ranks in turn. So step k of an epoch takes samples k G to
+    (k + 1) G of that order, however a global batch of G is split. Only the end of an epoch would depend on the split:
+    Trainer fills the last samples up to full micro batches on all ranks, not to a global batch.
+    """
+
+    def __init__(self, data: Any, global_batch_size: int) -> None:
+        self.data = data
+        self.length = -(-len(data) // global_batch_size) * global_batch_size
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        """Return sample ``index`` of the repeated data."""
+        return self.data[index % len(self.data)]

@@ -33,7 +33,7 @@ def estimated(model: Path, *options: str) -> dict[str, Any]:
 def optimizer(folder: Path, model: Path) -> dict[str, Any]:
     from shardmake.config.models import Run
     from shardmake.doctor.kernels import BITSANDBYTES
-    from shardmake.plan.resolve import unsuitable
+    from shardmake.plan.refusals import unsuitable
     from tests.unit.train.test_learning_check import test_what_transformers_builds_from_the_rendered_arguments_passes
 
     run, arguments = card(folder / "optimizer", optimizer=OPTIMIZER)

@@ -229,7 +229,7 @@ def test_every_row_of_the_deepspeed_table_says_what_to_know() -> None:
 
 def test_a_section_that_is_off_is_left_out_and_others_are_refused() -> None:
     def uses(**values: Any) -> list[bool]:
-        return [one.is_idle for one in judge(UserFile("deepspeed", "ds.json", "", values), is_script=False)]
+        return [one.is_idle for one in judge(UserFile("deepspeed", "ds.json", values), is_script=False)]
 
     assert uses(elasticity={"enabled": False, "max_train_batch_size": 8}) == [True, True]
     assert uses(data_efficiency={"enabled": True, "data_sampling": {"enabled": True}}) == [False, False]

@@ -38,21 +38,50 @@ def test_settings_of_kto_have_the_defaults_of_trl() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("objective", "changes", "message"),
     [
-        ({"objective": "sft", "kto": {"beta": 0.2}}, "kto has no effect with objective: sft"),
-        ({"packing": True}, "packing: true cannot be combined"),
-        ({"micro_batch_size": 1}, "micro_batch_size: 1 cannot be combined with objective: kto, which compares"),
-        ({"method": "lora", "lora": {"targets": ["lm_head"]}}, "an adapter of lm_head has no effect"),
+        ("kto", {"objective": "sft", "kto": {"beta": 0.2}}, "kto has no effect with objective: sft"),
+        ("kto", {"packing": True}, "packing: true cannot be combined"),
+        ("kto", {"micro_batch_size": 1}, "micro_batch_size: 1 cannot be combined with objective: kto, which compares"),
+        ("kto", {"method": "lora", "lora": {"targets": ["lm_head"]}}, "an adapter of lm_head has no effect"),
         (
+            "kto",
             {"data": {"train": "org/data", "format": "preference"}},
             r"cannot learn from data\.format 'preference'\. Use unpaired-preference",
         ),
+        ("dpo", {"objective": "sft", "dpo": {"beta": 0.2}}, "dpo has no effect with objective: sft"),
+        ("dpo", {"packing": True}, "packing: true cannot be combined"),
+        ("dpo", {"script": "train.py"}, "script cannot be combined"),
+        ("dpo", {"loss": "fused"}, "loss: fused cannot be combined"),
+        ("dpo", {"loss": "chunked"}, "loss: chunked cannot be combined"),
+        ("dpo", {"torch_compile": True}, "torch_compile is not supported"),
+        ("dpo", {"sequence_parallel": 2}, "sequence_parallel is not supported"),
+        ("dpo", {"tensor_parallel": 2}, "tensor_parallel is not supported"),
+        ("dpo", {"method": "lora", "lora": {"dropout": 0.1}}, r"lora\.dropout has no effect"),
+        ("dpo", {"method": "lora", "lora": {"targets": ["lm_head"]}}, "an adapter of lm_head has no effect"),
+        ("dpo", {"data": {"train": "org/data", "loss_on": "all"}}, r"data\.loss_on: all has no effect"),
+        (
+            "dpo",
+            {"data": {"train": "org/data", "format": "chat"}},
+            r"cannot learn from data\.format 'chat'\. Use preference",
+        ),
+        ("dpo", {"dpo": {"loss_type": ["aot"]}}, "'aot' is not allowed"),
+        ("dpo", {"dpo": {"loss_type": []}}, "loss_type"),
+        ("reward", {"objective": "dpo", "reward": {}}, "reward has no effect with objective: dpo"),
+        ("reward", {"dpo": {}}, "dpo has no effect with objective: reward"),
+        ("reward", {"packing": True}, "packing: true cannot be combined with objective: reward"),
+        ("reward", {"method": "lora", "lora": {"targets": ["lm_head"]}}, "a reward model does not have that layer"),
+        ("reward", {"evaluation": {"prompts": ["Hi"]}}, r"evaluation\.prompts has no effect with objective: reward"),
+        ("reward", {"evaluation": {"losses": True}}, r"evaluation\.losses has no effect with objective: reward"),
+        ("reward", {"evaluation": {"lm_eval": ["piqa"]}}, r"evaluation\.lm_eval has no effect with objective: reward"),
+        ("reward", {"reward": {"center_rewards_coefficient": 0}}, "center_rewards_coefficient"),
     ],
 )
-def test_what_kto_does_not_take_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_what_an_objective_does_not_take_is_refused(
+    objective: Objective, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_run(**{"objective": "kto", "packing": False, **changes})
+        make_run(**{"objective": objective, "packing": False, **changes})
 
 
 def test_every_epoch_of_kto_has_the_same_order() -> None:
@@ -74,54 +103,12 @@ def test_an_objective_with_a_reference_model_may_run_it_once(objective: Objectiv
     assert make_run(objective=objective, packing=False, **section).reference == "precomputed"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"objective": "sft", "dpo": {"beta": 0.2}}, "dpo has no effect with objective: sft"),
-        ({"packing": True}, "packing: true cannot be combined"),
-        ({"script": "train.py"}, "script cannot be combined"),
-        ({"loss": "fused"}, "loss: fused cannot be combined"),
-        ({"loss": "chunked"}, "loss: chunked cannot be combined"),
-        ({"torch_compile": True}, "torch_compile is not supported"),
-        ({"sequence_parallel": 2}, "sequence_parallel is not supported"),
-        ({"tensor_parallel": 2}, "tensor_parallel is not supported"),
-        ({"method": "lora", "lora": {"dropout": 0.1}}, r"lora\.dropout has no effect"),
-        ({"method": "lora", "lora": {"targets": ["lm_head"]}}, "an adapter of lm_head has no effect"),
-        ({"data": {"train": "org/data", "loss_on": "all"}}, r"data\.loss_on: all has no effect"),
-        ({"data": {"train": "org/data", "format": "chat"}}, r"cannot learn from data\.format 'chat'\. Use preference"),
-        ({"dpo": {"loss_type": ["aot"]}}, "'aot' is not allowed"),
-        ({"dpo": {"loss_type": []}}, "loss_type"),
-    ],
-)
-def test_what_dpo_does_not_take_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make_run(**{"objective": "dpo", "packing": False, **changes})
-
-
 def test_settings_of_reward_have_the_defaults_of_trl() -> None:
     from trl import RewardConfig
 
     settings = make_run(objective="reward", packing=False).objective_settings
     default = RewardConfig.__dataclass_fields__["center_rewards_coefficient"].default
     assert isinstance(settings, Reward) and settings.center_rewards_coefficient == default
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"objective": "dpo", "reward": {}}, "reward has no effect with objective: dpo"),
-        ({"dpo": {}}, "dpo has no effect with objective: reward"),
-        ({"packing": True}, "packing: true cannot be combined with objective: reward"),
-        ({"method": "lora", "lora": {"targets": ["lm_head"]}}, "a reward model does not have that layer"),
-        ({"evaluation": {"prompts": ["Hi"]}}, r"evaluation\.prompts has no effect with objective: reward"),
-        ({"evaluation": {"losses": True}}, r"evaluation\.losses has no effect with objective: reward"),
-        ({"evaluation": {"lm_eval": ["piqa"]}}, r"evaluation\.lm_eval has no effect with objective: reward"),
-        ({"reward": {"center_rewards_coefficient": 0}}, "center_rewards_coefficient"),
-    ],
-)
-def test_what_reward_does_not_take_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make_run(**{"objective": "reward", "packing": False, **changes})
 
 
 def test_an_unknown_objective_is_rejected() -> None:

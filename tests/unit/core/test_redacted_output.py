@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.core.redacted_output import LogCopy, RedactedStream
+from shardmake.core.secrets import LogCopy, RedactedStream
 
 TOKEN = "hf_Wq3TfEaYk2MdL9xPzRbNcUvHs"
 PASSWORD = "Plant82-by-value"
@@ -33,7 +33,7 @@ def test_a_stream_is_its_inner_stream_without_secrets() -> None:
     ],
 )
 def test_a_process_prints_no_secret_until_its_end(program: str) -> None:
-    start = "from shardmake.core.redacted_output import redact_output; redact_output()"
+    start = "from shardmake.core.secrets import redact_output; redact_output()"
     done = subprocess.run([sys.executable, "-c", f"{start}\n{program}"], capture_output=True, text=True)
     assert TOKEN not in done.stdout + done.stderr and "[removed]" in done.stdout + done.stderr
 

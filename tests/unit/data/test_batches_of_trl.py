@@ -14,7 +14,7 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, Rewa
 from trl.trainer import dpo_trainer, kto_trainer, reward_trainer
 
 from shardmake.data import prepare
-from shardmake.data.dataset import Completions, PairCollator, Pairs, RewardCollator, UnpairedCollator, WithMismatched
+from shardmake.data.dataset import PreferenceCollator, Preferences, WithMismatched
 from shardmake.run.paths import RunDir
 from tests.unit.data.test_encode import PLAIN, chat, make_tokenizer
 from tests.unit.plans import make_run
@@ -80,11 +80,9 @@ def _of_stage(rows: list[dict[str, Any]], objective: str, length: int, folder: P
     data = {"train": str(file), "eval": str(file), "order": "given"}
     run = make_run(model=str(folder / "model"), data=data, objective=objective, packing=False, sequence_length=length)
     prepare(run, rundir := RunDir(folder / "run"))
-    if objective == "kto":
-        examples: Any = WithMismatched(Completions(rundir.data, "train"), BATCH)
-        return _batches(examples, UnpairedCollator(length, PAD))
-    collator = PairCollator(length, PAD) if objective == "dpo" else RewardCollator(PAD)
-    return _batches(Pairs(rundir.data, "train"), collator)
+    examples = Preferences(rundir.data, "train")
+    collate = PreferenceCollator(objective, length, PAD)
+    return _batches(WithMismatched(examples, BATCH) if objective == "kto" else examples, collate)
 
 
 def _batches(examples: Any, collate: Callable[[Any], dict[str, Any]]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, Rewa
 from shardmake.config.models import Data, Objective
 from shardmake.data.encode import Encoder, encode_prompt, loss_on_assistant
 from shardmake.data.layout import recognize
-from shardmake.evaluate.stage import _as_prompt
+from shardmake.evaluate.prompts import as_prompt
 from tests.unit.data.test_encode import PLAIN, chat, make_tokenizer
 
 Rows = list[dict[str, list[int]]]
@@ -128,7 +128,7 @@ def test_a_prompt_has_no_token_that_is_appended(added: str, expected: list[int])
     tokenizer = tokenizer_that_adds(ADDED[added])
     assert encode_prompt(tokenizer, "a") == expected
     tokenizer.chat_template = None
-    assert _as_prompt(tokenizer, "a") == expected
+    assert as_prompt(tokenizer, "a") == expected
 
 
 @pytest.mark.parametrize("added", ADDED)

@@ -13,7 +13,7 @@ from shardmake.core.errors import ConfigError, DataError
 from shardmake.data import check_first_rows, check_sources, prepare, preview
 from shardmake.run.paths import RunDir
 from tests.unit.data.test_encode import MARKED, chat, make_tokenizer
-from tests.unit.data.test_stage import decoded, make_run, model, write_jsonl
+from tests.unit.data.test_stage import decoded, make_run, model, write_rows
 
 __all__ = ["model"]
 
@@ -23,7 +23,7 @@ def sources(folder: Path, **counts: int) -> list[dict[str, Any]]:
     found = []
     for name, count in counts.items():
         rows = [{"messages": chat(f"u:{name}", f"a:{number:03}")} for number in range(count)]
-        found.append({"source": write_jsonl(folder / f"{name}.jsonl", rows)})
+        found.append({"source": write_rows(folder / f"{name}.jsonl", rows)})
     return found
 
 
@@ -67,7 +67,7 @@ def test_evaluation_sequences_lie_source_by_source(model: Path, tmp_path: Path) 
 
 
 def test_sources_of_different_formats_are_each_read_as_their_own(model: Path, tmp_path: Path) -> None:
-    train = [*sources(tmp_path, a=9), {"source": write_jsonl(tmp_path / "t.jsonl", [{"body": "xyz"}] * 9)}]
+    train = [*sources(tmp_path, a=9), {"source": write_rows(tmp_path / "t.jsonl", [{"body": "xyz"}] * 9)}]
     train[1] |= {"format": "text", "columns": {"text": "body"}, "name": "texts"}
     run = make_run(model, {"train": train})
     check_sources(run)
@@ -81,7 +81,7 @@ def test_sources_of_different_formats_are_each_read_as_their_own(model: Path, tm
 def test_evaluation_sources_have_names_and_formats_of_their_own(model: Path, tmp_path: Path) -> None:
     """The model is trained on one source and evaluated on two, of which one has another format."""
     (train, chats) = sources(tmp_path, train=40, chats=30)
-    texts = {"source": write_jsonl(tmp_path / "t.jsonl", [{"body": "xyz"}] * 9)}
+    texts = {"source": write_rows(tmp_path / "t.jsonl", [{"body": "xyz"}] * 9)}
     texts |= {"format": "text", "columns": {"text": "body"}, "name": "texts"}
     data = {"train": train["source"], "eval": [chats, texts]}
     run, rundir = make_run(model, data, packing=False), RunDir(tmp_path / "run")
@@ -108,7 +108,7 @@ def test_another_mixture_is_other_data(model: Path, tmp_path: Path, change: dict
 
 
 def test_a_wrong_example_of_a_later_source_is_found_before_anything_is_queued(model: Path, tmp_path: Path) -> None:
-    wrong = write_jsonl(tmp_path / "wrong.jsonl", [{"messages": chat("u:a", "a:b")}, {"messages": 3}])
+    wrong = write_rows(tmp_path / "wrong.jsonl", [{"messages": chat("u:a", "a:b")}, {"messages": 3}])
     (good,) = sources(tmp_path, a=9)
     mixture = {"train": [good, {"source": wrong}]}
     evaluated = {"train": good["source"], "eval": [*sources(tmp_path, b=9), {"source": wrong}]}

@@ -13,6 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from shardmake.data.dataset import IGNORED, Collator, Sequences
 from shardmake.data.encode import Tokens
 from shardmake.data.packing import count_tokens, fit, pack
+from shardmake.run.paths import DATA_RECEIPT
+from tests.finished_run import make_data_receipt
 
 examples = st.lists(
     st.integers(1, 40).flatmap(
@@ -83,7 +85,8 @@ def many() -> list[Tokens]:
 def packed(many: list[Tokens], tmp_path_factory: pytest.TempPathFactory) -> Sequences:
     folder = tmp_path_factory.mktemp("packed")
     pack(as_dataset(many), SEQUENCE_LENGTH, folder / "cache.arrow", "test").save_to_disk(str(folder / "train"))
-    return Sequences(folder / "train")
+    make_data_receipt("digest").write(folder / DATA_RECEIPT)
+    return Sequences(folder, "train")
 
 
 @pytest.fixture(scope="module", params=["sdpa", "eager"])

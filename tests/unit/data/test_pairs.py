@@ -8,7 +8,7 @@ from trl.data_utils import extract_prompt
 
 from shardmake.config.models import Data
 from shardmake.core.errors import DataError, ModelError
-from shardmake.data.dataset import RewardCollator
+from shardmake.data.dataset import PreferenceCollator
 from shardmake.data.encode import Encoder, TokenPair
 from shardmake.data.examples import load_tokenizer
 from shardmake.data.layout import Layout, recognize, split_prompt
@@ -94,7 +94,7 @@ def test_batches_of_a_reward_model_are_whole_conversations() -> None:
         {"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4, 5]},
         {"prompt_ids": [6], "chosen_ids": [7], "rejected_ids": [8]},
     ]
-    batch = RewardCollator(pad_token_id=9)(rows)
+    batch = PreferenceCollator("reward", 8, pad_token_id=9)(rows)
     assert batch["input_ids"].tolist() == [[1, 2, 3, 9], [6, 7, 9, 9], [1, 2, 4, 5], [6, 8, 9, 9]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0]]
 

@@ -8,7 +8,7 @@ import pytest
 from shardmake.core.errors import DataError
 from shardmake.data import preview
 from tests.unit.data.test_encode import MARKED, chat, make_tokenizer
-from tests.unit.data.test_stage import make_run, write_jsonl
+from tests.unit.data.test_stage import make_run, write_rows
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def base(tmp_path: Path) -> Path:
 
 def test_loss_tokens_are_marked_and_a_cut_is_shown(base: Path, tmp_path: Path) -> None:
     rows = [{"messages": chat("u:hi", "a:yes")}, {"messages": chat("u:hi", "a:" + "w" * 9)}, {"messages": []}]
-    data = {"train": write_jsonl(tmp_path / "t.jsonl", rows)}
+    data = {"train": write_rows(tmp_path / "t.jsonl", rows)}
     first, second = (text.splitlines() for text in preview(make_run(base, data, sequence_length=9), 2))
     assert first[0] == f"{tmp_path / 't.jsonl'}, line 1: 9 tokens, 4 of them learned"
     texts = [text.replace(" ", "") for text in (first[1], second[1])]  # this tokenizer decodes to single characters
@@ -28,7 +28,7 @@ def test_loss_tokens_are_marked_and_a_cut_is_shown(base: Path, tmp_path: Path) -
 
 def test_both_answers_of_a_pair_are_shown(base: Path, tmp_path: Path) -> None:
     rows = [{"prompt": "a:", "chosen": " b", "rejected": " c"}]
-    run = make_run(base, {"train": write_jsonl(tmp_path / "t.jsonl", rows)}, objective="dpo", packing=False)
+    run = make_run(base, {"train": write_rows(tmp_path / "t.jsonl", rows)}, objective="dpo", packing=False)
     (text,) = preview(run, 1)
     _, chosen, title, rejected = (line.replace(" ", "") for line in text.splitlines())
     assert (chosen, title, rejected) == ("<s>a:[[b</s>]]", "rejected:", "<s>a:[[c</s>]]")

@@ -16,7 +16,7 @@ from shardmake.run.paths import RunDir
 from shardmake.run.receipts import DataReceipt
 from tests.unit.config.samples import RUN
 from tests.unit.data.test_encode import MARKED, make_tokenizer
-from tests.unit.data.test_stage import conversations, write_jsonl
+from tests.unit.data.test_stage import conversations, write_rows
 
 FILES = {"images/1.png": b"\x89PNG", "captions.tsv.old": b"one\tcat\n", "deep/er/index.bin": b"\x00" * 9}
 
@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> Run:
     LlamaConfig(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
     data = {
         "train": str(tmp_path / "own"),
-        "eval": write_jsonl(tmp_path / "eval.jsonl", conversations(8)),
+        "eval": write_rows(tmp_path / "eval.jsonl", conversations(8)),
         "format": "raw",
     }
     return parse(model=str(tmp_path / "model"), data=data, script=str(tmp_path / "train.py"), sequence_length=64)

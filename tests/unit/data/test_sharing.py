@@ -8,7 +8,7 @@ import pytest
 
 from shardmake.data import prepare, stage
 from shardmake.run.paths import RunDir
-from tests.unit.data.test_stage import conversations, make_run, model, write_jsonl
+from tests.unit.data.test_stage import conversations, make_run, model, write_rows
 
 __all__ = ["model"]
 
@@ -29,7 +29,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 def test_equal_content_is_tokenized_once(model: Path, tmp_path: Path, built: list[Path]) -> None:
     """Also from a copy in another folder, as of a fetched data set; another seed has other held-out examples."""
-    examples = write_jsonl(tmp_path / "t.jsonl", conversations(30))
+    examples = write_rows(tmp_path / "t.jsonl", conversations(30))
     (tmp_path / "copy").mkdir()
     copy = shutil.copy(examples, tmp_path / "copy/t.jsonl")
     first = prepare(make_run(model, {"train": examples}, learning_rate=1e-5), RunDir(tmp_path / "runs/a"))
@@ -46,7 +46,7 @@ def test_equal_content_is_tokenized_once(model: Path, tmp_path: Path, built: lis
 
 
 def test_damaged_files_of_another_run_are_not_taken(model: Path, tmp_path: Path, built: list[Path]) -> None:
-    run = make_run(model, {"train": write_jsonl(tmp_path / "t.jsonl", conversations(30))})
+    run = make_run(model, {"train": write_rows(tmp_path / "t.jsonl", conversations(30))})
     first = prepare(run, RunDir(tmp_path / "runs/a"))
     arrow = tmp_path / "runs/a/data" / first.train.files[0].path
     content = bytearray(arrow.read_bytes())
@@ -58,7 +58,7 @@ def test_damaged_files_of_another_run_are_not_taken(model: Path, tmp_path: Path,
 
 
 def test_runs_that_start_together_wait_for_the_first_one(model: Path, tmp_path: Path, built: list[Path]) -> None:
-    run = make_run(model, {"train": write_jsonl(tmp_path / "t.jsonl", conversations(30))})
+    run = make_run(model, {"train": write_rows(tmp_path / "t.jsonl", conversations(30))})
     threads = [threading.Thread(target=prepare, args=(run, RunDir(tmp_path / "runs" / name))) for name in "ab"]
     for thread in threads:
         thread.start()

@@ -15,11 +15,10 @@ from shardmake.data.sources import (
     TRAIN_SPLITS,
     Files,
     HubDataset,
-    example_in,
     first_rows,
     identity,
     locate,
-    place_of,
+    open_row,
     read,
 )
 
@@ -42,8 +41,8 @@ def write_parquet(path: Path, rows: list[Any] = ROWS) -> Path:
 
 
 def examples(name: Path, cache: Path) -> list[Any]:
-    rows = read(locate(str(name), Data(train=str(name)), TRAIN_SPLITS), cache)
-    return [example_in(row) for row in rows]
+    source = locate(str(name), Data(train=str(name)), TRAIN_SPLITS)
+    return [open_row(row, source).example for row in read(source, cache)]
 
 
 def refusal(name: Path | str, cache: Path) -> str:
@@ -77,29 +76,39 @@ def test_json_of_any_shape_is_no_trouble_before_it_is_used(tmp_path: Path) -> No
     assert examples(write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "cache") == rows
 
 
-def test_a_broken_line_is_named(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl")
-    path.write_text(path.read_text() + '\n{"messages": [}\n')
-    expected = f"{path}, line 4 is not valid JSON: Expecting value at character 15."
-    assert refusal(path, tmp_path / "cache") == expected
+KINDS = ".jsonl, .json, .csv, .tsv, .parquet, compressed with .gz, .bz2, .xz, .zst except for .parquet"
+TWICE = ['{"text": "a"}', '{"text": "b", "meta": {"id": 1, "x": 2, "id": 3}}']
+"""Python's json would silently take the last value of the key."""
 
 
-def test_a_line_that_is_no_text_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
-    assert refusal(path, tmp_path / "cache").startswith(f"{path}, line 2 is not valid JSON: 'utf-8' codec can't decode")
-
-
-def test_a_line_that_is_no_object_is_named(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"text": ""}, ["a"]])
-    assert refusal(path, tmp_path / "cache") == f"{path}, line 2 is not a JSON object but list."
-
-
-def test_a_line_that_ends_too_early_has_one_line_number(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"text": ""}])
-    path.write_text(path.read_text() + '{"text": "b"\n')
-    message = f"{path}, line 2 is not valid JSON: Expecting ',' delimiter at the end of the line."
-    assert refusal(path, tmp_path / "cache") == message
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"a": 1}\n\n\n{"messages": [}\n',
+         "{path}, line 4 is not valid JSON: Expecting value at character 15."),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n',
+         "{path}, line 2 is not valid JSON: 'utf-8' codec can't decode"),
+        ("a.jsonl", b'{"text": ""}\n["a"]\n', "{path}, line 2 is not a JSON object but list."),
+        ("a.jsonl", b'{"text": ""}\n{"text": "b"\n',
+         "{path}, line 2 is not valid JSON: Expecting ',' delimiter at the end of the line."),
+        ("a.jsonl", b"", "No examples in {path}. Name a source with data."),
+        ("a.jsonl", b"\n\n", "No examples in {path}. Name a source with data."),
+        ("a.parquet", b"text", "{path} is not a Parquet file: "),
+        ("a.jsonl", "\n".join(TWICE).encode(), "{path}, line 2 has the key 'id' twice in one object. Remove one."),
+        ("a.json", f"[{','.join(TWICE)}]".encode(), "{path}, row 2 has the key 'id' twice in one object. Remove one."),
+        ("a.arrow", b"{}", f"Unsupported data file: {{path}}. Use {KINDS}."),
+        ("a.parquet.gz", b"{}", f"Unsupported data file: {{path}}. Use {KINDS}."),
+        ("a", b"{}", f"Unsupported data file: {{path}}. Use {KINDS}."),
+        ("a.txt", b"{}",
+         f"Unsupported data file: {{path}}. A text file does not state where an example ends. Use {KINDS}."),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    found = refusal(path, tmp_path / "cache")
+    assert found.startswith(message.format(path=path))
+    assert found.endswith(message[-1]) or message[-1] != "."
 
 
 def test_parquet_rows_are_named_by_file_and_number(tmp_path: Path) -> None:
@@ -107,10 +116,10 @@ def test_parquet_rows_are_named_by_file_and_number(tmp_path: Path) -> None:
     source = Files(paths)
     rows = read(source, tmp_path / "cache")
     expected = [f"{path}, row {number}" for path in paths for number in (1, 2)]
-    assert [place_of(row, source) for row in rows] == expected
-    assert [place_of(row, source) for row in first_rows(source, 5)] == expected[:5]
+    assert [open_row(row, source).place for row in rows] == expected
+    assert [row.place for row in first_rows(source, 5)] == expected[:5]
     shuffled = rows.shuffle(seed=0)
-    assert {place_of(row, source) for row in shuffled.filter(lambda id: id == 7, input_columns="id")} == {
+    assert {open_row(row, source).place for row in shuffled.filter(lambda id: id == 7, input_columns="id")} == {
         f"{path}, row 2" for path in paths
     }
 
@@ -125,19 +134,6 @@ def test_an_error_within_a_file_is_not_wrapped_by_the_library(tmp_path: Path) ->
     assert refusal(damaged, tmp_path / "cache").startswith(f"Cannot read {damaged}: ")
     with pytest.raises(ShardmakeError, match=f"^Cannot read {damaged}: .* Write it again, or name another one"):
         list(first_rows(Files((damaged,)), 2))
-
-
-@pytest.mark.parametrize("content", ["", "\n\n"])
-def test_no_examples_are_refused(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(content)
-    assert refusal(path, tmp_path / "cache") == f"No examples in {path}. Name a source with data."
-
-
-def test_what_is_no_parquet_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    path.write_text("text")
-    assert refusal(path, tmp_path / "cache").startswith(f"{path} is not a Parquet file: ")
 
 
 def test_parquet_files_of_a_folder_have_the_same_columns(tmp_path: Path) -> None:
@@ -163,7 +159,9 @@ def test_parquet_files_without_rows_are_left_out(tmp_path: Path) -> None:
     write_parquet(tmp_path / "b.parquet", [row])
     assert examples(tmp_path, tmp_path / "cache") == [row]
     source = locate(str(tmp_path), Data(train=str(tmp_path)), TRAIN_SPLITS)
-    assert [place_of(found, source) for found in read(source, tmp_path / "cache")] == [f"{tmp_path}/b.parquet, row 1"]
+    assert [open_row(found, source).place for found in read(source, tmp_path / "cache")] == [
+        f"{tmp_path}/b.parquet, row 1"
+    ]
 
 
 def test_a_column_without_values_takes_the_type_of_another_file(tmp_path: Path) -> None:
@@ -207,34 +205,12 @@ def test_types_with_the_same_values_do_not_differ(tmp_path: Path) -> None:
     assert examples(tmp_path, tmp_path / "cache") == [{"text": "t", "id": number} for number in range(3)]
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json"])
-def test_a_key_that_an_object_has_twice_is_named(tmp_path: Path, suffix: str) -> None:
-    """Python's json would take the last value in silence."""
-    path = tmp_path / f"a.{suffix}"
-    rows = ['{"text": "a"}', '{"text": "b", "meta": {"id": 1, "x": 2, "id": 3}}']
-    path.write_text("\n".join(rows) if suffix == "jsonl" else f"[{','.join(rows)}]")
-    place = "line 2" if suffix == "jsonl" else "row 2"
-    expected = f"{path}, {place} has the key 'id' twice in one object. Remove one."
-    assert refusal(path, tmp_path / "cache") == expected
-
-
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert refusal("data/train.jsonl", tmp_path / "cache") == (
         f"Data not found: 'data/train.jsonl' does not exist (working directory: {tmp_path}). Name a file, a folder "
         "of files, or a hub data set (org/name)."
     )
-
-
-KINDS = ".jsonl, .json, .csv, .tsv, .parquet, compressed with .gz, .bz2, .xz, .zst except for .parquet"
-
-
-@pytest.mark.parametrize("suffix", [".arrow", ".parquet.gz", ".txt", ""])
-def test_other_kinds_of_files_are_refused(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"a{suffix}"
-    path.write_text("{}")
-    why = " A text file does not state where an example ends." if suffix == ".txt" else ""
-    assert refusal(path, tmp_path / "cache") == f"Unsupported data file: {path}.{why} Use {KINDS}."
 
 
 def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from shardmake.core.atomic import read_json, sha256
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.failures import explain
 from shardmake.data import build, check_first_rows, check_sources, prepare
-from shardmake.data.dataset import IGNORED, collator, load
+from shardmake.data.dataset import IGNORED, Sequences, collator
 from shardmake.run.paths import RunDir
 from tests.unit.data.test_encode import MARKED, chat, make_tokenizer
 from tests.unit.data.test_files import COMPRESSORS, as_csv
@@ -38,8 +37,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write_jsonl(path: Path, rows: list[Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def write_rows(path: Path, rows: list[Any]) -> str:
+    """Write rows in the kind of file and with the compression that the name states."""
+    kind = "".join(path.suffixes[:1])
+    if kind == ".parquet":
+        datasets.Dataset.from_list(rows).to_parquet(str(path))
+        return str(path)
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if kind in (".csv", ".tsv"):
+        lines = as_csv(rows, "," if kind == ".csv" else "\t")
+    content = {".jsonl": lines, ".json": json.dumps(rows).encode()}.get(kind, lines)
+    path.write_bytes(COMPRESSORS["".join(path.suffixes[1:])](content))
     return str(path)
 
 
@@ -60,7 +68,7 @@ def decoded(model: Path, folder: Path, split: Any) -> list[str]:
     from tests.unit.data.test_encode import shown
 
     tokenizer, found = make_tokenizer(MARKED), []
-    for item in (data := load(folder, split)) and [data[i] for i in range(len(data))]:
+    for item in (data := Sequences(folder, split)) and [data[i] for i in range(len(data))]:
         starts = (item["position_ids"] == 0).nonzero().flatten().tolist()
         for start, end in zip(starts, [*starts[1:], None], strict=True):
             ids, labels = item["input_ids"][start:end], item["labels"][start:end]
@@ -82,7 +90,7 @@ def test_a_config_that_transformers_rejects_is_refused_at_plan(
 ) -> None:
     folder = shutil.copytree(model, tmp_path / "model")
     (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | change))
-    run = make_run(folder, {"train": write_jsonl(tmp_path / "t.jsonl", conversations(4))})
+    run = make_run(folder, {"train": write_rows(tmp_path / "t.jsonl", conversations(4))})
     with pytest.raises(
         ShardmakeError, match=rf"^transformers rejects the config\.json of .*{words}.* Use the config\.json"
     ):
@@ -92,7 +100,7 @@ def test_a_config_that_transformers_rejects_is_refused_at_plan(
 @pytest.mark.parametrize("packing", [True, False])
 def test_every_example_is_there_once_with_its_answer_learned(model: Path, tmp_path: Path, packing: bool) -> None:
     rows = conversations(60)
-    data = {"train": write_jsonl(tmp_path / "t.jsonl", rows), "eval": write_jsonl(tmp_path / "e.jsonl", rows[:5])}
+    data = {"train": write_rows(tmp_path / "t.jsonl", rows), "eval": write_rows(tmp_path / "e.jsonl", rows[:5])}
     rundir = RunDir(tmp_path / "run")
     receipt = prepare(make_run(model, data, packing=packing), rundir).as_json()
     expected = [f"<user>{r['messages'][0]['content']}</s><assistant>[{r['messages'][1]['content']}</s>]" for r in rows]
@@ -106,7 +114,7 @@ def test_every_example_is_there_once_with_its_answer_learned(model: Path, tmp_pa
     counts = {key: receipt["train"][key] for key in ("examples", "tokens", "loss_tokens")}
     assert counts == {"examples": 60, "tokens": words, "loss_tokens": learned}
     assert (receipt["train"]["sequences"] < 60) is packing
-    batch = collator(rundir.data, "sdpa")([load(rundir.data, "train")[0]])
+    batch = collator(rundir.data, "sdpa")([Sequences(rundir.data, "train")[0]])
     assert batch["input_ids"].shape == (1, LENGTH)
     assert ("position_ids" in batch, "attention_mask" in batch) == (packing, not packing)
     assert not list(tmp_path.glob("run/.data*"))
@@ -119,7 +127,7 @@ def test_long_examples_are_cut_and_counted(model: Path, tmp_path: Path) -> None:
         {"messages": chat("u:a")},
         {"messages": chat("u:a", "a:b")},
     ]
-    path = write_jsonl(tmp_path / "t.jsonl", rows)
+    path = write_rows(tmp_path / "t.jsonl", rows)
     rundir = RunDir(tmp_path / "run")
     receipt = prepare(make_run(model, {"train": path, "eval": path}), rundir).as_json()
     counts = {"examples": 4, "truncated": 1, "split": 0, "dropped_without_loss": 1, "dropped_loss_truncated": 1}
@@ -130,18 +138,18 @@ def test_long_examples_are_cut_and_counted(model: Path, tmp_path: Path) -> None:
 
 def test_long_texts_are_split_and_nothing_is_lost(model: Path, tmp_path: Path) -> None:
     texts = ["a" * 150, "b" * 10]
-    path = write_jsonl(tmp_path / "t.jsonl", [{"text": text} for text in texts])
-    rundir = RunDir(tmp_path / "run")
-    receipt = prepare(make_run(model, {"train": path, "eval": path}), rundir).as_json()
-    assert (receipt["train"]["examples"], receipt["train"]["split"], receipt["train"]["truncated"]) == (2, 1, 0)
-    assert receipt["train"]["tokens"] == sum(len(text) + 2 for text in texts)
-    assert not receipt["loss_on_assistant"] and receipt["data_format"] == "text"
+    path = write_rows(tmp_path / "t.jsonl", [{"text": text} for text in texts])
+    receipt = prepare(make_run(model, {"train": path, "eval": path}), RunDir(tmp_path / "run"))
+    counts = receipt.train
+    assert (counts.examples, counts.split, counts.truncated) == (2, 1, 0)
+    assert counts.tokens == sum(len(text) + 2 for text in texts)
+    assert not receipt.loss_on_assistant and receipt.data_format == "text"
 
 
 def test_part_of_the_training_data_is_set_aside(model: Path, tmp_path: Path) -> None:
     rows = [{"text": f"{i:04}"} for i in range(100)]
     rundir = RunDir(tmp_path / "run")
-    data = {"train": write_jsonl(tmp_path / "t.jsonl", rows), "eval_fraction": 0.1}
+    data = {"train": write_rows(tmp_path / "t.jsonl", rows), "eval_fraction": 0.1}
     receipt = prepare(make_run(model, data), rundir).as_json()
     assert (receipt["train"]["examples"], receipt["eval"]["examples"]) == (90, 10)
     parts = [set(decoded(model, rundir.data, split)) for split in ("train", "eval")]
@@ -152,7 +160,7 @@ def test_part_of_the_training_data_is_set_aside(model: Path, tmp_path: Path) -> 
 def test_the_training_examples_lie_in_the_order_of_the_run(model: Path, tmp_path: Path, order: str) -> None:
     """Held-out examples are missing from the order; `length` shuffles examples of one length by the seed."""
     texts = [f"{i:02}" + "x" * (i * 7 % 5) for i in range(60)]
-    data = {"train": write_jsonl(tmp_path / "t.jsonl", [{"text": text} for text in texts]), "eval_fraction": 0.1}
+    data = {"train": write_rows(tmp_path / "t.jsonl", [{"text": text} for text in texts]), "eval_fraction": 0.1}
     made = {}
     for name, seed in (("run", 42), ("again", 42), ("other", 43)):
         rundir = RunDir(tmp_path / name)
@@ -177,13 +185,13 @@ def test_evaluation_examples_that_are_also_trained_on_are_counted(
     rows = conversations(40)
     fresh = [{"messages": chat(f"u:{'e' * size}", "a:wwe")} for size in range(1, 6)]
     data = {
-        "train": write_jsonl(tmp_path / "train.jsonl", rows),
-        "eval": write_jsonl(tmp_path / "eval.jsonl", [*fresh, rows[3], rows[7]]),
+        "train": write_rows(tmp_path / "train.jsonl", rows),
+        "eval": write_rows(tmp_path / "eval.jsonl", [*fresh, rows[3], rows[7]]),
     }
     receipt = prepare(make_run(model, data, packing=packing), RunDir(tmp_path / "run"))
     assert receipt.repeated == 2
     assert "Evaluation examples with the same tokens as a training example: 2." in caplog.text
-    write_jsonl(tmp_path / "eval.jsonl", fresh)
+    write_rows(tmp_path / "eval.jsonl", fresh)
     assert prepare(make_run(model, data, packing=packing), RunDir(tmp_path / "run")).repeated == 0
 
 
@@ -191,7 +199,7 @@ def test_the_result_depends_on_the_seed_and_not_on_the_processes(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "_POOL_FROM_ROWS", 10)
-    data = {"train": write_jsonl(tmp_path / "t.jsonl", conversations(300))}
+    data = {"train": write_rows(tmp_path / "t.jsonl", conversations(300))}
     made = {}
     for name, cpus, seed in (("one", 1, 42), ("two", 2, 42), ("other", 1, 43)):
         prepare(make_run(model, data, seed=seed), RunDir(tmp_path / name / "run"), cpus=cpus)
@@ -204,7 +212,7 @@ def test_the_result_depends_on_the_seed_and_not_on_the_processes(
 def test_up_to_date_data_are_not_rewritten(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "shardmake")
     path = tmp_path / "t.jsonl"
-    run = make_run(model, {"train": write_jsonl(path, conversations(20))})
+    run = make_run(model, {"train": write_rows(path, conversations(20))})
     rundir = RunDir(tmp_path / "run")
     first = prepare(run, rundir)
     caplog.clear()
@@ -215,14 +223,14 @@ def test_up_to_date_data_are_not_rewritten(model: Path, tmp_path: Path, caplog: 
     arrow.unlink()
     assert prepare(run, rundir) == first
     assert arrow.exists() and rundir.data_receipt.stat().st_mtime == 1
-    write_jsonl(path, conversations(21))
+    write_rows(path, conversations(21))
     assert prepare(run, rundir).digest != first.digest
     assert rundir.data_receipt.stat().st_mtime != 1
 
 
 def test_a_failure_leaves_what_was_there(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
-    run = make_run(model, {"train": write_jsonl(path, conversations(20))})
+    run = make_run(model, {"train": write_rows(path, conversations(20))})
     rundir = RunDir(tmp_path / "run")
     prepare(run, rundir)
     before = files_of(rundir.root)
@@ -243,39 +251,37 @@ def test_a_broken_line_is_named_by_a_worker_process_too(
 ) -> None:
     monkeypatch.setattr(build, "_POOL_FROM_ROWS", 10)
     path = tmp_path / "t.jsonl"
-    write_jsonl(path, conversations(20))
+    write_rows(path, conversations(20))
     path.write_text(path.read_text() + "{\n")
     message = refusal(make_run(model, {"train": str(path)}), RunDir(tmp_path / "run"), cpus=2)
     assert message.startswith(f"{path}, line 21 is not valid JSON: ")
 
 
-def test_sources_are_checked_without_a_model(tmp_path: Path) -> None:
-    path = tmp_path / "e.jsonl"
-    data = {"train": write_jsonl(tmp_path / "t.jsonl", conversations(3)), "eval": write_jsonl(path, conversations(2))}
-    run = make_run(tmp_path / "nowhere", data)
+@pytest.mark.parametrize(
+    ("split", "line", "message"),
+    [
+        ("eval", "{", r"t\.jsonl, line 151 is not valid JSON: "),
+        ("train", '{"messages": [{"role": "user", "content": 7}]}', r"line 151: messages\[0\]\.content is int\. "),
+    ],
+)
+def test_every_example_of_text_files_is_checked_without_a_model(
+    tmp_path: Path, split: str, line: str, message: str
+) -> None:
+    path, other = tmp_path / "t.jsonl", write_rows(tmp_path / "o.jsonl", conversations(3))
+    run = make_run(tmp_path / "nowhere", {"train": other, "eval": other, split: write_rows(path, conversations(150))})
     check_sources(run)
-    path.write_text(path.read_text() + "{\n")
-    with pytest.raises(ShardmakeError, match=r"e\.jsonl, line 3 is not valid JSON: "):
-        check_sources(run)
-
-
-def test_every_example_of_text_files_is_checked_before_a_job_is_queued(model: Path, tmp_path: Path) -> None:
-    rows = conversations(200)
-    rows[150]["messages"][1]["content"] = 7
-    path = write_jsonl(tmp_path / "t.jsonl", rows)
-    run = make_run(model, {"train": path})
-    check_first_rows(run)
-    with pytest.raises(ShardmakeError, match=r"t\.jsonl, line 151: messages\[1\]\.content is int\. "):
+    path.write_text(f"{path.read_text()}{line}\n")
+    with pytest.raises(ShardmakeError, match=message):
         check_sources(run)
     with pytest.raises(ShardmakeError, match=r"No examples in .*e\.json\."):
-        check_sources(make_run(model, {"train": str(write_rows(tmp_path / "e.json", []))}))
+        check_sources(make_run(tmp_path, {"train": write_rows(tmp_path / "e.json", [])}))
 
 
 def test_the_first_rows_are_encoded_without_reading_the_rest(model: Path, tmp_path: Path) -> None:
     train, held_out = tmp_path / "t.jsonl", tmp_path / "e.jsonl"
-    write_jsonl(train, conversations(3))
+    write_rows(train, conversations(3))
     train.write_text(train.read_text() + "{\n")
-    write_jsonl(held_out, [*conversations(1), {"text": "a"}])
+    write_rows(held_out, [*conversations(1), {"text": "a"}])
     run = make_run(model, {"train": str(train)})
     assert check_first_rows(run, limit=3).format == "chat"
     with pytest.raises(ShardmakeError, match=r"t\.jsonl, line 4 is not valid JSON: "):
@@ -294,85 +300,6 @@ def test_the_first_rows_of_parquet_files_are_encoded(model: Path, tmp_path: Path
     assert check_first_rows(make_run(model, {"train": str(tmp_path)}), limit=limit).format == "text"
 
 
-QUESTIONS = [(f'ask, "{i}"\n{i}', f"say {i}") for i in range(30)]
-SHAREGPT = [
-    {"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}], "id": i}
-    for i, (q, a) in enumerate(QUESTIONS)
-]
-CHAT = [{"messages": chat(f"u:{q}", f"a:{a}")} for q, a in QUESTIONS]
-PARTS = [
-    {"dialog": [{"speaker": m["role"], "said": [{"type": "text", "text": m["content"]}]} for m in row["messages"]]}
-    for row in CHAT
-]
-ALPACA = [{"instruction": q.partition("\n")[0], "input": "", "output": a, "source": "x"} for q, a in QUESTIONS]
-SAME: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
-    "lines": ("t.jsonl", CHAT, {}),
-    "array": ("t.json", CHAT, {}),
-    "compressed": ("t.json.gz", CHAT, {}),
-    "parquet": ("t.parquet", CHAT, {}),
-    "sharegpt": ("t.jsonl.xz", SHAREGPT, {}),
-    "sharegpt-parquet": ("t.parquet", SHAREGPT, {"format": "sharegpt"}),
-    "mapped": ("t.json", PARTS, {"columns": {"messages": "dialog", "role": "speaker", "content": "said"},
-                                 "format": "chat"}),
-    "mapped-parquet": ("t.parquet", PARTS, {"columns": {"messages": "dialog", "role": "speaker", "content": "said"},
-                                            "format": "chat"}),
-}  # fmt: skip
-PROMPTED: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
-    "lines": ("t.jsonl", [{"prompt": q, "completion": a} for q, a in QUESTIONS], {}),
-    "csv": ("t.csv", [{"prompt": q, "completion": a} for q, a in QUESTIONS], {}),
-    "tsv": ("t.tsv.bz2", [{"completion": a, "prompt": q} for q, a in QUESTIONS], {}),
-    "mapped": ("t.csv.zst", [{"id": i, "question": q, "answer": a} for i, (q, a) in enumerate(QUESTIONS)],
-               {"columns": {"prompt": "question", "completion": "answer"}}),
-}  # fmt: skip
-INSTRUCTED: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
-    "chat": ("t.jsonl", [{"messages": chat(f"u:{row['instruction']}", f"a:{row['output']}")} for row in ALPACA], {}),
-    "lines": ("t.jsonl", ALPACA, {}),
-    "csv": ("t.csv.gz", ALPACA, {"format": "alpaca"}),
-    "parquet": ("t.parquet", ALPACA, {}),
-}
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
-    """Write rows in the kind of file and with the compression that the name states."""
-    kind = "".join(path.suffixes[:1])
-    if kind == ".parquet":
-        datasets.Dataset.from_list(rows).to_parquet(str(path))
-        return str(path)
-    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    if kind in (".csv", ".tsv"):
-        lines = as_csv(rows, "," if kind == ".csv" else "\t")
-    content = {".jsonl": lines, ".json": json.dumps(rows).encode()}.get(kind, lines)
-    path.write_bytes(COMPRESSORS["".join(path.suffixes[1:])](content))
-    return str(path)
-
-
-@pytest.mark.parametrize("family", [SAME, PROMPTED, INSTRUCTED], ids=["conversations", "prompts", "instructions"])
-def test_the_same_content_gives_the_same_data_in_every_format(model: Path, tmp_path: Path, family: Any) -> None:
-    receipts = {}
-    for name, (file, rows, settings) in family.items():
-        folder = tmp_path / name
-        folder.mkdir()
-        run = make_run(model, {"train": write_rows(folder / file, rows), **settings})
-        check_sources(run)
-        check_first_rows(run)
-        receipts[name] = prepare(run, RunDir(folder / "run"))
-    assert len({receipt.digest for receipt in receipts.values()}) == 1
-    assert {receipt.train.examples for receipt in receipts.values()} == {29}
-    if "mapped" in family:
-        assert receipts["mapped"].settings.columns == family["mapped"][2]["columns"]
-        assert receipts["mapped"].columns.items() >= family["mapped"][2]["columns"].items()
-
-
-def test_what_was_recognized_is_logged(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "shardmake")
-    path = write_rows(tmp_path / "t.jsonl", ALPACA)
-    receipt = prepare(make_run(model, {"train": path}), RunDir(tmp_path / "run"))
-    message = f"{path}: the examples are in the format alpaca (instruction, output). Columns that are not used: source."
-    assert message in caplog.messages
-    assert receipt.data_format == "alpaca" and receipt.loss_on_assistant
-    assert receipt.columns == {c: c for c in ("instruction", "output", "input", "system")}
-
-
 def test_a_column_that_only_later_rows_have_may_be_named(model: Path, tmp_path: Path) -> None:
     rows = [{"messages": chat("u:a", "a:b")}, {"messages": chat("u:a", "a:b"), "functions": "[]"}]
     path = write_rows(tmp_path / "t.jsonl", rows)
@@ -388,7 +315,7 @@ def test_the_chat_template_of_the_run_replaces_that_of_the_tokenizer(model: Path
     rows = conversations(6)
     template = tmp_path / "chat.jinja"
     template.write_text(MARKED.replace("<{{ m.role }}>", "<assistant>"))
-    data = {"train": write_jsonl(tmp_path / "t.jsonl", rows), "eval": write_jsonl(tmp_path / "e.jsonl", rows)}
+    data = {"train": write_rows(tmp_path / "t.jsonl", rows), "eval": write_rows(tmp_path / "e.jsonl", rows)}
     before = prepare(make_run(model, data), RunDir(tmp_path / "one"))
     run, rundir = make_run(model, data | {"chat_template": str(template)}), RunDir(tmp_path / "run")
     after = prepare(run, rundir)
@@ -397,25 +324,14 @@ def test_the_chat_template_of_the_run_replaces_that_of_the_tokenizer(model: Path
     assert before.digest != after.digest
 
 
-def test_a_missing_chat_template_is_not_about_a_line(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(tmp_path / "model")
-    LlamaConfig(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
-    run = make_run(tmp_path / "model", {"train": write_jsonl(tmp_path / "t.jsonl", conversations(5))})
-    start = f"The tokenizer of '{tmp_path}/model' has no chat template, and the data are conversations. "
-    assert refusal(run, RunDir(tmp_path / "run")).startswith(start)
-    with pytest.raises(ShardmakeError, match="has no chat template"):
-        check_first_rows(run)
-
-
 def test_examples_without_anything_to_learn_are_named(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = conversations(40)
     for index in (3, 9, 10, 20, 21, 22, 23):
         rows[index]["messages"][1]["role"] = "assistnat"
-    path = write_jsonl(tmp_path / "t.jsonl", rows)
-    run = make_run(model, {"train": path, "eval": write_jsonl(tmp_path / "e.jsonl", conversations(3))})
+    path = write_rows(tmp_path / "t.jsonl", rows)
+    run = make_run(model, {"train": path, "eval": write_rows(tmp_path / "e.jsonl", conversations(3))})
     receipt = prepare(run, RunDir(tmp_path / "run"))
     named = [f"{path}, line {number}" for number in (4, 10, 11, 21, 22)]
     assert receipt.train.dropped_without_loss == 7 and receipt.train.first_dropped == named
@@ -431,7 +347,7 @@ def test_a_full_disk_is_reported(model: Path, tmp_path: Path, writer: str, monke
     def fail(*args: object, **kwargs: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    path = write_jsonl(tmp_path / "t.jsonl", conversations(5))
+    path = write_rows(tmp_path / "t.jsonl", conversations(5))
     rundir = RunDir(tmp_path / "run")
     monkeypatch.setattr(f"datasets.{writer}", fail)
     with pytest.raises(OSError, match="No space left") as error:
@@ -441,52 +357,35 @@ def test_a_full_disk_is_reported(model: Path, tmp_path: Path, writer: str, monke
     assert not list(tmp_path.glob("run/.data*"))
 
 
-def test_nothing_is_read_from_the_network_or_kept_outside_the_run(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("rows", "template", "vocabulary", "message"),
+    [
+        ([{"messages": chat("u:a")}] * 3, MARKED, 128, (
+            "No example in the train data has a token to learn: 3 examples; 3 dropped, with nothing to learn. The "
+            "first: {path}, line 1; {path}, line 2; {path}, line 3. Only messages with the role assistant are learned. "
+            "Check data.format and data.loss_on, or raise sequence_length."
+        )),
+        (conversations(1), MARKED, 128, (
+            "Too little data: {path} has one example, and evaluation needs another one. Set data.eval or add data."
+        )),
+        (conversations(4), MARKED, 50, "The tokenizer of '{model}' produces token id "),
+        (conversations(4), "", 128, "Cannot load the tokenizer of '{model}': "),
+        (conversations(5), None, 128, (
+            "The tokenizer of '{model}' has no chat template, and the data are conversations. "
+        )),
+    ],
+    ids=["nothing to learn", "one example", "another tokenizer", "no tokenizer", "no template"],
+)  # fmt: skip
+def test_what_cannot_be_used_is_refused(
+    tmp_path: Path, rows: list[Any], template: str | None, vocabulary: int, message: str
 ) -> None:
-    def refuse(*args: object) -> None:
-        raise AssertionError("a connection to the network")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    for name, (file, rows, settings) in {**SAME, **{f"p-{key}": value for key, value in PROMPTED.items()}}.items():
-        (tmp_path / name).mkdir()
-        data = {"train": write_rows(tmp_path / name / file, rows), **settings}
-        shutil.rmtree(tmp_path / "cache", ignore_errors=True)  # writing a Parquet file made it
-        prepare(make_run(model, data), RunDir(tmp_path / name / "run"))
-        assert not (tmp_path / "cache").exists()
-        assert {path.name for path in (tmp_path / name).iterdir()} == {file, "run", ".locks"}
-        assert {path.name for path in (tmp_path / name / "run").iterdir()} == {"data"}
-
-
-def test_data_with_nothing_to_learn_is_refused(model: Path, tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "t.jsonl", [{"messages": chat("u:a")}] * 3)
-    assert refusal(make_run(model, {"train": path, "eval": path}), RunDir(tmp_path / "run")) == (
-        "No example in the train data has a token to learn: 3 examples; 3 dropped, with nothing to learn. The first: "
-        f"{path}, line 1; {path}, line 2; {path}, line 3. Only messages with the role assistant are learned. Check data.format and data.loss_on, or raise sequence_length."
-    )
-
-
-def test_one_example_cannot_be_split(model: Path, tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "t.jsonl", conversations(1))
-    with pytest.raises(ShardmakeError, match="Too little data"):
-        check_first_rows(make_run(model, {"train": path}))
-    assert refusal(make_run(model, {"train": path}), RunDir(tmp_path / "run")) == (
-        f"Too little data: {path} has one example, and evaluation needs another one. Set data.eval or add data."
-    )
-
-
-def test_a_tokenizer_of_another_model_is_refused(model: Path, tmp_path: Path) -> None:
-    make_tokenizer(MARKED).save_pretrained(tmp_path / "small")
-    LlamaConfig(vocab_size=50).save_pretrained(tmp_path / "small")
-    path = write_jsonl(tmp_path / "t.jsonl", conversations(4))
-    message = refusal(make_run(tmp_path / "small", {"train": path}), RunDir(tmp_path / "run"))
-    assert message.startswith(f"The tokenizer of '{tmp_path}/small' produces token id ")
-    assert "but the model's vocab_size is 50. " in message
-
-
-def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    LlamaConfig().save_pretrained(tmp_path / "bare")
-    path = write_jsonl(tmp_path / "t.jsonl", conversations(4))
-    message = refusal(make_run(tmp_path / "bare", {"train": path}), RunDir(tmp_path / "run"))
-    assert message.startswith(f"Cannot load the tokenizer of '{tmp_path}/bare': ")
+    folder, path = tmp_path / "model", write_rows(tmp_path / "t.jsonl", rows)
+    LlamaConfig(vocab_size=vocabulary).save_pretrained(folder)
+    if template != "":
+        make_tokenizer(template).save_pretrained(folder)
+    run = make_run(folder, {"train": path} | ({"eval": path} if len(rows) == 3 else {}))
+    found = refusal(run, RunDir(tmp_path / "run"))
+    assert found.startswith(message.format(path=path, model=folder))
+    assert vocabulary != 50 or "but the model's vocab_size is 50. " in found
+    with pytest.raises(ShardmakeError, match=re.escape(found.partition(" data has")[0].partition("train")[0])):
+        check_first_rows(run)

@@ -6,7 +6,7 @@ import pytest
 
 from shardmake.config.models import Data
 from shardmake.core.errors import DataError
-from shardmake.data.dataset import UnpairedCollator, WithMismatched
+from shardmake.data.dataset import PreferenceCollator, WithMismatched
 from shardmake.data.encode import Encoder
 from shardmake.data.layout import Layout, recognize
 from tests.unit.data.test_encode import PLAIN, chat, make_tokenizer
@@ -53,7 +53,7 @@ def test_a_broken_row_is_named(example: dict[str, Any], message: str) -> None:
 def test_each_prompt_also_has_the_completion_before_it() -> None:
     examples = [{"prompt_ids": [n], "completion_ids": [10 * n, 10 * n + 1], "label": n == 1} for n in (1, 2, 3)]
     mismatched = WithMismatched(examples, 3)
-    batch = UnpairedCollator(sequence_length=8, pad_token_id=0)([mismatched[n] for n in range(3)])
+    batch = PreferenceCollator("kto", sequence_length=8, pad_token_id=0)([mismatched[n] for n in range(3)])
     assert batch["input_ids"].tolist() == [[1, 10, 11], [2, 20, 21], [3, 30, 31]]
     assert batch["KL_input_ids"].tolist() == [[1, 30, 31], [2, 10, 11], [3, 20, 21]]
     assert batch["KL_completion_mask"].tolist() == [[0, 1, 1]] * 3

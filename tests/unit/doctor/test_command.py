@@ -7,10 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from shardmake.cli import app
-from shardmake.config.models import Slurm
 from shardmake.core.errors import ShardmakeError
 from shardmake.doctor import command
-from shardmake.doctor.command import Options, check_compute_nodes, named_cluster
+from shardmake.doctor.command import check_compute_nodes, named_cluster
+from shardmake.doctor.options import Options
 from shardmake.doctor.records import DoctorDir, DoctorRequest, NodeFacts, NodeReport
 from shardmake.run.findings import Finding, Verdict, ok, stops
 from tests.programs import install_programs
@@ -63,10 +63,10 @@ def test_options_without_a_cluster_file_are_checked(words: list[str], status: in
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (Options(cluster_file=Path("named.yaml"), config=[Path("config.yaml")]), "--cluster and --config both name"),
-        (Options(cluster_file=Path("named.yaml"), slurm=Slurm(gpu_type="h100")), "--gpu-type: the cluster file has"),
-        (Options(config=[Path("config.yaml")], slurm=Slurm(qos="long")), "--qos: the cluster file has"),
-        (Options(cluster_file=Path("missing.yaml")), "'missing.yaml' does not exist"),
+        (Options(cluster=Path("named.yaml"), config=[Path("config.yaml")]), "--cluster and --config both name"),
+        (Options(cluster=Path("named.yaml"), gpu_type="h100"), "--gpu-type: the cluster file has"),
+        (Options(config=[Path("config.yaml")], qos="long"), "--qos: the cluster file has"),
+        (Options(cluster=Path("missing.yaml")), "'missing.yaml' does not exist"),
     ],
 )
 def test_options_that_contradict_each_other(options: Options, words: str) -> None:
@@ -80,7 +80,7 @@ def test_no_job_is_submitted_if_slurm_or_the_file_forbid_it(folder: Path, monkey
         raise AssertionError("a job was submitted")
 
     monkeypatch.setattr(command, "check_nodes", submitted)
-    options = Options(cluster_file=Path("named.yaml"))
+    options = Options(cluster=Path("named.yaml"))
     with pytest.raises(ShardmakeError, match=r"No job was submitted: qos: slurm.qos 'x' is not one of yours"):
         check_compute_nodes(options, [stops("qos", "slurm.qos 'x' is not one of yours", "Set it.")])
     (folder / "cluster.yaml").write_text("mine")
@@ -96,12 +96,12 @@ def test_findings_of_nodes_decide_too(folder: Path, monkeypatch: pytest.MonkeyPa
         return [NodeReport(node_rank=0, host="c1", findings=found, facts=facts, seconds=1.0)], []
 
     monkeypatch.setattr(command, "check_nodes", checked)
-    options = Options(cluster_file=Path("named.yaml"), nodes=2, write=Path("first.yaml"))
+    options = Options(cluster=Path("named.yaml"), nodes=2, write=Path("first.yaml"))
     found[:] = [ok("scratch", "/tmp")]
     passed = check_compute_nodes(options, [])
     assert passed.exit_status == 0 and passed.cluster_file == Path("first.yaml") and Path("first.yaml").exists()
     record = json.loads((passed.folder / "report.json").read_text()) if passed.folder else {}
     assert record["reports"][0]["facts"]["inter_gbps"] == 0.35
     found[:] = [stops("locked memory", "limited", "Ask.")]
-    failed = check_compute_nodes(Options(cluster_file=Path("named.yaml"), nodes=2, write=Path("second.yaml")), [])
+    failed = check_compute_nodes(Options(cluster=Path("named.yaml"), nodes=2, write=Path("second.yaml")), [])
     assert failed.exit_status == 1 and failed.nodes[0].verdict is Verdict.STOPS

@@ -9,7 +9,6 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from shardmake.core.errors import ModelError
 from shardmake.evaluate.preferences import (
     Answers,
-    LabelledAnswers,
     compare_answers,
     compare_completions,
     rate_answers,
@@ -70,7 +69,7 @@ def test_scores_of_completions_with_labels() -> None:
 
 
 def test_completions_are_cut_as_in_training() -> None:
-    answers = LabelledAnswers([{"prompt_ids": [5, 6], "completion_ids": [7, 8, 9], "label": [True]}], 4)
+    answers = Answers([{"prompt_ids": [5, 6], "completion_ids": [7, 8, 9], "label": [True]}], 4)
     assert answers.lengths() == [4]
     assert answers[0]["labels"].tolist() == [-100, -100, 7, 8]
 

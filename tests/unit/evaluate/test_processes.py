@@ -4,8 +4,8 @@ import time
 
 import pytest
 
+from shardmake.evaluate.assess import in_processes
 from shardmake.evaluate.scores import PassOutOfMemoryError
-from shardmake.evaluate.stage import in_processes
 
 
 def wait_or_fail(seconds: float) -> float:

@@ -6,7 +6,7 @@ import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from shardmake.core.errors import ConfigError
-from shardmake.evaluate.stage import _answer, check_prompts
+from shardmake.evaluate.prompts import check_prompts, continue_prompt
 from tests.finished_run import make_run
 from tests.unit.data.test_encode import MARKED, make_tokenizer
 
@@ -37,5 +37,5 @@ def test_an_answer_ends_at_the_last_position() -> None:
     """A model with learned positions fails beyond them."""
     model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=1, n_positions=8)).eval()
     model.generation_config.eos_token_id = None
-    assert [len(_answer(model, [1] * length, 64)) for length in (3, 7, 8)] == [5, 1, 0]
-    assert len(_answer(model, [1, 2], 4)) == 4
+    assert [len(continue_prompt(model, [1] * length, 64)) for length in (3, 7, 8)] == [5, 1, 0]
+    assert len(continue_prompt(model, [1, 2], 4)) == 4

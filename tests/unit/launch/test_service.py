@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from shardmake.config import models
 from shardmake.config.script_file import SERVICE_VARIABLES
 from shardmake.launch import service
 from shardmake.launch.jobs import attempt_settings
@@ -31,7 +32,6 @@ from shardmake.launch.service import (
 )
 from shardmake.render.stage import render_files, write_files
 from shardmake.run.attempt import AttemptDir, NodeExit, host_name
-from shardmake.run.training_settings import ServiceSettings
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
 
 SERVER = (
@@ -59,7 +59,7 @@ def folder(tmp_path: Path) -> AttemptDir:
 
 
 def make_service(folder: AttemptDir, command: str, seconds: float, health: str | None = None) -> Service:
-    settings = ServiceSettings(command=command, health=health, start_seconds=seconds)
+    settings = models.Service(command=command, health=health, start_seconds=seconds)
     return Service(folder, folder.read(), settings, node_rank=1, log=folder.log(1).open("a", buffering=1))
 
 

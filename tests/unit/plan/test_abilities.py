@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from shardmake.config.models import Run
 from shardmake.core.errors import ShardmakeError
 from shardmake.memory.families import FAMILIES
 from shardmake.memory.read_config import read_model
-from shardmake.plan import abilities, inspect_model, resolve
+from shardmake.plan import inspect_model, resolve
 from shardmake.plan.abilities import (
     DEQUANTIZED_AFTER_LOADING,
     DEQUANTIZED_BY_LOADING,
@@ -28,6 +27,7 @@ from shardmake.plan.abilities import (
 )
 from shardmake.plan.candidates import choices
 from shardmake.plan.inspect_model import shrunk
+from shardmake.plan.refusals import refuse, wrong_loss
 from tests.plan_in_process import plan_in_this_process
 from tests.unit.plans import make_cluster, make_model, make_run
 
@@ -375,61 +375,10 @@ def test_a_fused_loss_that_the_installed_liger_does_not_have(tmp_path: Path, mon
     (package.parent / "liger_kernel-0.7.0.dist-info/METADATA").write_text("Name: liger-kernel\nVersion: 0.7.0\n")
     monkeypatch.syspath_prepend(str(package.parent))
     llama, bloom = make_model(), replace(make_model(), model_type="bloom", decoder=None)
-    abilities.check_loss(make_run(loss="fused"), llama)
-    abilities.check_loss(make_run(), bloom)
+    refuse(wrong_loss(make_run(loss="fused"), llama))
+    refuse(wrong_loss(make_run(), bloom))
     with pytest.raises(ShardmakeError, match=r"liger-kernel 0\.7\.0 has no kernels for .*'bloom'.*llama, qwen2"):
-        abilities.check_loss(make_run(loss="fused"), bloom)
-
-
-@pytest.mark.parametrize(
-    ("run", "words"),
-    [
-        ({"script": "x.py"}, "a script computes its own loss"),
-        ({"strategy": "zero1", "tensor_parallel": 2}, "share the head"),
-        ({"torch_compile": True}, "does not run in compiled code"),
-    ],
-)
-def test_runs_for_which_the_loss_is_not_chunked(run: dict[str, Any], words: str) -> None:
-    abilities.check_loss(make_run(loss="chunked"), make_model())
-    with pytest.raises(ShardmakeError, match=f"loss: chunked cannot be used: .*{words}"):
-        abilities.check_loss(make_run(loss="chunked", **run), make_model())
-    with pytest.raises(ShardmakeError, match="LlamaForCausalLM is not of the Llama"):
-        abilities.check_loss(make_run(loss="chunked"), replace(make_model(), decoder=None))
-
-
-@pytest.mark.parametrize("loss", ["fused", "chunked"])
-@pytest.mark.parametrize("targets", [["q_proj", "lm_head"], ["lm_head"]])
-def test_an_adapter_of_the_head_needs_the_plain_loss(loss: Any, targets: list[str]) -> None:
-    """The other losses take the weights of the head alone, so that its adapter would get no gradient."""
-    adapted: dict[str, Any] = {"method": "lora", "lora": {"targets": targets}}
-    model = make_model(tie_word_embeddings=False)
-    abilities.check_loss(make_run(**adapted), model)
-    abilities.check_loss(make_run(loss=loss, method="lora"), model)
-    abilities.check_loss(make_run(loss=loss, lora=adapted["lora"]), model)
-    with pytest.raises(ShardmakeError, match=rf"loss: {loss} cannot be used with lm_head in lora\.targets"):
-        abilities.check_loss(make_run(loss=loss, **adapted), model)
-
-
-def test_a_part_of_the_head_is_not_taken_for_the_whole_by_a_fused_loss() -> None:
-    with pytest.raises(ShardmakeError, match=r"loss: fused cannot be used: with tensor_parallel .* a part of the head"):
-        abilities.check_loss(make_run(loss="fused", tensor_parallel=2), make_model())
-
-
-def test_runs_that_hold_no_activations_on_the_host() -> None:
-    gpus = make_cluster(accelerator="h100")
-    offloads = partial(make_run, activation_offload=True)
-    abilities.check_activation_offload(offloads(gradient_checkpointing=True), gpus, make_model())
-    abilities.check_activation_offload(make_run(), make_cluster(), make_model())
-    wrong = [
-        (offloads(), make_cluster(accelerator="cpu"), make_model(), "all activations are in host memory"),
-        (offloads(), gpus, replace(make_model(), decoder=None), "LlamaForCausalLM is not of the Llama"),
-        (offloads(gradient_checkpointing=False), gpus, make_model(), "what gradient checkpointing keeps"),
-        (offloads(script="x.py"), gpus, make_model(), "a script sets up its own"),
-        (offloads(torch_compile=True), gpus, make_model(), "not tested with torch_compile"),
-    ]
-    for run, cluster, model, words in wrong:
-        with pytest.raises(ShardmakeError, match=rf"activation_offload: true cannot be used: .*{words}.*\. Remove"):
-            abilities.check_activation_offload(run, cluster, model)
+        refuse(wrong_loss(make_run(loss="fused"), bloom))
 
 
 def test_a_shrunken_config_keeps_each_kind_of_layer_and_the_size_of_a_head() -> None:

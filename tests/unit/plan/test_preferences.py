@@ -14,14 +14,8 @@ from shardmake.plan.candidates import choices
 from shardmake.plan.choose import choose_from
 from shardmake.plan.fallbacks import find_fallbacks
 from shardmake.plan.planner import Planner, scenario_of
-from shardmake.plan.resolve import (
-    ResolvedRun,
-    _attention,
-    _check_objective,
-    _why_not_varlen,
-    resolve,
-    unsuitable,
-)
+from shardmake.plan.refusals import refuse, unsuitable, wrong_model
+from shardmake.plan.resolve import ResolvedRun, _attention, _why_not_varlen, resolve
 from tests.unit.plan.test_planner import folders, gpus, run_of
 from tests.unit.plans import make_cluster, make_model, make_run
 
@@ -44,22 +38,19 @@ def test_what_the_plan_cannot_estimate_or_run_is_refused() -> None:
     on_gpus, on_cpus = (from_cluster(make_cluster(accelerator=name)) for name in ("h100", "cpu"))
     traced = replace(model, decoder=None)
     with pytest.raises(ConfigError, match=r"not supported on GPUs for .* cannot be estimated"):
-        _check_objective(run, on_gpus, traced)
+        refuse(wrong_model(run, on_gpus, traced))
     with pytest.raises(ConfigError, match="a mixture of experts"):
-        _check_objective(run, on_cpus, replace(model, config=model.config | {"router_aux_loss_coef": 0.1}))
+        refuse(wrong_model(run, on_cpus, replace(model, config=model.config | {"router_aux_loss_coef": 0.1})))
     with pytest.raises(ConfigError, match="attention: varlen cannot be combined with objective: dpo"):
-        _check_objective(make_run(**DPO, attention="varlen"), on_gpus, model)
-    _check_objective(run, on_cpus, traced)
-    _check_objective(run, on_gpus, model)
-    _check_objective(make_run(attention="varlen"), on_gpus, traced)
+        refuse(wrong_model(make_run(**DPO, attention="varlen"), on_gpus, model))
+    refuse(wrong_model(run, on_cpus, traced))
+    refuse(wrong_model(run, on_gpus, model))
+    refuse(wrong_model(make_run(attention="varlen"), on_gpus, traced))
 
 
 def test_padded_pairs_use_sdpa_on_gpus() -> None:
-    run, hardware, abilities = (
-        make_run(**DPO),
-        from_cluster(make_cluster(accelerator="h100")),
-        Abilities("any", KERNELS),
-    )
+    run, hardware = make_run(**DPO), from_cluster(make_cluster(accelerator="h100"))
+    abilities = Abilities("any", KERNELS)
     assert _attention(run, hardware, "bf16", abilities) == "sdpa"
     assert "padded examples" in _why_not_varlen(run, hardware, "bf16", abilities)
 
@@ -112,8 +103,8 @@ def test_kto_runs_each_model_twice(folders: dict[str, str]) -> None:
 def test_reward_models_of_other_families_are_refused() -> None:
     run, on_cpus = make_run(objective="reward", packing=False), from_cluster(make_cluster(accelerator="cpu"))
     with pytest.raises(ConfigError, match=r"objective: reward is not supported for .* Use a model of the Llama"):
-        _check_objective(run, on_cpus, replace(make_model(), decoder=None))
-    _check_objective(run, on_cpus, make_model())
+        refuse(wrong_model(run, on_cpus, replace(make_model(), decoder=None)))
+    refuse(wrong_model(run, on_cpus, make_model()))
 
 
 @pytest.mark.parametrize(("objective", "forwards"), [("dpo", 1), ("kto", 3), ("reward", 0)])

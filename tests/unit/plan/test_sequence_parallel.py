@@ -12,8 +12,8 @@ from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.errors import ConfigError
 from shardmake.plan.candidates import choices
 from shardmake.plan.choose import NothingFitsError
+from shardmake.plan.refusals import refuse, wrong_sequence_parallel
 from shardmake.plan.resolve import resolve
-from shardmake.plan.sequence_parallel import check_sequence_parallel, sliding_window
 from shardmake.plan.stage import choose_run
 from shardmake.plan.suggestions import levers
 from tests.unit.plan.test_planner import EIGHT, SEVENTY, gpus, run_of
@@ -44,21 +44,21 @@ def test_unsupported_runs_are_rejected(
 ) -> None:
     made = make_run(**{"sequence_parallel": 2, "packing": False, **run})
     with pytest.raises(ConfigError, match=f"sequence_parallel: 2 cannot be used with this run:\n  .*{words}"):
-        check_sequence_parallel(made, make_cluster(**cluster), make_model(**model), attention)
+        refuse(wrong_sequence_parallel(made, make_cluster(**cluster), make_model(**model), attention))
 
 
 def test_supported_runs_pass() -> None:
     model = make_model()
     for strategy in ["auto", *(name for name, spec in STRATEGY_SPECS.items() if spec.sequence_parallel)]:
         run = make_run(sequence_parallel=2, strategy=strategy, packing=True)
-        check_sequence_parallel(run, make_cluster(), model, "varlen")
-        check_sequence_parallel(run.model_copy(update={"packing": False}), make_cluster(), model, "sdpa")
+        refuse(wrong_sequence_parallel(run, make_cluster(), model, "varlen"))
+        refuse(wrong_sequence_parallel(run.model_copy(update={"packing": False}), make_cluster(), model, "sdpa"))
 
 
-def test_the_attention_window_of_a_config() -> None:
-    assert sliding_window({}) is None
-    assert sliding_window({"sliding_window": 4096, "use_sliding_window": False}) is None
-    assert sliding_window({"sliding_window": 4096}) == 4096
+@pytest.mark.parametrize("config", [{"sliding_window": 16, "use_sliding_window": False}, {"sliding_window": 4096}])
+def test_a_window_that_is_off_or_wider_than_the_sequence_passes(config: dict[str, Any]) -> None:
+    model = make_model(model_type="mistral", **config)
+    refuse(wrong_sequence_parallel(make_run(sequence_parallel=2, packing=False), make_cluster(), model, "sdpa"))
 
 
 def test_a_group_is_one_data_parallel_rank(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ import pytest
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.manifest import read_folder
 from shardmake.push.stage import push
+from shardmake.run.paths import RunDir
 from shardmake.run.receipts import PushedTo, PushReceipt
-from tests.finished_run import DRAWN, MODEL, PLOTS, make_run, make_rundir, write_model
+from tests.finished_run import DRAWN, MODEL, PLOTS, make_run, write_model
 
 
 @pytest.fixture(autouse=True)
@@ -25,8 +26,7 @@ def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 RUN = make_run(push={"to": "file:published/chat"})
 
 
-def test_the_folder_holds_model_card_and_checksums_and_nothing_else(tmp_path: Path) -> None:
-    rundir = make_rundir(tmp_path)
+def test_the_folder_holds_model_card_and_checksums_and_nothing_else(tmp_path: Path, rundir: RunDir) -> None:
     receipt = push(RUN, rundir)
     published = tmp_path / "published" / "chat"
     assert read_folder(published).keys() == {*MODEL, "README.md", *PLOTS, "SHA256SUMS"}
@@ -38,21 +38,20 @@ def test_the_folder_holds_model_card_and_checksums_and_nothing_else(tmp_path: Pa
 
 
 def test_the_log_names_the_destination_and_the_verified_result(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    rundir: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "shardmake")
-    push(RUN, make_rundir(tmp_path))
+    push(RUN, rundir)
     assert re.fullmatch(r"Pushing 11 files, 0\.\d MB to file:published/chat\.", caplog.messages[0])
     assert caplog.messages[1:] == ["file:published/chat has the model; every file was read back and compared."]
 
 
-def test_sha256sum_accepts_the_published_checksums(tmp_path: Path) -> None:
-    push(RUN, make_rundir(tmp_path))
+def test_sha256sum_accepts_the_published_checksums(rundir: RunDir) -> None:
+    push(RUN, rundir)
     subprocess.run(["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd="published/chat", check=True)
 
 
-def test_the_same_content_again_touches_nothing(tmp_path: Path) -> None:
-    rundir = make_rundir(tmp_path)
+def test_the_same_content_again_touches_nothing(rundir: RunDir) -> None:
     push(RUN, rundir)
     before = {path: path.stat() for path in [*Path("published/chat").rglob("*"), rundir.push_receipt]}
     push(RUN, rundir)
@@ -60,8 +59,7 @@ def test_the_same_content_again_touches_nothing(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in before} == {path: s.st_mtime_ns for path, s in before.items()}
 
 
-def test_a_new_model_replaces_the_old_one_whole(tmp_path: Path) -> None:
-    rundir = make_rundir(tmp_path)
+def test_a_new_model_replaces_the_old_one_whole(rundir: RunDir) -> None:
     push(RUN, rundir)
     write_model(rundir, {"config.json": b"{}", "model.safetensors": b"new"})
     push(RUN, rundir)
@@ -77,14 +75,13 @@ def test_a_new_model_replaces_the_old_one_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("supported", [True, False])
 def test_a_push_over_an_old_model_leaves_it_in_place_until_the_new_one_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, supported: bool
+    rundir: RunDir, monkeypatch: pytest.MonkeyPatch, supported: bool
 ) -> None:
     renamed: list[str] = []
     rename = Path.rename
     monkeypatch.setattr(Path, "rename", lambda path, to: [renamed.append(path.name), rename(path, to)][1])
     if not supported:
         monkeypatch.setattr("shardmake.push.folder.exchange", lambda one, other: False)
-    rundir = make_rundir(tmp_path)
     push(RUN, rundir)
     write_model(rundir, {"config.json": b"{}", "model.safetensors": b"new"})
     renamed.clear()
@@ -95,8 +92,7 @@ def test_a_push_over_an_old_model_leaves_it_in_place_until_the_new_one_is_there(
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_a_link_stays_and_the_folder_it_leads_to_gets_the_model(tmp_path: Path, exists: bool) -> None:
-    rundir = make_rundir(tmp_path)
+def test_a_link_stays_and_the_folder_it_leads_to_gets_the_model(tmp_path: Path, rundir: RunDir, exists: bool) -> None:
     storage = tmp_path / "large-disk" / "chat"
     storage.mkdir(parents=True)
     if not exists:
@@ -111,19 +107,18 @@ def test_a_link_stays_and_the_folder_it_leads_to_gets_the_model(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("foreign", ["notes.txt", "sub/results.csv", "config.json"])
-def test_a_folder_with_other_files_is_refused_and_stays(tmp_path: Path, foreign: str) -> None:
+def test_a_folder_with_other_files_is_refused_and_stays(tmp_path: Path, rundir: RunDir, foreign: str) -> None:
     file = tmp_path / "published" / "chat" / foreign
     file.parent.mkdir(parents=True)
     file.write_text("mine")
     with pytest.raises(
         ShardmakeError, match=rf"published/chat contains files .*{foreign}.*Choose another folder in push\.to"
     ):
-        push(RUN, make_rundir(tmp_path))
+        push(RUN, rundir)
     assert file.read_text() == "mine"
 
 
-def test_a_file_added_to_a_published_model_is_not_lost(tmp_path: Path) -> None:
-    rundir = make_rundir(tmp_path)
+def test_a_file_added_to_a_published_model_is_not_lost(rundir: RunDir) -> None:
     push(RUN, rundir)
     Path("published/chat/notes.txt").write_text("mine")
     write_model(rundir, {"config.json": b"{}"})
@@ -131,9 +126,8 @@ def test_a_file_added_to_a_published_model_is_not_lost(tmp_path: Path) -> None:
         push(RUN, rundir)
 
 
-def test_an_unwritable_place_says_so(tmp_path: Path) -> None:
+def test_an_unwritable_place_says_so(tmp_path: Path, rundir: RunDir) -> None:
     (tmp_path / "published").write_text("a file where a folder should be")
-    rundir = make_rundir(tmp_path)
     with pytest.raises(
         ShardmakeError, match=r"published/chat cannot be written: File exists \(published\)\. Make that folder"
     ):
@@ -141,7 +135,7 @@ def test_an_unwritable_place_says_so(tmp_path: Path) -> None:
     assert not rundir.push_receipt.exists()
 
 
-def test_a_place_without_room_says_what_it_lacks(tmp_path: Path) -> None:
+def test_a_place_without_room_says_what_it_lacks(tmp_path: Path, rundir: RunDir) -> None:
     point = tmp_path / "published"
     point.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", point], check=True)
@@ -150,13 +144,13 @@ def test_a_place_without_room_says_what_it_lacks(tmp_path: Path) -> None:
             ShardmakeError,
             match=r"the model needs \d+ KiB, and published has 300 KiB left \(free on the file system\)\. Free",
         ):
-            push(RUN, make_rundir(tmp_path))
+            push(RUN, rundir)
         assert not list(point.iterdir())
     finally:
         subprocess.run(["umount", "--lazy", point], check=True)
 
 
-def test_a_quota_that_runs_out_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quota_that_runs_out_in_the_middle_leaves_nothing(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = shutil.copyfile
 
     def run_out(source: Path, target: Path) -> Path:
@@ -166,12 +160,11 @@ def test_a_quota_that_runs_out_in_the_middle_leaves_nothing(tmp_path: Path, monk
 
     monkeypatch.setattr("shutil.copyfile", run_out)
     with pytest.raises(ShardmakeError, match=r"Disk quota exceeded .*\. Free some space there, or choose another"):
-        push(RUN, make_rundir(tmp_path))
+        push(RUN, rundir)
     assert not list(Path("published").iterdir())
 
 
-def test_a_damaged_target_is_repaired(tmp_path: Path) -> None:
-    rundir = make_rundir(tmp_path)
+def test_a_damaged_target_is_repaired(rundir: RunDir) -> None:
     push(RUN, rundir)
     Path("published/chat/config.json").write_text("damaged")
     push(RUN, rundir)
@@ -184,8 +177,7 @@ def _dead_process() -> int:
     return child.pid
 
 
-def test_what_a_killed_push_left_is_settled(tmp_path: Path) -> None:
-    rundir = make_rundir(tmp_path)
+def test_what_a_killed_push_left_is_settled(rundir: RunDir) -> None:
     push(RUN, rundir)
     half, retired = (leftover(what, os.uname().nodename, _dead_process()) for what in ("pushing", "retired"))
     half.mkdir()
@@ -212,8 +204,7 @@ def make_old(folder: Path, hours: float) -> None:
     os.utime(folder / "sub/config.json", (then, then))
 
 
-def test_what_a_push_killed_on_another_machine_left_is_settled(tmp_path: Path) -> None:
-    rundir = make_rundir(tmp_path)
+def test_what_a_push_killed_on_another_machine_left_is_settled(rundir: RunDir) -> None:
     push(RUN, rundir)
     Path("published/chat").rename(leftover("retired", "login2.cluster"))
     inode = leftover("retired", "login2.cluster").stat().st_ino
@@ -226,8 +217,7 @@ def test_what_a_push_killed_on_another_machine_left_is_settled(tmp_path: Path) -
     assert [path.name for path in Path("published").iterdir()] == ["chat"], "after a kill behind the second rename"
 
 
-def test_a_copy_that_another_push_may_still_write_stays(tmp_path: Path) -> None:
-    rundir = make_rundir(tmp_path)
+def test_a_copy_that_another_push_may_still_write_stays(rundir: RunDir) -> None:
     push(RUN, rundir)
     here, process = os.uname().nodename, os.getpid()
     of_others = [leftover("retired", "login2", name="x.chat"), leftover("pushing", "login2", name="chat.x")]
@@ -242,9 +232,9 @@ def test_a_copy_that_another_push_may_still_write_stays(tmp_path: Path) -> None:
     assert found == {"chat", *(path.name for path in [*kept, *of_others])}
 
 
-def test_two_pushes_at_once_end_with_one_model_and_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_pushes_at_once_end_with_one_model_and_the_cause(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other push creates the folder between the copy and the rename of this one."""
-    rundir, rename = make_rundir(tmp_path), Path.rename
+    rename = Path.rename
 
     def other_is_faster(path: Path, to: Path) -> Path:
         if to == Path("published/chat"):
@@ -259,8 +249,7 @@ def test_two_pushes_at_once_end_with_one_model_and_the_cause(tmp_path: Path, mon
     assert [path.name for path in Path("published").iterdir()] == ["chat"]
 
 
-def test_an_unverified_model_is_not_pushed(tmp_path: Path) -> None:
-    rundir = make_rundir(tmp_path)
+def test_an_unverified_model_is_not_pushed(rundir: RunDir) -> None:
     rundir.model_receipt.write_text('{"files": {}}')
     with pytest.raises(ShardmakeError, match=r"Cannot read .*: checkpoint: Field required.*shardmake consolidate chat"):
         push(RUN, rundir)
@@ -279,14 +268,13 @@ def test_an_unverified_model_is_not_pushed(tmp_path: Path) -> None:
         (lambda model: (model / "extra.bin").write_text("x"), "extra.bin is not in the receipt"),
     ],
 )
-def test_a_model_that_is_not_the_verified_one_is_not_pushed(tmp_path: Path, change: object, message: str) -> None:
-    rundir = make_rundir(tmp_path)
+def test_a_model_that_is_not_the_verified_one_is_not_pushed(rundir: RunDir, change: object, message: str) -> None:
     assert callable(change)
     change(rundir.model)
     with pytest.raises(ShardmakeError, match=message):
         push(RUN, rundir)
 
 
-def test_a_run_without_a_destination_says_what_to_add(tmp_path: Path) -> None:
+def test_a_run_without_a_destination_says_what_to_add(rundir: RunDir) -> None:
     with pytest.raises(ShardmakeError, match=r"has no push\.to"):
-        push(make_run(), make_rundir(tmp_path))
+        push(make_run(), rundir)

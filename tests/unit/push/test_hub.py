@@ -11,7 +11,7 @@ from shardmake.core.errors import ShardmakeError
 from shardmake.push.stage import push
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import PushedTo
-from tests.finished_run import DRAWN, MODEL, PLOTS, WEIGHTS, make_run, make_rundir, write_model
+from tests.finished_run import DRAWN, MODEL, PLOTS, WEIGHTS, make_run, write_model
 from tests.hub import READER, WRITER, FakeHub
 
 RUN = make_run(push={"to": "hub:lab/chat"})
@@ -31,11 +31,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         monkeypatch.setenv("HF_TOKEN", WRITER)
         yield server
-
-
-@pytest.fixture
-def rundir(tmp_path: Path) -> RunDir:
-    return make_rundir(tmp_path)
 
 
 def contents(hub: FakeHub, revision: str = "main") -> dict[str, bytes]:
@@ -84,20 +79,25 @@ def test_only_what_changed_is_sent_and_old_files_go(hub: FakeHub, rundir: RunDir
     assert len(hub.asked("PUT")) == 1
 
 
+OVERLOADED = {"POST /api/repos/create": 3, "PUT /put/": 3, "POST .*/commit/": 3, "/tree/": 1} | {
+    "POST .*/preupload/": 1,  # the client waits a second before each try of these
+    "POST .*/objects/batch": 1,
+}
+
+
 @pytest.mark.parametrize(
-    ("request_", "times"),
+    ("request_", "fault"),
     [
-        ("POST /api/repos/create", 3),
-        ("POST .*/preupload/", 1),  # the client waits a second before each try of these
-        ("POST .*/objects/batch", 1),
-        ("PUT /put/", 3),
-        ("POST .*/commit/", 3),
-        ("/tree/", 1),
+        *((one, {"times": OVERLOADED[one], "status": status}) for one in OVERLOADED for status in (429, 503)),
+        ("POST .*/commit/", {"status": 412, "message": "A commit has happened since."}),
+        # storage signs addresses for hours; a slow link needs longer
+        ("PUT /put/", {"status": 403, "message": "Request has expired"}),
     ],
 )
-@pytest.mark.parametrize("status", [429, 503])
-def test_an_overloaded_hub_is_outlasted(hub: FakeHub, rundir: RunDir, request_: str, times: int, status: int) -> None:
-    hub.fail(request_, times=times, status=status)
+def test_an_overloaded_hub_another_commit_and_an_expired_address_are_outlasted(
+    hub: FakeHub, rundir: RunDir, request_: str, fault: dict[str, Any]
+) -> None:
+    hub.fail(request_, **fault)
     push(RUN, rundir)
     assert {name: contents(hub)[name] for name in MODEL} == MODEL
 
@@ -148,12 +148,6 @@ def test_a_network_that_goes_in_the_middle_costs_one_file_at_most(
     assert {name: contents(hub)[name] for name in shards} == shards
 
 
-def test_a_commit_in_between_is_noticed_and_built_upon(hub: FakeHub, rundir: RunDir) -> None:
-    hub.fail("POST .*/commit/", status=412, message="A commit has happened since.")
-    push(RUN, rundir)
-    assert {name: contents(hub)[name] for name in MODEL} == MODEL
-
-
 def test_a_file_lost_after_the_commit_is_pushed_again(hub: FakeHub, rundir: RunDir) -> None:
     hub.lose.append(next(iter(WEIGHTS)))
     push(RUN, rundir)
@@ -202,13 +196,6 @@ def test_a_pull_request_of_somebody_else_stays_as_it_is(hub: FakeHub, rundir: Ru
     first = push(run, rundir)
     assert theirs.refs["refs/pr/1"] == commit and contents(hub, "refs/pr/2").keys() > MODEL.keys()
     assert push(run, rundir) == first and len(theirs.requests) == 2
-
-
-def test_an_expired_address_of_an_upload_is_renewed(hub: FakeHub, rundir: RunDir) -> None:
-    """Storage signs addresses for hours; a slow link needs longer."""
-    hub.fail("PUT /put/", status=403, message="Request has expired")
-    push(RUN, rundir)
-    assert {name: contents(hub)[name] for name in MODEL} == MODEL
 
 
 def test_storage_that_always_rejects_is_not_explained_by_the_token(

@@ -14,7 +14,7 @@ from shardmake.push import object_store
 from shardmake.push.stage import push
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import PushedTo
-from tests.finished_run import DRAWN, MODEL, PLOTS, WEIGHTS, make_run, make_rundir, write_model
+from tests.finished_run import DRAWN, MODEL, PLOTS, WEIGHTS, make_run, write_model
 
 URL = "s3://lab/models/chat"
 RUN = make_run(push={"to": URL})
@@ -47,11 +47,6 @@ def bucket(server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
     yield found
     found.objects.all().delete()
     found.delete()
-
-
-@pytest.fixture
-def rundir(tmp_path: Path) -> RunDir:
-    return make_rundir(tmp_path)
 
 
 def contents(bucket: Any) -> dict[str, bytes]:

@@ -21,9 +21,6 @@ from shardmake.core.errors import ConfigError
 from shardmake.memory.buckets import param_buffer_size
 from shardmake.render.check import Files
 from shardmake.render.stage import (
-    ACCELERATE,
-    DEEPSPEED,
-    TRAINING,
     as_yaml,
     copy_rendered,
     launch_command,
@@ -117,13 +114,13 @@ def test_each_attempt_gets_the_files_that_were_rendered_and_checked(tmp_path: Pa
     for fallback in range(3):
         folder = AttemptDir(rundir.attempts / f"{fallback + 1:03d}")
         copy_rendered(rundir, plan, fallback, folder.root)
-        copied = {path.name: path.read_bytes() for path in folder.root.iterdir()}
-        files = rundir.rendered_files(fallback)
-        assert copied == {name: (files / name).read_bytes() for name in (ACCELERATE, DEEPSPEED, TRAINING)}
+        paths, files = [folder.accelerate, folder.deepspeed, folder.training], rundir.rendered_files(fallback)
+        assert sorted(folder.root.iterdir()) == paths
+        assert [path.read_bytes() for path in paths] == [(files / path.name).read_bytes() for path in paths]
         expected = render_files(plan.at(fallback), run, cluster, make_model(), folder.root)
-        assert copied[ACCELERATE].decode() == as_yaml(expected.accelerate)
-        assert json.loads(copied[DEEPSPEED]) == expected.deepspeed
-        assert TrainingSettings.model_validate_json(copied[TRAINING]) == expected.training
+        assert folder.accelerate.read_text() == as_yaml(expected.accelerate)
+        assert json.loads(folder.deepspeed.read_bytes()) == expected.deepspeed
+        assert TrainingSettings.read(folder.training) == expected.training
     with pytest.raises(ConfigError, match="belong to another plan"):
         copy_rendered(rundir, make_plan("ddp"), 0, tmp_path)
 

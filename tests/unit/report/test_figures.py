@@ -1,6 +1,5 @@
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,7 @@ from shardmake.plan.stage import make_plan
 from shardmake.report import figures
 from shardmake.report.figures import Memory
 from shardmake.report.history import read_history
-from tests.finished_run import make_rundir
+from shardmake.run.paths import RunDir
 from tests.unit.plan.test_planner import EIGHT, gpus, run_of
 
 TERMS = {"weights": 6 * GIB, "gradients": 2 * GIB, "layer inputs": GIB // 50, "logits": GIB // 40}
@@ -55,8 +54,8 @@ def test_the_legend_of_real_estimates_is_inside_the_figure(estimates: list[Memor
 
 
 @pytest.mark.parametrize("count", [2, 14, 40])
-def test_long_names_and_many_runs_leave_the_losses_their_room(tmp_path: Path, count: int) -> None:
-    history = read_history(make_rundir(tmp_path))
+def test_long_names_and_many_runs_leave_the_losses_their_room(rundir: RunDir, count: int) -> None:
+    history = read_history(rundir)
     names = [f"llama-3.1-8b-instruct-chat-lora-rank64-{'x' * 20}-lr{number}e-5" for number in range(count)]
     drawing = figures.losses(dict.fromkeys(names, history))
     assert_whole(drawing)
@@ -105,8 +104,7 @@ def test_the_axis_has_the_unit_of_the_sizes(unit: int, name: str) -> None:
     ("losses", "points"),
     [("3", [1]), ("3, NaN, 2, NaN, 2, 1", [1, 3]), ("NaN, 3", [2]), ("3, 2", []), ("NaN, NaN", [])],
 )
-def test_a_value_that_no_line_reaches_is_a_point(tmp_path: Path, losses: str, points: list[int]) -> None:
-    rundir = make_rundir(tmp_path)
+def test_a_value_that_no_line_reaches_is_a_point(rundir: RunDir, losses: str, points: list[int]) -> None:
     lines = [f'{{"step": {n}, "attempt": 1, "tokens": {n}, "loss": {x}, "tokens_per_second": {x}, "grad_norm": {x}}}\n'
              for n, x in enumerate(losses.split(", "), 1)]  # fmt: skip
     rundir.metrics.write_text("".join(lines))
@@ -121,8 +119,7 @@ def test_a_value_that_no_line_reaches_is_a_point(tmp_path: Path, losses: str, po
         assert [x for line in axes.lines if line.get_marker() == "o" for x in line.get_xdata()] == points
 
 
-def test_large_numbers_of_tokens_do_not_overlap_on_the_axis(tmp_path: Path) -> None:
-    rundir = make_rundir(tmp_path)
+def test_large_numbers_of_tokens_do_not_overlap_on_the_axis(rundir: RunDir) -> None:
     rundir.metrics.write_text("".join(f'{{"step": {n}, "tokens": {n}00000, "loss": {9 / n}}}\n' for n in range(1, 5)))
     found = texts(figures.losses({"chat": read_history(rundir)}))
     assert "400k" in found and not any(re.fullmatch(r"\d{5,}", text) for text in found)

@@ -8,7 +8,7 @@ from shardmake.memory.read_config import from_config
 from shardmake.report.flops import flops_per_token, mean_context, utilization
 from shardmake.report.history import read_history
 from shardmake.run.paths import RunDir
-from tests.finished_run import make_run, make_rundir, write_history
+from tests.finished_run import make_run, write_history
 
 LLAMA_7B = {
     "model_type": "llama",
@@ -59,14 +59,12 @@ def write_lengths(rundir: RunDir, rows: list[list[int]]) -> None:
     datasets.Dataset.from_dict({"seq_lengths": rows}).save_to_disk(str(rundir.data / "train"))
 
 
-def test_a_token_attends_within_its_example(tmp_path: Path) -> None:
-    rundir = make_rundir(tmp_path)
+def test_a_token_attends_within_its_example(rundir: RunDir) -> None:
     write_lengths(rundir, [[3, 1], [4]])
     assert mean_context(rundir) == pytest.approx((1 + 2 + 3 + 1 + 1 + 2 + 3 + 4) / 8)
 
 
-def test_utilization_is_the_share_of_all_ranks_peak(tmp_path: Path) -> None:
-    rundir = make_rundir(tmp_path)
+def test_utilization_is_the_share_of_all_ranks_peak(tmp_path: Path, rundir: RunDir) -> None:
     write_history(rundir, [(0, 900, range(1, 3), "finished")], accelerator="a100-80gb")
     write_lengths(rundir, [[1]])
     write_json(tmp_path / "base" / "config.json", LLAMA_7B)
@@ -76,6 +74,5 @@ def test_utilization_is_the_share_of_all_ranks_peak(tmp_path: Path) -> None:
     assert used.shares == pytest.approx([204.8 * per_token / (2 * 312e12)] * 2)
 
 
-def test_cpus_have_none(tmp_path: Path) -> None:
-    rundir = make_rundir(tmp_path)
+def test_cpus_have_none(rundir: RunDir) -> None:
     assert utilization(make_run(), rundir, read_history(rundir)) is None

@@ -13,6 +13,7 @@ from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import format_duration
 from shardmake.report.stage import configuration, write_report
 from shardmake.run.evaluation import Sample
+from shardmake.run.paths import RunDir
 from shardmake.run.plan import PlaceEstimate
 from shardmake.run.receipts import PushedTo, PushReceipt
 from tests.finished_run import EVALUATED, MEMORY, TRAINED, make_run, make_rundir, write_history
@@ -39,8 +40,8 @@ def text_of(page: str) -> str:
     return unescape(" ".join(re.sub(r"<style>.*?</style>|<svg.*?</svg>|<[^>]+>", " ", page, flags=re.DOTALL).split()))
 
 
-def test_one_page_holds_everything(tmp_path: Path) -> None:
-    page = write_report(make_run(), make_rundir(tmp_path)).read_text()
+def test_one_page_holds_everything(rundir: RunDir) -> None:
+    page = write_report(make_run(), rundir).read_text()
     parser = Balance()
     parser.feed(page)
     assert parser.open == []
@@ -69,8 +70,7 @@ def test_one_page_holds_everything(tmp_path: Path) -> None:
         assert sentence in text
 
 
-def test_a_run_without_metrics_says_so_and_has_no_empty_figure(tmp_path: Path) -> None:
-    rundir = make_rundir(tmp_path)
+def test_a_run_without_metrics_says_so_and_has_no_empty_figure(rundir: RunDir) -> None:
     write_report(make_run(), rundir)
     rundir.metrics.write_text("")
     TRAINED.model_copy(update={"steps": None, "tokens": None, "loss": None}).write(rundir.train_receipt)
@@ -85,8 +85,7 @@ def test_a_run_without_metrics_says_so_and_has_no_empty_figure(tmp_path: Path) -
     assert tiles == ["evaluation loss", "perplexity", "process-hours"]
 
 
-def test_metrics_that_a_script_did_not_log_are_listed(tmp_path: Path) -> None:
-    rundir = make_rundir(tmp_path)
+def test_metrics_that_a_script_did_not_log_are_listed(rundir: RunDir) -> None:
     rundir.metrics.write_text("".join(f'{{"step": {step}, "loss": {9 / step}}}\n' for step in (1, 2, 3)))
     page = write_report(make_run(script="train.py"), rundir).read_text()
     assert "Not logged, and therefore not shown: learning rate, gradient norm, tokens per second." in text_of(page)
@@ -97,8 +96,7 @@ def test_metrics_that_a_script_did_not_log_are_listed(tmp_path: Path) -> None:
     ("measured", "said"),
     [(10 << 30, "GPU memory, measured on rank 0, held by the allocator 10.0 GiB"), (None, "no peak was logged")],
 )
-def test_memory_is_shown_for_gpus(tmp_path: Path, measured: int | None, said: str) -> None:
-    rundir = make_rundir(tmp_path)
+def test_memory_is_shown_for_gpus(rundir: RunDir, measured: int | None, said: str) -> None:
     write_history(rundir, [(0, 900, range(1, 3), "finished")] * 2, accelerator="a100-80gb")
     memory = f', "memory": {{"allocated": 1, "reserved": {measured}}}' if measured else ""
     rundir.metrics.write_text(f'{{"step": 1, "attempt": 1, "time": 1, "loss": 2{memory}}}\n')
@@ -114,8 +112,7 @@ def test_memory_is_shown_for_gpus(tmp_path: Path, measured: int | None, said: st
     assert rundir.figure("memory").exists()
 
 
-def test_the_ram_of_a_node_is_shown_for_cpus(tmp_path: Path) -> None:
-    rundir = make_rundir(tmp_path)
+def test_the_ram_of_a_node_is_shown_for_cpus(rundir: RunDir) -> None:
     (candidate,) = MEMORY.candidates
     gpu = candidate.gpu.model_copy(
         update={"reserved": 90 << 20, "terms": {"weights": 60 << 20, "activations": 30 << 20}}
@@ -131,8 +128,7 @@ def test_the_ram_of_a_node_is_shown_for_cpus(tmp_path: Path) -> None:
     assert "allocator" not in drawn and "CUDA" not in drawn
 
 
-def test_what_is_not_recorded_without_the_attempts_is_said(tmp_path: Path) -> None:
-    rundir = make_rundir(tmp_path)
+def test_what_is_not_recorded_without_the_attempts_is_said(rundir: RunDir) -> None:
     shutil.rmtree(rundir.attempts)
     page = write_report(make_run(), rundir).read_text()
     text = text_of(page)
@@ -143,8 +139,8 @@ def test_what_is_not_recorded_without_the_attempts_is_said(tmp_path: Path) -> No
     assert drawn == {"loss", "optimizer", "speed", "by-length"}, "what metrics.jsonl has is shown, and no memory"
 
 
-def test_ids_of_the_figures_do_not_meet(tmp_path: Path) -> None:
-    page = write_report(make_run(), make_rundir(tmp_path)).read_text()
+def test_ids_of_the_figures_do_not_meet(rundir: RunDir) -> None:
+    page = write_report(make_run(), rundir).read_text()
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', page)) and all(
@@ -152,8 +148,7 @@ def test_ids_of_the_figures_do_not_meet(tmp_path: Path) -> None:
     )
 
 
-def test_figures_are_files_as_well_and_stay_the_same(tmp_path: Path) -> None:
-    rundir = make_rundir(tmp_path)
+def test_figures_are_files_as_well_and_stay_the_same(rundir: RunDir) -> None:
     write_report(make_run(), rundir)
     files = {path: path.read_bytes() for path in [*rundir.figures.iterdir(), rundir.report]}
     assert {path.stem for path in files} == {"loss", "optimizer", "speed", "memory", "by-length", "report"}
@@ -163,8 +158,7 @@ def test_figures_are_files_as_well_and_stay_the_same(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in files} == files
 
 
-def test_a_prompt_of_several_lines_keeps_its_lines(tmp_path: Path) -> None:
-    rundir = make_rundir(tmp_path)
+def test_a_prompt_of_several_lines_keeps_its_lines(rundir: RunDir) -> None:
     prompt = "def double(x):\n    return " + "x" * 300
     EVALUATED.model_copy(update={"samples": [Sample(prompt=prompt, base="a", tuned="b")]}).write(rundir.evaluation)
     page = write_report(make_run(), rundir).read_text()
@@ -172,29 +166,26 @@ def test_a_prompt_of_several_lines_keeps_its_lines(tmp_path: Path) -> None:
     assert re.search(r"\npre {[^}]*white-space: pre-wrap; overflow-wrap: anywhere", page)
 
 
-def test_what_a_model_says_is_no_markup(tmp_path: Path) -> None:
-    rundir = make_rundir(tmp_path)
+def test_what_a_model_says_is_no_markup(rundir: RunDir) -> None:
     sample = Sample(prompt="<b>", base="<script>alert(1)</script>", tuned="&")
     EVALUATED.model_copy(update={"samples": [sample]}).write(rundir.evaluation)
     page = write_report(make_run(), rundir).read_text()
     assert "<script>" not in page and "&lt;script&gt;" in page
 
 
-def test_report_names_no_path_or_host_of_this_machine(tmp_path: Path) -> None:
+def test_report_names_no_path_or_host_of_this_machine(tmp_path: Path, rundir: RunDir) -> None:
     base, data = tmp_path / "home/ada/base", tmp_path / "secret-project/train.jsonl"
-    page = write_report(make_run(model=str(base), data={"train": str(data)}), make_rundir(tmp_path)).read_text()
+    page = write_report(make_run(model=str(base), data={"train": str(data)}), rundir).read_text()
     assert [word for word in (str(tmp_path), "/home/", ">ada<", "secret-project", ">n1<") if word in page] == []
 
 
-def test_report_shows_the_push_target_after_the_push(tmp_path: Path) -> None:
-    rundir = make_rundir(tmp_path)
+def test_report_shows_the_push_target_after_the_push(rundir: RunDir) -> None:
     places = [PushedTo(to="hub:lab/chat", commit="c0ffee"), PushedTo(to="file:///scratch/ada/x")]
     PushReceipt(destinations=places, files={}, model={}).write(rundir.push_receipt)
     assert "hub:lab/chat, commit c0ffee file:.../x" in text_of(write_report(make_run(), rundir).read_text())
 
 
-def test_a_stage_that_has_not_run_is_named(tmp_path: Path) -> None:
-    rundir = make_rundir(tmp_path)
+def test_a_stage_that_has_not_run_is_named(rundir: RunDir) -> None:
     rundir.evaluation.unlink()
     with pytest.raises(ShardmakeError, match="shardmake evaluate chat"):
         write_report(make_run(), rundir)
@@ -213,17 +204,17 @@ def test_the_settings_make_the_same_run_again(tmp_path: Path) -> None:
     assert parse_config({"cluster": "c.yaml", "runs": entries}, "test").runs["chat"] == run
 
 
-def test_the_settings_of_a_chained_run_include_the_runs_before_it(tmp_path: Path) -> None:
+def test_the_settings_of_a_chained_run_include_the_runs_before_it(rundir: RunDir) -> None:
     before = make_run(model="/home/ada/base")
     run = before.model_copy(update={"model": "run:first"})
-    written = write_report(run, make_rundir(tmp_path), before={"first": before}).read_text()
+    written = write_report(run, rundir, before={"first": before}).read_text()
     found = re.findall(r"<pre>(runs:.*?)</pre>", written, flags=re.DOTALL)
     config = parse_config({"cluster": "c.yaml", **yaml.safe_load(unescape(found[0]))}, "test")
     assert {name: run.model for name, run in config.runs.items()} == {"first": ".../base", "chat": "run:first"}
 
 
-def test_the_command_that_repeats_a_local_run_is_local(tmp_path: Path) -> None:
-    text = text_of(write_report(make_run(model="/home/ada/base"), make_rundir(tmp_path), "profiles/local").read_text())
+def test_the_command_that_repeats_a_local_run_is_local(tmp_path: Path, rundir: RunDir) -> None:
+    text = text_of(write_report(make_run(model="/home/ada/base"), rundir, "profiles/local").read_text())
     assert "snakemake --profile profiles/local runs/chat/report.html" in text
     assert "with your own folders in place of the three dots" in text
     text = text_of(write_report(make_run(), make_rundir(tmp_path / "public")).read_text())

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardmake.train import training_setup
-from shardmake.train.training_setup import bind_to_gpu, parse_cores
+from shardmake.train import trainer
+from shardmake.train.trainer import bind_to_gpu, parse_cores
 
 
 @pytest.mark.parametrize(
@@ -43,11 +43,11 @@ def test_a_rank_is_bound_to_the_cores_of_the_job_near_its_gpu(
         (tmp_path / "0000:1b:00.0/local_cpulist").write_text(f"{listed}\n")
     calls: dict[int, set[int]] = {}
     gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
-    monkeypatch.setattr(training_setup, "PCI_DEVICES", tmp_path)
+    monkeypatch.setattr(trainer, "PCI_DEVICES", tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 4, 5})
     monkeypatch.setattr(os, "sched_setaffinity", calls.__setitem__)
-    with caplog.at_level(logging.INFO, "shardmake.train.training_setup"):
+    with caplog.at_level(logging.INFO, "shardmake.train.trainer"):
         bind_to_gpu(torch.device("cuda", 3))
     assert message in caplog.text and bool(message) == bool(caplog.text)
     assert all(cores == bound for cores in calls.values())

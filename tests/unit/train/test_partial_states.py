@@ -11,10 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from shardmake.core.errors import CheckpointError
-from shardmake.train.checkpoint_files import save_weights
 from shardmake.train.load_model import refuse_partial_states
 from shardmake.train.script_hooks import ScriptObserver
-from shardmake.train.sharded_trainer import ShardedTrainer
+from shardmake.train.sharded_trainer import ShardedTrainer, save_weights
 from tests.mixtures import mixture_configs
 
 

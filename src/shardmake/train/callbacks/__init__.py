@@ -1,1 +1,1 @@
-"""The callbacks that watch a training, one per file; `shardmake.train.training_setup` puts them in order."""
+"""The callbacks that watch a training, one per file; `shardmake.train.trainer` puts them in order."""

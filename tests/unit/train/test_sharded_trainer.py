@@ -6,7 +6,7 @@ import pytest
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from shardmake.train.training_setup import WholeBatches
+from shardmake.train.sharded_trainer import WholeBatches
 
 GLOBAL_BATCH = 12
 SPLITS = [(1, 12, 1), (1, 1, 12), (2, 3, 2), (3, 2, 2), (4, 3, 1), (4, 1, 3), (6, 2, 1)]

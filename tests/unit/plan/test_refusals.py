@@ -1,5 +1,6 @@
-"""Tensor parallelism: what is refused, and how ranks and batches are counted."""
+"""Refusals of a plan: tensor parallelism, strategies, TF32, losses, activations on the host."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -8,13 +9,21 @@ from deepspeed.module_inject.tp_plan_converter import SUPPORTED_STYLES
 from transformers import CONFIG_MAPPING
 
 from shardmake.config.models import STRATEGIES
-from shardmake.core.errors import ConfigError, ShardmakeError
+from shardmake.core.errors import ShardmakeError
 from shardmake.memory.families import FAMILIES
 from shardmake.memory.hardware import from_cluster
 from shardmake.memory.model import Model
 from shardmake.memory.read_config import from_config
-from shardmake.plan.resolve import AUTOTP_STYLES, check_strategy, check_tensor_parallel, check_tf32, unsuitable
-from shardmake.plan.sequence_parallel import attention_heads
+from shardmake.plan.refusals import (
+    AUTOTP_STYLES,
+    attention_heads,
+    refuse,
+    unsuitable,
+    wrong_activation_offload,
+    wrong_loss,
+    wrong_precision,
+    wrong_tensor_parallel,
+)
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
 
 
@@ -38,14 +47,14 @@ def test_unsupported_runs_are_rejected(
     run: dict[str, Any], cluster: dict[str, Any], model: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ShardmakeError, match=words):
-        check_tensor_parallel(make_run(tensor_parallel=2, **run), make_cluster(**cluster), make_model(**model))
+        refuse(wrong_tensor_parallel(make_run(tensor_parallel=2, **run), make_cluster(**cluster), make_model(**model)))
 
 
 @pytest.mark.parametrize(
     "run", [{}, {"strategy": "zero1"}, {"strategy": "zero2"}, {"strategy": "fsdp", "script": "x.py"}]
 )
 def test_supported_runs_pass(run: dict[str, Any]) -> None:
-    check_tensor_parallel(make_run(tensor_parallel=2, **run), make_cluster(), make_model())
+    refuse(wrong_tensor_parallel(make_run(tensor_parallel=2, **run), make_cluster(), make_model()))
 
 
 @pytest.mark.parametrize(
@@ -54,10 +63,10 @@ def test_supported_runs_pass(run: dict[str, Any]) -> None:
 def test_autotp_is_refused_for_layers_at_which_it_stops(kind: str, style: str) -> None:
     model = replace(make_model(), model_type=kind)
     with pytest.raises(ShardmakeError, match=f"plan for {kind} has .*{style}, at which DeepSpeed's AutoTP stops"):
-        check_tensor_parallel(make_run(tensor_parallel=2, strategy="zero1"), make_cluster(), model)
+        refuse(wrong_tensor_parallel(make_run(tensor_parallel=2, strategy="zero1"), make_cluster(), model))
     with pytest.raises(ShardmakeError, match="AutoTP stops"):
-        check_tensor_parallel(make_run(tensor_parallel=2), make_cluster(), model)
-    check_tensor_parallel(make_run(tensor_parallel=2, strategy="fsdp", script="x.py"), make_cluster(), model)
+        refuse(wrong_tensor_parallel(make_run(tensor_parallel=2), make_cluster(), model))
+    refuse(wrong_tensor_parallel(make_run(tensor_parallel=2, strategy="fsdp", script="x.py"), make_cluster(), model))
 
 
 @pytest.mark.parametrize(("kind", "heads", "default"), [("mistral", 32, 8), ("qwen2", 64, 32), ("mixtral", 32, 8)])
@@ -67,7 +76,7 @@ def test_key_value_heads_that_a_config_leaves_out_are_the_default(kind: str, hea
     assert attention_heads(model) == {"attention": heads, "key-value": default}
     run, cluster = make_run(tensor_parallel=default * 2, strategy="zero1"), make_cluster(processes_per_node=default * 2)
     with pytest.raises(ShardmakeError, match=f"has {default} key-value heads, which {default * 2} ranks cannot"):
-        check_tensor_parallel(run, cluster, model)
+        refuse(wrong_tensor_parallel(run, cluster, model))
 
 
 def without_key_value_heads(kind: str, heads: int) -> Model:
@@ -114,8 +123,8 @@ def test_strategies_that_a_run_can_use(run: dict[str, Any], suitable: set[str]) 
     ],
 )
 def test_4_bit_weights_with_offload_are_refused_with_the_reason(strategy: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=f"^method: qlora cannot train under .*{words}.*Take method: lora, or one of"):
-        check_strategy(make_run(method="qlora"), strategy)
+    message = unsuitable(make_run(method="qlora"), strategy)
+    assert re.match(f"method: qlora cannot train under .*{words}.*Take method: lora, or one of", message)
 
 
 @pytest.mark.parametrize(
@@ -129,11 +138,64 @@ def test_4_bit_weights_with_offload_are_refused_with_the_reason(strategy: Any, w
 )
 def test_tf32_without_effect_is_refused(run: dict[str, Any], precision: Any, accelerator: str, words: str) -> None:
     on = from_cluster(make_cluster(accelerator=accelerator))
-    check_tf32(make_run(**run), precision, on)
+    refuse(wrong_precision(make_run(**run), precision, on))
     with pytest.raises(ShardmakeError, match=words):
-        check_tf32(make_run(tf32=True, **run), precision, on)
+        refuse(wrong_precision(make_run(tf32=True, **run), precision, on))
 
 
 def test_tf32_is_for_fp32_on_ampere_and_later() -> None:
     for accelerator in ("a100-80gb", "h100"):
-        check_tf32(make_run(tf32=True), "fp32", from_cluster(make_cluster(accelerator=accelerator)))
+        refuse(wrong_precision(make_run(tf32=True), "fp32", from_cluster(make_cluster(accelerator=accelerator))))
+
+
+CHUNKED, FUSED, OFFLOADS = ({"loss": "chunked"}, {"loss": "fused"}, {"activation_offload": True})
+HEAD = {"method": "lora", "lora": {"targets": ["lm_head"]}}
+QUERY_AND_HEAD = {"method": "lora", "lora": {"targets": ["q_proj", "lm_head"]}}
+
+
+@pytest.mark.parametrize(
+    ("run", "family", "words"),
+    [
+        (CHUNKED, True, ""),
+        (CHUNKED, False, "loss: chunked cannot be used: LlamaForCausalLM is not of the Llama"),
+        ({**CHUNKED, "script": "x.py"}, True, "loss: chunked cannot be used: a script computes its own loss"),
+        ({**CHUNKED, "strategy": "zero1", "tensor_parallel": 2}, True, "loss: chunked cannot be used: .*share the head"),
+        ({**CHUNKED, "torch_compile": True}, True, "loss: chunked cannot be used: .*does not run in compiled code"),
+        ({**FUSED, "tensor_parallel": 2}, True, "loss: fused cannot be used: with tensor_parallel .* a part of the head"),
+        # The other losses take the weights of the head alone, so that its adapter would get no gradient.
+        (HEAD, True, ""),
+        (QUERY_AND_HEAD, True, ""),
+        ({**FUSED, "method": "lora"}, True, ""),
+        ({**CHUNKED, "method": "lora"}, True, ""),
+        ({**FUSED, "lora": HEAD["lora"]}, True, ""),
+        ({**CHUNKED, "lora": HEAD["lora"]}, True, ""),
+        ({**FUSED, **HEAD}, True, r"loss: fused cannot be used with lm_head in lora\.targets"),
+        ({**CHUNKED, **HEAD}, True, r"loss: chunked cannot be used with lm_head in lora\.targets"),
+        ({**FUSED, **QUERY_AND_HEAD}, True, r"loss: fused cannot be used with lm_head in lora\.targets"),
+        ({**CHUNKED, **QUERY_AND_HEAD}, True, r"loss: chunked cannot be used with lm_head in lora\.targets"),
+    ],
+)  # fmt: skip
+def test_losses_that_a_run_cannot_have_are_refused(run: dict[str, Any], family: bool, words: str) -> None:
+    model = make_model(tie_word_embeddings=False)
+    found = next(wrong_loss(make_run(**run), model if family else replace(model, decoder=None)), "")
+    assert re.match(words, found) and bool(words) == bool(found)
+
+
+@pytest.mark.parametrize(
+    ("run", "accelerator", "family", "words"),
+    [
+        ({**OFFLOADS, "gradient_checkpointing": True}, "h100", True, ""),
+        ({}, "cpu", True, ""),
+        (OFFLOADS, "cpu", True, "all activations are in host memory"),
+        (OFFLOADS, "h100", False, "LlamaForCausalLM is not of the Llama"),
+        ({**OFFLOADS, "gradient_checkpointing": False}, "h100", True, "what gradient checkpointing keeps"),
+        ({**OFFLOADS, "script": "x.py"}, "h100", True, "a script sets up its own"),
+        ({**OFFLOADS, "torch_compile": True}, "h100", True, "not tested with torch_compile"),
+    ],
+)
+def test_runs_that_hold_no_activations_on_the_host(
+    run: dict[str, Any], accelerator: str, family: bool, words: str
+) -> None:
+    model = make_model() if family else replace(make_model(), decoder=None)
+    found = next(wrong_activation_offload(make_run(**run), make_cluster(accelerator=accelerator), model), "")
+    assert re.match(rf"activation_offload: true cannot be used: .*{words}.*\. Remove" if words else "$", found)

@@ -1,0 +1,102 @@
+"""Prompts of an evaluation, and the models' answers to them."""
+
+from typing import TYPE_CHECKING, Any
+
+from shardmake.config.models import Run
+from shardmake.core.errors import ConfigError
+from shardmake.data.encode import encode_prompt
+from shardmake.evaluate.scores import IGNORED, Example, Examples
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_PROMPTS = 3
+
+
+def read_prompts(run: Run, tokenizer: "PreTrainedTokenizerBase", examples: Examples) -> list[list[int]]:
+    """Return prompts as token ids: the configured ones in the chat template, or from the first examples."""
+    if run.evaluation.prompts:
+        return [as_prompt(tokenizer, prompt) for prompt in run.evaluation.prompts]
+    return [_opening(examples[index]) for index in range(min(_PROMPTS, len(examples)))]
+
+
+def check_prompts(run: Run) -> None:
+    """Raise a `ConfigError` if a prompt of the run is too long for the base model, or its chat template rejects it."""
+    if not run.evaluation.prompts:
+        return
+    from transformers import AutoConfig
+
+    from shardmake.data.examples import load_tokenizer
+
+    tokenizer = load_tokenizer(run)
+    positions = _positions(
+        AutoConfig.from_pretrained(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
+    )
+    for prompt in run.evaluation.prompts:
+        length = len(as_prompt(tokenizer, prompt))
+        if positions is not None and length >= positions:
+            raise ConfigError(
+                f"evaluation.prompts: {prompt[:40]!r} has {length} tokens, but the model has only {positions} "
+                "positions. Shorten the prompt."
+            )
+
+
+def _positions(config: Any) -> int | None:
+    """Return the number of positions of a model; None if there is no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def as_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> list[int]:
+    """Return the tokens of a question in the chat template; raise `ConfigError` if the template rejects it."""
+    from jinja2 import TemplateError
+
+    if tokenizer.chat_template is None:
+        return encode_prompt(tokenizer, prompt)
+    conversation = [{"role": "user", "content": prompt}]
+    try:
+        return list(tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False))
+    except TemplateError as error:
+        raise ConfigError(
+            f"evaluation.prompts: the chat template of the base model rejects {prompt!r}: {error}. Remove the prompt, "
+            "or use a template that accepts a single message of a user."
+        ) from None
+
+
+def _opening(example: Example) -> list[int]:
+    """Return the tokens before the first loss token; for a text with loss from the start, the first tokens."""
+    first = int((example["labels"] != IGNORED).nonzero()[0])
+    return example["input_ids"][: first if first > 1 else 16].tolist()
+
+
+def question_in(tokenizer: "PreTrainedTokenizerBase", prompt: list[int]) -> str:
+    """Return the user's text of ``prompt`` without the chat template around it, or else all of its text."""
+    if tokenizer.chat_template is not None:
+        mark = "\N{OBJECT REPLACEMENT CHARACTER}"
+        around = tokenizer.apply_chat_template(
+            [{"role": "user", "content": mark}], add_generation_prompt=True, tokenize=False
+        )
+        before, _, after = around.partition(mark)
+        text = tokenizer.decode(prompt)
+        if text.startswith(before) and text.endswith(after):
+            return text[len(before) : len(text) - len(after)]
+    return tokenizer.decode(prompt, skip_special_tokens=True).strip()
+
+
+def continue_prompt(network: "PreTrainedModel", prompt: list[int], max_new_tokens: int) -> list[int]:
+    """Return the greedy continuation of ``prompt`` as token ids, up to the last position of the model."""
+    import torch
+
+    positions = _positions(network.config)
+    room = max_new_tokens if positions is None else min(max_new_tokens, positions - len(prompt))
+    if room < 1:
+        return []
+    ids = torch.tensor([prompt], device=network.device)
+    with torch.inference_mode():
+        output = network.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=room,
+            do_sample=False,
+            pad_token_id=0,  # not used: one prompt at a time needs no padding
+        )
+    return output[0, len(prompt) :].tolist()

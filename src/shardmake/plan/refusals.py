@@ -1,0 +1,447 @@
+"""Refusals of a plan: settings of a run that contradict each other, the cluster, the model or the packages.
+
+Each function yields the messages about one subject, the first to correct first. `refuse` raises the first of them.
+"""
+
+from collections.abc import Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from itertools import chain
+
+from packaging.version import Version
+
+from shardmake.config.attention import FLASH_CAPABILITY, FLASH_KERNELS, Attention
+from shardmake.config.models import Cluster, Precision, Run, Strategy
+from shardmake.config.objectives import OBJECTIVES
+from shardmake.config.optimizers import OPTIMIZERS
+from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
+from shardmake.core.errors import ConfigError
+from shardmake.memory.hardware import Hardware
+from shardmake.memory.model import Model, adapted_layers, is_head
+from shardmake.memory.parameter_inventory import parse_config
+from shardmake.plan.abilities import MIXING_UNKNOWN, Abilities, table_keys
+
+AUTOTP_STYLES = frozenset({
+    "colwise", "colwise_rep", "colwise_gather_output", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise"
+})  # fmt: skip
+"""Styles of transformers' tensor-parallel plans that DeepSpeed's AutoTP takes; it stops at every other one."""
+_LIGER_TABLE = "MODEL_TYPE_TO_APPLY_LIGER_FN"
+
+
+def refuse(*messages: Iterable[str]) -> None:
+    """Raise a `ConfigError` with the first of ``messages`` that is not empty; later ones are not computed."""
+    for message in filter(None, chain.from_iterable(messages)):
+        raise ConfigError(message)
+
+
+def _together(setting: str, wrong: Iterable[str]) -> Iterator[str]:
+    """Yield one message with all that is ``wrong`` about a setting, a line each."""
+    if lines := [f"\n  {line}" for line in wrong]:
+        yield f"{setting} cannot be used with this run:{''.join(lines)}"
+
+
+def wrong_on_cpu(run: Run) -> Iterator[str]:
+    """Yield the settings that need a GPU."""
+    needs_gpu = {
+        f"optimizer: {run.optimizer}": bool(OPTIMIZERS[run.optimizer].package),
+        f"method: {run.method}": bool(run.method_spec.package),
+        f"attention: {run.attention}": run.attention in FLASH_KERNELS,
+        "precision: fp16": run.precision == "fp16",
+        "loss: fused": run.loss == "fused",
+    }
+    for setting in (setting for setting, wanted in needs_gpu.items() if wanted):
+        yield f"{setting} needs a GPU, but the cluster file has accelerator: cpu. Change one of them."
+
+
+def wrong_model(run: Run, hardware: Hardware, model: Model) -> Iterator[str]:
+    """Yield why the model is too short, or why TRL does not train it with the objective and hardware yet."""
+    if model.max_positions is not None and run.sequence_length > model.max_positions:
+        yield (
+            f"sequence_length is {run.sequence_length}, but {model.architecture} has only {model.max_positions} "
+            "positions (max_position_embeddings). Lower sequence_length."
+        )
+    if OBJECTIVES[run.objective].trl is None:
+        return
+    refused = f"objective: {run.objective} is not supported"
+    if "router_aux_loss_coef" in model.config:
+        yield (
+            f"{refused} for {model.architecture}, a mixture of experts: the routers' loss would depend on the micro "
+            "batch. Use a dense model."
+        )
+    if OBJECTIVES[run.objective].new_head and model.decoder is None:
+        yield f"{refused} for {model.architecture}. Use a model of the Llama, Mistral, Qwen2, Qwen3 or Gemma family."
+    if not hardware.is_cpu and model.decoder is None:
+        yield (
+            f"{refused} on GPUs for {model.architecture}, because its memory cannot be estimated. Use a model of the "
+            "Llama, Mistral, Qwen2, Qwen3 or Gemma family, or a cluster file with accelerator: cpu."
+        )
+    if run.attention in FLASH_KERNELS:
+        yield (
+            f"attention: {run.attention} cannot be combined with objective: {run.objective}, whose examples are "
+            "padded. Use sdpa, or auto."
+        )
+
+
+def wrong_abilities(run: Run, abilities: Abilities) -> Iterator[str]:
+    """Yield what the model's class does not support; a script loads it in its own way, but is merged like others."""
+    if abilities.unmergeable:
+        targets = ", ".join(abilities.mergeable_targets)
+        yield (
+            f"method: {run.method} with lora.targets {run.lora.targets} cannot be merged for {abilities.model_class}: "
+            f"PEFT adapts it with {', '.join(abilities.unmergeable)}. "
+            + (f"Set lora.targets: [{targets}], or take method: full." if targets else "Take method: full.")
+        )
+    if run.script:
+        return
+    refused = f"attention: {run.attention} cannot be used: {abilities.model_class}"
+    instead = f"Use {' or '.join(abilities.attention)}, or auto."
+    if run.attention == "varlen" and abilities.varlen_limit:
+        yield f"{refused} {abilities.varlen_limit}. {instead}"
+    if run.attention != "auto" and run.attention not in abilities.attention:
+        yield f"{refused} does not support it in transformers {version('transformers')}. {instead}"
+    if run.gradient_checkpointing is True and not abilities.gradient_checkpointing:
+        yield (
+            f"gradient_checkpointing: true cannot be used: {abilities.model_class} does not support it. "
+            "Use false, or auto."
+        )
+
+
+def wrong_precision(run: Run, precision: Precision, hardware: Hardware) -> Iterator[str]:
+    """Yield what the accelerator lacks for ``precision``, TF32 and the attention kernel, or why TF32 has no effect."""
+    accelerator = hardware.accelerator
+    if precision == "bf16" and not accelerator.bf16:
+        yield f"precision: bf16 needs Ampere or later, and {accelerator.name} is older. Use fp16, or auto."
+    if run.tf32 and precision != "fp32":
+        yield (
+            f"tf32: true is for precision: fp32, and this run computes in {precision}. Set precision: fp32, or remove "
+            "tf32."
+        )
+    if run.tf32 and not accelerator.has_tf32:
+        yield (
+            f"tf32: true needs a GPU of the Ampere generation or later, and the cluster file has accelerator: "
+            f"{accelerator.name}. Remove tf32."
+        )
+    if run.tf32 and run.script:
+        yield "tf32: true has no effect on a script. Remove tf32, and set it in the script."
+    if run.attention in FLASH_KERNELS and not run.script and (needed := needed_for_flash(hardware, precision)):
+        yield f"attention: {run.attention} needs {needed}. Use sdpa, or auto."
+
+
+def needed_for_flash(hardware: Hardware, precision: Precision) -> str:
+    """Return what FlashAttention needs and is not there; empty if it can run."""
+    if hardware.accelerator.capability < FLASH_CAPABILITY:
+        return f"Ampere or later, and {hardware.accelerator.name} is older"
+    return "precision bf16 or fp16, and this run computes in fp32" if precision == "fp32" else ""
+
+
+def wrong_nodes(run: Run, cluster: Cluster) -> Iterator[str]:
+    """Yield why the cluster does not have the nodes of the run and its service."""
+    allowed = (
+        f"but the cluster file allows {cluster.max_nodes} (max_nodes). Lower nodes, or raise max_nodes if the cluster "
+        "has them."
+    )
+    if run.nodes is not None and run.nodes > cluster.max_nodes:
+        yield f"The run asks for {run.nodes} nodes, {allowed}"
+    if not run.service_nodes:
+        return
+    if cluster.executor == "slurm":
+        nodes = (run.nodes or 1) + run.service_nodes
+        if nodes > cluster.max_nodes:
+            yield f"The run asks for {nodes} nodes, {run.service_nodes} of them for its service, {allowed}"
+    elif not cluster.is_cpu:
+        yield (
+            "service_nodes cannot be used with executor: local and GPUs, because all GPUs of this machine belong "
+            "to the ranks. Use a cluster file with executor: slurm."
+        )
+    elif run.service_nodes > 1:
+        yield (
+            f"service_nodes: {run.service_nodes} cannot be used with executor: local, which runs one service "
+            "beside the ranks. Set service_nodes: 1."
+        )
+
+
+def wrong_strategy(run: Run, cluster: Cluster, precision: Precision) -> Iterator[str]:
+    """Yield why the run's strategy cannot train it on the cluster, or accumulates gradients in another data type."""
+    spec, wanted = STRATEGY_SPECS.get(run.strategy), run.gradient_dtype
+    if spec and spec.uses_nvme and cluster.nvme_path is None:
+        yield f"Strategy {run.strategy} needs node-local NVMe; set nvme_path in the cluster file."
+    if spec and spec.hpz and min(run.nodes or cluster.max_nodes, cluster.processes_per_node) == 1:
+        yield (
+            f"Strategy {run.strategy} keeps a second shard of the weights in each node. It needs several nodes with "
+            "several ranks each. Raise nodes or max_nodes, or take the strategy without a second shard."
+        )
+    if run.strategy != "auto":
+        yield unsuitable(run, run.strategy)
+    if wanted == "bf16" and precision != "bf16":
+        yield f"gradient_dtype: bf16 needs precision: bf16, but the run computes in {precision}. Remove gradient_dtype."
+    if spec and wanted == "bf16" and spec.is_ddp:
+        yield (
+            f"gradient_dtype: bf16 has no effect with strategy: {run.strategy}, which accumulates and reduces "
+            "gradients in fp32. Remove gradient_dtype, or take a ZeRO or FSDP strategy."
+        )
+    if spec and wanted == "fp32" and precision != "fp32" and not spec.accumulates_in_fp32:
+        yield (
+            f"gradient_dtype: fp32 does not work with strategy: {run.strategy}, because DeepSpeed's ZeRO-1 "
+            f"accumulates gradients in {precision}. Take zero2, or remove gradient_dtype."
+        )
+
+
+def unsuitable(run: Run, strategy: Strategy) -> str:
+    """Return why ``strategy`` cannot train ``run`` and what to do, whatever the memory; empty if it can."""
+    spec, unquantized = STRATEGY_SPECS[strategy], run.method_spec.unquantized
+    if not OBJECTIVES[run.objective].is_proven(spec):
+        return f"objective: {run.objective} is not tested under {strategy}. Take another strategy."
+    if run.script and spec.uses_nvme:
+        return (
+            f"Strategy {strategy} is not for a script: its checkpoints, written by DeepSpeed alone, cannot be merged "
+            "and resume without the optimizer's moments. Take zero3-offload, or let Shardmake train."
+        )
+    if not run.script and (where := _optimizer_fails(run, spec)):
+        others = [name for name, other in STRATEGY_SPECS.items() if not _optimizer_fails(run, other)]
+        where = where.format(strategy=strategy, others=", ".join(others))
+        return f"optimizer: {run.optimizer} fails at the first step under {where}"
+    if run.loss == "chunked" and spec.is_fsdp:
+        return f"loss: chunked is not tested under {strategy}. Take ddp or a ZeRO strategy, or loss: fused."
+    if unquantized and not spec.four_bits:
+        others = [name for name, other in STRATEGY_SPECS.items() if other.four_bits]
+        return (
+            f"method: {run.method} cannot train under {strategy}, because {_unsuitable_for_4_bits(spec)}. Take method: "
+            f"{unquantized}, or one of {', '.join(others)}."
+        )
+    return ""
+
+
+def _unsuitable_for_4_bits(spec: StrategySpec) -> str:
+    """Return why a strategy does not train 4-bit weights.
+
+    Sources: ``get_init_context`` of transformers' ``modeling_utils.py``, ``fsdp2_prepare_model`` of Accelerate.
+    """
+    if spec.zero_stage == 3:
+        return "transformers loads 4-bit weights without zero.Init, and each GPU holds all of them, as under ddp"
+    if spec.zero_stage:
+        return "it offloads the adapters' optimizer states alone, which are small, and not the 4-bit weights"
+    return "4-bit weights have not been trained and saved with this kind of FSDP"
+
+
+def _optimizer_fails(run: Run, spec: StrategySpec) -> str:
+    """Return where and why the run's optimizer cannot train under a strategy; empty if it can."""
+    optimizer = OPTIMIZERS[run.optimizer]
+    if spec.is_fsdp:
+        return optimizer.fails_sharded
+    return optimizer.fails_on_host if spec.offload_optimizer else ""
+
+
+def wrong_fsdp(run: Run, cluster: Cluster) -> Iterator[str]:
+    """Yield a message for FSDP without GPUs, which Accelerate silently ignores."""
+    spec = STRATEGY_SPECS.get(run.strategy)
+    if cluster.is_cpu and spec and spec.is_fsdp:
+        yield (
+            f"strategy: {run.strategy} needs GPUs, but the cluster file has accelerator: cpu. Without GPUs Accelerate "
+            "ignores FSDP and trains with DDP. Use ddp, a ZeRO strategy, or auto."
+        )
+
+
+def wrong_tensor_parallel(run: Run, cluster: Cluster, model: Model) -> Iterator[str]:
+    """Yield one message if this run, cluster or model cannot use its ``tensor_parallel``."""
+    if run.tensor_parallel > 1:
+        yield from _together(f"tensor_parallel: {run.tensor_parallel}", _not_tensor_parallel(run, cluster, model))
+
+
+def _not_tensor_parallel(run: Run, cluster: Cluster, model: Model) -> Iterator[str]:
+    from transformers import CONFIG_MAPPING
+
+    spec = STRATEGY_SPECS.get(run.strategy)
+    if spec is not None and not spec.tensor_parallel:
+        yield f"strategy {run.strategy}: take zero1 or zero2 (DeepSpeed AutoTP), or fsdp with a script of your own."
+    elif spec is not None and spec.is_fsdp and run.script is None:
+        yield (
+            f"strategy {run.strategy}: transformers shards a model for it at loading and then cannot save the "
+            "optimizer, so a run could not be resumed. Take zero1 or zero2, or a script that loads its own model."
+        )
+    if run.method_spec.has_adapters:
+        yield f"method {run.method}: adapters on sharded matrices are not merged here. Take method: full."
+    yield from _wrong_ranks(run.tensor_parallel, cluster)
+    yield from _wrong_heads(run.tensor_parallel, model)
+    known = model.model_type in CONFIG_MAPPING
+    styles = (CONFIG_MAPPING[model.model_type].base_model_tp_plan if known else None) or {}
+    if not styles:
+        yield f"transformers has no tensor-parallel plan for {model.model_type}."
+    unknown = sorted(set(styles.values()) - AUTOTP_STYLES)
+    if (spec is None or spec.is_deepspeed) and unknown:
+        yield (
+            f"transformers' tensor-parallel plan for {model.model_type} has {', '.join(unknown)}, at which DeepSpeed's "
+            "AutoTP stops. Take tensor_parallel: 1; ZeRO-3 and FSDP shard every weight."
+        )
+
+
+def _wrong_ranks(size: int, cluster: Cluster) -> Iterator[str]:
+    if cluster.processes_per_node % size:
+        yield f"a group is within a node, and {cluster.processes_per_node} ranks per node are not a multiple of {size}."
+
+
+def _wrong_heads(size: int, model: Model) -> Iterator[str]:
+    for name, count in attention_heads(model).items():
+        if count % size:
+            yield f"{model.architecture} has {count} {name} heads, which {size} ranks cannot share evenly."
+
+
+def attention_heads(model: Model) -> dict[str, int]:
+    """Return the numbers of attention and of key-value heads.
+
+    Where config.json leaves the second out, its default is that of the model's type: 8 for Mistral, for example.
+    """
+    if model.decoder is not None:
+        return {"attention": model.decoder.a, "key-value": model.decoder.k}
+    config = parse_config(model.config, model.source, model.trust_remote_code).get_text_config()
+    heads = getattr(config, "num_attention_heads", None) or 0
+    return {"attention": heads, "key-value": getattr(config, "num_key_value_heads", None) or heads}
+
+
+def wrong_sequence_parallel(run: Run, cluster: Cluster, model: Model, attention: Attention) -> Iterator[str]:
+    """Yield one message if this run, cluster, model or attention kernel cannot use ``sequence_parallel``."""
+    if run.sequence_parallel > 1:
+        wrong = chain(_not_sequence_parallel(run, cluster, model), _wrong_tokens(run, model, attention))
+        yield from _together(f"sequence_parallel: {run.sequence_parallel}", wrong)
+
+
+def _not_sequence_parallel(run: Run, cluster: Cluster, model: Model) -> Iterator[str]:
+    size = run.sequence_parallel
+    if run.strategy != "auto" and not STRATEGY_SPECS[run.strategy].sequence_parallel:
+        others = [name for name, spec in STRATEGY_SPECS.items() if spec.sequence_parallel]
+        yield f"strategy {run.strategy}: only ZeRO is compared with DDP. Take auto, or one of {', '.join(others)}."
+    if run.script is not None:
+        yield "script: the training code must give each rank its part of a sequence. Remove script."
+    if run.tensor_parallel > 1:
+        yield f"tensor_parallel {run.tensor_parallel}: a rank is in one kind of group. Set tensor_parallel: 1."
+    if run.torch_compile:
+        yield "torch_compile: the exchange of the heads is not tested in compiled code. Set torch_compile: false."
+    if run.eval_every_steps is not None:
+        yield (
+            "eval_every_steps: Trainer weights the evaluation losses of the ranks alike, but their parts of a sequence "
+            "have different numbers of tokens with loss. Remove it; the evaluate stage evaluates the result."
+        )
+    yield from _wrong_ranks(size, cluster)
+    if run.sequence_length % size:
+        yield f"sequence_length {run.sequence_length} is not a multiple of {size}. Use one that is."
+    yield from _wrong_heads(size, model)
+
+
+def _wrong_tokens(run: Run, model: Model, attention: Attention) -> Iterator[str]:
+    """Yield why a rank's tokens would be attended to as if they were all."""
+    if model.decoder is None:
+        yield (
+            f"model {model.architecture}: that its layers exchange tokens in the attention kernel alone is known only "
+            "of the Llama, Mistral, Qwen and Gemma families. Take another model."
+        )
+    if attention == "eager":
+        yield "attention eager: its mask has a number for each pair of tokens. Take varlen, flash or sdpa."
+    if attention == "sdpa" and run.packing:
+        yield (
+            "packing with attention sdpa: the mask that separates packed examples is made for a rank's own tokens. "
+            "Take attention: varlen on a GPU, or packing: false."
+        )
+    window = model.config.get("sliding_window") if model.config.get("use_sliding_window", True) else None
+    if attention == "sdpa" and window and int(window) < run.sequence_length:
+        yield (
+            f"attention sdpa: the mask of a sliding window of {int(window)} tokens is made for a rank's own tokens. "
+            "Take attention: varlen on a GPU."
+        )
+
+
+def wrong_packing(run: Run, abilities: Abilities, attention: Attention) -> Iterator[str]:
+    """Yield a message if packed examples would see each other with the kernel ``attention``."""
+    if not run.packing or run.script or attention not in abilities.mixing:
+        return
+    others = [kernel for kernel in abilities.attention if kernel not in (*abilities.mixing, *MIXING_UNKNOWN)]
+    alternative = f", or attention: {others[0]}" if others else ""
+    yield (
+        f"packing: true cannot be used: {abilities.model_class} mixes packed examples with attention {attention}, "
+        f"because it does not keep them apart by their position ids. Set packing: false{alternative}."
+    )
+
+
+def missing_packages(run: Run) -> list[tuple[str, str]]:
+    """Return each setting of ``run`` whose optional package is not installed, with the package's name."""
+    wanted = {
+        "loss: fused": "liger-kernel" if run.loss == "fused" else "",
+        f"optimizer: {run.optimizer}": OPTIMIZERS[run.optimizer].package,
+        f"method: {run.method}": run.method_spec.package,
+    }
+    return [
+        (setting, package)
+        for setting, package in wanted.items()
+        if package and find_spec(package.replace("-", "_")) is None
+    ]
+
+
+def has_flash_attention_2() -> bool:
+    """Return True if flash-attn 2 is installed; flash-attn 4 has the same import name and is another package.
+
+    transformers accepts the same versions, but only where it finds a GPU. The nodes ask it, and import the package.
+    """
+    try:
+        return find_spec("flash_attn") is not None and (2, 3, 3) <= Version(version("flash-attn")).release < (3,)
+    except PackageNotFoundError:
+        return False
+
+
+def wrong_packages(run: Run) -> Iterator[str]:
+    """Yield the missing packages, without which the ranks would fail or fall back."""
+    for setting, package in missing_packages(run):
+        yield f"{setting} needs the package {package}, which is not installed. Run: pip install {package}"
+    if run.attention == "flash" and not run.script and not has_flash_attention_2():
+        yield (
+            "attention: flash needs the package flash-attn 2 (2.3.3 or newer), which is not installed. "
+            "Take attention: varlen, which is a part of torch, or run: pip install flash-attn --no-build-isolation"
+        )
+
+
+def wrong_loss(run: Run, model: Model) -> Iterator[str]:
+    """Yield why the model or the run has no such loss; Liger would silently keep the plain one.
+
+    Liger's table is read from its source, because importing it needs Triton and a GPU.
+    """
+    if run.loss == "plain":
+        return
+    chunked = [
+        (model.decoder is None, f"{model.architecture} is not of the Llama, Mistral, Qwen or Gemma family"),
+        (run.script is not None, "a script computes its own loss"),
+        (run.tensor_parallel > 1, "the ranks of a tensor-parallel group share the head"),
+        (run.torch_compile, "torch's chunked loss does not run in compiled code"),
+    ]
+    for why in (why for is_wrong, why in chunked if is_wrong and run.loss == "chunked"):
+        yield f"loss: chunked cannot be used: {why}. Set loss: plain."
+    adapted = adapted_layers(model, run.lora.targets) if run.method_spec.has_adapters and not run.script else ()
+    for layer in filter(is_head, adapted):
+        yield (
+            f"loss: {run.loss} cannot be used with {layer.module} in lora.targets: this loss takes the head's own "
+            f"weights, so its adapter would silently get no gradient. Set loss: plain, or remove {layer.module} "
+            "from lora.targets."
+        )
+    if run.loss == "fused" and run.tensor_parallel > 1:
+        yield (
+            "loss: fused cannot be used: with tensor_parallel each rank holds a part of the head, which Liger's loss "
+            "would take for the whole. Set loss: plain."
+        )
+    fused = run.loss == "fused" and not run.script
+    supported = table_keys("liger_kernel", "transformers/monkey_patch.py", _LIGER_TABLE) if fused else None
+    if supported is not None and model.model_type not in supported:
+        yield (
+            f"loss: fused cannot be used: liger-kernel {version('liger-kernel')} has no kernels for the model type "
+            f"{model.model_type!r}. Set loss: plain. It has kernels for {', '.join(sorted(supported))}."
+        )
+
+
+def wrong_activation_offload(run: Run, cluster: Cluster, model: Model) -> Iterator[str]:
+    """Yield why this run, cluster or model cannot hold the inputs of layers on the host."""
+    wrong = [
+        (cluster.is_cpu, "with accelerator: cpu all activations are in host memory"),
+        (model.decoder is None, f"{model.architecture} is not of the Llama, Mistral, Qwen or Gemma family"),
+        (run.gradient_checkpointing is False, "it offloads what gradient checkpointing keeps"),
+        (run.script is not None, "a script sets up its own checkpointing"),
+        (run.objective != "sft", f"it is not tested with objective: {run.objective}"),
+        (run.tensor_parallel > 1, "it is not tested with tensor_parallel"),
+        (run.torch_compile, "it is not tested with torch_compile"),
+    ]
+    for why in (why for is_wrong, why in wrong if is_wrong and run.activation_offload):
+        yield f"activation_offload: true cannot be used: {why}. Remove activation_offload."
