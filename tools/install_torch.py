@@ -19,7 +19,7 @@ from shardmake.launch.gpus import (
     TORCH_BUILDS,
     GpuStatus,
     find_misfits,
-    installed_build,
+    installed_cuda,
     list_gpus,
     newest_build,
     oldest_driver,
@@ -109,7 +109,7 @@ def install(build: str | None, version: str) -> None:
             "configuration."
         )
     importlib.invalidate_caches()
-    cuda = installed_build().cuda
+    cuda = installed_cuda()
     if build is not None and cuda != TORCH_BUILDS.get(build):
         raise ConfigError(
             f"Cannot use the installed torch: CUDA={build} was requested, and pip installed a build for "
@@ -130,7 +130,7 @@ def main(wanted: str) -> str:
     gpus = list_gpus()
     if wanted or installed_version() != version:
         install(choose_build(wanted, gpus, version), version)
-    cuda = installed_build().cuda
+    cuda = installed_cuda()
     if cuda is None:
         return f"torch {version} for the CPU"
     line = f"torch {version} for CUDA {cuda}, which needs driver {oldest_driver(cuda)} or newer"
@@ -144,7 +144,7 @@ def _with_driver(name: str) -> str:
 
 def extras() -> str:
     """Return the extras of Shardmake that the installed build of torch can use, as pip writes them."""
-    return "[gpu]" if installed_build().cuda else ""
+    return "[gpu]" if installed_cuda() else ""
 
 
 def installed_version() -> str | None:

@@ -19,7 +19,6 @@ EVERYTHING = [text for texts in (PROJECT["dependencies"], *EXTRAS.values()) for 
 OWN = {"shardmake", "tests", "tools", "benchmarks"}
 WITHOUT_EXTRA = {
     "flash_attn": "has no binary package; users install it for `attention: flash`",
-    "squeue_cache": "a module of Shardmake, which a process of little memory imports without the package",
     "trackio": "make test-trackers installs it",
     "triton": "a part of torch's builds for CUDA",
     "wandb": "make test-trackers installs it",

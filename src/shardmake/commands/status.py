@@ -3,6 +3,7 @@
 Nothing is written, locked or imported that a running training uses, also while the run is in progress.
 """
 
+import contextlib
 import itertools
 import sys
 import time
@@ -18,11 +19,11 @@ from shardmake.commands.driver_state import describe_drivers, driver_jobs
 from shardmake.config.effects import as_text
 from shardmake.config.load import get_run, sweep_runs
 from shardmake.config.models import Cluster, Config, Run
-from shardmake.core.errors import ConfigError, ShardmakeError
+from shardmake.core.errors import ConfigError, ShardmakeError, SlurmError
 from shardmake.core.units import format_duration, plural
 from shardmake.launch.jobs import LocalJobs, job_name
-from shardmake.launch.slurm_jobs import run_slurm
-from shardmake.launch.slurm_states import JobState, JobStatus, held_message, parse_rows
+from shardmake.launch.slurm_jobs import list_jobs
+from shardmake.launch.slurm_states import JobState, JobStatus, held_message
 from shardmake.launch.submission_check import parse_start
 from shardmake.run.attempt import AttemptDir, SubmittedJob
 from shardmake.run.attempt_history import BY_PERSON, AttemptRecord, load_history
@@ -200,10 +201,10 @@ def _next_stage(stages: Stages) -> tuple[str, str]:
 def queue_of(rundirs: Iterable[RunDir], cluster: Cluster) -> Queue:
     """Return the jobs, of all users, of those runs that have one in Slurm's queue; None without Slurm or such a run."""
     names = ",".join(job_name(rundir.root) for rundir in rundirs if rundir.job.exists())
-    if cluster.executor != "slurm" or not names:
-        return None
-    answer = run_slurm("squeue", "--noheader", "--all", "--format=%i|%T|%R|%j|%S", f"--name={names}")
-    return parse_rows(answer.stdout) if answer.returncode == 0 else None
+    if cluster.executor == "slurm" and names:
+        with contextlib.suppress(SlurmError):
+            return list_jobs("list the jobs of the runs", f"--name={names}")
+    return None
 
 
 def _training(rundir: RunDir, cluster: Cluster, queue: Queue) -> dict[str, Any] | None:

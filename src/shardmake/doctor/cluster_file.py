@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -86,15 +86,11 @@ def _guess(gpu_type: str) -> str:
     return min(alike, key=lambda name: (-len(bases[name]), len(name)), default=UNKNOWN_GPU)
 
 
-class ClusterText(NamedTuple):
-    """A cluster file, or the reason why there is none."""
+def compose(request: DoctorRequest, reports: Sequence[NodeReport], *, drafted: bool) -> tuple[str, list[Finding]]:
+    """Return the text of a cluster file with the values of the nodes, empty if there is none, and the findings.
 
-    text: str
-    findings: list[Finding]
-
-
-def compose(request: DoctorRequest, reports: Sequence[NodeReport], *, drafted: bool) -> ClusterText:
-    """Return the text of a cluster file with the values of the nodes; ``drafted``: the cluster came from sinfo."""
+    ``drafted``: the cluster came from sinfo.
+    """
     facts = [report.facts for report in reports]
     values = request.cluster.model_dump(mode="json", exclude_unset=True)
     name = next((fact.gpu_name for fact in facts if fact.gpu_name), None)
@@ -102,9 +98,12 @@ def compose(request: DoctorRequest, reports: Sequence[NodeReport], *, drafted: b
     if not request.on_cpu:
         accelerator = accelerator_of(name, memory) if name and memory else None
         if memory is None or (accelerator is None and drafted):
-            reason = f"no cluster file was written: {_unknown(name, memory)}"
+            unknown = "CUDA did not start on a node, so the GPU model is not known"
+            if name is not None and memory is not None:
+                unknown = f"the catalogue has no GPU {name} with {memory:g} GiB"
+            reason = f"no cluster file was written: {unknown}"
             advice = "Correct what the rows above name, or write the file by hand (config/README.md)."
-            return ClusterText("", [not_checked("cluster file", reason, advice)])
+            return "", [not_checked("cluster file", reason, advice)]
         if accelerator:
             values["accelerator"] = accelerator
         if memory:
@@ -118,13 +117,11 @@ def compose(request: DoctorRequest, reports: Sequence[NodeReport], *, drafted: b
     ]
     text = _as_yaml(values, comments, header)
     parse_section(Cluster, yaml.safe_load(text), "the cluster file with the measured values")
-    return ClusterText(text, _differences(request.cluster, values, drafted))
-
-
-def _unknown(name: str | None, memory: float | None) -> str:
-    if name is None or memory is None:
-        return "CUDA did not start on a node, so the GPU model is not known"
-    return f"the catalogue has no GPU {name} with {memory:g} GiB"
+    cluster, found = request.cluster, values.get("accelerator", request.cluster.accelerator)
+    if drafted or found == cluster.accelerator:
+        return text, []
+    words = f"the nodes have {found}, and the cluster file has accelerator: {cluster.accelerator}"
+    return text, [warning("cluster file", words, f"Set accelerator: {found} in the cluster file.")]
 
 
 def _measured(values: dict[str, Any], facts: Sequence[NodeFacts]) -> dict[str, str]:
@@ -160,15 +157,6 @@ def _as_yaml(values: Mapping[str, Any], comments: Mapping[str, str], header: Seq
         line = yaml.safe_dump({key: value}, sort_keys=False).rstrip()
         lines.append(f"{line}  # {comments[key]}" if key in comments else line)
     return "\n".join(lines) + "\n" + (yaml.safe_dump(slurm, sort_keys=False) if slurm else "")
-
-
-def _differences(cluster: Cluster, values: Mapping[str, Any], drafted: bool) -> list[Finding]:
-    """Return a warning about a GPU model that is another one than in the cluster file."""
-    found = values.get("accelerator", cluster.accelerator)
-    if drafted or found == cluster.accelerator:
-        return []
-    words = f"the nodes have {found}, and the cluster file has accelerator: {cluster.accelerator}"
-    return [warning("cluster file", words, f"Set accelerator: {found} in the cluster file.")]
 
 
 def require_free(path: Path, *, force: bool) -> None:

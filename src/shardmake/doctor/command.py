@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from shardmake.doctor.cluster_file import compose, draft_cluster, require_free, 
 from shardmake.doctor.job import check_nodes, make_request
 from shardmake.doctor.login import login_checks
 from shardmake.doctor.options import Options
-from shardmake.doctor.records import DoctorDir, NodeReport
+from shardmake.doctor.records import DoctorDir
 from shardmake.launch.container import check_container
 from shardmake.plan.limits import query_partitions
 from shardmake.run.findings import Finding, Verdict, merge_nodes, ok, run_checks, would_stop
@@ -78,9 +77,15 @@ def check_login(options: Options) -> list[Finding]:
 
 
 def check_compute_nodes(options: Options, login: list[Finding]) -> Result:
-    """Check nodes with one job, write its JSON and the cluster file, and return everything."""
+    """Check nodes with one job, write its JSON and the cluster file, and return everything.
+
+    Raises:
+        ConfigError: ``login``, the checks of the login node, say that no job can run, or the file may not be written.
+    """
     require_free(options.write, force=options.force)
-    _require_slurm(login)
+    for finding in login:
+        if finding.verdict is Verdict.STOPS and finding.check in _BEFORE_A_JOB:
+            raise ConfigError(f"No job was submitted: {finding.check}: {finding.found}. {finding.advice}")
     cluster = named_cluster(options)
     drafted = cluster is None
     if cluster is None:
@@ -99,16 +104,6 @@ def check_compute_nodes(options: Options, login: list[Finding]) -> Result:
             write_cluster(options.write, text, force=options.force)
             result.cluster_file = options.write
             result.nodes.append(ok("cluster file", f"wrote {options.write}"))
-    write_json(folder.result, result.as_json() | {"reports": _durations(reports)})
+    durations = [{"host": one.host, "seconds": one.seconds, "facts": one.facts.as_json()} for one in reports]
+    write_json(folder.result, result.as_json() | {"reports": durations})
     return result
-
-
-def _require_slurm(login: Sequence[Finding]) -> None:
-    """Raise a `ConfigError` if the login node's checks say that no job can run."""
-    for finding in login:
-        if finding.verdict is Verdict.STOPS and finding.check in _BEFORE_A_JOB:
-            raise ConfigError(f"No job was submitted: {finding.check}: {finding.found}. {finding.advice}")
-
-
-def _durations(reports: Sequence[NodeReport]) -> list[dict[str, Any]]:
-    return [{"host": report.host, "seconds": report.seconds, "facts": report.facts.as_json()} for report in reports]

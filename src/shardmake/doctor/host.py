@@ -41,7 +41,9 @@ def host_checks(request: DoctorRequest, folder: Path) -> dict[str, Check]:
     return {
         "environment": lambda: check_environment(request.environment, request.versions),
         "cores and memory": lambda: check_size(cluster.cpus_per_node),
-        "locked memory": lambda: check_memlock(_devices(INFINIBAND), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
+        "locked memory": lambda: check_memlock(
+            sorted(path.name for path in INFINIBAND.glob("*")), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        ),
         "shared memory": lambda: check_shared_memory(shutil.disk_usage(SHARED_MEMORY).total),
         "open files": lambda: check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
         "scratch": lambda: check_scratch_folder(Path(cluster.scratch)),
@@ -76,10 +78,6 @@ def check_size(cpus: int) -> Finding:
         return ok("cores and memory", found)
     advice = "Set cpus_per_node in the cluster file to this number, or ask your site how jobs get all their cores."
     return warning("cores and memory", f"{found}; {cpus} cores were requested", advice)
-
-
-def _devices(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
 def check_memlock(adapters: Sequence[str], limit: int) -> Finding:

@@ -16,9 +16,9 @@ from shardmake.core.units import plural
 from shardmake.doctor.node import check_node, run_task
 from shardmake.doctor.records import DoctorDir, DoctorRequest, NodeReport
 from shardmake.launch.container import job_container
-from shardmake.launch.slurm_jobs import make_executor, run_slurm
+from shardmake.launch.slurm_jobs import list_jobs, make_executor, run_slurm
 from shardmake.launch.slurm_request import SlurmRequest
-from shardmake.launch.slurm_states import JobState, JobStatus, is_no_such_job, parse_rows
+from shardmake.launch.slurm_states import JobState, JobStatus, is_no_such_job
 from shardmake.run.findings import Finding, stops
 
 logger = logging.getLogger(__name__)
@@ -100,11 +100,11 @@ def job_request(request: DoctorRequest, name: str) -> SlurmRequest:
 
 def query_job(job: str) -> JobStatus:
     """Return the job's state from squeue; a job that squeue no longer has ended."""
-    answer = run_slurm("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%i|%T|%R|%j")
-    if found := parse_rows(answer.stdout).get(job):
-        return found
-    has_ended = answer.returncode == 0 or is_no_such_job(answer.stderr)
-    return JobStatus(JobState.ENDED if has_ended else JobState.UNKNOWN)
+    try:
+        found = list_jobs("follow the job", "--states=all", f"--jobs={job}").get(job)
+    except SlurmError as error:
+        found = None if is_no_such_job(str(error)) else JobStatus(JobState.UNKNOWN)
+    return found or JobStatus(JobState.ENDED)
 
 
 def wait_for_job(job: str, query: Callable[[str], JobStatus], poll_seconds: float = _POLL_SECONDS) -> JobStatus:

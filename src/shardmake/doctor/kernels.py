@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
+from itertools import permutations
 from pathlib import Path
 from typing import Any, Final
 
@@ -62,13 +63,18 @@ def check_cuda(request: DoctorRequest) -> KernelResult:
     torch.cuda.init()
     properties = torch.cuda.get_device_properties(0)
     accelerator = accelerator_of(properties.name, properties.total_memory / GIB)
-    capabilities = {torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())}
+    devices = range(torch.cuda.device_count())
+    capabilities = {torch.cuda.get_device_capability(device) for device in devices}
+    peers = {(a, b): torch.cuda.can_device_access_peer(a, b) for a, b in permutations(devices, 2)}
+    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device=DEVICE)
+    copy_rate = _COPY_BYTES / _timed(lambda: target.copy_(source, non_blocking=True), 5) / 1e9
     findings = [
-        judge_count(torch.cuda.device_count(), request.ranks),
+        judge_count(len(devices), request.ranks),
         judge_architecture(capabilities, torch.cuda.get_arch_list()),
         judge_matmul(_matmul_rate(), accelerator),
-        judge_copy(_copy_rate(), accelerator),
-        judge_peers(_peers()),
+        judge_copy(copy_rate, accelerator),
+        judge_peers(peers),
     ]
     memory = int(properties.total_memory / GIB * 10) / 10
     return KernelResult(findings=findings, facts=NodeFacts(gpu_name=properties.name, gpu_memory_gib=memory))
@@ -138,15 +144,6 @@ def judge_matmul(rate: float, accelerator: str | None) -> Finding:
     return ok_if(rate >= SLOW_MATMUL * peak, "matrix product", found, advice)
 
 
-def _copy_rate() -> float:
-    """Return the GB/s of a copy from pinned host memory."""
-    import torch
-
-    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty_like(source, device=DEVICE)
-    return _COPY_BYTES / _timed(lambda: target.copy_(source, non_blocking=True), 5) / 1e9
-
-
 def judge_copy(rate: float, accelerator: str | None) -> Finding:
     """Compare a copy from pinned host memory with the host link of the GPU model."""
     found = f"{rate:.1f} GB/s from pinned host memory"
@@ -158,16 +155,8 @@ def judge_copy(rate: float, accelerator: str | None) -> Finding:
     return warning("host to GPU", found, "Offload will be slow. Check the PCIe width and the binding of cores.")
 
 
-def _peers() -> dict[tuple[int, int], bool]:
-    """Return for each pair of GPUs whether the first can read the memory of the second."""
-    import torch
-
-    devices = range(torch.cuda.device_count())
-    return {(a, b): torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices if a != b}
-
-
 def judge_peers(peers: Mapping[tuple[int, int], bool]) -> Finding:
-    """Report pairs of GPUs that cannot read each other's memory."""
+    """Report the pairs of GPUs whose first cannot read the memory of the second."""
     if not peers:
         return not_checked("peer access", "there is one GPU")
     without = [f"{a}-{b}" for (a, b), access in peers.items() if not access]

@@ -7,7 +7,6 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from shardmake.config.models import Cluster, Slurm
 from shardmake.core.disk import free_space, mount_of
@@ -15,7 +14,7 @@ from shardmake.core.environment import hub_cache, installed_versions
 from shardmake.core.errors import ShardmakeError, nearest
 from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import GIB, format_bytes, format_duration, plural
-from shardmake.launch.gpus import check_build, installed_build, list_gpus
+from shardmake.launch.gpus import check_build, installed_cuda, list_gpus
 from shardmake.launch.slurm_jobs import run_slurm
 from shardmake.plan.limits import NodeGroup, Partition, query_partitions
 from shardmake.run.findings import Check, Finding, not_checked, ok, ok_if, stops, warning
@@ -27,11 +26,8 @@ _LOCAL_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "overlay
 _LOGIN_NODE = "Run it on a login node of the cluster, or name a cluster file with `executor: local`."
 
 
-class Association(NamedTuple):
-    """One row of ``sacctmgr show assoc``: what a user may request."""
-
-    account: str
-    qos: tuple[str, ...]
+Association = tuple[str, tuple[str, ...]]
+"""One row of ``sacctmgr show assoc``, what a user may request: an account and its qos."""
 
 
 def login_checks(cluster: Cluster | None, asked: Slurm, folder: Path) -> dict[str, Check]:
@@ -81,7 +77,7 @@ def check_accounts(asked: Slurm) -> Iterator[Finding]:
 def parse_associations(text: str) -> list[Association]:
     """Parse rows ``ACCOUNT|QOS,QOS`` of sacctmgr."""
     rows = [line.split("|") for line in text.splitlines() if line.count("|") == 1]
-    return [Association(account, tuple(name for name in qos.split(",") if name)) for account, qos in rows]
+    return [(account, tuple(name for name in qos.split(",") if name)) for account, qos in rows]
 
 
 def judge_associations(rows: Sequence[Association], asked: Slurm, enforced: str) -> Iterator[Finding]:
@@ -91,8 +87,8 @@ def judge_associations(rows: Sequence[Association], asked: Slurm, enforced: str)
         strict = "associations" in enforced or "limits" in enforced or "qos" in enforced
         yield stops("accounts", found, ask) if strict else not_checked("accounts", found, ask)
         return
-    accounts = sorted({row.account for row in rows})
-    qos = sorted({name for row in rows for name in row.qos})
+    accounts = sorted({account for account, _ in rows})
+    qos = sorted({name for _, names in rows for name in names})
     account = asked.account
     if account and account not in accounts:
         advice = f"Set slurm.account (--account) to one of these.{nearest(account, accounts)}"
@@ -263,19 +259,19 @@ def judge_versions(installed: Mapping[str, str | None], tested: Mapping[str, str
 
 def check_torch(cluster: Cluster | None) -> Iterator[Finding]:
     """Compare the build of torch with the cluster file and with the GPUs of this machine, if it has any."""
-    build, gpus = installed_build(), list_gpus()
+    cuda, gpus = installed_cuda(), list_gpus()
     wants_gpus = cluster is not None and not cluster.is_cpu
-    if build.cuda is None and (wants_gpus or gpus):
+    if cuda is None and (wants_gpus or gpus):
         advice = "Run `make install CUDA=...` for the driver of the nodes; docs/get-started.md has a table."
         yield stops("CUDA of torch", "torch is a build without CUDA", advice)
-    elif build.cuda is None:
+    elif cuda is None:
         yield ok("CUDA of torch", "torch is a build for CPUs")
     elif not gpus:
-        reason = f"torch is built for CUDA {build.cuda}; this machine has no GPU whose driver could be compared"
+        reason = f"torch is built for CUDA {cuda}; this machine has no GPU whose driver could be compared"
         yield not_checked("CUDA of torch", reason, "`shardmake doctor --node` compares it with the nodes' driver.")
     else:
-        fine = ok("CUDA of torch", f"CUDA {build.cuda}, driver {gpus[0].driver}")
-        yield from check_build(gpus, build, "CUDA of torch") or [fine]
+        fine = ok("CUDA of torch", f"CUDA {cuda}, driver {gpus[0].driver}")
+        yield from check_build(gpus, cuda, "CUDA of torch") or [fine]
 
 
 def _first_line(text: str) -> str:

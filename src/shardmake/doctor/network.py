@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 
@@ -25,7 +24,6 @@ from shardmake.run.record import RunRecord
 GPU_BYTES = 1024 * MIB
 CPU_BYTES = 16 * MIB
 """Gloo moves about 1 GB/s."""
-_REPEATS = 5
 _JOIN_SECONDS = 120
 NETWORK_SECONDS = 240.0
 SLOW_INTRA = 0.6
@@ -49,6 +47,11 @@ def main(output: str) -> None:
     import torch
     import torch.distributed as dist
 
+    from shardmake.train.network_check import all_reduce_seconds, bus_bandwidth
+
+    def measure(group: dist.ProcessGroup | None, ranks: int) -> float:
+        return bus_bandwidth(all_reduce_seconds(tensor, NETWORK_SECONDS, group), size, ranks) / 1e9
+
     local, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     world = int(os.environ["WORLD_SIZE"])
     on_cpu = os.environ["SHARDMAKE_DOCTOR_BACKEND"] == "gloo"
@@ -61,34 +64,12 @@ def main(output: str) -> None:
     size = CPU_BYTES if on_cpu else GPU_BYTES
     tensor = torch.ones(size // 4, device=device)
     within, _ = dist.new_subgroups(ranks) if ranks < world else (None, None)
-    intra = _measure(tensor, within, ranks) if ranks > 1 else None
-    inter = _measure(tensor, None, world) if ranks < world else None
+    intra = measure(within, ranks) if ranks > 1 else None
+    inter = measure(None, world) if ranks < world else None
     if local == 0:
         Bandwidths(backend="gloo" if on_cpu else "nccl", size=size, intra=intra, inter=inter).write(Path(output))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _measure(tensor: Any, group: Any, ranks: int) -> float:
-    """Return the bus bandwidth in GB/s: 2 (n - 1) / n of the bytes cross each rank's link."""
-    import torch
-    import torch.distributed as dist
-
-    def wait() -> None:
-        if tensor.is_cuda:
-            torch.cuda.synchronize()
-
-    dist.all_reduce(tensor.fill_(1), group=group)
-    wait()
-    if tensor[-1].item() != ranks:
-        raise ArithmeticError(f"the all-reduce over {ranks} ranks returned {tensor[-1].item()}")
-    dist.barrier()
-    started = time.perf_counter()
-    for _ in range(_REPEATS):
-        dist.all_reduce(tensor, group=group)
-    wait()
-    seconds = (time.perf_counter() - started) / _REPEATS
-    return 2 * (ranks - 1) / ranks * tensor.nbytes / seconds / 1e9
 
 
 def run_ranks(
@@ -116,7 +97,8 @@ def run_ranks(
             advice = f"Check the network of these nodes and network_interface. {log} and {folder.nccl_log(node_rank)}."
             return [stops("all-reduce", f"it did not end within {NETWORK_SECONDS:.0f} s", advice)], None
         return [describe_failure("all-reduce", status, log, first=True)], None
-    transports = parse_transports(_read(folder.nccl_log(node_rank)))
+    log = folder.nccl_log(node_rank)
+    transports = parse_transports(log.read_text(errors="replace") if log.is_file() else "")
     return judge_bandwidths(found, request.cluster, transports), found
 
 
@@ -159,10 +141,6 @@ def _wait(processes: Sequence["subprocess.Popen[bytes]"], seconds: float) -> int
             process.wait()
 
 
-def _read(path: Path) -> str:
-    return path.read_text(errors="replace") if path.is_file() else ""
-
-
 def parse_transports(text: str) -> list[str]:
     """Return the transports in NCCL's log, such as ``P2P``, ``SHM``, ``NET/IB``, ``GDRDMA``, ``NVLS``."""
     found = {match[1] for match in re.finditer(r"via (P2P|SHM|NET/[A-Za-z_]+)", text)}
@@ -177,22 +155,14 @@ def judge_bandwidths(found: Bandwidths, cluster: Cluster, transports: Sequence[s
     """Compare the bandwidths with the GPU model's link and with the cluster file."""
     used = f" ({', '.join(transports)})" if transports else ""
     how = f"GB/s for {found.size // MIB} MiB with {found.backend}{used}"
-    findings = []
-    if found.intra is None:
-        findings.append(not_checked("all-reduce in the node", "there is one rank per node"))
-    else:
-        findings.append(_judge_intra(found.intra, cluster, transports, f"{found.intra:.2f} {how}"))
-    if found.inter is None:
-        findings.append(
-            not_checked("all-reduce of the nodes", "the job has one node", "Run it again with `--nodes 2`.")
-        )
-    else:
-        findings.append(_judge_inter(found.inter, cluster, transports, f"{found.inter:.2f} {how}"))
-    return findings
+    return [_judge_intra(found.intra, cluster, transports, how), _judge_inter(found.inter, cluster, transports, how)]
 
 
-def _judge_intra(rate: float, cluster: Cluster, transports: Sequence[str], found: str) -> Finding:
+def _judge_intra(rate: float | None, cluster: Cluster, transports: Sequence[str], how: str) -> Finding:
     name, link = "all-reduce in the node", find_accelerator(cluster.accelerator).link
+    if rate is None:
+        return not_checked(name, "there is one rank per node")
+    found = f"{rate:.2f} {how}"
     if cluster.is_cpu or rate >= SLOW_INTRA * link:
         return ok(name, found)
     advice = "Check `nvidia-smi topo -m` and `nvidia-smi nvlink -s`, and that NCCL_P2P_DISABLE is not set."
@@ -200,8 +170,11 @@ def _judge_intra(rate: float, cluster: Cluster, transports: Sequence[str], found
     return warning(name, f"{found}; the link of {cluster.accelerator} has {link:g} GB/s{without}", advice)
 
 
-def _judge_inter(rate: float, cluster: Cluster, transports: Sequence[str], found: str) -> Finding:
+def _judge_inter(rate: float | None, cluster: Cluster, transports: Sequence[str], how: str) -> Finding:
     name = "all-reduce of the nodes"
+    if rate is None:
+        return not_checked(name, "the job has one node", "Run it again with `--nodes 2`.")
+    found = f"{rate:.2f} {how}"
     if "NET/Socket" in transports and Path("/sys/class/infiniband").is_dir():
         advice = "Check NCCL_IB_DISABLE, NCCL_IB_HCA and the limit of locked memory."
         return warning(name, f"{found}; NCCL uses sockets although there is InfiniBand", advice)

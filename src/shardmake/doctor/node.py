@@ -4,14 +4,14 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from shardmake.core.environment import kernel_caches
 from shardmake.doctor import host, kernels, network
 from shardmake.doctor.records import DoctorDir, DoctorRequest, NodeFacts, NodeReport
 from shardmake.launch import gpus
-from shardmake.launch.gpus import installed_build
+from shardmake.launch.gpus import installed_cuda
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError, run_rendezvous
 from shardmake.run.attempt import host_name
 from shardmake.run.findings import Check, Finding, Verdict, not_checked, run_checks, stops
@@ -73,7 +73,7 @@ class _NodeCheck:
             self.findings.append(not_checked("GPUs", "the cluster file has accelerator: cpu"))
         else:
             visible, ranks = os.environ.get("CUDA_VISIBLE_DEVICES"), self.request.ranks
-            check = {"GPUs": lambda: gpus.check_nvidia_smi(visible, ranks, installed_build())}
+            check = {"GPUs": lambda: gpus.check_nvidia_smi(visible, ranks, installed_cuda())}
             self.findings += run_checks(check)
         self.findings += self._check_kernels()
         return self.findings
@@ -108,7 +108,8 @@ class _NodeCheck:
 
     def _check_kernels(self) -> Iterator[Finding]:
         """Run the checks that use torch; the builds take longest and run beside the others."""
-        builds = [self._start(name) for name in self._builds()]
+        names = kernels.BUILDS if self.request.cluster.nvme_path else ["CPU Adam"]
+        builds = [self._start(name) for name in names] if self.request.build_kernels else []
         for name in () if self.request.on_cpu else kernels.ON_GPU:
             result = self._start(name).result(kernels.CHECK_SECONDS)
             self._add(**result.facts.model_dump(exclude_defaults=True))
@@ -117,11 +118,6 @@ class _NodeCheck:
             yield not_checked("kernel builds", "--skip-builds was given")
         for build in builds:
             yield from map(without_optional, build.result(kernels.BUILD_SECONDS).findings)
-
-    def _builds(self) -> Sequence[str]:
-        if not self.request.build_kernels:
-            return []
-        return list(kernels.BUILDS) if self.request.cluster.nvme_path else ["CPU Adam"]
 
     def _start(self, name: str) -> kernels.RunningCheck:
         folder = self.folder.root / f"kernels-{self.node_rank}"

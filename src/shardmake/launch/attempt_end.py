@@ -7,10 +7,10 @@ from pathlib import Path
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.reshard.convert import Route, route
-from shardmake.core.errors import ShardmakeError, StopRequestedError, is_user_error
+from shardmake.core.errors import DiskFullError, ShardmakeError, StopRequestedError, is_user_error
+from shardmake.core.units import format_duration
 from shardmake.launch import user_script
 from shardmake.launch.container import start_failure
-from shardmake.launch.disk_wait import wait_for_room
 from shardmake.launch.error_texts import error_advice
 from shardmake.launch.outcome import (
     NODE_FAILURES,
@@ -24,6 +24,7 @@ from shardmake.launch.outcome import (
 )
 from shardmake.launch.resume_validation import confirm_damage
 from shardmake.launch.slurm_states import JobStatus
+from shardmake.launch.submission import check_stop_file
 from shardmake.launch.training import Training
 from shardmake.run.attempt import AttemptDir, SubmittedJob
 from shardmake.run.attempt_history import (
@@ -36,12 +37,16 @@ from shardmake.run.attempt_history import (
     may_rewind,
     next_fallback,
 )
-from shardmake.run.paths import short_path
+from shardmake.run.disk_budget import check_run
+from shardmake.run.paths import RunDir, short_path
 from shardmake.run.plan import Plan
 
 RECORD_SECONDS = 10.0
 """How long the first exit record may take to become visible here after Slurm has reported the job's end."""
+ROOM_SECONDS = 600.0
+_ROOM_POLL_SECONDS = 5.0
 logger = logging.getLogger(__name__)
+_SHOWN_LINES = 30
 _RUN_AGAIN = "Fix the cause and run the same command again; it resumes from the newest checkpoint."
 _ADVICE = {
     EndReason.GPU_OUT_OF_MEMORY: "No fallback is left. Use more nodes, a shorter sequence_length or method: lora.",
@@ -65,7 +70,10 @@ def record_attempt(training: Training, job: SubmittedJob, status: JobStatus) -> 
     """Determine why ``job`` ended, and add its attempt to the history."""
     folder = training.attempt_dir(job.attempt)
     plan = folder.read().plan_digest or training.plan_digest
-    _wait_for_exit_records(folder, status)
+    # A network file system may need time to show what the nodes wrote; killed nodes write nothing.
+    deadline = time.monotonic() + RECORD_SECONDS * (status.name in ("COMPLETED", "FAILED"))
+    while not folder.exits() and time.monotonic() < deadline:
+        time.sleep(0.2)
     is_script = training.run.script is not None
     finished = user_script.finished_outcome(training.rundir, folder, training.settings_digest) if is_script else None
     outcome = finished or classify(_collect_evidence(training, job, status))
@@ -130,17 +138,10 @@ def _collect_evidence(training: Training, job: SubmittedJob, status: JobStatus) 
     )
 
 
-def _wait_for_exit_records(folder: AttemptDir, status: JobStatus) -> None:
-    """Give a network file system time to show what the nodes wrote; killed nodes write nothing."""
-    deadline = time.monotonic() + RECORD_SECONDS * (status.name in ("COMPLETED", "FAILED"))
-    while not folder.exits() and time.monotonic() < deadline:
-        time.sleep(0.2)
-
-
 def _output_lines(folder: Path, name: str) -> list[str]:
     """Return the lines in the logs ``name`` that Slurm's step left in ``folder``."""
     logs = sorted(folder.glob(name), key=lambda path: path.stat().st_mtime)
-    return [line for log in logs for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return [line for log in logs for line in _lines(log) if line.strip()]
 
 
 def apply_decision(training: Training, outcome: Outcome) -> None:
@@ -167,6 +168,27 @@ def apply_decision(training: Training, outcome: Outcome) -> None:
         "excluded": outcome.host if action is Action.EXCLUDE_AND_RESUME else None,
     }
     training.save_attempts([*training.attempts[:-1], training.attempts[-1].model_copy(update=decided)])
+
+
+def wait_for_room(rundir: RunDir, seconds: float = ROOM_SECONDS) -> None:
+    """Return once the rest of the run fits on the disk; no job holds nodes meanwhile.
+
+    Raises:
+        DiskFullError: It does not fit after ``seconds``; the message says how much is missing and what to remove.
+        StopRequestedError: Somebody created the stop file.
+    """
+    deadline, waits = time.monotonic() + seconds, False
+    while True:
+        check_stop_file(rundir)
+        try:
+            return check_run(rundir)
+        except DiskFullError as error:
+            if time.monotonic() > deadline:
+                raise
+            if not waits:
+                logger.warning("%s The driver waits up to %s for room.", error, format_duration(seconds))
+            waits = True
+        time.sleep(_ROOM_POLL_SECONDS)
 
 
 def _retry_state(training: Training, outcome: Outcome, fallback: int | None) -> RetryState:
@@ -202,17 +224,17 @@ def _find_fallback(training: Training, current: int, end: EndReason) -> int | No
 
 def failure_message(run: str, folder: AttemptDir, outcome: Outcome, action: Action, idle_attempts: int) -> str:
     """Return the one error that matters, the end of the log or the traceback, and what to do."""
-    parts = [f"Training of {run} stopped: {outcome.message}"]
+    parts, log = [f"Training of {run} stopped: {outcome.message}"], folder.log(outcome.log)
     if action is Action.GIVE_UP:
         parts.append(f"{idle_attempts} attempts in a row brought no new checkpoint.")
     if outcome.error and not is_user_error(outcome.error.kind):
         parts.append(outcome.error.traceback.rstrip())
-    elif outcome.error is None and (log_end := _tail(folder.log(outcome.log))):
+    elif outcome.error is None and log.exists() and (log_end := "\n".join(_lines(log)[-_SHOWN_LINES:])):
         parts.append(log_end)
     advice = (outcome.error and error_advice(outcome.error)) or _ADVICE.get(outcome.end, _RUN_AGAIN)
     parts.append(f"The output of all ranks is in {short_path(folder.root)}. {advice}")
     return "\n".join(parts)
 
 
-def _tail(log: Path, lines: int = 30) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.exists() else ""
+def _lines(log: Path) -> list[str]:
+    return log.read_text(errors="replace").splitlines()

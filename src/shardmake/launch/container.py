@@ -98,7 +98,10 @@ def job_container(cluster: Cluster, run_folders: Iterable[Path] = (), runs: Iter
     if container is None:
         return None
     shared = [Path.cwd(), code_folder(), hub_cache(cluster.cache), cache_folder()]
-    shared += [path for folder in run_folders for path in (folder.parent, folder, *_links_in(folder))]
+    for folder in run_folders:
+        # Links in a run's folder and in its parts may lead to another file system.
+        links = [path for path in (*folder.glob("*"), *folder.glob("*/*")) if path.is_symlink()]
+        shared += [folder.parent, folder, *links]
     shared += [path for run in runs for path in named_paths(run)]
     local = [Path(path) for path in (cluster.scratch, cluster.nvme_path) if path]
     folders = [path for path in shared if path is not None and path.exists()]
@@ -176,23 +179,16 @@ def _probe(job: JobContainer) -> None:
     if done.returncode == _NOT_STARTED:
         logger.warning("Apptainer did not start the container on this machine (%s). The plan continues.", last)
         return
-    problems = _differences(done.stdout) if done.returncode == 0 else [last]
+    problems = [last]
+    if done.returncode == 0:
+        found: Mapping[str, str] = json.loads(done.stdout.splitlines()[-1])
+        problems = [row.found for row in check_versions(found, library_versions(), "in the container")]
     if problems:
         raise ConfigError(
             f"slurm.container: {job.container.python} of {job.image} cannot run Shardmake: {'; '.join(problems)}. "
             "Install Shardmake's libraries in the image in the versions of this environment, or set "
             "slurm.container.python to a Python that has them."
         )
-
-
-def _differences(output: str) -> list[str]:
-    found: Mapping[str, str] = json.loads(output.splitlines()[-1])
-    return [row.found for row in check_versions(found, library_versions(), "in the container")]
-
-
-def _links_in(folder: Path) -> list[Path]:
-    """Return the links in a run's folder and in its parts, which may lead to another file system."""
-    return [path for path in (*folder.glob("*"), *folder.glob("*/*")) if path.is_symlink()]
 
 
 def _for_pyxis(bind: str) -> str:

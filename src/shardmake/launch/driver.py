@@ -24,7 +24,7 @@ from shardmake.launch.slurm_jobs import job_owners
 from shardmake.launch.slurm_states import JobState
 from shardmake.launch.submission import submit
 from shardmake.launch.training import Training
-from shardmake.run.attempt import NOBODY, AttemptDir, SubmittedJob, claim
+from shardmake.run.attempt import NOBODY, SubmittedJob, claim
 from shardmake.run.attempt_history import EndReason
 from shardmake.run.driver_job import current_driver_dir
 from shardmake.run.paths import RunDir, short_path
@@ -124,24 +124,21 @@ def adopt(training: Training) -> SubmittedJob | None:
     if job is None:
         return None
     folder = training.attempt_dir(job.attempt)
-    if folder.settings.exists() and folder.read().settings_digest == training.settings_digest:
+    theirs = folder.read().settings_digest if folder.settings.exists() else None
+    if theirs == training.settings_digest:
         return job
     if training.jobs.status(job.id).state not in (JobState.ENDED, JobState.GONE):
+        changes = "its attempt is not recorded"
+        if theirs is not None:
+            changes = describe_changes(training.rundir, theirs, training.result_settings)
         raise ShardmakeError(
-            f"Job {job.id} (attempt {job.attempt}) still trains {training.rundir.name} with other settings "
-            f"({_changes(training, folder)}). Restore those settings to adopt the job, wait for its end, or cancel it "
+            f"Job {job.id} (attempt {job.attempt}) still trains {training.rundir.name} with other settings ({changes})."
+            " Restore those settings to adopt the job, wait for its end, or cancel it "
             f"({training.jobs.cancel_command(job.id)}). Then run the same command again."
         )
     logger.info("Job %s (attempt %d) of other settings has ended.", job.id, job.attempt)
     training.rundir.job.unlink(missing_ok=True)
     return None
-
-
-def _changes(training: Training, folder: AttemptDir) -> str:
-    """Return how the settings differ from those of the attempt in ``folder``."""
-    if not folder.settings.exists():
-        return "its attempt is not recorded"
-    return describe_changes(training.rundir, folder.read().settings_digest, training.result_settings)
 
 
 def _find_job(training: Training) -> SubmittedJob | None:

@@ -15,8 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -56,24 +55,6 @@ _HASTE = 3.0
 """The same where the job of a stage has to be cancelled anyway."""
 
 
-class Signals:
-    """The signals that a driver job has received."""
-
-    def __init__(self) -> None:
-        self.limit_is_near = False
-        self.must_end = False
-
-    def catch(self) -> None:
-        """Record SIGUSR1 and SIGTERM from now on. Snakemake must react to SIGINT, also if this process ignores it."""
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGUSR1, self._handle)
-        signal.signal(signal.SIGTERM, self._handle)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.limit_is_near |= number == signal.SIGUSR1
-        self.must_end |= number == signal.SIGTERM
-
-
 @dataclass
 class DriverJob:
     """The present driver job."""
@@ -83,21 +64,34 @@ class DriverJob:
     workflow: Workflow
     restarts: int = 0
     """How often Slurm has restarted this job."""
-    signals: Signals = field(default_factory=Signals)
+    limit_is_near: bool = False
+    """SIGUSR1 has arrived."""
+    must_end: bool = False
+    """SIGTERM has arrived."""
+
+    def catch_signals(self) -> None:
+        """Record SIGUSR1 and SIGTERM from now on. Snakemake must react to SIGINT, also if this process ignores it."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGUSR1, self._handle)
+        signal.signal(signal.SIGTERM, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.limit_is_near |= number == signal.SIGUSR1
+        self.must_end |= number == signal.SIGTERM
 
     def run(self) -> int:
         """Run the workflow until it ends or this job has to; return the exit status of the job."""
         self.prepare()
         snakemake = self.start_snakemake()
         while snakemake.poll() is None:
-            if self.signals.must_end:
+            if self.must_end:
                 return self.stop(snakemake)
-            if self.signals.limit_is_near:
+            if self.limit_is_near:
                 return self.hand_over(snakemake)
             time.sleep(_POLL_SECONDS)
         if snakemake.returncode:
             time.sleep(_POLL_SECONDS)  # scancel ends Snakemake too, which may end before the signal arrives here
-        return self.stop(snakemake) if self.signals.must_end else self.finish(snakemake)
+        return self.stop(snakemake) if self.must_end else self.finish(snakemake)
 
     # ---- start ------------------------------------------------------------------------------------------------------
 
@@ -148,11 +142,12 @@ class DriverJob:
         """
         shown = show_job(self.job)
         queued_again = int(shown.get("Restarts", "0")) > self.restarts
-        continues = queued_again or ended_by_slurm(shown)
+        preempted = shown.get("PreemptTime", "None") != "None"  # as opposed to a person's scancel
+        continues = queued_again or preempted or shown.get("JobState") in ("TIMEOUT", "PREEMPTED")
         end: End = "continued" if continues else "cancelled" if shown else "failed"
         self.record(end=end)  # Slurm may kill this process before Snakemake has ended
         end_snakemake(snakemake, _HASTE)
-        if continues and not queued_again and not self.has_next():
+        if continues and not queued_again and not self.next_jobs():
             self.submit_next()
         self.close(end, snakemake)
         if not shown:
@@ -166,9 +161,10 @@ class DriverJob:
         """Continue in another job: submit it, let the jobs of stages finish if they can, and end Snakemake."""
         deadline = time.monotonic() + max(0.0, self.workflow.lead_seconds - _RESERVE_SECONDS)
         logger.info("The time limit is near. Another driver job continues.")
-        submitted = self.has_next() or self.submit_next()
+        # A driver job that Slurm restarted may have submitted the next one already.
+        submitted = bool(self.next_jobs()) or self.submit_next()
         snakemake.send_signal(signal.SIGTERM)  # it starts nothing new
-        while snakemake.poll() is None and not self.signals.must_end and time.monotonic() < deadline:
+        while snakemake.poll() is None and not self.must_end and time.monotonic() < deadline:
             if not self.stage_jobs_left():
                 break
             self.wait(snakemake, min(_QUEUE_SECONDS, deadline - time.monotonic()))
@@ -216,10 +212,6 @@ class DriverJob:
         logger.info("Submitted driver job %s.", job)
         return True
 
-    def has_next(self) -> bool:
-        """Return whether another job of this workflow waits already, submitted by a driver job that Slurm restarted."""
-        return bool(self.next_jobs())
-
     def next_jobs(self) -> list[str]:
         """Return the ids of the other jobs of this workflow; none if Slurm does not answer."""
         try:
@@ -242,16 +234,17 @@ class DriverJob:
     def wait(self, snakemake: "subprocess.Popen[bytes]", seconds: float) -> None:
         """Wait until Snakemake or this job ends, for at most ``seconds``."""
         until = time.monotonic() + seconds
-        while snakemake.poll() is None and not self.signals.must_end and time.monotonic() < until:
+        while snakemake.poll() is None and not self.must_end and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
 
 
 def end_snakemake(snakemake: "subprocess.Popen[bytes]", patience: float) -> None:
     """End Snakemake and its drivers. Jobs of trainings continue; those of stages are cancelled after ``patience`` s."""
     _stop_drivers(snakemake, patience)
-    for end in (_interrupt, _kill):
+    # Interrupted, Snakemake cancels its jobs.
+    for send, number in ((os.kill, signal.SIGINT), (os.killpg, signal.SIGKILL)):
         if snakemake.poll() is None:
-            end(snakemake)
+            send(snakemake.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 snakemake.wait(_PATIENCE)
 
@@ -270,15 +263,6 @@ def _stop_drivers(snakemake: "subprocess.Popen[bytes]", seconds: float) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _interrupt(snakemake: "subprocess.Popen[bytes]") -> None:
-    """Let Snakemake cancel its jobs."""
-    snakemake.send_signal(signal.SIGINT)
-
-
-def _kill(snakemake: "subprocess.Popen[bytes]") -> None:
-    os.killpg(snakemake.pid, signal.SIGKILL)
-
-
 def show_job(job: str) -> dict[str, str]:
     """Return what ``scontrol show job`` has of ``job``, by field; empty if Slurm does not answer in `_ASK_SECONDS`."""
     deadline = time.monotonic() + _ASK_SECONDS
@@ -287,18 +271,12 @@ def show_job(job: str) -> dict[str, str]:
     return dict(part.split("=", 1) for part in answer.stdout.split() if "=" in part)
 
 
-def ended_by_slurm(shown: Mapping[str, str]) -> bool:
-    """Return whether Slurm ends a job for its time limit or for another user's job, as opposed to a person."""
-    preempted = shown.get("PreemptTime", "None") != "None"
-    return preempted or shown.get("JobState") in ("TIMEOUT", "PREEMPTED")
-
-
 def main(folder: str) -> int:
     """Run the driver job of the workflow in ``folder``, and return its exit status."""
     configure_logging()
     driver = DriverDir(Path(folder))
     job = DriverJob(driver, os.environ["SLURM_JOB_ID"], Workflow.read(driver.workflow), restarts())
-    job.signals.catch()
+    job.catch_signals()
     leave_job(os.environ)
     try:
         return job.run()

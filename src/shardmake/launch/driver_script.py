@@ -13,9 +13,9 @@ from shardmake.config.models import Cluster, Slurm
 from shardmake.config.slurm_options import JobKind
 from shardmake.config.values import minutes
 from shardmake.core.errors import ConfigError, SlurmError
-from shardmake.launch.slurm_jobs import TRANSIENT, run_slurm, submit_with_retry
+from shardmake.launch.slurm_jobs import TRANSIENT, list_jobs, run_slurm, submit_with_retry
 from shardmake.launch.slurm_request import SlurmRequest
-from shardmake.launch.slurm_states import JobStatus, parse_rows
+from shardmake.launch.slurm_states import JobStatus
 from shardmake.launch.stage_jobs import ON_GPUS
 from shardmake.run.driver_job import DriverDir, DriverState, Workflow, driver_dirs
 from shardmake.run.paths import short_path
@@ -25,6 +25,7 @@ PREFIX: Final = "driver-"
 """Start of the names of driver jobs. It is not that of a training job, which would count towards trainings_per_user."""
 LEAD_SECONDS: Final = 600
 RULES_WITH_JOBS: Final = {f"{stage}_run" for stage in ("train", *ON_GPUS)}
+_PURPOSE = "list the jobs of the workflow"
 _LOCKS = Path(".snakemake/locks")
 _WAIT_SECONDS = 600
 _POLL_SECONDS = 2.0
@@ -100,7 +101,7 @@ def jobs_of(*names: str) -> dict[str, JobStatus]:
     Raises:
         SlurmError: Slurm does not answer.
     """
-    return _list_jobs("--all", f"--name={','.join(names)}")
+    return list_jobs(_PURPOSE, f"--name={','.join(names)}")
 
 
 def stage_jobs_of(name: str) -> list[str]:
@@ -109,17 +110,7 @@ def stage_jobs_of(name: str) -> list[str]:
     Raises:
         SlurmError: Slurm does not answer.
     """
-    return [job for job, status in _list_jobs("--all", "--me").items() if status.job_name.startswith(f"{name}_")]
-
-
-def _list_jobs(*options: str) -> dict[str, JobStatus]:
-    answer = run_slurm("squeue", "--noheader", *options, "--format=%i|%T|%R|%j")
-    if answer.returncode:
-        raise SlurmError(
-            f"Cannot list the jobs of the workflow: Slurm does not answer ({answer.stderr.strip()}). Run the same "
-            "command again once squeue works."
-        )
-    return parse_rows(answer.stdout)
+    return [job for job, status in list_jobs(_PURPOSE, "--me").items() if status.job_name.startswith(f"{name}_")]
 
 
 def cancel_stage_jobs(name: str) -> None:
@@ -129,27 +120,23 @@ def cancel_stage_jobs(name: str) -> None:
         SlurmError: They do not end, or Slurm does not answer, for ten minutes.
     """
     deadline = time.monotonic() + _WAIT_SECONDS
-    while left := _jobs_or_error(name):
-        if isinstance(left, list):
+    while True:
+        try:
+            left = stage_jobs_of(name)
+        except SlurmError as error:
+            trouble = error
+        else:
+            if not left:
+                return
+            trouble = SlurmError(
+                f"Jobs of stages do not end: {', '.join(left)}. Two jobs would write the same results. Cancel them "
+                "(scancel), and run `shardmake submit` again."
+            )
             logger.info("Cancelling the jobs of stages whose Snakemake was killed: %s.", ", ".join(left))
             run_slurm("scancel", *left)
         if time.monotonic() > deadline:
-            raise (
-                left
-                if isinstance(left, SlurmError)
-                else SlurmError(
-                    f"Jobs of stages do not end: {', '.join(left)}. Two jobs would write the same results. Cancel them "
-                    "(scancel), and run `shardmake submit` again."
-                )
-            )
+            raise trouble
         time.sleep(_POLL_SECONDS)
-
-
-def _jobs_or_error(name: str) -> list[str] | SlurmError:
-    try:
-        return stage_jobs_of(name)
-    except SlurmError as error:
-        return error
 
 
 def remove_locks(runs: Collection[str]) -> None:

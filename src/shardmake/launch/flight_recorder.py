@@ -71,16 +71,6 @@ class CollectiveHang:
     missing: frozenset[int] = frozenset()
     """Ranks that did not join the collective, and that wait in no other one."""
 
-    def as_line(self) -> str:
-        """Return this as one line of JSON."""
-        return json.dumps({"message": self.message, "missing": sorted(self.missing)})
-
-    @classmethod
-    def from_line(cls, line: str) -> "CollectiveHang":
-        """Return what `as_line` returned for; nothing for an empty line."""
-        found = json.loads(line or "{}")
-        return cls(found.get("message", ""), frozenset(found.get("missing", ())))
-
 
 def analyse_dumps(folder: AttemptDir) -> CollectiveHang:
     """Return the collective that the ranks hang in.
@@ -93,7 +83,8 @@ def analyse_dumps(folder: AttemptDir) -> CollectiveHang:
     with (folder.stacks / "nccl-analysis.txt").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         printed = (wait_for_output(process, ANALYSIS_SECONDS) or "").splitlines()
-        return CollectiveHang.from_line(printed[-1] if printed else "")  # torch's tool may print before it
+    message, missing = json.loads(printed[-1]) if printed else ("", ())  # torch's tool may print before it
+    return CollectiveHang(message, frozenset(missing))
 
 
 def find_collective(dumps: Mapping[str, dict[str, Any]]) -> CollectiveHang:
@@ -176,7 +167,8 @@ def main(stacks: Path) -> None:
         except Exception as error:  # a rank was killed while it wrote its dump
             print(f"{path.name} is not a complete dump: {error}", file=sys.stderr)
     if dumps:
-        print(find_collective(dumps).as_line())
+        found = find_collective(dumps)
+        print(json.dumps([found.message, sorted(found.missing)]))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import re
 import runpy
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -55,20 +55,15 @@ class GpuStatus(NamedTuple):
     """PCIe lanes in use and of the GPU."""
 
 
-class TorchBuild(NamedTuple):
-    """The platforms that torch was built for; None for the others."""
+def installed_cuda() -> str | None:
+    """Return the CUDA version of the installed torch, such as 13.0; None for a build without CUDA.
 
-    cuda: str | None
-    """Version, such as 13.0."""
-    hip: str | None
-
-
-def installed_build() -> TorchBuild:
-    """Return the build of the installed torch, from the file that names it and without importing torch."""
+    It is read from the file that names it, without importing torch.
+    """
     spec = find_spec("torch")
     assert spec is not None and spec.origin is not None
-    values = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
-    return TorchBuild(values.get("cuda"), values.get("hip"))
+    version: str | None = runpy.run_path(str(Path(spec.origin).with_name("version.py"))).get("cuda")
+    return version
 
 
 def list_gpus() -> list[GpuStatus] | None:
@@ -157,16 +152,17 @@ def visible_gpus(gpus: Sequence[GpuStatus], visible: str | None) -> list[GpuStat
     if visible is None:
         return list(gpus)
     named = [name.strip() for name in visible.split(",")]
-    return [gpu for gpu in gpus if any(_names(name, gpu) for name in named)]
+    prefixes = tuple(name for name in named if name.startswith("GPU-"))
+    return [gpu for gpu in gpus if gpu.number in named or gpu.uuid.startswith(prefixes)]
 
 
 def _is_used(gpu: GpuStatus) -> bool:
     return gpu.used is not None and gpu.used > GPU_IDLE_BYTES
 
 
-def check_build(gpus: Sequence[GpuStatus], build: TorchBuild, check: str = "driver") -> list[Finding]:
-    """Return a finding if torch cannot use these GPUs; it holds for every node of this kind."""
-    misfits = ["torch is a build without CUDA"] if build.cuda is None else find_misfits(gpus, build.cuda)
+def check_build(gpus: Sequence[GpuStatus], cuda: str | None, check: str = "driver") -> list[Finding]:
+    """Return a finding if a torch for ``cuda`` cannot use these GPUs; it holds for every node of this kind."""
+    misfits = ["torch is a build without CUDA"] if cuda is None else find_misfits(gpus, cuda)
     if not misfits:
         return []
     usable = newest_build(gpus)
@@ -217,11 +213,6 @@ def _misfits(gpu: GpuStatus, cuda: str) -> Iterator[str]:
         yield f"a GPU has compute capability {gpu.capability}, and torch for CUDA {cuda} starts at {oldest}"
     if gpu.capability >= _BLACKWELL and version < _CUDA_OF_BLACKWELL:
         yield f"a GPU has compute capability {gpu.capability}, and torch for CUDA {cuda} has no code for it"
-
-
-def _names(name: str, gpu: GpuStatus) -> bool:
-    """Return whether ``name`` from ``CUDA_VISIBLE_DEVICES`` identifies ``gpu``."""
-    return name == gpu.number or (name.startswith("GPU-") and gpu.uuid.startswith(name))
 
 
 _LINK = "pci/pci_gpu_link_info/link_widths"
@@ -295,16 +286,16 @@ def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
-def check_nvidia_smi(visible: str | None, ranks: int, build: TorchBuild) -> Iterator[Finding]:
-    """Report driver, number and state of the GPUs; ``visible`` is ``CUDA_VISIBLE_DEVICES``."""
+def check_nvidia_smi(visible: str | None, ranks: int, cuda: str | None) -> Iterator[Finding]:
+    """Report driver, number and state of the GPUs; ``visible`` is ``CUDA_VISIBLE_DEVICES``, ``cuda`` that of torch."""
     gpus = list_gpus()
     if gpus is None:
         advice = f"Check that the job got GPUs (slurm.gpu_request, slurm.gpu_type). {EXCLUDE}"
         yield stops("GPUs", "nvidia-smi does not answer", advice)
         return
     if gpus:
-        fine = f"driver {gpus[0].driver}, torch for CUDA {build.cuda}"
-        yield from check_build(gpus, build) or [ok("driver", fine)]
+        fine = f"driver {gpus[0].driver}, torch for CUDA {cuda}"
+        yield from check_build(gpus, cuda) or [ok("driver", fine)]
     fine = f"{ranks} GPUs, idle and without memory errors"
     yield from check_gpus(gpus, visible, ranks) or [ok("GPUs", fine)]
     states = query_states()
@@ -321,55 +312,39 @@ def check_states(states: Sequence[GpuState], ranks: int) -> Iterator[Finding]:
     yield ok("GPU model", ", ".join(sorted({state.name for state in states})) or "no GPU is listed")
     if len({state.name for state in states}) > 1:
         yield warning("GPU model", "the GPUs of this node differ", "Use nodes with equal GPUs (slurm.gpu_type).")
-    yield from _check_settings(states, ranks)
-    yield from _check_defects(states)
+    slice_advice = "A process sees one slice: set gpu_memory_gib to its size."
+    if ranks > 1:
+        slice_advice = "A process sees one slice. Use processes_per_node: 1, or nodes without MIG."
+    for check, field, bad, problem, advice, verdict in _STATES:
+        values = [getattr(state, field) for state in states]
+        if numbers := [state.number for state, value in zip(states, values, strict=True) if value == bad]:
+            make = stops if field == "mig" and ranks > 1 else verdict
+            yield make(check, f"GPU {', '.join(numbers)}: {problem}", advice or slice_advice)
+        elif known := sum(map(bool, values)):
+            yield ok(check, f"nothing on {plural(known, 'GPU')}")
+        else:
+            yield not_checked(check, "the driver does not report it")
     yield _check_fabric(states)
 
 
-def _check_settings(states: Sequence[GpuState], ranks: int) -> Iterator[Finding]:
-    modes = {state.number: state.compute_mode for state in states}
-    prohibited = f"Ask your site to set the compute mode Default. {EXCLUDE}"
-    exclusive = "The network check uses a process of its own on each GPU. Ask your site for the compute mode Default."
-    yield _judge("compute mode", modes, "Prohibited", "no program can use it", prohibited, stops)
-    yield _judge("exclusive mode", modes, "Exclusive_Process", "one process at a time", exclusive)
-    mig = {state.number: state.mig for state in states}
-    if ranks > 1:
-        several = "A process sees one slice. Use processes_per_node: 1, or nodes without MIG."
-        yield _judge("MIG", mig, "Enabled", "enabled", several, stops)
-    else:
-        yield _judge("MIG", mig, "Enabled", "enabled", "A process sees one slice: set gpu_memory_gib to its size.")
-    slow = "Ask your site to run nvidia-persistenced. Starts take seconds longer without it."
-    persistence = {state.number: state.persistence for state in states}
-    yield _judge("persistence mode", persistence, "Disabled", "disabled: GPUs start slowly", slow)
-
-
-def _check_defects(states: Sequence[GpuState]) -> Iterator[Finding]:
-    errors = {state.number: state.memory_errors for state in states}
-    yield _judge("memory errors", errors, "yes", "uncorrected ECC errors", EXCLUDE, stops)
-    failed = {state.number: state.remap_failure for state in states}
-    yield _judge("row remapping", failed, "Yes", "failed: the GPU must be replaced", EXCLUDE, stops)
-    pending = {state.number: state.remap_pending for state in states}
-    reset = "Ask your site to reset the GPUs of this node."
-    yield _judge("pending remapping", pending, "Yes", "needs a reset of the GPU", reset)
-    hot = f"The hardware slows the GPU down because of heat or power. {EXCLUDE}"
-    slowed = {state.number: state.slowdown for state in states}
-    yield _judge("slowdown", slowed, "yes", "by the hardware", hot)
-    narrow = "Offload and loading are slower. Report it to your site."
-    lanes = {state.number: state.link for state in states}
-    yield _judge("PCIe width", lanes, "narrow", "fewer lanes than it has", narrow)
-
-
-def _judge(
-    check: str, values: Mapping[str, str], bad: str, problem: str, advice: str, verdict: MakeFinding = warning
-) -> Finding:
-    """Return a finding with the numbers of the GPUs whose value is ``bad``, or an ok finding."""
-    numbers = [number for number, value in values.items() if value == bad]
-    if numbers:
-        return verdict(check, f"GPU {', '.join(numbers)}: {problem}", advice)
-    known = sum(map(bool, values.values()))
-    if not known:
-        return not_checked(check, "the driver does not report it")
-    return ok(check, f"nothing on {plural(known, 'GPU')}")
+_PROHIBITED = f"Ask your site to set the compute mode Default. {EXCLUDE}"
+_EXCLUSIVE = "The network check uses a process of its own on each GPU. Ask your site for the compute mode Default."
+_PERSISTENCE = "Ask your site to run nvidia-persistenced. Starts take seconds longer without it."
+_RESET = "Ask your site to reset the GPUs of this node."
+_HOT = f"The hardware slows the GPU down because of heat or power. {EXCLUDE}"
+_NARROW = "Offload and loading are slower. Report it to your site."
+_STATES: tuple[tuple[str, str, str, str, str, MakeFinding], ...] = (
+    ("compute mode", "compute_mode", "Prohibited", "no program can use it", _PROHIBITED, stops),
+    ("exclusive mode", "compute_mode", "Exclusive_Process", "one process at a time", _EXCLUSIVE, warning),
+    ("MIG", "mig", "Enabled", "enabled", "", warning),
+    ("persistence mode", "persistence", "Disabled", "disabled: GPUs start slowly", _PERSISTENCE, warning),
+    ("memory errors", "memory_errors", "yes", "uncorrected ECC errors", EXCLUDE, stops),
+    ("row remapping", "remap_failure", "Yes", "failed: the GPU must be replaced", EXCLUDE, stops),
+    ("pending remapping", "remap_pending", "Yes", "needs a reset of the GPU", _RESET, warning),
+    ("slowdown", "slowdown", "yes", "by the hardware", _HOT, warning),
+    ("PCIe width", "link", "narrow", "fewer lanes than it has", _NARROW, warning),
+)
+"""Check, field of `GpuState`, its value that is a problem, the problem, advice (by the ranks for MIG) and verdict."""
 
 
 def _check_fabric(states: Sequence[GpuState]) -> Finding:

@@ -47,9 +47,11 @@ class Jobs(Protocol):
 
     def hosts(self, nodes: str) -> list[str]:
         """Return the names in ``nodes``, the nodes of a `JobStatus`; none if they are unknown."""
+        return []
 
     def down_hosts(self, hosts: Sequence[str]) -> list[str]:
         """Return those of ``hosts`` that are down or do not answer; none if that is unknown."""
+        return []
 
     def cancel_command(self, job: str) -> str:
         """Return the command that cancels the job."""
@@ -87,7 +89,7 @@ def attempt_settings(number: int, run_folder: Path, cluster: Cluster, plan: Plan
 
 
 @dataclass
-class LocalJobs:
+class LocalJobs(Jobs):
     """One worker process in a session of its own, so that it keeps running when the driver exits."""
 
     slowest_poll: ClassVar[float] = 1.0
@@ -141,14 +143,6 @@ class LocalJobs:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
         return JobStatus(JobState.ENDED)
-
-    def hosts(self, nodes: str) -> list[str]:
-        """See `Jobs`."""
-        return []
-
-    def down_hosts(self, hosts: Sequence[str]) -> list[str]:
-        """See `Jobs`."""
-        return []
 
     def cancel_command(self, job: str) -> str:
         """See `Jobs`."""

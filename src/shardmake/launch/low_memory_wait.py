@@ -1,9 +1,16 @@
-"""A driver that waits for Slurm, in as little memory as Python needs.
+"""A driver that waits for Slurm, in as little memory as Python needs, and one squeue query for all drivers of a user.
 
 A hundred waiting runs have a hundred drivers, and each would hold 35 MiB without using it. A driver waits while its
 job is pending, or while its user has enough trainings in the queue. It then replaces itself by this file, in an
-interpreter that loads next to nothing. When the wait is over, the driver starts again: its state is on disk. The run's
-lock stays held, because its file stays open. Waiting drivers share one squeue query every `SECONDS`.
+interpreter that loads next to nothing and no other file of the package. When the wait is over, the driver starts again:
+its state is on disk. The run's lock stays held, because its file stays open.
+
+All drivers of a user on this machine share one query: the first one whose snapshot is too old runs squeue for all of
+the user's jobs, and leaves the answer for the others. The slower Slurm answers, the longer an answer counts: together
+the drivers keep the controller busy for at most a twentieth of the time. But none waits longer than a minute: a query
+that was slow because the controller restarted must not hide what happened then.
+
+A snapshot is squeue's rows and a last line: ``answered SECONDS``, or ``failed SECONDS``.
 """
 
 import os
@@ -14,13 +21,13 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing costs more memory than all the rest
     from typing import NoReturn
 
-if __name__ == "__main__":  # started by path, without the package
-    sys.path.insert(0, os.path.dirname(__file__))  # noqa: PTH120
-    import squeue_cache  # type: ignore[import-not-found]  # pragma: no cover
-else:
-    from shardmake.launch import squeue_cache
-
 SECONDS = 20.0
+COMMAND = ("squeue", "--noheader", "--me", "--all", "--format=%i|%T|%R|%j")
+FRESH_SECONDS = 2.0
+FAILED_SECONDS = 10.0
+LONGEST_SECONDS = 60.0
+BUSY = 20
+_QUERY_SECONDS = 60
 _INTERRUPTED = 130
 """Exit status after Ctrl-C, as that of every command."""
 LOCK_VARIABLE = "SHARDMAKE_DRIVER_LOCK"
@@ -71,9 +78,7 @@ def await_start(job: str, snapshot: str) -> None:
 
     A shared snapshot may be older than the job, so a new query has to confirm it.
     """
-    while still_waits(job, squeue_cache.cached_squeue(snapshot, SECONDS)) or still_waits(
-        job, squeue_cache.cached_squeue(snapshot, 0)
-    ):
+    while still_waits(job, cached_squeue(snapshot, SECONDS)) or still_waits(job, cached_squeue(snapshot, 0)):
         time.sleep(SECONDS)
     os.environ[STARTED_VARIABLE] = job
 
@@ -112,15 +117,95 @@ def other_trainings(queue: str, name: str) -> list[str]:
 
 def claim_slot(name: str, limit: int, snapshot: str) -> bool:
     """Return whether ``name`` has a slot, and claim it in the snapshot: of many waiting drivers one continues."""
-    file = squeue_cache.open_snapshot(snapshot)
+    file = open_snapshot(snapshot)
     try:
-        queue = squeue_cache.read_queue(file, SECONDS)
+        queue = read_queue(file, SECONDS)
         has_slot = queue is not None and len(other_trainings(queue, name)) < limit
         if has_slot:
-            squeue_cache.add_row(file, f"0|CLAIMED||{name}")
+            add_row(file, f"0|CLAIMED||{name}")
     finally:
         os.close(file)
     return has_slot
+
+
+def cached_squeue(snapshot: str, max_age: float = FRESH_SECONDS) -> str | None:
+    """Return the user's queue, one ``ID|STATE|NODES or (REASON)|NAME`` a line; None if Slurm does not answer.
+
+    An answer counts for ``max_age`` seconds, and longer if Slurm is slow. With a ``max_age`` of 0 squeue always runs.
+    """
+    file = open_snapshot(snapshot)
+    try:
+        return read_queue(file, max_age)
+    finally:
+        os.close(file)
+
+
+def open_snapshot(snapshot: str) -> int:
+    """Open and lock the file of a snapshot; closing it releases the lock."""
+    import fcntl
+
+    file = os.open(snapshot, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return file
+
+
+def read_queue(file: int, max_age: float) -> str | None:
+    """Return the queue in a locked snapshot, after a new query if the snapshot is too old."""
+    rows, answered, seconds = _load(file)
+    if is_fresh(time.time() - os.fstat(file).st_mtime, max_age, seconds, answered):
+        return rows if answered else None
+    return _query(file)
+
+
+def add_row(file: int, row: str) -> None:
+    """Add a row to the queue in a locked snapshot, which makes the snapshot count from now."""
+    rows, answered, seconds = _load(file)
+    _save(file, f"{rows}{row}\n", answered, seconds or 0)
+
+
+def is_fresh(age: float, max_age: float, query_seconds: float | None, answered: bool) -> bool:
+    """Return whether a snapshot of ``age`` seconds still counts; ``query_seconds`` is None if there is none.
+
+    A failure counts as well, so that a controller in trouble is not flooded with queries.
+    """
+    if query_seconds is None or max_age == 0:
+        return False
+    pause = min(max(BUSY * query_seconds, 0 if answered else FAILED_SECONDS), LONGEST_SECONDS)
+    return 0 <= age < max(max_age, pause)
+
+
+def _load(file: int) -> tuple[str, bool, float | None]:
+    """Return rows, whether Slurm answered, and how long squeue took (None for an empty or incomplete snapshot)."""
+    rows, _, last = os.pread(file, 1 << 26, 0).decode(errors="replace").removesuffix("\n").rpartition("\n")
+    word, _, seconds = last.partition(" ")
+    return (rows, word == "answered", float(seconds)) if word in ("answered", "failed") else ("", False, None)
+
+
+def _save(file: int, rows: str, answered: bool, seconds: float) -> None:
+    """Replace the snapshot. On a full disk it stays incomplete, and the next driver runs squeue as well."""
+    try:
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"{rows}\n{'answered' if answered else 'failed'} {seconds:.3f}\n".encode(), 0)
+    except OSError:
+        pass
+
+
+def _query(file: int) -> str | None:
+    """Run squeue and save its answer."""
+    started = time.time()
+    reader, writer = os.pipe()
+    command = ["timeout", str(_QUERY_SECONDS), *COMMAND]
+    actions = [(os.POSIX_SPAWN_DUP2, writer, 1), (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0)]
+    pid = os.posix_spawnp(command[0], command, os.environ, file_actions=actions)
+    os.close(writer)
+    printed = b""
+    while chunk := os.read(reader, 1 << 16):
+        printed += chunk
+    os.close(reader)
+    answered = os.waitpid(pid, 0)[1] == 0
+    rows = printed.decode(errors="replace")
+    _save(file, rows, answered, time.time() - started)
+    return rows if answered else None
 
 
 def main(count: str, *words: str) -> None:

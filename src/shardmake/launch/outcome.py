@@ -30,18 +30,13 @@ class StepFailure:
 
 def step_failure(lines: Sequence[str]) -> StepFailure | None:
     """Return the failure that the last start of a job printed first; None if its workers ended by themselves."""
-    for line in _last_start(lines):
+    starts = [number for number, line in enumerate(lines) if line.startswith(WORKER_STARTS)]
+    for line in lines[starts[-1] :] if len(starts) > 1 else lines:
         if found := _NOT_STARTED.search(line):
             return StepFailure(found[1], found[2].strip(), None)
         if found := _TASK_ENDED.search(line):
             return None if found[3].startswith(_BY_ITSELF) else StepFailure(found[1], found[3].strip(), int(found[2]))
     return None
-
-
-def _last_start(lines: Sequence[str]) -> Sequence[str]:
-    """Return the lines from the last start on, if the job was restarted: earlier ones are about an earlier start."""
-    starts = [number for number, line in enumerate(lines) if line.startswith(WORKER_STARTS)]
-    return lines[starts[-1] :] if len(starts) > 1 else lines
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from shardmake.launch.gpus import (
     check_attention,
     check_build,
     check_gpus,
-    installed_build,
+    installed_cuda,
     list_released_gpus,
     slow_gpus,
     visible_gpus,
@@ -104,7 +104,7 @@ def _find_defects(folder: AttemptDir, attempt: Attempt, plan: Plan, report: Call
         for slow in slow_gpus(visible_gpus(gpus or [], visible)):
             report(f"preflight: warning: {slow.found}")
         attention = "sdpa" if isinstance(settings.program, ScriptProgram) else plan.workload.attention
-        unusable = [*check_build(gpus or [], installed_build()), *check_attention(gpus or [], attention)]
+        unusable = [*check_build(gpus or [], installed_cuda()), *check_attention(gpus or [], attention)]
         if unusable:
             raise PreflightError(unusable, blames_run=True)
         findings += check_gpus(gpus, visible, attempt.processes_per_node)

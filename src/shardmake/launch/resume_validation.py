@@ -73,20 +73,10 @@ def confirm_damage(folder: AttemptDir) -> str:
         return ""
     checkpoint = Path(resume_from)
     if checkpoint.exists():
-        if not _is_damaged(checkpoint, [name for node in found for name in node.damaged]):
+        record, names = read_record(checkpoint), {name for node in found for name in node.damaged} - {RECORD_NAME}
+        if record is not None and all(is_intact(record, checkpoint, name) for name in names):
             return ""
-        _discard(folder, checkpoint)
+        # The next attempt makes a converted checkpoint again. Any other is kept under another name.
+        converted = checkpoint.parent == folder.read().rundir.resharded.resolve()
+        (store.remove if converted else store.set_aside)(checkpoint)
     return f"{checkpoint.name} is damaged and was set aside. {found[0].host} found: {found[0].message}."
-
-
-def _is_damaged(checkpoint: Path, names: list[str]) -> bool:
-    record = read_record(checkpoint)
-    return record is None or any(name != RECORD_NAME and not is_intact(record, checkpoint, name) for name in names)
-
-
-def _discard(folder: AttemptDir, checkpoint: Path) -> None:
-    """Remove a converted checkpoint, which the next attempt converts again; keep any other under another name."""
-    if checkpoint.parent == folder.read().rundir.resharded.resolve():
-        store.remove(checkpoint)
-    else:
-        store.set_aside(checkpoint)

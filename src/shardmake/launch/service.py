@@ -17,16 +17,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from pydantic import Field
 
 from shardmake.config import models
 from shardmake.config.script_file import SERVICE_VARIABLES
 from shardmake.core.process import die_with_parent
-from shardmake.core.secrets import redact
+from shardmake.core.secrets import LogCopy, redact
 from shardmake.core.units import plural
-from shardmake.launch.log_copy import LogCopy
 from shardmake.launch.rendezvous import choose_address, listen
 from shardmake.run.attempt import Attempt, AttemptDir, host_name
 from shardmake.run.record import RunFile
@@ -43,7 +42,7 @@ _END_SECONDS = 10.0
 _LATER_SECONDS = 60.0
 """How much longer than the service's own limit a training node waits: its worker may start later."""
 _IGNORED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
-"""Signals that ask the ranks to save and stop, for which they need the service."""
+"""Signals that ask a job to save and stop: the worker handles them, and the ranks need the service until they saved."""
 
 
 class ServiceError(RuntimeError):
@@ -99,17 +98,10 @@ class Service:
         print(_heading(self.attempt, self.node_rank, variables, command), file=self.log, flush=True)
         environment = {**environment, **variables}
         started = time.monotonic()
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_leave_signals_to_worker,
+        log = self.folder.log(self.node_rank)
+        process, self.output = start_program(
+            command, environment, log, stdin=subprocess.DEVNULL, start_new_session=True
         )
-        assert process.stdout is not None, "it is a pipe"
-        self.output = LogCopy(process.stdout, self.folder.log(self.node_rank), environment)
         try:
             if self._is_ready(process, address, port):
                 seconds = time.monotonic() - started
@@ -230,12 +222,9 @@ def wait_for_services(folder: AttemptDir, attempt: Attempt) -> dict[str, str] | 
 def service_variables(services: Sequence[ServiceAddress]) -> dict[str, str]:
     """Return the variables of the ranks: address and port of the first service, and ``ADDRESS:PORT`` of all."""
     first = services[0]
-    addresses = ",".join(f"{_bracketed(one.address)}:{one.port}" for one in services)
+    hosts = [f"[{one.address}]" if ":" in one.address else one.address for one in services]
+    addresses = ",".join(f"{host}:{one.port}" for host, one in zip(hosts, services, strict=True))
     return dict(zip(SERVICE_VARIABLES, (first.address, str(first.port), addresses), strict=True))
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
 
 
 def _connects(folder: AttemptDir, service: ServiceAddress, log: Path) -> bool:
@@ -298,11 +287,20 @@ def _address_file(folder: AttemptDir, start: int, node_rank: int) -> Path:
     return folder.services / f"start-{start}-node-{node_rank}.json"
 
 
-def _leave_signals_to_worker() -> None:
-    """Run in the child before exec: ignore the signals by which a job is asked to save, and die with the worker."""
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
-    die_with_parent()
+def start_program(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, **options: Any
+) -> tuple[subprocess.Popen[bytes], LogCopy]:
+    """Start the ranks or the service of a node: it leaves the job's signals to the worker, and ends with the worker."""
+
+    def before_exec() -> None:
+        for number in _IGNORED:
+            signal.signal(number, signal.SIG_IGN)
+        die_with_parent()
+
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=before_exec, **options
+    )
+    return process, LogCopy(process, log, environment)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -23,6 +23,7 @@ from shardmake.core.errors import SlurmError, TooFewNodesError
 from shardmake.core.permissions import private_folder
 from shardmake.launch.container import JobContainer, job_container
 from shardmake.launch.jobs import ActiveJob, job_name
+from shardmake.launch.low_memory_wait import cached_squeue
 from shardmake.launch.slurm_request import SlurmRequest
 from shardmake.launch.slurm_states import (
     JobState,
@@ -30,9 +31,7 @@ from shardmake.launch.slurm_states import (
     is_no_such_job,
     parse_rows,
     parse_scontrol,
-    parse_state,
 )
-from shardmake.launch.squeue_cache import cached_squeue
 from shardmake.run.attempt import AttemptDir, attempt_of_script, claim
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
@@ -46,6 +45,10 @@ TRANSIENT = re.compile(
     re.IGNORECASE,
 )
 """Text of sbatch when Slurm does not answer for the moment, as opposed to a rejected job."""
+_EXCLUDED = (
+    " Excluded nodes: {nodes}, because they failed before (see the attempts' index.json). Fix these nodes and run the "
+    "same command again, which includes them again."
+)
 CONTAINER_SIGNAL = "URG"
 """Signal before the time limit of a job in a container.
 
@@ -87,7 +90,8 @@ class SlurmJobs:
                         "works. It adopts the job if Slurm has accepted it nevertheless."
                     ) from None
                 kind = TooFewNodesError if excluded and TOO_FEW_NODES.search(str(error)) else SlurmError
-                raise kind(f"Slurm rejected the job: {error}{_excluded_note(excluded)}") from None
+                nodes = _EXCLUDED.format(nodes=", ".join(excluded)) if excluded else ""
+                raise kind(f"Slurm rejected the job: {error}{nodes}") from None
 
         def find() -> str | None:
             return next((job for job, attempt in self._list_active() if attempt == folder), None)
@@ -121,13 +125,11 @@ class SlurmJobs:
 
     def _list_active(self) -> list[tuple[str, AttemptDir | None]]:
         """Return the queued and running jobs of the run with their attempts."""
-        command = ("squeue", "--noheader", "--me", "--all", "--format=%i|%T|%o")
-        queue = _list_jobs(self.run_folder, f"{self.run_folder.name} has a job", command)
-        rows = [line.split("|", 2) for line in queue.splitlines() if line.count("|") >= 2]
+        question, name = f"check whether {self.run_folder.name} has a job", job_name(self.run_folder)
         return [
-            (job, attempt_of_script(Path(script)))
-            for job, state, script in rows
-            if parse_state(state)[0] is not JobState.ENDED
+            (job, attempt_of_script(Path(status.script)))
+            for job, status in list_jobs(question, "--me", f"--name={name}").items()
+            if status.state is not JobState.ENDED
         ]
 
     def status(self, job: str) -> JobStatus:
@@ -188,20 +190,23 @@ class SlurmJobs:
 
 def job_owners(run_folder: Path) -> dict[str, str]:
     """Return the users, by job id, of every queued or running job of the run."""
-    command = ("squeue", "--noheader", "--all", "--format=%i|%u")
-    queue = _list_jobs(run_folder, f"another member trains {run_folder.name}", command)
-    return dict(line.split("|") for line in queue.split())
+    question = f"check whether another member trains {run_folder.name}"
+    return {job: status.user for job, status in list_jobs(question, f"--name={job_name(run_folder)}").items()}
 
 
-def _list_jobs(run_folder: Path, question: str, command: Sequence[str]) -> str:
-    """Return the rows of the squeue ``command`` for the jobs of the run; ``question`` is what they answer."""
-    answer = run_slurm(*command, f"--name={job_name(run_folder)}")
+def list_jobs(purpose: str, *options: str) -> dict[str, JobStatus]:
+    """Return the jobs that squeue lists with ``options``, by id.
+
+    Raises:
+        SlurmError: Slurm does not answer; the message names the ``purpose``, such as `list the jobs`.
+    """
+    answer = run_slurm("squeue", "--noheader", "--all", *options, "--format=%i|%T|%R|%j|%S|%u|%o")
     if answer.returncode != 0:
         raise SlurmError(
-            f"Cannot check whether {question}: Slurm does not answer ({answer.stderr.strip()}). Run the same command "
-            "again once squeue works."
+            f"Cannot {purpose}: Slurm does not answer ({answer.stderr.strip()}). Run the same command again once "
+            "squeue works."
         )
-    return answer.stdout
+    return parse_rows(answer.stdout)
 
 
 def submit_with_retry(
@@ -240,15 +245,6 @@ def _cancel_superfluous(job: str) -> None:
 def _task_command(executor: Any, folder: AttemptDir) -> str:
     """Return the command of each task of a job for the attempt in ``folder``."""
     return f"{executor.python} -u -m shardmake.launch.slurm_task {shlex.quote(str(folder.root))}"
-
-
-def _excluded_note(excluded: Sequence[str]) -> str:
-    if not excluded:
-        return ""
-    return (
-        f" Excluded nodes: {', '.join(excluded)}, because they failed before (see the attempts' index.json). Fix these "
-        "nodes and run the same command again, which includes them again."
-    )
 
 
 def make_executor(folder: Path, request: SlurmRequest, container: JobContainer | None) -> Any:

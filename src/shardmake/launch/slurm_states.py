@@ -31,6 +31,9 @@ class JobStatus:
     cancelled_by: str = ""
     expected_start: str = ""
     """Slurm's estimate for a pending job, as squeue prints it (``%S``); empty or ``N/A`` if there is none."""
+    user: str = ""
+    script: str = ""
+    """Path of the batch script."""
 
 
 _NAMES = {
@@ -50,17 +53,16 @@ def parse_state(text: str) -> tuple[JobState, str]:
 
 
 def parse_rows(text: str) -> dict[str, JobStatus]:
-    """Return the status by job id from rows ``ID|STATE|NODES|NAME`` of squeue or sacct; ``|START`` may follow.
+    """Return the status by job id from rows ``ID|STATE|NODES|NAME|START|USER|SCRIPT``, or only the first four.
 
     Steps (``12.0``, ``12.batch``) are skipped. If sacct lists a requeued job twice, the last row counts.
     """
     found: dict[str, JobStatus] = {}
     for line in text.splitlines():
-        fields = line.strip().split("|", 3)
-        if len(fields) == 4 and fields[0].isdigit():
-            job, state, nodes, rest = fields
-            job_name, _, start = rest.partition("|")
-            found[job] = JobStatus(*parse_state(state), nodes, job_name, state.partition(" by ")[2], start)
+        fields = line.strip().split("|", 6)
+        if len(fields) >= 4 and fields[0].isdigit():
+            job, state, nodes, name, *others = fields
+            found[job] = JobStatus(*parse_state(state), nodes, name, state.partition(" by ")[2], *others)
     return found
 
 

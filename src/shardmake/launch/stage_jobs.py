@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Final
 
 from shardmake.config.models import Cluster, Run
@@ -50,21 +50,13 @@ class _JobResources(dict[str, str | int]):
     __getattr__ = dict.__getitem__
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A job as the executor reads it to build its command."""
-
-    resources: _JobResources
-    threads: int
-
-
 def sbatch_command(stage: str, run: Run, cluster: Cluster, planned: Resources) -> str:
     """Return the executor's own sbatch command for the job of a stage, as a line of shell without the job's program."""
     from snakemake_executor_plugin_slurm.submit_string import get_submit_command
     from snakemake_executor_plugin_slurm.utils import set_gres_string
 
     resources = _JobResources(job_resources(stage, run, cluster), mem_mb=1024 * planned.memory_gib)
-    job = _Job(resources, planned.cpus)
+    job = SimpleNamespace(resources=resources, threads=planned.cpus)
     places = {"account": "-A", "partition": "-p"}
     given = {
         name: f"{option} {shlex.quote(str(resources[f'slurm_{name}']))}" if f"slurm_{name}" in resources else ""

@@ -16,14 +16,13 @@ from shardmake.core.errors import StopRequestedError, TooFewNodesError
 from shardmake.core.units import plural
 from shardmake.launch import user_script
 from shardmake.launch.jobs import attempt_settings, job_name
-from shardmake.launch.low_memory_wait import PREFIX, SECONDS, other_trainings, wait_until_slot
+from shardmake.launch.low_memory_wait import PREFIX, SECONDS, cached_squeue, other_trainings, wait_until_slot
 from shardmake.launch.resume import resume_checkpoint
 from shardmake.launch.slurm_jobs import waiting_snapshot
-from shardmake.launch.squeue_cache import cached_squeue
 from shardmake.launch.training import Training
 from shardmake.render.stage import copy_rendered
 from shardmake.run import set_aside
-from shardmake.run.attempt import Attempt, AttemptDir, SubmittedJob
+from shardmake.run.attempt import AttemptDir, SubmittedJob
 from shardmake.run.attempt_history import excluded_nodes, next_fallback, suspected_nodes
 from shardmake.run.disk_budget import check_run, checkpoint_size
 from shardmake.run.paths import RunDir, short_path
@@ -37,17 +36,31 @@ WaitUntilSlot = Callable[[list[str] | None], NoReturn]
 def submit(training: Training) -> SubmittedJob:
     """Submit the next attempt and record its job."""
     check_stop_file(training.rundir)
-    if training.uses_slurm:
-        limit, wait = training.cluster.trainings_per_user, partial(_wait_for_slot, training, None)
-        require_slot(job_name(training.rundir.root), limit, wait)
-    check_run(training.rundir)
     number = training.last_attempt() + 1
     folder = AttemptDir(training.attempt_dir(number).root.resolve())
+    wait = partial(_wait_for_slot, training, folder)
+    slot = job_name(training.rundir.root), training.cluster.trainings_per_user, wait
+    if training.uses_slurm:
+        require_slot(*slot)
+    check_run(training.rundir)
     training.rundir.train_receipt.unlink(missing_ok=True)
-    plan = _write_configuration(training, folder)
+    plan = training.current_plan()
+    plan.write(folder.plan)
+    fallback = next_fallback(training.attempts, training.plan_digest)
+    copy_rendered(training.rundir, training.plan, fallback, folder.root)
     checkpoint = _prepare_resume(training, folder, plan)
-    _settings(training, number, plan, checkpoint).write(folder.settings)
-    with _slot(training, folder):
+    attempt_settings(
+        number,
+        training.rundir.root,
+        training.cluster,
+        plan,
+        resume_from=str(checkpoint) if checkpoint else None,
+        settings_digest=training.settings_digest,
+        result_settings=training.result_settings,
+        plan_digest=training.plan_digest,
+        checkpoint_bytes=checkpoint_size(training.rundir, training.run.checkpoints.most(training.run.max_steps)),
+    ).write(folder.settings)
+    with submission_slot(*slot) if training.uses_slurm else contextlib.nullcontext():
         id = _submit_without_failed_nodes(training, folder, plan)
         job = SubmittedJob(id=id, attempt=number, submitted=time.time())
         job.write(training.rundir.job)
@@ -83,15 +96,6 @@ def _submit_without_failed_nodes(training: Training, folder: AttemptDir, plan: P
             logger.warning("Slurm has too few nodes without %s. Including it again, because its checks passed.", node)
 
 
-def _write_configuration(training: Training, folder: AttemptDir) -> Plan:
-    """Write the files that this attempt runs with to its folder."""
-    plan = training.current_plan()
-    plan.write(folder.plan)
-    fallback = next_fallback(training.attempts, training.plan_digest)
-    copy_rendered(training.rundir, training.plan, fallback, folder.root)
-    return plan
-
-
 def _prepare_resume(training: Training, folder: AttemptDir, plan: Plan) -> Path | None:
     """Return the checkpoint to resume from. A user's script finds its own."""
     if training.run.script:
@@ -103,33 +107,10 @@ def _prepare_resume(training: Training, folder: AttemptDir, plan: Plan) -> Path 
     return checkpoint
 
 
-def _settings(training: Training, number: int, plan: Plan, checkpoint: Path | None) -> Attempt:
-    return attempt_settings(
-        number,
-        training.rundir.root,
-        training.cluster,
-        plan,
-        resume_from=str(checkpoint) if checkpoint else None,
-        settings_digest=training.settings_digest,
-        result_settings=training.result_settings,
-        plan_digest=training.plan_digest,
-        checkpoint_bytes=checkpoint_size(training.rundir, training.run.checkpoints.most(training.run.max_steps)),
-    )
-
-
-def _slot(training: Training, folder: AttemptDir) -> contextlib.AbstractContextManager[None]:
-    """Hold a slot in the queue; wait for one, without the attempt in ``folder``, if another driver took the last."""
-    if not training.uses_slurm:
-        return contextlib.nullcontext()
-    limit, wait = training.cluster.trainings_per_user, partial(_wait_for_slot, training, folder)
-    return submission_slot(job_name(training.rundir.root), limit, wait)
-
-
-def _wait_for_slot(training: Training, unused: AttemptDir | None, ahead: list[str] | None) -> NoReturn:
-    """Report once whose trainings are ahead, and become a process that waits in low memory."""
+def _wait_for_slot(training: Training, unused: AttemptDir, ahead: list[str] | None) -> NoReturn:
+    """Report once whose trainings are ahead, and become a process that waits in low memory, without the attempt."""
     limit, stop_file = training.cluster.trainings_per_user, str(training.rundir.stop_file.resolve())
-    if unused:
-        shutil.rmtree(unused.root)
+    shutil.rmtree(unused.root, ignore_errors=True)
     if not training.has_waited:
         logger.info(waiting_message(ahead, training.rundir.name, limit))
     wait_until_slot(job_name(training.rundir.root), limit, stop_file, training.lock, str(waiting_snapshot()))

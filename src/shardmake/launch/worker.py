@@ -28,7 +28,6 @@ from shardmake.core.process import die_with_parent, wait_for_output
 from shardmake.core.secrets import redact
 from shardmake.core.temporary import temporary_folder
 from shardmake.launch.flight_recorder import recorder_variables
-from shardmake.launch.log_copy import LogCopy
 from shardmake.launch.preflight import PreflightError, check_node
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError, address_file, run_rendezvous, wait_for_address
 from shardmake.launch.resume import prepare_restart, read_settings
@@ -39,6 +38,7 @@ from shardmake.launch.service import (
     ServiceError,
     service_address,
     service_settings,
+    start_program,
     training_interface,
     wait_for_services,
 )
@@ -53,7 +53,6 @@ OTHERS_SECONDS = 120.0
 """How long a failed node waits for the exit records of the others, which may collect stacks first."""
 _ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 """Variables that configure torch's allocator; torch reads the second one first."""
-_IGNORED_BY_RANKS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
 _COUNTERS = {"": ("", "memory.events"), "memory": ("memory", "memory.oom_control")}
 """Folder and file below the mount point, for cgroup v2 and v1, by the controller in ``/proc/self/cgroup``."""
 
@@ -223,15 +222,7 @@ def _run_ranks(
         beats = pipes / "heartbeat"
         watchdog = Watchdog(folder, ranks, attempt.world_size, attempt.hang_seconds, beats)
         environment = _inherited_environment() | recorder | variables | {HEARTBEATS_VARIABLE: str(beats)}
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            preexec_fn=_leave_signals_to_worker,
-        )
-        assert process.stdout is not None, "it is a pipe"
-        output = LogCopy(process.stdout, folder.log(node.rank), environment)
+        process, output = start_program(command, environment, folder.log(node.rank))
         try:
             return _wait(process, watchdog, pipes, kernels)
         finally:
@@ -303,13 +294,6 @@ def _inherited_environment() -> dict[str, str]:
     return inherited | {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"}
 
 
-def _leave_signals_to_worker() -> None:
-    """Run in the child before exec: ignore the worker's signals, and die with the worker."""
-    for number in _IGNORED_BY_RANKS:
-        signal.signal(number, signal.SIG_IGN)
-    die_with_parent()
-
-
 def _heading(
     command: list[str], variables: dict[str, str], rendezvous: Rendezvous, attempt: Attempt, node: WorkerNode
 ) -> str:
@@ -330,13 +314,10 @@ def oom_kills(processes: Path = Path("/proc/self/cgroup"), mount: Path = Path("/
         for controller in controllers.split(","):
             if controller in _COUNTERS:
                 folder, name = _COUNTERS[controller]
-                kills += _count(mount / folder / path.lstrip("/") / name)
+                file = mount / folder / path.lstrip("/") / name
+                counts = re.findall(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE) if file.is_file() else []
+                kills += sum(map(int, counts))
     return kills
-
-
-def _count(file: Path) -> int:
-    found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE) if file.is_file() else None
-    return int(found[1]) if found else 0
 
 
 def run_here(attempt_folder: Path, rank: int) -> int:

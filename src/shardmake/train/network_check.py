@@ -124,7 +124,9 @@ def _send_result(work: Callable[[], list[Finding]], sender: Connection) -> None:
 def _check(settings: CheckSettings) -> list[Finding]:
     rank, world_size, deadline = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), settings.deadline
     if not settings.on_cpu:
-        _write_nccl_log(settings.nccl_log)
+        if settings.nccl_log is not None and "NCCL_DEBUG" not in os.environ:  # this process ends with the check
+            debug = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,GRAPH"}
+            os.environ |= debug | {"NCCL_DEBUG_FILE": str(settings.nccl_log)}
         _check_gpu(rank)
     store = _connect_store(deadline)
     store.set(f"joined-{rank}", "")
@@ -143,12 +145,6 @@ def _check(settings: CheckSettings) -> list[Finding]:
         raise explained from error
     dist.destroy_process_group()
     return findings
-
-
-def _write_nccl_log(file: Path | None) -> None:
-    """Let NCCL write its messages about the set-up to ``file``; this process ends with the check."""
-    if file is not None and "NCCL_DEBUG" not in os.environ:
-        os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,GRAPH", "NCCL_DEBUG_FILE": str(file)}
 
 
 def _check_gpu(rank: int) -> None:
@@ -214,9 +210,7 @@ def measure_network(store: Any, settings: CheckSettings) -> list[Finding]:
     rank, world_size, deadline = dist.get_rank(), dist.get_world_size(), settings.deadline
     size = _choose_size(settings.on_cpu, deadline)
     tensor = torch.ones(size // 4, device=device_of_rank(settings.on_cpu))
-    seconds = _time_all_reduce(tensor, deadline)
-    if tensor[0].item() != world_size:
-        raise ArithmeticError(f"the all-reduce over {world_size} ranks returned {tensor[0].item()}")
+    seconds = all_reduce_seconds(tensor, deadline)
     findings = []
     if world_size > int(os.environ["LOCAL_WORLD_SIZE"]):
         findings.append(describe_bandwidth(seconds, size, world_size, settings.between_nodes))
@@ -232,7 +226,7 @@ def _choose_size(on_cpu: bool, deadline: float) -> int:
         return _CPU_BYTES
     device = device_of_rank(on_cpu)
     probe = torch.ones(GPU_BYTES // 4, device=device)
-    own = message_size(torch.cuda.mem_get_info(device)[0], _time_all_reduce(probe, deadline))
+    own = message_size(torch.cuda.mem_get_info(device)[0], all_reduce_seconds(probe, deadline))
     agreed = torch.tensor([own], device=device)
     _finish(dist.all_reduce(agreed, op=dist.ReduceOp.MIN, async_op=True), agreed, deadline)
     return int(agreed.item())
@@ -244,27 +238,43 @@ def message_size(free: int, probe_seconds: float) -> int:
     return 1 << (max(fitting, GPU_BYTES).bit_length() - 1)
 
 
-def _time_all_reduce(tensor: torch.Tensor, deadline: float, group: Any = None) -> float:
-    """Return the seconds of an all-reduce of ones; the first one, which opens the connections, does not count."""
+def all_reduce_seconds(tensor: torch.Tensor, deadline: float, group: Any = None) -> float:
+    """Return the seconds of an all-reduce over ``group``; the first one, which opens the connections, does not count.
+
+    Raises:
+        ArithmeticError: the sum of ones is not the number of ranks.
+        TimeoutError: one all-reduce takes longer than ``deadline`` seconds.
+    """
     _all_reduce(tensor.fill_(1), deadline, group)
+    ranks, total = dist.get_world_size(group), tensor[-1].item()
+    if total != ranks:
+        raise ArithmeticError(f"the all-reduce over {ranks} ranks returned {total}")
     started = time.perf_counter()
     for _ in range(_REPEATS):
-        _all_reduce(tensor.fill_(1), deadline, group)
+        _all_reduce(tensor, deadline, group)
     return (time.perf_counter() - started) / _REPEATS
 
 
-def _bus_bandwidth(seconds: float, size: int, ranks: int) -> float:
+def bus_bandwidth(seconds: float, size: int, ranks: int) -> float:
+    """Return the bytes per second of an all-reduce of ``size`` bytes; 2 (n - 1) / n of them cross each rank's link."""
     return 2 * (ranks - 1) / ranks * size / seconds
 
 
 def describe_bandwidth(seconds: float, size: int, world_size: int, planned: float | None) -> Finding:
-    """Return the bus bandwidth of an all-reduce of ``size`` bytes; 2 (n - 1) / n of them cross each rank's link."""
-    bandwidth = _bus_bandwidth(seconds, size, world_size)
-    line = f"all-reduce of {size >> 20} MiB over {world_size} ranks at {bandwidth / 1e9:.2f} GB/s"
+    """Return the bus bandwidth of an all-reduce over all ranks."""
+    reference, advice = "the {} GB/s of the cluster file", "Check the network of these nodes."
+    return _compare(f"{world_size} ranks", seconds, size, world_size, planned, reference, advice)
+
+
+def _compare(
+    over: str, seconds: float, size: int, ranks: int, planned: float | None, reference: str, advice: str
+) -> Finding:
+    """Return the bandwidth, as a warning with the planned one in ``reference`` if it is far below that."""
+    bandwidth = bus_bandwidth(seconds, size, ranks)
+    line = f"all-reduce of {size >> 20} MiB over {over} at {bandwidth / 1e9:.2f} GB/s"
     if planned is None or bandwidth >= MIN_BANDWIDTH * planned:
         return ok("network", line)
-    found = f"{line}, far below the {planned / 1e9:.1f} GB/s of the cluster file"
-    return warning("network", found, "Check the network of these nodes.")
+    return warning("network", f"{line}, far below {reference.format(f'{planned / 1e9:.1f}')}", advice)
 
 
 def _compare_nodes(store: Any, tensor: torch.Tensor, settings: CheckSettings) -> list[Finding]:
@@ -274,9 +284,10 @@ def _compare_nodes(store: Any, tensor: torch.Tensor, settings: CheckSettings) ->
         return []
     nodes = dist.get_world_size() // ranks
     group = dist.new_subgroups(ranks)[0] if nodes > 1 else None
-    seconds = _time_all_reduce(tensor, settings.deadline, group)
+    seconds = all_reduce_seconds(tensor, settings.deadline, group)
     if os.environ["LOCAL_RANK"] == "0":
-        pairs = 0 if settings.on_cpu else _pairs_without_peer_access(ranks)
+        devices = permutations(range(0 if settings.on_cpu else ranks), 2)
+        pairs = sum(not torch.cuda.can_device_access_peer(one, other) for one, other in devices)
         store.set(f"within-{dist.get_rank() // ranks}", f"{seconds} {pairs} {host_name()}")
     if dist.get_rank():
         return []
@@ -286,22 +297,14 @@ def _compare_nodes(store: Any, tensor: torch.Tensor, settings: CheckSettings) ->
     return [describe_node(float(slowest[0]), int(slowest[1]), slowest[2], tensor.nbytes, ranks, planned)]
 
 
-def _pairs_without_peer_access(gpus: int) -> int:
-    """Return how many ordered pairs of this node's GPUs cannot access each other's memory."""
-    return sum(not torch.cuda.can_device_access_peer(one, other) for one, other in permutations(range(gpus), 2))
-
-
 def describe_node(seconds: float, pairs: int, host: str, size: int, ranks: int, planned: float | None) -> Finding:
     """Return the bandwidth within ``host``, the slowest node, with ``pairs`` of GPUs that lack peer-to-peer access."""
-    bandwidth = _bus_bandwidth(seconds, size, ranks)
-    line = f"all-reduce of {size >> 20} MiB over the {ranks} ranks of {host} at {bandwidth / 1e9:.2f} GB/s"
-    if planned is None or bandwidth >= MIN_BANDWIDTH * planned:
-        return ok("network", line)
     reason = "The GPUs may exchange data over PCIe instead of NVLink."
     if pairs:
         reason = f"{pairs} pairs of GPUs have no peer-to-peer access (P2P) and exchange data through host memory."
-    found = f"{line}, far below {planned / 1e9:.1f} GB/s (intra_node_gbps, else that of the GPU model)"
-    return warning("network", found, f"{reason} `nvidia-smi topo -m` shows how the GPUs are connected.")
+    reference = "{} GB/s (intra_node_gbps, else that of the GPU model)"
+    advice = f"{reason} `nvidia-smi topo -m` shows how the GPUs are connected."
+    return _compare(f"the {ranks} ranks of {host}", seconds, size, ranks, planned, reference, advice)
 
 
 def _compare_links(store: Any, tensor: torch.Tensor, deadline: float) -> list[Finding]:

@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from shardmake.commands import status
 from shardmake.commands.status import describe, read_state, read_states
 from shardmake.config.models import Cluster, Config, Run
+from shardmake.launch import slurm_jobs
 from shardmake.launch.jobs import LocalJobs, _process_id, job_name
 from shardmake.launch.slurm_states import JobState, JobStatus, parse_rows
 from shardmake.run.attempt import AttemptDir, SubmittedJob
@@ -73,7 +73,9 @@ def training(finished: RunDir) -> RunDir:
 def answer(monkeypatch: pytest.MonkeyPatch, rundir: RunDir, state: str, nodes: str) -> None:
     """Let squeue list the run's job."""
     rows = f"12|{state}|{nodes}|{job_name(rundir.root)}\n"
-    monkeypatch.setattr(status, "run_slurm", lambda *_: subprocess.CompletedProcess([], 0, rows if state else "", ""))
+    monkeypatch.setattr(
+        slurm_jobs, "run_slurm", lambda *_: subprocess.CompletedProcess([], 0, rows if state else "", "")
+    )
 
 
 def row_of(rundir: RunDir, cluster: Cluster = SLURM, **changes: Any) -> RunState:
@@ -170,7 +172,7 @@ def test_a_job_that_does_not_run(
 
 def test_a_start_that_slurm_does_not_know(training: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = f"12|PENDING|(Priority)|{job_name(training.root)}|N/A\n"
-    monkeypatch.setattr(status, "run_slurm", lambda *_: subprocess.CompletedProcess([], 0, rows, ""))
+    monkeypatch.setattr(slurm_jobs, "run_slurm", lambda *_: subprocess.CompletedProcess([], 0, rows, ""))
     text = describe(make_run(push=PUSH), SLURM, training)
     assert "as job 12 (attempt 2). Slurm does not know when it will start." in text
 
@@ -182,7 +184,7 @@ def test_a_job_that_waits_for_a_person_says_so(training: RunDir, monkeypatch: py
 
 
 def test_without_an_answer_of_slurm_the_heartbeat_is_shown(training: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "run_slurm", lambda *_: subprocess.CompletedProcess([], 127, "", "no squeue"))
+    monkeypatch.setattr(slurm_jobs, "run_slurm", lambda *_: subprocess.CompletedProcess([], 127, "", "no squeue"))
     publish_heartbeat(AttemptDir(training.attempts / "002"), "save", 96)
     text = describe(make_run(push=PUSH), SLURM, training)
     assert "in phase save" in text and "Slurm does not answer." in text

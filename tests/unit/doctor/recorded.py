@@ -1,10 +1,7 @@
 """Answers of Slurm's programs and nvidia-smi in the form that they have on clusters, and fake programs that print them."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from string import Template
-
-import pytest
 
 CONFIG = "AccountingStorageEnforce = associations,limits,qos\nAccountingStorageType = accounting_storage/slurmdbd\nMinJobAge = 300 sec\n"
 NO_ACCOUNTING = (
@@ -19,16 +16,6 @@ gpu|8|40|385000|2-00:00:00|gpu:v100:4|v100
 STATES = "cpu|up|30/10/0/40\ngpu|up|20/3/1/24\n"
 NO_DATABASE = "echo 'sacct: error: Slurm accounting storage is disabled' >&2; exit 1"
 CLOSED = "echo 'sacctmgr: error: Access/permission denied' >&2; exit 1"
-
-
-def install_programs(folder: Path, monkeypatch: pytest.MonkeyPatch, programs: Mapping[str, str]) -> None:
-    """Put shell scripts on the PATH in front of the system's own programs."""
-    folder.mkdir(exist_ok=True)
-    for name, script in programs.items():
-        program = folder / name
-        program.write_text(f"#!/bin/sh\n{script}\n")
-        program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
 def prints(text: str) -> str:

@@ -83,7 +83,7 @@ def reports(*facts: NodeFacts) -> list[NodeReport]:
 def written(tmp_path: Path, cluster: Cluster, *facts: NodeFacts, drafted: bool) -> tuple[Cluster, str]:
     """Write the file as the command does, and return it as the configuration reads it, and its text."""
     request = make_request(cluster, len(facts), build_kernels=False)
-    text = compose(request, reports(*facts), drafted=drafted).text
+    text, _ = compose(request, reports(*facts), drafted=drafted)
     write_cluster(tmp_path / "cluster.yaml", text, force=False)
     return load_cluster(tmp_path / "cluster.yaml"), text
 

@@ -13,7 +13,8 @@ from shardmake.doctor.command import check_compute_nodes, named_cluster
 from shardmake.doctor.options import Options
 from shardmake.doctor.records import DoctorDir, DoctorRequest, NodeFacts, NodeReport
 from shardmake.run.findings import Finding, Verdict, ok, stops
-from tests.unit.doctor.recorded import install_programs, slurm_programs
+from tests.programs import install_programs
+from tests.unit.doctor.recorded import slurm_programs
 
 CLUSTER = {"executor": "slurm", "processes_per_node": 2, "cpus_per_node": 4, "memory_gib_per_node": 8}
 

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.launch.gpus import TorchBuild, check_nvidia_smi, check_states, parse_states, query_states
+from shardmake.launch.gpus import check_nvidia_smi, check_states, parse_states, query_states
 from shardmake.run.findings import Finding, Verdict
-from tests.unit.doctor.recorded import CONSUMER, install_programs, nvidia_smi, smi_xml
+from tests.programs import install_programs
+from tests.unit.doctor.recorded import CONSUMER, nvidia_smi, smi_xml
 
 OK, WARNING, STOPS, NOT_CHECKED = Verdict.OK, Verdict.WARNING, Verdict.STOPS, Verdict.NOT_CHECKED
 ROWS = "".join(f"{n}, GPU-{n}, 1, 0, 580.65.06, 9.0\n" for n in range(2))
@@ -72,23 +73,23 @@ def test_throttle_reasons_of_older_drivers_count() -> None:
 
 def test_a_node_with_recorded_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_programs(tmp_path / "bin", monkeypatch, {"nvidia-smi": nvidia_smi(ROWS, smi_xml({}, {}))})
-    rows = list(check_nvidia_smi("0,1", 2, TorchBuild("13.0", None)))
+    rows = list(check_nvidia_smi("0,1", 2, "13.0"))
     assert {row.verdict for row in rows} == {OK}
     assert rows[0].found == "driver 580, torch for CUDA 13.0"
-    few = list(check_nvidia_smi("0", 2, TorchBuild("13.0", None)))
+    few = list(check_nvidia_smi("0", 2, "13.0"))
     assert any(row.verdict is STOPS and "1 GPUs are visible, and the plan needs 2" in row.found for row in few)
-    old = list(check_nvidia_smi("0,1", 2, TorchBuild(None, None)))
+    old = list(check_nvidia_smi("0,1", 2, None))
     assert old[0].verdict is STOPS and "without CUDA" in old[0].found
 
 
 def test_gpus_of_other_jobs_on_the_node_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     xml = smi_xml({}, {"mig": "Enabled", "errors": "2", "name": "NVIDIA A100-SXM4-80GB"})
     install_programs(tmp_path / "bin", monkeypatch, {"nvidia-smi": nvidia_smi(ROWS, xml)})
-    rows = {row.check: row.verdict for row in check_nvidia_smi("0", 1, TorchBuild("13.0", None))}
+    rows = {row.check: row.verdict for row in check_nvidia_smi("0", 1, "13.0")}
     assert set(rows.values()) == {OK}
-    (other,) = [row for row in check_nvidia_smi("1", 1, TorchBuild("13.0", None)) if row.check == "memory errors"]
+    (other,) = [row for row in check_nvidia_smi("1", 1, "13.0") if row.check == "memory errors"]
     assert other.found == "GPU 1: uncorrected ECC errors"
-    of_slice = {row.check: row for row in check_nvidia_smi("MIG-5", 1, TorchBuild("13.0", None))}
+    of_slice = {row.check: row for row in check_nvidia_smi("MIG-5", 1, "13.0")}
     assert of_slice["MIG"].verdict is WARNING, "all GPUs of the node: a slice does not name its GPU"
 
 
@@ -100,11 +101,11 @@ def test_an_nvidia_smi_that_prints_no_xml(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_node_without_nvidia_smi_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    (row,) = check_nvidia_smi(None, 2, TorchBuild("13.0", None))
+    (row,) = check_nvidia_smi(None, 2, "13.0")
     assert row.verdict is STOPS and "gpu_request" in row.advice
     assert query_states() is None
 
 
 def test_a_node_whose_xml_is_missing_is_not_ok(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_programs(tmp_path / "bin", monkeypatch, {"nvidia-smi": nvidia_smi(ROWS, "")})
-    assert list(check_nvidia_smi("0,1", 2, TorchBuild("13.0", None)))[-1].verdict is NOT_CHECKED
+    assert list(check_nvidia_smi("0,1", 2, "13.0"))[-1].verdict is NOT_CHECKED

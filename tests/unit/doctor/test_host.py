@@ -3,6 +3,7 @@
 import resource
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,14 +29,16 @@ def test_locked_memory_matters_with_infiniband(adapters: list[str], limit: int, 
     assert verdict is OK or ("64 MiB with mlx5_0, mlx5_1" in found.found and "LimitMEMLOCK" in found.advice)
 
 
-@pytest.mark.parametrize(("size", "verdict"), [(64 << 20, WARNING), (GIB, OK), (500 * GIB, OK)])
-def test_shared_memory(size: int, verdict: Verdict) -> None:
-    assert host.check_shared_memory(size).verdict is verdict
-
-
-@pytest.mark.parametrize(("limit", "verdict"), [(256, WARNING), (1024, OK), (resource.RLIM_INFINITY, OK)])
-def test_open_files(limit: int, verdict: Verdict) -> None:
-    assert host.check_open_files(limit).verdict is verdict
+@pytest.mark.parametrize(
+    ("check", "value", "verdict"),
+    [
+        (host.check_shared_memory, 64 << 20, WARNING), (host.check_shared_memory, GIB, OK),
+        (host.check_shared_memory, 500 * GIB, OK), (host.check_open_files, 256, WARNING),
+        (host.check_open_files, 1024, OK), (host.check_open_files, resource.RLIM_INFINITY, OK),
+    ],
+)  # fmt: skip
+def test_limits(check: Callable[[int], Finding], value: int, verdict: Verdict) -> None:
+    assert check(value).verdict is verdict
 
 
 def test_environment_and_versions() -> None:
@@ -89,12 +92,9 @@ def test_nvme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert unused.verdict is NOT_CHECKED and "/local (3000 GiB free)" in unused.found
 
 
-def test_the_hubs_cache(tmp_path: Path) -> None:
+def test_the_hubs_cache_and_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert host.check_cache_readable(str(tmp_path)).verdict is OK
     assert host.check_cache_readable(str(tmp_path / "new")).verdict is NOT_CHECKED
-
-
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert host.check_writable(tmp_path).verdict is OK
     assert host.check_writable(tmp_path / "missing").verdict is STOPS
 

@@ -11,7 +11,7 @@ from shardmake.launch.low_memory_wait import PREFIX
 from shardmake.launch.slurm_jobs import training_request
 from shardmake.launch.slurm_states import JobState, JobStatus
 from shardmake.run.findings import Verdict, ok
-from tests.unit.doctor.recorded import install_programs
+from tests.programs import install_programs
 from tests.unit.plans import make_cluster, make_plan
 
 CLUSTER = make_cluster(

@@ -11,7 +11,7 @@ from shardmake.doctor import kernels
 from shardmake.doctor.job import make_request
 from shardmake.doctor.records import DoctorRequest
 from shardmake.launch.gpus import accelerator_of
-from shardmake.run.findings import Verdict
+from shardmake.run.findings import Finding, Verdict
 from tests.unit.plans import make_cluster
 
 OK, WARNING, STOPS, NOT_CHECKED = Verdict.OK, Verdict.WARNING, Verdict.STOPS, Verdict.NOT_CHECKED
@@ -72,26 +72,20 @@ def test_code_for_an_architecture(capability: tuple[int, int], built: list[str],
 
 
 @pytest.mark.parametrize(
-    ("rate", "accelerator", "verdict"),
+    ("judge", "rate", "accelerator", "verdict"),
     [
-        (700, "h100", OK),
-        (400, "h100", WARNING),
-        (250, "a100-80gb", OK),
-        (90, "v100-16gb", OK),
-        (100, None, NOT_CHECKED),
+        (kernels.judge_matmul, 700, "h100", OK), (kernels.judge_matmul, 400, "h100", WARNING),
+        (kernels.judge_matmul, 250, "a100-80gb", OK), (kernels.judge_matmul, 90, "v100-16gb", OK),
+        (kernels.judge_matmul, 100, None, NOT_CHECKED), (kernels.judge_copy, 52.0, "h100", OK),
+        (kernels.judge_copy, 12.0, "h100", WARNING), (kernels.judge_copy, 22.0, "a100-80gb", OK),
+        (kernels.judge_copy, 20.0, None, NOT_CHECKED),
     ],
-)
-def test_a_matrix_product_against_the_peak(rate: float, accelerator: str | None, verdict: Verdict) -> None:
-    found = kernels.judge_matmul(rate, accelerator)
-    assert found.verdict is verdict and f"{rate} TFLOP/s" in found.found
-
-
-@pytest.mark.parametrize(
-    ("rate", "accelerator", "verdict"),
-    [(52.0, "h100", OK), (12.0, "h100", WARNING), (22.0, "a100-80gb", OK), (20.0, None, NOT_CHECKED)],
-)
-def test_a_copy_against_the_host_link(rate: float, accelerator: str | None, verdict: Verdict) -> None:
-    assert kernels.judge_copy(rate, accelerator).verdict is verdict
+)  # fmt: skip
+def test_a_matrix_product_and_a_copy_against_the_peak_and_the_link(
+    judge: Callable[[float, str | None], Finding], rate: float, accelerator: str | None, verdict: Verdict
+) -> None:
+    found = judge(rate, accelerator)
+    assert found.verdict is verdict and found.found.startswith(f"{rate} ")
 
 
 def test_peers_and_number_of_gpus() -> None:

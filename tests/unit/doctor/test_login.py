@@ -9,9 +9,10 @@ from shardmake.config.models import Cluster, Slurm
 from shardmake.core.disk import FreeSpace
 from shardmake.core.units import GIB
 from shardmake.doctor import login
-from shardmake.launch.gpus import GpuStatus, TorchBuild
+from shardmake.launch.gpus import GpuStatus
 from shardmake.run.findings import Finding, Verdict, run_checks, would_stop
-from tests.unit.doctor.recorded import CLOSED, NO_ACCOUNTING, NO_DATABASE, install_programs, slurm_programs
+from tests.programs import install_programs
+from tests.unit.doctor.recorded import CLOSED, NO_ACCOUNTING, NO_DATABASE, slurm_programs
 from tests.unit.plans import make_cluster
 
 OK, WARNING, STOPS, NOT_CHECKED = Verdict.OK, Verdict.WARNING, Verdict.STOPS, Verdict.NOT_CHECKED
@@ -167,7 +168,7 @@ OLD = [GpuStatus("0", "GPU-0", 0, 0, 550, 8.0)]
 def test_the_build_of_torch_against_file_and_driver(
     monkeypatch: pytest.MonkeyPatch, accelerator: str, cuda: str | None, gpus: list[GpuStatus] | None, verdict: Verdict
 ) -> None:
-    monkeypatch.setattr(login, "installed_build", lambda: TorchBuild(cuda, None))
+    monkeypatch.setattr(login, "installed_cuda", lambda: cuda)
     monkeypatch.setattr(login, "list_gpus", lambda: gpus)
     (found,) = login.check_torch(make_cluster(accelerator=accelerator))
     assert found.verdict is verdict

@@ -9,7 +9,8 @@ from shardmake.doctor.job import make_request
 from shardmake.doctor.kernels import BUILDS, ON_GPU, KernelResult
 from shardmake.doctor.records import DoctorDir, NodeFacts, NodeReport
 from shardmake.run.findings import Finding, Verdict, not_checked, ok, stops
-from tests.unit.doctor.recorded import install_programs, nvidia_smi, smi_xml
+from tests.programs import install_programs
+from tests.unit.doctor.recorded import nvidia_smi, smi_xml
 from tests.unit.plans import make_cluster
 
 ROWS = "".join(f"{n}, GPU-{n}, 1, 0, 580.65.06, 9.0\n" for n in range(2))

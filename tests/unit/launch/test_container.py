@@ -1,5 +1,6 @@
 """The commands that run a job in a container, and what is refused before."""
 
+import contextlib
 import shlex
 import subprocess
 from pathlib import Path
@@ -13,11 +14,13 @@ from shardmake.core.errors import ConfigError
 from shardmake.doctor.job import job_request, make_request
 from shardmake.launch import container as containers
 from shardmake.launch.container import check_container, distinct_folders, job_container, start_failure
-from shardmake.launch.outcome import Action, Evidence, RetryState, classify, decide
+from shardmake.launch.outcome import Action, classify, decide
 from shardmake.launch.slurm_jobs import SlurmJobs, make_executor
 from shardmake.launch.stage_jobs import job_shell_prefix
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.attempt_history import EndReason
+from tests.programs import install_programs
+from tests.unit.launch.test_outcome import evidence, state
 from tests.unit.launch.test_stage_jobs import format_as_snakemake
 from tests.unit.plans import make_cluster, make_plan, make_run
 
@@ -172,14 +175,9 @@ def test_a_folder_that_cannot_be_bound_is_refused_at_plan(checkout: Path) -> Non
 def test_the_image_is_tried_on_a_login_node_with_apptainer(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, words: str | None
 ) -> None:
-    (tmp_path / "apptainer").write_text(f"#!/bin/sh\n{answer}\n")
-    (tmp_path / "apptainer").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    install_programs(tmp_path, monkeypatch, {"apptainer": answer})
     (checkout / "x.sif").touch()
-    if words is None:
-        check_container(in_container(checkout, image="x.sif"), [checkout / "runs/demo"], [make_run()])
-        return
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words) if words else contextlib.nullcontext():
         check_container(in_container(checkout, image="x.sif"), [checkout / "runs/demo"], [make_run()])
 
 
@@ -218,9 +216,6 @@ def test_a_container_without_slurm_or_with_pythonpath_is_refused() -> None:
 )
 def test_a_container_that_does_not_start_stops_the_training_with_its_reason(line: str) -> None:
     found = start_failure(["INFO: starting", line, "srun: error: c1: task 0: Exited with exit code 1"])
-    evidence = Evidence(
-        finished=False, stop_file=False, stopped=False, slurm_state="FAILED", exits=[], errors=[], start_failure=found
-    )
-    outcome = classify(evidence)
+    outcome = classify(evidence(start_failure=found))
     assert outcome.end is EndReason.SETUP and line in outcome.message
-    assert decide(outcome, RetryState(idle_attempts=1, has_fallback=True)) is Action.STOP
+    assert decide(outcome, state(has_fallback=True)) is Action.STOP

@@ -1,11 +1,7 @@
 """Decisions of the driver, with an executor whose jobs end as the test says."""
 
 import errno
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -18,10 +14,10 @@ from shardmake.config.models import Run
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import DiskFullError, ShardmakeError, SlurmError, StopRequestedError, TooFewNodesError
 from shardmake.core.fingerprint import fingerprint
-from shardmake.launch import attempt_end, disk_wait, submission
+from shardmake.launch import attempt_end, submission
 from shardmake.launch.attempt_end import apply_decision, record_attempt
-from shardmake.launch.driver import adopt, drive, hold_driver_lock, train
-from shardmake.launch.jobs import ActiveJob, LocalJobs
+from shardmake.launch.driver import adopt, drive, hold_driver_lock
+from shardmake.launch.jobs import ActiveJob
 from shardmake.launch.low_memory_wait import HELD_VARIABLE, STARTED_VARIABLE
 from shardmake.launch.monitor import report_held, watch
 from shardmake.launch.slurm_states import JobState, JobStatus
@@ -33,7 +29,6 @@ from shardmake.run.paths import RunDir
 from shardmake.run.plan import Fallback, Plan
 from tests.finished_run import make_data_receipt
 from tests.unit.plans import make_cluster, make_plan, make_run, make_training_settings
-from tests.users import ATTACKER
 
 End = Callable[[AttemptDir], None]
 
@@ -162,8 +157,8 @@ def test_a_full_disk_is_waited_for_before_the_next_attempt(
         if answers and (answer := answers.pop(0)):
             raise answer
 
-    monkeypatch.setattr(disk_wait, "check_run", check)
-    monkeypatch.setattr(disk_wait, "_POLL_SECONDS", 0)
+    monkeypatch.setattr(attempt_end, "check_run", check)
+    monkeypatch.setattr(attempt_end, "_ROOM_POLL_SECONDS", 0)
     with pytest.raises(ShardmakeError, match="bad label"):
         drive(demo.load(FakeJobs(full, fails("ValueError", "bad label"))))
     warning = "Run demo will need 2 GiB more. The driver waits up to 10 min 00 s for room."
@@ -175,13 +170,13 @@ def test_a_disk_that_stays_full_ends_the_wait(demo: FakeRun, monkeypatch: pytest
     def check(rundir: RunDir) -> None:
         raise DiskFullError("Run demo will need 2 GiB more.")
 
-    monkeypatch.setattr(disk_wait, "check_run", check)
+    monkeypatch.setattr(attempt_end, "check_run", check)
     with pytest.raises(DiskFullError, match="2 GiB more"):
-        disk_wait.wait_for_room(demo.rundir, seconds=0)
+        attempt_end.wait_for_room(demo.rundir, seconds=0)
     demo.rundir.stop_file.parent.mkdir(parents=True)
     demo.rundir.stop_file.touch()
     with pytest.raises(StopRequestedError):
-        disk_wait.wait_for_room(demo.rundir)
+        attempt_end.wait_for_room(demo.rundir)
 
 
 def test_a_stop_request_counts_even_if_the_ranks_could_not_save(
@@ -198,25 +193,32 @@ def test_a_stop_request_counts_even_if_the_ranks_could_not_save(
     assert "Removing the stop file runs/demo/train/STOP of an earlier request." in caplog.messages
 
 
-def test_a_requested_stop_names_the_step_and_shows_no_log(demo: FakeRun) -> None:
-    def end(folder: AttemptDir) -> None:
-        demo.rundir.stop_file.touch()
+@pytest.mark.parametrize(
+    ("requested", "end", "message"),
+    [
+        (True, "stop requested", "saved and stopped at step 93, because somebody created runs/demo/train/STOP."),
+        (False, "cancelled by a person", "was cancelled: Slurm ended the job: CANCELLED."),
+    ],
+)
+def test_a_stop_by_a_person_names_the_step_and_shows_no_log(
+    demo: FakeRun, requested: bool, end: str, message: str
+) -> None:
+    def stop(folder: AttemptDir) -> None:
         demo.commit(93, folder.read().settings_digest)
         folder.log(0).write_text("FutureWarning: 40 lines of this\n")
-        folder.stopped.touch()
+        if requested:
+            demo.rundir.stop_file.touch()
+            folder.stopped.touch()
         TERMINATED(folder)
 
-    training = demo.load(FakeJobs(end))
+    jobs = FakeJobs(stop)
+    jobs.slurm_state = "FAILED" if requested else "CANCELLED"
+    training = demo.load(jobs)
     with pytest.raises(StopRequestedError) as stopped:
         drive(training)
-    assert (
-        str(stopped.value)
-        == training.attempts[-1].message
-        == (
-            "Training of demo saved and stopped at step 93, because somebody created runs/demo/train/STOP. "
-            "Run the same command again to resume from step 93."
-        )
-    )
+    assert [record.end for record in training.attempts] == [end]
+    expected = f"Training of demo {message} Run the same command again to resume from step 93."
+    assert str(stopped.value) == training.attempts[-1].message == expected
 
 
 def test_a_job_of_other_settings_is_not_adopted(demo: FakeRun, caplog: pytest.LogCaptureFixture) -> None:
@@ -279,27 +281,6 @@ def test_a_driver_without_a_slot_prepares_nothing(demo: FakeRun, monkeypatch: py
     with pytest.raises(WaitsError):
         drive(demo.load(FakeJobs(), executor="slurm"))
     assert not demo.rundir.attempts.exists()
-
-
-def test_a_cancelled_training_stops_as_on_request_and_shows_no_log(demo: FakeRun) -> None:
-    def end(folder: AttemptDir) -> None:
-        demo.commit(93, folder.read().settings_digest)
-        folder.log(0).write_text("FutureWarning: 40 lines of this\n")
-        TERMINATED(folder)
-
-    jobs = FakeJobs(end)
-    jobs.slurm_state = "CANCELLED"
-    training = demo.load(jobs)
-    with pytest.raises(StopRequestedError) as stopped:
-        drive(training)
-    assert (training.attempts[-1].end, len(training.attempts)) == ("cancelled by a person", 1)
-    assert (
-        str(stopped.value)
-        == training.attempts[-1].message
-        == (
-            "Training of demo was cancelled: Slurm ended the job: CANCELLED. Run the same command again to resume from step 93."
-        )
-    )
 
 
 def test_an_attempt_is_recorded_once_even_if_the_driver_was_killed_right_afterwards(demo: FakeRun) -> None:
@@ -410,27 +391,6 @@ def test_an_out_of_memory_error_counts_for_the_plan_of_its_job(demo: FakeRun) ->
     assert second.current_plan() == demo.plan, "the new plan starts with its own choice"
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
-def test_a_job_that_another_user_runs_on_this_machine_is_not_adopted(demo: FakeRun) -> None:
-    """The other user's driver was killed, and the worker continues."""
-    folder = demo.rundir.attempts / "001"
-    words = ["/bin/sh", "-c", "read never", "-m", "shardmake.launch.worker", str(folder.absolute()), "0"]
-    worker = subprocess.Popen(words, stdin=subprocess.PIPE, user=ATTACKER, group=ATTACKER)
-    try:
-        with pytest.raises(ShardmakeError, match=rf"is being trained by job {worker.pid} of \w+\. You cannot adopt it"):
-            train(make_run(), make_cluster(executor="local"), demo.rundir)
-        own = subprocess.Popen(words, stdin=subprocess.PIPE)
-        try:
-            assert set(LocalJobs(demo.rundir.root).other_owners()) == {str(worker.pid)}
-        finally:
-            own.kill()
-            own.wait()
-    finally:
-        worker.kill()
-        worker.wait()
-    assert LocalJobs(demo.rundir.root).other_owners() == {}
-
-
 def test_a_file_system_without_locks_is_rejected(demo: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(file: object, operation: int) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
@@ -440,22 +400,6 @@ def test_a_file_system_without_locks_is_rejected(demo: FakeRun, monkeypatch: pyt
     refused = pytest.raises(ShardmakeError, match=r"no file locks \(Function not implemented\).*-o flock")
     with refused, hold_driver_lock(demo.rundir):
         pass
-
-
-def test_signals_that_nohup_ignores_stay_ignored() -> None:
-    code = "\n".join(
-        [
-            "import os, signal, sys",
-            "from shardmake.launch.monitor import raise_on_signals",
-            "signal.signal(signal.SIGHUP, signal.SIG_IGN)",
-            "with raise_on_signals():",
-            "    os.kill(os.getpid(), signal.SIGHUP)",
-            "    print('still here', flush=True)",
-            "    os.kill(os.getpid(), signal.SIGTERM)",
-        ]
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert ended.stdout == "still here\n" and signal.Signals.SIGTERM.name in ended.stderr
 
 
 def test_the_newest_attempt_is_closed_or_its_unrecorded_job_is_adopted(

@@ -10,6 +10,7 @@ from shardmake.launch import driver_job
 from shardmake.launch.driver_job import DriverJob, end_snakemake
 from shardmake.launch.driver_script import remove_locks
 from shardmake.run.driver_job import DriverState, Workflow, new_driver_dir
+from tests.programs import install_programs
 
 SNAKEMAKE = """
 import signal, subprocess, sys, time
@@ -98,14 +99,8 @@ def test_a_job_that_slurm_ends_continues_and_one_that_a_person_cancels_does_not(
     shown: str, end: str, submitted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``scontrol show job`` prints ``shown``, as Slurm 22.05 does; the job was restarted once before."""
-    for name, line in {
-        "scontrol": f"echo '{shown}'",
-        "squeue": ":",
-        "sbatch": f"touch {tmp_path}/asked; echo 13",
-    }.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    sbatch = f"touch {tmp_path}/asked; echo 13"
+    install_programs(tmp_path, monkeypatch, {"scontrol": f"echo '{shown}'", "squeue": ":", "sbatch": sbatch})
     job = make_job(tmp_path, restarts=1)
     ended = subprocess.Popen(["true"], start_new_session=True)
     ended.wait()
@@ -138,7 +133,7 @@ def test_a_job_that_ends_asks_again_while_slurm_does_not_answer(
     monkeypatch.setattr(driver_job, "_POLL_SECONDS", 0.1)
     job, reports, submitted = make_job(tmp_path), list[str](), list[bool]()
     monkeypatch.setattr(job, "report", reports.append)
-    monkeypatch.setattr(job, "has_next", lambda: False)
+    monkeypatch.setattr(job, "next_jobs", list)
     monkeypatch.setattr(job, "submit_next", lambda: submitted.append(True))
     ended = subprocess.Popen(["true"], start_new_session=True)
     ended.wait()
@@ -161,7 +156,7 @@ def test_a_snakemake_that_scancel_ended_first_has_not_failed(
     ended = subprocess.Popen(["sh", "-c", command], start_new_session=True)
     ended.wait()
     monkeypatch.setattr(job, "start_snakemake", lambda: ended)
-    job.signals.must_end = signalled
+    job.must_end = signalled
     assert job.run() == 1
     state = DriverState.read(job.folder.state)
     assert state.end == end

@@ -3,9 +3,10 @@
 import pytest
 
 from shardmake.launch.error_texts import ERROR_TEXTS, error_advice, error_end, find_error_text
-from shardmake.launch.outcome import Action, Evidence, RetryState, classify, decide
+from shardmake.launch.outcome import Action, classify, decide
 from shardmake.run.attempt import RankError
 from shardmake.run.attempt_history import EndReason
+from tests.unit.launch.test_outcome import evidence, state
 
 GPU, HOST, SETUP = EndReason.GPU_OUT_OF_MEMORY, EndReason.HOST_OUT_OF_MEMORY, EndReason.SETUP
 FAULT, NODE, PEERS = EndReason.GPU_FAULT, EndReason.NODE_FAILURE, EndReason.COMMUNICATION
@@ -219,10 +220,7 @@ ACTIONS = {
 
 @pytest.mark.parametrize(("kind", "message", "end"), CASES, ids=lambda value: str(value)[:40])
 def test_the_driver_answers_the_cause(kind: str, message: str, end: EndReason) -> None:
-    exits: list[object] = []
-    outcome = classify(
-        Evidence(finished=False, stop_file=False, stopped=False, slurm_state="FAILED", exits=exits, errors=[error(kind, message)])  # type: ignore[arg-type]
-    )  # fmt: skip
+    outcome = classify(evidence(errors=[error(kind, message)]))
     for failed_alike, action in zip((False, True), ACTIONS[end], strict=True):
-        state = RetryState(idle_attempts=1, has_fallback=True, failing_nodes=1, host_failed_alike=failed_alike)
-        assert decide(outcome, state) is action
+        before = state(has_fallback=True, failing_nodes=1, host_failed_alike=failed_alike)
+        assert decide(outcome, before) is action

@@ -81,7 +81,7 @@ def test_a_rank_that_did_not_join_is_named() -> None:
     waiting = [entry(1), entry(2), entry(3, "started")]
     found = find({0: waiting, 1: waiting[:2], 2: waiting})
     message = "Rank 1 did not join all_reduce number 3 of the group default_pg, in which ranks 0, 2 wait."
-    assert found == CollectiveHang(message, frozenset({1})) == CollectiveHang.from_line(found.as_line())
+    assert found == CollectiveHang(message, frozenset({1}))
     many = {rank: list(waiting) for rank in range(16)} | {5: waiting[:2]}
     assert "in which 15 ranks (0, 1, 2, 3, 4, 6, 7, 8, ...) wait." in find(many).message
 

@@ -9,10 +9,9 @@ from shardmake.core.units import GIB
 from shardmake.launch import gpus as gpus_module
 from shardmake.launch.gpus import (
     GpuStatus,
-    TorchBuild,
     check_build,
     check_gpus,
-    installed_build,
+    installed_cuda,
     list_gpus,
     list_released_gpus,
     newest_build,
@@ -20,6 +19,7 @@ from shardmake.launch.gpus import (
     slow_gpus,
 )
 from shardmake.run.findings import Finding
+from tests.programs import install_programs
 
 ROWS = "0, GPU-a, 3, 0\n1, GPU-b, 40960, 0\n2, GPU-c, 3, [N/A]\n3, GPU-d, 3, 2\n"
 
@@ -79,6 +79,7 @@ RECORDED = {
     "8 H100": "".join(f"{n}, GPU-{n}, 1, 0, 580.65.06, 9.0\n" for n in range(8)),
     "V100": "0, GPU-0, 0, 0, 535.183.01, 7.0\n",
     "B200": "0, GPU-0, 0, 0, 580.65.06, 10.0\n",
+    "B200, driver 570": "0, GPU-0, 0, 0, 570.124.06, 10.0\n",
     "RTX 4090": "0, GPU-0, 310, [N/A], 580.65.06, 8.9\n",
     "no rights": "0, GPU-0, [Insufficient Permissions], [N/A], [N/A], [N/A]\n",
     "old driver": "0, GPU-0, 0, 0, 470.256.02\n",
@@ -106,9 +107,9 @@ RECORDED = {
     ],
 )
 def test_a_build_that_cannot_use_the_gpus_is_a_finding(rows: str, cuda: str | None, words: str | None) -> None:
-    findings = check_build(parse_gpus(RECORDED[rows]), TorchBuild(cuda, None))
-    assert (words is None) == (not findings)
-    assert words is None or words in "; ".join(texts(findings))
+    findings = check_build(parse_gpus(RECORDED[rows]), cuda)
+    assert len(findings) == (words is not None), "equal GPUs are one finding"
+    assert words is None or words in findings[0].found
 
 
 @pytest.mark.parametrize(
@@ -120,55 +121,44 @@ def test_a_build_that_cannot_use_the_gpus_is_a_finding(rows: str, cuda: str | No
         ("B200", "cu130"),
         ("old driver", None),
         ("no rights", "cu130"),
+        ("B200, driver 570", None),  # the builds for CUDA 12.8, which ran Blackwell on it, ended with torch 2.11
     ],
 )
 def test_the_newest_build_that_the_driver_and_the_gpus_can_run(rows: str, build: str | None) -> None:
     assert newest_build(parse_gpus(RECORDED[rows])) == build
 
 
-def test_a_new_gpu_under_a_driver_of_cuda_12_can_run_no_build() -> None:
-    """The builds for CUDA 12.8, which ran Blackwell on driver 570, ended with torch 2.11."""
-    assert newest_build(parse_gpus("0, GPU-0, 0, 0, 570.124.06, 10.0")) is None
-
-
-def test_eight_equal_gpus_are_one_finding() -> None:
-    assert len(check_build(parse_gpus(RECORDED["8 A100"]), TorchBuild("13.0", None))) == 1
-
-
-def test_the_installed_build_is_read_without_importing_torch() -> None:
+def test_the_installed_cuda_is_read_without_importing_torch() -> None:
     import torch
 
-    assert installed_build() == TorchBuild(torch.version.cuda, torch.version.hip)
+    assert installed_cuda() == torch.version.cuda
 
 
 def fake_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    program = folder / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    install_programs(folder, monkeypatch, {"nvidia-smi": script})
 
 
-def test_gpus_are_listed_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_nvidia_smi(tmp_path, monkeypatch, f"cat <<'END'\n{RECORDED['8 H100']}END")
-    gpus = list_gpus()
-    assert gpus is not None and len(gpus) == 8
-    assert gpus[7] == GpuStatus("7", "GPU-7", 1 << 20, 0, 580, 9.0)
+NO_CAPABILITY = 'case "$*" in *compute_cap*) echo "Field compute_cap is not a valid field to query."; exit 2;; esac'
 
 
-def test_a_driver_without_the_field_of_the_capability_is_asked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("script", "number", "last"),
+    [
+        (f"cat <<'END'\n{RECORDED['8 H100']}END", 8, GpuStatus("7", "GPU-7", 1 << 20, 0, 580, 9.0)),
+        (f"{NO_CAPABILITY}\necho '0, GPU-0, 0, 0, 470.256.02'", 1, GpuStatus("0", "GPU-0", 0, 0, 470, None)),
+        ("echo Failed to initialize NVML: Driver/library version mismatch; exit 18", 0, None),
+        (None, 0, None),
+    ],
+    ids=["8-h100", "older-driver", "failing", "missing"],
+)
+def test_gpus_are_listed_by_nvidia_smi(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, number: int, last: GpuStatus | None
 ) -> None:
-    refused = 'case "$*" in *compute_cap*) echo "Field compute_cap is not a valid field to query."; exit 2;; esac'
-    fake_nvidia_smi(tmp_path, monkeypatch, f"{refused}\necho '0, GPU-0, 0, 0, 470.256.02'")
-    assert list_gpus() == [GpuStatus("0", "GPU-0", 0, 0, 470, None)]
-
-
-def test_a_failing_nvidia_smi_gives_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = "echo Failed to initialize NVML: Driver/library version mismatch; exit 18"
-    fake_nvidia_smi(tmp_path, monkeypatch, failed)
-    assert list_gpus() is None
-    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    assert list_gpus() is None
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if script is not None:
+        fake_nvidia_smi(tmp_path, monkeypatch, script)
+    gpus = list_gpus()
+    assert (len(gpus), gpus[-1]) == (number, last) if gpus else last is None
 
 
 HEALTHY = "0, GPU-0, 1, 0, 580.65.06, 9.0, Default, Not Active, 16, 16"

@@ -1,5 +1,6 @@
 """Parameters, submission and status of a Slurm job."""
 
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,17 @@ import pytest
 from shardmake.checkpoint.record import CheckpointRecord
 from shardmake.checkpoint.store import commit_in_place
 from shardmake.config.models import Slurm
-from shardmake.core.errors import SlurmError
+from shardmake.core.errors import ShardmakeError, SlurmError
 from shardmake.launch import slurm_jobs
-from shardmake.launch.jobs import ActiveJob, job_name
+from shardmake.launch.driver import train
+from shardmake.launch.jobs import ActiveJob, LocalJobs, job_name
 from shardmake.launch.slurm_jobs import SlurmJobs, lead_seconds, run_slurm, submit_with_retry
 from shardmake.launch.slurm_states import JobState, parse_rows
 from shardmake.run.attempt import AttemptDir, claim
-from tests.unit.plans import make_cluster, make_plan
+from shardmake.run.paths import RunDir
+from tests.programs import install_programs
+from tests.unit.plans import make_cluster, make_plan, make_run
+from tests.users import ATTACKER
 
 
 def write_checkpoint(run: Path, step: int, seconds: float) -> None:
@@ -122,13 +127,13 @@ def test_accounting_that_missed_the_end_of_a_job(
     assert SlurmJobs(tmp_path, make_cluster(executor="slurm")).status("7").state is state
 
 
-SBATCH = """#!/bin/sh
+SBATCH = """
 echo "$1" >> {folder}/submitted
 if [ $(wc -l < {folder}/submitted) = 1 ]; then
     {accept_late}
     echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2; exit 1
 fi
-echo "8|PENDING|$1" >> {folder}/queue
+echo "8|PENDING|||||$1" >> {folder}/queue
 echo "Submitted batch job 8"
 """
 
@@ -139,16 +144,13 @@ class Controller:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, accept_late: str) -> None:
         programs = {
             "sbatch": SBATCH.format(folder=folder, accept_late=accept_late.format(folder=folder)),
-            "squeue": f"#!/bin/sh\ncat {folder}/queue\n",
-            "scancel": f"#!/bin/sh\necho $1 >> {folder}/cancelled\n",
-            "srun": "#!/bin/sh\n",
+            "squeue": f"cat {folder}/queue",
+            "scancel": f"echo $1 >> {folder}/cancelled",
+            "srun": "",
         }
-        for name, script in programs.items():
-            (folder / name).write_text(script)
-            (folder / name).chmod(0o755)
+        install_programs(folder, monkeypatch, programs)
         for record in ("queue", "cancelled"):
             (folder / record).touch()
-        monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
         monkeypatch.setattr(slurm_jobs.time, "sleep", lambda _: None)
         self.folder = folder
         self.jobs = SlurmJobs(folder, make_cluster(executor="slurm"))
@@ -162,7 +164,7 @@ class Controller:
         return (self.folder / record).read_text().splitlines()
 
 
-QUEUED = 'echo "7|PENDING|$1" >> {folder}/queue'
+QUEUED = 'echo "7|PENDING|||||$1" >> {folder}/queue'
 STARTED = "mkdir {folder}/train/attempts/001/owner; touch {folder}/train/attempts/001/owner/7"
 
 
@@ -178,7 +180,7 @@ def test_a_job_of_another_attempt_is_not_taken_for_the_one_submitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm = Controller(tmp_path, monkeypatch, "true")
-    (tmp_path / "queue").write_text(f"5|PENDING|{tmp_path}/train/attempts/000/slurm/.submission_file_1.sh\n")
+    (tmp_path / "queue").write_text(f"5|PENDING|||||{tmp_path}/train/attempts/000/slurm/.submission_file_1.sh\n")
     assert slurm.submit() == "8"
 
 
@@ -196,7 +198,7 @@ def test_a_job_that_appears_after_the_repeated_sbatch_is_cancelled(
     assert slurm.submit() == "8"
     script = slurm.lines("submitted")[0]
     with (tmp_path / "queue").open("a") as queue:
-        queue.write(f"7|PENDING|{script}\n")
+        queue.write(f"7|PENDING|||||{script}\n")
     assert slurm.jobs.find() == ActiveJob("8", 1) and slurm.lines("cancelled") == ["7"]
     AttemptDir(tmp_path / "train/attempts/002").root.mkdir()
     assert slurm.jobs.find() is None and slurm.lines("cancelled") == ["7", "8", "7"]
@@ -208,3 +210,25 @@ def test_a_command_that_cannot_start_returns_status_127(tmp_path: Path) -> None:
     assert run_slurm(str(program)).returncode == 127, "not executable"
     program.chmod(0o700)
     assert parse_rows(run_slurm(str(program)).stdout)["7"].state is JobState.RUNNING
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
+def test_a_job_that_another_user_runs_on_this_machine_is_not_adopted(tmp_path: Path) -> None:
+    """The other user's driver was killed, and the worker continues."""
+    rundir = RunDir(tmp_path / "runs/demo")
+    folder = rundir.attempts / "001"
+    words = ["/bin/sh", "-c", "read never", "-m", "shardmake.launch.worker", str(folder.absolute()), "0"]
+    worker = subprocess.Popen(words, stdin=subprocess.PIPE, user=ATTACKER, group=ATTACKER)
+    try:
+        with pytest.raises(ShardmakeError, match=rf"is being trained by job {worker.pid} of \w+\. You cannot adopt it"):
+            train(make_run(), make_cluster(executor="local"), rundir)
+        own = subprocess.Popen(words, stdin=subprocess.PIPE)
+        try:
+            assert set(LocalJobs(rundir.root).other_owners()) == {str(worker.pid)}
+        finally:
+            own.kill()
+            own.wait()
+    finally:
+        worker.kill()
+        worker.wait()
+    assert LocalJobs(rundir.root).other_owners() == {}

@@ -11,8 +11,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardmake.launch.low_memory_wait import HELD_VARIABLE, SECONDS, claim_slot, other_trainings, still_waits
-from shardmake.launch.squeue_cache import cached_squeue
+from shardmake.launch.low_memory_wait import (
+    HELD_VARIABLE,
+    SECONDS,
+    cached_squeue,
+    claim_slot,
+    other_trainings,
+    still_waits,
+)
+from tests.programs import count_calls
 
 DRIVER = """
 import fcntl, sys
@@ -28,21 +35,6 @@ if kind == "start":
 name, limit, stop_file = words
 low_memory_wait.wait_until_slot(name, int(limit), stop_file, lock.fileno(), snapshot)
 """
-
-
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put a squeue on the PATH that prints the file ``queue``, counts its calls, and fails without that file."""
-    tool = tmp_path / "bin/squeue"
-    tool.parent.mkdir()
-    tool.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\ncat {tmp_path}/queue\n')
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
-    return tmp_path
-
-
-def count_calls(slurm: Path) -> int:
-    return len((slurm / "calls").read_text().splitlines())
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -117,14 +109,9 @@ def test_a_slot_is_claimed_once_until_the_next_query(slurm: Path) -> None:
     assert not claim_slot("shardmake-c-1", 2, str(snapshot)), "without an answer no slot is free"
 
 
-def test_a_driver_starts_again_when_its_job_has_started(slurm: Path) -> None:
-    (slurm / "queue").write_text("7|RUNNING|c1|shardmake-a-1\n")
-    driver = start(slurm / "driver.lock", "start", "7", str(slurm / "waiting"))
-    assert driver.communicate(timeout=60)[0] == "restarted None 7\n"
-
-
-def test_a_driver_starts_again_when_its_job_needs_a_person(slurm: Path) -> None:
-    (slurm / "queue").write_text("7|PENDING|(JobHeldAdmin)|shardmake-a-1\n")
+@pytest.mark.parametrize("state", ["RUNNING|c1", "PENDING|(JobHeldAdmin)"])
+def test_a_driver_starts_again_when_its_job_has_started_or_needs_a_person(slurm: Path, state: str) -> None:
+    (slurm / "queue").write_text(f"7|{state}|shardmake-a-1\n")
     driver = start(slurm / "driver.lock", "start", "7", str(slurm / "waiting"))
     assert driver.communicate(timeout=60)[0] == "restarted None 7\n"
 

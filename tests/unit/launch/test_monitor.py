@@ -1,6 +1,9 @@
 """Progress lines of a training that runs."""
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,23 +30,24 @@ def test_states_are_described(status: JobStatus, sentence: str) -> None:
     assert _describe_status(status) == sentence
 
 
-def test_lines_that_are_not_metrics_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "logged"),
+    [
+        ("", '{"step": 1, "loss": 2.5}\n"words"\nno JSON\n[1]\n{"loss": 1.0}\n{"step": 9, "lo', "step      1  loss 2.5000"),
+        (line(10) * 3, line(5) + line(6, eval_loss=1.5) * 4, "step      6  evaluation loss 1.5000"),
+    ],
+    ids=["lines-that-are-not-metrics", "a-rewritten-file"],
+)  # fmt: skip
+def test_metrics_that_are_written_between_two_polls(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, before: str, after: str, logged: str
+) -> None:
     caplog.set_level("INFO", "shardmake")
     metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(before)
     progress = ProgressPrinter(metrics, tmp_path / "node-0.log")
-    metrics.write_text('{"step": 1, "loss": 2.5}\n"words"\nno JSON\n[1]\n{"loss": 1.0}\n{"step": 9, "lo')
+    metrics.write_text(after)
     progress.poll()
-    assert caplog.messages == ["step      1  loss 2.5000"]
-
-
-def test_a_file_rewritten_between_two_polls(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "shardmake")
-    metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text(line(10) * 3)
-    progress = ProgressPrinter(metrics, tmp_path / "node-0.log")
-    metrics.write_text(line(5) + line(6, eval_loss=1.5) * 4)
-    progress.poll()
-    assert caplog.messages[0] == "step      6  evaluation loss 1.5000"
+    assert caplog.messages[0] == logged and (before or len(caplog.messages) == 1)
 
 
 def test_bytes_that_are_not_text_do_not_end_the_driver(tmp_path: Path) -> None:
@@ -65,3 +69,19 @@ def test_warnings_of_rank_0_are_shown_at_once(tmp_path: Path, caplog: pytest.Log
     assert [(record.levelname, record.message) for record in caplog.records] == [
         ("WARNING", "checkpoint-20 is skipped.")
     ]
+
+
+IGNORES = """
+import os, signal
+from shardmake.launch.monitor import raise_on_signals
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+with raise_on_signals():
+    os.kill(os.getpid(), signal.SIGHUP)
+    print("still here", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_signals_that_nohup_ignores_stay_ignored() -> None:
+    ended = subprocess.run([sys.executable, "-c", IGNORES], capture_output=True, text=True, check=False)
+    assert ended.stdout == "still here\n" and signal.Signals.SIGTERM.name in ended.stderr

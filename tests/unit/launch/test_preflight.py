@@ -11,7 +11,7 @@ from shardmake.config.attention import Attention
 from shardmake.core import process
 from shardmake.core.atomic import write_json
 from shardmake.launch import preflight, worker
-from shardmake.launch.gpus import GpuStatus, TorchBuild
+from shardmake.launch.gpus import GpuStatus
 from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.outcome import classify
 from shardmake.launch.preflight import (
@@ -28,6 +28,7 @@ from shardmake.launch.worker import oom_kills
 from shardmake.run.attempt import Attempt, AttemptDir, NodeExit
 from shardmake.run.attempt_history import EndReason
 from shardmake.run.plan import Plan, Resources
+from tests.programs import install_programs
 from tests.unit.launch.test_outcome import evidence
 from tests.unit.plans import make_cluster, make_plan, make_training_settings
 
@@ -87,7 +88,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, capability: float) -> None:
     """Let a node have GPUs of this capability, and a torch that can use them."""
     gpus = [GpuStatus(str(number), f"GPU-{number}", 0, 0, 580, capability) for number in range(2)]
     monkeypatch.setattr(preflight, "list_released_gpus", lambda visible: gpus)
-    monkeypatch.setattr(preflight, "installed_build", lambda: TorchBuild("12.8", None))
+    monkeypatch.setattr(preflight, "installed_cuda", lambda: "12.8")
 
 
 def planned_attention(plan: Plan, attention: Attention) -> Plan:
@@ -214,10 +215,8 @@ def work_until_the_ranks_start(
     attempt.write(folder.settings)
     planned_attention(plan, "sdpa").write(folder.plan)
     write_json(folder.deepspeed, {})
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{nvidia_smi}\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(preflight, "installed_build", lambda: TorchBuild("12.8", None))
+    install_programs(tmp_path, monkeypatch, {"nvidia-smi": nvidia_smi})
+    monkeypatch.setattr(preflight, "installed_cuda", lambda: "12.8")
     monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
     monkeypatch.setattr(worker, "launch_command", lambda *_: ["sh", "-c", "env; exit 7"])
     worker.main(folder.root, worker.WorkerNode(rank=0, start=0))

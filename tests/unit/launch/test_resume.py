@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +18,7 @@ from tests.unit.plans import make_cluster, make_plan, make_training_settings
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> AttemptDir:
+def folder(tmp_path: Path, prepared_worker: None) -> AttemptDir:
     """An attempt of two nodes under ZeRO-2, submitted to resume from step 10."""
     folder, plan = AttemptDir(tmp_path / "train/attempts/002"), make_plan("zero2")
     cluster = make_cluster(scratch=str(tmp_path))
@@ -73,11 +72,7 @@ def test_a_restarted_job_whose_last_step_is_saved_trains_nothing(
     folder: AttemptDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(folder, 30)
-    met = Rendezvous(address="10.0.0.1", port=1, interface="ib0", host="c1")
-    monkeypatch.setattr(worker, "run_rendezvous", lambda *_: met)
-    monkeypatch.setattr(worker, "check_node", lambda *_: None)
     monkeypatch.setattr(worker, "launch_command", lambda *_: pytest.fail("the ranks were started"))
-    monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
     for rank in (0, 1):
         assert worker.main(folder.root, worker.WorkerNode(rank, start=3)) == 0
     assert [node.returncode for node in folder.exits()] == [0, 0]
@@ -134,7 +129,6 @@ def test_a_restarted_job_ignores_the_records_of_its_earlier_start(
         raise RendezvousError("no node connected")
 
     monkeypatch.setattr(worker, "run_rendezvous", fail_after_listing)
-    monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
     worker.main(folder.root, worker.WorkerNode(rank=0, start=2))
     rendered = {path.name for path in (folder.settings, folder.plan, folder.training, folder.deepspeed)}
     assert set(seen) == rendered | {"node-0.log", "start-1"}

@@ -3,7 +3,6 @@
 import shutil
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +12,11 @@ from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, read_reco
 from shardmake.core.fingerprint import FileEntry, fingerprint
 from shardmake.launch import resume, worker
 from shardmake.launch.jobs import attempt_settings
-from shardmake.launch.outcome import Action, Evidence, RetryState, classify, decide
-from shardmake.launch.rendezvous import Rendezvous
+from shardmake.launch.outcome import Action, classify, decide
 from shardmake.launch.resume_validation import DamagedCheckpointError, confirm_damage, validate_share
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.attempt_history import EndReason
+from tests.unit.launch.test_outcome import evidence, state
 from tests.unit.plans import make_cluster, make_plan, make_training_settings
 
 SHARDS = [f"optimizer/__{rank}_0.distcp" for rank in range(4)]
@@ -39,7 +38,7 @@ def save(folder: Path, step: int) -> Path:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> AttemptDir:
+def folder(tmp_path: Path, prepared_worker: None) -> AttemptDir:
     """An attempt of two nodes that resumes from step 20; there is a checkpoint of step 10, too."""
     folder, plan = AttemptDir(tmp_path / "train/attempts/002"), make_plan("fsdp", nodes=2)
     older = save(tmp_path / "train/checkpoints", 10)
@@ -61,10 +60,6 @@ def flip(file: Path) -> None:
 def run_nodes(folder: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Run the workers of both nodes; return the nodes that started their ranks."""
     started: list[int] = []
-    met = Rendezvous(address="10.0.0.1", port=1, interface="ib0", host="c1")
-    monkeypatch.setattr(worker, "run_rendezvous", lambda *_: met)
-    monkeypatch.setattr(worker, "check_node", lambda *_: None)
-    monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
     monkeypatch.setattr(worker, "_run_ranks", lambda *arguments: started.append(arguments[3].rank) or 0)
     for rank in (0, 1):
         worker.main(folder.root, worker.WorkerNode(rank, start=0))
@@ -169,19 +164,6 @@ def test_a_checkpoint_that_would_import_other_code_is_not_loaded(
     (finder,) = [node for node in folder.exits() if node.phase == "run preflight"]
     assert started == [1 - finder.node_rank] and not finder.damaged
     assert "scheduler.pt was not loaded. Its pickle would import fractions.Fraction" in finder.message
-    outcome = classify(
-        Evidence(
-            finished=False,
-            stop_file=False,
-            stopped=False,
-            slurm_state="FAILED",
-            exits=folder.exits(),
-            errors=[],
-            nodes=2,
-        )
-    )
-    assert (
-        outcome.end is EndReason.PREFLIGHT
-        and decide(outcome, RetryState(idle_attempts=1, has_fallback=True)) is Action.STOP
-    )
+    outcome = classify(evidence(exits=folder.exits(), nodes=2))
+    assert outcome.end is EndReason.PREFLIGHT and decide(outcome, state(has_fallback=True)) is Action.STOP
     assert confirm_damage(folder) == "" and checkpoint.exists()

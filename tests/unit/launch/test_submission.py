@@ -14,16 +14,10 @@ MINE = "shardmake-mine-00000000"
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put a squeue on the PATH that prints the file ``queue`` and fails without it; use a runtime folder of its own."""
-    (tmp_path / "bin").mkdir()
-    tool = tmp_path / "bin/squeue"
-    tool.write_text(f"#!/bin/sh\ncat {tmp_path}/queue\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    (tmp_path / "queue").write_text("")
-    return tmp_path
+def slurm(slurm: Path) -> Path:
+    """An empty queue."""
+    (slurm / "queue").touch()
+    return slurm
 
 
 class WaitsError(Exception):

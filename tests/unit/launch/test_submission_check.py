@@ -10,10 +10,11 @@ from shardmake.launch.stage_jobs import ON_GPUS
 from shardmake.launch.submission_check import check_submission, expected_starts, node_counts
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import CandidateEstimate, MemoryEstimates, Resources
+from tests.programs import install_programs
 from tests.unit.plans import make_cluster, make_plan, make_run
 
 START = "sbatch: Job 12 to start at 2026-11-24T08:00:00 using 8 processors on nodes c[1-2] in partition gpu"
-SBATCH = """#!/bin/sh
+SBATCH = """
 echo "$@" >> "{folder}/asked"
 case "$*" in *--wrap*) ;; *) cat >> "{folder}/scripts";; esac
 [ "{refused}" = all ] || case "$*" in *"--comment {refused}"*) ;; *) echo "{start}" >&2; exit 0;; esac
@@ -27,15 +28,11 @@ class Site:
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = tmp_path
-        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-        (tmp_path / "srun").write_text("#!/bin/sh\n")
-        (tmp_path / "srun").chmod(0o755)
+        self.monkeypatch = monkeypatch
 
     def check(self, words: str = "", refused: str = "nothing", executor: str = "slurm") -> None:
-        (self.folder / "sbatch").write_text(
-            SBATCH.format(folder=self.folder, refused=refused, start=START, words=words)
-        )
-        (self.folder / "sbatch").chmod(0o755)
+        sbatch = SBATCH.format(folder=self.folder, refused=refused, start=START, words=words)
+        install_programs(self.folder, self.monkeypatch, {"srun": "", "sbatch": sbatch})
         cluster = make_cluster(executor=executor, slurm={"qos": "long"} if executor == "slurm" else {})
         resources = dict.fromkeys(("train", *ON_GPUS), Resources(memory_gib=3, cpus=2))
         plan = make_plan("zero3").model_copy(update={"resources": resources})
@@ -102,14 +99,12 @@ def test_without_slurm_nothing_is_asked(site: Site) -> None:
     assert not (site.folder / "asked").exists()
 
 
-STARTS = """#!/bin/sh
+STARTS = """
 nodes=$(sed -n 's/^#SBATCH --nodes=//p')
 echo "$@ $nodes $SLURM_TIME_FORMAT" >> "{folder}/asked"
 cat "{folder}/answer-$nodes" >&2
 """
-SINFO = """#!/bin/sh
-case "$*" in *--partition=gpu) echo ${PARTITION_STATE:-up};; *) echo up;; esac
-"""
+SINFO = 'case "$*" in *--partition=gpu) echo ${PARTITION_STATE:-up};; *) echo up;; esac'
 
 
 def estimates(*fitting: int, too_large: int = 1) -> MemoryEstimates:
@@ -126,11 +121,9 @@ class Queue:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
-        monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
         monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
-        for name, text in (("srun", "#!/bin/sh\n"), ("sbatch", STARTS.format(folder=folder)), ("sinfo", SINFO)):
-            (folder / name).write_text(text)
-            (folder / name).chmod(0o755)
+        programs = {"srun": "", "sbatch": STARTS.format(folder=folder), "sinfo": SINFO}
+        install_programs(folder, monkeypatch, programs)
 
     def answer(self, nodes: int, text: str) -> None:
         (self.folder / f"answer-{nodes}").write_text(text)
@@ -166,11 +159,6 @@ def test_the_planned_number_of_nodes_comes_first(queue: Queue) -> None:
     assert not (queue.folder / "docs-chat").exists()
 
 
-def test_a_start_in_the_past_is_at_once(queue: Queue) -> None:
-    queue.start_after(2, seconds=-5)
-    assert queue.ask(estimates(2)).endswith("2 nodes: would start at once")
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -185,10 +173,12 @@ def test_without_an_estimate_the_plan_says_so_and_asks_once(queue: Queue, words:
     assert len(queue.asked) == 1
 
 
-def test_a_start_that_only_another_number_lacks(queue: Queue) -> None:
+def test_a_start_that_only_another_number_lacks_and_one_in_the_past(queue: Queue) -> None:
     queue.start_after(2, minutes=5.1)
     queue.answer(4, "allocation failure: Requested nodes are busy\n")
     assert queue.ask(estimates(2, 4)).endswith("in about 5 min; 4 nodes: Slurm does not know when it would start")
+    queue.start_after(2, seconds=-5)
+    assert queue.ask(estimates(2)).endswith("2 nodes: would start at once")
 
 
 def test_a_closed_partition_has_no_estimate(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:

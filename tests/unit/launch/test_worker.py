@@ -2,7 +2,6 @@
 
 import errno
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -12,11 +11,12 @@ from shardmake.launch import worker
 from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError
 from shardmake.run.attempt import AttemptDir, NodeExit
+from tests.programs import install_programs
 from tests.unit.plans import make_cluster, make_plan
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> AttemptDir:
+def folder(tmp_path: Path, prepared_worker: None) -> AttemptDir:
     """The attempt of a job of two nodes."""
     folder = AttemptDir(tmp_path / "train/attempts/001")
     cluster = make_cluster(scratch=str(tmp_path))
@@ -87,11 +87,7 @@ def test_ranks_start_without_the_lock_of_a_killed_build(
     lock.touch()
     make_plan("ddp", nodes=2).write(folder.plan)
     write_json(folder.deepspeed, {})
-    rendezvous = Rendezvous(address="127.0.0.1", port=1, interface="lo", host="c1")
-    monkeypatch.setattr(worker, "run_rendezvous", lambda *_: rendezvous)
-    monkeypatch.setattr(worker, "check_node", lambda *_: None)
     monkeypatch.setattr(worker, "launch_command", lambda *_: ["test", "!", "-e", str(lock)])
-    monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
     assert worker.main(folder.root, worker.WorkerNode(rank=0, start=0)) == 0
     assert f"Removed {lock}" in folder.log(0).read_text()
 
@@ -124,18 +120,21 @@ def test_a_failed_node_ends_the_step_if_another_is_stuck(
     assert end.value.code not in (0, None)
 
 
+def fail_rendezvous(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(worker, "run_rendezvous", fail)
+
+
 def test_a_record_that_cannot_be_written_is_printed(
     folder: AttemptDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fill_up(record: NodeExit, path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def fail(*args: object) -> None:
-        raise RendezvousError("no node connected")
-
     monkeypatch.setattr(NodeExit, "write", fill_up)
-    monkeypatch.setattr(worker, "run_rendezvous", fail)
-    monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
+    fail_rendezvous(monkeypatch, RendezvousError("no node connected"))
     assert worker.main(folder.root, worker.WorkerNode(rank=1, start=0)) == 1
     printed = capsys.readouterr().out
     assert "No space left on device" in printed and '"phase":"rendezvous"' in printed and "no node connected" in printed
@@ -155,11 +154,7 @@ def test_a_record_that_cannot_be_written_is_printed(
 def test_an_error_of_the_worker_has_a_message_and_its_traceback_a_file(
     folder: AttemptDir, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str, kept: bool
 ) -> None:
-    def fail(*args: object) -> None:
-        raise error
-
-    monkeypatch.setattr(worker, "run_rendezvous", fail)
-    monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
+    fail_rendezvous(monkeypatch, error)
     assert worker.main(folder.root, worker.WorkerNode(rank=1, start=0)) == 1
     record = NodeExit.read(folder.exit_record(1))
     assert record.message.startswith(message) and "Traceback" not in record.message
@@ -169,18 +164,12 @@ def test_an_error_of_the_worker_has_a_message_and_its_traceback_a_file(
 def test_a_waiting_node_blames_the_missing_one(
     folder: AttemptDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wait(*args: object) -> None:
-        raise RendezvousError("Node 1 did not connect to c1 before the deadline.", absent=1)
-
-    program = tmp_path / "scontrol"
-    program.write_text('#!/bin/sh\n[ "$*" = "show hostnames c[1-2]" ] && printf "c1\\nc2\\n"\n')
-    program.chmod(0o700)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    scontrol = '[ "$*" = "show hostnames c[1-2]" ] && printf "c1\\nc2\\n"'
+    install_programs(tmp_path, monkeypatch, {"scontrol": scontrol})
     monkeypatch.setenv("SLURM_STEP_NODELIST", "c[1-2]")
-    monkeypatch.setattr(worker, "run_rendezvous", wait)
-    monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
+    fail_rendezvous(monkeypatch, RendezvousError("Node 1 did not connect to c1 before the deadline.", absent=1))
     worker.main(folder.root, worker.WorkerNode(rank=0, start=0))
     assert [node.culprit for node in folder.exits()] == ["c2"]
-    program.unlink()
+    (tmp_path / "scontrol").unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert worker.node_name(1) is None

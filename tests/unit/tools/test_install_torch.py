@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardmake.core.errors import ConfigError
-from shardmake.launch.gpus import TorchBuild, parse_gpus
+from shardmake.launch.gpus import parse_gpus
 from tools import install_torch
 
 ROOT = Path(__file__).parents[3]
@@ -81,7 +81,7 @@ def pip(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[str, ...]]]:
 
 def installed(monkeypatch: pytest.MonkeyPatch, version: str | None, cuda: str | None) -> None:
     monkeypatch.setattr(install_torch, "installed_version", lambda: version)
-    monkeypatch.setattr(install_torch, "installed_build", lambda: TorchBuild(cuda, None))
+    monkeypatch.setattr(install_torch, "installed_cuda", lambda: cuda)
 
 
 def test_a_missing_build_says_where_its_index_stands(pip: list, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_a_machine_without_a_driver_gets_a_line_about_which_driver_the_nodes_nee
     assert [requirement for requirement, _ in pip] == [f"torch=={pinned()}"]
 
 
-def test_an_installed_build_stays_until_another_one_is_named(pip: list, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_cuda_stays_until_another_one_is_named(pip: list, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(install_torch, "list_gpus", lambda: H100)
     installed(monkeypatch, pinned(), "12.6")
     assert "for CUDA 12.6" in install_torch.main("") and pip == []

@@ -10,27 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.launch import squeue_cache
+from shardmake.launch import low_memory_wait
+from shardmake.launch.low_memory_wait import add_row, cached_squeue, is_fresh, open_snapshot
 from shardmake.launch.slurm_jobs import waiting_snapshot
-from shardmake.launch.squeue_cache import add_row, cached_squeue, is_fresh, open_snapshot
+from tests.programs import count_calls
 
 ROWS = "7|RUNNING|c1|shardmake-chat-1\n"
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put a squeue on the PATH that prints the file ``queue``, counts its calls, and fails without that file."""
-    program = tmp_path / "bin/squeue"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\ncat {tmp_path}/queue\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    (tmp_path / "queue").write_text(ROWS)
-    return tmp_path
-
-
-def count_calls(slurm: Path) -> int:
-    return len((slurm / "calls").read_text().splitlines())
+def slurm(slurm: Path) -> Path:
+    """A queue with one job."""
+    (slurm / "queue").write_text(ROWS)
+    return slurm
 
 
 def test_one_query_serves_many_until_a_new_one_is_required(slurm: Path) -> None:
@@ -64,7 +56,7 @@ def test_a_full_disk_does_not_hide_the_answer(slurm: Path, monkeypatch: pytest.M
     def fill_up(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(squeue_cache.os, "pwrite", fill_up)
+    monkeypatch.setattr(low_memory_wait.os, "pwrite", fill_up)
     assert cached_squeue(str(slurm / "snapshot")) == ROWS
 
 
@@ -89,7 +81,7 @@ def test_how_long_a_snapshot_counts(query_seconds: float, answered: bool, max_ag
 
 POLL = """
 import sys, time
-from shardmake.launch.squeue_cache import cached_squeue
+from shardmake.launch.low_memory_wait import cached_squeue
 end = time.monotonic() + float(sys.argv[1])
 while time.monotonic() < end:
     assert cached_squeue(sys.argv[2]) == "7|RUNNING|c1|shardmake-chat-1\\n"
