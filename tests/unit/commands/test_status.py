@@ -253,7 +253,7 @@ def test_a_local_job_is_the_process(training: RunDir, driver: psutil.Process) ->
 def test_runs_that_have_not_begun_or_cannot_be_read(finished: RunDir) -> None:
     runs = {"chat": make_run(), "other": make_run()}
     finished.evaluation.unlink()
-    finished.stage_settings("train").write_text("{}")
+    finished.stage_settings("train").write_text('{"format": 1}')
     chat, other = read_states(Config(cluster="c.yaml", runs=runs), LOCAL, finished.root.parent)
     assert chat.state.startswith("cannot be read: Cannot read ") and other.state == "not started"
     finished.stage_settings("train").unlink()
