@@ -21,6 +21,7 @@ NAMES = {*METHODS, *OPTIMIZERS} | {name for spec in OPTIMIZERS.values() for name
 OTHER_MEANINGS = {
     ("commands/estimate.py", "lora"),  # the section of a run
     ("launch/gpus.py", "full"),  # the width of a PCIe link
+    *((path, "full") for path in ("core/stores.py", "push/object_store.py")),  # an error of a store that has no space
     ("run/training_settings.py", "full"),  # the record of a training without adapters
     *(("render/engine_values.py", name) for name in ("adamw", "adamw_torch", "adamw_torch_fused")),  # of users' files
 }
