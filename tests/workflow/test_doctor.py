@@ -49,7 +49,7 @@ def test_two_nodes_meet_and_measure_the_network_between_them(tmp_path: Path) -> 
         assert found["GPUs"].verdict is Verdict.NOT_CHECKED, "never ok without a GPU"
         assert all(finding.nodes == (report.host,) for finding in report.findings)
         assert report.facts.inter_gbps and report.facts.intra_gbps is None
-    values = yaml.safe_load(compose(request, reports, drafted=False).text)
+    values = yaml.safe_load(compose(request, reports, drafted=False)[0])
     assert values["inter_node_gbps"] > 0 and "intra_node_gbps" not in values
 
 

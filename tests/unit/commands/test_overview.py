@@ -13,6 +13,7 @@ from shardmake.commands import status
 from shardmake.commands.status import cells, last_event, list_runs, plain_table, read_state, read_states
 from shardmake.config.load import parse_config
 from shardmake.core.errors import ConfigError
+from shardmake.launch import slurm_jobs
 from shardmake.launch.jobs import job_name
 from shardmake.launch.slurm_states import parse_rows
 from shardmake.launch.submission_check import parse_start
@@ -93,10 +94,10 @@ def test_one_squeue_for_all_runs(training: RunDir, monkeypatch: pytest.MonkeyPat
     asked: list[str] = []
 
     def run_slurm(*command: str) -> "subprocess.CompletedProcess[str]":
-        asked.append(command[-1])
+        asked.extend(word for word in command if word.startswith("--name"))
         return subprocess.CompletedProcess(command, 1, "", "")
 
-    monkeypatch.setattr(status, "run_slurm", run_slurm)
+    monkeypatch.setattr(slurm_jobs, "run_slurm", run_slurm)
     config = parse_config({"cluster": "c", "runs": dict.fromkeys(("chat", "b"), RUN)}, "test")
     rows = read_states(config, SLURM, Path("runs"))
     assert asked == [f"--name={job_name(training.root)}"] and [row.state for row in rows][1] == "not started"

@@ -21,7 +21,7 @@ MODEL = from_config(LLAMA_8B)
 
 P = MODEL.parameters
 
-BUCKETS = Buckets(4096**2, 500_000_000, int(0.9 * 4096**2), 40960)
+BUCKETS = Buckets(4096**2, int(0.9 * 4096**2), 40960)
 
 
 def scenario(model: Model = MODEL, **more: Any) -> Scenario:

@@ -55,7 +55,7 @@ SMALL = from_config({**LLAMA_8B, "hidden_size": 256, "intermediate_size": 512, "
                      "num_attention_heads": 8, "vocab_size": 2000})  # fmt: skip
 
 
-SMALL_BUCKETS = Buckets(1 << 16, 1 << 16, 1 << 15, 2560)
+SMALL_BUCKETS = Buckets(1 << 16, 1 << 15, 2560)
 
 
 @settings(max_examples=25, deadline=None)

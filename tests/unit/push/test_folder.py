@@ -250,7 +250,7 @@ def test_two_pushes_at_once_end_with_one_model_and_the_cause(rundir: RunDir, mon
 
 
 def test_an_unverified_model_is_not_pushed(rundir: RunDir) -> None:
-    rundir.model_receipt.write_text('{"files": {}}')
+    rundir.model_receipt.write_text('{"format": 1, "files": {}}')
     with pytest.raises(ShardmakeError, match=r"Cannot read .*: checkpoint: Field required.*shardmake consolidate chat"):
         push(RUN, rundir)
     rundir.model_receipt.unlink()
