@@ -46,7 +46,7 @@ def planned(checkout: Checkout, tmp_path: Path) -> Checkout:
     make_plan("zero3").model_copy(update={"resources": resources}).write(checkout.run / "plan/plan.json")
     for path in ("sources.json", "train/receipt.json", "model/receipt.json", "data/receipt.json"):
         (checkout.run / path).parent.mkdir(exist_ok=True)
-        (checkout.run / path).write_text("{}")
+        (checkout.run / path).write_text('{"format": 1}')
     (tmp_path / "programs").mkdir()
     for name, text in PROGRAMS.items():
         (tmp_path / "programs" / name).write_text(text)
