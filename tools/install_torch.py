@@ -1,8 +1,8 @@
 """Install the pinned torch in its build for this machine: ``python -m tools.install_torch [cu126|cu130|cpu|extras]``.
 
 ``make install`` runs it in the new environment before anything else is installed, so it imports the standard library
-and `shardmake.launch.gpus` only. Without an argument, the driver of this machine decides. With ``extras`` it prints
-which extras to install beside the torch that is there.
+and `shardmake.launch.gpu_status` only. Without an argument, the driver of this machine decides. With ``extras`` it
+prints which extras to install beside the torch that is there.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardmake.core.errors import ConfigError, ShardmakeError
-from shardmake.launch.gpus import (
+from shardmake.launch.gpu_status import (
     TORCH_BUILDS,
     GpuStatus,
     find_misfits,

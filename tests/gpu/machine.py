@@ -14,7 +14,8 @@ from shardmake.config.models import Precision
 from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
 from shardmake.core.errors import ConfigError
 from shardmake.core.units import GIB
-from shardmake.launch.gpus import accelerator_of, list_gpus
+from shardmake.launch.gpu_status import list_gpus
+from shardmake.launch.gpus import accelerator_of
 
 MOST_RANKS = 8
 VARIABLE = "ACCELERATOR"

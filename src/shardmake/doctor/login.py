@@ -14,7 +14,8 @@ from shardmake.core.environment import hub_cache, installed_versions
 from shardmake.core.errors import ShardmakeError, nearest
 from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import GIB, format_bytes, format_duration, plural
-from shardmake.launch.gpus import check_build, installed_cuda, list_gpus
+from shardmake.launch.gpu_status import installed_cuda, list_gpus
+from shardmake.launch.gpus import check_build
 from shardmake.launch.slurm_jobs import run_slurm
 from shardmake.plan.limits import NodeGroup, Partition, query_partitions
 from shardmake.run.findings import Check, Finding, not_checked, ok, ok_if, stops, warning

@@ -11,7 +11,7 @@ from shardmake.core.environment import kernel_caches
 from shardmake.doctor import host, kernels, network
 from shardmake.doctor.records import DoctorDir, DoctorRequest, NodeFacts, NodeReport
 from shardmake.launch import gpus
-from shardmake.launch.gpus import installed_cuda
+from shardmake.launch.gpu_status import installed_cuda
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError, run_rendezvous
 from shardmake.run.attempt import host_name
 from shardmake.run.findings import Check, Finding, Verdict, not_checked, run_checks, stops

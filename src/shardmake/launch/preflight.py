@@ -30,15 +30,8 @@ from shardmake.core.permissions import make_private
 from shardmake.core.process import wait_for_output
 from shardmake.core.units import GIB
 from shardmake.launch.compilers import check_compilers
-from shardmake.launch.gpus import (
-    check_attention,
-    check_build,
-    check_gpus,
-    installed_cuda,
-    list_released_gpus,
-    slow_gpus,
-    visible_gpus,
-)
+from shardmake.launch.gpu_status import installed_cuda, list_released_gpus, visible_gpus
+from shardmake.launch.gpus import check_attention, check_build, check_gpus, slow_gpus
 from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.findings import Finding, stops, warning
 from shardmake.run.plan import Plan

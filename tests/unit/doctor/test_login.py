@@ -9,7 +9,7 @@ from shardmake.config.models import Cluster, Slurm
 from shardmake.core.disk import FreeSpace
 from shardmake.core.units import GIB
 from shardmake.doctor import login
-from shardmake.launch.gpus import GpuStatus
+from shardmake.launch.gpu_status import GpuStatus
 from shardmake.run.findings import Finding, Verdict, run_checks, would_stop
 from tests.programs import install_programs
 from tests.unit.doctor.recorded import CLOSED, NO_ACCOUNTING, NO_DATABASE, slurm_programs

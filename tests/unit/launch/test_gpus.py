@@ -6,18 +6,16 @@ import pytest
 
 from shardmake.core import process
 from shardmake.core.units import GIB
-from shardmake.launch import gpus as gpus_module
-from shardmake.launch.gpus import (
+from shardmake.launch import gpu_status
+from shardmake.launch.gpu_status import (
     GpuStatus,
-    check_build,
-    check_gpus,
     installed_cuda,
     list_gpus,
     list_released_gpus,
     newest_build,
     parse_gpus,
-    slow_gpus,
 )
+from shardmake.launch.gpus import check_build, check_gpus, slow_gpus
 from shardmake.run.findings import Finding
 from tests.programs import install_programs
 
@@ -193,11 +191,11 @@ def test_a_gpu_that_a_crashed_process_still_releases_is_waited_for(
     busy = HEALTHY.replace(" 1, 0", " 71680, 0")
     count = f"echo >> {tmp_path}/calls; [ $(wc -l < {tmp_path}/calls) -lt 3 ]"
     fake_nvidia_smi(tmp_path, monkeypatch, f"if {count}; then echo '{busy}'; else echo '{HEALTHY}'; fi")
-    monkeypatch.setattr(gpus_module, "_RELEASE_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(gpu_status, "_RELEASE_POLL_SECONDS", 0.0)
     assert texts(check_gpus(list_released_gpus(None), None, 1)) == []
     fake_nvidia_smi(tmp_path, monkeypatch, f"echo '{busy}'")
     assert list_released_gpus("GPU-1") == parse_gpus(busy), "a GPU of another job"
-    monkeypatch.setattr(gpus_module, "_RELEASE_SECONDS", 0.2)
+    monkeypatch.setattr(gpu_status, "_RELEASE_SECONDS", 0.2)
     assert texts(check_gpus(list_released_gpus(None), None, 1)) == ["GPU 0 is in use: 70.0 GiB"]
 
 

@@ -11,7 +11,7 @@ from shardmake.config.attention import Attention
 from shardmake.core import process
 from shardmake.core.atomic import write_json
 from shardmake.launch import preflight, worker
-from shardmake.launch.gpus import GpuStatus
+from shardmake.launch.gpu_status import GpuStatus
 from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.outcome import classify
 from shardmake.launch.preflight import (

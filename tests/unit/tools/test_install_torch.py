@@ -2,13 +2,14 @@
 
 import os
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from shardmake.core.errors import ConfigError
-from shardmake.launch.gpus import parse_gpus
+from shardmake.launch.gpu_status import parse_gpus
 from tools import install_torch
 
 ROOT = Path(__file__).parents[3]
@@ -148,3 +149,9 @@ def test_every_package_for_gpus_is_pinned() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["gpu"]
     pins = (ROOT / "constraints.txt").read_text()
     assert extras and all(f"\n{name.partition('>')[0]}==" in pins for name in extras)
+
+
+def test_it_runs_before_any_package_is_installed() -> None:
+    """``-S`` leaves out the packages of the environment."""
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    subprocess.run([sys.executable, "-S", "-c", "import tools.install_torch"], env={"PYTHONPATH": path}, check=True)
