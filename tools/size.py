@@ -20,6 +20,8 @@ FILE_LINES, FUNCTION_LINES = 450, 60
 SOURCE = Path("src/shardmake")
 ROOMS = ("tests/unit", "tests/workflow", "tests/cluster", "tests", "tools", "benchmarks", "examples")
 """Folders that are counted apart from the source; a file belongs to the first that holds it."""
+PAGES = ("top level", "config", "docs", "examples")
+"""Folders whose documents are counted."""
 
 
 def sizes(root: Path) -> dict[str, int]:
@@ -31,11 +33,10 @@ def sizes(root: Path) -> dict[str, int]:
         found[f"lines {room}"] += len(text.splitlines())
         if room.startswith("src/"):
             found[f"statements {room}"] += sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(text)))
-    for path in root.rglob("*.md"):
-        name = path.relative_to(root)
-        if not path.is_symlink() and not any(part.startswith(".") or part == "build" for part in name.parts):
-            found[f"words {name.parts[0] if len(name.parts) > 1 else 'top level'}"] += len(path.read_text().split())
-    return {room: found[room] for room in sorted(found)}
+    for room in PAGES:
+        pages = root.glob("*.md") if room == "top level" else (root / room).rglob("*.md")
+        found[f"words {room}"] += sum(len(page.read_text().split()) for page in pages if not page.is_symlink())
+    return {room: found[room] for room in sorted(found) if found[room]}
 
 
 def python_files(root: Path) -> list[Path]:
