@@ -76,7 +76,7 @@ def _check_format(path: Path, content: bytes) -> None:
     except ValueError:
         return
     entries = values if isinstance(values, list) else [values]
-    if (found := next((entry.get("format", 0) for entry in entries), FORMAT)) != FORMAT:
+    if (found := next((entry.get("format", 0) for entry in entries if isinstance(entry, dict)), FORMAT)) != FORMAT:
         raise ShardmakeError(
             f"{path} was made by another version of Shardmake: it has the format {found}, and this version reads "
             f"{FORMAT}. Nothing was changed. Use that version for this run, or give the run another name to make it "

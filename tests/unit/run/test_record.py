@@ -90,5 +90,6 @@ def test_a_run_of_this_format_a_new_one_and_a_damaged_file_pass(tmp_path: Path) 
     folder = RunDir(tmp_path / "runs/chat")
     check_format(folder)
     RequestedStop(step=4, time=1.5).write(folder.plan)
-    folder.sources.write_text('{"format"')
-    check_format(folder)
+    for damaged in ('{"format"', "3", '["text"]'):
+        folder.sources.write_text(damaged)
+        check_format(folder)
