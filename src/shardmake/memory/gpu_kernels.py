@@ -83,11 +83,12 @@ def _fused_attention(module: Any, query: Any, key: Any, value: Any, attention_ma
 
 
 def _masked_attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any) -> Any:
-    """Model transformers' SDPA with a mask: keys and values are repeated, every layer creates an additive mask."""
+    """Model transformers' SDPA with a mask: keys and values are repeated, a boolean mask is made additive in each layer."""
     query, key, value = _autocast_attention(query, key, value)
     key, value = (_repeated(tensor, query.shape[1]) for tensor in (key, value))
     batch, _, length, _ = query.shape
-    mask = query.new_zeros(batch, 1, length, key.shape[2])
+    is_additive = attention_mask is not None and attention_mask.is_floating_point()
+    mask = attention_mask if is_additive else query.new_zeros(batch, 1, length, key.shape[2])
     return _MemoryEfficient.apply(query, key, value, mask), None
 
 
@@ -99,14 +100,23 @@ def _repeated(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def register_attention() -> None:
-    """Register the replacements with transformers; they create their own masks."""
+    """Register the replacements with transformers."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    replacements = {"fused": _fused_attention, "masked": _masked_attention}
-    for name, function in ((f"shardmake_{kind}", function) for kind, function in replacements.items()):
-        AttentionInterface.register(name, function)
-        AttentionMaskInterface.register(name, lambda *_, **__: None)
+    replacements = {"fused": (_fused_attention, _no_mask), "masked": (_masked_attention, _boolean_mask)}
+    for kind, (attention, mask) in replacements.items():
+        AttentionInterface.register(f"shardmake_{kind}", attention)
+        AttentionMaskInterface.register(f"shardmake_{kind}", mask)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _boolean_mask(batch_size: int, q_length: int, kv_length: int, *_: Any, **__: Any) -> torch.Tensor:
+    """Return a mask like that of ``sdpa_mask``, which layers of one kind share; a model may index or change it."""
+    return torch.ones((batch_size, 1, q_length, kv_length), dtype=torch.bool)
 
 
 class _DropoutFunction(torch.autograd.Function):
