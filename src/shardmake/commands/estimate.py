@@ -21,7 +21,7 @@ from shardmake.memory.model import Model, Split
 from shardmake.memory.probe import probe
 from shardmake.memory.read_config import read_model
 from shardmake.plan.candidates import Candidate, choices
-from shardmake.plan.choose import choose, choose_from
+from shardmake.plan.choose import choose, find_choice
 from shardmake.plan.fallbacks import find_fallbacks
 from shardmake.plan.planner import CachedPlanner
 from shardmake.plan.reasons import memory_and_time, reason_of
@@ -177,7 +177,7 @@ def resolve_request(request: EstimateRequest) -> ResolvedRun:
     settings = resolve(run, cluster)
     refuse(
         wrong_strategy(run, cluster, settings.precision),
-        wrong_activation_offload(run, cluster, settings.model),
+        wrong_activation_offload(run, cluster),
     )
     usable = kernels_of(settings.hardware, settings.precision, run.objective)
     fastest = settings.abilities.best_attention(usable, packing=False)
@@ -270,8 +270,10 @@ def smallest_change(request: EstimateRequest) -> str:
     def outcome(setting: str, value: Any) -> str | None:
         changed = replace(_changed(request, setting, value), strategies=(), gradient_checkpointing=True)
         try:
-            found, _ = choose_from(CachedPlanner(resolve_request(changed)))
-        except ShardmakeError:  # nothing fits, or this accelerator cannot do it
+            found = find_choice(CachedPlanner(resolve_request(changed)))
+        except ShardmakeError:  # this accelerator or model cannot do it
+            return None
+        if found is None:
             return None
         return f"{found.choice.strategy} with checkpointing, {memory_and_time(found)}"
 

@@ -16,7 +16,7 @@ from shardmake.memory.model import Decoder, split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.states import EMBEDDING, HEAD, Terms, trained_units, units
-from shardmake.memory.trace import scaled
+from shardmake.memory.trace import traced
 
 RESERVED_SHARE = 1.08  # planning allowance for the allocator: replays give 1.01 to 1.20, most of them below this
 SHORT = (2, 3)  # layers of the two short steps
@@ -45,7 +45,7 @@ def profile(scenario: Scenario, known: "dict[tuple[object, ...], Profile]") -> P
 def _measure(scenario: Scenario) -> Profile:
     shape = scenario.model.decoder
     if shape is None or shape.layers <= SHORT[1]:
-        return of_events(micro_step(scenario) if shape else scaled(scenario), len(scenario.model.blocks))
+        return of_events(micro_step(scenario) if shape else traced(scenario), len(scenario.model.blocks))
     short, longer = (_with_layers(scenario, shape, layers) for layers in SHORT)
     return Profile(
         *(a + (b - a) * (shape.layers - SHORT[0]) for a, b in zip(astuple(short), astuple(longer), strict=True))

@@ -6,7 +6,6 @@ gradient is complete, at the end of a backward pass and at the optimizer's step.
 
 Events, in order: ``alloc number bytes``, ``free number``, ``forward block``, ``forward end block``, ``loss``,
 ``backward``, ``backward block block``, ``grad number name`` (a weight's gradient is complete; number is its storage).
-Events that were scaled begin with ``scaled tokens`` (`shardmake.memory.token_loops`).
 """
 
 from collections.abc import Sequence

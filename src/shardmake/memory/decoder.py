@@ -28,7 +28,7 @@ class Weights:
 def micro_step(scenario: Scenario) -> list[TensorEvent]:
     """Return the events of one forward and backward pass of ``scenario``'s decoder."""
     assert scenario.model.decoder is not None
-    return _DecoderStep(scenario, scenario.model.decoder).run()
+    return DecoderStep(scenario, scenario.model.decoder).run()
 
 
 def weights_of(scenario: Scenario) -> Weights:
@@ -70,7 +70,7 @@ def layer_input(scenario: Scenario) -> int:
     return scenario.tokens * scenario.model.hidden_size * weight_bytes(scenario)
 
 
-class _DecoderStep:
+class DecoderStep:
     """The parts of the model, in the order in which transformers runs them."""
 
     def __init__(self, scenario: Scenario, shape: Decoder) -> None:
@@ -82,6 +82,7 @@ class _DecoderStep:
         self.tape.autocast = scenario.compute if scenario.autocast else None
 
     def run(self) -> list[TensorEvent]:
+        """Return the events of the whole step."""
         tape = self.tape
         cosine_and_sine = self._positions()
         mask = self._mask()

@@ -11,7 +11,7 @@ from shardmake.memory.fsdp import Fsdp2Memory
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.states import Terms
 from shardmake.memory.timeline import Timeline
-from shardmake.memory.trace import scaled
+from shardmake.memory.trace import traced
 from shardmake.memory.zero import Zero3Memory, Zero12Memory
 
 
@@ -109,7 +109,7 @@ def memory_of(scenario: Scenario, timeline: Timeline, capacity: int | None = Non
 
 def events_of(scenario: Scenario) -> StepEvents:
     """Return the events of the micro step: simulated if the family is written down, else traced."""
-    return micro_step(scenario) if scenario.model.decoder else scaled(scenario)
+    return micro_step(scenario) if scenario.model.decoder else traced(scenario)
 
 
 def simulate(scenario: Scenario, buckets: Buckets, events: StepEvents) -> Timeline:

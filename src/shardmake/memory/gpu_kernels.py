@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardmake.memory import size_tensors
+from shardmake.memory.model import HEADS, SCORE_HEAD
+
 ORIGINALS = {name: getattr(nn.functional, name) for name in ("softmax", "log_softmax", "layer_norm", "cross_entropy")}
 TORCH_SOFTMAX = torch.softmax
 
@@ -83,13 +86,34 @@ def _fused_attention(module: Any, query: Any, key: Any, value: Any, attention_ma
 
 
 def _masked_attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any) -> Any:
-    """Model transformers' SDPA with a mask: keys and values are repeated, a boolean mask is made additive in each layer."""
+    """Model transformers' SDPA with a mask: keys and values are repeated, each layer makes the mask additive."""
     query, key, value = _autocast_attention(query, key, value)
     key, value = (_repeated(tensor, query.shape[1]) for tensor in (key, value))
     batch, _, length, _ = query.shape
     is_additive = attention_mask is not None and attention_mask.is_floating_point()
     mask = attention_mask if is_additive else query.new_zeros(batch, 1, length, key.shape[2])
     return _MemoryEfficient.apply(query, key, value, mask), None
+
+
+class _Exchange(torch.autograd.Function):
+    """Ulysses' exchange of tokens and heads: a contiguous copy, the all-to-all, a copy in the kernel's order."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        contiguous = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        exchanged = torch.empty_like(contiguous)
+        del contiguous
+        return torch.empty_like(exchanged)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0]
+
+
+def _shared_attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any) -> Any:
+    """Model attention to shared sequences; a rank has as many numbers after the exchange as before."""
+    parts = [_Exchange.apply(tensor) for tensor in _autocast_attention(query, key, value)]
+    return _Exchange.apply(_Flash.apply(*parts)), None
 
 
 def _repeated(tensor: torch.Tensor, heads: int) -> torch.Tensor:
@@ -104,7 +128,11 @@ def register_attention() -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    replacements = {"fused": (_fused_attention, _no_mask), "masked": (_masked_attention, _boolean_mask)}
+    replacements = {
+        "fused": (_fused_attention, _no_mask),
+        "shared": (_shared_attention, _no_mask),
+        "masked": (_masked_attention, _boolean_mask),
+    }
     for kind, (attention, mask) in replacements.items():
         AttentionInterface.register(f"shardmake_{kind}", attention)
         AttentionMaskInterface.register(f"shardmake_{kind}", mask)
@@ -117,6 +145,123 @@ def _no_mask(*_: Any, **__: Any) -> None:
 def _boolean_mask(batch_size: int, q_length: int, kv_length: int, *_: Any, **__: Any) -> torch.Tensor:
     """Return a mask like that of ``sdpa_mask``, which layers of one kind share; a model may index or change it."""
     return torch.ones((batch_size, 1, q_length, kv_length), dtype=torch.bool)
+
+
+# Losses that take hidden states and the head: the tensors are those of `shardmake.memory.size_tensors`.
+
+_HEAD_LOSSES = {
+    "fused": size_tensors.fused_loss, "chunked": size_tensors.chunked_loss, "log_probs": size_tensors.tiled_log_probs,
+}  # fmt: skip
+
+
+_OF_HIDDEN = ("free", 0)
+"""The event that ends the first tensor, the hidden states."""
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Allocates and frees what ``events`` says: a list for the forward pass, and one for the backward pass.
+
+    ``made`` are the numbers of the gradients of hidden states and head in the second; None for no gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, head: torch.Tensor, events: Any, made: Any) -> torch.Tensor:
+        ctx.live, ctx.events, ctx.made = {}, events[1], made
+        ctx.like = dict(zip(made, ((t.shape, t.dtype) for t in (hidden, head)), strict=True))
+        _play(events[0], ctx.live, ctx.like)
+        if _OF_HIDDEN in events[1]:
+            ctx.save_for_backward(hidden)
+        return hidden.new_empty((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        live, ctx.live = ctx.live, {}
+        _play(ctx.events, live, ctx.like)
+        return *(live.pop(number, None) for number in ctx.made), None, None
+
+
+def _play(events: Any, live: dict[int, torch.Tensor], like: dict[int, Any]) -> None:
+    for kind, number, *rest in filter(_OF_HIDDEN.__ne__, events):
+        if kind == "alloc":
+            shape, dtype = like.get(number, ((rest[0],), torch.uint8))
+            live[number] = torch.empty(shape, dtype=dtype)
+        elif kind == "free" and number not in like:
+            live.pop(number)
+
+
+def head_loss(hidden: torch.Tensor, head: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return a scalar whose passes allocate what the loss ``kind`` of hidden states and the head's weight does."""
+    tape = size_tensors.Tape()
+    autocast = torch.is_autocast_enabled("cpu")
+    tape.autocast = torch.get_autocast_dtype("cpu").itemsize if autocast else None
+    tape.recording = torch.is_grad_enabled()
+    entry = size_tensors.root(size_tensors.SizeTensor(tape, hidden.numel(), hidden.element_size()))
+    node = entry.node
+    assert node is not None
+    parameter = size_tensors.Parameter("head", head.numel(), head.element_size(), head.requires_grad)
+    rows = hidden.numel() // hidden.shape[-1]
+    loss = _HEAD_LOSSES[kind](entry, parameter, head.shape[0], hidden.shape[-1], rows)
+    if not hidden.requires_grad:
+        entry.node = None
+    del entry
+    tape.casts.clear()
+    forward = tape.events[1:]  # the first is that of the hidden states
+    tape.events.clear()
+    if loss.node is not None:
+        size_tensors.backward(tape, loss)
+    del loss
+    of_head = next((event[1] for event in tape.events if event[0] == "grad"), None)
+    of_hidden = node.grad.storage.number if node.grad is not None else None
+    backward = [event for event in tape.events if event[0] != "grad"]
+    found: torch.Tensor = _HeadLoss.apply(hidden, head, (forward, backward), (of_hidden, of_head))
+    return found
+
+
+# Linear layers in 4 bits for a trace on fake tensors: bitsandbytes' ``Linear4bit`` and ``MatMul4Bit``.
+#
+# A layer casts its input to the type of the computation, dequantizes its weight for each product, also in the backward
+# pass, saves no input, and returns its input's type.
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        whole = torch.empty_like(weight)
+        out = tensor.new_empty(*tensor.shape[:-1], weight.shape[0])
+        del whole
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (weight,) = ctx.saved_tensors
+        whole = torch.empty_like(weight)
+        grad = grads[0].new_empty(*grads[0].shape[:-1], weight.shape[1])
+        del whole
+        return grad, None
+
+
+class FourBitLinear(nn.Linear):
+    """A linear layer whose weight is dequantized for each use; the weight has the type of the computation."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the input's type."""
+        out = _Product.apply(input.to(self.weight.dtype), self.weight)
+        if self.bias is not None:
+            out = out + self.bias.to(out.dtype)
+        return out.to(input.dtype)
+
+
+def set_four_bit_layers(model: nn.Module) -> None:
+    """Make all linear layers but the head 4-bit ones, as QLoRA quantizes them."""
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and not (name.endswith(HEADS) or name == SCORE_HEAD):
+            module.__class__ = FourBitLinear
+
+
+def holds_four_bits(module: nn.Module) -> bool:
+    """Return True if the weight of ``module`` is in 4 bits."""
+    return isinstance(module, FourBitLinear)
 
 
 class _DropoutFunction(torch.autograd.Function):

@@ -80,6 +80,8 @@ class Model:
     trust_remote_code: bool = False
     leaf_classes: tuple[str, ...] = ()
     """Classes of the blocks that hold experts as separate modules, of which each token runs some."""
+    kinds: tuple[int, ...] = ()
+    """A number for each layer, the same for layers that are alike; empty if that is not known."""
     whole: int | None = None
     """Elements of the whole model if this is the part that a tensor-parallel rank holds."""
 
@@ -166,7 +168,7 @@ def matrix_weights(model: Model) -> float:
 
     An embedding is looked up and does not count, unless it is also the head.
     """
-    return sum(_active(tensor, model) for tensor in model.tensors if _multiplies(tensor, model))
+    return sum(t.numel * matrix_share(t, model) for t in model.tensors if _multiplies(t, model))
 
 
 _SELECTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
@@ -177,16 +179,14 @@ def _multiplies(tensor: ParameterSpec, model: Model) -> bool:
     return len(tensor.shape) > 1 and (tensor.kind != "embedding" or model.tied)
 
 
-def _active(tensor: ParameterSpec, model: Model) -> float:
-    """Return the elements that are used for one token; all experts if config.json does not give their number."""
-    if ".experts." not in tensor.name:
-        return tensor.numel
+def matrix_share(tensor: ParameterSpec, model: Model) -> float:
+    """Return the part of ``tensor`` that is used for one token; 1 if config.json does not give the experts' numbers."""
     config = model.config
     experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts")
-    if not experts:
-        return tensor.numel
+    if ".experts." not in tensor.name or not experts:
+        return 1
     selected: int = next((config[name] for name in _SELECTED if isinstance(config.get(name), int)), experts)
-    return tensor.numel * selected / experts
+    return selected / experts
 
 
 def is_head(tensor: ParameterSpec) -> bool:

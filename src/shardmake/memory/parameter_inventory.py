@@ -106,10 +106,41 @@ def inventory(model: "nn.Module") -> dict[str, Any]:
         "buffer_bytes": sum(b.numel() * b.element_size() for b in model.buffers()),
         "block_classes": sorted({type(model.get_submodule(path)).__name__ for path in blocks}),
         "leaf_classes": leaf_classes(model),
+        "kinds": layer_kinds(model, blocks),
         "hidden_size": _first(text, "hidden_size", "d_model", "n_embd", "dim"),
         "vocab_size": _first(text, "vocab_size"),
         "max_positions": getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None),
     }
+
+
+def layer_kinds(model: "nn.Module", blocks: Mapping[str, int]) -> list[int]:
+    """Return a number for each layer; layers of one number have the same modules, sizes and settings.
+
+    A setting that is the layer's own index in every layer does not count. Empty if the layers are in several lists.
+    """
+    if len({path.rpartition(".")[0] for path in blocks}) != 1:
+        return []
+    layers = [_described(model, path, len(blocks)) for path in blocks]
+    own_index = {key for key in layers[0] if len(layers) > 1 and all(one.get(key) == n for n, one in enumerate(layers))}
+    texts = [repr(sorted((k, v) for k, v in layer.items() if k not in own_index)) for layer in layers]
+    return [texts.index(text) for text in texts]
+
+
+def _described(model: "nn.Module", path: str, count: int) -> dict[str, Any]:
+    """Return the settings of a layer by name: those of its modules, and its items of the config's lists."""
+    found: dict[str, Any] = {}
+    for name, module in model.get_submodule(path).named_modules():
+        found[f"{name} class"] = type(module).__name__
+        for key, value in vars(module).items():
+            if isinstance(value, int | str | None) and key != "training":
+                found[f"{name}.{key}"] = value
+    for name, tensor in model.get_submodule(path).state_dict().items():
+        found[f"{name} shape"] = tuple(tensor.shape)
+    index = int(path.rpartition(".")[2])
+    for name, value in vars(model.config).items():
+        if isinstance(value, list) and len(value) == count:
+            found[f"config {name}"] = repr(value[index])
+    return found
 
 
 def leaf_classes(model: "nn.Module") -> list[str]:

@@ -228,7 +228,7 @@ def _built(config: Mapping[str, Any], source: str, trust_remote_code: bool) -> M
     values = cached_helper(INVENTORY, inventory_request(config, source, trust_remote_code), doing)
     tensors = tensors_from_json(values.pop("tensors"))
     return Model(
-        **{**values, **{name: tuple(values[name]) for name in ("block_classes", "leaf_classes")}},
+        **{**values, **{name: tuple(values[name]) for name in ("block_classes", "leaf_classes", "kinds")}},
         tensors=tensors,
         decoder=None,
         config=config,

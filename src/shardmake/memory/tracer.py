@@ -8,8 +8,9 @@ tensors than the GPU's, `shardmake.memory.gpu_kernels` replaces them.
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,125 +22,136 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import modeling_utils
 
 from shardmake.config.methods import METHODS
 from shardmake.config.models import TORCH_DTYPES
-from shardmake.core.errors import ModelError, ShardmakeError
+from shardmake.core.atomic import write_json
+from shardmake.core.errors import ShardmakeError
 from shardmake.memory import token_loops
-from shardmake.memory.gpu_kernels import emulate_gpu_kernels, register_attention
-from shardmake.memory.model import HEADS, SCORE_HEAD
+from shardmake.memory.gpu_kernels import (
+    emulate_gpu_kernels,
+    head_loss,
+    holds_four_bits,
+    register_attention,
+    set_four_bit_layers,
+)
 from shardmake.memory.parameter_inventory import block_paths, build, in_one_line, plain_name
-
-# Linear layers in 4 bits for a trace on fake tensors: bitsandbytes' ``Linear4bit`` and ``MatMul4Bit``.
-#
-# A layer casts its input to the type of the computation, dequantizes its weight for each product, also in the backward
-# pass, saves no input, and returns its input's type.
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(weight)
-        whole = torch.empty_like(weight)
-        out = tensor.new_empty(*tensor.shape[:-1], weight.shape[0])
-        del whole
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        (weight,) = ctx.saved_tensors
-        whole = torch.empty_like(weight)
-        grad = grads[0].new_empty(*grads[0].shape[:-1], weight.shape[1])
-        del whole
-        return grad, None
-
-
-class FourBitLinear(nn.Linear):
-    """A linear layer whose weight is dequantized for each use; the weight has the type of the computation."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the input's type."""
-        out = _Product.apply(input.to(self.weight.dtype), self.weight)
-        if self.bias is not None:
-            out = out + self.bias.to(out.dtype)
-        return out.to(input.dtype)
-
-
-def set_four_bit_layers(model: nn.Module) -> None:
-    """Make all linear layers but the head 4-bit ones, as QLoRA quantizes them."""
-    for name, module in model.named_modules():
-        if type(module) is nn.Linear and not (name.endswith(HEADS) or name == SCORE_HEAD):
-            module.__class__ = FourBitLinear
-
-
-def holds_four_bits(module: nn.Module) -> bool:
-    """Return True if the weight of ``module`` is in 4 bits."""
-    return isinstance(module, FourBitLinear)
-
 
 DTYPES = {str(precision): getattr(torch, name) for precision, name in TORCH_DTYPES.items()}
 Event = list[Any]
+SHORT = 64
+"""Tokens of a step that only shows whether a kernel runs."""
 
 
-def answer(request: Mapping[str, Any]) -> list[list[Event]]:
-    """Return the events of each requested step."""
-    return [_trace_or_explain(step) for step in request["requests"]]
+def answer(request: Mapping[str, Any]) -> None:
+    """Write a tape of each requested step to its file; each is there as soon as it is done."""
+    for step in request["requests"]:
+        made = _tape_or_failure(step)
+        if not made["lengths"]:
+            write_json(Path(step["exact"]), made)
+        write_json(Path(step["general"]), made if made["lengths"] else {"lengths": []})
 
 
-def _trace_or_explain(request: Mapping[str, Any]) -> list[Event]:
+def _tape_or_failure(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tape of a step; if the model's code fails, its error, and kernels with which a short step runs."""
     try:
-        return trace(request)
+        return tape(request)
     except ShardmakeError:
         raise
     except Exception as error:  # a model's code may raise anything for unusual values
-        raise _explained(error, request) from None
+        failed = _explained(error)
+    short = {**request, "sequence_length": min(request["sequence_length"], SHORT * request["sequence_parallel"])}
+    tried = [{**short, "attention": kernel, "masked": kernel == "sdpa"} for kernel in ("sdpa", "eager")]
+    works = [one["attention"] for one in tried if one["attention"] != request["attention"] and _runs(one)]
+    return {"lengths": [], "scaled": None, "events": [], "failed": failed, "works": works}
 
 
-def _explained(error: Exception, request: Mapping[str, Any]) -> ModelError:
-    """Return ``error`` of a model's code as a message with what to do."""
-    failed = f"Cannot trace a training step of this {request['config']['model_type']} model: {request['source']}."
-    text = in_one_line(error)
+def _runs(request: Mapping[str, Any]) -> bool:
+    try:
+        return bool(trace(request))
+    except Exception:  # the same model may fail with every kernel
+        return False
+
+
+def _explained(error: Exception) -> str:
+    """Return ``error`` of a model's code in one line."""
+    text = f"{type(error).__name__}: {in_one_line(error)}"
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
-        return ModelError(
-            f"{failed} Its code takes sizes from the values of tensors ({text}), which a trace without memory does not "
-            "have. The memory of this model cannot be estimated; name another model."
-        )
-    return ModelError(
-        f"{failed} Its code raised {type(error).__name__}: {text}. Training would most likely fail alike. Use the "
-        "complete config.json that came with the weights; if it is that one, take another strategy or precision."
-    )
+        return f"its code takes sizes from the values of tensors, which a trace without memory does not have ({text})"
+    return f"its code raised {text}"
 
 
 def trace(request: Mapping[str, Any]) -> list[Event]:
-    """Return the events of the second of two identical micro steps, in the form of `shardmake.memory.ddp`.
+    """Return the events of the second of two identical micro steps, in the form of `shardmake.memory.ddp`."""
+    (events,) = _steps(request, [(request["micro_batch"], request["sequence_length"])])
+    return [event[:3] if event[0] == "alloc" else event for event in events]
 
+
+def tape(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the events of a micro step of the requested size, and of others for which they are the same.
+
+    An allocation has a list of its bytes if they differ, as `shardmake.memory.trace.size_at` takes them. There are no
+    ``lengths`` if the tape is for the requested size alone.
     A step whose layers loop over their tokens is traced with few tokens and scaled (`shardmake.memory.token_loops`).
     """
+    rows, length = request["micro_batch"], request["sequence_length"]
+    ranks, several = request["sequence_parallel"], request["lengths"] > 1 and length >= 8 * request["sequence_parallel"]
+    lengths = [_part_of(length, ranks, part) for part in (4, 2, 1)] if several else [length]
+    sizes = [(min(rows, 2), one) for one in lengths] + ([(3, length)] if rows > 1 else [])
     try:
-        return _trace(request, token_loops.MOST_ALIKE)
+        steps = _steps(request, sizes if request["lengths"] else [(rows, length)], token_loops.MOST_ALIKE)
     except _TokenLoopError:
-        return scaled_trace(request) or _trace(request)
+        events = scaled_trace(request)
+        scaled, events = (events[0][1], events[1:]) if events else (None, trace(request))
+        return {"lengths": [], "scaled": scaled, "events": events}
+    shortest = min(map(len, steps))  # the last frees of a step may come with the next one
+    ends = (event for events in steps for event in events[shortest:])
+    if len({tuple(map(_without_size, events[:shortest])) for events in steps}) == 1 and all(
+        event[0] == "free" for event in ends
+    ):
+        merged = [_with_sizes(one) for one in zip(*(events[:shortest] for events in steps), strict=True)]
+        return {"lengths": lengths if request["lengths"] else [], "scaled": None, "events": merged}
+    return {"lengths": [], "scaled": None, "events": trace(request)}
+
+
+def _part_of(length: int, ranks: int, part: int) -> int:
+    """Return about a ``part`` of ``length`` that ``ranks`` can share; kernels pad to multiples of 128."""
+    step = ranks * (128 if length // part >= 128 * ranks else 1)
+    return length if part == 1 else length // part // step * step
+
+
+def _without_size(event: Event) -> tuple[Any, ...]:
+    return ("alloc",) if event[0] == "alloc" else (event[0], event[-1])
+
+
+def _with_sizes(events: tuple[Event, ...]) -> Event:
+    """Return the event of all sizes; an allocation has a list of bytes if they differ."""
+    event = events[0]
+    if event[0] != "alloc":
+        return event
+    sizes = [one[2] for one in events]
+    return ["alloc", event[1], sizes if len({*sizes}) > 1 else sizes[0]]
 
 
 def scaled_trace(request: Mapping[str, Any]) -> list[Event] | None:
     """Return the events of the step as they follow from short ones; None if these do not match each other."""
-    return token_loops.scaled_to(request["sequence_length"], _steps(request, token_loops.LENGTHS))
+    steps = _steps(request, [(request["micro_batch"], length) for length in token_loops.LENGTHS])
+    return token_loops.scaled_to(request["sequence_length"], steps)
 
 
 class _TokenLoopError(Exception):
     """A layer loops over its tokens."""
 
 
-def _trace(request: Mapping[str, Any], most_alike: int | None = None) -> list[Event]:
-    """Return the events; raise `_TokenLoopError` if a layer's forward pass allocates a size more than ``most_alike``
-    times.
+def _steps(
+    request: Mapping[str, Any], sizes: Sequence[tuple[int, int]], most_alike: int | None = None
+) -> list[list[Event]]:
+    """Return the events of a micro step of each of ``sizes``, with the operator of each allocation as fourth item.
+
+    A size is a number of sequences and their length. Numbers of storages start from 0 in each step. Raises
+    `_TokenLoopError` if a layer's forward pass allocates a size more than ``most_alike`` times.
     """
-    (events,) = _steps(request, [request["sequence_length"]], most_alike)
-    return [event[:3] if event[0] == "alloc" else event for event in events]
-
-
-def _steps(request: Mapping[str, Any], lengths: Sequence[int], most_alike: int | None = None) -> list[list[Event]]:
-    """Return the events of a micro step of each of ``lengths``, with the operator of each allocation as fourth item."""
     emulate_gpu_kernels()
     model = prepare(request)
     recorder = Recorder(most_alike)
@@ -148,12 +160,13 @@ def _steps(request: Mapping[str, Any], lengths: Sequence[int], most_alike: int |
         stack.enter_context(_without_collector())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         materialize(model, *(DTYPES[request[which]] for which in ("weights", "frozen", "widened", "norms")))
-        inputs = [_inputs(model, request["micro_batch"], length, request["masked"]) for length in lengths]
+        ranks = request["sequence_parallel"]
+        inputs = [_inputs(model, rows, length // ranks, request["masked"]) for rows, length in sizes]
         _mark_blocks(model, recorder)
         _mark_gradients(model, recorder)
         stack.enter_context(recorder)
         for one in (inputs[0], *inputs):  # the first step fills caches, such as those of autocast and of kernels
-            recorder.start()
+            recorder.start(one.values())
             _micro_step(model, one, request, recorder)
             found.append(recorder.events)
     return found[1:]
@@ -166,26 +179,42 @@ def prepare(request: Mapping[str, Any]) -> Any:
     model.config.use_cache = False  # as in training
     if request["layers"]:
         _keep_layers(model, request["layers"])
-    _set_attention(model, request["attention"], request["masked"])
+    _set_attention(model, request)
     if request["in_four_bits"]:
         set_four_bit_layers(model)
     if METHODS[request["method"]].has_adapters:
         model = _with_adapters(model, request)
     model.train()
-    if request["checkpointing"]:
+    if request["activation_offload"]:
+        modeling_utils.save_on_cpu = _OnHost
+        model._activation_checkpointing_enable({"use_reentrant": False}, offload=True)
+    elif request["checkpointing"]:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if METHODS[request["method"]].has_adapters:
-            model.enable_input_require_grads()
+    if request["checkpointing"] and METHODS[request["method"]].has_adapters:
+        model.enable_input_require_grads()
     return model
 
 
-def _keep_layers(model: nn.Module, count: int) -> None:
-    """Keep the first ``count`` layers of the list of layers."""
-    (path,) = {path.rpartition(".")[0] for path in block_paths(model)}
+class _OnHost(torch.autograd.graph.saved_tensors_hooks):
+    """torch's ``save_on_cpu`` as a GPU sees it: what is saved leaves the device, and a copy of it comes back."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__(lambda tensor: (tensor.shape, tensor.dtype), lambda kept: torch.empty(kept[0], dtype=kept[1]))
+
+
+def _keep_layers(model: Any, kept: Sequence[int]) -> None:
+    """Keep these of the layers, and the items of the config's lists that belong to them."""
+    paths = block_paths(model)
+    (path,) = {path.rpartition(".")[0] for path in paths}
     parent, _, name = path.rpartition(".")
     layers = model.get_submodule(path)
     assert isinstance(layers, nn.ModuleList)
-    setattr(model.get_submodule(parent), name, layers[:count])
+    setattr(model.get_submodule(parent), name, nn.ModuleList(layers[index] for index in kept))
+    for key, value in list(vars(model.config).items()):
+        if isinstance(value, list) and len(value) == len(paths):
+            vars(model.config)[key] = [value[index] for index in kept]
+    if hasattr(model.config, "num_hidden_layers"):
+        model.config.num_hidden_layers = len(kept)
 
 
 def _with_adapters(model: nn.Module, request: Mapping[str, Any]) -> nn.Module:
@@ -198,24 +227,34 @@ def _with_adapters(model: nn.Module, request: Mapping[str, Any]) -> nn.Module:
         return get_peft_model(model, config)
 
 
-def _set_attention(model: Any, attention: str, masked: bool) -> None:
+def _set_attention(model: Any, request: Mapping[str, Any]) -> None:
+    attention = request["attention"]
     if attention == "eager":
         model.set_attn_implementation("eager")
-    elif masked and attention == "sdpa":
+    elif request["masked"] and attention == "sdpa":
         model.set_attn_implementation("shardmake_masked")
     else:
-        model.set_attn_implementation("shardmake_fused")
+        model.set_attn_implementation("shardmake_shared" if request["sequence_parallel"] > 1 else "shardmake_fused")
 
 
-def _micro_step(
-    model: nn.Module, inputs: Mapping[str, torch.Tensor], request: Mapping[str, Any], recorder: "Recorder"
-) -> None:
+def _micro_step(model: Any, inputs: dict[str, torch.Tensor], request: Mapping[str, Any], recorder: "Recorder") -> None:
     with _autocast(request):
-        output = model(**inputs)
-    loss = output.loss
-    del output
+        loss = _loss(model, inputs, request)
+        if request["extra_forwards"]:
+            without = model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext()
+            with torch.no_grad(), without:
+                _loss(model, inputs, request)
     recorder.mark("backward")
     loss.backward()
+
+
+def _loss(model: Any, inputs: dict[str, torch.Tensor], request: Mapping[str, Any]) -> torch.Tensor:
+    if request["loss"] == "plain":
+        loss: torch.Tensor = model(**inputs).loss
+        return loss
+    base = _base(model)
+    hidden = base.model(**{name: value for name, value in inputs.items() if name != "labels"}).last_hidden_state
+    return head_loss(hidden, base.get_output_embeddings().weight, request["loss"])
 
 
 def _autocast(request: Mapping[str, Any]) -> AbstractContextManager[Any]:
@@ -284,13 +323,16 @@ class Recorder(TorchDispatchMode):
     def __init__(self, most_alike: int | None = None) -> None:
         super().__init__()
         self.events: list[Event] = []
-        self._next = 0
+        self._next = self._first = 0
+        self._backward = False
         self._most = most_alike
         self._in_layer: Counter[int] = Counter()
         self._known: dict[int, tuple[Any, int]] = {}
 
-    def start(self) -> None:
-        """Start a new list of events; frees of older storages are left out."""
+    def start(self, inputs: Iterable[torch.Tensor] = ()) -> None:
+        """Start a new list of events; ``inputs`` exist before, and frees of older storages are left out."""
+        for tensor in inputs:
+            self._record(tensor, "input")
         self.events = []
         self._first = self._next
         self._backward = False
@@ -314,7 +356,7 @@ class Recorder(TorchDispatchMode):
     def known_id(self, tensor: torch.Tensor) -> int | None:
         """Number of the storage of ``tensor`` where it appeared in this events."""
         found = self._known.get(tensor.untyped_storage()._cdata)
-        return found[1] if found and found[1] >= self._first else None
+        return found[1] - self._first if found and found[1] >= self._first else None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -334,7 +376,7 @@ class Recorder(TorchDispatchMode):
         number = self._next
         self._next += 1
         self._known[key] = (weakref.ref(storage, lambda _: self._forget(key, number)), number)
-        self.events.append(["alloc", number, storage.nbytes(), operator])
+        self.events.append(["alloc", number - self._first, storage.nbytes(), operator])
         self._in_layer[storage.nbytes()] += 1
         if self._most is not None and self._in_layer[storage.nbytes()] > self._most and not self._backward:
             raise _TokenLoopError
@@ -342,7 +384,7 @@ class Recorder(TorchDispatchMode):
     def _forget(self, key: int, number: int) -> None:
         del self._known[key]
         if number >= self._first:
-            self.events.append(["free", number])
+            self.events.append(["free", number - self._first])
 
 
 def _mark_blocks(model: nn.Module, recorder: Recorder) -> None:

@@ -70,13 +70,29 @@ def find_abilities(model: Model, run: Run) -> Abilities:
         _check_activation(model.config, model.source)
         limit = _decoder_limit(model.config, model.decoder)
         return Abilities(model.architecture, KERNELS[1:] if limit else KERNELS, varlen_limit=limit)
-    request = inventory_request(model.config, model.source, run.trust_remote_code)
-    named = {"method": run.method, "rank": run.lora.rank, "targets": run.lora.targets}
-    adapters = named if run.method_spec.has_adapters else None
-    doing = f"Building a small {model.architecture}, to find which kernels and methods it supports"
-    found = cached_helper(_HELPER, {**request, "adapters": adapters, "code": _code()}, doing)
+    found = _ask(model, run.trust_remote_code, "class")
+    if run.method_spec.has_adapters:
+        named = {"method": run.method, "rank": run.lora.rank, "targets": run.lora.targets}
+        found |= _ask(model, run.trust_remote_code, "adapters", adapters=named)
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
     return Abilities(**values)
+
+
+def has_plain_head(model: Model) -> bool:
+    """Return True if the loss follows from the last hidden states and the head's weight alone."""
+    return model.decoder is not None or _ask(model, model.trust_remote_code, "head")["plain"]
+
+
+def attends_in_kernel(model: Model) -> bool:
+    """Return True if tokens meet in the attention kernel alone, with heads that ranks can share."""
+    return model.decoder is not None or _ask(model, model.trust_remote_code, "tokens")["in_kernel"]
+
+
+def _ask(model: Model, trust_remote_code: bool, about: str, **more: Any) -> dict[str, Any]:
+    request = inventory_request(model.config, model.source, trust_remote_code)
+    doing = f"Building a small {model.architecture}, to find which kernels and methods it supports"
+    found: dict[str, Any] = cached_helper(_HELPER, {**request, "about": about, **more, "code": _code()}, doing)
+    return found
 
 
 def _decoder_limit(config: Mapping[str, Any], decoder: Decoder) -> str:

@@ -40,10 +40,21 @@ def choose_from(planner: Planner) -> tuple[Candidate, list[Candidate]]:
     return choose([planner.scan(choice) for choice in possible], planner)
 
 
+def find_choice(planner: Planner) -> Candidate | None:
+    """Return the choice of ``planner``'s run, None if nothing fits; what certainly does not fit is not looked at."""
+    possible = [choice for choice in choices(planner.settings) if planner.can_hold(choice)]
+    planner.prepare(possible)
+    try:
+        return choose([planner.scan(choice) for choice in possible], planner)[0] if possible else None
+    except NothingFitsError:
+        return None
+
+
 def fits_below(limit: float, planner: Planner) -> bool:
     """Return True if a candidate of ``planner``'s run fits that takes less than ``limit`` GPU-seconds per step."""
     hardware = planner.settings.hardware
-    fast = [item for item in map(planner.scan, choices(planner.settings)) if item.gpu_seconds < limit]
+    possible = [choice for choice in choices(planner.settings) if planner.can_hold(choice)]
+    fast = [item for item in map(planner.scan, possible) if item.gpu_seconds < limit]
     fast.sort(key=lambda item: item.memory.gpu.device)
     return any(_may_fit(item, hardware) and planner.simulate(item.choice).fits for item in fast)
 

@@ -107,12 +107,24 @@ _LARGEST = 100_000_000
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `shardmake.plan.abilities.Abilities` for the requested model."""
+    """Return what the request is about: fields of `shardmake.plan.abilities.Abilities`, or one answer."""
     source, trust_remote_code = request["source"], request["trust_remote_code"]
     config = parse_config(request["config"], source, trust_remote_code)
     _check_kind(config, request["config"], source, trust_remote_code)
+    match request["about"]:
+        case "adapters":
+            return _adapters(config, source, trust_remote_code, request["adapters"])
+        case "head":
+            return {"plain": _has_plain_head(config, trust_remote_code)}
+        case "tokens":
+            return {"in_kernel": _attends_in_kernel(config, trust_remote_code)}
+        case _:
+            return _class(config, source, trust_remote_code)
+
+
+def _class(config: Any, source: str, trust_remote_code: bool) -> dict[str, Any]:
     model = _build(config, source, trust_remote_code)
-    weights = _files_layout(model, source)
+    _files_layout(model, source)
     kernels = [kernel for kernel in KERNELS if _supports(model, kernel)]
     limit, mixing = "does not take the attention functions that others register", []
     if "varlen" in kernels:
@@ -121,19 +133,72 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     if limit:
         kernels = [kernel for kernel in kernels if kernel != "varlen"]
     others = [kernel for kernel in kernels if kernel not in ("varlen", *MIXING_UNKNOWN)]
-    adapters = request["adapters"]
-    unmergeable = _unmergeable(model, adapters, weights) if adapters else []
     return {
         "model_class": type(model).__name__,
         "attention": kernels,
         "varlen_limit": limit,
         "mixing": [*mixing, *(kernel for kernel in others if _mixes(config, kernel, trust_remote_code))],
         "gradient_checkpointing": bool(model.supports_gradient_checkpointing),
-        "unmergeable": unmergeable,
-        "mergeable_targets": _mergeable_targets(_build(config, source, trust_remote_code), adapters, weights)
-        if unmergeable
-        else [],
     }
+
+
+def _adapters(config: Any, source: str, trust_remote_code: bool, adapters: Mapping[str, Any]) -> dict[str, Any]:
+    model = _build(config, source, trust_remote_code)
+    weights = _files_layout(model, source)
+    unmergeable = _unmergeable(model, adapters, weights)
+    others = _mergeable_targets(_build(config, source, trust_remote_code), adapters, weights) if unmergeable else []
+    return {"unmergeable": unmergeable, "mergeable_targets": others}
+
+
+def _has_plain_head(config: Any, trust_remote_code: bool) -> bool:
+    """Return True if a small model's loss is the cross entropy of its last hidden states times its head."""
+    import torch
+
+    ids = torch.arange(1, 24)[None]
+    for model in _small_models(config, "eager", trust_remote_code):
+        try:
+            with torch.no_grad():
+                wanted = model.eval()(input_ids=ids, labels=ids, use_cache=False).loss
+                hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+                logits = hidden[0, :-1] @ model.lm_head.weight.T
+        except Exception:  # the sizes do not suit this class, or its parts have other names
+            continue
+        return bool(torch.isclose(torch.nn.functional.cross_entropy(logits, ids[0, 1:]), wanted, rtol=_TOLERANCE))
+    return False
+
+
+def _attends_in_kernel(config: Any, trust_remote_code: bool) -> bool:
+    """Return True if, with a kernel that returns each token's own value, no token changes the logits of others."""
+    import torch
+    from transformers import AttentionInterface
+
+    even = True
+
+    def blind(_: Any, query: Any, key: Any, value: Any, *__: Any, **others: Any) -> tuple[Any, None]:
+        nonlocal even
+        per_head = any(isinstance(other, torch.Tensor) and other.dim() == 1 for other in others.values())
+        even = even and not per_head and query.shape[-1] == value.shape[-1]
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("shardmake_blind", blind)
+    ids = torch.arange(1, 24)[None]
+    for model in _small_models(config, "eager", trust_remote_code):
+        try:
+            model.set_attn_implementation("shardmake_blind")
+            with torch.no_grad():
+                found = [model.eval()(input_ids=one, use_cache=False).logits[0, -1] for one in (ids, _moved(ids))]
+        except Exception:  # the sizes do not suit this class
+            continue
+        has_groups = isinstance(getattr(model.config.get_text_config(), "num_key_value_heads", None), int)
+        return even and has_groups and bool(torch.allclose(found[0], found[1], rtol=_TOLERANCE))
+    return False
+
+
+def _moved(ids: Any) -> Any:
+    """Return other tokens than ``ids``, but for the last one."""
+    other = ids.clone()
+    other[:, :-1] += 1
+    return other
 
 
 def _check_kind(config: Any, values: Mapping[str, Any], source: str, trust_remote_code: bool) -> None:

@@ -13,7 +13,7 @@ from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.user_file_keys import estimated_values
 from shardmake.core.atomic import write_json
 from shardmake.core.nested import overlay
-from shardmake.memory import calibration, closed_form
+from shardmake.memory import calibration, closed_form, states
 from shardmake.memory.buckets import Buckets, read_buckets, zero_optimization
 from shardmake.memory.cache import cached_path
 from shardmake.memory.ddp import StepEvents
@@ -23,6 +23,7 @@ from shardmake.memory.estimate import (
     estimate_simulated,
     events_of,
     from_json,
+    outside,
     simulate,
 )
 from shardmake.memory.families import part_of
@@ -54,6 +55,14 @@ class Planner:
     def traced_tokens(self, choice: Choice) -> int | None:
         """Return with how many tokens the step of ``choice`` was traced if its bytes were scaled; else None."""
         return traced_tokens(scenario_of(self.settings, choice))
+
+    def can_hold(self, choice: Choice) -> bool:
+        """Return False if what stays on a GPU during the whole step already exceeds its memory."""
+        if self.settings.hardware.is_cpu:
+            return True
+        scenario, buckets = scenario_of(self.settings, choice), buckets_of(self.settings, choice)
+        held = sum(states.resident(scenario, buckets).values())
+        return held + outside(scenario) <= self.settings.hardware.gpu_memory
 
     def scan(self, choice: Choice) -> Candidate:
         """Return ``choice`` with its memory in closed form."""

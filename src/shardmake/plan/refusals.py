@@ -19,7 +19,7 @@ from shardmake.core.errors import ConfigError
 from shardmake.memory.hardware import Hardware
 from shardmake.memory.model import Model, adapted_layers, is_head
 from shardmake.memory.parameter_inventory import parse_config
-from shardmake.plan.abilities import MIXING_UNKNOWN, Abilities, table_keys
+from shardmake.plan.abilities import MIXING_UNKNOWN, Abilities, attends_in_kernel, has_plain_head, table_keys
 
 AUTOTP_STYLES = frozenset({
     "colwise", "colwise_rep", "colwise_gather_output", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise"
@@ -53,8 +53,8 @@ def wrong_on_cpu(run: Run) -> Iterator[str]:
         yield f"{setting} needs a GPU, but the cluster file has accelerator: cpu. Change one of them."
 
 
-def wrong_model(run: Run, hardware: Hardware, model: Model) -> Iterator[str]:
-    """Yield why the model is too short, or why TRL does not train it with the objective and hardware yet."""
+def wrong_model(run: Run, model: Model) -> Iterator[str]:
+    """Yield why the model is too short, or why TRL does not train it with the objective yet."""
     if model.max_positions is not None and run.sequence_length > model.max_positions:
         yield (
             f"sequence_length is {run.sequence_length}, but {model.architecture} has only {model.max_positions} "
@@ -70,11 +70,6 @@ def wrong_model(run: Run, hardware: Hardware, model: Model) -> Iterator[str]:
         )
     if OBJECTIVES[run.objective].new_head and model.decoder is None:
         yield f"{refused} for {model.architecture}. Use a model of the Llama, Mistral, Qwen2, Qwen3 or Gemma family."
-    if not hardware.is_cpu and model.decoder is None:
-        yield (
-            f"{refused} on GPUs for {model.architecture}, because its memory cannot be estimated. Use a model of the "
-            "Llama, Mistral, Qwen2, Qwen3 or Gemma family, or a cluster file with accelerator: cpu."
-        )
     if run.attention in FLASH_KERNELS:
         yield (
             f"attention: {run.attention} cannot be combined with objective: {run.objective}, whose examples are "
@@ -103,6 +98,11 @@ def wrong_abilities(run: Run, abilities: Abilities) -> Iterator[str]:
         yield (
             f"gradient_checkpointing: true cannot be used: {abilities.model_class} does not support it. "
             "Use false, or auto."
+        )
+    if run.activation_offload and not abilities.gradient_checkpointing:
+        yield (
+            f"activation_offload: true cannot be used: {abilities.model_class} does not support gradient "
+            "checkpointing, whose inputs it offloads. Remove activation_offload."
         )
 
 
@@ -328,10 +328,10 @@ def _not_sequence_parallel(run: Run, cluster: Cluster, model: Model) -> Iterator
 
 def _wrong_tokens(run: Run, model: Model, attention: Attention) -> Iterator[str]:
     """Yield why a rank's tokens would be attended to as if they were all."""
-    if model.decoder is None:
+    if not attends_in_kernel(model):
         yield (
-            f"model {model.architecture}: that its layers exchange tokens in the attention kernel alone is known only "
-            "of the Llama, Mistral, Qwen and Gemma families. Take another model."
+            f"model {model.architecture}: a small model of its kind has tokens that meet outside of the attention "
+            "kernel, or heads that ranks cannot share. Take another model."
         )
     if attention == "eager":
         yield "attention eager: its mask has a number for each pair of tokens. Take varlen, flash or sdpa."
@@ -404,13 +404,17 @@ def wrong_loss(run: Run, model: Model) -> Iterator[str]:
     if run.loss == "plain":
         return
     chunked = [
-        (model.decoder is None, f"{model.architecture} is not of the Llama, Mistral, Qwen or Gemma family"),
         (run.script is not None, "a script computes its own loss"),
         (run.tensor_parallel > 1, "the ranks of a tensor-parallel group share the head"),
         (run.torch_compile, "torch's chunked loss does not run in compiled code"),
     ]
     for why in (why for is_wrong, why in chunked if is_wrong and run.loss == "chunked"):
         yield f"loss: chunked cannot be used: {why}. Set loss: plain."
+    if run.loss == "chunked" and not run.script and not has_plain_head(model):
+        yield (
+            f"loss: chunked cannot be used: the loss of {model.architecture} does not follow from its last hidden "
+            "states and its head alone. Set loss: plain."
+        )
     adapted = adapted_layers(model, run.lora.targets) if run.method_spec.has_adapters and not run.script else ()
     for layer in filter(is_head, adapted):
         yield (
@@ -432,11 +436,10 @@ def wrong_loss(run: Run, model: Model) -> Iterator[str]:
         )
 
 
-def wrong_activation_offload(run: Run, cluster: Cluster, model: Model) -> Iterator[str]:
-    """Yield why this run, cluster or model cannot hold the inputs of layers on the host."""
+def wrong_activation_offload(run: Run, cluster: Cluster) -> Iterator[str]:
+    """Yield why this run or cluster cannot hold the inputs of layers on the host."""
     wrong = [
         (cluster.is_cpu, "with accelerator: cpu all activations are in host memory"),
-        (model.decoder is None, f"{model.architecture} is not of the Llama, Mistral, Qwen or Gemma family"),
         (run.gradient_checkpointing is False, "it offloads what gradient checkpointing keeps"),
         (run.script is not None, "a script sets up its own checkpointing"),
         (run.objective != "sft", f"it is not tested with objective: {run.objective}"),

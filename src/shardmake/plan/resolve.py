@@ -84,7 +84,7 @@ def resolve(run: Run, cluster: Cluster) -> ResolvedRun:
     hardware = from_cluster(cluster)
     refuse(wrong_on_cpu(run) if hardware.is_cpu else ())
     model = read_model(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
-    refuse(wrong_model(run, hardware, model))
+    refuse(wrong_model(run, model))
     abilities = find_abilities(model, run)
     refuse(wrong_abilities(run, abilities))
     if OBJECTIVES[run.objective].new_head:
@@ -125,7 +125,7 @@ def check(settings: ResolvedRun, *, packages: bool = True) -> None:
         wrong_packing(run, settings.abilities, settings.attention),
         wrong_packages(run) if packages else (),
         wrong_loss(run, model),
-        wrong_activation_offload(run, cluster, model),
+        wrong_activation_offload(run, cluster),
     )
 
 

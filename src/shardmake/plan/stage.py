@@ -97,8 +97,6 @@ def _advice(settings: ResolvedRun) -> str:
     if found := suggest(settings):
         lines = (f"\n  {setting}: {value} ({outcome})" for setting, value, outcome in found)
         return f"\nEach of these changes alone would fit, the cheapest first:{''.join(lines)}"
-    if settings.model.decoder is None:
-        return " Use more nodes (max_nodes), a shorter sequence_length, method: lora, or strategy: auto."
     return " No single change of the run fits. Change several settings, or use GPUs with more memory."
 
 

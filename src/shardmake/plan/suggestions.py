@@ -14,7 +14,7 @@ from shardmake.config.models import Run
 from shardmake.config.optimizers import OPTIMIZERS
 from shardmake.core.errors import ConfigError, ShardmakeError
 from shardmake.plan.candidates import Candidate
-from shardmake.plan.choose import CLEARLY, choose_from, fits_below
+from shardmake.plan.choose import CLEARLY, find_choice, fits_below
 from shardmake.plan.planner import Planner
 from shardmake.plan.reasons import beside, memory_and_time
 from shardmake.plan.refusals import missing_packages
@@ -79,13 +79,8 @@ def suggestions(kinds: Iterable[Kind], outcome: Callable[[str, Any], str | None]
 
 
 def suggest(settings: ResolvedRun) -> list[Suggestion]:
-    """Return the changes of the configuration that would each make something fit, the cheapest first.
-
-    A model that has to be traced gets none, because tracing that many steps takes minutes.
-    """
+    """Return the changes of the configuration that would each make something fit, the cheapest first."""
     run, cluster = settings.run, settings.cluster
-    if settings.model.decoder is None:
-        return []
     kinds = list(levers(settings))
     if settings.precision == "fp32" and not settings.hardware.is_cpu:
         kinds.append(("precision", ["auto"]))
@@ -105,7 +100,7 @@ def suggest_faster(settings: ResolvedRun, chosen: Candidate, candidates: Iterabl
 
     Settings that save memory are tried only if memory keeps a faster candidate out.
     """
-    if settings.model.decoder is None or settings.hardware.is_cpu:
+    if settings.hardware.is_cpu:
         return []
     limit, nodes = CLEARLY * chosen.gpu_seconds, chosen.choice.nodes
     kept_out = any(item.gpu_seconds < limit and item.choice.nodes == nodes for item in candidates)
@@ -143,7 +138,7 @@ def _plan_with(settings: ResolvedRun, setting: str, value: Any, limit: float = i
         resolved = resolve(changed, settings.cluster.model_copy(update={"max_nodes": max_nodes}))
         check(resolved, packages=False)
         planner = Planner(resolved)
-        return choose_from(planner)[0] if limit == inf or fits_below(limit, planner) else None
+        return find_choice(planner) if limit == inf or fits_below(limit, planner) else None
     except ShardmakeError:
         return None
 

@@ -8,6 +8,7 @@ from shardmake.core.units import GIB
 from shardmake.memory.estimate import Estimate
 from shardmake.memory.hardware import Hardware
 from shardmake.memory.scenario import Scenario
+from shardmake.memory.trace import failure
 
 # The estimator's own error by family of training: what published runs needed beyond their estimates.
 #
@@ -46,8 +47,14 @@ FAMILY_ERRORS: Final[dict[str, FamilyError]] = {
 """By family. Offload counts before quantization, quantization before sharding."""
 
 
+STAND_IN: Final = FamilyError("not traced", 0, 0.25, 0.5)
+"""Of steps that could not be traced (`shardmake.memory.stand_in`); no published run is behind the figures."""
+
+
 def error_of(scenario: Scenario) -> FamilyError:
     """Return the error of the estimates of trainings like ``scenario``."""
+    if failure(scenario):
+        return STAND_IN
     if scenario.offloads_optimizer or scenario.offloads_parameters:
         return FAMILY_ERRORS["offloaded"]
     if scenario.method_spec.in_four_bits:

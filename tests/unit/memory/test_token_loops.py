@@ -1,5 +1,6 @@
 """Steps whose layers loop over their tokens are traced with few tokens and scaled."""
 
+import json
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -58,17 +59,25 @@ def test_a_scaled_step_has_the_peaks_of_the_whole_one(
     )
     whole = of_events(tracer.trace(_request(case)), 2)
     monkeypatch.setattr(token_loops, "MOST_ALIKE", 32)
-    events = tracer.trace(_request(case))
-    assert events[0] == ["scaled", LENGTHS[-1]]
+    tape = tracer.tape({**_request(case), "lengths": 1})
+    events = tape["events"]
+    assert tape["scaled"] == LENGTHS[-1]
     assert astuple(of_events(events, 2)) == pytest.approx(astuple(whole), rel=0.01)
 
 
 def test_an_estimate_names_the_tokens_of_a_scaled_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    traces = {"mamba": scaled_to(4096, [step(length) for length in LENGTHS]), "gpt2": step(4)}
-    monkeypatch.setattr(
-        trace, "run_helper", lambda name, asked, _: [traces[asked["requests"][0]["config"]["model_type"]]]
-    )
+    tapes = {"mamba": LENGTHS[-1], "gpt2": None}
+
+    def run_helper(_name: str, asked: Any, _doing: str) -> None:
+        for step in asked["requests"]:
+            scaled = tapes[step["config"]["model_type"]]
+            Path(step["general"]).parent.mkdir(parents=True, exist_ok=True)
+            Path(step["general"]).write_text(
+                json.dumps({"lengths": [step["sequence_length"]], "scaled": scaled, "events": []})
+            )
+
+    monkeypatch.setattr(trace, "run_helper", run_helper)
     gpt2 = {"model_type": "gpt2", "vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 2}
     found = [traced_tokens(scenario(model=from_config(config), micro_batch=1)) for config in (MAMBA, gpt2)]
     assert found == [LENGTHS[-1], None] and traced_tokens(scenario()) is None

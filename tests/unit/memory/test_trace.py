@@ -1,19 +1,23 @@
 """Traces of transformers' own code: any architecture, and a few layers unrolled to all."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardmake.core.errors import ModelError
+from shardmake.memory import trace
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.closed_form import of_events
 from shardmake.memory.decoder import micro_step
 from shardmake.memory.estimate import gpu_memory
 from shardmake.memory.model import split
 from shardmake.memory.read_config import from_config
-from shardmake.memory.trace import _prefix, _request, unrolled
-from tests.unit.memory.test_decoder import SIZES, gradients, scenario
+from shardmake.memory.trace import _prefix, _request, failure, size_at
+from shardmake.memory.unroll import kept_layers, neighborhoods, unrolled
+from shardmake.plan.verdict import STAND_IN, error_of
+from tests.unit.memory.test_decoder import LAYERS, SIZES, figures, gradients, saved, scenario
+from tests.unit.memory.test_every_model_type import in_this_process
 from tests.unit.memory.test_parameter_inventory import OTHERS
 
 
@@ -29,17 +33,75 @@ def test_any_architecture_can_be_traced(config: dict[str, Any], tracer: Any) -> 
     assert gpu_memory(replace(case, strategy="zero3", ranks_per_node=2), Buckets(4096), events).allocated > 0
 
 
-def test_an_error_of_the_models_code_is_reported_with_its_text(tracer: Any) -> None:
-    model = from_config({**SIZES, "model_type": "deepseek_v2", "num_experts_per_tok": None})
-    with pytest.raises(ModelError, match=r"deepseek_v2 model: .* Its code raised TypeError: .*Use the complete config"):
-        tracer.answer({"requests": [_request(scenario(model=model, sequence_length=32, attention="sdpa"))]})
+FAILING: dict[str, tuple[dict[str, Any], str]] = {
+    "raises": ({"model_type": "deepseek_v2", "num_experts_per_tok": None}, "its code raised TypeError"),
+    "takes sizes from values": ({"model_type": "jetmoe", "kv_channels": 16}, "takes sizes from the values of tensors"),
+}
 
 
-def test_sizes_that_follow_from_values_are_reported(tracer: Any) -> None:
+@pytest.mark.parametrize("name", FAILING)
+def test_a_step_that_cannot_be_traced_is_estimated_with_a_margin(
+    name: str, tracer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """JetMoE counts the tokens of each expert."""
-    model = from_config({**SIZES, "model_type": "jetmoe", "kv_channels": 16})
-    with pytest.raises(ModelError, match=r"takes sizes from the values of tensors .* cannot be estimated"):
-        tracer.answer({"requests": [_request(scenario(model=model, sequence_length=32, attention="sdpa"))]})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(trace, "run_helper", in_this_process)
+    config, words = FAILING[name]
+    case = scenario(model=from_config({**SIZES, **config}), sequence_length=32, attention="sdpa")
+    assert words in str(failure(case)) and "No other attention kernel helped" in str(failure(case))
+    assert error_of(case) == STAND_IN
+    events = trace.traced(case)
+    assert of_events(events, 2).forward > 0
+    assert gpu_memory(replace(case, strategy="zero3", ranks_per_node=2), Buckets(4096), events).allocated > 0
+
+
+def test_the_message_names_a_kernel_that_works(tracer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sparse attention indexes the mask that FlashAttention does not have."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(trace, "run_helper", in_this_process)
+    model = from_config({"model_type": "deepseek_v32", **SPARSE})
+    flash, sdpa = (
+        scenario(model=model, sequence_length=32, attention=kernel, masked=kernel == "sdpa")
+        for kernel in ("flash", "sdpa")
+    )
+    assert "With --attention sdpa" in str(failure(flash)) and failure(sdpa) is None
+
+
+SPARSE = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 320,
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 16, "head_dim": 8, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 16, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "mlp_layer_types": ["dense", "sparse", "sparse"], "layer_types": ["indexed_attention"] * 3,
+}  # fmt: skip
+
+
+LEVERS: dict[str, dict[str, Any]] = {
+    "chunked loss": {"loss": "chunked"},
+    "fused loss": {"loss": "fused"},
+    "inputs of layers on the host": {"checkpointing": True, "activation_offload": True},
+    "shared sequences": {"sequence_parallel": 2},
+    "preferences": {"log_probs": True, "extra_forwards": 1},
+    "preferences with lora under autocast": {
+        "log_probs": True,
+        "extra_forwards": 1,
+        "method": "lora",
+        "strategy": "ddp",
+    },
+}
+
+
+@pytest.mark.parametrize("name", LEVERS)
+def test_a_trace_has_the_memory_of_the_simulated_lever(name: str, tracer: Any) -> None:
+    """On a Llama, for which both exist. Liger's layers are not traced: their plain form is an upper bound."""
+    case = scenario(**LEVERS[name])
+    traced, simulated = tracer.trace(_request(case)), micro_step(case)
+    if case.loss == "fused":
+        assert saved(traced) > saved(simulated)
+        return
+    assert saved(traced) == pytest.approx(saved(simulated), rel=5e-3)
+    assert figures(of_events(traced, LAYERS)) == pytest.approx(figures(of_events(simulated, LAYERS)), rel=0.03)
+    assert gradients(traced) == gradients(simulated)
 
 
 def test_a_model_without_layers_of_attention_is_traced_without_a_cache(tracer: Any) -> None:
@@ -49,24 +111,58 @@ def test_a_model_without_layers_of_attention_is_traced_without_a_cache(tracer: A
     assert of_events(tracer.trace(_request(case)), 2).forward > 0
 
 
-SEVEN = {
+def _moe(count: int, **more: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": count, "head_dim": 16}
+    return {**SIZES, **sizes, **more}
+
+
+KINDS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 64, "n_layer": 7, "n_head": 4},
-    "mixtral": {**SIZES, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 7, "num_local_experts": 4},
+    "mixtral": _moe(7, num_local_experts=4),
+    "olmo3": _moe(9, layer_types=(["sliding_attention"] * 2 + ["full_attention"]) * 3),
+    "qwen2_moe": _moe(9, num_experts=4, moe_intermediate_size=32, mlp_only_layers=[0, 1, 2]),
 }
 
 
 @pytest.mark.parametrize(
-    ("kind", "more"), [("gpt2", {"method": "lora"}), ("gpt2", {"checkpointing": True}), ("mixtral", {})], ids=str
-)
+    ("kind", "more"),
+    [("gpt2", {"method": "lora"}), ("gpt2", {"checkpointing": True}), ("mixtral", {}), ("olmo3", {}),
+     ("qwen2_moe", {"checkpointing": True}), ("olmo3", {"loss": "chunked", "extra_forwards": 1})], ids=str
+)  # fmt: skip
 def test_a_few_layers_unroll_to_the_full_trace(kind: str, more: dict[str, Any], tracer: Any) -> None:
     """Event for event, but for the order of those that fall together and the numbers."""
-    model = from_config({"model_type": kind, "vocab_size": 320, **SEVEN[kind]})
+    model = from_config({**KINDS[kind], "model_type": kind, "vocab_size": 320})
+    count = len(model.blocks)
     case = scenario(model=model, sequence_length=32, **more)
-    grown = unrolled(tracer.trace(_request(case)), 7, _prefix(model))
-    whole = tracer.trace({**_request(case), "layers": None})
+    request = _request(case)
+    assert request["layers"] is not None and len(request["layers"]) < count
+    grown = unrolled(tracer.trace(request), request["layers"], model.kinds, _prefix(model))
+    whole = tracer.trace({**request, "layers": None})
     assert grown is not None
     assert sorted(map(plain, grown)) == sorted(map(plain, whole))
-    assert of_events(grown, 7) == of_events(whole, 7)
+    assert of_events(grown, count) == of_events(whole, count)
+
+
+@pytest.mark.parametrize(
+    "kinds", ["AAAAAAAA", "AAABBBBBBB", "ABABABAB", "AAABAAABAAABAAAB", "AAAAABAAAAABAA", "AB", "ABCDEF"]
+)
+def test_the_kept_layers_have_every_neighborhood(kinds: str) -> None:
+    numbers = [kinds.index(kind) for kind in kinds]
+    kept = kept_layers(numbers) or list(range(len(numbers)))
+    assert {*neighborhoods([numbers[layer] for layer in kept])} >= {*neighborhoods(numbers)}
+    assert len(kept) <= 9
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_a_tape_gives_the_events_of_other_sizes(rows: int, tracer: Any) -> None:
+    model = from_config({"model_type": "gpt2", "vocab_size": 320, **KINDS["gpt2"]})
+    request = _request(scenario(model=model, sequence_length=2048, micro_batch=rows, attention="eager"))
+    tape = tracer.tape({**request, "lengths": 3})
+    shorter = tracer.trace({**request, "sequence_length": 896})
+    assert tape["lengths"] == [512, 1024, 2048]
+    sizes = [event[2] if isinstance(event[2], list) else [event[2]] for event in tape["events"] if event[0] == "alloc"]
+    found = [size_at(tuple(one), tape["lengths"], rows, 896) if len(one) > 1 else one[0] for one in sizes]
+    assert found == [event[2] for event in shorter if event[0] == "alloc"]
 
 
 def plain(event: Any) -> str:
@@ -79,7 +175,7 @@ def test_a_model_with_different_layers_is_not_unrolled() -> None:
     events = micro_step(scenario(config))
     prefix = "model.layers."
     two = [list(event) for event in events if not (event[0] == "grad" and f"{prefix}2." in event[2])]
-    assert unrolled(two, 8, prefix) is None
+    assert unrolled(two, range(8), [0] * 8, prefix) is None
 
 
 # T5's relative attention bias is an embedding that the stand-in for fused attention does not read.

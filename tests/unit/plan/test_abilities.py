@@ -91,9 +91,12 @@ def resolved(run: Run) -> resolve.ResolvedRun:
 
 
 def answer(config: dict[str, Any], targets: str | list[str] | None = None) -> dict[str, Any]:
-    adapters = {"method": "lora", "rank": 4, "targets": targets} if targets else None
-    request = {"config": config, "source": "config.json", "trust_remote_code": False, "adapters": adapters}
-    return inspect_model.answer(request)
+    request = {"config": config, "source": "config.json", "trust_remote_code": False, "about": "class"}
+    found = inspect_model.answer(request)
+    if targets:
+        adapters = {"method": "lora", "rank": 4, "targets": targets}
+        found |= inspect_model.answer({**request, "about": "adapters", "adapters": adapters})
+    return found
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -24,6 +24,7 @@ from shardmake.plan.refusals import (
     wrong_precision,
     wrong_tensor_parallel,
 )
+from tests.plan_in_process import plan_in_this_process
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
 
 
@@ -156,46 +157,46 @@ QUERY_AND_HEAD = {"method": "lora", "lora": {"targets": ["q_proj", "lm_head"]}}
 @pytest.mark.parametrize(
     ("run", "family", "words"),
     [
-        (CHUNKED, True, ""),
-        (CHUNKED, False, "loss: chunked cannot be used: LlamaForCausalLM is not of the Llama"),
-        ({**CHUNKED, "script": "x.py"}, True, "loss: chunked cannot be used: a script computes its own loss"),
-        ({**CHUNKED, "strategy": "zero1", "tensor_parallel": 2}, True, "loss: chunked cannot be used: .*share the head"),
-        ({**CHUNKED, "torch_compile": True}, True, "loss: chunked cannot be used: .*does not run in compiled code"),
-        ({**FUSED, "tensor_parallel": 2}, True, "loss: fused cannot be used: with tensor_parallel .* a part of the head"),
+        (CHUNKED, "llama", ""),
+        (CHUNKED, "granite", "loss: chunked cannot be used: the loss of .* does not follow from its last hidden"),
+        (CHUNKED, "phi3", ""),
+        ({**CHUNKED, "script": "x.py"}, "llama", "loss: chunked cannot be used: a script computes its own loss"),
+        ({**CHUNKED, "strategy": "zero1", "tensor_parallel": 2}, "llama", "loss: chunked cannot be used: .*share the head"),
+        ({**CHUNKED, "torch_compile": True}, "llama", "loss: chunked cannot be used: .*does not run in compiled code"),
+        ({**FUSED, "tensor_parallel": 2}, "llama", "loss: fused cannot be used: with tensor_parallel .* a part of the head"),
         # The other losses take the weights of the head alone, so that its adapter would get no gradient.
-        (HEAD, True, ""),
-        (QUERY_AND_HEAD, True, ""),
-        ({**FUSED, "method": "lora"}, True, ""),
-        ({**CHUNKED, "method": "lora"}, True, ""),
-        ({**FUSED, "lora": HEAD["lora"]}, True, ""),
-        ({**CHUNKED, "lora": HEAD["lora"]}, True, ""),
-        ({**FUSED, **HEAD}, True, r"loss: fused cannot be used with lm_head in lora\.targets"),
-        ({**CHUNKED, **HEAD}, True, r"loss: chunked cannot be used with lm_head in lora\.targets"),
-        ({**FUSED, **QUERY_AND_HEAD}, True, r"loss: fused cannot be used with lm_head in lora\.targets"),
-        ({**CHUNKED, **QUERY_AND_HEAD}, True, r"loss: chunked cannot be used with lm_head in lora\.targets"),
+        (HEAD, "llama", ""),
+        (QUERY_AND_HEAD, "llama", ""),
+        ({**FUSED, "method": "lora"}, "llama", ""),
+        ({**CHUNKED, "method": "lora"}, "llama", ""),
+        ({**FUSED, "lora": HEAD["lora"]}, "llama", ""),
+        ({**CHUNKED, "lora": HEAD["lora"]}, "llama", ""),
+        ({**FUSED, **HEAD}, "llama", r"loss: fused cannot be used with lm_head in lora\.targets"),
+        ({**CHUNKED, **HEAD}, "llama", r"loss: chunked cannot be used with lm_head in lora\.targets"),
+        ({**FUSED, **QUERY_AND_HEAD}, "llama", r"loss: fused cannot be used with lm_head in lora\.targets"),
+        ({**CHUNKED, **QUERY_AND_HEAD}, "llama", r"loss: chunked cannot be used with lm_head in lora\.targets"),
     ],
 )  # fmt: skip
-def test_losses_that_a_run_cannot_have_are_refused(run: dict[str, Any], family: bool, words: str) -> None:
-    model = make_model(tie_word_embeddings=False)
-    found = next(wrong_loss(make_run(**run), model if family else replace(model, decoder=None)), "")
+def test_losses_that_a_run_cannot_have_are_refused(
+    run: dict[str, Any], family: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan_in_this_process(monkeypatch)
+    model = make_model(tie_word_embeddings=False, model_type=family, logits_scaling=2.0, pad_token_id=0)
+    found = next(wrong_loss(make_run(**run), model), "")
     assert re.match(words, found) and bool(words) == bool(found)
 
 
 @pytest.mark.parametrize(
-    ("run", "accelerator", "family", "words"),
+    ("run", "accelerator", "words"),
     [
-        ({**OFFLOADS, "gradient_checkpointing": True}, "h100", True, ""),
-        ({}, "cpu", True, ""),
-        (OFFLOADS, "cpu", True, "all activations are in host memory"),
-        (OFFLOADS, "h100", False, "LlamaForCausalLM is not of the Llama"),
-        ({**OFFLOADS, "gradient_checkpointing": False}, "h100", True, "what gradient checkpointing keeps"),
-        ({**OFFLOADS, "script": "x.py"}, "h100", True, "a script sets up its own"),
-        ({**OFFLOADS, "torch_compile": True}, "h100", True, "not tested with torch_compile"),
+        ({**OFFLOADS, "gradient_checkpointing": True}, "h100", ""),
+        ({}, "cpu", ""),
+        (OFFLOADS, "cpu", "all activations are in host memory"),
+        ({**OFFLOADS, "gradient_checkpointing": False}, "h100", "what gradient checkpointing keeps"),
+        ({**OFFLOADS, "script": "x.py"}, "h100", "a script sets up its own"),
+        ({**OFFLOADS, "torch_compile": True}, "h100", "not tested with torch_compile"),
     ],
 )
-def test_runs_that_hold_no_activations_on_the_host(
-    run: dict[str, Any], accelerator: str, family: bool, words: str
-) -> None:
-    model = make_model() if family else replace(make_model(), decoder=None)
-    found = next(wrong_activation_offload(make_run(**run), make_cluster(accelerator=accelerator), model), "")
+def test_runs_that_hold_no_activations_on_the_host(run: dict[str, Any], accelerator: str, words: str) -> None:
+    found = next(wrong_activation_offload(make_run(**run), make_cluster(accelerator=accelerator)), "")
     assert re.match(rf"activation_offload: true cannot be used: .*{words}.*\. Remove" if words else "$", found)
