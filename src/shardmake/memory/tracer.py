@@ -331,9 +331,10 @@ class Recorder(TorchDispatchMode):
 
     def start(self, inputs: Iterable[torch.Tensor] = ()) -> None:
         """Start a new list of events; ``inputs`` exist before, and frees of older storages are left out."""
+        self.events = []  # those of the step before are complete
         for tensor in inputs:
             self._record(tensor, "input")
-        self.events = []
+        self.events.clear()
         self._first = self._next
         self._backward = False
         self._in_layer.clear()  # of the backward pass before, which is no loop over the tokens

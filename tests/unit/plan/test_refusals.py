@@ -181,7 +181,9 @@ def test_losses_that_a_run_cannot_have_are_refused(
     run: dict[str, Any], family: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan_in_this_process(monkeypatch)
-    model = make_model(tie_word_embeddings=False, model_type=family, logits_scaling=2.0, pad_token_id=0)
+    model = make_model(
+        tie_word_embeddings=False, model_type=family, architectures=[], logits_scaling=2.0, pad_token_id=0
+    )
     found = next(wrong_loss(make_run(**run), model), "")
     assert re.match(words, found) and bool(words) == bool(found)
 
