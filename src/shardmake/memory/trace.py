@@ -167,8 +167,8 @@ def size_at(sizes: tuple[int, ...], lengths: list[int], rows: int, length: int) 
     size = _through(sizes[: len(lengths)], lengths, length)
     if len(sizes) > len(lengths):
         two, three = sizes[-2:]
-        fixed = 3 * two - 2 * three  # which does not depend on the rows
-        size = fixed + rows * (size - fixed) / 2
+        fixed = (3 * two - 2 * three) / two  # the part that does not depend on the rows
+        size *= fixed + rows * (1 - fixed) / 2
     return max(0, round(size))
 
 
