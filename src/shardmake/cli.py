@@ -580,6 +580,15 @@ def _runs_of(name: str, sweep: str | None, config: list[Path]) -> list[str]:
 
 
 @app.command()
+def retrain(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
+    """Set a run's training aside, so that the workflow trains it again from the start."""
+    from shardmake.commands.control import retrain as set_training_aside
+
+    get_run(load_config(*config), name)
+    typer.echo(set_training_aside(RunDir(runs / name)))
+
+
+@app.command()
 def logs(
     name: Name,
     config: ConfigFiles = CONFIG,

@@ -13,6 +13,7 @@ from shardmake.launch import user_script
 from shardmake.launch.jobs import Jobs, LocalJobs
 from shardmake.launch.low_memory_wait import WAITED_VARIABLE
 from shardmake.launch.slurm_jobs import SlurmJobs
+from shardmake.render.stage import check_unedited
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.attempt_history import AttemptRecord, load_history, next_fallback, save_history, wants_all_memory
 from shardmake.run.paths import RunDir
@@ -49,6 +50,7 @@ class Training:
     def load(cls, run: Run, cluster: Cluster, rundir: RunDir, lock: int) -> "Training":
         """Read the state of ``rundir``, whose lock this process holds."""
         plan = Plan.read(rundir.plan)
+        check_unedited(rundir)
         settings = TrainingSettings.read(rundir.training)
         data = DataReceipt.read(rundir.data_receipt).digest
         results = result_settings(settings, plan, data, content_of_model(rundir))

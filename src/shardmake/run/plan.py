@@ -228,6 +228,7 @@ class RenderReceipt(RunFile):
 
     made_by: ClassVar[str] = "shardmake render NAME"
     plan_digest: str = Field(description="Digest of the plan that the files belong to.")
+    files: dict[str, str] = Field({}, description="SHA-256 of each file of the plan's choice, by name.")
 
 
 class CandidateEstimate(RunRecord):
