@@ -31,7 +31,7 @@ RECEIPT = {
     "format": FORMAT,
     "resources": {stage: {"cpus": 1, "memory_gib": 1} for stage in ("data", "consolidate", "evaluate")},
 }
-"""What stands in for every file of a finished run; the workflow reads the resources alone."""
+"""Content of every file of a finished run; the workflow reads the resources alone."""
 RULES = {
     "fetch": ((), ("sources.json",)),
     "plan": (("sources.json",), ("plan/plan.json", "plan/memory.html")),

@@ -60,7 +60,7 @@ class StopFilter(logging.Filter):
 
     def _message(self, stage: str, run: str) -> str:
         if stage != "train":
-            return f"{stage.partition(' ')[0]} of {run} was interrupted. Run the same command again to go on."
+            return f"{stage.partition(' ')[0]} of {run} was interrupted. The same command continues it."
         if self.stopped[stage, run] != STOPPED:
             return f"The driver of {run} ended. The training's job, if there is one, is not affected."
         with contextlib.suppress(ShardmakeError, OSError):

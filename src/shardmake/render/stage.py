@@ -104,7 +104,7 @@ _KEYS: Final = {
     "accelerate.yaml": "in a file of your own, named by accelerate_config",
     "deepspeed.json": "in a file of your own, named by deepspeed_config",
 }
-"""Where the values of a rendered file belong."""
+"""The place of the values of a rendered file."""
 
 
 def check_unedited(rundir: RunDir) -> None:

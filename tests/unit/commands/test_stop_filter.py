@@ -71,7 +71,7 @@ def test_a_driver_that_a_signal_ended_is_not_a_failure(tmp_path: Path) -> None:
 
 def test_every_other_stage_that_ctrl_c_ended_is_not_a_failure_either(tmp_path: Path) -> None:
     found = printed(StopFilter(tmp_path), *failure("a", 130, "evaluate"), *the_end())
-    assert found[-1] == "evaluate of a was interrupted. Run the same command again to go on."
+    assert found[-1] == "evaluate of a was interrupted. The same command continues it."
     broken = printed(StopFilter(tmp_path), *failure("a", 1, "evaluate"), *the_end())
     assert broken[-1] == END
 
