@@ -14,7 +14,7 @@ from shardmake.launch.jobs import LocalJobs, job_name
 from shardmake.launch.slurm_jobs import run_slurm
 from shardmake.launch.slurm_states import JobState
 from shardmake.run.attempt import AttemptDir, SubmittedJob
-from shardmake.run.paths import RunDir, short_path
+from shardmake.run.paths import RunDir, numbered_paths, short_path
 from shardmake.run.state import living_driver
 
 _FINISHED = (JobState.ENDED, JobState.GONE)
@@ -148,7 +148,7 @@ def read_logs(rundir: RunDir, rank: int | None, lines: int, attempt: int | None 
 
 
 def _attempt_dir(rundir: RunDir, number: int | None) -> AttemptDir:
-    attempts = {int(path.name): path for path in rundir.attempts.glob("[0-9]*") if path.name.isdigit()}
+    attempts = numbered_paths(rundir.attempts)
     if not attempts:
         raise ConfigError(f"No logs: {rundir.name}. Its training has not started. Logs of other stages are in logs/.")
     found = max(attempts) if number is None else number

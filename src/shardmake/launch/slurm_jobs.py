@@ -33,7 +33,7 @@ from shardmake.launch.slurm_states import (
     parse_scontrol,
 )
 from shardmake.run.attempt import AttemptDir, attempt_of_script, claim
-from shardmake.run.paths import RunDir
+from shardmake.run.paths import RunDir, numbered_paths
 from shardmake.run.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,8 @@ class SlurmJobs:
             try:
                 return str(executor._submit_command(_task_command(executor, folder)).job_id)
             except (FailedJobError, FailedSubmissionError, subprocess.CalledProcessError) as error:
-                if TRANSIENT.search(str(error)):
+                was_killed = getattr(error.__cause__, "returncode", 0) < 0  # Slurm may have accepted the job before
+                if was_killed or TRANSIENT.search(str(error)):
                     raise SlurmError(
                         f"Slurm did not answer sbatch: {str(error).strip()}. Run the same command again once squeue "
                         "works. It adopts the job if Slurm has accepted it nevertheless."
@@ -114,7 +115,7 @@ class SlurmJobs:
     def find(self) -> ActiveJob | None:
         """See `Jobs`. Jobs whose attempt is over or belongs to another job are cancelled."""
         found = None
-        newest = max((int(path.name) for path in RunDir(self.run_folder).attempts.glob("[0-9]*")), default=0)
+        newest = max(numbered_paths(RunDir(self.run_folder).attempts), default=0)
         for job, attempt in self._list_active():
             number = int(attempt.root.name) if attempt else newest
             if attempt and attempt.root.exists() and (number < newest or claim(attempt, job) != job):
@@ -258,7 +259,19 @@ def make_executor(folder: Path, request: SlurmRequest, container: JobContainer |
         executor = SlurmExecutor(folder=folder, python=shlex.join(container.python))
         parameters["srun_args"] += container.srun_options
     executor.update_parameters(**parameters)
+    executor._get_job_id_from_submission_command = _job_id
     return executor
+
+
+def _job_id(answer: str | bytes) -> str:
+    """Return the job that sbatch says it submitted; a site's own sbatch may print other lines with numbers of jobs."""
+    from submitit.core.utils import FailedSubmissionError
+
+    text = answer if isinstance(answer, str) else answer.decode()
+    found = re.findall(r"^Submitted batch job (\d+)", text, re.MULTILINE)
+    if not found:
+        raise FailedSubmissionError(f"sbatch did not answer with 'Submitted batch job N': {text}")
+    return str(found[-1])
 
 
 def training_request(run_folder: Path, cluster: Cluster, plan: Plan, excluded: list[str]) -> SlurmRequest:

@@ -126,6 +126,12 @@ def choose_checkpoint(training: Training, choice: Choice) -> Path | None:
     """
     rundir, folder = training.rundir, training.rundir.checkpoints.resolve()
     store.discard_unfinished(folder)
+    found = list(store.committed(folder))
+    foreign = [path for record, path in found if record.settings_digest != training.settings_digest]
+    if len(foreign) < len(found):
+        for path in foreign:
+            aside = store.set_aside(path, "foreign")
+            logger.warning("%s has other settings than this run and is not used. Renamed it to %s.", path, aside.name)
     newest = next(store.committed(folder), None)
     if newest and newest[0].settings_digest != training.settings_digest:
         theirs = newest[0].settings_digest

@@ -16,7 +16,7 @@ from shardmake.launch.slurm_jobs import SlurmJobs
 from shardmake.render.stage import check_unedited
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.attempt_history import AttemptRecord, load_history, next_fallback, save_history, wants_all_memory
-from shardmake.run.paths import RunDir
+from shardmake.run.paths import RunDir, numbered_paths
 from shardmake.run.plan import Plan
 from shardmake.run.receipts import DataReceipt
 from shardmake.run.settings_digest import result_settings, settings_digest
@@ -85,7 +85,7 @@ class Training:
 
     def last_attempt(self) -> int:
         """Return the number of the newest attempt, 0 if there is none."""
-        return max((int(path.name) for path in self.rundir.attempts.glob("[0-9]*")), default=0)
+        return max(numbered_paths(self.rundir.attempts), default=0)
 
     def attempt_dir(self, number: int) -> AttemptDir:
         """Return the folder of an attempt."""

@@ -420,10 +420,15 @@ def claim(folder: AttemptDir, job: str) -> str:
 
     Where the driver has claimed it, as usual, the tasks of its job only read.
     """
-    if not folder.owner.exists():
+    if (owner := _owner(folder)) is None:
         _claim_first(folder, job)
-    (owner,) = folder.owner.iterdir()
-    return owner.name
+        owner = _owner(folder)
+    return owner or job
+
+
+def _owner(folder: AttemptDir) -> str | None:
+    """Return the job whose name is in the folder ``owner``, beside hidden files of a file server."""
+    return next((path.name for path in folder.owner.glob("[!.]*")), None)
 
 
 def _claim_first(folder: AttemptDir, job: str) -> None:
@@ -436,6 +441,8 @@ def _claim_first(folder: AttemptDir, job: str) -> None:
     except OSError:  # another claim was first, or a file server reports an error for a request that it got twice
         if not folder.owner.exists():
             raise
+        if _owner(folder) is None:
+            (folder.owner / job).touch()
     finally:
         shutil.rmtree(claimed, ignore_errors=True)
 
