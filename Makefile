@@ -96,9 +96,13 @@ test-fake-cuda: install-test .venv/cuda-build/installed
 
 # Unit tests with the oldest supported libraries, with the newest that pip finds, or with VERSIONS="torch==2.12.1 ...",
 # beside the environment: 5 GB, because the package index has torch for CUDA only.
-test-oldest: VERSIONS := oldest
-test-newest: VERSIONS := newest
-test-oldest test-newest test-versions: install-test
+test-oldest:
+	$(MAKE) test-versions VERSIONS=oldest
+
+test-newest:
+	$(MAKE) test-versions VERSIONS=newest
+
+test-versions: install-test
 	rm -rf .venv/versions
 	$(BIN)/python -m tools.library_versions .venv/versions $(VERSIONS)
 	PYTHONPATH=.venv/versions $(BIN)/pytest tests/unit --ignore tests/unit/test_dependencies.py --junit-xml=$(REPORTS)/versions.xml
