@@ -157,7 +157,7 @@ def _inputs(settings: ResolvedRun) -> Iterator[tuple[str, str]]:
     yield (
         "outside PyTorch",
         (
-            f"{(states.CONTEXT if context is None else context) / GIB:.2f} GiB CUDA context, "
+            f"{(states.context_bytes(accelerator.capability) if context is None else context) / GIB:.2f} GiB CUDA context, "
             f"{(states.NCCL if nccl is None else nccl) / GIB:.2f} GiB NCCL ({'probed' if measured else 'published'})"
         ),
     )

@@ -143,7 +143,7 @@ def outside(scenario: Scenario) -> int:
     measured = scenario.calibration
     alone = 0 if communicators else _communicators_of_one_rank(scenario)
     if measured is None:
-        return states.context_bytes(scenario) + communicators * states.NCCL + alone
+        return states.context_bytes(scenario.gpu_capability) + communicators * states.NCCL + alone
     nccl = states.NCCL if measured.nccl is None else measured.nccl
     return measured.context + communicators * nccl + alone + (measured.pools if scenario.gathers_parameters else 0)
 

@@ -31,9 +31,9 @@ NCCL_OF_ONE_RANK = int(0.53 * 2**30)  # one rank has communicators, too: 1.28 Gi
 ZERO_OF_ONE_RANK = int(0.38 * 2**30)  # further ones of ZeRO-1 and ZeRO-2 there: 1.66 GiB
 
 
-def context_bytes(scenario: Scenario) -> int:
-    """Return the bytes of CUDA's context and kernels on a GPU that no probe has measured."""
-    return CONTEXT_OF_HOPPER if (scenario.gpu_capability or 0.0) >= HOPPER else CONTEXT
+def context_bytes(capability: float | None) -> int:
+    """Return the bytes of CUDA's context and kernels on a GPU of this compute capability; None if it is unknown."""
+    return CONTEXT_OF_HOPPER if (capability or 0.0) >= HOPPER else CONTEXT
 
 
 def flattens_on_gpu(scenario: Scenario) -> bool:

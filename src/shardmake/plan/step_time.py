@@ -83,14 +83,6 @@ def step_time(scenario: Scenario, hardware: Hardware, kernel: Kernel | None = No
     return work + within_layers + host + _optimizer(scenario, hardware)
 
 
-def attention_rates(accelerator: Accelerator, tokens: int, width: int) -> dict[str, float]:
-    """Return the FLOP/s in bf16 of the kernels without a mask, for ``tokens`` and heads of ``width`` numbers."""
-    generation = _generation(accelerator)
-    kernels = {name: _KERNELS.get((generation, name)) or _FLASH_2.get(generation) for name in ("varlen", "sdpa")}
-    peak = accelerator.flops("bf16")
-    return {name: peak * _attention_share(kernel, tokens, width) for name, kernel in kernels.items() if kernel}
-
-
 def _generation(accelerator: Accelerator) -> str:
     if accelerator.is_cpu:
         return "cpu"
@@ -123,6 +115,7 @@ def _compute(scenario: Scenario, hardware: Hardware, kernel: Kernel) -> float:
     blocks, head, attention = (seconds * scenario.accumulation for seconds in _forward(scenario, hardware, kernel))
     adapters = scenario.method_spec.has_adapters
     again = blocks + attention if scenario.checkpointing else 0.0
+    again += head if scenario.loss == "chunked" else 0.0
     extra = scenario.extra_forwards * (blocks + head + attention)
     products = (2.1 if adapters else 3.0) * (blocks + head) + 3.5 * attention + again + extra
     return products + (0.0 if hardware.is_cpu else _memory_bound(scenario, hardware.accelerator))
