@@ -93,7 +93,7 @@ def check_gpu_memory(gpus: Sequence[GpuStatus], planned: int) -> list[Finding]:
 
 
 _MEMORY_TOLERANCE = GIB // 2
-"""What the driver keeps for itself."""
+"""Bytes that the driver keeps for itself."""
 _LINK = "pci/pci_gpu_link_info/link_widths"
 _SLOWDOWNS = ("_hw_slowdown", "_hw_thermal_slowdown", "_hw_power_brake_slowdown")
 

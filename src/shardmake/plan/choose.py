@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from shardmake.config.models import Strategy
 from shardmake.core.errors import ConfigError
 from shardmake.memory.hardware import Hardware
 from shardmake.plan.candidates import Candidate, choices
@@ -33,9 +34,9 @@ class NothingFitsError(ConfigError):
         self.candidates = candidates
 
 
-def choose_from(planner: Planner) -> tuple[Candidate, list[Candidate]]:
-    """Choose among all candidates of ``planner``'s run."""
-    possible = list(choices(planner.settings))
+def choose_from(planner: Planner, strategies: Sequence[Strategy] = ()) -> tuple[Candidate, list[Candidate]]:
+    """Choose among all candidates of ``planner``'s run; ``strategies`` replaces the run's own."""
+    possible = list(choices(planner.settings, strategies))
     planner.prepare(possible)
     return choose([planner.scan(choice) for choice in possible], planner)
 
