@@ -24,7 +24,7 @@ from shardmake.plan.planner import Planner
 from shardmake.plan.reasons import describe_scaling, reason_of, rejected
 from shardmake.plan.refusals import refuse, wrong_fsdp
 from shardmake.plan.resolve import ResolvedRun, check, resolve
-from shardmake.plan.suggestions import suggest, suggest_faster, suggest_smaller_loss
+from shardmake.plan.suggestions import suggest, suggest_faster, suggest_smaller_loss, untried
 from shardmake.run.disk_budget import check_choice, checkpoint_size
 from shardmake.run.own_files import describe_own_files
 from shardmake.run.paths import RunDir
@@ -111,7 +111,8 @@ def _advice(settings: ResolvedRun) -> str:
         lines = (f"\n  {setting}: {value} ({outcome})" for setting, value, outcome in found)
         return f"\nEach of these changes alone would fit, the cheapest first:{''.join(lines)}"
     if settings.model.decoder is None:
-        return " Use more nodes (max_nodes), a shorter sequence_length, method: lora, or strategy: auto."
+        allowed = ", ".join(f"{setting}: {value}" for setting, value, _ in untried(settings))
+        return f" Each of these changes may help; none was planned, because each takes minutes: {allowed}."
     return " No single change of the run fits. Change several settings, or use GPUs with more memory."
 
 
