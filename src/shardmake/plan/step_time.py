@@ -130,7 +130,7 @@ def _memory_bound(scenario: Scenario, accelerator: Accelerator) -> float:
     model, passes = scenario.model, 3 if scenario.checkpointing else 2
     widths = sum(tensor.numel for tensor in scenario.split.adapters if tensor.block is not None) / scenario.lora_rank
     active = matrix_weights(model) / model.parameters  # of experts, a token passes the selected ones
-    moved = scenario.tokens * model.vocab_size * _LOSS_BYTES[scenario.loss]
+    moved = float(scenario.tokens * model.vocab_size * _LOSS_BYTES[scenario.loss])
     moved += passes * (scenario.compute * scenario.tokens * 3.5 * widths * active + 2.5 * scenario.split.quantized)
     return scenario.accumulation * moved / (accelerator.bandwidth * GB * _BANDWIDTH_SHARE)
 
