@@ -182,7 +182,7 @@ def as_plan(name: str, made: ChosenRun) -> Plan:
         run=name,
         choice=chosen.choice,
         workload=settings.workload,
-        reason=reason_of(chosen, candidates, fallbacks),
+        reason=" ".join([reason_of(chosen, candidates, fallbacks), *_assumed_network(settings, chosen)]),
         attention_reason=settings.attention_reason,
         service_nodes=settings.run.service_nodes or 0,
         rejected=rejected(chosen, candidates),
@@ -194,6 +194,16 @@ def as_plan(name: str, made: ChosenRun) -> Plan:
             *describe_quantized_base(settings.model, settings.run),
         ],
     )
+
+
+def _assumed_network(settings: ResolvedRun, chosen: Candidate) -> list[str]:
+    """Return the bandwidth between nodes that the times count on, if the cluster file does not state it."""
+    if chosen.choice.nodes == 1 or "inter_node_gbps" in settings.cluster.model_fields_set:
+        return []
+    rate = settings.cluster.inter_node_gbps
+    return [
+        f"The times assume {rate:g} GB/s between nodes ({8 * rate:g} Gbit/s): set inter_node_gbps in the cluster file."
+    ]
 
 
 def resources(settings: ResolvedRun, chosen: Candidate) -> dict[str, Resources]:

@@ -340,6 +340,13 @@ def test_old_gpus_compute_in_fp16(folders: dict[str, str]) -> None:
     assert plan(folders["tiny"], gpus(accelerator="v100-32gb")).choice.precision == "fp16"
 
 
+def test_a_plan_over_several_nodes_names_the_network_that_it_assumes(folders: dict[str, str]) -> None:
+    words = "The times assume 12.5 GB/s between nodes (100 Gbit/s): set inter_node_gbps in the cluster file."
+    assert words in plan(folders["tiny"], gpus(), nodes=2).reason
+    assert "assume" not in plan(folders["tiny"], gpus(inter_node_gbps=50), nodes=2).reason
+    assert "assume" not in plan(folders["tiny"], gpus(), nodes=1).reason
+
+
 def test_more_nodes_only_if_they_are_needed(folders: dict[str, str]) -> None:
     small = gpus(accelerator="a10", memory_gib_per_node=64.0, processes_per_node=4, max_nodes=8)
     assert plan(folders["eight"], small, sequence_length=2048).choice.nodes > 1
