@@ -1,14 +1,17 @@
 import json
 import re
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardmake.core.errors import ShardmakeError
 from shardmake.plan.choose import NothingFitsError
+from shardmake.plan.resolve import resolve
 from shardmake.plan.stage import choose_run, plan_offline, plan_run
-from shardmake.plan.suggestions import Suggestion, changes, levers, suggest, suggestions
+from shardmake.plan.suggestions import Suggestion, changes, levers, suggest, suggestions, untried
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import MemoryEstimates
 from tests.unit.plan.test_planner import CPU, EIGHT, SEVENTY, folders, gpus, run_of
@@ -71,6 +74,23 @@ def test_without_a_change_that_fits_the_plan_says_so(folders: dict[str, str], tm
         plan_run(run_of(folders["eight"]), gpus(memory_gib_per_node=1.0), RunDir(tmp_path / "chat"))
 
 
+def test_of_a_traced_model_only_changes_are_named_that_the_run_lacks_and_the_model_allows(
+    folders: dict[str, str],
+) -> None:
+    """Planning each would take minutes. `method: lora` for a LoRA, or a loss without kernels, helps nobody."""
+
+    def named(**settings: Any) -> dict[str, Any]:
+        resolved = resolve(run_of(folders["tiny"], **settings), gpus())
+        traced = replace(resolved, model=replace(resolved.model, decoder=None))
+        return {one.setting: one.value for one in untried(traced)}
+
+    lora, full = named(method="lora", strategy="auto"), named(strategy="zero2", gradient_checkpointing=False)
+    assert {"strategy", "gradient_checkpointing", "method"}.isdisjoint(lora)
+    assert (full["strategy"], full["method"], full["gradient_checkpointing"]) == ("auto", "qlora", "auto")
+    for found in (lora, full):
+        assert "activation_offload" not in found and found["loss"] == "fused" and found["nodes"] == 8
+
+
 def test_a_refused_plan_keeps_the_memory_of_an_earlier_one(folders: dict[str, str], tmp_path: Path) -> None:
     rundir = RunDir(tmp_path / "chat")
     plan_run(run_of(folders["tiny"], strategy="ddp"), CPU, rundir)
@@ -106,8 +126,22 @@ def test_what_the_run_fixed_is_advice_and_not_planned(folders: dict[str, str], t
     )
     plan = plan_offline(run, gpus(), RunDir(tmp_path / "chat"))
     assert (plan.choice.strategy, plan.choice.micro_batch_size) == ("zero3-offload", 1)
-    advice = next(line for line in plan.advice if line.startswith("strategy: auto ("))
+    advice = next(line for line in plan.advice if line.startswith("clearly less GPU-time: strategy: auto ("))
     assert " s per step against " in advice and "GiB per GPU" in advice
+
+
+def test_a_loss_without_whole_logits_is_advice_where_they_are_the_peak(folders: dict[str, str], tmp_path: Path) -> None:
+    """One H100 with an 8B LoRA held 4.5 GiB more than TRL, whose default loss makes logits in parts."""
+    run = run_of(
+        folders["eight"], method="lora", sequence_length=4096, global_batch_size=2, micro_batch_size=1, strategy="ddp"
+    )
+    one = gpus(processes_per_node=1, max_nodes=1)
+    plan = plan_offline(run, one, RunDir(tmp_path / "chat"))
+    (line,) = [line for line in plan.advice if line.startswith("less GPU memory: loss: chunked (ddp, ")]
+    smaller, larger = re.search(r": ([\d.]+) of .* and ([\d.]+) of ", line).groups()  # type: ignore[union-attr]
+    assert 3 < float(larger) - float(smaller) < 8
+    chunked = plan_offline(run.model_copy(update={"loss": "chunked"}), one, RunDir(tmp_path / "other"))
+    assert not any("loss" in line for line in chunked.advice)
 
 
 def test_shared_matrices_are_planned_with_a_rank_s_part(tmp_path: Path) -> None:
