@@ -6,14 +6,14 @@ PYTEST := $(BIN)/pytest -n 2 --no-loadscope-reorder
 # Tests on Slurm mostly wait, so a third process has work to do on two cores.
 PYTEST_ALL := $(BIN)/pytest -n 3 --no-loadscope-reorder
 # The tests that `make test` and `make test-all` leave out; each has a command of its own below.
-EXTRA := not nvme and not trackers and not two_users and not faults and not sweep and not objectives and not mixtures and not models and not gpu
+EXTRA := not nvme and not trackers and not two_users and not faults and not sweep and not objectives and not mixtures and not models and not gpu and not gpu_kit
 # JUnit reports.
 REPORTS := .venv/reports
 export DS_BUILD_OPS := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo demo-faults demo-preferences install install-test check fmt size words test test-all unit test-fake-cuda test-nvme test-trackers \
-        test-two-users test-faults test-sweep test-objectives test-mixtures test-models gpu-check docs site clean
+        test-two-users test-faults test-sweep test-objectives test-mixtures test-models test-gpu-kit gpu-kit gpu-check docs site clean
 
 demo: install
 	$(BIN)/shardmake demo
@@ -139,6 +139,14 @@ test-mixtures: install-test
 # Every model type of transformers is estimated or refused, and a grid of plans is compared with traces of whole steps.
 test-models: install-test
 	$(BIN)/pytest -m models tests/unit --junit-xml=$(REPORTS)/models.xml
+
+# What a GPU machine without a network lacks, as wheels in build/gpu-kit (docs/gpu.md).
+gpu-kit: install-test
+	$(BIN)/python -m tools.gpu_kit
+
+# The kit's wheels are installed offline.
+test-gpu-kit: install-test
+	$(BIN)/pytest -m gpu_kit tests/workflow --junit-xml=$(REPORTS)/gpu-kit.xml
 
 # On a node with GPUs: ten minutes on one, more on several. ACCELERATOR=a100-80gb names a GPU that is not recognized.
 # The first call installs pytest, for which a node needs internet access; call it on the login node before.
