@@ -15,6 +15,7 @@ from tests.gpu import checks, machine, results
 from tests.gpu.machine import Machine, find_machine
 from tests.gpu.results import AttentionErrors, GpuReport, Trained
 from tests.unit.plans import make_plan
+from tools import gpu_page
 
 PAGE = (results.REPOSITORY / "docs/gpu.md").read_text()
 
@@ -82,10 +83,21 @@ def test_the_json_file_is_named_after_gpu_number_and_time(tmp_path: Path) -> Non
     assert GpuReport.read(path) == report()
 
 
-def test_every_result_in_the_repository_has_its_row_on_the_page() -> None:
-    rows = [GpuReport.read(path).row() for path in results.RESULTS.glob("*.json")]
-    assert [row for row in rows if row not in PAGE] == []
-    assert ("There are no rows yet." in PAGE) == (not rows)
+def test_the_tables_of_the_page_are_those_of_the_results() -> None:
+    """If this fails: python -m tools.gpu_page"""
+    assert gpu_page.page(PAGE) == PAGE
+    assert all(table in PAGE for table in results.tables())
+
+
+def test_losses_are_compared_at_common_steps_of_equal_trainings() -> None:
+    others = [
+        trained("zero2", 0.1, losses={2: 7.1, 3: 1.0}),
+        trained("ddp", 0.0, training="8B"),
+        trained("fsdp", 2.0, training="8B"),
+    ]
+    row = report().model_copy(update={"trained": [trained("ddp", 0.0), *others[:2]]}).row()
+    assert "| 0.1000 |" in row
+    assert "| 2.0000 |" in report().model_copy(update={"trained": [trained("ddp", 0.0), *others]}).row()
 
 
 def test_the_findings_in_the_report_have_no_paths_and_no_names_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
