@@ -25,7 +25,7 @@ CHECKPOINT_STEPS = 5
 NO_FSDP = "Shardmake refuses FSDP without a GPU; tests/workflow trains it on CPUs with patches of Accelerate"
 NO_QLORA = "Shardmake refuses QLoRA without a GPU; tests/workflow/test_quantized.py trains it on CPUs"
 NO_FUSED = "Liger's kernels need Triton and a GPU; tests/fake_cuda has their forward pass"
-Ends = Literal["steps", "finish", "kill", "memory", "stop"]
+Ends = Literal["steps", "kill", "memory", "stop"]
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Case:
     keys: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the run that differ from those of `keys_of`."""
     ends: Ends = "steps"
-    """What ends it: its last step without a save, or with it; SIGKILL and a second attempt; too little memory and the
-    next fallback; a stop file, and a second training with ``resume``."""
+    """``steps``: the last step, without a save. ``kill``: SIGKILL and a second attempt. ``memory``: too little of it, and
+    the next fallback. ``stop``: a stop file, and a second training with ``resume``."""
     resume: Mapping[str, Any] = field(default_factory=dict)
     """Keys that differ in the training that resumes a stopped one."""
     then: Sequence[str] = ()

@@ -114,6 +114,8 @@ def test_losses_are_compared_at_common_steps_of_equal_trainings() -> None:
         (trained("ddp", 0.0), trained("zero3", 0.06), ["ddp and zero3"]),
         (trained("zero2", 0.0, weights="float32"), trained("zero3", 0.02, weights="bfloat16"), []),
         (trained("zero2", 0.0), trained("zero3", 1.0, training="8B"), []),
+        (trained("ddp", 0.0), trained("ddp", 0.009), []),
+        (trained("ddp", 0.0), trained("ddp", 0.011), ["ddp and ddp"]),
         (trained("zero2", 0.0), trained("zero3", 0.0, losses={9: 8.0}), ["zero2 and zero3"]),
         (trained("zero2", 0.0), trained("zero3", 0.0, planned_allocated=6 * GIB), ["memory under zero3"]),
     ],

@@ -1,4 +1,4 @@
-"""What trainings on GPUs have shown: a JSON file for ``benchmarks/results/gpu``, and its rows in docs/gpu.md."""
+"""Results of trainings on GPUs: a JSON file for ``benchmarks/results/gpu``, and its rows in docs/gpu.md."""
 
 import re
 from collections.abc import Iterator, Sequence

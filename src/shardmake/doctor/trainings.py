@@ -36,6 +36,8 @@ STEPS, WARM_UP = 12, 4
 SHARDED_LOSS, LOSS = 0.002, 0.05
 """Largest differences of a step's loss of about 8: between sharded trainings whose weights have one precision, and
 between others. DDP updates fp32 weights, the sharded ones of 16-bit weights round them before each step."""
+LEVER_LOSS = 0.01
+"""The same between trainings of one strategy: other kernels of the loss, or compiled layers, round otherwise."""
 MEMORY = 0.25
 """Largest relative error of the planned memory of tensors."""
 LAST_LINES = 40
@@ -118,6 +120,7 @@ def judge(trained: Sequence[Trained]) -> Iterator[Finding]:
         if one.training == other.training:
             sharded = not any(STRATEGY_SPECS[each.strategy].is_ddp for each in (one, other))
             limit = SHARDED_LOSS if sharded and one.weights == other.weights else LOSS
+            limit = LEVER_LOSS if one.strategy == other.strategy else limit
             found = one.loss_difference(other)
             words = f"the losses of a step differ by at most {found:.4f}"
             advice = f"More than {limit:g} is no rounding: report it with the JSON file."
