@@ -21,6 +21,7 @@ from shardmake.config.slurm_options import JobKind
 from shardmake.core.atomic import digest
 from shardmake.core.errors import SlurmError, TooFewNodesError
 from shardmake.core.permissions import private_folder
+from shardmake.core.private_names import private
 from shardmake.launch.container import JobContainer, job_container
 from shardmake.launch.jobs import ActiveJob, job_name
 from shardmake.launch.low_memory_wait import cached_squeue
@@ -82,7 +83,7 @@ class SlurmJobs:
             executor = self._executor(folder, plan, excluded)
             folder.slurm.mkdir(parents=True, exist_ok=True)
             try:
-                return str(executor._submit_command(_task_command(executor, folder)).job_id)
+                return str(private(executor).submit_command(_task_command(executor, folder)).job_id)
             except (FailedJobError, FailedSubmissionError, subprocess.CalledProcessError) as error:
                 if TRANSIENT.search(str(error)):
                     raise SlurmError(
@@ -105,7 +106,7 @@ class SlurmJobs:
     def script(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> str:
         """Return the batch script that `submit` would pass to sbatch."""
         executor = self._executor(folder, plan, excluded)
-        return str(executor._make_submission_file_text(_task_command(executor, folder), "preview"))
+        return str(private(executor).make_submission_file_text(_task_command(executor, folder), "preview"))
 
     def _executor(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> Any:
         container = job_container(self.cluster, [self.run_folder], [self.run] if self.run else [])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardmake.config.methods import METHODS
 from shardmake.core.errors import ModelError
+from shardmake.core.private_names import private
 from shardmake.memory.model import ParameterSpec, has_own_class
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def _first(config: Any, *names: str) -> int:
 
 def block_paths(model: "nn.Module") -> dict[str, int]:
     """Return the path and index of each layer: the modules that transformers does not split, in model order."""
-    wanted = set(getattr(model, "_no_split_modules", None) or ())
+    wanted = set(getattr(private(model), "no_split_modules", None) or ())
     found = [name for name, module in model.named_modules() if type(module).__name__ in wanted]
     in_lists = [name for name in found if name.rpartition(".")[2].isdigit()]
     return {name: index for index, name in enumerate(in_lists)}

@@ -14,21 +14,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardmake.config.methods import METHODS
 from shardmake.config.models import TORCH_DTYPES
 from shardmake.core.errors import ModelError, ShardmakeError
+from shardmake.core.private_names import private, private_module
 from shardmake.memory import token_loops
 from shardmake.memory.gpu_kernels import emulate_gpu_kernels, register_attention
 from shardmake.memory.model import HEADS, SCORE_HEAD
 from shardmake.memory.parameter_inventory import block_paths, build, in_one_line, plain_name
+
+_FAKE, _PYTREE = private_module("fake_tensor"), private_module("pytree")
+_DispatchMode: Any = private_module("python_dispatch").TorchDispatchMode
 
 # Linear layers in 4 bits for a trace on fake tensors: bitsandbytes' ``Linear4bit`` and ``MatMul4Bit``.
 #
@@ -99,7 +96,7 @@ def _explained(error: Exception, request: Mapping[str, Any]) -> ModelError:
     """Return ``error`` of a model's code as a message with what to do."""
     failed = f"Cannot trace a training step of this {request['config']['model_type']} model: {request['source']}."
     text = in_one_line(error)
-    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+    if isinstance(error, _FAKE.DataDependentOutputException | _FAKE.DynamicOutputShapeException):
         return ModelError(
             f"{failed} Its code takes sizes from the values of tensors ({text}), which a trace without memory does not "
             "have. The memory of this model cannot be estimated; name another model."
@@ -146,7 +143,7 @@ def _steps(request: Mapping[str, Any], lengths: Sequence[int], most_alike: int |
     found = []
     with ExitStack() as stack:
         stack.enter_context(_without_collector())
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_FAKE.FakeTensorMode(allow_non_fake_inputs=True))
         materialize(model, *(DTYPES[request[which]] for which in ("weights", "frozen", "widened", "norms")))
         inputs = [_inputs(model, request["micro_batch"], length, request["masked"]) for length in lengths]
         _mark_blocks(model, recorder)
@@ -244,7 +241,7 @@ def materialize(
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
+        for name, parameter in list(private(module).parameters.items()):
             if parameter is None:
                 continue
             if id(parameter) not in made:
@@ -253,10 +250,10 @@ def materialize(
                 dtype = trained if parameter.requires_grad else frozen if narrow else outside
                 data = torch.empty(parameter.shape, dtype=dtype, device="cpu")
                 made[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-            module._parameters[name] = made[id(parameter)]
-        for name, buffer in list(module._buffers.items()):
+            private(module).parameters[name] = made[id(parameter)]
+        for name, buffer in list(private(module).buffers.items()):
             if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+                private(module).buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
 
 
 def _inputs(model: Any, batch: int, length: int, masked: bool) -> dict[str, torch.Tensor]:
@@ -278,7 +275,7 @@ def _is_classifier(model: Any) -> bool:
 # Recording
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(_DispatchMode):
     """A dispatch mode that records when a tensor's storage appears and when its last reference ends."""
 
     def __init__(self, most_alike: int | None = None) -> None:
@@ -313,7 +310,7 @@ class Recorder(TorchDispatchMode):
 
     def known_id(self, tensor: torch.Tensor) -> int | None:
         """Number of the storage of ``tensor`` where it appeared in this events."""
-        found = self._known.get(tensor.untyped_storage()._cdata)
+        found = self._known.get(private(tensor.untyped_storage()).cdata)
         return found[1] if found and found[1] >= self._first else None
 
     def __torch_dispatch__(
@@ -321,14 +318,14 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Run the operator and record the storages of its results."""
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
+        for leaf in _PYTREE.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._record(leaf, str(func))
         return result
 
     def _record(self, tensor: torch.Tensor, operator: str) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = private(storage).cdata
         if key in self._known or storage.nbytes() == 0:
             return
         number = self._next

@@ -15,6 +15,7 @@ from shardmake.checkpoint.formats.lora import UNSUPPORTED
 from shardmake.config.attention import KERNELS
 from shardmake.config.methods import METHODS
 from shardmake.core.errors import ModelError
+from shardmake.core.private_names import private
 from shardmake.memory.model import has_own_class
 from shardmake.memory.parameter_inventory import causal_class, parse_config, plain_name
 from shardmake.plan.abilities import MIXING_UNKNOWN, check_class
@@ -97,9 +98,9 @@ def _narrowed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _FLAGS = {
-    "varlen": ("_supports_flash_attn", "_supports_attention_backend"),
-    "flash": ("_supports_flash_attn",),
-    "sdpa": ("_supports_sdpa",),
+    "varlen": ("supports_flash_attn", "supports_attention_backend"),
+    "flash": ("supports_flash_attn",),
+    "sdpa": ("supports_sdpa",),
 }
 _TOLERANCE = 1e-3
 _LARGEST = 100_000_000
@@ -190,7 +191,7 @@ def _supports(model: "PreTrainedModel", kernel: str) -> bool:
     from transformers import PreTrainedModel
 
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
-    return all(getattr(part, flag, False) for part in parts for flag in _FLAGS.get(kernel, ()))
+    return all(getattr(private(part), flag, False) for part in parts for flag in _FLAGS.get(kernel, ()))
 
 
 def _try_varlen(config: Any, trust_remote_code: bool) -> tuple[str, bool]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardmake.core.log import configure_logging
+from shardmake.core.private_names import check_libraries
 from shardmake.core.process import die_with_parent
 from shardmake.core.secrets import redact_output
 from shardmake.core.temporary import temporary_folder
@@ -53,6 +54,7 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, file=attempt.stack(rank).open("w"), all_threads=True)
     try:
         write_heartbeat(attempt, rank, "start", 0)
+        check_libraries()
         _take_turn(attempt, rank)
         _check_network(attempt, rank)
         mark_meeting()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from shardmake.checkpoint.formats.lora import unsupported_features
 from shardmake.config.strategies import DDP, DEEPSPEED, FSDP
 from shardmake.core.errors import EngineMismatchError
+from shardmake.core.private_names import private
 from shardmake.run.attempt import AttemptDir, rank_report
 from shardmake.run.engine import Engine, ScriptApi
 from shardmake.run.plan import Choice
@@ -117,8 +118,8 @@ def check_adapters(model: torch.nn.Module) -> None:
 
 def _sharding_policy(model: Any) -> torch.dtype | None:
     """Return the data type to which FSDP casts the weights, if it does."""
-    if hasattr(model, "_get_fsdp_state"):
-        return model._get_fsdp_state()._mp_policy.param_dtype
+    if hasattr(private(model), "get_fsdp_state"):
+        return private(private(model).get_fsdp_state()).mp_policy.param_dtype
     return getattr(getattr(model, "mixed_precision", None), "param_dtype", None)
 
 

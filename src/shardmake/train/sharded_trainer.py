@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback
 
+from shardmake.core.private_names import private
 from shardmake.run.metrics import LOSS_WINDOW, LossWindow, read_loss_window
 from shardmake.run.training_settings import TrainingSettings
 from shardmake.train import deepspeed_states
@@ -51,10 +52,10 @@ class ShardedTrainer(Trainer):
         return loss
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
-        return whole_tokens(super()._get_num_items_in_batch(*args, **kwargs))
+        return whole_tokens(private(super()).get_num_items_in_batch(*args, **kwargs))
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        norm = super()._get_grad_norm(*args, **kwargs)
+        norm = private(super()).get_grad_norm(*args, **kwargs)
         self.non_finite.set_norm(norm)
         return norm
 
@@ -81,23 +82,24 @@ class ShardedTrainer(Trainer):
         losses = [line["eval_loss"] for line in lines if "eval_loss" in line]
         with self.saver.saving(step, required=required, eval_loss=losses[-1] if losses else None) as folder:
             if folder is not None:
-                super()._save_checkpoint(model, trial)
+                private(super()).save_checkpoint(model, trial)
                 deepspeed_states.note_sub_groups(self.model_wrapped, folder)
-                save_loss_window(self.accelerator, folder, self._globalstep_last_logged, self._tr_loss)
+                save_loss_window(self.accelerator, folder, private(self).globalstep_last_logged, private(self).tr_loss)
 
     def restore_loss_window(self, checkpoint: Path) -> None:
         """Restore the losses that were not logged at ``checkpoint``; Trainer itself starts the mean anew."""
         step = self.state.global_step
-        self._globalstep_last_logged = restore_loss_window(self.accelerator, checkpoint, step, self._tr_loss)
+        window = restore_loss_window(self.accelerator, checkpoint, step, private(self).tr_loss)
+        private(self).globalstep_last_logged = window
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            private(super()).load_from_checkpoint(resume_from_checkpoint, model)
         else:
             load_weights(unwrap(self.accelerator, self.model), Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
+        private(super()).load_optimizer_and_scheduler(checkpoint)
         if checkpoint and self.is_deepspeed_enabled:
             deepspeed_states.restore(self.model_wrapped, Path(checkpoint))
         elif checkpoint:

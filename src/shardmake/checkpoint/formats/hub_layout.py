@@ -18,6 +18,7 @@ from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
 from shardmake.checkpoint.formats.unpickle import numel
 from shardmake.core.errors import CheckpointError, ModelError
+from shardmake.core.private_names import private
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,11 +50,11 @@ def hub_weights(model: "PreTrainedModel", names: Collection[str] | None) -> list
 
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     parameters = {name: value for name, value in model.state_dict().items() if name not in tied}
-    owners = {value.untyped_storage()._cdata: name for name, value in parameters.items()}
-    model._weight_conversions = None if names is None else _convert(model, names)[0]
+    owners = {private(value.untyped_storage()).cdata: name for name, value in parameters.items()}
+    private(model).weight_conversions = None if names is None else _convert(model, names)[0]
     with _views():
         weights = revert_weight_conversion(model, dict(parameters))
-    found = {name: owners.get(weight.untyped_storage()._cdata) for name, weight in weights.items()}
+    found = {name: owners.get(private(weight.untyped_storage()).cdata) for name, weight in weights.items()}
     wrong = sorted(name for name, owner in found.items() if owner is None or not weights[name].is_contiguous())
     if wrong:
         more = f" and {len(wrong) - _MOST_NAMES} more" if len(wrong) > _MOST_NAMES else ""
@@ -75,7 +76,7 @@ def unloaded_names(model: "PreTrainedModel", names: Iterable[str]) -> list[str]:
     These are the layers for multi-token prediction of DeepSeek-V3 and Qwen3-Next, for example. Every other name that is
     not a parameter is an error of loading.
     """
-    patterns = list(model._keys_to_ignore_on_load_unexpected or ())
+    patterns = list(private(model).keys_to_ignore_on_load_unexpected or ())
     parameters = model.state_dict()
     return sorted(name for name in names if name not in parameters and any(re.search(p, name) for p in patterns))
 
@@ -92,7 +93,7 @@ def check_all_loaded(
 
     folder = Path(str(cached_file(source, "config.json", revision=revision))).parent
     info = LoadStateDictInfo(set(), _convert(model, huggingface.weight_names(folder))[1], set(), [], {}, set())
-    model._adjust_missing_and_unexpected_keys(info)  # removes the names that the class does not load
+    private(model).adjust_missing_and_unexpected_keys(info)  # removes the names that the class does not load
     if names := sorted(set(info.unexpected_keys) - {replaced}):
         raise ModelError(
             f"Cannot load {source} completely: unexpected keys: {', '.join(names[:_MOST_NAMES])} ({len(names)} in "
