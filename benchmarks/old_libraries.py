@@ -60,6 +60,10 @@ class OldScenario(Scenario):
     """
 
     @property
+    def checks_network(self) -> bool:  # noqa: D102
+        return False
+
+    @property
     def frozen(self) -> int:  # noqa: D102
         widened = self.widens_frozen and self.kbit != "norms"
         wide = self.method == "lora" and self.wide_base and not self.zero_stage

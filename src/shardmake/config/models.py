@@ -6,6 +6,7 @@ are part of the stages.
 """
 
 import re
+from math import ceil, inf
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -432,7 +433,8 @@ class Checkpoints(Section):
     def most(self, steps: int | None) -> int:
         """Return the largest number of checkpoints kept at once; ``steps`` is None if the length is not known yet."""
         for_good = steps // self.keep_every_steps if steps and self.keep_every_steps else 0
-        return self.keep + self.keep_best + for_good
+        saved = ceil(steps / self.every_steps) if steps and isinstance(self.every_steps, int) else inf
+        return int(min(self.keep + self.keep_best + for_good, saved))
 
 
 class Service(Section):

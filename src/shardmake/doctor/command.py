@@ -101,7 +101,9 @@ def check_compute_nodes(options: Options, login: list[Finding]) -> Result:
     Raises:
         ConfigError: ``login``, the checks of the login node, say that no job can run, or the file may not be written.
     """
-    require_free(options.write, force=options.force)
+    written = options.written
+    if written:
+        require_free(written, force=options.force)
     for finding in login:
         if finding.verdict is Verdict.STOPS and finding.check in _BEFORE_A_JOB:
             raise ConfigError(f"No job was submitted: {finding.check}: {finding.found}. {finding.advice}")
@@ -119,10 +121,10 @@ def check_compute_nodes(options: Options, login: list[Finding]) -> Result:
     if reports:
         text, findings = compose(request, reports, drafted=drafted)
         result.nodes += findings
-        if text:
-            write_cluster(options.write, text, force=options.force)
-            result.cluster_file = options.write
-            result.nodes.append(ok("cluster file", f"wrote {options.write}"))
+        if text and written:
+            write_cluster(written, text, force=options.force)
+            result.cluster_file = written
+            result.nodes.append(ok("cluster file", f"wrote {written}"))
         result.nodes += _train(text, request, reports, folder) if options.train else []
     durations = [{"host": one.host, "seconds": one.seconds, "facts": one.facts.as_json()} for one in reports]
     write_json(folder.result, result.as_json() | {"reports": durations})

@@ -81,6 +81,20 @@ def check_attention(gpus: Sequence[GpuStatus], attention: Attention) -> list[Fin
     return [stops("attention", found)]
 
 
+def check_gpu_memory(gpus: Sequence[GpuStatus], planned: int) -> list[Finding]:
+    """Return a finding if a GPU has less memory than the plan counts on, in bytes; 0 if there is no plan for GPUs."""
+    least = min((gpu.memory for gpu in gpus if gpu.memory is not None), default=planned)
+    if planned <= least + _MEMORY_TOLERANCE:
+        return []
+    found = (
+        f"the plan counts on {planned / GIB:.1f} GiB of GPU memory, and a GPU here has {least / GIB:.1f} GiB: correct "
+        "accelerator and gpu_memory_gib in the cluster file, or request larger GPUs (slurm.gpu_type), and plan again"
+    )
+    return [stops("GPU memory", found)]
+
+
+_MEMORY_TOLERANCE = GIB // 2
+"""Bytes that the driver keeps for itself."""
 _LINK = "pci/pci_gpu_link_info/link_widths"
 _SLOWDOWNS = ("_hw_slowdown", "_hw_thermal_slowdown", "_hw_power_brake_slowdown")
 

@@ -24,7 +24,7 @@ from shardmake.plan.planner import Planner
 from shardmake.plan.reasons import describe_scaling, reason_of, rejected
 from shardmake.plan.refusals import refuse, wrong_fsdp
 from shardmake.plan.resolve import ResolvedRun, check, resolve
-from shardmake.plan.suggestions import suggest, suggest_faster
+from shardmake.plan.suggestions import suggest, suggest_faster, suggest_smaller_loss
 from shardmake.run.disk_budget import check_choice, checkpoint_size
 from shardmake.run.own_files import describe_own_files
 from shardmake.run.paths import RunDir
@@ -87,9 +87,22 @@ def _planned(run: Run, cluster: Cluster, rundir: RunDir, *, packages: bool = Tru
             raise NothingFitsError(f"{error}{_advice(error.settings)}", error.settings, error.candidates) from None
         memory = memory_estimates(made.settings, made.candidates)
         _keep_memory(rundir, memory, made.chosen.choice)
-        advice = suggest_faster(made.settings, made.chosen, made.candidates)
-        lines = [f"{setting}: {value} ({outcome})" for setting, value, outcome in advice]
-        return as_plan(rundir.name, made).model_copy(update={"advice": lines}), memory
+        return as_plan(rundir.name, made).model_copy(update={"advice": _advice_beside(made)}), memory
+
+
+def _advice_beside(made: "ChosenRun") -> list[str]:
+    """Return the changes that the planner found better than the choice of ``made``, each with what it saves."""
+    faster = suggest_faster(made.settings, made.chosen, made.candidates)
+    smaller = suggest_smaller_loss(made.settings, made.chosen)
+    known = {one.setting for one in faster}
+    return [
+        *(f"clearly less GPU-time: {setting}: {value} ({outcome})" for setting, value, outcome in faster),
+        *(
+            f"less GPU memory: {one.setting}: {one.value} ({one.outcome})"
+            for one in smaller
+            if one.setting not in known
+        ),
+    ]
 
 
 def _advice(settings: ResolvedRun) -> str:
@@ -258,7 +271,7 @@ def describe(plan: Plan, rundir: RunDir) -> str:
             f"  per node {asked.memory_gib} GiB of RAM and {asked.cpus} cores",
             f"  {plan.reason}",
             *([f"  {describe_scaling(traced, plan.workload.sequence_length)}"] if traced else []),
-            *(f"  clearly less GPU-time: {line}" for line in plan.advice),
+            *(f"  {line}" for line in plan.advice),
             *([f"  attention {plan.workload.attention}: {why}"] if (why := plan.attention_reason) else []),
             *(f"  {line}" for line in plan.own_files),
             f"  {_describe_disk(plan, rundir)}",

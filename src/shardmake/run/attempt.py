@@ -58,6 +58,7 @@ class Attempt(RunFile):
     plan_digest: str = Field("", description="Digest of the plan whose fallbacks the attempt's fallback belongs to.")
     hang_seconds: float = Field(600, description="Silence after which a training step counts as hung.")
     checkpoint_bytes: int = Field(0, description="Estimated size of a checkpoint; 0 if there is no estimate.")
+    gpu_memory: int = Field(0, description="Memory of a GPU that the plan counts on, bytes; 0 if unknown.")
     rendezvous_seconds: float = Field(300, description="How long nodes wait for each other.")
 
     @property
@@ -121,7 +122,9 @@ class NodeExit(RunFile):
         default_factory=list, description="Files of the resumed checkpoint that the node found damaged."
     )
     culprit: str | None = Field(None, description="Name of the node that caused it; None if unknown.")
-    oom_kills: int = Field(0, description="Processes of this job that the kernel killed here because memory ran out.")
+    oom_kills: int | None = Field(
+        None, description="Processes of this job that the kernel killed here because memory ran out; None if unknown."
+    )
 
 
 class RankError(RunFile):

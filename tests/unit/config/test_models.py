@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from shardmake.config import models
 from shardmake.config.accelerators import ACCELERATORS
 from shardmake.config.load import load_cluster, load_config, parse_config
-from shardmake.config.models import STRATEGIES, Cluster, Config, Run
+from shardmake.config.models import STRATEGIES, Checkpoints, Cluster, Config, Run
 from shardmake.config.schema import Schema
 from shardmake.config.script_file import SCRIPT_VARIABLES, SERVICE_VARIABLES
 from shardmake.core.errors import ShardmakeError
@@ -410,3 +410,12 @@ def test_a_time_limit_in_minutes_is_rounded_up(limit: str, minutes: int) -> None
 def test_destinations_are_a_list(to: Any, destinations: list[str]) -> None:
     push = make_run(push={"to": to}).push
     assert push is not None and push.destinations == destinations
+
+
+@pytest.mark.parametrize(
+    ("values", "steps", "most"),
+    [({}, 100, 2), ({"every_steps": 200}, 100, 1), ({"every_steps": 10, "keep": 3}, 100, 3), ({"every_steps": 10}, None, 2),
+     ({"every_steps": "auto"}, 5, 2), ({"keep_every_steps": 50, "every_steps": 10}, 100, 4)],
+)  # fmt: skip
+def test_a_run_that_saves_once_keeps_one_checkpoint(values: dict[str, Any], steps: int | None, most: int) -> None:
+    assert Checkpoints(**values).most(steps) == most

@@ -228,7 +228,7 @@ def test_a_fallback_with_offload_requests_more_host_memory(folders: dict[str, st
     """It needs less of the GPU's memory and more of the node's, so that it is no answer to a node's out-of-memory."""
     made = plan(folders["eight"], gpus(), sequence_length=4096)
     offloads = next(
-        number for number, fallback in enumerate(made.fallbacks, 1) if fallback.choice.strategy.endswith("offload")
+        number for number, fallback in enumerate(made.fallbacks, 1) if "offload" in fallback.choice.strategy
     )
     here, there = made.at(offloads - 1), made.at(offloads)
     assert there.choice == made.fallbacks[offloads - 1].choice

@@ -106,8 +106,22 @@ def test_what_the_run_fixed_is_advice_and_not_planned(folders: dict[str, str], t
     )
     plan = plan_offline(run, gpus(), RunDir(tmp_path / "chat"))
     assert (plan.choice.strategy, plan.choice.micro_batch_size) == ("zero3-offload", 1)
-    advice = next(line for line in plan.advice if line.startswith("strategy: auto ("))
+    advice = next(line for line in plan.advice if line.startswith("clearly less GPU-time: strategy: auto ("))
     assert " s per step against " in advice and "GiB per GPU" in advice
+
+
+def test_a_loss_without_whole_logits_is_advice_where_they_are_the_peak(folders: dict[str, str], tmp_path: Path) -> None:
+    """One H100 with an 8B LoRA held 4.5 GiB more than TRL, whose default loss makes logits in parts."""
+    run = run_of(
+        folders["eight"], method="lora", sequence_length=4096, global_batch_size=2, micro_batch_size=1, strategy="ddp"
+    )
+    one = gpus(processes_per_node=1, max_nodes=1)
+    plan = plan_offline(run, one, RunDir(tmp_path / "chat"))
+    (line,) = [line for line in plan.advice if line.startswith("less GPU memory: loss: chunked (ddp, ")]
+    smaller, larger = re.search(r": ([\d.]+) of .* and ([\d.]+) of ", line).groups()  # type: ignore[union-attr]
+    assert 3 < float(larger) - float(smaller) < 8
+    chunked = plan_offline(run.model_copy(update={"loss": "chunked"}), one, RunDir(tmp_path / "other"))
+    assert not any("loss" in line for line in chunked.advice)
 
 
 def test_shared_matrices_are_planned_with_a_rank_s_part(tmp_path: Path) -> None:
