@@ -145,7 +145,7 @@ test-models: install-test
 gpu-kit: install-test
 	$(BIN)/python -m tools.gpu_kit
 	rm -rf build/gpu-kit/work
-	$(BIN)/python -m benchmarks.gpu_kit --prepare --machine $(or $(MACHINE),h100) build/gpu-kit/work
+	$(BIN)/python -m benchmarks.gpu_kit --prepare --machine $(or $(MACHINE),h100)
 
 # The wheels are installed offline, every case is planned for a GPU, and those that can run on a CPU do: 15 minutes.
 test-gpu-kit: install-test
@@ -153,7 +153,7 @@ test-gpu-kit: install-test
 
 # On a node with a GPU: eight minutes. ACCELERATOR=a100-80gb names a GPU that is not recognized.
 gpu-check: install
-	$(if $(ACCELERATOR),ACCELERATOR=$(ACCELERATOR)) $(BIN)/python -m benchmarks.gpu_kit build/gpu-kit/work
+	$(if $(ACCELERATOR),ACCELERATOR=$(ACCELERATOR)) $(BIN)/python -m benchmarks.gpu_kit
 
 docs: install
 	$(BIN)/python -m tools.config_reference

@@ -1,8 +1,8 @@
-"""Measure this machine's GPU, or prepare for one elsewhere: ``python -m benchmarks.gpu_kit [--prepare] [WORK]``.
+"""Measure this machine's GPU, or prepare for one elsewhere: ``python -m benchmarks.gpu_kit [--prepare] [KIT]``.
 
-With ``--prepare`` no GPU is needed: it plans and renders every case for ``--machine`` below ``WORK``. Without it, the
-cases in ``WORK`` run on this machine, after they are prepared if they are not yet. The last lines are the rows for
-docs/gpu.md, and the report is beside ``rows.jsonl`` in ``--out``.
+With ``--prepare`` no GPU is needed: it plans and renders every case for ``--machine`` in ``KIT/work``. Without it,
+these cases run on this machine, after they are prepared if they are not yet. The last lines are the rows for
+docs/gpu.md, and the report is beside ``rows.jsonl`` in ``KIT/out``.
 """
 
 import argparse
@@ -74,13 +74,12 @@ def _part(row: dict[str, Any], record: type[Trained] | type[Bare]) -> dict[str, 
 def main() -> int:
     """Prepare or run, and return 1 if a case failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("work", type=Path, nargs="?", default=Path("build/gpu-kit/work"))
+    parser.add_argument("kit", type=Path, nargs="?", default=Path("build/gpu-kit"))
     parser.add_argument("--prepare", action="store_true", help="Only prepare.")
     parser.add_argument("--machine", choices=sorted(MACHINES), help="Machine for --prepare; cpu rehearses.")
     parser.add_argument("--only", nargs="*", default=[], help="Cases whose name has one of these words.")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="End after so many seconds.")
     parser.add_argument("--at-once", type=int, default=AT_ONCE, help="Cases that start at once.")
-    parser.add_argument("--out", type=Path, default=Path("build/gpu-kit/out"))
     options = parser.parse_args()
     try:
         machine = MACHINES[options.machine] if options.machine else find_machine()
@@ -88,13 +87,14 @@ def main() -> int:
         print(f"Error: {error}", file=sys.stderr)
         return 1
     cases = choose(options.only, machine)
-    failed = {} if options.work.exists() else prepare(options.work, machine, cases)
+    work, out = options.kit / "work", options.kit / "out"
+    failed = {} if work.exists() else prepare(work, machine, cases)
     if options.prepare:
         return int(bool(failed))
     begun = time.time()
-    rows = Drive(options.work, options.out, machine, cases, options.seconds).run(options.at_once)
+    rows = Drive(work, out, machine, cases, options.seconds).run(options.at_once)
     report = make_report(machine, rows, begun)
-    report.write(options.out / report.name)
+    report.write(out / report.name)
     print("", *report.training_rows(), "", report.row(), sep="\n")
     return int("failed" in report.outcomes.values())
 

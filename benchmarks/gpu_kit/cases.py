@@ -37,8 +37,8 @@ class Case:
     keys: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the run that differ from those of `keys_of`."""
     ends: Ends = "steps"
-    """``steps``: the last step, without a save. ``kill``: SIGKILL and a second attempt. ``memory``: too little of it, and
-    the next fallback. ``stop``: a stop file, and a second training with ``resume``."""
+    """``steps``: the last step, without a save. ``kill``: SIGKILL and a second attempt. ``memory``: too little memory
+    and the next fallback. ``stop``: a stop file, and a second training with ``resume``."""
     resume: Mapping[str, Any] = field(default_factory=dict)
     """Keys that differ in the training that resumes a stopped one."""
     then: Sequence[str] = ()
@@ -138,5 +138,5 @@ def shape_of(case: Case, machine: Machine) -> str:
 
 def steps_of(case: Case, machine: Machine) -> int:
     """Return the steps of the training; one that is stopped or killed needs more than `CHECKPOINT_STEPS`."""
-    few = CPU_STEPS if case.ends in ("steps", "memory") else 2 * CPU_STEPS
+    few = {"kill": 2 * CPU_STEPS, "stop": case.steps}.get(case.ends, CPU_STEPS)
     return min(case.steps, few) if machine.is_cpu else case.steps

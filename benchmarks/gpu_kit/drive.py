@@ -124,7 +124,7 @@ class Drive:
         return self.seconds - (time.time() - self.begun)
 
     def _make_weights(self) -> None:
-        for shape in write_missing_weights(self.work, list(self.weights)):
+        for shape in write_missing_weights(self.work, sorted(self.weights, key=lambda shape: (shape == "8B", shape))):
             self.weights[shape].set()
 
     def _case(self, order: int) -> None:
@@ -170,8 +170,8 @@ class Drive:
         name = f"{case.name}-001"
         words = [sys.executable, "-m", f"benchmarks.gpu_kit.{module}", name, str(self.work), *arguments]
         process = self._start(words, log)
-        self.weights[shape_of(case, self.machine)].wait()
         if self._ready(name, process):
+            self.weights[shape_of(case, self.machine)].wait()
             with self.gpu.turn(order):
                 (self.turns / f"{name}.go").touch()
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -187,7 +187,6 @@ class Drive:
     def _training(self, case: Case, order: int, log: Path) -> dict[str, Any]:
         run = RunDir(self.work / "runs" / case.name)
         config = Path("config", f"{case.name}.yaml")
-        self.weights[shape_of(case, self.machine)].wait()
         self._drive(case, order, config, run, log)
         if case.ends == "stop":
             config = write_config(self.work, f"{case.name}", CLUSTER, {**keys_of(case, self.machine), **case.resume})
@@ -219,25 +218,23 @@ class Drive:
                 if case.ends in ("steps", "memory") or process.returncode not in (0, 3):
                     raise CaseError(f"the training ended with exit status {process.returncode}")
                 return
+            self.weights[shape_of(case, self.machine)].wait()
             with self.gpu.turn(order):
                 (self.turns / f"{name}.go").touch()
-                self._watch(case, config, run, number, process, log)
+                self._watch(case, run, number, process)
             if case.ends in ("steps", "memory") and self._steps(run) >= steps_of(case, self.machine):
                 return
 
-    def _watch(
-        self, case: Case, config: Path, run: RunDir, number: int, process: "subprocess.Popen[bytes]", log: Path
-    ) -> None:
+    def _watch(self, case: Case, run: RunDir, number: int, process: "subprocess.Popen[bytes]") -> None:
         """Wait until the ranks of an attempt have ended, or its steps are done; kill them at the limit."""
-        begun, goal, asked = time.time(), steps_of(case, self.machine), False
+        begun, goal = time.time(), steps_of(case, self.machine)
         time.sleep(POLL)
         while any("shardmake.train" in " ".join(_words(one)) for one in self._processes(case)):
             steps = self._steps(run)
             if case.ends in ("steps", "memory") and steps >= goal:
                 break
-            if case.ends == "stop" and number == 1 and steps >= CHECKPOINT_STEPS and not asked:
-                asked = True
-                self._stage("stop", case.name, config, log)
+            if case.ends == "stop" and number == 1 and steps >= CHECKPOINT_STEPS:
+                run.stop_file.touch()  # as `shardmake stop` does, whose start takes longer than the steps
             if time.time() - begun > case.limit * self.patience or self.left <= 0:
                 self._end(case, process)
                 raise CaseError(f"not at its end after {time.time() - begun:.0f} s, at step {steps}")

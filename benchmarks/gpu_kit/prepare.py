@@ -8,7 +8,7 @@ import contextlib
 import json
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.gpu_kit.cases import SHAPES, Case, keys_of, shape_of
@@ -68,7 +68,7 @@ def join_conversations(path: Path) -> None:
     path.write_text("".join(found))
 
 
-def write_missing_weights(work: Path, shapes: Sequence[str]) -> Iterator[str]:
+def write_missing_weights(work: Path, shapes: Iterable[str]) -> Iterator[str]:
     """Write the weights of each shape that has none yet, and yield its name when they are there."""
     for shape in shapes:
         folder = work / "bases" / shape

@@ -23,15 +23,16 @@ SAMPLED = ("ddp", "bare-trainer", "two-ranks")
 
 def rehearse(folder: Path, *words: str, at_once: int = 2) -> dict[str, dict[str, Any]]:
     """Prepare, move the prepared folder as to another machine, and run; return the rows by case."""
-    command = [sys.executable, "-m", "benchmarks.gpu_kit", "--machine", "cpu", *(["--only", *words] if words else [])]
-    prepared, moved, out = folder / "prepared", folder / "moved", folder / "out"
-    limits = ["--seconds", "1500", "--at-once", str(at_once), "--out", str(out)]
-    subprocess.run([*command, "--prepare", "--", str(prepared)], cwd=REPOSITORY, env=environment(), check=True)
-    prepared.rename(moved)
-    done = subprocess.run([*command, *limits, "--", str(moved)], cwd=REPOSITORY, env=environment(), check=False)
-    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    options = ["--machine", "cpu", *(["--only", *words] if words else [])]
+    command = [sys.executable, "-m", "benchmarks.gpu_kit", str(folder / "kit"), "--prepare", *options]
+    subprocess.run(command, cwd=REPOSITORY, env=environment(), check=True)
+    kit = (folder / "kit").rename(folder / "moved")
+    script = ["envs/gpu-kit.sh", "--seconds", "1500", "--at-once", str(at_once), *options]
+    variables = environment() | {"KIT": str(kit), "PYTHON": sys.executable}
+    done = subprocess.run(script, cwd=REPOSITORY, env=variables, check=False)
+    rows = [json.loads(line) for line in (kit / "out/rows.jsonl").read_text().splitlines()]
     assert {row["case"]: row.get("last", row.get("error")) for row in rows if row.get("ok") is False} == {}
-    assert done.returncode == 0 and len([*out.glob("cpu-x1-*.json")]) == 1
+    assert done.returncode == 0 and len([*kit.glob("out/cpu-x1-*.json")]) == 1
     return {row["case"]: row for row in rows if "ok" in row}
 
 
@@ -54,7 +55,7 @@ def test_every_case_ends_with_a_row_on_a_cpu_or_says_why_not(tmp_path: Path) -> 
 @pytest.mark.gpu_kit
 @pytest.mark.timeout(1800)
 def test_every_case_is_planned_and_rendered_for_a_gpu(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu_kit", "--machine", "h100", "--prepare", str(tmp_path / "work")]
+    command = [sys.executable, "-m", "benchmarks.gpu_kit", str(tmp_path), "--machine", "h100", "--prepare"]
     subprocess.run(command, cwd=REPOSITORY, env=environment(), check=True)
     rendered = {path.parts[-3] for path in tmp_path.glob("work/runs/*/plan/rendered.json")}
     assert rendered == {case.name for case in CASES if not case.program}
@@ -75,7 +76,7 @@ def test_doctor_trains_on_nodes_and_writes_the_row(tmp_path: Path) -> None:
 
 
 def test_without_a_gpu_the_command_fails_with_a_sentence() -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu_kit", "work"]
+    command = [sys.executable, "-m", "benchmarks.gpu_kit"]
     variables = environment() | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=REPOSITORY, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "make gpu-check found no GPU. It needs one that torch" in done.stderr
