@@ -15,7 +15,8 @@ from typing import Any
 from benchmarks.gpu_kit.cases import CASES, Case
 from benchmarks.gpu_kit.drive import Drive
 from benchmarks.gpu_kit.machine import MACHINES, Machine, find_machine
-from benchmarks.gpu_kit.prepare import prepare
+from benchmarks.gpu_kit.prepare import CLUSTER, prepare
+from shardmake.core.atomic import read_json
 from shardmake.core.environment import checkout_commit, installed_versions
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import GIB
@@ -33,8 +34,8 @@ def choose(only: Sequence[str], machine: Machine) -> list[Case]:
     return [case for case in named if not (machine.is_cpu and case.not_on_cpu)]
 
 
-def make_report(machine: Machine, rows: Sequence[dict[str, Any]], begun: float) -> GpuReport:
-    """Return the report of the rows of all cases."""
+def make_report(machine: Machine, rows: Sequence[dict[str, Any]], begun: float, planned_for: str) -> GpuReport:
+    """Return the report of the rows of all cases, whose plans are for the GPU ``planned_for`` of the catalogue."""
     done = {row["case"]: row for row in rows if row.get("ok")}
     by_name = {case.name: case for case in CASES}
     trained = [Trained.model_validate(_part(row, Trained)) for row in done.values() if "strategy" in row]
@@ -43,7 +44,7 @@ def make_report(machine: Machine, rows: Sequence[dict[str, Any]], begun: float) 
         for row in done.values()
         if "trainer" in row
     ]
-    rates = next((row["rates"] for row in done.values() if "rates" in row), {})
+    rates: dict[str, float] = next((row["rates"] for row in done.values() if "rates" in row), {})
     attention = next((row["attention"] for row in done.values() if "attention" in row), None)
     outcomes = {row["case"]: "passed" if row["ok"] else "failed" for row in rows if "ok" in row}
     outcomes |= {found.check: "failed" for found in judge(trained) if found.verdict is not Verdict.OK}
@@ -64,6 +65,7 @@ def make_report(machine: Machine, rows: Sequence[dict[str, Any]], begun: float) 
         bare=bare,
         attention=attention and AttentionErrors.model_validate(attention),
         rates=rates,
+        changes="" if planned_for == machine.accelerator else f"the plans are for {planned_for}",
     )
 
 
@@ -91,9 +93,11 @@ def main() -> int:
     failed = {} if work.exists() else prepare(work, machine, cases)
     if options.prepare:
         return int(bool(failed))
-    begun = time.time()
+    begun, planned_for = time.time(), read_json(work / CLUSTER, "--prepare")["accelerator"]
+    if planned_for != machine.accelerator:
+        print(f"Warning: the cases were planned for {planned_for}, and this machine has {machine.gpu}.")
     rows = Drive(work, out, machine, cases, options.seconds).run(options.at_once)
-    report = make_report(machine, rows, begun)
+    report = make_report(machine, rows, begun, planned_for)
     report.write(out / report.name)
     print("", *report.training_rows(), "", report.row(), sep="\n")
     return int("failed" in report.outcomes.values())

@@ -75,7 +75,7 @@ def main(name: str, work: Path) -> None:
     (folder / "store").unlink(missing_ok=True)
     wait_for_turn(name)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    mp.spawn(rank, (str(folder),), nprocs=2)  # type: ignore[no-untyped-call]
+    mp.spawn(rank, (str(folder),), nprocs=2)
     print(json.dumps(json.loads((folder / "found.json").read_text())))
 
 

@@ -194,7 +194,7 @@ def test_the_report_has_what_the_rows_of_the_cases_have() -> None:
         {"case": "rates", "ok": True, "rates": {"device copy, GB/s": 2989.0}},
         {"case": "attention", "ok": True, "attention": {"varlen": 0.01, "eager": 0.012}},
     ]))  # fmt: skip
-    found = kit.make_report(MACHINES["h100"], rows, 1_800_000_000)
+    found = kit.make_report(MACHINES["h200"], rows, 1_800_000_000, "h100")
     assert found.trained == [one] and found.outcomes["ddp"] == "failed" and found.rates and found.attention
     assert [(bare.trainer, bare.training) for bare in found.bare] == [("DeepSpeed", "1.24B")]
-    assert len([*found.training_rows()]) == 2
+    assert len([*found.training_rows()]) == 2 and found.changes == "the plans are for h100"
