@@ -68,7 +68,7 @@ LONG = {
     "workflow/test_command_failures.py": "read-only",
     "workflow/test_consolidate_memory.py": "official_tools",
     "workflow/test_evaluate.py": "lm_eval|overflows|offload",
-    "workflow/test_gpu_check.py": "compared_with_ddp",
+    "workflow/test_gpu_kit.py": "doctor_trains",
     "workflow/test_half_precision.py": "offload|zero1",
     "workflow/test_loading.py": "zero3",
     "workflow/test_local.py": "failing_rank|stop_file",

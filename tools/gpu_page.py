@@ -1,8 +1,21 @@
 """Write the tables of docs/gpu.md from the files below ``benchmarks/results/gpu``: ``python -m tools.gpu_page``."""
 
-from tests.gpu.results import COLUMNS, REPOSITORY, TRAINING_COLUMNS, as_row, tables
+from pathlib import Path
 
-PAGE = REPOSITORY / "docs/gpu.md"
+from shardmake.doctor.gpu_report import COLUMNS, TRAINING_COLUMNS, GpuReport, as_row
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PAGE, RESULTS = REPOSITORY / "docs/gpu.md", REPOSITORY / "benchmarks/results/gpu"
+
+
+def tables() -> list[str]:
+    """Return the two tables of docs/gpu.md, of all reports in `RESULTS`."""
+    reports = sorted((GpuReport.read(path) for path in RESULTS.glob("*.json")), key=lambda report: report.time)
+    trainings = [row for report in reports for row in report.training_rows()]
+    return [
+        "\n".join([as_row(columns), f"|{'---|' * len(columns)}", *rows])
+        for columns, rows in ((COLUMNS, [report.row() for report in reports]), (TRAINING_COLUMNS, trainings))
+    ]
 
 
 def page(text: str) -> str:

@@ -17,6 +17,9 @@ class Options:
 
     node: Annotated[bool, Option("--node", help="Check compute nodes too, with one short job.")] = False
     nodes: Annotated[int, Option(help="Nodes of that job; two also measure the network.", min=1, max=2)] = 1
+    train: Annotated[
+        bool, Option("--train", help="With --node: train a small model there under each library, and compare.")
+    ] = False
     cluster: Annotated[Path | None, Option(help="Cluster file that describes the job and is checked.")] = None
     config: Annotated[Sequence[Path], Option(help="Configuration that names the cluster file.")] = ()
     partition: Annotated[str | None, Option(help="Without a cluster file: partition.")] = None

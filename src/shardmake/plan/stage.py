@@ -24,7 +24,7 @@ from shardmake.plan.planner import Planner
 from shardmake.plan.reasons import describe_scaling, reason_of, rejected
 from shardmake.plan.refusals import refuse, wrong_fsdp
 from shardmake.plan.resolve import ResolvedRun, check, resolve
-from shardmake.plan.suggestions import suggest, suggest_faster, suggest_smaller_loss, untried
+from shardmake.plan.suggestions import suggest, suggest_faster, suggest_measuring, suggest_smaller_loss, untried
 from shardmake.run.disk_budget import check_choice, checkpoint_size
 from shardmake.run.own_files import describe_own_files
 from shardmake.run.paths import RunDir
@@ -101,6 +101,10 @@ def _advice_beside(made: "ChosenRun") -> list[str]:
             f"less GPU memory: {one.setting}: {one.value} ({one.outcome})"
             for one in smaller
             if one.setting not in known
+        ),
+        *(
+            f"may take less GPU-time: {setting}: {value} ({outcome})"
+            for setting, value, outcome in suggest_measuring(made.settings, made.chosen)
         ),
     ]
 

@@ -164,6 +164,17 @@ def suggest_smaller_loss(settings: ResolvedRun, chosen: Candidate) -> list[Sugge
     return suggestions([("loss", ["chunked", "fused"])], outcome)
 
 
+def suggest_measuring(settings: ResolvedRun, chosen: Candidate) -> list[Suggestion]:
+    """Return what keeps the steps of ``chosen``, up to rounding, and whose gain the model of the step does not know."""
+    run = settings.run
+    if run.torch_compile or settings.hardware.is_cpu or settings.model.decoder is None or run.script is not None:
+        return []
+    resolved = _resolve_with(settings, "torch_compile", True)
+    if resolved is None or unsuitable(resolved.run, chosen.choice.strategy):
+        return []
+    return [Suggestion("torch_compile", True, "measure some steps: the first one compiles, and takes minutes")]
+
+
 def _plan_with(settings: ResolvedRun, setting: str, value: Any, limit: float = inf) -> Candidate | None:
     """Return the choice of the run with one other value; None if nothing fits, or if another setting excludes it.
 

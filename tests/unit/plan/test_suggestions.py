@@ -142,6 +142,9 @@ def test_a_loss_without_whole_logits_is_advice_where_they_are_the_peak(folders: 
     assert 3 < float(larger) - float(smaller) < 8
     chunked = plan_offline(run.model_copy(update={"loss": "chunked"}), one, RunDir(tmp_path / "other"))
     assert not any("loss" in line for line in chunked.advice)
+    compiled = "may take less GPU-time: torch_compile: True ("
+    assert any(line.startswith(compiled) for line in plan.advice), "the model of the step does not know its gain"
+    assert not any("torch_compile" in line for line in chunked.advice), "the two exclude each other"
 
 
 def test_shared_matrices_are_planned_with_a_rank_s_part(tmp_path: Path) -> None:

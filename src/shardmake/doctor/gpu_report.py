@@ -1,9 +1,8 @@
-"""The results of one run of the checks: a JSON file below ``benchmarks/results/gpu`` and a row of docs/gpu.md."""
+"""Results of trainings on GPUs: a JSON file for ``benchmarks/results/gpu``, and its rows in docs/gpu.md."""
 
 import re
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from statistics import median
 from typing import ClassVar
 
@@ -12,9 +11,7 @@ from pydantic import Field
 from shardmake.core.units import GIB
 from shardmake.run.findings import Finding
 from shardmake.run.record import RunRecord, optional
-from tests.workflow.checkout import REPOSITORY
 
-RESULTS = REPOSITORY / "benchmarks/results/gpu"
 COLUMNS = (
     "date", "GPUs", "driver", "torch", "DeepSpeed", "strategies", "loss differs by", "attention", "memory error",
     "modelled / measured step", "all-reduce", "failed",
@@ -49,16 +46,16 @@ class Trained(Measured):
 
     strategy: str = Field(description="Name of the strategy.")
     precision: str = Field(description="Compute data type.")
+    weights: str = optional("", "Data type of the weights that the optimizer updates or that are frozen.")
     planned_allocated: int = Field(description="The plan's figure for the tensors.")
     planned_reserved: int = Field(description="The plan's figure for the allocator.")
     planned_device: int | None = optional(None, "The plan's figure for the process.")
     planned_step_seconds: float = Field(description="The plan's figure.")
 
     def loss_difference(self, other: "Trained") -> float:
-        """Return the largest difference of the losses of a step; infinite if the steps differ."""
-        if self.losses.keys() != other.losses.keys():
-            return float("inf")
-        return max(abs(loss - other.losses[step]) for step, loss in self.losses.items())
+        """Return the largest difference of the losses over the steps that both have; infinite without any."""
+        steps = self.losses.keys() & other.losses.keys()
+        return max((abs(self.losses[step] - other.losses[step]) for step in steps), default=float("inf"))
 
     @property
     def memory_error(self) -> float | None:
@@ -81,7 +78,7 @@ class AttentionErrors(RunRecord):
 class GpuReport(RunRecord):
     """The JSON file."""
 
-    made_by: ClassVar[str] = "make gpu-check"
+    made_by: ClassVar[str] = "make gpu-check, or shardmake doctor --node --train"
     time: float = Field(description="Unix time at the start.")
     seconds: float = Field(0.0, description="Duration.")
     commit: str | None = Field(None, description="Commit of Shardmake; ends in `-dirty` if files were changed.")
@@ -151,11 +148,7 @@ class GpuReport(RunRecord):
         for one in self.trained:
             first.setdefault(one.training, one)
         differences = [
-            abs(loss - first[one.training].losses[step])
-            for one in self.trained
-            if one is not first[one.training]
-            for step, loss in one.losses.items()
-            if step in first[one.training].losses
+            one.loss_difference(first[one.training]) for one in self.trained if one is not first[one.training]
         ]
         return f"{max(differences):.4f}" if differences else ""
 
@@ -184,23 +177,6 @@ def _ratio_cell(ratios: Sequence[float]) -> str:
 def as_row(cells: Sequence[str]) -> str:
     """Return a row of a Markdown table."""
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
-
-
-def tables(folder: Path = RESULTS) -> list[str]:
-    """Return the two tables of docs/gpu.md, of all reports in ``folder``."""
-    reports = sorted((GpuReport.read(path) for path in folder.glob("*.json")), key=lambda report: report.time)
-    trainings = [row for report in reports for row in report.training_rows()]
-    return [
-        "\n".join([as_row(columns), f"|{'---|' * len(columns)}", *rows])
-        for columns, rows in ((COLUMNS, [report.row() for report in reports]), (TRAINING_COLUMNS, trainings))
-    ]
-
-
-def write(report: GpuReport, folder: Path = RESULTS) -> Path:
-    """Write the JSON file and return its path."""
-    path = folder / report.name
-    report.write(path)
-    return path
 
 
 def _slug(text: str) -> str:
