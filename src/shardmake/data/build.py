@@ -1,15 +1,20 @@
 """The splits of a run's data: encoded, mixed if there are several sources, ordered, packed and written."""
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from shardmake.config.models import Run, TrainSource
 from shardmake.data.encode import Encoder
 from shardmake.data.examples import (
+    APART,
     Part,
+    check_bad_rows,
     check_divisible,
     check_learned,
     check_vocabulary,
@@ -101,7 +106,8 @@ def shares_of(examples: "datasets.Dataset", count: int) -> list[dict[str, Any]]:
 
 _POOL_FROM_ROWS = 5_000
 NO_SEQUENCES: Final[Mapping[str, Any]] = {
-    **count_outcomes([]), "first_dropped": [], "sequences": 0, "tokens": 0, "loss_tokens": 0, "files": [],
+    **count_outcomes([]), "apart": 0, "bad": {}, "first_dropped": [],
+    "sequences": 0, "tokens": 0, "loss_tokens": 0, "files": [],
 }  # fmt: skip
 """Entry of the receipt for a split that was not written."""
 
@@ -115,19 +121,21 @@ class _Encoded:
     examples: "datasets.Dataset"
     """``input_ids``, ``loss_mask`` and ``seq_lengths`` of those with something to learn."""
     counts: dict[str, int]
+    notes: Counter[str]
     dropped: list[str]
 
 
 def build(
-    run: Run, tokenizer: "PreTrainedTokenizerBase", parts: Sequence[Part], work: Path, cpus: int
+    run: Run, tokenizer: "PreTrainedTokenizerBase", parts: Sequence[Part], work: Path, cpus: int, day: date
 ) -> dict[str, Any]:
     """Write both splits into ``work`` and return their entries of the receipt; ``parts`` are those of `locate_parts`.
 
-    Without parts for training only the evaluation split is written.
+    ``day`` is for a chat template that reads the clock. Without parts for training, only the evaluation split is
+    written.
 
     Raises `DataError` for an example that cannot be used, and if a split has nothing to learn.
     """
-    encoded = _encode_all(run, tokenizer, parts, work, cpus)
+    encoded = _encode_all(run, tokenizer, parts, work, cpus, day)
     sequences = {"eval": _evaluation_sequences(run, encoded["eval"], work)}
     if encoded["train"]:
         sequences["train"] = _training_sequences(run, encoded["train"], work)
@@ -148,7 +156,7 @@ def build(
 
 
 def _encode_all(
-    run: Run, tokenizer: "PreTrainedTokenizerBase", parts: Sequence[Part], work: Path, cpus: int
+    run: Run, tokenizer: "PreTrainedTokenizerBase", parts: Sequence[Part], work: Path, cpus: int, day: date
 ) -> dict[str, list[_Encoded]]:
     found: dict[str, list[_Encoded]] = {"train": [], "eval": []}
     encoders: list[Encoder] = []
@@ -156,7 +164,7 @@ def _encode_all(
         rows = read(part.source, work / "cache" / f"{part.split}-{number}")
         if part.has_own_layout:
             first = [open_row(rows[i], part.source) for i in range(min(FIRST_ROWS, len(rows)))]
-            encoders.append(make_encoder(part, tokenizer, first))
+            encoders.append(make_encoder(part, tokenizer, first, day))
         splits = {part.split: rows} if parts[-1].split == "eval" else _split_off_evaluation(rows, part.run)
         for name, chosen in splits.items():
             if name == "train":
@@ -181,11 +189,16 @@ def _encode_part(
     split: str, rows: "datasets.Dataset", part: Part, encoder: Encoder, cache_file: Path, cpus: int
 ) -> _Encoded:
     settings = {"encoder": encoder, "length": part.run.sequence_length, "source": part.source}
+    settings["drop"] = part.run.data.on_bad_row == "drop"
     encoded = _encode(rows, settings, cache_file, cpus)
     counts, dropped = count_outcomes(encoded["outcome"]), first_dropped(encoded)
-    check_learned(f"{part.name} {split}".lstrip(), counts, dropped, encoder)
+    notes = Counter(note for note in encoded["note"] if note)
+    name = f"{part.name} {split}".lstrip()
+    check_bad_rows(name, notes, counts, dropped)
+    check_learned(name, counts, dropped, encoder)
     kept = encoded.filter(lambda outcome: outcome in KEPT, input_columns="outcome", keep_in_memory=True)
-    return _Encoded(part.name, encoder, kept.remove_columns(["outcome", "dropped"]), counts, dropped)
+    kept = kept.remove_columns(["outcome", "dropped", "note"])
+    return _Encoded(part.name, encoder, kept, counts, notes, dropped)
 
 
 def _encode(rows: "datasets.Dataset", settings: Mapping[str, Any], cache_file: Path, cpus: int) -> "datasets.Dataset":
@@ -197,6 +210,7 @@ def _encode(rows: "datasets.Dataset", settings: Mapping[str, Any], cache_file: P
         "seq_lengths": datasets.List(datasets.Value("int32")),
         "outcome": datasets.Value("string"),
         "dropped": datasets.Value("string"),
+        "note": datasets.Value("string"),
     }
     if settings["encoder"].layout.format == "preference":
         features["rejected_ids"] = datasets.List(datasets.Value("int32"))
@@ -218,15 +232,23 @@ def _encode(rows: "datasets.Dataset", settings: Mapping[str, Any], cache_file: P
     )
 
 
-def _encode_batch(batch: Mapping[str, list[Any]], *, encoder: Encoder, length: int, source: Source) -> dict[str, Any]:
+def _encode_batch(
+    batch: Mapping[str, list[Any]], *, encoder: Encoder, length: int, source: Source, drop: bool
+) -> dict[str, Any]:
     rows = (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
-    return encode_rows((open_row(row, source) for row in rows), encoder, length)
+    return encode_rows((partial(open_row, row, source) for row in rows), encoder, length, drop=drop)
 
 
 def _outcomes(parts: Sequence[_Encoded]) -> dict[str, Any]:
     """Return the summed counts of all sources, and the first dropped examples."""
     counts = {key: sum(part.counts[key] for part in parts) for key in parts[0].counts}
-    return {**counts, "first_dropped": sort_places(place for part in parts for place in part.dropped)}
+    notes = sum((part.notes for part in parts), Counter[str]())
+    counts["apart"] = notes.pop(APART, 0)
+    return {
+        **counts,
+        "bad": dict(sorted(notes.items())),
+        "first_dropped": sort_places(place for part in parts for place in part.dropped),
+    }
 
 
 def _digests(parts: Sequence[_Encoded]) -> "np.ndarray":
