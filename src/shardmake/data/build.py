@@ -17,7 +17,9 @@ from shardmake.data.examples import (
     check_bad_rows,
     check_divisible,
     check_learned,
+    check_shares,
     check_vocabulary,
+    describe_apart,
     encode_rows,
     make_encoder,
 )
@@ -145,6 +147,8 @@ def build(
     }
     check_vocabulary(run, max(result.pop("largest_token_id") for result in results.values()))
     encoder = (encoded["train"] or encoded["eval"])[0].encoder
+    for split, result in results.items():
+        check_shares(split, result["loss_tokens"], result["tokens"], encoder)
     return {
         "train": dict(NO_SEQUENCES),
         "data_format": encoder.layout.format,
@@ -195,6 +199,7 @@ def _encode_part(
     notes = Counter(note for note in encoded["note"] if note)
     name = f"{part.name} {split}".lstrip()
     check_bad_rows(name, notes, counts, dropped)
+    describe_apart(name, notes)
     check_learned(name, counts, dropped, encoder)
     kept = encoded.filter(lambda outcome: outcome in KEPT, input_columns="outcome", keep_in_memory=True)
     kept = kept.remove_columns(["outcome", "dropped", "note"])
