@@ -43,7 +43,7 @@ ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _MOVED: Final = ("system", "developer")
 """Roles whose text a template may move to another place."""
 _CLOCK: Final = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
-_MOST_SHAPES: Final = 4096
+_MOST_SHAPES: Final = 1024
 _NEXT: Final = 10**6
 """Number of the placeholder of a message that follows."""
 _LOST: Final = "a part that the chat template does not render"
@@ -67,9 +67,9 @@ class BadRowError(DataError):
 
 
 class _Check(NamedTuple):
-    """The text that a rendering of the first ``count`` messages must be."""
+    """The text that a rendering of the first ``upto`` messages must be."""
 
-    count: int
+    upto: int
     header: bool
     text: str
 
@@ -153,7 +153,7 @@ class ChatTemplate:
         texts = [piece.text for piece in conversation.pieces]
         for check in shape.checks:
             expected = "".join(parts_of(check.text, texts)[1])
-            if self._render(conversation, conversation.messages[: check.count], header=check.header) != expected:
+            if self._render(conversation, conversation.messages[: check.upto], header=check.header) != expected:
                 return None
         return [fill(example, texts) for example in shape.examples]
 
@@ -212,6 +212,8 @@ class ChatTemplate:
         stop = self._ends.search(text, max(start, end))
         if stop is None:
             text += self._end_after(conversation, index, whole)
+        elif count > index + 1:
+            text = text[: stop.end()]
         return _Turn(text, start, stop.end() if stop else len(text), checks)
 
     def _context(self, conversation: _Conversation, index: int) -> str | None:
@@ -375,7 +377,7 @@ class ChatTemplate:
             )
         template = self.tokenizer.get_chat_template(tools=tools)
         day = self.day  # transformers hands no function to a template
-        return _CLOCK.sub(lambda read: repr(day.strftime(read[2])), template) if day else template
+        return _CLOCK.sub(lambda read: repr(day.strftime(read[2])), template) if day and self.reads_clock else template
 
     def _render(
         self, conversation: _Conversation, messages: Sequence[Mapping[str, Any]], *, header: bool = False

@@ -339,6 +339,17 @@ def test_turns_that_are_apart_are_counted_and_shares_are_told(
     assert any("data are learned (0." in text and "--show 3" in text for text in caplog.messages)
 
 
+@pytest.mark.parametrize("agree", [True, False])
+def test_marks_that_say_other_tokens_are_named(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, agree: bool
+) -> None:
+    marked = MARKED if agree else MARKED.replace("</s>{% endgeneration %}", "{% endgeneration %}</s>")
+    (tmp_path / "chat.jinja").write_text(marked)
+    path = write_rows(tmp_path / "t.jsonl", conversations(4))
+    check_first_rows(make_run(model, {"train": path, "chat_template": str(tmp_path / "chat.jinja")}))
+    assert any("marks of the chat template are not followed" in text for text in caplog.messages) != agree
+
+
 @pytest.mark.parametrize("limit", [2, 64])
 def test_the_first_rows_of_parquet_files_are_encoded(model: Path, tmp_path: Path, limit: int) -> None:
     for name, text in (("a", "x"), ("b", "y")):
