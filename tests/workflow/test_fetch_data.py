@@ -67,7 +67,7 @@ def run_fetch(
     )
 
 
-def test_splits_come_as_parquet_pinned_to_the_commit_and_stay_offline(hub: FakeHub, tmp_path: Path) -> None:
+def test_splits_come_pinned_to_the_commit_and_stay_offline(hub: FakeHub, tmp_path: Path) -> None:
     files = {"data/train-0.parquet": parquet("a", "b"), "data/validation-0.parquet": parquet("c")}
     commit = hub.add("datasets/lab/talk", files)
     done = run_fetch(hub, tmp_path)
@@ -91,12 +91,12 @@ def test_runs_with_the_same_data_set_share_its_files(hub: FakeHub, tmp_path: Pat
         done = run_fetch(hub, tmp_path, name)
         assert done.returncode == 0, done.stderr
     assert "Took the data lab/talk of run first." in done.stdout and "Fetching data" not in done.stdout
-    first, second = (tmp_path / "runs" / name / "fetched/train/train.parquet" for name in ("first", "second"))
+    first, second = (tmp_path / "runs" / name / "fetched/train/data/train-0.parquet" for name in ("first", "second"))
     assert first.samefile(second)
     hub.add("datasets/lab/talk", files | {"data/train-0.parquet": parquet("x")})
     (tmp_path / "runs/first/sources.json").unlink()
     assert run_fetch(hub, tmp_path, "first").returncode == 0
-    assert (texts(first.parent), texts(second.parent)) == (["x"], ["a", "b"])
+    assert (texts(first.parents[1]), texts(second.parents[1])) == (["x"], ["a", "b"])
     first.write_bytes(b"damaged")
     third = run_fetch(hub, tmp_path, "third")
     assert "Fetching data lab/talk." in third.stdout
