@@ -18,6 +18,7 @@ from shardmake.data.layout import Layout
 from shardmake.data.packing import NAMED, count_outcomes
 from shardmake.data.raw import files_of_raw
 from shardmake.data.sources import FIRST_ROWS, text_examples
+from shardmake.data.tokenizer_file import compare_with_file
 
 
 def check_sources(run: Run) -> None:
@@ -49,6 +50,7 @@ def check_first_rows(run: Run, limit: int = FIRST_ROWS) -> Layout:
         if parts[-1].split == "train":
             check_divisible(len(rows), part.run)
         if part.has_own_layout:
+            compare_with_file(tokenizer, run.model, rows)
             encoders.append(make_encoder(part, tokenizer, rows))
         encoded = encode_rows(rows, encoders[-1], run.sequence_length)
         token_lists = [ids for name in ("input_ids", "rejected_ids", "cut_ids") for ids in encoded.get(name, [])]
