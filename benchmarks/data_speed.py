@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -150,11 +151,10 @@ def anonymous(process: psutil.Process) -> int:
 def size_of(folder: Path) -> int:
     """Return the bytes of all files below ``folder``."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += 0 if path.is_dir() else path.stat().st_size
-        except FileNotFoundError:
-            continue
+    for where, _, names in os.walk(folder):  # which passes over folders that disappear
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += Path(where, name).stat().st_size
     return total
 
 

@@ -7,6 +7,8 @@ those of a key that has no value in any row: it would not be in the file if no r
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.core.errors import DataError
@@ -23,12 +25,27 @@ def parquet_rows(path: str, file: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     import pyarrow.parquet
 
     number = 0
+    with _reading_errors(path), pyarrow.parquet.ParquetFile(file) as table:
+        decode = {field.name: _decoder(field.type) for field in table.schema_arrow}
+        for batch in table.iter_batches(_ROWS_AT_ONCE):
+            for number, row in enumerate(batch.to_pylist(), start=number + 1):  # noqa: B020 - it counts on
+                yield f"{path}, row {number}", {key: decode[key](value) for key, value in row.items()}
+
+
+def count_parquet_rows(path: Path) -> int:
+    """Return the number of rows of a file, which its end states."""
+    import pyarrow.parquet
+
+    with _reading_errors(str(path)):
+        return int(pyarrow.parquet.read_metadata(path).num_rows)
+
+
+@contextmanager
+def _reading_errors(path: str) -> Iterator[None]:
+    import pyarrow
+
     try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            decode = {field.name: _decoder(field.type) for field in table.schema_arrow}
-            for batch in table.iter_batches(_ROWS_AT_ONCE):
-                for number, row in enumerate(batch.to_pylist(), start=number + 1):  # noqa: B020 - it counts on
-                    yield f"{path}, row {number}", {key: decode[key](value) for key, value in row.items()}
+        yield
     except (pyarrow.ArrowException, OSError) as error:
         if getattr(error, "errno", None) is not None:
             raise

@@ -6,7 +6,6 @@ the plan and for the data stage. Data sets of the hub become local files first (
 
 import json
 import os
-import pickle
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,16 +14,14 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from shardmake.config.formats import COMPRESSION_SUFFIXES, DATA_SUFFIXES, data_files, data_kind
 from shardmake.config.models import Data
 from shardmake.core.atomic import sha256
-from shardmake.core.errors import DataError, ShardmakeError
+from shardmake.core.errors import DataError
 from shardmake.data.files import RawRow, raw_rows
-
-if TYPE_CHECKING:
-    import datasets
+from shardmake.data.parquet import count_parquet_rows
 
 FIRST_ROWS = 64
 TRAIN_SPLITS = ("train",)
@@ -33,7 +30,6 @@ FILE_KINDS = f"{', '.join(DATA_SUFFIXES)}, compressed with {', '.join(COMPRESSIO
 ONE_SPLIT: Final = ".source.json"
 """A folder with this file was fetched from the hub and has the files of one split, whatever their names."""
 _HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(:(?P<split>[\w.-]+))?")
-_PLACE, _CONTENT = "__place__", "__content__"
 
 
 @dataclass(frozen=True)
@@ -184,42 +180,25 @@ def file_record(path: Path, root: Path = Path()) -> dict[str, Any]:
     return {"path": str(name), "bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
-def read(source: Source, cache: Path) -> "datasets.Dataset":
-    """Return all rows of ``source`` for `open_row`, memory-mapped from ``cache``.
-
-    Raises `DataError` for a file that cannot be read and for an empty source.
-    """
-    import datasets
-
-    if next(raw_rows(source.paths), None) is None:
+def count_rows(source: Source) -> int:
+    """Return the number of rows; raise `DataError` for a file that cannot be read and for an empty source."""
+    if data_kind(source.paths[0].name) == ".parquet":
+        count = sum(map(count_parquet_rows, source.paths))
+    else:
+        count = sum(1 for _ in raw_examples(source))
+    if not count:
         raise no_examples(source)
-    features = datasets.Features({_PLACE: datasets.Value("string"), _CONTENT: datasets.Value("binary")})
-    try:
-        return datasets.Dataset.from_generator(
-            _stored, features=features, cache_dir=str(cache), gen_kwargs={"paths": [str(path) for path in source.paths]}
-        )
-    except datasets.exceptions.DatasetGenerationError as error:
-        cause = error.__cause__ or error.__context__ or error
-        if isinstance(cause, ShardmakeError) or getattr(cause, "errno", None) is not None:
-            raise cause from None
-        raise
+    return count
 
 
-def _stored(paths: list[str]) -> Iterator[dict[str, Any]]:
-    for place, content in raw_rows(map(Path, paths)):
-        yield {_PLACE: place, _CONTENT: content if isinstance(content, bytes) else pickle.dumps(content)}
-
-
-def open_row(row: Mapping[str, Any], source: Source) -> Row:
-    """Return the example in one row of `read`; raise `DataError` with file and line if it is not a JSON object."""
-    content = row[_CONTENT]
-    is_text = data_kind(source.paths[0].name) != ".parquet"
-    return open_raw((row[_PLACE], content if is_text else pickle.loads(content)))
+def raw_examples(source: Source) -> Iterator[RawRow]:
+    """Yield the rows of ``source`` for `open_raw`; raise `DataError` for a file that cannot be read."""
+    return raw_rows(source.paths)
 
 
 def text_examples(source: Source) -> Iterator[Row]:
     """Yield every example of ``source``; raise `DataError` with its place for content that cannot be read."""
-    return map(open_raw, raw_rows(source.paths))
+    return map(open_raw, raw_examples(source))
 
 
 def first_rows(source: Source, limit: int) -> Iterator[Row]:

@@ -17,12 +17,13 @@ from shardmake.data.sources import (
     TRAIN_SPLITS,
     HubDataset,
     Source,
+    count_rows,
     first_rows,
     identity,
     locate,
     locate_named,
-    open_row,
-    read,
+    raw_examples,
+    text_examples,
 )
 
 ROWS: list[dict[str, Any]] = [
@@ -43,26 +44,27 @@ def write_parquet(path: Path, rows: list[Any] = ROWS) -> Path:
     return path
 
 
-def examples(name: Path, cache: Path) -> list[Any]:
+def examples(name: Path) -> list[Any]:
     source = locate(str(name), Data(train=str(name)), TRAIN_SPLITS)
-    return [open_row(row, source).example for row in read(source, cache)]
+    assert count_rows(source) == len(list(raw_examples(source)))
+    return [row.example for row in text_examples(source)]
 
 
-def refusal(name: Path | str, cache: Path) -> str:
+def refusal(name: Path | str) -> str:
     with pytest.raises(ShardmakeError) as error:
-        examples(Path(name), cache)
+        examples(Path(name))
     return str(error.value)
 
 
 def test_json_lines_come_back_as_written(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl")
     path.write_text("\n" + path.read_text() + "\n")
-    assert examples(path, tmp_path / "cache") == ROWS
+    assert examples(path) == ROWS
 
 
 def test_parquet_rows_come_back_without_the_keys_of_other_rows(tmp_path: Path) -> None:
     rows = [{"id": 8}, *ROWS]
-    assert examples(write_parquet(tmp_path / "a.parquet", rows), tmp_path / "cache") == rows
+    assert examples(write_parquet(tmp_path / "a.parquet", rows)) == rows
 
 
 def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
@@ -71,12 +73,12 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
     for name, number in (("b", 2), ("a", 1)):
         write_jsonl(folder / f"{name}.jsonl", [{"text": number}])
     write_jsonl(folder.parent / "z.jsonl", [{"text": 3}])
-    assert [row["text"] for row in examples(folder.parent, tmp_path / "cache")] == [1, 2, 3]
+    assert [row["text"] for row in examples(folder.parent)] == [1, 2, 3]
 
 
 def test_json_of_any_shape_is_no_trouble_before_it_is_used(tmp_path: Path) -> None:
     rows = [{"text": "a", "meta": 1}, {"text": "b", "meta": {"deep": [None]}}, {"text": "c", "meta": "s"}]
-    assert examples(write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "cache") == rows
+    assert examples(write_jsonl(tmp_path / "a.jsonl", rows)) == rows
 
 
 KINDS = ".jsonl, .json, .csv, .tsv, .parquet, compressed with .gz, .bz2, .xz, .zst except for .parquet"
@@ -109,7 +111,7 @@ TWICE = ['{"text": "a"}', '{"text": "b", "meta": {"id": 1, "x": 2, "id": 3}}']
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     path = tmp_path / name
     path.write_bytes(content)
-    found = refusal(path, tmp_path / "cache")
+    found = refusal(path)
     assert found.startswith(message.format(path=path))
     assert found.endswith(message[-1]) or message[-1] != "."
 
@@ -117,20 +119,19 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str, conten
 def test_parquet_rows_are_named_by_file_and_number(tmp_path: Path) -> None:
     paths = tuple(write_parquet(tmp_path / f"{name}.parquet") for name in "abc")
     source = Source(paths)
-    rows = read(source, tmp_path / "cache")
     expected = [f"{path}, row {number}" for path in paths for number in (1, 2)]
-    assert [open_row(row, source).place for row in rows] == expected
+    assert [row.place for row in text_examples(source)] == expected
     assert [row.place for row in first_rows(source, 5)] == expected[:5]
 
 
 def test_an_error_within_a_file_is_not_wrapped_by_the_library(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("text\na\nb,c\n")
-    assert refusal(path, tmp_path / "cache").startswith(f"{path}, line 3: the header has 1 column, and this row 2. ")
+    assert refusal(path).startswith(f"{path}, line 3: the header has 1 column, and this row 2. ")
     whole = write_parquet(tmp_path / "a.parquet", [{"text": "a" * 100}] * 1000).read_bytes()
     damaged = tmp_path / "a.parquet"
     damaged.write_bytes(whole[:40] + bytes(40) + whole[80:])
-    assert refusal(damaged, tmp_path / "cache").startswith(f"Cannot read {damaged}: ")
+    assert refusal(damaged).startswith(f"Cannot read {damaged}: ")
     with pytest.raises(ShardmakeError, match=f"^Cannot read {damaged}: .* Write it again, or name another one"):
         list(first_rows(Source((damaged,)), 2))
 
@@ -143,27 +144,25 @@ def test_parquet_files_without_rows_are_left_out(tmp_path: Path) -> None:
     only_empty = Source((tmp_path / "a.parquet", tmp_path / "c.parquet"))
     assert list(first_rows(only_empty, 2)) == []
     with pytest.raises(ShardmakeError, match="No examples in"):
-        read(only_empty, tmp_path / "cache")
+        count_rows(only_empty)
     row = {"prompt": "a", "completion": "b"}
     write_parquet(tmp_path / "b.parquet", [row])
-    assert examples(tmp_path, tmp_path / "cache") == [row]
+    assert examples(tmp_path) == [row]
     source = locate(str(tmp_path), Data(train=str(tmp_path)), TRAIN_SPLITS)
-    assert [open_row(found, source).place for found in read(source, tmp_path / "cache")] == [
-        f"{tmp_path}/b.parquet, row 1"
-    ]
+    assert [row.place for row in text_examples(source)] == [f"{tmp_path}/b.parquet, row 1"]
 
 
 def test_a_column_without_values_takes_the_type_of_another_file(tmp_path: Path) -> None:
     for name, tools in (("a", pyarrow.array([None])), ("b", pyarrow.array([["clock"]]))):
         pyarrow.parquet.write_table(pyarrow.table({"text": ["t"], "tools": tools}), tmp_path / f"{name}.parquet")
-    assert examples(tmp_path, tmp_path / "cache") == [{"text": "t"}, {"text": "t", "tools": ["clock"]}]
+    assert examples(tmp_path) == [{"text": "t"}, {"text": "t", "tools": ["clock"]}]
 
 
 def test_keys_that_another_file_lacks_are_left_out(tmp_path: Path) -> None:
     rows: list[Any] = [{"chat": [{"role": "user"}]}, {"chat": [{"role": "user", "name": "x"}]}]
     for name, row in zip("ab", rows, strict=True):
         write_parquet(tmp_path / f"{name}.parquet", [row])
-    assert examples(tmp_path, tmp_path / "cache") == rows
+    assert examples(tmp_path) == rows
 
 
 def test_types_with_the_same_values_do_not_differ(tmp_path: Path) -> None:
@@ -171,12 +170,12 @@ def test_types_with_the_same_values_do_not_differ(tmp_path: Path) -> None:
     for number, (text, kind) in enumerate(zip(texts, ("int8", "int64", "int32"), strict=True)):
         table = pyarrow.table({"text": text, "id": pyarrow.array([number], kind)})
         pyarrow.parquet.write_table(table, tmp_path / f"{number}.parquet")
-    assert examples(tmp_path, tmp_path / "cache") == [{"text": "t", "id": number} for number in range(3)]
+    assert examples(tmp_path) == [{"text": "t", "id": number} for number in range(3)]
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert refusal("data/train.jsonl", tmp_path / "cache") == (
+    assert refusal("data/train.jsonl") == (
         f"Data not found: 'data/train.jsonl' does not exist (working directory: {tmp_path}). Name a file, a folder "
         "of files, or a hub data set (org/name)."
     )
@@ -188,7 +187,7 @@ def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".cache").mkdir()
     write_jsonl(tmp_path / ".cache" / "a.jsonl")
     expected = f"No data in {tmp_path}: it has no file with examples. Use {KINDS}."
-    assert refusal(tmp_path, tmp_path / "cache") == expected
+    assert refusal(tmp_path) == expected
 
 
 def test_compressed_and_plain_files_of_one_kind_share_a_folder(tmp_path: Path) -> None:
@@ -196,7 +195,7 @@ def test_compressed_and_plain_files_of_one_kind_share_a_folder(tmp_path: Path) -
     write_jsonl(tmp_path / "data" / "b.jsonl", [{"text": 2}])
     content = write_jsonl(tmp_path / "plain.jsonl", [{"text": 1}]).read_bytes()
     (tmp_path / "data" / "a.jsonl.gz").write_bytes(gzip.compress(content))
-    assert examples(tmp_path / "data", tmp_path / "cache") == [{"text": 1}, {"text": 2}]
+    assert examples(tmp_path / "data") == [{"text": 1}, {"text": 2}]
 
 
 def test_a_folder_with_both_kinds_is_refused(tmp_path: Path) -> None:
@@ -204,7 +203,7 @@ def test_a_folder_with_both_kinds_is_refused(tmp_path: Path) -> None:
     write_parquet(tmp_path / "b.parquet")
     expected = f"Ambiguous data folder: {tmp_path} has both .jsonl and .parquet files. Keep one kind in a "
     expected += "folder, or name a file."
-    assert refusal(tmp_path, tmp_path / "cache") == expected
+    assert refusal(tmp_path) == expected
 
 
 @pytest.mark.parametrize(
@@ -285,12 +284,12 @@ def test_the_same_rows_come_from_json_lines_and_from_parquet(
     tmp_path: Path, name: str, rows: list[Any], writers: tuple[str, ...]
 ) -> None:
     lines = write_jsonl(tmp_path / "a.jsonl", rows)
-    expected = examples(lines, tmp_path / "cache")
+    expected = examples(lines)
     for writer in writers:
         path = tmp_path / f"{writer}.parquet"
         if writer == "datasets":
             datasets.Dataset.from_json(str(lines), cache_dir=str(tmp_path / "cache")).to_parquet(path)
         else:
             write_parquet(path, rows)
-        assert examples(path, tmp_path / "cache") == expected, writer
+        assert examples(path) == expected, writer
         assert [row.example for row in first_rows(Source((path,)), 9)] == expected, writer
