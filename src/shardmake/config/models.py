@@ -110,6 +110,9 @@ class Columns(Section):
         None, description="Key of a message's text. Without it, `content`, and `value` for sharegpt."
     )
     tools: str | None = Field(None, description="List of tools for the chat template, also as JSON text.")
+    template_arguments: str | None = Field(
+        None, description="Arguments of the chat template for one row. Without it, `chat_template_kwargs`."
+    )
     system: str | None = Field(None, description="Text of the system message, for sharegpt and alpaca.")
     prompt: str | None = Field(None, description="Prompt, for prompt-completion, preference and unpaired-preference.")
     completion: str | None = Field(None, description="Completion, for prompt-completion and unpaired-preference.")
@@ -214,6 +217,23 @@ class Data(Section):
         description="File with a Jinja chat template that replaces the tokenizer's: in the data, in evaluation prompts "
         "and in the final model. Without it, the tokenizer's own.",
         examples=["config/chatml.jinja"],
+    )
+    template_arguments: dict[str, bool | str] = Field(
+        {},
+        description="Arguments of the chat template, in the data and in evaluation prompts. A row's own "
+        "(`chat_template_kwargs`) replace them.",
+        examples=[{"enable_thinking": False}],
+    )
+    turns: Literal["auto", "together", "apart"] = Field(
+        "auto",
+        description="Examples of a conversation with several turns of the assistant. `together`: one, which is refused "
+        "where the template renders a turn differently once others follow; `apart`: one for each turn, with the "
+        "context that it has at inference; `auto`: together where all turns share one rendering, otherwise apart.",
+    )
+    on_bad_row: Literal["stop", "drop"] = Field(
+        "stop",
+        description="What happens at a row that cannot be read or learned, such as one with a role that the chat "
+        "template does not render. `drop` counts such rows by cause, and stops if they are more than 5 % of a source.",
     )
     subset: str | None = Field(None, description="Subset (configuration) of a hub data set that has several.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub data set.")

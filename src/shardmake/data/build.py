@@ -1,8 +1,10 @@
 """The splits of a run's data: encoded, mixed if there are several sources, ordered, packed and written."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -11,7 +13,9 @@ from shardmake.config.models import Run, TrainSource
 from shardmake.data.encode import Encoder
 from shardmake.data.encoding import encode_source
 from shardmake.data.examples import (
+    APART,
     Part,
+    check_bad_rows,
     check_divisible,
     check_learned,
     check_vocabulary,
@@ -19,7 +23,6 @@ from shardmake.data.examples import (
     first_of,
     make_encoder,
 )
-from shardmake.data.files import RawRow
 from shardmake.data.packing import (
     KEPT,
     count_outcomes,
@@ -30,11 +33,12 @@ from shardmake.data.packing import (
     sort_places,
     token_digests,
 )
-from shardmake.data.sources import FIRST_ROWS, count_rows, file_record, open_raw
+from shardmake.data.sources import FIRST_ROWS, count_rows, file_record
 
 if TYPE_CHECKING:
     import datasets
     import numpy as np
+    import pyarrow
     from transformers import PreTrainedTokenizerBase
 
 
@@ -106,7 +110,8 @@ def shares_of(examples: "datasets.Dataset", count: int) -> list[dict[str, Any]]:
 
 
 NO_SEQUENCES: Final[Mapping[str, Any]] = {
-    **count_outcomes([]), "first_dropped": [], "sequences": 0, "tokens": 0, "loss_tokens": 0, "files": [],
+    **count_outcomes([]), "apart": 0, "bad": {}, "first_dropped": [],
+    "sequences": 0, "tokens": 0, "loss_tokens": 0, "files": [],
 }  # fmt: skip
 """Entry of the receipt for a split that was not written."""
 
@@ -120,22 +125,24 @@ class _Encoded:
     examples: "datasets.Dataset"
     """``input_ids``, ``loss_mask`` and ``seq_lengths`` of those with something to learn."""
     counts: dict[str, int]
+    notes: Counter[str]
     dropped: list[str]
 
 
 def build(
-    run: Run, tokenizer: "PreTrainedTokenizerBase", parts: Sequence[Part], work: Path, cpus: int
+    run: Run, tokenizer: "PreTrainedTokenizerBase", parts: Sequence[Part], work: Path, cpus: int, day: date
 ) -> dict[str, Any]:
     """Write both splits into ``work`` and return their entries of the receipt; ``parts`` are those of `locate_parts`.
 
-    Without parts for training only the evaluation split is written.
+    ``day`` is for a chat template that reads the clock. Without parts for training, only the evaluation split is
+    written.
 
     Raises `DataError` for an example that cannot be used, and if a split has nothing to learn.
     """
     import datasets
 
     datasets.disable_progress_bars()  # the log has a line for each tenth
-    encoded = _encode_all(run, tokenizer, parts, work, cpus)
+    encoded = _encode_all(run, tokenizer, parts, work, cpus, day)
     sequences = {"eval": _evaluation_sequences(run, encoded["eval"], work)}
     if encoded["train"]:
         sequences["train"] = _training_sequences(run, encoded["train"], work)
@@ -156,7 +163,7 @@ def build(
 
 
 def _encode_all(
-    run: Run, tokenizer: "PreTrainedTokenizerBase", parts: Sequence[Part], work: Path, cpus: int
+    run: Run, tokenizer: "PreTrainedTokenizerBase", parts: Sequence[Part], work: Path, cpus: int, day: date
 ) -> dict[str, list[_Encoded]]:
     import numpy as np
 
@@ -164,12 +171,13 @@ def _encode_all(
     encoders: list[Encoder] = []
     for number, part in enumerate(parts):
         if part.has_own_layout:
-            encoders.append(make_encoder(part, tokenizer, first_of(part.source, FIRST_ROWS)))
+            encoders.append(make_encoder(part, tokenizer, first_of(part.source, FIRST_ROWS), day))
         encoder, count = encoders[-1], count_rows(part.source)
         splits = {part.split: np.ones(count, bool)} if parts[-1].split == "eval" else _split_off(count, part.run)
         if "train" in splits:
             splits["train"] = limited(splits["train"], run.data.sources[number].limit, run.seed)
-        encode = partial(_encode_batch, encoder=encoder, length=run.sequence_length)
+        drop = part.run.data.on_bad_row == "drop"
+        encode = partial(encode_rows, encoder=encoder, length=run.sequence_length, drop=drop)
         folder = work / "cache" / f"{part.split}-{number}"
         for name, examples in encode_source(part.source, splits, encode, _features(encoder), folder, cpus).items():
             found[name].append(_checked(name, examples, part, encoder))
@@ -188,19 +196,25 @@ def _split_off(count: int, run: Run) -> "dict[str, np.ndarray]":
 
 
 def _checked(split: str, encoded: "datasets.Dataset", part: Part, encoder: Encoder) -> _Encoded:
-    """Return the examples with something to learn; raise `DataError` if there is none."""
+    """Return the examples with something to learn; raise `DataError` if there is none, or if many rows are bad."""
     import numpy as np
     import pyarrow.compute
 
     outcomes = encoded.data.column("outcome")
-    values = (value for chunk in outcomes.chunks for value in chunk.to_pylist())
-    counts, dropped = count_outcomes(values), first_dropped(encoded)
-    check_learned(f"{part.name} {split}".lstrip(), counts, dropped, encoder)
+    counts, dropped = count_outcomes(_values(outcomes)), first_dropped(encoded)
+    notes = Counter(note for note in _values(encoded.data.column("note")) if note)
+    name = f"{part.name} {split}".lstrip()
+    check_bad_rows(name, notes, counts, dropped)
+    check_learned(name, counts, dropped, encoder)
     is_kept = pyarrow.compute.is_in(outcomes, pyarrow.array(KEPT))
-    kept = encoded.remove_columns(["outcome", "dropped"])
+    kept = encoded.remove_columns(["outcome", "dropped", "note"])
     if not pyarrow.compute.all(is_kept).as_py():
         kept = kept.select(np.flatnonzero(is_kept.to_numpy()), keep_in_memory=True)
-    return _Encoded(part.name, encoder, kept, counts, dropped)
+    return _Encoded(part.name, encoder, kept, counts, notes, dropped)
+
+
+def _values(column: "pyarrow.ChunkedArray") -> Iterator[Any]:
+    return (value for chunk in column.chunks for value in chunk.to_pylist())
 
 
 def _features(encoder: Encoder) -> "datasets.Features":
@@ -212,6 +226,7 @@ def _features(encoder: Encoder) -> "datasets.Features":
         "seq_lengths": datasets.List(datasets.Value("int32")),
         "outcome": datasets.Value("string"),
         "dropped": datasets.Value("string"),
+        "note": datasets.Value("string"),
     }
     if encoder.layout.format == "preference":
         features["rejected_ids"] = datasets.List(datasets.Value("int32"))
@@ -221,14 +236,16 @@ def _features(encoder: Encoder) -> "datasets.Features":
     return datasets.Features(features)
 
 
-def _encode_batch(rows: Sequence[RawRow], *, encoder: Encoder, length: int) -> dict[str, Any]:
-    return encode_rows(map(open_raw, rows), encoder, length)
-
-
 def _outcomes(parts: Sequence[_Encoded]) -> dict[str, Any]:
     """Return the summed counts of all sources, and the first dropped examples."""
     counts = {key: sum(part.counts[key] for part in parts) for key in parts[0].counts}
-    return {**counts, "first_dropped": sort_places(place for part in parts for place in part.dropped)}
+    notes = sum((part.notes for part in parts), Counter[str]())
+    counts["apart"] = notes.pop(APART, 0)
+    return {
+        **counts,
+        "bad": dict(sorted(notes.items())),
+        "first_dropped": sort_places(place for part in parts for place in part.dropped),
+    }
 
 
 def _digests(parts: Sequence[_Encoded]) -> "np.ndarray":

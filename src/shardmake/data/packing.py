@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 Outcome = Literal[
-    "whole", "truncated", "split", "continued", "dropped_without_loss", "dropped_loss_truncated", "dropped_too_long"
-]
+    "whole", "truncated", "split", "continued", "dropped_without_loss", "dropped_loss_truncated", "dropped_too_long",
+    "dropped_bad",
+]  # fmt: skip
 KEPT: tuple[Outcome, ...] = ("whole", "truncated", "split", "continued")
 _TOKENS_PACKED_AT_ONCE = 2**25
 NAMED = 5
@@ -30,7 +31,9 @@ def fit(tokens: Tokens, length: int, *, split: bool) -> list[tuple[Tokens, Outco
     an outcome with the reason: there were none, or they were after the cut.
     """
     ids, mask = tokens
-    starts = range(0, len(ids), length) if split else range(min(1, len(ids)))
+    starts = list(range(0, len(ids), length)) if split else [0][: len(ids)]
+    if len(starts) > 1 and starts[-1] == len(ids) - 1:
+        starts[-1] -= 1  # a single token would have nothing before it
     pieces = [(ids[i : i + length], [False, *mask[i + 1 : i + length]]) for i in starts]
     if not any(mask[1:]):
         return [(([], []), "dropped_without_loss")]
@@ -75,7 +78,14 @@ def pack(examples: "datasets.Dataset", length: int, cache_file: Path, fingerprin
 def count_outcomes(outcomes: Iterable[Outcome]) -> dict[str, int]:
     """Count examples by outcome; ``truncated``, ``split`` and ``dropped_*`` are parts of ``examples``."""
     counts: Mapping[str, int] = Counter(outcomes)
-    reported = ("truncated", "split", "dropped_without_loss", "dropped_loss_truncated", "dropped_too_long")
+    reported = (
+        "truncated",
+        "split",
+        "dropped_without_loss",
+        "dropped_loss_truncated",
+        "dropped_too_long",
+        "dropped_bad",
+    )
     return {
         "examples": sum(counts.values()) - counts["continued"],
         **{outcome: counts[outcome] for outcome in reported},

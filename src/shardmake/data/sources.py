@@ -196,14 +196,9 @@ def raw_examples(source: Source) -> Iterator[RawRow]:
     return raw_rows(source.paths)
 
 
-def text_examples(source: Source) -> Iterator[Row]:
-    """Yield every example of ``source``; raise `DataError` with its place for content that cannot be read."""
-    return map(open_raw, raw_examples(source))
-
-
 def first_rows(source: Source, limit: int) -> Iterator[Row]:
     """Yield the first ``limit`` examples of ``source`` without reading the rest of a file."""
-    return islice(text_examples(source), limit)
+    return map(open_raw, islice(raw_examples(source), limit))
 
 
 def no_examples(source: Source) -> DataError:

@@ -9,10 +9,10 @@ from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from shardmake.config.models import Data, Objective
-from shardmake.data.encode import Encoder, encode_prompt, loss_on_assistant
+from shardmake.data.encode import Encoder, TokenPair, encode_prompt, loss_on_assistant
 from shardmake.data.layout import recognize
 from shardmake.evaluate.prompts import as_prompt
-from tests.unit.data.test_encode import PLAIN, chat, make_tokenizer
+from tests.unit.data.test_encode import PLAIN, chat, chat_template, make_tokenizer
 
 Rows = list[dict[str, list[int]]]
 START, END, SEPARATOR = 0, 1, "<system>"
@@ -77,13 +77,13 @@ def of_trl(tokenizer: PreTrainedTokenizerFast, objective: Objective, rows: list[
 def of_ours(tokenizer: PreTrainedTokenizerFast, objective: Objective, rows: list[dict[str, Any]]) -> Rows:
     """Return our tokens of each row under TRL's names."""
     layout = recognize(Data(train="x"), objective, list(rows[0]), rows[0], "here")
-    encoder = Encoder(tokenizer, layout, loss_on_assistant(Data(train="x"), layout.format))
+    encoder = Encoder(chat_template(tokenizer), layout, loss_on_assistant(Data(train="x"), layout.format))
     if objective in ("dpo", "reward"):
-        pairs = [encoder.pair(row, "here") for row in rows]
+        pairs = [TokenPair.of(*encoder(row, "here")) for row in rows]
         if objective == "dpo":
             return [{"prompt_ids": p.prompt, "chosen_ids": p.chosen, "rejected_ids": p.rejected} for p in pairs]
         return [{"chosen_ids": [*p.prompt, *p.chosen], "rejected_ids": [*p.prompt, *p.rejected]} for p in pairs]
-    encoded = [encoder(row, "here") for row in rows]
+    encoded = [encoder(row, "here")[0] for row in rows]
     if objective == "kto":
         starts = [mask.index(True) for _, mask in encoded]
         return [{"prompt_ids": i[:at], "completion_ids": i[at:]} for (i, _), at in zip(encoded, starts, strict=True)]

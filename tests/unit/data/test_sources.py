@@ -22,8 +22,8 @@ from shardmake.data.sources import (
     identity,
     locate,
     locate_named,
+    open_raw,
     raw_examples,
-    text_examples,
 )
 
 ROWS: list[dict[str, Any]] = [
@@ -47,7 +47,7 @@ def write_parquet(path: Path, rows: list[Any] = ROWS) -> Path:
 def examples(name: Path) -> list[Any]:
     source = locate(str(name), Data(train=str(name)), TRAIN_SPLITS)
     assert count_rows(source) == len(list(raw_examples(source)))
-    return [row.example for row in text_examples(source)]
+    return [row.example for row in map(open_raw, raw_examples(source))]
 
 
 def refusal(name: Path | str) -> str:
@@ -120,7 +120,7 @@ def test_parquet_rows_are_named_by_file_and_number(tmp_path: Path) -> None:
     paths = tuple(write_parquet(tmp_path / f"{name}.parquet") for name in "abc")
     source = Source(paths)
     expected = [f"{path}, row {number}" for path in paths for number in (1, 2)]
-    assert [row.place for row in text_examples(source)] == expected
+    assert [row.place for row in map(open_raw, raw_examples(source))] == expected
     assert [row.place for row in first_rows(source, 5)] == expected[:5]
 
 
@@ -149,7 +149,7 @@ def test_parquet_files_without_rows_are_left_out(tmp_path: Path) -> None:
     write_parquet(tmp_path / "b.parquet", [row])
     assert examples(tmp_path) == [row]
     source = locate(str(tmp_path), Data(train=str(tmp_path)), TRAIN_SPLITS)
-    assert [row.place for row in text_examples(source)] == [f"{tmp_path}/b.parquet, row 1"]
+    assert [row.place for row in map(open_raw, raw_examples(source))] == [f"{tmp_path}/b.parquet, row 1"]
 
 
 def test_a_column_without_values_takes_the_type_of_another_file(tmp_path: Path) -> None:

@@ -309,17 +309,23 @@ def test_every_example_of_text_files_is_checked_without_a_model(
         check_sources(make_run(tmp_path, {"train": write_rows(tmp_path / "e.json", [])}))
 
 
-def test_the_first_rows_are_encoded_without_reading_the_rest(model: Path, tmp_path: Path) -> None:
+def test_the_first_rows_and_a_sample_of_the_others_are_encoded(model: Path, tmp_path: Path) -> None:
     train, held_out = tmp_path / "t.jsonl", tmp_path / "e.jsonl"
+    write_rows(train, conversations(40))
+    late = train.read_text() + '{"messages": [{"role": "human", "content": "a"}]}\n' * 20
+    train.write_text(late)
+    with pytest.raises(ShardmakeError, match=r"t\.jsonl, line (4|5|6)\d: message 1 has the role 'human'"):
+        check_first_rows(make_run(model, {"train": str(train)}), limit=10)
     write_rows(train, conversations(3))
+    assert check_first_rows(make_run(model, {"train": str(train)}), limit=3).format == "chat"
     train.write_text(train.read_text() + "{\n")
     write_rows(held_out, [*conversations(1), {"text": "a"}])
     run = make_run(model, {"train": str(train)})
-    assert check_first_rows(run, limit=3).format == "chat"
     with pytest.raises(ShardmakeError, match=r"t\.jsonl, line 4 is not valid JSON: "):
         check_first_rows(run)
     with pytest.raises(ShardmakeError, match=r"e\.jsonl, line 2: this example \(chat\) has no messages"):
-        check_first_rows(make_run(model, {"train": str(train), "eval": str(held_out)}), limit=3)
+        check_first_rows(make_run(model, {"train": str(held_out), "eval": str(held_out)}), limit=3)
+    write_rows(train, conversations(3))
     held_out.write_text("\n")
     with pytest.raises(ShardmakeError, match=r"No examples in .*e\.jsonl\."):
         check_first_rows(make_run(model, {"train": str(train), "eval": str(held_out)}), limit=3)
@@ -361,7 +367,7 @@ def test_examples_without_anything_to_learn_are_named(
 ) -> None:
     rows = conversations(40)
     for index in (3, 9, 10, 20, 21, 22, 23):
-        rows[index]["messages"][1]["role"] = "assistnat"
+        rows[index]["messages"][1]["role"] = "user"
     path = write_rows(tmp_path / "t.jsonl", rows)
     run = make_run(model, {"train": path, "eval": write_rows(tmp_path / "e.jsonl", conversations(3))})
     receipt = prepare(run, RunDir(tmp_path / "run"))
