@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardmake.config.models import Run, TrainSource
 from shardmake.data.encode import Encoder
+from shardmake.data.encoding import encode_source
 from shardmake.data.examples import (
     APART,
     Part,
@@ -21,6 +22,7 @@ from shardmake.data.examples import (
     check_vocabulary,
     describe_apart,
     encode_rows,
+    first_of,
     make_encoder,
 )
 from shardmake.data.packing import (
@@ -33,11 +35,12 @@ from shardmake.data.packing import (
     sort_places,
     token_digests,
 )
-from shardmake.data.sources import FIRST_ROWS, Source, file_record, open_row, read
+from shardmake.data.sources import FIRST_ROWS, count_rows, file_record
 
 if TYPE_CHECKING:
     import datasets
     import numpy as np
+    import pyarrow
     from transformers import PreTrainedTokenizerBase
 
 
@@ -45,14 +48,16 @@ SOURCE: Final = "source"
 """Column with the number of an example's source, until the shares are counted."""
 
 
-def limited(rows: "datasets.Dataset", limit: int | None, seed: int) -> "datasets.Dataset":
-    """Return at most ``limit`` of ``rows``, chosen at random by ``seed``, in their order."""
+def limited(chosen: "np.ndarray", limit: int | None, seed: int) -> "np.ndarray":
+    """Return ``chosen``, one boolean a row, with at most ``limit`` of them, taken at random by ``seed``."""
     import numpy as np
 
+    rows = np.flatnonzero(chosen)
     if limit is None or limit >= len(rows):
-        return rows
-    chosen = np.random.default_rng(seed).permutation(len(rows))[:limit]
-    return rows.select(np.sort(chosen), keep_in_memory=True)
+        return chosen
+    kept = np.zeros_like(chosen)
+    kept[rows[np.random.default_rng(seed).permutation(len(rows))[:limit]]] = True
+    return kept
 
 
 def mix(sources: Sequence[TrainSource], examples: Sequence["datasets.Dataset"], seed: int) -> "datasets.Dataset":
@@ -106,7 +111,6 @@ def shares_of(examples: "datasets.Dataset", count: int) -> list[dict[str, Any]]:
     ]
 
 
-_POOL_FROM_ROWS = 5_000
 NO_SEQUENCES: Final[Mapping[str, Any]] = {
     **count_outcomes([]), "apart": 0, "bad": {}, "first_dropped": [],
     "sequences": 0, "tokens": 0, "loss_tokens": 0, "files": [],
@@ -137,6 +141,9 @@ def build(
 
     Raises `DataError` for an example that cannot be used, and if a split has nothing to learn.
     """
+    import datasets
+
+    datasets.disable_progress_bars()  # the log has a line for each tenth
     encoded = _encode_all(run, tokenizer, parts, work, cpus, day)
     sequences = {"eval": _evaluation_sequences(run, encoded["eval"], work)}
     if encoded["train"]:
@@ -162,51 +169,60 @@ def build(
 def _encode_all(
     run: Run, tokenizer: "PreTrainedTokenizerBase", parts: Sequence[Part], work: Path, cpus: int, day: date
 ) -> dict[str, list[_Encoded]]:
+    import numpy as np
+
     found: dict[str, list[_Encoded]] = {"train": [], "eval": []}
     encoders: list[Encoder] = []
     for number, part in enumerate(parts):
-        rows = read(part.source, work / "cache" / f"{part.split}-{number}")
         if part.has_own_layout:
-            first = [open_row(rows[i], part.source) for i in range(min(FIRST_ROWS, len(rows)))]
-            encoders.append(make_encoder(part, tokenizer, first, day))
-        splits = {part.split: rows} if parts[-1].split == "eval" else _split_off_evaluation(rows, part.run)
-        for name, chosen in splits.items():
-            if name == "train":
-                chosen = limited(chosen, run.data.sources[number].limit, run.seed)
-            cache_file = work / "cache" / f"{name}-{number}.arrow"
-            found[name].append(_encode_part(name, chosen, part, encoders[-1], cache_file, cpus))
+            encoders.append(make_encoder(part, tokenizer, first_of(part.source, FIRST_ROWS), day))
+        encoder, count = encoders[-1], count_rows(part.source)
+        splits = {part.split: np.ones(count, bool)} if parts[-1].split == "eval" else _split_off(count, part.run)
+        if "train" in splits:
+            splits["train"] = limited(splits["train"], run.data.sources[number].limit, run.seed)
+        drop = part.run.data.on_bad_row == "drop"
+        encode = partial(encode_rows, encoder=encoder, length=run.sequence_length, drop=drop)
+        folder = work / "cache" / f"{part.split}-{number}"
+        for name, examples in encode_source(part.source, splits, encode, _features(encoder), folder, cpus).items():
+            found[name].append(_checked(name, examples, part, encoder))
     return found
 
 
-def _split_off_evaluation(rows: "datasets.Dataset", run: Run) -> dict[str, "datasets.Dataset"]:
-    """Split off a random part of the training rows, at least one, for evaluation."""
+def _split_off(count: int, run: Run) -> "dict[str, np.ndarray]":
+    """Choose a random part of ``count`` training rows, at least one, for evaluation."""
     import numpy as np
 
-    check_divisible(len(rows), run)
-    count = max(1, round(len(rows) * run.data.eval_fraction))
-    order = np.random.default_rng(run.seed).permutation(len(rows))
-    trained = order[count:] if run.data.order == "shuffled" else np.sort(order[count:])
-    return {"train": rows.select(trained, keep_in_memory=True), "eval": rows.select(order[:count], keep_in_memory=True)}
+    check_divisible(count, run)
+    evaluated = np.zeros(count, bool)
+    held_out = max(1, round(count * run.data.eval_fraction))
+    evaluated[np.random.default_rng(run.seed).permutation(count)[:held_out]] = True
+    return {"train": ~evaluated, "eval": evaluated}
 
 
-def _encode_part(
-    split: str, rows: "datasets.Dataset", part: Part, encoder: Encoder, cache_file: Path, cpus: int
-) -> _Encoded:
-    settings = {"encoder": encoder, "length": part.run.sequence_length, "source": part.source}
-    settings["drop"] = part.run.data.on_bad_row == "drop"
-    encoded = _encode(rows, settings, cache_file, cpus)
-    counts, dropped = count_outcomes(encoded["outcome"]), first_dropped(encoded)
-    notes = Counter(note for note in encoded["note"] if note)
+def _checked(split: str, encoded: "datasets.Dataset", part: Part, encoder: Encoder) -> _Encoded:
+    """Return the examples with something to learn; raise `DataError` if there is none, or if many rows are bad."""
+    import numpy as np
+    import pyarrow.compute
+
+    outcomes = encoded.data.column("outcome")
+    counts, dropped = count_outcomes(_values(outcomes)), first_dropped(encoded)
+    notes = Counter(note for note in _values(encoded.data.column("note")) if note)
     name = f"{part.name} {split}".lstrip()
     check_bad_rows(name, notes, counts, dropped)
     describe_apart(name, notes)
     check_learned(name, counts, dropped, encoder)
-    kept = encoded.filter(lambda outcome: outcome in KEPT, input_columns="outcome", keep_in_memory=True)
-    kept = kept.remove_columns(["outcome", "dropped", "note"])
+    is_kept = pyarrow.compute.is_in(outcomes, pyarrow.array(KEPT))
+    kept = encoded.remove_columns(["outcome", "dropped", "note"])
+    if not pyarrow.compute.all(is_kept).as_py():
+        kept = kept.select(np.flatnonzero(is_kept.to_numpy()), keep_in_memory=True)
     return _Encoded(part.name, encoder, kept, counts, notes, dropped)
 
 
-def _encode(rows: "datasets.Dataset", settings: Mapping[str, Any], cache_file: Path, cpus: int) -> "datasets.Dataset":
+def _values(column: "pyarrow.ChunkedArray") -> Iterator[Any]:
+    return (value for chunk in column.chunks for value in chunk.to_pylist())
+
+
+def _features(encoder: Encoder) -> "datasets.Features":
     import datasets
 
     features = {
@@ -217,31 +233,12 @@ def _encode(rows: "datasets.Dataset", settings: Mapping[str, Any], cache_file: P
         "dropped": datasets.Value("string"),
         "note": datasets.Value("string"),
     }
-    if settings["encoder"].layout.format == "preference":
+    if encoder.layout.format == "preference":
         features["rejected_ids"] = datasets.List(datasets.Value("int32"))
-    if settings["encoder"].layout.format == "unpaired-preference":
+    if encoder.layout.format == "unpaired-preference":
         features["label"] = datasets.Value("bool")
         features["cut_ids"] = datasets.List(datasets.Value("int32"))
-    return rows.map(
-        _encode_batch,
-        batched=True,
-        batch_size=100,
-        fn_kwargs=dict(settings),
-        remove_columns=rows.column_names,
-        features=datasets.Features(features),
-        num_proc=cpus if cpus > 1 and len(rows) > _POOL_FROM_ROWS else None,
-        cache_file_name=str(cache_file),
-        load_from_cache_file=False,
-        new_fingerprint=cache_file.stem,
-        desc="tokenize",
-    )
-
-
-def _encode_batch(
-    batch: Mapping[str, list[Any]], *, encoder: Encoder, length: int, source: Source, drop: bool
-) -> dict[str, Any]:
-    rows = (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
-    return encode_rows((partial(open_row, row, source) for row in rows), encoder, length, drop=drop)
+    return datasets.Features(features)
 
 
 def _outcomes(parts: Sequence[_Encoded]) -> dict[str, Any]:
@@ -272,7 +269,7 @@ def _training_sequences(
         shares = _named(parts, shares_of(examples, len(parts)))
         examples = examples.remove_columns(SOURCE)
     examples = put_in_order(examples, run.data.order, run.seed)
-    return _packed(examples, run, work / "cache" / "train-packed.arrow"), shares
+    return _packed(examples, run, work / "cache" / "train.packed"), shares
 
 
 def _evaluation_sequences(
@@ -282,7 +279,7 @@ def _evaluation_sequences(
     import datasets
 
     packed = [
-        _packed(put_in_order(part.examples, "shuffled", run.seed), run, work / "cache" / f"eval-packed-{number}.arrow")
+        _packed(put_in_order(part.examples, "shuffled", run.seed), run, work / "cache" / f"{number}-eval.packed")
         for number, part in enumerate(parts)
     ]
     if not parts[0].name:
@@ -325,7 +322,13 @@ def _save(split: str, sequences: "datasets.Dataset", work: Path) -> dict[str, An
     import datasets
 
     folder = work / split
-    sequences.save_to_disk(str(folder))
+    packed = [Path(file["filename"]) for file in sequences.cache_files if file["filename"].endswith(f"{split}.packed")]
+    if len(packed) == 1:  # the file is complete: it becomes the split instead of a copy
+        sequences.select(range(1)).save_to_disk(str(folder))
+        (written,) = folder.glob("*.arrow")
+        packed[0].replace(written)
+    else:
+        sequences.save_to_disk(str(folder))
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())

@@ -65,6 +65,9 @@ class BadRowError(DataError):
         super().__init__(message)
         self.cause = cause
 
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.cause, str(self))
+
 
 class _Check(NamedTuple):
     """The text that a rendering of the first ``upto`` messages must be."""

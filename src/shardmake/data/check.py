@@ -3,11 +3,10 @@
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from datetime import date
-from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from shardmake.config.models import Run
 from shardmake.core.errors import DataError
@@ -26,17 +25,18 @@ from shardmake.data.examples import (
     make_encoder,
     recognize_layout,
 )
-from shardmake.data.files import text_rows
+from shardmake.data.files import RawRow
 from shardmake.data.layout import Layout
 from shardmake.data.packing import NAMED, count_outcomes
 from shardmake.data.raw import files_of_raw
-from shardmake.data.sources import FIRST_ROWS, Files, Row, Source, open_row, text_examples
+from shardmake.data.sources import FIRST_ROWS, Row, Source, open_raw, raw_examples
+from shardmake.data.tokenizer_file import compare_with_file
 
 logger = logging.getLogger(__name__)
 
 
 def check_sources(run: Run) -> None:
-    """Check every example of the run's text files without a tokenizer, and the columns of its Parquet files.
+    """Check every example of the run's files without a tokenizer.
 
     Raises `DataError` with file and line for content that cannot be read or does not fit the format; with
     ``data.on_bad_row: drop``, only if no row would be left.
@@ -48,8 +48,9 @@ def check_sources(run: Run) -> None:
         own = part.has_own_layout
         layouts.append(recognize_layout(part, first_of(part.source, FIRST_ROWS)) if own else layouts[0])
     for part, layout in zip(parts, layouts, strict=True):
-        for row in text_examples(part.source):
+        for raw in raw_examples(part.source):
             try:
+                row = open_raw(raw)
                 layout.standardize(row.example, row.place)
             except DataError:
                 if run.data.on_bad_row == "stop":
@@ -69,10 +70,11 @@ def check_first_rows(run: Run, limit: int = FIRST_ROWS) -> Layout:
         if parts[-1].split == "train":
             check_divisible(len(rows), part.run)
         if part.has_own_layout:
+            compare_with_file(tokenizer, run.model, rows)
             encoders.append(make_encoder(part, tokenizer, rows, date.today()))
         drop = run.data.on_bad_row == "drop"
-        opened: Iterable[Callable[[], Row]] = [*(partial(_same, row) for row in rows), *_sample(part.source, limit)]
-        encoded = encode_rows(opened, encoders[-1], run.sequence_length, drop=drop)
+        tried = [*islice(raw_examples(part.source), limit), *_sample(part.source, limit)]
+        encoded = encode_rows(tried, encoders[-1], run.sequence_length, drop=drop)
         token_lists = [ids for name in ("input_ids", "rejected_ids", "cut_ids") for ids in encoded.get(name, [])]
         largest = max([largest, *(max(ids) for ids in token_lists if ids)])
         dropped = [place for place in encoded["dropped"] if place]
@@ -92,13 +94,15 @@ def _compare_marks(encoder: Encoder, rows: Sequence[Row]) -> None:
     """Log a warning if `{% generation %}` marks of the template say other tokens than those that are learned."""
     from trl.chat_template_utils import has_generation_markers
 
-    standard, tokenizer = encoder.layout.standardize(rows[0].example, rows[0].place), encoder.tokenizer
-    template = tokenizer.chat_template
-    if "messages" not in standard or not encoder.assistant_only or not has_generation_markers(template or ""):
+    tokenizer = encoder.tokenizer
+    if not encoder.assistant_only or not has_generation_markers(tokenizer.chat_template or ""):
         return
     try:
         ours = encoder(rows[0].example, rows[0].place)
+        standard = encoder.layout.standardize(rows[0].example, rows[0].place)
     except DataError:  # a bad row, which was reported
+        return
+    if "messages" not in standard:
         return
     marked = tokenizer.apply_chat_template(
         standard["messages"], tools=standard.get("tools"), return_dict=True, return_assistant_tokens_mask=True
@@ -116,19 +120,11 @@ def _compare_marks(encoder: Encoder, rows: Sequence[Row]) -> None:
         )
 
 
-def _same(row: Row) -> Row:
-    return row
-
-
-def _sample(source: Source, count: int) -> Iterator[Callable[[], Row]]:
-    """Yield ``count`` rows from all of a text file after its first ones, always the same."""
-    if not isinstance(source, Files) or not source.are_text:
-        return
-    draw, kept = random.Random(0), list[dict[str, Any]]()
-    for number, row in enumerate(text_rows([str(path) for path in source.paths])):
-        if number < count:
-            continue
-        place = number - count if number < 2 * count else draw.randrange(number - count + 1)
+def _sample(source: Source, count: int) -> list[RawRow]:
+    """Return ``count`` rows from all of a source after its first ones, always the same."""
+    draw, kept = random.Random(0), list[RawRow]()
+    for number, row in enumerate(islice(raw_examples(source), count, None)):
+        place = number if number < count else draw.randrange(number + 1)
         if place < count:
             kept[place : place + 1] = [row]
-    yield from (partial(open_row, row, source) for row in kept)
+    return kept

@@ -1,7 +1,7 @@
 """The examples of a run: their sources, their layout, and their encoding; used by the data stage and by the plan."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from itertools import islice
@@ -16,6 +16,7 @@ from shardmake.core.errors import DataError, ModelError
 from shardmake.core.units import plural
 from shardmake.data.chat import ChatTemplate
 from shardmake.data.encode import Encoder, TokenPair, Tokens, answer_tokens, loss_on_assistant, tokenize
+from shardmake.data.files import RawRow
 from shardmake.data.layout import Layout, check_named, recognize
 from shardmake.data.packing import KEPT, fit, fit_pair
 from shardmake.data.placeholders import Rendered
@@ -27,6 +28,7 @@ from shardmake.data.sources import (
     first_rows,
     locate,
     no_examples,
+    open_raw,
 )
 
 if TYPE_CHECKING:
@@ -163,7 +165,7 @@ def _columns_of(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(column for row in rows for column in row.columns))
 
 
-def encode_rows(rows: Iterable[Callable[[], Row]], encoder: Encoder, length: int, *, drop: bool) -> Columns:
+def encode_rows(rows: Iterable[RawRow], encoder: Encoder, length: int, *, drop: bool) -> Columns:
     """Return the pieces of ``rows``, which are opened here, as columns, each of at most ``length`` tokens.
 
     ``dropped`` has the place of a dropped example, and ``note`` why, with ``drop`` also for a bad row. A conversation
@@ -172,10 +174,10 @@ def encode_rows(rows: Iterable[Callable[[], Row]], encoder: Encoder, length: int
     follow the prompt of another example.
     """
     opened, texts = list[tuple[Row | None, Any]](), list[Rendered]()
-    for open_one in rows:
+    for raw in rows:
         row = None
         try:
-            row = open_one()
+            row = open_raw(raw)
             rendered = encoder.render(row.example, row.place)
         except DataError as error:
             if not drop:

@@ -69,11 +69,9 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
     if receipt is not None and (not raw or are_linked(raw_source, raw["train"], rundir.raw_data)):
         logger.info(f"{rundir.data} is up to date.")
         return receipt
-    with one_at_a_time(rundir, inputs), _workspace(rundir) as work:
+    with one_at_a_time(rundir, inputs), _workspace(rundir, digest(inputs)) as work:
         receipt = None if raw else take_same_data(rundir, inputs, work)
         if receipt is None:
-            shutil.rmtree(work)
-            work.mkdir()
             results = build(run, tokenizer, parts, work, cpus, day)
             trained_on = _trained_on(run, raw, results)
             receipt = DataReceipt(digest=trained_on, **inputs, pad_token_id=_pad_token_id(tokenizer), **results)
@@ -140,11 +138,16 @@ def _files_exist(folder: Path, split: SplitReceipt) -> bool:
 
 
 @contextmanager
-def _workspace(rundir: RunDir) -> Iterator[Path]:
-    """Yield an empty folder on the run's file system; remove it afterwards."""
+def _workspace(rundir: RunDir, inputs: str) -> Iterator[Path]:
+    """Yield a folder on the run's file system, and remove it afterwards.
+
+    A process that was killed leaves it. It is then kept if it was for the same ``inputs``, a digest.
+    """
     work = rundir.data.with_name(".data.tmp")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
+    if not (work / inputs).exists():
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        (work / inputs).touch()
     try:
         yield work
     finally:
