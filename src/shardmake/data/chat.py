@@ -183,8 +183,7 @@ class ChatTemplate:
                 "the chat template renders a turn differently when others follow, so the turns cannot be learned "
                 "together. Use data.turns: auto, or for an answer with several turns only its last one.",
             )
-        is_turn = len(turns) > 1
-        examples = [Rendered(turn.text, ((turn.start, turn.end),), is_turn) for turn in turns]
+        examples = [Rendered(turn.text, ((turn.start, turn.end),)) for turn in turns]
         return _Shape(examples, [check for turn in turns for check in turn.checks])
 
     def _turn(self, conversation: _Conversation, index: int) -> _Turn:
@@ -257,7 +256,8 @@ class ChatTemplate:
         """
         pieces: dict[int, list[Piece]] = {}
         for piece in conversation.pieces:
-            pieces.setdefault(piece.message, []).append(piece)
+            if piece.kind != "id":  # many templates leave it out
+                pieces.setdefault(piece.message, []).append(piece)
         regions, at = list[Span](), 0
         for index in range(-1, count):
             role = conversation.messages[index]["role"] if index >= 0 else ""

@@ -354,7 +354,7 @@ def test_bad_rows_are_dropped_and_counted_up_to_a_limit(
             stage(run)
 
 
-def test_turns_that_are_apart_are_counted_and_shares_are_told(
+def test_turns_that_are_apart_are_counted_and_unusual_shares_named(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
