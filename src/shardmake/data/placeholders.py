@@ -139,3 +139,18 @@ def fill(example: Rendered, texts: Sequence[str]) -> Rendered:
 
     learned = tuple((moved(start), moved(end)) for start, end in example.learned)
     return replace(example, text="".join(new), learned=learned)
+
+
+def common_length(one: str, other: str) -> int:
+    """Return the length of the common beginning of two texts."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
+
+
+def seam(context: str, whole: str, start: int) -> int:
+    """Return where ``whole``, before ``start``, has the longest end of ``context``: an answer follows there."""
+    ends = range(max(0, start - 200), start + 1)
+    return max(ends, key=lambda at: (common_length(context[::-1], whole[:at][::-1]), at))
