@@ -18,7 +18,9 @@ from shardmake.data.examples import (
     check_bad_rows,
     check_divisible,
     check_learned,
+    check_shares,
     check_vocabulary,
+    describe_apart,
     encode_rows,
     first_of,
     make_encoder,
@@ -152,6 +154,8 @@ def build(
     }
     check_vocabulary(run, max(result.pop("largest_token_id") for result in results.values()))
     encoder = (encoded["train"] or encoded["eval"])[0].encoder
+    for split, result in results.items():
+        check_shares(split, result["loss_tokens"], result["tokens"], encoder)
     return {
         "train": dict(NO_SEQUENCES),
         "data_format": encoder.layout.format,
@@ -205,6 +209,7 @@ def _checked(split: str, encoded: "datasets.Dataset", part: Part, encoder: Encod
     notes = Counter(note for note in _values(encoded.data.column("note")) if note)
     name = f"{part.name} {split}".lstrip()
     check_bad_rows(name, notes, counts, dropped)
+    describe_apart(name, notes)
     check_learned(name, counts, dropped, encoder)
     is_kept = pyarrow.compute.is_in(outcomes, pyarrow.array(KEPT))
     kept = encoded.remove_columns(["outcome", "dropped", "note"])

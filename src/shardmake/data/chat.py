@@ -24,6 +24,7 @@ from shardmake.data.placeholders import (
     Piece,
     Rendered,
     Span,
+    common_length,
     excerpt,
     fill,
     find,
@@ -32,6 +33,7 @@ from shardmake.data.placeholders import (
     parts_of,
     placeholder,
     real_text,
+    seam,
 )
 
 if TYPE_CHECKING:
@@ -43,7 +45,9 @@ ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _MOVED: Final = ("system", "developer")
 """Roles whose text a template may move to another place."""
 _CLOCK: Final = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
-_MOST_SHAPES: Final = 4096
+_MARK: Final = r"<\|[^<>|\s]{1,40}\|>|</?\w{1,20}>|\[/?\w{1,20}\]"
+"""Pattern of texts that look like tokens of a template."""
+_MOST_SHAPES: Final = 1024
 _NEXT: Final = 10**6
 """Number of the placeholder of a message that follows."""
 _LOST: Final = "a part that the chat template does not render"
@@ -65,11 +69,14 @@ class BadRowError(DataError):
         super().__init__(message)
         self.cause = cause
 
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.cause, str(self))
+
 
 class _Check(NamedTuple):
-    """The text that a rendering of the first ``count`` messages must be."""
+    """The text that a rendering of the first ``upto`` messages must be."""
 
-    count: int
+    upto: int
     header: bool
     text: str
 
@@ -153,7 +160,7 @@ class ChatTemplate:
         texts = [piece.text for piece in conversation.pieces]
         for check in shape.checks:
             expected = "".join(parts_of(check.text, texts)[1])
-            if self._render(conversation, conversation.messages[: check.count], header=check.header) != expected:
+            if self._render(conversation, conversation.messages[: check.upto], header=check.header) != expected:
                 return None
         return [fill(example, texts) for example in shape.examples]
 
@@ -180,8 +187,7 @@ class ChatTemplate:
                 "the chat template renders a turn differently when others follow, so the turns cannot be learned "
                 "together. Use data.turns: auto, or for an answer with several turns only its last one.",
             )
-        is_turn = len(turns) > 1
-        examples = [Rendered(turn.text, ((turn.start, turn.end),), is_turn) for turn in turns]
+        examples = [Rendered(turn.text, ((turn.start, turn.end),)) for turn in turns]
         return _Shape(examples, [check for turn in turns for check in turn.checks])
 
     def _turn(self, conversation: _Conversation, index: int) -> _Turn:
@@ -202,9 +208,9 @@ class ChatTemplate:
         elif whole.startswith(context):
             start = len(context)
         else:
-            common = _common(context, whole)
+            common = common_length(context, whole)
             if common < max((stop for _, stop in regions[:index]), default=0):
-                common = _seam(context, whole, start)
+                common = seam(context, whole, start)
             text, start = context + whole[common:], len(context)
             checks.append(_Check(index, True, context))
             self._log_context(context)
@@ -212,6 +218,8 @@ class ChatTemplate:
         stop = self._ends.search(text, max(start, end))
         if stop is None:
             text += self._end_after(conversation, index, whole)
+        elif count > index + 1:
+            text = text[: stop.end()]
         return _Turn(text, start, stop.end() if stop else len(text), checks)
 
     def _context(self, conversation: _Conversation, index: int) -> str | None:
@@ -252,7 +260,8 @@ class ChatTemplate:
         """
         pieces: dict[int, list[Piece]] = {}
         for piece in conversation.pieces:
-            pieces.setdefault(piece.message, []).append(piece)
+            if piece.kind != "id":  # many templates leave it out
+                pieces.setdefault(piece.message, []).append(piece)
         regions, at = list[Span](), 0
         for index in range(-1, count):
             role = conversation.messages[index]["role"] if index >= 0 else ""
@@ -343,7 +352,7 @@ class ChatTemplate:
         bare = _Conversation(asked, None, {}, [])
         try:
             with_header = self._render(bare, asked, header=True)
-            return with_header[_common(with_header, self._render(bare, asked)) :]
+            return with_header[common_length(with_header, self._render(bare, asked)) :]
         except BadRowError:
             return ""
 
@@ -362,9 +371,17 @@ class ChatTemplate:
     def _ends(self) -> re.Pattern[str]:
         """Pattern of the tokens that end a turn: those that stop generation, or else the template's own."""
         special = _any_of({*self.tokenizer.get_added_vocab(), *self.tokenizer.all_special_tokens})
-        first, second = ([found[0] for found in special.finditer(tail)][:1] for tail in self._tails)
-        has_own = first == second and not _any_of(self.stops).search(self._tails[1])
-        return _any_of({*self.stops, *(first if has_own else [])})
+        marks = re.compile(f"{special.pattern}|{_MARK}")
+        first, second = ([found[0] for found in marks.finditer(tail)][:1] for tail in self._tails)
+        if not first or first != second or _any_of(self.stops).search(self._tails[1]):
+            return _any_of(self.stops)
+        logger.warning(
+            "The chat template ends a turn with %r, and generation stops at %s. The model learns the former. Write it "
+            "into eos_token_id of generation_config.json, or stop there when the model is served.",
+            first[0],
+            ", ".join(map(repr, sorted(self.stops))) or "no token",
+        )
+        return _any_of({*self.stops, first[0]})
 
     def _template(self, tools: Any) -> str:
         if self.tokenizer.chat_template is None:
@@ -375,7 +392,7 @@ class ChatTemplate:
             )
         template = self.tokenizer.get_chat_template(tools=tools)
         day = self.day  # transformers hands no function to a template
-        return _CLOCK.sub(lambda read: repr(day.strftime(read[2])), template) if day else template
+        return _CLOCK.sub(lambda read: repr(day.strftime(read[2])), template) if day and self.reads_clock else template
 
     def _render(
         self, conversation: _Conversation, messages: Sequence[Mapping[str, Any]], *, header: bool = False
@@ -423,18 +440,3 @@ def _lost(piece: Piece, role: str) -> BadRowError:
 def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
     """Return a pattern of ``tokens`` that prefers longer ones, and matches nothing if there are none."""
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
-
-
-def _common(one: str, other: str) -> int:
-    """Return the length of the common beginning of two texts."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
-    return low
-
-
-def _seam(context: str, whole: str, start: int) -> int:
-    """Return where ``whole``, before ``start``, has the longest end of ``context``: an answer follows there."""
-    ends = range(max(0, start - 200), start + 1)
-    return max(ends, key=lambda at: (_common(context[::-1], whole[:at][::-1]), at))

@@ -1,13 +1,16 @@
 """Checks of the data at plan, before anything is queued."""
 
+import logging
 import random
 from collections import Counter
+from collections.abc import Sequence
 from datetime import date
 from itertools import islice
 from pathlib import Path
 
 from shardmake.config.models import Run
 from shardmake.core.errors import DataError
+from shardmake.data.encode import Encoder
 from shardmake.data.examples import (
     check_bad_rows,
     check_divisible,
@@ -26,8 +29,10 @@ from shardmake.data.files import RawRow
 from shardmake.data.layout import Layout
 from shardmake.data.packing import NAMED, count_outcomes
 from shardmake.data.raw import files_of_raw
-from shardmake.data.sources import FIRST_ROWS, Source, open_raw, raw_examples
+from shardmake.data.sources import FIRST_ROWS, Row, Source, open_raw, raw_examples
 from shardmake.data.tokenizer_file import compare_with_file
+
+logger = logging.getLogger(__name__)
 
 
 def check_sources(run: Run) -> None:
@@ -79,9 +84,40 @@ def check_first_rows(run: Run, limit: int = FIRST_ROWS) -> Layout:
         if len(rows) < limit or len(dropped) < len(encoded["dropped"]):  # else later rows may have something to learn
             check_learned(name, outcomes, dropped[:NAMED], encoders[-1])
         describe_apart(name, notes)
+        _compare_marks(encoders[-1], rows)
         check_shares(name, sum(map(sum, encoded["loss_mask"])), sum(map(len, encoded["loss_mask"])), encoders[-1])
     check_vocabulary(run, largest)
     return encoders[0].layout
+
+
+def _compare_marks(encoder: Encoder, rows: Sequence[Row]) -> None:
+    """Log a warning if `{% generation %}` marks of the template say other tokens than those that are learned."""
+    from trl.chat_template_utils import has_generation_markers
+
+    tokenizer = encoder.tokenizer
+    if not encoder.assistant_only or not has_generation_markers(tokenizer.chat_template or ""):
+        return
+    try:
+        ours = encoder(rows[0].example, rows[0].place)
+        standard = encoder.layout.standardize(rows[0].example, rows[0].place)
+    except DataError:  # a bad row, which was reported
+        return
+    if "messages" not in standard:
+        return
+    marked = tokenizer.apply_chat_template(
+        standard["messages"], tools=standard.get("tools"), return_dict=True, return_assistant_tokens_mask=True
+    )
+    texts = [
+        tokenizer.decode([token for token, on in zip(ids, mask, strict=True) if on]).strip()
+        for ids, mask in (ours[-1], (marked["input_ids"], marked["assistant_masks"]))
+    ]
+    if len(ours) > 1 or texts[0] != texts[1]:
+        logger.warning(
+            "The {%% generation %%} marks of the chat template are not followed. They say %r, and what the model must "
+            "say after the context of inference is learned: %r.",
+            texts[1][:200],
+            texts[0][:200],
+        )
 
 
 def _sample(source: Source, count: int) -> list[RawRow]:

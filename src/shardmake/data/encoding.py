@@ -16,7 +16,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardmake.core.errors import DataError
 from shardmake.data.files import RawRow
 from shardmake.data.sources import Source, raw_examples
 
@@ -133,10 +132,7 @@ def _start_worker(encode: Encode, schema: "pyarrow.Schema") -> None:
 
 def _encode_in_worker(rows: list[RawRow]) -> "pyarrow.RecordBatch":
     assert _job is not None
-    try:
-        return _encoded(rows, *_job)
-    except DataError as error:
-        raise DataError(str(error)) from None  # a subclass may not survive the way to another process
+    return _encoded(rows, *_job)
 
 
 def _encoded(rows: list[RawRow], encode: Encode, schema: "pyarrow.Schema") -> "pyarrow.RecordBatch":

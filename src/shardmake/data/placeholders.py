@@ -21,8 +21,6 @@ class Rendered:
 
     text: str
     learned: tuple[Span, ...]
-    is_turn: bool = False
-    """One of several turns of a conversation, each with a context of its own."""
     is_plain: bool = False
     """No template rendered it: the tokenizer adds its special tokens, and an end of sequence."""
 
@@ -78,8 +76,13 @@ def hide_texts(messages: Sequence[Message], tools: Any) -> tuple[list[dict[str, 
         else:
             content = hide(index, "content", content)
         found["content"] = content
+        if isinstance(message.get("tool_call_id"), str):
+            found["tool_call_id"] = hide(index, "id", message["tool_call_id"])
         if "tool_calls" in message:
             found["tool_calls"] = [_hide_function(call, partial(hide_call, index)) for call in message["tool_calls"]]
+            for call in found["tool_calls"]:
+                if isinstance(call.get("id"), str):
+                    call["id"] = hide(index, "id", call["id"])
         hidden.append(found)
     return hidden, pieces
 
@@ -136,3 +139,18 @@ def fill(example: Rendered, texts: Sequence[str]) -> Rendered:
 
     learned = tuple((moved(start), moved(end)) for start, end in example.learned)
     return replace(example, text="".join(new), learned=learned)
+
+
+def common_length(one: str, other: str) -> int:
+    """Return the length of the common beginning of two texts."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
+
+
+def seam(context: str, whole: str, start: int) -> int:
+    """Return where ``whole``, before ``start``, has the longest end of ``context``: an answer follows there."""
+    ends = range(max(0, start - 200), start + 1)
+    return max(ends, key=lambda at: (common_length(context[::-1], whole[:at][::-1]), at))

@@ -83,8 +83,8 @@ class ComparedRun:
         separate = {key: source for key, source in self.data.sources.items() if key.partition("/")[0] == "eval"}
         if not separate:
             return digest([self.data.tokenizer, *(file.sha256 for file in self.data.eval.files)])
-        read = {"format", "columns", "loss_on", "sequence_length", "objective", "evaluated"}
-        settings = self.data.settings.model_dump(include=read)
+        ordered = {"eval_fraction", "order", "packing", "seed", "mix"}
+        settings = self.data.settings.model_dump(exclude=ordered)
         layout = [self.data.data_format, self.data.columns, self.data.loss_on_assistant]
         return digest([self.data.tokenizer, content_of({"sources": separate}), settings, layout])
 

@@ -87,6 +87,8 @@ LEARNED: list[tuple[str, str, Row, list[str]]] = [
      ["<user>a</s><assistant>[s</s>]<user>user</s><assistant>[</s></s>]"]),
     ("thoughts in the text", PLAIN, {"messages": chat("u:a", "a:<think>z</think> b")},
      ["<user>a</s><assistant>[<think>z</think> b</s>]"]),
+    ("an end that is text", PLAIN.replace("</s>", "<|e|>"), {"messages": chat("u:a", "a:b", "u:c")},
+     ["<user>a<|e|><assistant>[b<|e|>]<user>c<|e|>"]),
     ("nothing to learn", PLAIN, {"messages": chat("u:a")}, ["<user>a</s>"]),
 ]  # fmt: skip
 REFUSED: list[tuple[str, str, Row, str]] = [

@@ -12,6 +12,7 @@ from shardmake.config.models import Data, Objective
 from shardmake.data.encode import Encoder, TokenPair, encode_prompt, loss_on_assistant
 from shardmake.data.layout import recognize
 from shardmake.evaluate.prompts import as_prompt
+from tests.unit.data.test_chat import LATE_SYSTEM, OPENS_NO_MORE
 from tests.unit.data.test_encode import PLAIN, chat, chat_template, make_tokenizer
 
 Rows = list[dict[str, list[int]]]
@@ -118,6 +119,29 @@ def test_tokens_are_those_of_trl_with_one_end(case: str, added: str, form: dict[
     ):  # nothing predicts the first token, and in a conversation only the assistant's tokens are learned
         ours, theirs = ([{"input_ids": row["input_ids"]} for row in rows] for rows in (ours, theirs))
     assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "of_theirs"),
+    [
+        (OPENS_NO_MORE, "<user>a</s><assistant>T", "<user>a</s><assistant>"),
+        (LATE_SYSTEM, "<user>x:a<assistant>", "<user>"),
+    ],
+    ids=["a header that the answer lacks", "a system text that moves"],
+)
+def test_the_prompt_of_a_pair_is_that_of_inference_where_trl_cuts_it(
+    template: str, prompt: str, of_theirs: str
+) -> None:
+    """TRL takes what the prompt has in common with the answered conversation, and loses a system text with the rest."""
+    tokenizer = make_tokenizer(template)
+    pair = {
+        "prompt": chat("s:x", "u:a") if "x" in prompt else chat("u:a"),
+        "chosen": chat("a:b"),
+        "rejected": chat("a:c"),
+    }
+    (ours,), (theirs,) = of_ours(tokenizer, "dpo", [pair]), of_trl(tokenizer, "dpo", [pair])
+    found = ["".join(tokenizer.convert_ids_to_tokens(ids)) for ids in (*ours.values(), theirs["prompt_ids"])]
+    assert found == [prompt, "b</s>", "c</s>", of_theirs]
 
 
 @pytest.mark.parametrize(

@@ -331,6 +331,57 @@ def test_the_first_rows_and_a_sample_of_the_others_are_encoded(model: Path, tmp_
         check_first_rows(make_run(model, {"train": str(train), "eval": str(held_out)}), limit=3)
 
 
+def test_bad_rows_are_dropped_and_counted_up_to_a_limit(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad: list[Any] = [{"messages": [{"role": "human", "content": "a"}, *chat("a:b")]}, {"messages": 3}]
+    path = write_rows(tmp_path / "t.jsonl", [*conversations(58), *bad])
+    data = {"train": path, "eval": write_rows(tmp_path / "e.jsonl", conversations(3))}
+    for check in (check_sources, check_first_rows):
+        with pytest.raises(ShardmakeError, match=r"t\.jsonl, line (59|60): "):
+            check(make_run(model, data))
+    run = make_run(model, data | {"on_bad_row": "drop"})
+    check_sources(run)
+    check_first_rows(run)
+    receipt = prepare(run, RunDir(tmp_path / "run"))
+    causes = {"an unknown role": 1, "not in the format": 1}
+    assert (receipt.train.bad, receipt.train.dropped_bad, receipt.train.examples) == (causes, 2, 60)
+    words = "Bad rows of the train data: 2 of 60 (1 an unknown role; 1 not in the format). The first: "
+    assert any(message.startswith(f"{words}{path}, line 59: message 1 has the role") for message in caplog.messages)
+    write_rows(tmp_path / "t.jsonl", [*conversations(37), *bad, bad[0]])
+    for stage in (check_first_rows, lambda run: prepare(run, RunDir(tmp_path / "run"))):
+        with pytest.raises(ShardmakeError, match=r"3 of 40 .* data\.on_bad_row: drop allows 5%"):
+            stage(run)
+
+
+def test_turns_that_are_apart_are_counted_and_unusual_shares_named(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    rows = [{"messages": chat("u:a", "a:b", "u:c", "a:d", "u:" + "e" * 40, "a:f")}] * 4 + conversations(2)
+    data = {"train": write_rows(tmp_path / "t.jsonl", rows), "eval": write_rows(tmp_path / "e.jsonl", conversations(2))}
+    receipt = prepare(make_run(model, data | {"turns": "apart"}), RunDir(tmp_path / "run"))
+    assert (receipt.train.apart, receipt.train.examples, receipt.eval.apart) == (4, 14, 0)
+    assert any("of 4 conversations each turn is an example with its own context" in text for text in caplog.messages)
+    together = prepare(make_run(model, data), RunDir(tmp_path / "run"))
+    assert (together.train.apart, together.train.examples) == (0, 6)
+    long = [{"messages": chat("u:" + "q" * 900, "a:b")}] * 4
+    write_rows(tmp_path / "t.jsonl", long)
+    check_first_rows(make_run(model, data, sequence_length=2048))
+    assert any("data are learned (0." in text and "--show 3" in text for text in caplog.messages)
+
+
+@pytest.mark.parametrize("agree", [True, False])
+def test_marks_that_say_other_tokens_are_named(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, agree: bool
+) -> None:
+    marked = MARKED if agree else MARKED.replace("</s>{% endgeneration %}", "{% endgeneration %}</s>")
+    (tmp_path / "chat.jinja").write_text(marked)
+    path = write_rows(tmp_path / "t.jsonl", conversations(4))
+    check_first_rows(make_run(model, {"train": path, "chat_template": str(tmp_path / "chat.jinja")}))
+    assert any("marks of the chat template are not followed" in text for text in caplog.messages) != agree
+
+
 @pytest.mark.parametrize("limit", [2, 64])
 def test_the_first_rows_of_parquet_files_are_encoded(model: Path, tmp_path: Path, limit: int) -> None:
     for name, text in (("a", "x"), ("b", "y")):
