@@ -6,6 +6,7 @@ are part of the stages.
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -209,8 +210,8 @@ class Data(Section):
     order: Literal["shuffled", "length", "given"] = Field(
         "shuffled",
         description="Order of the training examples. `shuffled`: another in each epoch, from `seed`; `length`: from "
-        "short to long, a curriculum; `given`: that of the source. The last two repeat in each epoch and need "
-        "`packing: false`. With `objective: kto` the shuffled order repeats as well.",
+        "short to long, a curriculum; `given`: that of the source. The last two repeat in each epoch and exclude "
+        "`packing`. With `objective: kto` the shuffled order repeats as well.",
     )
     chat_template: PathText | None = Field(
         None,
@@ -572,7 +573,8 @@ class Run(Section):
     packing: bool = Field(
         True,
         description="Pack several examples into one sequence, without attention between them. The plan refuses this "
-        "for models that do not keep examples apart (BLOOM, and OPT without attention varlen).",
+        "for models that do not keep examples apart (BLOOM, and OPT without attention varlen). Without it, examples "
+        "that are padded (`objective: dpo`, `kto`, `reward`) or in a `data.order` of their own are not packed.",
     )
     global_batch_size: Sequences = Field(
         description="Sequences per optimizer step over all ranks. It does not depend on the number of GPUs."
@@ -581,7 +583,10 @@ class Run(Section):
         "auto", description="Sequences per rank and forward pass. Gradient accumulation fills the global batch."
     )
     max_steps: Steps | None = Field(None, description="Optimizer steps. Set this or `epochs`.")
-    epochs: Epochs | None = Field(None, description="Passes over the data.")
+    epochs: Epochs | None = Field(
+        None,
+        description="Passes over the data. The last batch of each is filled with other examples, in turn.",
+    )
     learning_rate: LearningRate = Field(description="Peak learning rate.")
     scheduler: Literal["cosine", "linear", "constant", "constant_with_warmup"] = Field(
         "cosine", description="Schedule of the learning rate after the warm-up."
@@ -706,6 +711,16 @@ class Run(Section):
     notify: Notify | None = Field(
         None, description="A command that notifies you when the run is done, was stopped, or needs you."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pack_by_default(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or "packing" in values:
+            return values
+        spec, data = OBJECTIVES.get(values.get("objective", "sft")), values.get("data")
+        order = data.get("order") if isinstance(data, Mapping) else getattr(data, "order", None)
+        pads = (spec is not None and spec.trl is not None) or order not in ("shuffled", None)
+        return {**values, "packing": False} if pads else values
 
     @model_validator(mode="after")
     def _check_length(self) -> "Run":

@@ -58,7 +58,7 @@ WHOLE_RUN = (
 )
 """Beginnings of messages about keys that contradict each other, which follow the run's name after a colon."""
 INVALID_RUNS: list[tuple[dict[str, Any], list[str]]] = [
-    ({"data": {"train": "a", "order": "length"}}, [
+    ({"data": {"train": "a", "order": "length"}, "packing": True}, [
         "data.order 'length' has no effect with packing, which fills each sequence with examples that fit. "
         "Set packing: false."]),
     ({"data": {"train": "a", "order": "given"}, "script": "train.py"}, [
