@@ -87,6 +87,8 @@ def _refused_by_trl(run: Run, spec: ObjectiveSpec) -> Iterator[str]:
         )
     if run.data.loss_on == "all":
         yield f"data.loss_on: all has no effect with {objective}, which learns from answers. Remove loss_on"
+    if run.data.turns != "auto":
+        yield f"data.turns has no effect with {objective}, which learns an answer as one example. Remove turns"
 
 
 def check_service(run: Run) -> None:

@@ -33,7 +33,7 @@ class RunDir:
     sources = BelowRoot(
         "sources.json", "Commits, sizes and checksums of what was fetched (`shardmake.run.sources.Sources`)."
     )
-    fetched = BelowRoot("fetched", "Folder of fetched examples, one Parquet file a split.")
+    fetched = BelowRoot("fetched", "Folder of fetched examples, one folder a split.")
     base_model = BelowRoot(
         "fetched/model",
         "Folder of another run's model (`model: run:NAME`): copies of config and tokenizer, links to its weights.",

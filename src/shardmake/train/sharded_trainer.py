@@ -39,6 +39,7 @@ class ShardedTrainer(Trainer):
         self.after_check: list[TrainerCallback] = []
         """Callbacks that are called after the check of the engine."""
         super().__init__(**kwargs)
+        self.add_callback(_NextRepeated(self))
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the Accelerator without its choice of TF32, which is the run's (``tf32``)."""
@@ -158,21 +159,40 @@ def planned_optimizer(settings: TrainingSettings) -> tuple[type[torch.optim.Opti
 
 
 class WholeBatches(Dataset[Any]):
-    """A data set that repeats samples from its start until an epoch has a whole number of global batches.
+    """A data set that repeats samples until an epoch has a whole number of global batches.
 
     It keeps the samples of every optimizer step the same for any number of ranks. Trainer draws one order per epoch
     from the seed and distributes micro batches to the ranks in turn. So step k of an epoch takes samples k G to
     (k + 1) G of that order, however a global batch of G is split. Only the end of an epoch would depend on the split:
     Trainer fills the last samples up to full micro batches on all ranks, not to a global batch.
+
+    The first ``epoch`` repeats the first samples, the next one those after them, so that over the epochs each sample is
+    repeated equally often.
     """
 
     def __init__(self, data: Any, global_batch_size: int) -> None:
-        self.data = data
-        self.length = -(-len(data) // global_batch_size) * global_batch_size
+        self.data, self.epoch = data, 0
+        self.steps = -(-len(data) // global_batch_size)
+        self.length = self.steps * global_batch_size
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> Any:
         """Return sample ``index`` of the repeated data."""
-        return self.data[index % len(self.data)]
+        repeated = self.length - len(self.data)
+        skipped = self.epoch * repeated if index >= len(self.data) else 0
+        return self.data[(index + skipped) % len(self.data)]
+
+
+class _NextRepeated(TrainerCallback):
+    """Tells the data of ``trainer`` the epoch, also after a resume, before its loader starts."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Set the number of the epoch that begins with the next step."""
+        data = self.trainer.train_dataset
+        if isinstance(data, WholeBatches):
+            data.epoch = state.global_step // data.steps

@@ -22,7 +22,10 @@ from tests.unit.config.samples import CLUSTER, RUN, make_run, merged, write
 
 FIELDS = ", ".join(Run.model_fields)
 RUN_KEYS = f"{FIELDS}, base, sweep"
-DATA_KEYS = "train, eval, eval_fraction, format, columns, loss_on, order, chat_template, subset, revision"
+DATA_KEYS = (
+    "train, eval, eval_fraction, format, columns, loss_on, order, chat_template, template_arguments, turns, on_bad_row, "
+    "subset, revision"
+)
 KNOWN = f"Known: {', '.join(ACCELERATORS)}. For another GPU, name the most similar one and set gpu_memory_gib."
 TEXT_OR_NUMBER = "YAML reads this as a number, also a time such as 12:00:00. Put it in quotes."
 TEXT_OR_TRUTH = "YAML reads on, off, yes and no as true or false. Put the word in quotes."
@@ -55,7 +58,7 @@ WHOLE_RUN = (
 )
 """Beginnings of messages about keys that contradict each other, which follow the run's name after a colon."""
 INVALID_RUNS: list[tuple[dict[str, Any], list[str]]] = [
-    ({"data": {"train": "a", "order": "length"}}, [
+    ({"data": {"train": "a", "order": "length"}, "packing": True}, [
         "data.order 'length' has no effect with packing, which fills each sequence with examples that fit. "
         "Set packing: false."]),
     ({"data": {"train": "a", "order": "given"}, "script": "train.py"}, [
@@ -91,15 +94,16 @@ INVALID_RUNS: list[tuple[dict[str, Any], list[str]]] = [
                                                  "auto, raw, chat, sharegpt, alpaca, prompt-completion, text, preference, "
                                                  "unpaired-preference."]),
     ({"data": {"train": "a", "columns": {"promt": "q"}}}, ["data.columns.promt: there is no such key. Did you mean "
-     "'prompt'? Allowed here: messages, role, content, tools, system, prompt, completion, label, text, chosen, rejected, "
-     "instruction, input, output."]),
+     "'prompt'? Allowed here: messages, role, content, tools, template_arguments, system, prompt, completion, label, "
+     "text, chosen, rejected, instruction, input, output."]),
     ({"data": {"train": "a", "columns": {"prompt": 3}}}, ["data.columns.prompt: 3 is not allowed. Allowed: text. YAML "
      "reads this as a number, also a time such as 12:00:00. Put it in quotes."]),
     ({"data": {"train": "a", "columns": {"prompt": "q", "text": "t"}}}, ["data: columns: no format reads prompt and "
-     "text. chat reads messages, tools, role, content; sharegpt reads messages, tools, system, role, content; "
-     "alpaca reads instruction, output, input, system; prompt-completion reads prompt, completion, tools, role, "
-     "content; text reads text; preference reads chosen, rejected, prompt, tools, role, content; "
-     "unpaired-preference reads prompt, completion, label, tools, role, content."]),
+     "text. chat reads messages, tools, template_arguments, role, content; sharegpt reads messages, tools, "
+     "template_arguments, system, role, content; alpaca reads instruction, output, input, system; prompt-completion "
+     "reads prompt, completion, tools, template_arguments, role, content; text reads text; preference reads chosen, "
+     "rejected, prompt, tools, template_arguments, role, content; unpaired-preference reads prompt, completion, label, "
+     "tools, template_arguments, role, content."]),
     ({"data": {"train": "a", "format": "text", "columns": {"prompt": "q"}}}, ["data: columns: no format reads prompt. "
      "text reads text."]),
     ({"data": {"train": "a", "evl": "b"}}, ["data.evl: there is no such key. Did you mean 'eval'? "

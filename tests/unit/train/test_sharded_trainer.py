@@ -1,12 +1,14 @@
 """Every optimizer step gets the same samples for any number of ranks and any micro batch size."""
 
+from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from shardmake.train.sharded_trainer import WholeBatches
+from shardmake.train.sharded_trainer import WholeBatches, _NextRepeated
 
 GLOBAL_BATCH = 12
 SPLITS = [(1, 12, 1), (1, 1, 12), (2, 3, 2), (3, 2, 2), (4, 3, 1), (4, 1, 3), (6, 2, 1)]
@@ -28,6 +30,8 @@ def steps(
     for epoch in range(epochs):
         for loader in loaders:
             loader.set_epoch(epoch)
+        if isinstance(data, WholeBatches):
+            data.epoch = epoch
         batches_of_ranks = [[batch.tolist() for batch in loader.base_dataloader] for loader in loaders]
         for at in range(0, len(batches_of_ranks[0]), accumulation):
             found.append(
@@ -54,7 +58,22 @@ def test_without_it_an_epochs_end_depends_on_the_split() -> None:
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("length", [36, 41])
 def test_the_order_of_the_data_is_that_of_the_steps_for_every_split(length: int, split: tuple[int, int, int]) -> None:
-    """Step k takes samples k G to (k + 1) G, in every epoch; the last one is filled from the start."""
+    """Step k takes samples k G to (k + 1) G, in every epoch; the last one is filled, from the start and then on."""
     data = WholeBatches(range(length), GLOBAL_BATCH)
-    epoch = [sorted(n % length for n in range(at, at + GLOBAL_BATCH)) for at in range(0, len(data), GLOBAL_BATCH)]
-    assert steps(data, *split, strategy="sequential") == epoch * 2
+    whole = [list(range(at, min(at + GLOBAL_BATCH, length))) for at in range(0, length, GLOBAL_BATCH)]
+    missing = GLOBAL_BATCH * len(whole) - length
+    expected = [*whole[:-1], sorted([*whole[-1], *range(missing)])]
+    expected += [*whole[:-1], sorted([*whole[-1], *range(missing, 2 * missing)])]
+    assert steps(data, *split, strategy="sequential") == expected
+
+
+def test_over_the_epochs_each_sample_is_repeated_equally_often() -> None:
+    """Also after a resume in the middle of an epoch."""
+    data = WholeBatches(range(5), 3)
+    seen = Counter[int]()
+    callback = _NextRepeated(SimpleNamespace(train_dataset=data))
+    for step in (0, 2, 4, 7, 9):
+        callback.on_epoch_begin(None, SimpleNamespace(global_step=step), None)
+        assert data.epoch == step // 2
+        seen.update(data[i] for i in range(len(data)))
+    assert seen == dict.fromkeys(range(5), 6)
