@@ -245,10 +245,10 @@ def _config(sources: Sequence[Path], dtypes: Iterable[str]) -> dict[str, Any]:
     found = [read_object(_own_file(path.parent, path)) for path in _configs(sources)]
     config, last = found[0], found[-1]
     _set_dtype(config, widest(dtypes))
-    if "use_cache" in last:  # gradient checkpointing switches it off in the checkpoint's config
-        config["use_cache"] = last["use_cache"]
-    if "quantization_config" not in last:  # QLoRA trains in 4 bits, and the adapter is added to the base model itself
-        config.pop("quantization_config", None)
+    # The training switches the cache off. QLoRA trains in 4 bits, and the adapter is added to the base model itself.
+    for key in ("use_cache", "quantization_config"):
+        config.pop(key, None)
+        config |= {key: last[key]} if key in last else {}
     return config
 
 

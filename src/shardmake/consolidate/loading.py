@@ -63,7 +63,7 @@ def _content(path: Path) -> str | None:
 def _code() -> list[str]:
     package = Path(__file__).parents[1]
     sources = [Path(__file__).with_name("loading.py"), *sorted((package / "checkpoint" / "formats").glob("*.py"))]
-    sources += sorted((package / "run").glob("model_class.py"))
+    sources += [package / "run" / name for name in ("model_class.py", "text_part.py")]
     text = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
     return [platform.python_version(), *(f"{name} {version(name)}" for name in _LIBRARIES), text]
 
@@ -83,7 +83,8 @@ class LoadingReport:
         mismatched: Name, shape in the folder and shape in the model of each tensor of another shape.
         ties: Name of each tied weight and of the weight that it shares.
         weights: The weights of a model folder that are not a parameter of the same name.
-        unloaded: Names in the folder with the layout that the class declares it does not load.
+        unloaded: Names in the folder with the layout that are not trained: those that the class declares it does not
+            load, and those of the towers of a composite model.
         error: Error of loading; empty if the folder can be loaded.
     """
 
@@ -189,7 +190,7 @@ def load(
     transformers.utils.logging.set_verbosity_error()
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        kind = model_class.find() if model_class is not None else _model_class(folder, config, trust_remote_code)
+        kind = model_class.whole.find() if model_class else _model_class(folder, config, trust_remote_code)
         model, info = kind.from_pretrained(
             folder,
             device_map="meta",
@@ -227,7 +228,7 @@ def load_adapter(
 
     try:
         config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
-        kind = model_class.find() if model_class is not None else _model_class(base, config, trust_remote_code)
+        kind = model_class.whole.find() if model_class else _model_class(base, config, trust_remote_code)
         with torch.device("meta"):
             is_auto, options = kind.__name__.startswith("Auto"), {"trust_remote_code": trust_remote_code}
             model = kind.from_config(config, **options) if is_auto else kind(config)

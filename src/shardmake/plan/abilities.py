@@ -29,7 +29,7 @@ _ACTIVATION_TABLE = "ACT2CLS"
 _HELPER = "shardmake.plan.inspect_model"
 _SOURCES = (
     "plan/inspect_model.py", "data/dataset.py", "data/varlen.py", "checkpoint/formats/hub_layout.py",
-    "config/methods.py",
+    "config/methods.py", "run/model_class.py", "run/text_part.py",
 )  # fmt: skip
 
 
@@ -39,6 +39,10 @@ class Abilities:
 
     model_class: str
     """The class that trains."""
+    text_part: bool = False
+    """The text part of a composite model is trained."""
+    absent: tuple[str, ...] = ()
+    """Towers of a composite model, which are not loaded: the merge takes their weights from the base model."""
     attention: tuple[Attention, ...] = KERNELS
     """Kernels that the class supports, the fastest first."""
     mixing: tuple[Attention, ...] = ()
@@ -50,6 +54,15 @@ class Abilities:
     """Features of the run's adapters that the merge does not support; empty without adapters."""
     mergeable_targets: tuple[str, ...] = ()
     """Values of ``lora.targets`` whose adapters the merge supports; empty if those of the run are supported."""
+
+    def describe_absent(self) -> list[str]:
+        """Return a line about the towers of a composite model."""
+        if not self.text_part:
+            return []
+        return [
+            f"towers: absent ({', '.join(self.absent) or 'the model has none'}): they take no memory and do not change, and the merge takes "
+            "them from the base model"
+        ]
 
     def best_attention(self, available: Iterable[Attention], *, packing: bool) -> Attention:
         """Return the first of the ``available`` kernels that the class supports and, if possible, that can pack."""

@@ -63,7 +63,7 @@ def wrong_model(run: Run, hardware: Hardware, model: Model) -> Iterator[str]:
     if OBJECTIVES[run.objective].trl is None:
         return
     refused = f"objective: {run.objective} is not supported"
-    if "router_aux_loss_coef" in model.config:
+    if "router_aux_loss_coef" in model.text_config:
         yield (
             f"{refused} for {model.architecture}, a mixture of experts: the routers' loss would depend on the micro "
             "batch. Use a dense model."
@@ -92,6 +92,12 @@ def wrong_abilities(run: Run, abilities: Abilities) -> Iterator[str]:
             + (f"Set lora.targets: [{targets}], or take method: full." if targets else "Take method: full.")
         )
     if run.script:
+        if abilities.text_part:
+            yield (
+                f"script cannot be used for {abilities.model_class}, a composite model: of its towers "
+                f"({', '.join(abilities.absent)}), a script may train any part, and the memory estimate counts none. "
+                "Remove script, so that the text part is trained, or name a text model."
+            )
         return
     refused = f"attention: {run.attention} cannot be used: {abilities.model_class}"
     instead = f"Use {' or '.join(abilities.attention)}, or auto."
@@ -340,7 +346,8 @@ def _wrong_tokens(run: Run, model: Model, attention: Attention) -> Iterator[str]
             "packing with attention sdpa: the mask that separates packed examples is made for a rank's own tokens. "
             "Take attention: varlen on a GPU, or packing: false."
         )
-    window = model.config.get("sliding_window") if model.config.get("use_sliding_window", True) else None
+    text = model.text_config
+    window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
     if attention == "sdpa" and window and int(window) < run.sequence_length:
         yield (
             f"attention sdpa: the mask of a sliding window of {int(window)} tokens is made for a rank's own tokens. "

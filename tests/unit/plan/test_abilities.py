@@ -48,8 +48,30 @@ GEMMA3 = {
 QWEN3_5 = {
     "model_type": "qwen3_5",
     "architectures": ["Qwen3_5ForConditionalGeneration"],
-    "text_config": {"model_type": "qwen3_5_text", **SIZES},
+    "text_config": {
+        "model_type": "qwen3_5_text",
+        **SIZES,
+        "layer_types": ["linear_attention"] * 2 + ["full_attention"],
+    },
     "vision_config": {"model_type": "qwen3_5", "depth": 1},
+}
+VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+LLAVA_NEXT = {
+    "model_type": "llava_next",
+    "text_config": {"model_type": "llama", **SIZES},
+    "vision_config": {"model_type": "clip_vision_model", **VISION},
+}
+GRANITE_SPEECH = {
+    "model_type": "granite_speech",
+    "text_config": {"model_type": "granite", **SIZES},
+    "encoder_config": {"num_layers": 1, "hidden_dim": 16},
+    "projector_config": {"model_type": "blip_2_qformer", **VISION, "encoder_hidden_size": 16},
+}
+BLIP = {
+    "model_type": "blip",
+    "architectures": ["BlipForConditionalGeneration"],
+    "text_config": {**VISION, "vocab_size": 64},
+    "vision_config": VISION,
 }
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 8, "vocab_size": 320}
 GEMMA2 = {"model_type": "gemma2", **SIZES, "head_dim": 8}
@@ -104,6 +126,25 @@ def test_the_families_that_are_written_down_can_do_everything(family: str) -> No
 
 
 @pytest.mark.parametrize(
+    ("config", "towers"),
+    [
+        (GEMMA3, ["model.vision_tower", "model.multi_modal_projector"]),
+        (QWEN3_5, ["model.visual"]),
+        (LLAVA_NEXT, ["model.vision_tower", "model.multi_modal_projector", "model.image_newline"]),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else None,
+)
+def test_the_towers_of_a_composite_are_absent(config: dict[str, Any], towers: list[str], tmp_path: Path) -> None:
+    settings = resolved(make_run(model=make_folder(tmp_path, config), packing=False))
+    assert list(settings.abilities.absent) == towers and settings.workload.model_class.text_part
+    assert settings.model.parameters == sum(
+        tensor.numel for tensor in settings.model.tensors if not any(name in tensor.name for name in towers)
+    )
+    (line,) = settings.abilities.describe_absent()
+    assert line.startswith(f"towers: absent ({', '.join(towers)}): they take no memory")
+
+
+@pytest.mark.parametrize(
     ("config", "attention", "mixing", "limit"),
     [
         (GPT2, ALL[1:], [], "dropout in its attention"),
@@ -141,10 +182,11 @@ REFUSED = [
     (OPT, {}, r"packing: true cannot be used: OPTForCausalLM mixes"),
     (T5, {}, r"config\.json is an encoder-decoder model \(t5\)\. Shardmake trains causal"),
     (T5, {"script": "train.py"}, "encoder-decoder model"),
-    (GEMMA3, {}, r"composite model \(gemma3\) with the parts text, vision\. "),
-    (QWEN3_5, {},
-     r"composite model \(qwen3_5\) .* transformers silently drops .* saved alone \(model_type qwen3_5_text\)\."),
-    (GEMMA3, {"script": "train.py"}, "composite model"),
+    (GEMMA3, {"script": "train.py"},
+     r"script cannot be used for Gemma3ForConditionalGeneration, a composite model: of its towers \(model\.vision_tower"),
+    ({**GEMMA3, "architectures": ["Gemma3ForCausalLM"]}, {}, "names the class Gemma3ForCausalLM, but .* are Gemma3ForC"),
+    (GRANITE_SPEECH, {}, r"without its towers: its loss does not take the number of tokens of all ranks\."),
+    (BLIP, {}, r"without its towers: it does not take text alone \(.*pixel_values"),
     ({**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}}, {},
      r"quantized weights \(quantization_config: mxfp4\)\. Name the same model in 16 or 32 bits, .*dequantize=True"),
     ({"model_type": "llama", **SIZES, "quantization_config": {"quant_method": "fp8"}}, {"method": "lora"}, "fp8"),

@@ -18,6 +18,7 @@ from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
 from shardmake.checkpoint.formats.unpickle import numel
 from shardmake.core.errors import CheckpointError, ModelError
+from shardmake.run.text_part import composite_class, towers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,14 +71,20 @@ def hub_weights(model: "PreTrainedModel", names: Collection[str] | None) -> list
 
 
 def unloaded_names(model: "PreTrainedModel", names: Iterable[str]) -> list[str]:
-    """Return the ``names`` that the class leaves in the files, by its own declaration.
+    """Return the ``names`` that are not trained: those that the class leaves in the files, and those of its towers.
 
-    These are the layers for multi-token prediction of DeepSeek-V3 and Qwen3-Next, for example. Every other name that is
-    not a parameter is an error of loading.
+    The class declares the first, such as the layers for multi-token prediction of DeepSeek-V3 and Qwen3-Next. Every
+    other name that is not a parameter is an error of loading.
     """
     patterns = list(model._keys_to_ignore_on_load_unexpected or ())
-    parameters = model.state_dict()
-    return sorted(name for name in names if name not in parameters and any(re.search(p, name) for p in patterns))
+    absent = tuple(f"{name}." for name in towers(model)) if composite_class(model.config) else ()
+    converted, parameters = _convert(model, names)[1], model.state_dict()
+    return sorted(
+        name
+        for name, parameter in converted.items()
+        if f"{parameter}.".startswith(absent)
+        or (name not in parameters and any(re.search(pattern, name) for pattern in patterns))
+    )
 
 
 def check_all_loaded(
@@ -91,7 +98,9 @@ def check_all_loaded(
     from transformers.utils import cached_file
 
     folder = Path(str(cached_file(source, "config.json", revision=revision))).parent
-    info = LoadStateDictInfo(set(), _convert(model, huggingface.weight_names(folder))[1], set(), [], {}, set())
+    converted, parameters = _convert(model, huggingface.weight_names(folder))[1], model.state_dict()
+    left_over = {name for name, new in converted.items() if new not in parameters and name not in parameters}
+    info = LoadStateDictInfo(set(), left_over, set(), [], {}, set())
     model._adjust_missing_and_unexpected_keys(info)  # removes the names that the class does not load
     if names := sorted(set(info.unexpected_keys) - {replaced}):
         raise ModelError(
@@ -100,8 +109,8 @@ def check_all_loaded(
         )
 
 
-def _convert(model: "PreTrainedModel", names: Iterable[str]) -> tuple[list[Any], set[str]]:
-    """Return the conversions that transformers uses to load files with these ``names``, and the names it has none for.
+def _convert(model: "PreTrainedModel", names: Iterable[str]) -> tuple[list[Any], dict[str, str]]:
+    """Return the conversions that transformers uses to load files with these ``names``, and what it makes of each name.
 
     It reverses the conversions to save the model.
     """
@@ -115,8 +124,7 @@ def _convert(model: "PreTrainedModel", names: Iterable[str]) -> tuple[list[Any],
     converted = {
         name: rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)[0] for name in names
     }
-    left_over = {name for name, new in converted.items() if new not in parameters and name not in parameters}
-    return [entry for entry in mapping if entry.was_used()], left_over
+    return [entry for entry in mapping if entry.was_used()], converted
 
 
 def _views() -> Any:
