@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from shardmake.checkpoint.formats import huggingface
 from shardmake.checkpoint.formats.hub_layout import HubWeight, hub_weights
-from shardmake.checkpoint.formats.lora import UNSUPPORTED
 from shardmake.config.attention import KERNELS
 from shardmake.config.methods import METHODS
 from shardmake.core.errors import ModelError
 from shardmake.memory.model import has_own_class
 from shardmake.memory.parameter_inventory import causal_class, parse_config, plain_name
 from shardmake.plan.abilities import MIXING_UNKNOWN, check_class
+from shardmake.run.adapter_settings import AdapterSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -323,7 +323,7 @@ def _unmergeable(model: "PreTrainedModel", adapters: Mapping[str, Any], weights:
             adapted = get_peft_model(model, config)
     except ValueError as error:
         raise ModelError(f"PEFT cannot adapt this {type(model).__name__}: {error}") from None
-    features = [feature for feature in UNSUPPORTED if getattr(adapted.peft_config["default"], feature, None)]
+    features = list(AdapterSettings.parse(adapted.peft_config["default"].to_dict()).refused(holds_base=False))
     modules = {plain_name(name).partition(".lora_A")[0] for name, _ in adapted.named_parameters() if ".lora_A." in name}
     otherwise = {weight.parameter.removesuffix(".weight") for weight in weights}
     adapted.unload()
