@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -91,7 +92,7 @@ class LoadingReport:
     architecture: str = ""
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
-    mismatched: tuple[str, ...] = ()
+    mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
     ties: tuple[tuple[str, str], ...] = ()
     weights: tuple[HubWeight, ...] = ()
     unloaded: tuple[str, ...] = ()
@@ -102,6 +103,17 @@ class LoadingReport:
         """Return True for a sequence classifier, whose head replaces the one over the vocabulary."""
         return self.architecture.endswith("ForSequenceClassification")
 
+    @property
+    def renamed(self) -> dict[str, str]:
+        """The names in the files, by name of each parameter that is one weight of another name there."""
+        parts = Counter(weight.parameter for weight in self.weights)
+        return {weight.parameter: weight.name for weight in self.weights if parts[weight.parameter] == 1}
+
+    @property
+    def ties_in_files(self) -> list[tuple[str, str]]:
+        """The ties, with the names in the files."""
+        return [(self.renamed.get(alias, alias), self.renamed.get(owner, owner)) for alias, owner in self.ties]
+
     def problems(self, accepted: Collection[str] = ()) -> list[str]:
         """Return one sentence per problem; an empty list if the folder loads completely.
 
@@ -110,10 +122,15 @@ class LoadingReport:
         found = [self.error] if self.error else []
         found += [f"{name} is missing" for name in self.missing]
         found += [f"{name} is not part of {self.architecture}" for name in self.unexpected if name not in accepted]
-        return found + [f"shape of {text}" for text in self.mismatched]
+        return found + [f"shape of {n} is {list(ours)}, the model's {list(its)}" for n, ours, its in self.mismatched]
 
 
 _REPORT = TypeAdapter(LoadingReport)
+
+
+def names_in_files(folder: Path) -> dict[str, str]:
+    """Return the names in a model's files by the names of its class, where they differ."""
+    return check_loading(folder, layout=folder).renamed
 
 
 def check_loading(
@@ -209,8 +226,7 @@ def load(
         architecture=type(model).__name__,
         missing=tuple(sorted(info["missing_keys"])),
         unexpected=tuple(sorted(info["unexpected_keys"])),
-        mismatched=tuple(f"{name} is {list(ours)}, the model's {list(theirs)}" for name, ours, theirs in
-                         sorted(info["mismatched_keys"])),
+        mismatched=tuple((name, tuple(ours), tuple(its)) for name, ours, its in sorted(info["mismatched_keys"])),
         ties=tuple(sorted((getattr(model, "all_tied_weights_keys", None) or {}).items())),
         weights=weights,
         unloaded=tuple(hub_layout.unloaded_names(model, names or ())),
@@ -242,8 +258,7 @@ def load_adapter(
         architecture=f"{type(adapted).__name__} of {type(model).__name__}",
         missing=tuple(sorted(expected.keys() - held.keys())),
         unexpected=tuple(sorted(held.keys() - expected.keys())),
-        mismatched=tuple(f"{name} is {list(held[name])}, the model's {list(expected[name])}" for name in both
-                         if held[name] != expected[name]),
+        mismatched=tuple((name, held[name], expected[name]) for name in both if held[name] != expected[name]),
     )  # fmt: skip
 
 

@@ -5,18 +5,19 @@ nowhere, so a small model of the same class runs `shardmake.data.dataset.check_i
 kernel varlen, whose operator gets a CPU implementation here, it must give the same logits as with eager attention.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.checkpoint.formats import huggingface
 from shardmake.checkpoint.formats.hub_layout import HubWeight, hub_weights
-from shardmake.checkpoint.formats.lora import UNSUPPORTED
 from shardmake.config.attention import KERNELS
 from shardmake.config.methods import METHODS
 from shardmake.core.errors import ModelError
 from shardmake.memory.parameter_inventory import find_class, in_one_line, parse_config, plain_name
 from shardmake.plan.abilities import MIXING_UNKNOWN, check_class
+from shardmake.run.adapter_settings import AdapterSettings
 from shardmake.run.model_class import ModelClass
 from shardmake.run.text_part import towers
 
@@ -193,7 +194,7 @@ def _absent(kind: ModelClass, config: Any, source: str) -> list[str]:
         else:
             return towers(whole)
     raise ModelError(
-        f"Model cannot be trained: the text part of {source} ({kind.name}) cannot be trained without its towers: {why}. "
+        f"Model cannot be trained: {source}. The text part of {kind.name} cannot be trained without its towers: {why}. "
         "Name a text model."
     )
 
@@ -345,8 +346,9 @@ def _unmergeable(model: "PreTrainedModel", adapters: Mapping[str, Any], weights:
             adapted = get_peft_model(model, config)
     except ValueError as error:
         raise ModelError(f"PEFT cannot adapt this {type(model).__name__}: {error}") from None
-    features = [feature for feature in UNSUPPORTED if getattr(adapted.peft_config["default"], feature, None)]
+    features = list(AdapterSettings.parse(adapted.peft_config["default"].to_dict()).refused(holds_base=False))
     modules = {plain_name(name).partition(".lora_A")[0] for name, _ in adapted.named_parameters() if ".lora_A." in name}
-    otherwise = {weight.parameter.removesuffix(".weight") for weight in weights}
+    parts = Counter(weight.parameter.removesuffix(".weight") for weight in weights)
+    otherwise = {module for module, count in parts.items() if count > 1}
     adapted.unload()
-    return features + sorted(f"{module}, which its files store otherwise" for module in modules & otherwise)[:1]
+    return features + sorted(f"{module}, which its files store in parts" for module in modules & otherwise)[:1]

@@ -1,8 +1,8 @@
 """The text part of a composite model: its own class without the towers, such as those for images and sounds.
 
 Text passes through the decoder, its embedding and its head alone. All else that the class holds beside them is left
-out, so that it costs no memory and no optimizer can change it. Names of weights, config and class stay those of the base
-model. The merge copies the weights of the towers from there.
+out, so that it takes no memory and no optimizer can change it. Names of weights, config and class stay those of the
+base model. The merge copies the weights of the towers from there.
 """
 
 import re

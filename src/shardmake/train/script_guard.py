@@ -14,9 +14,9 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from shardmake.checkpoint.formats.lora import unsupported_features
 from shardmake.config.strategies import DDP, DEEPSPEED, FSDP
 from shardmake.core.errors import EngineMismatchError
+from shardmake.run.adapter_settings import AdapterSettings
 from shardmake.run.attempt import AttemptDir, rank_report
 from shardmake.run.engine import Engine, ScriptApi
 from shardmake.run.plan import Choice
@@ -105,7 +105,9 @@ def trained_dtype(model: Any, described: str) -> str:
 def check_adapters(model: torch.nn.Module) -> None:
     """Raise an `EngineMismatchError` if the consolidate stage could not merge the adapters of a PEFT model."""
     found = {
-        feature for config in adapter_configs(model).values() for feature in unsupported_features(config.to_dict())
+        setting
+        for config in adapter_configs(model).values()
+        for setting in AdapterSettings.parse(config.to_dict()).refused(holds_base=False)
     }
     if found:
         raise EngineMismatchError(

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.checkpoint.formats import huggingface
-from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor
-from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
+from shardmake.checkpoint.formats.contents import Contents, StoredTensor
 from shardmake.checkpoint.formats.unpickle import numel
 from shardmake.core.errors import CheckpointError, ModelError
 from shardmake.run.text_part import composite_class, towers
@@ -147,7 +146,7 @@ def in_hub_layout(contents: Contents, weights: Iterable[HubWeight]) -> Contents:
     Parameters that the checkpoint does not hold are ignored: it may have the folder's layout already.
 
     Raises:
-        CheckpointError: A part of a parameter is a weight of its own, and the parameter has a LoRA update.
+        CheckpointError: A part of a parameter is a weight of its own, and the parameter has an update.
     """
     parts: dict[str, list[HubWeight]] = {}
     for weight in weights:
@@ -158,7 +157,8 @@ def in_hub_layout(contents: Contents, weights: Iterable[HubWeight]) -> Contents:
     new_names = {weight.parameter: weight.name for found in parts.values() for weight in found}
     tensors = (made for tensor in contents.tensors.values() for made in _parts(tensor, parts.get(tensor.name, ())))
     aliases = {alias: new_names.get(owner, owner) for alias, owner in contents.aliases.items()}
-    return contents.with_tensors(tensors, aliases)
+    trained = {new_names.get(name, name): tensor for name, tensor in contents.trained.items()}
+    return replace(contents.with_tensors(tensors, aliases), trained=trained)
 
 
 def _parts(tensor: StoredTensor, weights: Sequence[HubWeight]) -> Iterator[StoredTensor]:
@@ -180,20 +180,4 @@ def _parts(tensor: StoredTensor, weights: Sequence[HubWeight]) -> Iterator[Store
             )
         first = 0 if starts is None else max(0, bisect_right(starts, begin) - 1)
         held = pieces[first:] if starts is None else pieces[first : bisect_right(starts, end - 1)]
-        cut = (part for piece in held for part in _cut(piece, begin, end, ITEM_SIZE[tensor.dtype]))
-        yield StoredTensor(weight.name, tensor.dtype, weight.shape, tuple(cut)).check()
-
-
-def _cut(piece: Piece, begin: int, end: int, itemsize: int) -> Iterator[Piece]:
-    """Yield the elements ``[begin, end)`` of a tensor that ``piece`` holds, as pieces of a tensor of those elements."""
-    last = piece.at + (piece.runs - 1) * piece.stride + piece.count
-    if begin <= piece.at and last <= end:
-        yield replace(piece, at=piece.at - begin)
-        return
-    for index in range(piece.runs):
-        at = piece.at + index * piece.stride
-        low, high = max(begin, at), min(end, at + piece.count)
-        if low < high:
-            yield Piece(
-                piece.record, piece.start + (index * piece.count + low - at) * itemsize, low - begin, high - low
-            )
+        yield StoredTensor(weight.name, tensor.dtype, tensor.shape, tuple(held)).elements(begin, end, weight.shape)

@@ -1,7 +1,7 @@
 """The registry of checkpoint formats, and how to find and read the checkpoint that a path names."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,9 +34,14 @@ folder for a merged model of the given type.
 
 
 def read_model(
-    path: Path, target: Target = "keep", base: Path | None = None, adapter: bool = False, key: str | None = None
+    path: Path,
+    target: Target = "keep",
+    base: Path | None = None,
+    adapter: bool = False,
+    key: str | None = None,
+    layout: Callable[[Path], Mapping[str, str]] = lambda _: {},
 ) -> Contents:
-    """Read the checkpoint at ``path`` as `read_checkpoint` does; add a LoRA adapter to its base model.
+    """Read the checkpoint at ``path`` as `read_checkpoint` does; add an adapter to its base model.
 
     Levels that a wrapper adds to names are removed: ``module.`` at the start of all names, and `_WRAPPERS` anywhere.
 
@@ -46,6 +51,7 @@ def read_model(
         base: The base model's folder, for an adapter.
         adapter: Return the adapter alone.
         key: The levels above one of several models in a DCP checkpoint, joined by dots.
+        layout: Returns the names in a model's folder by the names of its class, where they differ.
     """
     contents = _without_wrapper(read_checkpoint(path, target, key))
     if adapter:
@@ -53,7 +59,7 @@ def read_model(
     if not lora.is_adapter(contents):
         return contents
     base_weights = huggingface.read(base) if base is not None and huggingface.recognise(base) else None
-    return lora.merge(contents, base_weights)
+    return lora.merge(contents, base_weights, lambda: {} if base is None else layout(base))
 
 
 def _without_wrapper(contents: Contents) -> Contents:
