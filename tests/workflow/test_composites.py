@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForImageTextToText
@@ -17,8 +18,8 @@ from shardmake.run.model_class import ModelClass
 from shardmake.run.paths import RunDir
 from tests.composites import COMPOSITES, save_composite
 from tests.plan_in_process import plan_in_this_process
-from tests.workflow.forked import Forked
-from tests.workflow.test_mixtures_resume import check_resume
+from tests.workflow.forked import Forked, log
+from tests.workflow.test_mixtures_resume import check_resume, copy_unpacked
 
 pytestmark = pytest.mark.training
 Reference = tuple[Path, dict[int, float]]
@@ -51,6 +52,34 @@ def test_composites(
     base, losses = reference(kind)
     assert check_resume(forked, tmp_path, base, strategy) == pytest.approx(losses, abs=2e-4)
     check_merge(RunDir(tmp_path / "run"), base, strategy, tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
+def test_adapters_change_their_layers_alone(
+    forked: Forked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, strategy: Strategy
+) -> None:
+    """The base's files have other names than its class; the tower has layers of the target's name."""
+    plan_in_this_process(monkeypatch)
+    base = save_composite("gemma3", forked.checkout.root / "resources/demo/base", tmp_path / "base")
+    lora = {"method": "lora", "lora": {"targets": ["q_proj"]}}
+    rundir, planned = RunDir(tmp_path / "run"), forked.plan(strategy, 2, model=str(base), packing=False, **lora)
+    copy_unpacked(forked.checkout.run / "data", rundir.data)
+    assert forked.train(rundir, planned) == [0, 0], log(rundir)
+    found = {}
+    for adapter in (False, True):
+        out = tmp_path / f"adapter-{adapter}"
+        options = {"base": base, "adapter": adapter, "model_class": planned[0].workload.model_class}
+        consolidate(rundir.checkpoints / "checkpoint-4", out, **options)
+        found[adapter] = out
+    merged, untouched = (load_file(folder / "model.safetensors") for folder in (found[False], base))
+    changed = {name for name in merged if not torch.equal(merged[name], untouched[name])}
+    assert changed == {name for name in merged if "language_model" in name and "q_proj" in name}
+    theirs = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(base), found[True])
+    state = theirs.merge_and_unload().state_dict()
+    ours = AutoModelForImageTextToText.from_pretrained(found[False]).state_dict()
+    assert ours.keys() == state.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, state[name], atol=1e-6, rtol=1e-5)
 
 
 def check_merge(rundir: RunDir, base: Path, strategy: Strategy, folder: Path) -> None:

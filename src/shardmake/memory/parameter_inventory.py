@@ -29,7 +29,8 @@ def build(config: Mapping[str, Any], source: str, trust_remote_code: bool = Fals
     """Return the transformers model that ``config`` describes, on the meta device.
 
     Its class is that of the code beside the config if it may run, else the text part of a composite, else the config's
-    own architecture if transformers has it, else the causal language model. A plan refuses all but one of them (`shardmake.plan.abilities`).
+    own architecture if transformers has it, else the causal language model. A plan refuses all but one of them
+    (`shardmake.plan.abilities`).
     """
     import torch
     import transformers

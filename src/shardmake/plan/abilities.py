@@ -21,6 +21,8 @@ from shardmake.memory.model import Decoder, Model, inventory_request
 
 MIXING_UNKNOWN: tuple[Attention, ...] = ("flash",)
 """Kernels that run on a GPU only, so that the ranks check whether they keep packed examples apart."""
+DEQUANTIZED_BY_FETCH = frozenset({"compressed-tensors", "fp8", "mxfp4"})
+"""Methods of `shardmake.fetch.dequantize`."""
 DEQUANTIZED_BY_LOADING = frozenset({"compressed-tensors", "fp8", "metal", "mxfp4", "mxfp8"})
 """Methods whose configuration in transformers has the setting ``dequantize``."""
 DEQUANTIZED_AFTER_LOADING = frozenset({"bitsandbytes", "higgs"})
@@ -59,10 +61,8 @@ class Abilities:
         """Return a line about the towers of a composite model."""
         if not self.text_part:
             return []
-        return [
-            f"towers: absent ({', '.join(self.absent) or 'the model has none'}): they take no memory and do not change, and the merge takes "
-            "them from the base model"
-        ]
+        names = ", ".join(self.absent) or "the model has none"
+        return [f"towers: absent ({names}): they take no memory, and the merge takes them from the base model"]
 
     def best_attention(self, available: Iterable[Attention], *, packing: bool) -> Attention:
         """Return the first of the ``available`` kernels that the class supports and, if possible, that can pack."""
@@ -134,6 +134,8 @@ def check_not_quantized(model: Model) -> None:
 def _how_to_dequantize(declared: Any) -> str:
     """Return how a user gets the model in 16 bits from its quantized weights; empty if transformers cannot do it."""
     method = declared.get("quant_method") if isinstance(declared, Mapping) else None
+    if method in DEQUANTIZED_BY_FETCH:
+        return ", or write them once, for all runs: shardmake fetch NAME --dequantize FOLDER, then set model: FOLDER"
     if method in DEQUANTIZED_BY_LOADING:
         return ", or save one: load it with dequantize=True in transformers' quantization config, call save_pretrained"
     if method in DEQUANTIZED_AFTER_LOADING:

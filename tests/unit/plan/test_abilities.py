@@ -16,11 +16,13 @@ from shardmake.commands.estimate import resolve_request
 from shardmake.commands.estimate_request import EstimateRequest
 from shardmake.config.models import Run
 from shardmake.core.errors import ShardmakeError
+from shardmake.fetch import dequantize
 from shardmake.memory.families import FAMILIES
 from shardmake.memory.read_config import read_model
 from shardmake.plan import inspect_model, resolve
 from shardmake.plan.abilities import (
     DEQUANTIZED_AFTER_LOADING,
+    DEQUANTIZED_BY_FETCH,
     DEQUANTIZED_BY_LOADING,
     Abilities,
     describe_quantized_base,
@@ -188,7 +190,8 @@ REFUSED = [
     (GRANITE_SPEECH, {}, r"without its towers: its loss does not take the number of tokens of all ranks\."),
     (BLIP, {}, r"without its towers: it does not take text alone \(.*pixel_values"),
     ({**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}}, {},
-     r"quantized weights \(quantization_config: mxfp4\)\. Name the same model in 16 or 32 bits, .*dequantize=True"),
+     r"quantized weights \(quantization_config: mxfp4\)\. Name the same model in 16 or 32 bits, or write them "
+     r"once, for all runs: shardmake fetch NAME --dequantize FOLDER, then set model: FOLDER\."),
     ({"model_type": "llama", **SIZES, "quantization_config": {"quant_method": "fp8"}}, {"method": "lora"}, "fp8"),
     ({"model_type": "llama", **SIZES, "quantization_config": {"quant_method": "gptq"}}, {},
      r"\(quantization_config: gptq\)\. Name the same model in 16 or 32 bits\. For adapters on a base in 4 bits name that"),
@@ -222,6 +225,7 @@ def test_what_the_model_cannot_do_is_refused_at_plan(
 
 def test_the_ways_to_dequantize_are_those_of_transformers() -> None:
     """Without GGUF, which config.json does not declare."""
+    assert set(dequantize.METHODS) == DEQUANTIZED_BY_FETCH
     kinds = AUTO_QUANTIZATION_CONFIG_MAPPING.items()
     loading = {name for name, kind in kinds if "dequantize" in signature(kind).parameters}
     assert loading - {"gguf"} == DEQUANTIZED_BY_LOADING
@@ -444,14 +448,14 @@ def test_a_shrunken_config_keeps_each_kind_of_layer_and_the_size_of_a_head() -> 
     assert shrunk(large, narrow=False)["hidden_size"] == 4096
 
 
-def test_adapters_of_weights_that_the_files_store_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The adapter would be trained, and the merge would then not find the layer in the base model's files."""
-    stored = HubWeight("attention.q.weight", (64, 64), "model.layers.0.self_attn.q_proj.weight", 0)
-    monkeypatch.setattr(inspect_model, "hub_weights", lambda *_: [stored])
+def test_adapters_of_weights_that_the_files_store_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight that has another name alone is found; the adapter of one in parts would be trained and not merged."""
+    module = "model.layers.0.self_attn"
+    parts = [HubWeight(f"q.{part}", (32, 64), f"{module}.q_proj.weight", part * 2048) for part in (0, 1)]
+    renamed = HubWeight("v.weight", (64, 64), f"{module}.v_proj.weight", 0)
+    monkeypatch.setattr(inspect_model, "hub_weights", lambda *_: [*parts, renamed])
     config = {"model_type": "qwen3_moe", **SIZES}
-    assert answer(config, ["q_proj"])["unmergeable"] == [
-        "model.layers.0.self_attn.q_proj, which its files store otherwise"
-    ]
+    assert answer(config, ["q_proj"])["unmergeable"] == [f"{module}.q_proj, which its files store in parts"]
     assert answer(config, ["v_proj"])["unmergeable"] == []
 
 
