@@ -49,6 +49,7 @@ TABLE: dict[str, Why | str] = {
     "checkpoint/formats/pickle_machine.py": R,
     "checkpoint/formats/pickle_names.py": R,
     "checkpoint/formats/registry.py": R,
+    "checkpoint/formats/single_file.py": R,
     "checkpoint/formats/torch_zip_reader.py": R,
     "checkpoint/formats/universal.py": R,
     "checkpoint/formats/unpickle.py": R,

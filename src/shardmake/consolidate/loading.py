@@ -28,6 +28,7 @@ from shardmake.core.environment import cache_folder
 from shardmake.core.errors import ModelError, ShardmakeError
 from shardmake.core.library_process import run_module
 from shardmake.core.process import NEUTRAL_FOLDER
+from shardmake.memory.families import FAMILIES, written_down
 from shardmake.run.model_class import ModelClass
 
 # Reports of transformers on disk: importing it takes longer than merging gigabytes, and the answer does not change.
@@ -69,6 +70,8 @@ def _code() -> list[str]:
     return [platform.python_version(), *(f"{name} {version(name)}" for name in _LIBRARIES), text]
 
 
+_ACTIVATIONS = {"silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"}
+"""Activations of transformers that models of the families have."""
 _MOST_MODULES = 10_000
 """Largest number of layers, or of experts of a layer, that is taken from a config."""
 
@@ -156,6 +159,8 @@ def check_loading(
     for place in (folder, base):
         if place is not None:
             refuse_impossible_config(place / "config.json")
+    if base is None and not trust_remote_code and (known := written_report(folder, layout, model_class)) is not None:
+        return known
     chosen = model_class and model_class.as_json()
     kept = None if trust_remote_code else _cached_path(folder, base, layout, chosen)
     if kept is not None:
@@ -178,6 +183,32 @@ def check_loading(
         with contextlib.suppress(OSError):
             write_json(kept, answer)
     return report
+
+
+def written_report(folder: Path, layout: Path | None, model_class: ModelClass | None) -> LoadingReport | None:
+    """Return the report on a model of a family that is written down and loads completely; None for any other.
+
+    `load` needs seconds to import what is known: its tensors, of which none is renamed, and its tie.
+    """
+    path = folder / "config.json"
+    config = read_object(path) if path.is_file() else {}
+    family = FAMILIES.get(str(config.get("model_type")))
+    named = model_class.name if model_class else next(iter(config.get("architectures") or [""]))
+    activation = config.get("hidden_activation") or config.get("hidden_act", "silu")
+    if family is None or named != family.architecture or activation not in _ACTIVATIONS:
+        return None
+    try:
+        model = written_down(family, config, str(path))
+        held = {tensor.name: tensor.shape for tensor in huggingface.read(folder).tensors.values()}
+        names = huggingface.weight_names(layout) if layout else set()
+    except (ShardmakeError, KeyError, TypeError, ValueError, ArithmeticError):
+        return None
+    expected = {tensor.name: tensor.shape for tensor in model.tensors}
+    ties = {"lm_head.weight": "model.embed_tokens.weight"} if model.tied else {}
+    also = {alias: expected[owner] for alias, owner in ties.items() if alias in held}
+    if "quantization_config" in config or held != {**expected, **also} or not names <= {*expected, *ties}:
+        return None
+    return LoadingReport(family.architecture, ties=tuple(ties.items()))
 
 
 def refuse_impossible_config(path: Path) -> None:

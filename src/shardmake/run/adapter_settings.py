@@ -101,7 +101,7 @@ class AdapterSettings(BaseModel):
     monteclora_config: Any = _refused()
     layer_replication: Any = _refused()
     lora_bias: Any = _refused(False)
-    target_parameters: Any = _refused()
+    target_parameters: Any = _refused([])
     use_bdlora: Any = _refused()
     kasa_config: Any = _refused()
 
@@ -140,7 +140,7 @@ class AdapterSettings(BaseModel):
         found = {}
         for name, field in type(self).model_fields.items():
             instead, value = (field.json_schema_extra or {}).get("instead"), getattr(self, name)  # type: ignore[union-attr]
-            if instead and value is not None and value is not False:
+            if instead and value is not None and value is not False and value != field.default:
                 found[name] = str(instead)
         newer = f"PEFT {self.peft_version or 'of another version'} wrote a setting that this version does not know. "
         unknown = (self.model_extra or {}).items()
