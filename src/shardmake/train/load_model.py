@@ -104,10 +104,10 @@ def load_model(settings: TrainingSettings) -> PreTrainedModel:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     task = "SEQ_CLS" if settings.model.model_class.new_head else "CAUSAL_LM"
     adapters = spec.peft_config(task, **method.model_dump(exclude={"kind"}))
-    if absent := getattr(model, "absent", None):  # layers of the towers may have the names of the targets
-        adapters.exclude_modules = rf"({'|'.join(map(re.escape, absent))})(\..*)?"
     name_checkpointed_adapters(tuners_utils)
     adapted = get_peft_model(model, adapters)
+    if absent := getattr(model, "absent", None):  # in the base's class, layers of its towers may have the same names
+        adapted.peft_config["default"].exclude_modules = rf"({'|'.join(map(re.escape, absent))})(\..*)?"
     refuse_partial_states(adapted)
     return adapted
 

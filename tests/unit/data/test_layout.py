@@ -169,6 +169,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
      "not the text of a user's message at the start of chosen and rejected. Add that message to both, or write the "
      "prompt as a list of messages."),
     ("alpaca", {"instruction": "a"}, "this example (alpaca) has no output. Its keys: instruction."),
+    ("chat", {"messages": chat("u:<image>a", "a:b"), "images": ["a.png"], "videos": []}, "this example has images. Only "
+     "text is trained, also of models that take images or sounds. Remove such examples, or the column if their text "
+     "stands alone."),
 ]  # fmt: skip
 
 
