@@ -18,8 +18,11 @@ from shardmake.run.model_class import ModelClass
 from shardmake.run.paths import RunDir
 from tests.composites import COMPOSITES, save_composite
 from tests.plan_in_process import plan_in_this_process
+from tests.workflow.checkout import Checkout
 from tests.workflow.forked import Forked, log
+from tests.workflow.objectives import settings_of, with_examples
 from tests.workflow.test_mixtures_resume import check_resume, copy_unpacked
+from tests.workflow.test_saving import losses
 
 pytestmark = pytest.mark.training
 Reference = tuple[Path, dict[int, float]]
@@ -49,8 +52,8 @@ def reference(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def test_composites(
     forked: Forked, reference: Callable[[str], Reference], tmp_path: Path, kind: str, strategy: Strategy
 ) -> None:
-    base, losses = reference(kind)
-    assert check_resume(forked, tmp_path, base, strategy) == pytest.approx(losses, abs=2e-4)
+    base, expected = reference(kind)
+    assert check_resume(forked, tmp_path, base, strategy) == pytest.approx(expected, abs=2e-4)
     check_merge(RunDir(tmp_path / "run"), base, strategy, tmp_path)
 
 
@@ -116,3 +119,17 @@ def states(checkpoint: Path, strategy: Strategy, folder: Path) -> dict[str, torc
         return dict(get_fp32_state_dict_from_zero_checkpoint(str(checkpoint)))
     dcp_to_torch_save(checkpoint / "pytorch_model_fsdp_0", folder / "official.pt")
     return dict(torch.load(folder / "official.pt", weights_only=True)["model"])
+
+
+def test_preferences(forked: Forked, inputs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """DPO, whose reference is a second copy of the text part, under ZeRO-3 as under DDP."""
+    plan_in_this_process(monkeypatch)
+    own = with_examples("dpo", Forked(Checkout.create(tmp_path / "checkout", inputs), forked.server), inputs)
+    base = save_composite("mistral3", own.checkout.root / "resources/demo/base", tmp_path / "base")
+    found = []
+    for strategy in ("ddp", "zero3"):
+        rundir = RunDir(tmp_path / strategy)
+        planned = own.plan(strategy, 2, model=str(base), **settings_of("dpo"))
+        assert own.train(rundir, planned) == [0, 0], log(rundir)
+        found.append(losses(rundir))
+    assert len(found[0]) == 4 and found[1] == pytest.approx(found[0], abs=1e-4)
