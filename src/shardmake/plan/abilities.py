@@ -41,10 +41,6 @@ class Abilities:
 
     model_class: str
     """The class that trains."""
-    text_part: bool = False
-    """The text part of a composite model is trained."""
-    absent: tuple[str, ...] = ()
-    """Towers of a composite model, which are not loaded: the merge takes their weights from the base model."""
     attention: tuple[Attention, ...] = KERNELS
     """Kernels that the class supports, the fastest first."""
     mixing: tuple[Attention, ...] = ()
@@ -56,6 +52,10 @@ class Abilities:
     """Features of the run's adapters that the merge does not support; empty without adapters."""
     mergeable_targets: tuple[str, ...] = ()
     """Values of ``lora.targets`` whose adapters the merge supports; empty if those of the run are supported."""
+    text_part: bool = False
+    """The text part of a composite model is trained."""
+    absent: tuple[str, ...] = ()
+    """Towers of a composite model, which are not loaded: the merge takes their weights from the base model."""
 
     def describe_absent(self) -> list[str]:
         """Return a line about the towers of a composite model."""

@@ -53,8 +53,12 @@ def _children(model: "nn.Module", parent: str) -> Iterator[str]:
 def text_part(kind: type["PreTrainedModel"]) -> type["PreTrainedModel"]:
     """Return the composite class ``kind`` without its towers, whose weights it leaves in the files."""
 
-    class TextPart(kind):  # type: ignore[misc, valid-type]
+    base: Any = kind
+
+    class TextPart(base):
         accepts_loss_kwargs = True  # Trainer then gives the loss the number of tokens of all ranks and passes
+        all_tied_weights_keys: dict[str, str]
+        _keys_to_ignore_on_load_unexpected: set[str] | list[str] | None
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
