@@ -113,11 +113,16 @@ def _small_whole(chosen: ModelClass, config: Any) -> Any:
     raise raised
 
 
+def in_this_process(_module: str, request: Any, *_: Any) -> Any:
+    """Answer the merge's questions about a model here: a process for each imports transformers, which takes longer."""
+    return json.loads(json.dumps(loading.answer(request)))
+
+
 def main() -> None:
     """Try the types that are named, or all, and keep what is found after each."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    loading.run_module = lambda _module, request, *_: json.loads(json.dumps(loading.answer(request)))  # type: ignore[assignment]
+    loading.run_module = in_this_process
     path, names = Path(sys.argv[1]), sys.argv[2:] or model_types()
     known: dict[str, Row] = json.loads(path.read_text()) if path.is_file() else {}
     for kind in names:

@@ -74,7 +74,8 @@ def find_abilities(model: Model, run: Run) -> Abilities:
     """Return what ``model`` can do with the run's method.
 
     Raises:
-        ModelError: transformers has no causal language model for this config, or its weights are quantized.
+        ModelError: transformers has no causal language model for this config, its weights are quantized, or a script
+            trains a composite model.
     """
     if not run.script:
         check_not_quantized(model)
@@ -89,7 +90,14 @@ def find_abilities(model: Model, run: Run) -> Abilities:
     doing = f"Building a small {model.architecture}, to find which kernels and methods it supports"
     found = cached_helper(_HELPER, {**request, "adapters": adapters, "code": _code()}, doing)
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
-    return Abilities(**values)
+    abilities = Abilities(**values)
+    if run.script and abilities.text_part:
+        raise ModelError(
+            f"script cannot be used for {model.source}, a composite model: of its towers ({', '.join(abilities.absent)}), "
+            "a script may train any part, and the memory estimate counts none. Remove script, so that the text part is "
+            "trained, or name a text model."
+        )
+    return abilities
 
 
 def _decoder_limit(config: Mapping[str, Any], decoder: Decoder) -> str:

@@ -92,12 +92,6 @@ def wrong_abilities(run: Run, abilities: Abilities) -> Iterator[str]:
             + (f"Set lora.targets: [{targets}], or take method: full." if targets else "Take method: full.")
         )
     if run.script:
-        if abilities.text_part:
-            yield (
-                f"script cannot be used for {abilities.model_class}, a composite model: of its towers "
-                f"({', '.join(abilities.absent)}), a script may train any part, and the memory estimate counts none. "
-                "Remove script, so that the text part is trained, or name a text model."
-            )
         return
     refused = f"attention: {run.attention} cannot be used: {abilities.model_class}"
     instead = f"Use {' or '.join(abilities.attention)}, or auto."
