@@ -93,9 +93,9 @@ def find_abilities(model: Model, run: Run) -> Abilities:
     abilities = Abilities(**values)
     if run.script and abilities.text_part:
         raise ModelError(
-            f"script cannot be used for {model.source}, a composite model: of its towers ({', '.join(abilities.absent)}), "
-            "a script may train any part, and the memory estimate counts none. Remove script, so that the text part is "
-            "trained, or name a text model."
+            f"script cannot be used for {model.source}, a composite model: of its towers "
+            f"({', '.join(abilities.absent)}), a script may train any part, and the memory estimate counts none. "
+            "Remove script, so that the text part is trained, or name a text model."
         )
     return abilities
 
