@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -47,8 +48,14 @@ def reference(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield of
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
-@pytest.mark.parametrize("kind", COMPOSITES)
+QUICK = {("qwen3_5", "zero3"), ("gemma3", "fsdp"), ("mistral3", "zero3")}
+CASES = [
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.mixtures)
+    for case in product(COMPOSITES, ("zero3", "fsdp"))
+]
+
+
+@pytest.mark.parametrize(("kind", "strategy"), CASES)
 def test_composites(
     forked: Forked, reference: Callable[[str], Reference], tmp_path: Path, kind: str, strategy: Strategy
 ) -> None:

@@ -67,7 +67,7 @@ def test_one_copy_of_the_text_part_alone_is_loaded(tmp_path: Path) -> None:
     copy = 4 * read_model(str(folder)).parameters
     assert 4 * model.num_parameters() > 1.3 * copy
     first, second = peaks(folder, "fsdp", 2, tmp_path)
-    print(first, second, copy)
+    print(f"{first=} {second=} {copy=}")
     assert first - second < 1.1 * copy
 
 
