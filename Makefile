@@ -172,6 +172,7 @@ docs: install
 	$(BIN)/python -m tools.config_reference
 	$(BIN)/python -m tools.strategies_page > docs/reference/strategies.md
 	$(BIN)/python -m tools.deepspeed_page
+	$(BIN)/python -m tools.model_types_page > docs/reference/model-types.md
 	$(BIN)/python -m tools.file_formats
 	$(BIN)/shardmake demo
 	$(BIN)/python -m tools.pictures

@@ -171,12 +171,18 @@ def fetch(
     part: Annotated[
         FetchPart, typer.Option(help="All files, all but the weights (enough for a plan), or the weights.")
     ] = "all",
+    dequantize: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Also write a model of FP8 or MXFP4 weights there in bf16.")
+    ] = None,
 ) -> None:
     """Download model and data and pin them to their commits; needs internet access."""
+    from shardmake.fetch.dequantize import dequantize as in_bf16
     from shardmake.fetch.stage import fetch as bring
 
     with _stage("fetch", name, config, runs) as (run, cluster, rundir):
-        bring(run, rundir, part)
+        sources = bring(run, rundir, "all" if dequantize else part)
+        if dequantize:
+            in_bf16(Path(sources.model.path), dequantize)
     if cluster.shared and cluster.cache:
         share_tree(Path(cluster.cache))
 

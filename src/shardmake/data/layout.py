@@ -36,6 +36,8 @@ _ROLES: Final[Mapping[str, str]] = {
     "ipython": "tool",
 }
 """Roles of ShareGPT, and the roles that chat templates use for them."""
+_MEDIA: Final = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns of data sets whose conversations refer to images, films or sounds."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,11 @@ class Layout:
 
         ``place`` names the example in errors. Raises `DataError` for a missing column and for a value of another type.
         """
+        if media := [name for name in _MEDIA if example.get(name) and name not in self.columns.values()]:
+            raise DataError(
+                f"{place}: this example has {' and '.join(media)}. Only text is trained, also of models that take "
+                "images or sounds. Remove such examples, or the column if their text stands alone."
+            )
         missing = [self.columns[c] for c in FORMATS[self.format].required if self.columns[c] not in example]
         if missing:
             raise DataError(

@@ -129,6 +129,12 @@ class Model:
         """Return True for a sequence classifier, which has `SCORE_HEAD`."""
         return self.architecture.endswith("ForSequenceClassification")
 
+    @property
+    def text_config(self) -> Mapping[str, Any]:
+        """The config of the text part; of a model of text alone its own."""
+        part = self.config.get("text_config")
+        return part if isinstance(part, Mapping) else self.config
+
     @cached_property
     def key(self) -> str:
         """Digest of the config, for cache keys."""
@@ -181,7 +187,7 @@ def _active(tensor: ParameterSpec, model: Model) -> float:
     """Return the elements that are used for one token; all experts if config.json does not give their number."""
     if ".experts." not in tensor.name:
         return tensor.numel
-    config = model.config
+    config = model.text_config
     experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts")
     if not experts:
         return tensor.numel

@@ -160,7 +160,7 @@ def prepare(request: Mapping[str, Any]) -> Any:
     """Return the model on the meta device, with adapters, checkpointing and the replacement of its attention."""
     register_attention()
     model: Any = build(request["config"], request["source"], request["trust_remote_code"])
-    model.config.use_cache = False  # as in training
+    model.config.get_text_config().use_cache = False  # as in training
     if request["layers"]:
         _keep_layers(model, request["layers"])
     _set_attention(model, request["attention"], request["masked"])

@@ -196,6 +196,7 @@ def as_plan(name: str, made: ChosenRun) -> Plan:
         own_files=[
             *describe_own_files(settings.user_files, chosen.choice, settings.run),
             *describe_quantized_base(settings.model, settings.run),
+            *settings.abilities.describe_absent(),
         ],
     )
 

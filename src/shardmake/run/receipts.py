@@ -177,11 +177,15 @@ class MergeReceipt(RunFile):
     output_bytes_compared: int = Field(
         description="Bytes of the weight files that were read back and equal the checksums made while copying."
     )
+    peft_modules: int | None = optional(
+        None, "Modules of an adapter, one of each shape and kind, that PEFT merges to the same weights."
+    )
     recorded_files: int | None = Field(
         None, description="Files of the checkpoint that equal Shardmake's record of the save; None without a record."
     )
     warnings: list[str] = Field([], description="What is doubtful about the checkpoint.")
     allowed: list[str] = Field([], description="Refusals that the user overrode.")
+    untied: dict[str, str] = optional({}, "Weights that the base model ties, and that differ: the model stores both.")
     key: str | None = Field(None, description="Key of the model in the checkpoint, if the user named one of several.")
     versions: dict[str, str] = Field(description="What wrote the checkpoint, and what merged it.")
     verification: Verification = Field(description="What was checked in the result.")

@@ -7,7 +7,10 @@ tensor by tensor is copied to the GPU.
 """
 
 import os
+import re
+import sys
 from collections.abc import Iterator
+from functools import wraps
 from typing import Any
 
 import torch
@@ -152,8 +155,13 @@ def load_model(settings: TrainingSettings) -> PreTrainedModel:
     adapters = spec.peft_config(task, **method.model_dump(exclude={"kind"}))
     name_checkpointed_adapters(tuners_utils)
     adapted = get_peft_model(model, adapters)
+    if absent := getattr(model, "absent", None):  # in the base's class, layers of its towers may have the same names
+        adapted.peft_config["default"].exclude_modules = rf"({'|'.join(map(re.escape, absent))})(\..*)?"
     refuse_partial_states(adapted)
     return adapted
+
+
+_ROUTER_LOSS = "load_balancing_loss_func"
 
 
 def average_router_loss(model: PreTrainedModel, settings: TrainingSettings) -> None:
@@ -163,13 +171,19 @@ def average_router_loss(model: PreTrainedModel, settings: TrainingSettings) -> N
     global batch, and the passes of a step are added up. Without this, the coefficient would grow with ranks and
     accumulation steps.
     """
-    coefficient = getattr(model, "router_aux_loss_coef", None)
-    if coefficient is None:
-        return
     expected = settings.expected
     groups = expected.world_size // (expected.tensor_parallel or 1)
     passes = groups * settings.arguments["gradient_accumulation_steps"]
-    model.router_aux_loss_coef = coefficient / passes
+    code = sys.modules[type(model).__module__]
+    if hasattr(model, "router_aux_loss_coef"):
+        model.router_aux_loss_coef /= passes
+    elif function := getattr(code, _ROUTER_LOSS, None):  # the coefficient is read from the config, which is saved
+
+        @wraps(function)
+        def averaged(*arguments: Any, **options: Any) -> Any:
+            return function(*arguments, **options) / passes
+
+        setattr(code, _ROUTER_LOSS, averaged)
 
 
 def refuse_partial_states(model: torch.nn.Module) -> None:

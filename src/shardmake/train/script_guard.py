@@ -14,10 +14,10 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from shardmake.checkpoint.formats.lora import unsupported_features
 from shardmake.config.strategies import DDP, DEEPSPEED, FSDP
 from shardmake.core.errors import EngineMismatchError
 from shardmake.core.private_names import private
+from shardmake.run.adapter_settings import AdapterSettings
 from shardmake.run.attempt import AttemptDir, rank_report
 from shardmake.run.engine import Engine, ScriptApi
 from shardmake.run.plan import Choice
@@ -106,7 +106,9 @@ def trained_dtype(model: Any, described: str) -> str:
 def check_adapters(model: torch.nn.Module) -> None:
     """Raise an `EngineMismatchError` if the consolidate stage could not merge the adapters of a PEFT model."""
     found = {
-        feature for config in adapter_configs(model).values() for feature in unsupported_features(config.to_dict())
+        setting
+        for config in adapter_configs(model).values()
+        for setting in AdapterSettings.parse(config.to_dict()).refused(holds_base=False)
     }
     if found:
         raise EngineMismatchError(

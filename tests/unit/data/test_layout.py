@@ -186,6 +186,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("prompt-completion", {"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, "tools belongs to a "
      "conversation, and prompt is text. Write both as lists of messages, or remove the tools."),
     ("alpaca", {"instruction": "a"}, "this example (alpaca) has no output. Its keys: instruction."),
+    ("chat", {"messages": chat("u:<image>a", "a:b"), "images": ["a.png"], "videos": []}, "this example has images. Only "
+     "text is trained, also of models that take images or sounds. Remove such examples, or the column if their text "
+     "stands alone."),
 ]  # fmt: skip
 
 

@@ -1,0 +1,200 @@
+"""Compare a merge of an adapter with PEFT: one module of each shape and kind, merged by PEFT itself.
+
+PEFT gets a model of these modules alone, with the base's real values and the adapter's own settings, in a process of
+its own. Of a large weight it gets the first rows, so that memory is bounded; every row is merged in the same way.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from shardmake.checkpoint.formats.contents import Contents, StoredTensor
+from shardmake.checkpoint.formats.lora import PREFIX, EmbeddingUpdate, LoraUpdate, PeftUpdate, TokenUpdate
+from shardmake.consolidate.blocks import Block, Converter
+from shardmake.consolidate.destination import checkpoint_folders
+from shardmake.consolidate.stream import read_array
+from shardmake.core.errors import CheckpointError
+from shardmake.core.library_process import run_module
+from shardmake.core.process import NEUTRAL_FOLDER
+from shardmake.core.temporary import temporary_folder
+from shardmake.run.adapter_settings import CONFIG
+
+if TYPE_CHECKING:
+    import torch
+
+_ELEMENTS = 1 << 20
+"""Elements of a weight that PEFT merges."""
+_WHOLE = {
+    "modules_to_save": None, "bias": "none", "auto_mapping": None, "task_type": None, "init_lora_weights": True,
+    "ensure_weight_tying": False,
+}  # fmt: skip
+"""Settings that concern the whole model, or what the base weights were before the training."""
+_CLOSE = 4e-6
+"""Part of a value by which sums of float32 differ in another order."""
+
+
+@dataclass(frozen=True)
+class PeftSample:
+    """Rows ``[begin, begin + len(before))`` of a merged weight: its name, the values before, and PEFT's result."""
+
+    name: str
+    begin: int
+    before: Block
+    merged: Block
+
+
+def merge_with_peft(contents: Contents) -> list[PeftSample]:
+    """Let PEFT merge one module of each shape and kind of a plan with an adapter.
+
+    The modules have the classes of the model's own, if transformers can build it from the config.
+
+    Raises:
+        CheckpointError: PEFT cannot merge the adapter; the message has its reason.
+    """
+    chosen: dict[Any, tuple[str, StoredTensor, PeftUpdate]] = {}
+    for name, tensor in contents.tensors.items():
+        if isinstance(update := tensor.update, PeftUpdate):
+            shapes = tuple((part, held.shape) for part, held in update.parts.items())
+            kind = re.sub(r"\.\d+(?=\.)", "", update.module), update.settings.scale(update.module), shapes
+            chosen.setdefault((tensor.dtype, tensor.shape, *kind), (name, tensor, update))
+    if not chosen:
+        return []
+    with temporary_folder("peft") as folder:
+        samples, modules = {}, {}
+        adapter: dict[str, Block] = {}
+        for name, tensor, update in chosen.values():
+            rows = update.settings.tokens(update.module) if isinstance(update, TokenUpdate) else []
+            begin = min(rows, default=0)
+            end = min(tensor.shape[0], begin + max(1, _ELEMENTS // tensor.shape[1]))
+            samples[update.module] = (name, begin, read_array(tensor.rows(begin, end)))
+            adapter |= {f"{PREFIX}{update.module}.{p}": held for p, held in update.part(read_array, begin, end).items()}
+            is_embedding = isinstance(update, EmbeddingUpdate | TokenUpdate)
+            is_transposed = isinstance(update, LoraUpdate) and update.transposed
+            layer = "Embedding" if is_embedding else "Conv1D" if is_transposed else "Linear"
+            modules[update.module] = (layer, [row - begin for row in rows if begin <= row < end])
+            settings = update.settings
+        save_file({module: np.ascontiguousarray(held) for module, (*_, held) in samples.items()}, folder / "base")
+        save_file({n: np.ascontiguousarray(held) for n, held in adapter.items()}, folder / "adapter_model.safetensors")
+        (folder / CONFIG).write_text(json.dumps({**settings.model_dump(exclude_defaults=True), **_WHOLE}))
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        of_base = {piece.record.path.parent for _, tensor, _ in chosen.values() for piece in tensor.pieces[:1]}
+        places = [*checkpoint_folders(contents), *of_base]
+        config = next((str(place.absolute()) for place in places if (place / "config.json").is_file()), None)
+        request = {"folder": str(folder), "modules": modules, "config": config}
+        try:
+            run_module(__name__, request, environment, NEUTRAL_FOLDER)
+        except RuntimeError as error:
+            raise CheckpointError(f"The merge of an adapter's modules with PEFT failed: {error}") from None
+        merged = load_file(folder / "merged")
+    return [PeftSample(name, begin, held, merged[module]) for module, (name, begin, held) in samples.items()]
+
+
+def compare_with_peft(samples: list[PeftSample], written: Mapping[str, StoredTensor]) -> int:
+    """Compare the ``written`` tensors with PEFT's, rounded to their type; return the number of modules.
+
+    Raises:
+        CheckpointError: A value is not PEFT's.
+    """
+    for sample in samples:
+        tensor = written[sample.name]
+        ours = read_array(tensor.rows(sample.begin, sample.begin + len(sample.before)))
+        change = np.abs(sample.merged - sample.before).max(axis=1, keepdims=True)
+        close = _CLOSE * (np.abs(sample.merged) + np.abs(sample.before) + change)
+        low, high = (_rounded(sample.merged + sign * close, tensor.dtype) for sign in (-1, 1))
+        wrong = ~((low <= ours) & (ours <= high))
+        if wrong.any():
+            raise CheckpointError(
+                f"The merged {sample.name} is not PEFT's: {int(wrong.sum())} of {wrong.size} values differ, by up to "
+                f"{float(np.abs(ours - sample.merged)[wrong].max()):.3g}. Nothing was written. Merge with PEFT's "
+                "merge_and_unload, and report this adapter's adapter_config.json."
+            )
+    return len(samples)
+
+
+def _rounded(values: Block, dtype: str) -> Block:
+    """Return float32 values after rounding to ``dtype``."""
+    if dtype == "F32":
+        return values
+    converter = Converter(values.size)
+    narrow = converter.convert(values.reshape(-1).view(np.uint8), "F32", dtype).copy()
+    return converter.convert(narrow, dtype, "F32").view(np.float32).copy().reshape(values.shape)
+
+
+# --- in the child process ---------------------------------------------------------------------------------------------
+
+
+def answer(request: Any) -> None:
+    """Let PEFT merge the modules of the request."""
+    import torch
+    from peft import PeftModel
+    from safetensors.torch import load_file, save_file
+
+    folder, modules = Path(request["folder"]), request["modules"]
+    path = folder / CONFIG
+    config = json.loads(path.read_text())
+    if config.get("target_modules") in (None, "all-linear"):
+        config["target_modules"] = [name for name, (_, rows) in modules.items() if not rows]
+    config["trainable_token_indices"] = {name: rows for name, (_, rows) in modules.items() if rows} or None
+    path.write_text(json.dumps(config))
+    kinds = _classes(Path(request["config"])) if request["config"] else {}
+    model = torch.nn.Module()
+    for name, weight in load_file(folder / "base").items():
+        _add(model, name, _module(kinds.get(name, modules[name][0]), weight))
+    try:
+        merged = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+    except Exception as error:  # PEFT can raise anything
+        raise CheckpointError(
+            f"PEFT cannot merge the adapter: {type(error).__name__}: {error}. Check that its files belong to the base "
+            "model."
+        ) from None
+    save_file({name: merged.get_submodule(name).weight.detach().contiguous() for name in modules}, folder / "merged")
+
+
+def _module(kind: str, weight: "torch.Tensor") -> "torch.nn.Module":
+    """Return a module of PEFT's kind ``kind`` with ``weight``."""
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    rows, columns = weight.shape
+    made: Any
+    if kind == "Embedding":
+        made = torch.nn.Embedding(rows, columns)
+    else:
+        made = Conv1D(columns, rows) if kind == "Conv1D" else torch.nn.Linear(columns, rows, bias=False)
+    made.weight.data = weight
+    return made
+
+
+def _add(model: Any, name: str, module: Any) -> None:
+    *levels, last = name.split(".")
+    for level in levels:
+        if level not in dict(model.named_children()):
+            model.add_module(level, type(model)())
+        model = getattr(model, level)
+    model.add_module(last, module)
+
+
+def _classes(config_folder: Path) -> dict[str, str]:
+    """Return the kind of each module of the model; empty if transformers alone cannot build it."""
+    import torch
+    from transformers import AutoConfig
+    from transformers.pytorch_utils import Conv1D
+
+    from shardmake.consolidate.loading import _model_class
+
+    try:
+        config = AutoConfig.from_pretrained(config_folder)
+        kind = _model_class(config_folder, config, False)
+        with torch.device("meta"):
+            model = kind.from_config(config) if kind.__name__.startswith("Auto") else kind(config)
+    except Exception:
+        return {}
+    kinds = {"Linear": torch.nn.Linear, "Conv1D": Conv1D, "Embedding": torch.nn.Embedding}
+    return {name: k for name, module in model.named_modules() for k, cls in kinds.items() if isinstance(module, cls)}
