@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from shardmake.consolidate.merge import consolidate
 from shardmake.consolidate.verify import verify
 from shardmake.core.errors import CheckpointError, ShardmakeError
-from shardmake.run.adapter_settings import KEEPS_BASE, AdapterSettings
+from shardmake.run.adapter_settings import KEEPS_BASE, UNMERGED, WITH_PEFT, AdapterSettings
 from tests.workflow.consolidate_checkpoints import check_loading_in_process, load_weights
 
 SMALL = {
@@ -139,6 +139,33 @@ def test_every_setting_of_the_installed_peft_is_proved_or_refused() -> None:
     default = AdapterSettings.parse(LoraConfig().to_dict())
     assert not default.refused(holds_base=False) and default.decisive() == {"peft_type": "LORA"}
     assert not AdapterSettings.parse({"peft_type": "LORA", "invented_setting": None}).refused(holds_base=False)
+
+
+ADVISED: dict[str, dict[str, Any]] = {
+    "lora_bias": {"lora_bias": True, "target_modules": ["q_proj"]},
+    "target_parameters": {"target_parameters": ["q_proj.weight"], "target_modules": []},
+    "velora_config": {"velora_config": {"num_groups": 4}, "target_modules": ["q_proj"]},
+    "kasa_config": {"kasa_config": {}},
+    "monteclora_config": {"monteclora_config": {"num_samples": 2}},
+    "layer_replication": {"layer_replication": [[0, 2], [1, 2]]},
+    "use_bdlora": {"use_bdlora": {"nblocks": 2, "target_modules_bd_a": ["q_proj"], "match_strict": False}},
+    "alora_invocation_tokens": {"alora_invocation_tokens": [5, 6]},
+}
+
+
+@pytest.mark.parametrize("setting", ADVISED)
+def test_advice_for_a_refused_setting_is_true(setting: str, tmp_path: Path) -> None:
+    """PEFT merges the adapter if the refusal says so, and no other."""
+    make_adapter(tmp_path, base_model(attention_bias=True), **ADVISED[setting])
+    settings = AdapterSettings.read(tmp_path / "adapter" / "adapter_config.json")
+    (advice,) = settings.refused(holds_base=False).values()
+    base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    try:
+        PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+    except Exception:
+        assert advice == UNMERGED
+    else:
+        assert advice == WITH_PEFT
 
 
 CHANGES_BASE = ["pissa", "pissa_niter_4", "olora"]

@@ -98,10 +98,10 @@ def read_model(
     contents = _without_wrapper(read_checkpoint(path, target, key))
     if adapter:
         return lora.adapter_only(contents)
-    base_weights = huggingface.read(base) if base is not None and huggingface.recognise(base) else None
+    held = base if base is not None and huggingface.recognise(base) else None
     if not lora.is_adapter(contents):
-        return contents if base_weights is None else _without_outer(contents, base_weights.tensors.keys())
-    return lora.merge(contents, base_weights, lambda: {} if base is None else layout(base))
+        return contents if held is None else _without_outer(contents, huggingface.weight_names(held))
+    return lora.merge(contents, huggingface.read(held) if held else None, lambda: layout(held) if held else {})
 
 
 def _without_wrapper(contents: Contents) -> Contents:

@@ -168,6 +168,19 @@ def test_an_adapter_beside_the_default_one(base: Path, tmp_path: Path) -> None:
     assert not torch.equal(load_weights(tmp_path / "second")[QUERY], load_weights(base)[QUERY])
 
 
+def test_allow_unexpected_is_advised_only_where_nothing_trained_is_lost(base: Path, tmp_path: Path) -> None:
+    weights = trained()
+    file = save(prefixed(weights, "inner.") | {"other.weight": torch.ones(2)}, tmp_path / "checkpoint" / "a.pt")
+    with pytest.raises(CheckpointError, match=f"{QUERY} is missing") as refused:
+        consolidate(file, tmp_path / "model", base=base)
+    assert "--allow" not in str(refused.value)
+    save({**weights, "v_head.weight": torch.ones(2)}, file)
+    with pytest.raises(CheckpointError, match="add --allow unexpected"):
+        consolidate(file, tmp_path / "model", base=base)
+    consolidate(file, tmp_path / "model", base=base, allow=["unexpected"])
+    assert_equal(load_weights(tmp_path / "model"), {**weights, "v_head.weight": torch.ones(2)})
+
+
 @pytest.mark.parametrize("kind", ["full", "adapter"])
 def test_resized_embeddings(kind: str, base: Path, tmp_path: Path) -> None:
     """The refusal asks for a base that was saved after the resize, and with that the merge is right."""
