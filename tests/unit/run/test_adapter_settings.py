@@ -108,6 +108,29 @@ def test_setting_is_merged_as_by_peft(setting: str, values: dict[str, Any], tmp_
     assert away(tmp_path, trained) < 1e-5 < 1e-3 < untouched
 
 
+STATES: list[dict[str, Any]] = [
+    {"use_dora": True, "modules_to_save": ["lm_head"]},
+    {"target_modules": ["embed_tokens", "q_proj"]},
+    {"trainable_token_indices": [3, 4]},
+    {"trainable_token_indices": [3, 4], "tied": True},
+    {"modules_to_save": ["embed_tokens"], "tied": True, "allow": ["untied"]},
+    {"target_modules": ["q_proj", "lm_head"], "tied": True, "allow": ["untied"]},
+    {"target_modules": ["q_proj", "lm_head", "embed_tokens"], "tied": True, "ensure_weight_tying": True},
+]
+
+
+@pytest.mark.parametrize("values", STATES)
+def test_states_of_the_whole_model_are_merged_as_by_peft(values: dict[str, Any], tmp_path: Path) -> None:
+    """FSDP and ZeRO save them, with each adapter's name in the names of its tensors."""
+    values = dict(values)
+    allow, tied = values.pop("allow", ()), values.pop("tied", False)
+    trained = make_adapter(tmp_path, base_model(tie_word_embeddings=tied), **values)
+    (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
+    states = {name: weight.contiguous() for name, weight in trained.state_dict().items()}
+    torch.save(states, tmp_path / "adapter" / "pytorch_model_fsdp.bin")
+    assert away(tmp_path, trained, allow=allow) < 1e-5
+
+
 def base_logits(place: Path, trained: PeftModel) -> torch.Tensor:
     base = type(trained.get_base_model()).from_pretrained(place / "base").eval()
     logits: torch.Tensor = base(input_ids=IDS).logits
