@@ -72,10 +72,14 @@ def merge_with_peft(contents: Contents) -> list[PeftSample]:
     config = next((str(place.absolute()) for place in places if (place / "config.json").is_file()), None)
     with one_library_process():
         batches = (all_of_them[at : at + _AT_ONCE] for at in range(0, len(all_of_them), _AT_ONCE))
-        return [sample for batch in batches for sample in _merge(batch, _ELEMENTS // len(all_of_them), config)]
+        libraries = ("peft",) * (len(all_of_them) > _AT_ONCE)
+        elements = _ELEMENTS // max(1, len(all_of_them))
+        return [sample for batch in batches for sample in _merge(batch, elements, config, libraries)]
 
 
-def _merge(batch: Sequence[tuple[StoredTensor, PeftUpdate]], elements: int, config: str | None) -> Iterator[PeftSample]:
+def _merge(
+    batch: Sequence[tuple[StoredTensor, PeftUpdate]], elements: int, config: str | None, libraries: Sequence[str]
+) -> Iterator[PeftSample]:
     samples: dict[str, tuple[str, int, Block]] = {}
     modules: dict[str, tuple[str, list[int]]] = {}
     adapter: dict[str, Block] = {}
@@ -97,7 +101,7 @@ def _merge(batch: Sequence[tuple[StoredTensor, PeftUpdate]], elements: int, conf
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         request = {"folder": str(folder), "modules": modules, "config": config}
         try:
-            run_module(__name__, request, environment, NEUTRAL_FOLDER, ("peft",))
+            run_module(__name__, request, environment, NEUTRAL_FOLDER, libraries)
         except RuntimeError as error:
             raise CheckpointError(f"The merge of an adapter's modules with PEFT failed: {error}") from None
         merged = load_file(folder / "merged")

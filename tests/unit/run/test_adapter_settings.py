@@ -99,7 +99,10 @@ PROVED: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("setting", "values"), [(name, values) for name, held in PROVED.items() for values in held])
+CASES = {str(values): (name, values) for name, held in PROVED.items() for values in held}
+
+
+@pytest.mark.parametrize(("setting", "values"), CASES.values())
 def test_setting_is_merged_as_by_peft(setting: str, values: dict[str, Any], tmp_path: Path) -> None:
     values = dict(values)
     config = {key: values.pop(key) for key in ("attention_bias", "tie_word_embeddings") if key in values}
