@@ -12,7 +12,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from shardmake.checkpoint.formats import huggingface
+from shardmake.checkpoint.formats.contents import StoredTensor
+from shardmake.checkpoint.formats.registry import read_model
 from shardmake.consolidate.merge import consolidate
+from shardmake.consolidate.peft_check import compare_with_peft, merge_with_peft
 from shardmake.consolidate.verify import verify
 from shardmake.core.errors import CheckpointError, ShardmakeError
 from shardmake.run.adapter_settings import KEEPS_BASE, UNMERGED, WITH_PEFT, AdapterSettings
@@ -219,6 +223,29 @@ def test_adapter_of_residual_weights(init: str, tmp_path: Path) -> None:
     trained.peft_config["default"].save_pretrained(tmp_path / "adapter")
     assert AdapterSettings.read(tmp_path / "adapter" / "adapter_config.json").init_lora_weights == init
     assert away(tmp_path, trained) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_that_are_not_pefts(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Such as those of the base model, whose update was lost, or another scale."""
+    make_adapter(tmp_path, base_model().to(dtype))
+    contents = read_model(tmp_path / "adapter", base=tmp_path / "base")
+    samples = merge_with_peft(contents)
+    assert {sample.name.split(".")[-2] for sample in samples} == set(TARGETS["target_modules"])
+    consolidate(tmp_path / "adapter", tmp_path / "merged", base=tmp_path / "base")
+    assert compare_with_peft(samples, written(tmp_path / "merged")) == len(TARGETS["target_modules"])
+    with pytest.raises(CheckpointError, match="is not PEFT's"):
+        compare_with_peft(samples, written(tmp_path / "base"))
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 8.01}))
+    with pytest.raises(CheckpointError, match="is not PEFT's"):
+        compare_with_peft(
+            merge_with_peft(read_model(path.parent, base=tmp_path / "base")), written(tmp_path / "merged")
+        )
+
+
+def written(model: Path) -> dict[str, StoredTensor]:
+    return huggingface.read(model).tensors
 
 
 TIES: list[dict[str, Any]] = [

@@ -98,6 +98,7 @@ MERGED: dict[str, Writer] = {
     "compiled": lambda w, p: save({"model_state_dict": prefixed(w, "module._orig_mod."), "lr": 0.1}, p / "a.pth"),
     "torchtune": torchtune,
     "verl": lambda w, p: save(w, p / "actor" / "model_world_size_1_rank_0.pt").parents[1],
+    "verl, above": lambda w, p: save(w, p / "global_step_2" / "actor" / "model_world_size_1_rank_0.pt").parents[2],
     "one of two models": accelerate,
 }
 
@@ -127,7 +128,10 @@ def two_engines(weights: Weights, place: Path) -> Path:
 
 REFUSED: dict[str, tuple[Writer, str]] = {
     "Megatron": (files("common.pt", "metadata.json"), r"of Megatron-core.* Megatron Bridge"),
-    "Megatron above": (files("latest_checkpointed_iteration.txt"), r"of Megatron-core.* Megatron Bridge"),
+    "Megatron above": (
+        files("latest_checkpointed_iteration.txt", "iter_0000002/common.pt"),
+        r"of Megatron-core.* Megatron Bridge",
+    ),
     "Megatron ranks": (files("mp_rank_00/model_optim_rng.pt"), r"of Megatron-core.* Megatron Bridge"),
     "Meta": (files("consolidated.00.pth"), r"of Meta's Llama.* convert_llama_weights_to_hf"),
     "two FSDP": (lambda w, p: accelerate(w, p).parent, r"several models \(pytorch_model_fsdp_0, .* Name the folder"),
