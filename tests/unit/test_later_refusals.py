@@ -63,7 +63,7 @@ TABLE: dict[str, Why | str] = {
     "consolidate/allowed.py": Why.COMMAND,
     "consolidate/aux_files.py": C,
     "consolidate/destination.py": Why.COMMAND,
-    "consolidate/loading.py:_model_class": "plan/abilities.py:check_class",
+    "consolidate/loading.py:find_class": "plan/abilities.py:check_class",
     "consolidate/loading.py:check_loading": R,
     "consolidate/loading.py:refuse_impossible_config": C,
     "consolidate/merge.py": Why.COMMAND,

@@ -238,7 +238,7 @@ def load(
     transformers.utils.logging.set_verbosity_error()
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        kind = model_class.whole.find() if model_class else _model_class(folder, config, trust_remote_code)
+        kind = model_class.whole.find() if model_class else find_class(folder, config, trust_remote_code)
         model, info = kind.from_pretrained(
             folder,
             device_map="meta",
@@ -275,7 +275,7 @@ def load_adapter(
 
     try:
         config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
-        kind = model_class.whole.find() if model_class else _model_class(base, config, trust_remote_code)
+        kind = model_class.whole.find() if model_class else find_class(base, config, trust_remote_code)
         with torch.device("meta"):
             is_auto, options = kind.__name__.startswith("Auto"), {"trust_remote_code": trust_remote_code}
             model = kind.from_config(config, **options) if is_auto else kind(config)
@@ -293,7 +293,7 @@ def load_adapter(
     )  # fmt: skip
 
 
-def _model_class(folder: Path, config: Any, trust_remote_code: bool) -> Any:
+def find_class(folder: Path, config: Any, trust_remote_code: bool) -> Any:
     """Return the class in the config, from transformers or, if that is allowed, from the folder's own code."""
     import transformers
 

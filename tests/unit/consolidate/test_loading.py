@@ -120,7 +120,7 @@ def test_architecture_is_a_model_class(name: str) -> None:
     """With an Auto class as architecture, transformers would choose the code that auto_map names."""
     config = SimpleNamespace(architectures=[name], auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"})
     with pytest.raises(ModelError, match=r"which transformers .* does not have"):
-        loading._model_class(Path("model"), config, trust_remote_code=True)
+        loading.find_class(Path("model"), config, trust_remote_code=True)
 
 
 def test_converter_of_tensor_parallel_parts_runs_in_a_neutral_folder(

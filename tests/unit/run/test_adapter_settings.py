@@ -12,10 +12,14 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from shardmake.checkpoint.formats import huggingface
+from shardmake.checkpoint.formats.contents import StoredTensor
+from shardmake.checkpoint.formats.registry import read_model
 from shardmake.consolidate.merge import consolidate
+from shardmake.consolidate.peft_check import compare_with_peft, merge_with_peft
 from shardmake.consolidate.verify import verify
 from shardmake.core.errors import CheckpointError, ShardmakeError
-from shardmake.run.adapter_settings import KEEPS_BASE, AdapterSettings
+from shardmake.run.adapter_settings import KEEPS_BASE, UNMERGED, WITH_PEFT, AdapterSettings
 from tests.workflow.consolidate_checkpoints import check_loading_in_process, load_weights
 
 SMALL = {
@@ -99,13 +103,39 @@ PROVED: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("setting", "values"), [(name, values) for name, held in PROVED.items() for values in held])
+CASES = {str(values): (name, values) for name, held in PROVED.items() for values in held}
+
+
+@pytest.mark.parametrize(("setting", "values"), CASES.values())
 def test_setting_is_merged_as_by_peft(setting: str, values: dict[str, Any], tmp_path: Path) -> None:
     values = dict(values)
     config = {key: values.pop(key) for key in ("attention_bias", "tie_word_embeddings") if key in values}
     trained = make_adapter(tmp_path, base_model(values.pop("model", "llama"), **config), **values)
     untouched = float((base_logits(tmp_path, trained) - trained(input_ids=IDS).logits).abs().max())
     assert away(tmp_path, trained) < 1e-5 < 1e-3 < untouched
+
+
+STATES: list[dict[str, Any]] = [
+    {"use_dora": True, "modules_to_save": ["lm_head"]},
+    {"target_modules": ["embed_tokens", "q_proj"]},
+    {"trainable_token_indices": [3, 4]},
+    {"trainable_token_indices": [3, 4], "tied": True},
+    {"modules_to_save": ["embed_tokens"], "tied": True, "allow": ["untied"]},
+    {"target_modules": ["q_proj", "lm_head"], "tied": True, "allow": ["untied"]},
+    {"target_modules": ["q_proj", "lm_head", "embed_tokens"], "tied": True, "ensure_weight_tying": True},
+]
+
+
+@pytest.mark.parametrize("values", STATES)
+def test_states_of_the_whole_model_are_merged_as_by_peft(values: dict[str, Any], tmp_path: Path) -> None:
+    """FSDP and ZeRO save them, with each adapter's name in the names of its tensors."""
+    values = dict(values)
+    allow, tied = values.pop("allow", ()), values.pop("tied", False)
+    trained = make_adapter(tmp_path, base_model(tie_word_embeddings=tied), **values)
+    (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
+    states = {name: weight.contiguous() for name, weight in trained.state_dict().items()}
+    torch.save(states, tmp_path / "adapter" / "pytorch_model_fsdp.bin")
+    assert away(tmp_path, trained, allow=allow) < 1e-5
 
 
 def base_logits(place: Path, trained: PeftModel) -> torch.Tensor:
@@ -141,6 +171,33 @@ def test_every_setting_of_the_installed_peft_is_proved_or_refused() -> None:
     assert not AdapterSettings.parse({"peft_type": "LORA", "invented_setting": None}).refused(holds_base=False)
 
 
+ADVISED: dict[str, dict[str, Any]] = {
+    "lora_bias": {"lora_bias": True, "target_modules": ["q_proj"]},
+    "target_parameters": {"target_parameters": ["q_proj.weight"], "target_modules": []},
+    "velora_config": {"velora_config": {"num_groups": 4}, "target_modules": ["q_proj"]},
+    "kasa_config": {"kasa_config": {}},
+    "monteclora_config": {"monteclora_config": {"num_samples": 2}},
+    "layer_replication": {"layer_replication": [[0, 2], [1, 2]]},
+    "use_bdlora": {"use_bdlora": {"nblocks": 2, "target_modules_bd_a": ["q_proj"], "match_strict": False}},
+    "alora_invocation_tokens": {"alora_invocation_tokens": [5, 6]},
+}
+
+
+@pytest.mark.parametrize("setting", ADVISED)
+def test_advice_for_a_refused_setting_is_true(setting: str, tmp_path: Path) -> None:
+    """PEFT merges the adapter if the refusal says so, and no other."""
+    make_adapter(tmp_path, base_model(attention_bias=True), **ADVISED[setting])
+    settings = AdapterSettings.read(tmp_path / "adapter" / "adapter_config.json")
+    (advice,) = settings.refused(holds_base=False).values()
+    base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    try:
+        PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+    except Exception:
+        assert advice == UNMERGED
+    else:
+        assert advice == WITH_PEFT
+
+
 CHANGES_BASE = ["pissa", "pissa_niter_4", "olora"]
 
 
@@ -166,6 +223,29 @@ def test_adapter_of_residual_weights(init: str, tmp_path: Path) -> None:
     trained.peft_config["default"].save_pretrained(tmp_path / "adapter")
     assert AdapterSettings.read(tmp_path / "adapter" / "adapter_config.json").init_lora_weights == init
     assert away(tmp_path, trained) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_that_are_not_pefts(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Such as those of the base model, whose update was lost, or another scale."""
+    make_adapter(tmp_path, base_model().to(dtype))
+    contents = read_model(tmp_path / "adapter", base=tmp_path / "base")
+    samples = merge_with_peft(contents)
+    assert {sample.name.split(".")[-2] for sample in samples} == set(TARGETS["target_modules"])
+    consolidate(tmp_path / "adapter", tmp_path / "merged", base=tmp_path / "base")
+    assert compare_with_peft(samples, written(tmp_path / "merged")) == len(TARGETS["target_modules"])
+    with pytest.raises(CheckpointError, match="is not PEFT's"):
+        compare_with_peft(samples, written(tmp_path / "base"))
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 8.01}))
+    with pytest.raises(CheckpointError, match="is not PEFT's"):
+        compare_with_peft(
+            merge_with_peft(read_model(path.parent, base=tmp_path / "base")), written(tmp_path / "merged")
+        )
+
+
+def written(model: Path) -> dict[str, StoredTensor]:
+    return huggingface.read(model).tensors
 
 
 TIES: list[dict[str, Any]] = [

@@ -11,7 +11,7 @@ from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.core.errors import CheckpointError, ConfigError, ShardmakeError
 from shardmake.run.paths import RunDir
 
-_NUMBERED = re.compile(r"(?:checkpoint[-_]|step-|epoch[-_]|iter_|epoch=\d+-step=)(\d+)(?:\.ckpt)?")
+_NUMBERED = re.compile(r"(?:checkpoint[-_]|step-|epoch[-_]|global_step_|epoch=\d+-step=)(\d+)(?:\.ckpt)?")
 _STEP = re.compile(r"(?:checkpoint-|step-|epoch=\d+-step=)(\d+)(?:\.ckpt)?")
 """Names of checkpoints. The number in Accelerate's ``checkpoint_N`` is not a step."""
 
@@ -51,7 +51,7 @@ def _without_key(read: Callable[[Path, Target], Contents]) -> Callable[[Path, Ta
     return lambda path, target, _: read(path, target)
 
 
-_MEGATRON = ("latest_checkpointed_iteration.txt", "mp_rank_*/model_optim_rng.pt", "common.pt")
+_MEGATRON = ("iter_*/common.pt", "iter_*/mp_rank_*/*.pt", "common.pt", "mp_rank_*/model_optim_rng.pt")
 _MODEL_FILES = (huggingface.MODEL.single, huggingface.MODEL_BIN.single)
 LAYOUTS: list[Layout] = [
     Layout("Megatron-core", _MEGATRON[0], _holds(*_MEGATRON), instead="Export it with Megatron Bridge's export_ckpt."),
@@ -98,10 +98,10 @@ def read_model(
     contents = _without_wrapper(read_checkpoint(path, target, key))
     if adapter:
         return lora.adapter_only(contents)
-    base_weights = huggingface.read(base) if base is not None and huggingface.recognise(base) else None
+    held = base if base is not None and huggingface.recognise(base) else None
     if not lora.is_adapter(contents):
-        return contents if base_weights is None else _without_outer(contents, base_weights.tensors.keys())
-    return lora.merge(contents, base_weights, lambda: {} if base is None else layout(base))
+        return contents if held is None else _without_outer(contents, huggingface.weight_names(held))
+    return lora.merge(contents, huggingface.read(held) if held else None, lambda: layout(held) if held else {})
 
 
 def _without_wrapper(contents: Contents) -> Contents:

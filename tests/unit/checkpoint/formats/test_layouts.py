@@ -98,6 +98,7 @@ MERGED: dict[str, Writer] = {
     "compiled": lambda w, p: save({"model_state_dict": prefixed(w, "module._orig_mod."), "lr": 0.1}, p / "a.pth"),
     "torchtune": torchtune,
     "verl": lambda w, p: save(w, p / "actor" / "model_world_size_1_rank_0.pt").parents[1],
+    "verl, above": lambda w, p: save(w, p / "global_step_2" / "actor" / "model_world_size_1_rank_0.pt").parents[2],
     "one of two models": accelerate,
 }
 
@@ -127,7 +128,10 @@ def two_engines(weights: Weights, place: Path) -> Path:
 
 REFUSED: dict[str, tuple[Writer, str]] = {
     "Megatron": (files("common.pt", "metadata.json"), r"of Megatron-core.* Megatron Bridge"),
-    "Megatron above": (files("latest_checkpointed_iteration.txt"), r"of Megatron-core.* Megatron Bridge"),
+    "Megatron above": (
+        files("latest_checkpointed_iteration.txt", "iter_0000002/common.pt"),
+        r"of Megatron-core.* Megatron Bridge",
+    ),
     "Megatron ranks": (files("mp_rank_00/model_optim_rng.pt"), r"of Megatron-core.* Megatron Bridge"),
     "Meta": (files("consolidated.00.pth"), r"of Meta's Llama.* convert_llama_weights_to_hf"),
     "two FSDP": (lambda w, p: accelerate(w, p).parent, r"several models \(pytorch_model_fsdp_0, .* Name the folder"),
@@ -166,6 +170,19 @@ def test_an_adapter_beside_the_default_one(base: Path, tmp_path: Path) -> None:
     assert_equal(load_weights(tmp_path / "model"), load_weights(base))
     consolidate(tmp_path / "adapter" / "other", tmp_path / "second", base=base)
     assert not torch.equal(load_weights(tmp_path / "second")[QUERY], load_weights(base)[QUERY])
+
+
+def test_allow_unexpected_is_advised_only_where_nothing_trained_is_lost(base: Path, tmp_path: Path) -> None:
+    weights = trained()
+    file = save(prefixed(weights, "inner.") | {"other.weight": torch.ones(2)}, tmp_path / "checkpoint" / "a.pt")
+    with pytest.raises(CheckpointError, match=f"{QUERY} is missing") as refused:
+        consolidate(file, tmp_path / "model", base=base)
+    assert "--allow" not in str(refused.value)
+    save({**weights, "v_head.weight": torch.ones(2)}, file)
+    with pytest.raises(CheckpointError, match="add --allow unexpected"):
+        consolidate(file, tmp_path / "model", base=base)
+    consolidate(file, tmp_path / "model", base=base, allow=["unexpected"])
+    assert_equal(load_weights(tmp_path / "model"), {**weights, "v_head.weight": torch.ones(2)})
 
 
 @pytest.mark.parametrize("kind", ["full", "adapter"])
