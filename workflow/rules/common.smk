@@ -41,7 +41,7 @@ from shardmake.core.secrets import redact
 from shardmake.launch.container import job_container
 from shardmake.launch.driver_script import refuse_login_node, refuse_while_driven
 from shardmake.launch.stage_jobs import job_resources as stage_resources
-from shardmake.launch.stage_jobs import job_shell_prefix
+from shardmake.launch.stage_jobs import job_shell_prefix, memory_resources
 from shardmake.run.driver_job import current_driver_dir
 from shardmake.run.own_files import check_refused
 from shardmake.run.paths import RunDir
@@ -278,16 +278,26 @@ def plan_before(stage):
     return plan
 
 
-def planned(stage, key, factor=1):
-    """Return the plan's amount of a resource for a stage. A dry run without a plan shows ``factor``.
+def planned(stage, key):
+    """Return the plan's amount of a resource for a stage. A dry run without a plan shows 1.
 
     Snakemake calls the returned function again when the plan exists.
     """
 
     def amount(wildcards, input):
         if workflow.dryrun and not Path(input.plan).exists():
-            return factor
-        return factor * json.loads(Path(input.plan).read_text())["resources"][stage][key]
+            return 1
+        return json.loads(Path(input.plan).read_text())["resources"][stage][key]
+
+    return amount
+
+
+def memory_of(stage, name):
+    """Return the host RAM of a stage as the resource ``name``, from its plan."""
+
+    def amount(wildcards, input):
+        gib, cpus = (planned(stage, key)(wildcards, input) for key in ("memory_gib", "cpus"))
+        return memory_resources(CLUSTER, 1024 * gib, cpus)[name]
 
     return amount
 
@@ -299,7 +309,8 @@ def resources_of(stage):
         return lambda wildcards: stage_resources(stage, RUNS[wildcards.run], CLUSTER)[name]
 
     names = checked(stage_resources, stage, next(iter(RUNS.values())), CLUSTER)  # the same for every run
-    return {"mem_mb": planned(stage, "memory_gib", 1024), **{name: resource(name) for name in names}}
+    memory = memory_resources(CLUSTER, 1, 1)  # the same name for any amount
+    return {name: memory_of(stage, name) for name in memory} | {name: resource(name) for name in names}
 
 
 class DryRun:

@@ -853,6 +853,11 @@ class Slurm(Section):
     gpu_request: Literal["gres", "gpus-per-node", "gpus", "none"] = Field(
         "gres", description="Option with which this cluster requests GPUs."
     )
+    memory: Literal["per_node", "per_cpu", "none"] = Field(
+        "per_node",
+        description="Request of host RAM: `--mem`; `--mem-per-cpu`, for sites that take no other; or none, for sites "
+        "that give whole nodes.",
+    )
     gpu_type: GpuType | None = Field(
         None, description="GPU type in the request, as in `gres=gpu:a100:4`; also a MIG slice, such as `1g.10gb`."
     )
@@ -883,9 +888,12 @@ class Slurm(Section):
     @classmethod
     def _check_extra(cls, extra: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
         for name in extra:
-            if key := find_option(name).key:
-                raise ValueError(f"{name!r} is set by the key slurm.{key}. Write it there")
-        return extra
+            option = find_option(name)
+            if option.key:
+                raise ValueError(f"{name!r} is set by the key slurm.{option.key}. Write it there")
+            if option.refused:
+                raise ValueError(f"{name!r} cannot be given here: {option.refused}")
+        return {find_option(name).flag: value for name, value in extra.items()}
 
     @property
     def time_limit_minutes(self) -> int:

@@ -243,7 +243,7 @@ def test_a_config_is_rejected(values: Any, expected: list[str], tmp_path: Path) 
             "slurm.partion: there is no such key. Did you mean 'partition'? Allowed here: partition, account, qos, "
             "constraint, cpu_partition, cpu_account, cpu_qos, cpu_constraint, time_limit, stage_time_limit, driver, "
             "driver_time_limit, driver_memory_gib, gpu_request, "
-            "gpu_type, signal_seconds, wckey, exclude, setup, srun_extra, container, extra."]),
+            "memory, gpu_type, signal_seconds, wckey, exclude, setup, srun_extra, container, extra."]),
         ({"slurm": {"gpu_type": "gpu:a100:4"}}, [
             "slurm.gpu_type: 'gpu:a100:4' is not the name of a GPU type. Write the name alone, as `sinfo --format=%G` prints "
             "it, such as a100."]),
