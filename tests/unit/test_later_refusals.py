@@ -84,7 +84,6 @@ TABLE: dict[str, Why | str] = {
     "data/varlen.py": "plan/inspect_model.py:_try_varlen",
     "data/chat.py": "data/check.py:check_first_rows",
     "data/encode.py": A,
-    "data/encoding.py": A,
     "data/files.py": A,
     "data/layout.py": A,
     "data/parquet.py": A,
