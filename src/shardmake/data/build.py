@@ -1,6 +1,7 @@
 """The splits of a run's data: encoded, mixed if there are several sources, ordered, packed and written."""
 
 import os
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -322,6 +323,7 @@ def _save(split: str, sequences: "datasets.Dataset", work: Path) -> dict[str, An
     import datasets
 
     folder = work / split
+    shutil.rmtree(folder, ignore_errors=True)  # a killed process may have left links to files of another run
     packed = [Path(file["filename"]) for file in sequences.cache_files if file["filename"].endswith(f"{split}.packed")]
     if len(packed) == 1:  # the file is complete: it becomes the split instead of a copy
         sequences.select(range(1)).save_to_disk(str(folder))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Encode = Callable[[list[RawRow]], Mapping[str, list[Any]]]
 _ROWS_IN_BATCH = 100
-_BATCHES_IN_PART = 200
+_BATCHES_IN_PART = 100
 _POOL_FROM_ROWS = 5_000
 _job: "tuple[Encode, pyarrow.Schema] | None" = None
 """The function and the result's columns of a worker process."""

@@ -1,10 +1,16 @@
-"""Every chat template of the installed TRL with conversations as people have them, against the reference."""
+"""Every chat template of the installed TRL with conversations as people have them, against the reference.
+
+python -m tests.unit.data.test_templates                     write the table of the docs
+python -m tests.unit.data.test_templates FOLDER PREFIX...    try a real tokenizer with the templates of its family
+"""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from shardmake.config.formats import FORMATS
 from shardmake.core.errors import DataError
@@ -62,8 +68,8 @@ CONVERSATIONS: dict[str, Row] = {
 }  # fmt: skip
 
 
-def _encoder(name: str) -> Encoder:
-    chat = ChatTemplate(tokenizer_for(name), frozenset(stops_of(name)))
+def _encoder(tokenizer: Any, name: str) -> Encoder:
+    chat = ChatTemplate(tokenizer, frozenset(stops_of(name)))
     return Encoder(chat, Layout("chat", FORMATS["chat"].columns), assistant_only=True)
 
 
@@ -74,10 +80,10 @@ def _learned(tokenizer: Any, ids: list[int], mask: list[bool]) -> list[tuple[lis
     return [(ids[:a], ids[a:b]) for a, b in zip(starts, ends, strict=True)]
 
 
-def outcome(name: str, row: Row) -> str:
+def outcome(name: str, row: Row, tokenizer: Any = None) -> str:
     """Return right, apart, refused with its reason, or what is wrong."""
-    encoder = _encoder(name)
-    tokenizer = encoder.tokenizer
+    tokenizer = tokenizer or tokenizer_for(name)
+    encoder = _encoder(tokenizer, name)
     try:
         encoded = encoder(row, "here")
     except DataError as error:
@@ -157,6 +163,13 @@ def _trl_keeps_all(name: str, row: Row) -> bool:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        real = AutoTokenizer.from_pretrained(sys.argv[1])
+        for name in sorted(name for name in TEMPLATES if name.startswith(tuple(sys.argv[2:]))):
+            real.chat_template = TEMPLATES[name]
+            real.add_special_tokens({"eos_token": stops_of(name)[0], "additional_special_tokens": stops_of(name)})
+            print(name, *(f"{title}: {outcome(name, row, real)}" for title, row in CONVERSATIONS.items()), sep="\n  ")
+        sys.exit()
     head, _, _ = PAGE.read_text("utf-8").partition("| template |")
     titles = ["template", *CONVERSATIONS]
     lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}", *map(row_of_page, sorted(TEMPLATES))]
