@@ -186,7 +186,7 @@ class WholeBatches(Dataset[Any]):
 
 
 class _NextRepeated(TrainerCallback):
-    """Tells the data of ``trainer`` the epoch, also after a resume, before its loader starts."""
+    """Sets the epoch of the data of ``trainer`` before its loader starts, also after a resume."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer

@@ -1,12 +1,15 @@
 """Every optimizer step gets the same samples for any number of ranks and any micro batch size."""
 
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from transformers import Trainer, TrainingArguments, default_data_collator
 
 from shardmake.train.sharded_trainer import WholeBatches, _NextRepeated
 
@@ -77,3 +80,35 @@ def test_over_the_epochs_each_sample_is_repeated_equally_often() -> None:
         assert data.epoch == step // 2
         seen.update(data[i] for i in range(len(data)))
     assert seen == dict.fromkeys(range(5), 6)
+
+
+class Numbers(torch.nn.Module):
+    """A model that records the numbers that it gets in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen: list[int] = []
+
+    def forward(self, number: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.seen += number.tolist()
+        return {"loss": (self.weight * number).float().mean()}
+
+
+def trained(folder: Path, resume_from: Path | None = None, **arguments: Any) -> list[int]:
+    """Return the numbers that Trainer takes in three epochs of 5 with global batches of 2."""
+    data = WholeBatches([{"number": number} for number in range(5)], 2)
+    settings = TrainingArguments(
+        folder, num_train_epochs=3, per_device_train_batch_size=2, report_to="none", use_cpu=True, **arguments
+    )
+    model = Numbers()
+    trainer = Trainer(model, settings, train_dataset=data, data_collator=default_data_collator)
+    trainer.add_callback(_NextRepeated(trainer))
+    trainer.train(resume_from_checkpoint=resume_from and str(resume_from))
+    return model.seen
+
+
+def test_trainer_repeats_other_samples_in_each_epoch_and_the_same_after_a_resume(tmp_path: Path) -> None:
+    whole = trained(tmp_path, save_steps=4)
+    assert [sorted(whole[at : at + 6]) for at in (0, 6, 12)] == [sorted([*range(5), extra]) for extra in (0, 1, 2)]
+    assert trained(tmp_path / "again", tmp_path / "checkpoint-4", save_strategy="no") == whole[8:]
