@@ -164,6 +164,7 @@ docs: install
 	$(BIN)/python -m tools.strategies_page > docs/reference/strategies.md
 	$(BIN)/python -m tools.deepspeed_page
 	$(BIN)/python -m tools.file_formats
+	$(BIN)/python -m tools.gpu_page
 	$(BIN)/shardmake demo
 	$(BIN)/python -m tools.pictures
 
