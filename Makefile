@@ -174,6 +174,7 @@ docs: install
 	$(BIN)/python -m tools.deepspeed_page
 	$(BIN)/python -m tools.model_types_page > docs/reference/model-types.md
 	$(BIN)/python -m tools.file_formats
+	$(BIN)/python -m tools.gpu_page
 	$(BIN)/shardmake demo
 	$(BIN)/python -m tools.pictures
 
