@@ -175,8 +175,8 @@ def average_router_loss(model: PreTrainedModel, settings: TrainingSettings) -> N
     groups = expected.world_size // (expected.tensor_parallel or 1)
     passes = groups * settings.arguments["gradient_accumulation_steps"]
     code = sys.modules[type(model).__module__]
-    if hasattr(model, "router_aux_loss_coef"):
-        model.router_aux_loss_coef /= passes
+    if (coefficient := getattr(model, "router_aux_loss_coef", None)) is not None:
+        model.router_aux_loss_coef = coefficient / passes
     elif function := getattr(code, _ROUTER_LOSS, None):  # the coefficient is read from the config, which is saved
 
         @wraps(function)
