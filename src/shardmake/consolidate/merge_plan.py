@@ -18,7 +18,7 @@ from shardmake.checkpoint.formats.huggingface import ADAPTER, MODEL, WeightFiles
 from shardmake.checkpoint.formats.registry import read_checkpoint, read_model
 from shardmake.checkpoint.formats.unpickle import locate
 from shardmake.consolidate.allowed import Allowed
-from shardmake.consolidate.aux_files import config_folder, copy_aux_files
+from shardmake.consolidate.aux_files import config_folder, copy_aux_files, read_object
 from shardmake.consolidate.destination import check_destination, checkpoint_folders
 from shardmake.consolidate.layout import PlannedShard, index_json, plan_shards
 from shardmake.consolidate.loading import LoadingReport, check_loading, names_in_files
@@ -182,6 +182,9 @@ class MergePlan:
             return False
         if not all((self.base / name).is_file() for name in huggingface.shard_names(self.base)):
             return False  # only the small files were fetched
+        config = read_object(config_folder([*checkpoint_folders(self.contents), self.base]) / "config.json")
+        if OLD_HEAD in self.stored and config.get("tie_word_embeddings") is not False:
+            return False  # both sides of a tie may be in the files
         base = {name: tensor.shape for name, tensor in huggingface.read(self.base).tensors.items()}
         return base == {name: tensor.shape for name, tensor in self.stored.items()}
 
