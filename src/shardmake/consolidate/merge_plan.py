@@ -68,10 +68,15 @@ def resolve_ties(
             f"{f': the adapter trained {alone}' if alone else ''}. To write both, with tie_word_embeddings: false in "
             "the config.json, add --allow untied."
         )
-    for tensor in found.values():
+    _refuse_misfits(found.values())
+    return replace(contents, tensors=found, aliases={}), untied
+
+
+def _refuse_misfits(tensors: Iterable[StoredTensor]) -> None:
+    """Raise `CheckpointError` for an update of a weight that the base model does not have."""
+    for tensor in tensors:
         if isinstance(tensor.update, lora.PeftUpdate) and not tensor.pieces:
             raise tensor.update.misfit(None)
-    return replace(contents, tensors=found, aliases={}), untied
 
 
 def _have_same_updates(one: StoredTensor, other: StoredTensor) -> bool:
@@ -214,6 +219,7 @@ class MergePlan:
         Raises:
             CheckpointError: transformers reports a problem, or two tied weights are not equal.
         """
+        _refuse_misfits(self.contents.tensors[name] for name in loading.unexpected if name in self.contents.tensors)
         problems = loading.problems(self.accepted(loading))
         if problems:
             advice = self._advice(loading)
