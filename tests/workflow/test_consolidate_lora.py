@@ -105,8 +105,10 @@ def test_of_several_adapters_only_trls_reference_is_left_out(tmp_path: Path) -> 
 def test_adapter_of_another_model_is_an_error(folders: tuple[Path, Path], tmp_path: Path) -> None:
     _, adapter = folders
     LlamaForCausalLM(LlamaConfig(**{**SHAPE.to_dict(), "hidden_size": 32})).save_pretrained(tmp_path / "other")
-    with pytest.raises(ShardmakeError, match="was trained on another model"):
-        consolidate(adapter, tmp_path / "model", base=tmp_path / "other")
+    LlamaForCausalLM(LlamaConfig(**{**SHAPE.to_dict(), "num_hidden_layers": 1})).save_pretrained(tmp_path / "shorter")
+    for base in (tmp_path / "other", tmp_path / "shorter"):
+        with pytest.raises(ShardmakeError, match="was trained on another model"):
+            consolidate(adapter, tmp_path / "model", base=base)
     with pytest.raises(ShardmakeError, match="--base"):
         consolidate(adapter, tmp_path / "model")
 

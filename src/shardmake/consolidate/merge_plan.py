@@ -18,7 +18,7 @@ from shardmake.checkpoint.formats.huggingface import ADAPTER, MODEL, WeightFiles
 from shardmake.checkpoint.formats.registry import read_checkpoint, read_model
 from shardmake.checkpoint.formats.unpickle import locate
 from shardmake.consolidate.allowed import Allowed
-from shardmake.consolidate.aux_files import config_folder, copy_aux_files
+from shardmake.consolidate.aux_files import config_folder, copy_aux_files, read_object
 from shardmake.consolidate.destination import check_destination, checkpoint_folders
 from shardmake.consolidate.layout import PlannedShard, index_json, plan_shards
 from shardmake.consolidate.loading import LoadingReport, check_loading, names_in_files
@@ -68,10 +68,15 @@ def resolve_ties(
             f"{f': the adapter trained {alone}' if alone else ''}. To write both, with tie_word_embeddings: false in "
             "the config.json, add --allow untied."
         )
-    for tensor in found.values():
+    _refuse_misfits(found.values())
+    return replace(contents, tensors=found, aliases={}), untied
+
+
+def _refuse_misfits(tensors: Iterable[StoredTensor]) -> None:
+    """Raise `CheckpointError` for an update of a weight that the base model does not have."""
+    for tensor in tensors:
         if isinstance(tensor.update, lora.PeftUpdate) and not tensor.pieces:
             raise tensor.update.misfit(None)
-    return replace(contents, tensors=found, aliases={}), untied
 
 
 def _have_same_updates(one: StoredTensor, other: StoredTensor) -> bool:
@@ -182,6 +187,9 @@ class MergePlan:
             return False
         if not all((self.base / name).is_file() for name in huggingface.shard_names(self.base)):
             return False  # only the small files were fetched
+        config = read_object(config_folder([*checkpoint_folders(self.contents), self.base]) / "config.json")
+        if OLD_HEAD in self.stored and config.get("tie_word_embeddings") is not False:
+            return False  # both sides of a tie may be in the files
         base = {name: tensor.shape for name, tensor in huggingface.read(self.base).tensors.items()}
         return base == {name: tensor.shape for name, tensor in self.stored.items()}
 
@@ -211,6 +219,7 @@ class MergePlan:
         Raises:
             CheckpointError: transformers reports a problem, or two tied weights are not equal.
         """
+        _refuse_misfits(self.contents.tensors[name] for name in loading.unexpected if name in self.contents.tensors)
         problems = loading.problems(self.accepted(loading))
         if problems:
             advice = self._advice(loading)

@@ -6,7 +6,7 @@ Every kind of change is a class of `UPDATES`. It is computed in float32 and roun
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Final, Self
 
@@ -37,7 +37,7 @@ class PeftUpdate(Update):
     """A change by the tensors ``parts`` that PEFT stores for ``module``, by the ends of their names."""
 
     module: str
-    parts: Mapping[str, StoredTensor]
+    parts: Mapping[str, StoredTensor] = field(repr=False)
     settings: AdapterSettings
     PARTS: ClassVar[tuple[str, ...]]
 

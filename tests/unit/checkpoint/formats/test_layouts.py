@@ -172,6 +172,16 @@ def test_an_adapter_beside_the_default_one(base: Path, tmp_path: Path) -> None:
     assert not torch.equal(load_weights(tmp_path / "second")[QUERY], load_weights(base)[QUERY])
 
 
+def test_a_tie_that_base_and_checkpoint_store_twice(base: Path, tmp_path: Path) -> None:
+    config = LlamaConfig(**{**SHAPE.to_dict(), "tie_word_embeddings": True})
+    weights = {name: held.clone() for name, held in LlamaForCausalLM(config).state_dict().items()}
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(base)
+    save_file(weights, base / "model.safetensors")
+    consolidate(save(weights, tmp_path / "checkpoint" / "a.pt"), tmp_path / "model", base=base)
+    assert_equal(load_weights(tmp_path / "model"), {n: held for n, held in weights.items() if n != "lm_head.weight"})
+
+
 def test_allow_unexpected_is_advised_only_where_nothing_trained_is_lost(base: Path, tmp_path: Path) -> None:
     weights = trained()
     file = save(prefixed(weights, "inner.") | {"other.weight": torch.ones(2)}, tmp_path / "checkpoint" / "a.pt")
