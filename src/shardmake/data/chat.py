@@ -214,7 +214,7 @@ class ChatTemplate:
             text, start = context + whole[common:], len(context)
             checks.append(_Check(index, True, context))
             self._log_context(context)
-        end = self._locate(text, conversation, index + 1, {index})[index][1]
+        end = self._locate(text, conversation, index + 1, {index}, start)[index][1]
         stop = self._ends.search(text, max(start, end))
         if stop is None:
             text += self._end_after(conversation, index, whole)
@@ -252,11 +252,12 @@ class ChatTemplate:
         return tail[: stop.end()]
 
     def _locate(
-        self, text: str, conversation: _Conversation, count: int, demanded: Collection[int] | None
+        self, text: str, conversation: _Conversation, count: int, demanded: Collection[int] | None, start: int = 0
     ) -> list[Span]:
         """Return where each of the first ``count`` messages is in ``text``; raise `BadRowError` for a lost part.
 
-        The reasoning of the messages that are not in ``demanded`` may be missing; with None, everything may.
+        The reasoning of the messages that are not in ``demanded`` may be missing; with None, everything may. The last
+        message is not before ``start``.
         """
         pieces: dict[int, list[Piece]] = {}
         for piece in conversation.pieces:
@@ -266,6 +267,7 @@ class ChatTemplate:
         for index in range(-1, count):
             role = conversation.messages[index]["role"] if index >= 0 else ""
             is_moved = index < 0 or role in _MOVED
+            at = max(at, start) if index == count - 1 else at
             spans = []
             for piece in pieces.get(index, ()):
                 span = find(text, piece.text, 0 if is_moved else at)

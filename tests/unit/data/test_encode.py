@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from shardmake.config.formats import FORMATS
 from shardmake.config.models import Data
@@ -51,11 +51,11 @@ def shown(tokenizer: PreTrainedTokenizerFast, tokens: tuple[list[int], list[bool
     return "".join(words).replace("][", "")
 
 
-def make_encoder(tokenizer: PreTrainedTokenizerFast, format: Any, *, assistant_only: bool = True) -> Encoder:
+def make_encoder(tokenizer: Any, format: Any, *, assistant_only: bool = True) -> Encoder:
     return Encoder(chat_template(tokenizer), Layout(format, FORMATS[format].columns), assistant_only)
 
 
-def chat_template(tokenizer: PreTrainedTokenizerFast) -> ChatTemplate:
+def chat_template(tokenizer: Any) -> ChatTemplate:
     return ChatTemplate(tokenizer, frozenset({"</s>"}))
 
 
@@ -130,6 +130,17 @@ def test_a_token_across_the_seam_is_learned() -> None:
     )
     encoder = make_encoder(tokenizer, "prompt-completion")
     assert shown(tokenizer, encode(encoder, {"prompt": "aa", "completion": "ba"})) == "a[aba</s>]"
+
+
+@pytest.mark.parametrize(
+    "example",
+    [{"prompt": "ab ", "completion": "cé"}, {"prompt": chat("u:a", "a:b", "u:ab "), "completion": chat("a:cé")}],
+)
+def test_a_tokenizer_without_offsets_gives_the_same(example: dict[str, Any]) -> None:
+    tokenizer = ByT5Tokenizer()
+    tokenizer.chat_template = PLAIN
+    ids, mask = encode(make_encoder(tokenizer, "prompt-completion"), example)
+    assert tokenizer.decode([token for token, on in zip(ids, mask, strict=True) if on]) == "cé</s>"
 
 
 def test_tools_reach_the_template() -> None:
