@@ -213,9 +213,10 @@ def compare(name: str, count: int, turns: int, template: str, scratch: Path) -> 
             "memory_mib": ours.memory >> 20,
             "scratch_times_input": round((ours.folder - written) / train.stat().st_size, 2),
         }
-    once(OURS, 2, kill_after=ours.seconds / 2)
+    killed = once(OURS, 2, kill_after=ours.seconds / 2)
     again = once(OURS, 2, fresh=False)
-    figures["time_after_a_kill_halfway"] = round(again.seconds / ours.seconds, 2)
+    finished = bool(killed.seconds)  # before the kill, as it may on a small case
+    figures["time_after_a_kill_halfway"] = None if finished else round(again.seconds / ours.seconds, 2)
     shutil.rmtree(base)
     return figures
 
