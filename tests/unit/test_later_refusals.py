@@ -68,6 +68,7 @@ TABLE: dict[str, Why | str] = {
     "consolidate/loading.py:refuse_impossible_config": C,
     "consolidate/merge.py": Why.COMMAND,
     "consolidate/merge_plan.py:MergePlan.check": R,
+    "consolidate/merge_plan.py:_refuse_misfits": R,
     "consolidate/merge_plan.py:resolve_ties": R,
     "consolidate/peft_check.py": R,
     "consolidate/merge_plan.py:plan_merge": Why.COMMAND,
