@@ -66,11 +66,12 @@ class Zero12Memory(ZeroMemory):
     """ZeRO-1 and 2: full weights; gradients go through a bucket into this rank's part (2) or stay (1)."""
 
     def _allocate(self, term: str, size: int) -> list[int]:
-        """Allocate flat partitions; the weights come from a segment of their own, which stays in the cache.
+        """Allocate flat partitions; those of a whole model are copied from a segment that stays in the cache.
 
-        transformers loads them into one (`caching_allocator_warmup`), and DeepSpeed then copies them.
+        transformers loads it into one (`caching_allocator_warmup`). Adapters are made one by one.
         """
-        apart = term == "weights" and self.scenario.loads_on_gpu and states.flattens_on_gpu(self.scenario)
+        loads = self.scenario.loads_on_gpu and not self.scenario.method_spec.has_adapters
+        apart = term == "weights" and loads and states.flattens_on_gpu(self.scenario)
         loaded = self.timeline.alloc(size, term) if apart else None
         flat = super()._allocate(term, size)
         if loaded is not None:

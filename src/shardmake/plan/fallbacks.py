@@ -10,7 +10,7 @@ from shardmake.plan.planner import Planner
 STEP: Final = 0.7
 """A fallback needs at most this part of the memory of the one before."""
 LEAST: Final = 0.97
-"""The last one, with the least memory of all, needs at most this part."""
+"""The last one before a dearer kind of change, with the least memory, needs at most this part."""
 
 
 def find_fallbacks(
@@ -18,33 +18,41 @@ def find_fallbacks(
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Return the fallbacks, and all candidates; the planner has simulated each fallback.
 
-    Each is the largest that needs clearly less GPU memory than the one before. Smaller micro batches, recomputation and
-    other strategies come before offload, 16 bits where the run has fp32, NVMe and more nodes. The second value holds
-    simulated figures for the fallbacks.
+    Each is the largest that needs clearly less GPU memory than the one before. Smaller micro batches come before
+    recomputation, other strategies, offload, 16 bits where the run has fp32, NVMe and more nodes. The least of each
+    kind ends it. The second value holds simulated figures for the fallbacks.
     """
     fallbacks: list[Candidate] = []
     known = {candidate.name: candidate for candidate in [*candidates, *_half_precision(candidates, planner)]}
-    possible = [candidate for candidate in known.values() if _is_below(candidate, chosen, planner)]
+    kinds: dict[tuple[int | bool, ...], list[Candidate]] = {}
+    for candidate in known.values():
+        if _is_below(candidate, chosen, planner):
+            kinds.setdefault(_kind(candidate, chosen), []).append(candidate)
     below = chosen.memory.gpu.device
-    while found := _next(possible, STEP * below, known, planner) or _next(possible, LEAST * below, known, planner):
-        fallbacks.append(found)
-        below = found.memory.gpu.device
+
+    def simulated(candidates: Iterable[Candidate], limit: float) -> Candidate | None:
+        """Return the first of ``candidates`` that needs at most ``limit`` bytes."""
+        for candidate in candidates:
+            if not (found := known[candidate.name]).simulated and found.memory.gpu.device <= limit:
+                found = known[candidate.name] = planner.simulate(candidate.choice)
+            if found.simulated and found.fits and found.memory.gpu.device <= limit:
+                return found
+        return None
+
+    for kind in sorted(kinds):
+        least = sorted(kinds[kind], key=lambda item: item.memory.gpu.device)
+        steps = sorted(kinds[kind], key=lambda item: (item.choice.gradient_checkpointing, -item.memory.gpu.device))
+        while found := simulated(steps, STEP * below) or simulated(least, LEAST * below):
+            fallbacks.append(found)
+            below = found.memory.gpu.device
     return fallbacks, list(known.values())
 
 
-def _next(
-    possible: Iterable[Candidate], limit: float, known: dict[str, Candidate], planner: Planner
-) -> Candidate | None:
-    """Return the first of ``possible`` that needs at most ``limit`` bytes; ``known`` holds it simulated after that."""
-    for candidate in sorted(possible, key=_order):
-        found = known[candidate.name]
-        if found.memory.gpu.device > limit:
-            continue
-        if not found.simulated:
-            found = known[candidate.name] = planner.simulate(candidate.choice)
-        if found.fits and found.memory.gpu.device <= limit:
-            return found
-    return None
+def _kind(candidate: Candidate, chosen: Candidate) -> tuple[int | bool, ...]:
+    """Return how much a change from ``chosen`` costs, to sort by."""
+    choice, spec = candidate.choice, candidate.choice.spec
+    is_other = spec.checkpoint_family != chosen.choice.spec.checkpoint_family
+    return choice.nodes, spec.uses_nvme, candidate.is_half_precision, spec.offload_optimizer is not None, is_other
 
 
 def has_fallback(candidate: Candidate, candidates: Sequence[Candidate], planner: Planner) -> bool:
@@ -60,12 +68,6 @@ def _half_precision(candidates: Iterable[Candidate], planner: Planner) -> list[C
         return []
     half = "bf16" if settings.hardware.accelerator.bf16 else "fp16"
     return [planner.scan(candidate.choice.model_copy(update={"precision": half})) for candidate in candidates]
-
-
-def _order(candidate: Candidate) -> tuple[int, bool, bool, bool, int]:
-    choice = candidate.choice
-    late = choice.nodes, choice.spec.uses_nvme, candidate.is_half_precision, choice.spec.offload_optimizer is not None
-    return *late, -candidate.memory.gpu.device
 
 
 def _is_below(candidate: Candidate, chosen: Candidate, planner: Planner) -> bool:

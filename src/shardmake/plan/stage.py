@@ -24,7 +24,7 @@ from shardmake.plan.planner import Planner
 from shardmake.plan.reasons import describe_scaling, reason_of, rejected
 from shardmake.plan.refusals import refuse, wrong_fsdp
 from shardmake.plan.resolve import ResolvedRun, check, resolve
-from shardmake.plan.suggestions import suggest, suggest_faster, suggest_measuring, suggest_smaller_loss
+from shardmake.plan.suggestions import suggest, suggest_faster, suggest_measuring, suggest_smaller_loss, untried
 from shardmake.run.disk_budget import check_choice, checkpoint_size
 from shardmake.run.own_files import describe_own_files
 from shardmake.run.paths import RunDir
@@ -115,7 +115,8 @@ def _advice(settings: ResolvedRun) -> str:
         lines = (f"\n  {setting}: {value} ({outcome})" for setting, value, outcome in found)
         return f"\nEach of these changes alone would fit, the cheapest first:{''.join(lines)}"
     if settings.model.decoder is None:
-        return " Use more nodes (max_nodes), a shorter sequence_length, method: lora, or strategy: auto."
+        allowed = ", ".join(f"{setting}: {value}" for setting, value, _ in untried(settings))
+        return f" Each of these changes may help; none was planned, because each takes minutes: {allowed}."
     return " No single change of the run fits. Change several settings, or use GPUs with more memory."
 
 
@@ -185,7 +186,7 @@ def as_plan(name: str, made: ChosenRun) -> Plan:
         run=name,
         choice=chosen.choice,
         workload=settings.workload,
-        reason=reason_of(chosen, candidates, fallbacks),
+        reason=" ".join([reason_of(chosen, candidates, fallbacks), *_assumed_network(settings, chosen)]),
         attention_reason=settings.attention_reason,
         service_nodes=settings.run.service_nodes or 0,
         rejected=rejected(chosen, candidates),
@@ -197,6 +198,16 @@ def as_plan(name: str, made: ChosenRun) -> Plan:
             *describe_quantized_base(settings.model, settings.run),
         ],
     )
+
+
+def _assumed_network(settings: ResolvedRun, chosen: Candidate) -> list[str]:
+    """Return the bandwidth between nodes that the times count on, if the cluster file does not state it."""
+    if chosen.choice.nodes == 1 or "inter_node_gbps" in settings.cluster.model_fields_set:
+        return []
+    rate = settings.cluster.inter_node_gbps
+    return [
+        f"The times assume {rate:g} GB/s between nodes ({8 * rate:g} Gbit/s): set inter_node_gbps in the cluster file."
+    ]
 
 
 def resources(settings: ResolvedRun, chosen: Candidate) -> dict[str, Resources]:

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 from shardmake.config.accelerators import Accelerator
 from shardmake.config.attention import FLASH_CAPABILITY
+from shardmake.config.strategies import DDP, DEEPSPEED, FSDP
 from shardmake.core.units import GB
 from shardmake.memory.decoder import layer_input
 from shardmake.memory.hardware import Hardware
@@ -62,7 +63,10 @@ _LOSS_BYTES = {"plain": 52, "fused": 12, "chunked": 52}
 # What a library needs on the CPU for one layer and pass, to launch its kernels, whatever their size: it hides behind
 # kernels that take longer. Fitted to trainings on one H100 of Llamas with 8 narrow and 16 layers of 2,048 without
 # checkpointing. The bare libraries need the same: ZeRO-3's hooks take 30 ms a layer in a plain Trainer on a CPU.
-_LAUNCH_SECONDS = {"ddp": 0.0065, "zero1": 0.0095, "zero2": 0.0125, "zero3": 0.027, "fsdp": 0.0105}
+_LAUNCH_SECONDS = {
+    (DDP, 0): 0.0065, (DEEPSPEED, 1): 0.0095, (DEEPSPEED, 2): 0.0125, (DEEPSPEED, 3): 0.027, (FSDP, 0): 0.0105,
+}  # fmt: skip
+"""By library and ZeRO stage."""
 _FORWARD_LAUNCHES = 0.35
 """Part of them in the forward pass, which recomputation repeats."""
 _ADAPTER_LAUNCHES = 1.4
@@ -130,15 +134,16 @@ def _memory_bound(scenario: Scenario, accelerator: Accelerator) -> float:
     model, passes = scenario.model, 3 if scenario.checkpointing else 2
     widths = sum(tensor.numel for tensor in scenario.split.adapters if tensor.block is not None) / scenario.lora_rank
     active = matrix_weights(model) / model.parameters  # of experts, a token passes the selected ones
-    moved = scenario.tokens * model.vocab_size * _LOSS_BYTES[scenario.loss]
+    moved = float(scenario.tokens * model.vocab_size * _LOSS_BYTES[scenario.loss])
     moved += passes * (scenario.compute * scenario.tokens * 3.5 * widths * active + 2.5 * scenario.split.quantized)
     return scenario.accumulation * moved / (accelerator.bandwidth * GB * _BANDWIDTH_SHARE)
 
 
 def _launches(scenario: Scenario) -> float:
     """Return the seconds that the CPU needs to launch the kernels of one step."""
-    library = f"zero{scenario.zero_stage}" if scenario.zero_stage else scenario.spec.library
-    of_layer = _LAUNCH_SECONDS[library] * (_ADAPTER_LAUNCHES if scenario.method_spec.has_adapters else 1.0)
+    of_layer = _LAUNCH_SECONDS[scenario.spec.library, scenario.zero_stage] * (
+        _ADAPTER_LAUNCHES if scenario.method_spec.has_adapters else 1.0
+    )
     forwards = scenario.checkpointing + scenario.extra_forwards
     return scenario.accumulation * len(scenario.model.blocks) * of_layer * (1 + _FORWARD_LAUNCHES * forwards)
 

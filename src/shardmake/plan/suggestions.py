@@ -5,12 +5,13 @@ The plan makes none of them, because each would replace a value of the run.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from math import inf
 from typing import Any, NamedTuple
 
 from shardmake.config.load import parse_section
 from shardmake.config.methods import METHODS
-from shardmake.config.models import Run
+from shardmake.config.models import Cluster, Run
 from shardmake.config.optimizers import OPTIMIZERS
 from shardmake.core.errors import ShardmakeError
 from shardmake.plan.candidates import Candidate
@@ -83,21 +84,40 @@ def suggest(settings: ResolvedRun) -> list[Suggestion]:
 
     A model that has to be traced gets none, because tracing that many steps takes minutes.
     """
-    run, cluster = settings.run, settings.cluster
+    run = settings.run
     if settings.model.decoder is None:
         return []
-    kinds = list(levers(settings))
-    if settings.precision == "fp32" and not settings.hardware.is_cpu:
-        kinds.append(("precision", ["auto"]))
-    if run.strategy != "auto":
-        kinds.append(("strategy", ["auto"]))
-    kinds += changes(run.nodes or cluster.max_nodes, run.sequence_length, run.method, run.optimizer)
 
     def outcome(setting: str, value: Any) -> str | None:
         found = _plan_with(settings, setting, value)
         return _describe(found, _changed(run, setting, value)) if found else None
 
-    return suggestions(kinds, outcome)
+    return suggestions(_smaller(settings), outcome)
+
+
+def untried(settings: ResolvedRun) -> list[Suggestion]:
+    """Return the changes that may make something fit and that the run, the cluster and the model allow, unplanned."""
+
+    def outcome(setting: str, value: Any) -> str | None:
+        changed = _changed(settings.run, setting, value)
+        try:
+            check(replace(settings, run=changed, cluster=_cluster_for(changed, settings)), packages=False)
+        except ShardmakeError:
+            return None
+        return "allowed"
+
+    return suggestions(_smaller(settings), outcome)
+
+
+def _smaller(settings: ResolvedRun) -> Iterator[Kind]:
+    """Yield the settings that need less memory with another value, the cheapest first."""
+    run = settings.run
+    yield from levers(settings)
+    if settings.precision == "fp32" and not settings.hardware.is_cpu:
+        yield "precision", ["auto"]
+    if run.strategy != "auto":
+        yield "strategy", ["auto"]
+    yield from changes(run.nodes or settings.cluster.max_nodes, run.sequence_length, run.method, run.optimizer)
 
 
 def suggest_faster(settings: ResolvedRun, chosen: Candidate, candidates: Iterable[Candidate]) -> list[Suggestion]:
@@ -174,14 +194,19 @@ def _plan_with(settings: ResolvedRun, setting: str, value: Any, limit: float = i
 def _resolve_with(settings: ResolvedRun, setting: str, value: Any) -> ResolvedRun | None:
     """Return the run with one other value; None if another setting, the model or the cluster excludes it."""
     changed = _changed(settings.run, setting, value)
-    max_nodes = max(settings.cluster.max_nodes, (changed.nodes or 0) + (changed.service_nodes or 0))
     try:
         parse_section(Run, changed.model_dump(), "The change")
-        resolved = resolve(changed, settings.cluster.model_copy(update={"max_nodes": max_nodes}))
+        resolved = resolve(changed, _cluster_for(changed, settings))
         check(resolved, packages=False)
     except ShardmakeError:
         return None
     return resolved
+
+
+def _cluster_for(run: Run, settings: ResolvedRun) -> Cluster:
+    """Return the cluster of ``settings`` with as many nodes as ``run`` asks for."""
+    nodes = max(settings.cluster.max_nodes, (run.nodes or 0) + (run.service_nodes or 0))
+    return settings.cluster.model_copy(update={"max_nodes": nodes})
 
 
 def _changed(run: Run, setting: str, value: Any) -> Run:

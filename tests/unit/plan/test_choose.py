@@ -168,7 +168,7 @@ def test_each_fallback_is_the_largest_that_needs_at_most_seven_tenths() -> None:
         of(8, 5.0, "zero2-offload"),
     ]
     fallbacks, _ = find_fallbacks(first, [first, *others], Simulator(first, *others))  # type: ignore[arg-type]
-    assert [item.memory.gpu.device / GIB for item in fallbacks] == [46.0, 31.0, 5.0]
+    assert [item.memory.gpu.device / GIB for item in fallbacks] == [46.0, 31.0, 26.0, 5.0]
 
 
 def test_only_what_can_be_better_is_simulated() -> None:

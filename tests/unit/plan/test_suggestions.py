@@ -1,14 +1,17 @@
 import json
 import re
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardmake.core.errors import ShardmakeError
 from shardmake.plan.choose import NothingFitsError
+from shardmake.plan.resolve import resolve
 from shardmake.plan.stage import choose_run, plan_offline, plan_run
-from shardmake.plan.suggestions import Suggestion, changes, levers, suggest, suggestions
+from shardmake.plan.suggestions import Suggestion, changes, levers, suggest, suggestions, untried
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import MemoryEstimates
 from tests.unit.plan.test_planner import CPU, EIGHT, SEVENTY, folders, gpus, run_of
@@ -69,6 +72,23 @@ def test_without_a_change_that_fits_the_plan_says_so(folders: dict[str, str], tm
     """A node's RAM is too small for the processes alone."""
     with pytest.raises(NothingFitsError, match=r"available\. No single change of the run fits\. Change several"):
         plan_run(run_of(folders["eight"]), gpus(memory_gib_per_node=1.0), RunDir(tmp_path / "chat"))
+
+
+def test_of_a_traced_model_only_changes_are_named_that_the_run_lacks_and_the_model_allows(
+    folders: dict[str, str],
+) -> None:
+    """Planning each would take minutes. `method: lora` for a LoRA, or a loss without kernels, helps nobody."""
+
+    def named(**settings: Any) -> dict[str, Any]:
+        resolved = resolve(run_of(folders["tiny"], **settings), gpus())
+        traced = replace(resolved, model=replace(resolved.model, decoder=None))
+        return {one.setting: one.value for one in untried(traced)}
+
+    lora, full = named(method="lora", strategy="auto"), named(strategy="zero2", gradient_checkpointing=False)
+    assert {"strategy", "gradient_checkpointing", "method"}.isdisjoint(lora)
+    assert (full["strategy"], full["method"], full["gradient_checkpointing"]) == ("auto", "qlora", "auto")
+    for found in (lora, full):
+        assert "activation_offload" not in found and found["loss"] == "fused" and found["nodes"] == 8
 
 
 def test_a_refused_plan_keeps_the_memory_of_an_earlier_one(folders: dict[str, str], tmp_path: Path) -> None:
