@@ -12,7 +12,7 @@ REPORTS := .venv/reports
 export DS_BUILD_OPS := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-faults demo-preferences install install-test check fmt size words test test-all unit test-fake-cuda test-nvme test-trackers \
+.PHONY: demo demo-faults demo-preferences install install-test check fmt size words test test-all unit test-fake-cuda test-oldest test-newest test-versions test-nvme test-trackers \
         test-two-users test-faults test-sweep test-objectives test-mixtures test-models test-gpu-kit gpu-kit gpu-check docs site clean
 
 demo: install
@@ -94,6 +94,19 @@ unit: install-test
 test-fake-cuda: install-test .venv/cuda-build/installed
 	PYTHONPATH=.venv/cuda-build $(BIN)/pytest tests/fake_cuda --junit-xml=$(REPORTS)/fake-cuda.xml
 
+# Unit tests with the oldest supported libraries, with the newest that pip finds, or with VERSIONS="torch==2.12.1 ...",
+# beside the environment: 5 GB, because the package index has torch for CUDA only.
+test-oldest:
+	$(MAKE) test-versions VERSIONS=oldest
+
+test-newest:
+	$(MAKE) test-versions VERSIONS=newest
+
+test-versions: install-test
+	rm -rf .venv/versions
+	$(BIN)/python -m tools.library_versions .venv/versions $(VERSIONS)
+	PYTHONPATH=.venv/versions $(BIN)/pytest tests/unit --ignore tests/unit/test_dependencies.py --junit-xml=$(REPORTS)/versions.xml
+
 .venv/cuda-build/installed: constraints.txt
 	$(BIN)/pip install -q --no-compile --upgrade --target .venv/cuda-build -c constraints.txt \
 		"torch===$$(sed -n 's/^torch==//p' constraints.txt)" liger-kernel
@@ -162,6 +175,7 @@ docs: install
 	$(BIN)/python -m tools.strategies_page > docs/reference/strategies.md
 	$(BIN)/python -m tools.deepspeed_page
 	$(BIN)/python -m tools.file_formats
+	$(BIN)/python -m tools.gpu_page
 	$(BIN)/shardmake demo
 	$(BIN)/python -m tools.pictures
 

@@ -10,6 +10,7 @@ QUICK = {
     "cluster/test_end_to_end.py": "two_nodes_from_config_to_pushed_model",
     "cluster/test_harness.py": "all_nodes_are_idle|step_runs_on_two_hosts|gloo_work_across_nodes",
     "workflow/test_asynchronous.py": "shared_disk_fills_up",
+    "workflow/test_collectives.py": "on_the_page.zero3|every_function",
     "workflow/test_consolidate_bad_input.py": "missing_rank|truncated_file|flipped_bit_in_a_shard|two_merges",
     "workflow/test_consolidate_fsdp.py": "-3ranks",
     "workflow/test_consolidate_lora.py": "peft_folder|another_model|several_adapters",

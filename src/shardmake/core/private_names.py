@@ -17,7 +17,7 @@ from shardmake.core.errors import ConfigError, ShardmakeError
 
 SUPPORTED: Final[Mapping[str, tuple[str, str]]] = {
     "torch": ("2.11", "2.13"),
-    "transformers": ("5.18", "5.23"),
+    "transformers": ("5.23", "5.23"),
     "accelerate": ("1.15", "1.15"),
     "deepspeed": ("0.19.8", "0.19.8"),
     "peft": ("0.21", "0.21"),

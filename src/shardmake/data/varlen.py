@@ -16,7 +16,7 @@ from shardmake.config.attention import head_limit
 from shardmake.core.errors import ModelError
 
 _NAMES_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
-"""Whether the kernel wants to be told of grouped heads. That of torch 2.11 takes them as they are."""
+"""The kernel must be given an argument for grouped heads. That of torch 2.11 takes them as they are."""
 _NO_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 """Arguments of transformers' attention functions that change the scores and that the kernel does not take."""
 

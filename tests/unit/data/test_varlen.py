@@ -117,7 +117,7 @@ def test_values_narrower_than_keys_are_padded() -> None:
     torch.testing.assert_close(out, expected.transpose(1, 2))
 
 
-def test_a_kernel_that_is_not_told_of_grouped_heads_gets_them_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_without_the_argument_for_grouped_heads_gets_them_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of torch 2.11."""
     shapes = []
 
