@@ -157,8 +157,10 @@ test-models: install-test
 # build/gpu-kit (docs/gpu.md). MACHINE=h200 names another GPU.
 gpu-kit: install-test
 	$(BIN)/python -m tools.gpu_kit
+	$(BIN)/pip install -q --no-index --no-deps --upgrade --target .venv/gpu-packages \
+		build/gpu-kit/wheels/liger_kernel-*.whl build/gpu-kit/wheels/bitsandbytes-*.whl
 	rm -rf build/gpu-kit/work
-	$(BIN)/python -m benchmarks.gpu_kit --prepare --machine $(or $(MACHINE),h100)
+	PYTHONPATH=$(CURDIR)/.venv/gpu-packages $(BIN)/python -m benchmarks.gpu_kit --prepare --machine $(or $(MACHINE),h100)
 
 # The wheels are installed offline, every case is planned for a GPU, and those that can run on a CPU do: 15 minutes.
 test-gpu-kit: install-test

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_kit.cases import CASES, Case
+from benchmarks.gpu_kit.cases import CASES, Case, label_of
 from benchmarks.gpu_kit.drive import Drive
 from benchmarks.gpu_kit.machine import MACHINES, Machine, find_machine
 from benchmarks.gpu_kit.prepare import CLUSTER, prepare
@@ -40,7 +40,7 @@ def make_report(machine: Machine, rows: Sequence[dict[str, Any]], begun: float, 
     by_name = {case.name: case for case in CASES}
     trained = [Trained.model_validate(_part(row, Trained)) for row in done.values() if "strategy" in row]
     bare = [
-        Bare.model_validate({**_part(row, Bare), "training": by_name[row["of"]].label})
+        Bare.model_validate({**_part(row, Bare), "training": label_of(by_name[row["of"]], machine)})
         for row in done.values()
         if "trainer" in row
     ]

@@ -51,14 +51,11 @@ class Case:
     not_on_cpu: str = ""
     """Why the rehearsal on a CPU leaves it out; empty if it runs there."""
 
-    @property
-    def label(self) -> str:
-        """Return model and batch as words, which equal trainings share."""
-        words = [self.shape, *(f"{name} {value}" for name, value in self.keys.items() if name not in _NOT_IN_LABEL)]
-        return ", ".join(words)
 
-
-_NOT_IN_LABEL = ("strategy", "loss", "torch_compile", "attention", "gradient_checkpointing", "evaluation")
+_NOT_IN_LABEL = (
+    "strategy", "loss", "torch_compile", "attention", "gradient_checkpointing", "evaluation", "data", "packing",
+    "global_batch_size",
+)  # fmt: skip
 
 
 def _full(strategy: str, **keys: Any) -> Case:
@@ -140,3 +137,13 @@ def steps_of(case: Case, machine: Machine) -> int:
     """Return the steps of the training; one that is stopped or killed needs more than `CHECKPOINT_STEPS`."""
     few = {"kill": 2 * CPU_STEPS, "stop": case.steps}.get(case.ends, CPU_STEPS)
     return min(case.steps, few) if machine.is_cpu else case.steps
+
+
+def label_of(case: Case, machine: Machine) -> str:
+    """Return model, batch and steps as words, which trainings share whose losses can be compared.
+
+    The number of steps decides the schedule of the learning rate.
+    """
+    named = ((name.replace("_", " "), value) for name, value in case.keys.items() if name not in _NOT_IN_LABEL)
+    words = (case.shape, *(f"{name} {value}" for name, value in named), f"{steps_of(case, machine)} steps")
+    return ", ".join(words)

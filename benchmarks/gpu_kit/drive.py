@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.gpu_kit.cases import CHECKPOINT_STEPS, WARM_UP, Case, keys_of, shape_of, steps_of
+from benchmarks.gpu_kit.cases import CHECKPOINT_STEPS, WARM_UP, Case, keys_of, label_of, shape_of, steps_of
 from benchmarks.gpu_kit.machine import Machine
 from benchmarks.gpu_kit.prepare import CLUSTER, FAILED, write_missing_weights
 from shardmake.core.atomic import read_json
@@ -194,7 +194,7 @@ class Drive:
                 self._stage(stage, case.name, config, log)
             self._drive(case, order, config, run, log)
         attempts = load_history(run.attempt_history)
-        values = read_training(run, WARM_UP if case.steps > WARM_UP else 1, case.label).as_json()
+        values = read_training(run, WARM_UP, label_of(case, self.machine)).as_json()
         ends = [(attempt.end, attempt.fallback) for attempt in attempts]
         self._judge(case, run, ends)
         for stage in case.then:

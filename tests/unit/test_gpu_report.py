@@ -196,5 +196,5 @@ def test_the_report_has_what_the_rows_of_the_cases_have() -> None:
     ]))  # fmt: skip
     found = kit.make_report(MACHINES["h200"], rows, 1_800_000_000, "h100")
     assert found.trained == [one] and found.outcomes["ddp"] == "failed" and found.rates and found.attention
-    assert [(bare.trainer, bare.training) for bare in found.bare] == [("DeepSpeed", "1.24B")]
+    assert [(bare.trainer, bare.training) for bare in found.bare] == [("DeepSpeed", "1.24B, 12 steps")]
     assert len([*found.training_rows()]) == 2 and found.changes == "the plans are for h100"

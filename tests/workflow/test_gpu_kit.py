@@ -54,9 +54,15 @@ def test_every_case_ends_with_a_row_on_a_cpu_or_says_why_not(tmp_path: Path) -> 
 
 @pytest.mark.gpu_kit
 @pytest.mark.timeout(1800)
-def test_every_case_is_planned_and_rendered_for_a_gpu(tmp_path: Path) -> None:
+def test_every_case_is_planned_and_rendered_for_a_gpu(wheels: Path, tmp_path: Path) -> None:
+    """Liger and bitsandbytes, which the plan asks for, are those of the kit."""
+    packages = [str(path) for name in ("liger_kernel", "bitsandbytes") for path in wheels.glob(f"{name}-*.whl")]
+    target = ["--quiet", "--no-index", "--no-deps", f"--target={tmp_path / 'packages'}"]
+    subprocess.run([sys.executable, "-m", "pip", "install", *target, *packages], check=True)
     command = [sys.executable, "-m", "benchmarks.gpu_kit", str(tmp_path), "--machine", "h100", "--prepare"]
-    subprocess.run(command, cwd=REPOSITORY, env=environment(), check=True)
+    variables = environment()
+    variables["PYTHONPATH"] = f"{variables.get('PYTHONPATH', REPOSITORY)}:{tmp_path / 'packages'}"
+    subprocess.run(command, cwd=REPOSITORY, env=variables, check=True)
     rendered = {path.parts[-3] for path in tmp_path.glob("work/runs/*/plan/rendered.json")}
     assert rendered == {case.name for case in CASES if not case.program}
 
