@@ -22,7 +22,8 @@ _COMPOSITES: dict[str, dict[str, Any]] = {
         "mm_tokens_per_image": 4,
     },
     "mistral3": {
-        "text_config": SIZES | {"model_type": "mistral", "head_dim": 8, "sliding_window": None},
+        "text_config": SIZES
+        | {"model_type": "mistral", "head_dim": 8, "sliding_window": None, "max_position_embeddings": 256},
         "vision_config": _VISION | {"model_type": "pixtral", "hidden_size": 16, "num_hidden_layers": 1, "head_dim": 8},
     },
 }

@@ -30,8 +30,8 @@ def make_model(folder: Path, layers: int) -> int:
     return model.num_parameters()
 
 
-def peaks(model: Path, strategy: Strategy, ranks: int, folder: Path) -> list[int]:
-    """Return the peak resident memory of each rank of one node in bytes."""
+def peaks(model: Path, strategy: Strategy, ranks: int, folder: Path, kind: str = "peak") -> list[int]:
+    """Return the peak resident memory of each rank of one node in bytes; ``anonymous``: without pages of files."""
     plan = make_plan(strategy, nodes=1, processes_per_node=ranks, gradient_accumulation_steps=8 // ranks)
     sizes = read_model(str(model))
     trained = ModelClass(name=sizes.architecture, text_part="text_config" in sizes.config)
@@ -43,7 +43,7 @@ def peaks(model: Path, strategy: Strategy, ranks: int, folder: Path) -> list[int
     # Freed blocks are returned at once, so that the peak excludes memory cached by the allocator.
     environment = {**rank_environment(), "MALLOC_MMAP_THRESHOLD_": "65536"}
     subprocess.run(command, env=environment, check=True, timeout=300)
-    return [json.loads((folder / f"rank-{rank}.json").read_text())["peak"] for rank in range(ranks)]
+    return [json.loads((folder / f"rank-{rank}.json").read_text())[kind] for rank in range(ranks)]
 
 
 def test_fsdp_loads_on_the_first_rank_only(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_fsdp_loads_on_the_first_rank_only(tmp_path: Path) -> None:
 
 
 def test_one_copy_of_the_text_part_alone_is_loaded(tmp_path: Path) -> None:
-    """Of a composite, the towers are larger than the margin."""
+    """The towers of a composite are larger than the margin."""
     folder = tmp_path / "model"
     text = {"model_type": "mistral", "hidden_size": 2048, "num_hidden_layers": 4, "vocab_size": 32768}
     text |= {"intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 4}
@@ -66,9 +66,9 @@ def test_one_copy_of_the_text_part_alone_is_loaded(tmp_path: Path) -> None:
     model.to_empty(device="cpu").save_pretrained(folder, max_shard_size="50MB")
     copy = 4 * read_model(str(folder)).parameters
     assert 4 * model.num_parameters() > 1.3 * copy
-    first, second = peaks(folder, "fsdp", 2, tmp_path)
-    print(f"{first=} {second=} {copy=}")
-    assert first - second < 1.1 * copy
+    first, second = peaks(folder, "fsdp", 2, tmp_path, "anonymous")
+    largest = 4 * text["vocab_size"] * text["hidden_size"]  # the embedding, which is converted as a whole
+    assert first - second < 1.05 * copy + largest
 
 
 def test_zero3_reads_on_rank_0_only(tmp_path: Path) -> None:
