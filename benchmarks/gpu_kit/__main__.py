@@ -29,8 +29,9 @@ AT_ONCE = 24
 
 
 def choose(only: Sequence[str], machine: Machine) -> list[Case]:
-    """Return the cases whose name has one of the words, without those that cannot run on a CPU."""
-    named = [case for case in CASES if not only or any(word in case.name for word in only)]
+    """Return the named cases with the trainings that they repeat, without those that cannot run on a CPU."""
+    wanted = {*only, *(word for case in CASES if case.name in only for word in case.program[1:])}
+    named = [case for case in CASES if not only or case.name in wanted]
     return [case for case in named if not (machine.is_cpu and case.not_on_cpu)]
 
 
@@ -79,7 +80,8 @@ def main() -> int:
     parser.add_argument("kit", type=Path, nargs="?", default=Path("build/gpu-kit"))
     parser.add_argument("--prepare", action="store_true", help="Only prepare.")
     parser.add_argument("--machine", choices=sorted(MACHINES), help="Machine for --prepare; cpu rehearses.")
-    parser.add_argument("--only", nargs="*", default=[], help="Cases whose name has one of these words.")
+    names = [case.name for case in CASES]
+    parser.add_argument("--only", nargs="*", default=[], choices=names, help="Names of cases, in place of all.")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="End after so many seconds.")
     parser.add_argument("--at-once", type=int, default=AT_ONCE, help="Cases that start at once.")
     options = parser.parse_args()
