@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from shardmake.config.models import Cluster
-from shardmake.config.strategies import STRATEGY_SPECS
+from shardmake.config.strategies import SHARDING, STRATEGY_SPECS
 from shardmake.core.atomic import write_text
 from shardmake.core.environment import checkout_commit, installed_versions
 from shardmake.core.units import GIB
@@ -30,8 +30,6 @@ from shardmake.run.paths import RunDir
 from shardmake.run.plan import MemoryEstimates, Plan
 from shardmake.run.training_settings import TrainingSettings
 
-STRATEGIES = ("ddp", "zero2", "zero3", "fsdp")
-"""One strategy for each way in which a library shards."""
 STEPS, WARM_UP = 12, 4
 SHARDED_LOSS, LOSS = 0.002, 0.05
 """Largest differences of a step's loss of about 8: between sharded trainings whose weights have one precision, and
@@ -130,7 +128,7 @@ def judge(trained: Sequence[Trained]) -> Iterator[Finding]:
 def train_strategies(
     cluster: Cluster, cluster_file: Path, nodes: int, folder: Path
 ) -> tuple[list[Finding], list[Trained]]:
-    """Train a small model under each of `STRATEGIES` that the nodes allow; return findings and figures.
+    """Train a small model under each of `SHARDING` that the nodes allow; return findings and figures.
 
     Slurm gets all jobs at once. On this machine the trainings run one after another.
     """
@@ -145,7 +143,7 @@ def train_strategies(
     batch = {"micro_batch_size": micro, "sequence_length": length, "nodes": nodes}
     findings: list[Finding] = []
     running: dict[str, subprocess.Popen[bytes]] = {}
-    for strategy in STRATEGIES:
+    for strategy in SHARDING:
         if cluster.is_cpu and not STRATEGY_SPECS[strategy].cpu:
             continue
         keys = run_keys(model, "inputs/train.jsonl", STEPS, 2 * micro * ranks, strategy=strategy, **batch)

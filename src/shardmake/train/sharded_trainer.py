@@ -186,7 +186,7 @@ class WholeBatches(Dataset[Any]):
 
 
 class _NextRepeated(TrainerCallback):
-    """Sets the epoch of the data of ``trainer`` before its loader starts, also after a resume."""
+    """Set the epoch of the data of ``trainer`` before its loader starts, also after a resume."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
