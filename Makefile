@@ -6,14 +6,14 @@ PYTEST := $(BIN)/pytest -n 2 --no-loadscope-reorder
 # Tests on Slurm mostly wait, so a third process has work to do on two cores.
 PYTEST_ALL := $(BIN)/pytest -n 3 --no-loadscope-reorder
 # The tests that `make test` and `make test-all` leave out; each has a command of its own below.
-EXTRA := not nvme and not trackers and not two_users and not faults and not sweep and not objectives and not mixtures and not models and not gpu
+EXTRA := not nvme and not trackers and not two_users and not faults and not sweep and not objectives and not mixtures and not models and not gpu_kit
 # JUnit reports.
 REPORTS := .venv/reports
 export DS_BUILD_OPS := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-faults demo-preferences install install-test check fmt size words test test-all unit test-fake-cuda test-nvme test-trackers \
-        test-two-users test-faults test-sweep test-objectives test-mixtures test-models gpu-check docs site clean
+.PHONY: demo demo-faults demo-preferences install install-test check fmt size words test test-all unit test-fake-cuda test-oldest test-newest test-versions test-nvme test-trackers \
+        test-two-users test-faults test-sweep test-objectives test-mixtures test-models test-gpu-kit gpu-kit gpu-check docs site clean
 
 demo: install
 	$(BIN)/shardmake demo
@@ -94,6 +94,19 @@ unit: install-test
 test-fake-cuda: install-test .venv/cuda-build/installed
 	PYTHONPATH=.venv/cuda-build $(BIN)/pytest tests/fake_cuda --junit-xml=$(REPORTS)/fake-cuda.xml
 
+# Unit tests with the oldest supported libraries, with the newest that pip finds, or with VERSIONS="torch==2.12.1 ...",
+# beside the environment: 5 GB, because the package index has torch for CUDA only.
+test-oldest:
+	$(MAKE) test-versions VERSIONS=oldest
+
+test-newest:
+	$(MAKE) test-versions VERSIONS=newest
+
+test-versions: install-test
+	rm -rf .venv/versions
+	$(BIN)/python -m tools.library_versions .venv/versions $(VERSIONS)
+	PYTHONPATH=.venv/versions $(BIN)/pytest tests/unit --ignore tests/unit/test_dependencies.py --junit-xml=$(REPORTS)/versions.xml
+
 .venv/cuda-build/installed: constraints.txt
 	$(BIN)/pip install -q --no-compile --upgrade --target .venv/cuda-build -c constraints.txt \
 		"torch===$$(sed -n 's/^torch==//p' constraints.txt)" liger-kernel
@@ -140,17 +153,30 @@ test-mixtures: install-test
 test-models: install-test
 	$(BIN)/pytest -m models tests/unit --junit-xml=$(REPORTS)/models.xml
 
-# On a node with GPUs: ten minutes on one, more on several. ACCELERATOR=a100-80gb names a GPU that is not recognized.
-# The first call installs pytest, for which a node needs internet access; call it on the login node before.
+# For a GPU machine without a network: the wheels that it lacks, and every case of the kit planned and rendered, in
+# build/gpu-kit (docs/gpu.md). MACHINE=h200 names another GPU.
+gpu-kit: install-test
+	$(BIN)/python -m tools.gpu_kit
+	$(BIN)/pip install -q --no-index --no-deps --upgrade --target .venv/gpu-packages \
+		build/gpu-kit/wheels/liger_kernel-*.whl build/gpu-kit/wheels/bitsandbytes-*.whl
+	rm -rf build/gpu-kit/work
+	PYTHONPATH=$(CURDIR)/.venv/gpu-packages $(BIN)/python -m benchmarks.gpu_kit --prepare --machine $(or $(MACHINE),h100)
+
+# The wheels are installed offline, every case is planned for a GPU, and those that can run on a CPU do: 15 minutes.
+test-gpu-kit: install-test
+	$(BIN)/pytest -m gpu_kit tests/workflow/test_gpu_kit.py --junit-xml=$(REPORTS)/gpu-kit.xml
+
+# On a node with a GPU: eight minutes. ACCELERATOR=a100-80gb names a GPU that is not recognized.
 gpu-check: install
-	$(BIN)/pip install -q -c constraints.txt hypothesis pytest pytest-timeout pytest-xdist
-	$(if $(ACCELERATOR),ACCELERATOR=$(ACCELERATOR)) $(BIN)/pytest -m gpu tests/gpu
+	$(if $(ACCELERATOR),ACCELERATOR=$(ACCELERATOR)) $(BIN)/python -m benchmarks.gpu_kit
 
 docs: install
 	$(BIN)/python -m tools.config_reference
 	$(BIN)/python -m tools.strategies_page > docs/reference/strategies.md
 	$(BIN)/python -m tools.deepspeed_page
+	$(BIN)/python -m tools.model_types_page > docs/reference/model-types.md
 	$(BIN)/python -m tools.file_formats
+	$(BIN)/python -m tools.gpu_page
 	$(BIN)/shardmake demo
 	$(BIN)/python -m tools.pictures
 

@@ -90,7 +90,7 @@ def main() -> None:
     options.out = options.out or RESULTS / ("consolidate_large.json" if options.large else "consolidate.json")
     make = make_large_sources if options.large else make_sources
     sources = make(options.folder, options.ranks)
-    wanted = re.compile(f"^cp |{'verified$' if options.large else options.tools}")
+    wanted = re.compile(f"^cp |{'ZeRO-3, verified$' if options.large else options.tools}")
     tools = {name: tool for name, tool in make_tools(sources).items() if wanted.search(name)}
     runs: dict[str, list[dict[str, Any]]] = {}
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -121,12 +121,13 @@ def make_sources(folder: Path, ranks: int) -> dict[str, Any]:
     """Write the same 0.5B model as ZeRO-3, DCP and torch's HF shards, unless they exist."""
     config = llama("0.5B")
     names = shapes(config)
-    paths = {kind: folder / kind for kind in ("zero", "dcp", "hf", "base")}
+    paths = {kind: folder / kind for kind in ("zero", "dcp", "hf", "base", "lora")}
     if not paths["zero"].exists():
         write_zero3(paths["zero"], paths["base"], config, ranks)
         code = f"from benchmarks.consolidate import save_dcp; save_dcp({str(paths['dcp'])!r}, {str(paths['hf'])!r})"
         subprocess.run([sys.executable, "-c", code], check=True)
         os.link(next(paths["hf"].iterdir()), paths["base"] / "model.safetensors")  # the base model has the same tensors
+        save_adapter(paths["lora"])
     size = sum(4 * shape.numel() for shape in names.values())
     return {**{kind: str(path) for kind, path in paths.items()}, "bytes": size, "names": list(names)}
 
@@ -154,9 +155,25 @@ def save_dcp(dcp_folder: str, hf_folder: str) -> None:
     dcp.save(state, storage_writer=HuggingFaceStorageWriter(hf_folder, save_distributed=True), no_dist=True)
 
 
+def save_adapter(folder: Path) -> None:
+    """Save a LoRA adapter of every linear layer but the head, as PEFT does."""
+    import torch
+    from safetensors.torch import save_file
+
+    state = {}
+    for name, shape in shapes(llama("0.5B")).items():
+        if name.endswith("_proj.weight"):
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            state[f"{module}.lora_A.weight"] = torch.rand(16, shape[1])
+            state[f"{module}.lora_B.weight"] = torch.rand(shape[0], 16) / 1024
+    folder.mkdir()
+    save_file(state, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 16, "lora_alpha": 32}')
+
+
 def make_tools(sources: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """Return the source folder and the Python program of each tool by name; ``cp`` copies a merged fp32 model."""
-    zero, dcp, hf = sources["zero"], sources["dcp"], sources["hf"]
+    zero, dcp, hf, lora = sources["zero"], sources["dcp"], sources["hf"], sources.get("lora", "")
     tools = {
         CP: (hf, ""),
         CP_DCP: (dcp, ""),
@@ -168,6 +185,7 @@ def make_tools(sources: dict[str, Any]) -> dict[str, tuple[str, str]]:
             zero,
             FIRST + WHOLE.replace("{source}", zero).replace("{dtype}", "keep"),
         ),
+        "shardmake, LoRA, verified": (lora, WHOLE.replace("{source}", lora).replace("{dtype}", "keep")),
         "zero_to_fp32": (zero, DEEPSPEED),
         "accelerate merge-weights": (dcp, ACCELERATE),
         "dcp_to_torch_save": (dcp, TORCH_SAVE),

@@ -123,6 +123,8 @@ def _model(case: Case) -> nn.Module:
         "layers": None,
         "attention": "flash",
         "masked": False,
+        "sequence_parallel": 1,
+        "activation_offload": False,
         "in_four_bits": False,
         "method": "full",
         "checkpointing": case.checkpointing,

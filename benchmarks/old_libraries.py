@@ -22,7 +22,7 @@ from shardmake.memory import estimate as memory_estimate
 from shardmake.memory import size_tensors, trace
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.ddp import DdpMemory
-from shardmake.memory.decoder import _DecoderStep
+from shardmake.memory.decoder import DecoderStep
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.size_tensors import SizeStorage, SizeTensor, TensorEvent
 from shardmake.memory.timeline import Timeline
@@ -58,6 +58,10 @@ class OldScenario(Scenario):
     Around the units, their forward pass runs without gradients. So no unit expects a backward pass
     (``_register_pre_backward_hooks``), and none is gathered ahead of it (``_get_handle_to_prefetch``).
     """
+
+    @property
+    def checks_network(self) -> bool:  # noqa: D102
+        return False
 
     @property
     def frozen(self) -> int:  # noqa: D102
@@ -131,7 +135,7 @@ def _patched(libraries: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
-def _run_tracer(_module: str, request: Mapping[str, Any], _doing: str) -> Any:
+def _run_tracer(_module: str, request: Mapping[str, Any], _doing: str) -> None:
     """Trace in this process, with transformers' checkpointing made reentrant if the steps have it so."""
     import transformers.modeling_utils
 
@@ -144,7 +148,7 @@ def _run_tracer(_module: str, request: Mapping[str, Any], _doing: str) -> Any:
         return original(*arguments, use_reentrant=is_reentrant, **named)
 
     with patch.object(transformers.modeling_utils, "checkpoint", checkpoint):
-        return tracer.answer(request)
+        tracer.answer(request)
 
 
 def micro_step(scenario: OldScenario) -> list[TensorEvent]:
@@ -153,7 +157,7 @@ def micro_step(scenario: OldScenario) -> list[TensorEvent]:
     return OldStep(scenario, scenario.model.decoder).run()
 
 
-class OldStep(_DecoderStep):
+class OldStep(DecoderStep):
     """A decoder's micro step as transformers 4 and the loop of ``scenario`` run it."""
 
     scenario: OldScenario

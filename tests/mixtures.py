@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -17,7 +18,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-_SIZES: dict[str, Any] = {
+from shardmake.run.text_part import composite_class
+
+SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -41,12 +44,12 @@ _DEEPSEEK = {
 def mixture_configs() -> dict[str, PreTrainedConfig]:
     """Return a tiny config of each family by its model type, with four experts a layer."""
     configs: list[PreTrainedConfig] = [
-        MixtralConfig(**_SIZES, num_local_experts=4),
-        Qwen2MoeConfig(**_SIZES, **_SMALL_EXPERTS, num_experts=4, shared_expert_intermediate_size=8),
-        Qwen3MoeConfig(**_SIZES, **_SMALL_EXPERTS, num_experts=4, head_dim=8),
-        DeepseekV3Config(**(_SIZES | _SMALL_EXPERTS | _DEEPSEEK)),
-        OlmoeConfig(**_SIZES, num_experts=4),
-        GptOssConfig(**_SIZES, num_local_experts=4, head_dim=8),
+        MixtralConfig(**SIZES, num_local_experts=4),
+        Qwen2MoeConfig(**SIZES, **_SMALL_EXPERTS, num_experts=4, shared_expert_intermediate_size=8),
+        Qwen3MoeConfig(**SIZES, **_SMALL_EXPERTS, num_experts=4, head_dim=8),
+        DeepseekV3Config(**(SIZES | _SMALL_EXPERTS | _DEEPSEEK)),
+        OlmoeConfig(**SIZES, num_experts=4),
+        GptOssConfig(**SIZES, num_local_experts=4, head_dim=8),
     ]
     return {config.model_type: config for config in configs}
 
@@ -60,9 +63,11 @@ def save_mixture(family: str, tokenizer: Path, folder: Path, **changes: Any) -> 
 
 def save_model(config: PreTrainedConfig, tokenizer: Path, folder: Path) -> Path:
     """Write a random model to ``folder`` and return it; it has tokenizer and vocabulary of the model ``tokenizer``."""
-    config.update({"vocab_size": json.loads((tokenizer / "config.json").read_text())["vocab_size"]})
+    config.get_text_config().update({"vocab_size": json.loads((tokenizer / "config.json").read_text())["vocab_size"]})
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    composite = composite_class(config)
+    kind = getattr(transformers, composite)._from_config if composite else AutoModelForCausalLM.from_config
+    kind(config, dtype=torch.float32).save_pretrained(folder)
     for path in tokenizer.iterdir():
         if path.name not in ("config.json", "generation_config.json") and path.suffix != ".safetensors":
             shutil.copy(path, folder)

@@ -30,13 +30,14 @@ from shardmake.core.errors import STOPPED, ConfigError, StopRequestedError
 from shardmake.core.failures import describe_unexpected, explain
 from shardmake.core.log import configure_logging
 from shardmake.core.permissions import share, share_tree
+from shardmake.core.private_names import check_libraries, newer_libraries
 from shardmake.core.secrets import redacted_output
 from shardmake.doctor.options import Options
 from shardmake.run.driver_job import refuse_ended
 from shardmake.run.notification import notified
 from shardmake.run.own_files import check_refused
 from shardmake.run.paths import RUNS, RunDir
-from shardmake.run.record import check_format
+from shardmake.run.record import check_format, refuse_links
 from shardmake.run.settings import recorded_settings
 from shardmake.run.sources import localize, require_weights
 
@@ -95,6 +96,7 @@ def _open(name: str, files: list[Path], runs: Path, *, on_node: bool = False) ->
     """Return the run's configuration, its cluster and its folder; ``on_node``: for a stage that may run on a node."""
     config, cluster = _read(files)
     run, rundir = get_run(config, name), RunDir(runs / name)
+    refuse_links(rundir)
     check_format(rundir)
     _folder.set(rundir.root)
     os.environ.update(hub_environment(cluster.cache, offline=on_node and not cluster.internet_on_compute_nodes))
@@ -112,6 +114,9 @@ def _stage(
     stage: str, name: str, files: list[Path], runs: Path, *, on_node: bool = False
 ) -> Iterator[tuple[Run, Cluster, RunDir]]:
     """Open a run as `_open`, record the settings of ``stage`` after its success, and notify of its end."""
+    check_libraries()
+    for message in newer_libraries() if stage in ("plan", "train") else ():
+        logger.warning(message)
     run, cluster, rundir = _open(name, files, runs, on_node=on_node)
     refuse_ended(name)
     with notified(stage, run, rundir):
@@ -166,12 +171,18 @@ def fetch(
     part: Annotated[
         FetchPart, typer.Option(help="All files, all but the weights (enough for a plan), or the weights.")
     ] = "all",
+    dequantize: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Also write a model of FP8 or MXFP4 weights there in bf16.")
+    ] = None,
 ) -> None:
     """Download model and data and pin them to their commits; needs internet access."""
+    from shardmake.fetch.dequantize import dequantize as in_bf16
     from shardmake.fetch.stage import fetch as bring
 
     with _stage("fetch", name, config, runs) as (run, cluster, rundir):
-        bring(run, rundir, part)
+        sources = bring(run, rundir, "all" if dequantize else part)
+        if dequantize:
+            in_bf16(Path(sources.model.path), dequantize)
     if cluster.shared and cluster.cache:
         share_tree(Path(cluster.cache))
 
@@ -577,6 +588,15 @@ def _runs_of(name: str, sweep: str | None, config: list[Path]) -> list[str]:
         raise ConfigError("The run is missing. Name either a run, or a sweep with --sweep NAME.")
     read = load_config(*config)
     return [name] if sweep is None else sweep_runs(read, sweep)
+
+
+@app.command()
+def retrain(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
+    """Set a run's training aside, so that the workflow trains it again from the start."""
+    from shardmake.commands.control import retrain as set_training_aside
+
+    get_run(load_config(*config), name)
+    typer.echo(set_training_aside(RunDir(runs / name)))
 
 
 @app.command()

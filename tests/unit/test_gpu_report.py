@@ -1,22 +1,28 @@
-"""The report of ``make gpu-check``, its row, and the choice of what it runs."""
+"""The report of trainings on GPUs, its rows, the verdicts about them, and the machines and cases of the kit."""
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardmake.config.models import STRATEGIES, Cluster
+from benchmarks.gpu_kit import __main__ as kit
+from benchmarks.gpu_kit import machine
+from benchmarks.gpu_kit.cases import CASES, keys_of
+from benchmarks.gpu_kit.drive import CaseError, memory_limit
+from benchmarks.gpu_kit.machine import MACHINES, find_machine
+from shardmake.config.models import Run
 from shardmake.core.errors import ConfigError
 from shardmake.core.units import GIB
-from shardmake.run.findings import stops
+from shardmake.doctor.gpu_report import COLUMNS, AttentionErrors, GpuReport, Trained, as_row
+from shardmake.doctor.trainings import judge
+from shardmake.run.findings import Verdict
 from shardmake.run.plan import CandidateEstimate, Choice, Fallback, GpuEstimate, MemoryEstimates
-from tests.gpu import checks, machine, results
-from tests.gpu.machine import Machine, find_machine
-from tests.gpu.results import AttentionErrors, GpuReport, Trained
 from tests.unit.plans import make_plan
+from tools import gpu_page
 
-PAGE = (results.REPOSITORY / "docs/gpu.md").read_text()
+PAGE = gpu_page.PAGE.read_text()
 
 
 def trained(strategy: str, offset: float, **changes: Any) -> Trained:
@@ -53,9 +59,9 @@ def report() -> GpuReport:
 
 
 def test_the_row_has_a_cell_for_each_column_of_the_page() -> None:
-    assert results.as_row(results.COLUMNS) in PAGE
+    assert as_row(COLUMNS) in PAGE
     cells = [cell.strip() for cell in report().row().strip("|").split("|")]
-    assert dict(zip(results.COLUMNS, cells, strict=True)) == {
+    assert dict(zip(COLUMNS, cells, strict=True)) == {
         "date": "2027-01-15",
         "GPUs": "2 x NVIDIA A100-SXM4-80GB",
         "driver": "580, CUDA 13.0",
@@ -77,37 +83,48 @@ def test_a_report_of_checks_that_failed_early_has_a_row() -> None:
 
 
 def test_the_json_file_is_named_after_gpu_number_and_time(tmp_path: Path) -> None:
-    path = results.write(report(), tmp_path)
-    assert path.name == "nvidia-a100-sxm4-80gb-x2-20270115-080000.json"
-    assert GpuReport.read(path) == report()
+    report().write(tmp_path / report().name)
+    assert [path.name for path in tmp_path.iterdir()] == ["nvidia-a100-sxm4-80gb-x2-20270115-080000.json"]
+    assert GpuReport.read(tmp_path / report().name) == report()
 
 
-def test_every_result_in_the_repository_has_its_row_on_the_page() -> None:
-    rows = [GpuReport.read(path).row() for path in results.RESULTS.glob("*.json")]
-    assert [row for row in rows if row not in PAGE] == []
-    assert ("There are no rows yet." in PAGE) == (not rows)
+def test_the_tables_of_the_page_are_those_of_the_results() -> None:
+    """If this fails: python -m tools.gpu_page"""
+    assert gpu_page.page(PAGE) == PAGE
+    assert all(table in PAGE for table in gpu_page.tables())
 
 
-def test_the_findings_in_the_report_have_no_paths_and_no_names_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURMD_NODENAME", "gpu7")
-    text = "ImportError: /home/ann/.venv/lib/x.so: undefined symbol on gpu7; 55.2 GB/s, 8192 x 8192"
-    failed = stops("flash-attn", text, "/home/ann/kernels-0/flash-attn.log has the whole output.")
-    kept = checks.without_places(failed.model_copy(update={"nodes": ("gpu7",)}))
-    assert kept.found == "ImportError: PATH: undefined symbol on HOST; 55.2 GB/s, 8192 x 8192"
-    assert (kept.nodes, kept.advice, kept.verdict) == ((), "", failed.verdict)
+def test_losses_are_compared_at_common_steps_of_equal_trainings() -> None:
+    others = [
+        trained("zero2", 0.1, losses={2: 7.1, 3: 1.0}),
+        trained("ddp", 0.0, training="8B"),
+        trained("fsdp", 2.0, training="8B"),
+    ]
+    row = report().model_copy(update={"trained": [trained("ddp", 0.0), *others[:2]]}).row()
+    assert "| 0.1000 |" in row
+    assert "| 2.0000 |" in report().model_copy(update={"trained": [trained("ddp", 0.0), *others]}).row()
 
 
-def test_losses_of_other_steps_differ_without_limit() -> None:
-    assert trained("ddp", 0.0).loss_difference(trained("zero2", 0.0, losses={1: 8.0})) == float("inf")
-
-
-def test_one_gpu_leaves_out_what_it_cannot_show() -> None:
-    def left(ranks: int) -> list[str]:
-        gpus = Machine(gpu="", accelerator="h100", memory=79 * GIB, ranks=ranks)
-        return [strategy for strategy in STRATEGIES if not gpus.why_not(strategy)]
-
-    assert left(1) == ["ddp", "zero1", "zero2", "zero3", "zero3-offload", "fsdp", "fsdp-offload"]
-    assert set(STRATEGIES) - set(left(2)) == {"zero3-nvme", "zero3-hpz", "fsdp-hybrid"}
+@pytest.mark.parametrize(
+    ("one", "other", "wrong"),
+    [
+        (trained("zero2", 0.0), trained("zero3", 0.0015), []),
+        (trained("zero2", 0.0), trained("zero3", 0.0025), ["zero2 and zero3"]),
+        (trained("ddp", 0.0), trained("zero3", 0.023), []),
+        (trained("ddp", 0.0), trained("zero3", 0.06), ["ddp and zero3"]),
+        (trained("zero2", 0.0, weights="float32"), trained("zero3", 0.02, weights="bfloat16"), []),
+        (trained("zero2", 0.0), trained("zero3", 1.0, training="8B"), []),
+        (trained("ddp", 0.0), trained("ddp", 0.009), []),
+        (trained("ddp", 0.0), trained("ddp", 0.011), ["ddp and ddp"]),
+        (trained("zero2", 0.0), trained("zero3", 0.0, losses={9: 8.0}), ["zero2 and zero3"]),
+        (trained("zero2", 0.0), trained("zero3", 0.0, planned_allocated=6 * GIB), ["memory under zero3"]),
+    ],
+)
+def test_the_limit_of_losses_depends_on_the_precision_of_the_weights(
+    one: Trained, other: Trained, wrong: list[str]
+) -> None:
+    """The planned 3 GiB of `trained` are a quarter below the measured 4."""
+    assert [finding.check for finding in judge([one, other]) if finding.verdict is not Verdict.OK] == wrong
 
 
 def probed(monkeypatch: pytest.MonkeyPatch, stdout: str, returncode: int = 0, stderr: str = "") -> None:
@@ -116,11 +133,11 @@ def probed(monkeypatch: pytest.MonkeyPatch, stdout: str, returncode: int = 0, st
     monkeypatch.setattr(machine, "list_gpus", lambda: None)
 
 
-def test_the_ranks_are_a_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_gpu_is_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     one = f'["NVIDIA H100 80GB HBM3", {79 * GIB}]'
-    probed(monkeypatch, f'a warning\n{{"gpus": [{one}, {one}, {one}], "cuda": "13.0", "nccl": "2.28.9"}}\n')
+    probed(monkeypatch, f'a warning\n{{"gpus": [{one}, {one}], "cuda": "13.0", "nccl": "2.28.9"}}\n')
     found = find_machine()
-    assert (found.accelerator, found.ranks, found.nccl, found.precision) == ("h100", 2, "2.28.9", "bf16")
+    assert (found.accelerator, found.nccl) == ("h100", "2.28.9")
     assert found.cluster()["gpu_memory_gib"] == 79.0
 
 
@@ -128,7 +145,7 @@ def test_the_ranks_are_a_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     ("stdout", "returncode", "sentence"),
     [
         ('{"gpus": [], "cuda": null, "nccl": null}', 0, "found no GPU. It needs one that torch"),
-        ("", 1, "cannot use the GPUs: RuntimeError: error 802. Run `shardmake doctor --node`"),
+        ("", 1, "cannot use the GPU: RuntimeError: error 802. Run `shardmake doctor --node`"),
         ('{"gpus": [["NVIDIA X1", 1]], "cuda": "13.0", "nccl": ""}', 0, "does not know the GPU 'NVIDIA X1'"),
     ],
 )
@@ -149,13 +166,35 @@ def estimates(needs: dict[Choice, int]) -> MemoryEstimates:
     return MemoryEstimates.model_construct(candidates=candidates)
 
 
-def test_the_allocator_gets_more_than_the_last_fallback_needs(tmp_path: Path) -> None:
+def test_the_allocator_gets_more_than_the_last_fallback_needs() -> None:
     plan = make_plan("ddp")
     smaller = plan.choice.model_copy(update={"micro_batch_size": 1})
     plan = plan.model_copy(update={"fallbacks": [Fallback(choice=smaller, host_memory=1, memory_gib=1)]})
-    gpus = Machine(gpu="", accelerator="h100", memory=16 * GIB, ranks=1)
-    with checks.shortage(gpus, plan, estimates({plan.choice: 6 * GIB, smaller: 2 * GIB}), tmp_path) as keys:
-        cluster = Cluster(**gpus.cluster() | keys)
-    assert cluster.variables == {"PYTORCH_ALLOC_CONF": "expandable_segments:True,per_process_memory_fraction:0.2500"}
-    with pytest.raises(AssertionError, match="the fallbacks save too little"):
-        checks.memory_limit(plan, estimates({plan.choice: 6 * GIB, smaller: 5 * GIB}))
+    assert memory_limit(plan, estimates({plan.choice: 6 * GIB, smaller: 2 * GIB})) == 4 * GIB
+    with pytest.raises(CaseError, match="the fallbacks save too little"):
+        memory_limit(plan, estimates({plan.choice: 6 * GIB, smaller: 5 * GIB}))
+
+
+def test_every_case_is_a_run_that_saves_at_most_once_and_programs_name_a_training() -> None:
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names)
+    for case in CASES:
+        for gpus in MACHINES.values():
+            assert case.program or Run(**keys_of(case, gpus)).checkpoints.keep == 1
+        assert set(case.program[1:]) <= set(names)
+
+
+def test_the_report_has_what_the_rows_of_the_cases_have() -> None:
+    one = trained("zero3", 0.0, training="1.24B")
+    measured = {name: one.as_json()[name] for name in ("losses", "allocated", "reserved", "step_seconds")}
+    rows: list[dict[str, Any]] = json.loads(json.dumps([
+        {"case": "zero3", "ok": True, "at": 3.0, **one.as_json(), "attempts": []},
+        {"case": "bare-deepspeed", "ok": True, "trainer": "DeepSpeed", "of": "zero3", **measured},
+        {"case": "ddp", "ok": False, "error": "RuntimeError: CUDA", "last": []},
+        {"case": "rates", "ok": True, "rates": {"device copy, GB/s": 2989.0}},
+        {"case": "attention", "ok": True, "attention": {"varlen": 0.01, "eager": 0.012}},
+    ]))  # fmt: skip
+    found = kit.make_report(MACHINES["h200"], rows, 1_800_000_000, "h100")
+    assert found.trained == [one] and found.outcomes["ddp"] == "failed" and found.rates and found.attention
+    assert [(bare.trainer, bare.training) for bare in found.bare] == [("DeepSpeed", "1.24B, 12 steps")]
+    assert len([*found.training_rows()]) == 2 and found.changes == "the plans are for h100"

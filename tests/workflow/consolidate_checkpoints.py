@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.checkpoint.formats.registry import read_checkpoint
-from shardmake.consolidate import merge_plan, verify
+from shardmake.consolidate import loading, merge_plan, peft_check, verify
 from shardmake.consolidate.layout import plan_shards
 from shardmake.consolidate.loading import LoadingReport, load, load_adapter
 from shardmake.consolidate.writer import ShardWriter
@@ -45,7 +45,7 @@ TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def check_loading_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the check with transformers in the test process, which saves seconds per merge.
+    """Run the checks with transformers and PEFT in the test process, which saves seconds per merge.
 
     Tests that start the command, and those of memory and kills, use the separate process.
     """
@@ -63,6 +63,8 @@ def check_loading_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(merge_plan, "check_loading", check)
     monkeypatch.setattr(verify, "check_loading", check)
+    monkeypatch.setattr(loading, "check_loading", check)
+    monkeypatch.setattr(peft_check, "run_module", lambda _, request, *__: peft_check.answer(request))
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import pytest
 
 from shardmake.config.models import Data
 from shardmake.data.raw import identity_of_raw, link_raw
-from shardmake.data.sources import TRAIN_SPLITS, locate, open_row, read
+from shardmake.data.sources import TRAIN_SPLITS, locate, open_raw, raw_examples
 from shardmake.run.paths import RunDir
 from shardmake.run.sources import Sources, localize
 from tests.finished_run import make_run
@@ -67,7 +67,7 @@ def run_fetch(
     )
 
 
-def test_splits_come_as_parquet_pinned_to_the_commit_and_stay_offline(hub: FakeHub, tmp_path: Path) -> None:
+def test_splits_come_pinned_to_the_commit_and_stay_offline(hub: FakeHub, tmp_path: Path) -> None:
     files = {"data/train-0.parquet": parquet("a", "b"), "data/validation-0.parquet": parquet("c")}
     commit = hub.add("datasets/lab/talk", files)
     done = run_fetch(hub, tmp_path)
@@ -91,12 +91,12 @@ def test_runs_with_the_same_data_set_share_its_files(hub: FakeHub, tmp_path: Pat
         done = run_fetch(hub, tmp_path, name)
         assert done.returncode == 0, done.stderr
     assert "Took the data lab/talk of run first." in done.stdout and "Fetching data" not in done.stdout
-    first, second = (tmp_path / "runs" / name / "fetched/train/train.parquet" for name in ("first", "second"))
+    first, second = (tmp_path / "runs" / name / "fetched/train/data/train-0.parquet" for name in ("first", "second"))
     assert first.samefile(second)
     hub.add("datasets/lab/talk", files | {"data/train-0.parquet": parquet("x")})
     (tmp_path / "runs/first/sources.json").unlink()
     assert run_fetch(hub, tmp_path, "first").returncode == 0
-    assert (texts(first.parent), texts(second.parent)) == (["x"], ["a", "b"])
+    assert (texts(first.parents[1]), texts(second.parents[1])) == (["x"], ["a", "b"])
     first.write_bytes(b"damaged")
     third = run_fetch(hub, tmp_path, "third")
     assert "Fetching data lab/talk." in third.stdout
@@ -129,7 +129,7 @@ def test_raw_data_comes_whole_and_unchanged_from_one_commit_and_stays_offline(hu
 
 def texts(folder: Path) -> list[str]:
     source = locate(str(folder), Data(train=str(folder)), TRAIN_SPLITS)
-    return [open_row(row, source).example["text"] for row in read(source, folder.with_name("cache"))]
+    return [row.example["text"] for row in map(open_raw, raw_examples(source))]
 
 
 def test_a_data_set_that_is_not_there(hub: FakeHub, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ def test_resumes_bit_for_bit_after_a_kill_in_a_save(
     forked: Forked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, strategy: Strategy
 ) -> None:
     plan_in_this_process(monkeypatch)
-    check_resume(forked, tmp_path, family, strategy)
+    check_resume(forked, tmp_path, save_base(forked, tmp_path, family), strategy)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -45,7 +46,8 @@ def family_and_losses(
     """A family and its losses under DDP."""
     with pytest.MonkeyPatch.context() as patch:
         plan_in_this_process(patch)
-        return request.param, check_resume(forked, tmp_path_factory.mktemp("ddp"), request.param, "ddp")
+        folder = tmp_path_factory.mktemp("ddp")
+        return request.param, check_resume(forked, folder, save_base(forked, folder, request.param), "ddp")
 
 
 @pytest.mark.mixtures
@@ -59,16 +61,20 @@ def test_every_strategy_has_the_losses_of_ddp_and_resumes(
 ) -> None:
     plan_in_this_process(monkeypatch)
     family, reference = family_and_losses
-    assert check_resume(forked, tmp_path, family, strategy) == pytest.approx(reference, abs=2e-4)
+    found = check_resume(forked, tmp_path, save_base(forked, tmp_path, family), strategy)
+    assert found == pytest.approx(reference, abs=2e-4)
 
 
-def check_resume(forked: Forked, folder: Path, family: str, strategy: Strategy) -> dict[int, float]:
+def save_base(forked: Forked, folder: Path, family: str) -> Path:
+    return save_mixture(family, forked.checkout.root / "resources/demo/base", folder / "base")
+
+
+def check_resume(forked: Forked, folder: Path, base: Path, strategy: Strategy, **changes: Any) -> dict[int, float]:
     """Kill rank 0 when all shards of step 4 are written, which the resumed training has to write; return the losses."""
-    base = save_mixture(family, forked.checkout.root / "resources/demo/base", folder / "base")
     rundir = RunDir(folder / "run")
     copy_unpacked(forked.checkout.run / "data", rundir.data)
     planned = forked.plan(
-        strategy, 2, model=str(base), packing=False, learning_rate=2e-3, checkpoints={"every_steps": 2}
+        strategy, 2, model=str(base), packing=False, learning_rate=2e-3, checkpoints={"every_steps": 2}, **changes
     )
     kill = {"rank": 0, "folder": str(rundir.checkpoints), "log": str(rundir.root / "writes.log"), "mode": "before",
             "at": r"os\.rename /\.saving/checkpoint-4$"}  # fmt: skip

@@ -1,19 +1,20 @@
 """The workflow as a Snakemake module of another one: nested configuration, names and paths of its own."""
 
 import json
+import shutil
 from pathlib import Path
 
 import yaml
 
 from tests.workflow.checkout import LOCAL, REPOSITORY, RUN, Checkout
 
-SNAKEFILE = f"""\
+SNAKEFILE = """\
 configfile: "lab.yaml"
 
 
 module shardmake:
     snakefile:
-        {str(REPOSITORY / "workflow/Snakefile")!r}
+        {snakefile!r}
     config:
         config["training"]
     prefix:
@@ -23,15 +24,33 @@ module shardmake:
 use rule * from shardmake as shardmake_*
 
 
+use rule data_run from shardmake as shardmake_data_run with:
+    message:
+        "the data of {{wildcards.run}}, in the lab's words"
+
+
+module other:
+    snakefile:
+        {snakefile!r}
+    config:
+        config["other"]
+    prefix:
+        "other"
+
+
+use rule * from other as other_*
+
+
 rule summary:
     default_target: True
     input:
         rules.shardmake_plan.input,
+        rules.other_plan.input,
     output:
         "summary.txt",
     shell:
         "cat {{input:q}} > {{output}}"
-"""
+""".format(snakefile=str(REPOSITORY / "workflow/Snakefile"))
 
 
 def make_lab(root: Path, inputs: Path) -> Checkout:
@@ -41,23 +60,40 @@ def make_lab(root: Path, inputs: Path) -> Checkout:
     (root / "cluster.yaml").write_text(yaml.safe_dump(LOCAL | {"processes_per_node": 1}))
     (root / "resources").mkdir()
     (root / "resources/demo").symlink_to(inputs)
-    config = {"cluster": "cluster.yaml", "runs": {"demo": RUN | {"strategy": "ddp"}}}
-    (root / "lab.yaml").write_text(yaml.safe_dump({"training": config}))
+    strategies = {"training": "ddp", "other": "zero2"}
+    configs = {
+        name: {"cluster": "cluster.yaml", "runs": {"demo": RUN | {"strategy": strategy}}}
+        for name, strategy in strategies.items()
+    }
+    (root / "lab.yaml").write_text(yaml.safe_dump(configs))
     return Checkout(root)
 
 
-def test_another_workflow_uses_the_rules_with_a_prefix(tmp_path: Path, inputs: Path) -> None:
+def test_another_workflow_uses_the_rules_twice_with_prefixes_and_changes_one(tmp_path: Path, inputs: Path) -> None:
+    """The two modules have a run of one name with different settings."""
     lab = make_lab(tmp_path / "the lab's folder", inputs)
-    done = lab("snakemake", "--cores", "1")
-    assert "demo: estimating memory" in done.stdout
-    assert json.loads((lab.root / "tuned runs/runs/demo/plan/plan.json").read_text())["run"] == "demo"
+    done = lab("snakemake", "--cores", "2")
+    assert "demo: estimating memory" in done.stdout and "rerun-triggers: [mtime, params, input]" in done.stdout
+    for folder, strategy in (("tuned runs", "ddp"), ("other", "zero2")):
+        plan = json.loads((lab.root / folder / "runs/demo/plan/plan.json").read_text())
+        assert (plan["run"], plan["choice"]["strategy"]) == ("demo", strategy)
     assert (lab.root / "summary.txt").exists() and (lab.root / "tuned runs/logs/demo/plan.log").exists()
     assert not (lab.root / "runs").exists() and not (lab.root / "logs").exists()
-    assert "Nothing to be done" in lab("snakemake", "--cores", "1").stdout
+    assert "Nothing to be done" in lab("snakemake", "--cores", "2").stdout
+    train = lab("snakemake", "--cores", "2", "-n", "shardmake_train", "other_train").stdout
+    assert "the data of demo, in the lab's words" in train
+    assert "/tuned runs/runs/demo/train/attempts/NNN" in train and "/other/runs/demo/train/attempts/NNN" in train
 
 
 def test_a_module_without_configuration_is_refused(tmp_path: Path, inputs: Path) -> None:
     lab = make_lab(tmp_path / "lab", inputs)
-    (lab.root / "lab.yaml").write_text("training: {}\n")
+    (lab.root / "lab.yaml").write_text("training: {}\nother: {}\n")
     done = lab("snakemake", "--cores", "1", "-n", check=False)
     assert done.returncode == 1 and "Error: The module has no configuration." in done.stdout
+
+
+def test_the_example_is_a_whole_project(checkout: Checkout) -> None:
+    shutil.copytree(REPOSITORY / "examples", checkout.root / "examples")
+    command = ("snakemake", "--profile", "profiles/local", "-s", "examples/module/Snakefile", "-n")
+    done = checkout(*command)
+    assert "shardmake_train_run" in done.stdout and "tokenizing the data of fast" in done.stdout

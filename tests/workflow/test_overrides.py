@@ -1,6 +1,7 @@
 """`--configfile` and `--config` of Snakemake reach the stages as Snakemake merged them, and rerun only what they change."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,23 @@ def test_a_file_that_cannot_be_used_is_reported_without_python(checkout: Checkou
         assert done.returncode == 1
         assert message in done.stdout and name in done.stdout
         assert 'File "' not in done.stdout and "Traceback" not in done.stdout
+
+
+def test_a_configuration_is_relative_to_where_the_command_is_called(checkout: Checkout) -> None:
+    """As in Snakemake, also with --directory."""
+    (checkout.root / "work").mkdir()
+    for name in ("config", "resources"):
+        (checkout.root / "work" / name).symlink_to(checkout.root / name)
+    shutil.copy(checkout.root / "config/config.yaml", checkout.root / "mine.yaml")
+    command = (
+        "snakemake",
+        "--profile",
+        "profiles/local",
+        "--directory",
+        "work",
+        "-n",
+        "plan",
+        "--configfile",
+        "mine.yaml",
+    )
+    assert "plan_run" in checkout(*command).stdout

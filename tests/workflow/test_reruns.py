@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from shardmake.config.effects import STAGES
 from shardmake.config.load import load_cluster, load_config
 from shardmake.core.atomic import write_json
 from shardmake.run.paths import RunDir
@@ -29,7 +30,7 @@ def finish(checkout: Checkout, *, trained: bool = True) -> None:
         for name, run in config.runs.items():
             rundir = RunDir(Path("runs", name))
             _leave_files(rundir, trained=trained)
-            for stage in ("data", "train") if trained else ("data",):
+            for stage in STAGES if trained else ("fetch", "plan", "render", "data"):
                 current(stage, run, cluster).write(rundir.stage_settings(stage))
     checkout("snakemake", *PROFILE, "--touch", "--forceall", *(() if trained else ("render", "data")))
 
@@ -89,19 +90,27 @@ def test_edits_that_cannot_change_a_result_rerun_nothing(edited: Checkout) -> No
 
 
 CHANGING: dict[str, tuple[dict[str, Any], list[str], str]] = {
-    "learning rate": ({"learning_rate": 1e-3}, ["plan", "render", "train", *AFTER_TRAINING], "learning_rate: 0.001"),
+    "learning rate": (
+        {"learning_rate": 1e-3},
+        ["plan", "render", "train", *AFTER_TRAINING],
+        "changed: learning_rate: 0.002 -> 0.001",
+    ),
     "length": (
         {"sequence_length": 32},
         ["data", "plan", "render", "train", *AFTER_TRAINING],
-        "sequence_length: 32",
+        "changed: sequence_length: 64 -> 32",
     ),
-    "type of the weights": ({"dtype": "bf16"}, AFTER_TRAINING, "dtype: bf16"),
+    "type of the weights": ({"dtype": "bf16"}, AFTER_TRAINING, "changed: dtype: keep -> bf16"),
     "evaluation": (
         {"evaluation": {**RUN["evaluation"], "max_new_tokens": 8}},
         AFTER_TRAINING[1:],
-        "evaluation.max_new_tokens: 8",
+        "changed: evaluation.max_new_tokens: 4 -> 8",
     ),
-    "destination": ({"push": {"to": "file:published/other"}}, AFTER_TRAINING[2:], "push.to: file:published/other"),
+    "destination": (
+        {"push": {"to": "file:published/other"}},
+        AFTER_TRAINING[2:],
+        "changed: push.to: file:published/demo -> file:published/other",
+    ),
 }
 
 
@@ -113,6 +122,19 @@ def test_an_edit_reruns_the_stages_whose_result_it_changes(
     found, output = dry_run(edited)
     assert found == sorted(stages)
     assert named in output, "the dry run names the setting and its new value"
+
+
+@pytest.mark.parametrize("edit", [key for key in CHANGING if key != "learning rate"])
+def test_a_stage_that_fails_after_an_edit_is_still_to_do(finished: Checkout, tmp_path: Path, edit: str) -> None:
+    """Snakemake removes what a stage made before it runs again, and forgets results in the middle that nobody asks for.
+
+    The stages fail by themselves, because what stands in for their inputs is empty.
+    """
+    changes, stages, _ = CHANGING[edit]
+    checkout = Checkout(Path(shutil.copytree(finished.root, tmp_path / "copy", symlinks=True)))
+    checkout.configure(**changes)
+    assert checkout("snakemake", *PROFILE, "--keep-going", check=False).returncode == 1
+    assert set(stages) <= set(dry_run(checkout)[0])
 
 
 def test_own_files_script_and_data_rerun_what_their_content_changes(checkout: Checkout) -> None:
@@ -133,7 +155,7 @@ def test_own_files_script_and_data_rerun_what_their_content_changes(checkout: Ch
     own.write_text('{"communication_data_type": "fp32"}')
     found, output = dry_run(checkout)
     assert found == sorted(["plan", "render", "train", *AFTER_TRAINING])
-    assert 'deepspeed_config.content: {"communication_data_type": "fp32"}' in output
+    assert 'deepspeed_config.content: {} -> {"communication_data_type": "fp32"}' in output
     refused = checkout("shardmake", "train", "demo", check=False).stdout
     assert "deepspeed_config.content: {}" in refused
     own.write_text('{"zero_optimization": {"reduce_bucket_size": 1000}}')
@@ -156,7 +178,7 @@ def test_until_the_training_has_finished_every_setting_of_the_plan_takes_effect(
     checkout.configure(cluster={"memory_gib_per_node": 5})
     found, output = dry_run(checkout)
     assert {"plan", "render"} <= set(found) and "data" not in found
-    assert "cluster.memory_gib_per_node: 6.0" in output and "cluster.memory_gib_per_node: 5.0" in output
+    assert "changed: cluster.memory_gib_per_node: 6.0 -> 5.0" in output
 
 
 def test_a_plan_names_what_changed_and_a_training_with_old_files_is_refused(checkout: Checkout) -> None:

@@ -4,6 +4,7 @@ import ast
 import functools
 import json
 import os
+import re
 import shlex
 import sys
 from contextlib import redirect_stderr
@@ -15,9 +16,9 @@ from snakemake.io import IOFile
 from snakemake.logging import logger
 from snakemake.utils import update_config
 
-from shardmake.commands.preview import dry_run
 from shardmake.commands.stop_filter import StopFilter
 from shardmake.config.checks import run_before, with_first_model
+from shardmake.config.effects import values_of
 from shardmake.config.inputs import check_inputs, local_files
 from shardmake.config.inheritance import Layer
 from shardmake.config.invocation import (
@@ -26,6 +27,7 @@ from shardmake.config.invocation import (
     check_executor,
     check_module,
     check_until,
+    missing_options,
     sections,
     use_merged,
     write_merged,
@@ -39,12 +41,12 @@ from shardmake.core.secrets import redact
 from shardmake.launch.container import job_container
 from shardmake.launch.driver_script import refuse_login_node, refuse_while_driven
 from shardmake.launch.stage_jobs import job_resources as stage_resources
-from shardmake.launch.stage_jobs import job_shell_prefix
+from shardmake.launch.stage_jobs import job_shell_prefix, memory_resources
 from shardmake.run.driver_job import current_driver_dir
 from shardmake.run.own_files import check_refused
 from shardmake.run.paths import RunDir
 from shardmake.run.record import check_format
-from shardmake.run.settings import changed_settings, compared_keys, rerun_settings
+from shardmake.run.settings import changed_settings, rerun_text
 
 logger.addFilter(StopFilter())  # a training that a person stopped is not done, and not a failure
 
@@ -65,13 +67,14 @@ def checked(function, *arguments):
 
 # The Snakemake of a job takes the configuration of the invocation that submitted the job.
 IS_DRIVER_JOB = current_driver_dir() is not None
-KEPT_CONFIG = os.environ.get(VARIABLE) if IS_DRIVER_JOB or not workflow.is_main_process else None
 # The Slurm executor removes this variable before it starts jobs.
 IN_A_JOB = IS_DRIVER_JOB or "SLURM_JOB_ID" in os.environ
 
 # As a module of another workflow, the rules take the `config` and the `prefix` of the module. Snakemake adds the prefix to
 # the paths of rules. The commands and the functions below read files themselves, so they need it too.
 IS_MODULE = not workflow.modifier.is_main_snakefile()
+IS_LATER_PROCESS = IS_DRIVER_JOB or not workflow.is_main_process
+KEPT_CONFIG = os.environ.get(VARIABLE) if IS_LATER_PROCESS and not IS_MODULE else None
 ROOT = Path(workflow.modifier.path_modifier.replace_prefix("runs/"))  # the folder of the runs
 
 # A configuration that the user names replaces the demo's. The file is read before Snakemake reads it, because
@@ -102,15 +105,21 @@ def executor_of(options):
 
 
 def read_configuration():
-    """Return the configuration and the cluster; the commands find the configuration through the environment."""
+    """Return the configuration, the cluster, and the start of every command, which finds the configuration by it.
+
+    The commands of one workflow find it through the environment. Modules may have several, so theirs name it.
+    """
+    program = "shardmake"
     options = command_line() if workflow.is_main_process else None
     if KEPT_CONFIG:
         parsed = load_config(Path(KEPT_CONFIG))
     elif IS_MODULE:
         check_module(config)
         parsed = parse_config(config, "config of the module")
-        use_merged(write_merged(parsed, "config of the module"))
-        os.environ[RUNS_VARIABLE] = str(ROOT)
+        merged = write_merged(parsed, "config of the module").absolute()
+        variables = {VARIABLE: str(merged), RUNS_VARIABLE: str(ROOT)}
+        assignments = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+        program = " ".join([*assignments, program]).replace("{", "{{").replace("}", "}}")
     else:
         overrides = ["--config"] if workflow.config_settings.config else []
         source = " + ".join([*map(str, workflow.configfiles), *overrides])
@@ -123,16 +132,18 @@ def read_configuration():
     if workflow.is_main_process:
         check_executor(cluster, parsed.cluster, executor_of(options))
         check_until((options.until or ()) if options else (), parsed)
+        if options and (lines := missing_options(options)):
+            logger.warning(lines)
     if options and not options.dryrun and not IS_DRIVER_JOB:
         refuse_while_driven(ROOT, parsed.runs.keys())  # before Snakemake's lock does, and offers --unlock
     for name, run in parsed.runs.items():
         check_format(RunDir(ROOT / name))
         check_inputs(name, run)
         check_refused(read_user_files(run), run)
-    return parsed, cluster
+    return parsed, cluster, program
 
 
-CONFIG, CLUSTER = checked(read_configuration)
+CONFIG, CLUSTER, SHARDMAKE = checked(read_configuration)
 
 # The commands are those of the Python that runs Snakemake, also on the nodes. A prefix of our own replaces Snakemake's
 # default prefix, so `set -euo pipefail` is repeated here: without it a failing command in a pipe is not noticed.
@@ -150,8 +161,8 @@ if CLUSTER.shared:
 
 
 wildcard_constraints:
-    run="|".join(RUNS),
-    sweep="|".join(CONFIG.sweeps) or "$^",  # matches nothing
+    run="|".join(map(re.escape, RUNS)),
+    sweep="|".join(map(re.escape, CONFIG.sweeps)) or "$^",  # matches nothing
 
 
 def final_receipt(run):
@@ -177,40 +188,51 @@ def fetched_files(run):
     return [str(paths.sources)] + ([] if model_before(run) else [str(paths.weights_receipt)])
 
 
+# A target asks for the result of every step before it as well: Snakemake removes the results of a step that it runs again,
+# and makes those that a failed step has lost only if they are asked for.
+FETCHED = [file for run in RUNS for file in fetched_files(run)]
+PLANNED = of_all_runs(PATHS.sources, PATHS.plan)
+RENDERED = of_all_runs(PATHS.training, PATHS.rendered)
+ENCODED = of_all_runs(PATHS.data_receipt)
+TRAINED = list(dict.fromkeys(PLANNED + RENDERED + ENCODED + FETCHED)) + of_all_runs(PATHS.train_receipt)
+MERGED = TRAINED + of_all_runs(PATHS.model_receipt)
+EVALUATED = MERGED + of_all_runs(PATHS.evaluation)
+PUSHED = EVALUATED + [final_receipt(run) for run in RUNS]
 STEPS = {
-    "fetch": [file for run in RUNS for file in fetched_files(run)],
-    "plan": of_all_runs(PATHS.plan),
-    "render": of_all_runs(PATHS.training),
-    "data": of_all_runs(PATHS.data_receipt),
-    "train": of_all_runs(PATHS.train_receipt),
-    "consolidate": of_all_runs(PATHS.model_receipt),
-    "evaluate": of_all_runs(PATHS.evaluation),
-    "push": [final_receipt(run) for run in RUNS],
-    "report": of_all_runs(PATHS.report) + expand("compare/{sweep}.html", sweep=CONFIG.sweeps),
+    "fetch": FETCHED,
+    "plan": PLANNED,
+    "render": PLANNED + RENDERED,
+    "data": PLANNED + ENCODED,
+    "train": TRAINED,
+    "consolidate": MERGED,
+    "evaluate": EVALUATED,
+    "push": PUSHED,
+    "report": PUSHED + of_all_runs(PATHS.report) + expand("compare/{sweep}.html", sweep=CONFIG.sweeps),
 }
+
+
+@functools.cache
+def values(run):
+    """Return every setting of a run as text."""
+    return values_of(RUNS[run], CLUSTER)
 
 
 @functools.cache
 def settings_of(run, stage):
     """Return the settings by which Snakemake decides whether a stage of a run is run again."""
     paths = RunDir(ROOT / run)
-    made = {"plan": paths.plan, "render": paths.training}.get(stage, paths.settings)
-    recorded = (ast.literal_eval(text) for text in workflow.persistence.params(IOFile(str(made))) or ())
-    pairs = dict(text.partition(": ")[::2] for text in recorded if isinstance(text, str))
-    return rerun_settings(stage, RUNS[run], CLUSTER, paths, pairs)
+    made = {"plan": paths.plan, "render": paths.training}.get(stage)
+    recorded = (workflow.persistence.params(IOFile(str(made))) or ()) if made else ()
+    last = next((text for text in map(ast.literal_eval, recorded) if isinstance(text, str) and text[:1] == "{"), None)
+    return rerun_text(stage, values(run), paths, last)
 
 
-def command_params(stage):
-    """Return the parameters of a stage's rule; a rule runs again if one of them changes.
+def settings(stage):
+    """Return the parameter of a stage's rule; the rule runs again if it changes.
 
-    One parameter per setting, because a dry run shows those that changed, before and now. The file of the
-    configuration is not among them: another file with the same settings reruns nothing.
+    The file of the configuration is not part of it: another file with the same settings reruns nothing.
     """
-
-    def setting(key):
-        return lambda wildcards: f"{key}: {settings_of(wildcards.run, stage)[key]}"
-
-    return {key.replace(".", "_"): setting(key) for key in compared_keys(stage)}
+    return lambda wildcards: settings_of(wildcards.run, stage)
 
 
 def inputs_of(*parts):
@@ -249,23 +271,33 @@ def plan_before(stage):
     """
 
     def plan(wildcards):
-        is_stale = changed_settings(stage, RUNS[wildcards.run], CLUSTER, RunDir(ROOT / wildcards.run))
+        is_stale = changed_settings(stage, values(wildcards.run), RunDir(ROOT / wildcards.run))
         path = str(RunDir(Path("runs", wildcards.run)).plan)
         return path if is_stale else ancient(path)
 
     return plan
 
 
-def planned(stage, key, factor=1):
-    """Return the plan's amount of a resource for a stage. A dry run without a plan shows ``factor``.
+def planned(stage, key):
+    """Return the plan's amount of a resource for a stage. A dry run without a plan shows 1.
 
     Snakemake calls the returned function again when the plan exists.
     """
 
     def amount(wildcards, input):
         if workflow.dryrun and not Path(input.plan).exists():
-            return factor
-        return factor * json.loads(Path(input.plan).read_text())["resources"][stage][key]
+            return 1
+        return json.loads(Path(input.plan).read_text())["resources"][stage][key]
+
+    return amount
+
+
+def memory_of(stage, name):
+    """Return the host RAM of a stage as the resource ``name``, from its plan."""
+
+    def amount(wildcards, input):
+        gib, cpus = (planned(stage, key)(wildcards, input) for key in ("memory_gib", "cpus"))
+        return memory_resources(CLUSTER, 1024 * gib, cpus)[name]
 
     return amount
 
@@ -277,20 +309,34 @@ def resources_of(stage):
         return lambda wildcards: stage_resources(stage, RUNS[wildcards.run], CLUSTER)[name]
 
     names = checked(stage_resources, stage, next(iter(RUNS.values())), CLUSTER)  # the same for every run
-    return {"mem_mb": planned(stage, "memory_gib", 1024), **{name: resource(name) for name in names}}
+    memory = memory_resources(CLUSTER, 1, 1)  # the same name for any amount
+    return {name: memory_of(stage, name) for name in memory} | {name: resource(name) for name in names}
 
 
-class Submission:
-    """``{SUBMISSION:NAME}`` in a message: in a dry run, what would be submitted for the run; otherwise empty."""
+class DryRun:
+    """``{NAME:STAGE RUN}`` in a message: in a dry run, the changed settings and what would be submitted."""
 
-    def __format__(self, run):
+    def __format__(self, spec):
         if not workflow.dryrun:
             return ""
-        return f"\n{dry_run(RUNS[run], CLUSTER, RunDir(ROOT / run), with_first_model(run, RUNS))}"
+        stage, _, run = spec.partition(" ")
+        paths = RunDir(ROOT / run)
+        if stage == "train":
+            from shardmake.commands.preview import dry_run  # its imports take a second
+
+            return f"\n{dry_run(RUNS[run], CLUSTER, paths, with_first_model(run, RUNS))}"
+        changes = changed_settings(stage, values(run), paths)
+        return "".join(f"\nchanged: {change}" for change in changes)
 
 
-# Snakemake formats messages with the names of the outermost workflow, also those of a module's rules.
-workflow.modifier_stack[0].globals["SUBMISSION"] = Submission()
+# Snakemake formats messages with the names of the outermost workflow, also those of its modules' rules.
+DRY_RUN = f"dry_run_{abs(hash(ROOT))}"
+workflow.modifier_stack[0].globals[DRY_RUN] = DryRun()
+
+
+def message_of(stage, words):
+    """Return the message of a stage's rule."""
+    return f"{{wildcards.run}}: {words}{{{DRY_RUN}:{stage} {{wildcards.run}}}}"
 
 
 onstart:

@@ -10,8 +10,8 @@ rule consolidate_run:
     resources:
         **resources_of("consolidate"),
     params:
-        **command_params("consolidate"),
+        settings=settings("consolidate"),
     message:
-        "{wildcards.run}: merging the sharded checkpoint into a model folder that from_pretrained loads"
+        message_of("consolidate", "merging the sharded checkpoint into a model folder that from_pretrained loads")
     shell:
-        "shardmake consolidate {wildcards.run} --workers {threads} 2>&1 | tee -i {log:q}"
+        SHARDMAKE + " consolidate {wildcards.run} --workers {threads} 2>&1 | tee -i {log:q}"

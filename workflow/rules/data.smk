@@ -11,8 +11,8 @@ rule data_run:
     resources:
         **resources_of("data"),
     params:
-        **command_params("data"),
+        settings=settings("data"),
     message:
-        "{wildcards.run}: tokenizing and packing the data once, so that no rank waits for it"
+        message_of("data", "tokenizing and packing the data once, so that no rank waits for it")
     shell:
-        "shardmake data {wildcards.run} --cpus {threads} 2>&1 | tee -i {log:q}"
+        SHARDMAKE + " data {wildcards.run} --cpus {threads} 2>&1 | tee -i {log:q}"

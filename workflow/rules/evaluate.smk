@@ -11,8 +11,8 @@ rule evaluate_run:
     resources:
         **resources_of("evaluate"),
     params:
-        **command_params("evaluate"),
+        settings=settings("evaluate"),
     message:
-        "{wildcards.run}: measuring loss and perplexity of the base model and the tuned model, and sampling from both"
+        message_of("evaluate", "measuring loss and perplexity of the base model and the tuned model, and sampling from both")
     shell:
-        "shardmake evaluate {wildcards.run} 2>&1 | tee -i {log:q}"
+        SHARDMAKE + " evaluate {wildcards.run} 2>&1 | tee -i {log:q}"

@@ -8,11 +8,11 @@ rule fetch_run:
         "logs/{run}/fetch.log",
     localrule: True
     params:
-        **command_params("fetch"),
+        settings=settings("fetch"),
     message:
-        "{wildcards.run}: fetching the data and the model's description, pinned to their commits"
+        message_of("fetch", "fetching the data and the model's description, pinned to their commits")
     shell:
-        "shardmake fetch {wildcards.run} --part description 2>&1 | tee -i {log:q}"
+        SHARDMAKE + " fetch {wildcards.run} --part description 2>&1 | tee -i {log:q}"
 
 
 # After the plan, so that no weights are downloaded for a run that does not fit.
@@ -27,8 +27,8 @@ rule fetch_weights_run:
         "logs/{run}/fetch-weights.log",
     localrule: True
     params:
-        **command_params("fetch"),
+        settings=settings("fetch"),
     message:
-        "{wildcards.run}: fetching the base model's weights, so that no job needs the internet"
+        message_of("fetch", "fetching the base model's weights, so that no job needs the internet")
     shell:
-        "shardmake fetch {wildcards.run} --part weights 2>&1 | tee -i {log:q}"
+        SHARDMAKE + " fetch {wildcards.run} --part weights 2>&1 | tee -i {log:q}"

@@ -9,8 +9,8 @@ rule plan_run:
         "logs/{run}/plan.log",
     localrule: True
     params:
-        **command_params("plan"),
+        settings=settings("plan"),
     message:
-        "{wildcards.run}: estimating memory and choosing the fastest strategy that fits, before anything is queued"
+        message_of("plan", "estimating memory and choosing the fastest strategy that fits, before anything is queued")
     shell:
-        "shardmake plan {wildcards.run} 2>&1 | tee -i {log:q}"
+        SHARDMAKE + " plan {wildcards.run} 2>&1 | tee -i {log:q}"

@@ -8,8 +8,8 @@ rule push_run:
         "logs/{run}/push.log",
     localrule: True
     params:
-        **command_params("push"),
+        settings=settings("push"),
     message:
-        "{wildcards.run}: pushing the model and reading it back to verify it"
+        message_of("push", "pushing the model and reading it back to verify it")
     shell:
-        "shardmake push {wildcards.run} 2>&1 | tee -i {log:q}"
+        SHARDMAKE + " push {wildcards.run} 2>&1 | tee -i {log:q}"

@@ -11,8 +11,8 @@ rule render_run:
         "logs/{run}/render.log",
     localrule: True
     params:
-        **command_params("render"),
+        settings=settings("render"),
     message:
-        "{wildcards.run}: rendering the Accelerate and DeepSpeed files and checking them with the libraries' own parsers"
+        message_of("render", "rendering the Accelerate and DeepSpeed files and checking them with the libraries' own parsers")
     shell:
-        "shardmake render {wildcards.run} 2>&1 | tee -i {log:q}"
+        SHARDMAKE + " render {wildcards.run} 2>&1 | tee -i {log:q}"

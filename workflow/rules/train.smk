@@ -16,6 +16,6 @@ rule train_run:
     resources:
         driver=1,
     message:
-        "{wildcards.run}: training; the driver adopts a running job or submits one, and resumes it until it is done{SUBMISSION:{wildcards.run}}"
+        message_of("train", "training; the driver adopts a running job or submits one, and resumes it until it is done")
     shell:
-        "shardmake train {wildcards.run} 2>&1 | tee -i {log:q}"
+        SHARDMAKE + " train {wildcards.run} 2>&1 | tee -i {log:q}"

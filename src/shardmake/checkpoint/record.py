@@ -3,19 +3,23 @@
 The presence of the record commits the checkpoint. Its checksums validate every file.
 """
 
+import json
 import os
+import re
 import stat
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
+from shardmake.core.atomic import unsealed
 from shardmake.core.errors import CheckpointError
 from shardmake.core.fingerprint import FileEntry, fingerprint
 
 RECORD_NAME = "shardmake.json"
+_FOLDER = re.compile(r"checkpoint-(\d+)")
 
 
 def list_files(checkpoint: Path) -> list[str]:
@@ -84,11 +88,13 @@ def read_record(checkpoint: Path) -> CheckpointRecord | None:
         CheckpointError: The user may not read the record, which does not make the checkpoint damaged.
     """
     try:
-        return CheckpointRecord.model_validate_json((checkpoint / RECORD_NAME).read_bytes())
+        record = CheckpointRecord.model_validate(unsealed(json.loads((checkpoint / RECORD_NAME).read_bytes())))
     except PermissionError as error:
         raise _permission_denied(error) from None
-    except (OSError, ValidationError):
+    except (OSError, ValueError):
         return None
+    named = _FOLDER.fullmatch(checkpoint.name)
+    return None if named and int(named[1]) != record.step else record
 
 
 def is_unfinished(checkpoint: Path) -> bool:

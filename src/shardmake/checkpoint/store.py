@@ -29,7 +29,7 @@ from shardmake.checkpoint.record import (
     is_unfinished,
     read_record,
 )
-from shardmake.core.atomic import fsync_directory, write_bytes, write_json
+from shardmake.core.atomic import fsync_directory, sealed, write_bytes, write_json
 from shardmake.core.errors import CheckpointError
 from shardmake.core.fingerprint import FileEntry
 from shardmake.core.permissions import add_mode
@@ -83,7 +83,7 @@ def commit(staged: Path, record: CheckpointRecord) -> Path:
     """
     final = staged.parent.parent / staged.name
     if final.exists():
-        set_aside(final)
+        set_aside(final, "foreign" if is_unfinished(final) else "damaged")
     _write_record(staged, record)
     staged.rename(final)
     with contextlib.suppress(OSError):  # the checkpoint is committed; the next save removes leftovers
@@ -125,9 +125,12 @@ def commit_and_prune(
     prune(staged.parent.parent, retention, newest_write=record.step)
 
 
-def set_aside(checkpoint: Path) -> Path:
-    """Rename a checkpoint so that it is no longer listed, without deleting it; return its new path."""
-    aside = checkpoint.with_name(f"damaged-{checkpoint.name}-{time.time_ns()}")
+def set_aside(checkpoint: Path, kind: str = "damaged") -> Path:
+    """Rename a checkpoint so that it is no longer listed, without deleting it; return its new path.
+
+    A ``foreign`` one is a person's, and keeps a name that no later step removes.
+    """
+    aside = checkpoint.with_name(f"{kind}-{checkpoint.name}-{time.time_ns()}")
     checkpoint.rename(aside)
     return aside
 
@@ -146,7 +149,7 @@ def commit_in_place(checkpoint: Path, record: CheckpointRecord) -> None:
 def _write_record(checkpoint: Path, record: CheckpointRecord) -> None:
     for folder in {(checkpoint / name).parent for name in record.files}:
         fsync_directory(folder)
-    write_json(checkpoint / RECORD_NAME, record.model_dump(mode="json"))
+    write_json(checkpoint / RECORD_NAME, sealed(record.model_dump(mode="json")))
     fsync_directory(checkpoint.parent)
 
 
@@ -166,6 +169,8 @@ def committed(folder: Path) -> Iterator[tuple[CheckpointRecord, Path]]:
 def newest_valid(folder: Path, *, checksums: bool = True) -> tuple[CheckpointRecord, Path] | None:
     """Return the newest checkpoint that `find_problems` finds to be as recorded; log why newer ones are skipped."""
     for _, path in checkpoints(folder):
+        if is_unfinished(path):
+            continue
         record, problems = read_record(path), find_problems(path, checksums=checksums)
         if record and not problems:
             return record, path
@@ -179,13 +184,16 @@ def recover(folder: Path, *, checksums: bool = True) -> tuple[CheckpointRecord, 
     Without ``checksums``, sizes alone decide; the nodes of the job then validate the content in parallel.
 
     Unfinished saves are removed. A checkpoint that is newer than the valid one, or whose record cannot be read, is set
-    aside for manual recovery and removed when its disk space is needed. Call this only while no training is writing.
+    aside for manual recovery and removed when its disk space is needed. A folder without a record is a person's, and
+    stays. Call this only while no training is writing.
     """
     discard_unfinished(folder)
     for _, path in checkpoints(folder):
         _restore_tag(path)
     found = newest_valid(folder, checksums=checksums)
     for step, path in checkpoints(folder):
+        if is_unfinished(path):
+            continue
         if found is None or step > found[0].step or read_record(path) is None:
             logger.info("Renamed %s to %s.", path.name, set_aside(path).name)
     return found
@@ -203,11 +211,18 @@ def _restore_tag(checkpoint: Path) -> None:
 
 
 def discard_unfinished(folder: Path) -> None:
-    """Remove the files of interrupted saves."""
-    staged = [path for _, path in checkpoints(folder / STAGING)]
-    for path in staged + [path for _, path in checkpoints(folder) if is_unfinished(path)]:
+    """Remove the files of interrupted saves, and name the folders that a person put beside the checkpoints."""
+    for _, path in checkpoints(folder / STAGING):
         logger.info("Removing %s: its save was not finished.", path.name)
         remove(path)
+    for _, path in checkpoints(folder):
+        if is_unfinished(path):
+            logger.warning(
+                "%s is not used and stays: it has no %s, so no save of this run made it. Move it away; `shardmake "
+                "consolidate` merges it into a model from which a run can start.",
+                path,
+                RECORD_NAME,
+            )
     shutil.rmtree(folder / STAGING, ignore_errors=True)
 
 
@@ -217,25 +232,40 @@ def damaged(folder: Path) -> list[Path]:
 
 
 def remove(checkpoint: Path) -> bool:
-    """Remove a checkpoint, its record first, so that a kill in between leaves an unfinished checkpoint.
+    """Remove a checkpoint, from the staging folder, so that a kill in between leaves an unfinished save.
 
     A process that is still exiting may write into the folder, and NFS keeps open files. Removal is therefore retried
     for `REMOVE_SECONDS`. Return False and log the reason if files remain. A link is not followed, also one that has
     just taken the checkpoint's place.
     """
     deadline = time.monotonic() + REMOVE_SECONDS
+    listed, checkpoint = checkpoint, _unlist(checkpoint)
     while True:
         try:
             _remove_record(checkpoint)
             shutil.rmtree(checkpoint)
-            return True
         except OSError as error:
             if isinstance(error, FileNotFoundError) and not checkpoint.exists():
                 return True
             if isinstance(error, (PermissionError, NotADirectoryError)) or time.monotonic() > deadline:
-                logger.warning("Could not remove %s: %s.", error.filename or checkpoint, error.strerror or error)
+                logger.warning("Could not remove %s: %s.", error.filename or listed, error.strerror or error)
                 return False
+        else:
+            if checkpoint != listed:
+                with contextlib.suppress(OSError):  # a save may be in progress there
+                    checkpoint.parent.rmdir()
+            return True
         time.sleep(0.2)
+
+
+def _unlist(checkpoint: Path) -> Path:
+    """Move a checkpoint out of the list, and return its new path; what cannot be moved is removed where it is."""
+    staging = checkpoint.parent / STAGING
+    if checkpoint.parent.name != STAGING and _FOLDER.fullmatch(checkpoint.name) and not checkpoint.is_symlink():
+        with contextlib.suppress(OSError):
+            staging.mkdir(exist_ok=True)
+            return checkpoint.rename(staging / checkpoint.name)
+    return checkpoint
 
 
 def _remove_record(checkpoint: Path) -> None:

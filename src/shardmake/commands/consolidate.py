@@ -45,7 +45,10 @@ class MergeRequest:
     ] = False
     allow: Annotated[
         Sequence[str],
-        Option(help="steps: the optimizer was started again. unexpected: keep tensors that the class lacks."),
+        Option(
+            help="steps: the optimizer was started again. unexpected: keep tensors that the class lacks. untied: keep "
+            "both of two tied weights that differ."
+        ),
     ] = ()
     dry_run: Annotated[
         bool, Option("--dry-run", help="Check everything but the weights, and list the files to write.")

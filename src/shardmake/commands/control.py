@@ -1,6 +1,7 @@
 """Stop or cancel the training of a run, and read its logs."""
 
 import contextlib
+import itertools
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from shardmake.launch.jobs import LocalJobs, job_name
 from shardmake.launch.slurm_jobs import run_slurm
 from shardmake.launch.slurm_states import JobState
 from shardmake.run.attempt import AttemptDir, SubmittedJob
-from shardmake.run.paths import RunDir, short_path
+from shardmake.run.paths import RunDir, numbered_paths, short_path
 from shardmake.run.state import living_driver
 
 _FINISHED = (JobState.ENDED, JobState.GONE)
@@ -62,6 +63,25 @@ def request_stop(rundir: RunDir, cluster: Cluster) -> str:
         else "The ranks save and stop after their current step."
     )
     return f"Requested a stop ({short_path(rundir.stop_file)}). {when} To resume, run the workflow again."
+
+
+def retrain(rundir: RunDir) -> str:
+    """Rename the folder of a run's training, so that the workflow trains again from the start, and return what to do.
+
+    Raises `ConfigError` if there is no training, or one that has a job or a driver.
+    """
+    if not rundir.attempts.exists():
+        raise ConfigError(f"{rundir.name} has no training to set aside. The workflow trains it from the start.")
+    if rundir.job.exists() or living_driver(rundir) is not None:
+        raise ConfigError(f"{rundir.name} has a training job. Stop it first: shardmake stop {rundir.name}")
+    names = (rundir.root / f"train-before-{number}" for number in itertools.count(1))
+    aside = next(path for path in names if not path.exists())
+    rundir.train.rename(aside)
+    rundir.stage_settings("train").unlink(missing_ok=True)
+    return (
+        f"Renamed {short_path(rundir.train)} to {short_path(aside)}; delete that folder when you no longer need it. "
+        "The workflow now trains again from the start, and makes all that follows again."
+    )
 
 
 def _pending_job(rundir: RunDir, cluster: Cluster) -> str | None:
@@ -128,7 +148,7 @@ def read_logs(rundir: RunDir, rank: int | None, lines: int, attempt: int | None 
 
 
 def _attempt_dir(rundir: RunDir, number: int | None) -> AttemptDir:
-    attempts = {int(path.name): path for path in rundir.attempts.glob("[0-9]*") if path.name.isdigit()}
+    attempts = numbered_paths(rundir.attempts)
     if not attempts:
         raise ConfigError(f"No logs: {rundir.name}. Its training has not started. Logs of other stages are in logs/.")
     found = max(attempts) if number is None else number

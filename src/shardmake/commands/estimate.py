@@ -10,6 +10,7 @@ from shardmake.config.load import parse_section
 from shardmake.config.methods import METHODS
 from shardmake.config.models import STRATEGIES, Cluster, Run, Strategy
 from shardmake.config.objectives import OBJECTIVES
+from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.config.user_files import read_user_files
 from shardmake.core.errors import ConfigError, ShardmakeError
 from shardmake.core.library_process import one_library_process
@@ -157,7 +158,7 @@ def _inputs(settings: ResolvedRun) -> Iterator[tuple[str, str]]:
     yield (
         "outside PyTorch",
         (
-            f"{(states.CONTEXT if context is None else context) / GIB:.2f} GiB CUDA context, "
+            f"{(context or states.context_bytes(accelerator.capability)) / GIB:.2f} GiB CUDA context, "
             f"{(states.NCCL if nccl is None else nccl) / GIB:.2f} GiB NCCL ({'probed' if measured else 'published'})"
         ),
     )
@@ -268,9 +269,10 @@ def smallest_change(request: EstimateRequest) -> str:
     """Return which changes of one option would each fit, the cheapest first, with the figures of each."""
 
     def outcome(setting: str, value: Any) -> str | None:
-        changed = replace(_changed(request, setting, value), strategies=(), gradient_checkpointing=True)
+        changed = replace(_changed(request, setting, value), gradient_checkpointing=True)
         try:
-            found = find_choice(CachedPlanner(resolve_request(changed)))
+            planner = CachedPlanner(resolve_request(changed))
+            found = find_choice(planner, _strategies(changed, planner.settings.run))
         except ShardmakeError:  # this accelerator or model cannot do it
             return None
         if found is None:
@@ -278,7 +280,11 @@ def smallest_change(request: EstimateRequest) -> str:
         return f"{found.choice.strategy} with checkpointing, {memory_and_time(found)}"
 
     length = request.sequence_length or DEFAULT_LENGTH
-    kinds = [*_levers(request), *changes(request.nodes, length, request.method, request.optimizer)]
+    kinds = [
+        *_levers(request),
+        *_other_strategies(request),
+        *changes(request.nodes, length, request.method, request.optimizer),
+    ]
     found = suggestions(kinds, outcome)
     lines = [f"{_options(request, setting, value)}: {text}" for setting, value, text in found]
     return "; or ".join(lines) or "No single change helps: use GPUs with more memory, or change several settings"
@@ -294,6 +300,8 @@ def _changed(request: EstimateRequest, setting: str, value: Any) -> EstimateRequ
 
 def _options(request: EstimateRequest, setting: str, value: Any) -> str:
     """Return the options of the command line that make the change; a flag has no value."""
+    if setting == "strategies":
+        return f"--strategy {' '.join(value)}"
     name = f"--{setting.replace('_', '-')}"
     accumulation = _changed(request, setting, value).accumulation
     more = f" --accumulation {accumulation}" if accumulation != request.accumulation else ""
@@ -315,6 +323,13 @@ def _levers(request: EstimateRequest) -> Iterator[Kind]:
         yield "activation_offload", [True]
     if request.micro_batch > 1:
         yield "micro_batch", [size for size in range(request.micro_batch - 1, 0, -1) if request.micro_batch % size == 0]
+
+
+def _other_strategies(request: EstimateRequest) -> Iterator[Kind]:
+    """Yield the strategies that ``request`` leaves out, the fastest first: every other change keeps those it names."""
+    if request.strategies:
+        others = sorted(set(STRATEGIES) - set(request.strategies), key=lambda name: STRATEGY_SPECS[name].fallback_order)
+        yield "strategies", [(name,) for name in others]
 
 
 _SHARES = ("sequence_parallel", "tensor_parallel", "micro_batch")

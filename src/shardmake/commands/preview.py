@@ -4,6 +4,7 @@ import json
 import shlex
 from pathlib import Path
 
+from shardmake.config.effects import values_of
 from shardmake.config.models import Cluster, Run
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.secrets import redact
@@ -19,7 +20,7 @@ from shardmake.render.user_files import merge_own_files
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
-from shardmake.run.settings import changed_settings
+from shardmake.run.settings import changed_settings, is_trained
 from shardmake.run.sources import localize
 
 ATTEMPT = "NNN"
@@ -50,9 +51,15 @@ def dry_run(run: Run, cluster: Cluster, rundir: RunDir, unfetched: Run) -> str:
     A missing plan is computed in memory, and so is one that was made with other settings, which are named. If nothing
     was fetched, that is from ``unfetched``, which names the model at the start of a chain of runs.
     """
+    values = values_of(run, cluster)
+    if is_trained(values, rundir):
+        return (
+            "# The training has finished with these settings: nothing is submitted, and its receipt is written again.\n"
+            f"# To train again from the start: shardmake retrain {rundir.name}\n"
+        )
     try:
         local = localize(run, rundir) if rundir.sources.exists() else unfetched
-        changes = changed_settings("plan", run, cluster, rundir)
+        changes = changed_settings("plan", values, rundir)
         is_current = rundir.plan.exists() and not changes
         plan = Plan.read(rundir.plan) if is_current else make_plan(rundir.name, local, cluster)[0]
         submitted = _page(_submitted(plan, run, cluster, rundir))

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from shardmake.checkpoint import store
 from shardmake.commands.driver_state import describe_drivers, driver_jobs
-from shardmake.config.effects import as_text
+from shardmake.config.effects import as_text, values_of
 from shardmake.config.load import get_run, sweep_runs
 from shardmake.config.models import Cluster, Config, Run
 from shardmake.core.errors import ConfigError, ShardmakeError, SlurmError
@@ -173,9 +173,9 @@ def stage_states(run: Run, cluster: Cluster, rundir: RunDir) -> Stages:
         "evaluate": rundir.evaluation,
         **({"push": rundir.push_receipt} if run.push else {}),
     }
-    found: Stages = {}
+    values, found = values_of(run, cluster), Stages()
     for stage, proof in proofs.items():
-        changes = changed_settings(stage, run, cluster, rundir) if proof.exists() else []
+        changes = changed_settings(stage, values, rundir) if proof.exists() else []
         uses_old = any(_is_renewed(earlier, found[earlier][0]) for earlier in STAGES_BEFORE.get(stage, ()))
         state = OPEN if not proof.exists() else CHANGED if changes else OUTDATED if uses_old else DONE
         found[stage] = (state, changes)

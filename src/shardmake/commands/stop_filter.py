@@ -1,8 +1,8 @@
-"""Snakemake's messages about a training that a person stopped, or whose driver ended: without the words for a failure.
+"""Snakemake's messages about a stage that a person stopped or a signal ended: without the words for a failure.
 
 Snakemake knows only jobs that succeeded and jobs that failed. A training that saved and stopped must not count as done,
 so its job fails with an exit status of its own. So does a driver that a signal ended while the training's job
-continues. This filter removes the report of that failure.
+continues, and every other stage after Ctrl-C. This filter removes the report of that failure.
 """
 
 import contextlib
@@ -11,14 +11,15 @@ import re
 import signal
 from pathlib import Path
 
+from shardmake.config.effects import STAGES
 from shardmake.core.errors import STOPPED, ShardmakeError
 from shardmake.run.attempt_history import BY_PERSON, load_history
 from shardmake.run.paths import RUNS, RunDir
 
-_COMMAND = re.compile(r"\bshardmake train (\S+)")
+_COMMAND = re.compile(rf"\bshardmake ({'|'.join(STAGES)}|compare --sweep) (\S+)")
 _STATUS = re.compile(r"returned non-zero exit status (\d+)\.")
 _SIGNALLED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-"""Exit statuses of a driver, also of one that waits in low memory, after a signal."""
+"""Exit statuses of a stage, also of a driver that waits in low memory, after a signal."""
 _HINTS = ("Exiting because a job execution failed", "Shutting down, this might take some time")
 _END = "At least one job did not complete successfully"
 
@@ -29,36 +30,38 @@ class StopFilter(logging.Filter):
     def __init__(self, runs: Path = RUNS) -> None:
         super().__init__()
         self.runs = runs
-        self.stopped: dict[str, int] = {}
-        """Exit statuses by the names of the runs whose training was stopped, or whose driver ended."""
+        self.stopped: dict[tuple[str, str], int] = {}
+        """Exit statuses by stage and run: trainings that were stopped, and stages that a signal ended."""
         self.has_failures = False
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether Snakemake prints ``record``; the last error becomes the line that says how to resume."""
         text = record.getMessage()
         event = getattr(getattr(record, "event", None), "name", "")
-        run, status = _COMMAND.search(text), _STATUS.search(text)
-        if event == "ERROR" and run and status and int(status[1]) in (STOPPED, *_SIGNALLED):
-            self.stopped[run[1]] = int(status[1])
+        command, status = _COMMAND.search(text), _STATUS.search(text)
+        if event == "ERROR" and command and status and int(status[1]) in (STOPPED, *_SIGNALLED):
+            self.stopped[command[1], command[2]] = int(status[1])
             return False
         if event == "JOB_ERROR":
             return self._is_failure(getattr(record, "shellcmd", "") or "")
         if self.has_failures or not self.stopped:
             return True
         if _END in text:
-            record.msg, record.args = "\n".join(map(self._message, self.stopped)), ()
+            record.msg, record.args = "\n".join(self._message(stage, run) for stage, run in self.stopped), ()
             record.levelno, record.levelname = logging.WARNING, "WARNING"
             record.__dict__.pop("event", None)
         return not text.startswith(_HINTS)
 
     def _is_failure(self, command: str) -> bool:
-        run = _COMMAND.search(command)
-        is_stop = run is not None and run[1] in self.stopped
+        found = _COMMAND.search(command)
+        is_stop = found is not None and (found[1], found[2]) in self.stopped
         self.has_failures |= not is_stop
         return not is_stop
 
-    def _message(self, run: str) -> str:
-        if self.stopped[run] != STOPPED:
+    def _message(self, stage: str, run: str) -> str:
+        if stage != "train":
+            return f"{stage.partition(' ')[0]} of {run} was interrupted. The same command continues it."
+        if self.stopped[stage, run] != STOPPED:
             return f"The driver of {run} ended. The training's job, if there is one, is not affected."
         with contextlib.suppress(ShardmakeError, OSError):
             history = load_history(RunDir(self.runs / run).attempt_history)

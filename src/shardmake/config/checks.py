@@ -5,7 +5,7 @@ In a chain, the base model of a run is the finished model of another one: ``mode
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import combinations
+from itertools import pairwise
 from pathlib import PurePath, PurePosixPath
 from typing import Any, Final
 
@@ -87,6 +87,8 @@ def _refused_by_trl(run: Run, spec: ObjectiveSpec) -> Iterator[str]:
         )
     if run.data.loss_on == "all":
         yield f"data.loss_on: all has no effect with {objective}, which learns from answers. Remove loss_on"
+    if run.data.turns != "auto":
+        yield f"data.turns has no effect with {objective}, which learns an answer as one example. Remove turns"
 
 
 def check_service(run: Run) -> None:
@@ -114,9 +116,12 @@ def check_distinct(pushes: Mapping[str, Push]) -> None:
 
     A push replaces what the last push left, so the second run would replace the model of the first.
     """
-    named = [(run, to, _place(to, push)) for run, push in pushes.items() for to in _replaced(push)]
-    for (first, to, (kind, path)), (second, other, (other_kind, other_path)) in combinations(named, 2):
-        if kind == other_kind and (path.is_relative_to(other_path) or other_path.is_relative_to(path)):
+    named = [(_place(to, push), run, to) for run, push in pushes.items() for to in _replaced(push)]
+    order = {entry: number for number, entry in enumerate(named)}
+    for pair in pairwise(sorted(named, key=lambda entry: (entry[0][0], entry[0][1].parts))):
+        (_, path), (_, other_path) = places = [entry[0] for entry in pair]
+        if places[0][0] == places[1][0] and other_path.is_relative_to(path):
+            (_, first, to), (_, second, other) = sorted(pair, key=order.__getitem__)
             both = f"to {to!r} and" if first == second else f"to {to!r}, {second!r}"
             raise ValueError(
                 f"run {first!r} pushes {both} to {other!r}. One would replace the other. Write {RUN} in push.to, such "

@@ -4,11 +4,15 @@ A finished stage runs again only if a setting changed that can change its result
 finished is also made again after any other change that it reads, so that the change takes effect.
 """
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, get_args
+
+from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 
 from shardmake.config.models import OBJECTIVE_SECTIONS, Cluster, Run, Section
 from shardmake.config.script_file import script_file
@@ -148,6 +152,7 @@ EFFECTS: Final = (
 """Every key in one row. A key that is named stands before the section that has it."""
 
 
+@functools.cache
 def effect_of(key: str) -> Effect:
     """Return the row of ``key``; raise `KeyError` if the table has none."""
     named = next((row for row in EFFECTS if key in row.keys), None)
@@ -159,8 +164,8 @@ def effect_of(key: str) -> Effect:
     return found
 
 
-def leaf_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of a section's values, those of nested sections included."""
+def _leaves(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the dotted keys of a section's values with their fields, those of nested sections included."""
     for name, field in section.model_fields.items():
         nested = [
             kind
@@ -168,41 +173,63 @@ def leaf_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
             if isinstance(kind, type) and issubclass(kind, Section)
         ]
         if nested:
-            yield from leaf_keys(nested[0], f"{prefix}{name}.")
+            yield from _leaves(nested[0], f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}"
+            yield f"{prefix}{name}", field
 
 
-KEYS: Final = (*leaf_keys(Run), *CONTENT_KEYS, *leaf_keys(Cluster, CLUSTER))
+_FIELDS: Final = dict((*_leaves(Run), *_leaves(Cluster, CLUSTER)))
+_RUN_KEYS: Final = tuple(key for key in _FIELDS if not key.startswith(CLUSTER))
+KEYS: Final = (*_RUN_KEYS, *CONTENT_KEYS, *(key for key in _FIELDS if key.startswith(CLUSTER)))
 """Every key of a run and of a cluster file, and the content of the small files that a run names."""
 
 
+@functools.cache
 def result_keys(stage: str) -> tuple[str, ...]:
     """Return the keys that can change the result of ``stage``."""
     return tuple(key for key in KEYS if stage in effect_of(key).changes)
 
 
+@functools.cache
 def read_keys(stage: str) -> tuple[str, ...]:
     """Return the keys that ``stage`` reads."""
     return tuple(key for key in KEYS if stage in (*effect_of(key).changes, *effect_of(key).reads))
 
 
+@functools.cache
+def default_of(key: str) -> str:
+    """Return the text of a key that a configuration does not have: its default, or null."""
+    if key in CONTENT_KEYS:
+        return "null" if key in (SCRIPT, TEMPLATE) else "{}"
+    field = _FIELDS[key]
+    return as_text(None if field.is_required() else to_jsonable_python(field.get_default(call_default_factory=True)))
+
+
 def values_of(run: Run, cluster: Cluster) -> dict[str, str]:
-    """Return every setting as text, without secrets."""
+    """Return every setting as text, without secrets; those of a section that is not set are its defaults."""
     sections, contents = run.model_dump(mode="json") | {"cluster": cluster.model_dump(mode="json")}, file_contents(run)
-    return {key: as_text(contents[key] if key in contents else _value(sections, key)) for key in KEYS}
+    return {key: as_text(contents[key]) if key in contents else _text(sections, key) for key in KEYS}
 
 
-def _value(values: Any, key: str) -> Any:
-    """Return the value of a dotted key; None if a section on the way is not set."""
+def _text(values: Any, key: str) -> str:
     for part in key.split("."):
-        values = None if values is None else values[part]
-    return values
+        if values is None:
+            return default_of(key)
+        values = values[part]
+    return as_text(values)
+
+
+def own_values(values: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings of ``values`` that differ from their defaults."""
+    return {key: value for key, value in values.items() if value != default_of(key)}
 
 
 def as_text(value: Any) -> str:
     """Return a setting as text. A secret is replaced, with a digest that shows whether it changed."""
-    return mask(value if isinstance(value, str) else json.dumps(value))
+    return _masked(value if isinstance(value, str) else json.dumps(value))
+
+
+_masked = functools.lru_cache(maxsize=4096)(mask)
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:

@@ -31,23 +31,24 @@ class FormatSpec:
 
 
 _MESSAGE: Final = {"role": "role", "content": "content"}
+_BESIDE: Final = {"tools": "tools", "template_arguments": "chat_template_kwargs"}
 FORMATS: Final[Mapping[DataFormat, FormatSpec]] = {
-    "chat": FormatSpec({"messages": "messages"}, {"tools": "tools"}, _MESSAGE),
+    "chat": FormatSpec({"messages": "messages"}, _BESIDE, _MESSAGE),
     "sharegpt": FormatSpec(
-        {"messages": "conversations"}, {"tools": "tools", "system": "system"}, {"role": "from", "content": "value"}
+        {"messages": "conversations"}, {**_BESIDE, "system": "system"}, {"role": "from", "content": "value"}
     ),
     "alpaca": FormatSpec({"instruction": "instruction", "output": "output"}, {"input": "input", "system": "system"}),
-    "prompt-completion": FormatSpec({"prompt": "prompt", "completion": "completion"}, {"tools": "tools"}, _MESSAGE),
+    "prompt-completion": FormatSpec({"prompt": "prompt", "completion": "completion"}, _BESIDE, _MESSAGE),
     "text": FormatSpec({"text": "text"}),
     "preference": FormatSpec(
         {"chosen": "chosen", "rejected": "rejected"},
-        {"prompt": "prompt", "tools": "tools"},
+        {"prompt": "prompt", **_BESIDE},
         _MESSAGE,
         learned="the difference of the two answers",
     ),
     "unpaired-preference": FormatSpec(
         {"prompt": "prompt", "completion": "completion", "label": "label"},
-        {"tools": "tools"},
+        _BESIDE,
         _MESSAGE,
         learned="the completions, by their labels",
     ),

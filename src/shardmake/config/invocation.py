@@ -5,6 +5,7 @@ also to those in a job on a node. Its name is its digest, so another invocation 
 """
 
 import argparse
+import functools
 import hashlib
 import os
 import sys
@@ -30,6 +31,7 @@ RUNS_VARIABLE: Final = "SHARDMAKE_RUNS"
 NOTE_VARIABLE: Final = "SHARDMAKE_NOTE"
 """Environment variable with a file in which the workflow leaves the name of the merged file, for `shardmake submit`."""
 FOLDER: Final = Path(".snakemake/shardmake")
+_DUMPER: Final = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 def write_merged(config: Config, source: str, folder: Path = FOLDER) -> Path:
@@ -38,7 +40,7 @@ def write_merged(config: Config, source: str, folder: Path = FOLDER) -> Path:
     A configuration with a secret, such as the password of a store, goes to a folder that only the user can read.
     """
     values = config.model_dump(exclude_unset=True)
-    text = f"{COPY_OF}{source}\n{yaml.safe_dump(values, sort_keys=False, allow_unicode=True)}"
+    text = f"{COPY_OF}{source}\n{yaml.dump(values, Dumper=_DUMPER, sort_keys=False, allow_unicode=True)}"
     if mask(text) != text:
         folder = cache_folder() / "config"
     path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.yaml"
@@ -59,11 +61,13 @@ def use_merged(path: Path) -> None:
         write_text(Path(note), str(path.absolute()))
 
 
-def check_config_files(arguments: Sequence[str]) -> None:
+@functools.cache
+def check_config_files(arguments: tuple[str, ...]) -> None:
     """Exit with a message if a file of Snakemake's ``--configfile`` does not exist, has no keys or is not valid YAML.
 
     ``profiles/default`` calls this, because Snakemake reads these files before the workflow, and its own message names
-    neither the file nor the line.
+    neither the file nor the line. Only the first call of a process checks: with ``--directory``, Snakemake changes its
+    folder before the workflow reads the command line again.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--configfile", "--configfiles", nargs="+", default=[])
@@ -103,17 +107,31 @@ def sections(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def check_module(config: Mapping[str, Any]) -> None:
-    """Raise a `ConfigError` if another workflow uses Shardmake as a module in a way that cannot work."""
+    """Raise a `ConfigError` if another workflow uses Shardmake as a module without a configuration."""
     if not config:
         raise ConfigError(
             "The module has no configuration. Give it the section with `cluster` and `runs`, such as "
             '`config: config["shardmake"]`.'
         )
-    if VARIABLE in os.environ:
-        raise ConfigError(
-            f"The module cannot be used: {VARIABLE} is set, by your shell or by another module of Shardmake. Unset it, "
-            "and write the runs of all modules into one."
-        )
+
+
+_CHECKSUM_BYTES: Final = 10**10
+
+
+def missing_options(options: Any) -> str | None:
+    """Return which options of ``profiles/default`` Snakemake does not have among ``options``, and what that costs.
+
+    Snakemake reads that profile neither for a workflow that has Shardmake as a module nor beside
+    ``--workflow-profile``.
+    """
+    lines = []
+    if {trigger.name for trigger in options.rerun_triggers} - {"MTIME", "PARAMS", "INPUT"}:
+        lines.append("rerun-triggers: [mtime, params, input]  # an upgrade of Shardmake reruns no finished stage")
+    if options.max_checksum_file_size < _CHECKSUM_BYTES:
+        lines.append("max-checksum-file-size: 10GB  # a new date of the same data reruns nothing")
+    if not lines:
+        return None
+    return "\n  ".join(["Shardmake's rules expect these lines in the config.yaml of your Snakemake profile:", *lines])
 
 
 def check_executor(cluster: Cluster, file: str, executor: str | None) -> None:

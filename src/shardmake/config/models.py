@@ -6,6 +6,8 @@ are part of the stages.
 """
 
 import re
+from collections.abc import Mapping
+from math import ceil, inf
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -110,6 +112,9 @@ class Columns(Section):
         None, description="Key of a message's text. Without it, `content`, and `value` for sharegpt."
     )
     tools: str | None = Field(None, description="List of tools for the chat template, also as JSON text.")
+    template_arguments: str | None = Field(
+        None, description="Arguments of the chat template for one row. Without it, `chat_template_kwargs`."
+    )
     system: str | None = Field(None, description="Text of the system message, for sharegpt and alpaca.")
     prompt: str | None = Field(None, description="Prompt, for prompt-completion, preference and unpaired-preference.")
     completion: str | None = Field(None, description="Completion, for prompt-completion and unpaired-preference.")
@@ -206,14 +211,31 @@ class Data(Section):
     order: Literal["shuffled", "length", "given"] = Field(
         "shuffled",
         description="Order of the training examples. `shuffled`: another in each epoch, from `seed`; `length`: from "
-        "short to long, a curriculum; `given`: that of the source. The last two repeat in each epoch and need "
-        "`packing: false`. With `objective: kto` the shuffled order repeats as well.",
+        "short to long, a curriculum; `given`: that of the source. The last two repeat in each epoch and exclude "
+        "`packing`. With `objective: kto` the shuffled order repeats as well.",
     )
     chat_template: PathText | None = Field(
         None,
         description="File with a Jinja chat template that replaces the tokenizer's: in the data, in evaluation prompts "
         "and in the final model. Without it, the tokenizer's own.",
         examples=["config/chatml.jinja"],
+    )
+    template_arguments: dict[str, bool | str] = Field(
+        {},
+        description="Arguments of the chat template, in the data and in evaluation prompts. A row's own "
+        "(`chat_template_kwargs`) replace them.",
+        examples=[{"enable_thinking": False}],
+    )
+    turns: Literal["auto", "together", "apart"] = Field(
+        "auto",
+        description="Examples of a conversation with several turns of the assistant. `together`: one, which is refused "
+        "where the template renders a turn differently once others follow; `apart`: one for each turn, with the "
+        "context that it has at inference; `auto`: together where all turns share one rendering, otherwise apart.",
+    )
+    on_bad_row: Literal["stop", "drop"] = Field(
+        "stop",
+        description="What happens at a row that cannot be read or learned, such as one with a role that the chat "
+        "template does not render. `drop` counts such rows by cause, and stops if they are more than 5 % of a source.",
     )
     subset: str | None = Field(None, description="Subset (configuration) of a hub data set that has several.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub data set.")
@@ -432,7 +454,8 @@ class Checkpoints(Section):
     def most(self, steps: int | None) -> int:
         """Return the largest number of checkpoints kept at once; ``steps`` is None if the length is not known yet."""
         for_good = steps // self.keep_every_steps if steps and self.keep_every_steps else 0
-        return self.keep + self.keep_best + for_good
+        saved = ceil(steps / self.every_steps) if steps and isinstance(self.every_steps, int) else inf
+        return int(min(self.keep + self.keep_best + for_good, saved))
 
 
 class Service(Section):
@@ -552,7 +575,8 @@ class Run(Section):
     packing: bool = Field(
         True,
         description="Pack several examples into one sequence, without attention between them. The plan refuses this "
-        "for models that do not keep examples apart (BLOOM, and OPT without attention varlen).",
+        "for models that do not keep examples apart (BLOOM, and OPT without attention varlen). Without it, examples "
+        "that are padded (`objective: dpo`, `kto`, `reward`) or in a `data.order` of their own are not packed.",
     )
     global_batch_size: Sequences = Field(
         description="Sequences per optimizer step over all ranks. It does not depend on the number of GPUs."
@@ -561,7 +585,10 @@ class Run(Section):
         "auto", description="Sequences per rank and forward pass. Gradient accumulation fills the global batch."
     )
     max_steps: Steps | None = Field(None, description="Optimizer steps. Set this or `epochs`.")
-    epochs: Epochs | None = Field(None, description="Passes over the data.")
+    epochs: Epochs | None = Field(
+        None,
+        description="Passes over the data. The last batch of each is filled with other examples, in turn.",
+    )
     learning_rate: LearningRate = Field(description="Peak learning rate.")
     scheduler: Literal["cosine", "linear", "constant", "constant_with_warmup"] = Field(
         "cosine", description="Schedule of the learning rate after the warm-up."
@@ -686,6 +713,16 @@ class Run(Section):
     notify: Notify | None = Field(
         None, description="A command that notifies you when the run is done, was stopped, or needs you."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pack_by_default(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or "packing" in values:
+            return values
+        spec, data = OBJECTIVES.get(values.get("objective", "sft")), values.get("data")
+        order = data.get("order") if isinstance(data, Mapping) else getattr(data, "order", None)
+        pads = (spec is not None and spec.trl is not None) or order not in ("shuffled", None)
+        return {**values, "packing": False} if pads else values
 
     @model_validator(mode="after")
     def _check_length(self) -> "Run":
@@ -816,6 +853,11 @@ class Slurm(Section):
     gpu_request: Literal["gres", "gpus-per-node", "gpus", "none"] = Field(
         "gres", description="Option with which this cluster requests GPUs."
     )
+    memory: Literal["per_node", "per_cpu", "none"] = Field(
+        "per_node",
+        description="Request of host RAM: `--mem`; `--mem-per-cpu`, for sites that take no other; or none, for sites "
+        "that give whole nodes.",
+    )
     gpu_type: GpuType | None = Field(
         None, description="GPU type in the request, as in `gres=gpu:a100:4`; also a MIG slice, such as `1g.10gb`."
     )
@@ -846,9 +888,12 @@ class Slurm(Section):
     @classmethod
     def _check_extra(cls, extra: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
         for name in extra:
-            if key := find_option(name).key:
-                raise ValueError(f"{name!r} is set by the key slurm.{key}. Write it there")
-        return extra
+            option = find_option(name)
+            if option.key:
+                raise ValueError(f"{name!r} is set by the key slurm.{option.key}. Write it there")
+            if option.refused:
+                raise ValueError(f"{name!r} cannot be given here: {option.refused}")
+        return {find_option(name).flag: value for name, value in extra.items()}
 
     @property
     def time_limit_minutes(self) -> int:

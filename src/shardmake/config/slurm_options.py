@@ -37,15 +37,26 @@ class SlurmOption:
     """Resource of Snakemake's Slurm executor. Without one, it is a part of ``slurm_extra``."""
     until: JobKind = JobKind.DRIVER
     """Last kind of job for which it holds if the cluster file gives it."""
+    refused: str = ""
+    """Why `slurm.extra` may not have it, and what to do."""
     of_partition: bool = False
     """Jobs without a GPU leave it out if they have a partition of their own."""
 
 
 _KEPT_FOR_TRAININGS = (
-    *("chdir", "clusters", "cpus-per-gpu", "error", "export", "gpus-per-task", "mem-per-cpu", "mem-per-gpu"),
-    *("nodelist", "ntasks", "ntasks-per-gpu", "ntasks-per-node", "open-mode", "output", "signal", "time-min"),
+    *("chdir", "cpus-per-gpu", "error", "gpus-per-task", "mem-per-gpu", "nodelist", "ntasks-per-gpu"),
+    *("ntasks-per-node", "open-mode", "output", "time-min"),
 )
-_SET_BY_DRIVERS = ("array", "begin", "dependency", "no-requeue", "requeue")
+_SET_BY_DRIVERS = ("begin", "dependency", "no-requeue", "requeue")
+_REFUSED = {
+    "job-name": "the driver finds its job by that name",
+    "array": "a run is one job; write several runs, or a sweep",
+    "ntasks": "each node has one task, which starts its ranks",
+    "export": "the jobs need the environment of the driver; put variables into the key env of the cluster file",
+    "clusters": "the driver asks one Slurm about its job; run Snakemake on a login node of that cluster",
+    "signal": "the ranks save at a signal of their own; its time is the key slurm.signal_seconds",
+    "nodes": "the plan decides them; write the key nodes of the run, or max_nodes of the cluster file",
+}
 _ROWS = (
     SlurmOption("partition", key="partition", submitit="partition", snakemake="slurm_partition"),
     SlurmOption("account", key="account", submitit="account", snakemake="slurm_account"),
@@ -57,13 +68,15 @@ _ROWS = (
     SlurmOption("gpus", key="gpu_request", is_value=False),
     SlurmOption("gpus-per-node", key="gpu_request", is_value=False),
     SlurmOption("gres", snakemake="gres", until=JobKind.TRAINING),
-    SlurmOption("nodes", submitit="nodes", snakemake="nodes", until=JobKind.TRAINING),
+    SlurmOption("nodes", submitit="nodes", snakemake="nodes", until=JobKind.TRAINING, refused=_REFUSED.pop("nodes")),
     SlurmOption("cpus-per-task", submitit="cpus_per_task", until=JobKind.TRAINING),
     SlurmOption("mem", submitit="mem", until=JobKind.TRAINING),
-    SlurmOption("job-name", submitit="job_name", until=JobKind.TRAINING),
+    SlurmOption("mem-per-cpu", key="memory", is_value=False, submitit="mem_per_cpu"),
+    SlurmOption("job-name", submitit="job_name", until=JobKind.TRAINING, refused=_REFUSED.pop("job-name")),
     SlurmOption("comment", submitit="comment", until=JobKind.TRAINING),
     SlurmOption("exclusive", until=JobKind.EVALUATE),
     SlurmOption("reservation", of_partition=True),
+    *(SlurmOption(flag, until=JobKind.TRAINING, refused=reason) for flag, reason in _REFUSED.items()),
     *(SlurmOption(flag, until=JobKind.TRAINING) for flag in _KEPT_FOR_TRAININGS),
     *(SlurmOption(flag, until=JobKind.CPU_STAGE) for flag in _SET_BY_DRIVERS),
 )

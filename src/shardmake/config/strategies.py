@@ -121,6 +121,9 @@ STRATEGY_SPECS: Final[dict[str, StrategySpec]] = {
     "fsdp-offload": StrategySpec(FSDP, 0, "cpu", "cpu", fallback_order=40),
 }
 
+SHARDING: Final = ("ddp", "zero2", "zero3", "fsdp")
+"""One strategy for each way in which a library shards, for checks of nodes."""
+
 PROBED: Final = "fsdp"
 """The strategy whose step `shardmake estimate --probe` measures."""
 

@@ -5,8 +5,9 @@ from typing import Literal, get_args
 
 from shardmake.core.errors import ConfigError
 
-Allowed = Literal["steps", "unexpected"]
-"""``steps``: the optimizer counted other steps than the training. ``unexpected``: tensors that the class lacks."""
+Allowed = Literal["steps", "unexpected", "untied"]
+"""``steps``: the optimizer counted other steps than the training. ``unexpected``: tensors that the class lacks.
+``untied``: weights that the config ties have different values, so that the model stores both."""
 
 
 def parse_allowed(names: Collection[str]) -> tuple[Allowed, ...]:

@@ -50,6 +50,7 @@ def copy_aux_files(
     *,
     adapter: Path | None = None,
     code: bool = False,
+    untie: bool = False,
 ) -> list[str]:
     """Write the config and the auxiliary files to ``target``.
 
@@ -60,6 +61,7 @@ def copy_aux_files(
         dtypes: The types of the merged tensors; the config declares the widest floating one.
         adapter: The adapter_config.json to copy instead of a model's config, if an adapter is written alone.
         code: Copy the base model's code as well.
+        untie: Declare that the model ties no weights.
 
     Returns:
         One sentence for each difference from the base model's files.
@@ -69,7 +71,8 @@ def copy_aux_files(
     """
     target.mkdir(parents=True, exist_ok=True)
     if adapter is None:
-        write_json(target / _CONFIG, _config([*trained, *([base] if base else [])], dtypes))
+        config = _config([*trained, *([base] if base else [])], dtypes)
+        write_json(target / _CONFIG, _without_ties(config) if untie else config)
     else:
         write_json(target / adapter.name, {**read_object(adapter), "inference_mode": True})
     if base is None:
@@ -245,11 +248,18 @@ def _config(sources: Sequence[Path], dtypes: Iterable[str]) -> dict[str, Any]:
     found = [read_object(_own_file(path.parent, path)) for path in _configs(sources)]
     config, last = found[0], found[-1]
     _set_dtype(config, widest(dtypes))
-    if "use_cache" in last:  # gradient checkpointing switches it off in the checkpoint's config
-        config["use_cache"] = last["use_cache"]
-    if "quantization_config" not in last:  # QLoRA trains in 4 bits, and the adapter is added to the base model itself
-        config.pop("quantization_config", None)
+    # The training switches the cache off. QLoRA trains in 4 bits, and the adapter is added to the base model itself.
+    for key in ("use_cache", "quantization_config"):
+        config.pop(key, None)
+        config |= {key: last[key]} if key in last else {}
     return config
+
+
+def _without_ties(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config with no tied embeddings, also in the configs of sub-models."""
+    models = {key for key, value in config.items() if isinstance(value, dict) and "model_type" in value}
+    parts = {key: _without_ties(value) if key in models else value for key, value in config.items()}
+    return {**parts, "tie_word_embeddings": False}
 
 
 def widest(dtypes: Iterable[str]) -> str:

@@ -7,6 +7,7 @@ Chunks fit into the processor's cache and all arrays are reused, which makes the
 import errno
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +92,10 @@ class Converter:
             self._narrow(self._widen(values[chunk], source), out[chunk], target)
         return out.view(np.uint8)
 
-    def add(self, block: Block, source: str, target: str, delta: Block, shift: int = 0) -> Block:
-        """Add ``delta`` (float32, one value per element) to ``block`` in float32 and convert the sum."""
-        wide = self.convert(block, source, "F32").view(np.float32) + delta
-        return self.convert(wide.view(np.uint8), "F32", target, shift)
+    def change(self, block: Block, source: str, target: str, change: Callable[[Block], Block], shift: int = 0) -> Block:
+        """Return ``change`` of the values in float32, converted."""
+        changed = change(self.convert(block, source, "F32").view(np.float32))
+        return self.convert(changed.view(np.uint8), "F32", target, shift)
 
     def _widen(self, values: Block, source: str) -> Block:
         """Return the values as float32."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from shardmake.checkpoint.formats.contents import Contents
-from shardmake.checkpoint.formats.registry import FORMATS
+from shardmake.checkpoint.formats.registry import LAYOUTS
 from shardmake.consolidate.aux_files import AUX_FILES
 from shardmake.core.errors import CheckpointError, ConfigError, ShardmakeError
 from shardmake.core.fingerprint import fingerprint
@@ -71,7 +71,7 @@ def checkpoint_folders(contents: Contents) -> list[Path]:
     """Return the folders of a checkpoint: the one with the shards, and its parent if that is the checkpoint."""
     folder = contents.folder
     try:
-        is_inner = any(recognise(folder.parent) == folder for recognise, _ in FORMATS)
+        is_inner = any(layout.recognise(folder.parent) == folder for layout in LAYOUTS)
     except CheckpointError:  # the parent is a checkpoint, but not a complete one
         is_inner = True
     return [folder, folder.parent] if is_inner else [folder]

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -27,6 +28,7 @@ from shardmake.core.environment import cache_folder
 from shardmake.core.errors import ModelError, ShardmakeError
 from shardmake.core.library_process import run_module
 from shardmake.core.process import NEUTRAL_FOLDER
+from shardmake.memory.families import FAMILIES, written_down
 from shardmake.run.model_class import ModelClass
 
 # Reports of transformers on disk: importing it takes longer than merging gigabytes, and the answer does not change.
@@ -63,11 +65,13 @@ def _content(path: Path) -> str | None:
 def _code() -> list[str]:
     package = Path(__file__).parents[1]
     sources = [Path(__file__).with_name("loading.py"), *sorted((package / "checkpoint" / "formats").glob("*.py"))]
-    sources += sorted((package / "run").glob("model_class.py"))
+    sources += [package / "run" / name for name in ("model_class.py", "text_part.py")]
     text = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
     return [platform.python_version(), *(f"{name} {version(name)}" for name in _LIBRARIES), text]
 
 
+_ACTIVATIONS = {"silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"}
+"""Activations of transformers that models of the families have."""
 _MOST_MODULES = 10_000
 """Largest number of layers, or of experts of a layer, that is taken from a config."""
 
@@ -83,14 +87,15 @@ class LoadingReport:
         mismatched: Name, shape in the folder and shape in the model of each tensor of another shape.
         ties: Name of each tied weight and of the weight that it shares.
         weights: The weights of a model folder that are not a parameter of the same name.
-        unloaded: Names in the folder with the layout that the class declares it does not load.
+        unloaded: Names in the folder with the layout that are not trained: those that the class declares it does not
+            load, and those of the towers of a composite model.
         error: Error of loading; empty if the folder can be loaded.
     """
 
     architecture: str = ""
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
-    mismatched: tuple[str, ...] = ()
+    mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
     ties: tuple[tuple[str, str], ...] = ()
     weights: tuple[HubWeight, ...] = ()
     unloaded: tuple[str, ...] = ()
@@ -101,6 +106,17 @@ class LoadingReport:
         """Return True for a sequence classifier, whose head replaces the one over the vocabulary."""
         return self.architecture.endswith("ForSequenceClassification")
 
+    @property
+    def renamed(self) -> dict[str, str]:
+        """The names in the files, by name of each parameter that is one weight of another name there."""
+        parts = Counter(weight.parameter for weight in self.weights)
+        return {weight.parameter: weight.name for weight in self.weights if parts[weight.parameter] == 1}
+
+    @property
+    def ties_in_files(self) -> list[tuple[str, str]]:
+        """The ties, with the names in the files."""
+        return [(self.renamed.get(alias, alias), self.renamed.get(owner, owner)) for alias, owner in self.ties]
+
     def problems(self, accepted: Collection[str] = ()) -> list[str]:
         """Return one sentence per problem; an empty list if the folder loads completely.
 
@@ -109,10 +125,15 @@ class LoadingReport:
         found = [self.error] if self.error else []
         found += [f"{name} is missing" for name in self.missing]
         found += [f"{name} is not part of {self.architecture}" for name in self.unexpected if name not in accepted]
-        return found + [f"shape of {text}" for text in self.mismatched]
+        return found + [f"shape of {n} is {list(ours)}, the model's {list(its)}" for n, ours, its in self.mismatched]
 
 
 _REPORT = TypeAdapter(LoadingReport)
+
+
+def names_in_files(folder: Path) -> dict[str, str]:
+    """Return the names in a model's files by the names of its class, where they differ."""
+    return check_loading(folder, layout=folder).renamed
 
 
 def check_loading(
@@ -138,6 +159,8 @@ def check_loading(
     for place in (folder, base):
         if place is not None:
             refuse_impossible_config(place / "config.json")
+    if base is None and not trust_remote_code and (known := written_report(folder, layout, model_class)) is not None:
+        return known
     chosen = model_class and model_class.as_json()
     kept = None if trust_remote_code else _cached_path(folder, base, layout, chosen)
     if kept is not None:
@@ -160,6 +183,32 @@ def check_loading(
         with contextlib.suppress(OSError):
             write_json(kept, answer)
     return report
+
+
+def written_report(folder: Path, layout: Path | None, model_class: ModelClass | None) -> LoadingReport | None:
+    """Return the report on a model of a family that is written down and loads completely; None for any other.
+
+    `load` needs seconds to import what is known: its tensors, of which none is renamed, and its tie.
+    """
+    path = folder / "config.json"
+    config = read_object(path) if path.is_file() else {}
+    family = FAMILIES.get(str(config.get("model_type")))
+    named = model_class.name if model_class else next(iter(config.get("architectures") or [""]))
+    activation = config.get("hidden_activation") or config.get("hidden_act", "silu")
+    if family is None or named != family.architecture or activation not in _ACTIVATIONS:
+        return None
+    try:
+        model = written_down(family, config, str(path))
+        held = {tensor.name: tensor.shape for tensor in huggingface.read(folder).tensors.values()}
+        names = huggingface.weight_names(layout) if layout else set()
+    except (ShardmakeError, KeyError, TypeError, ValueError, ArithmeticError):
+        return None
+    expected = {tensor.name: tensor.shape for tensor in model.tensors}
+    ties = {"lm_head.weight": "model.embed_tokens.weight"} if model.tied else {}
+    also = {alias: expected[owner] for alias, owner in ties.items() if alias in held}
+    if "quantization_config" in config or held != {**expected, **also} or not names <= {*expected, *ties}:
+        return None
+    return LoadingReport(family.architecture, ties=tuple(ties.items()))
 
 
 def refuse_impossible_config(path: Path) -> None:
@@ -189,7 +238,7 @@ def load(
     transformers.utils.logging.set_verbosity_error()
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        kind = model_class.find() if model_class is not None else _model_class(folder, config, trust_remote_code)
+        kind = model_class.whole.find() if model_class else find_class(folder, config, trust_remote_code)
         model, info = kind.from_pretrained(
             folder,
             device_map="meta",
@@ -208,8 +257,7 @@ def load(
         architecture=type(model).__name__,
         missing=tuple(sorted(info["missing_keys"])),
         unexpected=tuple(sorted(info["unexpected_keys"])),
-        mismatched=tuple(f"{name} is {list(ours)}, the model's {list(theirs)}" for name, ours, theirs in
-                         sorted(info["mismatched_keys"])),
+        mismatched=tuple((name, tuple(ours), tuple(its)) for name, ours, its in sorted(info["mismatched_keys"])),
         ties=tuple(sorted((getattr(model, "all_tied_weights_keys", None) or {}).items())),
         weights=weights,
         unloaded=tuple(hub_layout.unloaded_names(model, names or ())),
@@ -227,7 +275,7 @@ def load_adapter(
 
     try:
         config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
-        kind = model_class.find() if model_class is not None else _model_class(base, config, trust_remote_code)
+        kind = model_class.whole.find() if model_class else find_class(base, config, trust_remote_code)
         with torch.device("meta"):
             is_auto, options = kind.__name__.startswith("Auto"), {"trust_remote_code": trust_remote_code}
             model = kind.from_config(config, **options) if is_auto else kind(config)
@@ -241,12 +289,11 @@ def load_adapter(
         architecture=f"{type(adapted).__name__} of {type(model).__name__}",
         missing=tuple(sorted(expected.keys() - held.keys())),
         unexpected=tuple(sorted(held.keys() - expected.keys())),
-        mismatched=tuple(f"{name} is {list(held[name])}, the model's {list(expected[name])}" for name in both
-                         if held[name] != expected[name]),
+        mismatched=tuple((name, held[name], expected[name]) for name in both if held[name] != expected[name]),
     )  # fmt: skip
 
 
-def _model_class(folder: Path, config: Any, trust_remote_code: bool) -> Any:
+def find_class(folder: Path, config: Any, trust_remote_code: bool) -> Any:
     """Return the class in the config, from transformers or, if that is allowed, from the folder's own code."""
     import transformers
 

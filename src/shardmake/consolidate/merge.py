@@ -11,6 +11,7 @@ from shardmake.consolidate.destination import staging_folder
 from shardmake.consolidate.layout import PlannedShard
 from shardmake.consolidate.loading import LoadingReport
 from shardmake.consolidate.merge_plan import MergeOptions, MergePlan, plan_merge
+from shardmake.consolidate.peft_check import PeftSample, compare_with_peft, merge_with_peft
 from shardmake.consolidate.scan import scan
 from shardmake.consolidate.staging import (
     StagingLock,
@@ -24,9 +25,10 @@ from shardmake.consolidate.stream import ShowProgress, check_record, no_progress
 from shardmake.consolidate.verify import verify_loaded
 from shardmake.consolidate.writer import ShardWriter
 from shardmake.core.errors import ConfigError
+from shardmake.core.units import plural
 from shardmake.run.model_class import ModelClass
 from shardmake.run.paths import MODEL_RECEIPT
-from shardmake.run.receipts import MergeReceipt, Verification
+from shardmake.run.receipts import MergeReceipt
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ def consolidate(
         plan, check = final_plan(plan, skeleton, trust_remote_code, model_class, pool)
         writer = ShardWriter(plan.shards, staging)
         _check_adapter(plan.shards)
+        proof = pool.submit(merge_with_peft, plan.contents)
         if task[1] == 1:
             remove_others(plan.shards, staging, skeleton.name)
         with progress("Writing", writer.size(task)) as advance:
@@ -85,10 +88,10 @@ def consolidate(
             logger.info("Task %d of %d has written its files; the last task finishes the merge.", *task)
             return None
         remove_others(plan.shards, staging, skeleton.name)
-        receipt = _finish(writer, plan, check, workers, progress, code=trust_remote_code)
+        receipt = _finish(writer, plan, check, workers, progress, proof, code=trust_remote_code)
         plan.check_destination(out, overwrite=overwrite)  # it may have changed during the copy
         replace_folder(staging, out)
-    _report(out, receipt.verification)
+    _report(out, receipt)
     return receipt
 
 
@@ -97,20 +100,23 @@ def final_plan(
 ) -> tuple[MergePlan, Future[LoadingReport]]:
     """Return ``plan`` in the layout of the base model's files and without tied weights, and its check in progress."""
     check = pool.submit(plan.check_skeleton, skeleton, trust_remote_code, model_class)
-    if plan.matches_base():
+    if plan.matches_base() and "untied" not in plan.allow:
         return plan, check
     found = check.result()
     in_layout = plan.in_layout(found.weights).with_unloaded(found.unloaded).without_old_head(found)
     if in_layout is not plan:
         check = pool.submit(in_layout.check_skeleton, skeleton, trust_remote_code, model_class)
-    return in_layout.without_ties(check.result()), check
+    final = in_layout.check(check.result())
+    if final.untied:
+        check = pool.submit(final.check_skeleton, skeleton, trust_remote_code, model_class)
+    return final, check
 
 
 def _check_adapter(shards: list[PlannedShard]) -> None:
-    """Check the CRC-32 of the adapter's factors, which are read in parts while the weights are copied."""
+    """Check the CRC-32 of the adapter's tensors, which are read in parts while the weights are copied."""
     updates = [planned.tensor.update for shard in shards for planned in shard.tensors if planned.tensor.update]
-    factors = [factor for update in updates for factor in (update.a, update.b)]
-    types = {piece.record: factor.dtype for factor in factors for piece in factor.pieces}
+    parts = [part for update in updates for part in update.parts.values()]
+    types = {piece.record: part.dtype for part in parts for piece in part.pieces}
     for record, dtype in types.items():
         check_record(locate(record, dtype))
 
@@ -121,6 +127,7 @@ def _finish(
     check: Future[LoadingReport],
     workers: int,
     progress: ShowProgress,
+    proof: Future[list[PeftSample]],
     *,
     code: bool,
 ) -> MergeReceipt:
@@ -136,6 +143,7 @@ def _finish(
     read_back = writer.check_read_back(found.tensors)
     loading = check.result()
     plan.check(loading)
+    compared = compare_with_peft(proof.result(), found.contents.tensors)
     verification = verify_loaded(writer.folder, loading, found, plan.accepted(loading))
     tools = {name: version(name) for name in ("torch", "transformers", "safetensors")}
     receipt = MergeReceipt(
@@ -146,9 +154,11 @@ def _finish(
         dtype=plan.dtype,
         source_bytes_checked=checked,
         output_bytes_compared=read_back,
+        peft_modules=compared or None,
         recorded_files=plan.source.recorded_files,
         warnings=list(plan.source.warnings),
         allowed=list(plan.allow),
+        untied=plan.untied,
         key=plan.key,
         versions={**plan.contents.versions, **tools},
         verification=verification,
@@ -158,8 +168,12 @@ def _finish(
     return receipt
 
 
-def _report(out: Path, found: Verification) -> None:
+def _report(out: Path, receipt: MergeReceipt) -> None:
+    found = receipt.verification
     size = f"{found.parameters:,} parameters, {found.describe_types()}"
     logger.info("Wrote %s: %s. Verified: every byte read back equals what was copied.", out, size)
+    if receipt.peft_modules:
+        compared = plural(receipt.peft_modules, "module")
+        logger.info("PEFT merges %s, one of each shape and kind, to the same weights.", compared)
     for remark in found.remarks():
         logger.warning(remark)

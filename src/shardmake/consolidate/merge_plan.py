@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TypedDict
@@ -18,10 +18,10 @@ from shardmake.checkpoint.formats.huggingface import ADAPTER, MODEL, WeightFiles
 from shardmake.checkpoint.formats.registry import read_checkpoint, read_model
 from shardmake.checkpoint.formats.unpickle import locate
 from shardmake.consolidate.allowed import Allowed
-from shardmake.consolidate.aux_files import config_folder, copy_aux_files
+from shardmake.consolidate.aux_files import config_folder, copy_aux_files, read_object
 from shardmake.consolidate.destination import check_destination, checkpoint_folders
 from shardmake.consolidate.layout import PlannedShard, index_json, plan_shards
-from shardmake.consolidate.loading import LoadingReport, check_loading
+from shardmake.consolidate.loading import LoadingReport, check_loading, names_in_files
 from shardmake.consolidate.source_checks import SourceReport, check_source
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import CheckpointError, ConfigError
@@ -31,24 +31,57 @@ from shardmake.run.model_class import OLD_HEAD, ModelClass
 _BLOCK = 1 << 20
 
 
-def _without_aliases(tensors: dict[str, StoredTensor], ties: Iterable[tuple[str, str]]) -> dict[str, StoredTensor]:
-    """Return ``tensors`` without those that the model ties to another stored tensor.
+def resolve_ties(
+    contents: Contents, ties: Iterable[tuple[str, str]], *, untie: bool
+) -> tuple[Contents, dict[str, str]]:
+    """Return the tensors to write, each tied weight once, and the ties that do not hold.
 
     Args:
-        tensors: Tensors by name.
+        contents: The checkpoint.
         ties: Name of each tied weight and of the weight that it shares.
+        untie: Keep both weights of a tie that does not hold, instead of an error.
 
     Raises:
         CheckpointError: Two tied weights are not equal, so that dropping one would lose it.
     """
-    aliases = {alias: owner for alias, owner in ties if alias in tensors and owner in tensors and alias != owner}
-    for alias, owner in aliases.items():
-        if not _have_same_bytes(tensors[alias], tensors[owner]):
-            raise CheckpointError(
-                f"The model's config ties {alias} to {owner}, but the checkpoint holds different values for them. Set "
-                "tie_word_embeddings to false in the config.json to keep both."
-            )
-    return {name: tensor for name, tensor in tensors.items() if name not in aliases}
+    found = {name: tensor for name, tensor in contents.tensors.items() if name not in contents.aliases}
+    untied, trained = {}, contents.trained
+    for pair in ties:
+        alias, owner = pair
+        held = [found[name] for name in pair if name in found and alias != owner]
+        apart = [name for name in pair if name in trained]
+        if len(held) == 2 and _have_same_bytes(*held) and (not apart or _have_same_updates(*held)):
+            kept = found.pop(alias)  # PEFT ties trained rows, so that either side may have them
+            found[owner] = replace(found[owner], update=found[owner].update or kept.update)
+        elif len(held) == 2 or (held and apart):
+            untied[alias] = owner
+            before = {name: trained[name] if name in trained else found.get(name) for name in pair}
+            for name, other in (pair, pair[::-1]):
+                value, base = found.get(name), before[other]
+                if base is not None and (value is None or not value.pieces):
+                    found[name] = replace(base, name=name, update=value.update if value else None)
+    if untied and not untie:
+        alias, owner = next(iter(untied.items()))
+        alone = " and ".join(name for name in (alias, owner) if name in trained)
+        raise CheckpointError(
+            f"The model's config ties {alias} to {owner}, but the checkpoint holds different values for them"
+            f"{f': the adapter trained {alone}' if alone else ''}. To write both, with tie_word_embeddings: false in "
+            "the config.json, add --allow untied."
+        )
+    _refuse_misfits(found.values())
+    return replace(contents, tensors=found, aliases={}), untied
+
+
+def _refuse_misfits(tensors: Iterable[StoredTensor]) -> None:
+    """Raise `CheckpointError` for an update of a weight that the base model does not have."""
+    for tensor in tensors:
+        if isinstance(tensor.update, lora.PeftUpdate) and not tensor.pieces:
+            raise tensor.update.misfit(None)
+
+
+def _have_same_updates(one: StoredTensor, other: StoredTensor) -> bool:
+    mine, its = (tensor.update.parts if tensor.update else {} for tensor in (one, other))
+    return mine.keys() == its.keys() and all(_have_same_bytes(mine[part], its[part]) for part in mine)
 
 
 def _have_same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
@@ -93,6 +126,8 @@ class MergePlan:
     source: SourceReport
     allow: tuple[Allowed, ...]
     key: str | None
+    untied: dict[str, str] = field(default_factory=dict)
+    """The ties of the config that do not hold, so that the model stores both weights."""
 
     @property
     def stored(self) -> dict[str, StoredTensor]:
@@ -138,11 +173,6 @@ class MergePlan:
             return self
         return self._with_tensors(tensor for name, tensor in self.contents.tensors.items() if name != OLD_HEAD)
 
-    def without_ties(self, loading: LoadingReport) -> "MergePlan":
-        """Return the plan in which each weight that transformers reports as tied is stored once."""
-        self.check(loading)
-        return self._with_tensors(_without_aliases(self.stored, loading.ties).values())
-
     @property
     def base_weights(self) -> Path | None:
         """The base model's folder if its weights are there."""
@@ -157,6 +187,9 @@ class MergePlan:
             return False
         if not all((self.base / name).is_file() for name in huggingface.shard_names(self.base)):
             return False  # only the small files were fetched
+        config = read_object(config_folder([*checkpoint_folders(self.contents), self.base]) / "config.json")
+        if OLD_HEAD in self.stored and config.get("tie_word_embeddings") is not False:
+            return False  # both sides of a tie may be in the files
         base = {name: tensor.shape for name, tensor in huggingface.read(self.base).tensors.items()}
         return base == {name: tensor.shape for name, tensor in self.stored.items()}
 
@@ -180,17 +213,35 @@ class MergePlan:
         finally:
             shutil.rmtree(skeleton, ignore_errors=True)
 
-    def check(self, loading: LoadingReport) -> None:
-        """Raise `CheckpointError` if transformers reports a problem."""
+    def check(self, loading: LoadingReport) -> "MergePlan":
+        """Return the plan that stores each tied weight once.
+
+        Raises:
+            CheckpointError: transformers reports a problem, or two tied weights are not equal.
+        """
+        _refuse_misfits(self.contents.tensors[name] for name in loading.unexpected if name in self.contents.tensors)
         problems = loading.problems(self.accepted(loading))
         if problems:
-            if set(loading.unexpected) - set(self.accepted(loading)):
-                problems.insert(0, "To keep tensors that the class does not have, add --allow unexpected")
+            advice = self._advice(loading)
             rest = len(problems) - _MAX_LINES
             more = [f"... and {rest} more"] if rest > 0 else []
-            lines = (f"  {line}." for line in [*problems[:_MAX_LINES], *more])
+            lines = (f"  {line}." for line in [*advice, *problems[:_MAX_LINES], *more])
             headline = f"{self.contents.folder} does not fit the model's config.json:"
             raise CheckpointError("\n".join([headline, *lines]))
+        contents, untied = resolve_ties(self.contents, loading.ties_in_files, untie="untied" in self.allow)
+        return replace(self, contents=contents, untied={**self.untied, **untied})
+
+    def _advice(self, loading: LoadingReport) -> list[str]:
+        """Return what to do about the problems, where that is known."""
+        if loading.mismatched and all(ours[1:] == theirs[1:] for _, ours, theirs in loading.mismatched):
+            rows = loading.mismatched[0][1][0]
+            return [
+                "If the vocabulary was resized before training, name a --base that was saved after the resize: its "
+                f"config.json has vocab_size {rows}"
+            ]
+        if loading.unexpected and not (loading.missing or loading.mismatched or loading.error):
+            return ["To keep tensors that the class does not have, add --allow unexpected"]
+        return []
 
     def accepted(self, loading: LoadingReport) -> Collection[str]:
         """Return the tensors that are kept although the model's class does not have them."""
@@ -207,10 +258,10 @@ class MergePlan:
             write_json(folder / self.files.index, index_json(self.shards))
         if self.raw:
             return []
-        dtypes = (planned.dtype for shard in self.shards for planned in shard.tensors)
+        dtypes = {planned.dtype for shard in self.shards for planned in shard.tensors}
         adapter = lora.config_file(self.contents.folder) if self.is_adapter else None
         trained = checkpoint_folders(self.contents)
-        return copy_aux_files(self.base, trained, folder, dtypes, adapter=adapter, code=code)
+        return copy_aux_files(self.base, trained, folder, dtypes, adapter=adapter, code=code, untie=bool(self.untied))
 
     def check_destination(self, out: Path, *, overwrite: bool) -> None:
         """Raise `ConfigError` if ``out`` must not be replaced; see `destination.check_destination`."""
@@ -254,7 +305,8 @@ def plan_merge(
         max_shard_size: Largest output file, such as ``5GB``.
         raw: Write the weights alone, under the checkpoint's own names. Nothing else than the weights is checked.
         allow: ``steps``: merge although the optimizer counted other steps than the training, because it was started
-            again. ``unexpected``: keep tensors that the model's class does not have, such as a value head.
+            again. ``unexpected``: keep tensors that the model's class does not have, such as a value head. ``untied``:
+            write both of two weights that the config ties and that differ.
         key: Of several models in a checkpoint of DCP, the one to merge: the levels above its weights, joined by dots.
 
     Raises:
@@ -264,7 +316,8 @@ def plan_merge(
     size = parse_size(max_shard_size)
     if raw and (base is not None or adapter):
         raise ConfigError("A raw merge writes the checkpoint's own weights. Leave out --base and --adapter, or --raw.")
-    contents = read_checkpoint(checkpoint, dtype, key) if raw else read_model(checkpoint, dtype, base, adapter, key)
+    options = (checkpoint, dtype, base, adapter, key, names_in_files)
+    contents = read_checkpoint(checkpoint, dtype, key) if raw else read_model(*options)
     for note in contents.notes:
         logger.warning("Skipped a newer checkpoint: %s", note)
     source = check_source(contents, allow)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shardmake.checkpoint.formats import unpickle
+from shardmake.checkpoint.formats import fsdp_per_rank, unpickle
 from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor
 from shardmake.checkpoint.formats.dtypes import CONVERTIBLE, ITEM_SIZE, torch_name
 from shardmake.checkpoint.formats.unpickle import TensorRef
@@ -26,7 +26,7 @@ from shardmake.consolidate.recorded import check_recorded
 from shardmake.core.errors import CheckpointError
 
 _ZERO_FILE = "*_states.pt"
-_SHARDS = (_ZERO_FILE, "*.distcp", "pytorch_model_fsdp_rank*.bin")
+_SHARDS = (_ZERO_FILE, "*.distcp", *fsdp_per_rank.NAMES)
 _SAMPLE = 1024
 """Elements of each piece of a tensor that are compared with the other copy of the weights."""
 _APART = 600

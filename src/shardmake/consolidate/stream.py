@@ -17,7 +17,7 @@ from queue import SimpleQueue
 import numpy as np
 from isal.isal_zlib import crc32, crc32_combine
 
-from shardmake.checkpoint.formats.contents import LoraUpdate, StoredTensor
+from shardmake.checkpoint.formats.contents import Change, StoredTensor
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.checkpoint.formats.unpickle import locate
@@ -29,9 +29,6 @@ from shardmake.core.errors import CheckpointError
 Put = Callable[[Block, int, int, PlannedTensor], None]
 """Takes rows of output bytes (uint8 [rows, bytes]), the file offset of the first one, the distance from each row to the
 next one in the file, in bytes, and the tensor that they belong to."""
-
-Factors = tuple[Block, Block]
-"""The factors of a LoRA update in float32: one (rank, columns), one (rows, rank), and one of them times the scale."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,7 @@ class _Reader:
         self._free: SimpleQueue[_Slot] = SimpleQueue()
         for slot in self._slots:
             self._free.put(slot)
-        self._factors: tuple[LoraUpdate, Factors] | None = None
+        self._change: tuple[StoredTensor, Change] | None = None
 
     def read(self, task: StreamTask) -> None:
         record = locate(task.job.record, task.job.moves[0].target.tensor.dtype)
@@ -127,9 +124,9 @@ class _Reader:
                 slot = self._free.get()
                 slot.wait()
                 content = _read(slot, source, record, block)
-                factors = [self._factors_of(part) for part in block.parts]
+                changes = [self._change_of(part) for part in block.parts]
                 progress.start_block()
-                slot.work = self._pool.submit(self._process, slot, content, block, factors, progress)
+                slot.work = self._pool.submit(self._process, slot, content, block, changes, progress)
         finally:
             os.close(source)
         progress.finish_block()
@@ -140,26 +137,25 @@ class _Reader:
             slot.wait()
 
     def _process(
-        self, slot: _Slot, content: Block, block: ReadBlock, factors: list[Factors | None], progress: _TaskProgress
+        self, slot: _Slot, content: Block, block: ReadBlock, changes: list[Change | None], progress: _TaskProgress
     ) -> None:
         try:
             crc = crc32(content.data) if progress.record.crc is not None else 0
-            for part, update in zip(block.parts, factors, strict=True):
+            for part, update in zip(block.parts, changes, strict=True):
                 part_content = content[part.begin - block.begin : part.end - block.begin]
                 _put(_converted(slot, part_content, part, block.shift, update), part, progress.task.put)
             progress.finish_block((block.begin, crc, len(content)))
         finally:
             self._free.put(slot)
 
-    def _factors_of(self, part: MovePart) -> Factors | None:
-        """Return the factors of the tensor that ``part`` belongs to; the most recent ones are cached."""
-        update = part.move.target.tensor.update
-        if update is None:
+    def _change_of(self, part: MovePart) -> Change | None:
+        """Return the change of the tensor that ``part`` belongs to; the most recent one is cached."""
+        tensor = part.move.target.tensor
+        if tensor.update is None:
             return None
-        if self._factors is None or self._factors[0] is not update:
-            a, b = read_array(update.a), read_array(update.b) * np.float32(update.scale)
-            self._factors = (update, (b.T, a.T) if update.transposed else (a, b))
-        return self._factors[1]
+        if self._change is None or self._change[0] is not tensor:
+            self._change = (tensor, tensor.update.load(read_array, tensor))
+        return self._change[1]
 
 
 def _read(slot: _Slot, source: int, record: ZipRecord, block: ReadBlock) -> Block:
@@ -181,27 +177,18 @@ def _read(slot: _Slot, source: int, record: ZipRecord, block: ReadBlock) -> Bloc
     return view
 
 
-def _converted(slot: _Slot, content: Block, part: MovePart, shift: int, factors: Factors | None) -> Block:
+def _converted(slot: _Slot, content: Block, part: MovePart, shift: int, change: Change | None) -> Block:
     """Return ``content`` in the output's type, ``shift`` bytes behind a page boundary."""
     planned = part.move.target
     source, target = planned.tensor.dtype, planned.dtype
-    if source == target and factors is None:
+    if source == target and change is None:
         return content
     if slot.converter is None:
         slot.converter = Converter(BLOCK // 2)
-    if factors is None:
+    if change is None:
         return slot.converter.convert(content, source, target, shift)
     first = (part.offset - planned.offset) // ITEM_SIZE[target]
-    return slot.converter.add(content, source, target, _delta(factors, first, len(content) // ITEM_SIZE[source]), shift)
-
-
-def _delta(factors: Factors, first: int, count: int) -> Block:
-    """Return elements ``[first, first + count)`` of a LoRA update, row-major, as float32."""
-    a, b = factors
-    columns = a.shape[1]
-    begin, end = first // columns, -(-(first + count) // columns)
-    flat: Block = (b[begin:end] @ a).reshape(-1)
-    return flat[first - begin * columns :][:count]
+    return slot.converter.change(content, source, target, lambda values: change(values, first), shift)
 
 
 def _put(content: Block, part: MovePart, put: Put) -> None:

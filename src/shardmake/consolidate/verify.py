@@ -14,7 +14,9 @@ from shardmake.consolidate.aux_files import config_folder, read_object, widest
 from shardmake.consolidate.blocks import Block
 from shardmake.consolidate.jobs import CopyJob, plan_jobs
 from shardmake.consolidate.layout import PlannedShard, PlannedTensor
-from shardmake.consolidate.loading import LoadingReport, check_loading
+from shardmake.consolidate.loading import LoadingReport, check_loading, names_in_files
+from shardmake.consolidate.merge_plan import resolve_ties
+from shardmake.consolidate.peft_check import compare_with_peft, merge_with_peft
 from shardmake.consolidate.scan import ModelScan, scan
 from shardmake.consolidate.stream import StreamTask, stream
 from shardmake.core.atomic import sha256
@@ -50,7 +52,9 @@ def compare(
     loading = loading or LoadingReport()
     receipt = MergeReceipt.read_if_exists(model / MODEL_RECEIPT)
     key = key or (receipt.key if receipt else None)
-    expected = in_hub_layout(read_model(checkpoint, base=base, key=key), loading.weights)
+    read = in_hub_layout(read_model(checkpoint, base=base, key=key, layout=names_in_files), loading.weights)
+    untied = receipt.untied if receipt else {}
+    expected, _ = resolve_ties(read, [*loading.ties_in_files, *untied.items()], untie=bool(untied))
     merged = huggingface.read(model).tensors
     missing = sorted(merged.keys() - expected.tensors.keys() - set(loading.unloaded))
     left_out = expected.tensors.keys() - merged.keys() - expected.aliases.keys() - {alias for alias, _ in loading.ties}
@@ -64,6 +68,7 @@ def compare(
     if different:
         lines = (f"  {name} differs." for name in sorted(different))
         raise CheckpointError("\n".join([f"{model} does not equal {expected.folder}:", *lines]))
+    compare_with_peft(merge_with_peft(expected), merged)
 
 
 def _as_shard(path: Path, expected: Contents) -> PlannedShard:

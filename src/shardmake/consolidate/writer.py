@@ -315,7 +315,7 @@ def _plan_digest(output: _Output) -> str:
     """Return a digest of the file's header, of its tensors' updates, and of size and time of each source file."""
     updates = [planned.tensor.update for planned in output.shard.tensors if planned.tensor.update is not None]
     files = {job.record.path for job in output.jobs}
-    files |= {piece.record.path for update in updates for factor in (update.a, update.b) for piece in factor.pieces}
+    files |= {piece.record.path for update in updates for part in update.parts.values() for piece in part.pieces}
     states = sorted((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files)
     jobs = [(str(job.record.path), job.record.offset, job.begin, job.end) for job in output.jobs]
-    return digest([output.shard.header.hex(), states, jobs, [(update.scale, update.transposed) for update in updates]])
+    return digest([output.shard.header.hex(), states, jobs, [repr(update) for update in updates]])

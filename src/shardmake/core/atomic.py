@@ -9,8 +9,9 @@ import ctypes
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from shardmake.core.errors import ShardmakeError
 
@@ -90,6 +91,30 @@ def sha256(path: Path) -> str:
     """Return the hex digest of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+CHECKSUM: Final = "checksum"
+"""Key of a record with the `digest` of all other keys."""
+
+
+def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record ``values`` with its checksum."""
+    return {**values, CHECKSUM: digest(values)}
+
+
+def unsealed(values: Any) -> Any:
+    """Return the JSON ``values`` without the checksums of the records in it.
+
+    Raises `ValueError` if one of them is not that of its record: a byte is damaged, or somebody edited the file.
+    """
+    if isinstance(values, list):
+        return [unsealed(entry) for entry in values]
+    if not isinstance(values, dict) or CHECKSUM not in values:
+        return values
+    content = {key: value for key, value in values.items() if key != CHECKSUM}
+    if values[CHECKSUM] != digest(content):
+        raise ValueError("the content does not have its checksum: the file is damaged, or was edited by hand")
+    return content
 
 
 def digest(value: Any) -> str:

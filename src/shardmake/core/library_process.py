@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 from shardmake.core import errors
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.failures import explain
+from shardmake.core.private_names import private
 from shardmake.core.process import NEUTRAL_FOLDER, absolute_python_path, die_with_parent
 
 _PRINTED = 4000
@@ -202,7 +203,7 @@ def _answer(parent: int, writer: int, module: str, request: Any, folder: str) ->
     except BaseException:
         traceback.print_exc()
     finally:
-        atexit._run_exitfuncs()
+        private(atexit).run_exitfuncs()
         sys.stdout.flush()
         os._exit(status)  # the caller's frames are those of the process that this one was forked from
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shardmake.core.errors import ShardmakeError, nearest
 from shardmake.core.hub import first_line
+from shardmake.core.private_names import private
 from shardmake.core.secrets import redact
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def takes_login(url: str) -> bool:
     import fsspec
 
     system = fsspec.get_filesystem_class(url.partition("://")[0])
-    return bool({"user", "username"} & system._get_kwargs_from_urls(url).keys())
+    return bool({"user", "username"} & private(system).get_kwargs_from_urls(url).keys())
 
 
 def open_store(url: str) -> "tuple[AbstractFileSystem, str]":

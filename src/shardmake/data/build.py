@@ -1,19 +1,29 @@
 """The splits of a run's data: encoded, mixed if there are several sources, ordered, packed and written."""
 
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from shardmake.config.models import Run, TrainSource
 from shardmake.data.encode import Encoder
+from shardmake.data.encoding import encode_source
 from shardmake.data.examples import (
+    APART,
     Part,
+    check_bad_rows,
     check_divisible,
     check_learned,
+    check_shares,
     check_vocabulary,
+    describe_apart,
     encode_rows,
+    first_of,
     make_encoder,
 )
 from shardmake.data.packing import (
@@ -26,11 +36,12 @@ from shardmake.data.packing import (
     sort_places,
     token_digests,
 )
-from shardmake.data.sources import FIRST_ROWS, Source, file_record, open_row, read
+from shardmake.data.sources import FIRST_ROWS, count_rows, file_record
 
 if TYPE_CHECKING:
     import datasets
     import numpy as np
+    import pyarrow
     from transformers import PreTrainedTokenizerBase
 
 
@@ -38,14 +49,16 @@ SOURCE: Final = "source"
 """Column with the number of an example's source, until the shares are counted."""
 
 
-def limited(rows: "datasets.Dataset", limit: int | None, seed: int) -> "datasets.Dataset":
-    """Return at most ``limit`` of ``rows``, chosen at random by ``seed``, in their order."""
+def limited(chosen: "np.ndarray", limit: int | None, seed: int) -> "np.ndarray":
+    """Return ``chosen``, one boolean a row, with at most ``limit`` of them, taken at random by ``seed``."""
     import numpy as np
 
+    rows = np.flatnonzero(chosen)
     if limit is None or limit >= len(rows):
-        return rows
-    chosen = np.random.default_rng(seed).permutation(len(rows))[:limit]
-    return rows.select(np.sort(chosen), keep_in_memory=True)
+        return chosen
+    kept = np.zeros_like(chosen)
+    kept[rows[np.random.default_rng(seed).permutation(len(rows))[:limit]]] = True
+    return kept
 
 
 def mix(sources: Sequence[TrainSource], examples: Sequence["datasets.Dataset"], seed: int) -> "datasets.Dataset":
@@ -99,9 +112,9 @@ def shares_of(examples: "datasets.Dataset", count: int) -> list[dict[str, Any]]:
     ]
 
 
-_POOL_FROM_ROWS = 5_000
 NO_SEQUENCES: Final[Mapping[str, Any]] = {
-    **count_outcomes([]), "first_dropped": [], "sequences": 0, "tokens": 0, "loss_tokens": 0, "files": [],
+    **count_outcomes([]), "apart": 0, "bad": {}, "first_dropped": [],
+    "sequences": 0, "tokens": 0, "loss_tokens": 0, "files": [],
 }  # fmt: skip
 """Entry of the receipt for a split that was not written."""
 
@@ -115,19 +128,24 @@ class _Encoded:
     examples: "datasets.Dataset"
     """``input_ids``, ``loss_mask`` and ``seq_lengths`` of those with something to learn."""
     counts: dict[str, int]
+    notes: Counter[str]
     dropped: list[str]
 
 
 def build(
-    run: Run, tokenizer: "PreTrainedTokenizerBase", parts: Sequence[Part], work: Path, cpus: int
+    run: Run, tokenizer: "PreTrainedTokenizerBase", parts: Sequence[Part], work: Path, cpus: int, day: date
 ) -> dict[str, Any]:
     """Write both splits into ``work`` and return their entries of the receipt; ``parts`` are those of `locate_parts`.
 
-    Without parts for training only the evaluation split is written.
+    ``day`` is for a chat template that reads the clock. Without parts for training, only the evaluation split is
+    written.
 
     Raises `DataError` for an example that cannot be used, and if a split has nothing to learn.
     """
-    encoded = _encode_all(run, tokenizer, parts, work, cpus)
+    import datasets
+
+    datasets.disable_progress_bars()  # the log has a line for each tenth
+    encoded = _encode_all(run, tokenizer, parts, work, cpus, day)
     sequences = {"eval": _evaluation_sequences(run, encoded["eval"], work)}
     if encoded["train"]:
         sequences["train"] = _training_sequences(run, encoded["train"], work)
@@ -137,6 +155,8 @@ def build(
     }
     check_vocabulary(run, max(result.pop("largest_token_id") for result in results.values()))
     encoder = (encoded["train"] or encoded["eval"])[0].encoder
+    for split, result in results.items():
+        check_shares(split, result["loss_tokens"], result["tokens"], encoder)
     return {
         "train": dict(NO_SEQUENCES),
         "data_format": encoder.layout.format,
@@ -148,47 +168,62 @@ def build(
 
 
 def _encode_all(
-    run: Run, tokenizer: "PreTrainedTokenizerBase", parts: Sequence[Part], work: Path, cpus: int
+    run: Run, tokenizer: "PreTrainedTokenizerBase", parts: Sequence[Part], work: Path, cpus: int, day: date
 ) -> dict[str, list[_Encoded]]:
+    import numpy as np
+
     found: dict[str, list[_Encoded]] = {"train": [], "eval": []}
     encoders: list[Encoder] = []
     for number, part in enumerate(parts):
-        rows = read(part.source, work / "cache" / f"{part.split}-{number}")
         if part.has_own_layout:
-            first = [open_row(rows[i], part.source) for i in range(min(FIRST_ROWS, len(rows)))]
-            encoders.append(make_encoder(part, tokenizer, first))
-        splits = {part.split: rows} if parts[-1].split == "eval" else _split_off_evaluation(rows, part.run)
-        for name, chosen in splits.items():
-            if name == "train":
-                chosen = limited(chosen, run.data.sources[number].limit, run.seed)
-            cache_file = work / "cache" / f"{name}-{number}.arrow"
-            found[name].append(_encode_part(name, chosen, part, encoders[-1], cache_file, cpus))
+            encoders.append(make_encoder(part, tokenizer, first_of(part.source, FIRST_ROWS), day))
+        encoder, count = encoders[-1], count_rows(part.source)
+        splits = {part.split: np.ones(count, bool)} if parts[-1].split == "eval" else _split_off(count, part.run)
+        if "train" in splits:
+            splits["train"] = limited(splits["train"], run.data.sources[number].limit, run.seed)
+        drop = part.run.data.on_bad_row == "drop"
+        encode = partial(encode_rows, encoder=encoder, length=run.sequence_length, drop=drop)
+        folder = work / "cache" / f"{part.split}-{number}"
+        for name, examples in encode_source(part.source, splits, encode, _features(encoder), folder, cpus).items():
+            found[name].append(_checked(name, examples, part, encoder))
     return found
 
 
-def _split_off_evaluation(rows: "datasets.Dataset", run: Run) -> dict[str, "datasets.Dataset"]:
-    """Split off a random part of the training rows, at least one, for evaluation."""
+def _split_off(count: int, run: Run) -> "dict[str, np.ndarray]":
+    """Choose a random part of ``count`` training rows, at least one, for evaluation."""
     import numpy as np
 
-    check_divisible(len(rows), run)
-    count = max(1, round(len(rows) * run.data.eval_fraction))
-    order = np.random.default_rng(run.seed).permutation(len(rows))
-    trained = order[count:] if run.data.order == "shuffled" else np.sort(order[count:])
-    return {"train": rows.select(trained, keep_in_memory=True), "eval": rows.select(order[:count], keep_in_memory=True)}
+    check_divisible(count, run)
+    evaluated = np.zeros(count, bool)
+    held_out = max(1, round(count * run.data.eval_fraction))
+    evaluated[np.random.default_rng(run.seed).permutation(count)[:held_out]] = True
+    return {"train": ~evaluated, "eval": evaluated}
 
 
-def _encode_part(
-    split: str, rows: "datasets.Dataset", part: Part, encoder: Encoder, cache_file: Path, cpus: int
-) -> _Encoded:
-    settings = {"encoder": encoder, "length": part.run.sequence_length, "source": part.source}
-    encoded = _encode(rows, settings, cache_file, cpus)
-    counts, dropped = count_outcomes(encoded["outcome"]), first_dropped(encoded)
-    check_learned(f"{part.name} {split}".lstrip(), counts, dropped, encoder)
-    kept = encoded.filter(lambda outcome: outcome in KEPT, input_columns="outcome", keep_in_memory=True)
-    return _Encoded(part.name, encoder, kept.remove_columns(["outcome", "dropped"]), counts, dropped)
+def _checked(split: str, encoded: "datasets.Dataset", part: Part, encoder: Encoder) -> _Encoded:
+    """Return the examples with something to learn; raise `DataError` if there is none, or if many rows are bad."""
+    import numpy as np
+    import pyarrow.compute
+
+    outcomes = encoded.data.column("outcome")
+    counts, dropped = count_outcomes(_values(outcomes)), first_dropped(encoded)
+    notes = Counter(note for note in _values(encoded.data.column("note")) if note)
+    name = f"{part.name} {split}".lstrip()
+    check_bad_rows(name, notes, counts, dropped)
+    describe_apart(name, notes)
+    check_learned(name, counts, dropped, encoder)
+    is_kept = pyarrow.compute.is_in(outcomes, pyarrow.array(KEPT))
+    kept = encoded.remove_columns(["outcome", "dropped", "note"])
+    if not pyarrow.compute.all(is_kept).as_py():
+        kept = kept.select(np.flatnonzero(is_kept.to_numpy()), keep_in_memory=True)
+    return _Encoded(part.name, encoder, kept, counts, notes, dropped)
 
 
-def _encode(rows: "datasets.Dataset", settings: Mapping[str, Any], cache_file: Path, cpus: int) -> "datasets.Dataset":
+def _values(column: "pyarrow.ChunkedArray") -> Iterator[Any]:
+    return (value for chunk in column.chunks for value in chunk.to_pylist())
+
+
+def _features(encoder: Encoder) -> "datasets.Features":
     import datasets
 
     features = {
@@ -197,36 +232,26 @@ def _encode(rows: "datasets.Dataset", settings: Mapping[str, Any], cache_file: P
         "seq_lengths": datasets.List(datasets.Value("int32")),
         "outcome": datasets.Value("string"),
         "dropped": datasets.Value("string"),
+        "note": datasets.Value("string"),
     }
-    if settings["encoder"].layout.format == "preference":
+    if encoder.layout.format == "preference":
         features["rejected_ids"] = datasets.List(datasets.Value("int32"))
-    if settings["encoder"].layout.format == "unpaired-preference":
+    if encoder.layout.format == "unpaired-preference":
         features["label"] = datasets.Value("bool")
         features["cut_ids"] = datasets.List(datasets.Value("int32"))
-    return rows.map(
-        _encode_batch,
-        batched=True,
-        batch_size=100,
-        fn_kwargs=dict(settings),
-        remove_columns=rows.column_names,
-        features=datasets.Features(features),
-        num_proc=cpus if cpus > 1 and len(rows) > _POOL_FROM_ROWS else None,
-        cache_file_name=str(cache_file),
-        load_from_cache_file=False,
-        new_fingerprint=cache_file.stem,
-        desc="tokenize",
-    )
-
-
-def _encode_batch(batch: Mapping[str, list[Any]], *, encoder: Encoder, length: int, source: Source) -> dict[str, Any]:
-    rows = (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
-    return encode_rows((open_row(row, source) for row in rows), encoder, length)
+    return datasets.Features(features)
 
 
 def _outcomes(parts: Sequence[_Encoded]) -> dict[str, Any]:
     """Return the summed counts of all sources, and the first dropped examples."""
     counts = {key: sum(part.counts[key] for part in parts) for key in parts[0].counts}
-    return {**counts, "first_dropped": sort_places(place for part in parts for place in part.dropped)}
+    notes = sum((part.notes for part in parts), Counter[str]())
+    counts["apart"] = notes.pop(APART, 0)
+    return {
+        **counts,
+        "bad": dict(sorted(notes.items())),
+        "first_dropped": sort_places(place for part in parts for place in part.dropped),
+    }
 
 
 def _digests(parts: Sequence[_Encoded]) -> "np.ndarray":
@@ -245,7 +270,7 @@ def _training_sequences(
         shares = _named(parts, shares_of(examples, len(parts)))
         examples = examples.remove_columns(SOURCE)
     examples = put_in_order(examples, run.data.order, run.seed)
-    return _packed(examples, run, work / "cache" / "train-packed.arrow"), shares
+    return _packed(examples, run, work / "cache" / "train.packed"), shares
 
 
 def _evaluation_sequences(
@@ -255,7 +280,7 @@ def _evaluation_sequences(
     import datasets
 
     packed = [
-        _packed(put_in_order(part.examples, "shuffled", run.seed), run, work / "cache" / f"eval-packed-{number}.arrow")
+        _packed(put_in_order(part.examples, "shuffled", run.seed), run, work / "cache" / f"{number}-eval.packed")
         for number, part in enumerate(parts)
     ]
     if not parts[0].name:
@@ -298,7 +323,14 @@ def _save(split: str, sequences: "datasets.Dataset", work: Path) -> dict[str, An
     import datasets
 
     folder = work / split
-    sequences.save_to_disk(str(folder))
+    shutil.rmtree(folder, ignore_errors=True)  # a killed process may have left links to files of another run
+    packed = [Path(file["filename"]) for file in sequences.cache_files if file["filename"].endswith(f"{split}.packed")]
+    if len(packed) == 1:  # the file is complete: it becomes the split instead of a copy
+        sequences.select(range(1)).save_to_disk(str(folder))
+        (written,) = folder.glob("*.arrow")
+        packed[0].replace(written)
+    else:
+        sequences.save_to_disk(str(folder))
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())

@@ -1,25 +1,30 @@
-"""Encode one example as token ids and a loss mask.
+"""Encode examples as token ids and a loss mask: standardize, render, tokenize once, and find the learned tokens.
 
 The mask marks the tokens that the model learns to produce. Its first entry is always False: nothing predicts the first
 token, and in a packed sequence it would be predicted from the end of another example.
 """
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from shardmake.config.formats import DataFormat
 from shardmake.config.models import Data
-from shardmake.core.errors import DataError, ModelError
-from shardmake.data.layout import Layout, Message
+from shardmake.core.errors import DataError
+from shardmake.data.chat import ChatTemplate
+from shardmake.data.layout import Layout, is_unlearned
+from shardmake.data.placeholders import Rendered, Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tokens = tuple[list[int], list[bool]]
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_ANSWERS: Final[Mapping[str, Sequence[str]]] = {
+    "preference": ("chosen", "rejected"),
+    "unpaired-preference": ("completion",),
+    "prompt-completion": ("completion",),
+}
+"""Columns with an answer to the prompt."""
 
 
 def loss_on_assistant(data: Data, format: DataFormat) -> bool:
@@ -36,82 +41,61 @@ def loss_on_assistant(data: Data, format: DataFormat) -> bool:
 class Encoder:
     """Tokenizes examples of one layout."""
 
-    tokenizer: "PreTrainedTokenizerBase"
+    chat: ChatTemplate
     layout: Layout
     assistant_only: bool
     cuts: bool = True
     """Pairs of answers that are too long are cut; else they are dropped."""
 
-    def __call__(self, example: Mapping[str, Any], place: str) -> Tokens:
-        """Return token ids and loss mask of ``example``, of equal length; ``place`` names it in errors.
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """Return the tokenizer."""
+        return self.chat.tokenizer
 
-        Raises `DataError` if the example does not fit the layout or the tokenizer's chat template rejects it.
+    def __call__(self, example: Mapping[str, Any], place: str) -> list[Tokens]:
+        """Return the tokens of ``example``, whose ``place`` is named in errors; the errors are those of `render`."""
+        return tokenize(self.tokenizer, self.render(example, place))
+
+    def render(self, example: Mapping[str, Any], place: str) -> list[Rendered]:
+        """Return the texts that ``example`` becomes: one, one for each turn, or the chosen and the rejected answer.
+
+        Raises `DataError` if the example does not fit the layout, and `BadRowError` if it cannot be learned.
         """
-        ids, mask = self._encode(self.layout.standardize(example, place), place)
-        if not self.assistant_only:
-            mask = [True] * len(ids)
-        return ids, [False, *mask[1:]] if mask else []
-
-    def _encode(self, example: Mapping[str, Any], place: str) -> Tokens:
-        if "text" in example:
-            return encode_text(self.tokenizer, example["text"])
-        if "messages" in example:
-            return self._chat(example["messages"], 0, example.get("tools"), place)
-        if "chosen" in example:
-            start, (answer, _) = self._answered(example, ["chosen", "rejected"], place)
-            return answer_tokens(start, answer)
-        if "label" in example:
-            start, (answer,) = self._answered(example, ["completion"], place)
-            return answer_tokens(start, answer)
-        prompt, completion = example["prompt"], example["completion"]
-        if isinstance(prompt, str):
-            return encode_completion(self.tokenizer, prompt, completion)
-        return self._chat([*prompt, *completion], len(prompt), example.get("tools"), place)
-
-    def pair(self, example: Mapping[str, Any], place: str) -> "TokenPair":
-        """Return the tokens of an example of the format preference; the errors are those of a call."""
         standard = self.layout.standardize(example, place)
-        prompt, (chosen, rejected) = self._answered(standard, ["chosen", "rejected"], place)
-        return TokenPair(prompt, chosen, rejected)
+        if "text" in standard:
+            return [Rendered(standard["text"], ((0, len(standard["text"])),), is_plain=True)]
+        try:
+            if "messages" in standard:
+                return self._chat(standard, [], standard["messages"])
+            found = [self._answer(standard, standard[name]) for name in _ANSWERS[self.layout.format]]
+            return [one for answer in found for one in answer]
+        except DataError as error:
+            error.args = (f"{place}: {error}",)
+            raise
 
-    def _answered(
-        self, example: Mapping[str, Any], answers: Sequence[str], place: str
-    ) -> tuple[list[int], list[list[int]]]:
-        """Return the tokens of the prompt, and of each of the columns ``answers``."""
-        prompt = example["prompt"]
-        if isinstance(prompt, str):
-            start = encode_prompt(self.tokenizer, prompt)
-            whole = [encode_text(self.tokenizer, prompt + example[answer])[0] for answer in answers]
-            return split_answers(start, whole, place)
-        tools = example.get("tools")
-        with _naming(place):
-            start = apply_template(self.tokenizer, prompt, tools, header=True)
-            whole = [apply_template(self.tokenizer, [*prompt, *example[answer]], tools) for answer in answers]
-        return split_answers(start, whole, place)
+    def _answer(self, standard: Mapping[str, Any], answer: Any) -> list[Rendered]:
+        prompt = standard["prompt"]
+        if not isinstance(prompt, str):
+            return self._chat(standard, prompt, answer)
+        text, start = prompt + answer, len(prompt) if self._learns_answers else 0
+        return [Rendered(text, ((start, len(text)),), is_plain=True)]
 
-    def _chat(self, messages: list[Message], learn_from: int, tools: Any, place: str) -> Tokens:
-        with _naming(place):
-            if self.assistant_only:
-                return encode_chat(self.tokenizer, messages, learn_from, tools)
-            if any(is_unlearned(message) for message in messages):
-                raise DataError(
-                    "a message has weight 0, but data.loss_on: all learns every message. Remove one of them."
-                )
-            ids = apply_template(self.tokenizer, messages, tools)
-            return ids, [True] * len(ids)
+    def _chat(self, standard: Mapping[str, Any], prompt: Sequence[Any], messages: Sequence[Any]) -> list[Rendered]:
+        messages = [*prompt, *messages]
+        if not self._learns_answers and any(is_unlearned(message) for message in messages):
+            raise DataError("a message has weight 0, but data.loss_on: all learns every message. Remove one of them.")
+        return self.chat.examples(
+            messages,
+            standard.get("tools"),
+            standard.get("arguments"),
+            learn_from=len(prompt),
+            learn_all=not self._learns_answers,
+            is_answer="preference" in self.layout.format,
+        )
 
-
-@contextmanager
-def _naming(place: str) -> Iterator[None]:
-    """Raise the errors of a chat template as a `DataError` that names the example at ``place``."""
-    from jinja2 import TemplateError
-
-    try:
-        yield
-    except (TemplateError, TypeError) as error:
-        raise DataError(f"{place}: the tokenizer's chat template rejects this conversation: {error}") from None
-    except DataError as error:
-        raise DataError(f"{place}: {error}") from None
+    @property
+    def _learns_answers(self) -> bool:
+        return self.assistant_only or "preference" in self.layout.format
 
 
 @dataclass(frozen=True)
@@ -122,143 +106,114 @@ class TokenPair:
     chosen: list[int]
     rejected: list[int]
 
+    @classmethod
+    def of(cls, chosen: Tokens, rejected: Tokens) -> "TokenPair":
+        """Return the pair of two examples that begin with one prompt; a token that only one has is not in it.
+
+        This is TRL's rule (`DPOTrainer._prepare_dataset`), with the prompt of inference.
+        """
+        start = min(mask.index(True) if any(mask) else len(mask) for _, mask in (chosen, rejected))
+        return cls(chosen[0][:start], chosen[0][start:], rejected[0][start:])
+
 
 def answer_tokens(prompt: list[int], answer: list[int]) -> Tokens:
     """Return a prompt with an answer to it, which alone is learned."""
     return [*prompt, *answer], [False] * len(prompt) + [True] * len(answer)
 
 
-def split_answers(prompt: list[int], answered: Sequence[list[int]], place: str) -> tuple[list[int], list[list[int]]]:
-    """Split those in ``answered``, which begin with ``prompt``, where the first of them differs from it.
-
-    This is TRL's rule (`DPOTrainer._prepare_dataset`). Raises `DataError` if no token of the prompt is left.
-    """
-    from trl.data_utils import common_prefix_length
-
-    start = min(common_prefix_length(prompt, ids) for ids in answered)
-    if start == 0:
-        raise DataError(
-            f"{place}: the prompt has no tokens that each answer follows. Write a prompt, or take a chat template "
-            "that renders it in the same way when an answer follows."
-        )
-    return prompt[:start], [ids[start:] for ids in answered]
+def tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Rendered]) -> list[Tokens]:
+    """Return the tokens of each of ``texts`` with a mask of those that are learned, of equal length."""
+    found: dict[int, Tokens] = {}
+    for is_plain in (False, True):
+        numbers = [number for number, text in enumerate(texts) if text.is_plain == is_plain]
+        if numbers:
+            encoded = _tokenize(tokenizer, [texts[number] for number in numbers], is_plain=is_plain)
+            found.update(zip(numbers, encoded, strict=True))
+    return [found[number] for number in range(len(texts))]
 
 
-def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> Tokens:
-    """Encode ``text`` with special tokens and one end-of-sequence token; all of it is learned.
+def _tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Rendered], *, is_plain: bool) -> list[Tokens]:
+    batch = tokenizer(
+        [text.text for text in texts],
+        add_special_tokens=is_plain,
+        return_special_tokens_mask=is_plain,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
+    found = []
+    for number, text in enumerate(texts):
+        ids, encoding = batch["input_ids"][number], batch.encodings[number] if batch.encodings else None
+        appended: list[int] = []
+        if is_plain:
+            ids, appended = _split_appended(ids, batch["special_tokens_mask"][number])
+        mask = [False] * len(ids)
+        for start, end in _spans(tokenizer, text, ids, encoding):
+            mask[start:end] = [True] * (end - start)
+        if is_plain:
+            ids, appended = _with_end(ids, appended, tokenizer.eos_token_id)
+            mask += [True] * (len(ids) + len(appended) - len(mask))
+        if is_plain and _begins_twice(ids, tokenizer.bos_token_id):
+            ids, mask = ids[1:], mask[1:]
+        if mask:
+            mask[0] = False
+        found.append(([*ids, *appended], mask))
+    return found
 
-    This is TRL's rule (``add_eos`` in `SFTTrainer._prepare_dataset`), except for a tokenizer that appends that token
-    by itself, after which TRL has it twice.
-    """
-    ids, appended = _tokenize(tokenizer, text)
-    end = tokenizer.eos_token_id
-    if end is not None:
-        ids += [end] if ids[-1:] != [end] else []
-        appended = appended[1:] if appended[:1] == [end] else appended
-    return [*ids, *appended], [True] * (len(ids) + len(appended))
 
-
-def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> list[int]:
-    """Return the token ids of ``prompt`` without those that the tokenizer appends: an answer follows."""
-    return _tokenize(tokenizer, prompt)[0]
-
-
-def _tokenize(tokenizer: "PreTrainedTokenizerBase", text: str) -> tuple[list[int], list[int]]:
-    """Return the token ids of ``text`` after the special tokens before it, and the special tokens that are appended.
-
-    Text without a token has all of them before it.
-    """
-    encoded = tokenizer(text, verbose=False, return_special_tokens_mask=True)
-    ids, added = list(encoded["input_ids"]), encoded["special_tokens_mask"]
+def _split_appended(ids: list[int], added: list[int]) -> tuple[list[int], list[int]]:
+    """Return token ids without those that the tokenizer appends, and these; text without a token has none of them."""
     end = max((at for at, is_added in enumerate(added, start=1) if not is_added), default=len(ids))
     return ids[:end], ids[end:]
 
 
-def encode_completion(tokenizer: "PreTrainedTokenizerBase", prompt: str, completion: str) -> Tokens:
-    """Encode prompt and completion as one text, with loss from the first token that the prompt alone does not have.
+def _begins_twice(ids: list[int], begin: int | None) -> bool:
+    """Return True for a text that already has the beginning-of-sequence token that the tokenizer adds."""
+    return begin is not None and ids[:2] == [begin, begin]
 
-    A token across the boundary (a prompt that ends in a space) contains part of the completion and is learned.
+
+def _with_end(ids: list[int], appended: list[int], end: int | None) -> tuple[list[int], list[int]]:
+    """Return the tokens of a text with one end-of-sequence token, and the others that the tokenizer appends.
+
+    This is TRL's rule (``add_eos`` in `SFTTrainer._prepare_dataset`), except for a tokenizer that appends that token
+    by itself, after which TRL has it twice.
     """
-    from trl.data_utils import common_prefix_length
+    if end is None:
+        return ids, appended
+    rest = appended[1:] if appended[:1] == [end] else appended
+    return [*ids, *([end] if ids[-1:] != [end] else [])], rest
 
-    ids, _ = encode_text(tokenizer, prompt + completion)
-    start = common_prefix_length(encode_prompt(tokenizer, prompt), ids)
-    return ids, [False] * start + [True] * (len(ids) - start)
 
+def _spans(tokenizer: "PreTrainedTokenizerBase", text: Rendered, ids: list[int], encoding: Any) -> list[Span]:
+    """Return the tokens of each learned span.
 
-def encode_chat(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], learn_from: int = 0, tools: Any = None
-) -> Tokens:
-    """Encode a conversation with the tokenizer's chat template; the assistant's tokens are learned.
-
-    ``learn_from`` is the index of the first message that may be learned. If the template marks the assistant's tokens
-    (`{% generation %}`), the marks decide. Otherwise, the learned tokens are those that each assistant message adds to
-    the conversation before it and the assistant's header. Raises `DataError` if there is no template, or if it renders
-    earlier messages differently when later ones follow, because a difference then has no meaning. A message with weight
-    0 is not learned.
+    Where a token joins the end of a context with what follows, the span begins at the first token that differs from
+    those of the context.
     """
-    if tokenizer.is_fast and _GENERATION.search(_template(tokenizer, tools)):
-        ids, mask = _encode_marked(tokenizer, messages, learn_from, tools)
-        changed = [index for index, message in enumerate(messages) if is_unlearned(message)]
-    else:
-        ids = apply_template(tokenizer, messages, tools)
-        mask = [False] * len(ids)
-        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        changed = [index for index in answers if index >= learn_from and not is_unlearned(messages[index])]
-    for index in changed:
-        start = _prefix_length(tokenizer, messages[:index], tools, ids, header=True)
-        end = _prefix_length(tokenizer, messages[: index + 1], tools, ids, header=False)
-        mask[start:end] = [not is_unlearned(messages[index])] * (end - start)
-    return ids, mask
+
+    def first(at: int) -> tuple[int, bool]:
+        """Return the first token from the character ``at`` on, and True if it begins there."""
+        inside = (encoding.char_to_token(position) for position in range(at, len(text.text)))
+        token = next((found for found in inside if found is not None), len(ids))
+        return token, token == len(ids) or encoding.token_to_chars(token)[0] >= at
+
+    def common(at: int) -> int:
+        from trl.data_utils import common_prefix_length
+
+        return int(common_prefix_length(encode_prompt(tokenizer, text.text[:at], is_plain=text.is_plain), ids))
+
+    found = []
+    for start, end in text.learned:
+        if encoding is None:  # a tokenizer without offsets
+            found.append((common(start) if start else 0, common(end)))
+            continue
+        token, is_whole = first(start) if start else (0, True)
+        found.append((token if is_whole else min(token, common(start)), first(end)[0]))
+    return found
 
 
-def is_unlearned(message: Message) -> bool:
-    """Return True for a message of the assistant with weight 0, as in OpenAI's format."""
-    return message["role"] == "assistant" and message.get("weight") == 0
-
-
-def _encode_marked(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], learn_from: int, tools: Any
-) -> Tokens:
-    encoded = tokenizer.apply_chat_template(
-        list(messages), tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
-    ids, marks = list(encoded["input_ids"]), encoded["assistant_masks"]
-    prompt = messages[:learn_from]
-    prompt_has_assistant = any(message["role"] == "assistant" for message in prompt)
-    start = _prefix_length(tokenizer, prompt, tools, ids, header=True) if prompt_has_assistant else 0
-    return ids, [bool(mark) and position >= start for position, mark in enumerate(marks)]
-
-
-def _prefix_length(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], tools: Any, ids: list[int], *, header: bool
-) -> int:
-    """Return the number of tokens of ``messages`` (and the assistant header), which are a prefix of ``ids``."""
-    if not messages:
-        return 0
-    prefix = apply_template(tokenizer, messages, tools, header=header)
-    if ids[: len(prefix)] != prefix:
-        raise DataError(
-            "the chat template renders the first messages differently when others follow, so the assistant's tokens "
-            "cannot be determined. Give the tokenizer a template with {% generation %} marks, split the conversation "
-            "so that it ends with its only assistant message, or set data.loss_on: all."
-        )
-    return len(prefix)
-
-
-def apply_template(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], tools: Any = None, *, header: bool = False
-) -> list[int]:
-    """Return the token ids of a conversation, with ``header`` followed by the header of an assistant's turn."""
-    settings = {"tools": tools, "chat_template": _template(tokenizer, tools), "add_generation_prompt": header}
-    return list(tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False, **settings))
-
-
-def _template(tokenizer: "PreTrainedTokenizerBase", tools: Any) -> str:
-    if tokenizer.chat_template is None:
-        raise ModelError(
-            f"The tokenizer of {tokenizer.name_or_path!r} has no chat template, and the data are conversations. Name "
-            "a template with data.chat_template, use an instruction-tuned model, or provide the data as prompt and "
-            "completion text."
-        )
-    return tokenizer.get_chat_template(tools=tools)
+def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str, *, is_plain: bool = True) -> list[int]:
+    """Return the token ids of ``prompt`` without those that the tokenizer appends: an answer follows."""
+    encoded = tokenizer(prompt, add_special_tokens=is_plain, return_special_tokens_mask=True, verbose=False)
+    ids, _ = _split_appended(list(encoded["input_ids"]), encoded["special_tokens_mask"])
+    return ids

@@ -3,8 +3,10 @@
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from shardmake.config.chat_template import read_template
 from shardmake.config.models import Run
@@ -12,9 +14,12 @@ from shardmake.config.objectives import OBJECTIVES
 from shardmake.core.atomic import digest
 from shardmake.core.errors import DataError, ModelError
 from shardmake.core.units import plural
-from shardmake.data.encode import Encoder, answer_tokens, loss_on_assistant
+from shardmake.data.chat import ChatTemplate
+from shardmake.data.encode import Encoder, TokenPair, Tokens, answer_tokens, loss_on_assistant, tokenize
+from shardmake.data.files import RawRow
 from shardmake.data.layout import Layout, check_named, recognize
 from shardmake.data.packing import KEPT, fit, fit_pair
+from shardmake.data.placeholders import Rendered
 from shardmake.data.sources import (
     EVAL_SPLITS,
     TRAIN_SPLITS,
@@ -23,12 +28,24 @@ from shardmake.data.sources import (
     first_rows,
     locate,
     no_examples,
+    open_raw,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+Columns = dict[str, list[Any]]
+APART: Final = "apart"
+LEAST_SHARE: Final = 0.01
+"""Smallest share of learned tokens in conversations that is no reason for a warning."""
+MOST_BAD: Final = 0.05
+"""Largest part of the rows of a source that ``data.on_bad_row: drop`` leaves out."""
+_EMPTY: Final[Mapping[str, Mapping[str, Any]]] = {
+    "preference": {"rejected_ids": []},
+    "unpaired-preference": {"label": False, "cut_ids": []},
+}
+"""Columns of a format for a row without tokens."""
 
 
 @dataclass(frozen=True)
@@ -107,14 +124,33 @@ def first_of(source: Source, limit: int) -> list[Row]:
     return rows
 
 
-def make_encoder(part: Part, tokenizer: "PreTrainedTokenizerBase", rows: Sequence[Row]) -> Encoder:
+def open_chat_template(run: Run, tokenizer: "PreTrainedTokenizerBase", day: date) -> ChatTemplate:
+    """Return the chat template of ``run``; ``day`` is for a template that reads the clock."""
+    stops = [token for token in _stop_ids(run) | {tokenizer.eos_token_id} if token is not None]
+    texts = frozenset(text for text in tokenizer.convert_ids_to_tokens(sorted(stops)) if text)
+    return ChatTemplate(tokenizer, texts, run.data.template_arguments, run.data.turns, day)
+
+
+def _stop_ids(run: Run) -> set[int]:
+    """Return the tokens at which generation with the run's model stops, as far as its files state them."""
+    from transformers import GenerationConfig
+
+    try:
+        found = GenerationConfig.from_pretrained(run.model, revision=run.revision).eos_token_id
+    except (OSError, ValueError):  # no such file, as of many base models
+        return set()
+    return set(found) if isinstance(found, list) else {found}
+
+
+def make_encoder(part: Part, tokenizer: "PreTrainedTokenizerBase", rows: Sequence[Row], day: date) -> Encoder:
     """Return the encoder for the data of ``part`` that begin with ``rows``, and log what was recognized."""
     layout = recognize_layout(part, rows)
     unused = [column for column in _columns_of(rows) if column not in layout.columns.values()]
     rest = f" Columns that are not used: {', '.join(unused)}." if unused else ""
     logger.info(f"{part.source}: the examples are in the format {layout}.{rest}")
     run = part.run
-    return Encoder(tokenizer, layout, loss_on_assistant(run.data, layout.format), OBJECTIVES[run.objective].cuts)
+    chat = open_chat_template(run, tokenizer, day)
+    return Encoder(chat, layout, loss_on_assistant(run.data, layout.format), OBJECTIVES[run.objective].cuts)
 
 
 def recognize_layout(part: Part, rows: Sequence[Row]) -> Layout:
@@ -129,32 +165,56 @@ def _columns_of(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(column for row in rows for column in row.columns))
 
 
-def encode_rows(rows: Iterable[Row], encoder: Encoder, length: int) -> dict[str, list[Any]]:
-    """Return the pieces of ``rows`` as columns of a data set, each at most ``length`` tokens long.
+def encode_rows(rows: Iterable[RawRow], encoder: Encoder, length: int, *, drop: bool) -> Columns:
+    """Return the pieces of ``rows``, which are opened here, as columns, each of at most ``length`` tokens.
 
-    ``dropped`` has the place of a dropped example. Pairs also have ``rejected_ids``. Completions with labels have
-    ``label`` and ``cut_ids``: the tokens after the cut for which a prompt of one token has room, because the completion
-    may also follow the prompt of another example.
+    ``dropped`` has the place of a dropped example, and ``note`` why, with ``drop`` also for a bad row. A conversation
+    of several examples has `APART` there. Pairs also have ``rejected_ids``. Completions with labels have ``label`` and
+    ``cut_ids``: the tokens after the cut for which a prompt of one token has room, because the completion may also
+    follow the prompt of another example.
     """
-    pieces = [piece for row in rows for piece in _pieces(row, encoder, length)]
+    opened, texts = list[tuple[Row | None, Any]](), list[Rendered]()
+    for raw in rows:
+        row = None
+        try:
+            row = open_raw(raw)
+            rendered = encoder.render(row.example, row.place)
+        except DataError as error:
+            if not drop:
+                raise
+            opened.append((row, error))
+        else:
+            opened.append((row, len(rendered)))
+            texts += rendered
+    tokens = iter(tokenize(encoder.tokenizer, texts))
+    pieces: list[dict[str, Any]] = []
+    for row, found in opened:
+        if row is None or isinstance(found, DataError):
+            cause = getattr(found, "cause", "not in the format")
+            bad = {"input_ids": [], "loss_mask": [], "seq_lengths": [0], "outcome": "dropped_bad", "note": cause}
+            pieces.append({**bad, "dropped": str(found), **_EMPTY.get(encoder.layout.format, {})})
+        else:
+            pieces += _pieces(row, list(islice(tokens, found)), encoder, length)
     return {name: [piece[name] for piece in pieces] for name in pieces[0]}
 
 
-def _pieces(row: Row, encoder: Encoder, length: int) -> Iterator[dict[str, Any]]:
+def _pieces(row: Row, encoded: list[Tokens], encoder: Encoder, length: int) -> Iterator[dict[str, Any]]:
     format, others = encoder.layout.format, dict[str, Any]()
+    fitted = [piece for tokens in encoded[:1] for piece in fit(tokens, length, split=format == "text")]
     if format == "preference":
-        pair, outcome = fit_pair(encoder.pair(row.example, row.place), length, cuts=encoder.cuts)
+        pair, outcome = fit_pair(TokenPair.of(*encoded), length, cuts=encoder.cuts)
         fitted, others["rejected_ids"] = [(answer_tokens(pair.prompt, pair.chosen), outcome)], pair.rejected
+    elif format == "unpaired-preference":
+        ids, mask = encoded[0]
+        others["label"] = row.example[encoder.layout.columns["label"]]
+        others["cut_ids"] = ids[length : mask.index(True) + length - 1] if any(mask) else []
     else:
-        ids, mask = encoder(row.example, row.place)
-        fitted = fit((ids, mask), length, split=format == "text")
-        if format == "unpaired-preference":
-            others["label"] = row.example[encoder.layout.columns["label"]]
-            others["cut_ids"] = ids[length : mask.index(True) + length - 1] if any(mask) else []
-    for (ids, mask), outcome in fitted:
+        fitted += [piece for tokens in encoded[1:] for piece in fit(tokens, length, split=False)]
+    is_apart = format != "preference" and len(encoded) > 1
+    for number, ((ids, mask), outcome) in enumerate(fitted):
         place = "" if outcome in KEPT else row.place
         piece = {"input_ids": ids, "loss_mask": mask, "seq_lengths": [len(ids)], "outcome": outcome, "dropped": place}
-        yield piece | others
+        yield piece | others | {"note": APART if is_apart and number == 0 else ""}
 
 
 def check_divisible(count: int, run: Run) -> None:
@@ -163,6 +223,39 @@ def check_divisible(count: int, run: Run) -> None:
         raise DataError(
             f"Too little data: {run.data.names} has one example, and evaluation needs another one. Set data.eval "
             "or add data."
+        )
+
+
+def check_bad_rows(part: str, notes: Mapping[str, int], counts: Mapping[str, int], dropped: Sequence[str]) -> None:
+    """Log the rows that were dropped by cause; raise `DataError` if they are more than `MOST_BAD` of the rows."""
+    bad = {cause: count for cause, count in notes.items() if cause != APART}
+    if not bad:
+        return
+    causes = "; ".join(f"{count:,} {cause}" for cause, count in sorted(bad.items()))
+    message = f"Bad rows of the {part} data: {sum(bad.values()):,} of {counts['examples']:,} ({causes}). "
+    message += f"The first: {' '.join(dropped)}"
+    if sum(bad.values()) > max(1, MOST_BAD * counts["examples"]):  # one of few held-out rows is not many
+        raise DataError(f"{message} data.on_bad_row: drop allows {MOST_BAD:.0%}. Correct the data.")
+    logger.warning(message)
+
+
+def describe_apart(part: str, notes: Mapping[str, int]) -> None:
+    """Log how many conversations become several examples."""
+    if notes.get(APART):
+        logger.info(
+            f"The chat template renders turns of the {part} data differently once others follow: of "
+            f"{plural(notes[APART], 'conversation')} each turn is an example with its own context (data.turns)."
+        )
+
+
+def check_shares(part: str, learned: int, tokens: int, encoder: Encoder) -> None:
+    """Log a warning if nearly none or all of the tokens of conversations are learned."""
+    share = learned / max(1, tokens)
+    is_chat = encoder.layout.format in ("chat", "sharegpt") and encoder.assistant_only
+    if is_chat and tokens and (share < LEAST_SHARE or share == 1):
+        logger.warning(
+            f"{learned:,} of {tokens:,} tokens of the {part} data are learned ({share:.2%}). Look at examples with "
+            "shardmake data NAME --show 3."
         )
 
 
@@ -220,6 +313,7 @@ def describe_outcomes(counts: Mapping[str, Any]) -> str:
         "dropped_without_loss": "dropped, with nothing to learn",
         "dropped_loss_truncated": "dropped, with nothing to learn before the cut",
         "dropped_too_long": "dropped, longer than sequence_length",
+        "dropped_bad": "dropped as bad rows",
     }
     parts_found = [f"{counts[key]:,} {words}" for key, words in parts.items() if counts[key]]
     return "; ".join([plural(counts["examples"], "example"), *parts_found])

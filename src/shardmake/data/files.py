@@ -1,8 +1,8 @@
-"""Rows of text files: JSON lines, JSON arrays, CSV and TSV, plain or compressed.
+"""Rows of files: JSON lines, JSON arrays, CSV and TSV, plain or compressed, and Parquet.
 
-Every row is the bytes of one JSON object with its place in the file. The readers of `datasets` do not serve here: they
-name no line in errors, and turn cells such as ``NA`` and ``007`` into other values. The rows become a memory-mapped
-data set through ``datasets.Dataset.from_generator``.
+Every row of a text file is the bytes of one JSON object with its place in the file. The readers of `datasets` do not
+serve here: they name no line in errors, turn cells such as ``NA`` and ``007`` into other values, and texts that look
+like dates into dates.
 """
 
 import bz2
@@ -15,7 +15,7 @@ import lzma
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Final
@@ -23,19 +23,20 @@ from typing import IO, Any, Final
 from shardmake.config.formats import data_kind
 from shardmake.core.errors import DataError
 from shardmake.core.units import plural
+from shardmake.data.parquet import parquet_rows
 
-LINE, PLACE = "__line__", "__place__"
+RawRow = tuple[str, bytes | dict[str, Any]]
+"""The place of a row, and its line, or its columns if the file has types."""
 _CHUNK = 2**20
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
-def text_rows(paths: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of text files; raise `DataError` with file and line for content that cannot be read."""
-    for path in paths:
+def raw_rows(paths: Iterable[Path]) -> Iterator[RawRow]:
+    """Yield the rows of files; raise `DataError` with file and line for content that cannot be read."""
+    for path in map(str, paths):
         with _reading_errors(path), _open(path) as file:
-            for place, line in _READERS[data_kind(path) or ""](path, file):
-                yield {PLACE: place, LINE: line}
+            yield from _READERS[data_kind(path) or ""](path, file)
 
 
 @contextmanager
@@ -166,9 +167,10 @@ def _csv_row(names: list[str], cells: list[str], place: str) -> bytes:
     return json.dumps(dict(zip(names, cells, strict=True))).encode()
 
 
-_READERS: Final[Mapping[str, Callable[[str, Any], Iterator[tuple[str, bytes]]]]] = {
+_READERS: Final[Mapping[str, Callable[[str, Any], Iterator[RawRow]]]] = {
     ".jsonl": _json_lines,
     ".json": _json,
     ".csv": _csv,
     ".tsv": _csv,
+    ".parquet": parquet_rows,
 }

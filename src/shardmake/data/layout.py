@@ -17,18 +17,27 @@ from shardmake.core.errors import DataError, nearest
 
 Example = Mapping[str, Any]
 Message = Mapping[str, Any]
+_REASONING: Final = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message that hold what the model thinks before it answers."""
+_CALL: Final = '{"function": {"name": "...", "arguments": {...}}}'
 _ROLES: Final[Mapping[str, str]] = {
     "system": "system",
+    "developer": "developer",
     "human": "user",
     "user": "user",
     "gpt": "assistant",
     "assistant": "assistant",
     "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
     "tool": "tool",
     "function": "tool",
     "observation": "tool",
+    "ipython": "tool",
 }
 """Roles of ShareGPT, and the roles that chat templates use for them."""
+_MEDIA: Final = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns of data sets whose conversations refer to images, films or sounds."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,11 @@ class Layout:
 
         ``place`` names the example in errors. Raises `DataError` for a missing column and for a value of another type.
         """
+        if media := [name for name in _MEDIA if example.get(name) and name not in self.columns.values()]:
+            raise DataError(
+                f"{place}: this example has {' and '.join(media)}. Only text is trained, also of models that take "
+                "images or sounds. Remove such examples, or the column if their text stands alone."
+            )
         missing = [self.columns[c] for c in FORMATS[self.format].required if self.columns[c] not in example]
         if missing:
             raise DataError(
@@ -57,15 +71,30 @@ class Layout:
             return {"text": self._text(example, "text", place)}
         if self.format == "alpaca":
             return {"messages": self._instruction(example, place)}
-        tools = _tools(example.get(self.columns["tools"]), f"{place}: {self.columns['tools']}")
+        found = self._tools_and_arguments(example, place)
         if self.format == "preference":
-            return {**self._pair(example, place), "tools": tools}
-        if self.format == "prompt-completion":
-            return {**self._prompt_and_completion(example, place), "tools": tools}
+            found |= self._pair(example, place)
+        elif self.format == "chat" or self.format == "sharegpt":
+            messages = self._messages(example, "messages", place)
+            found["messages"] = [*self._system(example, messages, place), *messages]
+        else:
+            found |= self._prompt_and_completion(example, place)
         if self.format == "unpaired-preference":
-            return {**self._prompt_and_completion(example, place), "label": self._label(example, place), "tools": tools}
-        messages = self._messages(example, "messages", place)
-        return {"messages": [*self._system(example, messages, place), *messages], "tools": tools}
+            found["label"] = self._label(example, place)
+        if found and isinstance(found.get("prompt"), str) and found["tools"]:
+            raise DataError(
+                f"{place}: {self.columns['tools']} belongs to a conversation, and {self.columns['prompt']} is text. "
+                "Write both as lists of messages, or remove the tools."
+            )
+        return found
+
+    def _tools_and_arguments(self, example: Example, place: str) -> dict[str, Any]:
+        name = self.columns["template_arguments"]
+        arguments = example.get(name)
+        if arguments is not None and not isinstance(arguments, dict):
+            raise DataError(f"{place}: {name} is {type(arguments).__name__}. Write an object of template arguments.")
+        tools = _tools(example.get(self.columns["tools"]), f"{place}: {self.columns['tools']}")
+        return {"tools": tools} | ({"arguments": arguments} if arguments else {})
 
     def _text(self, example: Example, column: str, place: str) -> str:
         name = self.columns[column]
@@ -154,11 +183,17 @@ class Layout:
 
     def _message(self, message: Message, place: str) -> Message:
         role, content = self.columns["role"], self.columns["content"]
-        rest = {key: value for key, value in message.items() if key not in (role, content)}
-        if message.get(content) is None and not rest.get("tool_calls"):
+        rest = {key: value for key, value in message.items() if key not in (role, content) and value is not None}
+        calls = _calls(rest.pop("tool_calls", None), f"{place}.tool_calls")
+        thoughts = [rest.pop(key) for key in _REASONING if key in rest]
+        if message.get(content) is None and not calls:
             raise DataError(f"{place} has no {content}. Its keys: {', '.join(message)}.")
         text = _join(message.get(content), f"{place}.{content}")
         found = {"role": self._role(message[role], f"{place}.{role}"), "content": text, **rest}
+        if any(thoughts):
+            found["reasoning_content"] = _join(next(filter(None, thoughts)), f"{place}.reasoning_content")
+        if calls:
+            found["tool_calls"] = calls
         self._check_weight(found, place)
         return found
 
@@ -182,6 +217,11 @@ class Layout:
         if role not in _ROLES:
             raise DataError(f"{place} is {role!r}.{nearest(role, _ROLES)} Allowed: {', '.join(_ROLES)}.")
         return _ROLES[role]
+
+
+def is_unlearned(message: Message) -> bool:
+    """Return True for a message of the assistant with weight 0, as in OpenAI's format."""
+    return message["role"] == "assistant" and message.get("weight") == 0
 
 
 def split_prompt(chosen: Any, rejected: Any, place: str) -> dict[str, Any]:
@@ -224,6 +264,28 @@ def _encodable(text: str, place: str) -> str:
             f"{place} is not text: {found} is half of a surrogate pair. Write the character whole."
         ) from None
     return text
+
+
+def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    """Return calls of tools in OpenAI's form, with arguments as objects; they may be JSON in text, or lack a frame."""
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise DataError(f"{place} is not a list of calls. Write each as {_CALL}.")
+    found = []
+    for index, call in enumerate(calls or []):
+        function = call["function"] if isinstance(call.get("function"), dict) else call
+        arguments = function.get("arguments", function.get("parameters", {}))
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments) if arguments.strip() else {}
+            except ValueError as error:
+                raise DataError(
+                    f"{place}[{index}]: the arguments are not valid JSON: {error}. Write an object."
+                ) from None
+        if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
+            raise DataError(f"{place}[{index}] is not a call with a name and arguments. Write {_CALL}.")
+        frame = call if function is not call else {key: call[key] for key in ("id",) if key in call}
+        found.append({"type": "function", **frame, "function": {"name": function["name"], "arguments": arguments}})
+    return found
 
 
 def _tools(tools: Any, place: str) -> list[Any] | None:

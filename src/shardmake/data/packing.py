@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 Outcome = Literal[
-    "whole", "truncated", "split", "continued", "dropped_without_loss", "dropped_loss_truncated", "dropped_too_long"
-]
+    "whole", "truncated", "split", "continued", "dropped_without_loss", "dropped_loss_truncated", "dropped_too_long",
+    "dropped_bad",
+]  # fmt: skip
 KEPT: tuple[Outcome, ...] = ("whole", "truncated", "split", "continued")
 _TOKENS_PACKED_AT_ONCE = 2**25
 NAMED = 5
@@ -30,7 +31,9 @@ def fit(tokens: Tokens, length: int, *, split: bool) -> list[tuple[Tokens, Outco
     an outcome with the reason: there were none, or they were after the cut.
     """
     ids, mask = tokens
-    starts = range(0, len(ids), length) if split else range(min(1, len(ids)))
+    starts = list(range(0, len(ids), length)) if split else [0][: len(ids)]
+    if len(starts) > 1 and starts[-1] == len(ids) - 1:
+        starts[-1] -= 1  # a single token would have nothing before it
     pieces = [(ids[i : i + length], [False, *mask[i + 1 : i + length]]) for i in starts]
     if not any(mask[1:]):
         return [(([], []), "dropped_without_loss")]
@@ -75,7 +78,14 @@ def pack(examples: "datasets.Dataset", length: int, cache_file: Path, fingerprin
 def count_outcomes(outcomes: Iterable[Outcome]) -> dict[str, int]:
     """Count examples by outcome; ``truncated``, ``split`` and ``dropped_*`` are parts of ``examples``."""
     counts: Mapping[str, int] = Counter(outcomes)
-    reported = ("truncated", "split", "dropped_without_loss", "dropped_loss_truncated", "dropped_too_long")
+    reported = (
+        "truncated",
+        "split",
+        "dropped_without_loss",
+        "dropped_loss_truncated",
+        "dropped_too_long",
+        "dropped_bad",
+    )
     return {
         "examples": sum(counts.values()) - counts["continued"],
         **{outcome: counts[outcome] for outcome in reported},
@@ -101,12 +111,14 @@ def token_digests(examples: "datasets.Dataset") -> "np.ndarray":
     """Return a 64-bit digest of the tokens of each example."""
     import numpy as np
 
-    digests: list[bytes] = []
+    digests, at = np.empty(len(examples), np.uint64), 0
     for table in examples.select_columns("input_ids").with_format("arrow").iter(1000):
         for chunk in table.column(0).chunks:
             tokens, offsets = chunk.values.to_numpy(), chunk.offsets.to_numpy()
-            digests += (blake2b(tokens[a:b].tobytes(), digest_size=8).digest() for a, b in pairwise(offsets))
-    return np.frombuffer(b"".join(digests), dtype=np.uint64)
+            for a, b in pairwise(offsets):
+                digests[at] = int.from_bytes(blake2b(tokens[a:b].tobytes(), digest_size=8).digest(), "little")
+                at += 1
+    return digests
 
 
 def count_repeated(examples: "np.ndarray", others: "np.ndarray") -> int:

@@ -1,8 +1,13 @@
-"""Parquet files: their first rows, their columns, and the numbers of their rows."""
+"""Rows of Parquet files, with the values that JSON lines of the same examples have.
 
-from collections.abc import Iterator
-from functools import lru_cache
-from itertools import accumulate
+Arrow gives all rows the same keys. A key that only other rows have comes back as null, so nulls are left out, except
+those of a key that has no value in any row: it would not be in the file if no row had it. Columns of the type JSON
+(`datasets` writes them for messages with unequal keys) keep every null.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,77 +16,60 @@ from shardmake.core.errors import DataError
 if TYPE_CHECKING:
     import pyarrow
 
+_ROWS_AT_ONCE = 256
 
-def parquet_rows(paths: tuple[Path, ...], batch_size: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the files, of which ``batch_size`` are in memory at once."""
+
+def parquet_rows(path: str, file: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield place and columns of each row of the open ``file``; few rows are in memory at once."""
+    import pyarrow
     import pyarrow.parquet
 
-    for path in paths:
-        try:
-            with pyarrow.parquet.ParquetFile(path) as file:
-                for batch in file.iter_batches(batch_size):
-                    yield from batch.to_pylist()
-        except (pyarrow.ArrowException, OSError) as error:
-            if getattr(error, "errno", None) is not None:
-                raise
-            raise unreadable(str(path), error) from None
+    number = 0
+    with _reading_errors(path), pyarrow.parquet.ParquetFile(file) as table:
+        decode = {field.name: _decoder(field.type) for field in table.schema_arrow}
+        for batch in table.iter_batches(_ROWS_AT_ONCE):
+            for number, row in enumerate(batch.to_pylist(), start=number + 1):  # noqa: B020 - it counts on
+                yield f"{path}, row {number}", {key: decode[key](value) for key, value in row.items()}
 
 
-def unreadable(source: str, cause: BaseException) -> DataError:
-    """Return the error for a source that a library cannot read because of ``cause``."""
-    problem = " ".join(str(cause).split()).rstrip(".")
-    return DataError(f"Cannot read {source}: {problem}. Write it again, or name another one.")
-
-
-def filled_parts(paths: tuple[Path, ...]) -> tuple[list[Path], "pyarrow.Schema | None"]:
-    """Return the files that have rows, and the schema of all of them: `datasets` cannot read a file without rows.
-
-    Raises `DataError` for a file that is not Parquet, has other columns than the first, or types that Arrow does not
-    unify with those of the files before it.
-    """
+def count_parquet_rows(path: Path) -> int:
+    """Return the number of rows of a file, which its end states."""
     import pyarrow.parquet
 
-    parts: list[Path] = []
-    common: pyarrow.Schema | None = None
-    for path in paths:
-        try:
-            metadata = pyarrow.parquet.read_metadata(path)
-        except pyarrow.ArrowInvalid as error:
-            raise DataError(f"{path} is not a Parquet file: {error}. Write it again, or name another file.") from None
-        if metadata.num_rows:
-            schema = _without_dictionaries(metadata.schema.to_arrow_schema())
-            common = schema if common is None else _unified(common, schema, path, parts[0])
-            parts.append(path)
-    return parts, common
+    with _reading_errors(str(path)):
+        return int(pyarrow.parquet.read_metadata(path).num_rows)
 
 
-def _without_dictionaries(schema: "pyarrow.Schema") -> "pyarrow.Schema":
-    """Return ``schema`` with the types of the values, which Arrow does not unify with dictionaries of them."""
+@contextmanager
+def _reading_errors(path: str) -> Iterator[None]:
     import pyarrow
 
-    kinds = [getattr(kind, "value_type", kind) if pyarrow.types.is_dictionary(kind) else kind for kind in schema.types]
-    return pyarrow.schema(zip(schema.names, kinds, strict=True))
-
-
-def _unified(common: "pyarrow.Schema", schema: "pyarrow.Schema", path: Path, first: Path) -> "pyarrow.Schema":
-    import pyarrow
-
-    if set(schema.names) != set(common.names):
-        raise DataError(
-            f"Columns differ: {path} has {', '.join(schema.names)}; {first} has {', '.join(common.names)}. Use the "
-            "same columns in all files."
-        )
     try:
-        return pyarrow.unify_schemas([common, schema], promote_options="permissive")
-    except pyarrow.ArrowTypeError as error:
-        raise DataError(
-            f"Types differ between {first} and {path}: {error}. Write the column with the same type in all files."
-        ) from None
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        if getattr(error, "errno", None) is not None:
+            raise
+        problem = " ".join(str(error).split()).rstrip(".")
+        raise DataError(f"Cannot read {path}: {problem}. Write it again, or name another one.") from None
 
 
-@lru_cache
-def last_numbers(paths: tuple[Path, ...]) -> list[int]:
-    """Return the number of the last row of each file, counted over all of them."""
-    import pyarrow.parquet
+def _decoder(kind: "pyarrow.DataType") -> Callable[[Any], Any]:
+    """Return the function from a value of a column of type ``kind``, as Arrow gives it, to that of JSON lines."""
+    import pyarrow
 
-    return list(accumulate(pyarrow.parquet.read_metadata(path).num_rows for path in paths))
+    if isinstance(kind, pyarrow.JsonType):
+        return lambda value: None if value is None else json.loads(value)
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind):
+        item = _decoder(kind.value_type)
+        return lambda values: None if values is None else [item(value) for value in values]
+    if pyarrow.types.is_struct(kind):
+        fields = {field.name: _decoder(field.type) for field in kind}
+        always = {field.name for field in kind if pyarrow.types.is_null(field.type)}
+
+        def decode(value: Any) -> Any:
+            if value is None:
+                return None
+            return {key: fields[key](part) for key, part in value.items() if part is not None or key in always}
+
+        return decode
+    return lambda value: value

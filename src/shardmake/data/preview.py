@@ -1,11 +1,12 @@
 """The first training examples as text, with the tokens marked that carry loss."""
 
 from collections.abc import Iterator, Sequence
+from datetime import date
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from shardmake.config.models import Run
-from shardmake.data.encode import Tokens, answer_tokens
+from shardmake.data.encode import TokenPair, Tokens, answer_tokens
 from shardmake.data.examples import first_of, load_tokenizer, locate_parts, make_encoder
 from shardmake.data.sources import FIRST_ROWS
 
@@ -16,23 +17,26 @@ if TYPE_CHECKING:
 def preview(run: Run, count: int) -> Iterator[str]:
     """Yield a heading and the text of each of the first ``count`` training examples of each source; nothing is written.
 
-    Loss tokens stand in ``[[ ]]``; of a pair, both answers are shown. ``[cut: N tokens]`` marks where
-    ``sequence_length`` ends. Raises what the data stage raises for these examples.
+    Loss tokens stand in ``[[ ]]``; of a pair, both answers are shown, and of turns that are apart, each with its
+    context. ``[cut: N tokens]`` marks where ``sequence_length`` ends. Raises what the data stage raises for these
+    examples.
     """
     tokenizer = load_tokenizer(run)
     parts = locate_parts(run)  # of raw data, which has no examples, those of the evaluation
     for part in [part for part in parts if part.split == parts[0].split]:
         rows = first_of(part.source, max(count, FIRST_ROWS))
-        encoder = make_encoder(part, tokenizer, rows)
+        encoder = make_encoder(part, tokenizer, rows, date.today())
+        cut = None if encoder.layout.format == "text" else run.sequence_length
         for row in rows[:count]:
-            ids, learned = encoder(row.example, row.place)
-            heading = f"{row.place}: {len(ids):,} tokens, {sum(learned[: run.sequence_length]):,} of them learned"
-            cut = None if encoder.layout.format == "text" else run.sequence_length
-            lines = [heading, marked(tokenizer, (ids, learned), cut)]
+            examples = encoder(row.example, row.place)
+            titles = [f", turn {number} of {len(examples)}" for number in range(1, len(examples) + 1)]
             if encoder.layout.format == "preference":
-                pair = encoder.pair(row.example, row.place)
-                lines += ["rejected:", marked(tokenizer, answer_tokens(pair.prompt, pair.rejected), cut)]
-            yield "\n".join(lines) + "\n"
+                pair = TokenPair.of(*examples)
+                examples = [answer_tokens(pair.prompt, answer) for answer in (pair.chosen, pair.rejected)]
+                titles = [", chosen", ", rejected"]
+            for (ids, learned), title in zip(examples, titles if len(examples) > 1 else [""], strict=True):
+                heading = f"{row.place}{title}: {len(ids):,} tokens, {sum(learned[:cut]):,} of them learned"
+                yield f"{heading}\n{marked(tokenizer, (ids, learned), cut)}\n"
 
 
 def marked(tokenizer: "PreTrainedTokenizerBase", tokens: Tokens, cut: int | None = None) -> str:

@@ -88,7 +88,11 @@ def _take_splits(folder: Path, receipt: DataReceipt, work: Path) -> bool:
     for split in ("train", "eval"):
         shutil.rmtree(work / split, ignore_errors=True)
         shutil.copytree(folder / split, work / split, copy_function=link_or_copy)
-    return all(sha256(work / file.path) == file.sha256 for part in (receipt.train, receipt.eval) for file in part.files)
+    if all(sha256(work / file.path) == file.sha256 for part in (receipt.train, receipt.eval) for file in part.files):
+        return True
+    for split in ("train", "eval"):
+        shutil.rmtree(work / split)
+    return False
 
 
 def link_or_copy(source: str, target: str) -> None:

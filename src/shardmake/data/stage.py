@@ -8,7 +8,8 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,17 +19,23 @@ from shardmake.core.atomic import digest, fsync_directory
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import plural
 from shardmake.data.build import build
-from shardmake.data.examples import describe_outcomes, load_tokenizer, locate_parts, tokenizer_digest
+from shardmake.data.examples import (
+    describe_outcomes,
+    load_tokenizer,
+    locate_parts,
+    open_chat_template,
+    tokenizer_digest,
+)
 from shardmake.data.raw import are_linked, identity_of_raw, link_raw
 from shardmake.data.sharing import one_at_a_time, take_same_data
 from shardmake.data.sources import identity
 from shardmake.run.paths import RunDir
-from shardmake.run.receipts import DataReceipt, SplitReceipt
+from shardmake.run.receipts import DataReceipt, DataSettings, SplitReceipt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_LAYOUT = 2
+_LAYOUT = 3
 logger = logging.getLogger(__name__)
 
 
@@ -45,26 +52,27 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
     raw_source = Path(run.data.sources[0].source)
     raw: dict[str, dict[str, Any]] = {"train": identity_of_raw(raw_source)} if run.data.is_raw else {}
     tokenizer = load_tokenizer(run)
+    day = _day(rundir)
+    chat = open_chat_template(run, tokenizer, day)
+    settings = run.data.model_dump(include=set(DataSettings.model_fields) - {"columns"})
+    settings |= run.model_dump(include={"sequence_length", "packing", "seed"}) | _mix_settings(run)
+    settings |= {"columns": run.data.columns.named, "stops": sorted(chat.stops)}
+    settings |= {"objective": None if run.objective == "sft" else run.objective}
+    settings |= {"day": day.isoformat() if chat.reads_clock else None}
     inputs = {
         "layout": _LAYOUT,
         "tokenizer": tokenizer_digest(tokenizer),
         "sources": raw | {f"{part.split}/{part.name}".rstrip("/"): identity(part.source) for part in parts},
-        "settings": run.data.model_dump(include={"format", "loss_on", "eval_fraction", "order"})
-        | {"columns": run.data.columns.named}
-        | run.model_dump(include={"sequence_length", "packing", "seed"})
-        | ({} if run.objective == "sft" else {"objective": run.objective})
-        | _mix_settings(run),
+        "settings": DataSettings(**settings).model_dump(mode="json"),
     }
     receipt = _current(rundir, inputs)
     if receipt is not None and (not raw or are_linked(raw_source, raw["train"], rundir.raw_data)):
         logger.info(f"{rundir.data} is up to date.")
         return receipt
-    with one_at_a_time(rundir, inputs), _workspace(rundir) as work:
+    with one_at_a_time(rundir, inputs), _workspace(rundir, digest(inputs)) as work:
         receipt = None if raw else take_same_data(rundir, inputs, work)
         if receipt is None:
-            shutil.rmtree(work)
-            work.mkdir()
-            results = build(run, tokenizer, parts, work, cpus)
+            results = build(run, tokenizer, parts, work, cpus, day)
             trained_on = _trained_on(run, raw, results)
             receipt = DataReceipt(digest=trained_on, **inputs, pad_token_id=_pad_token_id(tokenizer), **results)
         if raw:
@@ -88,6 +96,14 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
 def _trained_on(run: Run, raw: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     """Return the digest of the training data: of its files, or of the sequences that were written."""
     return digest(raw) if raw else digest({"files": results["train"]["files"], "length": run.sequence_length})
+
+
+def _day(rundir: RunDir) -> date:
+    """Return the day that the run's data has recorded for a template that reads the clock; today without one."""
+    with suppress(ShardmakeError):
+        if recorded := DataReceipt.read(rundir.data_receipt).settings.day:
+            return date.fromisoformat(recorded)
+    return date.today()
 
 
 def _mix_settings(run: Run) -> dict[str, Any]:
@@ -122,11 +138,16 @@ def _files_exist(folder: Path, split: SplitReceipt) -> bool:
 
 
 @contextmanager
-def _workspace(rundir: RunDir) -> Iterator[Path]:
-    """Yield an empty folder on the run's file system; remove it afterwards."""
+def _workspace(rundir: RunDir, inputs: str) -> Iterator[Path]:
+    """Yield a folder on the run's file system, and remove it afterwards.
+
+    A process that was killed leaves it. It is then kept if it was for the same ``inputs``, a digest.
+    """
     work = rundir.data.with_name(".data.tmp")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
+    if not (work / inputs).exists():
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        (work / inputs).touch()
     try:
         yield work
     finally:

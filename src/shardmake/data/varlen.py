@@ -4,6 +4,7 @@
 mask. The kernel runs on NVIDIA GPUs from Ampere on, in 16 bits, on heads of up to 256 numbers, without dropout.
 """
 
+from inspect import signature
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.nn.functional import pad
 from shardmake.config.attention import head_limit
 from shardmake.core.errors import ModelError
 
+_NAMES_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
+"""The kernel must be given an argument for grouped heads. That of torch 2.11 takes them as they are."""
 _NO_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 """Arguments of transformers' attention functions that change the scores and that the kernel does not take."""
 
@@ -69,6 +72,7 @@ def varlen_attention(
     dtype, value_width = _kernel_dtype(module, query, value), value.shape[-1]
     value = pad(value, (0, width - value_width)) if value_width < width else value
     q, k, v = (tensor.transpose(1, 2).reshape(batch * length, -1, width).to(dtype) for tensor in (query, key, value))
+    grouped: dict[str, Any] = {"enable_gqa": True} if _NAMES_GROUPS and key.shape[1] != query.shape[1] else {}
     out = varlen_attn(
         q,
         k,
@@ -79,7 +83,7 @@ def varlen_attention(
         max_length_q,
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        enable_gqa=key.shape[1] != query.shape[1],
+        **grouped,
     )
     assert isinstance(out, torch.Tensor)
     return out[..., :value_width].reshape(batch, length, -1, value_width), None

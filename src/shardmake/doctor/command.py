@@ -2,22 +2,24 @@
 
 import logging
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardmake.config.load import load_cluster, load_config
 from shardmake.config.models import Cluster
-from shardmake.core.atomic import write_json
+from shardmake.core.atomic import write_json, write_text
 from shardmake.core.errors import ConfigError
 from shardmake.doctor.cluster_file import compose, draft_cluster, require_free, write_cluster
 from shardmake.doctor.job import check_nodes, make_request
 from shardmake.doctor.login import login_checks
 from shardmake.doctor.options import Options
-from shardmake.doctor.records import DoctorDir
+from shardmake.doctor.records import DoctorDir, DoctorRequest, NodeReport
+from shardmake.doctor.trainings import make_report, train_strategies
 from shardmake.launch.container import check_container
 from shardmake.plan.limits import query_partitions
-from shardmake.run.findings import Finding, Verdict, merge_nodes, ok, run_checks, would_stop
+from shardmake.run.findings import Finding, Verdict, merge_nodes, not_checked, ok, run_checks, would_stop
 
 logger = logging.getLogger(__name__)
 _BEFORE_A_JOB = ("Slurm", "accounts", "qos", "partitions", "shared folder")
@@ -72,8 +74,25 @@ def named_cluster(options: Options) -> Cluster | None:
 
 def check_login(options: Options) -> list[Finding]:
     """Return the findings of this machine; it submits nothing."""
+    if options.train and not options.node:
+        raise ConfigError("--train trains on compute nodes. Add --node.")
     cluster = named_cluster(options)
     return run_checks(login_checks(cluster, cluster.slurm if cluster else options.slurm, Path.cwd()))
+
+
+def _train(text: str, request: DoctorRequest, reports: Sequence[NodeReport], folder: DoctorDir) -> Iterator[Finding]:
+    """Train on the nodes that ``text``, a cluster file, describes; write the report and yield the findings."""
+    if not text:
+        yield not_checked("trainings", "there is no cluster file for them")
+        return
+    begun, file = time.time(), folder.trainings / "cluster.yaml"
+    write_text(file, text)
+    cluster = load_cluster(file)
+    findings, trained = train_strategies(cluster, file, request.nodes, folder.trainings)
+    report = make_report(cluster, [one.facts for one in reports], findings, trained, request.nodes, begun)
+    report.write(folder.root / report.name)
+    yield from findings
+    yield ok("row of docs/gpu.md", f"{folder.root / report.name}: {report.row()}")
 
 
 def check_compute_nodes(options: Options, login: list[Finding]) -> Result:
@@ -82,7 +101,9 @@ def check_compute_nodes(options: Options, login: list[Finding]) -> Result:
     Raises:
         ConfigError: ``login``, the checks of the login node, say that no job can run, or the file may not be written.
     """
-    require_free(options.write, force=options.force)
+    written = options.written
+    if written:
+        require_free(written, force=options.force)
     for finding in login:
         if finding.verdict is Verdict.STOPS and finding.check in _BEFORE_A_JOB:
             raise ConfigError(f"No job was submitted: {finding.check}: {finding.found}. {finding.advice}")
@@ -100,10 +121,11 @@ def check_compute_nodes(options: Options, login: list[Finding]) -> Result:
     if reports:
         text, findings = compose(request, reports, drafted=drafted)
         result.nodes += findings
-        if text:
-            write_cluster(options.write, text, force=options.force)
-            result.cluster_file = options.write
-            result.nodes.append(ok("cluster file", f"wrote {options.write}"))
+        if text and written:
+            write_cluster(written, text, force=options.force)
+            result.cluster_file = written
+            result.nodes.append(ok("cluster file", f"wrote {written}"))
+        result.nodes += _train(text, request, reports, folder) if options.train else []
     durations = [{"host": one.host, "seconds": one.seconds, "facts": one.facts.as_json()} for one in reports]
     write_json(folder.result, result.as_json() | {"reports": durations})
     return result

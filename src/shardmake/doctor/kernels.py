@@ -25,6 +25,7 @@ from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import GIB
 from shardmake.doctor.records import MADE_BY, DoctorRequest, NodeFacts
 from shardmake.launch.error_texts import ERROR_TEXTS
+from shardmake.launch.gpu_status import list_gpus
 from shardmake.launch.gpus import accelerator_of
 from shardmake.run.findings import Finding, not_checked, ok, ok_if, stops, warning
 from shardmake.run.record import RunRecord
@@ -77,7 +78,14 @@ def check_cuda(request: DoctorRequest) -> KernelResult:
         judge_peers(peers),
     ]
     memory = int(properties.total_memory / GIB * 10) / 10
-    return KernelResult(findings=findings, facts=NodeFacts(gpu_name=properties.name, gpu_memory_gib=memory))
+    facts = NodeFacts(
+        gpu_name=properties.name,
+        gpu_memory_gib=memory,
+        driver=next((gpu.driver for gpu in list_gpus() or []), None),
+        cuda=torch.version.cuda,
+        nccl=".".join(map(str, torch.cuda.nccl.version())),
+    )
+    return KernelResult(findings=findings, facts=facts)
 
 
 def judge_count(found: int, ranks: int) -> Finding:

@@ -41,6 +41,9 @@ class NodeFacts(RunRecord):
 
     gpu_name: str | None = Field(None, description="Name of the GPU as the driver has it.")
     gpu_memory_gib: float | None = Field(None, description="Memory of a GPU as CUDA reports it.")
+    driver: int | None = Field(None, description="Branch of the driver.")
+    cuda: str | None = Field(None, description="CUDA version of torch.")
+    nccl: str | None = Field(None, description="Version of NCCL.")
     intra_gbps: float | None = Field(None, description="Bus bandwidth of an all-reduce within the node, GB/s.")
     inter_gbps: float | None = Field(None, description="Bus bandwidth of an all-reduce over all nodes, GB/s.")
     network_interface: str | None = Field(None, description="Interface with which the nodes found each other.")
@@ -68,6 +71,7 @@ class DoctorDir:
     rendezvous = BelowRoot("rendezvous", "Folder of the rendezvous of the nodes.")
     shared = BelowRoot("shared", "Folder in which the nodes look for each other's files.")
     slurm = BelowRoot("slurm", "Folder of the batch script and the job's output.")
+    trainings = BelowRoot("trainings", "Folder of the trainings of `--train`: configurations, logs, runs.")
     result = BelowRoot("report.json", "All findings of the login node and the nodes.")
 
     def report(self, node_rank: int) -> Path:

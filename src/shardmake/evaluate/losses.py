@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from transformers.utils import ModelOutput
 
+from shardmake.core.private_names import private
 from shardmake.data.dataset import IGNORED
 
 if TYPE_CHECKING:
@@ -147,14 +148,17 @@ def _gathered(network: "PreTrainedModel") -> Iterator[None]:
         return
     from deepspeed.runtime.zero import GatheredParameters
 
-    hooks = [(module, dict(module._forward_pre_hooks), dict(module._forward_hooks)) for module in network.modules()]
+    hooks = [
+        (module, dict(private(module).forward_pre_hooks), dict(private(module).forward_hooks))
+        for module in network.modules()
+    ]
     for module, *_ in hooks:
-        module._forward_pre_hooks.clear()
-        module._forward_hooks.clear()
+        private(module).forward_pre_hooks.clear()
+        private(module).forward_hooks.clear()
     try:
         with GatheredParameters(parameters):
             yield
     finally:
         for module, before, after in hooks:
-            module._forward_pre_hooks.update(before)
-            module._forward_hooks.update(after)
+            private(module).forward_pre_hooks.update(before)
+            private(module).forward_hooks.update(after)

@@ -1,5 +1,6 @@
 """Prompts of an evaluation, and the models' answers to them."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardmake.config.models import Run
@@ -16,7 +17,7 @@ _PROMPTS = 3
 def read_prompts(run: Run, tokenizer: "PreTrainedTokenizerBase", examples: Examples) -> list[list[int]]:
     """Return prompts as token ids: the configured ones in the chat template, or from the first examples."""
     if run.evaluation.prompts:
-        return [as_prompt(tokenizer, prompt) for prompt in run.evaluation.prompts]
+        return [as_prompt(tokenizer, prompt, run.data.template_arguments) for prompt in run.evaluation.prompts]
     return [_opening(examples[index]) for index in range(min(_PROMPTS, len(examples)))]
 
 
@@ -33,7 +34,7 @@ def check_prompts(run: Run) -> None:
         AutoConfig.from_pretrained(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
     )
     for prompt in run.evaluation.prompts:
-        length = len(as_prompt(tokenizer, prompt))
+        length = len(as_prompt(tokenizer, prompt, run.data.template_arguments))
         if positions is not None and length >= positions:
             raise ConfigError(
                 f"evaluation.prompts: {prompt[:40]!r} has {length} tokens, but the model has only {positions} "
@@ -46,15 +47,21 @@ def _positions(config: Any) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
-def as_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> list[int]:
-    """Return the tokens of a question in the chat template; raise `ConfigError` if the template rejects it."""
+def as_prompt(
+    tokenizer: "PreTrainedTokenizerBase", prompt: str, arguments: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Return the tokens of a question in the chat template, which takes ``arguments``.
+
+    Raises `ConfigError` if the template rejects it.
+    """
     from jinja2 import TemplateError
 
     if tokenizer.chat_template is None:
         return encode_prompt(tokenizer, prompt)
     conversation = [{"role": "user", "content": prompt}]
     try:
-        return list(tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False))
+        settings = {"add_generation_prompt": True, "return_dict": False, **(arguments or {})}
+        return list(tokenizer.apply_chat_template(conversation, **settings))
     except TemplateError as error:
         raise ConfigError(
             f"evaluation.prompts: the chat template of the base model rejects {prompt!r}: {error}. Remove the prompt, "

@@ -8,23 +8,26 @@ and not copied. A run keeps its commits after the first fetch. To change to a ne
 """
 
 import logging
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Literal
 
 from shardmake.config.checks import run_before
+from shardmake.config.formats import data_files
 from shardmake.config.models import Data, EvalSource, Run
 from shardmake.core.atomic import digest, sha256
 from shardmake.core.disk import require_space
 from shardmake.core.errors import ModelError, ShardmakeError
 from shardmake.core.hub import commit_of, connect, is_hub_id, translate_hub_errors, with_retries
-from shardmake.core.manifest import read_folder, record
+from shardmake.core.manifest import FileRecord, read_folder, record
 from shardmake.core.stores import is_url
 from shardmake.core.units import format_bytes
 from shardmake.data.sharing import link_or_copy, locked
+from shardmake.data.sources import EVAL_SPLITS, ONE_SPLIT, TRAIN_SPLITS, HubDataset, locate_named
 from shardmake.fetch import chain, store
+from shardmake.fetch.hub_data import write_split
 from shardmake.fetch.model import check_model_folder, describe_model, fetch_weights, find_in_cache, is_weights
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import WeightsReceipt
@@ -36,8 +39,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Part = Literal["all", "description", "weights"]
 Split = Literal["train", "eval"]
-_RECORD: Final = ".source.json"
-"""The `PinnedSource` of a hub data set, beside its file: other runs take the file if they want the same."""
 
 
 def fetch(run: Run, rundir: RunDir, part: Part = "all") -> Sources:
@@ -136,12 +137,10 @@ def digest_of_model(folder: Path, run: Run) -> str:
 
 
 def _examples(name: str, data: Data, folder: Path, split: Split, earlier: Mapping[str, PinnedSource]) -> PinnedSource:
-    """Write one split of a hub data set as a Parquet file with all its columns into ``folder``.
+    """Fetch the files of one split of a hub data set into ``folder``.
 
     ``earlier`` has the sources of an earlier fetch by their path.
     """
-    from shardmake.data.sources import EVAL_SPLITS, TRAIN_SPLITS, HubDataset, locate, read_hub
-
     is_raw = data.is_raw and split != "eval"
     whole = is_url(name) or (is_raw and is_hub_id(name))
     revision = None if is_url(name) else data.revision
@@ -156,7 +155,7 @@ def _examples(name: str, data: Data, folder: Path, split: Split, earlier: Mappin
         return _every_file(name, revision)
     if is_raw:
         return PinnedSource(name=name, path=name)
-    source = locate(name, data, EVAL_SPLITS if split == "eval" else TRAIN_SPLITS)
+    source = locate_named(name, data, EVAL_SPLITS if split == "eval" else TRAIN_SPLITS)
     if not isinstance(source, HubDataset):
         return PinnedSource(name=name, path=name)
     before = earlier.get(str(folder))
@@ -166,34 +165,37 @@ def _examples(name: str, data: Data, folder: Path, split: Split, earlier: Mappin
         return before
     commit = _commit_of_data(connect(), source.repository, source.revision)
     pinned = PinnedSource(name=name, subset=source.subset, revision=source.revision, commit=commit, path=str(folder))
-    path, runs = folder / f"{split}.parquet", folder.parents[2]
+    runs = folder.parents[2]
     with locked(runs, f"fetch-{digest([name, source.subset, commit, split])}"):
-        for old in (folder / _RECORD, path):  # other runs may have links to the file
-            old.unlink(missing_ok=True)
-        folder.mkdir(parents=True, exist_ok=True)
-        if not _take_same(pinned, path, runs.glob(f"*/fetched/{split}*/{_RECORD}")):
+        shutil.rmtree(folder, ignore_errors=True)  # other runs may have links to the files
+        files = _take_same(pinned, folder, runs.glob(f"*/fetched/{split}*/{ONE_SPLIT}"))
+        if files is None:
             logger.info(f"Fetching data {name}.")
-            read_hub(replace(source, revision=commit)).to_parquet(str(path))
-        fetched = pinned.model_copy(update={"files": {path.name: record(path)}})
-        fetched.write(folder / _RECORD)
+            folder.mkdir(parents=True)
+            write_split(source, commit, folder)
+            files = {str(path.relative_to(folder)): record(path) for path in data_files(folder)}
+        fetched = pinned.model_copy(update={"files": files})
+        fetched.write(folder / ONE_SPLIT)
     return fetched
 
 
-def _take_same(wanted: PinnedSource, path: Path, records: Iterable[Path]) -> bool:
-    """Make ``path`` a link to the file of another run that fetched the same split; return False if no run has it.
+def _take_same(wanted: PinnedSource, folder: Path, records: Iterable[Path]) -> dict[str, FileRecord] | None:
+    """Link the files of another run that fetched the same split into ``folder``; return None if no run has them.
 
-    ``records`` are the files `_RECORD` of all runs for this split.
+    ``records`` are the files `ONE_SPLIT` of all runs for this split.
     """
     for place in sorted(records):
         with suppress(ShardmakeError, OSError):  # removed or renewed at this moment, or of another version
             found = PinnedSource.read(place)
             if (found.name, found.subset, found.commit) == (wanted.name, wanted.subset, wanted.commit):
-                link_or_copy(str(place.with_name(path.name)), str(path))
-                if record(path) == found.files[path.name]:
+                for name in found.files:
+                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    link_or_copy(str(place.parent / name), str(folder / name))
+                if all(record(folder / name) == file for name, file in found.files.items()):
                     logger.info(f"Took the data {wanted.name} of run {place.parents[2].name}.")
-                    return True
-                path.unlink()
-    return False
+                    return found.files
+        shutil.rmtree(folder, ignore_errors=True)
+    return None
 
 
 def _every_file(name: str, revision: str | None) -> PinnedSource:

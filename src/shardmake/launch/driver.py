@@ -81,7 +81,7 @@ def hold_driver_lock(rundir: RunDir) -> Iterator[int]:
         ShardmakeError: another driver holds the lock, or the file system has no locks.
     """
     held = os.environ.pop(LOCK_VARIABLE, None)
-    with open(int(held), "a+") if held else (rundir.train / "driver.lock").open("a+") as lock:  # noqa: PTH123
+    with open(int(held), "a+") if held else rundir.driver_lock.open("a+") as lock:  # noqa: PTH123
         try:
             _lock(lock.fileno(), SECONDS_AFTER_A_NODE if current_driver_dir() else 0)
         except BlockingIOError:

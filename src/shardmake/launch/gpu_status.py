@@ -17,9 +17,8 @@ GPU_IDLE_BYTES = 2 * GIB
 """Memory that the GPU driver, a display or a monitor may use on an idle GPU."""
 _FIELDS = "index,uuid,memory.used,ecc.errors.uncorrected.volatile.total,driver_version"
 _CAPABILITY = f"{_FIELDS},compute_cap"
-_ALL_FIELDS = (
-    f"{_CAPABILITY},compute_mode,clocks_throttle_reasons.hw_slowdown,pcie.link.width.current,pcie.link.width.max"
-)
+_LANES = "pcie.link.width.current,pcie.link.width.max"
+_ALL_FIELDS = f"{_CAPABILITY},compute_mode,clocks_throttle_reasons.hw_slowdown,{_LANES},memory.total"
 _RELEASE_SECONDS = 60.0
 """The driver frees the memory of a killed process within this time."""
 _RELEASE_POLL_SECONDS = 2.0
@@ -50,6 +49,8 @@ class GpuStatus(NamedTuple):
     """The hardware reduces the clocks because of heat or power."""
     lanes: tuple[int, int] | None = None
     """PCIe lanes in use and of the GPU."""
+    memory: int | None = None
+    """Bytes; a few hundred MiB more than programs can allocate."""
 
 
 def installed_cuda() -> str | None:
@@ -88,7 +89,7 @@ def parse_gpus(text: str) -> list[GpuStatus]:
 
     Unavailable values are text: ``[N/A]``, ``[Insufficient Permissions]``.
     """
-    rows = [[field.strip() for field in f"{line},,,,,,".split(",")] for line in text.splitlines() if line.strip()]
+    rows = [[field.strip() for field in f"{line},,,,,,,".split(",")] for line in text.splitlines() if line.strip()]
     return [
         GpuStatus(
             number=row[0],
@@ -100,6 +101,7 @@ def parse_gpus(text: str) -> list[GpuStatus]:
             compute_mode=row[6],
             is_slowed=row[7] == "Active",
             lanes=(int(row[8]), int(row[9])) if row[8].isdigit() and row[9].isdigit() else None,
+            memory=int(row[10]) << 20 if row[10].isdigit() else None,
         )
         for row in rows
     ]

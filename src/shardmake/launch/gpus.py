@@ -11,6 +11,7 @@ from shardmake.core.process import ask_nvidia_smi
 from shardmake.core.units import GIB, plural
 from shardmake.launch.gpu_status import GpuStatus, find_misfits, is_used, list_gpus, newest_build, visible_gpus
 from shardmake.run.findings import Finding, MakeFinding, not_checked, ok, stops, warning
+from shardmake.run.turns import takes_turns
 
 EXCLUDE = "Exclude this node (slurm.exclude) and report it to your site."
 
@@ -33,7 +34,7 @@ def check_gpus(gpus: Sequence[GpuStatus] | None, visible: str | None, planned: i
     if slices > 1 and planned > 1:
         texts.append(f"{slices} MIG slices are visible, but CUDA shows only the first: one rank per node works")
     for gpu in mine:
-        if is_used(gpu):
+        if is_used(gpu) and not takes_turns():
             texts.append(f"GPU {gpu.number} is in use: {(gpu.used or 0) / GIB:.1f} GiB")
         if gpu.compute_mode == "Prohibited":
             texts.append(f"GPU {gpu.number} is in the compute mode Prohibited, in which no program can use it")
@@ -80,6 +81,20 @@ def check_attention(gpus: Sequence[GpuStatus], attention: Attention) -> list[Fin
     return [stops("attention", found)]
 
 
+def check_gpu_memory(gpus: Sequence[GpuStatus], planned: int) -> list[Finding]:
+    """Return a finding if a GPU has less memory than the plan counts on, in bytes; 0 if there is no plan for GPUs."""
+    least = min((gpu.memory for gpu in gpus if gpu.memory is not None), default=planned)
+    if planned <= least + _MEMORY_TOLERANCE:
+        return []
+    found = (
+        f"the plan counts on {planned / GIB:.1f} GiB of GPU memory, and a GPU here has {least / GIB:.1f} GiB: correct "
+        "accelerator and gpu_memory_gib in the cluster file, or request larger GPUs (slurm.gpu_type), and plan again"
+    )
+    return [stops("GPU memory", found)]
+
+
+_MEMORY_TOLERANCE = GIB // 2
+"""Bytes that the driver keeps for itself."""
 _LINK = "pci/pci_gpu_link_info/link_widths"
 _SLOWDOWNS = ("_hw_slowdown", "_hw_thermal_slowdown", "_hw_power_brake_slowdown")
 

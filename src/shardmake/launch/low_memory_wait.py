@@ -45,6 +45,9 @@ _NEEDS_PERSON = (
     "NotAllowed",
     "PartitionTimeLimit",
     "PerJob",
+    "Minutes",  # the account's budget is used up
+    "UsageThreshold",
+    "ReservationDeleted",
 )
 """Parts of squeue's reasons for which Slurm keeps a job pending until a person acts."""
 PREFIX = "shardmake-"

@@ -389,9 +389,17 @@ def _by_exit_status(exits: Sequence[NodeExit]) -> Outcome | None:
     return Outcome(
         EndReason.KILLED,
         f"The ranks on {failed.host} ended with status {failed.returncode} and left no traceback. Most likely they "
-        "were killed, by the kernel if the node ran out of memory.",
+        f"were killed, {_KILLERS[failed.oom_kills is None]}.",
         host=failed.host,
     )
+
+
+_KILLERS = {
+    True: "by the kernel if the node ran out of memory",
+    False: "and not because memory ran out: the kernel counts no such kill in this job. A person, a program or the "
+    "site's limits did, or they crashed",
+}
+"""By whether the kernel's count of its kills is unknown."""
 
 
 def _unknown(last_output: str) -> Outcome:

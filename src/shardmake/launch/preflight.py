@@ -30,12 +30,13 @@ from shardmake.core.permissions import make_private
 from shardmake.core.process import wait_for_output
 from shardmake.core.units import GIB
 from shardmake.launch.compilers import check_compilers
-from shardmake.launch.gpu_status import installed_cuda, list_released_gpus, visible_gpus
-from shardmake.launch.gpus import check_attention, check_build, check_gpus, slow_gpus
+from shardmake.launch.gpu_status import installed_cuda, list_gpus, list_released_gpus, visible_gpus
+from shardmake.launch.gpus import check_attention, check_build, check_gpu_memory, check_gpus, slow_gpus
 from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.findings import Finding, stops, warning
 from shardmake.run.plan import Plan
 from shardmake.run.training_settings import ScriptProgram, TrainingSettings
+from shardmake.run.turns import takes_turns
 
 SCRATCH_BYTES = GIB
 SCRATCH_ADVICE = "Set `scratch` in the cluster file to a node-local folder that jobs can write."
@@ -93,11 +94,13 @@ def _find_defects(folder: AttemptDir, attempt: Attempt, plan: Plan, report: Call
     ]
     if attempt.accelerator != "cpu":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpus = list_released_gpus(visible)
-        for slow in slow_gpus(visible_gpus(gpus or [], visible)):
+        gpus = list_gpus() if takes_turns() else list_released_gpus(visible)
+        mine = visible_gpus(gpus or [], visible)
+        for slow in slow_gpus(mine):
             report(f"preflight: warning: {slow.found}")
         attention = "sdpa" if isinstance(settings.program, ScriptProgram) else plan.workload.attention
         unusable = [*check_build(gpus or [], installed_cuda()), *check_attention(gpus or [], attention)]
+        unusable += check_gpu_memory(mine, attempt.gpu_memory)
         if unusable:
             raise PreflightError(unusable, blames_run=True)
         findings += check_gpus(gpus, visible, attempt.processes_per_node)

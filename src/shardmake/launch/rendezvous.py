@@ -6,6 +6,7 @@ kernel's ephemeral range, and listens there until every node has connected.
 """
 
 import contextlib
+import errno
 import ipaddress
 import random
 import socket
@@ -228,7 +229,9 @@ def wait_for_address(file: Path, deadline: float) -> Rendezvous:
 
 def _read(file: Path) -> Rendezvous:
     list(file.parent.iterdir())  # makes NFS refresh the folder
-    return Rendezvous.model_validate_json(file.read_text())
+    if (found := Rendezvous.read_if_exists(file)) is None:
+        raise FileNotFoundError(errno.ENOENT, "node 0 has not published its address", str(file))
+    return found
 
 
 def address_file(folder: Path, start: int) -> Path:

@@ -21,6 +21,7 @@ from shardmake.config.slurm_options import JobKind
 from shardmake.core.atomic import digest
 from shardmake.core.errors import SlurmError, TooFewNodesError
 from shardmake.core.permissions import private_folder
+from shardmake.core.private_names import private
 from shardmake.launch.container import JobContainer, job_container
 from shardmake.launch.jobs import ActiveJob, job_name
 from shardmake.launch.low_memory_wait import cached_squeue
@@ -33,7 +34,7 @@ from shardmake.launch.slurm_states import (
     parse_scontrol,
 )
 from shardmake.run.attempt import AttemptDir, attempt_of_script, claim
-from shardmake.run.paths import RunDir
+from shardmake.run.paths import RunDir, numbered_paths
 from shardmake.run.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -82,9 +83,10 @@ class SlurmJobs:
             executor = self._executor(folder, plan, excluded)
             folder.slurm.mkdir(parents=True, exist_ok=True)
             try:
-                return str(executor._submit_command(_task_command(executor, folder)).job_id)
+                return str(private(executor).submit_command(_task_command(executor, folder)).job_id)
             except (FailedJobError, FailedSubmissionError, subprocess.CalledProcessError) as error:
-                if TRANSIENT.search(str(error)):
+                was_killed = getattr(error.__cause__, "returncode", 0) < 0  # Slurm may have accepted the job before
+                if was_killed or TRANSIENT.search(str(error)):
                     raise SlurmError(
                         f"Slurm did not answer sbatch: {str(error).strip()}. Run the same command again once squeue "
                         "works. It adopts the job if Slurm has accepted it nevertheless."
@@ -105,7 +107,7 @@ class SlurmJobs:
     def script(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> str:
         """Return the batch script that `submit` would pass to sbatch."""
         executor = self._executor(folder, plan, excluded)
-        return str(executor._make_submission_file_text(_task_command(executor, folder), "preview"))
+        return str(private(executor).make_submission_file_text(_task_command(executor, folder), "preview"))
 
     def _executor(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> Any:
         container = job_container(self.cluster, [self.run_folder], [self.run] if self.run else [])
@@ -114,7 +116,7 @@ class SlurmJobs:
     def find(self) -> ActiveJob | None:
         """See `Jobs`. Jobs whose attempt is over or belongs to another job are cancelled."""
         found = None
-        newest = max((int(path.name) for path in RunDir(self.run_folder).attempts.glob("[0-9]*")), default=0)
+        newest = max(numbered_paths(RunDir(self.run_folder).attempts), default=0)
         for job, attempt in self._list_active():
             number = int(attempt.root.name) if attempt else newest
             if attempt and attempt.root.exists() and (number < newest or claim(attempt, job) != job):
@@ -258,7 +260,19 @@ def make_executor(folder: Path, request: SlurmRequest, container: JobContainer |
         executor = SlurmExecutor(folder=folder, python=shlex.join(container.python))
         parameters["srun_args"] += container.srun_options
     executor.update_parameters(**parameters)
+    executor._get_job_id_from_submission_command = _job_id
     return executor
+
+
+def _job_id(answer: str | bytes) -> str:
+    """Return the job that sbatch says it submitted; a site's own sbatch may print other lines with numbers of jobs."""
+    from submitit.core.utils import FailedSubmissionError
+
+    text = answer if isinstance(answer, str) else answer.decode()
+    found = re.findall(r"^Submitted batch job (\d+)", text, re.MULTILINE)
+    if not found:
+        raise FailedSubmissionError(f"sbatch did not answer with 'Submitted batch job N': {text}")
+    return str(found[-1])
 
 
 def training_request(run_folder: Path, cluster: Cluster, plan: Plan, excluded: list[str]) -> SlurmRequest:

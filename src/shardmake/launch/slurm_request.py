@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any, Literal
 
 from shardmake.config.models import Cluster
@@ -46,16 +47,15 @@ class SlurmRequest:
         named, others = _split(self._given() | self._sizes(), "submitit")
         return named | {
             "ntasks_per_node": 1,
-            **({"mem": f"{self.memory_mib // 1024}GB"} if self.memory_mib else {}),
+            **self._memory_of_submitit(),
             **({"signal_delay_s": self.lead} if self.lead else {}),
             **({"setup": slurm.setup} if slurm.setup else {}),
             # Slurm 22.05 to 23.02 does not pass --cpus-per-task on to srun; one dead node must end the step.
             "srun_args": [f"--cpus-per-task={self.cpus}", "--kill-on-bad-exit=1", *slurm.srun_extra],
             "additional_parameters": {
                 **({} if "requeue" in extra else {"no-requeue": True}),
-                **self._gpus(),
-                **extra,
                 **others,
+                **_merged(self._gpus(), extra),
             },
             "stderr_to_stdout": True,
             # Submitit sends a wckey of its own by default, which strict clusters reject.
@@ -75,7 +75,7 @@ class SlurmRequest:
         elif "gpus" in gpus:
             gpus, counted = {}, {"gpu": self.gpus, "gpu_model": gpu_type}
         named, others = _split(self._given() | self._sizes() | gpus, "snakemake")
-        others |= {name.replace("_", "-"): value for name, value in self._extra().items()}
+        others |= self._extra()
         resources = named | counted | {"slurm_extra": _checked(shlex.join(_words(others)))}
         return {name: value for name, value in resources.items() if value}
 
@@ -97,7 +97,9 @@ class SlurmRequest:
         return own or (getattr(slurm, key) if self._has(option) else None)
 
     def _extra(self) -> dict[str, Value]:
-        return {name: value for name, value in self.cluster.slurm.extra.items() if self._has(find_option(name))}
+        """Return the options of `slurm.extra` for this job; false leaves a flag out."""
+        given = {name: value for name, value in self.cluster.slurm.extra.items() if self._has(find_option(name))}
+        return {name: value for name, value in given.items() if value is not False}
 
     def _has(self, option: SlurmOption) -> bool:
         """Return whether a job of this kind takes ``option`` from the cluster file."""
@@ -110,11 +112,26 @@ class SlurmRequest:
             "nodes": self.nodes,
             "ntasks": self.tasks,
             "cpus-per-task": self.cpus,
-            "mem": self.memory_mib and f"{self.memory_mib}M",
+            **self._memory(),
             "time": self.minutes,
             "signal": self.signal and f"{self.signal}@{self.lead}",
         }
         return {flag: value for flag, value in sizes.items() if value}
+
+    def _memory(self) -> dict[str, str]:
+        """Return the option that requests host RAM, by sbatch's long name."""
+        if not self.memory_mib or self.cluster.slurm.memory == "none":
+            return {}
+        if self.cluster.slurm.memory == "per_cpu":
+            return {"mem-per-cpu": f"{ceil(self.memory_mib / (self.cpus or 1))}M"}
+        return {"mem": f"{self.memory_mib}M"}
+
+    def _memory_of_submitit(self) -> dict[str, str]:
+        """Return the same as the parameter of submitit, whole GiB in its own unit."""
+        memory = self._memory()
+        if "mem" in memory and self.memory_mib:
+            return {"mem": f"{self.memory_mib // 1024}GB"}
+        return {name.replace("-", "_"): value for name, value in memory.items()}
 
     def _gpus(self) -> dict[str, str]:
         """Return the options that request GPUs, by sbatch's long names."""
@@ -129,6 +146,12 @@ class SlurmRequest:
             return {"gres": f"gpu:{typed(self.gpus)}"}
         per_node = {"gpus-per-node": typed(self.gpus)}  # also beside the total, which Slurm may spread unevenly
         return per_node if slurm.gpu_request == "gpus-per-node" else {"gpus": typed(self.gpus * self.nodes), **per_node}
+
+
+def _merged(gpus: Mapping[str, str], extra: Mapping[str, Value]) -> dict[str, Value]:
+    """Return the requests of GPUs with the options of `slurm.extra`, whose generic resources come beside the GPUs."""
+    both = {name: f"{gpus[name]},{extra[name]}" for name in ("gres",) if name in gpus and name in extra}
+    return {**gpus, **extra, **both}
 
 
 def _split(options: Mapping[str, Value], program: Literal["submitit", "snakemake"]) -> tuple[dict[str, Any], ...]:

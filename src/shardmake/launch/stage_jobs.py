@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Mapping
+from math import ceil
 from types import SimpleNamespace
 from typing import Final
 
@@ -25,6 +26,14 @@ def job_resources(stage: str, run: Run, cluster: Cluster) -> dict[str, str | int
         return SlurmRequest(cluster, JobKind.CPU_STAGE, limit).snakemake()
     gpus = run.evaluation.processes or cluster.processes_per_node
     return SlurmRequest(cluster, JobKind.EVALUATE, limit, gpus=gpus).snakemake()
+
+
+def memory_resources(cluster: Cluster, memory_mib: int, cpus: int) -> dict[str, int]:
+    """Return a stage's request of host RAM in the executor's words; 0 replaces the profile's default by no request."""
+    form = cluster.slurm.memory if cluster.executor == "slurm" else "per_node"
+    if form == "per_cpu":
+        return {"mem_mb_per_cpu": ceil(memory_mib / cpus)}
+    return {"mem_mb": memory_mib if form == "per_node" else 0}
 
 
 def job_shell_prefix(cluster: Cluster, programs: str = "", container: JobContainer | None = None) -> str:
@@ -55,7 +64,9 @@ def sbatch_command(stage: str, run: Run, cluster: Cluster, planned: Resources) -
     from snakemake_executor_plugin_slurm.submit_string import get_submit_command
     from snakemake_executor_plugin_slurm.utils import set_gres_string
 
-    resources = _JobResources(job_resources(stage, run, cluster), mem_mb=1024 * planned.memory_gib)
+    resources = _JobResources(
+        job_resources(stage, run, cluster), **memory_resources(cluster, 1024 * planned.memory_gib, planned.cpus)
+    )
     job = SimpleNamespace(resources=resources, threads=planned.cpus)
     places = {"account": "-A", "partition": "-p"}
     given = {

@@ -26,7 +26,7 @@ from shardmake.run.attempt import AttemptDir, SubmittedJob
 from shardmake.run.attempt_history import excluded_nodes, next_fallback, suspected_nodes
 from shardmake.run.disk_budget import check_run, checkpoint_size
 from shardmake.run.paths import RunDir, short_path
-from shardmake.run.plan import Choice, Plan
+from shardmake.run.plan import Choice, MemoryEstimates, Plan
 from shardmake.run.settings_digest import describe_changes
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,9 @@ def submit(training: Training) -> SubmittedJob:
         result_settings=training.result_settings,
         plan_digest=training.plan_digest,
         checkpoint_bytes=checkpoint_size(training.rundir, training.run.checkpoints.most(training.run.max_steps)),
+        gpu_memory=0
+        if training.cluster.accelerator == "cpu"
+        else MemoryEstimates.read(training.rundir.memory).gpu_memory,
     ).write(folder.settings)
     with submission_slot(*slot) if training.uses_slurm else contextlib.nullcontext():
         id = _submit_without_failed_nodes(training, folder, plan)
@@ -126,6 +129,12 @@ def choose_checkpoint(training: Training, choice: Choice) -> Path | None:
     """
     rundir, folder = training.rundir, training.rundir.checkpoints.resolve()
     store.discard_unfinished(folder)
+    found = list(store.committed(folder))
+    foreign = [path for record, path in found if record.settings_digest != training.settings_digest]
+    if len(foreign) < len(found):
+        for path in foreign:
+            aside = store.set_aside(path, "foreign")
+            logger.warning("%s has other settings than this run and is not used. Renamed it to %s.", path, aside.name)
     newest = next(store.committed(folder), None)
     if newest and newest[0].settings_digest != training.settings_digest:
         theirs = newest[0].settings_digest

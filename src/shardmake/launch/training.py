@@ -13,9 +13,10 @@ from shardmake.launch import user_script
 from shardmake.launch.jobs import Jobs, LocalJobs
 from shardmake.launch.low_memory_wait import WAITED_VARIABLE
 from shardmake.launch.slurm_jobs import SlurmJobs
+from shardmake.render.stage import check_unedited
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.attempt_history import AttemptRecord, load_history, next_fallback, save_history, wants_all_memory
-from shardmake.run.paths import RunDir
+from shardmake.run.paths import RunDir, numbered_paths
 from shardmake.run.plan import Plan
 from shardmake.run.receipts import DataReceipt
 from shardmake.run.settings_digest import result_settings, settings_digest
@@ -49,6 +50,7 @@ class Training:
     def load(cls, run: Run, cluster: Cluster, rundir: RunDir, lock: int) -> "Training":
         """Read the state of ``rundir``, whose lock this process holds."""
         plan = Plan.read(rundir.plan)
+        check_unedited(rundir)
         settings = TrainingSettings.read(rundir.training)
         data = DataReceipt.read(rundir.data_receipt).digest
         results = result_settings(settings, plan, data, content_of_model(rundir))
@@ -83,7 +85,7 @@ class Training:
 
     def last_attempt(self) -> int:
         """Return the number of the newest attempt, 0 if there is none."""
-        return max((int(path.name) for path in self.rundir.attempts.glob("[0-9]*")), default=0)
+        return max(numbered_paths(self.rundir.attempts), default=0)
 
     def attempt_dir(self, number: int) -> AttemptDir:
         """Return the folder of an attempt."""

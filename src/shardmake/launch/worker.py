@@ -170,7 +170,7 @@ def main(attempt_folder: Path, node: WorkerNode) -> int:
         message=message,
         damaged=damaged,
         culprit=culprit,
-        oom_kills=oom_kills() - killed_before,
+        oom_kills=None if killed_before is None or (kills := oom_kills()) is None else kills - killed_before,
     )
     _write_exit_record(folder, record)
     return 1 if returncode is None else returncode
@@ -306,9 +306,9 @@ def _heading(
     )
 
 
-def oom_kills(processes: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return how many processes in this job's cgroup the kernel killed for lack of memory; 0 without a cgroup."""
-    kills = 0
+def oom_kills(processes: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return how many processes in this job's cgroup the kernel killed for lack of memory; None if nothing counts."""
+    kills = None
     for line in processes.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         for controller in controllers.split(","):
@@ -316,7 +316,7 @@ def oom_kills(processes: Path = Path("/proc/self/cgroup"), mount: Path = Path("/
                 folder, name = _COUNTERS[controller]
                 file = mount / folder / path.lstrip("/") / name
                 counts = re.findall(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE) if file.is_file() else []
-                kills += sum(map(int, counts))
+                kills = sum(map(int, counts), kills or 0) if counts else kills
     return kills
 
 

@@ -141,7 +141,15 @@ def outside(scenario: Scenario) -> int:
     groups = (scenario.world_size // scenario.tensor_parallel, scenario.tensor_parallel)
     communicators = sum(ranks > 1 for ranks in groups)
     measured = scenario.calibration
+    alone = 0 if communicators else _communicators_of_one_rank(scenario)
     if measured is None:
-        return states.CONTEXT + communicators * states.NCCL
+        return states.context_bytes(scenario.gpu_capability) + communicators * states.NCCL + alone
     nccl = states.NCCL if measured.nccl is None else measured.nccl
-    return measured.context + communicators * nccl + (measured.pools if scenario.gathers_parameters else 0)
+    return measured.context + communicators * nccl + alone + (measured.pools if scenario.gathers_parameters else 0)
+
+
+def _communicators_of_one_rank(scenario: Scenario) -> int:
+    """Return the bytes of those of the network check and of the library, which exist for a single rank, too."""
+    if not scenario.checks_network:
+        return 0
+    return states.NCCL_OF_ONE_RANK + (states.ZERO_OF_ONE_RANK if scenario.zero_stage in (1, 2) else 0)

@@ -9,7 +9,7 @@ from shardmake.memory.hardware import Hardware
 from shardmake.memory.scenario import BYTES, Scenario
 from shardmake.memory.states import (
     Terms,
-    frozen_bytes,
+    flattens_on_gpu,
     largest_group,
     largest_trained,
     optimizer_bytes,
@@ -113,11 +113,9 @@ def _flattened(scenario: Scenario) -> int:
 
     The tensors and the flat copy of them exist at once (`stage_1_and_2.py`, ``flatten_on_accelerator``).
     """
-    if not scenario.zero_stage or scenario.gpu_memory is None:
+    if scenario.zero_stage not in (1, 2) or scenario.gpu_memory is None or flattens_on_gpu(scenario):
         return 0
-    flat = scenario.compute * scenario.split.trainable
-    fits = flat + frozen_bytes(scenario) + flat <= scenario.gpu_memory
-    return 0 if fits else 2 * flat
+    return 2 * scenario.compute * scenario.split.trainable
 
 
 def save_bytes(scenario: Scenario, buckets: Buckets) -> int:

@@ -131,6 +131,12 @@ class Model:
         """Return True for a sequence classifier, which has `SCORE_HEAD`."""
         return self.architecture.endswith("ForSequenceClassification")
 
+    @property
+    def text_config(self) -> Mapping[str, Any]:
+        """The config of the text part; of a model of text alone its own."""
+        part = self.config.get("text_config")
+        return part if isinstance(part, Mapping) else self.config
+
     @cached_property
     def key(self) -> str:
         """Digest of the config, for cache keys."""
@@ -181,7 +187,7 @@ def _multiplies(tensor: ParameterSpec, model: Model) -> bool:
 
 def matrix_share(tensor: ParameterSpec, model: Model) -> float:
     """Return the part of ``tensor`` that is used for one token; 1 if config.json does not give the experts' numbers."""
-    config = model.config
+    config = model.text_config
     experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts")
     if ".experts." not in tensor.name or not experts:
         return 1

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from shardmake.config.methods import METHODS
 from shardmake.core.errors import ModelError
+from shardmake.core.private_names import private
 from shardmake.memory.model import ParameterSpec, has_own_class
+from shardmake.run.model_class import ModelClass
+from shardmake.run.text_part import composite_class
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,8 +29,9 @@ def answer(request: Mapping[str, Any]) -> Any:
 def build(config: Mapping[str, Any], source: str, trust_remote_code: bool = False) -> "nn.Module":
     """Return the transformers model that ``config`` describes, on the meta device.
 
-    Its class is that of the code beside the config if it may run, else the config's own architecture if transformers
-    has it, else the causal language model. A plan refuses all but one of them (`shardmake.plan.abilities`).
+    Its class is that of the code beside the config if it may run, else the text part of a composite, else the config's
+    own architecture if transformers has it, else the causal language model. A plan refuses all but one of them
+    (`shardmake.plan.abilities`).
     """
     import torch
     import transformers
@@ -35,16 +39,33 @@ def build(config: Mapping[str, Any], source: str, trust_remote_code: bool = Fals
     parsed = parse_config(config, source, trust_remote_code)
     named = next(iter(config.get("architectures") or []), "")
     own_class = has_own_class(config, trust_remote_code)
-    model_class = None if own_class else getattr(transformers, named, None)
-    if model_class is None and not trust_remote_code:
-        causal_class(parsed.model_type, source)
+    if own_class or composite_class(parsed) or not hasattr(transformers, named):
+        chosen = find_class(config, parsed, source, trust_remote_code)
+    else:
+        chosen = ModelClass(name=named)
     try:
         with torch.device("meta"):
-            if model_class is not None:
-                return model_class(parsed)
-            return transformers.AutoModelForCausalLM.from_config(parsed, trust_remote_code=trust_remote_code)
+            return chosen.build(parsed)
     except Exception as error:  # a model's code may raise anything for unusual sizes
         raise ModelError(f"{source}: transformers cannot build this model: {in_one_line(error)}") from None
+
+
+def find_class(values: Mapping[str, Any], config: Any, source: str, trust_remote_code: bool) -> ModelClass:
+    """Return the class that trains: of a composite model, the text part of its own class.
+
+    Args:
+        values: The config.json.
+        config: The config object of transformers.
+        source: Named in errors.
+        trust_remote_code: Code beside the config.json may run.
+
+    Raises:
+        ModelError: transformers has no class that generates text for this config.
+    """
+    if has_own_class(values, trust_remote_code):
+        return ModelClass(name="AutoModelForCausalLM", own_code=True)
+    composite = composite_class(config)
+    return ModelClass(name=composite or causal_class(config.model_type, source), text_part=composite is not None)
 
 
 def causal_class(model_type: str, source: str) -> str:
@@ -137,7 +158,8 @@ def _described(model: "nn.Module", path: str, count: int) -> dict[str, Any]:
     for name, tensor in model.get_submodule(path).state_dict().items():
         found[f"{name} shape"] = tuple(tensor.shape)
     index = int(path.rpartition(".")[2])
-    for name, value in vars(model.config).items():
+    config: Any = model.config
+    for name, value in vars(config.get_text_config()).items():
         if isinstance(value, list) and len(value) == count:
             found[f"config {name}"] = repr(value[index])
     return found
@@ -192,7 +214,7 @@ def _first(config: Any, *names: str) -> int:
 
 def block_paths(model: "nn.Module") -> dict[str, int]:
     """Return the path and index of each layer: the modules that transformers does not split, in model order."""
-    wanted = set(getattr(model, "_no_split_modules", None) or ())
+    wanted = set(getattr(private(model), "no_split_modules", None) or ())
     found = [name for name, module in model.named_modules() if type(module).__name__ in wanted]
     in_lists = [name for name in found if name.rpartition(".")[2].isdigit()]
     return {name: index for index, name in enumerate(in_lists)}

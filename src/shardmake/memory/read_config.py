@@ -190,7 +190,8 @@ SIZE_NAMES = (
 
 def _check_sizes(config: Mapping[str, Any], source: str) -> None:
     """Raise a `ModelError` if a size is missing or the attention heads do not divide evenly."""
-    if any(isinstance(value, Mapping) and value.get("model_type") for value in config.values()):
+    parts = (value for value in config.values() if isinstance(value, Mapping))
+    if "text_config" in config or any(part.get("model_type") for part in parts):
         return  # each part has a config of its own
     wanted = [(field,) for field in SIZE_FIELDS] if config["model_type"] in FAMILIES else SIZE_NAMES
     for names in wanted:

@@ -66,6 +66,8 @@ class Scenario:
     """The reference is a second model on every rank, not the trained one without its adapters."""
     gpu_memory: int | None = None
     """Memory of a GPU in bytes, if it is known."""
+    gpu_capability: float | None = None
+    """Compute capability of the GPU, if it is known."""
     calibration: Calibration | None = None
     """A probe's measurement on this kind of GPU."""
 
@@ -103,6 +105,11 @@ class Scenario:
     def compute(self) -> int:
         """Bytes per element of the compute data type."""
         return BYTES[self.precision]
+
+    @property
+    def checks_network(self) -> bool:
+        """True if even a single rank makes a process group, whose network it checks."""
+        return True
 
     @property
     def frozen(self) -> int:

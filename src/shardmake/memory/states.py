@@ -18,13 +18,33 @@ from shardmake.memory.scenario import BYTES, Scenario
 Terms = dict[str, int]
 HEAD = "head"
 EMBEDDING = "embedding"
+HOPPER = 9.0  # compute capability
 Unit = int | str  # weights that ZeRO-3 and FSDP gather at once: a layer, the embedding, or norm with head
 NF4_BYTES = 0.5
 SCALE_BYTES = 1 / 64 + 4 / (64 * 256)  # an 8-bit scale per 64 weights and a 32-bit one per 64 * 256 (double quant)
-CONTEXT = int(0.5 * 2**30)  # CUDA context and kernels, lazily loaded: 0.45 to 0.55 GiB (facts: A100, torch 2)
+CONTEXT = int(0.5 * 2**30)  # CUDA context and kernels, lazily loaded: 0.45 to 0.55 GiB on an A100 with torch 2
+CONTEXT_OF_HOPPER = int(0.75 * 2**30)  # 0.61 GiB bare, 0.73 to 0.76 in a training: one H100, CUDA 13, torch 2.11
 CUBLAS = 2 * 8_519_680  # a workspace for the forward and one for the backward thread (CUDABlas.cpp: 4096:2:16:8 KiB)
 NORM_CHUNK = 250_000_000  # elements that ZeRO-3 takes the norm of at once under offload (`_constant_buffered_norm2`)
 NCCL = int(1.45 * 2**30)  # after the first collective, per communicator (ml-engineering, 2 ranks)
+NCCL_OF_ONE_RANK = int(0.53 * 2**30)  # one rank has communicators, too: 1.28 GiB with the context on one H100
+ZERO_OF_ONE_RANK = int(0.38 * 2**30)  # further ones of ZeRO-1 and ZeRO-2 there: 1.66 GiB
+
+
+def context_bytes(capability: float | None) -> int:
+    """Return the bytes of CUDA's context and kernels on a GPU of this compute capability; None if it is unknown."""
+    return CONTEXT_OF_HOPPER if (capability or 0.0) >= HOPPER else CONTEXT
+
+
+def flattens_on_gpu(scenario: Scenario) -> bool:
+    """Return True if ZeRO-1 and ZeRO-2 flatten the weights on the GPU, where they are twice then.
+
+    Without room for that, the flat copy is made in host RAM (``flatten_on_accelerator`` of ``stage_1_and_2.py``).
+    """
+    if scenario.zero_stage not in (1, 2) or scenario.gpu_memory is None or scenario.on_cpu:
+        return False
+    flat = scenario.compute * scenario.split.trainable
+    return flat + frozen_bytes(scenario) + flat <= scenario.gpu_memory
 
 
 def optimizer_bytes(scenario: Scenario, element_bytes: int = 4) -> float:

@@ -15,19 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import modeling_utils
 
 from shardmake.config.methods import METHODS
 from shardmake.config.models import TORCH_DTYPES
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import ShardmakeError
+from shardmake.core.private_names import private, private_module
 from shardmake.memory import token_loops
 from shardmake.memory.gpu_kernels import (
     emulate_gpu_kernels,
@@ -37,6 +31,9 @@ from shardmake.memory.gpu_kernels import (
     set_four_bit_layers,
 )
 from shardmake.memory.parameter_inventory import block_paths, build, in_one_line, plain_name
+
+_FAKE, _PYTREE = private_module("fake_tensor"), private_module("pytree")
+_DispatchMode: Any = private_module("python_dispatch").TorchDispatchMode
 
 DTYPES = {str(precision): getattr(torch, name) for precision, name in TORCH_DTYPES.items()}
 Event = list[Any]
@@ -77,7 +74,7 @@ def _runs(request: Mapping[str, Any]) -> bool:
 def _explained(error: Exception) -> str:
     """Return ``error`` of a model's code in one line."""
     text = f"{type(error).__name__}: {in_one_line(error)}"
-    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+    if isinstance(error, _FAKE.DataDependentOutputException | _FAKE.DynamicOutputShapeException):
         return f"its code takes sizes from the values of tensors, which a trace without memory does not have ({text})"
     return f"its code raised {text}"
 
@@ -158,7 +155,7 @@ def _steps(
     found = []
     with ExitStack() as stack:
         stack.enter_context(_without_collector())
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_FAKE.FakeTensorMode(allow_non_fake_inputs=True))
         materialize(model, *(DTYPES[request[which]] for which in ("weights", "frozen", "widened", "norms")))
         ranks = request["sequence_parallel"]
         inputs = [_inputs(model, rows, length // ranks, request["masked"]) for rows, length in sizes]
@@ -176,7 +173,7 @@ def prepare(request: Mapping[str, Any]) -> Any:
     """Return the model on the meta device, with adapters, checkpointing and the replacement of its attention."""
     register_attention()
     model: Any = build(request["config"], request["source"], request["trust_remote_code"])
-    model.config.use_cache = False  # as in training
+    model.config.get_text_config().use_cache = False  # as in training
     if request["layers"]:
         _keep_layers(model, request["layers"])
     _set_attention(model, request)
@@ -187,7 +184,7 @@ def prepare(request: Mapping[str, Any]) -> Any:
     model.train()
     if request["activation_offload"]:
         modeling_utils.save_on_cpu = _OnHost
-        model._activation_checkpointing_enable({"use_reentrant": False}, offload=True)
+        private(model).activation_checkpointing_enable({"use_reentrant": False}, offload=True)
     elif request["checkpointing"]:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if request["checkpointing"] and METHODS[request["method"]].has_adapters:
@@ -210,11 +207,12 @@ def _keep_layers(model: Any, kept: Sequence[int]) -> None:
     layers = model.get_submodule(path)
     assert isinstance(layers, nn.ModuleList)
     setattr(model.get_submodule(parent), name, nn.ModuleList(layers[index] for index in kept))
-    for key, value in list(vars(model.config).items()):
+    config = model.config.get_text_config()
+    for key, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == len(paths):
-            vars(model.config)[key] = [value[index] for index in kept]
-    if hasattr(model.config, "num_hidden_layers"):
-        model.config.num_hidden_layers = len(kept)
+            vars(config)[key] = [value[index] for index in kept]
+    if hasattr(config, "num_hidden_layers"):
+        config.num_hidden_layers = len(kept)
 
 
 def _with_adapters(model: nn.Module, request: Mapping[str, Any]) -> nn.Module:
@@ -283,7 +281,7 @@ def materialize(
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
+        for name, parameter in list(private(module).parameters.items()):
             if parameter is None:
                 continue
             if id(parameter) not in made:
@@ -292,10 +290,10 @@ def materialize(
                 dtype = trained if parameter.requires_grad else frozen if narrow else outside
                 data = torch.empty(parameter.shape, dtype=dtype, device="cpu")
                 made[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-            module._parameters[name] = made[id(parameter)]
-        for name, buffer in list(module._buffers.items()):
+            private(module).parameters[name] = made[id(parameter)]
+        for name, buffer in list(private(module).buffers.items()):
             if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+                private(module).buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
 
 
 def _inputs(model: Any, batch: int, length: int, masked: bool) -> dict[str, torch.Tensor]:
@@ -317,7 +315,7 @@ def _is_classifier(model: Any) -> bool:
 # Recording
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(_DispatchMode):
     """A dispatch mode that records when a tensor's storage appears and when its last reference ends."""
 
     def __init__(self, most_alike: int | None = None) -> None:
@@ -356,7 +354,7 @@ class Recorder(TorchDispatchMode):
 
     def known_id(self, tensor: torch.Tensor) -> int | None:
         """Number of the storage of ``tensor`` where it appeared in this events."""
-        found = self._known.get(tensor.untyped_storage()._cdata)
+        found = self._known.get(private(tensor.untyped_storage()).cdata)
         return found[1] - self._first if found and found[1] >= self._first else None
 
     def __torch_dispatch__(
@@ -364,14 +362,14 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Run the operator and record the storages of its results."""
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
+        for leaf in _PYTREE.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._record(leaf, str(func))
         return result
 
     def _record(self, tensor: torch.Tensor, operator: str) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = private(storage).cdata
         if key in self._known or storage.nbytes() == 0:
             return
         number = self._next

@@ -65,6 +65,19 @@ class ZeroMemory(DdpMemory):
 class Zero12Memory(ZeroMemory):
     """ZeRO-1 and 2: full weights; gradients go through a bucket into this rank's part (2) or stay (1)."""
 
+    def _allocate(self, term: str, size: int) -> list[int]:
+        """Allocate flat partitions; those of a whole model are copied from a segment that stays in the cache.
+
+        transformers loads it into one (`caching_allocator_warmup`). Adapters are made one by one.
+        """
+        loads = self.scenario.loads_on_gpu and not self.scenario.method_spec.has_adapters
+        apart = term == "weights" and loads and states.flattens_on_gpu(self.scenario)
+        loaded = self.timeline.alloc(size, term) if apart else None
+        flat = super()._allocate(term, size)
+        if loaded is not None:
+            self.timeline.free(loaded)
+        return flat
+
     def start_backward(self) -> None:
         """Allocate the buckets, which exist during a backward pass."""
         self._reserved = False
@@ -81,7 +94,7 @@ class Zero12Memory(ZeroMemory):
             return super().gradient(name, size, key)
         self._reserve_part()
         self._allocate_briefly(
-            states.reduction_bytes(self.scenario, self.buckets, self.sizes[name]), "communication buffers"
+            states.reduction_bytes(self.scenario, self.buckets, self.sizes[name]), "communication buffers", REDUCTION
         )
         if key is None or self.sizes[name] <= self.buckets.reduce_bucket_size:
             return False

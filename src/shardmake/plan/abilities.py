@@ -21,6 +21,8 @@ from shardmake.memory.model import Decoder, Model, inventory_request
 
 MIXING_UNKNOWN: tuple[Attention, ...] = ("flash",)
 """Kernels that run on a GPU only, so that the ranks check whether they keep packed examples apart."""
+DEQUANTIZED_BY_FETCH = frozenset({"compressed-tensors", "fp8", "mxfp4"})
+"""Methods of `shardmake.fetch.dequantize`."""
 DEQUANTIZED_BY_LOADING = frozenset({"compressed-tensors", "fp8", "metal", "mxfp4", "mxfp8"})
 """Methods whose configuration in transformers has the setting ``dequantize``."""
 DEQUANTIZED_AFTER_LOADING = frozenset({"bitsandbytes", "higgs"})
@@ -29,7 +31,7 @@ _ACTIVATION_TABLE = "ACT2CLS"
 _HELPER = "shardmake.plan.inspect_model"
 _SOURCES = (
     "plan/inspect_model.py", "data/dataset.py", "data/varlen.py", "checkpoint/formats/hub_layout.py",
-    "config/methods.py",
+    "config/methods.py", "run/model_class.py", "run/text_part.py",
 )  # fmt: skip
 
 
@@ -50,6 +52,17 @@ class Abilities:
     """Features of the run's adapters that the merge does not support; empty without adapters."""
     mergeable_targets: tuple[str, ...] = ()
     """Values of ``lora.targets`` whose adapters the merge supports; empty if those of the run are supported."""
+    text_part: bool = False
+    """The text part of a composite model is trained."""
+    absent: tuple[str, ...] = ()
+    """Towers of a composite model, which are not loaded: the merge takes their weights from the base model."""
+
+    def describe_absent(self) -> list[str]:
+        """Return a line about the towers of a composite model."""
+        if not self.text_part:
+            return []
+        names = ", ".join(self.absent) or "the model has none"
+        return [f"towers: absent ({names}): they take no memory, and the merge takes them from the base model"]
 
     def best_attention(self, available: Iterable[Attention], *, packing: bool) -> Attention:
         """Return the first of the ``available`` kernels that the class supports and, if possible, that can pack."""
@@ -61,7 +74,8 @@ def find_abilities(model: Model, run: Run) -> Abilities:
     """Return what ``model`` can do with the run's method.
 
     Raises:
-        ModelError: transformers has no causal language model for this config, or its weights are quantized.
+        ModelError: transformers has no causal language model for this config, its weights are quantized, or a script
+            trains a composite model.
     """
     if not run.script:
         check_not_quantized(model)
@@ -75,7 +89,14 @@ def find_abilities(model: Model, run: Run) -> Abilities:
         named = {"method": run.method, "rank": run.lora.rank, "targets": run.lora.targets}
         found |= _ask(model, run.trust_remote_code, "adapters", adapters=named)
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
-    return Abilities(**values)
+    abilities = Abilities(**values)
+    if run.script and abilities.text_part:
+        raise ModelError(
+            f"script cannot be used for {model.source}, a composite model: of its towers "
+            f"({', '.join(abilities.absent)}), a script may train any part, and the memory estimate counts none. "
+            "Remove script, so that the text part is trained, or name a text model."
+        )
+    return abilities
 
 
 def has_plain_head(model: Model) -> bool:
@@ -137,6 +158,8 @@ def check_not_quantized(model: Model) -> None:
 def _how_to_dequantize(declared: Any) -> str:
     """Return how a user gets the model in 16 bits from its quantized weights; empty if transformers cannot do it."""
     method = declared.get("quant_method") if isinstance(declared, Mapping) else None
+    if method in DEQUANTIZED_BY_FETCH:
+        return ", or write them once, for all runs: shardmake fetch NAME --dequantize FOLDER, then set model: FOLDER"
     if method in DEQUANTIZED_BY_LOADING:
         return ", or save one: load it with dequantize=True in transformers' quantization config, call save_pretrained"
     if method in DEQUANTIZED_AFTER_LOADING:

@@ -46,6 +46,17 @@ class Candidate:
         return self.verdict.headroom
 
     @property
+    def last_resort(self) -> int:
+        """Return 1 if it shards on a single rank, 2 if it offloads, else 0; `auto` takes the lowest number that fits.
+
+        On a single rank, sharding divides nothing and costs the library's time. The time of an offload is not proven.
+        """
+        spec = self.choice.spec
+        if spec.offload_optimizer is not None:
+            return 2
+        return int(self.choice.world_size == 1 and not spec.is_ddp)
+
+    @property
     def rounded_seconds(self) -> float:
         """`step_seconds` in two digits; candidates that are equal in them count as equally fast."""
         return float(f"{self.step_seconds:.2g}")

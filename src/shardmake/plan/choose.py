@@ -1,8 +1,9 @@
 """The choice among candidates: the fastest whose margin covers the estimator's own error."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
+from shardmake.config.models import Strategy
 from shardmake.core.errors import ConfigError
 from shardmake.memory.hardware import Hardware
 from shardmake.plan.candidates import Candidate, choices
@@ -33,16 +34,16 @@ class NothingFitsError(ConfigError):
         self.candidates = candidates
 
 
-def choose_from(planner: Planner) -> tuple[Candidate, list[Candidate]]:
-    """Choose among all candidates of ``planner``'s run."""
-    possible = list(choices(planner.settings))
+def choose_from(planner: Planner, strategies: Sequence[Strategy] = ()) -> tuple[Candidate, list[Candidate]]:
+    """Choose among all candidates of ``planner``'s run; ``strategies`` replaces the run's own."""
+    possible = list(choices(planner.settings, strategies))
     planner.prepare(possible)
     return choose([planner.scan(choice) for choice in possible], planner)
 
 
-def find_choice(planner: Planner) -> Candidate | None:
-    """Return the choice of ``planner``'s run, None if nothing fits; what certainly does not fit is not looked at."""
-    possible = [choice for choice in choices(planner.settings) if planner.can_hold(choice)]
+def find_choice(planner: Planner, strategies: Sequence[Strategy] = ()) -> Candidate | None:
+    """Return the choice that `choose_from` makes, None if nothing fits; what certainly does not is not looked at."""
+    possible = [choice for choice in choices(planner.settings, strategies) if planner.can_hold(choice)]
     planner.prepare(possible)
     try:
         return choose([planner.scan(choice) for choice in possible], planner)[0] if possible else None
@@ -62,19 +63,20 @@ def fits_below(limit: float, planner: Planner) -> bool:
 def choose(candidates: list[Candidate], planner: Planner) -> tuple[Candidate, list[Candidate]]:
     """Return the best candidate that fits, and all candidates, simulated where that was needed.
 
-    Candidates with enough headroom come first. A tight one is taken if it is clearly faster and has a fallback. One
-    with little headroom is taken only if nothing else fits.
+    Those without offload come first (`Candidate.last_resort`). Among them, candidates with enough headroom come first,
+    and a tight one is taken if it is clearly faster and has a fallback. One with little headroom is taken only if
+    nothing else fits.
 
     Raises:
         NothingFitsError: No candidate fits.
     """
     search = _Search(candidates, planner)
-    safe = search.best(candidates, Headroom.ENOUGH)
-    if safe is None:
-        chosen = search.best(candidates, Headroom.TIGHT) or search.best(candidates, Headroom.LITTLE)
-    else:
-        faster = [candidate for candidate in candidates if candidate.gpu_seconds < CLEARLY * safe.gpu_seconds]
-        chosen = search.best(faster, Headroom.TIGHT, needs_fallback=True) or safe
+    tiers = [
+        [item for item in candidates if item.last_resort == level]
+        for level in sorted({item.last_resort for item in candidates})
+    ]
+    chosen = next(filter(None, map(search.best_with_margin, tiers)), None)
+    chosen = chosen or next(filter(None, (search.best(tier, Headroom.LITTLE) for tier in tiers)), None)
     if chosen is None:
         found = search.found
         raise NothingFitsError(nothing_fits_message(found, planner.settings), planner.settings, found)
@@ -92,6 +94,14 @@ class _Search:
     def found(self) -> list[Candidate]:
         """Every candidate, with its simulated figures where there are some."""
         return list(self._known.values())
+
+    def best_with_margin(self, candidates: Sequence[Candidate]) -> Candidate | None:
+        """Return the best of ``candidates`` whose margin covers the typical error at least."""
+        safe = self.best(candidates, Headroom.ENOUGH)
+        if safe is None:
+            return self.best(candidates, Headroom.TIGHT)
+        faster = [candidate for candidate in candidates if candidate.gpu_seconds < CLEARLY * safe.gpu_seconds]
+        return self.best(faster, Headroom.TIGHT, needs_fallback=True) or safe
 
     def best(
         self, candidates: Iterable[Candidate], minimum: Headroom, *, needs_fallback: bool = False
@@ -138,10 +148,13 @@ def _may_fit(candidate: Candidate, hardware: Hardware) -> bool:
     )
 
 
-def _order_of_trial(candidate: Candidate) -> tuple[int, float, tuple[bool, int], bool, int]:
-    """Sort by nodes and speed; equal in two digits: by simplicity, checkpointing and micro batch."""
-    choice = candidate.choice
-    simplicity = choice.is_fsdp, 0 if choice.is_fsdp else choice.spec.fallback_order
+def _order_of_trial(candidate: Candidate) -> tuple[int, float, tuple[bool, bool, int], bool, int]:
+    """Sort by nodes and speed; equal in two digits: by simplicity, checkpointing and micro batch.
+
+    The simplest is DDP, then ZeRO-1 and ZeRO-2, FSDP, and ZeRO-3, whose hooks take the most time of the CPU.
+    """
+    choice, spec = candidate.choice, candidate.choice.spec
+    simplicity = spec.zero_stage == 3, spec.is_fsdp, 0 if spec.is_fsdp else spec.fallback_order
     return (
         choice.nodes, candidate.rounded_seconds, simplicity, choice.gradient_checkpointing, choice.micro_batch_size,
     )  # fmt: skip

@@ -5,25 +5,29 @@ nowhere, so a small model of the same class runs `shardmake.data.dataset.check_i
 kernel varlen, whose operator gets a CPU implementation here, it must give the same logits as with eager attention.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.checkpoint.formats import huggingface
 from shardmake.checkpoint.formats.hub_layout import HubWeight, hub_weights
-from shardmake.checkpoint.formats.lora import UNSUPPORTED
 from shardmake.config.attention import KERNELS
 from shardmake.config.methods import METHODS
 from shardmake.core.errors import ModelError
-from shardmake.memory.model import has_own_class
-from shardmake.memory.parameter_inventory import causal_class, parse_config, plain_name
+from shardmake.core.private_names import private
+from shardmake.memory.parameter_inventory import find_class, in_one_line, parse_config, plain_name
 from shardmake.plan.abilities import MIXING_UNKNOWN, check_class
+from shardmake.run.adapter_settings import AdapterSettings
+from shardmake.run.model_class import ModelClass
+from shardmake.run.text_part import towers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers")
+_BY_LAYER = "per_layer_config"
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _WIDTHS = (
@@ -45,8 +49,10 @@ def shrunk(config: Mapping[str, Any], *, narrow: bool) -> dict[str, Any]:
     for name, value in values.items():
         if isinstance(value, Mapping) and value.get("model_type"):
             values[name] = shrunk(value, narrow=narrow)
-        elif name.endswith("_token_id") or name == "vocab_size":
-            values[name] = _small_token(value) if name != "vocab_size" else min(value, _VOCABULARY)
+        elif name.startswith("vocab_size") and isinstance(value, int):
+            values[name] = min(value, _VOCABULARY)
+        elif name.endswith("_token_id"):
+            values[name] = _small_token(value)
         elif name in _WINDOWS and isinstance(value, int):
             values[name] = min(value, _WINDOW)
         elif name in _EXPERTS and isinstance(value, int):
@@ -68,15 +74,18 @@ def _fewer_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     if name is None:
         return dict(config)
     count = config[name]
-    kinds = config.get("layer_types")
-    first_of_kind = (kinds.index(kind) for kind in kinds) if isinstance(kinds, list) and len(kinds) == count else ()
-    chosen = sorted({*first_of_kind} or {0})
+    lists = {key: value for key, value in config.items() if isinstance(value, list) and len(value) == count}
+    apart = {int(index): values for index, values in (config.get(_BY_LAYER) or {}).items()}
+    kinds = [
+        (*(value[index] for value in lists.values() if isinstance(value[index], str)), str(apart.get(index)))
+        for index in range(count)
+    ]
+    chosen = sorted({kinds.index(kind) for kind in kinds})
     chosen += [index for index in range(count) if index not in chosen][: max(0, _LAYERS_LEFT - len(chosen))]
-    kept = {
-        key: [value[index] for index in chosen] if isinstance(value, list) and len(value) == count else value
-        for key, value in config.items()
-    }
-    return {**kept, name: len(chosen)}
+    kept = {**config, **{key: [value[index] for index in chosen] for key, value in lists.items()}, name: len(chosen)}
+    if apart:
+        kept[_BY_LAYER] = {str(new): apart[old] for new, old in enumerate(chosen) if old in apart}
+    return kept
 
 
 def _narrowed(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,9 +106,9 @@ def _narrowed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _FLAGS = {
-    "varlen": ("_supports_flash_attn", "_supports_attention_backend"),
-    "flash": ("_supports_flash_attn",),
-    "sdpa": ("_supports_sdpa",),
+    "varlen": ("supports_flash_attn", "supports_attention_backend"),
+    "flash": ("supports_flash_attn",),
+    "sdpa": ("supports_sdpa",),
 }
 _TOLERANCE = 1e-3
 _LARGEST = 100_000_000
@@ -108,54 +117,56 @@ _LARGEST = 100_000_000
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the request is about: fields of `shardmake.plan.abilities.Abilities`, or one answer."""
-    source, trust_remote_code = request["source"], request["trust_remote_code"]
-    config = parse_config(request["config"], source, trust_remote_code)
-    _check_kind(config, request["config"], source, trust_remote_code)
+    values, source, trust_remote_code = request["config"], request["source"], request["trust_remote_code"]
+    config = parse_config(values, source, trust_remote_code)
+    kind = _check_kind(config, values, source, trust_remote_code)
     match request["about"]:
         case "adapters":
-            return _adapters(config, source, trust_remote_code, request["adapters"])
+            return _adapters(kind, config, source, request["adapters"])
         case "head":
-            return {"plain": _has_plain_head(config, trust_remote_code)}
+            return {"plain": _has_plain_head(kind, config)}
         case "tokens":
-            return {"in_kernel": _attends_in_kernel(config, trust_remote_code)}
+            return {"in_kernel": _attends_in_kernel(kind, config)}
         case _:
-            return _class(config, source, trust_remote_code)
+            return _class(kind, config, source)
 
 
-def _class(config: Any, source: str, trust_remote_code: bool) -> dict[str, Any]:
-    model = _build(config, source, trust_remote_code)
+def _class(kind: ModelClass, config: Any, source: str) -> dict[str, Any]:
+    model = _build(kind, config, source)
     _files_layout(model, source)
     kernels = [kernel for kernel in KERNELS if _supports(model, kernel)]
     limit, mixing = "does not take the attention functions that others register", []
     if "varlen" in kernels:
-        limit, mixes = _try_varlen(config, trust_remote_code)
+        limit, mixes = _try_varlen(kind, config)
         mixing = ["varlen"] if mixes else []
     if limit:
         kernels = [kernel for kernel in kernels if kernel != "varlen"]
     others = [kernel for kernel in kernels if kernel not in ("varlen", *MIXING_UNKNOWN)]
     return {
         "model_class": type(model).__name__,
+        "text_part": kind.text_part,
+        "absent": _absent(kind, config, source) if kind.text_part else [],
         "attention": kernels,
         "varlen_limit": limit,
-        "mixing": [*mixing, *(kernel for kernel in others if _mixes(config, kernel, trust_remote_code))],
+        "mixing": [*mixing, *(kernel for kernel in others if _mixes(kind, config, kernel))],
         "gradient_checkpointing": bool(model.supports_gradient_checkpointing),
     }
 
 
-def _adapters(config: Any, source: str, trust_remote_code: bool, adapters: Mapping[str, Any]) -> dict[str, Any]:
-    model = _build(config, source, trust_remote_code)
+def _adapters(kind: ModelClass, config: Any, source: str, adapters: Mapping[str, Any]) -> dict[str, Any]:
+    model = _build(kind, config, source)
     weights = _files_layout(model, source)
     unmergeable = _unmergeable(model, adapters, weights)
-    others = _mergeable_targets(_build(config, source, trust_remote_code), adapters, weights) if unmergeable else []
+    others = _mergeable_targets(_build(kind, config, source), adapters, weights) if unmergeable else []
     return {"unmergeable": unmergeable, "mergeable_targets": others}
 
 
-def _has_plain_head(config: Any, trust_remote_code: bool) -> bool:
+def _has_plain_head(kind: ModelClass, config: Any) -> bool:
     """Return True if a small model's loss is the cross entropy of its last hidden states times its head."""
     import torch
 
     ids = torch.arange(1, 24)[None]
-    for model in _small_models(config, "eager", trust_remote_code):
+    for model in _small_models(kind, config, "eager"):
         try:
             with torch.no_grad():
                 wanted = model.eval()(input_ids=ids, labels=ids, use_cache=False).loss
@@ -167,7 +178,7 @@ def _has_plain_head(config: Any, trust_remote_code: bool) -> bool:
     return False
 
 
-def _attends_in_kernel(config: Any, trust_remote_code: bool) -> bool:
+def _attends_in_kernel(kind: ModelClass, config: Any) -> bool:
     """Return True if, with a kernel that returns each token's own value, no token changes the logits of others."""
     import torch
     from transformers import AttentionInterface
@@ -182,7 +193,7 @@ def _attends_in_kernel(config: Any, trust_remote_code: bool) -> bool:
 
     AttentionInterface.register("shardmake_blind", blind)
     ids = torch.arange(1, 24)[None]
-    for model in _small_models(config, "eager", trust_remote_code):
+    for model in _small_models(kind, config, "eager"):
         try:
             model.set_attn_implementation("shardmake_blind")
             with torch.no_grad():
@@ -201,43 +212,59 @@ def _moved(ids: Any) -> Any:
     return other
 
 
-def _check_kind(config: Any, values: Mapping[str, Any], source: str, trust_remote_code: bool) -> None:
-    """Raise a `ModelError` unless training can load the model as a causal language model."""
+def _check_kind(config: Any, values: Mapping[str, Any], source: str, trust_remote_code: bool) -> ModelClass:
+    """Return the class that trains; raise a `ModelError` unless it generates text and is the one in config.json."""
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(
             f"Model cannot be trained: {source} is an encoder-decoder model ({config.model_type}). Shardmake trains "
             "causal language models, which have a decoder alone. Name one of these, such as a Llama, Qwen or Gemma."
         )
-    if has_own_class(values, trust_remote_code):
-        return
-    _check_parts(config, source)
-    check_class(values, causal_class(config.model_type, source), source)
+    kind = find_class(values, config, source, trust_remote_code)
+    if not kind.own_code:
+        check_class(values, kind.name, source)
+    return kind
 
 
-def _check_parts(config: Any, source: str) -> None:
-    """Raise a `ModelError` for a model that consists of a text model and others, such as a vision tower."""
-    text = config.get_text_config()
-    if text is config:
-        return
-    parts = ", ".join(sorted(name.removesuffix("_config") for name in config.sub_configs))
-    raise ModelError(
-        f"Model cannot be trained: {source} is a composite model ({config.model_type}) with the parts {parts}. "
-        "Shardmake trains text models alone. Of some composites transformers silently drops the other parts, of others "
-        f"it trains them too. Name a text model, such as the text part saved alone (model_type {text.model_type})."
-    )
-
-
-def _build(config: Any, source: str, trust_remote_code: bool) -> "PreTrainedModel":
+def _build(kind: ModelClass, config: Any, source: str) -> "PreTrainedModel":
     import torch
-    from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
-                config, attn_implementation="eager", trust_remote_code=trust_remote_code
-            )
+            return kind.build(config, attn_implementation="eager")
     except Exception as error:  # a model's code may raise anything for unusual sizes
         raise ModelError(f"{source}: transformers cannot build this model: {error}") from None
+
+
+def _absent(kind: ModelClass, config: Any, source: str) -> list[str]:
+    """Return the names of the towers that are not loaded, after a step of a small model on text alone.
+
+    Raises a `ModelError` unless the class gives the same logits without them, and a loss that is a mean over the tokens
+    that the ranks count.
+    """
+    import torch
+
+    why = "no small model of it could be built"
+    for part in _small_models(kind, config, "eager"):
+        try:
+            whole = kind.whole.build(part.config, attn_implementation="eager", dtype=torch.float32).eval()
+            whole.load_state_dict(part.state_dict(), strict=False)
+            ids = torch.arange(1, 25).view(2, 12)
+            with torch.no_grad():
+                logits = [model(input_ids=ids, use_cache=False).logits for model in (whole, part.eval())]
+                few, many = (part(input_ids=ids, labels=ids, num_items_in_batch=count).loss for count in (22, 44))
+        except Exception as error:  # the class needs images or sounds, or the sizes do not suit it
+            why = f"it does not take text alone ({in_one_line(error)})"
+            continue
+        if not torch.equal(*logits):
+            why = "its text passes through them"
+        elif not torch.isclose(few, 2 * many):
+            why = "its loss does not take the number of tokens of all ranks"
+        else:
+            return towers(whole)
+    raise ModelError(
+        f"Model cannot be trained: {source}. The text part of {kind.name} cannot be trained without its towers: {why}. "
+        "Name a text model."
+    )
 
 
 def _files_layout(model: "PreTrainedModel", source: str) -> list[HubWeight]:
@@ -255,10 +282,10 @@ def _supports(model: "PreTrainedModel", kernel: str) -> bool:
     from transformers import PreTrainedModel
 
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
-    return all(getattr(part, flag, False) for part in parts for flag in _FLAGS.get(kernel, ()))
+    return all(getattr(private(part), flag, False) for part in parts for flag in _FLAGS.get(kernel, ()))
 
 
-def _try_varlen(config: Any, trust_remote_code: bool) -> tuple[str, bool]:
+def _try_varlen(kind: ModelClass, config: Any) -> tuple[str, bool]:
     """Return why the class cannot train with varlen, empty if it can, and whether it then mixes packed examples.
 
     A small model must give the logits of eager attention, for rows of one example and for packed ones.
@@ -268,7 +295,7 @@ def _try_varlen(config: Any, trust_remote_code: bool) -> tuple[str, bool]:
     register_varlen()
     register_cpu_kernel()
     limit = "cannot be tried with it in a small size"
-    for model in _small_models(config, "varlen", trust_remote_code):
+    for model in _small_models(kind, config, "varlen"):
         try:
             if not _logits_agree(model, packing=False):
                 return "gives other logits with it than with attention eager", False
@@ -307,14 +334,14 @@ def _logits_agree(model: "PreTrainedModel", *, packing: bool) -> bool:
     return bool((found - alone).abs().max() <= _TOLERANCE * alone.abs().max())
 
 
-def _mixes(config: Any, kernel: str, trust_remote_code: bool) -> bool:
+def _mixes(kind: ModelClass, config: Any, kernel: str) -> bool:
     """Return True if a small model of this class mixes packed examples; False if that cannot be tried."""
     import torch
 
     from shardmake.data.dataset import Collator, check_isolation
 
     collator = Collator(sequence_length=16, pad_token_id=0, packing=True, flat=False)
-    for model in _small_models(config, kernel, trust_remote_code):
+    for model in _small_models(kind, config, kernel):
         try:
             check_isolation(model, collator, torch.device("cpu"))
         except ModelError:
@@ -327,21 +354,20 @@ def _mixes(config: Any, kernel: str, trust_remote_code: bool) -> bool:
     return False
 
 
-def _small_models(config: Any, kernel: str, trust_remote_code: bool) -> Iterator["PreTrainedModel"]:
+def _small_models(kind: ModelClass, config: Any, kernel: str) -> Iterator["PreTrainedModel"]:
     """Yield models of the class with random weights, the smallest first; none if no sizes suit the class."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     for narrow in (True, False):
         try:
             small = type(config).from_dict(shrunk(config.to_dict(), narrow=narrow), name_or_path=config.name_or_path)
-            options = {"attn_implementation": kernel, "trust_remote_code": trust_remote_code, "dtype": torch.float32}
+            options = {"attn_implementation": kernel, "dtype": torch.float32}
             with torch.device("meta"):
-                size = AutoModelForCausalLM.from_config(small, **options).num_parameters()
+                size = kind.build(small, **options).num_parameters()
             if size > _LARGEST:
                 continue
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(small, **options)
+            model = kind.build(small, **options)
         except Exception:  # the sizes do not suit this class
             continue
         for parameter in model.parameters():
@@ -388,8 +414,9 @@ def _unmergeable(model: "PreTrainedModel", adapters: Mapping[str, Any], weights:
             adapted = get_peft_model(model, config)
     except ValueError as error:
         raise ModelError(f"PEFT cannot adapt this {type(model).__name__}: {error}") from None
-    features = [feature for feature in UNSUPPORTED if getattr(adapted.peft_config["default"], feature, None)]
+    features = list(AdapterSettings.parse(adapted.peft_config["default"].to_dict()).refused(holds_base=False))
     modules = {plain_name(name).partition(".lora_A")[0] for name, _ in adapted.named_parameters() if ".lora_A." in name}
-    otherwise = {weight.parameter.removesuffix(".weight") for weight in weights}
+    parts = Counter(weight.parameter.removesuffix(".weight") for weight in weights)
+    otherwise = {module for module, count in parts.items() if count > 1}
     adapted.unload()
-    return features + sorted(f"{module}, which its files store otherwise" for module in modules & otherwise)[:1]
+    return features + sorted(f"{module}, which its files store in parts" for module in modules & otherwise)[:1]

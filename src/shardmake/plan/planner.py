@@ -197,6 +197,7 @@ def scenario_of(settings: ResolvedRun, choice: Choice) -> Scenario:
         gathers_on_save=run.script is not None,
         loads_on_gpu=not settings.hardware.is_cpu and run.script is None and choice.loads_on_gpu(run.method),
         gpu_memory=settings.hardware.gpu_memory,
+        gpu_capability=settings.hardware.accelerator.capability,
         calibration=calibration.read(settings.hardware.accelerator.name),
     )
 

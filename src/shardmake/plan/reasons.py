@@ -21,7 +21,9 @@ def reason_of(chosen: Candidate, candidates: Sequence[Candidate], fallbacks: Seq
     return " ".join(
         [
             f"{chosen.name}: about {seconds(chosen)} per step and {figures(chosen)}, {_lead(chosen, candidates)}.",
+            *_last_resort_sentence(chosen, candidates),
             *_node_sentence(chosen, candidates),
+            *_cheaper_sentence(chosen, candidates),
             *_risk_sentences(chosen, candidates, fallbacks),
         ]
     )
@@ -50,8 +52,9 @@ def risk(candidate: Candidate) -> str:
 
 def _lead(chosen: Candidate, candidates: Sequence[Candidate]) -> str:
     """Return the rank of the choice among those that fit on as many nodes."""
-    rivals = [candidate for candidate in candidates if candidate.fits and _same_nodes(candidate, chosen)]
-    where = f"on {plural(chosen.choice.nodes, 'node')}"
+    fitting = [candidate for candidate in candidates if candidate.fits and _same_nodes(candidate, chosen)]
+    rivals = [candidate for candidate in fitting if candidate.last_resort <= chosen.last_resort]
+    where = f"on {plural(chosen.choice.nodes, 'node')}" + (" without offload" if len(rivals) < len(fitting) else "")
     if len(rivals) == 1:
         return f"the only candidate that fits {where}"
     faster = [rival for rival in rivals if rival.rounded_seconds < chosen.rounded_seconds]
@@ -60,6 +63,38 @@ def _lead(chosen: Candidate, candidates: Sequence[Candidate]) -> str:
         return f"the fastest {of}, except for {plural(len(faster), 'faster one')} with too little headroom"
     equal = [rival for rival in rivals if rival.step_seconds < 0.995 * chosen.step_seconds]
     return f"the simplest of the fastest {of}" if equal else f"the fastest {of}"
+
+
+def _last_resort_sentence(chosen: Candidate, candidates: Sequence[Candidate]) -> list[str]:
+    """Return why a strategy is taken that `auto` avoids, if the run left it a choice."""
+    if all(candidate.last_resort >= chosen.last_resort for candidate in candidates):
+        return []
+    if chosen.last_resort == 1:
+        return ["It shards on a single rank because nothing else fits without offload."]
+    return [
+        "It offloads because nothing else fits with a margin. The time of an offload is modelled from the libraries' "
+        "sources, and was compared with three measured steps only."
+    ]
+
+
+def _cheaper_sentence(chosen: Candidate, candidates: Sequence[Candidate]) -> list[str]:
+    """Return the candidate on other nodes that takes clearly less GPU-time but is avoided, with what is against it."""
+    cheaper = [
+        candidate
+        for candidate in candidates
+        if candidate.fits
+        and not _same_nodes(candidate, chosen)
+        and candidate.gpu_seconds < 0.9 * chosen.gpu_seconds
+        and (candidate.headroom < chosen.headroom or candidate.last_resort > chosen.last_resort)
+    ]
+    if not cheaper:
+        return []
+    best = min(cheaper, key=lambda candidate: candidate.gpu_seconds)
+    against = "it offloads" if best.last_resort > chosen.last_resort else "its margin is too small"
+    return [
+        f"{best.name} takes fewer GPU-seconds per step ({gpu_seconds(best)} against {gpu_seconds(chosen)}; "
+        f"{figures(best)}), but {against}."
+    ]
 
 
 def _node_sentence(chosen: Candidate, candidates: Sequence[Candidate]) -> list[str]:
@@ -71,7 +106,9 @@ def _node_sentence(chosen: Candidate, candidates: Sequence[Candidate]) -> list[s
     ]
     if not fewer:
         return []
-    best = min(fewer, key=lambda candidate: candidate.gpu_seconds)
+    best = min(fewer, key=lambda candidate: (candidate.last_resort, candidate.gpu_seconds))
+    if best.last_resort > chosen.last_resort:
+        return [f"On fewer nodes only offload fits, such as {best.name} ({seconds(best)} per step)."]
     return [
         f"It takes {gpu_seconds(chosen)} GPU-seconds per step; {best.name}, the cheapest on fewer nodes, takes "
         f"{gpu_seconds(best)} ({seconds(best)} per step)."
@@ -102,16 +139,20 @@ def _why_not(candidate: Candidate, chosen: Candidate) -> str:
     if not candidate.fits:
         method = "" if candidate.simulated else ", closed form"
         return f"{candidate.reason} ({seconds(candidate)} per step{method})"
+    avoided = ("", "shards on a single rank: ", "offloads: ")[candidate.last_resort]
+    doubt = avoided if candidate.last_resort > chosen.last_resort else ""
+    tight = f"; {risk(candidate)}" if candidate.headroom < chosen.headroom and not doubt else ""
+    doubt = doubt or ("tight: " if tight else "")
     if not _same_nodes(candidate, chosen):
         return (
-            f"{gpu_seconds(candidate)} GPU-seconds per step on {plural(candidate.choice.nodes, 'node')}, against "
-            f"{gpu_seconds(chosen)} on {chosen.choice.nodes} ({seconds(candidate)} per step, {memory})"
+            f"{doubt}{gpu_seconds(candidate)} GPU-seconds per step on {plural(candidate.choice.nodes, 'node')}, "
+            f"against {gpu_seconds(chosen)} on {chosen.choice.nodes} ({seconds(candidate)} per step, {memory}){tight}"
         )
     against = f"{seconds(candidate)} per step against {seconds(chosen)}, {memory}"
     if candidate.rounded_seconds > chosen.rounded_seconds:
         return against
-    if candidate.headroom < chosen.headroom:
-        return f"tight: {against}; {risk(candidate)}"
+    if doubt:
+        return f"{doubt}{against}{tight}"
     return f"not simpler, and as fast in two digits: {against}"
 
 

@@ -63,7 +63,7 @@ def wrong_model(run: Run, model: Model) -> Iterator[str]:
     if OBJECTIVES[run.objective].trl is None:
         return
     refused = f"objective: {run.objective} is not supported"
-    if "router_aux_loss_coef" in model.config:
+    if "router_aux_loss_coef" in model.text_config:
         yield (
             f"{refused} for {model.architecture}, a mixture of experts: the routers' loss would depend on the micro "
             "batch. Use a dense model."
@@ -340,7 +340,8 @@ def _wrong_tokens(run: Run, model: Model, attention: Attention) -> Iterator[str]
             "packing with attention sdpa: the mask that separates packed examples is made for a rank's own tokens. "
             "Take attention: varlen on a GPU, or packing: false."
         )
-    window = model.config.get("sliding_window") if model.config.get("use_sliding_window", True) else None
+    text = model.text_config
+    window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
     if attention == "sdpa" and window and int(window) < run.sequence_length:
         yield (
             f"attention sdpa: the mask of a sliding window of {int(window)} tokens is made for a rank's own tokens. "

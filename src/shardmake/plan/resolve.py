@@ -60,6 +60,7 @@ class ResolvedRun:
             model_class=ModelClass(
                 name=self.abilities.model_class,
                 own_code=has_own_class(self.model.config, self.run.trust_remote_code),
+                text_part=self.abilities.text_part,
                 new_head=OBJECTIVES[self.run.objective].new_head,
             ),
             sequence_length=self.run.sequence_length,

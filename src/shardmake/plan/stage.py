@@ -24,7 +24,7 @@ from shardmake.plan.planner import Planner
 from shardmake.plan.reasons import describe_scaling, reason_of, rejected
 from shardmake.plan.refusals import refuse, wrong_fsdp
 from shardmake.plan.resolve import ResolvedRun, check, resolve
-from shardmake.plan.suggestions import suggest, suggest_faster
+from shardmake.plan.suggestions import suggest, suggest_faster, suggest_measuring, suggest_smaller_loss
 from shardmake.run.disk_budget import check_choice, checkpoint_size
 from shardmake.run.own_files import describe_own_files
 from shardmake.run.paths import RunDir
@@ -87,9 +87,26 @@ def _planned(run: Run, cluster: Cluster, rundir: RunDir, *, packages: bool = Tru
             raise NothingFitsError(f"{error}{_advice(error.settings)}", error.settings, error.candidates) from None
         memory = memory_estimates(made.settings, made.candidates)
         _keep_memory(rundir, memory, made.chosen.choice)
-        advice = suggest_faster(made.settings, made.chosen, made.candidates)
-        lines = [f"{setting}: {value} ({outcome})" for setting, value, outcome in advice]
-        return as_plan(rundir.name, made).model_copy(update={"advice": lines}), memory
+        return as_plan(rundir.name, made).model_copy(update={"advice": _advice_beside(made)}), memory
+
+
+def _advice_beside(made: "ChosenRun") -> list[str]:
+    """Return the changes that the planner found better than the choice of ``made``, each with what it saves."""
+    faster = suggest_faster(made.settings, made.chosen, made.candidates)
+    smaller = suggest_smaller_loss(made.settings, made.chosen)
+    known = {one.setting for one in faster}
+    return [
+        *(f"clearly less GPU-time: {setting}: {value} ({outcome})" for setting, value, outcome in faster),
+        *(
+            f"less GPU memory: {one.setting}: {one.value} ({one.outcome})"
+            for one in smaller
+            if one.setting not in known
+        ),
+        *(
+            f"may take less GPU-time: {setting}: {value} ({outcome})"
+            for setting, value, outcome in suggest_measuring(made.settings, made.chosen)
+        ),
+    ]
 
 
 def _advice(settings: ResolvedRun) -> str:
@@ -166,7 +183,7 @@ def as_plan(name: str, made: ChosenRun) -> Plan:
         run=name,
         choice=chosen.choice,
         workload=settings.workload,
-        reason=reason_of(chosen, candidates, fallbacks),
+        reason=" ".join([reason_of(chosen, candidates, fallbacks), *_assumed_network(settings, chosen)]),
         attention_reason=settings.attention_reason,
         service_nodes=settings.run.service_nodes or 0,
         rejected=rejected(chosen, candidates),
@@ -176,8 +193,19 @@ def as_plan(name: str, made: ChosenRun) -> Plan:
         own_files=[
             *describe_own_files(settings.user_files, chosen.choice, settings.run),
             *describe_quantized_base(settings.model, settings.run),
+            *settings.abilities.describe_absent(),
         ],
     )
+
+
+def _assumed_network(settings: ResolvedRun, chosen: Candidate) -> list[str]:
+    """Return the bandwidth between nodes that the times count on, if the cluster file does not state it."""
+    if chosen.choice.nodes == 1 or "inter_node_gbps" in settings.cluster.model_fields_set:
+        return []
+    rate = settings.cluster.inter_node_gbps
+    return [
+        f"The times assume {rate:g} GB/s between nodes ({8 * rate:g} Gbit/s): set inter_node_gbps in the cluster file."
+    ]
 
 
 def resources(settings: ResolvedRun, chosen: Candidate) -> dict[str, Resources]:
@@ -256,7 +284,7 @@ def describe(plan: Plan, rundir: RunDir) -> str:
             f"  per node {asked.memory_gib} GiB of RAM and {asked.cpus} cores",
             f"  {plan.reason}",
             *([f"  {describe_scaling(traced, plan.workload.sequence_length)}"] if traced else []),
-            *(f"  clearly less GPU-time: {line}" for line in plan.advice),
+            *(f"  {line}" for line in plan.advice),
             *([f"  attention {plan.workload.attention}: {why}"] if (why := plan.attention_reason) else []),
             *(f"  {line}" for line in plan.own_files),
             f"  {_describe_disk(plan, rundir)}",

@@ -1,94 +1,169 @@
-"""Seconds per optimizer step: compute, recomputation, communication, offload traffic, CPU optimizer.
+"""Seconds per optimizer step: compute, launches of kernels, communication, offload, the optimizer.
 
 This is a roofline: each part is bytes or FLOP over a rate, times the share of the rate that real runs reach. The
-shares are fitted to 71 published throughputs of one source; `python -m benchmarks.step_time_accuracy` compares them
-with these and with other sources. Those of CPUs are fitted to the trainings of `python -m benchmarks.step_time_cpu`.
+shares are fitted to 71 published throughputs of one source and to trainings on one H100;
+`python -m benchmarks.step_time_accuracy` compares them with these and with other sources. Those of CPUs are fitted to
+the trainings of `python -m benchmarks.step_time_cpu`.
 """
 
-from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 from shardmake.config.accelerators import Accelerator
+from shardmake.config.attention import FLASH_CAPABILITY
+from shardmake.config.strategies import DDP, DEEPSPEED, FSDP
 from shardmake.core.units import GB
 from shardmake.memory.decoder import layer_input
 from shardmake.memory.hardware import Hardware
 from shardmake.memory.model import matrix_weights
 from shardmake.memory.scenario import BYTES, Scenario
-from shardmake.memory.states import keeps_flat_gradients
+from shardmake.plan.offload_time import offload_time
 
 
-@dataclass(frozen=True)
-class Shares:
-    """The parts of the dense peak that kernels reach for a wide model and a large micro batch."""
+class Kernel(NamedTuple):
+    """The speed of an attention kernel on causal attention, as parts of the dense peak."""
 
-    matmul: float
-    attention: float
-    """Of causal attention that skips the upper half (flash)."""
+    narrow: float
+    """With heads of 64 numbers, for many tokens."""
+    wide: float
+    """With heads of 128 numbers."""
+    half_tokens: int
+    """Tokens of a micro batch at which it reaches half of that."""
 
 
 # Fitted to MosaicML's tables of A100 and H100 runs (llm-foundry, scripts/train/benchmarking). H100 runs reach a smaller
 # share of a higher peak. Older and consumer GPUs are taken as A100, newer ones as H100: no measurement was available.
 _HOPPER = 9.0
-_SHARES = {"cpu": Shares(0.86, 0.86), "ampere": Shares(0.91, 0.35), "hopper": Shares(0.73, 0.19)}
+_MATMUL = {"cpu": 0.86, "volta": 0.91, "ampere": 0.91, "hopper": 0.73}
+"""The parts of the dense peak that matrix products reach for a wide model and a large micro batch."""
 _HALF_WIDTH = 1100
 """Hidden size at which matrix products on a GPU reach half their share."""
-_HALF_TOKENS = {"cpu": 64, "ampere": 730, "hopper": 730}
-"""Tokens of a micro batch at which kernels reach half their share."""
-_MASKED_ATTENTION = 0.25
-"""Relative rate of attention with a dense mask, which PyTorch runs without flash kernels; it skips nothing."""
+_HALF_TOKENS = {"cpu": 64, "volta": 730, "ampere": 730, "hopper": 730}
+"""Tokens of a micro batch at which matrix products reach half their share."""
+
+# On Hopper: forward and backward passes at 2,048, 8,192 and 32,768 tokens on one H100 with torch 2.11, where sdpa is
+# cuDNN's kernel and varlen FlashAttention 2 (benchmarks/results/gpu). On Ampere: the FlashAttention-2 paper. Before
+# Ampere PyTorch has no flash kernel.
+_FLASH_2: Final = {"ampere": Kernel(0.52, 0.60, 730), "hopper": Kernel(0.32, 0.36, 2300)}
+_KERNELS: Final = {
+    ("cpu", "sdpa"): Kernel(0.86, 0.86, 64),
+    ("volta", "sdpa"): Kernel(0.35, 0.35, 730),
+    ("hopper", "sdpa"): Kernel(0.46, 0.60, 1400),
+}
+_MASKED: Final = {"cpu": 0.86, "volta": 0.09, "ampere": 0.09, "hopper": 0.095}
+"""The same with a dense mask, or eager, which skips nothing; on Hopper from TRL's packed 8B LoRA on that H100."""
+
 LINK_SHARE = 0.7  # of the nominal link that NCCL's ring reaches (nccl-tests)
 EXPOSED = 0.57  # part of communication that does not hide behind compute, fitted with the shares
 _DEEPSPEED_ON_CPU = 0.18  # seconds of a step of DeepSpeed on CPUs that are neither compute nor communication
-CPU_ADAM_RATE = 2 * 10**9  # elements per second of a node's CPU Adam (DeepSpeed PR 7474: 3B in less than 2.4 s)
-NVME_RATE = 3 * GB  # read or write, one good drive
+_CPU_ADAM_RATE = 2 * 10**9  # elements per second of a node without GPUs
+_BANDWIDTH_SHARE = 0.8  # of a GPU's memory bandwidth that elementwise kernels reach
+_LOSS_BYTES = {"plain": 52, "fused": 12, "chunked": 52}
+"""Bytes that the loss moves per logit, forward and backward: 10.1 ms for 4,096 x 128,256 on an H100 when plain."""
+
+# What a library needs on the CPU for one layer and pass, to launch its kernels, whatever their size: it hides behind
+# kernels that take longer. Fitted to trainings on one H100 of Llamas with 8 narrow and 16 layers of 2,048 without
+# checkpointing. The bare libraries need the same: ZeRO-3's hooks take 30 ms a layer in a plain Trainer on a CPU.
+_LAUNCH_SECONDS = {
+    (DDP, 0): 0.0065, (DEEPSPEED, 1): 0.0095, (DEEPSPEED, 2): 0.0125, (DEEPSPEED, 3): 0.027, (FSDP, 0): 0.0105,
+}  # fmt: skip
+"""By library and ZeRO stage."""
+_FORWARD_LAUNCHES = 0.35
+"""Part of them in the forward pass, which recomputation repeats."""
+_ADAPTER_LAUNCHES = 1.4
+"""Launches of a layer with adapters against one without: at most, since the 8B LoRA on one H100 hides them."""
 
 
-def step_time(scenario: Scenario, hardware: Hardware) -> float:
-    """Return the seconds of one optimizer step of ``scenario`` on ``hardware``."""
-    compute = _compute(scenario, hardware)
+def step_time(scenario: Scenario, hardware: Hardware, kernel: Kernel | None = None) -> float:
+    """Return the seconds of one optimizer step of ``scenario`` on ``hardware``; ``kernel`` replaces the table's."""
+    compute = _compute(scenario, hardware, kernel or _kernel(scenario, hardware.accelerator))
     communication = _collectives(scenario, hardware) + _exchanges(scenario, hardware)
     within_layers = _tensor_parallel(scenario, hardware)
     if hardware.is_cpu:  # the cores that compute are those that communicate
         own = _DEEPSPEED_ON_CPU if scenario.zero_stage else 0.0
         return compute + communication + within_layers + own + _optimizer(scenario, hardware)
     # Communication hides behind compute in part, and never takes less than the links need.
-    work = max(compute + EXPOSED * communication, communication)
-    host = _offload(scenario, hardware) + _activation_transfers(scenario, hardware)
+    work = max(compute + EXPOSED * communication, communication, _launches(scenario))
+    host = offload_time(scenario, hardware) + _activation_transfers(scenario, hardware)
     return work + within_layers + host + _optimizer(scenario, hardware)
 
 
 def _generation(accelerator: Accelerator) -> str:
-    return "cpu" if accelerator.is_cpu else "hopper" if accelerator.capability >= _HOPPER else "ampere"
+    if accelerator.is_cpu:
+        return "cpu"
+    capability = accelerator.capability
+    return "hopper" if capability >= _HOPPER else "ampere" if capability >= FLASH_CAPABILITY else "volta"
 
 
-def _compute(scenario: Scenario, hardware: Hardware) -> float:
+def _kernel(scenario: Scenario, accelerator: Accelerator) -> Kernel:
+    generation = _generation(accelerator)
+    if _skips_nothing(scenario):
+        share = _MASKED[generation]
+        return Kernel(share, share, _HALF_TOKENS[generation])
+    return _KERNELS.get((generation, scenario.attention)) or _FLASH_2.get(generation) or _KERNELS[generation, "sdpa"]
+
+
+def _skips_nothing(scenario: Scenario) -> bool:
+    return scenario.masked or scenario.attention == "eager"
+
+
+def _attention_share(kernel: Kernel, tokens: int, width: int) -> float:
+    return (kernel.wide if width >= 96 else kernel.narrow) * tokens / (tokens + kernel.half_tokens)
+
+
+def _compute(scenario: Scenario, hardware: Hardware, kernel: Kernel) -> float:
     """Return the seconds of all forward and backward passes of one step, with recomputation of the layers.
 
     The backward pass has two matrix products for each one of the forward pass, or one where the weights are frozen,
     and two and a half times the work in attention.
     """
-    blocks, head, attention = (seconds * scenario.accumulation for seconds in _forward(scenario, hardware))
-    backward = 1.1 if scenario.method_spec.has_adapters else 2.0
+    blocks, head, attention = (seconds * scenario.accumulation for seconds in _forward(scenario, hardware, kernel))
+    adapters = scenario.method_spec.has_adapters
     again = blocks + attention if scenario.checkpointing else 0.0
+    again += head if scenario.loss == "chunked" else 0.0
     extra = scenario.extra_forwards * (blocks + head + attention)
-    return (1 + backward) * (blocks + head) + 3.5 * attention + again + extra
+    products = (2.1 if adapters else 3.0) * (blocks + head) + 3.5 * attention + again + extra
+    return products + (0.0 if hardware.is_cpu else _memory_bound(scenario, hardware.accelerator))
 
 
-def _forward(scenario: Scenario, hardware: Hardware) -> tuple[float, float, float]:
+def _memory_bound(scenario: Scenario, accelerator: Accelerator) -> float:
+    """Return the seconds of a step in kernels that no matrix product hides: loss, adapters, 4-bit weights.
+
+    An adapter reads its input and, to scale and add, moves its output six times. Each pass over the layers converts
+    4-bit weights to 16 bits.
+    """
+    model, passes = scenario.model, 3 if scenario.checkpointing else 2
+    widths = sum(tensor.numel for tensor in scenario.split.adapters if tensor.block is not None) / scenario.lora_rank
+    active = matrix_weights(model) / model.parameters  # of experts, a token passes the selected ones
+    moved = float(scenario.tokens * model.vocab_size * _LOSS_BYTES[scenario.loss])
+    moved += passes * (scenario.compute * scenario.tokens * 3.5 * widths * active + 2.5 * scenario.split.quantized)
+    return scenario.accumulation * moved / (accelerator.bandwidth * GB * _BANDWIDTH_SHARE)
+
+
+def _launches(scenario: Scenario) -> float:
+    """Return the seconds that the CPU needs to launch the kernels of one step."""
+    of_layer = _LAUNCH_SECONDS[scenario.spec.library, scenario.zero_stage] * (
+        _ADAPTER_LAUNCHES if scenario.method_spec.has_adapters else 1.0
+    )
+    forwards = scenario.checkpointing + scenario.extra_forwards
+    return scenario.accumulation * len(scenario.model.blocks) * of_layer * (1 + _FORWARD_LAUNCHES * forwards)
+
+
+def _forward(scenario: Scenario, hardware: Hardware, kernel: Kernel) -> tuple[float, float, float]:
     """Return the seconds of one forward pass in matrix products of the layers, in the head, and in attention."""
     model, tokens, generation = scenario.model, scenario.tokens, _generation(hardware.accelerator)
-    filled = tokens / (tokens + _HALF_TOKENS[generation])
     wide = 1.0 if hardware.is_cpu else model.hidden_size / (model.hidden_size + _HALF_WIDTH)
-    peak = hardware.flops(scenario.precision, tf32=scenario.tf32) * filled
+    peak = hardware.flops(scenario.precision, tf32=scenario.tf32)
     head = model.head
-    matmul = peak * _SHARES[generation].matmul * wide
+    matmul = peak * _MATMUL[generation] * wide * tokens / (tokens + _HALF_TOKENS[generation])
     width = model.decoder.a * model.decoder.d if model.decoder else model.hidden_size
     attention = 4 * tokens * len(model.blocks) * width * scenario.sequence_length / 2
-    if scenario.masked or scenario.attention == "eager":
-        attention *= 2 / _MASKED_ATTENTION
+    if _skips_nothing(scenario):
+        attention *= 2
+    share = _attention_share(kernel, tokens, model.decoder.d if model.decoder else 128)
     return (
         2 * tokens * (matrix_weights(model) - head) / matmul,
         2 * tokens * head / matmul,
-        attention / (peak * _SHARES[generation].attention),
+        attention / (peak * share),
     )
 
 
@@ -167,23 +242,6 @@ def _gathers(scenario: Scenario) -> int:
     return 3 if scenario.checkpointing and not scenario.is_fsdp else 2
 
 
-def _offload(scenario: Scenario, hardware: Hardware) -> float:
-    if not scenario.offloads_optimizer:
-        return 0.0
-    rate = hardware.accelerator.host_link * GB
-    part = scenario.split.trainable / scenario.world_size
-    is_once = scenario.zero_stage == 1 or keeps_flat_gradients(scenario)
-    transfers = 1 if is_once else scenario.accumulation  # of gradients to the host
-    moved = part * (scenario.gradient * transfers + scenario.compute)
-    if scenario.offloads_parameters:
-        moved += scenario.split.total / scenario.world_size * scenario.compute * 2 * scenario.accumulation
-    seconds = moved / rate
-    if scenario.spec.uses_nvme:
-        per_node = scenario.split.trainable / scenario.nodes
-        seconds += per_node * 2 * 12 / NVME_RATE + scenario.accumulation * 2 * per_node * scenario.compute / NVME_RATE
-    return seconds
-
-
 def _activation_transfers(scenario: Scenario, hardware: Hardware) -> float:
     """Return the seconds in which the inputs of layers go to the host and back, on the stream that computes."""
     if not scenario.activation_offload:
@@ -195,6 +253,8 @@ def _activation_transfers(scenario: Scenario, hardware: Hardware) -> float:
 def _optimizer(scenario: Scenario, hardware: Hardware) -> float:
     trained = scenario.split.trainable
     part = trained if scenario.spec.is_ddp else trained / scenario.shards
-    if scenario.offloads_optimizer or hardware.is_cpu:
-        return part * scenario.ranks_per_node / CPU_ADAM_RATE
-    return part * (16 + 2 * BYTES[scenario.precision]) / (hardware.accelerator.bandwidth * GB * 0.8)
+    if hardware.is_cpu:
+        return part * scenario.ranks_per_node / _CPU_ADAM_RATE
+    if scenario.offloads_optimizer:
+        return 0.0  # `offload_time` has it
+    return part * (16 + 2 * BYTES[scenario.precision]) / (hardware.accelerator.bandwidth * GB * _BANDWIDTH_SHARE)

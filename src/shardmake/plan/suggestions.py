@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 from shardmake.config.load import parse_section
 from shardmake.config.methods import METHODS
-from shardmake.config.models import Run
+from shardmake.config.models import Cluster, Run
 from shardmake.config.optimizers import OPTIMIZERS
-from shardmake.core.errors import ConfigError, ShardmakeError
+from shardmake.core.errors import ShardmakeError
 from shardmake.plan.candidates import Candidate
 from shardmake.plan.choose import CLEARLY, find_choice, fits_below
 from shardmake.plan.planner import Planner
-from shardmake.plan.reasons import beside, memory_and_time
-from shardmake.plan.refusals import missing_packages
+from shardmake.plan.reasons import beside, figures, memory_and_time
+from shardmake.plan.refusals import missing_packages, unsuitable
 from shardmake.plan.resolve import ResolvedRun, check, resolve
 
 MAX_NODE_FACTOR = 64
@@ -80,19 +80,24 @@ def suggestions(kinds: Iterable[Kind], outcome: Callable[[str, Any], str | None]
 
 def suggest(settings: ResolvedRun) -> list[Suggestion]:
     """Return the changes of the configuration that would each make something fit, the cheapest first."""
-    run, cluster = settings.run, settings.cluster
-    kinds = list(levers(settings))
-    if settings.precision == "fp32" and not settings.hardware.is_cpu:
-        kinds.append(("precision", ["auto"]))
-    if run.strategy != "auto":
-        kinds.append(("strategy", ["auto"]))
-    kinds += changes(run.nodes or cluster.max_nodes, run.sequence_length, run.method, run.optimizer)
+    run = settings.run
 
     def outcome(setting: str, value: Any) -> str | None:
         found = _plan_with(settings, setting, value)
         return _describe(found, _changed(run, setting, value)) if found else None
 
-    return suggestions(kinds, outcome)
+    return suggestions(_smaller(settings), outcome)
+
+
+def _smaller(settings: ResolvedRun) -> Iterator[Kind]:
+    """Yield the settings that need less memory with another value, the cheapest first."""
+    run = settings.run
+    yield from levers(settings)
+    if settings.precision == "fp32" and not settings.hardware.is_cpu:
+        yield "precision", ["auto"]
+    if run.strategy != "auto":
+        yield "strategy", ["auto"]
+    yield from changes(run.nodes or settings.cluster.max_nodes, run.sequence_length, run.method, run.optimizer)
 
 
 def suggest_faster(settings: ResolvedRun, chosen: Candidate, candidates: Iterable[Candidate]) -> list[Suggestion]:
@@ -122,25 +127,66 @@ def suggest_faster(settings: ResolvedRun, chosen: Candidate, candidates: Iterabl
     return suggestions(kinds, outcome)
 
 
+def suggest_smaller_loss(settings: ResolvedRun, chosen: Candidate) -> list[Suggestion]:
+    """Return the loss without whole logits, if these are the peak of ``chosen`` and it saves a tenth of its memory."""
+    if settings.run.loss != "plain" or settings.hardware.is_cpu or chosen.memory.gpu.phase != "cross entropy":
+        return []
+
+    def outcome(setting: str, value: Any) -> str | None:
+        resolved = _resolve_with(settings, setting, value)
+        if resolved is None or unsuitable(resolved.run, chosen.choice.strategy):
+            return None
+        found = Planner(resolved).simulate(chosen.choice)
+        if not found.fits or found.memory.gpu.device > 0.9 * chosen.memory.gpu.device:
+            return None
+        return _describe(found, resolved.run, f"{beside(found, chosen)} and {figures(chosen)}")
+
+    return suggestions([("loss", ["chunked", "fused"])], outcome)
+
+
+def suggest_measuring(settings: ResolvedRun, chosen: Candidate) -> list[Suggestion]:
+    """Return what keeps the steps of ``chosen``, up to rounding, and whose gain the model of the step does not know."""
+    run = settings.run
+    if run.torch_compile or settings.hardware.is_cpu or settings.model.decoder is None or run.script is not None:
+        return []
+    resolved = _resolve_with(settings, "torch_compile", True)
+    if resolved is None or unsuitable(resolved.run, chosen.choice.strategy):
+        return []
+    return [Suggestion("torch_compile", True, "measure some steps: the first one compiles, and takes minutes")]
+
+
 def _plan_with(settings: ResolvedRun, setting: str, value: Any, limit: float = inf) -> Candidate | None:
     """Return the choice of the run with one other value; None if nothing fits, or if another setting excludes it.
 
     It is also None if nothing that fits takes less than ``limit`` GPU-seconds per step. That is found out first,
     because few candidates are so fast, and the choice compares many.
     """
-    changed = _changed(settings.run, setting, value)
-    try:
-        parse_section(Run, changed.model_dump(), "The change")
-    except ConfigError:
+    resolved = _resolve_with(settings, setting, value)
+    if resolved is None:
         return None
-    max_nodes = max(settings.cluster.max_nodes, (changed.nodes or 0) + (changed.service_nodes or 0))
+    planner = Planner(resolved)
     try:
-        resolved = resolve(changed, settings.cluster.model_copy(update={"max_nodes": max_nodes}))
-        check(resolved, packages=False)
-        planner = Planner(resolved)
         return find_choice(planner) if limit == inf or fits_below(limit, planner) else None
     except ShardmakeError:
         return None
+
+
+def _resolve_with(settings: ResolvedRun, setting: str, value: Any) -> ResolvedRun | None:
+    """Return the run with one other value; None if another setting, the model or the cluster excludes it."""
+    changed = _changed(settings.run, setting, value)
+    try:
+        parse_section(Run, changed.model_dump(), "The change")
+        resolved = resolve(changed, _cluster_for(changed, settings))
+        check(resolved, packages=False)
+    except ShardmakeError:
+        return None
+    return resolved
+
+
+def _cluster_for(run: Run, settings: ResolvedRun) -> Cluster:
+    """Return the cluster of ``settings`` with as many nodes as ``run`` asks for."""
+    nodes = max(settings.cluster.max_nodes, (run.nodes or 0) + (run.service_nodes or 0))
+    return settings.cluster.model_copy(update={"max_nodes": nodes})
 
 
 def _changed(run: Run, setting: str, value: Any) -> Run:

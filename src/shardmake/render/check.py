@@ -16,6 +16,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
 from pydantic import TypeAdapter
 
 import shardmake
@@ -32,10 +33,10 @@ from shardmake.render.settings_table import compare
 from shardmake.run.plan import Choice
 from shardmake.run.training_settings import TrainingSettings
 
-# Ask the libraries' parsers once for the same content, and one process of the user at a time.
+# Ask the libraries' parsers once for the same content, and few processes of the user at a time.
 #
-# A check imports torch and DeepSpeed, which takes seconds and half a gigabyte. Many drivers on a login node may start
-# at once, and a repeated rendering asks for files that were accepted before.
+# A check imports torch and DeepSpeed, which takes up to 20 s and half a gigabyte. Many drivers on a login node may
+# start at once, and a repeated rendering asks for files that were accepted before.
 
 _LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "trl", "peft", "pydantic")
 
@@ -46,10 +47,11 @@ def ask_once(module: str, request: Mapping[str, Any], ask: Callable[[], list[lis
     Content without problems is not asked for again with the same libraries and the same source of this package. A
     problem is never kept, because its cause may be outside the content, such as a full disk.
     """
-    accepted = cache_folder() / "checks" / f"{digest([module, dict(request), _software()])}.json"
+    key = digest([module, dict(request), _software()])
+    accepted = cache_folder() / "checks" / f"{key}.json"
     if accepted.exists():
         return [[] for _ in range(json.loads(accepted.read_text()))]
-    with _one_at_a_time():
+    with _slot_of(key):
         if accepted.exists():  # another process has asked for the same content meanwhile
             return ask_once(module, request, ask)
         problems = ask()
@@ -58,12 +60,18 @@ def ask_once(module: str, request: Mapping[str, Any], ask: Callable[[], list[lis
     return problems
 
 
+_CORES, _MEMORY, _SLOTS = 4, 2 << 30, 8
+"""Cores and free bytes for each check that runs at once, and how many do at most: the machine may be a login node."""
+
+
 @contextlib.contextmanager
-def _one_at_a_time() -> Iterator[None]:
-    """Hold the lock of this user's checks. The kernel releases it when the process ends."""
+def _slot_of(key: str) -> Iterator[None]:
+    """Hold one of the locks of this user's checks; equal content has the same. The kernel releases it at the end."""
     folder = cache_folder() / "checks"
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("a") as file:
+    free = psutil.virtual_memory().available // _MEMORY
+    slots = max(1, min(len(os.sched_getaffinity(0)) // _CORES, free, _SLOTS))
+    with (folder / f"lock-{int(key, 16) % slots}").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from shardmake.core.errors import ConfigError
+from shardmake.core.private_names import private
 from shardmake.render.trainer_settings import nearest_argument
 
 SCRIPTS: Final = (".sh", ".bash", ".sbatch", ".slurm")
@@ -378,7 +379,7 @@ def _training_values(words: list[str], title: str) -> dict[str, Any]:
 
     # An option of the program, such as --data, does not abbreviate one of transformers'.
     parser = HfArgumentParser(TrainingArguments, allow_abbrev=False)
-    for action in parser._actions:
+    for action in private(parser).actions:
         action.default = argparse.SUPPRESS
         action.required = False
 

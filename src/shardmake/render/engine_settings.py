@@ -19,6 +19,7 @@ from unittest import mock
 from shardmake.config.deepspeed_keys import find_removed
 from shardmake.config.settings import ACCUMULATION, MICRO_BATCH, SETTINGS, TOTAL_BATCH
 from shardmake.core.nested import leaves, overlay
+from shardmake.core.private_names import private
 from shardmake.render import parsers
 from shardmake.render.comparison import EngineSettings, Problem, Settings
 from shardmake.render.launcher_settings import VARIABLES, launch
@@ -77,7 +78,7 @@ def _ranks_without_gpu(settings: Settings, found: EngineSettings) -> int:
     by_trainer = settings.trainer is not None and bool(settings.trainer.get("use_cpu"))
     use_cpu = by_trainer or bool(str_to_bool(os.environ.get("ACCELERATE_USE_CPU", "false")))
     os.environ["ACCELERATE_USE_DEEPSPEED"] = str(found.uses_deepspeed).lower()
-    AcceleratorState._reset_state(reset_partial_state=True)
+    private(AcceleratorState).reset_state(reset_partial_state=True)
     ranks = PartialState(cpu=use_cpu, **({"backend": "gloo"} if use_cpu else {})).num_processes
     if found.world_size > ranks:
         total = found.deepspeed.get(TOTAL_BATCH) if found.deepspeed else "auto"
@@ -117,8 +118,8 @@ def _leave_world() -> None:
     import torch.distributed
     from accelerate.state import AcceleratorState, PartialState
 
-    AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState._reset_state()
+    private(AcceleratorState).reset_state(reset_partial_state=True)
+    private(PartialState).reset_state()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
+from shardmake.core.private_names import private
 from shardmake.render import parsers
 from shardmake.render.accelerate_file import IGNORED_IN_FILE
 from shardmake.render.comparison import EngineSettings, Problem, Settings
@@ -60,7 +61,7 @@ def _usable(given: Mapping[str, Any], found: EngineSettings) -> dict[str, Any]:
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
 
-    actions = {action.dest: action for action in launch_command_parser()._actions}
+    actions = {action.dest: action for action in private(launch_command_parser()).actions}
     known = {*ClusterConfig.__dataclass_fields__, "dynamo_backend", "fp16", "downcast_bf16"}
     values: dict[str, Any] = {}
     for key, value in given.items():

@@ -15,6 +15,7 @@ from typing import Any
 
 from shardmake.core.environment import leave_collectives_to_gloo
 from shardmake.core.nested import leaves
+from shardmake.core.private_names import private, private_module
 from shardmake.render.accelerate_file import IGNORED_IN_FILE
 from shardmake.render.deepspeed_file import replace_auto
 
@@ -58,23 +59,24 @@ class Watched(dict[str, Any]):
 def pretend_world(world_size: int) -> None:
     """Start a process group of ``world_size`` with torch's fake backend, which does not communicate."""
     import torch.distributed
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     leave_collectives_to_gloo()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    store = private_module("fake_pg").FakeStore()
+    torch.distributed.init_process_group("fake", store=store, rank=0, world_size=world_size)
 
 
 def launch_arguments(values: Mapping[str, Any], flags: list[str], folder: Path) -> tuple[Namespace, list[str]]:
     """Return the arguments that `accelerate launch` reads from file and flags, and the keys that it ignores."""
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.commands import launch
 
     path = folder / "accelerate.json"
     path.write_text(json.dumps(values))
-    parser = launch_command_parser()
-    launched, _, _ = _validate_launch_command(parser.parse_args(["--config_file", str(path), *flags, "train.py"]))
-    known = {action.dest for action in parser._actions} | {"fsdp_ignored_modules"}
+    parser = launch.launch_command_parser()
+    given = parser.parse_args(["--config_file", str(path), *flags, "train.py"])
+    launched, _, _ = private(launch).validate_launch_command(given)
+    known = {action.dest for action in private(parser).actions} | {"fsdp_ignored_modules"}
     nested = [f"{section}.{key}" for section in SECTIONS for key in values.get(section) or {} if key not in known]
     return launched, [*(key for key in IGNORED_IN_FILE if key in values), *nested]
 

@@ -7,11 +7,12 @@ The files depend on the arguments alone; no training library is imported here.
 import shutil
 import sys
 from pathlib import Path
+from typing import Final
 
 import yaml
 
 from shardmake.config.models import Cluster, Run
-from shardmake.core.atomic import write_bytes, write_json, write_text
+from shardmake.core.atomic import sha256, write_bytes, write_json, write_text
 from shardmake.core.errors import ConfigError
 from shardmake.memory.model import Model
 from shardmake.memory.read_config import read_model
@@ -21,7 +22,7 @@ from shardmake.render.deepspeed_file import deepspeed_config, with_numbers
 from shardmake.render.training_file import training_settings
 from shardmake.render.user_files import merge_own_files
 from shardmake.run.attempt import AttemptDir
-from shardmake.run.paths import RunDir
+from shardmake.run.paths import RunDir, short_path
 from shardmake.run.plan import Choice, Plan, RenderReceipt
 
 
@@ -47,7 +48,8 @@ def render(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> list[str]:
     rundir.fallbacks.mkdir(parents=True)
     for number, (files, _) in enumerate(merged):
         write_files(files, rundir.rendered_files(number), model)
-    RenderReceipt(plan_digest=plan.digest).write(rundir.rendered)
+    digests = {path.name: sha256(path) for path in _rendered(rundir.plan_folder)}
+    RenderReceipt(plan_digest=plan.digest, files=digests).write(rundir.rendered)
     return list(dict.fromkeys(line for _, lines in merged for line in lines))
 
 
@@ -86,17 +88,42 @@ def write_files(files: Files, folder: Path, model: Model) -> None:
 def copy_rendered(rundir: RunDir, plan: Plan, fallback: int, folder: Path) -> None:
     """Copy the rendered files of ``fallback`` into an attempt's ``folder``, byte for byte.
 
-    Raises `ConfigError` if they were rendered for another plan than ``plan``.
+    Raises `ConfigError` if they were rendered for another plan than ``plan``, or edited.
     """
+    check_unedited(rundir)
     if RenderReceipt.read(rundir.rendered).plan_digest != plan.digest:
         raise ConfigError(
             f"The rendered files in {rundir.plan_folder} belong to another plan. "
             f"Render them again: shardmake render {rundir.name}"
         )
-    rendered = AttemptDir(rundir.rendered_files(fallback))
-    for path in (rendered.accelerate, rendered.deepspeed, rendered.training, rendered.deepspeed_native):
-        if path != rendered.deepspeed_native or path.exists():  # only a script has that file
-            write_bytes(folder / path.name, path.read_bytes())
+    for path in _rendered(rundir.rendered_files(fallback)):
+        write_bytes(folder / path.name, path.read_bytes())
+
+
+_KEYS: Final = {
+    "accelerate.yaml": "in a file of your own, named by accelerate_config",
+    "deepspeed.json": "in a file of your own, named by deepspeed_config",
+}
+"""The place of the values of a rendered file."""
+
+
+def check_unedited(rundir: RunDir) -> None:
+    """Raise a `ConfigError` if a rendered file is not as it was rendered: a finished training would not have it."""
+    receipt = RenderReceipt.read_if_exists(rundir.rendered)
+    for name, digest in receipt.files.items() if receipt else ():
+        path = rundir.plan_folder / name
+        if path.exists() and sha256(path) != digest:
+            raise ConfigError(
+                f"{short_path(path)} was edited after it was rendered, which has no lasting effect. Write the values "
+                f"{_KEYS.get(name, 'as keys of the run')}, and render again: shardmake render {rundir.name}"
+            )
+
+
+def _rendered(folder: Path) -> list[Path]:
+    """Return the rendered files in ``folder``; only a script has the native DeepSpeed file."""
+    files = AttemptDir(folder)
+    named = (files.accelerate, files.deepspeed, files.training, files.deepspeed_native)
+    return [path for path in named if path != files.deepspeed_native or path.exists()]
 
 
 def render_files(plan: Plan, run: Run, cluster: Cluster, model: Model, folder: Path) -> Files:

@@ -54,11 +54,17 @@ def render_card(run: Run, rundir: RunDir) -> str:
         place=_place(run),
         is_hub=_hub_name(run) is not None,
         has_chat_template=_has_chat_template(rundir.model),
+        model_class=_class_to_load(records),
         prompt=json.dumps(min(prompts, key=len, default="Hello"), ensure_ascii=False),
         length_name=length_name,
         inline=_inline,
     )
     return str(card)
+
+
+def _class_to_load(records: Records) -> str:
+    trained = records.used.workload.model_class
+    return trained.name if trained.text_part else "AutoModelForCausalLM"
 
 
 def card_plots(run: Run, rundir: RunDir) -> dict[str, bytes]:

@@ -83,8 +83,8 @@ class ComparedRun:
         separate = {key: source for key, source in self.data.sources.items() if key.partition("/")[0] == "eval"}
         if not separate:
             return digest([self.data.tokenizer, *(file.sha256 for file in self.data.eval.files)])
-        read = {"format", "columns", "loss_on", "sequence_length", "objective", "evaluated"}
-        settings = self.data.settings.model_dump(include=read)
+        ordered = {"eval_fraction", "order", "packing", "seed", "mix"}
+        settings = self.data.settings.model_dump(exclude=ordered)
         layout = [self.data.data_format, self.data.columns, self.data.loss_on_assistant]
         return digest([self.data.tokenizer, content_of({"sources": separate}), settings, layout])
 
@@ -250,7 +250,7 @@ def _task_column(runs: Sequence[ComparedRun], task: str, metric: str) -> ResultC
 
 
 def _same_evaluation_data(runs: Sequence[ComparedRun]) -> bool:
-    return len({run.evaluated_on for run in runs if run.evaluation}) <= 1
+    return len({(run.evaluated_on, run.evaluation.tokens) for run in runs if run.evaluation}) <= 1
 
 
 def _notes(runs: Sequence[ComparedRun]) -> list[str]:
@@ -260,9 +260,11 @@ def _notes(runs: Sequence[ComparedRun]) -> list[str]:
     if len({run.settings["objective"] for run in runs}) > 1:
         notes.append("The runs have different objectives, so their training losses cannot be compared.")
     if not _same_evaluation_data(runs):
+        counted = ", ".join(f"{run.evaluation.tokens:,} ({run.name})" for run in runs if run.evaluation)
         notes.append(
-            "The runs were evaluated on other examples, another tokenizer or another sequence length, so no evaluation "
-            "loss is marked as the best. With `data.eval`, runs of other seeds have the same examples."
+            "The evaluations of these runs count other tokens: other examples, another tokenizer or chat template, "
+            f"another sequence length or other learned tokens. Counted: {counted}. So no evaluation loss is marked as "
+            "the best. With `data.eval`, runs of other seeds have the same examples."
         )
     return notes
 

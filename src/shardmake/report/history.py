@@ -8,7 +8,7 @@ from itertools import pairwise
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.attempt_history import AttemptRecord, load_history
 from shardmake.run.metrics import MetricsLine, read_metrics
-from shardmake.run.paths import RunDir
+from shardmake.run.paths import RunDir, numbered_paths
 
 
 @dataclass(frozen=True)
@@ -121,12 +121,12 @@ def read_history(rundir: RunDir) -> TrainingHistory:
     """Read the history of a run, without attempts that neither logged a step nor wrote an exit record."""
     records, logged = load_history(rundir.attempt_history), read_metrics(rundir.metrics)
     ends = {record.attempt: record.end for record in records}
-    folders = sorted(rundir.attempts.glob("[0-9]*"))
-    lines = _final_lines(logged, int(folders[-1].name) if folders else 0)
+    folders = numbered_paths(rundir.attempts)
+    lines = _final_lines(logged, max(folders, default=0))
     repeated = _repeated(logged, records)
     spans = [
-        _span(AttemptDir(folder), [line for line in lines if line.attempt == int(folder.name)], ends, repeated)
-        for folder in folders
+        _span(AttemptDir(folder), [line for line in lines if line.attempt == number], ends, repeated)
+        for number, folder in folders.items()
     ]
     return TrainingHistory([span for span in spans if span is not None], lines)
 

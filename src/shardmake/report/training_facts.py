@@ -175,8 +175,9 @@ def _length(records: Records) -> str:
 
 
 def _precision(training: str, records: Records) -> str:
-    dtype = records.merge.verification.dtype
-    return f"{training} in training, {_PRECISIONS.get(dtype, dtype)} in these files"
+    dtype, modules = records.merge.verification.dtype, records.merge.peft_modules
+    merged = f"; {plural(modules, 'merged module')} compared with PEFT's" if modules else ""
+    return f"{training} in training, {_PRECISIONS.get(dtype, dtype)} in these files{merged}"
 
 
 def _strategy(records: Records) -> str:

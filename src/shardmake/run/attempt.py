@@ -58,6 +58,7 @@ class Attempt(RunFile):
     plan_digest: str = Field("", description="Digest of the plan whose fallbacks the attempt's fallback belongs to.")
     hang_seconds: float = Field(600, description="Silence after which a training step counts as hung.")
     checkpoint_bytes: int = Field(0, description="Estimated size of a checkpoint; 0 if there is no estimate.")
+    gpu_memory: int = Field(0, description="Memory of a GPU that the plan counts on, bytes; 0 if unknown.")
     rendezvous_seconds: float = Field(300, description="How long nodes wait for each other.")
 
     @property
@@ -121,7 +122,9 @@ class NodeExit(RunFile):
         default_factory=list, description="Files of the resumed checkpoint that the node found damaged."
     )
     culprit: str | None = Field(None, description="Name of the node that caused it; None if unknown.")
-    oom_kills: int = Field(0, description="Processes of this job that the kernel killed here because memory ran out.")
+    oom_kills: int | None = Field(
+        None, description="Processes of this job that the kernel killed here because memory ran out; None if unknown."
+    )
 
 
 class RankError(RunFile):
@@ -420,10 +423,15 @@ def claim(folder: AttemptDir, job: str) -> str:
 
     Where the driver has claimed it, as usual, the tasks of its job only read.
     """
-    if not folder.owner.exists():
+    if (owner := _owner(folder)) is None:
         _claim_first(folder, job)
-    (owner,) = folder.owner.iterdir()
-    return owner.name
+        owner = _owner(folder)
+    return owner or job
+
+
+def _owner(folder: AttemptDir) -> str | None:
+    """Return the job whose name is in the folder ``owner``, beside hidden files of a file server."""
+    return next((path.name for path in folder.owner.glob("[!.]*")), None)
 
 
 def _claim_first(folder: AttemptDir, job: str) -> None:
@@ -436,6 +444,8 @@ def _claim_first(folder: AttemptDir, job: str) -> None:
     except OSError:  # another claim was first, or a file server reports an error for a request that it got twice
         if not folder.owner.exists():
             raise
+        if _owner(folder) is None:
+            (folder.owner / job).touch()
     finally:
         shutil.rmtree(claimed, ignore_errors=True)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from shardmake.core.atomic import write_json
+from shardmake.core.atomic import sealed, write_json
 from shardmake.run.record import RunFile, read_record
 
 
@@ -72,7 +72,7 @@ def load_history(path: Path) -> list[AttemptRecord]:
 
 def save_history(path: Path, history: Sequence[AttemptRecord]) -> None:
     """Write the attempts that have ended."""
-    write_json(path, [record.as_json() for record in history])
+    write_json(path, [sealed(record.as_json()) for record in history])
 
 
 def next_fallback(history: Sequence[AttemptRecord], plan: str) -> int:

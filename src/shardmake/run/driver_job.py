@@ -10,7 +10,7 @@ from typing import ClassVar, Final, Literal
 from pydantic import Field
 
 from shardmake.core.errors import ShardmakeError, StopRequestedError
-from shardmake.run.paths import BelowRoot
+from shardmake.run.paths import BelowRoot, numbered_paths
 from shardmake.run.record import RunFile
 
 VARIABLE: Final = "SHARDMAKE_DRIVER_JOB"
@@ -73,15 +73,14 @@ class DriverDir:
 
 def driver_dirs(runs: Path) -> Iterator[DriverDir]:
     """Yield the folders of submitted workflows below the folder ``runs``, the newest first."""
-    for path in sorted((runs / FOLDER).glob("[0-9]*"), reverse=True):
+    for path in reversed(numbered_paths(runs / FOLDER).values()):
         if (path / "state.json").exists():
             yield DriverDir(path)
 
 
 def new_driver_dir(runs: Path) -> DriverDir:
     """Create the next folder."""
-    numbers = [int(path.name) for path in (runs / FOLDER).glob("[0-9]*")]
-    folder = DriverDir(runs / FOLDER / f"{max(numbers, default=0) + 1:03d}")
+    folder = DriverDir(runs / FOLDER / f"{max(numbered_paths(runs / FOLDER), default=0) + 1:03d}")
     folder.ended.mkdir(parents=True)
     return folder
 

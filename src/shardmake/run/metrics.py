@@ -19,6 +19,7 @@ class DeviceMemory(MetricsRecord):
 
     allocated: int = Field(description="Held by tensors.")
     reserved: int = Field(description="Held by the allocator.")
+    device: int | None = Field(None, description="In use on the GPU by all programs when the line was written.")
 
 
 class MeanRewards(MetricsRecord):

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from shardmake.core.errors import ModelError
 from shardmake.run.record import RunRecord, optional
+from shardmake.run.text_part import text_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,6 +29,9 @@ class ModelClass(RunRecord):
 
     name: str = Field(description="Name of the class.")
     own_code: bool = optional(False, "The class is code beside config.json, not one of transformers.")
+    text_part: bool = optional(
+        False, "Its towers, such as that for images, are left out; the merge takes them from the base model."
+    )
     new_head: str = optional(
         "", "Layer of one output that replaces the base model's head over the vocabulary; empty: none does."
     )
@@ -51,7 +55,19 @@ class ModelClass(RunRecord):
                 f"Model class not found: {self.name}. transformers {version('transformers')} does not have it. Install "
                 "the version of transformers with which the run was planned, or plan it again."
             )
-        return found
+        return text_part(found) if self.text_part else found
+
+    @property
+    def whole(self) -> "ModelClass":
+        """Return the class with its towers, as it loads a merged model."""
+        return self.model_copy(update={"text_part": False})
+
+    def build(self, config: Any, **options: Any) -> "PreTrainedModel":
+        """Return a model of ``config`` with new weights; ``options`` are those of ``from_config``."""
+        kind = self.find()
+        if self.own_code:
+            return kind.from_config(config, trust_remote_code=True, **options)
+        return kind._from_config(config, **options)
 
     def load(self, model: str, **options: Any) -> "PreTrainedModel":
         """Return the model at ``model`` with all of its weights; ``options`` are those of ``from_pretrained``.

@@ -33,7 +33,7 @@ class RunDir:
     sources = BelowRoot(
         "sources.json", "Commits, sizes and checksums of what was fetched (`shardmake.run.sources.Sources`)."
     )
-    fetched = BelowRoot("fetched", "Folder of fetched examples, one Parquet file a split.")
+    fetched = BelowRoot("fetched", "Folder of fetched examples, one folder a split.")
     base_model = BelowRoot(
         "fetched/model",
         "Folder of another run's model (`model: run:NAME`): copies of config and tokenizer, links to its weights.",
@@ -94,6 +94,14 @@ class RunDir:
     figures = BelowRoot("figures", "Folder of the report's figures, for `snakemake --report`.")
     report = BelowRoot("report.html", "The run on one page.")
 
+    driver_lock = BelowRoot("train/driver.lock", "Held by the driver that watches the training.")
+    staged_checkpoints = BelowRoot("train/checkpoints/.saving", "Folder of saves that are not finished.")
+
+    def links(self) -> list[Path]:
+        """Return the paths of the run that are symbolic links."""
+        known = [value.path for value in vars(type(self)).values() if isinstance(value, BelowRoot)]
+        return [path for path in (self.root / name for name in known) if path.is_symlink()]
+
     @classmethod
     def pattern(cls) -> "RunDir":
         """Return the folder with Snakemake's wildcard ``{run}`` as its name, from which rules take their files."""
@@ -123,6 +131,12 @@ class RunDir:
     def figure(self, name: str) -> Path:
         """Return the path of one of the report's figures."""
         return self.figures / f"{name}.svg"
+
+
+def numbered_paths(folder: Path) -> dict[int, Path]:
+    """Return what has a number as its name in ``folder``, in the order of the numbers; other names do not count."""
+    found = {int(path.name): path for path in folder.glob("[0-9]*") if path.name.isdecimal()}
+    return dict(sorted(found.items()))
 
 
 def short_path(path: Path) -> str:

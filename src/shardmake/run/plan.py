@@ -144,7 +144,8 @@ class Plan(RunFile):
     workload: Workload = Field(description="The training itself.")
     reason: str = Field(description="Why this choice, and its risk if it is tight.")
     advice: list[str] = optional(
-        [], "Changes of the configuration that would each cost clearly less GPU-time; the plan makes none."
+        [],
+        "Changes of the configuration that would or may each cost less GPU-time or memory; the plan makes none.",
     )
     attention_reason: str = optional("", "Why the attention kernel is not varlen, the fastest one.")
     service_nodes: int = optional(0, "Nodes of the job that run the service, beside those of the choice.")
@@ -228,6 +229,7 @@ class RenderReceipt(RunFile):
 
     made_by: ClassVar[str] = "shardmake render NAME"
     plan_digest: str = Field(description="Digest of the plan that the files belong to.")
+    files: dict[str, str] = Field({}, description="SHA-256 of each file of the plan's choice, by name.")
 
 
 class CandidateEstimate(RunRecord):

@@ -41,6 +41,11 @@ class DataSettings(RunRecord):
     sequence_length: int = Field(description="Tokens per sequence.")
     packing: bool = Field(description="Sequences hold several examples.")
     seed: int = Field(description="Seed of the order.")
+    template_arguments: dict[str, Any] = optional({}, "Arguments of the chat template.")
+    turns: str = optional("auto", "Examples of a conversation with several turns.")
+    on_bad_row: str = optional("stop", "What happens at a row that cannot be learned.")
+    stops: list[str] = optional([], "Tokens at which generation stops, by the model's files.")
+    day: str | None = optional(None, "Day that a chat template which reads the clock writes.")
     objective: str | None = optional(None, "Objective other than sft, which reads other formats.")
     mix: list[dict[str, Any]] = optional([], "Weight, repeat, limit and format of each of several sources.")
     evaluated: list[dict[str, Any]] = optional([], "Name and format of each of several sources of evaluation examples.")
@@ -73,6 +78,9 @@ class SplitReceipt(RunRecord):
     dropped_without_loss: int = Field(description="Examples without a token to learn.")
     dropped_loss_truncated: int = Field(description="Examples without a token to learn before the cut.")
     dropped_too_long: int = optional(0, "Pairs that are too long for an objective that needs whole answers.")
+    dropped_bad: int = optional(0, "Rows that could not be read or learned, with `data.on_bad_row: drop`.")
+    bad: dict[str, int] = optional({}, "These rows by cause.")
+    apart: int = optional(0, "Conversations of which each turn is an example.")
     first_dropped: list[str] = Field(description="The first dropped examples, each with its file and line.")
     sequences: int = Field(description="Sequences written.")
     tokens: int = Field(description="Tokens written, without padding.")
@@ -169,11 +177,15 @@ class MergeReceipt(RunFile):
     output_bytes_compared: int = Field(
         description="Bytes of the weight files that were read back and equal the checksums made while copying."
     )
+    peft_modules: int | None = optional(
+        None, "Modules of an adapter, one of each shape and kind, that PEFT merges to the same weights."
+    )
     recorded_files: int | None = Field(
         None, description="Files of the checkpoint that equal Shardmake's record of the save; None without a record."
     )
     warnings: list[str] = Field([], description="What is doubtful about the checkpoint.")
     allowed: list[str] = Field([], description="Refusals that the user overrode.")
+    untied: dict[str, str] = optional({}, "Weights that the base model ties, and that differ: the model stores both.")
     key: str | None = Field(None, description="Key of the model in the checkpoint, if the user named one of several.")
     versions: dict[str, str] = Field(description="What wrote the checkpoint, and what merged it.")
     verification: Verification = Field(description="What was checked in the result.")

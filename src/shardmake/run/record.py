@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from shardmake.core.atomic import write_json
+from shardmake.core.atomic import sealed, unsealed, write_json
 from shardmake.core.errors import ShardmakeError
 from shardmake.run.paths import RUNS, RunDir
 
@@ -60,6 +60,11 @@ class RunFile(RunRecord):
     """A record that is a file of its own."""
 
     format: Literal[1] = Field(FORMAT, description="Format of the files of a run.")
+    checksum: str | None = optional(None, "Digest of all other keys; in the file alone.")
+
+    def write(self, path: Path) -> bool:
+        """Write the record and its checksum to ``path`` atomically; return whether the file changed."""
+        return write_json(path, sealed(self.as_json()))
 
 
 def check_format(rundir: RunDir) -> None:
@@ -67,6 +72,15 @@ def check_format(rundir: RunDir) -> None:
     for path in (rundir.sources, rundir.plan, rundir.data_receipt, rundir.train_receipt, rundir.attempt_history):
         if path.exists():
             _check_format(path, path.read_bytes())
+
+
+def refuse_links(rundir: RunDir) -> None:
+    """Raise `ShardmakeError` if a path that a stage writes or empties is a link: what it leads to is not the run's."""
+    for path in rundir.links():
+        raise ShardmakeError(
+            f"{path} is a link to {path.readlink()}. Stages replace and remove what they find there, so they follow no "
+            f"link. Put a folder in its place. For a larger file system, make {rundir.root.parent} itself a link."
+        )
 
 
 def _check_format(path: Path, content: bytes) -> None:
@@ -94,12 +108,20 @@ def read_record(path: Path, kind: type[T], made_by: str) -> T:
 
 def _parse(path: Path, content: bytes, kind: type[T], made_by: str) -> T:
     try:
-        return TypeAdapter(kind).validate_json(content)
-    except ValidationError as error:
+        return TypeAdapter(kind).validate_json(_unsealed(content))
+    except ValueError as error:
         _check_format(path, content)
-        raise ShardmakeError(
-            f"Cannot read {path}: {_problems(error)}. It is incomplete. Remove it and run: {_of_run(made_by, path)}"
-        ) from None
+        problem = f"{_problems(error)}. It is incomplete" if isinstance(error, ValidationError) else str(error)
+        raise ShardmakeError(f"Cannot read {path}: {problem}. Remove it and run: {_of_run(made_by, path)}") from None
+
+
+def _unsealed(content: bytes) -> bytes:
+    """Return a JSON text without checksums; what is no JSON is returned as it is, for the reader's own message."""
+    try:
+        values = json.loads(content)
+    except ValueError:
+        return content
+    return json.dumps(unsealed(values)).encode()
 
 
 def _of_run(command: str, path: Path) -> str:

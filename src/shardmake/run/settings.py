@@ -5,13 +5,14 @@ Snakemake removes outputs before it runs a rule again.
 """
 
 import contextlib
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from pydantic import Field
 
-from shardmake.config.effects import differences, read_keys, result_keys, values_of
+from shardmake.config.effects import default_of, differences, own_values, read_keys, result_keys, values_of
 from shardmake.config.models import Cluster, Run
 from shardmake.core.errors import ConfigError
 from shardmake.run.paths import RunDir
@@ -51,29 +52,39 @@ def current(stage: str, run: Run, cluster: Cluster) -> StageSettings:
 
 
 def read_settings(stage: str, rundir: RunDir) -> StageSettings | None:
-    """Return the settings with which ``stage`` last ran to its end; None if it never did."""
-    return StageSettings.read_if_exists(rundir.stage_settings(stage))
+    """Return the settings with which ``stage`` last ran to its end; None if it never did.
+
+    A key that the version which wrote them did not know had its default.
+    """
+    found = StageSettings.read_if_exists(rundir.stage_settings(stage))
+    if found is None:
+        return None
+    values = {key: found.values.get(key, default_of(key)) for key in read_keys(stage)}
+    return found.model_copy(update={"values": values})
 
 
-def changed_results(stage: str, run: Run, cluster: Cluster, rundir: RunDir) -> list[str]:
+def changed_results(stage: str, values: Mapping[str, str], rundir: RunDir) -> list[str]:
     """Return ``key: old -> new`` for every setting that makes the result of ``stage`` outdated."""
     before = read_settings(stage, rundir)
-    return differences(before.results(), current(stage, run, cluster).results()) if before else []
+    return differences(before.results(), _part(values, result_keys(stage))) if before else []
 
 
-def changed_settings(stage: str, run: Run, cluster: Cluster, rundir: RunDir) -> list[str]:
+def changed_settings(stage: str, values: Mapping[str, str], rundir: RunDir) -> list[str]:
     """Return ``key: old -> new`` for the settings for which Snakemake runs ``stage`` again (`rerun_settings`)."""
     before = read_settings(stage, rundir)
     if before is None:
         return []
     old = _part(before.values, compared_keys(stage))
-    return differences(old, rerun_settings(stage, run, cluster, rundir, old))
+    return differences(old, rerun_settings(stage, values, rundir, old))
 
 
-def is_trained(run: Run, cluster: Cluster, rundir: RunDir) -> bool:
-    """Return whether the training has finished with the current settings."""
-    before = read_settings("train", rundir)
-    return bool(before and rundir.train_receipt.exists() and not changed_results("train", run, cluster, rundir))
+def is_trained(values: Mapping[str, str], rundir: RunDir) -> bool:
+    """Return whether the training has finished with the settings ``values``."""
+    return (
+        rundir.train_receipt.exists()
+        and rundir.stage_settings("train").exists()
+        and not changed_results("train", values, rundir)
+    )
 
 
 def compared_keys(stage: str) -> tuple[str, ...]:
@@ -82,19 +93,28 @@ def compared_keys(stage: str) -> tuple[str, ...]:
 
 
 def rerun_settings(
-    stage: str, run: Run, cluster: Cluster, rundir: RunDir, recorded: Mapping[str, str]
-) -> Mapping[str, str]:
-    """Return the settings of `compared_keys`; ``recorded`` are those of the stage's last job.
+    stage: str, values: Mapping[str, str], rundir: RunDir, recorded: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the settings of `compared_keys`; ``recorded`` are those of the stage's last job, without defaults.
 
     A plan depends on settings that cannot change the result, such as the memory of a node. Once the training has
     finished, these count as unchanged.
     """
-    now = current(stage, run, cluster)
-    settings = _part(now.values, compared_keys(stage))
-    is_same = all(recorded.get(key) == value for key, value in now.results().items())
-    if stage in _UNTIL_TRAINED and is_same and is_trained(run, cluster, rundir):
-        return {key: recorded.get(key, value) for key, value in settings.items()}
-    return settings
+    settings = _part(values, compared_keys(stage))
+    if stage not in _UNTIL_TRAINED:
+        return settings
+    before = {key: recorded.get(key, default_of(key)) for key in settings}
+    is_same = all(before[key] == settings[key] for key in result_keys(stage))
+    return before if before != settings and is_same and is_trained(values, rundir) else settings
+
+
+def rerun_text(stage: str, values: Mapping[str, str], rundir: RunDir, recorded: str | None) -> str:
+    """Return the parameter of a stage's rule: the settings that are not the defaults, as JSON.
+
+    ``recorded`` is that of the stage's last job.
+    """
+    before = json.loads(recorded) if recorded else {}
+    return json.dumps(own_values(rerun_settings(stage, values, rundir, before)))
 
 
 @contextlib.contextmanager
@@ -106,16 +126,16 @@ def recorded_settings(stage: str, run: Run, cluster: Cluster, rundir: RunDir) ->
     before, now = read_settings(stage, rundir), current(stage, run, cluster)
     if before and (changes := differences(before.values, now.values)):
         logger.info("Settings changed since the last %s of %s: %s.", stage, rundir.name, "; ".join(changes))
-    _check_stages_before(stage, run, cluster, rundir)
+    _check_stages_before(stage, values_of(run, cluster), rundir)
     yield
     now.write(rundir.stage_settings(stage))
 
 
-def _check_stages_before(stage: str, run: Run, cluster: Cluster, rundir: RunDir) -> None:
+def _check_stages_before(stage: str, values: Mapping[str, str], rundir: RunDir) -> None:
     """Raise `ConfigError` if a training would use files of other settings; warn where a later stage does."""
     for earlier in STAGES_BEFORE.get(stage, ()):
         matter = {*result_keys(earlier), *read_keys(stage)}  # the plan also checks settings of later stages
-        changed = changed_settings(earlier, run, cluster, rundir)
+        changed = changed_settings(earlier, values, rundir)
         changes = [change for change in changed if change.partition(":")[0] in matter]
         if not changes:
             continue

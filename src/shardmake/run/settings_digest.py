@@ -11,7 +11,7 @@ from shardmake.core.atomic import digest
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import plural
 from shardmake.run.attempt import Attempt, AttemptDir
-from shardmake.run.paths import RunDir
+from shardmake.run.paths import RunDir, numbered_paths
 from shardmake.run.plan import Plan
 from shardmake.run.training_settings import ScriptProgram, TrainingSettings
 
@@ -69,7 +69,7 @@ def describe_changes(rundir: RunDir, theirs: str, ours: Mapping[str, str]) -> st
 
     The settings are those of the newest attempt with that digest.
     """
-    for path in sorted(rundir.attempts.glob("[0-9]*"), reverse=True):
+    for path in reversed(numbered_paths(rundir.attempts).values()):
         with contextlib.suppress(ShardmakeError):  # an attempt of another version
             attempt = Attempt.read_if_exists(AttemptDir(path).settings)
             if attempt and attempt.settings_digest == theirs and attempt.result_settings:

@@ -129,7 +129,7 @@ def read_tail(metrics: Path) -> list[MetricsLine]:
 
 def living_driver(rundir: RunDir) -> str | None:
     """Return the driver that the lock file names if its process runs on this machine."""
-    lock = rundir.train / "driver.lock"
+    lock = rundir.driver_lock
     named = _DRIVER.search(lock.read_text()) if lock.exists() else None
     if named is None or named[2] != socket.gethostname():
         return None

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardmake.core.log import configure_logging
+from shardmake.core.private_names import check_libraries
 from shardmake.core.process import die_with_parent
 from shardmake.core.secrets import redact_output
 from shardmake.core.temporary import temporary_folder
@@ -53,6 +54,8 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, file=attempt.stack(rank).open("w"), all_threads=True)
     try:
         write_heartbeat(attempt, rank, "start", 0)
+        check_libraries()
+        _take_turn(attempt, rank)
         _check_network(attempt, rank)
         mark_meeting()
         load_program(folder)(folder)
@@ -64,6 +67,21 @@ def main() -> None:
     from shardmake.train.process_group import end_process
 
     end_process()
+
+
+def _take_turn(folder: "AttemptDir", rank: int) -> None:
+    """Import the libraries and wait, if this training shares its GPUs with others (`shardmake.run.turns`)."""
+    from shardmake.run.attempt import write_heartbeat
+    from shardmake.run.turns import takes_turns, wait_for_turn
+
+    if takes_turns():
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # an import that asks for GPUs starts no CUDA
+        load_program(folder.root)
+        if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+            import_module("deepspeed")
+        attempt = folder.read()
+        name = f"{attempt.rundir.name}-{attempt.number:03d}"
+        wait_for_turn(name, rank, lambda: write_heartbeat(folder, rank, "waits for its turn", 0))
 
 
 def _check_network(folder: "AttemptDir", rank: int) -> None:

@@ -6,21 +6,18 @@ scale nor its kind, which the consolidate stage needs. PEFT writes that file onl
 
 import logging
 import os
-from collections.abc import Mapping
 from copy import copy
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Any
 
 import torch
 
-from shardmake.checkpoint.formats.lora import CONFIG, DEFAULT, REFERENCE, UNSUPPORTED
-from shardmake.core.atomic import read_json
+from shardmake.checkpoint.formats.lora import DEFAULT, REFERENCE
 from shardmake.core.errors import ShardmakeError
+from shardmake.run.adapter_settings import CONFIG, AdapterSettings
 
 logger = logging.getLogger(__name__)
-_MERGED_BY: Final = ("peft_type", "lora_alpha", "use_rslora", "alpha_pattern", "fan_in_fan_out", *UNSUPPORTED)
-"""The settings that decide what a merge computes."""
 
 
 def adapter_configs(model: torch.nn.Module) -> dict[str, Any]:
@@ -74,19 +71,15 @@ def _as_saved(owner: Any, config: Any, folder: Path) -> None:
 def _compare(path: Path, config: Any) -> None:
     """Warn about an existing file of another adapter, with which a merge would be wrong."""
     try:
-        found, trained = read_json(path, "the script"), _plain(config.to_dict())
+        found, trained = AdapterSettings.read(path), AdapterSettings.parse(config.to_dict())
     except ShardmakeError as error:
         logger.warning(error)
         return
-    other = [key for key in _MERGED_BY if (found.get(key) or None) != (trained.get(key) or None)]
+    both = found.decisive(), trained.decisive()
+    other = [key for key in both[0] | both[1] if both[0].get(key) != both[1].get(key)]
     if other:
         logger.warning(
             "%s is not of the adapter that is saved beside it: %s differ. A merge would use that file. Remove it, or "
             "save to an empty folder.",
             *(path, ", ".join(other)),
         )
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``values`` with names in place of members of enumerations, as in a JSON file."""
-    return {key: getattr(value, "value", value) for key, value in values.items()}

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from shardmake.core.private_names import private
+
 T = TypeVar("T")
 
 
@@ -86,4 +88,4 @@ def barrier() -> None:
 
 def _device() -> torch.device:
     """Return the device on which the process group communicates."""
-    return torch.device(dist.distributed_c10d._get_object_coll_device())
+    return torch.device(private(dist.distributed_c10d).get_object_coll_device())

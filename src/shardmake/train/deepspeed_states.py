@@ -14,6 +14,7 @@ import torch
 from shardmake.checkpoint.formats import universal
 from shardmake.checkpoint.formats.nvme_swap import write_index
 from shardmake.checkpoint.formats.zero import MOMENTS, inner_folder
+from shardmake.core.private_names import private
 from shardmake.train.adam_states import fit_optimizer
 
 _SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow")
@@ -48,19 +49,19 @@ def restore(engine: Any, checkpoint: Path) -> None:
 
 def _read_remaining(engine: Any, checkpoint: Path) -> None:
     zero = engine.optimizer
-    file = engine._get_zero_ckpt_name(str(checkpoint), inner_folder(checkpoint).name)
+    file = private(engine).get_zero_ckpt_name(str(checkpoint), inner_folder(checkpoint).name)
     saved = torch.load(file, map_location="cpu", weights_only=False)["optimizer_state_dict"]
     for name in _SCALING:
         setattr(zero, name, saved[name])
-    zero._set_fp32_optimizer_param_groups()
+    private(zero).set_fp32_optimizer_param_groups()
     zero.optimizer.load_state_dict(saved["optimizer_state_dict"])
-    zero._clear_fp32_optimizer_param_groups()
+    private(zero).clear_fp32_optimizer_param_groups()
     for number, weights in enumerate(saved["fp32_flat_groups"]):
-        if zero._swappable_optimizer_subgroup(number):
+        if private(zero).swappable_optimizer_subgroup(number):
             _leave_on_disk(zero, number)
         else:
             zero.fp32_partitioned_groups_flat[number].data.copy_(weights)
-            zero._reassign_or_swap_out_partitioned_parameters(number)
+            private(zero).reassign_or_swap_out_partitioned_parameters(number)
 
 
 def _leave_on_disk(zero: Any, number: int) -> None:
@@ -69,24 +70,24 @@ def _leave_on_disk(zero: Any, number: int) -> None:
     for moment in zero.optimizer.state[weights].values():
         if torch.is_tensor(moment) and moment.numel() == 0:
             moment.data = torch.empty(elements)  # the swapper recognizes moments by their size
-    zero.optimizer_swapper._get_param_swap_info(weights).release_memory()
+    private(zero.optimizer_swapper).get_param_swap_info(weights).release_memory()
 
 
 def _read_universal(zero: Any, folder: Path) -> None:
     """Load this rank's part of the tensors in ``folder`` into every sub-group, and swap the sub-group out again."""
     common = torch.load(folder / "optimizer_state.pt", weights_only=False)
-    zero._load_global_state_stage3(common)
+    private(zero).load_global_state_stage3(common)
     adam = common["optimizer_state_dict"]
     for group in zero.optimizer.param_groups:
         group.update(adam["param_groups"][0])
     timers: set[str] = set()
     for number, weights in enumerate(zero.fp32_partitioned_groups_flat):
-        zero._prepare_sub_group(number, timers)
+        private(zero).prepare_sub_group(number, timers)
         weights.data.copy_(_part(zero, number, folder, "fp32"))
         moments = {kind: _part(zero, number, folder, kind) for kind in MOMENTS}
         zero.optimizer.state[weights] = {"step": adam["state"][0]["step"], **moments}
-        zero._reassign_or_swap_out_partitioned_parameters(number)
-        zero._release_sub_group(number, timers)
+        private(zero).reassign_or_swap_out_partitioned_parameters(number)
+        private(zero).release_sub_group(number, timers)
 
 
 def _part(zero: Any, number: int, folder: Path, kind: str) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 from shardmake.config.models import TORCH_DTYPES
 from shardmake.config.strategies import DDP, DEEPSPEED, FSDP
 from shardmake.core.errors import EngineMismatchError
+from shardmake.core.private_names import private
 from shardmake.run.engine import Engine
 
 _DTYPES: dict[str, str] = {"no": "float32", **{str(name): dtype for name, dtype in TORCH_DTYPES.items()}}
@@ -45,7 +46,7 @@ def below_compiler(model: Any) -> Any:
     Accelerate compiles a model around DDP. FSDP2 turns a compiled model that it shards into an
     ``FSDPOptimizedModule``, which has the state of FSDP. Layers that are compiled in place have no wrapper.
     """
-    return model._orig_mod if type(model) is torch._dynamo.OptimizedModule else model
+    return private(model).orig_mod if type(model) is private(torch).dynamo.OptimizedModule else model
 
 
 def is_deepspeed_engine(model: Any) -> bool:
@@ -94,18 +95,26 @@ def _describe_fsdp2(model: Any) -> dict[str, Any]:
     and the strategy reshards after forward. The root decides at the first forward pass, so it is asked only if no other
     module is wrapped.
     """
-    states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
-    groups = [group for state in states for group in state._fsdp_param_groups]
-    inner = [group for state in states[1:] for group in state._fsdp_param_groups]
+    sharded = [one for one in map(private, model.modules()) if hasattr(one, "get_fsdp_state")]
+    states = [private(one.get_fsdp_state()) for one in sharded]
+    groups = [group for state in states for group in parameter_groups(state)]
+    inner = [group for state in states[1:] for group in parameter_groups(state)]
     offload = "cpu" if any(type(group.offload_policy).__name__ == "CPUOffloadPolicy" for group in groups) else None
     return {
         "fsdp_version": 2,
-        "gradient_dtype": _reduced_dtype(states[0]._mp_policy),
+        "gradient_dtype": _reduced_dtype(states[0].mp_policy),
         "reshard_after_forward": any(group.post_forward_mesh_info is not None for group in inner or groups),
         "replicas": max(getattr(group.mesh_info, "replicate_mesh_size", 1) for group in groups),
         "offload_optimizer": offload,
         "offload_param": offload,
     }
+
+
+def parameter_groups(state: Any) -> list[Any]:
+    """Return the groups of parameters of FSDP's private ``state``; torch 2.11 has one or none."""
+    if hasattr(state, "fsdp_param_groups"):
+        return list(state.fsdp_param_groups)
+    return [group for group in [state.fsdp_param_group] if group is not None]
 
 
 def check_engine(found: Engine, expected: Engine) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardmake.core.private_names import private
+
 logger = logging.getLogger(__name__)
 WAIT = timedelta(minutes=5)
 """How long a rank waits for the digests of the others, which may still load their data."""
@@ -76,9 +78,7 @@ def _digest(found: Iterable[torch.Tensor]) -> str:
 
 def exchange(text: str) -> list[str] | None:
     """Return the ``text`` of every rank, through the store of the process group; None if a rank does not answer."""
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    store = dist.PrefixStore("shardmake/first-batch", _get_default_store())
+    store = dist.PrefixStore("shardmake/first-batch", private(dist.distributed_c10d).get_default_store())
     keys = [str(rank) for rank in range(dist.get_world_size())]
     store.set(str(dist.get_rank()), text)
     try:

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardmake.config.strategies import FSDP
+from shardmake.core.private_names import private
 from shardmake.run.engine import Engine
 
 
@@ -33,13 +34,13 @@ def whole_tokens(count: Any) -> Any:
 
 def count_whole_tokens(trainer: type[Any]) -> None:
     """Let the class ``trainer`` of a script pass the count of a step's tokens as an integer."""
-    count = trainer._get_num_items_in_batch
+    count = private(trainer).get_num_items_in_batch
 
     @wraps(count)
     def count_whole(*args: Any, **kwargs: Any) -> Any:
         return whole_tokens(count(*args, **kwargs))
 
-    trainer._get_num_items_in_batch = count_whole
+    private(trainer).get_num_items_in_batch = count_whole
 
 
 def set_script_policy(plugin: type[Any], expected: Engine) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardmake.core.private_names import private, private_module
+
 
 @contextmanager
 def kept_matmul_precision() -> Iterator[None]:
@@ -40,7 +42,7 @@ def broadcast_saved_buffers(module: Any) -> None:
     def load_with_buffers(accelerator: Any, model: torch.nn.Module, full_sd: dict[str, Any], **options: Any) -> Any:
         holders = _saved_buffers(model)
         for holder, name in holders.values():
-            del holder._buffers[name]
+            del private(holder).buffers[name]
         weights = {name: value for name, value in full_sd.items() if name not in holders}
         loaded = load(accelerator, model, weights, **options)
         for path, (holder, name) in holders.items():
@@ -49,7 +51,7 @@ def broadcast_saved_buffers(module: Any) -> None:
                 value = torch.empty_like(value, device=accelerator.device)
             value = value.to(accelerator.device)
             dist.broadcast(value, src=0)
-            holder._buffers[name] = value
+            private(holder).buffers[name] = value
         return loaded
 
     setattr(load_with_buffers, _DONE, True)
@@ -60,8 +62,8 @@ def _saved_buffers(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, s
     """Return the module and the name in it of each buffer that ``state_dict`` contains, by its path."""
     found = {}
     for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
+        for name, buffer in private(module).buffers.items():
+            if buffer is not None and name not in private(module).non_persistent_buffers_set:
                 found[f"{path}.{name}" if path else name] = (module, name)
     return found
 
@@ -73,15 +75,14 @@ def name_checkpointed_adapters(tuners_utils: Any) -> None:
     would silently save and load an empty adapter. ``tuners_utils`` is PEFT's module of that name; a second call has no
     effect.
     """
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
-
-    find = tuners_utils._get_tuner_state_dict_key_prefixes
+    find = private(tuners_utils).get_tuner_state_dict_key_prefixes
+    part = private(private_module("checkpoint_wrapper")).CHECKPOINT_PREFIX
     if hasattr(find, "__wrapped__"):
         return
 
     @wraps(find)
     def find_as_weights(*arguments: Any, **options: Any) -> set[str]:
         found = find(*arguments, **options)
-        return {prefix.replace(_CHECKPOINT_PREFIX, "") for prefix in found}
+        return {prefix.replace(part, "") for prefix in found}
 
-    tuners_utils._get_tuner_state_dict_key_prefixes = find_as_weights
+    private(tuners_utils).get_tuner_state_dict_key_prefixes = find_as_weights

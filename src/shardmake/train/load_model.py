@@ -7,13 +7,16 @@ tensor by tensor is copied to the GPU.
 """
 
 import os
+import re
+import sys
 from collections.abc import Iterator
+from functools import wraps
 from typing import Any
 
 import torch
 from accelerate.utils import fsdp_utils
-from torch.nn import LinearCrossEntropyOptions
-from torch.nn.functional import linear_cross_entropy, pad
+from torch.nn import functional
+from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -21,18 +24,20 @@ from shardmake.checkpoint.formats.hub_layout import check_all_loaded
 from shardmake.config.methods import METHODS
 from shardmake.config.strategies import FSDP
 from shardmake.core.errors import CheckpointError
+from shardmake.core.private_names import private
 from shardmake.core.units import plural
 from shardmake.data.dataset import IGNORED
 from shardmake.data.varlen import register_varlen
+from shardmake.memory.size_tensors import fused_chunk
 from shardmake.run.model_class import OLD_HEAD, ModelClass
 from shardmake.run.training_settings import FullMethod, TrainingSettings
 from shardmake.train.library_patches import broadcast_saved_buffers, name_checkpointed_adapters
 
-# ``loss: chunked``: torch's linear cross entropy, which holds the logits of some tokens at a time.
+# ``loss: chunked``: torch 2.13's linear cross entropy or `ChunkedLosses`, which hold the logits of some tokens at a
+# time.
 #
-# `torch.nn.functional.linear_cross_entropy` multiplies a part of the hidden states by the head, and does so again in
-# the backward pass. It gives one loss per token in the type of the hidden states. They are added up in fp32: torch's
-# own sum of 16-bit losses has 8 bits.
+# Both multiply a part of the hidden states by the head, and do so again in the backward pass. They give one loss per
+# token in the type of the hidden states. Those are added up in fp32: torch's own sum of 16-bit losses has 8 bits.
 
 
 def use_chunked_loss(model: Any) -> None:
@@ -76,9 +81,56 @@ def token_losses(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor
         dtype = torch.get_autocast_dtype(device)
         hidden, head = hidden.to(dtype), head.to(dtype)
     rows = hidden.flatten(0, 1).to(head.dtype)
-    return linear_cross_entropy(
-        rows, head, targets.flatten(), reduction="none", ignore_index=IGNORED, options=LinearCrossEntropyOptions()
+    if not hasattr(functional, "linear_cross_entropy"):
+        return ChunkedLosses.apply(rows, head, targets.flatten())
+    options = torch.nn.LinearCrossEntropyOptions()
+    return functional.linear_cross_entropy(
+        rows, head, targets.flatten(), reduction="none", ignore_index=IGNORED, options=options
     )
+
+
+class ChunkedLosses(torch.autograd.Function):
+    """torch 2.13's `linear_cross_entropy` for older versions: the losses of ``rows``, [tokens, width], by token.
+
+    As there, the logits of a chunk of rows are made in both passes, products are in the type of the weights, and the
+    softmax is in fp32. The gradient of the head is added up in the type of the weights.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, head: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each row."""
+        ctx.save_for_backward(rows, head, targets)
+        losses = [
+            functional.cross_entropy((part @ head.T).float(), wanted, reduction="none", ignore_index=IGNORED)
+            for part, wanted in _chunks(rows, head, targets)
+        ]
+        return torch.cat(losses).to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        """Return the gradients of the rows and, if it is trained, of the head."""
+        rows, head, targets = ctx.saved_tensors
+        to_rows = torch.empty_like(rows)
+        to_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
+        begin = 0
+        for part, wanted in _chunks(rows, head, targets):
+            here = slice(begin, begin := begin + len(part))
+            slope = (part @ head.T).float().softmax(-1)
+            slope.scatter_add_(1, wanted.clamp(min=0)[:, None], slope.new_full((len(part), 1), -1.0))
+            slope *= (grads[0][here].float() * (wanted != IGNORED))[:, None]
+            narrow = slope.to(head.dtype)
+            to_rows[here] = narrow @ head
+            if to_head is not None:
+                to_head.addmm_(narrow.T, part)
+        return to_rows, to_head, None
+
+
+def _chunks(
+    rows: torch.Tensor, head: torch.Tensor, targets: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield parts of rows and targets; their number is that by which the vocabulary is wider than a row."""
+    size = fused_chunk(len(rows), head.shape[1], head.shape[0])
+    return zip(rows.split(size), targets.split(size), strict=True)
 
 
 def load_model(settings: TrainingSettings) -> PreTrainedModel:
@@ -103,8 +155,13 @@ def load_model(settings: TrainingSettings) -> PreTrainedModel:
     adapters = spec.peft_config(task, **method.model_dump(exclude={"kind"}))
     name_checkpointed_adapters(tuners_utils)
     adapted = get_peft_model(model, adapters)
+    if absent := getattr(model, "absent", None):  # in the base's class, layers of its towers may have the same names
+        adapted.peft_config["default"].exclude_modules = rf"({'|'.join(map(re.escape, absent))})(\..*)?"
     refuse_partial_states(adapted)
     return adapted
+
+
+_ROUTER_LOSS = "load_balancing_loss_func"
 
 
 def average_router_loss(model: PreTrainedModel, settings: TrainingSettings) -> None:
@@ -114,13 +171,19 @@ def average_router_loss(model: PreTrainedModel, settings: TrainingSettings) -> N
     global batch, and the passes of a step are added up. Without this, the coefficient would grow with ranks and
     accumulation steps.
     """
-    coefficient = getattr(model, "router_aux_loss_coef", None)
-    if coefficient is None:
-        return
     expected = settings.expected
     groups = expected.world_size // (expected.tensor_parallel or 1)
     passes = groups * settings.arguments["gradient_accumulation_steps"]
-    model.router_aux_loss_coef = coefficient / passes
+    code = sys.modules[type(model).__module__]
+    if (coefficient := getattr(model, "router_aux_loss_coef", None)) is not None:
+        model.router_aux_loss_coef = coefficient / passes
+    elif function := getattr(code, _ROUTER_LOSS, None):  # the coefficient is read from the config, which is saved
+
+        @wraps(function)
+        def averaged(*arguments: Any, **options: Any) -> Any:
+            return function(*arguments, **options) / passes
+
+        setattr(code, _ROUTER_LOSS, averaged)
 
 
 def refuse_partial_states(model: torch.nn.Module) -> None:
@@ -235,9 +298,9 @@ def _empty_model(config: Any, options: dict[str, Any], model_class: ModelClass) 
     model = kind.from_pretrained(None, config=config, state_dict={}, **options)
     reserved: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in private(module).parameters.items():
             if parameter is not None and parameter.is_meta:
-                module._parameters[name] = reserved.setdefault(id(parameter), _reserve(parameter))
+                private(module).parameters[name] = reserved.setdefault(id(parameter), _reserve(parameter))
     model.tie_weights()
     return model
 

@@ -13,6 +13,7 @@ from trl.trainer import dpo_trainer, kto_trainer
 from shardmake.config.models import Referenced
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.strategies import FSDP
+from shardmake.core.private_names import private
 from shardmake.data.dataset import PreferenceCollator, Preferences, WithMismatched
 from shardmake.run.training_settings import FullMethod, TrainingSettings
 from shardmake.train.load_model import load_base, load_model, load_tokenizer
@@ -73,7 +74,7 @@ class ReferencedTrainer(TrlTrainer):
 
     def _prepare_input(self, data: Any) -> Any:
         """Move ``data`` to the device; Trainer would also round log-probabilities to DeepSpeed's 16 bits."""
-        return data.to(self.args.device) if isinstance(data, torch.Tensor) else super()._prepare_input(data)
+        return data.to(self.args.device) if isinstance(data, torch.Tensor) else private(super()).prepare_input(data)
 
 
 class DpoTrainer(ReferencedTrainer, DPOTrainer):

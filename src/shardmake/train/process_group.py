@@ -7,6 +7,8 @@ import threading
 from datetime import timedelta
 from typing import NoReturn
 
+from shardmake.core.private_names import private
+
 
 def extend_timeouts(timeout: timedelta) -> None:
     """Set the timeout of every existing process group.
@@ -16,8 +18,8 @@ def extend_timeouts(timeout: timedelta) -> None:
     """
     from torch.distributed import distributed_c10d
 
-    for group in distributed_c10d._world.pg_map:
-        distributed_c10d._set_pg_timeout(timeout, group)
+    for group in private(distributed_c10d).world.pg_map:
+        private(distributed_c10d).set_pg_timeout(timeout, group)
 
 
 def leave_together() -> None:
@@ -38,7 +40,7 @@ def end_process() -> NoReturn:
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
-    atexit._run_exitfuncs()
+    private(atexit).run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

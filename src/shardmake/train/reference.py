@@ -16,6 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from shardmake.core.atomic import write_bytes
 from shardmake.core.errors import CheckpointError
+from shardmake.core.private_names import private
 from shardmake.core.units import plural
 from shardmake.train.callbacks.heartbeat import HeartbeatCallback
 from shardmake.train.callbacks.metrics import MetricsCallback
@@ -91,7 +92,7 @@ def compute_log_probs(trainer: Any, split: WithReference, beat: Callable[[], Non
     for start in range(get_rank() * batch, get_rank() * batch + len(split), batch * get_world_size()):
         beat()
         examples = [split.examples[(start + offset) % len(split)] for offset in range(batch)]
-        inputs = trainer._prepare_inputs(trainer.data_collator(examples))
+        inputs = private(trainer).prepare_inputs(trainer.data_collator(examples))
         answers = torch.stack(trainer.compute_ref_log_probs(model, inputs), dim=1)
         found.append(trainer.accelerator.gather(answers).float().cpu())
     return torch.cat(found)[: len(split)].contiguous()

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from shardmake.config.script_file import script_file
+from shardmake.core.private_names import private
 from shardmake.run.attempt import USER_SCRIPT_PHASE, AttemptDir, RequestedStop
 from shardmake.run.training_settings import ScriptProgram
 from shardmake.train.callbacks.heartbeat import HeartbeatCallback
@@ -45,7 +46,7 @@ class BatchCheck(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Raise `EngineMismatchError` if they are not the planned ones."""
-        sizes = (self.trainer._train_batch_size, args.gradient_accumulation_steps)
+        sizes = (private(self.trainer).train_batch_size, args.gradient_accumulation_steps)
         self.guard.set_trainer_batch(args.world_size, Batch.of(*sizes, self.guard.choice.data_parallel))
 
 

@@ -14,9 +14,10 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from shardmake.checkpoint.formats.lora import unsupported_features
 from shardmake.config.strategies import DDP, DEEPSPEED, FSDP
 from shardmake.core.errors import EngineMismatchError
+from shardmake.core.private_names import private
+from shardmake.run.adapter_settings import AdapterSettings
 from shardmake.run.attempt import AttemptDir, rank_report
 from shardmake.run.engine import Engine, ScriptApi
 from shardmake.run.plan import Choice
@@ -105,20 +106,25 @@ def trained_dtype(model: Any, described: str) -> str:
 def check_adapters(model: torch.nn.Module) -> None:
     """Raise an `EngineMismatchError` if the consolidate stage could not merge the adapters of a PEFT model."""
     found = {
-        feature for config in adapter_configs(model).values() for feature in unsupported_features(config.to_dict())
+        setting
+        for config in adapter_configs(model).values()
+        for setting in AdapterSettings.parse(config.to_dict()).refused(holds_base=False)
     }
     if found:
-        raise EngineMismatchError(
-            f"The script's adapters cannot be merged: {', '.join(sorted(found))}. Nothing was trained. Of a mixture of "
-            "experts, PEFT adapts the experts through target_parameters, also for target_modules all-linear. Name the "
-            "linear layers of the attention in target_modules, and use plain LoRA."
-        )
+        advice = "Use LoRA or DoRA without these settings."
+        if "target_parameters" in found:
+            advice = (
+                "Of a mixture of experts, PEFT adapts the experts through target_parameters, also for target_modules "
+                "all-linear. Name the linear layers of the attention in target_modules."
+            )
+        names = ", ".join(sorted(found))
+        raise EngineMismatchError(f"The script's adapters cannot be merged: {names}. Nothing was trained. {advice}")
 
 
 def _sharding_policy(model: Any) -> torch.dtype | None:
     """Return the data type to which FSDP casts the weights, if it does."""
-    if hasattr(model, "_get_fsdp_state"):
-        return model._get_fsdp_state()._mp_policy.param_dtype
+    if hasattr(private(model), "get_fsdp_state"):
+        return private(private(model).get_fsdp_state()).mp_policy.param_dtype
     return getattr(getattr(model, "mixed_precision", None), "param_dtype", None)
 
 

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardmake.config.settings import MICRO_BATCH
 from shardmake.config.strategies import DEEPSPEED
+from shardmake.core.private_names import private
 from shardmake.train.adapter_config import write_adapter_configs
 from shardmake.train.first_batch import count_rows
 from shardmake.train.fsdp_precision import count_whole_tokens, set_script_policy
@@ -245,8 +246,8 @@ class ScriptObserver:
 
         count_whole_tokens(module.Trainer)
         # transformers 5.23 only warns here, after it has loaded a checkpoint with strict=False.
-        module.Trainer._issue_warnings_after_load = lambda trainer, names: check_names(trainer.model, names)
-        start, save = module.Trainer.__init__, module.Trainer._save_optimizer_and_scheduler
+        private(module.Trainer).issue_warnings_after_load = lambda trainer, names: check_names(trainer.model, names)
+        start, save = module.Trainer.__init__, private(module.Trainer).save_optimizer_and_scheduler
 
         @wraps(save)
         def save_described(trainer: Any, output_dir: str) -> None:
@@ -263,7 +264,7 @@ class ScriptObserver:
                 trainer.add_callback(callback)
 
         module.Trainer.__init__ = add_callbacks
-        module.Trainer._save_optimizer_and_scheduler = save_described
+        private(module.Trainer).save_optimizer_and_scheduler = save_described
 
     def describe_adapters(self, model: Any, folder: Any) -> None:
         """Write the settings of the adapters in ``model`` to the folder of a checkpoint, on the first rank."""

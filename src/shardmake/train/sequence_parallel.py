@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardmake.core.errors import ModelError
+from shardmake.core.private_names import private
 from shardmake.data.dataset import Item, PartCollator
 
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -35,7 +36,7 @@ def share_sequences(model: torch.nn.Module, collator: PartCollator, group: dist.
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     config = _text_config(model)
-    name = config._attn_implementation
+    name = private(config).attn_implementation
     whole = ALL_ATTENTION_FUNCTIONS[name]
     shared = shared_kernel(whole, config, group, rows=1 if collator.whole.flat else micro_batch)
     ALL_ATTENTION_FUNCTIONS[name] = shared

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback
 
+from shardmake.core.private_names import private
 from shardmake.run.metrics import LOSS_WINDOW, LossWindow, read_loss_window
 from shardmake.run.training_settings import TrainingSettings
 from shardmake.train import deepspeed_states
@@ -38,6 +39,7 @@ class ShardedTrainer(Trainer):
         self.after_check: list[TrainerCallback] = []
         """Callbacks that are called after the check of the engine."""
         super().__init__(**kwargs)
+        self.add_callback(_NextRepeated(self))
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the Accelerator without its choice of TF32, which is the run's (``tf32``)."""
@@ -51,10 +53,10 @@ class ShardedTrainer(Trainer):
         return loss
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
-        return whole_tokens(super()._get_num_items_in_batch(*args, **kwargs))
+        return whole_tokens(private(super()).get_num_items_in_batch(*args, **kwargs))
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        norm = super()._get_grad_norm(*args, **kwargs)
+        norm = private(super()).get_grad_norm(*args, **kwargs)
         self.non_finite.set_norm(norm)
         return norm
 
@@ -81,23 +83,24 @@ class ShardedTrainer(Trainer):
         losses = [line["eval_loss"] for line in lines if "eval_loss" in line]
         with self.saver.saving(step, required=required, eval_loss=losses[-1] if losses else None) as folder:
             if folder is not None:
-                super()._save_checkpoint(model, trial)
+                private(super()).save_checkpoint(model, trial)
                 deepspeed_states.note_sub_groups(self.model_wrapped, folder)
-                save_loss_window(self.accelerator, folder, self._globalstep_last_logged, self._tr_loss)
+                save_loss_window(self.accelerator, folder, private(self).globalstep_last_logged, private(self).tr_loss)
 
     def restore_loss_window(self, checkpoint: Path) -> None:
         """Restore the losses that were not logged at ``checkpoint``; Trainer itself starts the mean anew."""
         step = self.state.global_step
-        self._globalstep_last_logged = restore_loss_window(self.accelerator, checkpoint, step, self._tr_loss)
+        window = restore_loss_window(self.accelerator, checkpoint, step, private(self).tr_loss)
+        private(self).globalstep_last_logged = window
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            private(super()).load_from_checkpoint(resume_from_checkpoint, model)
         else:
             load_weights(unwrap(self.accelerator, self.model), Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
+        private(super()).load_optimizer_and_scheduler(checkpoint)
         if checkpoint and self.is_deepspeed_enabled:
             deepspeed_states.restore(self.model_wrapped, Path(checkpoint))
         elif checkpoint:
@@ -156,21 +159,40 @@ def planned_optimizer(settings: TrainingSettings) -> tuple[type[torch.optim.Opti
 
 
 class WholeBatches(Dataset[Any]):
-    """A data set that repeats samples from its start until an epoch has a whole number of global batches.
+    """A data set that repeats samples until an epoch has a whole number of global batches.
 
     It keeps the samples of every optimizer step the same for any number of ranks. Trainer draws one order per epoch
     from the seed and distributes micro batches to the ranks in turn. So step k of an epoch takes samples k G to
     (k + 1) G of that order, however a global batch of G is split. Only the end of an epoch would depend on the split:
     Trainer fills the last samples up to full micro batches on all ranks, not to a global batch.
+
+    The first ``epoch`` repeats the first samples, the next one those after them, so that over the epochs each sample is
+    repeated equally often.
     """
 
     def __init__(self, data: Any, global_batch_size: int) -> None:
-        self.data = data
-        self.length = -(-len(data) // global_batch_size) * global_batch_size
+        self.data, self.epoch = data, 0
+        self.steps = -(-len(data) // global_batch_size)
+        self.length = self.steps * global_batch_size
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> Any:
         """Return sample ``index`` of the repeated data."""
-        return self.data[index % len(self.data)]
+        repeated = self.length - len(self.data)
+        skipped = self.epoch * repeated if index >= len(self.data) else 0
+        return self.data[(index + skipped) % len(self.data)]
+
+
+class _NextRepeated(TrainerCallback):
+    """Set the epoch of the data of ``trainer`` before its loader starts, also after a resume."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Set the number of the epoch that begins with the next step."""
+        data = self.trainer.train_dataset
+        if isinstance(data, WholeBatches):
+            data.epoch = state.global_step // data.steps

@@ -19,6 +19,7 @@ from shardmake.checkpoint.node_files import check_files
 from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, list_files, read_record
 from shardmake.checkpoint.store import Retention
 from shardmake.checkpoint.training_receipt import TRAINER_STATE, is_final
+from shardmake.core.atomic import sealed, unsealed
 from shardmake.core.errors import CheckpointError
 from shardmake.core.fingerprint import FileEntry, fingerprint
 from tests.checkpoint_record import make_record
@@ -57,13 +58,36 @@ def test_newest_valid_checkpoint_is_chosen(tmp_path: Path, log: pytest.LogCaptur
     assert newest(tmp_path) == 10 and not log.messages
 
 
-def test_unfinished_checkpoint_is_skipped_and_removed(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_an_unfinished_save_is_removed_and_a_persons_checkpoint_never(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
     write(tmp_path, 5, FILES)
-    unfinished = write(tmp_path, 10, FILES, committed=False)
-    assert newest(tmp_path) == 5
-    assert log.messages == ["Skipped checkpoint-10: checkpoint-10 was not finished (it has no shardmake.json)."]
-    store.discard_unfinished(tmp_path)
-    assert not unfinished.exists() and newest(tmp_path) == 5
+    unfinished = write(tmp_path / store.STAGING, 10, FILES, committed=False)
+    foreign = write(tmp_path, 15, FILES, committed=False)
+    for _ in range(2):
+        found = store.recover(tmp_path)
+        assert found is not None and found[0].step == 5
+        assert not unfinished.exists() and list_files(foreign) == sorted(FILES)
+    assert "checkpoint-15 is not used and stays" in log.text
+    staged = write(tmp_path / store.STAGING, 15, FILES, committed=False)
+    store.commit(staged, make_record(staged, 15))
+    assert newest(tmp_path) == 15
+    aside = next(tmp_path.glob("foreign-checkpoint-15-*"))
+    assert sorted(list_files(aside)) == sorted(FILES) and store.damaged(tmp_path) == []
+
+
+def test_a_flipped_bit_of_a_record_makes_the_checkpoint_damaged(tmp_path: Path) -> None:
+    """Every single one; a flip that leaves the values as they are, such as of white space, changes nothing."""
+    record = write(tmp_path, 5, FILES) / RECORD_NAME
+    content, before = record.read_bytes(), read_record(record.parent)
+    for position in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[position // 8] ^= 1 << position % 8
+        record.write_bytes(flipped)
+        assert read_record(record.parent) in (None, before)
+    record.write_bytes(content)
+    shutil.copytree(record.parent, tmp_path / "checkpoint-6")
+    assert newest(tmp_path) == 5, "the record of another step"
 
 
 @pytest.mark.parametrize(
@@ -247,7 +271,7 @@ def fail_rmtree(monkeypatch: pytest.MonkeyPatch, name: str, times: float) -> Non
 
 
 def test_removal_is_retried_while_a_process_still_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    unfinished = write(tmp_path, 10, FILES, committed=False)
+    unfinished = write(tmp_path / store.STAGING, 10, FILES, committed=False)
     fail_rmtree(monkeypatch, unfinished.name, 2)
     store.discard_unfinished(tmp_path)
     assert not unfinished.exists()
@@ -259,7 +283,7 @@ def test_checkpoint_that_cannot_be_removed_is_reported_and_not_committed(
     monkeypatch.setattr(store, "REMOVE_SECONDS", 0.0)
     fail_rmtree(monkeypatch, "checkpoint-10", float("inf"))
     write(tmp_path, 5, FILES)
-    unfinished = write(tmp_path, 10, FILES, committed=False)
+    unfinished = write(tmp_path / store.STAGING, 10, FILES, committed=False)
     found = store.recover(tmp_path)
     assert found is not None and found[0].step == 5
     assert log.messages[1] == f"Could not remove {unfinished}: Directory not empty."
@@ -271,7 +295,7 @@ def test_checkpoint_that_cannot_be_removed_is_reported_and_not_committed(
     details = make_record(staged, 15).model_dump(exclude={"saved_at", "save_seconds", "rng_states", "files"})
     store.commit_and_prune(staged, make_record(staged, 15).files, details, 0.0, Retention(keep=1))
     assert [record.step for record, _ in store.committed(tmp_path)] == [15]
-    assert log.messages == [f"Could not remove {tmp_path / 'checkpoint-10'}: Directory not empty."]
+    assert log.messages == [f"Could not remove {tmp_path / '.saving/checkpoint-10'}: Directory not empty."]
 
 
 def test_a_checkpoint_without_tensors_is_not_committed(tmp_path: Path) -> None:
@@ -304,9 +328,9 @@ def test_checkpoint_with_an_unreadable_record_is_set_aside(
 
 def test_record_of_a_newer_shardmake_is_read(tmp_path: Path) -> None:
     record = write(tmp_path, 5, FILES) / RECORD_NAME
-    values = json.loads(record.read_text())
+    values = unsealed(json.loads(record.read_text()))
     values["files"]["latest"]["blake3"] = "0"
-    record.write_text(json.dumps(values | {"compressed": True}))
+    record.write_text(json.dumps(sealed(values | {"compressed": True})))
     assert newest(tmp_path) == 5
 
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from shardmake.commands import control
-from shardmake.commands.control import cancel, for_each, read_logs, request_stop
+from shardmake.commands.control import cancel, for_each, read_logs, request_stop, retrain
 from shardmake.core.errors import ConfigError, ShardmakeError, SlurmError
 from shardmake.launch.jobs import _process_id, job_name
 from shardmake.launch.slurm_states import parse_rows
@@ -43,6 +43,21 @@ def test_a_stop_is_requested_once_and_only_of_a_training(rundir: RunDir) -> None
     rundir.train_receipt.touch()
     with pytest.raises(ConfigError, match=r"^Nothing to stop: chat\. Its training has finished\."):
         request_stop(rundir, make_cluster())
+
+
+def test_a_training_is_set_aside_as_often_as_asked_and_never_while_it_runs(rundir: RunDir) -> None:
+    with pytest.raises(ConfigError, match=r"^chat has no training to set aside\."):
+        retrain(rundir)
+    for number in (1, 2):
+        rundir.attempts.mkdir(parents=True)
+        rundir.train_receipt.write_text(str(number))
+        submitted(rundir, "12")
+        with pytest.raises(ConfigError, match="shardmake stop chat"):
+            retrain(rundir)
+        rundir.job.unlink()
+        assert f"to runs/chat/train-before-{number};" in retrain(rundir)
+        assert not rundir.train.exists()
+        assert (rundir.root / f"train-before-{number}/receipt.json").read_text() == str(number)
 
 
 @pytest.mark.parametrize(

@@ -256,6 +256,17 @@ def test_a_change_that_is_suggested_sees_as_many_tokens_per_step(model: str) -> 
     assert re.search(r"--micro-batch (2 --accumulation 6|1 --accumulation 12):", advice)
 
 
+def test_a_named_strategy_is_kept_by_what_is_suggested_or_its_change_is_named(model: str) -> None:
+    request = EstimateRequest(
+        model, gpus_per_node=4, gpu_memory=4.0, sequence_length=2048, micro_batch=1, strategies=["ddp"]
+    )
+    advice = estimate(request).advice or ""
+    for one in advice.split("; or "):
+        option, _, text = one.partition(": ")
+        assert text.startswith(option.removeprefix("--strategy ") if "--strategy" in option else "ddp with"), one
+    assert "--strategy" in advice
+
+
 def test_cpu_ranks_without_a_limit_have_none_in_their_figures(model: str) -> None:
     (row,) = estimate(EstimateRequest(model, accelerator="cpu", strategies=["ddp"], gradient_checkpointing=True)).rows
     assert re.fullmatch(r"fits: [\d.]+ GiB of a node's RAM", row.reason)

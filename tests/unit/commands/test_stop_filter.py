@@ -8,7 +8,7 @@ from shardmake.commands.stop_filter import StopFilter
 from shardmake.run.attempt_history import AttemptRecord, save_history
 from shardmake.run.paths import RunDir
 
-COMMAND = "shardmake train {} --config config/config.yaml 2>&1 | tee -i logs/train.log"
+COMMAND = "shardmake {} {} --config config/config.yaml 2>&1 | tee -i logs/train.log"
 END = "WorkflowError:\nAt least one job did not complete successfully."
 
 
@@ -29,8 +29,8 @@ def record(text: str, **extra: object) -> logging.LogRecord:
     return made
 
 
-def failure(run: str, status: int) -> list[logging.LogRecord]:
-    command = COMMAND.format(run)
+def failure(run: str, status: int, stage: str = "train") -> list[logging.LogRecord]:
+    command = COMMAND.format(stage, run)
     text = f"CalledProcessError in file train.smk:\nCommand 'set -e; {command}' returned non-zero exit status {status}."
     return [
         record(text, event=Event.ERROR),
@@ -67,6 +67,13 @@ def test_a_driver_that_a_signal_ended_is_not_a_failure(tmp_path: Path) -> None:
     assert found[-1].splitlines() == [
         f"The driver of {run} ended. The training's job, if there is one, is not affected." for run in "ab"
     ]
+
+
+def test_every_other_stage_that_ctrl_c_ended_is_not_a_failure_either(tmp_path: Path) -> None:
+    found = printed(StopFilter(tmp_path), *failure("a", 130, "evaluate"), *the_end())
+    assert found[-1] == "evaluate of a was interrupted. The same command continues it."
+    broken = printed(StopFilter(tmp_path), *failure("a", 1, "evaluate"), *the_end())
+    assert broken[-1] == END
 
 
 def test_a_failure_beside_a_stop_is_reported_as_snakemake_does(tmp_path: Path) -> None:

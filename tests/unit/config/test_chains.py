@@ -77,7 +77,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "runs.dpo.model: 'sft' is a sweep, which has several models. Name one of its runs: run:sft-s1, run:sft-s2.",
     ),
     (
-        {"judge": {"objective": "reward", "packing": False}, "sft": {"model": "run:judge"}},
+        {"judge": {"objective": "reward"}, "sft": {"model": "run:judge"}},
         "runs.sft.model: run 'judge' trains a reward model, which has no head for text and cannot be a base model. "
         "Name a run of another objective.",
     ),

@@ -72,9 +72,6 @@ def test_settings_are_text_and_differences_name_key_and_both_values() -> None:
         "learning_rate: 0.001 -> 0.0005",
         'report_to: ["wandb"] -> []',
         "push.to: null -> file:out",
-        "push.private: null -> true",
-        "push.samples: null -> false",
-        "push.pull_request: null -> false",
         "cluster.hang_seconds: 600.0 -> 60.0",
     ]
     assert differences({"a": "1"}, {"b": "2"}) == ["b: not set -> 2", "a: 1 -> not set"]

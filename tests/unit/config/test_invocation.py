@@ -93,14 +93,36 @@ def test_files_of_snakemakes_option_are_checked_before_snakemake_reads_them(
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "good.yaml", {"a": 1})
     write(tmp_path / "bad.yaml", "a: 1\nb: {c: 1\nd: 2\n")
-    check_config_files(["plan", "--configfile", "good.yaml", "--config", "runs={a: 1", "--cores", "1"])
-    check_config_files(["--configfile"])
+    check_config_files(
+        (
+            "plan",
+            "--configfile",
+            "good.yaml",
+            "--config",
+            "runs={a: 1",
+            "--cores",
+            "1",
+        )
+    )
+    check_config_files(("--configfile",))
     with pytest.raises(
         SystemExit, match=r"^Error: --configfile: 'plan' does not exist\. .* Write targets before it, such as"
     ):
-        check_config_files(["--configfile", "good.yaml", "plan"])
+        check_config_files(
+            (
+                "--configfile",
+                "good.yaml",
+                "plan",
+            )
+        )
     with pytest.raises(SystemExit, match=r"'runs/chat/report\.html' does not exist\. .* Write targets before it"):
-        check_config_files(["--configfile", "good.yaml", "runs/chat/report.html"])
+        check_config_files(
+            (
+                "--configfile",
+                "good.yaml",
+                "runs/chat/report.html",
+            )
+        )
     (tmp_path / "empty.yaml").touch()
     for words, message in (
         (["--configfile", "empty.yaml"], "empty.yaml has no keys. "),
@@ -108,10 +130,19 @@ def test_files_of_snakemakes_option_are_checked_before_snakemake_reads_them(
         (["--configfile="], "--configfile: the name is empty. "),
     ):
         with pytest.raises(SystemExit, match=f"^Error: {message}"):
-            check_config_files(words)
+            check_config_files(tuple(words))
     for option in ("--configfile", "--configfiles"):
         with pytest.raises(SystemExit) as end:
-            check_config_files(["-n", option, "good.yaml", "bad.yaml", "--cores", "1"])
+            check_config_files(
+                (
+                    "-n",
+                    option,
+                    "good.yaml",
+                    "bad.yaml",
+                    "--cores",
+                    "1",
+                )
+            )
         assert end.value.code == "Error: bad.yaml, line 3 is not valid YAML: expected ',' or '}', but got ':'."
 
 
@@ -139,11 +170,7 @@ def test_a_profile_that_contradicts_the_cluster_file_is_rejected(
     assert str(error.value).startswith(f"cluster: c.yaml {advice}, or name a cluster file with ")
 
 
-def test_a_module_needs_a_configuration_and_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+def test_a_module_needs_a_configuration() -> None:
     check_module({"runs": {}})
     with pytest.raises(ConfigError, match=r"^The module has no configuration\."):
         check_module({})
-    monkeypatch.setenv(VARIABLE, "of-the-first.yaml")
-    with pytest.raises(ConfigError, match=r"write the runs of all modules into one\.$"):
-        check_module({"runs": {}})

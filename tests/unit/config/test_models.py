@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from shardmake.config import models
 from shardmake.config.accelerators import ACCELERATORS
 from shardmake.config.load import load_cluster, load_config, parse_config
-from shardmake.config.models import STRATEGIES, Cluster, Config, Run
+from shardmake.config.models import STRATEGIES, Checkpoints, Cluster, Config, Run
 from shardmake.config.schema import Schema
 from shardmake.config.script_file import SCRIPT_VARIABLES, SERVICE_VARIABLES
 from shardmake.core.errors import ShardmakeError
@@ -22,7 +22,10 @@ from tests.unit.config.samples import CLUSTER, RUN, make_run, merged, write
 
 FIELDS = ", ".join(Run.model_fields)
 RUN_KEYS = f"{FIELDS}, base, sweep"
-DATA_KEYS = "train, eval, eval_fraction, format, columns, loss_on, order, chat_template, subset, revision"
+DATA_KEYS = (
+    "train, eval, eval_fraction, format, columns, loss_on, order, chat_template, template_arguments, turns, on_bad_row, "
+    "subset, revision"
+)
 KNOWN = f"Known: {', '.join(ACCELERATORS)}. For another GPU, name the most similar one and set gpu_memory_gib."
 TEXT_OR_NUMBER = "YAML reads this as a number, also a time such as 12:00:00. Put it in quotes."
 TEXT_OR_TRUTH = "YAML reads on, off, yes and no as true or false. Put the word in quotes."
@@ -55,7 +58,7 @@ WHOLE_RUN = (
 )
 """Beginnings of messages about keys that contradict each other, which follow the run's name after a colon."""
 INVALID_RUNS: list[tuple[dict[str, Any], list[str]]] = [
-    ({"data": {"train": "a", "order": "length"}}, [
+    ({"data": {"train": "a", "order": "length"}, "packing": True}, [
         "data.order 'length' has no effect with packing, which fills each sequence with examples that fit. "
         "Set packing: false."]),
     ({"data": {"train": "a", "order": "given"}, "script": "train.py"}, [
@@ -91,15 +94,16 @@ INVALID_RUNS: list[tuple[dict[str, Any], list[str]]] = [
                                                  "auto, raw, chat, sharegpt, alpaca, prompt-completion, text, preference, "
                                                  "unpaired-preference."]),
     ({"data": {"train": "a", "columns": {"promt": "q"}}}, ["data.columns.promt: there is no such key. Did you mean "
-     "'prompt'? Allowed here: messages, role, content, tools, system, prompt, completion, label, text, chosen, rejected, "
-     "instruction, input, output."]),
+     "'prompt'? Allowed here: messages, role, content, tools, template_arguments, system, prompt, completion, label, "
+     "text, chosen, rejected, instruction, input, output."]),
     ({"data": {"train": "a", "columns": {"prompt": 3}}}, ["data.columns.prompt: 3 is not allowed. Allowed: text. YAML "
      "reads this as a number, also a time such as 12:00:00. Put it in quotes."]),
     ({"data": {"train": "a", "columns": {"prompt": "q", "text": "t"}}}, ["data: columns: no format reads prompt and "
-     "text. chat reads messages, tools, role, content; sharegpt reads messages, tools, system, role, content; "
-     "alpaca reads instruction, output, input, system; prompt-completion reads prompt, completion, tools, role, "
-     "content; text reads text; preference reads chosen, rejected, prompt, tools, role, content; "
-     "unpaired-preference reads prompt, completion, label, tools, role, content."]),
+     "text. chat reads messages, tools, template_arguments, role, content; sharegpt reads messages, tools, "
+     "template_arguments, system, role, content; alpaca reads instruction, output, input, system; prompt-completion "
+     "reads prompt, completion, tools, template_arguments, role, content; text reads text; preference reads chosen, "
+     "rejected, prompt, tools, template_arguments, role, content; unpaired-preference reads prompt, completion, label, "
+     "tools, template_arguments, role, content."]),
     ({"data": {"train": "a", "format": "text", "columns": {"prompt": "q"}}}, ["data: columns: no format reads prompt. "
      "text reads text."]),
     ({"data": {"train": "a", "evl": "b"}}, ["data.evl: there is no such key. Did you mean 'eval'? "
@@ -239,7 +243,7 @@ def test_a_config_is_rejected(values: Any, expected: list[str], tmp_path: Path) 
             "slurm.partion: there is no such key. Did you mean 'partition'? Allowed here: partition, account, qos, "
             "constraint, cpu_partition, cpu_account, cpu_qos, cpu_constraint, time_limit, stage_time_limit, driver, "
             "driver_time_limit, driver_memory_gib, gpu_request, "
-            "gpu_type, signal_seconds, wckey, exclude, setup, srun_extra, container, extra."]),
+            "memory, gpu_type, signal_seconds, wckey, exclude, setup, srun_extra, container, extra."]),
         ({"slurm": {"gpu_type": "gpu:a100:4"}}, [
             "slurm.gpu_type: 'gpu:a100:4' is not the name of a GPU type. Write the name alone, as `sinfo --format=%G` prints "
             "it, such as a100."]),
@@ -410,3 +414,12 @@ def test_a_time_limit_in_minutes_is_rounded_up(limit: str, minutes: int) -> None
 def test_destinations_are_a_list(to: Any, destinations: list[str]) -> None:
     push = make_run(push={"to": to}).push
     assert push is not None and push.destinations == destinations
+
+
+@pytest.mark.parametrize(
+    ("values", "steps", "most"),
+    [({}, 100, 2), ({"every_steps": 200}, 100, 1), ({"every_steps": 10, "keep": 3}, 100, 3), ({"every_steps": 10}, None, 2),
+     ({"every_steps": "auto"}, 5, 2), ({"keep_every_steps": 50, "every_steps": 10}, 100, 4)],
+)  # fmt: skip
+def test_a_run_that_saves_once_keeps_one_checkpoint(values: dict[str, Any], steps: int | None, most: int) -> None:
+    assert Checkpoints(**values).most(steps) == most

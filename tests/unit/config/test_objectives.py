@@ -21,7 +21,7 @@ def test_settings_of_dpo_have_the_defaults_of_trl() -> None:
     from trl import DPOConfig
 
     fields = DPOConfig.__dataclass_fields__
-    settings = make_run(objective="dpo", packing=False).objective_settings
+    settings = make_run(objective="dpo").objective_settings
     assert isinstance(settings, Dpo) and make_run().objective_settings is None
     assert (settings.beta, settings.loss_type) == (fields["beta"].default, fields["loss_type"].default_factory())
     assert (settings.reference == "precomputed") == fields["precompute_ref_log_probs"].default
@@ -30,7 +30,7 @@ def test_settings_of_dpo_have_the_defaults_of_trl() -> None:
 def test_settings_of_kto_have_the_defaults_of_trl() -> None:
     from trl import KTOConfig
 
-    settings = make_run(objective="kto", packing=False).objective_settings
+    settings = make_run(objective="kto").objective_settings
     assert isinstance(settings, Kto)
     fields, own = KTOConfig.__dataclass_fields__, settings.model_dump()
     assert (own.pop("reference") == "precomputed") == fields["precompute_ref_log_probs"].default
@@ -81,32 +81,32 @@ def test_what_an_objective_does_not_take_is_refused(
     objective: Objective, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_run(**{"objective": objective, "packing": False, **changes})
+        make_run(**{"objective": objective, **changes})
 
 
 def test_every_epoch_of_kto_has_the_same_order() -> None:
     """The completions that a prompt is compared with are those of its micro batch."""
-    assert make_run(objective="kto", packing=False).keeps_order
-    assert not make_run(objective="dpo", packing=False).keeps_order
-    assert make_run(packing=False, data={"train": "org/data", "order": "length"}).keeps_order
+    assert make_run(objective="kto").keeps_order
+    assert not make_run(objective="dpo").keeps_order
+    assert make_run(data={"train": "org/data", "order": "length"}).keeps_order
 
 
 def test_only_an_objective_with_a_reference_model_has_one() -> None:
     assert make_run().reference is None
-    assert make_run(objective="reward", packing=False).reference is None
+    assert make_run(objective="reward").reference is None
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
 def test_an_objective_with_a_reference_model_may_run_it_once(objective: Objective) -> None:
     section = {objective: {"reference": "precomputed"}}
-    assert make_run(objective=objective, packing=False).reference == "model"
-    assert make_run(objective=objective, packing=False, **section).reference == "precomputed"
+    assert make_run(objective=objective).reference == "model"
+    assert make_run(objective=objective, **section).reference == "precomputed"
 
 
 def test_settings_of_reward_have_the_defaults_of_trl() -> None:
     from trl import RewardConfig
 
-    settings = make_run(objective="reward", packing=False).objective_settings
+    settings = make_run(objective="reward").objective_settings
     default = RewardConfig.__dataclass_fields__["center_rewards_coefficient"].default
     assert isinstance(settings, Reward) and settings.center_rewards_coefficient == default
 

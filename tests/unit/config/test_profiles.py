@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from shardmake.cli import app
+from shardmake.run.paths import RunDir
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PROFILES = ("default", "local", "slurm")
@@ -91,8 +92,17 @@ def test_each_rule_has_the_name_of_its_command_and_file() -> None:
     for step in steps:
         rules = re.findall(r"^rule (\w+):", files[step], flags=re.MULTILINE)
         assert rules[0] == f"{step}_run"
-        assert f"shardmake {step} " in files[step]
+        assert f'SHARDMAKE + " {step} ' in files[step]
         assert f'"{step}":' in files["common"], f"`snakemake {step}` has no target"
+
+
+def test_the_page_marks_exactly_the_outputs_of_rules() -> None:
+    rules = "".join(file.read_text() for file in (REPOSITORY / "workflow/rules").glob("*.smk"))
+    sections = re.findall(r"output:\n(.*?)log:", rules, flags=re.DOTALL)
+    names = {name for section in sections for name in re.findall(r"PATHS\.(\w+)", section)}
+    outputs = {str(getattr(RunDir(Path()), name)) for name in names}
+    marked = re.findall(r"`([^`]+?)/?` \*", (REPOSITORY / "docs/reference/run-folder.md").read_text())
+    assert sorted(marked) == sorted(outputs)
 
 
 def test_every_rule_logs_and_no_rule_declares_checkpoints() -> None:

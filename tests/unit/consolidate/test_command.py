@@ -106,7 +106,7 @@ def test_dry_run_lists_what_the_merge_writes(run: Run) -> None:
 
 def test_what_may_be_allowed(run: Run) -> None:
     status, printed = run("consolidate", "run", "out", "--allow", "zeros")
-    assert status == 2 and "Unknown value of --allow: 'zeros'. Use one of steps, unexpected." in printed
+    assert status == 2 and "Unknown value of --allow: 'zeros'. Use one of steps, unexpected, untied." in printed
     assert run("consolidate", "run", "out", "--allow", "unexpected", "--allow", "steps")[0] == 0
     assert json.loads(Path("out/receipt.json").read_text())["allowed"] == ["steps", "unexpected"]
 

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardmake.consolidate import loading, stage
 from shardmake.consolidate.loading import LoadingReport, check_loading
 from shardmake.core.errors import CheckpointError, ModelError
 from shardmake.core.library_process import LibraryProcess
+from shardmake.memory.families import FAMILIES
 from tests.any_environment import AnyEnvironment
 
 
@@ -118,7 +120,7 @@ def test_architecture_is_a_model_class(name: str) -> None:
     """With an Auto class as architecture, transformers would choose the code that auto_map names."""
     config = SimpleNamespace(architectures=[name], auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"})
     with pytest.raises(ModelError, match=r"which transformers .* does not have"):
-        loading._model_class(Path("model"), config, trust_remote_code=True)
+        loading.find_class(Path("model"), config, trust_remote_code=True)
 
 
 def test_converter_of_tensor_parallel_parts_runs_in_a_neutral_folder(
@@ -139,3 +141,25 @@ def test_converter_of_tensor_parallel_parts_runs_in_a_neutral_folder(
     command, settings = started[0]
     assert command[1:4] == ["-P", "-m", stage.CONVERTER] and settings["cwd"] == Path("/")
     assert str(tmp_path / "checkpoint" / "global_step2") in command
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_report_on_a_family_is_that_of_transformers(kind: str, tied: bool, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": tied}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **heads))
+    model.save_pretrained(tmp_path)
+    report = loading.written_report(tmp_path, tmp_path, None)
+    assert report == loading.load(tmp_path, False, tmp_path) and bool(report.ties) == tied
+    path = tmp_path / "config.json"
+    for key, value in {
+        "num_hidden_layers": 3,
+        "hidden_act": "silv",
+        "architectures": ["Other"],
+        "vocab_size": "x",
+    }.items():
+        text = path.read_text()
+        path.write_text(json.dumps({**json.loads(text), "hidden_activation": None, key: value}))
+        assert loading.written_report(tmp_path, tmp_path, None) is None, "transformers is asked"
+        path.write_text(text)

@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from shardmake.config.formats import FORMATS
 from shardmake.config.models import Data
 from shardmake.core.errors import ShardmakeError
-from shardmake.data.encode import Encoder, loss_on_assistant
+from shardmake.data.chat import ChatTemplate
+from shardmake.data.encode import Encoder, Tokens, loss_on_assistant
 from shardmake.data.layout import Layout
 
 MARKED = (
@@ -50,8 +51,17 @@ def shown(tokenizer: PreTrainedTokenizerFast, tokens: tuple[list[int], list[bool
     return "".join(words).replace("][", "")
 
 
-def make_encoder(tokenizer: PreTrainedTokenizerFast, format: Any, *, assistant_only: bool = True) -> Encoder:
-    return Encoder(tokenizer, Layout(format, FORMATS[format].columns), assistant_only)
+def make_encoder(tokenizer: Any, format: Any, *, assistant_only: bool = True) -> Encoder:
+    return Encoder(chat_template(tokenizer), Layout(format, FORMATS[format].columns), assistant_only)
+
+
+def chat_template(tokenizer: Any) -> ChatTemplate:
+    return ChatTemplate(tokenizer, frozenset({"</s>"}))
+
+
+def encode(encoder: Encoder, example: dict[str, Any]) -> Tokens:
+    (tokens,) = encoder(example, "here")
+    return tokens
 
 
 def chat(*turns: str) -> list[dict[str, str]]:
@@ -84,7 +94,7 @@ PROMPTED: list[tuple[dict[str, Any], str]] = [
 def test_the_assistants_words_are_learned(template: str, example: dict[str, Any], expected: str) -> None:
     tokenizer = make_tokenizer(template)
     encoder = make_encoder(tokenizer, "chat" if "messages" in example else "prompt-completion")
-    assert shown(tokenizer, encoder(example, "here")) == expected
+    assert shown(tokenizer, encode(encoder, example)) == expected
 
 
 @pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "by difference"])
@@ -93,7 +103,7 @@ def test_a_message_with_weight_0_is_not_learned(template: str) -> None:
     messages: list[dict[str, Any]] = [dict(message) for message in chat("u:a", "a:b", "u:c", "a:d", "u:e", "a:f")]
     for at, weight in ((1, 0), (2, 0), (3, 1)):
         messages[at]["weight"] = weight
-    found = make_encoder(tokenizer, "chat")({"messages": messages}, "here")
+    found = encode(make_encoder(tokenizer, "chat"), {"messages": messages})
     expected = "<user>a</s><assistant>b</s><user>c</s><assistant>[d</s>]<user>e</s><assistant>[f</s>]"
     assert shown(tokenizer, found) == expected
     with pytest.raises(ShardmakeError, match=r"^here: a message has weight 0, but data\.loss_on: all learns every"):
@@ -101,17 +111,16 @@ def test_a_message_with_weight_0_is_not_learned(template: str) -> None:
 
 
 def test_all_words_are_learned_but_the_first_token() -> None:
-    tokenizer = make_tokenizer(REWRITING)
+    tokenizer = make_tokenizer(PLAIN)
     encoder = make_encoder(tokenizer, "chat", assistant_only=False)
-    assert shown(tokenizer, encoder({"messages": chat("u:a", "a:b")}, "here")) == "<user>[cut</s><assistant>b</s>]"
+    assert shown(tokenizer, encode(encoder, {"messages": chat("u:a", "a:b")})) == "<user>[a</s><assistant>b</s>]"
 
 
-@pytest.mark.parametrize("text", ["ab", "ab</s>"])
-def test_text_ends_with_one_end_token(text: str) -> None:
+@pytest.mark.parametrize("text", ["ab", "ab</s>", "<s>ab"])
+def test_text_has_one_token_at_each_end(text: str) -> None:
     tokenizer = make_tokenizer()
-    assert (
-        shown(tokenizer, make_encoder(tokenizer, "text", assistant_only=False)({"text": text}, "here")) == "<s>[ab</s>]"
-    )
+    encoder = make_encoder(tokenizer, "text", assistant_only=False)
+    assert shown(tokenizer, encode(encoder, {"text": text})) == "<s>[ab</s>]"
 
 
 def test_a_token_across_the_seam_is_learned() -> None:
@@ -120,13 +129,24 @@ def test_a_token_across_the_seam_is_learned() -> None:
         tokenizer_object=Tokenizer(models.BPE(vocabulary, [("a", "b")])), eos_token="</s>"
     )
     encoder = make_encoder(tokenizer, "prompt-completion")
-    assert shown(tokenizer, encoder({"prompt": "aa", "completion": "ba"}, "here")) == "a[aba</s>]"
+    assert shown(tokenizer, encode(encoder, {"prompt": "aa", "completion": "ba"})) == "a[aba</s>]"
+
+
+@pytest.mark.parametrize(
+    "example",
+    [{"prompt": "ab ", "completion": "cé"}, {"prompt": chat("u:a", "a:b", "u:ab "), "completion": chat("a:cé")}],
+)
+def test_a_tokenizer_without_offsets_gives_the_same(example: dict[str, Any]) -> None:
+    tokenizer = ByT5Tokenizer()
+    tokenizer.chat_template = PLAIN
+    ids, mask = encode(make_encoder(tokenizer, "prompt-completion"), example)
+    assert tokenizer.decode([token for token, on in zip(ids, mask, strict=True) if on]) == "cé</s>"
 
 
 def test_tools_reach_the_template() -> None:
     tokenizer = make_tokenizer(WITH_TOOLS)
     example = {"messages": chat("u:a", "a:b"), "tools": [{"name": "clock"}]}
-    encoded = make_encoder(tokenizer, "chat")(example, "here")
+    encoded = encode(make_encoder(tokenizer, "chat"), example)
     assert shown(tokenizer, encoded) == "clock</s><user>a</s><assistant>[b</s>]"
 
 
@@ -141,16 +161,16 @@ REFUSED: list[tuple[str | None, str, dict[str, Any], str]] = [
     (MARKED, "text", {"text": 7}, "here: text is int, not text."),
     (MARKED, "prompt-completion", {"prompt": "a", "completion": ["b"]}, "here: completion is list, not text."),
     (REFUSING, "chat", {"messages": chat("s:be", "u:a", "a:b")}, "here: the tokenizer's chat template rejects this "
-     "conversation: the user must begin"),
-    (REWRITING, "chat", {"messages": chat("u:ab", "a:b", "u:c", "a:d")}, "here: the chat template renders the first "
-     "messages differently when others follow, so the assistant's tokens cannot be determined. Give the tokenizer a "
-     "template with {% generation %} marks, split the conversation so that it ends with its only assistant message, "
-     "or set data.loss_on: all."),
+     "conversation: the user must begin. Change the conversation, or name another template with data.chat_template."),
+    (REWRITING, "chat", {"messages": chat("u:ab", "a:b", "u:c", "a:d")}, "here: the chat template does not "
+     "render the text of message 1 (role 'user'): 'ab'. Use a role that the template renders (data.format: sharegpt "
+     "reads names such as human and gpt), or name a template that does with data.chat_template."),
     (None, "chat", {"messages": chat("u:a", "a:b")}, "The tokenizer of '' has no chat template, and the data are "
      "conversations. Name a template with data.chat_template, use an instruction-tuned model, or provide the data as "
      "prompt and completion text."),
     (MARKED.replace("m.role", "m.role + 1"), "chat", {"messages": chat("u:a", "a:b")}, "here: the tokenizer's chat "
-     'template rejects this conversation: can only concatenate str (not "int") to str'),
+     'template rejects this conversation: can only concatenate str (not "int") to str. Change the conversation, or name another template with '
+     "data.chat_template."),
 ]  # fmt: skip
 
 

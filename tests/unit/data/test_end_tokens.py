@@ -9,10 +9,11 @@ from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from shardmake.config.models import Data, Objective
-from shardmake.data.encode import Encoder, encode_prompt, loss_on_assistant
+from shardmake.data.encode import Encoder, TokenPair, encode_prompt, loss_on_assistant
 from shardmake.data.layout import recognize
 from shardmake.evaluate.prompts import as_prompt
-from tests.unit.data.test_encode import PLAIN, chat, make_tokenizer
+from tests.unit.data.test_chat import LATE_SYSTEM, OPENS_NO_MORE
+from tests.unit.data.test_encode import PLAIN, chat, chat_template, make_tokenizer
 
 Rows = list[dict[str, list[int]]]
 START, END, SEPARATOR = 0, 1, "<system>"
@@ -77,13 +78,13 @@ def of_trl(tokenizer: PreTrainedTokenizerFast, objective: Objective, rows: list[
 def of_ours(tokenizer: PreTrainedTokenizerFast, objective: Objective, rows: list[dict[str, Any]]) -> Rows:
     """Return our tokens of each row under TRL's names."""
     layout = recognize(Data(train="x"), objective, list(rows[0]), rows[0], "here")
-    encoder = Encoder(tokenizer, layout, loss_on_assistant(Data(train="x"), layout.format))
+    encoder = Encoder(chat_template(tokenizer), layout, loss_on_assistant(Data(train="x"), layout.format))
     if objective in ("dpo", "reward"):
-        pairs = [encoder.pair(row, "here") for row in rows]
+        pairs = [TokenPair.of(*encoder(row, "here")) for row in rows]
         if objective == "dpo":
             return [{"prompt_ids": p.prompt, "chosen_ids": p.chosen, "rejected_ids": p.rejected} for p in pairs]
         return [{"chosen_ids": [*p.prompt, *p.chosen], "rejected_ids": [*p.prompt, *p.rejected]} for p in pairs]
-    encoded = [encoder(row, "here") for row in rows]
+    encoded = [encoder(row, "here")[0] for row in rows]
     if objective == "kto":
         starts = [mask.index(True) for _, mask in encoded]
         return [{"prompt_ids": i[:at], "completion_ids": i[at:]} for (i, _), at in zip(encoded, starts, strict=True)]
@@ -118,6 +119,29 @@ def test_tokens_are_those_of_trl_with_one_end(case: str, added: str, form: dict[
     ):  # nothing predicts the first token, and in a conversation only the assistant's tokens are learned
         ours, theirs = ([{"input_ids": row["input_ids"]} for row in rows] for rows in (ours, theirs))
     assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "of_theirs"),
+    [
+        (OPENS_NO_MORE, "<user>a</s><assistant>T", "<user>a</s><assistant>"),
+        (LATE_SYSTEM, "<user>x:a<assistant>", "<user>"),
+    ],
+    ids=["a header that the answer lacks", "a system text that moves"],
+)
+def test_the_prompt_of_a_pair_is_that_of_inference_where_trl_cuts_it(
+    template: str, prompt: str, of_theirs: str
+) -> None:
+    """TRL takes what the prompt has in common with the answered conversation, and loses a system text with the rest."""
+    tokenizer = make_tokenizer(template)
+    pair = {
+        "prompt": chat("s:x", "u:a") if "x" in prompt else chat("u:a"),
+        "chosen": chat("a:b"),
+        "rejected": chat("a:c"),
+    }
+    (ours,), (theirs,) = of_ours(tokenizer, "dpo", [pair]), of_trl(tokenizer, "dpo", [pair])
+    found = ["".join(tokenizer.convert_ids_to_tokens(ids)) for ids in (*ours.values(), theirs["prompt_ids"])]
+    assert found == [prompt, "b</s>", "c</s>", of_theirs]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardmake.core.errors import DataError
-from shardmake.data.files import LINE, PLACE, text_rows
+from shardmake.data.files import raw_rows
 
 COMPRESSORS: dict[str, Callable[[bytes], Any]] = {
     "": bytes,
@@ -49,7 +49,7 @@ CONTENTS: dict[str, bytes] = {
 
 
 def rows_in(path: Path) -> list[Any]:
-    return [json.loads(row[LINE]) for row in text_rows([str(path)])]
+    return [json.loads(line) for _, line in raw_rows([path]) if isinstance(line, bytes)]
 
 
 @pytest.mark.parametrize("compression", COMPRESSORS)
@@ -98,8 +98,8 @@ def test_places_name_the_line_or_the_row(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('p,q\n1,"a\nb"\n\n3,4\n')
     (tmp_path / "b.json").write_text('[{"text": 1},\n {"text": 2}]')
     (tmp_path / "c.json").write_text('{"text": 1}\n\n{"text": 2}')
-    paths = [str(tmp_path / name) for name in ("a.csv", "b.json", "c.json")]
-    places = [row[PLACE].removeprefix(f"{tmp_path}/") for row in text_rows(paths)]
+    paths = [tmp_path / name for name in ("a.csv", "b.json", "c.json")]
+    places = [place.removeprefix(f"{tmp_path}/") for place, _ in raw_rows(paths)]
     assert places == [
         "a.csv, line 2",
         "a.csv, line 5",

@@ -90,7 +90,8 @@ def test_a_format_of_the_configuration_ends_the_doubt() -> None:
     assert find(example, "text").standardize(example, PLACE) == {"text": "c"}
 
 
-CALL = {"role": "assistant", "tool_calls": [{"name": "clock"}]}
+CALL = {"role": "assistant", "tool_calls": [{"id": "1", "name": "clock", "arguments": '{"zone": "UTC"}'}]}
+CALLED = {"id": "1", "type": "function", "function": {"name": "clock", "arguments": {"zone": "UTC"}}}
 STANDARD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (
         "sharegpt",
@@ -109,8 +110,18 @@ STANDARD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
         {"messages": chat("u:ab"), "tools": None},
     ),
-    ("chat", {"messages": [CALL]}, {"messages": [{**CALL, "content": ""}], "tools": None}),
-    ("chat", {"messages": [{**CALL, "content": None}]}, {"messages": [{**CALL, "content": ""}], "tools": None}),
+    *(
+        ("chat", {"messages": [call]}, {"messages": [{"role": "assistant", "content": "", "tool_calls": [CALLED]}],
+                                        "tools": None})
+        for call in (CALL, {**CALL, "content": None}, {**CALL, "tool_calls": [CALLED], "thinking": None})
+    ),
+    (
+        "chat",
+        {"messages": [{"role": "assistant", "content": "a", "thinking": "t", "tool_calls": [], "name": None}],
+         "chat_template_kwargs": {"enable_thinking": True}},
+        {"messages": [{"role": "assistant", "content": "a", "reasoning_content": "t"}], "tools": None,
+         "arguments": {"enable_thinking": True}},
+    ),
     (
         "preference",  # as in UltraFeedback
         {"prompt": "a ", "chosen": chat("s:s", "u:a", "a:b"), "rejected": chat("s:s", "u:a", "a:c")},
@@ -146,7 +157,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
      "double quotes: line 1 column 2 (char 1). Write a list of tools."),
     ("chat", {"messages": chat("u:a"), "tools": {"name": "clock"}}, "tools is dict. Write a list of tools."),
     ("sharegpt", {"conversations": [{"from": "gtp", "value": "a"}]}, "conversations[0].from is 'gtp'. Did you mean "
-     "'gpt'? Allowed: system, human, user, gpt, assistant, chatgpt, tool, function, observation."),
+     "'gpt'? Allowed: system, developer, human, user, gpt, assistant, chatgpt, model, bot, tool, function, "
+     "observation, ipython."),
     ("sharegpt", {"conversations": chat("u:a")}, "conversations is not a list of messages, each with a from and a "
      "value."),
     ("sharegpt", {"conversations": [{"from": "system", "value": "a"}], "system": "b"}, "there are two system messages, "
@@ -168,7 +180,15 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("preference", {"prompt": "x", "chosen": chat("u:a", "a:b"), "rejected": chat("u:a", "a:c")}, "prompt is text, and "
      "not the text of a user's message at the start of chosen and rejected. Add that message to both, or write the "
      "prompt as a list of messages."),
+    ("chat", {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
+     "messages[0].tool_calls[0]: the arguments are not valid JSON: Expecting property name enclosed in double quotes: "
+     "line 1 column 2 (char 1). Write an object."),
+    ("prompt-completion", {"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, "tools belongs to a "
+     "conversation, and prompt is text. Write both as lists of messages, or remove the tools."),
     ("alpaca", {"instruction": "a"}, "this example (alpaca) has no output. Its keys: instruction."),
+    ("chat", {"messages": chat("u:<image>a", "a:b"), "images": ["a.png"], "videos": []}, "this example has images. Only "
+     "text is trained, also of models that take images or sounds. Remove such examples, or the column if their text "
+     "stands alone."),
 ]  # fmt: skip
 
 

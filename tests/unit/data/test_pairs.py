@@ -13,7 +13,7 @@ from shardmake.data.encode import Encoder, TokenPair
 from shardmake.data.examples import load_tokenizer
 from shardmake.data.layout import Layout, recognize, split_prompt
 from shardmake.data.packing import fit_pair
-from tests.unit.data.test_encode import PLAIN, chat, make_tokenizer
+from tests.unit.data.test_encode import PLAIN, chat, chat_template, make_tokenizer
 from tests.unit.plans import make_run
 
 PLACE = "f.jsonl, line 3"
@@ -25,7 +25,7 @@ def layout_of(example: dict[str, Any]) -> Layout:
 
 def encoded(example: dict[str, Any]) -> list[str]:
     tokenizer = make_tokenizer(PLAIN)
-    pair = Encoder(tokenizer, layout_of(example), True).pair(example, PLACE)
+    pair = TokenPair.of(*Encoder(chat_template(tokenizer), layout_of(example), True)(example, PLACE))
     return ["".join(tokenizer.convert_ids_to_tokens(ids)) for ids in (pair.prompt, pair.chosen, pair.rejected)]
 
 

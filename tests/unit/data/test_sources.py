@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -12,14 +13,17 @@ import pytest
 from shardmake.config.models import Data
 from shardmake.core.errors import ShardmakeError
 from shardmake.data.sources import (
+    EVAL_SPLITS,
     TRAIN_SPLITS,
-    Files,
     HubDataset,
+    Source,
+    count_rows,
     first_rows,
     identity,
     locate,
-    open_row,
-    read,
+    locate_named,
+    open_raw,
+    raw_examples,
 )
 
 ROWS: list[dict[str, Any]] = [
@@ -40,26 +44,27 @@ def write_parquet(path: Path, rows: list[Any] = ROWS) -> Path:
     return path
 
 
-def examples(name: Path, cache: Path) -> list[Any]:
+def examples(name: Path) -> list[Any]:
     source = locate(str(name), Data(train=str(name)), TRAIN_SPLITS)
-    return [open_row(row, source).example for row in read(source, cache)]
+    assert count_rows(source) == len(list(raw_examples(source)))
+    return [row.example for row in map(open_raw, raw_examples(source))]
 
 
-def refusal(name: Path | str, cache: Path) -> str:
+def refusal(name: Path | str) -> str:
     with pytest.raises(ShardmakeError) as error:
-        examples(Path(name), cache)
+        examples(Path(name))
     return str(error.value)
 
 
 def test_json_lines_come_back_as_written(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl")
     path.write_text("\n" + path.read_text() + "\n")
-    assert examples(path, tmp_path / "cache") == ROWS
+    assert examples(path) == ROWS
 
 
 def test_parquet_rows_come_back_without_the_keys_of_other_rows(tmp_path: Path) -> None:
     rows = [{"id": 8}, *ROWS]
-    assert examples(write_parquet(tmp_path / "a.parquet", rows), tmp_path / "cache") == rows
+    assert examples(write_parquet(tmp_path / "a.parquet", rows)) == rows
 
 
 def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
@@ -68,12 +73,12 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
     for name, number in (("b", 2), ("a", 1)):
         write_jsonl(folder / f"{name}.jsonl", [{"text": number}])
     write_jsonl(folder.parent / "z.jsonl", [{"text": 3}])
-    assert [row["text"] for row in examples(folder.parent, tmp_path / "cache")] == [1, 2, 3]
+    assert [row["text"] for row in examples(folder.parent)] == [1, 2, 3]
 
 
 def test_json_of_any_shape_is_no_trouble_before_it_is_used(tmp_path: Path) -> None:
     rows = [{"text": "a", "meta": 1}, {"text": "b", "meta": {"deep": [None]}}, {"text": "c", "meta": "s"}]
-    assert examples(write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "cache") == rows
+    assert examples(write_jsonl(tmp_path / "a.jsonl", rows)) == rows
 
 
 KINDS = ".jsonl, .json, .csv, .tsv, .parquet, compressed with .gz, .bz2, .xz, .zst except for .parquet"
@@ -93,7 +98,7 @@ TWICE = ['{"text": "a"}', '{"text": "b", "meta": {"id": 1, "x": 2, "id": 3}}']
          "{path}, line 2 is not valid JSON: Expecting ',' delimiter at the end of the line."),
         ("a.jsonl", b"", "No examples in {path}. Name a source with data."),
         ("a.jsonl", b"\n\n", "No examples in {path}. Name a source with data."),
-        ("a.parquet", b"text", "{path} is not a Parquet file: "),
+        ("a.parquet", b"text", "Cannot read {path}: Parquet "),
         ("a.jsonl", "\n".join(TWICE).encode(), "{path}, line 2 has the key 'id' twice in one object. Remove one."),
         ("a.json", f"[{','.join(TWICE)}]".encode(), "{path}, row 2 has the key 'id' twice in one object. Remove one."),
         ("a.arrow", b"{}", f"Unsupported data file: {{path}}. Use {KINDS}."),
@@ -106,44 +111,29 @@ TWICE = ['{"text": "a"}', '{"text": "b", "meta": {"id": 1, "x": 2, "id": 3}}']
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     path = tmp_path / name
     path.write_bytes(content)
-    found = refusal(path, tmp_path / "cache")
+    found = refusal(path)
     assert found.startswith(message.format(path=path))
     assert found.endswith(message[-1]) or message[-1] != "."
 
 
 def test_parquet_rows_are_named_by_file_and_number(tmp_path: Path) -> None:
     paths = tuple(write_parquet(tmp_path / f"{name}.parquet") for name in "abc")
-    source = Files(paths)
-    rows = read(source, tmp_path / "cache")
+    source = Source(paths)
     expected = [f"{path}, row {number}" for path in paths for number in (1, 2)]
-    assert [open_row(row, source).place for row in rows] == expected
+    assert [row.place for row in map(open_raw, raw_examples(source))] == expected
     assert [row.place for row in first_rows(source, 5)] == expected[:5]
-    shuffled = rows.shuffle(seed=0)
-    assert {open_row(row, source).place for row in shuffled.filter(lambda id: id == 7, input_columns="id")} == {
-        f"{path}, row 2" for path in paths
-    }
 
 
 def test_an_error_within_a_file_is_not_wrapped_by_the_library(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("text\na\nb,c\n")
-    assert refusal(path, tmp_path / "cache").startswith(f"{path}, line 3: the header has 1 column, and this row 2. ")
+    assert refusal(path).startswith(f"{path}, line 3: the header has 1 column, and this row 2. ")
     whole = write_parquet(tmp_path / "a.parquet", [{"text": "a" * 100}] * 1000).read_bytes()
     damaged = tmp_path / "a.parquet"
     damaged.write_bytes(whole[:40] + bytes(40) + whole[80:])
-    assert refusal(damaged, tmp_path / "cache").startswith(f"Cannot read {damaged}: ")
+    assert refusal(damaged).startswith(f"Cannot read {damaged}: ")
     with pytest.raises(ShardmakeError, match=f"^Cannot read {damaged}: .* Write it again, or name another one"):
-        list(first_rows(Files((damaged,)), 2))
-
-
-def test_parquet_files_of_a_folder_have_the_same_columns(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "a.parquet", [{"text": "a"}])
-    write_parquet(tmp_path / "b.parquet", [{"prompt": "a", "completion": "b"}])
-    expected = (
-        f"Columns differ: {tmp_path}/b.parquet has prompt, completion; {tmp_path}/a.parquet has text. "
-        "Use the same columns in all files."
-    )
-    assert refusal(tmp_path, tmp_path / "cache") == expected
+        list(first_rows(Source((damaged,)), 2))
 
 
 def test_parquet_files_without_rows_are_left_out(tmp_path: Path) -> None:
@@ -151,50 +141,28 @@ def test_parquet_files_without_rows_are_left_out(tmp_path: Path) -> None:
     for name, columns in (("a", ["prompt", "completion"]), ("c", [])):
         empty = {column: pyarrow.array([], pyarrow.null()) for column in columns}
         pyarrow.parquet.write_table(pyarrow.table(empty), tmp_path / f"{name}.parquet")
-    only_empty = Files((tmp_path / "a.parquet", tmp_path / "c.parquet"))
+    only_empty = Source((tmp_path / "a.parquet", tmp_path / "c.parquet"))
     assert list(first_rows(only_empty, 2)) == []
     with pytest.raises(ShardmakeError, match="No examples in"):
-        read(only_empty, tmp_path / "cache")
+        count_rows(only_empty)
     row = {"prompt": "a", "completion": "b"}
     write_parquet(tmp_path / "b.parquet", [row])
-    assert examples(tmp_path, tmp_path / "cache") == [row]
+    assert examples(tmp_path) == [row]
     source = locate(str(tmp_path), Data(train=str(tmp_path)), TRAIN_SPLITS)
-    assert [open_row(found, source).place for found in read(source, tmp_path / "cache")] == [
-        f"{tmp_path}/b.parquet, row 1"
-    ]
+    assert [row.place for row in map(open_raw, raw_examples(source))] == [f"{tmp_path}/b.parquet, row 1"]
 
 
 def test_a_column_without_values_takes_the_type_of_another_file(tmp_path: Path) -> None:
     for name, tools in (("a", pyarrow.array([None])), ("b", pyarrow.array([["clock"]]))):
         pyarrow.parquet.write_table(pyarrow.table({"text": ["t"], "tools": tools}), tmp_path / f"{name}.parquet")
-    assert examples(tmp_path, tmp_path / "cache") == [{"text": "t"}, {"text": "t", "tools": ["clock"]}]
+    assert examples(tmp_path) == [{"text": "t"}, {"text": "t", "tools": ["clock"]}]
 
 
 def test_keys_that_another_file_lacks_are_left_out(tmp_path: Path) -> None:
     rows: list[Any] = [{"chat": [{"role": "user"}]}, {"chat": [{"role": "user", "name": "x"}]}]
     for name, row in zip("ab", rows, strict=True):
         write_parquet(tmp_path / f"{name}.parquet", [row])
-    assert examples(tmp_path, tmp_path / "cache") == rows
-
-
-def test_types_that_arrow_does_not_unify_are_refused_at_the_check(tmp_path: Path) -> None:
-    for name, values in (("a", ["x"]), ("b", [1])):
-        pyarrow.parquet.write_table(pyarrow.table({"value": values}), tmp_path / f"{name}.parquet")
-    message = refusal(tmp_path, tmp_path / "cache")
-    assert message.startswith(f"Types differ between {tmp_path}/a.parquet and {tmp_path}/b.parquet: ")
-    assert "Field value has incompatible types: string vs int64. Write the column with the same type" in message
-    with pytest.raises(ShardmakeError, match="Types differ"):
-        list(first_rows(locate(str(tmp_path), Data(train=str(tmp_path)), TRAIN_SPLITS), 2))
-
-
-def test_a_type_that_datasets_does_not_have_is_refused_at_the_check(tmp_path: Path) -> None:
-    kind = pyarrow.map_(pyarrow.string(), pyarrow.string())
-    table = pyarrow.table({"text": ["t"], "meta": pyarrow.array([[("key", "value")]], kind)})
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    source = Files((tmp_path / "a.parquet",))
-    for use in (lambda: list(first_rows(source, 1)), lambda: read(source, tmp_path / "cache")):
-        with pytest.raises(ShardmakeError, match=r"Cannot read .*a\.parquet: Arrow type map<.*Write it again"):
-            use()
+    assert examples(tmp_path) == rows
 
 
 def test_types_with_the_same_values_do_not_differ(tmp_path: Path) -> None:
@@ -202,12 +170,12 @@ def test_types_with_the_same_values_do_not_differ(tmp_path: Path) -> None:
     for number, (text, kind) in enumerate(zip(texts, ("int8", "int64", "int32"), strict=True)):
         table = pyarrow.table({"text": text, "id": pyarrow.array([number], kind)})
         pyarrow.parquet.write_table(table, tmp_path / f"{number}.parquet")
-    assert examples(tmp_path, tmp_path / "cache") == [{"text": "t", "id": number} for number in range(3)]
+    assert examples(tmp_path) == [{"text": "t", "id": number} for number in range(3)]
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert refusal("data/train.jsonl", tmp_path / "cache") == (
+    assert refusal("data/train.jsonl") == (
         f"Data not found: 'data/train.jsonl' does not exist (working directory: {tmp_path}). Name a file, a folder "
         "of files, or a hub data set (org/name)."
     )
@@ -219,7 +187,7 @@ def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".cache").mkdir()
     write_jsonl(tmp_path / ".cache" / "a.jsonl")
     expected = f"No data in {tmp_path}: it has no file with examples. Use {KINDS}."
-    assert refusal(tmp_path, tmp_path / "cache") == expected
+    assert refusal(tmp_path) == expected
 
 
 def test_compressed_and_plain_files_of_one_kind_share_a_folder(tmp_path: Path) -> None:
@@ -227,7 +195,7 @@ def test_compressed_and_plain_files_of_one_kind_share_a_folder(tmp_path: Path) -
     write_jsonl(tmp_path / "data" / "b.jsonl", [{"text": 2}])
     content = write_jsonl(tmp_path / "plain.jsonl", [{"text": 1}]).read_bytes()
     (tmp_path / "data" / "a.jsonl.gz").write_bytes(gzip.compress(content))
-    assert examples(tmp_path / "data", tmp_path / "cache") == [{"text": 1}, {"text": 2}]
+    assert examples(tmp_path / "data") == [{"text": 1}, {"text": 2}]
 
 
 def test_a_folder_with_both_kinds_is_refused(tmp_path: Path) -> None:
@@ -235,7 +203,7 @@ def test_a_folder_with_both_kinds_is_refused(tmp_path: Path) -> None:
     write_parquet(tmp_path / "b.parquet")
     expected = f"Ambiguous data folder: {tmp_path} has both .jsonl and .parquet files. Keep one kind in a "
     expected += "folder, or name a file."
-    assert refusal(tmp_path, tmp_path / "cache") == expected
+    assert refusal(tmp_path) == expected
 
 
 @pytest.mark.parametrize(
@@ -244,14 +212,84 @@ def test_a_folder_with_both_kinds_is_refused(tmp_path: Path) -> None:
 def test_other_names_are_hub_data_sets(tmp_path: Path, name: str, splits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     data = Data(train=name, subset="main", revision="v1")
-    assert locate(name, data, TRAIN_SPLITS) == HubDataset(name.partition(":")[0], "main", "v1", splits)
+    assert locate_named(name, data, TRAIN_SPLITS) == HubDataset(name.partition(":")[0], "main", "v1", splits)
 
 
 def test_identity_follows_the_content(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl")
-    before = identity(Files((path,)))
+    before = identity(Source((path,)))
     assert before["files"][0]["bytes"] == path.stat().st_size
     write_jsonl(path, ROWS[:1])
-    assert identity(Files((path,))) != before
+    assert identity(Source((path,))) != before
     write_jsonl(path)
-    assert identity(Files((path,))) == before
+    assert identity(Source((path,))) == before
+
+
+@pytest.mark.parametrize(
+    ("names", "trained", "evaluated"),
+    [
+        (["a", "b"], ["a", "b"], ["a", "b"]),
+        (["train", "test"], ["train"], ["test"]),
+        (["train", "validation", "test"], ["train"], ["validation"]),
+        (["data/train-0", "data/train-1", "data/dev-0"], ["data/train-0", "data/train-1"], ["data/dev-0"]),
+        (["train/x", "test/x"], ["train/x"], ["test/x"]),
+        (["train", "extra"], ["train"], "has no split validation or test"),
+        (["test"], ["test"], ["test"]),
+        (["a", "my_eval"], "has no split train", ["my_eval"]),
+    ],
+)
+def test_a_folder_follows_the_rules_of_the_hub(tmp_path: Path, names: list[str], trained: Any, evaluated: Any) -> None:
+    """The split of a file is that of its name; a folder with files of one split alone is that split."""
+    (tmp_path / "train.log").write_text("not data")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"text": name}])
+    for splits, expected in ((TRAIN_SPLITS, trained), (EVAL_SPLITS, evaluated)):
+        if isinstance(expected, str):
+            with pytest.raises(ShardmakeError, match=expected):
+                locate(str(tmp_path), Data(train=str(tmp_path)), splits)
+            continue
+        source = locate(str(tmp_path), Data(train=str(tmp_path)), splits)
+        assert [row.example["text"] for row in first_rows(source, 9)] == expected
+        unused = sorted(f"{Path(name).name}.jsonl" for name in set(names) - set(expected))
+        assert all(name in str(source).partition("; not used: ")[2] for name in unused)
+
+
+def test_a_folder_of_files_follows_the_description_of_its_subsets(tmp_path: Path) -> None:
+    subsets = "".join(f"- {{config_name: {name}, data_files: {name}_test.jsonl}}\n" for name in "ab")
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{subsets}---\n")
+    for name in "ab":
+        write_jsonl(tmp_path / f"{name}_test.jsonl", [{"text": name}])
+    source = locate(str(tmp_path), Data(train=str(tmp_path), subset="b"), TRAIN_SPLITS)
+    assert [row.example for row in first_rows(source, 9)] == [{"text": "b"}]
+    with pytest.raises(ShardmakeError, match=r"Config name is missing.*a.*b.*set data\.subset"):
+        locate(str(tmp_path), Data(train=str(tmp_path)), TRAIN_SPLITS)
+
+
+ARGUMENTS = {"x": 1, "note": None}
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": ARGUMENTS}}]}
+LIBRARIES = ("datasets", "pyarrow")
+SAME_ROWS: list[tuple[str, list[dict[str, Any]], tuple[str, ...]]] = [
+    ("nulls in arguments", [{"messages": [{"role": "user", "content": str(i)}, CALL]} for i in range(3)], LIBRARIES),
+    ("unequal keys", [*ROWS, {"messages": [CALL, {"role": "tool", "content": "1", "name": None}]}], LIBRARIES),
+    ("a null column", [{"prompt": "a", "completion": "b", "tools": None}], LIBRARIES),
+    ("dates", [{"prompt": "?", "completion": f"2024-01-0{day}"} for day in (1, 2)], ("pyarrow",)),
+    ("several types", [{"prompt": "a", "completion": 7}, {"prompt": "b", "completion": "seven"}], ("datasets",)),
+]
+"""Rows, and who can write them as Parquet: `datasets` makes dates of texts, pyarrow has one type for a column."""
+
+
+@pytest.mark.parametrize(("name", "rows", "writers"), SAME_ROWS)
+def test_the_same_rows_come_from_json_lines_and_from_parquet(
+    tmp_path: Path, name: str, rows: list[Any], writers: tuple[str, ...]
+) -> None:
+    lines = write_jsonl(tmp_path / "a.jsonl", rows)
+    expected = examples(lines)
+    for writer in writers:
+        path = tmp_path / f"{writer}.parquet"
+        if writer == "datasets":
+            datasets.Dataset.from_json(str(lines), cache_dir=str(tmp_path / "cache")).to_parquet(path)
+        else:
+            write_parquet(path, rows)
+        assert examples(path) == expected, writer
+        assert [row.example for row in first_rows(Source((path,)), 9)] == expected, writer

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -18,7 +19,7 @@ from shardmake.config.models import Run
 from shardmake.core.atomic import read_json, sha256
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.failures import explain
-from shardmake.data import build, check_first_rows, check_sources, prepare
+from shardmake.data import check_first_rows, check_sources, encoding, prepare
 from shardmake.data.dataset import IGNORED, Sequences, collator
 from shardmake.run.paths import RunDir
 from tests.unit.data.test_encode import MARKED, chat, make_tokenizer
@@ -198,7 +199,7 @@ def test_evaluation_examples_that_are_also_trained_on_are_counted(
 def test_the_result_depends_on_the_seed_and_not_on_the_processes(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "_POOL_FROM_ROWS", 10)
+    monkeypatch.setattr(encoding, "_POOL_FROM_ROWS", 10)
     data = {"train": write_rows(tmp_path / "t.jsonl", conversations(300))}
     made = {}
     for name, cpus, seed in (("one", 1, 42), ("two", 2, 42), ("other", 1, 43)):
@@ -207,6 +208,37 @@ def test_the_result_depends_on_the_seed_and_not_on_the_processes(
     arrow = "data/train/data-00000-of-00001.arrow"
     for file in (arrow, "data/receipt.json"):
         assert made["one"][file] == made["two"][file] != made["other"][file]
+
+
+def test_a_killed_stage_encodes_only_what_is_missing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result is that of a stage that was not killed, and other inputs start again."""
+    monkeypatch.setattr(encoding, "_ROWS_IN_BATCH", 10)
+    monkeypatch.setattr(encoding, "_BATCHES_IN_PART", 3)
+    run = make_run(model, {"train": write_rows(tmp_path / "t.jsonl", conversations(100))})
+    prepare(run, RunDir(tmp_path / "whole" / "run"))
+    write, written = encoding._write_part, []
+
+    def write_or_die(encoded: Any, files: Any, schema: Any) -> None:
+        if len(written) == 2 and os.getpid() != parent:
+            os._exit(9)
+        written.append(files)
+        write(encoded, files, schema)
+
+    monkeypatch.setattr(encoding, "_write_part", write_or_die)
+    rundir, parent = RunDir(tmp_path / "killed" / "run"), os.getpid()
+    child = multiprocessing.get_context("fork").Process(target=prepare, args=(run, rundir))
+    child.start()
+    child.join()
+    assert child.exitcode == 9 and not written
+    other = make_run(model, run.data.model_dump(), seed=1)
+    shutil.copytree(rundir.root, tmp_path / "other" / "run")
+    prepare(run, rundir)
+    assert len(written) == 2
+    assert files_of(rundir.root) == files_of(tmp_path / "whole" / "run")
+    prepare(other, RunDir(tmp_path / "other" / "run"))
+    assert len(written) == 6
 
 
 def test_up_to_date_data_are_not_rewritten(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -249,7 +281,7 @@ def refusal(run: Run, rundir: RunDir, cpus: int = 1) -> str:
 def test_a_broken_line_is_named_by_a_worker_process_too(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "_POOL_FROM_ROWS", 10)
+    monkeypatch.setattr(encoding, "_POOL_FROM_ROWS", 10)
     path = tmp_path / "t.jsonl"
     write_rows(path, conversations(20))
     path.write_text(path.read_text() + "{\n")
@@ -277,20 +309,77 @@ def test_every_example_of_text_files_is_checked_without_a_model(
         check_sources(make_run(tmp_path, {"train": write_rows(tmp_path / "e.json", [])}))
 
 
-def test_the_first_rows_are_encoded_without_reading_the_rest(model: Path, tmp_path: Path) -> None:
+def test_the_first_rows_and_a_sample_of_the_others_are_encoded(model: Path, tmp_path: Path) -> None:
     train, held_out = tmp_path / "t.jsonl", tmp_path / "e.jsonl"
+    write_rows(train, conversations(40))
+    late = train.read_text() + '{"messages": [{"role": "human", "content": "a"}]}\n' * 20
+    train.write_text(late)
+    with pytest.raises(ShardmakeError, match=r"t\.jsonl, line (4|5|6)\d: message 1 has the role 'human'"):
+        check_first_rows(make_run(model, {"train": str(train)}), limit=10)
     write_rows(train, conversations(3))
+    assert check_first_rows(make_run(model, {"train": str(train)}), limit=3).format == "chat"
     train.write_text(train.read_text() + "{\n")
     write_rows(held_out, [*conversations(1), {"text": "a"}])
     run = make_run(model, {"train": str(train)})
-    assert check_first_rows(run, limit=3).format == "chat"
     with pytest.raises(ShardmakeError, match=r"t\.jsonl, line 4 is not valid JSON: "):
         check_first_rows(run)
     with pytest.raises(ShardmakeError, match=r"e\.jsonl, line 2: this example \(chat\) has no messages"):
-        check_first_rows(make_run(model, {"train": str(train), "eval": str(held_out)}), limit=3)
+        check_first_rows(make_run(model, {"train": str(held_out), "eval": str(held_out)}), limit=3)
+    write_rows(train, conversations(3))
     held_out.write_text("\n")
     with pytest.raises(ShardmakeError, match=r"No examples in .*e\.jsonl\."):
         check_first_rows(make_run(model, {"train": str(train), "eval": str(held_out)}), limit=3)
+
+
+def test_bad_rows_are_dropped_and_counted_up_to_a_limit(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad: list[Any] = [{"messages": [{"role": "human", "content": "a"}, *chat("a:b")]}, {"messages": 3}]
+    path = write_rows(tmp_path / "t.jsonl", [*conversations(58), *bad])
+    data = {"train": path, "eval": write_rows(tmp_path / "e.jsonl", conversations(3))}
+    for check in (check_sources, check_first_rows):
+        with pytest.raises(ShardmakeError, match=r"t\.jsonl, line (59|60): "):
+            check(make_run(model, data))
+    run = make_run(model, data | {"on_bad_row": "drop"})
+    check_sources(run)
+    check_first_rows(run)
+    receipt = prepare(run, RunDir(tmp_path / "run"))
+    causes = {"an unknown role": 1, "not in the format": 1}
+    assert (receipt.train.bad, receipt.train.dropped_bad, receipt.train.examples) == (causes, 2, 60)
+    words = "Bad rows of the train data: 2 of 60 (1 an unknown role; 1 not in the format). The first: "
+    assert any(message.startswith(f"{words}{path}, line 59: message 1 has the role") for message in caplog.messages)
+    write_rows(tmp_path / "t.jsonl", [*conversations(37), *bad, bad[0]])
+    for stage in (check_first_rows, lambda run: prepare(run, RunDir(tmp_path / "run"))):
+        with pytest.raises(ShardmakeError, match=r"3 of 40 .* data\.on_bad_row: drop allows 5%"):
+            stage(run)
+
+
+def test_turns_that_are_apart_are_counted_and_unusual_shares_named(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    rows = [{"messages": chat("u:a", "a:b", "u:c", "a:d", "u:" + "e" * 40, "a:f")}] * 4 + conversations(2)
+    data = {"train": write_rows(tmp_path / "t.jsonl", rows), "eval": write_rows(tmp_path / "e.jsonl", conversations(2))}
+    receipt = prepare(make_run(model, data | {"turns": "apart"}), RunDir(tmp_path / "run"))
+    assert (receipt.train.apart, receipt.train.examples, receipt.eval.apart) == (4, 14, 0)
+    assert any("of 4 conversations each turn is an example with its own context" in text for text in caplog.messages)
+    together = prepare(make_run(model, data), RunDir(tmp_path / "run"))
+    assert (together.train.apart, together.train.examples) == (0, 6)
+    long = [{"messages": chat("u:" + "q" * 900, "a:b")}] * 4
+    write_rows(tmp_path / "t.jsonl", long)
+    check_first_rows(make_run(model, data, sequence_length=2048))
+    assert any("data are learned (0." in text and "--show 3" in text for text in caplog.messages)
+
+
+@pytest.mark.parametrize("agree", [True, False])
+def test_marks_that_say_other_tokens_are_named(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, agree: bool
+) -> None:
+    marked = MARKED if agree else MARKED.replace("</s>{% endgeneration %}", "{% endgeneration %}</s>")
+    (tmp_path / "chat.jinja").write_text(marked)
+    path = write_rows(tmp_path / "t.jsonl", conversations(4))
+    check_first_rows(make_run(model, {"train": path, "chat_template": str(tmp_path / "chat.jinja")}))
+    assert any("marks of the chat template are not followed" in text for text in caplog.messages) != agree
 
 
 @pytest.mark.parametrize("limit", [2, 64])
@@ -329,7 +418,7 @@ def test_examples_without_anything_to_learn_are_named(
 ) -> None:
     rows = conversations(40)
     for index in (3, 9, 10, 20, 21, 22, 23):
-        rows[index]["messages"][1]["role"] = "assistnat"
+        rows[index]["messages"][1]["role"] = "user"
     path = write_rows(tmp_path / "t.jsonl", rows)
     run = make_run(model, {"train": path, "eval": write_rows(tmp_path / "e.jsonl", conversations(3))})
     receipt = prepare(run, RunDir(tmp_path / "run"))

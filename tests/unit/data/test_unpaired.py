@@ -9,7 +9,7 @@ from shardmake.core.errors import DataError
 from shardmake.data.dataset import PreferenceCollator, WithMismatched
 from shardmake.data.encode import Encoder
 from shardmake.data.layout import Layout, recognize
-from tests.unit.data.test_encode import PLAIN, chat, make_tokenizer
+from tests.unit.data.test_encode import PLAIN, chat, chat_template, make_tokenizer
 
 PLACE = "f.jsonl, line 3"
 
@@ -28,7 +28,7 @@ def layout_of(example: dict[str, Any]) -> Layout:
 )
 def test_a_completion_is_encoded(example: dict[str, Any], expected: list[str]) -> None:
     tokenizer = make_tokenizer(PLAIN)
-    ids, mask = Encoder(tokenizer, layout_of(example), True)(example, PLACE)
+    ((ids, mask),) = Encoder(chat_template(tokenizer), layout_of(example), True)(example, PLACE)
     start = mask.index(True)
     assert ["".join(tokenizer.convert_ids_to_tokens(part)) for part in (ids[:start], ids[start:])] == expected
     assert all(mask[start:])

@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
 
+from shardmake.data import varlen
 from shardmake.data.dataset import IGNORED, Collator
 from shardmake.data.varlen import (
     KernelLimitError,
@@ -114,6 +115,22 @@ def test_values_narrower_than_keys_are_padded() -> None:
         query, key, value[..., :8], is_causal=True, scale=0.3, enable_gqa=True
     )
     torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
+def test_a_kernel_without_the_argument_for_grouped_heads_gets_them_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of torch 2.11."""
+    shapes = []
+
+    def older(q: Any, k: Any, v: Any, *bounds: Any, scale: float | None, window_size: tuple[int, int]) -> Any:
+        shapes.append((q.shape[1], k.shape[1], v.shape[1]))
+        return plain_varlen(q, k, v, *bounds, scale=scale, window_size=list(window_size))[0]
+
+    query, key, value = tensors()
+    expected, _ = varlen_attention(torch.nn.Module(), query, key, value, None)
+    monkeypatch.setattr(varlen, "varlen_attn", older)
+    monkeypatch.setattr(varlen, "_NAMES_GROUPS", False)
+    torch.testing.assert_close(varlen_attention(torch.nn.Module(), query, key, value, None)[0], expected)
+    assert shapes == [(4, 2, 2)]
 
 
 def test_queries_in_fp32_are_computed_in_the_16_bits_of_the_values() -> None:

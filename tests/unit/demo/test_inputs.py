@@ -6,7 +6,8 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shardmake.data.encode import encode_chat
+from shardmake.data.chat import ChatTemplate
+from shardmake.data.encode import tokenize
 from shardmake.demo import make_inputs
 
 
@@ -25,7 +26,8 @@ def test_conversations_survive_the_tokenizer_and_answers_are_marked(inputs: Path
     lines = (inputs / "eval.jsonl").read_text().splitlines()
     for line in lines[:50]:
         question, answer = json.loads(line)["messages"]
-        ids, mask = encode_chat(tokenizer, [question, answer])
+        template = ChatTemplate(tokenizer, frozenset({tokenizer.eos_token}))
+        ((ids, mask),) = tokenize(tokenizer, template.examples([question, answer], None, None))
         learned = [i for i, m in zip(ids, mask, strict=True) if m]
         assert tokenizer.decode(learned) == f"{answer['content']}<|im_end|>"
         turns = f"<|im_start|>user\n{question['content']}<|im_end|>\n<|im_start|>assistant\n"

@@ -1,6 +1,7 @@
 """The command: its exit status, contradicting options, and what keeps it from submitting a job."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,11 @@ def test_no_job_is_submitted_if_slurm_or_the_file_forbid_it(folder: Path, monkey
         check_compute_nodes(options, [stops("qos", "slurm.qos 'x' is not one of yours", "Set it.")])
     (folder / "cluster.yaml").write_text("mine")
     with pytest.raises(ShardmakeError, match=r"cluster.yaml exists"):
+        check_compute_nodes(Options(), [])
+    with pytest.raises(AssertionError, match="submitted"):
         check_compute_nodes(options, [])
+    with pytest.raises(ShardmakeError, match=r"cluster.yaml exists"):
+        check_compute_nodes(replace(options, write=Path("cluster.yaml")), [])
 
 
 def test_findings_of_nodes_decide_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -311,6 +311,19 @@ def test_checkpoints_of_other_settings_are_set_aside_and_restored(
     assert caplog.messages[-1].startswith("Restoring checkpoints-of-")
 
 
+def test_a_foreign_checkpoint_beside_the_runs_own_ones_is_named_and_not_used(
+    demo: FakeRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    demo.commit(100, demo.load(FakeJobs()).settings_digest)
+    demo.commit(200, "of another run")
+    assert (
+        choose_checkpoint(demo.load(FakeJobs()), demo.plan.choice)
+        == (demo.rundir.checkpoints / "checkpoint-100").resolve()
+    )
+    assert "checkpoint-200 has other settings than this run and is not used" in caplog.text
+    assert len(list(demo.rundir.checkpoints.glob("foreign-checkpoint-200-*"))) == 1
+
+
 def test_a_broken_node_is_excluded_until_a_person_starts_again(demo: FakeRun) -> None:
     jobs = FakeJobs(BROKEN, fails("ValueError", "bad label"), fails("ValueError", "bad label"))
     for _ in range(2):

@@ -23,7 +23,7 @@ def test_the_script_has_what_the_site_requires_of_a_job_without_a_gpu(tmp_path: 
         "#SBATCH --qos=short",
         "#SBATCH '--exclude=c[7-9]'",
         "#SBATCH --wckey=key",
-        "#SBATCH --mail_type=END",
+        "#SBATCH --mail-type=END",
         "#SBATCH --nodes=1",
         "#SBATCH --ntasks=1",
         "#SBATCH --cpus-per-task=1",

@@ -134,6 +134,7 @@ if [ $(wc -l < {folder}/submitted) = 1 ]; then
     echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2; exit 1
 fi
 echo "8|PENDING|||||$1" >> {folder}/queue
+echo "job 1 of project lab is billed"
 echo "Submitted batch job 8"
 """
 
@@ -174,6 +175,13 @@ def test_a_job_that_slurm_accepted_despite_the_error_is_adopted(
     slurm = Controller(tmp_path, monkeypatch, QUEUED)
     assert slurm.submit() == "7" and len(slurm.lines("submitted")) == 1
     assert claim(slurm.attempt, "9") == "7" and not slurm.lines("cancelled")
+
+
+def test_a_job_that_slurm_accepted_before_sbatch_was_killed_is_adopted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = Controller(tmp_path, monkeypatch, f"{QUEUED}; kill -9 $$")
+    assert slurm.submit() == "7" and len(slurm.lines("submitted")) == 1
 
 
 def test_a_job_of_another_attempt_is_not_taken_for_the_one_submitted(

@@ -244,6 +244,17 @@ def test_decision(end: EndReason, before: RetryState, action: Action) -> None:
     assert decide(Outcome(end, "why", host="c2"), before) is action
 
 
+@pytest.mark.parametrize(
+    ("kills", "words"),
+    [
+        (0, "and not because memory ran out: the kernel counts no such kill"),
+        (None, "by the kernel if the node ran out"),
+    ],
+)
+def test_a_killed_rank_is_blamed_on_memory_only_if_the_kernel_may_have_killed_it(kills: int | None, words: str) -> None:
+    assert words in classify(evidence(exits=[node(returncode=1, oom_kills=kills)])).message
+
+
 def test_the_log_of_a_failed_service_is_shown() -> None:
     outcome = classify(evidence(nodes=2, service_nodes=1, exits=[node(), service_node(oom_kills=1)]))
     assert (outcome.host, outcome.log) == ("c2", 1)

@@ -155,7 +155,7 @@ def test_the_node_imports_flash_attention_for_real(source: str, words: str, tmp_
 )
 def test_the_kernels_count_of_killed_processes(tmp_path: Path, cgroup: str, file: str, text: str) -> None:
     (tmp_path / "cgroup").write_text(cgroup)
-    assert oom_kills(tmp_path / "cgroup", tmp_path) == 0
+    assert oom_kills(tmp_path / "cgroup", tmp_path) is None, "nothing counts"
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).write_text(text)
     assert oom_kills(tmp_path / "cgroup", tmp_path) == 2
@@ -175,9 +175,27 @@ NOT_REPORTED = "".join(f"{n}, GPU-{n}, [N/A], [N/A], 580.65.06, [N/A], [N/A], [N
         (H100.replace("Default", "Prohibited"), "0,1", "preflight", "GPU 1 is in the compute mode Prohibited"),
         (H100, "MIG-1,MIG-2", "preflight", "2 MIG slices are visible, but CUDA shows only the first"),
         (H100.replace("580.65.06", "470.256.02"), None, "run preflight", "driver is 470"),
+        (H100.replace("16, 16", "16, 16, 81559"), None, "training", ""),
+        (
+            H100.replace("16, 16", "16, 16, 40960"),
+            None,
+            "run preflight",
+            "counts on 79.1 GiB of GPU memory, and a GPU here has 40.0",
+        ),
         ("", None, "preflight", "nvidia-smi does not answer"),
     ],
-    ids=["8-h100", "2-of-8-a100", "not-reported", "exclusive", "prohibited", "mig", "old-driver", "no-answer"],
+    ids=[
+        "8-h100",
+        "2-of-8-a100",
+        "not-reported",
+        "exclusive",
+        "prohibited",
+        "mig",
+        "old-driver",
+        "memory",
+        "smaller",
+        "no-answer",
+    ],
 )
 def test_recorded_gpus_through_the_worker_up_to_the_start_of_the_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: str, visible: str | None, phase: str, words: str
@@ -211,7 +229,7 @@ def work_until_the_ranks_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nvidia_smi: str
 ) -> tuple[NodeExit, str]:
     """Run a worker on a node with these commands as its nvidia-smi; return its exit record and the node's log."""
-    folder, attempt, plan = node(tmp_path, accelerator="h100", processes_per_node=2)
+    folder, attempt, plan = node(tmp_path, accelerator="h100", processes_per_node=2, gpu_memory=int(79.1 * GIB))
     attempt.write(folder.settings)
     planned_attention(plan, "sdpa").write(folder.plan)
     write_json(folder.deepspeed, {})

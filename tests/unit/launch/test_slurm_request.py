@@ -62,16 +62,57 @@ def test_the_doctor_drafts_a_cluster_with_every_key_that_it_is_given() -> None:
     ("kind", "left_out"),
     [
         (JobKind.TRAINING, set()),
-        (JobKind.EVALUATE, {"mem", "ntasks_per_node"}),
-        (JobKind.CPU_STAGE, {"mem", "ntasks_per_node", "exclusive", "reservation"}),
-        (JobKind.DRIVER, {"mem", "ntasks_per_node", "exclusive", "reservation", "no-requeue", "begin"}),
+        (JobKind.EVALUATE, {"mem", "ntasks-per-node"}),
+        (JobKind.CPU_STAGE, {"mem", "ntasks-per-node", "exclusive", "reservation"}),
+        (JobKind.DRIVER, {"mem", "ntasks-per-node", "exclusive", "reservation", "no-requeue", "begin"}),
     ],
 )
 def test_options_of_extra_hold_for_some_jobs(kind: JobKind, left_out: set[str]) -> None:
-    names = ("mem", "ntasks_per_node", "exclusive", "reservation", "no-requeue", "begin", "mail_type")
+    names = ("mem", "ntasks-per-node", "exclusive", "reservation", "no-requeue", "begin", "mail-type")
     cluster = site(cpu_partition="cpu", extra=dict.fromkeys(names, "x"))
     lines = SlurmRequest(cluster, kind, 60).sbatch()
     assert {name for name in names if f"#SBATCH --{name}=x" not in lines} == left_out
+
+
+@pytest.mark.parametrize(
+    ("extra", "options"),
+    [
+        ({"requeue": False, "exclusive": False, "mail_type": "END"}, {"no-requeue": True, "mail-type": "END"}),
+        ({"gres": "localtmp:1024"}, {"no-requeue": True, "gres": "gpu:4,localtmp:1024"}),
+    ],
+)
+def test_options_of_extra_stand_beside_those_of_the_plan(extra: dict[str, Any], options: dict[str, Any]) -> None:
+    request = SlurmRequest(site(extra=extra), JobKind.TRAINING, 60, gpus=4)
+    assert request.submitit()["additional_parameters"] == {"gres": "gpu:4"} | options
+
+
+@pytest.mark.parametrize(
+    "name", ["job-name", "array", "--nodes", "ntasks", "export", "signal", "clusters", "mem_per_cpu"]
+)
+def test_an_option_that_would_break_the_plan_is_refused(name: str) -> None:
+    with pytest.raises(ValidationError, match=r"cannot be given here: |set by the key slurm"):
+        site(extra={name: "1"})
+
+
+@pytest.mark.parametrize(
+    ("form", "training", "stage", "driver"),
+    [
+        ("per_node", "--mem=9GB", "--mem 3072", "--mem=4096M"),
+        ("per_cpu", "--mem-per-cpu=2304M", "--mem-per-cpu 1536", "--mem-per-cpu=4096M"),
+        ("none", None, None, None),
+    ],
+)
+def test_every_job_requests_memory_as_the_site_takes_it(
+    tmp_path: Path, form: str, training: str | None, stage: str | None, driver: str | None
+) -> None:
+    cluster, resources = site(memory=form), Resources(memory_gib=3, cpus=2)
+    given = SlurmRequest(cluster, JobKind.TRAINING, 60, cpus=4, memory_mib=9216).submitit()
+    options = {name: given[name] for name in ("mem", "mem_per_cpu") if name in given}
+    assert [f"--{name.replace('_', '-')}={value}" for name, value in options.items()] == [training] * bool(training)
+    submitted = sbatch_command("data", make_run(), cluster, resources)
+    script = batch_script(cluster, "driver-1", DriverDir(tmp_path))
+    for words, text in ((stage, submitted), (driver, script)):
+        assert words in text if words else "--mem" not in text
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,8 @@ def test_a_missing_answer_is_not_the_end_of_a_job() -> None:
         ("(PartitionTimeLimit)", True),
         ("(QOSMaxWallDurationPerJobLimit)", True),
         ("(InvalidQOS)", True),
+        ("(AssocGrpBillingMinutes)", True),
+        ("(ReservationDeleted)", True),
         ("(Priority)", False),
         ("(Resources)", False),
         ("(PartitionNodeLimit)", False),  # also while nodes are down

@@ -115,3 +115,38 @@ def test_qlora_under_fsdp_needs_the_whole_4_bit_model_on_each_gpu_first() -> Non
         estimate_closed_form(case, BUCKETS, closed_form.profile(case, {})).gpu,
     ):
         assert figures.phase == "load" and figures.allocated == states.frozen_bytes(case) > 36 * GIB
+
+
+LLAMA_1B = {
+    **LLAMA_8B,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "tie_word_embeddings": True,
+}
+SMALL_BUCKETS = Buckets(reduce_bucket_size=2048**2, stage3_prefetch_bucket_size=int(0.9 * 2048**2))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gradients", "reserved", "device", "tolerance"),
+    [
+        ("ddp", None, 38_287_704_064, 37_829, 0.03),
+        ("zero1", None, 36_964_401_152, 36_955, 0.07),
+        ("zero2", "fp32", 37_994_102_784, 37_937, 0.03),
+        ("zero3", "fp32", 38_767_951_872, 38_287, 0.03),
+        ("fsdp", "fp32", 36_146_511_872, 35_787, 0.03),
+        ("fsdp-offload", "fp32", 16_391_340_032, 16_965, 0.03),
+    ],
+)
+def test_a_single_h100_held_what_is_estimated(
+    strategy: str, gradients: str | None, reserved: int, device: int, tolerance: float
+) -> None:
+    """1.24 billion weights, 4,096 tokens, two passes: PyTorch's cache in bytes, and nvidia-smi's MiB (27 Nov 2026)."""
+    case = scenario(
+        from_config(LLAMA_1B), strategy=strategy, ranks_per_node=1, sequence_length=4096, accumulation=2,
+        checkpointing=False, attention="varlen", gradient_dtype=gradients, gpu_memory=int(79.1 * GIB),
+        gpu_capability=9.0, loads_on_gpu=True,
+    )  # fmt: skip
+    found = gpu_memory(case, SMALL_BUCKETS, capacity=int(79.1 * GIB))
+    assert found.reserved == pytest.approx(reserved, rel=tolerance)
+    assert found.device == pytest.approx(device << 20, rel=tolerance)

@@ -16,11 +16,13 @@ from shardmake.commands.estimate import resolve_request
 from shardmake.commands.estimate_request import EstimateRequest
 from shardmake.config.models import Run
 from shardmake.core.errors import ShardmakeError
+from shardmake.fetch import dequantize
 from shardmake.memory.families import FAMILIES
 from shardmake.memory.read_config import read_model
 from shardmake.plan import inspect_model, resolve
 from shardmake.plan.abilities import (
     DEQUANTIZED_AFTER_LOADING,
+    DEQUANTIZED_BY_FETCH,
     DEQUANTIZED_BY_LOADING,
     Abilities,
     describe_quantized_base,
@@ -48,8 +50,30 @@ GEMMA3 = {
 QWEN3_5 = {
     "model_type": "qwen3_5",
     "architectures": ["Qwen3_5ForConditionalGeneration"],
-    "text_config": {"model_type": "qwen3_5_text", **SIZES},
+    "text_config": {
+        "model_type": "qwen3_5_text",
+        **SIZES,
+        "layer_types": ["linear_attention"] * 2 + ["full_attention"],
+    },
     "vision_config": {"model_type": "qwen3_5", "depth": 1},
+}
+VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+LLAVA_NEXT = {
+    "model_type": "llava_next",
+    "text_config": {"model_type": "llama", **SIZES},
+    "vision_config": {"model_type": "clip_vision_model", **VISION},
+}
+GRANITE_SPEECH = {
+    "model_type": "granite_speech",
+    "text_config": {"model_type": "granite", **SIZES},
+    "encoder_config": {"num_layers": 1, "hidden_dim": 16},
+    "projector_config": {"model_type": "blip_2_qformer", **VISION, "encoder_hidden_size": 16},
+}
+BLIP = {
+    "model_type": "blip",
+    "architectures": ["BlipForConditionalGeneration"],
+    "text_config": {**VISION, "vocab_size": 64},
+    "vision_config": VISION,
 }
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 8, "vocab_size": 320}
 GEMMA2 = {"model_type": "gemma2", **SIZES, "head_dim": 8}
@@ -107,6 +131,25 @@ def test_the_families_that_are_written_down_can_do_everything(family: str) -> No
 
 
 @pytest.mark.parametrize(
+    ("config", "towers"),
+    [
+        (GEMMA3, ["model.vision_tower", "model.multi_modal_projector"]),
+        (QWEN3_5, ["model.visual"]),
+        (LLAVA_NEXT, ["model.vision_tower", "model.multi_modal_projector", "model.image_newline"]),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else None,
+)
+def test_the_towers_of_a_composite_are_absent(config: dict[str, Any], towers: list[str], tmp_path: Path) -> None:
+    settings = resolved(make_run(model=make_folder(tmp_path, config), packing=False))
+    assert list(settings.abilities.absent) == towers and settings.workload.model_class.text_part
+    assert settings.model.parameters == sum(
+        tensor.numel for tensor in settings.model.tensors if not any(name in tensor.name for name in towers)
+    )
+    (line,) = settings.abilities.describe_absent()
+    assert line.startswith(f"towers: absent ({', '.join(towers)}): they take no memory")
+
+
+@pytest.mark.parametrize(
     ("config", "attention", "mixing", "limit"),
     [
         (GPT2, ALL[1:], [], "dropout in its attention"),
@@ -144,12 +187,14 @@ REFUSED = [
     (OPT, {}, r"packing: true cannot be used: OPTForCausalLM mixes"),
     (T5, {}, r"config\.json is an encoder-decoder model \(t5\)\. Shardmake trains causal"),
     (T5, {"script": "train.py"}, "encoder-decoder model"),
-    (GEMMA3, {}, r"composite model \(gemma3\) with the parts text, vision\. "),
-    (QWEN3_5, {},
-     r"composite model \(qwen3_5\) .* transformers silently drops .* saved alone \(model_type qwen3_5_text\)\."),
-    (GEMMA3, {"script": "train.py"}, "composite model"),
+    (GEMMA3, {"script": "train.py"},
+     r"script cannot be used for .*config\.json, a composite model: of its towers \(model\.vision_tower"),
+    ({**GEMMA3, "architectures": ["Gemma3ForCausalLM"]}, {}, "names the class Gemma3ForCausalLM, but .* are Gemma3ForC"),
+    (GRANITE_SPEECH, {}, r"without its towers: its loss does not take the number of tokens of all ranks\."),
+    (BLIP, {}, r"without its towers: it does not take text alone \(.*pixel_values"),
     ({**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}}, {},
-     r"quantized weights \(quantization_config: mxfp4\)\. Name the same model in 16 or 32 bits, .*dequantize=True"),
+     r"quantized weights \(quantization_config: mxfp4\)\. Name the same model in 16 or 32 bits, or write them "
+     r"once, for all runs: shardmake fetch NAME --dequantize FOLDER, then set model: FOLDER\."),
     ({"model_type": "llama", **SIZES, "quantization_config": {"quant_method": "fp8"}}, {"method": "lora"}, "fp8"),
     ({"model_type": "llama", **SIZES, "quantization_config": {"quant_method": "gptq"}}, {},
      r"\(quantization_config: gptq\)\. Name the same model in 16 or 32 bits\. For adapters on a base in 4 bits name that"),
@@ -158,7 +203,7 @@ REFUSED = [
     ({"model_type": "llama", **SIZES, "compression_config": {"quant_method": "compressed-tensors"}}, {},
      r"\(compression_config: compressed-tensors\)"),
     (MIXTRAL, {"method": "lora"},
-     r"lora\.targets all-linear cannot be merged for MixtralForCausalLM: PEFT adapts it with target_parameters, .*\. "
+     r"lora\.targets all-linear cannot be merged for MixtralForCausalLM: PEFT adapts it with target_parameters\. "
      r"Set lora\.targets: \[q_proj, k_proj, v_proj, o_proj\], or take method: full\.$"),
     ({"model_type": "vit", **SIZES}, {}, "no causal language model for the model type 'vit'"),
     ({"model_type": "llama", **SIZES, "architectures": ["LlamaForSequenceClassification"]}, {},
@@ -183,6 +228,7 @@ def test_what_the_model_cannot_do_is_refused_at_plan(
 
 def test_the_ways_to_dequantize_are_those_of_transformers() -> None:
     """Without GGUF, which config.json does not declare."""
+    assert set(dequantize.METHODS) == DEQUANTIZED_BY_FETCH
     kinds = AUTO_QUANTIZATION_CONFIG_MAPPING.items()
     loading = {name for name, kind in kinds if "dequantize" in signature(kind).parameters}
     assert loading - {"gguf"} == DEQUANTIZED_BY_LOADING
@@ -405,14 +451,14 @@ def test_a_shrunken_config_keeps_each_kind_of_layer_and_the_size_of_a_head() -> 
     assert shrunk(large, narrow=False)["hidden_size"] == 4096
 
 
-def test_adapters_of_weights_that_the_files_store_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The adapter would be trained, and the merge would then not find the layer in the base model's files."""
-    stored = HubWeight("attention.q.weight", (64, 64), "model.layers.0.self_attn.q_proj.weight", 0)
-    monkeypatch.setattr(inspect_model, "hub_weights", lambda *_: [stored])
+def test_adapters_of_weights_that_the_files_store_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight that has another name alone is found; the adapter of one in parts would be trained and not merged."""
+    module = "model.layers.0.self_attn"
+    parts = [HubWeight(f"q.{part}", (32, 64), f"{module}.q_proj.weight", part * 2048) for part in (0, 1)]
+    renamed = HubWeight("v.weight", (64, 64), f"{module}.v_proj.weight", 0)
+    monkeypatch.setattr(inspect_model, "hub_weights", lambda *_: [*parts, renamed])
     config = {"model_type": "qwen3_moe", **SIZES}
-    assert answer(config, ["q_proj"])["unmergeable"] == [
-        "model.layers.0.self_attn.q_proj, which its files store otherwise"
-    ]
+    assert answer(config, ["q_proj"])["unmergeable"] == [f"{module}.q_proj, which its files store in parts"]
     assert answer(config, ["v_proj"])["unmergeable"] == []
 
 

@@ -98,8 +98,28 @@ def test_the_figure_without_a_limit_is_that_of_the_device() -> None:
 
 
 def test_a_tight_candidate_is_taken_if_it_is_clearly_faster() -> None:
-    assert chosen(TIGHT, OFFLOAD).name == TIGHT.name
-    assert chosen(TIGHT, replace(OFFLOAD, step_seconds=15.0)).name == OFFLOAD.name
+    other = candidate("zero3", 83.9, 16.7)
+    assert chosen(TIGHT, OFFLOAD, other).name == TIGHT.name
+    assert chosen(TIGHT, OFFLOAD, replace(other, step_seconds=15.0)).name.startswith("zero3, ")
+
+
+def test_a_tight_candidate_that_others_could_replace_needs_a_fallback() -> None:
+    """A fallback is of the same library, so ZeRO-3 is none below FSDP."""
+    other = candidate("zero3", 83.9, 16.7)
+    assert chosen(TIGHT, other).name == other.name
+
+
+def test_offload_is_taken_only_where_nothing_else_fits() -> None:
+    """Not for time, headroom or fewer nodes: its time is not proven."""
+    fast = candidate("zero3-offload", 7.0, 60.0)
+    many = candidate("zero3", 144, 60.0, nodes=16)
+    assert chosen(candidate("zero3", 84.0, 60.0), fast).name.startswith("zero3, ")
+    assert chosen(TIGHT, fast).name == TIGHT.name
+    assert chosen(many, fast).name == many.name
+    large = candidate("fsdp", 5.0, 300.0)
+    choice, found = choose([large, fast], Simulator(fast))  # type: ignore[arg-type]
+    assert choice.name == fast.name
+    assert "It offloads because nothing else fits with a margin." in reason_of(choice, found, [])
 
 
 def test_little_headroom_is_the_last_resort() -> None:
@@ -108,16 +128,47 @@ def test_little_headroom_is_the_last_resort() -> None:
     assert chosen(risky, candidate("fsdp-offload", 83.9, 90.0)).name == risky.name
 
 
-def test_a_tight_candidate_needs_a_fallback() -> None:
-    """A fallback is of the same library, so an offload of DeepSpeed is none below FSDP."""
-    other = candidate("zero3-offload", 83.9, 16.7)
-    assert chosen(TIGHT, other).name == other.name
+@pytest.mark.parametrize(("first", "second"), [("ddp", "zero1"), ("zero2", "fsdp"), ("fsdp", "zero3")])
+def test_of_equal_times_the_simpler_strategy_is_taken(first: Strategy, second: Strategy) -> None:
+    assert chosen(candidate(second, 10.0, 40.0), candidate(first, 10.01, 60.0)).choice.strategy == first
+
+
+def test_one_rank_has_plain_ddp_before_sharding_and_that_before_offload() -> None:
+    def one(strategy: Strategy, seconds: float, device: float) -> Candidate:
+        made = candidate(strategy, seconds, device)
+        return replace(made, choice=made.choice.model_copy(update={"processes_per_node": 1}))
+
+    ddp, zero2, offload = one("ddp", 12.0, 70.0), one("zero2", 10.0, 60.0), one("zero2-offload", 9.0, 20.0)
+    assert chosen(ddp, zero2, offload).choice.strategy == "ddp"
+    large = replace(ddp, verdict=Verdict(False, "needs 90 GiB", Headroom.LITTLE), memory=memory(300.0))
+    assert chosen(large, zero2, offload).choice.strategy == "zero2"
 
 
 def test_more_nodes_are_taken_where_they_cost_clearly_less() -> None:
-    few, many = candidate("zero3-offload", 727, 60.0, nodes=4), candidate("zero3", 144, 60.0, nodes=16)
+    few, many = candidate("zero3", 727, 60.0, nodes=4), candidate("zero3", 144, 60.0, nodes=16)
     assert chosen(few, many).name == many.name
     assert chosen(few, replace(many, step_seconds=170.0)).name == few.name
+
+
+def test_each_fallback_is_the_largest_that_needs_at_most_seven_tenths() -> None:
+    """One H100 ran out of memory with micro batch 8, planned for 142 GiB; 4 fits and is a quarter faster than 1."""
+
+    def of(micro: int, device: float, strategy: Strategy = "ddp", checkpointing: bool = False) -> Candidate:
+        made = candidate(strategy, 10.0, device, checkpointing=checkpointing)
+        return replace(made, choice=made.choice.model_copy(update={"micro_batch_size": micro}))
+
+    first = of(8, 79.0)
+    others = [
+        of(6, 60.0),
+        of(4, 46.0),
+        of(2, 30.0),
+        of(1, 31.0),
+        of(8, 44.0, checkpointing=True),
+        of(1, 26.0, checkpointing=True),
+        of(8, 5.0, "zero2-offload"),
+    ]
+    fallbacks, _ = find_fallbacks(first, [first, *others], Simulator(first, *others))  # type: ignore[arg-type]
+    assert [item.memory.gpu.device / GIB for item in fallbacks] == [46.0, 31.0, 26.0, 5.0]
 
 
 def test_only_what_can_be_better_is_simulated() -> None:
@@ -136,7 +187,7 @@ def test_the_reason_states_risk_times_and_what_comes_below() -> None:
     said = reason_of(choice, found, fallbacks)
     assert said.startswith(
         "fsdp, checkpointing, micro batch 1, 1 node: about 14.2 s per step and 78.5 of 80.0 GiB per GPU, "
-        "the fastest of 2 candidates that fit on 1 node. It is tight: "
+        "the only candidate that fits on 1 node without offload. It is tight: "
     )
     assert "fsdp-offload, checkpointing, micro batch 1, 1 node has more headroom and takes 83.9 s." in said
     assert said.endswith("training continues with fsdp-offload, checkpointing, micro batch 1, 1 node.")
@@ -159,16 +210,35 @@ def test_no_reason_calls_a_faster_candidate_slower() -> None:
     assert against[equal.name].startswith("not simpler, and as fast in two digits: 84.2 s per step against 84.3 s")
     assert against[slower.name].startswith("99 s per step against 84.3 s")
     assert against[large.name] == "needs 300.0 GiB of GPU memory, 80.0 GiB available (5 s per step, closed form)"
-    assert against[many.name].startswith("720 GPU-seconds per step on 2 nodes, against 674 on 1 (45 s per step, ")
+    assert against[many.name].startswith(
+        "offloads: 720 GPU-seconds per step on 2 nodes, against 674 on 1 (45 s per step, "
+    )
 
 
 def test_more_nodes_are_explained() -> None:
-    few, many = candidate("zero3-offload", 727, 60.0, nodes=4), candidate("zero3", 144, 60.0, nodes=16)
+    few, many = candidate("zero3", 727, 60.0, nodes=4), candidate("zero3", 144, 60.0, nodes=16)
     choice, found = choose([few, many], Simulator(few, many))  # type: ignore[arg-type]
     assert reason_of(choice, found, []).endswith(
-        "It takes 18,432 GPU-seconds per step; zero3-offload, checkpointing, micro batch 1, 4 nodes, the cheapest on "
-        "fewer nodes, takes 23,264 (727 s per step)."
+        "It takes 18,432 GPU-seconds per step; zero3, checkpointing, micro batch 1, 4 nodes, the cheapest on fewer "
+        "nodes, takes 23,264 (727 s per step)."
     )
+    offload = candidate("zero3-offload", 727, 60.0, nodes=4)
+    choice, found = choose([offload, many], Simulator(offload, many))  # type: ignore[arg-type]
+    assert reason_of(choice, found, []).endswith(
+        "On fewer nodes only offload fits, such as zero3-offload, checkpointing, micro batch 1, 4 nodes (727 s per step)."
+    )
+
+
+def test_a_cheaper_candidate_with_too_little_margin_is_named() -> None:
+    """235B on H100: FSDP on 8 nodes takes a third of the GPU-time, and fills the last GiB."""
+    risky, safe = candidate("fsdp", 6.2, 79.9, Headroom.LITTLE, nodes=8), candidate("zero3", 40.1, 60.0, nodes=4)
+    choice, found = choose([risky, safe], Simulator(risky, safe))  # type: ignore[arg-type]
+    assert choice.name == safe.name
+    assert (
+        "fsdp, checkpointing, micro batch 1, 8 nodes takes fewer GPU-seconds per step (397 against 1,283; 79.9 of 80.0 "
+        "GiB per GPU), but its margin is too small."
+    ) in reason_of(choice, found, [])
+    assert rejected(choice, found)[risky.name].startswith("tight: 397 GPU-seconds per step on 8 nodes")
 
 
 def test_nothing_fits_carries_every_candidate() -> None:

@@ -1,12 +1,16 @@
 """Runs that learn from preferences: what the plan refuses until it is supported."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardmake.config.attention import KERNELS
+from shardmake.config.load import parse_config
+from shardmake.config.methods import METHODS
 from shardmake.config.models import STRATEGIES
+from shardmake.config.objectives import OBJECTIVES
 from shardmake.core.errors import ConfigError
 from shardmake.memory.hardware import from_cluster
 from shardmake.plan.abilities import Abilities
@@ -16,17 +20,35 @@ from shardmake.plan.fallbacks import find_fallbacks
 from shardmake.plan.planner import Planner, scenario_of
 from shardmake.plan.refusals import refuse, unsuitable, wrong_model
 from shardmake.plan.resolve import ResolvedRun, _attention, _why_not_varlen, resolve
+from shardmake.plan.stage import plan_offline
+from shardmake.run.paths import RunDir
+from tests.plan_in_process import plan_in_this_process
 from tests.unit.plan.test_planner import folders, gpus, run_of
 from tests.unit.plans import make_cluster, make_model, make_run
 
 __all__ = ["folders"]
 
-DPO: dict[str, Any] = {"objective": "dpo", "packing": False}
+REQUIRED = {"sequence_length": 512, "global_batch_size": 32, "max_steps": 10, "learning_rate": 1e-4}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_every_objective_and_method_plans_with_the_required_keys_alone(
+    folders: dict[str, str], objective: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No default of an objective or a method contradicts another default. The plan is one without optional packages."""
+    plan_in_this_process(monkeypatch)
+    run = {"model": folders["eight"], "data": {"train": "a.jsonl"}, "objective": objective, "method": method}
+    found = parse_config({"cluster": "c", "runs": {"one": run | REQUIRED}}, "test").runs["one"]
+    assert plan_offline(found, gpus(), RunDir(tmp_path / "runs/one")).workload.packing is (objective == "sft")
+
+
+DPO: dict[str, Any] = {"objective": "dpo"}
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto", "reward"])
 def test_strategies_that_train_on_preferences(objective: str) -> None:
-    run = make_run(objective=objective, packing=False)
+    run = make_run(objective=objective)
     refused = [name for name in STRATEGIES if unsuitable(run, name)]
     assert refused == ["zero3-hpz", "zero3-nvme", "fsdp-hybrid"]
     message = f"objective: {objective} is not tested under zero3-nvme. Take another strategy."
@@ -57,7 +79,7 @@ def test_padded_pairs_use_sdpa_on_gpus() -> None:
 def test_a_precomputed_reference_needs_no_second_model_and_no_second_pass(
     folders: dict[str, str], objective: str
 ) -> None:
-    options = {"objective": objective, "packing": False}
+    options = {"objective": objective}
     runs = [run_of(folders["tiny"], **options, **{objective: {"reference": name}}) for name in ("model", "precomputed")]
     settings = [resolve(run, gpus()) for run in runs]
     choice = next(iter(choices(settings[0], ["ddp"])))
@@ -69,7 +91,7 @@ def test_a_precomputed_reference_needs_no_second_model_and_no_second_pass(
 
 
 def kto(folder: str, **changes: Any) -> ResolvedRun:
-    return resolve(run_of(folder, objective="kto", packing=False, **changes), gpus())
+    return resolve(run_of(folder, objective="kto", **changes), gpus())
 
 
 def test_kto_needs_two_examples_in_a_micro_batch(folders: dict[str, str]) -> None:
@@ -99,7 +121,7 @@ def test_kto_runs_each_model_twice(folders: dict[str, str]) -> None:
 
 
 def test_reward_models_of_other_families_are_refused() -> None:
-    run = make_run(objective="reward", packing=False)
+    run = make_run(objective="reward")
     with pytest.raises(ConfigError, match=r"objective: reward is not supported for .* Use a model of the Llama"):
         refuse(wrong_model(run, replace(make_model(), decoder=None)))
     refuse(wrong_model(run, make_model()))
@@ -108,7 +130,7 @@ def test_reward_models_of_other_families_are_refused() -> None:
 @pytest.mark.parametrize(("objective", "forwards"), [("dpo", 1), ("kto", 3), ("reward", 0)])
 def test_a_plan_of_qlora_holds_the_base_once_in_4_bits(folders: dict[str, str], objective: str, forwards: int) -> None:
     """The reference is the trained model without its adapters."""
-    settings = resolve(run_of(folders["eight"], objective=objective, packing=False, method="qlora"), gpus())
+    settings = resolve(run_of(folders["eight"], objective=objective, method="qlora"), gpus())
     chosen, _ = choose_from(Planner(settings))
     scenario, terms = scenario_of(settings, chosen.choice), chosen.memory.gpu.terms
     assert chosen.fits and chosen.choice.spec.four_bits
@@ -119,5 +141,5 @@ def test_a_plan_of_qlora_holds_the_base_once_in_4_bits(folders: dict[str, str], 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto", "reward"])
 def test_qlora_has_the_same_strategies_with_every_objective(objective: str) -> None:
-    run = make_run(objective=objective, packing=False, method="qlora")
+    run = make_run(objective=objective, method="qlora")
     assert [name for name in STRATEGIES if not unsuitable(run, name)] == ["ddp", "zero1", "zero2", "fsdp"]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.step_time_accuracy import TRITON
 from shardmake.config.models import STRATEGIES, Cluster
 from shardmake.core.units import GB
 from shardmake.memory.families import part_of
@@ -46,12 +47,12 @@ def test_the_selected_experts_have_several_names(key: str, share: float) -> None
 
 
 def test_a_mixture_uses_the_selected_experts() -> None:
-    config = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "hidden_size": 256,
-              "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+    config = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "hidden_size": 2048,
+              "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
               "vocab_size": 512}  # fmt: skip
     two, four = (from_config({**config, "num_experts_per_tok": n}) for n in (2, 4))
     assert two.parameters == four.parameters
-    assert matrix_weights(four) - matrix_weights(two) == 2 * 2 * 3 * 256 * 512
+    assert matrix_weights(four) - matrix_weights(two) == 2 * 2 * 3 * 2048 * 4096
     on = hardware(processes_per_node=1)
     slow, fast = (
         step_time(Scenario(model, split(model, "full"), "ddp", 1, 1, 1, 4096), on) for model in (four, two)
@@ -64,12 +65,14 @@ def test_recomputation_repeats_the_forward_pass_of_the_layers() -> None:
 
 
 def test_frozen_weights_need_no_gradient() -> None:
-    assert 0.6 < seconds(method="lora", checkpointing=False) / seconds(checkpointing=False) < 0.75
+    many = {"micro_batch": 4, "checkpointing": False}
+    assert 0.65 < seconds(method="lora", **many) / seconds(**many) < 0.9
 
 
 def test_a_dense_mask_slows_long_sequences_and_hardly_short_ones() -> None:
     """Packing under SDPA."""
-    ratio = {n: seconds(sequence_length=n, attention="sdpa", masked=True) / seconds(sequence_length=n) for n in (512, 8192)}  # fmt: skip
+    mask = {"attention": "sdpa", "masked": True, "micro_batch": 8}
+    ratio = {n: seconds(sequence_length=n, **mask) / seconds(sequence_length=n, micro_batch=8) for n in (512, 8192)}
     assert 1 < ratio[512] < 1.3 and ratio[8192] > 1.6
 
 
@@ -114,7 +117,7 @@ def test_more_tokens_take_longer_and_each_token_less(strategy: str, accelerator:
     on = hardware(accelerator)
     one = scenario(strategy=strategy, nodes=2)
     two = replace(one, micro_batch=2)
-    assert 0 < step_time(one, on) < step_time(two, on) <= 2 * step_time(one, on)
+    assert 0 < step_time(one, on) <= step_time(two, on) <= 2 * step_time(one, on)
 
 
 def test_two_optimizer_steps_cost_more_than_one_of_twice_the_accumulation() -> None:
@@ -127,7 +130,53 @@ def test_the_8b_model_on_one_node_of_h100_takes_about_what_was_published() -> No
     model = from_config({**LLAMA_8B, "num_key_value_heads": 32, "intermediate_size": 10922, "vocab_size": 50368,
                          "tie_word_embeddings": True})  # fmt: skip
     case = scenario(model, strategy="fsdp", micro_batch=8, sequence_length=8192, accumulation=2)
-    assert case.tokens * 2 / step_time(case, H100) == pytest.approx(6935, rel=0.1)
+    assert case.tokens * 2 / step_time(case, H100, TRITON["h100"]) == pytest.approx(6935, rel=0.1)
+
+
+LIBRARIES = ["ddp", "zero1", "fsdp", "zero2", "zero3"]
+
+
+def test_the_launches_of_a_library_bound_narrow_layers_and_hide_behind_wide_ones() -> None:
+    """One H100 took 0.11, 0.17 and 0.40 s under DDP, FSDP2 and ZeRO-3 for eight layers of 1,024; 0.03 are kernels."""
+    narrow = from_config({**LLAMA_8B, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8,
+                          "num_attention_heads": 16, "vocab_size": 4096})  # fmt: skip
+    one = hardware(processes_per_node=1, cpus_per_node=16)
+    case = {"ranks_per_node": 1, "nodes": 1, "accumulation": 2, "checkpointing": False}
+    small = [step_time(scenario(narrow, **case, sequence_length=4096, strategy=name), one) for name in LIBRARIES]
+    assert small == sorted(small) and small[-1] > 3 * small[0]
+    large = [seconds(one, **{**case, "strategy": name, "micro_batch": 16}) for name in LIBRARIES]
+    assert max(large) < 1.03 * min(large)
+
+
+def test_attention_runs_at_the_rate_of_its_kernel_and_length() -> None:
+    """On one H100, heads of 128 numbers, 32,768 tokens: varlen 331 TFLOP/s, sdpa 568 without the mask of packing."""
+    long = {"sequence_length": 32768, "checkpointing": False}
+    varlen, sdpa, masked = (
+        seconds(**long, attention=kernel, masked=mask) for kernel, mask in (("varlen", 0), ("sdpa", 0), ("sdpa", 1))
+    )
+    flops = 3.5 * 4 * 32 * 4096 * 32768**2 / 2
+    assert varlen - sdpa == pytest.approx(flops / 331e12 - flops / 568e12, rel=0.1)
+    assert masked > varlen
+    ampere = [seconds(hardware("a100-80gb"), **long, attention=kernel) for kernel in ("varlen", "sdpa")]
+    assert ampere[0] == ampere[1]
+
+
+@pytest.mark.parametrize("strategy", ["zero2-offload", "zero3-offload-optimizer", "zero3-offload", "fsdp-offload"])
+def test_offload_doubles_the_step_of_a_7b_model_and_more_cores_help(strategy: str) -> None:
+    """Full training on eight A100: published steps are 2.2 to 4.8 times those without offload."""
+    plain = strategy.partition("-")[0]
+    case = {"micro_batch": 2, "gradient_dtype": "fp32"}
+    on, few = (hardware("a100-80gb", cpus_per_node=cores) for cores in (64, 8))
+    assert seconds(on, strategy=strategy, **case) > 1.6 * seconds(on, strategy=plain, **case)
+    assert seconds(few, strategy=strategy, **case) > 3 * seconds(few, strategy=plain, **case)
+
+
+def test_quantized_weights_are_converted_in_each_pass() -> None:
+    """4-bit weights become 16 bits: 2.5 bytes moved of each, three times with recomputation."""
+    lora, qlora = (scenario(strategy="ddp", method=name) for name in ("lora", "qlora"))
+    moved = 3 * 2.5 * qlora.split.quantized
+    extra = step_time(replace(qlora, micro_batch=8), H100) - step_time(replace(lora, micro_batch=8), H100)
+    assert extra == pytest.approx(moved / (0.8 * H100.accelerator.bandwidth * GB), rel=0.01)
 
 
 def test_tf32_computes_at_half_the_rate_of_bf16() -> None:
@@ -164,7 +213,8 @@ def test_sharing_matrices_keeps_the_work_and_adds_collectives_in_each_layer() ->
     whole = scenario(strategy="zero1", ranks_per_node=4, checkpointing=False)
     part = part_of(whole.model, 4)
     shared = replace(whole, model=part, split=split(part, "full"), tensor_parallel=4, accumulation=4)
-    assert 1.0 < step_time(shared, H100) / step_time(whole, H100) < 3.0
+    long, alone = (replace(case, sequence_length=16384) for case in (shared, whole))
+    assert 1.0 < step_time(long, H100) / step_time(alone, H100) < 3.0
     slow, fast = (step_time(shared, hardware(intra_node_gbps=rate)) for rate in (100, 400))
     moved = shared.accumulation * shared.tokens * 2 * (
         2 * (7 * len(part.blocks) + 1) * part.hidden_size + part.vocab_size

@@ -41,7 +41,7 @@ def test_the_plan_takes_what_was_published(planned: ChosenRun) -> None:
     choice = planned.chosen.choice
     assert (choice.strategy, choice.gradient_checkpointing, choice.micro_batch_size) == ("fsdp", True, 1)
     assert [item.choice.strategy for item in planned.fallbacks][-1] == "fsdp-offload"
-    assert min(item.step_seconds for item in _offloads(planned)) > 2 * planned.chosen.step_seconds
+    assert min(item.step_seconds for item in _offloads(planned)) > 1.5 * planned.chosen.step_seconds
     zero3 = Planner(planned.settings).simulate(_zero3(planned).choice)
     assert zero3.fits
     assert planned.chosen.step_seconds < zero3.step_seconds < 1.25 * planned.chosen.step_seconds
@@ -59,7 +59,7 @@ def test_the_page_has_the_figures_of_the_plan(planned: ChosenRun, page: str) -> 
         r"`zero3`: ([\d.]+) GiB": simulated.memory.gpu.device / GIB,
         r"`fsdp-offload` with ([\d.]+) GiB": planned.fallbacks[-1].memory.gpu.device / GIB,
         r"(\d+) GiB per node": planned.chosen.memory.host_total / GIB,
-        r"more than twice the time \(([\d.]+) s\)": min(item.step_seconds for item in _offloads(planned)),
+        r"nearly twice the time \(([\d.]+) s\)": min(item.step_seconds for item in _offloads(planned)),
     }
     for pattern, value in stated.items():
         assert float(re.search(pattern, page)[1]) == pytest.approx(value, rel=0.05)  # type: ignore[index]

@@ -130,6 +130,12 @@ def test_each_attempt_gets_the_files_that_were_rendered_and_checked(tmp_path: Pa
         assert TrainingSettings.read(folder.training) == expected.training
     with pytest.raises(ConfigError, match="belong to another plan"):
         copy_rendered(rundir, make_plan("ddp"), 0, tmp_path)
+    for path in (rundir.accelerate, rundir.deepspeed, rundir.training):
+        content = path.read_text()
+        path.write_text(content + " ")
+        with pytest.raises(ConfigError, match=rf"{path.name} was edited .*shardmake render docs-chat"):
+            copy_rendered(rundir, plan, 0, tmp_path)
+        path.write_text(content)
 
 
 def test_a_fallback_that_cannot_be_rendered_is_refused_before_the_queue(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from shardmake.config.load import parse_config
 from shardmake.config.models import Config
 from shardmake.core.errors import ConfigError
 from shardmake.report.comparison import Comparison, compare, write_comparison
+from shardmake.run.evaluation import EvaluationResult
 from shardmake.run.metrics import DeviceMemory, read_metrics
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import DataFile, DataReceipt
@@ -88,7 +89,6 @@ def test_losses_of_different_objectives_are_not_compared(tmp_path: Path) -> None
     rundir = RunDir(tmp_path / "runs/dpo")
     EVALUATED.model_copy(update={"preferences": PREFERENCES}).write(rundir.evaluation)
     runs = {name: RUN | {"objective": name} for name in names}
-    runs["dpo"] |= {"packing": False}
     config = parse_config({"cluster": "c", "runs": runs}, "test")
     found = compare(select_runs(config, names, None), GPU, tmp_path / "runs")
     assert found.settings["objective"] == ["sft", "dpo"]
@@ -104,7 +104,14 @@ def test_losses_on_other_examples_are_not_ranked(sweep: tuple[Config, Path]) -> 
     assert DataReceipt.read(RunDir(sweep[1] / "grid-lr1e-5").data_receipt).eval.files
     found = compare_sweep(*sweep)
     assert all(not run["best"] for run in found.as_json()["runs"])
-    assert found.notes[-1].startswith("The runs were evaluated on other examples")
+    assert found.notes[-1].startswith("The evaluations of these runs count other tokens: other examples")
+
+
+def test_evaluations_that_count_other_tokens_are_not_ranked(sweep: tuple[Config, Path]) -> None:
+    rundir = RunDir(sweep[1] / "grid-lr1e-5")
+    EvaluationResult.read(rundir.evaluation).model_copy(update={"tokens": 77}).write(rundir.evaluation)
+    found = compare_sweep(*sweep)
+    assert all(not run["best"] for run in found.as_json()["runs"]) and "77 (grid-lr1e-5)" in found.notes[-1]
 
 
 def test_runs_of_other_seeds_are_ranked_on_the_same_evaluation_data(sweep: tuple[Config, Path]) -> None:

@@ -23,6 +23,15 @@ def test_a_claimed_attempt_is_only_read(tmp_path: Path, monkeypatch: pytest.Monk
     assert claim(AttemptDir(tmp_path), "8") == "7"
 
 
+@pytest.mark.parametrize("left", [[], [".nfs0001"]])
+def test_what_a_file_server_left_is_no_owner(tmp_path: Path, left: list[str]) -> None:
+    folder = AttemptDir(tmp_path)
+    folder.owner.mkdir()
+    for name in left:
+        (folder.owner / name).touch()
+    assert [claim(folder, job) for job in ("7", "8")] == ["7", "7"]
+
+
 def test_the_attempt_of_a_batch_script() -> None:
     slurm = Path("/shared/runs/a/train/attempts/003/slurm")
     assert attempt_of_script(slurm / ".submission_file_1.sh") == AttemptDir(slurm.parent)

@@ -39,6 +39,8 @@ PATHS = {
     "settings": "settings",
     "figures": "figures",
     "report": "report.html",
+    "driver_lock": "train/driver.lock",
+    "staged_checkpoints": "train/checkpoints/.saving",
 }
 
 

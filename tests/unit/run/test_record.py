@@ -5,11 +5,33 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from shardmake.cli import app
+from shardmake.core.atomic import write_json
 from shardmake.core.errors import ShardmakeError
 from shardmake.run.attempt import Heartbeat, NodeStates, RankState, RequestedStop
-from shardmake.run.paths import RunDir
-from shardmake.run.record import check_format, read_record
+from shardmake.run.paths import BelowRoot, RunDir
+from shardmake.run.record import RunFile, _unsealed, check_format, read_record
+from tests.unit.plans import make_cluster, make_plan, make_run
+
+
+@pytest.mark.parametrize("name", [name for name, value in vars(RunDir).items() if isinstance(value, BelowRoot)])
+@pytest.mark.parametrize("stage", ["data", "train", "consolidate"])
+def test_a_stage_follows_no_link(stage: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else's data may lie there, or a person's own on a larger disk."""
+    monkeypatch.chdir(tmp_path)
+    write_json(Path("cluster.json"), make_cluster().model_dump(mode="json", exclude_unset=True))
+    runs = {"chat": make_run().model_dump(mode="json", exclude_unset=True)}
+    write_json(Path("config.json"), {"cluster": "cluster.json", "runs": runs})
+    path, theirs = getattr(RunDir(Path("runs/chat")), name), tmp_path / "theirs"
+    for folder in (theirs / "train", path.parent):
+        folder.mkdir(parents=True)
+    (theirs / "train/thesis.txt").write_text("years of work")
+    path.symlink_to(theirs)
+    result = CliRunner().invoke(app, [stage, "chat", "--config", "config.json"])
+    assert isinstance(result.exception, ShardmakeError) and "is a link to" in str(result.exception)
+    assert (theirs / "train/thesis.txt").read_text() == "years of work" and path.is_symlink()
 
 
 @given(beat=st.builds(Heartbeat, time=st.floats(allow_nan=False), median_step_seconds=st.floats(allow_nan=False)))
@@ -93,3 +115,23 @@ def test_a_run_of_this_format_a_new_one_and_a_damaged_file_pass(tmp_path: Path) 
     for damaged in ('{"format"', "3", '["text"]'):
         folder.sources.write_text(damaged)
         check_format(folder)
+
+
+@pytest.mark.parametrize("record", [make_plan("zero2"), RequestedStop(step=4, time=1.5)], ids=["plan", "stop"])
+def test_a_flipped_bit_never_changes_a_record_without_a_word(record: RunFile, tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    record.write(path)
+    content, accepted = path.read_bytes(), 0
+    for position in range(0, 8 * len(content), 7):
+        flipped = bytearray(content)
+        flipped[position // 8] ^= 1 << position % 8
+        try:
+            found = type(record).model_validate_json(_unsealed(bytes(flipped)))
+        except ValueError:
+            continue
+        assert found == record
+        accepted += 1
+    assert accepted < len(content) / 20, "those that change white space alone"
+    path.write_bytes(content.replace(b"1.5", b"1.7").replace(b"zero2", b"zero3"))
+    with pytest.raises(ShardmakeError, match=r"damaged, or was edited by hand\. Remove it and run"):
+        type(record).read(path)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from shardmake.config.effects import values_of
 from shardmake.config.models import Cluster, Run
 from shardmake.core.errors import ConfigError
 from shardmake.run.paths import RunDir
@@ -93,7 +94,7 @@ def test_a_later_stage_warns_that_it_uses_old_results(rundir: RunDir, caplog: py
 
 def rerun(stage: str, run: Run, cluster: Cluster, rundir: RunDir, recorded: dict[str, str]) -> list[str]:
     """Return the keys whose parameters Snakemake would find changed."""
-    now = rerun_settings(stage, run, cluster, rundir, recorded)
+    now = rerun_settings(stage, values_of(run, cluster), rundir, recorded)
     assert set(now) == set(compared_keys(stage))
     return [key for key, value in now.items() if recorded.get(key) != value]
 
@@ -102,7 +103,7 @@ def test_settings_that_cannot_change_the_result_count_until_the_training_has_fin
     recorded = current("plan", make_run(), CLUSTER).values
     assert rerun("plan", make_run(), MORE_MEMORY, rundir, recorded) == ["cluster.memory_gib_per_node"]
     finish(rundir, "train")
-    assert is_trained(make_run(), MORE_MEMORY, rundir)
+    assert is_trained(values_of(make_run(), MORE_MEMORY), rundir)
     assert rerun("plan", make_run(), MORE_MEMORY, rundir, recorded) == []
     assert rerun("render", make_run(report_to=["wandb"]), MORE_MEMORY, rundir, recorded) == []
     both = rerun("plan", make_run(learning_rate=1.0), MORE_MEMORY, rundir, recorded)
@@ -113,10 +114,10 @@ def test_a_receipt_of_other_settings_is_not_a_finished_training(rundir: RunDir) 
     """The plan of the new training was made, its training has not run, and the old receipt is still there."""
     finish(rundir, "train")
     recorded = current("plan", make_run(learning_rate=1.0), CLUSTER).values
-    assert not is_trained(make_run(learning_rate=1.0), CLUSTER, rundir)
+    assert not is_trained(values_of(make_run(learning_rate=1.0), CLUSTER), rundir)
     assert rerun("plan", make_run(learning_rate=1.0), MORE_MEMORY, rundir, recorded) == ["cluster.memory_gib_per_node"]
     rundir.train_receipt.unlink()
-    assert not is_trained(make_run(), CLUSTER, rundir)
+    assert not is_trained(values_of(make_run(), CLUSTER), rundir)
 
 
 def test_no_secret_is_stored(rundir: RunDir) -> None:
@@ -127,7 +128,9 @@ def test_no_secret_is_stored(rundir: RunDir) -> None:
     with recorded_settings("plan", run("hunter2hunter2"), CLUSTER, rundir):
         pass
     assert "hunter2" not in rundir.stage_settings("plan").read_text()
-    assert [line.split(":")[0] for line in changed_results("plan", run("another"), CLUSTER, rundir)] == ["script_args"]
-    assert changed_results("plan", run("hunter2hunter2"), CLUSTER, rundir) == []
+    assert [line.split(":")[0] for line in changed_results("plan", values_of(run("another"), CLUSTER), rundir)] == [
+        "script_args"
+    ]
+    assert changed_results("plan", values_of(run("hunter2hunter2"), CLUSTER), rundir) == []
     found = read_settings("plan", rundir)
     assert found and found.values["push.to"].startswith("s3://[removed]@bucket/x #")

@@ -8,12 +8,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from shardmake.train.load_model import use_chunked_loss
+from shardmake.train.load_model import token_losses, use_chunked_loss
 
 SIZE = {
     "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8,
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True, params=["torch's", "ours"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's from 2.13 on; ours stands in before."""
+    if request.param == "ours":
+        monkeypatch.delattr(torch.nn.functional, "linear_cross_entropy", raising=False)
 
 
 def make_models(config: Any) -> tuple[Any, Any]:
@@ -58,6 +65,23 @@ def test_the_sum_of_16_bit_losses_has_more_than_8_bits() -> None:
         loss = chunked(**inputs).loss
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(exact.item(), rel=1e-3)
+
+
+def test_a_frozen_head_in_16_bits_gets_no_gradient_and_the_rows_that_of_the_plain_loss() -> None:
+    """As under LoRA: the head is frozen. The types are those of autocast."""
+    torch.manual_seed(2)
+    hidden, head = torch.randn(1, 40, 32, dtype=torch.bfloat16), torch.randn(512, 32, dtype=torch.bfloat16)
+    targets = torch.randint(0, 512, (1, 40)).masked_fill(torch.rand(1, 40) < 0.3, -100)
+    scale = torch.rand(40, dtype=torch.bfloat16)
+    for rows in (hidden.requires_grad_(), exact := hidden.detach().float().requires_grad_()):
+        losses = token_losses(rows, head.to(rows.dtype), targets)
+        assert losses.dtype == rows.dtype
+        (losses * scale).float().sum().backward()
+    plain = torch.nn.functional.cross_entropy(exact[0] @ head.float().T, targets[0], reduction="none")
+    expected = torch.autograd.grad((plain * scale).sum(), exact)[0]
+    torch.testing.assert_close(exact.grad, expected, atol=1e-4, rtol=1e-4)
+    assert hidden.grad is not None
+    torch.testing.assert_close(hidden.grad.float(), expected, atol=0.05, rtol=0.05)
 
 
 def test_without_labels_the_model_returns_logits() -> None:

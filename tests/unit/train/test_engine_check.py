@@ -1,11 +1,14 @@
 """The description of a wrapped model that the ranks compare with the plan."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shardmake.train.engine_check import below_compiler, describe_engine
+from shardmake.core.private_names import private
+from shardmake.train.engine_check import below_compiler, describe_engine, parameter_groups
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -16,6 +19,19 @@ def test_weights_around_the_blocks_do_not_hide_the_strategy(reshards: bool) -> N
     fully_shard(model[0], reshard_after_forward=reshards)
     fully_shard(model)
     assert describe_engine(model, "bf16").reshard_after_forward is reshards
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_group_of_torch_2_11_describes_fsdp_as_the_groups_of_later_versions() -> None:
+    """It has one group or none, in an attribute that later versions keep as a property."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+    fully_shard(model[0], reshard_after_forward=True)
+    fully_shard(model)
+    for module, number in ((model[0], 1), (model, 0)):
+        state = private(private(module).get_fsdp_state())
+        older = SimpleNamespace(_fsdp_param_group=state.fsdp_param_group)
+        assert parameter_groups(private(older)) == parameter_groups(state)
+        assert len(parameter_groups(state)) == number
 
 
 def test_a_compiled_model_has_the_engine_that_it_wraps(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,8 +164,8 @@ def test_rows_are_compared_between_ranks(
     [
         ({"peft_type": "LORA"}, None),
         ({"peft_type": "LORA", "target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
-        ({"peft_type": "LORA", "use_dora": True, "lora_bias": True}, "lora_bias, use_dora"),
-        ({"peft_type": "LOHA"}, "LOHA"),
+        ({"peft_type": "LORA", "use_dora": True, "lora_bias": True}, "lora_bias"),
+        ({"peft_type": "LOHA"}, "peft_type LOHA"),
     ],
 )
 def test_adapters_that_cannot_be_merged_end_the_run_before_it_trains(

@@ -1,10 +1,14 @@
 """The contents of a checkpoint: each tensor of the model as byte ranges on disk."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import mul
 from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
 
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
@@ -35,29 +39,48 @@ class Piece:
         """Number of elements in all runs."""
         return self.count * self.runs
 
+    def cut(self, begin: int, end: int, itemsize: int) -> Iterator["Piece"]:
+        """Yield the part with the elements ``[begin, end)`` of the tensor, as pieces of a tensor of those elements."""
+        last = self.at + (self.runs - 1) * self.stride + self.count
+        if begin <= self.at and last <= end:
+            yield replace(self, at=self.at - begin)
+            return
+        for index in range(self.runs):
+            at = self.at + index * self.stride
+            low, high = max(begin, at), min(end, at + self.count)
+            if low < high:
+                start = self.start + (index * self.count + low - at) * itemsize
+                yield Piece(self.record, start, low - begin, high - low)
 
-@dataclass(frozen=True)
-class LoraUpdate:
-    """The LoRA update of a weight [out, in]: ``scale`` * ``b`` [out, rank] @ ``a`` [rank, in].
 
-    ``transposed``: the weight is [in, out] and gets the transposed product, as in the Conv1D layers of GPT-2.
-    """
+Array = NDArray[Any]
+Change = Callable[[Array, int], Array]
+"""Takes consecutive values of a weight in float32 and the number of the first one; returns the changed values."""
 
-    a: "StoredTensor"
-    b: "StoredTensor"
-    scale: float
-    transposed: bool = False
+
+class Update(ABC):
+    """The change that an adapter makes to a weight [rows, columns]; its fields are what the change depends on."""
+
+    module: str
+    """The module of the weight, by its name in the model that was trained."""
+
+    parts: "Mapping[str, StoredTensor]"
+    """The tensors of the adapter, by the end of their names in PEFT's files."""
+
+    @abstractmethod
+    def load(self, read: "Callable[[StoredTensor], Array]", weight: "StoredTensor") -> Change:
+        """Return the change; ``read`` returns a tensor in float32."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of the model: its name, type, shape, pieces on disk and LoRA update."""
+    """One tensor of the model: its name, type, shape, pieces on disk and the update by an adapter."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
-    update: LoraUpdate | None = None
+    update: Update | None = None
 
     @property
     def numel(self) -> int:
@@ -73,6 +96,16 @@ class StoredTensor:
     def offset(self) -> int:
         """Offset of the first byte in the file of a tensor in one piece; 0 without any bytes."""
         return self.pieces[0].record.offset + self.pieces[0].start if self.pieces else 0
+
+    def elements(self, begin: int, end: int, shape: tuple[int, ...]) -> "StoredTensor":
+        """Return the elements ``[begin, end)``, without the update, as a tensor of ``shape``."""
+        cut = (part for piece in self.pieces for part in piece.cut(begin, end, ITEM_SIZE[self.dtype]))
+        return StoredTensor(self.name, self.dtype, shape, tuple(part for part in cut if part.count)).check()
+
+    def rows(self, begin: int, end: int) -> "StoredTensor":
+        """Return the rows ``[begin, end)`` of a matrix, without its update."""
+        width = self.shape[1]
+        return self.elements(begin * width, end * width, (end - begin, width))
 
     def check(self) -> "StoredTensor":
         """Return the tensor itself; raise `CheckpointError` unless its pieces hold exactly its elements."""
@@ -99,6 +132,7 @@ class Contents:
         versions: Versions of the libraries that wrote it.
         notes: Reasons why newer checkpoints were skipped.
         left_out: Names of the entries `is_extra_state` that are not tensors.
+        trained: By name of each weight that an adapter changed or holds in full, the base model's, None without one.
     """
 
     format: str
@@ -110,6 +144,7 @@ class Contents:
     versions: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    trained: dict[str, StoredTensor | None] = field(default_factory=dict)
 
     def with_tensors(self, tensors: Iterable[StoredTensor], aliases: dict[str, str] | None = None) -> "Contents":
         """Return the same checkpoint with other tensors."""

@@ -196,14 +196,20 @@ MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
 """Accelerate's names for the only model and its optimizer."""
 METADATA = ".metadata"
 _MODEL = "model"
-_NO_WEIGHTS = re.compile(r"optim.*|lr_.*|schedulers?|train_state|dataloader.*|loops|callbacks|.*rng.*")
+NO_WEIGHTS = re.compile(r"optim.*|lr_.*|schedulers?|train_state|dataloader.*|loops|callbacks|.*rng.*")
 """Levels beside the weights in checkpoints of torchtitan, Lightning and users' own loops."""
 _RANK = re.compile(r"__(\d+)_")
 
 
 def recognise(path: Path) -> Path | None:
     """Return the folder of a DCP checkpoint, complete or not: ``path`` or Accelerate's folder in it."""
-    candidates = (path, path / MODEL_FOLDER)
+    models = sorted(it.name for it in path.glob("pytorch_model_fsdp_*") if it.is_dir())
+    if len(models) > 1:
+        raise CheckpointError(
+            f"{path} holds several models ({', '.join(models)}). Which one is meant is not recorded. Name the folder "
+            f"of one: {path / models[0]}"
+        )
+    candidates = (path, *(path / name for name in models))
     return next((it for it in candidates if (it / METADATA).is_file() or any(it.glob("*.distcp"))), None)
 
 
@@ -288,7 +294,7 @@ def _without_training_state(metadata: DcpMetadata) -> Paths:
     return {
         fqn: path
         for fqn, path in metadata.paths.items()
-        if not (len(path) > 1 and _NO_WEIGHTS.fullmatch(path[0]))
+        if not (len(path) > 1 and NO_WEIGHTS.fullmatch(path[0]))
         and (metadata.entries[fqn] is not None or is_extra_state(fqn))
     }
 

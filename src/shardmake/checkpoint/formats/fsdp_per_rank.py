@@ -1,4 +1,4 @@
-"""Accelerate's per-rank FSDP files, ``pytorch_model_fsdp_rankR.bin``: each rank's own part of every tensor.
+"""Files with each rank's own part of every tensor: those of Accelerate's FSDP, and verl's.
 
 Accelerate's ``merge-weights`` cannot read these files. Each tensor must be whole on every rank or divided along one
 dimension over all ranks. Other meshes (hybrid sharding, tensor parallelism) are rejected, because a file does not
@@ -18,12 +18,15 @@ from shardmake.checkpoint.formats.unpickle import ShardRef, TensorRef
 from shardmake.core.errors import CheckpointError
 
 _OTHER = "Use another checkpoint."
-_FILE = re.compile(r"pytorch_model_fsdp_rank(\d+)\.bin")
+NAMES = ("pytorch_model_fsdp_rank*.bin", "model_world_size_*_rank_*.pt")
+"""Accelerate's and verl's."""
+_FILE = re.compile(r"(?:pytorch_model_fsdp_rank|model_world_size_(?P<count>\d+)_rank_)(?P<rank>\d+)\.(?:bin|pt)")
 
 
 def recognise(path: Path) -> Path | None:
     """Return ``path`` if it holds per-rank files."""
-    return path if any(path.glob("pytorch_model_fsdp_rank*.bin")) else None
+    places = (path, path / "actor")  # verl's folder of the trained model, beside its critic
+    return next((place for place in places for name in NAMES if any(place.glob(name))), None)
 
 
 def read(folder: Path, target: Target = "keep") -> Contents:
@@ -32,8 +35,10 @@ def read(folder: Path, target: Target = "keep") -> Contents:
     Raises:
         CheckpointError: A rank's file is missing or damaged, the ranks do not agree, or the mesh is not supported.
     """
-    found = {int(match[1]): path for path in folder.iterdir() if (match := _FILE.fullmatch(path.name))}
-    missing = sorted(set(range(max(found))) - set(found))
+    names = {path: match for path in folder.iterdir() if (match := _FILE.fullmatch(path.name))}
+    found = {int(match["rank"]): path for path, match in names.items()}
+    counts = [int(match["count"]) for match in names.values() if match["count"]]
+    missing = sorted(set(range(max([max(found), *(count - 1 for count in counts)]) + 1)) - set(found))
     if missing:
         raise CheckpointError(
             f"{folder} lacks the file of rank {missing[0]}. The checkpoint is not complete. Use an older checkpoint."
@@ -41,11 +46,11 @@ def read(folder: Path, target: Target = "keep") -> Contents:
     ranks = [unpickle.load(path) for _, path in sorted(found.items())]
     for rank, state in enumerate(ranks):
         if not isinstance(state, Mapping):
-            raise CheckpointError(f"{found[rank]} is not a per-rank file of Accelerate. Use another checkpoint.")
+            raise CheckpointError(f"{found[rank]} is not a per-rank file. Use another checkpoint.")
     if any(state.keys() != ranks[0].keys() for state in ranks):
         raise CheckpointError(f"The per-rank files in {folder} do not hold the same tensors. Use another checkpoint.")
     tensors = {name: _join(folder, name, [state[name] for state in ranks]) for name in ranks[0]}
-    return Contents("Accelerate per-rank FSDP", folder, None, len(ranks), tensors)
+    return Contents("per-rank FSDP", folder, None, len(ranks), tensors)
 
 
 def _join(folder: Path, name: str, parts: Sequence[Any]) -> StoredTensor:

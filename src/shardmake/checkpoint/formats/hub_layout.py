@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.checkpoint.formats import huggingface
-from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor
-from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
+from shardmake.checkpoint.formats.contents import Contents, StoredTensor
 from shardmake.checkpoint.formats.unpickle import numel
 from shardmake.core.errors import CheckpointError, ModelError
+from shardmake.core.private_names import private
+from shardmake.run.text_part import composite_class, towers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,11 +50,11 @@ def hub_weights(model: "PreTrainedModel", names: Collection[str] | None) -> list
 
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     parameters = {name: value for name, value in model.state_dict().items() if name not in tied}
-    owners = {value.untyped_storage()._cdata: name for name, value in parameters.items()}
-    model._weight_conversions = None if names is None else _convert(model, names)[0]
+    owners = {private(value.untyped_storage()).cdata: name for name, value in parameters.items()}
+    private(model).weight_conversions = None if names is None else _convert(model, names)[0]
     with _views():
         weights = revert_weight_conversion(model, dict(parameters))
-    found = {name: owners.get(weight.untyped_storage()._cdata) for name, weight in weights.items()}
+    found = {name: owners.get(private(weight.untyped_storage()).cdata) for name, weight in weights.items()}
     wrong = sorted(name for name, owner in found.items() if owner is None or not weights[name].is_contiguous())
     if wrong:
         more = f" and {len(wrong) - _MOST_NAMES} more" if len(wrong) > _MOST_NAMES else ""
@@ -70,14 +71,20 @@ def hub_weights(model: "PreTrainedModel", names: Collection[str] | None) -> list
 
 
 def unloaded_names(model: "PreTrainedModel", names: Iterable[str]) -> list[str]:
-    """Return the ``names`` that the class leaves in the files, by its own declaration.
+    """Return the ``names`` that are not trained: those that the class leaves in the files, and those of its towers.
 
-    These are the layers for multi-token prediction of DeepSeek-V3 and Qwen3-Next, for example. Every other name that is
-    not a parameter is an error of loading.
+    The class declares the first, such as the layers for multi-token prediction of DeepSeek-V3 and Qwen3-Next. Every
+    other name that is not a parameter is an error of loading.
     """
-    patterns = list(model._keys_to_ignore_on_load_unexpected or ())
-    parameters = model.state_dict()
-    return sorted(name for name in names if name not in parameters and any(re.search(p, name) for p in patterns))
+    patterns = list(private(model).keys_to_ignore_on_load_unexpected or ())
+    absent = tuple(f"{name}." for name in towers(model)) if composite_class(model.config) else ()
+    converted, parameters = _convert(model, names)[1], model.state_dict()
+    return sorted(
+        name
+        for name, parameter in converted.items()
+        if f"{parameter}.".startswith(absent)
+        or (name not in parameters and any(re.search(pattern, name) for pattern in patterns))
+    )
 
 
 def check_all_loaded(
@@ -91,8 +98,10 @@ def check_all_loaded(
     from transformers.utils import cached_file
 
     folder = Path(str(cached_file(source, "config.json", revision=revision))).parent
-    info = LoadStateDictInfo(set(), _convert(model, huggingface.weight_names(folder))[1], set(), [], {}, set())
-    model._adjust_missing_and_unexpected_keys(info)  # removes the names that the class does not load
+    converted, parameters = _convert(model, huggingface.weight_names(folder))[1], model.state_dict()
+    left_over = {name for name, new in converted.items() if new not in parameters and name not in parameters}
+    info = LoadStateDictInfo(set(), left_over, set(), [], {}, set())
+    private(model).adjust_missing_and_unexpected_keys(info)  # removes the names that the class does not load
     if names := sorted(set(info.unexpected_keys) - {replaced}):
         raise ModelError(
             f"Cannot load {source} completely: unexpected keys: {', '.join(names[:_MOST_NAMES])} ({len(names)} in "
@@ -100,8 +109,8 @@ def check_all_loaded(
         )
 
 
-def _convert(model: "PreTrainedModel", names: Iterable[str]) -> tuple[list[Any], set[str]]:
-    """Return the conversions that transformers uses to load files with these ``names``, and the names it has none for.
+def _convert(model: "PreTrainedModel", names: Iterable[str]) -> tuple[list[Any], dict[str, str]]:
+    """Return the conversions that transformers uses to load files with these ``names``, and what it makes of each name.
 
     It reverses the conversions to save the model.
     """
@@ -115,8 +124,7 @@ def _convert(model: "PreTrainedModel", names: Iterable[str]) -> tuple[list[Any],
     converted = {
         name: rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)[0] for name in names
     }
-    left_over = {name for name, new in converted.items() if new not in parameters and name not in parameters}
-    return [entry for entry in mapping if entry.was_used()], left_over
+    return [entry for entry in mapping if entry.was_used()], converted
 
 
 def _views() -> Any:
@@ -139,7 +147,7 @@ def in_hub_layout(contents: Contents, weights: Iterable[HubWeight]) -> Contents:
     Parameters that the checkpoint does not hold are ignored: it may have the folder's layout already.
 
     Raises:
-        CheckpointError: A part of a parameter is a weight of its own, and the parameter has a LoRA update.
+        CheckpointError: A part of a parameter is a weight of its own, and the parameter has an update.
     """
     parts: dict[str, list[HubWeight]] = {}
     for weight in weights:
@@ -150,7 +158,8 @@ def in_hub_layout(contents: Contents, weights: Iterable[HubWeight]) -> Contents:
     new_names = {weight.parameter: weight.name for found in parts.values() for weight in found}
     tensors = (made for tensor in contents.tensors.values() for made in _parts(tensor, parts.get(tensor.name, ())))
     aliases = {alias: new_names.get(owner, owner) for alias, owner in contents.aliases.items()}
-    return contents.with_tensors(tensors, aliases)
+    trained = {new_names.get(name, name): tensor for name, tensor in contents.trained.items()}
+    return replace(contents.with_tensors(tensors, aliases), trained=trained)
 
 
 def _parts(tensor: StoredTensor, weights: Sequence[HubWeight]) -> Iterator[StoredTensor]:
@@ -172,20 +181,4 @@ def _parts(tensor: StoredTensor, weights: Sequence[HubWeight]) -> Iterator[Store
             )
         first = 0 if starts is None else max(0, bisect_right(starts, begin) - 1)
         held = pieces[first:] if starts is None else pieces[first : bisect_right(starts, end - 1)]
-        cut = (part for piece in held for part in _cut(piece, begin, end, ITEM_SIZE[tensor.dtype]))
-        yield StoredTensor(weight.name, tensor.dtype, weight.shape, tuple(cut)).check()
-
-
-def _cut(piece: Piece, begin: int, end: int, itemsize: int) -> Iterator[Piece]:
-    """Yield the elements ``[begin, end)`` of a tensor that ``piece`` holds, as pieces of a tensor of those elements."""
-    last = piece.at + (piece.runs - 1) * piece.stride + piece.count
-    if begin <= piece.at and last <= end:
-        yield replace(piece, at=piece.at - begin)
-        return
-    for index in range(piece.runs):
-        at = piece.at + index * piece.stride
-        low, high = max(begin, at), min(end, at + piece.count)
-        if low < high:
-            yield Piece(
-                piece.record, piece.start + (index * piece.count + low - at) * itemsize, low - begin, high - low
-            )
+        yield StoredTensor(weight.name, tensor.dtype, tensor.shape, tuple(held)).elements(begin, end, weight.shape)

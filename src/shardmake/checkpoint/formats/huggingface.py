@@ -90,8 +90,20 @@ def read(folder: Path, target: Target = "keep") -> Contents:
     return Contents("Hugging Face folder", folder, None, 1, tensors)
 
 
-def read_adapter(folder: Path, target: Target = "keep") -> Contents:
-    """Read the single weight file of a PEFT folder."""
+def read_adapter(folder: Path, target: Target = "keep", key: str | None = None) -> Contents:
+    """Read the single weight file of a PEFT folder; beside adapters in sub-folders, ``key`` must be "default".
+
+    Raises:
+        CheckpointError: There are several adapters, or the file is damaged.
+    """
+    others = sorted(it.name for it in folder.iterdir() if it.is_dir() and recognise_adapter(it) and it.name != "ref")
+    if (others and key is None) or key not in (None, "default"):
+        raise CheckpointError(
+            f"{folder} holds several adapters (default, {', '.join(others)}). Add --key default for the one in the "
+            "folder itself, or name the folder of another one."
+            if others
+            else f"{folder} holds no adapter {key!r} beside the default one. Leave out --key."
+        )
     files = ADAPTER if (folder / ADAPTER.single).is_file() else ADAPTER_BIN
     tensors = {tensor.name: tensor for tensor in read_file(folder / files.single)}
     return Contents("PEFT adapter", folder, None, 1, tensors)

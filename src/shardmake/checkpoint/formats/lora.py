@@ -1,34 +1,248 @@
-"""LoRA adapters: separate them from the base weights by PEFT's names and describe how to merge them.
+"""Adapters of PEFT: separate them from the base weights by PEFT's names, and describe what they change.
 
-A merged weight is W + s * B @ A (Hu et al. 2021, arXiv:2106.09685, section 4.1) with s = alpha / r, or alpha / sqrt(r)
-for rank-stabilised LoRA (arXiv:2312.03732). It is computed in float32 and rounded once. A weight that is stored as
-[in, out] (Conv1D) gets the transposed product.
+Every kind of change is a class of `UPDATES`. It is computed in float32 and rounded once.
 """
 
-import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import ClassVar, Final, Self
 
-from shardmake.checkpoint.formats.contents import Contents, LoraUpdate, StoredTensor
-from shardmake.core.atomic import read_json
+import numpy as np
+
+from shardmake.checkpoint.formats.contents import Array, Change, Contents, StoredTensor, Update
+from shardmake.checkpoint.formats.dtypes import CONVERTIBLE
 from shardmake.core.errors import CheckpointError
+from shardmake.run.adapter_settings import CONFIG, WITH_PEFT, AdapterSettings
 
-CONFIG = "adapter_config.json"
 DEFAULT = "default"
 """PEFT's name of an adapter that the program does not name."""
 REFERENCE = "ref"
 """TRL's name of the frozen copy of an adapter, from which DPO measures the distance."""
-_PREFIX = "base_model.model."
-_FACTOR = re.compile(r"(.+)\.lora_(?P<factor>A|B)(?:\.(?P<adapter>[^.]+))?\.weight")
-_SAVED = re.compile(r"(.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<weight>.+)")
+PREFIX: Final = "base_model.model."
+_SAVED = re.compile(r"(.+)\.modules_to_save(?:\.(?P<adapter>(?!weight$)[^.]+))?\.(?P<weight>.+)")
 _QUANTIZED = re.compile(r".+\.base_layer\.weight\..+")
 """Scales and codes of a base weight in 4 bits."""
-_ORIGINAL = re.compile(r".+\.original_module\..+")
-UNSUPPORTED = ("use_dora", "lora_bias", "target_parameters", "use_qalora", "use_bdlora")
-"""Settings of an adapter that cannot be merged."""
+_ORIGINAL = re.compile(r".+\.(original_module|token_adapter\.trainable_tokens_original)\..+")
+_BASE = re.compile(r"(\.token_adapter)?\.base_layer\.")
+_ROWS = 1 << 21
+"""Elements of a weight that are read at once to compute norms."""
+Read = Callable[[StoredTensor], Array]
+
+
+@dataclass(frozen=True)
+class PeftUpdate(Update):
+    """A change by the tensors ``parts`` that PEFT stores for ``module``, by the ends of their names."""
+
+    module: str
+    parts: Mapping[str, StoredTensor] = field(repr=False)
+    settings: AdapterSettings
+    PARTS: ClassVar[tuple[str, ...]]
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+
+    @abstractmethod
+    def part(self, read: Read, begin: int, end: int) -> dict[str, Array]:
+        """Return what changes rows ``[begin, end)`` of the weight alone, by PEFT's names."""
+
+    def fitting(self, weight: StoredTensor | None) -> Self:
+        """Return the update of ``weight``; raise `CheckpointError` if it is none."""
+        for part, tensor in self.parts.items():
+            if not tensor.numel or not all(tensor.shape):
+                raise CheckpointError(
+                    f"Cannot merge the adapter: {self.module}.{part} is empty. It was saved under ZeRO-3 without "
+                    "gathering the weights. Merge the ZeRO checkpoint, or save again inside GatheredParameters."
+                )
+            if tensor.dtype not in CONVERTIBLE:
+                raise CheckpointError(
+                    f"Cannot merge the adapter: {self.module}.{part} is of type {tensor.dtype}. Save it in float32."
+                )
+        if weight is not None and weight.dtype not in CONVERTIBLE:
+            raise CheckpointError(
+                f"Cannot merge the adapter: the base weight {weight.name} is of type {weight.dtype}, to which nothing "
+                "can be added. Name the model in bf16, fp16 or fp32 with --base."
+            )
+        if weight is not None and any(piece.runs > 1 for piece in weight.pieces):
+            raise CheckpointError(
+                f"Cannot merge the adapter: {self.module} is sharded in two dimensions. Merge the base model first, "
+                "then the adapter into the result."
+            )
+        return self
+
+    def misfit(self, weight: StoredTensor | None, more: str = "") -> CheckpointError:
+        """Return the error of an adapter that was trained on another weight; ``more`` is further advice."""
+        parts = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in self.parts.items())
+        held = "no such weight" if weight is None else f"a weight of {list(weight.shape)}"
+        advice = "The adapter was trained on another model. Name that model with --base."
+        if weight is not None and re.search("embed|head", self.module.rpartition(".")[2]):
+            advice += " If the vocabulary was resized before training, name a model that was saved after the resize."
+        return CheckpointError(
+            f"Cannot merge the adapter: it has {parts} for {self.module}, the base model has {held}. {advice}{more}"
+        )
+
+
+@dataclass(frozen=True)
+class LoraUpdate(PeftUpdate):
+    """W + s * B @ A (Hu et al. 2021, arXiv:2106.09685, section 4.1) with A [rank, in], B [out, rank] and W [out, in].
+
+    ``transposed``: W is [in, out], as in the Conv1D layers of GPT-2, and gets the transposed product.
+    """
+
+    transposed: bool = False
+    PARTS: ClassVar[tuple[str, ...]] = ("lora_A", "lora_B")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        a, b = (self.parts[part].shape for part in self.PARTS[:2])
+        return (a[1], b[0]) if self.transposed else (b[0], a[1])
+
+    def fitting(self, weight: StoredTensor | None) -> Self:
+        """Compare the factors with the weight and the rank."""
+        super().fitting(weight)
+        a, b = (self.parts[part].shape for part in self.PARTS[:2])
+        if len(a) != 2 or len(b) != 2:
+            raise CheckpointError(
+                f"Cannot merge the adapter: the factors of {self.module} have the shapes {list(a)} and {list(b)}. "
+                f"Only matrices can be merged, not convolutions. {WITH_PEFT}"
+            )
+        rank = self.settings.rank(self.module)
+        if (a[0], b[1]) != (rank, rank):
+            raise CheckpointError(
+                f"Cannot merge the adapter: {CONFIG} gives {self.module} the rank {rank}, its factors are {list(a)} "
+                f"and {list(b)}. The files do not belong together. Copy the adapter again."
+            )
+        found = self
+        if weight is not None and weight.shape != self.shape:  # a model may have Conv1D and Linear layers
+            found = replace(self, transposed=not self.transposed)
+            if self.PARTS != LoraUpdate.PARTS or weight.shape != found.shape:
+                raise self.misfit(weight)
+        return found
+
+    def load(self, read: Read, weight: StoredTensor) -> Change:
+        """Add the product."""
+        a, b = self._factors(read)
+        columns = a.shape[1]
+
+        def add(values: Array, first: int) -> Array:
+            begin, end = first // columns, -(-(first + values.size) // columns)
+            delta = (b[begin:end] @ a).reshape(-1)
+            return values + delta[first - begin * columns :][: values.size]
+
+        return add
+
+    def _factors(self, read: Read) -> tuple[Array, Array]:
+        """Return the factors [rank, columns] and [rows, rank] of the change, one of them times the scale."""
+        a, b = (read(self.parts[part]) for part in self.PARTS[:2])
+        b = b * np.float32(self.settings.scale(self.module))
+        return (b.T, a.T) if self.transposed else (a, b)
+
+    def part(self, read: Read, begin: int, end: int) -> dict[str, Array]:
+        """Cut one of the factors."""
+        a, b = (read(self.parts[part]) for part in self.PARTS[:2])
+        names = [f"{part}{'' if 'embedding' in part else '.weight'}" for part in self.PARTS[:2]]
+        pair = (a[:, begin:end], b) if self.transposed else (a, b[begin:end])
+        return dict(zip(names, pair, strict=True))
+
+
+@dataclass(frozen=True)
+class EmbeddingUpdate(LoraUpdate):
+    """LoRA of an embedding, whose weight [tokens, width] gets the transposed product."""
+
+    transposed: bool = True
+    PARTS: ClassVar[tuple[str, ...]] = ("lora_embedding_A", "lora_embedding_B")
+
+
+@dataclass(frozen=True)
+class DoraUpdate(LoraUpdate):
+    """Each row of LoRA's result, scaled to the length in a vector (DoRA, arXiv:2402.09353, equation 5)."""
+
+    PARTS: ClassVar[tuple[str, ...]] = (*LoraUpdate.PARTS, "lora_magnitude_vector")
+
+    def fitting(self, weight: StoredTensor | None) -> Self:
+        """Compare the lengths as well."""
+        found = super().fitting(weight)
+        lengths = self.parts[self.PARTS[2]].shape
+        if found.transposed or lengths != found.shape[:1]:
+            raise CheckpointError(
+                f"Cannot merge the adapter: use_dora of {self.module} has {list(lengths)} lengths for a weight of "
+                f"{list(found.shape)}{' in a Conv1D layer' * found.transposed}. {WITH_PEFT}"
+            )
+        return found
+
+    def load(self, read: Read, weight: StoredTensor) -> Change:
+        """Read the weight once to measure its rows."""
+        add, lengths = super().load(read, weight), read(self.parts[self.PARTS[2]])
+        height, width = self.shape
+        step, factors = max(1, _ROWS // width), np.empty(height, np.float32)
+        for begin in range(0, height, step):
+            end = min(begin + step, height)
+            rows = add(read(weight.rows(begin, end)).reshape(-1), begin * width).reshape(-1, width)
+            factors[begin:end] = lengths[begin:end] / np.linalg.norm(rows, axis=1)
+        return lambda values, first: (
+            add(values, first) * factors[np.arange(first, first + values.size, dtype=np.int64) // width]
+        )
+
+    def part(self, read: Read, begin: int, end: int) -> dict[str, Array]:
+        """Cut the lengths as well."""
+        return super().part(read, begin, end) | {self.PARTS[2]: read(self.parts[self.PARTS[2]])[begin:end]}
+
+
+@dataclass(frozen=True)
+class TokenUpdate(PeftUpdate):
+    """The rows of an embedding that were trained (``trainable_token_indices``), in place of the base's."""
+
+    PARTS: ClassVar[tuple[str, ...]] = ("token_adapter.trainable_tokens_delta",)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the rows."""
+        return self.parts[self.PARTS[0]].shape
+
+    def fitting(self, weight: StoredTensor | None) -> Self:
+        """Compare the factors with the weight and the rank."""
+        super().fitting(weight)
+        rows = self.settings.tokens(self.module)
+        if len(self.shape) != 2 or len(rows) != self.shape[0]:
+            raise CheckpointError(
+                f"Cannot merge the adapter: trainable_token_indices in {CONFIG} has {len(rows)} tokens for "
+                f"{self.module}, the file {list(self.shape)}. Copy the adapter again."
+            )
+        if weight is None or weight.shape[1:] != self.shape[1:] or max(rows) >= weight.shape[0]:
+            raise self.misfit(weight, "" if weight else " If that model ties it, save with save_embedding_layers=True.")
+        return self
+
+    def load(self, read: Read, weight: StoredTensor) -> Change:
+        """Replace the rows."""
+        held, width = read(self.parts[self.PARTS[0]]), self.shape[1]
+        rows = dict(zip(self.settings.tokens(self.module), held, strict=True))  # of equal ones, the last counts
+
+        def put(values: Array, first: int) -> Array:
+            values = values.copy()
+            for number, row in rows.items():
+                low, high = max(first, number * width), min(first + values.size, (number + 1) * width)
+                if low < high:
+                    values[low - first : high - first] = row[low - number * width : high - number * width]
+            return values
+
+        return put
+
+    def part(self, read: Read, begin: int, end: int) -> dict[str, Array]:
+        """Select the rows."""
+        inside = [begin <= row < end for row in self.settings.tokens(self.module)]
+        return {self.PARTS[0]: read(self.parts[self.PARTS[0]])[inside]}
+
+
+UPDATES: Final[tuple[type[PeftUpdate], ...]] = (LoraUpdate, EmbeddingUpdate, DoraUpdate, TokenUpdate)
+"""Every kind of update, recognised by the tensors that PEFT stores for a module."""
+_PARTS = "|".join(sorted({re.escape(part) for kind in UPDATES for part in kind.PARTS}))
+_PART = re.compile(rf"(?P<module>.+)\.(?P<part>{_PARTS})(?:\.(?!weight$)(?P<adapter>[^.]+))?(?:\.weight)?")
+_OTHER_PART = re.compile(r".+\.(lora_|token_adapter\.(?!base_layer)).+")
 
 
 @dataclass(frozen=True)
@@ -36,100 +250,118 @@ class Adapter:
     """An adapter and, if the checkpoint holds them, the base weights.
 
     Attributes:
-        factors: By module, its A [rank, in] and B [out, rank].
+        parts: By module, the tensors of its update by `PeftUpdate.PARTS`.
         saved: Weights that were trained in full (modules_to_save), by their name in the model.
         base: The base model's weights, by name; empty if the checkpoint holds none, or holds them in 4 bits: then the
             adapter is added to those of the base model's folder.
     """
 
-    factors: dict[str, tuple[StoredTensor, StoredTensor]]
+    parts: dict[str, dict[str, StoredTensor]]
     saved: dict[str, StoredTensor]
     base: dict[str, StoredTensor]
 
 
 def is_adapter(contents: Contents) -> bool:
-    """Return True if the names are those of a PEFT model with LoRA layers."""
-    return any(_FACTOR.fullmatch(name) for name in contents.tensors)
+    """Return True if the names are those of a PEFT model with LoRA layers, or the files are an adapter's."""
+    return contents.format == "PEFT adapter" or any(_PART.fullmatch(name) for name in contents.tensors)
 
 
 def split(contents: Contents) -> Adapter:
     """Separate adapter and base weights.
 
     Raises:
-        CheckpointError: A layer has only one of A and B, or is of a kind that is not supported, or there are several
+        CheckpointError: A layer lacks a part of its update, or is of a kind that is not supported, or there are several
             adapters.
     """
-    factors: dict[str, dict[str, StoredTensor]] = {}
+    parts: dict[str, dict[str, StoredTensor]] = {}
     saved, base = {}, {}
     unused = _unused_adapter(contents)
     for name, tensor in contents.tensors.items():
-        plain = name.removeprefix(_PREFIX)
+        plain = name.removeprefix(PREFIX)
         if unused is not None and _adapter_name(plain) == unused:
             continue
-        if factor := _FACTOR.fullmatch(plain):
-            factors.setdefault(factor[1], {})[factor["factor"]] = tensor
-        elif ".lora_" in plain:
-            raise CheckpointError(
-                f"Cannot merge {contents.folder}. The tensor {name} belongs to an adapter type that is not supported. "
-                "Use PEFT's merge_and_unload."
-            )
+        if part := _PART.fullmatch(plain):
+            parts.setdefault(part["module"], {})[part["part"]] = tensor
         elif full := _SAVED.fullmatch(plain):
             saved[f"{full[1]}.{full['weight']}"] = tensor
         elif not _ORIGINAL.fullmatch(plain):
-            base[plain.replace(".base_layer.", ".")] = tensor
-    for module, pair in factors.items():
-        if len(pair) != 2:
-            raise CheckpointError(
-                f"Cannot merge {contents.folder}. The module {module} has lora_{''.join(pair)} but not the other "
-                "factor. Use another checkpoint."
-            )
+            if _OTHER_PART.fullmatch(plain):
+                raise CheckpointError(
+                    f"Cannot merge {contents.folder}. The tensor {name} belongs to an adapter type that is not "
+                    f"supported. {WITH_PEFT}"
+                )
+            base[_BASE.sub(".", plain)] = tensor
     if any(_QUANTIZED.fullmatch(name) or tensor.dtype == "U8" for name, tensor in contents.tensors.items()):
         base = {}
     # PEFT's own file and its part of a model's states hold no base weights, only those that were trained in full.
-    if contents.format == "PEFT adapter" or not any(f"{module}.weight" in base for module in factors):
+    if contents.format == "PEFT adapter" or not any(f"{module}.weight" in base for module in parts):
         saved, base = {**saved, **base}, {}
-    return Adapter({module: (pair["A"], pair["B"]) for module, pair in factors.items()}, saved, base)
+    return Adapter(parts, saved, base)
 
 
 def _unused_adapter(contents: Contents) -> str | None:
     """Return the name of the adapter that is not merged, if there is one; several others raise `CheckpointError`."""
-    names = {_adapter_name(name.removeprefix(_PREFIX)) for name in contents.tensors} - {None}
+    names = {_adapter_name(name.removeprefix(PREFIX)) for name in contents.tensors} - {None}
     trained = sorted(str(name) for name in names - {REFERENCE})
     if len(trained) > 1:
         raise CheckpointError(
             f"Cannot merge {contents.folder}. It holds several adapters ({', '.join(trained)}), and which of them "
-            "belong to the model is not recorded. Use PEFT's merge_and_unload."
+            f"belong to the model is not recorded. {WITH_PEFT}"
         )
     return REFERENCE if trained and REFERENCE in names else None
 
 
 def _adapter_name(plain: str) -> str | None:
     """Return the adapter to which a weight belongs by its name; None for base weights and in PEFT's own files."""
-    found = _FACTOR.fullmatch(plain) or _SAVED.fullmatch(plain)
+    found = _PART.fullmatch(plain) or _SAVED.fullmatch(plain)
     return found["adapter"] if found else None
 
 
-def merge(contents: Contents, base: Contents | None) -> Contents:
+def merge(contents: Contents, base: Contents | None, layout: Callable[[], Mapping[str, str]] = dict) -> Contents:
     """Return the base model with the adapter in ``contents`` added to it.
 
     Args:
         contents: A checkpoint of a PEFT model, with or without the base weights.
         base: The base model, for a checkpoint without base weights.
+        layout: Returns the names in the base model's files by the names of the class, where they differ.
 
     Raises:
         CheckpointError: Base weights are missing, or the adapter is of another model or of an unsupported kind.
     """
     adapter = split(contents)
-    config = read_config(contents.folder)
+    settings = read_settings(contents.folder, holds_base=bool(adapter.base))
     weights = adapter.base or (base.tensors if base is not None else {})
     if not weights:
         raise CheckpointError(
             f"{contents.folder} holds an adapter without base weights. Name the base model's folder with --base."
         )
-    tensors = {**weights, **adapter.saved}
-    for module, (a, b) in adapter.factors.items():
-        tensors[f"{module}.weight"] = _with_update(tensors.get(f"{module}.weight"), module, a, b, config)
-    return contents.with_tensors(replace(tensor, name=name) for name, tensor in tensors.items())
+    updates = {f"{module}.weight": _update(module, parts, settings) for module, parts in adapter.parts.items()}
+    changed = updates.keys() | adapter.saved.keys()
+    names = layout() if not adapter.base and not changed <= weights.keys() else {}
+    saved = {names.get(name, name): tensor for name, tensor in adapter.saved.items()}
+    tensors, trained = {**weights, **saved}, {name: weights.get(name) for name in saved}
+    for live, update in updates.items():
+        name = names.get(live, live)
+        weight = tensors.get(name)
+        found = update.fitting(weight)
+        tensors[name] = replace(weight or StoredTensor(name, "F32", found.shape, ()), update=found)
+        if not isinstance(update, TokenUpdate):  # PEFT ties these rows with the weights
+            trained[name] = weight
+    kept = {} if settings.ensure_weight_tying else trained
+    merged = contents.with_tensors(replace(tensor, name=name) for name, tensor in tensors.items())
+    return replace(merged, trained=kept)
+
+
+def _update(module: str, parts: Mapping[str, StoredTensor], settings: AdapterSettings) -> PeftUpdate:
+    kind = next((kind for kind in UPDATES if set(kind.PARTS) == parts.keys()), None)
+    if kind is None or (issubclass(kind, DoraUpdate) != settings.use_dora and kind is not TokenUpdate):
+        raise CheckpointError(
+            f"Cannot merge the adapter: {module} has {', '.join(sorted(parts))}, with which no kind of adapter is "
+            f"complete{' with use_dora' * settings.use_dora}. Copy the adapter again. If it is complete: {WITH_PEFT}"
+        )
+    if kind is LoraUpdate:
+        return LoraUpdate(module, parts, settings, settings.fan_in_fan_out)
+    return kind(module, parts, settings)
 
 
 def adapter_only(contents: Contents) -> Contents:
@@ -142,9 +374,10 @@ def adapter_only(contents: Contents) -> Contents:
         raise CheckpointError(f"{contents.folder} holds no LoRA adapter. Merge it without --adapter.")
     adapter = split(contents)
     tensors = dict(adapter.saved)
-    for module, (a, b) in adapter.factors.items():
-        tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
-    return contents.with_tensors((replace(t, name=_PREFIX + name) for name, t in tensors.items()), {})
+    for module, parts in adapter.parts.items():
+        for part, tensor in parts.items():
+            tensors[f"{module}.{part}{'.weight' * (part in LoraUpdate.PARTS)}"] = tensor
+    return contents.with_tensors((replace(t, name=PREFIX + name) for name, t in tensors.items()), {})
 
 
 def config_file(folder: Path) -> Path:
@@ -157,50 +390,10 @@ def config_file(folder: Path) -> Path:
     return found[0]
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Read ``adapter_config.json``; raise `CheckpointError` for settings that are not supported."""
+def read_settings(folder: Path, *, holds_base: bool) -> AdapterSettings:
+    """Read ``adapter_config.json``; raise `CheckpointError` for settings that cannot be merged."""
     path = config_file(folder)
-    config: dict[str, Any] = read_json(path, "the training")
-    if unsupported := unsupported_features(config):
-        raise CheckpointError(
-            f"Cannot merge the adapter of {path}. Adapters with {', '.join(unsupported)} are not supported. "
-            "Use PEFT's merge_and_unload."
-        )
-    return config
-
-
-def unsupported_features(config: Mapping[str, Any]) -> list[str]:
-    """Return the settings of ``adapter_config.json`` that cannot be merged; of another adapter than LoRA its kind."""
-    features = [key for key in UNSUPPORTED if config.get(key)]
-    kind = str(getattr(config.get("peft_type"), "value", config.get("peft_type")))
-    return features or ([kind] if kind != "LORA" else [])
-
-
-def _with_update(
-    weight: StoredTensor | None, module: str, a: StoredTensor, b: StoredTensor, config: Mapping[str, Any]
-) -> StoredTensor:
-    transposed = bool(config.get("fan_in_fan_out"))  # PEFT sets it for Conv1D, whose weights are [in, out]
-    wanted = (a.shape[1], b.shape[0]) if transposed else (b.shape[0], a.shape[1])
-    fits = weight is not None and weight.shape == wanted and a.shape[0] == b.shape[1]
-    if weight is None or not fits:
-        shape = "no such weight" if weight is None else f"a weight of {list(weight.shape)}"
-        raise CheckpointError(
-            f"Cannot merge the adapter: it has {list(b.shape)} x {list(a.shape)} for {module}, the base model has "
-            f"{shape}. The adapter was trained on another model. Name that model with --base."
-        )
-    if any(piece.runs > 1 for piece in weight.pieces):
-        raise CheckpointError(
-            f"Cannot merge the adapter: {module} is sharded in two dimensions. Merge the base model first, then the "
-            "adapter into the result."
-        )
-    return replace(weight, update=LoraUpdate(a, b, scale(module, a.shape[0], config), transposed))
-
-
-def scale(module: str, rank: int, config: Mapping[str, Any]) -> float:
-    """Return the factor of ``B @ A`` for ``module``; ``alpha_pattern`` may set another alpha for some modules."""
-    alpha = config["lora_alpha"]
-    for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            alpha = value
-            break
-    return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
+    settings = AdapterSettings.read(path)
+    for name, instead in settings.refused(holds_base).items():
+        raise CheckpointError(f"Cannot merge the adapter of {path}: {name} is not supported. {instead}")
+    return settings

@@ -47,6 +47,9 @@ def recognise(path: Path) -> Path | None:
             raise CheckpointError(
                 f"{latest} names {tag.name}, which is not a complete checkpoint. Use an older checkpoint."
             )
+        models = sorted(it.name for it in path.glob("pytorch_model*") if it.is_dir() and _holds_states(it))
+        if tag.name in models and len(models) > 1:  # accelerator.save_state of several models
+            raise CheckpointError(f"{path} holds several models ({', '.join(models)}). Name the folder of one of them.")
         return tag
     tags = [entry for entry in path.iterdir() if entry.is_dir() and _holds_states(entry)]
     if len(tags) > 1:

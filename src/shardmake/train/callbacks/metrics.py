@@ -104,4 +104,6 @@ def _device_memory() -> DeviceMemory | None:
     """Return the peak bytes of the caching allocator on this rank's GPU, or None on a CPU."""
     if not torch.cuda.is_available():
         return None
-    return DeviceMemory(allocated=torch.cuda.max_memory_allocated(), reserved=torch.cuda.max_memory_reserved())
+    free, total = torch.cuda.mem_get_info()
+    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return DeviceMemory(allocated=allocated, reserved=reserved, device=total - free)

@@ -94,7 +94,7 @@ def test_one_of_two_models_must_be_named(saved: dict[str, Any], keys: tuple[str,
 
 def test_key_of_another_format(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match="Only checkpoints of DCP have keys"):
+    with pytest.raises(ConfigError, match="Only checkpoints of these layouts have keys: DCP"):
         read_checkpoint(tmp_path, key="model")
 
 

@@ -10,11 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmake.checkpoint.formats.contents import Contents, LoraUpdate, Piece, StoredTensor, box_pieces
+from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor, box_pieces
 from shardmake.checkpoint.formats.hub_layout import HubWeight, hub_weights, in_hub_layout
+from shardmake.checkpoint.formats.lora import LoraUpdate
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.core.errors import CheckpointError, ModelError
 from shardmake.memory.families import FAMILIES
+from shardmake.run.adapter_settings import AdapterSettings
 
 RECORD = ZipRecord(Path("file"), 0, 1 << 20, None)
 
@@ -54,7 +56,8 @@ def test_a_range_of_a_sharded_parameter_has_its_elements(data: st.DataObject) ->
     assert np.array_equal(stored_values(found.tensors["part"], file), whole.reshape(-1)[low : low + count])
 
 
-UPDATE = LoraUpdate(StoredTensor("a", "F32", (1, 2), ()), StoredTensor("b", "F32", (2, 1), ()), 1.0)
+FACTORS = {"lora_A": StoredTensor("a", "F32", (1, 2), ()), "lora_B": StoredTensor("b", "F32", (2, 1), ())}
+UPDATE = LoraUpdate("experts", FACTORS, AdapterSettings(r=1))
 UPDATED = StoredTensor("experts", "F32", (2, 2), (Piece(RECORD, 8, 0, 4),), UPDATE)
 
 

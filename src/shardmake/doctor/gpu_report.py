@@ -1,44 +1,61 @@
-"""The results of one run of the checks: a JSON file below ``benchmarks/results/gpu`` and a row of docs/gpu.md."""
+"""Results of trainings on GPUs: a JSON file for ``benchmarks/results/gpu``, and its rows in docs/gpu.md."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from statistics import median
 from typing import ClassVar
 
 from pydantic import Field
 
+from shardmake.core.units import GIB
 from shardmake.run.findings import Finding
-from shardmake.run.record import RunRecord
-from tests.workflow.checkout import REPOSITORY
+from shardmake.run.record import RunRecord, optional
 
-RESULTS = REPOSITORY / "benchmarks/results/gpu"
 COLUMNS = (
     "date", "GPUs", "driver", "torch", "DeepSpeed", "strategies", "loss differs by", "attention", "memory error",
     "modelled / measured step", "all-reduce", "failed",
 )  # fmt: skip
+TRAINING_COLUMNS = (
+    "GPU", "training", "strategy or program", "tensors, GiB", "allocator, GiB", "process, GiB", "step, s", "tokens/s",
+)  # fmt: skip
+"""Planned / measured, and the error of the plan; a bare training has no plan."""
 _NONE = "-"
 
 
-class Trained(RunRecord):
+class Measured(RunRecord):
+    """A training, measured."""
+
+    training: str = optional("", "Model and batch; the losses of equal ones can be compared.")
+    losses: dict[int, float] = Field(description="Training loss by step.")
+    allocated: int | None = Field(description="Peak bytes of tensors on rank 0's GPU; None on a CPU.")
+    reserved: int | None = Field(description="Peak bytes of the allocator there.")
+    device: int | None = optional(None, "Peak bytes of the process in nvidia-smi.")
+    step_seconds: float = Field(description="Median seconds per step after the warm-up.")
+    tokens_per_second: float | None = optional(None, "Tokens of all ranks in that time.")
+
+
+class Bare(Measured):
+    """A training without Shardmake, in the same minutes."""
+
+    trainer: str = Field(description="The program that trained.")
+
+
+class Trained(Measured):
     """One strategy: losses, memory and step time, measured and planned."""
 
     strategy: str = Field(description="Name of the strategy.")
     precision: str = Field(description="Compute data type.")
-    losses: dict[int, float] = Field(description="Training loss by step.")
-    allocated: int | None = Field(description="Peak bytes of tensors on rank 0's GPU; None on a CPU.")
-    reserved: int | None = Field(description="Peak bytes of the allocator there.")
-    planned_allocated: int = Field(description="The plan's figure for the first.")
-    planned_reserved: int = Field(description="The plan's figure for the second.")
-    step_seconds: float = Field(description="Median seconds per step after the warm-up.")
+    weights: str = optional("", "Data type of the weights that the optimizer updates or that are frozen.")
+    planned_allocated: int = Field(description="The plan's figure for the tensors.")
+    planned_reserved: int = Field(description="The plan's figure for the allocator.")
+    planned_device: int | None = optional(None, "The plan's figure for the process.")
     planned_step_seconds: float = Field(description="The plan's figure.")
 
     def loss_difference(self, other: "Trained") -> float:
-        """Return the largest difference of the losses of a step; infinite if the steps differ."""
-        if self.losses.keys() != other.losses.keys():
-            return float("inf")
-        return max(abs(loss - other.losses[step]) for step, loss in self.losses.items())
+        """Return the largest difference of the losses over the steps that both have; infinite without any."""
+        steps = self.losses.keys() & other.losses.keys()
+        return max((abs(self.losses[step] - other.losses[step]) for step in steps), default=float("inf"))
 
     @property
     def memory_error(self) -> float | None:
@@ -61,7 +78,7 @@ class AttentionErrors(RunRecord):
 class GpuReport(RunRecord):
     """The JSON file."""
 
-    made_by: ClassVar[str] = "make gpu-check"
+    made_by: ClassVar[str] = "make gpu-check, or shardmake doctor --node --train"
     time: float = Field(description="Unix time at the start.")
     seconds: float = Field(0.0, description="Duration.")
     commit: str | None = Field(None, description="Commit of Shardmake; ends in `-dirty` if files were changed.")
@@ -74,10 +91,13 @@ class GpuReport(RunRecord):
     nccl: str | None = Field(description="Version of NCCL.")
     versions: dict[str, str] = Field(description="Versions of the libraries.")
     outcomes: dict[str, str] = Field(default_factory=dict, description="`passed`, `failed` or `skipped`, by check.")
-    trained: list[Trained] = Field(default_factory=list, description="One entry per strategy; ddp is the first.")
+    trained: list[Trained] = Field(default_factory=list, description="One entry per training; ddp first.")
     attention: AttentionErrors | None = Field(None, description="None if it was not compared.")
     node: list[Finding] = Field(default_factory=list, description="Findings of doctor about GPUs and kernels.")
     all_reduce_gbps: float | None = Field(None, description="Bus bandwidth within the node; None with one GPU.")
+    changes: str = optional("", "What was changed in Shardmake for these versions.")
+    bare: list[Bare] = optional([], "Trainings without Shardmake.")
+    rates: dict[str, float] = optional({}, "Other rates, the unit at the end of the name.")
 
     @property
     def name(self) -> str:
@@ -92,7 +112,7 @@ class GpuReport(RunRecord):
             self.driver and f"{self.driver}, CUDA {self.cuda}",
             self.versions.get("torch"),
             self.versions.get("deepspeed"),
-            ", ".join(one.strategy for one in self.trained),
+            ", ".join(dict.fromkeys(one.strategy for one in self.trained)),
             self._loss_cell(),
             self.attention and f"{self.attention.varlen:.2%} (eager {self.attention.eager:.2%})",
             _error_cell([one.memory_error for one in self.trained if one.memory_error is not None]),
@@ -102,8 +122,34 @@ class GpuReport(RunRecord):
         )
         return as_row([str(cell or _NONE) for cell in cells])
 
+    def training_rows(self) -> Iterator[str]:
+        """Yield the trainings as rows of the second table in docs/gpu.md: those alone on the GPU, and bare ones."""
+        for one in self.trained:
+            if one.training:
+                yield as_row(
+                    [
+                        self.gpu,
+                        one.training,
+                        one.strategy,
+                        _planned(one.planned_allocated, one.allocated),
+                        _planned(one.planned_reserved, one.reserved),
+                        _planned(one.planned_device, one.device),
+                        f"{one.planned_step_seconds:.3f} / {one.step_seconds:.3f}",
+                        _tokens(one),
+                    ]
+                )
+        for bare in self.bare:
+            sizes = [f"{size / GIB:.2f}" if size else _NONE for size in (bare.allocated, bare.reserved, bare.device)]
+            yield as_row([self.gpu, bare.training, bare.trainer, *sizes, f"{bare.step_seconds:.3f}", _tokens(bare)])
+
     def _loss_cell(self) -> str:
-        differences = [one.loss_difference(self.trained[0]) for one in self.trained[1:]]
+        """Return the largest difference to the first training of the same kind, over the steps that both have."""
+        first: dict[str, Trained] = {}
+        for one in self.trained:
+            first.setdefault(one.training, one)
+        differences = [
+            one.loss_difference(first[one.training]) for one in self.trained if one is not first[one.training]
+        ]
         return f"{max(differences):.4f}" if differences else ""
 
 
@@ -114,6 +160,16 @@ def _error_cell(errors: Sequence[float]) -> str:
     return f"{median(map(abs, errors)):.1%}, worst {max(errors, key=abs):+.1%}"
 
 
+def _planned(planned: int | None, measured: int | None) -> str:
+    if not planned or not measured:
+        return _NONE
+    return f"{planned / GIB:.2f} / {measured / GIB:.2f} ({planned / measured - 1:+.1%})"
+
+
+def _tokens(one: Measured) -> str:
+    return f"{one.tokens_per_second:,.0f}" if one.tokens_per_second else _NONE
+
+
 def _ratio_cell(ratios: Sequence[float]) -> str:
     return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
 
@@ -121,13 +177,6 @@ def _ratio_cell(ratios: Sequence[float]) -> str:
 def as_row(cells: Sequence[str]) -> str:
     """Return a row of a Markdown table."""
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
-
-
-def write(report: GpuReport, folder: Path = RESULTS) -> Path:
-    """Write the JSON file and return its path."""
-    path = folder / report.name
-    report.write(path)
-    return path
 
 
 def _slug(text: str) -> str:

@@ -1,5 +1,6 @@
-"""Errors of variable-length and eager attention in a small model: ``python -m tests.gpu.attention cuda`` prints JSON."""
+"""Errors of varlen and eager attention in a small model: ``python -m benchmarks.gpu_kit.attention CASE WORK``."""
 
+import json
 import sys
 from typing import Any
 
@@ -7,9 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from shardmake.data.dataset import IGNORED, Collator
-from shardmake.data.varlen import register_varlen
+from shardmake.data.varlen import register_cpu_kernel, register_varlen
+from shardmake.doctor.gpu_report import AttentionErrors
 from shardmake.doctor.kernels import relative_error
-from tests.gpu.results import AttentionErrors
+from shardmake.run.turns import wait_for_turn
 
 CONFIG = LlamaConfig(
     vocab_size=512,
@@ -59,5 +61,17 @@ def _largest_error(found: list[torch.Tensor], exact: list[torch.Tensor]) -> floa
     return max(relative_error(here, there) for here, there in zip(found, exact, strict=True))
 
 
+def main(name: str) -> None:
+    """Print the errors as the last line; on a CPU with reference kernels, because torch has none there."""
+    wait_for_turn(name)
+    if not torch.cuda.is_available():
+        from tests.unit.data.test_varlen import plain_backward
+
+        register_cpu_kernel()
+        torch.library.register_kernel("torch_attn::_varlen_attn_backward", "cpu", plain_backward)
+    errors = attention_errors("cuda" if torch.cuda.is_available() else "cpu")
+    print(json.dumps({"attention": errors.as_json()}))
+
+
 if __name__ == "__main__":
-    print(attention_errors(sys.argv[1]).model_dump_json())
+    main(sys.argv[1])

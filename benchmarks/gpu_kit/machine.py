@@ -1,23 +1,19 @@
-"""The machine that the checks run on: its GPUs, and the cluster file for them."""
+"""The machine that the cases run on: one GPU, or the CPU of a rehearsal."""
 
 import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
 
-from shardmake.config.accelerators import ACCELERATORS
-from shardmake.config.models import Precision
-from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
 from shardmake.core.errors import ConfigError
 from shardmake.core.units import GIB
 from shardmake.launch.gpu_status import list_gpus
 from shardmake.launch.gpus import accelerator_of
 
-MOST_RANKS = 8
 VARIABLE = "ACCELERATOR"
 """Names the catalogue's entry for a GPU that the catalogue does not recognize."""
 _PROBE = """
@@ -30,61 +26,49 @@ print(json.dumps({"gpus": [(gpu.name, gpu.total_memory) for gpu in gpus], "cuda"
 
 @dataclass(frozen=True)
 class Machine:
-    """The GPUs of this machine, or its CPU in the tests of the checks."""
+    """One GPU and the host beside it."""
 
     gpu: str
     """Name in the driver."""
     accelerator: str
     """Name in the catalogue."""
     memory: int
-    """Bytes of one GPU."""
-    ranks: int
+    """Bytes of the GPU."""
+    host_gib: float
+    cores: int
     driver: int | None = None
     cuda: str | None = None
     nccl: str | None = None
 
     @property
     def is_cpu(self) -> bool:
-        """Return whether the ranks run without GPUs."""
+        """Return whether the cases are only rehearsed."""
         return self.accelerator == "cpu"
 
-    @property
-    def precision(self) -> Precision:
-        """Return the precision of the trainings: loss scaling in fp16 skips other steps in each library."""
-        return "bf16" if not self.is_cpu and ACCELERATORS[self.accelerator].bf16 else "fp32"
-
     def cluster(self) -> dict[str, Any]:
-        """Return the cluster file."""
+        """Return the cluster file: one rank."""
         values: dict[str, Any] = {
             "executor": "local",
             "accelerator": self.accelerator,
-            "processes_per_node": self.ranks,
-            "cpus_per_node": len(os.sched_getaffinity(0)),
-            "memory_gib_per_node": round(psutil.virtual_memory().available / GIB, 1),
+            "processes_per_node": 1,
+            "cpus_per_node": self.cores,
+            "memory_gib_per_node": self.host_gib,
+            "internet_on_compute_nodes": False,
         }
         return values if self.is_cpu else values | {"gpu_memory_gib": int(self.memory / GIB * 10) / 10}
 
-    def why_not(self, strategy: str) -> str:
-        """Return why the checks leave out ``strategy``; empty if they train it."""
-        spec = STRATEGY_SPECS[strategy]
-        if spec.uses_nvme:
-            return "it needs a folder on NVMe"
-        if spec.needs_several_nodes:
-            return "it needs two nodes"
-        if self.is_cpu and (not spec.cpu or spec.offload_optimizer):
-            return "it needs a GPU"
-        if self.ranks == 1 and _repeats(spec):
-            return "one GPU trains a strategy that differs little from it"
-        return ""
 
-
-def _repeats(spec: StrategySpec) -> bool:
-    """Return whether another strategy runs the same code on one rank, to end within ten minutes."""
-    return not spec.reshard_after_forward or (spec.offload_optimizer is not None and spec.offload_param is None)
+H100 = Machine("NVIDIA H100 80GB HBM3", "h100", 85_017_493_504, host_gib=100, cores=16)
+MACHINES = {
+    "h100": H100,
+    "h200": replace(H100, gpu="NVIDIA H200", accelerator="h200", memory=150_000_000_000),
+    "cpu": Machine("CPU", "cpu", 4 << 30, host_gib=8, cores=2),
+}
+"""Machines for which cases are prepared elsewhere."""
 
 
 def find_machine() -> Machine:
-    """Return this machine with as many ranks as its GPUs allow: 1, 2, 4 or 8.
+    """Return this machine with its first GPU.
 
     Raises:
         ConfigError: There is no GPU that torch can use, or its model is unknown.
@@ -92,7 +76,7 @@ def find_machine() -> Machine:
     probe = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False)
     if probe.returncode:
         reason = (probe.stderr.strip().splitlines() or ["no message"])[-1]
-        raise ConfigError(f"make gpu-check cannot use the GPUs: {reason}. Run `shardmake doctor --node`.")
+        raise ConfigError(f"make gpu-check cannot use the GPU: {reason}. Run `shardmake doctor --node`.")
     found = json.loads(probe.stdout.splitlines()[-1])
     if not found["gpus"]:
         raise ConfigError(
@@ -106,13 +90,13 @@ def find_machine() -> Machine:
             f"make gpu-check does not know the GPU {name!r} with {memory / GIB:.1f} GiB. Name the most similar one of "
             f"`shardmake estimate --list-gpus`: make gpu-check {VARIABLE}=a100-80gb"
         )
-    gpus = list_gpus() or []
     return Machine(
         gpu=name,
         accelerator=accelerator,
         memory=memory,
-        ranks=max(ranks for ranks in (1, 2, 4, MOST_RANKS) if ranks <= len(found["gpus"])),
-        driver=gpus[0].driver if gpus else None,
+        host_gib=round(psutil.virtual_memory().available / GIB, 1),
+        cores=len(os.sched_getaffinity(0)),
+        driver=next((gpu.driver for gpu in list_gpus() or []), None),
         cuda=found["cuda"],
         nccl=found["nccl"],
     )

@@ -1,0 +1,444 @@
+"""Conversations as a chat template renders them: the context of each turn, and what the model must say in it.
+
+The context of an assistant's turn is what the template renders for the messages before it with the generation prompt,
+as at inference. What must follow is learned, up to and including a token at which generation stops. If all turns share
+one rendering, the conversation is one example. Otherwise, each turn is an example with a context of its own.
+
+Most conversations of a data set have one of a few shapes. Each shape is rendered with placeholders instead of its
+texts, which shows what the template loses and where the learned spans are. A conversation of that shape is rendered
+once and compared with the filled placeholders. If they differ, its own renderings are analysed.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+from shardmake.core.errors import DataError, ModelError
+from shardmake.data.layout import Message, is_unlearned
+from shardmake.data.placeholders import (
+    PLACEHOLDER,
+    Piece,
+    Rendered,
+    Span,
+    common_length,
+    excerpt,
+    fill,
+    find,
+    hidden_pieces,
+    hide_texts,
+    parts_of,
+    placeholder,
+    real_text,
+    seam,
+)
+
+if TYPE_CHECKING:
+    from datetime import date
+
+    from transformers import PreTrainedTokenizerBase
+
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+_MOVED: Final = ("system", "developer")
+"""Roles whose text a template may move to another place."""
+_CLOCK: Final = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+_MARK: Final = r"<\|[^<>|\s]{1,40}\|>|</?\w{1,20}>|\[/?\w{1,20}\]"
+"""Pattern of texts that look like tokens of a template."""
+_MOST_SHAPES: Final = 1024
+_NEXT: Final = 10**6
+"""Number of the placeholder of a message that follows."""
+_LOST: Final = "a part that the chat template does not render"
+_CURES: Final = {
+    "content": "Use a role that the template renders (data.format: sharegpt reads names such as human and gpt), or "
+    "name a template that does with data.chat_template.",
+    "reasoning": "Remove the reasoning, or name a template that renders it with data.chat_template.",
+    "call": "Name a template that renders calls of tools with data.chat_template.",
+    "tools": "Name a template that renders tools with data.chat_template.",
+}
+_PARTS: Final = {"content": "the text", "reasoning": "the reasoning", "call": "a call of a tool", "tools": "the tools"}
+logger = logging.getLogger(__name__)
+
+
+class BadRowError(DataError):
+    """A row that cannot be learned; rows with the same ``cause`` are counted together."""
+
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.cause, str(self))
+
+
+class _Check(NamedTuple):
+    """The text that a rendering of the first ``upto`` messages must be."""
+
+    upto: int
+    header: bool
+    text: str
+
+
+class _Shape(NamedTuple):
+    """The examples of a conversation, and the renderings that they come from."""
+
+    examples: list[Rendered]
+    checks: list[_Check]
+
+
+class _Turn(NamedTuple):
+    """The text of an assistant's turn after its context; the span from ``start`` to ``end`` is learned."""
+
+    text: str
+    start: int
+    end: int
+    checks: list[_Check]
+
+
+class _Conversation(NamedTuple):
+    """Messages in the form that the template takes, what is rendered beside them, and their texts."""
+
+    messages: list[dict[str, Any]]
+    tools: Any
+    arguments: Mapping[str, Any]
+    pieces: list[Piece]
+
+
+@dataclass
+class ChatTemplate:
+    """The chat template of a tokenizer with its ``arguments``; ``stops`` are texts of tokens that end generation."""
+
+    tokenizer: "PreTrainedTokenizerBase"
+    stops: frozenset[str]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    turns: Literal["auto", "together", "apart"] = "auto"
+    day: "date | None" = None
+    """The day for a template that reads the clock."""
+    _shapes: dict[str, "_Shape | BadRowError"] = field(default_factory=dict, repr=False)
+    _has_logged: bool = False
+
+    def examples(
+        self,
+        messages: Sequence[Message],
+        tools: Any,
+        arguments: Mapping[str, Any] | None,
+        *,
+        learn_from: int = 0,
+        learn_all: bool = False,
+        is_answer: bool = False,
+    ) -> list[Rendered]:
+        """Return the examples of a conversation, whose turns from message ``learn_from`` on are learned.
+
+        With ``learn_all``, all tokens are. An answer is one example, learned from its first turn to the last. Raises
+        `BadRowError` if the template rejects the conversation, loses a part of it, or has no end of a turn, and
+        `ModelError` if there is no template.
+        """
+        self._check_roles(messages)
+        learned = [i for i, m in enumerate(messages) if i >= learn_from and m["role"] == "assistant"]
+        learned = [i for i in learned if not is_unlearned(messages[i])]
+        analyse = partial(self._analyse, learned=learned, learn_all=learn_all, is_answer=is_answer)
+        hidden, pieces = hide_texts(messages, tools)
+        key = json.dumps([hidden, tools, arguments, learned, learn_all, is_answer], default=repr)
+        if key not in self._shapes:
+            if len(self._shapes) >= _MOST_SHAPES:
+                self._shapes.clear()
+            try:
+                self._shapes[key] = analyse(self._conversation(hidden, tools, arguments, hidden_pieces(pieces)))
+            except BadRowError as error:
+                self._shapes[key] = error
+        shape = self._shapes[key]
+        if isinstance(shape, BadRowError) and shape.cause == _LOST:
+            raise BadRowError(_LOST, real_text(str(shape), pieces))
+        conversation = self._conversation(messages, tools, arguments, pieces)
+        filled = self._filled(shape, conversation) if isinstance(shape, _Shape) else None
+        return filled or analyse(conversation).examples
+
+    def _filled(self, shape: _Shape, conversation: _Conversation) -> list[Rendered] | None:
+        """Return the examples of ``shape`` with the texts of ``conversation``; None if it is rendered otherwise."""
+        texts = [piece.text for piece in conversation.pieces]
+        for check in shape.checks:
+            expected = "".join(parts_of(check.text, texts)[1])
+            if self._render(conversation, conversation.messages[: check.upto], header=check.header) != expected:
+                return None
+        return [fill(example, texts) for example in shape.examples]
+
+    def _analyse(self, conversation: _Conversation, *, learned: list[int], learn_all: bool, is_answer: bool) -> _Shape:
+        count, last = len(conversation.messages), learned[-1] if learned else -1
+        turns = [self._turn(conversation, index) for index in learned]
+        if last == count - 1:
+            text, checks = turns[-1].text, turns[-1].checks
+        else:
+            text = self._render(conversation, conversation.messages)
+            self._locate(text, conversation, count, ())
+            checks = [_Check(count, False, text)]
+        if learn_all:
+            return _Shape([Rendered(text, ((0, len(text)),))], checks)
+        shared = all(text.startswith(turn.text[: turn.end]) for turn in turns)
+        if shared and (self.turns != "apart" or is_answer or len(turns) < 2):
+            spans = tuple((turn.start, turn.end) for turn in turns)
+            if is_answer and spans:
+                spans = ((spans[0][0], spans[-1][1]),)
+            return _Shape([Rendered(text, spans)], checks)
+        if len(turns) > 1 and (self.turns == "together" or is_answer):
+            raise BadRowError(
+                "turns that do not share one rendering",
+                "the chat template renders a turn differently when others follow, so the turns cannot be learned "
+                "together. Use data.turns: auto, or for an answer with several turns only its last one.",
+            )
+        examples = [Rendered(turn.text, ((turn.start, turn.end),)) for turn in turns]
+        return _Shape(examples, [check for turn in turns for check in turn.checks])
+
+    def _turn(self, conversation: _Conversation, index: int) -> _Turn:
+        """Return the turn of message ``index`` after its context."""
+        messages, count = conversation.messages, index + 1
+        try:
+            whole = self._render(conversation, messages[:count])
+        except BadRowError:  # such as a template that demands a user's message, which comes later
+            whole, count = self._render(conversation, messages), len(messages)
+        regions = self._locate(whole, conversation, index + 1, None)
+        start = regions[index][0]
+        checks, text = [_Check(count, False, whole)], whole
+        context = self._context(conversation, index)
+        if context is None:
+            header = self._header
+            found = whole.rfind(header, 0, start) if header else -1
+            start = start if found < 0 else found + len(header)
+        elif whole.startswith(context):
+            start = len(context)
+        else:
+            common = common_length(context, whole)
+            if common < max((stop for _, stop in regions[:index]), default=0):
+                common = seam(context, whole, start)
+            text, start = context + whole[common:], len(context)
+            checks.append(_Check(index, True, context))
+            self._log_context(context)
+        end = self._locate(text, conversation, index + 1, {index}, start)[index][1]
+        stop = self._ends.search(text, max(start, end))
+        if stop is None:
+            text += self._end_after(conversation, index, whole)
+        elif count > index + 1:
+            text = text[: stop.end()]
+        return _Turn(text, start, stop.end() if stop else len(text), checks)
+
+    def _context(self, conversation: _Conversation, index: int) -> str | None:
+        """Return the context of message ``index``; None if the template does not render the messages before it."""
+        try:
+            return self._render(conversation, conversation.messages[:index], header=True) if index else None
+        except BadRowError:
+            return None
+
+    def _end_after(self, conversation: _Conversation, index: int, whole: str) -> str:
+        """Return what ends the turn of message ``index`` when another message follows, such as the next role's mark."""
+        following = {**(conversation.messages[index + 1 : index + 2] or [{"role": "user"}])[0]}
+        following = self._adapted([{**following, "content": placeholder(_NEXT)}])[0]
+        try:
+            longer = self._render(conversation, [*conversation.messages[: index + 1], following])
+        except BadRowError:
+            longer = ""
+        tail = longer[len(whole) :].partition(placeholder(_NEXT))[0] if longer.startswith(whole) else ""
+        stop = self._ends.search(tail)
+        if stop is None:
+            tail = self._tails[1]
+            stop = self._ends.search(tail)
+        if stop is None:
+            raise BadRowError(
+                "no end of a turn",
+                "after the assistant's message, the chat template renders no token at which generation stops "
+                f"({', '.join(sorted(self.stops)) or 'none is known'}). Write one at the end of the turn in a template "
+                "of your own (data.chat_template), or its id into eos_token_id of generation_config.json.",
+            )
+        return tail[: stop.end()]
+
+    def _locate(
+        self, text: str, conversation: _Conversation, count: int, demanded: Collection[int] | None, start: int = 0
+    ) -> list[Span]:
+        """Return where each of the first ``count`` messages is in ``text``; raise `BadRowError` for a lost part.
+
+        The reasoning of the messages that are not in ``demanded`` may be missing; with None, everything may. The last
+        message is not before ``start``.
+        """
+        pieces: dict[int, list[Piece]] = {}
+        for piece in conversation.pieces:
+            if piece.kind != "id":  # many templates leave it out
+                pieces.setdefault(piece.message, []).append(piece)
+        regions, at = list[Span](), 0
+        for index in range(-1, count):
+            role = conversation.messages[index]["role"] if index >= 0 else ""
+            is_moved = index < 0 or role in _MOVED
+            at = max(at, start) if index == count - 1 else at
+            spans = []
+            for piece in pieces.get(index, ()):
+                span = find(text, piece.text, 0 if is_moved else at)
+                if span is not None:
+                    spans.append(span)
+                elif demanded is not None and (piece.kind != "reasoning" or index in demanded):
+                    raise _lost(piece, role)
+            if spans and not is_moved:
+                regions.append((min(span[0] for span in spans), max(span[1] for span in spans)))
+                at = regions[-1][1]
+            elif index >= 0:
+                regions.append((at, at))
+        return regions
+
+    def _check_roles(self, messages: Sequence[Message]) -> None:
+        template = self._template(None)
+        for index, message in enumerate(messages):
+            role = message["role"]
+            if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+                raise BadRowError(
+                    "an unknown role",
+                    f"message {index + 1} has the role {role!r}, which the chat template does not name. Write one of "
+                    f"{', '.join(ROLES)}, or set data.format: sharegpt for names such as human and gpt.",
+                )
+
+    def _log_context(self, context: str) -> None:
+        if not self._has_logged:
+            self._has_logged = True
+            logger.info(
+                "The chat template writes the context of a turn (its end: %r) in another way once the turn follows. "
+                "The context of inference is taken. data.template_arguments may change it.",
+                PLACEHOLDER.sub("...", context[-30:]),
+            )
+
+    def _conversation(
+        self, messages: Sequence[Message], tools: Any, arguments: Mapping[str, Any] | None, pieces: list[Piece]
+    ) -> _Conversation:
+        return _Conversation(self._adapted(messages), tools, arguments or {}, pieces)
+
+    def _adapted(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Return ``messages`` with the keys and types that the template reads."""
+        found = [dict(message) for message in messages]
+        for message in found:
+            if "reasoning_content" in message and self._reasoning_key != "reasoning_content":
+                message[self._reasoning_key] = message.pop("reasoning_content")
+            if self._wants_parts:
+                message["content"] = [{"type": "text", "text": message["content"]}]
+            if "tool_calls" in message and self._wants_text:
+                message["tool_calls"] = [_with_text(call) for call in message["tool_calls"]]
+        return found
+
+    @cached_property
+    def _reasoning_key(self) -> str:
+        keys = ("reasoning_content", "thinking", "reasoning")
+        pattern = r"\w(\.{0}\b|\[['\"]{0}['\"]\])|['\"]{0}['\"] in"
+        template = self._template(None)
+        return next((key for key in keys if re.search(pattern.format(key), template)), keys[0])
+
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """The template renders lists of parts, and no text."""
+        return not self._renders([_asked(0)]) and self._renders(
+            [{"role": "user", "content": [{"type": "text", "text": placeholder(0)}]}]
+        )
+
+    @cached_property
+    def _wants_text(self) -> bool:
+        """The template renders a tool's arguments only if they are JSON text."""
+        call = {"type": "function", "function": {"name": placeholder(1), "arguments": {placeholder(2): 3}}}
+        forms = ([{"role": "assistant", "content": "", "tool_calls": [one]}] for one in (call, _with_text(call)))
+        takes_dict, takes_text = (self._renders([_asked(0), *form], at=2) for form in forms)
+        return takes_text and not takes_dict
+
+    def _renders(self, messages: list[dict[str, Any]], at: int = 0) -> bool:
+        try:
+            return placeholder(at) in self._render(_Conversation(messages, None, {}, []), messages)
+        except BadRowError:
+            return False
+
+    @cached_property
+    def _header(self) -> str:
+        """The generation prompt; empty if there is none."""
+        asked = self._adapted([_asked(0)])
+        bare = _Conversation(asked, None, {}, [])
+        try:
+            with_header = self._render(bare, asked, header=True)
+            return with_header[common_length(with_header, self._render(bare, asked)) :]
+        except BadRowError:
+            return ""
+
+    @cached_property
+    def _tails(self) -> list[str]:
+        """The texts after an assistant's message that is the last, and between one and the next user's."""
+        messages = self._adapted([_asked(0), {"role": "assistant", "content": placeholder(1)}, _asked(2)])
+        bare = _Conversation(messages, None, {}, [])
+        try:
+            texts = [self._render(bare, messages[:count]) for count in (2, 3)]
+        except BadRowError:
+            return ["", ""]
+        return [text.partition(placeholder(1))[2].partition(placeholder(2))[0] for text in texts]
+
+    @cached_property
+    def _ends(self) -> re.Pattern[str]:
+        """Pattern of the tokens that end a turn: those that stop generation, or else the template's own."""
+        special = _any_of({*self.tokenizer.get_added_vocab(), *self.tokenizer.all_special_tokens})
+        marks = re.compile(f"{special.pattern}|{_MARK}")
+        first, second = ([found[0] for found in marks.finditer(tail)][:1] for tail in self._tails)
+        if not first or first != second or _any_of(self.stops).search(self._tails[1]):
+            return _any_of(self.stops)
+        logger.warning(
+            "The chat template ends a turn with %r, and generation stops at %s. The model learns the former. Write it "
+            "into eos_token_id of generation_config.json, or stop there when the model is served.",
+            first[0],
+            ", ".join(map(repr, sorted(self.stops))) or "no token",
+        )
+        return _any_of({*self.stops, first[0]})
+
+    def _template(self, tools: Any) -> str:
+        if self.tokenizer.chat_template is None:
+            raise ModelError(
+                f"The tokenizer of {self.tokenizer.name_or_path!r} has no chat template, and the data are "
+                "conversations. Name a template with data.chat_template, use an instruction-tuned model, or provide "
+                "the data as prompt and completion text."
+            )
+        template = self.tokenizer.get_chat_template(tools=tools)
+        day = self.day  # transformers hands no function to a template
+        return _CLOCK.sub(lambda read: repr(day.strftime(read[2])), template) if day and self.reads_clock else template
+
+    def _render(
+        self, conversation: _Conversation, messages: Sequence[Mapping[str, Any]], *, header: bool = False
+    ) -> str:
+        template = self._template(conversation.tools)
+        arguments = {**self.arguments, **conversation.arguments}
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    list(messages), tools=conversation.tools, chat_template=template, add_generation_prompt=header,
+                    tokenize=False, **arguments,
+                )
+            )  # fmt: skip
+        except Exception as error:  # a template may raise anything
+            raise BadRowError(
+                "rejected by the chat template",
+                f"the tokenizer's chat template rejects this conversation: {str(error).rstrip('.')}. Change the "
+                "conversation, or name another template with data.chat_template.",
+            ) from None
+
+    @property
+    def reads_clock(self) -> bool:
+        """Return True if the template may write the day."""
+        template = self.tokenizer.chat_template
+        return template is not None and "strftime_now" in str(template)
+
+
+def _asked(number: int) -> dict[str, Any]:
+    return {"role": "user", "content": placeholder(number)}
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
+def _lost(piece: Piece, role: str) -> BadRowError:
+    where = f" of message {piece.message + 1} (role {role!r})" if piece.message >= 0 else ""
+    return BadRowError(
+        _LOST,
+        f"the chat template does not render {_PARTS[piece.kind]}{where}: {excerpt(piece.text)!r}. {_CURES[piece.kind]}",
+    )
+
+
+def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
+    """Return a pattern of ``tokens`` that prefers longer ones, and matches nothing if there are none."""
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")

@@ -1,0 +1,156 @@
+"""Texts of messages, and placeholders that stand for them while the shape of a conversation is rendered."""
+
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any, Final, NamedTuple
+
+from shardmake.data.layout import Message
+
+Span = tuple[int, int]
+PLACEHOLDER: Final = re.compile(r"(Qz\d+zQ)")
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The text of one example, and the spans of its characters that are learned."""
+
+    text: str
+    learned: tuple[Span, ...]
+    is_plain: bool = False
+    """No template rendered it: the tokenizer adds its special tokens, and an end of sequence."""
+
+
+class Piece(NamedTuple):
+    """A text of a message that the rendered conversation must have; -1 is the message of the tools."""
+
+    message: int
+    kind: str
+    text: str
+    is_hidden: bool
+    """A placeholder with the number of the piece may stand for it."""
+
+
+def placeholder(number: int) -> str:
+    """Return the text that stands for piece ``number``."""
+    return f"Qz{number}zQ"
+
+
+def hide_texts(messages: Sequence[Message], tools: Any) -> tuple[list[dict[str, Any]], list[Piece]]:
+    """Return ``messages`` with placeholders, numbered as the pieces, for their texts without the space around them."""
+    named = [tool.get("function", tool) for tool in tools or [] if isinstance(tool, dict)]
+    pieces = [Piece(-1, "tools", tool["name"], False) for tool in named if isinstance(tool, dict) and tool.get("name")]
+    hidden = []
+
+    def hide(index: int, kind: str, text: str) -> str:
+        core = text.strip()
+        if not core:
+            return text
+        pieces.append(Piece(index, kind, core, True))
+        return text.replace(core, placeholder(len(pieces) - 1), 1)
+
+    def hide_call(index: int, value: Any) -> Any:
+        if isinstance(value, str):
+            return hide(index, "call", value)
+        if isinstance(value, dict):
+            pieces.extend(Piece(index, "call", key, False) for key in value if key)
+            return {key: hide_call(index, item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [hide_call(index, item) for item in value]
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            pieces.append(Piece(index, "call", json.dumps(value), False))
+        return value
+
+    for index, message in enumerate(messages):
+        found, content = dict(message), message["content"]
+        if message.get("reasoning_content"):
+            found["reasoning_content"] = hide(index, "reasoning", message["reasoning_content"])
+        head, mark, answer = content.rpartition("</think>")
+        if mark and message["role"] == "assistant":
+            before, tag, thought = head.rpartition("<think>")
+            content = before + tag + hide(index, "reasoning", thought) + mark + hide(index, "content", answer)
+        else:
+            content = hide(index, "content", content)
+        found["content"] = content
+        if isinstance(message.get("tool_call_id"), str):
+            found["tool_call_id"] = hide(index, "id", message["tool_call_id"])
+        if "tool_calls" in message:
+            found["tool_calls"] = [_hide_function(call, partial(hide_call, index)) for call in message["tool_calls"]]
+            for call in found["tool_calls"]:
+                if isinstance(call.get("id"), str):
+                    call["id"] = hide(index, "id", call["id"])
+        hidden.append(found)
+    return hidden, pieces
+
+
+def _hide_function(call: Mapping[str, Any], hide: Callable[[Any], Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "name": hide(function["name"]), "arguments": hide(function["arguments"])}}
+
+
+def hidden_pieces(pieces: Sequence[Piece]) -> list[Piece]:
+    """Return ``pieces`` with their placeholders as texts."""
+    return [
+        piece._replace(text=placeholder(number)) if piece.is_hidden else piece for number, piece in enumerate(pieces)
+    ]
+
+
+def real_text(text: str, pieces: Sequence[Piece]) -> str:
+    """Return ``text`` of an error with excerpts of the ``pieces`` in place of their placeholders."""
+    return PLACEHOLDER.sub(lambda found: excerpt(pieces[number_of(found[0])].text), text)
+
+
+def excerpt(text: str) -> str:
+    """Return the beginning of ``text`` for an error."""
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def number_of(text: str) -> int:
+    """Return the number of the piece for which the placeholder ``text`` stands."""
+    return int(text[2:-2])
+
+
+def find(text: str, part: str, start: int) -> Span | None:
+    """Return where ``part`` is in ``text`` from ``start`` on, as it is or as a template writes JSON."""
+    for form in (lambda: part, lambda: json.dumps(part, ensure_ascii=False)[1:-1], lambda: json.dumps(part)[1:-1]):
+        if (at := text.find(form(), start)) >= 0:
+            return at, at + len(form())
+    return None
+
+
+def parts_of(text: str, texts: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return ``text`` split at its placeholders, and the same with ``texts`` in their place."""
+    old = PLACEHOLDER.split(text)
+    return old, [texts[number_of(part)] if at % 2 else part for at, part in enumerate(old)]
+
+
+def fill(example: Rendered, texts: Sequence[str]) -> Rendered:
+    """Return ``example`` with ``texts`` in place of its placeholders."""
+    old, new = parts_of(example.text, texts)
+    before, after = (list(accumulate(map(len, parts), initial=0)) for parts in (old, new))
+
+    def moved(at: int) -> int:
+        part = bisect_right(before, at) - 1
+        return after[part] + at - before[part]
+
+    learned = tuple((moved(start), moved(end)) for start, end in example.learned)
+    return replace(example, text="".join(new), learned=learned)
+
+
+def common_length(one: str, other: str) -> int:
+    """Return the length of the common beginning of two texts."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
+
+
+def seam(context: str, whole: str, start: int) -> int:
+    """Return where ``whole``, before ``start``, has the longest end of ``context``: an answer follows there."""
+    ends = range(max(0, start - 200), start + 1)
+    return max(ends, key=lambda at: (common_length(context[::-1], whole[:at][::-1]), at))

@@ -1,1 +1,0 @@
-"""Checks that need GPUs, for ``make gpu-check``; docs/gpu.md asks users for their results."""

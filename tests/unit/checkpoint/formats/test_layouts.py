@@ -1,0 +1,237 @@
+"""Layouts of other programs: each is merged, or refused by its name with a way out that works."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+from shardmake.consolidate.merge import consolidate
+from shardmake.core.errors import CheckpointError, ShardmakeError
+from tests.workflow.consolidate_checkpoints import assert_equal, check_loading_in_process, load_weights
+
+SHAPE = LlamaConfig(
+    vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=2,
+)  # fmt: skip
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+Weights = dict[str, torch.Tensor]
+Writer = Callable[[Weights, Path], Path]
+
+
+@pytest.fixture(autouse=True)
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_loading_in_process(monkeypatch)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    LlamaForCausalLM(SHAPE).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def trained() -> Weights:
+    torch.manual_seed(1)
+    return {name: tensor.clone() for name, tensor in LlamaForCausalLM(SHAPE).state_dict().items()}
+
+
+def prefixed(weights: Weights, prefix: str) -> Weights:
+    return {prefix + name: tensor for name, tensor in weights.items()}
+
+
+def save(value: Any, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(value, path)
+    return path
+
+
+def deepspeed(module: Weights, folder: Path) -> Path:
+    """Write what DeepSpeed's engine saves on one rank without ZeRO (_save_checkpoint in deepspeed/runtime/engine.py)."""
+    state = {"module": module, "global_steps": 2, "skipped_steps": 0, "ds_version": "0.19", "ds_config": {}}
+    save({**state, "shared_params": {}, "buffer_names": [], "param_shapes": []}, folder / "mp_rank_00_model_states.pt")
+    return folder
+
+
+def lightning(weights: Weights, place: Path) -> Path:
+    """Lightning's DeepSpeedStrategy saves the engine, which holds the LightningModule, with the tag "checkpoint"."""
+    deepspeed(prefixed(weights, "_forward_module.model."), place / "epoch=0-step=2.ckpt" / "checkpoint")
+    (place / "epoch=0-step=2.ckpt" / "latest").write_text("checkpoint")
+    return place
+
+
+def torchtune(weights: Weights, place: Path) -> Path:
+    """A folder for each epoch (FullModelHFCheckpointer in torchtune/training/checkpointing/_checkpointer.py)."""
+    (place / "epoch_0").mkdir(parents=True)
+    for number, names in enumerate((list(weights)[::2], list(weights)[1::2]), 1):
+        file = place / "epoch_0" / f"ft-model-{number:05d}-of-00002.safetensors"
+        save_file({name: weights[name] for name in names}, file)
+    save({}, place / "recipe_state" / "recipe_state.pt")
+    return place
+
+
+def fsdp(weights: Weights, place: Path, number: int) -> Path:
+    dcp.save({"model": weights}, checkpoint_id=place / f"pytorch_model_fsdp_{number}", no_dist=True)
+    return place / f"pytorch_model_fsdp_{number}"
+
+
+def accelerate(weights: Weights, place: Path) -> Path:
+    """Two models as ``accelerator.save_state`` writes them under FSDP; the first one is named."""
+    second = fsdp({name: 2 * tensor for name, tensor in weights.items()}, place, 1)
+    fsdp(weights, place, 0)
+    return second.with_name("pytorch_model_fsdp_0")
+
+
+MERGED: dict[str, Writer] = {
+    "Lightning, DeepSpeed": lightning,
+    "Lightning, one file": lambda w, p: save(
+        {"state_dict": prefixed(w, "model."), "optimizer_states": [{}], "loops": {}}, p / "last.ckpt"
+    ),
+    "the folder of it": lambda w, p: save({"state_dict": prefixed(w, "net.")}, p / "last.ckpt").parent,
+    "Accelerate, FULL_STATE_DICT": lambda w, p: save(w, p / "pytorch_model_fsdp.bin").parent,
+    "an optimizer beside it": lambda w, p: save({}, save(w, p / "a.bin").with_name("optimizer.bin")).parent,
+    "model and optimizer": lambda w, p: save({"model": w, "optimizer": {"state": {}}, "step": 3}, p / "last.pt"),
+    "compiled": lambda w, p: save({"model_state_dict": prefixed(w, "module._orig_mod."), "lr": 0.1}, p / "a.pth"),
+    "torchtune": torchtune,
+    "verl": lambda w, p: save(w, p / "actor" / "model_world_size_1_rank_0.pt").parents[1],
+    "verl, above": lambda w, p: save(w, p / "global_step_2" / "actor" / "model_world_size_1_rank_0.pt").parents[2],
+    "one of two models": accelerate,
+}
+
+
+@pytest.mark.parametrize("layout", MERGED)
+def test_layout_is_merged(layout: str, base: Path, tmp_path: Path) -> None:
+    weights = trained()
+    consolidate(MERGED[layout](weights, tmp_path / "checkpoint"), tmp_path / "model", base=base)
+    assert_equal(load_weights(tmp_path / "model"), weights)
+
+
+def files(*names: str) -> Writer:
+    def write(_: Weights, place: Path) -> Path:
+        for name in names:
+            save({"model": {"w": torch.ones(1)}}, place / name)
+        return place
+
+    return write
+
+
+def two_engines(weights: Weights, place: Path) -> Path:
+    for name in ("pytorch_model", "pytorch_model_1"):
+        deepspeed(weights, place / name)
+    (place / "latest").write_text("pytorch_model_1")
+    return place
+
+
+REFUSED: dict[str, tuple[Writer, str]] = {
+    "Megatron": (files("common.pt", "metadata.json"), r"of Megatron-core.* Megatron Bridge"),
+    "Megatron above": (
+        files("latest_checkpointed_iteration.txt", "iter_0000002/common.pt"),
+        r"of Megatron-core.* Megatron Bridge",
+    ),
+    "Megatron ranks": (files("mp_rank_00/model_optim_rng.pt"), r"of Megatron-core.* Megatron Bridge"),
+    "Meta": (files("consolidated.00.pth"), r"of Meta's Llama.* convert_llama_weights_to_hf"),
+    "two FSDP": (lambda w, p: accelerate(w, p).parent, r"several models \(pytorch_model_fsdp_0, .* Name the folder"),
+    "two DeepSpeed": (two_engines, r"several models \(pytorch_model, pytorch_model_1\)\. Name the folder"),
+    "two DDP": (files("model.safetensors", "model_1.safetensors"), r"several models.* Name the file"),
+    "two files": (files("a.pt", "b.pt"), r"several files of weights \(a\.pt, b\.pt\).* Name one"),
+    "two models": (lambda w, p: save({"model": w, "ema": w}, p / "a.pt"), r"models model, ema\. Name one with --key"),
+    "verl, incomplete": (lambda w, p: save(w, p / "model_world_size_2_rank_0.pt").parent, r"the file of rank 1"),
+    "shards, incomplete": (files("ft-model-00001-of-00002.bin"), r"1 shards of ft-model of 2"),
+    "unknown": (files("weights.npz"), r"none of the layouts Megatron-core \(.*DeepSpeed \(global_step\*.*one file"),
+}
+
+
+@pytest.mark.parametrize("layout", REFUSED)
+def test_layout_is_refused(layout: str, base: Path, tmp_path: Path) -> None:
+    write, reason = REFUSED[layout]
+    with pytest.raises(CheckpointError, match=reason):
+        consolidate(write(trained(), tmp_path / "checkpoint"), tmp_path / "model", base=base)
+
+
+def test_a_key_names_one_of_several_models(base: Path, tmp_path: Path) -> None:
+    weights = trained()
+    doubled = {name: 2 * tensor for name, tensor in weights.items()}
+    file = save({"model": weights, "ema": doubled}, tmp_path / "checkpoint" / "a.pt")
+    consolidate(file, tmp_path / "model", base=base, key="ema")
+    assert_equal(load_weights(tmp_path / "model"), doubled)
+
+
+def test_an_adapter_beside_the_default_one(base: Path, tmp_path: Path) -> None:
+    model = get_peft_model(LlamaForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj"]))
+    model.add_adapter("other", LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=r"several adapters \(default, other\)\. Add --key default .* the folder"):
+        consolidate(tmp_path / "adapter", tmp_path / "model", base=base)
+    consolidate(tmp_path / "adapter", tmp_path / "model", base=base, key="default")
+    assert_equal(load_weights(tmp_path / "model"), load_weights(base))
+    consolidate(tmp_path / "adapter" / "other", tmp_path / "second", base=base)
+    assert not torch.equal(load_weights(tmp_path / "second")[QUERY], load_weights(base)[QUERY])
+
+
+def test_a_tie_that_base_and_checkpoint_store_twice(base: Path, tmp_path: Path) -> None:
+    config = LlamaConfig(**{**SHAPE.to_dict(), "tie_word_embeddings": True})
+    weights = {name: held.clone() for name, held in LlamaForCausalLM(config).state_dict().items()}
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(base)
+    save_file(weights, base / "model.safetensors")
+    consolidate(save(weights, tmp_path / "checkpoint" / "a.pt"), tmp_path / "model", base=base)
+    assert_equal(load_weights(tmp_path / "model"), {n: held for n, held in weights.items() if n != "lm_head.weight"})
+
+
+def test_allow_unexpected_is_advised_only_where_nothing_trained_is_lost(base: Path, tmp_path: Path) -> None:
+    weights = trained()
+    file = save(prefixed(weights, "inner.") | {"other.weight": torch.ones(2)}, tmp_path / "checkpoint" / "a.pt")
+    with pytest.raises(CheckpointError, match=f"{QUERY} is missing") as refused:
+        consolidate(file, tmp_path / "model", base=base)
+    assert "--allow" not in str(refused.value)
+    save({**weights, "v_head.weight": torch.ones(2)}, file)
+    with pytest.raises(CheckpointError, match="add --allow unexpected"):
+        consolidate(file, tmp_path / "model", base=base)
+    consolidate(file, tmp_path / "model", base=base, allow=["unexpected"])
+    assert_equal(load_weights(tmp_path / "model"), {**weights, "v_head.weight": torch.ones(2)})
+
+
+@pytest.mark.parametrize("kind", ["full", "adapter"])
+def test_resized_embeddings(kind: str, base: Path, tmp_path: Path) -> None:
+    """The refusal asks for a base that was saved after the resize, and with that the merge is right."""
+    model: Any = LlamaForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(100)
+    model.save_pretrained(tmp_path / "resized")
+    if kind == "adapter":
+        adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "lm_head"]))
+        adapted.save_pretrained(tmp_path / "checkpoint", save_embedding_layers=False)
+    else:
+        save(model.state_dict(), tmp_path / "checkpoint" / "a.pt")
+    with pytest.raises(ShardmakeError, match=r"If the vocabulary was resized before training, name a .* saved after"):
+        consolidate(tmp_path / "checkpoint", tmp_path / "model", base=base)
+    consolidate(tmp_path / "checkpoint", tmp_path / "model", base=tmp_path / "resized")
+    assert load_weights(tmp_path / "model")["lm_head.weight"].shape == (100, 32)
+
+
+def test_names_of_a_vision_language_model(tmp_path: Path) -> None:
+    """Its class has other names (model.language_model...) than its files, and PEFT uses those of the class."""
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
+    text = {
+        name: value
+        for name, value in SHAPE.to_dict().items()
+        if name.startswith(("vocab", "hidden_s", "inter", "num_"))
+    }
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2}
+    config = Qwen2VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=vision)
+    Qwen2VLForConditionalGeneration(config).save_pretrained(tmp_path / "base")
+    names = load_weights(tmp_path / "base").keys()
+    assert not any("language_model" in name for name in names)
+    targets = LoraConfig(target_modules=r".*language_model.*(q_proj|down_proj)", init_lora_weights=False)
+    model: Any = Qwen2VLForConditionalGeneration.from_pretrained(tmp_path / "base")
+    get_peft_model(model, targets).save_pretrained(tmp_path / "adapter")
+    consolidate(tmp_path / "adapter", tmp_path / "model", base=tmp_path / "base")
+    again: Any = Qwen2VLForConditionalGeneration.from_pretrained(tmp_path / "base")
+    PeftModel.from_pretrained(again, tmp_path / "adapter").merge_and_unload().save_pretrained(tmp_path / "expected")
+    ours, theirs = load_weights(tmp_path / "model"), load_weights(tmp_path / "expected")
+    assert ours.keys() == theirs.keys() == names
+    for name in names:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-6, atol=1e-6)

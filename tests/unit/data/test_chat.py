@@ -1,0 +1,159 @@
+"""Kinds of chat templates and of conversations: the context of each turn, what is learned, and what is refused."""
+
+from datetime import date
+from typing import Any
+
+import pytest
+
+from shardmake.config.formats import FORMATS
+from shardmake.core.errors import DataError
+from shardmake.data.chat import BadRowError, ChatTemplate
+from shardmake.data.encode import Encoder
+from shardmake.data.layout import Layout
+from tests.unit.data.test_encode import PLAIN, chat, make_tokenizer, shown
+
+Row = dict[str, Any]
+LOOP = "{%% for m in messages %%}%s{%% endfor %%}{%% if add_generation_prompt %%}<assistant>%s{%% endif %%}"
+MESSAGE = "<{{ m.role }}>{{ m.content }}</s>"
+DEFAULT_SYSTEM = "{% if messages[0].role != 'system' %}<system>ok</s>{% endif %}" + PLAIN
+NO_END = LOOP % ("<{{ m.role }}>{{ m.content }}", "")
+NEXT_ENDS = LOOP % (
+    "{% if not loop.first and messages[loop.index0 - 1].role == 'assistant' %}</s>{% endif %}<{{ m.role }}>"
+    "{{ m.content }}{% if m.role != 'assistant' %}</s>{% endif %}",
+    "",
+)
+OPENS = LOOP % (
+    "<{{ m.role }}>{% if m.role == 'assistant' %}T{{ m.reasoning_content or '' }}/{% endif %}{{ m.content }}</s>",
+    "T",
+)
+OPENS_NO_MORE = LOOP % (MESSAGE, "T")
+LAST_THINKS = LOOP % (
+    "<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}T{{ m.reasoning_content or '' }}/{% endif %}"
+    "{{ m.content }}</s>",
+    "",
+)
+KNOWN = LOOP % ("{% if m.role in ('system', 'user', 'assistant') %}" + MESSAGE + "{% endif %}", "")
+PARTS = LOOP % (
+    "<{{ m.role }}>{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}</s>",
+    "",
+)
+LATE_SYSTEM = (
+    "{% set sys = messages[0].content if messages[0].role == 'system' else '' %}{% for m in messages %}"
+    "{% if m.role == 'user' %}<user>{% if loop.last and sys %}{{ sys }}:{% endif %}{{ m.content }}<assistant>"
+    "{% elif m.role == 'assistant' %}{{ m.content }}</s>{% endif %}{% endfor %}"
+)
+CALLS = LOOP % (
+    "<{{ m.role }}>{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "{{ m.content }}</s>",
+    "",
+)
+TEXT_CALLS = CALLS.replace(" | tojson", " + ''")
+NEEDS_USER = (
+    "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}{{ raise_exception('no user') }}{% endif %}"
+    + PLAIN
+)
+CLOCK = "<system>{{ strftime_now('%Y') }}</s>" + PLAIN
+SWITCH = LOOP % (MESSAGE, "{% if think %}T{% endif %}")
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": '{"x": "y"}'}}]}
+THOUGHT = {"role": "assistant", "content": "b", "thinking": "z"}
+
+LEARNED: list[tuple[str, str, Row, list[str]]] = [
+    ("assistant first", PLAIN, {"messages": chat("a:b", "u:c", "a:d")},
+     ["<assistant>[b</s>]<user>c</s><assistant>[d</s>]"]),
+    ("assistant first, default system", DEFAULT_SYSTEM, {"messages": chat("a:b", "u:c")},
+     ["<system>ok</s><assistant>[b</s>]<user>c</s>"]),
+    ("a user must come", NEEDS_USER, {"messages": chat("a:b", "u:c", "a:d")},
+     ["<assistant>[b</s>]<user>c</s><assistant>[d</s>]"]),
+    ("the next role ends a turn", NEXT_ENDS, {"messages": chat("u:a", "a:b", "u:c", "a:d")},
+     ["<user>a</s><assistant>[b</s>]<user>c</s><assistant>[d</s>]"]),
+    ("the header opens thoughts", OPENS, {"messages": [*chat("u:a"), THOUGHT]}, ["<user>a</s><assistant>T[z/b</s>]"]),
+    ("empty thoughts", OPENS, {"messages": chat("u:a", "a:b")}, ["<user>a</s><assistant>T[/b</s>]"]),
+    ("thoughts that history lacks", OPENS_NO_MORE, {"messages": chat("u:a", "a:b", "u:c", "a:d")},
+     ["<user>a</s><assistant>T[b</s>]", "<user>a</s><assistant>b</s><user>c</s><assistant>T[d</s>]"]),
+    ("only the last turn thinks", LAST_THINKS, {"messages": [*chat("u:a"), THOUGHT, *chat("u:c", "a:d", "u:e")]},
+     ["<user>a</s><assistant>[Tz/b</s>]", "<user>a</s><assistant>b</s><user>c</s><assistant>[T/d</s>]"]),
+    ("parts", PARTS, {"messages": chat("u:a", "a:b")}, ["<user>a</s><assistant>[b</s>]"]),
+    ("the system text moves", LATE_SYSTEM, {"messages": chat("s:x", "u:a", "a:b")}, ["<user>x:a<assistant>[b</s>]"]),
+    ("a call with JSON in text", CALLS, {"messages": [*chat("u:a"), CALL, {"role": "tool", "content": "r"}, *chat("a:b")]},
+     ['<user>a</s><assistant>[f{"x": "y"}</s>]<tool>r</s><assistant>[b</s>]']),
+    ("a template that wants text", TEXT_CALLS, {"messages": [*chat("u:a"), CALL]},
+     ['<user>a</s><assistant>[f{"x": "y"}</s>]']),
+    ("no calls, no thoughts", CALLS, {"messages": [*chat("u:a"), {**THOUGHT, "thinking": None, "tool_calls": []}]},
+     ["<user>a</s><assistant>[b</s>]"]),
+    ("arguments of a row", SWITCH, {"messages": chat("u:a", "a:b"), "chat_template_kwargs": {"think": True}},
+     ["<user>a</s><assistant>T[b</s>]"]),
+    ("the day", CLOCK, {"messages": chat("u:a", "a:b")}, ["<system>1999</s><user>a</s><assistant>[b</s>]"]),
+    ("a text that is also markup", PLAIN, {"messages": chat("u:a", "a:s", "u:user", "a:</s>")},
+     ["<user>a</s><assistant>[s</s>]<user>user</s><assistant>[</s></s>]"]),
+    ("thoughts in the text", PLAIN, {"messages": chat("u:a", "a:<think>z</think> b")},
+     ["<user>a</s><assistant>[<think>z</think> b</s>]"]),
+    ("an end that is text", PLAIN.replace("</s>", "<|e|>"), {"messages": chat("u:a", "a:b", "u:c")},
+     ["<user>a<|e|><assistant>[b<|e|>]<user>c<|e|>"]),
+    ("nothing to learn", PLAIN, {"messages": chat("u:a")}, ["<user>a</s>"]),
+]  # fmt: skip
+REFUSED: list[tuple[str, str, Row, str]] = [
+    ("no end", NO_END, {"messages": chat("u:a", "a:b")}, "here: after the assistant's message, .* no token at which"),
+    ("role human", KNOWN, {"messages": [{"role": "human", "content": "a"}, *chat("a:b")]}, "here: message 1 has the role"),
+    ("role developer", KNOWN, {"messages": [{"role": "developer", "content": "a"}, *chat("u:c", "a:b")]},
+     r"here: the chat template does not render the text of message 1 \(role 'developer'\): 'a'"),
+    ("lost result", KNOWN, {"messages": [*chat("u:a", "a:b"), {"role": "tool", "content": "b"}, *chat("a:a b")]},
+     r"the text of message 3 \(role 'tool'\): 'b'"),
+    ("lost call", PLAIN, {"messages": [*chat("u:a"), CALL]}, r"a call of a tool of message 2 .* 'f'"),
+    ("lost tools", PLAIN, {"messages": chat("u:a", "a:b"), "tools": [{"function": {"name": "f"}}]}, "the tools: 'f'"),
+    ("lost thoughts", PLAIN, {"messages": [*chat("u:a"), THOUGHT]}, "the reasoning of message 2 .* 'z'"),
+]  # fmt: skip
+
+
+def encoder(template: str, turns: Any = "auto", **more: Any) -> Encoder:
+    chat_template = ChatTemplate(make_tokenizer(template), frozenset({"</s>"}), more, turns, date(1999, 5, 5))
+    return Encoder(chat_template, Layout("chat", FORMATS["chat"].columns), assistant_only=True)
+
+
+def encoded(encoder: Encoder, row: Row) -> list[str]:
+    return [shown(encoder.tokenizer, tokens).replace("�", "") for tokens in encoder(row, "here")]
+
+
+@pytest.mark.parametrize(("name", "template", "row", "expected"), LEARNED, ids=[case[0] for case in LEARNED])
+def test_what_follows_the_context_of_inference_is_learned(name: str, template: str, row: Row, expected: Any) -> None:
+    assert encoded(encoder(template), row) == expected
+
+
+@pytest.mark.parametrize(("name", "template", "row", "message"), REFUSED, ids=[case[0] for case in REFUSED])
+def test_what_the_template_loses_is_named(name: str, template: str, row: Row, message: str) -> None:
+    with pytest.raises(BadRowError, match=message):
+        encoded(encoder(template), row)
+
+
+def test_turns_are_together_or_apart_as_configured() -> None:
+    two = {"messages": chat("u:a", "a:b", "u:c", "a:d")}
+    apart = ["<user>a</s><assistant>[b</s>]", "<user>a</s><assistant>b</s><user>c</s><assistant>[d</s>]"]
+    assert encoded(encoder(PLAIN, "apart"), two) == apart
+    assert encoded(encoder(PLAIN, "together"), two) == ["<user>a</s><assistant>[b</s>]<user>c</s><assistant>[d</s>]"]
+    with pytest.raises(DataError, match=r"here: the chat template renders a turn differently.*data\.turns: auto"):
+        encoded(encoder(LAST_THINKS, "together"), two)
+
+
+def test_a_row_like_others_is_encoded_as_alone() -> None:
+    """Rows of one shape are rendered once; what the template does with their texts must not be lost by that."""
+    contents = ["b", "b</s>", " b ", "<think>z</think>b", "\n\nb", "Qz0zQ", '"b"']
+    rows = [{"messages": chat("u:a", f"a:{content}", "u:c", "a:d")} for content in contents]
+    trims = PLAIN.replace("m.content", "(m.content.split('</think>')[-1] | trim)")
+    for template in (PLAIN, trims):
+        used = encoder(template)
+        for row in rows:
+            alone = _outcome(encoder(template), row)
+            assert [_outcome(used, row) for _ in range(2)] == [alone, alone]
+
+
+def _outcome(used: Encoder, row: Row) -> Any:
+    try:
+        return encoded(used, row)
+    except DataError as error:
+        return str(error)
+
+
+def test_arguments_of_the_run_reach_the_template_and_those_of_a_row_replace_them() -> None:
+    used = encoder(SWITCH, think=True)
+    assert encoded(used, {"messages": chat("u:a", "a:b")}) == ["<user>a</s><assistant>T[b</s>]"]
+    row = {"messages": chat("u:a", "a:b"), "chat_template_kwargs": {"think": False}}
+    assert encoded(used, row) == ["<user>a</s><assistant>[b</s>]"]

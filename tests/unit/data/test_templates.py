@@ -1,0 +1,176 @@
+"""Every chat template of the installed TRL with conversations as people have them, against the reference.
+
+python -m tests.unit.data.test_templates                     write the table of the docs
+python -m tests.unit.data.test_templates FOLDER PREFIX...    try a real tokenizer with the templates of its family
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from shardmake.config.formats import FORMATS
+from shardmake.core.errors import DataError
+from shardmake.data.chat import ChatTemplate
+from shardmake.data.encode import Encoder
+from shardmake.data.layout import Layout
+from tests.unit.data.reference import TEMPLATES, expected, in_parts, stops_of, tokenizer_for
+
+Row = dict[str, Any]
+
+
+def _say(*turns: str) -> list[Row]:
+    roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool", "d": "developer", "h": "human"}
+    return [{"role": roles[turn[0]], "content": turn[2:]} for turn in turns]
+
+
+_CALL = {
+    "type": "function",
+    "id": "abcdefghi",
+    "function": {"name": "get_weather", "arguments": {"city": "Paris", "days": 3}},
+}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    },
+}
+_CALLED = [
+    *_say("u:What is the weather in Paris?"),
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "name": "get_weather", "tool_call_id": "abcdefghi", "content": "sunny"},
+    *_say("a:It is sunny."),
+]
+_THOUGHT = {"role": "assistant", "content": "It is sunny.", "reasoning_content": "The window shows it."}
+CONVERSATIONS: dict[str, Row] = {
+    "one turn": {"messages": _say("u:What is it?", "a:It is sunny.")},
+    "system": {"messages": _say("s:Be brief.", "u:What is it?", "a:It is sunny.")},
+    "two turns": {"messages": _say("u:What is it?", "a:It is sunny.", "u:Where?", "a:In Paris.")},
+    "three turns, system": {
+        "messages": _say("s:Be brief.", "u:What?", "a:Sun.", "u:Where?", "a:In Paris.", "u:Why?", "a:It is so.")
+    },
+    "last turn of the user": {"messages": _say("u:What is it?", "a:It is sunny.", "u:Thank you")},
+    "assistant first": {"messages": _say("a:Hello, traveller.", "u:What is it?", "a:It is sunny.")},
+    "answer with line breaks": {"messages": _say("u:What is it?", "a:\n\nIt is\n\n\nsunny.\n")},
+    "two answers": {"messages": _say("u:What is it?", "a:It is sunny.", "a:In Paris.")},
+    "reasoning": {"messages": [*_say("u:What is it?"), _THOUGHT]},
+    "reasoning in two turns": {"messages": [*_say("u:What is it?"), _THOUGHT, *_say("u:Where?"), _THOUGHT]},
+    "reasoning in the text": {"messages": _say("u:What?", "a:<think>\nThe window shows it.\n</think>\n\nIt is sunny.")},
+    "tool call": {"messages": _CALLED, "tools": [_TOOL]},
+    "tool call without tools": {"messages": _CALLED},
+    "developer": {"messages": _say("d:Be brief.", "u:What is it?", "a:It is sunny.")},
+    "unknown role": {"messages": _say("h:What is it?", "a:It is sunny.")},
+}  # fmt: skip
+
+
+def _encoder(tokenizer: Any, name: str) -> Encoder:
+    chat = ChatTemplate(tokenizer, frozenset(stops_of(name)))
+    return Encoder(chat, Layout("chat", FORMATS["chat"].columns), assistant_only=True)
+
+
+def _learned(tokenizer: Any, ids: list[int], mask: list[bool]) -> list[tuple[list[int], list[int]]]:
+    """Return each learned run of tokens with all tokens before it."""
+    starts = [n for n, on in enumerate(mask) if on and not mask[n - 1]]
+    ends = [n for n, on in enumerate(mask, start=1) if on and not (mask[n] if n < len(mask) else False)]
+    return [(ids[:a], ids[a:b]) for a, b in zip(starts, ends, strict=True)]
+
+
+def outcome(name: str, row: Row, tokenizer: Any = None) -> str:
+    """Return right, apart, refused with its reason, or what is wrong."""
+    tokenizer = tokenizer or tokenizer_for(name)
+    encoder = _encoder(tokenizer, name)
+    try:
+        encoded = encoder(row, "here")
+    except DataError as error:
+        return f"refused: {error}"
+    found = [pair for ids, mask in encoded for pair in _learned(tokenizer, ids, mask)]
+    answers = [index for index, message in enumerate(row["messages"]) if message["role"] == "assistant"]
+    if len(found) != len(answers):
+        return f"wrong: {len(found)} turns of {len(answers)}"
+    for index, (before, said) in zip(answers, found, strict=True):
+        try:
+            context, follows = expected(tokenizer, in_parts(name, row), index, stops_of(name))
+        except Exception as error:  # the template takes this turn only with what follows
+            context, follows = "", str(error)
+            if not tokenizer.decode(said).strip().endswith(tuple(stops_of(name))):
+                return f"wrong: {tokenizer.decode(said)!r}"
+            continue
+        if before + said != tokenizer(context + follows, add_special_tokens=False)["input_ids"]:
+            return f"wrong: {tokenizer.decode(before)!r} + {tokenizer.decode(said)!r}, not {context!r} + {follows!r}"
+        if len(tokenizer.decode(before)) > len(context):
+            return f"wrong: {tokenizer.decode(said)!r} is less than {follows!r}"
+    return "apart" if len(encoded) > 1 else "right"
+
+
+PAGE = Path(__file__).parents[3] / "docs/reference/chat-templates.md"
+REASONS = {
+    "rejects this conversation": "rejected",
+    "does not name": "role",
+    "the text of": "text",
+    "the reasoning of": "reasoning",
+    "a call of a tool": "call",
+    "render the tools": "tools",
+}
+
+
+def row_of_page(name: str) -> str:
+    """Return the line of a template in the page."""
+    cells = []
+    for title, row in CONVERSATIONS.items():
+        found = outcome(name, row)
+        assert not found.startswith("wrong"), f"{title}: {found}"
+        is_refused = found.startswith("refused")
+        words = [word for reason, word in REASONS.items() if reason in found]
+        assert words or not is_refused, found
+        cells.append(words[0] if is_refused else found)
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_a_template_of_trl_gives_what_the_model_must_say_or_a_reason(name: str) -> None:
+    assert row_of_page(name) in PAGE.read_text("utf-8").splitlines()
+
+
+def test_few_of_the_pairs_that_trl_trains_are_refused() -> None:
+    """A pair counts where TRL's training template keeps all texts; rows with a role that is none are refused by name."""
+    page = [line.strip("| ").split(" | ") for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| ")]
+    cells = {line[0]: dict(zip(page[0][1:], line[1:], strict=True)) for line in page}
+    trained, refused = 0, []
+    for name in [name for name in TEMPLATES if f"{name}_training" in TEMPLATES]:
+        for title, row in CONVERSATIONS.items():
+            if title != "unknown role" and _trl_keeps_all(name, in_parts(name, row)):
+                trained += 1
+                refused += [f"{name}, {title}"] if cells[name][title] not in ("right", "apart") else []
+    assert trained > 330 and len(refused) <= 0.02 * trained, refused
+
+
+def _trl_keeps_all(name: str, row: Row) -> bool:
+    tokenizer = tokenizer_for(name)
+    settings = {"tools": row.get("tools"), "chat_template": TEMPLATES[f"{name}_training"], "return_dict": True}
+    try:
+        found = tokenizer.apply_chat_template(row["messages"], return_assistant_tokens_mask=True, **settings)
+    except Exception:  # a template may raise anything
+        return False
+    said = json.dumps([row["messages"], [tool["function"]["description"] for tool in row.get("tools", [])]])
+    words = ("What", "Where", "Why", "sunny", "In Paris", "brief", "window", "traveller", "Thank you", "get_weather")
+    text = tokenizer.decode(found["input_ids"])
+    return any(found["assistant_masks"]) and all(word in text for word in (*words, "Weather of a city") if word in said)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        real = AutoTokenizer.from_pretrained(sys.argv[1])
+        for name in sorted(name for name in TEMPLATES if name.startswith(tuple(sys.argv[2:]))):
+            real.chat_template = TEMPLATES[name]
+            real.add_special_tokens({"eos_token": stops_of(name)[0], "additional_special_tokens": stops_of(name)})
+            print(name, *(f"{title}: {outcome(name, row, real)}" for title, row in CONVERSATIONS.items()), sep="\n  ")
+        sys.exit()
+    head, _, _ = PAGE.read_text("utf-8").partition("| template |")
+    titles = ["template", *CONVERSATIONS]
+    lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}", *map(row_of_page, sorted(TEMPLATES))]
+    PAGE.write_text(head + "\n".join(lines) + "\n", "utf-8")

@@ -1,0 +1,21 @@
+"""The page of model types is true for the installed transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardmake.consolidate import loading
+from tests.model_types import in_this_process, try_type
+from tools.model_types_page import ROWS
+
+KNOWN: dict[str, Any] = json.loads(ROWS.read_text())
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("kind", KNOWN)
+def test_a_step_and_a_merge_of_every_type(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(loading, "run_module", in_this_process)
+    assert try_type(kind, tmp_path) == KNOWN[kind]

@@ -1,0 +1,42 @@
+"""Write the page of model types to standard output: ``python -m tools.model_types_page``.
+
+Its rows are those that ``python -m tests.model_types tests/model_types.json`` found; `make test-models` compares them.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROWS = Path(__file__).parents[1] / "tests/model_types.json"
+_HEADER = """# Model types of transformers
+
+What the plan and a small model of each type gave with the pinned transformers: the class that trains, the towers that
+are not loaded, the attention kernels, those that keep packed examples apart (of flash, the ranks check it), and one
+training step with its merge. The small models have the default config of their type with fewer layers and a smaller
+vocabulary, so a published model may differ. Types that are not in the table have not been tried. `python -m
+tests.model_types tests/model_types.json` tries them, and `make test-models` repeats the rows.
+
+| type | class | towers absent | kernels | packing | memory | tested |
+|---|---|---|---|---|---|---|
+"""
+
+
+def _line(kind: str, row: dict[str, Any]) -> str:
+    if "refused" in row:
+        return f"| `{kind}` | | | | | | refused: {row['refused'].replace('|', '/')} |"
+    apart = [kernel for kernel in row["attention"] if kernel not in row["mixing"]]
+    cells = (
+        f"`{kind}`", row["model_class"], ", ".join(row["absent"]), ", ".join(row["attention"]),
+        ", ".join(apart) or "none", row["planned"], row["tested"].replace("|", "/"),
+    )  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Print the page."""
+    rows = json.loads(ROWS.read_text())
+    print(_HEADER + "\n".join(_line(kind, row) for kind, row in rows.items()))
+
+
+if __name__ == "__main__":
+    main()
