@@ -24,8 +24,9 @@ from shardmake.launch.slurm_jobs import job_owners
 from shardmake.launch.slurm_states import JobState
 from shardmake.launch.submission import submit
 from shardmake.launch.training import Training
-from shardmake.run.attempt import NOBODY, SubmittedJob, claim
+from shardmake.run.attempt import SubmittedJob
 from shardmake.run.attempt_history import EndReason
+from shardmake.run.attempt_owner import NOBODY, claim
 from shardmake.run.driver_job import current_driver_dir
 from shardmake.run.paths import RunDir, short_path
 from shardmake.run.settings_digest import describe_changes

@@ -33,7 +33,8 @@ from shardmake.launch.slurm_states import (
     parse_rows,
     parse_scontrol,
 )
-from shardmake.run.attempt import AttemptDir, attempt_of_script, claim
+from shardmake.run.attempt import AttemptDir
+from shardmake.run.attempt_owner import attempt_of_script, claim
 from shardmake.run.paths import RunDir, numbered_paths
 from shardmake.run.plan import Plan
 

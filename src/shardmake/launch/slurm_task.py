@@ -9,7 +9,8 @@ from pathlib import Path
 
 from shardmake.launch.outcome import WORKER_STARTS
 from shardmake.launch.worker import run_slurm_task
-from shardmake.run.attempt import NOBODY, AttemptDir, claim, host_name
+from shardmake.run.attempt import AttemptDir, host_name
+from shardmake.run.attempt_owner import NOBODY, claim
 
 
 def main(attempt_folder: Path) -> None:

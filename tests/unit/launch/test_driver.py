@@ -23,8 +23,9 @@ from shardmake.launch.monitor import report_held, watch
 from shardmake.launch.slurm_states import JobState, JobStatus
 from shardmake.launch.submission import choose_checkpoint, submit
 from shardmake.launch.training import Training
-from shardmake.run.attempt import NOBODY, AttemptDir, NodeExit, RankError, SubmittedJob, claim
+from shardmake.run.attempt import AttemptDir, NodeExit, RankError, SubmittedJob
 from shardmake.run.attempt_history import AttemptRecord, load_history
+from shardmake.run.attempt_owner import NOBODY, claim
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Fallback, Plan
 from tests.finished_run import make_data_receipt

@@ -16,7 +16,8 @@ from shardmake.launch.driver import train
 from shardmake.launch.jobs import ActiveJob, LocalJobs, job_name
 from shardmake.launch.slurm_jobs import SlurmJobs, lead_seconds, run_slurm, submit_with_retry
 from shardmake.launch.slurm_states import JobState, parse_rows
-from shardmake.run.attempt import AttemptDir, claim
+from shardmake.run.attempt import AttemptDir
+from shardmake.run.attempt_owner import claim
 from shardmake.run.paths import RunDir
 from tests.programs import install_programs
 from tests.unit.plans import make_cluster, make_plan, make_run

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from shardmake.launch import slurm_task
-from shardmake.run.attempt import NOBODY, AttemptDir, claim
+from shardmake.run.attempt import AttemptDir
+from shardmake.run.attempt_owner import NOBODY, claim
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.run.attempt import AttemptDir, attempt_of_script, claim
+from shardmake.run.attempt import AttemptDir
+from shardmake.run.attempt_owner import attempt_of_script, claim
 
 
 def test_of_many_claims_at_once_one_succeeds_and_all_see_it(tmp_path: Path) -> None:
