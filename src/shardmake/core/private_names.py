@@ -49,7 +49,14 @@ _SUB_GROUPS: Final = (
     "_reassign_or_swap_out_partitioned_parameters", "_release_sub_group", "_set_fp32_optimizer_param_groups",
     "_swappable_optimizer_subgroup",
 )  # fmt: skip
-_MODULE: Final = ("_buffers", "_forward_hooks", "_forward_pre_hooks", "_non_persistent_buffers_set", "_parameters")
+_MODULE: Final = (
+    "_buffers",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_parameters",
+)
 NAMES: Final = (
     Names("python", "argparse.ArgumentParser", ("_actions",)),
     Names("python", "atexit", ("_run_exitfuncs",)),
@@ -80,6 +87,7 @@ NAMES: Final = (
         (
             "_activation_checkpointing_enable",
             "_adjust_missing_and_unexpected_keys",
+            "_from_config",
             "_keys_to_ignore_on_load_unexpected",
             "_no_split_modules",
             "_supports_attention_backend",
@@ -101,7 +109,11 @@ NAMES: Final = (
     Names("peft", "peft.tuners.tuners_utils", ("_get_tuner_state_dict_key_prefixes",)),
     Names("trl", "trl.trainer.base_trainer._BaseTrainer", ("_send_telemetry",)),
     Names("trl", "trl.DPOTrainer", ("_precompute_ref_logps", "_prepare_dataset")),
-    Names("submitit", "submitit.SlurmExecutor", ("_make_submission_file_text", "_submit_command")),
+    Names(
+        "submitit",
+        "submitit.SlurmExecutor",
+        ("_get_job_id_from_submission_command", "_make_submission_file_text", "_submit_command"),
+    ),
     Names("fsspec", "fsspec.AbstractFileSystem", ("_get_kwargs_from_urls",)),
 )
 

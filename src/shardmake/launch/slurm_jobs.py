@@ -261,7 +261,7 @@ def make_executor(folder: Path, request: SlurmRequest, container: JobContainer |
         executor = SlurmExecutor(folder=folder, python=shlex.join(container.python))
         parameters["srun_args"] += container.srun_options
     executor.update_parameters(**parameters)
-    executor._get_job_id_from_submission_command = _job_id
+    private(executor).get_job_id_from_submission_command = _job_id
     return executor
 
 

@@ -5,6 +5,7 @@ The plan makes none of them, because each would replace a value of the run.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from math import inf
 from typing import Any, NamedTuple
 
@@ -71,10 +72,10 @@ def shared_by(ranks: int) -> list[int]:
 
 def suggestions(kinds: Iterable[Kind], outcome: Callable[[str, Any], str | None]) -> list[Suggestion]:
     """Return the first value of each setting that has an ``outcome``; None means that a value does not help."""
-    found = []
+    found: list[Suggestion] = []
     for setting, values in kinds:
-        tried = ((value, outcome(setting, value)) for value in values)
-        found += [Suggestion(setting, value, text) for value, text in tried if text][:1]
+        tried = (Suggestion(setting, value, outcome(setting, value) or "") for value in values)
+        found += islice((one for one in tried if one.outcome), 1)
     return found
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import Field
 
 from shardmake.core.errors import ModelError
+from shardmake.core.private_names import private
 from shardmake.run.record import RunRecord, optional
 from shardmake.run.text_part import text_part
 
@@ -67,7 +68,7 @@ class ModelClass(RunRecord):
         kind = self.find()
         if self.own_code:
             return kind.from_config(config, trust_remote_code=True, **options)
-        return kind._from_config(config, **options)
+        return private(kind).from_config(config, **options)
 
     def load(self, model: str, **options: Any) -> "PreTrainedModel":
         """Return the model at ``model`` with all of its weights; ``options`` are those of ``from_pretrained``.

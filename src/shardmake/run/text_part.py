@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from shardmake.core.private_names import private
+
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
@@ -46,7 +48,7 @@ def _parents(name: str) -> Iterator[str]:
 
 def _children(model: "nn.Module", parent: str) -> Iterator[str]:
     module = model.get_submodule(parent)
-    for name in [*module._modules, *module._parameters]:
+    for name in [*private(module).modules, *private(module).parameters]:
         yield f"{parent}.{name}".lstrip(".")
 
 
@@ -58,7 +60,6 @@ def text_part(kind: type["PreTrainedModel"]) -> type["PreTrainedModel"]:
     class TextPart(base):
         accepts_loss_kwargs = True  # Trainer then gives the loss the number of tokens of all ranks and passes
         all_tied_weights_keys: dict[str, str]
-        _keys_to_ignore_on_load_unexpected: set[str] | list[str] | None
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
@@ -71,7 +72,8 @@ def text_part(kind: type["PreTrainedModel"]) -> type["PreTrainedModel"]:
             self.all_tied_weights_keys = {name: owner for name, owner in ties.items() if name in held}
             # Older files have other names before that of the tower: none instead of ``model.``, for example.
             patterns = {rf"^(\w+\.)?{re.escape(name.rpartition('.')[2])}(\.|$)" for name in self.absent}
-            self._keys_to_ignore_on_load_unexpected = set(self._keys_to_ignore_on_load_unexpected or ()) | patterns
+            own = private(self)
+            own.keys_to_ignore_on_load_unexpected = set(own.keys_to_ignore_on_load_unexpected or ()) | patterns
 
     # transformers finds the conversions of weights by the name of the class and of its module.
     TextPart.__name__ = TextPart.__qualname__ = kind.__name__
