@@ -142,7 +142,8 @@ def layer_kinds(model: "nn.Module", blocks: Mapping[str, int]) -> list[int]:
     if len({path.rpartition(".")[0] for path in blocks}) != 1:
         return []
     layers = [_described(model, path, len(blocks)) for path in blocks]
-    own_index = {key for key in layers[0] if len(layers) > 1 and all(one.get(key) == n for n, one in enumerate(layers))}
+    keys = {key for layer in layers for key in layer if len(layers) > 1}
+    own_index = {key for key in keys if all(one.get(key, n) == n for n, one in enumerate(layers))}
     texts = [repr(sorted((k, v) for k, v in layer.items() if k not in own_index)) for layer in layers]
     return [texts.index(text) for text in texts]
 

@@ -404,16 +404,13 @@ def wrong_loss(run: Run, model: Model) -> Iterator[str]:
     """
     if run.loss == "plain":
         return
-    needs_head = run.loss == "chunked" and not run.script
     chunked = [
         (run.script is not None, "a script computes its own loss"),
         (run.tensor_parallel > 1, "the ranks of a tensor-parallel group share the head"),
         (run.torch_compile, "torch's chunked loss does not run in compiled code"),
-        (
-            needs_head and not has_plain_head(model),
-            f"{model.architecture}'s is not that of last hidden states and head",
-        ),
     ]
+    if run.loss == "chunked" and not run.script and not has_plain_head(model):
+        chunked.append((True, f"that of {model.architecture} is not the one of last hidden states and head alone"))
     for why in (why for is_wrong, why in chunked if is_wrong and run.loss == "chunked"):
         yield f"loss: chunked cannot be used: {why}. Set loss: plain."
     adapted = adapted_layers(model, run.lora.targets) if run.method_spec.has_adapters and not run.script else ()
