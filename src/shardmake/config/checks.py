@@ -50,7 +50,7 @@ class IdleKey:
     beside: str
     """The setting with which it has none, after "has no effect with"; ``{run}`` is the run."""
     change: str = ""
-    """What would give it an effect, as the start of a sentence."""
+    """The change that gives it an effect, as the start of a sentence."""
     switch: str = ""
     """A key of the run without which even default values are refused: who writes them asks for something else."""
 

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class FirstRows(NamedTuple):
-    """What the plan finds by encoding some rows: the layout of the first source, and the lengths in each."""
+    """The layout of the first source, and the lengths of the encoded examples of each."""
 
     layout: Layout
     sampled: list[Sampled]
