@@ -126,8 +126,9 @@ runs:
     sweep: {learning_rate: [1.0e-3, 2.0e-3], seed: [1, 2, 3]}
 ```
 
-Sections are merged key by key; a list replaces a list. `null` removes an inherited value, as in `max_steps: null`
-beside `epochs: 3`. `shardmake config NAME` prints every value of a run and its origin.
+Sections are merged key by key; a list replaces a list. `null` removes an inherited value or section, as in
+`max_steps: null` beside `epochs: 3`, and `lora: null` beside `method: full`.
+`shardmake config NAME` prints every value of a run and its origin.
 
 A `sweep` makes one run for each point: here the six runs `rates-lr1e-3-s1` to `rates-lr2e-3-s3`, and no run `rates`. A
 list of points takes no product: `sweep: [{learning_rate: 1.0e-3, seed: 1}, {learning_rate: 2.0e-3, seed: 2}]`. A key

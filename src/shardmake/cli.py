@@ -233,7 +233,7 @@ def plan(
     ] = False,
 ) -> None:
     """Estimate the memory of every strategy and choose the fastest that fits."""
-    from shardmake.data import check_first_rows, check_sources
+    from shardmake.data import check_first_rows, check_sources, estimate_length
     from shardmake.evaluate.backends import check_backend
     from shardmake.evaluate.harness import prepare_tasks
     from shardmake.evaluate.prompts import check_prompts
@@ -257,12 +257,17 @@ def plan(
         check_push(run.push, Path(run.model))
         check_backend(run.evaluation.backend, cluster.nvme_path)
         prepare_tasks(run.evaluation)
-        check_sources(run)
-        check_first_rows(run)
+        counts = check_sources(run)
+        length = estimate_length(run, counts, check_first_rows(run).sampled, cluster.processes_per_node)
+        warnings = length.check() if length else []
         check_prompts(run)
         made = plan_run(run, cluster, rundir, lambda plan: check_submission(plan, run, cluster, rundir))
     typer.echo(describe(made, rundir))
+    if length:
+        typer.echo(f"  {length.describe()}")
     typer.echo(describe_checkpoints(made, run, cluster, rundir))
+    for warning in warnings:
+        logger.warning(warning)
     if starts := expected_starts(made, MemoryEstimates.read(rundir.memory), cluster, rundir):
         typer.echo(f"  {starts}")
 
@@ -330,6 +335,7 @@ def data(
 ) -> None:
     """Tokenize and pack the data."""
     from shardmake.data import prepare, preview
+    from shardmake.run.length import Length
 
     if show:
         run, _, rundir = _open(name, config, runs)
@@ -337,8 +343,13 @@ def data(
         for text in preview(localize(run, rundir), show):
             typer.echo(text)
         return
-    with _stage("data", name, config, runs, on_node=True) as (run, _, rundir):
-        prepare(localize(run, rundir), rundir, cpus=cpus)
+    with _stage("data", name, config, runs, on_node=True) as (run, cluster, rundir):
+        train = prepare(localize(run, rundir), rundir, cpus=cpus).train
+        if not run.data.is_raw:
+            length = Length(run, train.examples, train.tokens, train.sequences, cluster.processes_per_node)
+            logger.info("%s.", length.describe())
+            for warning in length.check():
+                logger.warning(warning)
 
 
 @app.command()

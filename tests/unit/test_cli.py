@@ -26,6 +26,7 @@ COMMANDS = {
     "evaluate": ["evaluate", "chat"],
     "push": ["push", "chat"],
     "report": ["report", "chat"],
+    "retrain": ["retrain", "chat"],
     "submit": ["submit"],
     "status": ["status", "chat"],
     "status of all": ["status"],

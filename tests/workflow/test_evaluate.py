@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardmake.config.models import Cluster, Run
-from shardmake.core.atomic import read_json
+from shardmake.core.atomic import read_json, unsealed
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import GIB
 from shardmake.data import prepare
@@ -191,7 +191,7 @@ def test_both_models_are_measured_on_the_same_tokens(
     result = evaluate(a_run(folder, tmp_path), rundir).as_json()
     assert caplog.messages[0] == "Measuring the base and the tuned model on 2 sequences, whole on 1 rank."
     assert [line.partition(":")[0] for line in caplog.messages[1:]] == ["base", "tuned"]
-    assert result == read_json(rundir.evaluation, "")
+    assert result == unsealed(read_json(rundir.evaluation, ""))
     assert result["tokens"] == result["base"]["tokens"] == result["tuned"]["tokens"] == 8, "four times 2 and <end>"
     assert result["base"]["loss"] != result["tuned"]["loss"]
     assert {sample["prompt"] for sample in result["samples"]} == {"two?"}

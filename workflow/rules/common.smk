@@ -339,6 +339,19 @@ def message_of(stage, words):
     return f"{{wildcards.run}}: {words}{{{DRY_RUN}:{stage} {{wildcards.run}}}}"
 
 
+def report_results():
+    """Log where the results of the runs are whose report this invocation made."""
+    made = {job.wildcards.run for job in workflow.dag.jobs if job.rule.name == "report_run" and workflow.dag.finished(job)}
+    for run in sorted(made):
+        paths = RunDir(ROOT / run)
+        logger.info(f"{run}: the model is in {paths.model}, the report is {paths.report}. To compare runs: shardmake compare")
+
+
+onsuccess:
+    if workflow.is_main_process:
+        report_results()
+
+
 onstart:
     if workflow.is_main_process and not IN_A_JOB:
         checked(refuse_login_node, CLUSTER, {job.rule.name for job in workflow.dag.needrun_jobs()})

@@ -11,7 +11,7 @@ from shardmake.run.engine import Engine, LearningSettings
 from shardmake.run.metrics import read_metrics
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
-from shardmake.run.receipts import TrainingReceipt
+from shardmake.run.receipts import DataReceipt, TrainingReceipt
 
 TRAINER_STATE = "trainer_state.json"
 
@@ -29,9 +29,10 @@ def is_final(record: CheckpointRecord, checkpoint: Path) -> bool:
 def write_training_receipt(rundir: RunDir, record: CheckpointRecord, checkpoint: Path) -> None:
     """Write ``train/receipt.json`` from the last checkpoint and its attempt; a lost receipt can be written again."""
     losses = [line["loss"] for line in read_trainer_state(checkpoint)["log_history"] if "loss" in line]
+    data = DataReceipt.read_if_exists(rundir.data_receipt)
     TrainingReceipt(
         steps=record.step,
-        tokens=record.tokens,
+        tokens=round(record.samples * data.train.tokens / data.train.sequences) if data else None,
         loss=losses[-1] if losses else None,
         checkpoint=str(checkpoint.relative_to(rundir.root)),
         strategy=record.strategy,

@@ -1,6 +1,7 @@
 """``shardmake init``: a configuration with one run, from a model, data and a cluster file."""
 
 import json
+import math
 import re
 import shlex
 import sys
@@ -14,9 +15,12 @@ import typer
 from shardmake.config.inputs import check_inputs, is_local
 from shardmake.config.load import load_cluster, parse_config
 from shardmake.config.methods import METHODS
-from shardmake.config.models import Method
+from shardmake.config.models import Data, Method
 from shardmake.config.parse_text import parse_yaml
-from shardmake.core.errors import ConfigError
+from shardmake.core.errors import ConfigError, DataError
+from shardmake.core.units import plural
+from shardmake.data.sources import TRAIN_SPLITS, locate
+from shardmake.run.length import batch_for, optimizer_steps
 
 CLUSTERS: Final = Path("config/clusters")
 """Folder of the cluster files of a clone."""
@@ -27,6 +31,14 @@ _QUESTIONS: Final[Mapping[str, str]] = {
 }
 _LENGTH: Final = 2048
 """Tokens per sequence, or the positions of a local model if it has fewer."""
+_BATCH: Final = 64
+"""Largest batch, in sequences, and that for data of unknown size."""
+_STEPS: Final = 50
+"""Optimizer steps that the batch aims at, with up to `_EPOCHS`."""
+_EPOCHS: Final = 3
+_TEXT: Final = (".jsonl", ".json", ".csv", ".tsv")
+_BYTES_PER_TOKEN: Final = 4
+"""Of such a file; what the format adds to the text is about what a chat template adds."""
 _TEMPLATE: Final = """\
 # Written by `shardmake init`. config/README.md of Shardmake explains every key; the plan chooses what is not set here.
 cluster: {cluster}
@@ -37,8 +49,8 @@ runs:
       train: {data}
     method: {method}
     sequence_length: {length} # longer conversations are truncated
-    global_batch_size: 64 # sequences per optimizer step, the same for any number of GPUs
-    epochs: 1
+    global_batch_size: {batch} # sequences per optimizer step, the same for any number of GPUs
+    epochs: {epochs}{steps}
     learning_rate: {learning_rate}
     # push: {{to: "hub:org/name"}} # private unless configured otherwise
 """
@@ -87,13 +99,15 @@ def write_config(answers: Answers, out: Path) -> str:
         )
     cluster = load_cluster(Path(answers.cluster))
     name = answers.name or _run_name(answers.model)
+    length = _sequence_length(answers.model)
     text = _TEMPLATE.format(
         cluster=_quoted(_path(answers.cluster)),
         name=_quoted(name),
         model=_quoted(_path(answers.model)),
         data=_quoted(_path(answers.data)),
         method=answers.method,
-        length=_sequence_length(answers.model),
+        length=length,
+        **_batch(answers.data, length, cluster.processes_per_node),
         learning_rate=METHODS[answers.method].learning_rate,
     )
     check_inputs(name, parse_config(parse_yaml(text), str(out)).runs[name])
@@ -132,6 +146,21 @@ def _sequence_length(model: str) -> int:
     except (OSError, ValueError, AttributeError):
         return _LENGTH
     return min(_LENGTH, positions) if isinstance(positions, int) and positions > 0 else _LENGTH
+
+
+def _batch(data: str, length: int, ranks: int) -> dict[str, str]:
+    """Return the batch and the epochs that give data of a known size `_STEPS` optimizer steps, and a note of them."""
+    try:
+        paths = locate(data, Data(train=data), TRAIN_SPLITS).paths
+    except DataError:  # on the hub or behind a URL
+        paths = ()
+    if not paths or any(path.suffix not in _TEXT for path in paths):
+        return {"batch": str(_BATCH), "epochs": "1", "steps": ""}
+    sequences = max(1, sum(path.stat().st_size for path in paths) // (_BYTES_PER_TOKEN * length))
+    batch = min(_BATCH, batch_for(sequences, _STEPS, ranks) or ranks)
+    epochs = min(_EPOCHS, math.ceil(_STEPS / optimizer_steps(1, sequences, batch)))
+    steps = optimizer_steps(epochs, sequences, batch)
+    return {"batch": str(batch), "epochs": str(epochs), "steps": f" # about {plural(steps, 'optimizer step')}"}
 
 
 def _quoted(text: str) -> str:

@@ -5,11 +5,13 @@ In a chain, the base model of a run is the finished model of another one: ``mode
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import PurePath, PurePosixPath
 from typing import Any, Final
 
-from shardmake.config.models import Config, Push, Run, Section
+from shardmake.config.methods import METHODS
+from shardmake.config.models import OBJECTIVE_SECTIONS, Config, Push, Run, Section
 from shardmake.config.objectives import OBJECTIVES, ObjectiveSpec
 from shardmake.config.script_file import SCRIPT_VARIABLES, SERVICE_VARIABLES, check_variables
 from shardmake.config.values import RUN
@@ -21,7 +23,8 @@ PREFIX: Final = "run:"
 def contradictions(section: Section) -> list[str]:
     """Return a line for each contradiction in a run or a configuration, whose keys are valid."""
     if isinstance(section, Run):
-        return _raised(check_objective, section) or _raised(check_service, section)
+        idle = [f"{row.describe(section)}." for row in IDLE_KEYS if row.is_idle(section)]
+        return idle or _raised(check_objective, section) or _raised(check_service, section)
     if not isinstance(section, Config):
         return []
     lines = [f"runs.{name}: {line}" for name, run in section.runs.items() for line in contradictions(run)]
@@ -37,13 +40,96 @@ def _raised(check: Callable[..., None], *values: Any, key: str = "") -> list[str
     return []
 
 
+@dataclass(frozen=True)
+class IdleKey:
+    """A key or a section that some runs do not use, and which is refused there unless it has its default."""
+
+    key: str
+    works: Callable[[Run], bool]
+    """Returns whether the key has an effect in a run."""
+    beside: str
+    """The setting with which it has none, after "has no effect with"; ``{run}`` is the run."""
+    change: str = ""
+    """The change that gives it an effect, as the start of a sentence."""
+    switch: str = ""
+    """A key of the run without which even default values are refused: who writes them asks for something else."""
+
+    def is_idle(self, run: Run) -> bool:
+        """Return whether ``run`` has the key and does not use it."""
+        value: Any = run
+        default: Any = None
+        for part in self.key.split("."):
+            if value is None or part not in value.model_fields_set:
+                return False
+            default = type(value).model_fields[part].get_default(call_default_factory=True)
+            value = getattr(value, part)
+        asked = value != default or (self.switch != "" and self.switch not in run.model_fields_set)
+        return asked and not self.works(run)
+
+    def describe(self, run: Run) -> str:
+        """Return what to do about the key, without the full stop."""
+        remove = f"{self.change}, or remove" if self.change else "Remove"
+        return f"{self.key} has no effect with {self.beside.format(run=run)}. {remove} {self.key}"
+
+
+def _pushes_to_hub(run: Run) -> bool:
+    return run.push is not None and any(to.startswith("hub:") for to in run.push.destinations)
+
+
+IDLE_KEYS: Final = (
+    *(
+        IdleKey(
+            name,
+            lambda run, name=name: run.objective == name,  # type: ignore[misc]
+            "objective: {run.objective}",
+            f"Set objective: {name}",
+        )
+        for name in OBJECTIVE_SECTIONS
+    ),
+    IdleKey(
+        "lora",
+        lambda run: run.method_spec.has_adapters,
+        "method: {run.method}",
+        f"Set method: {' or '.join(name for name, spec in METHODS.items() if spec.has_adapters)}",
+        "method",
+    ),
+    IdleKey(
+        "warmup_ratio",
+        lambda run: run.scheduler != "constant" or run.warmup_ratio == 0,
+        "scheduler: {run.scheduler}",
+        "Set scheduler: constant_with_warmup",
+    ),
+    IdleKey("data.eval_fraction", lambda run: run.data.eval is None, "data.eval", "Remove data.eval"),
+    *(
+        IdleKey(
+            f"evaluation.{key}",
+            lambda run: bool(run.evaluation.lm_eval),
+            "an empty evaluation.lm_eval",
+            "Name the tasks in evaluation.lm_eval",
+        )
+        for key in ("lm_eval_path", "lm_eval_limit")
+    ),
+    *(
+        IdleKey(key, _pushes_to_hub, "a destination that is not on the hub", "Add hub:ORG/NAME to push.to")
+        for key in ("push.private", "push.revision", "push.pull_request")
+    ),
+    *(
+        IdleKey(
+            key,
+            lambda run: not OBJECTIVES[run.objective].new_head,
+            "objective: {run.objective}, whose model does not generate text",
+        )
+        for key in (
+            *("evaluation.prompts", "evaluation.max_new_tokens", "evaluation.lm_eval", "evaluation.losses"),
+            "push.samples",
+        )
+    ),
+)
+"""Keys that have no effect in some runs. Beside them are those that `_refused_by_trl` refuses with some values."""
+
+
 def check_objective(run: Run) -> None:
-    """Raise `ValueError` for the section of another objective, and for settings that the run's objective refuses."""
-    for name in OBJECTIVES:
-        if name != run.objective and getattr(run, name, None) is not None:
-            raise ValueError(
-                f"{name} has no effect with objective: {run.objective}. Set objective: {name}, or remove {name}"
-            )
+    """Raise `ValueError` for settings that the run's objective refuses."""
     spec = OBJECTIVES[run.objective]
     for message in _refused_by_trl(run, spec) if spec.trl else ():
         raise ValueError(message)
@@ -78,12 +164,6 @@ def _refused_by_trl(run: Run, spec: ObjectiveSpec) -> Iterator[str]:
         yield (
             f"micro_batch_size: 1 cannot be combined with {objective}, which compares the examples of a micro batch. "
             "Set 2 or more, or auto"
-        )
-    if spec.new_head:
-        yield from (
-            f"evaluation.{key} has no effect with {objective}, whose model does not generate text. Remove it"
-            for key in ("prompts", "lm_eval", "losses")
-            if getattr(run.evaluation, key)
         )
     if run.data.loss_on == "all":
         yield f"data.loss_on: all has no effect with {objective}, which learns from answers. Remove loss_on"

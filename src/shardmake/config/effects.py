@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, get_args
 
+from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
-from pydantic_core import to_jsonable_python
 
 from shardmake.config.models import OBJECTIVE_SECTIONS, Cluster, Run, Section
 from shardmake.config.script_file import script_file
@@ -202,7 +202,8 @@ def default_of(key: str) -> str:
     if key in CONTENT_KEYS:
         return "null" if key in (SCRIPT, TEMPLATE) else "{}"
     field = _FIELDS[key]
-    return as_text(None if field.is_required() else to_jsonable_python(field.get_default(call_default_factory=True)))
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
+    return as_text(TypeAdapter(Any).dump_python(default, mode="json"))
 
 
 def values_of(run: Run, cluster: Cluster) -> dict[str, str]:

@@ -716,8 +716,13 @@ class Run(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _pack_by_default(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping) or "packing" in values:
+    def _complete(cls, values: Any) -> Any:
+        """Leave out sections that are null, which removes inherited ones, and pack unless the examples are padded."""
+        if not isinstance(values, Mapping):
+            return values
+        sections = [key for key, field in cls.model_fields.items() if isinstance(field.default, Section)]
+        values = {key: value for key, value in values.items() if value is not None or key not in sections}
+        if "packing" in values:
             return values
         spec, data = OBJECTIVES.get(values.get("objective", "sft")), values.get("data")
         order = data.get("order") if isinstance(data, Mapping) else getattr(data, "order", None)

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from datetime import date
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from shardmake.config.models import Run
 from shardmake.core.errors import DataError
+from shardmake.data.amount import Sampled
 from shardmake.data.encode import Encoder
 from shardmake.data.examples import (
     check_bad_rows,
@@ -35,36 +37,46 @@ from shardmake.data.tokenizer_file import compare_with_file
 logger = logging.getLogger(__name__)
 
 
-def check_sources(run: Run) -> None:
-    """Check every example of the run's files without a tokenizer.
+class FirstRows(NamedTuple):
+    """The layout of the first source, and the lengths of the encoded examples of each."""
+
+    layout: Layout
+    sampled: list[Sampled]
+
+
+def check_sources(run: Run) -> list[int]:
+    """Check every example of the run's files without a tokenizer, and return the usable rows of each source.
 
     Raises `DataError` with file and line for content that cannot be read or does not fit the format; with
     ``data.on_bad_row: drop``, only if no row would be left.
     """
     if run.data.is_raw:
         files_of_raw(Path(run.data.sources[0].source))
-    parts, layouts = locate_parts(run), list[Layout]()
+    parts, layouts, counts = locate_parts(run), list[Layout](), list[int]()
     for part in parts:
         own = part.has_own_layout
         layouts.append(recognize_layout(part, first_of(part.source, FIRST_ROWS)) if own else layouts[0])
     for part, layout in zip(parts, layouts, strict=True):
+        counts.append(0)
         for raw in raw_examples(part.source):
             try:
                 row = open_raw(raw)
                 layout.standardize(row.example, row.place)
+                counts[-1] += 1
             except DataError:
                 if run.data.on_bad_row == "stop":
                     raise
+    return counts
 
 
-def check_first_rows(run: Run, limit: int = FIRST_ROWS) -> Layout:
-    """Encode the first ``limit`` (two or more) rows of each source and as many of the others; return the first layout.
+def check_first_rows(run: Run, limit: int = FIRST_ROWS) -> FirstRows:
+    """Encode the first ``limit`` (two or more) rows of each source and as many of the others.
 
     The plan uses this, so that a wrong column, a message that the chat template rejects or a missing template is found
     before anything is queued. Raises `DataError` with file and line, and `ModelError` for the tokenizer.
     """
     tokenizer, parts = load_tokenizer(run), locate_parts(run)
-    encoders, largest = [], 0
+    encoders, sampled, largest = [], list[Sampled](), 0
     for part in parts:
         rows = first_of(part.source, limit)
         if parts[-1].split == "train":
@@ -75,6 +87,7 @@ def check_first_rows(run: Run, limit: int = FIRST_ROWS) -> Layout:
         drop = run.data.on_bad_row == "drop"
         tried = [*islice(raw_examples(part.source), limit), *_sample(part.source, limit)]
         encoded = encode_rows(tried, encoders[-1], run.sequence_length, drop=drop)
+        sampled.append(Sampled(len(tried), [len(ids) for ids in encoded["input_ids"] if ids]))
         token_lists = [ids for name in ("input_ids", "rejected_ids", "cut_ids") for ids in encoded.get(name, [])]
         largest = max([largest, *(max(ids) for ids in token_lists if ids)])
         dropped = [place for place in encoded["dropped"] if place]
@@ -87,7 +100,7 @@ def check_first_rows(run: Run, limit: int = FIRST_ROWS) -> Layout:
         _compare_marks(encoders[-1], rows)
         check_shares(name, sum(map(sum, encoded["loss_mask"])), sum(map(len, encoded["loss_mask"])), encoders[-1])
     check_vocabulary(run, largest)
-    return encoders[0].layout
+    return FirstRows(encoders[0].layout, sampled)
 
 
 def _compare_marks(encoder: Encoder, rows: Sequence[Row]) -> None:

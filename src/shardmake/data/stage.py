@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardmake.config.formats import RAW
 from shardmake.config.models import EvalSource, Run
-from shardmake.core.atomic import digest, fsync_directory
+from shardmake.core.atomic import digest, fsync_directory, unsealed
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import plural
 from shardmake.data.build import build
@@ -156,8 +156,8 @@ def _workspace(rundir: RunDir, inputs: str) -> Iterator[Path]:
 
 def _is_written(receipt: DataReceipt, path: Path) -> bool:
     try:
-        return bool(json.loads(path.read_bytes()) == receipt.as_json())
-    except (FileNotFoundError, ValueError):  # not there, or cut
+        return bool(unsealed(json.loads(path.read_bytes())) == receipt.as_json())
+    except (FileNotFoundError, ValueError):  # not there, or damaged
         return False
 
 

@@ -15,6 +15,7 @@ from shardmake.memory.model import Model
 from shardmake.render.accelerate_file import fsdp_settings
 from shardmake.run.attempt import collective_timeout
 from shardmake.run.engine import Engine
+from shardmake.run.length import warmup_steps
 from shardmake.run.plan import Choice, Plan
 from shardmake.run.training_settings import (
     AdapterMethod,
@@ -171,11 +172,9 @@ def _warmup_steps(run: Run) -> int | float:
 
     The schedule "constant" has no warm-up; transformers ignores the argument.
     """
-    if run.scheduler == "constant":
-        return 0
-    if run.max_steps is None:
+    if run.max_steps is None and run.scheduler != "constant":
         return min(run.warmup_ratio, math.nextafter(1.0, 0.0))
-    return math.ceil(run.max_steps * run.warmup_ratio)
+    return warmup_steps(run, run.max_steps or 0)
 
 
 def _optimizer_arguments(choice: Choice, run: Run, cluster: Cluster) -> dict[str, Any]:

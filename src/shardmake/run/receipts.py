@@ -119,7 +119,10 @@ class TrainingReceipt(RunFile):
     """``train/receipt.json``: training finished. What only a user's script could know may be None."""
 
     steps: int | None = Field(description="Optimizer steps.")
-    tokens: int | None = Field(description="Tokens of all ranks, padding included.")
+    tokens: int | None = Field(
+        description="Tokens of the sequences that were used, without padding and as often as they were used; of pairs, "
+        "those with the preferred answer. Of a script what it logged."
+    )
     loss: float | None = Field(description="Last training loss.")
     checkpoint: str = Field(description="Final checkpoint, or a script's output, relative to the run's folder.")
     strategy: str = Field(description="Strategy of the last attempt.")

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from shardmake.core.units import format_duration
 from shardmake.run.attempt import Heartbeat
+from shardmake.run.length import optimizer_steps
 from shardmake.run.metrics import MetricsLine, parse_metrics
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
@@ -115,7 +116,7 @@ def total_steps(rundir: RunDir) -> int | None:
     data, epochs = DataReceipt.read_if_exists(rundir.data_receipt), settings.arguments.get("num_train_epochs")
     if data is None or epochs is None:
         return None
-    return max(1, round(epochs * data.train.sequences / plan.choice.global_batch_size))
+    return optimizer_steps(epochs, data.train.sequences, plan.choice.global_batch_size)
 
 
 def read_tail(metrics: Path) -> list[MetricsLine]:

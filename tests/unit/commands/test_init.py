@@ -107,3 +107,14 @@ def test_the_command(folder: Path) -> None:
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0 and done.output.startswith("Wrote runs.yaml: the run chat.\n")
     assert list(load_config(Path("runs.yaml")).runs) == ["chat"]
+
+
+@pytest.mark.parametrize(
+    ("size", "batch", "epochs"),
+    [(44_000, 2, 3), (220_000, 2, 1), (4_400_000, 32, 1), (44_000_000, 64, 1), (None, 64, 1)],
+)
+def test_the_batch_follows_from_the_size_of_the_data(size: int | None, batch: int, epochs: int) -> None:
+    Path("many.jsonl").write_text("x" * (size or 0))
+    write(data="many.jsonl" if size else "lab/on-the-hub")
+    run = load_config(Path("runs.yaml")).runs["my-base"]
+    assert (run.global_batch_size, run.epochs) == (batch, epochs)

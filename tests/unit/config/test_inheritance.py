@@ -36,18 +36,18 @@ def test_a_run_has_the_values_of_the_defaults_of_its_bases_and_its_own() -> None
         "near": {"base": "plain", "lora": {"rank": 8}, "seed": 5},
         "epochs": {"max_steps": None, "epochs": 2},
     }
-    parsed = parse(runs, {**RUN, "lora": {"alpha": 64, "targets": ["a", "b"]}})
+    parsed = parse(runs, {**RUN, "method": "lora", "lora": {"alpha": 64, "targets": ["a", "b"]}})
     assert list(parsed.runs) == list(runs)
     lora = {"alpha": 64, "targets": ["a", "b"]}
-    assert parsed.runs["plain"] == make_run(lora=lora)
-    assert parsed.runs["near"] == make_run(lora={**lora, "rank": 8}, seed=5)
+    assert parsed.runs["plain"] == make_run(method="lora", lora=lora)
+    assert parsed.runs["near"] == make_run(method="lora", lora={**lora, "rank": 8}, seed=5)
     data = {"train": "org/data", "eval": "org/held-out"}
-    assert parsed.runs["far"] == make_run(lora={**lora, "rank": 8}, seed=7, data=data)
-    assert parsed.runs["epochs"] == make_run(lora=lora, max_steps=..., epochs=2)
+    assert parsed.runs["far"] == make_run(method="lora", lora={**lora, "rank": 8}, seed=7, data=data)
+    assert parsed.runs["epochs"] == make_run(method="lora", lora=lora, max_steps=..., epochs=2)
 
 
 def test_values_of_one_run_never_reach_another_one() -> None:
-    parsed = parse({"a": {}, "b": {"lora": {"rank": 3}}, "c": {}}, {**RUN, "lora": {"rank": 2}})
+    parsed = parse({"a": {}, "b": {"lora": {"rank": 3}}, "c": {}}, {**RUN, "method": "lora", "lora": {"rank": 2}})
     assert [run.lora.rank for run in parsed.runs.values()] == [2, 3, 2]
 
 
@@ -154,7 +154,11 @@ def test_the_merged_file_holds_the_resolved_runs(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_every_value_with_its_origin(tmp_path: Path) -> None:
-    values = {"cluster": "c", "defaults": RUN, "runs": {"a": {"seed": 1}, "b": {"base": "a", "lora": {"rank": 8}}}}
+    values = {
+        "cluster": "c",
+        "defaults": RUN,
+        "runs": {"a": {"seed": 1}, "b": {"base": "a", "method": "lora", "lora": {"rank": 8}}},
+    }
     first, second = write(tmp_path / "a.yaml", values), write(tmp_path / "b.yaml", {"defaults": {"max_steps": 5}})
     shown = CliRunner().invoke(app, ["config", "b", "--config", str(first)]).stdout
     lines = {line.split("#")[0].strip(): line.split("# ")[-1] for line in shown.splitlines()}

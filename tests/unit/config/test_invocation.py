@@ -26,7 +26,7 @@ def values(**changes: Any) -> dict[str, Any]:
 
 
 def test_the_merged_file_holds_the_same_configuration(tmp_path: Path) -> None:
-    config = parse_config(values(learning_rate="5e-4", lora={"targets": ["q"]}), "a.yaml")
+    config = parse_config(values(learning_rate="5e-4", method="lora", lora={"targets": ["q"]}), "a.yaml")
     assert load_config(write_merged(config, "a.yaml", tmp_path)) == config
 
 

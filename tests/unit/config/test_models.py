@@ -276,6 +276,7 @@ runs = st.fixed_dictionaries(
         "sequence_length": st.integers(1, 2**20),
         "global_batch_size": st.integers(1, 4096),
         "learning_rate": st.floats(1e-8, 1.0),
+        "method": st.sampled_from(["lora", "qlora"]),
     },
     optional={
         "strategy": st.sampled_from([*STRATEGIES, "auto"]),
@@ -378,7 +379,7 @@ def test_every_path_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(
         model="~/base", data={"train": "$DATA/a.jsonl", "eval": "${DATA}/b.jsonl"}, script="~/t.py",
         deepspeed_config="$DATA/ds.json", accelerate_config="$DATA/acc.yaml",
-        evaluation={"lm_eval_path": "~/tasks"}, push={"to": ["file:~/out/{run}", "hub:lab/{run}", "s3://b$DATA/x"]},
+        evaluation={"lm_eval": ["piqa"], "lm_eval_path": "~/tasks"}, push={"to": ["file:~/out/{run}", "hub:lab/{run}", "s3://b$DATA/x"]},
     )  # fmt: skip
     assert run.model_dump(include={"model", "script", "deepspeed_config", "accelerate_config"}) == {
         "model": "/home/ada/base", "script": "/home/ada/t.py", "deepspeed_config": "/data/ds.json",

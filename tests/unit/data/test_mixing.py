@@ -10,7 +10,7 @@ import pytest
 
 from shardmake.config.models import Data
 from shardmake.core.errors import ConfigError, DataError
-from shardmake.data import check_first_rows, check_sources, prepare, preview
+from shardmake.data import check_first_rows, check_sources, estimate_length, prepare, preview
 from shardmake.run.paths import RunDir
 from tests.unit.data.test_encode import MARKED, chat, make_tokenizer
 from tests.unit.data.test_stage import decoded, make_run, model, write_rows
@@ -56,6 +56,26 @@ def test_weights_give_the_shares_and_every_example_is_read(model: Path, tmp_path
     assert not receipt.eval.sources
     again = prepare(make_run(model, {"train": train, "eval": held_out}, packing=False), RunDir(tmp_path / "again"))
     assert again.digest == receipt.digest
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize(
+    "keys", [({}, {}), ({"repeat": 3}, {"limit": 20}), ({"weight": 1}, {"weight": 3})], ids=["all", "repeat", "weight"]
+)
+@pytest.mark.parametrize("held_out", [False, True])
+def test_the_plan_estimates_the_sequences(
+    keys: tuple[dict[str, Any], ...], packing: bool, held_out: bool, model: Path, tmp_path: Path
+) -> None:
+    train = [one | more for one, more in zip(sources(tmp_path, a=300, b=200), keys, strict=True)]
+    data = {"train": train, **({"eval": sources(tmp_path, held=4)[0]["source"]} if held_out else {})}
+    run = make_run(model, data, packing=packing, sequence_length=64)
+    found = estimate_length(run, check_sources(run), check_first_rows(run).sampled, 2)
+    made = prepare(run, RunDir(tmp_path / "run")).train
+    assert found is not None
+    tolerance = 0.15 if "weight" in keys[0] else 0.02  # sources are drawn at random
+    assert found.examples == pytest.approx(sum(source.examples for source in made.sources), rel=tolerance)
+    assert found.tokens == pytest.approx(made.tokens, rel=tolerance)
+    assert found.sequences == pytest.approx(made.sequences, rel=tolerance, abs=1)
 
 
 def test_evaluation_sequences_lie_source_by_source(model: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 
 from shardmake.config.load import parse_config
 from shardmake.config.models import Run
-from shardmake.core.atomic import read_json, sha256
+from shardmake.core.atomic import read_json, sha256, unsealed
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.failures import explain
 from shardmake.data import check_first_rows, check_sources, encoding, prepare
@@ -109,7 +109,7 @@ def test_every_example_is_there_once_with_its_answer_learned(model: Path, tmp_pa
     assert sorted(decoded(model, rundir.data, "eval")) == sorted(expected[:5])
     rundir.data_receipt.write_text("{")
     assert prepare(make_run(model, data, packing=packing), rundir).as_json() == receipt, "a cut receipt is replaced"
-    assert receipt == read_json(rundir.data_receipt, "test")
+    assert receipt == unsealed(read_json(rundir.data_receipt, "test"))
     words = sum(len(m["content"]) + 2 for r in rows for m in r["messages"])
     learned = sum(len(r["messages"][1]["content"]) + 1 for r in rows)
     counts = {key: receipt["train"][key] for key in ("examples", "tokens", "loss_tokens")}
@@ -317,7 +317,7 @@ def test_the_first_rows_and_a_sample_of_the_others_are_encoded(model: Path, tmp_
     with pytest.raises(ShardmakeError, match=r"t\.jsonl, line (4|5|6)\d: message 1 has the role 'human'"):
         check_first_rows(make_run(model, {"train": str(train)}), limit=10)
     write_rows(train, conversations(3))
-    assert check_first_rows(make_run(model, {"train": str(train)}), limit=3).format == "chat"
+    assert check_first_rows(make_run(model, {"train": str(train)}), limit=3).layout.format == "chat"
     train.write_text(train.read_text() + "{\n")
     write_rows(held_out, [*conversations(1), {"text": "a"}])
     run = make_run(model, {"train": str(train)})
@@ -386,7 +386,7 @@ def test_marks_that_say_other_tokens_are_named(
 def test_the_first_rows_of_parquet_files_are_encoded(model: Path, tmp_path: Path, limit: int) -> None:
     for name, text in (("a", "x"), ("b", "y")):
         datasets.Dataset.from_dict({"text": [text]}).to_parquet(str(tmp_path / f"{name}.parquet"))
-    assert check_first_rows(make_run(model, {"train": str(tmp_path)}), limit=limit).format == "text"
+    assert check_first_rows(make_run(model, {"train": str(tmp_path)}), limit=limit).layout.format == "text"
 
 
 def test_a_column_that_only_later_rows_have_may_be_named(model: Path, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_the_model_is_pinned_to_its_commit_with_sizes_and_checksums(hub: FakeHub
     assert read_folder(Path(sources.model.path)) == sources.model.files
     assert sources.model.files.keys() == FILES.keys()
     assert [(one.path, one.commit) for one in sources.train] == [("train.jsonl", None)]
-    assert Sources.model_validate_json(rundir.sources.read_text()) == sources
+    assert Sources.read(rundir.sources) == sources
 
 
 def test_a_plan_needs_no_weights(hub: FakeHub, rundir: RunDir, caplog: pytest.LogCaptureFixture) -> None:

@@ -86,6 +86,9 @@ REFUSED: dict[str, Case] = {
     "shard size": (LLAMA, lines(TEXTS), MARKED, {"max_shard_size": "5 parsecs"}, "max_shard_size"),
     "protocol": (LLAMA, lines(TEXTS), MARKED, {"push": {"to": "s4://x/y"}}, "does not know the protocol s4://"),
     "folder": (LLAMA, lines(TEXTS), MARKED, {"push": {"to": "file:/proc/x"}}, "no folder can be created in /proc"),
+    "no learning": (
+        LLAMA, lines(TEXTS), MARKED, {"max_steps": None, "epochs": 1, "global_batch_size": 64}, "training learns nothing"
+    ),
     "seed": (LLAMA, lines(TEXTS), MARKED, {"seed": -1}, "seed"),
     "batch": (LLAMA, lines(TEXTS), MARKED, {"global_batch_size": 10**20}, "global_batch_size"),
     "variable": (
@@ -120,4 +123,6 @@ def test_a_sound_run_is_planned(
 ) -> None:
     status, printed = plan(config, lines(CHAT), MARKED, settings)
     assert status == 0, printed
+    assert "max_steps: 2 is 2 optimizer steps of 2 sequences" in printed
+    assert "only 2 optimizer steps. Set max_steps: 10 or more." in printed
     assert Path("runs/ours/plan/plan.json").is_file()

@@ -1,0 +1,111 @@
+"""The length of a training: optimizer steps, warm-up and passes over the data, and whether it can learn anything."""
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from shardmake.config.models import Run
+from shardmake.core.errors import ConfigError
+from shardmake.core.units import plural
+
+FEW_STEPS: Final = 10
+"""Optimizer steps below which a training is hardly one."""
+
+
+def optimizer_steps(epochs: float, sequences: int, batch: int) -> int:
+    """Return Trainer's number of steps; each epoch has whole batches, of which the last is filled."""
+    return max(1, math.ceil(epochs * math.ceil(sequences / batch)))
+
+
+def warmup_steps(run: Run, steps: int) -> int:
+    """Return the steps of the warm-up; transformers ignores it for the schedule constant."""
+    return 0 if run.scheduler == "constant" else math.ceil(steps * run.warmup_ratio)
+
+
+def batch_for(sequences: float, steps: int, ranks: int) -> int:
+    """Return a batch that makes ``sequences`` at least ``steps``: ``ranks`` times a power of two, or 0 for none."""
+    most = int(sequences / steps / ranks)
+    return ranks * 2 ** (most.bit_length() - 1) if most else 0
+
+
+@dataclass(frozen=True)
+class Length:
+    """The length of the training of ``run`` with so many examples, tokens (without padding) and sequences."""
+
+    run: Run
+    examples: int
+    tokens: int
+    sequences: int
+    ranks: int
+    """Ranks of a node, of which the batch is a multiple."""
+    is_estimate: bool = False
+    """The numbers of the data are estimated from some of the rows."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps."""
+        return self.run.max_steps or optimizer_steps(self.run.epochs or 0, self.sequences, self.run.global_batch_size)
+
+    @property
+    def passes(self) -> float:
+        """How often each sequence is used."""
+        return self.steps * self.run.global_batch_size / self.sequences
+
+    def describe(self) -> str:
+        """Return the data, the steps and the warm-up in a line, without the steps for a script, which decides them."""
+        about = "about " if self.is_estimate else ""
+        data = (
+            f"{about}{plural(self.examples, 'training example')}, {plural(self.tokens, 'token')} in "
+            f"{plural(self.sequences, 'sequence')}"
+        )
+        if self.run.script:
+            return data
+        warmup = warmup_steps(self.run, self.steps)
+        length = f"{plural(self.steps, 'optimizer step')} of {plural(self.run.global_batch_size, 'sequence')}"
+        asked = f"epochs: {self.run.epochs:g}" if self.run.epochs else f"max_steps: {self.run.max_steps}"
+        fill = -self.sequences % self.run.global_batch_size
+        filled = f"; the last batch of an epoch is filled with {plural(fill, 'sequence')} of others, in turn"
+        return (
+            f"{data}; {asked} is {about if self.run.epochs else ''}{length}, each sequence used {self.passes:.3g} times"
+            f", {warmup or 'none'} of the steps for warm-up{filled if fill and not self.is_estimate else ''}"
+        )
+
+    def check(self) -> list[str]:
+        """Return warnings about a training that learns little, each with what helps.
+
+        Raises:
+            ConfigError: It certainly learns nothing, because its only step has the learning rate 0.
+        """
+        run, batch = self.run, self.run.global_batch_size
+        if run.script:
+            return []
+        warnings = []
+        if self.steps == 1 and warmup_steps(run, 1):
+            message = (
+                "This training learns nothing: its only optimizer step is the first of the warm-up, with learning rate "
+                f"0 ({self.describe()}). {self._more_steps()}, or warmup_ratio: 0."
+            )
+            if run.max_steps or not self.is_estimate or 2 * self.sequences * (run.epochs or 1) <= batch:
+                raise ConfigError(message)
+            warnings.append(message)
+        elif self.steps < FEW_STEPS:
+            warnings.append(f"The training has only {plural(self.steps, 'optimizer step')}. {self._more_steps()}.")
+        if batch > self.sequences:
+            warnings.append(
+                f"global_batch_size: {batch} is larger than the data of {plural(self.sequences, 'sequence')}: a step "
+                f"uses each sequence {batch / self.sequences:.3g} times. {self._smaller_batch()}."
+            )
+        return warnings
+
+    def _more_steps(self) -> str:
+        """Return settings with which there are `FEW_STEPS`, as the start of a sentence."""
+        if self.run.max_steps:
+            return f"Set max_steps: {FEW_STEPS} or more"
+        epochs = self.run.epochs or 0
+        longer = f"epochs: {math.ceil(FEW_STEPS / math.ceil(self.sequences / self.run.global_batch_size))}"
+        smaller = batch_for(self.sequences * epochs, FEW_STEPS, self.ranks)
+        return f"Set global_batch_size: {smaller} or {longer}" if smaller else f"Set {longer}"
+
+    def _smaller_batch(self) -> str:
+        fitting = batch_for(self.sequences, 1, self.ranks)
+        return f"Set global_batch_size: {fitting} or less" if fitting else "Add data, or plan fewer ranks"
