@@ -54,7 +54,7 @@ def test_the_login_node_needs_no_job(cluster: Cluster, shared_folder: Path) -> N
 
 
 def test_two_nodes_are_checked_and_described(cluster: Cluster, shared_folder: Path) -> None:
-    options = ("--cluster", str(CLUSTER_FILE), "--node", "--nodes", "2", "--skip-builds")
+    options = ("--cluster", str(CLUSTER_FILE), "--node", "--nodes", "2", "--skip-builds", "--write", "cluster.yaml")
     done = doctor(cluster, shared_folder, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     answer = json.loads(done.stdout)

@@ -73,7 +73,11 @@ def test_the_command_checks_this_machine_and_writes_a_cluster_file(tmp_path: Pat
     (tmp_path / "local.yaml").write_text(json.dumps(cluster))
     command = [sys.executable, "-c", MAIN, "doctor", "--node", "--skip-builds", "--json"]
     done = subprocess.run(
-        [*command, "--cluster", "local.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS
+        [*command, "--cluster", "local.yaml", "--write", "cluster.yaml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     answer = json.loads(done.stdout)

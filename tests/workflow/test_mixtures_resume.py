@@ -11,6 +11,7 @@ import pytest
 from shardmake.checkpoint import store
 from shardmake.checkpoint.record import CheckpointRecord, read_record
 from shardmake.config.models import Strategy
+from shardmake.core.atomic import sealed, unsealed
 from shardmake.run.paths import RunDir
 from tests.mixtures import save_mixture
 from tests.plan_in_process import plan_in_this_process
@@ -93,9 +94,9 @@ def check_resume(forked: Forked, folder: Path, base: Path, strategy: Strategy, *
 def copy_unpacked(source: Path, target: Path) -> None:
     """Copy tokenized data, each row as one example: gpt-oss has no attention kernel for packed ones on CPUs."""
     shutil.copytree(source, target)
-    receipt = json.loads((target / "receipt.json").read_text())
+    receipt = unsealed(json.loads((target / "receipt.json").read_text()))
     receipt["settings"]["packing"] = False
-    (target / "receipt.json").write_text(json.dumps(receipt))
+    (target / "receipt.json").write_text(json.dumps(sealed(receipt)))
 
 
 def states(record: CheckpointRecord | None) -> dict[str, str]:

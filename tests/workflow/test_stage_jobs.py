@@ -54,19 +54,23 @@ def planned(checkout: Checkout, tmp_path: Path) -> Checkout:
     return checkout
 
 
-def submit(checkout: Checkout, programs: Path, *words: str) -> None:
-    """Run the rules of the submitted stages only, and all of them although their results exist."""
+RESULTS = {"data": "data/receipt.json", "consolidate": "model/receipt.json", "evaluate": "evaluation.json"}
+
+
+def submit(checkout: Checkout, programs: Path, *stages: str) -> None:
+    """Run the rules of the ``stages`` only, although their results exist."""
+    files = [f"runs/demo/{RESULTS[stage]}" for stage in stages]
     command = checkout.command(
-        "snakemake", "--profile", "slurm", "--forceall", "--keep-going", *words, "--allowed-rules"
+        "snakemake", "--profile", "slurm", "--forceall", "--keep-going", *files, "--allowed-rules"
     )
     variables = environment() | {"PATH": f"{programs}:{os.environ['PATH']}"}
-    rules = [f"{stage}_run" for stage in ON_GPUS if not words[0].endswith(".json") or stage == "evaluate"]
+    rules = [f"{stage}_run" for stage in stages]
     done = subprocess.run([*command, *rules], cwd=checkout.root, env=variables, capture_output=True, text=True)
     print(done.stdout, done.stderr)
 
 
 def test_every_submitted_job_gets_what_the_site_requires(planned: Checkout, tmp_path: Path) -> None:
-    submit(planned, tmp_path / "programs", "runs/demo/evaluation.json")
+    submit(planned, tmp_path / "programs", "evaluate")
     submit(planned, tmp_path / "programs", "consolidate", "data")
     lines = (planned.root / "submitted.jsonl").read_text().splitlines()
     jobs = {line[line.index("--comment") + 1].split("_")[1]: line for line in map(json.loads, lines)}

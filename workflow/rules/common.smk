@@ -2,16 +2,14 @@
 
 import ast
 import functools
+import inspect
 import json
 import os
 import re
 import shlex
 import sys
-from contextlib import redirect_stderr
-from io import StringIO
 from pathlib import Path
 
-from snakemake.cli import parse_args
 from snakemake.io import IOFile
 from snakemake.logging import logger
 from snakemake.utils import update_config
@@ -89,12 +87,14 @@ def command_line():
     """Return the options of Snakemake's command line and profiles, or None if another program started the workflow.
 
     Snakemake sets the executor in the workflow only after it has read the rules, and the workflow has ``--config`` with
-    every value of a section as text.
+    every value of a section as text. It may have changed its folder, so the options cannot be parsed again.
     """
-    if Path(sys.argv[0]).name not in ("snakemake", "__main__.py"):
-        return None
-    with redirect_stderr(StringIO()):
-        return parse_args(sys.argv[1:])[1]
+    frame = inspect.currentframe()
+    while frame is not None:
+        if (frame.f_code.co_name, frame.f_globals.get("__name__")) == ("args_to_api", "snakemake.cli"):
+            return frame.f_locals["args"]
+        frame = frame.f_back
+    return None
 
 
 def executor_of(options):

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -38,6 +39,9 @@ STAGES = {
 }
 
 
+TOKENIZED = SimpleNamespace(train=SimpleNamespace(examples=9, tokens=99, sequences=9))
+
+
 @pytest.mark.parametrize("internet", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
 def test_only_stages_on_nodes_without_internet_are_offline(
@@ -51,13 +55,13 @@ def test_only_stages_on_nodes_without_internet_are_offline(
     lock.parent.mkdir(parents=True)
     lock.touch()
     (tmp_path / "cluster.yaml").write_text(json.dumps(cluster | {"internet_on_compute_nodes": internet}))
-    run = {"model": "lab/b", "data": {"train": "lab/t"}, "sequence_length": 8, "global_batch_size": 1, "max_steps": 1}
+    run = {"model": "lab/b", "data": {"train": "lab/t"}, "sequence_length": 8, "global_batch_size": 1, "max_steps": 20}
     runs = {"chat": run | {"learning_rate": 0.1}}
     (tmp_path / "config.yaml").write_text(json.dumps({"cluster": str(tmp_path / "cluster.yaml"), "runs": runs}))
     function, on_node = STAGES[stage]
     seen: dict[str, str] = {}
     monkeypatch.setattr("os.environ", {key: value for key, value in os.environ.items() if "OFFLINE" not in key})
-    monkeypatch.setattr(function, lambda *_, **__: seen.update(os.environ))
+    monkeypatch.setattr(function, lambda *_, **__: seen.update(os.environ) or TOKENIZED)
     done = CliRunner().invoke(
         app, [stage, "chat", "--config", str(tmp_path / "config.yaml"), "--runs", str(tmp_path / "runs")]
     )
