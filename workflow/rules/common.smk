@@ -99,9 +99,11 @@ def command_line():
 
 def executor_of(options):
     """Return the executor that the command line asks for, or None if it has neither a profile nor cores and runs no job."""
-    if options is None or (options.executor == "local" and options.cores is None):
+    if options is None:
         return None
-    return options.executor
+    # Snakemake itself gives a dry run a core.
+    runs_no_job = options.cores is None or ((options.dryrun or options.touch) and not options.profile)
+    return None if runs_no_job and options.executor == "local" else options.executor
 
 
 def read_configuration():
