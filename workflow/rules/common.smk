@@ -343,10 +343,14 @@ def message_of(stage, words):
 
 def report_results():
     """Log where the results of the runs are whose report this invocation made."""
-    made = {job.wildcards.run for job in workflow.dag.jobs if job.rule.name == "report_run" and workflow.dag.finished(job)}
+    made = {
+        job.wildcards.run for job in workflow.dag.jobs if job.rule.name == "report_run" and workflow.dag.finished(job)
+    }
     for run in sorted(made):
         paths = RunDir(ROOT / run)
-        logger.info(f"{run}: the model is in {paths.model}, the report is {paths.report}. To compare runs: shardmake compare")
+        logger.info(
+            f"{run}: the model is in {paths.model}, the report is {paths.report}. To compare runs: shardmake compare"
+        )
 
 
 onsuccess:

@@ -13,6 +13,8 @@ rule evaluate_run:
     params:
         settings=settings("evaluate"),
     message:
-        message_of("evaluate", "measuring loss and perplexity of the base model and the tuned model, and sampling from both")
+        message_of(
+            "evaluate", "measuring loss and perplexity of the base model and the tuned model, and sampling from both"
+        )
     shell:
         SHARDMAKE + " evaluate {wildcards.run} 2>&1 | tee -i {log:q}"

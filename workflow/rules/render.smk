@@ -13,6 +13,8 @@ rule render_run:
     params:
         settings=settings("render"),
     message:
-        message_of("render", "rendering the Accelerate and DeepSpeed files and checking them with the libraries' own parsers")
+        message_of(
+            "render", "rendering the Accelerate and DeepSpeed files and checking them with the libraries' own parsers"
+        )
     shell:
         SHARDMAKE + " render {wildcards.run} 2>&1 | tee -i {log:q}"
