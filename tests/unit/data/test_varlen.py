@@ -1,7 +1,7 @@
 """Attention varlen gives what eager attention gives; its operator runs on the CPU by a reference here."""
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -103,8 +103,8 @@ def test_padded_rows_have_the_loss_and_gradients_of_eager_attention(model: Any) 
     torch.testing.assert_close(found, loss_and_gradients(model, [batch]), rtol=1e-4, atol=1e-4)
 
 
-def tensors(width: int = 16, keys: int = 6) -> list[torch.Tensor]:
-    return [torch.randn(1, 4, 6, width), torch.randn(1, 2, keys, width), torch.randn(1, 2, keys, width)]
+def tensors(width: int = 16, keys: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.randn(1, 4, 6, width), torch.randn(1, 2, keys, width), torch.randn(1, 2, keys, width)
 
 
 def test_values_narrower_than_keys_are_padded() -> None:
@@ -119,11 +119,11 @@ def test_values_narrower_than_keys_are_padded() -> None:
 
 def test_a_kernel_without_the_argument_for_grouped_heads_gets_them_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of torch 2.11."""
-    shapes = []
+    shapes, kernel = [], cast(Any, plain_varlen)
 
     def older(q: Any, k: Any, v: Any, *bounds: Any, scale: float | None, window_size: tuple[int, int]) -> Any:
         shapes.append((q.shape[1], k.shape[1], v.shape[1]))
-        return plain_varlen(q, k, v, *bounds, scale=scale, window_size=list(window_size))[0]
+        return kernel(q, k, v, *bounds, scale=scale, window_size=list(window_size))[0]
 
     query, key, value = tensors()
     expected, _ = varlen_attention(torch.nn.Module(), query, key, value, None)
@@ -149,7 +149,7 @@ def test_torch_s_own_shapes_of_the_backward_pass_fit_grouped_heads_in_16_bits() 
         query, key, value = (torch.empty(1, heads, 6, 16, dtype=torch.bfloat16) for heads in (4, 2, 2))
         inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
         bounds = torch.empty(3, dtype=torch.int32)
-        out, _ = varlen_attention(torch.nn.Module(), *inputs, None, cu_seq_lens_q=bounds, max_length_q=4)
+        out, _ = varlen_attention(torch.nn.Module(), query, key, value, None, cu_seq_lens_q=bounds, max_length_q=4)
         assert out.shape == (1, 6, 4, 16)
         gradients = torch.autograd.grad(out.sum(), inputs)
     assert [(g.shape, g.dtype) for g in gradients] == [(t.shape, torch.bfloat16) for t in inputs]
