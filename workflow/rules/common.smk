@@ -154,6 +154,13 @@ CONFIG, CLUSTER, SHARDMAKE = checked(read_configuration)
 FOLDER_OF_PROGRAMS = shlex.quote(str(Path(sys.executable).parent)).replace("{", "{{").replace("}", "}}")
 PROGRAMS = f"set -euo pipefail; export PATH={FOLDER_OF_PROGRAMS}:$PATH; "
 RUNS = CONFIG.runs
+
+
+def command(words):
+    """Return the command of a rule that runs Shardmake with ``words``."""
+    return f"{SHARDMAKE} {words}"
+
+
 CONTAINER = job_container(CLUSTER, [ROOT / run for run in RUNS], RUNS.values())
 shell.prefix(PROGRAMS if workflow.is_main_process else job_shell_prefix(CLUSTER, PROGRAMS, CONTAINER))
 PATHS = RunDir(Path("runs/{run}"))  # the paths of every run, for inputs and outputs of rules

@@ -14,4 +14,4 @@ rule consolidate_run:
     message:
         message_of("consolidate", "merging the sharded checkpoint into a model folder that from_pretrained loads")
     shell:
-        SHARDMAKE + " consolidate {wildcards.run} --workers {threads} 2>&1 | tee -i {log:q}"
+        command("consolidate {wildcards.run} --workers {threads} 2>&1 | tee -i {log:q}")

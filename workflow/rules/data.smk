@@ -15,4 +15,4 @@ rule data_run:
     message:
         message_of("data", "tokenizing and packing the data once, so that no rank waits for it")
     shell:
-        SHARDMAKE + " data {wildcards.run} --cpus {threads} 2>&1 | tee -i {log:q}"
+        command("data {wildcards.run} --cpus {threads} 2>&1 | tee -i {log:q}")

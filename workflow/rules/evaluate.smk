@@ -17,4 +17,4 @@ rule evaluate_run:
             "evaluate", "measuring loss and perplexity of the base model and the tuned model, and sampling from both"
         )
     shell:
-        SHARDMAKE + " evaluate {wildcards.run} 2>&1 | tee -i {log:q}"
+        command("evaluate {wildcards.run} 2>&1 | tee -i {log:q}")

@@ -12,7 +12,7 @@ rule fetch_run:
     message:
         message_of("fetch", "fetching the data and the model's description, pinned to their commits")
     shell:
-        SHARDMAKE + " fetch {wildcards.run} --part description 2>&1 | tee -i {log:q}"
+        command("fetch {wildcards.run} --part description 2>&1 | tee -i {log:q}")
 
 
 # After the plan, so that no weights are downloaded for a run that does not fit.
@@ -31,4 +31,4 @@ rule fetch_weights_run:
     message:
         message_of("fetch", "fetching the base model's weights, so that no job needs the internet")
     shell:
-        SHARDMAKE + " fetch {wildcards.run} --part weights 2>&1 | tee -i {log:q}"
+        command("fetch {wildcards.run} --part weights 2>&1 | tee -i {log:q}")

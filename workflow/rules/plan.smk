@@ -13,4 +13,4 @@ rule plan_run:
     message:
         message_of("plan", "estimating memory and choosing the fastest strategy that fits, before anything is queued")
     shell:
-        SHARDMAKE + " plan {wildcards.run} 2>&1 | tee -i {log:q}"
+        command("plan {wildcards.run} 2>&1 | tee -i {log:q}")

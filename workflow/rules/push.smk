@@ -12,4 +12,4 @@ rule push_run:
     message:
         message_of("push", "pushing the model and reading it back to verify it")
     shell:
-        SHARDMAKE + " push {wildcards.run} 2>&1 | tee -i {log:q}"
+        command("push {wildcards.run} 2>&1 | tee -i {log:q}")

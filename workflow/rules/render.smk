@@ -17,4 +17,4 @@ rule render_run:
             "render", "rendering the Accelerate and DeepSpeed files and checking them with the libraries' own parsers"
         )
     shell:
-        SHARDMAKE + " render {wildcards.run} 2>&1 | tee -i {log:q}"
+        command("render {wildcards.run} 2>&1 | tee -i {log:q}")

@@ -15,7 +15,7 @@ rule report_run:
     message:
         "{wildcards.run}: putting losses, speed, memory and samples on one page, {output.page}"
     shell:
-        SHARDMAKE + " report {wildcards.run} 2>&1 | tee -i {log:q}"
+        command("report {wildcards.run} 2>&1 | tee -i {log:q}")
 
 
 rule compare_sweep:
@@ -29,4 +29,4 @@ rule compare_sweep:
     message:
         "{wildcards.sweep}: comparing the runs of the sweep on one page, {output.page}"
     shell:
-        SHARDMAKE + " compare --sweep {wildcards.sweep} --page {output.page:q} 2>&1 | tee -i {log:q}"
+        command("compare --sweep {wildcards.sweep} --page {output.page:q} 2>&1 | tee -i {log:q}")

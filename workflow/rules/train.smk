@@ -18,4 +18,4 @@ rule train_run:
     message:
         message_of("train", "training; the driver adopts a running job or submits one, and resumes it until it is done")
     shell:
-        SHARDMAKE + " train {wildcards.run} 2>&1 | tee -i {log:q}"
+        command("train {wildcards.run} 2>&1 | tee -i {log:q}")
