@@ -67,7 +67,7 @@ class Omitted:
 
 @dataclass(frozen=True)
 class PartResult:
-    """A row that is no training run."""
+    """A row that is not a training run."""
 
     row: Row
     part: Part

@@ -1,4 +1,4 @@
-"""Published measurements that are no training run: one layer, the context, and host RAM while loading.
+"""Published measurements that are not a training run: one layer, the context, and host RAM while loading.
 
 They check parts of the memory model. The context and NCCL are constants that come from these very sources.
 """

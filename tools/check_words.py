@@ -14,7 +14,7 @@ BANNED = re.compile(
     r"(?<![a-z])(tell|tells|telling|told|hear|hears|heard|hearing|doz(?:e|es|ed|ing)|mend(?:s|ed|ing)?|heed(?:s|ed)?"
     r"|ladders?|rungs?|census|ghosts?|nursery|in peace|calm|lifeline|ledger|disguises?|unmask(?:s|ed)?|last words"
     r"|complaints?|without a word|for ever|in vain|acted out|go on|goes on|going on|went on|lives on|one's own"
-    r"|(?<!there )(?:is|are|was|were) no (?!longer|more|fewer)|\"\"\"(?:what|whether|where|who))(?![a-z])",
+    r"|(?<!there )(?:is|are|was|were) no(?= )(?! (?:longer|more|fewer))|\"\"\"(?:what|whether|where|who))(?![a-z])",
     re.IGNORECASE,
 )
 ENTRY = len("- ") + 100

@@ -92,6 +92,8 @@ def main() -> int:
         return 1
     cases = choose(options.only, machine)
     work, out = options.kit / "work", options.kit / "out"
+    if options.prepare and work.exists():
+        parser.error(f"{work} exists. Remove it to prepare again.")
     failed = {} if work.exists() else prepare(work, machine, cases)
     if options.prepare:
         return int(bool(failed))

@@ -25,7 +25,7 @@ def peak() -> int:
 
 
 def watch() -> None:
-    """Keep the largest part of the resident memory that is no page of a file, which the system takes back at need."""
+    """Keep the largest part of the resident memory outside pages of files, which the system takes back at need."""
     while True:
         (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
         anonymous[0] = max(anonymous[0], int(line.split()[1]) * 1024)

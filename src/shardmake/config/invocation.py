@@ -5,7 +5,6 @@ also to those in a job on a node. Its name is its digest, so another invocation 
 """
 
 import argparse
-import functools
 import hashlib
 import os
 import sys
@@ -61,13 +60,11 @@ def use_merged(path: Path) -> None:
         write_text(Path(note), str(path.absolute()))
 
 
-@functools.cache
-def check_config_files(arguments: tuple[str, ...]) -> None:
+def check_config_files(arguments: Sequence[str]) -> None:
     """Exit with a message if a file of Snakemake's ``--configfile`` does not exist, has no keys or is not valid YAML.
 
     ``profiles/default`` calls this, because Snakemake reads these files before the workflow, and its own message names
-    neither the file nor the line. Only the first call of a process checks: with ``--directory``, Snakemake changes its
-    folder before the workflow reads the command line again.
+    neither the file nor the line.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--configfile", "--configfiles", nargs="+", default=[])

@@ -115,7 +115,8 @@ class LoadingReport:
     @property
     def ties_in_files(self) -> list[tuple[str, str]]:
         """The ties, with the names in the files."""
-        return [(self.renamed.get(alias, alias), self.renamed.get(owner, owner)) for alias, owner in self.ties]
+        names = self.renamed
+        return [(names.get(alias, alias), names.get(owner, owner)) for alias, owner in self.ties]
 
     def problems(self, accepted: Collection[str] = ()) -> list[str]:
         """Return one sentence per problem; an empty list if the folder loads completely.

@@ -57,7 +57,7 @@ def compare(
     expected, _ = resolve_ties(read, [*loading.ties_in_files, *untied.items()], untie=bool(untied))
     merged = huggingface.read(model).tensors
     missing = sorted(merged.keys() - expected.tensors.keys() - set(loading.unloaded))
-    left_out = expected.tensors.keys() - merged.keys() - expected.aliases.keys() - {alias for alias, _ in loading.ties}
+    left_out = expected.tensors.keys() - merged.keys()
     if missing or left_out:
         raise CheckpointError(
             f"{model} and {expected.folder} do not hold the same tensors: {[*missing, *sorted(left_out)]}. "

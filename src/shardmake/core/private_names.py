@@ -64,7 +64,6 @@ NAMES: Final = (
     Names("torch", "torch._dynamo.OptimizedModule", ("_orig_mod",)),
     Names("torch", "torch.UntypedStorage", ("_cdata",)),
     Names("torch", "torch.nn.Module", _MODULE),
-    Names("torch", "torch.nn.Module", ("_non_persistent_buffers_set",)),
     Names(
         "torch",
         "torch.distributed.distributed_c10d",

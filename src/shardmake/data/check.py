@@ -48,7 +48,7 @@ def check_sources(run: Run) -> list[int]:
     """Check every example of the run's files without a tokenizer, and return the usable rows of each source.
 
     Raises `DataError` with file and line for content that cannot be read or does not fit the format; with
-    ``data.on_bad_row: drop``, only if no row would be left.
+    ``data.on_bad_row: drop``, only for the first rows.
     """
     if run.data.is_raw:
         files_of_raw(Path(run.data.sources[0].source))

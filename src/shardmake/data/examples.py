@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 Columns = dict[str, list[Any]]
 APART: Final = "apart"
 LEAST_SHARE: Final = 0.01
-"""Smallest share of learned tokens in conversations that is no reason for a warning."""
+"""Smallest share of learned tokens in conversations without a warning."""
 MOST_BAD: Final = 0.05
 """Largest part of the rows of a source that ``data.on_bad_row: drop`` leaves out."""
 _EMPTY: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -137,7 +137,9 @@ def _stop_ids(run: Run) -> set[int]:
 
     try:
         found = GenerationConfig.from_pretrained(run.model, revision=run.revision).eos_token_id
-    except (OSError, ValueError):  # no such file, as of many base models
+    except (OSError, ValueError) as error:  # many base models have no such file
+        if Path(run.model, "generation_config.json").exists():
+            raise ModelError(f"Cannot read generation_config.json of {run.model!r}: {error}") from None
         return set()
     return set(found) if isinstance(found, list) else {found}
 
@@ -269,10 +271,11 @@ def check_learned(part: str, counts: Mapping[str, int], dropped: Sequence[str], 
         roles = f" Pairs are learned whose answers differ {where}."
     count = sum(number for outcome, number in counts.items() if outcome.startswith("dropped_"))
     if count < counts["examples"]:
-        logger.warning(
-            f"Examples of the {part} data with nothing to learn are dropped: {count:,} of {counts['examples']:,}. "
-            f"The first: {'; '.join(dropped)}.{roles}"
-        )
+        if unlearned := count - counts.get("dropped_bad", 0):
+            logger.warning(
+                f"Examples of the {part} data with nothing to learn are dropped: {unlearned:,} of "
+                f"{counts['examples']:,}. The first: {'; '.join(dropped)}.{roles}"
+            )
         return
     raise DataError(
         f"No example in the {part} data has a token to learn: {describe_outcomes(counts)}. "

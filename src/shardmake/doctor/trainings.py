@@ -24,7 +24,7 @@ from shardmake.demo import make_inputs
 from shardmake.demo.random_model import write_description, write_weights
 from shardmake.doctor.gpu_report import GpuReport, Trained
 from shardmake.doctor.records import NodeFacts
-from shardmake.run.findings import Finding, ok, ok_if, stops
+from shardmake.run.findings import Finding, Verdict, ok, ok_if, stops
 from shardmake.run.metrics import read_metrics
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import MemoryEstimates, Plan
@@ -121,7 +121,7 @@ def judge(trained: Sequence[Trained]) -> Iterator[Finding]:
             limit = LEVER_LOSS if one.strategy == other.strategy else limit
             found = one.loss_difference(other)
             words = f"the losses of a step differ by at most {found:.4f}"
-            advice = f"More than {limit:g} is no rounding: report it with the JSON file."
+            advice = f"More than {limit:g} is more than rounding: report it with the JSON file."
             yield ok_if(found <= limit, f"{one.strategy} and {other.strategy}", words, advice, stops)
 
 
@@ -197,7 +197,7 @@ def make_report(
         cuda=first.cuda,
         nccl=first.nccl,
         versions=found,
-        outcomes={one.check: "failed" for one in findings if one.verdict == "stops a run"},
+        outcomes={one.check: "failed" for one in findings if one.verdict is Verdict.STOPS},
         trained=list(trained),
         all_reduce_gbps=min((value for value in bandwidth if value), default=None),
     )

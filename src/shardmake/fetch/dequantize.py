@@ -74,7 +74,8 @@ def dequantize(source: Path, out: Path) -> None:
     pairs = _pairs(tensors, method, source)
     used = {name for pair in pairs.values() for name in pair[:2]}
     kept = {name: t for name, t in tensors.items() if name not in used and not name.endswith(method.unused)}
-    if left := sorted(name for name, tensor in kept.items() if tensor.dtype.startswith("F8")):
+    unscaled = {name for name, t in kept.items() if t.dtype in method.types and name.endswith(method.weight)}
+    if left := sorted(unscaled | {name for name, t in kept.items() if t.dtype.startswith("F8")}):
         raise ModelError(f"Cannot dequantize {source}: {left[0]} has no scales. Copy the model again.")
     sizes = [2 * t.numel * (2 if t.dtype in _PACKED else 1) for t in (tensors[name] for name, _ in pairs.values())]
     size = sum(sizes) + sum(tensor.nbytes for tensor in kept.values())
@@ -86,13 +87,19 @@ def dequantize(source: Path, out: Path) -> None:
     with ExitStack() as stack:
         read = _reader(tensors, stack)
         convert = _convert_blocks if method.weight else _convert_scaled
-        block = settings.get("weight_block_size")
+        block = settings.get("weight_block_size") or _block_of_groups(settings)
         made = ((name, convert(read(pair[0]), read(pair[1]), block)) for name, pair in pairs.items())
         _write(staging, [((name, read(name)) for name in kept), made])
     _copy_small_files(source, staging, config)
     fsync_directory(staging)
     staging.rename(out)
     logger.info("Wrote %s in bf16: %d quantized weights of %s. A merge of it is in bf16, too.", out, len(pairs), source)
+
+
+def _block_of_groups(settings: Mapping[str, Any]) -> list[int] | None:
+    """Return the size of the blocks that compressed-tensors states for its weights, if it does."""
+    groups = (group.get("weights") or {} for group in (settings.get("config_groups") or {}).values())
+    return next((one["block_structure"] for one in groups if one.get("block_structure")), None)
 
 
 def _declared(config: Mapping[str, Any], source: Path) -> tuple[Quantized, Mapping[str, Any]]:
@@ -149,11 +156,13 @@ def _convert_scaled(weight: "Tensor", scales: "Tensor", block: list[int] | None)
         return torch.stack([_convert_scaled(*pair, block) for pair in zip(weight, scales, strict=True)])
     values = _fp4(weight).flatten(-2) if weight.dtype == torch.int8 else weight.float()
     factors = _powers(scales) if scales.dtype == torch.uint8 else scales.float()
-    if factors.dim() < 2:
+    if factors.numel() == 1:
         return (values * factors).bfloat16()
+    if factors.dim() == 1:  # one scale a row
+        factors = factors[:, None]
     sizes = []
     for axis, (length, count) in enumerate(zip(values.shape, factors.shape, strict=True)):
-        size = block[axis] if block and ceil(length / block[axis]) == count else length // count
+        size = block[axis] if block and ceil(length / block[axis]) == count else max(1, length // count)
         if ceil(length / size) != count:
             raise ModelError(f"Cannot dequantize a weight of {list(weight.shape)} with scales {list(scales.shape)}.")
         sizes.append(size)

@@ -335,7 +335,7 @@ class Recorder(_DispatchMode):
         self.events.clear()
         self._first = self._next
         self._backward = False
-        self._in_layer.clear()  # of the backward pass before, which is no loop over the tokens
+        self._in_layer.clear()  # of the backward pass before, which is not a loop over the tokens
         self._begun: set[int] = set()
 
     def mark(self, kind: str, *values: Any) -> None:

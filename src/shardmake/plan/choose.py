@@ -34,15 +34,18 @@ class NothingFitsError(ConfigError):
         self.candidates = candidates
 
 
-def choose_from(planner: Planner, strategies: Sequence[Strategy] = ()) -> tuple[Candidate, list[Candidate]]:
-    """Choose among all candidates of ``planner``'s run; ``strategies`` replaces the run's own."""
-    possible = list(choices(planner.settings, strategies))
+def choose_from(planner: Planner) -> tuple[Candidate, list[Candidate]]:
+    """Choose among all candidates of ``planner``'s run."""
+    possible = list(choices(planner.settings))
     planner.prepare(possible)
     return choose([planner.scan(choice) for choice in possible], planner)
 
 
 def find_choice(planner: Planner, strategies: Sequence[Strategy] = ()) -> Candidate | None:
-    """Return the choice that `choose_from` makes, None if nothing fits; what certainly does not is not looked at."""
+    """Return the choice that `choose_from` makes, None if nothing fits; what certainly does not is not looked at.
+
+    ``strategies`` replaces the run's own.
+    """
     possible = [choice for choice in choices(planner.settings, strategies) if planner.can_hold(choice)]
     planner.prepare(possible)
     try:

@@ -50,11 +50,16 @@ def risk(candidate: Candidate) -> str:
     )
 
 
+_AVOIDED = ("", "sharding on a single rank", "offload")
+"""Names of the levels of `Candidate.last_resort`."""
+
+
 def _lead(chosen: Candidate, candidates: Sequence[Candidate]) -> str:
     """Return the rank of the choice among those that fit on as many nodes."""
     fitting = [candidate for candidate in candidates if candidate.fits and _same_nodes(candidate, chosen)]
     rivals = [candidate for candidate in fitting if candidate.last_resort <= chosen.last_resort]
-    where = f"on {plural(chosen.choice.nodes, 'node')}" + (" without offload" if len(rivals) < len(fitting) else "")
+    left = sorted({_AVOIDED[item.last_resort] for item in fitting if item.last_resort > chosen.last_resort})
+    where = f"on {plural(chosen.choice.nodes, 'node')}" + (f" without {' or '.join(left)}" if left else "")
     if len(rivals) == 1:
         return f"the only candidate that fits {where}"
     faster = [rival for rival in rivals if rival.rounded_seconds < chosen.rounded_seconds]
@@ -70,7 +75,7 @@ def _last_resort_sentence(chosen: Candidate, candidates: Sequence[Candidate]) ->
     if all(candidate.last_resort >= chosen.last_resort for candidate in candidates):
         return []
     if chosen.last_resort == 1:
-        return ["It shards on a single rank because nothing else fits without offload."]
+        return ["It shards on a single rank because nothing else fits with a margin without offload."]
     return [
         "It offloads because nothing else fits with a margin. The time of an offload is modelled from the libraries' "
         "sources, and was compared with three measured steps only."
@@ -90,7 +95,8 @@ def _cheaper_sentence(chosen: Candidate, candidates: Sequence[Candidate]) -> lis
     if not cheaper:
         return []
     best = min(cheaper, key=lambda candidate: candidate.gpu_seconds)
-    against = "it offloads" if best.last_resort > chosen.last_resort else "its margin is too small"
+    is_avoided = best.last_resort > chosen.last_resort
+    against = f"it needs {_AVOIDED[best.last_resort]}" if is_avoided else "its margin is too small"
     return [
         f"{best.name} takes fewer GPU-seconds per step ({gpu_seconds(best)} against {gpu_seconds(chosen)}; "
         f"{figures(best)}), but {against}."
@@ -108,7 +114,9 @@ def _node_sentence(chosen: Candidate, candidates: Sequence[Candidate]) -> list[s
         return []
     best = min(fewer, key=lambda candidate: (candidate.last_resort, candidate.gpu_seconds))
     if best.last_resort > chosen.last_resort:
-        return [f"On fewer nodes only offload fits, such as {best.name} ({seconds(best)} per step)."]
+        return [
+            f"On fewer nodes only {_AVOIDED[best.last_resort]} fits, such as {best.name} ({seconds(best)} per step)."
+        ]
     return [
         f"It takes {gpu_seconds(chosen)} GPU-seconds per step; {best.name}, the cheapest on fewer nodes, takes "
         f"{gpu_seconds(best)} ({seconds(best)} per step)."

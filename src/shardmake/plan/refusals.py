@@ -330,8 +330,8 @@ def _wrong_tokens(run: Run, model: Model, attention: Attention) -> Iterator[str]
     """Yield why a rank's tokens would be attended to as if they were all."""
     if not attends_in_kernel(model):
         yield (
-            f"model {model.architecture}: a small model of its kind has tokens that meet outside of the attention "
-            "kernel, or heads that ranks cannot share. Take another model."
+            f"model {model.architecture}: a small model of its kind did not show that tokens meet in the attention "
+            "kernel alone, with heads that ranks can share. Take another model."
         )
     if attention == "eager":
         yield "attention eager: its mask has a number for each pair of tokens. Take varlen, flash or sdpa."
@@ -410,7 +410,12 @@ def wrong_loss(run: Run, model: Model) -> Iterator[str]:
         (run.torch_compile, "torch's chunked loss does not run in compiled code"),
     ]
     if run.loss == "chunked" and not run.script and not has_plain_head(model):
-        chunked.append((True, f"that of {model.architecture} is not the one of last hidden states and head alone"))
+        chunked.append(
+            (
+                True,
+                f"that of {model.architecture} was not shown to follow from the last hidden states and the head alone",
+            )
+        )
     for why in (why for is_wrong, why in chunked if is_wrong and run.loss == "chunked"):
         yield f"loss: chunked cannot be used: {why}. Set loss: plain."
     adapted = adapted_layers(model, run.lora.targets) if run.method_spec.has_adapters and not run.script else ()

@@ -111,7 +111,7 @@ def resolve(run: Run, cluster: Cluster) -> ResolvedRun:
 def check(settings: ResolvedRun, *, packages: bool = True) -> None:
     """Raise a `ConfigError` if the run contradicts itself, the cluster, the model or the installed packages.
 
-    Without ``packages`` a missing package is no contradiction: a suggestion may name what is to be installed, and a
+    Without ``packages`` a missing package is not a contradiction: a suggestion may name what is to be installed, and a
     plan away from the cluster is made without what trains there.
     """
     run, cluster, model = settings.run, settings.cluster, settings.model

@@ -126,7 +126,7 @@ def _split(name: str, number: int, line: str) -> list[list[str]]:
         lexer.whitespace_split = True
         words = list(lexer)
     except ValueError:
-        # A quote that ends on a later line: the lines between are no command that starts a training.
+        # A quote that ends on a later line: the lines between do not start a training.
         if any(program in line for program in PROGRAMS[:3]):
             raise ConfigError(f"{name}, line {number}: a quote is not closed. Close it on the same line.") from None
         return []

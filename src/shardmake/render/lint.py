@@ -233,7 +233,7 @@ def _add(training: Training, name: Any, library: Library, key: str, folder: Path
             training.files[source.kind] = source
             return source
     found = next((path for path in (Path(str(name)), folder / str(name)) if path.exists()), None)
-    effect = f"{f'{found} is no file' if found else 'The file does not exist'}, and the run stops."
+    effect = f"{f'{found} is not a file' if found else 'The file does not exist'}, and the run stops."
     training.problems.append(Problem(library, key, name, "error", effect))
     return None
 

@@ -108,8 +108,11 @@ class AdapterSettings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_default(cls, values: Any) -> Any:
-        is_object = isinstance(values, dict)
-        return {k: v for k, v in values.items() if v is not None or k in ("r", "lora_alpha")} if is_object else values
+        if not isinstance(values, dict):
+            return values
+        if values.get("peft_type") not in (None, "LORA"):  # refused by its kind, whatever its other settings
+            return {"peft_type": values["peft_type"]}
+        return {k: v for k, v in values.items() if v is not None or k in ("r", "lora_alpha")}
 
     @classmethod
     def read(cls, path: Path) -> Self:

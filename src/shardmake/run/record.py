@@ -116,7 +116,7 @@ def _parse(path: Path, content: bytes, kind: type[T], made_by: str) -> T:
 
 
 def _unsealed(content: bytes) -> bytes:
-    """Return a JSON text without checksums; what is no JSON is returned as it is, for the reader's own message."""
+    """Return a JSON text without checksums; other text is returned as it is, for the reader's own message."""
     try:
         values = json.loads(content)
     except ValueError:

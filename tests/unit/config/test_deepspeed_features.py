@@ -36,7 +36,7 @@ FLAGS = {row[0]: row[1] for row in ROWS if len(row) == 2 and "--" in row[0] and 
 
 
 LITTLE = {"eigenvalue", "dataloader_drop_last", "disable_allgather"}
-"""Keys that are no feature of a tutorial."""
+"""Keys that are not a feature of a tutorial."""
 
 
 def spans(cell: str) -> list[str]:

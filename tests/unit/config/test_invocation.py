@@ -93,36 +93,14 @@ def test_files_of_snakemakes_option_are_checked_before_snakemake_reads_them(
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "good.yaml", {"a": 1})
     write(tmp_path / "bad.yaml", "a: 1\nb: {c: 1\nd: 2\n")
-    check_config_files(
-        (
-            "plan",
-            "--configfile",
-            "good.yaml",
-            "--config",
-            "runs={a: 1",
-            "--cores",
-            "1",
-        )
-    )
-    check_config_files(("--configfile",))
+    check_config_files(["plan", "--configfile", "good.yaml", "--config", "runs={a: 1", "--cores", "1"])
+    check_config_files(["--configfile"])
     with pytest.raises(
         SystemExit, match=r"^Error: --configfile: 'plan' does not exist\. .* Write targets before it, such as"
     ):
-        check_config_files(
-            (
-                "--configfile",
-                "good.yaml",
-                "plan",
-            )
-        )
+        check_config_files(["--configfile", "good.yaml", "plan"])
     with pytest.raises(SystemExit, match=r"'runs/chat/report\.html' does not exist\. .* Write targets before it"):
-        check_config_files(
-            (
-                "--configfile",
-                "good.yaml",
-                "runs/chat/report.html",
-            )
-        )
+        check_config_files(["--configfile", "good.yaml", "runs/chat/report.html"])
     (tmp_path / "empty.yaml").touch()
     for words, message in (
         (["--configfile", "empty.yaml"], "empty.yaml has no keys. "),
@@ -130,19 +108,10 @@ def test_files_of_snakemakes_option_are_checked_before_snakemake_reads_them(
         (["--configfile="], "--configfile: the name is empty. "),
     ):
         with pytest.raises(SystemExit, match=f"^Error: {message}"):
-            check_config_files(tuple(words))
+            check_config_files(words)
     for option in ("--configfile", "--configfiles"):
         with pytest.raises(SystemExit) as end:
-            check_config_files(
-                (
-                    "-n",
-                    option,
-                    "good.yaml",
-                    "bad.yaml",
-                    "--cores",
-                    "1",
-                )
-            )
+            check_config_files(["-n", option, "good.yaml", "bad.yaml", "--cores", "1"])
         assert end.value.code == "Error: bad.yaml, line 3 is not valid YAML: expected ',' or '}', but got ':'."
 
 

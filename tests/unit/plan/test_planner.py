@@ -225,7 +225,7 @@ def test_every_fallback_needs_less_gpu_memory(folders: dict[str, str]) -> None:
 
 
 def test_a_fallback_with_offload_requests_more_host_memory(folders: dict[str, str]) -> None:
-    """It needs less of the GPU's memory and more of the node's, so that it is no answer to a node's out-of-memory."""
+    """It needs less of the GPU's memory and more of the node's, so that it does not help after a node's out-of-memory."""
     made = plan(folders["eight"], gpus(), sequence_length=4096)
     offloads = next(
         number for number, fallback in enumerate(made.fallbacks, 1) if "offload" in fallback.choice.strategy

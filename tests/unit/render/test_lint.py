@@ -301,4 +301,4 @@ def test_a_folder_in_place_of_a_file_is_named(folder: Path) -> None:
     (folder / "own.yaml").write_text(
         "deepspeed_config: {deepspeed_config_file: configs}\ndistributed_type: DEEPSPEED\n"
     )
-    assert "configs is no file, and the run stops." in texts(check(["own.yaml"]))
+    assert "configs is not a file, and the run stops." in texts(check(["own.yaml"]))

@@ -36,6 +36,10 @@ def read(folder: Path, target: Target = "keep") -> Contents:
         CheckpointError: A rank's file is missing or damaged, the ranks do not agree, or the mesh is not supported.
     """
     names = {path: match for path in folder.iterdir() if (match := _FILE.fullmatch(path.name))}
+    if len({match["count"] for match in names.values()}) > 1:
+        raise CheckpointError(
+            f"{folder} holds per-rank files of several checkpoints. Copy those of one to a new folder."
+        )
     found = {int(match["rank"]): path for path, match in names.items()}
     counts = [int(match["count"]) for match in names.values() if match["count"]]
     missing = sorted(set(range(max([max(found), *(count - 1 for count in counts)]) + 1)) - set(found))

@@ -205,7 +205,7 @@ class TokenUpdate(PeftUpdate):
         return self.parts[self.PARTS[0]].shape
 
     def fitting(self, weight: StoredTensor | None) -> Self:
-        """Compare the factors with the weight and the rank."""
+        """Compare the rows with the weight and the settings."""
         super().fitting(weight)
         rows = self.settings.tokens(self.module)
         if len(self.shape) != 2 or len(rows) != self.shape[0]:

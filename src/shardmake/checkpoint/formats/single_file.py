@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint.formats import huggingface, unpickle
-from shardmake.checkpoint.formats.contents import Contents, unsharded
+from shardmake.checkpoint.formats.contents import Contents, is_extra_state, unsharded
 from shardmake.checkpoint.formats.dcp import NO_WEIGHTS
 from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.checkpoint.formats.unpickle import TensorRef
@@ -20,7 +20,7 @@ _OTHER = re.compile(
     r"(optim|sched|scaler|sampler|rng_|random_states|training_args|recipe_state|dataloader|custom_checkpoint).*"
 )
 """Names of files with other states of a training."""
-_SHARD = re.compile(r"(?P<stem>.+)-\d+-of-(?P<count>\d+)\.(safetensors|bin)")
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.(safetensors|bin)")
 
 
 def recognise(path: Path) -> Path | None:
@@ -51,12 +51,12 @@ def read(file: Path, target: Target = "keep", key: str | None = None) -> Content
     if len(chosen) != 1:
         held = f"models {', '.join(models)}. Name one with --key" if models else "no tensors by name. Name another file"
         raise CheckpointError(f"{file} holds {held}.")
-    tensors = {name: unsharded(name, ref) for name, ref in chosen[0].items()}
+    tensors = {name: unsharded(name, ref) for name, ref in chosen[0].items() if isinstance(ref, TensorRef)}
     return Contents("one file", file.parent, None, 1, tensors)
 
 
 def _models(state: Mapping[Any, Any]) -> dict[str, Mapping[str, TensorRef]]:
-    """Return the dictionaries that hold nothing but tensors, by their key; "model" for the whole file."""
+    """Return the dictionaries that hold tensors and extra states only, by their key; "model" for the whole file."""
     if _is_model(state):
         return {"model": state}
     held = ((str(key), value) for key, value in state.items() if not NO_WEIGHTS.fullmatch(str(key)))
@@ -64,11 +64,13 @@ def _models(state: Mapping[Any, Any]) -> dict[str, Mapping[str, TensorRef]]:
 
 
 def _is_model(value: Mapping[Any, Any]) -> bool:
-    return bool(value) and all(isinstance(k, str) and isinstance(v, TensorRef) for k, v in value.items())
+    return any(isinstance(v, TensorRef) for v in value.values()) and all(
+        isinstance(k, str) and (isinstance(v, TensorRef) or is_extra_state(k)) for k, v in value.items()
+    )
 
 
 def recognise_shards(path: Path) -> Path | None:
-    """Return ``path`` if it holds a complete set of shards."""
+    """Return ``path`` if it holds shards."""
     return path if any(_SHARD.fullmatch(it.name) for it in path.iterdir()) else None
 
 
@@ -80,7 +82,8 @@ def read_shards(folder: Path, target: Target = "keep") -> Contents:
     """
     found = {it: match for it in sorted(folder.iterdir()) if (match := _SHARD.fullmatch(it.name))}
     sets = {(match["stem"], int(match["count"])) for match in found.values()}
-    if len(sets) > 1 or len(found) != next(iter(sets))[1]:
+    numbers = {match["number"] for match in found.values()}
+    if len(sets) > 1 or not len(found) == len(numbers) == next(iter(sets))[1]:
         expected = " and ".join(f"{stem} of {count}" for stem, count in sorted(sets))
         raise CheckpointError(
             f"{folder} holds {len(found)} shards of {expected}, not those of one model. Copy it again."

@@ -43,7 +43,7 @@ def test_requested_stop_saves_without_evaluation(
 
 @pytest.mark.parametrize("first", [True, False])
 def test_only_the_first_rank_looks_for_stop_files(first: bool) -> None:
-    """The other ranks get its answer by a broadcast; here is no process group, so they continue."""
+    """The other ranks get its answer by a broadcast; here there is no process group, so they continue."""
     looked: list[bool] = []
 
     class StopFile:
