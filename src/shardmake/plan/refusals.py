@@ -410,12 +410,8 @@ def wrong_loss(run: Run, model: Model) -> Iterator[str]:
         (run.torch_compile, "torch's chunked loss does not run in compiled code"),
     ]
     if run.loss == "chunked" and not run.script and not has_plain_head(model):
-        chunked.append(
-            (
-                True,
-                f"that of {model.architecture} was not shown to follow from the last hidden states and the head alone",
-            )
-        )
+        why = f"that of {model.architecture} was not shown to follow from its last hidden states and head alone"
+        chunked.append((True, why))
     for why in (why for is_wrong, why in chunked if is_wrong and run.loss == "chunked"):
         yield f"loss: chunked cannot be used: {why}. Set loss: plain."
     adapted = adapted_layers(model, run.lora.targets) if run.method_spec.has_adapters and not run.script else ()
