@@ -94,6 +94,7 @@ TABLE: dict[str, Why | str] = {
     "data/examples.py:check_learned": A,
     "data/examples.py:check_vocabulary": A,
     "data/examples.py:_load_config": "data/check.py:check_first_rows",
+    "data/examples.py:_stop_ids": "data/check.py:check_first_rows",
     "data/examples.py:load_tokenizer": "data/check.py:check_first_rows",
     "data/examples.py:first_of": "cli.py:plan",
     "data/raw.py:check_raw": C,
