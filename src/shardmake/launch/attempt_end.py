@@ -20,10 +20,10 @@ from shardmake.launch.outcome import (
     RetryState,
     classify,
     decide,
-    step_failure,
 )
 from shardmake.launch.resume_validation import confirm_damage
-from shardmake.launch.slurm_states import JobStatus
+from shardmake.launch.slurm_states import FORGOTTEN, JobStatus
+from shardmake.launch.step_output import launcher_error, step_failure, was_cancelled
 from shardmake.launch.submission import check_stop_file
 from shardmake.launch.training import Training
 from shardmake.run.attempt import AttemptDir, SubmittedJob
@@ -116,14 +116,16 @@ def _stop_message(training: Training, outcome: Outcome) -> str:
 def _collect_evidence(training: Training, job: SubmittedJob, status: JobStatus) -> Evidence:
     folder = training.attempt_dir(job.attempt)
     output, batch_output = (_output_lines(folder.slurm, f"{job.id}_{task}_log.out") for task in ("*", "0"))
-    hosts = training.jobs.hosts(status.nodes)
+    hosts, exits, errors = training.jobs.hosts(status.nodes), folder.exits(), folder.rank_errors()
+    silent = [node.node_rank for node in exits if node.returncode and node.host not in {error.host for error in errors}]
+    forgotten_cancel = status.name == FORGOTTEN and was_cancelled(batch_output)
     return Evidence(
         finished=training.is_finished(),
         stop_file=training.rundir.stop_file.exists(),
         stopped=folder.stopped.exists(),
-        slurm_state=status.name,
-        exits=folder.exits(),
-        errors=folder.rank_errors(),
+        slurm_state="CANCELLED" if forgotten_cancel else status.name,
+        exits=exits,
+        errors=errors,
         nodes=folder.read().job_nodes,
         service_nodes=folder.read().service_nodes,
         hosts=hosts,
@@ -134,6 +136,9 @@ def _collect_evidence(training: Training, job: SubmittedJob, status: JobStatus) 
         container=folder.read().container,
         start_failure=start_failure(output) if folder.read().container else "",
         step_failure=step_failure(batch_output),  # srun's own lines are in the log of its first task
+        launcher_errors={
+            rank: launcher_error(_lines(folder.log(rank))) for rank in silent if folder.log(rank).exists()
+        },
         last_output=next(reversed(output), ""),
     )
 

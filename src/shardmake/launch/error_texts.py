@@ -91,7 +91,7 @@ ERROR_TEXTS = (
         r"|CUDA (error: )?unknown error|no CUDA-capable device|No CUDA GPUs are available|Found no NVIDIA driver"
         r"|Failed to initialize NVML|CUDA error: initialization error|cudaGetDeviceCount\(\).*Error [23]:"
         r"|Stale file handle|Input/output error|Remote I/O error|Transport endpoint is not connected"
-        r"|transport endpoint shutdown",
+        r"|transport endpoint shutdown|Read-only file system|is not visible on this node",
     ),
     ErrorText(
         EndReason.GPU_FAULT,
@@ -122,8 +122,18 @@ def find_error_text(error: RankError) -> ErrorText | None:
     CUDA reports host memory that cannot be pinned like a full GPU. Only the traceback distinguishes them.
     """
     pinned = "\nin pin_memory" if "pin_memory" in error.traceback.rpartition("  File ")[2] else ""
-    text = f"{error.kind}: {error.message}{pinned}"
+    return _find(f"{error.kind}: {error.message}{pinned}")
+
+
+def _find(text: str) -> ErrorText | None:
     return next((known for known in ERROR_TEXTS if re.search(known.pattern, text, re.DOTALL)), None)
+
+
+def text_end(line: str) -> EndReason | None:
+    """Return the end that an exception in a log indicates, given its ``CLASS: message``; None if it is unknown."""
+    kind, colon, message = line.partition(":")
+    known = _find(f"{kind.rpartition('.')[2]}{colon}{message}")
+    return known.end if known else None
 
 
 def error_end(error: RankError) -> EndReason:

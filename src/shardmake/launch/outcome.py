@@ -1,42 +1,15 @@
 """Determine why an attempt ended, and decide what follows: two pure functions over the attempt's records."""
 
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 
-from shardmake.launch.error_texts import error_end
+from shardmake.launch.error_texts import error_end, text_end
 from shardmake.launch.service import SERVING, STARTING
+from shardmake.launch.slurm_states import FORGOTTEN
+from shardmake.launch.step_output import StepFailure
 from shardmake.run.attempt import Hang, NodeExit, RankError
 from shardmake.run.attempt_history import EndReason
-
-_NOT_STARTED = re.compile(r"srun: error: Task launch for \S+ failed on node (\S+): (.+)")
-_TASK_ENDED = re.compile(r"srun: error: (\S+): tasks? (\d+)\S*: (.+)")
-_BY_ITSELF = "Exited with exit code"
-WORKER_STARTS = "Starting the worker"
-"""Begin of a worker's first line in the log of node 0, which restarts of the job append to."""
-
-
-@dataclass(frozen=True)
-class StepFailure:
-    """The first worker that Slurm could not start, or that a signal ended; Slurm then ends all others."""
-
-    host: str
-    reason: str
-    """Slurm's words, for example `Killed`."""
-    node_rank: int | None
-    """Rank of the worker's node; None if the worker did not start."""
-
-
-def step_failure(lines: Sequence[str]) -> StepFailure | None:
-    """Return the failure that the last start of a job printed first; None if its workers ended by themselves."""
-    starts = [number for number, line in enumerate(lines) if line.startswith(WORKER_STARTS)]
-    for line in lines[starts[-1] :] if len(starts) > 1 else lines:
-        if found := _NOT_STARTED.search(line):
-            return StepFailure(found[1], found[2].strip(), None)
-        if found := _TASK_ENDED.search(line):
-            return None if found[3].startswith(_BY_ITSELF) else StepFailure(found[1], found[3].strip(), int(found[2]))
-    return None
 
 
 @dataclass(frozen=True)
@@ -50,7 +23,7 @@ class Evidence:
     stopped: bool
     """The ranks saved and stopped because they were asked to."""
     slurm_state: str
-    """Slurm's name of the job's last state; empty if there is none."""
+    """Slurm's name of the job's last state, or `slurm_states.FORGOTTEN`; empty if there is none."""
     exits: Sequence[NodeExit]
     errors: Sequence[RankError]
     """Earliest first."""
@@ -73,6 +46,8 @@ class Evidence:
     """A line of the output of Slurm's step that says why the container could not start the worker."""
     step_failure: StepFailure | None = None
     """A worker that Slurm could not start or that a signal ended, if Slurm's step reports one."""
+    launcher_errors: Mapping[int, str] = field(default_factory=dict)
+    """The last exception in the logs of nodes whose ranks reported none, by the node's rank."""
     last_output: str = ""
     """The last line that Slurm's step printed. It often has the reason if no node left a record."""
 
@@ -173,10 +148,10 @@ def classify(evidence: Evidence) -> Outcome:
         or _by_container(evidence)
         or _by_signal(evidence.exits)
         or _by_rendezvous(evidence.exits)
-        or _by_killed_ranks(evidence.exits, evidence.errors)
+        or _by_killed_ranks(evidence)
         or _by_connection(evidence.errors)
-        or _by_exit_status(evidence.exits)
-        or _unknown(evidence.last_output)
+        or _by_exit_status(evidence, evidence.exits)
+        or _unknown(evidence)
     )
 
 
@@ -365,11 +340,11 @@ def _by_rendezvous(exits: Sequence[NodeExit]) -> Outcome | None:
     return Outcome(EndReason.RENDEZVOUS, failed[-1].message, host=failed[-1].culprit) if failed else None
 
 
-def _by_killed_ranks(exits: Sequence[NodeExit], errors: Sequence[RankError]) -> Outcome | None:
+def _by_killed_ranks(evidence: Evidence) -> Outcome | None:
     """Blame a node whose ranks ended without an error, while the ranks of other nodes lost their peers."""
-    reported = {error.host for error in errors}
-    unreported = [node for node in exits if node.returncode and node.host not in reported]
-    return _by_exit_status(unreported) if errors else None
+    reported = {error.host for error in evidence.errors}
+    unreported = [node for node in evidence.exits if node.returncode and node.host not in reported]
+    return _by_exit_status(evidence, unreported) if evidence.errors else None
 
 
 def _by_connection(errors: Sequence[RankError]) -> Outcome | None:
@@ -380,12 +355,15 @@ def _by_connection(errors: Sequence[RankError]) -> Outcome | None:
     return Outcome(EndReason.COMMUNICATION, f"Rank {first.rank} on {first.host} lost its peers: {line}", first)
 
 
-def _by_exit_status(exits: Sequence[NodeExit]) -> Outcome | None:
+def _by_exit_status(evidence: Evidence, exits: Sequence[NodeExit]) -> Outcome | None:
     failed = min((node for node in exits if node.returncode or node.message), key=lambda node: node.ended, default=None)
     if failed is None:
         return None
     if failed.message:
         return Outcome(EndReason.KILLED, f"The worker on {failed.host} could not start the ranks: {failed.message}")
+    if raised := evidence.launcher_errors.get(failed.node_rank):
+        end = text_end(raised) or EndReason.KILLED
+        return Outcome(end, f"The launcher of the ranks on {failed.host} failed: {raised}", log=failed.node_rank)
     return Outcome(
         EndReason.KILLED,
         f"The ranks on {failed.host} ended with status {failed.returncode} and left no traceback. Most likely they "
@@ -402,9 +380,10 @@ _KILLERS = {
 """By whether the kernel's count of its kills is unknown."""
 
 
-def _unknown(last_output: str) -> Outcome:
-    output = f" The last output of Slurm's step: {last_output}" if last_output else ""
-    return Outcome(EndReason.LOST, f"The job ended for an unknown reason: no node left an exit record.{output}")
+def _unknown(evidence: Evidence) -> Outcome:
+    output = f" The last output of Slurm's step: {evidence.last_output}" if evidence.last_output else ""
+    gone = "Slurm does not know the job any more" if evidence.slurm_state == FORGOTTEN else "The reason is unknown"
+    return Outcome(EndReason.LOST, f"The job ended. {gone}, and no node left an exit record.{output}")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Choose the checkpoint of a job: before its submission, and again on its first node when Slurm starts it once more."""
 
+import logging
 import shutil
 import time
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 from shardmake.checkpoint import store
 from shardmake.checkpoint.reshard.convert import Route, find_route, reshard, set_load_universal
 from shardmake.checkpoint.training_receipt import is_final
+from shardmake.core.units import GIB
 from shardmake.launch.rendezvous import RendezvousError
 from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.paths import RunDir
@@ -14,22 +16,29 @@ from shardmake.run.plan import Choice, Plan
 from shardmake.run.training_settings import TrainingSettings
 
 _POLL_SECONDS = 0.5
+CHEAP_BYTES = GIB
+"""Size up to which the driver itself reads a checkpoint before it submits a job: a second or two."""
+logger = logging.getLogger(__name__)
 
 
 def resume_checkpoint(rundir: RunDir, choice: Choice) -> Path | None:
     """Return the newest checkpoint whose files have their sizes, converted if ``choice`` cannot read it as it is.
 
-    The nodes of the job validate the content (`shardmake.launch.resume_validation`). Only a conversion reads all of it
-    here, and validates it first. Newer checkpoints that are damaged are set aside. No training of the run may be
-    writing.
+    The nodes of the job validate the content (`shardmake.launch.resume_validation`). Only a small checkpoint, and one
+    to be converted, is read and validated here. Newer checkpoints that are damaged are set aside. No training of the
+    run may be writing.
 
     Raises:
         ShardmakeError: the checkpoint cannot be converted.
     """
     resharded = rundir.resharded.resolve()
-    for checksums in (False, True):
-        found = store.recover(rundir.checkpoints.resolve(), checksums=checksums)
+    folder = rundir.checkpoints.resolve()
+    newest = next(store.committed(folder), None)
+    for checksums in (newest is not None and newest[0].size <= CHEAP_BYTES, True):
+        found = store.recover(folder, checksums=checksums)
         if found is None:
+            if newest is not None or store.damaged(folder):
+                logger.warning("No checkpoint of %s is intact. The training starts again from the base model.", folder)
             return None
         record, checkpoint = found
         if find_route(record, checkpoint, choice.strategy, choice.world_size) is Route.NATIVE:

@@ -27,6 +27,7 @@ from shardmake.launch.jobs import ActiveJob, job_name
 from shardmake.launch.low_memory_wait import cached_squeue
 from shardmake.launch.slurm_request import SlurmRequest
 from shardmake.launch.slurm_states import (
+    FORGOTTEN,
     JobState,
     JobStatus,
     is_no_such_job,
@@ -142,7 +143,7 @@ class SlurmJobs:
         """
         found = self._query(job)
         if found.job_name and found.job_name != job_name(self.run_folder):
-            return JobStatus(JobState.GONE)
+            return JobStatus(JobState.GONE, FORGOTTEN)
         return self._resolve_end(job, found) if found.state is JobState.ENDED else found
 
     def _resolve_end(self, job: str, found: JobStatus) -> JobStatus:
@@ -166,7 +167,7 @@ class SlurmJobs:
             return parse_scontrol(control.stdout)
         accounted = self._query_accounting(job)
         if is_no_such_job(control.stderr):  # accounting that reports the job as running has missed its end
-            return accounted if accounted.state is JobState.ENDED else JobStatus(JobState.GONE)
+            return accounted if accounted.state is JobState.ENDED else JobStatus(JobState.GONE, FORGOTTEN)
         return accounted
 
     def _query_accounting(self, job: str) -> JobStatus:

@@ -18,6 +18,10 @@ class JobState(Enum):
     """Slurm answered that the job does not exist."""
 
 
+FORGOTTEN = "FORGOTTEN"
+"""Name, as of a state, for a job of state `JobState.GONE`."""
+
+
 @dataclass(frozen=True)
 class JobStatus:
     """State of one job."""

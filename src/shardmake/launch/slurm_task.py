@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from shardmake.launch.outcome import WORKER_STARTS
+from shardmake.launch.step_output import WORKER_STARTS
 from shardmake.launch.worker import run_slurm_task
 from shardmake.run.attempt import AttemptDir, host_name
 from shardmake.run.attempt_owner import NOBODY, claim

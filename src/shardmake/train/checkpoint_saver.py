@@ -318,7 +318,14 @@ class CheckpointSpace:
             return None
         newest = self.newest()
         resume = f"resumes from {newest[1].name}" if newest else "starts again from the base model"
+        if space.free < MARGIN:
+            where = f"{folder} has {format_bytes(space.free)} left ({space.limit})"
+        else:
+            where = (
+                f"the file system refused the write, although {folder} now has {format_bytes(space.free)} left "
+                f"({space.limit}). Room may have appeared since, or a quota of files or of a group may be used up"
+            )
         return DiskFullError(
-            f"The disk filled up while {written.name} was written: {folder} has {format_bytes(space.free)} left "
-            f"({space.limit}). Free some space (`shardmake clean` lists what can be removed). Training {resume}."
+            f"The disk filled up while {written.name} was written: {where}. Free some space (`shardmake clean` lists "
+            f"what can be removed). Training {resume}."
         )

@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmake.launch.outcome import Action, Evidence, Outcome, RetryState, StepFailure, classify, decide
+from shardmake.launch.outcome import (
+    Action,
+    Evidence,
+    Outcome,
+    RetryState,
+    classify,
+    decide,
+)
+from shardmake.launch.slurm_states import FORGOTTEN
+from shardmake.launch.step_output import StepFailure
 from shardmake.run.attempt import Hang, NodeExit, RankError
 from shardmake.run.attempt_history import EndReason
 
@@ -103,6 +112,10 @@ PEER_GONE = error("DistBackendError", "[../gloo/transport/tcp/pair.cc] Connectio
         (evidence(nodes=2, exits=[node()], errors=[PEER_GONE]), EndReason.KILLED),
         (evidence(slurm_state="NODE_FAIL", hang=Hang(rank=None, host=None, message="no progress")), EndReason.NODE_FAILURE),
         (evidence(slurm_state="NODE_FAIL", hang=Hang(rank=1, host="c2", message="no progress")), EndReason.HANG),
+        (evidence(exits=[node(returncode=1)], launcher_errors={0: "torch.distributed.DistNetworkError: address already in use"}), EndReason.COMMUNICATION),
+        (evidence(exits=[node(returncode=1)], launcher_errors={0: "ImportError: no module named train"}), EndReason.KILLED),
+        (evidence(errors=[error("OSError", "[Errno 30] Read-only file system: 'a.pt'")]), EndReason.NODE_FAILURE),
+        (evidence(errors=[error("FileNotFoundError", "node-1.json was written by another node and is not visible on this node")]), EndReason.NODE_FAILURE),
         (evidence(), EndReason.LOST),
     ],
 )  # fmt: skip
@@ -141,6 +154,10 @@ def test_the_cause_is_reported_instead_of_its_consequence() -> None:
 def test_who_cancelled_and_the_last_output_of_slurm_are_reported() -> None:
     assert "CANCELLED by user root" in classify(evidence(slurm_state="CANCELLED", cancelled_by="user root")).message
     assert "Task launch failed on node c2" in classify(evidence(last_output="Task launch failed on node c2")).message
+
+
+def test_a_job_that_slurm_forgot_is_said_to_be_forgotten() -> None:
+    assert "Slurm does not know the job any more" in classify(evidence(slurm_state=FORGOTTEN)).message
 
 
 def test_a_kill_that_nobody_reported_is_an_assumption() -> None:

@@ -1,6 +1,8 @@
 """The checkpoint of a job that Slurm restarts, and the records of its last start."""
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,12 +57,30 @@ def test_a_restarted_job_resumes_from_its_newest_checkpoint_and_not_from_its_fir
     assert not (newest.parent / store.STAGING).exists()
 
 
-def test_a_restarted_job_passes_over_a_damaged_checkpoint(folder: AttemptDir) -> None:
+def flip(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+@pytest.mark.parametrize("damage", [lambda file: file.write_text("{}"), flip], ids=["cut", "flipped"])
+def test_damaged_checkpoints_are_found_before_a_job_or_a_restart(
+    folder: AttemptDir, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object]
+) -> None:
     older, newest = save(folder, 10), save(folder, 20)
-    (newest / "trainer_state.json").write_text("{}")
+    damage(newest / "trainer_state.json")
     resume.prepare_restart(folder, 1)
     assert folder.read().resume_from == str(older)
-    assert len(store.damaged(newest.parent)) == 1
+    assert len(store.damaged(newest.parent)) == 1 and "starts again from the base model" not in caplog.text
+    damage(older / "trainer_state.json")
+    resume.prepare_restart(folder, 2)
+    assert folder.read().resume_from is None and "starts again from the base model" in caplog.text
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_set_aside(folder: AttemptDir) -> None:
+    own = save(folder, 10)
+    shutil.copytree(own, own.with_name("checkpoint-15"))
+    resume.prepare_restart(folder, 1)
+    assert folder.read().resume_from == str(own)
 
 
 def test_a_restarted_job_without_a_checkpoint_starts_from_the_base_model(folder: AttemptDir) -> None:
