@@ -91,8 +91,8 @@ class Sweep:
         if self.victim:
             return self.points
         lines = [line for _, _, line in self.points]
-        merge = lines.index("os.remove /.saving/node-1.json")
-        return self.points[merge : lines.index("os.rename /.saving/checkpoint-4") + 1]
+        merge = lines.index("os.remove /.saving/002/node-1.json")
+        return self.points[merge : lines.index("os.rename /.saving/002/checkpoint-4") + 1]
 
     def _reads(self, started: RunDir) -> list[Point]:
         """Return the first and the last file that the victim's node opens in its validation."""

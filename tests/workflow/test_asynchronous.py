@@ -50,7 +50,7 @@ def uploads(rundir: RunDir) -> list[psutil.Process]:
 HELD = """
 import sys, time
 def hold(event, arguments):
-    if event == "open" and ".saving/checkpoint-4/" in str(arguments[0]) and "optim_states" in str(arguments[0]):
+    if event == "open" and ".saving/001/checkpoint-4/" in str(arguments[0]) and "optim_states" in str(arguments[0]):
         time.sleep(600)
 if "shardmake.train.upload" in sys.orig_argv and "attempts/001" in sys.orig_argv[-1]:
     sys.addaudithook(hold)
@@ -66,7 +66,7 @@ def hold_uploads(folder: Path) -> str:
 
 def kill_rank_that_uploads(rundir: RunDir) -> None:
     """SIGKILL the uploading rank when its upload of step 4 is halfway."""
-    staged = store.staged_path(rundir.checkpoints, 4)
+    staged = store.staged_path(rundir.checkpoints, 4, 1)
     wait_for(lambda: list(staged.rglob("*model_states.pt")))
     (upload,) = uploads(rundir)
     os.kill(upload.ppid(), signal.SIGKILL)
@@ -93,7 +93,7 @@ def test_rank_killed_during_an_upload(forked: Forked, tmp_path: Path) -> None:
         codes = forked.train(rundir, planned, variables={"PYTHONPATH": hold_uploads(tmp_path / "held")})
         killing.result()
     assert codes[0] == -signal.SIGKILL and not uploads(rundir), log(rundir)
-    assert store.staged_path(rundir.checkpoints, 4).exists()
+    assert store.staged_path(rundir.checkpoints, 4, 1).exists()
 
     codes, resumed = forked.resume(rundir, planned)
     assert codes == [0, 0] and resumed is not None and resumed.step == 2, log(rundir)
@@ -194,4 +194,4 @@ def test_shared_disk_fills_up_during_an_upload(tmp_path: Path, small_disk: Path)
         ShardmakeError, match=r"The disk filled up while checkpoint-2 was written: .*resumes from checkpoint-1"
     ):
         save(saver, 3)
-    assert steps(tmp_path) == [1] and not store.staged_path(saver.folder, 2).exists()
+    assert steps(tmp_path) == [1] and not store.staged_path(saver.folder, 2, 1).exists()

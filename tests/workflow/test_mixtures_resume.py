@@ -78,10 +78,10 @@ def check_resume(forked: Forked, folder: Path, base: Path, strategy: Strategy, *
         strategy, 2, model=str(base), packing=False, learning_rate=2e-3, checkpoints={"every_steps": 2}, **changes
     )
     kill = {"rank": 0, "folder": str(rundir.checkpoints), "log": str(rundir.root / "writes.log"), "mode": "before",
-            "at": r"os\.rename /\.saving/checkpoint-4$"}  # fmt: skip
+            "at": r"os\.rename /\.saving/001/checkpoint-4$"}  # fmt: skip
     codes = forked.train(rundir, planned, kill)
     assert codes[0] == -signal.SIGKILL, log(rundir)
-    reference = states(read_record(store.staged_path(rundir.checkpoints, 4)))
+    reference = states(read_record(store.staged_path(rundir.checkpoints, 4, 1)))
     uninterrupted = losses(rundir)
 
     codes, resumed = forked.resume(rundir, planned)

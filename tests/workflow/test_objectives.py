@@ -271,7 +271,7 @@ def test_killed_in_a_save_it_resumes_bit_for_bit(
     sweep = Sweep(trainings.forked(objective, method), tmp_path, strategy, victim=0, settings=settings)
     sweep.prepare()
     halves = [(at, mode) for at, mode, what in sweep.points if mode == "half" and "shardmake.json" not in what]
-    moved = [(at, mode) for at, mode, what in sweep.points if what == "os.rename /.saving/checkpoint-4"]
+    moved = [(at, mode) for at, mode, what in sweep.points if what == "os.rename /.saving/002/checkpoint-4"]
     chosen = [halves[len(halves) // 2], *moved]
     assert len(chosen) == 2, sweep.points
     for at, mode in chosen:

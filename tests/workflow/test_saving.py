@@ -30,7 +30,7 @@ def test_killed_at_some_writes_of_a_save(forked: Forked, tmp_path: Path, strateg
     sweep = Sweep(forked, tmp_path, strategy, victim)
     sweep.prepare()
     halves = [(at, mode) for at, mode, what in sweep.points if mode == "half" and "shardmake.json" not in what]
-    moved = [(at, mode) for at, mode, what in sweep.points if what == "os.rename /.saving/checkpoint-4"]
+    moved = [(at, mode) for at, mode, what in sweep.points if what == "os.rename /.saving/002/checkpoint-4"]
     removals = [(at, mode) for at, mode, what in sweep.points if what.startswith("os.remove /.saving/checkpoint-2")]
     chosen = [halves[len(halves) // 2], *moved, *removals[1:2]]
     assert len(chosen) == (1 if victim else 3), sweep.points

@@ -71,9 +71,14 @@ class Retention:
         return replace(self, keep=1, every_steps=None)
 
 
-def staged_path(folder: Path, step: int) -> Path:
-    """Return the path to which the checkpoint of ``step`` is written before it is committed."""
-    return folder / STAGING / f"checkpoint-{step}"
+def staging_folder(folder: Path, attempt: int) -> Path:
+    """Return the folder of an attempt's unfinished saves: a node that returns late renames nothing of the next one."""
+    return folder / STAGING / f"{attempt:03d}"
+
+
+def staged_path(folder: Path, step: int, attempt: int) -> Path:
+    """Return the path to which an attempt writes the checkpoint of ``step`` before it is committed."""
+    return staging_folder(folder, attempt) / f"checkpoint-{step}"
 
 
 def commit(staged: Path, record: CheckpointRecord) -> Path:
@@ -81,13 +86,14 @@ def commit(staged: Path, record: CheckpointRecord) -> Path:
 
     The rename commits the checkpoint. One rank calls this after all nodes have checked their files.
     """
-    final = staged.parent.parent / staged.name
+    final = staged.parent.parent.parent / staged.name
     if final.exists():
         set_aside(final, "foreign" if is_unfinished(final) else "damaged")
     _write_record(staged, record)
     staged.rename(final)
     with contextlib.suppress(OSError):  # the checkpoint is committed; the next save removes leftovers
         staged.parent.rmdir()
+        staged.parent.parent.rmdir()
     fsync_directory(final.parent)
     return final
 
@@ -122,7 +128,7 @@ def commit_and_prune(
         **details,
     )
     commit(staged, record)
-    prune(staged.parent.parent, retention, newest_write=record.step)
+    prune(staged.parent.parent.parent, retention, newest_write=record.step)
 
 
 def set_aside(checkpoint: Path, kind: str = "damaged") -> Path:
@@ -212,9 +218,10 @@ def _restore_tag(checkpoint: Path) -> None:
 
 def discard_unfinished(folder: Path) -> None:
     """Remove the files of interrupted saves, and name the folders that a person put beside the checkpoints."""
-    for _, path in checkpoints(folder / STAGING):
-        logger.info("Removing %s: its save was not finished.", path.name)
-        remove(path)
+    for staging in (folder / STAGING, *(folder / STAGING).glob("[0-9]*")):
+        for _, path in checkpoints(staging):
+            logger.info("Removing %s: its save was not finished.", path.name)
+            remove(path)
     for _, path in checkpoints(folder):
         if is_unfinished(path):
             logger.warning(
@@ -261,7 +268,7 @@ def remove(checkpoint: Path) -> bool:
 def _unlist(checkpoint: Path) -> Path:
     """Move a checkpoint out of the list, and return its new path; what cannot be moved is removed where it is."""
     staging = checkpoint.parent / STAGING
-    if checkpoint.parent.name != STAGING and _FOLDER.fullmatch(checkpoint.name) and not checkpoint.is_symlink():
+    if STAGING not in checkpoint.parts and _FOLDER.fullmatch(checkpoint.name) and not checkpoint.is_symlink():
         with contextlib.suppress(OSError):
             staging.mkdir(exist_ok=True)
             return checkpoint.rename(staging / checkpoint.name)

@@ -33,6 +33,7 @@ from shardmake.core.environment import library_versions
 from shardmake.core.errors import DiskFullError, ShardmakeError
 from shardmake.core.fingerprint import FileEntry
 from shardmake.core.units import format_bytes, format_duration
+from shardmake.run.attempt import AttemptDir
 from shardmake.train.async_saver import MARGIN, ScratchFolder, upload_error
 from shardmake.train.collectives import (
     barrier,
@@ -57,6 +58,10 @@ _VISIBLE_SECONDS = 60.0
 Describe = Callable[[int], dict[str, Any]]
 
 
+class SupersededError(RuntimeError):
+    """A later attempt, or a restart of the job, has begun."""
+
+
 class Saver:
     """Write the checkpoints of one training; every rank has one.
 
@@ -67,6 +72,7 @@ class Saver:
         expected_bytes: Estimated size of the first checkpoint; later ones are as large as the one before.
         scratch: This node's scratch folder, for asynchronous saves.
         room_seconds: How long a required save that does not fit waits for room.
+        attempt: The attempt that saves. Once a later one has begun, nothing is written any more.
     """
 
     def __init__(
@@ -77,6 +83,7 @@ class Saver:
         expected_bytes: int = 0,
         scratch: ScratchFolder | None = None,
         room_seconds: float = 0.0,
+        attempt: AttemptDir | None = None,
     ) -> None:
         self.folder = folder
         self.describe = describe
@@ -84,6 +91,7 @@ class Saver:
         self.space = CheckpointSpace(folder, retention, expected_bytes)
         self.scratch = scratch
         self.room_seconds = room_seconds
+        self.attempt = attempt
         self.seconds: float | None = None
         """Seconds that the newest save kept training waiting, the same on every rank."""
         self.upload_seconds = 0.0
@@ -92,7 +100,9 @@ class Saver:
         """The staged checkpoint that is being uploaded, the same on every rank."""
         self.upload: subprocess.Popen[str] | None = None
         """The process that uploads this node's part; None on all ranks but the node's first."""
-        self.write_dir = folder / store.STAGING
+        self.staging = store.staging_folder(folder, int(attempt.root.name) if attempt else 1)
+        """The folder of this attempt's unfinished saves."""
+        self.write_dir = self.staging
         """The folder that contains the checkpoint while the ranks write it."""
         self._scratch_warning_logged = False
 
@@ -116,7 +126,7 @@ class Saver:
                 logger.warning("checkpoint-%d is skipped. %s", step, problem)
             yield None
             return
-        staged, local = store.staged_path(self.folder, step), None if required else self._scratch_path(step, size)
+        staged, local = self.staging / f"checkpoint-{step}", None if required else self._scratch_path(step, size)
         described = {
             "step": step,
             "eval_loss": eval_loss,
@@ -180,7 +190,9 @@ class Saver:
 
         Returns an error message (empty if the checkpoint fits), the expected size, and the duration of the newest save.
         """
-        shutil.rmtree(self.folder / store.STAGING, ignore_errors=True)
+        self._stop_if_superseded()
+        for left in (self.staging, *(path for _, path in store.checkpoints(self.folder / store.STAGING))):
+            shutil.rmtree(left, ignore_errors=True)
         newest = self.space.newest()
         needed = self.space.needed()
         seconds = newest[0].save_seconds if newest and self.scratch else 0.0
@@ -188,6 +200,11 @@ class Saver:
         if problem and required and self.room_seconds:
             problem = self._wait_for_room(step, needed, problem)
         return problem, needed, seconds
+
+    def _stop_if_superseded(self) -> None:
+        """Raise `SupersededError` once a later attempt has begun: its checkpoints must not be touched."""
+        if self.attempt and self.attempt.is_superseded():
+            raise SupersededError(f"Attempt {self.attempt.root.name} saves nothing, because a later one has begun.")
 
     def _wait_for_room(self, step: int, needed: int, problem: str) -> str:
         """Wait until ``needed`` bytes are free; return ``problem`` if they are not in time."""
@@ -224,6 +241,7 @@ class Saver:
     def _commit(self, staged: Path, described: dict[str, Any], started: float) -> None:
         files = _assemble(staged)
         if get_rank() == 0:
+            self._stop_if_superseded()
             store.commit_and_prune(staged, files, described, started, self.retention)
         self.seconds = run_on_first_rank(lambda: time.time() - started)
         if is_first_of_node():
@@ -242,8 +260,7 @@ class Saver:
 
     def _discard(self, written: Path) -> None:
         """Remove an unfinished checkpoint from a full disk; below the checkpoints, the files of all nodes."""
-        staging = self.folder / store.STAGING
-        shutil.rmtree(staging if written.is_relative_to(staging) else written, ignore_errors=True)
+        shutil.rmtree(self.staging if written.is_relative_to(self.staging) else written, ignore_errors=True)
 
 
 def _assemble(staged: Path) -> dict[str, FileEntry]:

@@ -202,6 +202,7 @@ def make_callbacks(
         attempt.checkpoint_bytes,
         _scratch_folder(context) if checkpoints.asynchronous else None,
         room_timeout(attempt.hang_seconds),
+        context.folder,
     )
     return non_finite, metrics, stop, SaveScheduler(saver, checkpoints.mtbf_seconds), heartbeat
 

@@ -62,14 +62,14 @@ def test_an_unfinished_save_is_removed_and_a_persons_checkpoint_never(
     tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path, 5, FILES)
-    unfinished = write(tmp_path / store.STAGING, 10, FILES, committed=False)
+    unfinished = write(store.staging_folder(tmp_path, 1), 10, FILES, committed=False)
     foreign = write(tmp_path, 15, FILES, committed=False)
     for _ in range(2):
         found = store.recover(tmp_path)
         assert found is not None and found[0].step == 5
         assert not unfinished.exists() and list_files(foreign) == sorted(FILES)
     assert "checkpoint-15 is not used and stays" in log.text
-    staged = write(tmp_path / store.STAGING, 15, FILES, committed=False)
+    staged = write(store.staging_folder(tmp_path, 1), 15, FILES, committed=False)
     store.commit(staged, make_record(staged, 15))
     assert newest(tmp_path) == 15
     aside = next(tmp_path.glob("foreign-checkpoint-15-*"))
@@ -200,8 +200,8 @@ def test_kill_while_pruning_leaves_no_damaged_committed_checkpoint(
 
 def test_staged_checkpoint_is_listed_once_it_is_committed(tmp_path: Path) -> None:
     write(tmp_path, 5, FILES)
-    staged = write(tmp_path / store.STAGING, 10, FILES, committed=False)
-    assert staged == store.staged_path(tmp_path, 10)
+    staged = write(store.staging_folder(tmp_path, 1), 10, FILES, committed=False)
+    assert staged == store.staged_path(tmp_path, 10, 1)
     assert [step for step, _ in store.checkpoints(tmp_path)] == [5]
     final = store.commit(staged, make_record(staged, 10))
     assert newest(tmp_path) == 10 and final == tmp_path / "checkpoint-10" and not staged.exists()
@@ -212,7 +212,7 @@ def test_committed_files_have_the_mode_of_the_umask(tmp_path: Path, umask: int, 
     """safetensors writes its files with mode 0600."""
     before = os.umask(umask)
     try:
-        staged = write(tmp_path / store.STAGING, 10, FILES, committed=False)
+        staged = write(store.staging_folder(tmp_path, 1), 10, FILES, committed=False)
         save_file({"weight": torch.zeros(3)}, staged / "model.safetensors")
         (staged / "latest").chmod(0o600)
         check_files(staged, 1)
@@ -227,7 +227,7 @@ def test_a_link_in_a_checkpoint_opens_no_file_elsewhere(tmp_path: Path) -> None:
     """A member of the group can put one there while the checkpoint is committed."""
     private = tmp_path / "id_ed25519"
     private.touch(0o600)
-    staged = tmp_path / store.STAGING / "checkpoint-5"
+    staged = store.staged_path(tmp_path, 5, 1)
     staged.mkdir(parents=True)
     staged.chmod(0o2770)
     (staged / "model.safetensors").symlink_to(private)
@@ -242,7 +242,7 @@ def test_recover_returns_the_newest_valid_and_sets_damaged_ones_aside(
     """If a damaged checkpoint stayed, retention would count it as the newest and delete valid ones."""
     write(tmp_path, 5, FILES)
     (write(tmp_path, 10, FILES) / "latest").write_bytes(b"global_step2")
-    write(tmp_path / store.STAGING, 15, FILES, committed=False)
+    write(store.staging_folder(tmp_path, 1), 15, FILES, committed=False)
     found = store.recover(tmp_path)
     assert found is not None and found[0].step == 5
     assert [step for step, _ in store.checkpoints(tmp_path)] == [5]
@@ -271,7 +271,7 @@ def fail_rmtree(monkeypatch: pytest.MonkeyPatch, name: str, times: float) -> Non
 
 
 def test_removal_is_retried_while_a_process_still_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    unfinished = write(tmp_path / store.STAGING, 10, FILES, committed=False)
+    unfinished = write(store.staging_folder(tmp_path, 1), 10, FILES, committed=False)
     fail_rmtree(monkeypatch, unfinished.name, 2)
     store.discard_unfinished(tmp_path)
     assert not unfinished.exists()
@@ -283,14 +283,14 @@ def test_checkpoint_that_cannot_be_removed_is_reported_and_not_committed(
     monkeypatch.setattr(store, "REMOVE_SECONDS", 0.0)
     fail_rmtree(monkeypatch, "checkpoint-10", float("inf"))
     write(tmp_path, 5, FILES)
-    unfinished = write(tmp_path / store.STAGING, 10, FILES, committed=False)
+    unfinished = write(store.staging_folder(tmp_path, 1), 10, FILES, committed=False)
     found = store.recover(tmp_path)
     assert found is not None and found[0].step == 5
     assert log.messages[1] == f"Could not remove {unfinished}: Directory not empty."
     log.clear()
 
     write(tmp_path, 10, FILES)
-    staged = write(tmp_path / store.STAGING, 15, FILES)
+    staged = write(store.staging_folder(tmp_path, 1), 15, FILES)
     (staged.parent / ".nfs0001").touch()
     details = make_record(staged, 15).model_dump(exclude={"saved_at", "save_seconds", "rng_states", "files"})
     store.commit_and_prune(staged, make_record(staged, 15).files, details, 0.0, Retention(keep=1))
@@ -299,7 +299,7 @@ def test_checkpoint_that_cannot_be_removed_is_reported_and_not_committed(
 
 
 def test_a_checkpoint_without_tensors_is_not_committed(tmp_path: Path) -> None:
-    staged = write(tmp_path / store.STAGING, 15, FILES)
+    staged = write(store.staging_folder(tmp_path, 1), 15, FILES)
     details = make_record(staged, 15).model_dump(exclude={"saved_at", "save_seconds", "rng_states", "files"})
     names = ("optimizer_0/__0_0.distcp", "pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0/__1_0.distcp")
     files = {name: FileEntry(size=size, crc32="00000000") for name, size in zip(names, (9, 0, 0), strict=True)}

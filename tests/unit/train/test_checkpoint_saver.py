@@ -16,8 +16,9 @@ from shardmake.checkpoint.store import Retention
 from shardmake.core.disk import FreeSpace
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.fingerprint import FileEntry, fingerprint
+from shardmake.run.attempt import AttemptDir
 from shardmake.train import checkpoint_saver
-from shardmake.train.checkpoint_saver import Saver
+from shardmake.train.checkpoint_saver import Saver, SupersededError
 from tests.unit.checkpoint.test_store import FILES, fail_rmtree, write
 
 SIZE = sum(map(len, FILES.values()))
@@ -188,20 +189,20 @@ def test_two_nodes_save_and_each_reads_only_what_it_wrote(tmp_path: Path, monkey
     nodes.replace(monkeypatch)
 
     def reading(path: Path, *, sync: bool = False) -> FileEntry:
-        read.append((path.relative_to(tmp_path / store.STAGING).as_posix(), sync))
+        read.append((path.relative_to(store.staging_folder(tmp_path, 1)).as_posix(), sync))
         return fingerprint(path, sync=sync)
 
     monkeypatch.setattr(node_files, "fingerprint", reading)
 
     def run(rank: int) -> None:
         with Saver(tmp_path, describe, Retention()).saving(4, required=True) as folder:
-            assert folder is not None and folder == node_files.node_path(store.staged_path(tmp_path, 4), rank // 2)
+            assert folder is not None and folder == node_files.node_path(store.staged_path(tmp_path, 4, 1), rank // 2)
             (folder / "shards").mkdir(parents=True, exist_ok=True)
             (folder / f"shards/rank{rank}.pt").write_bytes(bytes([rank]) * (rank + 1))
             (folder / "config.json").write_bytes(b"{}")
             if rank == 3:  # perhaps before the ranks of node 0 have made their folder
-                store.staged_path(tmp_path, 4).mkdir(parents=True, exist_ok=True)
-                (store.staged_path(tmp_path, 4) / "late.json").write_bytes(b"late")
+                store.staged_path(tmp_path, 4, 1).mkdir(parents=True, exist_ok=True)
+                (store.staged_path(tmp_path, 4, 1) / "late.json").write_bytes(b"late")
 
     nodes.run(run)
     ((record, path),) = store.committed(tmp_path)
@@ -216,3 +217,23 @@ def test_two_nodes_save_and_each_reads_only_what_it_wrote(tmp_path: Path, monkey
         "node-1/checkpoint-4/shards/rank3.pt",
     ]  # fmt: skip
     assert all(sync for _, sync in read)
+
+
+def test_ranks_of_an_attempt_that_a_later_one_follows_save_nothing(tmp_path: Path) -> None:
+    """A node that was cut off returns: it touches neither the staged nor the committed checkpoints of the next one."""
+    folders = [AttemptDir(tmp_path / f"attempts/{number:03d}") for number in (1, 2)]
+    old, new = (Saver(tmp_path / "checkpoints", describe, Retention(keep=1), attempt=one) for one in folders)
+    folders[0].root.mkdir(parents=True)
+    with pytest.raises(SupersededError), old.saving(10, required=True) as staged:
+        assert staged is not None
+        staged.mkdir(parents=True)
+        (staged / "latest").write_bytes(b"old")
+        folders[1].root.mkdir()
+        with new.saving(10, required=True) as other:
+            assert other is not None and other != staged
+            other.mkdir(parents=True)
+            (other / "latest").write_bytes(b"new")
+    with pytest.raises(SupersededError), old.saving(20, required=True):
+        pytest.fail("it must not write")
+    ((record, path),) = store.committed(tmp_path / "checkpoints")
+    assert (record.step, (path / "latest").read_bytes()) == (10, b"new")
