@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.launch.low_memory_wait import FRESH_SECONDS
+from shardmake.launch.watcher import FRESH_SECONDS
 from tests.cluster.baseline import assert_equals_the_next_training
 from tests.cluster.fault_run import ClusterCheckout
 from tests.cluster.harness import Cluster

@@ -157,7 +157,7 @@ def waiting(pid: int) -> list[psutil.Process]:
 
 def is_waiting(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):  # the process may end meanwhile
-        return "low_memory_wait.py" in " ".join(process.cmdline())
+        return "watcher.py" in " ".join(process.cmdline())
     return False
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardmake.launch.low_memory_wait import WAITED_VARIABLE
+from shardmake.launch.watcher import WAITED_VARIABLE
 from tests.workflow.checkout import Checkout
 
 PROFILE = ("--profile", "profiles/local")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shardmake.launch.low_memory_wait import WAITED_VARIABLE
+from shardmake.launch.watcher import WAITED_VARIABLE
 from tests.workflow.checkout import RUN, Checkout
 
 TOOLS = {

@@ -18,20 +18,23 @@ from shardmake.core.errors import ShardmakeError, SlurmError
 from shardmake.core.permissions import refuse_job_of_others
 from shardmake.launch.attempt_end import apply_decision, record_attempt
 from shardmake.launch.jobs import ActiveJob, LocalJobs
-from shardmake.launch.low_memory_wait import LOCK_VARIABLE, STARTED_VARIABLE
 from shardmake.launch.monitor import raise_on_signals, watch
+from shardmake.launch.outcome import Outcome
 from shardmake.launch.slurm_jobs import job_owners
 from shardmake.launch.slurm_states import JobState
 from shardmake.launch.submission import submit
 from shardmake.launch.training import Training
+from shardmake.launch.watcher import LOCK_VARIABLE, SNAKEMAKE_VARIABLE, snakemake_above
 from shardmake.run.attempt import SubmittedJob
-from shardmake.run.attempt_history import EndReason
+from shardmake.run.attempt_history import BY_PERSON, EndReason
 from shardmake.run.attempt_owner import NOBODY, claim
 from shardmake.run.driver_job import current_driver_dir
 from shardmake.run.paths import RunDir, short_path
 from shardmake.run.settings_digest import describe_changes
 
 logger = logging.getLogger(__name__)
+SECONDS_AFTER_A_KILL = 5.0
+"""How long a driver needs to notice that its Snakemake was killed, and to release the lock."""
 SECONDS_AFTER_A_NODE = 180.0
 """How long a file server may keep the lock of a driver whose node failed; a driver job then starts on another node."""
 
@@ -43,6 +46,7 @@ def train(run: Run, cluster: Cluster, rundir: RunDir) -> None:
         ShardmakeError: the training cannot continue; the message says why.
     """
     rundir.train.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault(SNAKEMAKE_VARIABLE, snakemake_above())
     with hold_driver_lock(rundir) as lock, raise_on_signals():
         if owners := _owners(cluster, rundir):
             refuse_job_of_others(owners, rundir.name, short_path(rundir.stop_file))
@@ -59,19 +63,40 @@ def _owners(cluster: Cluster, rundir: RunDir) -> dict[str, str]:
 def drive(training: Training) -> None:
     """Submit and watch one attempt after another, until the training has finished."""
     job = adopt(training)
+    if job and _has_ended_before(training, job):
+        outcome = record_attempt(training, job, training.jobs.status(job.id))
+        job = None
+        if outcome.end.value in BY_PERSON:
+            logger.info("%s This command does so.", outcome.message)
+        else:
+            _proceed(training, outcome)
     stop_file = training.rundir.stop_file
     if job is None and not training.has_waited and stop_file.exists():  # starting without a job means to continue
         logger.info("Removing the stop file %s of an earlier request.", short_path(stop_file))
         stop_file.unlink(missing_ok=True)
     while not (job is None and training.is_finished()):
         job = job or submit(training)
-        status = watch(training, job)
-        outcome = record_attempt(training, job, status)
+        outcome = record_attempt(training, job, watch(training, job))
         job = None
-        if outcome.end is EndReason.FINISHED:
-            logger.info(outcome.message)
-        else:
-            apply_decision(training, outcome)
+        _proceed(training, outcome)
+
+
+def _has_ended_before(training: Training, job: SubmittedJob) -> bool:
+    """Return whether ``job`` had ended when a person started this driver, who then wants to continue.
+
+    The drivers of a driver job start by themselves: what a person has stopped stays stopped.
+    """
+    if job.id == training.watched_job or current_driver_dir():
+        return False
+    return training.jobs.status(job.id).state in (JobState.ENDED, JobState.GONE)
+
+
+def _proceed(training: Training, outcome: Outcome) -> None:
+    """Record what follows an attempt; see `apply_decision`."""
+    if outcome.end is EndReason.FINISHED:
+        logger.info(outcome.message)
+    else:
+        apply_decision(training, outcome)
 
 
 @contextlib.contextmanager
@@ -84,7 +109,7 @@ def hold_driver_lock(rundir: RunDir) -> Iterator[int]:
     held = os.environ.pop(LOCK_VARIABLE, None)
     with open(int(held), "a+") if held else rundir.driver_lock.open("a+") as lock:  # noqa: PTH123
         try:
-            _lock(lock.fileno(), SECONDS_AFTER_A_NODE if current_driver_dir() else 0)
+            _lock(lock.fileno(), SECONDS_AFTER_A_NODE if current_driver_dir() else SECONDS_AFTER_A_KILL)
         except BlockingIOError:
             lock.seek(0)
             raise ShardmakeError(
@@ -153,9 +178,8 @@ def _find_job(training: Training) -> SubmittedJob | None:
             raise
         active = None
     if recorded and (active is None or active.id == recorded.id):
-        waited = os.environ.pop(STARTED_VARIABLE, None) == recorded.id
-        text = "Watching job %s (attempt %d) again." if waited else "Adopting job %s (attempt %d)."
-        logger.info(text, recorded.id, recorded.attempt)
+        if recorded.id != training.watched_job:
+            logger.info("Adopting job %s (attempt %d).", recorded.id, recorded.attempt)
         return recorded
     if found := active or _owner_of_newest_attempt(training):
         job = SubmittedJob(id=found.id, attempt=found.attempt, submitted=time.time())

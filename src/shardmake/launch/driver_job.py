@@ -257,7 +257,7 @@ def _stop_drivers(snakemake: "subprocess.Popen[bytes]", seconds: float) -> None:
         with contextlib.suppress(psutil.Error):
             for process in set(psutil.Process(snakemake.pid).children(recursive=True)) - ended:
                 words = [Path(word).name for word in process.cmdline()]
-                if "low_memory_wait.py" in words or ("shardmake", "train") in itertools.pairwise(words):
+                if "watcher.py" in words or ("shardmake", "train") in itertools.pairwise(words):
                     process.terminate()
                     ended.add(process)
         time.sleep(_POLL_SECONDS)

@@ -14,8 +14,8 @@ import psutil
 from shardmake.config.models import Cluster
 from shardmake.core.atomic import digest
 from shardmake.core.environment import checkout_commit, library_versions
-from shardmake.launch.low_memory_wait import PREFIX
 from shardmake.launch.slurm_states import JobState, JobStatus
+from shardmake.launch.watcher import PREFIX
 from shardmake.memory.hardware import from_cluster
 from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.plan import Plan

@@ -6,73 +6,35 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import FrameType
 
-from shardmake.launch.low_memory_wait import HELD_VARIABLE, is_newly_held, wait_until_started
 from shardmake.launch.service import loading_message
 from shardmake.launch.slurm_jobs import waiting_snapshot
 from shardmake.launch.slurm_states import JobState, JobStatus, held_message
 from shardmake.launch.training import Training
+from shardmake.launch.watcher import (
+    HELD_VARIABLE,
+    KILLED,
+    PATIENCE,
+    REASON_VARIABLE,
+    REQUEUED,
+    Progress,
+    describe,
+    is_newly_held,
+    is_orphan,
+    watch_in_low_memory,
+)
 from shardmake.run.attempt import AttemptDir, SubmittedJob
-from shardmake.run.metrics import MetricsLine, parse_metrics
 from shardmake.run.notification import notify
 from shardmake.run.paths import short_path
 
 POLL_SECONDS = 1.0
-LOW_MEMORY_WAIT_SECONDS = 5.0
+LOW_MEMORY_SECONDS = 5.0
+"""Pause between two queries from which on this process, of a Slurm job, is replaced by one of little memory."""
 logger = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SECONDS_BETWEEN_LINES = 3.0
 SECONDS_BETWEEN_LOADING_LINES = 60.0
-_WARNING = "[rank 0] WARNING: "
-"""Begin of a warning of rank 0, by `shardmake.core.log`."""
-
-
-class AppendedLines:
-    """The lines that are appended to a file from now on.
-
-    A resumed attempt rewrites its metrics. If the file has grown again by the next call, reading starts inside a line.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self.offset = file.stat().st_size if file.exists() else 0
-
-    def read(self) -> list[str]:
-        """Return the complete lines since the last call. After the file was shortened, reading starts at its end."""
-        if not self.file.exists():
-            return []
-        if self.file.stat().st_size < self.offset:
-            self.offset = self.file.stat().st_size
-        with self.file.open("rb") as file:
-            file.seek(self.offset)
-            complete, newline, _ = file.read().rpartition(b"\n")
-        self.offset += len(complete) + len(newline)
-        return complete.decode(errors="replace").splitlines()
-
-
-class ProgressPrinter:
-    """Logs what an attempt appends to its metrics, at a readable pace, and rank 0's warnings, at once."""
-
-    def __init__(self, metrics: Path, log: Path) -> None:
-        self.metrics = AppendedLines(metrics)
-        self.log = AppendedLines(log)
-        self.logged_at = 0.0
-
-    def poll(self) -> None:
-        """Log new warnings and evaluations, and the newest step if enough time has passed."""
-        for text in self.log.read():
-            if text.startswith(_WARNING):
-                logger.warning(text.removeprefix(_WARNING))
-        lines = parse_metrics("\n".join(self.metrics.read()))
-        for line in lines:
-            if line.eval_loss is not None:
-                logger.info("step %6s  evaluation loss %.4f", line.step, line.eval_loss)
-        steps = [line for line in lines if line.loss is not None]
-        if steps and time.monotonic() - self.logged_at >= SECONDS_BETWEEN_LINES:
-            self.logged_at = time.monotonic()
-            logger.info(_describe_step(steps[-1]))
+_UNKNOWN = "Slurm does not answer. The driver asks again; the job is not affected."
 
 
 class LoadingPrinter:
@@ -87,54 +49,43 @@ class LoadingPrinter:
         if time.monotonic() - self.logged_at < SECONDS_BETWEEN_LOADING_LINES:
             return
         self.logged_at = time.monotonic()
-        attempt = self.folder.read()
-        if attempt.service_nodes and (message := loading_message(self.folder, attempt, time.time())):
+        if message := loading_message(self.folder, self.folder.read(), time.time()):
             logger.info(message)
-
-
-def _describe_step(line: MetricsLine) -> str:
-    speed = "" if line.tokens_per_second is None else f"  {line.tokens_per_second:,.0f} tokens/s"
-    rate = "" if line.learning_rate is None else f"  learning rate {line.learning_rate:.2e}"
-    return f"step {line.step:>6}  loss {line.loss:.4f}{rate}{speed}"
-
-
-def _describe_status(status: JobStatus) -> str:
-    """Return the state of a job in a sentence, with its nodes or the reason why it waits, if Slurm gives one."""
-    if status.state is JobState.UNKNOWN:
-        return "Slurm does not answer. The driver asks again; the job is not affected."
-    preposition = "on " if status.state is JobState.RUNNING else ""
-    known = "" if status.nodes in ("", "(None)") else f" {preposition}{status.nodes}"
-    return f"The job is {status.state.value}{known}."
 
 
 def watch(training: Training, job: SubmittedJob) -> JobStatus:
     """Wait until ``job`` has ended, and return its last status."""
     folder = training.attempt_dir(job.attempt)
-    progress, loading = ProgressPrinter(training.rundir.metrics, folder.log(0)), LoadingPrinter(folder)
+    files = [str(path) for path in (training.rundir.metrics, training.rundir.train_receipt, folder.log(0), folder.root)]
+    progress = Progress(files[0], files[2], logger.info, logger.warning)
+    loading = LoadingPrinter(folder) if folder.read().service_nodes else None
+    ends = (
+        f"the driver exits, job {job.id} keeps running. To watch the job, run the same command again. To save and "
+        f"stop: touch {short_path(training.rundir.stop_file)}. To cancel: {training.jobs.cancel_command(job.id)}"
+    )
     pause, last = POLL_SECONDS, JobState.UNKNOWN
     try:
         while (status := training.jobs.status(job.id)).state not in (JobState.ENDED, JobState.GONE):
             pause = POLL_SECONDS if status.state is not last else min(pause * 1.5, training.jobs.slowest_poll)
+            if is_orphan():
+                raise DriverStoppedError(KILLED)
             if last is JobState.RUNNING and status.state is JobState.PENDING:
-                logger.info("Slurm put the job back into the queue. It will resume from its newest checkpoint.")
+                logger.info(REQUEUED)
             if status.state is not last:
-                logger.info(_describe_status(status))
+                logger.info(
+                    _UNKNOWN if status.state is JobState.UNKNOWN else describe(status.state.value, status.nodes)
+                )
             last = status.state
             report_held(training, job, status)
-            if status.name == "PENDING" and pause >= LOW_MEMORY_WAIT_SECONDS:
-                # A pending job may wait for days: replace this process by one of little memory.
-                logger.info("%s The driver waits in low memory until it starts.", _describe_status(status))
-                wait_until_started(job.id, training.lock, str(waiting_snapshot()))
-            _report_progress(training, [progress, loading], folder, pause)
+            is_busy = status.state is JobState.UNKNOWN or loading or folder.exits()
+            if training.uses_slurm and pause >= LOW_MEMORY_SECONDS and not is_busy:
+                watch_in_low_memory(
+                    job.id, last.value, files, ends, training.lock, str(waiting_snapshot()),
+                    quiet=not logger.isEnabledFor(logging.INFO),
+                )  # fmt: skip
+            _report_progress(training, [progress, *([loading] if loading else [])], folder, pause)
     except DriverStoppedError as signal_name:
-        logger.info(
-            "%s: the driver exits, job %s keeps running. To watch the job, run the same command again. To save and "
-            "stop: touch %s. To cancel: %s",
-            signal_name,
-            job.id,
-            short_path(training.rundir.stop_file),
-            training.jobs.cancel_command(job.id),
-        )
+        logger.info("%s: %s", signal_name, ends)
         raise
     progress.poll()
     return status
@@ -142,15 +93,16 @@ def watch(training: Training, job: SubmittedJob) -> JobStatus:
 
 def report_held(training: Training, job: SubmittedJob, status: JobStatus) -> None:
     """Report, and notify, once that a pending job waits for a person. The driver continues to wait for its start."""
-    if status.state is JobState.PENDING and is_newly_held(job.id, status.nodes):
+    seconds = PATIENCE if os.environ.pop(REASON_VARIABLE, None) == status.nodes else 0.0
+    if status.state is JobState.PENDING and is_newly_held(job.id, status.nodes, seconds):
         os.environ[HELD_VARIABLE] = job.id
-        message = held_message(job.id, status)
+        message = held_message(job.id, status, seconds)
         logger.warning(message)
         notify(training.run, training.rundir, "train", "held", message)
 
 
 def _report_progress(
-    training: Training, printers: Sequence[ProgressPrinter | LoadingPrinter], folder: AttemptDir, seconds: float
+    training: Training, printers: Sequence[Progress | LoadingPrinter], folder: AttemptDir, seconds: float
 ) -> None:
     """Report progress from the run's folder, which costs Slurm nothing, for ``seconds`` or until the attempt ends."""
     until = time.monotonic() + seconds

@@ -24,7 +24,6 @@ from shardmake.core.permissions import private_folder
 from shardmake.core.private_names import private
 from shardmake.launch.container import JobContainer, job_container
 from shardmake.launch.jobs import ActiveJob, job_name
-from shardmake.launch.low_memory_wait import cached_squeue
 from shardmake.launch.slurm_request import SlurmRequest
 from shardmake.launch.slurm_states import (
     FORGOTTEN,
@@ -34,6 +33,7 @@ from shardmake.launch.slurm_states import (
     parse_rows,
     parse_scontrol,
 )
+from shardmake.launch.watcher import cached_squeue
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.attempt_owner import attempt_of_script, claim
 from shardmake.run.paths import RunDir, numbered_paths

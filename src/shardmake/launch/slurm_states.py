@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from shardmake.launch.low_memory_wait import needs_person
+from shardmake.launch.watcher import PENDING, RUNNING, STATES, needs_person
 
 
 class JobState(Enum):
     """A state as the driver distinguishes them."""
 
-    PENDING = "pending"
-    RUNNING = "running"
+    PENDING = PENDING
+    RUNNING = RUNNING
     ENDED = "ended"
     UNKNOWN = "unknown"
     """No answer, or one that cannot be parsed: query again. It never counts as the end of the job."""
@@ -40,13 +40,8 @@ class JobStatus:
     """Path of the batch script."""
 
 
-_NAMES = {
-    JobState.PENDING: "PENDING CONFIGURING REQUEUED REQUEUE_HOLD REQUEUE_FED RESV_DEL_HOLD SPECIAL_EXIT",
-    JobState.RUNNING: "RUNNING COMPLETING SUSPENDED STOPPED SIGNALING STAGE_OUT RESIZING",
-    JobState.ENDED: "COMPLETED FAILED TIMEOUT CANCELLED NODE_FAIL OUT_OF_MEMORY PREEMPTED BOOT_FAIL DEADLINE REVOKED "
-    "LAUNCH_FAILED",
-}
-_STATES = {name: state for state, names in _NAMES.items() for name in names.split()}
+_ENDED = "COMPLETED FAILED TIMEOUT CANCELLED NODE_FAIL OUT_OF_MEMORY PREEMPTED BOOT_FAIL DEADLINE REVOKED LAUNCH_FAILED"
+_STATES = {name: JobState(state) for state, names in (STATES | {"ended": _ENDED}).items() for name in names.split()}
 
 
 def parse_state(text: str) -> tuple[JobState, str]:
@@ -87,14 +82,20 @@ def parse_scontrol(text: str) -> JobStatus:
     return JobStatus(state, name, fields.get("NodeList", ""), fields.get("JobName", ""))
 
 
-def held_message(job: str, status: JobStatus) -> str:
-    """Return what a person has to do for a pending ``job`` that Slurm does not start by itself; empty if it does."""
-    if status.state is not JobState.PENDING or not needs_person(status.nodes):
+def held_message(job: str, status: JobStatus, seconds: float = 0.0) -> str:
+    """Return what a person has to do for a ``job`` that is pending for one reason for ``seconds``; empty if nothing."""
+    reason = status.nodes.strip("()")
+    if status.state is not JobState.PENDING or not needs_person(reason, seconds):
         return ""
+    until = f"Slurm does not start job {job} until a person acts: {reason}. Remove the reason"
+    if not needs_person(reason):
+        until = (
+            f"Job {job} waits for {reason}. The wait may end by itself, with other jobs of the account or the site's "
+            "maintenance. Otherwise remove the reason"
+        )
     return (
-        f"Slurm does not start job {job} until a person acts: {status.nodes.strip('()')}. Remove the reason and "
-        f"release the job (scontrol release {job}). Or cancel it (scancel {job}), correct the slurm section of the "
-        "cluster file and run the same command again."
+        f"{until} and release the job (scontrol release {job}). Or cancel it (scancel {job}), correct the slurm "
+        "section of the cluster file and run the same command again."
     )
 
 

@@ -16,10 +16,10 @@ from shardmake.core.errors import StopRequestedError, TooFewNodesError
 from shardmake.core.units import plural
 from shardmake.launch import user_script
 from shardmake.launch.jobs import attempt_settings, job_name
-from shardmake.launch.low_memory_wait import PREFIX, SECONDS, cached_squeue, other_trainings, wait_until_slot
 from shardmake.launch.resume import resume_checkpoint
 from shardmake.launch.slurm_jobs import waiting_snapshot
 from shardmake.launch.training import Training
+from shardmake.launch.watcher import PREFIX, SECONDS, cached_squeue, other_trainings, wait_until_slot
 from shardmake.render.stage import copy_rendered
 from shardmake.run import set_aside
 from shardmake.run.attempt import AttemptDir, SubmittedJob

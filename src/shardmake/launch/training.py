@@ -11,8 +11,8 @@ from shardmake.checkpoint.training_receipt import is_final, write_training_recei
 from shardmake.config.models import Cluster, Run
 from shardmake.launch import user_script
 from shardmake.launch.jobs import Jobs, LocalJobs
-from shardmake.launch.low_memory_wait import WAITED_VARIABLE
 from shardmake.launch.slurm_jobs import SlurmJobs
+from shardmake.launch.watcher import STARTED_VARIABLE, WAITED_VARIABLE
 from shardmake.render.stage import check_unedited
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.attempt_history import AttemptRecord, load_history, next_fallback, save_history, wants_all_memory
@@ -45,6 +45,8 @@ class Training:
     """Descriptor of the run's lock file, which a waiting driver keeps open."""
     has_waited: bool
     """An earlier process of this driver waited for a slot in the queue."""
+    watched_job: str | None = None
+    """Job that an earlier process of this driver watched."""
 
     @classmethod
     def load(cls, run: Run, cluster: Cluster, rundir: RunDir, lock: int) -> "Training":
@@ -66,6 +68,7 @@ class Training:
             attempts=load_history(rundir.attempt_history),
             lock=lock,
             has_waited=os.environ.pop(WAITED_VARIABLE, None) is not None,
+            watched_job=os.environ.pop(STARTED_VARIABLE, None),
         )
 
     @property

@@ -7,7 +7,7 @@ import pytest
 
 from shardmake.doctor import job
 from shardmake.doctor.records import DoctorDir, NodeFacts, NodeReport
-from shardmake.launch.low_memory_wait import PREFIX
+from shardmake.launch.watcher import PREFIX
 from shardmake.launch.slurm_jobs import training_request
 from shardmake.launch.slurm_states import JobState, JobStatus
 from shardmake.run.findings import Verdict, ok

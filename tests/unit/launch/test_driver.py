@@ -14,18 +14,19 @@ from shardmake.config.models import Run
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import DiskFullError, ShardmakeError, SlurmError, StopRequestedError, TooFewNodesError
 from shardmake.core.fingerprint import fingerprint
-from shardmake.launch import attempt_end, submission
+from shardmake.launch import attempt_end, driver, submission
 from shardmake.launch.attempt_end import apply_decision, record_attempt
 from shardmake.launch.driver import adopt, drive, hold_driver_lock
 from shardmake.launch.jobs import ActiveJob
-from shardmake.launch.low_memory_wait import HELD_VARIABLE, STARTED_VARIABLE
 from shardmake.launch.monitor import report_held, watch
 from shardmake.launch.slurm_states import JobState, JobStatus
 from shardmake.launch.submission import choose_checkpoint, submit
 from shardmake.launch.training import Training
+from shardmake.launch.watcher import HELD_VARIABLE, STARTED_VARIABLE
 from shardmake.run.attempt import AttemptDir, NodeExit, RankError, SubmittedJob
 from shardmake.run.attempt_history import AttemptRecord, load_history
 from shardmake.run.attempt_owner import NOBODY, claim
+from shardmake.run.driver_job import DriverDir
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Fallback, Plan
 from tests.finished_run import make_data_receipt
@@ -257,10 +258,39 @@ def test_a_job_that_the_driver_waited_for_is_not_called_an_earlier_drivers(
 ) -> None:
     submit(demo.load(FakeJobs(TERMINATED)))
     monkeypatch.setenv(STARTED_VARIABLE, "1")
-    adopt(demo.load(FakeJobs()))
-    assert caplog.messages[-1] == "Watching job 1 (attempt 1) again."
-    adopt(demo.load(FakeJobs()))
-    assert caplog.messages[-1] == "Adopting job 1 (attempt 1)."
+    for messages in ([], ["Adopting job 1 (attempt 1)."]):
+        caplog.clear()
+        adopt(demo.load(FakeJobs()))
+        assert caplog.messages == messages
+
+
+@pytest.mark.parametrize("by", ["scancel", "stop file", "driver job", "this driver"])
+def test_one_command_resumes_what_a_person_stopped_while_no_driver_watched(
+    demo: FakeRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, by: str
+) -> None:
+    """What a person stops under a driver, or under one that a driver job starts by itself, stays stopped."""
+
+    def stop(folder: AttemptDir) -> None:
+        if by == "stop file":
+            demo.rundir.stop_file.touch()
+            folder.stopped.touch()
+
+    jobs = FakeJobs(stop, fails("ValueError", "bad label"))
+    jobs.slurm_state = "FAILED" if by == "stop file" else "CANCELLED"
+    submit(demo.load(jobs))
+    if by == "this driver":
+        monkeypatch.setenv(STARTED_VARIABLE, "1")
+    if by == "driver job":
+        monkeypatch.setattr(driver, "current_driver_dir", lambda: DriverDir(demo.rundir.root))
+    later = demo.load(jobs)
+    if by in ("scancel", "stop file"):
+        with pytest.raises(ShardmakeError):
+            drive(later)
+        assert "This command does so." in caplog.text and len(jobs.excluded) == 2 and not demo.rundir.stop_file.exists()
+    else:
+        with pytest.raises(StopRequestedError):
+            drive(later)
+        assert len(jobs.excluded) == 1
 
 
 def test_a_driver_without_a_slot_prepares_nothing(demo: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

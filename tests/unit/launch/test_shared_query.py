@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.launch import low_memory_wait
-from shardmake.launch.low_memory_wait import add_row, cached_squeue, is_fresh, open_snapshot
+from shardmake.launch import watcher
 from shardmake.launch.slurm_jobs import waiting_snapshot
+from shardmake.launch.watcher import add_row, cached_squeue, is_fresh, open_snapshot
 from tests.programs import count_calls
 
 ROWS = "7|RUNNING|c1|shardmake-chat-1\n"
@@ -56,7 +56,7 @@ def test_a_full_disk_does_not_hide_the_answer(slurm: Path, monkeypatch: pytest.M
     def fill_up(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(low_memory_wait.os, "pwrite", fill_up)
+    monkeypatch.setattr(watcher.os, "pwrite", fill_up)
     assert cached_squeue(str(slurm / "snapshot")) == ROWS
 
 
@@ -81,7 +81,7 @@ def test_how_long_a_snapshot_counts(query_seconds: float, answered: bool, max_ag
 
 POLL = """
 import sys, time
-from shardmake.launch.low_memory_wait import cached_squeue
+from shardmake.launch.watcher import cached_squeue
 end = time.monotonic() + float(sys.argv[1])
 while time.monotonic() < end:
     assert cached_squeue(sys.argv[2]) == "7|RUNNING|c1|shardmake-chat-1\\n"

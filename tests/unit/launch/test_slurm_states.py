@@ -11,6 +11,7 @@ from shardmake.launch.slurm_states import (
     parse_scontrol,
     parse_state,
 )
+from shardmake.launch.watcher import PATIENCE
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,10 @@ def test_a_missing_answer_is_not_the_end_of_a_job() -> None:
     ],
 )
 def test_a_job_that_waits_for_a_person_differs_from_one_that_waits_for_its_turn(reason: str, held: bool) -> None:
-    message = held_message("7", JobStatus(JobState.PENDING, "PENDING", reason))
+    status = JobStatus(JobState.PENDING, "PENDING", reason)
+    message = held_message("7", status)
+    lasting = held_message("7", status, PATIENCE)
+    assert bool(lasting) == (held or "NotAvail" in reason)
     assert bool(message) == held
     assert not held or (f"until a person acts: {reason[1:-1]}." in message and "scontrol release 7" in message)
     assert not held_message("7", JobStatus(JobState.RUNNING, "RUNNING", "c[1-2]"))
