@@ -53,6 +53,8 @@ class Killer:
             self.came = self.seen == self.at if isinstance(self.at, int) else bool(re.search(self.at, line))
             if self.came and self.mode == "before":
                 self.die()
+            if self.came and self.mode == "freeze":
+                os.kill(os.getpid(), signal.SIGSTOP)
             if self.came and self.mode == "hold":
                 time.sleep(100000)
             if self.came and self.mode == "fill":

@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,14 @@ elif sys.orig_argv[-2:-1] == ["plan"]:
 """
 
 
+SBATCH = """#!/bin/sh
+rm {root}/orders/kill-sbatch 2> /dev/null || exec {sbatch} "$@"
+{sbatch} "$@" > /dev/null
+kill -KILL $$
+"""
+"""Submits, and then ends as a client that the kernel kills for its memory, if a test ordered so."""
+
+
 class FaultRun:
     """One run on the cluster that is trained repeatedly, and the faults it suffers."""
 
@@ -132,6 +141,9 @@ class FaultRun:
         self.cluster = checkout.cluster
         (checkout.root / "sitecustomize.py").write_text(HOOKS)
         (checkout.root / "orders").mkdir()
+        (checkout.root / "bin").mkdir()
+        (checkout.root / "bin/sbatch").write_text(SBATCH.format(root=checkout.root, sbatch=shutil.which("sbatch")))
+        (checkout.root / "bin/sbatch").chmod(0o755)
         self.driver: subprocess.Popen[str] | None = None
         self.configured: dict[str, Any] = {}
 
@@ -158,7 +170,10 @@ class FaultRun:
     def environment(self) -> dict[str, str]:
         """Return the variables that drivers start with and pass on to all their processes."""
         path = os.pathsep.join([str(self.checkout.root), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-        return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        programs = os.pathsep.join(
+            [str(self.checkout.root / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
+        )
+        return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PATH": programs}
 
     def repair(self) -> None:
         """Reset the cluster, also after a failed test, with free disk space on every node."""
@@ -176,6 +191,12 @@ class FaultRun:
         command = self.checkout.command("shardmake", "train", "demo")
         environment = self.environment | variables
         self.driver = self.cluster.popen(command, cwd=self.checkout.root, env=environment, stdout=log)
+
+    def start_snakemake(self) -> subprocess.Popen[str]:
+        """Start a Snakemake that starts the driver."""
+        log = (self.checkout.root / "driver.log").open("a")
+        command = self.checkout.command("snakemake", "--profile", "slurm", "--nolock", "runs/demo/train/receipt.json")
+        return self.cluster.popen(command, cwd=self.checkout.root, env=self.environment, stdout=log)
 
     def wait(self, timeout: float = 300) -> int:
         """Return the driver's exit status."""

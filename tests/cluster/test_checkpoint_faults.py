@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from shardmake.checkpoint import store
+from shardmake.checkpoint.record import RECORD_NAME, read_record
+from shardmake.core.atomic import sealed, unsealed
 from shardmake.core.errors import STOPPED
 from shardmake.run.paths import RunDir
 from tests.cluster.baseline import STRATEGIES, BaselineRuns, Ends, assert_equals_baseline, recover_from
@@ -65,33 +68,105 @@ def _step_of_rename(lines: list[str]) -> int:
     return int(next(line for line in reversed(lines) if line.startswith("os.rename")).rpartition("-")[2])
 
 
-@pytest.mark.parametrize("harm", [flip_a_bit, cut_short])
+def flip_a_shard(newest: Path) -> None:
+    flip_a_bit(a_shard(newest), CHANCE)
+
+
+def cut_a_shard(newest: Path) -> None:
+    cut_short(a_shard(newest), CHANCE)
+
+
+def flip_the_record(newest: Path) -> None:
+    flip_a_bit(newest / RECORD_NAME, CHANCE)
+
+
+def swap_a_shard_for_a_link(newest: Path) -> None:
+    """Somebody's file with the same content."""
+    shard = a_shard(newest)
+    private = newest.parents[3] / "private"
+    shard.rename(private)
+    shard.symlink_to(private)
+
+
+def put_a_foreign_checkpoint_beside(newest: Path) -> None:
+    foreign = newest.with_name("checkpoint-1000")
+    shutil.copytree(newest, foreign)
+    record = unsealed(json.loads((foreign / RECORD_NAME).read_text()))
+    (foreign / RECORD_NAME).write_text(json.dumps(sealed(record | {"step": 1000, "settings_digest": "another run"})))
+
+
+def a_shard(checkpoint: Path) -> Path:
+    record = read_record(checkpoint)
+    assert record
+    return checkpoint / CHANCE.choice([name for name in record.files if name.endswith(SHARDS)])
+
+
+HARMS: dict[Callable[[Path], None], tuple[str, bool]] = {
+    flip_a_shard: ("Skipped checkpoint-{}: .*its checksum differs", True),
+    cut_a_shard: ("Skipped checkpoint-{}: ", True),
+    flip_the_record: ("Skipped checkpoint-{}: .*is damaged or cannot be read", True),
+    swap_a_shard_for_a_link: ("Skipped checkpoint-{}: ", True),
+    put_a_foreign_checkpoint_beside: ("checkpoint-1000 has other settings than this run and is not used", False),
+}
+"""What somebody does to the newest checkpoint, the driver's line about it, and if an older one is resumed."""
+
+
+@pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_run_with_a_damaged_shard_resumes_from_the_checkpoint_before(
-    run: FaultRun, baseline_run: BaselineRuns, strategy: str, harm: Callable[[Path, random.Random], None]
+def test_a_run_whose_checkpoints_somebody_changed_resumes_from_the_newest_intact_one(
+    run: FaultRun, baseline_run: BaselineRuns, strategy: str, harm: Callable[[Path], None]
 ) -> None:
     run.repair()
     baseline = baseline_run(strategy)
     steps: list[int] = []
 
-    def damage(run: FaultRun, attempts: int) -> Ends:
-        """Damage the newest checkpoint of a training that is stopped, so that it stays the newest."""
+    def change(run: FaultRun, attempts: int) -> Ends:
+        """Change the newest checkpoint of a training that is stopped, so that it stays the newest."""
         run.cluster.wait_until(lambda: len(list(store.committed(checkpoints(run)))) > 1, "two checkpoints", timeout=240)
         beat = run.wait_for_steps(2, attempts)
         run.send("STOP", beat.pid, beat.host)
         run.cluster.run(["sleep", "1"])  # the other rank finishes its part of a save
         (newest, path), (before, _) = list(store.committed(checkpoints(run)))[:2]
         steps.extend([newest.step, before.step])
-        harm(path / CHANCE.choice([name for name in newest.files if name.endswith(SHARDS)]), CHANCE)
+        harm(path)
         run.send("KILL", beat.pid, beat.host)
-        return [*KILLED, {"damaged checkpoint"}] if harm is flip_a_bit else KILLED
+        return KILLED
 
-    recover_from(run, [damage], baseline)
-    newest_step, step_before = steps
-    found = " is damaged and was set aside" if harm is flip_a_bit else ": "
-    assert re.search(rf"checkpoint-{newest_step}{found}", run.log())
-    assert f"resuming from checkpoint-{step_before}" in run.log()
-    assert len(store.damaged(checkpoints(run))) == 1
+    recover_from(run, [change], baseline)
+    line, is_lost = HARMS[harm]
+    assert re.search(line.format(steps[0]), run.log()), run.log()
+    assert f"resuming from checkpoint-{steps[is_lost]}" in run.log()
+    assert len(store.damaged(checkpoints(run))) == is_lost
+    assert len(list(checkpoints(run).glob("foreign-checkpoint-1000-*"))) == (not is_lost)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_node_that_thaws_in_the_next_attempt_commits_nothing(
+    run: FaultRun, baseline_run: BaselineRuns, strategy: str
+) -> None:
+    """It froze before the rename that commits a checkpoint, and Slurm took it for down."""
+    run.repair()
+    baseline = baseline_run(strategy)
+    writes = run.checkout.root / "writes.log"
+    writes.unlink(missing_ok=True)
+
+    def freeze(run: FaultRun, attempts: int) -> Ends:
+        run.wait_for_steps(CHANCE.randint(2, 15), attempts)
+        first = run.beat(0)
+        assert first
+        order_killer(run, 0, r"^os\.rename /\.saving/001/checkpoint", "freeze")
+        run.cluster.wait_until(lambda: writes.exists() and "os.rename" in writes.read_text(), "the save", timeout=240)
+        run.cluster.run(["kill", "-STOP", "-1"], node=first.host)
+        run.cluster.declare_down(first.host)
+        run.wait_for_steps(run.every // 2, attempts + 1)
+        run.cluster.run(["kill", "-CONT", "-1"], node=first.host)
+        run.cluster.run(["scontrol", "update", f"nodename={first.host}", "state=resume"])
+        return [{"node failure"}]
+
+    recover_from(run, [freeze], baseline)
+    step = int(next(line for line in writes.read_text().splitlines() if "rename" in line).rpartition("-")[2])
+    written = {record.step: record.attempt for record, _ in store.committed(checkpoints(run))}
+    assert written.get(step, 2) == 2 and not store.damaged(checkpoints(run))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

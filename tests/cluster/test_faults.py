@@ -259,21 +259,47 @@ def test_a_stopped_training_resumes_with_the_same_command(
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("moment", ["kill-before-submit", "kill-before-record"])
+@pytest.mark.parametrize(
+    ("moment", "ends"), [("kill-before-submit", -9), ("kill-before-record", -9), ("kill-sbatch", 0)]
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_driver_killed_at_its_submission(
-    run: FaultRun, baseline_run: BaselineRuns, strategy: str, moment: str
+def test_a_driver_or_sbatch_killed_at_a_submission(
+    run: FaultRun, baseline_run: BaselineRuns, strategy: str, moment: str, ends: int
 ) -> None:
+    """A driver adopts the job that Slurm accepted, also where the client of sbatch was killed after that."""
     run.repair()
     baseline = baseline_run(strategy)
     before = job_ids(run)
     run.order(moment)
     run.start()
-    assert run.wait() == -9
-    run.start()
-    assert run.wait() == 0, run.log()
+    assert run.wait() == ends, run.log()
+    if ends:
+        run.start()
+        assert run.wait() == 0, run.log()
     assert len(job_ids(run) - before) == 1, "one submission in all"
     assert run.ends() == ["finished"]
+    assert_equals_baseline(run, baseline)
+
+
+ALL_OTHERS = [pytest.param(strategy, marks=pytest.mark.faults) for strategy in STRATEGIES[1:]]
+
+
+@pytest.mark.parametrize("strategy", [STRATEGIES[0], *ALL_OTHERS])
+def test_a_driver_ends_with_its_snakemake_and_the_next_command_takes_over(
+    run: FaultRun, baseline_run: BaselineRuns, strategy: str
+) -> None:
+    """kill -9 leaves the driver without anybody who reads its end."""
+    run.repair()
+    baseline = baseline_run(strategy)
+    before = job_ids(run)
+    snakemake = run.start_snakemake()
+    run.wait_for_steps(2)
+    snakemake.kill()
+    snakemake.wait()
+    run.start()
+    assert run.wait() == 0, run.log()
+    assert "The Snakemake of this driver was killed: the driver exits" in run.log()
+    assert len(job_ids(run) - before) == 1 and run.ends() == ["finished"], run.log()
     assert_equals_baseline(run, baseline)
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from shardmake.doctor import job
 from shardmake.doctor.records import DoctorDir, NodeFacts, NodeReport
-from shardmake.launch.watcher import PREFIX
 from shardmake.launch.slurm_jobs import training_request
 from shardmake.launch.slurm_states import JobState, JobStatus
+from shardmake.launch.watcher import PREFIX
 from shardmake.run.findings import Verdict, ok
 from tests.programs import install_programs
 from tests.unit.plans import make_cluster, make_plan
