@@ -50,7 +50,15 @@ def train(run: Run, cluster: Cluster, rundir: RunDir) -> None:
     with hold_driver_lock(rundir) as lock, raise_on_signals():
         if owners := _owners(cluster, rundir):
             refuse_job_of_others(owners, rundir.name, short_path(rundir.stop_file))
-        drive(Training.load(run, cluster, rundir, lock))
+        try:
+            drive(Training.load(run, cluster, rundir, lock))
+        except Exception as error:
+            if rundir.train.is_dir():
+                raise
+            raise ShardmakeError(
+                f"{rundir.train.absolute()} is not there any more: {error}. Somebody moved or removed the checkout or "
+                "the run. Move it back and run the same command again, which adopts the job if it still runs."
+            ) from error
 
 
 def _owners(cluster: Cluster, rundir: RunDir) -> dict[str, str]:

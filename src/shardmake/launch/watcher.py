@@ -422,7 +422,15 @@ def main(count: str, *words: str) -> None:
     """Wait or watch as the first ``count`` words say, then run the command in the rest of them: the driver again."""
     (what, *details), start_again = words[: int(count)], words[int(count) :]
     {"job": watch_job, "slot": await_slot}[what](*details)
-    os.execv(start_again[0], start_again)
+    try:
+        os.execv(start_again[0], start_again)
+    except OSError as error:
+        print(
+            f"Cannot start the driver again: {start_again[0]}: {error.strerror}. Somebody moved or removed the "
+            "checkout. Move it back and run the same command again, which adopts the job.",
+            file=sys.stderr,
+        )
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -177,8 +177,10 @@ def main(attempt_folder: Path, node: WorkerNode) -> int:
 
 
 def _write_exit_record(folder: AttemptDir, record: NodeExit) -> None:
-    """Write the record, or print it: on a full disk the driver still gets the step's output."""
+    """Write the record, or print it: on a full disk, or after a move, the driver still gets the step's output."""
     try:
+        if not folder.root.is_dir():
+            raise FileNotFoundError(f"{folder.root} is not there any more")
         record.write(folder.exit_record(record.node_rank))
     except OSError as error:
         print(f"Cannot write the exit record ({error}): {record.model_dump_json()}", flush=True)

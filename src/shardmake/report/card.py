@@ -15,7 +15,7 @@ from shardmake.core.units import plural
 from shardmake.report import figures
 from shardmake.report.figures import length_name
 from shardmake.report.plots import plots
-from shardmake.report.records import Records, public_names
+from shardmake.report.records import Records, hide_keys, public_names
 from shardmake.report.training_facts import training_facts
 from shardmake.run.evaluation import EvaluationResult, Sample
 from shardmake.run.paths import RunDir
@@ -198,7 +198,8 @@ def _public_samples(run: Run, evaluation: EvaluationResult) -> list[Sample]:
 
     Otherwise they are examples of the evaluation data, which may be private.
     """
-    return evaluation.samples if run.evaluation.prompts or (run.push and run.push.samples) else []
+    samples = evaluation.samples if run.evaluation.prompts or (run.push and run.push.samples) else []
+    return [sample.model_copy(update={"prompt": hide_keys(sample.prompt)}) for sample in samples]
 
 
 def _inline(text: str) -> str:

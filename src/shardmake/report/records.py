@@ -142,6 +142,14 @@ def hide_folders(value: str) -> str:
     return f"{whole[1]}.../{whole[2]}" if whole else hide_folders_in_text(value)
 
 
+_KEY_LIKE: Final = re.compile(r"(?<![\w/.-])(?=\w*\d)(?=\w*[A-Za-z])[\w+=]{32,}(?![\w/.-])")
+
+
+def hide_keys(text: str) -> str:
+    """Return ``text``, an argument or a prompt, with three dots for each word that is random enough for a key."""
+    return _KEY_LIKE.sub("...", text)
+
+
 def hide_folders_in_text(text: str) -> str:
     """Return a command or a sentence without the folders of absolute paths; one with spaces must be in quotes."""
     return _WORD.sub(r".../\1", _QUOTED.sub(r".../\2", text))

@@ -15,7 +15,7 @@ from shardmake.report.card import common_values
 from shardmake.report.figures import length_name
 from shardmake.report.history import hours_name
 from shardmake.report.plots import memory_of, missing_metrics, report_plots, trained_candidate
-from shardmake.report.records import Records, hide_folders, hide_folders_in_text, public_names
+from shardmake.report.records import Records, hide_folders, hide_folders_in_text, hide_keys, public_names
 from shardmake.report.training_facts import training_facts
 from shardmake.run.evaluation import ModelScore
 from shardmake.run.paths import RunDir
@@ -23,6 +23,8 @@ from shardmake.run.receipts import PushReceipt
 
 _TEXTS: Final = frozenset({"command", "prompts"})
 """Keys of commands and sentences, in which a path is one word."""
+_FREE_TEXTS: Final = _TEXTS | {"script_args"}
+"""Keys of texts in which a person may have written a key of some service."""
 _URL_PATHS: Final = frozenset({"health"})
 
 
@@ -44,6 +46,8 @@ def _public(value: Any, key: str = "") -> Any:
         return [_public(inner, key) for inner in value]
     if not isinstance(value, str) or key in _URL_PATHS:
         return value
+    if key in _FREE_TEXTS:
+        value = hide_keys(value)
     return hide_folders_in_text(value) if key in _TEXTS else hide_folders(value)
 
 

@@ -351,7 +351,8 @@ def record_error(folder: AttemptDir, rank: int, error: BaseException) -> None:
         traceback=text,
         step=getattr(error, "step", None),
     )
-    record.write(folder.errors / f"rank-{rank}.json")
+    if folder.root.is_dir():  # somebody may have moved the checkout
+        record.write(folder.errors / f"rank-{rank}.json")
 
 
 def heartbeat_file(folder: Path, rank: int) -> Path:
@@ -379,8 +380,11 @@ def write_heartbeat(folder: AttemptDir, rank: int, phase: str, step: int, median
 
 
 def replace_unsynced(path: Path, record: RunRecord) -> None:
-    """Replace a file that is written every few seconds, atomically but without fsync."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Replace a file that is written every few seconds, atomically but without fsync.
+
+    Only its folder is made: after somebody moved the checkout, nothing appears under the old path.
+    """
+    path.parent.mkdir(exist_ok=True)
     temporary = path.with_name(f".{path.stem}.tmp")
     temporary.write_text(record.model_dump_json())
     temporary.replace(path)

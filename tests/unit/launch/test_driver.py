@@ -253,6 +253,16 @@ def test_a_recorded_job_is_adopted_while_slurm_does_not_answer(demo: FakeRun, mo
         adopt(demo.load(FakeJobs()))
 
 
+def test_a_moved_checkout_is_named(demo: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def move(*_: object) -> None:
+        demo.rundir.root.parent.rename(demo.rundir.root.parents[1] / "moved")
+        raise FileNotFoundError(demo.rundir.plan)
+
+    monkeypatch.setattr(Training, "load", move)
+    with pytest.raises(ShardmakeError, match=r"runs/demo/train is not there any more.*Move it back"):
+        driver.train(make_run(), make_cluster(executor="local"), demo.rundir)
+
+
 def test_a_job_that_the_driver_waited_for_is_not_called_an_earlier_drivers(
     demo: FakeRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

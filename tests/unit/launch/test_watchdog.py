@@ -263,6 +263,7 @@ def test_a_node_copies_the_heartbeats_of_its_ranks_in_one_file_now_and_then(
     folder, local, now = AttemptDir(tmp_path / "attempt"), tmp_path / "scratch", [100.0]
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
     dog = Watchdog(folder, range(8, 16), 512, 600, local)
+    folder.root.mkdir()
     for rank in (8, 9):
         beat(rank, time=time.time()).write(heartbeat_file(local, rank))
     assert not dog.has_hung()
@@ -275,6 +276,9 @@ def test_a_node_copies_the_heartbeats_of_its_ranks_in_one_file_now_and_then(
         dog.has_hung()
         seen.append(folder.node_beats(1)[0].step)
     assert seen == [9, 10, 10]
+    folder.root.rename(tmp_path / "moved")
+    now[0] += 50
+    assert not dog.has_hung() and not folder.root.exists(), "nothing appears under the old path of a moved checkout"
 
 
 def test_a_node_without_states_is_described_by_its_last_copy_of_heartbeats(

@@ -45,7 +45,9 @@ def test_paths_in_a_command_are_shown_without_their_folders(text: str, shown: st
 
 def test_a_command_and_the_path_of_a_url_stay_readable() -> None:
     service = {"command": "/opt/ada/vllm serve lab/base", "health": "/v1/models"}
-    run = make_run(script="/home/ada/t.py", service=service, service_nodes=1, nodes=1)
+    args = [f"--login={'0a' * 20}", "f3" * 20, "--revision=main", "config/long-name-of-a-model-7b-instruct.json"]
+    run = make_run(script="/home/ada/t.py", script_args=args, service=service, service_nodes=1, nodes=1)
     entry = yaml.safe_load(configuration({"chat": run}))["runs"]["chat"]
     assert entry["service"] == {"command": ".../vllm serve lab/base", "health": "/v1/models"}
     assert entry["script"] == ".../t.py"
+    assert entry["script_args"] == ["--login=...", "...", *args[2:]]
