@@ -1,6 +1,7 @@
 """Choose the checkpoint of a job: before its submission, and again on its first node when Slurm starts it once more."""
 
 import logging
+import os
 import shutil
 import time
 from pathlib import Path
@@ -50,7 +51,7 @@ def resume_checkpoint(rundir: RunDir, choice: Choice) -> Path | None:
 
 
 def prepare_restart(folder: AttemptDir, start: int) -> None:
-    """Archive the records of the job's last start, and let this ``start`` resume from the newest checkpoint.
+    """Archive the records of the last start of the ranks, and let this ``start`` resume from the newest checkpoint.
 
     The first node calls it before it publishes its address, for which the other nodes wait. A user's script finds its
     checkpoint itself.
@@ -60,7 +61,7 @@ def prepare_restart(folder: AttemptDir, start: int) -> None:
     """
     _archive(folder, start - 1)
     attempt = folder.read()
-    changes: dict[str, object] = {"start": start}
+    changes: dict[str, object] = {"start": start, "again": start - int(os.environ.get("SLURM_RESTART_COUNT", "0"))}
     if TrainingSettings.read(folder.training).program.kind != "script":
         plan = Plan.read(folder.plan)
         checkpoint = resume_checkpoint(attempt.rundir, plan.choice)
@@ -84,6 +85,11 @@ def read_settings(folder: AttemptDir, start: int, seconds: float) -> Attempt:
         time.sleep(_POLL_SECONDS)
         list(folder.root.iterdir())  # makes NFS refresh the folder
     return attempt
+
+
+def again_file(folder: AttemptDir, start: int) -> Path:
+    """Return the file by which node 0 lets the job itself start its ranks again after ``start``."""
+    return folder.root / f"start-{start}" / "AGAIN"
 
 
 def _archive(folder: AttemptDir, start: int) -> None:

@@ -137,8 +137,8 @@ class Progress:
     def poll(self) -> None:
         """Show new warnings and evaluations, and the newest step if enough time has passed."""
         for text in self.log.read():
-            if text.startswith(_WARNING):
-                self.warn(text.removeprefix(_WARNING))
+            if text.startswith(RANK_0_WARNING):
+                self.warn(text.removeprefix(RANK_0_WARNING))
         lines = [line for line in map(_parse, self.metrics.read()) if line]
         for line in lines:
             if "eval_loss" in line:
@@ -221,7 +221,7 @@ STATES = {
 """Slurm's names of the states in which a job has not ended."""
 KILLED = "The Snakemake of this driver was killed"
 REQUEUED = "Slurm put the job back into the queue. It will resume from its newest checkpoint."
-_WARNING = "[rank 0] WARNING: "
+RANK_0_WARNING = "[rank 0] WARNING: "
 """Begin of a warning of rank 0, by `shardmake.core.log`."""
 
 

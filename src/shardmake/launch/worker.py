@@ -12,7 +12,8 @@ import subprocess
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -30,8 +31,8 @@ from shardmake.core.temporary import temporary_folder
 from shardmake.launch.flight_recorder import recorder_variables
 from shardmake.launch.preflight import PreflightError, check_node
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError, address_file, run_rendezvous, wait_for_address
-from shardmake.launch.resume import prepare_restart, read_settings
-from shardmake.launch.resume_validation import DamagedCheckpointError, validate_share
+from shardmake.launch.resume import again_file, prepare_restart, read_settings
+from shardmake.launch.resume_validation import DamagedCheckpointError, confirm_damage, validate_share
 from shardmake.launch.service import (
     SERVING,
     Service,
@@ -43,8 +44,17 @@ from shardmake.launch.service import (
     wait_for_services,
 )
 from shardmake.launch.watchdog import Watchdog
+from shardmake.launch.watcher import RANK_0_WARNING
 from shardmake.render.stage import launch_command
-from shardmake.run.attempt import HEARTBEATS_VARIABLE, Attempt, AttemptDir, NodeExit, host_name, restarts
+from shardmake.run.attempt import (
+    HEARTBEATS_VARIABLE,
+    START_VARIABLE,
+    Attempt,
+    AttemptDir,
+    NodeExit,
+    host_name,
+    restarts,
+)
 from shardmake.run.plan import Plan
 from shardmake.run.training_settings import TrainingSettings, script_environment
 
@@ -59,7 +69,7 @@ _COUNTERS = {"": ("", "memory.events"), "memory": ("memory", "memory.oom_control
 
 @dataclass(frozen=True)
 class WorkerNode:
-    """This node's rank, and how often Slurm restarted the job before."""
+    """This node's rank, and how often its ranks were started before."""
 
     rank: int
     start: int
@@ -100,7 +110,7 @@ def run_slurm_task(attempt_folder: Path) -> int:
         SystemExit: this node failed and another left no exit record, so that srun ends the step.
     """
     # One task runs per node, so the task's rank is the node's.
-    node = WorkerNode(int(os.environ["SLURM_PROCID"]), restarts())
+    node = WorkerNode(int(os.environ["SLURM_PROCID"]), restarts() + AttemptDir(attempt_folder).read().again)
     status = main(attempt_folder, node)
     if status and not _all_nodes_exited(AttemptDir(attempt_folder)):
         sys.exit("Ending the step: another node left no exit record and may hang.")
@@ -112,17 +122,51 @@ def _all_nodes_exited(folder: AttemptDir) -> bool:
 
     Otherwise a stuck node would keep the job running until its time limit.
     """
-    nodes, deadline = folder.read().job_nodes, time.monotonic() + OTHERS_SECONDS
-    while folder.count_exits() < nodes and not folder.stop_file.exists():
-        if time.monotonic() > deadline:
-            return False
+    nodes = folder.read().job_nodes
+    return _wait_for(lambda: folder.count_exits() >= nodes, folder) or folder.stop_file.exists()
+
+
+def _wait_for(condition: Callable[[], bool], folder: AttemptDir) -> bool:
+    """Return whether ``condition`` becomes true in time, before the job is asked to stop."""
+    deadline = time.monotonic() + OTHERS_SECONDS
+    while not (found := condition()) and not folder.stop_file.exists() and time.monotonic() < deadline:
         time.sleep(1)
-    return True
+    return found
 
 
 def main(attempt_folder: Path, node: WorkerNode) -> int:
-    """Run the ranks of this node, write the exit record, and return the launcher's exit status."""
+    """Run the ranks of this node, and return the launcher's exit status.
+
+    If a node finds the checkpoint damaged, the job keeps its nodes, and all of them start again from an older one.
+    """
     folder = AttemptDir(attempt_folder)
+    while True:
+        os.environ[START_VARIABLE] = str(node.start)
+        status = _run_node(folder, node)
+        if not _starts_again(folder, node):
+            return status
+        node = replace(node, start=node.start + 1)
+
+
+def _starts_again(folder: AttemptDir, node: WorkerNode) -> bool:
+    """Return whether a node found the checkpoint damaged, which node 0 confirms once all nodes have ended."""
+    again = again_file(folder, node.start)
+    if again.exists() or not any(ended.damaged for ended in folder.exits()):  # node 0 may have been faster
+        return again.exists()
+    if node.rank:
+        return _wait_for(again.exists, folder)
+    nodes = folder.read().job_nodes
+    if not _wait_for(lambda: folder.count_exits() >= nodes, folder) or not (damage := confirm_damage(folder)):
+        return False
+    with folder.log(0).open("a") as log:  # the driver shows warnings of rank 0
+        print(f"{RANK_0_WARNING}{damage} The job starts its ranks again.", file=log)
+    again.parent.mkdir()
+    again.touch()
+    return True
+
+
+def _run_node(folder: AttemptDir, node: WorkerNode) -> int:
+    """Run the ranks of this node once, write the exit record, and return the launcher's exit status."""
     attempt = folder.read()
     stop = StopRequest(folder.stop_file)
     started, killed_before = time.time(), oom_kills()

@@ -38,7 +38,8 @@ class Attempt(RunFile):
     offline: bool = Field(description="Forbid the ranks any request to the hub.")
     environment: dict[str, str] = Field(default_factory=dict, description="The cluster file's variables of the ranks.")
     resume_from: str | None = Field(description="Checkpoint to resume from, absolute; None to start from step 0.")
-    start: int = Field(0, description="How often Slurm had restarted the job when these settings were written.")
+    start: int = Field(0, description="How often the ranks had been started before these settings were written.")
+    again: int = Field(0, description="How often the job itself started its ranks again, from another checkpoint.")
     finished: bool = Field(False, description="The restarted job has nothing to train: its last step is committed.")
     settings_digest: str = Field(description="Digest of the settings that define the result.")
     result_settings: dict[str, str] = Field(
@@ -142,6 +143,8 @@ class RankError(RunFile):
 
 _met: float | None = None
 """Monotonic time at which the ranks had met, in the process of a rank."""
+START_VARIABLE = "SHARDMAKE_START"
+"""Counts for the processes of a worker how often the ranks were started before."""
 HEARTBEATS_VARIABLE = "SHARDMAKE_HEARTBEATS"
 """Names the folder on the node to which its ranks write their heartbeats."""
 USER_SCRIPT_PHASE = "script"
@@ -322,8 +325,8 @@ class AttemptDir:
 
 
 def restarts() -> int:
-    """Return how often Slurm has restarted the job of this process."""
-    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    """Return how often Slurm has restarted the job of this process; below a worker also its own starts count."""
+    return int(os.environ.get(START_VARIABLE) or os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def host_name() -> str:

@@ -1,6 +1,8 @@
 """The nodes of a job validate their shares of its checkpoint; the driver reads what they report before it believes it."""
 
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 
@@ -14,8 +16,9 @@ from shardmake.launch import resume, worker
 from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.outcome import Action, classify, decide
 from shardmake.launch.resume_validation import DamagedCheckpointError, confirm_damage, validate_share
-from shardmake.run.attempt import AttemptDir
+from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.attempt_history import EndReason
+from shardmake.run.plan import Plan
 from tests.unit.launch.test_outcome import evidence, state
 from tests.unit.plans import make_cluster, make_plan, make_training_settings
 
@@ -61,6 +64,7 @@ def run_nodes(folder: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Run the workers of both nodes; return the nodes that started their ranks."""
     started: list[int] = []
     monkeypatch.setattr(worker, "_run_ranks", lambda *arguments: started.append(arguments[3].rank) or 0)
+    monkeypatch.setattr(worker, "OTHERS_SECONDS", 0)  # so that no node waits for one that this process runs later
     for rank in (0, 1):
         worker.main(folder.root, worker.WorkerNode(rank, start=0))
     return started
@@ -110,6 +114,32 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_older_one_is_resumed(
     assert message.startswith("checkpoint-20 is damaged and was set aside.") and LOST in message
     assert confirm_damage(folder) == message, "a driver that was killed here starts over"
     assert resume.resume_checkpoint(rundir, choice) == newest.with_name("checkpoint-10")
+    assert len(store.damaged(newest.parent)) == 1
+
+
+def test_the_job_itself_starts_its_ranks_again_from_an_older_checkpoint(
+    folder: AttemptDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps its nodes: on a cluster the next job would wait in the queue."""
+    newest = Path(folder.read().resume_from or "")
+    flip(newest / LOST)
+    monkeypatch.setattr(resume, "CHEAP_BYTES", 0)
+    started: list[tuple[int, str]] = []
+
+    def run_ranks(folder: AttemptDir, attempt: Attempt, plan: Plan, node: worker.WorkerNode, *_: object) -> int:
+        started.append((node.rank, Path(attempt.resume_from or "").name))
+        while not node.start and not folder.has_failed_node():  # as in the network check, until the watchdog ends them
+            time.sleep(0.05)
+        return 0 if node.start else 1
+
+    monkeypatch.setattr(worker, "_run_ranks", run_ranks)
+    with ThreadPoolExecutor(2) as pool:
+        ended = pool.map(lambda rank: worker.main(folder.root, worker.WorkerNode(rank, start=0)), (0, 1))
+        assert list(ended) == [0, 0]
+    assert {one for one in started if one[1] == "checkpoint-10"} == {(0, "checkpoint-10"), (1, "checkpoint-10")}
+    attempt = folder.read()
+    assert (attempt.start, attempt.again) == (1, 1) and not any(node.damaged for node in folder.exits())
+    assert "[rank 0] WARNING: checkpoint-20 is damaged and was set aside." in folder.log(0).read_text()
     assert len(store.damaged(newest.parent)) == 1
 
 
