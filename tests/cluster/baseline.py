@@ -64,10 +64,12 @@ def assert_equal(found: Baseline, expected: Baseline, tolerance: float) -> None:
     tolerances.append(tolerance)
 
 
-def recover_from(run: FaultRun, faults: list[Fault], baseline: Baseline, spare: Collection[str] = ()) -> None:
+def recover_from(
+    run: FaultRun, faults: list[Fault], baseline: Baseline, spare: Collection[str] = (), **variables: str
+) -> None:
     """Train through one fault after the other without a person; ends in ``spare`` may occur in between."""
     expected: Ends = []
-    run.start()
+    run.start(**variables)
     for fault in faults:
         expected += fault(run, len(expected) + 1)
         run.wait_for_ends(len(expected), fault.__name__)

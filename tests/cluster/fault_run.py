@@ -107,6 +107,9 @@ def in_stage(event, arguments):
     if writes and re.search(results[STAGE], str(arguments[0])) and take_order("hold-" + STAGE):
         time.sleep(100000)
 
+if os.environ.get("READ_IN_JOB"):  # as for a checkpoint that is too large for the driver
+    import shardmake.launch.resume
+    shardmake.launch.resume.CHEAP_BYTES = 0
 STAGE = sys.orig_argv[2] if len(sys.orig_argv) > 2 and sys.orig_argv[1].endswith("/shardmake") else ""
 if STAGE in ("consolidate", "evaluate"):
     sys.addaudithook(in_stage)

@@ -111,11 +111,12 @@ HARMS: dict[Callable[[Path], None], tuple[str, bool]] = {
 """What somebody does to the newest checkpoint, the driver's line about it, and if an older one is resumed."""
 
 
-@pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
+@pytest.mark.parametrize(("harm", "reader"), [*((harm, "driver") for harm in HARMS), (flip_a_shard, "job")])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_run_whose_checkpoints_somebody_changed_resumes_from_the_newest_intact_one(
-    run: FaultRun, baseline_run: BaselineRuns, strategy: str, harm: Callable[[Path], None]
+    run: FaultRun, baseline_run: BaselineRuns, strategy: str, harm: Callable[[Path], None], reader: str
 ) -> None:
+    """The nodes of a job read a checkpoint that is too large for the driver, and the job keeps its nodes."""
     run.repair()
     baseline = baseline_run(strategy)
     steps: list[int] = []
@@ -132,10 +133,14 @@ def test_a_run_whose_checkpoints_somebody_changed_resumes_from_the_newest_intact
         run.send("KILL", beat.pid, beat.host)
         return KILLED
 
-    recover_from(run, [change], baseline)
+    in_job = reader == "job"
+    recover_from(run, [change], baseline, **({"READ_IN_JOB": "1"} if in_job else {}))
     line, is_lost = HARMS[harm]
+    if in_job:
+        line = "checkpoint-{} is damaged and was set aside.* The job starts its ranks again"
     assert re.search(line.format(steps[0]), run.log()), run.log()
-    assert f"resuming from checkpoint-{steps[is_lost]}" in run.log()
+    last = run.attempts()[-1].read()
+    assert last.again == in_job and Path(last.resume_from or "").name == f"checkpoint-{steps[is_lost]}"
     assert len(store.damaged(checkpoints(run))) == is_lost
     assert len(list(checkpoints(run).glob("foreign-checkpoint-1000-*"))) == (not is_lost)
 

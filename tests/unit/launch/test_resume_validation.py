@@ -11,6 +11,7 @@ import torch
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, read_record, share_of_files
+from shardmake.core.atomic import write_json
 from shardmake.core.fingerprint import FileEntry, fingerprint
 from shardmake.launch import resume, worker
 from shardmake.launch.jobs import attempt_settings
@@ -51,6 +52,7 @@ def folder(tmp_path: Path, prepared_worker: None) -> AttemptDir:
     ).write(folder.settings)
     plan.write(folder.plan)
     make_training_settings("fsdp").write(folder.training)
+    write_json(folder.deepspeed, {})
     return folder
 
 
@@ -104,8 +106,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_older_one_is_resumed(
     folder: AttemptDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     newest = Path(folder.read().resume_from or "")
-    choice, rundir = make_plan("fsdp", nodes=2).choice, folder.read().rundir
-    choice = choice.model_copy(update={"processes_per_node": 2})
+    choice, rundir = Plan.read(folder.plan).choice, folder.read().rundir
     flip(newest / LOST)
     monkeypatch.setattr(resume, "CHEAP_BYTES", 0)
     assert resume.resume_checkpoint(rundir, choice) == newest, "sizes are as recorded, and it is too large to read"
