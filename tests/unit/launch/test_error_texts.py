@@ -181,11 +181,6 @@ PINNED = error(
 """DeepSpeed pins host memory for offload."""
 
 
-@pytest.mark.parametrize(("kind", "message", "end"), CASES, ids=lambda value: str(value)[:40])
-def test_a_text_indicates_its_cause(kind: str, message: str, end: EndReason) -> None:
-    assert error_end(error(kind, message)) is end
-
-
 def test_every_pattern_has_a_case() -> None:
     errors = [error(kind, message) for kind, message, _ in CASES]
     assert {known for one in (*errors, PINNED) if (known := find_error_text(one))} == set(ERROR_TEXTS)
@@ -219,7 +214,8 @@ ACTIONS = {
 
 
 @pytest.mark.parametrize(("kind", "message", "end"), CASES, ids=lambda value: str(value)[:40])
-def test_the_driver_answers_the_cause(kind: str, message: str, end: EndReason) -> None:
+def test_a_text_indicates_its_cause_and_the_driver_answers_it(kind: str, message: str, end: EndReason) -> None:
+    assert error_end(error(kind, message)) is end
     outcome = classify(evidence(errors=[error(kind, message)]))
     for failed_alike, action in zip((False, True), ACTIONS[end], strict=True):
         before = state(has_fallback=True, failing_nodes=1, host_failed_alike=failed_alike)

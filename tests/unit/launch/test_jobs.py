@@ -1,5 +1,6 @@
 """Parameters, submission and status of a Slurm job."""
 
+import contextlib
 import os
 import subprocess
 from pathlib import Path
@@ -72,37 +73,35 @@ def test_the_batch_script_requests_gpus_in_total_and_on_each_node(tmp_path: Path
     assert "#SBATCH --gpus-per-node=nvidia_a100-sxm4-80gb:2\n" in text
 
 
-def test_submission_is_retried_when_slurm_does_not_answer() -> None:
-    transient = SlurmError(
-        "Slurm rejected the job: sbatch: error: Batch job submission failed: Socket timed out on send/recv"
-    )
-    answers: list[str | SlurmError] = [transient, transient, "7"]
+NO_ANSWER = SlurmError("Slurm rejected the job: sbatch: error: Batch job submission failed: Socket timed out on send")
 
-    def submit() -> str:
-        answer = answers.pop(0)
+
+@pytest.mark.parametrize(
+    ("answers", "found", "result", "left"),
+    [
+        ([NO_ANSWER, NO_ANSWER, "7"], [None, None], "7", 0),
+        ([NO_ANSWER, "7"], [SlurmError("Slurm does not answer")] * 3, "does not answer", 1),
+        ([NO_ANSWER], ["6"], "6", 0),
+        ([NO_ANSWER] * 3, [None] * 3, "Socket timed out", 0),
+        ([NO_ANSWER] * 3, [None, None, "5"], "5", 0),
+        ([SlurmError("Slurm rejected the job: Invalid account"), "8"], [], "Invalid account", 1),
+    ],
+    ids=["later", "nobody-can-say", "accepted-nevertheless", "never", "after-the-last-pause", "rejected"],
+)
+def test_submission_is_retried_only_while_slurm_knows_no_job(
+    answers: list[str | SlurmError], found: list[str | SlurmError | None], result: str, left: int
+) -> None:
+    def take(these: list[Any]) -> Any:
+        answer = these.pop(0)
         if isinstance(answer, SlurmError):
             raise answer
         return answer
 
-    def no_answer() -> str | None:
-        raise SlurmError("Slurm does not answer")
-
-    assert submit_with_retry(submit, lambda: None, pauses=(0, 0, 0)) == "7"
-    answers[:] = [transient, "7"]
-    with pytest.raises(SlurmError, match="does not answer"):
-        submit_with_retry(submit, no_answer, pauses=(0, 0))
-    assert answers == ["7"], "not submitted again while Slurm cannot say whether it accepted the job"
-    answers[:] = [transient]
-    assert submit_with_retry(submit, lambda: "6", pauses=(0,)) == "6", "Slurm had accepted the job despite the error"
-    answers[:] = [transient, transient]
-    with pytest.raises(SlurmError, match="Socket timed out"):
-        submit_with_retry(submit, lambda: None, pauses=(0, 0))
-    answers[:] = [transient, transient]
-    found = [None, "5"]
-    assert submit_with_retry(submit, lambda: found.pop(0), pauses=(0, 0)) == "5", "accepted after the last pause"
-    answers[:] = [SlurmError("Slurm rejected the job: Invalid account"), "8"]
-    with pytest.raises(SlurmError, match="Invalid account"):
-        submit_with_retry(submit, lambda: None, pauses=(0, 0))
+    given, listed = list(answers), list(found)
+    outcome = pytest.raises(SlurmError, match=result) if not result.isdigit() else contextlib.nullcontext()
+    with outcome:
+        assert submit_with_retry(lambda: take(given), lambda: take(listed), pauses=(0, 0, 0)) == result
+    assert len(given) == left, "nothing is submitted while Slurm cannot say if it accepted the job"
 
 
 @pytest.mark.parametrize(
@@ -170,34 +169,26 @@ QUEUED = 'echo "7|PENDING|||||$1" >> {folder}/queue'
 STARTED = "mkdir {folder}/train/attempts/001/owner; touch {folder}/train/attempts/001/owner/7"
 
 
-def test_a_job_that_slurm_accepted_despite_the_error_is_adopted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slurm = Controller(tmp_path, monkeypatch, QUEUED)
-    assert slurm.submit() == "7" and len(slurm.lines("submitted")) == 1
-    assert claim(slurm.attempt, "9") == "7" and not slurm.lines("cancelled")
-
-
-def test_a_job_that_slurm_accepted_before_sbatch_was_killed_is_adopted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slurm = Controller(tmp_path, monkeypatch, f"{QUEUED}; kill -9 $$")
-    assert slurm.submit() == "7" and len(slurm.lines("submitted")) == 1
-
-
-def test_a_job_of_another_attempt_is_not_taken_for_the_one_submitted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slurm = Controller(tmp_path, monkeypatch, "true")
-    (tmp_path / "queue").write_text(f"5|PENDING|||||{tmp_path}/train/attempts/000/slurm/.submission_file_1.sh\n")
-    assert slurm.submit() == "8"
-
-
-def test_a_job_that_started_before_the_repeated_sbatch_keeps_the_attempt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slurm = Controller(tmp_path, monkeypatch, STARTED)
-    assert slurm.submit() == "7" and slurm.lines("cancelled") == ["8"]
+@pytest.mark.parametrize(
+    ("accept_late", "attempt_of_another_job", "job", "submitted", "cancelled"),
+    [
+        (QUEUED, "", "7", 1, []),
+        (f"{QUEUED}; kill -9 $$", "", "7", 1, []),
+        ("true", "000", "8", 2, []),
+        (STARTED, "", "7", 2, ["8"]),
+    ],
+    ids=["accepted-despite-the-error", "client-killed", "job-of-another-attempt", "started-before-the-second-sbatch"],
+)
+def test_an_attempt_gets_one_job_whatever_sbatch_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accept_late: str, attempt_of_another_job: str, job: str,
+    submitted: int, cancelled: list[str],
+) -> None:  # fmt: skip
+    slurm = Controller(tmp_path, monkeypatch, accept_late)
+    if attempt_of_another_job:
+        script = tmp_path / "train/attempts" / attempt_of_another_job / "slurm/.submission_file_1.sh"
+        (tmp_path / "queue").write_text(f"5|PENDING|||||{script}\n")
+    assert slurm.submit() == job and len(slurm.lines("submitted")) == submitted
+    assert claim(slurm.attempt, "9") == job and slurm.lines("cancelled") == cancelled
 
 
 def test_a_job_that_appears_after_the_repeated_sbatch_is_cancelled(

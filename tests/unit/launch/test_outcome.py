@@ -151,23 +151,6 @@ def test_the_cause_is_reported_instead_of_its_consequence() -> None:
     assert "Rank 3" in outcome.message and "token id 9" in outcome.message
 
 
-def test_who_cancelled_and_the_last_output_of_slurm_are_reported() -> None:
-    assert "CANCELLED by user root" in classify(evidence(slurm_state="CANCELLED", cancelled_by="user root")).message
-    assert "Task launch failed on node c2" in classify(evidence(last_output="Task launch failed on node c2")).message
-
-
-def test_a_job_that_slurm_forgot_is_said_to_be_forgotten() -> None:
-    assert "Slurm does not know the job any more" in classify(evidence(slurm_state=FORGOTTEN)).message
-
-
-def test_a_kill_that_nobody_reported_is_an_assumption() -> None:
-    message = classify(evidence(exits=[node(), node(1, returncode=-9)], errors=[PEER_GONE])).message
-    assert message == (
-        "The ranks on c2 ended with status -9 and left no traceback. Most likely they were killed, by the kernel if the "
-        "node ran out of memory."
-    )
-
-
 def test_nodes_without_a_record_are_named() -> None:
     nodes = {"nodes": 3, "hosts": ["c1", "c2", "c3"], "exits": [node(0), node(2)]}
     assert classify(evidence(slurm_state="NODE_FAIL", **nodes)).message.endswith("No record came from c2.")
@@ -259,17 +242,22 @@ def state(**values: object) -> RetryState:
 )  # fmt: skip
 def test_decision(end: EndReason, before: RetryState, action: Action) -> None:
     assert decide(Outcome(end, "why", host="c2"), before) is action
+    if end is EndReason.PREFLIGHT:
+        assert decide(Outcome(end, "no node is to blame"), before) is Action.STOP
 
 
 @pytest.mark.parametrize(
-    ("kills", "words"),
+    ("found", "words"),
     [
-        (0, "and not because memory ran out: the kernel counts no such kill"),
-        (None, "by the kernel if the node ran out"),
+        ({"exits": [node(oom_kills=0)]}, "and not because memory ran out: the kernel counts no such kill"),
+        ({"exits": [node()]}, "Most likely they were killed, by the kernel if the node ran out of memory."),
+        ({"slurm_state": FORGOTTEN}, "Slurm does not know the job any more"),
+        ({"slurm_state": "CANCELLED", "cancelled_by": "user root"}, "CANCELLED by user root"),
+        ({"last_output": "Task launch failed on node c2"}, "Task launch failed on node c2"),
     ],
 )
-def test_a_killed_rank_is_blamed_on_memory_only_if_the_kernel_may_have_killed_it(kills: int | None, words: str) -> None:
-    assert words in classify(evidence(exits=[node(returncode=1, oom_kills=kills)])).message
+def test_what_is_known_and_what_is_assumed_is_said(found: dict[str, object], words: str) -> None:
+    assert words in classify(evidence(**found)).message
 
 
 def test_the_log_of_a_failed_service_is_shown() -> None:
@@ -285,19 +273,10 @@ def test_the_missing_node_is_blamed_and_not_the_waiting_one() -> None:
     assert classify(evidence(nodes=2, exits=[waited.model_copy(update={"culprit": None})])).host is None
 
 
-def test_a_node_with_a_hardware_error_is_excluded() -> None:
-    outcome = classify(evidence(errors=[error("AcceleratorError", "CUDA error: uncorrectable ECC error encountered")]))
-    assert outcome.host == "c1" and decide(outcome, state()) is Action.EXCLUDE_AND_RESUME
-
-
 def test_the_reporting_rank_is_not_blamed_for_missing_ranks() -> None:
     unknown = error("NetworkCheckError", "Rank 3 did not join: timeout").model_copy(update={"culprit": None})
     outcome = classify(evidence(errors=[unknown]))
     assert (outcome.end, outcome.host) == (EndReason.PREFLIGHT, None)
-
-
-def test_a_failed_preflight_without_a_culprit_stops_the_run() -> None:
-    assert decide(Outcome(EndReason.PREFLIGHT, "no room"), state(failing_nodes=1)) is Action.STOP
 
 
 @given(end=st.sampled_from(EndReason), has=st.tuples(*[st.booleans()] * 4))
