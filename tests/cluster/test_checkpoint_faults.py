@@ -108,7 +108,7 @@ HARMS: dict[Callable[[Path], None], tuple[str, bool]] = {
     swap_a_shard_for_a_link: ("Skipped checkpoint-{}: ", True),
     put_a_foreign_checkpoint_beside: ("checkpoint-1000 has other settings than this run and is not used", False),
 }
-"""What somebody does to the newest checkpoint, the driver's line about it, and if an older one is resumed."""
+"""Changes of the newest checkpoint by somebody, the driver's line about each, and if an older one is resumed."""
 
 
 @pytest.mark.parametrize(("harm", "reader"), [*((harm, "driver") for harm in HARMS), (flip_a_shard, "job")])

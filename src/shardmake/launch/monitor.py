@@ -5,10 +5,9 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import FrameType
 
-from shardmake.launch.service import loading_message
 from shardmake.launch.slurm_jobs import waiting_snapshot
 from shardmake.launch.slurm_states import JobState, JobStatus, held_message
 from shardmake.launch.training import Training
@@ -33,24 +32,7 @@ LOW_MEMORY_SECONDS = 5.0
 """Pause between two queries from which on this process, of a Slurm job, is replaced by one of little memory."""
 logger = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SECONDS_BETWEEN_LOADING_LINES = 60.0
 _UNKNOWN = "Slurm does not answer. The driver asks again; the job is not affected."
-
-
-class LoadingPrinter:
-    """Logs now and then that a service of the attempt still loads."""
-
-    def __init__(self, folder: AttemptDir) -> None:
-        self.folder = folder
-        self.logged_at = time.monotonic()
-
-    def poll(self) -> None:
-        """Log the line if enough time has passed."""
-        if time.monotonic() - self.logged_at < SECONDS_BETWEEN_LOADING_LINES:
-            return
-        self.logged_at = time.monotonic()
-        if message := loading_message(self.folder, self.folder.read(), time.time()):
-            logger.info(message)
 
 
 def watch(training: Training, job: SubmittedJob) -> JobStatus:
@@ -58,7 +40,6 @@ def watch(training: Training, job: SubmittedJob) -> JobStatus:
     folder = training.attempt_dir(job.attempt)
     files = [str(path) for path in (training.rundir.metrics, training.rundir.train_receipt, folder.log(0), folder.root)]
     progress = Progress(files[0], files[2], logger.info, logger.warning)
-    loading = LoadingPrinter(folder) if folder.read().service_nodes else None
     ends = (
         f"the driver exits, job {job.id} keeps running. To watch the job, run the same command again. To save and "
         f"stop: touch {short_path(training.rundir.stop_file)}. To cancel: {training.jobs.cancel_command(job.id)}"
@@ -77,13 +58,13 @@ def watch(training: Training, job: SubmittedJob) -> JobStatus:
                 )
             last = status.state
             report_held(training, job, status)
-            is_busy = status.state is JobState.UNKNOWN or loading or folder.exits()
-            if training.uses_slurm and pause >= LOW_MEMORY_SECONDS and not is_busy:
+            is_ending = status.state is JobState.UNKNOWN or folder.exits()
+            if training.uses_slurm and pause >= LOW_MEMORY_SECONDS and not is_ending:
                 watch_in_low_memory(
                     job.id, last.value, files, ends, training.lock, str(waiting_snapshot()),
                     quiet=not logger.isEnabledFor(logging.INFO),
                 )  # fmt: skip
-            _report_progress(training, [progress, *([loading] if loading else [])], folder, pause)
+            _report_progress(training, progress, folder, pause)
     except DriverStoppedError as signal_name:
         logger.info("%s: %s", signal_name, ends)
         raise
@@ -101,15 +82,12 @@ def report_held(training: Training, job: SubmittedJob, status: JobStatus) -> Non
         notify(training.run, training.rundir, "train", "held", message)
 
 
-def _report_progress(
-    training: Training, printers: Sequence[Progress | LoadingPrinter], folder: AttemptDir, seconds: float
-) -> None:
+def _report_progress(training: Training, progress: Progress, folder: AttemptDir, seconds: float) -> None:
     """Report progress from the run's folder, which costs Slurm nothing, for ``seconds`` or until the attempt ends."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         with contextlib.suppress(OSError):  # a shared file system may fail for a moment
-            for printer in printers:
-                printer.poll()
+            progress.poll()
             if training.rundir.train_receipt.exists() or folder.exits():
                 time.sleep(POLL_SECONDS)
                 return

@@ -8,13 +8,12 @@ attempt has failed.
 import contextlib
 import http.client
 import os
-import re
 import shlex
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -39,6 +38,7 @@ CONNECT_SECONDS = 60.0
 """How long a training node tries to connect to a service that answers on its own node."""
 _END_SECONDS = 10.0
 """How long the service may take to end after SIGINT, before SIGKILL."""
+MINUTE = 60.0
 _LATER_SECONDS = 60.0
 """How much longer than the service's own limit a training node waits: its worker may start later."""
 _IGNORED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
@@ -171,26 +171,6 @@ def _last_output(log: Path) -> str:
     return f" Its last output: {last}" if last else ""
 
 
-def loading_message(folder: AttemptDir, attempt: Attempt, now: float) -> str:
-    """Return how long the first service that does not answer yet has been loading, at Unix time ``now``.
-
-    It is empty if no service has started, or if all of them answer. The time counts from the job's rendezvous.
-    """
-    starts = sorted(folder.rendezvous.glob("start-*.json"), key=lambda path: int(path.stem.removeprefix("start-")))
-    if not starts:
-        return ""
-    start = int(starts[-1].stem.removeprefix("start-"))
-    for rank in range(attempt.nodes, attempt.job_nodes):
-        log = folder.log(rank)
-        if _address_file(folder, start, rank).exists() or not log.exists():
-            continue
-        host = _HOST.findall(log.read_text(errors="replace"))
-        minutes = plural(round((now - starts[-1].stat().st_mtime) / 60), "minute")
-        if host:
-            return f"The service on {host[-1]} has been loading for {minutes}.{_last_output(log)}"
-    return ""
-
-
 def service_settings(folder: AttemptDir) -> models.Service:
     """Return the service of the attempt in ``folder``, which has one."""
     program = TrainingSettings.read(folder.training).program
@@ -198,10 +178,12 @@ def service_settings(folder: AttemptDir) -> models.Service:
     return program.service
 
 
-def wait_for_services(folder: AttemptDir, attempt: Attempt) -> dict[str, str] | None:
+def wait_for_services(
+    folder: AttemptDir, attempt: Attempt, warn: Callable[[str], object] = lambda text: None
+) -> dict[str, str] | None:
     """Wait until every service answers this node, and return the variables that lead the script to them.
 
-    Return None if the job ends before that.
+    Return None if the job ends before that. ``warn`` gets a line every minute.
 
     Raises:
         ServiceError: a service failed, or this node cannot connect to it.
@@ -212,7 +194,7 @@ def wait_for_services(folder: AttemptDir, attempt: Attempt) -> dict[str, str] | 
     deadline = time.monotonic() + service_settings(folder).start_seconds + _LATER_SECONDS
     found = list[ServiceAddress]()
     for rank in ranks:
-        one = _wait_for_address(folder, _address_file(folder, attempt.start, rank), deadline)
+        one = _wait_for_address(folder, _address_file(folder, attempt.start, rank), deadline, folder.log(rank), warn)
         if one is None or not _connects(folder, one, folder.log(rank)):
             return None
         found.append(one)
@@ -253,8 +235,14 @@ def _job_ends(folder: AttemptDir) -> bool:
     return folder.has_failed_node() or folder.stop_file.exists() or folder.is_superseded()
 
 
-def _wait_for_address(folder: AttemptDir, file: Path, deadline: float) -> ServiceAddress | None:
+def _wait_for_address(
+    folder: AttemptDir, file: Path, deadline: float, log: Path, warn: Callable[[str], object]
+) -> ServiceAddress | None:
+    started, minutes = time.monotonic(), 0
     while (found := ServiceAddress.read_if_exists(file)) is None:
+        if time.monotonic() - started > (minutes + 1) * MINUTE:
+            minutes += 1
+            warn(f"The service has been loading for {plural(minutes, 'minute')}.{_last_output(log)}")
         if _job_ends(folder):
             return None
         if time.monotonic() > deadline:
@@ -314,8 +302,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 _OUTPUT = "# output of the service"
-_HOST = re.compile(r"^# node \d+: (\S+), a service beside ", re.MULTILINE)
-"""The node's name in `_heading`."""
 
 
 def _heading(attempt: Attempt, node_rank: int, variables: Mapping[str, str], command: Sequence[str]) -> str:

@@ -301,7 +301,7 @@ def await_slot(name: str, limit: str, stop_file: str, snapshot: str) -> None:
 
 
 def is_newly_held(job: str, reason: str, seconds: float = 0.0) -> bool:
-    """Return whether the pending ``job``, with ``reason`` for ``seconds``, waits for a person, who must be told."""
+    """Return whether the pending ``job``, with ``reason`` for ``seconds``, waits for a person, not reported before."""
     if not needs_person(reason, seconds):
         if not may_need_person(reason):
             os.environ.pop(HELD_VARIABLE, None)  # if it is held once more, that is reported again

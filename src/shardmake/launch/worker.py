@@ -251,7 +251,9 @@ def _serve(folder: AttemptDir, attempt: Attempt, plan: Plan, node: WorkerNode, l
 def _run_ranks(
     folder: AttemptDir, attempt: Attempt, plan: Plan, node: WorkerNode, rendezvous: Rendezvous, log: IO[str]
 ) -> int:
-    services = wait_for_services(folder, attempt)
+    # The driver shows warnings of rank 0.
+    warn = (lambda text: print(f"{RANK_0_WARNING}{text}", file=log, flush=True)) if node.rank == 0 else (lambda _: None)
+    services = wait_for_services(folder, attempt, warn)
     if services is None:
         return 1
     command = launch_command(plan, folder.root, node.rank, rendezvous.address, rendezvous.port)

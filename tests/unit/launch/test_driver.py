@@ -278,7 +278,7 @@ def test_a_job_that_the_driver_waited_for_is_not_called_an_earlier_drivers(
 def test_one_command_resumes_what_a_person_stopped_while_no_driver_watched(
     demo: FakeRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, by: str
 ) -> None:
-    """What a person stops under a driver, or under one that a driver job starts by itself, stays stopped."""
+    """A stop under a driver, or under one that a driver job starts by itself, lasts."""
 
     def stop(folder: AttemptDir) -> None:
         if by == "stop file":

@@ -17,7 +17,6 @@ from shardmake.config import models
 from shardmake.config.script_file import SERVICE_VARIABLES
 from shardmake.launch import service
 from shardmake.launch.jobs import attempt_settings
-from shardmake.launch.rendezvous import Rendezvous
 from shardmake.launch.service import (
     SERVING,
     STARTING,
@@ -25,7 +24,6 @@ from shardmake.launch.service import (
     ServiceAddress,
     ServiceError,
     answers,
-    loading_message,
     service_variables,
     training_interface,
     wait_for_services,
@@ -164,20 +162,22 @@ def test_what_a_service_prints_reaches_the_log_without_secrets(
     assert "Plant" not in log
 
 
-def test_a_service_that_still_loads_is_reported_with_its_last_output(folder: AttemptDir) -> None:
-    attempt = folder.read()
-    assert loading_message(folder, attempt, 0) == "", "the job has not started"
-    Rendezvous(address="10.0.0.1", port=1, interface="eth0", host="c1").write(folder.rendezvous / "start-0.json")
-    started = (folder.rendezvous / "start-0.json").stat().st_mtime
-    assert loading_message(folder, attempt, started + 60) == "", "the service's node has not started"
-    with pytest.raises(ServiceError):
-        make_service(folder, "echo shard 3 of 9; exit 3", 20).run(dict(os.environ), "127.0.0.1")
-    message = loading_message(folder, attempt, started + 125)
-    assert message == f"The service on {host_name()} has been loading for 2 minutes. Its last output: shard 3 of 9"
-    folder.services.mkdir()
-    found = ServiceAddress(address="127.0.0.1", port=1, host=host_name(), seconds=130)
-    found.write(folder.services / "start-0-node-1.json")
-    assert loading_message(folder, attempt, started + 180) == ""
+def test_a_service_that_still_loads_is_reported_with_its_last_output(
+    folder: AttemptDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MINUTE", 0.05)
+    monkeypatch.setattr(service, "_POLL_SECONDS", 0.1)
+    folder.log(1).write_text("# output of the service\nshard 3 of 9\n")
+    lines: list[str] = []
+
+    def warn(text: str) -> None:
+        lines.append(text)
+        if len(lines) == 2:
+            folder.stop_file.touch()
+
+    assert wait_for_services(folder, folder.read(), warn) is None
+    assert lines[0] == "The service has been loading for 1 minute. Its last output: shard 3 of 9"
+    assert lines[1].startswith("The service has been loading for 2 minutes.")
 
 
 def test_a_failed_node_ends_a_start_without_blame(folder: AttemptDir) -> None:

@@ -57,7 +57,7 @@ def test_the_first_failure_of_the_last_start_counts(lines: list[str], found: Ste
         ([f"{WORKER_STARTS} a", "x: error: *** JOB 1 ON c1 CANCELLED AT 2 ***", f"{WORKER_STARTS} b"], False),
     ],
 )
-def test_slurms_own_lines_tell_a_scancel_from_other_ends(lines: list[str], cancelled: bool) -> None:
+def test_slurms_own_lines_distinguish_a_scancel_from_other_ends(lines: list[str], cancelled: bool) -> None:
     """A preempted job that ends within its grace time has a line for its step only."""
     assert was_cancelled(lines) is cancelled
 
