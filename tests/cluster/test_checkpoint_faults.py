@@ -81,10 +81,9 @@ def flip_the_record(newest: Path) -> None:
 
 
 def swap_a_shard_for_a_link(newest: Path) -> None:
-    """Somebody's file with the same content."""
+    """To somebody's file with the same content, which is read and must stay when retention removes the checkpoint."""
     shard = a_shard(newest)
-    private = newest.parents[3] / "private"
-    shard.rename(private)
+    shard.rename(private := newest.parents[2] / "private")
     shard.symlink_to(private)
 
 
@@ -105,7 +104,7 @@ HARMS: dict[Callable[[Path], None], tuple[str, bool]] = {
     flip_a_shard: ("Skipped checkpoint-{}: .*its checksum differs", True),
     cut_a_shard: ("Skipped checkpoint-{}: ", True),
     flip_the_record: ("Skipped checkpoint-{}: .*is damaged or cannot be read", True),
-    swap_a_shard_for_a_link: ("Skipped checkpoint-{}: ", True),
+    swap_a_shard_for_a_link: ("resuming from checkpoint-{}", False),
     put_a_foreign_checkpoint_beside: ("checkpoint-1000 has other settings than this run and is not used", False),
 }
 """Changes of the newest checkpoint by somebody, the driver's line about each, and if an older one is resumed."""
@@ -142,7 +141,10 @@ def test_a_run_whose_checkpoints_somebody_changed_resumes_from_the_newest_intact
     last = run.attempts()[-1].read()
     assert last.again == in_job and Path(last.resume_from or "").name == f"checkpoint-{steps[is_lost]}"
     assert len(store.damaged(checkpoints(run))) == is_lost
-    assert len(list(checkpoints(run).glob("foreign-checkpoint-1000-*"))) == (not is_lost)
+    is_foreign, is_link = harm is put_a_foreign_checkpoint_beside, harm is swap_a_shard_for_a_link
+    assert len(list(checkpoints(run).glob("foreign-checkpoint-1000-*"))) == is_foreign
+    assert (private := run.checkout.run / "private").exists() == is_link
+    private.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
