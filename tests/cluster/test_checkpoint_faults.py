@@ -143,7 +143,8 @@ def test_a_run_whose_checkpoints_somebody_changed_resumes_from_the_newest_intact
     assert len(store.damaged(checkpoints(run))) == is_lost
     is_foreign, is_link = harm is put_a_foreign_checkpoint_beside, harm is swap_a_shard_for_a_link
     assert len(list(checkpoints(run).glob("foreign-checkpoint-1000-*"))) == is_foreign
-    assert (private := run.checkout.run / "private").exists() == is_link
+    private = run.checkout.run / "private"
+    assert private.exists() == is_link
     private.unlink(missing_ok=True)
 
 
