@@ -19,7 +19,6 @@ from shardmake.core.permissions import refuse_job_of_others
 from shardmake.launch.attempt_end import apply_decision, record_attempt
 from shardmake.launch.jobs import ActiveJob, LocalJobs
 from shardmake.launch.monitor import raise_on_signals, watch
-from shardmake.launch.outcome import Outcome
 from shardmake.launch.slurm_jobs import job_owners
 from shardmake.launch.slurm_states import JobState
 from shardmake.launch.submission import submit
@@ -71,22 +70,28 @@ def _owners(cluster: Cluster, rundir: RunDir) -> dict[str, str]:
 def drive(training: Training) -> None:
     """Submit and watch one attempt after another, until the training has finished."""
     job = adopt(training)
-    if job and _has_ended_before(training, job):
-        outcome = record_attempt(training, job, training.jobs.status(job.id))
-        job = None
-        if outcome.end.value in BY_PERSON:
-            logger.info("%s This command does so.", outcome.message)
-        else:
-            _proceed(training, outcome)
-    stop_file = training.rundir.stop_file
-    if job is None and not training.has_waited and stop_file.exists():  # starting without a job means to continue
-        logger.info("Removing the stop file %s of an earlier request.", short_path(stop_file))
-        stop_file.unlink(missing_ok=True)
+    resumes = job is not None and _has_ended_before(training, job)
+    if job is None and not training.has_waited:
+        _remove_stop_file(training)
     while not (job is None and training.is_finished()):
         job = job or submit(training)
         outcome = record_attempt(training, job, watch(training, job))
         job = None
-        _proceed(training, outcome)
+        if resumes and outcome.end.value in BY_PERSON:
+            logger.info("%s This command does so.", outcome.message)
+            _remove_stop_file(training)
+        elif outcome.end is EndReason.FINISHED:
+            logger.info(outcome.message)
+        else:
+            apply_decision(training, outcome)
+        resumes = False
+
+
+def _remove_stop_file(training: Training) -> None:
+    """Remove the stop file of an earlier request: a person who starts a driver without a job wants to continue."""
+    if (stop_file := training.rundir.stop_file).exists():
+        logger.info("Removing the stop file %s of an earlier request.", short_path(stop_file))
+        stop_file.unlink(missing_ok=True)
 
 
 def _has_ended_before(training: Training, job: SubmittedJob) -> bool:
@@ -97,14 +102,6 @@ def _has_ended_before(training: Training, job: SubmittedJob) -> bool:
     if job.id == training.watched_job or current_driver_dir():
         return False
     return training.jobs.status(job.id).state in (JobState.ENDED, JobState.GONE)
-
-
-def _proceed(training: Training, outcome: Outcome) -> None:
-    """Record what follows an attempt; see `apply_decision`."""
-    if outcome.end is EndReason.FINISHED:
-        logger.info(outcome.message)
-    else:
-        apply_decision(training, outcome)
 
 
 @contextlib.contextmanager
