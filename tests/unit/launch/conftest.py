@@ -8,6 +8,7 @@ import pytest
 from shardmake.launch import worker
 from shardmake.launch.rendezvous import Rendezvous
 from tests.programs import install_programs
+from tests.unit.launch.fake_run import FakeRun
 
 
 @pytest.fixture
@@ -26,3 +27,9 @@ def prepared_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "run_rendezvous", lambda *_: met)
     monkeypatch.setattr(worker, "check_node", lambda *_: None)
     monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
+
+
+@pytest.fixture
+def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> FakeRun:
+    caplog.set_level("INFO", "shardmake")
+    return FakeRun(tmp_path, monkeypatch)

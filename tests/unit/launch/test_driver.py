@@ -2,133 +2,28 @@
 
 import errno
 import shutil
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
-from shardmake.checkpoint import store
-from shardmake.checkpoint.record import CheckpointRecord, list_files
-from shardmake.config.models import Run
-from shardmake.core.atomic import write_json
 from shardmake.core.errors import DiskFullError, ShardmakeError, SlurmError, StopRequestedError, TooFewNodesError
-from shardmake.core.fingerprint import fingerprint
 from shardmake.launch import attempt_end, driver, submission
 from shardmake.launch.attempt_end import apply_decision, record_attempt
 from shardmake.launch.driver import adopt, drive, hold_driver_lock
-from shardmake.launch.jobs import ActiveJob
 from shardmake.launch.monitor import report_held, watch
 from shardmake.launch.slurm_states import JobState, JobStatus
 from shardmake.launch.submission import choose_checkpoint, submit
 from shardmake.launch.training import Training
 from shardmake.launch.watcher import HELD_VARIABLE, STARTED_VARIABLE
-from shardmake.run.attempt import AttemptDir, NodeExit, RankError, SubmittedJob
+from shardmake.run.attempt import AttemptDir, SubmittedJob
 from shardmake.run.attempt_history import AttemptRecord, load_history
 from shardmake.run.attempt_owner import NOBODY, claim
 from shardmake.run.driver_job import DriverDir
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Fallback, Plan
-from tests.finished_run import make_data_receipt
-from tests.unit.plans import make_cluster, make_plan, make_run, make_training_settings
-
-End = Callable[[AttemptDir], None]
-
-
-class FakeJobs:
-    """An executor whose jobs have ended before they are queried."""
-
-    slowest_poll: ClassVar[float] = 0.0
-
-    def __init__(self, *ends: End) -> None:
-        self.ends = list(ends)
-        self.state = JobState.ENDED
-        self.slurm_state = "FAILED"
-        self.excluded: list[list[str]] = []
-
-    def submit(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> str:
-        self.excluded.append(excluded)
-        self.ends.pop(0)(folder)
-        return str(len(self.excluded))
-
-    def find(self) -> ActiveJob | None:
-        return None
-
-    def status(self, job: str) -> JobStatus:
-        return JobStatus(self.state, self.slurm_state)
-
-    def hosts(self, nodes: str) -> list[str]:
-        return []
-
-    def down_hosts(self, hosts: Sequence[str]) -> list[str]:
-        return []
-
-    def cancel_command(self, job: str) -> str:
-        return f"scancel {job}"
-
-
-class FakeRun:
-    """One run, and trainings of it."""
-
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(root)
-        monkeypatch.setattr(submission, "copy_rendered", lambda *_: None)
-        monkeypatch.setattr(submission, "check_run", lambda *_: None)
-        monkeypatch.setattr(submission, "checkpoint_size", lambda *_: 0)
-        monkeypatch.setattr(attempt_end, "RECORD_SECONDS", 0)
-        self.rundir = RunDir(root / "runs/demo")
-        self.rate = 1e-3
-        self.plan = make_plan("zero2")
-        make_data_receipt("d").write(self.rundir.data_receipt)
-
-    def load(self, jobs: FakeJobs, run: Run | None = None, **cluster: Any) -> Training:
-        """Return the training as a new driver loads it, with the current learning rate and plan."""
-        make_training_settings(learning_rate=self.rate).write(self.rundir.training)
-        self.plan.write(self.rundir.plan)
-        training = Training.load(run or make_run(), make_cluster(**cluster), self.rundir, 0)
-        training.jobs = jobs
-        return training
-
-    def commit(self, step: int, settings_digest: str, strategy: str = "zero2") -> Path:
-        """Write a committed checkpoint."""
-        folder = self.rundir.checkpoints / f"checkpoint-{step}"
-        write_json(folder / "trainer_state.json", {"global_step": step, "max_steps": 99, "epoch": 0})
-        files = {name: fingerprint(folder / name, sync=False) for name in list_files(folder)}
-        record = CheckpointRecord(
-            step=step, tokens=1, world_size=4, strategy=strategy, attempt=1, settings_digest=settings_digest, saved_at=0, save_seconds=1,
-            versions={}, files=files,
-        )  # fmt: skip
-        store.commit_in_place(folder, record)
-        return folder
-
-
-@pytest.fixture
-def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> FakeRun:
-    caplog.set_level("INFO", "shardmake")
-    return FakeRun(tmp_path, monkeypatch)
-
-
-def fails(kind: str, message: str, **values: Any) -> End:
-    """A rank raises."""
-
-    def end(folder: AttemptDir) -> None:
-        base = {"rank": 0, "host": "c1", "culprit": "c1", "time": 1.0, "traceback": "Traceback ..."}
-        RankError.model_validate(base | values | {"kind": kind, "message": message}).write(
-            folder.errors / "rank-0.json"
-        )
-
-    return end
-
-
-def exits(**values: Any) -> End:
-    """A node leaves a record."""
-
-    def end(folder: AttemptDir) -> None:
-        base = {"node_rank": 0, "host": "c1", "started": 0, "ended": 1, "phase": "training", "returncode": 1}
-        NodeExit.model_validate(base | {"stop_signal": None} | values).write(folder.exit_record(0))
-
-    return end
-
+from tests.unit.launch.fake_run import FakeJobs, FakeRun, exits, fails
+from tests.unit.plans import make_cluster, make_plan, make_run
 
 OUT_OF_MEMORY = fails("OutOfMemoryError", "CUDA out of memory.")
 TERMINATED = exits(stop_signal="SIGTERM", returncode=0)
