@@ -125,8 +125,6 @@ def test_both_at_once_on_one_checkout_and_one_cache(shared: SharedCheckout, user
     shared.cluster.wait_until(lambda: not owners(shared), "the end of ada's job", timeout=100)
     attempt = long / "train/attempts/001"
     assert (attempt / "stopped.json").exists() and len(list((long / "train/checkpoints").iterdir())) == 1
-    status, output = shared.run(ada, "shardmake", "train", "long")
-    assert status == 3 and "saved and stopped" in output
 
     set_nodes(shared, "drain")
     driver = shared.start(ada, "shardmake", "train", "long")
@@ -140,8 +138,9 @@ def test_both_at_once_on_one_checkout_and_one_cache(shared: SharedCheckout, user
     shared.ask_to_stop(bob, "long")
     assert driver.wait(timeout=100) == 3
     output = (ada.home / "output.txt").read_text()
-    assert "resuming from checkpoint" in output and "waits in low memory until it starts" in output
-    assert "saved and stopped" in output and (attempt / "stopped.json").exists()
+    assert "saved and stopped" in output and "This command resumes it." in output, "bob's request"
+    assert "resuming from checkpoint" in output and "The job is pending" in output
+    assert output.count("saved and stopped") == 2 and (attempt / "stopped.json").exists()
     assert_shared(shared.checkout.root)
 
 

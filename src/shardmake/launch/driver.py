@@ -78,7 +78,7 @@ def drive(training: Training) -> None:
         outcome = record_attempt(training, job, watch(training, job))
         job = None
         if resumes and outcome.end.value in BY_PERSON:
-            logger.info("%s This command does so.", outcome.message)
+            logger.info("%s This command resumes it.", outcome.message)
             _remove_stop_file(training)
         elif outcome.end is EndReason.FINISHED:
             logger.info(outcome.message)
