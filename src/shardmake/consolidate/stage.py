@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from shardmake.config.methods import METHODS
 from shardmake.config.models import Run
 from shardmake.consolidate.merge import consolidate
 from shardmake.consolidate.recorded import check_recorded
@@ -22,6 +23,7 @@ from shardmake.core.temporary import temporary_folder
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import planned_class
 from shardmake.run.receipts import MergeReceipt, TrainingReceipt
+from shardmake.run.sources import recorded_weights, refuse_changed
 
 
 def consolidate_run(run: Run, rundir: RunDir, *, workers: int, progress: ShowProgress = no_progress) -> MergeReceipt:
@@ -30,6 +32,9 @@ def consolidate_run(run: Run, rundir: RunDir, *, workers: int, progress: ShowPro
     base = base_folder(run)
     if base is None:
         raise ModelError(f"{run.model} is not in the hub's local cache. Run: shardmake fetch {rundir.root.name}")
+    model_class = planned_class(run, rundir)
+    if METHODS[run.method].has_adapters or (model_class and model_class.text_part):  # the model gets base weights
+        refuse_changed(rundir, recorded_weights(rundir))
     with joined_parts(rundir.root / trained.checkpoint, rundir.train) as checkpoint:
         receipt = consolidate(
             checkpoint,
@@ -39,7 +44,7 @@ def consolidate_run(run: Run, rundir: RunDir, *, workers: int, progress: ShowPro
             max_shard_size=run.max_shard_size,
             workers=workers,
             trust_remote_code=run.trust_remote_code,
-            model_class=planned_class(run, rundir),
+            model_class=model_class,
             progress=progress,
             overwrite=True,  # the folder belongs to the run, and Snakemake removes the receipt before a rerun
         )

@@ -21,14 +21,21 @@ from shardmake.core.atomic import digest, sha256
 from shardmake.core.disk import require_space
 from shardmake.core.errors import ModelError, ShardmakeError
 from shardmake.core.hub import commit_of, connect, is_hub_id, translate_hub_errors, with_retries
-from shardmake.core.manifest import FileRecord, read_folder, record
+from shardmake.core.manifest import FileRecord, read_folder, read_named, record
 from shardmake.core.stores import is_url
 from shardmake.core.units import format_bytes
 from shardmake.data.sharing import link_or_copy, locked
 from shardmake.data.sources import EVAL_SPLITS, ONE_SPLIT, TRAIN_SPLITS, HubDataset, locate_named
 from shardmake.fetch import chain, store
 from shardmake.fetch.hub_data import write_split
-from shardmake.fetch.model import check_model_folder, describe_model, fetch_weights, find_in_cache, is_weights
+from shardmake.fetch.model import (
+    check_model_folder,
+    choose_files,
+    describe_model,
+    fetch_weights,
+    find_in_cache,
+    is_weights,
+)
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import WeightsReceipt
 from shardmake.run.sources import PinnedSource, Sources, missing_files, read_sources
@@ -60,8 +67,35 @@ def _weights(run: Run, rundir: RunDir, model: PinnedSource) -> WeightsReceipt:
     if (before := run_before(model.name)) is not None:
         logger.info(f"Checking the model of run {before} and linking its weights.")
         return chain.link_weights(rundir.sibling(before), rundir.base_model, run)
+    if model.commit is None and model.listing is None:
+        return _local_weights(model, rundir)
     _fetch_weights(model)
     return WeightsReceipt(files=model.files if model.listing is None else store.records(model))
+
+
+def _local_weights(model: PinnedSource, rundir: RunDir) -> WeightsReceipt:
+    """Return size and digest of each weight file of a local folder.
+
+    Every byte is read once. A file that was not written since another fetch, also one of another run, is not read.
+    """
+    before = WeightsReceipt.read_if_exists(rundir.weights_receipt)
+    if before is not None and not before.changed_at and rundir.checkpoints.exists():
+        return before  # by a version without digests, whose checkpoints would belong to other settings
+    folder = Path(model.path).absolute()
+    paths = [folder / name for name in choose_files(path.name for path in folder.iterdir()) if is_weights(name)]
+    times = {str(path): path.stat().st_ctime_ns for path in paths}
+    known: dict[str, FileRecord] = {}
+    for place in rundir.root.parent.glob(f"*/{rundir.weights_receipt.relative_to(rundir.root)}"):
+        with suppress(ShardmakeError, OSError):  # removed or renewed at this moment, or of another version
+            found = WeightsReceipt.read(place)
+            same = found.changed_at.items() & times.items()
+            known |= {Path(path).name: found.files[Path(path).name] for path, _ in same}
+    rest = [path.name for path in paths if path.name not in known]
+    size = sum((folder / name).stat().st_size for name in rest)
+    if rest:
+        logger.info(f"Reading the weights of {model.name} once for their digests: {format_bytes(size)}.")
+    files = known | read_named(folder, rest, record)
+    return WeightsReceipt(files={path.name: files[path.name] for path in paths}, changed_at=times)
 
 
 def _fetch_weights(model: PinnedSource) -> None:
