@@ -27,10 +27,13 @@ from shardmake.core import errors
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.failures import explain
 from shardmake.core.private_names import private
-from shardmake.core.process import NEUTRAL_FOLDER, absolute_python_path, die_with_parent
+from shardmake.core.process import NEUTRAL_FOLDER, absolute_python_path, die_with_parent, limit_this_process
 
 _PRINTED = 4000
 """Last bytes of standard error in the message of a failed request."""
+
+_SECONDS, _MEMORY = 1800, 32 << 30
+"""Limits of one request: the estimate of the largest known model takes a small part of both."""
 
 
 class LibraryProcess:
@@ -141,6 +144,8 @@ def run_module(
 
 
 def _end(status: int) -> str:
+    if status == -signal.SIGALRM:
+        return f"took longer than {_SECONDS} s"
     if status == -signal.SIGKILL:
         return "was killed, most likely because the memory was used up"
     return f"failed with exit status {status}"
@@ -193,6 +198,7 @@ def _answer(parent: int, writer: int, module: str, request: Any, folder: str) ->
     status = 1
     try:
         die_with_parent()
+        limit_this_process(_SECONDS, _MEMORY)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.chdir(folder)
         if os.getppid() == parent:

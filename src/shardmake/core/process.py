@@ -1,11 +1,21 @@
-"""Child processes: their import path, deadlines, and an end together with the parent."""
+"""Child processes: their import path, deadlines, limits, and an end together with the parent."""
 
 import ctypes
 import os
+import pickle
+import resource
 import signal
 import subprocess
-from collections.abc import Mapping
+import sys
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from shardmake.core.errors import ShardmakeError
+from shardmake.core.units import format_bytes
+
+T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
 NEUTRAL_FOLDER = Path("/")
@@ -29,6 +39,75 @@ def die_with_parent() -> None:
     process id.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def limit_this_process(seconds: int, memory: int) -> None:
+    """Let the kernel end this process after ``seconds``, and refuse it more than ``memory`` further bytes."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(seconds)
+    present = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (present + memory,) * 2)
+
+
+def within_limits(doing: str, function: Callable[[], T], *, seconds: int = 300, memory: int = 4 << 30) -> T:
+    """Return ``function()`` from a fork of this process that the kernel limits to ``seconds`` and ``memory`` bytes.
+
+    It opens what other people wrote: a template may render forever, and a file may crash a library. Only the result
+    and exceptions come back.
+
+    Raises:
+        ShardmakeError: The fork reached a limit or crashed while ``doing``. Exceptions of the function are raised, too.
+    """
+    reader, writer = os.pipe()
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        _answer(writer, function, seconds, memory)
+    os.close(writer)
+    try:
+        with os.fdopen(reader, "rb") as pipe:
+            answer = pipe.read()
+    except BaseException:  # such as Ctrl-C
+        os.kill(child, signal.SIGKILL)
+        raise
+    finally:
+        _, ended = os.waitpid(child, 0)
+    status = os.waitstatus_to_exitcode(ended)
+    if status == 0 and answer:
+        value, error = pickle.loads(answer)
+        if error is None:
+            return value  # type: ignore[no-any-return]
+        if not isinstance(error, MemoryError):
+            raise error
+        reason = f"it needed more than {format_bytes(memory)}"
+    else:
+        late = status == -signal.SIGALRM
+        reason = f"it took longer than {seconds} s" if late else f"a library ended the process with status {status}"
+    raise ShardmakeError(
+        f"{doing} failed: {reason}. A template, file or row needs more than a check before a job may take. Use another "
+        "one."
+    )
+
+
+def _answer(writer: int, function: Callable[[], object], seconds: int, memory: int) -> NoReturn:
+    """Write the result of ``function``, or its exception, and end this fork without the parent's handlers."""
+    status = 1
+    try:
+        die_with_parent()
+        limit_this_process(seconds, memory)
+        value, error = None, None
+        try:
+            value = function()
+        except Exception as found:  # raised again in the parent
+            if not isinstance(found, ShardmakeError):
+                found.add_note(traceback.format_exc())
+            error = found
+        with os.fdopen(writer, "wb") as pipe:
+            pickle.dump((value, error), pipe)
+        status = 0
+    finally:
+        sys.stdout.flush()
+        os._exit(status)  # also after a panic of a library in Rust, which has printed its message
 
 
 def wait_for_output(process: subprocess.Popen[str], seconds: float) -> str | None:
