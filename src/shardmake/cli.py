@@ -29,8 +29,10 @@ from shardmake.core.environment import hub_environment, kernel_caches
 from shardmake.core.errors import STOPPED, ConfigError, StopRequestedError
 from shardmake.core.failures import describe_unexpected, explain
 from shardmake.core.log import configure_logging
+from shardmake.core.login_memory import turn
 from shardmake.core.permissions import share, share_tree
 from shardmake.core.private_names import check_libraries, newer_libraries
+from shardmake.core.process import within_limits
 from shardmake.core.secrets import redacted_output
 from shardmake.doctor.options import Options
 from shardmake.run.driver_job import refuse_ended
@@ -123,7 +125,8 @@ def _stage(
         if stage in ("fetch", "plan"):
             check_inputs(name, run)
             check_refused(read_user_files(run), run)
-        with recorded_settings(stage, run, cluster, rundir):
+        turns = turn(cluster.login_memory_gib) if stage in ("plan", "render") else contextlib.nullcontext()
+        with turns, recorded_settings(stage, run, cluster, rundir):
             yield run, cluster, rundir
 
 
@@ -257,10 +260,12 @@ def plan(
         check_push(run.push, Path(run.model))
         check_backend(run.evaluation.backend, cluster.nvme_path)
         prepare_tasks(run.evaluation)
-        counts = check_sources(run)
-        length = estimate_length(run, counts, check_first_rows(run).sampled, cluster.processes_per_node)
+        counts, sampled, _ = within_limits(
+            f"Reading the data with the tokenizer of {run.model}",
+            lambda: (check_sources(run), check_first_rows(run).sampled, check_prompts(run)),
+        )
+        length = estimate_length(run, counts, sampled, cluster.processes_per_node)
         warnings = length.check() if length else []
-        check_prompts(run)
         made = plan_run(run, cluster, rundir, lambda plan: check_submission(plan, run, cluster, rundir))
     typer.echo(describe(made, rundir))
     if length:

@@ -955,6 +955,9 @@ class Cluster(Section):
         description="Fair use: maximum number of trainings of one user in Slurm's queue, pending or running, over all "
         "runs and checkouts. Further ones wait.",
     )
+    login_memory_gib: HostMemory = Field(
+        2, description="Memory of the login node for plans and renderings of one user at once, GiB. Further ones wait."
+    )
     cache: PathText | None = Field(
         None, description="Folder of the hub's cache, which a lab can share. Without it, `HF_HOME`."
     )
