@@ -179,11 +179,12 @@ def fetch(
     ] = None,
 ) -> None:
     """Download model and data and pin them to their commits; needs internet access."""
+    from shardmake.consolidate.stage import merge_start
     from shardmake.fetch.dequantize import dequantize as in_bf16
     from shardmake.fetch.stage import fetch as bring
 
     with _stage("fetch", name, config, runs) as (run, cluster, rundir):
-        sources = bring(run, rundir, "all" if dequantize else part)
+        sources = bring(run, rundir, "all" if dequantize else part, merge_start)
         if dequantize:
             in_bf16(Path(sources.model.path), dequantize)
     if cluster.shared and cluster.cache:

@@ -1,4 +1,4 @@
-"""Weights or data that changed since their fetch are not trained on, merged or evaluated, with size and time the same."""
+"""Weights and data that changed since their fetch are not used, and a checkpoint's weights can be a start."""
 
 import json
 import os
@@ -59,6 +59,13 @@ def test_a_flipped_bit_stops_every_later_stage(checkout: Checkout) -> None:
     flip(data)
     assert "resuming from checkpoint-2" in checkout("shardmake", "train", "demo").stdout
     assert checkout.losses() == uninterrupted
+    checkout("shardmake", "consolidate", "demo")
     flip(weights)
     for stage in ("consolidate", "evaluate"):
         refused(stage, weights)
+    flip(weights)
+    checkout.configure(resume_from="runs/demo/train/checkpoints/checkpoint-6")
+    said = checkout("shardmake", "fetch", "demo", "--runs", "later").stdout
+    assert "Its optimizer states, schedule and step are not taken over." in said
+    started = checkout.root / "later/demo/fetched/model/model.safetensors"
+    assert started.read_bytes() == (checkout.run / "model/model.safetensors").read_bytes(), "adapters are merged"

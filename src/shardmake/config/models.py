@@ -567,6 +567,11 @@ class Run(Section):
         "another run, which is trained first."
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
+    resume_from: PathText | None = Field(
+        None,
+        description="Checkpoint of Trainer, Accelerate, DeepSpeed, FSDP or another run, with whose weights training "
+        "starts. Optimizer, schedule and step begin anew. `model` names its base model.",
+    )
     trust_remote_code: bool = Field(False, description="Run model code that comes with the model. Read it first.")
     data: Data = Field(description="The examples.")
     sequence_length: Tokens = Field(

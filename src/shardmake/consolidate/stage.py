@@ -15,7 +15,7 @@ from shardmake.config.methods import METHODS
 from shardmake.config.models import Run
 from shardmake.consolidate.merge import consolidate
 from shardmake.consolidate.recorded import check_recorded
-from shardmake.consolidate.stream import ShowProgress, no_progress
+from shardmake.consolidate.stream import ShowProgress, no_progress, show_progress
 from shardmake.core.errors import CheckpointError, ModelError
 from shardmake.core.hub import cached_snapshot
 from shardmake.core.process import NEUTRAL_FOLDER, absolute_python_path
@@ -50,6 +50,18 @@ def consolidate_run(run: Run, rundir: RunDir, *, workers: int, progress: ShowPro
         )
     assert receipt is not None, "the only task finishes"
     return receipt
+
+
+def merge_start(run: Run, base: Path, out: Path) -> None:
+    """Merge the checkpoint from which ``run`` starts, of the model in ``base``, into the model folder ``out``."""
+    source = Path(str(run.resume_from))
+    with joined_parts(source, out.parent) as checkpoint:
+        consolidate(
+            checkpoint, out, base=base, trust_remote_code=run.trust_remote_code, progress=show_progress, overwrite=True
+        )
+    logger.info(
+        "Training starts with the weights of %s. Its optimizer states, schedule and step are not taken over.", source
+    )
 
 
 def base_folder(run: Run) -> Path | None:

@@ -9,7 +9,7 @@ and not copied. A run keeps its commits after the first fetch. To change to a ne
 
 import logging
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -38,7 +38,7 @@ from shardmake.fetch.model import (
 )
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import WeightsReceipt
-from shardmake.run.sources import PinnedSource, Sources, missing_files, read_sources
+from shardmake.run.sources import PinnedSource, Sources, missing_files, model_before, read_sources
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -48,7 +48,11 @@ Part = Literal["all", "description", "weights"]
 Split = Literal["train", "eval"]
 
 
-def fetch(run: Run, rundir: RunDir, part: Part = "all") -> Sources:
+Merge = Callable[[Run, Path, Path], None]
+"""Merges the checkpoint of a run's `resume_from`, with its base model in the first folder, into the second."""
+
+
+def fetch(run: Run, rundir: RunDir, part: Part = "all", merge: Merge | None = None) -> Sources:
     """Fetch the model and the data of ``run``, or a part of them, verify them, and write ``sources.json``.
 
     ``description`` is everything except the model's weights, ``weights`` the rest. Raises `ShardmakeError` if the hub
@@ -58,12 +62,19 @@ def fetch(run: Run, rundir: RunDir, part: Part = "all") -> Sources:
     if sources is None:
         raise ModelError(f"File not found: {rundir.sources}. Run first: shardmake fetch {rundir.name}")
     if part != "description":
-        _weights(run, rundir, sources.model).write(rundir.weights_receipt)
+        _weights(run, rundir, sources.model, merge).write(rundir.weights_receipt)
     return sources
 
 
-def _weights(run: Run, rundir: RunDir, model: PinnedSource) -> WeightsReceipt:
+def _weights(run: Run, rundir: RunDir, model: PinnedSource, merge: Merge | None) -> WeightsReceipt:
     """Fetch or link the weights of ``model``; return the receipt of what is there then."""
+    if run.resume_from and model.origin is not None and merge is not None:
+        start = model_before(rundir, model)
+        assert start is not None
+        if model.origin.files:
+            _fetch_weights(model.origin)
+        merge(run, Path(model.origin.path), start.model)
+        return chain.link_weights(start, rundir.base_model, run)
     if (before := run_before(model.name)) is not None:
         logger.info(f"Checking the model of run {before} and linking its weights.")
         return chain.link_weights(rundir.sibling(before), rundir.base_model, run)
@@ -144,6 +155,12 @@ def _model(run: Run, rundir: RunDir, before: PinnedSource | None) -> PinnedSourc
 
     if (other := run_before(run.model)) is not None:
         found = chain.describe_model(rundir.sibling(other), rundir.base_model)
+        return found.model_copy(update={"content": digest_of_model(rundir.base_model, run)})
+    if run.resume_from:
+        unmerged = run.model_copy(update={"resume_from": None})
+        base = _model(unmerged, rundir, before.origin if before and before.origin else before)
+        chain.copy_description(Path(base.path), rundir.base_model)
+        found = PinnedSource(name=run.model, path=str(rundir.base_model), origin=base)
         return found.model_copy(update={"content": digest_of_model(rundir.base_model, run)})
     if _is_current(before, run.model, run.revision):
         assert before is not None

@@ -37,7 +37,9 @@ class PinnedSource(RunRecord):
         description="Files from the hub or a URL by name; empty for a local path. Weights at a URL have no digest.",
     )
     content: str | None = Field(None, description="Digest of a local model's config and code; None for the hub.")
-    origin: "PinnedSource | None" = optional(None, "For another run's model: the model from which that run starts.")
+    origin: "PinnedSource | None" = optional(
+        None, "For another run's model, or a checkpoint's: the model from which that training started."
+    )
 
     @property
     def first(self) -> "PinnedSource":
@@ -53,6 +55,13 @@ class Sources(RunFile):
     model: PinnedSource = Field(description="The base model.")
     train: list[PinnedSource] = Field(description="The sources of the training examples, in the configured order.")
     eval: list[PinnedSource] = Field([], description="The sources of the evaluation examples, if configured.")
+
+
+def model_before(rundir: RunDir, model: PinnedSource) -> RunDir | None:
+    """Return the folder of the finished model that ``model`` links: another run's, or a merged checkpoint."""
+    if (name := run_before(model.name)) is not None:
+        return rundir.sibling(name)
+    return RunDir(rundir.fetched / "checkpoint") if model.origin is not None else None
 
 
 def read_sources(rundir: RunDir) -> Sources | None:
@@ -128,8 +137,8 @@ def require_weights(rundir: RunDir) -> None:
     sources = read_sources(rundir)
     if sources is None:
         return
-    if (before := run_before(sources.model.name)) is not None:
-        _require_current(rundir, rundir.sibling(before))
+    if (before := model_before(rundir, sources.model)) is not None:
+        _require_current(rundir, before)
     if missing := missing_files(sources.model):
         raise ModelError(
             f"{len(missing)} files of {sources.model.name} are missing ({', '.join(missing[:3])}). "
