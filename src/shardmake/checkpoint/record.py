@@ -138,6 +138,12 @@ def find_damaged(
     return {name: problem for name, problem in zip(listed, found, strict=True) if problem}
 
 
+def share_of_files(record: CheckpointRecord, node: int, nodes: int) -> list[str]:
+    """Return the files that ``node`` of ``nodes`` validates: of each size every node gets about as many."""
+    by_size = sorted(record.files, key=lambda name: (record.files[name].size, name))
+    return by_size[node::nodes]
+
+
 def is_intact(record: CheckpointRecord, checkpoint: Path, name: str) -> bool:
     """Return True if one file of a checkpoint is as recorded."""
     return name in record.files and not _file_problem(checkpoint / name, record.files[name])

@@ -1,7 +1,6 @@
 """Turns at the memory of a login node: as many processes of this user load the libraries at once as fit."""
 
 import contextlib
-import fcntl
 import logging
 import os
 import tempfile
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from shardmake.core.permissions import private_folder
+from shardmake.core.temporary import take_lock
 
 logger = logging.getLogger(__name__)
 PROCESS_GIB: Final = 0.5
@@ -27,23 +27,19 @@ def turn(limit_gib: float) -> Iterator[None]:
     folder = private_folder(Path(tempfile.gettempdir(), f"shardmake-{os.getuid()}"))
     places = range(max(1, int(limit_gib / PROCESS_GIB)))
     with contextlib.ExitStack() as held:
-        with contextlib.suppress(OSError):
-            files = [held.enter_context((folder / f"turn-{place}").open("a")) for place in places]
-            if not any(map(_take, files)):
-                logger.info(
-                    "Waiting for %d other plans or renderings on this machine. Together they may use %g GiB "
-                    "(login_memory_gib in the cluster file).",
-                    len(files),
-                    limit_gib,
-                )
-                while not any(map(_take, files)):
-                    time.sleep(_POLL_SECONDS)
+        files = [held.enter_context((folder / f"turn-{place}").open("a")) for place in places]
+        if not (free := _take_one(files)):
+            logger.info(
+                "Waiting for %d other plans or renderings on this machine. Together they may use %g GiB "
+                "(login_memory_gib in the cluster file).",
+                len(files),
+                limit_gib,
+            )
+        while not free:
+            time.sleep(_POLL_SECONDS)
+            free = _take_one(files)
         yield
 
 
-def _take(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def _take_one(files: list[IO[str]]) -> bool:
+    return any(take_lock(file.fileno(), without_locks=True) for file in files)

@@ -74,11 +74,6 @@ def read_named(folder: Path, names: Sequence[str], read: Callable[[Path], Entry]
         return dict(zip(names, pool.map(lambda name: read(folder / name), names), strict=True))
 
 
-def share_of_files(files: Mapping[str, HasSize], node: int, nodes: int) -> list[str]:
-    """Return the files that ``node`` of ``nodes`` validates: of each size every node gets about as many."""
-    return sorted(files, key=lambda name: (files[name].size, name))[node::nodes]
-
-
 def differences(expected: Mapping[str, HasSize], found: Mapping[str, HasSize]) -> list[str]:
     """Return one sentence per file of ``expected`` that is missing or different in ``found``."""
     return [

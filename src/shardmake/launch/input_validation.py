@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 
 from shardmake.core.errors import ModelError
-from shardmake.core.manifest import share_of_files
 from shardmake.core.units import GIB
 from shardmake.launch.preflight import PreflightError
 from shardmake.run.attempt import Attempt
@@ -24,7 +23,8 @@ def validate_inputs(attempt: Attempt, node_rank: int, report: Callable[[str], No
     """
     started, weights = time.monotonic(), recorded_weights(attempt.rundir)
     files = {**weights, **recorded_data(attempt.rundir, "train", "eval")}
-    share = {name: files[name] for name in share_of_files(files, node_rank, attempt.nodes)}
+    by_size = sorted(files, key=lambda name: (files[name].size, name))  # every node gets about as many of each size
+    share = {name: files[name] for name in by_size[node_rank :: attempt.nodes]}
     try:
         refuse_changed(attempt.rundir, share)
     except ModelError as error:

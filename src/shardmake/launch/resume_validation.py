@@ -15,9 +15,8 @@ from pathlib import Path
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.formats.pickle_names import refuse_foreign_names
-from shardmake.checkpoint.record import RECORD_NAME, find_damaged, is_intact, read_record
+from shardmake.checkpoint.record import RECORD_NAME, find_damaged, is_intact, read_record, share_of_files
 from shardmake.core.errors import CheckpointError
-from shardmake.core.manifest import share_of_files
 from shardmake.core.units import GIB
 from shardmake.launch.preflight import PreflightError
 from shardmake.run.attempt import Attempt, AttemptDir
@@ -48,7 +47,7 @@ def validate_share(attempt: Attempt, node_rank: int, report: Callable[[str], Non
     record = read_record(checkpoint)
     if record is None:
         raise DamagedCheckpointError({RECORD_NAME: f"{checkpoint / RECORD_NAME} is damaged or cannot be read"})
-    names = share_of_files(record.files, node_rank, attempt.nodes)
+    names = share_of_files(record, node_rank, attempt.nodes)
     if problems := find_damaged(checkpoint, record, names, workers=_READERS):
         raise DamagedCheckpointError(problems)
     try:

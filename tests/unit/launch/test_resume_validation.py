@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, read_record
+from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, read_record, share_of_files
 from shardmake.core.fingerprint import FileEntry, fingerprint
-from shardmake.core.manifest import share_of_files
 from shardmake.launch import resume, worker
 from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.outcome import Action, classify, decide
@@ -72,10 +71,10 @@ def test_shares_cover_every_file_once_with_about_as_many_bytes() -> None:
         f"{kind}-{rank}": FileEntry(size=size, crc32="0") for kind, size in (("a", 9), ("b", 5)) for rank in range(8)
     }
     record = CheckpointRecord.model_construct(files=files)
-    shares = [share_of_files(record.files, node, 4) for node in range(4)]
+    shares = [share_of_files(record, node, 4) for node in range(4)]
     assert sorted(name for share in shares for name in share) == sorted(files)
     assert {sum(files[name].size for name in share) for share in shares} == {28}
-    assert share_of_files(record.files, 0, 1) and not share_of_files({}, 1, 2)
+    assert share_of_files(record, 0, 1) and not share_of_files(CheckpointRecord.model_construct(files={}), 1, 2)
 
 
 def test_only_the_node_of_a_damaged_file_does_not_start_its_ranks(
