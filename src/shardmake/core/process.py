@@ -41,7 +41,7 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def limit_this_process(seconds: int, memory: int) -> None:
+def _limit(seconds: int, memory: int) -> None:
     """Let the kernel end this process after ``seconds``, and refuse it more than ``memory`` further bytes."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(seconds)
@@ -62,7 +62,7 @@ def within_limits(doing: str, function: Callable[[], T], *, seconds: int = 300, 
     sys.stdout.flush()
     child = os.fork()
     if not child:
-        _answer(writer, function, seconds, memory)
+        end_fork(writer, lambda: _result(function), seconds, memory)
     os.close(writer)
     try:
         with os.fdopen(reader, "rb") as pipe:
@@ -89,25 +89,35 @@ def within_limits(doing: str, function: Callable[[], T], *, seconds: int = 300, 
     )
 
 
-def _answer(writer: int, function: Callable[[], object], seconds: int, memory: int) -> NoReturn:
-    """Write the result of ``function``, or its exception, and end this fork without the parent's handlers."""
+def _result(function: Callable[[], object]) -> bytes:
+    """Return the result of ``function`` and None, or None and its exception, for the parent."""
+    try:
+        return pickle.dumps((function(), None))
+    except Exception as found:
+        if not isinstance(found, ShardmakeError):
+            found.add_note(traceback.format_exc())
+        return pickle.dumps((None, found))
+
+
+def end_fork(writer: int, answer: Callable[[], bytes], seconds: int, memory: int) -> NoReturn:
+    """Write ``answer()`` to the pipe of the parent and end this fork with status 0, or 1 if it fails.
+
+    The kernel ends the fork with its parent and at the limits. The caller's frames are those of the parent, so the
+    fork never returns.
+    """
     status = 1
     try:
         die_with_parent()
-        limit_this_process(seconds, memory)
-        value, error = None, None
-        try:
-            value = function()
-        except Exception as found:  # raised again in the parent
-            if not isinstance(found, ShardmakeError):
-                found.add_note(traceback.format_exc())
-            error = found
+        _limit(seconds, memory)
+        text = answer()
         with os.fdopen(writer, "wb") as pipe:
-            pickle.dump((value, error), pipe)
+            pipe.write(text)
         status = 0
+    except Exception:  # a panic of a library in Rust is none, and has printed its message
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
-        os._exit(status)  # also after a panic of a library in Rust, which has printed its message
+        os._exit(status)
 
 
 def wait_for_output(process: subprocess.Popen[str], seconds: float) -> str | None:
