@@ -238,6 +238,7 @@ def plan(
 ) -> None:
     """Estimate the memory of every strategy and choose the fastest that fits."""
     from shardmake.data import check_first_rows, check_sources, estimate_length
+    from shardmake.data.amount import Sampled
     from shardmake.evaluate.backends import check_backend
     from shardmake.evaluate.harness import prepare_tasks
     from shardmake.evaluate.prompts import check_prompts
@@ -261,10 +262,13 @@ def plan(
         check_push(run.push, Path(run.model))
         check_backend(run.evaluation.backend, cluster.nvme_path)
         prepare_tasks(run.evaluation)
-        counts, sampled, _ = within_limits(
-            f"Reading the data with the tokenizer of {run.model}",
-            lambda: (check_sources(run), check_first_rows(run).sampled, check_prompts(run)),
-        )
+
+        def read_data() -> tuple[list[int], list[Sampled]]:
+            counts, sampled = check_sources(run), check_first_rows(run).sampled
+            check_prompts(run)
+            return counts, sampled
+
+        counts, sampled = within_limits(f"Reading the data with the tokenizer of {run.model}", read_data)
         length = estimate_length(run, counts, sampled, cluster.processes_per_node)
         warnings = length.check() if length else []
         made = plan_run(run, cluster, rundir, lambda plan: check_submission(plan, run, cluster, rundir))

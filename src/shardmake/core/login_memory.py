@@ -5,7 +5,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Final
 
@@ -41,5 +41,5 @@ def turn(limit_gib: float) -> Iterator[None]:
         yield
 
 
-def _take_one(files: list[IO[str]]) -> bool:
+def _take_one(files: Sequence[IO[str]]) -> bool:
     return any(take_lock(file.fileno(), without_locks=True) for file in files)

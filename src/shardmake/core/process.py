@@ -76,7 +76,7 @@ def within_limits(doing: str, function: Callable[[], T], *, seconds: int = 300, 
     if status == 0 and answer:
         value, error = pickle.loads(answer)
         if error is None:
-            return value  # type: ignore[no-any-return]
+            return value
         if not isinstance(error, MemoryError):
             raise error
         reason = f"it needed more than {format_bytes(memory)}"

@@ -276,14 +276,14 @@ def test_weights_of_a_folder_are_read_once_for_all_runs(
         read.append(sum("Reading the weights" in message for message in caplog.messages))
         require_weights(rundir)
     assert read == [1, 0]
-    content, shard = content_of_model(first), base / min(SHARDS)
-    assert content == content_of_model(second)
+    identity, shard = content_of_model(first), base / min(SHARDS)
+    assert identity == content_of_model(second)
     shard.write_bytes(b"!" + shard.read_bytes()[1:])
     with pytest.raises(ShardmakeError, match=rf"{shard} has other content\..*--part weights.*train from the start"):
         require_weights(first)
     fetch(run, first)
     require_weights(first)
-    assert content_of_model(first) != content, "its checkpoints are of another base model"
+    assert content_of_model(first) != identity, "its checkpoints are of another base model"
     earlier = WeightsReceipt(files={})
     earlier.write(second.weights_receipt)
     second.checkpoints.mkdir(parents=True)
