@@ -29,8 +29,10 @@ from shardmake.core.environment import hub_environment, kernel_caches
 from shardmake.core.errors import STOPPED, ConfigError, StopRequestedError
 from shardmake.core.failures import describe_unexpected, explain
 from shardmake.core.log import configure_logging
+from shardmake.core.login_memory import turn
 from shardmake.core.permissions import share, share_tree
 from shardmake.core.private_names import check_libraries, newer_libraries
+from shardmake.core.process import within_limits
 from shardmake.core.secrets import redacted_output
 from shardmake.doctor.options import Options
 from shardmake.run.driver_job import refuse_ended
@@ -123,7 +125,8 @@ def _stage(
         if stage in ("fetch", "plan"):
             check_inputs(name, run)
             check_refused(read_user_files(run), run)
-        with recorded_settings(stage, run, cluster, rundir):
+        turns = turn(cluster.login_memory_gib) if stage in ("plan", "render") else contextlib.nullcontext()
+        with turns, recorded_settings(stage, run, cluster, rundir):
             yield run, cluster, rundir
 
 
@@ -176,11 +179,12 @@ def fetch(
     ] = None,
 ) -> None:
     """Download model and data and pin them to their commits; needs internet access."""
+    from shardmake.consolidate.stage import merge_start
     from shardmake.fetch.dequantize import dequantize as in_bf16
     from shardmake.fetch.stage import fetch as bring
 
     with _stage("fetch", name, config, runs) as (run, cluster, rundir):
-        sources = bring(run, rundir, "all" if dequantize else part)
+        sources = bring(run, rundir, "all" if dequantize else part, merge_start)
         if dequantize:
             in_bf16(Path(sources.model.path), dequantize)
     if cluster.shared and cluster.cache:
@@ -234,6 +238,7 @@ def plan(
 ) -> None:
     """Estimate the memory of every strategy and choose the fastest that fits."""
     from shardmake.data import check_first_rows, check_sources, estimate_length
+    from shardmake.data.amount import Sampled
     from shardmake.evaluate.backends import check_backend
     from shardmake.evaluate.harness import prepare_tasks
     from shardmake.evaluate.prompts import check_prompts
@@ -257,10 +262,15 @@ def plan(
         check_push(run.push, Path(run.model))
         check_backend(run.evaluation.backend, cluster.nvme_path)
         prepare_tasks(run.evaluation)
-        counts = check_sources(run)
-        length = estimate_length(run, counts, check_first_rows(run).sampled, cluster.processes_per_node)
+
+        def read_data() -> tuple[list[int], list[Sampled]]:
+            counts, sampled = check_sources(run), check_first_rows(run).sampled
+            check_prompts(run)
+            return counts, sampled
+
+        counts, sampled = within_limits(f"Reading the data with the tokenizer of {run.model}", read_data)
+        length = estimate_length(run, counts, sampled, cluster.processes_per_node)
         warnings = length.check() if length else []
-        check_prompts(run)
         made = plan_run(run, cluster, rundir, lambda plan: check_submission(plan, run, cluster, rundir))
     typer.echo(describe(made, rundir))
     if length:

@@ -114,6 +114,7 @@ TABLE: dict[str, Why | str] = {
     "launch/driver_script.py:refuse_while_driven": Why.COMMAND,
     "launch/monitor.py:raise_on_signals.stop": C,
     "launch/jobs.py:_process_id": C,
+    "launch/input_validation.py": C,
     "launch/preflight.py": Why.NODE,
     "launch/rendezvous.py": Why.NODE,
     "launch/resume.py:read_settings": Why.NODE,

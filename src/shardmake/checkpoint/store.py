@@ -225,8 +225,8 @@ def discard_unfinished(folder: Path) -> None:
     for _, path in checkpoints(folder):
         if is_unfinished(path):
             logger.warning(
-                "%s is not used and stays: it has no %s, so no save of this run made it. Move it away; `shardmake "
-                "consolidate` merges it into a model from which a run can start.",
+                "%s is not used and stays: it has no %s, so no save of this run made it. Move it away; a run starts "
+                "with its weights if its resume_from names it.",
                 path,
                 RECORD_NAME,
             )

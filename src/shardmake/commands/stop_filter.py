@@ -11,8 +11,12 @@ stage itself said.
 import contextlib
 import logging
 import re
+import shlex
 import signal
+import sys
 from pathlib import Path
+
+import psutil
 
 from shardmake.config.effects import STAGES
 from shardmake.core.errors import STOPPED, ShardmakeError
@@ -26,6 +30,7 @@ _SIGNALLED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit statuses of a stage, also of a driver that waits in low memory, after a signal."""
 _HINTS = ("Exiting because a job execution failed", "Shutting down, this might take some time")
 _END = "At least one job did not complete successfully"
+_LOCKED = "Directory cannot be locked"
 _MOST_LINES = 30
 """Lines of a stage's message that are repeated."""
 
@@ -46,6 +51,8 @@ class StopFilter(logging.Filter):
         """Return whether Snakemake prints ``record``; the last error becomes the line that says how to resume."""
         text = record.getMessage()
         event = getattr(getattr(record, "event", None), "name", "")
+        if _LOCKED in text:
+            record.msg, record.args = _explain_lock(), ()
         command, status = _COMMAND.search(text), _STATUS.search(text)
         if event == "ERROR" and command and status and int(status[1]) in (STOPPED, *_SIGNALLED):
             self.stopped[command[1], command[2]] = int(status[1])
@@ -89,3 +96,18 @@ def _repeated(what: str, log: Path) -> str:
         lines = log.read_text(errors="replace").splitlines()
     first = max((number for number, line in enumerate(lines) if line.startswith("Error:")), default=len(lines))
     return "\n".join([f"{what} failed, see {log}:", *lines[first:][:_MOST_LINES]])
+
+
+def _explain_lock() -> str:
+    """Return who holds the lock of this folder, or the command that removes a lock of a process that was killed."""
+    here, me = str(Path.cwd()), psutil.Process()
+    above = {process.pid for process in (me, *me.parents())}
+    for process in psutil.process_iter(["cmdline", "cwd", "pid"]):
+        words = " ".join(process.info["cmdline"] or [])
+        if "snakemake" in words and process.info["cwd"] == here and process.pid not in above:
+            return f"Error: Another Snakemake works in {here}: process {process.pid} ({words}). Wait until it ends."
+    command = shlex.join(["snakemake", *sys.argv[1:]])
+    return (
+        f"Error: {here} is locked by a Snakemake that was killed or runs on another machine. If none runs, remove "
+        f"the lock and start again: {command} --unlock && {command}"
+    )

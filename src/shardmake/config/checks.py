@@ -99,6 +99,9 @@ IDLE_KEYS: Final = (
         "scheduler: {run.scheduler}",
         "Set scheduler: constant_with_warmup",
     ),
+    IdleKey(
+        "resume_from", lambda run: run_before(run.model) is None, "model: {run.model}", "Name that run's base model"
+    ),
     IdleKey("data.eval_fraction", lambda run: run.data.eval is None, "data.eval", "Remove data.eval"),
     *(
         IdleKey(

@@ -90,7 +90,7 @@ EFFECTS: Final = (
     Effect(
         changes=("fetch", "data", *_TRAINING),
         reads=("consolidate", "evaluate"),
-        keys=("model", "revision", "data.train", "data.eval", "data.subset", "data.revision"),
+        keys=("model", "revision", "resume_from", "data.train", "data.eval", "data.subset", "data.revision"),
     ),
     Effect(
         changes=("data", *_TRAINING),
@@ -146,7 +146,11 @@ EFFECTS: Final = (
     Effect(
         changes=(),
         reads=(),
-        keys=("notify.", *(f"cluster.slurm.driver{part}" for part in ("", "_time_limit", "_memory_gib"))),
+        keys=(
+            "notify.",
+            "cluster.login_memory_gib",
+            *(f"cluster.slurm.driver{part}" for part in ("", "_time_limit", "_memory_gib")),
+        ),
     ),
 )
 """Every key in one row. A key that is named stands before the section that has it."""

@@ -567,6 +567,11 @@ class Run(Section):
         "another run, which is trained first."
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
+    resume_from: PathText | None = Field(
+        None,
+        description="Checkpoint of Trainer, Accelerate, DeepSpeed, FSDP or another run, with whose weights training "
+        "starts. Optimizer, schedule and step begin anew. `model` names its base model.",
+    )
     trust_remote_code: bool = Field(False, description="Run model code that comes with the model. Read it first.")
     data: Data = Field(description="The examples.")
     sequence_length: Tokens = Field(
@@ -954,6 +959,9 @@ class Cluster(Section):
         2,
         description="Fair use: maximum number of trainings of one user in Slurm's queue, pending or running, over all "
         "runs and checkouts. Further ones wait.",
+    )
+    login_memory_gib: HostMemory = Field(
+        2, description="Memory of the login node for plans and renderings of one user at once, GiB. Further ones wait."
     )
     cache: PathText | None = Field(
         None, description="Folder of the hub's cache, which a lab can share. Without it, `HF_HOME`."

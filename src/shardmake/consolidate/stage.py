@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from shardmake.config.methods import METHODS
 from shardmake.config.models import Run
 from shardmake.consolidate.merge import consolidate
 from shardmake.consolidate.recorded import check_recorded
-from shardmake.consolidate.stream import ShowProgress, no_progress
+from shardmake.consolidate.stream import ShowProgress, no_progress, show_progress
 from shardmake.core.errors import CheckpointError, ModelError
 from shardmake.core.hub import cached_snapshot
 from shardmake.core.process import NEUTRAL_FOLDER, absolute_python_path
@@ -22,6 +23,7 @@ from shardmake.core.temporary import temporary_folder
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import planned_class
 from shardmake.run.receipts import MergeReceipt, TrainingReceipt
+from shardmake.run.sources import recorded_weights, refuse_changed
 
 
 def consolidate_run(run: Run, rundir: RunDir, *, workers: int, progress: ShowProgress = no_progress) -> MergeReceipt:
@@ -30,6 +32,9 @@ def consolidate_run(run: Run, rundir: RunDir, *, workers: int, progress: ShowPro
     base = base_folder(run)
     if base is None:
         raise ModelError(f"{run.model} is not in the hub's local cache. Run: shardmake fetch {rundir.root.name}")
+    model_class = planned_class(run, rundir)
+    if METHODS[run.method].has_adapters or (model_class and model_class.text_part):  # the model gets base weights
+        refuse_changed(rundir, recorded_weights(rundir))
     with joined_parts(rundir.root / trained.checkpoint, rundir.train) as checkpoint:
         receipt = consolidate(
             checkpoint,
@@ -39,12 +44,24 @@ def consolidate_run(run: Run, rundir: RunDir, *, workers: int, progress: ShowPro
             max_shard_size=run.max_shard_size,
             workers=workers,
             trust_remote_code=run.trust_remote_code,
-            model_class=planned_class(run, rundir),
+            model_class=model_class,
             progress=progress,
             overwrite=True,  # the folder belongs to the run, and Snakemake removes the receipt before a rerun
         )
     assert receipt is not None, "the only task finishes"
     return receipt
+
+
+def merge_start(run: Run, base: Path, out: Path) -> None:
+    """Merge the checkpoint from which ``run`` starts, of the model in ``base``, into the model folder ``out``."""
+    source = Path(str(run.resume_from))
+    with joined_parts(source, out.parent) as checkpoint:
+        consolidate(
+            checkpoint, out, base=base, trust_remote_code=run.trust_remote_code, progress=show_progress, overwrite=True
+        )
+    logger.info(
+        "Training starts with the weights of %s. Its optimizer states, schedule and step are not taken over.", source
+    )
 
 
 def base_folder(run: Run) -> Path | None:

@@ -1,6 +1,5 @@
 """The staging folder in which a merged model is written: locked, removed on errors, renamed when it is complete."""
 
-import ctypes
 import fcntl
 import logging
 import os
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from shardmake.consolidate.layout import PlannedShard
-from shardmake.core.atomic import fsync_directory
+from shardmake.core.atomic import exchange, fsync_directory
 from shardmake.core.errors import CheckpointError, DiskFullError
 from shardmake.core.units import format_bytes
 
@@ -111,7 +110,7 @@ def replace_folder(staging: Path, out: Path) -> None:
     fsync_directory(staging)
     if not out.exists() or not any(out.iterdir()):
         staging.rename(out)  # this also replaces an empty folder
-    elif not _exchange(staging, out):
+    elif not exchange(staging, out):
         out.rename(_replaced_folder(out))
         try:
             staging.rename(out)
@@ -135,10 +134,3 @@ def recover_replaced(out: Path) -> None:
 def _replaced_folder(out: Path) -> Path:
     """Return the name that the previous ``out`` has for a moment on a file system that cannot swap two folders."""
     return out.parent / f".{out.name}.replaced"
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Swap two folders in one step; return False if the file system does not support it (NFS)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE: see renameat2(2)
-    return bool(libc.renameat2(here, bytes(one), here, bytes(other), exchange) == 0)

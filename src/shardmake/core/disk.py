@@ -5,8 +5,9 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from shardmake.core.atomic import digest
 from shardmake.core.errors import DiskFullError
@@ -14,12 +15,15 @@ from shardmake.core.permissions import make_private
 from shardmake.core.units import format_bytes
 
 _QUOTA_SECONDS = 20
+_FEW_FILES = 1000
+"""A checkpoint of two hundred ranks has about as many."""
+_UNLIMITED = 1 << 62
 _ADVICE = "Free some space (`shardmake clean` lists removable files), or keep fewer checkpoints (checkpoints.keep)."
 
 
 @dataclass(frozen=True)
 class FreeSpace:
-    """The bytes that can still be written, and the source of this limit."""
+    """The bytes, or files, that can still be written, and the source of this limit."""
 
     free: int
     limit: str
@@ -31,30 +35,46 @@ def check_save(folder: Path, size: int) -> None:
 
 
 def require_space(folder: Path, needed: int, sentence: str) -> str:
-    """Return ``sentence`` with the space left in ``folder``; raise a `DiskFullError` if ``needed`` bytes do not fit."""
-    space = free_space(folder)
+    """Return ``sentence`` with the space left in ``folder``; raise a `DiskFullError` if ``needed`` bytes do not fit.
+
+    A `DiskFullError` is also raised if fewer than `_FEW_FILES` files can be created.
+    """
+    space, files = free_space(folder), _least(_limits(folder), 1)
     text = f"{sentence}, and {folder} has {format_bytes(space.free)} left ({space.limit})."
     if needed > space.free:
         raise DiskFullError(f"{text} {_ADVICE}")
+    if files.free < _FEW_FILES:
+        raise DiskFullError(f"{sentence}, and {folder} has only {files.free} files left ({files.limit}). {_ADVICE}")
     return text
 
 
 def free_space(folder: Path) -> FreeSpace:
     """Return the smallest limit for writes into ``folder``, which may not exist yet."""
+    return _least(_limits(folder), 0)
+
+
+def _limits(folder: Path) -> list[tuple[int, int, str]]:
+    """Return the bytes and files that the file system and each quota leave in ``folder``."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    limits = [FreeSpace(shutil.disk_usage(existing).free, "free on the file system"), *_quotas(existing)]
-    return min(limits, key=lambda limit: limit.free)
+    system, (point, quotas) = os.statvfs(existing), _quotas(existing)
+    files = system.f_favail if system.f_files else _UNLIMITED
+    return [
+        (shutil.disk_usage(existing).free, files, "free on the file system"),
+        *((*left, f"your quota on {point}") for left in quotas),
+    ]
 
 
-def _quotas(folder: Path) -> list[FreeSpace]:
-    """Return the space left in the user's quotas on the file system of ``folder``, as reported by its tools."""
+def _least(limits: list[tuple[int, int, str]], column: Literal[0, 1]) -> FreeSpace:
+    least = min(limits, key=itemgetter(column))
+    return FreeSpace(least[column], least[2])
+
+
+def _quotas(folder: Path) -> tuple[str, list[tuple[int, int]]]:
+    """Return the mount point of ``folder``, and bytes and files left in the user's quotas, as its tools report them."""
     device, point, kind = mount_of(folder, Path("/proc/mounts").read_text())
     if kind == "lustre" and shutil.which("lfs"):
-        text = _run_tool("lfs", "quota", "-q", "-u", str(os.getuid()), point)
-        return [FreeSpace(left, f"your quota on {point}") for left in quota_left(text, point)]
-    if shutil.which("quota"):
-        return [FreeSpace(left, f"your quota on {point}") for left in quota_left(_run_tool("quota", "-w"), device)]
-    return []
+        return point, quota_left(_run_tool("lfs", "quota", "-q", "-u", str(os.getuid()), point), point)
+    return point, quota_left(_run_tool("quota", "-w", "-p"), device) if shutil.which("quota") else []
 
 
 def _run_tool(*command: str) -> str:
@@ -73,22 +93,25 @@ def mount_of(folder: Path, mounts: str) -> tuple[str, str, str]:
     return device, point, kind
 
 
-def quota_left(text: str, filesystem: str) -> list[int]:
-    """Return the bytes left in the block quota of each row that starts with ``filesystem`` and has a limit.
+def quota_left(text: str, filesystem: str) -> list[tuple[int, int]]:
+    """Return the bytes and the files left in each row that starts with ``filesystem`` and has a limit.
 
-    ``quota`` and ``lfs quota`` print the same columns: used, soft and hard limit, in KiB. A ``*`` marks an exceeded
-    quota, brackets mark a value that Lustre knows only in part. After a long name, the numbers are on the next line.
+    ``quota -p`` and ``lfs quota`` print the same columns: used, soft and hard limit in KiB, end of grace, and the same
+    for files. A ``*`` marks an exceeded quota, brackets mark a value that Lustre knows only in part. After a long name,
+    the numbers are on the next line.
     """
     words = text.split()
-    found = []
-    for place in (index for index, word in enumerate(words) if word == filesystem):
-        try:
-            used, soft, hard = (int(number.strip("[]*")) for number in words[place + 1 : place + 4])
-        except ValueError:
-            continue
-        if limit := hard or soft:
-            found.append(max(0, limit - used) * 1024)
-    return found
+    rows = (words[place + 1 :] for place, word in enumerate(words) if word == filesystem)
+    found = [(_left(row[:3], 1024), _left(row[4:7], 1)) for row in rows]
+    return [row for row in found if row != (_UNLIMITED, _UNLIMITED)]
+
+
+def _left(columns: list[str], unit: int) -> int:
+    try:
+        used, soft, hard = (int(number.strip("[]*")) for number in columns)
+    except ValueError:
+        return _UNLIMITED
+    return max(0, (hard or soft) - used) * unit if hard or soft else _UNLIMITED
 
 
 def tree_size(folder: Path) -> int:

@@ -15,22 +15,25 @@ import signal
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from shardmake.core import errors
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.failures import explain
 from shardmake.core.private_names import private
-from shardmake.core.process import NEUTRAL_FOLDER, absolute_python_path, die_with_parent
+from shardmake.core.process import NEUTRAL_FOLDER, absolute_python_path, die_with_parent, end_fork
 
 _PRINTED = 4000
 """Last bytes of standard error in the message of a failed request."""
+
+_SECONDS, _MEMORY = 1800, 32 << 30
+"""Limits of one request: the estimate of the largest known model takes a small part of both."""
 
 
 class LibraryProcess:
@@ -141,6 +144,8 @@ def run_module(
 
 
 def _end(status: int) -> str:
+    if status == -signal.SIGALRM:
+        return f"took longer than {_SECONDS} s"
     if status == -signal.SIGKILL:
         return "was killed, most likely because the memory was used up"
     return f"failed with exit status {status}"
@@ -161,7 +166,7 @@ def _serve(parent: int) -> None:
         reader, writer = os.pipe()
         child = os.fork()
         if not child:
-            _answer(this, writer, *order)
+            end_fork(writer, partial(_answer, this, *order), _SECONDS, _MEMORY)
         os.close(writer)
         answer = _read_answer(reader)
         os.close(reader)
@@ -188,24 +193,16 @@ def _read_answer(reader: int) -> str:
         parts.append(part)
 
 
-def _answer(parent: int, writer: int, module: str, request: Any, folder: str) -> NoReturn:
-    """Write the module's answer in this process, which was forked for it, and end."""
-    status = 1
+def _answer(parent: int, module: str, request: Any, folder: str) -> bytes:
+    """Return the module's answer, in the process that was forked for it."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(folder)
+    if os.getppid() != parent:
+        sys.exit(1)
     try:
-        die_with_parent()
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.chdir(folder)
-        if os.getppid() == parent:
-            text = json.dumps(_answer_or_explain(module, request))
-            with os.fdopen(writer, "w") as stream:
-                stream.write(text)
-            status = 0
-    except BaseException:
-        traceback.print_exc()
+        return json.dumps(_answer_or_explain(module, request)).encode()
     finally:
         private(atexit).run_exitfuncs()
-        sys.stdout.flush()
-        os._exit(status)  # the caller's frames are those of the process that this one was forked from
 
 
 def _answer_or_explain(module: str, request: Any) -> dict[str, Any]:

@@ -53,13 +53,13 @@ def _create(purpose: str, parent: Path) -> tuple[Path, int]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{purpose}-", dir=parent))
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        if _take(lock, without_locks=True) and (folder / _LOCK).exists():
+        if take_lock(lock, without_locks=True) and (folder / _LOCK).exists():
             os.set_inheritable(lock, True)
             return folder, lock
         os.close(lock)
 
 
-def _take(lock: int, *, without_locks: bool) -> bool:
+def take_lock(lock: int, *, without_locks: bool) -> bool:
     """Lock an open file; return False if another process has it, ``without_locks`` if the file system has no locks."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -85,7 +85,7 @@ def _is_private(folder: Path) -> bool:
 
 def _remove_if_abandoned(folder: Path) -> None:
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
-    if _take(lock, without_locks=False):
+    if take_lock(lock, without_locks=False):
         _remove(folder, lock)
     else:
         os.close(lock)

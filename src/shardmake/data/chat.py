@@ -411,8 +411,8 @@ class ChatTemplate:
         except Exception as error:  # a template may raise anything
             raise BadRowError(
                 "rejected by the chat template",
-                f"the tokenizer's chat template rejects this conversation: {str(error).rstrip('.')}. Change the "
-                "conversation, or name another template with data.chat_template.",
+                f"the tokenizer's chat template rejects this conversation: {(str(error) or repr(error)).rstrip('.')}. "
+                "Change the conversation, or name another template with data.chat_template.",
             ) from None
 
     @property

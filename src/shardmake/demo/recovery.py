@@ -66,11 +66,12 @@ def show_recovery(runs: Path = Path("runs"), narrate: Callable[[str], None] = pr
     kill_tree(workflow.pid, spare=_WORKER)
     workflow.wait()
     narrate(f"Step {step}: killed Snakemake and the driver (SIGKILL). The ranks keep training.")
-    _snakemake("--unlock").wait()
+    if _snakemake("--unlock").wait() != 0:
+        raise CheckpointError(f"The lock of the killed Snakemake was not removed. {_last_error()}")
     workflow = _snakemake(_TARGET)
     narrate("Started the same command again. Its driver adopts the running job.")
     if workflow.wait() != 0:
-        raise CheckpointError(f"The workflow failed after the kills. Its output is in {_LOG}.")
+        raise CheckpointError(f"The workflow failed after the kills. {_last_error()}")
     receipt = TrainingReceipt.read(again.train_receipt)
     narrate(f"Training finished: {receipt.steps} steps in {receipt.attempts} attempts. Merged and verified.")
     _compare(undisturbed, again, narrate)
@@ -121,8 +122,14 @@ def _wait(condition: Callable[[], bool], workflow: "subprocess.Popen[bytes]") ->
     deadline = time.monotonic() + _DEADLINE
     while not condition():
         if workflow.poll() is not None or time.monotonic() > deadline:
-            raise CheckpointError(f"The training does not continue. The output of the workflow is in {_LOG}.")
+            raise CheckpointError(f"The training does not continue. {_last_error()}")
         time.sleep(0.2)
+
+
+def _last_error() -> str:
+    """Return the last error of the workflow."""
+    lines = [line for line in _LOG.read_text(errors="replace").splitlines() if line.startswith("Error")]
+    return " ".join([f"The output of the workflow is in {_LOG}.", *lines[-1:]])
 
 
 def _process_of_rank(rundir: RunDir, rank: int) -> psutil.Process:

@@ -19,7 +19,7 @@ from shardmake.evaluate.scores import Scores
 from shardmake.run.evaluation import CompletionScore, EvaluationResult, PreferenceScore, Sample, TaskScore
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import DataReceipt
-from shardmake.run.sources import localize
+from shardmake.run.sources import localize, recorded_data, recorded_weights, refuse_changed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,6 +42,7 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> Evalua
 
     run, wanted = localize(run, rundir), run.evaluation
     prepare_tasks(wanted)
+    refuse_changed(rundir, {**recorded_weights(rundir), **recorded_data(rundir, "eval")})
     examples = Sequences(rundir.data, "eval")
     tokenizer = AutoTokenizer.from_pretrained(rundir.model)
     is_reward_model = bool(OBJECTIVES[run.objective].new_head)

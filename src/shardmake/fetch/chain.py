@@ -37,14 +37,18 @@ def describe_model(before: RunDir, folder: Path) -> PinnedSource:
             f"The model of run {before.name} is not known yet: {before.sources} does not exist. Fetch it first: "
             f"shardmake fetch {before.name} --part description"
         )
-    origin = Path(sources.model.path)
+    copy_description(Path(sources.model.path), folder)
+    return PinnedSource(name=f"{PREFIX}{before.name}", path=str(folder), origin=sources.model)
+
+
+def copy_description(origin: Path, folder: Path) -> None:
+    """Copy config, tokenizer and code of the model in ``origin`` to ``folder``."""
     names = [name for name in choose_files(path.name for path in origin.iterdir()) if _is_description(name)]
     for path in folder.iterdir() if folder.is_dir() else ():
         if _is_description(path.name) and path.name not in names:  # of an earlier model
             path.unlink()
     for name in names:
         write_bytes(folder / name, (origin / name).read_bytes())
-    return PinnedSource(name=f"{PREFIX}{before.name}", path=str(folder), origin=sources.model)
 
 
 def _is_description(name: str) -> bool:

@@ -9,7 +9,7 @@ and not copied. A run keeps its commits after the first fetch. To change to a ne
 
 import logging
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -21,17 +21,24 @@ from shardmake.core.atomic import digest, sha256
 from shardmake.core.disk import require_space
 from shardmake.core.errors import ModelError, ShardmakeError
 from shardmake.core.hub import commit_of, connect, is_hub_id, translate_hub_errors, with_retries
-from shardmake.core.manifest import FileRecord, read_folder, record
+from shardmake.core.manifest import FileRecord, read_folder, read_named, record
 from shardmake.core.stores import is_url
 from shardmake.core.units import format_bytes
 from shardmake.data.sharing import link_or_copy, locked
 from shardmake.data.sources import EVAL_SPLITS, ONE_SPLIT, TRAIN_SPLITS, HubDataset, locate_named
 from shardmake.fetch import chain, store
 from shardmake.fetch.hub_data import write_split
-from shardmake.fetch.model import check_model_folder, describe_model, fetch_weights, find_in_cache, is_weights
+from shardmake.fetch.model import (
+    check_model_folder,
+    choose_files,
+    describe_model,
+    fetch_weights,
+    find_in_cache,
+    is_weights,
+)
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import WeightsReceipt
-from shardmake.run.sources import PinnedSource, Sources, missing_files, read_sources
+from shardmake.run.sources import PinnedSource, Sources, missing_files, model_before, read_sources
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -41,7 +48,11 @@ Part = Literal["all", "description", "weights"]
 Split = Literal["train", "eval"]
 
 
-def fetch(run: Run, rundir: RunDir, part: Part = "all") -> Sources:
+Merge = Callable[[Run, Path, Path], None]
+"""Merges the checkpoint of a run's `resume_from`, with its base model in the first folder, into the second."""
+
+
+def fetch(run: Run, rundir: RunDir, part: Part = "all", merge: Merge | None = None) -> Sources:
     """Fetch the model and the data of ``run``, or a part of them, verify them, and write ``sources.json``.
 
     ``description`` is everything except the model's weights, ``weights`` the rest. Raises `ShardmakeError` if the hub
@@ -51,17 +62,51 @@ def fetch(run: Run, rundir: RunDir, part: Part = "all") -> Sources:
     if sources is None:
         raise ModelError(f"File not found: {rundir.sources}. Run first: shardmake fetch {rundir.name}")
     if part != "description":
-        _weights(run, rundir, sources.model).write(rundir.weights_receipt)
+        _weights(run, rundir, sources.model, merge).write(rundir.weights_receipt)
     return sources
 
 
-def _weights(run: Run, rundir: RunDir, model: PinnedSource) -> WeightsReceipt:
+def _weights(run: Run, rundir: RunDir, model: PinnedSource, merge: Merge | None) -> WeightsReceipt:
     """Fetch or link the weights of ``model``; return the receipt of what is there then."""
+    if run.resume_from and model.origin is not None and merge is not None:
+        start = model_before(rundir, model)
+        assert start is not None
+        if model.origin.files:
+            _fetch_weights(model.origin)
+        merge(run, Path(model.origin.path), start.model)
+        return chain.link_weights(start, rundir.base_model, run)
     if (before := run_before(model.name)) is not None:
         logger.info(f"Checking the model of run {before} and linking its weights.")
         return chain.link_weights(rundir.sibling(before), rundir.base_model, run)
+    if model.commit is None and model.listing is None:
+        return _local_weights(model, rundir)
     _fetch_weights(model)
     return WeightsReceipt(files=model.files if model.listing is None else store.records(model))
+
+
+def _local_weights(model: PinnedSource, rundir: RunDir) -> WeightsReceipt:
+    """Return size and digest of each weight file of a local folder.
+
+    Every byte is read once. A file that was not written since another fetch, also one of another run, is not read.
+    """
+    before = WeightsReceipt.read_if_exists(rundir.weights_receipt)
+    if before is not None and not before.changed_at and rundir.checkpoints.exists():
+        return before  # by a version without digests, whose checkpoints would belong to other settings
+    folder = Path(model.path).absolute()
+    paths = [folder / name for name in choose_files(path.name for path in folder.iterdir()) if is_weights(name)]
+    times = {str(path): path.stat().st_ctime_ns for path in paths}
+    known: dict[str, FileRecord] = {}
+    for place in rundir.root.parent.glob(f"*/{rundir.weights_receipt.relative_to(rundir.root)}"):
+        with suppress(ShardmakeError, OSError):  # removed or renewed at this moment, or of another version
+            found = WeightsReceipt.read(place)
+            same = found.changed_at.items() & times.items()
+            known |= {Path(path).name: found.files[Path(path).name] for path, _ in same}
+    rest = [path.name for path in paths if path.name not in known]
+    size = sum((folder / name).stat().st_size for name in rest)
+    if rest:
+        logger.info(f"Reading the weights of {model.name} once for their digests: {format_bytes(size)}.")
+    files = known | read_named(folder, rest, record)
+    return WeightsReceipt(files={path.name: files[path.name] for path in paths}, changed_at=times)
 
 
 def _fetch_weights(model: PinnedSource) -> None:
@@ -110,6 +155,12 @@ def _model(run: Run, rundir: RunDir, before: PinnedSource | None) -> PinnedSourc
 
     if (other := run_before(run.model)) is not None:
         found = chain.describe_model(rundir.sibling(other), rundir.base_model)
+        return found.model_copy(update={"content": digest_of_model(rundir.base_model, run)})
+    if run.resume_from:
+        unmerged = run.model_copy(update={"resume_from": None})
+        base = _model(unmerged, rundir, before.origin if before and before.origin else before)
+        chain.copy_description(Path(base.path), rundir.base_model)
+        found = PinnedSource(name=run.model, path=str(rundir.base_model), origin=base)
         return found.model_copy(update={"content": digest_of_model(rundir.base_model, run)})
     if _is_current(before, run.model, run.revision):
         assert before is not None

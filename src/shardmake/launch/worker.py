@@ -29,6 +29,7 @@ from shardmake.core.process import die_with_parent, wait_for_output
 from shardmake.core.secrets import redact
 from shardmake.core.temporary import temporary_folder
 from shardmake.launch.flight_recorder import recorder_variables
+from shardmake.launch.input_validation import validate_inputs
 from shardmake.launch.preflight import PreflightError, check_node
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError, address_file, run_rendezvous, wait_for_address
 from shardmake.launch.resume import again_file, prepare_restart, read_settings
@@ -189,6 +190,7 @@ def _run_node(folder: AttemptDir, node: WorkerNode) -> int:
                 phase, returncode = SERVING, _serve(folder, attempt, plan, node, log)
             else:
                 if not attempt.finished:
+                    validate_inputs(attempt, node.rank, lambda line: print(line, file=log))
                     phase = "checkpoint"
                     validate_share(attempt, node.rank, lambda line: print(line, file=log))
                 phase = "training"

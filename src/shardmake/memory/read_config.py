@@ -23,6 +23,7 @@ COUNTS = ("sliding_window", "num_experts_per_tok", "num_local_experts", "num_exp
 ROTARY = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "partial_rotary_factor")
 """Numbers of the rotary position embedding."""
 LARGEST_SIZE = (1 << 31) - 1
+_LARGEST_FILE = 16 << 20
 MOST_LAYERS = 10_000  # each has its own weights and events
 
 
@@ -90,6 +91,8 @@ def _from_hub(source: str, revision: str | None) -> Path:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > _LARGEST_FILE:
+        raise ModelError(f"{path} is larger than 16 MiB. A config.json is not. Use the one that came with the weights.")
     try:
         config = json.loads(path.read_text(), object_hook=_float_or_object)
     except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError, too

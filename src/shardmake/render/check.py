@@ -5,18 +5,15 @@ files as they will on the nodes, at the planned world size (`shardmake.render.pa
 understands differently from the plan or silently drops is an error.
 """
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
-import psutil
 from pydantic import TypeAdapter
 
 import shardmake
@@ -33,16 +30,16 @@ from shardmake.render.settings_table import compare
 from shardmake.run.plan import Choice
 from shardmake.run.training_settings import TrainingSettings
 
-# Ask the libraries' parsers once for the same content, and few processes of the user at a time.
+# Ask the libraries' parsers once for the same content.
 #
-# A check imports torch and DeepSpeed, which takes up to 20 s and half a gigabyte. Many drivers on a login node may
-# start at once, and a repeated rendering asks for files that were accepted before.
+# A check imports torch and DeepSpeed, which takes up to 20 s and half a gigabyte, and a repeated rendering asks for
+# files that were accepted before.
 
 _LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "trl", "peft", "pydantic")
 
 
 def ask_once(module: str, request: Mapping[str, Any], ask: Callable[[], list[list[str]]]) -> list[list[str]]:
-    """Return the problems that ``ask`` finds in ``request``, a list for each rendering; wait for other processes.
+    """Return the problems that ``ask`` finds in ``request``, a list for each rendering.
 
     Content without problems is not asked for again with the same libraries and the same source of this package. A
     problem is never kept, because its cause may be outside the content, such as a full disk.
@@ -51,29 +48,10 @@ def ask_once(module: str, request: Mapping[str, Any], ask: Callable[[], list[lis
     accepted = cache_folder() / "checks" / f"{key}.json"
     if accepted.exists():
         return [[] for _ in range(json.loads(accepted.read_text()))]
-    with _slot_of(key):
-        if accepted.exists():  # another process has asked for the same content meanwhile
-            return ask_once(module, request, ask)
-        problems = ask()
-        if not any(problems):
-            write_json(accepted, len(problems))
+    problems = ask()
+    if not any(problems):
+        write_json(accepted, len(problems))
     return problems
-
-
-_CORES, _MEMORY, _SLOTS = 4, 2 << 30, 8
-"""Cores and free bytes for each check that runs at once, and how many do at most: the machine may be a login node."""
-
-
-@contextlib.contextmanager
-def _slot_of(key: str) -> Iterator[None]:
-    """Hold one of the locks of this user's checks; equal content has the same. The kernel releases it at the end."""
-    folder = cache_folder() / "checks"
-    folder.mkdir(parents=True, exist_ok=True)
-    free = psutil.virtual_memory().available // _MEMORY
-    slots = max(1, min(len(os.sched_getaffinity(0)) // _CORES, free, _SLOTS))
-    with (folder / f"lock-{int(key, 16) % slots}").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 @cache

@@ -102,7 +102,7 @@ class Records:
         names: list[str] = []
         model = self.sources.model if self.sources else None
         while model is not None and model.origin is not None:
-            names.insert(0, run_before(model.name) or model.name)
+            names.insert(0, run_before(model.name) or Path(str(self.run.resume_from)).name)
             model = model.origin
         return f" after the {'run' if len(names) == 1 else 'runs'} {' and '.join(names)}" if names else ""
 

@@ -36,7 +36,8 @@ class RunDir:
     fetched = BelowRoot("fetched", "Folder of fetched examples, one folder a split.")
     base_model = BelowRoot(
         "fetched/model",
-        "Folder of another run's model (`model: run:NAME`): copies of config and tokenizer, links to its weights.",
+        "Folder of another run's model (`model: run:NAME`), or a checkpoint's (`resume_from`): copies of config and "
+        "tokenizer, links to its weights.",
     )
     weights_receipt = BelowRoot(
         "fetched/weights.json", "Sizes and checksums of the base model's weights, written once they are here."

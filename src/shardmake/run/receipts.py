@@ -16,7 +16,12 @@ class WeightsReceipt(RunFile):
     """``fetched/weights.json``: the base model's weights are complete."""
 
     made_by: ClassVar[str] = "shardmake fetch NAME"
-    files: dict[str, FileRecord] = Field(description="Files that came from the hub, or the weights of another run.")
+    files: dict[str, FileRecord] = Field(
+        description="Files that came from the hub or a URL, or the weights of another run or a local folder."
+    )
+    changed_at: dict[str, int] = optional(
+        {}, "Time of the last change of each weight file of a local folder, by path: Unix time (ctime) in nanoseconds."
+    )
     merged: str | None = optional(
         None, "SHA-256 of the other run's `model/receipt.json`; None for a model that is not a run's."
     )

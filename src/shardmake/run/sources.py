@@ -7,7 +7,7 @@ a run in progress.
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -15,9 +15,9 @@ from shardmake.config.checks import run_before
 from shardmake.config.models import EvalSource, Run
 from shardmake.core.atomic import digest, sha256
 from shardmake.core.errors import ConfigError, ModelError
-from shardmake.core.manifest import FileRecord
+from shardmake.core.manifest import FileRecord, Manifest, differences, read_named, record
 from shardmake.run.paths import RunDir
-from shardmake.run.receipts import WeightsReceipt
+from shardmake.run.receipts import DataReceipt, WeightsReceipt
 from shardmake.run.record import RunFile, RunRecord, optional
 
 
@@ -37,7 +37,9 @@ class PinnedSource(RunRecord):
         description="Files from the hub or a URL by name; empty for a local path. Weights at a URL have no digest.",
     )
     content: str | None = Field(None, description="Digest of a local model's config and code; None for the hub.")
-    origin: "PinnedSource | None" = optional(None, "For another run's model: the model from which that run starts.")
+    origin: "PinnedSource | None" = optional(
+        None, "For another run's model, or a checkpoint's: the model from which that training started."
+    )
 
     @property
     def first(self) -> "PinnedSource":
@@ -53,6 +55,13 @@ class Sources(RunFile):
     model: PinnedSource = Field(description="The base model.")
     train: list[PinnedSource] = Field(description="The sources of the training examples, in the configured order.")
     eval: list[PinnedSource] = Field([], description="The sources of the evaluation examples, if configured.")
+
+
+def model_before(rundir: RunDir, model: PinnedSource) -> RunDir | None:
+    """Return the folder of the finished model that ``model`` links: another run's, or a merged checkpoint."""
+    if (name := run_before(model.name)) is not None:
+        return rundir.sibling(name)
+    return RunDir(rundir.fetched / "checkpoint") if model.origin is not None else None
 
 
 def read_sources(rundir: RunDir) -> Sources | None:
@@ -121,16 +130,54 @@ def missing_files(source: PinnedSource) -> list[str]:
 
 
 def require_weights(rundir: RunDir) -> None:
-    """Raise `ModelError` if the fetched model is incomplete or outdated, before any rank starts."""
+    """Raise `ModelError` if the fetched model is incomplete or outdated, before any rank starts.
+
+    Of a local model, only files that were written since the fetch are read.
+    """
     sources = read_sources(rundir)
     if sources is None:
         return
-    if (before := run_before(sources.model.name)) is not None:
-        _require_current(rundir, rundir.sibling(before))
+    if (before := model_before(rundir, sources.model)) is not None:
+        _require_current(rundir, before)
     if missing := missing_files(sources.model):
         raise ModelError(
             f"{len(missing)} files of {sources.model.name} are missing ({', '.join(missing[:3])}). "
             f"Fetch them first: shardmake fetch {rundir.name}"
+        )
+    receipt = WeightsReceipt.read_if_exists(rundir.weights_receipt)
+    if receipt and receipt.changed_at:
+        files, times = recorded_weights(rundir), receipt.changed_at
+        refuse_changed(rundir, {name: files[name] for name in files if times.get(name) != _change_time(Path(name))})
+
+
+def _change_time(path: Path) -> int | None:
+    """Return the time of the last change of a file, which no program can set; None if there is no file."""
+    return path.stat().st_ctime_ns if path.is_file() else None
+
+
+def recorded_weights(rundir: RunDir) -> Manifest:
+    """Return the files of the base model by path, as `shardmake fetch` recorded them; empty if it was not run."""
+    sources, receipt = read_sources(rundir), WeightsReceipt.read_if_exists(rundir.weights_receipt)
+    files = receipt.files if receipt else {}
+    folder = Path(sources.model.path).absolute() if sources else Path()
+    return {str(folder / name): entry for name, entry in files.items()} if sources else {}
+
+
+def recorded_data(rundir: RunDir, *splits: Literal["train", "eval"]) -> Manifest:
+    """Return the files of the tokenized data by path, as `shardmake data` recorded them."""
+    receipt = DataReceipt.read_if_exists(rundir.data_receipt)
+    files = [file for split in splits for file in getattr(receipt, split).files] if receipt else []
+    return {str(rundir.data / file.path): FileRecord(file.bytes, file.sha256) for file in files}
+
+
+def refuse_changed(rundir: RunDir, expected: Manifest) -> None:
+    """Read the files ``expected``, by path, and raise `ModelError` if one is not as it was recorded."""
+    present = [name for name in expected if Path(name).is_file()]
+    if changed := differences(expected, read_named(Path(), present, record)):
+        raise ModelError(
+            f"A file differs from the record of run {rundir.name}: {changed[0]}. Other weights or data than planned "
+            f"would be used. Restore the file, or take what is there now (shardmake fetch {rundir.name} --part "
+            f"weights, or shardmake data {rundir.name}) and train from the start."
         )
 
 
@@ -147,12 +194,12 @@ def _require_current(rundir: RunDir, before: RunDir) -> None:
 
 
 def content_of_model(rundir: RunDir) -> str | None:
-    """Return a digest of a model that can change under its name: the weights of another run, or a local config.
+    """Return a digest of a model that can change under its name: that of another run, or a local one.
 
     None for a model of the hub, and if nothing was fetched.
     """
-    sources = read_sources(rundir)
-    if sources is None or sources.model.origin is None:
+    sources, receipt = read_sources(rundir), WeightsReceipt.read_if_exists(rundir.weights_receipt)
+    if sources is None or (sources.model.origin is None and not (receipt and receipt.changed_at)):
         return sources.model.content if sources else None
-    weights = WeightsReceipt.read(rundir.weights_receipt).files
+    weights = (receipt or WeightsReceipt.read(rundir.weights_receipt)).files
     return digest({"description": sources.model.content, **{name: one.sha256 for name, one in weights.items()}})

@@ -1,6 +1,8 @@
 """Snakemake's log records of a requested stop, and of failures beside it."""
 
 import logging
+import subprocess
+import sys
 from enum import Enum, auto
 from pathlib import Path
 
@@ -89,3 +91,14 @@ def test_a_failure_beside_a_stop_is_reported_as_snakemake_does(tmp_path: Path) -
     assert len(found) == 5 and "status 2" in found[0] and found[-1].startswith(f"{END}\ntrain of b failed, see logs")
     other = record("Error in rule plan_run", event=Event.JOB_ERROR, shellcmd="shardmake plan c")
     assert printed(StopFilter(tmp_path), *failure("a", 3), other, *the_end())[-1] == END
+
+
+def test_a_lock_is_explained_with_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["/venv/bin/snakemake", "--profile", "slurm", "--config", "runs={a b}"])
+    (left,) = printed(StopFilter(), record("LockException:\nError: Directory cannot be locked. Please make sure"))
+    command = "snakemake --profile slurm --config 'runs={a b}'"
+    assert left.endswith(f"remove the lock and start again: {command} --unlock && {command}")
+    with subprocess.Popen([sys.executable, "-c", "input()", "snakemake"], stdin=subprocess.PIPE) as other:
+        (held,) = printed(StopFilter(), record("Error: Directory cannot be locked."))
+        assert held.startswith(f"Error: Another Snakemake works in {tmp_path}: process {other.pid} (")

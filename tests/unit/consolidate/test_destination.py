@@ -178,7 +178,7 @@ def test_interrupted_merge_says_where_it_resumes(
 @pytest.mark.parametrize("killed", ["before", "after"])
 def test_file_system_without_exchange(monkeypatch: pytest.MonkeyPatch, killed: str) -> None:
     """As on NFS: the merge renames twice. The next merge finishes what a kill between or after them left."""
-    monkeypatch.setattr(staging, "_exchange", lambda *_: False)
+    monkeypatch.setattr(staging, "exchange", lambda *_: False)
     run("model")
     complete = content(Path("model"))
     Path("model").rename(".model.replaced")

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from shardmake.config.models import Cluster
-from shardmake.core.disk import check_save, free_space, mount_of, quota_left, tree_size
+from shardmake.core.disk import FreeSpace, check_save, free_space, mount_of, quota_left, tree_size
 from shardmake.core.errors import DiskFullError
 from shardmake.plan.stage import describe_checkpoints
 from shardmake.run.disk_budget import check_run, checkpoint_size
@@ -13,6 +13,7 @@ from shardmake.run.plan import PlaceEstimate
 from tests.finished_run import MEMORY, make_plan, make_run, make_rundir
 
 TIB = 1 << 40
+NONE = 1 << 62
 
 
 def with_disk_terms(rundir: RunDir, **terms: int) -> None:
@@ -69,25 +70,29 @@ def test_a_quota_below_the_free_space_is_the_limit(tmp_path: Path, monkeypatch: 
     )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
-    assert (free_space(tmp_path).free, free_space(tmp_path).limit) == (100 * 1024, f"your quota on {point}")
+    assert free_space(tmp_path) == FreeSpace(100 * 1024, f"your quota on {point}")
+    tool.write_text(f"#!/bin/sh\necho '{device} 900 0 0 0 9999* 0 10000 0'\n")
+    with pytest.raises(DiskFullError, match=rf"has only 1 files left \(your quota on {point}\)\. Free some"):
+        check_save(tmp_path, 1)
 
 
 @pytest.mark.parametrize(
     ("row", "left"),
     [
-        ("/dev/sdb1 1000 2000 3000 0 5 0 0", [2000 * 1024]),
-        ("/dev/sdb1 1000 2000 0 0 5 0 0", [1000 * 1024]),
-        ("/dev/sdb1 3500* 2000 3000 6days 5 0 0", [0]),
-        ("/dev/sdb1 1000 0 0 5 0 0", []),
-        ("/dev/sdc1 1000 2000 3000 5 0 0", []),
-        ("/dev/sdb1\n   1000 2000 3000 - 5 0 0 -", [2000 * 1024]),
-        ("/dev/sdb1 [1000]* 2000 [3000] - 5 0 0 -", [2000 * 1024]),
+        ("/dev/sdb1 1000 2000 3000 0 5 0 0 0", [(2000 * 1024, NONE)]),
+        ("/dev/sdb1 1000 2000 0 0 5 0 0 0", [(1000 * 1024, NONE)]),
+        ("/dev/sdb1 3500* 2000 3000 1764300000 5 0 9 0", [(0, 4)]),
+        ("/dev/sdb1 1000 0 0 0 9* 8 0 1764300000", [(NONE, 0)]),
+        ("/dev/sdb1 1000 0 0 0 5 0 0 0", []),
+        ("/dev/sdc1 1000 2000 3000 0 5 0 0 0", []),
+        ("/dev/sdb1\n   1000 2000 3000 - 5 0 0 -", [(2000 * 1024, NONE)]),
+        ("/dev/sdb1 [1000]* 2000 [3000] - 5 0 0 -", [(2000 * 1024, NONE)]),
         ("/dev/sdb1 - - - - 5 0 0 -", []),
         ("/dev/sdb1 1000", []),
         ("", []),
     ],
 )
-def test_rows_of_quota(row: str, left: list[int]) -> None:
+def test_rows_of_quota(row: str, left: list[tuple[int, int]]) -> None:
     header = "Disk quotas for user ada (uid 1000):\n     Filesystem  blocks   quota   limit   grace   files\n"
     assert quota_left(header + row, "/dev/sdb1") == left
 

@@ -3,11 +3,13 @@
 import os
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from shardmake.core.process import absolute_python_path, wait_for_output
+from shardmake.core.errors import DataError, ShardmakeError
+from shardmake.core.process import absolute_python_path, wait_for_output, within_limits
 
 
 def test_path_of_a_child_in_another_folder_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -37,3 +39,27 @@ def test_a_process_that_cannot_be_killed_does_not_block_the_caller() -> None:
     assert killed and time.monotonic() - started < 3
     process.terminate()
     process.communicate()
+
+
+def fail() -> None:
+    raise DataError("line 3 is not JSON")
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda: time.sleep(60), r"^Rendering failed: it took longer than 1 s\. .*Use another one"),
+        (lambda: [0] * 10**9, r"^Rendering failed: it needed more than 64 MiB\."),
+        (lambda: os._exit(9), r"^Rendering failed: a library ended the process with status 9\."),
+        (lambda: os._exit(0), r"^Rendering failed: a library ended the process with status 0\."),
+        (os.abort, r"^Rendering failed: a library ended the process with status -6\."),
+        (fail, r"^line 3 is not JSON$"),
+    ],
+    ids=["sleeps", "allocates", "exits", "exits with 0", "aborts", "refuses"],
+)
+def test_a_child_within_limits_ends_in_a_sentence(function: Callable[[], object], message: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(ShardmakeError, match=message):
+        within_limits("Rendering", function, seconds=1, memory=64 << 20)
+    assert time.monotonic() - started < 30
+    assert within_limits("Rendering", lambda: ["ok"], seconds=60) == ["ok"]

@@ -6,10 +6,18 @@ from typing import Any
 
 import pytest
 
+from shardmake.config.models import Run
 from shardmake.core.errors import ConfigError, ModelError
 from shardmake.fetch.stage import fetch
 from shardmake.run.paths import RunDir
-from shardmake.run.sources import Sources, content_of_model, localize, read_sources, require_weights
+from shardmake.run.sources import (
+    Sources,
+    content_of_model,
+    localize,
+    read_sources,
+    recorded_weights,
+    require_weights,
+)
 from tests.finished_run import make_run, write_model
 
 CONFIG = {
@@ -164,3 +172,24 @@ def test_a_damaged_model_is_refused(tmp_path: Path) -> None:
     (chat.model / "model-00002-of-00002.safetensors").write_bytes(b"TWO")
     with pytest.raises(ModelError, match=r"not the one that was verified: model-00002-of-00002.safetensors has other"):
         fetch(next_run(tmp_path), following)
+
+
+def test_weights_of_a_checkpoint_are_merged_and_linked(tmp_path: Path) -> None:
+    following, base = make_runs(tmp_path)[1], tmp_path / "base"
+    run = make_run(model=str(base), resume_from="checkpoint-3", data={"train": str(tmp_path / "train.jsonl")})
+
+    def merge(_: Run, found: Path, out: Path) -> None:
+        assert (found, out.parent.parent) == (base, following.fetched)
+        write_model(RunDir(out.parent), MERGED)
+
+    sources = fetch(run, following, "description", merge)
+    assert sources.model.origin is not None and sources.model.first.name == str(base)
+    assert localize(run, following).model == str(following.base_model)
+    with pytest.raises(ModelError, match=r"Training was not started: .*shardmake fetch next --part weights"):
+        require_weights(following)
+    fetch(run, following, "weights", merge)
+    require_weights(following)
+    assert (following.base_model / "model-00001-of-00002.safetensors").read_bytes() == b"one"
+    assert recorded_weights(following).keys() == {
+        str(following.base_model / name) for name in MERGED if "model" in name
+    }

@@ -8,11 +8,12 @@ import pytest
 from shardmake.core.atomic import read_json
 from shardmake.core.disk import FreeSpace
 from shardmake.core.errors import ShardmakeError
-from shardmake.core.manifest import read_folder
+from shardmake.core.manifest import read_folder, record
 from shardmake.fetch.model import check_model_folder, choose_files
 from shardmake.fetch.stage import fetch
 from shardmake.run.paths import RunDir
-from shardmake.run.sources import Sources, localize, read_sources, require_weights
+from shardmake.run.receipts import WeightsReceipt
+from shardmake.run.sources import Sources, content_of_model, localize, read_sources, require_weights
 from tests.finished_run import make_run
 from tests.hub import READER, STRANGER, FakeHub
 
@@ -254,3 +255,37 @@ def test_an_empty_folder_lacks_its_weights(tmp_path: Path) -> None:
 )
 def test_only_what_loading_needs_is_fetched(there: list[str], chosen: list[str]) -> None:
     assert choose_files(there) == chosen
+
+
+def test_weights_of_a_folder_are_read_once_for_all_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level("INFO", "shardmake")
+    base, run = tmp_path / "base", make_run(model="base", data={"train": "train.jsonl"})
+    base.mkdir()
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    for name, content in FILES.items():
+        (base / name).write_bytes(content)
+    first, second = RunDir(tmp_path / "runs/one"), RunDir(tmp_path / "runs/two")
+    read: list[int] = []
+    for rundir in (first, second):
+        caplog.clear()
+        fetch(run, rundir)
+        assert WeightsReceipt.read(rundir.weights_receipt).files == {name: record(base / name) for name in SHARDS}
+        read.append(sum("Reading the weights" in message for message in caplog.messages))
+        require_weights(rundir)
+    assert read == [1, 0]
+    identity, shard = content_of_model(first), base / min(SHARDS)
+    assert identity == content_of_model(second)
+    shard.write_bytes(b"!" + shard.read_bytes()[1:])
+    with pytest.raises(ShardmakeError, match=rf"{shard} has other content\..*--part weights.*train from the start"):
+        require_weights(first)
+    fetch(run, first)
+    require_weights(first)
+    assert content_of_model(first) != identity, "its checkpoints are of another base model"
+    earlier = WeightsReceipt(files={})
+    earlier.write(second.weights_receipt)
+    second.checkpoints.mkdir(parents=True)
+    fetch(run, second)
+    assert WeightsReceipt.read(second.weights_receipt) == earlier, "a training of an older version resumes"

@@ -15,23 +15,33 @@ from shardmake.run.paths import BelowRoot, RunDir
 from shardmake.run.record import RunFile, _unsealed, check_format, read_record
 from tests.unit.plans import make_cluster, make_plan, make_run
 
+PATHS = [value.path for value in vars(RunDir).values() if isinstance(value, BelowRoot)]
+AT_TOP = [path for path in PATHS if "/" not in path]
+STAGES = ["fetch", "plan", "render", "data", "train", "consolidate", "evaluate", "push", "report", "stop", "cancel"]
 
-@pytest.mark.parametrize("name", [name for name, value in vars(RunDir).items() if isinstance(value, BelowRoot)])
-@pytest.mark.parametrize("stage", ["data", "train", "consolidate"])
-def test_a_stage_follows_no_link(stage: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.mark.parametrize(
+    ("stage", "paths"),
+    [(stage, [path]) for stage in ("data", "train", "consolidate") for path in PATHS]
+    + [(one, AT_TOP) for one in STAGES],
+    ids=lambda value: value if isinstance(value, str) else value[0] if len(value) == 1 else "all",
+)
+def test_a_stage_follows_no_link(stage: str, paths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody else's data may lie there, or a person's own on a larger disk."""
     monkeypatch.chdir(tmp_path)
     write_json(Path("cluster.json"), make_cluster().model_dump(mode="json", exclude_unset=True))
     runs = {"chat": make_run().model_dump(mode="json", exclude_unset=True)}
     write_json(Path("config.json"), {"cluster": "cluster.json", "runs": runs})
-    path, theirs = getattr(RunDir(Path("runs/chat")), name), tmp_path / "theirs"
-    for folder in (theirs / "train", path.parent):
-        folder.mkdir(parents=True)
+    theirs, links = tmp_path / "theirs", [Path("runs/chat", path) for path in paths]
+    (theirs / "train").mkdir(parents=True)
     (theirs / "train/thesis.txt").write_text("years of work")
-    path.symlink_to(theirs)
+    for link in links:
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(theirs)
     result = CliRunner().invoke(app, [stage, "chat", "--config", "config.json"])
     assert isinstance(result.exception, ShardmakeError) and "is a link to" in str(result.exception)
-    assert (theirs / "train/thesis.txt").read_text() == "years of work" and path.is_symlink()
+    assert [str(path.relative_to(theirs)) for path in theirs.rglob("*")] == ["train", "train/thesis.txt"]
+    assert (theirs / "train/thesis.txt").read_text() == "years of work" and all(link.is_symlink() for link in links)
 
 
 @given(beat=st.builds(Heartbeat, time=st.floats(allow_nan=False), median_step_seconds=st.floats(allow_nan=False)))
