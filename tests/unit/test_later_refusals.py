@@ -45,6 +45,7 @@ TABLE: dict[str, Why | str] = {
     "checkpoint/formats/lora.py:merge": Why.COMMAND,
     "checkpoint/formats/lora.py:read_settings": "plan/inspect_model.py:_unmergeable",
     "checkpoint/formats/lora.py:split": "plan/inspect_model.py:_unmergeable",
+    "checkpoint/formats/models.py": R,
     "checkpoint/formats/nvme_swap.py": R,
     "checkpoint/formats/pickle_machine.py": R,
     "checkpoint/formats/pickle_names.py": R,

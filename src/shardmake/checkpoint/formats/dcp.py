@@ -7,7 +7,7 @@
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor, box_pieces, is_extra_state
 from shardmake.checkpoint.formats.dtypes import FROM_TORCH, ITEM_SIZE, Target
+from shardmake.checkpoint.formats.models import names_of_model
 from shardmake.checkpoint.formats.pickle_machine import Inert, Name
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.checkpoint.formats.unpickle import load_plain, numel
@@ -195,22 +196,14 @@ def _place(path: Path, index: Any, info: Any) -> tuple[tuple[str, Shape], Stored
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
 """Accelerate's names for the only model and its optimizer."""
 METADATA = ".metadata"
-_MODEL = "model"
-NO_WEIGHTS = re.compile(r"optim.*|lr_.*|schedulers?|train_state|dataloader.*|loops|callbacks|.*rng.*")
-"""Levels beside the weights in checkpoints of torchtitan, Lightning and users' own loops."""
 _RANK = re.compile(r"__(\d+)_")
 
 
-def recognise(path: Path) -> Path | None:
-    """Return the folder of a DCP checkpoint, complete or not: ``path`` or Accelerate's folder in it."""
-    models = sorted(it.name for it in path.glob("pytorch_model_fsdp_*") if it.is_dir())
-    if len(models) > 1:
-        raise CheckpointError(
-            f"{path} holds several models ({', '.join(models)}). Which one is meant is not recorded. Name the folder "
-            f"of one: {path / models[0]}"
-        )
-    candidates = (path, *(path / name for name in models))
-    return next((it for it in candidates if (it / METADATA).is_file() or any(it.glob("*.distcp"))), None)
+def find(path: Path) -> dict[str, Path]:
+    """Return the folders of DCP checkpoints, complete or not, by name: ``path``, or those of Accelerate in it."""
+    if (path / METADATA).is_file() or any(path.glob("*.distcp")):
+        return {"": path}
+    return {it.name: it for it in sorted(path.glob("pytorch_model_fsdp_*")) if it.is_dir()}
 
 
 def read(folder: Path, target: Target = "keep", key: str | None = None) -> Contents:
@@ -222,81 +215,20 @@ def read(folder: Path, target: Target = "keep", key: str | None = None) -> Conte
     if not (folder / METADATA).is_file():
         raise CheckpointError(f"{folder} has no .metadata. The checkpoint was not finished. Use an older checkpoint.")
     metadata = read_metadata(folder / METADATA)
-    names = _model_names(folder, metadata, key)
+    tensors = {fqn for fqn, entry in metadata.entries.items() if entry is not None}
+    names = names_of_model(metadata.paths, tensors, key, folder)
     _check_files(folder, metadata.places.values())
-    others = {fqn for fqn, name in names.items() if metadata.entries[fqn] is None and is_extra_state(name)}
-    tensors = [_read_tensor(folder, name, fqn, metadata) for fqn, name in names.items() if fqn not in others]
+    others = {fqn for fqn, name in names.items() if fqn not in tensors and is_extra_state(name)}
+    held = [_read_tensor(folder, name, fqn, metadata) for fqn, name in names.items() if fqn not in others]
     ranks = {match[1] for place in metadata.places.values() if (match := _RANK.match(place.file))}
     return Contents(
         format="torch DCP (FSDP)",
         folder=folder,
         step=None,
         world_size=max(len(ranks), 1),
-        tensors={tensor.name: tensor for tensor in tensors},
+        tensors={tensor.name: tensor for tensor in held},
         left_out=tuple(sorted(names[fqn] for fqn in others)),
     )
-
-
-def _model_names(folder: Path, metadata: DcpMetadata, key: str | None) -> dict[str, str]:
-    """Return the name of each of the model's tensors by the checkpoint's name.
-
-    If the saved dictionary has a level ``model``, the model is below that level. Otherwise it is the whole dictionary
-    without optimizer, scheduler and the like; a single level that holds everything else is not part of the names.
-
-    Raises:
-        CheckpointError: The checkpoint holds several models and ``key`` does not name one, or ``key`` names none.
-    """
-    models = _models(metadata)
-    names = ", ".join(sorted(filter(None, models)))
-    chosen = {name: found for name, found in models.items() if key is None or name == key}
-    if len(chosen) > 1:
-        raise CheckpointError(
-            f"{folder} holds several models ({names}). Which one is meant is not recorded. Name one with --key."
-        )
-    if not chosen:
-        raise CheckpointError(f"{folder} holds no model {key!r}. Leave out --key, or name one of: {names or 'none'}.")
-    return {fqn: ".".join(path) for found in chosen.values() for fqn, path in found.items()}
-
-
-Paths = dict[str, tuple[str, ...]]
-"""The levels of each tensor's name in its model, by the checkpoint's name."""
-
-
-def _models(metadata: DcpMetadata) -> dict[str, Paths]:
-    """Return the paths of each model's tensors by its key: the levels above them, joined by dots."""
-    found: dict[str, Paths] = {}
-    for fqn, path in metadata.paths.items():
-        level = path[:2].index(_MODEL) + 1 if _MODEL in path[:2] else 0
-        if level and len(path) > level:
-            found.setdefault(".".join(path[:level]), {})[fqn] = path[level:]
-    rest = _without_training_state(metadata)
-    levels: dict[str, Paths] = {}
-    for fqn, path in rest.items():
-        if len(path) > 1 and _MODEL not in path[:2]:
-            levels.setdefault(path[0], {})[fqn] = path[1:]
-    if not found:
-        is_nested = sum(map(len, levels.values())) == len(rest)
-        several = is_nested and len(levels) > 1 and any(_is_same_model(held, levels) for held in levels.values())
-        if several:
-            return levels
-        return levels if is_nested and len(levels) == 1 else {"": rest}
-    return found | {name: held for name, held in levels.items() if _is_same_model(held, found)}
-
-
-def _is_same_model(held: Paths, models: Mapping[str, Paths]) -> bool:
-    """Return True if one of the other ``models`` has a tensor of the same name, as a copy of averages has."""
-    names = set(held.values())
-    return any(names & set(other.values()) for other in models.values() if other is not held)
-
-
-def _without_training_state(metadata: DcpMetadata) -> Paths:
-    """Return the paths without training states, and without values such as a step beside the weights."""
-    return {
-        fqn: path
-        for fqn, path in metadata.paths.items()
-        if not (len(path) > 1 and NO_WEIGHTS.fullmatch(path[0]))
-        and (metadata.entries[fqn] is not None or is_extra_state(fqn))
-    }
 
 
 def _check_files(folder: Path, places: Iterable[StoredBox]) -> None:

@@ -36,26 +36,20 @@ def inner_folder(checkpoint: Path) -> Path:
     return named_folder(checkpoint / "latest")
 
 
-def recognise(path: Path) -> Path | None:
-    """Return DeepSpeed's inner folder (``global_stepN``): ``path`` itself, the one in ``latest``, or the only one."""
+def find(path: Path) -> dict[str, Path]:
+    """Return DeepSpeed's inner folders by name: ``path``, the one in ``latest``, or all of several models or steps."""
     if _holds_states(path):
-        return path
-    latest = path / "latest"
-    if latest.is_file():
-        tag = inner_folder(path)
-        if not tag.is_dir() or not _holds_states(tag):
-            raise CheckpointError(
-                f"{latest} names {tag.name}, which is not a complete checkpoint. Use an older checkpoint."
-            )
-        models = sorted(it.name for it in path.glob("pytorch_model*") if it.is_dir() and _holds_states(it))
-        if tag.name in models and len(models) > 1:  # accelerator.save_state of several models
-            raise CheckpointError(f"{path} holds several models ({', '.join(models)}). Name the folder of one of them.")
-        return tag
-    tags = [entry for entry in path.iterdir() if entry.is_dir() and _holds_states(entry)]
-    if len(tags) > 1:
-        names = ", ".join(sorted(tag.name for tag in tags))
-        raise CheckpointError(f"{path} holds several checkpoints ({names}) and no file 'latest'. Name one of them.")
-    return tags[0] if tags else None
+        return {path.name: path}
+    tags = {entry.name: entry for entry in sorted(path.iterdir()) if entry.is_dir() and _holds_states(entry)}
+    models = [name for name in tags if name.startswith("pytorch_model")]  # accelerator.save_state; latest has one
+    if not (path / "latest").is_file() or len(models) > 1:
+        return tags
+    tag = inner_folder(path)
+    if tag.name not in tags:
+        raise CheckpointError(
+            f"{path / 'latest'} names {tag.name}, which is not a complete checkpoint. Use an older checkpoint."
+        )
+    return {tag.name: tag}
 
 
 def _holds_states(folder: Path) -> bool:

@@ -157,7 +157,7 @@ def _convert(checkpoint: Path, record: CheckpointRecord, target: Path, strategy:
 def _read_states(checkpoint: Path, record: CheckpointRecord) -> "States":
     from shardmake.checkpoint.reshard.states import states_of_fsdp, states_of_zero
 
-    if dcp.recognise(checkpoint):
+    if dcp.find(checkpoint):
         return states_of_fsdp(checkpoint, record.step)
     return states_of_zero(checkpoint)
 
