@@ -38,7 +38,7 @@ ZERO = {
 }
 FSDP = {
     2: ("trainer-tied", "tied-bf16", "optim", "perrank-tied"),
-    3: ("plain", "flat-bf16", "fsdp1"),
+    3: ("plain", "flat-bf16", "fsdp1", "verl-tied"),
     4: ("tp",),
 }
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

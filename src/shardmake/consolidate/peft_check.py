@@ -84,7 +84,7 @@ def _merge(
     modules: dict[str, tuple[str, list[int]]] = {}
     adapter: dict[str, Block] = {}
     for tensor, update in batch:
-        rows = update.settings.tokens(update.module) if isinstance(update, TokenUpdate) else []
+        rows = update.rows if isinstance(update, TokenUpdate) else []
         begin = min(rows, default=0)
         end = min(tensor.shape[0], begin + max(1, elements // tensor.shape[1]))
         samples[update.module] = (tensor.name, begin, read_array(tensor.rows(begin, end)))

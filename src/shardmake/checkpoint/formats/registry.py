@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardmake.checkpoint.formats import dcp, fsdp_per_rank, huggingface, lora, single_file, universal, zero
+from shardmake.checkpoint.formats import dcp, fsdp_per_rank, huggingface, lora, single_file, zero
 from shardmake.checkpoint.formats.contents import Contents
 from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.checkpoint.formats.models import choose
@@ -34,7 +34,7 @@ class Layout:
     Attributes:
         name: What writes it.
         sign: The files that show it.
-        find: Returns what to read for each model that a path holds, by key; empty if it is no such checkpoint.
+        find: Returns what to read for each model that a path holds, by key; empty for another path.
         read: Reads it for a merged model of the given type; of several models in it, the one at a key. None: refused.
         instead: What to do with a layout that is refused.
     """
@@ -70,7 +70,7 @@ LAYOUTS: list[Layout] = [
         instead="Convert it with transformers' convert_llama_weights_to_hf.py.",
     ),
     Layout("Accelerate's several models", "model_1.safetensors", single_file.find_several, single_file.read),
-    Layout("DeepSpeed universal", "zero/*/fp32.pt", _one(universal.recognise), _whole(universal.read)),
+    Layout("DeepSpeed universal", "zero/*/fp32.pt", _one(zero.recognise_universal), _whole(zero.read_universal)),
     Layout("DeepSpeed", "global_step*, *_states.pt", zero.find, _whole(zero.read)),
     Layout("DCP", ".metadata, *.distcp", dcp.find, dcp.read),
     Layout("ranks", " or ".join(fsdp_per_rank.NAMES), _one(fsdp_per_rank.recognise), fsdp_per_rank.read),

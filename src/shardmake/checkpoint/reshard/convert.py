@@ -10,7 +10,7 @@ from shardmake.checkpoint import store
 from shardmake.checkpoint.formats import dcp
 from shardmake.checkpoint.formats.nvme_swap import rank_folder
 from shardmake.checkpoint.formats.pickle_names import refuse_foreign_names
-from shardmake.checkpoint.formats.universal import inner_folder, is_universal
+from shardmake.checkpoint.formats.zero import is_universal, universal_folder
 from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, find_problems, list_files, read_record
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.atomic import read_json, write_json
@@ -99,7 +99,7 @@ def reshard(checkpoint: Path, out: Path, strategy: str | None, ranks: int) -> Ch
         done = _write(checkpoint, record, out, strategy, ranks)
     if STRATEGY_SPECS[strategy].uses_nvme:  # DeepSpeed copies the swap files from these folders, which are empty
         for rank in range(ranks):
-            rank_folder(inner_folder(out), rank).mkdir(parents=True, exist_ok=True)
+            rank_folder(universal_folder(out), rank).mkdir(parents=True, exist_ok=True)
     return done
 
 
