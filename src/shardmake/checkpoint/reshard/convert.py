@@ -11,7 +11,14 @@ from shardmake.checkpoint.formats import dcp
 from shardmake.checkpoint.formats.nvme_swap import rank_folder
 from shardmake.checkpoint.formats.pickle_names import refuse_foreign_names
 from shardmake.checkpoint.formats.zero import is_universal, universal_folder
-from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, find_problems, list_files, read_record
+from shardmake.checkpoint.record import (
+    RECORD_NAME,
+    CheckpointRecord,
+    find_problems,
+    list_files,
+    read_record,
+    refuse_unlisted,
+)
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.atomic import read_json, write_json
 from shardmake.core.disk import check_save
@@ -80,6 +87,7 @@ def reshard(checkpoint: Path, out: Path, strategy: str | None, ranks: int) -> Ch
         raise CheckpointError(
             f"{checkpoint} is not a complete Shardmake checkpoint: {'; '.join(problems)}. Use an older checkpoint."
         )
+    refuse_unlisted(checkpoint, record)
     refuse_foreign_names(checkpoint, record.files)
     strategy = strategy or record.strategy
     found = find_route(record, checkpoint, strategy, ranks)
