@@ -69,8 +69,8 @@ class PeftUpdate(Update):
             )
         if weight is not None and any(piece.runs > 1 for piece in weight.pieces):
             raise CheckpointError(
-                f"Cannot merge the adapter: {self.module} is sharded in two dimensions. Merge the base model first, "
-                "then the adapter into the result."
+                f"Cannot merge the adapter: {self.module} is sharded in two dimensions. Write the adapter alone with "
+                "--adapter, then merge that into the base model."
             )
         return self
 
