@@ -8,7 +8,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -70,15 +70,6 @@ OLDER = "Use an older checkpoint, or copy this one again."
 
 
 @dataclass(frozen=True, slots=True)
-class StoredBox:
-    """The byte range ``[offset, offset + length)`` of a file, with the archive of one box."""
-
-    file: str
-    offset: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
 class TensorEntry:
     """A tensor by its type, shape and boxes; ``dtype`` is torch's name if safetensors files do not have the type."""
 
@@ -94,12 +85,12 @@ class DcpMetadata:
     Attributes:
         entries: By name, a tensor, or None for another object.
         paths: By name, its levels in the saved dictionary.
-        places: By name and offsets, where a box is stored; other objects have the offsets ``()``.
+        places: By name and offsets, the archive of a box; other objects have the offsets ``()``.
     """
 
     entries: dict[str, TensorEntry | None]
     paths: dict[str, tuple[str, ...]]
-    places: dict[tuple[str, Shape], StoredBox]
+    places: dict[tuple[str, Shape], ZipRecord]
 
 
 def read_metadata(path: Path) -> DcpMetadata:
@@ -114,7 +105,8 @@ def read_metadata(path: Path) -> DcpMetadata:
         stored = _is(metadata.storage_data, dict, "storage_data")
         planner = _is(metadata.planner_data or {}, dict, "planner_data")
         paths = {_is(name, str, "a name"): _levels(name, planner) for name in entries}
-        places = dict(_place(path, *item) for item in _emptied(stored))
+        files: dict[str, Path] = {}
+        places = dict(_place(path.parent, files, *item) for item in _emptied(stored))
         return DcpMetadata({name: _entry(name, entry) for name, entry in _emptied(entries)}, paths, places)
     except _UnexpectedError as error:
         raise CheckpointError(
@@ -139,8 +131,9 @@ def _emptied(held: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
         yield held.popitem()
 
 
-def _shape(value: Any, what: str) -> Shape:
-    if not isinstance(value, tuple) or not all(isinstance(size, int) and size >= 0 for size in value):
+def _shape(value: Any, what: str, dimensions: int | None = None) -> Shape:
+    value = _is(value, tuple, what)
+    if not all(isinstance(size, int) and size >= 0 for size in value) or dimensions not in (None, len(value)):
         raise _UnexpectedError(what)
     return value
 
@@ -156,41 +149,30 @@ def _levels(name: str, planner: dict[Any, Any]) -> tuple[str, ...]:
 
 
 def _entry(name: str, entry: Any) -> TensorEntry | None:
+    """Return a tensor, None for another object; torch pickles the properties as a tuple that begins with the type."""
     entry = _is(entry, Inert, name)
     if entry.kind.name == "BytesStorageMetadata":
         return None
-    shape = _shape(entry.size, f"the size of {name}")
-    boxes = tuple(_box(name, chunk, len(shape)) for chunk in _is(entry.chunks, list, f"chunks of {name}"))
-    return TensorEntry(_dtype(name, _is(entry.properties, Inert, f"properties of {name}")), shape, boxes)
-
-
-def _box(name: str, chunk: Any, dimensions: int) -> Box:
-    chunk = _is(chunk, Inert, f"a chunk of {name}")
-    box = (_shape(chunk.offsets, f"an offset of {name}"), _shape(chunk.sizes, f"a size of {name}"))
-    if not len(box[0]) == len(box[1]) == dimensions:
-        raise _UnexpectedError(f"a chunk of {name}")
-    return box
-
-
-def _dtype(name: str, properties: Inert) -> str:
-    """Return the type; torch pickles the properties as a tuple that begins with it."""
+    shape, what = _shape(entry.size, f"the size of {name}"), f"a chunk of {name}"
+    chunks = (_is(chunk, Inert, what) for chunk in _is(entry.chunks, list, f"chunks of {name}"))
+    boxes = ((_shape(chunk.offsets, what, len(shape)), _shape(chunk.sizes, what, len(shape))) for chunk in chunks)
+    properties = _is(entry.properties, Inert, f"properties of {name}")
     state = properties.state
     dtype = state[0] if isinstance(state, tuple) and state and isinstance(state[0], Name) else properties.dtype
-    dtype = _is(dtype, Name, f"the type of {name}")
-    return FROM_TORCH.get(dtype.name, dtype.name)
+    dtype = _is(dtype, Name, f"the type of {name}").name
+    return TensorEntry(FROM_TORCH.get(dtype, dtype), shape, tuple(boxes))
 
 
-def _place(path: Path, index: Any, info: Any) -> tuple[tuple[str, Shape], StoredBox]:
+def _place(folder: Path, files: dict[str, Path], index: Any, info: Any) -> tuple[tuple[str, Shape], ZipRecord]:
     name = _is(_is(index, Inert, "an index").fqn, str, "fqn of an index")
     info, what = _is(info, Inert, f"the place of {name}"), f"the place of {name}"
-    place = StoredBox(_is(info.relative_path, str, what), _is(info.offset, int, what), _is(info.length, int, what))
-    if place.offset < 0 or place.length < 0 or "/" in place.file or "\0" in place.file:
+    file, offset, length = _is(info.relative_path, str, what), _is(info.offset, int, what), _is(info.length, int, what)
+    if offset < 0 or length < 0 or "/" in file or "\0" in file:
         raise _UnexpectedError(what)
+    path = files.setdefault(file, folder / file)
     if info.get("transform_descriptors"):
-        raise CheckpointError(
-            f"Cannot read {path.parent / place.file}. The file is compressed or encrypted. Save it without that."
-        )
-    return (name, _shape(index.get("offset") or (), what)), place
+        raise CheckpointError(f"Cannot read {path}. The file is compressed or encrypted. Save it without that.")
+    return (name, _shape(index.get("offset") or (), what)), ZipRecord(path, offset, length, None, archive_length=length)
 
 
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
@@ -217,10 +199,10 @@ def read(folder: Path, target: Target = "keep", key: str | None = None) -> Conte
     metadata = read_metadata(folder / METADATA)
     tensors = {fqn for fqn, entry in metadata.entries.items() if entry is not None}
     names = names_of_model(metadata.paths, tensors, key, folder)
-    _check_files(folder, metadata.places.values())
+    _check_files(metadata.places.values())
     others = {fqn for fqn, name in names.items() if fqn not in tensors and is_extra_state(name)}
     held = [_read_tensor(folder, name, fqn, metadata) for fqn, name in names.items() if fqn not in others]
-    ranks = {match[1] for place in metadata.places.values() if (match := _RANK.match(place.file))}
+    ranks = {match[1] for place in metadata.places.values() if (match := _RANK.match(place.path.name))}
     return Contents(
         format="torch DCP (FSDP)",
         folder=folder,
@@ -231,13 +213,12 @@ def read(folder: Path, target: Target = "keep", key: str | None = None) -> Conte
     )
 
 
-def _check_files(folder: Path, places: Iterable[StoredBox]) -> None:
+def _check_files(places: Iterable[ZipRecord]) -> None:
     """Raise `CheckpointError` unless every file exists with exactly the length in ``.metadata``."""
-    ends: dict[str, int] = {}
+    ends: dict[Path, int] = {}
     for place in places:
-        ends[place.file] = max(ends.get(place.file, 0), place.offset + place.length)
-    for name, end in ends.items():
-        path = folder / name
+        ends[place.path] = max(ends.get(place.path, 0), place.offset + place.size)
+    for path, end in ends.items():
         if not path.is_file():
             raise CheckpointError(f"{path} is missing. The checkpoint is not complete. {OLDER}")
         if path.stat().st_size != end:
@@ -270,9 +251,8 @@ def _read_pieces(folder: Path, fqn: str, entry: TensorEntry, metadata: DcpMetada
         if place is None:
             raise CheckpointError(f"{folder / METADATA} does not locate {fqn} at {list(offsets)}. {OLDER}")
         size = numel(sizes) * itemsize
-        if size > place.length:
+        if size > place.size:
             raise CheckpointError(
-                f"{folder / place.file} has {place.length} bytes for the {size} of {fqn} at {list(offsets)}. {OLDER}"
+                f"{place.path} has {place.size} bytes for the {size} of {fqn} at {list(offsets)}. {OLDER}"
             )
-        record = ZipRecord(folder / place.file, place.offset, size, None, archive_length=place.length)
-        yield from box_pieces(record, 0, itemsize, entry.shape, offsets, sizes)
+        yield from box_pieces(replace(place, size=size), 0, itemsize, entry.shape, offsets, sizes)
