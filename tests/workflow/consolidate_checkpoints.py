@@ -14,10 +14,9 @@ from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.checkpoint.formats.registry import read_checkpoint
 from shardmake.consolidate import loading, merge_plan, peft_check, verify
 from shardmake.consolidate.layout import plan_shards
-from shardmake.consolidate.loading import LoadingReport, load, load_adapter
+from shardmake.consolidate.loading import load
 from shardmake.consolidate.writer import ShardWriter
 from shardmake.core.units import parse_size
-from shardmake.run.model_class import ModelClass
 
 HERE = Path(__file__).parent
 ZERO = {
@@ -38,7 +37,7 @@ ZERO = {
 }
 FSDP = {
     2: ("trainer-tied", "tied-bf16", "optim", "perrank-tied"),
-    3: ("plain", "flat-bf16", "fsdp1"),
+    3: ("plain", "flat-bf16", "fsdp1", "verl-tied"),
     4: ("tp",),
 }
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -50,20 +49,10 @@ def check_loading_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     Tests that start the command, and those of memory and kills, use the separate process.
     """
 
-    def check(
-        folder: Path,
-        trust_remote_code: bool = False,
-        base: Path | None = None,
-        layout: Path | None = None,
-        model_class: ModelClass | None = None,
-    ) -> LoadingReport:
-        if base is None:
-            return load(folder, trust_remote_code, layout, model_class)
-        return load_adapter(folder, base, trust_remote_code, model_class)
-
-    monkeypatch.setattr(merge_plan, "check_loading", check)
-    monkeypatch.setattr(verify, "check_loading", check)
-    monkeypatch.setattr(loading, "check_loading", check)
+    for module in (merge_plan, verify, loading):
+        monkeypatch.setattr(
+            module, "check_loading", lambda folder, code=False, *more, **named: load(folder, code, *more, **named)
+        )
     monkeypatch.setattr(peft_check, "run_module", lambda _, request, *__: peft_check.answer(request))
 
 

@@ -2,7 +2,7 @@
 
 Traits of a variant: ``trainer`` (Hugging Face's Trainer saves), ``tied``, ``bf16``, ``tp`` (also tensor parallel: tensors
 are sharded in two dimensions), ``flat`` (saved without a level ``model``), ``fsdp1`` (saved as FSDP1's ShardedTensor),
-``optim`` (optimizer state in the same folder), ``perrank`` (Accelerate's per-rank files).
+``optim`` (optimizer state in the same folder), ``perrank`` and ``verl`` (per-rank files of Accelerate and verl).
 Every variant writes ``OUT/VARIANT/checkpoint-2/pytorch_model_fsdp_0``, ``base`` and ``truth.safetensors``.
 """
 
@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from shardmake.train.process_group import end_process, leave_together
 
 STEPS = 2
+PER_RANK = {"perrank": "pytorch_model_fsdp_rank{rank}.bin", "verl": "actor/model_world_size_{world}_rank_{rank}.pt"}
 
 
 def main() -> None:
@@ -79,10 +80,10 @@ def wrap(model: Any, traits: list[str]) -> None:
 
 
 def save(model: Any, optimizer: Any, folder: Path, traits: list[str]) -> None:
-    if "perrank" in traits:
-        folder = folder.parent
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(model.state_dict(), folder / f"pytorch_model_fsdp_rank{dist.get_rank()}.bin")
+    rank = dist.get_rank()
+    if file := PER_RANK.get(traits[0], "").format(world=dist.get_world_size(), rank=rank):
+        (folder.parent / file).parent.mkdir(parents=True, exist_ok=True)
+        torch.save(model.state_dict(), folder.parent / file)
     elif "optim" in traits:
         weights, states = get_state_dict(model, optimizer)
         dcp.save({"model": weights, "optim": states}, checkpoint_id=folder)

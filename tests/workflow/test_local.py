@@ -178,18 +178,25 @@ def test_stop_file_saves_and_stops_and_training_resumes_from_there(checkout: Che
 
 
 def assert_a_replaced_file_runs_nothing(checkout: Checkout) -> None:
-    """Replace a file of the newest checkpoint and its checksum with one that runs code, as a group member can."""
+    """Replace a file of the newest checkpoint by one that runs code, with its checksum or left out of the record."""
     proof = checkout.root / "proof"
     record, checkpoint = next(store.committed(checkout.run / "train/checkpoints"))
     name = next(name for name in record.files if name.endswith("optim_states.pt"))
     states = torch.load(checkpoint / name, weights_only=False)
     torch.save(states | {"more": Hostile(os.mkdir, str(proof))}, checkpoint / name)
-    files = record.files | {name: fingerprint(checkpoint / name)}
-    store.commit_in_place(checkpoint, record.model_copy(update={"files": files}))
-    stopped = checkout("shardmake", "train", "demo", check=False)
-    assert f"{name} was not loaded. Its pickle would import posix.mkdir, which no training writes." in stopped.stdout
-    assert stopped.returncode == 2 and "Traceback" not in stopped.stdout
-    assert not proof.exists() and checkpoint.exists()
+    others = {other: entry for other, entry in record.files.items() if other != name}
+    for files, reason in (
+        (
+            others | {name: fingerprint(checkpoint / name)},
+            f"{name} was not loaded. Its pickle would import posix.mkdir,",
+        ),
+        (others, f"{checkpoint.name} was not loaded. {name} (1 in all) is not in its record,"),
+    ):
+        store.commit_in_place(checkpoint, record.model_copy(update={"files": files}))
+        stopped = checkout("shardmake", "train", "demo", check=False)
+        assert reason in stopped.stdout + stopped.stderr
+        assert stopped.returncode == 2 and "Traceback" not in stopped.stdout
+        assert not proof.exists() and checkpoint.exists()
 
 
 SHORTAGE = """

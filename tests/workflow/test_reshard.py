@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.formats.universal import is_universal
+from shardmake.checkpoint.formats.zero import is_universal
 from shardmake.checkpoint.record import find_problems
 from shardmake.checkpoint.reshard.convert import Route, find_route, reshard
 from shardmake.config.models import Strategy

@@ -28,13 +28,13 @@ def list_files(checkpoint: Path) -> list[str]:
     return sorted(str(path.relative_to(checkpoint)) for path in found if path.name != RECORD_NAME)
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    """Yield the files below ``folder``, without a request to the file system for each of them."""
+def _walk(folder: Path, *, links: bool = False) -> Iterator[Path]:
+    """Yield the files below ``folder``, without a request to the file system for each; with ``links`` all links too."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
-                yield from _walk(Path(entry.path))
-            elif entry.is_file():
+                yield from _walk(Path(entry.path), links=links)
+            elif (links and entry.is_symlink()) or entry.is_file():
                 yield Path(entry.path)
 
 
@@ -165,6 +165,20 @@ def _file_problem(path: Path, expected: FileEntry, checksums: bool = True) -> st
     except OSError as error:
         return f"{path} cannot be read ({error.strerror})"
     return ""
+
+
+def refuse_unlisted(checkpoint: Path, record: CheckpointRecord) -> None:
+    """Raise `CheckpointError` if a checkpoint has a file or a link that its record does not list: a rank might load it.
+
+    Files that NFS keeps for open ones (``.nfs*``) do not count.
+    """
+    there = (path for path in _walk(checkpoint, links=True) if not path.name.startswith(".nfs"))
+    unlisted = sorted({str(path.relative_to(checkpoint)) for path in there} - record.files.keys() - {RECORD_NAME})
+    if unlisted:
+        raise CheckpointError(
+            f"{checkpoint} was not loaded. {', '.join(unlisted[:3])} ({len(unlisted)} in all) is not in its record, so "
+            "the save did not write it, and the training might load it. Find out who put it there, and move it away."
+        )
 
 
 def _permission_denied(error: PermissionError) -> CheckpointError:

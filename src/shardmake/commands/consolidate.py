@@ -62,11 +62,10 @@ def merge(request: MergeRequest, checkpoint: Path, out: Path) -> str:
     Raises:
         ShardmakeError: The checkpoint cannot be merged, or ``out`` must not be replaced.
     """
-    from shardmake.consolidate.allowed import parse_allowed
     from shardmake.consolidate.destination import find_base
-    from shardmake.consolidate.merge import consolidate
+    from shardmake.consolidate.merge import consolidate, preview
     from shardmake.consolidate.merge_plan import plan_merge
-    from shardmake.consolidate.preview import preview
+    from shardmake.consolidate.source_checks import parse_allowed
     from shardmake.consolidate.stream import show_progress
 
     planned: dict[str, Any] = {

@@ -71,7 +71,7 @@ def checkpoint_folders(contents: Contents) -> list[Path]:
     """Return the folders of a checkpoint: the one with the shards, and its parent if that is the checkpoint."""
     folder = contents.folder
     try:
-        is_inner = any(layout.recognise(folder.parent) == folder for layout in LAYOUTS)
+        is_inner = any(folder in layout.find(folder.parent).values() for layout in LAYOUTS)
     except CheckpointError:  # the parent is a checkpoint, but not a complete one
         is_inner = True
     return [folder, folder.parent] if is_inner else [folder]

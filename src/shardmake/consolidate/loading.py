@@ -229,18 +229,21 @@ def _numbers(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def load(
-    folder: Path, trust_remote_code: bool, layout: Path | None = None, model_class: ModelClass | None = None
+    folder: Path,
+    trust_remote_code: bool,
+    base: Path | None = None,
+    layout: Path | None = None,
+    model_class: ModelClass | None = None,
 ) -> LoadingReport:
     """Do the work of `check_loading` in this process."""
     import transformers
-    from transformers import AutoConfig
 
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        kind = model_class.whole.find() if model_class else find_class(folder, config, trust_remote_code)
-        model, info = kind.from_pretrained(
+        if base is not None:
+            return _load_adapter(folder, empty_model(base, trust_remote_code, model_class))
+        model, info = _find_class(folder, trust_remote_code, model_class)[0].from_pretrained(
             folder,
             device_map="meta",
             dtype="auto",
@@ -252,8 +255,9 @@ def load(
         weights = tuple(hub_layout.hub_weights(model, names))
     except ModelError as error:
         return LoadingReport(error=str(error).removesuffix("."))
-    except Exception as error:  # transformers and the model code can raise anything
-        return LoadingReport(error=f"transformers cannot load it: {type(error).__name__}: {error}")
+    except Exception as error:  # transformers, PEFT and the model code can raise anything
+        library = "PEFT" if base is not None else "transformers"
+        return LoadingReport(error=f"{library} cannot load it: {type(error).__name__}: {error}")
     return LoadingReport(
         architecture=type(model).__name__,
         missing=tuple(sorted(info["missing_keys"])),
@@ -266,24 +270,14 @@ def load(
     )  # fmt: skip
 
 
-def load_adapter(
-    folder: Path, base: Path, trust_remote_code: bool, model_class: ModelClass | None = None
-) -> LoadingReport:
-    """Compare the adapter in ``folder`` with what PEFT expects for the model in ``base``, without any bytes."""
+def _load_adapter(folder: Path, model: Any) -> LoadingReport:
+    """Compare the adapter in ``folder`` with what PEFT expects for the ``model`` without any bytes."""
     import torch
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
-    from transformers import AutoConfig
 
-    try:
-        config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
-        kind = model_class.whole.find() if model_class else find_class(base, config, trust_remote_code)
-        with torch.device("meta"):
-            is_auto, options = kind.__name__.startswith("Auto"), {"trust_remote_code": trust_remote_code}
-            model = kind.from_config(config, **options) if is_auto else kind(config)
-            adapted = get_peft_model(model, PeftConfig.from_pretrained(str(folder)))
-        expected = {name: tuple(t.shape) for name, t in get_peft_model_state_dict(adapted).items()}
-    except Exception as error:  # PEFT, transformers and the model code can raise anything
-        return LoadingReport(error=f"PEFT cannot load it: {type(error).__name__}: {error}")
+    with torch.device("meta"):
+        adapted = get_peft_model(model, PeftConfig.from_pretrained(str(folder)))
+    expected = {name: tuple(t.shape) for name, t in get_peft_model_state_dict(adapted).items()}
     held = {name: tensor.shape for name, tensor in huggingface.read(folder).tensors.items()}
     both = sorted(held.keys() & expected.keys())
     return LoadingReport(
@@ -292,6 +286,24 @@ def load_adapter(
         unexpected=tuple(sorted(held.keys() - expected.keys())),
         mismatched=tuple((name, held[name], expected[name]) for name in both if held[name] != expected[name]),
     )  # fmt: skip
+
+
+def empty_model(folder: Path, trust_remote_code: bool = False, model_class: ModelClass | None = None) -> Any:
+    """Return the model that config.json in ``folder`` describes, on the meta device."""
+    import torch
+
+    kind, config = _find_class(folder, trust_remote_code, model_class)
+    with torch.device("meta"):
+        is_auto = kind.__name__.startswith("Auto")
+        return kind.from_config(config, trust_remote_code=trust_remote_code) if is_auto else kind(config)
+
+
+def _find_class(folder: Path, trust_remote_code: bool, model_class: ModelClass | None) -> tuple[Any, Any]:
+    """Return the class and the config of the model in ``folder``."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    return model_class.whole.find() if model_class else find_class(folder, config, trust_remote_code), config
 
 
 def find_class(folder: Path, config: Any, trust_remote_code: bool) -> Any:
@@ -316,9 +328,6 @@ def find_class(folder: Path, config: Any, trust_remote_code: bool) -> Any:
 
 def answer(request: Any) -> dict[str, Any]:
     """Return the fields of a `LoadingReport` for the requested folder."""
-    folder, trust_remote_code = Path(request["folder"]), request["trust_remote_code"]
+    folder, base, layout = (request[name] and Path(request[name]) for name in ("folder", "base", "layout"))
     model_class = ModelClass(**request["model_class"]) if request["model_class"] else None
-    if request["base"]:
-        return asdict(load_adapter(folder, Path(request["base"]), trust_remote_code, model_class))
-    layout = Path(request["layout"]) if request["layout"] else None
-    return asdict(load(folder, trust_remote_code, layout, model_class))
+    return asdict(load(folder, request["trust_remote_code"], base, layout, model_class))

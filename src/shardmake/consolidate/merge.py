@@ -1,6 +1,7 @@
 """Merge a checkpoint into a verified Hugging Face folder."""
 
 import logging
+import shutil
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +26,8 @@ from shardmake.consolidate.stream import ShowProgress, check_record, no_progress
 from shardmake.consolidate.verify import verify_loaded
 from shardmake.consolidate.writer import ShardWriter
 from shardmake.core.errors import ConfigError
-from shardmake.core.units import plural
+from shardmake.core.temporary import temporary_folder
+from shardmake.core.units import format_bytes, plural
 from shardmake.run.model_class import ModelClass
 from shardmake.run.paths import MODEL_RECEIPT
 from shardmake.run.receipts import MergeReceipt
@@ -110,6 +112,39 @@ def final_plan(
     if final.untied:
         check = pool.submit(final.check_skeleton, skeleton, trust_remote_code, model_class)
     return final, check
+
+
+def preview(plan: MergePlan, out: Path, *, trust_remote_code: bool = False, overwrite: bool = False) -> str:
+    """Return the files that the merge of ``plan`` would write, after every check that needs no weights.
+
+    Nothing is written beside ``out``.
+
+    Raises:
+        ShardmakeError: The merge would be refused.
+    """
+    plan.check_destination(out, overwrite=overwrite)
+    with temporary_folder("preview") as scratch, ThreadPoolExecutor(1) as pool:
+        plan, check = final_plan(plan, scratch / "skeleton", trust_remote_code, None, pool)
+        plan.check(check.result())
+        small = scratch / "small"
+        changes = plan.write_small_files(small, trust_remote_code)
+        files = {str(path.relative_to(small)): path.stat().st_size for path in small.rglob("*") if path.is_file()}
+    files |= {shard.name: shard.size for shard in plan.shards}
+    contents = plan.contents
+    step = "" if contents.step is None else f", step {contents.step}"
+    replaced = " (replaces what is there)" if out.is_dir() and any(out.iterdir()) else ""
+    free = shutil.disk_usage(next(folder for folder in out.resolve().parents if folder.exists())).free
+    parameters = sum(tensor.numel for tensor in plan.stored.values())
+    lines = [
+        f"Checkpoint: {contents.folder} ({contents.format}, {contents.world_size} ranks{step})",
+        f"Base model: {plan.base or 'none'}",
+        f"Model: {out}{replaced}, {parameters:,} parameters in {len(plan.stored)} tensors, type: {plan.dtype}",
+        *(f"  {name:<40} {format_bytes(size):>10}" for name, size in sorted(files.items())),
+        f"Space: {format_bytes(sum(files.values()))} needed, {format_bytes(free)} free",
+        *changes,
+        "Nothing was written.",
+    ]
+    return "\n".join(lines)
 
 
 def _check_adapter(shards: list[PlannedShard]) -> None:

@@ -1,10 +1,9 @@
 """The plan of a merge: the checkpoint, the base model, and the output files."""
 
 import logging
-import os
 import shutil
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,12 +16,11 @@ from shardmake.checkpoint.formats.hub_layout import HubWeight, in_hub_layout
 from shardmake.checkpoint.formats.huggingface import ADAPTER, MODEL, WeightFiles
 from shardmake.checkpoint.formats.registry import read_checkpoint, read_model
 from shardmake.checkpoint.formats.unpickle import locate
-from shardmake.consolidate.allowed import Allowed
 from shardmake.consolidate.aux_files import config_folder, copy_aux_files, read_object
 from shardmake.consolidate.destination import check_destination, checkpoint_folders
 from shardmake.consolidate.layout import PlannedShard, index_json, plan_shards
 from shardmake.consolidate.loading import LoadingReport, check_loading, names_in_files
-from shardmake.consolidate.source_checks import SourceReport, check_source
+from shardmake.consolidate.source_checks import Allowed, SourceReport, check_source
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import CheckpointError, ConfigError
 from shardmake.core.units import parse_size
@@ -50,9 +48,8 @@ def resolve_ties(
         alias, owner = pair
         held = [found[name] for name in pair if name in found and alias != owner]
         apart = [name for name in pair if name in trained]
-        if len(held) == 2 and _have_same_bytes(*held) and (not apart or _have_same_updates(*held)):
-            kept = found.pop(alias)  # PEFT ties trained rows, so that either side may have them
-            found[owner] = replace(found[owner], update=found[owner].update or kept.update)
+        if len(held) == 2 and _have_same_bytes(*held) and _have_same_change(*held, is_apart=bool(apart)):
+            del found[alias]
         elif len(held) == 2 or (held and apart):
             untied[alias] = owner
             before = {name: trained[name] if name in trained else found.get(name) for name in pair}
@@ -79,34 +76,40 @@ def _refuse_misfits(tensors: Iterable[StoredTensor]) -> None:
             raise tensor.update.misfit(None)
 
 
-def _have_same_updates(one: StoredTensor, other: StoredTensor) -> bool:
-    mine, its = (tensor.update.parts if tensor.update else {} for tensor in (one, other))
-    return mine.keys() == its.keys() and all(_have_same_bytes(mine[part], its[part]) for part in mine)
+def _have_same_change(alias: StoredTensor, owner: StoredTensor, *, is_apart: bool) -> bool:
+    """Return True if the merge changes both sides of a tie in the same way; ``is_apart`` if PEFT trained one alone.
+
+    PEFT gives trained rows of the owner, the input embedding, to the alias as well, but not those of the alias back.
+    """
+    rows = [tensor.update.rows for tensor in (alias, owner) if isinstance(tensor.update, lora.TokenUpdate)]
+    if (not rows and not is_apart) or (alias.update is None and rows):
+        return True
+    mine, its = (tensor.update.parts if tensor.update else {} for tensor in (alias, owner))
+    same_parts = mine.keys() == its.keys() and all(_have_same_bytes(mine[part], its[part]) for part in mine)
+    return same_parts and rows[:1] == rows[1:]
 
 
 def _have_same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
     """Return True if two tensors hold the same bytes; tensors with different pieces count as different."""
-    if (one.dtype, one.shape, len(one.pieces)) != (other.dtype, other.shape, len(other.pieces)):
-        return False
-    pieces = (sorted(tensor.pieces, key=lambda piece: piece.at) for tensor in (one, other))
-    return all(_is_same_piece(a, b, one.dtype) for a, b in zip(*pieces, strict=True))
+    layouts = [
+        (tensor.dtype, tensor.shape, [(piece.at, piece.count, piece.runs, piece.stride) for piece in _in_order(tensor)])
+        for tensor in (one, other)
+    ]
+    return layouts[0] == layouts[1] and all(a == b for a, b in zip(_blocks(one), _blocks(other), strict=True))
 
 
-def _is_same_piece(one: Piece, other: Piece, dtype: str) -> bool:
-    if (one.at, one.count, one.runs, one.stride) != (other.at, other.count, other.runs, other.stride):
-        return False
-    places = [(locate(piece.record, dtype), piece.start) for piece in (one, other)]
-    files = [os.open(record.path, os.O_RDONLY) for record, _ in places]
-    try:
-        size = one.numel * ITEM_SIZE[dtype]
-        return all(
-            len({os.pread(file, min(_BLOCK, size - at), record.offset + start + at)
-                 for file, (record, start) in zip(files, places, strict=True)}) == 1
-            for at in range(0, size, _BLOCK)
-        )  # fmt: skip
-    finally:
-        for file in files:
-            os.close(file)
+def _in_order(tensor: StoredTensor) -> list[Piece]:
+    return sorted(tensor.pieces, key=lambda piece: piece.at)
+
+
+def _blocks(tensor: StoredTensor) -> Iterator[bytes]:
+    """Yield the bytes of the pieces in the order of their elements."""
+    for piece in _in_order(tensor):
+        record, size = locate(piece.record, tensor.dtype), piece.numel * ITEM_SIZE[tensor.dtype]
+        with record.path.open("rb") as file:
+            file.seek(record.offset + piece.start)
+            for at in range(0, size, _BLOCK):
+                yield file.read(min(_BLOCK, size - at))
 
 
 logger = logging.getLogger(__name__)

@@ -84,7 +84,7 @@ def _merge(
     modules: dict[str, tuple[str, list[int]]] = {}
     adapter: dict[str, Block] = {}
     for tensor, update in batch:
-        rows = update.settings.tokens(update.module) if isinstance(update, TokenUpdate) else []
+        rows = update.rows if isinstance(update, TokenUpdate) else []
         begin = min(rows, default=0)
         end = min(tensor.shape[0], begin + max(1, elements // tensor.shape[1]))
         samples[update.module] = (tensor.name, begin, read_array(tensor.rows(begin, end)))
@@ -189,16 +189,12 @@ def _module(kind: str, weight: "torch.Tensor") -> "torch.nn.Module":
 def _kinds(config_folder: Path) -> dict[str, str]:
     """Return the kind of each module of the model; empty if transformers alone cannot build it."""
     import torch
-    from transformers import AutoConfig
     from transformers.pytorch_utils import Conv1D
 
-    from shardmake.consolidate.loading import find_class
+    from shardmake.consolidate.loading import empty_model
 
     try:
-        config = AutoConfig.from_pretrained(config_folder)
-        kind = find_class(config_folder, config, False)
-        with torch.device("meta"):
-            model = kind.from_config(config) if kind.__name__.startswith("Auto") else kind(config)
+        model = empty_model(config_folder)
     except Exception:  # its code may be elsewhere; the kind then follows from the shapes
         return {}
     kinds = {"Linear": torch.nn.Linear, "Conv1D": Conv1D, "Embedding": torch.nn.Embedding}

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -18,12 +18,25 @@ from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor
 from shardmake.checkpoint.formats.dtypes import CONVERTIBLE, ITEM_SIZE, torch_name
 from shardmake.checkpoint.formats.unpickle import TensorRef
 from shardmake.checkpoint.formats.zero_files import optimizer_step
-from shardmake.consolidate.allowed import Allowed
 from shardmake.consolidate.aux_files import read_object
 from shardmake.consolidate.blocks import Block, Converter
 from shardmake.consolidate.destination import checkpoint_folders
 from shardmake.consolidate.recorded import check_recorded
-from shardmake.core.errors import CheckpointError
+from shardmake.core.errors import CheckpointError, ConfigError
+
+Allowed = Literal["steps", "unexpected", "untied"]
+"""``steps``: the optimizer counted other steps than the training. ``unexpected``: tensors that the class lacks.
+``untied``: weights that the config ties have different values, so that the model stores both."""
+
+
+def parse_allowed(names: Collection[str]) -> tuple[Allowed, ...]:
+    """Return ``names`` if all of them are `Allowed`; raise `ConfigError` otherwise."""
+    known: tuple[Allowed, ...] = get_args(Allowed)
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"Unknown value of --allow: {name!r}. Use one of {', '.join(known)}.")
+    return tuple(name for name in known if name in names)
+
 
 _ZERO_FILE = "*_states.pt"
 _SHARDS = (_ZERO_FILE, "*.distcp", *fsdp_per_rank.NAMES)

@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from shardmake.checkpoint.formats import huggingface
 from shardmake.checkpoint.formats.contents import Contents
@@ -173,7 +174,7 @@ def verify_loaded(
         *_type_problems(model, found.contents),
         *found.problems,
         *_stray_problems(model),
-        *(_receipt_problems(recorded, found.files) if recorded is not None else ()),
+        *(_differences("the receipt", recorded, found.files) if recorded is not None else ()),
         *_sums_problems(model, found.files),
     ]
     if problems:
@@ -221,13 +222,6 @@ def _stray_problems(model: Path) -> list[str]:
     return [f"{name} is not part of the model" for name in sorted(found - used - {"training_args.bin"})]
 
 
-def _receipt_problems(recorded: Mapping[str, FileEntry], found: Mapping[str, FileEntry]) -> list[str]:
-    gone = [f"{name} is in the receipt, but not in the folder" for name in recorded if name not in found]
-    changed = [name for name, sums in recorded.items() if name in found and found[name] != sums]
-    added = [f"{name} was added after the receipt was written" for name in found if name not in recorded]
-    return gone + added + [f"{name} was changed after the receipt was written" for name in changed]
-
-
 def _sums_problems(model: Path, files: Collection[str]) -> list[str]:
     if not (model / SUMS).is_file():
         return []
@@ -236,6 +230,11 @@ def _sums_problems(model: Path, files: Collection[str]) -> list[str]:
     except PushError:
         return [f"{SUMS} was not written by Shardmake: compare the files with it by other means, and move it away"]
     found = read_named(model, [name for name in files if name in expected], sha256)
-    gone = [f"{name} is in {SUMS}, but not in the folder" for name in expected if name not in found]
-    changed = [f"{name} differs from {SUMS}" for name in found if found[name] != expected[name]]
-    return gone + changed + [f"{name} is not in {SUMS}" for name in files if name not in {*expected, SUMS}]
+    return _differences(SUMS, expected, {name: found.get(name) for name in files if name != SUMS})
+
+
+def _differences(source: str, recorded: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """Return one sentence for each file that is not as ``source`` records it."""
+    gone = [f"{name} is in {source}, but not in the folder" for name in recorded if name not in found]
+    changed = [f"{name} differs from {source}" for name in found if found[name] != recorded.get(name, found[name])]
+    return gone + changed + [f"{name} is not in {source}" for name in found if name not in recorded]

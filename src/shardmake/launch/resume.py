@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from shardmake.checkpoint import store
+from shardmake.checkpoint.record import refuse_unlisted
 from shardmake.checkpoint.reshard.convert import Route, find_route, reshard, set_load_universal
 from shardmake.checkpoint.training_receipt import is_final
 from shardmake.core.units import GIB
@@ -30,7 +31,7 @@ def resume_checkpoint(rundir: RunDir, choice: Choice) -> Path | None:
     run may be writing.
 
     Raises:
-        ShardmakeError: the checkpoint cannot be converted.
+        ShardmakeError: the checkpoint cannot be converted, or has files that its save did not write.
     """
     resharded = rundir.resharded.resolve()
     folder = rundir.checkpoints.resolve()
@@ -43,6 +44,7 @@ def resume_checkpoint(rundir: RunDir, choice: Choice) -> Path | None:
             return None
         record, checkpoint = found
         if find_route(record, checkpoint, choice.strategy, choice.world_size) is Route.NATIVE:
+            refuse_unlisted(checkpoint, record)
             shutil.rmtree(resharded, ignore_errors=True)
             return checkpoint
     out = resharded / checkpoint.name

@@ -6,7 +6,8 @@ files itself: if they are damaged, the checkpoint is set aside and the next atte
 are not, the node that read them differently is at fault.
 
 DeepSpeed and torch import and call what a checkpoint's pickles name. A checkpoint with a name that no training wrote is
-therefore not loaded; the run stops, because a person must find out who wrote it.
+therefore not loaded, and neither is one with a file that its record does not list; the run stops, because a person must
+find out who wrote it.
 """
 
 import time
@@ -15,7 +16,14 @@ from pathlib import Path
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.formats.pickle_names import refuse_foreign_names
-from shardmake.checkpoint.record import RECORD_NAME, find_damaged, is_intact, read_record, share_of_files
+from shardmake.checkpoint.record import (
+    RECORD_NAME,
+    find_damaged,
+    is_intact,
+    read_record,
+    refuse_unlisted,
+    share_of_files,
+)
 from shardmake.core.errors import CheckpointError
 from shardmake.core.units import GIB
 from shardmake.launch.preflight import PreflightError
@@ -38,7 +46,7 @@ def validate_share(attempt: Attempt, node_rank: int, report: Callable[[str], Non
 
     Raises:
         DamagedCheckpointError: a file is not as recorded.
-        PreflightError: loading a file would import what no training wrote.
+        PreflightError: loading a file would import what no training wrote, or the record does not list a file.
         CheckpointError: this user may not read a file.
     """
     if attempt.resume_from is None:
@@ -51,6 +59,7 @@ def validate_share(attempt: Attempt, node_rank: int, report: Callable[[str], Non
     if problems := find_damaged(checkpoint, record, names, workers=_READERS):
         raise DamagedCheckpointError(problems)
     try:
+        refuse_unlisted(checkpoint, record)
         refuse_foreign_names(checkpoint, names)
     except CheckpointError as error:
         raise PreflightError([stops("checkpoint", str(error).removesuffix("."))], blames_run=True) from None

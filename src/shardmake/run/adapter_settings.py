@@ -170,11 +170,12 @@ class AdapterSettings(BaseModel):
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def tokens(self, module: str) -> list[int]:
-        """Return the rows of the embedding ``module`` that were trained."""
+        """Return the rows of the embedding ``module`` that were trained; its tied head has the same."""
         held = self.trainable_token_indices or []
         if isinstance(held, list):
             return held
-        return next((rows for name, rows in held.items() if module == name or module.endswith(f".{name}")), [])
+        found = [rows for name, rows in held.items() if module == name or module.endswith(f".{name}")]
+        return next(iter(found or (held.values() if len(held) == 1 else ())), [])
 
 
 def _matches(pattern: str, module: str) -> bool:

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from shardmake.checkpoint.formats import universal
 from shardmake.checkpoint.formats.nvme_swap import write_index
-from shardmake.checkpoint.formats.zero import MOMENTS, inner_folder
+from shardmake.checkpoint.formats.zero import MOMENTS, inner_folder, universal_folder
 from shardmake.core.private_names import private
 from shardmake.train.adam_states import fit_optimizer
 
@@ -40,7 +39,7 @@ def restore(engine: Any, checkpoint: Path) -> None:
     if is_swapping(engine):
         engine.optimizer.checkpoint_event_prologue()
         if engine.load_universal_checkpoint():
-            _read_universal(engine.optimizer, universal.inner_folder(checkpoint) / "zero")
+            _read_universal(engine.optimizer, universal_folder(checkpoint) / "zero")
         else:
             _read_remaining(engine, checkpoint)
         engine.optimizer.checkpoint_event_epilogue()

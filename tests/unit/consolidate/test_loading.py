@@ -151,7 +151,7 @@ def test_report_on_a_family_is_that_of_transformers(kind: str, tied: bool, tmp_p
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **heads))
     model.save_pretrained(tmp_path)
     report = loading.written_report(tmp_path, tmp_path, None)
-    assert report == loading.load(tmp_path, False, tmp_path) and bool(report.ties) == tied
+    assert report == loading.load(tmp_path, False, layout=tmp_path) and bool(report.ties) == tied
     path = tmp_path / "config.json"
     for key, value in {
         "num_hidden_layers": 3,

@@ -12,10 +12,12 @@ import torch
 from shardmake.checkpoint import store
 from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, read_record, share_of_files
 from shardmake.core.atomic import write_json
+from shardmake.core.errors import CheckpointError
 from shardmake.core.fingerprint import FileEntry, fingerprint
 from shardmake.launch import resume, worker
 from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.outcome import Action, classify, decide
+from shardmake.launch.preflight import PreflightError
 from shardmake.launch.resume_validation import DamagedCheckpointError, confirm_damage, validate_share
 from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.attempt_history import EndReason
@@ -188,6 +190,21 @@ def test_a_checkpoint_that_would_import_other_code_is_not_loaded(
     record = read_record(checkpoint)
     assert record is not None
     torch.save(Fraction(1, 3), checkpoint / "scheduler.pt")
+    choice = make_plan("fsdp", nodes=2).choice.model_copy(update={"processes_per_node": 2})
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint-20 was not loaded\. scheduler\.pt \(1 in all\) is not in its"
+    ):
+        resume.resume_checkpoint(folder.read().rundir, choice)
+    for link in (None, checkpoint / "optimizer"):
+        if link is not None:  # of another place, whose files are the same, and more
+            (checkpoint / "scheduler.pt").rename(checkpoint.parent / "scheduler.pt")
+            link.rename(checkpoint.parent / "optimizer")
+            link.symlink_to(checkpoint.parent / "optimizer")
+        with pytest.raises(PreflightError, match="is not in its record"):
+            validate_share(folder.read(), 0, print)
+    (checkpoint / "optimizer").unlink()
+    for name in ("optimizer", "scheduler.pt"):
+        (checkpoint.parent / name).rename(checkpoint / name)
     store.commit_in_place(
         checkpoint,
         record.model_copy(update={"files": record.files | {"scheduler.pt": fingerprint(checkpoint / "scheduler.pt")}}),

@@ -120,6 +120,10 @@ STATES: list[dict[str, Any]] = [
     {"target_modules": ["embed_tokens", "q_proj"]},
     {"trainable_token_indices": [3, 4]},
     {"trainable_token_indices": [3, 4], "tied": True},
+    {"trainable_token_indices": {"embed_tokens": [9, 3]}, "tied": True},
+    {"trainable_token_indices": {"embed_tokens": [3], "lm_head": [3]}, "tied": True},
+    {"trainable_token_indices": {"embed_tokens": [3], "lm_head": [4]}, "tied": True, "allow": ["untied"]},
+    {"trainable_token_indices": {"lm_head": [9, 3]}, "tied": True, "allow": ["untied"]},
     {"modules_to_save": ["embed_tokens"], "tied": True, "allow": ["untied"]},
     {"target_modules": ["q_proj", "lm_head"], "tied": True, "allow": ["untied"]},
     {"target_modules": ["q_proj", "lm_head", "embed_tokens"], "tied": True, "ensure_weight_tying": True},
@@ -135,6 +139,9 @@ def test_states_of_the_whole_model_are_merged_as_by_peft(values: dict[str, Any],
     (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
     states = {name: weight.contiguous() for name, weight in trained.state_dict().items()}
     torch.save(states, tmp_path / "adapter" / "pytorch_model_fsdp.bin")
+    if allow:
+        with pytest.raises(CheckpointError, match=r"ties lm_head\.weight to .* add --allow untied"):
+            away(tmp_path, trained)
     assert away(tmp_path, trained, allow=allow) < 1e-5
 
 

@@ -7,14 +7,15 @@
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor, box_pieces, is_extra_state
 from shardmake.checkpoint.formats.dtypes import FROM_TORCH, ITEM_SIZE, Target
+from shardmake.checkpoint.formats.models import names_of_model
 from shardmake.checkpoint.formats.pickle_machine import Inert, Name
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.checkpoint.formats.unpickle import load_plain, numel
@@ -69,15 +70,6 @@ OLDER = "Use an older checkpoint, or copy this one again."
 
 
 @dataclass(frozen=True, slots=True)
-class StoredBox:
-    """The byte range ``[offset, offset + length)`` of a file, with the archive of one box."""
-
-    file: str
-    offset: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
 class TensorEntry:
     """A tensor by its type, shape and boxes; ``dtype`` is torch's name if safetensors files do not have the type."""
 
@@ -93,12 +85,12 @@ class DcpMetadata:
     Attributes:
         entries: By name, a tensor, or None for another object.
         paths: By name, its levels in the saved dictionary.
-        places: By name and offsets, where a box is stored; other objects have the offsets ``()``.
+        places: By name and offsets, the archive of a box; other objects have the offsets ``()``.
     """
 
     entries: dict[str, TensorEntry | None]
     paths: dict[str, tuple[str, ...]]
-    places: dict[tuple[str, Shape], StoredBox]
+    places: dict[tuple[str, Shape], ZipRecord]
 
 
 def read_metadata(path: Path) -> DcpMetadata:
@@ -113,7 +105,8 @@ def read_metadata(path: Path) -> DcpMetadata:
         stored = _is(metadata.storage_data, dict, "storage_data")
         planner = _is(metadata.planner_data or {}, dict, "planner_data")
         paths = {_is(name, str, "a name"): _levels(name, planner) for name in entries}
-        places = dict(_place(path, *item) for item in _emptied(stored))
+        files: dict[str, Path] = {}
+        places = dict(_place(path.parent, files, *item) for item in _emptied(stored))
         return DcpMetadata({name: _entry(name, entry) for name, entry in _emptied(entries)}, paths, places)
     except _UnexpectedError as error:
         raise CheckpointError(
@@ -138,8 +131,9 @@ def _emptied(held: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
         yield held.popitem()
 
 
-def _shape(value: Any, what: str) -> Shape:
-    if not isinstance(value, tuple) or not all(isinstance(size, int) and size >= 0 for size in value):
+def _shape(value: Any, what: str, dimensions: int | None = None) -> Shape:
+    value = _is(value, tuple, what)
+    if not all(isinstance(size, int) and size >= 0 for size in value) or dimensions not in (None, len(value)):
         raise _UnexpectedError(what)
     return value
 
@@ -155,62 +149,43 @@ def _levels(name: str, planner: dict[Any, Any]) -> tuple[str, ...]:
 
 
 def _entry(name: str, entry: Any) -> TensorEntry | None:
+    """Return a tensor, None for another object; torch pickles the properties as a tuple that begins with the type."""
     entry = _is(entry, Inert, name)
     if entry.kind.name == "BytesStorageMetadata":
         return None
-    shape = _shape(entry.size, f"the size of {name}")
-    boxes = tuple(_box(name, chunk, len(shape)) for chunk in _is(entry.chunks, list, f"chunks of {name}"))
-    return TensorEntry(_dtype(name, _is(entry.properties, Inert, f"properties of {name}")), shape, boxes)
-
-
-def _box(name: str, chunk: Any, dimensions: int) -> Box:
-    chunk = _is(chunk, Inert, f"a chunk of {name}")
-    box = (_shape(chunk.offsets, f"an offset of {name}"), _shape(chunk.sizes, f"a size of {name}"))
-    if not len(box[0]) == len(box[1]) == dimensions:
-        raise _UnexpectedError(f"a chunk of {name}")
-    return box
-
-
-def _dtype(name: str, properties: Inert) -> str:
-    """Return the type; torch pickles the properties as a tuple that begins with it."""
+    shape, what = _shape(entry.size, f"the size of {name}"), f"a chunk of {name}"
+    chunks = (_is(chunk, Inert, what) for chunk in _is(entry.chunks, list, f"chunks of {name}"))
+    boxes = ((_shape(chunk.offsets, what, len(shape)), _shape(chunk.sizes, what, len(shape))) for chunk in chunks)
+    properties = _is(entry.properties, Inert, f"properties of {name}")
     state = properties.state
     dtype = state[0] if isinstance(state, tuple) and state and isinstance(state[0], Name) else properties.dtype
-    dtype = _is(dtype, Name, f"the type of {name}")
-    return FROM_TORCH.get(dtype.name, dtype.name)
+    dtype = _is(dtype, Name, f"the type of {name}").name
+    return TensorEntry(FROM_TORCH.get(dtype, dtype), shape, tuple(boxes))
 
 
-def _place(path: Path, index: Any, info: Any) -> tuple[tuple[str, Shape], StoredBox]:
+def _place(folder: Path, files: dict[str, Path], index: Any, info: Any) -> tuple[tuple[str, Shape], ZipRecord]:
     name = _is(_is(index, Inert, "an index").fqn, str, "fqn of an index")
     info, what = _is(info, Inert, f"the place of {name}"), f"the place of {name}"
-    place = StoredBox(_is(info.relative_path, str, what), _is(info.offset, int, what), _is(info.length, int, what))
-    if place.offset < 0 or place.length < 0 or "/" in place.file or "\0" in place.file:
+    file, offset, length = _is(info.relative_path, str, what), _is(info.offset, int, what), _is(info.length, int, what)
+    if offset < 0 or length < 0 or "/" in file or "\0" in file:
         raise _UnexpectedError(what)
+    path = files.setdefault(file, folder / file)
     if info.get("transform_descriptors"):
-        raise CheckpointError(
-            f"Cannot read {path.parent / place.file}. The file is compressed or encrypted. Save it without that."
-        )
-    return (name, _shape(index.get("offset") or (), what)), place
+        raise CheckpointError(f"Cannot read {path}. The file is compressed or encrypted. Save it without that.")
+    return (name, _shape(index.get("offset") or (), what)), ZipRecord(path, offset, length, None, archive_length=length)
 
 
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
 """Accelerate's names for the only model and its optimizer."""
 METADATA = ".metadata"
-_MODEL = "model"
-NO_WEIGHTS = re.compile(r"optim.*|lr_.*|schedulers?|train_state|dataloader.*|loops|callbacks|.*rng.*")
-"""Levels beside the weights in checkpoints of torchtitan, Lightning and users' own loops."""
 _RANK = re.compile(r"__(\d+)_")
 
 
-def recognise(path: Path) -> Path | None:
-    """Return the folder of a DCP checkpoint, complete or not: ``path`` or Accelerate's folder in it."""
-    models = sorted(it.name for it in path.glob("pytorch_model_fsdp_*") if it.is_dir())
-    if len(models) > 1:
-        raise CheckpointError(
-            f"{path} holds several models ({', '.join(models)}). Which one is meant is not recorded. Name the folder "
-            f"of one: {path / models[0]}"
-        )
-    candidates = (path, *(path / name for name in models))
-    return next((it for it in candidates if (it / METADATA).is_file() or any(it.glob("*.distcp"))), None)
+def find(path: Path) -> dict[str, Path]:
+    """Return the folders of DCP checkpoints, complete or not, by name: ``path``, or those of Accelerate in it."""
+    if (path / METADATA).is_file() or any(path.glob("*.distcp")):
+        return {"": path}
+    return {it.name: it for it in sorted(path.glob("pytorch_model_fsdp_*")) if it.is_dir()}
 
 
 def read(folder: Path, target: Target = "keep", key: str | None = None) -> Contents:
@@ -222,90 +197,28 @@ def read(folder: Path, target: Target = "keep", key: str | None = None) -> Conte
     if not (folder / METADATA).is_file():
         raise CheckpointError(f"{folder} has no .metadata. The checkpoint was not finished. Use an older checkpoint.")
     metadata = read_metadata(folder / METADATA)
-    names = _model_names(folder, metadata, key)
-    _check_files(folder, metadata.places.values())
-    others = {fqn for fqn, name in names.items() if metadata.entries[fqn] is None and is_extra_state(name)}
-    tensors = [_read_tensor(folder, name, fqn, metadata) for fqn, name in names.items() if fqn not in others]
-    ranks = {match[1] for place in metadata.places.values() if (match := _RANK.match(place.file))}
+    tensors = {fqn for fqn, entry in metadata.entries.items() if entry is not None}
+    names = names_of_model(metadata.paths, tensors, key, folder)
+    _check_files(metadata.places.values())
+    others = {fqn for fqn, name in names.items() if fqn not in tensors and is_extra_state(name)}
+    held = [_read_tensor(folder, name, fqn, metadata) for fqn, name in names.items() if fqn not in others]
+    ranks = {match[1] for place in metadata.places.values() if (match := _RANK.match(place.path.name))}
     return Contents(
         format="torch DCP (FSDP)",
         folder=folder,
         step=None,
         world_size=max(len(ranks), 1),
-        tensors={tensor.name: tensor for tensor in tensors},
+        tensors={tensor.name: tensor for tensor in held},
         left_out=tuple(sorted(names[fqn] for fqn in others)),
     )
 
 
-def _model_names(folder: Path, metadata: DcpMetadata, key: str | None) -> dict[str, str]:
-    """Return the name of each of the model's tensors by the checkpoint's name.
-
-    If the saved dictionary has a level ``model``, the model is below that level. Otherwise it is the whole dictionary
-    without optimizer, scheduler and the like; a single level that holds everything else is not part of the names.
-
-    Raises:
-        CheckpointError: The checkpoint holds several models and ``key`` does not name one, or ``key`` names none.
-    """
-    models = _models(metadata)
-    names = ", ".join(sorted(filter(None, models)))
-    chosen = {name: found for name, found in models.items() if key is None or name == key}
-    if len(chosen) > 1:
-        raise CheckpointError(
-            f"{folder} holds several models ({names}). Which one is meant is not recorded. Name one with --key."
-        )
-    if not chosen:
-        raise CheckpointError(f"{folder} holds no model {key!r}. Leave out --key, or name one of: {names or 'none'}.")
-    return {fqn: ".".join(path) for found in chosen.values() for fqn, path in found.items()}
-
-
-Paths = dict[str, tuple[str, ...]]
-"""The levels of each tensor's name in its model, by the checkpoint's name."""
-
-
-def _models(metadata: DcpMetadata) -> dict[str, Paths]:
-    """Return the paths of each model's tensors by its key: the levels above them, joined by dots."""
-    found: dict[str, Paths] = {}
-    for fqn, path in metadata.paths.items():
-        level = path[:2].index(_MODEL) + 1 if _MODEL in path[:2] else 0
-        if level and len(path) > level:
-            found.setdefault(".".join(path[:level]), {})[fqn] = path[level:]
-    rest = _without_training_state(metadata)
-    levels: dict[str, Paths] = {}
-    for fqn, path in rest.items():
-        if len(path) > 1 and _MODEL not in path[:2]:
-            levels.setdefault(path[0], {})[fqn] = path[1:]
-    if not found:
-        is_nested = sum(map(len, levels.values())) == len(rest)
-        several = is_nested and len(levels) > 1 and any(_is_same_model(held, levels) for held in levels.values())
-        if several:
-            return levels
-        return levels if is_nested and len(levels) == 1 else {"": rest}
-    return found | {name: held for name, held in levels.items() if _is_same_model(held, found)}
-
-
-def _is_same_model(held: Paths, models: Mapping[str, Paths]) -> bool:
-    """Return True if one of the other ``models`` has a tensor of the same name, as a copy of averages has."""
-    names = set(held.values())
-    return any(names & set(other.values()) for other in models.values() if other is not held)
-
-
-def _without_training_state(metadata: DcpMetadata) -> Paths:
-    """Return the paths without training states, and without values such as a step beside the weights."""
-    return {
-        fqn: path
-        for fqn, path in metadata.paths.items()
-        if not (len(path) > 1 and NO_WEIGHTS.fullmatch(path[0]))
-        and (metadata.entries[fqn] is not None or is_extra_state(fqn))
-    }
-
-
-def _check_files(folder: Path, places: Iterable[StoredBox]) -> None:
+def _check_files(places: Iterable[ZipRecord]) -> None:
     """Raise `CheckpointError` unless every file exists with exactly the length in ``.metadata``."""
-    ends: dict[str, int] = {}
+    ends: dict[Path, int] = {}
     for place in places:
-        ends[place.file] = max(ends.get(place.file, 0), place.offset + place.length)
-    for name, end in ends.items():
-        path = folder / name
+        ends[place.path] = max(ends.get(place.path, 0), place.offset + place.size)
+    for path, end in ends.items():
         if not path.is_file():
             raise CheckpointError(f"{path} is missing. The checkpoint is not complete. {OLDER}")
         if path.stat().st_size != end:
@@ -338,9 +251,8 @@ def _read_pieces(folder: Path, fqn: str, entry: TensorEntry, metadata: DcpMetada
         if place is None:
             raise CheckpointError(f"{folder / METADATA} does not locate {fqn} at {list(offsets)}. {OLDER}")
         size = numel(sizes) * itemsize
-        if size > place.length:
+        if size > place.size:
             raise CheckpointError(
-                f"{folder / place.file} has {place.length} bytes for the {size} of {fqn} at {list(offsets)}. {OLDER}"
+                f"{place.path} has {place.size} bytes for the {size} of {fqn} at {list(offsets)}. {OLDER}"
             )
-        record = ZipRecord(folder / place.file, place.offset, size, None, archive_length=place.length)
-        yield from box_pieces(record, 0, itemsize, entry.shape, offsets, sizes)
+        yield from box_pieces(replace(place, size=size), 0, itemsize, entry.shape, offsets, sizes)

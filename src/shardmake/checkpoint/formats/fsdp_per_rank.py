@@ -13,14 +13,15 @@ from typing import Any
 from shardmake.checkpoint.formats import unpickle
 from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor, box_pieces, unsharded
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE, Target
+from shardmake.checkpoint.formats.models import choose
 from shardmake.checkpoint.formats.pickle_machine import Inert
 from shardmake.checkpoint.formats.unpickle import ShardRef, TensorRef
 from shardmake.core.errors import CheckpointError
 
 _OTHER = "Use another checkpoint."
-NAMES = ("pytorch_model_fsdp_rank*.bin", "model_world_size_*_rank_*.pt")
+NAMES = ("pytorch_model_fsdp*_rank*.bin", "model_world_size_*_rank_*.pt")
 """Accelerate's and verl's."""
-_FILE = re.compile(r"(?:pytorch_model_fsdp_rank|model_world_size_(?P<count>\d+)_rank_)(?P<rank>\d+)\.(?:bin|pt)")
+_FILE = re.compile(r"(?P<model>pytorch_model_fsdp(?:_\d+)?|model_world_size_\d+)_rank_?(?P<rank>\d+)\.(?:bin|pt)")
 
 
 def recognise(path: Path) -> Path | None:
@@ -29,20 +30,19 @@ def recognise(path: Path) -> Path | None:
     return next((place for place in places for name in NAMES if any(place.glob(name))), None)
 
 
-def read(folder: Path, target: Target = "keep") -> Contents:
-    """Read the checkpoint in ``folder``.
+def read(folder: Path, target: Target = "keep", key: str | None = None) -> Contents:
+    """Read the checkpoint in ``folder``; of several, the one whose files' names begin with ``key``.
 
     Raises:
         CheckpointError: A rank's file is missing or damaged, the ranks do not agree, or the mesh is not supported.
     """
-    names = {path: match for path in folder.iterdir() if (match := _FILE.fullmatch(path.name))}
-    if len({match["count"] for match in names.values()}) > 1:
-        raise CheckpointError(
-            f"{folder} holds per-rank files of several checkpoints. Copy those of one to a new folder."
-        )
-    found = {int(match["rank"]): path for path, match in names.items()}
-    counts = [int(match["count"]) for match in names.values() if match["count"]]
-    missing = sorted(set(range(max([max(found), *(count - 1 for count in counts)]) + 1)) - set(found))
+    files: dict[str, dict[int, Path]] = {}
+    for path in sorted(folder.iterdir()):
+        if match := _FILE.fullmatch(path.name):
+            files.setdefault(match["model"], {})[int(match["rank"])] = path
+    found = choose(files, key, folder)
+    count = re.search(r"world_size_(\d+)", next(iter(found.values())).name)
+    missing = sorted(set(range(max(max(found) + 1, int(count[1]) if count else 0))) - set(found))
     if missing:
         raise CheckpointError(
             f"{folder} lacks the file of rank {missing[0]}. The checkpoint is not complete. Use an older checkpoint."

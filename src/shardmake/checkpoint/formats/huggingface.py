@@ -1,6 +1,7 @@
 """Hugging Face folders, as DDP training and PEFT save them: safetensors or torch files, with or without an index."""
 
 import json
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from shardmake.checkpoint.formats.unpickle import TensorRef, numel
 from shardmake.core.errors import CheckpointError
 
 _LARGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors format
+_NO_ADAPTER = re.compile(r"checkpoint-\d+|ref")
 _INCOMPLETE = "The model is not complete. Copy it again."
 
 
@@ -70,6 +72,16 @@ def recognise_adapter(path: Path) -> Path | None:
     return path if (path / ADAPTER.single).is_file() or (path / ADAPTER_BIN.single).is_file() else None
 
 
+def find_adapters(path: Path) -> dict[str, Path]:
+    """Return a PEFT folder as "default", with the adapters of other names in sub-folders; empty for another folder.
+
+    The checkpoints of a training and TRL's copy of an adapter are none of them.
+    """
+    others = (it for it in sorted(path.iterdir()) if it.is_dir() and not _NO_ADAPTER.fullmatch(it.name))
+    found = {"default": path, **{it.name: it for it in others if recognise_adapter(it)}}
+    return found if recognise_adapter(path) else {}
+
+
 def read(folder: Path, target: Target = "keep") -> Contents:
     """Read the model or adapter in ``folder``.
 
@@ -90,20 +102,8 @@ def read(folder: Path, target: Target = "keep") -> Contents:
     return Contents("Hugging Face folder", folder, None, 1, tensors)
 
 
-def read_adapter(folder: Path, target: Target = "keep", key: str | None = None) -> Contents:
-    """Read the single weight file of a PEFT folder; beside adapters in sub-folders, ``key`` must be "default".
-
-    Raises:
-        CheckpointError: There are several adapters, or the file is damaged.
-    """
-    others = sorted(it.name for it in folder.iterdir() if it.is_dir() and recognise_adapter(it) and it.name != "ref")
-    if (others and key is None) or key not in (None, "default"):
-        raise CheckpointError(
-            f"{folder} holds several adapters (default, {', '.join(others)}). Add --key default for the one in the "
-            "folder itself, or name the folder of another one."
-            if others
-            else f"{folder} holds no adapter {key!r} beside the default one. Leave out --key."
-        )
+def read_adapter(folder: Path, target: Target = "keep") -> Contents:
+    """Read the single weight file of a PEFT folder."""
     files = ADAPTER if (folder / ADAPTER.single).is_file() else ADAPTER_BIN
     tensors = {tensor.name: tensor for tensor in read_file(folder / files.single)}
     return Contents("PEFT adapter", folder, None, 1, tensors)

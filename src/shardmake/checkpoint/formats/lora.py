@@ -69,8 +69,8 @@ class PeftUpdate(Update):
             )
         if weight is not None and any(piece.runs > 1 for piece in weight.pieces):
             raise CheckpointError(
-                f"Cannot merge the adapter: {self.module} is sharded in two dimensions. Merge the base model first, "
-                "then the adapter into the result."
+                f"Cannot merge the adapter: {self.module} is sharded in two dimensions. Write the adapter alone with "
+                "--adapter, then merge that into the base model."
             )
         return self
 
@@ -200,6 +200,11 @@ class TokenUpdate(PeftUpdate):
     PARTS: ClassVar[tuple[str, ...]] = ("token_adapter.trainable_tokens_delta",)
 
     @property
+    def rows(self) -> list[int]:
+        """The numbers of the rows."""
+        return self.settings.tokens(self.module)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the rows."""
         return self.parts[self.PARTS[0]].shape
@@ -207,20 +212,19 @@ class TokenUpdate(PeftUpdate):
     def fitting(self, weight: StoredTensor | None) -> Self:
         """Compare the rows with the weight and the settings."""
         super().fitting(weight)
-        rows = self.settings.tokens(self.module)
-        if len(self.shape) != 2 or len(rows) != self.shape[0]:
+        if len(self.shape) != 2 or len(self.rows) != self.shape[0]:
             raise CheckpointError(
-                f"Cannot merge the adapter: trainable_token_indices in {CONFIG} has {len(rows)} tokens for "
+                f"Cannot merge the adapter: trainable_token_indices in {CONFIG} has {len(self.rows)} tokens for "
                 f"{self.module}, the file {list(self.shape)}. Copy the adapter again."
             )
-        if weight is None or weight.shape[1:] != self.shape[1:] or max(rows) >= weight.shape[0]:
+        if weight is None or weight.shape[1:] != self.shape[1:] or max(self.rows) >= weight.shape[0]:
             raise self.misfit(weight, "" if weight else " If that model ties it, save with save_embedding_layers=True.")
         return self
 
     def load(self, read: Read, weight: StoredTensor) -> Change:
         """Replace the rows."""
         held, width = read(self.parts[self.PARTS[0]]), self.shape[1]
-        rows = dict(zip(self.settings.tokens(self.module), held, strict=True))  # of equal ones, the last counts
+        rows = dict(zip(self.rows, held, strict=True))  # of equal ones, the last counts
 
         def put(values: Array, first: int) -> Array:
             values = values.copy()
@@ -234,7 +238,7 @@ class TokenUpdate(PeftUpdate):
 
     def part(self, read: Read, begin: int, end: int) -> dict[str, Array]:
         """Select the rows."""
-        inside = [begin <= row < end for row in self.settings.tokens(self.module)]
+        inside = [begin <= row < end for row in self.rows]
         return {self.PARTS[0]: read(self.parts[self.PARTS[0]])[inside]}
 
 

@@ -78,7 +78,7 @@ def _pickles(path: Path) -> Iterator[bytes]:
         metadata = read_metadata(path)
         for (name, _), place in metadata.places.items():
             if metadata.entries.get(name) is None:  # torch loads tensors with its own restricted unpickler
-                yield _in_archive(path.with_name(place.file), place.offset, place.length)
+                yield _in_archive(place.path, place.offset, place.size)
     elif path.suffix in _PICKLES:
         yield _in_archive(path)
 

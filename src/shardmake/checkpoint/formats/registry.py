@@ -5,20 +5,26 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardmake.checkpoint.formats import dcp, fsdp_per_rank, huggingface, lora, single_file, universal, zero
+from shardmake.checkpoint.formats import dcp, fsdp_per_rank, huggingface, lora, single_file, zero
 from shardmake.checkpoint.formats.contents import Contents
 from shardmake.checkpoint.formats.dtypes import Target
-from shardmake.core.errors import CheckpointError, ConfigError, ShardmakeError
+from shardmake.checkpoint.formats.models import choose
+from shardmake.core.errors import CheckpointError, ShardmakeError
 from shardmake.run.paths import RunDir
 
-_NUMBERED = re.compile(r"(?:checkpoint[-_]|step-|epoch[-_]|global_step_|epoch=\d+-step=)(\d+)(?:\.ckpt)?")
-_STEP = re.compile(r"(?:checkpoint-|step-|epoch=\d+-step=)(\d+)(?:\.ckpt)?")
+_NUMBERED = re.compile(
+    r"(?:(?:checkpoint-|step-|global_step_|epoch=\d+-step=)(?P<step>\d+)|(?:checkpoint_|epoch[-_])(\d+))(?:\.ckpt)?"
+)
 """Names of checkpoints. The number in Accelerate's ``checkpoint_N`` is not a step."""
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"}
 """Levels of names that torch.compile, activation checkpointing, FSDP1 and Lightning add."""
 _MOST_LEVELS = 3
 """Levels that a program's own modules may add above the model."""
+
+
+Reader = Callable[[Path, Target, str | None], Contents]
+Finder = Callable[[Path], Mapping[str, Path]]
 
 
 @dataclass(frozen=True)
@@ -28,27 +34,31 @@ class Layout:
     Attributes:
         name: What writes it.
         sign: The files that show it.
-        recognise: Returns what to read if a path is such a checkpoint, otherwise None.
-        read: Reads it for a merged model of the given type; of several models, the one at a key. None: it is refused.
+        find: Returns what to read for each model that a path holds, by key; empty for another path.
+        read: Reads it for a merged model of the given type; of several models in it, the one at a key. None: refused.
         instead: What to do with a layout that is refused.
-        has_keys: A checkpoint may hold several models.
     """
 
     name: str
     sign: str
-    recognise: Callable[[Path], Path | None]
-    read: Callable[[Path, Target, str | None], Contents] | None = None
+    find: Finder
+    read: Reader | None = None
     instead: str = ""
-    has_keys: bool = False
 
 
-def _holds(*patterns: str) -> Callable[[Path], Path | None]:
-    """Return a function that returns a folder if it holds a file that matches one of the ``patterns``."""
-    return lambda path: path if path.is_dir() and any(any(path.glob(pattern)) for pattern in patterns) else None
+def _one(recognise: Callable[[Path], Path | None]) -> Finder:
+    """Return a function that finds the only model."""
+    return lambda path: {} if (found := recognise(path)) is None else {"": found}
 
 
-def _without_key(read: Callable[[Path, Target], Contents]) -> Callable[[Path, Target, str | None], Contents]:
-    return lambda path, target, _: read(path, target)
+def _holds(*patterns: str) -> Finder:
+    """Return a function that finds a folder if it holds a file that matches one of the ``patterns``."""
+    return _one(lambda path: path if any(any(path.glob(pattern)) for pattern in patterns) else None)
+
+
+def _whole(read: Callable[[Path, Target], Contents]) -> Reader:
+    """Return a reader of what holds one model only."""
+    return lambda place, target, key: choose({"": read}, key, place)(place, target)
 
 
 _MEGATRON = ("iter_*/common.pt", "iter_*/mp_rank_*/*.pt", "common.pt", "mp_rank_*/model_optim_rng.pt")
@@ -59,18 +69,15 @@ LAYOUTS: list[Layout] = [
         "Meta's Llama", "consolidated.00.pth", _holds("consolidated.*.pth"),
         instead="Convert it with transformers' convert_llama_weights_to_hf.py.",
     ),
-    Layout(
-        "several models (accelerator.save_state)", "model_1.safetensors", _holds("model_1.*", "pytorch_model_1.bin"),
-        instead="Name the file of one of them.",
-    ),
-    Layout("DeepSpeed universal", "zero/*/fp32.pt", universal.recognise, _without_key(universal.read)),
-    Layout("DeepSpeed", "global_step*, *_states.pt", zero.recognise, _without_key(zero.read)),
-    Layout("DCP", ".metadata, *.distcp", dcp.recognise, dcp.read, has_keys=True),
-    Layout("ranks", " or ".join(fsdp_per_rank.NAMES), fsdp_per_rank.recognise, _without_key(fsdp_per_rank.read)),
-    Layout("PEFT", "adapter_model.*", huggingface.recognise_adapter, huggingface.read_adapter, has_keys=True),
-    Layout("Hugging Face", ", ".join(_MODEL_FILES), huggingface.recognise, _without_key(huggingface.read)),
-    Layout("shards", "*-00001-of-N.safetensors", single_file.recognise_shards, _without_key(single_file.read_shards)),
-    Layout("one file", "a single *.pt, *.pth, *.ckpt, *.bin", single_file.recognise, single_file.read, has_keys=True),
+    Layout("Accelerate's several models", "model_1.safetensors", single_file.find_several, single_file.read),
+    Layout("DeepSpeed universal", "zero/*/fp32.pt", _one(zero.recognise_universal), _whole(zero.read_universal)),
+    Layout("DeepSpeed", "global_step*, *_states.pt", zero.find, _whole(zero.read)),
+    Layout("DCP", ".metadata, *.distcp", dcp.find, dcp.read),
+    Layout("ranks", " or ".join(fsdp_per_rank.NAMES), _one(fsdp_per_rank.recognise), fsdp_per_rank.read),
+    Layout("PEFT", "adapter_model.*", huggingface.find_adapters, _whole(huggingface.read_adapter)),
+    Layout("Hugging Face", ", ".join(_MODEL_FILES), _one(huggingface.recognise), _whole(huggingface.read)),
+    Layout("shards", "*-00001-of-N.safetensors", _one(single_file.recognise_shards), _whole(single_file.read_shards)),
+    Layout("one file", "a single *.pt, *.pth, *.ckpt, *.bin", single_file.find, single_file.read),
 ]  # fmt: skip
 """Every layout, in the order in which they are tried; the last one only if a folder has no numbered checkpoints."""
 
@@ -92,7 +99,7 @@ def read_model(
         target: Type of the merged model.
         base: The base model's folder, for an adapter.
         adapter: Return the adapter alone.
-        key: The levels above one of several models in a DCP checkpoint, joined by dots.
+        key: Of several models in the checkpoint, the one to read.
         layout: Returns the names in a model's folder by the names of its class, where they differ.
     """
     contents = _without_wrapper(read_checkpoint(path, target, key))
@@ -151,35 +158,44 @@ def _renamed(contents: Contents, inner: Callable[[str], str]) -> Contents:
 def read_checkpoint(path: Path, target: Target = "keep", key: str | None = None) -> Contents:
     """Read the checkpoint at ``path``; of several checkpoints in a folder, read the newest readable one.
 
-    Of several models in a DCP checkpoint, read the one at ``key``.
+    Of several models in it, read the one at ``key``: its file or folder, or the levels above its weights.
 
     Raises:
         CheckpointError: The folder holds no checkpoint, or none is readable; the message gives each reason.
     """
     if not path.exists():
         raise CheckpointError(f"{path} does not exist. Name a run, a checkpoint, or the folder with its files.")
-    candidates = _checkpoints(path)
-    found = _read(path, target, key, LAYOUTS[:-1] if candidates else LAYOUTS)
-    return found or _read_newest(path, candidates, target, key)
+    candidates, reasons = _checkpoints(path), list[str]()
+    if (found := _read(path, target, key, LAYOUTS[:-1] if candidates else LAYOUTS)) is not None:
+        return found
+    for candidate in candidates:
+        try:
+            if (found := _read(candidate, target, key)) is not None:
+                return replace(found, notes=tuple(reasons))
+            reasons.append(f"{candidate} holds no weights.")
+        except CheckpointError as error:
+            reasons.append(str(error))
+    if reasons:
+        raise CheckpointError("\n".join([f"No checkpoint in {path} can be merged:", *reasons]))
+    signs = "; ".join(f"{layout.name} ({layout.sign})" for layout in LAYOUTS)
+    raise CheckpointError(
+        f"{path} holds no checkpoint: no checkpoint-*, checkpoint_*, step-*, epoch_* or *.ckpt, and none of the "
+        f"layouts {signs}. Name a run, a checkpoint, or the folder with its files."
+    )
 
 
 def _read(path: Path, target: Target, key: str | None, layouts: Sequence[Layout] = LAYOUTS) -> Contents | None:
     """Read the checkpoint that ``path`` itself is; return None if it is not one."""
     try:
-        for layout in layouts:
-            found = layout.recognise(path) if path.is_dir() or layout is LAYOUTS[-1] else None
-            if found is None:
-                continue
-            if layout.read is None:
+        for layout in layouts if path.is_dir() else LAYOUTS[-1:]:
+            places = layout.find(path)
+            if places and layout.read is None:
                 raise CheckpointError(f"{path} is a checkpoint of {layout.name}, which is not read. {layout.instead}")
-            if key is not None and not layout.has_keys:
-                names = ", ".join(known.name for known in LAYOUTS if known.has_keys)
-                raise ConfigError(
-                    f"Cannot look for {key!r} in {found}. Only checkpoints of these layouts have keys: {names}. Leave "
-                    "out --key."
-                )
-            contents = layout.read(found, target, key)
-            return contents if contents.step is not None else replace(contents, step=_step_in_name(found))
+            if places and layout.read is not None:
+                is_outer = key in places or len(places) > 1
+                place = choose(places, key if is_outer else None, path)
+                contents = layout.read(place, target, None if is_outer else key)
+                return contents if contents.step is not None else replace(contents, step=_step_in_name(place))
     except (ShardmakeError, OSError):
         raise
     except Exception as error:  # a damaged file can hold any value in the place of any other
@@ -190,31 +206,11 @@ def _read(path: Path, target: Target, key: str | None, layouts: Sequence[Layout]
     return None
 
 
-def _read_newest(path: Path, candidates: list[Path], target: Target, key: str | None) -> Contents:
-    reasons: list[str] = []
-    for candidate in candidates:
-        try:
-            contents = _read(candidate, target, key)
-        except CheckpointError as error:
-            reasons.append(str(error))
-            continue
-        if contents is not None:
-            return replace(contents, notes=tuple(reasons))
-        reasons.append(f"{candidate} holds no weights.")
-    if reasons:
-        raise CheckpointError("\n".join([f"No checkpoint in {path} can be merged:", *reasons]))
-    signs = "; ".join(f"{layout.name} ({layout.sign})" for layout in LAYOUTS)
-    raise CheckpointError(
-        f"{path} holds no checkpoint: no checkpoint-*, checkpoint_*, step-*, epoch_* or *.ckpt, and none of the "
-        f"layouts {signs}. Name a run, a checkpoint, or the folder with its files."
-    )
-
-
 def _checkpoints(path: Path) -> list[Path]:
     """Return the numbered folders in ``path``, or where a run, Accelerate or torchtitan puts them, newest first."""
     for folder in (path, RunDir(path).checkpoints, path / "checkpoints", path / "checkpoint"):
         entries = list(folder.iterdir()) if folder.is_dir() else []
-        found = [(int(match[1]), entry) for entry in entries if (match := _NUMBERED.fullmatch(entry.name))]
+        found = [(int(match[1] or match[2]), entry) for entry in entries if (match := _NUMBERED.fullmatch(entry.name))]
         if found:
             return [entry for _, entry in sorted(found, reverse=True) if entry.is_dir()]
     return []
@@ -222,5 +218,5 @@ def _checkpoints(path: Path) -> list[Path]:
 
 def _step_in_name(path: Path) -> int | None:
     """Return the step in the name of the folder or its parent, for formats whose files do not record it."""
-    found = [match for name in (path.name, path.parent.name) if (match := _STEP.fullmatch(name))]
-    return int(found[0][1]) if found else None
+    found = (match["step"] for name in (path.name, path.parent.name) if (match := _NUMBERED.fullmatch(name)))
+    return next((int(step) for step in found if step), None)

@@ -4,14 +4,15 @@ Accelerate's FULL_STATE_DICT, Lightning's ``.ckpt`` files and users' own loops w
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint.formats import huggingface, unpickle
 from shardmake.checkpoint.formats.contents import Contents, is_extra_state, unsharded
-from shardmake.checkpoint.formats.dcp import NO_WEIGHTS
 from shardmake.checkpoint.formats.dtypes import Target
+from shardmake.checkpoint.formats.models import NO_WEIGHTS, Levels, names_of_model
 from shardmake.checkpoint.formats.unpickle import TensorRef
 from shardmake.core.errors import CheckpointError
 
@@ -20,21 +21,26 @@ _OTHER = re.compile(
     r"(optim|sched|scaler|sampler|rng_|random_states|training_args|recipe_state|dataloader|custom_checkpoint).*"
 )
 """Names of files with other states of a training."""
+_NUMBERED = re.compile(r"(pytorch_)?model(?P<number>_\d+)?\.(safetensors|bin)")
+_LEVELS = 3
+"""A model is below the first or second level."""
+_MOST_ENTRIES = 1 << 20
+"""A dictionary may hold another one many times."""
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.(safetensors|bin)")
 
 
-def recognise(path: Path) -> Path | None:
-    """Return ``path`` if it is a file of weights, or the only one in the folder ``path``."""
+def find(path: Path) -> dict[str, Path]:
+    """Return ``path`` if it is a file of weights, or all such files in the folder ``path``, by name."""
     if path.is_file():
-        return path if path.suffix in _SUFFIXES else None
-    names = sorted(it.name for it in path.iterdir() if it.suffix in _SUFFIXES and it.is_file())
-    found = [name for name in names if not _OTHER.match(name)]
-    if len(found) > 1:
-        raise CheckpointError(
-            f"{path} holds several files of weights ({', '.join(found)}), and which of them is the model is not "
-            f"recorded. Name one: {path / found[0]}"
-        )
-    return path / found[0] if found else None
+        return {path.name: path} if path.suffix in _SUFFIXES else {}
+    files = (it for it in sorted(path.iterdir()) if it.suffix in _SUFFIXES and it.is_file())
+    return {it.name: it for it in files if not _OTHER.match(it.name)}
+
+
+def find_several(path: Path) -> dict[str, Path]:
+    """Return the files of the models that ``accelerator.save_state`` wrote, if they are several."""
+    found = {it.name: it for it in sorted(path.iterdir()) if _NUMBERED.fullmatch(it.name)}
+    return found if any(_NUMBERED.fullmatch(name)["number"] for name in found) else {}
 
 
 def read(file: Path, target: Target = "keep", key: str | None = None) -> Contents:
@@ -46,27 +52,26 @@ def read(file: Path, target: Target = "keep", key: str | None = None) -> Content
     if file.suffix == ".safetensors":
         return Contents("one file", file.parent, None, 1, {held.name: held for held in huggingface.read_file(file)})
     state = unpickle.load(file)
-    models = _models(state) if isinstance(state, Mapping) else {}
-    chosen = [model for name, model in models.items() if key in (None, name)]
-    if len(chosen) != 1:
-        held = f"models {', '.join(models)}. Name one with --key" if models else "no tensors by name. Name another file"
-        raise CheckpointError(f"{file} holds {held}.")
-    tensors = {name: unsharded(name, ref) for name, ref in chosen[0].items() if isinstance(ref, TensorRef)}
-    return Contents("one file", file.parent, None, 1, tensors)
+    held = dict(islice(_entries(state, _LEVELS), _MOST_ENTRIES)) if isinstance(state, Mapping) else {}
+    weights = {path for path, value in held.items() if isinstance(value, TensorRef)}
+    names = names_of_model({path: path for path in held}, weights, key, file)
+    left_out = sorted(name for path, name in names.items() if path not in weights and is_extra_state(name))
+    others = [name for path, name in names.items() if path not in weights and not is_extra_state(name)]
+    if others or not weights & names.keys():
+        what = f"{others[0]} in it is not a tensor" if others else "It holds no tensors by name"
+        raise CheckpointError(f"Cannot merge {file}. {what}. Name another file.")
+    tensors = {name: unsharded(name, held[path]) for path, name in names.items() if path in weights}
+    return Contents("one file", file.parent, None, 1, tensors, left_out=tuple(left_out))
 
 
-def _models(state: Mapping[Any, Any]) -> dict[str, Mapping[str, TensorRef]]:
-    """Return the dictionaries that hold tensors and extra states only, by their key; "model" for the whole file."""
-    if _is_model(state):
-        return {"model": state}
-    held = ((str(key), value) for key, value in state.items() if not NO_WEIGHTS.fullmatch(str(key)))
-    return {key: value for key, value in held if isinstance(value, Mapping) and _is_model(value)}
-
-
-def _is_model(value: Mapping[Any, Any]) -> bool:
-    return any(isinstance(v, TensorRef) for v in value.values()) and all(
-        isinstance(k, str) and (isinstance(v, TensorRef) or is_extra_state(k)) for k, v in value.items()
-    )
+def _entries(state: Mapping[Any, Any], levels: int) -> Iterator[tuple[Levels, Any]]:
+    """Yield the entries of a dictionary by the keys of up to ``levels`` levels, without other states of a training."""
+    for key, value in state.items():
+        if levels > 1 and isinstance(value, Mapping):
+            if not NO_WEIGHTS.fullmatch(str(key)):
+                yield from (((str(key), *path), held) for path, held in _entries(value, levels - 1))
+        else:
+            yield (str(key),), value
 
 
 def recognise_shards(path: Path) -> Path | None:

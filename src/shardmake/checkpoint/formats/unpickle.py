@@ -5,7 +5,7 @@ placeholders, and tensors become `TensorRef`, the place of their bytes, not the 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -201,15 +201,13 @@ def _tensor(
 
 def _sizes(value: Any) -> tuple[Any, ...]:
     """Return a shape or stride."""
-    if not isinstance(value, tuple) or len(value) > _MOST_DIMENSIONS:
-        raise PickleError("a tensor has no valid shape")
-    if not all(isinstance(size, int) and 0 <= size <= _LARGEST for size in value):
+    if (
+        not isinstance(value, tuple)
+        or len(value) > _MOST_DIMENSIONS
+        or not all(isinstance(size, int) and 0 <= size <= _LARGEST for size in value)
+    ):
         raise PickleError("a tensor has no valid shape")
     return value
-
-
-def _size(_machine: PickleMachine, value: Any = (), *_: Any) -> tuple[Any, ...]:
-    return _sizes(value)
 
 
 def _wrapped(_machine: PickleMachine, _type: Any, _dtype: Any, shape: Any, *_: Any) -> tuple[Any, ...]:
@@ -231,23 +229,13 @@ def _subclass(machine: PickleMachine, function: Any, kind: Any, args: Any, state
     return ShardRef(_wrapped(machine, *args), local, spec)
 
 
+def _copied(machine: PickleMachine, items: Any, copy: Callable[[Any], Any]) -> Any:
+    machine.spend(len(items))
+    return copy(items)
+
+
 def _first(_machine: PickleMachine, value: Any = None, *_: Any) -> Any:
     return value
-
-
-def _list(machine: PickleMachine, items: Sequence[Any] = (), *_: Any) -> list[Any]:
-    machine.spend(len(items))
-    return list(items)
-
-
-def _complex(_machine: PickleMachine, real: float, imaginary: float) -> complex:
-    return complex(real, imaginary)
-
-
-def _encode(machine: PickleMachine, text: str, *_: Any) -> bytes:
-    """Return the bytes that protocol 2 writes as text."""
-    machine.spend(len(text))
-    return text.encode("latin1")
 
 
 def _reconstruct(_machine: PickleMachine, kind: Any, *_: Any) -> Inert:
@@ -261,20 +249,23 @@ _MOST_DIMENSIONS = 64
 _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
     ("collections", "OrderedDict"): PickleMachine.ordered,
     ("collections", "defaultdict"): lambda machine, *_: machine.ordered(),
-    **{(module, name): _list for module in ("builtins", "__builtin__") for name in ("set", "frozenset")},
-    **dict.fromkeys((("builtins", "complex"), ("__builtin__", "complex")), _complex),
+    **{
+        (module, name): lambda machine, items=(), *_: _copied(machine, items, list)
+        for module in ("builtins", "__builtin__") for name in ("set", "frozenset")
+    },
+    **{(module, "complex"): lambda _, *parts: complex(*parts) for module in ("builtins", "__builtin__")},
     **{("torch._utils", f"_rebuild_tensor{version}"): _tensor for version in ("", "_v2", "_v3")},
     ("torch._utils", "_rebuild_wrapper_subclass"): _wrapped,
     ("torch._utils", "_rebuild_parameter"): _first,
     ("torch._utils", "_rebuild_parameter_with_state"): _first,
     ("torch._tensor", "_rebuild_from_type_v2"): _subclass,
-    ("torch", "Size"): _size,
+    ("torch", "Size"): lambda _, value=(), *__: _sizes(value),
     ("torch", "device"): _first,
     ("torch.serialization", "_get_layout"): _first,
     ("copy_reg", "_reconstructor"): _reconstruct,
     ("copyreg", "_reconstructor"): _reconstruct,
-    ("_codecs", "encode"): _encode,
-}
+    ("_codecs", "encode"): lambda machine, text, *_: _copied(machine, text, lambda it: it.encode("latin1")),
+}  # fmt: skip
 """Replacements of the functions and classes whose results are used; every other one yields an `Inert` placeholder."""
 _FUNCTIONS_OF_CONTAINERS = {name: call for name, call in _FUNCTIONS.items() if not name[0].startswith("torch")}
 """Those without the ones of tensors, which need the storages."""

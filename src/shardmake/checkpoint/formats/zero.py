@@ -1,14 +1,15 @@
-"""Checkpoints of DeepSpeed ZeRO-1, 2 and 3; `zero_tensors` describes where they hold each tensor."""
+"""Checkpoints of DeepSpeed: ZeRO-1, 2 and 3, in which `zero_tensors` finds each tensor, and universal ones."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardmake.checkpoint.formats.contents import Contents, StoredTensor
+from shardmake.checkpoint.formats import unpickle
+from shardmake.checkpoint.formats.contents import Contents, StoredTensor, unsharded
 from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.checkpoint.formats.nvme_swap import with_swap_files
-from shardmake.checkpoint.formats.unpickle import TensorRef
+from shardmake.checkpoint.formats.unpickle import TensorRef, numel
 from shardmake.checkpoint.formats.zero_files import (
     ZeroFiles,
     base_optimizer,
@@ -36,26 +37,20 @@ def inner_folder(checkpoint: Path) -> Path:
     return named_folder(checkpoint / "latest")
 
 
-def recognise(path: Path) -> Path | None:
-    """Return DeepSpeed's inner folder (``global_stepN``): ``path`` itself, the one in ``latest``, or the only one."""
+def find(path: Path) -> dict[str, Path]:
+    """Return DeepSpeed's inner folders by name: ``path``, the one in ``latest``, or all of several models or steps."""
     if _holds_states(path):
-        return path
-    latest = path / "latest"
-    if latest.is_file():
-        tag = inner_folder(path)
-        if not tag.is_dir() or not _holds_states(tag):
-            raise CheckpointError(
-                f"{latest} names {tag.name}, which is not a complete checkpoint. Use an older checkpoint."
-            )
-        models = sorted(it.name for it in path.glob("pytorch_model*") if it.is_dir() and _holds_states(it))
-        if tag.name in models and len(models) > 1:  # accelerator.save_state of several models
-            raise CheckpointError(f"{path} holds several models ({', '.join(models)}). Name the folder of one of them.")
-        return tag
-    tags = [entry for entry in path.iterdir() if entry.is_dir() and _holds_states(entry)]
-    if len(tags) > 1:
-        names = ", ".join(sorted(tag.name for tag in tags))
-        raise CheckpointError(f"{path} holds several checkpoints ({names}) and no file 'latest'. Name one of them.")
-    return tags[0] if tags else None
+        return {path.name: path}
+    tags = {entry.name: entry for entry in sorted(path.iterdir()) if entry.is_dir() and _holds_states(entry)}
+    models = [name for name in tags if name.startswith("pytorch_model")]  # accelerator.save_state; latest has one
+    if not (path / "latest").is_file() or len(models) > 1:
+        return tags
+    tag = inner_folder(path)
+    if tag.name not in tags:
+        raise CheckpointError(
+            f"{path / 'latest'} names {tag.name}, which is not a complete checkpoint. Use an older checkpoint."
+        )
+    return {tag.name: tag}
 
 
 def _holds_states(folder: Path) -> bool:
@@ -131,3 +126,54 @@ def _with_swapped_groups(files: ZeroFiles) -> ZeroFiles:
     return replace(
         files, optimizer=[with_swap_files(files.folder, rank, state, shapes, ranks) for rank, state in states]
     )
+
+
+LATEST = "latest_universal"
+
+
+def is_universal(checkpoint: Path) -> bool:
+    """Return True if DeepSpeed must load ``checkpoint`` as a universal one."""
+    return (checkpoint / LATEST).is_file()
+
+
+def universal_folder(checkpoint: Path) -> Path:
+    """Return the folder with the states, which `LATEST` names."""
+    return named_folder(checkpoint / LATEST)
+
+
+def recognise_universal(path: Path) -> Path | None:
+    """Return ``path`` if it is the inner folder of a universal checkpoint."""
+    return path if any(path.glob("zero/*/fp32.pt")) else None
+
+
+def read_universal(folder: Path, target: Target = "keep") -> Contents:
+    """Read a universal checkpoint as ds_to_universal.py writes it: ``zero/NAME/fp32.pt`` for every trained parameter.
+
+    Frozen parameters and buffers are in the ranks' model files beside it, as in the original checkpoint. If
+    tensor-parallel ranks wrote that, the shapes in the model files are those of their parts.
+    """
+    tensor_parallel = any(folder.glob("mp_rank_01_*"))
+    files = load_files(folder, tensor_parallel)
+    is_stage3 = any(folder.glob("zero_pp_rank_*_model_states.pt"))
+    trained = [
+        _trained_tensor(folder, name, None if tensor_parallel else shape)
+        for group in files.param_shapes
+        for name, shape in group.items()
+    ]
+    names = {tensor.name for tensor in trained}
+    rest = [*zero3_frozen(files), *zero3_buffers(files)] if is_stage3 else module_tensors(files, "keep")
+    tensors = [*trained, *(tensor for tensor in rest if tensor.name not in names)]
+    return files.contents("DeepSpeed universal", len(files.model), tensors)
+
+
+def _trained_tensor(folder: Path, name: str, shape: tuple[int, ...] | None) -> StoredTensor:
+    path = folder / "zero" / name / "fp32.pt"
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing. The universal checkpoint is not complete. Convert it again.")
+    held = unpickle.load(path)
+    ref = held.get("param") if isinstance(held, Mapping) else held
+    if not isinstance(ref, TensorRef) or (shape is not None and ref.numel != numel(shape)):
+        raise CheckpointError(
+            f"{path} does not hold the {list(shape or ())} elements of {name}. Convert the checkpoint again."
+        )
+    return replace(unsharded(name, ref), shape=tuple(ref.shape if shape is None else shape))

@@ -10,8 +10,15 @@ from shardmake.checkpoint import store
 from shardmake.checkpoint.formats import dcp
 from shardmake.checkpoint.formats.nvme_swap import rank_folder
 from shardmake.checkpoint.formats.pickle_names import refuse_foreign_names
-from shardmake.checkpoint.formats.universal import inner_folder, is_universal
-from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, find_problems, list_files, read_record
+from shardmake.checkpoint.formats.zero import is_universal, universal_folder
+from shardmake.checkpoint.record import (
+    RECORD_NAME,
+    CheckpointRecord,
+    find_problems,
+    list_files,
+    read_record,
+    refuse_unlisted,
+)
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.atomic import read_json, write_json
 from shardmake.core.disk import check_save
@@ -80,6 +87,7 @@ def reshard(checkpoint: Path, out: Path, strategy: str | None, ranks: int) -> Ch
         raise CheckpointError(
             f"{checkpoint} is not a complete Shardmake checkpoint: {'; '.join(problems)}. Use an older checkpoint."
         )
+    refuse_unlisted(checkpoint, record)
     refuse_foreign_names(checkpoint, record.files)
     strategy = strategy or record.strategy
     found = find_route(record, checkpoint, strategy, ranks)
@@ -99,7 +107,7 @@ def reshard(checkpoint: Path, out: Path, strategy: str | None, ranks: int) -> Ch
         done = _write(checkpoint, record, out, strategy, ranks)
     if STRATEGY_SPECS[strategy].uses_nvme:  # DeepSpeed copies the swap files from these folders, which are empty
         for rank in range(ranks):
-            rank_folder(inner_folder(out), rank).mkdir(parents=True, exist_ok=True)
+            rank_folder(universal_folder(out), rank).mkdir(parents=True, exist_ok=True)
     return done
 
 
@@ -157,7 +165,7 @@ def _convert(checkpoint: Path, record: CheckpointRecord, target: Path, strategy:
 def _read_states(checkpoint: Path, record: CheckpointRecord) -> "States":
     from shardmake.checkpoint.reshard.states import states_of_fsdp, states_of_zero
 
-    if dcp.recognise(checkpoint):
+    if dcp.find(checkpoint):
         return states_of_fsdp(checkpoint, record.step)
     return states_of_zero(checkpoint)
 

@@ -20,9 +20,7 @@ import torch.distributed.checkpoint as dcp
 
 from shardmake.checkpoint.formats.contents import StoredTensor
 from shardmake.checkpoint.formats.dcp import MODEL_FOLDER, OPTIMIZER_FOLDER
-from shardmake.checkpoint.formats.universal import LATEST, inner_folder
-from shardmake.checkpoint.formats.zero import MOMENTS, read_states
-from shardmake.checkpoint.formats.zero import inner_folder as zero_folder
+from shardmake.checkpoint.formats.zero import LATEST, MOMENTS, inner_folder, read_states, universal_folder
 from shardmake.core.atomic import write_text
 from shardmake.core.errors import CheckpointError
 
@@ -69,7 +67,7 @@ def write_universal(states: States, target: Path) -> None:
 
 def read_back(target: Path, name: str, kind: str) -> Any:
     """Return a tensor that `write_universal` wrote, memory-mapped."""
-    return torch.load(inner_folder(target) / "zero" / name / f"{kind}.pt", mmap=True, weights_only=True)["param"]
+    return torch.load(universal_folder(target) / "zero" / name / f"{kind}.pt", mmap=True, weights_only=True)["param"]
 
 
 def _model_state(states: States, target: Path) -> dict[str, Any]:
@@ -113,7 +111,7 @@ def states_of_zero(checkpoint: Path) -> States:
     Raises:
         CheckpointError: Files are missing or of different saves, or the optimizer is not Adam.
     """
-    folder = zero_folder(checkpoint)
+    folder = inner_folder(checkpoint)
     tensors = read_states(folder)
     model = _load(min(folder.glob("*mp_rank_00_model_states.pt")))
     inner = _load(min(folder.glob("*zero_pp_rank_0_mp_rank_00_optim_states.pt")))["optimizer_state_dict"]
@@ -133,7 +131,7 @@ def states_of_zero(checkpoint: Path) -> States:
 
 def frozen_or_buffers(checkpoint: Path) -> str:
     """Name the tensors of a ZeRO checkpoint that are not trained parameters; return an empty string without any."""
-    folder = zero_folder(checkpoint)
+    folder = inner_folder(checkpoint)
     model = _load(min(folder.glob("*mp_rank_00_model_states.pt")))
     kinds = {"frozen parameters": "frozen_param_shapes", "buffers": "buffer_names"}
     return " and ".join(kind for kind, key in kinds.items() if model.get(key))

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from shardmake.consolidate.merge import consolidate
+from shardmake.consolidate.verify import verify
 from shardmake.core.errors import CheckpointError, ShardmakeError
 from tests.workflow.consolidate_checkpoints import assert_equal, check_loading_in_process, load_weights
 
@@ -79,11 +80,13 @@ def fsdp(weights: Weights, place: Path, number: int) -> Path:
     return place / f"pytorch_model_fsdp_{number}"
 
 
-def accelerate(weights: Weights, place: Path) -> Path:
-    """Two models as ``accelerator.save_state`` writes them under FSDP; the first one is named."""
-    second = fsdp({name: 2 * tensor for name, tensor in weights.items()}, place, 1)
-    fsdp(weights, place, 0)
-    return second.with_name("pytorch_model_fsdp_0")
+def beside_checkpoints(weights: Weights, place: Path) -> Path:
+    """The adapter that a Trainer saves at its end, into the folder of its checkpoints."""
+    model = get_peft_model(LlamaForCausalLM(SHAPE), LoraConfig(target_modules=["q_proj"]))
+    for folder in (place / "checkpoint-2", place):
+        model.save_pretrained(folder)
+    save_file(weights, place.parent / "base" / "model.safetensors", metadata={"format": "pt"})
+    return place
 
 
 MERGED: dict[str, Writer] = {
@@ -99,7 +102,8 @@ MERGED: dict[str, Writer] = {
     "torchtune": torchtune,
     "verl": lambda w, p: save(w, p / "actor" / "model_world_size_1_rank_0.pt").parents[1],
     "verl, above": lambda w, p: save(w, p / "global_step_2" / "actor" / "model_world_size_1_rank_0.pt").parents[2],
-    "one of two models": accelerate,
+    "one folder of two": lambda w, p: fsdp(w, fsdp({}, p, 1).parent, 0),
+    "an adapter beside checkpoints": beside_checkpoints,
 }
 
 
@@ -119,13 +123,6 @@ def files(*names: str) -> Writer:
     return write
 
 
-def two_engines(weights: Weights, place: Path) -> Path:
-    for name in ("pytorch_model", "pytorch_model_1"):
-        deepspeed(weights, place / name)
-    (place / "latest").write_text("pytorch_model_1")
-    return place
-
-
 REFUSED: dict[str, tuple[Writer, str]] = {
     "Megatron": (files("common.pt", "metadata.json"), r"of Megatron-core.* Megatron Bridge"),
     "Megatron above": (
@@ -134,12 +131,8 @@ REFUSED: dict[str, tuple[Writer, str]] = {
     ),
     "Megatron ranks": (files("mp_rank_00/model_optim_rng.pt"), r"of Megatron-core.* Megatron Bridge"),
     "Meta": (files("consolidated.00.pth"), r"of Meta's Llama.* convert_llama_weights_to_hf"),
-    "two FSDP": (lambda w, p: accelerate(w, p).parent, r"several models \(pytorch_model_fsdp_0, .* Name the folder"),
-    "two DeepSpeed": (two_engines, r"several models \(pytorch_model, pytorch_model_1\)\. Name the folder"),
-    "two DDP": (files("model.safetensors", "model_1.safetensors"), r"several models.* Name the file"),
-    "two files": (files("a.pt", "b.pt"), r"several files of weights \(a\.pt, b\.pt\).* Name one"),
-    "two models": (lambda w, p: save({"model": w, "ema": w}, p / "a.pt"), r"models model, ema\. Name one with --key"),
     "verl, incomplete": (lambda w, p: save(w, p / "model_world_size_2_rank_0.pt").parent, r"the file of rank 1"),
+    "a step in the model": (lambda w, p: save({"model": {**w, "step": 3}}, p / "a.pt"), r"step in it is not a tensor"),
     "shards, incomplete": (files("ft-model-00001-of-00002.bin"), r"1 shards of ft-model of 2"),
     "unknown": (files("weights.npz"), r"none of the layouts Megatron-core \(.*DeepSpeed \(global_step\*.*one file"),
 }
@@ -152,23 +145,67 @@ def test_layout_is_refused(layout: str, base: Path, tmp_path: Path) -> None:
         consolidate(write(trained(), tmp_path / "checkpoint"), tmp_path / "model", base=base)
 
 
-def test_a_key_names_one_of_several_models(base: Path, tmp_path: Path) -> None:
-    weights = trained()
-    doubled = {name: 2 * tensor for name, tensor in weights.items()}
-    file = save({"model": weights, "ema": doubled}, tmp_path / "checkpoint" / "a.pt")
-    consolidate(file, tmp_path / "model", base=base, key="ema")
-    assert_equal(load_weights(tmp_path / "model"), doubled)
+def engines(first: Weights, second: Weights, place: Path) -> Path:
+    """``latest`` names the model that was saved last (save_state in accelerate/accelerator.py)."""
+    deepspeed(first, place / "pytorch_model")
+    deepspeed(second, place / "pytorch_model_1")
+    (place / "latest").write_text("pytorch_model_1")
+    return place
+
+
+def two_files(name: str, other: str) -> Callable[[Weights, Weights, Path], Path]:
+    def write(first: Weights, second: Weights, place: Path) -> Path:
+        place.mkdir()
+        for file, weights in ((name, first), (other, second)):
+            (save_file if file.endswith("safetensors") else torch.save)(weights, place / file)
+        return place
+
+    return write
+
+
+SEVERAL: dict[str, tuple[Callable[[Weights, Weights, Path], Path], str, str]] = {
+    "FSDP": (lambda a, b, p: fsdp(b, fsdp(a, p, 0).parent, 1).parent, "pytorch_model_fsdp_0", "pytorch_model_fsdp_1"),
+    "DeepSpeed": (engines, "pytorch_model", "pytorch_model_1"),
+    "DDP": (two_files("model.safetensors", "model_1.safetensors"), "model.safetensors", "model_1.safetensors"),
+    "DDP, torch": (two_files("pytorch_model.bin", "pytorch_model_1.bin"), "pytorch_model.bin", "pytorch_model_1.bin"),
+    "ranks": (
+        two_files("pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_1_rank0.bin"),
+        "pytorch_model_fsdp", "pytorch_model_fsdp_1",
+    ),
+    "world sizes": (
+        two_files("model_world_size_1_rank_0.pt", "model_world_size_2_rank_0.pt"), "model_world_size_1", "",
+    ),
+    "files": (two_files("a.pt", "b.pt"), "a.pt", "b.pt"),
+    "dictionaries": (lambda a, b, p: save({"model": a, "ema": b}, p / "a.pt"), "model", "ema"),
+    "deep": (lambda a, b, p: save({"state": {"model": a}, "ema": {"model": b}}, p / "a.pt"), "state.model", "ema.model"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", SEVERAL)
+def test_a_key_names_one_of_several_models(layout: str, base: Path, tmp_path: Path) -> None:
+    """The refusal names the keys, and with each of them the merge is right."""
+    write, *keys = SEVERAL[layout]
+    models = (trained(), {name: 2 * tensor for name, tensor in trained().items()})
+    checkpoint = write(*models, tmp_path / "checkpoint")
+    with pytest.raises(CheckpointError, match=rf"holds several: .*{keys[0]}.*\. .* Name one with --key\."):
+        consolidate(checkpoint, tmp_path / "model", base=base)
+    with pytest.raises(CheckpointError, match=r"holds no model 'other'\. .* name one of: .*"):
+        consolidate(checkpoint, tmp_path / "model", base=base, key="other")
+    for key, weights in zip(filter(None, keys), models, strict=False):
+        consolidate(checkpoint, tmp_path / "model", base=base, key=key, overwrite=True)
+        verify(tmp_path / "model", checkpoint)
+        assert_equal(load_weights(tmp_path / "model"), weights)
 
 
 def test_an_adapter_beside_the_default_one(base: Path, tmp_path: Path) -> None:
     model = get_peft_model(LlamaForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj"]))
     model.add_adapter("other", LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
     model.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(CheckpointError, match=r"several adapters \(default, other\)\. Add --key default .* the folder"):
+    with pytest.raises(CheckpointError, match=r"holds several: default, other\. .* --key"):
         consolidate(tmp_path / "adapter", tmp_path / "model", base=base)
     consolidate(tmp_path / "adapter", tmp_path / "model", base=base, key="default")
     assert_equal(load_weights(tmp_path / "model"), load_weights(base))
-    consolidate(tmp_path / "adapter" / "other", tmp_path / "second", base=base)
+    consolidate(tmp_path / "adapter", tmp_path / "second", base=base, key="other")
     assert not torch.equal(load_weights(tmp_path / "second")[QUERY], load_weights(base)[QUERY])
 
 
