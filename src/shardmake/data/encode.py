@@ -98,22 +98,13 @@ class Encoder:
         return self.assistant_only or "preference" in self.layout.format
 
 
-@dataclass(frozen=True)
-class TokenPair:
-    """Token ids of a prompt and of two answers to it."""
+def split_pair(chosen: Tokens, rejected: Tokens) -> tuple[list[int], list[list[int]]]:
+    """Return the prompt with which two examples begin, and both answers; a token that only one has is not in it.
 
-    prompt: list[int]
-    chosen: list[int]
-    rejected: list[int]
-
-    @classmethod
-    def of(cls, chosen: Tokens, rejected: Tokens) -> "TokenPair":
-        """Return the pair of two examples that begin with one prompt; a token that only one has is not in it.
-
-        This is TRL's rule (`DPOTrainer._prepare_dataset`), with the prompt of inference.
-        """
-        start = min(mask.index(True) if any(mask) else len(mask) for _, mask in (chosen, rejected))
-        return cls(chosen[0][:start], chosen[0][start:], rejected[0][start:])
+    This is TRL's rule (`DPOTrainer._prepare_dataset`), with the prompt of inference.
+    """
+    start = min(mask.index(True) if any(mask) else len(mask) for _, mask in (chosen, rejected))
+    return chosen[0][:start], [chosen[0][start:], rejected[0][start:]]
 
 
 def answer_tokens(prompt: list[int], answer: list[int]) -> Tokens:

@@ -56,6 +56,7 @@ class Layout:
 
         ``place`` names the example in errors. Raises `DataError` for a missing column and for a value of another type.
         """
+        example = {name: value for name, value in example.items() if value is not None}
         if media := [name for name in _MEDIA if example.get(name) and name not in self.columns.values()]:
             raise DataError(
                 f"{place}: this example has {' and '.join(media)}. Only text is trained, also of models that take "
@@ -300,8 +301,8 @@ def _tools(tools: Any, place: str) -> list[Any] | None:
     return tools or None
 
 
-def recognize(data: Data, objective: Objective, columns: Sequence[str], first: Example, place: str) -> Layout:
-    """Return the layout of examples with ``columns``, of which ``first`` at ``place`` is the first.
+def recognize(data: Data, objective: Objective, first: Example, place: str) -> Layout:
+    """Return the layout of examples, of which ``first`` at ``place`` is the first.
 
     Raises `DataError` if no format fits, and if several do.
     """
@@ -313,14 +314,14 @@ def recognize(data: Data, objective: Objective, columns: Sequence[str], first: E
         for format in allowed
         if named.keys() <= FORMATS[format].columns.keys()
     ]
-    fitting = [layout for layout in layouts if data.format != "auto" or _fits(layout, columns, first)]
+    fitting = [layout for layout in layouts if data.format != "auto" or _fits(layout, first)]
     if len(fitting) > 1:
         raise DataError(
             f"{place}: the columns fit several formats: {', '.join(map(str, fitting))}. Set data.format to one of them."
         )
     if not fitting:
         raise DataError(
-            f"{place}: unknown format. The columns are {_describe(columns, first)}. Known: "
+            f"{place}: unknown format. The columns are {_describe(first)}. Known: "
             f"{', '.join(map(str, layouts))}. Name other columns with data.columns."
         )
     return fitting[0]
@@ -337,9 +338,9 @@ def check_named(data: Data, columns: Sequence[str], source: str) -> None:
             )
 
 
-def _fits(layout: Layout, columns: Sequence[str], first: Example) -> bool:
+def _fits(layout: Layout, first: Example) -> bool:
     spec = FORMATS[layout.format]
-    if not all(layout.columns[column] in columns for column in spec.required):
+    if not all(layout.columns[column] in first for column in spec.required):
         return False
     keys = _keys_of_messages(first.get(layout.columns.get("messages", "")))
     return not keys or layout.columns["role"] in keys
@@ -350,7 +351,7 @@ def _keys_of_messages(value: Any) -> list[str]:
     return list(value[0]) if isinstance(value, list) and value and isinstance(value[0], dict) else []
 
 
-def _describe(columns: Sequence[str], first: Example) -> str:
+def _describe(first: Example) -> str:
     """Return the columns, and for a list of messages the keys of a message."""
-    keys = {column: ", ".join(_keys_of_messages(first.get(column))) for column in columns}
-    return ", ".join(f"{column} (a list with {keys[column]})" if keys[column] else column for column in columns)
+    keys = {column: ", ".join(_keys_of_messages(value)) for column, value in first.items()}
+    return ", ".join(f"{column} (a list with {of})" if of else column for column, of in keys.items())

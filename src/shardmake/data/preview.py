@@ -6,8 +6,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from shardmake.config.models import Run
-from shardmake.data.encode import TokenPair, Tokens, answer_tokens
-from shardmake.data.examples import first_of, load_tokenizer, locate_parts, make_encoder
+from shardmake.data.encode import Tokens, answer_tokens, split_pair
+from shardmake.data.examples import load_tokenizer, make_encoder, open_chat_template, open_parts
 from shardmake.data.sources import FIRST_ROWS
 
 if TYPE_CHECKING:
@@ -22,17 +22,17 @@ def preview(run: Run, count: int) -> Iterator[str]:
     examples.
     """
     tokenizer = load_tokenizer(run)
-    parts = locate_parts(run)  # of raw data, which has no examples, those of the evaluation
+    chat = open_chat_template(run, tokenizer, date.today())
+    parts = open_parts(run, max(count, FIRST_ROWS))  # of raw data, which has no examples, those of the evaluation
     for part in [part for part in parts if part.split == parts[0].split]:
-        rows = first_of(part.source, max(count, FIRST_ROWS))
-        encoder = make_encoder(part, tokenizer, rows, date.today())
+        encoder = make_encoder(part, chat)
         cut = None if encoder.layout.format == "text" else run.sequence_length
-        for row in rows[:count]:
+        for row in part.rows[:count]:
             examples = encoder(row.example, row.place)
             titles = [f", turn {number} of {len(examples)}" for number in range(1, len(examples) + 1)]
             if encoder.layout.format == "preference":
-                pair = TokenPair.of(*examples)
-                examples = [answer_tokens(pair.prompt, answer) for answer in (pair.chosen, pair.rejected)]
+                prompt, answers = split_pair(*examples)
+                examples = [answer_tokens(prompt, answer) for answer in answers]
                 titles = [", chosen", ", rejected"]
             for (ids, learned), title in zip(examples, titles if len(examples) > 1 else [""], strict=True):
                 heading = f"{row.place}{title}: {len(ids):,} tokens, {sum(learned[:cut]):,} of them learned"

@@ -19,13 +19,8 @@ from shardmake.core.atomic import digest, fsync_directory, unsealed
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import plural
 from shardmake.data.build import build
-from shardmake.data.examples import (
-    describe_outcomes,
-    load_tokenizer,
-    locate_parts,
-    open_chat_template,
-    tokenizer_digest,
-)
+from shardmake.data.examples import load_tokenizer, open_chat_template, open_parts, tokenizer_digest
+from shardmake.data.outcomes import describe_outcomes
 from shardmake.data.raw import are_linked, identity_of_raw, link_raw
 from shardmake.data.sharing import one_at_a_time, take_same_data
 from shardmake.data.sources import identity
@@ -48,7 +43,7 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
     the files of that run. ``cpus`` is the number of tokenizing processes; it does not change the result. The receipt's
     ``digest`` identifies the training data. Raises `DataError` for data that cannot be used.
     """
-    parts = locate_parts(run)
+    parts = open_parts(run)
     raw_source = Path(run.data.sources[0].source)
     raw: dict[str, dict[str, Any]] = {"train": identity_of_raw(raw_source)} if run.data.is_raw else {}
     tokenizer = load_tokenizer(run)
@@ -72,7 +67,7 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
     with one_at_a_time(rundir, inputs), _workspace(rundir, digest(inputs)) as work:
         receipt = None if raw else take_same_data(rundir, inputs, work)
         if receipt is None:
-            results = build(run, tokenizer, parts, work, cpus, day)
+            results = build(run, chat, parts, work, cpus)
             trained_on = _trained_on(run, raw, results)
             receipt = DataReceipt(digest=trained_on, **inputs, pad_token_id=_pad_token_id(tokenizer), **results)
         if raw:

@@ -220,11 +220,11 @@ def test_a_killed_stage_encodes_only_what_is_missing(
     prepare(run, RunDir(tmp_path / "whole" / "run"))
     write, written = encoding._write_part, []
 
-    def write_or_die(encoded: Any, files: Any, schema: Any) -> None:
+    def write_or_die(path: Path, batches: Any) -> None:
         if len(written) == 2 and os.getpid() != parent:
             os._exit(9)
-        written.append(files)
-        write(encoded, files, schema)
+        written.append(path)
+        write(path, batches)
 
     monkeypatch.setattr(encoding, "_write_part", write_or_die)
     rundir, parent = RunDir(tmp_path / "killed" / "run"), os.getpid()
