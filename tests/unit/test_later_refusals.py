@@ -91,7 +91,6 @@ TABLE: dict[str, Why | str] = {
     "data/sources.py": "data/check.py:check_sources",
     "data/build.py:check_divisible": "data/check.py:check_first_rows",
     "data/outcomes.py": A,
-    "data/examples.py:_stop_ids": "data/check.py:check_first_rows",
     "data/examples.py:check_vocabulary": A,
     "data/examples.py:_load_config": "data/check.py:check_first_rows",
     "data/examples.py:_stop_ids": "data/check.py:check_first_rows",
