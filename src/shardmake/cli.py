@@ -258,7 +258,7 @@ def plan(
         check_backend(run.evaluation.backend, cluster.nvme_path)
         prepare_tasks(run.evaluation)
         counts = check_sources(run)
-        length = estimate_length(run, counts, check_first_rows(run).sampled, cluster.processes_per_node)
+        length = estimate_length(run, counts, check_first_rows(run, rundir=rundir).sampled, cluster.processes_per_node)
         warnings = length.check() if length else []
         check_prompts(run)
         made = plan_run(run, cluster, rundir, lambda plan: check_submission(plan, run, cluster, rundir))
@@ -340,7 +340,7 @@ def data(
     if show:
         run, _, rundir = _open(name, config, runs)
         check_inputs(name, run)
-        for text in preview(localize(run, rundir), show):
+        for text in preview(localize(run, rundir), show, rundir):
             typer.echo(text)
         return
     with _stage("data", name, config, runs, on_node=True) as (run, cluster, rundir):

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
+from shardmake.config.chat_template import fix_clock
 from shardmake.core.errors import DataError, ModelError
 from shardmake.data.layout import Message, is_unlearned
 from shardmake.data.placeholders import (
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _MOVED: Final = ("system", "developer")
 """Roles whose text a template may move to another place."""
-_CLOCK: Final = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 _MARK: Final = r"<\|[^<>|\s]{1,40}\|>|</?\w{1,20}>|\[/?\w{1,20}\]"
 """Pattern of texts that look like tokens of a template."""
 _MOST_SHAPES: Final = 1024
@@ -392,9 +392,8 @@ class ChatTemplate:
                 "conversations. Name a template with data.chat_template, use an instruction-tuned model, or provide "
                 "the data as prompt and completion text."
             )
-        template = self.tokenizer.get_chat_template(tools=tools)
-        day = self.day  # transformers hands no function to a template
-        return _CLOCK.sub(lambda read: repr(day.strftime(read[2])), template) if day and self.reads_clock else template
+        template = str(self.tokenizer.get_chat_template(tools=tools))
+        return fix_clock(template, self.day) if self.day else template
 
     def _render(
         self, conversation: _Conversation, messages: Sequence[Mapping[str, Any]], *, header: bool = False

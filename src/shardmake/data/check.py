@@ -14,6 +14,7 @@ from shardmake.data.build import check_divisible
 from shardmake.data.encode import Encoder
 from shardmake.data.examples import (
     check_vocabulary,
+    day_of,
     encode_rows,
     load_tokenizer,
     make_encoder,
@@ -26,6 +27,7 @@ from shardmake.data.outcomes import Encoded
 from shardmake.data.packing import count_tokens
 from shardmake.data.raw import files_of_raw
 from shardmake.data.sources import FIRST_ROWS, Source
+from shardmake.run.paths import RunDir
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,7 +63,7 @@ def check_sources(run: Run) -> list[int]:
     return counts
 
 
-def check_first_rows(run: Run, limit: int = FIRST_ROWS) -> FirstRows:
+def check_first_rows(run: Run, limit: int = FIRST_ROWS, *, rundir: RunDir | None = None) -> FirstRows:
     """Encode the first ``limit`` (two or more) rows of each source and as many of the others.
 
     The plan uses this, so that a wrong column, a message that the chat template rejects or a missing template is found
@@ -72,7 +74,7 @@ def check_first_rows(run: Run, limit: int = FIRST_ROWS) -> FirstRows:
     import pyarrow
 
     tokenizer, parts, sampled, largest = load_tokenizer(run), open_parts(run, limit), list[Sampled](), 0
-    chat = open_chat_template(run, tokenizer, date.today())
+    chat = open_chat_template(run, tokenizer, day_of(rundir) if rundir else date.today())
     for part in parts:
         if parts[-1].split == "train":
             check_divisible(len(part.rows), part.run)

@@ -3,6 +3,7 @@
 import logging
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from hashlib import blake2b
@@ -14,7 +15,7 @@ from shardmake.config.chat_template import read_template
 from shardmake.config.models import Run
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.core.atomic import digest
-from shardmake.core.errors import DataError, ModelError
+from shardmake.core.errors import DataError, ModelError, ShardmakeError
 from shardmake.data.chat import ChatTemplate
 from shardmake.data.encode import Encoder, Tokens, answer_tokens, loss_on_assistant, split_pair, tokenize
 from shardmake.data.files import RawRow, Row, open_row
@@ -22,6 +23,8 @@ from shardmake.data.layout import Layout, check_named, recognize
 from shardmake.data.packing import KEPT, fit, fit_pair
 from shardmake.data.placeholders import Rendered
 from shardmake.data.sources import EVAL_SPLITS, FIRST_ROWS, TRAIN_SPLITS, Source, first_rows, locate
+from shardmake.run.paths import RunDir
+from shardmake.run.receipts import DataReceipt
 
 if TYPE_CHECKING:
     import datasets
@@ -127,6 +130,14 @@ def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
     return digest({"rules": rules, "special": tokenizer.special_tokens_map, "template": tokenizer.chat_template})
 
 
+def day_of(rundir: RunDir) -> date:
+    """Return the day that the run's data has recorded for a template that reads the clock; today without one."""
+    with suppress(ShardmakeError):
+        if recorded := DataReceipt.read(rundir.data_receipt).settings.day:
+            return date.fromisoformat(recorded)
+    return date.today()
+
+
 def open_chat_template(run: Run, tokenizer: "PreTrainedTokenizerBase", day: date) -> ChatTemplate:
     """Return the chat template of ``run``; ``day`` is for a template that reads the clock."""
     stops = [token for token in _stop_ids(run) | {tokenizer.eos_token_id} if token is not None]
@@ -147,12 +158,12 @@ def _stop_ids(run: Run) -> set[int]:
     return set(found) if isinstance(found, list) else {found}
 
 
-def make_encoder(part: Part, chat: ChatTemplate) -> Encoder:
+def make_encoder(part: Part, chat: ChatTemplate, *, log: bool = True) -> Encoder:
     """Return the encoder for the data of ``part``, and log what was recognized."""
     layout, run = part.layout, part.run
     unused = [column for column in _columns_of(part.rows) if column not in layout.columns.values()]
     rest = f" Columns that are not used: {', '.join(unused)}." if unused else ""
-    logger.info(f"{part.source}: the examples are in the format {layout}.{rest}")
+    logger.log(logging.INFO if log else logging.DEBUG, f"{part.source}: the examples are in the format {layout}.{rest}")
     return Encoder(chat, layout, loss_on_assistant(run.data, layout.format), OBJECTIVES[run.objective].cuts)
 
 

@@ -8,8 +8,8 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from datetime import date
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,9 @@ from shardmake.core.atomic import digest, fsync_directory, unsealed
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import plural
 from shardmake.data.build import build
-from shardmake.data.examples import load_tokenizer, open_chat_template, open_parts, tokenizer_digest
+from shardmake.data.examples import day_of, load_tokenizer, open_chat_template, open_parts, tokenizer_digest
 from shardmake.data.outcomes import describe_outcomes
+from shardmake.data.preview import show
 from shardmake.data.raw import are_linked, identity_of_raw, link_raw
 from shardmake.data.sharing import one_at_a_time, take_same_data
 from shardmake.data.sources import identity
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LAYOUT = 3
+_SHOWN = 2
+_SHOWN_TEXT = 2_000
 logger = logging.getLogger(__name__)
 
 
@@ -47,7 +50,7 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
     raw_source = Path(run.data.sources[0].source)
     raw: dict[str, dict[str, Any]] = {"train": identity_of_raw(raw_source)} if run.data.is_raw else {}
     tokenizer = load_tokenizer(run)
-    day = _day(rundir)
+    day = day_of(rundir)
     chat = open_chat_template(run, tokenizer, day)
     settings = run.data.model_dump(include=set(DataSettings.model_fields) - {"columns"})
     settings |= run.model_dump(include={"sequence_length", "packing", "seed"}) | _mix_settings(run)
@@ -69,6 +72,7 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
         if receipt is None:
             results = build(run, chat, parts, work, cpus)
             trained_on = _trained_on(run, raw, results)
+            results["shown"] = [_excerpt(text) for text in islice(show(chat, parts, _SHOWN, log=False), _SHOWN)]
             receipt = DataReceipt(digest=trained_on, **inputs, pad_token_id=_pad_token_id(tokenizer), **results)
         if raw:
             link_raw(raw_source, raw["train"], work / RAW)
@@ -88,17 +92,14 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
     return receipt
 
 
+def _excerpt(text: str) -> str:
+    """Return the beginning and the end of a long text."""
+    return text if len(text) <= 2 * _SHOWN_TEXT else f"{text[:_SHOWN_TEXT]}\n...\n{text[-_SHOWN_TEXT:]}"
+
+
 def _trained_on(run: Run, raw: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     """Return the digest of the training data: of its files, or of the sequences that were written."""
     return digest(raw) if raw else digest({"files": results["train"]["files"], "length": run.sequence_length})
-
-
-def _day(rundir: RunDir) -> date:
-    """Return the day that the run's data has recorded for a template that reads the clock; today without one."""
-    with suppress(ShardmakeError):
-        if recorded := DataReceipt.read(rundir.data_receipt).settings.day:
-            return date.fromisoformat(recorded)
-    return date.today()
 
 
 def _mix_settings(run: Run) -> dict[str, Any]:

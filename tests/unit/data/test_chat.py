@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from shardmake.config.chat_template import fix_clock
 from shardmake.config.formats import FORMATS
 from shardmake.core.errors import DataError
 from shardmake.data.chat import BadRowError, ChatTemplate
@@ -131,6 +132,17 @@ def test_turns_are_together_or_apart_as_configured() -> None:
     assert encoded(encoder(PLAIN, "together"), two) == ["<user>a</s><assistant>[b</s>]<user>c</s><assistant>[d</s>]"]
     with pytest.raises(DataError, match=r"here: the chat template renders a turn differently.*data\.turns: auto"):
         encoded(encoder(LAST_THINKS, "together"), two)
+
+
+def test_a_fixed_clock_says_what_that_of_transformers_says() -> None:
+    calls = "{% set f = '%Y' ~ '-%m' %}{{ strftime_now('%d %B %Y, %-d %a %j %U %%') }}{{ strftime_now(f) | trim }}"
+    template = "\n  {% if strftime_now is defined %}" + calls + "\n{% endif %}" + PLAIN
+    tokenizer = make_tokenizer(template)
+    texts = [tokenizer.apply_chat_template(chat("u:a"), tokenize=False)]
+    for day in (date.today(), date(1999, 5, 5)):
+        tokenizer.chat_template = fix_clock(template, day)
+        texts.append(tokenizer.apply_chat_template(chat("u:a"), tokenize=False))
+    assert texts[0] == texts[1] and texts[2].strip().startswith("05 May 1999, 5 Wed 125 18 %1999-05")
 
 
 def test_a_row_like_others_is_encoded_as_alone() -> None:
