@@ -28,10 +28,10 @@ from shardmake.data.placeholders import (
     common_length,
     excerpt,
     fill,
+    fill_text,
     find,
     hidden_pieces,
     hide_texts,
-    parts_of,
     placeholder,
     real_text,
     seam,
@@ -117,6 +117,7 @@ class ChatTemplate:
     day: "date | None" = None
     """The day for a template that reads the clock."""
     _shapes: dict[str, "_Shape | BadRowError"] = field(default_factory=dict, repr=False)
+    _templates: dict[bool, str] = field(default_factory=dict, repr=False)
     _has_logged: bool = False
 
     def examples(
@@ -140,7 +141,7 @@ class ChatTemplate:
         learned = [i for i in learned if not is_unlearned(messages[i])]
         analyse = partial(self._analyse, learned=learned, learn_all=learn_all, is_answer=is_answer)
         hidden, pieces = hide_texts(messages, tools)
-        key = json.dumps([hidden, tools, arguments, learned, learn_all, is_answer], default=repr)
+        key = repr((hidden, tools, arguments, learned, learn_all, is_answer))
         if key not in self._shapes:
             if len(self._shapes) >= _MOST_SHAPES:
                 self._shapes.clear()
@@ -159,7 +160,7 @@ class ChatTemplate:
         """Return the examples of ``shape`` with the texts of ``conversation``; None if it is rendered otherwise."""
         texts = [piece.text for piece in conversation.pieces]
         for check in shape.checks:
-            expected = "".join(parts_of(check.text, texts)[1])
+            expected = "".join(fill_text(check.text, texts))
             if self._render(conversation, conversation.messages[: check.upto], header=check.header) != expected:
                 return None
         return [fill(example, texts) for example in shape.examples]
@@ -283,10 +284,9 @@ class ChatTemplate:
         return regions
 
     def _check_roles(self, messages: Sequence[Message]) -> None:
-        template = self._template(None)
         for index, message in enumerate(messages):
             role = message["role"]
-            if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+            if role not in ROLES and not any(f"{mark}{role}{mark}" in self._template(None) for mark in "'\""):
                 raise BadRowError(
                     "an unknown role",
                     f"message {index + 1} has the role {role!r}, which the chat template does not name. Write one of "
@@ -386,6 +386,8 @@ class ChatTemplate:
         return _any_of({*self.stops, first[0]})
 
     def _template(self, tools: Any) -> str:
+        if (known := self._templates.get(bool(tools))) is not None:
+            return known
         if self.tokenizer.chat_template is None:
             raise ModelError(
                 f"The tokenizer of {self.tokenizer.name_or_path!r} has no chat template, and the data are "
@@ -393,7 +395,8 @@ class ChatTemplate:
                 "the data as prompt and completion text."
             )
         template = str(self.tokenizer.get_chat_template(tools=tools))
-        return fix_clock(template, self.day) if self.day else template
+        self._templates[bool(tools)] = fix_clock(template, self.day) if self.day else template
+        return self._templates[bool(tools)]
 
     def _render(
         self, conversation: _Conversation, messages: Sequence[Mapping[str, Any]], *, header: bool = False

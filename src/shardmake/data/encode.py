@@ -184,9 +184,10 @@ def _spans(tokenizer: "PreTrainedTokenizerBase", text: Rendered, ids: list[int],
 
     def first(at: int) -> tuple[int, bool]:
         """Return the first token from the character ``at`` on, and True if it begins there."""
-        inside = (encoding.char_to_token(position) for position in range(at, len(text.text)))
-        token = next((found for found in inside if found is not None), len(ids))
-        return token, token == len(ids) or encoding.token_to_chars(token)[0] >= at
+        token = None
+        while token is None and at < len(text.text):
+            token, at = encoding.char_to_token(at), at + 1
+        return (len(ids), True) if token is None else (token, encoding.token_to_chars(token)[0] >= at - 1)
 
     def common(at: int) -> int:
         from trl.data_utils import common_prefix_length

@@ -6,12 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
+from functools import cache
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from shardmake.config.chat_template import read_template
+from shardmake.config.formats import DataFormat
 from shardmake.config.models import Run
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.core.atomic import digest
@@ -27,7 +29,6 @@ from shardmake.run.paths import RunDir
 from shardmake.run.receipts import DataReceipt
 
 if TYPE_CHECKING:
-    import datasets
     import pyarrow
     from transformers import PreTrainedTokenizerBase
 
@@ -167,8 +168,9 @@ def make_encoder(part: Part, chat: ChatTemplate, *, log: bool = True) -> Encoder
     return Encoder(chat, layout, loss_on_assistant(run.data, layout.format), OBJECTIVES[run.objective].cuts)
 
 
-def features_of(layout: Layout) -> "datasets.Features":
-    """Return the columns of encoded rows of ``layout``."""
+@cache
+def _schema_of(format: DataFormat) -> "pyarrow.Schema":
+    """Return the columns of encoded rows of a format."""
     from datasets import Features, List, Value
 
     features = {"row": Value("int64"), "input_ids": List(Value("int32")), "loss_mask": List(Value("bool"))}
@@ -176,7 +178,7 @@ def features_of(layout: Layout) -> "datasets.Features":
     features |= {"digest": Value("uint64")}
     features |= {name: Value("string") for name in ("outcome", "dropped", "note")}
     more = {"rejected_ids": List(Value("int32")), "label": Value("bool"), "cut_ids": List(Value("int32"))}
-    return Features(features | {name: more[name] for name in _EMPTY_OF.get(layout.format, {})})
+    return Features(features | {name: more[name] for name in _EMPTY_OF.get(format, {})}).arrow_schema
 
 
 def encode_rows(
@@ -217,7 +219,7 @@ def encode_rows(
         piece["seq_lengths"], piece["tokens"] = [len(piece["input_ids"])], len(piece["input_ids"])
         piece["learned"] = sum(piece["loss_mask"])
         piece["digest"] = int.from_bytes(blake2b(tokens_as_bytes, digest_size=8).digest(), "little")
-    return pyarrow.RecordBatch.from_pylist(pieces, schema=features_of(encoder.layout).arrow_schema)
+    return pyarrow.RecordBatch.from_pylist(pieces, schema=_schema_of(encoder.layout.format))
 
 
 def _pieces(row: Row, encoded: list[Tokens], encoder: Encoder, length: int) -> Iterator[dict[str, Any]]:

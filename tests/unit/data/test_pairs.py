@@ -49,7 +49,7 @@ def test_a_pair_is_encoded(example: dict[str, Any], expected: list[str]) -> None
 @pytest.mark.parametrize(("chosen", "rejected"), [("q: a", "q: b"), ("abc", "abd"), ("abc", "ab"), ("same", "same")])
 def test_the_prompt_is_that_of_trl(chosen: str, rejected: str) -> None:
     example: dict[str, Any] = {"chosen": chosen, "rejected": rejected}
-    assert split_prompt(chosen, rejected, PLACE) == extract_prompt(example)
+    assert split_prompt(chosen, rejected) == extract_prompt(example)
 
 
 @pytest.mark.parametrize(
