@@ -21,7 +21,6 @@ from shardmake.config.chat_template import fix_clock
 from shardmake.core.errors import DataError, ModelError
 from shardmake.data.layout import Message, is_unlearned
 from shardmake.data.placeholders import (
-    PLACEHOLDER,
     Piece,
     Rendered,
     Span,
@@ -118,7 +117,6 @@ class ChatTemplate:
     """The day for a template that reads the clock."""
     _shapes: dict[str, "_Shape | BadRowError"] = field(default_factory=dict, repr=False)
     _templates: dict[bool, str] = field(default_factory=dict, repr=False)
-    _has_logged: bool = False
 
     def examples(
         self,
@@ -214,7 +212,6 @@ class ChatTemplate:
                 common = seam(context, whole, start)
             text, start = context + whole[common:], len(context)
             checks.append(_Check(index, True, context))
-            self._log_context(context)
         end = self._locate(text, conversation, index + 1, {index}, start)[index][1]
         stop = self._ends.search(text, max(start, end))
         if stop is None:
@@ -292,15 +289,6 @@ class ChatTemplate:
                     f"message {index + 1} has the role {role!r}, which the chat template does not name. Write one of "
                     f"{', '.join(ROLES)}, or set data.format: sharegpt for names such as human and gpt.",
                 )
-
-    def _log_context(self, context: str) -> None:
-        if not self._has_logged:
-            self._has_logged = True
-            logger.info(
-                "The chat template writes the context of a turn (its end: %r) in another way once the turn follows. "
-                "The context of inference is taken. data.template_arguments may change it.",
-                PLACEHOLDER.sub("...", context[-30:]),
-            )
 
     def _conversation(
         self, messages: Sequence[Message], tools: Any, arguments: Mapping[str, Any] | None, pieces: list[Piece]

@@ -82,7 +82,10 @@ def locate_named(name: str, data: Data, splits: tuple[str, ...]) -> Source | Hub
     if path.is_dir():
         return _files_in(path, data, splits)
     if path.is_file():
-        return _one_file(path)
+        if data_kind(path.name):
+            return Source((path,))
+        why = " A text file does not state where an example ends." if ".txt" in path.suffixes else ""
+        raise DataError(f"Unsupported data file: {path}.{why} Use {FILE_KINDS}.")
     match = _HUB_NAME.fullmatch(name)
     if match is None or data_kind(name) or path.suffix == ".txt":
         raise DataError(
@@ -91,13 +94,6 @@ def locate_named(name: str, data: Data, splits: tuple[str, ...]) -> Source | Hub
         )
     chosen = (match["split"],) if match["split"] else splits
     return HubDataset(match["repository"], data.subset, data.revision, chosen)
-
-
-def _one_file(path: Path) -> Source:
-    if data_kind(path.name) is None:
-        why = " A text file does not state where an example ends." if ".txt" in path.suffixes else ""
-        raise DataError(f"Unsupported data file: {path}.{why} Use {FILE_KINDS}.")
-    return Source((path,))
 
 
 def _files_in(folder: Path, data: Data, splits: tuple[str, ...]) -> Source:
