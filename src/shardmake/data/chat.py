@@ -207,10 +207,9 @@ class ChatTemplate:
         elif whole.startswith(context):
             start = len(context)
         else:
-            common = common_length(context, whole)
-            if common < max((stop for _, stop in regions[:index]), default=0):
-                common = seam(context, whole, start)
-            text, start = context + whole[common:], len(context)
+            prompt = context[common_length(context, self._render(conversation, conversation.messages[:index])) :]
+            after = seam(context, whole, (regions[index - 1][1], start), prompt, self._marks)
+            text, start = context + whole[after:], len(context)
             checks.append(_Check(index, True, context))
         end = self._locate(text, conversation, index + 1, {index}, start)[index][1]
         stop = self._ends.search(text, max(start, end))
@@ -358,11 +357,15 @@ class ChatTemplate:
         return [text.partition(placeholder(1))[2].partition(placeholder(2))[0] for text in texts]
 
     @cached_property
+    def _marks(self) -> re.Pattern[str]:
+        """Pattern of special tokens, and of texts that look like them."""
+        special = _any_of({*self.tokenizer.get_added_vocab(), *self.tokenizer.all_special_tokens})
+        return re.compile(f"{special.pattern}|{_MARK}")
+
+    @cached_property
     def _ends(self) -> re.Pattern[str]:
         """Pattern of the tokens that end a turn: those that stop generation, or else the template's own."""
-        special = _any_of({*self.tokenizer.get_added_vocab(), *self.tokenizer.all_special_tokens})
-        marks = re.compile(f"{special.pattern}|{_MARK}")
-        first, second = ([found[0] for found in marks.finditer(tail)][:1] for tail in self._tails)
+        first, second = ([found[0] for found in self._marks.finditer(tail)][:1] for tail in self._tails)
         if not first or first != second or _any_of(self.stops).search(self._tails[1]):
             return _any_of(self.stops)
         logger.warning(

@@ -159,7 +159,19 @@ def common_length(one: str, other: str) -> int:
     return low
 
 
-def seam(context: str, whole: str, start: int) -> int:
-    """Return where ``whole``, before ``start``, has the longest end of ``context``: an answer follows there."""
+def seam(context: str, whole: str, between: Span, prompt: str, marks: re.Pattern[str]) -> int:
+    """Return where an answer follows in ``whole``, which does not begin with its ``context``.
+
+    It is after the longest beginning of the generation ``prompt`` that is ``between`` the message before and the
+    answer, or else after the common beginning of both texts, if that has all messages, or else after the longest end
+    of ``context``. No special token, of the pattern ``marks``, is cut.
+    """
+    floor, start = between
+    for end in [found.end() for found in re.finditer(f"{marks.pattern}|(?s:.)", prompt)][::-1]:
+        if (at := whole.rfind(prompt[:end], floor, start)) >= 0:
+            return at + end
+    common = common_length(context, whole)
+    if common >= floor:
+        return next((mark.start() for mark in marks.finditer(whole) if mark.start() < common < mark.end()), common)
     ends = range(max(0, start - 200), start + 1)
     return max(ends, key=lambda at: (common_length(context[::-1], whole[:at][::-1]), at))

@@ -27,6 +27,10 @@ OPENS = LOOP % (
     "<{{ m.role }}>{% if m.role == 'assistant' %}T{{ m.reasoning_content or '' }}/{% endif %}{{ m.content }}</s>",
     "T",
 )
+ENDS_LAST = LOOP % (
+    "<{{ m.role }}>{{ m.content }}{% if loop.last or m.role != 'assistant' %}</s>{% endif %}",
+    "",
+)
 OPENS_NO_MORE = LOOP % (MESSAGE, "T")
 LAST_THINKS = LOOP % (
     "<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}T{{ m.reasoning_content or '' }}/{% endif %}"
@@ -69,6 +73,8 @@ LEARNED: list[tuple[str, str, Row, list[str]]] = [
      ["<user>a</s><assistant>[b</s>]<user>c</s><assistant>[d</s>]"]),
     ("the header opens thoughts", OPENS, {"messages": [*chat("u:a"), THOUGHT]}, ["<user>a</s><assistant>T[z/b</s>]"]),
     ("empty thoughts", OPENS, {"messages": chat("u:a", "a:b")}, ["<user>a</s><assistant>T[/b</s>]"]),
+    ("only the last answer ends", ENDS_LAST, {"messages": chat("u:a", "a:b", "a:c")},
+     ["<user>a</s><assistant>[b</s>]", "<user>a</s><assistant>b</s><assistant>[c</s>]"]),
     ("thoughts that history lacks", OPENS_NO_MORE, {"messages": chat("u:a", "a:b", "u:c", "a:d")},
      ["<user>a</s><assistant>T[b</s>]", "<user>a</s><assistant>b</s><user>c</s><assistant>T[d</s>]"]),
     ("only the last turn thinks", LAST_THINKS, {"messages": [*chat("u:a"), THOUGHT, *chat("u:c", "a:d", "u:e")]},
