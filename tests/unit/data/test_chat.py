@@ -74,7 +74,7 @@ LEARNED: list[tuple[str, str, Row, list[str]]] = [
     ("the header opens thoughts", OPENS, {"messages": [*chat("u:a"), THOUGHT]}, ["<user>a</s><assistant>T[z/b</s>]"]),
     ("empty thoughts", OPENS, {"messages": chat("u:a", "a:b")}, ["<user>a</s><assistant>T[/b</s>]"]),
     ("only the last answer ends", ENDS_LAST, {"messages": chat("u:a", "a:b", "a:c")},
-     ["<user>a</s><assistant>[b</s>]", "<user>a</s><assistant>b</s><assistant>[c</s>]"]),
+     ["<user>a</s><assistant>[b</s>]<assistant>[c</s>]"]),
     ("thoughts that history lacks", OPENS_NO_MORE, {"messages": chat("u:a", "a:b", "u:c", "a:d")},
      ["<user>a</s><assistant>T[b</s>]", "<user>a</s><assistant>b</s><user>c</s><assistant>T[d</s>]"]),
     ("only the last turn thinks", LAST_THINKS, {"messages": [*chat("u:a"), THOUGHT, *chat("u:c", "a:d", "u:e")]},
