@@ -89,6 +89,7 @@ TABLE: dict[str, Why | str] = {
     "data/layout.py": A,
     "data/parquet.py": A,
     "data/sources.py": "data/check.py:check_sources",
+    "data/check.py:check_sources": "cli.py:plan",
     "data/build.py:check_divisible": "data/check.py:check_first_rows",
     "data/outcomes.py": A,
     "data/examples.py:check_vocabulary": A,

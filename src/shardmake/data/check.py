@@ -50,8 +50,15 @@ def check_sources(run: Run) -> list[int]:
     """
     if run.data.is_raw:
         files_of_raw(Path(run.data.sources[0].source))
-    counts = list[int]()
-    for part in open_parts(run):
+    parts, counts = open_parts(run), list[int]()
+    trained = {path.resolve(): part for part in parts if part.split == "train" for path in part.source.paths}
+    for part in parts:
+        if part.split == "eval" and (twice := [path for path in part.source.paths if path.resolve() in trained]):
+            raise DataError(
+                f"data.eval: {twice[0]} has the examples of data.train ({trained[twice[0].resolve()].source}). It "
+                "would measure examples that training has seen. Name other examples, or remove eval: eval_fraction of "
+                "train is then held out."
+            )
         counts.append(0)
         for raw in raw_rows(part.source.paths):
             try:
