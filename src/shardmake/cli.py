@@ -264,7 +264,7 @@ def plan(
         prepare_tasks(run.evaluation)
 
         def read_data() -> tuple[list[int], list[Sampled]]:
-            counts, sampled = check_sources(run), check_first_rows(run).sampled
+            counts, sampled = check_sources(run), check_first_rows(run, rundir=rundir).sampled
             check_prompts(run)
             return counts, sampled
 
@@ -350,7 +350,7 @@ def data(
     if show:
         run, _, rundir = _open(name, config, runs)
         check_inputs(name, run)
-        for text in preview(localize(run, rundir), show):
+        for text in preview(localize(run, rundir), show, rundir):
             typer.echo(text)
         return
     with _stage("data", name, config, runs, on_node=True) as (run, cluster, rundir):

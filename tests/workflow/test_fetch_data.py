@@ -12,8 +12,9 @@ import datasets
 import pytest
 
 from shardmake.config.models import Data
+from shardmake.data.files import open_row, raw_rows
 from shardmake.data.raw import identity_of_raw, link_raw
-from shardmake.data.sources import TRAIN_SPLITS, locate, open_raw, raw_examples
+from shardmake.data.sources import TRAIN_SPLITS, locate
 from shardmake.run.paths import RunDir
 from shardmake.run.sources import Sources, localize
 from tests.finished_run import make_run
@@ -129,7 +130,7 @@ def test_raw_data_comes_whole_and_unchanged_from_one_commit_and_stays_offline(hu
 
 def texts(folder: Path) -> list[str]:
     source = locate(str(folder), Data(train=str(folder)), TRAIN_SPLITS)
-    return [row.example["text"] for row in map(open_raw, raw_examples(source))]
+    return [row.example["text"] for row in map(open_row, raw_rows(source.paths))]
 
 
 def test_a_data_set_that_is_not_there(hub: FakeHub, tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
-"""A run's own chat template, from the file that ``data.chat_template`` names."""
+"""A run's own chat template, from the file that ``data.chat_template`` names, and the clock of any template."""
 
 import re
+from datetime import date, datetime, time
 from pathlib import Path
 from typing import Final
 
 from shardmake.core.errors import ConfigError
 
+_CODES: Final = ("-d", "-m", "-H", "-I", "-M", "-S", "-j", *"aAbBcdDeFGHIjklmMpPrRsSTuUVwWxXyYzZ%")
+"""Codes of `strftime`."""
 _TAGS_OF_TRANSFORMERS: Final = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 
 
@@ -28,3 +31,15 @@ def read_template(path: Path) -> str:
             "template."
         ) from None
     return text
+
+
+def fix_clock(template: str, day: date) -> str:
+    """Return ``template`` with a clock that always says the first second of ``day``.
+
+    transformers takes no function for a template, so a macro of the template itself hides that of transformers.
+    """
+    if "strftime_now" not in template:
+        return template
+    moment = datetime.combine(day, time())
+    filters = "".join(f" | replace('%{code}', {moment.strftime(f'%{code}')!r})" for code in _CODES)
+    return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}\n{template}"

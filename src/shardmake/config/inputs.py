@@ -143,16 +143,16 @@ def _check_evaluation_data(name: str, data: Data) -> None:
 
 
 def _shares_examples(train: str, held_out: str) -> bool:
-    """Return whether both names lead to the same file, to a folder and a file in it, or to the same hub split."""
+    """Return whether both names lead to files of the same content, or to the same hub split.
+
+    Of a folder, the names of its files decide which are for training; the plan compares these.
+    """
     files = Path(train), Path(held_out)
     if not all(file.exists() for file in files):
         return held_out == (train if ":" in train else f"{train}:train")
-    first, second = (file.resolve() for file in files)
-    if first.is_relative_to(second) or second.is_relative_to(first):
-        return True
-    if not (first.is_file() and second.is_file()):
-        return False
-    return first.samefile(second) or filecmp.cmp(first, second, shallow=False)
+    first, second = files
+    is_file = first.is_file() and second.is_file()
+    return is_file and (first.samefile(second) or filecmp.cmp(first, second, shallow=False))
 
 
 def check_script(key: str, path: Path) -> None:

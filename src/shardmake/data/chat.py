@@ -17,20 +17,20 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
+from shardmake.config.chat_template import fix_clock
 from shardmake.core.errors import DataError, ModelError
 from shardmake.data.layout import Message, is_unlearned
 from shardmake.data.placeholders import (
-    PLACEHOLDER,
     Piece,
     Rendered,
     Span,
     common_length,
     excerpt,
     fill,
+    fill_text,
     find,
     hidden_pieces,
     hide_texts,
-    parts_of,
     placeholder,
     real_text,
     seam,
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _MOVED: Final = ("system", "developer")
 """Roles whose text a template may move to another place."""
-_CLOCK: Final = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 _MARK: Final = r"<\|[^<>|\s]{1,40}\|>|</?\w{1,20}>|\[/?\w{1,20}\]"
 """Pattern of texts that look like tokens of a template."""
 _MOST_SHAPES: Final = 1024
@@ -117,7 +116,7 @@ class ChatTemplate:
     day: "date | None" = None
     """The day for a template that reads the clock."""
     _shapes: dict[str, "_Shape | BadRowError"] = field(default_factory=dict, repr=False)
-    _has_logged: bool = False
+    _templates: dict[bool, str] = field(default_factory=dict, repr=False)
 
     def examples(
         self,
@@ -140,7 +139,7 @@ class ChatTemplate:
         learned = [i for i in learned if not is_unlearned(messages[i])]
         analyse = partial(self._analyse, learned=learned, learn_all=learn_all, is_answer=is_answer)
         hidden, pieces = hide_texts(messages, tools)
-        key = json.dumps([hidden, tools, arguments, learned, learn_all, is_answer], default=repr)
+        key = repr((hidden, tools, arguments, learned, learn_all, is_answer))
         if key not in self._shapes:
             if len(self._shapes) >= _MOST_SHAPES:
                 self._shapes.clear()
@@ -159,7 +158,7 @@ class ChatTemplate:
         """Return the examples of ``shape`` with the texts of ``conversation``; None if it is rendered otherwise."""
         texts = [piece.text for piece in conversation.pieces]
         for check in shape.checks:
-            expected = "".join(parts_of(check.text, texts)[1])
+            expected = "".join(fill_text(check.text, texts))
             if self._render(conversation, conversation.messages[: check.upto], header=check.header) != expected:
                 return None
         return [fill(example, texts) for example in shape.examples]
@@ -208,12 +207,10 @@ class ChatTemplate:
         elif whole.startswith(context):
             start = len(context)
         else:
-            common = common_length(context, whole)
-            if common < max((stop for _, stop in regions[:index]), default=0):
-                common = seam(context, whole, start)
-            text, start = context + whole[common:], len(context)
+            prompt = context[common_length(context, self._render(conversation, conversation.messages[:index])) :]
+            after = seam(context, whole, (regions[index - 1][1], start), prompt, self._marks)
+            text, start = context + whole[after:], len(context)
             checks.append(_Check(index, True, context))
-            self._log_context(context)
         end = self._locate(text, conversation, index + 1, {index}, start)[index][1]
         stop = self._ends.search(text, max(start, end))
         if stop is None:
@@ -283,24 +280,14 @@ class ChatTemplate:
         return regions
 
     def _check_roles(self, messages: Sequence[Message]) -> None:
-        template = self._template(None)
         for index, message in enumerate(messages):
             role = message["role"]
-            if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+            if role not in ROLES and not any(f"{mark}{role}{mark}" in self._template(None) for mark in "'\""):
                 raise BadRowError(
                     "an unknown role",
                     f"message {index + 1} has the role {role!r}, which the chat template does not name. Write one of "
                     f"{', '.join(ROLES)}, or set data.format: sharegpt for names such as human and gpt.",
                 )
-
-    def _log_context(self, context: str) -> None:
-        if not self._has_logged:
-            self._has_logged = True
-            logger.info(
-                "The chat template writes the context of a turn (its end: %r) in another way once the turn follows. "
-                "The context of inference is taken. data.template_arguments may change it.",
-                PLACEHOLDER.sub("...", context[-30:]),
-            )
 
     def _conversation(
         self, messages: Sequence[Message], tools: Any, arguments: Mapping[str, Any] | None, pieces: list[Piece]
@@ -370,11 +357,15 @@ class ChatTemplate:
         return [text.partition(placeholder(1))[2].partition(placeholder(2))[0] for text in texts]
 
     @cached_property
+    def _marks(self) -> re.Pattern[str]:
+        """Pattern of special tokens, and of texts that look like them."""
+        special = _any_of({*self.tokenizer.get_added_vocab(), *self.tokenizer.all_special_tokens})
+        return re.compile(f"{special.pattern}|{_MARK}")
+
+    @cached_property
     def _ends(self) -> re.Pattern[str]:
         """Pattern of the tokens that end a turn: those that stop generation, or else the template's own."""
-        special = _any_of({*self.tokenizer.get_added_vocab(), *self.tokenizer.all_special_tokens})
-        marks = re.compile(f"{special.pattern}|{_MARK}")
-        first, second = ([found[0] for found in marks.finditer(tail)][:1] for tail in self._tails)
+        first, second = ([found[0] for found in self._marks.finditer(tail)][:1] for tail in self._tails)
         if not first or first != second or _any_of(self.stops).search(self._tails[1]):
             return _any_of(self.stops)
         logger.warning(
@@ -386,15 +377,17 @@ class ChatTemplate:
         return _any_of({*self.stops, first[0]})
 
     def _template(self, tools: Any) -> str:
+        if (known := self._templates.get(bool(tools))) is not None:
+            return known
         if self.tokenizer.chat_template is None:
             raise ModelError(
                 f"The tokenizer of {self.tokenizer.name_or_path!r} has no chat template, and the data are "
                 "conversations. Name a template with data.chat_template, use an instruction-tuned model, or provide "
                 "the data as prompt and completion text."
             )
-        template = self.tokenizer.get_chat_template(tools=tools)
-        day = self.day  # transformers hands no function to a template
-        return _CLOCK.sub(lambda read: repr(day.strftime(read[2])), template) if day and self.reads_clock else template
+        template = str(self.tokenizer.get_chat_template(tools=tools))
+        self._templates[bool(tools)] = fix_clock(template, self.day) if self.day else template
+        return self._templates[bool(tools)]
 
     def _render(
         self, conversation: _Conversation, messages: Sequence[Mapping[str, Any]], *, header: bool = False

@@ -2,37 +2,35 @@
 
 import logging
 import random
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import date
-from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardmake.config.models import Run
 from shardmake.core.errors import DataError
 from shardmake.data.amount import Sampled
+from shardmake.data.build import check_divisible
 from shardmake.data.encode import Encoder
 from shardmake.data.examples import (
-    check_bad_rows,
-    check_divisible,
-    check_learned,
-    check_shares,
     check_vocabulary,
-    describe_apart,
+    day_of,
     encode_rows,
-    first_of,
     load_tokenizer,
-    locate_parts,
     make_encoder,
-    recognize_layout,
+    open_chat_template,
+    open_parts,
 )
-from shardmake.data.files import RawRow
+from shardmake.data.files import RawRow, Row, open_row, raw_rows
 from shardmake.data.layout import Layout
-from shardmake.data.packing import NAMED, count_outcomes
+from shardmake.data.outcomes import Encoded
+from shardmake.data.packing import count_tokens
 from shardmake.data.raw import files_of_raw
-from shardmake.data.sources import FIRST_ROWS, Row, Source, open_raw, raw_examples
-from shardmake.data.tokenizer_file import compare_with_file
+from shardmake.data.sources import FIRST_ROWS, Source
+from shardmake.run.paths import RunDir
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -48,62 +46,59 @@ def check_sources(run: Run) -> list[int]:
     """Check every example of the run's files without a tokenizer, and return the usable rows of each source.
 
     Raises `DataError` with file and line for content that cannot be read or does not fit the format; with
-    ``data.on_bad_row: drop``, only for the first rows.
+    ``data.on_bad_row: drop``, only if that is so for all of the first rows.
     """
     if run.data.is_raw:
         files_of_raw(Path(run.data.sources[0].source))
-    parts, layouts, counts = locate_parts(run), list[Layout](), list[int]()
+    parts, counts = open_parts(run), list[int]()
+    trained = {path.resolve(): part for part in parts if part.split == "train" for path in part.source.paths}
     for part in parts:
-        own = part.has_own_layout
-        layouts.append(recognize_layout(part, first_of(part.source, FIRST_ROWS)) if own else layouts[0])
-    for part, layout in zip(parts, layouts, strict=True):
+        if part.split == "eval" and (twice := [path for path in part.source.paths if path.resolve() in trained]):
+            raise DataError(
+                f"data.eval: {twice[0]} has the examples of data.train ({trained[twice[0].resolve()].source}). It "
+                "would measure examples that training has seen. Name other examples, or remove eval: eval_fraction of "
+                "train is then held out."
+            )
         counts.append(0)
-        for raw in raw_examples(part.source):
+        for raw in raw_rows(part.source.paths):
             try:
-                row = open_raw(raw)
-                layout.standardize(row.example, row.place)
+                part.layout.standardize(*reversed(open_row(raw)))
                 counts[-1] += 1
             except DataError:
-                if run.data.on_bad_row == "stop":
+                if not part.drops:
                     raise
     return counts
 
 
-def check_first_rows(run: Run, limit: int = FIRST_ROWS) -> FirstRows:
+def check_first_rows(run: Run, limit: int = FIRST_ROWS, *, rundir: RunDir | None = None) -> FirstRows:
     """Encode the first ``limit`` (two or more) rows of each source and as many of the others.
 
     The plan uses this, so that a wrong column, a message that the chat template rejects or a missing template is found
     before anything is queued. Raises `DataError` with file and line, and `ModelError` for the tokenizer.
     """
-    tokenizer, parts = load_tokenizer(run), locate_parts(run)
-    encoders, sampled, largest = [], list[Sampled](), 0
+    import datasets
+    import numpy as np
+    import pyarrow
+
+    tokenizer, parts, sampled, largest = load_tokenizer(run), open_parts(run, limit), list[Sampled](), 0
+    chat = open_chat_template(run, tokenizer, day_of(rundir) if rundir else date.today())
     for part in parts:
-        rows = first_of(part.source, limit)
         if parts[-1].split == "train":
-            check_divisible(len(rows), part.run)
-        if part.has_own_layout:
-            compare_with_file(tokenizer, run.model, rows)
-            encoders.append(make_encoder(part, tokenizer, rows, date.today()))
-        drop = run.data.on_bad_row == "drop"
-        tried = [*islice(raw_examples(part.source), limit), *_sample(part.source, limit)]
-        encoded = encode_rows(tried, encoders[-1], run.sequence_length, drop=drop)
-        sampled.append(Sampled(len(tried), [len(ids) for ids in encoded["input_ids"] if ids]))
-        token_lists = [ids for name in ("input_ids", "rejected_ids", "cut_ids") for ids in encoded.get(name, [])]
-        largest = max([largest, *(max(ids) for ids in token_lists if ids)])
-        dropped = [place for place in encoded["dropped"] if place]
-        outcomes, name = count_outcomes(encoded["outcome"]), f"first rows of the {part.split}"
-        notes = Counter(note for note in encoded["note"] if note)
-        check_bad_rows(name, notes, outcomes, dropped[:NAMED])
-        if len(rows) < limit or len(dropped) < len(encoded["dropped"]):  # else later rows may have something to learn
-            check_learned(name, outcomes, dropped[:NAMED], encoders[-1])
-        describe_apart(name, notes)
-        _compare_marks(encoders[-1], rows)
-        check_shares(name, sum(map(sum, encoded["loss_mask"])), sum(map(len, encoded["loss_mask"])), encoders[-1])
+            check_divisible(len(part.rows), part.run)
+        compare_with_file(tokenizer, run.model, part.rows)
+        encoder, tried = make_encoder(part, chat), _sample(part.source, limit)
+        batch = encode_rows(enumerate(tried), encoder, run.sequence_length, drop=part.drops)
+        table = datasets.Dataset(pyarrow.Table.from_batches([batch]))
+        found = Encoded.of(part.name, encoder, table, np.ones(len(table), bool))
+        found.check(f"first rows of the {part.split}", is_all=len(tried) < limit)
+        sampled.append(Sampled(len(tried), found.column("tokens").tolist()))
+        largest = max(largest, count_tokens(table)["largest_token_id"])
+        _compare_marks(encoder, part.rows[0])
     check_vocabulary(run, largest)
-    return FirstRows(encoders[0].layout, sampled)
+    return FirstRows(parts[0].layout, sampled)
 
 
-def _compare_marks(encoder: Encoder, rows: Sequence[Row]) -> None:
+def _compare_marks(encoder: Encoder, row: Row) -> None:
     """Log a warning if `{% generation %}` marks of the template say other tokens than those that are learned."""
     from trl.chat_template_utils import has_generation_markers
 
@@ -111,8 +106,8 @@ def _compare_marks(encoder: Encoder, rows: Sequence[Row]) -> None:
     if not encoder.assistant_only or not has_generation_markers(tokenizer.chat_template or ""):
         return
     try:
-        ours = encoder(rows[0].example, rows[0].place)
-        standard = encoder.layout.standardize(rows[0].example, rows[0].place)
+        ours = encoder(row.example, row.place)
+        standard = encoder.layout.standardize(row.example, row.place)
     except DataError:  # a bad row, which was reported
         return
     if "messages" not in standard:
@@ -134,10 +129,51 @@ def _compare_marks(encoder: Encoder, rows: Sequence[Row]) -> None:
 
 
 def _sample(source: Source, count: int) -> list[RawRow]:
-    """Return ``count`` rows from all of a source after its first ones, always the same."""
-    draw, kept = random.Random(0), list[RawRow]()
-    for number, row in enumerate(islice(raw_examples(source), count, None)):
+    """Return the first ``count`` rows of a source and as many from all of its others, always the same."""
+    draw, first, kept = random.Random(0), list[RawRow](), list[RawRow]()
+    for number, row in enumerate(raw_rows(source.paths), start=-count):
         place = number if number < count else draw.randrange(number + 1)
-        if place < count:
+        if number < 0:
+            first.append(row)
+        elif place < count:
             kept[place : place + 1] = [row]
-    return kept
+    return first + kept
+
+
+def compare_with_file(tokenizer: "PreTrainedTokenizerBase", model: str, rows: Sequence[Row]) -> None:
+    """Log a warning if a text of ``rows`` has other tokens by the file of ``model`` than by ``tokenizer``.
+
+    For some types of models transformers replaces the file's rules. Servers that read the file then differ from the
+    training, and so does the base model if its own training read the file.
+    """
+    from tokenizers import Tokenizer
+
+    path = Path(model, "tokenizer.json")
+    if not path.is_file():
+        return
+    file = Tokenizer.from_file(str(path))
+    file.no_truncation()
+    file.no_padding()
+    for row in rows:
+        for text in _texts(row.example):
+            by_file = file.encode(text, add_special_tokens=False)
+            loaded = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            if by_file.ids != loaded:
+                logger.warning(
+                    f"The tokenizer of {model} is not that of its tokenizer.json. {row.place}: a text has "
+                    f"{len(loaded):,} tokens as transformers loads it ({type(tokenizer).__name__}), and "
+                    f"{len(by_file.ids):,} by the file. Training, evaluation and servers with transformers use the "
+                    "former; llama.cpp and others read the file. If the base was trained with the former, save it "
+                    "into a copy of the base (AutoTokenizer.from_pretrained, save_pretrained) and name the copy. "
+                    "Otherwise take a base whose tokenizer transformers loads unchanged."
+                )
+                return
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield every text in ``value``, without keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts(part)

@@ -11,8 +11,9 @@ the sequence, some ignore them. No attribute of a model states this, so `check_i
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.nn.functional import pad
@@ -224,31 +225,13 @@ class PreferenceCollator:
 
     def __call__(self, examples: Sequence[Answered]) -> dict[str, Any]:
         """Return the batch of ``examples``."""
-        batch: dict[str, Any] = _TRL_BATCHES[self.objective](self, list(examples))
-        return batch
-
-
-def _batch_of_pairs(collator: PreferenceCollator, pairs: list[Answered]) -> Any:
-    from trl.trainer.dpo_trainer import DataCollatorForPreference
-
-    return DataCollatorForPreference(collator.pad_token_id, collator.sequence_length)(pairs)
-
-
-def _batch_of_completions(collator: PreferenceCollator, examples: list[Answered]) -> Any:
-    from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
-
-    return DataCollatorForUnpairedPreference(collator.pad_token_id, collator.sequence_length)(examples)
-
-
-def _batch_of_conversations(collator: PreferenceCollator, pairs: list[Answered]) -> Any:
-    from trl.trainer.reward_trainer import DataCollatorForPreference
-
-    answers = ("chosen_ids", "rejected_ids")
-    whole = [{answer: [*pair["prompt_ids"], *pair[answer]] for answer in answers} for pair in pairs]
-    return DataCollatorForPreference(collator.pad_token_id)(whole)
-
-
-_TRL_BATCHES: Final = {"dpo": _batch_of_pairs, "kto": _batch_of_completions, "reward": _batch_of_conversations}
+        name = "DataCollatorForUnpairedPreference" if self.objective == "kto" else "DataCollatorForPreference"
+        collator = getattr(import_module(f"trl.trainer.{self.objective}_trainer"), name)
+        if self.objective == "reward":
+            answers = ("chosen_ids", "rejected_ids")
+            whole = [{answer: [*pair["prompt_ids"], *pair[answer]] for answer in answers} for pair in examples]
+            return dict(collator(self.pad_token_id)(whole))
+        return dict(collator(self.pad_token_id, self.sequence_length)(list(examples)))
 
 
 # Batches of a rank that shares its sequences with others: each rank gets a part of every row.

@@ -4,8 +4,9 @@ The mask marks the tokens that the model learns to produce. Its first entry is a
 token, and in a packed sequence it would be predicted from the end of another example.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
 from shardmake.config.formats import DataFormat
@@ -98,22 +99,13 @@ class Encoder:
         return self.assistant_only or "preference" in self.layout.format
 
 
-@dataclass(frozen=True)
-class TokenPair:
-    """Token ids of a prompt and of two answers to it."""
+def split_pair(chosen: Tokens, rejected: Tokens) -> tuple[list[int], list[list[int]]]:
+    """Return the prompt with which two examples begin, and both answers; a token that only one has is not in it.
 
-    prompt: list[int]
-    chosen: list[int]
-    rejected: list[int]
-
-    @classmethod
-    def of(cls, chosen: Tokens, rejected: Tokens) -> "TokenPair":
-        """Return the pair of two examples that begin with one prompt; a token that only one has is not in it.
-
-        This is TRL's rule (`DPOTrainer._prepare_dataset`), with the prompt of inference.
-        """
-        start = min(mask.index(True) if any(mask) else len(mask) for _, mask in (chosen, rejected))
-        return cls(chosen[0][:start], chosen[0][start:], rejected[0][start:])
+    This is TRL's rule (`DPOTrainer._prepare_dataset`), with the prompt of inference.
+    """
+    start = min(mask.index(True) if any(mask) else len(mask) for _, mask in (chosen, rejected))
+    return chosen[0][:start], [chosen[0][start:], rejected[0][start:]]
 
 
 def answer_tokens(prompt: list[int], answer: list[int]) -> Tokens:
@@ -123,16 +115,13 @@ def answer_tokens(prompt: list[int], answer: list[int]) -> Tokens:
 
 def tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Rendered]) -> list[Tokens]:
     """Return the tokens of each of ``texts`` with a mask of those that are learned, of equal length."""
-    found: dict[int, Tokens] = {}
-    for is_plain in (False, True):
-        numbers = [number for number, text in enumerate(texts) if text.is_plain == is_plain]
-        if numbers:
-            encoded = _tokenize(tokenizer, [texts[number] for number in numbers], is_plain=is_plain)
-            found.update(zip(numbers, encoded, strict=True))
-    return [found[number] for number in range(len(texts))]
+    found = list[Tokens]()
+    for is_plain, group in groupby(texts, key=lambda text: text.is_plain):
+        found += _tokenize(tokenizer, list(group), is_plain=is_plain)
+    return found
 
 
-def _tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Rendered], *, is_plain: bool) -> list[Tokens]:
+def _tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Rendered], *, is_plain: bool) -> Iterator[Tokens]:
     batch = tokenizer(
         [text.text for text in texts],
         add_special_tokens=is_plain,
@@ -141,47 +130,34 @@ def _tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Rendered], *
         return_token_type_ids=False,
         verbose=False,
     )
-    found = []
     for number, text in enumerate(texts):
         ids, encoding = batch["input_ids"][number], batch.encodings[number] if batch.encodings else None
-        appended: list[int] = []
-        if is_plain:
-            ids, appended = _split_appended(ids, batch["special_tokens_mask"][number])
         mask = [False] * len(ids)
         for start, end in _spans(tokenizer, text, ids, encoding):
             mask[start:end] = [True] * (end - start)
         if is_plain:
-            ids, appended = _with_end(ids, appended, tokenizer.eos_token_id)
-            mask += [True] * (len(ids) + len(appended) - len(mask))
-        if is_plain and _begins_twice(ids, tokenizer.bos_token_id):
-            ids, mask = ids[1:], mask[1:]
-        if mask:
-            mask[0] = False
-        found.append(([*ids, *appended], mask))
-    return found
+            ids, mask = _ended(tokenizer, ids, mask, batch["special_tokens_mask"][number])
+        yield ids, [False, *mask[1:]]
 
 
-def _split_appended(ids: list[int], added: list[int]) -> tuple[list[int], list[int]]:
-    """Return token ids without those that the tokenizer appends, and these; text without a token has none of them."""
-    end = max((at for at, is_added in enumerate(added, start=1) if not is_added), default=len(ids))
-    return ids[:end], ids[end:]
-
-
-def _begins_twice(ids: list[int], begin: int | None) -> bool:
-    """Return True for a text that already has the beginning-of-sequence token that the tokenizer adds."""
-    return begin is not None and ids[:2] == [begin, begin]
-
-
-def _with_end(ids: list[int], appended: list[int], end: int | None) -> tuple[list[int], list[int]]:
-    """Return the tokens of a text with one end-of-sequence token, and the others that the tokenizer appends.
+def _ended(tokenizer: "PreTrainedTokenizerBase", ids: list[int], mask: list[bool], added: list[int]) -> Tokens:
+    """Return the tokens of a text with one start, and one end-of-sequence token before others that are appended.
 
     This is TRL's rule (``add_eos`` in `SFTTrainer._prepare_dataset`), except for a tokenizer that appends that token
     by itself, after which TRL has it twice.
     """
-    if end is None:
-        return ids, appended
-    rest = appended[1:] if appended[:1] == [end] else appended
-    return [*ids, *([end] if ids[-1:] != [end] else [])], rest
+    size, end, begin = _without_appended(ids, added), tokenizer.eos_token_id, tokenizer.bos_token_id
+    body, rest = ids[:size], ids[size:]
+    if end is not None:
+        rest = rest[1:] if rest[:1] == [end] else rest
+        rest = rest if body[-1:] == [end] else [end, *rest]
+    start = 1 if begin is not None and body[:2] == [begin, begin] else 0
+    return [*body, *rest][start:], [*mask[:size], *([True] * len(rest))][start:]
+
+
+def _without_appended(ids: list[int], added: list[int]) -> int:
+    """Return the number of tokens before those that the tokenizer appends; text without a token has none of them."""
+    return max((at for at, is_added in enumerate(added, start=1) if not is_added), default=len(ids))
 
 
 def _spans(tokenizer: "PreTrainedTokenizerBase", text: Rendered, ids: list[int], encoding: Any) -> list[Span]:
@@ -193,9 +169,10 @@ def _spans(tokenizer: "PreTrainedTokenizerBase", text: Rendered, ids: list[int],
 
     def first(at: int) -> tuple[int, bool]:
         """Return the first token from the character ``at`` on, and True if it begins there."""
-        inside = (encoding.char_to_token(position) for position in range(at, len(text.text)))
-        token = next((found for found in inside if found is not None), len(ids))
-        return token, token == len(ids) or encoding.token_to_chars(token)[0] >= at
+        token = None
+        while token is None and at < len(text.text):
+            token, at = encoding.char_to_token(at), at + 1
+        return (len(ids), True) if token is None else (token, encoding.token_to_chars(token)[0] >= at - 1)
 
     def common(at: int) -> int:
         from trl.data_utils import common_prefix_length
@@ -215,5 +192,5 @@ def _spans(tokenizer: "PreTrainedTokenizerBase", text: Rendered, ids: list[int],
 def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str, *, is_plain: bool = True) -> list[int]:
     """Return the token ids of ``prompt`` without those that the tokenizer appends: an answer follows."""
     encoded = tokenizer(prompt, add_special_tokens=is_plain, return_special_tokens_mask=True, verbose=False)
-    ids, _ = _split_appended(list(encoded["input_ids"]), encoded["special_tokens_mask"])
-    return ids
+    ids = list(encoded["input_ids"])
+    return ids[: _without_appended(ids, encoded["special_tokens_mask"])]

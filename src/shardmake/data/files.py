@@ -1,8 +1,8 @@
 """Rows of files: JSON lines, JSON arrays, CSV and TSV, plain or compressed, and Parquet.
 
-Every row of a text file is the bytes of one JSON object with its place in the file. The readers of `datasets` do not
-serve here: they name no line in errors, turn cells such as ``NA`` and ``007`` into other values, and texts that look
-like dates into dates.
+Every row has its place in the file. A row of a text file is the bytes of one JSON object, which `open_row` reads in
+another process. The readers of `datasets` do not serve here: they name no line in errors, turn cells such as ``NA`` and
+``007`` into other values, and texts that look like dates into dates.
 """
 
 import bz2
@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, NamedTuple
 
 from shardmake.config.formats import data_kind
 from shardmake.core.errors import DataError
@@ -30,6 +30,44 @@ RawRow = tuple[str, bytes | dict[str, Any]]
 _CHUNK = 2**20
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\n\r]*")
+
+
+class Row(NamedTuple):
+    """One example of a source, and its place for messages: the file with the line, or with the row counted from 1."""
+
+    place: str
+    example: dict[str, Any]
+
+
+def open_row(row: RawRow) -> Row:
+    """Return the example of a raw row; raise `DataError` with its place if it is not a JSON object."""
+    place, content = row
+    if isinstance(content, dict):
+        return Row(place, content)
+    try:
+        example = json.loads(content, object_pairs_hook=_unique)
+    except _RepeatedKeyError as error:
+        raise DataError(f"{place} has the key {error.args[0]!r} twice in one object. Remove one.") from None
+    except json.JSONDecodeError as error:
+        where = f"at character {error.pos + 1}" if error.pos < len(error.doc.rstrip()) else "at the end of the line"
+        raise DataError(f"{place} is not valid JSON: {error.msg} {where}.") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place} is not valid JSON: {error}.") from None
+    if not isinstance(example, dict):
+        raise DataError(f"{place} is not a JSON object but {type(example).__name__}.")
+    return Row(place, example)
+
+
+class _RepeatedKeyError(Exception):
+    """A JSON object has a key twice; Python would silently take the last value."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dictionary; raise `_RepeatedKeyError` if that loses a value."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise _RepeatedKeyError(next(key for at, (key, _) in enumerate(pairs) if key in dict(pairs[:at])))
+    return found
 
 
 def raw_rows(paths: Iterable[Path]) -> Iterator[RawRow]:
@@ -84,41 +122,38 @@ def _json(path: str, file: Any) -> Iterator[tuple[str, bytes]]:
         yield from _json_array(path, file)
         return
     for index, (place, line) in enumerate(_json_lines(path, file)):
-        if index == 0:
-            _check_first_line(path, line)
+        try:
+            _ = index or json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{path} is neither a JSON array of examples nor one JSON object per line: {error.msg}. Write one "
+                "of the two."
+            ) from None
         yield place, line
-
-
-def _check_first_line(path: str, line: bytes) -> None:
-    try:
-        json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{path} is neither a JSON array of examples nor one JSON object per line: {error.msg}. Write one "
-            "of the two."
-        ) from None
 
 
 def _json_array(path: str, file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
     """Read an array, whose text is in memory as a whole; data of many GB are better JSON lines."""
     text = io.TextIOWrapper(file, "utf-8-sig").read()
-    at, rows = _next(text, text.index("[") + 1), 0
+    at, rows, problem = _next(text, text.index("[") + 1), 0, ""
     more = text[at : at + 1] != "]"
     while more:
         try:
-            _, end = _DECODER.raw_decode(text, at)
+            start, (_, end) = at, _DECODER.raw_decode(text, at)
         except json.JSONDecodeError as error:
-            problem = error.msg.removesuffix(" at").removesuffix(" starting")
-            raise _invalid_array(path, text, error.pos, rows, problem) from None
-        rows += 1
-        yield f"{path}, row {rows}", text[at:end].encode()
-        at = _next(text, end)
+            at, problem = error.pos, error.msg.removesuffix(" at").removesuffix(" starting")
+            break
+        rows, at = rows + 1, _next(text, end)
+        yield f"{path}, row {rows}", text[start:end].encode()
         if more := text[at : at + 1] == ",":
             at = _next(text, at + 1)
-    if text[at : at + 1] != "]":
-        raise _invalid_array(path, text, at, rows, "Expecting ','")
-    if (at := _next(text, at + 1)) < len(text):
-        raise _invalid_array(path, text, at, rows, "Extra data after the array")
+    if not problem and text[at : at + 1] != "]":
+        problem = "Expecting ','"
+    elif not problem and (at := _next(text, at + 1)) < len(text):
+        problem = "Extra data after the array"
+    if problem:
+        line = text.count("\n", 0, at) + 1
+        raise DataError(f"{path}, line {line}, after row {rows}, is not valid JSON: {problem}.")
 
 
 def _next(text: str, at: int) -> int:
@@ -126,12 +161,7 @@ def _next(text: str, at: int) -> int:
     return _SPACE.match(text, at).end()  # type: ignore[union-attr]  # it matches everywhere
 
 
-def _invalid_array(path: str, text: str, at: int, rows: int, problem: str) -> DataError:
-    line = text.count("\n", 0, at) + 1
-    return DataError(f"{path}, line {line}, after row {rows}, is not valid JSON: {problem}.")
-
-
-def _csv(path: str, file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
+def _csv(path: str, file: IO[bytes]) -> Iterator[RawRow]:
     csv.field_size_limit(sys.maxsize)
     delimiter = "\t" if data_kind(path) == ".tsv" else ","
     rows = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True, delimiter=delimiter)
@@ -158,13 +188,13 @@ def _header(cells: list[str], place: str) -> list[str]:
     return cells
 
 
-def _csv_row(names: list[str], cells: list[str], place: str) -> bytes:
+def _csv_row(names: list[str], cells: list[str], place: str) -> dict[str, Any]:
     if len(cells) != len(names):
         raise DataError(
             f"{place}: the header has {plural(len(names), 'column')}, and this row {len(cells)}. Put cells with "
             "commas or line breaks in quotes."
         )
-    return json.dumps(dict(zip(names, cells, strict=True))).encode()
+    return dict(zip(names, cells, strict=True))
 
 
 _READERS: Final[Mapping[str, Callable[[str, Any], Iterator[RawRow]]]] = {

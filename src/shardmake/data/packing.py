@@ -4,22 +4,28 @@ import heapq
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from hashlib import blake2b
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
-from shardmake.data.encode import TokenPair, Tokens
+from shardmake.data.encode import Tokens
 
 if TYPE_CHECKING:
     import datasets
-    import numpy as np
 
 Outcome = Literal[
     "whole", "truncated", "split", "continued", "dropped_without_loss", "dropped_loss_truncated", "dropped_too_long",
     "dropped_bad",
 ]  # fmt: skip
 KEPT: tuple[Outcome, ...] = ("whole", "truncated", "split", "continued")
+OUTCOMES: Final[Mapping[str, str]] = {
+    "truncated": "truncated",
+    "split": "split into pieces",
+    "dropped_without_loss": "dropped, with nothing to learn",
+    "dropped_loss_truncated": "dropped, with nothing to learn before the cut",
+    "dropped_too_long": "dropped, longer than sequence_length",
+    "dropped_bad": "dropped as bad rows",
+}
+"""The outcomes that are counted, in words."""
 _TOKENS_PACKED_AT_ONCE = 2**25
 NAMED = 5
 
@@ -44,22 +50,22 @@ def fit(tokens: Tokens, length: int, *, split: bool) -> list[tuple[Tokens, Outco
     return [(pieces[0], "truncated") if any(pieces[0][1]) else (([], []), "dropped_loss_truncated")]
 
 
-def fit_pair(pair: TokenPair, length: int, *, cuts: bool = True) -> tuple[TokenPair, Outcome]:
+def fit_pair(
+    prompt: list[int], answers: list[list[int]], length: int, *, cuts: bool = True
+) -> tuple[list[list[int]], Outcome]:
     """Cut both answers so that each is at most ``length`` tokens long with the prompt; without ``cuts``, drop the pair.
 
     Pairs with equal answers, from the start or after the cut, have nothing to learn. TRL cuts and drops in the same way
     but keeps equal answers, whose gradient is zero.
     """
-    room = length - len(pair.prompt)
-    cut = TokenPair(pair.prompt, pair.chosen[: max(room, 0)], pair.rejected[: max(room, 0)])
-    empty = TokenPair([], [], [])
-    if pair.chosen == pair.rejected:
-        return empty, "dropped_without_loss"
-    if not cuts and cut != pair:
-        return empty, "dropped_too_long"
-    if room <= 0 or cut.chosen == cut.rejected:
-        return empty, "dropped_loss_truncated"
-    return cut, "whole" if cut == pair else "truncated"
+    cut = [answer[: max(length - len(prompt), 0)] for answer in answers]
+    if answers[0] == answers[1]:
+        return [], "dropped_without_loss"
+    if not cuts and cut != answers:
+        return [], "dropped_too_long"
+    if cut[0] == cut[1]:
+        return [], "dropped_loss_truncated"
+    return cut, "whole" if cut == answers else "truncated"
 
 
 def pack(examples: "datasets.Dataset", length: int, cache_file: Path, fingerprint: str) -> "datasets.Dataset":
@@ -75,23 +81,6 @@ def pack(examples: "datasets.Dataset", length: int, cache_file: Path, fingerprin
     return pack_dataset(examples, length, strategy="bfd", map_kwargs=settings)
 
 
-def count_outcomes(outcomes: Iterable[Outcome]) -> dict[str, int]:
-    """Count examples by outcome; ``truncated``, ``split`` and ``dropped_*`` are parts of ``examples``."""
-    counts: Mapping[str, int] = Counter(outcomes)
-    reported = (
-        "truncated",
-        "split",
-        "dropped_without_loss",
-        "dropped_loss_truncated",
-        "dropped_too_long",
-        "dropped_bad",
-    )
-    return {
-        "examples": sum(counts.values()) - counts["continued"],
-        **{outcome: counts[outcome] for outcome in reported},
-    }
-
-
 def count_tokens(sequences: "datasets.Dataset") -> dict[str, int]:
     """Return the numbers of sequences, tokens (without padding) and loss tokens, and the largest token id."""
     import pyarrow.compute as pc
@@ -105,35 +94,6 @@ def count_tokens(sequences: "datasets.Dataset") -> dict[str, int]:
         for name in {"rejected_ids", "cut_ids"}.intersection(batch.schema.names):
             largest = max(largest, pc.max(batch.column(name).flatten()).as_py() or 0)
     return {**totals, "largest_token_id": largest}
-
-
-def token_digests(examples: "datasets.Dataset") -> "np.ndarray":
-    """Return a 64-bit digest of the tokens of each example."""
-    import numpy as np
-
-    digests, at = np.empty(len(examples), np.uint64), 0
-    for table in examples.select_columns("input_ids").with_format("arrow").iter(1000):
-        for chunk in table.column(0).chunks:
-            tokens, offsets = chunk.values.to_numpy(), chunk.offsets.to_numpy()
-            for a, b in pairwise(offsets):
-                digests[at] = int.from_bytes(blake2b(tokens[a:b].tobytes(), digest_size=8).digest(), "little")
-                at += 1
-    return digests
-
-
-def count_repeated(examples: "np.ndarray", others: "np.ndarray") -> int:
-    """Return how many of the ``examples`` are also among the ``others``, by their digests."""
-    import numpy as np
-
-    return int(np.isin(examples, others).sum())
-
-
-def first_dropped(encoded: "datasets.Dataset") -> list[str]:
-    """Return the places of the first dropped examples, in the order of the files."""
-    import pyarrow.compute as pc
-
-    places = encoded.data.column("dropped")
-    return sort_places(place.as_py() for place in places.filter(pc.not_equal(places, "")))
 
 
 def sort_places(places: Iterable[str]) -> list[str]:

@@ -4,8 +4,8 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
@@ -69,8 +69,8 @@ def hide_texts(messages: Sequence[Message], tools: Any) -> tuple[list[dict[str, 
         found, content = dict(message), message["content"]
         if message.get("reasoning_content"):
             found["reasoning_content"] = hide(index, "reasoning", message["reasoning_content"])
-        head, mark, answer = content.rpartition("</think>")
-        if mark and message["role"] == "assistant":
+        if message["role"] == "assistant" and "</think>" in content:
+            head, mark, answer = content.rpartition("</think>")
             before, tag, thought = head.rpartition("<think>")
             content = before + tag + hide(index, "reasoning", thought) + mark + hide(index, "content", answer)
         else:
@@ -122,23 +122,32 @@ def find(text: str, part: str, start: int) -> Span | None:
     return None
 
 
-def parts_of(text: str, texts: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return ``text`` split at its placeholders, and the same with ``texts`` in their place."""
-    old = PLACEHOLDER.split(text)
-    return old, [texts[number_of(part)] if at % 2 else part for at, part in enumerate(old)]
+@lru_cache(4096)
+def _split(text: str) -> tuple[list[str], list[int], list[int]]:
+    """Return ``text`` split at its placeholders, their numbers, and where each part begins."""
+    parts = PLACEHOLDER.split(text)
+    return parts, [number_of(part) for part in parts[1::2]], list(accumulate(map(len, parts), initial=0))
+
+
+def fill_text(text: str, texts: Sequence[str]) -> list[str]:
+    """Return the parts of ``text`` with ``texts`` in place of its placeholders."""
+    parts, numbers, _ = _split(text)
+    filled = parts.copy()
+    filled[1::2] = [texts[number] for number in numbers]
+    return filled
 
 
 def fill(example: Rendered, texts: Sequence[str]) -> Rendered:
     """Return ``example`` with ``texts`` in place of its placeholders."""
-    old, new = parts_of(example.text, texts)
-    before, after = (list(accumulate(map(len, parts), initial=0)) for parts in (old, new))
+    before, parts = _split(example.text)[2], fill_text(example.text, texts)
+    after = list(accumulate(map(len, parts), initial=0))
 
     def moved(at: int) -> int:
         part = bisect_right(before, at) - 1
         return after[part] + at - before[part]
 
     learned = tuple((moved(start), moved(end)) for start, end in example.learned)
-    return replace(example, text="".join(new), learned=learned)
+    return Rendered("".join(parts), learned, example.is_plain)
 
 
 def common_length(one: str, other: str) -> int:
@@ -150,7 +159,19 @@ def common_length(one: str, other: str) -> int:
     return low
 
 
-def seam(context: str, whole: str, start: int) -> int:
-    """Return where ``whole``, before ``start``, has the longest end of ``context``: an answer follows there."""
+def seam(context: str, whole: str, between: Span, prompt: str, marks: re.Pattern[str]) -> int:
+    """Return where an answer follows in ``whole``, which does not begin with its ``context``.
+
+    It is after the longest beginning of the generation ``prompt`` that is ``between`` the message before and the
+    answer, or else after the common beginning of both texts, if that has all messages, or else after the longest end
+    of ``context``. No special token, of the pattern ``marks``, is cut.
+    """
+    floor, start = between
+    for end in [found.end() for found in re.finditer(f"{marks.pattern}|(?s:.)", prompt)][::-1]:
+        if (at := whole.rfind(prompt[:end], floor, start)) >= 0:
+            return at + end
+    common = common_length(context, whole)
+    if common >= floor:
+        return next((mark.start() for mark in marks.finditer(whole) if mark.start() < common < mark.end()), common)
     ends = range(max(0, start - 200), start + 1)
     return max(ends, key=lambda at: (common_length(context[::-1], whole[:at][::-1]), at))

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.config.formats import raw_files
-from shardmake.core.atomic import sha256
 from shardmake.core.errors import DataError
+from shardmake.data.sources import file_record
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import DataReceipt
 
@@ -20,14 +20,7 @@ def identity_of_raw(source: Path) -> dict[str, Any]:
 
     Raises `DataError` if there is none.
     """
-    root = _root(source)
-    files = files_of_raw(source)
-    return {
-        "files": [
-            {"path": str(path.relative_to(root)), "bytes": path.stat().st_size, "sha256": sha256(path)}
-            for path in files
-        ]
-    }
+    return {"files": [file_record(path, _root(source)) for path in files_of_raw(source)]}
 
 
 def files_of_raw(source: Path) -> list[Path]:

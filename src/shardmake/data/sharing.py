@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardmake.core.atomic import digest, sha256
+from shardmake.core.atomic import sha256
 from shardmake.core.errors import ShardmakeError
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import DataReceipt
@@ -32,16 +32,6 @@ def content_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
         for split, source in inputs["sources"].items()
     }
     return {**inputs, "sources": sources}
-
-
-@contextlib.contextmanager
-def one_at_a_time(rundir: RunDir, inputs: Mapping[str, Any]) -> Iterator[None]:
-    """Wait until no other run beside ``rundir`` prepares data from the same content.
-
-    On a file system without locks, each run prepares its own.
-    """
-    with locked(rundir.root.parent, f"data-{digest(content_of(inputs))}"):
-        yield
 
 
 @contextlib.contextmanager

@@ -4,23 +4,21 @@ Whatever the kind of a file, each row becomes an example with its place in the s
 the plan and for the data stage. Data sets of the hub become local files first (`shardmake.fetch.hub_data`).
 """
 
-import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from shardmake.config.formats import COMPRESSION_SUFFIXES, DATA_SUFFIXES, data_files, data_kind
 from shardmake.config.models import Data
 from shardmake.core.atomic import sha256
 from shardmake.core.errors import DataError
-from shardmake.data.files import RawRow, raw_rows
+from shardmake.data.files import Row, open_row, raw_rows
 from shardmake.data.parquet import count_parquet_rows
 
 FIRST_ROWS = 64
@@ -61,16 +59,6 @@ class HubDataset:
         return self.repository
 
 
-class Row(NamedTuple):
-    """One example of a source."""
-
-    place: str
-    """Its place for messages: the file with the line, or with the row counted from 1."""
-    columns: list[str]
-    """All columns, also those without a value in this row."""
-    example: Mapping[str, Any]
-
-
 def locate(name: str, data: Data, splits: tuple[str, ...]) -> Source:
     """Return the files of a source on this machine; of a folder, those of the first of ``splits`` that it has.
 
@@ -94,7 +82,10 @@ def locate_named(name: str, data: Data, splits: tuple[str, ...]) -> Source | Hub
     if path.is_dir():
         return _files_in(path, data, splits)
     if path.is_file():
-        return _one_file(path)
+        if data_kind(path.name):
+            return Source((path,))
+        why = " A text file does not state where an example ends." if ".txt" in path.suffixes else ""
+        raise DataError(f"Unsupported data file: {path}.{why} Use {FILE_KINDS}.")
     match = _HUB_NAME.fullmatch(name)
     if match is None or data_kind(name) or path.suffix == ".txt":
         raise DataError(
@@ -103,13 +94,6 @@ def locate_named(name: str, data: Data, splits: tuple[str, ...]) -> Source | Hub
         )
     chosen = (match["split"],) if match["split"] else splits
     return HubDataset(match["repository"], data.subset, data.revision, chosen)
-
-
-def _one_file(path: Path) -> Source:
-    if data_kind(path.name) is None:
-        why = " A text file does not state where an example ends." if ".txt" in path.suffixes else ""
-        raise DataError(f"Unsupported data file: {path}.{why} Use {FILE_KINDS}.")
-    return Source((path,))
 
 
 def _files_in(folder: Path, data: Data, splits: tuple[str, ...]) -> Source:
@@ -185,71 +169,31 @@ def count_rows(source: Source) -> int:
     if data_kind(source.paths[0].name) == ".parquet":
         count = sum(map(count_parquet_rows, source.paths))
     else:
-        count = sum(1 for _ in raw_examples(source))
+        count = sum(1 for _ in raw_rows(source.paths))
     if not count:
-        raise no_examples(source)
+        raise _no_examples(source)
     return count
 
 
-def raw_examples(source: Source) -> Iterator[RawRow]:
-    """Yield the rows of ``source`` for `open_raw`; raise `DataError` for a file that cannot be read."""
-    return raw_rows(source.paths)
+def first_rows(source: Source, limit: int = FIRST_ROWS, *, drop: bool = False) -> list[Row]:
+    """Return the first ``limit`` rows of ``source`` without reading the rest, and with ``drop`` only readable ones.
 
-
-def first_rows(source: Source, limit: int) -> Iterator[Row]:
-    """Yield the first ``limit`` examples of ``source`` without reading the rest of a file."""
-    return map(open_raw, islice(raw_examples(source), limit))
-
-
-def no_examples(source: Source) -> DataError:
-    """Return the error for an empty source."""
-    return DataError(f"No examples in {source}. Name a source with data.")
-
-
-def open_raw(row: RawRow) -> Row:
-    """Return the example of a raw row; raise `DataError` with its place if it is not a JSON object.
-
-    A column, or a key of a message, that is null is left out: a file with types has null for every missing one.
+    Raises `DataError` if there is none.
     """
-    place, content = row
-    values = _parse(content, place) if isinstance(content, bytes) else content
-    return Row(place, list(values), {key: _known(value) for key, value in values.items() if value is not None})
-
-
-def _known(value: Any) -> Any:
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return [_without_nulls(item) if isinstance(item, dict) else item for item in value]
-    return value
-
-
-def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
-    if None not in message.values():
-        return message
-    return {key: part for key, part in message.items() if part is not None}
-
-
-def _parse(line: bytes, place: str) -> dict[str, Any]:
-    try:
-        example = json.loads(line, object_pairs_hook=_unique)
-    except _RepeatedKeyError as error:
-        raise DataError(f"{place} has the key {error.args[0]!r} twice in one object. Remove one.") from None
-    except json.JSONDecodeError as error:
-        where = f"at character {error.pos + 1}" if error.pos < len(error.doc.rstrip()) else "at the end of the line"
-        raise DataError(f"{place} is not valid JSON: {error.msg} {where}.") from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{place} is not valid JSON: {error}.") from None
-    if not isinstance(example, dict):
-        raise DataError(f"{place} is not a JSON object but {type(example).__name__}.")
-    return example
-
-
-class _RepeatedKeyError(Exception):
-    """A JSON object has a key twice; Python would silently take the last value."""
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dictionary; raise `_RepeatedKeyError` if that loses a value."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise _RepeatedKeyError(next(key for at, (key, _) in enumerate(pairs) if key in dict(pairs[:at])))
+    found, error = list[Row](), _no_examples(source)
+    for raw in raw_rows(source.paths):
+        try:
+            found.append(open_row(raw))
+        except DataError as unreadable:
+            error = unreadable
+            if not drop:
+                raise
+        if len(found) == limit:
+            break
+    if not found:
+        raise error
     return found
+
+
+def _no_examples(source: Source) -> DataError:
+    return DataError(f"No examples in {source}. Name a source with data.")

@@ -4,30 +4,25 @@ Tokenizing is a separate stage because it can exceed the process group's timeout
 temporary folder and renamed. The receipt is written last.
 """
 
-import json
 import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import date
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.config.formats import RAW
 from shardmake.config.models import EvalSource, Run
-from shardmake.core.atomic import digest, fsync_directory, unsealed
+from shardmake.core.atomic import digest, fsync_directory
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import plural
 from shardmake.data.build import build
-from shardmake.data.examples import (
-    describe_outcomes,
-    load_tokenizer,
-    locate_parts,
-    open_chat_template,
-    tokenizer_digest,
-)
+from shardmake.data.examples import day_of, load_tokenizer, open_chat_template, open_parts, tokenizer_digest
+from shardmake.data.outcomes import describe_outcomes
+from shardmake.data.preview import show
 from shardmake.data.raw import are_linked, identity_of_raw, link_raw
-from shardmake.data.sharing import one_at_a_time, take_same_data
+from shardmake.data.sharing import content_of, locked, take_same_data
 from shardmake.data.sources import identity
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import DataReceipt, DataSettings, SplitReceipt
@@ -36,6 +31,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LAYOUT = 3
+_SHOWN = 2
+_SHOWN_TEXT = 2_000
 logger = logging.getLogger(__name__)
 
 
@@ -48,11 +45,11 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
     the files of that run. ``cpus`` is the number of tokenizing processes; it does not change the result. The receipt's
     ``digest`` identifies the training data. Raises `DataError` for data that cannot be used.
     """
-    parts = locate_parts(run)
+    parts = open_parts(run)
     raw_source = Path(run.data.sources[0].source)
     raw: dict[str, dict[str, Any]] = {"train": identity_of_raw(raw_source)} if run.data.is_raw else {}
     tokenizer = load_tokenizer(run)
-    day = _day(rundir)
+    day = day_of(rundir)
     chat = open_chat_template(run, tokenizer, day)
     settings = run.data.model_dump(include=set(DataSettings.model_fields) - {"columns"})
     settings |= run.model_dump(include={"sequence_length", "packing", "seed"}) | _mix_settings(run)
@@ -69,11 +66,13 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
     if receipt is not None and (not raw or are_linked(raw_source, raw["train"], rundir.raw_data)):
         logger.info(f"{rundir.data} is up to date.")
         return receipt
-    with one_at_a_time(rundir, inputs), _workspace(rundir, digest(inputs)) as work:
+    lock = locked(rundir.root.parent, f"data-{digest(content_of(inputs))}")  # other runs may prepare the same
+    with lock, _workspace(rundir, digest(inputs)) as work:
         receipt = None if raw else take_same_data(rundir, inputs, work)
         if receipt is None:
-            results = build(run, tokenizer, parts, work, cpus, day)
+            results = build(run, chat, parts, work, cpus)
             trained_on = _trained_on(run, raw, results)
+            results["shown"] = [_excerpt(text) for text in islice(show(chat, parts, _SHOWN, log=False), _SHOWN)]
             receipt = DataReceipt(digest=trained_on, **inputs, pad_token_id=_pad_token_id(tokenizer), **results)
         if raw:
             link_raw(raw_source, raw["train"], work / RAW)
@@ -93,17 +92,14 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
     return receipt
 
 
+def _excerpt(text: str) -> str:
+    """Return the beginning and the end of a long text."""
+    return text if len(text) <= 2 * _SHOWN_TEXT else f"{text[:_SHOWN_TEXT]}\n...\n{text[-_SHOWN_TEXT:]}"
+
+
 def _trained_on(run: Run, raw: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     """Return the digest of the training data: of its files, or of the sequences that were written."""
     return digest(raw) if raw else digest({"files": results["train"]["files"], "length": run.sequence_length})
-
-
-def _day(rundir: RunDir) -> date:
-    """Return the day that the run's data has recorded for a template that reads the clock; today without one."""
-    with suppress(ShardmakeError):
-        if recorded := DataReceipt.read(rundir.data_receipt).settings.day:
-            return date.fromisoformat(recorded)
-    return date.today()
 
 
 def _mix_settings(run: Run) -> dict[str, Any]:
@@ -124,12 +120,17 @@ def _pad_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
 
 def _current(rundir: RunDir, inputs: Mapping[str, Any]) -> DataReceipt | None:
     """Return the receipt if it has the same ``inputs`` and its files exist, else None."""
-    try:
-        receipt = DataReceipt.read(rundir.data_receipt)
-    except ShardmakeError:  # missing, or of another layout
+    if (receipt := _read(rundir)) is None:
         return None
     same = inputs == receipt.model_dump(include=set(inputs), mode="json")
     return receipt if same and all(_files_exist(rundir.data, one) for one in (receipt.train, receipt.eval)) else None
+
+
+def _read(rundir: RunDir) -> DataReceipt | None:
+    """Return the receipt; None if it is missing, damaged or of another layout."""
+    with suppress(ShardmakeError):
+        return DataReceipt.read(rundir.data_receipt)
+    return None
 
 
 def _files_exist(folder: Path, split: SplitReceipt) -> bool:
@@ -154,17 +155,10 @@ def _workspace(rundir: RunDir, inputs: str) -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _is_written(receipt: DataReceipt, path: Path) -> bool:
-    try:
-        return bool(unsealed(json.loads(path.read_bytes())) == receipt.as_json())
-    except (FileNotFoundError, ValueError):  # not there, or damaged
-        return False
-
-
 def _publish(work: Path, rundir: RunDir, receipt: DataReceipt) -> None:
     """Rename the splits into place, then write the receipt; remove an outdated receipt first."""
     rundir.data.mkdir(parents=True, exist_ok=True)
-    if not _is_written(receipt, rundir.data_receipt):
+    if _read(rundir) != receipt:
         rundir.data_receipt.unlink(missing_ok=True)
     for part in ("train", "eval", RAW):
         shutil.rmtree(rundir.data / part, ignore_errors=True)

@@ -7,6 +7,7 @@ error.
 import logging
 from typing import TYPE_CHECKING
 
+from shardmake.config.chat_template import fix_clock
 from shardmake.config.models import Cluster, Dpo, Kto, Run
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.core.atomic import write_text
@@ -39,12 +40,15 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> Evalua
     from transformers import AutoTokenizer
 
     from shardmake.data.dataset import Sequences
+    from shardmake.data.examples import day_of
 
     run, wanted = localize(run, rundir), run.evaluation
     prepare_tasks(wanted)
     refuse_changed(rundir, {**recorded_weights(rundir), **recorded_data(rundir, "eval")})
     examples = Sequences(rundir.data, "eval")
     tokenizer = AutoTokenizer.from_pretrained(rundir.model)
+    if isinstance(tokenizer.chat_template, str):
+        tokenizer.chat_template = fix_clock(tokenizer.chat_template, day_of(rundir))
     is_reward_model = bool(OBJECTIVES[run.objective].new_head)
     prompts = [] if is_reward_model else read_prompts(run, tokenizer, examples)
     machine = this_machine(cluster.nvme_path if cluster else None)

@@ -110,6 +110,7 @@ class DataReceipt(RunFile):
     repeated: int = Field(description="Evaluation examples with the same tokens as a training example.")
     train: SplitReceipt = Field(description="Training sequences.")
     eval: SplitReceipt = Field(description="Evaluation sequences.")
+    shown: list[str] = optional([], "The first examples as text, with the learned tokens in [[ ]].")
 
     def describe_format(self) -> str:
         """Return format, columns and learned tokens for readers."""

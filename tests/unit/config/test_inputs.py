@@ -101,8 +101,6 @@ def data_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("data/train.jsonl", "link.jsonl"),
         ("data/train.jsonl", "hard.jsonl"),
         ("data/train.jsonl", "copy.jsonl"),
-        ("data", "data/other.jsonl"),
-        ("data/other.jsonl", "data"),
         ("org/data", "org/data:train"),
         ("org/data:all", "org/data:all"),
     ],

@@ -84,6 +84,7 @@ def expected(tokenizer: Any, row: dict[str, Any], index: int, stops: list[str]) 
         same = next(
             (i for i, (a, b) in enumerate(zip(context, whole, strict=False)) if a != b), min(len(context), len(whole))
         )
+        same = next((mark.start() for mark in _SPECIAL.finditer(whole) if mark.start() < same < mark.end()), same)
     else:  # the template renders the messages before it otherwise once it follows
         same = whole.rfind(context[len(bare) :]) + len(context[len(bare) :])
     follows = whole[same:].removeprefix(_text(messages[index - 1]) if index else "")  # of a template that joins both

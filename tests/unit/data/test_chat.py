@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from shardmake.config.chat_template import fix_clock
 from shardmake.config.formats import FORMATS
 from shardmake.core.errors import DataError
 from shardmake.data.chat import BadRowError, ChatTemplate
@@ -25,6 +26,10 @@ NEXT_ENDS = LOOP % (
 OPENS = LOOP % (
     "<{{ m.role }}>{% if m.role == 'assistant' %}T{{ m.reasoning_content or '' }}/{% endif %}{{ m.content }}</s>",
     "T",
+)
+ENDS_LAST = LOOP % (
+    "<{{ m.role }}>{{ m.content }}{% if loop.last or m.role != 'assistant' %}</s>{% endif %}",
+    "",
 )
 OPENS_NO_MORE = LOOP % (MESSAGE, "T")
 LAST_THINKS = LOOP % (
@@ -68,6 +73,8 @@ LEARNED: list[tuple[str, str, Row, list[str]]] = [
      ["<user>a</s><assistant>[b</s>]<user>c</s><assistant>[d</s>]"]),
     ("the header opens thoughts", OPENS, {"messages": [*chat("u:a"), THOUGHT]}, ["<user>a</s><assistant>T[z/b</s>]"]),
     ("empty thoughts", OPENS, {"messages": chat("u:a", "a:b")}, ["<user>a</s><assistant>T[/b</s>]"]),
+    ("only the last answer ends", ENDS_LAST, {"messages": chat("u:a", "a:b", "a:c")},
+     ["<user>a</s><assistant>[b</s>]<assistant>[c</s>]"]),
     ("thoughts that history lacks", OPENS_NO_MORE, {"messages": chat("u:a", "a:b", "u:c", "a:d")},
      ["<user>a</s><assistant>T[b</s>]", "<user>a</s><assistant>b</s><user>c</s><assistant>T[d</s>]"]),
     ("only the last turn thinks", LAST_THINKS, {"messages": [*chat("u:a"), THOUGHT, *chat("u:c", "a:d", "u:e")]},
@@ -131,6 +138,17 @@ def test_turns_are_together_or_apart_as_configured() -> None:
     assert encoded(encoder(PLAIN, "together"), two) == ["<user>a</s><assistant>[b</s>]<user>c</s><assistant>[d</s>]"]
     with pytest.raises(DataError, match=r"here: the chat template renders a turn differently.*data\.turns: auto"):
         encoded(encoder(LAST_THINKS, "together"), two)
+
+
+def test_a_fixed_clock_says_what_that_of_transformers_says() -> None:
+    calls = "{% set f = '%Y' ~ '-%m' %}{{ strftime_now('%d %B %Y, %-d %a %j %U %%') }}{{ strftime_now(f) | trim }}"
+    template = "\n  {% if strftime_now is defined %}" + calls + "\n{% endif %}" + PLAIN
+    tokenizer = make_tokenizer(template)
+    texts = [tokenizer.apply_chat_template(chat("u:a"), tokenize=False)]
+    for day in (date.today(), date(1999, 5, 5)):
+        tokenizer.chat_template = fix_clock(template, day)
+        texts.append(tokenizer.apply_chat_template(chat("u:a"), tokenize=False))
+    assert texts[0] == texts[1] and texts[2].strip().startswith("05 May 1999, 5 Wed 125 18 %1999-05")
 
 
 def test_a_row_like_others_is_encoded_as_alone() -> None:

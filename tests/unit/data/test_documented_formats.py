@@ -24,7 +24,7 @@ def test_every_format_has_an_example() -> None:
 def test_an_example_is_recognized_by_its_columns(name: str) -> None:
     example = json.loads(EXAMPLES[name])
     objective = {"preference": "dpo", "unpaired-preference": "kto"}.get(name, "sft")
-    layout = recognize(Data(train="x.jsonl"), objective, list(example), example, "x.jsonl, line 1")
+    layout = recognize(Data(train="x.jsonl"), objective, example, "x.jsonl, line 1")
     assert layout.format == name
     assert layout.standardize(example, "x.jsonl, line 1")
 

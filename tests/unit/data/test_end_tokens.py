@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from shardmake.config.models import Data, Objective
-from shardmake.data.encode import Encoder, TokenPair, encode_prompt, loss_on_assistant
+from shardmake.data.encode import Encoder, encode_prompt, loss_on_assistant, split_pair
 from shardmake.data.layout import recognize
 from shardmake.evaluate.prompts import as_prompt
 from tests.unit.data.test_chat import LATE_SYSTEM, OPENS_NO_MORE
@@ -77,13 +77,13 @@ def of_trl(tokenizer: PreTrainedTokenizerFast, objective: Objective, rows: list[
 
 def of_ours(tokenizer: PreTrainedTokenizerFast, objective: Objective, rows: list[dict[str, Any]]) -> Rows:
     """Return our tokens of each row under TRL's names."""
-    layout = recognize(Data(train="x"), objective, list(rows[0]), rows[0], "here")
+    layout = recognize(Data(train="x"), objective, rows[0], "here")
     encoder = Encoder(chat_template(tokenizer), layout, loss_on_assistant(Data(train="x"), layout.format))
     if objective in ("dpo", "reward"):
-        pairs = [TokenPair.of(*encoder(row, "here")) for row in rows]
+        pairs = [(prompt, *answers) for prompt, answers in (split_pair(*encoder(row, "here")) for row in rows)]
         if objective == "dpo":
-            return [{"prompt_ids": p.prompt, "chosen_ids": p.chosen, "rejected_ids": p.rejected} for p in pairs]
-        return [{"chosen_ids": [*p.prompt, *p.chosen], "rejected_ids": [*p.prompt, *p.rejected]} for p in pairs]
+            return [dict(zip(("prompt_ids", "chosen_ids", "rejected_ids"), pair, strict=True)) for pair in pairs]
+        return [{"chosen_ids": [*p, *chosen], "rejected_ids": [*p, *rejected]} for p, chosen, rejected in pairs]
     encoded = [encoder(row, "here")[0] for row in rows]
     if objective == "kto":
         starts = [mask.index(True) for _, mask in encoded]

@@ -49,7 +49,7 @@ CONTENTS: dict[str, bytes] = {
 
 
 def rows_in(path: Path) -> list[Any]:
-    return [json.loads(line) for _, line in raw_rows([path]) if isinstance(line, bytes)]
+    return [json.loads(row) if isinstance(row, bytes) else row for _, row in raw_rows([path])]
 
 
 @pytest.mark.parametrize("compression", COMPRESSORS)

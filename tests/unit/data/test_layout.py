@@ -18,7 +18,7 @@ TURNS = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 def find(example: dict[str, Any], format: Any = "auto", **columns: str) -> Layout:
     data = Data(train="x", format=format, columns=Columns(**columns))
     check_named(data, list(example), "f.jsonl")
-    return recognize(data, "sft", list(example), example, PLACE)
+    return recognize(data, "sft", example, PLACE)
 
 
 def refusal(example: dict[str, Any], format: Any = "auto", **columns: str) -> str:

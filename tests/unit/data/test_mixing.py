@@ -95,7 +95,10 @@ def test_sources_of_different_formats_are_each_read_as_their_own(model: Path, tm
     receipt = prepare(run, RunDir(tmp_path / "run"))
     assert [source.format for source in receipt.train.sources] == ["chat (messages)", "text (body)"]
     assert "chat (messages); text (body)" in receipt.describe_format()
-    assert [text.split(",")[0].rpartition("/")[2] for text in preview(run, 1)] == ["a.jsonl", "t.jsonl"]
+    assert [text.split(",")[0].rpartition("/")[2] for text in preview(run, 1, RunDir(tmp_path / "run"))] == [
+        "a.jsonl",
+        "t.jsonl",
+    ]
 
 
 def test_evaluation_sources_have_names_and_formats_of_their_own(model: Path, tmp_path: Path) -> None:

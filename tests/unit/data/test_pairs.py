@@ -9,7 +9,7 @@ from trl.data_utils import extract_prompt
 from shardmake.config.models import Data
 from shardmake.core.errors import DataError, ModelError
 from shardmake.data.dataset import PreferenceCollator
-from shardmake.data.encode import Encoder, TokenPair
+from shardmake.data.encode import Encoder, split_pair
 from shardmake.data.examples import load_tokenizer
 from shardmake.data.layout import Layout, recognize, split_prompt
 from shardmake.data.packing import fit_pair
@@ -20,13 +20,13 @@ PLACE = "f.jsonl, line 3"
 
 
 def layout_of(example: dict[str, Any]) -> Layout:
-    return recognize(Data(train="x"), "dpo", list(example), example, PLACE)
+    return recognize(Data(train="x"), "dpo", example, PLACE)
 
 
 def encoded(example: dict[str, Any]) -> list[str]:
     tokenizer = make_tokenizer(PLAIN)
-    pair = TokenPair.of(*Encoder(chat_template(tokenizer), layout_of(example), True)(example, PLACE))
-    return ["".join(tokenizer.convert_ids_to_tokens(ids)) for ids in (pair.prompt, pair.chosen, pair.rejected)]
+    prompt, answers = split_pair(*Encoder(chat_template(tokenizer), layout_of(example), True)(example, PLACE))
+    return ["".join(tokenizer.convert_ids_to_tokens(ids)) for ids in (prompt, *answers)]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_pair_is_encoded(example: dict[str, Any], expected: list[str]) -> None
 @pytest.mark.parametrize(("chosen", "rejected"), [("q: a", "q: b"), ("abc", "abd"), ("abc", "ab"), ("same", "same")])
 def test_the_prompt_is_that_of_trl(chosen: str, rejected: str) -> None:
     example: dict[str, Any] = {"chosen": chosen, "rejected": rejected}
-    assert split_prompt(chosen, rejected, PLACE) == extract_prompt(example)
+    assert split_prompt(chosen, rejected) == extract_prompt(example)
 
 
 @pytest.mark.parametrize(
@@ -68,25 +68,19 @@ def test_a_broken_row_is_named(example: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "chosen", "rejected", "outcome"),
+    ("length", "answers", "cuts", "expected"),
     [
-        (4, [3, 4], [3, 5], "whole"),
-        (3, [3, 4], [5], "truncated"),
-        (3, [3, 4], [3, 5], "dropped_loss_truncated"),
-        (2, [3], [4], "dropped_loss_truncated"),
-        (9, [3], [3], "dropped_without_loss"),
+        (4, [[3, 4], [3, 5]], True, ([[3, 4], [3, 5]], "whole")),
+        (3, [[3, 4], [5]], True, ([[3], [5]], "truncated")),
+        (3, [[3, 4], [3, 5]], True, ([], "dropped_loss_truncated")),
+        (2, [[3], [4]], True, ([], "dropped_loss_truncated")),
+        (9, [[3], [3]], True, ([], "dropped_without_loss")),
+        (3, [[3, 4], [5]], False, ([], "dropped_too_long")),
+        (4, [[3, 4], [5]], False, ([[3, 4], [5]], "whole")),
     ],
 )
-def test_both_answers_are_cut(length: int, chosen: list[int], rejected: list[int], outcome: str) -> None:
-    pair, found = fit_pair(TokenPair([1, 2], chosen, rejected), length)
-    assert found == outcome
-    assert max(len(pair.prompt + pair.chosen), len(pair.prompt + pair.rejected)) <= length
-
-
-def test_pairs_that_are_too_long_are_dropped_where_whole_answers_are_needed() -> None:
-    pair = TokenPair([1, 2], [3, 4], [5])
-    assert fit_pair(pair, 3, cuts=False)[1] == "dropped_too_long"
-    assert fit_pair(pair, 4, cuts=False) == (pair, "whole")
+def test_both_answers_are_cut_or_dropped(length: int, answers: list[list[int]], cuts: bool, expected: object) -> None:
+    assert fit_pair([1, 2], answers, length, cuts=cuts) == expected
 
 
 def test_batches_of_a_reward_model_are_whole_conversations() -> None:

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 from shardmake.core.errors import DataError
-from shardmake.data import preview
+from shardmake.data import check_first_rows, prepare, preview
+from shardmake.run.paths import RunDir
 from tests.unit.data.test_encode import MARKED, chat, make_tokenizer
 from tests.unit.data.test_stage import make_run, write_rows
 
@@ -14,13 +16,16 @@ from tests.unit.data.test_stage import make_run, write_rows
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     make_tokenizer(MARKED).save_pretrained(tmp_path / "base")
+    LlamaConfig(vocab_size=128).save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
 
 def test_loss_tokens_are_marked_and_a_cut_is_shown(base: Path, tmp_path: Path) -> None:
     rows = [{"messages": chat("u:hi", "a:yes")}, {"messages": chat("u:hi", "a:" + "w" * 9)}, {"messages": []}]
     data = {"train": write_rows(tmp_path / "t.jsonl", rows)}
-    first, second = (text.splitlines() for text in preview(make_run(base, data, sequence_length=9), 2))
+    first, second = (
+        text.splitlines() for text in preview(make_run(base, data, sequence_length=9), 2, RunDir(tmp_path / "run"))
+    )
     assert first[0] == f"{tmp_path / 't.jsonl'}, line 1: 9 tokens, 4 of them learned"
     texts = [text.replace(" ", "") for text in (first[1], second[1])]  # this tokenizer decodes to single characters
     assert texts == ["<user>hi</s><assistant>[[yes</s>]]", "<user>hi</s><assistant>[[wwww]][cut:6tokens]"]
@@ -29,7 +34,9 @@ def test_loss_tokens_are_marked_and_a_cut_is_shown(base: Path, tmp_path: Path) -
 def test_both_answers_of_a_pair_are_shown(base: Path, tmp_path: Path) -> None:
     rows = [{"prompt": "a:", "chosen": " b", "rejected": " c"}]
     run = make_run(base, {"train": write_rows(tmp_path / "t.jsonl", rows)}, objective="dpo", packing=False)
-    titles, texts = zip(*(text.replace(" ", "").splitlines() for text in preview(run, 1)), strict=True)
+    titles, texts = zip(
+        *(text.replace(" ", "").splitlines() for text in preview(run, 1, RunDir(tmp_path / "run"))), strict=True
+    )
     assert texts == ("<s>a:[[b</s>]]", "<s>a:[[c</s>]]")
     assert [title.rpartition(":")[0].rpartition(",")[2] for title in titles] == ["chosen", "rejected"]
 
@@ -37,4 +44,22 @@ def test_both_answers_of_a_pair_are_shown(base: Path, tmp_path: Path) -> None:
 def test_a_wrong_example_is_named_by_its_line(base: Path, tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text(json.dumps({"messages": chat("u:a", "a:b")}) + '\n{"messages": 3}\n')
     with pytest.raises(DataError, match="line 2: messages is not a list"):
-        list(preview(make_run(base, {"train": str(tmp_path / "t.jsonl")}), 2))
+        list(preview(make_run(base, {"train": str(tmp_path / "t.jsonl")}), 2, RunDir(tmp_path / "run")))
+
+
+def test_the_recorded_day_is_shown_and_a_dropped_row_is_named(base: Path, tmp_path: Path) -> None:
+    template = "{%- if strftime_now is defined %}{{ strftime_now('%Y-%m-%d') }}</s>{% endif %}" + MARKED
+    (tmp_path / "chat.jinja").write_text(template)
+    rows = [{"messages": 3}, *({"messages": chat("u:a", f"a:{n}")} for n in range(60))]
+    (tmp_path / "t.jsonl").write_text("{\n" + "".join(json.dumps(row) + "\n" for row in rows))
+    data = {"train": str(tmp_path / "t.jsonl"), "chat_template": str(tmp_path / "chat.jinja"), "on_bad_row": "drop"}
+    run, rundir = make_run(base, data), RunDir(tmp_path / "run")
+    receipt = prepare(run, rundir)
+    today = receipt.settings.day
+    assert today and receipt.shown[0].startswith("Dropped: ") and today in receipt.shown[1].replace(" ", "")
+    past = receipt.model_copy(update={"settings": receipt.settings.model_copy(update={"day": "1999-05-05"})})
+    past.write(rundir.data_receipt)
+    dropped, text = preview(run, 2, rundir)
+    assert dropped.startswith(f"Dropped: {tmp_path}/t.jsonl, line 2: messages is not a list")
+    assert "1999-05-05" in text.replace(" ", "") and check_first_rows(run, rundir=rundir).layout.format == "chat"
+    assert prepare(run, rundir) == past

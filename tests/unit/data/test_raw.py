@@ -47,7 +47,7 @@ def test_files_are_linked_hashed_and_noticed(run: Run, tmp_path: Path) -> None:
     check_inputs("chat", run)
     check_sources(run)
     check_first_rows(run)
-    assert next(preview(run, 1)).startswith(f"{tmp_path}/eval.jsonl, line 1")
+    assert next(preview(run, 1, RunDir(tmp_path / "run"))).startswith(f"{tmp_path}/eval.jsonl, line 1")
     inputs = [Path(file) for file in local_files(run, "data")]
     assert sorted(inputs) == sorted([*(tmp_path / "own" / name for name in FILES), tmp_path / "eval.jsonl"])
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from shardmake.config.inputs import check_inputs
 from shardmake.config.load import parse_config
 from shardmake.config.models import Run
 from shardmake.core.atomic import read_json, sha256, unsealed
@@ -220,11 +221,11 @@ def test_a_killed_stage_encodes_only_what_is_missing(
     prepare(run, RunDir(tmp_path / "whole" / "run"))
     write, written = encoding._write_part, []
 
-    def write_or_die(encoded: Any, files: Any, schema: Any) -> None:
+    def write_or_die(path: Path, batches: Any) -> None:
         if len(written) == 2 and os.getpid() != parent:
             os._exit(9)
-        written.append(files)
-        write(encoded, files, schema)
+        written.append(path)
+        write(path, batches)
 
     monkeypatch.setattr(encoding, "_write_part", write_or_die)
     rundir, parent = RunDir(tmp_path / "killed" / "run"), os.getpid()
@@ -307,6 +308,19 @@ def test_every_example_of_text_files_is_checked_without_a_model(
         check_sources(run)
     with pytest.raises(ShardmakeError, match=r"No examples in .*e\.json\."):
         check_sources(make_run(tmp_path, {"train": write_rows(tmp_path / "e.json", [])}))
+
+
+@pytest.mark.parametrize(("held_out", "trained"), [("", False), ("/test.jsonl", False), ("/train.jsonl", True)])
+def test_files_of_a_folder_are_for_training_or_for_evaluation(tmp_path: Path, held_out: str, trained: bool) -> None:
+    for name in ("train", "test"):
+        write_rows(tmp_path / f"{name}.jsonl", conversations(3))
+    run = make_run(tmp_path, {"train": str(tmp_path), "eval": f"{tmp_path}{held_out}"})
+    check_inputs("chat", run.model_copy(update={"model": "org/base"}))
+    if trained:
+        with pytest.raises(ShardmakeError, match=r"data\.eval: .*train\.jsonl has the examples of data\.train"):
+            check_sources(run)
+    else:
+        assert check_sources(run) == [3, 3]
 
 
 def test_the_first_rows_and_a_sample_of_the_others_are_encoded(model: Path, tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from shardmake.data.sources import Row
-from shardmake.data.tokenizer_file import compare_with_file
+from shardmake.data.check import compare_with_file
+from shardmake.data.files import Row
 
 TEXT = "the year 2024 was 2024 and not 1999"
-ROWS = [Row("a.jsonl, line 1", [], {"messages": [{"content": "the year"}, {"content": TEXT}]})]
+ROWS = [Row("a.jsonl, line 1", {"messages": [{"content": "the year"}, {"content": TEXT}]})]
 
 
 def write_tokenizer(folder: Path, model_type: str) -> None:

@@ -15,7 +15,7 @@ PLACE = "f.jsonl, line 3"
 
 
 def layout_of(example: dict[str, Any]) -> Layout:
-    return recognize(Data(train="x"), "kto", list(example), example, PLACE)
+    return recognize(Data(train="x"), "kto", example, PLACE)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_a_completion_is_encoded(example: dict[str, Any], expected: list[str]) -
         ({"prompt": "p", "completion": "a"}, "has no label"),
         ({"prompt": "p", "completion": "a", "label": "yes"}, "label is 'yes'. Write true or false"),
         ({"prompt": "p", "completion": "a", "label": 1}, "label is 1. Write true or false"),
-        ({"prompt": "p", "completion": "a", "label": None}, "label is None. Write true or false"),
+        ({"prompt": "p", "completion": "a", "label": None}, "has no label"),
         ({"prompt": "p", "completion": chat("a:b"), "label": True}, "completion is list, not text"),
     ],
 )

@@ -15,7 +15,7 @@ from shardmake.report.stage import configuration, write_report
 from shardmake.run.evaluation import Sample
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import PlaceEstimate
-from shardmake.run.receipts import PushedTo, PushReceipt
+from shardmake.run.receipts import DataReceipt, PushedTo, PushReceipt
 from tests.finished_run import EVALUATED, MEMORY, TRAINED, make_run, make_rundir, write_history
 
 VOID = {"meta", "link", "br", "img", "hr"}
@@ -171,6 +171,14 @@ def test_what_a_model_says_is_no_markup(rundir: RunDir) -> None:
     EVALUATED.model_copy(update={"samples": [sample]}).write(rundir.evaluation)
     page = write_report(make_run(), rundir).read_text()
     assert "<script>" not in page and "&lt;script&gt;" in page
+
+
+def test_two_training_examples_are_shown_without_folders(rundir: RunDir) -> None:
+    receipt = DataReceipt.read(rundir.data_receipt)
+    shown = [f"/home/ada/t.jsonl, line {n}: 3 tokens, 1 of them learned\n<user>{n}[[</s>]]" for n in (1, 2)]
+    receipt.model_copy(update={"shown": shown}).write(rundir.data_receipt)
+    page = write_report(make_run(), rundir).read_text()
+    assert "/home/" not in page and "t.jsonl, line 2: 3 tokens" in page and "<pre>&lt;user&gt;2[[&lt;/s&gt;]]</pre>" in page
 
 
 def test_report_names_no_path_or_host_of_this_machine(tmp_path: Path, rundir: RunDir) -> None:
