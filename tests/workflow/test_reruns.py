@@ -46,8 +46,10 @@ def _leave_files(rundir: RunDir, *, trained: bool) -> None:
         write_json(path, {"format": FORMAT})
     rundir.fallbacks.mkdir()
     if trained:
-        for path in (rundir.train_receipt, rundir.model_receipt, rundir.evaluation, rundir.push_receipt, rundir.report):
+        for path in (rundir.train_receipt, rundir.evaluation, rundir.push_receipt, rundir.report):
             write_json(path, {"format": FORMAT})
+        write_json(rundir.model / "config.json", {})
+        write_json(rundir.model_receipt, {"verification": {"files": {"config.json": {"size": 2}}}})
         for name in ("loss", "optimizer", "speed", "memory", "by-length"):
             write_json(rundir.figure(name), {})
 
@@ -122,6 +124,14 @@ def test_an_edit_reruns_the_stages_whose_result_it_changes(
     found, output = dry_run(edited)
     assert found == sorted(stages)
     assert named in output, "the dry run names the setting and its new value"
+
+
+def test_a_lost_file_of_the_model_reruns_the_merge(finished: Checkout) -> None:
+    lost, aside = finished.run / "model/config.json", finished.root / "aside"
+    lost.rename(aside)
+    found, output = dry_run(finished)
+    aside.rename(lost)
+    assert found == sorted(AFTER_TRAINING) and "changed: runs/demo/model/config.json: removed" in output
 
 
 @pytest.mark.parametrize("edit", [key for key in CHANGING if key != "learning rate"])

@@ -41,6 +41,7 @@ from shardmake.launch.driver_script import refuse_login_node, refuse_while_drive
 from shardmake.launch.stage_jobs import job_resources as stage_resources
 from shardmake.launch.stage_jobs import job_shell_prefix, memory_resources
 from shardmake.run.driver_job import current_driver_dir
+from shardmake.run.evaluation import EvaluationResult
 from shardmake.run.own_files import check_refused
 from shardmake.run.paths import RunDir
 from shardmake.run.record import check_format
@@ -230,7 +231,7 @@ def values(run):
 def settings_of(run, stage):
     """Return the settings by which Snakemake decides whether a stage of a run is run again."""
     paths = RunDir(ROOT / run)
-    made = {"plan": paths.plan, "render": paths.training}.get(stage)
+    made = {"plan": paths.plan, "render": paths.training, "consolidate": paths.model_receipt}.get(stage)
     recorded = (workflow.persistence.params(IOFile(str(made))) or ()) if made else ()
     last = next((text for text in map(ast.literal_eval, recorded) if isinstance(text, str) and text[:1] == "{"), None)
     return rerun_text(stage, values(run), paths, last)
@@ -346,6 +347,13 @@ workflow.modifier_stack[0].globals[DRY_RUN] = DryRun()
 def message_of(stage, words):
     """Return the message of a stage's rule."""
     return f"{{wildcards.run}}: {words}{{{DRY_RUN}:{stage} {{wildcards.run}}}}"
+
+
+def losses_of(wildcards):
+    """Return the row of a run in the table of runs of Snakemake's report; a reward model has no such losses."""
+    scores = EvaluationResult.read(RunDir(ROOT / wildcards.run).evaluation).scores
+    losses = [f"{score.loss:.4f}" for score in scores] if scores else ["", ""]
+    return {"run": wildcards.run, "base model's loss": losses[0], "loss": losses[1]}
 
 
 def report_results():
