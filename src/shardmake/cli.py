@@ -19,7 +19,7 @@ from shardmake.commands.estimate_request import EstimateRequest, check_options
 from shardmake.commands.options import options_of
 from shardmake.config.checks import chain_of, with_first_model
 from shardmake.config.inputs import check_inputs
-from shardmake.config.invocation import RUNS_VARIABLE, VARIABLE
+from shardmake.config.invocation import RUNS_VARIABLE, VARIABLE, last_merged
 from shardmake.config.load import get_run, load_cluster, load_config, load_resolved, sweep_runs
 from shardmake.config.methods import DEFAULT_METHOD
 from shardmake.config.models import Cluster, Config, Method, Run, Strategy
@@ -90,6 +90,19 @@ def configure(
 def _read(files: list[Path]) -> tuple[Config, Cluster]:
     config = load_config(*files)
     return config, load_cluster(Path(config.cluster))
+
+
+def _read_again(name: str, files: list[Path], runs: Path) -> tuple[Config, Cluster]:
+    """Return the configuration as `_read`, or the last one with which the workflow made the run ``name``."""
+    config, cluster = _read(files)
+    merged = last_merged(name) if name not in config.runs and (runs / name).is_dir() else None
+    if merged is None:
+        return config, cluster
+    logger.warning(
+        "%s is not in %s. Shown with the configuration of the last workflow that had it: --config %s",
+        name, ", ".join(map(str, files)), merged,
+    )  # fmt: skip
+    return _read([merged])
 
 
 def _open(name: str, files: list[Path], runs: Path, *, on_node: bool = False) -> tuple[Run, Cluster, RunDir]:
@@ -512,7 +525,7 @@ def status(
     from shardmake.commands.status import describe, print_status, read_states, status_json
     from shardmake.commands.status import watch as watch_states
 
-    read, cluster = _read(config)
+    read, cluster = _read_again(name, config, runs)
     if name:
         run = get_run(read, name)
         read = read.model_copy(update={"runs": {name: run}})
@@ -624,7 +637,7 @@ def logs(
     from shardmake.commands.control import read_logs
     from shardmake.commands.driver_state import read_driver_log
 
-    get_run(load_config(*config), name)
+    get_run(_read_again(name, config, runs)[0], name)
     if driver:
         typer.echo(read_driver_log(RunDir(runs / name), lines))
         return
