@@ -160,20 +160,45 @@ def demo(
 
 @app.command()
 def init(
-    out: Annotated[Path, typer.Option(help="Configuration to write; must not exist.")] = Path("runs.yaml"),
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Configuration to write; must not exist. Default: config/config.yaml, then runs.yaml."),
+    ] = None,
     model: Annotated[str, typer.Option(help="Base model: a hub id or a folder.")] = "",
     data: Annotated[str, typer.Option(help="Training data: a file, a folder or a hub data set.")] = "",
     cluster: Annotated[str, typer.Option(help="Cluster file.")] = "",
     name: Annotated[str, typer.Option(help="Name of the run. Default: from the model.")] = "",
     method: Annotated[Method, typer.Option(help="What is trained.")] = DEFAULT_METHOD,
+    with_demo: Annotated[bool, typer.Option("--demo", help="The demo's run and inputs instead.")] = False,
 ) -> None:
-    """Write a configuration with one run, and name the next command; asks for what no option gives."""
-    from shardmake.commands.init import Answers, ask, write_config
+    """Make this folder one for the workflow, with a configuration of one run; asks for what no option gives."""
+    from shardmake.commands.init import Answers, ask, write_config, write_demo
+    from shardmake.commands.workflow import DEFAULT_CONFIG, has_workflow, write_project
 
+    first = Path(DEFAULT_CONFIG)
+    out = first if with_demo else out or (Path("runs.yaml") if first.exists() else first)
     if out.exists():
         raise ConfigError(f"--out: {str(out)!r} exists, and init never overwrites. Name another file.")
+    if not has_workflow():
+        write_project()
+    if with_demo:
+        demo(folder=None)
+        typer.echo(write_demo(out))
+        return
     answers = ask({"model": model, "data": data, "cluster": cluster})
     typer.echo(write_config(Answers(name=name, method=method, **answers), out))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def run(context: typer.Context) -> None:
+    """Run Snakemake in this folder: every stage of every run, or up to a stage such as `plan`.
+
+    Workflow and profile are those of the folder, or else of the installed Shardmake. All arguments are Snakemake's,
+    such as -n (a dry run) and --configfile FILE.
+    """
+    from shardmake.commands.workflow import snakemake_arguments
+
+    os.execv(sys.executable, [sys.executable, "-m", "snakemake", *snakemake_arguments(context.args)])
 
 
 @app.command()

@@ -84,8 +84,8 @@ def check_config_files(arguments: Sequence[str]) -> None:
                 for key in reversed(keys):
                     value = f"{{{key}: {value}}}"
                 raise ConfigError(
-                    f"--config: {override!r} has a dot in its key. Snakemake takes the name of a section. Write what is "
-                    f"below it in braces: --config '{section}={value}'."
+                    f"--config: {override!r} has a dot in its key. Snakemake takes the name of a section. Write what "
+                    f"is below it in braces: --config '{section}={value}'."
                 )
         for name in options.configfile:
             if not name:
