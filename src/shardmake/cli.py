@@ -568,14 +568,14 @@ def status(
 
 @app.command("list")
 def list_all(config: ConfigFiles = CONFIG, runs: Runs = RUNS, as_json: AsJson = False) -> None:
-    """List the runs of the configuration, those of its sweeps, and folders of other runs."""
-    from shardmake.commands.status import ListedRun, list_runs, print_table
+    """List the runs of the configuration and folders of other runs, with size, age and owner."""
+    from shardmake.commands.status import LISTED, list_runs, print_table
 
     found = list_runs(*_read(config), runs)
     if as_json:
         typer.echo(json.dumps([run.as_json() for run in found], indent=2))
     else:
-        print_table([*ListedRun.model_fields], [[*run.as_json().values()] for run in found])
+        print_table(LISTED, [run.cells() for run in found])
 
 
 @app.command()

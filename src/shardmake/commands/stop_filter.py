@@ -11,7 +11,9 @@ stage itself said.
 import contextlib
 import logging
 import re
+import shlex
 import signal
+import sys
 from pathlib import Path
 
 from shardmake.config.effects import STAGES
@@ -26,6 +28,7 @@ _SIGNALLED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit statuses of a stage, also of a driver that waits in low memory, after a signal."""
 _HINTS = ("Exiting because a job execution failed", "Shutting down, this might take some time")
 _END = "At least one job did not complete successfully"
+_LOCKED = "It can be removed with the --unlock argument."
 _MOST_LINES = 30
 """Lines of a stage's message that are repeated."""
 
@@ -45,6 +48,8 @@ class StopFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether Snakemake prints ``record``; the last error becomes the line that says how to resume."""
         text = record.getMessage()
+        if _LOCKED in text:
+            record.msg, record.args = f"{text}\n  {shlex.join(['snakemake', *sys.argv[1:], '--unlock'])}", ()
         event = getattr(getattr(record, "event", None), "name", "")
         command, status = _COMMAND.search(text), _STATUS.search(text)
         if event == "ERROR" and command and status and int(status[1]) in (STOPPED, *_SIGNALLED):
