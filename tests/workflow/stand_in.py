@@ -1,4 +1,4 @@
-"""What a finished stage leaves, as far as Snakemake and the rules read it."""
+"""Stand-ins for the results of finished stages, as far as Snakemake and the rules read them."""
 
 import os
 from pathlib import Path
