@@ -179,13 +179,13 @@ def init(
     out = first if with_demo else out or (Path("runs.yaml") if first.exists() else first)
     if out.exists():
         raise ConfigError(f"--out: {str(out)!r} exists, and init never overwrites. Name another file.")
+    answers = {} if with_demo else ask({"model": model, "data": data, "cluster": cluster})
     if not has_workflow():
         write_project()
     if with_demo:
         demo(folder=None)
         typer.echo(write_demo(out))
         return
-    answers = ask({"model": model, "data": data, "cluster": cluster})
     typer.echo(write_config(Answers(name=name, method=method, **answers), out))
 
 

@@ -32,7 +32,9 @@ if words[:1] == ["shardmake"]:
     if stage == words[1] and how == "kill all":
         os.killpg(0, signal.SIGKILL)
     if stage == words[1] and how == "Ctrl-C":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         os.killpg(0, signal.SIGINT)
+        os._exit(130)
     leave(*words[1:])
     os._exit(0)
 """

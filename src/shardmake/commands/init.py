@@ -12,7 +12,7 @@ from typing import Final
 
 import typer
 
-from shardmake.commands.workflow import DEFAULT_CONFIG
+from shardmake.commands.workflow import DEFAULT_CONFIG, LOCAL_CLUSTER
 from shardmake.config.inputs import check_inputs
 from shardmake.config.load import load_cluster, parse_config
 from shardmake.config.methods import METHODS
@@ -24,7 +24,7 @@ from shardmake.core.units import plural
 from shardmake.data.sources import TRAIN_SPLITS, locate
 from shardmake.run.length import batch_for, optimizer_steps
 
-CLUSTERS: Final = Path("config/clusters")
+CLUSTERS: Final = LOCAL_CLUSTER.parent
 """Folder of the cluster files."""
 _QUESTIONS: Final[Mapping[str, str]] = {
     "model": "Base model (hub id org/name, or a folder)",
@@ -82,9 +82,9 @@ def ask(flags: Mapping[str, str]) -> dict[str, str]:
 
 
 def _ask(key: str) -> str:
-    files = sorted(map(str, CLUSTERS.glob("*.yaml"))) if key == "cluster" else []
+    files = sorted(map(str, CLUSTERS.glob("*.yaml"))) or [str(LOCAL_CLUSTER)] if key == "cluster" else []
     if files:
-        typer.echo(f"Cluster files here: {', '.join(files)}")
+        typer.echo(f"Cluster files: {', '.join(files)}")
     answer: str = typer.prompt(_QUESTIONS[key], default=files[0] if len(files) == 1 else None)
     return answer.strip()
 

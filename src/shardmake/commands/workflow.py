@@ -26,7 +26,8 @@ rule all:
         rules.report.input,
 """
 _IGNORED: Final = "/.snakemake/\n/compare/\n/compare.html\n/logs/\n/published/\n/resources/\n/runs/\n"
-_COPIED: Final = ("profiles", "config/clusters/local.yaml")
+LOCAL_CLUSTER: Final = Path("config/clusters/local.yaml")
+_COPIED: Final = (Path("profiles"), LOCAL_CLUSTER)
 
 
 def has_workflow() -> bool:
