@@ -30,8 +30,9 @@ SNAKEMAKE = str(Path(sys.executable).parent / "snakemake")
 RECEIPT = {
     "format": FORMAT,
     "resources": {stage: {"cpus": 1, "memory_gib": 1} for stage in ("data", "consolidate", "evaluate")},
+    "verification": {"files": {"model.safetensors": {"size": 7}}},
 }
-"""Content of every file of a finished run; the workflow reads the resources alone."""
+"""Content of every file of a finished run; the workflow reads the resources, and looks for the files of the model."""
 RULES = {
     "fetch": ((), ("sources.json",)),
     "plan": (("sources.json",), ("plan/plan.json", "plan/memory.html")),
@@ -106,6 +107,7 @@ def finish(folders: dict[str, Path]) -> None:
             rundir.fallbacks.mkdir(parents=True)
             for output in (*(path for _, outputs in RULES.values() for path in outputs), "figures/loss.svg"):
                 write(rundir.root / output, json.dumps(RECEIPT))
+            write(rundir.model / "model.safetensors", "weights")
             for stage in ("data", "train"):
                 write(rundir.stage_settings(stage), current(stage, run, cluster).model_dump_json())
     for path in ours.glob("runs/*/*"):

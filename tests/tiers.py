@@ -45,7 +45,6 @@ SLOW_UNIT = {
     "unit/plan/test_before_the_queue.py": "sound_run.*(gpt2|bloom)",
     "unit/plan/test_sequence_parallel.py": "long_sequences_fit",
     "unit/render/test_lint.py": "any_value_in_any_key",
-    "unit/test_release.py": "a_wheel_holds",
     "unit/tools/test_hashed_requirements.py": "",
     "unit/memory/test_trace.py": "can_be_traced.(phi3|gpt_neox|mixtral|t5)|unroll_to_the_full_trace.(gpt2-.*lora|mixtral)",
     "unit/memory/test_token_loops.py": "peaks_of_the_whole",

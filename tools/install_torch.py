@@ -117,6 +117,17 @@ def install(build: str | None, version: str) -> None:
         )
 
 
+def private_python(python: Path = Path(sys.executable)) -> str | None:
+    """Return a warning if other users cannot reach the file of this Python, as in most homes."""
+    closed = [folder for folder in python.resolve().parents if not folder.stat().st_mode & 0o001]
+    if not closed:
+        return None
+    return (
+        f"Warning: other users cannot use this installation: its Python is in {closed[-1]}, which is closed to them. "
+        "To share it, install with a Python of the system: make install PYTHON=/usr/bin/python3"
+    )
+
+
 def main(wanted: str) -> str:
     """Install torch if needed, and return a line about the build.
 
@@ -158,5 +169,7 @@ def installed_version() -> str | None:
 if __name__ == "__main__":
     try:
         print(extras() if sys.argv[1:] == ["extras"] else main("".join(sys.argv[1:])))
+        if sys.argv[1:] != ["extras"] and (warning := private_python()):
+            print(warning, file=sys.stderr)
     except ShardmakeError as error:
         sys.exit(f"Error: {error}")

@@ -19,7 +19,7 @@ from shardmake.commands.estimate_request import EstimateRequest, check_options
 from shardmake.commands.options import options_of
 from shardmake.config.checks import chain_of, with_first_model
 from shardmake.config.inputs import check_inputs
-from shardmake.config.invocation import RUNS_VARIABLE, VARIABLE
+from shardmake.config.invocation import RUNS_VARIABLE, VARIABLE, last_merged
 from shardmake.config.load import get_run, load_cluster, load_config, load_resolved, sweep_runs
 from shardmake.config.methods import DEFAULT_METHOD
 from shardmake.config.models import Cluster, Config, Method, Run, Strategy
@@ -94,6 +94,19 @@ def _read(files: list[Path]) -> tuple[Config, Cluster]:
     return config, load_cluster(Path(config.cluster))
 
 
+def _read_again(name: str, files: list[Path], runs: Path) -> tuple[Config, Cluster]:
+    """Return the configuration as `_read`, or the last one with which the workflow made the run ``name``."""
+    config, cluster = _read(files)
+    merged = last_merged(name) if name not in config.runs and (runs / name).is_dir() else None
+    if merged is None:
+        return config, cluster
+    logger.warning(
+        "%s is not in %s. Shown with the configuration of the last workflow that had it: --config %s",
+        name, ", ".join(map(str, files)), merged,
+    )  # fmt: skip
+    return _read([merged])
+
+
 def _open(name: str, files: list[Path], runs: Path, *, on_node: bool = False) -> tuple[Run, Cluster, RunDir]:
     """Return the run's configuration, its cluster and its folder; ``on_node``: for a stage that may run on a node."""
     config, cluster = _read(files)
@@ -150,20 +163,45 @@ def demo(
 
 @app.command()
 def init(
-    out: Annotated[Path, typer.Option(help="Configuration to write; must not exist.")] = Path("runs.yaml"),
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Configuration to write; must not exist. Default: config/config.yaml, then runs.yaml."),
+    ] = None,
     model: Annotated[str, typer.Option(help="Base model: a hub id or a folder.")] = "",
     data: Annotated[str, typer.Option(help="Training data: a file, a folder or a hub data set.")] = "",
     cluster: Annotated[str, typer.Option(help="Cluster file.")] = "",
     name: Annotated[str, typer.Option(help="Name of the run. Default: from the model.")] = "",
     method: Annotated[Method, typer.Option(help="What is trained.")] = DEFAULT_METHOD,
+    with_demo: Annotated[bool, typer.Option("--demo", help="The demo's run and inputs instead.")] = False,
 ) -> None:
-    """Write a configuration with one run, and name the next command; asks for what no option gives."""
-    from shardmake.commands.init import Answers, ask, write_config
+    """Make this folder one for the workflow, with a configuration of one run; asks for what no option gives."""
+    from shardmake.commands.init import Answers, ask, write_config, write_demo
+    from shardmake.commands.workflow import DEFAULT_CONFIG, has_workflow, write_project
 
+    first = Path(DEFAULT_CONFIG)
+    out = first if with_demo else out or (Path("runs.yaml") if first.exists() else first)
     if out.exists():
         raise ConfigError(f"--out: {str(out)!r} exists, and init never overwrites. Name another file.")
-    answers = ask({"model": model, "data": data, "cluster": cluster})
+    answers = {} if with_demo else ask({"model": model, "data": data, "cluster": cluster})
+    if not has_workflow():
+        write_project()
+    if with_demo:
+        demo(folder=None)
+        typer.echo(write_demo(out))
+        return
     typer.echo(write_config(Answers(name=name, method=method, **answers), out))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def run(context: typer.Context) -> None:
+    """Run Snakemake in this folder: every stage of every run, or up to a stage such as `plan`.
+
+    Workflow and profile are those of the folder, or else of the installed Shardmake. All arguments are Snakemake's,
+    such as -n (a dry run) and --configfile FILE.
+    """
+    from shardmake.commands.workflow import snakemake_arguments
+
+    os.execv(sys.executable, [sys.executable, "-m", "snakemake", *snakemake_arguments(context.args)])
 
 
 @app.command()
@@ -522,7 +560,7 @@ def status(
     from shardmake.commands.status import describe, print_status, read_states, status_json
     from shardmake.commands.status import watch as watch_states
 
-    read, cluster = _read(config)
+    read, cluster = _read_again(name, config, runs)
     if name:
         run = get_run(read, name)
         read = read.model_copy(update={"runs": {name: run}})
@@ -540,14 +578,14 @@ def status(
 
 @app.command("list")
 def list_all(config: ConfigFiles = CONFIG, runs: Runs = RUNS, as_json: AsJson = False) -> None:
-    """List the runs of the configuration, those of its sweeps, and folders of other runs."""
-    from shardmake.commands.status import ListedRun, list_runs, print_table
+    """List the runs of the configuration and folders of other runs, with size, age and owner."""
+    from shardmake.commands.status import LISTED, list_runs, print_table
 
     found = list_runs(*_read(config), runs)
     if as_json:
         typer.echo(json.dumps([run.as_json() for run in found], indent=2))
     else:
-        print_table([*ListedRun.model_fields], [[*run.as_json().values()] for run in found])
+        print_table(LISTED, [run.cells() for run in found])
 
 
 @app.command()
@@ -634,7 +672,7 @@ def logs(
     from shardmake.commands.control import read_logs
     from shardmake.commands.driver_state import read_driver_log
 
-    get_run(load_config(*config), name)
+    get_run(_read_again(name, config, runs)[0], name)
     if driver:
         typer.echo(read_driver_log(RunDir(runs / name), lines))
         return

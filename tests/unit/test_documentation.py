@@ -61,7 +61,7 @@ def _missing(line: str) -> list[str]:
             return [command]
         known = {name for item in COMMANDS[command].params for name in (*item.opts, *item.secondary_opts)} | {"--help"}
         return sorted(
-            set(re.findall(OPTION, rest)) - known - (_options_of_snakemake() if command == "submit" else set())
+            set(re.findall(OPTION, rest)) - known - (_options_of_snakemake() if command in ("submit", "run") else set())
         )
     if found := re.search(START + r"snakemake (.*)", line):
         return sorted(set(re.findall(OPTION, found[1])) - _options_of_snakemake())

@@ -10,46 +10,22 @@ from typing import Any
 import pytest
 
 from shardmake.config.effects import STAGES
-from shardmake.config.load import load_cluster, load_config
-from shardmake.core.atomic import write_json
-from shardmake.run.paths import RunDir
-from shardmake.run.record import FORMAT
-from shardmake.run.settings import current
+from shardmake.config.load import load_config
 from tests.workflow.checkout import RUN, Checkout
+from tests.workflow.stand_in import leave
 
 PROFILE = ("--profile", "profiles/local")
 AFTER_TRAINING = ["consolidate", "evaluate", "push", "report"]
-RESOURCES = {"cpus": 1, "memory_gib": 1}
 
 
 def finish(checkout: Checkout, *, trained: bool = True) -> None:
-    """Write what finished stages of every run leave as far as Snakemake reads it, which then records its parameters."""
+    """Write what finished stages of every run leave; Snakemake then records its parameters."""
+    stages = STAGES if trained else ("fetch", "plan", "render", "data")
     with contextlib.chdir(checkout.root):
-        config = load_config(Path("config/config.yaml"))
-        cluster = load_cluster(Path(config.cluster))
-        for name, run in config.runs.items():
-            rundir = RunDir(Path("runs", name))
-            _leave_files(rundir, trained=trained)
-            for stage in STAGES if trained else ("fetch", "plan", "render", "data"):
-                current(stage, run, cluster).write(rundir.stage_settings(stage))
+        for name in load_config(Path("config/config.yaml")).runs:
+            for stage in stages:
+                leave(stage, name)
     checkout("snakemake", *PROFILE, "--touch", "--forceall", *(() if trained else ("render", "data")))
-
-
-def _leave_files(rundir: RunDir, *, trained: bool) -> None:
-    plan: dict[str, Any] = {
-        "format": FORMAT,
-        "resources": dict.fromkeys(("data", "consolidate", "evaluate"), RESOURCES),
-    }
-    for path in (rundir.sources, rundir.memory, rundir.memory_table, rundir.plan, rundir.weights_receipt):
-        write_json(path, plan)
-    for path in (rundir.accelerate, rundir.deepspeed, rundir.training, rundir.rendered, rundir.data_receipt):
-        write_json(path, {"format": FORMAT})
-    rundir.fallbacks.mkdir()
-    if trained:
-        for path in (rundir.train_receipt, rundir.model_receipt, rundir.evaluation, rundir.push_receipt, rundir.report):
-            write_json(path, {"format": FORMAT})
-        for name in ("loss", "optimizer", "speed", "memory", "by-length"):
-            write_json(rundir.figure(name), {})
 
 
 @pytest.fixture(scope="module")
@@ -124,17 +100,12 @@ def test_an_edit_reruns_the_stages_whose_result_it_changes(
     assert named in output, "the dry run names the setting and its new value"
 
 
-@pytest.mark.parametrize("edit", [key for key in CHANGING if key != "learning rate"])
-def test_a_stage_that_fails_after_an_edit_is_still_to_do(finished: Checkout, tmp_path: Path, edit: str) -> None:
-    """Snakemake removes what a stage made before it runs again, and forgets results in the middle that nobody asks for.
-
-    The stages fail by themselves, because what stands in for their inputs is empty.
-    """
-    changes, stages, _ = CHANGING[edit]
-    checkout = Checkout(Path(shutil.copytree(finished.root, tmp_path / "copy", symlinks=True)))
-    checkout.configure(**changes)
-    assert checkout("snakemake", *PROFILE, "--keep-going", check=False).returncode == 1
-    assert set(stages) <= set(dry_run(checkout)[0])
+def test_a_lost_file_of_the_model_reruns_the_merge(finished: Checkout) -> None:
+    lost, aside = finished.run / "model/config.json", finished.root / "aside"
+    lost.rename(aside)
+    found, output = dry_run(finished)
+    aside.rename(lost)
+    assert found == sorted(AFTER_TRAINING) and "changed: runs/demo/model/config.json: removed" in output
 
 
 def test_own_files_script_and_data_rerun_what_their_content_changes(checkout: Checkout) -> None:

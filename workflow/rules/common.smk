@@ -41,6 +41,7 @@ from shardmake.launch.driver_script import refuse_login_node, refuse_while_drive
 from shardmake.launch.stage_jobs import job_resources as stage_resources
 from shardmake.launch.stage_jobs import job_shell_prefix, memory_resources
 from shardmake.run.driver_job import current_driver_dir
+from shardmake.run.evaluation import EvaluationResult
 from shardmake.run.own_files import check_refused
 from shardmake.run.paths import RunDir
 from shardmake.run.record import check_format
@@ -226,14 +227,18 @@ def values(run):
     return values_of(RUNS[run], CLUSTER)
 
 
+def recorded(made):
+    """Return the settings with which Snakemake last made a file; None if it did not."""
+    found = map(ast.literal_eval, workflow.persistence.params(IOFile(str(made))) or ())
+    return next((text for text in found if isinstance(text, str) and text[:1] == "{"), None)
+
+
 @functools.cache
 def settings_of(run, stage):
     """Return the settings by which Snakemake decides whether a stage of a run is run again."""
     paths = RunDir(ROOT / run)
-    made = {"plan": paths.plan, "render": paths.training}.get(stage)
-    recorded = (workflow.persistence.params(IOFile(str(made))) or ()) if made else ()
-    last = next((text for text in map(ast.literal_eval, recorded) if isinstance(text, str) and text[:1] == "{"), None)
-    return rerun_text(stage, values(run), paths, last)
+    made = {"plan": paths.plan, "render": paths.training, "consolidate": paths.model_receipt}.get(stage)
+    return rerun_text(stage, values(run), paths, recorded(made) if made else None)
 
 
 def settings(stage):
@@ -272,15 +277,19 @@ def weights_of(wildcards):
     return receipt if model_before(wildcards.run) else ancient(receipt)
 
 
-def plan_before(stage):
-    """Return the plan as an input that is older than the output of ``stage`` unless a setting of ``stage`` changed.
+def plan_before_data():
+    """Return the plan as an input that is older than the tokenized data unless a setting of the data changed.
 
     Snakemake skips all checks of a job that comes after another job of the same invocation, also if the input between
-    them is ancient. With an ancient plan, an edit that concerns both the plan and the stage would not run the stage.
+    them is ancient. With an ancient plan, an edit that concerns both the plan and the data would not run the latter.
     """
 
     def plan(wildcards):
-        is_stale = changed_settings(stage, values(wildcards.run), RunDir(ROOT / wildcards.run))
+        paths = RunDir(ROOT / wildcards.run)
+        if last := recorded(paths.data_receipt):
+            is_stale = last != settings_of(wildcards.run, "data")
+        else:  # made by hand, or not yet
+            is_stale = changed_settings("data", values(wildcards.run), paths)
         path = str(RunDir(Path("runs", wildcards.run)).plan)
         return path if is_stale else ancient(path)
 
@@ -346,6 +355,13 @@ workflow.modifier_stack[0].globals[DRY_RUN] = DryRun()
 def message_of(stage, words):
     """Return the message of a stage's rule."""
     return f"{{wildcards.run}}: {words}{{{DRY_RUN}:{stage} {{wildcards.run}}}}"
+
+
+def losses_of(wildcards):
+    """Return the row of a run in the table of runs of Snakemake's report; a reward model has no such losses."""
+    scores = EvaluationResult.read(RunDir(ROOT / wildcards.run).evaluation).scores
+    losses = [f"{score.loss:.4f}" for score in scores] if scores else ["", ""]
+    return {"run": wildcards.run, "base model's loss": losses[0], "loss": losses[1]}
 
 
 def report_results():

@@ -2,7 +2,7 @@ rule data_run:
     input:
         inputs_of("model", "data"),  # the tokenizer and its chat template are in the model's folder
         sources=PATHS.sources,
-        plan=plan_before("data"),
+        plan=plan_before_data(),
     output:
         receipt=PATHS.data_receipt,
     log:

@@ -4,7 +4,7 @@ rule plan_run:
     output:
         # memory.json is written as well. It is not declared, because Snakemake would remove it when the plan refuses.
         plan=PATHS.plan,
-        table=report(PATHS.memory_table, caption="../report/plan.rst", category="{run}"),
+        table=report(PATHS.memory_table, caption="../report/plan.rst", category="{run}", labels={"figure": "plan"}),
     log:
         "logs/{run}/plan.log",
     localrule: True

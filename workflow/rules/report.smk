@@ -4,10 +4,14 @@ rule report_run:
         evaluation=PATHS.evaluation,
         trained=PATHS.train_receipt,
     output:
-        page=report(PATHS.report, caption="../report/page.rst", category="{run}"),
+        page=report(PATHS.report, caption="../report/page.rst", category="Runs", labels=losses_of),
         # a folder, because a figure that has no data is not drawn
         figures=report(
-            directory(PATHS.figures), patterns=["{figure}.svg"], caption="../report/figure.rst", category="{run}"
+            directory(PATHS.figures),
+            patterns=["{figure}.svg"],
+            caption="../report/figure.rst",
+            category="{run}",
+            labels={"figure": "{figure}"},
         ),
     log:
         "logs/{run}/report.log",
@@ -22,7 +26,9 @@ rule compare_sweep:
     input:
         lambda wildcards: [str(RunDir(Path("runs", run)).report) for run in CONFIG.sweeps[wildcards.sweep]],
     output:
-        page=report("compare/{sweep}.html", caption="../report/compare.rst", category="Sweeps"),
+        page=report(
+            "compare/{sweep}.html", caption="../report/compare.rst", category="Sweeps", labels={"sweep": "{sweep}"}
+        ),
     log:
         "logs/compare-{sweep}.log",
     localrule: True

@@ -12,18 +12,20 @@ from typing import Final
 
 import typer
 
-from shardmake.config.inputs import check_inputs, is_local
+from shardmake.commands.workflow import DEFAULT_CONFIG, LOCAL_CLUSTER
+from shardmake.config.inputs import check_inputs
 from shardmake.config.load import load_cluster, parse_config
 from shardmake.config.methods import METHODS
 from shardmake.config.models import Data, Method
 from shardmake.config.parse_text import parse_yaml
+from shardmake.core.environment import PROJECT
 from shardmake.core.errors import ConfigError, DataError
 from shardmake.core.units import plural
 from shardmake.data.sources import TRAIN_SPLITS, locate
 from shardmake.run.length import batch_for, optimizer_steps
 
-CLUSTERS: Final = Path("config/clusters")
-"""Folder of the cluster files of a clone."""
+CLUSTERS: Final = LOCAL_CLUSTER.parent
+"""Folder of the cluster files."""
 _QUESTIONS: Final[Mapping[str, str]] = {
     "model": "Base model (hub id org/name, or a folder)",
     "data": "Training data (a file, a folder, or a hub data set)",
@@ -80,9 +82,9 @@ def ask(flags: Mapping[str, str]) -> dict[str, str]:
 
 
 def _ask(key: str) -> str:
-    files = sorted(map(str, CLUSTERS.glob("*.yaml"))) if key == "cluster" else []
+    files = sorted(map(str, CLUSTERS.glob("*.yaml"))) or [str(LOCAL_CLUSTER)] if key == "cluster" else []
     if files:
-        typer.echo(f"Cluster files here: {', '.join(files)}")
+        typer.echo(f"Cluster files: {', '.join(files)}")
     answer: str = typer.prompt(_QUESTIONS[key], default=files[0] if len(files) == 1 else None)
     return answer.strip()
 
@@ -95,16 +97,16 @@ def write_config(answers: Answers, out: Path) -> str:
     if not Path(answers.cluster).is_file():
         raise ConfigError(
             f"--cluster: {answers.cluster!r} is not a file. Write one for a Slurm cluster with `shardmake doctor "
-            "--node --write FILE`, or name config/clusters/local.yaml of the clone, for this machine without a GPU."
+            "--node --write FILE`, or name config/clusters/local.yaml, for this machine without a GPU."
         )
     cluster = load_cluster(Path(answers.cluster))
     name = answers.name or _run_name(answers.model)
     length = _sequence_length(answers.model)
     text = _TEMPLATE.format(
-        cluster=_quoted(_path(answers.cluster)),
+        cluster=_quoted(answers.cluster),
         name=_quoted(name),
-        model=_quoted(_path(answers.model)),
-        data=_quoted(_path(answers.data)),
+        model=_quoted(answers.model),
+        data=_quoted(answers.data),
         method=answers.method,
         length=length,
         **_batch(answers.data, length, cluster.processes_per_node),
@@ -117,21 +119,18 @@ def write_config(answers: Answers, out: Path) -> str:
             file.write(text)
     except FileExistsError:
         raise ConfigError(f"--out: {str(out)!r} exists, and init never overwrites. Name another file.") from None
-    where = "" if _in_clone() else "In the folder of your clone of Shardmake, r"
+    option = "" if str(out) == DEFAULT_CONFIG else f" --configfile {shlex.quote(str(out))}"
     return (
-        f"Wrote {out}: the run {name}.\n"
-        f"{where or 'R'}un this next. It checks everything and queues nothing:\n"
-        f"  snakemake --profile {cluster.profile} plan --configfile {shlex.quote(_path(str(out)))}"
+        f"Wrote {out}: the run {name}.\nRun this next. It checks everything and queues nothing:\n"
+        f"  shardmake run plan{option}"
     )
 
 
-def _in_clone() -> bool:
-    return Path("Snakefile").is_file() and Path("workflow/Snakefile").is_file()
-
-
-def _path(name: str) -> str:
-    """Return a path as the configuration needs it: absolute, unless Snakemake will run in this folder."""
-    return name if _in_clone() or not is_local(name) else str(Path(name).expanduser().absolute())
+def write_demo(out: Path) -> str:
+    """Write the configuration of the demo to ``out``, and return what to do next."""
+    with (PROJECT / DEFAULT_CONFIG).open() as source:
+        out.write_text("".join(line for line in source if "$schema" not in line))
+    return f"Wrote {out}. This trains, merges, evaluates and pushes the demo's model:\n  shardmake run"
 
 
 def _run_name(model: str) -> str:

@@ -5,6 +5,7 @@ Nothing is written, locked or imported that a running training uses, also while 
 
 import contextlib
 import itertools
+import pwd
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,8 +20,9 @@ from shardmake.commands.driver_state import describe_drivers, driver_jobs
 from shardmake.config.effects import as_text, values_of
 from shardmake.config.load import get_run, sweep_runs
 from shardmake.config.models import Cluster, Config, Run
+from shardmake.core.disk import tree_size
 from shardmake.core.errors import ConfigError, ShardmakeError, SlurmError
-from shardmake.core.units import format_duration, plural
+from shardmake.core.units import format_bytes, format_duration, plural
 from shardmake.launch.jobs import LocalJobs, job_name
 from shardmake.launch.slurm_jobs import list_jobs
 from shardmake.launch.slurm_states import JobState, JobStatus, held_message
@@ -373,6 +375,19 @@ class ListedRun(RunRecord):
     model: str = Field("", description="Model that it starts from.")
     data: str = Field("", description="Sources of the training data.")
     stage: str = Field("", description="Stage that is in progress or next, or that the configuration lacks the run.")
+    size: int | None = Field(None, description="Bytes below the run's folder; files that runs share count in each.")
+    last: float | None = Field(None, description="Unix time of the run's last event.")
+    owner: str = Field("", description="User whose folder it is.")
+
+    def cells(self) -> list[str]:
+        """Return the row of the table, with the age of the last event."""
+        size = "" if self.size is None else format_bytes(self.size)
+        age = "" if self.last is None else format_duration(time.time() - self.last)
+        return [self.run, self.sweep, self.model, self.data, self.stage, size, age, self.owner]
+
+
+LISTED: Final = ("run", "sweep", "model", "data", "stage", "size", "age", "owner")
+"""Columns of the list of runs."""
 
 
 def list_runs(config: Config, cluster: Cluster, runs: Path) -> list[ListedRun]:
@@ -387,11 +402,28 @@ def list_runs(config: Config, cluster: Cluster, runs: Path) -> list[ListedRun]:
             stage = _next_stage(stage_states(run, cluster, RunDir(runs / name)))[0]
         except (ShardmakeError, OSError):
             stage = "cannot be read"
-        listed.append(ListedRun(run=name, sweep=sweep_of.get(name, ""), model=model, data=data, stage=stage))
+        folder = _folder_facts(RunDir(runs / name))
+        listed.append(ListedRun(run=name, sweep=sweep_of.get(name, ""), model=model, data=data, stage=stage, **folder))
     folders = sorted(path.name for path in runs.glob("[!.]*/") if path.is_dir())
     return listed + [
-        ListedRun(run=name, stage="not in the configuration") for name in folders if name not in config.runs
+        ListedRun(run=name, stage="not in the configuration", **_folder_facts(RunDir(runs / name)))
+        for name in folders
+        if name not in config.runs
     ]
+
+
+def _folder_facts(rundir: RunDir) -> dict[str, Any]:
+    """Return size, last event and owner of a run's folder, if there is one."""
+    if not rundir.root.is_dir():
+        return {}
+    found, event = rundir.root.stat(), None
+    with contextlib.suppress(ShardmakeError, OSError):
+        event = last_event(rundir)
+    try:
+        owner = pwd.getpwuid(found.st_uid).pw_name
+    except KeyError:
+        owner = str(found.st_uid)
+    return {"size": tree_size(rundir.root), "last": event.time if event else found.st_mtime, "owner": owner}
 
 
 def plain_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

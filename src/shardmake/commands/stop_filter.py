@@ -109,5 +109,5 @@ def _explain_lock() -> str:
     command = shlex.join(["snakemake", *sys.argv[1:]])
     return (
         f"Error: {here} is locked by a Snakemake that was killed or runs on another machine. If none runs, remove "
-        f"the lock and start again: {command} --unlock && {command}"
+        f"the lock, and repeat the command:\n  {command} --unlock"
     )

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from shardmake.commands.workflow import snakemake_arguments
 from shardmake.config.invocation import NOTE_VARIABLE
 from shardmake.config.load import load_cluster, load_config
 from shardmake.config.models import Cluster, Config
@@ -36,7 +37,6 @@ from shardmake.run.driver_job import FOLDER, DriverDir, DriverState, Workflow, d
 from shardmake.run.paths import short_path
 
 logger = logging.getLogger(__name__)
-PROFILE: Final = ("--profile", "slurm")
 _NOT_REPEATABLE: Final = {
     **{option: f"--{option}" for option in ("force", "forceall", "forcerun", "touch", "unlock")},
     "directory": "--directory",
@@ -51,8 +51,7 @@ def submit(arguments: Sequence[str], runs: Path) -> None:
         ConfigError: An argument cannot be used in a job, or a driver job works on one of the runs.
         SlurmError: Slurm rejects the job or does not answer.
     """
-    has_profile = any(word.partition("=")[0] == "--profile" for word in arguments)
-    words = [*([] if has_profile else PROFILE), *arguments]
+    words = snakemake_arguments(arguments, profile="slurm")
     options = _options(words)
     with _lock(runs):
         _clear_up(runs)

@@ -60,16 +60,34 @@ def use_merged(path: Path) -> None:
         write_text(Path(note), str(path.absolute()))
 
 
-def check_config_files(arguments: Sequence[str]) -> None:
-    """Exit with a message if a file of Snakemake's ``--configfile`` does not exist, has no keys or is not valid YAML.
+def last_merged(name: str) -> Path | None:
+    """Return the newest merged file in the working folder that has a run called ``name``."""
+    newest = sorted(FOLDER.glob("*.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
+    return next((path for path in newest if name in (read_yaml(path).get("runs") or ())), None)
 
-    ``profiles/default`` calls this, because Snakemake reads these files before the workflow, and its own message names
-    neither the file nor the line.
+
+def check_config_files(arguments: Sequence[str]) -> None:
+    """Exit with a message if Snakemake would end with a traceback because of ``--configfile`` or ``--config``.
+
+    A file must exist, have keys and be valid YAML, and a key of the command line a section. ``profiles/default`` calls
+    this, because Snakemake reads both before the workflow, and its own message names neither the file nor the line.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--configfile", "--configfiles", nargs="+", default=[])
+    parser.add_argument("--config", "-C", nargs="*", default=[])
     try:
-        for name in parser.parse_known_args(arguments)[0].configfile:
+        options = parser.parse_known_args(arguments)[0]
+        for override in options.config:
+            section, *keys = override.partition("=")[0].split(".")
+            if keys:
+                value = override.partition("=")[2]
+                for key in reversed(keys):
+                    value = f"{{{key}: {value}}}"
+                raise ConfigError(
+                    f"--config: {override!r} has a dot in its key. Snakemake takes the name of a section. Write what "
+                    f"is below it in braces: --config '{section}={value}'."
+                )
+        for name in options.configfile:
             if not name:
                 raise ConfigError("--configfile: the name is empty. Name a file, or set the variable that holds it.")
             path = Path(name)

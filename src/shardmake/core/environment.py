@@ -10,6 +10,10 @@ from pathlib import Path
 from shardmake import __version__
 from shardmake.core.permissions import private_folder
 
+_PACKAGE = Path(__file__).resolve().parents[1]
+PROJECT = packed if (packed := _PACKAGE / "project").is_dir() else _PACKAGE.parents[1]
+"""Folder with the workflow, its profiles and the constraints: in a wheel that of the package, else the checkout."""
+
 
 def kernel_caches(scratch: str) -> dict[str, str]:
     """Return environment variables with which DeepSpeed, Triton and Inductor keep their caches in ``scratch``.

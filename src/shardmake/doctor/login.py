@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardmake.config.models import Cluster, Slurm
 from shardmake.core.disk import free_space, mount_of
-from shardmake.core.environment import hub_cache, installed_versions
+from shardmake.core.environment import PROJECT, hub_cache, installed_versions
 from shardmake.core.errors import ShardmakeError, nearest
 from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import GIB, format_bytes, format_duration, plural
@@ -42,7 +42,7 @@ def login_checks(cluster: Cluster | None, asked: Slurm, folder: Path) -> dict[st
     here: dict[str, Check] = {
         "shared folder": lambda: check_shared_folder(folder, on_slurm=cluster is None or cluster.executor == "slurm"),
         "hub cache": lambda: check_cache(cluster),
-        "versions": lambda: check_constraints(find_constraints()),
+        "versions": lambda: check_constraints(PROJECT / "constraints.txt"),
         "torch": lambda: check_torch(cluster),
     }
     return here if cluster is not None and cluster.executor == "local" else slurm | here
@@ -229,17 +229,8 @@ def check_cache(cluster: Cluster | None) -> Finding:
     return ok_if(space.free >= FEW_BYTES, "hub cache", found, advice)
 
 
-def find_constraints() -> Path | None:
-    """Return the constraints of the checkout that this package is a part of; None if it is installed otherwise."""
-    path = Path(__file__).resolve().parents[3] / "constraints.txt"
-    return path if path.is_file() else None
-
-
-def check_constraints(constraints: Path | None) -> Iterator[Finding]:
+def check_constraints(constraints: Path) -> Iterator[Finding]:
     """Compare the installed libraries with the versions of ``constraints``, with which Shardmake is tested."""
-    if constraints is None:
-        yield not_checked("versions", "constraints.txt is only in a checkout, and this is an installed package")
-        return
     tested = dict(re.findall(r"^([\w.-]+)==(\S+)", constraints.read_text(), re.MULTILINE))
     installed = installed_versions(CHECKED_LIBRARIES)
     yield from judge_versions(installed, tested)

@@ -20,6 +20,7 @@ from shardmake.report.training_facts import training_facts
 from shardmake.run.evaluation import ModelScore
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import PushReceipt
+from shardmake.run.settings import stage_times
 
 _TEXTS: Final = frozenset({"command", "prompts"})
 """Keys of commands and sentences, in which a path is one word."""
@@ -94,7 +95,7 @@ def _page(
         **common_values(records),
         data=public_names(records.run.data.sources),
         hours=hours_name(on_gpus=records.on_gpus),
-        facts={name: value.replace("`", "") for name, value in training_facts(records).items()},
+        facts={name: value.replace("`", "") for name, value in training_facts(records).items()} | _times(rundir),
         tiles=_tiles(records),
         notes=_notes(records),
         memory=_memory_rows(records),
@@ -104,6 +105,12 @@ def _page(
         configuration=entries,
         profile=hide_folders(profile),
     )
+
+
+def _times(rundir: RunDir) -> dict[str, str]:
+    """Return the fact of the time that each stage took; of the training, that of its last driver."""
+    times = [f"{stage} {format_duration(seconds)}" for stage, seconds in stage_times(rundir).items()]
+    return {"Stages": ", ".join(times)} if times else {}
 
 
 def _moment(seconds: float) -> str:

@@ -7,16 +7,18 @@ Snakemake removes outputs before it runs a rule again.
 import contextlib
 import json
 import logging
+import time
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
+from psutil import Process
 from pydantic import Field
 
-from shardmake.config.effects import default_of, differences, own_values, read_keys, result_keys, values_of
+from shardmake.config.effects import STAGES, default_of, differences, own_values, read_keys, result_keys, values_of
 from shardmake.config.models import Cluster, Run
 from shardmake.core.errors import ConfigError
 from shardmake.run.paths import RunDir
-from shardmake.run.record import RunFile
+from shardmake.run.record import RunFile, optional
 
 logger = logging.getLogger(__name__)
 STAGES_BEFORE: Mapping[str, tuple[str, ...]] = {
@@ -32,6 +34,8 @@ STAGES_BEFORE: Mapping[str, tuple[str, ...]] = {
 """Stages whose results a stage uses."""
 _UNTIL_TRAINED = ("plan", "render")
 """Stages that prepare the training, and run again after any change that they read until it has finished."""
+_LOST = "lost"
+"""Key of the lost files in the parameter of a rule."""
 
 
 class StageSettings(RunFile):
@@ -40,6 +44,7 @@ class StageSettings(RunFile):
     made_by: ClassVar[str] = "shardmake STAGE NAME"
     stage: str = Field(description="Name of the stage.")
     values: dict[str, str] = Field(description="Settings that the stage reads, as text and without secrets, by key.")
+    seconds: float | None = optional(None, "Time that the command took, from the start of its process.")
 
     def results(self) -> dict[str, str]:
         """Return the settings that can change the stage's result."""
@@ -75,7 +80,22 @@ def changed_settings(stage: str, values: Mapping[str, str], rundir: RunDir) -> l
     if before is None:
         return []
     old = _part(before.values, compared_keys(stage))
-    return differences(old, rerun_settings(stage, values, rundir, old))
+    return differences(old, rerun_settings(stage, values, rundir, old)) + _lost(stage, rundir)
+
+
+def _lost(stage: str, rundir: RunDir) -> list[str]:
+    """Return the files of the merged model that are missing or have another size than in its receipt.
+
+    They are not outputs of the rule, because Snakemake would remove the model before a merge that may fail.
+    """
+    if stage != "consolidate":
+        return []
+    try:
+        files = json.loads(rundir.model_receipt.read_bytes())["verification"]["files"]
+    except (OSError, ValueError, KeyError):
+        return []  # the reader of the receipt reports it
+    sizes = {name: path.stat().st_size for name in files if (path := rundir.model / name).is_file()}
+    return [f"{rundir.model / name}: removed or replaced" for name in files if sizes.get(name) != files[name]["size"]]
 
 
 def is_trained(values: Mapping[str, str], rundir: RunDir) -> bool:
@@ -111,10 +131,14 @@ def rerun_settings(
 def rerun_text(stage: str, values: Mapping[str, str], rundir: RunDir, recorded: str | None) -> str:
     """Return the parameter of a stage's rule: the settings that are not the defaults, as JSON.
 
-    ``recorded`` is that of the stage's last job.
+    ``recorded`` is that of the stage's last job. A job that replaces lost files has their names as well; they stay in
+    the parameter until others are lost.
     """
     before = json.loads(recorded) if recorded else {}
-    return json.dumps(own_values(rerun_settings(stage, values, rundir, before)))
+    own = own_values(rerun_settings(stage, values, rundir, before))
+    lost = [f"{file} since {rundir.model_receipt.stat().st_mtime}" for file in _lost(stage, rundir)]
+    lost = lost or before.get(_LOST, [])
+    return json.dumps(own | ({_LOST: lost} if lost else {}))
 
 
 @contextlib.contextmanager
@@ -128,7 +152,13 @@ def recorded_settings(stage: str, run: Run, cluster: Cluster, rundir: RunDir) ->
         logger.info("Settings changed since the last %s of %s: %s.", stage, rundir.name, "; ".join(changes))
     _check_stages_before(stage, values_of(run, cluster), rundir)
     yield
-    now.write(rundir.stage_settings(stage))
+    now.model_copy(update={"seconds": time.time() - Process().create_time()}).write(rundir.stage_settings(stage))
+
+
+def stage_times(rundir: RunDir) -> dict[str, float]:
+    """Return the seconds that the last command of each finished stage took."""
+    found = {stage: StageSettings.read_if_exists(rundir.stage_settings(stage)) for stage in STAGES}
+    return {stage: last.seconds for stage, last in found.items() if last and last.seconds is not None}
 
 
 def _check_stages_before(stage: str, values: Mapping[str, str], rundir: RunDir) -> None:

@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 
 from shardmake.cli import app
 from shardmake.commands.init import Answers, ask, write_config
-from shardmake.config.load import load_config
+from shardmake.commands.workflow import snakemake_arguments, write_project
+from shardmake.config.load import load_cluster, load_config
+from shardmake.core.environment import PROJECT
 from shardmake.core.errors import ConfigError
 
 CLUSTER = {"executor": "local", "processes_per_node": 2, "cpus_per_node": 2, "memory_gib_per_node": 4}
@@ -28,42 +30,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def clone() -> None:
-    """Make this folder one in which Snakemake can run."""
-    Path("Snakefile").touch()
-    Path("workflow").mkdir()
-    Path("workflow/Snakefile").touch()
-
-
 def write(out: str = "runs.yaml", **changes: Any) -> str:
     values = {"model": "my base", "data": "train.jsonl", "cluster": "cluster.yaml", "name": "", "method": "lora"}
     return write_config(Answers(**(values | changes)), Path(out))
 
 
-def test_the_file_is_valid_and_the_next_command_is_named() -> None:
-    clone()
-    next_step = write()
-    config = load_config(Path("runs.yaml"))
+@pytest.mark.parametrize(("out", "option"), [("config/config.yaml", ""), ("it's $(mine).yaml", " --configfile FILE")])
+def test_the_file_is_valid_and_the_next_command_is_named(out: str, option: str) -> None:
+    next_step = write(out)
+    config = load_config(Path(out))
     assert list(config.runs) == ["my-base"] and config.cluster == "cluster.yaml"
     run = config.runs["my-base"]
     assert (run.model, run.data.train, run.method, run.sequence_length) == ("my base", "train.jsonl", "lora", 512)
-    assert next_step.splitlines()[-1] == "  snakemake --profile profiles/local plan --configfile runs.yaml"
-
-
-def test_outside_the_clone_every_path_is_absolute(folder: Path) -> None:
-    next_step = write("new folder/it's $(mine).yaml", model="Qwen/Qwen2.5-7B")
-    file = folder / "new folder/it's $(mine).yaml"
-    config = load_config(file)
-    run = config.runs["qwen2.5-7b"]
-    assert run.model == "Qwen/Qwen2.5-7B" and run.data.train == str(folder / "train.jsonl")
-    assert config.cluster == str(folder / "cluster.yaml")
-    assert "In the folder of your clone of Shardmake, run this next." in next_step
-    assert shlex.split(next_step.splitlines()[-1])[-1] == str(file)
+    assert next_step.splitlines()[-1] == "  shardmake run plan" + option.replace("FILE", shlex.quote(out))
 
 
 @pytest.mark.parametrize("name", ["no", "1e3", "a: b #c", "[x]", "it's"])
 def test_any_name_of_a_file_is_read_back_unchanged(name: str) -> None:
-    clone()
     Path(f"{name}.jsonl").write_text('{"text": "a"}\n')
     write(data=f"{name}.jsonl")
     assert yaml.safe_load(Path("runs.yaml").read_text())["runs"]["my-base"]["data"]["train"] == f"{name}.jsonl"
@@ -102,11 +85,36 @@ def test_questions_are_asked_at_a_terminal_only(monkeypatch: pytest.MonkeyPatch)
     assert ask(flags) == {"model": "org/base", "data": "train.jsonl", "cluster": "cluster.yaml"}
 
 
-def test_the_command(folder: Path) -> None:
+def test_the_command_writes_a_folder_for_the_workflow_and_later_only_further_configurations() -> None:
     words = ["init", "--model", "my base", "--data", "train.jsonl", "--cluster", "cluster.yaml", "--name", "chat"]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0 and done.output.startswith("Wrote runs.yaml: the run chat.\n")
-    assert list(load_config(Path("runs.yaml")).runs) == ["chat"]
+    Path(".gitignore").write_text("mine")
+    for out in ("config/config.yaml", "runs.yaml"):
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0 and done.output.startswith(f"Wrote {out}: the run chat.\n")
+        assert list(load_config(Path(out)).runs) == ["chat"]
+        Path("Snakefile").write_text("mine")
+    assert Path("Snakefile").read_text() == Path(".gitignore").read_text() == "mine"
+    assert load_cluster(Path("config/clusters/local.yaml")).executor == "local"
+    for profile in ("slurm", "profiles/local", "profiles/default"):
+        assert yaml.safe_load(Path(profile, "config.yaml").read_text())
+
+
+@pytest.mark.parametrize(
+    ("words", "added"),
+    [
+        ([], ["--snakefile", f"{PROJECT}/Snakefile", "--profile", f"{PROJECT}/profiles/local"]),
+        (["-n", "plan", "--configfile=a.yaml"], ["--snakefile", f"{PROJECT}/Snakefile", "--profile", f"{PROJECT}/profiles/slurm"]),
+        (["-s", "mine", "--profile", "x"], []),
+    ],
+)  # fmt: skip
+def test_run_adds_what_the_folder_lacks(words: list[str], added: list[str]) -> None:
+    write("config/config.yaml")
+    Path("nodes.yaml").write_text(json.dumps(CLUSTER | {"executor": "slurm"}))
+    write("a.yaml", cluster="nodes.yaml")
+    assert snakemake_arguments(words) == [*added, *words]
+    write_project()
+    own = ["--profile", Path(added[-1]).name] if added else []
+    assert [word.removeprefix("profiles/") for word in snakemake_arguments(words)] == [*own, *words]
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_a_lock_is_explained_with_one_command(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("sys.argv", ["/venv/bin/snakemake", "--profile", "slurm", "--config", "runs={a b}"])
     (left,) = printed(StopFilter(), record("LockException:\nError: Directory cannot be locked. Please make sure"))
     command = "snakemake --profile slurm --config 'runs={a b}'"
-    assert left.endswith(f"remove the lock and start again: {command} --unlock && {command}")
+    assert left.endswith(f"remove the lock, and repeat the command:\n  {command} --unlock")
     with subprocess.Popen([sys.executable, "-c", "input()", "snakemake"], stdin=subprocess.PIPE) as other:
         (held,) = printed(StopFilter(), record("Error: Directory cannot be locked."))
         assert held.startswith(f"Error: Another Snakemake works in {tmp_path}: process {other.pid} (")

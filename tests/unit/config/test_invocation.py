@@ -106,6 +106,7 @@ def test_files_of_snakemakes_option_are_checked_before_snakemake_reads_them(
         (["--configfile", "empty.yaml"], "empty.yaml has no keys. "),
         (["--configfile", ""], "--configfile: the name is empty. "),
         (["--configfile="], "--configfile: the name is empty. "),
+        (["-C", "runs.r1.max_steps=5"], r".* Write .*: --config 'runs=\{r1: \{max_steps: 5\}\}'\."),
     ):
         with pytest.raises(SystemExit, match=f"^Error: {message}"):
             check_config_files(words)

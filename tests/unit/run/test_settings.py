@@ -1,5 +1,6 @@
 """Recorded settings of the stages: what changed, what is refused, and what reruns."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -7,16 +8,20 @@ import pytest
 
 from shardmake.config.effects import values_of
 from shardmake.config.models import Cluster, Run
+from shardmake.core.atomic import write_json
 from shardmake.core.errors import ConfigError
 from shardmake.run.paths import RunDir
 from shardmake.run.settings import (
     changed_results,
+    changed_settings,
     compared_keys,
     current,
     is_trained,
     read_settings,
     recorded_settings,
     rerun_settings,
+    rerun_text,
+    stage_times,
 )
 from tests.unit.plans import make_cluster, make_run
 
@@ -108,6 +113,37 @@ def test_settings_that_cannot_change_the_result_count_until_the_training_has_fin
     assert rerun("render", make_run(report_to=["wandb"]), MORE_MEMORY, rundir, recorded) == []
     both = rerun("plan", make_run(learning_rate=1.0), MORE_MEMORY, rundir, recorded)
     assert both == ["learning_rate", "cluster.memory_gib_per_node"], "the new training takes every setting as it is"
+
+
+def test_a_model_whose_weights_were_removed_or_replaced_is_merged_again_once(rundir: RunDir) -> None:
+    """The parameter of the rule changes at each loss, and not by the merge that follows."""
+    run, weights = make_run(), rundir.model / "model.safetensors"
+    values, recorded = values_of(run, CLUSTER), None
+
+    def merge(at: int) -> str:
+        """Merge as the rule does, whose parameter Snakemake takes before the job."""
+        now = rerun_text("consolidate", values, rundir, recorded)
+        weights.parent.mkdir(parents=True, exist_ok=True)
+        weights.write_text("weights")
+        write_json(rundir.model_receipt, {"verification": {"files": {weights.name: {"size": 7}}}})
+        os.utime(rundir.model_receipt, (at, at))
+        finish(rundir, "consolidate")
+        return now
+
+    recorded = merge(0)
+    for at, lose in enumerate((weights.unlink, lambda: weights.write_text("other weights"), weights.unlink), 1):
+        assert rerun_text("consolidate", values, rundir, recorded) == recorded
+        assert changed_settings("consolidate", values, rundir) == []
+        lose()
+        assert changed_settings("consolidate", values, rundir) == [f"{weights}: removed or replaced"]
+        now = merge(at)
+        assert now != recorded
+        recorded = now
+
+
+def test_the_time_of_a_stage_is_recorded(rundir: RunDir) -> None:
+    finish(rundir, "plan", "data")
+    assert [*stage_times(rundir)] == ["plan", "data"] and min(stage_times(rundir).values()) > 0
 
 
 def test_a_receipt_of_other_settings_is_not_a_finished_training(rundir: RunDir) -> None:

@@ -155,3 +155,13 @@ def test_it_runs_before_any_package_is_installed() -> None:
     """``-S`` leaves out the packages of the environment."""
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     subprocess.run([sys.executable, "-S", "-c", "import tools.install_torch"], env={"PYTHONPATH": path}, check=True)
+
+
+def test_a_python_in_a_closed_home_is_named(tmp_path: Path) -> None:
+    python = tmp_path / "home/versions/python3"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    python.parents[1].chmod(0o750)
+    warning = install_torch.private_python(python)
+    assert warning and "which is closed to them. To share it" in warning
+    assert install_torch.private_python(Path("/usr/bin/env")) is None
