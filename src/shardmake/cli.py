@@ -57,6 +57,7 @@ ConfigFiles = Annotated[
 ]
 Runs = Annotated[Path, typer.Option(envvar=RUNS_VARIABLE, help="Folder of the runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+StageName = Literal["fetch", "plan", "render", "data", "train", "consolidate", "evaluate", "push", "report"]
 FetchPart = Literal["all", "description", "weights"]
 CONFIG = [Path("config/config.yaml")]
 OUTPUT_CLOSED: Final = 1
@@ -531,7 +532,8 @@ def status(
 @app.command("list")
 def list_all(config: ConfigFiles = CONFIG, runs: Runs = RUNS, as_json: AsJson = False) -> None:
     """List the runs of the configuration, those of its sweeps, and folders of other runs."""
-    from shardmake.commands.status import ListedRun, list_runs, print_table
+    from shardmake.commands.status import ListedRun, list_runs
+    from shardmake.commands.tables import print_table
 
     found = list_runs(*_read(config), runs)
     if as_json:
@@ -613,22 +615,29 @@ def retrain(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None
 @app.command()
 def logs(
     name: Name,
+    stage: Annotated[
+        StageName | None, typer.Argument(help="Default: the one that failed, is queued or runs, else train.")
+    ] = None,
     config: ConfigFiles = CONFIG,
     runs: Runs = RUNS,
     rank: Annotated[int | None, typer.Option(help="Only this rank: its lines and its error.", min=0)] = None,
     attempt: Annotated[int | None, typer.Option(help="Number of the attempt. Default: the last one.", min=1)] = None,
-    lines: Annotated[int, typer.Option(help="Lines of each node.", min=1)] = 40,
+    lines: Annotated[int, typer.Option(help="Lines of each log.", min=1)] = 40,
     driver: Annotated[bool, typer.Option("--driver", help="The output of the driver job instead.")] = False,
 ) -> None:
-    """Print the end of the logs of a training's last attempt, or of another one."""
+    """Print the end of the logs of a stage, also of a Slurm job, or of an attempt of the training."""
     from shardmake.commands.control import read_logs
     from shardmake.commands.driver_state import read_driver_log
+    from shardmake.commands.status import unfinished_stage
 
-    get_run(load_config(*config), name)
+    read, cluster = _read(config)
+    run, rundir = get_run(read, name), RunDir(runs / name)
     if driver:
-        typer.echo(read_driver_log(RunDir(runs / name), lines))
+        typer.echo(read_driver_log(rundir, lines))
         return
-    typer.echo(read_logs(RunDir(runs / name), rank, lines, attempt))
+    if stage is None:
+        stage = unfinished_stage(run, cluster, rundir) if rank is None and attempt is None else "train"
+    typer.echo(read_logs(rundir, stage, rank, lines, attempt))
 
 
 @app.command()
