@@ -241,7 +241,8 @@ def plan(
     from shardmake.launch.submission_check import check_submission, expected_starts
     from shardmake.plan.stage import describe, describe_checkpoints, plan_offline, plan_run
     from shardmake.push.check import check_push
-    from shardmake.run.plan import MemoryEstimates
+    from shardmake.render.script_arguments import check_script_arguments
+    from shardmake.run.plan import MemoryEstimates, Plan
     from shardmake.train.trackers import check_trackers
 
     if offline:
@@ -252,6 +253,11 @@ def plan(
         typer.echo(describe(made, rundir))
         typer.echo(describe_checkpoints(made, run, cluster, rundir))
         return
+
+    def check_plan(plan: Plan) -> None:
+        check_script_arguments(plan.choice, run)
+        check_submission(plan, run, cluster, rundir)
+
     with _stage("plan", name, config, runs) as (named, cluster, rundir):
         run = localize(named, rundir)
         check_trackers(run.report_to)
@@ -262,7 +268,7 @@ def plan(
         length = estimate_length(run, counts, check_first_rows(run).sampled, cluster.processes_per_node)
         warnings = length.check() if length else []
         check_prompts(run)
-        made = plan_run(run, cluster, rundir, lambda plan: check_submission(plan, run, cluster, rundir))
+        made = plan_run(run, cluster, rundir, check_plan)
     typer.echo(describe(made, rundir))
     if length:
         typer.echo(f"  {length.describe()}")

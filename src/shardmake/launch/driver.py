@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from shardmake.config.models import Cluster, Run
 from shardmake.core.errors import ShardmakeError, SlurmError
 from shardmake.core.permissions import refuse_job_of_others
+from shardmake.launch import user_script
 from shardmake.launch.attempt_end import apply_decision, record_attempt
 from shardmake.launch.jobs import ActiveJob, LocalJobs
 from shardmake.launch.low_memory_wait import LOCK_VARIABLE, STARTED_VARIABLE
@@ -63,6 +64,10 @@ def drive(training: Training) -> None:
     if job is None and not training.has_waited and stop_file.exists():  # starting without a job means to continue
         logger.info("Removing the stop file %s of an earlier request.", short_path(stop_file))
         stop_file.unlink(missing_ok=True)
+    if job is None and training.run.script:
+        user_script.refuse_repetition(
+            training.rundir, training.attempts, training.settings_digest, training.plan_digest
+        )
     while not (job is None and training.is_finished()):
         job = job or submit(training)
         status = watch(training, job)

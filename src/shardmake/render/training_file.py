@@ -158,10 +158,9 @@ def _device_arguments(choice: Choice, cluster: Cluster) -> dict[str, Any]:
 
 
 def _schedule_arguments(run: Run) -> dict[str, Any]:
-    length = {"num_train_epochs": run.epochs} if run.max_steps is None else {"max_steps": run.max_steps}
+    known = {"num_train_epochs": run.epochs, "max_steps": run.max_steps, "learning_rate": run.learning_rate}
     return {
-        **length,
-        "learning_rate": run.learning_rate,
+        **{key: value for key, value in known.items() if value is not None},  # a script may take none of them
         "lr_scheduler_type": run.scheduler,
         "warmup_steps": _warmup_steps(run),
     }
