@@ -22,7 +22,7 @@ from shardmake.config.inputs import check_inputs
 from shardmake.config.invocation import RUNS_VARIABLE, VARIABLE
 from shardmake.config.load import get_run, load_cluster, load_config, load_resolved, sweep_runs
 from shardmake.config.methods import DEFAULT_METHOD
-from shardmake.config.models import Cluster, Config, Method, Run, Strategy
+from shardmake.config.models import Cluster, Config, Method, Objective, Run, Strategy
 from shardmake.config.user_files import read_user_files
 from shardmake.core.build_locks import remove_stale_locks
 from shardmake.core.environment import hub_environment, kernel_caches
@@ -153,15 +153,23 @@ def init(
     data: Annotated[str, typer.Option(help="Training data: a file, a folder or a hub data set.")] = "",
     cluster: Annotated[str, typer.Option(help="Cluster file.")] = "",
     name: Annotated[str, typer.Option(help="Name of the run. Default: from the model.")] = "",
-    method: Annotated[Method, typer.Option(help="What is trained.")] = DEFAULT_METHOD,
+    method: Annotated[
+        Method | None, typer.Option(help=f"What is trained. Default: {DEFAULT_METHOD}, or as in --from.")
+    ] = None,
+    objective: Annotated[
+        Objective | None, typer.Option(help="What training optimizes. Default: sft, or as in --from.")
+    ] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Translate a training file of Axolotl, LLaMA-Factory or TRL.")
+    ] = None,
 ) -> None:
     """Write a configuration with one run, and name the next command; asks for what no option gives."""
     from shardmake.commands.init import Answers, ask, write_config
 
     if out.exists():
         raise ConfigError(f"--out: {str(out)!r} exists, and init never overwrites. Name another file.")
-    answers = ask({"model": model, "data": data, "cluster": cluster})
-    typer.echo(write_config(Answers(name=name, method=method, **answers), out))
+    answers = ask({"model": model, "data": data, "cluster": cluster}, source)
+    typer.echo(write_config(Answers(name=name, method=method, objective=objective, source=source, **answers), out))
 
 
 @app.command()
