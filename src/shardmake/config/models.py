@@ -696,8 +696,10 @@ class Run(Section):
     )
     seed: Seed = Field(42, description="Seed of the data order, the adapters' initialization and dropout.")
     checkpoints: Checkpoints = Field(Checkpoints(), description="Checkpoints during training.")
-    eval_every_steps: Steps | None = Field(
-        None, description="Optimizer steps between evaluations during training. Without it, training does not evaluate."
+    eval_every_steps: Steps | Literal["auto", "never"] = Field(
+        "auto",
+        description="Optimizer steps between evaluations during training. `auto`: about ten evaluations per run, so "
+        "that overfitting is seen; none with `sequence_parallel`.",
     )
     report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
         default_factory=list,

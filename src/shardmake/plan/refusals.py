@@ -315,7 +315,7 @@ def _not_sequence_parallel(run: Run, cluster: Cluster, model: Model) -> Iterator
         yield f"tensor_parallel {run.tensor_parallel}: a rank is in one kind of group. Set tensor_parallel: 1."
     if run.torch_compile:
         yield "torch_compile: the exchange of the heads is not tested in compiled code. Set torch_compile: false."
-    if run.eval_every_steps is not None:
+    if isinstance(run.eval_every_steps, int):
         yield (
             "eval_every_steps: Trainer weights the evaluation losses of the ranks alike, but their parts of a sequence "
             "have different numbers of tokens with loss. Remove it; the evaluate stage evaluates the result."
