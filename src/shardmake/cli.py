@@ -16,7 +16,7 @@ import typer
 from shardmake import __version__
 from shardmake.commands.consolidate import KEY_HELP, MOST_PROCESSES, MergeRequest, merge, require_run
 from shardmake.commands.estimate_request import EstimateRequest, check_options
-from shardmake.commands.options import options_of
+from shardmake.commands.options import Grouped, options_of
 from shardmake.config.checks import chain_of, with_first_model
 from shardmake.config.inputs import check_inputs
 from shardmake.config.invocation import RUNS_VARIABLE, VARIABLE
@@ -42,6 +42,8 @@ from shardmake.run.settings import recorded_settings
 from shardmake.run.sources import localize, require_weights
 
 app = typer.Typer(
+    cls=Grouped,
+    rich_markup_mode=None,  # whose tables cut the names of options in a terminal of 80 columns
     help="Fine-tune Hugging Face models on a Slurm cluster with DeepSpeed or FSDP.",
     no_args_is_help=True,
     add_completion=False,
