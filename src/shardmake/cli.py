@@ -124,7 +124,10 @@ def _stage(
     refuse_ended(name)
     with notified(stage, run, rundir):
         if stage in ("fetch", "plan"):
+            from shardmake.plan.refusals import refuse_before_fetch
+
             check_inputs(name, run)
+            refuse_before_fetch(run, cluster)
             check_refused(read_user_files(run), run)
         with recorded_settings(stage, run, cluster, rundir):
             yield run, cluster, rundir

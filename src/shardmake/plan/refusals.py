@@ -16,6 +16,7 @@ from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.optimizers import OPTIMIZERS
 from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
 from shardmake.core.errors import ConfigError
+from shardmake.core.units import plural
 from shardmake.memory.hardware import Hardware
 from shardmake.memory.model import Model, adapted_layers, is_head
 from shardmake.memory.parameter_inventory import parse_config
@@ -238,6 +239,24 @@ def wrong_fsdp(run: Run, cluster: Cluster) -> Iterator[str]:
         yield (
             f"strategy: {run.strategy} needs GPUs, but the cluster file has accelerator: cpu. Without GPUs Accelerate "
             "ignores FSDP and trains with DDP. Use ddp, a ZeRO strategy, or auto."
+        )
+
+
+def refuse_before_fetch(run: Run, cluster: Cluster) -> None:
+    """Raise a `ConfigError` for what the configuration and the cluster file alone decide."""
+    refuse(wrong_fsdp(run, cluster), wrong_on_cpu(run) if cluster.is_cpu else (), _wrong_batch(run, cluster))
+
+
+def _wrong_batch(run: Run, cluster: Cluster) -> Iterator[str]:
+    readers = cluster.processes_per_node // (run.tensor_parallel * run.sequence_parallel)
+    nodes = [run.nodes] if run.nodes else range(1, cluster.max_nodes + 1)
+    batch = run.global_batch_size
+    if readers and all(batch % (readers * count) for count in nodes):
+        ranks = readers * nodes[0]
+        sizes = [str(size) for size in (batch // ranks * ranks, -(-batch // ranks) * ranks) if size]
+        yield (
+            f"global_batch_size {batch} cannot be divided over {ranks} ranks ({plural(nodes[0], 'node')}). Use "
+            f"{' or '.join(sizes)}, or another number of nodes."
         )
 
 
