@@ -654,9 +654,8 @@ def logs(
     if driver:
         typer.echo(read_driver_log(rundir, lines))
         return
-    if stage is None:
-        stage = unfinished_stage(run, cluster, rundir) if rank is None and attempt is None else "train"
-    typer.echo(read_logs(rundir, stage, rank, lines, attempt))
+    found = stage or (unfinished_stage(run, cluster, rundir) if rank is None and attempt is None else "train")
+    typer.echo(read_logs(rundir, found, rank, lines, attempt))
 
 
 @app.command()

@@ -8,7 +8,6 @@ from operator import getitem
 from types import GenericAlias
 from typing import Annotated, Any, Final, get_args, get_origin
 
-import typer
 from typer.core import TyperGroup
 
 GROUPS: Final = {
@@ -23,7 +22,7 @@ GROUPS: Final = {
 class Grouped(TyperGroup):
     """The command line, whose help lists the commands in groups."""
 
-    def format_commands(self, ctx: typer.Context, formatter: Any) -> None:
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write a section for each group; a command of none is in the last one."""
         grouped = " ".join(GROUPS.values()).split()
         for heading, names in GROUPS.items():

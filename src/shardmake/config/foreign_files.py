@@ -19,7 +19,7 @@ Values = Mapping[str, Any]
 Row = str | Callable[[Any, Values], Any]
 """Dotted key of a run that has the same value, or a function of the value and of the whole file, which returns keys and
 values of a run, or None if a run has nothing like it."""
-_OFF: Final = (None, False, "", "none", 0, [], {})
+_OFF: Final[tuple[Any, ...]] = (None, False, "", "none", 0, [], {})
 _SCHEDULES: Final = ("cosine", "linear", "constant", "constant_with_warmup")
 _TRACKERS: Final = ("tensorboard", "wandb", "mlflow", "trackio")
 
