@@ -72,9 +72,13 @@ def _error(log: Path) -> list[str]:
     return [line for line in lines if _SCHEDULER.match(line)][-1:] or lines[-1:]
 
 
-def stage_jobs(folder: Path) -> StageJobs:
-    """Return the jobs of stages in Slurm's queue that were submitted in ``folder``; `SlurmError` without an answer."""
-    queue = list_jobs("list the jobs of the stages", columns="%i|%T|%R|%k|%S|%u|%Z")
+def stage_jobs(folder: Path, *, shared: bool = False) -> StageJobs:
+    """Return the jobs of stages in Slurm's queue that were submitted in ``folder``; `SlurmError` without an answer.
+
+    Only a ``shared`` folder has jobs of other users, for which Slurm lists the whole queue.
+    """
+    whose = () if shared else ("--me",)
+    queue = list_jobs("list the jobs of the stages", *whose, columns="%i|%T|%R|%k|%S|%u|%Z")
     named = ((job, status, _COMMENT.fullmatch(status.job_name)) for job, status in queue.items())
     return {
         (found[1], found[2]): (job, status)

@@ -154,7 +154,7 @@ def jobs_of_stages(cluster: Cluster) -> StageJobs:
     """Return the jobs of stages in Slurm's queue; none without an answer."""
     if cluster.executor == "slurm":
         with contextlib.suppress(SlurmError):
-            return stage_jobs(Path.cwd())
+            return stage_jobs(Path.cwd(), shared=cluster.shared)
     return {}
 
 
