@@ -16,13 +16,13 @@ import typer
 from shardmake import __version__
 from shardmake.commands.consolidate import KEY_HELP, MOST_PROCESSES, MergeRequest, merge, require_run
 from shardmake.commands.estimate_request import EstimateRequest, check_options
-from shardmake.commands.options import options_of
+from shardmake.commands.options import Grouped, options_of
 from shardmake.config.checks import chain_of, with_first_model
 from shardmake.config.inputs import check_inputs
 from shardmake.config.invocation import RUNS_VARIABLE, VARIABLE, last_merged
 from shardmake.config.load import get_run, load_cluster, load_config, load_resolved, sweep_runs
 from shardmake.config.methods import DEFAULT_METHOD
-from shardmake.config.models import Cluster, Config, Method, Run, Strategy
+from shardmake.config.models import Cluster, Config, Method, Objective, Run, Strategy
 from shardmake.config.user_files import read_user_files
 from shardmake.core.build_locks import remove_stale_locks
 from shardmake.core.environment import hub_environment, kernel_caches
@@ -44,6 +44,8 @@ from shardmake.run.settings import recorded_settings
 from shardmake.run.sources import localize, require_weights
 
 app = typer.Typer(
+    cls=Grouped,
+    rich_markup_mode=None,  # whose tables cut the names of options in a terminal of 80 columns
     help="Fine-tune Hugging Face models on a Slurm cluster with DeepSpeed or FSDP.",
     no_args_is_help=True,
     add_completion=False,
@@ -59,6 +61,7 @@ ConfigFiles = Annotated[
 ]
 Runs = Annotated[Path, typer.Option(envvar=RUNS_VARIABLE, help="Folder of the runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+StageName = Literal["fetch", "plan", "render", "data", "train", "consolidate", "evaluate", "push", "report"]
 FetchPart = Literal["all", "description", "weights"]
 CONFIG = [Path("config/config.yaml")]
 OUTPUT_CLOSED: Final = 1
@@ -136,7 +139,10 @@ def _stage(
     refuse_ended(name)
     with notified(stage, run, rundir):
         if stage in ("fetch", "plan"):
+            from shardmake.plan.refusals import refuse_before_fetch
+
             check_inputs(name, run)
+            refuse_before_fetch(run, cluster)
             check_refused(read_user_files(run), run)
         turns = turn(cluster.login_memory_gib) if stage in ("plan", "render") else contextlib.nullcontext()
         with turns, recorded_settings(stage, run, cluster, rundir):
@@ -171,7 +177,15 @@ def init(
     data: Annotated[str, typer.Option(help="Training data: a file, a folder or a hub data set.")] = "",
     cluster: Annotated[str, typer.Option(help="Cluster file.")] = "",
     name: Annotated[str, typer.Option(help="Name of the run. Default: from the model.")] = "",
-    method: Annotated[Method, typer.Option(help="What is trained.")] = DEFAULT_METHOD,
+    method: Annotated[
+        Method | None, typer.Option(help=f"What is trained. Default: {DEFAULT_METHOD}, or as in --from.")
+    ] = None,
+    objective: Annotated[
+        Objective | None, typer.Option(help="What training optimizes. Default: sft, or as in --from.")
+    ] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Translate a training file of Axolotl, LLaMA-Factory or TRL.")
+    ] = None,
     with_demo: Annotated[bool, typer.Option("--demo", help="The demo's run and inputs instead.")] = False,
 ) -> None:
     """Make this folder one for the workflow, with a configuration of one run; asks for what no option gives."""
@@ -182,14 +196,14 @@ def init(
     out = first if with_demo else out or (Path("runs.yaml") if first.exists() else first)
     if out.exists():
         raise ConfigError(f"--out: {str(out)!r} exists, and init never overwrites. Name another file.")
-    answers = {} if with_demo else ask({"model": model, "data": data, "cluster": cluster})
+    answers = {} if with_demo else ask({"model": model, "data": data, "cluster": cluster}, source)
     if not has_workflow():
         write_project()
     if with_demo:
         demo(folder=None)
         typer.echo(write_demo(out))
         return
-    typer.echo(write_config(Answers(name=name, method=method, **answers), out))
+    typer.echo(write_config(Answers(name=name, method=method, objective=objective, source=source, **answers), out))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -283,7 +297,8 @@ def plan(
     from shardmake.launch.submission_check import check_submission, expected_starts
     from shardmake.plan.stage import describe, describe_checkpoints, plan_offline, plan_run
     from shardmake.push.check import check_push
-    from shardmake.run.plan import MemoryEstimates
+    from shardmake.render.script_arguments import check_script_arguments
+    from shardmake.run.plan import MemoryEstimates, Plan
     from shardmake.train.trackers import check_trackers
 
     if offline:
@@ -294,6 +309,11 @@ def plan(
         typer.echo(describe(made, rundir))
         typer.echo(describe_checkpoints(made, run, cluster, rundir))
         return
+
+    def check_plan(plan: Plan) -> None:
+        check_script_arguments(plan.choice, run)
+        check_submission(plan, run, cluster, rundir)
+
     with _stage("plan", name, config, runs) as (named, cluster, rundir):
         run = localize(named, rundir)
         check_trackers(run.report_to)
@@ -309,7 +329,7 @@ def plan(
         counts, sampled = within_limits(f"Reading the data with the tokenizer of {run.model}", read_data)
         length = estimate_length(run, counts, sampled, cluster.processes_per_node)
         warnings = length.check() if length else []
-        made = plan_run(run, cluster, rundir, lambda plan: check_submission(plan, run, cluster, rundir))
+        made = plan_run(run, cluster, rundir, check_plan)
     typer.echo(describe(made, rundir))
     if length:
         typer.echo(f"  {length.describe()}")
@@ -579,7 +599,8 @@ def status(
 @app.command("list")
 def list_all(config: ConfigFiles = CONFIG, runs: Runs = RUNS, as_json: AsJson = False) -> None:
     """List the runs of the configuration and folders of other runs, with size, age and owner."""
-    from shardmake.commands.status import LISTED, list_runs, print_table
+    from shardmake.commands.status import LISTED, list_runs
+    from shardmake.commands.tables import print_table
 
     found = list_runs(*_read(config), runs)
     if as_json:
@@ -661,22 +682,28 @@ def retrain(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None
 @app.command()
 def logs(
     name: Name,
+    stage: Annotated[
+        StageName | None, typer.Argument(help="Default: the one that failed, is queued or runs, else train.")
+    ] = None,
     config: ConfigFiles = CONFIG,
     runs: Runs = RUNS,
     rank: Annotated[int | None, typer.Option(help="Only this rank: its lines and its error.", min=0)] = None,
     attempt: Annotated[int | None, typer.Option(help="Number of the attempt. Default: the last one.", min=1)] = None,
-    lines: Annotated[int, typer.Option(help="Lines of each node.", min=1)] = 40,
+    lines: Annotated[int, typer.Option(help="Lines of each log.", min=1)] = 40,
     driver: Annotated[bool, typer.Option("--driver", help="The output of the driver job instead.")] = False,
 ) -> None:
-    """Print the end of the logs of a training's last attempt, or of another one."""
+    """Print the end of the logs of a stage, also of a Slurm job, or of an attempt of the training."""
     from shardmake.commands.control import read_logs
     from shardmake.commands.driver_state import read_driver_log
+    from shardmake.commands.status import unfinished_stage
 
-    get_run(_read_again(name, config, runs)[0], name)
+    read, cluster = _read_again(name, config, runs)
+    run, rundir = get_run(read, name), RunDir(runs / name)
     if driver:
-        typer.echo(read_driver_log(RunDir(runs / name), lines))
+        typer.echo(read_driver_log(rundir, lines))
         return
-    typer.echo(read_logs(RunDir(runs / name), rank, lines, attempt))
+    found = stage or (unfinished_stage(run, cluster, rundir) if rank is None and attempt is None else "train")
+    typer.echo(read_logs(rundir, found, rank, lines, attempt))
 
 
 @app.command()

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from shardmake import cli
+from shardmake.commands.options import GROUPS
 from shardmake.core.errors import DiskFullError, ShardmakeError, StopRequestedError
 from shardmake.core.failures import explain_os_error
 
@@ -87,6 +89,19 @@ def test_the_table_has_every_command_but_demo_and_run() -> None:
     """`run` replaces this process with Snakemake."""
     named = {command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback}
     assert named == {words[0] for words in COMMANDS.values()} | {"demo", "run"}
+
+
+def test_the_help_has_every_command_in_its_group_and_whole_options_at_80_columns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    registered = {command.name or command.callback.__name__ for command in cli.app.registered_commands}  # type: ignore[union-attr]
+    assert registered <= {*" ".join(GROUPS.values()).split()}
+    text = CliRunner().invoke(cli.app, ["--help"]).output
+    assert [line.rstrip(":") for line in text.splitlines() if line.rstrip(":") in GROUPS] == [*GROUPS]
+    options = CliRunner().invoke(cli.app, ["estimate", "--help"]).output
+    assert all(name in options for name in ("--gradient-checkpointing", "--sequence-parallel", "--trust-remote-code"))
+    assert max(map(len, options.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("name", COMMANDS)

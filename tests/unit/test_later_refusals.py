@@ -122,6 +122,7 @@ TABLE: dict[str, Why | str] = {
     "launch/slurm_jobs.py": N,
     "launch/slurm_request.py:_checked": "cli.py:plan",
     "launch/submission.py:check_stop_file": C,
+    "launch/user_script.py:refuse_repetition": C,
     "launch/container.py:_probe": "cli.py:plan",
     "launch/container.py:check_container": "cli.py:plan",
     "launch/submission_check.py:_judge": "cli.py:plan",

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 
+from shardmake.commands.stage_logs import read_stage_log
 from shardmake.commands.status import queue_of
 from shardmake.config.models import Cluster
 from shardmake.core.errors import ConfigError, SlurmError
@@ -126,12 +127,14 @@ def _interrupt(rundir: RunDir, job: str) -> None:
         os.kill(int(job.partition("@")[0]), signal.SIGINT)
 
 
-def read_logs(rundir: RunDir, rank: int | None, lines: int, attempt: int | None = None) -> str:
-    """Return the end of the logs of an attempt, the last one if it is None: at most ``lines`` of each node.
+def read_logs(rundir: RunDir, stage: str, rank: int | None, lines: int, attempt: int | None = None) -> str:
+    """Return the end of the logs of ``stage``, at most ``lines`` of each.
 
-    With ``rank`` only the lines of this rank. Raises `ConfigError` if there is no such attempt, or no line and no error
-    of the rank.
+    A training that has begun has those of the nodes of an attempt, the last one if it is None. With ``rank`` only the
+    lines of this rank. Raises `ConfigError` if there is no such attempt, or no line and no error of the rank.
     """
+    if stage != "train" or not rundir.attempts.exists():
+        return read_stage_log(rundir, stage, lines)
     folder, parts = _attempt_dir(rundir, attempt), []
     for file in sorted(folder.root.glob("node-*.log")):
         found = file.read_text(errors="replace").splitlines()
@@ -149,8 +152,6 @@ def read_logs(rundir: RunDir, rank: int | None, lines: int, attempt: int | None 
 
 def _attempt_dir(rundir: RunDir, number: int | None) -> AttemptDir:
     attempts = numbered_paths(rundir.attempts)
-    if not attempts:
-        raise ConfigError(f"No logs: {rundir.name}. Its training has not started. Logs of other stages are in logs/.")
     found = max(attempts) if number is None else number
     if found not in attempts:
         known = numbered("attempt", sorted(attempts))

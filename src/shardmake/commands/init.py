@@ -5,21 +5,25 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import typer
+import yaml
 
 from shardmake.commands.workflow import DEFAULT_CONFIG, LOCAL_CLUSTER
+from shardmake.config.foreign_files import describe_untranslated, translate
 from shardmake.config.inputs import check_inputs
 from shardmake.config.load import load_cluster, parse_config
-from shardmake.config.methods import METHODS
-from shardmake.config.models import Data, Method
+from shardmake.config.methods import DEFAULT_METHOD, METHODS
+from shardmake.config.models import Data, Method, Objective
+from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.parse_text import parse_yaml
 from shardmake.core.environment import PROJECT
 from shardmake.core.errors import ConfigError, DataError
+from shardmake.core.nested import overlay
 from shardmake.core.units import plural
 from shardmake.data.sources import TRAIN_SPLITS, locate
 from shardmake.run.length import batch_for, optimizer_steps
@@ -38,24 +42,18 @@ _BATCH: Final = 64
 _STEPS: Final = 50
 """Optimizer steps that the batch aims at, with up to `_EPOCHS`."""
 _EPOCHS: Final = 3
+_PREFERENCE_RATE: Final = 0.1
+"""Part of a method's learning rate for an objective that stays near a reference."""
+_HEAD: Final = (
+    "# Written by `shardmake init`. config/README.md of Shardmake has every key; the plan chooses the others."
+)
 _TEXT: Final = (".jsonl", ".json", ".csv", ".tsv")
 _BYTES_PER_TOKEN: Final = 4
 """Of such a file; what the format adds to the text is about what a chat template adds."""
-_TEMPLATE: Final = """\
-# Written by `shardmake init`. config/README.md of Shardmake explains every key; the plan chooses what is not set here.
-cluster: {cluster}
-runs:
-  {name}:
-    model: {model}
-    data:
-      train: {data}
-    method: {method}
-    sequence_length: {length} # longer conversations are truncated
-    global_batch_size: {batch} # sequences per optimizer step, the same for any number of GPUs
-    epochs: {epochs}{steps}
-    learning_rate: {learning_rate}
-    # push: {{to: "hub:org/name"}} # private unless configured otherwise
-"""
+_NOTES: Final = {
+    "sequence_length": "longer conversations are truncated",
+    "global_batch_size": "sequences per optimizer step, the same for any number of GPUs",
+}
 
 
 @dataclass(frozen=True)
@@ -67,18 +65,22 @@ class Answers:
     cluster: str
     name: str
     """Empty: made from the model's name."""
-    method: Method
+    method: Method | None
+    objective: Objective | None = None
+    source: Path | None = None
+    """File of another tool that has the rest."""
 
 
-def ask(flags: Mapping[str, str]) -> dict[str, str]:
+def ask(flags: Mapping[str, str], source: Path | None = None) -> dict[str, str]:
     """Return the model, the data and the cluster file: from ``flags``, or else from the person at the terminal.
 
-    Raises `ConfigError` if one is missing and there is no terminal.
+    A ``source`` has the model and the data. Raises `ConfigError` if one is missing and there is no terminal.
     """
-    missing = [f"--{key}" for key in _QUESTIONS if not flags[key]]
+    missing = [key for key in _QUESTIONS if not flags[key] and (key == "cluster" or source is None)]
     if missing and not sys.stdin.isatty():
-        raise ConfigError(f"init: {', '.join(missing)} is missing. There is no terminal to ask. Add the option.")
-    return {key: flags[key] or _ask(key) for key in _QUESTIONS}
+        named = ", ".join(f"--{key}" for key in missing)
+        raise ConfigError(f"init: {named} is missing. There is no terminal to ask. Add the option.")
+    return {**flags, **{key: _ask(key) for key in missing}}
 
 
 def _ask(key: str) -> str:
@@ -100,18 +102,14 @@ def write_config(answers: Answers, out: Path) -> str:
             "--node --write FILE`, or name config/clusters/local.yaml, for this machine without a GPU."
         )
     cluster = load_cluster(Path(answers.cluster))
-    name = answers.name or _run_name(answers.model)
-    length = _sequence_length(answers.model)
-    text = _TEMPLATE.format(
-        cluster=_quoted(answers.cluster),
-        name=_quoted(name),
-        model=_quoted(answers.model),
-        data=_quoted(answers.data),
-        method=answers.method,
-        length=length,
-        **_batch(answers.data, length, cluster.processes_per_node),
-        learning_rate=METHODS[answers.method].learning_rate,
-    )
+    if answers.source is None:
+        run, notes, remarks = *_new_run(answers, cluster.processes_per_node), []
+    else:
+        made = translate(answers.source, cluster.processes_per_node, answers.objective)
+        run, notes, remarks = _translated(made.run, answers), {}, list(describe_untranslated(made))
+        notes["global_batch_size"] = f"for {plural(cluster.processes_per_node, 'GPU')}: the file has those of one"
+    name = answers.name or _run_name(run["model"])
+    text = _as_text({"cluster": answers.cluster, "runs": {name: run}}, _NOTES | notes, remarks)
     check_inputs(name, parse_config(parse_yaml(text), str(out)).runs[name])
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -120,8 +118,9 @@ def write_config(answers: Answers, out: Path) -> str:
     except FileExistsError:
         raise ConfigError(f"--out: {str(out)!r} exists, and init never overwrites. Name another file.") from None
     option = "" if str(out) == DEFAULT_CONFIG else f" --configfile {shlex.quote(str(out))}"
+    listed = "".join(f"{line}\n" for line in remarks)
     return (
-        f"Wrote {out}: the run {name}.\nRun this next. It checks everything and queues nothing:\n"
+        f"Wrote {out}: the run {name}.\n{listed}Run this next. It checks everything and queues nothing:\n"
         f"  shardmake run plan{option}"
     )
 
@@ -133,12 +132,57 @@ def write_demo(out: Path) -> str:
     return f"Wrote {out}. This trains, merges, evaluates and pushes the demo's model:\n  shardmake run"
 
 
+def _new_run(answers: Answers, ranks: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the keys of a run, and notes beside them."""
+    objective, method, length = answers.objective or "sft", answers.method or DEFAULT_METHOD, _length_of(answers.model)
+    size, notes = _batch(answers.data, length, ranks)
+    rate = METHODS[method].learning_rate * (_PREFERENCE_RATE if OBJECTIVES[objective].has_reference else 1)
+    run = {
+        "model": answers.model,
+        "data": {"train": answers.data},
+        **({"objective": objective} if objective != "sft" else {}),
+        "method": method,
+        "sequence_length": length,
+        **size,
+        "learning_rate": float(f"{rate:g}"),
+    }
+    return run, notes
+
+
+def _translated(run: dict[str, Any], answers: Answers) -> dict[str, Any]:
+    """Return a translated run with the answers in place."""
+    given = {"model": answers.model, "data.train": answers.data, "method": answers.method or ""}
+    run = overlay(run, {key: value for key, value in given.items() if value})
+    missing = [option for option, found in (("--model", run.get("model")), ("--data", _sources(run))) if not found]
+    if missing:
+        raise ConfigError(f"{answers.source} does not say where to find what {' and '.join(missing)} names. Add it.")
+    data = run["data"]
+    for key in ("train", "eval"):
+        if isinstance(data.get(key), list) and data[key] == [{"source": data[key][0]["source"]}]:
+            data[key] = data[key][0]["source"]
+    keys = ("model", "data", "objective", "method", "lora")  # the order of a configuration that a person writes
+    return {key: run[key] for key in (*keys, *run) if key in run}
+
+
+def _sources(run: Mapping[str, Any]) -> Any:
+    return run.get("data", {}).get("train")
+
+
+def _as_text(config: Mapping[str, Any], notes: Mapping[str, str], remarks: Sequence[str]) -> str:
+    """Return a configuration as YAML, with the note of each key and ``remarks`` as comments."""
+    lines = [_HEAD, *(f"# {remark}" for remark in remarks)]
+    for line in yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=10_000).splitlines():
+        note = notes.get(line.strip().partition(":")[0])
+        lines.append(f"{line} # {note}" if note else line)
+    return "\n".join([*lines, '    # push: {to: "hub:org/name"} # private unless configured otherwise\n'])
+
+
 def _run_name(model: str) -> str:
     """Return a name for the run that a folder can have, made from the last part of the model's name."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip("-._").lower() or "run"
 
 
-def _sequence_length(model: str) -> int:
+def _length_of(model: str) -> int:
     """Return the tokens per sequence; the plan reports a model folder that cannot be read."""
     try:
         positions = json.loads((Path(model) / "config.json").read_text()).get("max_position_embeddings")
@@ -147,21 +191,16 @@ def _sequence_length(model: str) -> int:
     return min(_LENGTH, positions) if isinstance(positions, int) and positions > 0 else _LENGTH
 
 
-def _batch(data: str, length: int, ranks: int) -> dict[str, str]:
+def _batch(data: str, length: int, ranks: int) -> tuple[dict[str, int], dict[str, str]]:
     """Return the batch and the epochs that give data of a known size `_STEPS` optimizer steps, and a note of them."""
     try:
         paths = locate(data, Data(train=data), TRAIN_SPLITS).paths
     except DataError:  # on the hub or behind a URL
         paths = ()
     if not paths or any(path.suffix not in _TEXT for path in paths):
-        return {"batch": str(_BATCH), "epochs": "1", "steps": ""}
+        return {"global_batch_size": _BATCH, "epochs": 1}, {}
     sequences = max(1, sum(path.stat().st_size for path in paths) // (_BYTES_PER_TOKEN * length))
     batch = min(_BATCH, batch_for(sequences, _STEPS, ranks) or ranks)
     epochs = min(_EPOCHS, math.ceil(_STEPS / optimizer_steps(1, sequences, batch)))
     steps = optimizer_steps(epochs, sequences, batch)
-    return {"batch": str(batch), "epochs": str(epochs), "steps": f" # about {plural(steps, 'optimizer step')}"}
-
-
-def _quoted(text: str) -> str:
-    """Return text as YAML reads it back unchanged."""
-    return text if re.fullmatch(r"[A-Za-z_/][\w./-]*", text) and parse_yaml(text) == text else json.dumps(text)
+    return {"global_batch_size": batch, "epochs": epochs}, {"epochs": f"about {plural(steps, 'optimizer step')}"}

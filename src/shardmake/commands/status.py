@@ -11,12 +11,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import Field
 
 from shardmake.checkpoint import store
 from shardmake.commands.driver_state import describe_drivers, driver_jobs
+from shardmake.commands.stage_logs import StageJobs, local_stages, stage_end, stage_jobs
+from shardmake.commands.tables import print_table, rich_table
 from shardmake.config.effects import as_text, values_of
 from shardmake.config.load import get_run, sweep_runs
 from shardmake.config.models import Cluster, Config, Run
@@ -37,26 +40,29 @@ from shardmake.run.settings import STAGES_BEFORE, changed_settings
 from shardmake.run.state import Event, RunState, living_driver, read_progress, read_tail
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from shardmake.report.comparison import Comparison
 DONE, OPEN, CHANGED, OUTDATED = "done", "open", "changed", "outdated"
+_FROM_FILES: Final = (DONE, OPEN, CHANGED, OUTDATED)
+"""States that follow from files of a run alone; the others are those of `StageEnd`."""
 Stages = dict[str, tuple[str, list[str]]]
-"""State of each stage, and the settings that changed since it ran."""
+"""State of each stage, and the settings that changed since it ran, or how it ended."""
 Queue = Mapping[str, JobStatus] | None
 """Jobs in Slurm's queue by id; None if Slurm does not answer."""
 REFRESH_SECONDS: Final = 10.0
 """Seconds between two screens of ``--watch``; each one asks Slurm once for all runs."""
 _FRESH_SECONDS: Final = 45.0
+_MOST_WIDTH: Final = 90
+"""Characters of a cell; ``shardmake status NAME`` has the whole text."""
 
 
 def describe(run: Run, cluster: Cluster, rundir: RunDir) -> str:
     """Return each stage, the training, the results, and the files to look at next."""
-    found = read_state(run, cluster, rundir, queue_of([rundir], cluster))
+    found = read_state(run, cluster, rundir, queue_of([rundir], cluster), jobs_of_stages(cluster))
     stages, lines = found.stages, [f"{rundir.name} in {rundir.root}"]
+    width = max(8, *map(len, stages.values()))
     for stage, state in stages.items():
-        changes = "; ".join(found.changes[stage])
-        lines.append(f"  {state:<8}  {stage}" + (f": {changes}" if changes else ""))
+        why = "; ".join(found.changes[stage])
+        lines.append(f"  {state:<{width}}  {stage}" + (f": {why}" if why else ""))
     if {CHANGED, OUTDATED} & {*stages.values()}:
         lines.append("\nSettings changed since these stages ran. The next `snakemake` runs them again.")
     if found.details:
@@ -129,10 +135,11 @@ def _where_next(run: Run, rundir: RunDir) -> list[str]:
 def read_states(config: Config, cluster: Cluster, runs: Path) -> list[RunState]:
     """Return the state of each run of the configuration. A run whose files cannot be read gets the reason."""
     rundirs = {name: RunDir(runs / name) for name in config.runs}
-    queue, found = queue_of(rundirs.values(), cluster), []
+    queue, found = queue_of(rundirs.values(), cluster), list[RunState]()
+    jobs = jobs_of_stages(cluster)
     for name, rundir in rundirs.items():
         try:
-            found.append(read_state(config.runs[name], cluster, rundir, queue))
+            found.append(read_state(config.runs[name], cluster, rundir, queue, jobs))
         except (ShardmakeError, OSError) as error:
             found.append(RunState(run=name, state=f"cannot be read: {error}"))
     return found
@@ -145,10 +152,25 @@ def status_json(config: Config, cluster: Cluster, runs: Path) -> list[Any]:
     return [state.model_copy(update={"driver_job": drivers.get(state.run)}).as_json() for state in states]
 
 
-def read_state(run: Run, cluster: Cluster, rundir: RunDir, queue: Queue) -> RunState:
-    """Return the state of a run without its driver job; ``queue`` is the answer of `queue_of`."""
+def jobs_of_stages(cluster: Cluster) -> StageJobs:
+    """Return the jobs of stages in Slurm's queue; none without an answer."""
+    if cluster.executor == "slurm":
+        with contextlib.suppress(SlurmError):
+            return stage_jobs(Path.cwd(), shared=cluster.shared)
+    return {}
+
+
+def read_state(
+    run: Run, cluster: Cluster, rundir: RunDir, queue: Queue, jobs: StageJobs = MappingProxyType({})
+) -> RunState:
+    """Return the state of a run without its driver job; ``queue`` and ``jobs`` are what Slurm's queue has."""
     check_format(rundir)
     stages = stage_states(run, cluster, rundir)
+    running = local_stages() if any(state == OPEN for state, _ in stages.values()) else set()
+    for stage, (state, _) in stages.items():
+        is_seen = stage == "train" and (rundir.job.exists() or rundir.attempt_history.exists())
+        if state == OPEN and not is_seen and (end := stage_end(rundir, stage, jobs, running)):
+            stages[stage] = (end.state, [end.text])
     training = None if rundir.train_receipt.exists() else _training(rundir, cluster, queue)
     stage, state = _next_stage(stages)
     return RunState(
@@ -158,6 +180,12 @@ def read_state(run: Run, cluster: Cluster, rundir: RunDir, queue: Queue) -> RunS
         last_event=last_event(rundir),
         **({"stage": stage, "state": state} if training is None else {"stage": "train"} | training),
     )
+
+
+def unfinished_stage(run: Run, cluster: Cluster, rundir: RunDir) -> str:
+    """Return the stage that has no result but a job, a process or a log, else the training."""
+    stages = read_state(run, cluster, rundir, queue_of([rundir], cluster), jobs_of_stages(cluster)).stages
+    return next((stage for stage, state in stages.items() if state not in _FROM_FILES), "train")
 
 
 def stage_states(run: Run, cluster: Cluster, rundir: RunDir) -> Stages:
@@ -194,6 +222,9 @@ def _next_stage(stages: Stages) -> tuple[str, str]:
     for stage, (state, changes) in stages.items():
         if state == CHANGED:
             return stage, f"changed since the last {stage}: {'; '.join(changes)}"
+    for stage, (state, text) in stages.items():
+        if state not in _FROM_FILES:
+            return stage, ": ".join(filter(None, (state, *text)))
     unfinished = next((stage for stage, (state, _) in stages.items() if state != DONE), None)
     if unfinished is None:
         return DONE, DONE
@@ -339,7 +370,8 @@ COLUMNS: Final[Mapping[str, Callable[[RunState], str]]] = {
 
 def cells(state: RunState) -> list[str]:
     """Return the row of a run in the table."""
-    return [column(state) for column in COLUMNS.values()]
+    texts = [column(state) for column in COLUMNS.values()]
+    return [text if len(text) <= _MOST_WIDTH else f"{text[: _MOST_WIDTH - 3]}..." for text in texts]
 
 
 def print_status(states: Iterable[RunState]) -> None:
@@ -424,44 +456,6 @@ def _folder_facts(rundir: RunDir) -> dict[str, Any]:
     except KeyError:
         owner = str(found.st_uid)
     return {"size": tree_size(rundir.root), "last": event.time if event else found.st_mtime, "owner": owner}
-
-
-def plain_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table with aligned columns, two spaces apart; a column without a value in any row is left out."""
-    lines = _filled(headers, rows)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = ("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) for line in lines)
-    return "\n".join(text.rstrip() for text in texts)
-
-
-def _filled(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return headers and rows without the columns that have no value in any row."""
-    shown = [index for index in range(len(headers)) if any(row[index] for row in rows)]
-    return [[row[index] for index in shown] for row in (headers, *rows)]
-
-
-def rich_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> "Table":
-    """Return the same table for a terminal, which wraps long cells."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    names, *lines = _filled(headers, rows)
-    for index, name in enumerate(names):
-        table.add_column(name, no_wrap=index == 0, overflow="fold")
-    for line in lines:
-        table.add_row(*map(Text, line))
-    return table
-
-
-def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: fitted to the terminal, or plain where the output is a pipe or a file."""
-    if not sys.stdout.isatty():
-        print(plain_table(headers, rows))
-        return
-    from rich.console import Console
-
-    Console().print(rich_table(headers, rows))
 
 
 def select_runs(config: Config, names: Sequence[str], sweep: str | None) -> dict[str, Run]:

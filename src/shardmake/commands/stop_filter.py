@@ -18,21 +18,19 @@ from pathlib import Path
 
 import psutil
 
+from shardmake.commands.stage_logs import last_message
 from shardmake.config.effects import STAGES
 from shardmake.core.errors import STOPPED, ShardmakeError
 from shardmake.run.attempt_history import BY_PERSON, load_history
 from shardmake.run.paths import RUNS, RunDir
 
 _COMMAND = re.compile(rf"\bshardmake ({'|'.join(STAGES)}|compare --sweep) (\S+)")
-_LOG = re.compile(r"\btee -i (?:'([^']+)'|(\S+))")
 _STATUS = re.compile(r"returned non-zero exit status (\d+)\.")
 _SIGNALLED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit statuses of a stage, also of a driver that waits in low memory, after a signal."""
 _HINTS = ("Exiting because a job execution failed", "Shutting down, this might take some time")
 _END = "At least one job did not complete successfully"
 _LOCKED = "Directory cannot be locked"
-_MOST_LINES = 30
-"""Lines of a stage's message that are repeated."""
 
 
 class StopFilter(logging.Filter):
@@ -44,8 +42,8 @@ class StopFilter(logging.Filter):
         self.stopped: dict[tuple[str, str], int] = {}
         """Exit statuses by stage and run: trainings that were stopped, and stages that a signal ended."""
         self.has_failures = False
-        self.failed: dict[str, Path] = {}
-        """Logs of the stages that failed, by stage and run."""
+        self.failed: dict[tuple[str, str], None] = {}
+        """Stages and runs that failed."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether Snakemake prints ``record``; the last error becomes the line that says how to resume."""
@@ -61,7 +59,7 @@ class StopFilter(logging.Filter):
             return self._is_failure(getattr(record, "shellcmd", "") or "")
         if self.has_failures or not self.stopped:
             if _END in text:
-                record.msg, record.args = "\n".join([text, *map(_repeated, self.failed, self.failed.values())]), ()
+                record.msg, record.args = "\n".join([text, *(self._repeated(*what) for what in self.failed)]), ()
             return True
         if _END in text:
             record.msg, record.args = "\n".join(self._message(stage, run) for stage, run in self.stopped), ()
@@ -73,8 +71,8 @@ class StopFilter(logging.Filter):
         found = _COMMAND.search(command)
         is_stop = found is not None and (found[1], found[2]) in self.stopped
         self.has_failures |= not is_stop
-        if found and not is_stop and (log := _LOG.search(command)):
-            self.failed[f"{found[1].partition(' ')[0]} of {found[2]}"] = Path(log[1] or log[2])
+        if found and not is_stop:
+            self.failed[found[1], found[2]] = None
         return not is_stop
 
     def _message(self, stage: str, run: str) -> str:
@@ -88,14 +86,12 @@ class StopFilter(logging.Filter):
                 return history[-1].message
         return f"Training of {run} stopped as requested. Run the same command again to resume."
 
-
-def _repeated(what: str, log: Path) -> str:
-    """Return the message with which a stage ended, from its ``log``."""
-    lines: list[str] = []
-    with contextlib.suppress(OSError):
-        lines = log.read_text(errors="replace").splitlines()
-    first = max((number for number, line in enumerate(lines) if line.startswith("Error:")), default=len(lines))
-    return "\n".join([f"{what} failed, see {log}:", *lines[first:][:_MOST_LINES]])
+    def _repeated(self, stage: str, run: str) -> str:
+        """Return the message with which a stage ended, from its log, also if only its Slurm job had one."""
+        with contextlib.suppress(OSError):
+            if last := last_message(RunDir(self.runs / run), stage):
+                return "\n".join([f"{stage} of {run} failed, see {last[0]}:", *last[1]])
+        return f"{stage} of {run} failed."
 
 
 def _explain_lock() -> str:

@@ -91,12 +91,16 @@ def check_config_files(arguments: Sequence[str]) -> None:
             if not name:
                 raise ConfigError("--configfile: the name is empty. Name a file, or set the variable that holds it.")
             path = Path(name)
-            if not path.exists() and path.suffix not in (".yaml", ".yml", ".json"):
+            try:
+                read_yaml(path)
+            except ConfigError as error:
+                if path.suffix in (".yaml", ".yml", ".json"):
+                    raise
                 raise ConfigError(
-                    f"--configfile: {str(path)!r} does not exist. The option takes every word after it as a file. "
-                    "Write targets before it, such as `snakemake plan --configfile FILE`."
-                )
-            read_yaml(path)
+                    f"--configfile: {str(path)!r} {'is not YAML' if path.exists() else 'does not exist'}. The option "
+                    "takes every word after it as a file. Write targets before it, such as `snakemake plan "
+                    "--configfile FILE`."
+                ) from error
     except argparse.ArgumentError:
         return  # Snakemake reports it
     except ConfigError as error:

@@ -20,7 +20,7 @@ from shardmake.config.formats import FORMATS, RAW, DataFormat
 from shardmake.config.methods import DEFAULT_METHOD, METHODS, MethodSpec, describe_methods
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, describe_optimizers
-from shardmake.config.script_file import SCRIPT_VARIABLES, SERVICE_VARIABLES, check_variables
+from shardmake.config.script_file import SCRIPT_VARIABLES, SERVICE_VARIABLES, VARIABLE_KEYS, check_variables
 from shardmake.config.slurm_options import find_option
 from shardmake.config.strategies import PARTITIONED_INFERENCE, STRATEGY_SPECS
 from shardmake.config.values import (
@@ -589,12 +589,16 @@ class Run(Section):
     micro_batch_size: Sequences | Literal["auto"] = Field(
         "auto", description="Sequences per rank and forward pass. Gradient accumulation fills the global batch."
     )
-    max_steps: Steps | None = Field(None, description="Optimizer steps. Set this or `epochs`.")
+    max_steps: Steps | None = Field(
+        None, description="Optimizer steps. Set this or `epochs`; a `script` may take neither."
+    )
     epochs: Epochs | None = Field(
         None,
         description="Passes over the data. The last batch of each is filled with other examples, in turn.",
     )
-    learning_rate: LearningRate = Field(description="Peak learning rate.")
+    learning_rate: LearningRate | None = Field(
+        None, description="Peak learning rate. Only a `script` that has its own may be without it."
+    )
     scheduler: Literal["cosine", "linear", "constant", "constant_with_warmup"] = Field(
         "cosine", description="Schedule of the learning rate after the warm-up."
     )
@@ -697,8 +701,10 @@ class Run(Section):
     )
     seed: Seed = Field(42, description="Seed of the data order, the adapters' initialization and dropout.")
     checkpoints: Checkpoints = Field(Checkpoints(), description="Checkpoints during training.")
-    eval_every_steps: Steps | None = Field(
-        None, description="Optimizer steps between evaluations during training. Without it, training does not evaluate."
+    eval_every_steps: Steps | Literal["auto", "never"] = Field(
+        "auto",
+        description="Optimizer steps between evaluations during training. `auto`: about ten evaluations per run, so "
+        "that overfitting is seen; none with `sequence_parallel`.",
     )
     report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
         default_factory=list,
@@ -736,8 +742,10 @@ class Run(Section):
 
     @model_validator(mode="after")
     def _check_length(self) -> "Run":
-        if (self.max_steps is None) == (self.epochs is None):
+        if (self.max_steps is None) == (self.epochs is None) and (self.script is None or self.epochs):
             raise ValueError("set exactly one of max_steps and epochs")
+        if self.learning_rate is None and self.script is None:
+            raise ValueError("set learning_rate, the peak learning rate")
         return self
 
     @model_validator(mode="after")
@@ -798,7 +806,8 @@ class Run(Section):
         if self.script is None and self.script_args:
             raise ValueError("script_args need a script. Set script, or remove script_args")
         service = SERVICE_VARIABLES if self.service else ()
-        check_variables("script_args", self.script_args, (*SCRIPT_VARIABLES, *service))
+        unset = [name for name, key in VARIABLE_KEYS.items() if getattr(self, key) is None]
+        check_variables("script_args", self.script_args, (*SCRIPT_VARIABLES, *service), unset)
         if self.script is not None and self.checkpoints.asynchronous:
             raise ValueError(
                 "checkpoints.asynchronous cannot be combined with script, which saves its own checkpoints. Remove it"

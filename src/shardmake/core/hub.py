@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from json import JSONDecodeError
 from pathlib import Path
+from socket import gaierror
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardmake.core.errors import HubError, ShardmakeError
@@ -24,6 +25,10 @@ logger = logging.getLogger(__name__)
 # transfer.
 RETRY_WAITS = (2.0, 8.0, 30.0)
 _LONGEST_WAIT = 600.0  # seconds, if a server requests a longer one
+_NO_NETWORK = (
+    "This machine does not find the hub's address. Fetch on a machine with internet access and the same folders, such "
+    "as a login node: shardmake fetch NAME. Or set HTTPS_PROXY, or name a local folder in place of the hub id."
+)
 _PERMANENT = frozenset({400, 401, 402, 403, 404, 410, 413, 422, 451})
 
 
@@ -77,12 +82,19 @@ def with_retries(action: Callable[[], T]) -> T:
         try:
             return action()
         except Exception as error:
-            if not _is_temporary(error):
+            if not _is_temporary(error) or (_has_no_name(error) and wait > RETRY_WAITS[0]):
                 raise
             seconds = max(wait, _requested_wait(error))
             logger.warning("The transfer was interrupted: %s. Retrying in %g s.", first_line(error), seconds)
             time.sleep(seconds)
     return action()
+
+
+def _has_no_name(error: BaseException | None) -> bool:
+    """Return whether the address of the hub was not found, as on a machine without internet access."""
+    while error is not None and not isinstance(error, gaierror):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _requested_wait(error: Exception) -> float:
@@ -143,7 +155,7 @@ def translate_hub_errors(what: str, advice: Mapping[int, str], otherwise: str) -
         raise
     except (HTTPError, OSError, RuntimeError, ValueError) as error:  # ValueError: the hub rejects an upload
         reason = first_line(error)
-        todo = advice.get(_status_to_explain(error, reason), otherwise)
+        todo = _NO_NETWORK if _has_no_name(error) else advice.get(_status_to_explain(error, reason), otherwise)
         raise HubError(f"{what} failed: {reason}\n{todo}") from error
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from shardmake.config.models import Cluster, Run
 from shardmake.core.errors import ShardmakeError, SlurmError
 from shardmake.core.permissions import refuse_job_of_others
+from shardmake.launch import user_script
 from shardmake.launch.attempt_end import apply_decision, record_attempt
 from shardmake.launch.jobs import ActiveJob, LocalJobs
 from shardmake.launch.monitor import raise_on_signals, watch
@@ -73,6 +74,10 @@ def drive(training: Training) -> None:
     resumes = job is not None and _has_ended_before(training, job)
     if job is None and not training.has_waited:
         _remove_stop_file(training)
+    if job is None and training.run.script:
+        user_script.refuse_repetition(
+            training.rundir, training.attempts, training.settings_digest, training.plan_digest
+        )
     while not (job is None and training.is_finished()):
         job = job or submit(training)
         outcome = record_attempt(training, job, watch(training, job))

@@ -198,13 +198,13 @@ def job_owners(run_folder: Path) -> dict[str, str]:
     return {job: status.user for job, status in list_jobs(question, f"--name={job_name(run_folder)}").items()}
 
 
-def list_jobs(purpose: str, *options: str) -> dict[str, JobStatus]:
-    """Return the jobs that squeue lists with ``options``, by id.
+def list_jobs(purpose: str, *options: str, columns: str = "%i|%T|%R|%j|%S|%u|%o") -> dict[str, JobStatus]:
+    """Return the jobs that squeue lists with ``options``, by id; ``columns`` are those of `parse_rows`.
 
     Raises:
         SlurmError: Slurm does not answer; the message names the ``purpose``, such as `list the jobs`.
     """
-    answer = run_slurm("squeue", "--noheader", "--all", *options, "--format=%i|%T|%R|%j|%S|%u|%o")
+    answer = run_slurm("squeue", "--noheader", "--all", *options, f"--format={columns}")
     if answer.returncode != 0:
         raise SlurmError(
             f"Cannot {purpose}: Slurm does not answer ({answer.stderr.strip()}). Run the same command again once "

@@ -4,19 +4,21 @@ Shardmake cannot read the script's checkpoints, so the script resumes by itself 
 finished when the ranks of every node ended with status 0 and did not stop on request.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import Field
 
 from shardmake.checkpoint.training_receipt import write_script_receipt
+from shardmake.core.errors import EngineMismatchError, ShardmakeError
 from shardmake.launch.outcome import Outcome
 from shardmake.run import set_aside
 from shardmake.run.attempt import AttemptDir
-from shardmake.run.attempt_history import EndReason
+from shardmake.run.attempt_history import AttemptRecord, EndReason
 from shardmake.run.paths import RunDir
 from shardmake.run.record import RunFile
 from shardmake.run.settings_digest import describe_changes
+from shardmake.run.training_settings import ScriptProgram, TrainingSettings
 
 
 class ScriptState(RunFile):
@@ -66,6 +68,28 @@ def finished_outcome(rundir: RunDir, folder: AttemptDir, settings_digest: str) -
     write_script_receipt(rundir, attempt.number, settings_digest)
     ScriptState(settings_digest=settings_digest, finished_by=attempt.number).write(_state(rundir))
     return Outcome(EndReason.FINISHED, "The script finished.")
+
+
+def refuse_repetition(rundir: RunDir, history: Sequence[AttemptRecord], settings_digest: str, plan: str) -> None:
+    """Raise `ShardmakeError` if the last attempt found another training than this plan's, and nothing changed since.
+
+    A file that the script's arguments name counts as changed if it is newer than that attempt.
+    """
+    last = history[-1] if history else None
+    if last is None or last.end != EndReason.USER_ERROR.value or last.plan != plan:
+        return
+    folder = AttemptDir(rundir.attempts / f"{last.attempt:03d}")
+    program = TrainingSettings.read(rundir.training).program
+    if folder.read().settings_digest != settings_digest or not isinstance(program, ScriptProgram):
+        return
+    files = (Path(word.rpartition("=")[2]) for word in program.args)
+    is_newer = any(path.is_file() and path.stat().st_mtime > last.ended for path in files)
+    if not is_newer and any(error.kind == EngineMismatchError.__name__ for error in folder.rank_errors()):
+        raise ShardmakeError(
+            f"Training of {rundir.name} was not started: attempt {last.attempt} had the same script, arguments and "
+            f"plan. {last.message}\nChange one of them. After a change that is in none of them, such as an imported "
+            f"module: shardmake retrain {rundir.name}"
+        )
 
 
 def newest_file(rundir: RunDir) -> int:

@@ -288,7 +288,7 @@ def _accelerate(words: list[str], title: str) -> Command:
 
     read = _parse(launch_command_parser(), words, title)
     flags = words[: len(words) - len(read.training_script_args) - 1]
-    _take(flags, "--config_file")
+    take(flags, "--config_file")
     command = Command(title, "accelerate", read.training_script, list(read.training_script_args), flags)
     command.config_file, command.ranks = read.config_file, read.num_processes
     return command
@@ -345,9 +345,9 @@ def read_arguments(command: Command) -> Arguments:
     ``--deepspeed_config``.
     """
     words, found = list(command.arguments), Arguments(None)
-    named_by_trainer, native = _take(words, "--deepspeed"), _take(words, "--deepspeed_config")
+    named_by_trainer, native = take(words, "--deepspeed"), take(words, "--deepspeed_config")
     found.deepspeed = named_by_trainer or native
-    named = _take(words, "--config")
+    named = take(words, "--config")
     found.files = [
         word for word in [*words[:1], *([named] if named else [])] if word.endswith((".json", ".yaml", ".yml"))
     ]
@@ -356,7 +356,7 @@ def read_arguments(command: Command) -> Arguments:
     return found
 
 
-def _take(words: list[str], option: str) -> str | None:
+def take(words: list[str], option: str) -> str | None:
     """Remove ``option`` with its value from ``words`` and return the value."""
     for index, word in enumerate(words):
         if word.startswith(f"{option}="):

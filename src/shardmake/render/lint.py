@@ -17,6 +17,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from shardmake.config import user_files
+from shardmake.config.foreign_files import recognize
 from shardmake.config.parse_text import DuplicateKeyError, parse_json
 from shardmake.config.settings import ACCUMULATION, TOTAL_BATCH
 from shardmake.config.user_files import SIGNS
@@ -66,6 +67,11 @@ def read_source(path: Path) -> ConfigFile:
     if not isinstance(values, dict):
         held = "nothing" if values is None else "a list" if isinstance(values, list) else "one value"
         raise ConfigError(f"Cannot check {path}: it holds {held} instead of keys with values.")
+    if (tool := recognize(values)) and tool.is_apart:
+        raise ConfigError(
+            f"Cannot check {path}: it is a file of {tool.name}, which gives keys of Trainer other meanings. Translate "
+            f"it into a run: shardmake init --from {path}"
+        )
     kind = _kind_of_file(path, values)
     inner = values.get("arguments") if kind == "training" else None
     return ConfigFile(kind, str(path), inner if isinstance(inner, dict) else values)

@@ -158,10 +158,9 @@ def _device_arguments(choice: Choice, cluster: Cluster) -> dict[str, Any]:
 
 
 def _schedule_arguments(run: Run) -> dict[str, Any]:
-    length = {"num_train_epochs": run.epochs} if run.max_steps is None else {"max_steps": run.max_steps}
+    known = {"num_train_epochs": run.epochs, "max_steps": run.max_steps, "learning_rate": run.learning_rate}
     return {
-        **length,
-        "learning_rate": run.learning_rate,
+        **{key: value for key, value in known.items() if value is not None},  # a script may take none of them
         "lr_scheduler_type": run.scheduler,
         "warmup_steps": _warmup_steps(run),
     }
@@ -227,17 +226,19 @@ def _checkpoints(choice: Choice, run: Run, cluster: Cluster) -> CheckpointSettin
 def _interval_arguments(run: Run) -> dict[str, Any]:
     """Return the steps between logs, saves and evaluations; a fraction below 1 is a part of all steps."""
     known = run.max_steps
-    given = run.checkpoints.every_steps
-    every = given if isinstance(given, int) else 0.1 if known is None else math.ceil(known / 10)
+    tenth = 0.1 if known is None else math.ceil(known / 10)
+    every, wanted = run.checkpoints.every_steps, run.eval_every_steps
+    by_itself = tenth if run.sequence_parallel == 1 and wanted == "auto" else None
+    evaluate = wanted if isinstance(wanted, int) else by_itself
     values: dict[str, Any] = {
         "logging_strategy": "steps",
         "logging_steps": 10 if known is None else max(1, min(10, known // 50)),
         "logging_first_step": True,
         "logging_nan_inf_filter": False,
         "save_strategy": "steps",
-        "save_steps": every,
+        "save_steps": every if isinstance(every, int) else tenth,
         "eval_strategy": "no",
     }
-    if run.eval_every_steps is not None:
-        values |= {"eval_strategy": "steps", "eval_steps": run.eval_every_steps}
+    if evaluate is not None:
+        values |= {"eval_strategy": "steps", "eval_steps": evaluate}
     return values

@@ -64,7 +64,7 @@ def _take(
             lines.append(f"{file.name}: {key} is left out. {why}")
             continue
         # Trainer or Accelerate fill in the keys that neither the plan nor the run has.
-        rate = run.learning_rate if key in SETTINGS["learning rate"].unplanned else "auto"
+        rate = run.learning_rate or "auto" if key in SETTINGS["learning rate"].unplanned else "auto"
         filled = planned.get(key, rate) if value == "auto" else value
         taken[key] = filled
         if not (key in before and same(before[key], filled)):

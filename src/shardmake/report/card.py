@@ -54,7 +54,7 @@ def render_card(run: Run, rundir: RunDir) -> str:
         place=_place(run),
         is_hub=_hub_name(run) is not None,
         has_chat_template=_has_chat_template(rundir.model),
-        model_class=_class_to_load(records),
+        model_class=class_to_load(records),
         prompt=json.dumps(min(prompts, key=len, default="Hello"), ensure_ascii=False),
         length_name=length_name,
         inline=_inline,
@@ -62,7 +62,10 @@ def render_card(run: Run, rundir: RunDir) -> str:
     return str(card)
 
 
-def _class_to_load(records: Records) -> str:
+def class_to_load(records: Records) -> str:
+    """Return the class of transformers whose `from_pretrained` loads the final model."""
+    if records.evaluation.reward_model:
+        return "AutoModelForSequenceClassification"
     trained = records.used.workload.model_class
     return trained.name if trained.text_part else "AutoModelForCausalLM"
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from shardmake.config.effects import STAGES, result_keys
 from shardmake.config.models import Cluster, Run
 from shardmake.core.atomic import digest, write_text
 from shardmake.core.secrets import redact
@@ -119,8 +120,8 @@ class Comparison:
         """Return the header and a row for each run, as text."""
         columns = {
             "run": [run.name for run in self.runs],
-            **{key: list(values) for key, values in self.settings.items()},
             **{column.name: column.cells() for column in self.results},
+            **{key: list(values) for key, values in self.settings.items()},
         }
         return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
 
@@ -164,10 +165,11 @@ _SCORES: Final[Mapping[str, tuple[Callable[[EvaluationResult], float | None], Ca
 
 
 def differing_settings(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
-    """Return the settings that are not the same in all runs: the value of each run, by key."""
+    """Return the settings that are not the same in all runs, by key: those without effect on a result are last."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     values = {key: [run.settings.get(key, "") for run in runs] for key in keys}
-    return {key: texts for key, texts in values.items() if len(set(texts)) > 1}
+    matter = {key for stage in STAGES for key in result_keys(stage)}
+    return {key: values[key] for key in sorted(values, key=lambda key: key not in matter) if len(set(values[key])) > 1}
 
 
 def _results(runs: Sequence[ComparedRun]) -> list[ResultColumn]:
@@ -283,6 +285,7 @@ def write_comparison(comparison: Comparison, title: str, page: Path) -> None:
     text = environment.from_string(TEMPLATE.read_text()).render(
         title=title,
         settings=list(comparison.settings),
+        results=len(comparison.results),
         header=header,
         rows=rows,
         losses=figures.as_svg("losses", figures.losses(drawn)) if drawn else "",

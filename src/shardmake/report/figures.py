@@ -154,7 +154,7 @@ def memory(found: Memory) -> Drawing:
     """Draw the stacked terms of the estimate next to the measured peak and the GPU's capacity.
 
     What the measured peak does not count is hatched at the end of the predicted bar. Terms too small to be seen are
-    drawn as one. A capacity of several times the bars is stated, not drawn.
+    drawn as one. A capacity of several times the bars is stated at the right end of the axis.
     """
 
     def draw(figure: "Figure") -> None:
@@ -177,7 +177,8 @@ def memory(found: Memory) -> Drawing:
             axes.barh("measured", found.measured / unit, color=GREY, label=label)
         capacity = f"limit: {found.place} {format_bytes(found.capacity)}"
         if found.capacity > _CAPACITY_DRAWN * max(found.device, found.measured or 0):
-            axes.plot([], [], " ", label=capacity)
+            axes.set_xlim(right=1.25 * max(found.device, found.measured or 0) / unit)
+            axes.text(1, 0.5, f"{capacity} \u2192", transform=axes.transAxes, ha="right", va="center", fontsize=8)
         else:
             axes.axvline(found.capacity / unit, color="black", linestyle="--", linewidth=1, label=capacity)
         axes.set_xlabel(unit_name)

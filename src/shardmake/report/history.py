@@ -98,6 +98,21 @@ class TrainingHistory:
         """The median of the logged tokens per second; None if none were logged."""
         return statistics.median(rates) if (rates := self.series("tokens_per_second")[1]) else None
 
+    @property
+    def step_seconds(self) -> float | None:
+        """The median seconds of an optimizer step, from the logged tokens and their speed; None without them."""
+        logged = [
+            (line.attempt, line.step, line.tokens, line.tokens_per_second)
+            for line in self.lines
+            if line.tokens is not None and line.tokens_per_second
+        ]
+        found = [
+            (tokens - last) / (step - before) / rate
+            for (earlier, before, last, _), (attempt, step, tokens, rate) in pairwise(logged)
+            if earlier == attempt and before < step
+        ]
+        return statistics.median(found) if found else None
+
     def by_tokens(self, key: str) -> tuple[list[int], list[float]]:
         """Return tokens and values of one metric, for steps that logged both."""
         found = [

@@ -48,7 +48,8 @@ def plots(records: Records) -> dict[str, Plot]:
             f"{'no peak was logged' if memory.measured is None else _MEASURED}."
         )
         found["memory"] = Plot("Memory, predicted and measured", caption, figures.memory(memory))
-    if scores := records.evaluation.scores:
+    scores = records.evaluation.scores
+    if scores and len(scores[0].by_length) > 1:
         caption = "Loss on the evaluation split by the length of the example, base and tuned model."
         found["by-length"] = Plot("Evaluation loss by length", caption, figures.by_length(*scores))
     return found

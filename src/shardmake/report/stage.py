@@ -8,16 +8,18 @@ from typing import Any, Final
 
 from shardmake.config.models import Run
 from shardmake.core.atomic import write_text
+from shardmake.core.errors import ConfigError
 from shardmake.core.secrets import redact
-from shardmake.core.units import format_bytes, format_duration
+from shardmake.core.units import format_bytes, format_duration, format_number, plural
 from shardmake.report import figures
-from shardmake.report.card import common_values
+from shardmake.report.card import class_to_load, common_values
 from shardmake.report.figures import length_name
 from shardmake.report.history import hours_name
 from shardmake.report.plots import memory_of, missing_metrics, report_plots, trained_candidate
 from shardmake.report.records import Records, hide_folders, hide_folders_in_text, hide_keys, public_names
 from shardmake.report.training_facts import training_facts
 from shardmake.run.evaluation import ModelScore
+from shardmake.run.length import Length
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import PushReceipt
 from shardmake.run.settings import stage_times
@@ -97,6 +99,8 @@ def _page(
         hours=hours_name(on_gpus=records.on_gpus),
         facts={name: value.replace("`", "") for name, value in training_facts(records).items()} | _times(rundir),
         tiles=_tiles(records),
+        model_class=class_to_load(records),
+        **_done(records),
         notes=_notes(records),
         memory=_memory_rows(records),
         figures=drawings,
@@ -111,6 +115,20 @@ def _times(rundir: RunDir) -> dict[str, str]:
     """Return the fact of the time that each stage took; of the training, that of its last driver."""
     times = [f"{stage} {format_duration(seconds)}" for stage, seconds in stage_times(rundir).items()]
     return {"Stages": ", ".join(times)} if times else {}
+
+
+def _done(records: Records) -> dict[str, Any]:
+    """Return what was trained, in a sentence, and warnings about its length."""
+    run, data, steps = records.run, records.data, records.training.steps
+    if records.is_script or data.train.sequences == 0:
+        done = "The script trained" + (f" for {plural(steps, 'optimizer step')}" if steps else "")
+        return {"done": f"{done} in {plural(records.training.attempts, 'attempt')}.", "warnings": []}
+    ranks = records.used.choice.processes_per_node
+    length = Length(run, data.train.examples, data.train.tokens, data.train.sequences, ranks)
+    try:
+        return {"done": f"Trained on {length.describe()}.", "warnings": length.check()}
+    except ConfigError as error:  # a run of a version that planned it
+        return {"done": f"Trained on {length.describe()}.", "warnings": [str(error)]}
 
 
 def _moment(seconds: float) -> str:
@@ -150,8 +168,18 @@ def _loss_tiles(base: ModelScore, tuned: ModelScore, *, has_exact: bool) -> dict
 def _memory_rows(records: Records) -> dict[str, str]:
     """Return what was estimated and measured, and the limits, for the table of the plan.
 
-    It is empty if it is not known whether the ranks ran on GPUs.
+    It has no memory if it is not known whether the ranks ran on GPUs.
     """
+    candidate = trained_candidate(records.memory, records.planned.choice, records.used.choice)
+    measured = records.history.step_seconds
+    seconds = {
+        "Time of a step, predicted": f"{format_number(candidate.step_seconds)} s",
+        **({"Time of a step, measured (median)": f"{format_number(measured)} s"} if measured else {}),
+    }
+    return seconds | _memory_sizes(records)
+
+
+def _memory_sizes(records: Records) -> dict[str, str]:
     if records.attempt is None:
         return {}
     node = {"RAM of a node, limit": records.memory.host_memory}

@@ -204,9 +204,16 @@ def _script_settings(records: Records) -> dict[str, str]:
         "Global batch": _found_batch(found),
         **({"Rows": "different on every rank, compared at the first step"} if found and found.rows_compared else {}),
         "Length": _length(records) if records.training.steps is not None else UNKNOWN,
-        "Learning rate": f"{max(rates):g} at its peak, as the script logged it" if rates else UNKNOWN,
+        "Learning rate": _found_rate(found, rates, records.run.learning_rate),
         "Other settings": f"{UNKNOWN}: {_SCRIPTS_OWN}",
     }
+
+
+def _found_rate(found: Engine | None, logged: Sequence[float], wanted: float | None) -> str:
+    if found is None or found.learning_rate is None:
+        return f"{max(logged):g}, the highest that the script logged" if logged else UNKNOWN
+    other = wanted is not None and wanted != found.learning_rate
+    return f"{found.learning_rate:g} at its peak" + (f", set by the script; the run has {wanted:g}" if other else "")
 
 
 def _found_batch(found: Engine | None) -> str:

@@ -39,6 +39,8 @@ class Engine(RunRecord):
     micro_batch_size: int | None = optional(None, "Sequences per rank and forward pass of a script.")
     gradient_accumulation_steps: int | None = optional(None, "Forward passes per optimizer step of a script.")
     global_batch_size: int | None = optional(None, "Sequences of a script per optimizer step over all ranks.")
+    learning_rate: float | None = optional(None, "Peak learning rate of a script's Trainer.")
+    steps: int | None = optional(None, "Optimizer steps of a script's Trainer.")
     rows_compared: bool | None = optional(None, "The first rows of a script's ranks were compared and differ.")
 
     def differences(self, found: "Engine") -> dict[str, tuple[Any, Any]]:

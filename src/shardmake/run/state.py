@@ -67,7 +67,11 @@ class RunState(RunRecord):
     )
     expected_start: float | None = Field(None, description="Unix time at which Slurm expects to start the job.")
     last_event: Event | None = Field(None, description="Newest event.")
-    stages: dict[str, str] = Field({}, description="State of each stage: done, changed, outdated or open.")
+    stages: dict[str, str] = Field(
+        {},
+        description="State of each stage: done, changed, outdated or open; without a result also queued, running, "
+        "failed, cancelled or unfinished.",
+    )
     driver_job: DriverJobStatus | None = Field(
         None,
         description="Driver jobs of the workflow that was submitted last for the run, if `shardmake submit` was used.",

@@ -135,7 +135,7 @@ def script_environment(folder: AttemptDir, attempt: Attempt, plan: Plan, setting
         "SEQUENCE_LENGTH": plan.workload.sequence_length,
         "MICRO_BATCH_SIZE": plan.choice.micro_batch_size,
         "GRADIENT_ACCUMULATION_STEPS": plan.choice.gradient_accumulation_steps,
-        "LEARNING_RATE": arguments["learning_rate"],
+        "LEARNING_RATE": arguments.get("learning_rate", ""),
         "MAX_STEPS": arguments.get("max_steps", ""),
         "EPOCHS": arguments.get("num_train_epochs", ""),
         "SEED": arguments["seed"],

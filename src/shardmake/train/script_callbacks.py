@@ -1,8 +1,9 @@
 """Callbacks that every Trainer of a user's script gets: checks, heartbeat, metrics and stop."""
 
+import logging
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
@@ -16,6 +17,10 @@ from shardmake.train.callbacks.save_scheduler import StopOnRequest
 from shardmake.train.rank_context import RankContext
 from shardmake.train.script_guard import Batch, ScriptGuard
 
+logger = logging.getLogger(__name__)
+_COMPARED: Final = {"learning_rate": "LEARNING_RATE", "max_steps": "MAX_STEPS", "num_train_epochs": "EPOCHS"}
+"""Arguments of Trainer that a run may have, with the variable that passes each."""
+
 
 def script_callbacks(context: RankContext, guard: ScriptGuard, trainer: Trainer) -> list[TrainerCallback]:
     """Return the callbacks for ``trainer``.
@@ -24,7 +29,7 @@ def script_callbacks(context: RankContext, guard: ScriptGuard, trainer: Trainer)
     """
     rundir, folder = context.attempt.rundir, context.folder
     names = _names_in_script(context.settings.program)
-    callbacks: list[TrainerCallback] = [BatchCheck(guard, trainer), ScriptHeartbeat(folder, context.rank)]
+    callbacks: list[TrainerCallback] = [TrainerCheck(guard, trainer, context), ScriptHeartbeat(folder, context.rank)]
     if "SHARDMAKE_METRICS" not in names:
         callbacks.append(MetricsCallback(rundir.metrics, None, context.attempt.number))
     if "SHARDMAKE_STOP_FILES" not in names:
@@ -38,16 +43,25 @@ def _names_in_script(program: Any) -> str:
     return "\n".join([script_file(program.path).read_text(errors="replace"), *program.args])
 
 
-class BatchCheck(TrainerCallback):
-    """Check ranks and batch of a Trainer before its first step."""
+class TrainerCheck(TrainerCallback):
+    """Check ranks and batch of a Trainer before its first step, and report a learning rate or length of its own."""
 
-    def __init__(self, guard: ScriptGuard, trainer: Trainer) -> None:
-        self.guard, self.trainer = guard, trainer
+    def __init__(self, guard: ScriptGuard, trainer: Trainer, context: RankContext) -> None:
+        self.guard, self.trainer, self.context = guard, trainer, context
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Raise `EngineMismatchError` if they are not the planned ones."""
+        """Raise `EngineMismatchError` if ranks or batch are not the planned ones."""
         sizes = (private(self.trainer).train_batch_size, args.gradient_accumulation_steps)
-        self.guard.set_trainer_batch(args.world_size, Batch.of(*sizes, self.guard.choice.data_parallel))
+        batch = Batch.of(*sizes, self.guard.choice.data_parallel)
+        self.guard.set_trainer(args.world_size, batch, args.learning_rate, state.max_steps)
+        planned = self.context.settings.arguments
+        for name, variable in _COMPARED.items():
+            if name in planned and getattr(args, name) != planned[name] and self.context.rank == 0:
+                logger.warning(
+                    "The script trains with %s %s, the run has %s. Pass $SHARDMAKE_%s in script_args, or remove the "
+                    "run's key.",
+                    *(name, getattr(args, name), planned[name], variable),
+                )
 
 
 class ScriptHeartbeat(HeartbeatCallback):

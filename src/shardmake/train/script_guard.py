@@ -137,6 +137,7 @@ class ScriptGuard:
         self.api: ScriptApi = "torch"
         self.found: dict[str, Any] = {}
         self.batch = Batch()
+        self.learned: dict[str, Any] = {}
         self.declared_by_trainer = False
         self.rows_compared = False
 
@@ -167,8 +168,9 @@ class ScriptGuard:
         self._report(found)
         self._check(found)
 
-    def set_trainer_batch(self, world_size: int, batch: Batch) -> None:
-        """Check the batch that Trainer is about to train with."""
+    def set_trainer(self, world_size: int, batch: Batch, learning_rate: float, steps: int) -> None:
+        """Check the batch that Trainer is about to train with, and record its learning rate and steps."""
+        self.learned = {"learning_rate": learning_rate, "steps": steps}
         self.api, self.declared_by_trainer, self.batch = "trainer", True, batch
         self._check({"world_size": world_size})
         self.check_batch()
@@ -234,6 +236,7 @@ class ScriptGuard:
         """Return the record of what trains."""
         return Engine(
             **self.found,
+            **self.learned,
             api=self.api,
             micro_batch_size=self.batch.micro_batch_size,
             gradient_accumulation_steps=self.batch.accumulation_steps,

@@ -127,21 +127,24 @@ def test_only_the_runs_own_job_is_cancelled_in_slurm(
     assert asked == ([("scancel", "12")] if refused or message is None else [])
 
 
-def test_the_logs_of_the_last_attempt_or_of_one_rank(rundir: RunDir) -> None:
-    with pytest.raises(ConfigError, match=r"^No logs: chat\. Its training has not started\."):
-        read_logs(rundir, None, 5)
+def test_the_logs_of_an_attempt_or_of_one_rank(rundir: RunDir) -> None:
+    with pytest.raises(ConfigError, match=r"^No logs: train of chat\. Neither logs/chat/train\.log nor .*slurm_logs"):
+        read_logs(rundir, "train", None, 5)
     for attempt in ("001", "002"):
         folder = rundir.attempts / attempt
         folder.mkdir(parents=True)
         (folder / "node-0.log").write_text(f"start {attempt}\n[rank 0] a\n[rank 1] b\n[rank 0] c\n")
         (folder / "node-1.log").write_text("[rank 2] d\n")
-    assert read_logs(rundir, None, 2) == (
+    assert read_logs(rundir, "train", None, 2) == (
         "==> runs/chat/train/attempts/002/node-0.log\n[rank 1] b\n[rank 0] c\n"
         "==> runs/chat/train/attempts/002/node-1.log\n[rank 2] d"
     )
-    assert read_logs(rundir, 0, 9) == "==> runs/chat/train/attempts/002/node-0.log\n[rank 0] a\n[rank 0] c"
+    assert read_logs(rundir, "train", 0, 9) == "==> runs/chat/train/attempts/002/node-0.log\n[rank 0] a\n[rank 0] c"
+    assert "start 001" in read_logs(rundir, "train", None, 40, attempt=1)
     with pytest.raises(ConfigError, match=r"^--rank 7: no line of this rank in runs/chat/train/attempts/002\."):
-        read_logs(rundir, 7, 9)
+        read_logs(rundir, "train", 7, 9)
+    with pytest.raises(ConfigError, match=r"^--attempt 7: chat has no such attempt\. It has attempts 1, 2\.$"):
+        read_logs(rundir, "train", None, 40, attempt=7)
 
 
 def test_a_stop_of_several_runs_names_those_without_a_training(rundir: RunDir) -> None:
@@ -167,13 +170,3 @@ def test_a_refusal_of_slurm_does_not_keep_the_other_runs(rundir: RunDir) -> None
     with pytest.raises(SlurmError, match=r"^Cannot cancel job 12 of chat: Access denied\.\nCancelled\.$"):
         for_each([rundir, rundir], act)
     assert done == ["refused", "cancelled"]
-
-
-def test_logs_of_an_earlier_attempt(rundir: RunDir) -> None:
-    for number, text in (("001", "first"), ("002", "second")):
-        (rundir.attempts / number).mkdir(parents=True)
-        (rundir.attempts / number / "node-0.log").write_text(f"{text}\n")
-    assert read_logs(rundir, None, 40).endswith("second")
-    assert read_logs(rundir, None, 40, attempt=1).endswith("first")
-    with pytest.raises(ConfigError, match=r"^--attempt 7: chat has no such attempt\. It has attempts 1, 2\.$"):
-        read_logs(rundir, None, 40, attempt=7)

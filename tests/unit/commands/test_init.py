@@ -126,3 +126,28 @@ def test_the_batch_follows_from_the_size_of_the_data(size: int | None, batch: in
     write(data="many.jsonl" if size else "lab/on-the-hub")
     run = load_config(Path("runs.yaml")).runs["my-base"]
     assert (run.global_batch_size, run.epochs) == (batch, epochs)
+
+
+def test_the_learning_rate_follows_the_objective_and_the_result_is_valid() -> None:
+    write(objective="dpo")
+    run = load_config(Path("runs.yaml")).runs["my-base"]
+    assert (run.objective, run.packing, run.learning_rate) == ("dpo", False, 2e-5)
+
+
+def test_a_file_of_another_tool_becomes_a_run_and_lists_the_rest(folder: Path) -> None:
+    Path("axolotl.yaml").write_text(
+        yaml.safe_dump({"base_model": "my base", "datasets": [{"path": "train.jsonl"}], "neftune_noise_alpha": 5})
+    )
+    words = ["init", "--from", "axolotl.yaml", "--cluster", "cluster.yaml", "--objective", "sft"]
+    done = CliRunner().invoke(app, words)
+    assert (
+        done.exit_code == 0 and "Not translated, and may change the result:\n  neftune_noise_alpha: 5\n" in done.output
+    )
+    assert "#   neftune_noise_alpha: 5\n" in Path("runs.yaml").read_text()
+    run = load_config(Path("runs.yaml")).runs["my-base"]
+    assert run.data.train == str(folder / "train.jsonl") and run.global_batch_size == 2
+    Path("lf.yaml").write_text("{model_name_or_path: my base, finetuning_type: lora, dataset: mine}")
+    with pytest.raises(ConfigError, match=r"^lf\.yaml does not say where to find what --data names\. Add it\.$"):
+        write("other.yaml", source=Path("lf.yaml"), model="", data="", method=None)
+    write("other.yaml", source=Path("lf.yaml"), model="", method=None)
+    assert load_config(Path("other.yaml")).runs["my-base"].lora.rank == 8

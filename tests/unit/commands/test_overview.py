@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from shardmake.commands import status
-from shardmake.commands.status import cells, last_event, list_runs, plain_table, read_state, read_states
+from shardmake.commands.status import cells, last_event, list_runs, read_state, read_states
+from shardmake.commands.tables import plain_table
 from shardmake.config.load import parse_config
 from shardmake.core.errors import ConfigError
 from shardmake.launch import slurm_jobs

@@ -80,17 +80,20 @@ def test_every_other_stage_that_ctrl_c_ended_is_not_a_failure_either(tmp_path: P
 
 def test_the_last_lines_of_a_failure_are_those_of_the_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs/train.log").write_text("Reading.\nError: an old one\nError: runs/a is gone.\nRestore it.\n")
-    broken = printed(StopFilter(tmp_path), *failure("a", 2, "evaluate"), *the_end())
-    assert broken[-1] == f"{END}\nevaluate of a failed, see logs/train.log:\nError: runs/a is gone.\nRestore it."
+    (tmp_path / "logs/a").mkdir(parents=True)
+    (tmp_path / "logs/a/evaluate.log").write_text("Reading.\nError: an old one\nError: runs/a is gone.\nRestore it.\n")
+    broken = printed(StopFilter(tmp_path / "runs"), *failure("a", 2, "evaluate"), *the_end())
+    assert (
+        broken[-1]
+        == f"{END}\nevaluate of a failed, see {tmp_path}/logs/a/evaluate.log:\nError: runs/a is gone.\nRestore it."
+    )
 
 
 def test_a_failure_beside_a_stop_is_reported_as_snakemake_does(tmp_path: Path) -> None:
     found = printed(StopFilter(tmp_path), *failure("a", 3), *failure("b", 2), *the_end())
-    assert len(found) == 5 and "status 2" in found[0] and found[-1].startswith(f"{END}\ntrain of b failed, see logs")
+    assert len(found) == 5 and "status 2" in found[0] and found[-1].startswith(f"{END}\ntrain of b failed.")
     other = record("Error in rule plan_run", event=Event.JOB_ERROR, shellcmd="shardmake plan c")
-    assert printed(StopFilter(tmp_path), *failure("a", 3), other, *the_end())[-1] == END
+    assert printed(StopFilter(tmp_path), *failure("a", 3), other, *the_end())[-1] == f"{END}\nplan of c failed."
 
 
 def test_a_lock_is_explained_with_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

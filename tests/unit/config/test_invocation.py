@@ -101,6 +101,9 @@ def test_files_of_snakemakes_option_are_checked_before_snakemake_reads_them(
         check_config_files(["--configfile", "good.yaml", "plan"])
     with pytest.raises(SystemExit, match=r"'runs/chat/report\.html' does not exist\. .* Write targets before it"):
         check_config_files(["--configfile", "good.yaml", "runs/chat/report.html"])
+    (tmp_path / "report.html").write_text("\0<html>")
+    with pytest.raises(SystemExit, match=r"'report\.html' is not YAML\. .* Write targets before it"):
+        check_config_files(["--configfile", "good.yaml", "report.html"])
     (tmp_path / "empty.yaml").touch()
     for words, message in (
         (["--configfile", "empty.yaml"], "empty.yaml has no keys. "),

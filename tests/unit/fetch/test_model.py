@@ -57,6 +57,18 @@ def test_the_model_is_pinned_to_its_commit_with_sizes_and_checksums(hub: FakeHub
     assert Sources.read(rundir.sources) == sources
 
 
+def test_without_a_network_the_message_says_what_to_do_after_one_retry(
+    hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("shardmake.core.hub.RETRY_WAITS", (0.0, 1e6))
+    monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
+    with pytest.raises(
+        ShardmakeError, match=r"(?s)^Fetching lab/base failed: .*This machine does not find the hub's addr"
+    ):
+        fetch(RUN, rundir)
+    assert sum("Retrying" in message for message in caplog.messages) == 1
+
+
 def test_a_plan_needs_no_weights(hub: FakeHub, rundir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     hub.add("lab/base", FILES)
     described = fetch(RUN, rundir, part="description")

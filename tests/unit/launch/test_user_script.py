@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,18 @@ import pytest
 from shardmake.config.inputs import check_inputs, check_script
 from shardmake.config.models import Cluster
 from shardmake.config.script_file import SCRIPT_VARIABLES
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import EngineMismatchError, ShardmakeError
 from shardmake.launch import user_script
 from shardmake.launch.jobs import attempt_settings
 from shardmake.render.deepspeed_file import with_numbers
 from shardmake.render.stage import render_files, write_files
 from shardmake.run.attempt import AttemptDir, NodeExit, record_error
-from shardmake.run.attempt_history import EndReason
+from shardmake.run.attempt_history import AttemptRecord, EndReason
 from shardmake.run.engine import Engine
 from shardmake.run.paths import RunDir
 from shardmake.run.training_settings import ScriptProgram, script_environment
 from shardmake.train.user_script import run_script
-from tests.unit.plans import make_cluster, make_model, make_plan, make_run
+from tests.unit.plans import make_cluster, make_model, make_plan, make_run, make_training_settings
 
 
 @pytest.mark.parametrize(
@@ -211,3 +212,30 @@ def test_only_a_status_other_than_0_is_an_error(tmp_path: Path, end: str, fails:
             run_script(str(script))
     else:
         run_script(str(script))
+
+
+def test_a_training_that_found_another_engine_is_not_repeated_unchanged(tmp_path: Path) -> None:
+    own = tmp_path / "ds.json"
+    own.write_text("{}")
+    os.utime(own, (5, 5))
+    rundir, folder = RunDir(tmp_path / "x"), AttemptDir(tmp_path / "x/train/attempts/001")
+    settings = make_training_settings().model_copy(
+        update={"program": ScriptProgram(path="t.py", args=[f"--deepspeed={own}"], sha256="s")}
+    )
+    settings.write(rundir.training)
+    attempt_settings(1, rundir.root, make_cluster(), make_plan("zero2"), settings_digest="d", resume_from=None).write(
+        folder.settings
+    )
+    ended = AttemptRecord(
+        attempt=1, job="1", plan="p", strategy="zero2", fallback=0, submitted=0, ended=9, end=EndReason.USER_ERROR.value,
+        message="planned float32, found bfloat16", host=None, checkpoint_step=0,
+    )  # fmt: skip
+    again = partial(user_script.refuse_repetition, rundir, [ended])
+    again("d", "p")  # an error of another kind may be repaired elsewhere
+    record_error(folder, 0, EngineMismatchError("planned float32, found bfloat16"))
+    again("other", "p")
+    again("d", "other")
+    with pytest.raises(ShardmakeError, match=r"attempt 1 had the same script.*found bfloat16\n.*shardmake retrain x$"):
+        again("d", "p")
+    os.utime(own, (20, 20))
+    again("d", "p")

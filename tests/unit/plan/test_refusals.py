@@ -9,7 +9,7 @@ from deepspeed.module_inject.tp_plan_converter import SUPPORTED_STYLES
 from transformers import CONFIG_MAPPING
 
 from shardmake.config.models import STRATEGIES
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import ConfigError, ShardmakeError
 from shardmake.memory.families import FAMILIES
 from shardmake.memory.hardware import from_cluster
 from shardmake.memory.model import Model
@@ -18,6 +18,7 @@ from shardmake.plan.refusals import (
     AUTOTP_STYLES,
     attention_heads,
     refuse,
+    refuse_before_fetch,
     unsuitable,
     wrong_activation_offload,
     wrong_loss,
@@ -202,3 +203,18 @@ def test_losses_that_a_run_cannot_have_are_refused(
 def test_runs_that_hold_no_activations_on_the_host(run: dict[str, Any], accelerator: str, words: str) -> None:
     found = next(wrong_activation_offload(make_run(**run), make_cluster(accelerator=accelerator)), "")
     assert re.match(rf"activation_offload: true cannot be used: .*{words}.*\. Remove" if words else "$", found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"global_batch_size": 7}, r"^global_batch_size 7 cannot be divided over 2 ranks \(1 node\)\. Use 6 or 8"),
+        ({"global_batch_size": 1}, r"2 ranks \(1 node\)\. Use 2, or another"),
+        ({"method": "qlora"}, "method: qlora needs a GPU, but the cluster file has accelerator: cpu"),
+        ({"strategy": "fsdp"}, "strategy: fsdp needs GPUs, but the cluster file has accelerator: cpu"),
+    ],
+)
+def test_what_run_and_cluster_decide_is_refused_before_anything_is_fetched(changes: dict[str, Any], words: str) -> None:
+    refuse_before_fetch(make_run(), make_cluster(accelerator="cpu"))
+    with pytest.raises(ConfigError, match=words):
+        refuse_before_fetch(make_run(**changes), make_cluster(accelerator="cpu"))

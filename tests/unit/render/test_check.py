@@ -57,7 +57,7 @@ runs = st.fixed_dictionaries(
         "warmup_ratio": st.floats(0, 1),
         "max_grad_norm": st.floats(0.1, 10),
         "method": st.sampled_from(["full", "lora"]),
-        "eval_every_steps": st.none() | st.integers(1, 100),
+        "eval_every_steps": st.just("never") | st.integers(1, 100),
     }
 )
 accelerators = st.sampled_from(["cpu", "a100-80gb"])

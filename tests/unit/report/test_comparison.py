@@ -66,7 +66,8 @@ def test_settings_that_differ_and_the_best_results(
     assert set(third.values()) == {"grid-lr3e-5", "3e-05", ""}
     assert found.notes == ["Not trained to the end, so never marked as the best: grid-lr3e-5."]
     print_comparison(found)
-    assert "grid-lr2e-5  2e-05" in capsys.readouterr().out
+    assert header[1] == "steps" and header[-1] == "learning_rate", "results first"
+    assert "grid-lr2e-5" in capsys.readouterr().out
     runs = found.as_json()["runs"]
     assert runs[1]["results"]["memory measured"] == 9 << 30
     assert runs[1]["best"] == ["evaluation loss"] and runs[2]["results"]["evaluation loss"] is None

@@ -53,6 +53,11 @@ def test_one_page_holds_everything(rundir: RunDir) -> None:
         "205 tokens per second",
         "1.00 process-hours",
         "10 min 20 s lost to interruptions",
+        "is 60 optimizer steps of 16 sequences, each sequence used",
+        'model = AutoModelForCausalLM.from_pretrained("runs/chat/model")',
+        "shardmake compare chat OTHER",
+        "Time of a step, predicted",
+        "Time of a step, measured (median)",
         "After step 30 (interrupted): 10 min 20 s until the next new step",
         "The ranks ran on CPUs: the share of a GPU's peak (MFU) and the allocator's memory are not defined there.",
         "Strategy zero2, no checkpointing, micro batch 4, 1 node: the fastest of 2 candidates that fit (11 of 40 GiB).",
@@ -123,7 +128,7 @@ def test_the_ram_of_a_node_is_shown_for_cpus(rundir: RunDir) -> None:
     page = write_report(make_run(), rundir).read_text()
     assert "RAM of a node, predicted 1.4 GiB RAM of a node, limit 6.0 GiB" in text_of(page)
     drawn = rundir.figure("memory").read_text()
-    for label in ("processes 1.3 GiB", "weights 120 MiB", "activations 60 MiB", "limit: RAM of a node 6.0 GiB"):
+    for label in ("processes 1.3 GiB", "weights 120 MiB", "activations 60 MiB", "limit: RAM of a node 6.0 GiB →"):
         assert f">{label}</text>" in drawn
     assert "allocator" not in drawn and "CUDA" not in drawn
 

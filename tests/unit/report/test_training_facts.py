@@ -152,7 +152,7 @@ def test_a_script_without_an_engine_states_nothing_of_the_plan_as_fact(rundir: R
 def test_a_script_that_logged_its_learning_rate_has_it_in_the_card(rundir: RunDir) -> None:
     run = make_script_run(rundir, FOUND, '{"step": 1, "learning_rate": 0.25}\n{"step": 2, "learning_rate": 0.125}\n')
     card = render_card(run, rundir)
-    assert "| Learning rate | 0.25 at its peak, as the script logged it |" in card
+    assert "| Learning rate | 0.25, the highest that the script logged |" in card
     assert re.findall(r"plots/([a-z-]+)\.png", card) == ["optimizer", "by-length"]
 
 

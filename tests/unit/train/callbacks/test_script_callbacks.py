@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -11,7 +11,7 @@ from shardmake.run.attempt import USER_SCRIPT_PHASE, AttemptDir, Heartbeat, Requ
 from shardmake.run.paths import RunDir
 from shardmake.run.training_settings import ScriptProgram
 from shardmake.train.callbacks.metrics import MetricsCallback
-from shardmake.train.script_callbacks import BatchCheck, ScriptHeartbeat, ScriptStop, script_callbacks
+from shardmake.train.script_callbacks import ScriptHeartbeat, ScriptStop, TrainerCheck, script_callbacks
 
 
 @pytest.fixture
@@ -32,9 +32,26 @@ def make_callbacks(folder: Path, text: str, *args: str) -> list[TrainerCallback]
 
 def test_a_script_that_names_a_file_handles_it_itself(tmp_path: Path) -> None:
     plain = make_callbacks(tmp_path, "trainer.train()")
-    assert [type(callback) for callback in plain] == [BatchCheck, ScriptHeartbeat, MetricsCallback, ScriptStop]
+    assert [type(callback) for callback in plain] == [TrainerCheck, ScriptHeartbeat, MetricsCallback, ScriptStop]
     own = make_callbacks(tmp_path, "open(os.environ['SHARDMAKE_METRICS'])", "--stop", "$SHARDMAKE_STOP_FILES")
-    assert [type(callback) for callback in own] == [BatchCheck, ScriptHeartbeat]
+    assert [type(callback) for callback in own] == [TrainerCheck, ScriptHeartbeat]
+
+
+def test_a_learning_rate_and_length_of_the_script_are_recorded_and_named(
+    tmp_path: Path, arguments: TrainingArguments, caplog: pytest.LogCaptureFixture
+) -> None:
+    guard, learned = SimpleNamespace(choice=SimpleNamespace(data_parallel=1)), []
+    guard.set_trainer = lambda *values: learned.append(values[2:])
+    context: Any = SimpleNamespace(settings=SimpleNamespace(arguments={"learning_rate": 1e-3, "max_steps": 10}), rank=0)
+    trainer: Any = SimpleNamespace(_train_batch_size=8)
+    TrainerCheck(cast("Any", guard), trainer, context).on_train_begin(
+        arguments, TrainerState(max_steps=4), TrainerControl()
+    )
+    assert learned == [(5e-5, 4)]
+    assert [record.getMessage() for record in caplog.records] == [
+        "The script trains with learning_rate 5e-05, the run has 0.001. Pass $SHARDMAKE_LEARNING_RATE in script_args, "
+        "or remove the run's key."
+    ]
 
 
 def test_metrics_of_a_script_have_no_tokens(tmp_path: Path, arguments: TrainingArguments) -> None:

@@ -1,0 +1,398 @@
+"""Translate training files of Axolotl, LLaMA-Factory and TRL into a run: `shardmake init --from FILE`.
+
+Each tool is a record: how its file is recognized, its defaults, and a row for each key that a run has as well. A key
+that states where or how fast to train is the plan's. Every other key is listed, and never dropped silently.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from shardmake.config.load import read_yaml
+from shardmake.config.optimizers import OPTIMIZERS
+from shardmake.core.errors import ConfigError
+from shardmake.core.nested import overlay
+
+Values = Mapping[str, Any]
+Row = str | Callable[[Any, Values], Any]
+"""Dotted key of a run that has the same value, or a function of the value and of the whole file, which returns keys and
+values of a run, or None if a run has nothing like it."""
+_OFF: Final[tuple[Any, ...]] = (None, False, "", "none", 0, [], {})
+_SCHEDULES: Final = ("cosine", "linear", "constant", "constant_with_warmup")
+_TRACKERS: Final = ("tensorboard", "wandb", "mlflow", "trackio")
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+@dataclass(frozen=True)
+class Tool:
+    """One training tool and the names of its keys."""
+
+    name: str
+    signs: tuple[frozenset[str], ...]
+    """The file is the tool's if it has all keys of one of these sets."""
+    keys: Mapping[str, Row]
+    batch: tuple[str, str]
+    """Keys of the batch of a rank and of the accumulation steps."""
+    defaults: Values
+    planned: frozenset[str] = frozenset()
+    """Keys that spread the training over hardware: the plan decides."""
+    idle: frozenset[str] = frozenset()
+    """Keys that cannot change the trained model, such as names of folders, or that only complete another key."""
+    by_method: Mapping[str, Values] = field(default_factory=dict)
+    """Further defaults by method of the run."""
+    is_apart: bool = True
+    """Its keys are not those of transformers' TrainingArguments with further ones."""
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A run made from a file of another tool, and what it does not say."""
+
+    tool: str
+    run: dict[str, Any]
+    planned: dict[str, Any]
+    """Keys that the plan decides instead."""
+    untranslated: dict[str, Any]
+    """Keys without a counterpart."""
+
+
+def recognize(values: Any) -> Tool | None:
+    """Return the tool whose file has these keys, or None."""
+    keys = set(values) if isinstance(values, Mapping) else set()
+    return next((tool for tool in TOOLS if any(sign <= keys for sign in tool.signs)), None)
+
+
+def translate(path: Path, ranks: int, objective: str | None = None) -> Translation:
+    """Return the run in the file ``path``; ``ranks`` multiply its batch, ``objective`` replaces what the file implies.
+
+    Raises `ConfigError` for a file of no known tool.
+    """
+    given = read_yaml(path)
+    tool = recognize(given)
+    if tool is None:
+        signs = "; ".join(f"{one.name}: {' and '.join(sorted(one.signs[0]))}" for one in TOOLS)
+        raise ConfigError(f"--from: {path} is a file of none of the known tools. Their files have ({signs}).")
+    values = {**tool.defaults, "file": path, **given}
+    run: dict[str, Any] = {}
+    untranslated: dict[str, Any] = {}
+    for key, value in values.items():
+        row = tool.keys.get(key)
+        found = _found(row, value, values) if row else None
+        if found is not None:
+            run = overlay(run, found)
+        elif key in given and value not in _OFF and key not in (*tool.planned, *tool.idle, *tool.batch):
+            untranslated[key] = value
+    adapters = {key: value for key, value in tool.by_method.get(run.get("method", ""), {}).items() if key not in given}
+    for key, value in adapters.items():
+        run = overlay(run, _found(tool.keys[key], value, values) or {})
+    size = [values.get(key) or 1 for key in tool.batch]
+    run["global_batch_size"] = size[0] * size[1] * ranks
+    if objective:
+        run["objective"] = objective
+    return Translation(
+        tool.name, _consistent(run), {key: given[key] for key in given if key in tool.planned}, untranslated
+    )
+
+
+def _found(row: Row | None, value: Any, values: Values) -> dict[str, Any] | None:
+    if isinstance(row, str):
+        return None if value is None or value == "" else {row: value}
+    found: dict[str, Any] | None = row(value, values) if row else None
+    return found
+
+
+def _consistent(run: dict[str, Any]) -> dict[str, Any]:
+    """Return ``run`` without sections of other methods and objectives, and with one length."""
+    objective, method = run.get("objective", "sft"), run.get("method", "full")
+    dropped = {"dpo", "kto", "reward"} - {objective} | ({"lora"} if method == "full" else set())
+    if objective != "sft":  # TRL pads the examples, and turns dropout off
+        dropped |= {"packing"}
+        run = {**run, "lora": {key: value for key, value in run.get("lora", {}).items() if key != "dropout"}}
+    dropped |= {"epochs"} if "max_steps" in run else set()
+    return {key: value for key, value in run.items() if key not in dropped and value != {}}
+
+
+# --- rows that several tools share ------------------------------------------------------------------------------------
+
+
+def _scheduler(value: Any, values: Values) -> Any:
+    return {"scheduler": value} if value in _SCHEDULES else None
+
+
+def _warmup(value: Any, values: Values) -> Any:
+    """Steps are a ratio of known steps; below 1, transformers reads them as the ratio."""
+    steps = values.get("max_steps") or -1
+    ratio = value if value < 1 else value / steps if steps > 0 else -1
+    return {"warmup_ratio": ratio} if 0 <= ratio <= 1 else None
+
+
+def _optimizer(value: Any, values: Values) -> Any:
+    rows = ((name, (row.optim, row.fused, name, f"{row.optim}_fused")) for name, row in OPTIMIZERS.items())
+    name = next((name for name, names in rows if value in names), None)
+    known = {"adamw_8bit": "adamw8bit", "adamw_bnb_8bit": "adamw8bit", "adamw_hf": "adamw"}.get(str(value))
+    return {"optimizer": found} if (found := name or known) else None
+
+
+def _precision(half: str) -> Row:
+    return lambda value, values: {"precision": half} if value is True or value == "true" else {}
+
+
+def _trackers(value: Any, values: Values) -> Any:
+    names = [value] if isinstance(value, str) else list(value or [])
+    return {"report_to": names} if names and all(name in _TRACKERS for name in names) else None
+
+
+def _above_zero(key: str) -> Row:
+    return lambda value, values: {key: value} if isinstance(value, int | float) and value > 0 else {}
+
+
+def _steps(key: str) -> Row:
+    return lambda value, values: {key: value} if isinstance(value, int) and value > 0 else None
+
+
+def _hub(value: Any, values: Values) -> Any:
+    return {"push.to": f"hub:{value}"} if value and values.get("push_to_hub", True) else None
+
+
+def _if_true(**keys: Any) -> Row:
+    return lambda value, values: {key.replace("__", "."): one for key, one in keys.items()} if value else {}
+
+
+def _lora_targets(value: Any, values: Values) -> Any:
+    names = value.split(",") if isinstance(value, str) else value
+    whole = names in (["all"], ["all-linear"])
+    return {"lora.targets": "all-linear" if whole else names} if names else None
+
+
+def _loss_types(value: Any, values: Values) -> Any:
+    return {"dpo.loss_type": [value] if isinstance(value, str) else list(value)}
+
+
+def _beta(value: Any, values: Values) -> Any:
+    return {"dpo.beta": value, "kto.beta": value}
+
+
+_TRAINER: Final[dict[str, Row]] = {
+    "learning_rate": "learning_rate", "num_train_epochs": "epochs", "max_steps": _above_zero("max_steps"),
+    "lr_scheduler_type": _scheduler, "warmup_ratio": "warmup_ratio", "warmup_steps": _warmup,
+    "weight_decay": "weight_decay", "max_grad_norm": "max_grad_norm", "seed": "seed", "optim": _optimizer,
+    "bf16": _precision("bf16"), "fp16": _precision("fp16"), "report_to": _trackers,
+    "save_steps": _steps("checkpoints.every_steps"), "save_total_limit": _steps("checkpoints.keep"),
+    "eval_steps": _steps("eval_every_steps"), "load_best_model_at_end": _if_true(checkpoints__keep_best=True),
+    "torch_compile": "torch_compile", "trust_remote_code": "trust_remote_code", "hub_model_id": _hub,
+    "model_name_or_path": "model", "model_revision": "revision", "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+}  # fmt: skip
+"""Keys of transformers' TrainingArguments, and those that TRL and LLaMA-Factory have in common."""
+_PLANNED: Final = _words(
+    "deepspeed fsdp fsdp_config accelerator_config gradient_checkpointing gradient_checkpointing_kwargs "
+    "ddp_timeout ddp_find_unused_parameters ddp_backend use_liger_kernel attn_implementation tf32 torch_dtype "
+    "dtype per_device_eval_batch_size dataloader_num_workers dataloader_pin_memory use_cpu "
+    "activation_offloading"
+)
+_IDLE: Final = _words(
+    "output_dir overwrite_output_dir do_train do_eval do_predict logging_dir logging_steps logging_strategy "
+    "logging_first_step save_strategy eval_strategy evaluation_strategy eval_on_start run_name disable_tqdm "
+    "log_level push_to_hub hub_private_repo hub_strategy resume_from_checkpoint save_only_model "
+    "save_safetensors plot_loss file include_num_input_tokens_seen dataset_num_proc preprocessing_num_workers "
+    "remove_unused_columns"
+)
+_HALF: Final = {"lr_scheduler_type": "linear", "warmup_ratio": 0.0, "num_train_epochs": 3.0}
+"""Defaults of transformers that differ from a run's."""
+
+
+# --- Axolotl ----------------------------------------------------------------------------------------------------------
+
+_AXOLOTL_TYPES: Final = {
+    "chat_template": "chat", "sharegpt": "sharegpt", "alpaca": "alpaca", "completion": "text",
+    "chat_template.default": "preference",
+}  # fmt: skip
+
+
+def _axolotl_data(key: str) -> Row:
+    def row(value: Any, values: Values) -> Any:
+        sources = []
+        for one in value if isinstance(value, list) else []:
+            kind = _AXOLOTL_TYPES.get(str(one.get("type")))
+            files = one.get("data_files")
+            source = str((files[0] if isinstance(files, list) else files) or one.get("path"))
+            split = one.get("split")
+            mapped = {**(one.get("message_property_mappings") or {})}
+            columns = {
+                "messages": one.get("field_messages"), "text": one.get("field"), "role": mapped.get("role"),
+                "content": mapped.get("content"), "chosen": one.get("field_chosen"),
+                "rejected": one.get("field_rejected"),
+            }  # fmt: skip
+            entry = {
+                "source": f"{source}:{split}" if split not in (None, "train") and not Path(source).exists() else source,
+                **({"format": kind} if kind else {}),
+                **({"subset": one["name"]} if one.get("name") else {}),
+                **({"columns": named} if (named := {name: at for name, at in columns.items() if at}) else {}),
+            }
+            sources.append(entry)
+        return {f"data.{key}": sources} if sources else None
+
+    return row
+
+
+def _axolotl_objective(value: Any, values: Values) -> Any:
+    known = {"dpo": {"objective": "dpo"}, "kto": {"objective": "kto"}}
+    return known.get(value) or ({"objective": "dpo", "dpo.loss_type": ["ipo"]} if value == "ipo" else None)
+
+
+def _axolotl_adapter(value: Any, values: Values) -> Any:
+    return {"method": "qlora" if values.get("load_in_4bit") else value} if value in ("lora", "qlora") else None
+
+
+AXOLOTL: Final = Tool(
+    "Axolotl",
+    (frozenset({"base_model", "datasets"}),),
+    {
+        **{key: row for key, row in _TRAINER.items() if key not in ("optim", "num_train_epochs", "lr_scheduler_type")},
+        "base_model": "model", "revision_of_model": "revision", "sequence_len": "sequence_length",
+        "num_epochs": "epochs", "lr_scheduler": _scheduler, "optimizer": _optimizer, "sample_packing": "packing",
+        "adapter": _axolotl_adapter,
+        "lora_r": "lora.rank", "lora_target_modules": _lora_targets,
+        "lora_target_linear": _if_true(lora__targets="all-linear"),
+        "datasets": _axolotl_data("train"), "test_datasets": _axolotl_data("eval"),
+        "val_set_size": lambda value, values: {"data.eval_fraction": value} if 0 < value < 0.5 else None,
+        "train_on_inputs": _if_true(data__loss_on="all"), "rl": _axolotl_objective, "rl_beta": _beta,
+        "dpo_beta": _beta, "reward_model": _if_true(objective="reward"),
+        "kto_desirable_weight": "kto.desirable_weight", "kto_undesirable_weight": "kto.undesirable_weight",
+        "wandb_project": _if_true(report_to=["wandb"]), "use_tensorboard": _if_true(report_to=["tensorboard"]),
+        "chat_template": lambda value, values: {} if value == "tokenizer_default" else None,
+    },
+    ("micro_batch_size", "gradient_accumulation_steps"),
+    {"sequence_len": 512, "num_epochs": 1, "learning_rate": 5e-5, "sample_packing": False, "warmup_ratio": 0.03},
+    _PLANNED | _words(
+        "flash_attention xformers_attention sdp_attention flex_attention eager_attention fsdp_version "
+        "eval_batch_size load_in_4bit tensor_parallel_size sequence_parallel_degree "
+        "context_parallel_size liger_rope liger_rms_norm liger_glu_activation liger_fused_linear_cross_entropy "
+        "plugins"
+    ),
+    _IDLE | _words(
+        "dataset_prepared_path saves_per_epoch evals_per_epoch eval_sample_packing pad_to_sequence_len "
+        "model_type tokenizer_type is_llama_derived_model wandb_entity wandb_name wandb_watch "
+        "wandb_run_id wandb_log_model strict auto_resume_from_checkpoints dataset_processes hub_strategy debug"
+    ),
+)  # fmt: skip
+
+
+# --- LLaMA-Factory ----------------------------------------------------------------------------------------------------
+
+_STAGES: Final[dict[str, dict[str, Any]]] = {
+    "sft": {}, "pt": {"data.format": "text"}, "dpo": {"objective": "dpo"}, "kto": {"objective": "kto"},
+    "rm": {"objective": "reward"},
+}  # fmt: skip
+
+
+def _factory_data(key: str) -> Row:
+    """Return the row of a list of names that ``dataset_info.json`` describes."""
+
+    def row(value: Any, values: Values) -> Any:
+        folder = Path(str(values.get("dataset_dir") or "data"))
+        try:
+            known = json.loads((folder / "dataset_info.json").read_text())
+        except (OSError, ValueError):
+            return None
+        names = [name.strip() for name in str(value).split(",")]
+        if any(name not in known for name in names):
+            return None
+        return {f"data.{key}": [_factory_source(known[name], folder) for name in names]}
+
+    return row
+
+
+def _factory_source(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    named = entry.get("columns") or {}
+    alike = {"prompt": "instruction", "query": "input", "response": "output"}
+    columns = {alike.get(name, name): column for name, column in named.items() if alike.get(name, name) != column}
+    file = entry.get("file_name")
+    return {
+        "source": str(folder / file) if file else entry.get("hf_hub_url", ""),
+        **({"columns": columns} if columns else {}),
+        **({"subset": entry["subset"]} if entry.get("subset") else {}),
+    }
+
+
+LLAMA_FACTORY: Final = Tool(
+    "LLaMA-Factory",
+    (frozenset({"model_name_or_path", "finetuning_type"}), frozenset({"model_name_or_path", "stage", "template"})),
+    {
+        **_TRAINER,
+        "stage": lambda value, values: _STAGES.get(value),
+        "finetuning_type": lambda value, values: {"full": {}, "lora": {"method": "lora"}}.get(value),
+        "quantization_bit": lambda value, values: {"method": "qlora"} if value == 4 else None,
+        "lora_rank": lambda value, values: {"lora.rank": value, "lora.alpha": values.get("lora_alpha") or 2 * value},
+        "lora_target": _lora_targets, "cutoff_len": "sequence_length", "dataset": _factory_data("train"),
+        "eval_dataset": _factory_data("eval"), "packing": "packing", "neat_packing": _if_true(packing=True),
+        "val_size": lambda value, values: {"data.eval_fraction": value} if 0 < value < 0.5 else None,
+        "train_on_prompt": _if_true(data__loss_on="all"), "pref_beta": _beta, "pref_loss": _loss_types,
+        "kto_chosen_weight": "kto.desirable_weight", "kto_rejected_weight": "kto.undesirable_weight",
+    },
+    ("per_device_train_batch_size", "gradient_accumulation_steps"),
+    {
+        **_HALF, "per_device_train_batch_size": 8, "learning_rate": 5e-5, "cutoff_len": 2048, "packing": False,
+        "finetuning_type": "lora",
+    },
+    _PLANNED | _words("flash_attn enable_liger_kernel use_unsloth quantization_method double_quantization"),
+    _IDLE | _words("dataset_dir overwrite_cache cache_dir tokenized_path use_fast_tokenizer"),
+    {"lora": {"lora_rank": 8, "lora_target": "all"}, "qlora": {"lora_rank": 8, "lora_target": "all"}},
+)  # fmt: skip
+
+
+# --- TRL --------------------------------------------------------------------------------------------------------------
+
+
+def _trl_data(value: Any, values: Values) -> Any:
+    split, subset = values.get("dataset_train_split", "train"), values.get("dataset_config")
+    name = value if split == "train" or Path(str(value)).exists() else f"{value}:{split}"
+    return {"data.train": name, **({"data.subset": subset} if subset else {})}
+
+
+def _trl_method(value: Any, values: Values) -> Any:
+    return {"method": "qlora" if values.get("load_in_4bit") else "lora"} if value else {}
+
+
+def _trl_loss(value: Any, values: Values) -> Any:
+    """SFT and DPO have a key of this name; that of SFT is the cross entropy."""
+    return {} if value == "nll" else _loss_types(value, values)
+
+
+_TRL_LORA: Final = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]}
+TRL: Final = Tool(
+    "TRL",
+    (frozenset({"model_name_or_path", "dataset_name"}), frozenset({"model_name_or_path", "datasets"})),
+    {
+        **_TRAINER,
+        "dataset_name": _trl_data, "use_peft": _trl_method, "lora_r": "lora.rank", "lora_target_modules": _lora_targets,
+        "max_length": "sequence_length", "packing": "packing", "dataset_text_field": "data.columns.text",
+        "chat_template_path": "data.chat_template", "beta": _beta, "loss_type": _trl_loss,
+        "precompute_ref_log_probs": _if_true(dpo__reference="precomputed", kto__reference="precomputed"),
+        "desirable_weight": "kto.desirable_weight", "undesirable_weight": "kto.undesirable_weight",
+        "center_rewards_coefficient": "reward.center_rewards_coefficient",
+        "assistant_only_loss": _if_true(data__loss_on="assistant"),
+    },
+    ("per_device_train_batch_size", "gradient_accumulation_steps"),
+    {**_HALF, "per_device_train_batch_size": 8, "learning_rate": 2e-5, "max_length": 1024, "packing": False},
+    _PLANNED | _words("load_in_4bit use_bnb_nested_quant bnb_4bit_quant_type pad_to_multiple_of"),
+    _IDLE | _words("dataset_config dataset_train_split dataset_streaming lora_task_type"),
+    {"lora": _TRL_LORA, "qlora": _TRL_LORA},
+    is_apart=False,
+)  # fmt: skip
+
+TOOLS: Final = (AXOLOTL, LLAMA_FACTORY, TRL)
+
+
+def describe_untranslated(made: Translation) -> Iterator[str]:
+    """Yield lines for what the run does not have from the file."""
+    if made.planned:
+        yield f"The plan decides instead of {', '.join(made.planned)}."
+    if made.untranslated:
+        yield "Not translated, and may change the result:"
+        yield from (f"  {key}: {json.dumps(value, default=str)}" for key, value in made.untranslated.items())

@@ -1,0 +1,117 @@
+"""Training files of other tools: recognized, translated key by key, and nothing dropped silently."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shardmake.config.foreign_files import TOOLS, TRL, recognize, translate
+from shardmake.config.load import parse_config
+from shardmake.core.errors import ConfigError
+from shardmake.render.lint import read_source
+
+AXOLOTL = {
+    "base_model": "org/base", "datasets": [{"path": "chats.jsonl", "type": "chat_template", "field_messages": "turns"}],
+    "adapter": "lora", "lora_r": 16, "lora_target_linear": True, "sequence_len": 4096, "sample_packing": True,
+    "micro_batch_size": 2, "gradient_accumulation_steps": 4, "num_epochs": 2, "learning_rate": 2e-4,
+    "optimizer": "adamw_bnb_8bit", "lr_scheduler": "cosine", "deepspeed": "zero2.json", "bf16": "auto",
+    "val_set_size": 0.05, "wandb_project": "p", "dataset_prepared_path": "x", "special_tokens": {"pad_token": "<p>"},
+    "load_in_8bit": False,
+}  # fmt: skip
+FACTORY = {
+    "model_name_or_path": "org/base", "stage": "dpo", "do_train": True, "finetuning_type": "lora", "lora_target": "all",
+    "dataset": "pairs", "template": "qwen", "cutoff_len": 1024, "output_dir": "o", "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 8, "learning_rate": 5e-6, "num_train_epochs": 3.0, "warmup_ratio": 0.1, "bf16": True,
+    "pref_beta": 0.2, "pref_loss": "sigmoid", "quantization_bit": 4,
+}  # fmt: skip
+SMALL_TRL = {
+    "model_name_or_path": "org/base", "dataset_name": "org/data", "dataset_train_split": "part", "use_peft": True,
+    "warmup_steps": 5, "max_steps": 50, "optim": "adamw_torch_fused", "packing": False, "use_rslora": True,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working folder, with the description of LLaMA-Factory's data sets."""
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    info = {
+        "pairs": {"file_name": "pairs.json", "ranking": True, "columns": {"chosen": "good", "rejected": "rejected"}}
+    }
+    Path("data/dataset_info.json").write_text(json.dumps(info))
+
+
+def run_of(values: dict[str, Any], objective: str | None = None) -> tuple[dict[str, Any], set[str], set[str]]:
+    """Return the run of a file, valid, and the keys that it does not have."""
+    Path("file.yaml").write_text(yaml.safe_dump(values))
+    made = translate(Path("file.yaml"), 4, objective)
+    run = parse_config({"cluster": "c", "runs": {"r": made.run}}, "test").runs["r"]
+    return run.model_dump(exclude_unset=True, exclude_none=True), {*made.planned}, {*made.untranslated}
+
+
+def test_a_file_of_axolotl() -> None:
+    run, planned, untranslated = run_of(AXOLOTL)
+    assert run == {
+        "model": "org/base",
+        "data": {
+            "train": [{"source": "chats.jsonl", "format": "chat", "columns": {"messages": "turns"}}],
+            "eval_fraction": 0.05,
+        },
+        "method": "lora", "lora": {"rank": 16, "targets": "all-linear"}, "sequence_length": 4096, "packing": True,
+        "global_batch_size": 32, "epochs": 2, "learning_rate": 2e-4, "warmup_ratio": 0.03, "optimizer": "adamw8bit",
+        "scheduler": "cosine", "report_to": ["wandb"],
+    }  # fmt: skip
+    assert (planned, untranslated) == ({"deepspeed"}, {"special_tokens"})
+
+
+def test_a_file_of_llama_factory() -> None:
+    run, planned, untranslated = run_of(FACTORY)
+    assert run == {
+        "model": "org/base", "data": {"train": [{"source": "data/pairs.json", "columns": {"chosen": "good"}}]},
+        "objective": "dpo", "dpo": {"beta": 0.2, "loss_type": ["sigmoid"]}, "packing": False, "method": "qlora",
+        "lora": {"rank": 8, "alpha": 16, "targets": "all-linear"}, "sequence_length": 1024, "global_batch_size": 32,
+        "epochs": 3, "learning_rate": 5e-6, "scheduler": "linear", "warmup_ratio": 0.1, "precision": "bf16",
+    }  # fmt: skip
+    assert (planned, untranslated) == (set(), {"template"})
+
+
+def test_a_file_of_trl() -> None:
+    run, planned, untranslated = run_of(SMALL_TRL)
+    assert run == {
+        "model": "org/base", "data": {"train": "org/data:part"}, "method": "lora",
+        "lora": {"rank": 16, "alpha": 32, "dropout": 0.05, "targets": ["q_proj", "v_proj"]}, "sequence_length": 1024,
+        "packing": False, "global_batch_size": 32, "max_steps": 50, "learning_rate": 2e-5, "scheduler": "linear",
+        "warmup_ratio": 0.1, "optimizer": "adamw",
+    }  # fmt: skip
+    assert (planned, untranslated) == (set(), {"use_rslora"})
+    assert run_of({**SMALL_TRL, "beta": 0.3}, "kto")[0]["kto"] == {"beta": 0.3}
+
+
+def test_every_key_of_trl_is_one_of_its_classes() -> None:
+    import trl
+
+    names = ("SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig", "ModelConfig", "ScriptArguments")
+    known = {field.name for name in names for field in dataclasses.fields(getattr(trl, name))}
+    assert {*TRL.keys, *TRL.batch, *TRL.defaults} - known == {"warmup_ratio"}, "of older versions of transformers"
+
+
+@pytest.mark.parametrize("key", ["neftune_noise_alpha", "a_key_of_tomorrow"])
+@pytest.mark.parametrize("values", [AXOLOTL, FACTORY, SMALL_TRL])
+def test_a_key_without_a_counterpart_is_listed_unless_it_is_off(values: dict[str, Any], key: str) -> None:
+    assert key in run_of({**values, key: 5})[2]
+    assert key not in run_of({**values, key: None})[2]
+
+
+def test_files_are_recognized_and_those_of_other_meanings_are_not_judged_as_trainers() -> None:
+    assert [recognize(values) for values in (AXOLOTL, FACTORY, SMALL_TRL)] == list(TOOLS)
+    assert recognize({"learning_rate": 1}) is None and recognize([1]) is None
+    for values, name in ((AXOLOTL, "Axolotl"), (FACTORY, "LLaMA-Factory")):
+        Path("file.yaml").write_text(yaml.safe_dump(values))
+        with pytest.raises(ConfigError, match=rf"file\.yaml: it is a file of {name}, .* shardmake init --from file"):
+            read_source(Path("file.yaml"))
+    Path("file.yaml").write_text("learning_rate: 1")
+    with pytest.raises(ConfigError, match=r"^--from: file\.yaml is a file of none of the known tools\."):
+        translate(Path("file.yaml"), 1)
