@@ -884,8 +884,9 @@ class Slurm(Section):
     )
     extra: dict[str, str | SlurmNumber | bool] = Field(
         default_factory=dict,
-        description="Further #SBATCH parameters, by their long names. Those that size a job (such as `mem`, `nodes`, "
-        "`gres`) hold for the training only, and `exclusive` for training and evaluate. With `requeue: true`, Slurm "
+        description="Further #SBATCH parameters, by their long names; false leaves one out, such as `comment`. Those "
+        "that size a job (such as `mem` and `gres`) hold for the training only, and `exclusive` for training and "
+        "evaluate. With `requeue: true`, Slurm "
         "restarts a job that it preempted or whose node failed; a training then resumes from its newest checkpoint.",
     )
 

@@ -112,7 +112,7 @@ def is_script(path: Path, text: str) -> bool:
 
 
 def read_script(name: str, text: str) -> list[Command]:
-    """Return the commands of a shell script that start a training, and those of which nobody can tell."""
+    """Return the commands of a shell script that start a training, and those that only a shell knows."""
     found = [
         command
         for line in read_commands(name, text)

@@ -189,7 +189,7 @@ class Training:
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     unknown: dict[str, str] = field(default_factory=dict)
-    """What is written in place of values that only a shell knows, by training argument or option of the launcher."""
+    """Texts in place of values that only a shell knows, by training argument or option of the launcher."""
     is_open: list[Library] = field(default_factory=list)
 
 

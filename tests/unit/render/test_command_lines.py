@@ -157,7 +157,7 @@ SHELL = {
 
 @pytest.mark.parametrize("name", SHELL)
 def test_a_value_is_known_or_said_to_be_unknown(name: str) -> None:
-    """What only a shell knows is shown as it is written, and the key "" holds a variable with any options."""
+    """An unknown value is shown as it is written, and the key "" holds a variable with any options."""
     text, expected = SHELL[name]
     (found,) = read_script("train.sh", text)
     arguments = read_arguments(found)
