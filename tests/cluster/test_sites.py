@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from tests.cluster.fault_run import ClusterCheckout
 from tests.cluster.harness import Cluster
 
 pytestmark = pytest.mark.cluster
@@ -117,3 +119,41 @@ def test_options_that_every_job_has_can_be_left_out(cluster: Cluster, shared_fol
         lines = [line for line in text.splitlines() if line.startswith("#SBATCH")]
         assert status == 0, said
         assert not [line for line in lines if any(f"--{name}" in line for name in left_out)]
+
+
+@pytest.fixture
+def environment(shared_folder: Path) -> Path:
+    """An environment of another path with the same packages, whose Python notes the hosts and what they start."""
+    folder = shared_folder / "another environment"
+    (folder / "bin").mkdir(parents=True)
+    for name in ("lib", "pyvenv.cfg"):
+        (folder / name).symlink_to(Path(sys.prefix, name))
+    for program in Path(sys.prefix, "bin").iterdir():
+        (folder / "bin" / program.name).symlink_to(program.resolve())
+    python = folder / "bin/python"
+    python.unlink()
+    python.write_text(f'#!/bin/sh\necho "$(hostname) $*" >> "{folder}/used"\nexec "{folder}/bin/python3" "$@"\n')
+    python.chmod(0o755)
+    return folder
+
+
+@pytest.mark.training
+def test_jobs_use_their_own_environment_and_the_doctor_checks_both(
+    checkout: ClusterCheckout, environment: Path, shared_folder: Path
+) -> None:
+    checkout.configure_cluster(max_steps=4, checkpoints={"every_steps": 4})
+    file = checkout.root / "config/cluster.yaml"
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"environment": str(environment)}))
+    checkout.on_login_node("shardmake", "fetch", "demo")
+    checkout.on_login_node("snakemake", "--profile", "slurm", "render", "data")
+    checkout.on_login_node("shardmake", "train", "demo")
+    used = (environment / "used").read_text().splitlines()
+    assert {host for line in used if "submitit" in line for host in line.split()[:1]} == {"c1", "c2"}
+    assert any("shardmake.cli data" in line for line in used), used
+
+    words = ("shardmake", "doctor", "--cluster", str(file), "--node", "--skip-builds", "--json")
+    answer = json.loads(re.sub(r"(?s)^.*?(?=\{)", "", checkout.on_login_node(*words, check=False), count=1))
+    login = {row["check"]: row for row in answer["login_node"]}["environment of the jobs"]
+    node = {row["check"]: row for row in answer["compute_nodes"]}["environment"]
+    assert login["found"] == f"{environment}, with the versions of this one"
+    assert node["found"] == f"{environment}, the same versions as on the login node"

@@ -67,7 +67,7 @@ NAMES: Final = (
     Names(
         "torch",
         "torch.distributed.distributed_c10d",
-        ("_get_default_store", "_get_object_coll_device", "_set_pg_timeout", "_world"),
+        ("_get_default_store", "_get_object_coll_device", "_world"),
     ),
     Names("torch", "torch.distributed.algorithms._checkpoint.checkpoint_wrapper", ("_CHECKPOINT_PREFIX",)),
     Names("torch", "torch.distributed.fsdp.FSDPModule", ("_get_fsdp_state",)),

@@ -15,6 +15,7 @@ from shardmake.core.errors import ShardmakeError, nearest
 from shardmake.core.hub import ask_endpoint
 from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import GIB, format_bytes, format_duration, plural
+from shardmake.launch.container import check_job_environment
 from shardmake.launch.gpu_status import installed_cuda, list_gpus
 from shardmake.launch.gpus import check_build
 from shardmake.launch.slurm_jobs import run_slurm
@@ -47,6 +48,8 @@ def login_checks(cluster: Cluster | None, asked: Slurm, folder: Path) -> dict[st
         "versions": lambda: check_constraints(find_constraints()),
         "torch": lambda: check_torch(cluster),
     }
+    if cluster is not None and cluster.environment:
+        here["environment of the jobs"] = lambda: check_job_environment(cluster)
     return here if cluster is not None and cluster.executor == "local" else slurm | here
 
 
