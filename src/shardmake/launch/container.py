@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,17 +169,25 @@ def check_job_environment(cluster: Cluster) -> Iterator[Finding]:
     if not python.exists():
         yield not_checked(name, f"{python} is not on this node", advice)
         return
+    if _machine(python) not in ("", _machine(Path(sys.executable))):
+        yield not_checked(name, f"{python} is built for another architecture", advice)
+        return
     command = [*JobEnvironment(Path(cluster.environment)).python, "-c", _PROBE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
-    if "Exec format error" in done.stderr:
-        yield not_checked(name, f"{python} is built for another architecture", advice)
-    elif done.returncode:
+    if done.returncode:
         reason = done.stderr.strip().rpartition("\n")[2]
         yield stops(name, f"{python} cannot start Shardmake: {reason}", "Install Shardmake in that environment.")
     else:
         there, advice = json.loads(done.stdout.splitlines()[-1]), "Install the same versions in both environments."
         different = check_versions(there, library_versions(), f"in {cluster.environment}", advice)
         yield from different or [ok(name, f"{cluster.environment}, with the versions of this one")]
+
+
+def _machine(program: Path) -> str:
+    """Return the architecture in the header of an ELF program; empty for another file."""
+    with program.open("rb") as file:
+        header = file.read(20)
+    return header[18:20].hex() if header.startswith(b"\x7fELF") else ""
 
 
 def check_container(cluster: Cluster, run_folders: Iterable[Path] = (), runs: Iterable[Run] = ()) -> None:
