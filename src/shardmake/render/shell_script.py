@@ -5,6 +5,7 @@ from outside, becomes *unknown* characters within a word: they show what is writ
 A variable whose value depends on a branch or on the turn of a loop is unknown as well.
 """
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -137,7 +138,8 @@ class _Reader:
                 yield ShellCommand(line, words)
             else:
                 reader = _Reader(f"{self.name}, line {line}", inner, dict(self.values))
-                yield from (ShellCommand(line, one.words) for one in reader.commands())
+                with contextlib.suppress(ConfigError):  # its quotes may be in a value that only a shell knows
+                    yield from (ShellCommand(line, one.words) for one in reader.commands())
 
     def _keywords(self, words: list[str], start: int) -> list[str]:
         """Return ``words`` without those that only steer the script, and follow its branches and loops."""
@@ -285,8 +287,8 @@ class _Reader:
                 word += self.text[self.at + 1 : self.at + 2].replace("\n", "")
                 begun, self.at = True, self.at + 2
             elif one in "$`":
-                values, quoted = self._expansion()
-                if assigns or quoted:
+                values, is_word = self._expansion()
+                if assigns or is_word:
                     word, begun = word + " ".join(values), True
                 else:
                     word, begun = _spread(word, begun, values, done)
@@ -325,13 +327,16 @@ class _Reader:
                 word += self.text[self.at + 1].replace("\n", "")
                 self.at += 2
             elif one in "$`":
-                word += " ".join(self._expansion()[0])
+                word += " ".join(self._expansion(quoted=True)[0])
             else:
                 word, self.at = word + one, self.at + 1
         raise self._unclosed(start, '"')
 
-    def _expansion(self) -> tuple[list[str], bool]:
-        """Return the values of what begins with a dollar sign or a backquote, and if they are quoted."""
+    def _expansion(self, *, quoted: bool = False) -> tuple[list[str], bool]:
+        """Return the values of what begins with a dollar sign or a backquote, and if they are one word.
+
+        ``quoted`` says that it stands in double quotes.
+        """
         start, rest = self.at, self.text[self.at + 1 : self.at + 2]
         if self.text[start] == "`":
             self.at = self._close("`") + 1
@@ -342,7 +347,7 @@ class _Reader:
             found = _VALUE.fullmatch(self.text[start + 2 : self.at - 1])
             if found and (values := self.values.get(found[1])) is not None:
                 return (values if found[2] else values[:1] or [""]), False
-        elif rest == "'":
+        elif rest == "'" and not quoted:
             self.at += 1
             end = self._close("'")
             text, self.at = self.text[self.at + 1 : end], end + 1
@@ -357,19 +362,21 @@ class _Reader:
         return [unknown(self.text[start : self.at])], False
 
     def _close(self, quote: str) -> int:
-        end = self.text.find(quote, self.at + 1)
-        if end < 0:
+        pattern = r"(?:[^\\`]|\\.)*`" if quote == "`" else rf"[^{quote}]*{quote}"
+        if (found := re.compile(pattern, re.DOTALL).match(self.text, self.at + 1)) is None:
             raise self._unclosed(self.at, quote)
-        return end
+        return found.end() - 1
 
     def _matching(self, start: int, opening: str, closing: str) -> int:
         """Return the position behind the bracket that closes the one at ``start``."""
-        depth, at = 0, start
+        depth, at, quoted = 0, start, False
         while at < len(self.text):
             one = self.text[at]
             if one == "\\":
                 at += 1
-            elif one == "'" and (end := self.text.find("'", at + 1)) > 0:
+            elif one == '"':
+                quoted = not quoted
+            elif one == "'" and not quoted and (end := self.text.find("'", at + 1)) > 0:
                 at = end
             depth += (one == opening) - (one == closing)
             at += 1

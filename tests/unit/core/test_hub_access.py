@@ -1,4 +1,4 @@
-"""The hub behind a private authority, a proxy or an endpoint of one's own, on the loopback interface."""
+"""The hub behind a private authority, a proxy or another endpoint, on the loopback interface."""
 
 import http.server
 import json
