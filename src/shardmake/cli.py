@@ -31,7 +31,7 @@ from shardmake.core.failures import describe_unexpected, explain
 from shardmake.core.log import configure_logging
 from shardmake.core.login_memory import turn
 from shardmake.core.permissions import share, share_tree
-from shardmake.core.private_names import check_libraries, newer_libraries
+from shardmake.core.private_names import check_libraries, library_warnings
 from shardmake.core.process import within_limits
 from shardmake.core.secrets import redacted_output
 from shardmake.doctor.options import Options
@@ -133,7 +133,7 @@ def _stage(
 ) -> Iterator[tuple[Run, Cluster, RunDir]]:
     """Open a run as `_open`, record the settings of ``stage`` after its success, and notify of its end."""
     check_libraries()
-    for message in newer_libraries() if stage in ("plan", "train") else ():
+    for message in library_warnings() if stage in ("plan", "train") else ():
         logger.warning(message)
     run, cluster, rundir = _open(name, files, runs, on_node=on_node)
     refuse_ended(name)

@@ -20,7 +20,8 @@ def slurm_conf(state: Path, *, accounting: bool) -> str:
     """`slurm.conf` of a cluster that keeps its files in ``state``.
 
     The partitions `gpu` and `cpu` accept only jobs with the parameters of `job_submit`, as at strict sites; `open`, the
-    default, is for the jobs of the tests themselves. Three values differ from Slurm's defaults to save waiting: a
+    default, is for the jobs of the tests themselves. `whole` refuses a request of memory, and `percpu` takes it for each
+    CPU alone. Three values differ from Slurm's defaults to save waiting: a
     credential expires after 30 s, the time for which Slurm holds a requeued job and in which all nodes must have begun
     a step, a silent node is down after 20 s, and the scheduler runs every second.
     """
@@ -60,6 +61,8 @@ NodeName={_NODE_LIST} CPUs=2 RealMemory=8000 Gres=gpu:a100:{GPUS_PER_NODE} Featu
 PartitionName=open Nodes={_NODE_LIST} Default=YES PriorityTier=1 GraceTime=8
 PartitionName=gpu Nodes={_NODE_LIST} PriorityTier=1 GraceTime=8
 PartitionName=cpu Nodes={_NODE_LIST} PriorityTier=1 GraceTime=8
+PartitionName=whole Nodes={_NODE_LIST} PriorityTier=1
+PartitionName=percpu Nodes={_NODE_LIST} PriorityTier=1
 PartitionName=urgent Nodes={_NODE_LIST} PriorityTier=10 PreemptMode=OFF
 """
 
@@ -89,6 +92,14 @@ function slurm_job_submit(job, partitions, user)
       slurm.log_user("the partition " .. job.partition .. " requires " .. name .. "=" .. value)
       return slurm.ERROR
     end
+  end
+  if job.partition == "whole" and (job.min_mem_per_node or job.min_mem_per_cpu) then
+    slurm.log_user("the partition whole gives whole nodes: the option --mem is not available")
+    return slurm.ERROR
+  end
+  if job.partition == "percpu" and not job.min_mem_per_cpu then
+    slurm.log_user("the partition percpu needs --mem-per-cpu")
+    return slurm.ERROR
   end
   return slurm.SUCCESS
 end

@@ -129,6 +129,7 @@ EFFECTS: Final = (
         keys=(
             *("cluster.accelerator", "cluster.gpu_memory_gib", "cluster.processes_per_node", "cluster.nvme_path"),
             *("cluster.internet_on_compute_nodes", "cluster.scratch", "cluster.slurm.", "cluster.env"),
+            "cluster.environment",
             "data.chat_template",  # its content counts, with the other keys of the data
         ),
     ),

@@ -898,8 +898,9 @@ class Slurm(Section):
     )
     extra: dict[str, str | SlurmNumber | bool] = Field(
         default_factory=dict,
-        description="Further #SBATCH parameters, by their long names. Those that size a job (such as `mem`, `nodes`, "
-        "`gres`) hold for the training only, and `exclusive` for training and evaluate. With `requeue: true`, Slurm "
+        description="Further #SBATCH parameters, by their long names; false leaves one out, such as `comment`. Those "
+        "that size a job (such as `mem` and `gres`) hold for the training only, and `exclusive` for training and "
+        "evaluate. With `requeue: true`, Slurm "
         "restarts a job that it preempted or whose node failed; a training then resumes from its newest checkpoint.",
     )
 
@@ -985,6 +986,11 @@ class Cluster(Section):
         description="Environment variables of the ranks, such as `NCCL_IB_HCA`, which replace those that the job "
         "inherits and those that Shardmake sets. For secrets, use your shell: jobs inherit its variables.",
     )
+    environment: PathText | None = Field(
+        None,
+        description="Python environment of the jobs (the folder above `bin/python`), if compute nodes have another one "
+        "than the login node. Both have the same versions.",
+    )
     slurm: Slurm = Field(Slurm(), description="Slurm parameters, for `executor: slurm`.")
 
     @field_validator("accelerator")
@@ -999,6 +1005,15 @@ class Cluster(Section):
                 "slurm: these parameters have no effect with `executor: local`. Remove the section, or write "
                 "`executor: slurm`"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_environment(self) -> "Cluster":
+        if self.environment and (self.executor == "local" or self.slurm.container):
+            other = "slurm.container, whose image has one" if self.slurm.container else "`executor: local`"
+            raise ValueError(f"environment: it has no effect with {other}. Remove the key")
+        if self.environment and not self.environment.startswith("/"):
+            raise ValueError(f"environment: {self.environment!r} is not an absolute path. Write one")
         return self
 
     @model_validator(mode="after")

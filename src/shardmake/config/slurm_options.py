@@ -43,10 +43,6 @@ class SlurmOption:
     """Jobs without a GPU leave it out if they have a partition of their own."""
 
 
-_KEPT_FOR_TRAININGS = (
-    *("chdir", "cpus-per-gpu", "error", "gpus-per-task", "mem-per-gpu", "nodelist", "ntasks-per-gpu"),
-    *("ntasks-per-node", "open-mode", "output", "time-min"),
-)
 _SET_BY_DRIVERS = ("begin", "dependency", "no-requeue", "requeue")
 _REFUSED = {
     "job-name": "the driver finds its job by that name",
@@ -56,6 +52,28 @@ _REFUSED = {
     "clusters": "the driver asks one Slurm about its job; run Snakemake on a login node of that cluster",
     "signal": "the ranks save at a signal of their own; its time is the key slurm.signal_seconds",
     "nodes": "the plan decides them; write the key nodes of the run, or max_nodes of the cluster file",
+    "nodefile": "the plan decides the nodes; write the key exclude, or nodelist for a test",
+    **dict.fromkeys(
+        ("ntasks-per-node", "ntasks-per-gpu", "overcommit", "use-min-nodes"),
+        "each node has one task, which starts its ranks",
+    ),
+    **dict.fromkeys(
+        ("cpus-per-gpu", "gpus-per-socket", "gpus-per-task", "mem-per-gpu"),
+        "the plan decides what each node gives; write the keys gpu_request and memory",
+    ),
+    **dict.fromkeys(
+        ("chdir", "error", "input", "open-mode", "output"),
+        "the driver reads the job's output in the folder of the run",
+    ),
+    **dict.fromkeys(
+        ("help", "parsable", "quiet", "test-only", "usage", "verbose", "version", "wait", "wrap"),
+        "it concerns the command sbatch, whose answer the driver reads, and not the job",
+    ),
+    **dict.fromkeys(
+        ("export-file", "get-user-env", "gid", "uid"),
+        "the job runs as you, in the environment of the driver; put variables into the key env of the cluster file",
+    ),
+    "container": "write the section slurm.container",
 }
 _ROWS = (
     SlurmOption("partition", key="partition", submitit="partition", snakemake="slurm_partition"),
@@ -77,7 +95,7 @@ _ROWS = (
     SlurmOption("exclusive", until=JobKind.EVALUATE),
     SlurmOption("reservation", of_partition=True),
     *(SlurmOption(flag, until=JobKind.TRAINING, refused=reason) for flag, reason in _REFUSED.items()),
-    *(SlurmOption(flag, until=JobKind.TRAINING) for flag in _KEPT_FOR_TRAININGS),
+    *(SlurmOption(flag, until=JobKind.TRAINING) for flag in ("nodelist", "time-min")),
     *(SlurmOption(flag, until=JobKind.CPU_STAGE) for flag in _SET_BY_DRIVERS),
 )
 SLURM_OPTIONS: Final[Mapping[str, SlurmOption]] = {row.flag: row for row in _ROWS}

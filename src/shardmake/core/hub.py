@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from json import JSONDecodeError
 from pathlib import Path
 from socket import gaierror
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from shardmake.core.errors import HubError, ShardmakeError
 
@@ -82,7 +82,7 @@ def with_retries(action: Callable[[], T]) -> T:
         try:
             return action()
         except Exception as error:
-            if not _is_temporary(error) or (_has_no_name(error) and wait > RETRY_WAITS[0]):
+            if not _is_temporary(error) or _is_untrusted(error) or (_has_no_name(error) and wait > RETRY_WAITS[0]):
                 raise
             seconds = max(wait, _requested_wait(error))
             logger.warning("The transfer was interrupted: %s. Retrying in %g s.", first_line(error), seconds)
@@ -95,6 +95,37 @@ def _has_no_name(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, gaierror):
         error = error.__cause__ or error.__context__
     return error is not None
+
+
+UNTRUSTED: Final = (
+    "No authority that Python knows signed the server's certificate, as with a private authority or a proxy that "
+    "inspects traffic. Set SSL_CERT_FILE to your site's file of authorities; the hub's client does not read "
+    "REQUESTS_CA_BUNDLE or CURL_CA_BUNDLE."
+)
+
+
+def _is_untrusted(error: BaseException | None) -> bool:
+    """Return whether a server's certificate was refused, by ``error`` or by its cause."""
+    while error is not None:
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def ask_endpoint() -> str:
+    """Return the address of the hub, which answered.
+
+    Raises:
+        HubError: It does not answer; the message has the reason and what to do.
+    """
+    from huggingface_hub import get_session
+    from huggingface_hub.constants import ENDPOINT
+
+    otherwise = "Check HF_ENDPOINT, HTTPS_PROXY and NO_PROXY. Where nothing is fetched, this does not matter."
+    with translate_hub_errors(f"The hub {ENDPOINT}", {}, otherwise):
+        get_session().head(ENDPOINT, timeout=10)
+    return str(ENDPOINT)
 
 
 def _requested_wait(error: Exception) -> float:
@@ -155,7 +186,8 @@ def translate_hub_errors(what: str, advice: Mapping[int, str], otherwise: str) -
         raise
     except (HTTPError, OSError, RuntimeError, ValueError) as error:  # ValueError: the hub rejects an upload
         reason = first_line(error)
-        todo = _NO_NETWORK if _has_no_name(error) else advice.get(_status_to_explain(error, reason), otherwise)
+        known = UNTRUSTED if _is_untrusted(error) else _NO_NETWORK if _has_no_name(error) else None
+        todo = known or advice.get(_status_to_explain(error, reason), otherwise)
         raise HubError(f"{what} failed: {reason}\n{todo}") from error
 
 

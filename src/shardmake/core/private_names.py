@@ -27,6 +27,12 @@ SUPPORTED: Final[Mapping[str, tuple[str, str]]] = {
 """The oldest and the newest version with which the tests ran. pyproject.toml requires the oldest."""
 
 
+BROKEN_PAIRS: Final = (
+    ("transformers", "5.24", "peft", "0.22", "model.add_adapter of a script stops. Use PEFT's get_peft_model there."),
+)
+"""A library from a version on, another one below a version, and what then breaks in a user's script."""
+
+
 @dataclass(frozen=True)
 class Names:
     """Private names of one class or module."""
@@ -67,7 +73,7 @@ NAMES: Final = (
     Names(
         "torch",
         "torch.distributed.distributed_c10d",
-        ("_get_default_store", "_get_object_coll_device", "_set_pg_timeout", "_world"),
+        ("_get_default_store", "_get_object_coll_device", "_world"),
     ),
     Names("torch", "torch.distributed.algorithms._checkpoint.checkpoint_wrapper", ("_CHECKPOINT_PREFIX",)),
     Names("torch", "torch.distributed.fsdp.FSDPModule", ("_get_fsdp_state",)),
@@ -190,12 +196,17 @@ def check_libraries() -> None:
         )
 
 
-def newer_libraries() -> Iterator[str]:
-    """Yield a warning about each library that is newer than the newest one with which Shardmake was tested."""
-    for name, found in installed_versions(SUPPORTED).items():
+def library_warnings() -> Iterator[str]:
+    """Yield a warning about each library that is newer than the newest tested one, and about pairs that break."""
+    installed = {name: found for name, found in installed_versions(SUPPORTED).items() if found}
+    for name, found in installed.items():
         newest = _numbers(SUPPORTED[name][1])
-        if found and _numbers(found)[: len(newest)] > newest:
+        if _numbers(found)[: len(newest)] > newest:
             yield f"{name} {found} is newer than {SUPPORTED[name][1]}, the newest that was tested. {_advice(name)}"
+    for name, first, other, needed, effect in BROKEN_PAIRS:
+        both = name in installed and other in installed
+        if both and _numbers(installed[name]) >= _numbers(first) and _numbers(installed[other]) < _numbers(needed):
+            yield f"{name} {installed[name]} with {other} {installed[other]}: {effect}"
 
 
 def _numbers(text: str) -> tuple[int, ...]:

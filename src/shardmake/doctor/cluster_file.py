@@ -1,5 +1,6 @@
 """The cluster of a check: from a cluster file or from sinfo, and back into a cluster file with what was measured."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def draft_cluster(options: Slurm, partitions: Mapping[str, Partition]) -> Cluste
     group = _choose_group(partition, options)
     asked = (options.gpu_type or "").lower()
     types = [(name, count) for name, count in group.gpus.items() if asked in ("", name.lower())]
-    gpu_type, gpus = max(types, key=lambda item: item[1], default=("", 0))
+    gpu_type, gpus = max(types, key=lambda item: (not is_slice(item[0]), item[1]), default=("", 0))
     limit = min(_DEFAULT_MINUTES, partition.time_limit_minutes or _DEFAULT_MINUTES)
     slurm = options.model_dump(exclude_unset=True) | {
         "partition": partition.name,
@@ -76,7 +77,16 @@ def _choose_group(partition: Partition, options: Slurm) -> NodeGroup:
             f"No node of partition {partition.name!r} has the GPU type and features of --gpu-type and --constraint. "
             f"Its GPU types are: {', '.join(types)}. `shardmake doctor` lists the features."
         )
-    return max(fitting, key=lambda group: (sum(group.gpus.values()), group.nodes))
+    return max(fitting, key=lambda group: (_whole_gpus(group), sum(group.gpus.values()), group.nodes))
+
+
+def is_slice(gpu_type: str) -> bool:
+    """Return whether a GPU type of Slurm is a MIG slice, such as ``1g.10gb`` or ``a100_1g.5gb``."""
+    return re.search(r"\dg\.\d+gb", gpu_type.lower()) is not None
+
+
+def _whole_gpus(group: NodeGroup) -> int:
+    return sum(count for name, count in group.gpus.items() if not is_slice(name))
 
 
 def _guess(gpu_type: str) -> str:

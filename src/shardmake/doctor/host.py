@@ -62,7 +62,7 @@ def check_environment(login: str | None, versions: Mapping[str, str]) -> Iterato
     if login is None:
         advice, place = "Install the login node's versions in the image.", "in the container"
     elif sys.prefix != login:
-        yield warning("environment", f"Python is in {sys.prefix}, on the login node in {login}", advice)
+        yield warning("environment", f"Python is in {sys.prefix}, and jobs should have {login}", advice)
     different = check_versions(library_versions(), versions, place, advice)
     yield from different
     if not different and login in (None, sys.prefix):

@@ -39,7 +39,7 @@ def make_request(cluster: Cluster, nodes: int, *, build_kernels: bool) -> Doctor
         cluster=cluster,
         nodes=nodes,
         versions=library_versions(),
-        environment=None if cluster.slurm.container else sys.prefix,
+        environment=None if cluster.slurm.container else cluster.environment or sys.prefix,
         build_kernels=build_kernels,
     )
 

@@ -12,8 +12,10 @@ from shardmake.config.models import Cluster, Slurm
 from shardmake.core.disk import free_space, mount_of
 from shardmake.core.environment import PROJECT, hub_cache, installed_versions
 from shardmake.core.errors import ShardmakeError, nearest
+from shardmake.core.hub import ask_endpoint
 from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import GIB, format_bytes, format_duration, plural
+from shardmake.launch.container import check_job_environment
 from shardmake.launch.gpu_status import installed_cuda, list_gpus
 from shardmake.launch.gpus import check_build
 from shardmake.launch.slurm_jobs import run_slurm
@@ -41,10 +43,13 @@ def login_checks(cluster: Cluster | None, asked: Slurm, folder: Path) -> dict[st
     }
     here: dict[str, Check] = {
         "shared folder": lambda: check_shared_folder(folder, on_slurm=cluster is None or cluster.executor == "slurm"),
+        "hub": check_hub,
         "hub cache": lambda: check_cache(cluster),
         "versions": lambda: check_constraints(PROJECT / "constraints.txt"),
         "torch": lambda: check_torch(cluster),
     }
+    if cluster is not None and cluster.environment:
+        here["environment of the jobs"] = lambda: check_job_environment(cluster)
     return here if cluster is not None and cluster.executor == "local" else slurm | here
 
 
@@ -57,6 +62,26 @@ def check_slurm() -> Finding:
     if answer.returncode:
         return stops("Slurm", f"{version or 'Slurm'} does not answer: {_first_line(answer.stderr)}", _LOGIN_NODE)
     return ok("Slurm", f"{version or 'the controller'} answers")
+
+
+_BUNDLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+_PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
+
+
+def check_hub() -> Finding:
+    """Return whether the hub answers with the proxy and the authorities of the environment; nothing is fetched."""
+    for name in _BUNDLES:
+        if (file := os.environ.get(name)) and not Path(file).is_file():
+            return stops("hub", f"{name} is {file}, which is not a file", "Set it to your site's file of authorities.")
+    if os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("0", "", "false"):
+        return ok("hub", "HF_HUB_OFFLINE is set: nothing is fetched here")
+    proxies = [name for name in _PROXIES if os.environ.get(name)]
+    through = f" through {proxies[0]}" if proxies else ""
+    try:
+        return ok("hub", f"{ask_endpoint()} answers{through}")
+    except ShardmakeError as error:
+        found, _, advice = str(error).partition("\n")
+        return warning("hub", f"{found.rstrip('.')}{through}", advice)
 
 
 def check_accounts(asked: Slurm) -> Iterator[Finding]:

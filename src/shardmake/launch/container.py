@@ -11,7 +11,8 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from shardmake.config.models import Cluster, Container, Run
 from shardmake.core.environment import cache_folder, hub_cache, library_versions
 from shardmake.core.errors import ConfigError
 from shardmake.launch.preflight import check_versions
+from shardmake.run.findings import Finding, Verdict, not_checked, ok, stops
 
 logger = logging.getLogger(__name__)
 PROBE_SECONDS = 300
@@ -92,11 +94,34 @@ class JobContainer:
         return f'shardmake() {{ {words} "$@"; }}'
 
 
-def job_container(cluster: Cluster, run_folders: Iterable[Path] = (), runs: Iterable[Run] = ()) -> JobContainer | None:
-    """Return the container of the jobs of ``runs``, which are in ``run_folders``; None if the cluster file has none."""
+@dataclass(frozen=True)
+class JobEnvironment:
+    """The Python environment of one job, which is not that of the login node; with the names of `JobContainer`."""
+
+    folder: Path
+    srun_options: Sequence[str] = ()
+
+    @property
+    def python(self) -> list[str]:
+        """The command that runs Python, with the code of this checkout if there is one."""
+        return ["env", "-u", "PYTHONHOME", f"PYTHONPATH={code_folder() or ''}", str(self.folder / "bin/python")]
+
+    @property
+    def shell_function(self) -> str:
+        """See `JobContainer`."""
+        return f'shardmake() {{ {shlex.join([*self.python, "-m", "shardmake.cli"])} "$@"; }}'
+
+
+def job_container(
+    cluster: Cluster, run_folders: Iterable[Path] = (), runs: Iterable[Run] = ()
+) -> JobContainer | JobEnvironment | None:
+    """Return the container of the jobs of ``runs``, which are in ``run_folders``, or their own environment.
+
+    None if they use the login node's environment.
+    """
     container = cluster.slurm.container
     if container is None:
-        return None
+        return JobEnvironment(Path(cluster.environment)) if cluster.environment else None
     shared = [Path.cwd(), code_folder(), hub_cache(cluster.cache), cache_folder()]
     for folder in run_folders:
         # Links in a run's folder and in its parts may lead to another file system.
@@ -135,14 +160,47 @@ def image_file(container: Container) -> Path | None:
     return Path(image).absolute() if is_path else None
 
 
+def check_job_environment(cluster: Cluster) -> Iterator[Finding]:
+    """Compare the environment of the jobs with this one; its programs may be of another architecture."""
+    if cluster.environment is None:
+        return
+    name, python = "environment of the jobs", Path(cluster.environment) / "bin/python"
+    advice = "`shardmake doctor --node` checks it on a node."
+    if not python.exists():
+        yield not_checked(name, f"{python} is not on this node", advice)
+        return
+    if _machine(python) not in ("", _machine(Path(sys.executable))):
+        yield not_checked(name, f"{python} is built for another architecture", advice)
+        return
+    command = [*JobEnvironment(Path(cluster.environment)).python, "-c", _PROBE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+    if done.returncode:
+        reason = done.stderr.strip().rpartition("\n")[2]
+        yield stops(name, f"{python} cannot start Shardmake: {reason}", "Install Shardmake in that environment.")
+    else:
+        there, advice = json.loads(done.stdout.splitlines()[-1]), "Install the same versions in both environments."
+        different = check_versions(there, library_versions(), f"in {cluster.environment}", advice)
+        yield from different or [ok(name, f"{cluster.environment}, with the versions of this one")]
+
+
+def _machine(program: Path) -> str:
+    """Return the architecture in the header of an ELF program; empty for another file."""
+    with program.open("rb") as file:
+        header = file.read(20)
+    return header[18:20].hex() if header.startswith(b"\x7fELF") else ""
+
+
 def check_container(cluster: Cluster, run_folders: Iterable[Path] = (), runs: Iterable[Run] = ()) -> None:
-    """Check the image, and start Shardmake in it if this machine has Apptainer.
+    """Check the image, and start Shardmake in it if this machine has Apptainer; or check the jobs' environment.
 
     Raises:
-        ConfigError: The image cannot be read, a path cannot be bound, or the image's Python cannot run Shardmake.
+        ConfigError: The image cannot be read, a path cannot be bound, or the jobs' Python cannot run Shardmake.
     """
+    for wrong in check_job_environment(cluster):
+        if wrong.verdict is Verdict.STOPS:
+            raise ConfigError(f"environment: {wrong.found}. {wrong.advice}")
     job = job_container(cluster, run_folders, runs)
-    if job is None:
+    if not isinstance(job, JobContainer):
         return
     file = image_file(job.container)
     if file and not os.access(file, os.R_OK):

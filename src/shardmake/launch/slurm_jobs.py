@@ -22,7 +22,7 @@ from shardmake.core.atomic import digest
 from shardmake.core.errors import SlurmError, TooFewNodesError
 from shardmake.core.permissions import private_folder
 from shardmake.core.private_names import private
-from shardmake.launch.container import JobContainer, job_container
+from shardmake.launch.container import JobContainer, JobEnvironment, job_container
 from shardmake.launch.jobs import ActiveJob, job_name
 from shardmake.launch.slurm_request import SlurmRequest
 from shardmake.launch.slurm_states import (
@@ -251,7 +251,7 @@ def _task_command(executor: Any, folder: AttemptDir) -> str:
     return f"{executor.python} -u -m shardmake.launch.slurm_task {shlex.quote(str(folder.root))}"
 
 
-def make_executor(folder: Path, request: SlurmRequest, container: JobContainer | None) -> Any:
+def make_executor(folder: Path, request: SlurmRequest, container: JobContainer | JobEnvironment | None) -> Any:
     """Return submitit's executor, whose batch script and pickles are in ``folder``, for jobs in ``container``."""
     from submitit import SlurmExecutor
 
@@ -260,7 +260,7 @@ def make_executor(folder: Path, request: SlurmRequest, container: JobContainer |
         executor = SlurmExecutor(folder=folder)
     else:
         executor = SlurmExecutor(folder=folder, python=shlex.join(container.python))
-        parameters["srun_args"] += container.srun_options
+        parameters["srun_args"] += [*container.srun_options]
     executor.update_parameters(**parameters)
     private(executor).get_job_id_from_submission_command = _job_id
     return executor

@@ -53,7 +53,7 @@ class SlurmRequest:
             # Slurm 22.05 to 23.02 does not pass --cpus-per-task on to srun; one dead node must end the step.
             "srun_args": [f"--cpus-per-task={self.cpus}", "--kill-on-bad-exit=1", *slurm.srun_extra],
             "additional_parameters": {
-                **({} if "requeue" in extra else {"no-requeue": True}),
+                **({} if "requeue" in extra or self._is_left_out("no-requeue") else {"no-requeue": True}),
                 **others,
                 **_merged(self._gpus(), extra),
             },
@@ -89,7 +89,7 @@ class SlurmRequest:
         keys = {row.flag: self._value(row, row.key) for row in SLURM_OPTIONS.values() if row.key and row.is_value}
         excluded = ",".join(filter(None, [keys["exclude"], *self.excluded]))
         given = {"job-name": self.name, "comment": self.comment, **keys, "exclude": excluded}
-        return {flag: value for flag, value in given.items() if value}
+        return {flag: value for flag, value in given.items() if value and not self._is_left_out(flag)}
 
     def _value(self, option: SlurmOption, key: str) -> Any:
         slurm = self.cluster.slurm
@@ -116,7 +116,11 @@ class SlurmRequest:
             "time": self.minutes,
             "signal": self.signal and f"{self.signal}@{self.lead}",
         }
-        return {flag: value for flag, value in sizes.items() if value}
+        return {flag: value for flag, value in sizes.items() if value and not self._is_left_out(flag)}
+
+    def _is_left_out(self, flag: str) -> bool:
+        """Return whether the cluster file leaves an option out that every job has otherwise."""
+        return self.cluster.slurm.extra.get(flag) is False
 
     def _memory(self) -> dict[str, str]:
         """Return the option that requests host RAM, by sbatch's long name."""

@@ -9,7 +9,7 @@ from typing import Final
 from shardmake.config.models import Cluster, Run
 from shardmake.config.slurm_options import JobKind
 from shardmake.config.values import minutes
-from shardmake.launch.container import JobContainer
+from shardmake.launch.container import JobContainer, JobEnvironment
 from shardmake.launch.slurm_request import SlurmRequest
 from shardmake.run.plan import Resources
 
@@ -36,7 +36,9 @@ def memory_resources(cluster: Cluster, memory_mib: int, cpus: int) -> dict[str, 
     return {"mem_mb": memory_mib if form == "per_node" else 0}
 
 
-def job_shell_prefix(cluster: Cluster, programs: str = "", container: JobContainer | None = None) -> str:
+def job_shell_prefix(
+    cluster: Cluster, programs: str = "", container: JobContainer | JobEnvironment | None = None
+) -> str:
     """Return the start of the jobs' commands for Snakemake's `shell.prefix`, which replaces names in single braces.
 
     After the lines of ``slurm.setup`` come ``programs``, which find the commands of this environment. In a container,

@@ -186,7 +186,7 @@ def prepare(request: Mapping[str, Any]) -> Any:
         modeling_utils.save_on_cpu = _OnHost
         private(model).activation_checkpointing_enable({"use_reentrant": False}, offload=True)
     elif request["checkpointing"]:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     if request["checkpointing"] and METHODS[request["method"]].has_adapters:
         model.enable_input_require_grads()
     return model

@@ -46,10 +46,22 @@ _SINFO_FORMAT = "%P|%D|%c|%m|%l|%G|%f"
 def parse_partitions(text: str) -> dict[str, Partition]:
     """Return partitions by name from rows ``NAME|NODES|CPUS|MEMORY|TIMELIMIT|GRES|FEATURES``; ``*`` marks the default.
 
-    sinfo prints one row for nodes that are alike; a ``+`` means that a node has at least that much.
+    sinfo prints one row for nodes that are alike; a ``+`` means that a node has at least that much. With
+    SLURM_CLUSTERS, a line with the name of the cluster stands before the rows.
+
+    Raises:
+        ConfigError: The rows are those of several clusters.
     """
     found: dict[str, Partition] = {}
+    headers = [line for line in text.splitlines() if line.startswith("CLUSTER: ")]
+    if len(headers) > 1:
+        names = ", ".join(line.removeprefix("CLUSTER: ") for line in headers)
+        raise ConfigError(
+            f"sinfo lists several clusters: {names}. A run has its jobs in one. Set SLURM_CLUSTERS to one."
+        )
     for line in text.splitlines():
+        if line in headers:
+            continue
         fields = line.strip().split("|")
         if len(fields) != _SINFO_FORMAT.count("|") + 1:
             raise SlurmError(f"Cannot read a row of sinfo: {line!r}. Its format is {_SINFO_FORMAT}. Check sinfo here.")

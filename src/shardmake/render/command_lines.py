@@ -1,23 +1,24 @@
 """Command lines and shell scripts that start a training: the launcher's options and the program's arguments.
 
-The parsers of the launchers and of TrainingArguments read them. A shell script is read line by line: continuations,
-comments, and variables that the script sets once to a plain text. What needs a shell to evaluate is reported and left
-out, never guessed.
+The parsers of the launchers and of TrainingArguments read them. A value that only a shell knows passes each parser, is
+reported, and its setting is not compared (`shardmake.render.shell_script`).
 """
 
 import argparse
 import contextlib
 import io
-import itertools
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NoReturn
+from unittest import mock
 
+from shardmake.config.settings import SETTINGS
 from shardmake.core.errors import ConfigError
 from shardmake.core.private_names import private
+from shardmake.render.shell_script import is_unknown, read_commands, written
 from shardmake.render.trainer_settings import nearest_argument
 
 SCRIPTS: Final = (".sh", ".bash", ".sbatch", ".slurm")
@@ -29,20 +30,50 @@ MODULES: Final = {
     "deepspeed.launcher.runner": "deepspeed",
 }
 """Modules that are launchers when they are started by ``python -m``."""
-_SHELLS: Final = ("bash", "sh", "dash", "zsh", "ksh")
-_FILE_OPTIONS: Final = ("--deepspeed", "--deepspeed_config", "--deepspeed_config_file", "--config_file", "--config")
 # fmt: off
 _OTHER_PROGRAMS: Final = {
     "pip", "pip3", "git", "module", "echo", "printf", "which", "type", "hash", "grep", "pgrep", "pkill", "killall",
-    "ls", "cd", "cp", "mv", "rm", "mkdir", "cat", "tee", "tail", "source", ".", "export",
+    "ls", "cd", "cp", "mv", "rm", "mkdir", "cat", "tee", "tail", "source", ".", "export", "[", "[[", "test",
 }
 # fmt: on
 """Programs that may name a launcher without starting it."""
+_WRAPPERS: Final = ("srun", "mpirun", "mpiexec", "exec", "nohup", "apptainer", "singularity")
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A program that trains with settings of its own; ``commands`` are the words that start a training."""
+
+    title: str
+    commands: tuple[str, ...] = ()
+    has_arguments: bool = False
+    """Its options and its YAML file have the names of transformers' training arguments, with other defaults."""
+
+
+_TRL: Final = Tool("TRL", ("sft", "dpo", "grpo", "kto", "reward", "rloo"), has_arguments=True)
+_FACTORY: Final = Tool("LLaMA-Factory", ("train",), has_arguments=True)
+_TORCHTUNE: Final = Tool("torchtune", ("run",))
+TOOLS: Final = {
+    "trl": _TRL,
+    "llamafactory-cli": _FACTORY,
+    "llamafactory": _FACTORY,
+    "swift": Tool("ms-swift", ("sft", "pt", "rlhf"), has_arguments=True),
+    "axolotl": Tool("Axolotl", ("train",)),
+    "tune": _TORCHTUNE,
+    "torchtune": _TORCHTUNE,
+    **{name: Tool(title) for name, title in (("torchtitan", "torchtitan"), ("verl", "verl"), ("openrlhf", "OpenRLHF"))},
+    "nemo_automodel": Tool("NeMo Automodel"),
+}
+"""Tools by the name of their program or module."""
 
 
 @dataclass
 class Command:
-    """One command that starts a training; ``arguments`` are those of the program that it starts."""
+    """One command that starts a training; ``arguments`` are those of the program that it starts.
+
+    ``unknown`` are the options of the launcher whose values only a shell knows; ``is_open``, if it may have others.
+    A command without a launcher starts what only a shell knows.
+    """
 
     title: str
     launcher: str
@@ -52,15 +83,24 @@ class Command:
     config_file: str | None = None
     ranks: int | None = None
     notes: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    is_open: bool = False
+    tool: Tool | None = None
 
 
 @dataclass
 class Arguments:
-    """The training arguments of a program, and the files that it names."""
+    """The training arguments of a program, and the files that it names.
+
+    ``unknown`` are those whose value only a shell knows; ``is_open``, if it may have others that are not read.
+    """
 
     trainer: dict[str, Any] | None
     deepspeed: str | None = None
     files: list[str] = field(default_factory=list)
+    unknown: dict[str, str] = field(default_factory=dict)
+    is_open: bool = False
+    notes: list[str] = field(default_factory=list)
 
 
 # --- shell scripts ----------------------------------------------------------------------------------------------------
@@ -72,174 +112,44 @@ def is_script(path: Path, text: str) -> bool:
 
 
 def read_script(name: str, text: str) -> list[Command]:
-    """Return the commands of a shell script that start a training."""
-    lines = list(_logical_lines(text))
-    variables = _variables(lines)
-    commands = [
+    """Return the commands of a shell script that start a training, and those that only a shell knows."""
+    found = [
         command
-        for number, line in lines
-        for words in _commands(name, number, line, variables)
-        if (command := _from_line(f"{name}, line {number}", words, variables)) is not None
+        for line in read_commands(name, text)
+        if (command := _from_line(f"{name}, line {line.line}", line.words)) is not None
     ]
+    commands = [one for one in found if one.launcher]
     if not commands:
+        notes = " ".join(note for one in found for note in one.notes)
         raise ConfigError(
-            f"Cannot check {name}: no line of it starts accelerate, torchrun, deepspeed or python. Name the launcher "
-            "in the script itself, or give the command after --."
+            f"Cannot check {name}: no line of it starts accelerate, torchrun, deepspeed or python. {notes} Name the "
+            "launcher in the script itself, or give the command after --.".replace("  ", " ")
         )
-    return commands
+    return found
 
 
-def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield each command line with its number: continued lines joined, here-documents left out."""
-    until, number, joined = "", 0, ""
-    for count, line in enumerate(text.split("\n"), 1):
-        if until:
-            until = "" if line.strip() == until else until
-            continue
-        number = number or count
-        if line.endswith("\\"):
-            joined += line[:-1] + " "
-            continue
-        joined += line
-        if heredoc := re.search(r"<<-?\s*['\"]?(\w+)", joined):
-            until = heredoc[1]
-        yield number, joined
-        number, joined = 0, ""
-    if joined:
-        yield number, joined
-
-
-_SHELL: Final = "\ue000"
-"""Stands for a dollar sign in single quotes, which the shell does not evaluate."""
-_SUBSTITUTION: Final = re.compile(r"\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`")
-_HIDDEN: Final = {ord(character): 0xE100 + ord(character) for character in "()<>|&; '\"#"}
-"""Stand for what would end a word within a command substitution."""
-_SHOWN: Final = {hidden: character for character, hidden in _HIDDEN.items()}
-
-
-def _split(name: str, number: int, line: str) -> list[list[str]]:
-    """Return the words of each simple command of a line, without redirections."""
-    quoted = re.sub(r"'[^']*'", lambda found: found[0].replace("$", _SHELL), line)
-    quoted = _SUBSTITUTION.sub(lambda found: found[0].translate(_HIDDEN), quoted)
-    try:
-        lexer = shlex.shlex(quoted, posix=True, punctuation_chars=True)
-        lexer.whitespace_split = True
-        words = list(lexer)
-    except ValueError:
-        # A quote that ends on a later line: the lines between do not start a training.
-        if any(program in line for program in PROGRAMS[:3]):
-            raise ConfigError(f"{name}, line {number}: a quote is not closed. Close it on the same line.") from None
-        return []
-    commands: list[list[str]] = [[]]
-    redirected = False
-    for word in words:
-        if word and set(word) <= set("<>&|;()"):
-            redirected = "<" in word or ">" in word
-            if redirected and commands[-1] and commands[-1][-1].isdigit():
-                commands[-1].pop()
-            if not redirected:
-                commands.append([])
-        elif redirected:
-            redirected = False
-        else:
-            commands[-1].append(word)
-    return [command for command in commands if command]
-
-
-def _commands(name: str, number: int, line: str, variables: dict[str, str]) -> Iterator[list[str]]:
-    """Yield the words of each simple command of a line, also of those in the text of ``bash -c``."""
-    for words in _split(name, number, line):
-        text = _shell_text(words)
-        if text is None:
-            yield words
-        else:
-            yield from _commands(name, number, _expand(text.replace(_SHELL, "$"), variables), variables)
-
-
-def _shell_text(words: Sequence[str]) -> str | None:
-    """Return the commands that a shell gets as a text, as in ``srun bash -lc "torchrun ..."``; None for others."""
-    for shell, option, text in zip(words, words[1:], words[2:], strict=False):
-        if Path(shell).name in _SHELLS and re.fullmatch(r"-\w*c", option):
-            return text
-    return None
-
-
-def _variables(lines: Sequence[tuple[int, str]]) -> dict[str, str]:
-    """Return the variables that the script sets to one text only."""
-    found: dict[str, set[str]] = {}
-    for _, line in lines:
-        for words in _split("", 0, line) if "=" in line else []:
-            for word in itertools.takewhile(_is_assignment, words[1:] if words[0] == "export" else words):
-                key, _, value = word.partition("=")
-                found.setdefault(key, set()).add(value)
-    known: dict[str, str] = {}
-    for key, values in found.items():
-        text = _expand(next(iter(values)), known)
-        if len(values) == 1 and not _unknown(text):
-            known[key] = text
-    return known
-
-
-def _is_assignment(word: str) -> bool:
-    return re.match(r"[A-Za-z_]\w*=", word) is not None
-
-
-def _expand(word: str, variables: dict[str, str]) -> str:
-    return re.sub(r"\$(\w+)|\$\{(\w+)\}", lambda found: variables.get(found[1] or found[2], found[0]), word)
-
-
-def _unknown(word: str) -> bool:
-    return "$" in word or "`" in word
-
-
-def _from_line(title: str, words: list[str], variables: dict[str, str]) -> Command | None:
-    """Return the command of a line with its variables evaluated, or None if it starts no training."""
-    expanded: list[str] = []
-    for word in words:
-        text = _expand(word, variables)
-        # A variable that stands alone may hold several words. A shell does not evaluate the quotes in it.
-        alone = re.fullmatch(r"\$\{?\w+\}?", word) is not None and not _unknown(text)
-        expanded += text.split() if alone else [text]
-    start = _start(expanded)
-    if start is None:
-        return None
-    kept, left_out = _without_unknown(expanded[start:], title)
-    command = read_command([word.replace(_SHELL, "$") for word in kept], title)
-    if command is None:
-        return None
-    notes = [f"{written} is not compared: only a shell can evaluate it." for written in left_out]
-    command.notes = [*notes, *command.notes]
-    if any(re.split("[ =]", written)[0].replace("-", "_") in _RANK_OPTIONS for written in left_out):
-        command.ranks = None
+def _from_line(title: str, words: list[str]) -> Command | None:
+    """Return the command of a line, or None if it starts no training."""
+    command = read_command(words, title)
+    if command is None and _may_start(words):
+        line = shlex.join(map(written, words)).replace("'", "")
+        command = Command(title, "", "", [], notes=[f"{line} is not compared: only a shell knows what it starts."])
     return command
 
 
-_RANK_OPTIONS: Final = ("__nproc_per_node", "__nnodes", "__num_gpus", "__num_nodes", "__num_processes")
-
-
-def _without_unknown(words: list[str], title: str) -> tuple[list[str], list[str]]:
-    """Return the words whose value is known, and each option or word that was left out."""
-    kept: list[str] = []
-    left_out = []
-    for word in words:
-        if not _unknown(word):
-            kept.append(word)
-            continue
-        is_value = not word.startswith("--") and bool(kept) and kept[-1].startswith("--") and "=" not in kept[-1]
-        option = kept.pop() if is_value else ""
-        written = f"{option} {word.translate(_SHOWN)}".strip()
-        if (option or word).partition("=")[0] in _FILE_OPTIONS:
-            raise ConfigError(
-                f"Cannot check {title}: {written} names a file that only a shell can find out. Write its path there, "
-                "or set the variable once in the script."
-            )
-        left_out.append(written)
-    return kept, left_out
+def _may_start(words: Sequence[str]) -> bool:
+    """Return whether a variable stands for the program of a line that may start a training."""
+    first, *others = words
+    hidden = [word for word in words if is_unknown(word) and written(word).startswith("$")]
+    return bool(hidden) and (
+        (first in hidden and (not others or any(word.endswith(".py") for word in others)))
+        or (Path(first).name in _WRAPPERS and not any(word.endswith(".py") for word in others) and words[-1] in hidden)
+    )
 
 
 def _start(words: Sequence[str]) -> int | None:
     """Return the index of the word that names the launcher: wrappers such as srun and env may stand before it."""
-    program = next((Path(word).name for word in words if not _is_assignment(word)), "")
+    program = next((Path(word).name for word in words if not re.match(r"[A-Za-z_]\w*=", word)), "")
     if program in _OTHER_PROGRAMS or "install" in words:
         return None
     for index, word in enumerate(words):
@@ -249,7 +159,10 @@ def _start(words: Sequence[str]) -> int | None:
             return index
         if name in ("torchrun", "deepspeed"):
             return index
-        if re.fullmatch(r"python[\d.]*", name) and follows and (follows.endswith(".py") or follows in ("-m", "-u")):
+        if name in TOOLS and follows in TOOLS[name].commands:
+            return index
+        is_program = follows.endswith(".py") or follows in ("-m", "-u") or is_unknown(follows)
+        if re.fullmatch(r"python[\d.]*", name) and is_program:
             return index
     return None
 
@@ -263,55 +176,152 @@ def read_command(words: Sequence[str], title: str) -> Command | None:
     if start is None:
         return None
     name, rest = Path(words[start]).name, list(words[start + 1 :])
+    if name in TOOLS:
+        return _of_tool(Command(title, name, f"{name} {rest[0]}", rest[1:]), TOOLS[name])
     if name.startswith("python"):
         rest = rest[1:] if rest[0] == "-u" else rest
-        if rest[:1] != ["-m"]:
-            return Command(title, "python", rest[0], rest[1:], ranks=1)
-        name, rest = MODULES.get(rest[1], "python"), rest[1:] if rest[1] not in MODULES else rest[2:]
-        if name == "python":
-            return Command(title, "python", rest[0], rest[1:], ranks=1) if "train" in rest[0] else None
+        if rest[:1] == ["-m"] and rest[1:] and rest[1] in MODULES:
+            name, rest = MODULES[rest[1]], rest[2:]
+        else:
+            return _python(rest, title, any(Path(word).name in _WRAPPERS for word in words[:start]))
     elif name == "accelerate":
         rest = rest[1:]
-    return {"accelerate": _accelerate, "torchrun": _torchrun, "deepspeed": _deepspeed}[name](rest, title)
+    command = {"accelerate": _accelerate, "torchrun": _torchrun, "deepspeed": _deepspeed}[name](rest, title)
+    return _of_tool(command, _tool_of(command.program))
 
 
-def _parse(parser: argparse.ArgumentParser, words: list[str], title: str) -> argparse.Namespace:
+def _python(words: list[str], title: str, many: bool) -> Command | None:
+    """Return the program that Python starts; a wrapper such as srun may start it ``many`` times."""
+    is_module = words[:1] == ["-m"]
+    words = words[1:] if is_module else words
+    tool = _tool_of(words[0]) if words else None
+    if not words or (is_module and tool is None and "train" not in words[0]):
+        return None
+    return _of_tool(Command(title, "python", words[0], words[1:], ranks=None if many else 1), tool)
+
+
+def _tool_of(program: str) -> Tool | None:
+    """Return the tool to which a module or a program belongs, or whose trainers a program imports."""
+    path = Path(program)
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        if path.suffix == ".py" and re.search(r"^\s*(from|import) trl\b", path.read_text(), re.MULTILINE):
+            return _TRL
+    names = path.parts[:-1] if path.suffix == ".py" else (program.partition(".")[0],)
+    return next((TOOLS[name] for name in names if name in TOOLS), None)
+
+
+def _of_tool(command: Command, tool: Tool | None) -> Command:
+    """Return ``command`` with the tool that it starts, and a note of what is compared then."""
+    command.tool = tool
+    if tool is not None:
+        compared = "Only the options that are written are compared."
+        own = "Its settings are not compared, only the DeepSpeed file that it names."
+        defaults = "whose defaults are not those of Trainer" if tool.has_arguments else "which has settings of its own"
+        start = f"{command.program} starts a training of {tool.title}, {defaults}."
+        command.notes.append(f"{start} {compared if tool.has_arguments else own}")
+    return command
+
+
+def _relax(parser: argparse.ArgumentParser) -> None:
+    """Let every option of ``parser`` take a value that only a shell knows."""
+    for action in private(parser).actions:
+        if isinstance(action.type, type) or callable(action.type):
+            action.type = _or_unknown(action.type)
+        if action.choices is not None:
+            action.choices = _Choices(action.choices)
+
+
+def _or_unknown(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    def read_known(text: str) -> Any:
+        return text if is_unknown(text) else read(text)
+
+    read_known.__name__ = getattr(read, "__name__", "")
+    return read_known
+
+
+class _Choices(list[Any]):
+    """The values of an option, and every unknown one."""
+
+    def __contains__(self, value: object) -> bool:
+        return super().__contains__(value) or (isinstance(value, str) and is_unknown(value))
+
+
+def _parse(parser: argparse.ArgumentParser, words: list[str], title: str, command: Command) -> argparse.Namespace:
+    """Return what ``parser`` reads, without its unknown values, which become those of ``command``."""
+
     def refuse(message: str) -> NoReturn:
-        raise ConfigError(f"Cannot read the command of {title}: {message}. Correct the launcher's options.")
+        raise ConfigError(f"Cannot read the command of {title}: {written(message)}. Correct the launcher's options.")
 
     parser.error = refuse  # type: ignore[method-assign]
-    return parser.parse_args(words)
+    _relax(parser)
+    return _known(parser.parse_args, words, command)
+
+
+def _known(parse: Callable[[list[str]], argparse.Namespace], words: list[str], command: Command) -> argparse.Namespace:
+    """Return what ``parse`` reads. A variable in place of the program, before a Python file, holds further options."""
+    read = parse(words)
+    names = (("user_script", "user_args"), ("training_script", "training_script_args"))
+    name, others = next(pair for pair in names if hasattr(read, pair[0]))
+    program, arguments = getattr(read, name), getattr(read, others)
+    if is_unknown(program) and any(word.endswith(".py") for word in arguments):
+        command.is_open = True
+        command.notes.append(_OPEN.format(written(program), "the launcher"))
+        words.remove(program)
+        return _known(parse, words, command)
+    for key, value in vars(read).items():
+        if key not in (name, others) and isinstance(value, str) and is_unknown(value):
+            command.unknown.append(key)
+            if key in _COMPARED:
+                command.notes.append(UNKNOWN.format(key, written(value)))
+    command.program, command.arguments = program, list(arguments)
+    return read
+
+
+_COMPARED: Final = (
+    *("nnodes", "nproc_per_node", "num_gpus", "num_nodes", "num_processes"),
+    *(row.option for row in SETTINGS.values() if row.option),
+)
+"""Options of launchers that are compared, or that the number of ranks follows from."""
+UNKNOWN: Final = "{} is {}, and cannot be compared: only a shell knows its value."
+_OPEN: Final = (
+    "{} is not compared: only a shell knows its options. They may replace any option of {}, whose defaults are not "
+    "compared either."
+)
 
 
 def _accelerate(words: list[str], title: str) -> Command:
     from accelerate.commands.launch import launch_command_parser
 
-    read = _parse(launch_command_parser(), words, title)
-    flags = words[: len(words) - len(read.training_script_args) - 1]
-    take(flags, "--config_file")
-    command = Command(title, "accelerate", read.training_script, list(read.training_script_args), flags)
-    command.config_file, command.ranks = read.config_file, read.num_processes
+    command = Command(title, "accelerate", "", [])
+    read = _parse(launch_command_parser(), words, title, command)
+    flags = words[: len(words) - len(command.arguments) - 1]
+    command.config_file = take(flags, "--config_file")
+    for index, word in reversed(list(enumerate(flags))):
+        if is_unknown(word):
+            del flags[index - (not word.startswith("--")) : index + 1]
+    command.flags = flags
+    command.ranks = None if "num_processes" in command.unknown else read.num_processes
     return command
 
 
 def _torchrun(words: list[str], title: str) -> Command:
     from torch.distributed.run import get_args_parser
 
-    read = _parse(get_args_parser(), words, title)
-    command = Command(title, "torchrun", read.training_script, list(read.training_script_args))
+    command = Command(title, "torchrun", "", [])
+    read = _parse(get_args_parser(), words, title, command)
     nodes, per_node = str(read.nnodes).rpartition(":")[2], str(read.nproc_per_node)
     if re.fullmatch(r"-\d+|0+", per_node):
         raise ConfigError(f"Cannot check {title}: --nproc_per_node {per_node}. Every node needs at least 1 process.")
-    if not per_node.isdigit() and per_node not in _BY_DEVICE:
+    if not per_node.isdigit() and per_node not in _BY_DEVICE and not is_unknown(per_node):
         devices = ", ".join(_BY_DEVICE)
         raise ConfigError(
             f"Cannot check {title}: --nproc_per_node {per_node}. torchrun needs a number or one of {devices}."
         )
-    if not re.fullmatch(r"([1-9]\d*:)?[1-9]\d*", str(read.nnodes)):
+    if not re.fullmatch(r"([1-9]\d*:)?[1-9]\d*", str(read.nnodes)) and not is_unknown(str(read.nnodes)):
         raise ConfigError(
             f"Cannot check {title}: --nnodes {read.nnodes}. torchrun needs a number from 1 on, or MIN:MAX."
         )
-    command.ranks = int(nodes) * int(per_node) if per_node.isdigit() else None
+    command.ranks = int(nodes) * int(per_node) if per_node.isdigit() and nodes.isdigit() else None
     return command
 
 
@@ -322,17 +332,26 @@ _BY_DEVICE: Final = ("auto", "cpu", "gpu", "xpu")
 def _deepspeed(words: list[str], title: str) -> Command:
     from deepspeed.launcher import runner
 
-    output = io.StringIO()
+    output, command = io.StringIO(), Command(title, "deepspeed", "", [])
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_relaxed(parser: argparse.ArgumentParser, *given: Any, **named: Any) -> Any:
+        _relax(parser)
+        return parse(parser, *given, **named)
+
     try:
-        with contextlib.redirect_stderr(output):
-            read = runner.parse_args(words)
+        relaxed = mock.patch.object(argparse.ArgumentParser, "parse_args", parse_relaxed)
+        with contextlib.redirect_stderr(output), relaxed:
+            read = _known(runner.parse_args, words, command)
     except SystemExit:
-        reason = output.getvalue().strip().rpartition("error: ")[2]
+        reason = written(output.getvalue().strip().rpartition("error: ")[2])
         raise ConfigError(
             f"Cannot read the command of {title}: {reason}. Correct the deepspeed launcher's options."
         ) from None
-    ranks = read.num_gpus * max(1, read.num_nodes) if read.num_gpus > 0 else None
-    return Command(title, "deepspeed", read.user_script, list(read.user_args), ranks=ranks)
+    sizes = [read.num_gpus, read.num_nodes]
+    counted = all(isinstance(size, int) for size in sizes) and read.num_gpus > 0
+    command.ranks = read.num_gpus * max(1, read.num_nodes) if counted else None
+    return command
 
 
 # --- the program's arguments ------------------------------------------------------------------------------------------
@@ -351,9 +370,19 @@ def read_arguments(command: Command) -> Arguments:
     found.files = [
         word for word in [*words[:1], *([named] if named else [])] if word.endswith((".json", ".yaml", ".yml"))
     ]
-    values = _training_values(words, command.title)
+    if command.tool is not None and not command.tool.has_arguments:
+        return found
+    found.is_open = command.tool is not None
+    values = _training_values(words, command.title, found)
+    if named is not None and named not in found.files and is_unknown(named):
+        _open(named, found)
     found.trainer = values if native is None and (values or found.files or named_by_trainer) else None
     return found
+
+
+def _open(word: str, found: Arguments) -> None:
+    found.is_open = True
+    found.notes.append(_OPEN.format(written(word), "the program"))
 
 
 def take(words: list[str], option: str) -> str | None:
@@ -370,10 +399,11 @@ def take(words: list[str], option: str) -> str | None:
     return None
 
 
-def _training_values(words: list[str], title: str) -> dict[str, Any]:
+def _training_values(words: list[str], title: str, found: Arguments) -> dict[str, Any]:
     """Return the options among ``words`` that are transformers', with the values that its parser reads.
 
-    An option that is spelled nearly as one of them is returned as well; the others are the program's own.
+    An option that is spelled nearly as one of them is returned as well; the others are the program's own. A value that
+    only a shell knows becomes one of ``found``.
     """
     from transformers import HfArgumentParser, TrainingArguments
 
@@ -382,13 +412,31 @@ def _training_values(words: list[str], title: str) -> dict[str, Any]:
     for action in private(parser).actions:
         action.default = argparse.SUPPRESS
         action.required = False
+    _relax(parser)
 
     def refuse(message: str) -> NoReturn:
-        raise ConfigError(f"Cannot read the arguments of {title}: {message}. Correct the training arguments.")
+        raise ConfigError(f"Cannot read the arguments of {title}: {written(message)}. Correct the training arguments.")
 
     parser.error = refuse
+    before = dict(zip(words[1:], words, strict=False))
+    for word in [word for word in words if is_unknown(word) and written(word).startswith(("$", "`"))]:
+        option = before.get(word, "")
+        if not option.startswith("--") or "=" in option or _SEVERAL.search(written(word)):
+            _open(word, found)
+            words.remove(word)
     known, rest = parser.parse_known_args(words)
-    return vars(known) | dict(_misspelled(rest))
+    values = vars(known)
+    for key, value in list(values.items()):
+        if any(isinstance(one, str) and is_unknown(one) for one in (value if isinstance(value, list) else [value])):
+            found.unknown[key] = written(str(values.pop(key)))
+    misspelled = {} if found.is_open else dict(_misspelled(rest))
+    return values | {key: written(value) if isinstance(value, str) else value for key, value in misspelled.items()}
+
+
+_SEVERAL: Final = re.compile(
+    r"\$\{?(@|\*|\w+\[[@*]\]|\w*(args|arguments|options|opts|flags|params|extra)\b)", re.IGNORECASE
+)
+"""Variables that hold options by their name, also behind an option whose value may be left out."""
 
 
 def _misspelled(words: Sequence[str]) -> Iterator[tuple[str, str | bool]]:

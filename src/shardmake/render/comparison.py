@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 
 from pydantic import TypeAdapter
 
+from shardmake.config.settings import Setting
 from shardmake.core.environment import kernel_caches
 from shardmake.core.library_process import run_module
 
@@ -31,7 +32,8 @@ class Settings:
 
     ``trainer`` holds keyword arguments of TrainingArguments, ``flags`` options of `accelerate launch`. With
     ``named_by_trainer`` the training arguments name the DeepSpeed file, otherwise only Accelerate does.
-    ``on_cpu`` says that the nodes have no GPU.
+    ``on_cpu`` says that the nodes have no GPU. ``unknown`` names training arguments and options of the launcher whose
+    values only a shell knows. The defaults of a library in ``is_open`` may have been replaced.
     """
 
     trainer: dict[str, Any] | None = None
@@ -41,6 +43,18 @@ class Settings:
     world_size: int = 1
     named_by_trainer: bool = True
     on_cpu: bool = False
+    unknown: list[str] = field(default_factory=list)
+    is_open: list[Library] = field(default_factory=list)
+
+    def is_unknown(self, setting: Setting) -> bool:
+        """Return whether only a shell knows a value of ``setting``, as an option or as one of a variable's options."""
+        given, trainer = {*(self.trainer or {})}, [key.partition(".")[0] for key in setting.trainer]
+        started = {flag.removeprefix("--").partition("=")[0].replace("-", "_") for flag in self.flags}
+        return (
+            any(key in self.unknown for key in (*setting.trainer, setting.option))
+            or ("Trainer" in self.is_open and self.trainer is not None and not {*trainer} <= given)
+            or ("Accelerate" in self.is_open and setting.option is not None and setting.option not in started)
+        )
 
 
 @dataclass(frozen=True)

@@ -169,6 +169,9 @@ def _start_launcher(
     path.write_text(json.dumps(dict(values)))
     given = [] if settings.accelerate is None else ["--config_file", str(path)]
     arguments = launch.launch_command_parser().parse_args([*given, *settings.flags, "train.py"])
+    engines = (arguments.multi_gpu, arguments.use_deepspeed, arguments.use_fsdp, arguments.cpu, settings.on_cpu)
+    if settings.accelerate is None and not any(engines):  # as the launcher decides on a node with several GPUs
+        arguments.multi_gpu = (arguments.num_processes or 1) > 1
     started: list[str] = []
     with ExitStack() as stack:
         for name in [name for name in vars(launch) if name.endswith("_launcher")]:

@@ -19,15 +19,17 @@ from pydantic import TypeAdapter
 from shardmake.config import user_files
 from shardmake.config.foreign_files import recognize
 from shardmake.config.parse_text import DuplicateKeyError, parse_json
-from shardmake.config.settings import ACCUMULATION, TOTAL_BATCH
+from shardmake.config.settings import ACCUMULATION, SETTINGS, TOTAL_BATCH
 from shardmake.config.user_files import SIGNS
 from shardmake.core.environment import kernel_caches
 from shardmake.core.errors import ConfigError
 from shardmake.core.library_process import run_module
+from shardmake.core.nested import leaves
 from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import plural
 from shardmake.render import command_lines
 from shardmake.render.comparison import LIBRARIES, Comparison, Library, Problem, Row, Settings, Value, as_text
+from shardmake.render.shell_script import is_unknown, written
 
 Kind = user_files.Kind | Literal["training"]
 OWNERS: Final[dict[Library, Kind]] = {"Trainer": "training", "DeepSpeed": "deepspeed", "Accelerate": "accelerate"}
@@ -160,6 +162,8 @@ def answer(request: dict[str, Any]) -> list[dict[str, Any]]:
         else:
             sources.append(read_source(path))
     trainings = [_of_command(one, sources) for one in commands] or list(_combinations(sources))
+    # A line such as `python prepare.py` may start anything.
+    trainings = [one for one in trainings if one.files or one.notes or one.flags or not commands] or trainings
     return [asdict(_report(training, request["ranks"], on_cpu=request["on_cpu"])) for training in trainings]
 
 
@@ -190,6 +194,9 @@ class Training:
     named_by_trainer: bool = True
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unknown: dict[str, str] = field(default_factory=dict)
+    """Texts in place of values that only a shell knows, by training argument or option of the launcher."""
+    is_open: list[Library] = field(default_factory=list)
 
 
 def _combinations(sources: Sequence[ConfigFile]) -> Iterator[Training]:
@@ -211,16 +218,28 @@ def _of_command(command: command_lines.Command, sources: Sequence[ConfigFile]) -
     """Return the training that ``command`` starts, with the files that it names."""
     training = Training(command.title, {source.kind: source for source in sources}, command.flags, command.ranks)
     training.notes += command.notes
+    if not command.launcher:
+        training.files.clear()
+        return training
     arguments = command_lines.read_arguments(command)
+    training.notes += arguments.notes
+    training.unknown = dict.fromkeys(command.unknown, "") | arguments.unknown
+    by_library: dict[Library, bool] = {"Trainer": arguments.is_open, "Accelerate": command.is_open}
+    training.is_open = [library for library, is_open in by_library.items() if is_open]
     if command.config_file is not None:
         _add(training, command.config_file, "Accelerate", "config_file", Path())
     values: dict[str, Any] = {}
     for name in arguments.files:
         source = _add(training, name, "Trainer", "the first argument", Path())
-        values |= source.values if source is not None and source.kind == "training" else {}
+        values |= _of_trainer(source.values, command.tool) if source is not None and source.kind == "training" else {}
     if arguments.trainer is not None:
         names = [*arguments.files, command.title]
         training.files["training"] = ConfigFile("training", " + ".join(names), values | arguments.trainer)
+    elif command.tool is not None and not command.tool.has_arguments:  # its DeepSpeed file alone
+        own = training.files.pop("training", ConfigFile("training", "", {}))
+        training.is_open, training.flags = [*OWNERS], []
+        if isinstance(file := own.values.get("deepspeed"), str):
+            _add(training, file, "Trainer", "deepspeed", Path(own.name).parent)
     if arguments.deepspeed is not None:
         _add(training, arguments.deepspeed, "Trainer", "deepspeed", Path())
     for index, flag in enumerate(command.flags):
@@ -231,8 +250,24 @@ def _of_command(command: command_lines.Command, sources: Sequence[ConfigFile]) -
     return training
 
 
+def _of_trainer(values: dict[str, Any], tool: command_lines.Tool | None) -> dict[str, Any]:
+    """Return ``values`` without the keys that a tool has beside those of transformers."""
+    from transformers import TrainingArguments
+
+    known = TrainingArguments.__dataclass_fields__
+    return values if tool is None else {key: value for key, value in values.items() if key in known}
+
+
 def _add(training: Training, name: Any, library: Library, key: str, folder: Path) -> ConfigFile | None:
     """Add the file ``name``, or a problem if it is none."""
+    if is_unknown(str(name)):
+        kind: Kind = "accelerate" if key == "config_file" else "deepspeed"
+        if kind not in training.files:
+            training.unknown["deepspeed"] = ""
+            training.is_open = sorted({*training.is_open, *({"Accelerate"} if kind == "accelerate" else {})})
+            advice = "Give the file beside the script, or set the variable once in the script."
+            training.notes.append(f"{key} names the file {written(str(name))}, which only a shell knows. {advice}")
+        return training.files.get(kind)
     for path in (Path(str(name)), folder / str(name)):
         if path.is_file():
             source = read_source(path)
@@ -271,6 +306,7 @@ def _report(training: Training, ranks: int | None, *, on_cpu: bool) -> Report:
     settings = Settings(
         trainer=values.get("training"), deepspeed=values.get("deepspeed"), accelerate=values.get("accelerate"),
         flags=training.flags, world_size=size, named_by_trainer=training.named_by_trainer, on_cpu=on_cpu,
+        unknown=list(training.unknown), is_open=training.is_open,
     )  # fmt: skip
     plain = json.loads(json.dumps(asdict(settings), default=str))
     with temporary_folder("check") as folder:
@@ -279,7 +315,18 @@ def _report(training: Training, ranks: int | None, *, on_cpu: bool) -> Report:
     if training.flags and "Accelerate" not in names:
         names["Accelerate"] = training.title
     found = Comparison(found.rows, [*training.problems, *found.problems])
-    return Report(training.title, names, found, [*training.notes, *note])
+    return Report(training.title, names, found, [*training.notes, *_unknown_values(training), *note])
+
+
+def _unknown_values(training: Training) -> Iterator[str]:
+    """Yield each training argument whose value only a shell knows, with the value that the DeepSpeed file has."""
+    file = training.files.get("deepspeed")
+    given = dict(leaves(file.values)) if file is not None else {}
+    for argument, text in training.unknown.items():
+        if text and (rows := [row for row in SETTINGS.values() if argument in row.trainer]):
+            held = [f"{key} is {as_text(given[key])}" for row in rows for key in row.deepspeed_keys if key in given]
+            beside = f" In {file.name}, {' and '.join(held)}." if file is not None and held else ""
+            yield f"{command_lines.UNKNOWN.format(argument, text)}{beside}"
 
 
 def _ranks(training: Training, ranks: int | None) -> tuple[int, list[str]]:
@@ -288,7 +335,8 @@ def _ranks(training: Training, ranks: int | None) -> tuple[int, list[str]]:
     for known in (training.ranks, in_file, ranks):
         if isinstance(known, int) and not isinstance(known, bool) and 0 < known < 1 << 20:
             return known, []
-    if not {"training", "deepspeed"} <= training.files.keys():
+    batch = SETTINGS["total batch"].trainer
+    if not {"training", "deepspeed"} <= training.files.keys() or training.unknown.keys() & {*batch}:
         return 1, []
     unknown = 1, ["No file and no command has the number of ranks. The total batch is that of 1: give --ranks N."]
     total = training.files["deepspeed"].values.get(TOTAL_BATCH)
@@ -316,7 +364,8 @@ def format_report(report: Report, *, every_row: bool) -> str:
     compared = len(report.comparison.rows)
     agree = f"{plural(compared, 'setting')} {'agrees' if compared == 1 else 'agree'}"
     scope = " in what was compared" if report.notes else ""
-    lines.append(f"{plural(report.errors, 'error')}." if report.errors else f"No errors{scope}: {agree}.")
+    agreed = f"No errors{scope}: {agree}." if compared else "Nothing was compared."
+    lines.append(f"{plural(report.errors, 'error')}." if report.errors else agreed)
     return "\n".join(lines)
 
 

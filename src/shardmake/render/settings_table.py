@@ -5,7 +5,7 @@ what will run from what the libraries understood (`shardmake.render.engine_setti
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -35,12 +35,15 @@ from shardmake.render.engine_values import (
 
 def compare(settings: Settings, folder: Path) -> Comparison:
     """Return the comparison of ``settings``; run it in a process of its own, with an empty ``folder``."""
-    found = read_settings(settings, folder)
-    rows = [_engine_row(settings, found)]
+    unknown = {setting.name for setting in SETTINGS.values() if settings.is_unknown(setting)}
+    found = read_settings(_assume_equal(settings, unknown), folder)
+    hidden = {key for name in unknown for key in _keys(SETTINGS[name])}
+    found.stops = {key: effect for key, effect in found.stops.items() if key not in hidden}
+    rows = [] if "deepspeed" in settings.unknown or settings.is_open else [_engine_row(settings, found)]
     found.problems = [problem for problem in found.problems if problem.key not in found.stops]
     refused = {problem.key for problem in found.problems if problem.level == "error"}
     for setting in SETTINGS.values():
-        if not setting.is_shared:
+        if not setting.is_shared or setting.name in unknown:
             continue
         if refused.intersection(_keys(setting)) or (setting.name.startswith("FSDP") and found.fsdp is None):
             continue
@@ -53,6 +56,18 @@ def compare(settings: Settings, folder: Path) -> Comparison:
             key = (setting.deepspeed_keys or setting.trainer)[0]
             found.refuse(library, key, dict(parsers.leaves(found.deepspeed)).get(key), effect)
     return Comparison(rows, [*found.problems, *_impossible(found)])
+
+
+def _assume_equal(settings: Settings, unknown: Set[str]) -> Settings:
+    """Return ``settings`` with the DeepSpeed file's numbers in place of training arguments that only a shell knows."""
+    given = dict(parsers.leaves(settings.deepspeed or {}))
+    values = {
+        argument: given[key]
+        for name in unknown
+        for key, argument in SETTINGS[name].filled.items()
+        if isinstance(given.get(key), int | float) and argument not in (settings.trainer or {})
+    }
+    return replace(settings, trainer=values | settings.trainer) if settings.trainer is not None else settings
 
 
 def _engine_row(settings: Settings, found: EngineSettings) -> Row:

@@ -4,6 +4,7 @@ Nothing else is imported before the signals are set.
 """
 
 import faulthandler
+import logging
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardmake.core.log import configure_logging
-from shardmake.core.private_names import check_libraries
+from shardmake.core.private_names import check_libraries, library_warnings
 from shardmake.core.process import die_with_parent
 from shardmake.core.secrets import redact_output
 from shardmake.core.temporary import temporary_folder
@@ -55,6 +56,8 @@ def main() -> None:
     try:
         write_heartbeat(attempt, rank, "start", 0)
         check_libraries()
+        for message in library_warnings() if rank == 0 else ():
+            logging.getLogger(__name__).warning(message)
         _take_turn(attempt, rank)
         _check_network(attempt, rank)
         mark_meeting()

@@ -53,7 +53,8 @@ def gather(value: float) -> list[float]:
     if not dist.is_initialized():
         return [value]
     values = torch.empty(dist.get_world_size(), dtype=torch.float64, device=_device())
-    dist.all_gather_into_tensor(values, torch.tensor([value], dtype=torch.float64, device=_device()))
+    collect = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    collect(values, torch.tensor([value], dtype=torch.float64, device=_device()))
     return values.tolist()
 
 

@@ -19,7 +19,7 @@ def extend_timeouts(timeout: timedelta) -> None:
     from torch.distributed import distributed_c10d
 
     for group in private(distributed_c10d).world.pg_map:
-        private(distributed_c10d).set_pg_timeout(timeout, group)
+        group.set_timeout(timeout)
 
 
 def leave_together() -> None:

@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 
 from shardmake.config.load import get_run, load_cluster, load_config, merge, read_yaml
 from shardmake.config.models import Config
+from shardmake.config.slurm_options import JobKind
 from shardmake.core.errors import ConfigError, ShardmakeError
+from shardmake.launch.slurm_request import SlurmRequest
 from tests.unit.config.samples import CLUSTER, RUN, make_run, merged, write
 
+REPOSITORY = Path(__file__).parents[3]
 TEXT_OR_NUMBER = "YAML reads this as a number, also a time such as 12:00:00. Put it in quotes."
 TEXT_OR_TRUTH = "YAML reads on, off, yes and no as true or false. Put the word in quotes."
 
@@ -145,3 +148,15 @@ def test_an_unknown_run_is_rejected() -> None:
         get_run(config, "doc-chat")
     expected = "Run 'doc-chat' does not exist. Did you mean 'docs-chat'? The runs are: docs-chat, other."
     assert str(error.value) == expected
+
+
+SITES = sorted((REPOSITORY / "config/clusters/sites").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", SITES, ids=lambda file: file.stem)
+def test_a_file_of_a_site_loads_and_says_that_it_did_not_run(file: Path) -> None:
+    cluster = load_cluster(file)
+    assert cluster.executor == "slurm" and "not run there" in file.read_text()
+    assert f"| `{file.name}` |" in (REPOSITORY / "docs/reference/sites.md").read_text() and len(SITES) == 10
+    jobs = [SlurmRequest(cluster, kind, 60, cpus=4, memory_mib=4096, gpus=1) for kind in JobKind]
+    assert all("--mem" not in " ".join(job.sbatch()) for job in jobs) == (cluster.slurm.memory == "none")

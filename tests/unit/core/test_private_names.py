@@ -168,7 +168,10 @@ def test_an_older_library_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyP
 def test_the_oldest_and_the_newest_library_pass_and_a_newer_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, torch="2.11.0+cu130", transformers="5.23.0")
     private_names.check_libraries()
-    assert list(private_names.newer_libraries()) == []
+    assert list(private_names.library_warnings()) == []
     pretend(monkeypatch, torch="2.14.0", peft="0.21.9")
-    (warning,) = private_names.newer_libraries()
+    (warning,) = private_names.library_warnings()
     assert warning.startswith("torch 2.14.0 is newer than 2.13, the newest that was tested.")
+    pretend(monkeypatch, transformers="5.24.0")
+    _, pair = private_names.library_warnings()
+    assert pair.startswith("transformers 5.24.0 with peft 0.21: model.add_adapter of a script stops.")

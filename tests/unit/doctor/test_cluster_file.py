@@ -21,6 +21,9 @@ from tests.unit.plans import make_cluster
 PARTITIONS = parse_partitions(SINFO)
 HYPHENS = parse_partitions("a100|4|64|515000|infinite|gpu:nvidia_a100-sxm4-80gb:8|(null)\n")
 TWO_TYPES = parse_partitions("gpu*|4|64|515000|1:00:00|gpu:a100:8,gpu:a30:2|(null)\n")
+SLICES = parse_partitions(
+    "CLUSTER: one\ngpu*|4|64|515000|1:00:00|gpu:1g.10gb:28|(null)\ngpu*|9|64|515000|1:00:00|gpu:a100:6,gpu:1g.10gb:28|(null)\n"
+)
 UNTYPED = parse_partitions("gpu*|4|64|515000|1:00:00|gpu:4|(null)\n")
 
 
@@ -41,6 +44,8 @@ def test_a_partition_becomes_the_cluster_of_its_largest_gpu_nodes() -> None:
         (HYPHENS, Slurm(partition="a100"), ("a100-40gb", 8, "nvidia_a100-sxm4-80gb", "gres")),
         (TWO_TYPES, Slurm(), ("a100-40gb", 8, "a100", "gres")),
         (TWO_TYPES, Slurm(gpu_type="A30"), ("a30", 2, "a30", "gres")),
+        (SLICES, Slurm(), ("a100-40gb", 6, "a100", "gres")),
+        (SLICES, Slurm(gpu_type="1g.10gb"), ("a100-80gb", 28, "1g.10gb", "gres")),
         (UNTYPED, Slurm(), ("a100-80gb", 4, None, "gres")),
     ],
 )

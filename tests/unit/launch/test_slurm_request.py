@@ -62,13 +62,13 @@ def test_the_doctor_drafts_a_cluster_with_every_key_that_it_is_given() -> None:
     ("kind", "left_out"),
     [
         (JobKind.TRAINING, set()),
-        (JobKind.EVALUATE, {"mem", "ntasks-per-node"}),
-        (JobKind.CPU_STAGE, {"mem", "ntasks-per-node", "exclusive", "reservation"}),
-        (JobKind.DRIVER, {"mem", "ntasks-per-node", "exclusive", "reservation", "no-requeue", "begin"}),
+        (JobKind.EVALUATE, {"mem", "nodelist"}),
+        (JobKind.CPU_STAGE, {"mem", "nodelist", "exclusive", "reservation"}),
+        (JobKind.DRIVER, {"mem", "nodelist", "exclusive", "reservation", "no-requeue", "begin"}),
     ],
 )
 def test_options_of_extra_hold_for_some_jobs(kind: JobKind, left_out: set[str]) -> None:
-    names = ("mem", "ntasks-per-node", "exclusive", "reservation", "no-requeue", "begin", "mail-type")
+    names = ("mem", "nodelist", "exclusive", "reservation", "no-requeue", "begin", "mail-type")
     cluster = site(cpu_partition="cpu", extra=dict.fromkeys(names, "x"))
     lines = SlurmRequest(cluster, kind, 60).sbatch()
     assert {name for name in names if f"#SBATCH --{name}=x" not in lines} == left_out
@@ -87,7 +87,7 @@ def test_options_of_extra_stand_beside_those_of_the_plan(extra: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
-    "name", ["job-name", "array", "--nodes", "ntasks", "export", "signal", "clusters", "mem_per_cpu"]
+    "name", ["job-name", "array", "--nodes", "ntasks", "export", "signal", "clusters", "mem_per_cpu", "wait", "output"]
 )
 def test_an_option_that_would_break_the_plan_is_refused(name: str) -> None:
     with pytest.raises(ValidationError, match=r"cannot be given here: |set by the key slurm"):

@@ -69,8 +69,7 @@ def test_a_nearly_right_option_is_kept_for_the_comparison() -> None:
 SCRIPT = """#!/bin/bash
 #SBATCH --nodes 2
 LR=1e-4  # once
-SEED=1
-SEED=2
+for SEED in 1 2; do :; done
 ARGS="--bf16 --max_steps 5"
 WORDS='$LR'
 cat > notes <<END
@@ -86,14 +85,11 @@ deepspeed --num_gpus=2 train.py --deepspeed ds.json | tee log
 
 def test_a_script() -> None:
     first, second = read_script("train.sh", SCRIPT)
-    assert (first.title, second.title) == ("train.sh, line 12", "train.sh, line 15")
+    assert (first.title, second.title) == ("train.sh, line 11", "train.sh, line 14")
     values: dict[str, Any] = {"learning_rate": 1e-4, "bf16": True, "max_steps": 5}
-    assert read_arguments(first).trainer == values | {"run_name": "$LR"}
-    assert [note.split(" is not compared")[0] for note in first.notes] == [
-        "--seed $SEED",
-        "--weight_decay $(cat decay)",
-        "$@",
-    ]
+    arguments = read_arguments(first)
+    assert arguments.trainer == values | {"run_name": "$LR"}
+    assert arguments.unknown == {"weight_decay": "$(cat decay)", "seed": "$SEED"} and arguments.is_open
     assert read_arguments(second) == Arguments({}, "ds.json")
 
 
@@ -131,10 +127,54 @@ def test_a_launcher_that_is_only_named_starts_nothing(line: str) -> None:
     assert found.title == "train.sh, line 2"
 
 
-@pytest.mark.parametrize("option", ["--deepspeed ${DS:-ds.json}", "--deepspeed=$DS", "--config $(ls *.yaml)"])
-def test_a_settings_file_that_only_a_shell_can_name_is_refused(option: str) -> None:
-    with pytest.raises(ConfigError, match=r"train\.sh, line 1: --(deepspeed|config).* names a file"):
-        read_script("train.sh", f"torchrun train.py --bf16 {option}\n")
+SHELL = {
+    "an array": (
+        'A=(\n  --max_steps 5  # five\n)\nA+=(--bf16)\ntorchrun x.py "${A[@]}"',
+        {"max_steps": 5, "bf16": True},
+    ),
+    "an extended variable": ('A="--bf16"\nA="$A --max_steps 5"\nA+=" --seed 3"\ntorchrun x.py $A', {"seed": 3}),
+    "a text of several lines": ('A="\n --max_steps 5\n --bf16"\ntorchrun x.py $A', {"max_steps": 5, "bf16": True}),
+    "a launcher in a variable": ('L="torchrun --nproc_per_node 2"\nC="$L x.py --bf16"\nsrun $C', {"bf16": True}),
+    "equal branches": ("case $1 in a) S=3 ;; *) S=3 ;; esac\ntorchrun x.py --seed $S", {"seed": 3}),
+    "a branch": ("if $T; then S=3; else S=4; fi\ntorchrun x.py --seed $S", {"seed": "$S"}),
+    "a part of a branch": (
+        'A=--bf16\nif $T; then A="$A --seed 3"; fi\ntorchrun x.py $A',
+        {"bf16": True, "": "${A[@]}"},
+    ),
+    "a guard": ("S=3\n[ $T ] && S=4\ntorchrun x.py --seed $S", {"seed": "$S"}),
+    "an assignment after a command": ("cd x && S=3\ntorchrun x.py --seed $S", {"seed": 3}),
+    "a loop": ('for S in 1 2; do A="--seed $S --bf16"; torchrun x.py $A; done', {"seed": "$S", "bf16": True}),
+    "the turn of a loop": ("S=1\nwhile t; do torchrun x.py --seed $S; S=$(n); done", {"seed": "$S"}),
+    "a counter": ("for ((i=0; i<3; i++)); do torchrun x.py --seed $i; done", {"seed": "$i"}),
+    "a function": ('f() { torchrun x.py --seed $S "$@"; }\nS=3\nf 1', {"seed": 3, "": "$@"}),
+    "a read value": ("read S\ntorchrun x.py --seed $S", {"seed": "$S"}),
+    "a flag": ("torchrun x.py --bf16 $BF16", {"bf16": "$BF16"}),
+    "options behind a flag": ("torchrun x.py --bf16 $EXTRA_ARGS", {"bf16": True, "": "$EXTRA_ARGS"}),
+    "a wrapped job": ('sbatch --wrap="torchrun x.py --bf16"', {"bf16": True}),
+    "quotes": ("torchrun x.py --run_name 'a $S' --output_dir \"o p\"", {"run_name": "a $S", "output_dir": "o p"}),
+}
+
+
+@pytest.mark.parametrize("name", SHELL)
+def test_a_value_is_known_or_said_to_be_unknown(name: str) -> None:
+    """An unknown value is shown as it is written, and the key "" holds a variable with any options."""
+    text, expected = SHELL[name]
+    (found,) = read_script("train.sh", text)
+    arguments = read_arguments(found)
+    opened = {"": arguments.notes[0].split(" ")[0]} if arguments.is_open else {}
+    values = (arguments.trainer or {}) | arguments.unknown | opened
+    assert {key: values.get(key) for key in expected} == expected and arguments.is_open == ("" in expected)
+
+
+def test_a_program_that_only_a_shell_knows_is_named() -> None:
+    unread, found = read_script("train.sh", f"$LAUNCHER train.py\ntorchrun {TRAIN}\n")
+    assert unread.notes == ["$LAUNCHER train.py is not compared: only a shell knows what it starts."]
+    assert (unread.launcher, found.launcher) == ("", "torchrun")
+
+
+def test_an_open_quote_is_refused_with_its_line() -> None:
+    with pytest.raises(ConfigError, match='line 2: " is not closed'):
+        read_script("train.sh", 'true\ntorchrun "train.py\n')
 
 
 @pytest.mark.parametrize(

@@ -43,10 +43,47 @@ def texts(reports: list[Report]) -> str:
 
 def test_a_script_and_each_command_name_the_setting_with_both_values(folder: Path) -> None:
     text = texts(check(["train.sh"]))
-    assert "note: --seed $SEED is not compared: only a shell can evaluate it." in text
+    assert "note: seed is $SEED, and cannot be compared: only a shell knows its value." in text
     assert "max_grad_norm is 0.5 in train.sh, line 3; gradient_clipping is 1.0, DeepSpeed's default. 1.0 runs" in text
     assert "setting            Trainer  DeepSpeed      Accelerate  what will run" in text
     assert "1 error." in text
+
+
+OPTIMIZER = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 2,
+             "gradient_accumulation_steps": 4, "optimizer": {"type": "AdamW", "params": {"lr": 2e-5}}}  # fmt: skip
+FOREIGN = "micro_batch_size: 2\nlearning_rate: 1.0\nbf16: auto\nlora_r: 8\ndeepspeed: own.json\n"
+LINES = {
+    "torchrun --nproc_per_node 8 train.py --deepspeed own.json --bf16 $BF16 --learning_rate $LR "
+    "--per_device_train_batch_size $BATCH --gradient_accumulation_steps ${STEPS:-4}": "In own.json, optimizer.params.lr is",
+    "torchrun train.py --deepspeed own.json $ARGS": "$ARGS is not compared: only a shell knows its options.",
+    "torchrun train.py --deepspeed $FILE --bf16": "deepspeed names the file $FILE, which only a shell knows.",
+    "accelerate launch $OPTIONS train.py --bf16": "They may replace any option of the launcher",
+    "accelerate launch --num_processes 4 train.py --bf16": "No errors: ",
+    "trl sft --learning_rate 1e-5 --lora_r 8 --accelerate_config zero2": "trl sft starts a training of TRL",
+    "llamafactory-cli train own.yaml --bf16 true --learning_rate 2e-5": "starts a training of LLaMA-Factory",
+    "axolotl train own.yaml": "axolotl train starts a training of Axolotl, which has settings of its own.",
+    "accelerate launch --num_processes 4 -m axolotl.cli.train own.yaml": "axolotl.cli.train starts a training of Axolotl",
+    "python -m verl.trainer.main_ppo x=1": "Nothing was compared.",
+}
+
+
+def test_what_cannot_be_compared_is_said_and_is_no_error(folder: Path) -> None:
+    (folder / "own.json").write_text(json.dumps(OPTIMIZER))
+    (folder / "own.yaml").write_text(FOREIGN)
+    (folder / "all.sh").write_text("\n".join(LINES))
+    reports = check(["all.sh"])
+    said = {
+        line: (report.errors, words in texts([report]))
+        for (line, words), report in zip(LINES.items(), reports, strict=True)
+    }
+    assert said == dict.fromkeys(LINES, (0, True))
+
+
+def test_a_written_value_is_compared_beside_unknown_ones(folder: Path) -> None:
+    (folder / "own.json").write_text(json.dumps(OPTIMIZER))
+    (folder / "own.sh").write_text("torchrun train.py --deepspeed own.json --learning_rate 1e-5 --bf16 $BF16 $ARGS\n")
+    (report,) = check(["own.sh"])
+    assert [row.setting for row in report.comparison.contradictions] == ["learning rate"]
 
 
 def test_any_training_argument_identifies_training_arguments(folder: Path) -> None:

@@ -1,0 +1,159 @@
+"""Rules of sites on the real Slurm: options of `slurm.extra`, memory as a site takes it, a second environment."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cluster.fault_run import ClusterCheckout
+from tests.cluster.harness import Cluster
+
+pytestmark = pytest.mark.cluster
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+SBATCH = """
+import json, re, subprocess, sys
+from pathlib import Path
+from pydantic import ValidationError
+from shardmake.core.errors import ShardmakeError
+from shardmake.launch.driver_script import batch_script
+from shardmake.launch.slurm_jobs import SlurmJobs
+from shardmake.launch.stage_jobs import sbatch_command
+from shardmake.run.attempt import AttemptDir
+from shardmake.run.driver_job import DriverDir
+from shardmake.run.plan import Resources
+from tests.unit.plans import make_cluster, make_plan, make_run
+root = Path(sys.argv[1])
+
+def ask(slurm, accelerator="a100-80gb"):
+    sizes = {"processes_per_node": 1, "cpus_per_node": 1, "memory_gib_per_node": 1.0}
+    try:
+        cluster = make_cluster(executor="slurm", accelerator=accelerator, slurm=slurm, **sizes)
+    except ValidationError as error:
+        return {"refused": str(error)}
+    try:
+        stage = sbatch_command("data", make_run(), cluster, Resources(memory_gib=1, cpus=1))
+    except ShardmakeError as error:
+        return {"refused": str(error)}
+    plan = make_plan("zero1", nodes=1, processes_per_node=1)
+    plan = plan.model_copy(update={"resources": {"train": Resources(memory_gib=1, cpus=1)}})
+    texts = {
+        "train": SlurmJobs(root, cluster).script(AttemptDir(root / "1"), plan, []),
+        "driver": batch_script(cluster, "driver-1", DriverDir(root)),
+    }
+    answers = {}
+    for job, text in texts.items():
+        (root / job).write_text(text)
+        done = subprocess.run(["sbatch", "--test-only", root / job], capture_output=True, text=True)
+        answers[job] = [done.returncode, done.stderr, text]
+    done = subprocess.run(f"{stage} --test-only --wrap=true", shell=True, capture_output=True, text=True)
+    answers["data"] = [done.returncode, done.stderr, stage]
+    return answers
+
+print(json.dumps({name: ask(**given) for name, given in json.loads(sys.argv[2]).items()}))
+"""
+
+
+def ask(cluster: Cluster, folder: Path, cases: dict[str, object]) -> dict[str, dict[str, Any]]:
+    """Return what the real sbatch answers to the jobs of each case, or why the configuration refuses it."""
+    command = [sys.executable, "-c", SBATCH, str(folder), json.dumps(cases)]
+    return json.loads(cluster.run(command, cwd=REPOSITORY).stdout.splitlines()[-1])
+
+
+VALUES = {
+    "begin": "now+1hour", "cpu-freq": "high", "deadline": "now+9days", "gres": "gpu:1", "gres-flags": "enforce-binding",
+    "distribution": "block", "mail-type": "END", "power": "level", "profile": "none", "propagate": "NONE",
+    "time-min": "10", "exclusive": "user", "nodelist": "c1", "dependency": "singleton", "gpu-bind": "closest",
+    "gpu-freq": "low", "mem": "100", "tmp": "0",
+}  # fmt: skip
+"""Values that this Slurm can use; others have 1."""
+LACKING = {"bbf": "Invalid --bbf", "licenses": "Invalid license", "reservation": "reservation is invalid"}
+"""Options whose objects the three-node cluster does not have: the real sbatch answers so, in all jobs."""
+
+
+def test_every_option_of_sbatch_is_taken_or_refused_by_name(cluster: Cluster, shared_folder: Path) -> None:
+    text = cluster.run(["sbatch", "--help"]).stdout
+    options = dict(sorted(re.findall(r"^ +(?:-\w, )?--([a-z-]+)(\[?=\S+)?", text, re.MULTILINE)))
+    extra = {name: {name: VALUES.get(name, "1") if value else True} for name, value in options.items()}
+    found = ask(cluster, shared_folder, {name: {"slurm": {"extra": given}} for name, given in extra.items()})
+    refused = {name: answer["refused"] for name, answer in found.items() if "refused" in answer}
+    assert len(options) > 80 and [name for name, words in refused.items() if f"'{name}'" not in words] == []
+    wrong = {
+        (name, job): words
+        for name in found.keys() - refused.keys()
+        for job, (status, words, _) in found[name].items()
+        if bool(status) != (name in LACKING) or LACKING.get(name, "") not in words
+    }
+    assert wrong == {}
+    assert all(
+        "gpu:1" in answer["train"][2] and "--nodes=1" in answer["train"][2]
+        for answer in found.values()
+        if "train" in answer
+    )
+
+
+def test_memory_is_requested_as_the_partition_takes_it(cluster: Cluster, shared_folder: Path) -> None:
+    words = {"whole": "--mem is not available", "percpu": "needs --mem-per-cpu"}
+    forms = {"whole": "none", "percpu": "per_cpu"}
+    cases = {
+        f"{partition} {form}": {"slurm": {"partition": partition, "memory": form}}
+        for partition in words
+        for form in ("per_node", "per_cpu", "none")
+    }
+    found = ask(cluster, shared_folder, cases)
+    for case, answer in found.items():
+        partition, form = case.split()
+        is_right = forms[partition] == form
+        assert {job: status == 0 for job, (status, _, _) in answer.items()} == dict.fromkeys(answer, is_right), case
+        assert is_right or all(words[partition] in said for _, said, _ in answer.values())
+
+
+def test_options_that_every_job_has_can_be_left_out(cluster: Cluster, shared_folder: Path) -> None:
+    left_out = dict.fromkeys(("cpus-per-task", "comment", "no-requeue"), False)
+    (answer,) = ask(cluster, shared_folder, {"less": {"slurm": {"memory": "none", "extra": left_out}}}).values()
+    for status, said, text in answer.values():
+        lines = [line for line in text.splitlines() if line.startswith("#SBATCH")]
+        assert status == 0, said
+        assert not [line for line in lines if any(f"--{name}" in line for name in left_out)]
+
+
+@pytest.fixture
+def environment(shared_folder: Path) -> Path:
+    """An environment of another path with the same packages, whose Python notes the hosts and what they start."""
+    folder = shared_folder / "another environment"
+    (folder / "bin").mkdir(parents=True)
+    for name in ("lib", "pyvenv.cfg"):
+        (folder / name).symlink_to(Path(sys.prefix, name))
+    for program in Path(sys.prefix, "bin").iterdir():
+        (folder / "bin" / program.name).symlink_to(program.resolve())
+    python = folder / "bin/python"
+    python.unlink()
+    python.write_text(f'#!/bin/sh\necho "$(hostname) $*" >> "{folder}/used"\nexec "{folder}/bin/python3" "$@"\n')
+    python.chmod(0o755)
+    return folder
+
+
+@pytest.mark.training
+def test_jobs_use_their_own_environment_and_the_doctor_checks_both(
+    checkout: ClusterCheckout, environment: Path, shared_folder: Path
+) -> None:
+    checkout.configure_cluster(max_steps=4, checkpoints={"every_steps": 4})
+    file = checkout.root / "config/cluster.yaml"
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"environment": str(environment)}))
+    checkout.on_login_node("shardmake", "fetch", "demo")
+    checkout.on_login_node("snakemake", "--profile", "slurm", "render", "data")
+    checkout.on_login_node("shardmake", "train", "demo")
+    used = (environment / "used").read_text().splitlines()
+    assert {host for line in used if "submitit" in line for host in line.split()[:1]} == {"c1", "c2"}
+    assert any("shardmake.cli data" in line for line in used), used
+
+    words = ("shardmake", "doctor", "--cluster", str(file), "--node", "--skip-builds", "--json")
+    answer = json.loads(re.sub(r"(?s)^.*?(?=\{)", "", checkout.on_login_node(*words, check=False), count=1))
+    login = {row["check"]: row for row in answer["login_node"]}["environment of the jobs"]
+    node = {row["check"]: row for row in answer["compute_nodes"]}["environment"]
+    assert login["found"] == f"{environment}, with the versions of this one"
+    assert node["found"] == f"{environment}, the same versions as on the login node"

@@ -1,0 +1,99 @@
+"""The hub behind a private authority, a proxy or another endpoint, on the loopback interface."""
+
+import http.server
+import json
+import os
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import json
+from shardmake.core import hub
+from shardmake.doctor.login import check_hub
+hub.RETRY_WAITS = (0.0,)
+calls, api = [], hub.connect()
+def action():
+    calls.append(1)
+    return api.repo_info("a/b")
+try:
+    with hub.translate_hub_errors("The fetch", {}, "Check the network."):
+        hub.with_retries(action)
+    fetched = ""
+except Exception as error:
+    fetched = str(error)
+found = check_hub()
+print(json.dumps([found.verdict.value, found.found, found.advice, fetched, len(calls)]))
+"""
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        body = json.dumps({"id": "a/b", "sha": "0" * 40, "siblings": []}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def server() -> Iterator[http.server.ThreadingHTTPServer]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield running
+        running.shutdown()
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Path:
+    """A file with the only certificate that the server below has."""
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    files = ["-keyout", str(tmp_path / "key"), "-out", str(tmp_path / "ca.pem")]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names, *files]
+    subprocess.run(command, check=True, capture_output=True)
+    return tmp_path / "ca.pem"
+
+
+def ask(tmp_path: Path, **variables: str) -> list[str]:
+    """Return verdict, finding and advice of the doctor, the error of a fetch, and how often it asked."""
+    inherited = {"PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "HOME": str(tmp_path)}
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, env=inherited | variables, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_private_authority_is_named_and_served(
+    tmp_path: Path, authority: Path, server: http.server.ThreadingHTTPServer
+) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(authority, tmp_path / "key")
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    endpoint = f"https://localhost:{server.server_port}"
+    verdict, found, advice, fetched, calls = ask(tmp_path, HF_ENDPOINT=endpoint, REQUESTS_CA_BUNDLE=str(authority))
+    assert (verdict, calls) == ("warning", 1) and "CERTIFICATE_VERIFY_FAILED" in found
+    assert "Set SSL_CERT_FILE" in advice and "Set SSL_CERT_FILE" in fetched
+    verdict, found, _, fetched, calls = ask(tmp_path, HF_ENDPOINT=endpoint, SSL_CERT_FILE=str(authority))
+    assert (verdict, found, fetched, calls) == ("ok", f"{endpoint} answers", "", 1)
+    verdict, found, *_ = ask(tmp_path, HF_ENDPOINT=endpoint, SSL_CERT_FILE=str(tmp_path / "none"))
+    assert (verdict, found) == ("stops a run", f"SSL_CERT_FILE is {tmp_path / 'none'}, which is not a file")
+
+
+def test_a_proxy_is_used(tmp_path: Path, server: http.server.ThreadingHTTPServer) -> None:
+    """No name server knows the hub: only the proxy can answer for it."""
+    proxy = f"http://127.0.0.1:{server.server_port}"
+    verdict, found, _, fetched, _ = ask(tmp_path, HF_ENDPOINT="http://hub.invalid", HTTP_PROXY=proxy)
+    assert (verdict, found, fetched) == ("ok", "http://hub.invalid answers through HTTP_PROXY", "")
+    verdict, *_ = ask(tmp_path, HF_ENDPOINT="http://hub.invalid", HTTP_PROXY="http://127.0.0.1:9")
+    assert verdict == "warning"

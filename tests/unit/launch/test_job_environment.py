@@ -1,0 +1,57 @@
+"""The environment of the jobs, if it is not the login node's."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from shardmake.core.errors import ConfigError
+from shardmake.launch.container import check_container, check_job_environment, job_container
+from shardmake.run.findings import Verdict
+from tests.unit.plans import make_cluster
+
+
+def python(folder: Path, script: str) -> str:
+    (folder / "bin").mkdir()
+    (folder / "bin/python").write_text(script)
+    (folder / "bin/python").chmod(0o755)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("script", "verdict", "words"),
+    [
+        (f'#!/bin/sh\nexec {sys.executable} "$@"\n', Verdict.OK, "with the versions of this one"),
+        ('#!/bin/sh\necho \'{"torch": "1"}\'\n', Verdict.STOPS, "torch is 1 in "),
+        ("#!/bin/sh\necho No module named shardmake >&2; exit 1\n", Verdict.STOPS, "No module named shardmake"),
+        ("\x7fELF" + "x" * 20, Verdict.NOT_CHECKED, "is built for another architecture"),
+        ("", Verdict.NOT_CHECKED, "is not on this node"),
+    ],
+)
+def test_the_environment_is_compared_before_a_job(tmp_path: Path, script: str, verdict: Verdict, words: str) -> None:
+    folder = python(tmp_path, script) if script else str(tmp_path)
+    cluster = make_cluster(executor="slurm", environment=folder)
+    found = [one for one in check_job_environment(cluster) if words in one.found]
+    assert [one.verdict for one in found] == [verdict]
+    if verdict is Verdict.STOPS:
+        with pytest.raises(ConfigError, match="environment: "):
+            check_container(cluster)
+    else:
+        check_container(cluster)
+    job = job_container(cluster)
+    assert job is not None and job.python[-1] == f"{folder}/bin/python" and folder in job.shell_function
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"executor": "local", "environment": "/x"}, "no effect with `executor: local`"),
+        ({"slurm": {"container": {"kind": "apptainer", "image": "x.sif"}}, "environment": "/x"}, "slurm.container"),
+        ({"environment": "env"}, "is not an absolute path"),
+    ],
+)
+def test_an_environment_without_effect_is_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        make_cluster(**{"executor": "slurm"} | values)
