@@ -24,7 +24,7 @@ from shardmake.plan.planner import Planner
 from shardmake.plan.reasons import describe_scaling, reason_of, rejected
 from shardmake.plan.refusals import refuse, wrong_fsdp
 from shardmake.plan.resolve import ResolvedRun, check, resolve
-from shardmake.plan.suggestions import suggest, suggest_faster, suggest_measuring, suggest_smaller_loss
+from shardmake.plan.suggestions import suggest, suggest_better, suggest_measuring, suggest_smaller_loss
 from shardmake.run.disk_budget import check_choice, checkpoint_size
 from shardmake.run.own_files import describe_own_files
 from shardmake.run.paths import RunDir
@@ -92,11 +92,11 @@ def _planned(run: Run, cluster: Cluster, rundir: RunDir, *, packages: bool = Tru
 
 def _advice_beside(made: "ChosenRun") -> list[str]:
     """Return the changes that the planner found better than the choice of ``made``, each with what it saves."""
-    faster = suggest_faster(made.settings, made.chosen, made.candidates)
+    better = suggest_better(made.settings, made.chosen, made.candidates)
     smaller = suggest_smaller_loss(made.settings, made.chosen)
-    known = {one.setting for one in faster}
+    known = {one.setting for _, one in better}
     return [
-        *(f"clearly less GPU-time: {setting}: {value} ({outcome})" for setting, value, outcome in faster),
+        *(f"{gain}: {setting}: {value} ({outcome})" for gain, (setting, value, outcome) in better),
         *(
             f"less GPU memory: {one.setting}: {one.value} ({one.outcome})"
             for one in smaller

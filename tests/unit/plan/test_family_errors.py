@@ -7,9 +7,10 @@ from statistics import median
 
 import pytest
 
-from shardmake.plan.verdict import FAMILY_ERRORS, FEW
+from shardmake.plan.verdict import FAMILY_ERRORS, FEW, HOST_ERROR
 
-RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "memory_accuracy.txt"
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+RESULT = RESULTS / "memory_accuracy.txt"
 FAMILIES = "|".join(FAMILY_ERRORS)
 ROW = re.compile(rf"A-? +.{{26}} .{{34}} s=\S+ +b=\S+ +({FAMILIES}) +\w+ +[\d.]+ +[\d.]+ +([+-][\d.]+) %")
 
@@ -26,6 +27,14 @@ def test_the_table_is_that_of_the_benchmark() -> None:
         samples = [found] if len(found) >= FEW else [found, everything]
         assert 100 * row.typical == pytest.approx(max(median(map(abs, sample)) for sample in samples), abs=0.06)
         assert 100 * row.largest == pytest.approx(max(nineteen_in_twenty(sample) for sample in samples), abs=0.06)
+
+
+def test_the_error_of_host_ram_is_that_of_the_trainings_on_cpus() -> None:
+    rows = re.findall(r"% +(\d+) +(\d+) +[+-][\d.]+% +\(baseline", (RESULTS / "memory_cpu.txt").read_text())
+    needs = [100 * int(measured) / int(estimate) - 100 for measured, estimate in rows]
+    assert HOST_ERROR.runs == len(needs)
+    assert 100 * HOST_ERROR.typical == pytest.approx(median(map(abs, needs)), abs=0.06)
+    assert 100 * HOST_ERROR.largest == pytest.approx(nineteen_in_twenty(needs), abs=0.06)
 
 
 def test_nineteen_in_twenty_runs_fit_with_the_margin_of_their_family() -> None:
