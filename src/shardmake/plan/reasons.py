@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from shardmake.core.units import format_number, plural
+from shardmake.memory.scenario import BYTES
 from shardmake.plan.candidates import Candidate
 from shardmake.plan.resolve import ResolvedRun
 from shardmake.plan.verdict import Headroom
@@ -146,7 +147,7 @@ def _why_not(candidate: Candidate, chosen: Candidate) -> str:
     memory = figures(candidate)
     if not candidate.fits:
         method = "" if candidate.simulated else ", closed form"
-        return f"{candidate.reason} ({seconds(candidate)} per step{method})"
+        return f"{candidate.reason} ({seconds(candidate)} per step{method}){_wider_gradients(candidate, chosen)}"
     avoided = ("", "offloads: ", "offloads the weights: ")[candidate.last_resort]
     doubt = avoided if candidate.last_resort > chosen.last_resort else ""
     tight = f"; {risk(candidate)}" if candidate.headroom < chosen.headroom and not doubt else ""
@@ -162,6 +163,15 @@ def _why_not(candidate: Candidate, chosen: Candidate) -> str:
     if doubt:
         return f"{doubt}{against}{tight}"
     return f"not simpler, and as fast in two digits: {against}"
+
+
+def _wider_gradients(candidate: Candidate, chosen: Candidate) -> str:
+    """Return why ``candidate`` needs more than ``chosen`` with a larger micro batch; empty if it does not."""
+    mine, its = candidate.choice, chosen.choice
+    smaller = mine.micro_batch_size < its.micro_batch_size and mine.strategy == its.strategy
+    if not smaller or BYTES[mine.gradients] <= BYTES[its.gradients]:
+        return ""
+    return f"; it accumulates gradients, in {mine.gradients}: gradient_dtype: {its.gradients} needs less"
 
 
 def _same_nodes(candidate: Candidate, chosen: Candidate) -> bool:

@@ -194,8 +194,22 @@ def as_plan(name: str, made: ChosenRun) -> Plan:
             *describe_own_files(settings.user_files, chosen.choice, settings.run),
             *describe_quantized_base(settings.model, settings.run),
             *settings.abilities.describe_absent(),
+            *_script_gradients(settings, chosen),
         ],
     )
+
+
+def _script_gradients(settings: ResolvedRun, chosen: Candidate) -> list[str]:
+    """Return a line about the whole gradients that a script's own accumulation would keep under FSDP."""
+    choice = chosen.choice
+    if not settings.run.script or not choice.is_fsdp or choice.gradient_accumulation_steps == 1:
+        return []
+    size = BYTES[choice.gradients] * settings.split.trainable
+    return [
+        "the memory estimate counts a rank's part of the gradients. A script that accumulates without synchronization "
+        "(accelerator.no_sync, or accumulate without sync_each_batch) keeps those of all weights on each GPU: "
+        f"{format_bytes(size)} more"
+    ]
 
 
 def _assumed_network(settings: ResolvedRun, chosen: Candidate) -> list[str]:

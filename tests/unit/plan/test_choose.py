@@ -261,6 +261,22 @@ def test_a_cheaper_candidate_with_too_little_margin_is_named() -> None:
     assert rejected(choice, found)[risky.name].startswith("tight: 397 GPU-seconds per step on 8 nodes")
 
 
+def test_a_smaller_micro_batch_that_needs_more_is_explained() -> None:
+    """235B: micro batch 1 accumulates in fp32 and does not fit; micro batch 2 needs no accumulation."""
+
+    def of(micro: int, passes: int, device: float) -> Candidate:
+        made = candidate("fsdp", 6.0, device)
+        changes = {"micro_batch_size": micro, "gradient_accumulation_steps": passes}
+        return replace(made, choice=made.choice.model_copy(update=changes))
+
+    small, large = of(1, 2, 98.2), of(2, 1, 70.0)
+    choice, found = choose([small, large], Simulator(small, large))  # type: ignore[arg-type]
+    assert rejected(choice, found)[small.name].endswith(
+        "; it accumulates gradients, in fp32: gradient_dtype: bf16 needs less"
+    )
+    assert find_fallbacks(choice, found, Simulator(small, large))[0] == []  # type: ignore[arg-type]
+
+
 def test_nothing_fits_carries_every_candidate() -> None:
     large = candidate("ddp", 5.0, 300.0)
     with pytest.raises(NothingFitsError, match=r"Nothing fits: even ddp, .* needs 300.0 GiB") as caught:
