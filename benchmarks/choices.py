@@ -40,9 +40,15 @@ MODELS: dict[str, dict[str, Any]] = {
         5376, 21504, 62, 32, 16, 262208, model_type="gemma3_text", architectures=["Gemma3ForCausalLM"], head_dim=128,
         sliding_window=1024, query_pre_attn_scalar=168, tie_word_embeddings=True,
     ),
-    # The defaults of transformers' classes for these types are the sizes of the published models.
-    "gpt-oss-120b": {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]},
-    "DeepSeek-V3": {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]},
+    # Of the other sizes, the defaults of transformers' classes for these types are those of the published models.
+    "gpt-oss-120b": {
+        "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "hidden_size": 2880, "num_hidden_layers": 36,
+        "vocab_size": 201088,
+    },
+    "DeepSeek-V3": {
+        "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168,
+        "num_hidden_layers": 61, "vocab_size": 129280,
+    },
 }  # fmt: skip
 
 

@@ -76,10 +76,10 @@ class Planner:
         return closed_form.profile(scenario_of(self.settings, choice), self._profiles).forward
 
     def scan(self, choice: Choice) -> Candidate:
-        """Return ``choice`` with its memory in closed form, without activations if they need a trace in vain."""
+        """Return ``choice`` with its memory in closed form, without activations if a trace could not make it fit."""
         scenario, buckets = scenario_of(self.settings, choice), buckets_of(self.settings, choice)
-        in_vain = self.settings.model.decoder is None and not self.can_hold(choice)
-        activations = closed_form.NOTHING if in_vain else closed_form.profile(scenario, self._profiles)
+        hopeless = self.settings.model.decoder is None and not self.can_hold(choice)
+        activations = closed_form.NOTHING if hopeless else closed_form.profile(scenario, self._profiles)
         memory = estimate_closed_form(scenario, buckets, activations, self._kept)
         return self._candidate(choice, scenario, memory, lambda capacity: memory.gpu.device, simulated=False)
 

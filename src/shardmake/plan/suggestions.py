@@ -198,14 +198,14 @@ def _least(base: Planner, run: Run) -> Callable[[Choice], int] | None:
     """Return the bytes that the activations of ``run`` take at least, which is ``base``'s run with one other value.
 
     It saves traces of steps that cannot fit. A changed loss, optimizer or number of nodes leaves the forward pass of
-    the layers as it is, and ranks that share a sequence divide it.
+    the layers as it is, ranks that share a sequence divide it, and it grows at most with the square of the length.
     """
     before = base.settings.run
-    others = ("method", "sequence_length", "activation_offload", "precision", "tensor_parallel")
+    others = ("method", "activation_offload", "precision", "tensor_parallel")
     if base.settings.model.decoder is not None or any(getattr(run, key) != getattr(before, key) for key in others):
         return None
     shared = {"sequence_parallel": before.sequence_parallel}
-    parts = run.sequence_parallel // before.sequence_parallel
+    parts = run.sequence_parallel // before.sequence_parallel * (before.sequence_length // run.sequence_length) ** 2
     return lambda choice: base.forward_bytes(choice.model_copy(update=shared)) // parts
 
 

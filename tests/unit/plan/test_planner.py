@@ -199,7 +199,7 @@ def test_a_named_strategy_that_does_not_fit_is_rejected_with_figures(folders: di
 
 
 @pytest.mark.parametrize(("script", "strategy", "said"), [("x.py", "fsdp", 1), ("x.py", "zero3", 0), (None, "fsdp", 0)])
-def test_a_script_is_told_the_gradients_that_it_may_not_shard(
+def test_a_plan_states_the_gradients_that_a_script_may_not_shard(
     folders: dict[str, str], script: str | None, strategy: str, said: int
 ) -> None:
     """FSDP2 shards gradients when they are synchronized; accelerator.accumulate synchronizes the last ones only."""
