@@ -19,6 +19,7 @@ from shardmake.plan.planner import Planner
 from shardmake.plan.reasons import AVOIDED, beside, figures, memory_and_time
 from shardmake.plan.refusals import missing_packages, unsuitable
 from shardmake.plan.resolve import ResolvedRun, check, resolve
+from shardmake.plan.verdict import Headroom
 from shardmake.run.plan import Choice
 
 MAX_NODE_FACTOR = 64
@@ -107,7 +108,7 @@ def suggest_better(
 ) -> list[tuple[str, Suggestion]]:
     """Return the changes that would each offload less than ``chosen``, or cost at least a tenth less GPU-time.
 
-    Each comes after what it gains. Settings that save memory are tried only if memory keeps a better candidate out.
+    Each has a margin, and comes after what it gains. Settings that save memory are tried only if memory keeps a better candidate out.
     """
     if settings.hardware.is_cpu:
         return []
@@ -133,7 +134,7 @@ def suggest_better(
 
     def outcome(setting: str, value: Any) -> str | None:
         found = _plan_with(base, setting, value, is_better)
-        if found is None or not is_better(found.choice, found.step_seconds):
+        if found is None or found.headroom == Headroom.LITTLE or not is_better(found.choice, found.step_seconds):
             return None
         is_faster = found.gpu_seconds < limit
         gains[setting] = "clearly less GPU-time" if is_faster else f"without {AVOIDED[chosen.last_resort]}"

@@ -121,7 +121,7 @@ def judge(
             )
     headroom = _headroom(hardware.gpu_memory, error, lambda room: gpu.device <= room or device_on(room) <= room)
     figures = f"{gpu.device / GIB:.1f} of {hardware.gpu_memory / GIB:.1f} GiB per GPU"
-    if least < (1 - _CACHE) * gpu.device:
+    if gpu.device > hardware.gpu_memory or least < (1 - _CACHE) * gpu.device:
         figures = f"{least / GIB:.1f} to {figures}"
     host = _headroom(hardware.host_memory, HOST_ERROR, lambda room: memory.host_total <= room)
     if host < headroom:
