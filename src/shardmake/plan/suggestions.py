@@ -108,7 +108,8 @@ def suggest_better(
 ) -> list[tuple[str, Suggestion]]:
     """Return the changes that would each offload less than ``chosen``, or cost at least a tenth less GPU-time.
 
-    Each has a margin, and comes after what it gains. Settings that save memory are tried only if memory keeps a better candidate out.
+    Each has a margin, and comes after what it gains. Settings that save memory are tried only if memory keeps a better
+    candidate out.
     """
     if settings.hardware.is_cpu:
         return []
