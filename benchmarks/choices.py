@@ -102,7 +102,10 @@ QUESTIONS = {
     "q": Question("14B", "h100", 8, "zero3 or fsdp", run={"objective": "kto"}),
     "r": Question("Llama-3.1-8B", "h100", 8, "zero2 or fsdp", run={"objective": "reward"}),
     "s": Question("Mixtral-8x7B", "a100-80gb", 8, "fsdp on 2 nodes", nodes=2),
-    "t": Question("DeepSeek-V3", "h100", 8, "fsdp or zero3 on enough nodes", nodes=16, batch=128, run=LORA, ram=1800),
+    "t": Question(
+        "DeepSeek-V3", "h100", 8, "fsdp or zero3 on enough nodes", nodes=16, batch=128, ram=1800,
+        run={**LORA, "lora": {"targets": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}},
+    ),
     "u": Question("1B", "a100-80gb", 8, "ddp or zero1, no checkpointing if it is faster"),
 }  # fmt: skip
 
