@@ -205,7 +205,8 @@ def report(rows: Iterable[Row]) -> Iterator[str]:
     yield from margins(results)
     yield ""
     for name in ("deepspeed (states)", "accelerate", "cookbook"):
-        yield beside(results, name)
+        if any(name in result.others for result in results):
+            yield beside(results, name)
     yield "\nNo training runs; the constants are compared with the source that they come from:"
     for item in found:
         if isinstance(item, PartResult):
