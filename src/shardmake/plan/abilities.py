@@ -203,7 +203,7 @@ def _check_activation(config: Mapping[str, Any], source: str) -> None:
 
 
 @cache
-def tensor_parallel_styles(model_type: str) -> frozenset[str]:
+def tp_styles(model_type: str) -> frozenset[str]:
     """Return the styles of transformers' tensor-parallel plan for ``model_type``, read from its source."""
     found = find_spec("transformers")
     models = Path(found.origin).parent / "models" if found and found.origin else Path()

@@ -19,14 +19,7 @@ from shardmake.core.errors import ConfigError
 from shardmake.memory.hardware import Hardware
 from shardmake.memory.model import Model, adapted_layers, is_head
 from shardmake.memory.parameter_inventory import parse_config
-from shardmake.plan.abilities import (
-    MIXING_UNKNOWN,
-    Abilities,
-    attends_in_kernel,
-    has_plain_head,
-    table_keys,
-    tensor_parallel_styles,
-)
+from shardmake.plan.abilities import MIXING_UNKNOWN, Abilities, attends_in_kernel, has_plain_head, table_keys, tp_styles
 
 AUTOTP_STYLES = frozenset({
     "colwise", "colwise_rep", "colwise_gather_output", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise"
@@ -267,7 +260,7 @@ def _not_tensor_parallel(run: Run, cluster: Cluster, model: Model) -> Iterator[s
         yield f"method {run.method}: adapters on sharded matrices are not merged here. Take method: full."
     yield from _wrong_ranks(run.tensor_parallel, cluster)
     yield from _wrong_heads(run.tensor_parallel, model)
-    styles = tensor_parallel_styles(model.model_type)
+    styles = tp_styles(model.model_type)
     if not styles:
         yield f"transformers has no tensor-parallel plan for {model.model_type}."
     unknown = sorted(styles - AUTOTP_STYLES)
