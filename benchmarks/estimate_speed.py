@@ -2,9 +2,11 @@
 
     python -m benchmarks.estimate_speed [RESULTS.txt]
     python -m benchmarks.estimate_speed --traced [--against COMMIT] [--rounds N] [RESULTS.json]
+    python -m benchmarks.estimate_speed --plans [--against COMMIT] [RESULTS.json]
 
 The second command compares the CPU seconds of this checkout with those of another commit, for a model whose steps are
-traced: Phi-3-mini, of 4B parameters, with nothing cached. The two take turns, and their JSON must be equal.
+traced: Phi-3-mini, of 4B parameters, with nothing cached. The two take turns, and their JSON must be equal. The third
+compares `shardmake plan --offline` with its advice, for an 8B that fits and a 70B that fits nowhere.
 
 Beside it, DeepSpeed's `estimate_zero3_model_states_mem_needs_all_live`, which counts model states only and needs the
 model itself: built without storage here, the best case for it, as 70B parameters would need 260 GiB.
@@ -19,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from typing import Any
 import psutil
 
 from benchmarks.machine import machine
+from benchmarks.published_models import CONFIGS
 from benchmarks.synthetic import llama
 
 CLUSTER = ["--nodes=16", "--gpus-per-node=8", "--gpu-memory=80", "--sequence-length=4096", "--micro-batch=1"]
@@ -50,15 +53,15 @@ PHI3_MINI = {
 }  # fmt: skip
 
 
-def measure(command: list[str], cache: Path) -> tuple[float, int]:
+def measure(command: list[str], cache: Path, fails: bool = False, **more: str) -> tuple[float, int]:
     """Seconds that ``command`` takes, and the peak RSS of it and its children together, in bytes."""
     started, peak = time.perf_counter(), 0
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), **more}
     process = psutil.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while process.poll() is None:
         peak = max(peak, tree_rss(process))
         time.sleep(0.01)
-    if process.returncode:
+    if process.returncode and not fails:
         sys.exit(f"{command} ended with {process.returncode}")
     return time.perf_counter() - started, peak
 
@@ -111,6 +114,43 @@ def compare_traced(commit: str, rounds: int) -> dict[str, Any]:
     return {"ratio": ratio, "cpu_seconds": now, "against": commit, "its_cpu_seconds": before, "machine": machine()}
 
 
+PLANS = {
+    "8B, full, 4 A100 of 40 GB": ("8B", {}, {"accelerator": "a100-40gb", "processes_per_node": 4}),
+    "70B, full, zero3, 8 H100: nothing fits": ("70B", {"strategy": "zero3"}, {"accelerator": "h100"}),
+}
+
+
+def compare_plans(commit: str) -> dict[str, Any]:
+    """CPU seconds and peak RSS in MiB of each plan in both checkouts, with nothing cached."""
+    found: dict[str, Any] = {}
+    with worktree(commit) as other:
+        for name, (size, run, cluster) in PLANS.items():
+            for checkout in (other, REPOSITORY):
+                found.setdefault(name, []).append(_cost_of_plan(checkout, size, run, cluster))
+    return {"before": commit, "before_and_now": found, "machine": machine()}
+
+
+def _cost_of_plan(checkout: Path, size: str, run: Mapping[str, Any], cluster: Mapping[str, Any]) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "base").mkdir()
+        (folder / "base/config.json").write_text(json.dumps(CONFIGS[f"Llama-3.1-{size}"]))
+        asked = {"model": str(folder / "base"), "data": {"train": "none.jsonl"}, "sequence_length": 4096}
+        asked |= {"global_batch_size": 64, "max_steps": 1000, "learning_rate": 1e-5, **run}
+        place = {"executor": "local", "processes_per_node": 8, "max_nodes": 1, "memory_gib_per_node": 1000}
+        (folder / "cluster.yaml").write_text(json.dumps({**place, "cpus_per_node": 64, **cluster}))
+        (folder / "config.json").write_text(
+            json.dumps({"cluster": str(folder / "cluster.yaml"), "runs": {"run": asked}})
+        )
+        command = [sys.executable, "-P", "-m", "shardmake.cli", "--quiet", "plan", "run", "--offline"]
+        command += [f"--config={folder / 'config.json'}", f"--runs={folder / 'runs'}"]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        _, peak = measure(command, folder / "cache", fails=True, PYTHONPATH=str(checkout / "src"))
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"cpu_seconds": round(cpu, 2), "peak_mib": round(peak / 2**20)}
+
+
 def main() -> list[str]:
     shardmake = str(Path(sys.executable).with_name("shardmake"))
     lines = []
@@ -130,11 +170,14 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="?", type=Path)
     parser.add_argument("--traced", action="store_true")
+    parser.add_argument("--plans", action="store_true")
     parser.add_argument("--against", default=BEFORE)
     parser.add_argument("--rounds", type=int, default=2)
     asked = parser.parse_args()
     if asked.traced:
         text = json.dumps(compare_traced(asked.against, asked.rounds), indent=2)
+    elif asked.plans:
+        text = json.dumps(compare_plans(asked.against), indent=2)
     else:
         text = "\n".join([f"{os.cpu_count()} cores", *main()])
     print(text)

@@ -95,7 +95,7 @@ def evaluate(row: Row) -> Result | Omitted | PartResult:
         return Omitted(row, str(error).partition("\n")[0])
     gpu = candidate.memory.gpu
     size = gpu.device if run.figure == "device" else gpu.reserved
-    return Result(row, candidate.error.name, run.figure, size / GIB, others(row), gpu.allocated / GIB)
+    return Result(row, candidate.verdict.error.name, run.figure, size / GIB, others(row), gpu.allocated / GIB)
 
 
 def others(row: Row) -> dict[str, float]:
@@ -205,7 +205,8 @@ def report(rows: Iterable[Row]) -> Iterator[str]:
     yield from margins(results)
     yield ""
     for name in ("deepspeed (states)", "accelerate", "cookbook"):
-        yield beside(results, name)
+        if any(name in result.others for result in results):
+            yield beside(results, name)
     yield "\nNo training runs; the constants are compared with the source that they come from:"
     for item in found:
         if isinstance(item, PartResult):

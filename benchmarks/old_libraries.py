@@ -59,9 +59,16 @@ class OldScenario(Scenario):
     (``_register_pre_backward_hooks``), and none is gathered ahead of it (``_get_handle_to_prefetch``).
     """
 
+    plain_layers: bool = False
+    """Of Liger's kernels only that of the loss is used."""
+
     @property
     def checks_network(self) -> bool:  # noqa: D102
         return False
+
+    @property
+    def fused_layers(self) -> bool:  # noqa: D102
+        return super().fused_layers and not self.plain_layers
 
     @property
     def frozen(self) -> int:  # noqa: D102

@@ -141,21 +141,28 @@ def fms_acceleration(row: Row) -> PublishedRun:
     """IBM's fms-acceleration: packed sequences of 4,096, FSDP1 on two GPUs, weights loaded in bf16, A100s of 80 GB.
 
     Full fine-tunes and LoRA of Mistral and Mixtral have no mixed precision. TRL's SFTTrainer prepares QLoRA: on one GPU
-    embedding and head end in 16 bits, and under FSDP nothing is widened.
+    embedding and head end in 16 bits, and under FSDP nothing is widened, nor in the files with Liger and with newer
+    libraries. The runs with Liger have mixed precision, and take the kernel of its loss alone.
     """
-    kind, sharded, granite = row["strategy"], row["gpus"] != "1", "granite" in row["source_url"]
+    kind, sharded, granite = row["strategy"], row["gpus"] != "1", re.search("granite|liger", row["source_url"])
     quantized = kind.startswith("QLoRA")
     if row["model"] == "Mixtral-8x7B":
         raise NotModelledError("experts one after the other, each in a module of its own (transformers 4)")
-    widened = "plain" if sharded or "nothing widened" in kind else "norms"
-    mixed = quantized or granite
-    libraries = {**OLD, "kbit": widened, "mixed": mixed} | ({"loads_on_gpu": False} if sharded and quantized else {})
+    if "fast kernels" in kind and "Liger" not in kind:
+        raise NotModelledError("IBM's kernel for the cross entropy")
+    new = re.search("update|liger", row["source_url"])
+    widened = "plain" if sharded or new or "nothing widened" in kind else "norms"
+    mixed = quantized or granite is not None
+    libraries = {**OLD, "kbit": widened, "mixed": mixed, "plain_layers": True}
+    if sharded and quantized:
+        libraries["loads_on_gpu"] = False
     request = _base(
         row,
         strategies=("fsdp" if sharded else "ddp",),
         weights=None if mixed and sharded else "bf16",
+        loss="fused" if "Liger" in kind else "plain",
     )
-    if kind == "full":
+    if kind.startswith("full"):
         return PublishedRun(request, "device", libraries)
     adapters = replace(request, method="qlora" if quantized else "lora", lora_rank=16, lora_dropout=0.1)
     return PublishedRun(replace(adapters, lora_targets="q_proj,k_proj,v_proj,o_proj"), "device", libraries)

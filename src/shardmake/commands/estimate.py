@@ -36,7 +36,7 @@ from shardmake.plan.refusals import (
 )
 from shardmake.plan.resolve import ResolvedRun, kernels_of, resolve
 from shardmake.plan.suggestions import Kind, changes, shared_by, suggestions
-from shardmake.plan.verdict import FAMILY_ERRORS, NO_LIMIT
+from shardmake.plan.verdict import FAMILY_ERRORS, HOST_ERROR, NO_LIMIT
 from shardmake.run.own_files import check_refused
 
 CORES_PER_GPU = 16
@@ -162,7 +162,7 @@ def _inputs(settings: ResolvedRun) -> Iterator[tuple[str, str]]:
             f"{(states.NCCL if nccl is None else nccl) / GIB:.2f} GiB NCCL ({'probed' if measured else 'published'})"
         ),
     )
-    for error in FAMILY_ERRORS.values():
+    for error in (*FAMILY_ERRORS.values(), HOST_ERROR):
         yield (
             f"error of {error.name} trainings",
             (f"{error.typical:.1%} (median of {error.sample}), 19 in 20 needed at most {error.largest:.1%} more"),

@@ -34,6 +34,9 @@ class Profile:
     first_layer: int
 
 
+NOTHING = Profile(0, 0, 0, 0, 0)
+
+
 def profile(scenario: Scenario, known: "dict[tuple[object, ...], Profile]") -> Profile:
     """Return the profile of ``scenario``'s micro step, from ``known`` if it is there."""
     key = (scenario.micro_batch, scenario.checkpointing, scenario.autocast, scenario.precision)

@@ -97,9 +97,14 @@ def gpu_memory(
 
 
 def memory_of(scenario: Scenario, timeline: Timeline, capacity: int | None = None) -> GpuMemory:
-    """Return the memory of the fullest rank from its ``timeline``, on a device of ``capacity`` bytes."""
+    """Return the memory of the fullest rank from its ``timeline``, on a device of ``capacity`` bytes.
+
+    If the tensors alone exceed the device, what the allocator would hold besides is not looked for.
+    """
     phase = timeline.highest()
     peak = timeline.peaks[phase]
+    if capacity is not None and not scenario.on_cpu and peak.total + outside(scenario) > capacity:
+        return GpuMemory(peak.total, peak.total, peak.total, peak.total + outside(scenario), phase, peak.terms)
     wanted = reserved = timeline.resident() if scenario.on_cpu else timeline.reserved()
     limit = capacity - outside(scenario) if capacity is not None and not scenario.on_cpu else wanted
     if peak.total <= limit < wanted:

@@ -8,6 +8,7 @@ import ast
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -199,6 +200,24 @@ def _check_activation(config: Mapping[str, Any], source: str) -> None:
             f"{version('transformers')} does not know. Use the config.json that came with the weights. It knows "
             f"{', '.join(sorted(known))}."
         )
+
+
+@cache
+def tp_styles(model_type: str) -> frozenset[str]:
+    """Return the styles of transformers' tensor-parallel plan for ``model_type``, read from its source."""
+    found = find_spec("transformers")
+    models = Path(found.origin).parent / "models" if found and found.origin else Path()
+    name = model_type.replace("-", "_")
+    named = models / name / f"configuration_{name}.py"
+    for file in [named] if named.is_file() else models.glob("*/configuration_*.py"):
+        if f'model_type = "{model_type}"' not in (text := file.read_text()):
+            continue
+        for body in (node.body for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)):
+            set_here = {ast.unparse(item.targets[0]): item.value for item in body if isinstance(item, ast.Assign)}
+            if getattr(set_here.get("model_type"), "value", None) == model_type:
+                styles = getattr(set_here.get("base_model_tp_plan"), "values", ())
+                return frozenset(style.value for style in styles)
+    return frozenset()
 
 
 def table_keys(package: str, file: str, table: str) -> set[str] | None:

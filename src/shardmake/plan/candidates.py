@@ -10,7 +10,7 @@ from shardmake.core.errors import ConfigError
 from shardmake.memory.estimate import Estimate
 from shardmake.plan.refusals import unsuitable
 from shardmake.plan.resolve import ResolvedRun
-from shardmake.plan.verdict import FamilyError, Headroom, Verdict
+from shardmake.plan.verdict import Headroom, Verdict
 from shardmake.run.own_files import check_choice, number_of_conflicts
 from shardmake.run.plan import CandidateEstimate, Choice
 
@@ -22,8 +22,6 @@ class Candidate:
     choice: Choice
     memory: Estimate
     verdict: Verdict
-    error: FamilyError
-    """The estimator's own error for trainings like it."""
     step_seconds: float
     simulated: bool
     """True if the step was simulated; else the figures are in closed form."""
@@ -47,14 +45,8 @@ class Candidate:
 
     @property
     def last_resort(self) -> int:
-        """Return 1 if it shards on a single rank, 2 if it offloads, else 0; `auto` takes the lowest number that fits.
-
-        On a single rank, sharding divides nothing and costs the library's time. The time of an offload is not proven.
-        """
-        spec = self.choice.spec
-        if spec.offload_optimizer is not None:
-            return 2
-        return int(self.choice.world_size == 1 and not spec.is_ddp)
+        """Return `last_resort` of the choice."""
+        return last_resort(self.choice)
 
     @property
     def rounded_seconds(self) -> float:
@@ -82,6 +74,14 @@ class Candidate:
             step_seconds=self.step_seconds,
             method="simulated" if self.simulated else "closed form",
         )
+
+
+def last_resort(choice: Choice) -> int:
+    """Return 1 if ``choice`` offloads the optimizer, 2 if the weights, too; `auto` takes the lowest that fits.
+
+    The time of an offload is not proven, and weights on the host cross the link with every micro batch.
+    """
+    return (choice.spec.offload_optimizer is not None) + (choice.spec.offload_param is not None)
 
 
 def describe_choice(choice: Choice) -> str:
@@ -127,7 +127,17 @@ def choices(settings: ResolvedRun, strategies: Sequence[Strategy] = ()) -> Itera
     if not fitting:
         nearest = min(found, key=lambda choice: number_of_conflicts(settings.user_files, choice, run))
         check_choice(settings.user_files, nearest, run)
-    yield from fitting
+    yield from _without_idle_sharding(fitting) if run.strategy == "auto" else fitting
+
+
+def _without_idle_sharding(found: list[Choice]) -> list[Choice]:
+    """Return ``found`` without those that shard on a single rank, which divides nothing; DDP does the same there."""
+    plain = {choice.world_size for choice in found if choice.spec.is_ddp}
+    return [
+        choice
+        for choice in found
+        if choice.world_size > 1 or 1 not in plain or choice.spec.is_ddp or choice.spec.offload_optimizer
+    ]
 
 
 def _data_parallel_size(settings: ResolvedRun, nodes: int) -> int:

@@ -1,6 +1,6 @@
 """The choice among candidates: the fastest whose margin covers the estimator's own error."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from shardmake.config.models import Strategy
@@ -12,6 +12,7 @@ from shardmake.plan.planner import Planner
 from shardmake.plan.reasons import nothing_fits_message
 from shardmake.plan.resolve import ResolvedRun
 from shardmake.plan.verdict import Headroom
+from shardmake.run.plan import Choice
 
 ALMOST: Final = 1.4
 """A candidate whose closed form exceeds the GPU's memory by more is not simulated.
@@ -54,21 +55,22 @@ def find_choice(planner: Planner, strategies: Sequence[Strategy] = ()) -> Candid
         return None
 
 
-def fits_below(limit: float, planner: Planner) -> bool:
-    """Return True if a candidate of ``planner``'s run fits that takes less than ``limit`` GPU-seconds per step."""
+def fits_better(planner: Planner, is_better: Callable[[Choice, float], bool]) -> bool:
+    """Return True if a choice of ``planner``'s run fits that ``is_better`` accepts, by its seconds per step."""
     hardware = planner.settings.hardware
-    possible = [choice for choice in choices(planner.settings) if planner.can_hold(choice)]
-    fast = [item for item in map(planner.scan, possible) if item.gpu_seconds < limit]
-    fast.sort(key=lambda item: item.memory.gpu.device)
-    return any(_may_fit(item, hardware) and planner.simulate(item.choice).fits for item in fast)
+    better = [choice for choice in choices(planner.settings) if is_better(choice, planner.seconds(choice))]
+    better = [choice for choice in better if planner.can_hold(choice)]
+    planner.prepare(better)
+    scanned = sorted(map(planner.scan, better), key=lambda item: item.memory.gpu.device)
+    return any(_may_fit(item, hardware) and planner.simulate(item.choice).fits for item in scanned)
 
 
 def choose(candidates: list[Candidate], planner: Planner) -> tuple[Candidate, list[Candidate]]:
     """Return the best candidate that fits, and all candidates, simulated where that was needed.
 
-    Those without offload come first (`Candidate.last_resort`). Among them, candidates with enough headroom come first,
-    and a tight one is taken if it is clearly faster and has a fallback. One with little headroom is taken only if
-    nothing else fits.
+    Those without offload come first (`Candidate.last_resort`). Among equals, candidates with enough headroom come
+    first, and a tight one is taken if it is clearly faster and has a fallback. One with little headroom is taken only
+    if nothing else fits.
 
     Raises:
         NothingFitsError: No candidate fits.

@@ -41,16 +41,18 @@ from shardmake.run.plan import Choice
 class Planner:
     """Estimates candidates of one run; profiles and events that candidates share are computed once."""
 
-    def __init__(self, settings: ResolvedRun) -> None:
+    def __init__(self, settings: ResolvedRun, least: Callable[[Choice], int] | None = None) -> None:
         self.settings = settings
+        self._least = least
+        """The bytes that activations of a choice take at least, where that is known without a trace."""
         self._profiles: dict[tuple[object, ...], closed_form.Profile] = {}
         self._events: dict[tuple[object, ...], StepEvents] = {}
         self._candidates: dict[Choice, Candidate] = {}
 
     def prepare(self, possible: Iterable[Choice]) -> None:
-        """Trace the steps of ``possible`` in one process, if the model's family is not written down."""
+        """Trace the steps of ``possible`` that can fit in one process, if the model's family is not written down."""
         if self.settings.model.decoder is None:
-            trace_all(scenario_of(self.settings, choice) for choice in possible)
+            trace_all(scenario_of(self.settings, choice) for choice in possible if self.can_hold(choice))
 
     def traced_tokens(self, choice: Choice) -> int | None:
         """Return with how many tokens the step of ``choice`` was traced if its bytes were scaled; else None."""
@@ -61,13 +63,23 @@ class Planner:
         if self.settings.hardware.is_cpu:
             return True
         scenario, buckets = scenario_of(self.settings, choice), buckets_of(self.settings, choice)
-        held = sum(states.resident(scenario, buckets).values())
-        return held + outside(scenario) <= self.settings.hardware.gpu_memory
+        held = sum(states.resident(scenario, buckets).values()) + outside(scenario)
+        room = self.settings.hardware.gpu_memory - held
+        return room >= 0 and (self._least is None or self._least(choice) <= room)
+
+    def seconds(self, choice: Choice) -> float:
+        """Return the seconds of an optimizer step of ``choice``."""
+        return step_time(scenario_of(self.settings, choice), self.settings.hardware)
+
+    def forward_bytes(self, choice: Choice) -> int:
+        """Return the most bytes of activations in the forward pass of ``choice``, up to the loss."""
+        return closed_form.profile(scenario_of(self.settings, choice), self._profiles).forward
 
     def scan(self, choice: Choice) -> Candidate:
-        """Return ``choice`` with its memory in closed form."""
+        """Return ``choice`` with its memory in closed form, without activations if a trace could not make it fit."""
         scenario, buckets = scenario_of(self.settings, choice), buckets_of(self.settings, choice)
-        activations = closed_form.profile(scenario, self._profiles)
+        hopeless = self.settings.model.decoder is None and not self.can_hold(choice)
+        activations = closed_form.NOTHING if hopeless else closed_form.profile(scenario, self._profiles)
         memory = estimate_closed_form(scenario, buckets, activations, self._kept)
         return self._candidate(choice, scenario, memory, lambda capacity: memory.gpu.device, simulated=False)
 
@@ -106,7 +118,6 @@ class Planner:
             choice=choice,
             memory=memory,
             verdict=judge(memory, scenario, hardware, error, device_on),
-            error=error,
             step_seconds=step_time(scenario, hardware),
             simulated=simulated,
             is_half_precision=choice.precision != self.settings.precision,

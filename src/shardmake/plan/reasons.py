@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from shardmake.core.units import format_number, plural
+from shardmake.memory.scenario import BYTES
 from shardmake.plan.candidates import Candidate
 from shardmake.plan.resolve import ResolvedRun
 from shardmake.plan.verdict import Headroom
@@ -43,14 +44,14 @@ def nothing_fits_message(candidates: Sequence[Candidate], settings: ResolvedRun)
 
 def risk(candidate: Candidate) -> str:
     """Return the estimator's own error for trainings like ``candidate``, as a clause."""
-    error = candidate.error
+    error = candidate.verdict.error
     return (
         f"estimates of {error.name} trainings are off by {error.typical:.1%} (median of {error.sample}), "
         f"and nineteen in twenty needed at most {error.largest:.1%} more"
     )
 
 
-_AVOIDED = ("", "sharding on a single rank", "offload")
+AVOIDED = ("", "offload", "offload of the weights")
 """Names of the levels of `Candidate.last_resort`."""
 
 
@@ -58,8 +59,9 @@ def _lead(chosen: Candidate, candidates: Sequence[Candidate]) -> str:
     """Return the rank of the choice among those that fit on as many nodes."""
     fitting = [candidate for candidate in candidates if candidate.fits and _same_nodes(candidate, chosen)]
     rivals = [candidate for candidate in fitting if candidate.last_resort <= chosen.last_resort]
-    left = sorted({_AVOIDED[item.last_resort] for item in fitting if item.last_resort > chosen.last_resort})
-    where = f"on {plural(chosen.choice.nodes, 'node')}" + (f" without {' or '.join(left)}" if left else "")
+    where = f"on {plural(chosen.choice.nodes, 'node')}"
+    if len(rivals) < len(fitting):
+        where += f" without {AVOIDED[chosen.last_resort + 1]}"
     if len(rivals) == 1:
         return f"the only candidate that fits {where}"
     faster = [rival for rival in rivals if rival.rounded_seconds < chosen.rounded_seconds]
@@ -74,10 +76,9 @@ def _last_resort_sentence(chosen: Candidate, candidates: Sequence[Candidate]) ->
     """Return why a strategy is taken that `auto` avoids, if the run left it a choice."""
     if all(candidate.last_resort >= chosen.last_resort for candidate in candidates):
         return []
-    if chosen.last_resort == 1:
-        return ["It shards on a single rank because nothing else fits with a margin without offload."]
+    what = ("", "offloads the optimizer", "offloads the optimizer and the weights")[chosen.last_resort]
     return [
-        "It offloads because nothing else fits with a margin. The time of an offload is modelled from the libraries' "
+        f"It {what} because nothing else fits with a margin. The time of an offload is modelled from the libraries' "
         "sources, and was compared with three measured steps only."
     ]
 
@@ -96,7 +97,7 @@ def _cheaper_sentence(chosen: Candidate, candidates: Sequence[Candidate]) -> lis
         return []
     best = min(cheaper, key=lambda candidate: candidate.gpu_seconds)
     is_avoided = best.last_resort > chosen.last_resort
-    against = f"it needs {_AVOIDED[best.last_resort]}" if is_avoided else "its margin is too small"
+    against = f"it needs {AVOIDED[best.last_resort]}" if is_avoided else "its margin is too small"
     return [
         f"{best.name} takes fewer GPU-seconds per step ({gpu_seconds(best)} against {gpu_seconds(chosen)}; "
         f"{figures(best)}), but {against}."
@@ -115,7 +116,7 @@ def _node_sentence(chosen: Candidate, candidates: Sequence[Candidate]) -> list[s
     best = min(fewer, key=lambda candidate: (candidate.last_resort, candidate.gpu_seconds))
     if best.last_resort > chosen.last_resort:
         return [
-            f"On fewer nodes only {_AVOIDED[best.last_resort]} fits, such as {best.name} ({seconds(best)} per step)."
+            f"On fewer nodes only {AVOIDED[best.last_resort]} fits, such as {best.name} ({seconds(best)} per step)."
         ]
     return [
         f"It takes {gpu_seconds(chosen)} GPU-seconds per step; {best.name}, the cheapest on fewer nodes, takes "
@@ -146,8 +147,8 @@ def _why_not(candidate: Candidate, chosen: Candidate) -> str:
     memory = figures(candidate)
     if not candidate.fits:
         method = "" if candidate.simulated else ", closed form"
-        return f"{candidate.reason} ({seconds(candidate)} per step{method})"
-    avoided = ("", "shards on a single rank: ", "offloads: ")[candidate.last_resort]
+        return f"{candidate.reason} ({seconds(candidate)} per step{method}){_wider_gradients(candidate, chosen)}"
+    avoided = ("", "offloads: ", "offloads the weights: ")[candidate.last_resort]
     doubt = avoided if candidate.last_resort > chosen.last_resort else ""
     tight = f"; {risk(candidate)}" if candidate.headroom < chosen.headroom and not doubt else ""
     doubt = doubt or ("tight: " if tight else "")
@@ -162,6 +163,15 @@ def _why_not(candidate: Candidate, chosen: Candidate) -> str:
     if doubt:
         return f"{doubt}{against}{tight}"
     return f"not simpler, and as fast in two digits: {against}"
+
+
+def _wider_gradients(candidate: Candidate, chosen: Candidate) -> str:
+    """Return why ``candidate`` needs more than ``chosen`` with a larger micro batch; empty if it does not."""
+    mine, its = candidate.choice, chosen.choice
+    smaller = mine.micro_batch_size < its.micro_batch_size and mine.strategy == its.strategy
+    if not smaller or BYTES[mine.gradients] <= BYTES[its.gradients]:
+        return ""
+    return f"; it accumulates gradients, in {mine.gradients}: gradient_dtype: {its.gradients} needs less"
 
 
 def _same_nodes(candidate: Candidate, chosen: Candidate) -> bool:

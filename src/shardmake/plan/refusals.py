@@ -20,7 +20,7 @@ from shardmake.core.units import plural
 from shardmake.memory.hardware import Hardware
 from shardmake.memory.model import Model, adapted_layers, is_head
 from shardmake.memory.parameter_inventory import parse_config
-from shardmake.plan.abilities import MIXING_UNKNOWN, Abilities, attends_in_kernel, has_plain_head, table_keys
+from shardmake.plan.abilities import MIXING_UNKNOWN, Abilities, attends_in_kernel, has_plain_head, table_keys, tp_styles
 
 AUTOTP_STYLES = frozenset({
     "colwise", "colwise_rep", "colwise_gather_output", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise"
@@ -267,8 +267,6 @@ def wrong_tensor_parallel(run: Run, cluster: Cluster, model: Model) -> Iterator[
 
 
 def _not_tensor_parallel(run: Run, cluster: Cluster, model: Model) -> Iterator[str]:
-    from transformers import CONFIG_MAPPING
-
     spec = STRATEGY_SPECS.get(run.strategy)
     if spec is not None and not spec.tensor_parallel:
         yield f"strategy {run.strategy}: take zero1 or zero2 (DeepSpeed AutoTP), or fsdp with a script of your own."
@@ -281,11 +279,10 @@ def _not_tensor_parallel(run: Run, cluster: Cluster, model: Model) -> Iterator[s
         yield f"method {run.method}: adapters on sharded matrices are not merged here. Take method: full."
     yield from _wrong_ranks(run.tensor_parallel, cluster)
     yield from _wrong_heads(run.tensor_parallel, model)
-    known = model.model_type in CONFIG_MAPPING
-    styles = (CONFIG_MAPPING[model.model_type].base_model_tp_plan if known else None) or {}
+    styles = tp_styles(model.model_type)
     if not styles:
         yield f"transformers has no tensor-parallel plan for {model.model_type}."
-    unknown = sorted(set(styles.values()) - AUTOTP_STYLES)
+    unknown = sorted(styles - AUTOTP_STYLES)
     if (spec is None or spec.is_deepspeed) and unknown:
         yield (
             f"transformers' tensor-parallel plan for {model.model_type} has {', '.join(unknown)}, at which DeepSpeed's "

@@ -24,7 +24,7 @@ from shardmake.plan.planner import Planner
 from shardmake.plan.reasons import describe_scaling, reason_of, rejected
 from shardmake.plan.refusals import refuse, wrong_fsdp
 from shardmake.plan.resolve import ResolvedRun, check, resolve
-from shardmake.plan.suggestions import suggest, suggest_faster, suggest_measuring, suggest_smaller_loss
+from shardmake.plan.suggestions import suggest, suggest_better, suggest_measuring, suggest_smaller_loss
 from shardmake.run.disk_budget import check_choice, checkpoint_size
 from shardmake.run.own_files import describe_own_files
 from shardmake.run.paths import RunDir
@@ -92,11 +92,11 @@ def _planned(run: Run, cluster: Cluster, rundir: RunDir, *, packages: bool = Tru
 
 def _advice_beside(made: "ChosenRun") -> list[str]:
     """Return the changes that the planner found better than the choice of ``made``, each with what it saves."""
-    faster = suggest_faster(made.settings, made.chosen, made.candidates)
+    better = suggest_better(made.settings, made.chosen, made.candidates)
     smaller = suggest_smaller_loss(made.settings, made.chosen)
-    known = {one.setting for one in faster}
+    known = {one.setting for _, one in better}
     return [
-        *(f"clearly less GPU-time: {setting}: {value} ({outcome})" for setting, value, outcome in faster),
+        *(f"{gain}: {setting}: {value} ({outcome})" for gain, (setting, value, outcome) in better),
         *(
             f"less GPU memory: {one.setting}: {one.value} ({one.outcome})"
             for one in smaller
@@ -194,8 +194,22 @@ def as_plan(name: str, made: ChosenRun) -> Plan:
             *describe_own_files(settings.user_files, chosen.choice, settings.run),
             *describe_quantized_base(settings.model, settings.run),
             *settings.abilities.describe_absent(),
+            *_script_gradients(settings, chosen),
         ],
     )
+
+
+def _script_gradients(settings: ResolvedRun, chosen: Candidate) -> list[str]:
+    """Return a line about the whole gradients that a script's own accumulation would keep under FSDP."""
+    choice = chosen.choice
+    if not settings.run.script or not choice.is_fsdp or choice.gradient_accumulation_steps == 1:
+        return []
+    size = BYTES[choice.gradients] * settings.split.trainable
+    return [
+        "the memory estimate counts a rank's part of the gradients. A script that accumulates without synchronization "
+        "(accelerator.no_sync, or accumulate without sync_each_batch) keeps those of all weights on each GPU: "
+        f"{format_bytes(size)} more"
+    ]
 
 
 def _assumed_network(settings: ResolvedRun, chosen: Candidate) -> list[str]:

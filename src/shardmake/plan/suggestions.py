@@ -6,7 +6,6 @@ The plan makes none of them, because each would replace a value of the run.
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from math import inf
 from typing import Any, NamedTuple
 
 from shardmake.config.load import parse_section
@@ -14,12 +13,14 @@ from shardmake.config.methods import METHODS
 from shardmake.config.models import Cluster, Run
 from shardmake.config.optimizers import OPTIMIZERS
 from shardmake.core.errors import ShardmakeError
-from shardmake.plan.candidates import Candidate
-from shardmake.plan.choose import CLEARLY, find_choice, fits_below
+from shardmake.plan.candidates import Candidate, last_resort
+from shardmake.plan.choose import CLEARLY, find_choice, fits_better
 from shardmake.plan.planner import Planner
-from shardmake.plan.reasons import beside, figures, memory_and_time
+from shardmake.plan.reasons import AVOIDED, beside, figures, memory_and_time
 from shardmake.plan.refusals import missing_packages, unsuitable
 from shardmake.plan.resolve import ResolvedRun, check, resolve
+from shardmake.plan.verdict import Headroom
+from shardmake.run.plan import Choice
 
 MAX_NODE_FACTOR = 64
 MIN_SEQUENCE_LENGTH = 128
@@ -81,10 +82,10 @@ def suggestions(kinds: Iterable[Kind], outcome: Callable[[str, Any], str | None]
 
 def suggest(settings: ResolvedRun) -> list[Suggestion]:
     """Return the changes of the configuration that would each make something fit, the cheapest first."""
-    run = settings.run
+    run, base = settings.run, Planner(settings)
 
     def outcome(setting: str, value: Any) -> str | None:
-        found = _plan_with(settings, setting, value)
+        found = _plan_with(base, setting, value)
         return _describe(found, _changed(run, setting, value)) if found else None
 
     return suggestions(_smaller(settings), outcome)
@@ -98,34 +99,55 @@ def _smaller(settings: ResolvedRun) -> Iterator[Kind]:
         yield "precision", ["auto"]
     if run.strategy != "auto":
         yield "strategy", ["auto"]
+    yield from _narrower_gradients(settings)
     yield from changes(run.nodes or settings.cluster.max_nodes, run.sequence_length, run.method, run.optimizer)
 
 
-def suggest_faster(settings: ResolvedRun, chosen: Candidate, candidates: Iterable[Candidate]) -> list[Suggestion]:
-    """Return the changes that would each cost at least a tenth less GPU-time than ``chosen``.
+def suggest_better(
+    settings: ResolvedRun, chosen: Candidate, candidates: Iterable[Candidate]
+) -> list[tuple[str, Suggestion]]:
+    """Return the changes that would each offload less than ``chosen``, or cost at least a tenth less GPU-time.
 
-    Settings that save memory are tried only if memory keeps a faster candidate out.
+    Each has a margin, and comes after what it gains. Settings that save memory are tried only if memory keeps a better
+    candidate out.
     """
     if settings.hardware.is_cpu:
         return []
     limit, nodes = CLEARLY * chosen.gpu_seconds, chosen.choice.nodes
-    kept_out = any(item.gpu_seconds < limit and item.choice.nodes == nodes for item in candidates)
+
+    def is_better(choice: Choice, seconds: float) -> bool:
+        avoided = last_resort(choice) - chosen.last_resort
+        return avoided < 0 or (avoided == 0 and choice.world_size * seconds < limit)
+
+    kept_out = any(is_better(item.choice, item.step_seconds) and item.choice.nodes == nodes for item in candidates)
     run = settings.run
     kinds = [kind for kind in levers(settings) if kept_out or not (kind[0] == "loss" or kind[0].endswith("reference"))]
     if kept_out:
         kinds += [("optimizer", [other]) for other in OPTIMIZERS[run.optimizer].smaller]
+        kinds += _narrower_gradients(settings)
     if run.strategy != "auto":
         kinds.append(("strategy", ["auto"]))
     if run.nodes and kept_out:
         kinds.append(("nodes", [count for count in (2 * nodes, 4 * nodes) if count <= settings.cluster.max_nodes]))
 
+    gains: dict[str, str] = {}
+    base = Planner(settings)
+
     def outcome(setting: str, value: Any) -> str | None:
-        found = _plan_with(settings, setting, value, limit)
-        if found is None or found.gpu_seconds >= limit:
+        found = _plan_with(base, setting, value, is_better)
+        if found is None or found.headroom == Headroom.LITTLE or not is_better(found.choice, found.step_seconds):
             return None
+        is_faster = found.gpu_seconds < limit
+        gains[setting] = "clearly less GPU-time" if is_faster else f"without {AVOIDED[chosen.last_resort]}"
         return _describe(found, _changed(run, setting, value), beside(found, chosen))
 
-    return suggestions(kinds, outcome)
+    return [(gains[one.setting], one) for one in suggestions(kinds, outcome)]
+
+
+def _narrower_gradients(settings: ResolvedRun) -> list[Kind]:
+    """Return the setting that accumulates gradients in 16 bits, if it is open."""
+    is_open = settings.run.gradient_dtype == "auto" and settings.precision != "fp32"
+    return [("gradient_dtype", ["bf16"])] if is_open and not settings.hardware.is_cpu else []
 
 
 def suggest_smaller_loss(settings: ResolvedRun, chosen: Candidate) -> list[Suggestion]:
@@ -156,20 +178,37 @@ def suggest_measuring(settings: ResolvedRun, chosen: Candidate) -> list[Suggesti
     return [Suggestion("torch_compile", True, "measure some steps: the first one compiles, and takes minutes")]
 
 
-def _plan_with(settings: ResolvedRun, setting: str, value: Any, limit: float = inf) -> Candidate | None:
-    """Return the choice of the run with one other value; None if nothing fits, or if another setting excludes it.
+def _plan_with(
+    base: Planner, setting: str, value: Any, is_better: Callable[[Choice, float], bool] | None = None
+) -> Candidate | None:
+    """Return the choice of ``base``'s run with one other value; None if nothing fits, or a setting excludes it.
 
-    It is also None if nothing that fits takes less than ``limit`` GPU-seconds per step. That is found out first,
-    because few candidates are so fast, and the choice compares many.
+    It is also None if nothing that fits ``is_better``. That is found out first, because few candidates are, and the
+    choice compares many.
     """
-    resolved = _resolve_with(settings, setting, value)
+    resolved = _resolve_with(base.settings, setting, value)
     if resolved is None:
         return None
-    planner = Planner(resolved)
+    planner = Planner(resolved, _least(base, resolved.run))
     try:
-        return find_choice(planner) if limit == inf or fits_below(limit, planner) else None
+        return find_choice(planner) if is_better is None or fits_better(planner, is_better) else None
     except ShardmakeError:
         return None
+
+
+def _least(base: Planner, run: Run) -> Callable[[Choice], int] | None:
+    """Return the bytes that the activations of ``run`` take at least, which is ``base``'s run with one other value.
+
+    It saves traces of steps that cannot fit. A changed loss, optimizer or number of nodes leaves the forward pass of
+    the layers as it is, ranks that share a sequence divide it, and it grows at most with the square of the length.
+    """
+    before = base.settings.run
+    others = ("method", "activation_offload", "precision", "tensor_parallel")
+    if base.settings.model.decoder is not None or any(getattr(run, key) != getattr(before, key) for key in others):
+        return None
+    shared = {"sequence_parallel": before.sequence_parallel}
+    parts = run.sequence_parallel // before.sequence_parallel * (before.sequence_length // run.sequence_length) ** 2
+    return lambda choice: base.forward_bytes(choice.model_copy(update=shared)) // parts
 
 
 def _resolve_with(settings: ResolvedRun, setting: str, value: Any) -> ResolvedRun | None:

@@ -13,7 +13,7 @@ from shardmake.plan.candidates import Candidate
 from shardmake.plan.choose import NothingFitsError, choose
 from shardmake.plan.fallbacks import find_fallbacks
 from shardmake.plan.reasons import beside, reason_of, rejected
-from shardmake.plan.verdict import FAMILY_ERRORS, FamilyError, Headroom, Verdict, judge
+from shardmake.plan.verdict import FAMILY_ERRORS, HOST_ERROR, FamilyError, Headroom, Verdict, judge
 from shardmake.run.plan import Choice
 
 CAPACITY = 80 * GIB
@@ -22,9 +22,9 @@ SETTINGS = SimpleNamespace(hardware=GPUS, precision="bf16", run=SimpleNamespace(
 ERROR = FAMILY_ERRORS["sharded"]
 
 
-def memory(device: float, wanted: float | None = None) -> Estimate:
+def memory(device: float) -> Estimate:
     size = int(device * GIB)
-    gpu = GpuMemory(size, size, int((wanted or device) * GIB), size, "backward", {})
+    gpu = GpuMemory(size, size, size, size, "backward", {})
     return Estimate(gpu, {}, {}, {})
 
 
@@ -43,7 +43,7 @@ def candidate(
     )  # fmt: skip
     fits = device <= 80
     reason = f"fits: {device} of 80.0 GiB per GPU" if fits else f"needs {device} GiB of GPU memory, 80.0 GiB available"
-    return Candidate(choice, memory(device), Verdict(fits, reason, headroom), ERROR, seconds, simulated=False)
+    return Candidate(choice, memory(device), Verdict(fits, reason, headroom, ERROR), seconds, simulated=False)
 
 
 class Simulator:
@@ -92,9 +92,24 @@ def test_headroom_is_what_still_fits_on_a_smaller_gpu(device: float, smaller: fl
     assert asked == [int(CAPACITY / 1.10), int(CAPACITY / 1.05)][: len(asked)]
 
 
-def test_the_figure_without_a_limit_is_that_of_the_device() -> None:
-    found = judge(memory(60.0, 85.0), None, GPUS, ERROR, lambda capacity: 0)  # type: ignore[arg-type]
-    assert found.reason == "fits: 60.0 of 80.0 GiB per GPU (85.0 GiB if PyTorch's cache had no limit)"
+def test_only_tensors_that_exceed_the_gpu_are_refused() -> None:
+    """Runs with expandable segments held up to a quarter less than the cache is estimated to hold."""
+    made = memory(88.7)
+    tensors = int(71.2 * GIB)
+    for allocated, fits in ((tensors, True), (int(80.1 * GIB), False)):
+        gpu = made.gpu.__class__(allocated, *list(vars(made.gpu).values())[1:])
+        found = judge(replace(made, gpu=gpu), None, GPUS, ERROR, lambda capacity: made.gpu.device)  # type: ignore[arg-type]
+        assert (found.fits, found.headroom) == (fits, Headroom.LITTLE)
+        if fits:
+            assert found.reason == "tight: 71.2 to 88.7 of 80.0 GiB per GPU"
+
+
+@pytest.mark.parametrize(("ram", "headroom"), [(900, Headroom.ENOUGH), (920, Headroom.TIGHT), (999, Headroom.LITTLE)])
+def test_a_node_s_ram_needs_a_margin_as_well(ram: int, headroom: Headroom) -> None:
+    """405B would fill 1800.0 of 1800 GiB."""
+    found = judge(replace(memory(40.0), host={"optimizer states": ram * GIB}), None, GPUS, ERROR, lambda capacity: 0)  # type: ignore[arg-type]
+    assert found.fits and found.headroom == headroom
+    assert ("GiB of a node's RAM" in found.reason) == (found.error is HOST_ERROR) == (headroom != Headroom.ENOUGH)
 
 
 def test_a_tight_candidate_is_taken_if_it_is_clearly_faster() -> None:
@@ -119,7 +134,9 @@ def test_offload_is_taken_only_where_nothing_else_fits() -> None:
     large = candidate("fsdp", 5.0, 300.0)
     choice, found = choose([large, fast], Simulator(fast))  # type: ignore[arg-type]
     assert choice.name == fast.name
-    assert "It offloads because nothing else fits with a margin." in reason_of(choice, found, [])
+    assert "It offloads the optimizer and the weights because nothing else fits with a margin." in reason_of(
+        choice, found, []
+    )
 
 
 def test_little_headroom_is_the_last_resort() -> None:
@@ -133,15 +150,13 @@ def test_of_equal_times_the_simpler_strategy_is_taken(first: Strategy, second: S
     assert chosen(candidate(second, 10.0, 40.0), candidate(first, 10.01, 60.0)).choice.strategy == first
 
 
-def test_one_rank_has_plain_ddp_before_sharding_and_that_before_offload() -> None:
-    def one(strategy: Strategy, seconds: float, device: float) -> Candidate:
-        made = candidate(strategy, seconds, device)
-        return replace(made, choice=made.choice.model_copy(update={"processes_per_node": 1}))
-
-    ddp, zero2, offload = one("ddp", 12.0, 70.0), one("zero2", 10.0, 60.0), one("zero2-offload", 9.0, 20.0)
-    assert chosen(ddp, zero2, offload).choice.strategy == "ddp"
-    large = replace(ddp, verdict=Verdict(False, "needs 90 GiB", Headroom.LITTLE), memory=memory(300.0))
-    assert chosen(large, zero2, offload).choice.strategy == "zero2"
+def test_weights_are_offloaded_only_where_the_optimizer_alone_is_not_enough() -> None:
+    optimizer, weights = candidate("zero3-offload-optimizer", 30.0, 60.0), candidate("zero3-offload", 20.0, 40.0)
+    large = candidate("fsdp", 5.0, 300.0)
+    choice, found = choose([large, optimizer, weights], Simulator(optimizer, weights))  # type: ignore[arg-type]
+    assert choice.name == optimizer.name
+    assert "without offload of the weights. It offloads the optimizer because " in reason_of(choice, found, [])
+    assert rejected(choice, found)[weights.name].startswith("offloads the weights: 20 s per step against 30 s")
 
 
 def test_more_nodes_are_taken_where_they_cost_clearly_less() -> None:
@@ -211,7 +226,7 @@ def test_no_reason_calls_a_faster_candidate_slower() -> None:
     assert against[slower.name].startswith("99 s per step against 84.3 s")
     assert against[large.name] == "needs 300.0 GiB of GPU memory, 80.0 GiB available (5 s per step, closed form)"
     assert against[many.name].startswith(
-        "offloads: 720 GPU-seconds per step on 2 nodes, against 674 on 1 (45 s per step, "
+        "offloads the weights: 720 GPU-seconds per step on 2 nodes, against 674 on 1 (45 s per step, "
     )
 
 
@@ -225,7 +240,7 @@ def test_more_nodes_are_explained() -> None:
     offload = candidate("zero3-offload", 727, 60.0, nodes=4)
     choice, found = choose([offload, many], Simulator(offload, many))  # type: ignore[arg-type]
     assert reason_of(choice, found, []).endswith(
-        "On fewer nodes only offload fits, such as zero3-offload, checkpointing, micro batch 1, 4 nodes (727 s per step)."
+        "On fewer nodes only offload of the weights fits, such as zero3-offload, checkpointing, micro batch 1, 4 nodes (727 s per step)."
     )
 
 
@@ -239,6 +254,22 @@ def test_a_cheaper_candidate_with_too_little_margin_is_named() -> None:
         "GiB per GPU), but its margin is too small."
     ) in reason_of(choice, found, [])
     assert rejected(choice, found)[risky.name].startswith("tight: 397 GPU-seconds per step on 8 nodes")
+
+
+def test_a_smaller_micro_batch_that_needs_more_is_explained() -> None:
+    """235B: micro batch 1 accumulates in fp32 and does not fit; micro batch 2 needs no accumulation."""
+
+    def of(micro: int, passes: int, device: float) -> Candidate:
+        made = candidate("fsdp", 6.0, device)
+        changes = {"micro_batch_size": micro, "gradient_accumulation_steps": passes}
+        return replace(made, choice=made.choice.model_copy(update=changes))
+
+    small, large = of(1, 2, 98.2), of(2, 1, 70.0)
+    choice, found = choose([small, large], Simulator(small, large))  # type: ignore[arg-type]
+    assert rejected(choice, found)[small.name].endswith(
+        "; it accumulates gradients, in fp32: gradient_dtype: bf16 needs less"
+    )
+    assert find_fallbacks(choice, found, Simulator(small, large))[0] == []  # type: ignore[arg-type]
 
 
 def test_nothing_fits_carries_every_candidate() -> None:

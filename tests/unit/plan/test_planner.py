@@ -198,6 +198,15 @@ def test_a_named_strategy_that_does_not_fit_is_rejected_with_figures(folders: di
         plan(folders["eight"], gpus(), strategy="ddp", nodes=1)
 
 
+@pytest.mark.parametrize(("script", "strategy", "said"), [("x.py", "fsdp", 1), ("x.py", "zero3", 0), (None, "fsdp", 0)])
+def test_a_plan_states_the_gradients_that_a_script_may_not_shard(
+    folders: dict[str, str], script: str | None, strategy: str, said: int
+) -> None:
+    """FSDP2 shards gradients when they are synchronized; accelerator.accumulate synchronizes the last ones only."""
+    made = plan(folders["eight"], gpus(), script=script, strategy=strategy, micro_batch_size=1, nodes=1)
+    assert sum("accelerator.no_sync" in line and "29.9 GiB more" in line for line in made.own_files) == said
+
+
 def test_a_script_does_not_get_nvme_offload(folders: dict[str, str]) -> None:
     """DeepSpeed alone saves what cannot be merged, and resumes without the moments."""
     cluster = gpus(nvme_path="/nvme", nvme_gib_per_node=4000.0)

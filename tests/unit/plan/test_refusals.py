@@ -14,6 +14,7 @@ from shardmake.memory.families import FAMILIES
 from shardmake.memory.hardware import from_cluster
 from shardmake.memory.model import Model
 from shardmake.memory.read_config import from_config
+from shardmake.plan.abilities import tp_styles
 from shardmake.plan.refusals import (
     AUTOTP_STYLES,
     attention_heads,
@@ -90,8 +91,11 @@ def without_key_value_heads(kind: str, heads: int) -> Model:
     return replace(make_model(), model_type=kind, config=config, decoder=None)
 
 
-def test_the_styles_are_those_of_the_installed_deepspeed() -> None:
+def test_the_styles_are_those_of_the_installed_libraries() -> None:
     assert SUPPORTED_STYLES == AUTOTP_STYLES
+    for kind in ("llama", "qwen3", "mixtral", "gpt_oss", "gpt2", "qwen3_5_text", "unheard-of"):
+        plan = (CONFIG_MAPPING[kind].base_model_tp_plan if kind in CONFIG_MAPPING else None) or {}
+        assert tp_styles(kind) == set(plan.values())
 
 
 def test_a_group_is_one_data_parallel_rank() -> None:

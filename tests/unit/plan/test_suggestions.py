@@ -40,9 +40,7 @@ def test_the_plan_suggests_single_changes_if_nothing_fits(folders: dict[str, str
         plan_run(run, gpus(), RunDir(tmp_path / "chat"))
     said = str(caught.value)
     assert "Strategy ddp does not fit" in said
-    assert re.search(
-        r"\n  strategy: auto \(zero\S+, .*, 1 node: [0-9.]+ of 79.1 GiB per GPU.*, [0-9.]+ s per step\)", said
-    )
+    assert re.search(r"\n  strategy: auto \(zero\S+, .*, 1 node: .* of 79.1 GiB per GPU.*, [0-9.]+ s per step\)", said)
     assert "\n  method: lora (ddp, no checkpointing, micro batch 8, 1 node: " in said
     assert "nodes:" not in said, "ddp shards nothing"
     assert "the cheapest first:\n  strategy: auto" in said
