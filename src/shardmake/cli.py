@@ -238,6 +238,7 @@ def plan(
     from shardmake.evaluate.harness import prepare_tasks
     from shardmake.evaluate.prompts import check_prompts
     from shardmake.launch.submission_check import check_submission, expected_starts
+    from shardmake.plan.schedule import check_schedule
     from shardmake.plan.stage import describe, describe_checkpoints, plan_offline, plan_run
     from shardmake.push.check import check_push
     from shardmake.run.plan import MemoryEstimates
@@ -260,11 +261,14 @@ def plan(
         counts = check_sources(run)
         length = estimate_length(run, counts, check_first_rows(run).sampled, cluster.processes_per_node)
         warnings = length.check() if length else []
+        schedule = check_schedule(run, length.steps) if length else check_schedule(run)
         check_prompts(run)
         made = plan_run(run, cluster, rundir, lambda plan: check_submission(plan, run, cluster, rundir))
     typer.echo(describe(made, rundir))
     if length:
         typer.echo(f"  {length.describe()}")
+    if schedule:
+        typer.echo(f"  {schedule}")
     typer.echo(describe_checkpoints(made, run, cluster, rundir))
     for warning in warnings:
         logger.warning(warning)

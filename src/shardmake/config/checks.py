@@ -99,6 +99,10 @@ IDLE_KEYS: Final = (
         "scheduler: {run.scheduler}",
         "Set scheduler: constant_with_warmup",
     ),
+    *(
+        IdleKey(name, lambda run: run.script is None, "script: {run.script}", "Remove script")
+        for name in ("profile", "memory_snapshot")
+    ),
     IdleKey("data.eval_fraction", lambda run: run.data.eval is None, "data.eval", "Remove data.eval"),
     *(
         IdleKey(

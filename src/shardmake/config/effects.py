@@ -115,7 +115,7 @@ EFFECTS: Final = (
             *("strategy", "sequence_parallel", "service_nodes", "service."),
             *("gradient_checkpointing", "activation_offload"),
             *("attention", "loss", "non_finite"),
-            *("checkpoints.", "eval_every_steps", "report_to"),
+            *("checkpoints.", "eval_every_steps", "report_to", "profile.", "memory_snapshot"),
             *("deepspeed_config", "accelerate_config", *TUNING_KEYS),
             *("cluster.executor", "cluster.max_nodes", "cluster.cpus_per_node", "cluster.memory_gib_per_node"),
             *("cluster.nvme_gib_per_node", "cluster.intra_node_gbps", "cluster.inter_node_gbps"),

@@ -59,6 +59,8 @@ def training_settings(plan: Plan, run: Run, cluster: Cluster, model: Model) -> T
         expected=expected_engine(choice),
         loss=run.loss,
         checkpoints=_checkpoints(choice, run, cluster),
+        profile=run.profile,
+        memory_snapshot=run.memory_snapshot,
         program=ScriptProgram(
             path=run.script, args=run.script_args, sha256=sha256(script_file(run.script)), service=run.service
         )
@@ -163,6 +165,7 @@ def _schedule_arguments(run: Run) -> dict[str, Any]:
         **length,
         "learning_rate": run.learning_rate,
         "lr_scheduler_type": run.scheduler,
+        **({"lr_scheduler_kwargs": run.scheduler_arguments} if run.scheduler_arguments else {}),
         "warmup_steps": _warmup_steps(run),
     }
 

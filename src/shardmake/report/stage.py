@@ -93,6 +93,7 @@ def _page(
         facts={name: value.replace("`", "") for name, value in training_facts(records).items()},
         tiles=_tiles(records),
         notes=_notes(records),
+        recorded=sorted(str(path.relative_to(rundir.root)) for path in rundir.profile.glob("[!.]*")),
         memory=_memory_rows(records),
         figures=drawings,
         captions=captions,

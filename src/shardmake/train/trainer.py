@@ -24,6 +24,7 @@ from shardmake.train.async_saver import ScratchFolder, share_of_node
 from shardmake.train.callbacks.heartbeat import HeartbeatCallback
 from shardmake.train.callbacks.metrics import MetricsCallback
 from shardmake.train.callbacks.non_finite import NonFiniteCheck
+from shardmake.train.callbacks.recorders import recorders
 from shardmake.train.callbacks.save_scheduler import SaveScheduler, StopOnRequest
 from shardmake.train.checkpoint_saver import Saver
 from shardmake.train.engine_check import check_engine, describe_engine, environment_report
@@ -60,7 +61,7 @@ def train(attempt_folder: Path) -> None:
     heartbeat.beat("load", 0)
     rank_report(context.folder, context.rank, environment_report())
     trainer, stop = _make_trainer(context, heartbeat)
-    for callback in (EngineCheck(context, trainer), *trainer.after_check):
+    for callback in (EngineCheck(context, trainer), *trainer.after_check, *recorders(context)):
         trainer.add_callback(callback)
     trainer.train(resume_from_checkpoint=context.attempt.resume_from)
     if context.rank == 0:
