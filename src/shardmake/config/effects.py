@@ -101,7 +101,7 @@ EFFECTS: Final = (
         changes=_TRAINING,
         reads=(),
         keys=(
-            *run_keys(is_result=True),
+            *(*run_keys(is_result=True), "checkpoints.early_stopping"),
             *("method", "lora.", *(f"{name}." for name in OBJECTIVE_SECTIONS)),
             *("script", "script_args", "service.command", *(key for key in RESULT_KEYS if key != TEMPLATE)),
         ),
@@ -134,7 +134,7 @@ EFFECTS: Final = (
     ),
     Effect(changes=(), reads=STAGES, keys=("cluster.shared", "cluster.cache")),
     Effect(changes=(), reads=("train",), keys=("cluster.trainings_per_user",)),
-    Effect(changes=("consolidate",), reads=("plan",), keys=("dtype", "max_shard_size")),
+    Effect(changes=("consolidate",), reads=("plan",), keys=("dtype", "max_shard_size", "final_checkpoint")),
     Effect(
         changes=(),
         reads=("plan", "evaluate"),

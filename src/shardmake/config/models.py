@@ -453,6 +453,11 @@ class Checkpoints(Section):
         None,
         description="Also keep the first checkpoint at or after every multiple of this number of steps, permanently.",
     )
+    early_stopping: Count | None = Field(
+        None,
+        description="End the training after so many evaluations in a row without a lower loss. It needs "
+        "`eval_every_steps` or `keep_best`.",
+    )
     asynchronous: bool = Field(
         False,
         description="Save to the cluster's node-local `scratch` and continue training while the checkpoint is copied "
@@ -729,6 +734,11 @@ class Run(Section):
         False,
         description="Record every allocation on rank 0's GPU until the end of the second step, into `train/profile/`, "
         "for pytorch.org/memory_viz.",
+    )
+    final_checkpoint: Literal["last", "best"] = Field(
+        "last",
+        description="Checkpoint that becomes the model. `best`: the one with the lowest evaluation loss, with "
+        "`checkpoints.keep_best`.",
     )
     dtype: Literal["keep", "bf16", "fp16", "fp32"] = Field(
         "bf16", description="Data type of the final model's weights. `keep`: that of the training's master weights."

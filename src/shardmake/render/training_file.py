@@ -224,6 +224,7 @@ def _checkpoints(choice: Choice, run: Run, cluster: Cluster) -> CheckpointSettin
         retention=RetentionSettings(keep=wanted.keep, best=wanted.keep_best, every_steps=wanted.keep_every_steps),
         mtbf_seconds=job_mtbf_seconds(cluster.node_mtbf_hours, choice.nodes) if finds_interval else None,
         asynchronous=wanted.asynchronous,
+        early_stopping=wanted.early_stopping,
     )
 
 

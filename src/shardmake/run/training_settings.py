@@ -66,6 +66,7 @@ class CheckpointSettings(RunRecord):
         description="Mean time between failures of the job, if the interval between saves follows from it."
     )
     asynchronous: bool = optional(False, "Save to node-local scratch and upload while training continues.")
+    early_stopping: int | None = optional(None, "Evaluations in a row without a lower loss that end the training.")
 
 
 class TrainerProgram(RunRecord):
