@@ -47,7 +47,7 @@ def try_type(kind: str, folder: Path) -> Row:
     except Exception as error:  # a config class may raise anything
         return {"refused": f"Its config has no defaults: {in_one_line(error)}"}
     values.pop("architectures", None)
-    request = {"config": values, "source": "config.json", "trust_remote_code": False, "adapters": None}
+    request = {"config": values, "source": "config.json", "trust_remote_code": False, "about": "class"}
     try:
         found = inspect_model.answer(request)
         config = parse_config(values, "config.json", False)

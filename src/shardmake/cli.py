@@ -295,6 +295,7 @@ def plan(
     from shardmake.evaluate.harness import prepare_tasks
     from shardmake.evaluate.prompts import check_prompts
     from shardmake.launch.submission_check import check_submission, expected_starts
+    from shardmake.plan.schedule import check_schedule
     from shardmake.plan.stage import describe, describe_checkpoints, plan_offline, plan_run
     from shardmake.push.check import check_push
     from shardmake.render.script_arguments import check_script_arguments
@@ -329,10 +330,13 @@ def plan(
         counts, sampled = within_limits(f"Reading the data with the tokenizer of {run.model}", read_data)
         length = estimate_length(run, counts, sampled, cluster.processes_per_node)
         warnings = length.check() if length else []
+        schedule = check_schedule(run, length.steps) if length else check_schedule(run)
         made = plan_run(run, cluster, rundir, check_plan)
     typer.echo(describe(made, rundir))
     if length:
         typer.echo(f"  {length.describe()}")
+    if schedule:
+        typer.echo(f"  {schedule}")
     typer.echo(describe_checkpoints(made, run, cluster, rundir))
     for warning in warnings:
         logger.warning(warning)

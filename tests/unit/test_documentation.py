@@ -12,6 +12,7 @@ import pytest
 import typer
 
 from shardmake.cli import app
+from tools import llms_text
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -114,3 +115,7 @@ def test_the_index_links_every_page_of_the_website() -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", (REPOSITORY / "docs/index.md").read_text())
     linked = {link.partition("#")[0] for link in links}
     assert len(pages) > 25 and pages - linked == set()
+
+
+def test_the_list_of_pages_for_language_models_is_up_to_date() -> None:
+    assert llms_text.PAGE.read_text() == llms_text.text(), "run: python -m tools.llms_text"

@@ -76,6 +76,7 @@ TABLE: dict[str, Why | str] = {
     "consolidate/source_checks.py": R,
     "consolidate/source_checks.py:parse_allowed": Why.COMMAND,
     "consolidate/stage.py:_convert": R,
+    "consolidate/stage.py:final_checkpoint": R,
     "consolidate/stage.py:consolidate_run": C,
     "consolidate/staging.py": C,
     "consolidate/stream.py": R,

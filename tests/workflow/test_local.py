@@ -39,7 +39,8 @@ def test_from_config_to_pushed_model_through_a_killed_head_and_a_failed_push(
 ) -> None:
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    checkout.configure(max_steps=10, report_to=["tensorboard", "mlflow"])
+    decay = {"scheduler": "warmup_stable_decay", "scheduler_arguments": {"num_decay_steps": 4, "min_lr_ratio": 0.1}}
+    checkout.configure(max_steps=10, report_to=["tensorboard", "mlflow"], profile={"first_step": 3}, **decay)
     assert "This was a dry-run" in checkout("snakemake", *PROFILE, "-n").stdout
     head = checkout.start("snakemake", *PROFILE, log=checkout.root / "first.log")
     wait_for(lambda: len(checkout.metrics()) >= 2 or head.poll() is not None)
@@ -67,6 +68,8 @@ def test_from_config_to_pushed_model_through_a_killed_head_and_a_failed_push(
     assert (checkout.run / "train/receipt.json").stat().st_mtime_ns == trained
     assert (checkout.run / "model/receipt.json").stat().st_mtime_ns == merged
     assert_result_is_complete(checkout)
+    assert "train/profile/trace-steps-3-4.json.gz" in (checkout.run / "report.html").read_text()
+    assert (checkout.run / "train/profile/trace-steps-3-4.json.gz").is_file()
     assert_trackers_have_the_losses(checkout)
     assert_nothing_private_left(checkout)
     assert_snakemake_reports(checkout)

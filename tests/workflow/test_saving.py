@@ -9,8 +9,11 @@ import pytest
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.record import list_files
+from shardmake.checkpoint.training_receipt import is_final
 from shardmake.config.models import Strategy
+from shardmake.consolidate.stage import final_checkpoint
 from shardmake.run.paths import RunDir
+from shardmake.run.receipts import TrainingReceipt
 from tests.workflow.forked import Forked, log
 from tests.workflow.sweep import CASES, Sweep
 
@@ -143,3 +146,17 @@ def test_interval_follows_the_measured_save(forked: Forked, tmp_path: Path) -> N
     steps = sorted(record.step for record, _ in store.committed(rundir.checkpoints))
     assert steps[0] == 10 and steps[-1] == 14
     assert "A save takes" in log(rundir) and "by Young's formula" in log(rundir)
+
+
+def test_training_ends_early_and_the_best_checkpoint_becomes_the_model(forked: Forked, tmp_path: Path) -> None:
+    """A rate this high raises the loss from the second evaluation on. The step counts as the last one for a resume."""
+    rundir = RunDir(tmp_path / "run")
+    rule = {"every_steps": 1, "keep": 1, "keep_best": True, "early_stopping": 2}
+    planned = forked.plan("zero2", 2, max_steps=9, checkpoints=rule, learning_rate=3.0, final_checkpoint="best")
+    assert forked.train(rundir, planned) == [0, 0], log(rundir)
+    saved = {record.step: record for record, _ in store.committed(rundir.checkpoints)}
+    best, last = min(saved), max(saved)
+    assert last == best + 2 < 9 and saved[best].eval_loss < saved[last].eval_loss
+    trained = TrainingReceipt.read(rundir.train_receipt)
+    assert trained.steps == last and is_final(*next(store.committed(rundir.checkpoints)))
+    assert final_checkpoint(planned[1], rundir, trained) == rundir.checkpoints / f"checkpoint-{best}"

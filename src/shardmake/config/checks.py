@@ -102,6 +102,22 @@ IDLE_KEYS: Final = (
     IdleKey(
         "resume_from", lambda run: run_before(run.model) is None, "model: {run.model}", "Name that run's base model"
     ),
+    *(
+        IdleKey(name, lambda run: run.script is None, "script: {run.script}", "Remove script")
+        for name in ("profile", "memory_snapshot")
+    ),
+    IdleKey(
+        "checkpoints.early_stopping",
+        lambda run: run.script is None and (run.eval_every_steps != "never" or run.checkpoints.keep_best),
+        "a training that does not evaluate",
+        "Set eval_every_steps: auto",
+    ),
+    IdleKey(
+        "final_checkpoint",
+        lambda run: run.script is None and run.checkpoints.keep_best,
+        "checkpoints.keep_best: false",
+        "Set checkpoints.keep_best: true",
+    ),
     IdleKey("data.eval_fraction", lambda run: run.data.eval is None, "data.eval", "Remove data.eval"),
     *(
         IdleKey(

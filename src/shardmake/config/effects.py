@@ -101,7 +101,7 @@ EFFECTS: Final = (
         changes=_TRAINING,
         reads=(),
         keys=(
-            *run_keys(is_result=True),
+            *(*run_keys(is_result=True), "checkpoints.early_stopping"),
             *("method", "lora.", *(f"{name}." for name in OBJECTIVE_SECTIONS)),
             *("script", "script_args", "service.command", *(key for key in RESULT_KEYS if key != TEMPLATE)),
         ),
@@ -115,7 +115,7 @@ EFFECTS: Final = (
             *("strategy", "sequence_parallel", "service_nodes", "service."),
             *("gradient_checkpointing", "activation_offload"),
             *("attention", "loss", "non_finite"),
-            *("checkpoints.", "eval_every_steps", "report_to"),
+            *("checkpoints.", "eval_every_steps", "report_to", "profile.", "memory_snapshot"),
             *("deepspeed_config", "accelerate_config", *TUNING_KEYS),
             *("cluster.executor", "cluster.max_nodes", "cluster.cpus_per_node", "cluster.memory_gib_per_node"),
             *("cluster.nvme_gib_per_node", "cluster.intra_node_gbps", "cluster.inter_node_gbps"),
@@ -135,7 +135,7 @@ EFFECTS: Final = (
     ),
     Effect(changes=(), reads=STAGES, keys=("cluster.shared", "cluster.cache")),
     Effect(changes=(), reads=("train",), keys=("cluster.trainings_per_user",)),
-    Effect(changes=("consolidate",), reads=("plan",), keys=("dtype", "max_shard_size")),
+    Effect(changes=("consolidate",), reads=("plan",), keys=("dtype", "max_shard_size", "final_checkpoint")),
     Effect(
         changes=(),
         reads=("plan", "evaluate"),

@@ -23,6 +23,7 @@ from shardmake.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, describe_
 from shardmake.config.script_file import SCRIPT_VARIABLES, SERVICE_VARIABLES, VARIABLE_KEYS, check_variables
 from shardmake.config.slurm_options import find_option
 from shardmake.config.strategies import PARTITIONED_INFERENCE, STRATEGY_SPECS
+from shardmake.config.trackers import TRACKERS
 from shardmake.config.values import (
     AsNumber,
     Bandwidth,
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     Objective = str
     Optimizer = str
     Method = str
+    Tracker = str
     Format = DataFormat
 else:
     Strategy = Literal[tuple(STRATEGY_SPECS)]
@@ -69,12 +71,18 @@ else:
     Objective = Literal[tuple(OBJECTIVES)]
     Optimizer = Literal[tuple(OPTIMIZERS)]
     Method = Literal[tuple(METHODS)]
+    Tracker = Literal[tuple(TRACKERS)]
     Format = Literal[tuple(FORMATS)]
 STRATEGIES: tuple[Strategy, ...] = tuple(STRATEGY_SPECS)
 Precision = Literal["bf16", "fp16", "fp32"]
 GradientDtype = Literal["auto", "fp32", "bf16"]
 TORCH_DTYPES: Final[dict[Precision, str]] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 Loss = Literal["plain", "fused", "chunked"]
+Schedule = Literal[
+    *("cosine", "linear", "constant", "constant_with_warmup", "cosine_with_min_lr", "cosine_warmup_with_min_lr"),
+    *("cosine_with_restarts", "polynomial", "inverse_sqrt", "warmup_stable_decay"),
+]
+"""transformers' schedules that follow from the step alone; the others wait for a metric."""
 DpoLoss = Literal[
     "sigmoid", "hinge", "ipo", "nca_pair", "sppo_hard", "apo_zero", "apo_down", "discopop", "sigmoid_norm"
 ]
@@ -445,6 +453,11 @@ class Checkpoints(Section):
         None,
         description="Also keep the first checkpoint at or after every multiple of this number of steps, permanently.",
     )
+    early_stopping: Count | None = Field(
+        None,
+        description="End the training after so many evaluations in a row without a lower loss. It needs "
+        "evaluations, which `eval_every_steps: never` turns off.",
+    )
     asynchronous: bool = Field(
         False,
         description="Save to the cluster's node-local `scratch` and continue training while the checkpoint is copied "
@@ -558,6 +571,13 @@ class Notify(Section):
     )
 
 
+class Profile(Section):
+    """Optimizer steps that torch's profiler records on rank 0."""
+
+    first_step: Steps = Field(5, description="First of them; those before it warm up.")
+    steps: Annotated[int, Field(ge=1, le=20)] = Field(2, description="Number of steps.")
+
+
 class Run(Section):
     """One fine-tuning run: the model, the data, the training and the destination."""
 
@@ -599,8 +619,11 @@ class Run(Section):
     learning_rate: LearningRate | None = Field(
         None, description="Peak learning rate. Only a `script` that has its own may be without it."
     )
-    scheduler: Literal["cosine", "linear", "constant", "constant_with_warmup"] = Field(
-        "cosine", description="Schedule of the learning rate after the warm-up."
+    scheduler: Schedule = Field("cosine", description="transformers' schedule of the learning rate.")
+    scheduler_arguments: dict[str, int | float | str] = Field(
+        default_factory=dict,
+        description="Arguments of the schedule, which the plan tries: `min_lr_rate: 0.1` of `cosine_with_min_lr`, "
+        "`num_decay_steps: 200` of `warmup_stable_decay`, `power: 2` of `polynomial`, ...",
     )
     warmup_ratio: Fraction = Field(0.05, description="Fraction of the steps with a rising learning rate.")
     weight_decay: WeightDecay = Field(0.0, description="Decoupled weight decay.")
@@ -706,10 +729,27 @@ class Run(Section):
         description="Optimizer steps between evaluations during training. `auto`: about ten evaluations per run, so "
         "that overfitting is seen; none with `sequence_parallel`.",
     )
-    report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
+    report_to: list[Tracker] = Field(
         default_factory=list,
-        description="Trackers that record loss, learning rate and speed during training. They write to `train/` in the "
-        "run's folder unless the environment names a server (`MLFLOW_TRACKING_URI`, ...).",
+        description="Trackers that record loss, learning rate and speed during training. tensorboard, wandb, mlflow "
+        "and trackio write to `train/` in the run's folder unless the environment names a server "
+        "(`MLFLOW_TRACKING_URI`, ...), and all attempts continue one chart. With the others, transformers' own, each "
+        "attempt begins a chart.",
+    )
+    profile: Profile | None = Field(
+        None,
+        description="Record some steps with torch's profiler, into `train/profile/` in the run's folder; the report "
+        "links the trace, which chrome://tracing and Perfetto open. Without it, nothing is recorded.",
+    )
+    memory_snapshot: bool = Field(
+        False,
+        description="Record every allocation on rank 0's GPU until the end of the second step, into `train/profile/`, "
+        "for pytorch.org/memory_viz.",
+    )
+    final_checkpoint: Literal["last", "best"] = Field(
+        "last",
+        description="Checkpoint that becomes the model. `best`: the one with the lowest evaluation loss, with "
+        "`checkpoints.keep_best`.",
     )
     dtype: Literal["keep", "bf16", "fp16", "fp32"] = Field(
         "bf16", description="Data type of the final model's weights. `keep`: that of the training's master weights."

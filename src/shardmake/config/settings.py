@@ -171,6 +171,7 @@ SETTINGS: Final[dict[str, Setting]] = {row.name: row for row in (
         "schedule", "scheduler", ("lr_scheduler_type",), unplanned=("scheduler.type",),
         advice="Remove the scheduler from the DeepSpeed file, or lr_scheduler_type from the arguments.",
     ),
+    Setting("schedule arguments", "scheduler_arguments", ("lr_scheduler_kwargs",)),
     Setting(
         "warm-up steps", "warmup_ratio", ("warmup_steps",), unplanned=("scheduler.params.warmup_num_steps",),
         recorded="warmup_steps",

@@ -4,6 +4,7 @@ DeepSpeed's own tool first joins the parts of tensor-parallel ranks.
 """
 
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from shardmake.checkpoint import store
 from shardmake.config.methods import METHODS
 from shardmake.config.models import Run
 from shardmake.consolidate.merge import consolidate
@@ -35,7 +37,7 @@ def consolidate_run(run: Run, rundir: RunDir, *, workers: int, progress: ShowPro
     model_class = planned_class(run, rundir)
     if METHODS[run.method].has_adapters or (model_class and model_class.text_part):  # the model gets base weights
         refuse_changed(rundir, recorded_weights(rundir))
-    with joined_parts(rundir.root / trained.checkpoint, rundir.train) as checkpoint:
+    with joined_parts(final_checkpoint(run, rundir, trained), rundir.train) as checkpoint:
         receipt = consolidate(
             checkpoint,
             rundir.model,
@@ -62,6 +64,25 @@ def merge_start(run: Run, base: Path, out: Path) -> None:
     logger.info(
         "Training starts with the weights of %s. Its optimizer states, schedule and step are not taken over.", source
     )
+
+
+def final_checkpoint(run: Run, rundir: RunDir, trained: TrainingReceipt) -> Path:
+    """Return the checkpoint that becomes the model."""
+    if run.final_checkpoint == "last":
+        return rundir.root / trained.checkpoint
+    found = [
+        (record.eval_loss, record.step, path)
+        for record, path in store.committed(rundir.checkpoints)
+        if record.settings_digest == trained.settings_digest and math.isfinite(record.eval_loss or math.inf)
+    ]
+    if not found:
+        raise CheckpointError(
+            f"No checkpoint in {rundir.checkpoints} has an evaluation loss, which final_checkpoint: best needs. Set "
+            "final_checkpoint: last."
+        )
+    loss, step, path = min(found)
+    logger.info("The model is the checkpoint of step %d, with the lowest evaluation loss: %.4g.", step, loss)
+    return path
 
 
 def base_folder(run: Run) -> Path | None:

@@ -49,6 +49,7 @@ def wrong_on_cpu(run: Run) -> Iterator[str]:
         f"attention: {run.attention}": run.attention in FLASH_KERNELS,
         "precision: fp16": run.precision == "fp16",
         "loss: fused": run.loss == "fused",
+        "memory_snapshot: true": run.memory_snapshot,
     }
     for setting in (setting for setting, wanted in needs_gpu.items() if wanted):
         yield f"{setting} needs a GPU, but the cluster file has accelerator: cpu. Change one of them."

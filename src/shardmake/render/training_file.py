@@ -59,6 +59,8 @@ def training_settings(plan: Plan, run: Run, cluster: Cluster, model: Model) -> T
         expected=expected_engine(choice),
         loss=run.loss,
         checkpoints=_checkpoints(choice, run, cluster),
+        profile=run.profile,
+        memory_snapshot=run.memory_snapshot,
         program=ScriptProgram(
             path=run.script, args=run.script_args, sha256=sha256(script_file(run.script)), service=run.service
         )
@@ -162,6 +164,7 @@ def _schedule_arguments(run: Run) -> dict[str, Any]:
     return {
         **{key: value for key, value in known.items() if value is not None},  # a script may take none of them
         "lr_scheduler_type": run.scheduler,
+        **({"lr_scheduler_kwargs": run.scheduler_arguments} if run.scheduler_arguments else {}),
         "warmup_steps": _warmup_steps(run),
     }
 
@@ -220,6 +223,7 @@ def _checkpoints(choice: Choice, run: Run, cluster: Cluster) -> CheckpointSettin
         retention=RetentionSettings(keep=wanted.keep, best=wanted.keep_best, every_steps=wanted.keep_every_steps),
         mtbf_seconds=job_mtbf_seconds(cluster.node_mtbf_hours, choice.nodes) if finds_interval else None,
         asynchronous=wanted.asynchronous,
+        early_stopping=wanted.early_stopping,
     )
 
 

@@ -102,6 +102,7 @@ def _page(
         model_class=class_to_load(records),
         **_done(records),
         notes=_notes(records),
+        recorded=sorted(str(path.relative_to(rundir.root)) for path in rundir.profile.glob("[!.]*")),
         memory=_memory_rows(records),
         figures=drawings,
         captions=captions,

@@ -98,6 +98,7 @@ def _own_settings(records: Records) -> dict[str, str]:
         "Method": _method(records),
         "Optimizer": _optimizer(settings),
         **_learning(rate, schedule, values["warmup_steps"], float(values["weight_decay"]), False),
+        **_schedule_arguments(values),
         **_values(values),
         "Length": _length(records),
         "Global batch": f"{plural(choice.global_batch_size, 'sequence')} = {choice.micro_batch_size} per forward pass "
@@ -143,6 +144,11 @@ def _learning(rate: float, schedule: str, warmup: float, decay: float, decays_ve
         "Learning rate": f"{rate:g} at its peak, {schedule.replace('_', ' ')} schedule",
         "Warm-up": steps if warmup and schedule != "constant" else "none",
     }
+
+
+def _schedule_arguments(values: Mapping[str, Any]) -> dict[str, str]:
+    given = values.get("lr_scheduler_kwargs") or {}
+    return {"Schedule": ", ".join(f"{name} {value}" for name, value in given.items())} if given else {}
 
 
 def _method(records: Records) -> str:

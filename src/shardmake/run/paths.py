@@ -79,6 +79,7 @@ class RunDir:
     metrics = BelowRoot(
         "train/metrics.jsonl", "One JSON object a line: loss, learning rate, tokens/s, memory, by step."
     )
+    profile = BelowRoot("train/profile", "Folder of the profiler's trace and of the snapshot of the GPU's memory.")
     resharded = BelowRoot(
         "train/resharded", "Folder of the checkpoint that was converted for another strategy or number of ranks."
     )

@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from shardmake.config.models import Dpo, Kto, Loss, Method, Objective, ObjectiveSection, Reward, Service
+from shardmake.config.models import Dpo, Kto, Loss, Method, Objective, ObjectiveSection, Profile, Reward, Service
 from shardmake.config.script_file import PREFIX
 from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.engine import Engine
@@ -66,6 +66,7 @@ class CheckpointSettings(RunRecord):
         description="Mean time between failures of the job, if the interval between saves follows from it."
     )
     asynchronous: bool = optional(False, "Save to node-local scratch and upload while training continues.")
+    early_stopping: int | None = optional(None, "Evaluations in a row without a lower loss that end the training.")
 
 
 class TrainerProgram(RunRecord):
@@ -101,6 +102,8 @@ class TrainingSettings(RunFile):
     expected: Engine = Field(description="The planned engine.")
     loss: Loss = Field(description="Cross entropy: plain, fused or chunked.")
     checkpoints: CheckpointSettings = Field(description="How training saves.")
+    profile: Profile | None = optional(None, "Steps that rank 0 profiles.")
+    memory_snapshot: bool = optional(False, "Rank 0 records the allocations of the first steps.")
     program: TrainerProgram | ScriptProgram = Field(description="What the ranks run.")
     own_files: dict[str, Any] = optional(
         {}, "Values that the run's own DeepSpeed and Accelerate files add to the plan's or change, by key."

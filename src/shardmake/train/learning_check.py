@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import TrainingArguments, get_scheduler
+from transformers import TrainingArguments
 
 from shardmake.config.optimizers import find_built
 from shardmake.config.settings import ACCUMULATION, SETTINGS, Setting
 from shardmake.core.nested import leaves, same
 from shardmake.run.engine import LearningSettings
 from shardmake.run.plan import Choice
+from shardmake.run.schedule import planned_rates, rates
 from shardmake.run.training_settings import TrainingSettings
 from shardmake.train.engine_check import compute_dtype, dtype_name, is_deepspeed_engine, refuse_differences
 
@@ -63,7 +64,7 @@ def describe_learning(built: BuiltTraining, settings: TrainingSettings) -> Learn
         schedule=_schedule(scheduler, arguments),
         warmup_steps=arguments.get_warmup_steps(built.steps),
         steps=built.steps,
-        rates=_rates(scheduler, built.steps),
+        rates=rates(scheduler, built.steps),
         dtype=dtype,
         autocast=_autocast(built, deepspeed, dtype),
         global_batch_size=built.batches.total_batch_size * held[ACCUMULATION],
@@ -93,17 +94,13 @@ def planned_learning(
         "decays_vectors": False,
         "schedule": given["lr_scheduler_type"],
         "warmup_steps": warmup,
-        "rates": planned_rates(given["lr_scheduler_type"], given["learning_rate"], warmup, steps),
+        "rates": planned_rates(
+            given["lr_scheduler_type"], given["learning_rate"], warmup, steps, given.get("lr_scheduler_kwargs")
+        ),
         "dtype": expected.dtype,
         "autocast": None if choice.is_deepspeed or expected.dtype == "float32" else expected.dtype,
         "global_batch_size": choice.global_batch_size,
     }
-
-
-def planned_rates(schedule: str, rate: float, warmup: int, steps: int) -> list[float]:
-    """Return the learning rates of transformers' ``schedule`` at the steps of `LearningSettings.rates`."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
-    return _rates(get_scheduler(schedule, optimizer, warmup, steps), steps)
 
 
 def check_learning(found: LearningSettings, planned: Mapping[str, Any]) -> None:
@@ -139,14 +136,6 @@ def _schedule(scheduler: Any, arguments: TrainingArguments) -> str:
     """Return transformers' name, or the class of a scheduler that transformers did not build."""
     is_ours = isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR)
     return str(arguments.lr_scheduler_type.value) if is_ours else type(scheduler).__name__
-
-
-def _rates(scheduler: Any, steps: int) -> list[float]:
-    """Return the learning rates at five steps; empty for a scheduler whose future is unknown."""
-    if not isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
-        return []
-    factor, rate = scheduler.lr_lambdas[0], float(scheduler.base_lrs[0])
-    return [rate * factor(step) for step in (0, 1, 2, steps // 2, max(0, steps - 1))]
 
 
 def _autocast(built: BuiltTraining, deepspeed: bool, dtype: str) -> str | None:

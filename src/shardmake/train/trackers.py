@@ -10,27 +10,22 @@ from importlib import import_module
 from pathlib import Path
 from typing import Final
 
+from shardmake.config.trackers import TRACKERS
 from shardmake.core.atomic import digest, write_text
 from shardmake.core.errors import ConfigError
 from shardmake.run.attempt import Attempt
 
-_PACKAGES: Final[Mapping[str, tuple[str, ...]]] = {
-    "tensorboard": ("tensorboard", "tensorboardX"),
-    "wandb": ("wandb",),
-    "mlflow": ("mlflow",),
-    "trackio": ("trackio",),
-}
 PROJECT: Final = "shardmake"
 
 
 def check_trackers(names: Iterable[str]) -> None:
     """Raise if a tracker's package is missing or cannot be imported here; the nodes use the same environment."""
     for name in names:
-        problems = [_import_problem(package) for package in _PACKAGES[name]]
+        problems = [_import_problem(package) for package in TRACKERS[name]]
         if all(problems):
             raise ConfigError(
                 f"The tracker {name} in report_to cannot be used: {problems[0]}. Install its package "
-                f"(pip install {_PACKAGES[name][0]}), or remove {name} from report_to."
+                f"(pip install {TRACKERS[name][0]}), or remove {name} from report_to."
             )
 
 

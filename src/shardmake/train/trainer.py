@@ -21,9 +21,11 @@ from shardmake.core.environment import leave_collectives_to_gloo
 from shardmake.data.dataset import Collator, PartCollator, Sequences, check_isolation, collator
 from shardmake.run.attempt import RequestedStop, rank_report, room_timeout
 from shardmake.train.async_saver import ScratchFolder, share_of_node
+from shardmake.train.callbacks.early_stop import early_stop
 from shardmake.train.callbacks.heartbeat import HeartbeatCallback
 from shardmake.train.callbacks.metrics import MetricsCallback
 from shardmake.train.callbacks.non_finite import NonFiniteCheck
+from shardmake.train.callbacks.recorders import recorders
 from shardmake.train.callbacks.save_scheduler import SaveScheduler, StopOnRequest
 from shardmake.train.checkpoint_saver import Saver
 from shardmake.train.engine_check import check_engine, describe_engine, environment_report
@@ -60,7 +62,12 @@ def train(attempt_folder: Path) -> None:
     heartbeat.beat("load", 0)
     rank_report(context.folder, context.rank, environment_report())
     trainer, stop = _make_trainer(context, heartbeat)
-    for callback in (EngineCheck(context, trainer), *trainer.after_check):
+    for callback in (
+        EngineCheck(context, trainer),
+        *trainer.after_check,
+        *recorders(context),
+        *early_stop(context.settings),
+    ):
         trainer.add_callback(callback)
     trainer.train(resume_from_checkpoint=context.attempt.resume_from)
     if context.rank == 0:

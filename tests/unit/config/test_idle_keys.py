@@ -21,7 +21,14 @@ OTHER: dict[str, dict[str, Any]] = {
     "dpo": {"beta": 0.7, "reference": "precomputed", "loss_type": ["ipo"]},
     "kto": {"beta": 0.7, "reference": "precomputed", "desirable_weight": 2.0, "undesirable_weight": 3.0},
     "reward": {"center_rewards_coefficient": 0.5},
-    "checkpoints": {"every_steps": 7, "keep": 9, "keep_best": True, "keep_every_steps": 11, "asynchronous": True},
+    "checkpoints": {
+        "every_steps": 7,
+        "keep": 9,
+        "keep_best": True,
+        "keep_every_steps": 11,
+        "asynchronous": True,
+        "early_stopping": 2,
+    },
 }
 """Another value than the default for each key of the sections that training reads."""
 
@@ -50,7 +57,7 @@ def test_the_table_has_every_key_of_its_sections() -> None:
 
 @pytest.mark.parametrize(("objective", "method"), product(OBJECTIVES, METHODS))
 def test_each_value_is_rendered_or_refused(objective: str, method: str) -> None:
-    base = {"objective": objective, "method": method}
+    base = {"objective": objective, "method": method, "eval_every_steps": 5}
     before, used, refused = rendered(make_run(**base)), set(), set()
     for section, values in OTHER.items():
         for key, value in values.items():
@@ -80,6 +87,10 @@ def test_each_value_is_rendered_or_refused(objective: str, method: str) -> None:
         ({"scheduler": "constant", "warmup_ratio": 0}, ""),
         ({"scheduler": "constant"}, ""),
         ({"data": {"train": "a/b", "eval": "a/c", "eval_fraction": 0.1}}, "data.eval_fraction has no effect with data.eval"),
+        ({"checkpoints": {"early_stopping": 3}, "eval_every_steps": "never"}, "Set eval_every_steps: auto, or remove"),
+        ({"final_checkpoint": "best"}, "Set checkpoints.keep_best: true, or remove final_checkpoint"),
+        ({"final_checkpoint": "best", "checkpoints": {"keep_best": True, "early_stopping": 3}}, ""),
+        ({"profile": {"steps": 3}, "script": "train.py"}, "profile has no effect with script: train.py"),
         ({"evaluation": {"lm_eval_limit": 5}}, "evaluation.lm_eval_limit has no effect with an empty evaluation.lm_eval"),
         ({"evaluation": {"lm_eval_path": "tasks"}}, "Name the tasks in evaluation.lm_eval, or remove"),
         ({"evaluation": {"lm_eval": ["piqa"], "lm_eval_limit": 5}}, ""),

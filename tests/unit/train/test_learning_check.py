@@ -4,18 +4,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
-from transformers import Trainer, TrainingArguments, get_scheduler
+from transformers import SchedulerType, Trainer, TrainingArguments, get_scheduler
 
+from shardmake.config.models import Schedule
 from shardmake.config.optimizers import OPTIMIZERS
 from shardmake.render.training_file import training_settings
 from shardmake.run.plan import Choice
+from shardmake.run.schedule import planned_rates
 from shardmake.run.training_settings import TrainingSettings
 from shardmake.train.engine_check import EngineMismatchError
 from shardmake.train.learning_check import (
@@ -120,6 +122,26 @@ def test_the_planned_training_passes(arguments: TrainingArguments) -> None:
     found = describe_learning(built(arguments), settings(choice()))
     assert (found.optimizer, found.schedule, found.warmup_steps) == ("AdamW", "cosine", 3)
     assert found.rates[:3] == pytest.approx([0, RATE / 3, 2 * RATE / 3])
+
+
+@pytest.mark.parametrize("name", get_args(Schedule))
+def test_every_schedule_has_the_rates_that_trainer_builds(name: str, tmp_path: Path) -> None:
+    given = {"min_lr": 1e-5} if "min_lr" in name else {"num_decay_steps": 4} if "decay" in name else {}
+    values = {"lr_scheduler_type": name, "lr_scheduler_kwargs": given, "learning_rate": RATE, "warmup_steps": 2}
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", **values)
+    trainer = Trainer(nn.Linear(3, 3), arguments)
+    trainer.create_optimizer_and_scheduler(STEPS)
+    rates = [trainer.lr_scheduler.get_last_lr()[0]]
+    for _ in range(STEPS - 1):
+        trainer.optimizer.step()
+        trainer.lr_scheduler.step()
+        rates += [trainer.lr_scheduler.get_last_lr()[0]]
+    found = planned_rates(name, RATE, 2, STEPS, given)
+    assert found == pytest.approx([rates[step] for step in (0, 1, 2, STEPS // 2, STEPS - 1)])
+
+
+def test_the_schedules_are_those_that_follow_no_metric() -> None:
+    assert {*get_args(Schedule), "reduce_lr_on_plateau", "greedy"} == {kind.value for kind in SchedulerType}
 
 
 class Wrapper:

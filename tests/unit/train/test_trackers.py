@@ -3,7 +3,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
+from shardmake.config.trackers import TRACKERS
 from shardmake.core.errors import ShardmakeError
 from shardmake.run.attempt import Attempt
 from shardmake.run.paths import RunDir
@@ -17,6 +19,10 @@ def attempt(root: Path, **changes: Any) -> Attempt:
 
 def test_installed_trackers_are_accepted() -> None:
     check_trackers(["tensorboard", "mlflow"])
+
+
+def test_the_table_has_every_tracker_of_transformers() -> None:
+    assert set(TRACKERS) == set(INTEGRATION_TO_CALLBACK)
 
 
 def test_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,99 @@
+"""Write docs/reference/recipes.md: ``python -m tools.recipes_page``; each plan is made offline from a config.json."""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RECIPES, PAGE = REPOSITORY / "examples/recipes", REPOSITORY / "docs/reference/recipes.md"
+HEAD = """# Recipes
+
+Runs for models and clusters that labs have, in `examples/recipes/`. Copy one, change data and destination, and plan it: the plan below each
+was made away from a cluster, by `shardmake plan NAME --offline --config examples/recipes/NAME.yaml`, from the config.json that is named. None
+of them has been trained here. The page is made by `python -m tools.recipes_page`.
+"""
+
+
+def _llama(hidden: int, inner: int, layers: int, heads: int, groups: int, vocabulary: int, kind: str) -> dict[str, Any]:
+    return {
+        "model_type": kind,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 131072,
+    }
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "Llama-3.1-8B": _llama(4096, 14336, 32, 32, 8, 128256, "llama"),
+    "Llama-3.1-70B": _llama(8192, 28672, 80, 64, 8, 128256, "llama"),
+    "Qwen2.5-7B": _llama(3584, 18944, 28, 28, 4, 152064, "qwen2"),
+    "Qwen3-8B": _llama(4096, 12288, 36, 32, 8, 151936, "qwen3"),
+}
+"""The sizes in the model's config.json on the hub, by a part of its name."""
+DEFAULTS = {
+    "qwen3-30b": "qwen3_moe", "gpt-oss": "gpt_oss", "gemma-3": "gemma3", "qwen3.5": "qwen3_5", "mistral-small": "mistral3",
+}  # fmt: skip
+"""Model types whose default config of transformers stands for a model, by a part of its name."""
+
+
+def config_of(model: str) -> tuple[dict[str, Any], str]:
+    """Return the config.json for the plan of ``model``, and where its values come from."""
+    for name, sizes in SIZES.items():
+        if name in model:
+            return sizes, f"the sizes of {name} on the hub"
+    from transformers import AutoConfig
+
+    (kind,) = (kind for part, kind in DEFAULTS.items() if part in model.lower())
+    values = json.loads(AutoConfig.for_model(kind).to_json_string())
+    return values, f"transformers' default config of `{kind}`, which may have another size than the model on the hub"
+
+
+def plan(name: str, written: dict[str, Any], folder: Path) -> str:
+    """Return what the plan prints for run ``name`` of the configuration ``written``."""
+    run = written["runs"][name]
+    model = folder / name
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(config_of(run["model"])[0]))
+    config = folder / f"{name}.yaml"
+    config.write_text(yaml.safe_dump(written | {"runs": {name: run | {"model": str(model)}}}))
+    command = [sys.executable, "-m", "shardmake.cli", "plan", name, "--offline", "--config", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    if done.returncode:
+        raise RuntimeError(f"{name}: {done.stderr[-2000:]}")
+    return done.stdout.replace(f"{folder}/", "").strip()
+
+
+def section(path: Path, folder: Path) -> str:
+    """Return the part of the page about the recipe in ``path``."""
+    text = path.read_text()
+    written, name = yaml.safe_load(text), path.stem
+    run = written["runs"][name]
+    cluster = Path(written["cluster"])
+    about = re.match(r"# (.+)\n", text)
+    assert about, f"{path} begins with a comment"
+    shown = f"[{name}.yaml](../../{path.relative_to(REPOSITORY)}), [{cluster.name}](../../{cluster})"
+    return (
+        f"## {name}\n\n{about[1]} {shown}. The plan has {config_of(run['model'])[1]}:\n\n"
+        f"```\n{plan(name, written, folder)}\n```\n"
+    )
+
+
+def main() -> None:
+    """Write the page."""
+    with tempfile.TemporaryDirectory() as folder:
+        parts = [section(path, Path(folder)) for path in sorted(RECIPES.glob("*.yaml"))]
+    PAGE.write_text("\n".join([HEAD, *parts]))
+
+
+if __name__ == "__main__":
+    main()
