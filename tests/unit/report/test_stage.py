@@ -178,7 +178,11 @@ def test_two_training_examples_are_shown_without_folders(rundir: RunDir) -> None
     shown = [f"/home/ada/t.jsonl, line {n}: 3 tokens, 1 of them learned\n<user>{n}[[</s>]]" for n in (1, 2)]
     receipt.model_copy(update={"shown": shown}).write(rundir.data_receipt)
     page = write_report(make_run(), rundir).read_text()
-    assert "/home/" not in page and "t.jsonl, line 2: 3 tokens" in page and "<pre>&lt;user&gt;2[[&lt;/s&gt;]]</pre>" in page
+    assert (
+        "/home/" not in page
+        and "t.jsonl, line 2: 3 tokens" in page
+        and "<pre>&lt;user&gt;2[[&lt;/s&gt;]]</pre>" in page
+    )
 
 
 def test_report_names_no_path_or_host_of_this_machine(tmp_path: Path, rundir: RunDir) -> None:
