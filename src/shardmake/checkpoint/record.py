@@ -134,7 +134,7 @@ def find_damaged(
     """
     listed = list(names)
     with ThreadPoolExecutor(workers) as pool:
-        found = pool.map(lambda name: _file_problem(checkpoint / name, record.files[name], checksums), listed)
+        found = pool.map(lambda name: file_problem(checkpoint / name, record.files[name], checksums), listed)
     return {name: problem for name, problem in zip(listed, found, strict=True) if problem}
 
 
@@ -146,10 +146,11 @@ def share_of_files(record: CheckpointRecord, node: int, nodes: int) -> list[str]
 
 def is_intact(record: CheckpointRecord, checkpoint: Path, name: str) -> bool:
     """Return True if one file of a checkpoint is as recorded."""
-    return name in record.files and not _file_problem(checkpoint / name, record.files[name])
+    return name in record.files and not file_problem(checkpoint / name, record.files[name])
 
 
-def _file_problem(path: Path, expected: FileEntry, checksums: bool = True) -> str:
+def file_problem(path: Path, expected: FileEntry, checksums: bool = True) -> str:
+    """Return how a file differs from what is ``expected``; empty if it does not. See `find_problems`."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):

@@ -15,7 +15,7 @@ from pathlib import Path
 from isal.isal_zlib import crc32, crc32_combine
 
 from shardmake.checkpoint.formats.torch_zip_reader import LOCAL_HEADER, FileRange, content_offset
-from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, is_unfinished, read_record
+from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, file_problem, is_unfinished, read_record
 from shardmake.core.errors import CheckpointError
 from shardmake.core.fingerprint import BLOCK, FileEntry, fingerprint
 
@@ -60,13 +60,10 @@ def check_recorded(folders: Collection[Path], used: Collection[Path], workers: i
 
 
 def _problem(path: Path, expected: FileEntry, is_used: bool) -> str:
-    if not path.is_file():
-        return f"{path} is missing"
-    size = path.stat().st_size
-    if size != expected.size:
-        return f"{path} has {size} bytes instead of {expected.size}"
+    if problem := file_problem(path, expected, checksums=False):
+        return problem
     from_directory = archive_crc32(path)
-    if from_directory is None and size > _LARGE and not is_used:
+    if from_directory is None and expected.size > _LARGE and not is_used:
         return ""
     if from_directory is not None and f"{from_directory:08x}" == expected.crc32:
         return ""

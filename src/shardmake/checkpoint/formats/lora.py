@@ -5,7 +5,7 @@ Every kind of change is a class of `UPDATES`. It is computed in float32 and roun
 
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Final, Self
@@ -52,27 +52,30 @@ class PeftUpdate(Update):
 
     def fitting(self, weight: StoredTensor | None) -> Self:
         """Return the update of ``weight``; raise `CheckpointError` if it is none."""
+        if problem := next(self.problems(weight), None):
+            raise CheckpointError(f"Cannot merge the adapter: {problem}")
+        return self
+
+    def problems(self, weight: StoredTensor | None) -> Iterator[str]:
+        """Yield why the update cannot be merged into ``weight``."""
         for part, tensor in self.parts.items():
             if not tensor.numel or not all(tensor.shape):
-                raise CheckpointError(
-                    f"Cannot merge the adapter: {self.module}.{part} is empty. It was saved under ZeRO-3 without "
-                    "gathering the weights. Merge the ZeRO checkpoint, or save again inside GatheredParameters."
+                yield (
+                    f"{self.module}.{part} is empty. It was saved under ZeRO-3 without gathering the weights. Merge "
+                    "the ZeRO checkpoint, or save again inside GatheredParameters."
                 )
             if tensor.dtype not in CONVERTIBLE:
-                raise CheckpointError(
-                    f"Cannot merge the adapter: {self.module}.{part} is of type {tensor.dtype}. Save it in float32."
-                )
+                yield f"{self.module}.{part} is of type {tensor.dtype}. Save it in float32."
         if weight is not None and weight.dtype not in CONVERTIBLE:
-            raise CheckpointError(
-                f"Cannot merge the adapter: the base weight {weight.name} is of type {weight.dtype}, to which nothing "
-                "can be added. Name the model in bf16, fp16 or fp32 with --base."
+            yield (
+                f"the base weight {weight.name} is of type {weight.dtype}, to which nothing can be added. Name the "
+                "model in bf16, fp16 or fp32 with --base."
             )
         if weight is not None and any(piece.runs > 1 for piece in weight.pieces):
-            raise CheckpointError(
-                f"Cannot merge the adapter: {self.module} is sharded in two dimensions. Write the adapter alone with "
-                "--adapter, then merge that into the base model."
+            yield (
+                f"{self.module} is sharded in two dimensions. Write the adapter alone with --adapter, then merge that "
+                "into the base model."
             )
-        return self
 
     def misfit(self, weight: StoredTensor | None, more: str = "") -> CheckpointError:
         """Return the error of an adapter that was trained on another weight; ``more`` is further advice."""
@@ -103,26 +106,29 @@ class LoraUpdate(PeftUpdate):
         return (a[1], b[0]) if self.transposed else (b[0], a[1])
 
     def fitting(self, weight: StoredTensor | None) -> Self:
-        """Compare the factors with the weight and the rank."""
-        super().fitting(weight)
-        a, b = (self.parts[part].shape for part in self.PARTS[:2])
-        if len(a) != 2 or len(b) != 2:
-            raise CheckpointError(
-                f"Cannot merge the adapter: the factors of {self.module} have the shapes {list(a)} and {list(b)}. "
-                f"Only matrices can be merged, not convolutions. {WITH_PEFT}"
-            )
-        rank = self.settings.rank(self.module)
-        if (a[0], b[1]) != (rank, rank):
-            raise CheckpointError(
-                f"Cannot merge the adapter: {CONFIG} gives {self.module} the rank {rank}, its factors are {list(a)} "
-                f"and {list(b)}. The files do not belong together. Copy the adapter again."
-            )
-        found = self
-        if weight is not None and weight.shape != self.shape:  # a model may have Conv1D and Linear layers
+        """Transpose the product if only that fits: a model may have Conv1D and Linear layers."""
+        found = super().fitting(weight)
+        if weight is not None and weight.shape != self.shape:
             found = replace(self, transposed=not self.transposed)
             if self.PARTS != LoraUpdate.PARTS or weight.shape != found.shape:
                 raise self.misfit(weight)
         return found
+
+    def problems(self, weight: StoredTensor | None) -> Iterator[str]:
+        """Compare the factors with the rank."""
+        yield from super().problems(weight)
+        a, b = (self.parts[part].shape for part in self.PARTS[:2])
+        if len(a) != 2 or len(b) != 2:
+            yield (
+                f"the factors of {self.module} have the shapes {list(a)} and {list(b)}. Only matrices can be merged, "
+                f"not convolutions. {WITH_PEFT}"
+            )
+        rank = self.settings.rank(self.module)
+        if (a[0], b[1]) != (rank, rank):
+            yield (
+                f"{CONFIG} gives {self.module} the rank {rank}, its factors are {list(a)} and {list(b)}. The files do "
+                "not belong together. Copy the adapter again."
+            )
 
     def load(self, read: Read, weight: StoredTensor) -> Change:
         """Add the product."""

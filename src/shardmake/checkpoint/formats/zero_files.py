@@ -57,14 +57,6 @@ def _is_vector(value: Any) -> bool:
     return isinstance(value, TensorRef) and value.is_contiguous
 
 
-def _is_address(value: Any) -> bool:
-    return isinstance(value, Inert) and _is_size(value.start) and _is_size(value.numel)
-
-
-def _is_stage(value: Any) -> bool:
-    return _is_size(value) or (isinstance(value, Inert) and len(value.args) == 1 and _is_size(value.args[0]))
-
-
 _MODEL: dict[str, Check] = {
     "module": _named(lambda _: True),
     "param_shapes": _list_of(_named(_is_shape)),
@@ -77,11 +69,13 @@ _MODEL: dict[str, Check] = {
     "ds_version": _is(str),
 }
 _OPTIMIZER: dict[str, Check] = {
-    "zero_stage": _is_stage,
+    "zero_stage": lambda it: _is_size(it) or (isinstance(it, Inert) and len(it.args) == 1 and _is_size(it.args[0])),
     "partition_count": lambda value: _is_size(value) or _list_of(_is_size)(value),
     "fp32_flat_groups": _list_of(_is_vector),
     "single_partition_of_fp32_groups": _list_of(_is_vector),
-    "param_slice_mappings": _list_of(_named(_is_address)),
+    "param_slice_mappings": _list_of(
+        _named(lambda it: isinstance(it, Inert) and _is_size(it.start) and _is_size(it.numel))
+    ),
     "param_alignment_paddings": _list_of(_list_of(_is_size)),
 }
 """By entry, what DeepSpeed writes; entries may also be missing or None."""
