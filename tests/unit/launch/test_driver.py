@@ -191,7 +191,9 @@ def test_one_command_resumes_what_a_person_stopped_while_no_driver_watched(
     if by in ("scancel", "stop file"):
         with pytest.raises(ShardmakeError):
             drive(later)
-        assert "This command resumes it." in caplog.text and len(jobs.excluded) == 2 and not demo.rundir.stop_file.exists()
+        assert (
+            "This command resumes it." in caplog.text and len(jobs.excluded) == 2 and not demo.rundir.stop_file.exists()
+        )
     else:
         with pytest.raises(StopRequestedError):
             drive(later)
