@@ -112,7 +112,7 @@ TABLE: dict[str, Why | str] = {
     "launch/driver_script.py": N,
     "launch/driver_script.py:refuse_login_node": Why.COMMAND,
     "launch/driver_script.py:refuse_while_driven": Why.COMMAND,
-    "launch/monitor.py:raise_on_signals.stop": C,
+    "launch/monitor.py": C,
     "launch/jobs.py:_process_id": C,
     "launch/input_validation.py": C,
     "launch/preflight.py": Why.NODE,
