@@ -569,7 +569,8 @@ def status(
 @app.command("list")
 def list_all(config: ConfigFiles = CONFIG, runs: Runs = RUNS, as_json: AsJson = False) -> None:
     """List the runs of the configuration and folders of other runs, with size, age and owner."""
-    from shardmake.commands.status import LISTED, list_runs, print_table
+    from shardmake.commands.listing import LISTED, list_runs
+    from shardmake.commands.status import print_table
 
     found = list_runs(*_read(config), runs)
     if as_json:
