@@ -12,7 +12,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from shardmake.checkpoint.record import CheckpointRecord
-from shardmake.commands.status import ListedRun
+from shardmake.commands.listing import ListedRun
 from shardmake.run.attempt import (
     Attempt,
     Hang,

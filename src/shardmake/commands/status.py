@@ -5,7 +5,6 @@ Nothing is written, locked or imported that a running training uses, also while 
 
 import contextlib
 import itertools
-import pwd
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,18 +13,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from pydantic import Field
-
 from shardmake.checkpoint import store
 from shardmake.commands.driver_state import describe_drivers, driver_jobs
 from shardmake.commands.stage_logs import StageJobs, local_stages, stage_end, stage_jobs
 from shardmake.commands.tables import print_table, rich_table
-from shardmake.config.effects import as_text, values_of
+from shardmake.config.effects import values_of
 from shardmake.config.load import get_run, sweep_runs
 from shardmake.config.models import Cluster, Config, Run
-from shardmake.core.disk import tree_size
 from shardmake.core.errors import ConfigError, ShardmakeError, SlurmError
-from shardmake.core.units import format_bytes, format_duration, plural
+from shardmake.core.units import format_duration, plural
 from shardmake.launch.jobs import LocalJobs, job_name
 from shardmake.launch.slurm_jobs import list_jobs
 from shardmake.launch.slurm_states import JobState, JobStatus, held_message
@@ -35,7 +31,7 @@ from shardmake.run.attempt_history import BY_PERSON, AttemptRecord, load_history
 from shardmake.run.evaluation import EvaluationResult
 from shardmake.run.paths import RunDir, short_path
 from shardmake.run.receipts import PushReceipt, TrainingReceipt
-from shardmake.run.record import RunRecord, check_format
+from shardmake.run.record import check_format
 from shardmake.run.settings import STAGES_BEFORE, changed_settings
 from shardmake.run.state import Event, RunState, living_driver, read_progress, read_tail
 
@@ -172,7 +168,7 @@ def read_state(
         if state == OPEN and not is_seen and (end := stage_end(rundir, stage, jobs, running)):
             stages[stage] = (end.state, [end.text])
     training = None if rundir.train_receipt.exists() else _training(rundir, cluster, queue)
-    stage, state = _next_stage(stages)
+    stage, state = next_stage(stages)
     return RunState(
         run=rundir.name,
         stages={name: state for name, (state, _) in stages.items()},
@@ -217,7 +213,7 @@ def _is_renewed(stage: str, state: str) -> bool:
     return state in (CHANGED, OUTDATED) or (state == OPEN and stage != "fetch")
 
 
-def _next_stage(stages: Stages) -> tuple[str, str]:
+def next_stage(stages: Stages) -> tuple[str, str]:
     """Return the stage that is next, and the run's state."""
     for stage, (state, changes) in stages.items():
         if state == CHANGED:
@@ -397,65 +393,6 @@ def watch(read: Callable[[], list[RunState]]) -> None:
                 time.sleep(REFRESH_SECONDS)
     except KeyboardInterrupt:
         return
-
-
-class ListedRun(RunRecord):
-    """One run in the configuration or in the folder of runs: an entry of what ``shardmake list --json`` prints."""
-
-    run: str = Field(description="Name of the run.")
-    sweep: str = Field("", description="Sweep that the run is a point of.")
-    model: str = Field("", description="Model that it starts from.")
-    data: str = Field("", description="Sources of the training data.")
-    stage: str = Field("", description="Stage that is in progress or next, or that the configuration lacks the run.")
-    size: int | None = Field(None, description="Bytes below the run's folder; files that runs share count in each.")
-    last: float | None = Field(None, description="Unix time of the run's last event.")
-    owner: str = Field("", description="User whose folder it is.")
-
-    def cells(self) -> list[str]:
-        """Return the row of the table, with the age of the last event."""
-        size = "" if self.size is None else format_bytes(self.size)
-        age = "" if self.last is None else format_duration(time.time() - self.last)
-        return [self.run, self.sweep, self.model, self.data, self.stage, size, age, self.owner]
-
-
-LISTED: Final = ("run", "sweep", "model", "data", "stage", "size", "age", "owner")
-"""Columns of the list of runs."""
-
-
-def list_runs(config: Config, cluster: Cluster, runs: Path) -> list[ListedRun]:
-    """Return the runs of the configuration, and after them folders of runs that it does not have."""
-    sweep_of = {point: sweep for sweep, points in config.sweeps.items() for point in points}
-    listed = []
-    for name, run in config.runs.items():
-        train = run.data.train
-        sources = [train] if isinstance(train, str) else [part.source for part in train]
-        model, data = as_text(run.model), ", ".join(map(as_text, sources))
-        try:
-            stage = _next_stage(stage_states(run, cluster, RunDir(runs / name)))[0]
-        except (ShardmakeError, OSError):
-            stage = "cannot be read"
-        folder = _folder_facts(RunDir(runs / name))
-        listed.append(ListedRun(run=name, sweep=sweep_of.get(name, ""), model=model, data=data, stage=stage, **folder))
-    folders = sorted(path.name for path in runs.glob("[!.]*/") if path.is_dir())
-    return listed + [
-        ListedRun(run=name, stage="not in the configuration", **_folder_facts(RunDir(runs / name)))
-        for name in folders
-        if name not in config.runs
-    ]
-
-
-def _folder_facts(rundir: RunDir) -> dict[str, Any]:
-    """Return size, last event and owner of a run's folder, if there is one."""
-    if not rundir.root.is_dir():
-        return {}
-    found, event = rundir.root.stat(), None
-    with contextlib.suppress(ShardmakeError, OSError):
-        event = last_event(rundir)
-    try:
-        owner = pwd.getpwuid(found.st_uid).pw_name
-    except KeyError:
-        owner = str(found.st_uid)
-    return {"size": tree_size(rundir.root), "last": event.time if event else found.st_mtime, "owner": owner}
 
 
 def select_runs(config: Config, names: Sequence[str], sweep: str | None) -> dict[str, Run]:

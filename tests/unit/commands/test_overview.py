@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from shardmake.commands import status
-from shardmake.commands.status import cells, last_event, list_runs, read_state, read_states
+from shardmake.commands.listing import list_runs
+from shardmake.commands.status import cells, last_event, read_state, read_states
 from shardmake.commands.tables import plain_table
 from shardmake.config.load import parse_config
 from shardmake.core.errors import ConfigError
