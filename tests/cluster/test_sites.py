@@ -146,7 +146,7 @@ def test_jobs_use_their_own_environment(checkout: ClusterCheckout, environment: 
     checkout.on_login_node("snakemake", "--profile", "slurm", "render", "data")
     checkout.on_login_node("shardmake", "train", "demo")
     used = (environment / "used").read_text().splitlines()
-    assert {host for line in used if "submitit.core" in line for host in line.split()[:1]} == {"c1", "c2"}
+    assert {host for line in used if "shardmake.launch.slurm_task" in line for host in line.split()[:1]} == {"c1", "c2"}
     assert any("shardmake.cli data" in line for line in used), used
 
 
