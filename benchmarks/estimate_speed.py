@@ -114,7 +114,7 @@ def compare_traced(commit: str, rounds: int) -> dict[str, Any]:
     return {"ratio": ratio, "cpu_seconds": now, "against": commit, "its_cpu_seconds": before, "machine": machine()}
 
 
-PLANS = {
+PLANS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "8B, full, 4 A100 of 40 GB": ("8B", {}, {"accelerator": "a100-40gb", "processes_per_node": 4}),
     "70B, full, zero3, 8 H100: nothing fits": ("70B", {"strategy": "zero3"}, {"accelerator": "h100"}),
 }

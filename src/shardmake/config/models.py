@@ -79,8 +79,16 @@ GradientDtype = Literal["auto", "fp32", "bf16"]
 TORCH_DTYPES: Final[dict[Precision, str]] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 Loss = Literal["plain", "fused", "chunked"]
 Schedule = Literal[
-    *("cosine", "linear", "constant", "constant_with_warmup", "cosine_with_min_lr", "cosine_warmup_with_min_lr"),
-    *("cosine_with_restarts", "polynomial", "inverse_sqrt", "warmup_stable_decay"),
+    "cosine",
+    "linear",
+    "constant",
+    "constant_with_warmup",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+    "warmup_stable_decay",
 ]
 """transformers' schedules that follow from the step alone; the others wait for a metric."""
 DpoLoss = Literal[

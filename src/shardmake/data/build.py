@@ -48,7 +48,10 @@ def build(run: Run, chat: ChatTemplate, parts: Sequence[Part], work: Path, cpus:
     results = {split: _write(split, encoded, run, work) for split, encoded in found.items() if encoded}
     check_vocabulary(run, max(result.pop("largest_token_id") for result in results.values()))
     encoder = (found["train"] or found["eval"])[0].encoder
-    digests = {split: np.concatenate([one.column("digest") for one in parts] or [[]]) for split, parts in found.items()}
+    digests = {
+        split: np.concatenate([one.column("digest") for one in parts] or [np.empty(0)])
+        for split, parts in found.items()
+    }
     return {
         "train": {**sum_of([]), "sequences": 0, "tokens": 0, "loss_tokens": 0, "files": []},
         "data_format": encoder.layout.format,

@@ -35,8 +35,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 APART: Final = "apart"
 """Note of the first example of a conversation of which each turn is an example."""
-_EMPTY: Final = {"input_ids": [], "loss_mask": [], "dropped": "", "note": ""}
-_EMPTY_OF: Final = {"preference": {"rejected_ids": []}, "unpaired-preference": {"label": False, "cut_ids": []}}
+_EMPTY: Final[dict[str, Any]] = {"input_ids": [], "loss_mask": [], "dropped": "", "note": ""}
+_EMPTY_OF: Final[dict[str, dict[str, Any]]] = {
+    "preference": {"rejected_ids": []},
+    "unpaired-preference": {"label": False, "cut_ids": []},
+}
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,11 @@ def _schema_of(format: DataFormat) -> "pyarrow.Schema":
     features |= {"seq_lengths": List(Value("int32")), "tokens": Value("int32"), "learned": Value("int32")}
     features |= {"digest": Value("uint64")}
     features |= {name: Value("string") for name in ("outcome", "dropped", "note")}
-    more = {"rejected_ids": List(Value("int32")), "label": Value("bool"), "cut_ids": List(Value("int32"))}
+    more: dict[str, Any] = {
+        "rejected_ids": List(Value("int32")),
+        "label": Value("bool"),
+        "cut_ids": List(Value("int32")),
+    }
     return Features(features | {name: more[name] for name in _EMPTY_OF.get(format, {})}).arrow_schema
 
 

@@ -145,7 +145,7 @@ class Layout:
             described = ", ".join(f"{name} is {'text' if text else 'not text'}" for name, text in kinds.items())
             raise DataError(f"{described}. Write all of them as text, or all as lists of messages.")
         read = self._text if all(kinds.values()) else self._messages
-        found = {column: read(example, column) for column in columns}
+        found: dict[str, Any] = {column: read(example, column) for column in columns}
         pair = found if "prompt" in found else split_prompt(found["chosen"], found["rejected"])
         if is_repeated:
             asked, names = [m["content"].strip() for m in pair["prompt"] if m["role"] == "user"], self.columns

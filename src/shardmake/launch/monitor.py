@@ -38,7 +38,8 @@ _UNKNOWN = "Slurm does not answer. The driver asks again; the job is not affecte
 def watch(training: Training, job: SubmittedJob) -> JobStatus:
     """Wait until ``job`` has ended, and return its last status."""
     folder = training.attempt_dir(job.attempt)
-    files = [str(path) for path in (training.rundir.metrics, training.rundir.train_receipt, folder.log(0), folder.root)]
+    rundir = training.rundir
+    files = (str(rundir.metrics), str(rundir.train_receipt), str(folder.log(0)), str(folder.root))
     progress = Progress(files[0], files[2], logger.info, logger.warning)
     ends = (
         f"the driver exits, job {job.id} keeps running. To watch the job, run the same command again. To save and "

@@ -178,14 +178,15 @@ def watch_job(
     """Watch ``job`` until the driver has to decide something; see `watch_in_low_memory`."""
     say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
     progress = Progress(metrics, log, say, lambda text: print("WARNING:", text, file=sys.stderr, flush=True))
-    asked, listed, since, before = float("-inf"), -1.0, time.monotonic(), ""
+    asked, since, before = float("-inf"), time.monotonic(), ""
+    listed: float | None = -1.0
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         if signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:
             signal.signal(getattr(signal, name), _interrupt)
     try:
         while not is_orphan():
             progress.poll()
-            if os.access(receipt, os.F_OK) or (listed := _has_exit(folder, listed)) is None:
+            if os.access(receipt, os.F_OK) or (listed := _has_exit(folder, listed or 0.0)) is None:
                 break
             if time.monotonic() - asked >= SECONDS:
                 asked = time.monotonic()
@@ -421,7 +422,10 @@ def _query(file: int) -> str | None:
 def main(count: str, *words: str) -> None:
     """Wait or watch as the first ``count`` words say, then run the command in the rest of them: the driver again."""
     (what, *details), start_again = words[: int(count)], words[int(count) :]
-    {"job": watch_job, "slot": await_slot}[what](*details)
+    if what == "job":
+        watch_job(*details)
+    else:
+        await_slot(*details)
     try:
         os.execv(start_again[0], start_again)
     except OSError as error:

@@ -59,5 +59,5 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     except Exception as error:  # a schedule's function may raise anything
         return {"error": str(error)}
     wrong = [(step, rate) for step, rate in enumerate(rates) if not (rate >= 0 and math.isfinite(rate))]
-    error = f"the rate of step {wrong[0][0] + 1} is {wrong[0][1]:g}" if wrong else ""
-    return {"error": error, "rates": [rates[0], max(rates), rates[-1]]}
+    why = f"the rate of step {wrong[0][0] + 1} is {wrong[0][1]:g}" if wrong else ""
+    return {"error": why, "rates": [rates[0], max(rates), rates[-1]]}

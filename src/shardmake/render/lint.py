@@ -264,7 +264,8 @@ def _add(training: Training, name: Any, library: Library, key: str, folder: Path
         kind: Kind = "accelerate" if key == "config_file" else "deepspeed"
         if kind not in training.files:
             training.unknown["deepspeed"] = ""
-            training.is_open = sorted({*training.is_open, *({"Accelerate"} if kind == "accelerate" else {})})
+            opened: list[Library] = ["Accelerate"] if kind == "accelerate" else []
+            training.is_open = sorted({*training.is_open, *opened})
             advice = "Give the file beside the script, or set the variable once in the script."
             training.notes.append(f"{key} names the file {written(str(name))}, which only a shell knows. {advice}")
         return training.files.get(kind)

@@ -234,8 +234,8 @@ class _Reader:
                 return "\n"
             elif rest.startswith("(("):
                 start, self.at = self.at, self._matching(self.at, "(", ")")
-                for found in re.finditer(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)", self.text[start : self.at]):
-                    self._forget(found[1])
+                for set_here in re.finditer(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)", self.text[start : self.at]):
+                    self._forget(set_here[1])
             elif found := _REDIRECTION.match(self.text, self.at):
                 self._redirection(found[0])
             elif found := _OPERATOR.match(rest):

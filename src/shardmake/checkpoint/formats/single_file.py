@@ -39,8 +39,8 @@ def find(path: Path) -> dict[str, Path]:
 
 def find_several(path: Path) -> dict[str, Path]:
     """Return the files of the models that ``accelerator.save_state`` wrote, if they are several."""
-    found = {it.name: it for it in sorted(path.iterdir()) if _NUMBERED.fullmatch(it.name)}
-    return found if any(_NUMBERED.fullmatch(name)["number"] for name in found) else {}
+    named = [(it, match) for it in sorted(path.iterdir()) if (match := _NUMBERED.fullmatch(it.name))]
+    return {it.name: it for it, _ in named} if any(match["number"] for _, match in named) else {}
 
 
 def read(file: Path, target: Target = "keep", key: str | None = None) -> Contents:
