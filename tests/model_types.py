@@ -53,7 +53,7 @@ def try_type(kind: str, folder: Path) -> Row:
         config = parse_config(values, "config.json", False)
         chosen = find_class(values, config, "config.json", False)
     except ShardmakeError as error:
-        return {"refused": str(error).removeprefix("Model cannot be trained: ")}
+        return {"refused": " ".join(str(error).removeprefix("Model cannot be trained: ").split())}
     except Exception as error:  # a model's code may raise anything
         return {"refused": f"Its code raised {type(error).__name__}: {in_one_line(error)}"}
     row = {name: found[name] for name in ("model_class", "absent", "attention", "mixing")}
@@ -90,7 +90,7 @@ def _step_and_merge(chosen: ModelClass, config: Any, folder: Path) -> str:
         if not all(torch.equal(state[name], before[name]) for name in kept):
             return "failed: the towers changed"
     except Exception as error:  # a model's code may raise anything
-        return f"failed at {stage}: {in_one_line(error)[:200]}"
+        return f"failed at {stage}: {in_one_line(error).replace(f'{folder}/', '')[:200]}"
     return "a step, its merge"
 
 

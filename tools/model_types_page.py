@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 ROWS = Path(__file__).parents[1] / "tests/model_types.json"
+_LONGEST = 120
 _HEADER = """# Model types of transformers
 
 What the plan and a small model of each type gave with the pinned transformers: the class that trains, the towers that
 are not loaded, the attention kernels, those that keep packed examples apart (of flash, the ranks check it), and one
-training step with its merge. The small models have the default config of their type with fewer layers and a smaller
+training step with its merge. Some default configs of transformers cannot be built at all. The small models have the default config of their type with fewer layers and a smaller
 vocabulary, so a published model may differ. Types that are not in the table have not been tried. `python -m
 tests.model_types tests/model_types.json` tries them, and `make test-models` repeats the rows.
 
@@ -21,13 +22,19 @@ tests.model_types tests/model_types.json` tries them, and `make test-models` rep
 """
 
 
+def _short(text: str) -> str:
+    """Return a message as a cell: without the file's name, and cut."""
+    text = text.removeprefix("config.json: ").removeprefix("config.json. ").replace("|", "/")
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
 def _line(kind: str, row: dict[str, Any]) -> str:
     if "refused" in row:
-        return f"| `{kind}` | | | | | | refused: {row['refused'].replace('|', '/')} |"
+        return f"| `{kind}` | | | | | | refused: {_short(row['refused'])} |"
     apart = [kernel for kernel in row["attention"] if kernel not in row["mixing"]]
     cells = (
         f"`{kind}`", row["model_class"], ", ".join(row["absent"]), ", ".join(row["attention"]),
-        ", ".join(apart) or "none", row["planned"], row["tested"].replace("|", "/"),
+        ", ".join(apart) or "none", row["planned"], _short(row["tested"]),
     )  # fmt: skip
     return f"| {' | '.join(cells)} |"
 
