@@ -21,6 +21,7 @@ from shardmake.consolidate.merge import consolidate
 from shardmake.core.errors import ShardmakeError
 from shardmake.memory.families import FAMILIES
 from shardmake.memory.parameter_inventory import find_class, in_one_line, parse_config
+from shardmake.memory.read_config import float_or_object
 from shardmake.plan import inspect_model
 from shardmake.run.model_class import ModelClass
 from shardmake.run.text_part import towers
@@ -43,7 +44,7 @@ def model_types() -> list[str]:
 def try_type(kind: str, folder: Path) -> Row:
     """Return what the plan knows of ``kind`` and what a step and a merge of a small model gave."""
     try:
-        values = json.loads(AutoConfig.for_model(kind).to_json_string())
+        values = json.loads(AutoConfig.for_model(kind).to_json_string(), object_hook=float_or_object)
     except Exception as error:  # a config class may raise anything
         return {"refused": f"Its config has no defaults: {in_one_line(error)}"}
     values.pop("architectures", None)

@@ -94,7 +94,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     if path.stat().st_size > _LARGEST_FILE:
         raise ModelError(f"{path} is larger than 16 MiB. A config.json is not. Use the one that came with the weights.")
     try:
-        config = json.loads(path.read_text(), object_hook=_float_or_object)
+        config = json.loads(path.read_text(), object_hook=float_or_object)
     except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError, too
         raise ModelError(
             f"{path} is not valid JSON: {error}. Use the config.json that came with the weights."
@@ -104,7 +104,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _float_or_object(value: dict[str, Any]) -> Any:
+def float_or_object(value: dict[str, Any]) -> Any:
     """Return the number for an object such as ``{"__float__": "Infinity"}``, which transformers writes for it."""
     return float(value["__float__"]) if [*value.items()] in _FLOATS else value
 
