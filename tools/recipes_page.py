@@ -14,9 +14,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPES, PAGE = REPOSITORY / "examples/recipes", REPOSITORY / "docs/reference/recipes.md"
 HEAD = """# Recipes
 
-Runs for models and clusters that labs have, in `examples/recipes/`. Copy one, change data and destination, and plan it: the plan below each
-was made away from a cluster, by `shardmake plan NAME --offline --config examples/recipes/NAME.yaml`, from the config.json that is named. None
-of them has been trained here. The page is made by `python -m tools.recipes_page`.
+Runs for models and clusters that labs have, in `examples/recipes/`. Copy one, change data and destination, and plan it.
+The plan below each was made away from a cluster, by `shardmake plan NAME --offline --config
+examples/recipes/NAME.yaml`, from the config.json that is named. None of them has been trained here. The page is made by
+`python -m tools.recipes_page`.
 """
 
 
@@ -41,8 +42,12 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 """The sizes in the model's config.json on the hub, by a part of its name."""
 DEFAULTS = {
-    "qwen3-30b": "qwen3_moe", "gpt-oss": "gpt_oss", "gemma-3": "gemma3", "qwen3.5": "qwen3_5", "mistral-small": "mistral3",
-}  # fmt: skip
+    "qwen3-30b": "qwen3_moe",
+    "gpt-oss": "gpt_oss",
+    "gemma-3": "gemma3",
+    "qwen3.5": "qwen3_5",
+    "mistral-small": "mistral3",
+}
 """Model types whose default config of transformers stands for a model, by a part of its name."""
 
 
