@@ -14,8 +14,9 @@ _HEADER = """# Model types of transformers
 What the plan and a small model of each type gave with the pinned transformers: the class that trains, the towers that
 are not loaded, the attention kernels, those that keep packed examples apart (of flash, the ranks check it), and one
 training step with its merge. Some default configs of transformers cannot be built at all. The small models have the
-default config of their type with fewer layers and a smaller vocabulary, so a published model may differ. Types that are not in the table have not been tried. `python -m
-tests.model_types tests/model_types.json` tries them, and `make test-models` repeats the rows.
+default config of their type with fewer layers and a smaller vocabulary, so a published model may differ. Types that are
+not in the table have not been tried. `python -m tests.model_types tests/model_types.json` tries them, and `make
+test-models` repeats the rows.
 
 | type | class | towers absent | kernels | packing | memory | tested |
 |---|---|---|---|---|---|---|
