@@ -132,10 +132,9 @@ def _warmup(value: Any, values: Values) -> Any:
 
 
 def _optimizer(value: Any, values: Values) -> Any:
-    rows = ((name, (row.optim, row.fused, name, f"{row.optim}_fused")) for name, row in OPTIMIZERS.items())
+    rows = ((name, (row.optim, row.fused, name, *row.aliases)) for name, row in OPTIMIZERS.items())
     name = next((name for name, names in rows if value in names), None)
-    known = {"adamw_8bit": "adamw8bit", "adamw_bnb_8bit": "adamw8bit", "adamw_hf": "adamw"}.get(str(value))
-    return {"optimizer": found} if (found := name or known) else None
+    return {"optimizer": name} if name else None
 
 
 def _precision(half: str) -> Row:

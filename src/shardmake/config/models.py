@@ -41,6 +41,7 @@ from shardmake.config.values import (
     Nodes,
     PathText,
     Ranks,
+    SchedulerNumber,
     Seconds,
     Seed,
     Sequences,
@@ -628,7 +629,7 @@ class Run(Section):
         None, description="Peak learning rate. Only a `script` that has its own may be without it."
     )
     scheduler: Schedule = Field("cosine", description="transformers' schedule of the learning rate.")
-    scheduler_arguments: dict[str, int | float | str] = Field(
+    scheduler_arguments: dict[str, SchedulerNumber | str] = Field(
         default_factory=dict,
         description="Arguments of the schedule, which the plan tries: `min_lr_rate: 0.1` of `cosine_with_min_lr`, "
         "`num_decay_steps: 200` of `warmup_stable_decay`, `power: 2` of `polynomial`, ...",

@@ -28,6 +28,8 @@ class OptimizerSpec:
     """It takes the betas and the epsilon of Adam."""
     fused: str = ""
     """transformers' name of its fused kernel, which trains on GPUs."""
+    aliases: tuple[str, ...] = ()
+    """Further names of it in transformers, of other versions too."""
     host_class: str = ""
     """Import path of DeepSpeed's vectorized class, for states that a GPU node keeps on the host."""
     package: str = ""
@@ -48,11 +50,11 @@ _TAKE: Final = "Take optimizer: adamw, or one of the strategies {others}."
 OPTIMIZERS: Final[dict[str, OptimizerSpec]] = {
     DEFAULT_OPTIMIZER: OptimizerSpec(
         "adamw_torch", "AdamW", "AdamW of PyTorch", moments=2, temporaries=2, has_betas=True, fused="adamw_torch_fused",
-        host_class="deepspeed.ops.adam.DeepSpeedCPUAdam", smaller=("adamw8bit",),
+        aliases=("adamw_hf",), host_class="deepspeed.ops.adam.DeepSpeedCPUAdam", smaller=("adamw8bit",),
     ),
     "adamw8bit": OptimizerSpec(
         "adamw_bnb_8bit", "AdamW", "8-bit AdamW of bitsandbytes", state_bytes=2 * (1 + 4 / 256), has_betas=True,
-        package="bitsandbytes",
+        aliases=("adamw_8bit",), package="bitsandbytes",
         fails_sharded=f"{{strategy}}, because its kernels do not take the sharded tensors of FSDP2. {_TAKE}",
         fails_on_host="{strategy}, because it runs on the GPU, and this strategy keeps the optimizer on the host. "
         + _TAKE,

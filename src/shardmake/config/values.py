@@ -163,6 +163,7 @@ Variable = Annotated[str, AfterValidator(_variable)]
 
 Fraction = Annotated[float, Field(ge=0, le=1), AsNumber]
 LearningRate = Annotated[float, Field(gt=0, le=100), AsNumber]
+SchedulerNumber = Annotated[int, Field(ge=0, le=10**9)] | Annotated[float, Field(ge=0, le=10**9)]
 WeightDecay = Annotated[float, Field(ge=0, le=100), AsNumber]
 GradientNorm = Annotated[float, Field(gt=0, le=10**12), AsNumber]
 Epochs = Annotated[float, Field(gt=0, le=100_000), AsNumber]

@@ -143,9 +143,10 @@ def test_a_file_of_another_tool_becomes_a_run_and_lists_the_rest(folder: Path) -
     assert (
         done.exit_code == 0 and "Not translated, and may change the result:\n  neftune_noise_alpha: 5\n" in done.output
     )
-    assert "#   neftune_noise_alpha: 5\n" in Path("runs.yaml").read_text()
-    run = load_config(Path("runs.yaml")).runs["my-base"]
-    assert run.data.train == str(folder / "train.jsonl") and run.global_batch_size == 2
+    written = Path("config/config.yaml")
+    assert "#   neftune_noise_alpha: 5\n" in written.read_text()
+    run = load_config(written).runs["my-base"]
+    assert run.data.train == "train.jsonl" and run.global_batch_size == 2
     Path("lf.yaml").write_text("{model_name_or_path: my base, finetuning_type: lora, dataset: mine}")
     with pytest.raises(ConfigError, match=r"^lf\.yaml does not say where to find what --data names\. Add it\.$"):
         write("other.yaml", source=Path("lf.yaml"), model="", data="", method=None)

@@ -67,7 +67,7 @@ def method(folder: Path, model: Path) -> dict[str, Any]:
 def make(**changes: Any) -> dict[str, Any]:
     from tests.unit.plans import make_run
 
-    return {**make_run().model_dump(), **changes}
+    return {**make_run().model_dump(), "eval_every_steps": "never", **changes}
 
 
 def card(folder: Path, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from shardmake.config import models
 from shardmake.config.accelerators import ACCELERATORS
 from shardmake.config.load import load_cluster, load_config, parse_config
-from shardmake.config.models import STRATEGIES, Checkpoints, Cluster, Config, Run
+from shardmake.config.models import STRATEGIES, Checkpoints, Cluster, Config, Run, Schedule
 from shardmake.config.schema import Schema
 from shardmake.config.script_file import SCRIPT_VARIABLES, SERVICE_VARIABLES
 from shardmake.core.errors import ShardmakeError
@@ -85,8 +85,8 @@ INVALID_RUNS: list[tuple[dict[str, Any], list[str]]] = [
         f"strategy: 'zero33' is not allowed. Did you mean 'zero3'? Allowed: {', '.join(STRATEGIES)}, auto."]),
     ({"strategy": "aut"}, [
         f"strategy: 'aut' is not allowed. Did you mean 'auto'? Allowed: {', '.join(STRATEGIES)}, auto."]),
-    ({"scheduler": "cosin"}, ["scheduler: 'cosin' is not allowed. Did you mean 'cosine'? Allowed: cosine, linear, "
-                              "constant, constant_with_warmup."]),
+    ({"scheduler": "cosin"}, [
+        f"scheduler: 'cosin' is not allowed. Did you mean 'cosine'? Allowed: {', '.join(get_args(Schedule))}."]),
     ({"sequnce_length": 5}, [f"sequnce_length: there is no such key. Did you mean 'sequence_length'? "
                              f"Allowed here: {RUN_KEYS}."]),
     ({"cuda": 5}, [f"cuda: there is no such key. Allowed here: {RUN_KEYS}."]),

@@ -28,6 +28,7 @@ from shardmake.launch.worker import oom_kills
 from shardmake.run.attempt import Attempt, AttemptDir, NodeExit
 from shardmake.run.attempt_history import EndReason
 from shardmake.run.plan import Plan, Resources
+from tests.finished_run import make_data_receipt
 from tests.programs import install_programs
 from tests.unit.launch.test_outcome import evidence
 from tests.unit.plans import make_cluster, make_plan, make_training_settings
@@ -58,7 +59,7 @@ def node(tmp_path: Path, host_memory: int = GIB, **changes: object) -> tuple[Att
     folder = AttemptDir(tmp_path / "train/attempts/001")
     make_training_settings(model=str(tmp_path / "base")).write(folder.training)
     write_json(tmp_path / "base/config.json", {})
-    write_json(tmp_path / "data/receipt.json", {})
+    make_data_receipt("d").write(tmp_path / "data/receipt.json")
     write_json(folder.deepspeed, {})
     attempt = attempt_settings(
         1, tmp_path, make_cluster(scratch=str(tmp_path)), plan, resume_from=None, settings_digest="r"

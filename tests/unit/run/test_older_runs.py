@@ -1,12 +1,14 @@
 """Finished runs of older commits, kept small: they are read whole, stay finished, and are compared and reported."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from shardmake.commands.status import OPEN, describe, list_runs, read_states
+from shardmake.commands.listing import list_runs
+from shardmake.commands.status import OPEN, describe, read_states
 from shardmake.config.load import load_cluster, load_config
 from shardmake.core.atomic import sealed, unsealed
 from shardmake.report.comparison import compare
@@ -21,7 +23,11 @@ def older(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     """The folder of a finished run, without its weights and examples, beside its configuration."""
     shutil.copytree(request.param, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    return RunDir(tmp_path / "runs/done")
+    rundir = RunDir(tmp_path / "runs/done")
+    for name, entry in json.loads(rundir.model_receipt.read_text())["files"].items():
+        (rundir.model / name).touch()
+        os.truncate(rundir.model / name, entry["size"])
+    return rundir
 
 
 def test_an_older_run_is_read_whole_and_nothing_of_it_runs_again(older: RunDir) -> None:

@@ -28,6 +28,7 @@ PATHS = {
     "checkpoints": "train/checkpoints",
     "script_output": "train/output",
     "metrics": "train/metrics.jsonl",
+    "profile": "train/profile",
     "resharded": "train/resharded",
     "stop_file": "train/STOP",
     "train_receipt": "train/receipt.json",

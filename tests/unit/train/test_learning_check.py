@@ -84,7 +84,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> TrainingArguments:
 
 
 def settings(choice: Choice) -> TrainingSettings:
-    run = make_run(scheduler="cosine", warmup_ratio=0.3, weight_decay=0.01)
+    run = make_run(scheduler="cosine", warmup_ratio=0.3, weight_decay=0.01, eval_every_steps="never")
     plan = make_plan("ddp").model_copy(update={"choice": choice})
     return training_settings(plan, run, make_cluster(), make_model())
 
@@ -240,7 +240,9 @@ def test_what_transformers_builds_from_the_rendered_arguments_passes(
 ) -> None:
     """Trainer's own optimizer and scheduler are the planned ones."""
     planned = choice()
-    run = make_run(scheduler=schedule, warmup_ratio=0.3, weight_decay=0.01, optimizer=optimizer)
+    run = make_run(
+        scheduler=schedule, warmup_ratio=0.3, weight_decay=0.01, optimizer=optimizer, eval_every_steps="never"
+    )
     given = training_settings(
         make_plan("ddp").model_copy(update={"choice": planned}), run, make_cluster(), make_model()
     )
