@@ -24,7 +24,7 @@ def older(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     shutil.copytree(request.param, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     rundir = RunDir(tmp_path / "runs/done")
-    for name, entry in json.loads(rundir.model_receipt.read_text())["files"].items():
+    for name, entry in json.loads(rundir.model_receipt.read_text())["verification"]["files"].items():
         (rundir.model / name).touch()
         os.truncate(rundir.model / name, entry["size"])
     return rundir
