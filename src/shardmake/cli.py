@@ -307,8 +307,7 @@ def plan(
         run, rundir = get_run(files, name), RunDir(runs / name)
         local = localize(run, rundir) if rundir.sources.exists() else with_first_model(name, files.runs)
         made = plan_offline(local, cluster, rundir)
-        typer.echo(describe(made, rundir))
-        typer.echo(describe_checkpoints(made, run, cluster, rundir))
+        typer.echo(f"{describe(made, rundir)}\n{describe_checkpoints(made, run, cluster, rundir)}")
         return
 
     def check_plan(plan: Plan) -> None:
@@ -330,13 +329,11 @@ def plan(
         counts, sampled = within_limits(f"Reading the data with the tokenizer of {run.model}", read_data)
         length = estimate_length(run, counts, sampled, cluster.processes_per_node)
         warnings = length.check() if length else []
-        schedule = check_schedule(run, length.steps) if length else check_schedule(run)
+        said = length.describe() if length else "", check_schedule(run, length.steps) if length else check_schedule(run)
         made = plan_run(run, cluster, rundir, check_plan)
     typer.echo(describe(made, rundir))
-    if length:
-        typer.echo(f"  {length.describe()}")
-    if schedule:
-        typer.echo(f"  {schedule}")
+    for line in filter(None, said):
+        typer.echo(f"  {line}")
     typer.echo(describe_checkpoints(made, run, cluster, rundir))
     for warning in warnings:
         logger.warning(warning)
