@@ -109,7 +109,7 @@ def assert_snakemake_reports(checkout: Checkout) -> None:
     checkout("snakemake", *PROFILE, "--report", "report.html")
     page = (checkout.root / "report.html").read_text()
     assert "Training loss of demo by optimizer step, stitched over all attempts" in page
-    for name in ("report.html", "loss.svg", "optimizer.svg", "speed.svg", "memory.svg", "by-length.svg"):
+    for name in ("report.html", "loss.svg", "optimizer.svg", "speed.svg", "memory.svg"):
         assert name in page
 
 
