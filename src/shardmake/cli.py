@@ -100,7 +100,7 @@ def _read(files: list[Path]) -> tuple[Config, Cluster]:
 def _read_again(name: str, files: list[Path], runs: Path) -> tuple[Config, Cluster]:
     """Return the configuration as `_read`, or the last one with which the workflow made the run ``name``."""
     config, cluster = _read(files)
-    merged = last_merged(name) if name not in config.runs and (runs / name).is_dir() else None
+    merged = last_merged(name) if name and name not in config.runs and (runs / name).is_dir() else None
     if merged is None:
         return config, cluster
     logger.warning(

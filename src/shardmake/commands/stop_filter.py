@@ -43,7 +43,7 @@ class StopFilter(logging.Filter):
         """Exit statuses by stage and run: trainings that were stopped, and stages that a signal ended."""
         self.has_failures = False
         self.failed: dict[tuple[str, str], None] = {}
-        """Stages and runs that failed."""
+        """Stages and runs that failed, and comparisons of sweeps."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether Snakemake prints ``record``; the last error becomes the line that says how to resume."""
@@ -72,7 +72,7 @@ class StopFilter(logging.Filter):
         is_stop = found is not None and (found[1], found[2]) in self.stopped
         self.has_failures |= not is_stop
         if found and not is_stop:
-            self.failed[found[1], found[2]] = None
+            self.failed[found[1].partition(" ")[0], found[2]] = None
         return not is_stop
 
     def _message(self, stage: str, run: str) -> str:
