@@ -192,12 +192,16 @@ def init(
     from shardmake.commands.init import Answers, ask, write_config, write_demo
     from shardmake.commands.workflow import DEFAULT_CONFIG, has_workflow, write_project
 
+    given = {"model": model, "data": data, "cluster": cluster}
+    others = {"out": out, **given, "name": name, "method": method, "objective": objective, "from": source}
+    if with_demo and (idle := [f"--{option}" for option, value in others.items() if value]):
+        raise ConfigError(f"init: {', '.join(idle)} has no effect with --demo. Leave it out.")
     first = Path(DEFAULT_CONFIG)
-    out = first if with_demo else out or (Path("runs.yaml") if first.exists() else first)
+    out = out or (Path("runs.yaml") if first.exists() and not with_demo else first)
     if out.exists():
         raise ConfigError(f"--out: {str(out)!r} exists, and init never overwrites. Name another file.")
-    answers = {} if with_demo else ask({"model": model, "data": data, "cluster": cluster}, source)
-    if not has_workflow():
+    answers = {} if with_demo else ask(given, source)
+    if with_demo or not has_workflow():
         write_project()
     if with_demo:
         demo(folder=None)
