@@ -1,4 +1,4 @@
-"""What the configuration and the cluster file alone decide: it is refused before anything is fetched."""
+"""Refusals before anything is fetched, which follow from the configuration and the cluster file alone."""
 
 from collections.abc import Iterator
 
