@@ -19,8 +19,6 @@ from shardmake.run.attempt import AttemptDir, SubmittedJob
 from shardmake.run.paths import RunDir, numbered_paths, short_path
 from shardmake.run.state import living_driver
 
-_FINISHED = (JobState.ENDED, JobState.GONE)
-
 
 def for_each(rundirs: Sequence[RunDir], action: Callable[[RunDir], str]) -> str:
     """Do ``action`` for every run, and return a line for each.
