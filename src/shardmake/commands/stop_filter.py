@@ -99,9 +99,11 @@ def _explain_lock() -> str:
     here, me = str(Path.cwd()), psutil.Process()
     above = {process.pid for process in (me, *me.parents())}
     for process in psutil.process_iter(["cmdline", "cwd", "pid"]):
-        words = " ".join(process.info["cmdline"] or [])
-        if "snakemake" in words and process.info["cwd"] == here and process.pid not in above:
-            return f"Error: Another Snakemake works in {here}: process {process.pid} ({words}). Wait until it ends."
+        words = process.info["cmdline"] or []
+        is_snakemake = any(Path(word).name == "snakemake" for word in words)  # not `tail -f .snakemake/log/...`
+        if is_snakemake and process.info["cwd"] == here and process.pid not in above:
+            shown = " ".join(words)
+            return f"Error: Another Snakemake works in {here}: process {process.pid} ({shown}). Wait until it ends."
     command = shlex.join(["snakemake", *sys.argv[1:]])
     return (
         f"Error: {here} is locked by a Snakemake that was killed or runs on another machine. If none runs, remove "
