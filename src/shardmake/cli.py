@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
@@ -18,7 +18,7 @@ from shardmake.commands.consolidate import KEY_HELP, MOST_PROCESSES, MergeReques
 from shardmake.commands.estimate_request import EstimateRequest, check_options
 from shardmake.commands.options import Grouped, options_of
 from shardmake.config.checks import chain_of, with_first_model
-from shardmake.config.inputs import check_inputs
+from shardmake.config.inputs import check_inputs, local_files
 from shardmake.config.invocation import RUNS_VARIABLE, VARIABLE, last_merged
 from shardmake.config.load import get_run, load_cluster, load_config, load_resolved, sweep_runs
 from shardmake.config.methods import DEFAULT_METHOD
@@ -43,6 +43,9 @@ from shardmake.run.record import check_format, refuse_links
 from shardmake.run.settings import recorded_settings
 from shardmake.run.sources import localize, require_weights
 
+if TYPE_CHECKING:
+    from shardmake.data.amount import Sampled
+
 app = typer.Typer(
     cls=Grouped,
     rich_markup_mode=None,  # whose tables cut the names of options in a terminal of 80 columns
@@ -64,6 +67,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 StageName = Literal["fetch", "plan", "render", "data", "train", "consolidate", "evaluate", "push", "report"]
 FetchPart = Literal["all", "description", "weights"]
 CONFIG = [Path("config/config.yaml")]
+CHECK_SECONDS: Final = 300
+CHECKED_PER_SECOND: Final = 1 << 20
+"""Bytes of data for which the plan's check gets a further second; every row is read, twice."""
 OUTPUT_CLOSED: Final = 1
 USER_ERROR: Final = 2
 BUG: Final = 70
@@ -100,7 +106,7 @@ def _read(files: list[Path]) -> tuple[Config, Cluster]:
 def _read_again(name: str, files: list[Path], runs: Path) -> tuple[Config, Cluster]:
     """Return the configuration as `_read`, or the last one with which the workflow made the run ``name``."""
     config, cluster = _read(files)
-    merged = last_merged(name) if name not in config.runs and (runs / name).is_dir() else None
+    merged = last_merged(name) if name and name not in config.runs and (runs / name).is_dir() else None
     if merged is None:
         return config, cluster
     logger.warning(
@@ -139,7 +145,7 @@ def _stage(
     refuse_ended(name)
     with notified(stage, run, rundir):
         if stage in ("fetch", "plan"):
-            from shardmake.plan.refusals import refuse_before_fetch
+            from shardmake.plan.before_fetch import refuse_before_fetch
 
             check_inputs(name, run)
             refuse_before_fetch(run, cluster)
@@ -192,12 +198,16 @@ def init(
     from shardmake.commands.init import Answers, ask, write_config, write_demo
     from shardmake.commands.workflow import DEFAULT_CONFIG, has_workflow, write_project
 
+    given = {"model": model, "data": data, "cluster": cluster}
+    others = {"out": out, **given, "name": name, "method": method, "objective": objective, "from": source}
+    if with_demo and (idle := [f"--{option}" for option, value in others.items() if value]):
+        raise ConfigError(f"init: {', '.join(idle)} has no effect with --demo. Leave it out.")
     first = Path(DEFAULT_CONFIG)
-    out = first if with_demo else out or (Path("runs.yaml") if first.exists() else first)
+    out = out or (Path("runs.yaml") if first.exists() and not with_demo else first)
     if out.exists():
         raise ConfigError(f"--out: {str(out)!r} exists, and init never overwrites. Name another file.")
-    answers = {} if with_demo else ask({"model": model, "data": data, "cluster": cluster}, source)
-    if not has_workflow():
+    answers = {} if with_demo else ask(given, source)
+    if with_demo or not has_workflow():
         write_project()
     if with_demo:
         demo(folder=None)
@@ -278,6 +288,21 @@ def estimate(
         print_table(answer, explain=explain)
 
 
+def _check_data(run: Run, rundir: RunDir) -> "tuple[list[int], list[Sampled]]":
+    """Return the rows of each source and the sampled ones, read in a process with limits that grow with the files."""
+    from shardmake.data import check_first_rows, check_sources
+    from shardmake.evaluate.prompts import check_prompts
+
+    def read() -> "tuple[list[int], list[Sampled]]":
+        found = check_sources(run), check_first_rows(run, rundir=rundir).sampled
+        check_prompts(run)
+        return found
+
+    size = sum(Path(file).stat().st_size for file in local_files(run, "data"))
+    seconds = CHECK_SECONDS + size // CHECKED_PER_SECOND
+    return within_limits(f"Reading the data with the tokenizer of {run.model}", read, seconds=seconds)
+
+
 @app.command()
 def plan(
     name: Name,
@@ -289,11 +314,9 @@ def plan(
     ] = False,
 ) -> None:
     """Estimate the memory of every strategy and choose the fastest that fits."""
-    from shardmake.data import check_first_rows, check_sources, estimate_length
-    from shardmake.data.amount import Sampled
+    from shardmake.data import estimate_length
     from shardmake.evaluate.backends import check_backend
     from shardmake.evaluate.harness import prepare_tasks
-    from shardmake.evaluate.prompts import check_prompts
     from shardmake.launch.submission_check import check_submission, expected_starts
     from shardmake.plan.schedule import check_schedule
     from shardmake.plan.stage import describe, describe_checkpoints, plan_offline, plan_run
@@ -320,13 +343,7 @@ def plan(
         check_push(run.push, Path(run.model))
         check_backend(run.evaluation.backend, cluster.nvme_path)
         prepare_tasks(run.evaluation)
-
-        def read_data() -> tuple[list[int], list[Sampled]]:
-            counts, sampled = check_sources(run), check_first_rows(run, rundir=rundir).sampled
-            check_prompts(run)
-            return counts, sampled
-
-        counts, sampled = within_limits(f"Reading the data with the tokenizer of {run.model}", read_data)
+        counts, sampled = _check_data(run, rundir)
         length = estimate_length(run, counts, sampled, cluster.processes_per_node)
         warnings = length.check() if length else []
         said = length.describe() if length else "", check_schedule(run, length.steps) if length else check_schedule(run)

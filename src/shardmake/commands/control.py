@@ -4,7 +4,8 @@ import contextlib
 import itertools
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from shardmake.commands.stage_logs import read_stage_log
 from shardmake.commands.status import queue_of
@@ -17,8 +18,6 @@ from shardmake.launch.slurm_states import JobState
 from shardmake.run.attempt import AttemptDir, SubmittedJob
 from shardmake.run.paths import RunDir, numbered_paths, short_path
 from shardmake.run.state import living_driver
-
-_FINISHED = (JobState.ENDED, JobState.GONE)
 
 
 def for_each(rundirs: Sequence[RunDir], action: Callable[[RunDir], str]) -> str:
@@ -133,9 +132,15 @@ def read_logs(rundir: RunDir, stage: str, rank: int | None, lines: int, attempt:
     A training that has begun has those of the nodes of an attempt, the last one if it is None. With ``rank`` only the
     lines of this rank. Raises `ConfigError` if there is no such attempt, or no line and no error of the rank.
     """
-    if stage != "train" or not rundir.attempts.exists():
+    attempts = numbered_paths(rundir.attempts)
+    if stage != "train" or not attempts:
+        for option, value in (("--rank", rank), ("--attempt", attempt)):
+            if value is not None:
+                raise ConfigError(
+                    f"{option} {value}: {rundir.name} has no attempt of {stage}. Run it without {option}."
+                )
         return read_stage_log(rundir, stage, lines)
-    folder, parts = _attempt_dir(rundir, attempt), []
+    folder, parts = _attempt_dir(rundir, attempts, attempt), []
     for file in sorted(folder.root.glob("node-*.log")):
         found = file.read_text(errors="replace").splitlines()
         if rank is not None:
@@ -150,8 +155,7 @@ def read_logs(rundir: RunDir, stage: str, rank: int | None, lines: int, attempt:
     return "\n".join(parts)
 
 
-def _attempt_dir(rundir: RunDir, number: int | None) -> AttemptDir:
-    attempts = numbered_paths(rundir.attempts)
+def _attempt_dir(rundir: RunDir, attempts: Mapping[int, Path], number: int | None) -> AttemptDir:
     found = max(attempts) if number is None else number
     if found not in attempts:
         known = numbered("attempt", sorted(attempts))

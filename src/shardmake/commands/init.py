@@ -87,8 +87,8 @@ def _ask(key: str) -> str:
     files = sorted(map(str, CLUSTERS.glob("*.yaml"))) or [str(LOCAL_CLUSTER)] if key == "cluster" else []
     if files:
         typer.echo(f"Cluster files: {', '.join(files)}")
-    answer: str = typer.prompt(_QUESTIONS[key], default=files[0] if len(files) == 1 else None)
-    return answer.strip()
+    answer = str(typer.prompt(_QUESTIONS[key], default=files[0] if len(files) == 1 else None)).strip()
+    return str(Path(answer).expanduser()) if answer.startswith("~") else answer
 
 
 def write_config(answers: Answers, out: Path) -> str:

@@ -43,6 +43,7 @@ def log_files(rundir: RunDir, stage: str) -> list[Path]:
     """Return the logs of a stage, oldest first: those that its rules write, and those of Slurm's jobs."""
     folder, parts = rundir.root.parent.parent, _PARTS.get(stage, (stage,))
     found = [folder / f"logs/{rundir.name}/{part}.log" for part in parts]
+    found += [folder / f"logs/{stage}-{rundir.name}.log"]  # that of the comparison of a sweep
     for part in parts:
         rule = f"{part.replace('-', '_')}_run"
         found += (folder / _SLURM_LOGS.format(rule=rule, run=rundir.name)).glob("*.log")

@@ -43,7 +43,7 @@ class StopFilter(logging.Filter):
         """Exit statuses by stage and run: trainings that were stopped, and stages that a signal ended."""
         self.has_failures = False
         self.failed: dict[tuple[str, str], None] = {}
-        """Stages and runs that failed."""
+        """Stages and runs that failed, and comparisons of sweeps."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether Snakemake prints ``record``; the last error becomes the line that says how to resume."""
@@ -72,7 +72,7 @@ class StopFilter(logging.Filter):
         is_stop = found is not None and (found[1], found[2]) in self.stopped
         self.has_failures |= not is_stop
         if found and not is_stop:
-            self.failed[found[1], found[2]] = None
+            self.failed[found[1].partition(" ")[0], found[2]] = None
         return not is_stop
 
     def _message(self, stage: str, run: str) -> str:
@@ -99,9 +99,11 @@ def _explain_lock() -> str:
     here, me = str(Path.cwd()), psutil.Process()
     above = {process.pid for process in (me, *me.parents())}
     for process in psutil.process_iter(["cmdline", "cwd", "pid"]):
-        words = " ".join(process.info["cmdline"] or [])
-        if "snakemake" in words and process.info["cwd"] == here and process.pid not in above:
-            return f"Error: Another Snakemake works in {here}: process {process.pid} ({words}). Wait until it ends."
+        words = process.info["cmdline"] or []
+        is_snakemake = any(Path(word).name == "snakemake" for word in words)  # not `tail -f .snakemake/log/...`
+        if is_snakemake and process.info["cwd"] == here and process.pid not in above:
+            shown = " ".join(words)
+            return f"Error: Another Snakemake works in {here}: process {process.pid} ({shown}). Wait until it ends."
     command = shlex.join(["snakemake", *sys.argv[1:]])
     return (
         f"Error: {here} is locked by a Snakemake that was killed or runs on another machine. If none runs, remove "

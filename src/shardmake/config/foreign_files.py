@@ -8,10 +8,12 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from shardmake.config.load import read_yaml
+from shardmake.config.models import Schedule
 from shardmake.config.optimizers import OPTIMIZERS
+from shardmake.config.trackers import TRACKERS
 from shardmake.core.errors import ConfigError
 from shardmake.core.nested import overlay
 
@@ -20,8 +22,6 @@ Row = str | Callable[[Any, Values], Any]
 """Dotted key of a run that has the same value, or a function of the value and of the whole file, which returns keys and
 values of a run, or None if a run has nothing like it."""
 _OFF: Final[tuple[Any, ...]] = (None, False, "", "none", 0, [], {})
-_SCHEDULES: Final = ("cosine", "linear", "constant", "constant_with_warmup")
-_TRACKERS: Final = ("tensorboard", "wandb", "mlflow", "trackio")
 
 
 def _words(text: str) -> frozenset[str]:
@@ -121,7 +121,7 @@ def _consistent(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scheduler(value: Any, values: Values) -> Any:
-    return {"scheduler": value} if value in _SCHEDULES else None
+    return {"scheduler": value} if value in get_args(Schedule) else None
 
 
 def _warmup(value: Any, values: Values) -> Any:
@@ -143,7 +143,7 @@ def _precision(half: str) -> Row:
 
 def _trackers(value: Any, values: Values) -> Any:
     names = [value] if isinstance(value, str) else list(value or [])
-    return {"report_to": names} if names and all(name in _TRACKERS for name in names) else None
+    return {"report_to": names} if names and all(name in TRACKERS for name in names) else None
 
 
 def _above_zero(key: str) -> Row:
@@ -182,7 +182,9 @@ _TRAINER: Final[dict[str, Row]] = {
     "weight_decay": "weight_decay", "max_grad_norm": "max_grad_norm", "seed": "seed", "optim": _optimizer,
     "bf16": _precision("bf16"), "fp16": _precision("fp16"), "report_to": _trackers,
     "save_steps": _steps("checkpoints.every_steps"), "save_total_limit": _steps("checkpoints.keep"),
-    "eval_steps": _steps("eval_every_steps"), "load_best_model_at_end": _if_true(checkpoints__keep_best=True),
+    "eval_steps": _steps("eval_every_steps"),
+    "load_best_model_at_end": _if_true(checkpoints__keep_best=True, final_checkpoint="best"),
+    "lr_scheduler_kwargs": lambda value, values: {"scheduler_arguments": value} if isinstance(value, dict) else None,
     "torch_compile": "torch_compile", "trust_remote_code": "trust_remote_code", "hub_model_id": _hub,
     "model_name_or_path": "model", "model_revision": "revision", "lora_alpha": "lora.alpha",
     "lora_dropout": "lora.dropout",

@@ -8,6 +8,7 @@ from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.errors import ConfigError
 from shardmake.memory.estimate import Estimate
+from shardmake.plan.before_fetch import multiples, undivided
 from shardmake.plan.refusals import unsuitable
 from shardmake.plan.resolve import ResolvedRun
 from shardmake.plan.verdict import Headroom, Verdict
@@ -100,7 +101,7 @@ def choices(settings: ResolvedRun, strategies: Sequence[Strategy] = ()) -> Itera
     node_counts = [run.nodes] if run.nodes else range(1, hardware.max_nodes + 1)
     usable = [nodes for nodes in node_counts if run.global_batch_size % _data_parallel_size(settings, nodes) == 0]
     if not usable:
-        raise ConfigError(_batch_message(settings, list(node_counts)))
+        raise ConfigError(undivided(run, _data_parallel_size(settings, node_counts[0]), node_counts[0]))
     found = [
         Choice(
             strategy=strategy,
@@ -183,20 +184,6 @@ def _micro_batches(settings: ResolvedRun, per_rank: int) -> list[int]:
     return [size for size in sizes if per_rank % size == 0]
 
 
-def _batch_message(settings: ResolvedRun, node_counts: list[int]) -> str:
-    run, ranks = settings.run, _data_parallel_size(settings, node_counts[0])
-    sizes = _multiples(run.global_batch_size, ranks)
-    return (
-        f"global_batch_size {run.global_batch_size} cannot be divided over {ranks} ranks "
-        f"({node_counts[0]} nodes x {settings.hardware.processes_per_node}). Use {sizes}, or another number of nodes."
-    )
-
-
-def _multiples(size: int, step: int) -> str:
-    """Return the multiples of ``step`` next to ``size``, as text."""
-    return " or ".join(str(multiple) for multiple in (size // step * step, -(-size // step) * step) if multiple)
-
-
 def _micro_batch_message(settings: ResolvedRun, usable: list[int]) -> str:
     run = settings.run
     ranks = _data_parallel_size(settings, usable[0])
@@ -205,7 +192,7 @@ def _micro_batch_message(settings: ResolvedRun, usable: list[int]) -> str:
             f"global_batch_size {run.global_batch_size} leaves one example for each of {ranks} ranks, but objective: "
             f"{run.objective} compares the examples of a micro batch. Use at least {2 * ranks}."
         )
-    sizes = _multiples(run.global_batch_size, ranks * run.micro_batch_size)
+    sizes = multiples(run.global_batch_size, ranks * run.micro_batch_size)
     return (
         f"global_batch_size {run.global_batch_size} is not a multiple of {ranks} ranks x micro_batch_size "
         f"{run.micro_batch_size}. Use a global_batch_size of {sizes}, or micro_batch_size: auto."

@@ -16,7 +16,6 @@ from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.optimizers import OPTIMIZERS
 from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
 from shardmake.core.errors import ConfigError
-from shardmake.core.units import plural
 from shardmake.memory.hardware import Hardware
 from shardmake.memory.model import Model, adapted_layers, is_head
 from shardmake.memory.parameter_inventory import parse_config
@@ -243,24 +242,6 @@ def wrong_fsdp(run: Run, cluster: Cluster) -> Iterator[str]:
         )
 
 
-def refuse_before_fetch(run: Run, cluster: Cluster) -> None:
-    """Raise a `ConfigError` for what the configuration and the cluster file alone decide."""
-    refuse(wrong_fsdp(run, cluster), wrong_on_cpu(run) if cluster.is_cpu else (), _wrong_batch(run, cluster))
-
-
-def _wrong_batch(run: Run, cluster: Cluster) -> Iterator[str]:
-    readers = cluster.processes_per_node // (run.tensor_parallel * run.sequence_parallel)
-    nodes = [run.nodes] if run.nodes else range(1, cluster.max_nodes + 1)
-    batch = run.global_batch_size
-    if readers and all(batch % (readers * count) for count in nodes):
-        ranks = readers * nodes[0]
-        sizes = [str(size) for size in (batch // ranks * ranks, -(-batch // ranks) * ranks) if size]
-        yield (
-            f"global_batch_size {batch} cannot be divided over {ranks} ranks ({plural(nodes[0], 'node')}). Use "
-            f"{' or '.join(sizes)}, or another number of nodes."
-        )
-
-
 def wrong_tensor_parallel(run: Run, cluster: Cluster, model: Model) -> Iterator[str]:
     """Yield one message if this run, cluster or model cannot use its ``tensor_parallel``."""
     if run.tensor_parallel > 1:
@@ -332,9 +313,11 @@ def _not_sequence_parallel(run: Run, cluster: Cluster, model: Model) -> Iterator
         yield f"tensor_parallel {run.tensor_parallel}: a rank is in one kind of group. Set tensor_parallel: 1."
     if run.torch_compile:
         yield "torch_compile: the exchange of the heads is not tested in compiled code. Set torch_compile: false."
-    if isinstance(run.eval_every_steps, int):
+    asked = {"eval_every_steps": isinstance(run.eval_every_steps, int)}
+    asked |= {f"checkpoints.{name}": bool(getattr(run.checkpoints, name)) for name in ("keep_best", "early_stopping")}
+    for key in (key for key in asked if asked[key]):
         yield (
-            "eval_every_steps: Trainer weights the evaluation losses of the ranks alike, but their parts of a sequence "
+            f"{key}: Trainer weights the evaluation losses of the ranks alike, but their parts of a sequence "
             "have different numbers of tokens with loss. Remove it; the evaluate stage evaluates the result."
         )
     yield from _wrong_ranks(size, cluster)

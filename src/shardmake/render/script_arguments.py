@@ -4,6 +4,8 @@
 script itself decides is compared by its ranks (`shardmake.train.script_guard`).
 """
 
+import contextlib
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from string import Template
@@ -105,6 +107,9 @@ def _settings(found: Mapping[str, Any], run: Run) -> Iterator[str]:
     keys = {row.trainer[0]: row.key for row in rows if row.key and row.name not in _OTHERS}
     for name, key in (keys | {"sequence_length": "sequence_length"}).items():
         value, wanted = found.get(name), getattr(run, key)
+        if isinstance(value, str) and isinstance(wanted, Mapping):  # as TrainingArguments reads it
+            with contextlib.suppress(ValueError):
+                value = json.loads(value)
         if value is not None and key in run.model_fields_set and wanted is not None and not same(value, wanted):
             pass_it = f"Pass ${PREFIX}{key.upper()}, or" if f"{PREFIX}{key.upper()}" in _NAMES else "Use one of both:"
             yield f"  {name} is {value}, but {key} is {wanted} in the run. {pass_it} set {key}: {value}."

@@ -71,6 +71,12 @@ class Records:
         return self.run.script is not None
 
     @property
+    def planned_steps(self) -> int | None:
+        """Return the steps of which the training made only some (`checkpoints.early_stopping`), else None."""
+        found, steps = self.training.learning, self.training.steps
+        return found.steps if found is not None and steps is not None and steps < found.steps else None
+
+    @property
     def on_cpu(self) -> bool:
         """Return whether the ranks ran without GPUs."""
         return self.attempt is not None and self.attempt.accelerator == "cpu"

@@ -126,10 +126,13 @@ def _done(records: Records) -> dict[str, Any]:
         return {"done": f"{done} in {plural(records.training.attempts, 'attempt')}.", "warnings": []}
     ranks = records.used.choice.processes_per_node
     length = Length(run, data.train.examples, data.train.tokens, data.train.sequences, ranks)
+    done = f"Trained on {length.describe()}."
+    if records.planned_steps:
+        done += f" It ended after {plural(steps or 0, 'step')}, because the evaluation loss no longer fell."
     try:
-        return {"done": f"Trained on {length.describe()}.", "warnings": length.check()}
+        return {"done": done, "warnings": length.check()}
     except ConfigError as error:  # a run of a version that planned it
-        return {"done": f"Trained on {length.describe()}.", "warnings": [str(error)]}
+        return {"done": done, "warnings": [str(error)]}
 
 
 def _moment(seconds: float) -> str:

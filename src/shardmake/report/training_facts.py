@@ -101,6 +101,7 @@ def _own_settings(records: Records) -> dict[str, str]:
         **_schedule_arguments(values),
         **_values(values),
         "Length": _length(records),
+        **({"Checkpoint": _best(records)} if records.run.final_checkpoint == "best" else {}),
         "Global batch": f"{plural(choice.global_batch_size, 'sequence')} = {choice.micro_batch_size} per forward pass "
         f"x {plural(choice.gradient_accumulation_steps, 'accumulation step')} x {choice.readers}",
         "Sequence length": f"{records.used.workload.sequence_length:,} tokens"
@@ -177,7 +178,13 @@ def _length(records: Records) -> str:
     training, epochs = records.training, records.settings.arguments.get("num_train_epochs")
     tokens = "" if training.tokens is None else f", {training.tokens:,} tokens"
     steps = UNKNOWN if training.steps is None else plural(training.steps, "optimizer step")
+    if planned := records.planned_steps:
+        return f"{steps} of {planned:,}, until the evaluation loss no longer fell{tokens}"
     return steps + (f" ({epochs:g} {'epoch' if epochs == 1 else 'epochs'})" if epochs else "") + tokens
+
+
+def _best(records: Records) -> str:
+    return f"that of step {records.merge.step}, with the lowest evaluation loss"
 
 
 def _precision(training: str, records: Records) -> str:

@@ -128,6 +128,9 @@ def test_only_the_runs_own_job_is_cancelled_in_slurm(
 
 
 def test_the_logs_of_an_attempt_or_of_one_rank(rundir: RunDir) -> None:
+    rundir.attempts.mkdir()
+    with pytest.raises(ConfigError, match=r"^--rank 0: chat has no attempt of train\."):
+        read_logs(rundir, "train", 0, 5)
     with pytest.raises(ConfigError, match=r"^No logs: train of chat\. Neither logs/chat/train\.log nor .*slurm_logs"):
         read_logs(rundir, "train", None, 5)
     for attempt in ("001", "002"):

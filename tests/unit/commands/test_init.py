@@ -67,6 +67,16 @@ def test_nothing_is_written_if_a_value_cannot_be_used(changes: dict[str, str], m
     assert not Path("runs.yaml").exists()
 
 
+def test_the_demo_is_written_beside_a_workflow_and_takes_no_other_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardmake.cli.demo", lambda folder: None)
+    Path("Snakefile").write_text("mine")
+    refused = CliRunner().invoke(app, ["init", "--demo", "--model", "my base"])
+    assert str(refused.exception).startswith("init: --model has no effect with --demo.")
+    assert CliRunner().invoke(app, ["init", "--demo"]).exit_code == 0
+    assert load_cluster(Path(load_config(Path("config/config.yaml")).cluster)).executor == "local"
+    assert Path("Snakefile").read_text() == "mine"
+
+
 def test_a_file_is_never_overwritten() -> None:
     Path("runs.yaml").write_text("mine")
     with pytest.raises(ConfigError, match=r"^--out: 'runs\.yaml' exists"):
@@ -80,9 +90,10 @@ def test_questions_are_asked_at_a_terminal_only(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match=r"^init: --model, --cluster is missing\."):
         ask(flags)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    answers = iter(["org/base ", "cluster.yaml"])
+    monkeypatch.setenv("HOME", "/home/me")
+    answers = iter(["~/base ", "cluster.yaml"])
     monkeypatch.setattr("typer.prompt", lambda *_, **__: next(answers))
-    assert ask(flags) == {"model": "org/base", "data": "train.jsonl", "cluster": "cluster.yaml"}
+    assert ask(flags) == {"model": "/home/me/base", "data": "train.jsonl", "cluster": "cluster.yaml"}
 
 
 def test_the_command_writes_a_folder_for_the_workflow_and_later_only_further_configurations() -> None:

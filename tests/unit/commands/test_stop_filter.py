@@ -78,15 +78,14 @@ def test_every_other_stage_that_ctrl_c_ended_is_not_a_failure_either(tmp_path: P
     assert found[-1] == "evaluate of a was interrupted. The same command continues it."
 
 
-def test_the_last_lines_of_a_failure_are_those_of_the_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "logs/a").mkdir(parents=True)
-    (tmp_path / "logs/a/evaluate.log").write_text("Reading.\nError: an old one\nError: runs/a is gone.\nRestore it.\n")
-    broken = printed(StopFilter(tmp_path / "runs"), *failure("a", 2, "evaluate"), *the_end())
-    assert (
-        broken[-1]
-        == f"{END}\nevaluate of a failed, see {tmp_path}/logs/a/evaluate.log:\nError: runs/a is gone.\nRestore it."
-    )
+@pytest.mark.parametrize(("stage", "log"), [("evaluate", "a/evaluate"), ("compare --sweep", "compare-a")])
+def test_the_last_lines_of_a_failure_are_those_of_the_stage(tmp_path: Path, stage: str, log: str) -> None:
+    file = tmp_path / f"logs/{log}.log"
+    file.parent.mkdir(parents=True)
+    file.write_text("Reading.\nError: an old one\nError: runs/a is gone.\nRestore it.\n")
+    broken = printed(StopFilter(tmp_path / "runs"), *failure("a", 2, stage), *the_end())
+    what = stage.partition(" ")[0]
+    assert broken[-1] == f"{END}\n{what} of a failed, see {file}:\nError: runs/a is gone.\nRestore it."
 
 
 def test_a_failure_beside_a_stop_is_reported_as_snakemake_does(tmp_path: Path) -> None:

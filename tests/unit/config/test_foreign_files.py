@@ -30,6 +30,8 @@ FACTORY = {
 SMALL_TRL = {
     "model_name_or_path": "org/base", "dataset_name": "org/data", "dataset_train_split": "part", "use_peft": True,
     "warmup_steps": 5, "max_steps": 50, "optim": "adamw_torch_fused", "packing": False, "use_rslora": True,
+    "lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2}, "load_best_model_at_end": True,
+    "report_to": "swanlab",
 }  # fmt: skip
 
 
@@ -83,8 +85,9 @@ def test_a_file_of_trl() -> None:
     assert run == {
         "model": "org/base", "data": {"train": "org/data:part"}, "method": "lora",
         "lora": {"rank": 16, "alpha": 32, "dropout": 0.05, "targets": ["q_proj", "v_proj"]}, "sequence_length": 1024,
-        "packing": False, "global_batch_size": 32, "max_steps": 50, "learning_rate": 2e-5, "scheduler": "linear",
-        "warmup_ratio": 0.1, "optimizer": "adamw",
+        "packing": False, "global_batch_size": 32, "max_steps": 50, "learning_rate": 2e-5, "scheduler": "polynomial",
+        "scheduler_arguments": {"power": 2}, "warmup_ratio": 0.1, "optimizer": "adamw", "report_to": ["swanlab"],
+        "checkpoints": {"keep_best": True}, "final_checkpoint": "best",
     }  # fmt: skip
     assert (planned, untranslated) == (set(), {"use_rslora"})
     assert run_of({**SMALL_TRL, "beta": 0.3}, "kto")[0]["kto"] == {"beta": 0.3}

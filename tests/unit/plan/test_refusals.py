@@ -15,11 +15,11 @@ from shardmake.memory.hardware import from_cluster
 from shardmake.memory.model import Model
 from shardmake.memory.read_config import from_config
 from shardmake.plan.abilities import tp_styles
+from shardmake.plan.before_fetch import refuse_before_fetch
 from shardmake.plan.refusals import (
     AUTOTP_STYLES,
     attention_heads,
     refuse,
-    refuse_before_fetch,
     unsuitable,
     wrong_activation_offload,
     wrong_loss,

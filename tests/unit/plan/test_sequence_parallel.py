@@ -30,6 +30,8 @@ from tests.unit.plans import LLAMA, make_cluster, make_model, make_plan, make_ru
         ({"strategy": "zero1", "tensor_parallel": 2}, {}, {}, "sdpa", "Set tensor_parallel: 1"),
         ({"torch_compile": True}, {}, {}, "sdpa", "torch_compile"),
         ({"eval_every_steps": 2}, {}, {}, "sdpa", "eval_every_steps"),
+        ({"checkpoints": {"keep_best": True}}, {}, {}, "sdpa", r"checkpoints\.keep_best: Trainer weights"),
+        ({"checkpoints": {"early_stopping": 2}}, {}, {}, "sdpa", r"checkpoints\.early_stopping: Trainer weights"),
         ({}, {"processes_per_node": 3}, {}, "sdpa", "3 ranks per node are not a multiple of 2"),
         ({"sequence_length": 33}, {}, {}, "sdpa", "sequence_length 33 is not a multiple of 2"),
         ({}, {}, {"num_key_value_heads": 1}, "sdpa", "1 key-value heads"),

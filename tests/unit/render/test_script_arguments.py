@@ -51,6 +51,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_arguments_that_agree_with_the_plan(args: list[str]) -> None:
     check(*args)
+    check("--lr_scheduler_kwargs", '{"power": 2}', scheduler_arguments={"power": 2})
 
 
 @pytest.mark.parametrize(
@@ -69,6 +70,11 @@ def test_arguments_that_agree_with_the_plan(args: list[str]) -> None:
         (["--num_train_epochs", "2"], {"epochs": 3, "max_steps": None}, "num_train_epochs is 2.0, but epochs is 3"),
         (["--max_seq_length", "64"], {}, "sequence_length is 64, but sequence_length is 32"),
         (["--weight_decay", "0.5"], {"weight_decay": 0.1}, "weight_decay is 0.5, but weight_decay is 0.1"),
+        (
+            ["--lr_scheduler_kwargs", '{"power": 3}'],
+            {"scheduler_arguments": {"power": 2}},
+            r"kwargs is \{'power': 3\}, but scheduler_arguments is \{'power': 2\}",
+        ),
         (["--fp16", "True"], {}, "fp16 is true, but the plan's precision is bf16"),
         (["--config", "trl.json"], {}, r"(?s)is 32, but global_.*learning_rate is 0\.2.*sequence_length is 64"),
         (["--deepspeed", "ds.json"], {"strategy": "zero3"}, r"ds\.json: zero_optimization\.stage is 2, planned is 3"),

@@ -5,6 +5,7 @@ import pytest
 from shardmake.config.models import Run
 from shardmake.config.optimizers import OPTIMIZERS
 from shardmake.report.card import card_plots, render_card
+from shardmake.report.stage import write_report
 from shardmake.run.engine import Engine, LearningSettings
 from shardmake.run.paths import RunDir
 from shardmake.run.training_settings import AdapterMethod, ScriptProgram
@@ -52,32 +53,44 @@ def test_settings_are_those_that_were_rendered(rundir: RunDir, arguments: dict[s
     assert [row for row in rows if row not in render_card(make_run(), rundir)] == []
 
 
+LEARNED = LearningSettings(
+    optimizer="AdamW",
+    learning_rate=0.004,
+    betas=[0.9, 0.999],
+    epsilon=1e-8,
+    weight_decay=0.2,
+    decays_vectors=True,
+    schedule="linear",
+    warmup_steps=7,
+    steps=60,
+    rates=[],
+    max_grad_norm=0.25,
+    dtype="bfloat16",
+    autocast="bfloat16",
+    micro_batch_size=4,
+    gradient_accumulation_steps=2,
+    global_batch_size=16,
+)
+
+
 def test_what_the_ranks_found_is_stated_rather_than_what_was_rendered(rundir: RunDir) -> None:
-    learning = LearningSettings(
-        optimizer="AdamW",
-        learning_rate=0.004,
-        betas=[0.9, 0.999],
-        epsilon=1e-8,
-        weight_decay=0.2,
-        decays_vectors=True,
-        schedule="linear",
-        warmup_steps=7,
-        steps=60,
-        rates=[],
-        max_grad_norm=0.25,
-        dtype="bfloat16",
-        autocast="bfloat16",
-        micro_batch_size=4,
-        gradient_accumulation_steps=2,
-        global_batch_size=16,
-    )
-    TRAINED.model_copy(update={"learning": learning}).write(rundir.train_receipt)
+    TRAINED.model_copy(update={"learning": LEARNED}).write(rundir.train_receipt)
     card = render_card(make_run(), rundir)
     assert "| Learning rate | 0.004 at its peak, linear schedule |" in card
     assert "| Warm-up | 7 steps |" in card
     assert "| Weight decay | 0.2 |" in card
     assert "| Gradient clipping | norm 0.25 |" in card
     assert "| Precision | bf16 under autocast in training, bf16 in these files |" in card
+
+
+def test_an_early_end_and_the_best_checkpoint_are_stated(rundir: RunDir) -> None:
+    TRAINED.model_copy(update={"learning": LEARNED.model_copy(update={"steps": 90})}).write(rundir.train_receipt)
+    best = {"checkpoints": {"keep_best": True, "early_stopping": 2}, "final_checkpoint": "best"}
+    card = render_card(make_run(**best), rundir)
+    assert "| Length | 60 optimizer steps of 90, until the evaluation loss no longer fell, 245,760 tokens |" in card
+    assert "| Checkpoint | that of step 60, with the lowest evaluation loss |" in card
+    write_report(make_run(**best), rundir, "local")
+    assert "It ended after 60 steps, because the evaluation loss no longer fell." in rundir.report.read_text()
 
 
 def test_a_fallback_is_stated_as_what_trained(rundir: RunDir) -> None:
