@@ -252,7 +252,8 @@ def load(
             trust_remote_code=trust_remote_code,  # without a value, transformers asks on the standard input
         )
         names = huggingface.weight_names(layout) if layout is not None else None
-        weights = tuple(hub_layout.hub_weights(model, names))
+        is_text = model_class is not None and model_class.text_part
+        weights = tuple(hub_layout.hub_weights(model, names, model.state_dict() if is_text else info["missing_keys"]))
     except ModelError as error:
         return LoadingReport(error=str(error).removesuffix("."))
     except Exception as error:  # transformers, PEFT and the model code can raise anything

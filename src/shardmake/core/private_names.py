@@ -94,6 +94,7 @@ NAMES: Final = (
             "_activation_checkpointing_enable",
             "_adjust_missing_and_unexpected_keys",
             "_from_config",
+            "_is_hf_initialized",
             "_keys_to_ignore_on_load_unexpected",
             "_no_split_modules",
             "_supports_attention_backend",

@@ -66,7 +66,10 @@ def text_part(kind: type["PreTrainedModel"]) -> type["PreTrainedModel"]:
             self.absent = towers(self)
             for name in self.absent:
                 parent, _, last = name.rpartition(".")
-                delattr(self.get_submodule(parent), last)
+                owner = self.get_submodule(parent)
+                if last in private(owner).parameters:  # its class would initialize the parameter
+                    private(owner).is_hf_initialized = True
+                delattr(owner, last)
             held = dict(self.named_parameters(remove_duplicate=False))
             ties = self.all_tied_weights_keys
             self.all_tied_weights_keys = {name: owner for name, owner in ties.items() if name in held}

@@ -36,12 +36,15 @@ class HubWeight:
     offset: int
 
 
-def hub_weights(model: "PreTrainedModel", names: Collection[str] | None) -> list[HubWeight]:
+def hub_weights(
+    model: "PreTrainedModel", names: Collection[str] | None, missing: Collection[str] = ()
+) -> list[HubWeight]:
     """Return the weights that are not a parameter of the same name.
 
     Args:
         model: The model, on the meta device.
         names: Names in the base model's files, whose layout the result has; None for transformers' default layout.
+        missing: Parameters that the checkpoint does not hold. Those of towers need no layout: the base has their bytes.
 
     Raises:
         ModelError: A weight is more than a range of one parameter, such as a transposed one.
@@ -49,7 +52,8 @@ def hub_weights(model: "PreTrainedModel", names: Collection[str] | None) -> list
     from transformers.core_model_loading import revert_weight_conversion
 
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    parameters = {name: value for name, value in model.state_dict().items() if name not in tied}
+    absent = {name for name in missing if name.startswith(_towers(model))}
+    parameters = {name: value for name, value in model.state_dict().items() if name not in tied and name not in absent}
     owners = {private(value.untyped_storage()).cdata: name for name, value in parameters.items()}
     private(model).weight_conversions = None if names is None else _convert(model, names)[0]
     with _views():
@@ -77,7 +81,7 @@ def unloaded_names(model: "PreTrainedModel", names: Iterable[str]) -> list[str]:
     other name that is not a parameter is an error of loading.
     """
     patterns = list(private(model).keys_to_ignore_on_load_unexpected or ())
-    absent = tuple(f"{name}." for name in towers(model)) if composite_class(model.config) else ()
+    absent = _towers(model)
     converted, parameters = _convert(model, names)[1], model.state_dict()
     return sorted(
         name
@@ -85,6 +89,11 @@ def unloaded_names(model: "PreTrainedModel", names: Iterable[str]) -> list[str]:
         if f"{parameter}.".startswith(absent)
         or (name not in parameters and any(re.search(pattern, name) for pattern in patterns))
     )
+
+
+def _towers(model: "PreTrainedModel") -> tuple[str, ...]:
+    """Return the starts of the names of a composite model's towers; none for another model."""
+    return tuple(f"{name}." for name in towers(model)) if composite_class(model.config) else ()
 
 
 def check_all_loaded(
