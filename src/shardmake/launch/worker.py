@@ -111,8 +111,7 @@ def run_slurm_task(attempt_folder: Path) -> int:
         SystemExit: this node failed and another left no exit record, so that srun ends the step.
     """
     # One task runs per node, so the task's rank is the node's.
-    node = WorkerNode(int(os.environ["SLURM_PROCID"]), restarts() + AttemptDir(attempt_folder).read().again)
-    status = main(attempt_folder, node)
+    status = main(attempt_folder, WorkerNode(int(os.environ["SLURM_PROCID"]), restarts()))
     if status and not _all_nodes_exited(AttemptDir(attempt_folder)):
         sys.exit("Ending the step: another node left no exit record and may hang.")
     return status
