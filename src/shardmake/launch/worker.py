@@ -156,7 +156,10 @@ def _starts_again(folder: AttemptDir, node: WorkerNode) -> bool:
     if node.rank:
         return _wait_for(again.exists, folder)
     nodes = folder.read().job_nodes
-    if not _wait_for(lambda: folder.count_exits() >= nodes, folder) or not (damage := confirm_damage(folder)):
+    if not _wait_for(lambda: folder.count_exits() >= nodes, folder) or folder.stop_file.exists():
+        return False
+    has_left = any(ended.message and not ended.damaged for ended in folder.exits())  # perhaps before the finding
+    if has_left or not (damage := confirm_damage(folder)):
         return False
     with folder.log(0).open("a") as log:  # the driver shows warnings of rank 0
         print(f"{RANK_0_WARNING}{damage} The job starts its ranks again.", file=log)
