@@ -90,7 +90,7 @@ def _local_weights(model: PinnedSource, rundir: RunDir) -> WeightsReceipt:
     Every byte is read once. A file that was not written since another fetch, also one of another run, is not read.
     """
     before = WeightsReceipt.read_if_exists(rundir.weights_receipt)
-    if before is not None and not before.changed_at and rundir.checkpoints.exists():
+    if before is not None and not before.files and rundir.checkpoints.exists():
         return before  # by a version without digests, whose checkpoints would belong to other settings
     folder = Path(model.path).absolute()
     paths = [folder / name for name in choose_files(path.name for path in folder.iterdir()) if is_weights(name)]
