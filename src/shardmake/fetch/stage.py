@@ -68,9 +68,14 @@ def fetch(run: Run, rundir: RunDir, part: Part = "all", merge: Merge | None = No
 
 def _weights(run: Run, rundir: RunDir, model: PinnedSource, merge: Merge | None) -> WeightsReceipt:
     """Fetch or link the weights of ``model``; return the receipt of what is there then."""
-    if run.resume_from and model.origin is not None and merge is not None:
-        start = model_before(rundir, model)
-        assert start is not None
+    start = model_before(rundir, model)
+    is_merged = start is not None and run_before(model.name) is None
+    if is_merged != bool(run.resume_from):
+        raise ModelError(
+            f"Weights of {model.name} were not fetched: {rundir.sources} is from before resume_from was added to the "
+            f"run or removed. Fetch all parts: shardmake fetch {rundir.name}"
+        )
+    if start is not None and model.origin is not None and run.resume_from and merge is not None:
         if model.origin.files:
             _fetch_weights(model.origin)
         merge(run, Path(model.origin.path), start.model)
@@ -90,7 +95,7 @@ def _local_weights(model: PinnedSource, rundir: RunDir) -> WeightsReceipt:
     Every byte is read once. A file that was not written since another fetch, also one of another run, is not read.
     """
     before = WeightsReceipt.read_if_exists(rundir.weights_receipt)
-    if before is not None and not before.changed_at and rundir.checkpoints.exists():
+    if before is not None and not before.files and rundir.checkpoints.exists():
         return before  # by a version without digests, whose checkpoints would belong to other settings
     folder = Path(model.path).absolute()
     paths = [folder / name for name in choose_files(path.name for path in folder.iterdir()) if is_weights(name)]

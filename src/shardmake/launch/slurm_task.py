@@ -9,14 +9,16 @@ from pathlib import Path
 
 from shardmake.launch.step_output import WORKER_STARTS
 from shardmake.launch.worker import run_slurm_task
-from shardmake.run.attempt import AttemptDir, host_name
+from shardmake.run.attempt import START_VARIABLE, Attempt, AttemptDir, host_name, restarts
 from shardmake.run.attempt_owner import NOBODY, claim
 
 
 def main(attempt_folder: Path) -> None:
     """Run the worker of this task, if the attempt belongs to this job."""
-    job = os.environ["SLURM_JOB_ID"]
-    if reason := not_wanted(AttemptDir(attempt_folder), job):
+    job, folder = os.environ["SLURM_JOB_ID"], AttemptDir(attempt_folder)
+    if attempt := Attempt.read_if_exists(folder.settings):
+        os.environ[START_VARIABLE] = str(restarts() + attempt.again)
+    if reason := not_wanted(folder, job):
         print(f"Job {job} ends without training: {reason}.")
         return
     print(f"{WORKER_STARTS} of job {job} on {host_name()}.", flush=True)

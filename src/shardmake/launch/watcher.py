@@ -262,9 +262,9 @@ def snakemake_above() -> str:
     pid = os.getppid()
     while pid > 1:
         try:
-            with open(f"/proc/{pid}/cmdline") as file:
+            with open(f"/proc/{pid}/cmdline", errors="replace") as file:
                 words = file.read().split("\0")
-            with open(f"/proc/{pid}/stat") as file:
+            with open(f"/proc/{pid}/stat", errors="replace") as file:
                 above = int(file.read().rpartition(")")[2].split()[1])
         except OSError:
             return ""

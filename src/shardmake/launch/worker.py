@@ -111,8 +111,7 @@ def run_slurm_task(attempt_folder: Path) -> int:
         SystemExit: this node failed and another left no exit record, so that srun ends the step.
     """
     # One task runs per node, so the task's rank is the node's.
-    node = WorkerNode(int(os.environ["SLURM_PROCID"]), restarts() + AttemptDir(attempt_folder).read().again)
-    status = main(attempt_folder, node)
+    status = main(attempt_folder, WorkerNode(int(os.environ["SLURM_PROCID"]), restarts()))
     if status and not _all_nodes_exited(AttemptDir(attempt_folder)):
         sys.exit("Ending the step: another node left no exit record and may hang.")
     return status
@@ -157,7 +156,10 @@ def _starts_again(folder: AttemptDir, node: WorkerNode) -> bool:
     if node.rank:
         return _wait_for(again.exists, folder)
     nodes = folder.read().job_nodes
-    if not _wait_for(lambda: folder.count_exits() >= nodes, folder) or not (damage := confirm_damage(folder)):
+    if not _wait_for(lambda: folder.count_exits() >= nodes, folder) or folder.stop_file.exists():
+        return False
+    has_left = any(ended.message and not ended.damaged for ended in folder.exits())  # perhaps before the finding
+    if has_left or not (damage := confirm_damage(folder)):
         return False
     with folder.log(0).open("a") as log:  # the driver shows warnings of rank 0
         print(f"{RANK_0_WARNING}{damage} The job starts its ranks again.", file=log)

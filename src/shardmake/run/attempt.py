@@ -144,7 +144,7 @@ class RankError(RunFile):
 _met: float | None = None
 """Monotonic time at which the ranks had met, in the process of a rank."""
 START_VARIABLE = "SHARDMAKE_START"
-"""Counts for the processes of a worker how often the ranks were started before."""
+"""Counts for a Slurm task and the processes of its worker how often the ranks were started before."""
 HEARTBEATS_VARIABLE = "SHARDMAKE_HEARTBEATS"
 """Names the folder on the node to which its ranks write their heartbeats."""
 USER_SCRIPT_PHASE = "script"
@@ -325,7 +325,7 @@ class AttemptDir:
 
 
 def restarts() -> int:
-    """Return how often Slurm has restarted the job of this process; below a worker also its own starts count."""
+    """Return how often Slurm has restarted the job of this process; in a task of it the job's own starts count, too."""
     return int(os.environ.get(START_VARIABLE) or os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 

@@ -50,6 +50,7 @@ def result_settings(
         "sequence_length": plan.workload.sequence_length,
         "content of the data": data_digest,
         **template,
+        **({"checkpoints.early_stopping": patience} if (patience := settings.checkpoints.early_stopping) else {}),
         **{key: value for key, value in settings.own_files.items() if changes_result(key)},
     }
     return {name: as_text(value) for name, value in values.items()}

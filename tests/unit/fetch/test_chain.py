@@ -187,6 +187,8 @@ def test_weights_of_a_checkpoint_are_merged_and_linked(tmp_path: Path) -> None:
     assert localize(run, following).model == str(following.base_model)
     with pytest.raises(ModelError, match=r"Training was not started: .*shardmake fetch next --part weights"):
         require_weights(following)
+    with pytest.raises(ModelError, match="is from before resume_from was added to the run or removed"):
+        fetch(run.model_copy(update={"resume_from": None}), following, "weights", merge)
     fetch(run, following, "weights", merge)
     require_weights(following)
     assert (following.base_model / "model-00001-of-00002.safetensors").read_bytes() == b"one"

@@ -301,3 +301,6 @@ def test_weights_of_a_folder_are_read_once_for_all_runs(
     second.checkpoints.mkdir(parents=True)
     fetch(run, second)
     assert WeightsReceipt.read(second.weights_receipt) == earlier, "a training of an older version resumes"
+    WeightsReceipt(files={"pytorch_model.bin": record(shard)}).write(second.weights_receipt)
+    fetch(run, second)
+    assert content_of_model(second) == content_of_model(first), "the weights were those of another model"

@@ -21,6 +21,7 @@ from shardmake.launch.preflight import PreflightError
 from shardmake.launch.resume_validation import DamagedCheckpointError, confirm_damage, validate_share
 from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.attempt_history import EndReason
+from shardmake.run.findings import stops
 from shardmake.run.plan import Plan
 from tests.unit.launch.test_outcome import evidence, state
 from tests.unit.plans import make_cluster, make_plan, make_training_settings
@@ -144,6 +145,30 @@ def test_the_job_itself_starts_its_ranks_again_from_an_older_checkpoint(
     assert (attempt.start, attempt.again) == (1, 1) and not any(node.damaged for node in folder.exits())
     assert "[rank 0] WARNING: checkpoint-20 is damaged and was set aside." in folder.log(0).read_text()
     assert len(store.damaged(newest.parent)) == 1
+
+
+@pytest.mark.parametrize("event", ["stop", "failure"])
+def test_a_job_that_must_stop_or_has_lost_a_node_does_not_start_its_ranks_again(
+    folder: AttemptDir, monkeypatch: pytest.MonkeyPatch, event: str
+) -> None:
+    """The driver sets the checkpoint aside then."""
+    newest = Path(folder.read().resume_from or "")
+    flip(newest / LOST)
+
+    def run_ranks(folder: AttemptDir, attempt: Attempt, *_: object) -> int:
+        while not attempt.again and not folder.has_failed_node():
+            time.sleep(0.05)
+        if event == "failure":
+            raise PreflightError([stops("GPU 0", "Uncorrectable errors")])
+        folder.stop_file.touch()
+        return 1
+
+    monkeypatch.setattr(worker, "_run_ranks", run_ranks)
+    monkeypatch.setattr(worker, "OTHERS_SECONDS", 1)
+    with ThreadPoolExecutor(2) as pool:
+        ended = pool.map(lambda rank: worker.main(folder.root, worker.WorkerNode(rank, start=0)), (0, 1))
+        assert list(ended) == [1, 1]
+    assert folder.read().again == 0 and newest.exists() and confirm_damage(folder)
 
 
 def test_a_node_that_reads_an_intact_checkpoint_wrongly_costs_no_checkpoint(

@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 
 from shardmake.launch import slurm_task
+from shardmake.launch.jobs import attempt_settings
+from shardmake.launch.rendezvous import Rendezvous
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.attempt_owner import NOBODY, claim
+from tests.unit.plans import make_cluster, make_plan
 
 
 @pytest.fixture
@@ -25,6 +28,22 @@ def test_the_first_job_works_on_every_node_and_after_a_restart(tmp_path: Path, s
     slurm_task.main(attempt)
     slurm_task.main(attempt)
     assert started == [attempt] * 2
+
+
+@pytest.mark.parametrize(("newest", "wanted"), [(1, True), (3, True), (4, False)])
+def test_a_requeued_job_counts_the_starts_that_it_made_itself(
+    tmp_path: Path, started: list[Path], monkeypatch: pytest.MonkeyPatch, newest: int, wanted: bool
+) -> None:
+    """Another node may have published the address of this start before, and the job two addresses before that."""
+    folder = AttemptDir(tmp_path / "train/attempts/001")
+    attempt = attempt_settings(1, tmp_path, make_cluster(), make_plan("zero2"), resume_from=None, settings_digest="r")
+    attempt.model_copy(update={"again": 2}).write(folder.settings)
+    address = Rendezvous(address="10.0.0.1", port=1, interface="ib0", host="c1")
+    for start in range(newest + 1):
+        address.write(folder.rendezvous / f"start-{start}.json")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    slurm_task.main(folder.root)
+    assert bool(started) is wanted
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,8 @@ subprocess.run(["bash", "-c", '"$0" -c "$1"; true', sys.executable, command])
 
 def test_a_driver_knows_the_snakemake_that_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "snakemake").write_text(SNAKEMAKE)
-    started = subprocess.Popen([sys.executable, tmp_path / "snakemake", "-c", "4"], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, tmp_path / "snakemake", "-c", "4", b"\xff"]  # as a folder's name in Latin-1
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert started.communicate()[0] == f"{started.pid}\n"
     monkeypatch.setenv(SNAKEMAKE_VARIABLE, str(started.pid))
     assert is_orphan()

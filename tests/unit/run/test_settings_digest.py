@@ -20,6 +20,16 @@ def test_another_chat_template_is_another_training() -> None:
     assert [key for key, _ in after.items() - before.items()] == ["content of the chat template"]
 
 
+def test_a_training_that_may_end_early_is_another_training() -> None:
+    """Its last checkpoint would count as the end of a training with more patience, too."""
+    plan, plain = make_plan("zero2"), make_training_settings()
+    checkpoints = plain.checkpoints.model_copy(update={"early_stopping": 2})
+    before, after = (
+        result_settings(s, plan, "data") for s in (plain, plain.model_copy(update={"checkpoints": checkpoints}))
+    )
+    assert after.items() - before.items() == {("checkpoints.early_stopping", "2")}
+
+
 def test_another_micro_batch_is_another_training_only_if_the_loss_compares_its_examples() -> None:
     small, large = make_plan("zero2"), make_plan("zero3", micro_batch_size=4, gradient_accumulation_steps=1)
     for objective, differs in (("sft", set()), ("kto", {("micro batch", "4 on 4 ranks")})):
