@@ -73,7 +73,9 @@ def final_checkpoint(run: Run, rundir: RunDir, trained: TrainingReceipt) -> Path
     found = [
         (record.eval_loss, record.step, path)
         for record, path in store.committed(rundir.checkpoints)
-        if record.settings_digest == trained.settings_digest and math.isfinite(record.eval_loss or math.inf)
+        if record.settings_digest == trained.settings_digest
+        and record.eval_loss is not None
+        and math.isfinite(record.eval_loss)
     ]
     if not found:
         raise CheckpointError(
