@@ -57,6 +57,7 @@ def run_keys(model: str, data: str, steps: int, global_batch: int, /, **changes:
         "max_steps": steps,
         "checkpoints": {"every_steps": steps, "keep": 1},
         "learning_rate": 1e-5,
+        "eval_every_steps": "never",
         **changes,
     }
 
