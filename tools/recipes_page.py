@@ -45,7 +45,6 @@ DEFAULTS = {
     "qwen3-30b": "qwen3_moe",
     "gpt-oss": "gpt_oss",
     "gemma-3": "gemma3",
-    "qwen3.5": "qwen3_5",
     "mistral-small": "mistral3",
 }
 """Model types whose default config of transformers stands for a model, by a part of its name."""
