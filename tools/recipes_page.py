@@ -10,35 +10,24 @@ from typing import Any
 
 import yaml
 
+from benchmarks.published_models import CONFIGS
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPES, PAGE = REPOSITORY / "examples/recipes", REPOSITORY / "docs/reference/recipes.md"
 HEAD = """# Recipes
 
 Runs for models and clusters that labs have, in `examples/recipes/`. Copy one, change data and destination, and plan it.
-The plan below each was made away from a cluster, by `shardmake plan NAME --offline --config
-examples/recipes/NAME.yaml`, from the config.json that is named. None of them has been trained here. The page is made by
-`python -m tools.recipes_page`.
+The plan below each was made without a network, by `shardmake plan NAME --offline` with a folder in place of the model
+that holds the config.json that is named. None of them has been trained here. The page is made by `python -m
+tools.recipes_page`.
 """
 
 
-def _llama(hidden: int, inner: int, layers: int, heads: int, groups: int, vocabulary: int, kind: str) -> dict[str, Any]:
-    return {
-        "model_type": kind,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 131072,
-    }
-
-
 SIZES: dict[str, dict[str, Any]] = {
-    "Llama-3.1-8B": _llama(4096, 14336, 32, 32, 8, 128256, "llama"),
-    "Llama-3.1-70B": _llama(8192, 28672, 80, 64, 8, 128256, "llama"),
-    "Qwen2.5-7B": _llama(3584, 18944, 28, 28, 4, 152064, "qwen2"),
-    "Qwen3-8B": _llama(4096, 12288, 36, 32, 8, 151936, "qwen3"),
+    "Llama-3.1-8B": CONFIGS["Llama-3.1-8B"],
+    "Llama-3.1-70B": CONFIGS["Llama-3.1-70B"],
+    "Qwen2.5-7B": CONFIGS["Qwen2.5-7B"],
+    "Qwen3-8B": CONFIGS["DeepSeek-R1-0528-Qwen3-8B"],
 }
 """The sizes in the model's config.json on the hub, by a part of its name."""
 DEFAULTS = {

@@ -59,6 +59,8 @@ class Translation:
     """Keys that the plan decides instead."""
     untranslated: dict[str, Any]
     """Keys without a counterpart."""
+    assumed: dict[str, Any]
+    """Values of keys that the file leaves to the tool."""
 
 
 def recognize(values: Any) -> Tool | None:
@@ -95,7 +97,11 @@ def translate(path: Path, ranks: int, objective: str | None = None) -> Translati
     if objective:
         run["objective"] = objective
     return Translation(
-        tool.name, _consistent(run), {key: given[key] for key in given if key in tool.planned}, untranslated
+        tool.name,
+        _consistent(run),
+        {key: given[key] for key in given if key in tool.planned},
+        untranslated,
+        {key: value for key, value in {**tool.defaults, **adapters}.items() if key not in given},
     )
 
 
@@ -394,6 +400,9 @@ def describe_untranslated(made: Translation) -> Iterator[str]:
     """Yield lines for what the run does not have from the file."""
     if made.planned:
         yield f"The plan decides instead of {', '.join(made.planned)}."
+    if made.assumed:
+        values = ", ".join(f"{key}: {json.dumps(value)}" for key, value in made.assumed.items())
+        yield f"Not in the file, taken for the defaults of {made.tool}; compare them with your version: {values}."
     if made.untranslated:
         yield "Not translated, and may change the result:"
         yield from (f"  {key}: {json.dumps(value, default=str)}" for key, value in made.untranslated.items())

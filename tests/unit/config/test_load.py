@@ -150,13 +150,23 @@ def test_an_unknown_run_is_rejected() -> None:
     assert str(error.value) == expected
 
 
+RECIPES = sorted((REPOSITORY / "examples/recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_a_recipe_loads_and_its_plan_is_shown(file: Path) -> None:
+    config = load_config(file)
+    assert [*config.runs] == [file.stem] and load_cluster(REPOSITORY / config.cluster).executor == "slurm"
+    assert f"\n## {file.stem}\n" in (REPOSITORY / "docs/reference/recipes.md").read_text() and len(RECIPES) == 11
+
+
 SITES = sorted((REPOSITORY / "config/clusters/sites").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("file", SITES, ids=lambda file: file.stem)
 def test_a_file_of_a_site_loads_and_says_that_it_did_not_run(file: Path) -> None:
     cluster = load_cluster(file)
-    assert cluster.executor == "slurm" and "not run there" in file.read_text()
+    assert cluster.executor == "slurm" and "nor run there" in file.read_text()
     assert f"| `{file.name}` |" in (REPOSITORY / "docs/reference/sites.md").read_text() and len(SITES) == 10
     jobs = [SlurmRequest(cluster, kind, 60, cpus=4, memory_mib=4096, gpus=1) for kind in JobKind]
     assert all("--mem" not in " ".join(job.sbatch()) for job in jobs) == (cluster.slurm.memory == "none")

@@ -1,6 +1,7 @@
 """End a training whose evaluation loss no longer falls."""
 
 import logging
+import math
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -28,7 +29,8 @@ class EarlyStop(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Compare this loss with those before."""
-        losses = [entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry]
+        found = [entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry]
+        losses = [loss if math.isfinite(loss) else math.inf for loss in found]
         since_best = len(losses) - 1 - losses.index(min(losses)) if losses else 0
         if since_best < self.patience or state.global_step >= state.max_steps:
             return
