@@ -32,6 +32,7 @@ SIZES: dict[str, dict[str, Any]] = {
 """The sizes in the model's config.json on the hub, by a part of its name."""
 DEFAULTS = {
     "qwen3-30b": "qwen3_moe",
+    "qwen3.5": "qwen3_5",
     "gpt-oss": "gpt_oss",
     "gemma-3": "gemma3",
     "mistral-small": "mistral3",

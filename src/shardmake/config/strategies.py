@@ -68,11 +68,6 @@ class StrategySpec:
         return self.is_deepspeed and not (self.hpz or self.uses_nvme)
 
     @property
-    def needs_several_nodes(self) -> bool:
-        """Return whether it treats the ranks of one node and those of other nodes differently."""
-        return self.hybrid or self.hpz
-
-    @property
     def gathers_parameters(self) -> bool:
         """Return whether a rank holds only its part of the weights between uses."""
         return self.zero_stage == 3 or self.is_fsdp

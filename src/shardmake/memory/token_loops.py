@@ -26,16 +26,18 @@ SCALED: Final = "scaled"
 """The first event of scaled ones, with the number of tokens that were traced."""
 
 
+def found_in(traces: Sequence[Sequence[Event]]) -> bool:
+    """Return if a layer's operator has more allocations the more tokens there are, in ``traces`` with `LENGTHS`."""
+    return any(map(any, _in_loops([list(_sizes(events)) for events in traces])))
+
+
 def scaled_to(tokens: int, traces: Sequence[Sequence[Event]]) -> list[list[Any]] | None:
     """Return the events of a step of ``tokens`` from its ``traces`` with `LENGTHS`.
 
-    An allocation of ``traces`` ends with its operator. None if the traces do not match each other, or if no operator
-    of a layer has more allocations the more tokens there are.
+    An allocation of ``traces`` ends with its operator. None if the traces do not match each other.
     """
     keys = [list(_sizes(events)) for events in traces]
     in_loop = _in_loops(keys)
-    if not any(map(any, in_loop)):
-        return None
     sizes = [
         [event[2] for event, loops in zip(events, marks, strict=True) if event[0] == "alloc" and not loops]
         for events, marks in zip(traces, in_loop, strict=True)

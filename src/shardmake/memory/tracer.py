@@ -96,12 +96,13 @@ def tape(request: Mapping[str, Any]) -> dict[str, Any]:
     ranks, several = request["sequence_parallel"], request["lengths"] > 1 and length >= 8 * request["sequence_parallel"]
     lengths = [_part_of(length, ranks, part) for part in (4, 2, 1)] if several else [length]
     sizes = [(min(rows, 2), one) for one in lengths] + ([(3, length)] if rows > 1 else [])
+    sizes = sizes if request["lengths"] else [(rows, length)]
     try:
-        steps = _steps(request, sizes if request["lengths"] else [(rows, length)], token_loops.MOST_ALIKE)
+        steps = _steps(request, sizes, token_loops.MOST_ALIKE)
     except _TokenLoopError:
-        events = scaled_trace(request)
-        scaled, events = (events[0][1], events[1:]) if events else (None, trace(request))
-        return {"lengths": [], "scaled": scaled, "events": events}
+        if scaled := scaled_trace(request):
+            return {"lengths": [], "scaled": scaled[0][1], "events": scaled[1:]}
+        steps = _steps(request, sizes)
     shortest = min(map(len, steps))  # the last frees of a step may come with the next one
     ends = (event for events in steps for event in events[shortest:])
     if len({tuple(map(_without_size, events[:shortest])) for events in steps}) == 1 and all(
@@ -132,9 +133,14 @@ def _with_sizes(events: tuple[Event, ...]) -> Event:
 
 
 def scaled_trace(request: Mapping[str, Any]) -> list[Event] | None:
-    """Return the events of the step as they follow from short ones; None if these do not match each other."""
-    steps = _steps(request, [(request["micro_batch"], length) for length in token_loops.LENGTHS])
-    return token_loops.scaled_to(request["sequence_length"], steps)
+    """Return the events of the step as they follow from short ones; None without loops over the tokens.
+
+    A loop over chunks of tokens has as many iterations in each short forward pass, so the rest is not run.
+    """
+    sizes = [(request["micro_batch"], length) for length in token_loops.LENGTHS]
+    if not token_loops.found_in(_steps(request, sizes, forward_only=True)):
+        return None
+    return token_loops.scaled_to(request["sequence_length"], _steps(request, sizes))
 
 
 class _TokenLoopError(Exception):
@@ -142,7 +148,11 @@ class _TokenLoopError(Exception):
 
 
 def _steps(
-    request: Mapping[str, Any], sizes: Sequence[tuple[int, int]], most_alike: int | None = None
+    request: Mapping[str, Any],
+    sizes: Sequence[tuple[int, int]],
+    most_alike: int | None = None,
+    *,
+    forward_only: bool = False,
 ) -> list[list[Event]]:
     """Return the events of a micro step of each of ``sizes``, with the operator of each allocation as fourth item.
 
@@ -158,13 +168,14 @@ def _steps(
         stack.enter_context(_FAKE.FakeTensorMode(allow_non_fake_inputs=True))
         materialize(model, *(DTYPES[request[which]] for which in ("weights", "frozen", "widened", "norms")))
         ranks = request["sequence_parallel"]
-        inputs = [_inputs(model, rows, length // ranks, request["masked"]) for rows, length in sizes]
+        first = (sizes[0][0], min(sizes[0][1], SHORT * ranks))  # fills caches, such as those of autocast and of kernels
+        inputs = [_inputs(model, rows, length // ranks, request["masked"]) for rows, length in (first, *sizes)]
         _mark_blocks(model, recorder)
         _mark_gradients(model, recorder)
         stack.enter_context(recorder)
-        for one in (inputs[0], *inputs):  # the first step fills caches, such as those of autocast and of kernels
+        for one in inputs:
             recorder.start(one.values())
-            _micro_step(model, one, request, recorder)
+            _micro_step(model, one, request, recorder, forward_only=forward_only)
             found.append(recorder.events)
     return found[1:]
 
@@ -235,15 +246,23 @@ def _set_attention(model: Any, request: Mapping[str, Any]) -> None:
         model.set_attn_implementation("shardmake_shared" if request["sequence_parallel"] > 1 else "shardmake_fused")
 
 
-def _micro_step(model: Any, inputs: dict[str, torch.Tensor], request: Mapping[str, Any], recorder: "Recorder") -> None:
+def _micro_step(
+    model: Any,
+    inputs: dict[str, torch.Tensor],
+    request: Mapping[str, Any],
+    recorder: "Recorder",
+    *,
+    forward_only: bool = False,
+) -> None:
     with _autocast(request):
         loss = _loss(model, inputs, request)
         if request["extra_forwards"]:
             without = model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext()
             with torch.no_grad(), without:
                 _loss(model, inputs, request)
-    recorder.mark("backward")
-    loss.backward()
+    if not forward_only:
+        recorder.mark("backward")
+        loss.backward()
 
 
 def _loss(model: Any, inputs: dict[str, torch.Tensor], request: Mapping[str, Any]) -> torch.Tensor:

@@ -10,11 +10,13 @@ import pytest
 from shardmake.memory import token_loops, trace
 from shardmake.memory.closed_form import of_events
 from shardmake.memory.read_config import from_config
-from shardmake.memory.token_loops import LENGTHS, scaled_to
+from shardmake.memory.token_loops import LENGTHS, found_in, scaled_to
 from shardmake.memory.trace import _request, traced_tokens
 from tests.unit.memory.llama_8b import scenario
 
 MAMBA = {"model_type": "mamba", "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 16}
+LLAMA = {"model_type": "llama", "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}
+LLAMA |= {"num_attention_heads": 4}
 
 
 def step(tokens: int, *, more: int = 0) -> list[list[Any]]:
@@ -33,9 +35,10 @@ def test_the_bytes_of_each_allocation_follow_from_three_short_steps() -> None:
 
 
 def test_many_tensors_of_one_size_that_are_as_many_in_each_step_are_no_loop() -> None:
-    events = scaled_to(4096, [step(length, more=64) for length in LENGTHS])
+    traces = [step(length, more=64) for length in LENGTHS]
+    events = scaled_to(4096, traces)
     assert events is not None and [event[2] for event in events if event[0] == "alloc"][-64:] == [9] * 64
-    assert scaled_to(4096, [step(1, more=64) for _ in LENGTHS]) is None
+    assert found_in(traces) and not found_in([step(1, more=64) for _ in LENGTHS])
 
 
 def test_sizes_of_other_operators_are_not_counted_as_those_of_a_loop() -> None:
@@ -44,6 +47,15 @@ def test_sizes_of_other_operators_are_not_counted_as_those_of_a_loop() -> None:
     traces[0][-2][2] = 90
     events = scaled_to(4096, traces)
     assert events is not None and len(events) == len(traces[-1]) + 1
+
+
+def test_a_layer_that_repeats_itself_without_a_loop_over_tokens_has_a_tape_for_every_micro_batch(
+    tracer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = _request(scenario(model=from_config(LLAMA), sequence_length=48, attention="sdpa", micro_batch=2))
+    ordinary = tracer.tape({**request, "lengths": 1})
+    monkeypatch.setattr(token_loops, "MOST_ALIKE", 1)
+    assert tracer.tape({**request, "lengths": 1}) == ordinary and ordinary["lengths"] == [48]
 
 
 def test_short_steps_that_differ_are_not_scaled() -> None:
