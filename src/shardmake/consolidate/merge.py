@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Unpack
 
+from shardmake.checkpoint.formats.torch_zip_reader import read_record
 from shardmake.checkpoint.formats.unpickle import locate
 from shardmake.consolidate.destination import staging_folder
 from shardmake.consolidate.layout import PlannedShard
@@ -22,7 +23,7 @@ from shardmake.consolidate.staging import (
     remove_others,
     replace_folder,
 )
-from shardmake.consolidate.stream import ShowProgress, check_record, no_progress
+from shardmake.consolidate.stream import ShowProgress, no_progress
 from shardmake.consolidate.verify import verify_loaded
 from shardmake.consolidate.writer import ShardWriter
 from shardmake.core.errors import ConfigError
@@ -153,7 +154,7 @@ def _check_adapter(shards: list[PlannedShard]) -> None:
     parts = [part for update in updates for part in update.parts.values()]
     types = {piece.record: part.dtype for part in parts for piece in part.pieces}
     for record, dtype in types.items():
-        check_record(locate(record, dtype))
+        read_record(locate(record, dtype))
 
 
 def _finish(

@@ -72,8 +72,8 @@ def resolve_ties(
 def _refuse_misfits(tensors: Iterable[StoredTensor]) -> None:
     """Raise `CheckpointError` for an update of a weight that the base model does not have."""
     for tensor in tensors:
-        if isinstance(tensor.update, lora.PeftUpdate) and not tensor.pieces:
-            raise tensor.update.misfit(None)
+        if tensor.update and not tensor.pieces:
+            raise CheckpointError(f"Cannot merge the adapter: {tensor.update.misfit(None)}")
 
 
 def _have_same_change(alias: StoredTensor, owner: StoredTensor, *, is_apart: bool) -> bool:

@@ -26,6 +26,7 @@ _LEVELS = 3
 """A model is below the first or second level."""
 _MOST_ENTRIES = 1 << 20
 """A dictionary may hold another one many times."""
+SHARDS = ("*-[0-9]*-of-[0-9]*.safetensors", "*-[0-9]*-of-[0-9]*.bin")
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.(safetensors|bin)")
 
 
@@ -74,11 +75,6 @@ def _entries(state: Mapping[Any, Any], levels: int) -> Iterator[tuple[Levels, An
             yield (str(key),), value
 
 
-def recognise_shards(path: Path) -> Path | None:
-    """Return ``path`` if it holds shards."""
-    return path if any(_SHARD.fullmatch(it.name) for it in path.iterdir()) else None
-
-
 def read_shards(folder: Path, target: Target = "keep") -> Contents:
     """Read all shards in ``folder``.
 
@@ -88,7 +84,7 @@ def read_shards(folder: Path, target: Target = "keep") -> Contents:
     found = {it: match for it in sorted(folder.iterdir()) if (match := _SHARD.fullmatch(it.name))}
     sets = {(match["stem"], int(match["count"])) for match in found.values()}
     numbers = {match["number"] for match in found.values()}
-    if len(sets) > 1 or not len(found) == len(numbers) == next(iter(sets))[1]:
+    if len(sets) != 1 or not len(found) == len(numbers) == next(iter(sets))[1]:
         expected = " and ".join(f"{stem} of {count}" for stem, count in sorted(sets))
         raise CheckpointError(
             f"{folder} holds {len(found)} shards of {expected}, not those of one model. Copy it again."
