@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor, box_pieces, is_extra_state
+from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor, box_pieces
 from shardmake.checkpoint.formats.dtypes import FROM_TORCH, ITEM_SIZE, Target
 from shardmake.checkpoint.formats.models import names_of_model
 from shardmake.checkpoint.formats.pickle_machine import Inert, Name
@@ -168,11 +168,10 @@ def read(folder: Path, target: Target = "keep", key: str | None = None) -> Conte
     if not (folder / METADATA).is_file():
         raise CheckpointError(f"{folder} has no .metadata. The checkpoint was not finished. Use an older checkpoint.")
     metadata = read_metadata(folder / METADATA)
-    tensors = {fqn for fqn, entry in metadata.entries.items() if entry is not None}
-    names = names_of_model(metadata.paths, tensors, key, folder)
+    entries = {fqn: entry for fqn, entry in metadata.entries.items() if entry is not None}
+    names, left_out = names_of_model(metadata.paths, entries, key, folder)
     _check_files(metadata.places.values())
-    others = {fqn for fqn, name in names.items() if fqn not in tensors and is_extra_state(name)}
-    held = [_read_tensor(folder, name, fqn, metadata) for fqn, name in names.items() if fqn not in others]
+    held = [_read_tensor(folder, name, fqn, entries[fqn], metadata) for fqn, name in names.items()]
     ranks = {match[1] for place in metadata.places.values() if (match := _RANK.match(place.path.name))}
     return Contents(
         format="torch DCP (FSDP)",
@@ -180,7 +179,7 @@ def read(folder: Path, target: Target = "keep", key: str | None = None) -> Conte
         step=None,
         world_size=max(len(ranks), 1),
         tensors={tensor.name: tensor for tensor in held},
-        left_out=tuple(sorted(names[fqn] for fqn in others)),
+        left_out=left_out,
     )
 
 
@@ -199,12 +198,7 @@ def _check_files(places: Iterable[ZipRecord]) -> None:
             )
 
 
-def _read_tensor(folder: Path, name: str, fqn: str, metadata: DcpMetadata) -> StoredTensor:
-    entry = metadata.entries[fqn]
-    if entry is None:
-        raise CheckpointError(
-            f"Cannot merge {folder}. The entry {fqn} is not a tensor, and safetensors files hold tensors only."
-        )
+def _read_tensor(folder: Path, name: str, fqn: str, entry: TensorEntry, metadata: DcpMetadata) -> StoredTensor:
     if entry.dtype not in ITEM_SIZE:
         raise CheckpointError(f"Cannot read {folder}. The type {entry.dtype} of {fqn} is not supported.")
     if not covers(entry.shape, entry.boxes):
