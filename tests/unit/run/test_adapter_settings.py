@@ -20,7 +20,7 @@ from shardmake.consolidate.peft_check import compare_with_peft, merge_with_peft
 from shardmake.consolidate.verify import verify
 from shardmake.core.errors import CheckpointError, ShardmakeError
 from shardmake.run.adapter_settings import KEEPS_BASE, UNMERGED, WITH_PEFT, AdapterSettings
-from tests.workflow.consolidate_checkpoints import check_loading_in_process, load_weights
+from tests.workflow.consolidate_checkpoints import assert_equal, check_loading_in_process, load_weights
 
 SMALL = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -113,6 +113,8 @@ def test_setting_is_merged_as_by_peft(setting: str, values: dict[str, Any], tmp_
     trained = make_adapter(tmp_path, base_model(values.pop("model", "llama"), **config), **values)
     untouched = float((base_logits(tmp_path, trained) - trained(input_ids=IDS).logits).abs().max())
     assert away(tmp_path, trained) < 1e-5 < 1e-3 < untouched
+    consolidate(tmp_path / "adapter", tmp_path / "alone", base=tmp_path / "base", adapter=True)
+    assert_equal(load_weights(tmp_path / "alone"), load_weights(tmp_path / "adapter"))
 
 
 STATES: list[dict[str, Any]] = [

@@ -319,6 +319,8 @@ def adapter_only(contents: Contents) -> Contents:
     if not is_adapter(contents):
         raise CheckpointError(f"{contents.folder} holds no LoRA adapter. Merge it without --adapter.")
     adapter = split(contents)
+    if contents.format == "PEFT adapter":
+        return contents
     tensors = dict(adapter.saved)
     for module, parts in adapter.parts.items():
         for part, tensor in parts.items():

@@ -103,6 +103,8 @@ def read_model(
         layout: Returns the names in a model's folder by the names of its class, where they differ.
     """
     contents = _without_wrapper(read_checkpoint(path, target, key))
+    if target != "keep" and lora.is_adapter(contents):  # the product of rounded factors is another one
+        contents = _without_wrapper(read_checkpoint(path, "keep", key))
     if adapter:
         return lora.adapter_only(contents)
     held = base if base is not None and huggingface.recognise(base) else None
