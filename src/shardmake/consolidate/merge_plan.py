@@ -15,6 +15,7 @@ from shardmake.checkpoint.formats.dtypes import ITEM_SIZE, Target, check_target
 from shardmake.checkpoint.formats.hub_layout import HubWeight, in_hub_layout
 from shardmake.checkpoint.formats.huggingface import ADAPTER, MODEL, WeightFiles
 from shardmake.checkpoint.formats.registry import read_checkpoint, read_model
+from shardmake.checkpoint.formats.torch_zip_reader import read_small
 from shardmake.checkpoint.formats.unpickle import locate
 from shardmake.consolidate.aux_files import config_folder, copy_aux_files, read_object
 from shardmake.consolidate.destination import check_destination, checkpoint_folders
@@ -106,10 +107,8 @@ def _blocks(tensor: StoredTensor) -> Iterator[bytes]:
     """Yield the bytes of the pieces in the order of their elements."""
     for piece in _in_order(tensor):
         record, size = locate(piece.record, tensor.dtype), piece.numel * ITEM_SIZE[tensor.dtype]
-        with record.path.open("rb") as file:
-            file.seek(record.offset + piece.start)
-            for at in range(0, size, _BLOCK):
-                yield file.read(min(_BLOCK, size - at))
+        for at in range(0, size, _BLOCK):
+            yield read_small(record.path, record.offset + piece.start + at, min(_BLOCK, size - at))
 
 
 logger = logging.getLogger(__name__)
