@@ -55,6 +55,9 @@ class Piece:
                 yield Piece(self.record, start, low - begin, high - low)
 
 
+Shape = tuple[int, ...]
+Box = tuple[Shape, Shape]
+"""Offsets and sizes by dimension."""
 Array = NDArray[Any]
 Change = Callable[[Array, int], Array]
 """Takes consecutive values of a weight in float32 and the number of the first one; returns the changed values."""
@@ -238,6 +241,20 @@ class FlatVector:
                 start = part.offset + (low - offset) * ITEM_SIZE[part.dtype]
                 yield Piece(part.record, start, at + low - begin, high - low)
             offset += part.numel
+
+
+def covers(shape: Shape, boxes: Sequence[Box]) -> bool:
+    """Return True if ``boxes`` lie in a tensor of ``shape``, share no element, and leave none out.
+
+    If the corners that an odd number of boxes have are those of the tensor, then an odd number of boxes hold each of
+    its elements. This number is 1 if the boxes have as many elements as the tensor.
+    """
+    odd: set[Shape] = set()
+    whole = ((0,) * len(shape), shape)
+    filled = [(offsets, sizes) for offsets, sizes in (whole, *boxes) if all(sizes)]
+    for offsets, sizes in filled:
+        odd ^= set(itertools.product(*((begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))))
+    return not odd and sum(numel(sizes) for _, sizes in filled) == 2 * numel(shape)
 
 
 def box_pieces(

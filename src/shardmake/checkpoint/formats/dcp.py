@@ -7,38 +7,18 @@
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor, box_pieces
+from shardmake.checkpoint.formats.contents import Box, Contents, Piece, Shape, StoredTensor, box_pieces, covers
 from shardmake.checkpoint.formats.dtypes import FROM_TORCH, ITEM_SIZE, Target
 from shardmake.checkpoint.formats.models import names_of_model
 from shardmake.checkpoint.formats.pickle_machine import Inert, Name
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.checkpoint.formats.unpickle import load_plain, numel
 from shardmake.core.errors import CheckpointError
-
-Shape = tuple[int, ...]
-Box = tuple[Shape, Shape]
-"""Offsets and sizes by dimension."""
-
-
-def covers(shape: Shape, boxes: Sequence[Box]) -> bool:
-    """Return True if ``boxes`` lie in a tensor of ``shape``, share no element, and leave none out.
-
-    If the corners that an odd number of boxes have are those of the tensor, then an odd number of boxes hold each of
-    its elements. This number is 1 if the boxes have as many elements as the tensor.
-    """
-    odd: set[Shape] = set()
-    whole = ((0,) * len(shape), shape)
-    filled = [(offsets, sizes) for offsets, sizes in (whole, *boxes) if all(sizes)]
-    for offsets, sizes in filled:
-        odd ^= set(product(*((begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))))
-    return not odd and sum(numel(sizes) for _, sizes in filled) == 2 * numel(shape)
-
 
 _Value = TypeVar("_Value")
 OLDER = "Use an older checkpoint, or copy this one again."
