@@ -28,6 +28,8 @@ from shardmake.core.units import parse_size
 from shardmake.run.model_class import OLD_HEAD, ModelClass
 
 _BLOCK = 1 << 20
+_SHARED = ".embed_tokens.weight"
+"""End of the alias if encoder and decoder share their embedding, as in T5; other aliases are heads."""
 
 
 def resolve_ties(
@@ -58,13 +60,17 @@ def resolve_ties(
                 value, base = found.get(name), before[other]
                 if base is not None and (value is None or not value.pieces):
                     found[name] = replace(base, name=name, update=value.update if value else None)
-    if untied and not untie:
-        alias, owner = next(iter(untied.items()))
+    always = {alias: owner for alias, owner in untied.items() if alias.endswith(_SHARED)}
+    if always or (untied and not untie):
+        alias, owner = next(iter((always or untied).items()))
         alone = " and ".join(name for name in (alias, owner) if name in trained)
+        advice = "To write both, with tie_word_embeddings: false in the config.json, add --allow untied."
+        if always:
+            use = ": use the adapter with PEFT" if alone else ""
+            advice = f"The class shares them in any case, so that no model can hold both{use}."
         raise CheckpointError(
             f"The model's config ties {alias} to {owner}, but the checkpoint holds different values for them"
-            f"{f': the adapter trained {alone}' if alone else ''}. To write both, with tie_word_embeddings: false in "
-            "the config.json, add --allow untied."
+            f"{f': the adapter trained {alone}' if alone else ''}. {advice}"
         )
     _refuse_misfits(found.values())
     return replace(contents, tensors=found, aliases={}), untied

@@ -10,7 +10,15 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from shardmake.checkpoint.formats import huggingface
 from shardmake.checkpoint.formats.contents import StoredTensor
@@ -147,6 +155,18 @@ def test_states_of_the_whole_model_are_merged_as_by_peft(values: dict[str, Any],
     assert away(tmp_path, trained, allow=allow) < 1e-5
 
 
+def test_an_embedding_that_encoder_and_decoder_share_is_refused(tmp_path: Path) -> None:
+    """No config of T5 unties them, so that --allow untied is not the advice."""
+    sizes = {"d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2, "d_kv": 16}
+    trained = make_adapter(
+        tmp_path, T5ForConditionalGeneration(T5Config(vocab_size=96, **sizes)), target_modules=["q"],
+        modules_to_save=["shared"], task_type="SEQ_2_SEQ_LM",
+    )  # fmt: skip
+    for allow in ((), ["untied"]):
+        with pytest.raises(CheckpointError, match=r"embed_tokens\.weight to shared.* use the adapter with PEFT\."):
+            away(tmp_path, trained, allow=allow)
+
+
 def base_logits(place: Path, trained: PeftModel) -> torch.Tensor:
     base = type(trained.get_base_model()).from_pretrained(place / "base").eval()
     logits: torch.Tensor = base(input_ids=IDS).logits
@@ -169,6 +189,15 @@ def test_setting_is_refused_by_its_name(setting: str, value: Any, tmp_path: Path
     with pytest.raises(CheckpointError, match=rf"{setting}.* is not supported\. .*PEFT"):
         away(tmp_path, get_peft_model(base_model(), LoraConfig(**TARGETS)))
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("target", ["c_proj", r".*attn\.c_proj"])
+def test_dora_in_conv1d_layers_is_refused_by_its_name(target: str, tmp_path: Path) -> None:
+    """The weights of one kind of them are square, so that no shape shows it."""
+    settings = {"target_modules": [target] if target == "c_proj" else target, "fan_in_fan_out": True}
+    trained = make_adapter(tmp_path, base_model("gpt2"), use_dora=True, **settings)
+    with pytest.raises(CheckpointError, match=r"use_dora of \S+ is in a Conv1D layer\. Merge it with PEFT"):
+        away(tmp_path, trained)
 
 
 def test_every_setting_of_the_installed_peft_is_proved_or_refused() -> None:

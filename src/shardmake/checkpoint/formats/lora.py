@@ -111,6 +111,8 @@ class DoraUpdate(LoraUpdate):
 
     def problems(self, weight: StoredTensor | None) -> Iterator[str]:
         """Compare the lengths as well."""
+        if self.settings.fan_in_fan_out:
+            yield f"use_dora of {self.module} is in a Conv1D layer. {WITH_PEFT}"
         yield from super().problems(weight)
         held = self.parts[self.PARTS[2]].shape
         if held != self.shape[:1]:
