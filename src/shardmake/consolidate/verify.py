@@ -53,7 +53,8 @@ def compare(
     loading = loading or LoadingReport()
     receipt = MergeReceipt.read_if_exists(model / MODEL_RECEIPT)
     key = key or (receipt.key if receipt else None)
-    read = in_hub_layout(read_model(checkpoint, base=base, key=key, layout=names_in_files), loading.weights)
+    trained = read_model(checkpoint, base=base, key=key, layout=names_in_files, like=model)
+    read = in_hub_layout(trained, loading.weights)
     untied = receipt.untied if receipt else {}
     expected, _ = resolve_ties(read, [*loading.ties_in_files, *untied.items()], untie=bool(untied))
     merged = huggingface.read(model).tensors

@@ -89,6 +89,7 @@ def read_model(
     adapter: bool = False,
     key: str | None = None,
     layout: Callable[[Path], Mapping[str, str]] = lambda _: {},
+    like: Path | None = None,
 ) -> Contents:
     """Read the checkpoint at ``path`` as `read_checkpoint` does; add an adapter to its base model.
 
@@ -101,6 +102,7 @@ def read_model(
         adapter: Return the adapter alone.
         key: Of several models in the checkpoint, the one to read.
         layout: Returns the names in a model's folder by the names of its class, where they differ.
+        like: A model's folder with the names that those of a whole model get; by default that of the base model.
     """
     contents = _without_wrapper(read_checkpoint(path, target, key))
     if target != "keep" and lora.is_adapter(contents):  # the product of rounded factors is another one
@@ -109,7 +111,8 @@ def read_model(
         return lora.adapter_only(contents)
     held = base if base is not None and huggingface.recognise(base) else None
     if not lora.is_adapter(contents):
-        return contents if held is None else _without_outer(contents, huggingface.weight_names(held))
+        named = like or held
+        return contents if named is None else _without_outer(contents, huggingface.weight_names(named))
     return lora.merge(contents, huggingface.read(held) if held else None, lambda: layout(held) if held else {})
 
 

@@ -110,8 +110,10 @@ MERGED: dict[str, Writer] = {
 @pytest.mark.parametrize("layout", MERGED)
 def test_layout_is_merged(layout: str, base: Path, tmp_path: Path) -> None:
     weights = trained()
-    consolidate(MERGED[layout](weights, tmp_path / "checkpoint"), tmp_path / "model", base=base)
+    checkpoint = MERGED[layout](weights, tmp_path / "checkpoint")
+    consolidate(checkpoint, tmp_path / "model", base=base)
     assert_equal(load_weights(tmp_path / "model"), weights)
+    verify(tmp_path / "model", checkpoint, base=base if "adapter" in layout else None)
 
 
 def files(*names: str) -> Writer:
