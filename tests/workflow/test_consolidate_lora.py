@@ -14,13 +14,7 @@ from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.consolidate.merge import consolidate
 from shardmake.consolidate.verify import verify
 from shardmake.core.errors import ShardmakeError
-from tests.workflow.consolidate_checkpoints import (
-    TORCH,
-    check_loading_in_process,
-    expected_weights,
-    load_weights,
-    trained,
-)
+from tests.workflow.consolidate_checkpoints import check_loading_in_process, expected_weights, load_weights, trained
 
 SHAPE = LlamaConfig(
     vocab_size=101, hidden_size=24, intermediate_size=52, num_hidden_layers=2, num_attention_heads=4,
@@ -78,10 +72,10 @@ def test_merge_into_transposed_weights_equals_pefts(tmp_path: Path) -> None:
 
 
 @pytest.mark.training
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("dtype", "kind"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 @pytest.mark.parametrize(("world", "name"), [(1, "zero2-bf16-lora-nobase"), (2, "zero3-lora")])
 def test_deepspeed_checkpoint_of_an_adapter(
-    world: int, name: str, dtype: Target, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    world: int, name: str, dtype: Target, kind: torch.dtype, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """In each type, the factors are the fp32 weights of the optimizer."""
     variant = trained(tmp_path_factory.getbasetemp(), "zero", world) / name
@@ -93,7 +87,7 @@ def test_deepspeed_checkpoint_of_an_adapter(
     )
     factors = {name: tensor for name, tensor in expected_weights(variant, "fp32").items() if ".lora_" in name}
     assert not adapted.load_state_dict(factors, strict=False).unexpected_keys
-    assert_close(load_weights(tmp_path / "model"), adapted.merge_and_unload().state_dict(), TORCH[dtype])
+    assert_close(load_weights(tmp_path / "model"), adapted.merge_and_unload().state_dict(), kind)
 
 
 def test_of_several_adapters_only_trls_reference_is_left_out(tmp_path: Path) -> None:

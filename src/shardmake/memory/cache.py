@@ -34,8 +34,8 @@ def cached_path(module: str, request: Mapping[str, Any], sources: tuple[Path, ..
 def _versions(more: tuple[Path, ...]) -> list[str]:
     sources = [*sorted(Path(__file__).parent.rglob("*.py")), Path(methods.__file__), *more]
     text = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
-    libraries = ("torch", "transformers", "peft", "accelerate", "safetensors")
-    return [platform.python_version(), *map(version, libraries), text]
+    libraries = map(version, ("torch", "transformers", "peft", "accelerate", "safetensors"))
+    return [platform.python_version(), *libraries, text]
 
 
 def read_cached(module: str, request: Mapping[str, Any]) -> Any:

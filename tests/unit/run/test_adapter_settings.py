@@ -8,17 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from shardmake.checkpoint.formats import huggingface
 from shardmake.checkpoint.formats.contents import StoredTensor
@@ -159,8 +152,8 @@ def test_an_embedding_that_encoder_and_decoder_share_is_refused(tmp_path: Path) 
     """No config of T5 unties them, so that --allow untied is not the advice."""
     sizes = {"d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2, "d_kv": 16}
     trained = make_adapter(
-        tmp_path, T5ForConditionalGeneration(T5Config(vocab_size=96, **sizes)), target_modules=["q"],
-        modules_to_save=["shared"], task_type="SEQ_2_SEQ_LM",
+        tmp_path, transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=96, **sizes)),
+        target_modules=["q"], modules_to_save=["shared"], task_type="SEQ_2_SEQ_LM",
     )  # fmt: skip
     for allow in ((), ["untied"]):
         with pytest.raises(CheckpointError, match=r"embed_tokens\.weight to shared.* use the adapter with PEFT\."):
