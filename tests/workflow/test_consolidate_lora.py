@@ -10,6 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.consolidate.merge import consolidate
 from shardmake.consolidate.verify import verify
 from shardmake.core.errors import ShardmakeError
@@ -71,19 +72,22 @@ def test_merge_into_transposed_weights_equals_pefts(tmp_path: Path) -> None:
 
 
 @pytest.mark.training
+@pytest.mark.parametrize(("dtype", "kind"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 @pytest.mark.parametrize(("world", "name"), [(1, "zero2-bf16-lora-nobase"), (2, "zero3-lora")])
 def test_deepspeed_checkpoint_of_an_adapter(
-    world: int, name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    world: int, name: str, dtype: Target, kind: torch.dtype, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    """In each type, the factors are the fp32 weights of the optimizer."""
     variant = trained(tmp_path_factory.getbasetemp(), "zero", world) / name
-    consolidate(variant / "checkpoint-2", tmp_path / "model", base=variant / "base", dtype="fp32")
+    consolidate(variant / "checkpoint-2", tmp_path / "model", base=variant / "base", dtype=dtype)
+    verify(tmp_path / "model", variant / "checkpoint-2", base=variant / "base")
     adapted = get_peft_model(
         LlamaForCausalLM.from_pretrained(variant / "base", dtype=torch.float32),
         LoraConfig(r=4, lora_alpha=6, target_modules="all-linear"),
     )
     factors = {name: tensor for name, tensor in expected_weights(variant, "fp32").items() if ".lora_" in name}
     assert not adapted.load_state_dict(factors, strict=False).unexpected_keys
-    assert_close(load_weights(tmp_path / "model"), adapted.merge_and_unload().state_dict(), torch.float32)
+    assert_close(load_weights(tmp_path / "model"), adapted.merge_and_unload().state_dict(), kind)
 
 
 def test_of_several_adapters_only_trls_reference_is_left_out(tmp_path: Path) -> None:

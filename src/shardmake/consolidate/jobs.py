@@ -31,6 +31,15 @@ class Move:
     run: int = 0
     stride: int = 0
 
+    def part(self, begin: int, end: int) -> "Move":
+        """Return the bytes ``[begin, end)`` of the move, which are complete runs if it has runs."""
+        done, tensor = begin - self.begin, self.target.tensor
+        if self.run:
+            moved = done // self.run * self.stride
+        else:
+            moved = done // ITEM_SIZE[tensor.dtype] * ITEM_SIZE[self.target.dtype]
+        return replace(self, begin=begin, end=end, offset=self.offset + moved)
+
 
 @dataclass(frozen=True, slots=True)
 class CopyJob:
@@ -43,23 +52,6 @@ class CopyJob:
 
 
 @dataclass(frozen=True, slots=True)
-class MovePart:
-    """Bytes ``[begin, end)`` of a record that belong to ``move``, in complete runs if the move has runs."""
-
-    move: Move
-    begin: int
-    end: int
-
-    @property
-    def offset(self) -> int:
-        """Offset of the first byte in the output."""
-        move, target, done = self.move, self.move.target, self.begin - self.move.begin
-        if move.run:
-            return move.offset + done // move.run * move.stride
-        return move.offset + done // ITEM_SIZE[target.tensor.dtype] * ITEM_SIZE[target.dtype]
-
-
-@dataclass(frozen=True, slots=True)
 class ReadBlock:
     """Bytes ``[begin, end)`` of a record for one read, and the parts of them that are not padding.
 
@@ -68,7 +60,7 @@ class ReadBlock:
 
     begin: int
     end: int
-    parts: tuple[MovePart, ...] = ()
+    parts: tuple[Move, ...] = ()
     shift: int = 0
 
 
@@ -173,9 +165,9 @@ def _move_blocks(move: Move) -> Iterator[ReadBlock]:
     wide, narrow = ITEM_SIZE[move.target.tensor.dtype], ITEM_SIZE[move.target.dtype]
     at = move.begin
     while at < move.end:
-        shift = 0 if move.run else MovePart(move, at, at).offset % PAGE
+        shift = 0 if move.run else move.part(at, at).offset % PAGE
         size = BLOCK // move.run * move.run if move.run else BLOCK - shift // narrow * wide
-        part = MovePart(move, at, min(at + size, move.end))
+        part = move.part(at, min(at + size, move.end))
         yield ReadBlock(part.begin, part.end, (part,), shift)
         at = part.end
 

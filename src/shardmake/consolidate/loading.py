@@ -5,16 +5,11 @@ are loaded to the meta device, so that only the headers are read. Sparse files w
 """
 
 import contextlib
-import hashlib
-import json
 import os
-import platform
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
-from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,50 +19,37 @@ from shardmake.checkpoint.formats import hub_layout, huggingface
 from shardmake.checkpoint.formats.hub_layout import HubWeight
 from shardmake.consolidate.aux_files import read_object
 from shardmake.core.atomic import write_json
-from shardmake.core.environment import cache_folder
 from shardmake.core.errors import ModelError, ShardmakeError
 from shardmake.core.library_process import run_module
 from shardmake.core.process import NEUTRAL_FOLDER
+from shardmake.memory.cache import cached_path
 from shardmake.memory.families import FAMILIES, written_down
 from shardmake.run.model_class import ModelClass
 
-# Reports of transformers on disk: importing it takes longer than merging gigabytes, and the answer does not change.
-#
-# A report depends on the configs, on names, types and shapes of the tensors, on the layout, and on the versions of the
-# libraries and of the code that asks. A digest of all of them is the name of the file. Reports of model code, which
-# may do anything, and reports with problems are not kept.
-
 _CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")
-_LIBRARIES = ("torch", "transformers", "peft", "accelerate", "safetensors")
 
 
 def _cached_path(folder: Path, base: Path | None, layout: Path | None, model_class: Any) -> Path | None:
-    """Return the file of the report on ``folder``; None if a file that it depends on cannot be read."""
+    """Return the file of the report on ``folder``; None if a file that it depends on cannot be read.
+
+    Importing transformers takes longer than merging gigabytes, and its report does not change. It depends on the
+    configs, on names, types and shapes of the tensors, on the layout, and on the code that asks. Reports of model code,
+    which may do anything, and reports with problems are not kept.
+    """
+    configs = [place / name for place in (folder, base) if place for name in _CONFIGS]
     try:
         parts = {
-            "configs": [_content(place / name) for place in (folder, base) if place for name in _CONFIGS],
+            "configs": [path.read_bytes().hex() if path.is_file() else None for path in configs],
             "tensors": sorted((t.name, t.dtype, t.shape) for t in huggingface.read(folder).tensors.values()),
             "layout": layout and sorted(huggingface.weight_names(layout)),
             "class": model_class,
-            "code": _code(),
         }
     except (ShardmakeError, OSError):
         return None
-    key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    return cache_folder() / f"loading-{key}.json"
-
-
-def _content(path: Path) -> str | None:
-    return path.read_bytes().hex() if path.is_file() else None
-
-
-@cache
-def _code() -> list[str]:
     package = Path(__file__).parents[1]
-    sources = [Path(__file__).with_name("loading.py"), *sorted((package / "checkpoint" / "formats").glob("*.py"))]
-    sources += [package / "run" / name for name in ("model_class.py", "text_part.py")]
-    text = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
-    return [platform.python_version(), *(f"{name} {version(name)}" for name in _LIBRARIES), text]
+    formats = sorted((package / "checkpoint" / "formats").glob("*.py"))
+    classes = (package / "run" / name for name in ("model_class.py", "text_part.py"))
+    return cached_path(__name__, parts, (Path(__file__), *formats, *classes))
 
 
 _ACTIVATIONS = {"silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"}

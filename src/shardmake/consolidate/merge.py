@@ -7,12 +7,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Unpack
 
+from shardmake.checkpoint.formats.torch_zip_reader import damaged_bytes
 from shardmake.checkpoint.formats.unpickle import locate
 from shardmake.consolidate.destination import staging_folder
 from shardmake.consolidate.layout import PlannedShard
 from shardmake.consolidate.loading import LoadingReport
 from shardmake.consolidate.merge_plan import MergeOptions, MergePlan, plan_merge
 from shardmake.consolidate.peft_check import PeftSample, compare_with_peft, merge_with_peft
+from shardmake.consolidate.recorded import crc32_of
 from shardmake.consolidate.scan import scan
 from shardmake.consolidate.staging import (
     StagingLock,
@@ -22,7 +24,7 @@ from shardmake.consolidate.staging import (
     remove_others,
     replace_folder,
 )
-from shardmake.consolidate.stream import ShowProgress, check_record, no_progress
+from shardmake.consolidate.stream import ShowProgress, no_progress
 from shardmake.consolidate.verify import verify_loaded
 from shardmake.consolidate.writer import ShardWriter
 from shardmake.core.errors import ConfigError
@@ -152,8 +154,11 @@ def _check_adapter(shards: list[PlannedShard]) -> None:
     updates = [planned.tensor.update for shard in shards for planned in shard.tensors if planned.tensor.update]
     parts = [part for update in updates for part in update.parts.values()]
     types = {piece.record: part.dtype for part in parts for piece in part.pieces}
-    for record, dtype in types.items():
-        check_record(locate(record, dtype))
+    for record in (locate(record, dtype) for record, dtype in types.items()):
+        with record.path.open("rb") as file:
+            crc = crc32_of(file.fileno(), record.offset, record.offset + record.size)
+        if record.crc not in (None, crc):
+            raise damaged_bytes(str(record.path), record.offset, record.size)
 
 
 def _finish(

@@ -15,6 +15,7 @@ from shardmake.checkpoint.formats.dtypes import ITEM_SIZE, Target, check_target
 from shardmake.checkpoint.formats.hub_layout import HubWeight, in_hub_layout
 from shardmake.checkpoint.formats.huggingface import ADAPTER, MODEL, WeightFiles
 from shardmake.checkpoint.formats.registry import read_checkpoint, read_model
+from shardmake.checkpoint.formats.torch_zip_reader import read_small
 from shardmake.checkpoint.formats.unpickle import locate
 from shardmake.consolidate.aux_files import config_folder, copy_aux_files, read_object
 from shardmake.consolidate.destination import check_destination, checkpoint_folders
@@ -27,6 +28,8 @@ from shardmake.core.units import parse_size
 from shardmake.run.model_class import OLD_HEAD, ModelClass
 
 _BLOCK = 1 << 20
+_SHARED = ".embed_tokens.weight"
+"""End of the alias if encoder and decoder share their embedding, as in T5; other aliases are heads."""
 
 
 def resolve_ties(
@@ -57,13 +60,17 @@ def resolve_ties(
                 value, base = found.get(name), before[other]
                 if base is not None and (value is None or not value.pieces):
                     found[name] = replace(base, name=name, update=value.update if value else None)
-    if untied and not untie:
-        alias, owner = next(iter(untied.items()))
+    always = {alias: owner for alias, owner in untied.items() if alias.endswith(_SHARED)}
+    if always or (untied and not untie):
+        alias, owner = next(iter((always or untied).items()))
         alone = " and ".join(name for name in (alias, owner) if name in trained)
+        advice = "To write both, with tie_word_embeddings: false in the config.json, add --allow untied."
+        if always:
+            use = ": use the adapter with PEFT" if alone else ""
+            advice = f"The class shares them in any case, so that no model can hold both{use}."
         raise CheckpointError(
             f"The model's config ties {alias} to {owner}, but the checkpoint holds different values for them"
-            f"{f': the adapter trained {alone}' if alone else ''}. To write both, with tie_word_embeddings: false in "
-            "the config.json, add --allow untied."
+            f"{f': the adapter trained {alone}' if alone else ''}. {advice}"
         )
     _refuse_misfits(found.values())
     return replace(contents, tensors=found, aliases={}), untied
@@ -72,8 +79,8 @@ def resolve_ties(
 def _refuse_misfits(tensors: Iterable[StoredTensor]) -> None:
     """Raise `CheckpointError` for an update of a weight that the base model does not have."""
     for tensor in tensors:
-        if isinstance(tensor.update, lora.PeftUpdate) and not tensor.pieces:
-            raise tensor.update.misfit(None)
+        if tensor.update and not tensor.pieces:
+            raise CheckpointError(f"Cannot merge the adapter: {tensor.update.misfit(None)}")
 
 
 def _have_same_change(alias: StoredTensor, owner: StoredTensor, *, is_apart: bool) -> bool:
@@ -106,10 +113,8 @@ def _blocks(tensor: StoredTensor) -> Iterator[bytes]:
     """Yield the bytes of the pieces in the order of their elements."""
     for piece in _in_order(tensor):
         record, size = locate(piece.record, tensor.dtype), piece.numel * ITEM_SIZE[tensor.dtype]
-        with record.path.open("rb") as file:
-            file.seek(record.offset + piece.start)
-            for at in range(0, size, _BLOCK):
-                yield file.read(min(_BLOCK, size - at))
+        for at in range(0, size, _BLOCK):
+            yield read_small(record.path, record.offset + piece.start + at, min(_BLOCK, size - at))
 
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from shardmake.checkpoint.formats.contents import Contents, StoredTensor
-from shardmake.checkpoint.formats.lora import PREFIX, EmbeddingUpdate, LoraUpdate, PeftUpdate, TokenUpdate
+from shardmake.checkpoint.formats.contents import Contents, StoredTensor, Update
+from shardmake.checkpoint.formats.lora import PREFIX, EmbeddingUpdate, LoraUpdate, TokenUpdate
 from shardmake.consolidate.blocks import Block, Converter
 from shardmake.consolidate.destination import checkpoint_folders
 from shardmake.consolidate.stream import read_array
@@ -60,9 +60,9 @@ def merge_with_peft(contents: Contents) -> list[PeftSample]:
     Raises:
         CheckpointError: PEFT cannot merge the adapter; the message has its reason.
     """
-    chosen: dict[Any, tuple[StoredTensor, PeftUpdate]] = {}
+    chosen: dict[Any, tuple[StoredTensor, Update]] = {}
     for tensor in contents.tensors.values():
-        if isinstance(update := tensor.update, PeftUpdate):
+        if update := tensor.update:
             shapes = tuple((part, held.shape) for part, held in update.parts.items())
             kind = re.sub(r"\.\d+(?=\.)", "", update.module), update.settings.scale(update.module), shapes
             chosen.setdefault((tensor.dtype, tensor.shape, *kind), (tensor, update))
@@ -78,7 +78,7 @@ def merge_with_peft(contents: Contents) -> list[PeftSample]:
 
 
 def _merge(
-    batch: Sequence[tuple[StoredTensor, PeftUpdate]], elements: int, config: str | None, libraries: Sequence[str]
+    batch: Sequence[tuple[StoredTensor, Update]], elements: int, config: str | None, libraries: Sequence[str]
 ) -> Iterator[PeftSample]:
     samples: dict[str, tuple[str, int, Block]] = {}
     modules: dict[str, tuple[str, list[int]]] = {}

@@ -83,12 +83,12 @@ def archive_crc32(path: Path) -> int | None:
         for offset, size, expected in sorted(records):
             if offset < at:
                 return None
-            crc = crc32_combine(_crc32_of(file.fileno(), at, offset, crc), expected, size)
+            crc = crc32_combine(crc32_of(file.fileno(), at, offset, crc), expected, size)
             at = offset + size
-        return _crc32_of(file.fileno(), at, path.stat().st_size, crc)
+        return crc32_of(file.fileno(), at, path.stat().st_size, crc)
 
 
-def _crc32_of(file: int, begin: int, end: int, crc: int) -> int:
+def crc32_of(file: int, begin: int, end: int, crc: int = 0) -> int:
     """Return ``crc``, extended by the bytes ``[begin, end)`` of ``file``."""
     while begin < end:
         content = os.pread(file, min(BLOCK, end - begin), begin)

@@ -2,10 +2,10 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -174,7 +174,8 @@ class OutputSums:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, int] = {}
+        self.by_tensor: dict[str, int] = {}
+        """The CRC-32 of each tensor by name; a tensor without bytes is not in it."""
         self._lock = threading.Lock()
 
     def add(self, rows: Block, offset: int, stride: int, target: PlannedTensor) -> None:
@@ -182,27 +183,10 @@ class OutputSums:
 
         The first row starts at byte ``offset`` of the file, each following one ``stride`` bytes further.
         """
-        crc = crc32(rows[0].data)
-        table = _shift_table(stride) if len(rows) > 1 else ()
-        for row in rows[1:]:
-            low, second, third, high = (crc >> shift & 0xFF for shift in (0, 8, 16, 24))
-            crc = table[0][low] ^ table[1][second] ^ table[2][third] ^ table[3][high] ^ crc32(row.data)
+        crc = 0
+        for row in rows:
+            crc = crc32_combine(crc, 0, stride) ^ crc32(row.data)
         end = offset + (len(rows) - 1) * stride + rows.shape[1]
-        crc = _shifted(crc, target.offset + target.nbytes - end)
+        crc = crc32_combine(crc, 0, target.offset + target.nbytes - end)
         with self._lock:
-            self._sums[target.tensor.name] = self._sums.get(target.tensor.name, 0) ^ crc
-
-    def by_tensor(self) -> Mapping[str, int]:
-        """Return the CRC-32 of each tensor by name; a tensor without bytes is not in it."""
-        return dict(self._sums)
-
-
-def _shifted(crc: int, size: int) -> int:
-    """Return the part that ``crc`` contributes to the CRC-32 of its bytes and ``size`` bytes behind them."""
-    return crc32_combine(crc, 0, size) if size else crc
-
-
-@lru_cache(maxsize=64)
-def _shift_table(size: int) -> tuple[tuple[int, ...], ...]:
-    """Return `_shifted` for each value of each of the four bytes of a CRC-32: many rows need it with one size."""
-    return tuple(tuple(_shifted(value << shift, size) for value in range(256)) for shift in (0, 8, 16, 24))
+            self.by_tensor[target.tensor.name] = self.by_tensor.get(target.tensor.name, 0) ^ crc

@@ -4,7 +4,6 @@ Shardmake's own record, if there is one, answers for every file. Otherwise the f
 ``torch.save`` gives an archive, the optimizer's steps, the two copies of the weights, and the times of the files.
 """
 
-import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,10 +15,11 @@ import numpy as np
 from shardmake.checkpoint.formats import fsdp_per_rank, unpickle
 from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor
 from shardmake.checkpoint.formats.dtypes import CONVERTIBLE, ITEM_SIZE, torch_name
+from shardmake.checkpoint.formats.torch_zip_reader import read_small
 from shardmake.checkpoint.formats.unpickle import TensorRef
 from shardmake.checkpoint.formats.zero_files import optimizer_step
 from shardmake.consolidate.aux_files import read_object
-from shardmake.consolidate.blocks import Block, Converter
+from shardmake.consolidate.blocks import Converter
 from shardmake.consolidate.destination import checkpoint_folders
 from shardmake.consolidate.recorded import check_recorded
 from shardmake.core.errors import CheckpointError, ConfigError
@@ -71,7 +71,12 @@ def check_source(contents: Contents, allow: Collection[Allowed] = (), workers: i
     """
     folders = checkpoint_folders(contents)
     used = {piece.record.path for tensor in contents.tensors.values() for piece in tensor.pieces}
-    warnings = list(_left_out(contents))
+    warnings = []
+    if contents.left_out:
+        warnings.append(
+            f"{contents.left_out[0]} ({len(contents.left_out)} such entries) in {contents.folder} is the extra state "
+            "of a module, not a tensor. safetensors files hold tensors only, so the model does not have it."
+        )
     record = check_recorded(folders, used, workers)
     if record is not None:
         return SourceReport(len(record.files), record.step, tuple(warnings))
@@ -85,15 +90,6 @@ def check_source(contents: Contents, allow: Collection[Allowed] = (), workers: i
         found = read_object(states[0]).get("global_step")
         step = found if isinstance(found, int) else None
     return SourceReport(None, step, tuple(warnings))
-
-
-def _left_out(contents: Contents) -> Iterator[str]:
-    """Yield a sentence if modules saved extra states that no safetensors file can hold."""
-    if contents.left_out:
-        yield (
-            f"{contents.left_out[0]} ({len(contents.left_out)} such entries) in {contents.folder} is the extra state "
-            "of a module, not a tensor. safetensors files hold tensors only, so the model does not have it."
-        )
 
 
 def _times_apart(folder: Path) -> Iterator[str]:
@@ -127,7 +123,9 @@ def _check_zero(contents: Contents, allow: Collection[Allowed]) -> Iterator[str]
     model = unpickle.load(path)
     optimizers = sorted(contents.folder.glob("*zero_pp_rank_0_mp_rank_00_optim_states.pt"))
     if not optimizers:
-        stage = _stage_in_config(model)
+        config = model.get("ds_config")
+        zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+        stage = zero.get("stage") if isinstance(zero, Mapping) else None
         types = {tensor.dtype for tensor in contents.tensors.values()}
         if stage in (1, 2) and types & {"BF16", "F16"}:
             names = ", ".join(sorted(torch_name(dtype) for dtype in types & {"BF16", "F16"}))
@@ -140,13 +138,6 @@ def _check_zero(contents: Contents, allow: Collection[Allowed]) -> Iterator[str]
         _check_steps(contents.folder, model, optimizers[0])
     if contents.format != "DeepSpeed ZeRO-3":
         _check_rounded(contents, path, model["module"])
-
-
-def _stage_in_config(model: Mapping[str, Any]) -> Any:
-    """Return the ZeRO stage in the configuration that DeepSpeed saved; None if there is none."""
-    config = model.get("ds_config")
-    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
-    return zero.get("stage") if isinstance(zero, Mapping) else None
 
 
 def _check_steps(folder: Path, model: Mapping[str, Any], optimizer: Path) -> None:
@@ -181,14 +172,9 @@ def _check_rounded(contents: Contents, path: Path, module: Mapping[str, Any]) ->
 
 def _is_rounded(tensor: StoredTensor, piece: Piece, ref: TensorRef, converter: Converter) -> bool:
     count = min(piece.count, _SAMPLE)
-    wide = _read(piece.record.path, piece.record.offset + piece.start, count * ITEM_SIZE[tensor.dtype])
+    wide = read_small(piece.record.path, piece.record.offset + piece.start, count * ITEM_SIZE[tensor.dtype])
     at = ref.record.offset + ref.offset + piece.at * ITEM_SIZE[ref.dtype]
-    narrow = _read(ref.record.path, at, count * ITEM_SIZE[ref.dtype])
+    narrow = read_small(ref.record.path, at, count * ITEM_SIZE[ref.dtype])
     if tensor.dtype != ref.dtype:
-        wide = converter.convert(wide, tensor.dtype, ref.dtype)
-    return wide.tobytes() == narrow.tobytes()
-
-
-def _read(path: Path, offset: int, size: int) -> Block:
-    with path.open("rb") as file:
-        return np.frombuffer(os.pread(file.fileno(), size, offset), np.uint8)
+        wide = converter.convert(np.frombuffer(wide, np.uint8), tensor.dtype, ref.dtype).tobytes()
+    return wide == narrow

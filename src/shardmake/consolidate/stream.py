@@ -7,7 +7,7 @@ several readers. Worker threads compute the checksum, convert and write.
 import logging
 import os
 import sys
-import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -22,7 +22,7 @@ from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.checkpoint.formats.unpickle import locate
 from shardmake.consolidate.blocks import Block, Converter, page_aligned, read_into
-from shardmake.consolidate.jobs import BLOCK, CopyJob, MovePart, ReadBlock, plan_jobs, read_blocks
+from shardmake.consolidate.jobs import BLOCK, CopyJob, Move, ReadBlock, plan_jobs, read_blocks
 from shardmake.consolidate.layout import PlannedShard, PlannedTensor
 from shardmake.core.errors import CheckpointError
 
@@ -73,35 +73,7 @@ class _Slot:
     def __init__(self) -> None:
         self.buffer = page_aligned(BLOCK)
         self.converter: Converter | None = None
-        self.work: Future[None] | None = None
-
-    def wait(self) -> None:
-        """Wait until the block in the slot is processed; raise the worker's error."""
-        if self.work is not None:
-            self.work.result()
-
-
-class _TaskProgress:
-    """The checksums of a task's blocks, and the number of blocks in progress."""
-
-    def __init__(self, task: StreamTask, record: ZipRecord) -> None:
-        self.task, self.record = task, record
-        self._pending = 1  # the reader itself, until it has read everything
-        self._sums: list[tuple[int, int, int]] = []
-        self._lock = threading.Lock()
-
-    def start_block(self) -> None:
-        with self._lock:
-            self._pending += 1
-
-    def finish_block(self, *sums: tuple[int, int, int]) -> None:
-        """Count one block less in progress; ``sums`` holds its offset, its CRC-32 and its length."""
-        with self._lock:
-            self._sums.extend(sums)
-            self._pending -= 1
-            is_last = not self._pending
-        if is_last:
-            self.task.done(self.record, combine_crc32((crc, length) for _, crc, length in sorted(self._sums)))
+        self.work: Future[tuple[int, int]] | None = None
 
 
 class _Reader:
@@ -109,48 +81,52 @@ class _Reader:
 
     def __init__(self, pool: Executor, slots: int) -> None:
         self._pool = pool
-        self._slots = [_Slot() for _ in range(slots)]
         self._free: SimpleQueue[_Slot] = SimpleQueue()
-        for slot in self._slots:
-            self._free.put(slot)
+        for _ in range(slots):
+            self._free.put(_Slot())
+        self._ends: deque[Future[None]] = deque()
         self._change: tuple[StoredTensor, Change] | None = None
 
     def read(self, task: StreamTask) -> None:
         record = locate(task.job.record, task.job.moves[0].target.tensor.dtype)
-        progress = _TaskProgress(task, record)
+        sums: list[Future[tuple[int, int]]] = []
         source = os.open(record.path, os.O_RDONLY)
         try:
             for block in read_blocks(task.job):
                 slot = self._free.get()
-                slot.wait()
+                if slot.work is not None:
+                    slot.work.result()  # raises the worker's error
                 content = _read(slot, source, record, block)
                 changes = [self._change_of(part) for part in block.parts]
-                progress.start_block()
-                slot.work = self._pool.submit(self._process, slot, content, block, changes, progress)
+                has_crc = record.crc is not None
+                slot.work = self._pool.submit(self._process, slot, content, block, changes, has_crc, task.put)
+                sums.append(slot.work)
         finally:
             os.close(source)
-        progress.finish_block()
+        self._ends.append(self._pool.submit(_end, task, record, sums))
+        while self._ends[0].done() and len(self._ends) > 1:
+            self._ends.popleft().result()
 
     def wait(self) -> None:
-        """Wait until all blocks are processed; raise a worker's error."""
-        for slot in self._slots:
-            slot.wait()
+        """Wait until everything is processed; raise a worker's error."""
+        for end in self._ends:
+            end.result()
 
     def _process(
-        self, slot: _Slot, content: Block, block: ReadBlock, changes: list[Change | None], progress: _TaskProgress
-    ) -> None:
+        self, slot: _Slot, content: Block, block: ReadBlock, changes: list[Change | None], has_crc: bool, put: Put
+    ) -> tuple[int, int]:
+        """Put a block; return its CRC-32, if one is needed, and its length."""
         try:
-            crc = crc32(content.data) if progress.record.crc is not None else 0
-            for part, update in zip(block.parts, changes, strict=True):
+            for part, change in zip(block.parts, changes, strict=True):
                 part_content = content[part.begin - block.begin : part.end - block.begin]
-                _put(_converted(slot, part_content, part, block.shift, update), part, progress.task.put)
-            progress.finish_block((block.begin, crc, len(content)))
+                _put(_converted(slot, part_content, part, block.shift, change), part, put)
+            return crc32(content.data) if has_crc else 0, len(content)
         finally:
             self._free.put(slot)
 
-    def _change_of(self, part: MovePart) -> Change | None:
+    def _change_of(self, part: Move) -> Change | None:
         """Return the change of the tensor that ``part`` belongs to; the most recent one is cached."""
-        tensor = part.move.target.tensor
+        tensor = part.target.tensor
         if tensor.update is None:
             return None
         if self._change is None or self._change[0] is not tensor:
@@ -158,11 +134,14 @@ class _Reader:
         return self._change[1]
 
 
+def _end(task: StreamTask, record: ZipRecord, sums: Iterable[Future[tuple[int, int]]]) -> None:
+    """End a task. The pool has started its blocks before, so that waiting for them never blocks the pool."""
+    task.done(record, combine_crc32(block.result() for block in sums))
+
+
 def _read(slot: _Slot, source: int, record: ZipRecord, block: ReadBlock) -> Block:
     """Read ``block`` to memory with the same distance from a page boundary as in the output file."""
-    keeps_size = all(
-        ITEM_SIZE[part.move.target.tensor.dtype] == ITEM_SIZE[part.move.target.dtype] for part in block.parts
-    )
+    keeps_size = all(ITEM_SIZE[part.target.tensor.dtype] == ITEM_SIZE[part.target.dtype] for part in block.parts)
     shift = block.shift if keeps_size else 0
     view = slot.buffer[shift : shift + block.end - block.begin]
     got = 0
@@ -177,9 +156,9 @@ def _read(slot: _Slot, source: int, record: ZipRecord, block: ReadBlock) -> Bloc
     return view
 
 
-def _converted(slot: _Slot, content: Block, part: MovePart, shift: int, change: Change | None) -> Block:
+def _converted(slot: _Slot, content: Block, part: Move, shift: int, change: Change | None) -> Block:
     """Return ``content`` in the output's type, ``shift`` bytes behind a page boundary."""
-    planned = part.move.target
+    planned = part.target
     source, target = planned.tensor.dtype, planned.dtype
     if source == target and change is None:
         return content
@@ -191,27 +170,10 @@ def _converted(slot: _Slot, content: Block, part: MovePart, shift: int, change: 
     return slot.converter.change(content, source, target, lambda values: change(values, first), shift)
 
 
-def _put(content: Block, part: MovePart, put: Put) -> None:
+def _put(content: Block, part: Move, put: Put) -> None:
     """Put ``content`` as one row, or each run of the source as a row of the output."""
-    move = part.move
-    row = move.run // ITEM_SIZE[move.target.tensor.dtype] * ITEM_SIZE[move.target.dtype] if move.run else len(content)
-    put(content.reshape(-1, row), part.offset, move.stride, move.target)
-
-
-def check_record(record: ZipRecord) -> None:
-    """Read a small record completely; raise `CheckpointError` if its CRC-32 differs."""
-    with record.path.open("rb") as file:
-        content = os.pread(file.fileno(), record.size, record.offset)
-    if record.crc is not None and crc32(content) != record.crc:
-        raise damaged_bytes(str(record.path), record.offset, record.size)
-
-
-def damaged_bytes(file: str, offset: int, size: int) -> CheckpointError:
-    """Return the error for bytes that do not match the CRC-32 in their file."""
-    return CheckpointError(
-        f"{file} is damaged: the {size} bytes from byte {offset} on do not match the CRC-32 in the file (a flipped bit "
-        "on the disk or in transfer). Copy it again, or use an older checkpoint."
-    )
+    row = part.run // ITEM_SIZE[part.target.tensor.dtype] * ITEM_SIZE[part.target.dtype] if part.run else len(content)
+    put(content.reshape(-1, row), part.offset, part.stride, part.target)
 
 
 def read_array(tensor: StoredTensor) -> Block:

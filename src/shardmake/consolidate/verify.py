@@ -13,7 +13,7 @@ from shardmake.checkpoint.formats.hub_layout import in_hub_layout
 from shardmake.checkpoint.formats.registry import read_model
 from shardmake.consolidate.aux_files import config_folder, read_object, widest
 from shardmake.consolidate.blocks import Block
-from shardmake.consolidate.jobs import CopyJob, plan_jobs
+from shardmake.consolidate.jobs import plan_jobs
 from shardmake.consolidate.layout import PlannedShard, PlannedTensor
 from shardmake.consolidate.loading import LoadingReport, check_loading, names_in_files
 from shardmake.consolidate.merge_plan import resolve_ties
@@ -53,7 +53,8 @@ def compare(
     loading = loading or LoadingReport()
     receipt = MergeReceipt.read_if_exists(model / MODEL_RECEIPT)
     key = key or (receipt.key if receipt else None)
-    read = in_hub_layout(read_model(checkpoint, base=base, key=key, layout=names_in_files), loading.weights)
+    trained = read_model(checkpoint, base=base, key=key, layout=names_in_files, like=model)
+    read = in_hub_layout(trained, loading.weights)
     untied = receipt.untied if receipt else {}
     expected, _ = resolve_ties(read, [*loading.ties_in_files, *untied.items()], untie=bool(untied))
     merged = huggingface.read(model).tensors
@@ -92,17 +93,14 @@ def _different(shards: list[PlannedShard], model: Path, workers: int) -> set[str
     found: set[str] = set()
     for shard, jobs in zip(shards, plan_jobs(shards), strict=True):
         with (model / shard.name).open("rb") as file:
-            stream([_comparison(job, file.fileno(), found) for job in jobs], workers)
+
+            def put(rows: Block, offset: int, stride: int, target: PlannedTensor) -> None:
+                places = ((row, offset + index * stride) for index, row in enumerate(rows))
+                if any(os.pread(file.fileno(), len(row), at) != row.tobytes() for row, at in places):
+                    found.add(target.tensor.name)
+
+            stream([StreamTask(job, put, lambda _record, _crc: None) for job in jobs], workers)
     return found
-
-
-def _comparison(job: CopyJob, file: int, found: set[str]) -> StreamTask:
-    def put(rows: Block, offset: int, stride: int, target: PlannedTensor) -> None:
-        places = ((row, offset + index * stride) for index, row in enumerate(rows))
-        if any(os.pread(file, len(row), at) != row.tobytes() for row, at in places):
-            found.add(target.tensor.name)
-
-    return StreamTask(job, put, lambda _record, _crc: None)
 
 
 def verify(
@@ -163,7 +161,8 @@ def verify_loaded(
 
     ``accepted`` are the tensors that the class may lack, ``recorded`` the files in the receipt.
     """
-    stored = found.contents.tensors
+    stored, used = found.contents.tensors, set(huggingface.shard_names(model))
+    weights = {path.name for suffix in ("safetensors", "bin") for path in model.glob(f"*.{suffix}")}
     problems = [
         *loading.problems(accepted),
         *(
@@ -173,7 +172,7 @@ def verify_loaded(
         ),
         *_type_problems(model, found.contents),
         *found.problems,
-        *_stray_problems(model),
+        *(f"{name} is not part of the model" for name in sorted(weights - used - {"training_args.bin"})),
         *(_differences("the receipt", recorded, found.files) if recorded is not None else ()),
         *_sums_problems(model, found.files),
     ]
@@ -214,12 +213,6 @@ def _declared_type(model: Path) -> str | None:
     config = read_object(model / "config.json")
     declared = config.get("dtype") or config.get("torch_dtype")
     return str(declared) if declared else None
-
-
-def _stray_problems(model: Path) -> list[str]:
-    used = set(huggingface.shard_names(model))
-    found = {path.name for suffix in ("safetensors", "bin") for path in model.glob(f"*.{suffix}")}
-    return [f"{name} is not part of the model" for name in sorted(found - used - {"training_args.bin"})]
 
 
 def _sums_problems(model: Path, files: Collection[str]) -> list[str]:

@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
+from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord, damaged_bytes
 from shardmake.consolidate.blocks import PAGE, Block, is_cached
 from shardmake.consolidate.jobs import CopyJob, plan_jobs
 from shardmake.consolidate.layout import PlannedShard, PlannedTensor
 from shardmake.consolidate.scan import OutputSums
-from shardmake.consolidate.stream import StreamTask, combine_crc32, damaged_bytes, stream
+from shardmake.consolidate.stream import StreamTask, combine_crc32, stream
 from shardmake.core.atomic import digest, fsync_directory, write_json
 from shardmake.core.errors import CheckpointError
 
@@ -296,7 +296,7 @@ class ShardWriter:
         file.close()
         self._temporary(output).rename(self.folder / output.shard.name)
         fsync_directory(self.folder)
-        journal = Journal(plan=_plan_digest(output), sources=output.sums, tensors=dict(output.copied.by_tensor()))
+        journal = Journal(plan=_plan_digest(output), sources=output.sums, tensors=output.copied.by_tensor)
         write_json(self._journal_path(output), journal.model_dump())
 
 

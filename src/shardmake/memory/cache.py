@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import platform
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
@@ -19,21 +20,22 @@ _LIBRARIES = ("torch", "transformers.models.auto.modeling_auto", "transformers.m
 """Imports of the helpers besides a model's own classes: a Llama needs what all decoders do."""
 
 
-def cached_path(module: str, request: Mapping[str, Any]) -> Path:
+def cached_path(module: str, request: Mapping[str, Any], sources: tuple[Path, ...] = ()) -> Path:
     """Return the file of the result of ``request``.
 
-    Its name is a digest of the request, the versions of the libraries, and the source of this package and of
-    the adapters.
+    Its name is a digest of the request, the versions of the libraries, and the source of this package, of the adapters
+    and of ``sources``.
     """
-    key = digest([dict(request), _versions()])
+    key = digest([dict(request), _versions(sources)])
     return cache_folder() / f"{module.rpartition('.')[2]}-{key}.json"
 
 
 @cache
-def _versions() -> list[str]:
-    sources = [*sorted(Path(__file__).parent.rglob("*.py")), Path(methods.__file__)]
+def _versions(more: tuple[Path, ...]) -> list[str]:
+    sources = [*sorted(Path(__file__).parent.rglob("*.py")), Path(methods.__file__), *more]
     text = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
-    return [version("torch"), version("transformers"), text]
+    libraries = map(version, ("torch", "transformers", "peft", "accelerate", "safetensors"))
+    return [platform.python_version(), *libraries, text]
 
 
 def read_cached(module: str, request: Mapping[str, Any]) -> Any:

@@ -52,7 +52,13 @@ def newest(folder: Path) -> int:
     return found[0].step if found else 0
 
 
+def recovered(folder: Path) -> int:
+    found = store.recover(folder)
+    return found[0].step if found else 0
+
+
 def test_newest_valid_checkpoint_is_chosen(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    assert recovered(tmp_path / "none") == 0
     for step in (5, 10, 9):
         write(tmp_path, step, FILES)
     assert newest(tmp_path) == 10 and not log.messages
@@ -65,8 +71,7 @@ def test_an_unfinished_save_is_removed_and_a_persons_checkpoint_never(
     unfinished = write(store.staging_folder(tmp_path, 1), 10, FILES, committed=False)
     foreign = write(tmp_path, 15, FILES, committed=False)
     for _ in range(2):
-        found = store.recover(tmp_path)
-        assert found is not None and found[0].step == 5
+        assert recovered(tmp_path) == 5
         assert not unfinished.exists() and list_files(foreign) == sorted(FILES)
     assert "checkpoint-15 is not used and stays" in log.text
     staged = write(store.staging_folder(tmp_path, 1), 15, FILES, committed=False)
@@ -243,8 +248,7 @@ def test_recover_returns_the_newest_valid_and_sets_damaged_ones_aside(
     write(tmp_path, 5, FILES)
     (write(tmp_path, 10, FILES) / "latest").write_bytes(b"global_step2")
     write(store.staging_folder(tmp_path, 1), 15, FILES, committed=False)
-    found = store.recover(tmp_path)
-    assert found is not None and found[0].step == 5
+    assert recovered(tmp_path) == 5
     assert [step for step, _ in store.checkpoints(tmp_path)] == [5]
     assert [path.name.startswith("damaged-checkpoint-10") for path in store.damaged(tmp_path)] == [True]
     assert not (tmp_path / store.STAGING).exists()
@@ -284,8 +288,7 @@ def test_checkpoint_that_cannot_be_removed_is_reported_and_not_committed(
     fail_rmtree(monkeypatch, "checkpoint-10", float("inf"))
     write(tmp_path, 5, FILES)
     unfinished = write(store.staging_folder(tmp_path, 1), 10, FILES, committed=False)
-    found = store.recover(tmp_path)
-    assert found is not None and found[0].step == 5
+    assert recovered(tmp_path) == 5
     assert log.messages[1] == f"Could not remove {unfinished}: Directory not empty."
     log.clear()
 
@@ -318,8 +321,7 @@ def test_checkpoint_with_an_unreadable_record_is_set_aside(
         record.unlink()
         record.write_bytes(content) if content is not None else record.symlink_to(record.name)
     assert [record.step for record, _ in store.committed(tmp_path)] == [5]
-    found = store.recover(tmp_path)
-    assert found is not None and found[0].step == 5
+    assert recovered(tmp_path) == 5
     assert "shardmake.json is damaged or cannot be read" in log.messages[0]
     aside = store.damaged(tmp_path)
     assert [path.name.split("-")[2] for path in aside] == ["10", "4"]
@@ -332,10 +334,6 @@ def test_record_of_a_newer_shardmake_is_read(tmp_path: Path) -> None:
     values["files"]["latest"]["blake3"] = "0"
     record.write_text(json.dumps(sealed(values | {"compressed": True})))
     assert newest(tmp_path) == 5
-
-
-def test_recover_without_checkpoints(tmp_path: Path) -> None:
-    assert store.recover(tmp_path / "none") is None
 
 
 @pytest.mark.parametrize(
@@ -405,6 +403,5 @@ def test_the_tag_is_written_again_because_it_follows_from_the_record(tmp_path: P
     (newest / "latest").unlink()
     if damage:
         (newest / "latest").write_bytes(damage)
-    found = store.recover(tmp_path)
-    assert found is not None and found[0].step == 10
+    assert recovered(tmp_path) == 10
     assert (newest / "latest").read_bytes() == b"global_step10"

@@ -35,7 +35,7 @@ def test_sum_is_the_crc32_of_the_tensor_whatever_the_parts(data: st.DataObject) 
     sums = OutputSums()
     for low, high in boxes:
         sums.add(np.ascontiguousarray(matrix[:, low:high]), 100 + low, columns, planned)
-    assert sums.by_tensor() == {"w": zlib.crc32(matrix.tobytes())}
+    assert sums.by_tensor == {"w": zlib.crc32(matrix.tobytes())}
 
 
 @pytest.fixture(autouse=True)

@@ -8,18 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from huggingface_hub.errors import LocalEntryNotFoundError
-from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
 from shardmake import cli
-from shardmake.consolidate import destination, merge, merge_plan, verify
+from shardmake.consolidate import destination, merge
 from shardmake.consolidate.destination import find_base
-from shardmake.consolidate.loading import LoadingReport
 from shardmake.consolidate.stream import show_progress
 from shardmake.core.errors import ConfigError, HubError
 from shardmake.core.manifest import format_sums, read_folder
@@ -29,17 +26,8 @@ Run = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with the checkpoint ``run/checkpoint-2`` and the base model ``base``."""
-    for module in (merge_plan, verify):
-        monkeypatch.setattr(module, "check_loading", lambda *_: LoadingReport("Tiny"))
-    monkeypatch.chdir(tmp_path)
-    for folder in ("run/checkpoint-2", "base"):
-        Path(folder).mkdir(parents=True)
-        save_file({"w": np.arange(6, dtype=np.float32).reshape(2, 3)}, Path(folder, "model.safetensors"))
-        Path(folder, "config.json").write_text('{"model_type": "tiny"}')
+def vocabulary(tiny: None) -> None:
     Path("base/vocab.json").write_text("{}")
-    return tmp_path
 
 
 @pytest.fixture
@@ -109,14 +97,6 @@ def test_what_may_be_allowed(run: Run) -> None:
     assert status == 2 and "Unknown value of --allow: 'zeros'. Use one of steps, unexpected, untied." in printed
     assert run("consolidate", "run", "out", "--allow", "unexpected", "--allow", "steps")[0] == 0
     assert json.loads(Path("out/receipt.json").read_text())["allowed"] == ["steps", "unexpected"]
-
-
-def test_overwrite(run: Run) -> None:
-    Path("out").mkdir()
-    Path("out/notes.txt").touch()
-    assert run("consolidate", "run", "out", "--base", "base")[0] == 2
-    assert run("consolidate", "run", "out", "--base", "base", "--overwrite")[0] == 0
-    assert not Path("out/notes.txt").exists()
 
 
 def test_base_is_a_folder_or_a_hub_id(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

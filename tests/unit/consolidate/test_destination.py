@@ -5,27 +5,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from shardmake.consolidate import merge, merge_plan, staging
 from shardmake.consolidate.loading import LoadingReport
 from shardmake.consolidate.merge import consolidate
 from shardmake.core.errors import ConfigError, ModelError
 
-
-@pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with the checkpoint ``run/checkpoint-2`` and the base model ``base``."""
-    monkeypatch.setattr(merge_plan, "check_loading", lambda *_: LoadingReport("Tiny"))
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    for folder in ("run/checkpoint-2", "base"):
-        Path(folder).mkdir(parents=True)
-        save_file({"w": np.arange(6, dtype=np.float32).reshape(2, 3)}, Path(folder, "model.safetensors"))
-        Path(folder, "config.json").write_text('{"model_type": "tiny"}')
-    return Path()
+pytestmark = pytest.mark.usefixtures("tiny")
 
 
 def content(folder: Path = Path()) -> dict[str, bytes]:

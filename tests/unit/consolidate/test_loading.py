@@ -16,6 +16,7 @@ from shardmake.consolidate import loading, stage
 from shardmake.consolidate.loading import LoadingReport, check_loading
 from shardmake.core.errors import CheckpointError, ModelError
 from shardmake.core.library_process import LibraryProcess
+from shardmake.memory import cache
 from shardmake.memory.families import FAMILIES
 from tests.any_environment import AnyEnvironment
 
@@ -77,7 +78,7 @@ def test_any_other_input_is_checked_again(
     elif what == "layout":
         save_file(weights["name"], base / "model.safetensors")
     elif what in ("version", "code"):
-        monkeypatch.setattr(loading, "_code", lambda: [what])
+        monkeypatch.setattr(cache, "_versions", lambda _: [what])
     else:
         name = "adapter_config.json" if what == "adapter" else "config.json"
         ((base if what == "base" else model) / name).write_text('{"model_type": "other"}')

@@ -38,13 +38,13 @@ def record(folder: Path, step: int) -> None:
 
 def test_sum_of_an_archive_needs_no_tensor(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    original = recorded._crc32_of
+    original = recorded.crc32_of
 
     def count(file: int, begin: int, end: int, crc: int) -> int:
         read.append(end - begin)
         return original(file, begin, end, crc)
 
-    monkeypatch.setattr(recorded, "_crc32_of", count)
+    monkeypatch.setattr(recorded, "crc32_of", count)
     for path in (checkpoint / "states" / "rank.pt", next(checkpoint.glob("states/*.distcp"))):
         read.clear()
         assert archive_crc32(path) == zlib.crc32(path.read_bytes())

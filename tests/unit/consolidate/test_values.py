@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from shardmake.checkpoint.formats.dtypes import Target
@@ -92,21 +91,6 @@ def test_unexpected_tensors_are_kept_on_request(tmp_path: Path) -> None:
     (tmp_path / "model" / "receipt.json").unlink()
     with pytest.raises(ShardmakeError, match=r"v_head\.weight is not part of Tiny"):
         verify.verify(tmp_path / "model")
-
-
-def test_the_named_model_is_merged_and_compared(tmp_path: Path) -> None:
-    source = tmp_path / "checkpoint-2"
-    weights = {"w": torch.ones(4, 2), "v": torch.ones(3)}
-    averages = {name: tensor / 2 for name, tensor in weights.items()}
-    dcp.save({"model": weights, "ema": {"model": averages}}, checkpoint_id=source, no_dist=True)
-    (source / "config.json").write_text(json.dumps({"model_type": "tiny", "dtype": "float32"}))
-    for key, value in (("model", 1.0), ("ema.model", 0.5)):
-        receipt = consolidate(source, tmp_path / key, key=key)
-        assert receipt is not None and receipt.key == key
-        assert load_file(tmp_path / key / "model.safetensors")["v"].tolist() == [value] * 3
-        assert verify.verify(tmp_path / key, source).compared_with == str(source)
-    with pytest.raises(CheckpointError, match=r"w differs"):
-        verify.verify(tmp_path / "model", source, key="ema.model")
 
 
 def test_types_of_a_mixed_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

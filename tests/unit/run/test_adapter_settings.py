@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -20,7 +21,7 @@ from shardmake.consolidate.peft_check import compare_with_peft, merge_with_peft
 from shardmake.consolidate.verify import verify
 from shardmake.core.errors import CheckpointError, ShardmakeError
 from shardmake.run.adapter_settings import KEEPS_BASE, UNMERGED, WITH_PEFT, AdapterSettings
-from tests.workflow.consolidate_checkpoints import check_loading_in_process, load_weights
+from tests.workflow.consolidate_checkpoints import assert_equal, check_loading_in_process, load_weights
 
 SMALL = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -113,6 +114,8 @@ def test_setting_is_merged_as_by_peft(setting: str, values: dict[str, Any], tmp_
     trained = make_adapter(tmp_path, base_model(values.pop("model", "llama"), **config), **values)
     untouched = float((base_logits(tmp_path, trained) - trained(input_ids=IDS).logits).abs().max())
     assert away(tmp_path, trained) < 1e-5 < 1e-3 < untouched
+    consolidate(tmp_path / "adapter", tmp_path / "alone", base=tmp_path / "base", adapter=True)
+    assert_equal(load_weights(tmp_path / "alone"), load_weights(tmp_path / "adapter"))
 
 
 STATES: list[dict[str, Any]] = [
@@ -145,6 +148,18 @@ def test_states_of_the_whole_model_are_merged_as_by_peft(values: dict[str, Any],
     assert away(tmp_path, trained, allow=allow) < 1e-5
 
 
+def test_an_embedding_that_encoder_and_decoder_share_is_refused(tmp_path: Path) -> None:
+    """No config of T5 unties them, so that --allow untied is not the advice."""
+    sizes = {"d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2, "d_kv": 16}
+    trained = make_adapter(
+        tmp_path, transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=96, **sizes)),
+        target_modules=["q"], modules_to_save=["shared"], task_type="SEQ_2_SEQ_LM",
+    )  # fmt: skip
+    for allow in ((), ["untied"]):
+        with pytest.raises(CheckpointError, match=r"embed_tokens\.weight to shared.* use the adapter with PEFT\."):
+            away(tmp_path, trained, allow=allow)
+
+
 def base_logits(place: Path, trained: PeftModel) -> torch.Tensor:
     base = type(trained.get_base_model()).from_pretrained(place / "base").eval()
     logits: torch.Tensor = base(input_ids=IDS).logits
@@ -167,6 +182,15 @@ def test_setting_is_refused_by_its_name(setting: str, value: Any, tmp_path: Path
     with pytest.raises(CheckpointError, match=rf"{setting}.* is not supported\. .*PEFT"):
         away(tmp_path, get_peft_model(base_model(), LoraConfig(**TARGETS)))
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("target", ["c_proj", r".*attn\.c_proj"])
+def test_dora_in_conv1d_layers_is_refused_by_its_name(target: str, tmp_path: Path) -> None:
+    """The weights of one kind of them are square, so that no shape shows it."""
+    settings = {"target_modules": [target] if target == "c_proj" else target, "fan_in_fan_out": True}
+    trained = make_adapter(tmp_path, base_model("gpt2"), use_dora=True, **settings)
+    with pytest.raises(CheckpointError, match=r"use_dora of \S+ is in a Conv1D layer\. Merge it with PEFT"):
+        away(tmp_path, trained)
 
 
 def test_every_setting_of_the_installed_peft_is_proved_or_refused() -> None:

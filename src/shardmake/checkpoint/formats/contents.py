@@ -1,19 +1,21 @@
 """The contents of a checkpoint: each tensor of the model as byte ranges on disk."""
 
 import itertools
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import mul
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from numpy.typing import NDArray
 
-from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
+from shardmake.checkpoint.formats.dtypes import CONVERTIBLE, ITEM_SIZE
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.checkpoint.formats.unpickle import TensorRef, numel, row_major
 from shardmake.core.errors import CheckpointError
+from shardmake.run.adapter_settings import AdapterSettings
 
 _MOST_PIECES = 1_000_000
 """Pieces of one box."""
@@ -53,23 +55,75 @@ class Piece:
                 yield Piece(self.record, start, low - begin, high - low)
 
 
+Shape = tuple[int, ...]
+Box = tuple[Shape, Shape]
+"""Offsets and sizes by dimension."""
 Array = NDArray[Any]
 Change = Callable[[Array, int], Array]
 """Takes consecutive values of a weight in float32 and the number of the first one; returns the changed values."""
+Read = Callable[["StoredTensor"], Array]
 
 
+@dataclass(frozen=True)
 class Update(ABC):
-    """The change that an adapter makes to a weight [rows, columns]; its fields are what the change depends on."""
+    """The change that an adapter makes to a weight [rows, columns].
+
+    PEFT stores the tensors ``parts``, by the ends of their names, for ``module``, by its name in the trained model.
+    """
 
     module: str
-    """The module of the weight, by its name in the model that was trained."""
+    parts: "Mapping[str, StoredTensor]" = field(repr=False)
+    settings: AdapterSettings
+    PARTS: ClassVar[tuple[str, ...]]
 
-    parts: "Mapping[str, StoredTensor]"
-    """The tensors of the adapter, by the end of their names in PEFT's files."""
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
 
     @abstractmethod
-    def load(self, read: "Callable[[StoredTensor], Array]", weight: "StoredTensor") -> Change:
+    def load(self, read: Read, weight: "StoredTensor") -> Change:
         """Return the change; ``read`` returns a tensor in float32."""
+
+    @abstractmethod
+    def part(self, read: Read, begin: int, end: int) -> dict[str, Array]:
+        """Return what changes rows ``[begin, end)`` of the weight alone, by PEFT's names."""
+
+    def fitting(self, weight: "StoredTensor | None") -> Self:
+        """Return the update of ``weight``; raise `CheckpointError` if it is none."""
+        if problem := next(self.problems(weight), None):
+            raise CheckpointError(f"Cannot merge the adapter: {problem}")
+        return self
+
+    def problems(self, weight: "StoredTensor | None") -> Iterator[str]:
+        """Yield why the update cannot be merged into ``weight``."""
+        for part, tensor in self.parts.items():
+            if not tensor.numel or not all(tensor.shape):
+                yield (
+                    f"{self.module}.{part} is empty. It was saved under ZeRO-3 without gathering the weights. Merge "
+                    "the ZeRO checkpoint, or save again inside GatheredParameters."
+                )
+            if tensor.dtype not in CONVERTIBLE:
+                yield f"{self.module}.{part} is of type {tensor.dtype}. Save it in float32."
+        if weight is not None and weight.dtype not in CONVERTIBLE:
+            yield (
+                f"the base weight {weight.name} is of type {weight.dtype}, to which nothing can be added. Name the "
+                "model in bf16, fp16 or fp32 with --base."
+            )
+        if weight is not None and any(piece.runs > 1 for piece in weight.pieces):
+            yield (
+                f"{self.module} is sharded in two dimensions. Write the adapter alone with --adapter, then merge that "
+                "into the base model."
+            )
+
+    def misfit(self, weight: "StoredTensor | None") -> str:
+        """Return the problem of an adapter that was trained on another weight."""
+        parts = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in self.parts.items())
+        held = "no such weight" if weight is None else f"a weight of {list(weight.shape)}"
+        advice = "The adapter was trained on another model. Name that model with --base."
+        if weight is not None and re.search("embed|head", self.module.rpartition(".")[2]):
+            advice += " If the vocabulary was resized before training, name a model that was saved after the resize."
+        return f"it has {parts} for {self.module}, the base model has {held}. {advice}"
 
 
 @dataclass(frozen=True)
@@ -187,6 +241,20 @@ class FlatVector:
                 start = part.offset + (low - offset) * ITEM_SIZE[part.dtype]
                 yield Piece(part.record, start, at + low - begin, high - low)
             offset += part.numel
+
+
+def covers(shape: Shape, boxes: Sequence[Box]) -> bool:
+    """Return True if ``boxes`` lie in a tensor of ``shape``, share no element, and leave none out.
+
+    If the corners that an odd number of boxes have are those of the tensor, then an odd number of boxes hold each of
+    its elements. This number is 1 if the boxes have as many elements as the tensor.
+    """
+    odd: set[Shape] = set()
+    whole = ((0,) * len(shape), shape)
+    filled = [(offsets, sizes) for offsets, sizes in (whole, *boxes) if all(sizes)]
+    for offsets, sizes in filled:
+        odd ^= set(itertools.product(*((begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))))
+    return not odd and sum(numel(sizes) for _, sizes in filled) == 2 * numel(shape)
 
 
 def box_pieces(

@@ -7,63 +7,18 @@
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor, box_pieces, is_extra_state
+from shardmake.checkpoint.formats.contents import Box, Contents, Piece, Shape, StoredTensor, box_pieces, covers
 from shardmake.checkpoint.formats.dtypes import FROM_TORCH, ITEM_SIZE, Target
 from shardmake.checkpoint.formats.models import names_of_model
 from shardmake.checkpoint.formats.pickle_machine import Inert, Name
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.checkpoint.formats.unpickle import load_plain, numel
 from shardmake.core.errors import CheckpointError
-
-Shape = tuple[int, ...]
-Box = tuple[Shape, Shape]
-"""Offsets and sizes by dimension."""
-_MOST_PAIRS = 4096
-"""Boxes that are compared with each other if they do not form a grid."""
-
-
-def covers(shape: Shape, boxes: Sequence[Box]) -> bool:
-    """Return True if ``boxes`` lie in a tensor of ``shape``, share no element, and leave none out."""
-    inside = all(
-        offset + size <= whole
-        for offsets, sizes in boxes
-        for offset, size, whole in zip(offsets, sizes, shape, strict=True)
-    )
-    filled = [(offsets, sizes) for offsets, sizes in boxes if all(sizes)]
-    held = sum(numel(sizes) for _, sizes in filled)
-    return inside and held == numel(shape) and not _overlap(filled, 0)
-
-
-def _overlap(boxes: Sequence[Box], dimension: int) -> bool:
-    """Return True if two of the boxes share an element, given that they share the dimensions before ``dimension``."""
-    if len(boxes) < 2:
-        return False
-    if dimension == len(boxes[0][0]):
-        return True
-    groups: dict[tuple[int, int], list[Box]] = {}
-    for box in boxes:
-        groups.setdefault((box[0][dimension], box[1][dimension]), []).append(box)
-    intervals = sorted(groups)
-    is_grid = all(begin + size <= following for (begin, size), (following, _) in pairwise(intervals))
-    if is_grid:
-        return any(_overlap(group, dimension + 1) for group in groups.values())
-    return len(boxes) > _MOST_PAIRS or any(
-        _share(first, second) for index, first in enumerate(boxes) for second in boxes[:index]
-    )
-
-
-def _share(first: Box, second: Box) -> bool:
-    return all(
-        begin < other + length and other < begin + size
-        for begin, size, other, length in zip(first[0], first[1], second[0], second[1], strict=True)
-    )
-
 
 _Value = TypeVar("_Value")
 OLDER = "Use an older checkpoint, or copy this one again."
@@ -108,20 +63,16 @@ def read_metadata(path: Path) -> DcpMetadata:
         files: dict[str, Path] = {}
         places = dict(_place(path.parent, files, *item) for item in _emptied(stored))
         return DcpMetadata({name: _entry(name, entry) for name, entry in _emptied(entries)}, paths, places)
-    except _UnexpectedError as error:
+    except TypeError as error:
         raise CheckpointError(
             f"{path} cannot be read: {error} has an unexpected value. The file is damaged, or another version of torch "
             f"wrote it. {OLDER}"
         ) from None
 
 
-class _UnexpectedError(Exception):
-    pass
-
-
 def _is(value: Any, kind: type[_Value], what: str) -> _Value:
     if not isinstance(value, kind):
-        raise _UnexpectedError(what)
+        raise TypeError(what)
     return value
 
 
@@ -134,7 +85,7 @@ def _emptied(held: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
 def _shape(value: Any, what: str, dimensions: int | None = None) -> Shape:
     value = _is(value, tuple, what)
     if not all(isinstance(size, int) and size >= 0 for size in value) or dimensions not in (None, len(value)):
-        raise _UnexpectedError(what)
+        raise TypeError(what)
     return value
 
 
@@ -144,7 +95,7 @@ def _levels(name: str, planner: dict[Any, Any]) -> tuple[str, ...]:
         return (name,)
     levels = _is(planner.get(name), tuple, f"the path of {name}")
     if not all(isinstance(level, str | int) for level in levels) or ".".join(map(str, levels)) != name:
-        raise _UnexpectedError(f"the path of {name}")
+        raise TypeError(f"the path of {name}")
     return tuple(map(str, levels))
 
 
@@ -168,7 +119,7 @@ def _place(folder: Path, files: dict[str, Path], index: Any, info: Any) -> tuple
     info, what = _is(info, Inert, f"the place of {name}"), f"the place of {name}"
     file, offset, length = _is(info.relative_path, str, what), _is(info.offset, int, what), _is(info.length, int, what)
     if offset < 0 or length < 0 or "/" in file or "\0" in file:
-        raise _UnexpectedError(what)
+        raise TypeError(what)
     path = files.setdefault(file, folder / file)
     if info.get("transform_descriptors"):
         raise CheckpointError(f"Cannot read {path}. The file is compressed or encrypted. Save it without that.")
@@ -197,11 +148,10 @@ def read(folder: Path, target: Target = "keep", key: str | None = None) -> Conte
     if not (folder / METADATA).is_file():
         raise CheckpointError(f"{folder} has no .metadata. The checkpoint was not finished. Use an older checkpoint.")
     metadata = read_metadata(folder / METADATA)
-    tensors = {fqn for fqn, entry in metadata.entries.items() if entry is not None}
-    names = names_of_model(metadata.paths, tensors, key, folder)
+    entries = {fqn: entry for fqn, entry in metadata.entries.items() if entry is not None}
+    names, left_out = names_of_model(metadata.paths, entries, key, folder)
     _check_files(metadata.places.values())
-    others = {fqn for fqn, name in names.items() if fqn not in tensors and is_extra_state(name)}
-    held = [_read_tensor(folder, name, fqn, metadata) for fqn, name in names.items() if fqn not in others]
+    held = [_read_tensor(folder, name, fqn, entries[fqn], metadata) for fqn, name in names.items()]
     ranks = {match[1] for place in metadata.places.values() if (match := _RANK.match(place.path.name))}
     return Contents(
         format="torch DCP (FSDP)",
@@ -209,7 +159,7 @@ def read(folder: Path, target: Target = "keep", key: str | None = None) -> Conte
         step=None,
         world_size=max(len(ranks), 1),
         tensors={tensor.name: tensor for tensor in held},
-        left_out=tuple(sorted(names[fqn] for fqn in others)),
+        left_out=left_out,
     )
 
 
@@ -228,12 +178,7 @@ def _check_files(places: Iterable[ZipRecord]) -> None:
             )
 
 
-def _read_tensor(folder: Path, name: str, fqn: str, metadata: DcpMetadata) -> StoredTensor:
-    entry = metadata.entries[fqn]
-    if entry is None:
-        raise CheckpointError(
-            f"Cannot merge {folder}. The entry {fqn} is not a tensor, and safetensors files hold tensors only."
-        )
+def _read_tensor(folder: Path, name: str, fqn: str, entry: TensorEntry, metadata: DcpMetadata) -> StoredTensor:
     if entry.dtype not in ITEM_SIZE:
         raise CheckpointError(f"Cannot read {folder}. The type {entry.dtype} of {fqn} is not supported.")
     if not covers(entry.shape, entry.boxes):

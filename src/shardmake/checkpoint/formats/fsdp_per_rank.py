@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint.formats import unpickle
-from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor, box_pieces, unsharded
+from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor, box_pieces, covers, unsharded
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE, Target
 from shardmake.checkpoint.formats.models import choose
 from shardmake.checkpoint.formats.pickle_machine import Inert
@@ -71,15 +71,12 @@ def _join(folder: Path, name: str, parts: Sequence[Any]) -> StoredTensor:
         )
     if kinds[0] == "Replicate":
         return unsharded(name, first.local)
-    pieces: list[Piece] = []
-    dimension, at = placements[0].dim, 0
-    if not isinstance(dimension, int) or not 0 <= dimension < len(first.shape):
-        raise CheckpointError(f"Cannot merge {folder}. {name} is divided along no dimension of its own. {_OTHER}")
-    for part in parts:
-        sizes, local = part.local.shape, part.local
-        if len(sizes) != len(first.shape):
-            raise CheckpointError(f"Cannot merge {folder}. The ranks do not agree on the shape of {name}. {_OTHER}")
-        offsets = tuple(at if index == dimension else 0 for index in range(len(sizes)))
-        pieces += box_pieces(local.record, local.offset, ITEM_SIZE[local.dtype], first.shape, offsets, sizes)
-        at += sizes[dimension]
-    return StoredTensor(name, first.local.dtype, first.shape, tuple(pieces)).check()
+    boxes, pieces, at = [], list[Piece](), 0
+    for local in (part.local for part in parts):
+        boxes.append((tuple(at * (index == placements[0].dim) for index in range(len(local.shape))), local.shape))
+        at += local.shape[placements[0].dim]
+    if not covers(first.shape, boxes):
+        raise CheckpointError(f"Cannot merge {folder}. The ranks do not hold the parts of {name}. {_OTHER}")
+    for local, box in zip((part.local for part in parts), boxes, strict=True):
+        pieces += box_pieces(local.record, local.offset, ITEM_SIZE[local.dtype], first.shape, *box)
+    return StoredTensor(name, first.local.dtype, first.shape, tuple(pieces))

@@ -6,7 +6,6 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shardmake.checkpoint.formats import unpickle
 from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor, unsharded
@@ -164,44 +163,31 @@ def _read_torch(path: Path) -> Iterator[StoredTensor]:
 
 def _read_safetensors(path: Path) -> Iterator[StoredTensor]:
     """Check the header as the format requires: no holes, no overlaps, correct sizes."""
-    header, start, size = _read_header(path)
-    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     try:
-        ordered = sorted(entries.items(), key=lambda item: item[1]["data_offsets"])
-        at = 0
-        for name, entry in ordered:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > _LARGEST_HEADER:
+                raise ValueError("it is too large")
+            header = json.loads(file.read(length))
+        at, start = 0, 8 + length
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
             begin, end = entry["data_offsets"]
             shape = tuple(entry["shape"])
             if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
-                raise _damaged(path, f"shape or offsets of {name} are not counts")
+                raise ValueError(f"shape or offsets of {name} are not counts")
             if begin != at or end - begin != numel(shape) * ITEM_SIZE[entry["dtype"]]:
-                raise _damaged(path, f"the offsets of {name} do not match its shape")
+                raise ValueError(f"the offsets of {name} do not match its shape")
             at = end
             record = ZipRecord(path, start + begin, end - begin, None)
             pieces = (Piece(record, 0, 0, numel(shape)),) if numel(shape) else ()
             yield StoredTensor(name, entry["dtype"], shape, pieces)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise error if isinstance(error, CheckpointError) else _damaged(path, f"header: {error}") from None
-    if start + at != size:
-        raise _damaged(path, f"it has {size} bytes, its header describes {start + at}")
-
-
-def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """Return the header, the offset of the data and the size of the file, in bytes."""
-    try:
-        with path.open("rb") as file:
-            prefix = file.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _LARGEST_HEADER + 1
-            if length > _LARGEST_HEADER:
-                raise _damaged(path, "it has no header")
-            header = json.loads(file.read(length))
-            if not isinstance(header, dict):
-                raise _damaged(path, "its header is not an object")
-            return header, 8 + length, path.stat().st_size
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing. {_INCOMPLETE}") from None
-    except (ValueError, RecursionError) as error:
-        raise error if isinstance(error, CheckpointError) else _damaged(path, "its header is not JSON") from None
+    except (struct.error, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise _damaged(path, f"header: {error}") from None
+    if start + at != path.stat().st_size:
+        raise _damaged(path, f"it has {path.stat().st_size} bytes, its header describes {start + at}")
 
 
 def _damaged(path: Path, reason: str) -> CheckpointError:

@@ -4,16 +4,14 @@ Every kind of change is a class of `UPDATES`. It is computed in float32 and roun
 """
 
 import re
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Final, Self
 
 import numpy as np
 
-from shardmake.checkpoint.formats.contents import Array, Change, Contents, StoredTensor, Update
-from shardmake.checkpoint.formats.dtypes import CONVERTIBLE
+from shardmake.checkpoint.formats.contents import Array, Change, Contents, Read, StoredTensor, Update
 from shardmake.core.errors import CheckpointError
 from shardmake.run.adapter_settings import CONFIG, WITH_PEFT, AdapterSettings
 
@@ -29,68 +27,10 @@ _ORIGINAL = re.compile(r".+\.(original_module|token_adapter\.trainable_tokens_or
 _BASE = re.compile(r"(\.token_adapter)?\.base_layer\.")
 _ROWS = 1 << 21
 """Elements of a weight that are read at once to compute norms."""
-Read = Callable[[StoredTensor], Array]
 
 
 @dataclass(frozen=True)
-class PeftUpdate(Update):
-    """A change by the tensors ``parts`` that PEFT stores for ``module``, by the ends of their names."""
-
-    module: str
-    parts: Mapping[str, StoredTensor] = field(repr=False)
-    settings: AdapterSettings
-    PARTS: ClassVar[tuple[str, ...]]
-
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the weight."""
-
-    @abstractmethod
-    def part(self, read: Read, begin: int, end: int) -> dict[str, Array]:
-        """Return what changes rows ``[begin, end)`` of the weight alone, by PEFT's names."""
-
-    def fitting(self, weight: StoredTensor | None) -> Self:
-        """Return the update of ``weight``; raise `CheckpointError` if it is none."""
-        if problem := next(self.problems(weight), None):
-            raise CheckpointError(f"Cannot merge the adapter: {problem}")
-        return self
-
-    def problems(self, weight: StoredTensor | None) -> Iterator[str]:
-        """Yield why the update cannot be merged into ``weight``."""
-        for part, tensor in self.parts.items():
-            if not tensor.numel or not all(tensor.shape):
-                yield (
-                    f"{self.module}.{part} is empty. It was saved under ZeRO-3 without gathering the weights. Merge "
-                    "the ZeRO checkpoint, or save again inside GatheredParameters."
-                )
-            if tensor.dtype not in CONVERTIBLE:
-                yield f"{self.module}.{part} is of type {tensor.dtype}. Save it in float32."
-        if weight is not None and weight.dtype not in CONVERTIBLE:
-            yield (
-                f"the base weight {weight.name} is of type {weight.dtype}, to which nothing can be added. Name the "
-                "model in bf16, fp16 or fp32 with --base."
-            )
-        if weight is not None and any(piece.runs > 1 for piece in weight.pieces):
-            yield (
-                f"{self.module} is sharded in two dimensions. Write the adapter alone with --adapter, then merge that "
-                "into the base model."
-            )
-
-    def misfit(self, weight: StoredTensor | None, more: str = "") -> CheckpointError:
-        """Return the error of an adapter that was trained on another weight; ``more`` is further advice."""
-        parts = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in self.parts.items())
-        held = "no such weight" if weight is None else f"a weight of {list(weight.shape)}"
-        advice = "The adapter was trained on another model. Name that model with --base."
-        if weight is not None and re.search("embed|head", self.module.rpartition(".")[2]):
-            advice += " If the vocabulary was resized before training, name a model that was saved after the resize."
-        return CheckpointError(
-            f"Cannot merge the adapter: it has {parts} for {self.module}, the base model has {held}. {advice}{more}"
-        )
-
-
-@dataclass(frozen=True)
-class LoraUpdate(PeftUpdate):
+class LoraUpdate(Update):
     """W + s * B @ A (Hu et al. 2021, arXiv:2106.09685, section 4.1) with A [rank, in], B [out, rank] and W [out, in].
 
     ``transposed``: W is [in, out], as in the Conv1D layers of GPT-2, and gets the transposed product.
@@ -108,14 +48,10 @@ class LoraUpdate(PeftUpdate):
     def fitting(self, weight: StoredTensor | None) -> Self:
         """Transpose the product if only that fits: a model may have Conv1D and Linear layers."""
         found = super().fitting(weight)
-        if weight is not None and weight.shape != self.shape:
-            found = replace(self, transposed=not self.transposed)
-            if self.PARTS != LoraUpdate.PARTS or weight.shape != found.shape:
-                raise self.misfit(weight)
-        return found
+        return found if weight is None or weight.shape == found.shape else replace(self, transposed=not self.transposed)
 
     def problems(self, weight: StoredTensor | None) -> Iterator[str]:
-        """Compare the factors with the rank."""
+        """Compare the factors with the rank and the weight."""
         yield from super().problems(weight)
         a, b = (self.parts[part].shape for part in self.PARTS[:2])
         if len(a) != 2 or len(b) != 2:
@@ -129,6 +65,9 @@ class LoraUpdate(PeftUpdate):
                 f"{CONFIG} gives {self.module} the rank {rank}, its factors are {list(a)} and {list(b)}. The files do "
                 "not belong together. Copy the adapter again."
             )
+        either = (self.shape, self.shape[::-1]) if self.PARTS == LoraUpdate.PARTS else (self.shape,)
+        if weight is not None and weight.shape not in either:
+            yield self.misfit(weight)
 
     def load(self, read: Read, weight: StoredTensor) -> Change:
         """Add the product."""
@@ -170,16 +109,14 @@ class DoraUpdate(LoraUpdate):
 
     PARTS: ClassVar[tuple[str, ...]] = (*LoraUpdate.PARTS, "lora_magnitude_vector")
 
-    def fitting(self, weight: StoredTensor | None) -> Self:
+    def problems(self, weight: StoredTensor | None) -> Iterator[str]:
         """Compare the lengths as well."""
-        found = super().fitting(weight)
-        lengths = self.parts[self.PARTS[2]].shape
-        if found.transposed or lengths != found.shape[:1]:
-            raise CheckpointError(
-                f"Cannot merge the adapter: use_dora of {self.module} has {list(lengths)} lengths for a weight of "
-                f"{list(found.shape)}{' in a Conv1D layer' * found.transposed}. {WITH_PEFT}"
-            )
-        return found
+        if self.settings.fan_in_fan_out:
+            yield f"use_dora of {self.module} is in a Conv1D layer. {WITH_PEFT}"
+        yield from super().problems(weight)
+        held = self.parts[self.PARTS[2]].shape
+        if held != self.shape[:1]:
+            yield f"use_dora of {self.module} has {list(held)} lengths for a weight of {list(self.shape)}. {WITH_PEFT}"
 
     def load(self, read: Read, weight: StoredTensor) -> Change:
         """Read the weight once to measure its rows."""
@@ -200,7 +137,7 @@ class DoraUpdate(LoraUpdate):
 
 
 @dataclass(frozen=True)
-class TokenUpdate(PeftUpdate):
+class TokenUpdate(Update):
     """The rows of an embedding that were trained (``trainable_token_indices``), in place of the base's."""
 
     PARTS: ClassVar[tuple[str, ...]] = ("token_adapter.trainable_tokens_delta",)
@@ -215,17 +152,18 @@ class TokenUpdate(PeftUpdate):
         """The shape of the rows."""
         return self.parts[self.PARTS[0]].shape
 
-    def fitting(self, weight: StoredTensor | None) -> Self:
+    def problems(self, weight: StoredTensor | None) -> Iterator[str]:
         """Compare the rows with the weight and the settings."""
-        super().fitting(weight)
+        yield from super().problems(weight)
         if len(self.shape) != 2 or len(self.rows) != self.shape[0]:
-            raise CheckpointError(
-                f"Cannot merge the adapter: trainable_token_indices in {CONFIG} has {len(self.rows)} tokens for "
-                f"{self.module}, the file {list(self.shape)}. Copy the adapter again."
+            yield (
+                f"trainable_token_indices in {CONFIG} has {len(self.rows)} tokens for {self.module}, the file "
+                f"{list(self.shape)}. Copy the adapter again."
             )
-        if weight is None or weight.shape[1:] != self.shape[1:] or max(self.rows) >= weight.shape[0]:
-            raise self.misfit(weight, "" if weight else " If that model ties it, save with save_embedding_layers=True.")
-        return self
+        if weight is None:
+            yield f"{self.misfit(None)} If that model ties it, save with save_embedding_layers=True."
+        elif weight.shape[1:] != self.shape[1:] or max(self.rows) >= weight.shape[0]:
+            yield self.misfit(weight)
 
     def load(self, read: Read, weight: StoredTensor) -> Change:
         """Replace the rows."""
@@ -248,7 +186,7 @@ class TokenUpdate(PeftUpdate):
         return {self.PARTS[0]: read(self.parts[self.PARTS[0]])[inside]}
 
 
-UPDATES: Final[tuple[type[PeftUpdate], ...]] = (LoraUpdate, EmbeddingUpdate, DoraUpdate, TokenUpdate)
+UPDATES: Final[tuple[type[Update], ...]] = (LoraUpdate, EmbeddingUpdate, DoraUpdate, TokenUpdate)
 """Every kind of update, recognised by the tensors that PEFT stores for a module."""
 _PARTS = "|".join(sorted({re.escape(part) for kind in UPDATES for part in kind.PARTS}))
 _PART = re.compile(rf"(?P<module>.+)\.(?P<part>{_PARTS})(?:\.(?!weight$)(?P<adapter>[^.]+))?(?:\.weight)?")
@@ -260,7 +198,7 @@ class Adapter:
     """An adapter and, if the checkpoint holds them, the base weights.
 
     Attributes:
-        parts: By module, the tensors of its update by `PeftUpdate.PARTS`.
+        parts: By module, the tensors of its update by `Update.PARTS`.
         saved: Weights that were trained in full (modules_to_save), by their name in the model.
         base: The base model's weights, by name; empty if the checkpoint holds none, or holds them in 4 bits: then the
             adapter is added to those of the base model's folder.
@@ -362,7 +300,7 @@ def merge(contents: Contents, base: Contents | None, layout: Callable[[], Mappin
     return replace(merged, trained=kept)
 
 
-def _update(module: str, parts: Mapping[str, StoredTensor], settings: AdapterSettings) -> PeftUpdate:
+def _update(module: str, parts: Mapping[str, StoredTensor], settings: AdapterSettings) -> Update:
     kind = next((kind for kind in UPDATES if set(kind.PARTS) == parts.keys()), None)
     if kind is None or (issubclass(kind, DoraUpdate) != settings.use_dora and kind is not TokenUpdate):
         raise CheckpointError(
@@ -383,6 +321,8 @@ def adapter_only(contents: Contents) -> Contents:
     if not is_adapter(contents):
         raise CheckpointError(f"{contents.folder} holds no LoRA adapter. Merge it without --adapter.")
     adapter = split(contents)
+    if contents.format == "PEFT adapter":
+        return contents
     tensors = dict(adapter.saved)
     for module, parts in adapter.parts.items():
         for part, tensor in parts.items():

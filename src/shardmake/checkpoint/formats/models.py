@@ -35,16 +35,26 @@ def choose(models: Mapping[str, _Model], key: str | None, holder: Path) -> _Mode
 
 def names_of_model(
     paths: Mapping[_Id, Levels], tensors: Collection[_Id], key: str | None, holder: Path
-) -> dict[_Id, str]:
-    """Return the name of each of the model's entries, by the checkpoint's name of it.
+) -> tuple[dict[_Id, str], tuple[str, ...]]:
+    """Return the name of each of the model's tensors, by the checkpoint's name of it, and those of its extra states.
 
     Args:
         paths: The levels of all entries in the saved dictionary, by the checkpoint's name.
         tensors: The entries that are tensors.
         key: Of several models, the levels above the one that is meant, joined by dots.
         holder: The checkpoint, for messages.
+
+    Raises:
+        CheckpointError: Another entry of the model is not a tensor, or there is not one model that is meant.
     """
-    return {entry: ".".join(path) for entry, path in choose(_models(paths, tensors), key, holder).items()}
+    names = {entry: ".".join(path) for entry, path in choose(_models(paths, tensors), key, holder).items()}
+    others = sorted(name for entry, name in names.items() if entry not in tensors)
+    if wrong := [name for name in others if not is_extra_state(name)]:
+        raise CheckpointError(
+            f"Cannot merge {holder}. {wrong[0]} in it is not a tensor, and safetensors files hold tensors only. Name "
+            "another file or folder."
+        )
+    return {entry: name for entry, name in names.items() if entry in tensors}, tuple(others)
 
 
 def _models(paths: Mapping[_Id, Levels], tensors: Collection[_Id]) -> dict[str, dict[_Id, Levels]]:

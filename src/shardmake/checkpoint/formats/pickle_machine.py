@@ -103,7 +103,6 @@ class PickleMachine:
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []
         self._memo: list[Any] = []
-        self._memo_beyond: dict[int, Any] = {}
         self._functions, self._persistent = functions, persistent
         self._names: dict[tuple[str, str], Name] = {}
         self._budget = 4 * len(content) + _SHORTEST_BUDGET
@@ -201,27 +200,13 @@ class PickleMachine:
 
     def _put(self, index: int) -> None:
         """Memorize the topmost object. Indices are consecutive; one beyond them must not make a long list."""
-        item = self._stack[-1]
-        if index == len(self._memo):
-            self._memo.append(item)
-        elif index < len(self._memo):
-            self._memo[index] = item
-        else:
-            self._memo_beyond[index] = item
-
-    def _memoize(self) -> None:
-        if self._memo_beyond:
-            self._put(len(self._memo) + len(self._memo_beyond))
-        else:
-            self._memo.append(self._stack[-1])
-
-    def _get(self, index: int) -> None:
-        self._stack.append(self._memo[index] if index < len(self._memo) else self._memo_beyond[index])
+        if index > len(self._memo):
+            raise PickleError(f"the index of a memorized object at byte {self._at} is too large")
+        self._memo[index : index + 1] = [self._stack[-1]]
 
     def _get_near(self) -> None:
-        index = self._content[self._at]
+        self._stack.append(self._memo[self._content[self._at]])
         self._at += 1
-        self._stack.append(self._memo[index] if index < len(self._memo) else self._memo_beyond[index])
 
     def _push_name(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str or len(module) + len(name) > _LONGEST_NAME:
@@ -317,9 +302,9 @@ class PickleMachine:
         ord("2"): lambda self: self._stack.append(self._stack[-1]),
         ord("q"): lambda self: self._put(self._number(1)),
         ord("r"): lambda self: self._put(self._number(4)),
-        0x94: _memoize,
+        0x94: lambda self: self._memo.append(self._stack[-1]),
         ord("h"): _get_near,
-        ord("j"): lambda self: self._get(self._number(4)),
+        ord("j"): lambda self: self._stack.append(self._memo[self._number(4)]),
         0x85: lambda self: self._push_tuple(self._pop(1)),
         0x86: lambda self: self._push_tuple(self._pop(2)),
         0x87: lambda self: self._push_tuple(self._pop(3)),

@@ -70,13 +70,13 @@ LAYOUTS: list[Layout] = [
         instead="Convert it with transformers' convert_llama_weights_to_hf.py.",
     ),
     Layout("Accelerate's several models", "model_1.safetensors", single_file.find_several, single_file.read),
-    Layout("DeepSpeed universal", "zero/*/fp32.pt", _one(zero.recognise_universal), _whole(zero.read_universal)),
+    Layout("DeepSpeed universal", "zero/*/fp32.pt", _holds("zero/*/fp32.pt"), _whole(zero.read_universal)),
     Layout("DeepSpeed", "global_step*, *_states.pt", zero.find, _whole(zero.read)),
     Layout("DCP", ".metadata, *.distcp", dcp.find, dcp.read),
     Layout("ranks", " or ".join(fsdp_per_rank.NAMES), _one(fsdp_per_rank.recognise), fsdp_per_rank.read),
     Layout("PEFT", "adapter_model.*", huggingface.find_adapters, _whole(huggingface.read_adapter)),
     Layout("Hugging Face", ", ".join(_MODEL_FILES), _one(huggingface.recognise), _whole(huggingface.read)),
-    Layout("shards", "*-00001-of-N.safetensors", _one(single_file.recognise_shards), _whole(single_file.read_shards)),
+    Layout("shards", "*-00001-of-N.safetensors", _holds(*single_file.SHARDS), _whole(single_file.read_shards)),
     Layout("one file", "a single *.pt, *.pth, *.ckpt, *.bin", single_file.find, single_file.read),
 ]  # fmt: skip
 """Every layout, in the order in which they are tried; the last one only if a folder has no numbered checkpoints."""
@@ -89,6 +89,7 @@ def read_model(
     adapter: bool = False,
     key: str | None = None,
     layout: Callable[[Path], Mapping[str, str]] = lambda _: {},
+    like: Path | None = None,
 ) -> Contents:
     """Read the checkpoint at ``path`` as `read_checkpoint` does; add an adapter to its base model.
 
@@ -101,20 +102,25 @@ def read_model(
         adapter: Return the adapter alone.
         key: Of several models in the checkpoint, the one to read.
         layout: Returns the names in a model's folder by the names of its class, where they differ.
+        like: A model's folder with the names that those of a whole model get; by default that of the base model.
     """
     contents = _without_wrapper(read_checkpoint(path, target, key))
+    if target != "keep" and lora.is_adapter(contents):  # the product of rounded factors is another one
+        contents = _without_wrapper(read_checkpoint(path, "keep", key))
     if adapter:
         return lora.adapter_only(contents)
     held = base if base is not None and huggingface.recognise(base) else None
     if not lora.is_adapter(contents):
-        return contents if held is None else _without_outer(contents, huggingface.weight_names(held))
+        named = like or held
+        return contents if named is None else _without_outer(contents, huggingface.weight_names(named))
     return lora.merge(contents, huggingface.read(held) if held else None, lambda: layout(held) if held else {})
 
 
 def _without_wrapper(contents: Contents) -> Contents:
     """Return the same tensors without the levels that DDP, torch.compile, checkpointing and FSDP1 add to names."""
     everywhere = contents.tensors and all(name.startswith("module.") for name in contents.tensors)
-    outer = {name.partition(lora.PREFIX)[0] for name in contents.tensors} if _is_peft(contents) else {""}
+    is_peft = bool(contents.tensors) and all(lora.PREFIX in name for name in contents.tensors)
+    outer = {name.partition(lora.PREFIX)[0] for name in contents.tensors} if is_peft else {""}
     if not everywhere and not any(_WRAPPERS & set(name.split(".")) for name in contents.tensors) and outer == {""}:
         return contents
 
@@ -124,10 +130,6 @@ def _without_wrapper(contents: Contents) -> Contents:
         return plain[plain.find(lora.PREFIX) :] if len(outer) == 1 and lora.PREFIX in plain else plain
 
     return _renamed(contents, inner)
-
-
-def _is_peft(contents: Contents) -> bool:
-    return bool(contents.tensors) and all(lora.PREFIX in name for name in contents.tensors)
 
 
 def _without_outer(contents: Contents, names: Collection[str]) -> Contents:

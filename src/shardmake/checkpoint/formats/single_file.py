@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint.formats import huggingface, unpickle
-from shardmake.checkpoint.formats.contents import Contents, is_extra_state, unsharded
+from shardmake.checkpoint.formats.contents import Contents, unsharded
 from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.checkpoint.formats.models import NO_WEIGHTS, Levels, names_of_model
 from shardmake.checkpoint.formats.unpickle import TensorRef
@@ -26,6 +26,7 @@ _LEVELS = 3
 """A model is below the first or second level."""
 _MOST_ENTRIES = 1 << 20
 """A dictionary may hold another one many times."""
+SHARDS = ("*-[0-9]*-of-[0-9]*.safetensors", "*-[0-9]*-of-[0-9]*.bin")
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.(safetensors|bin)")
 
 
@@ -54,14 +55,11 @@ def read(file: Path, target: Target = "keep", key: str | None = None) -> Content
     state = unpickle.load(file)
     held = dict(islice(_entries(state, _LEVELS), _MOST_ENTRIES)) if isinstance(state, Mapping) else {}
     weights = {path for path, value in held.items() if isinstance(value, TensorRef)}
-    names = names_of_model({path: path for path in held}, weights, key, file)
-    left_out = sorted(name for path, name in names.items() if path not in weights and is_extra_state(name))
-    others = [name for path, name in names.items() if path not in weights and not is_extra_state(name)]
-    if others or not weights & names.keys():
-        what = f"{others[0]} in it is not a tensor" if others else "It holds no tensors by name"
-        raise CheckpointError(f"Cannot merge {file}. {what}. Name another file.")
-    tensors = {name: unsharded(name, held[path]) for path, name in names.items() if path in weights}
-    return Contents("one file", file.parent, None, 1, tensors, left_out=tuple(left_out))
+    names, left_out = names_of_model({path: path for path in held}, weights, key, file)
+    if not names:
+        raise CheckpointError(f"Cannot merge {file}. It holds no tensors by name. Name another file.")
+    tensors = {name: unsharded(name, held[path]) for path, name in names.items()}
+    return Contents("one file", file.parent, None, 1, tensors, left_out=left_out)
 
 
 def _entries(state: Mapping[Any, Any], levels: int) -> Iterator[tuple[Levels, Any]]:
@@ -74,11 +72,6 @@ def _entries(state: Mapping[Any, Any], levels: int) -> Iterator[tuple[Levels, An
             yield (str(key),), value
 
 
-def recognise_shards(path: Path) -> Path | None:
-    """Return ``path`` if it holds shards."""
-    return path if any(_SHARD.fullmatch(it.name) for it in path.iterdir()) else None
-
-
 def read_shards(folder: Path, target: Target = "keep") -> Contents:
     """Read all shards in ``folder``.
 
@@ -88,7 +81,7 @@ def read_shards(folder: Path, target: Target = "keep") -> Contents:
     found = {it: match for it in sorted(folder.iterdir()) if (match := _SHARD.fullmatch(it.name))}
     sets = {(match["stem"], int(match["count"])) for match in found.values()}
     numbers = {match["number"] for match in found.values()}
-    if len(sets) > 1 or not len(found) == len(numbers) == next(iter(sets))[1]:
+    if len(sets) != 1 or not len(found) == len(numbers) == next(iter(sets))[1]:
         expected = " and ".join(f"{stem} of {count}" for stem, count in sorted(sets))
         raise CheckpointError(
             f"{folder} holds {len(found)} shards of {expected}, not those of one model. Copy it again."

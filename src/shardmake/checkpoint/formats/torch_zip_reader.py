@@ -114,11 +114,16 @@ def read_record(record: ZipRecord) -> bytes:
     """Return the bytes of a small record and compare their checksum; raise `CheckpointError` if it differs."""
     content = read_small(record.path, record.offset, record.size)
     if len(content) != record.size or (record.crc is not None and zlib.crc32(content) != record.crc):
-        raise CheckpointError(
-            f"{record.path} is damaged: the {record.size} bytes from byte {record.offset} on have another checksum "
-            "than the file records. Use an older checkpoint, or copy this file again."
-        )
+        raise damaged_bytes(str(record.path), record.offset, record.size)
     return content
+
+
+def damaged_bytes(file: str, offset: int, size: int) -> CheckpointError:
+    """Return the error for bytes that do not match the CRC-32 in their file."""
+    return CheckpointError(
+        f"{file} is damaged: the {size} bytes from byte {offset} on do not match the CRC-32 in the file (a flipped bit "
+        "on the disk or in transfer). Copy it again, or use an older checkpoint."
+    )
 
 
 class ZipArchive:

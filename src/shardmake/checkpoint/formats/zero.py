@@ -141,11 +141,6 @@ def universal_folder(checkpoint: Path) -> Path:
     return named_folder(checkpoint / LATEST)
 
 
-def recognise_universal(path: Path) -> Path | None:
-    """Return ``path`` if it is the inner folder of a universal checkpoint."""
-    return path if any(path.glob("zero/*/fp32.pt")) else None
-
-
 def read_universal(folder: Path, target: Target = "keep") -> Contents:
     """Read a universal checkpoint as ds_to_universal.py writes it: ``zero/NAME/fp32.pt`` for every trained parameter.
 

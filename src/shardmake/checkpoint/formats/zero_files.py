@@ -2,10 +2,12 @@
 
 import re
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, Field, InstanceOf, ValidationError
 
 from shardmake.checkpoint.formats import unpickle
 from shardmake.checkpoint.formats.contents import Contents, StoredTensor
@@ -14,71 +16,53 @@ from shardmake.checkpoint.formats.torch_zip_reader import read_record
 from shardmake.checkpoint.formats.unpickle import TensorRef
 from shardmake.core.errors import CheckpointError
 
-Check = Callable[[Any], bool]
+
+def _contiguous(value: TensorRef) -> TensorRef:
+    if not value.is_contiguous:
+        raise ValueError("is stored with gaps")
+    return value
 
 
-def _check(path: Path, state: Mapping[Any, Any], checks: Mapping[str, Check]) -> None:
-    """Raise `CheckpointError` if a value of the file ``path`` has another type than DeepSpeed writes."""
-    for name, is_valid in checks.items():
-        value = state.get(name)
-        if value is not None and not is_valid(value):
-            kind = str(value.kind) if isinstance(value, Inert) else type(value).__name__
-            raise CheckpointError(
-                f"{path} has an unexpected value for {name!r} ({kind}). The file is damaged, or another version of "
-                "DeepSpeed wrote it. Use another checkpoint."
-            )
+_Size = Annotated[int, Field(ge=0, lt=2**62)]
+_Shapes = dict[str, tuple[_Size, ...]]
+_Vector = Annotated[InstanceOf[TensorRef], AfterValidator(_contiguous)]
 
 
-def _is(kind: type | tuple[type, ...]) -> Check:
-    return lambda value: isinstance(value, kind)
+class _ModelFile(BaseModel):
+    """The entries of a model file as DeepSpeed writes them; all may be missing or None."""
+
+    module: dict[str, Any] | None = None
+    param_shapes: Sequence[_Shapes] | None = None
+    buffer_names: Sequence[str] | None = None
+    frozen_param_shapes: _Shapes | None = None
+    frozen_param_fragments: dict[str, _Vector] | None = None
+    shared_params: dict[str, str] | None = None
+    global_steps: _Size | None = None
+    ds_config: dict[Any, Any] | InstanceOf[Inert] | None = None
+    ds_version: str | None = None
 
 
-def _list_of(is_valid: Check) -> Check:
-    return lambda value: isinstance(value, list | tuple) and all(map(is_valid, value))
+class _OptimizerFile(BaseModel):
+    """Those of an optimizer file."""
+
+    zero_stage: _Size | InstanceOf[Inert] | None = None
+    partition_count: _Size | Sequence[_Size] | None = None
+    fp32_flat_groups: Sequence[_Vector] | None = None
+    single_partition_of_fp32_groups: Sequence[_Vector] | None = None
+    param_slice_mappings: Sequence[dict[str, InstanceOf[Inert]]] | None = None
+    param_alignment_paddings: Sequence[Sequence[_Size]] | None = None
 
 
-def _named(is_valid: Check) -> Check:
-    return lambda value: (
-        isinstance(value, Mapping)
-        and all(isinstance(name, str) for name in value)
-        and all(map(is_valid, value.values()))
-    )
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and 0 <= value < 2**62
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, tuple) and all(map(_is_size, value))
-
-
-def _is_vector(value: Any) -> bool:
-    return isinstance(value, TensorRef) and value.is_contiguous
-
-
-_MODEL: dict[str, Check] = {
-    "module": _named(lambda _: True),
-    "param_shapes": _list_of(_named(_is_shape)),
-    "buffer_names": _list_of(_is(str)),
-    "frozen_param_shapes": _named(_is_shape),
-    "frozen_param_fragments": _named(_is_vector),
-    "shared_params": _named(_is(str)),
-    "global_steps": _is_size,
-    "ds_config": _is((dict, Inert)),
-    "ds_version": _is(str),
-}
-_OPTIMIZER: dict[str, Check] = {
-    "zero_stage": lambda it: _is_size(it) or (isinstance(it, Inert) and len(it.args) == 1 and _is_size(it.args[0])),
-    "partition_count": lambda value: _is_size(value) or _list_of(_is_size)(value),
-    "fp32_flat_groups": _list_of(_is_vector),
-    "single_partition_of_fp32_groups": _list_of(_is_vector),
-    "param_slice_mappings": _list_of(
-        _named(lambda it: isinstance(it, Inert) and _is_size(it.start) and _is_size(it.numel))
-    ),
-    "param_alignment_paddings": _list_of(_list_of(_is_size)),
-}
-"""By entry, what DeepSpeed writes; entries may also be missing or None."""
+def _check(path: Path, state: Mapping[Any, Any], kind: type[BaseModel]) -> None:
+    """Raise `CheckpointError` if an entry of the file ``path`` has another type than those of ``kind``."""
+    try:
+        kind.model_validate(state, strict=True)
+    except ValidationError as error:
+        found = error.errors()[0]
+        raise CheckpointError(
+            f"{path} has an unexpected value for {found['loc'][0]!r} ({found['msg']}). The file is damaged, or another "
+            "version of DeepSpeed wrote it. Use another checkpoint."
+        ) from None
 
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -175,7 +159,7 @@ def _load_model(path: Path) -> Mapping[str, Any]:
         raise CheckpointError(
             f"Cannot merge {path}. The file belongs to DeepSpeed's AutoEP, which is not supported. {_CONVERT}"
         )
-    _check(path, state, _MODEL)
+    _check(path, state, _ModelFile)
     return state
 
 
@@ -184,7 +168,7 @@ def _load_optimizer(path: Path) -> Mapping[str, Any]:
     inner = state.get("optimizer_state_dict") if isinstance(state, Mapping) else None
     if not isinstance(inner, Mapping) or not {"fp32_flat_groups", "single_partition_of_fp32_groups"} & set(inner):
         raise CheckpointError(f"{path} is not an optimizer file of DeepSpeed ZeRO: it holds no fp32 weights. {_OLDER}")
-    _check(path, inner, _OPTIMIZER)
+    _check(path, inner, _OptimizerFile)
     return inner
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from shardmake.checkpoint.formats.dcp import covers
+from shardmake.checkpoint.formats.contents import covers
 from shardmake.checkpoint.formats.registry import read_checkpoint, read_model
 from shardmake.checkpoint.formats.unpickle import locate
 from shardmake.core.errors import CheckpointError

@@ -110,8 +110,10 @@ MERGED: dict[str, Writer] = {
 @pytest.mark.parametrize("layout", MERGED)
 def test_layout_is_merged(layout: str, base: Path, tmp_path: Path) -> None:
     weights = trained()
-    consolidate(MERGED[layout](weights, tmp_path / "checkpoint"), tmp_path / "model", base=base)
+    checkpoint = MERGED[layout](weights, tmp_path / "checkpoint")
+    consolidate(checkpoint, tmp_path / "model", base=base)
     assert_equal(load_weights(tmp_path / "model"), weights)
+    verify(tmp_path / "model", checkpoint, base=base if "adapter" in layout else None)
 
 
 def files(*names: str) -> Writer:
@@ -175,6 +177,10 @@ SEVERAL: dict[str, tuple[Callable[[Weights, Weights, Path], Path], str, str]] = 
     "world sizes": (
         two_files("model_world_size_1_rank_0.pt", "model_world_size_2_rank_0.pt"), "model_world_size_1", "",
     ),
+    "DCP": (
+        lambda a, b, p: (dcp.save({"model": a, "ema": {"model": b}}, checkpoint_id=p, no_dist=True), p)[1],
+        "model", "ema.model",
+    ),
     "files": (two_files("a.pt", "b.pt"), "a.pt", "b.pt"),
     "dictionaries": (lambda a, b, p: save({"model": a, "ema": b}, p / "a.pt"), "model", "ema"),
     "deep": (lambda a, b, p: save({"state": {"model": a}, "ema": {"model": b}}, p / "a.pt"), "state.model", "ema.model"),
@@ -193,8 +199,11 @@ def test_a_key_names_one_of_several_models(layout: str, base: Path, tmp_path: Pa
         consolidate(checkpoint, tmp_path / "model", base=base, key="other")
     for key, weights in zip(filter(None, keys), models, strict=False):
         consolidate(checkpoint, tmp_path / "model", base=base, key=key, overwrite=True)
-        verify(tmp_path / "model", checkpoint)
+        assert verify(tmp_path / "model", checkpoint).compared_with == str(checkpoint)
         assert_equal(load_weights(tmp_path / "model"), weights)
+    if keys[1]:
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight differs"):
+            verify(tmp_path / "model", checkpoint, key=keys[0])
 
 
 def test_an_adapter_beside_the_default_one(base: Path, tmp_path: Path) -> None:

@@ -93,6 +93,7 @@ def wide_key(width: int, times: int) -> bytes:
         PROTOCOL_4 + b"1.",
         PROTOCOL_4 + b".",
         PROTOCOL_4,
+        b"\x80\x02Nr\xff\xff\xff\x7f.",
         b"\x80\x01N.",
         b"(lp0\n.",
         b"",
@@ -101,10 +102,6 @@ def wide_key(width: int, times: int) -> bytes:
 def test_pickle_that_no_checkpoint_has(content: bytes) -> None:
     with pytest.raises(PickleError):
         run(content)
-
-
-def test_largest_index_of_the_memory_allocates_nothing() -> None:
-    assert run(b"\x80\x02Nr\xff\xff\xff\x7f.") is None
 
 
 def test_state_of_another_object_is_ignored() -> None:

@@ -4,7 +4,6 @@ import argparse
 import collections
 import datetime
 import os
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +49,6 @@ def test_names_in_a_pickle_are_never_called(tmp_path: Path, function: Any, argum
     assert not proof.exists()
 
 
-def test_plain_pickle_is_not_a_torch_file(tmp_path: Path) -> None:
-    (tmp_path / "evil.pt").write_bytes(pickle.dumps(Hostile(os.system, f"touch {tmp_path / 'proof'}")))
-    with pytest.raises(CheckpointError, match=r"is not a zip archive of torch\.save"):
-        unpickle.load(tmp_path / "evil.pt")
-    assert not (tmp_path / "proof").exists()
-
-
 def test_persistent_id_outside_the_archive_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "plain").write_bytes(b"\x80\x02X\x0b\x00\x00\x00/etc/passwdQ.")
     with pytest.raises(CheckpointError, match="refers to an object that is not a torch storage"):
@@ -91,7 +83,7 @@ def test_damaged_description_is_found_by_its_checksum(tmp_path: Path) -> None:
     content = bytearray((tmp_path / "f.pt").read_bytes())
     content[content.index(b"storage") + 1] ^= 64
     (tmp_path / "f.pt").write_bytes(content)
-    with pytest.raises(CheckpointError, match="have another checksum than the file records"):
+    with pytest.raises(CheckpointError, match="do not match the CRC-32 in the file"):
         unpickle.load(tmp_path / "f.pt")
 
 
