@@ -24,10 +24,10 @@ from shardmake.data.placeholders import (
     Piece,
     Rendered,
     Span,
+    as_written,
     common_length,
     excerpt,
     fill,
-    fill_text,
     find,
     hidden_pieces,
     hide_texts,
@@ -156,10 +156,10 @@ class ChatTemplate:
 
     def _filled(self, shape: _Shape, conversation: _Conversation) -> list[Rendered] | None:
         """Return the examples of ``shape`` with the texts of ``conversation``; None if it is rendered otherwise."""
-        texts = [piece.text for piece in conversation.pieces]
+        texts: Sequence[str] | None = [piece.text for piece in conversation.pieces]
         for check in shape.checks:
-            expected = "".join(fill_text(check.text, texts))
-            if self._render(conversation, conversation.messages[: check.upto], header=check.header) != expected:
+            rendered = self._render(conversation, conversation.messages[: check.upto], header=check.header)
+            if (texts := as_written(check.text, texts, rendered)) is None:
                 return None
         return [fill(example, texts) for example in shape.examples]
 
@@ -196,17 +196,17 @@ class ChatTemplate:
             whole = self._render(conversation, messages[:count])
         except BadRowError:  # such as a template that demands a user's message, which comes later
             whole, count = self._render(conversation, messages), len(messages)
-        regions = self._locate(whole, conversation, index + 1, None)
-        start = regions[index][0]
         checks, text = [_Check(count, False, whole)], whole
         context = self._context(conversation, index)
-        if context is None:
-            header = self._header
-            found = whole.rfind(header, 0, start) if header else -1
-            start = start if found < 0 else found + len(header)
-        elif whole.startswith(context):
+        if context is not None and whole.startswith(context):
             start = len(context)
+        elif context is None:
+            start = self._locate(whole, conversation, index + 1, None)[index][0]
+            found = whole.rfind(self._header, 0, start) if self._header else -1
+            start = start if found < 0 else found + len(self._header)
         else:
+            regions = self._locate(whole, conversation, index + 1, None)
+            start = regions[index][0]
             prompt = context[common_length(context, self._render(conversation, conversation.messages[:index])) :]
             after = seam(context, whole, (regions[index - 1][1], start), prompt, self._marks)
             text, start = context + whole[after:], len(context)
@@ -268,10 +268,11 @@ class ChatTemplate:
             spans = []
             for piece in pieces.get(index, ()):
                 span = find(text, piece.text, 0 if is_moved else at)
-                if span is not None:
+                if span is None:
+                    if demanded is not None and (piece.kind != "reasoning" or index in demanded):
+                        raise _lost(piece, role)
+                elif piece.is_hidden:  # a key or a number may also be found where it is something else
                     spans.append(span)
-                elif demanded is not None and (piece.kind != "reasoning" or index in demanded):
-                    raise _lost(piece, role)
             if spans and not is_moved:
                 regions.append((min(span[0] for span in spans), max(span[1] for span in spans)))
                 at = regions[-1][1]

@@ -3,7 +3,7 @@
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -44,7 +44,7 @@ def hide_texts(messages: Sequence[Message], tools: Any) -> tuple[list[dict[str, 
     """Return ``messages`` with placeholders, numbered as the pieces, for their texts without the space around them."""
     named = [tool.get("function", tool) for tool in tools or [] if isinstance(tool, dict)]
     pieces = [Piece(-1, "tools", tool["name"], False) for tool in named if isinstance(tool, dict) and tool.get("name")]
-    hidden = []
+    hidden, ids = [], dict[str, str]()  # a template may look for the call of a result by its id
 
     def hide(index: int, kind: str, text: str) -> str:
         core = text.strip()
@@ -76,13 +76,16 @@ def hide_texts(messages: Sequence[Message], tools: Any) -> tuple[list[dict[str, 
         else:
             content = hide(index, "content", content)
         found["content"] = content
-        if isinstance(message.get("tool_call_id"), str):
-            found["tool_call_id"] = hide(index, "id", message["tool_call_id"])
+        if isinstance(made := message.get("tool_call_id"), str):
+            found["tool_call_id"] = ids.get(made) or hide(index, "id", made)
         if "tool_calls" in message:
             found["tool_calls"] = [_hide_function(call, partial(hide_call, index)) for call in message["tool_calls"]]
-            for call in found["tool_calls"]:
-                if isinstance(call.get("id"), str):
-                    call["id"] = hide(index, "id", call["id"])
+            for call, written in zip(found["tool_calls"], message["tool_calls"], strict=True):
+                name, made = written["function"]["name"], written.get("id")
+                if isinstance(made, str):  # some templates render the id, of which the name is a part
+                    has_name = name and name in made
+                    call["id"] = made.replace(name, call["function"]["name"]) if has_name else hide(index, "id", made)
+                    ids[made] = call["id"]
         hidden.append(found)
     return hidden, pieces
 
@@ -116,10 +119,17 @@ def number_of(text: str) -> int:
 
 def find(text: str, part: str, start: int) -> Span | None:
     """Return where ``part`` is in ``text`` from ``start`` on, as it is or as a template writes JSON."""
-    for form in (lambda: part, lambda: json.dumps(part, ensure_ascii=False)[1:-1], lambda: json.dumps(part)[1:-1]):
-        if (at := text.find(form(), start)) >= 0:
-            return at, at + len(form())
+    for form in _forms(part):
+        if (at := text.find(form, start)) >= 0:
+            return at, at + len(form)
     return None
+
+
+def _forms(text: str) -> Iterator[str]:
+    """Yield ``text`` as it is, and as a template writes it in JSON."""
+    yield text
+    yield json.dumps(text, ensure_ascii=False)[1:-1]
+    yield json.dumps(text)[1:-1]
 
 
 @lru_cache(4096)
@@ -135,6 +145,23 @@ def fill_text(text: str, texts: Sequence[str]) -> list[str]:
     filled = parts.copy()
     filled[1::2] = [texts[number] for number in numbers]
     return filled
+
+
+def as_written(text: str, texts: Sequence[str], real: str) -> Sequence[str] | None:
+    """Return ``texts`` in the form in which ``real`` has them in place of the placeholders of ``text``.
+
+    None if ``real`` is another text.
+    """
+    if "".join(fill_text(text, texts)) == real:
+        return texts
+    parts, numbers, _ = _split(text)
+    found, at = list(texts), len(parts[0])
+    for number, after in zip(numbers, parts[2::2], strict=True):
+        form = next((form for form in _forms(texts[number]) if real.startswith(form + after, at)), None)
+        if form is None:
+            return None
+        found[number], at = form, at + len(form) + len(after)
+    return found if "".join(fill_text(text, found)) == real else None
 
 
 def fill(example: Rendered, texts: Sequence[str]) -> Rendered:

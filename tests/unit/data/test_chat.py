@@ -57,9 +57,17 @@ NEEDS_USER = (
     "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}{{ raise_exception('no user') }}{% endif %}"
     + PLAIN
 )
+CALLS_NO_MORE = CALLS.replace("<{{ m.role }}>", "({{ m.role }})").replace("<assistant>", "(assistant)T")
+BY_ID = LOOP % (  # the name of a call is in its id, and that of a result in the call with its id
+    "<{{ m.role }}>{% for c in m.tool_calls or [] %}{{ c.id }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "{% if m.role == 'tool' %}{{ (messages | map(attribute='tool_calls', default=[]) | sum(start=[]) "
+    "| selectattr('id', 'equalto', m.tool_call_id) | first).function.name }}:{% endif %}{{ m.content }}</s>",
+    "",
+)
 CLOCK = "<system>{{ strftime_now('%Y') }}</s>" + PLAIN
 SWITCH = LOOP % (MESSAGE, "{% if think %}T{% endif %}")
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": '{"x": "y"}'}}]}
+QUOTED = {"function": {"name": "f", "arguments": {"n": 'y"'}}}
 THOUGHT = {"role": "assistant", "content": "b", "thinking": "z"}
 
 LEARNED: list[tuple[str, str, Row, list[str]]] = [
@@ -83,6 +91,13 @@ LEARNED: list[tuple[str, str, Row, list[str]]] = [
     ("the system text moves", LATE_SYSTEM, {"messages": chat("s:x", "u:a", "a:b")}, ["<user>x:a<assistant>[b</s>]"]),
     ("a call with JSON in text", CALLS, {"messages": [*chat("u:a"), CALL, {"role": "tool", "content": "r"}, *chat("a:b")]},
      ['<user>a</s><assistant>[f{"x": "y"}</s>]<tool>r</s><assistant>[b</s>]']),
+    ("a key that is also in the header", CALLS_NO_MORE,
+     {"messages": [*chat("u:a"), {"role": "assistant", "tool_calls": [QUOTED]}]},
+     ['(user)a</s>(assistant)T[f{"n": "y\\""}</s>]']),
+    ("a call by its id", BY_ID,
+     {"messages": [*chat("u:a"), {"role": "assistant", "tool_calls": [{**QUOTED, "id": "n.f:0"}]},
+                   {"role": "tool", "tool_call_id": "n.f:0", "content": "r"}]},
+     ['<user>a</s><assistant>[n.f:0{"n": "y\\""}</s>]<tool>f:r</s>']),
     ("a template that wants text", TEXT_CALLS, {"messages": [*chat("u:a"), CALL]},
      ['<user>a</s><assistant>[f{"x": "y"}</s>]']),
     ("no calls, no thoughts", CALLS, {"messages": [*chat("u:a"), {**THOUGHT, "thinking": None, "tool_calls": []}]},
