@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import date
 from functools import cache
 from hashlib import blake2b
-from itertools import islice
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +19,7 @@ from shardmake.config.objectives import OBJECTIVES
 from shardmake.core.atomic import digest
 from shardmake.core.errors import DataError, ModelError, ShardmakeError
 from shardmake.data.chat import ChatTemplate
-from shardmake.data.encode import Encoder, Tokens, answer_tokens, loss_on_assistant, split_pair, tokenize
+from shardmake.data.encode import Encoder, Tokens, loss_on_assistant
 from shardmake.data.files import RawRow, Row, open_row
 from shardmake.data.layout import Layout, check_named, recognize
 from shardmake.data.packing import KEPT, fit, fit_pair
@@ -200,26 +200,25 @@ def encode_rows(
     """
     import pyarrow
 
-    opened, texts = list[tuple[int, Row | DataError, int]](), list[Rendered]()
+    opened, rendered = list[tuple[int, Row | DataError]](), list[list[Rendered]]()
     for number, raw in rows:
+        found: Row | DataError
         try:
-            row = open_row(raw)
-            rendered = encoder.render(row.example, row.place)
+            found = open_row(raw)
+            rendered.append(encoder.render(found.example, found.place))
         except DataError as error:
             if not drop:
                 raise
-            opened.append((number, error, 0))
-        else:
-            opened.append((number, row, len(rendered)))
-            texts += rendered
-    tokens, pieces = iter(tokenize(encoder.tokenizer, texts)), list[dict[str, Any]]()
+            found = error
+        opened.append((number, found))
+    tokens, pieces = encoder.tokenize(rendered), list[dict[str, Any]]()
     empty = _EMPTY | _EMPTY_OF.get(encoder.layout.format, {})
-    for number, found, count in opened:
+    for number, found in opened:
         if isinstance(found, DataError):
             cause = getattr(found, "cause", "not in the format")
             own: Iterable[dict[str, Any]] = [{"outcome": "dropped_bad", "note": cause, "dropped": str(found)}]
         else:
-            own = _pieces(found, list(islice(tokens, count)), encoder, length)
+            own = _pieces(found, next(tokens), encoder, length)
         pieces += [{**empty, "row": number, **piece} for piece in own]
     for piece in pieces:
         tokens_as_bytes = array("i", piece["input_ids"]).tobytes()
@@ -232,10 +231,8 @@ def encode_rows(
 def _pieces(row: Row, encoded: list[Tokens], encoder: Encoder, length: int) -> Iterator[dict[str, Any]]:
     format, others = encoder.layout.format, dict[str, Any]()
     if format == "preference":
-        prompt, answers = split_pair(*encoded)
-        answers, outcome = fit_pair(prompt, answers, length, cuts=encoder.cuts)
-        fitted = [(answer_tokens(prompt, answers[0]) if answers else ([], []), outcome)]
-        others["rejected_ids"] = answers[-1] if answers else []
+        (chosen, rejected), outcome = fit_pair(encoded, length, cuts=encoder.cuts)
+        fitted, others["rejected_ids"] = [(chosen, outcome)], list(compress(*rejected))
     else:
         fitted = [piece for tokens in encoded for piece in fit(tokens, length, split=format == "text")]
     if format == "unpaired-preference":

@@ -50,22 +50,20 @@ def fit(tokens: Tokens, length: int, *, split: bool) -> list[tuple[Tokens, Outco
     return [(pieces[0], "truncated") if any(pieces[0][1]) else (([], []), "dropped_loss_truncated")]
 
 
-def fit_pair(
-    prompt: list[int], answers: list[list[int]], length: int, *, cuts: bool = True
-) -> tuple[list[list[int]], Outcome]:
+def fit_pair(pair: list[Tokens], length: int, *, cuts: bool = True) -> tuple[list[Tokens], Outcome]:
     """Cut both answers so that each is at most ``length`` tokens long with the prompt; without ``cuts``, drop the pair.
 
     Pairs with equal answers, from the start or after the cut, have nothing to learn. TRL cuts and drops in the same way
     but keeps equal answers, whose gradient is zero.
     """
-    cut = [answer[: max(length - len(prompt), 0)] for answer in answers]
-    if answers[0] == answers[1]:
-        return [], "dropped_without_loss"
-    if not cuts and cut != answers:
-        return [], "dropped_too_long"
+    cut = [(ids[:length], mask[:length]) for ids, mask in pair]
+    if pair[0] == pair[1]:
+        return [([], []), ([], [])], "dropped_without_loss"
+    if not cuts and cut != pair:
+        return [([], []), ([], [])], "dropped_too_long"
     if cut[0] == cut[1]:
-        return [], "dropped_loss_truncated"
-    return cut, "whole" if cut == answers else "truncated"
+        return [([], []), ([], [])], "dropped_loss_truncated"
+    return cut, "whole" if cut == pair else "truncated"
 
 
 def pack(examples: "datasets.Dataset", length: int, cache_file: Path, fingerprint: str) -> "datasets.Dataset":

@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
@@ -12,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardmake.data.dataset import IGNORED, Collator, Sequences
 from shardmake.data.encode import Tokens
-from shardmake.data.packing import count_tokens, fit, pack
+from shardmake.data.packing import count_tokens, fit, fit_pair, pack
 from shardmake.run.paths import DATA_RECEIPT
 from tests.finished_run import make_data_receipt
 
@@ -47,6 +48,28 @@ def test_splitting_loses_no_token_and_leaves_none_alone(ids: list[int], length: 
     alone = len(ids) % length == 1 and len(ids) > length
     assert joined == ([*ids[:-1], *ids[-2:]] if alone else ids)
     assert all(len(piece) <= length and mask == [False] + [True] * (len(piece) - 1) for (piece, mask), _ in pieces)
+
+
+@pytest.mark.parametrize(
+    ("length", "answers", "cuts", "expected"),
+    [
+        (4, ([3, 4], [3, 5]), True, ([3, 4], [3, 5], "whole")),
+        (3, ([3, 4], [5]), True, ([3], [5], "truncated")),
+        (3, ([3, 4], [3, 5]), True, "dropped_loss_truncated"),
+        (2, ([3], [4]), True, "dropped_loss_truncated"),
+        (9, ([3], [3]), True, "dropped_without_loss"),
+        (3, ([3, 4], [5]), False, "dropped_too_long"),
+        (4, ([3, 4], [5]), False, ([3, 4], [5], "whole")),
+    ],
+)
+def test_both_answers_are_cut_or_dropped(length: int, answers: Any, cuts: bool, expected: Any) -> None:
+    pair = [([1, 2, *answer], [False, False] + [True] * len(answer)) for answer in answers]
+    found, outcome = fit_pair(pair, length, cuts=cuts)
+    if isinstance(expected, str):
+        assert (found, outcome) == ([([], []), ([], [])], expected)
+    else:
+        kept = [[token for token, on in zip(*one, strict=True) if on] for one in found]
+        assert (*kept, outcome) == expected and all(ids[:2] == [1, 2] for ids, _ in found)
 
 
 def as_dataset(many: list[Tokens]) -> datasets.Dataset:
