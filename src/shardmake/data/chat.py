@@ -331,7 +331,7 @@ class ChatTemplate:
 
     def _renders(self, messages: list[dict[str, Any]], at: int = 0) -> bool:
         try:
-            return placeholder(at) in self._render(_Conversation(messages, None, {}, []), messages)
+            return placeholder(at) in self._render(None, messages)
         except BadRowError:
             return False
 
@@ -339,10 +339,9 @@ class ChatTemplate:
     def _header(self) -> str:
         """The generation prompt; empty if there is none."""
         asked = self._adapted([_asked(0)])
-        bare = _Conversation(asked, None, {}, [])
         try:
-            with_header = self._render(bare, asked, header=True)
-            return with_header[common_length(with_header, self._render(bare, asked)) :]
+            with_header = self._render(None, asked, header=True)
+            return with_header[common_length(with_header, self._render(None, asked)) :]
         except BadRowError:
             return ""
 
@@ -350,9 +349,8 @@ class ChatTemplate:
     def _tails(self) -> list[str]:
         """The texts after an assistant's message that is the last, and between one and the next user's."""
         messages = self._adapted([_asked(0), {"role": "assistant", "content": placeholder(1)}, _asked(2)])
-        bare = _Conversation(messages, None, {}, [])
         try:
-            texts = [self._render(bare, messages[:count]) for count in (2, 3)]
+            texts = [self._render(None, messages[:count]) for count in (2, 3)]
         except BadRowError:
             return ["", ""]
         return [text.partition(placeholder(1))[2].partition(placeholder(2))[0] for text in texts]
@@ -391,17 +389,14 @@ class ChatTemplate:
         return self._templates[bool(tools)]
 
     def _render(
-        self, conversation: _Conversation, messages: Sequence[Mapping[str, Any]], *, header: bool = False
+        self, conversation: _Conversation | None, messages: Sequence[Mapping[str, Any]], *, header: bool = False
     ) -> str:
-        template = self._template(conversation.tools)
-        arguments = {**self.arguments, **conversation.arguments}
+        """Return the text of ``messages`` with what ``conversation`` has beside them; ``header`` adds the prompt."""
+        tools, own = (conversation.tools, conversation.arguments) if conversation else (None, {})
+        settings = {"chat_template": self._template(tools), "add_generation_prompt": header, "tokenize": False}
+        arguments = {**self.arguments, **own}
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    list(messages), tools=conversation.tools, chat_template=template, add_generation_prompt=header,
-                    tokenize=False, **arguments,
-                )
-            )  # fmt: skip
+            return str(self.tokenizer.apply_chat_template(list(messages), tools=tools, **settings, **arguments))
         except Exception as error:  # a template may raise anything
             raise BadRowError(
                 "rejected by the chat template",

@@ -14,7 +14,7 @@ from shardmake.config.models import Data
 from shardmake.core.errors import DataError
 from shardmake.data.chat import ChatTemplate
 from shardmake.data.layout import Layout, is_unlearned
-from shardmake.data.placeholders import Rendered, Span
+from shardmake.data.placeholders import Rendered, Span, common_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -166,9 +166,7 @@ def _spans(tokenizer: "PreTrainedTokenizerBase", text: Rendered, ids: list[int],
         return (len(ids), True) if token is None else (token, encoding.token_to_chars(token)[0] >= at - 1)
 
     def common(at: int) -> int:
-        from trl.data_utils import common_prefix_length
-
-        return int(common_prefix_length(encode_prompt(tokenizer, text.text[:at], is_plain=text.is_plain), ids))
+        return common_length(encode_prompt(tokenizer, text.text[:at], is_plain=text.is_plain), ids)
 
     found = []
     for start, end in text.learned:

@@ -177,13 +177,11 @@ def fill(example: Rendered, texts: Sequence[str]) -> Rendered:
     return Rendered("".join(parts), learned, example.is_plain)
 
 
-def common_length(one: str, other: str) -> int:
-    """Return the length of the common beginning of two texts."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
-    return low
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the length of the common beginning of two texts, or of two lists of tokens."""
+    from trl.data_utils import common_prefix_length
+
+    return int(common_prefix_length(one, other))
 
 
 def seam(context: str, whole: str, between: Span, prompt: str, marks: re.Pattern[str]) -> int:

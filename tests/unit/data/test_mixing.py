@@ -69,7 +69,7 @@ def test_the_plan_estimates_the_sequences(
     train = [one | more for one, more in zip(sources(tmp_path, a=300, b=200), keys, strict=True)]
     data = {"train": train, **({"eval": sources(tmp_path, held=4)[0]["source"]} if held_out else {})}
     run = make_run(model, data, packing=packing, sequence_length=64)
-    found = estimate_length(run, check_sources(run), check_first_rows(run).sampled, 2)
+    found = estimate_length(run, check_sources(run), check_first_rows(run), 2)
     made = prepare(run, RunDir(tmp_path / "run")).train
     assert found is not None
     tolerance = 0.15 if "weight" in keys[0] else 0.02  # sources are drawn at random

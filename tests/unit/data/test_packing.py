@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardmake.data.dataset import IGNORED, Collator, Sequences
 from shardmake.data.encode import Tokens
-from shardmake.data.packing import count_tokens, fit, fit_pair, pack
+from shardmake.data.packing import fit, fit_pair, pack
 from shardmake.run.paths import DATA_RECEIPT
 from tests.finished_run import make_data_receipt
 
@@ -81,7 +81,7 @@ def as_dataset(many: list[Tokens]) -> datasets.Dataset:
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(many=examples.filter(bool), length=st.integers(40, 90))
 def test_every_example_is_packed_once_and_whole(many: list[Tokens], length: int, tmp_path: Path) -> None:
-    packed = pack(as_dataset(many), length, tmp_path / "packed.arrow", "test")
+    packed = pack(as_dataset(many), length, tmp_path / "packed.arrow")
     found = []
     for row in packed:
         assert len(row["input_ids"]) == len(row["loss_mask"]) == sum(row["seq_lengths"]) <= length
@@ -107,7 +107,7 @@ def many() -> list[Tokens]:
 @pytest.fixture(scope="module")
 def packed(many: list[Tokens], tmp_path_factory: pytest.TempPathFactory) -> Sequences:
     folder = tmp_path_factory.mktemp("packed")
-    pack(as_dataset(many), SEQUENCE_LENGTH, folder / "cache.arrow", "test").save_to_disk(str(folder / "train"))
+    pack(as_dataset(many), SEQUENCE_LENGTH, folder / "cache.arrow").save_to_disk(str(folder / "train"))
     make_data_receipt("digest").write(folder / DATA_RECEIPT)
     return Sequences(folder, "train")
 
@@ -188,14 +188,4 @@ def test_unpacked_batches_are_padded_on_the_right() -> None:
         "input_ids": [[1, 2, 3, 0], [4, 0, 0, 0]],
         "labels": [[IGNORED, 2, 3, IGNORED], [IGNORED] * 4],
         "attention_mask": [[1, 1, 1, 0], [1, 0, 0, 0]],
-    }
-
-
-def test_counts_are_those_on_disk(many: list[Tokens], tmp_path: Path) -> None:
-    as_dataset(many).save_to_disk(str(tmp_path))
-    assert count_tokens(datasets.load_from_disk(str(tmp_path))) == {
-        "sequences": len(LENGTHS),
-        "tokens": sum(LENGTHS),
-        "loss_tokens": sum(sum(mask) for _, mask in many),
-        "largest_token_id": max(max(ids) for ids, _ in many),
     }
