@@ -95,7 +95,7 @@ def _compare_marks(encoder: Encoder, row: Row) -> None:
     """Log a warning if `{% generation %}` marks of the template say other tokens than those that are learned."""
     from trl.chat_template_utils import has_generation_markers
 
-    tokenizer = encoder.tokenizer
+    tokenizer = encoder.chat.tokenizer
     if not encoder.assistant_only or not has_generation_markers(tokenizer.chat_template or ""):
         return
     try:

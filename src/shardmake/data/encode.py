@@ -44,11 +44,6 @@ class Encoder:
     cuts: bool = True
     """Pairs of answers that are too long are cut; else they are dropped."""
 
-    @property
-    def tokenizer(self) -> "PreTrainedTokenizerBase":
-        """Return the tokenizer."""
-        return self.chat.tokenizer
-
     def __call__(self, example: Mapping[str, Any], place: str) -> list[Tokens]:
         """Return the tokens of ``example``, whose ``place`` is named in errors; the errors are those of `render`."""
         return next(self.tokenize([self.render(example, place)]))
@@ -72,7 +67,7 @@ class Encoder:
         A token that only one of the answers has is not in the prompt. This is TRL's rule
         (`DPOTrainer._prepare_dataset`), with the prompt of inference.
         """
-        tokens = iter(tokenize(self.tokenizer, [text for example in examples for text in example]))
+        tokens = iter(tokenize(self.chat.tokenizer, [text for example in examples for text in example]))
         for example in examples:
             found = list(islice(tokens, len(example)))
             if self.layout.format == "preference":

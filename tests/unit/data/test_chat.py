@@ -11,7 +11,7 @@ from shardmake.core.errors import DataError
 from shardmake.data.chat import BadRowError, ChatTemplate
 from shardmake.data.encode import Encoder
 from shardmake.data.layout import Layout
-from tests.unit.data.test_encode import PLAIN, chat, make_tokenizer, shown
+from tests.unit.data.test_encode import MARKED, PLAIN, chat, make_tokenizer, shown
 
 Row = dict[str, Any]
 LOOP = "{%% for m in messages %%}%s{%% endfor %%}{%% if add_generation_prompt %%}<assistant>%s{%% endif %%}"
@@ -70,7 +70,14 @@ CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name
 QUOTED = {"function": {"name": "f", "arguments": {"n": 'y"'}}}
 THOUGHT = {"role": "assistant", "content": "b", "thinking": "z"}
 
+TOOLS = "{% for t in tools or [] %}{{ t.name }}</s>{% endfor %}" + MARKED
 LEARNED: list[tuple[str, str, Row, list[str]]] = [
+    ("tools", TOOLS, {"messages": chat("u:a", "a:b"), "tools": [{"name": "clock"}]},
+     ["clock</s><user>a</s><assistant>[b</s>]"]),
+    ("two turns", MARKED, {"messages": chat("s:be", "u:a", "a:b", "u:c", "a:d")},
+     ["<system>be</s><user>a</s><assistant>[b</s>]<user>c</s><assistant>[d</s>]"]),
+    ("two answers", PLAIN, {"messages": chat("u:a", "a:b", "a:c", "u:d")},
+     ["<user>a</s><assistant>[b</s>]<assistant>[c</s>]<user>d</s>"]),
     ("assistant first", PLAIN, {"messages": chat("a:b", "u:c", "a:d")},
      ["<assistant>[b</s>]<user>c</s><assistant>[d</s>]"]),
     ("assistant first, default system", DEFAULT_SYSTEM, {"messages": chat("a:b", "u:c")},
@@ -132,7 +139,7 @@ def encoder(template: str, turns: Any = "auto", **more: Any) -> Encoder:
 
 
 def encoded(encoder: Encoder, row: Row) -> list[str]:
-    return [shown(encoder.tokenizer, tokens).replace("�", "") for tokens in encoder(row, "here")]
+    return [shown(encoder.chat.tokenizer, tokens).replace("�", "") for tokens in encoder(row, "here")]
 
 
 @pytest.mark.parametrize(("name", "template", "row", "expected"), LEARNED, ids=[case[0] for case in LEARNED])
