@@ -81,11 +81,10 @@ def hide_texts(messages: Sequence[Message], tools: Any) -> tuple[list[dict[str, 
         if "tool_calls" in message:
             found["tool_calls"] = [_hide_function(call, partial(hide_call, index)) for call in message["tool_calls"]]
             for call, written in zip(found["tool_calls"], message["tool_calls"], strict=True):
-                name, made = written["function"]["name"], written.get("id")
-                if isinstance(made, str):  # some templates render the id, of which the name is a part
-                    has_name = name and name in made
-                    call["id"] = made.replace(name, call["function"]["name"]) if has_name else hide(index, "id", made)
-                    ids[made] = call["id"]
+                if isinstance(made := written.get("id"), str):  # some templates render the id, with the name in it
+                    name = re.compile(rf"\b{re.escape(written['function']['name'])}\b")
+                    shaped = name.sub(lambda _, name=call["function"]["name"]: name, made)
+                    ids[made] = call["id"] = shaped if shaped != made else hide(index, "id", made)
         hidden.append(found)
     return hidden, pieces
 
