@@ -271,7 +271,7 @@ class ChatTemplate:
                 if span is None:
                     if demanded is not None and (piece.kind != "reasoning" or index in demanded):
                         raise _lost(piece, role)
-                elif piece.is_hidden:  # a key or a number may also be found where it is something else
+                elif piece.is_text:
                     spans.append(span)
             if spans and not is_moved:
                 regions.append((min(span[0] for span in spans), max(span[1] for span in spans)))

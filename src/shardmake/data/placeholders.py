@@ -12,7 +12,8 @@ from typing import Any, Final, NamedTuple
 from shardmake.data.layout import Message
 
 Span = tuple[int, int]
-PLACEHOLDER: Final = re.compile(r"(Qz\d+zQ)")
+PLACEHOLDER: Final = re.compile(r"(Qz\d+zQ|77\d{26}77)")
+"""Pattern of what stands for a text, or for a number."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,13 @@ class Piece(NamedTuple):
     message: int
     kind: str
     text: str
-    is_hidden: bool
-    """A placeholder with the number of the piece may stand for it."""
+    stand_in: str = ""
+    """The placeholder that may stand for it."""
+
+    @property
+    def is_text(self) -> bool:
+        """Return True for a text, which shows where the message is; a key or a number may be found elsewhere too."""
+        return self.stand_in.startswith("Q")
 
 
 def placeholder(number: int) -> str:
@@ -43,26 +49,27 @@ def placeholder(number: int) -> str:
 def hide_texts(messages: Sequence[Message], tools: Any) -> tuple[list[dict[str, Any]], list[Piece]]:
     """Return ``messages`` with placeholders, numbered as the pieces, for their texts without the space around them."""
     named = [tool.get("function", tool) for tool in tools or [] if isinstance(tool, dict)]
-    pieces = [Piece(-1, "tools", tool["name"], False) for tool in named if isinstance(tool, dict) and tool.get("name")]
+    pieces = [Piece(-1, "tools", tool["name"]) for tool in named if isinstance(tool, dict) and tool.get("name")]
     hidden, ids = [], dict[str, str]()  # a template may look for the call of a result by its id
 
     def hide(index: int, kind: str, text: str) -> str:
         core = text.strip()
         if not core:
             return text
-        pieces.append(Piece(index, kind, core, True))
-        return text.replace(core, placeholder(len(pieces) - 1), 1)
+        pieces.append(Piece(index, kind, core, placeholder(len(pieces))))
+        return text.replace(core, pieces[-1].stand_in, 1)
 
     def hide_call(index: int, value: Any) -> Any:
         if isinstance(value, str):
             return hide(index, "call", value)
         if isinstance(value, dict):
-            pieces.extend(Piece(index, "call", key, False) for key in value if key)
+            pieces.extend(Piece(index, "call", key) for key in value if key)
             return {key: hide_call(index, item) for key, item in value.items()}
         if isinstance(value, list):
             return [hide_call(index, item) for item in value]
         if isinstance(value, int | float) and not isinstance(value, bool):
-            pieces.append(Piece(index, "call", json.dumps(value), False))
+            pieces.append(Piece(index, "call", json.dumps(value), f"77{len(pieces):026}77"))
+            return int(pieces[-1].stand_in)
         return value
 
     for index, message in enumerate(messages):
@@ -96,9 +103,7 @@ def _hide_function(call: Mapping[str, Any], hide: Callable[[Any], Any]) -> dict[
 
 def hidden_pieces(pieces: Sequence[Piece]) -> list[Piece]:
     """Return ``pieces`` with their placeholders as texts."""
-    return [
-        piece._replace(text=placeholder(number)) if piece.is_hidden else piece for number, piece in enumerate(pieces)
-    ]
+    return [piece._replace(text=piece.stand_in or piece.text) for piece in pieces]
 
 
 def real_text(text: str, pieces: Sequence[Piece]) -> str:
