@@ -156,11 +156,12 @@ class ChatTemplate:
 
     def _filled(self, shape: _Shape, conversation: _Conversation) -> list[Rendered] | None:
         """Return the examples of ``shape`` with the texts of ``conversation``; None if it is rendered otherwise."""
-        texts: Sequence[str] | None = [piece.text for piece in conversation.pieces]
+        texts: Sequence[str] = [piece.text for piece in conversation.pieces]
         for check in shape.checks:
             rendered = self._render(conversation, conversation.messages[: check.upto], header=check.header)
-            if (texts := as_written(check.text, texts, rendered)) is None:
+            if (written := as_written(check.text, texts, rendered)) is None:
                 return None
+            texts = written
         return [fill(example, texts) for example in shape.examples]
 
     def _analyse(self, conversation: _Conversation, *, learned: list[int], learn_all: bool, is_answer: bool) -> _Shape:

@@ -90,7 +90,7 @@ def hide_texts(messages: Sequence[Message], tools: Any) -> tuple[list[dict[str, 
             for call, written in zip(found["tool_calls"], message["tool_calls"], strict=True):
                 if isinstance(made := written.get("id"), str):  # some templates render the id, with the name in it
                     name = re.compile(rf"\b{re.escape(written['function']['name'])}\b")
-                    shaped = name.sub(lambda _, name=call["function"]["name"]: name, made)
+                    shaped = name.sub(str(call["function"]["name"]), made)
                     ids[made] = call["id"] = shaped if shaped != made else hide(index, "id", made)
         hidden.append(found)
     return hidden, pieces
