@@ -294,7 +294,7 @@ def _check_data(run: Run, rundir: RunDir) -> "tuple[list[int], list[Sampled]]":
     from shardmake.evaluate.prompts import check_prompts
 
     def read() -> "tuple[list[int], list[Sampled]]":
-        found = check_sources(run), check_first_rows(run, rundir=rundir).sampled
+        found = check_sources(run), check_first_rows(run, rundir=rundir)
         check_prompts(run)
         return found
 

@@ -14,9 +14,9 @@ from shardmake.config.models import Run, TrainSource
 from shardmake.core.errors import DataError
 from shardmake.data.chat import ChatTemplate
 from shardmake.data.encoding import encode_source
-from shardmake.data.examples import Part, check_vocabulary, encode_rows, make_encoder
+from shardmake.data.examples import NOTED, Part, check_vocabulary, encode_rows, make_encoder
 from shardmake.data.outcomes import Encoded, sum_of
-from shardmake.data.packing import count_tokens, pack
+from shardmake.data.packing import pack
 from shardmake.data.sources import count_rows, file_record
 
 if TYPE_CHECKING:
@@ -45,8 +45,10 @@ def build(run: Run, chat: ChatTemplate, parts: Sequence[Part], work: Path, cpus:
         for split, own in splits.items():
             one = Encoded.of(part.name, encoder, table, own[rows])
             found[split].append(one.check(f"{part.name} {split}".lstrip()))
+    check_vocabulary(
+        run, max(int(one.column("largest").max(initial=0)) for encoded in found.values() for one in encoded)
+    )
     results = {split: _write(split, encoded, run, work) for split, encoded in found.items() if encoded}
-    check_vocabulary(run, max(result.pop("largest_token_id") for result in results.values()))
     encoder = (found["train"] or found["eval"])[0].encoder
     digests = {
         split: np.concatenate([one.column("digest") for one in parts] or [np.empty(0)])
@@ -104,16 +106,18 @@ def _write(split: str, parts: Sequence[Encoded], run: Run, work: Path) -> dict[s
     tokens, learned = (examples.data.column(name).to_numpy() for name in ("tokens", "learned"))
     order = run.data.order if split == "train" else "shuffled"
     groups = [_in_order(rows, order, run.seed, tokens) for rows in groups]
-    written = [
-        _sequences(
-            examples, rows, run, work / "cache" / ("train.packed" if split == "train" else f"{number}-eval.packed")
-        )
-        for number, rows in enumerate(groups)
-    ]
+    kept = examples.remove_columns([*NOTED, *(["seq_lengths"] if run.packing else [])])
+    written = [kept.select(rows, keep_in_memory=True) for rows in groups]
+    if run.packing:
+        names = [split] if split == "train" else [f"{number}-{split}" for number in range(len(groups))]
+        files = [work / "cache" / f"{name}.packed" for name in names]
+        written = [pack(one, run.sequence_length, file) for one, file in zip(written, files, strict=True)]
+    rows = np.concatenate(groups)
     result = {**sum_of(parts), **_save(split, datasets.concatenate_datasets(written), work)}
+    result |= {"sequences": sum(map(len, written)), "tokens": int(tokens[rows].sum())}
+    result["loss_tokens"] = int(learned[rows].sum())
     if not parts[0].name:
         return result
-    rows = np.concatenate(groups)
     source = np.searchsorted(starts, rows, side="right") - 1
     counts = [np.bincount(source, of, len(parts)) for of in (None, tokens[rows], learned[rows])]
     result["sources"] = [
@@ -156,25 +160,7 @@ def _in_order(rows: "np.ndarray", order: str, seed: int, tokens: "np.ndarray") -
     return shuffled[np.argsort(tokens[shuffled], kind="stable")] if order == "length" else shuffled
 
 
-def _sequences(examples: "datasets.Dataset", rows: "np.ndarray", run: Run, packed: Path) -> "datasets.Dataset":
-    """Return the ``rows`` of ``examples`` as sequences, of which a file ``packed`` has those with several examples."""
-    made = (
-        "row",
-        "tokens",
-        "learned",
-        "digest",
-        "outcome",
-        "dropped",
-        "note",
-        *(["seq_lengths"] if run.packing else []),
-    )
-    kept = examples.remove_columns(list(made)).select(rows, keep_in_memory=True)
-    return pack(kept, run.sequence_length, packed, packed.stem) if run.packing else kept
-
-
 def _save(split: str, sequences: "datasets.Dataset", work: Path) -> dict[str, Any]:
-    import datasets
-
     folder = work / split
     shutil.rmtree(folder, ignore_errors=True)  # a killed process may have left links to files of another run
     packed = [Path(file["filename"]) for file in sequences.cache_files if file["filename"].endswith(f"{split}.packed")]
@@ -187,5 +173,4 @@ def _save(split: str, sequences: "datasets.Dataset", work: Path) -> dict[str, An
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
-    counts = count_tokens(datasets.load_from_disk(str(folder)))
-    return {**counts, "files": [file_record(path, work) for path in sorted(folder.glob("*.arrow"))]}
+    return {"files": [file_record(path, work) for path in sorted(folder.glob("*.arrow"))]}

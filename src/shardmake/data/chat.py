@@ -24,10 +24,10 @@ from shardmake.data.placeholders import (
     Piece,
     Rendered,
     Span,
+    as_written,
     common_length,
     excerpt,
     fill,
-    fill_text,
     find,
     hidden_pieces,
     hide_texts,
@@ -156,11 +156,12 @@ class ChatTemplate:
 
     def _filled(self, shape: _Shape, conversation: _Conversation) -> list[Rendered] | None:
         """Return the examples of ``shape`` with the texts of ``conversation``; None if it is rendered otherwise."""
-        texts = [piece.text for piece in conversation.pieces]
+        texts: Sequence[str] = [piece.text for piece in conversation.pieces]
         for check in shape.checks:
-            expected = "".join(fill_text(check.text, texts))
-            if self._render(conversation, conversation.messages[: check.upto], header=check.header) != expected:
+            rendered = self._render(conversation, conversation.messages[: check.upto], header=check.header)
+            if (written := as_written(check.text, texts, rendered)) is None:
                 return None
+            texts = written
         return [fill(example, texts) for example in shape.examples]
 
     def _analyse(self, conversation: _Conversation, *, learned: list[int], learn_all: bool, is_answer: bool) -> _Shape:
@@ -196,17 +197,17 @@ class ChatTemplate:
             whole = self._render(conversation, messages[:count])
         except BadRowError:  # such as a template that demands a user's message, which comes later
             whole, count = self._render(conversation, messages), len(messages)
-        regions = self._locate(whole, conversation, index + 1, None)
-        start = regions[index][0]
         checks, text = [_Check(count, False, whole)], whole
         context = self._context(conversation, index)
-        if context is None:
-            header = self._header
-            found = whole.rfind(header, 0, start) if header else -1
-            start = start if found < 0 else found + len(header)
-        elif whole.startswith(context):
+        if context is not None and whole.startswith(context):
             start = len(context)
+        elif context is None:
+            start = self._locate(whole, conversation, index + 1, None)[index][0]
+            found = whole.rfind(self._header, 0, start) if self._header else -1
+            start = start if found < 0 else found + len(self._header)
         else:
+            regions = self._locate(whole, conversation, index + 1, None)
+            start = regions[index][0]
             prompt = context[common_length(context, self._render(conversation, conversation.messages[:index])) :]
             after = seam(context, whole, (regions[index - 1][1], start), prompt, self._marks)
             text, start = context + whole[after:], len(context)
@@ -268,10 +269,11 @@ class ChatTemplate:
             spans = []
             for piece in pieces.get(index, ()):
                 span = find(text, piece.text, 0 if is_moved else at)
-                if span is not None:
+                if span is None:
+                    if demanded is not None and (piece.kind != "reasoning" or index in demanded):
+                        raise _lost(piece, role)
+                elif piece.is_text:
                     spans.append(span)
-                elif demanded is not None and (piece.kind != "reasoning" or index in demanded):
-                    raise _lost(piece, role)
             if spans and not is_moved:
                 regions.append((min(span[0] for span in spans), max(span[1] for span in spans)))
                 at = regions[-1][1]
@@ -330,7 +332,7 @@ class ChatTemplate:
 
     def _renders(self, messages: list[dict[str, Any]], at: int = 0) -> bool:
         try:
-            return placeholder(at) in self._render(_Conversation(messages, None, {}, []), messages)
+            return placeholder(at) in self._render(None, messages)
         except BadRowError:
             return False
 
@@ -338,10 +340,9 @@ class ChatTemplate:
     def _header(self) -> str:
         """The generation prompt; empty if there is none."""
         asked = self._adapted([_asked(0)])
-        bare = _Conversation(asked, None, {}, [])
         try:
-            with_header = self._render(bare, asked, header=True)
-            return with_header[common_length(with_header, self._render(bare, asked)) :]
+            with_header = self._render(None, asked, header=True)
+            return with_header[common_length(with_header, self._render(None, asked)) :]
         except BadRowError:
             return ""
 
@@ -349,9 +350,8 @@ class ChatTemplate:
     def _tails(self) -> list[str]:
         """The texts after an assistant's message that is the last, and between one and the next user's."""
         messages = self._adapted([_asked(0), {"role": "assistant", "content": placeholder(1)}, _asked(2)])
-        bare = _Conversation(messages, None, {}, [])
         try:
-            texts = [self._render(bare, messages[:count]) for count in (2, 3)]
+            texts = [self._render(None, messages[:count]) for count in (2, 3)]
         except BadRowError:
             return ["", ""]
         return [text.partition(placeholder(1))[2].partition(placeholder(2))[0] for text in texts]
@@ -390,17 +390,14 @@ class ChatTemplate:
         return self._templates[bool(tools)]
 
     def _render(
-        self, conversation: _Conversation, messages: Sequence[Mapping[str, Any]], *, header: bool = False
+        self, conversation: _Conversation | None, messages: Sequence[Mapping[str, Any]], *, header: bool = False
     ) -> str:
-        template = self._template(conversation.tools)
-        arguments = {**self.arguments, **conversation.arguments}
+        """Return the text of ``messages`` with what ``conversation`` has beside them; ``header`` adds the prompt."""
+        tools, own = (conversation.tools, conversation.arguments) if conversation else (None, {})
+        settings = {"chat_template": self._template(tools), "add_generation_prompt": header, "tokenize": False}
+        arguments = {**self.arguments, **own}
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    list(messages), tools=conversation.tools, chat_template=template, add_generation_prompt=header,
-                    tokenize=False, **arguments,
-                )
-            )  # fmt: skip
+            return str(self.tokenizer.apply_chat_template(list(messages), tools=tools, **settings, **arguments))
         except Exception as error:  # a template may raise anything
             raise BadRowError(
                 "rejected by the chat template",

@@ -4,8 +4,10 @@ import logging
 import random
 from collections.abc import Iterator, Sequence
 from datetime import date
+from heapq import nsmallest
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from shardmake.config.models import Run
 from shardmake.core.errors import DataError
@@ -22,9 +24,7 @@ from shardmake.data.examples import (
     open_parts,
 )
 from shardmake.data.files import RawRow, Row, open_row, raw_rows
-from shardmake.data.layout import Layout
 from shardmake.data.outcomes import Encoded
-from shardmake.data.packing import count_tokens
 from shardmake.data.raw import files_of_raw
 from shardmake.data.sources import FIRST_ROWS, Source
 from shardmake.run.paths import RunDir
@@ -33,13 +33,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-
-
-class FirstRows(NamedTuple):
-    """The layout of the first source, and the lengths of the encoded examples of each."""
-
-    layout: Layout
-    sampled: list[Sampled]
 
 
 def check_sources(run: Run) -> list[int]:
@@ -70,8 +63,8 @@ def check_sources(run: Run) -> list[int]:
     return counts
 
 
-def check_first_rows(run: Run, limit: int = FIRST_ROWS, *, rundir: RunDir | None = None) -> FirstRows:
-    """Encode the first ``limit`` (two or more) rows of each source and as many of the others.
+def check_first_rows(run: Run, limit: int = FIRST_ROWS, *, rundir: RunDir | None = None) -> list[Sampled]:
+    """Return the encoded first ``limit`` (two or more) rows of each source, and as many of its others.
 
     The plan uses this, so that a wrong column, a message that the chat template rejects or a missing template is found
     before anything is queued. Raises `DataError` with file and line, and `ModelError` for the tokenizer.
@@ -92,17 +85,17 @@ def check_first_rows(run: Run, limit: int = FIRST_ROWS, *, rundir: RunDir | None
         found = Encoded.of(part.name, encoder, table, np.ones(len(table), bool))
         found.check(f"first rows of the {part.split}", is_all=len(tried) < limit)
         sampled.append(Sampled(len(tried), found.column("tokens").tolist()))
-        largest = max(largest, count_tokens(table)["largest_token_id"])
+        largest = max([largest, *table["largest"]])
         _compare_marks(encoder, part.rows[0])
     check_vocabulary(run, largest)
-    return FirstRows(parts[0].layout, sampled)
+    return sampled
 
 
 def _compare_marks(encoder: Encoder, row: Row) -> None:
     """Log a warning if `{% generation %}` marks of the template say other tokens than those that are learned."""
     from trl.chat_template_utils import has_generation_markers
 
-    tokenizer = encoder.tokenizer
+    tokenizer = encoder.chat.tokenizer
     if not encoder.assistant_only or not has_generation_markers(tokenizer.chat_template or ""):
         return
     try:
@@ -130,14 +123,8 @@ def _compare_marks(encoder: Encoder, row: Row) -> None:
 
 def _sample(source: Source, count: int) -> list[RawRow]:
     """Return the first ``count`` rows of a source and as many from all of its others, always the same."""
-    draw, first, kept = random.Random(0), list[RawRow](), list[RawRow]()
-    for number, row in enumerate(raw_rows(source.paths), start=-count):
-        place = number if number < count else draw.randrange(number + 1)
-        if number < 0:
-            first.append(row)
-        elif place < count:
-            kept[place : place + 1] = [row]
-    return first + kept
+    rows, draw = raw_rows(source.paths), random.Random(0)
+    return [*islice(rows, count), *nsmallest(count, rows, key=lambda _: draw.random())]
 
 
 def compare_with_file(tokenizer: "PreTrainedTokenizerBase", model: str, rows: Sequence[Row]) -> None:

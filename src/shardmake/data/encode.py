@@ -6,7 +6,7 @@ token, and in a packed sequence it would be predicted from the end of another ex
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any, Final
 
 from shardmake.config.formats import DataFormat
@@ -14,18 +14,14 @@ from shardmake.config.models import Data
 from shardmake.core.errors import DataError
 from shardmake.data.chat import ChatTemplate
 from shardmake.data.layout import Layout, is_unlearned
-from shardmake.data.placeholders import Rendered, Span
+from shardmake.data.placeholders import Rendered, Span, common_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tokens = tuple[list[int], list[bool]]
-_ANSWERS: Final[Mapping[str, Sequence[str]]] = {
-    "preference": ("chosen", "rejected"),
-    "unpaired-preference": ("completion",),
-    "prompt-completion": ("completion",),
-}
-"""Columns with an answer to the prompt."""
+_ANSWERS: Final = ("text", "messages", "completion", "chosen", "rejected")
+"""Keys of a standard form that have what is learned, after the prompt if there is one."""
 
 
 def loss_on_assistant(data: Data, format: DataFormat) -> bool:
@@ -48,14 +44,9 @@ class Encoder:
     cuts: bool = True
     """Pairs of answers that are too long are cut; else they are dropped."""
 
-    @property
-    def tokenizer(self) -> "PreTrainedTokenizerBase":
-        """Return the tokenizer."""
-        return self.chat.tokenizer
-
     def __call__(self, example: Mapping[str, Any], place: str) -> list[Tokens]:
         """Return the tokens of ``example``, whose ``place`` is named in errors; the errors are those of `render`."""
-        return tokenize(self.tokenizer, self.render(example, place))
+        return next(self.tokenize([self.render(example, place)]))
 
     def render(self, example: Mapping[str, Any], place: str) -> list[Rendered]:
         """Return the texts that ``example`` becomes: one, one for each turn, or the chosen and the rejected answer.
@@ -63,26 +54,35 @@ class Encoder:
         Raises `DataError` if the example does not fit the layout, and `BadRowError` if it cannot be learned.
         """
         standard = self.layout.standardize(example, place)
-        if "text" in standard:
-            return [Rendered(standard["text"], ((0, len(standard["text"])),), is_plain=True)]
         try:
-            if "messages" in standard:
-                return self._chat(standard, [], standard["messages"])
-            found = [self._answer(standard, standard[name]) for name in _ANSWERS[self.layout.format]]
-            return [one for answer in found for one in answer]
+            found = [self._answer(standard, standard[name]) for name in _ANSWERS if name in standard]
         except DataError as error:
             error.args = (f"{place}: {error}",)
             raise
+        return [one for answer in found for one in answer]
+
+    def tokenize(self, examples: Sequence[Sequence[Rendered]]) -> Iterator[list[Tokens]]:
+        """Yield the tokens of each of ``examples``, which are tokenized together; the answers of a pair share a prompt.
+
+        A token that only one of the answers has is not in the prompt. This is TRL's rule
+        (`DPOTrainer._prepare_dataset`), with the prompt of inference.
+        """
+        tokens = iter(tokenize(self.chat.tokenizer, [text for example in examples for text in example]))
+        for example in examples:
+            found = list(islice(tokens, len(example)))
+            if self.layout.format == "preference":
+                start = min(mask.index(True) if any(mask) else len(mask) for _, mask in found)
+                wholes = [[*found[0][0][:start], *ids[start:]] for ids, _ in found]
+                found = [(ids, [False] * start + [True] * (len(ids) - start)) for ids in wholes]
+            yield found
 
     def _answer(self, standard: Mapping[str, Any], answer: Any) -> list[Rendered]:
-        prompt = standard["prompt"]
-        if not isinstance(prompt, str):
-            return self._chat(standard, prompt, answer)
-        text, start = prompt + answer, len(prompt) if self._learns_answers else 0
-        return [Rendered(text, ((start, len(text)),), is_plain=True)]
-
-    def _chat(self, standard: Mapping[str, Any], prompt: Sequence[Any], messages: Sequence[Any]) -> list[Rendered]:
-        messages = [*prompt, *messages]
+        if isinstance(answer, str):
+            prompt = standard.get("prompt", "")
+            text, start = prompt + answer, len(prompt) if self._learns_answers else 0
+            return [Rendered(text, ((start, len(text)),), is_plain=True)]
+        prompt = standard.get("prompt", [])
+        messages = [*prompt, *answer]
         if not self._learns_answers and any(is_unlearned(message) for message in messages):
             raise DataError("a message has weight 0, but data.loss_on: all learns every message. Remove one of them.")
         return self.chat.examples(
@@ -97,20 +97,6 @@ class Encoder:
     @property
     def _learns_answers(self) -> bool:
         return self.assistant_only or "preference" in self.layout.format
-
-
-def split_pair(chosen: Tokens, rejected: Tokens) -> tuple[list[int], list[list[int]]]:
-    """Return the prompt with which two examples begin, and both answers; a token that only one has is not in it.
-
-    This is TRL's rule (`DPOTrainer._prepare_dataset`), with the prompt of inference.
-    """
-    start = min(mask.index(True) if any(mask) else len(mask) for _, mask in (chosen, rejected))
-    return chosen[0][:start], [chosen[0][start:], rejected[0][start:]]
-
-
-def answer_tokens(prompt: list[int], answer: list[int]) -> Tokens:
-    """Return a prompt with an answer to it, which alone is learned."""
-    return [*prompt, *answer], [False] * len(prompt) + [True] * len(answer)
 
 
 def tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Rendered]) -> list[Tokens]:
@@ -175,9 +161,7 @@ def _spans(tokenizer: "PreTrainedTokenizerBase", text: Rendered, ids: list[int],
         return (len(ids), True) if token is None else (token, encoding.token_to_chars(token)[0] >= at - 1)
 
     def common(at: int) -> int:
-        from trl.data_utils import common_prefix_length
-
-        return int(common_prefix_length(encode_prompt(tokenizer, text.text[:at], is_plain=text.is_plain), ids))
+        return common_length(encode_prompt(tokenizer, text.text[:at], is_plain=text.is_plain), ids)
 
     found = []
     for start, end in text.learned:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import date
 from functools import cache
 from hashlib import blake2b
-from itertools import islice
+from itertools import chain, compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +19,7 @@ from shardmake.config.objectives import OBJECTIVES
 from shardmake.core.atomic import digest
 from shardmake.core.errors import DataError, ModelError, ShardmakeError
 from shardmake.data.chat import ChatTemplate
-from shardmake.data.encode import Encoder, Tokens, answer_tokens, loss_on_assistant, split_pair, tokenize
+from shardmake.data.encode import Encoder, Tokens, loss_on_assistant
 from shardmake.data.files import RawRow, Row, open_row
 from shardmake.data.layout import Layout, check_named, recognize
 from shardmake.data.packing import KEPT, fit, fit_pair
@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 APART: Final = "apart"
 """Note of the first example of a conversation of which each turn is an example."""
+NOTED: Final = {
+    "row": "int64", "tokens": "int32", "learned": "int32", "largest": "int32", "digest": "uint64", "outcome": "string",
+    "dropped": "string", "note": "string",
+}  # fmt: skip
+"""Columns of encoded rows that are not trained on, with their types."""
 _EMPTY: Final[dict[str, Any]] = {"input_ids": [], "loss_mask": [], "dropped": "", "note": ""}
 _EMPTY_OF: Final[dict[str, dict[str, Any]]] = {
     "preference": {"rejected_ids": []},
@@ -176,16 +181,10 @@ def _schema_of(format: DataFormat) -> "pyarrow.Schema":
     """Return the columns of encoded rows of a format."""
     from datasets import Features, List, Value
 
-    features = {"row": Value("int64"), "input_ids": List(Value("int32")), "loss_mask": List(Value("bool"))}
-    features |= {"seq_lengths": List(Value("int32")), "tokens": Value("int32"), "learned": Value("int32")}
-    features |= {"digest": Value("uint64")}
-    features |= {name: Value("string") for name in ("outcome", "dropped", "note")}
-    more: dict[str, Any] = {
-        "rejected_ids": List(Value("int32")),
-        "label": Value("bool"),
-        "cut_ids": List(Value("int32")),
-    }
-    return Features(features | {name: more[name] for name in _EMPTY_OF.get(format, {})}).arrow_schema
+    ids, marks = List(Value("int32")), List(Value("bool"))
+    columns = {"input_ids": ids, "loss_mask": marks, "seq_lengths": ids}
+    columns |= {name: Value("bool") if name == "label" else ids for name in _EMPTY_OF.get(format, {})}
+    return Features({**{name: Value(kind) for name, kind in NOTED.items()}, **columns}).arrow_schema
 
 
 def encode_rows(
@@ -193,38 +192,38 @@ def encode_rows(
 ) -> "pyarrow.RecordBatch":
     """Return the pieces of numbered ``rows``, which are opened here, each of at most ``length`` tokens.
 
-    ``learned`` and ``digest`` are of their tokens. ``dropped`` has the place of a dropped example, and ``note`` why,
-    with ``drop`` also for a bad row. A conversation of several examples has `APART` there. Pairs also have
-    ``rejected_ids``. Completions with labels have ``label`` and ``cut_ids``: the tokens after the cut for which a
-    prompt of one token has room, because the completion may also follow the prompt of another example.
+    ``dropped`` has the place of a dropped example, and ``note`` why, with ``drop`` also for a bad row. A conversation
+    of several examples has `APART` there. Pairs also have ``rejected_ids``. Completions with labels have ``label`` and
+    ``cut_ids``: the tokens after the cut for which a prompt of one token has room, because the completion may also
+    follow the prompt of another example. ``largest`` is the largest token id of all columns.
     """
     import pyarrow
 
-    opened, texts = list[tuple[int, Row | DataError, int]](), list[Rendered]()
+    opened, rendered = list[tuple[int, Row | DataError]](), list[list[Rendered]]()
     for number, raw in rows:
+        found: Row | DataError
         try:
-            row = open_row(raw)
-            rendered = encoder.render(row.example, row.place)
+            found = open_row(raw)
+            rendered.append(encoder.render(found.example, found.place))
         except DataError as error:
             if not drop:
                 raise
-            opened.append((number, error, 0))
-        else:
-            opened.append((number, row, len(rendered)))
-            texts += rendered
-    tokens, pieces = iter(tokenize(encoder.tokenizer, texts)), list[dict[str, Any]]()
+            found = error
+        opened.append((number, found))
+    tokens, pieces = encoder.tokenize(rendered), list[dict[str, Any]]()
     empty = _EMPTY | _EMPTY_OF.get(encoder.layout.format, {})
-    for number, found, count in opened:
+    for number, found in opened:
         if isinstance(found, DataError):
             cause = getattr(found, "cause", "not in the format")
             own: Iterable[dict[str, Any]] = [{"outcome": "dropped_bad", "note": cause, "dropped": str(found)}]
         else:
-            own = _pieces(found, list(islice(tokens, count)), encoder, length)
+            own = _pieces(found, next(tokens), encoder, length)
         pieces += [{**empty, "row": number, **piece} for piece in own]
     for piece in pieces:
-        tokens_as_bytes = array("i", piece["input_ids"]).tobytes()
-        piece["seq_lengths"], piece["tokens"] = [len(piece["input_ids"])], len(piece["input_ids"])
-        piece["learned"] = sum(piece["loss_mask"])
+        ids, more = piece["input_ids"], (piece.get("rejected_ids", []), piece.get("cut_ids", []))
+        tokens_as_bytes = array("i", ids).tobytes()
+        piece["seq_lengths"], piece["tokens"], piece["learned"] = [len(ids)], len(ids), sum(piece["loss_mask"])
+        piece["largest"] = max(chain(ids, *more), default=0)
         piece["digest"] = int.from_bytes(blake2b(tokens_as_bytes, digest_size=8).digest(), "little")
     return pyarrow.RecordBatch.from_pylist(pieces, schema=_schema_of(encoder.layout.format))
 
@@ -232,10 +231,8 @@ def encode_rows(
 def _pieces(row: Row, encoded: list[Tokens], encoder: Encoder, length: int) -> Iterator[dict[str, Any]]:
     format, others = encoder.layout.format, dict[str, Any]()
     if format == "preference":
-        prompt, answers = split_pair(*encoded)
-        answers, outcome = fit_pair(prompt, answers, length, cuts=encoder.cuts)
-        fitted = [(answer_tokens(prompt, answers[0]) if answers else ([], []), outcome)]
-        others["rejected_ids"] = answers[-1] if answers else []
+        (chosen, rejected), outcome = fit_pair(encoded, length, cuts=encoder.cuts)
+        fitted, others["rejected_ids"] = [(chosen, outcome)], list(compress(*rejected))
     else:
         fitted = [piece for tokens in encoded for piece in fit(tokens, length, split=format == "text")]
     if format == "unpaired-preference":

@@ -1,8 +1,7 @@
-"""Cut and pack examples into sequences of at most a given length, and count the results."""
+"""Cut and pack examples into sequences of at most a given length."""
 
 import heapq
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
@@ -50,25 +49,23 @@ def fit(tokens: Tokens, length: int, *, split: bool) -> list[tuple[Tokens, Outco
     return [(pieces[0], "truncated") if any(pieces[0][1]) else (([], []), "dropped_loss_truncated")]
 
 
-def fit_pair(
-    prompt: list[int], answers: list[list[int]], length: int, *, cuts: bool = True
-) -> tuple[list[list[int]], Outcome]:
+def fit_pair(pair: list[Tokens], length: int, *, cuts: bool = True) -> tuple[list[Tokens], Outcome]:
     """Cut both answers so that each is at most ``length`` tokens long with the prompt; without ``cuts``, drop the pair.
 
     Pairs with equal answers, from the start or after the cut, have nothing to learn. TRL cuts and drops in the same way
     but keeps equal answers, whose gradient is zero.
     """
-    cut = [answer[: max(length - len(prompt), 0)] for answer in answers]
-    if answers[0] == answers[1]:
-        return [], "dropped_without_loss"
-    if not cuts and cut != answers:
-        return [], "dropped_too_long"
+    cut = [(ids[:length], mask[:length]) for ids, mask in pair]
+    if pair[0] == pair[1]:
+        return [([], []), ([], [])], "dropped_without_loss"
+    if not cuts and cut != pair:
+        return [([], []), ([], [])], "dropped_too_long"
     if cut[0] == cut[1]:
-        return [], "dropped_loss_truncated"
-    return cut, "whole" if cut == answers else "truncated"
+        return [([], []), ([], [])], "dropped_loss_truncated"
+    return cut, "whole" if cut == pair else "truncated"
 
 
-def pack(examples: "datasets.Dataset", length: int, cache_file: Path, fingerprint: str) -> "datasets.Dataset":
+def pack(examples: "datasets.Dataset", length: int, cache_file: Path) -> "datasets.Dataset":
     """Pack examples (``input_ids``, ``loss_mask``) into sequences of at most ``length`` tokens.
 
     Best fit decreasing, in blocks of examples that fit in memory; ``seq_lengths`` has the length of each example.
@@ -77,23 +74,8 @@ def pack(examples: "datasets.Dataset", length: int, cache_file: Path, fingerprin
 
     block = max(1, min(10_000, _TOKENS_PACKED_AT_ONCE // length))
     settings = {"batch_size": block, "cache_file_name": str(cache_file), "load_from_cache_file": False}
-    settings["new_fingerprint"] = fingerprint
+    settings["new_fingerprint"] = cache_file.stem
     return pack_dataset(examples, length, strategy="bfd", map_kwargs=settings)
-
-
-def count_tokens(sequences: "datasets.Dataset") -> dict[str, int]:
-    """Return the numbers of sequences, tokens (without padding) and loss tokens, and the largest token id."""
-    import pyarrow.compute as pc
-
-    totals: Counter[str] = Counter(sequences=len(sequences), tokens=0, loss_tokens=0)
-    largest = 0
-    for batch in sequences.data.to_batches():
-        ids, mask = batch.column("input_ids").flatten(), batch.column("loss_mask").flatten()
-        totals.update(tokens=len(ids), loss_tokens=pc.sum(mask).as_py() or 0)
-        largest = max(largest, pc.max(ids).as_py() or 0)
-        for name in {"rejected_ids", "cut_ids"}.intersection(batch.schema.names):
-            largest = max(largest, pc.max(batch.column(name).flatten()).as_py() or 0)
-    return {**totals, "largest_token_id": largest}
 
 
 def sort_places(places: Iterable[str]) -> list[str]:

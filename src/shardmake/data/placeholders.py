@@ -3,7 +3,7 @@
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -12,7 +12,8 @@ from typing import Any, Final, NamedTuple
 from shardmake.data.layout import Message
 
 Span = tuple[int, int]
-PLACEHOLDER: Final = re.compile(r"(Qz\d+zQ)")
+PLACEHOLDER: Final = re.compile(r"(Qz\d+zQ|77\d{26}77)")
+"""Pattern of what stands for a text, or for a number."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,13 @@ class Piece(NamedTuple):
     message: int
     kind: str
     text: str
-    is_hidden: bool
-    """A placeholder with the number of the piece may stand for it."""
+    stand_in: str = ""
+    """The placeholder that may stand for it."""
+
+    @property
+    def is_text(self) -> bool:
+        """Return True for a text, which shows where the message is; a key or a number may be found elsewhere too."""
+        return self.stand_in.startswith("Q")
 
 
 def placeholder(number: int) -> str:
@@ -43,26 +49,27 @@ def placeholder(number: int) -> str:
 def hide_texts(messages: Sequence[Message], tools: Any) -> tuple[list[dict[str, Any]], list[Piece]]:
     """Return ``messages`` with placeholders, numbered as the pieces, for their texts without the space around them."""
     named = [tool.get("function", tool) for tool in tools or [] if isinstance(tool, dict)]
-    pieces = [Piece(-1, "tools", tool["name"], False) for tool in named if isinstance(tool, dict) and tool.get("name")]
-    hidden = []
+    pieces = [Piece(-1, "tools", tool["name"]) for tool in named if isinstance(tool, dict) and tool.get("name")]
+    hidden, ids = [], dict[str, str]()  # a template may look for the call of a result by its id
 
     def hide(index: int, kind: str, text: str) -> str:
         core = text.strip()
         if not core:
             return text
-        pieces.append(Piece(index, kind, core, True))
-        return text.replace(core, placeholder(len(pieces) - 1), 1)
+        pieces.append(Piece(index, kind, core, placeholder(len(pieces))))
+        return text.replace(core, pieces[-1].stand_in, 1)
 
     def hide_call(index: int, value: Any) -> Any:
         if isinstance(value, str):
             return hide(index, "call", value)
         if isinstance(value, dict):
-            pieces.extend(Piece(index, "call", key, False) for key in value if key)
+            pieces.extend(Piece(index, "call", key) for key in value if key)
             return {key: hide_call(index, item) for key, item in value.items()}
         if isinstance(value, list):
             return [hide_call(index, item) for item in value]
         if isinstance(value, int | float) and not isinstance(value, bool):
-            pieces.append(Piece(index, "call", json.dumps(value), False))
+            pieces.append(Piece(index, "call", json.dumps(value), f"77{len(pieces):026}77"))
+            return int(pieces[-1].stand_in)
         return value
 
     for index, message in enumerate(messages):
@@ -76,13 +83,15 @@ def hide_texts(messages: Sequence[Message], tools: Any) -> tuple[list[dict[str, 
         else:
             content = hide(index, "content", content)
         found["content"] = content
-        if isinstance(message.get("tool_call_id"), str):
-            found["tool_call_id"] = hide(index, "id", message["tool_call_id"])
+        if isinstance(made := message.get("tool_call_id"), str):
+            found["tool_call_id"] = ids.get(made) or hide(index, "id", made)
         if "tool_calls" in message:
             found["tool_calls"] = [_hide_function(call, partial(hide_call, index)) for call in message["tool_calls"]]
-            for call in found["tool_calls"]:
-                if isinstance(call.get("id"), str):
-                    call["id"] = hide(index, "id", call["id"])
+            for call, written in zip(found["tool_calls"], message["tool_calls"], strict=True):
+                if isinstance(made := written.get("id"), str):  # some templates render the id, with the name in it
+                    name = re.compile(rf"\b{re.escape(written['function']['name'])}\b")
+                    shaped = name.sub(str(call["function"]["name"]), made)
+                    ids[made] = call["id"] = shaped if shaped != made else hide(index, "id", made)
         hidden.append(found)
     return hidden, pieces
 
@@ -94,9 +103,7 @@ def _hide_function(call: Mapping[str, Any], hide: Callable[[Any], Any]) -> dict[
 
 def hidden_pieces(pieces: Sequence[Piece]) -> list[Piece]:
     """Return ``pieces`` with their placeholders as texts."""
-    return [
-        piece._replace(text=placeholder(number)) if piece.is_hidden else piece for number, piece in enumerate(pieces)
-    ]
+    return [piece._replace(text=piece.stand_in or piece.text) for piece in pieces]
 
 
 def real_text(text: str, pieces: Sequence[Piece]) -> str:
@@ -116,10 +123,17 @@ def number_of(text: str) -> int:
 
 def find(text: str, part: str, start: int) -> Span | None:
     """Return where ``part`` is in ``text`` from ``start`` on, as it is or as a template writes JSON."""
-    for form in (lambda: part, lambda: json.dumps(part, ensure_ascii=False)[1:-1], lambda: json.dumps(part)[1:-1]):
-        if (at := text.find(form(), start)) >= 0:
-            return at, at + len(form())
+    for form in _forms(part):
+        if (at := text.find(form, start)) >= 0:
+            return at, at + len(form)
     return None
+
+
+def _forms(text: str) -> Iterator[str]:
+    """Yield ``text`` as it is, and as a template writes it in JSON."""
+    yield text
+    yield json.dumps(text, ensure_ascii=False)[1:-1]
+    yield json.dumps(text)[1:-1]
 
 
 @lru_cache(4096)
@@ -137,6 +151,23 @@ def fill_text(text: str, texts: Sequence[str]) -> list[str]:
     return filled
 
 
+def as_written(text: str, texts: Sequence[str], real: str) -> Sequence[str] | None:
+    """Return ``texts`` in the form in which ``real`` has them in place of the placeholders of ``text``.
+
+    None if ``real`` is another text.
+    """
+    if "".join(fill_text(text, texts)) == real:
+        return texts
+    parts, numbers, _ = _split(text)
+    found, at = list(texts), len(parts[0])
+    for number, after in zip(numbers, parts[2::2], strict=True):
+        form = next((form for form in _forms(texts[number]) if real.startswith(form + after, at)), None)
+        if form is None:
+            return None
+        found[number], at = form, at + len(form) + len(after)
+    return found if "".join(fill_text(text, found)) == real else None
+
+
 def fill(example: Rendered, texts: Sequence[str]) -> Rendered:
     """Return ``example`` with ``texts`` in place of its placeholders."""
     before, parts = _split(example.text)[2], fill_text(example.text, texts)
@@ -150,13 +181,11 @@ def fill(example: Rendered, texts: Sequence[str]) -> Rendered:
     return Rendered("".join(parts), learned, example.is_plain)
 
 
-def common_length(one: str, other: str) -> int:
-    """Return the length of the common beginning of two texts."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
-    return low
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the length of the common beginning of two texts, or of two lists of tokens."""
+    from trl.data_utils import common_prefix_length
+
+    return int(common_prefix_length(one, other))
 
 
 def seam(context: str, whole: str, between: Span, prompt: str, marks: re.Pattern[str]) -> int:

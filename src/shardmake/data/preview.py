@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shardmake.config.models import Run
 from shardmake.core.errors import DataError
 from shardmake.data.chat import ChatTemplate
-from shardmake.data.encode import Tokens, answer_tokens, split_pair
+from shardmake.data.encode import Tokens
 from shardmake.data.examples import Part, day_of, load_tokenizer, make_encoder, open_chat_template, open_parts
 from shardmake.data.sources import FIRST_ROWS
 from shardmake.run.paths import RunDir
@@ -41,10 +41,7 @@ def show(chat: ChatTemplate, parts: Sequence[Part], count: int, *, log: bool = T
                 yield f"Dropped: {error}\n"
                 continue
             titles = [f", turn {number} of {len(examples)}" for number in range(1, len(examples) + 1)]
-            if encoder.layout.format == "preference":
-                prompt, answers = split_pair(*examples)
-                examples = [answer_tokens(prompt, answer) for answer in answers]
-                titles = [", chosen", ", rejected"]
+            titles = [", chosen", ", rejected"] if encoder.layout.format == "preference" else titles
             for (ids, learned), title in zip(examples, titles if len(examples) > 1 else [""], strict=True):
                 heading = f"{row.place}{title}: {len(ids):,} tokens, {sum(learned[:cut]):,} of them learned"
                 yield f"{heading}\n{marked(chat.tokenizer, (ids, learned), cut)}\n"

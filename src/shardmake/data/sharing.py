@@ -42,18 +42,14 @@ def locked(runs: Path, name: str) -> Iterator[None]:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = opened.enter_context(path.open("a"))
-            _lock(file.fileno())
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                logger.info("Another run prepares the same data. Waiting for it.")
+                fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             logger.warning("Cannot lock %s: %s. Each run prepares its own data.", path, error.strerror)
         yield
-
-
-def _lock(file: int) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        logger.info("Another run prepares the same data. Waiting for it.")
-        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def take_same_data(rundir: RunDir, inputs: Mapping[str, Any], work: Path) -> DataReceipt | None:

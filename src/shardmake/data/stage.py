@@ -71,9 +71,11 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
         receipt = None if raw else take_same_data(rundir, inputs, work)
         if receipt is None:
             results = build(run, chat, parts, work, cpus)
-            trained_on = _trained_on(run, raw, results)
+            sequences = {"files": results["train"]["files"], "length": run.sequence_length}
             results["shown"] = [_excerpt(text) for text in islice(show(chat, parts, _SHOWN, log=False), _SHOWN)]
-            receipt = DataReceipt(digest=trained_on, **inputs, pad_token_id=_pad_token_id(tokenizer), **results)
+            receipt = DataReceipt(
+                digest=digest(raw or sequences), **inputs, pad_token_id=_pad_token_id(tokenizer), **results
+            )
         if raw:
             link_raw(raw_source, raw["train"], work / RAW)
         _publish(work, rundir, receipt)
@@ -95,11 +97,6 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
 def _excerpt(text: str) -> str:
     """Return the beginning and the end of a long text."""
     return text if len(text) <= 2 * _SHOWN_TEXT else f"{text[:_SHOWN_TEXT]}\n...\n{text[-_SHOWN_TEXT:]}"
-
-
-def _trained_on(run: Run, raw: Mapping[str, Any], results: Mapping[str, Any]) -> str:
-    """Return the digest of the training data: of its files, or of the sequences that were written."""
-    return digest(raw) if raw else digest({"files": results["train"]["files"], "length": run.sequence_length})
 
 
 def _mix_settings(run: Run) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from shardmake.core.errors import DataError
 from shardmake.data.chat import BadRowError, ChatTemplate
 from shardmake.data.encode import Encoder
 from shardmake.data.layout import Layout
-from tests.unit.data.test_encode import PLAIN, chat, make_tokenizer, shown
+from tests.unit.data.test_encode import MARKED, PLAIN, chat, make_tokenizer, shown
 
 Row = dict[str, Any]
 LOOP = "{%% for m in messages %%}%s{%% endfor %%}{%% if add_generation_prompt %%}<assistant>%s{%% endif %%}"
@@ -57,12 +57,27 @@ NEEDS_USER = (
     "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}{{ raise_exception('no user') }}{% endif %}"
     + PLAIN
 )
+CALLS_NO_MORE = CALLS.replace("<{{ m.role }}>", "({{ m.role }})").replace("<assistant>", "(assistant)T")
+BY_ID = LOOP % (  # the name of a call is in its id, and that of a result in the call with its id
+    "<{{ m.role }}>{% for c in m.tool_calls or [] %}{{ c.id }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "{% if m.role == 'tool' %}{{ (messages | map(attribute='tool_calls', default=[]) | sum(start=[]) "
+    "| selectattr('id', 'equalto', m.tool_call_id) | first).function.name }}:{% endif %}{{ m.content }}</s>",
+    "",
+)
 CLOCK = "<system>{{ strftime_now('%Y') }}</s>" + PLAIN
 SWITCH = LOOP % (MESSAGE, "{% if think %}T{% endif %}")
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": '{"x": "y"}'}}]}
+QUOTED = {"function": {"name": "f", "arguments": {"n": 'y"'}}}
 THOUGHT = {"role": "assistant", "content": "b", "thinking": "z"}
 
+TOOLS = "{% for t in tools or [] %}{{ t.name }}</s>{% endfor %}" + MARKED
 LEARNED: list[tuple[str, str, Row, list[str]]] = [
+    ("tools", TOOLS, {"messages": chat("u:a", "a:b"), "tools": [{"name": "clock"}]},
+     ["clock</s><user>a</s><assistant>[b</s>]"]),
+    ("two turns", MARKED, {"messages": chat("s:be", "u:a", "a:b", "u:c", "a:d")},
+     ["<system>be</s><user>a</s><assistant>[b</s>]<user>c</s><assistant>[d</s>]"]),
+    ("two answers", PLAIN, {"messages": chat("u:a", "a:b", "a:c", "u:d")},
+     ["<user>a</s><assistant>[b</s>]<assistant>[c</s>]<user>d</s>"]),
     ("assistant first", PLAIN, {"messages": chat("a:b", "u:c", "a:d")},
      ["<assistant>[b</s>]<user>c</s><assistant>[d</s>]"]),
     ("assistant first, default system", DEFAULT_SYSTEM, {"messages": chat("a:b", "u:c")},
@@ -83,6 +98,16 @@ LEARNED: list[tuple[str, str, Row, list[str]]] = [
     ("the system text moves", LATE_SYSTEM, {"messages": chat("s:x", "u:a", "a:b")}, ["<user>x:a<assistant>[b</s>]"]),
     ("a call with JSON in text", CALLS, {"messages": [*chat("u:a"), CALL, {"role": "tool", "content": "r"}, *chat("a:b")]},
      ['<user>a</s><assistant>[f{"x": "y"}</s>]<tool>r</s><assistant>[b</s>]']),
+    ("a call with numbers", CALLS,
+     {"messages": [*chat("u:a"), {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": 3, "y": -1.5}}]}]},
+     ['<user>a</s><assistant>[f{"x": 3, "y": -1.5}</s>]']),
+    ("a key that is also in the header", CALLS_NO_MORE,
+     {"messages": [*chat("u:a"), {"role": "assistant", "tool_calls": [QUOTED]}]},
+     ['(user)a</s>(assistant)T[f{"n": "y\\""}</s>]']),
+    ("a call by its id", BY_ID,
+     {"messages": [*chat("u:a"), {"role": "assistant", "tool_calls": [{**QUOTED, "id": "n.f:0"}]},
+                   {"role": "tool", "tool_call_id": "n.f:0", "content": "r"}]},
+     ['<user>a</s><assistant>[n.f:0{"n": "y\\""}</s>]<tool>f:r</s>']),
     ("a template that wants text", TEXT_CALLS, {"messages": [*chat("u:a"), CALL]},
      ['<user>a</s><assistant>[f{"x": "y"}</s>]']),
     ("no calls, no thoughts", CALLS, {"messages": [*chat("u:a"), {**THOUGHT, "thinking": None, "tool_calls": []}]},
@@ -117,7 +142,7 @@ def encoder(template: str, turns: Any = "auto", **more: Any) -> Encoder:
 
 
 def encoded(encoder: Encoder, row: Row) -> list[str]:
-    return [shown(encoder.tokenizer, tokens).replace("�", "") for tokens in encoder(row, "here")]
+    return [shown(encoder.chat.tokenizer, tokens).replace("�", "") for tokens in encoder(row, "here")]
 
 
 @pytest.mark.parametrize(("name", "template", "row", "expected"), LEARNED, ids=[case[0] for case in LEARNED])

@@ -22,7 +22,6 @@ MARKED = (
 PLAIN = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 REWRITING = PLAIN.replace("{{ m.content }}", "{% if loop.last %}{{ m.content }}{% else %}cut{% endif %}")
 REFUSING = "{% if messages[0].role != 'user' %}{{ raise_exception('the user must begin') }}{% endif %}" + PLAIN
-WITH_TOOLS = "{% for t in tools or [] %}{{ t.name }}</s>{% endfor %}" + MARKED
 
 ROLES = ("<system>", "<user>", "<assistant>")
 
@@ -69,16 +68,6 @@ def chat(*turns: str) -> list[dict[str, str]]:
     return [{"role": roles[turn[0]], "content": turn[2:]} for turn in turns]
 
 
-CONVERSATIONS: list[tuple[dict[str, Any], str]] = [
-    ({"messages": chat("u:hi", "a:yo")}, "<user>hi</s><assistant>[yo</s>]"),
-    (
-        {"messages": chat("s:be", "u:a", "a:b", "u:c", "a:d")},
-        "<system>be</s><user>a</s><assistant>[b</s>]<user>c</s><assistant>[d</s>]",
-    ),
-    ({"messages": chat("u:a", "a:b", "u:c")}, "<user>a</s><assistant>[b</s>]<user>c</s>"),
-    ({"messages": chat("u:a", "a:b", "a:c")}, "<user>a</s><assistant>[b</s>]<assistant>[c</s>]"),
-    ({"messages": chat("u:a")}, "<user>a</s>"),
-]
 PROMPTED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": chat("u:a"), "completion": chat("a:b")}, "<user>a</s><assistant>[b</s>]"),
     (
@@ -90,11 +79,10 @@ PROMPTED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "by difference"])
-@pytest.mark.parametrize(("example", "expected"), CONVERSATIONS + PROMPTED)
-def test_the_assistants_words_are_learned(template: str, example: dict[str, Any], expected: str) -> None:
+@pytest.mark.parametrize(("example", "expected"), PROMPTED)
+def test_the_completion_is_learned(template: str, example: dict[str, Any], expected: str) -> None:
     tokenizer = make_tokenizer(template)
-    encoder = make_encoder(tokenizer, "chat" if "messages" in example else "prompt-completion")
-    assert shown(tokenizer, encode(encoder, example)) == expected
+    assert shown(tokenizer, encode(make_encoder(tokenizer, "prompt-completion"), example)) == expected
 
 
 @pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "by difference"])
@@ -141,13 +129,6 @@ def test_a_tokenizer_without_offsets_gives_the_same(example: dict[str, Any]) -> 
     tokenizer.chat_template = PLAIN
     ids, mask = encode(make_encoder(tokenizer, "prompt-completion"), example)
     assert tokenizer.decode([token for token, on in zip(ids, mask, strict=True) if on]) == "cé</s>"
-
-
-def test_tools_reach_the_template() -> None:
-    tokenizer = make_tokenizer(WITH_TOOLS)
-    example = {"messages": chat("u:a", "a:b"), "tools": [{"name": "clock"}]}
-    encoded = encode(make_encoder(tokenizer, "chat"), example)
-    assert shown(tokenizer, encoded) == "clock</s><user>a</s><assistant>[b</s>]"
 
 
 REFUSED: list[tuple[str | None, str, dict[str, Any], str]] = [

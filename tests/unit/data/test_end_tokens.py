@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from shardmake.config.models import Data, Objective
-from shardmake.data.encode import Encoder, encode_prompt, loss_on_assistant, split_pair
+from shardmake.data.encode import Encoder, Tokens, encode_prompt, loss_on_assistant
 from shardmake.data.layout import recognize
 from shardmake.evaluate.prompts import as_prompt
 from tests.unit.data.test_chat import LATE_SYSTEM, OPENS_NO_MORE
@@ -79,19 +79,23 @@ def of_ours(tokenizer: PreTrainedTokenizerFast, objective: Objective, rows: list
     """Return our tokens of each row under TRL's names."""
     layout = recognize(Data(train="x"), objective, rows[0], "here")
     encoder = Encoder(chat_template(tokenizer), layout, loss_on_assistant(Data(train="x"), layout.format))
-    if objective in ("dpo", "reward"):
-        pairs = [(prompt, *answers) for prompt, answers in (split_pair(*encoder(row, "here")) for row in rows)]
-        if objective == "dpo":
-            return [dict(zip(("prompt_ids", "chosen_ids", "rejected_ids"), pair, strict=True)) for pair in pairs]
-        return [{"chosen_ids": [*p, *chosen], "rejected_ids": [*p, *rejected]} for p, chosen, rejected in pairs]
-    encoded = [encoder(row, "here")[0] for row in rows]
-    if objective == "kto":
-        starts = [mask.index(True) for _, mask in encoded]
-        return [{"prompt_ids": i[:at], "completion_ids": i[at:]} for (i, _), at in zip(encoded, starts, strict=True)]
+    encoded = [encoder(row, "here") for row in rows]
+    if objective == "reward":
+        return [{"chosen_ids": chosen, "rejected_ids": rejected} for (chosen, _), (rejected, _) in encoded]
+    if objective == "sft":
+        return [{"input_ids": ids, "labels": [i if on else -100 for i, on in zip(ids, mask, strict=True)]}
+                for ((ids, mask),) in encoded]  # fmt: skip
+    names = ("chosen_ids", "rejected_ids") if objective == "dpo" else ("completion_ids",)
     return [
-        {"input_ids": ids, "labels": [token if learned else -100 for token, learned in zip(ids, mask, strict=True)]}
-        for ids, mask in encoded
+        {"prompt_ids": parts(row[0])[0]} | {name: parts(one)[1] for name, one in zip(names, row, strict=True)}
+        for row in encoded
     ]
+
+
+def parts(tokens: Tokens) -> tuple[list[int], list[int]]:
+    """Return the tokens of the prompt, and those of the answer."""
+    ids, mask = tokens
+    return ids[: mask.index(True)], ids[mask.index(True) :]
 
 
 def without_second_end(rows: Rows) -> Rows:

@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
-from trl.data_utils import maybe_extract_prompt
+from trl.data_utils import extract_prompt, maybe_extract_prompt
 
 from shardmake.config.formats import FORMATS
 from shardmake.config.models import Columns, Data
 from shardmake.core.errors import DataError
-from shardmake.data.layout import Layout, check_named, recognize
+from shardmake.data.layout import Layout, check_named, recognize, split_prompt
 from tests.unit.data.test_encode import chat
 
 PLACE = "f.jsonl, line 1"
@@ -136,6 +136,12 @@ def test_every_format_becomes_a_standard_one(format: Any, example: dict[str, Any
     assert Layout(format, FORMATS[format].columns).standardize(example, PLACE) == expected
 
 
+@pytest.mark.parametrize(("chosen", "rejected"), [("q: a", "q: b"), ("abc", "abd"), ("abc", "ab"), ("same", "same")])
+def test_the_prompt_is_that_of_trl(chosen: str, rejected: str) -> None:
+    example: dict[str, Any] = {"chosen": chosen, "rejected": rejected}
+    assert split_prompt(chosen, rejected) == extract_prompt(example)
+
+
 def test_a_repeated_prompt_is_that_of_trl() -> None:
     example = {"prompt": "a", "chosen": chat("u:a", "a:b", "u:c", "a:d"), "rejected": chat("u:a", "a:b", "u:c", "a:e")}
     found = Layout("preference", FORMATS["preference"].columns).standardize(example, PLACE)
@@ -185,6 +191,20 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
      "line 1 column 2 (char 1). Write an object."),
     ("prompt-completion", {"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, "tools belongs to a "
      "conversation, and prompt is text. Write both as lists of messages, or remove the tools."),
+    ("preference", {"chosen": "a", "rejected": "b"}, "chosen and rejected have no common beginning, so there is no "
+     "prompt. Add a prompt."),
+    ("preference", {"prompt": "p", "chosen": "a", "rejected": chat("a:b")}, "prompt is text, chosen is text, rejected "
+     "is not text. Write all of them as text, or all as lists of messages."),
+    ("preference", {"prompt": "p", "chosen": "a"}, "this example (preference) has no rejected. Its keys: prompt, "
+     "chosen."),
+    ("unpaired-preference", {"prompt": "p", "completion": "a", "label": None}, "this example (unpaired-preference) has "
+     "no label. Its keys: prompt, completion."),
+    *(
+        ("unpaired-preference", {"prompt": "p", "completion": "a", "label": label},
+         f"label is {label!r}. Write true or false: is the completion desirable?")
+        for label in ("yes", 1)
+    ),
+    ("unpaired-preference", {"prompt": "p", "completion": chat("a:b"), "label": True}, "completion is list, not text."),
     ("alpaca", {"instruction": "a"}, "this example (alpaca) has no output. Its keys: instruction."),
     ("chat", {"messages": chat("u:<image>a", "a:b"), "images": ["a.png"], "videos": []}, "this example has images. Only "
      "text is trained, also of models that take images or sounds. Remove such examples, or the column if their text "

@@ -12,7 +12,7 @@ from shardmake.config.models import Data
 from shardmake.core.errors import ConfigError, DataError
 from shardmake.data import check_first_rows, check_sources, estimate_length, prepare, preview
 from shardmake.run.paths import RunDir
-from tests.unit.data.test_encode import MARKED, chat, make_tokenizer
+from tests.unit.data.test_encode import chat
 from tests.unit.data.test_stage import decoded, make_run, model, write_rows
 
 __all__ = ["model"]
@@ -69,7 +69,7 @@ def test_the_plan_estimates_the_sequences(
     train = [one | more for one, more in zip(sources(tmp_path, a=300, b=200), keys, strict=True)]
     data = {"train": train, **({"eval": sources(tmp_path, held=4)[0]["source"]} if held_out else {})}
     run = make_run(model, data, packing=packing, sequence_length=64)
-    found = estimate_length(run, check_sources(run), check_first_rows(run).sampled, 2)
+    found = estimate_length(run, check_sources(run), check_first_rows(run), 2)
     made = prepare(run, RunDir(tmp_path / "run")).train
     assert found is not None
     tolerance = 0.15 if "weight" in keys[0] else 0.02  # sources are drawn at random
@@ -141,36 +141,28 @@ def test_a_wrong_example_of_a_later_source_is_found_before_anything_is_queued(mo
 
 
 @pytest.mark.parametrize(
-    ("train", "says"),
+    ("key", "sources", "says"),
     [
-        ([], "the list has no source. Name at least one"),
-        ([{"source": "a.jsonl"}, {"source": "b/a.jsonl"}], "several sources are called 'a'. Give each a `name`"),
-        ([{"source": "a", "weight": 1}, {"source": "b"}], "'b' has no weight, others have one"),
-        ([{"source": "a", "weight": 1, "repeat": 2}], "has both weight and repeat"),
-        ([{"source": "a", "weigth": 1}], "runs.chat.data.train.0.weigth: there is no such key. Did you mean 'weight'?"),
-        ([{"source": "a", "weight": 0}], "runs.chat.data.train.0.weight: 0 is not allowed. Allowed: a number > 0"),
-        ([{"source": "a", "name": "a b"}], "'a b' is not a name"),
-        ([{"source": "a", "columns": {"text": "x", "prompt": "y"}}], "no format reads"),
+        *((key, [], f"{key}: the list has no source. Name at least one") for key in ("train", "eval")),
+        *(
+            (key, [{"source": "a.jsonl"}, {"source": "b/a.jsonl"}], f"{key}: several sources are called 'a'. Give each")
+            for key in ("train", "eval")
+        ),
+        *(
+            (key, [{"source": "a", "columns": {"text": "x", "prompt": "y"}}], "no format reads")
+            for key in ("train", "eval")
+        ),
+        ("train", [{"source": "a", "weight": 1}, {"source": "b"}], "'b' has no weight, others have one"),
+        ("train", [{"source": "a", "weight": 1, "repeat": 2}], "has both weight and repeat"),
+        ("train", [{"source": "a", "weigth": 1}], "data.train.0.weigth: there is no such key. Did you mean 'weight'?"),
+        ("train", [{"source": "a", "weight": 0}], "data.train.0.weight: 0 is not allowed. Allowed: a number > 0"),
+        ("train", [{"source": "a", "name": "a b"}], "'a b' is not a name"),
+        ("eval", [{"source": "a", "weight": 1}], "data.eval.0.weight: there is no such key."),
     ],
 )
-def test_a_mixture_that_means_nothing_is_refused(train: list[Any], says: str) -> None:
+def test_sources_that_mean_nothing_are_refused(key: str, sources: list[Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        make_run(Path("base"), {"train": train})
-    assert says in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("held_out", "says"),
-    [
-        ([], "eval: the list has no source. Name at least one"),
-        ([{"source": "a.jsonl"}, {"source": "b/a.jsonl"}], "eval: several sources are called 'a'. Give each a `name`"),
-        ([{"source": "a", "weight": 1}], "runs.chat.data.eval.0.weight: there is no such key."),
-        ([{"source": "a", "columns": {"text": "x", "prompt": "y"}}], "no format reads"),
-    ],
-)
-def test_evaluation_sources_that_mean_nothing_are_refused(held_out: list[Any], says: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        make_run(Path("base"), {"train": "train.jsonl", "eval": held_out})
+        make_run(Path("base"), {"train": "train.jsonl", key: sources})
     assert says in str(caught.value)
 
 
@@ -185,7 +177,3 @@ def test_labels_come_from_the_last_part_of_the_source() -> None:
     named = ["d/a.jsonl.gz", "org/chats", "folder/", "x.parquet"]
     data = Data.model_validate({"train": [{"source": name} for name in named]})
     assert [one.label for one in data.sources] == ["a", "chats", "folder", "x"]
-
-
-def test_the_tokenizer_is_real() -> None:
-    assert make_tokenizer(MARKED).chat_template == MARKED

@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
@@ -12,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardmake.data.dataset import IGNORED, Collator, Sequences
 from shardmake.data.encode import Tokens
-from shardmake.data.packing import count_tokens, fit, pack
+from shardmake.data.packing import fit, fit_pair, pack
 from shardmake.run.paths import DATA_RECEIPT
 from tests.finished_run import make_data_receipt
 
@@ -49,6 +50,28 @@ def test_splitting_loses_no_token_and_leaves_none_alone(ids: list[int], length: 
     assert all(len(piece) <= length and mask == [False] + [True] * (len(piece) - 1) for (piece, mask), _ in pieces)
 
 
+@pytest.mark.parametrize(
+    ("length", "answers", "cuts", "expected"),
+    [
+        (4, ([3, 4], [3, 5]), True, ([3, 4], [3, 5], "whole")),
+        (3, ([3, 4], [5]), True, ([3], [5], "truncated")),
+        (3, ([3, 4], [3, 5]), True, "dropped_loss_truncated"),
+        (2, ([3], [4]), True, "dropped_loss_truncated"),
+        (9, ([3], [3]), True, "dropped_without_loss"),
+        (3, ([3, 4], [5]), False, "dropped_too_long"),
+        (4, ([3, 4], [5]), False, ([3, 4], [5], "whole")),
+    ],
+)
+def test_both_answers_are_cut_or_dropped(length: int, answers: Any, cuts: bool, expected: Any) -> None:
+    pair = [([1, 2, *answer], [False, False] + [True] * len(answer)) for answer in answers]
+    found, outcome = fit_pair(pair, length, cuts=cuts)
+    if isinstance(expected, str):
+        assert (found, outcome) == ([([], []), ([], [])], expected)
+    else:
+        kept = [[token for token, on in zip(*one, strict=True) if on] for one in found]
+        assert (*kept, outcome) == expected and all(ids[:2] == [1, 2] for ids, _ in found)
+
+
 def as_dataset(many: list[Tokens]) -> datasets.Dataset:
     features = {"input_ids": datasets.List(datasets.Value("int32")), "loss_mask": datasets.List(datasets.Value("bool"))}
     columns = {"input_ids": [ids for ids, _ in many], "loss_mask": [mask for _, mask in many]}
@@ -58,7 +81,7 @@ def as_dataset(many: list[Tokens]) -> datasets.Dataset:
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(many=examples.filter(bool), length=st.integers(40, 90))
 def test_every_example_is_packed_once_and_whole(many: list[Tokens], length: int, tmp_path: Path) -> None:
-    packed = pack(as_dataset(many), length, tmp_path / "packed.arrow", "test")
+    packed = pack(as_dataset(many), length, tmp_path / "packed.arrow")
     found = []
     for row in packed:
         assert len(row["input_ids"]) == len(row["loss_mask"]) == sum(row["seq_lengths"]) <= length
@@ -84,7 +107,7 @@ def many() -> list[Tokens]:
 @pytest.fixture(scope="module")
 def packed(many: list[Tokens], tmp_path_factory: pytest.TempPathFactory) -> Sequences:
     folder = tmp_path_factory.mktemp("packed")
-    pack(as_dataset(many), SEQUENCE_LENGTH, folder / "cache.arrow", "test").save_to_disk(str(folder / "train"))
+    pack(as_dataset(many), SEQUENCE_LENGTH, folder / "cache.arrow").save_to_disk(str(folder / "train"))
     make_data_receipt("digest").write(folder / DATA_RECEIPT)
     return Sequences(folder, "train")
 
@@ -165,14 +188,4 @@ def test_unpacked_batches_are_padded_on_the_right() -> None:
         "input_ids": [[1, 2, 3, 0], [4, 0, 0, 0]],
         "labels": [[IGNORED, 2, 3, IGNORED], [IGNORED] * 4],
         "attention_mask": [[1, 1, 1, 0], [1, 0, 0, 0]],
-    }
-
-
-def test_counts_are_those_on_disk(many: list[Tokens], tmp_path: Path) -> None:
-    as_dataset(many).save_to_disk(str(tmp_path))
-    assert count_tokens(datasets.load_from_disk(str(tmp_path))) == {
-        "sequences": len(LENGTHS),
-        "tokens": sum(LENGTHS),
-        "loss_tokens": sum(sum(mask) for _, mask in many),
-        "largest_token_id": max(max(ids) for ids, _ in many),
     }

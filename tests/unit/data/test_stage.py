@@ -331,7 +331,7 @@ def test_the_first_rows_and_a_sample_of_the_others_are_encoded(model: Path, tmp_
     with pytest.raises(ShardmakeError, match=r"t\.jsonl, line (4|5|6)\d: message 1 has the role 'human'"):
         check_first_rows(make_run(model, {"train": str(train)}), limit=10)
     write_rows(train, conversations(3))
-    assert check_first_rows(make_run(model, {"train": str(train)}), limit=3).layout.format == "chat"
+    assert check_first_rows(make_run(model, {"train": str(train)}), limit=3)[0].rows == 3
     train.write_text(train.read_text() + "{\n")
     write_rows(held_out, [*conversations(1), {"text": "a"}])
     run = make_run(model, {"train": str(train)})
@@ -400,7 +400,7 @@ def test_marks_that_say_other_tokens_are_named(
 def test_the_first_rows_of_parquet_files_are_encoded(model: Path, tmp_path: Path, limit: int) -> None:
     for name, text in (("a", "x"), ("b", "y")):
         datasets.Dataset.from_dict({"text": [text]}).to_parquet(str(tmp_path / f"{name}.parquet"))
-    assert check_first_rows(make_run(model, {"train": str(tmp_path)}), limit=limit).layout.format == "text"
+    assert check_first_rows(make_run(model, {"train": str(tmp_path)}), limit=limit)[0].rows == 2
 
 
 def test_a_column_that_only_later_rows_have_may_be_named(model: Path, tmp_path: Path) -> None:

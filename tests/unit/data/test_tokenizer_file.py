@@ -1,4 +1,4 @@
-"""A tokenizer that transformers changes is named at plan."""
+"""Tokenizers that transformers changes, or that lack a token, are named at plan."""
 
 import json
 import logging
@@ -8,8 +8,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
+from shardmake.core.errors import ModelError
 from shardmake.data.check import compare_with_file
+from shardmake.data.examples import load_tokenizer
 from shardmake.data.files import Row
+from tests.unit.data.test_encode import PLAIN, make_tokenizer
+from tests.unit.plans import make_run
 
 TEXT = "the year 2024 was 2024 and not 1999"
 ROWS = [Row("a.jsonl, line 1", {"messages": [{"content": "the year"}, {"content": TEXT}]})]
@@ -43,3 +47,15 @@ def test_a_text_with_other_tokens_is_a_warning_with_a_cure(
     caplog.clear()
     compare_with_file(AutoTokenizer.from_pretrained(tmp_path), str(tmp_path), ROWS)
     assert "tokenizer.json" not in caplog.text
+
+
+def test_a_reward_model_needs_a_padding_token(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(PLAIN)
+    tokenizer.save_pretrained(tmp_path)
+    run = make_run(model=str(tmp_path), objective="reward", packing=False)
+    assert load_tokenizer(run).eos_token is not None
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="neither a padding nor an end-of-sequence token"):
+        load_tokenizer(run)
+    assert load_tokenizer(run.model_copy(update={"objective": "dpo"})).pad_token is None
