@@ -25,7 +25,7 @@ from shardmake.config.methods import DEFAULT_METHOD
 from shardmake.config.models import Cluster, Config, Method, Objective, Run, Strategy
 from shardmake.config.user_files import read_user_files
 from shardmake.core.build_locks import remove_stale_locks
-from shardmake.core.environment import hub_environment, kernel_caches
+from shardmake.core.environment import hub_environment, import_without_torch, kernel_caches
 from shardmake.core.errors import STOPPED, ConfigError, StopRequestedError
 from shardmake.core.failures import describe_unexpected, explain
 from shardmake.core.log import configure_logging
@@ -294,6 +294,8 @@ def _check_data(run: Run, rundir: RunDir) -> "tuple[list[int], list[Sampled]]":
     from shardmake.evaluate.prompts import check_prompts
 
     def read() -> "tuple[list[int], list[Sampled]]":
+        if not run.trust_remote_code:
+            import_without_torch()
         found = check_sources(run), check_first_rows(run, rundir=rundir).sampled
         check_prompts(run)
         return found
@@ -430,6 +432,8 @@ def data(
             typer.echo(text)
         return
     with _stage("data", name, config, runs, on_node=True) as (run, cluster, rundir):
+        if not run.trust_remote_code:  # whose code may need torch
+            import_without_torch()
         train = prepare(localize(run, rundir), rundir, cpus=cpus).train
         if not run.data.is_raw:
             length = Length(run, train.examples, train.tokens, train.sequences, cluster.processes_per_node)

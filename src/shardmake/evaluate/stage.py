@@ -5,6 +5,7 @@ error.
 """
 
 import logging
+import os
 from typing import TYPE_CHECKING
 
 from shardmake.config.chat_template import fix_clock
@@ -37,6 +38,7 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> Evalua
     rewards.
     Raises `ShardmakeError` if a model cannot be loaded completely or the evaluation split has no loss tokens.
     """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads of torch spin otherwise, half of a small model's time
     from transformers import AutoTokenizer
 
     from shardmake.data.dataset import Sequences
