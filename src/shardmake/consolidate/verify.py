@@ -24,7 +24,7 @@ from shardmake.core.atomic import sha256
 from shardmake.core.errors import CheckpointError, ModelError, PushError
 from shardmake.core.fingerprint import FileEntry
 from shardmake.core.manifest import SUMS, parse_sums, read_named
-from shardmake.run.paths import MODEL_RECEIPT
+from shardmake.run.paths import MODEL_CARD, MODEL_RECEIPT
 from shardmake.run.receipts import MergeReceipt, Verification
 
 
@@ -164,6 +164,7 @@ def verify_loaded(
     ``accepted`` are the tensors that the class may lack, ``recorded`` the files in the receipt.
     """
     stored = found.contents.tensors
+    merged = {name: entry for name, entry in found.files.items() if name != MODEL_CARD}
     problems = [
         *loading.problems(accepted),
         *(
@@ -174,7 +175,7 @@ def verify_loaded(
         *_type_problems(model, found.contents),
         *found.problems,
         *_stray_problems(model),
-        *(_differences("the receipt", recorded, found.files) if recorded is not None else ()),
+        *(_differences("the receipt", recorded, merged) if recorded is not None else ()),
         *_sums_problems(model, found.files),
     ]
     if problems:
