@@ -31,8 +31,9 @@ _COPIED: Final = (Path("profiles"), LOCAL_CLUSTER)
 
 
 def has_workflow() -> bool:
-    """Return whether Snakemake finds a workflow in this folder, as in a checkout and after `write_project`."""
-    return any(path.is_file() for path in SNAKEFILES)
+    """Return whether Snakemake finds a workflow in this folder that names Shardmake, and not one of another kind."""
+    found = next((path for path in SNAKEFILES if path.is_file()), None)
+    return found is not None and "shardmake" in found.read_text(errors="replace").lower()
 
 
 def write_project() -> None:
