@@ -577,15 +577,27 @@ def show_config(name: Name, config: ConfigFiles = CONFIG) -> None:
 
 @app.command()
 def clean(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[RUN]...", help="Runs to remove whole, in whatever state they are.")
+    ] = None,
     runs: Runs = RUNS,
     remove: Annotated[bool, typer.Option("--remove", help="Remove the folders. Default: only list them.")] = False,
+    set_aside: Annotated[
+        bool, typer.Option("--set-aside", help="Those that other settings or `retrain` left behind instead.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     config: Annotated[
         list[Path] | None, typer.Option(help="Only the runs of this configuration. Default: all in the folder.")
     ] = None,
 ) -> None:
-    """List the folders that finished and pushed runs no longer need; never the only copy of anything."""
+    """List what finished and pushed runs no longer need, never an only copy; or whole runs, or what was set aside."""
     from shardmake.commands.clean import clean as clean_runs
+    from shardmake.commands.clean import clean_named
 
+    if names or set_aside:
+        confirm = (lambda question: yes or typer.confirm(question)) if remove else None
+        clean_named(runs, names or [], set_aside=set_aside, confirm=confirm)
+        return
     clean_runs(runs, remove=remove, names=set(load_config(*config).runs) if config else None)
 
 
