@@ -59,11 +59,10 @@ def import_without_torch() -> None:
     For a process that needs tokenizers and no model. What it imports later may import torch.
     """
     if "transformers" not in sys.modules and "datasets" not in sys.modules:
-        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that torch was not found
+        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that torch was not found, also later
         with hidden("torch"):
             import datasets  # noqa: F401
             import transformers  # noqa: F401
-        del os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
 
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
