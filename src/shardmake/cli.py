@@ -241,9 +241,13 @@ def fetch(
     ] = None,
 ) -> None:
     """Download model and data and pin them to their commits; needs internet access."""
-    from shardmake.consolidate.stage import merge_start
     from shardmake.fetch.dequantize import dequantize as in_bf16
     from shardmake.fetch.stage import fetch as bring
+
+    def merge_start(run: Run, base: Path, out: Path) -> None:
+        from shardmake.consolidate.stage import merge_start
+
+        merge_start(run, base, out)
 
     with _stage("fetch", name, config, runs) as (run, cluster, rundir):
         sources = bring(run, rundir, "all" if dequantize else part, merge_start)
@@ -368,11 +372,12 @@ def render(
     show: Annotated[bool, typer.Option("--show", help="Print the submission without writing files.")] = False,
 ) -> None:
     """Render the Accelerate and DeepSpeed files from the plan and check them."""
-    from shardmake.commands.preview import preview
     from shardmake.render.stage import render as render_run
     from shardmake.run.plan import Plan
 
     if show:
+        from shardmake.commands.preview import preview
+
         run, cluster, rundir = _open(name, config, runs)
         typer.echo(preview(Plan.read(rundir.plan), localize(run, rundir), cluster, rundir))
         return

@@ -6,14 +6,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import mul
 from pathlib import Path
-from typing import Any
-
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.checkpoint.formats.unpickle import TensorRef, numel, row_major
 from shardmake.core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
 
 _MOST_PIECES = 1_000_000
 """Pieces of one box."""
@@ -53,8 +56,7 @@ class Piece:
                 yield Piece(self.record, start, low - begin, high - low)
 
 
-Array = NDArray[Any]
-Change = Callable[[Array, int], Array]
+Change = Callable[["Array", int], "Array"]
 """Takes consecutive values of a weight in float32 and the number of the first one; returns the changed values."""
 
 
