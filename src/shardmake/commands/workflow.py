@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from shardmake.config.invocation import refuse_config_options
 from shardmake.config.load import load_cluster, load_config
 from shardmake.core.environment import PROJECT
 
@@ -59,6 +60,7 @@ def snakemake_arguments(words: Sequence[str], profile: str | None = None) -> lis
     parser.add_argument("--configfile", "--configfiles", nargs="+", default=[DEFAULT_CONFIG])
     parser.add_argument("--profile")
     parser.add_argument("--snakefile", "-s")
+    refuse_config_options(words)
     given = parser.parse_known_args(words)[0]
     found = [] if given.snakefile or has_workflow() else ["--snakefile", str(PROJECT / "Snakefile")]
     if not given.profile:
