@@ -292,10 +292,11 @@ def recognize(data: Data, objective: Objective, first: Example, place: str) -> L
     Raises `DataError` if no format fits, and if several do.
     """
     named = data.columns.named
-    assert data.format != RAW, "raw data has no layout"
+    given = data.format
+    assert given != RAW, "raw data has no layout"
 
     def layouts_of(objective: Objective) -> list[Layout]:
-        allowed = OBJECTIVES[objective].data_formats if data.format == "auto" else (data.format,)
+        allowed = OBJECTIVES[objective].data_formats if given == "auto" else (given,)
         return [
             Layout(format, {**FORMATS[format].columns, **named})
             for format in allowed
