@@ -1,4 +1,4 @@
-# The entrance for `snakemake` in the top folder; the workflow is in workflow/Snakefile.
+# The entrance of Shardmake for `snakemake` in the top folder; the workflow is in workflow/Snakefile.
 
 
 include: "workflow/Snakefile"

@@ -25,7 +25,7 @@ from shardmake.config.methods import DEFAULT_METHOD
 from shardmake.config.models import Cluster, Config, Method, Objective, Run, Strategy
 from shardmake.config.user_files import read_user_files
 from shardmake.core.build_locks import remove_stale_locks
-from shardmake.core.environment import hub_environment, kernel_caches
+from shardmake.core.environment import hub_environment, import_without_torch, kernel_caches
 from shardmake.core.errors import STOPPED, ConfigError, StopRequestedError
 from shardmake.core.failures import describe_unexpected, explain
 from shardmake.core.log import configure_logging
@@ -241,9 +241,13 @@ def fetch(
     ] = None,
 ) -> None:
     """Download model and data and pin them to their commits; needs internet access."""
-    from shardmake.consolidate.stage import merge_start
     from shardmake.fetch.dequantize import dequantize as in_bf16
     from shardmake.fetch.stage import fetch as bring
+
+    def merge_start(run: Run, base: Path, out: Path) -> None:
+        from shardmake.consolidate.stage import merge_start
+
+        merge_start(run, base, out)
 
     with _stage("fetch", name, config, runs) as (run, cluster, rundir):
         sources = bring(run, rundir, "all" if dequantize else part, merge_start)
@@ -294,6 +298,8 @@ def _check_data(run: Run, rundir: RunDir) -> "tuple[list[int], list[Sampled]]":
     from shardmake.evaluate.prompts import check_prompts
 
     def read() -> "tuple[list[int], list[Sampled]]":
+        if not run.trust_remote_code:
+            import_without_torch()
         found = check_sources(run), check_first_rows(run, rundir=rundir)
         check_prompts(run)
         return found
@@ -366,11 +372,12 @@ def render(
     show: Annotated[bool, typer.Option("--show", help="Print the submission without writing files.")] = False,
 ) -> None:
     """Render the Accelerate and DeepSpeed files from the plan and check them."""
-    from shardmake.commands.preview import preview
     from shardmake.render.stage import render as render_run
     from shardmake.run.plan import Plan
 
     if show:
+        from shardmake.commands.preview import preview
+
         run, cluster, rundir = _open(name, config, runs)
         typer.echo(preview(Plan.read(rundir.plan), localize(run, rundir), cluster, rundir))
         return
@@ -430,6 +437,8 @@ def data(
             typer.echo(text)
         return
     with _stage("data", name, config, runs, on_node=True) as (run, cluster, rundir):
+        if not run.trust_remote_code:  # whose code may need torch
+            import_without_torch()
         train = prepare(localize(run, rundir), rundir, cpus=cpus).train
         if not run.data.is_raw:
             length = Length(run, train.examples, train.tokens, train.sequences, cluster.processes_per_node)
@@ -573,15 +582,27 @@ def show_config(name: Name, config: ConfigFiles = CONFIG) -> None:
 
 @app.command()
 def clean(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[RUN]...", help="Runs to remove whole, in whatever state they are.")
+    ] = None,
     runs: Runs = RUNS,
     remove: Annotated[bool, typer.Option("--remove", help="Remove the folders. Default: only list them.")] = False,
+    set_aside: Annotated[
+        bool, typer.Option("--set-aside", help="Those that other settings or `retrain` left behind instead.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     config: Annotated[
         list[Path] | None, typer.Option(help="Only the runs of this configuration. Default: all in the folder.")
     ] = None,
 ) -> None:
-    """List the folders that finished and pushed runs no longer need; never the only copy of anything."""
+    """List what finished and pushed runs no longer need, never an only copy; or whole runs, or what was set aside."""
     from shardmake.commands.clean import clean as clean_runs
+    from shardmake.commands.clean import clean_named
 
+    if names or set_aside:
+        confirm = (lambda question: yes or typer.confirm(question)) if remove else None
+        clean_named(runs, names or [], set_aside=set_aside, confirm=confirm)
+        return
     clean_runs(runs, remove=remove, names=set(load_config(*config).runs) if config else None)
 
 

@@ -373,8 +373,14 @@ def report_results():
     }
     for run in sorted(made):
         paths = RunDir(ROOT / run)
+        result = EvaluationResult.read(paths.evaluation)
+        if result.scores:
+            score = "evaluation loss {0.loss:.4f} -> {1.loss:.4f}".format(*result.scores)
+        else:
+            score = f"preference accuracy {result.reward_model.accuracy:.1%}"
         logger.info(
-            f"{run}: the model is in {paths.model}, the report is {paths.report}. To compare runs: shardmake compare"
+            f"{run}: {score}. The model is in {paths.model}, the report is {paths.report}. To compare runs: shardmake "
+            "compare"
         )
 
 

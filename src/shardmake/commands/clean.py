@@ -1,10 +1,14 @@
-"""List and remove folders that runs no longer need: never the only copy, and nothing that a rerun would recreate."""
+"""List and remove folders that runs no longer need: by itself never the only copy, nor what a rerun would recreate.
+
+What a person names, a whole run or what other settings left behind, may be the only copy; its removal asks first.
+"""
 
 import logging
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.record import CheckpointRecord, find_problems, is_unfinished
@@ -60,6 +64,64 @@ def clean(runs: Path, *, remove: bool, names: Container[str] | None = None) -> l
     return found
 
 
+def clean_named(
+    runs: Path, names: Sequence[str], *, set_aside: bool, confirm: Callable[[str], bool] | None
+) -> list[Removable]:
+    """Log the whole folders of the runs ``names``, whatever their state, and those that other settings left behind.
+
+    If ``confirm`` returns True for a question about all of them, remove them. None only lists them. A run that has a
+    job or a driver stays. Returns what was found.
+    """
+    found = [_whole(runs, RunDir(runs / name)) for name in names]
+    for pattern in _SET_ASIDE if set_aside else ():
+        reason = "set aside: it belongs to other settings, or to a training that was replaced"
+        found += [Removable(path, tree_size(path), reason) for path in sorted(runs.glob(pattern))]
+    for item in found:
+        logger.info("%10s  %s  (%s)", format_bytes(item.size), item.path, item.reason)
+    if not found:
+        logger.info("Nothing to remove: no run in %s has anything set aside.", runs)
+        return found
+    total = f"{plural(len(found), 'folder')}, {format_bytes(sum(item.size for item in found))}"
+    if confirm is None:
+        logger.info("%s. Nothing was removed. --remove asks, and then removes these folders.", total)
+    elif confirm(f"Remove {total}? Nothing else may have their content."):
+        for item in found:
+            with _unused(RunDir(runs / item.path.relative_to(runs).parts[0])) as free:
+                logger.info("%s: %s", item.path, "removed" if free and store.remove(item.path) else "not removed")
+    return found
+
+
+_SET_ASIDE: Final = ("*/train/checkpoints-of-*", "*/train/output-of-*", "*/train-before-*")
+"""Folders of `shardmake.run.set_aside` and of ``shardmake retrain``, below that of the runs."""
+
+
+def _whole(runs: Path, rundir: RunDir) -> Removable:
+    """Return the folder of a run, with what is lost with it."""
+    if not rundir.root.is_dir() or rundir.root.resolve().parent != runs.resolve():
+        raise ConfigError(f"No folder of a run: {rundir.root.absolute()}. `shardmake list` names the runs.")
+    weights = (path for path in runs.glob("*/fetched/model/*") if path.is_symlink())
+    users = {path.parts[-4] for path in weights if path.resolve().is_relative_to(rundir.root.resolve())}
+    worth = "not finished" if not rundir.model_receipt.exists() else "not pushed: the only copy of its model"
+    parts = ["pushed" if is_pushed(rundir) else worth, *(f"{name} starts from its model" for name in sorted(users))]
+    return Removable(rundir.root, tree_size(rundir.root), "; ".join(parts))
+
+
+@contextmanager
+def _unused(rundir: RunDir) -> Iterator[bool]:
+    """Hold the driver's lock of a run, if it has trained; yield False, after a warning, if it has a job or a driver."""
+    with ExitStack() as held:
+        try:
+            if rundir.train.exists():
+                held.enter_context(hold_driver_lock(rundir))
+        except (ShardmakeError, OSError) as error:
+            logger.warning("Nothing of %s is removed: %s", rundir.root, error)
+            yield False
+        else:
+            if rundir.job.exists():
+                logger.warning("%s has a training job. Cancel it first: shardmake cancel %s", rundir.root, rundir.name)
+            yield not rundir.job.exists()
+
+
 def _runs(runs: Path, names: Container[str] | None) -> Iterator[RunDir]:
     """Yield the runs whose model was pushed."""
     if not runs.is_dir():
@@ -74,15 +136,9 @@ def _runs(runs: Path, names: Container[str] | None) -> Iterator[RunDir]:
 
 @contextmanager
 def _holding_still(rundir: RunDir) -> Iterator[bool]:
-    """Hold the driver's lock of a run; yield False, after a warning, if the run is in use or cannot be locked."""
-    with ExitStack() as held:
-        try:
-            held.enter_context(hold_driver_lock(rundir))
-        except (ShardmakeError, OSError) as error:
-            logger.warning("Nothing of %s is removed: %s", rundir.root, error)
-            yield False
-        else:
-            yield is_pushed(rundir)
+    """Hold the driver's lock of a run as `_unused`; yield False also if its model is not the pushed one any more."""
+    with _unused(rundir) as free:
+        yield free and is_pushed(rundir)
 
 
 def _find_removable(rundir: RunDir, *, verify: bool) -> list[Removable]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from shardmake.config.invocation import refuse_config_options
 from shardmake.config.load import load_cluster, load_config
 from shardmake.core.environment import PROJECT
 
@@ -31,8 +32,9 @@ _COPIED: Final = (Path("profiles"), LOCAL_CLUSTER)
 
 
 def has_workflow() -> bool:
-    """Return whether Snakemake finds a workflow in this folder, as in a checkout and after `write_project`."""
-    return any(path.is_file() for path in SNAKEFILES)
+    """Return whether Snakemake finds a workflow in this folder that names Shardmake, and not one of another kind."""
+    found = next((path for path in SNAKEFILES if path.is_file()), None)
+    return found is not None and "shardmake" in found.read_text(errors="replace").lower()
 
 
 def write_project() -> None:
@@ -58,6 +60,7 @@ def snakemake_arguments(words: Sequence[str], profile: str | None = None) -> lis
     parser.add_argument("--configfile", "--configfiles", nargs="+", default=[DEFAULT_CONFIG])
     parser.add_argument("--profile")
     parser.add_argument("--snakefile", "-s")
+    refuse_config_options(words)
     given = parser.parse_known_args(words)[0]
     found = [] if given.snakefile or has_workflow() else ["--snakefile", str(PROJECT / "Snakefile")]
     if not given.profile:

@@ -67,44 +67,50 @@ def last_merged(name: str) -> Path | None:
 
 
 def check_config_files(arguments: Sequence[str]) -> None:
-    """Exit with a message if Snakemake would end with a traceback because of ``--configfile`` or ``--config``.
+    """Exit with the message of `refuse_config_options`; ``profiles/default`` calls this before Snakemake reads any."""
+    try:
+        refuse_config_options(arguments)
+    except ConfigError as error:
+        sys.exit(f"Error: {error}")
 
-    A file must exist, have keys and be valid YAML, and a key of the command line a section. ``profiles/default`` calls
-    this, because Snakemake reads both before the workflow, and its own message names neither the file nor the line.
+
+def refuse_config_options(arguments: Sequence[str]) -> None:
+    """Raise `ConfigError` if Snakemake would end with a traceback because of ``--configfile`` or ``--config``.
+
+    A file must exist, have keys and be valid YAML, and a key of the command line a section. Snakemake reads both before
+    the workflow, and its own message names neither the file nor the line.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--configfile", "--configfiles", nargs="+", default=[])
     parser.add_argument("--config", "-C", nargs="*", default=[])
     try:
         options = parser.parse_known_args(arguments)[0]
-        for override in options.config:
-            section, *keys = override.partition("=")[0].split(".")
-            if keys:
-                value = override.partition("=")[2]
-                for key in reversed(keys):
-                    value = f"{{{key}: {value}}}"
-                raise ConfigError(
-                    f"--config: {override!r} has a dot in its key. Snakemake takes the name of a section. Write what "
-                    f"is below it in braces: --config '{section}={value}'."
-                )
-        for name in options.configfile:
-            if not name:
-                raise ConfigError("--configfile: the name is empty. Name a file, or set the variable that holds it.")
-            path = Path(name)
-            try:
-                read_yaml(path)
-            except ConfigError as error:
-                if path.suffix in (".yaml", ".yml", ".json"):
-                    raise
-                raise ConfigError(
-                    f"--configfile: {str(path)!r} {'is not YAML' if path.exists() else 'does not exist'}. The option "
-                    "takes every word after it as a file. Write targets before it, such as `snakemake plan "
-                    "--configfile FILE`."
-                ) from error
     except argparse.ArgumentError:
         return  # Snakemake reports it
-    except ConfigError as error:
-        sys.exit(f"Error: {error}")
+    for override in options.config:
+        section, *keys = override.partition("=")[0].split(".")
+        if keys:
+            value = override.partition("=")[2]
+            for key in reversed(keys):
+                value = f"{{{key}: {value}}}"
+            raise ConfigError(
+                f"--config: {override!r} has a dot in its key. Snakemake takes the name of a section. Write what "
+                f"is below it in braces: --config '{section}={value}'."
+            )
+    for name in options.configfile:
+        if not name:
+            raise ConfigError("--configfile: the name is empty. Name a file, or set the variable that holds it.")
+        path = Path(name)
+        try:
+            read_yaml(path)
+        except ConfigError as error:
+            if path.suffix in (".yaml", ".yml", ".json"):
+                raise
+            raise ConfigError(
+                f"--configfile: {str(path)!r} {'is not YAML' if path.exists() else 'does not exist'}. The option "
+                "takes every word after it as a file. Write targets before it, such as `snakemake plan "
+                "--configfile FILE`."
+            ) from error
 
 
 def sections(overrides: Sequence[str]) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def load_cluster(path: Path) -> Cluster:
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML or JSON file."""
     if not path.is_file():
-        raise ConfigError(f"{_absent(path)} Name an existing file.")
+        raise ConfigError(f"{_absent(path)} Name an existing file, or write one: shardmake init")
     try:
         values = parse_yaml(path.read_bytes().decode())
     except yaml.MarkedYAMLError as error:

@@ -24,7 +24,7 @@ from shardmake.core.atomic import sha256
 from shardmake.core.errors import CheckpointError, ModelError, PushError
 from shardmake.core.fingerprint import FileEntry
 from shardmake.core.manifest import SUMS, parse_sums, read_named
-from shardmake.run.paths import MODEL_RECEIPT
+from shardmake.run.paths import MODEL_CARD, MODEL_RECEIPT
 from shardmake.run.receipts import MergeReceipt, Verification
 
 
@@ -163,6 +163,7 @@ def verify_loaded(
     """
     stored, used = found.contents.tensors, set(huggingface.shard_names(model))
     weights = {path.name for suffix in ("safetensors", "bin") for path in model.glob(f"*.{suffix}")}
+    merged = {name: entry for name, entry in found.files.items() if name != MODEL_CARD}
     problems = [
         *loading.problems(accepted),
         *(
@@ -173,7 +174,7 @@ def verify_loaded(
         *_type_problems(model, found.contents),
         *found.problems,
         *(f"{name} is not part of the model" for name in sorted(weights - used - {"training_args.bin"})),
-        *(_differences("the receipt", recorded, found.files) if recorded is not None else ()),
+        *(_differences("the receipt", recorded, merged) if recorded is not None else ()),
         *_sums_problems(model, found.files),
     ]
     if problems:

@@ -292,22 +292,29 @@ def recognize(data: Data, objective: Objective, first: Example, place: str) -> L
     Raises `DataError` if no format fits, and if several do.
     """
     named = data.columns.named
-    assert data.format != RAW, "raw data has no layout"
-    allowed = OBJECTIVES[objective].data_formats if data.format == "auto" else (data.format,)
-    layouts = [
-        Layout(format, {**FORMATS[format].columns, **named})
-        for format in allowed
-        if named.keys() <= FORMATS[format].columns.keys()
-    ]
+    given = data.format
+    assert given != RAW, "raw data has no layout"
+
+    def layouts_of(objective: Objective) -> list[Layout]:
+        allowed = OBJECTIVES[objective].data_formats if given == "auto" else (given,)
+        return [
+            Layout(format, {**FORMATS[format].columns, **named})
+            for format in allowed
+            if named.keys() <= FORMATS[format].columns.keys()
+        ]
+
+    layouts = layouts_of(objective)
     fitting = [layout for layout in layouts if data.format != "auto" or _fits(layout, first)]
     if len(fitting) > 1:
         raise DataError(
             f"{place}: the columns fit several formats: {', '.join(map(str, fitting))}. Set data.format to one of them."
         )
     if not fitting:
+        others = [name for name in OBJECTIVES if any(_fits(layout, first) for layout in layouts_of(name))]
+        hint = f"Set objective: {' or '.join(others)}, which have such data, or name" if others else "Name"
         raise DataError(
             f"{place}: unknown format. The columns are {_describe(first)}. Known: "
-            f"{', '.join(map(str, layouts))}. Name other columns with data.columns."
+            f"{', '.join(map(str, layouts))}. {hint} other columns with data.columns."
         )
     return fitting[0]
 

@@ -5,12 +5,14 @@ error.
 """
 
 import logging
+import os
 from typing import TYPE_CHECKING
 
 from shardmake.config.chat_template import fix_clock
 from shardmake.config.models import Cluster, Dpo, Kto, Run
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.core.atomic import write_text
+from shardmake.core.environment import hidden
 from shardmake.core.secrets import redact
 from shardmake.evaluate.assess import Assessment, EvaluationSetup, assess_with_retries, held_out_answers
 from shardmake.evaluate.backends import choose_backend, count_ranks, this_machine, weights_size
@@ -37,10 +39,15 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> Evalua
     rewards.
     Raises `ShardmakeError` if a model cannot be loaded completely or the evaluation split has no loss tokens.
     """
-    from transformers import AutoTokenizer
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads of torch spin otherwise, half of a small model's time
+    with hidden("boto3"):  # which Accelerate has for SageMaker
+        import accelerate  # noqa: F401
+        import datasets  # noqa: F401
+        import transformers.generation.utils  # noqa: F401
+        from transformers import AutoTokenizer
 
-    from shardmake.data.dataset import Sequences
-    from shardmake.data.examples import day_of
+        from shardmake.data.dataset import Sequences
+        from shardmake.data.examples import day_of
 
     run, wanted = localize(run, rundir), run.evaluation
     prepare_tasks(wanted)

@@ -47,7 +47,7 @@ ROOM_SECONDS = 600.0
 _ROOM_POLL_SECONDS = 5.0
 logger = logging.getLogger(__name__)
 _SHOWN_LINES = 30
-_RUN_AGAIN = "Fix the cause and run the same command again; it resumes from the newest checkpoint."
+_RUN_AGAIN = "Fix the cause and run the same command again{}."
 _ADVICE = {
     EndReason.GPU_OUT_OF_MEMORY: "No fallback is left. Use more nodes, a shorter sequence_length or method: lora.",
     EndReason.HOST_OUT_OF_MEMORY: "Increase memory_gib_per_node, or choose a strategy without offload.",
@@ -164,7 +164,8 @@ def apply_decision(training: Training, outcome: Outcome) -> None:
     logger.info("%s -> %s", outcome.message, action.value)
     if action in (Action.STOP, Action.GIVE_UP):
         folder, idle = training.attempt_dir(training.last_attempt()), idle_attempts(training.attempts)
-        raise ShardmakeError(failure_message(training.rundir.name, folder, outcome, action, idle))
+        resumes = training.attempts[-1].checkpoint_step > 0
+        raise ShardmakeError(failure_message(training.rundir.name, folder, outcome, action, idle, resumes=resumes))
     if outcome.end is EndReason.DISK_FULL:
         wait_for_room(training.rundir)
     decided = {
@@ -227,7 +228,9 @@ def _find_fallback(training: Training, current: int, end: EndReason) -> int | No
     return None
 
 
-def failure_message(run: str, folder: AttemptDir, outcome: Outcome, action: Action, idle_attempts: int) -> str:
+def failure_message(
+    run: str, folder: AttemptDir, outcome: Outcome, action: Action, idle_attempts: int, *, resumes: bool
+) -> str:
     """Return the one error that matters, the end of the log or the traceback, and what to do."""
     parts, log = [f"Training of {run} stopped: {outcome.message}"], folder.log(outcome.log)
     if action is Action.GIVE_UP:
@@ -236,7 +239,9 @@ def failure_message(run: str, folder: AttemptDir, outcome: Outcome, action: Acti
         parts.append(outcome.error.traceback.rstrip())
     elif outcome.error is None and log.exists() and (log_end := "\n".join(_lines(log)[-_SHOWN_LINES:])):
         parts.append(log_end)
-    advice = (outcome.error and error_advice(outcome.error)) or _ADVICE.get(outcome.end, _RUN_AGAIN)
+    advice = (outcome.error and error_advice(outcome.error)) or _ADVICE.get(
+        outcome.end, _RUN_AGAIN.format("; it resumes from the newest checkpoint" if resumes else "")
+    )
     parts.append(f"The output of all ranks is in {short_path(folder.root)}. {advice}")
     return "\n".join(parts)
 

@@ -20,6 +20,12 @@ from shardmake.run.record import RunFile
 from shardmake.run.settings_digest import describe_changes
 from shardmake.run.training_settings import ScriptProgram, TrainingSettings
 
+_SAME_AGAIN = {EngineMismatchError.__name__, "SystemExit"} | {
+    kind.__name__
+    for kind in (AssertionError, AttributeError, IndexError, KeyError, NameError, SyntaxError, TypeError, ValueError)
+}
+"""Errors that the same script and arguments raise again. Others may be repaired elsewhere: a package, a file."""
+
 
 class ScriptState(RunFile):
     """``train/script.json``: the settings that the script's checkpoints and output belong to."""
@@ -71,12 +77,14 @@ def finished_outcome(rundir: RunDir, folder: AttemptDir, settings_digest: str) -
 
 
 def refuse_repetition(rundir: RunDir, history: Sequence[AttemptRecord], settings_digest: str, plan: str) -> None:
-    """Raise `ShardmakeError` if the last attempt found another training than this plan's, and nothing changed since.
+    """Raise `ShardmakeError` if the last attempt failed before it left anything, and nothing has changed since.
 
     A file that the script's arguments name counts as changed if it is newer than that attempt.
     """
     last = history[-1] if history else None
     if last is None or last.end != EndReason.USER_ERROR.value or last.plan != plan:
+        return
+    if last.checkpoint_step or rundir.metrics.exists():
         return
     folder = AttemptDir(rundir.attempts / f"{last.attempt:03d}")
     program = TrainingSettings.read(rundir.training).program
@@ -84,7 +92,7 @@ def refuse_repetition(rundir: RunDir, history: Sequence[AttemptRecord], settings
         return
     files = (Path(word.rpartition("=")[2]) for word in program.args)
     is_newer = any(path.is_file() and path.stat().st_mtime > last.ended for path in files)
-    if not is_newer and any(error.kind == EngineMismatchError.__name__ for error in folder.rank_errors()):
+    if not is_newer and any(error.kind in _SAME_AGAIN for error in folder.rank_errors()):
         raise ShardmakeError(
             f"Training of {rundir.name} was not started: attempt {last.attempt} had the same script, arguments and "
             f"plan. {last.message}\nChange one of them. After a change that is in none of them, such as an imported "

@@ -20,10 +20,9 @@ from shardmake.core.manifest import (
 )
 from shardmake.core.secrets import find_secrets, redact
 from shardmake.report.card import card_plots, render_card
-from shardmake.run.paths import RunDir
+from shardmake.run.paths import MODEL_CARD, MODEL_RECEIPT, RunDir
 from shardmake.run.receipts import MergeReceipt
 
-CARD = "README.md"
 _TEXTS = (".json", ".txt", ".jinja", ".py", ".md", ".yaml")
 LOADED_FIRST = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "config.json")
 """Loaders read these first, so on storage without commits they leave before the weights and arrive after them."""
@@ -56,7 +55,7 @@ def make_bundle(run: Run, rundir: RunDir) -> Bundle:
     paths = {name: rundir.model / name for name in manifest}
     folder = rundir.push_receipt.parent
     _refuse_secrets(paths)
-    for name, content in {CARD: redact(render_card(run, rundir)).encode(), **card_plots(run, rundir)}.items():
+    for name, content in {MODEL_CARD: redact(render_card(run, rundir)).encode(), **card_plots(run, rundir)}.items():
         _add(paths, manifest, folder, name, content)
     _add(paths, manifest, folder, SUMS, format_sums(manifest).encode())
     order = sorted(paths, key=lambda name: (_LAST.index(name) + 1 if name in _LAST else 0, name))
@@ -85,16 +84,17 @@ def find_leaking(paths: Iterable[Path]) -> list[Path]:
 
 
 def _verified_model(rundir: RunDir) -> tuple[dict[str, FileEntry], dict[str, FileRecord]]:
-    """Return the files of the model in its receipt and their manifest, after comparing them; hidden ones are ignored.
+    """Return the files of the model in its receipt and their manifest, after comparing them.
 
-    Every byte is read once, for the CRC-32 of the receipt and the SHA-256 of the manifest.
+    Hidden files are ignored, and the report's card, because a push writes its own. Every byte is read once, for the
+    CRC-32 of the receipt and the SHA-256 of the manifest.
     """
     again = f"Merge the model again: shardmake consolidate {rundir.name}"
     expected = MergeReceipt.read(rundir.model_receipt).verification.files
     files = {
         name: both
         for name, both in read_files(rundir.model, record_twice).items()
-        if not name.startswith(".") and name != rundir.model_receipt.name
+        if not name.startswith(".") and name not in (MODEL_RECEIPT, MODEL_CARD)
     }
     found = {name: entry for name, (_, entry) in files.items()}
     wrong = differences(expected, found) + [f"{name} is not in the receipt" for name in sorted(found.keys() - expected)]

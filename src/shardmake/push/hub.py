@@ -17,7 +17,8 @@ from shardmake.core.errors import HubError, PushError
 from shardmake.core.hub import first_line, git_object_id, translate_hub_errors, with_retries
 from shardmake.core.manifest import SUMS, parse_sums
 from shardmake.core.temporary import temporary_folder
-from shardmake.push.bundle import CARD, Bundle
+from shardmake.push.bundle import Bundle
+from shardmake.run.paths import MODEL_CARD
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, HfApi
@@ -167,7 +168,7 @@ def _refuse_foreign(
 
     A hub may list a commit incompletely for a moment, so a listing counts if a second one equals it.
     """
-    foreign = sorted(set(overwritten) - ours - {CARD})
+    foreign = sorted(set(overwritten) - ours - {MODEL_CARD})
     if not foreign:
         return
     if hub.list_files(place.api, place.repository, head) != remote:

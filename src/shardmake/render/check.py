@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 import shardmake
 from shardmake.config.settings import ACCUMULATION, MICRO_BATCH
 from shardmake.core.atomic import digest, write_json
-from shardmake.core.environment import cache_folder, installed_versions, kernel_caches
+from shardmake.core.environment import cache_folder, hidden, installed_versions, kernel_caches
 from shardmake.core.errors import ConfigError
 from shardmake.core.library_process import run_module
 from shardmake.core.temporary import temporary_folder
@@ -149,7 +149,7 @@ def _problems_of(check: Callable[[], list[str]]) -> list[str]:
 def answer(request: dict[str, Any]) -> list[list[str]]:
     """Return the problems of each of the request's renderings."""
     renderings = _RENDERINGS.validate_python(request["renderings"])
-    with temporary_folder("check") as folder:
+    with temporary_folder("check") as folder, hidden("peft", "mlflow", "boto3"):
         return [_find_problems(one, request["hidden_size"], folder) for one in renderings]
 
 

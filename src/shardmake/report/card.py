@@ -29,15 +29,16 @@ _CARRIED_KEYS = ("license", "license_name", "license_link", "language")
 """Keys of the base model's card that hold for this model too."""
 
 
-def render_card(run: Run, rundir: RunDir) -> str:
+def render_card(run: Run, rundir: RunDir, *, pushed: bool = True) -> str:
     """Return the card of a finished, evaluated run, as Markdown with a YAML header.
 
+    With ``pushed``, it names the destination, and the plots and checksums that lie beside it there.
     Raises `ShardmakeError` if a required stage has not run.
     """
     from huggingface_hub import ModelCard
 
     records = Records.read(run, rundir)
-    evaluation, shown = records.evaluation, plots(records)
+    evaluation, shown = records.evaluation, plots(records) if pushed else {}
     samples = _public_samples(run, evaluation)
     prompts = [sample.prompt for sample in samples if sample.prompt]
     base = _base_metadata(Path(localize(run, rundir).model))
@@ -51,8 +52,9 @@ def render_card(run: Run, rundir: RunDir) -> str:
         evaluation=evaluation,
         samples=[{key: _fenced(text) for key, text in sample} for sample in samples],
         plots={name: plot.title for name, plot in shown.items()},
-        place=_place(run),
-        is_hub=_hub_name(run) is not None,
+        place=_place(run) if pushed else ".",
+        is_hub=pushed and _hub_name(run) is not None,
+        pushed=pushed,
         has_chat_template=_has_chat_template(rundir.model),
         model_class=class_to_load(records),
         prompt=json.dumps(min(prompts, key=len, default="Hello"), ensure_ascii=False),

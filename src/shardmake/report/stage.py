@@ -1,4 +1,4 @@
-"""The report stage: a self-contained ``report.html``, and its figures as files."""
+"""The report stage: a self-contained ``report.html``, its figures as files, and a card in the model's folder."""
 
 import statistics
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from shardmake.core.errors import ConfigError
 from shardmake.core.secrets import redact
 from shardmake.core.units import format_bytes, format_duration, format_number, plural
 from shardmake.report import figures
-from shardmake.report.card import class_to_load, common_values
+from shardmake.report.card import class_to_load, common_values, render_card
 from shardmake.report.figures import length_name
 from shardmake.report.history import hours_name
 from shardmake.report.plots import memory_of, missing_metrics, report_plots, trained_candidate
@@ -20,7 +20,7 @@ from shardmake.report.records import Records, hide_folders, hide_folders_in_text
 from shardmake.report.training_facts import training_facts
 from shardmake.run.evaluation import ModelScore
 from shardmake.run.length import Length
-from shardmake.run.paths import RunDir
+from shardmake.run.paths import MODEL_CARD, RunDir
 from shardmake.run.receipts import PushReceipt
 from shardmake.run.settings import stage_times
 
@@ -58,7 +58,9 @@ TEMPLATE = Path(__file__).with_name("report.html.jinja")
 
 
 def write_report(run: Run, rundir: RunDir, profile: str = "slurm", before: Mapping[str, Run] | None = None) -> Path:
-    """Write ``report.html`` and ``figures/*.svg`` of a run that was trained and evaluated; return the page's path.
+    """Write ``report.html``, ``figures/*.svg`` and ``model/README.md`` of a run that was trained and evaluated.
+
+    Return the page's path.
 
     ``before`` has the runs of a chain that lead to this one, first one first. The command that repeats the run has
     Snakemake's ``profile``. A figure without data is not drawn; the page says in words what is missing. Raises
@@ -74,6 +76,7 @@ def write_report(run: Run, rundir: RunDir, profile: str = "slurm", before: Mappi
         write_text(rundir.figure(name), drawing)
     entries = configuration({**(before or {}), rundir.name: run})
     captions = {name: plot.caption for name, plot in shown.items()}
+    write_text(rundir.model / MODEL_CARD, redact(render_card(run, rundir, pushed=False)))
     write_text(rundir.report, redact(_page(records, rundir, profile, entries, drawings, captions)))
     return rundir.report
 

@@ -10,6 +10,9 @@ DATA_RECEIPT = "receipt.json"
 MODEL_RECEIPT = "receipt.json"
 """Name of the receipt in the folder of a merged model."""
 
+MODEL_CARD = "README.md"
+"""Name of the card there, which the report writes after the receipt. A push writes its own."""
+
 RUNS = Path("runs")
 """Folder of all runs, unless ``--runs`` names another one."""
 

@@ -8,7 +8,8 @@ import pytest
 from shardmake.checkpoint import store
 from shardmake.checkpoint.record import CheckpointRecord
 from shardmake.checkpoint.store import commit_in_place, committed
-from shardmake.commands.clean import clean
+from shardmake.commands.clean import clean, clean_named
+from shardmake.core.errors import ConfigError
 from shardmake.core.fingerprint import fingerprint
 from shardmake.launch.driver import hold_driver_lock
 from shardmake.push.stage import push
@@ -251,3 +252,38 @@ def test_runs_without_anything_to_remove_are_reported(tmp_path: Path, caplog: py
     caplog.set_level("INFO", "shardmake")
     assert clean(tmp_path, remove=False) == []
     assert f"Nothing to remove: no pushed run in {tmp_path}" in caplog.text
+
+
+def test_a_named_run_and_what_was_set_aside_go_after_a_question(
+    rundir: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "shardmake")
+    runs = rundir.root.parent
+    other = RunDir(runs / "dpo")
+    other.base_model.mkdir(parents=True)
+    (other.base_model / "model.safetensors").symlink_to(next(rundir.model.glob("*.safetensors")))
+    aside = [rundir.train / "checkpoints-of-0f1e", runs / "dpo/train-before-1"]
+    for folder in aside:
+        folder.mkdir()
+
+    def cleaned(*names: str, answer: bool | None) -> None:
+        clean_named(runs, names, set_aside=not names, confirm=None if answer is None else lambda _: bool(answer))
+
+    for answer in (None, False):
+        cleaned(rundir.name, answer=answer)
+        cleaned(answer=answer)
+    assert all(folder.exists() for folder in (rundir.model, *aside))
+    assert "not pushed: the only copy of its model; dpo starts from its model" in caplog.text
+    with hold_driver_lock(rundir):
+        cleaned(rundir.name, answer=True)
+    rundir.job.touch()
+    cleaned(rundir.name, answer=True)
+    assert rundir.model.exists() and "Cancel it first: shardmake cancel" in caplog.text
+    rundir.job.unlink()
+    cleaned(answer=True)
+    assert not any(folder.exists() for folder in aside) and rundir.model.exists()
+    cleaned(rundir.name, answer=True)
+    assert [path.name for path in runs.iterdir()] == ["dpo"]
+    for name in (rundir.name, "..", "."):
+        with pytest.raises(ConfigError, match="No folder of a run"):
+            cleaned(name, answer=True)

@@ -123,6 +123,11 @@ def test_run_adds_what_the_folder_lacks(words: list[str], added: list[str]) -> N
     Path("nodes.yaml").write_text(json.dumps(CLUSTER | {"executor": "slurm"}))
     write("a.yaml", cluster="nodes.yaml")
     assert snakemake_arguments(words) == [*added, *words]
+    Path("Snakefile").write_text("rule other:\n    output: 'x'\n")  # not ours, and stays
+    assert snakemake_arguments(words) == [*added, *words]
+    Path("Snakefile").unlink()
+    with pytest.raises(ConfigError, match="takes every word after it as a file"):
+        snakemake_arguments(["--configfile", "a.yaml", "plan"])
     write_project()
     own = ["--profile", Path(added[-1]).name] if added else []
     assert [word.removeprefix("profiles/") for word in snakemake_arguments(words)] == [*own, *words]

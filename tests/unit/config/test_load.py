@@ -102,8 +102,12 @@ def test_a_missing_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert str(error.value) == f"cluster: '{tmp_path}' is a folder. {advice}"
     with pytest.raises(ShardmakeError) as error:
         read_yaml(tmp_path / "d.yaml")
-    assert str(error.value) == f"'{tmp_path}/d.yaml' does not exist. Name an existing file."
-    with pytest.raises(ConfigError, match=r"d\.yaml' does not exist\. Name an existing file\."):
+    assert (
+        str(error.value) == f"'{tmp_path}/d.yaml' does not exist. Name an existing file, or write one: shardmake init"
+    )
+    with pytest.raises(
+        ConfigError, match=r"d\.yaml' does not exist\. Name an existing file, or write one: shardmake init"
+    ):
         load_config(tmp_path / "d.yaml")
 
 

@@ -121,3 +121,19 @@ def test_no_default_of_a_function_keeps_os_environ() -> None:
     sources = list(Path(shardmake.__file__).parent.rglob("*.py"))
     assert len(sources) > 100
     assert [path.name for path in sources if re.search(r"= os\.environ[,)]", path.read_text())] == []
+
+
+WITHOUT_TORCH = """
+import sys
+from shardmake.core.environment import import_without_torch
+import_without_torch()
+import datasets, trl.data_utils, transformers
+print('torch' in sys.modules)
+import torch
+print(torch.ones(1).item())
+"""
+
+
+def test_tokenizers_are_imported_without_torch_which_stays_importable() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("False\n1.0\n", "")

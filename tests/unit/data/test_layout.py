@@ -70,6 +70,12 @@ UNCLEAR: list[tuple[dict[str, Any], str, dict[str, str], str]] = [
         "text (text). Name other columns with data.columns.",
     ),
     (
+        {"prompt": "a", "chosen": "b", "rejected": "c"}, "auto", {},
+        f"{PLACE}: unknown format. The columns are prompt, chosen, rejected. Known: chat (messages), sharegpt "
+        "(conversations), alpaca (instruction, output), prompt-completion (prompt, completion), text (text). Set "
+        "objective: dpo or reward, which have such data, or name other columns with data.columns.",
+    ),
+    (
         {"question": "a", "reply": "b"}, "auto", {"prompt": "questoin", "completion": "reply"},
         "data.columns.prompt: 'questoin' is not a column of f.jsonl. Did you mean 'question'? The columns are question, "
         "reply.",

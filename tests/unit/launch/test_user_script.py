@@ -214,7 +214,10 @@ def test_only_a_status_other_than_0_is_an_error(tmp_path: Path, end: str, fails:
         run_script(str(script))
 
 
-def test_a_training_that_found_another_engine_is_not_repeated_unchanged(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "error", [EngineMismatchError("planned float32, found bfloat16"), ValueError("a typo"), SystemExit(2)]
+)
+def test_an_error_before_the_first_step_is_not_repeated_unchanged(tmp_path: Path, error: BaseException) -> None:
     own = tmp_path / "ds.json"
     own.write_text("{}")
     os.utime(own, (5, 5))
@@ -231,11 +234,15 @@ def test_a_training_that_found_another_engine_is_not_repeated_unchanged(tmp_path
         message="planned float32, found bfloat16", host=None, checkpoint_step=0,
     )  # fmt: skip
     again = partial(user_script.refuse_repetition, rundir, [ended])
-    again("d", "p")  # an error of another kind may be repaired elsewhere
-    record_error(folder, 0, EngineMismatchError("planned float32, found bfloat16"))
+    record_error(folder, 0, ImportError("no package"))
+    again("d", "p")  # may be repaired elsewhere
+    record_error(folder, 0, error)
     again("other", "p")
     again("d", "other")
     with pytest.raises(ShardmakeError, match=r"attempt 1 had the same script.*found bfloat16\n.*shardmake retrain x$"):
         again("d", "p")
+    rundir.metrics.touch()
+    again("d", "p")  # it had trained
+    rundir.metrics.unlink()
     os.utime(own, (20, 20))
     again("d", "p")

@@ -12,6 +12,7 @@ import pytest
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.manifest import read_folder
 from shardmake.push.stage import push
+from shardmake.report.stage import write_report
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import PushedTo, PushReceipt
 from tests.finished_run import DRAWN, MODEL, PLOTS, make_run, write_model
@@ -27,8 +28,11 @@ RUN = make_run(push={"to": "file:published/chat"})
 
 
 def test_the_folder_holds_model_card_and_checksums_and_nothing_else(tmp_path: Path, rundir: RunDir) -> None:
+    write_report(RUN, rundir)
+    assert (rundir.model / "README.md").read_text().startswith("---\n")
     receipt = push(RUN, rundir)
     published = tmp_path / "published" / "chat"
+    assert "SHA256SUMS" in (published / "README.md").read_text()  # a card of its own
     assert read_folder(published).keys() == {*MODEL, "README.md", *PLOTS, "SHA256SUMS"}
     assert all((published / name).read_bytes() == content for name, content in MODEL.items())
     assert [path.name for path in published.parent.iterdir()] == ["chat"]

@@ -191,6 +191,8 @@ def test_how_to_load_names_the_destination_without_private_paths(
     assert f'AutoModelForCausalLM.from_pretrained("{place}")' in card
     assert not any(word in card for word in ("published/", "home", "bucket"))
     assert ("`chat` is the folder with this card." in card) == (place == "chat")
+    own = render_card(make_run(push={"to": to}), rundir, pushed=False)
+    assert 'from_pretrained(".")' in own and "plots/" not in own and "SHA256SUMS" not in own
 
 
 def example_of(card: str) -> str:

@@ -16,6 +16,7 @@ from shardmake.run.evaluation import Sample
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import PlaceEstimate
 from shardmake.run.receipts import DataReceipt, PushedTo, PushReceipt
+from shardmake.run.sources import PinnedSource, Sources
 from tests.finished_run import EVALUATED, MEMORY, TRAINED, make_run, make_rundir, write_history
 
 VOID = {"meta", "link", "br", "img", "hr"}
@@ -224,6 +225,9 @@ def test_the_settings_make_the_same_run_again(tmp_path: Path) -> None:
 def test_the_settings_of_a_chained_run_include_the_runs_before_it(rundir: RunDir) -> None:
     before = make_run(model="/home/ada/base")
     run = before.model_copy(update={"model": "run:first"})
+    model = PinnedSource(name="run:first", path="fetched/model", origin=PinnedSource(name="base", path="base"))
+    data = "resources/demo/train.jsonl"
+    Sources(model=model, train=[PinnedSource(name=data, path=data)]).write(rundir.sources)
     written = write_report(run, rundir, before={"first": before}).read_text()
     found = re.findall(r"<pre>(runs:.*?)</pre>", written, flags=re.DOTALL)
     config = parse_config({"cluster": "c.yaml", **yaml.safe_load(unescape(found[0]))}, "test")

@@ -7,15 +7,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import mul
 from pathlib import Path
-from typing import Any, ClassVar, Self
-
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from shardmake.checkpoint.formats.dtypes import CONVERTIBLE, ITEM_SIZE
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.checkpoint.formats.unpickle import TensorRef, numel, row_major
 from shardmake.core.errors import CheckpointError
 from shardmake.run.adapter_settings import AdapterSettings
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
 
 _MOST_PIECES = 1_000_000
 """Pieces of one box."""
@@ -58,10 +61,9 @@ class Piece:
 Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]
 """Offsets and sizes by dimension."""
-Array = NDArray[Any]
-Change = Callable[[Array, int], Array]
+Change = Callable[["Array", int], "Array"]
 """Takes consecutive values of a weight in float32 and the number of the first one; returns the changed values."""
-Read = Callable[["StoredTensor"], Array]
+Read = Callable[["StoredTensor"], "Array"]
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Update(ABC):
         """Return the change; ``read`` returns a tensor in float32."""
 
     @abstractmethod
-    def part(self, read: Read, begin: int, end: int) -> dict[str, Array]:
+    def part(self, read: Read, begin: int, end: int) -> "dict[str, Array]":
         """Return what changes rows ``[begin, end)`` of the weight alone, by PEFT's names."""
 
     def fitting(self, weight: "StoredTensor | None") -> Self:

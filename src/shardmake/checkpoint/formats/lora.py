@@ -7,11 +7,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
+import numpy.typing as npt
 
-from shardmake.checkpoint.formats.contents import Array, Change, Contents, Read, StoredTensor, Update
+from shardmake.checkpoint.formats.contents import Change, Contents, Read, StoredTensor, Update
 from shardmake.core.errors import CheckpointError
 from shardmake.run.adapter_settings import CONFIG, WITH_PEFT, AdapterSettings
 
@@ -27,6 +28,7 @@ _ORIGINAL = re.compile(r".+\.(original_module|token_adapter\.trainable_tokens_or
 _BASE = re.compile(r"(\.token_adapter)?\.base_layer\.")
 _ROWS = 1 << 21
 """Elements of a weight that are read at once to compute norms."""
+Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
