@@ -91,6 +91,8 @@ def test_each_value_is_rendered_or_refused(objective: str, method: str) -> None:
         ({"final_checkpoint": "best"}, "Set checkpoints.keep_best: true, or remove final_checkpoint"),
         ({"final_checkpoint": "best", "checkpoints": {"keep_best": True, "early_stopping": 3}}, ""),
         ({"profile": {"steps": 3}, "script": "train.py"}, "profile has no effect with script: train.py"),
+        ({"script_args": ["--lr"]}, "script_args need a script"),
+        ({"script": "train.py", "checkpoints": {"asynchronous": True}}, "cannot be combined with script, which saves its own"),
         ({"evaluation": {"lm_eval_limit": 5}}, "evaluation.lm_eval_limit has no effect with an empty evaluation.lm_eval"),
         ({"evaluation": {"lm_eval_path": "tasks"}}, "Name the tasks in evaluation.lm_eval, or remove"),
         ({"evaluation": {"lm_eval": ["piqa"], "lm_eval_limit": 5}}, ""),
