@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from shardmake.config.models import Cluster, Container, Slurm
 from shardmake.core.errors import ConfigError
@@ -176,28 +175,6 @@ def test_the_image_is_tried_on_a_login_node_with_apptainer(
     (checkout / "x.sif").touch()
     with pytest.raises(ConfigError, match=words) if words else contextlib.nullcontext():
         check_container(in_container(checkout, image="x.sif"), [checkout / "runs/demo"], [make_run()])
-
-
-SIF = {"container": {"kind": "apptainer", "image": "x.sif"}}
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"slurm": {"container": {"image": "x", "binds": ["data:/data"]}}}, "'data' is not an absolute path"),
-        ({"slurm": {"container": {"image": "x", "binds": ["/a,/b"]}}}, "is not SOURCE"),
-        ({"slurm": {"container": {"image": "x", "binds": ["/a:/b:rx"]}}}, "is not SOURCE"),
-        ({"slurm": {"container": {"image": "x", "kind": "docker"}}}, "apptainer"),
-        ({"executor": "local", "slurm": SIF}, "no effect with `executor: local`"),
-        ({"slurm": SIF, "env": {"PYTHONPATH": "/mine"}}, r"env: PYTHONPATH cannot be combined with slurm\.container"),
-        ({"executor": "local", "environment": "/x"}, "no effect with `executor: local`"),
-        ({"slurm": SIF, "environment": "/x"}, "slurm.container"),
-        ({"environment": "env"}, "is not an absolute path"),
-    ],
-)
-def test_a_container_or_environment_that_cannot_be_used_is_refused(values: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValidationError, match=words):
-        make_cluster(**{"executor": "slurm"} | values)
 
 
 @pytest.mark.parametrize(
