@@ -167,7 +167,7 @@ CONFIGS: Rows = [
     ("runs.dpo.model", {"runs": {"sft": {"sweep": {"seed": [1, 2]}}, "dpo": {"model": "run:sft"}}}),
     ("runs.sft.model", {"runs": {"judge": {"objective": "reward"}, "sft": {"model": "run:judge"}}}),
     ("runs.a.model", {"runs": {"a": {"model": "run:a"}}}),
-    ("runs.a.model", {"runs": {"far": {"model": "run:a"}, "a": {"model": "run:b"}, "b": {"model": "run:a"}}}),
+    ("runs.b.model", {"runs": {"a": {"model": "run:b"}, "b": {"model": "run:c"}, "c": {"model": "run:b"}}}),
     ("runs.dpo.model", {"runs": {"sft": {}, "dpo": {"model": "runs/sft/model"}}}),
     ("runs.b.revision", {"runs": {"a": {}, "b": {"model": "run:a", "revision": "v2"}}}),
     ("runs.a.base", {"runs": {"a": {"base": "bb"}, "b": {}}}),
