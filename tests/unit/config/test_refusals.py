@@ -1,4 +1,4 @@
-"""What a configuration refuses: the rows state the key, ``wording.yaml`` the messages (tests/unit/wording.py)."""
+"""The refusals of a configuration: the rows state the key, ``wording.yaml`` the messages (tests/unit/wording.py)."""
 
 from pathlib import Path
 from typing import Any, get_args
