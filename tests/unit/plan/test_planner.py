@@ -10,6 +10,7 @@ from shardmake.launch.stage_jobs import ON_GPUS
 from shardmake.plan.stage import choose_run, make_plan, plan_run
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import MemoryEstimates, Plan
+from tests.unit.memory.llama_8b import LLAMA_8B
 
 LLAMA = {"model_type": "llama", "max_position_embeddings": 8192}
 TINY = {
@@ -20,15 +21,7 @@ TINY = {
     "num_attention_heads": 4,
     "vocab_size": 512,
 }
-EIGHT = {
-    **LLAMA,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
+EIGHT = {**LLAMA, **LLAMA_8B}
 SEVENTY = {
     **EIGHT,
     "hidden_size": 8192,
