@@ -53,7 +53,7 @@ class Row:
 def strategies() -> list[str]:
     """Return the strategies that run on one node without a GPU and without an NVMe folder."""
     wanted = STRATEGY_SPECS.items()
-    return [name for name, spec in wanted if not (spec.is_fsdp or spec.uses_nvme or (spec.hybrid or spec.hpz))]
+    return [name for name, spec in wanted if not (spec.is_fsdp or spec.uses_nvme or spec.hybrid or spec.hpz)]
 
 
 def measure(checkout: Any, size: str, strategy: str) -> Row:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint.record import CheckpointRecord, list_files
+from shardmake.checkpoint.store import commit_in_place
 from shardmake.core.fingerprint import fingerprint
 
 
@@ -15,3 +16,10 @@ def make_record(folder: Path, step: int, **changes: Any) -> CheckpointRecord:
         "files": {name: fingerprint(folder / name) for name in list_files(folder)},
     }  # fmt: skip
     return CheckpointRecord.model_validate(values | changes)
+
+
+def commit_checkpoint(folder: Path, step: int, **changes: Any) -> Path:
+    """Commit the checkpoint in ``folder``, whose files exist."""
+    folder.mkdir(parents=True, exist_ok=True)
+    commit_in_place(folder, make_record(folder, step, **changes))
+    return folder

@@ -109,31 +109,32 @@ def write_history(rundir: RunDir, attempts: list[tuple[float, float, range, str]
         folder = AttemptDir(rundir.attempts / f"{number:03d}")
         make_attempt(number, rundir, accelerator).write(folder.settings)
         make_plan().write(folder.plan)
-        exit_ = NodeExit(
-            node_rank=0, host="n1", started=started, ended=ended, phase="training", returncode=0, stop_signal=None
-        )
-        exit_.write(folder.exit_record(0))
+        make_exit(host="n1", started=started, ended=ended).write(folder.exit_record(0))
         lines += [_metrics_line(step, number, started + 60 + 20 * index) for index, step in enumerate(steps)]
-    history = [_attempt_record(number, attempt) for number, attempt in enumerate(attempts, 1)]
+    history = [
+        make_record(
+            attempt=number, job=str(number), submitted=started, ended=ended, end=end,
+            checkpoint_step=steps[-1] if steps else 0,
+        )
+        for number, (started, ended, steps, end) in enumerate(attempts, 1)
+    ]  # fmt: skip
     save_history(rundir.attempt_history, history)
     rundir.metrics.write_text("".join(line.as_text() for line in lines))
 
 
-def _attempt_record(number: int, attempt: tuple[float, float, range, str]) -> AttemptRecord:
-    started, ended, steps, end = attempt
-    return AttemptRecord(
-        attempt=number,
-        job=str(number),
-        plan="p",
-        strategy="zero2",
-        fallback=0,
-        submitted=started,
-        ended=ended,
-        end=end,
-        message="",
-        host=None,
-        checkpoint_step=steps[-1] if steps else 0,
-    )
+def make_record(**changes: Any) -> AttemptRecord:
+    """The record of an attempt; ``changes`` go over its values."""
+    values = {
+        "attempt": 1, "job": "1", "plan": "p", "strategy": "zero2", "fallback": 0, "submitted": 0, "ended": 9,
+        "end": "finished", "message": "", "host": None, "checkpoint_step": 0,
+    }  # fmt: skip
+    return AttemptRecord.model_validate(values | changes)
+
+
+def make_exit(rank: int = 0, **changes: Any) -> NodeExit:
+    """The record of a node whose ranks ended with status 0; ``changes`` go over its values."""
+    values = {"node_rank": rank, "host": f"c{rank + 1}", "started": 0, "ended": 9, "phase": "training", "returncode": 0}
+    return NodeExit.model_validate(values | {"stop_signal": None} | changes)
 
 
 def make_attempt(number: int, rundir: RunDir, accelerator: str) -> Attempt:

@@ -11,6 +11,9 @@ from huggingface_hub.utils import logging as _hub_logging
 
 from shardmake.core import library_process
 from tests.any_environment import AnyEnvironment
+from tests.unit.wording import wording
+
+__all__ = ["wording"]
 
 _hub_logging.get_logger()  # keeps the standard error of its first call, which must not be that of one test
 

@@ -6,15 +6,14 @@ import fsspec
 import pytest
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.record import CheckpointRecord
-from shardmake.checkpoint.store import commit_in_place, committed
+from shardmake.checkpoint.store import committed
 from shardmake.commands.clean import clean, clean_named
 from shardmake.core.errors import ConfigError
-from shardmake.core.fingerprint import fingerprint
 from shardmake.launch.driver import hold_driver_lock
 from shardmake.push.stage import push
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import PushedTo, PushReceipt
+from tests.checkpoint_record import commit_checkpoint
 from tests.finished_run import make_run, make_rundir, write_model
 from tests.unit.plans import make_training_settings
 
@@ -41,21 +40,8 @@ def make_checkpoint(rundir: RunDir, step: int, *, finished: bool, eval_loss: flo
     folder = rundir.checkpoints / f"checkpoint-{step}"
     folder.mkdir(parents=True)
     (folder / "shard.bin").write_bytes(bytes(1000))
-    record = CheckpointRecord(
-        step=step,
-        tokens=step,
-        world_size=2,
-        strategy="zero2",
-        attempt=1,
-        settings_digest="r",
-        saved_at=0,
-        save_seconds=1,
-        eval_loss=eval_loss,
-        versions={},
-        files={"shard.bin": fingerprint(folder / "shard.bin")},
-    )
     if finished:
-        commit_in_place(folder, record)
+        commit_checkpoint(folder, step, eval_loss=eval_loss)
 
 
 def names(rundir: RunDir) -> set[str]:
@@ -183,40 +169,44 @@ def test_nothing_is_removed_if_a_pushed_prefix_is_not_whole(rundir: RunDir, capl
     assert "by its list of checksums; they were not read again" in caplog.text
 
 
-def test_a_store_that_cannot_be_read_is_named(rundir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
-    push(RUN, rundir)
-    receipt = PushReceipt.read(rundir.push_receipt)
-    unknown = receipt.model_copy(update={"destinations": [PushedTo(to="s4://lab/chat")]})
-    unknown.write(rundir.push_receipt)
-    assert listed(rundir.root.parent, remove=True) == set()
-    assert "Reading s4://lab/chat failed" in caplog.text
-
-
 def test_a_copy_on_the_hub_is_said_not_to_be_compared_again(rundir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "shardmake")
     push(RUN, rundir)
-    receipt = PushReceipt.read(rundir.push_receipt)
-    receipt.model_copy(update={"destinations": [PushedTo(to="hub:lab/chat", commit="0f1e2d")]}).write(
-        rundir.push_receipt
-    )
+    keep_elsewhere(rundir, "hub:lab/chat", "0f1e2d")
     assert "checkpoint-10" in listed(rundir.root.parent, remove=True)
     assert "hub:lab/chat was compared when it was pushed (commit 0f1e2d), not now." in caplog.text
 
 
-@pytest.mark.parametrize("damaged", ["checkpoint-40", "checkpoint-30", "model"])
-def test_nothing_is_removed_beside_a_damaged_copy(
-    rundir: RunDir, damaged: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Checkpoint 40 is the newest, and the configuration keeps checkpoint 30 permanently."""
+def keep_elsewhere(rundir: RunDir, to: str, commit: str | None = None) -> None:
+    receipt = PushReceipt.read(rundir.push_receipt)
+    receipt.model_copy(update={"destinations": [PushedTo(to=to, commit=commit)]}).write(rundir.push_receipt)
+
+
+DOUBTS: dict[str, tuple[Callable[[RunDir], object], str]] = {
+    "a store that cannot be read": (
+        lambda rundir: keep_elsewhere(rundir, "s4://lab/chat"),
+        "Reading s4://lab/chat failed",
+    ),
+    "a damaged newest checkpoint": (lambda rundir: flip(rundir.checkpoints / "checkpoint-40/shard.bin"), "Nothing of"),
+    "a damaged one that is kept": (lambda rundir: flip(rundir.checkpoints / "checkpoint-30/shard.bin"), "Nothing of"),
+    "a damaged model": (lambda rundir: flip(next(rundir.model.glob("*.safetensors"))), "Nothing of"),
+    "a model that changed": (lambda rundir: write_model(rundir, {"config.json": b"new"}), ""),
+    "no committed checkpoint": (
+        lambda rundir: [record.unlink() for record in rundir.checkpoints.glob("*/shardmake.json")],
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("doubt", DOUBTS)
+def test_nothing_is_removed_in_doubt(rundir: RunDir, doubt: str, caplog: pytest.LogCaptureFixture) -> None:
     configure(rundir, every_steps=30)
     push(RUN, rundir)
     before = names(rundir)
-    file = (
-        next(rundir.model.glob("*.safetensors")) if damaged == "model" else rundir.checkpoints / damaged / "shard.bin"
-    )
-    flip(file)
+    arrange, message = DOUBTS[doubt]
+    arrange(rundir)
     assert listed(rundir.root.parent, remove=True) == set() and names(rundir) == before
-    assert "Nothing of" in caplog.text
+    assert message in caplog.text
 
 
 def test_permanent_checkpoints_and_the_best_are_kept(rundir: RunDir) -> None:
@@ -226,19 +216,6 @@ def test_permanent_checkpoints_and_the_best_are_kept(rundir: RunDir) -> None:
     push(RUN, rundir)
     assert listed(rundir.root.parent, remove=True) == {"checkpoint-16", "checkpoint-20"}
     assert names(rundir) == {f"checkpoint-{step}" for step in (10, 14, 30, 40)}
-
-
-def test_nothing_is_removed_if_the_model_changed_after_the_push(rundir: RunDir) -> None:
-    push(RUN, rundir)
-    write_model(rundir, {"config.json": b"new"})
-    assert listed(rundir.root.parent) == set()
-
-
-def test_nothing_is_removed_without_a_committed_checkpoint(rundir: RunDir) -> None:
-    push(RUN, rundir)
-    for record in rundir.checkpoints.glob("*/shardmake.json"):
-        record.unlink()
-    assert listed(rundir.root.parent) == set()
 
 
 def test_a_checkpoint_with_an_unreadable_record_is_kept(rundir: RunDir) -> None:

@@ -19,7 +19,8 @@ from shardmake.launch import slurm_jobs
 from shardmake.launch.jobs import LocalJobs, _process_id, job_name
 from shardmake.launch.slurm_states import JobState, JobStatus, parse_rows
 from shardmake.run.attempt import AttemptDir, SubmittedJob
-from shardmake.run.attempt_history import AttemptRecord, save_history
+from shardmake.run.attempt_history import save_history
+from shardmake.run.evaluation import EvaluationResult
 from shardmake.run.metrics import MetricsLine
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import PushedTo, PushReceipt, WeightsReceipt
@@ -32,6 +33,7 @@ from tests.finished_run import (
     RATED,
     make_data_receipt,
     make_plan,
+    make_record,
     make_run,
     make_rundir,
     publish_heartbeat,
@@ -70,12 +72,12 @@ def training(finished: RunDir) -> RunDir:
     return finished
 
 
-def answer(monkeypatch: pytest.MonkeyPatch, rundir: RunDir, state: str, nodes: str) -> None:
+def answer(
+    monkeypatch: pytest.MonkeyPatch, rundir: RunDir, state: str, nodes: str, *, start: str = "", status: int = 0
+) -> None:
     """Let squeue list the run's job."""
-    rows = f"12|{state}|{nodes}|{job_name(rundir.root)}\n"
-    monkeypatch.setattr(
-        slurm_jobs, "run_slurm", lambda *_: subprocess.CompletedProcess([], 0, rows if state else "", "")
-    )
+    rows = f"12|{state}|{nodes}|{job_name(rundir.root)}{start}\n" if state else ""
+    monkeypatch.setattr(slurm_jobs, "run_slurm", lambda *_: subprocess.CompletedProcess([], status, rows, ""))
 
 
 def row_of(rundir: RunDir, cluster: Cluster = SLURM, **changes: Any) -> RunState:
@@ -157,34 +159,29 @@ def test_a_length_in_epochs_is_converted_to_steps(training: RunDir) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "nodes", "line"),
+    ("state", "nodes", "line", "words"),
     [
-        ("PENDING", "(Resources)", "waits in the queue"),
-        ("", "", "job 12 (attempt 2) has ended"),
+        ("PENDING", "(Resources)", "waits in the queue", "as job 12 (attempt 2)"),
+        ("PENDING", "(Priority)", "waits in the queue", "(attempt 2). Slurm does not know when it will start."),
+        (
+            "PENDING",
+            "(JobHeldAdmin)",
+            "waits in the queue",
+            "Slurm does not start job 12 until a person acts: JobHeldAdmin. Remove the reason and release",
+        ),
+        ("", "", "job 12 (attempt 2) has ended", ""),
     ],
 )
 def test_a_job_that_does_not_run(
-    training: RunDir, monkeypatch: pytest.MonkeyPatch, state: str, nodes: str, line: str
+    training: RunDir, monkeypatch: pytest.MonkeyPatch, state: str, nodes: str, line: str, words: str
 ) -> None:
-    answer(monkeypatch, training, state, nodes)
+    answer(monkeypatch, training, state, nodes, start="|N/A" if nodes == "(Priority)" else "")
     assert one_line(training) == f"chat  {line}"
-
-
-def test_a_start_that_slurm_does_not_know(training: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = f"12|PENDING|(Priority)|{job_name(training.root)}|N/A\n"
-    monkeypatch.setattr(slurm_jobs, "run_slurm", lambda *_: subprocess.CompletedProcess([], 0, rows, ""))
-    text = describe(make_run(push=PUSH), SLURM, training)
-    assert "as job 12 (attempt 2). Slurm does not know when it will start." in text
-
-
-def test_a_job_that_waits_for_a_person_says_so(training: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer(monkeypatch, training, "PENDING", "(JobHeldAdmin)")
-    text = describe(make_run(push=PUSH), SLURM, training)
-    assert "Slurm does not start job 12 until a person acts: JobHeldAdmin. Remove the reason and release" in text
+    assert words in describe(make_run(push=PUSH), SLURM, training)
 
 
 def test_without_an_answer_of_slurm_the_heartbeat_is_shown(training: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm_jobs, "run_slurm", lambda *_: subprocess.CompletedProcess([], 127, "", "no squeue"))
+    answer(monkeypatch, training, "", "", status=127)
     publish_heartbeat(AttemptDir(training.attempts / "002"), "save", 96)
     text = describe(make_run(push=PUSH), SLURM, training)
     assert "in phase save" in text and "Slurm does not answer." in text
@@ -192,10 +189,7 @@ def test_without_an_answer_of_slurm_the_heartbeat_is_shown(training: RunDir, mon
 
 def end(rundir: RunDir, reason: str, message: str, next_fallback: int | None = None) -> None:
     rundir.job.unlink(missing_ok=True)
-    record = AttemptRecord(
-        attempt=2, job="12", plan="p", strategy="zero2", fallback=0, submitted=0, ended=1, end=reason, message=message,
-        host=None, checkpoint_step=90, next_fallback=next_fallback,
-    )  # fmt: skip
+    record = make_record(attempt=2, job="12", end=reason, message=message, next_fallback=next_fallback)
     save_history(rundir.attempt_history, [record])
 
 
@@ -210,10 +204,13 @@ def test_a_failure_is_shown_with_attempt_reason_and_last_step(training: RunDir) 
     assert one_line(training) == "chat  between two attempts: preempted"
 
 
-def test_a_requested_stop_is_shown_as_a_stop(training: RunDir) -> None:
+def test_a_requested_stop_is_shown_as_a_stop_and_not_promised_to_changed_settings(training: RunDir) -> None:
     end(training, "stop requested", "Training of chat saved and stopped at step 93. Run the same command again.")
     assert one_line(training) == "chat  stopped on request"
-    assert "saved and stopped at step 93" in describe(make_run(push=PUSH), SLURM, training)
+    note = "It ran before the settings changed. If they change the result, training starts anew."
+    text = describe(make_run(push=PUSH), LOCAL, training)
+    assert "saved and stopped at step 93" in text and note not in text
+    assert note in describe(make_run(push=PUSH, learning_rate=0.5), LOCAL, training)
 
 
 @pytest.fixture
@@ -223,13 +220,6 @@ def driver() -> Iterator[psutil.Process]:
     yield psutil.Process(process.pid)
     process.kill()
     process.wait()
-
-
-def test_a_stopped_training_is_not_promised_to_changed_settings(training: RunDir) -> None:
-    end(training, "stop requested", "Training of chat saved and stopped at step 93. Run the same command again.")
-    note = "It ran before the settings changed. If they change the result, training starts anew."
-    assert note not in describe(make_run(push=PUSH), LOCAL, training)
-    assert note in describe(make_run(push=PUSH, learning_rate=0.5), LOCAL, training)
 
 
 def test_a_driver_without_a_job_is_shown(training: RunDir, driver: psutil.Process) -> None:
@@ -278,16 +268,19 @@ def test_rows_of_squeue_are_of_the_runs_own_job(training: RunDir) -> None:
     assert parse_rows(f"12|PENDING|(Priority)|{job_name(training.root)}")["12"].state is JobState.PENDING
 
 
-def test_scores_of_pairs_are_shown(finished: RunDir) -> None:
-    EVALUATED.model_copy(update={"preferences": PREFERENCES}).write(finished.evaluation)
-    shown = describe(make_run(push=PUSH), LOCAL, finished)
-    assert "Held-out pairs: reward accuracy 87.5%, margin 1.2500." in shown
-    EVALUATED.model_copy(update={"completions": COMPLETIONS}).write(finished.evaluation)
-    shown = describe(make_run(push=PUSH), LOCAL, finished)
-    assert "Held-out completions: reward accuracy 87.5%, margin 1.2500." in shown
-
-
-def test_scores_of_a_reward_model_are_shown(finished: RunDir) -> None:
-    RATED.write(finished.evaluation)
+@pytest.mark.parametrize(
+    ("scores", "line"),
+    [
+        (EVALUATED.model_copy(update={"preferences": PREFERENCES}), "pairs: reward accuracy 87.5%, margin 1.2500."),
+        (
+            EVALUATED.model_copy(update={"completions": COMPLETIONS}),
+            "completions: reward accuracy 87.5%, margin 1.2500.",
+        ),
+        (RATED, "pairs: preference accuracy 87.5%, margin 1.2500."),
+    ],
+    ids=["pairs", "completions", "reward model"],
+)
+def test_scores_are_shown(finished: RunDir, scores: EvaluationResult, line: str) -> None:
+    scores.write(finished.evaluation)
     text = describe(make_run(push=PUSH), LOCAL, finished)
-    assert "Held-out pairs: preference accuracy 87.5%, margin 1.2500." in text and "perplexity" not in text
+    assert f"Held-out {line}" in text and ("perplexity" in text) is (scores is not RATED)

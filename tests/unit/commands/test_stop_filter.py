@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from shardmake.commands.stop_filter import StopFilter
-from shardmake.run.attempt_history import AttemptRecord, save_history
+from shardmake.run.attempt_history import save_history
 from shardmake.run.paths import RunDir
+from tests.finished_run import make_record
 
 COMMAND = "shardmake {} {} --config config/config.yaml 2>&1 | tee -i logs/train.log"
 END = "WorkflowError:\nAt least one job did not complete successfully."
@@ -48,13 +49,9 @@ def the_end() -> list[logging.LogRecord]:
 
 
 def test_a_requested_stop_ends_with_the_line_that_says_how_to_resume(tmp_path: Path) -> None:
-    stopped = AttemptRecord(
-        attempt=1, job="1", plan="p", strategy="zero2", fallback=0, submitted=0, ended=1, end="stop requested",
-        message="Saved at 93. Run again.", host=None, checkpoint_step=93,
-    )  # fmt: skip
     rundir = RunDir(tmp_path / "demo")
     rundir.attempts.mkdir(parents=True)
-    save_history(rundir.attempt_history, [stopped])
+    save_history(rundir.attempt_history, [make_record(end="stop requested", message="Saved at 93. Run again.")])
     found = printed(StopFilter(tmp_path), record("Job 1"), *failure("demo", 3), *the_end())
     assert found == ["Job 1", "Complete log(s): x", "Saved at 93. Run again."]
 

@@ -55,8 +55,3 @@ def test_one_destination_of_two_runs_is_rejected(
 )
 def test_separate_destinations_are_accepted(first: Any, second: Any) -> None:
     assert list(runs(a=first, b=second).runs) == ["a", "b"]
-
-
-def test_one_run_does_not_name_a_place_twice() -> None:
-    with pytest.raises(ConfigError, match=r"run 'a' pushes to 'file:x' and to 'file:\./x'\. "):
-        runs(a=["file:x", "file:./x"])

@@ -75,37 +75,19 @@ def test_each_value_is_rendered_or_refused(objective: str, method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        ({"lora": {"rank": 8}}, "lora has no effect with method: full. Set method: lora or qlora, or remove lora."),
-        ({"lora": {"rank": 16}}, "lora has no effect with method: full. Set method: lora or qlora, or remove lora."),
-        ({"lora": {}}, "lora has no effect with method: full"),
-        ({"lora": {"rank": 16}, "method": "full"}, ""),
-        ({"lora": None}, ""),
-        ({"lora": {"rank": 8}, "method": "qlora"}, ""),
-        ({"scheduler": "constant", "warmup_ratio": 0.1}, "Set scheduler: constant_with_warmup, or remove warmup_ratio."),
-        ({"scheduler": "constant", "warmup_ratio": 0}, ""),
-        ({"scheduler": "constant"}, ""),
-        ({"data": {"train": "a/b", "eval": "a/c", "eval_fraction": 0.1}}, "data.eval_fraction has no effect with data.eval"),
-        ({"checkpoints": {"early_stopping": 3}, "eval_every_steps": "never"}, "Set eval_every_steps: auto, or remove"),
-        ({"final_checkpoint": "best"}, "Set checkpoints.keep_best: true, or remove final_checkpoint"),
-        ({"final_checkpoint": "best", "checkpoints": {"keep_best": True, "early_stopping": 3}}, ""),
-        ({"profile": {"steps": 3}, "script": "train.py"}, "profile has no effect with script: train.py"),
-        ({"evaluation": {"lm_eval_limit": 5}}, "evaluation.lm_eval_limit has no effect with an empty evaluation.lm_eval"),
-        ({"evaluation": {"lm_eval_path": "tasks"}}, "Name the tasks in evaluation.lm_eval, or remove"),
-        ({"evaluation": {"lm_eval": ["piqa"], "lm_eval_limit": 5}}, ""),
-        ({"push": {"to": "file:a", "private": False}}, "push.private has no effect with a destination that is not on"),
-        ({"push": {"to": "s3://a/b", "revision": "x"}}, "push.revision has no effect"),
-        ({"push": {"to": ["file:a", "hub:a/b"], "revision": "x", "pull_request": True}}, ""),
-        ({"objective": "reward", "evaluation": {"max_new_tokens": 5}}, "evaluation.max_new_tokens has no effect"),
-        ({"objective": "reward", "push": {"to": "file:a", "samples": True}}, "push.samples has no effect"),
-        ({"objective": "dpo", "lora": {"rank": 8}}, "lora has no effect with method: full"),
+        {"lora": {"rank": 16}, "method": "full"},
+        {"lora": None},
+        {"lora": {"rank": 8}, "method": "qlora"},
+        {"scheduler": "constant", "warmup_ratio": 0},
+        {"scheduler": "constant"},
+        {"final_checkpoint": "best", "checkpoints": {"keep_best": True, "early_stopping": 3}},
+        {"evaluation": {"lm_eval": ["piqa"], "lm_eval_limit": 5}},
+        {"push": {"to": ["file:a", "hub:a/b"], "revision": "x", "pull_request": True}},
+        {"script": "t.py", "script_args": ["--lr=$SHARDMAKE_LEARNING_RATE", "${SHARDMAKE_OUTPUT}/x", "$HOME", "$$SHARDMAKE_X", "5$"]},
     ],
 )  # fmt: skip
-def test_a_key_without_effect_is_named_with_what_helps(changes: dict[str, Any], message: str) -> None:
-    if not message:
-        make_run(**changes)
-        return
-    with pytest.raises(ConfigError) as error:
-        make_run(**changes)
-    assert message in str(error.value)
+def test_keys_with_an_effect_are_accepted(changes: dict[str, Any]) -> None:
+    """Those without one are rows of test_refusals."""
+    make_run(**changes)

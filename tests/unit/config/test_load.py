@@ -63,23 +63,17 @@ def test_yaml_spellings_of_true_and_false_are_accepted(tmp_path: Path) -> None:
         ("cluster: a\n\truns: b\n", "{path}, line 2 is not valid YAML: found character '\\t' that cannot start any "
          "token."),
         ("cluster: [a\nruns: b\n", "{path}, line 2 is not valid YAML: expected ',' or ']', but got ':'."),
+        (b"cluster: a\nruns: \xff\n", "{path}, line 2 is not valid UTF-8. Save the file as UTF-8."),
         ("", "{path} has no keys. See config/README.md for the keys."),
         ("- a\n", "{path} has no keys. See config/README.md for the keys."),
     ],
 )  # fmt: skip
-def test_invalid_yaml_is_rejected_with_its_line(text: str, message: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "c.yaml", text)
+def test_invalid_yaml_is_rejected_with_its_line(text: str | bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ShardmakeError) as error:
         read_yaml(path)
     assert str(error.value) == message.format(path=path)
-
-
-def test_text_that_is_not_unicode_is_rejected(tmp_path: Path) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_bytes(b"cluster: a\nruns: \xff\n")
-    with pytest.raises(ShardmakeError) as error:
-        read_yaml(path)
-    assert str(error.value) == f"{path}, line 2 is not valid UTF-8. Save the file as UTF-8."
 
 
 def test_json_may_be_indented_with_tabs(tmp_path: Path) -> None:

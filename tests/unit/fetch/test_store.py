@@ -1,15 +1,12 @@
 """Models and data are fetched from URLs as from the hub: pinned, whole, and with advice where that fails."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import fsspec
 import pytest
 import s3fs
-from moto.server import ThreadedMotoServer
 
 from shardmake.config.inputs import check_inputs, local_files
 from shardmake.core.errors import ShardmakeError
@@ -24,37 +21,15 @@ MODEL = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"w
 ROWS = b'{"text": "one"}\n{"text": "two"}\n'
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    moto.start()
-    host, port = moto.get_host_and_port()
-    yield f"http://{host}:{port}"
-    moto.stop()
-
-
 @pytest.fixture
-def bucket(server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """The bucket ``lab`` with a model and data, and an empty cache."""
-    for name, value in {
-        "AWS_ENDPOINT_URL": server,
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("shardmake.core.hub.RETRY_WAITS", (0.0, 0.0))
+def bucket(bucket: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The bucket with a model and data, and an empty cache."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
-    s3fs.S3FileSystem.clear_instance_cache()
-    found = boto3.resource("s3").create_bucket(Bucket="lab")
     for name, content in MODEL.items():
-        found.put_object(Key=f"base/{name}", Body=content)
+        bucket.put_object(Key=f"base/{name}", Body=content)
     for name in ("a.jsonl", "b.jsonl", "README.md", ".hidden.jsonl"):
-        found.put_object(Key=f"talk/{name}", Body=ROWS)
-    yield found
-    found.objects.all().delete()
-    found.delete()
+        bucket.put_object(Key=f"talk/{name}", Body=ROWS)
+    return bucket
 
 
 RUN = make_run(model="s3://lab/base", data={"train": "s3://lab/talk", "eval": "s3://lab/talk/a.jsonl"})

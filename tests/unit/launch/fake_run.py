@@ -6,19 +6,17 @@ from typing import Any, ClassVar
 
 import pytest
 
-from shardmake.checkpoint import store
-from shardmake.checkpoint.record import CheckpointRecord, list_files
-from shardmake.config.models import Run
+from shardmake.config.models import Cluster, Run
 from shardmake.core.atomic import write_json
-from shardmake.core.fingerprint import fingerprint
 from shardmake.launch import attempt_end, submission
-from shardmake.launch.jobs import ActiveJob
+from shardmake.launch.jobs import ActiveJob, attempt_settings
 from shardmake.launch.slurm_states import JobState, JobStatus
 from shardmake.launch.training import Training
-from shardmake.run.attempt import AttemptDir, NodeExit, RankError
+from shardmake.run.attempt import Attempt, AttemptDir, RankError
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
-from tests.finished_run import make_data_receipt
+from tests.checkpoint_record import commit_checkpoint
+from tests.finished_run import make_data_receipt, make_exit
 from tests.unit.plans import make_cluster, make_plan, make_run, make_training_settings
 
 End = Callable[[AttemptDir], None]
@@ -82,13 +80,7 @@ class FakeRun:
         """Write a committed checkpoint."""
         folder = self.rundir.checkpoints / f"checkpoint-{step}"
         write_json(folder / "trainer_state.json", {"global_step": step, "max_steps": 99, "epoch": 0})
-        files = {name: fingerprint(folder / name, sync=False) for name in list_files(folder)}
-        record = CheckpointRecord(
-            step=step, tokens=1, world_size=4, strategy=strategy, attempt=1, settings_digest=settings_digest, saved_at=0, save_seconds=1,
-            versions={}, files=files,
-        )  # fmt: skip
-        store.commit_in_place(folder, record)
-        return folder
+        return commit_checkpoint(folder, step, world_size=4, strategy=strategy, settings_digest=settings_digest)
 
 
 def fails(kind: str, message: str, **values: Any) -> End:
@@ -107,7 +99,16 @@ def exits(**values: Any) -> End:
     """A node leaves a record."""
 
     def end(folder: AttemptDir) -> None:
-        base = {"node_rank": 0, "host": "c1", "started": 0, "ended": 1, "phase": "training", "returncode": 1}
-        NodeExit.model_validate(base | {"stop_signal": None} | values).write(folder.exit_record(0))
+        make_exit(**{"returncode": 1} | values).write(folder.exit_record(0))
 
     return end
+
+
+def write_attempt(folder: AttemptDir, plan: Plan, cluster: Cluster | None = None, **settings: Any) -> Attempt:
+    """Write settings and plan of an attempt; its number and its run are those of the folder."""
+    values = {"resume_from": None, "settings_digest": "r"} | settings
+    number, root = int(folder.root.name), folder.root.parents[2]
+    attempt = attempt_settings(number, root, cluster or make_cluster(), plan, **values)
+    attempt.write(folder.settings)
+    plan.write(folder.plan)
+    return attempt

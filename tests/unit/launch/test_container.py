@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from shardmake.config.models import Cluster, Container, Slurm
 from shardmake.core.errors import ConfigError
@@ -51,9 +50,11 @@ def srun_line(script: str) -> list[str]:
 
 
 def test_apptainer_runs_the_worker_with_all_that_it_needs(checkout: Path) -> None:
+    """The signal before the time limit does not end the process that serves the image."""
     jobs = SlurmJobs(checkout / "runs/demo", in_container(checkout))
     folder = AttemptDir(checkout / "runs/demo/train/attempts/001")
-    words = srun_line(jobs.script(folder, make_plan("zero3"), excluded=[]))
+    text = jobs.script(folder, make_plan("zero3"), excluded=[])
+    words = srun_line(text)
     place = str(checkout.parent)
     start = words.index("apptainer")
     assert words[start:] == [
@@ -64,11 +65,6 @@ def test_apptainer_runs_the_worker_with_all_that_it_needs(checkout: Path) -> Non
         *("-u", "-m", "shardmake.launch.slurm_task", str(folder.root)),
     ]
     assert not [word for word in words if word.startswith("--container-")]
-
-
-def test_the_signal_before_the_time_limit_does_not_end_the_process_that_serves_the_image(checkout: Path) -> None:
-    jobs = SlurmJobs(checkout / "runs/demo", in_container(checkout))
-    text = jobs.script(AttemptDir(checkout / "runs/demo/train/attempts/001"), make_plan("zero3"), excluded=[])
     signals = [line for line in text.splitlines() if "--signal" in line]
     assert signals == ["#SBATCH --signal=URG@120"] and "#SBATCH --no-requeue" in text
 
@@ -179,28 +175,6 @@ def test_the_image_is_tried_on_a_login_node_with_apptainer(
     (checkout / "x.sif").touch()
     with pytest.raises(ConfigError, match=words) if words else contextlib.nullcontext():
         check_container(in_container(checkout, image="x.sif"), [checkout / "runs/demo"], [make_run()])
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"container": {"image": "x", "binds": ["data:/data"]}}, "'data' is not an absolute path"),
-        ({"container": {"image": "x", "binds": ["/a,/b"]}}, "is not SOURCE"),
-        ({"container": {"image": "x", "binds": ["/a:/b:rx"]}}, "is not SOURCE"),
-        ({"container": {"image": "x", "kind": "docker"}}, "apptainer"),
-    ],
-)
-def test_a_container_that_no_program_can_start_is_refused(change: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValidationError, match=words):
-        make_cluster(executor="slurm", slurm=change)
-
-
-def test_a_container_without_slurm_or_with_pythonpath_is_refused() -> None:
-    section = {"container": {"image": "x.sif"}}
-    with pytest.raises(ValidationError, match="no effect with `executor: local`"):
-        make_cluster(slurm=section)
-    with pytest.raises(ValidationError, match=r"env: PYTHONPATH cannot be combined with slurm\.container"):
-        make_cluster(executor="slurm", slurm=section, env={"PYTHONPATH": "/mine"})
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,12 @@ from shardmake.launch.submission import choose_checkpoint, submit
 from shardmake.launch.training import Training
 from shardmake.launch.watcher import HELD_VARIABLE, STARTED_VARIABLE
 from shardmake.run.attempt import AttemptDir, SubmittedJob
-from shardmake.run.attempt_history import AttemptRecord, load_history
+from shardmake.run.attempt_history import load_history
 from shardmake.run.attempt_owner import NOBODY, claim
 from shardmake.run.driver_job import DriverDir
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Fallback, Plan
+from tests.finished_run import make_record
 from tests.unit.launch.fake_run import FakeJobs, FakeRun, exits, fails
 from tests.unit.plans import make_cluster, make_plan, make_run
 
@@ -292,15 +293,8 @@ def test_nodes_that_seemed_to_fail_are_used_again_if_too_few_are_left(
 
 def test_nodes_whose_checks_failed_stay_excluded(demo: FakeRun) -> None:
     training = demo.load(ThreeNodes(), executor="local")
-    record = {"attempt": 1, "job": "1", "plan": "p", "strategy": "zero2", "fallback": 0, "submitted": 0, "ended": 1}
-    training.attempts = [
-        AttemptRecord.model_validate(
-            record
-            | {"end": "preflight failure", "message": "no scratch", "host": node, "excluded": node}
-            | {"checkpoint_step": 0, "next_fallback": 0}
-        )
-        for node in ("c1", "c2")
-    ]
+    failed = {"end": "preflight failure", "message": "no scratch", "next_fallback": 0}
+    training.attempts = [make_record(**failed, host=node, excluded=node) for node in ("c1", "c2")]
     with pytest.raises(TooFewNodesError, match="not available"):
         submit(training)
 

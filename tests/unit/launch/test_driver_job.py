@@ -77,6 +77,13 @@ def test_only_a_killed_snakemake_leaves_locks_and_only_those_of_these_runs_are_r
     assert [lock.name for lock in locks.iterdir()] == ["1.output.lock"]
 
 
+def ended(command: str = "true") -> "subprocess.Popen[bytes]":
+    """A process that has ended already, in place of Snakemake's."""
+    process = subprocess.Popen(["sh", "-c", command], start_new_session=True)
+    process.wait()
+    return process
+
+
 def make_job(runs: Path, restarts: int = 0) -> DriverJob:
     """Return driver job 12 of a workflow below the folder ``runs``."""
     folder = new_driver_dir(runs)
@@ -102,9 +109,7 @@ def test_a_job_that_slurm_ends_continues_and_one_that_a_person_cancels_does_not(
     sbatch = f"touch {tmp_path}/asked; echo 13"
     install_programs(tmp_path, monkeypatch, {"scontrol": f"echo '{shown}'", "squeue": ":", "sbatch": sbatch})
     job = make_job(tmp_path, restarts=1)
-    ended = subprocess.Popen(["true"], start_new_session=True)
-    ended.wait()
-    job.stop(ended)
+    job.stop(ended())
     assert DriverState.read(job.folder.state).end == end
     assert (tmp_path / "asked").exists() == submitted
 
@@ -135,9 +140,7 @@ def test_a_job_that_ends_asks_again_while_slurm_does_not_answer(
     monkeypatch.setattr(job, "report", reports.append)
     monkeypatch.setattr(job, "next_jobs", list)
     monkeypatch.setattr(job, "submit_next", lambda: submitted.append(True))
-    ended = subprocess.Popen(["true"], start_new_session=True)
-    ended.wait()
-    job.stop(ended)
+    job.stop(ended())
     assert DriverState.read(job.folder.state).end == end and submitted == [True] * (end == "continued")
     assert [text[: len(reported[0])] for text in reports] == reported if reported else not reports
 
@@ -153,9 +156,7 @@ def test_a_snakemake_that_scancel_ended_first_has_not_failed(
     monkeypatch.setattr(driver_job, "run_slurm", lambda *words: subprocess.CompletedProcess(words, 0, shown, ""))
     monkeypatch.setattr(driver_job, "jobs_of", lambda name: {})
     job = make_job(tmp_path)
-    ended = subprocess.Popen(["sh", "-c", command], start_new_session=True)
-    ended.wait()
-    monkeypatch.setattr(job, "start_snakemake", lambda: ended)
+    monkeypatch.setattr(job, "start_snakemake", lambda: ended(command))
     job.must_end = signalled
     assert job.run() == 1
     state = DriverState.read(job.folder.state)

@@ -217,6 +217,7 @@ ACTIONS = {
 def test_a_text_indicates_its_cause_and_the_driver_answers_it(kind: str, message: str, end: EndReason) -> None:
     assert error_end(error(kind, message)) is end
     outcome = classify(evidence(errors=[error(kind, message)]))
+    assert outcome.end is end
     for failed_alike, action in zip((False, True), ACTIONS[end], strict=True):
         before = state(has_fallback=True, failing_nodes=1, host_failed_alike=failed_alike)
         assert decide(outcome, before) is action

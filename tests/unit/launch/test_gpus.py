@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from shardmake.core import process
-from shardmake.core.units import GIB
 from shardmake.launch import gpu_status
 from shardmake.launch.gpu_status import (
     GpuStatus,
@@ -26,35 +25,21 @@ def texts(findings: list[Finding]) -> list[str]:
     return [finding.found for finding in findings]
 
 
-def test_gpus_as_nvidia_smi_prints_them() -> None:
-    gpus = parse_gpus(ROWS)
-    assert gpus[1] == GpuStatus("1", "GPU-b", 40 * GIB, 0)
-    assert [gpu.uncorrected_errors for gpu in gpus] == [0, 0, 0, 2]
-
-
-@pytest.mark.parametrize(
-    ("visible", "planned", "words"),
-    [
-        ("0,2", 2, []),
-        ("GPU-a,GPU-c", 2, []),
-        ("0", 2, ["1 GPUs are visible, and the plan needs 2"]),
-        ("0,1", 2, ["GPU 1 is in use: 40.0 GiB"]),
-        ("0,3", 2, ["GPU 3 has 2 uncorrected memory errors"]),
-        (None, 4, ["GPU 1 is in use: 40.0 GiB", "GPU 3 has 2 uncorrected memory errors"]),
-    ],
-)
-def test_gpus_must_be_present_idle_and_healthy(visible: str | None, planned: int, words: list[str]) -> None:
-    assert texts(check_gpus(parse_gpus(ROWS), visible, planned)) == words
-
-
 UUID = "GPU-8f6d2a10-0000-4000-8000-000000000001"
 FIRST_SLICE = "2 MIG slices are visible, but CUDA shows only the first: one rank per node works"
+HEALTHY = "0, GPU-0, 1, 0, 580.65.06, 9.0"
 SLICES = "MIG-3c1a0000-0000-4000-8000-000000000001,MIG-GPU-8f6d2a10-0000-4000-8000-000000000001/1/0"
 
 
 @pytest.mark.parametrize(
-    ("row", "visible", "planned", "words"),
+    ("rows", "visible", "planned", "words"),
     [
+        (ROWS, "0,2", 2, []),
+        (ROWS, "GPU-a,GPU-c", 2, []),
+        (ROWS, "0", 2, ["1 GPUs are visible, and the plan needs 2"]),
+        (ROWS, "0,1", 2, ["GPU 1 is in use: 40.0 GiB"]),
+        (ROWS, "0,3", 2, ["GPU 3 has 2 uncorrected memory errors"]),
+        (ROWS, None, 4, ["GPU 1 is in use: 40.0 GiB", "GPU 3 has 2 uncorrected memory errors"]),
         (f"0, {UUID}, [Insufficient Permissions], [N/A]", None, 1, []),
         (f"0, {UUID}, 3, 0", "GPU-8f6d2a10", 1, []),
         (f"0, {UUID}, 3, 0", "GPU-8f6d2a11", 1, ["0 GPUs are visible, and the plan needs 1"]),
@@ -62,14 +47,22 @@ SLICES = "MIG-3c1a0000-0000-4000-8000-000000000001,MIG-GPU-8f6d2a10-0000-4000-80
         (f"0, {UUID}, [N/A], [N/A]", SLICES, 2, [FIRST_SLICE]),
         (f"0, {UUID}, [N/A], [N/A]", SLICES, 3, ["2 GPUs are visible, and the plan needs 3", FIRST_SLICE]),
         (f"0, {UUID}, 3, 0", "", 1, ["0 GPUs are visible, and the plan needs 1"]),
+        (f"{HEALTHY}, Default, Not Active, 16, 16", None, 1, []),
+        (f"{HEALTHY}, Exclusive_Process, Not Active, 16, 16", None, 1, []),
+        (f"{HEALTHY}, Prohibited, Not Active, 16, 16", None, 1, ["GPU 0 is in the compute mode Prohibited, in which no program can use it"]),
+        (f"{HEALTHY}, Default, Active, 8, 16", None, 1, []),
+        (f"0, GPU-0{', [N/A]' * 8}", None, 1, []),
     ],
-)
-def test_missing_values_uuid_prefixes_and_slices(row: str, visible: str | None, planned: int, words: list[str]) -> None:
-    assert texts(check_gpus(parse_gpus(row), visible, planned)) == words
+)  # fmt: skip
+def test_gpus_must_be_present_idle_and_healthy(rows: str, visible: str | None, planned: int, words: list[str]) -> None:
+    assert texts(check_gpus(parse_gpus(rows), visible, planned)) == words
 
 
-def test_an_nvidia_smi_without_an_answer_is_a_finding() -> None:
-    assert texts(check_gpus(None, None, 2)) == ["nvidia-smi does not answer"]
+def test_slow_gpus_are_named() -> None:
+    slow = ["the hardware slows GPU 0 down because of heat or power", "GPU 0 uses 8 of its 16 PCIe lanes"]
+    assert texts(slow_gpus(parse_gpus(f"{HEALTHY}, Default, Active, 8, 16"))) == slow
+    for row in (f"{HEALTHY}, Prohibited, Not Active, 16, 16", f"0, GPU-0{', [N/A]' * 8}"):
+        assert texts(slow_gpus(parse_gpus(row))) == []
 
 
 RECORDED = {
@@ -157,32 +150,6 @@ def test_gpus_are_listed_by_nvidia_smi(
         fake_nvidia_smi(tmp_path, monkeypatch, script)
     gpus = list_gpus()
     assert (len(gpus), gpus[-1]) == (number, last) if gpus else last is None
-
-
-HEALTHY = "0, GPU-0, 1, 0, 580.65.06, 9.0, Default, Not Active, 16, 16"
-
-
-@pytest.mark.parametrize(
-    ("row", "findings", "warnings"),
-    [
-        (HEALTHY, [], []),
-        (HEALTHY.replace("Default", "Exclusive_Process"), [], []),
-        (
-            HEALTHY.replace("Default", "Prohibited"),
-            ["GPU 0 is in the compute mode Prohibited, in which no program can use it"],
-            [],
-        ),
-        (
-            HEALTHY.replace("Not Active, 16,", "Active, 8,"),
-            [],
-            ["the hardware slows GPU 0 down because of heat or power", "GPU 0 uses 8 of its 16 PCIe lanes"],
-        ),
-        ("0, GPU-0, [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A]", [], []),
-    ],
-)
-def test_modes_and_slow_gpus(row: str, findings: list[str], warnings: list[str]) -> None:
-    assert texts(check_gpus(parse_gpus(row), None, 1)) == findings
-    assert texts(slow_gpus(parse_gpus(row))) == warnings
 
 
 def test_a_gpu_that_a_crashed_process_still_releases_is_waited_for(

@@ -2,10 +2,8 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from shardmake.core.errors import ConfigError
 from shardmake.launch.container import check_container, check_job_environment, job_container
@@ -42,16 +40,3 @@ def test_the_environment_is_compared_before_a_job(tmp_path: Path, script: str, v
         check_container(cluster)
     job = job_container(cluster)
     assert job is not None and job.python[-1] == f"{folder}/bin/python" and folder in job.shell_function
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"executor": "local", "environment": "/x"}, "no effect with `executor: local`"),
-        ({"slurm": {"container": {"kind": "apptainer", "image": "x.sif"}}, "environment": "/x"}, "slurm.container"),
-        ({"environment": "env"}, "is not an absolute path"),
-    ],
-)
-def test_an_environment_without_effect_is_refused(values: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValidationError, match=words):
-        make_cluster(**{"executor": "slurm"} | values)

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from shardmake.checkpoint.record import CheckpointRecord
-from shardmake.checkpoint.store import commit_in_place
 from shardmake.config.models import Slurm
 from shardmake.core.errors import ShardmakeError, SlurmError
 from shardmake.launch import slurm_jobs
@@ -20,19 +18,10 @@ from shardmake.launch.slurm_states import JobState, parse_rows
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.attempt_owner import claim
 from shardmake.run.paths import RunDir
+from tests.checkpoint_record import commit_checkpoint
 from tests.programs import install_programs
 from tests.unit.plans import make_cluster, make_plan, make_run
 from tests.users import ATTACKER
-
-
-def write_checkpoint(run: Path, step: int, seconds: float) -> None:
-    checkpoint = run / f"train/checkpoints/checkpoint-{step}"
-    checkpoint.mkdir(parents=True)
-    record = CheckpointRecord(
-        step=step, tokens=1, world_size=2, strategy="zero3", attempt=1, settings_digest="r", saved_at=0, save_seconds=seconds,
-        versions={}, files={},
-    )  # fmt: skip
-    commit_in_place(checkpoint, record)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +33,7 @@ def test_the_lead_before_the_limit_follows_the_slowest_save(
     tmp_path: Path, saves: list[float], limit: str, lead: int
 ) -> None:
     for step, seconds in enumerate(saves):
-        write_checkpoint(tmp_path, step, seconds)
+        commit_checkpoint(tmp_path / f"train/checkpoints/checkpoint-{step}", step, save_seconds=seconds)
     assert lead_seconds(Slurm(time_limit=limit), tmp_path) == lead
 
 
@@ -63,14 +52,6 @@ def test_the_batch_script_repeats_cpus_and_has_a_wckey_only_if_configured(tmp_pa
     assert "#SBATCH --gres" not in text, "a CPU cluster has none"
     assert "--mpi=none" in script(srun_extra=["--mpi=none"])
     assert "wckey" not in text and "#SBATCH --wckey=lab" in script(wckey="lab")
-
-
-def test_the_batch_script_requests_gpus_in_total_and_on_each_node(tmp_path: Path) -> None:
-    slurm = Slurm(gpu_request="gpus", gpu_type="nvidia_a100-sxm4-80gb")
-    cluster = make_cluster(executor="slurm", accelerator="a100-80gb", slurm=slurm)
-    text = SlurmJobs(tmp_path, cluster).script(AttemptDir(tmp_path / "train/attempts/001"), make_plan("zero3"), [])
-    assert "#SBATCH --gpus=nvidia_a100-sxm4-80gb:4\n" in text
-    assert "#SBATCH --gpus-per-node=nvidia_a100-sxm4-80gb:2\n" in text
 
 
 NO_ANSWER = SlurmError("Slurm rejected the job: sbatch: error: Batch job submission failed: Socket timed out on send")

@@ -16,13 +16,11 @@ from shardmake.launch.slurm_states import FORGOTTEN
 from shardmake.launch.step_output import StepFailure
 from shardmake.run.attempt import Hang, NodeExit, RankError
 from shardmake.run.attempt_history import EndReason
+from tests.finished_run import make_exit
 
 
 def node(rank: int = 0, **values: object) -> NodeExit:
-    base = dict(
-        node_rank=rank, host=f"c{rank + 1}", started=0.0, ended=9.0, phase="training", returncode=1, stop_signal=None
-    )
-    return NodeExit.model_validate(base | values)
+    return make_exit(rank, **{"returncode": 1} | values)
 
 
 def service_node(**values: object) -> NodeExit:
@@ -60,14 +58,9 @@ PEER_GONE = error("DistBackendError", "[../gloo/transport/tcp/pair.cc] Connectio
         (evidence(slurm_state="COMPLETED", stopped=True, exits=[node(stop_signal="SIGUSR2", returncode=0)]), EndReason.TIME_LIMIT),
         (evidence(slurm_state="COMPLETED", stopped=True, exits=[node(stop_signal="SIGURG", returncode=0)]), EndReason.TIME_LIMIT),
         (evidence(slurm_state="COMPLETED", stopped=True, exits=[node(stop_signal="SIGTERM", returncode=0)]), EndReason.TERMINATED),
-        (evidence(errors=[error("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB")]), EndReason.GPU_OUT_OF_MEMORY),
-        (evidence(errors=[error("RuntimeError", "[enforce fail] DefaultCPUAllocator: can't allocate memory")]), EndReason.HOST_OUT_OF_MEMORY),
         (evidence(damage="checkpoint-20 is damaged", exits=[node(phase="checkpoint", returncode=None, damaged=["a"])], errors=[PEER_GONE]), EndReason.DAMAGED_CHECKPOINT),
         (evidence(damage="checkpoint-20 is damaged", slurm_state="CANCELLED"), EndReason.CANCELLED),
         (evidence(exits=[node(phase="checkpoint", returncode=None, damaged=["a"])], errors=[error("NetworkCheckError", "Rank 0 did not join")]), EndReason.PREFLIGHT),
-        (evidence(errors=[error("MemoryError", "")]), EndReason.HOST_OUT_OF_MEMORY),
-        (evidence(errors=[PEER_GONE]), EndReason.COMMUNICATION),
-        (evidence(errors=[error("ValueError", "labels are missing")]), EndReason.USER_ERROR),
         (evidence(slurm_state="COMPLETED", stopped=True, exits=[node(stop_signal="SIGTERM", returncode=0), node(1, stop_signal="SIGTERM", returncode=0)]), EndReason.TERMINATED),
         (evidence(exits=[node(stop_signal="SIGTERM", returncode=-9), node(1, returncode=1)]), EndReason.KILLED),
         (evidence(nodes=2, exits=[node(stop_signal="SIGTERM", returncode=0)]), EndReason.KILLED),
@@ -80,17 +73,12 @@ PEER_GONE = error("DistBackendError", "[../gloo/transport/tcp/pair.cc] Connectio
         (evidence(exits=[node(), node(1, returncode=0)], errors=[PEER_GONE]), EndReason.COMMUNICATION),
         (evidence(exits=[node(oom_kills=1)], errors=[PEER_GONE]), EndReason.HOST_OUT_OF_MEMORY),
         (evidence(exits=[node(phase="preflight", returncode=None, message="GPU 1 is in use: 40.0 GiB"), node(1, stop_signal="SIGTERM")]), EndReason.PREFLIGHT),
-        (evidence(errors=[error("NetworkCheckError", "Rank 3 did not join: timeout")]), EndReason.PREFLIGHT),
-        (evidence(errors=[error("NetworkCheckError", "All ranks joined, but the network check failed: timeout")]), EndReason.COMMUNICATION),
-        (evidence(errors=[error("NonFiniteError", "Step 7: the loss of rank 1 is nan.")]), EndReason.NON_FINITE),
         (evidence(slurm_state="CANCELLED", cancelled_by="user root"), EndReason.CANCELLED),
         (evidence(slurm_state="CANCELLED", hang=Hang(rank=1, host="c2", message="no progress")), EndReason.CANCELLED),
         (evidence(slurm_state="CANCELLED", errors=[error("OutOfMemoryError", "CUDA out of memory")]), EndReason.CANCELLED),
         (evidence(slurm_state="CANCELLED", errors=[error("ValueError", "bad label")]), EndReason.USER_ERROR),
         (evidence(exits=[node(oom_kills=2)], errors=[error("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Killed.")]), EndReason.HOST_OUT_OF_MEMORY),
         (evidence(exits=[node(oom_kills=2)], errors=[error("OutOfMemoryError", "CUDA out of memory")]), EndReason.GPU_OUT_OF_MEMORY),
-        (evidence(errors=[error("AcceleratorError", "CUDA error: uncorrectable ECC error encountered")]), EndReason.NODE_FAILURE),
-        (evidence(errors=[error("OSError", "[Errno 116] Stale file handle: 'train.bin'")]), EndReason.NODE_FAILURE),
         (evidence(errors=[error("DistBackendError", "")]), EndReason.COMMUNICATION),
         (evidence(slurm_state="DEADLINE"), EndReason.TIME_LIMIT),
         (evidence(nodes=2, service_nodes=1, exits=[node(), service_node()], errors=[error("ConnectionError", "refused")]), EndReason.SERVICE),
@@ -106,9 +94,6 @@ PEER_GONE = error("DistBackendError", "[../gloo/transport/tcp/pair.cc] Connectio
         (evidence(exits=[node(phase="rendezvous", returncode=None, message="c2 cannot connect")]), EndReason.RENDEZVOUS),
         (evidence(exits=[node(returncode=-9)]), EndReason.KILLED),
         (evidence(exits=[node(returncode=None, message="OSError: no memory to fork")]), EndReason.KILLED),
-        (evidence(errors=[error("DiskFullError", "The disk filled up while checkpoint-2 was written.")]), EndReason.DISK_FULL),
-        (evidence(errors=[error("OSError", "[Errno 28] No space left on device: '/shared/x'")]), EndReason.DISK_FULL),
-        (evidence(errors=[error("OSError", "[Errno 122] Disk quota exceeded")]), EndReason.DISK_FULL),
         (evidence(nodes=2, exits=[node()], errors=[PEER_GONE]), EndReason.KILLED),
         (evidence(slurm_state="NODE_FAIL", hang=Hang(rank=None, host=None, message="no progress")), EndReason.NODE_FAILURE),
         (evidence(slurm_state="NODE_FAIL", hang=Hang(rank=1, host="c2", message="no progress")), EndReason.HANG),
@@ -187,17 +172,28 @@ def test_a_worker_that_slurm_could_not_start_is_named() -> None:
     assert outcome.message == "Slurm could not start the worker on c2: Socket timed out on send/recv operation."
 
 
+WAITED = node(phase="rendezvous", returncode=None, message="Node 1 did not connect", culprit="c2")
+OLD_TORCH = {"phase": "preflight", "message": "old torch"}
+NOT_JOINED = error("NetworkCheckError", "Rank 3 did not join: timeout").model_copy(update={"culprit": None})
+
+
 @pytest.mark.parametrize(
-    ("exits", "host"),
+    ("found", "end", "host"),
     [
-        ([node(1, phase="preflight", message="old torch"), node(0, returncode=0)], "c2"),
-        ([node(0, phase="preflight", message="old torch")], "c1"),
-        ([node(0, phase="preflight", message="old torch"), node(1, phase="preflight", message="old torch")], None),
-        ([node(0, phase="run preflight", message="no room"), node(1, returncode=0)], None),
+        ({"exits": [node(1, **OLD_TORCH), node(0, returncode=0)]}, EndReason.PREFLIGHT, "c2"),
+        ({"exits": [node(0, **OLD_TORCH)]}, EndReason.PREFLIGHT, "c1"),
+        ({"exits": [node(0, **OLD_TORCH), node(1, **OLD_TORCH)]}, EndReason.PREFLIGHT, None),
+        ({"exits": [node(0, phase="run preflight", message="no room"), node(1, returncode=0)]}, EndReason.PREFLIGHT, None),
+        ({"nodes": 2, "exits": [WAITED]}, EndReason.RENDEZVOUS, "c2"),
+        ({"nodes": 2, "exits": [WAITED.model_copy(update={"culprit": None})]}, EndReason.RENDEZVOUS, None),
+        ({"errors": [NOT_JOINED]}, EndReason.PREFLIGHT, None),
     ],
-)
-def test_a_node_is_blamed_only_if_another_passed(exits: list[NodeExit], host: str | None) -> None:
-    assert classify(evidence(exits=exits)).host == host
+)  # fmt: skip
+def test_a_node_is_blamed_only_if_another_passed_or_it_is_missing(
+    found: dict[str, object], end: EndReason, host: str | None
+) -> None:
+    outcome = classify(evidence(**found))
+    assert (outcome.end, outcome.host) == (end, host)
 
 
 def state(**values: object) -> RetryState:
@@ -264,19 +260,6 @@ def test_the_log_of_a_failed_service_is_shown() -> None:
     outcome = classify(evidence(nodes=2, service_nodes=1, exits=[node(), service_node(oom_kills=1)]))
     assert (outcome.host, outcome.log) == ("c2", 1)
     assert outcome.message.endswith("The kernel killed 1 process(es) on c2 because the job ran out of memory.")
-
-
-def test_the_missing_node_is_blamed_and_not_the_waiting_one() -> None:
-    waited = node(phase="rendezvous", returncode=None, message="Node 1 did not connect", culprit="c2")
-    outcome = classify(evidence(nodes=2, exits=[waited]))
-    assert (outcome.end, outcome.host) == (EndReason.RENDEZVOUS, "c2")
-    assert classify(evidence(nodes=2, exits=[waited.model_copy(update={"culprit": None})])).host is None
-
-
-def test_the_reporting_rank_is_not_blamed_for_missing_ranks() -> None:
-    unknown = error("NetworkCheckError", "Rank 3 did not join: timeout").model_copy(update={"culprit": None})
-    outcome = classify(evidence(errors=[unknown]))
-    assert (outcome.end, outcome.host) == (EndReason.PREFLIGHT, None)
 
 
 @given(end=st.sampled_from(EndReason), has=st.tuples(*[st.booleans()] * 4))

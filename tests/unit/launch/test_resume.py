@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.record import CheckpointRecord, list_files
 from shardmake.core.atomic import write_json
-from shardmake.core.fingerprint import fingerprint
 from shardmake.launch import resume, worker
-from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError
-from shardmake.run.attempt import AttemptDir, Hang, NodeExit, record_error, write_heartbeat
+from shardmake.run.attempt import AttemptDir, Hang, record_error, write_heartbeat
 from shardmake.run.training_settings import ScriptProgram
+from tests.checkpoint_record import commit_checkpoint
+from tests.finished_run import make_exit
+from tests.unit.launch.fake_run import write_attempt
 from tests.unit.plans import make_cluster, make_plan, make_training_settings
 
 
@@ -23,27 +23,20 @@ from tests.unit.plans import make_cluster, make_plan, make_training_settings
 def folder(tmp_path: Path, prepared_worker: None) -> AttemptDir:
     """An attempt of two nodes under ZeRO-2, submitted to resume from step 10."""
     folder, plan = AttemptDir(tmp_path / "train/attempts/002"), make_plan("zero2")
-    cluster = make_cluster(scratch=str(tmp_path))
     begin = str(tmp_path / "train/checkpoints/checkpoint-10")
-    attempt_settings(2, tmp_path, cluster, plan, resume_from=begin, settings_digest="r").write(folder.settings)
-    plan.write(folder.plan)
+    write_attempt(folder, plan, make_cluster(scratch=str(tmp_path)), resume_from=begin)
     make_training_settings("zero2").write(folder.training)
     write_json(folder.deepspeed, {"checkpoint": {"load_universal": True}})
     return folder
 
 
-def save(folder: AttemptDir, step: int, *, strategy: str = "zero2", universal: bool = False) -> Path:
+def save(folder: AttemptDir, step: int) -> Path:
     """Commit a checkpoint of ``step`` in a training of 30 steps."""
     checkpoint = folder.read().rundir.checkpoints / f"checkpoint-{step}"
     checkpoint.mkdir(parents=True)
     (checkpoint / "latest").write_text(f"global_step{step}")
     (checkpoint / "trainer_state.json").write_text(json.dumps({"max_steps": 30, "log_history": []}))
-    record = CheckpointRecord(
-        step=step, tokens=step, world_size=4, strategy=strategy, attempt=1, settings_digest="r", saved_at=0.0,
-        save_seconds=0.0, versions={}, files={name: fingerprint(checkpoint / name) for name in list_files(checkpoint)},
-    )  # fmt: skip
-    store.commit_in_place(checkpoint, record)
-    return checkpoint
+    return commit_checkpoint(checkpoint, step, world_size=4, strategy="zero2")
 
 
 def test_a_restarted_job_resumes_from_its_newest_checkpoint_and_not_from_its_first(folder: AttemptDir) -> None:
@@ -81,11 +74,6 @@ def test_a_checkpoint_under_the_name_of_another_step_is_set_aside(folder: Attemp
     shutil.copytree(own, own.with_name("checkpoint-15"))
     resume.prepare_restart(folder, 1)
     assert folder.read().resume_from == str(own)
-
-
-def test_a_restarted_job_without_a_checkpoint_starts_from_the_base_model(folder: AttemptDir) -> None:
-    resume.prepare_restart(folder, 1)
-    assert folder.read().resume_from is None
 
 
 def test_a_restarted_job_whose_last_step_is_saved_trains_nothing(
@@ -134,9 +122,7 @@ def test_a_restarted_job_ignores_the_records_of_its_earlier_start(
 ) -> None:
     """Node 0 archives them before the other nodes start."""
     for rank in (0, 1):
-        NodeExit(
-            node_rank=rank, host=f"c{rank}", started=0, ended=1, phase="training", returncode=0, stop_signal=None
-        ).write(folder.exit_record(rank))
+        make_exit(rank).write(folder.exit_record(rank))
     for path in (folder.stop_file, folder.stopped, folder.hung, folder.log(0)):
         path.touch()
     Hang(rank=None, host=None, message="old").write(folder.hang)

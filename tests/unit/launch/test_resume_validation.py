@@ -15,7 +15,6 @@ from shardmake.core.atomic import write_json
 from shardmake.core.errors import CheckpointError
 from shardmake.core.fingerprint import FileEntry, fingerprint
 from shardmake.launch import resume, worker
-from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.outcome import Action, classify, decide
 from shardmake.launch.preflight import PreflightError
 from shardmake.launch.resume_validation import DamagedCheckpointError, confirm_damage, validate_share
@@ -23,7 +22,10 @@ from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.attempt_history import EndReason
 from shardmake.run.findings import stops
 from shardmake.run.plan import Plan
+from tests.checkpoint_record import commit_checkpoint
+from tests.unit.launch.fake_run import write_attempt
 from tests.unit.launch.test_outcome import evidence, state
+from tests.unit.launch.test_resume import flip
 from tests.unit.plans import make_cluster, make_plan, make_training_settings
 
 SHARDS = [f"optimizer/__{rank}_0.distcp" for rank in range(4)]
@@ -36,12 +38,7 @@ def save(folder: Path, step: int) -> Path:
     (checkpoint / "optimizer").mkdir(parents=True)
     for number, name in enumerate(SHARDS):
         (checkpoint / name).write_bytes(bytes([number]) * 100)
-    record = CheckpointRecord(
-        step=step, tokens=step, world_size=4, strategy="fsdp", attempt=1, settings_digest="r", saved_at=0.0,
-        save_seconds=0.0, versions={}, files={name: fingerprint(checkpoint / name) for name in SHARDS},
-    )  # fmt: skip
-    store.commit_in_place(checkpoint, record)
-    return checkpoint
+    return commit_checkpoint(checkpoint, step, world_size=4, strategy="fsdp")
 
 
 @pytest.fixture
@@ -50,19 +47,10 @@ def folder(tmp_path: Path, prepared_worker: None) -> AttemptDir:
     folder, plan = AttemptDir(tmp_path / "train/attempts/002"), make_plan("fsdp", nodes=2)
     older = save(tmp_path / "train/checkpoints", 10)
     newest = save(older.parent, 20)
-    attempt_settings(
-        2, tmp_path, make_cluster(scratch=str(tmp_path)), plan, resume_from=str(newest), settings_digest="r"
-    ).write(folder.settings)
-    plan.write(folder.plan)
+    write_attempt(folder, plan, make_cluster(scratch=str(tmp_path)), resume_from=str(newest))
     make_training_settings("fsdp").write(folder.training)
     write_json(folder.deepspeed, {})
     return folder
-
-
-def flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[7] ^= 1
-    file.write_bytes(content)
 
 
 def run_nodes(folder: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -86,17 +74,6 @@ def test_shares_cover_every_file_once_with_about_as_many_bytes() -> None:
     assert share_of_files(record, 0, 1) and not share_of_files(CheckpointRecord.model_construct(files={}), 1, 2)
 
 
-def test_only_the_node_of_a_damaged_file_does_not_start_its_ranks(
-    folder: AttemptDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flip(Path(folder.read().resume_from or "") / LOST)
-    started = run_nodes(folder, monkeypatch)
-    (guilty,) = [node for node in folder.exits() if node.damaged]
-    assert started == [1 - guilty.node_rank]
-    assert guilty.phase == "checkpoint" and guilty.damaged == [LOST] and "its checksum differs" in guilty.message
-    assert guilty.returncode is None and folder.has_failed_node()
-
-
 def test_an_intact_checkpoint_is_reported_in_each_nodes_log(
     folder: AttemptDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,12 +85,17 @@ def test_an_intact_checkpoint_is_reported_in_each_nodes_log(
 def test_a_damaged_checkpoint_is_set_aside_and_the_older_one_is_resumed(
     folder: AttemptDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Only the node of the damaged file does not start its ranks."""
     newest = Path(folder.read().resume_from or "")
     choice, rundir = Plan.read(folder.plan).choice, folder.read().rundir
     flip(newest / LOST)
     monkeypatch.setattr(resume, "CHEAP_BYTES", 0)
     assert resume.resume_checkpoint(rundir, choice) == newest, "sizes are as recorded, and it is too large to read"
-    run_nodes(folder, monkeypatch)
+    started = run_nodes(folder, monkeypatch)
+    (guilty,) = [node for node in folder.exits() if node.damaged]
+    assert started == [1 - guilty.node_rank]
+    assert guilty.phase == "checkpoint" and guilty.damaged == [LOST] and "its checksum differs" in guilty.message
+    assert guilty.returncode is None and folder.has_failed_node()
     message = confirm_damage(folder)
     assert message.startswith("checkpoint-20 is damaged and was set aside.") and LOST in message
     assert confirm_damage(folder) == message, "a driver that was killed here starts over"

@@ -16,7 +16,6 @@ import pytest
 from shardmake.config import models
 from shardmake.config.script_file import SERVICE_VARIABLES
 from shardmake.launch import service
-from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.service import (
     SERVING,
     STARTING,
@@ -29,7 +28,9 @@ from shardmake.launch.service import (
     wait_for_services,
 )
 from shardmake.render.stage import render_files, write_files
-from shardmake.run.attempt import AttemptDir, NodeExit, host_name
+from shardmake.run.attempt import AttemptDir, host_name
+from tests.finished_run import make_exit
+from tests.unit.launch.fake_run import write_attempt
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
 
 SERVER = (
@@ -45,8 +46,7 @@ def folder(tmp_path: Path) -> AttemptDir:
     """The attempt of a script on one node, with a service beside it, on this machine."""
     folder = AttemptDir(tmp_path / "train/attempts/001")
     plan = make_plan("ddp", nodes=1).model_copy(update={"service_nodes": 1})
-    attempt = attempt_settings(1, tmp_path, make_cluster(), plan, resume_from=None, settings_digest="r")
-    attempt.write(folder.settings)
+    write_attempt(folder, plan)
     folder.rendezvous.mkdir()
     service = {"command": COMMAND, "start_seconds": 20}
     script = tmp_path / "train.py"
@@ -80,10 +80,7 @@ def serving(folder: AttemptDir) -> Iterator[list[object]]:
 
 
 def write_exit(folder: AttemptDir, rank: int, returncode: int | None) -> None:
-    record = NodeExit(
-        node_rank=rank, host="n", started=0, ended=1, phase="training", returncode=returncode, stop_signal=None
-    )
-    record.write(folder.exit_record(rank))
+    make_exit(rank, returncode=returncode).write(folder.exit_record(rank))
 
 
 def process_at(port: int) -> psutil.Process:

@@ -87,14 +87,6 @@ def test_options_of_extra_stand_beside_those_of_the_plan(extra: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
-    "name", ["job-name", "array", "--nodes", "ntasks", "export", "signal", "clusters", "mem_per_cpu", "wait", "output"]
-)
-def test_an_option_that_would_break_the_plan_is_refused(name: str) -> None:
-    with pytest.raises(ValidationError, match=r"cannot be given here: |set by the key slurm"):
-        site(extra={name: "1"})
-
-
-@pytest.mark.parametrize(
     ("form", "training", "stage", "driver"),
     [
         ("per_node", "--mem=9GB", "--mem 3072", "--mem=4096M"),

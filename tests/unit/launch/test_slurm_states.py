@@ -47,10 +47,7 @@ def test_rows_of_squeue_and_sacct() -> None:
     }
     assert (found["12"].nodes, found["12"].job_name) == ("c[1-2]", "a")
     assert (found["13"].name, found["13"].cancelled_by) == ("CANCELLED", "0")
-
-
-def test_the_last_row_of_a_requeued_job_counts() -> None:
-    assert parse_rows("7|NODE_FAIL|c1|a\n7|PENDING||a\n")["7"].state is JobState.PENDING
+    assert parse_rows("7|NODE_FAIL|c1|a\n7|PENDING||a\n")["7"].state is JobState.PENDING, "it was queued again"
 
 
 def test_scontrol() -> None:

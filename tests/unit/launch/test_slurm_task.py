@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from shardmake.launch import slurm_task
-from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.rendezvous import Rendezvous
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.attempt_owner import NOBODY, claim
-from tests.unit.plans import make_cluster, make_plan
+from tests.unit.launch.fake_run import write_attempt
+from tests.unit.plans import make_plan
 
 
 @pytest.fixture
@@ -36,8 +36,7 @@ def test_a_requeued_job_counts_the_starts_that_it_made_itself(
 ) -> None:
     """Another node may have published the address of this start before, and the job two addresses before that."""
     folder = AttemptDir(tmp_path / "train/attempts/001")
-    attempt = attempt_settings(1, tmp_path, make_cluster(), make_plan("zero2"), resume_from=None, settings_digest="r")
-    attempt.model_copy(update={"again": 2}).write(folder.settings)
+    write_attempt(folder, make_plan("zero2")).model_copy(update={"again": 2}).write(folder.settings)
     address = Rendezvous(address="10.0.0.1", port=1, interface="ib0", host="c1")
     for start in range(newest + 1):
         address.write(folder.rendezvous / f"start-{start}.json")

@@ -4,41 +4,25 @@ import json
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from shardmake.config.inputs import check_inputs, check_script
-from shardmake.config.models import Cluster
+from shardmake.config.models import Cluster, Strategy
 from shardmake.config.script_file import SCRIPT_VARIABLES
 from shardmake.core.errors import EngineMismatchError, ShardmakeError
 from shardmake.launch import user_script
-from shardmake.launch.jobs import attempt_settings
 from shardmake.render.deepspeed_file import with_numbers
 from shardmake.render.stage import render_files, write_files
-from shardmake.run.attempt import AttemptDir, NodeExit, record_error
-from shardmake.run.attempt_history import AttemptRecord, EndReason
+from shardmake.run.attempt import AttemptDir, record_error
+from shardmake.run.attempt_history import EndReason
 from shardmake.run.engine import Engine
 from shardmake.run.paths import RunDir
 from shardmake.run.training_settings import ScriptProgram, script_environment
 from shardmake.train.user_script import run_script
+from tests.finished_run import make_exit, make_record
+from tests.unit.launch.fake_run import write_attempt
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run, make_training_settings
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"script_args": ["--lr"]}, "script_args need a script"),
-        (
-            {"script": "train.py", "checkpoints": {"asynchronous": True}},
-            "cannot be combined with script, which saves its own",
-        ),
-        ({"script": "train.py", "script_args": ["--lr", 1]}, "script_args"),
-    ],
-)
-def test_contradicting_settings_are_rejected(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        make_run(**settings)
 
 
 def test_a_script_must_exist_and_be_python(tmp_path: Path) -> None:
@@ -65,19 +49,24 @@ def test_editing_the_script_changes_the_training_settings(tmp_path: Path) -> Non
     assert first.sha256 != second.sha256
 
 
-def test_a_script_chooses_its_own_batch_sizes_and_may_gather_its_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "degrees", "script", "gathers"),
+    [
+        ("zero3", {}, True, True),
+        ("zero2", {}, True, None),
+        ("zero2", {"tensor_parallel": 2}, True, True),
+        ("zero3", {}, False, False),
+    ],
+)
+def test_a_script_chooses_its_own_batch_sizes_and_may_gather_its_weights(
+    tmp_path: Path, strategy: Strategy, degrees: dict[str, int], script: bool, gathers: bool | None
+) -> None:
     (tmp_path / "train.py").touch()
-    run = make_run(script=str(tmp_path / "train.py"))
-    values = render_files(make_plan("zero3"), run, make_cluster(), make_model(), tmp_path).deepspeed
-    assert values["train_micro_batch_size_per_gpu"] == values["gradient_accumulation_steps"] == "auto"
-    assert values["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
-    values = render_files(make_plan("zero2"), run, make_cluster(), make_model(), tmp_path).deepspeed
-    assert "stage3_gather_16bit_weights_on_model_save" not in values["zero_optimization"]
-    plan = make_plan("zero2", tensor_parallel=2)
+    run, plan = make_run(script=str(tmp_path / "train.py") if script else None), make_plan(strategy, **degrees)
     values = render_files(plan, run, make_cluster(), make_model(), tmp_path).deepspeed
-    assert values["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
-    values = render_files(make_plan("zero3"), make_run(), make_cluster(), make_model(), tmp_path).deepspeed
-    assert values["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is False
+    own = {values["train_micro_batch_size_per_gpu"], values["gradient_accumulation_steps"]} == {"auto"}
+    assert own == script
+    assert values["zero_optimization"].get("stage3_gather_16bit_weights_on_model_save") is gathers
 
 
 def test_a_script_gets_the_deepspeed_file_with_numbers(tmp_path: Path) -> None:
@@ -107,19 +96,13 @@ def test_an_auto_that_has_no_number_is_left_out() -> None:
 def folder(tmp_path: Path) -> AttemptDir:
     """Attempt 2 of a run on two nodes."""
     folder = AttemptDir(tmp_path / "runs/lab/train/attempts/002")
-    plan, cluster = make_plan("zero2"), make_cluster()
-    settings = attempt_settings(2, tmp_path / "runs/lab", cluster, plan, resume_from=None, settings_digest="r")
-    settings.write(folder.settings)
-    plan.write(folder.plan)
+    write_attempt(folder, make_plan("zero2"))
     return folder
 
 
 def write_exits(folder: AttemptDir, *codes: int) -> None:
     for rank, code in enumerate(codes):
-        record = NodeExit(
-            node_rank=rank, host="n", started=1.0, ended=9.0, phase="training", returncode=code, stop_signal=None
-        )
-        record.write(folder.exit_record(rank))
+        make_exit(rank, returncode=code).write(folder.exit_record(rank))
 
 
 def test_all_variables_are_documented(folder: AttemptDir) -> None:
@@ -226,13 +209,8 @@ def test_an_error_before_the_first_step_is_not_repeated_unchanged(tmp_path: Path
         update={"program": ScriptProgram(path="t.py", args=[f"--deepspeed={own}"], sha256="s")}
     )
     settings.write(rundir.training)
-    attempt_settings(1, rundir.root, make_cluster(), make_plan("zero2"), settings_digest="d", resume_from=None).write(
-        folder.settings
-    )
-    ended = AttemptRecord(
-        attempt=1, job="1", plan="p", strategy="zero2", fallback=0, submitted=0, ended=9, end=EndReason.USER_ERROR.value,
-        message="planned float32, found bfloat16", host=None, checkpoint_step=0,
-    )  # fmt: skip
+    write_attempt(folder, make_plan("zero2"), settings_digest="d")
+    ended = make_record(end=EndReason.USER_ERROR.value, message="planned float32, found bfloat16")
     again = partial(user_script.refuse_repetition, rundir, [ended])
     record_error(folder, 0, ImportError("no package"))
     again("d", "p")  # may be repaired elsewhere

@@ -23,13 +23,13 @@ from shardmake.launch.watchdog import (
 from shardmake.run.attempt import (
     AttemptDir,
     Heartbeat,
-    NodeExit,
     NodeHeartbeats,
     RankState,
     collective_timeout,
     heartbeat_file,
     write_heartbeat,
 )
+from tests.finished_run import make_exit
 
 WAITING = 'File "torch/distributed/distributed_c10d.py", line 1 in all_reduce'
 BUSY = 'File "data.py", line 7 in __getitem__'
@@ -68,26 +68,13 @@ def test_the_rank_overdue_for_longest_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "named"),
-    [
-        ([rank_state(beat(0), WAITING), rank_state(beat(1), "", "stopped")], 1),
-        ([rank_state(beat(0), WAITING), rank_state(beat(1, step=8), WAITING)], 1),
-        ([rank_state(beat(0), BUSY), rank_state(beat(1), WAITING), rank_state(beat(2), WAITING)], 0),
-        ([rank_state(beat(0), WAITING), rank_state(beat(1), WAITING)], None),
-        ([rank_state(beat(0), BUSY), rank_state(beat(1), BUSY), rank_state(beat(2), WAITING)], None),
-    ],
-)
-def test_the_culprit_is_found(ranks: list[RankState], named: int | None) -> None:
-    found = find_culprit(ranks)
-    assert (found.rank if found else None) == named
-    hang = describe_hang(beat(), ranks, now=1700)
-    assert hang.rank == named and "No progress for 700 s in phase 'train' after step 9" in hang.message
-    assert hang.host == (None if named is None else f"c{named + 1}")
-
-
-@pytest.mark.parametrize(
     ("ranks", "missing", "named"),
     [
+        ([rank_state(beat(0), WAITING), rank_state(beat(1), "", "stopped")], set(), 1),
+        ([rank_state(beat(0), WAITING), rank_state(beat(1, step=8), WAITING)], set(), 1),
+        ([rank_state(beat(0), BUSY), rank_state(beat(1), WAITING), rank_state(beat(2), WAITING)], set(), 0),
+        ([rank_state(beat(0), WAITING), rank_state(beat(1), WAITING)], set(), None),
+        ([rank_state(beat(0), BUSY), rank_state(beat(1), BUSY), rank_state(beat(2), WAITING)], set(), None),
         ([rank_state(beat(rank), BUSY) for rank in range(3)], {1}, 1),
         ([rank_state(beat(0), BUSY), rank_state(beat(1), WAITING), rank_state(beat(2), WAITING)], {2}, 2),
         ([rank_state(beat(0), BUSY), rank_state(beat(1), ""), rank_state(beat(2), BUSY)], {2}, 1),
@@ -96,13 +83,15 @@ def test_the_culprit_is_found(ranks: list[RankState], named: int | None) -> None
         ([rank_state(beat(rank), BUSY) for rank in range(3)], set(), None),
     ],
 )
-def test_a_rank_that_did_not_join_a_collective_is_found_where_stacks_do_not_show_it(
+def test_the_culprit_is_found_by_stacks_or_by_the_collective_that_it_did_not_join(
     ranks: list[RankState], missing: set[int], named: int | None
 ) -> None:
     """NCCL's calls return at once: ranks that wait are elsewhere, and their stacks show no collective."""
     found = find_culprit(ranks, missing)
     assert (found.rank if found else None) == named
-    assert describe_hang(beat(), ranks, 1700, missing).rank == named
+    hang = describe_hang(beat(), ranks, 1700, missing)
+    assert hang.rank == named and "No progress for 700 s in phase 'train' after step 9" in hang.message
+    assert hang.host == (None if named is None else f"c{named + 1}")
 
 
 RANK = """
@@ -247,7 +236,7 @@ def test_ranks_whose_peers_failed_on_another_node_are_abandoned(
 ) -> None:
     folder = AttemptDir(tmp_path)
     watch = Watchdog(folder, range(1, 2), 2, 600, folder.heartbeats)
-    record = NodeExit(node_rank=0, host="c1", started=0, ended=1, phase="training", returncode=0, stop_signal=None)
+    record = make_exit()
     record.write(folder.exit_record(0))
     monkeypatch.setattr(watchdog, "ABANDONED_SECONDS", 0.2)
     assert not watch.is_abandoned(), "a node that has finished"

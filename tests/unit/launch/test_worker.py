@@ -11,7 +11,9 @@ from shardmake.launch import worker
 from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError
 from shardmake.run.attempt import AttemptDir, NodeExit
+from tests.finished_run import make_exit
 from tests.programs import install_programs
+from tests.unit.launch.fake_run import write_attempt
 from tests.unit.plans import make_cluster, make_plan
 
 
@@ -19,9 +21,7 @@ from tests.unit.plans import make_cluster, make_plan
 def folder(tmp_path: Path, prepared_worker: None) -> AttemptDir:
     """The attempt of a job of two nodes."""
     folder = AttemptDir(tmp_path / "train/attempts/001")
-    cluster = make_cluster(scratch=str(tmp_path))
-    attempt = attempt_settings(1, tmp_path, cluster, make_plan("ddp", nodes=2), resume_from=None, settings_digest="r")
-    attempt.write(folder.settings)
+    write_attempt(folder, make_plan("ddp", nodes=2), make_cluster(scratch=str(tmp_path)))
     return folder
 
 
@@ -85,18 +85,10 @@ def test_ranks_start_without_the_lock_of_a_killed_build(
     lock = Path(kernel_caches(str(tmp_path))["TORCH_EXTENSIONS_DIR"]) / "cpu_adam/lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
-    make_plan("ddp", nodes=2).write(folder.plan)
     write_json(folder.deepspeed, {})
     monkeypatch.setattr(worker, "launch_command", lambda *_: ["test", "!", "-e", str(lock)])
     assert worker.main(folder.root, worker.WorkerNode(rank=0, start=0)) == 0
     assert f"Removed {lock}" in folder.log(0).read_text()
-
-
-def write_exit(folder: AttemptDir, rank: int, returncode: int | None) -> None:
-    exited = NodeExit(
-        node_rank=rank, host=f"c{rank}", started=0, ended=1, phase="training", returncode=returncode, stop_signal=None
-    )
-    exited.write(folder.exit_record(rank))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +100,7 @@ def test_a_failed_node_ends_the_step_if_another_is_stuck(
     folder: AttemptDir, monkeypatch: pytest.MonkeyPatch, status: int, exited: list[int], ends_step: bool
 ) -> None:
     for rank in exited:
-        write_exit(folder, rank, status)
+        make_exit(rank, returncode=status).write(folder.exit_record(rank))
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setattr(worker, "main", lambda folder, node: status)
     monkeypatch.setattr(worker, "OTHERS_SECONDS", 0.1)

@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,50 +15,31 @@ def test_segments_are_those_of_pytorch() -> None:
         assert allocator.reserved == segment * MIB
 
 
-def test_a_free_block_is_reused_and_split() -> None:
+BLOCKS: dict[str, tuple[list[tuple[int, float]], int]] = {  # numbers and MiB; zero MiB: the block is freed
+    "a free block is reused and split": ([(0, 64), (0, 0), (1, 40), (2, 24)], 64),
+    "neighbours are joined": ([(0, 64), (0, 0), (1, 32), (2, 32), (1, 0), (2, 0), (3, 64)], 64),
+    "a small remainder is not split off": ([(0, 64), (0, 0), (1, 63), (2, 1.001)], 84),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_are_those_of_pytorch(name: str) -> None:
+    steps, reserved = BLOCKS[name]
     allocator = CachingAllocator()
-    allocator.alloc(0, 64 * MIB)
-    allocator.free(0)
-    allocator.alloc(1, 40 * MIB)
-    allocator.alloc(2, 24 * MIB)
-    assert allocator.reserved == 64 * MIB
+    for key, size in steps:
+        allocator.alloc(key, int(size * MIB)) if size else allocator.free(key)
+    assert allocator.reserved == reserved * MIB
 
 
-def test_neighbours_are_joined() -> None:
-    allocator = CachingAllocator()
-    allocator.alloc(0, 64 * MIB)
-    allocator.free(0)
-    for key in (1, 2):
-        allocator.alloc(key, 32 * MIB)
-    for key in (1, 2):
-        allocator.free(key)
-    allocator.alloc(3, 64 * MIB)
-    assert allocator.reserved == 64 * MIB
-
-
-def test_a_small_remainder_is_not_split_off() -> None:
-    allocator = CachingAllocator()
-    allocator.alloc(0, 64 * MIB)
-    allocator.free(0)
-    allocator.alloc(1, 63 * MIB)
-    allocator.alloc(2, MIB + 1)
-    assert allocator.reserved == 84 * MIB
-
-
-def test_streams_do_not_share() -> None:
-    allocator = CachingAllocator()
+@pytest.mark.parametrize(("second", "limit", "reserved"), [((64, 1), None, 128), ((80, 0), 100, 80)])
+def test_streams_do_not_share_and_free_segments_are_released_at_the_limit(
+    second: tuple[int, int], limit: int | None, reserved: int
+) -> None:
+    allocator = CachingAllocator(limit=limit and limit * MIB)
     allocator.alloc(0, 64 * MIB, stream=0)
     allocator.free(0)
-    allocator.alloc(1, 64 * MIB, stream=1)
-    assert allocator.reserved == 128 * MIB
-
-
-def test_free_segments_are_released_at_the_limit() -> None:
-    allocator = CachingAllocator(limit=100 * MIB)
-    allocator.alloc(0, 64 * MIB)
-    allocator.free(0)
-    allocator.alloc(1, 80 * MIB)
-    assert (allocator.reserved, allocator.peak) == (80 * MIB, 80 * MIB)
+    allocator.alloc(1, second[0] * MIB, stream=second[1])
+    assert (allocator.reserved, allocator.peak) == (reserved * MIB, reserved * MIB)
 
 
 @given(st.lists(st.tuples(st.integers(1, 64 * MIB), st.booleans()), max_size=60))

@@ -4,16 +4,7 @@ from shardmake.memory import parameter_inventory
 from shardmake.memory.families import FAMILIES, as_classifier
 from shardmake.memory.model import split
 from shardmake.memory.read_config import from_config
-
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 112,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 320,
-}
-
+from tests.unit.memory.test_parameter_inventory import SIZES
 
 VARIANTS = [
     {"model_type": "llama"},
@@ -29,10 +20,11 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_families_match_what_transformers_builds(variant: dict) -> None:
-    config = {**SIZES, **variant}
-    written = from_config(config)
-    built = parameter_inventory.inventory(parameter_inventory.build(config, "test"))
+@pytest.mark.parametrize("classifier", [False, True])
+def test_families_match_what_transformers_builds(variant: dict, classifier: bool) -> None:
+    causal = from_config({**SIZES, **variant})
+    written = as_classifier(causal) if classifier else causal
+    built = parameter_inventory.inventory(parameter_inventory.build(written.config, "test"))
     assert written.decoder is not None
     assert [(t.name, list(t.shape), t.kind, t.block) for t in written.tensors] == [
         (t["name"], list(t["shape"]), t["kind"], t["block"]) for t in built["tensors"]
@@ -40,19 +32,7 @@ def test_families_match_what_transformers_builds(variant: dict) -> None:
     for field in ("architecture", "tied", "buffer_bytes", "hidden_size", "vocab_size"):
         assert getattr(written, field) == built[field], field
     assert list(written.block_classes) == built["block_classes"]
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_sequence_classifiers_match_what_transformers_builds(variant: dict) -> None:
-    causal = from_config({**SIZES, **variant})
-    written = as_classifier(causal)
-    built = parameter_inventory.inventory(parameter_inventory.build(written.config, "test"))
-    assert [(t.name, list(t.shape), t.kind, t.block) for t in written.tensors] == [
-        (t["name"], list(t["shape"]), t["kind"], t["block"]) for t in built["tensors"]
-    ]
-    for field in ("architecture", "tied", "buffer_bytes", "hidden_size", "vocab_size"):
-        assert getattr(written, field) == built[field], field
-    assert written.key != causal.key
+    assert (written.key != causal.key) is classifier
 
 
 def test_published_sizes() -> None:

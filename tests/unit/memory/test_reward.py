@@ -3,7 +3,6 @@
 The peak is in a layer's backward pass, where a recording has one gradient more: see `tests.unit.memory.test_decoder`.
 """
 
-from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,17 +11,15 @@ import pytest
 
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.memory.buckets import Buckets
-from shardmake.memory.closed_form import of_events, profile
+from shardmake.memory.closed_form import profile
 from shardmake.memory.decoder import micro_step
 from shardmake.memory.estimate import estimate_closed_form, gpu_memory
 from shardmake.memory.families import as_classifier
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.trace import _request
-from tests.unit.memory.test_decoder import LAYERS, SIZES, figures, gradients, saved, scenario
-from tests.unit.memory.test_preferences import accelerator
-
-SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 2}
+from tests.unit.memory.test_decoder import SIZES, agree, gradients, saved, scenario
+from tests.unit.memory.test_preferences import SMALL, bare, record_second
 
 
 def reward(config: dict[str, Any] | None = None, **more: Any) -> Scenario:
@@ -48,9 +45,7 @@ CASES: dict[str, Scenario] = {
 def test_the_simulated_step_matches_the_recorded_one(name: str, tracer: Any) -> None:
     case = CASES[name]
     recorded, simulated = recorded_step(case, tracer), micro_step(case)
-    assert saved(simulated) == pytest.approx(saved(recorded), rel=5e-3)
-    ours, theirs = (figures(of_events(events, LAYERS)) for events in (simulated, recorded))
-    assert ours == pytest.approx(theirs, rel=0.04)
+    agree(simulated, recorded, saves=5e-3, peaks=0.04)
     assert gradients(simulated) == gradients(recorded)
 
 
@@ -64,28 +59,14 @@ def recorded_step(case: Scenario, tracer: Any) -> list[Any]:
     model = tracer.prepare(request)
     tracer.materialize(model, *(tracer.DTYPES[request[which]] for which in ("weights", "frozen", "widened", "norms")))
     model.config.pad_token_id = 1
-    trainer: Any = RewardTrainer.__new__(RewardTrainer)
-    settings = {
-        "model": model, "accelerator": accelerator(), "args": SimpleNamespace(center_rewards_coefficient=0.01),
-        "_metrics": defaultdict(lambda: defaultdict(list)), "_total_train_tokens": 0, "_tp_size": 1,
-    }  # fmt: skip
-    for key, value in settings.items():
-        setattr(trainer, key, value)
+    trainer = bare(RewardTrainer, model, args=SimpleNamespace(center_rewards_coefficient=0.01))
     tokens = torch.zeros((case.micro_batch, case.sequence_length), dtype=torch.long)
-    recorder = tracer.Recorder()
-    with tracer._without_collector():
-        tracer._mark_blocks(model, recorder)
-        tracer._mark_gradients(model, recorder)
-        with recorder:
-            for _ in range(2):
-                recorder.start()
-                inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-                with tracer._autocast(request):
-                    loss = RewardTrainer.compute_loss(trainer, model, inputs)
-                recorder.mark("backward")
-                loss.backward()
-                del loss
-    return list(recorder.events)
+
+    def compute_loss() -> Any:
+        inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        return RewardTrainer.compute_loss(trainer, model, inputs)
+
+    return record_second(tracer, request, model, compute_loss)
 
 
 def test_a_reward_model_needs_less_than_a_language_model_of_its_base() -> None:

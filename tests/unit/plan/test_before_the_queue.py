@@ -83,17 +83,12 @@ REFUSED: dict[str, Case] = {
     "t5": (T5, lines(TEXTS), MARKED, {}, "is an encoder-decoder model (t5)"),
     "mixtral lora": (MIXTRAL, lines(TEXTS), MARKED, {"method": "lora"}, "cannot be merged for MixtralForCausalLM"),
     "lora targets": (LLAMA, lines(TEXTS), MARKED, {"method": "lora", "lora": {"targets": ["x"]}}, "target not found"),
-    "shard size": (LLAMA, lines(TEXTS), MARKED, {"max_shard_size": "5 parsecs"}, "max_shard_size"),
     "protocol": (LLAMA, lines(TEXTS), MARKED, {"push": {"to": "s4://x/y"}}, "does not know the protocol s4://"),
     "folder": (LLAMA, lines(TEXTS), MARKED, {"push": {"to": "file:/proc/x"}}, "no folder can be created in /proc"),
     "no learning": (
         LLAMA, lines(TEXTS), MARKED, {"max_steps": None, "epochs": 1, "global_batch_size": 64}, "training learns nothing"
     ),
     "seed": (LLAMA, lines(TEXTS), MARKED, {"seed": -1}, "seed"),
-    "batch": (LLAMA, lines(TEXTS), MARKED, {"global_batch_size": 10**20}, "global_batch_size"),
-    "variable": (
-        LLAMA, lines(TEXTS), MARKED, {"script": "x.py", "script_args": ["$SHARDMAKE_SED"]}, "Did you mean 'SHARDMAKE_SEED'"
-    ),
     "fsdp": (LLAMA, lines(TEXTS), MARKED, {"strategy": "fsdp"}, "strategy: fsdp needs GPUs"),
     "prompt": (
         LLAMA, lines(TEXTS), "{{ raise_exception('no') }}", {"evaluation": {"prompts": ["a"]}}, "evaluation.prompts"

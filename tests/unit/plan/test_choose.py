@@ -13,13 +13,14 @@ from shardmake.plan.candidates import Candidate
 from shardmake.plan.choose import NothingFitsError, choose
 from shardmake.plan.fallbacks import find_fallbacks
 from shardmake.plan.reasons import beside, reason_of, rejected
-from shardmake.plan.verdict import FAMILY_ERRORS, HOST_ERROR, FamilyError, Headroom, Verdict, judge
+from shardmake.plan.verdict import HOST_ERROR, FamilyError, Headroom, Verdict, judge
 from shardmake.run.plan import Choice
+from tests.unit.wording import Wording
 
 CAPACITY = 80 * GIB
 GPUS = SimpleNamespace(is_cpu=False, gpu_memory=CAPACITY, host_memory=1000 * GIB, nvme=None)
 SETTINGS = SimpleNamespace(hardware=GPUS, precision="bf16", run=SimpleNamespace(strategy="auto", objective="sft"))
-ERROR = FAMILY_ERRORS["sharded"]
+ERROR = FamilyError("sharded", 10, 0.05, 0.10)
 
 
 def memory(device: float) -> Estimate:
@@ -66,6 +67,64 @@ def chosen(*candidates: Candidate) -> Candidate:
 
 TIGHT = candidate("fsdp", 14.2, 78.5, Headroom.TIGHT)
 OFFLOAD = candidate("fsdp-offload", 83.9, 16.7)
+RISKY = candidate("fsdp", 14.2, 79.5, Headroom.LITTLE)
+LARGE = candidate("fsdp", 5.0, 300.0)
+OTHER = candidate("zero3", 83.9, 16.7)
+FAST = candidate("zero3-offload", 7.0, 60.0)
+FEW, MANY = candidate("zero3", 727, 60.0, nodes=4), candidate("zero3", 144, 60.0, nodes=16)
+
+
+def split(micro: int, passes: int, device: float) -> Candidate:
+    made = candidate("fsdp", 6.0, device)
+    changes = {"micro_batch_size": micro, "gradient_accumulation_steps": passes}
+    return replace(made, choice=made.choice.model_copy(update=changes))
+
+
+TAKEN: dict[str, tuple[Candidate, ...]] = {
+    "tight, and clearly faster": (TIGHT, OFFLOAD, OTHER),
+    "nearly as fast as a tight one": (replace(OTHER, step_seconds=15.0), TIGHT, OFFLOAD),
+    "slower than a tight one without a fallback, which would be of the same library": (OTHER, TIGHT),
+    # Offload is taken only where nothing else fits, not for time, headroom or fewer nodes: its time is not proven.
+    "slower than offload": (candidate("zero3", 84.0, 60.0), FAST),
+    "tighter than offload": (TIGHT, FAST),
+    "on more nodes than offload": (MANY, FAST),
+    "offload where nothing else fits": (FAST, LARGE),
+    "offload rather than the last GiB": (OFFLOAD, RISKY),
+    "the last GiB rather than too much": (RISKY, candidate("fsdp-offload", 83.9, 90.0)),
+    **{
+        f"{first} rather than {second} of equal time": (candidate(first, 10.01, 60.0), candidate(second, 10.0, 40.0))
+        for first, second in (("ddp", "zero1"), ("zero2", "fsdp"), ("fsdp", "zero3"))
+    },
+    "offload of the optimizer alone": (
+        candidate("zero3-offload-optimizer", 30.0, 60.0), LARGE, candidate("zero3-offload", 20.0, 40.0)
+    ),
+    "more nodes for clearly less": (MANY, FEW),
+    "fewer nodes for little more": (FEW, replace(MANY, step_seconds=170.0)),
+    "more nodes in place of offload": (MANY, candidate("zero3-offload", 727, 60.0, nodes=4)),
+    "beside five others, of which no faster one is called slower": (
+        candidate("zero1", 84.3, 50.0), RISKY, candidate("zero2", 84.2, 40.0), candidate("zero3", 99.0, 20.0),
+        candidate("ddp", 5.0, 300.0), candidate("fsdp-offload", 45.0, 10.0, nodes=2),
+    ),
+    # 235B on H100: FSDP on 8 nodes takes a third of the GPU-time, and fills the last GiB.
+    "dearer, with a margin": (
+        candidate("zero3", 40.1, 60.0, nodes=4), candidate("fsdp", 6.2, 79.9, Headroom.LITTLE, nodes=8)
+    ),
+    # 235B: micro batch 1 accumulates in fp32 and does not fit; micro batch 2 needs no accumulation.
+    "a larger micro batch that needs less": (split(2, 1, 70.0), split(1, 2, 98.2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_the_first_one_is_taken_for_its_reason(case: str, wording: Wording) -> None:
+    candidates = TAKEN[case]
+    planner = Simulator(*candidates)
+    choice, found = choose(list(candidates), planner)  # type: ignore[arg-type]
+    assert choice.name == candidates[0].name == choose(list(reversed(candidates)), planner)[0].name  # type: ignore[arg-type]
+    hopeless = {one.name for one in candidates if one.memory.gpu.device > 100 * GIB}
+    assert not hopeless & {*planner.asked}, "it is not simulated"
+    fallbacks, found = find_fallbacks(choice, found, planner)  # type: ignore[arg-type]
+    against = [f"{name}: {reason}" for name, reason in rejected(choice, found).items()]
+    wording("\n".join([reason_of(choice, found, fallbacks), *against]))
 
 
 @pytest.mark.parametrize(
@@ -79,14 +138,13 @@ OFFLOAD = candidate("fsdp-offload", 83.9, 16.7)
 )
 def test_headroom_is_what_still_fits_on_a_smaller_gpu(device: float, smaller: float, headroom: Headroom) -> None:
     """PyTorch's cache holds less on a GPU that has less, so 78 of 80 GiB may be room enough."""
-    error = FamilyError("sharded", 10, 0.05, 0.10)
     asked = []
 
     def device_on(capacity: int) -> int:
         asked.append(capacity)
         return int(smaller * GIB)
 
-    found = judge(memory(device), None, GPUS, error, device_on)  # type: ignore[arg-type]
+    found = judge(memory(device), None, GPUS, ERROR, device_on)  # type: ignore[arg-type]
     assert found.fits and found.headroom == headroom
     assert found.reason.startswith("fits: " if headroom == Headroom.ENOUGH else "tight: ")
     assert asked == [int(CAPACITY / 1.10), int(CAPACITY / 1.05)][: len(asked)]
@@ -110,59 +168,6 @@ def test_a_node_s_ram_needs_a_margin_as_well(ram: int, headroom: Headroom) -> No
     found = judge(replace(memory(40.0), host={"optimizer states": ram * GIB}), None, GPUS, ERROR, lambda capacity: 0)  # type: ignore[arg-type]
     assert found.fits and found.headroom == headroom
     assert ("GiB of a node's RAM" in found.reason) == (found.error is HOST_ERROR) == (headroom != Headroom.ENOUGH)
-
-
-def test_a_tight_candidate_is_taken_if_it_is_clearly_faster() -> None:
-    other = candidate("zero3", 83.9, 16.7)
-    assert chosen(TIGHT, OFFLOAD, other).name == TIGHT.name
-    assert chosen(TIGHT, OFFLOAD, replace(other, step_seconds=15.0)).name.startswith("zero3, ")
-
-
-def test_a_tight_candidate_that_others_could_replace_needs_a_fallback() -> None:
-    """A fallback is of the same library, so ZeRO-3 is none below FSDP."""
-    other = candidate("zero3", 83.9, 16.7)
-    assert chosen(TIGHT, other).name == other.name
-
-
-def test_offload_is_taken_only_where_nothing_else_fits() -> None:
-    """Not for time, headroom or fewer nodes: its time is not proven."""
-    fast = candidate("zero3-offload", 7.0, 60.0)
-    many = candidate("zero3", 144, 60.0, nodes=16)
-    assert chosen(candidate("zero3", 84.0, 60.0), fast).name.startswith("zero3, ")
-    assert chosen(TIGHT, fast).name == TIGHT.name
-    assert chosen(many, fast).name == many.name
-    large = candidate("fsdp", 5.0, 300.0)
-    choice, found = choose([large, fast], Simulator(fast))  # type: ignore[arg-type]
-    assert choice.name == fast.name
-    assert "It offloads the optimizer and the weights because nothing else fits with a margin." in reason_of(
-        choice, found, []
-    )
-
-
-def test_little_headroom_is_the_last_resort() -> None:
-    risky = candidate("fsdp", 14.2, 79.5, Headroom.LITTLE)
-    assert chosen(risky, OFFLOAD).name == OFFLOAD.name
-    assert chosen(risky, candidate("fsdp-offload", 83.9, 90.0)).name == risky.name
-
-
-@pytest.mark.parametrize(("first", "second"), [("ddp", "zero1"), ("zero2", "fsdp"), ("fsdp", "zero3")])
-def test_of_equal_times_the_simpler_strategy_is_taken(first: Strategy, second: Strategy) -> None:
-    assert chosen(candidate(second, 10.0, 40.0), candidate(first, 10.01, 60.0)).choice.strategy == first
-
-
-def test_weights_are_offloaded_only_where_the_optimizer_alone_is_not_enough() -> None:
-    optimizer, weights = candidate("zero3-offload-optimizer", 30.0, 60.0), candidate("zero3-offload", 20.0, 40.0)
-    large = candidate("fsdp", 5.0, 300.0)
-    choice, found = choose([large, optimizer, weights], Simulator(optimizer, weights))  # type: ignore[arg-type]
-    assert choice.name == optimizer.name
-    assert "without offload of the weights. It offloads the optimizer because " in reason_of(choice, found, [])
-    assert rejected(choice, found)[weights.name].startswith("offloads the weights: 20 s per step against 30 s")
-
-
-def test_more_nodes_are_taken_where_they_cost_clearly_less() -> None:
-    few, many = candidate("zero3", 727, 60.0, nodes=4), candidate("zero3", 144, 60.0, nodes=16)
-    assert chosen(few, many).name == many.name
-    assert chosen(few, replace(many, step_seconds=170.0)).name == few.name
 
 
 def test_each_fallback_is_the_largest_that_needs_at_most_seven_tenths() -> None:
@@ -207,69 +212,6 @@ def test_the_reason_states_risk_times_and_what_comes_below() -> None:
     assert "fsdp-offload, checkpointing, micro batch 1, 1 node has more headroom and takes 83.9 s." in said
     assert said.endswith("training continues with fsdp-offload, checkpointing, micro batch 1, 1 node.")
     assert rejected(choice, found) == {OFFLOAD.name: "83.9 s per step against 14.2 s, 16.7 of 80.0 GiB per GPU"}
-
-
-def test_no_reason_calls_a_faster_candidate_slower() -> None:
-    risky = candidate("fsdp", 14.2, 79.5, Headroom.LITTLE)
-    equal = candidate("zero2", 84.2, 40.0)
-    slower = candidate("zero3", 99.0, 20.0)
-    large = candidate("ddp", 5.0, 300.0)
-    many = candidate("fsdp-offload", 45.0, 10.0, nodes=2)
-    safe = candidate("zero1", 84.3, 50.0)
-    choice, found = choose([risky, equal, slower, large, many, safe], Simulator(risky, equal, slower, many, safe))  # type: ignore[arg-type]
-    assert choice.name == safe.name
-    lead = reason_of(choice, found, [])
-    assert "the fastest of 4 candidates that fit on 1 node, except for 1 faster one with too little headroom" in lead
-    against = rejected(choice, found)
-    assert against[risky.name].startswith("tight: 14.2 s per step against 84.3 s, 79.5 of 80.0 GiB per GPU; estimates")
-    assert against[equal.name].startswith("not simpler, and as fast in two digits: 84.2 s per step against 84.3 s")
-    assert against[slower.name].startswith("99 s per step against 84.3 s")
-    assert against[large.name] == "needs 300.0 GiB of GPU memory, 80.0 GiB available (5 s per step, closed form)"
-    assert against[many.name].startswith(
-        "offloads the weights: 720 GPU-seconds per step on 2 nodes, against 674 on 1 (45 s per step, "
-    )
-
-
-def test_more_nodes_are_explained() -> None:
-    few, many = candidate("zero3", 727, 60.0, nodes=4), candidate("zero3", 144, 60.0, nodes=16)
-    choice, found = choose([few, many], Simulator(few, many))  # type: ignore[arg-type]
-    assert reason_of(choice, found, []).endswith(
-        "It takes 18,432 GPU-seconds per step; zero3, checkpointing, micro batch 1, 4 nodes, the cheapest on fewer "
-        "nodes, takes 23,264 (727 s per step)."
-    )
-    offload = candidate("zero3-offload", 727, 60.0, nodes=4)
-    choice, found = choose([offload, many], Simulator(offload, many))  # type: ignore[arg-type]
-    assert reason_of(choice, found, []).endswith(
-        "On fewer nodes only offload of the weights fits, such as zero3-offload, checkpointing, micro batch 1, 4 nodes (727 s per step)."
-    )
-
-
-def test_a_cheaper_candidate_with_too_little_margin_is_named() -> None:
-    """235B on H100: FSDP on 8 nodes takes a third of the GPU-time, and fills the last GiB."""
-    risky, safe = candidate("fsdp", 6.2, 79.9, Headroom.LITTLE, nodes=8), candidate("zero3", 40.1, 60.0, nodes=4)
-    choice, found = choose([risky, safe], Simulator(risky, safe))  # type: ignore[arg-type]
-    assert choice.name == safe.name
-    assert (
-        "fsdp, checkpointing, micro batch 1, 8 nodes takes fewer GPU-seconds per step (397 against 1,283; 79.9 of 80.0 "
-        "GiB per GPU), but its margin is too small."
-    ) in reason_of(choice, found, [])
-    assert rejected(choice, found)[risky.name].startswith("tight: 397 GPU-seconds per step on 8 nodes")
-
-
-def test_a_smaller_micro_batch_that_needs_more_is_explained() -> None:
-    """235B: micro batch 1 accumulates in fp32 and does not fit; micro batch 2 needs no accumulation."""
-
-    def of(micro: int, passes: int, device: float) -> Candidate:
-        made = candidate("fsdp", 6.0, device)
-        changes = {"micro_batch_size": micro, "gradient_accumulation_steps": passes}
-        return replace(made, choice=made.choice.model_copy(update=changes))
-
-    small, large = of(1, 2, 98.2), of(2, 1, 70.0)
-    choice, found = choose([small, large], Simulator(small, large))  # type: ignore[arg-type]
-    assert rejected(choice, found)[small.name].endswith(
-        "; it accumulates gradients, in fp32: gradient_dtype: bf16 needs less"
-    )
-    assert find_fallbacks(choice, found, Simulator(small, large))[0] == []  # type: ignore[arg-type]
 
 
 def test_nothing_fits_carries_every_candidate() -> None:

@@ -5,8 +5,8 @@ import pytest
 from shardmake.config.models import Cluster
 from shardmake.core.errors import ShardmakeError
 from shardmake.plan.limits import NodeGroup, check_request, parse_gpus, parse_partitions, satisfies
-from shardmake.run.model_class import ModelClass
-from shardmake.run.plan import Choice, Plan, Resources, Workload
+from shardmake.run.plan import Plan, Resources
+from tests.unit.plans import make_cluster, make_plan
 
 SINFO = """\
 gpu*|3|2|8000|infinite|(null)|(null)
@@ -20,31 +20,13 @@ PARTITIONS = parse_partitions(SINFO)
 
 
 def plan(nodes: int = 2, memory_gib: int = 4, cpus: int = 2) -> Plan:
-    return Plan(
-        run="demo",
-        choice=Choice(
-            strategy="zero3", gradient_checkpointing=False, micro_batch_size=1, gradient_accumulation_steps=1,
-            nodes=nodes, processes_per_node=2, precision="bf16",
-        ),
-        workload=Workload(
-            model="m", model_class=ModelClass(name="LlamaForCausalLM"), sequence_length=8, packing=True, objective="sft", method="full", optimizer="adamw", attention="sdpa", loss="plain"
-        ),
-        reason="", rejected={}, fallbacks=[], host_memory=1 << 30,
-        resources={"train": Resources(memory_gib=memory_gib, cpus=cpus)},
-    )  # fmt: skip
+    resources = {"train": Resources(memory_gib=memory_gib, cpus=cpus)}
+    return make_plan("zero3", nodes=nodes).model_copy(update={"run": "demo", "resources": resources})
 
 
 def cluster(accelerator: str = "cpu", **slurm: object) -> Cluster:
-    return Cluster.model_validate(
-        {
-            "executor": "slurm",
-            "accelerator": accelerator,
-            "processes_per_node": 2,
-            "cpus_per_node": 2,
-            "memory_gib_per_node": 7,
-            "slurm": {"partition": "gpu", **slurm},
-        }
-    )
+    values = {"executor": "slurm", "accelerator": accelerator, "cpus_per_node": 2, "memory_gib_per_node": 7}
+    return make_cluster(**values, slurm={"partition": "gpu", **slurm})
 
 
 def test_rows_of_sinfo_become_groups_of_nodes() -> None:

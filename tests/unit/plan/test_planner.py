@@ -10,6 +10,7 @@ from shardmake.launch.stage_jobs import ON_GPUS
 from shardmake.plan.stage import choose_run, make_plan, plan_run
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import MemoryEstimates, Plan
+from tests.unit.memory.llama_8b import LLAMA_8B
 
 LLAMA = {"model_type": "llama", "max_position_embeddings": 8192}
 TINY = {
@@ -20,15 +21,7 @@ TINY = {
     "num_attention_heads": 4,
     "vocab_size": 512,
 }
-EIGHT = {
-    **LLAMA,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
+EIGHT = {**LLAMA, **LLAMA_8B}
 SEVENTY = {
     **EIGHT,
     "hidden_size": 8192,
@@ -212,15 +205,11 @@ def test_a_script_does_not_get_nvme_offload(folders: dict[str, str]) -> None:
     cluster = gpus(nvme_path="/nvme", nvme_gib_per_node=4000.0)
     made = plan(folders["eight"], cluster, script="train.py", micro_batch_size=1)
     assert "zero3-nvme" not in {made.choice.strategy, *(fallback.choice.strategy for fallback in made.fallbacks)}
-    with pytest.raises(ShardmakeError, match=r"zero3-nvme is not for a script: .* Take zero3-offload"):
-        plan(folders["eight"], cluster, script="train.py", strategy="zero3-nvme")
 
 
 def test_adafactor_is_rejected_under_fsdp2(folders: dict[str, str]) -> None:
     made = plan(folders["eight"], gpus(), optimizer="adafactor")
     assert not [name for name in (made.choice.strategy, *made.rejected) if name.startswith("fsdp")]
-    with pytest.raises(ShardmakeError, match="adafactor fails at the first step under FSDP2"):
-        plan(folders["eight"], gpus(), optimizer="adafactor", strategy="fsdp")
 
 
 def test_every_fallback_needs_less_gpu_memory(folders: dict[str, str]) -> None:
@@ -316,35 +305,6 @@ def test_qlora_of_a_70b_model_fits_a_usual_node(folders: dict[str, str], monkeyp
     assert made.host_memory < 40 * 2**30
 
 
-REFUSED: list[tuple[Cluster, dict[str, Any], str]] = [
-    (CPU, {"global_batch_size": 7}, r"cannot be divided over 2 ranks .*Use 6 or 8"),
-    (CPU, {"micro_batch_size": 3}, r"not a multiple of 2 ranks x micro_batch_size 3.*30 or 36"),
-    (gpus(), {"nodes": 9}, r"asks for 9 nodes.*allows 4"),
-    (CPU, {"optimizer": "adamw8bit"}, "adamw8bit needs a GPU"),
-    (CPU, {"method": "qlora"}, "qlora needs a GPU"),
-    (CPU, {"precision": "fp16"}, "fp16 needs a GPU"),
-    (gpus(), {"gradient_dtype": "bf16", "precision": "fp32"}, "needs precision: bf16, but the run computes in fp32"),
-    (gpus(), {"gradient_dtype": "bf16", "strategy": "ddp"}, "has no effect with strategy: ddp"),
-    (gpus(), {"gradient_dtype": "fp32", "strategy": "zero1-offload"}, "Take zero2, or remove"),
-    (gpus(accelerator="v100-32gb"), {"precision": "bf16"}, "bf16 needs Ampere"),
-    (gpus(accelerator="v100-32gb"), {"attention": "flash"}, "flash needs Ampere"),
-    (gpus(accelerator="t4"), {"attention": "varlen"}, "varlen needs Ampere or later, and t4 is older"),
-    (gpus(), {"attention": "flash", "precision": "fp32"}, "flash needs precision bf16 or fp16"),
-    (gpus(), {"sequence_length": 16384}, r"only 8192 positions"),
-    (gpus(), {"strategy": "zero3-nvme"}, "set nvme_path"),
-    (gpus(), {"strategy": "zero3-hpz", "nodes": 1}, "needs several nodes with several ranks each"),
-    (gpus(processes_per_node=1), {"strategy": "zero3-hpz"}, "needs several nodes with several ranks each"),
-]
-
-
-@pytest.mark.parametrize(("cluster", "settings", "sentence"), REFUSED, ids=lambda value: str(value)[:40])
-def test_contradictions_are_rejected_with_advice(
-    cluster: Cluster, settings: dict[str, Any], sentence: str, folders: dict[str, str]
-) -> None:
-    with pytest.raises(ShardmakeError, match=sentence):
-        plan(folders["tiny"], cluster, **settings)
-
-
 def test_old_gpus_compute_in_fp16(folders: dict[str, str]) -> None:
     assert plan(folders["tiny"], gpus(accelerator="v100-32gb")).choice.precision == "fp16"
 
@@ -425,18 +385,3 @@ def test_a_service_takes_nodes_beside_those_of_the_ranks(folders: dict[str, str]
     assert made.resources["train"].memory_gib == 1000, "the need of the service is not known"
     assert {fallback.memory_gib for fallback in made.fallbacks} <= {1000}
     assert plan(folders["tiny"], gpus(), nodes=2).resources["train"].memory_gib < 1000
-
-
-@pytest.mark.parametrize(
-    ("cluster", "settings", "words"),
-    [
-        (gpus(max_nodes=2), {"nodes": 2}, r"asks for 3 nodes, 1 of them for its service, .* allows 2 \(max_nodes\)"),
-        (gpus(executor="local", max_nodes=1), {"nodes": 1}, "all GPUs of this machine belong to the ranks"),
-        (CPU, {"nodes": 1, "service_nodes": 2}, "service_nodes: 2 cannot be used with executor: local"),
-    ],
-)
-def test_a_service_without_room_is_refused(
-    folders: dict[str, str], cluster: Cluster, settings: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ShardmakeError, match=words):
-        plan(folders["tiny"], cluster, **service(**settings))

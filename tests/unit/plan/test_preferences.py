@@ -61,8 +61,6 @@ def test_what_the_plan_cannot_estimate_or_run_is_refused() -> None:
     refuse(wrong_model(run, traced))
     with pytest.raises(ConfigError, match="a mixture of experts"):
         refuse(wrong_model(run, replace(model, config=model.config | {"router_aux_loss_coef": 0.1})))
-    with pytest.raises(ConfigError, match="attention: varlen cannot be combined with objective: dpo"):
-        refuse(wrong_model(make_run(**DPO, attention="varlen"), model))
     refuse(wrong_model(run, traced))
     refuse(wrong_model(run, model))
     refuse(wrong_model(make_run(attention="varlen"), traced))

@@ -1,7 +1,9 @@
 """Refusals of a plan: tensor parallelism, strategies, TF32, losses, activations on the host."""
 
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,41 +18,103 @@ from shardmake.memory.model import Model
 from shardmake.memory.read_config import from_config
 from shardmake.plan.abilities import tp_styles
 from shardmake.plan.before_fetch import refuse_before_fetch
+from shardmake.plan.candidates import choices
 from shardmake.plan.refusals import (
     AUTOTP_STYLES,
     attention_heads,
     refuse,
     unsuitable,
-    wrong_activation_offload,
     wrong_loss,
     wrong_precision,
     wrong_tensor_parallel,
 )
+from shardmake.plan.resolve import check, resolve
 from tests.plan_in_process import plan_in_this_process
-from tests.unit.plans import make_cluster, make_model, make_plan, make_run
+from tests.unit.plans import LLAMA, make_cluster, make_model, make_plan, make_run
+from tests.unit.wording import Wording
+
+H100 = {"accelerator": "h100"}
+SERVICE = {"script": "train.py", "service_nodes": 1, "service": {"command": "serve"}}
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ("tensor_parallel: 2", {"tensor_parallel": 2, "strategy": "zero3"}, {}, {}),
+    ("tensor_parallel: 2", {"tensor_parallel": 2, "strategy": "fsdp"}, {}, {}),
+    ("tensor_parallel: 2", {"tensor_parallel": 2, "strategy": "zero1", "method": "lora"}, {}, {}),
+    ("tensor_parallel: 2", {"tensor_parallel": 2, "strategy": "zero1"}, {"processes_per_node": 3}, {}),
+    ("tensor_parallel: 2", {"tensor_parallel": 2, "strategy": "zero1"}, {}, {"num_key_value_heads": 1}),
+    ("tensor_parallel: 2", {"tensor_parallel": 2, "strategy": "zero1"}, {}, {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 16}),
+    ("tf32: true", {"tf32": True, "precision": "bf16"}, H100, {}),
+    ("tf32: true", {"tf32": True, "precision": "fp32"}, {"accelerator": "v100-32gb"}, {}),
+    ("tf32: true", {"tf32": True, "precision": "fp32"}, {"accelerator": "cpu"}, {}),
+    ("tf32: true", {"tf32": True, "precision": "fp32", "script": "train.py"}, H100, {}),
+    ("loss: chunked", {"loss": "chunked"}, {}, {"model_type": "granite", "architectures": [], "logits_scaling": 2.0, "pad_token_id": 0}),
+    ("loss: chunked", {"loss": "chunked", "script": "x.py"}, {}, {}),
+    ("loss: chunked", {"loss": "chunked", "strategy": "zero1", "tensor_parallel": 2}, {}, {}),
+    ("loss: chunked", {"loss": "chunked", "torch_compile": True}, {}, {}),
+    ("loss: chunked", {"loss": "chunked", "method": "lora", "lora": {"targets": ["lm_head"]}}, {}, {}),
+    ("loss: chunked", {"loss": "chunked", "method": "lora", "lora": {"targets": ["q_proj", "lm_head"]}}, {}, {}),
+    ("activation_offload: true", {"activation_offload": True}, {"accelerator": "cpu"}, {}),
+    ("activation_offload: true", {"activation_offload": True, "gradient_checkpointing": False}, H100, {}),
+    ("activation_offload: true", {"activation_offload": True, "script": "x.py"}, H100, {}),
+    ("activation_offload: true", {"activation_offload": True, "torch_compile": True}, H100, {}),
+    ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": False, "strategy": "ddp"}, {}, {}),
+    ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": False, "strategy": "fsdp"}, {}, {}),
+    ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": False, "strategy": "zero3-nvme"}, {}, {}),
+    ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": False, "script": "x.py"}, {}, {}),
+    ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": False, "strategy": "zero1", "tensor_parallel": 2}, {}, {}),
+    ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": False, "torch_compile": True}, {}, {}),
+    ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": False, "eval_every_steps": 2}, {}, {}),
+    ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": False, "checkpoints": {"keep_best": True}}, {}, {}),
+    ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": False, "checkpoints": {"early_stopping": 2}}, {}, {}),
+    ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": False}, {"processes_per_node": 3}, {}),
+    ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": False, "sequence_length": 33}, {}, {}),
+    ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": False}, {}, {"num_key_value_heads": 1}),
+    ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": False}, {}, {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 16}),
+    ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": False, "attention": "eager"}, {}, {}),
+    ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": True}, {}, {}),
+    ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": False}, {}, {"model_type": "mistral", "sliding_window": 16, "architectures": []}),
+    ("global_batch_size", {"global_batch_size": 7}, {}, {}),
+    ("global_batch_size", {"micro_batch_size": 3}, {}, {}),
+    ("The", {"nodes": 9}, {**H100, "max_nodes": 4}, {}),
+    ("optimizer: adamw8bit", {"optimizer": "adamw8bit"}, {}, {}),
+    ("method: qlora", {"method": "qlora"}, {}, {}),
+    ("precision: fp16", {"precision": "fp16"}, {}, {}),
+    ("gradient_dtype: bf16", {"gradient_dtype": "bf16", "precision": "fp32"}, H100, {}),
+    ("gradient_dtype: bf16", {"gradient_dtype": "bf16", "strategy": "ddp"}, H100, {}),
+    ("gradient_dtype: fp32", {"gradient_dtype": "fp32", "strategy": "zero1-offload"}, H100, {}),
+    ("precision: bf16", {"precision": "bf16"}, {"accelerator": "v100-32gb"}, {}),
+    ("attention: flash", {"attention": "flash"}, {"accelerator": "v100-32gb"}, {}),
+    ("attention: varlen", {"attention": "varlen"}, {"accelerator": "t4"}, {}),
+    ("attention: flash", {"attention": "flash", "precision": "fp32"}, H100, {}),
+    ("sequence_length", {"sequence_length": 16384}, H100, {"max_position_embeddings": 8192}),
+    ("Strategy", {"strategy": "zero3-nvme"}, {"accelerator": "h100", "max_nodes": 4, "nvme_path": None}, {}),
+    ("Strategy", {"strategy": "zero3-hpz", "nodes": 1}, H100, {}),
+    ("Strategy", {"strategy": "zero3-hpz"}, {"accelerator": "h100", "max_nodes": 4, "processes_per_node": 1}, {}),
+    ("The", {**SERVICE, "nodes": 2}, {"executor": "slurm", "max_nodes": 2, "accelerator": "h100"}, {}),
+    ("service_nodes", {**SERVICE, "nodes": 1}, H100, {}),
+    ("service_nodes: 2", {**SERVICE, "service_nodes": 2, "nodes": 1}, {}, {}),
+    ("attention: varlen", {"objective": "dpo", "attention": "varlen"}, H100, {}),
+    ("optimizer: adafactor", {"optimizer": "adafactor", "strategy": "fsdp"}, H100, {}),
+    ("Strategy", {"script": "train.py", "strategy": "zero3-nvme"}, H100, {}),
+]  # fmt: skip
+"""The beginning of the message, and changes of the run, the cluster and the model's config."""
 
 
-@pytest.mark.parametrize(
-    ("run", "cluster", "model", "words"),
-    [
-        ({"strategy": "zero3"}, {}, {}, "strategy zero3: take zero1 or zero2"),
-        ({"strategy": "fsdp"}, {}, {}, "could not be resumed"),
-        ({"strategy": "zero1", "method": "lora"}, {}, {}, "method lora"),
-        ({"strategy": "zero1"}, {"processes_per_node": 3}, {}, "3 ranks per node are not a multiple of 2"),
-        ({"strategy": "zero1"}, {}, {"num_key_value_heads": 1}, "1 key-value heads"),
-        (
-            {"strategy": "zero1"},
-            {},
-            {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 16},
-            "5 attention heads",
-        ),
-    ],
-)
-def test_unsupported_runs_are_rejected(
-    run: dict[str, Any], cluster: dict[str, Any], model: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ShardmakeError, match=words):
-        refuse(wrong_tensor_parallel(make_run(tensor_parallel=2, **run), make_cluster(**cluster), make_model(**model)))
+@pytest.mark.parametrize(("key", "run", "cluster", "model"), REFUSED, ids=lambda value: str(value).replace("'", ""))
+def test_a_plan_is_refused(
+    key: str, run: dict[str, Any], cluster: dict[str, Any], model: dict[str, Any], tmp_path: Path, wording: Wording,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    plan_in_this_process(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.py", "x.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | model))
+    with pytest.raises(ConfigError) as error:
+        settings = resolve(make_run(model=str(tmp_path), **run), make_cluster(**cluster))
+        check(settings)
+        list(choices(settings))
+    assert str(error.value).startswith(key)
+    wording(error.value)
 
 
 @pytest.mark.parametrize(
@@ -133,28 +197,12 @@ def test_4_bit_weights_with_offload_are_refused_with_the_reason(strategy: Any, w
     assert re.match(f"method: qlora cannot train under .*{words}.*Take method: lora, or one of", message)
 
 
-@pytest.mark.parametrize(
-    ("run", "precision", "accelerator", "words"),
-    [
-        ({}, "bf16", "h100", r"tf32: true is for precision: fp32, and this run computes in bf16\. Set precision: fp32"),
-        ({}, "fp32", "v100-32gb", r"needs a GPU of the Ampere generation or later, .* accelerator: v100-32gb"),
-        ({}, "fp32", "cpu", r"accelerator: cpu\. Remove tf32"),
-        ({"script": "train.py"}, "fp32", "h100", "has no effect on a script"),
-    ],
-)
-def test_tf32_without_effect_is_refused(run: dict[str, Any], precision: Any, accelerator: str, words: str) -> None:
-    on = from_cluster(make_cluster(accelerator=accelerator))
-    refuse(wrong_precision(make_run(**run), precision, on))
-    with pytest.raises(ShardmakeError, match=words):
-        refuse(wrong_precision(make_run(tf32=True, **run), precision, on))
-
-
 def test_tf32_is_for_fp32_on_ampere_and_later() -> None:
     for accelerator in ("a100-80gb", "h100"):
         refuse(wrong_precision(make_run(tf32=True), "fp32", from_cluster(make_cluster(accelerator=accelerator))))
 
 
-CHUNKED, FUSED, OFFLOADS = ({"loss": "chunked"}, {"loss": "fused"}, {"activation_offload": True})
+CHUNKED, FUSED = ({"loss": "chunked"}, {"loss": "fused"})
 HEAD = {"method": "lora", "lora": {"targets": ["lm_head"]}}
 QUERY_AND_HEAD = {"method": "lora", "lora": {"targets": ["q_proj", "lm_head"]}}
 
@@ -163,11 +211,7 @@ QUERY_AND_HEAD = {"method": "lora", "lora": {"targets": ["q_proj", "lm_head"]}}
     ("run", "family", "words"),
     [
         (CHUNKED, "llama", ""),
-        (CHUNKED, "granite", "loss: chunked cannot be used: that of Granite.* last hidden"),
         (CHUNKED, "phi3", ""),
-        ({**CHUNKED, "script": "x.py"}, "llama", "loss: chunked cannot be used: a script computes its own loss"),
-        ({**CHUNKED, "strategy": "zero1", "tensor_parallel": 2}, "llama", "loss: chunked cannot be used: .*share the head"),
-        ({**CHUNKED, "torch_compile": True}, "llama", "loss: chunked cannot be used: .*does not run in compiled code"),
         ({**FUSED, "tensor_parallel": 2}, "llama", "loss: fused cannot be used: with tensor_parallel .* a part of the head"),
         # The other losses take the weights of the head alone, so that its adapter would get no gradient.
         (HEAD, "llama", ""),
@@ -177,9 +221,7 @@ QUERY_AND_HEAD = {"method": "lora", "lora": {"targets": ["q_proj", "lm_head"]}}
         ({**FUSED, "lora": HEAD["lora"]}, "llama", ""),
         ({**CHUNKED, "lora": HEAD["lora"]}, "llama", ""),
         ({**FUSED, **HEAD}, "llama", r"loss: fused cannot be used with lm_head in lora\.targets"),
-        ({**CHUNKED, **HEAD}, "llama", r"loss: chunked cannot be used with lm_head in lora\.targets"),
         ({**FUSED, **QUERY_AND_HEAD}, "llama", r"loss: fused cannot be used with lm_head in lora\.targets"),
-        ({**CHUNKED, **QUERY_AND_HEAD}, "llama", r"loss: chunked cannot be used with lm_head in lora\.targets"),
     ],
 )  # fmt: skip
 def test_losses_that_a_run_cannot_have_are_refused(
@@ -191,22 +233,6 @@ def test_losses_that_a_run_cannot_have_are_refused(
     )
     found = next(wrong_loss(make_run(**run), model), "")
     assert re.match(words, found) and bool(words) == bool(found)
-
-
-@pytest.mark.parametrize(
-    ("run", "accelerator", "words"),
-    [
-        ({**OFFLOADS, "gradient_checkpointing": True}, "h100", ""),
-        ({}, "cpu", ""),
-        (OFFLOADS, "cpu", "all activations are in host memory"),
-        ({**OFFLOADS, "gradient_checkpointing": False}, "h100", "what gradient checkpointing keeps"),
-        ({**OFFLOADS, "script": "x.py"}, "h100", "a script sets up its own"),
-        ({**OFFLOADS, "torch_compile": True}, "h100", "not tested with torch_compile"),
-    ],
-)
-def test_runs_that_hold_no_activations_on_the_host(run: dict[str, Any], accelerator: str, words: str) -> None:
-    found = next(wrong_activation_offload(make_run(**run), make_cluster(accelerator=accelerator)), "")
-    assert re.match(rf"activation_offload: true cannot be used: .*{words}.*\. Remove" if words else "$", found)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-from shardmake.config.attention import Attention
 from shardmake.config.models import Run
 from shardmake.config.strategies import STRATEGY_SPECS
-from shardmake.core.errors import ConfigError
 from shardmake.plan.candidates import choices
 from shardmake.plan.choose import NothingFitsError
 from shardmake.plan.refusals import refuse, wrong_sequence_parallel
@@ -18,35 +16,6 @@ from shardmake.plan.stage import choose_run
 from shardmake.plan.suggestions import levers
 from tests.unit.plan.test_planner import EIGHT, SEVENTY, gpus, run_of
 from tests.unit.plans import LLAMA, make_cluster, make_model, make_plan, make_run
-
-
-@pytest.mark.parametrize(
-    ("run", "cluster", "model", "attention", "words"),
-    [
-        ({"strategy": "ddp"}, {}, {}, "sdpa", "strategy ddp: only ZeRO .* Take auto, or one of zero1"),
-        ({"strategy": "fsdp"}, {}, {}, "sdpa", "strategy fsdp: only ZeRO"),
-        ({"strategy": "zero3-nvme"}, {}, {}, "sdpa", "strategy zero3-nvme: only ZeRO"),
-        ({"script": "x.py"}, {}, {}, "sdpa", "Remove script"),
-        ({"strategy": "zero1", "tensor_parallel": 2}, {}, {}, "sdpa", "Set tensor_parallel: 1"),
-        ({"torch_compile": True}, {}, {}, "sdpa", "torch_compile"),
-        ({"eval_every_steps": 2}, {}, {}, "sdpa", "eval_every_steps"),
-        ({"checkpoints": {"keep_best": True}}, {}, {}, "sdpa", r"checkpoints\.keep_best: Trainer weights"),
-        ({"checkpoints": {"early_stopping": 2}}, {}, {}, "sdpa", r"checkpoints\.early_stopping: Trainer weights"),
-        ({}, {"processes_per_node": 3}, {}, "sdpa", "3 ranks per node are not a multiple of 2"),
-        ({"sequence_length": 33}, {}, {}, "sdpa", "sequence_length 33 is not a multiple of 2"),
-        ({}, {}, {"num_key_value_heads": 1}, "sdpa", "1 key-value heads"),
-        ({}, {}, {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 16}, "sdpa", "5 attention heads"),
-        ({}, {}, {}, "eager", "attention eager"),
-        ({"packing": True}, {}, {}, "sdpa", "packing with attention sdpa"),
-        ({}, {}, {"model_type": "mistral", "sliding_window": 16}, "sdpa", "sliding window of 16 tokens"),
-    ],
-)
-def test_unsupported_runs_are_rejected(
-    run: dict[str, Any], cluster: dict[str, Any], model: dict[str, Any], attention: Attention, words: str
-) -> None:
-    made = make_run(**{"sequence_parallel": 2, "packing": False, **run})
-    with pytest.raises(ConfigError, match=f"sequence_parallel: 2 cannot be used with this run:\n  .*{words}"):
-        refuse(wrong_sequence_parallel(made, make_cluster(**cluster), make_model(**model), attention))
 
 
 def test_supported_runs_pass() -> None:

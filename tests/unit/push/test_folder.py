@@ -15,13 +15,12 @@ from shardmake.push.stage import push
 from shardmake.report.stage import write_report
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import PushedTo, PushReceipt
-from tests.finished_run import DRAWN, MODEL, PLOTS, make_run, write_model
+from tests.finished_run import MODEL, PLOTS, make_run, write_model
 
 
 @pytest.fixture(autouse=True)
 def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("shardmake.push.bundle.card_plots", lambda *_: DRAWN)
 
 
 RUN = make_run(push={"to": "file:published/chat"})

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,22 +12,12 @@ from shardmake.core.manifest import read_folder
 from shardmake.push.stage import push
 from shardmake.run.paths import RunDir
 from tests.finished_run import DRAWN, MODEL, PLOTS, WEIGHTS, make_run, make_rundir, write_model
-from tests.hub import WRITER, FakeHub
+from tests.hub import FakeHub
 
 RUN = make_run(push={"to": "hub:lab/chat"})
 FOLDER_RUN = make_run(push={"to": "file:published/chat"})
 OLD = {"config.json": b"old", "model.safetensors": b"old"}
 NEW = {"config.json": b"new", "model.safetensors": b"new"}
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    with FakeHub(tmp_path / "hub") as server:
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr("shardmake.push.bundle.card_plots", lambda *_: DRAWN)
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        monkeypatch.setenv("HF_TOKEN", WRITER)
-        yield server
 
 
 def push_and_die(hub: FakeHub, root: Path, at: int) -> bool:

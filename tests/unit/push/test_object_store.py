@@ -1,13 +1,10 @@
 """Pushes to S3, served by moto on the loopback."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import fsspec
 import pytest
-from moto.server import ThreadedMotoServer
 
 from shardmake.core.errors import ShardmakeError
 from shardmake.push import object_store
@@ -18,35 +15,6 @@ from tests.finished_run import DRAWN, MODEL, PLOTS, WEIGHTS, make_run, write_mod
 
 URL = "s3://lab/models/chat"
 RUN = make_run(push={"to": URL})
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    moto.start()
-    host, port = moto.get_host_and_port()
-    yield f"http://{host}:{port}"
-    moto.stop()
-
-
-@pytest.fixture
-def bucket(server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """The bucket ``lab``, empty, as boto3 sees it."""
-    for name, value in {
-        "AWS_ENDPOINT_URL": server,
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("shardmake.core.hub.RETRY_WAITS", (0.0, 0.0))
-    monkeypatch.setattr("shardmake.push.bundle.card_plots", lambda *_: DRAWN)
-    monkeypatch.chdir(tmp_path)
-    fsspec.filesystem("s3").clear_instance_cache()
-    found = boto3.resource("s3").create_bucket(Bucket="lab")
-    yield found
-    found.objects.all().delete()
-    found.delete()
 
 
 def contents(bucket: Any) -> dict[str, bytes]:

@@ -1,6 +1,7 @@
 """The attempts so far decide how the next one starts."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,14 +17,11 @@ from shardmake.run.attempt_history import (
     save_history,
     suspected_nodes,
 )
+from tests import finished_run
 
 
-def make_record(step: int = 0, **values: object) -> AttemptRecord:
-    base: dict[str, object] = dict(
-        attempt=1, job="1", plan="p", strategy="zero3", fallback=0, submitted=0.0, ended=1.0, end="lost", message="", host=None,
-        checkpoint_step=step,
-    )  # fmt: skip
-    return AttemptRecord.model_validate(base | values)
+def make_record(step: int = 0, **values: Any) -> AttemptRecord:
+    return finished_run.make_record(**{"end": "lost", "checkpoint_step": step} | values)
 
 
 def drive(steps: list[int]) -> list[AttemptRecord]:

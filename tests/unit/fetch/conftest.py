@@ -1,0 +1,3 @@
+from tests.bucket import bucket, server
+
+__all__ = ["bucket", "server"]
