@@ -77,12 +77,12 @@ IS_LATER_PROCESS = IS_DRIVER_JOB or not workflow.is_main_process
 KEPT_CONFIG = os.environ.get(VARIABLE) if IS_LATER_PROCESS and not IS_MODULE else None
 ROOT = Path(workflow.modifier.path_modifier.replace_prefix("runs/"))  # the folder of the runs
 
-# A configuration that the user names replaces the demo's. The file is read before Snakemake reads it, because
-# Snakemake's message about invalid YAML has no line.
-if not KEPT_CONFIG and not IS_MODULE and not workflow.overwrite_configfiles:
-    checked(read_yaml, Path(DEFAULT_CONFIG))
-
-    configfile: DEFAULT_CONFIG
+# A configuration that the user names replaces the demo's. It is not read with `configfile:`: Snakemake's reader takes a
+# millisecond for each run, and its message about invalid YAML has no line.
+NAMES_CONFIG = workflow.overwrite_configfiles or workflow.config_settings.replace_workflow_config
+IS_DEFAULT = not (KEPT_CONFIG or IS_MODULE or NAMES_CONFIG)
+if IS_DEFAULT:
+    workflow.configfiles.append(DEFAULT_CONFIG)
 
 
 def command_line():
@@ -127,9 +127,11 @@ def read_configuration():
     else:
         overrides = ["--config"] if workflow.config_settings.config else []
         source = " + ".join([*map(str, workflow.configfiles), *overrides])
-        update_config(config, sections(options.config or () if options else ()))
         layers = [Layer(str(file), read_yaml(Path(file))) for file in workflow.configfiles]
         layers += [Layer("--config", workflow.config_settings.config) for _ in overrides]
+        for layer in layers if IS_DEFAULT else ():  # Snakemake has merged the files of --configfile
+            update_config(config, layer.values)
+        update_config(config, sections(options.config or () if options else ()))
         parsed = parse_config(config, source, layers)
         use_merged(write_merged(parsed, source))
     cluster = load_cluster(Path(parsed.cluster))
