@@ -101,7 +101,7 @@ def test_python_runs_the_modules_twice_in_one_process(tmp_path: Path, inputs: Pa
     assert done.stdout.count("This was a dry-run") == 2
 
 
-def test_a_workflow_profile_in_place_of_the_default_one_is_told_what_it_lacks(checkout: Checkout) -> None:
+def test_a_workflow_profile_in_place_of_the_default_one_logs_what_it_lacks(checkout: Checkout) -> None:
     (checkout.root / "mine").mkdir()
     (checkout.root / "mine/config.yaml").write_text("cores: 2\n")
     done = checkout("snakemake", "--profile", "profiles/local", "--workflow-profile", "mine", "-n", "plan")

@@ -16,7 +16,7 @@ from snakemake.utils import update_config
 
 from shardmake.commands.stop_filter import StopFilter
 from shardmake.config.checks import run_before, with_first_model
-from shardmake.config.effects import values_of
+from shardmake.config.effects import cluster_values, run_values
 from shardmake.config.inputs import check_inputs, local_files
 from shardmake.config.inheritance import Layer
 from shardmake.config.invocation import (
@@ -225,10 +225,13 @@ STEPS = {
 }
 
 
+CLUSTER_VALUES = cluster_values(CLUSTER)
+
+
 @functools.cache
 def values(run):
     """Return every setting of a run as text."""
-    return values_of(RUNS[run], CLUSTER)
+    return run_values(RUNS[run]) | CLUSTER_VALUES
 
 
 def recorded(made):
@@ -279,6 +282,11 @@ def weights_of(wildcards):
     """Return the receipt of the base model's weights; only those of another run's model can change."""
     receipt = str(RunDir(Path("runs", wildcards.run)).weights_receipt)
     return receipt if model_before(wildcards.run) else ancient(receipt)
+
+
+def if_chained(function, otherwise=()):
+    """Return ``function`` as the input of a rule, or ``otherwise`` if no run starts from another run's model."""
+    return function if any(run_before(run.model) is not None for run in RUNS.values()) else otherwise
 
 
 def plan_before_data():
