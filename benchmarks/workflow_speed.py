@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,34 +34,38 @@ RECEIPT = {
     "verification": {"files": {"model.safetensors": {"size": 7}}},
 }
 """Content of every file of a finished run; the workflow reads the resources, and looks for the files of the model."""
+RENDERED = tuple(
+    f"plan/{name}" for name in ("accelerate.yaml", "deepspeed.json", "training.json", "fallbacks/", "rendered.json")
+)
+LOCAL = ("base/config.json", "train.jsonl", "eval.jsonl")
 RULES = {
-    "fetch": ((), ("sources.json",)),
+    "fetch": (LOCAL, ("sources.json",)),
     "plan": (("sources.json",), ("plan/plan.json", "plan/memory.html")),
     "fetch_weights": (("sources.json", "plan/plan.json"), ("fetched/weights.json",)),
-    "render": (
-        ("plan/plan.json",),
-        tuple(f"plan/{name}" for name in ("accelerate.yaml", "deepspeed.json", "training.json", "rendered.json")),
-    ),
-    "data": (("sources.json", "plan/plan.json"), ("data/receipt.json",)),
-    "train": (("plan/rendered.json", "data/receipt.json", "fetched/weights.json"), ("train/receipt.json",)),
+    "render": (("plan/plan.json",), RENDERED),
+    "data": ((*LOCAL, "sources.json", "plan/plan.json"), ("data/receipt.json",)),
+    "train": ((*RENDERED, "data/receipt.json", "fetched/weights.json"), ("train/receipt.json",)),
     "consolidate": (("train/receipt.json", "plan/plan.json"), ("model/receipt.json",)),
     "evaluate": (("model/receipt.json", "data/receipt.json", "plan/plan.json"), ("evaluation.json",)),
     "push": (("model/receipt.json", "evaluation.json"), ("push/receipt.json",)),
-    "report": (("push/receipt.json", "evaluation.json", "train/receipt.json"), ("report.html",)),
+    "report": (("push/receipt.json", "evaluation.json", "train/receipt.json"), ("report.html", "figures/")),
 }
-"""Inputs and outputs of each rule for one run, as in workflow/rules."""
+"""Inputs and outputs of each rule for one run, as in workflow/rules; a folder ends with a slash."""
 
 
 def bare_snakefile(count: int) -> str:
     """Return a workflow of `RULES` for ``count`` runs."""
-    receipts = sorted({output for _, outputs in RULES.values() for output in outputs})
+    receipts = sorted({output for _, outputs in RULES.values() for output in outputs if output[-1] != "/"})
     wanted = [f"runs/{{run}}/{name}" for name in receipts]
     rules = [f"rule all:\n    input: expand({wanted}, run=[f'r{{i}}' for i in range({count})])\n"]
     for name, (inputs, outputs) in RULES.items():
-        read = ["train.jsonl"] if name in ("fetch", "data") else []
-        read += [f"runs/{{run}}/{path}" for path in inputs]
+        read = [path if path in LOCAL else f"runs/{{run}}/{path}".removesuffix("/") for path in inputs]
+        made = [
+            f"directory('runs/{{run}}/{path[:-1]}')" if path[-1] == "/" else f"'runs/{{run}}/{path}'"
+            for path in outputs
+        ]
         rules.append(
-            f"rule {name}:\n    input: {read}\n    output: {[f'runs/{{run}}/{path}' for path in outputs]}\n"
+            f"rule {name}:\n    input: {read}\n    output: {', '.join(made)}\n"
             f"    log: 'logs/{{run}}/{name}.log'\n    params: settings='a text'\n    shell: 'true'\n"
         )
     return "\n".join(rules)
@@ -81,12 +86,12 @@ def make_folders(root: Path, count: int) -> dict[str, Path]:
         folder.mkdir()
         (folder / "train.jsonl").write_text('{"text": "one"}\n')
         (folder / "eval.jsonl").write_text('{"text": "two"}\n')
+        (folder / "base").mkdir()
+        (folder / "base/config.json").write_text('{"model_type": "llama"}')
     (folders["bare"] / "Snakefile").write_text(bare_snakefile(count))
     ours = folders["shardmake"]
     for name in ("Snakefile", "workflow", "profiles"):
         (ours / name).symlink_to(REPOSITORY / name)
-    (ours / "base").mkdir()
-    (ours / "base/config.json").write_text('{"model_type": "llama"}')
     (ours / "config").mkdir()
     (ours / "cluster.yaml").write_text(
         "executor: local\nprocesses_per_node: 2\ncpus_per_node: 2\nmemory_gib_per_node: 6\n"
@@ -104,16 +109,12 @@ def finish(folders: dict[str, Path]) -> None:
         runs, cluster = config.runs, load_cluster(Path(config.cluster))
         for name, run in runs.items():
             rundir = RunDir(Path("runs", name))
-            rundir.fallbacks.mkdir(parents=True)
-            for output in (*(path for _, outputs in RULES.values() for path in outputs), "figures/loss.svg"):
-                write(rundir.root / output, json.dumps(RECEIPT))
+            for output in (path for _, outputs in RULES.values() for path in outputs):
+                write(rundir.root / (f"{output}loss.svg" if output[-1] == "/" else output), json.dumps(RECEIPT))
             write(rundir.model / "model.safetensors", "weights")
             for stage in ("data", "train"):
                 write(rundir.stage_settings(stage), current(stage, run, cluster).model_dump_json())
-    for path in ours.glob("runs/*/*"):
-        target = folders["bare"] / path.relative_to(ours)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["cp", "-r", str(path), str(target)], check=True)
+    shutil.copytree(ours / "runs", folders["bare"] / "runs")
     for folder in folders.values():
         snakemake(folder, "--touch", "--forceall", "--quiet")
 
@@ -128,6 +129,7 @@ def snakemake(folder: Path, *options: str) -> tuple[float, float, str]:
     """Run Snakemake in ``folder`` and return its CPU seconds, its peak memory in MiB and its output."""
     profile = ["--profile", "profiles/local"] if (folder / "profiles").exists() else ["--cores", "1"]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY / "src")}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     process = subprocess.Popen(
         [SNAKEMAKE, *profile, *options],
         cwd=folder,

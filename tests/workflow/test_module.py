@@ -85,6 +85,30 @@ def test_another_workflow_uses_the_rules_twice_with_prefixes_and_changes_one(tmp
     assert "/tuned runs/runs/demo/train/attempts/NNN" in train and "/other/runs/demo/train/attempts/NNN" in train
 
 
+API = """
+from pathlib import Path
+from snakemake.api import SnakemakeApi
+from snakemake.settings.types import DAGSettings, OutputSettings, ResourceSettings
+for _ in range(2):
+    with SnakemakeApi(OutputSettings()) as api:
+        workflow = api.workflow(resource_settings=ResourceSettings(cores=2), snakefile=Path("Snakefile"))
+        workflow.dag(dag_settings=DAGSettings()).execute_workflow(executor="dryrun")
+"""
+
+
+def test_python_runs_the_modules_twice_in_one_process(tmp_path: Path, inputs: Path) -> None:
+    done = make_lab(tmp_path / "lab", inputs)("python", "-c", API)
+    assert done.stdout.count("This was a dry-run") == 2
+
+
+def test_a_workflow_profile_in_place_of_the_default_one_logs_what_it_lacks(checkout: Checkout) -> None:
+    (checkout.root / "mine").mkdir()
+    (checkout.root / "mine/config.yaml").write_text("cores: 2\n")
+    done = checkout("snakemake", "--profile", "profiles/local", "--workflow-profile", "mine", "-n", "plan")
+    assert "rerun-triggers: [mtime, params, input]" in done.stdout
+    assert "max-checksum-file-size: 10GB" in done.stdout
+
+
 def test_a_module_without_configuration_is_refused(tmp_path: Path, inputs: Path) -> None:
     lab = make_lab(tmp_path / "lab", inputs)
     (lab.root / "lab.yaml").write_text("training: {}\nother: {}\n")

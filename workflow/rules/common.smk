@@ -16,7 +16,7 @@ from snakemake.utils import update_config
 
 from shardmake.commands.stop_filter import StopFilter
 from shardmake.config.checks import run_before, with_first_model
-from shardmake.config.effects import values_of
+from shardmake.config.effects import cluster_values, run_values
 from shardmake.config.inputs import check_inputs, local_files
 from shardmake.config.inheritance import Layer
 from shardmake.config.invocation import (
@@ -77,12 +77,12 @@ IS_LATER_PROCESS = IS_DRIVER_JOB or not workflow.is_main_process
 KEPT_CONFIG = os.environ.get(VARIABLE) if IS_LATER_PROCESS and not IS_MODULE else None
 ROOT = Path(workflow.modifier.path_modifier.replace_prefix("runs/"))  # the folder of the runs
 
-# A configuration that the user names replaces the demo's. The file is read before Snakemake reads it, because
-# Snakemake's message about invalid YAML has no line.
-if not KEPT_CONFIG and not IS_MODULE and not workflow.overwrite_configfiles:
-    checked(read_yaml, Path(DEFAULT_CONFIG))
-
-    configfile: DEFAULT_CONFIG
+# A configuration that the user names replaces the demo's. It is not read with `configfile:`: Snakemake's reader takes a
+# millisecond for each run, and its message about invalid YAML has no line.
+NAMES_CONFIG = workflow.overwrite_configfiles or workflow.config_settings.replace_workflow_config
+IS_DEFAULT = not (KEPT_CONFIG or IS_MODULE or NAMES_CONFIG)
+if IS_DEFAULT:
+    workflow.configfiles.append(DEFAULT_CONFIG)
 
 
 def command_line():
@@ -127,9 +127,11 @@ def read_configuration():
     else:
         overrides = ["--config"] if workflow.config_settings.config else []
         source = " + ".join([*map(str, workflow.configfiles), *overrides])
-        update_config(config, sections(options.config or () if options else ()))
         layers = [Layer(str(file), read_yaml(Path(file))) for file in workflow.configfiles]
         layers += [Layer("--config", workflow.config_settings.config) for _ in overrides]
+        for layer in layers if IS_DEFAULT else ():  # Snakemake has merged the files of --configfile
+            update_config(config, layer.values)
+        update_config(config, sections(options.config or () if options else ()))
         parsed = parse_config(config, source, layers)
         use_merged(write_merged(parsed, source))
     cluster = load_cluster(Path(parsed.cluster))
@@ -223,10 +225,13 @@ STEPS = {
 }
 
 
+CLUSTER_VALUES = cluster_values(CLUSTER)
+
+
 @functools.cache
 def values(run):
     """Return every setting of a run as text."""
-    return values_of(RUNS[run], CLUSTER)
+    return run_values(RUNS[run]) | CLUSTER_VALUES
 
 
 def recorded(made):
@@ -277,6 +282,11 @@ def weights_of(wildcards):
     """Return the receipt of the base model's weights; only those of another run's model can change."""
     receipt = str(RunDir(Path("runs", wildcards.run)).weights_receipt)
     return receipt if model_before(wildcards.run) else ancient(receipt)
+
+
+def if_chained(function, otherwise=()):
+    """Return ``function`` as the input of a rule, or ``otherwise`` if no run starts from another run's model."""
+    return function if any(run_before(run.model) is not None for run in RUNS.values()) else otherwise
 
 
 def plan_before_data():

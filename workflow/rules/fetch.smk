@@ -1,7 +1,7 @@
 rule fetch_run:
     input:
         inputs_of("model", "data"),
-        before=sources_before,
+        before=if_chained(sources_before),
     output:
         sources=PATHS.sources,
     log:
@@ -19,7 +19,7 @@ rule fetch_run:
 rule fetch_weights_run:
     input:
         sources=PATHS.sources,
-        before=model_receipt_before,
+        before=if_chained(model_receipt_before),
         plan=ancient(PATHS.plan),
     output:
         receipt=PATHS.weights_receipt,

@@ -7,7 +7,7 @@ rule train_run:
         fallbacks=PATHS.fallbacks,
         rendered=PATHS.rendered,
         data=PATHS.data_receipt,
-        weights=weights_of,
+        weights=if_chained(weights_of, ancient(PATHS.weights_receipt)),
     output:
         receipt=PATHS.train_receipt,
     log:

@@ -185,7 +185,8 @@ def _leaves(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Fie
 
 _FIELDS: Final = dict((*_leaves(Run), *_leaves(Cluster, CLUSTER)))
 _RUN_KEYS: Final = tuple(key for key in _FIELDS if not key.startswith(CLUSTER))
-KEYS: Final = (*_RUN_KEYS, *CONTENT_KEYS, *(key for key in _FIELDS if key.startswith(CLUSTER)))
+_CLUSTER_KEYS: Final = tuple(key for key in _FIELDS if key.startswith(CLUSTER))
+KEYS: Final = (*_RUN_KEYS, *CONTENT_KEYS, *_CLUSTER_KEYS)
 """Every key of a run and of a cluster file, and the content of the small files that a run names."""
 
 
@@ -213,8 +214,20 @@ def default_of(key: str) -> str:
 
 def values_of(run: Run, cluster: Cluster) -> dict[str, str]:
     """Return every setting as text, without secrets; those of a section that is not set are its defaults."""
-    sections, contents = run.model_dump(mode="json") | {"cluster": cluster.model_dump(mode="json")}, file_contents(run)
-    return {key: as_text(contents[key]) if key in contents else _text(sections, key) for key in KEYS}
+    return run_values(run) | cluster_values(cluster)
+
+
+def run_values(run: Run) -> dict[str, str]:
+    """Return the part of `values_of` that a run has."""
+    values, contents = run.model_dump(mode="json"), file_contents(run)
+    own = {key: _text(values, key) for key in _RUN_KEYS}
+    return own | {key: as_text(contents[key]) for key in CONTENT_KEYS}
+
+
+def cluster_values(cluster: Cluster) -> dict[str, str]:
+    """Return the part of `values_of` that a cluster file has."""
+    values = {"cluster": cluster.model_dump(mode="json")}
+    return {key: _text(values, key) for key in _CLUSTER_KEYS}
 
 
 def _text(values: Any, key: str) -> str:
