@@ -90,7 +90,7 @@ class _Reader:
     values: _Values = field(default_factory=ChainMap)
     loops: Mapping[int, set[str]] = field(default_factory=dict)
     """Variables that a loop changes, by its position: they are unknown at its start."""
-    only: Mapping[str, list[str]] = field(default_factory=dict)
+    only: dict[str, list[str]] = field(default_factory=dict)
     """Variables that the script sets once, which a function has whenever it is called."""
     at: int = 0
     tests: bool = False
