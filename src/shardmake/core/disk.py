@@ -91,10 +91,13 @@ def _run_tool(*command: str) -> str:
 
 
 def mount_of(folder: Path, mounts: str) -> tuple[str, str, str]:
-    """Return device, mount point and type of the file system of ``folder``, from the text of ``/proc/mounts``."""
+    """Return device, mount point and type of the file system of ``folder``, from the text of ``/proc/mounts``.
+
+    In a root folder of another machine (chroot), the text may have no row for it: device and type are "unknown".
+    """
     rows = [line.split()[:3] for line in mounts.splitlines()]
     above = [row for row in rows if folder == Path(row[1]) or Path(row[1]) in folder.parents]
-    device, point, kind = max(above, key=lambda row: len(row[1]))
+    device, point, kind = max(above, key=lambda row: len(row[1]), default=("unknown", "/", "unknown"))
     return device, point, kind
 
 
