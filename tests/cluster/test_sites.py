@@ -210,15 +210,3 @@ def test_the_doctor_asks_the_cluster_of_slurm_clusters(two_clusters: Cluster) ->
     assert {row["check"] for row in json.loads(node.stdout)["compute_nodes"]} >= {"environment", "GPUs"}
     job = two_clusters.run(["scontrol", "show", "job"], env=OTHER).stdout
     assert "NodeList=c3" in job and "TresPerNode=gres:gpu:a100:2" in job
-
-
-@pytest.mark.training
-def test_jobs_are_those_of_the_cluster_of_slurm_clusters(two_clusters: Cluster, inputs: Path) -> None:
-    checkout = ClusterCheckout.create(two_clusters.shared / "checkout", inputs)
-    assert isinstance(checkout, ClusterCheckout)
-    checkout.cluster = two_clusters
-    checkout.shorten_waits()
-    checkout.configure_cluster(nodes=1, max_steps=4, checkpoints={"every_steps": 4})
-    checkout.on_login_node("shardmake", "fetch", "demo", env=OTHER)
-    checkout.on_login_node("snakemake", "--profile", "slurm", "train", env=OTHER)
-    assert two_clusters.jobs() == []
