@@ -6,14 +6,14 @@ PYTEST := $(BIN)/pytest -n 2 --no-loadscope-reorder
 # Tests on Slurm mostly wait, so a third process has work to do on two cores.
 PYTEST_ALL := $(BIN)/pytest -n 3 --no-loadscope-reorder
 # The tests that `make test` and `make test-all` leave out; each has a command of its own below.
-EXTRA := not nvme and not trackers and not two_users and not faults and not sweep and not objectives and not mixtures and not models and not gpu_kit
+EXTRA := not nvme and not trackers and not two_users and not faults and not sweep and not objectives and not mixtures and not models and not gpu_kit and not install
 # JUnit reports.
 REPORTS := .venv/reports
 export DS_BUILD_OPS := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo demo-faults demo-preferences install install-test check fmt size words test test-all unit test-fake-cuda test-oldest test-newest test-versions test-nvme test-trackers \
-        test-two-users test-faults test-sweep test-objectives test-mixtures test-models test-gpu-kit gpu-kit gpu-check docs site clean
+        test-install test-two-users test-faults test-sweep test-objectives test-mixtures test-models test-gpu-kit gpu-kit gpu-check docs site clean
 
 demo: install
 	$(BIN)/shardmake demo
@@ -126,6 +126,12 @@ test-trackers: install-test
 	$(BIN)/pip install -q -c constraints.txt wandb
 	$(BIN)/pip install -q trackio
 	$(BIN)/pytest -m trackers tests/workflow
+
+# uv from the constraints, and the container definition with debootstrap, as root on Debian.
+test-install: install-test
+	$(BIN)/pip install -q uv
+	command -v debootstrap >/dev/null || apt-get install -qq -y debootstrap >/dev/null
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/pytest -m install tests/workflow/test_wheel.py
 
 # Two users at once on the three-node Slurm, and a user's jobs in a container.
 test-two-users: install-test

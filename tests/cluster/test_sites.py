@@ -1,16 +1,19 @@
-"""Rules of sites on the real Slurm: options of `slurm.extra`, memory as a site takes it, a second environment."""
+"""Rules of sites on the real Slurm: options, memory as a site takes it, a second environment, several clusters."""
 
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.cluster.conftest import require_cluster
 from tests.cluster.fault_run import ClusterCheckout
-from tests.cluster.harness import Cluster
+from tests.cluster.harness import STATE, Cluster
+from tests.cluster.slurm_conf import gres_conf, slurm_conf
 
 pytestmark = pytest.mark.cluster
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -160,3 +163,50 @@ def test_the_doctor_checks_both_environments(cluster: Cluster, environment: Path
     node = {row["check"]: row for row in answer["compute_nodes"]}["environment"]
     assert login["found"] == f"{environment}, with the versions of this one"
     assert node["found"] == f"{environment}, the same versions as on the login node"
+
+
+@pytest.fixture(scope="module")
+def two_clusters() -> Iterator[Cluster]:
+    """The cluster `test`, and `other`, whose one node c3 has MIG slices beside whole GPUs; both have one accounting."""
+    require_cluster(accounting=True)
+    with Cluster(STATE.with_name(f"{STATE.name}-sites"), accounting=True) as cluster:
+        folder = cluster.state / "other"
+        folder.mkdir()
+        text = slurm_conf(cluster.state, accounting=True).replace("gpu:a100:2", "gpu:a100:2,gpu:1g.10gb:4")
+        text = re.sub("/(slurmctld|slurmd-|spool-)", r"/other-\1", text.replace("c1,c2,c3", "c3"))
+        ports = "ClusterName=other\nSlurmctldPort=6827\nSlurmdPort=6828"
+        (folder / "slurm.conf").write_text(text.replace("ClusterName=test", ports))
+        whole = gres_conf(cluster.state)
+        slices = re.sub("File=.*", "File=/dev/tty[0-3]", whole.replace("a100", "1g.10gb"))
+        (folder / "gres.conf").write_text(whole + slices)
+        for name in ("cgroup.conf", "job_submit.lua"):
+            (folder / name).write_text((cluster.state / "etc/slurm" / name).read_text())
+        cluster.run("sacctmgr --immediate add cluster other")
+        cluster.run(["slurmctld", "-f", str(folder / "slurm.conf")])
+        cluster.run(["slurmd", "-f", str(folder / "slurm.conf"), "-N", "c3"], node="c3")
+        idle = ["sinfo", "--clusters=other", "--noheader", "--partition=open", "--format=%T"]
+        cluster.wait_until(lambda: cluster.run(idle, check=False).stdout == "idle\n", "the node of the other cluster")
+        yield cluster
+
+
+OTHER = {"SLURM_CLUSTERS": "other"}
+
+
+def test_the_doctor_asks_the_cluster_of_slurm_clusters(two_clusters: Cluster) -> None:
+    doctor = ["shardmake", "doctor", "--json", "--partition", "open"]
+    answer = two_clusters.run(doctor, env={"SLURM_CLUSTERS": "test,other"}, check=False).stdout
+    login = {row["check"]: row for row in json.loads(answer)["login_node"]}
+    assert login["partitions"]["found"] == (
+        "sinfo lists several clusters: other, test. A run has its jobs in one. Set SLURM_CLUSTERS to one."
+    )
+    node = two_clusters.run(
+        [*doctor, "--node", "--skip-builds"], cwd=two_clusters.shared, env=OTHER, check=False, timeout=600
+    )
+    login = {row["check"]: row for row in json.loads(node.stdout)["login_node"]}
+    assert (
+        "1 node with 2 a100 and 4 1g.10gb (gpu_type: a100, gpu_type: 1g.10gb)"
+        in (login["partition open (default)"]["found"])
+    )
+    assert {row["check"] for row in json.loads(node.stdout)["compute_nodes"]} >= {"environment", "GPUs"}
+    job = two_clusters.run(["scontrol", "show", "job"], env=OTHER).stdout
+    assert "NodeList=c3" in job and "TresPerNode=gres:gpu:a100:2" in job

@@ -1,5 +1,13 @@
-"""A wheel in a fresh environment runs the demo, and any folder with a configuration, without the checkout."""
+"""A wheel in a fresh environment runs the demo, and any folder with a configuration, without the checkout.
 
+On demand, uv installs the pinned libraries beside it, and Debian packages and pip do in the root folder of the
+container definition.
+"""
+
+import os
+import re
+import shlex
+import shutil
 import subprocess
 import sys
 import venv
@@ -19,9 +27,11 @@ QUICK = {"runs": {"sbatch-options": {"max_steps": 4}}}
 class Installed(Checkout):
     """A folder in which a test runs the commands of a fresh environment."""
 
+    environment = "venv"
+
     def command(self, *words: str) -> list[str]:
         """Return a command of that environment, which borrows Snakemake and so has no script of it."""
-        programs = self.root.parent / "venv/bin"
+        programs = self.root.parent / self.environment / "bin"
         return (
             [str(programs / "python"), "-m", *words]
             if words[0] == "snakemake"
@@ -65,15 +75,85 @@ def folder(root: Path, name: str) -> Installed:
 def test_the_demo_runs_in_the_folder_that_init_writes(root: Path) -> None:
     lab = folder(root, "demo")
     assert lab("shardmake", "--version").stdout == f"shardmake {shardmake.__version__}\n"
+    configuration = run_demo(lab)
+    assert "Nothing to be done" in lab("shardmake", "run", *configuration).stdout
+    lab("shardmake", "verify", "published/sbatch-options")
+    refused = lab("snakemake", "--profile", "slurm", "-n", check=False)
+    assert "config/clusters/local.yaml has `executor: local`" in refused.stdout
+
+
+def run_demo(lab: Installed) -> tuple[str, ...]:
+    """Run the demo with few steps, and return its options."""
     lab("shardmake", "init", "--demo")
     (lab.root / "quick.yaml").write_text(yaml.safe_dump(QUICK))
     configuration = ("--configfile", "config/config.yaml", "quick.yaml")
     done = lab("snakemake", "--profile", "profiles/local", *configuration)
     assert "the report is runs/sbatch-options/report.html" in done.stdout
-    assert "Nothing to be done" in lab("shardmake", "run", *configuration).stdout
-    lab("shardmake", "verify", "published/sbatch-options")
-    refused = lab("snakemake", "--profile", "slurm", "-n", check=False)
-    assert "config/clusters/local.yaml has `executor: local`" in refused.stdout
+    return configuration
+
+
+@pytest.mark.install
+@pytest.mark.timeout(3600)
+def test_uv_installs_from_the_constraints(root: Path) -> None:
+    environment, requirements, (wheel,) = root / "uv", root / "requirements.txt", root.glob("*.whl")
+    pip = ["uv", "pip"]
+    pins = ["-c", REPOSITORY / "constraints.txt", REPOSITORY / "pyproject.toml", "--no-emit-find-links"]
+    subprocess.run(["uv", "venv", "-q", "--python", sys.executable, environment], check=True)
+    python = ["--python", environment / "bin/python"]
+    subprocess.run([*pip, "compile", "-q", "--no-header", *python, *pins, "-o", requirements], check=True)
+    assert "://" not in requirements.read_text(), "no address of an index"
+    subprocess.run([*pip, "sync", "-q", *python, requirements], check=True)
+    subprocess.run([*pip, "install", "-q", "--no-deps", *python, wheel], check=True)
+    lab = folder(root, "demo with uv")
+    lab.environment = "uv"
+    run_demo(lab)
+
+
+def sections(definition: str) -> dict[str, str]:
+    """Return the header and the sections of a container definition by name; the header's name is empty."""
+    parts = re.split(r"^%(\w+)$", definition, flags=re.MULTILINE)
+    return dict(zip(["", *parts[1::2]], parts[::2], strict=True))
+
+
+@pytest.mark.install
+@pytest.mark.timeout(3600)
+def test_the_container_definition_makes_a_root_folder_that_runs_the_demo(root: Path, tmp_path: Path) -> None:
+    parts = sections((REPOSITORY / "envs/container.def").read_text())
+    header = dict(re.findall(r"^(\w+): (.*)$", parts[""], re.MULTILINE))
+    sources = subprocess.run(["apt-get", "indextargets", "--format", "$(RELEASE) $(SITE)", "Created-By: Packages"],
+                             capture_output=True, text=True, check=True).stdout  # fmt: skip
+    mirror = dict(line.split() for line in reversed(sources.splitlines()))[header["OSVersion"]]
+    include = f"--include={header['Include'].replace(' ', ',')}"
+    image = tmp_path / "image"
+    subprocess.run(["debootstrap", "--variant=minbase", include, header["OSVersion"], image, mirror], check=True)
+    (image / "opt/dist").mkdir()
+    shutil.copy(next(root.glob("*.whl")), image / "opt/dist")
+    shutil.copy(REPOSITORY / "constraints.txt", image / "opt")
+    demo = """
+        cd /root && . /opt/shardmake/bin/activate && shardmake init --demo
+        snakemake --profile profiles/local --config 'runs={sbatch-options: {max_steps: 4}}'"""
+    output = in_root(image, "\n".join([parts["post"], parts["test"], demo]))
+    assert "the report is runs/sbatch-options/report.html" in output
+
+
+def in_root(image: Path, script: str) -> str:
+    """Run ``script`` with ``image`` as root folder, with pip's settings, network and /proc of this machine."""
+    pip = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
+    places = ["/dev", "/proc", "/etc/resolv.conf", "/etc/hosts", pip.get("PIP_FIND_LINKS", ""), pip.get("PIP_CERT", "")]
+    mounts = []
+    for place in filter(os.path.exists, places):
+        target = image / place.lstrip("/")
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.mkdir() if Path(place).is_dir() else target.touch()
+        mounts.append(shlex.join(["mount", "--rbind", place, str(target)]))
+    variables = [f"{name}={value}" for name, value in pip.items()]
+    path = "PATH=/usr/sbin:/usr/bin:/sbin:/bin"
+    inside = shlex.join(["chroot", str(image), "env", "-i", path, "HOME=/root", *variables, "sh", "-ec", script])
+    command = ["unshare", "--mount", "--propagation=private", "sh", "-ec", "\n".join([*mounts, inside])]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout + done.stderr
 
 
 def test_a_folder_with_a_configuration_alone_is_enough_and_the_installation_stays_as_it_is(

@@ -17,7 +17,7 @@ from shardmake.core.units import format_bytes
 _QUOTA_SECONDS = 20
 _FEW_FILES = 1000
 """A checkpoint of two hundred ranks has about as many."""
-_UNLIMITED = 1 << 62
+UNLIMITED = 1 << 62
 _ADVICE = "Free some space (`shardmake clean` lists removable files), or keep fewer checkpoints (checkpoints.keep)."
 
 
@@ -39,7 +39,7 @@ def require_space(folder: Path, needed: int, sentence: str) -> str:
 
     A `DiskFullError` is also raised if fewer than `_FEW_FILES` files can be created.
     """
-    space, files = free_space(folder), _least(_limits(folder), 1)
+    space, files = free_space(folder), free_files(folder)
     text = f"{sentence}, and {folder} has {format_bytes(space.free)} left ({space.limit})."
     if needed > space.free:
         raise DiskFullError(f"{text} {_ADVICE}")
@@ -53,11 +53,16 @@ def free_space(folder: Path) -> FreeSpace:
     return _least(_limits(folder), 0)
 
 
+def free_files(folder: Path) -> FreeSpace:
+    """Return the smallest limit for new files in ``folder``, which may not exist yet."""
+    return _least(_limits(folder), 1)
+
+
 def _limits(folder: Path) -> list[tuple[int, int, str]]:
     """Return the bytes and files that the file system and each quota leave in ``folder``."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     system, (point, quotas) = os.statvfs(existing), _quotas(existing)
-    files = system.f_favail if system.f_files else _UNLIMITED
+    files = system.f_favail if system.f_files else UNLIMITED
     return [
         (shutil.disk_usage(existing).free, files, "free on the file system"),
         *((*left, f"your quota on {point}") for left in quotas),
@@ -86,10 +91,13 @@ def _run_tool(*command: str) -> str:
 
 
 def mount_of(folder: Path, mounts: str) -> tuple[str, str, str]:
-    """Return device, mount point and type of the file system of ``folder``, from the text of ``/proc/mounts``."""
+    """Return device, mount point and type of the file system of ``folder``, from the text of ``/proc/mounts``.
+
+    In a root folder of another machine (chroot), the text may have no row for it: device and type are "unknown".
+    """
     rows = [line.split()[:3] for line in mounts.splitlines()]
     above = [row for row in rows if folder == Path(row[1]) or Path(row[1]) in folder.parents]
-    device, point, kind = max(above, key=lambda row: len(row[1]))
+    device, point, kind = max(above, key=lambda row: len(row[1]), default=("unknown", "/", "unknown"))
     return device, point, kind
 
 
@@ -103,15 +111,15 @@ def quota_left(text: str, filesystem: str) -> list[tuple[int, int]]:
     words = text.split()
     rows = (words[place + 1 :] for place, word in enumerate(words) if word == filesystem)
     found = [(_left(row[:3], 1024), _left(row[4:7], 1)) for row in rows]
-    return [row for row in found if row != (_UNLIMITED, _UNLIMITED)]
+    return [row for row in found if row != (UNLIMITED, UNLIMITED)]
 
 
 def _left(columns: list[str], unit: int) -> int:
     try:
         used, soft, hard = (int(number.strip("[]*")) for number in columns)
     except ValueError:
-        return _UNLIMITED
-    return max(0, (hard or soft) - used) * unit if hard or soft else _UNLIMITED
+        return UNLIMITED
+    return max(0, (hard or soft) - used) * unit if hard or soft else UNLIMITED
 
 
 def tree_size(folder: Path) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from shardmake.config.models import Cluster, Slurm
-from shardmake.core.disk import free_space, mount_of
+from shardmake.core.disk import UNLIMITED, free_files, free_space, mount_of
 from shardmake.core.environment import PROJECT, hub_cache, installed_versions
 from shardmake.core.errors import ShardmakeError, nearest
 from shardmake.core.hub import ask_endpoint
@@ -25,6 +25,8 @@ from shardmake.run.findings import Check, Finding, not_checked, ok, ok_if, stops
 CHECKED_LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "snakemake")
 FEW_BYTES = 100 * GIB
 """Free space below which the first checkpoint of a model of some billion parameters does not fit."""
+FEW_FILES = 100_000
+"""About as many as one environment has."""
 _LOCAL_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "overlay", "ramfs")
 _LOGIN_NODE = "Run it on a login node of the cluster, or name a cluster file with `executor: local`."
 
@@ -201,7 +203,7 @@ def _scontrol_config() -> dict[str, str]:
 
 
 def check_shared_folder(folder: Path, *, on_slurm: bool) -> Iterator[Finding]:
-    """Report whether ``folder`` is writable and lockable, its file system, and its free space with quotas."""
+    """Report whether ``folder`` is writable and lockable, its file system, and the bytes and files that are left."""
     if not os.access(folder, os.W_OK | os.X_OK):
         yield stops("shared folder", f"{folder} cannot be written", "Run it in a folder of your own on shared storage.")
         return
@@ -214,6 +216,10 @@ def check_shared_folder(folder: Path, *, on_slurm: bool) -> Iterator[Finding]:
         yield ok("shared folder", found)
     yield check_lock(folder)
     yield _check_space(folder)
+    files = free_files(folder)
+    found = "no limit" if files.free == UNLIMITED else f"{files.free:,} ({files.limit})"
+    advice = "Put environment and caches elsewhere, or use an image (`slurm.container`)."
+    yield ok_if(files.free >= FEW_FILES, "free files", found, advice)
 
 
 def check_lock(folder: Path) -> Finding:

@@ -46,8 +46,8 @@ _SINFO_FORMAT = "%P|%D|%c|%m|%l|%G|%f"
 def parse_partitions(text: str) -> dict[str, Partition]:
     """Return partitions by name from rows ``NAME|NODES|CPUS|MEMORY|TIMELIMIT|GRES|FEATURES``; ``*`` marks the default.
 
-    sinfo prints one row for nodes that are alike; a ``+`` means that a node has at least that much. With
-    SLURM_CLUSTERS, a line with the name of the cluster stands before the rows.
+    sinfo prints one row for nodes that are alike; a ``+`` means that a node has at least that much. A row of titles may
+    stand before them, and with SLURM_CLUSTERS a line with the name of the cluster.
 
     Raises:
         ConfigError: The rows are those of several clusters.
@@ -60,7 +60,7 @@ def parse_partitions(text: str) -> dict[str, Partition]:
             f"sinfo lists several clusters: {names}. A run has its jobs in one. Set SLURM_CLUSTERS to one."
         )
     for line in text.splitlines():
-        if line in headers:
+        if line in headers or line.startswith("PARTITION|"):
             continue
         fields = line.strip().split("|")
         if len(fields) != _SINFO_FORMAT.count("|") + 1:
@@ -112,7 +112,7 @@ def _minutes(limit: str) -> int | None:
 
 def query_partitions() -> dict[str, Partition]:
     """Return the partitions of this cluster."""
-    command = ["sinfo", "--noheader", f"--format={_SINFO_FORMAT}"]
+    command = ["sinfo", f"--format={_SINFO_FORMAT}"]  # with --noheader, some versions do not name the clusters
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except FileNotFoundError:

@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, NoReturn
 from unittest import mock
@@ -405,19 +406,12 @@ def _training_values(words: list[str], title: str, found: Arguments) -> dict[str
     An option that is spelled nearly as one of them is returned as well; the others are the program's own. A value that
     only a shell knows becomes one of ``found``.
     """
-    from transformers import HfArgumentParser, TrainingArguments
-
-    # An option of the program, such as --data, does not abbreviate one of transformers'.
-    parser = HfArgumentParser(TrainingArguments, allow_abbrev=False)
-    for action in private(parser).actions:
-        action.default = argparse.SUPPRESS
-        action.required = False
-    _relax(parser)
+    parser = _trainer_parser()
 
     def refuse(message: str) -> NoReturn:
         raise ConfigError(f"Cannot read the arguments of {title}: {written(message)}. Correct the training arguments.")
 
-    parser.error = refuse
+    parser.error = refuse  # type: ignore[method-assign]
     before = dict(zip(words[1:], words, strict=False))
     for word in [word for word in words if is_unknown(word) and written(word).startswith(("$", "`"))]:
         option = before.get(word, "")
@@ -431,6 +425,20 @@ def _training_values(words: list[str], title: str, found: Arguments) -> dict[str
             found.unknown[key] = written(str(values.pop(key)))
     misspelled = {} if found.is_open else dict(_misspelled(rest))
     return values | {key: written(value) if isinstance(value, str) else value for key, value in misspelled.items()}
+
+
+@cache
+def _trainer_parser() -> argparse.ArgumentParser:
+    """Return transformers' own parser, which accepts unknown values and needs no option."""
+    from transformers import HfArgumentParser, TrainingArguments
+
+    # An option of the program, such as --data, does not abbreviate one of transformers'.
+    parser = HfArgumentParser(TrainingArguments, allow_abbrev=False)
+    for action in private(parser).actions:
+        action.default = argparse.SUPPRESS
+        action.required = False
+    _relax(parser)
+    return parser
 
 
 _SEVERAL: Final = re.compile(

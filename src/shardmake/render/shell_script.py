@@ -7,8 +7,11 @@ A variable whose value depends on a branch or on the turn of a loop is unknown a
 
 import contextlib
 import re
+from bisect import bisect_right
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final
 
 from shardmake.core.errors import ConfigError
@@ -24,8 +27,10 @@ _VALUE: Final = re.compile(r"([A-Za-z_]\w*)(\[[@*]\])?(?::?[-?=].*)?", re.DOTALL
 _REDIRECTION: Final = re.compile(r"\d*(?:&>>?|<<<|<<-?|>>|[<>]&|>\||<>|[<>])(?!\()")
 _OPERATOR: Final = re.compile(r"&&|\|\||;;&?|;&|\|&|[;&|()]")
 _WHOLE_ARRAY: Final = re.compile(r'"\$\{(\w+)\[@\]\}"')
+_FUNCTION: Final = re.compile(r"(?:\(\s*\)|function\s+\S+)\s*$")
 _BREAKS: Final = " \t\n;&|()<>"
-_Values = dict[str, list[str]]
+_Values = ChainMap[str, list[str]]
+"""Variables; the first mapping has those that the innermost block set."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ def unknown(text: str) -> str:
 
 def is_unknown(word: str) -> bool:
     """Return whether a part of ``word`` is unknown."""
-    return any(_UNKNOWN <= ord(one) < _UNKNOWN + 256 for one in word)
+    return re.search("[\ue100-\ue1ff]", word) is not None
 
 
 def written(word: str) -> str:
@@ -65,12 +70,13 @@ def read_commands(name: str, text: str) -> list[ShellCommand]:
 
 @dataclass
 class _Block:
-    """A part of the script that runs any number of times: the values before it, and those after each branch."""
+    """A part of the script that runs any number of times, and the values before it."""
 
     kind: str
     start: int
     before: _Values
-    ends: list[_Values] = field(default_factory=list)
+    ends: list[Mapping[str, list[str]]] = field(default_factory=list)
+    """Variables that each branch set."""
     otherwise: bool = False
     """One of the branches runs in any case."""
 
@@ -81,10 +87,10 @@ class _Reader:
 
     name: str
     text: str
-    values: _Values = field(default_factory=dict)
+    values: _Values = field(default_factory=ChainMap)
     loops: Mapping[int, set[str]] = field(default_factory=dict)
     """Variables that a loop changes, by its position: they are unknown at its start."""
-    only: Mapping[str, list[str]] = field(default_factory=dict)
+    only: dict[str, list[str]] = field(default_factory=dict)
     """Variables that the script sets once, which a function has whenever it is called."""
     at: int = 0
     tests: bool = False
@@ -132,12 +138,12 @@ class _Reader:
                     values = [value] if value[:1] != "\0" else value[1:].split("\0") if value[1:] else []
                     self._assign(found[1], values, value[:1] == "\0", extends=bool(found[2]), guarded=guarded)
         else:
-            line = self.text.count("\n", 0, start) + 1
+            line = self._line(start)
             inner = _shell_text(words)
             if inner is None:
                 yield ShellCommand(line, words)
             else:
-                reader = _Reader(f"{self.name}, line {line}", inner, dict(self.values))
+                reader = _Reader(f"{self.name}, line {line}", inner, self.values.new_child())
                 with contextlib.suppress(ConfigError):  # its quotes may be in a value that only a shell knows
                     yield from (ShellCommand(line, one.words) for one in reader.commands())
 
@@ -147,15 +153,13 @@ class _Reader:
         if word in ("for", "select") and len(words) == 2:
             self._forget(words[1])
         if word == "case" and words[-1] == "in" and len(words) >= 3:
-            self.blocks.append(_Block("case", start, dict(self.values)))
+            self._begin("case", start)
             return []
         if word not in _RESERVED or len(words) > 1:
             return words
         self.tests = word in ("if", "elif", "while", "until") or (self.tests and word not in ("then", "do"))
         if word in ("if", "do", "{"):
-            self.blocks.append(_Block("function" if self._is_function(start) else word, start, dict(self.values)))
-            if self.blocks[-1].kind == "function":
-                self.values = dict(self.only)
+            self._begin("function" if _FUNCTION.search(self.text[max(0, start - 200) : start]) else word, start)
             for name in self.loops.get(start, ()) if word == "do" else ():
                 self.values[name] = [unknown(f"${name}")]
         elif word in ("elif", "else"):
@@ -164,37 +168,40 @@ class _Reader:
             self._end()
         return []
 
-    def _is_function(self, start: int) -> bool:
-        return bool(re.search(r"\(\s*\)\s*$|function\s+\S+\s*$", self.text[:start]))
+    def _begin(self, kind: str, start: int) -> None:
+        self.blocks.append(_Block(kind, start, self.values))
+        self.values = ChainMap({}, self.only) if kind == "function" else self.values.new_child()
 
     def _branch(self, *, otherwise: bool) -> None:
         if self.blocks:
             block = self.blocks[-1]
-            block.ends.append(self.values)
+            block.ends.append(self.values.maps[0])
             block.otherwise |= otherwise
-            self.values = dict(block.before)
+            self.values = block.before.new_child()
 
     def _end(self) -> None:
         """Leave a block: what its branches set to several values is unknown."""
         if not self.blocks:
             return
         block = self.blocks.pop()
+        last, self.values = self.values.maps[0], block.before
         before = self.only if block.kind == "function" else block.before
-        changed = {name for name, values in self.values.items() if values != before.get(name)}
+        changed = {name for name, values in last.items() if values != before.get(name)}
         self.changed[block.start] = changed
         if block.kind == "{":
+            self.values.update(last)
             return
         if block.kind == "function":
-            self.values = block.before | {name: [unknown(f"${name}")] for name in changed}
+            self.values.update({name: [unknown(f"${name}")] for name in changed})
             return
-        ends = [*block.ends, self.values, *([] if block.otherwise else [block.before])]
+        ends = [*block.ends, last, *([] if block.otherwise else [{}])]
         if block.kind == "case" and block.otherwise and not changed:  # the last branch ended with its ;;
-            ends.remove(self.values)
-        merged: _Values = {}
+            ends.remove(last)
+        merged = {}
         for key in {name for end in ends for name in end}:
-            found = [end.get(key) for end in ends]
+            found = [end.get(key, before.get(key)) for end in ends]
             merged[key] = _common(key, [one for one in found if one is not None], len(found))
-        self.values = merged
+        self.values.update(merged)
 
     # --- variables ---
 
@@ -202,10 +209,10 @@ class _Reader:
         if extends:
             before = self.values.get(name, [unknown(f"${name}")])
             values = before + values if is_array else ["".join(before[:1] + values), *before[1:]]
-        if guarded and values != self.values.get(name):
-            self._forget(name)
-        else:
-            self._set(name, values)
+        if guarded:  # as in a branch without else
+            known = self.values.get(name)
+            values = _common(name, [values] if known is None else [known, values], 2)
+        self._set(name, values)
 
     def _forget(self, name: str) -> None:
         if name:
@@ -214,7 +221,7 @@ class _Reader:
     def _set(self, name: str, values: list[str]) -> None:
         self.values[name] = values
         known = self.given.setdefault(name, [])
-        if values not in known:
+        if len(known) < 2 and values not in known:  # two are as good as more
             known.append(values)
 
     # --- words ---
@@ -247,7 +254,8 @@ class _Reader:
 
     def _redirection(self, operator: str) -> None:
         self.at += len(operator)
-        self.at += len(self.text[self.at :]) - len(self.text[self.at :].lstrip(" \t"))
+        while self.text[self.at : self.at + 1] in (" ", "\t"):
+            self.at += 1
         start = self.at
         self._word(at_start=False)
         if operator.lstrip("0123456789") in ("<<", "<<-"):
@@ -385,8 +393,14 @@ class _Reader:
         raise self._unclosed(start, opening)
 
     def _unclosed(self, at: int, mark: str) -> ConfigError:
-        line = self.text.count("\n", 0, at) + 1
-        return ConfigError(f"Cannot check {self.name}, line {line}: {mark} is not closed. Close it.")
+        return ConfigError(f"Cannot check {self.name}, line {self._line(at)}: {mark} is not closed. Close it.")
+
+    def _line(self, at: int) -> int:
+        return bisect_right(self._ends_of_lines, at - 1) + 1
+
+    @cached_property
+    def _ends_of_lines(self) -> list[int]:
+        return [found.start() for found in re.finditer("\n", self.text)]
 
 
 def _common(name: str, found: list[list[str]], ends: int) -> list[str]:

@@ -105,6 +105,7 @@ MOUNTS = "/dev/vda / ext4 rw 0 0\nnas:/home /home nfs4 rw 0 0\n10.0.0.1@o2ib:/wo
 )
 def test_mounts(folder: str, kind: str) -> None:
     assert mount_of(Path(folder), MOUNTS)[2] == kind
+    assert mount_of(Path(folder), "proc /proc proc rw 0 0\n") == ("unknown", "/", "unknown"), "a chroot"
 
 
 def test_sizes(tmp_path: Path) -> None:

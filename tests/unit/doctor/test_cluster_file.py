@@ -22,7 +22,7 @@ PARTITIONS = parse_partitions(SINFO)
 HYPHENS = parse_partitions("a100|4|64|515000|infinite|gpu:nvidia_a100-sxm4-80gb:8|(null)\n")
 TWO_TYPES = parse_partitions("gpu*|4|64|515000|1:00:00|gpu:a100:8,gpu:a30:2|(null)\n")
 SLICES = parse_partitions(
-    "CLUSTER: one\ngpu*|4|64|515000|1:00:00|gpu:1g.10gb:28|(null)\ngpu*|9|64|515000|1:00:00|gpu:a100:6,gpu:1g.10gb:28|(null)\n"
+    "CLUSTER: one\nPARTITION|NODES|CPUS|MEMORY|TIMELIMIT|GRES|AVAIL_FEATURES\ngpu*|4|64|515000|1:00:00|gpu:1g.10gb:28|(null)\ngpu*|9|64|515000|1:00:00|gpu:a100:6,gpu:1g.10gb:28|(null)\n"
 )
 UNTYPED = parse_partitions("gpu*|4|64|515000|1:00:00|gpu:4|(null)\n")
 

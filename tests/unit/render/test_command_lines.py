@@ -142,6 +142,7 @@ SHELL = {
         {"bf16": True, "": "${A[@]}"},
     ),
     "a guard": ("S=3\n[ $T ] && S=4\ntorchrun x.py --seed $S", {"seed": "$S"}),
+    "more behind a guard": ('A=(--seed 3)\n[ $T ] && A+=(--bf16)\ntorchrun x.py "${A[@]}"', {"seed": 3, "": "${A[@]}"}),
     "an assignment after a command": ("cd x && S=3\ntorchrun x.py --seed $S", {"seed": 3}),
     "a loop": ('for S in 1 2; do A="--seed $S --bf16"; torchrun x.py $A; done', {"seed": "$S", "bf16": True}),
     "the turn of a loop": ("S=1\nwhile t; do torchrun x.py --seed $S; S=$(n); done", {"seed": "$S"}),
