@@ -1,14 +1,15 @@
 """Put other versions of libraries into FOLDER: ``python -m tools.library_versions FOLDER oldest|newest|NAME==VERSION``.
 
 With FOLDER in ``PYTHONPATH``, the environment has these versions, and its own of everything else. ``oldest`` are the
-versions that pyproject.toml requires at least, ``newest`` those that pip finds now; more than one NAME can follow. The
-Python package index has torch for CUDA only; that build runs without a GPU, too.
+versions that pyproject.toml requires at least, each with its last fix; ``newest`` are those that pip finds now. More
+than one NAME can follow. The Python package index has torch for CUDA only; that build runs without a GPU, too.
 """
 
 import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -20,12 +21,15 @@ from tools.install_torch import CONSTRAINTS
 
 
 def requirements(wanted: Sequence[str]) -> list[str]:
-    """Return what pip installs; of the oldest versions those that differ from the pinned ones."""
+    """Return what pip installs."""
+    if list(wanted) not in (["newest"], ["oldest"]):
+        return list(wanted)
+    project = tomllib.loads(CONSTRAINTS.with_name("pyproject.toml").read_text())["project"]
+    bounded = [one for one in map(Requirement, project["dependencies"]) if one.specifier]
     if list(wanted) == ["newest"]:
-        return [f"{name}>={oldest}" for name, (oldest, _) in SUPPORTED.items()]
-    if list(wanted) == ["oldest"]:
-        return [f"{name}=={oldest}.*" for name, (oldest, newest) in SUPPORTED.items() if oldest != newest]
-    return list(wanted)
+        return [str(one) for one in bounded]
+    lower = ((one.name, bound.version) for one in bounded for bound in one.specifier if bound.operator == ">=")
+    return [f"{name}=={version}.*" for name, version in lower]
 
 
 def other_pins(constraints: str, wanted: Sequence[str]) -> Iterator[str]:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 from benchmarks.gpu_kit.cases import WARM_UP
 from shardmake.core.atomic import read_json
+from shardmake.core.private_names import named_arguments
 from shardmake.data.dataset import Sequences, collator
 from shardmake.data.varlen import register_varlen
 from shardmake.run.paths import RunDir
@@ -81,7 +82,7 @@ def main(name: str, work: Path, run_name: str) -> None:
         print(library.__version__)
     wait_for_turn(name)
     register_varlen()
-    arguments = settings.arguments | ({"deepspeed": deepspeed} if deepspeed else {})
+    arguments = named_arguments(settings.arguments) | ({"deepspeed": deepspeed} if deepspeed else {})
     arguments |= {"save_strategy": "no", "report_to": "none", "output_dir": str(run.root / "bare"), "ddp_backend": None}
     made = TrainingArguments(**arguments)
     model = AutoModelForCausalLM.from_pretrained(

@@ -97,9 +97,9 @@ def save(model: Any, optimizer: Any, folder: Path, traits: list[str]) -> None:
 def as_sharded_tensor(tensor: Any) -> ShardedTensor:
     """Return the type of FSDP1's state dict; FSDP1 itself cannot run on a CPU."""
     local = tensor.to_local()
-    rows = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-    dist.all_gather_into_tensor(rows, torch.tensor([local.shape[0]]))
-    offsets = [int(rows[: dist.get_rank()].sum()), *(0 for _ in local.shape[1:])]
+    rows = [0] * dist.get_world_size()
+    dist.all_gather_object(rows, local.shape[0])
+    offsets = [sum(rows[: dist.get_rank()]), *(0 for _ in local.shape[1:])]
     placement = f"rank:{dist.get_rank()}/cpu"
     shards = [Shard(local, ShardMetadata(offsets, list(local.shape), placement))] if local.numel() else []
     return init_from_local_shards(shards, *tensor.shape)

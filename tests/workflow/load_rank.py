@@ -11,6 +11,7 @@ from pathlib import Path
 from transformers import TrainingArguments
 
 import tests.fsdp_on_cpu  # noqa: F401
+from shardmake.core.private_names import named_arguments
 from shardmake.run.training_settings import TrainingSettings
 from shardmake.train.load_model import load_base
 from shardmake.train.process_group import end_process, leave_together
@@ -35,7 +36,7 @@ def watch() -> None:
 anonymous = [0]
 threading.Thread(target=watch, daemon=True).start()
 deepspeed = {"deepspeed": str(folder / "deepspeed.json")} if settings.expected.engine == "deepspeed" else {}
-arguments = TrainingArguments(output_dir=str(folder / "output"), **settings.arguments, **deepspeed)
+arguments = TrainingArguments(output_dir=str(folder / "output"), **named_arguments(settings.arguments), **deepspeed)
 model = load_base(settings)
 (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps({"peak": peak(), "anonymous": anonymous[0]}))
 leave_together()

@@ -107,9 +107,7 @@ def test_the_wheels_are_small_and_replace_nothing_that_fits(wheels: Path) -> Non
     packed = {str(name): str(version) for name, version, *_ in (parse_wheel_filename(p.name) for p in wheels.iterdir())}
     assert sum(path.stat().st_size for path in wheels.iterdir()) < LIMIT
     assert {"deepspeed", "trl", "snakemake", "submitit", "shardmake", "liger-kernel", "bitsandbytes"} <= packed.keys()
-    assert {name: packed[name] for name in packed.keys() & installed_there()} == {
-        name: pins()[name] for name in ("transformers", "huggingface-hub")
-    }
+    assert not packed.keys() & installed_there()
     (bitsandbytes,) = wheels.glob("bitsandbytes-*.whl")
     assert [name for name in zipfile.ZipFile(bitsandbytes).namelist() if name.endswith(".so")] == [
         "bitsandbytes/libbitsandbytes_cuda130.so"
@@ -126,7 +124,7 @@ def test_an_offline_installation_meets_every_requirement(wheels: Path, tmp_path:
     root = tmp_path / "environment"
     subprocess.run([python or sys.executable, "-m", "venv", root], check=True)
     for name, version in installed_there().items():
-        if name not in ("pip", "huggingface-hub", "transformers"):
+        if name != "pip":
             add_stub(root, name, version or pins().get(name, "1"))
     pip = [str(root / "bin/python"), "-m", "pip"]
     if python is None:  # the files of another Python than this one

@@ -136,7 +136,7 @@ def _requested_wait(error: Exception) -> float:
 
 def _is_temporary(error: Exception) -> bool:
     """Return True for lost connections, overloaded servers and concurrent commits, False for rejected requests."""
-    from httpx2 import HTTPError
+    from huggingface_hub.errors import HTTPError
 
     status = status_of(error)
     if status is not None:
@@ -178,7 +178,7 @@ def translate_hub_errors(what: str, advice: Mapping[int, str], otherwise: str) -
         advice: Advice by HTTP status.
         otherwise: Advice for all other errors.
     """
-    from httpx2 import HTTPError
+    from huggingface_hub.errors import HTTPError
 
     try:
         yield

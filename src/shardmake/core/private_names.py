@@ -17,7 +17,7 @@ from shardmake.core.errors import ConfigError, ShardmakeError
 
 SUPPORTED: Final[Mapping[str, tuple[str, str]]] = {
     "torch": ("2.11", "2.13"),
-    "transformers": ("5.23", "5.23"),
+    "transformers": ("5.17", "5.23"),
     "accelerate": ("1.15", "1.15"),
     "deepspeed": ("0.19.8", "0.19.8"),
     "peft": ("0.21", "0.21"),
@@ -91,7 +91,6 @@ NAMES: Final = (
         "transformers",
         "transformers.PreTrainedModel",
         (
-            "_activation_checkpointing_enable",
             "_adjust_missing_and_unexpected_keys",
             "_from_config",
             "_is_hf_initialized",
@@ -177,6 +176,17 @@ def _advice(library: str) -> str:
     oldest, newest = SUPPORTED.get(library, ("", ""))
     tested = f"It is tested with {library} {oldest} to {newest}. " if oldest else ""
     return f"{tested}Run `make install` again, which installs the versions of constraints.txt."
+
+
+def named_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return training arguments with the names of the installed transformers; 5.23 renamed gradient checkpointing."""
+    from transformers import TrainingArguments
+
+    known = TrainingArguments.__dataclass_fields__
+    return {
+        name if name in known else name.replace("activation_checkpointing", "gradient_checkpointing"): value
+        for name, value in arguments.items()
+    }
 
 
 def check_libraries() -> None:

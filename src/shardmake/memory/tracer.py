@@ -193,11 +193,10 @@ def prepare(request: Mapping[str, Any]) -> Any:
     if METHODS[request["method"]].has_adapters:
         model = _with_adapters(model, request)
     model.train()
-    if request["activation_offload"]:
-        modeling_utils.save_on_cpu = _OnHost
-        private(model).activation_checkpointing_enable({"use_reentrant": False}, offload=True)
-    elif request["checkpointing"]:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+    modeling_utils.save_on_cpu = _OnHost
+    if request["checkpointing"]:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False}, **({"offload": True} if request["activation_offload"] else {}))
     if request["checkpointing"] and METHODS[request["method"]].has_adapters:
         model.enable_input_require_grads()
     return model

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardmake.core.environment import leave_collectives_to_gloo
 from shardmake.core.nested import leaves
-from shardmake.core.private_names import private, private_module
+from shardmake.core.private_names import named_arguments, private, private_module
 from shardmake.render.accelerate_file import IGNORED_IN_FILE
 from shardmake.render.deepspeed_file import replace_auto
 
@@ -108,7 +108,7 @@ def training_arguments(values: Mapping[str, Any], deepspeed: Mapping[str, Any], 
 
     # The check may run on a machine without a GPU; it does not concern the device, and TF32 needs one.
     machine = {"use_cpu": True, "ddp_backend": "gloo", "tf32": None, "output_dir": str(folder / "output")}
-    given = {**values, **machine}
+    given = {**named_arguments(values), **machine}
     watched = Watched(given.get("fsdp_config") or {})
     arguments = TrainingArguments(
         **given | ({"fsdp_config": watched} if watched else {}) | ({"deepspeed": dict(deepspeed)} if deepspeed else {})

@@ -34,7 +34,7 @@ def read_trainer(settings: Settings, named: dict[str, Any] | None, found: Engine
         found.refuse("Trainer", "the arguments", None, f"Transformers stops with {type(error).__name__}.")
         return None
     found.fsdp = _fsdp_plugin(found.arguments.fsdp_plugin_args)
-    if found.fsdp is not None and found.fsdp.activation_checkpointing and found.arguments.activation_checkpointing:
+    if found.fsdp is not None and found.fsdp.activation_checkpointing and found.arguments.gradient_checkpointing:
         effect = "Trainer stops: gradient_checkpointing is true in the training arguments as well. Keep one of both."
         found.stops["fsdp_activation_checkpointing"] = effect
     return found.arguments.deepspeed_plugin

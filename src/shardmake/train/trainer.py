@@ -18,6 +18,7 @@ from shardmake.checkpoint.training_receipt import write_training_receipt
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.core.atomic import read_json
 from shardmake.core.environment import leave_collectives_to_gloo
+from shardmake.core.private_names import named_arguments
 from shardmake.data.dataset import Collator, PartCollator, Sequences, check_isolation, collator
 from shardmake.run.attempt import RequestedStop, rank_report, room_timeout
 from shardmake.train.async_saver import ScratchFolder, share_of_node
@@ -154,7 +155,7 @@ def training_arguments(context: RankContext) -> TrainingArguments:
     attempt = context.attempt
     if attempt.accelerator == "cpu":
         leave_collectives_to_gloo()
-    arguments = dict(context.settings.arguments)
+    arguments = named_arguments(context.settings.arguments)
     if read_json(context.folder.deepspeed, "shardmake train NAME"):
         arguments["deepspeed"] = str(context.folder.deepspeed)
     prepare_trackers(attempt, arguments["report_to"])

@@ -15,6 +15,7 @@ from transformers import SchedulerType, Trainer, TrainingArguments, get_schedule
 
 from shardmake.config.models import Schedule
 from shardmake.config.optimizers import OPTIMIZERS
+from shardmake.core.private_names import named_arguments
 from shardmake.render.training_file import training_settings
 from shardmake.run.plan import Choice
 from shardmake.run.schedule import planned_rates
@@ -247,7 +248,7 @@ def test_what_transformers_builds_from_the_rendered_arguments_passes(
         make_plan("ddp").model_copy(update={"choice": planned}), run, make_cluster(), make_model()
     )
     single = {key: value for key, value in given.arguments.items() if key != "ddp_backend"}
-    arguments = TrainingArguments(output_dir=str(tmp_path), **single)
+    arguments = TrainingArguments(output_dir=str(tmp_path), **named_arguments(single))
     model = nn.Linear(3, 3, bias=has_vectors)
     trainer = Trainer(model=model, args=arguments)
     trainer.create_optimizer_and_scheduler(STEPS)
