@@ -39,7 +39,7 @@ from shardmake.run.driver_job import refuse_ended
 from shardmake.run.notification import notified
 from shardmake.run.own_files import check_refused
 from shardmake.run.paths import RUNS, RunDir
-from shardmake.run.record import check_format, refuse_links
+from shardmake.run.record import check_format
 from shardmake.run.settings import recorded_settings
 from shardmake.run.sources import localize, require_weights
 
@@ -120,7 +120,7 @@ def _open(name: str, files: list[Path], runs: Path, *, on_node: bool = False) ->
     """Return the run's configuration, its cluster and its folder; ``on_node``: for a stage that may run on a node."""
     config, cluster = _read(files)
     run, rundir = get_run(config, name), RunDir(runs / name)
-    refuse_links(rundir)
+    rundir.refuse_links()
     check_format(rundir)
     _folder.set(rundir.root)
     os.environ.update(hub_environment(cluster.cache, offline=on_node and not cluster.internet_on_compute_nodes))

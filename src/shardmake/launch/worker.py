@@ -6,7 +6,6 @@ Slurm starts the worker through `shardmake.launch.slurm_task`, the local executo
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from shardmake.core.environment import kernel_caches
 from shardmake.core.failures import explain
 from shardmake.core.permissions import make_private
 from shardmake.core.process import die_with_parent, wait_for_output
+from shardmake.core.run_folder import make_folder, open_file, remove
 from shardmake.core.secrets import redact
 from shardmake.core.temporary import temporary_folder
 from shardmake.launch.flight_recorder import recorder_variables
@@ -101,7 +101,7 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.signal_name is None:
             self.signal_name = signal.Signals(number).name
-        self.file.touch()
+        open_file(self.file, "a").close()
 
 
 def run_slurm_task(attempt_folder: Path) -> int:
@@ -161,10 +161,10 @@ def _starts_again(folder: AttemptDir, node: WorkerNode) -> bool:
     has_left = any(ended.message and not ended.damaged for ended in folder.exits())  # perhaps before the finding
     if has_left or not (damage := confirm_damage(folder)):
         return False
-    with folder.log(0).open("a") as log:  # the driver shows warnings of rank 0
+    with open_file(folder.log(0), "a") as log:  # the driver shows warnings of rank 0
         print(f"{RANK_0_WARNING}{damage} The job starts its ranks again.", file=log)
-    again.parent.mkdir()
-    again.touch()
+    make_folder(again.parent, parents=False)
+    open_file(again, "a").close()
     return True
 
 
@@ -186,7 +186,7 @@ def _run_node(folder: AttemptDir, node: WorkerNode) -> int:
             rendezvous = run_rendezvous(folder.rendezvous, node.start, node.rank, attempt.nodes, interface, seconds)
         attempt = read_settings(folder, node.start, seconds)
         phase, plan = "preflight", Plan.read(folder.plan)
-        with folder.log(node.rank).open("a", buffering=1) as log:
+        with open_file(folder.log(node.rank), "a", buffering=1) as log:
             check_node(folder, attempt, plan, node.rank, lambda line: print(line, file=log))
             if serves:
                 phase, returncode = SERVING, _serve(folder, attempt, plan, node, log)
@@ -238,7 +238,7 @@ def _describe_error(error: Exception, folder: AttemptDir, node_rank: int) -> str
     """Return the message for the driver; the traceback of an unexpected error goes to the node's log."""
     if known := explain(error, folder.root):
         return str(known)
-    with folder.log(node_rank).open("a") as log:
+    with open_file(folder.log(node_rank), "a") as log:
         traceback.print_exception(error, file=log)
     return f"Unexpected error: {type(error).__name__}: {error}"
 
@@ -287,7 +287,7 @@ def remove_local_files(folder: AttemptDir, attempt: Attempt) -> None:
     """Remove this run's node-local files, also those of an earlier worker that was killed."""
     remove_swap_files(read_json(folder.deepspeed, "shardmake train NAME"))
     if make_private(attempt.private):
-        shutil.rmtree(attempt.saves, ignore_errors=True)
+        remove(attempt.saves)
 
 
 def _wait(process: subprocess.Popen[bytes], watchdog: Watchdog, pipes: Path, kernels: Path) -> int:
