@@ -33,11 +33,11 @@ def listing_path(staged: Path, node: int) -> Path:
 def check_files(folder: Path, workers: int) -> dict[str, FileEntry]:
     """Make every file below ``folder`` durable; return its size and checksum, by its path relative to ``folder``.
 
-    Each file gets the permissions of the folder above: some libraries write files with mode 0600, whatever the umask.
+    Each file gets the permissions of the folder: some libraries write files with mode 0600, whatever the umask.
     """
     if not folder.exists():
         return {}
-    allowed, names = folder.parent.stat().st_mode & 0o666, list_files(folder)
+    allowed, names = folder.stat().st_mode & 0o666, list_files(folder)
 
     def check(name: str) -> FileEntry:
         add_mode(folder / name, allowed)

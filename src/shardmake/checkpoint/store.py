@@ -12,7 +12,6 @@ import contextlib
 import logging
 import math
 import re
-import stat
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -140,11 +139,11 @@ def set_aside(checkpoint: Path, kind: str = "damaged") -> Path:
 
 
 def commit_in_place(checkpoint: Path, record: CheckpointRecord) -> None:
-    """Give ``checkpoint`` and its files the permissions of the folder above, sync its folders and write its record.
+    """Give the files of ``checkpoint`` the permissions of its folder, sync its folders and write its record.
 
-    Some libraries write files with mode 0600, whatever the umask; the folder above has a mode by the umask.
+    Some libraries write files with mode 0600, whatever the umask; the folder's mode follows the umask.
     """
-    allowed = checkpoint.parent.stat().st_mode & 0o666
+    allowed = checkpoint.stat().st_mode & 0o666
     for name in record.files:
         add_mode(checkpoint / name, allowed)
     _write_record(checkpoint, record)
@@ -154,7 +153,6 @@ def _write_record(checkpoint: Path, record: CheckpointRecord) -> None:
     for folder in {(checkpoint / name).parent for name in record.files}:
         run_folder.fsync_directory(folder)
     write_json(checkpoint / RECORD_NAME, sealed(record.model_dump(mode="json")))
-    add_mode(checkpoint, stat.S_IMODE(checkpoint.parent.stat().st_mode))
     run_folder.fsync_directory(checkpoint.parent)
 
 
@@ -248,7 +246,7 @@ def remove(checkpoint: Path) -> bool:
     listed, checkpoint = checkpoint, _unlist(checkpoint)
     while True:
         try:
-            run_folder.remove(checkpoint, strict=True, first=RECORD_NAME)
+            run_folder.remove(checkpoint, strict=True)
         except OSError as error:
             if isinstance(error, FileNotFoundError) and not checkpoint.exists():
                 return True

@@ -7,6 +7,7 @@ run's folder, only the last name is treated so.
 
 import contextlib
 import ctypes
+import errno
 import os
 import shutil
 import stat
@@ -62,33 +63,25 @@ def descriptor(path: Path, flags: int) -> int:
     return file
 
 
-def make_folder(path: Path, *, parents: bool = True, new: bool = False) -> None:
+def make_folder(path: Path, *, parents: bool = True, private: bool = False) -> None:
     """Create the folder ``path``, which may exist.
 
-    A ``new`` one must not exist and is for this user alone: for libraries that write by path, before it is renamed.
+    Nobody else may write to a ``private`` one: libraries write to paths in it, which are renamed once complete.
     """
     with _parent(path, make=parents) as (folder, name):
-        try:
-            os.mkdir(name, 0o700 if new else 0o777, dir_fd=folder)
-        except FileExistsError:
-            if new or not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-                refuse_link(path)
-                raise
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, 0o700 if private else 0o777, dir_fd=folder)
+        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if not stat.S_ISDIR(found.st_mode):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
+        if private and (found.st_uid != os.geteuid() or found.st_mode & 0o077):
+            raise LinkError(f"{path} is not a folder of this user alone. Remove it, and run the same command again.")
 
 
 def rename(source: Path, target: Path) -> None:
     """Rename ``source`` to ``target``, which it replaces if it is a file, a link or an empty folder."""
     with _parent(source) as (folder, name), _parent(target) as (other, new_name):
         os.rename(name, new_name, src_dir_fd=folder, dst_dir_fd=other)
-
-
-def _remove_in(name: str, file: str, above: int) -> None:
-    folder = os.open(name, _FOLDER, dir_fd=above)
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(file, dir_fd=folder)
-    finally:
-        os.close(folder)
 
 
 def remove_empty(folder: Path) -> None:
@@ -115,17 +108,14 @@ def exchange(one: Path, other: Path) -> bool:
         return bool(rename(first, os.fsencode(name), second, os.fsencode(other_name), _RENAME_EXCHANGE) == 0)
 
 
-def remove(path: Path, *, strict: bool = False, first: str = "") -> None:
+def remove(path: Path, *, strict: bool = False) -> None:
     """Remove the file or folder ``path`` if it exists; of a link only the link, never what it leads to.
 
-    Of a folder, the file ``first`` is removed first. What cannot be removed stays unless ``strict``, which raises the
-    `OSError`, also for what does not exist or is a link.
+    What cannot be removed of a folder stays, unless ``strict``: it raises the `OSError`, also without a folder.
     """
     try:
         with _parent(path) as (folder, name):
             if strict or stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-                if first:
-                    _remove_in(name, first, folder)
                 shutil.rmtree(name, ignore_errors=not strict, dir_fd=folder)
             else:
                 os.unlink(name, dir_fd=folder)
@@ -158,8 +148,9 @@ def _parent(path: Path, *, make: bool = False) -> Iterator[tuple[int, str]]:
         finally:
             os.close(folder)
     except OSError as error:
-        for inside in (place for place in reversed([path, *path.parents]) if root and place.is_relative_to(root)):
-            refuse_link(inside)
+        for inside in reversed([path, *path.parents]):
+            if _root_of(inside / "any"):
+                refuse_link(inside)
         if isinstance(error.filename, str):
             error.filename = str(path.parent / error.filename)
         raise

@@ -147,7 +147,7 @@ def _workspace(rundir: RunDir, inputs: str) -> Iterator[Path]:
     work = rundir.data.with_name(".data.tmp")
     if not (work / inputs).exists():
         remove(work)
-        make_folder(work, new=True)
+        make_folder(work, private=True)
         open_file(work / inputs, "a").close()
     try:
         yield work

@@ -135,9 +135,6 @@ class Saver:
         }
         target = local or node_path(staged, get_node())
         self.write_dir = target.parent
-        if target != local and is_first_of_node():
-            make_folder(target, new=True)
-        barrier()  # the libraries find the folder, and make none of their own
         with self._translate_full_disk(target):
             yield target
             if local:
@@ -202,6 +199,8 @@ class Saver:
         problem = self.space.make(needed)
         if problem and required and self.room_seconds:
             problem = self._wait_for_room(step, needed, problem)
+        if not problem:
+            make_folder(self.staging, private=True)
         return problem, needed, seconds
 
     def _stop_if_superseded(self) -> None:

@@ -114,16 +114,18 @@ def reshard(checkpoint: Path, out: Path, strategy: str | None, ranks: int) -> Ch
 
 def _write(checkpoint: Path, record: CheckpointRecord, out: Path, strategy: str, ranks: int) -> CheckpointRecord:
     """Convert to a folder beside ``out`` and rename it once its record is written."""
-    partial = out.with_name(f".{out.name}.partial")
-    for leftover in (partial, out):
+    folder = out.with_name(f".{out.name}.partial")
+    for leftover in (folder, out):
         remove(leftover)
-    make_folder(partial, new=True)
+    make_folder(folder, private=True)
+    make_folder(partial := folder / out.name)
     _convert(checkpoint, record, partial, strategy)
     _copy_unsharded_files(checkpoint, partial, record.world_size, ranks)
     files = {name: fingerprint(partial / name, sync=True) for name in list_files(partial)}
     resharded = record.model_copy(update={"strategy": strategy, "world_size": ranks, "files": files})
     store.commit_in_place(partial, resharded)
     rename(partial, out)
+    remove(folder)
     return resharded
 
 

@@ -52,7 +52,7 @@ class _Recorder(TrainerCallback):
             with self.writer.write():
                 unfinished = path.with_name(f".{path.name}")
                 remove(unfinished)
-                make_folder(unfinished, new=True)
+                make_folder(unfinished, private=True)
                 written = self.finish(unfinished / path.name)
                 rename(written, self.folder / written.name)
                 remove(unfinished)
