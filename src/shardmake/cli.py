@@ -581,8 +581,12 @@ def clean(
 ) -> None:
     """List the folders that finished and pushed runs no longer need; never the only copy of anything."""
     from shardmake.commands.clean import clean as clean_runs
+    from shardmake.run.disk_budget import warn_of_purge
 
-    clean_runs(runs, remove=remove, names=set(load_config(*config).runs) if config else None)
+    read = load_config(*config) if config else None
+    for name in read.runs if read else ():
+        warn_of_purge(RunDir(runs / name), load_cluster(Path(read.cluster)).purge_days)
+    clean_runs(runs, remove=remove, names=set(read.runs) if read else None)
 
 
 @app.command()

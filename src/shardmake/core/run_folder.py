@@ -7,7 +7,6 @@ run's folder, only the last name is treated so.
 
 import contextlib
 import ctypes
-import errno
 import os
 import shutil
 import stat
@@ -69,18 +68,21 @@ def make_folder(path: Path, *, parents: bool = True, private: bool = False) -> N
     Nobody else may write to a ``private`` one: libraries write to paths in it, which are renamed once complete.
     """
     with _parent(path, make=parents) as (folder, name):
-        with contextlib.suppress(FileExistsError):
+        try:
             os.mkdir(name, 0o700 if private else 0o777, dir_fd=folder)
-        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
-        if not stat.S_ISDIR(found.st_mode):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
-        if private and (found.st_uid != os.geteuid() or found.st_mode & 0o077):
-            raise LinkError(f"{path} is not a folder of this user alone. Remove it, and run the same command again.")
+        except FileExistsError:
+            found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            if not stat.S_ISDIR(found.st_mode):
+                raise
+            if private and (found.st_uid != os.geteuid() or found.st_mode & 0o077):
+                raise LinkError(
+                    f"{path} is not a folder of this user alone. Remove it, and run the same command again."
+                ) from None
 
 
 def rename(source: Path, target: Path) -> None:
     """Rename ``source`` to ``target``, which it replaces if it is a file, a link or an empty folder."""
-    with _parent(source) as (folder, name), _parent(target) as (other, new_name):
+    with _parent(target) as (other, new_name), _parent(source) as (folder, name):
         os.rename(name, new_name, src_dir_fd=folder, dst_dir_fd=other)
 
 

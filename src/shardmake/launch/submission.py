@@ -24,7 +24,7 @@ from shardmake.render.stage import copy_rendered
 from shardmake.run import set_aside
 from shardmake.run.attempt import AttemptDir, SubmittedJob
 from shardmake.run.attempt_history import excluded_nodes, next_fallback, suspected_nodes
-from shardmake.run.disk_budget import check_run, checkpoint_size
+from shardmake.run.disk_budget import check_run, checkpoint_size, warn_of_purge
 from shardmake.run.paths import RunDir, short_path
 from shardmake.run.plan import Choice, MemoryEstimates, Plan
 from shardmake.run.settings_digest import describe_changes
@@ -43,6 +43,7 @@ def submit(training: Training) -> SubmittedJob:
     if training.uses_slurm:
         require_slot(*slot)
     check_run(training.rundir)
+    warn_of_purge(training.rundir, training.cluster.purge_days)
     remove(training.rundir.train_receipt)
     plan = training.current_plan()
     plan.write(folder.plan)

@@ -1,18 +1,21 @@
 """Nothing is opened, replaced or removed through a link inside a run's folder, or above it."""
 
 import os
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import shardmake
 from shardmake.core import run_folder
 from shardmake.core.atomic import write_text
 from shardmake.core.errors import LinkError
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.paths import BelowRoot, RunDir
 
+SOURCES = Path(shardmake.__file__).parent
 PATHS = [
     *(value.path for value in vars(RunDir).values() if isinstance(value, BelowRoot)),
     *(f"train/attempts/001/{value.path}" for value in vars(AttemptDir).values() if isinstance(value, BelowRoot)),
@@ -38,6 +41,18 @@ OPERATIONS: dict[str, Callable[[Path], object]] = {
     "link": lambda path: run_folder.make_link(path / "link", "notes"),
 }
 
+WRITES = re.compile(
+    r"shutil\.(rmtree|move)|(?<!run_folder)\.(unlink|rename|mkdir|write_text|write_bytes|touch|symlink_to|rmdir)\(|"
+    r"\.open\(\"[wax]|os\.(remove|replace|truncate)\("
+)
+ELSEWHERE = {
+    "consolidate/peft_check.py", "data/sources.py", "fetch/dequantize.py", "fetch/model.py", "fetch/store.py",
+    "launch/compilers.py", "launch/driver_script.py", "launch/submission.py", "launch/watchdog.py",
+    "render/launcher_settings.py", "render/parsers.py", "report/comparison.py", "run/driver_job.py", "run/turns.py",
+    "train/async_saver.py",
+}  # fmt: skip
+"""Files of stages that write to caches, temporary folders, node-local folders, or where a user says, by path."""
+
 
 def own_file(path: Path) -> Path:
     """Return a file of a run beside the one of ``path``."""
@@ -45,6 +60,25 @@ def own_file(path: Path) -> Path:
     file.parent.mkdir(exist_ok=True)
     file.write_text("own")
     return file
+
+
+def test_stages_write_to_a_run_through_this_layer_only() -> None:
+    packages = [
+        "run",
+        "data",
+        "checkpoint",
+        "consolidate",
+        "train",
+        "plan",
+        "render",
+        "fetch",
+        "report",
+        "evaluate",
+        "launch",
+    ]
+    files = [path for name in packages for path in (SOURCES / name).rglob("*.py")]
+    found = {str(path.relative_to(SOURCES)) for path in files if WRITES.search(path.read_text())}
+    assert found == ELSEWHERE
 
 
 @pytest.mark.parametrize("name", PATHS)

@@ -108,7 +108,7 @@ def reshard(checkpoint: Path, out: Path, strategy: str | None, ranks: int) -> Ch
         done = _write(checkpoint, record, out, strategy, ranks)
     if STRATEGY_SPECS[strategy].uses_nvme:  # DeepSpeed copies the swap files from these folders, which are empty
         for rank in range(ranks):
-            rank_folder(universal_folder(out), rank).mkdir(parents=True, exist_ok=True)
+            make_folder(rank_folder(universal_folder(out), rank))
     return done
 
 
