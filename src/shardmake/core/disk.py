@@ -39,7 +39,8 @@ def require_space(folder: Path, needed: int, sentence: str) -> str:
 
     A `DiskFullError` is also raised if fewer than `_FEW_FILES` files can be created.
     """
-    space, files = free_space(folder), _least(_limits(folder), 1)
+    limits = _limits(folder)
+    space, files = _least(limits, 0), _least(limits, 1)
     text = f"{sentence}, and {folder} has {format_bytes(space.free)} left ({space.limit})."
     if needed > space.free:
         raise DiskFullError(f"{text} {_ADVICE}")

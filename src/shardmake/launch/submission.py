@@ -12,7 +12,7 @@ from typing import NoReturn
 from shardmake.checkpoint import store
 from shardmake.checkpoint.reshard.convert import set_load_universal
 from shardmake.core.errors import StopRequestedError, TooFewNodesError
-from shardmake.core.run_folder import remove
+from shardmake.core.run_folder import real_path, remove
 from shardmake.core.units import plural
 from shardmake.launch import user_script
 from shardmake.launch.jobs import attempt_settings, job_name
@@ -128,7 +128,7 @@ def choose_checkpoint(training: Training, choice: Choice) -> Path | None:
     Raises:
         ShardmakeError: the checkpoint cannot be converted.
     """
-    rundir, folder = training.rundir, training.rundir.checkpoints.absolute()
+    rundir, folder = training.rundir, real_path(training.rundir.checkpoints)
     store.discard_unfinished(folder)
     found = list(store.committed(folder))
     foreign = [path for record, path in found if record.settings_digest != training.settings_digest]

@@ -61,7 +61,10 @@ from shardmake.run.training_settings import TrainingSettings, script_environment
 
 WATCH_SECONDS = 5.0
 OTHERS_SECONDS = 120.0
-"""How long a failed node waits for the exit records of the others, which may collect stacks first."""
+"""How long a failed node waits for the exit records of the others, which may collect stacks first.
+
+A node with a damaged share of the checkpoint waits as long again as it read: the others may read as long.
+"""
 _ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 """Variables that configure torch's allocator; torch reads the second one first."""
 _COUNTERS = {"": ("", "memory.events"), "memory": ("memory", "memory.oom_control")}
@@ -126,9 +129,9 @@ def _all_nodes_exited(folder: AttemptDir) -> bool:
     return _wait_for(lambda: folder.count_exits() >= nodes, folder) or folder.stop_file.exists()
 
 
-def _wait_for(condition: Callable[[], bool], folder: AttemptDir) -> bool:
+def _wait_for(condition: Callable[[], bool], folder: AttemptDir, seconds: float = 0) -> bool:
     """Return whether ``condition`` becomes true in time, before the job is asked to stop."""
-    deadline = time.monotonic() + OTHERS_SECONDS
+    deadline = time.monotonic() + OTHERS_SECONDS + seconds
     while not (found := condition()) and not folder.stop_file.exists() and time.monotonic() < deadline:
         time.sleep(1)
     return found
@@ -153,10 +156,11 @@ def _starts_again(folder: AttemptDir, node: WorkerNode) -> bool:
     again = again_file(folder, node.start)
     if again.exists() or not any(ended.damaged for ended in folder.exits()):  # node 0 may have been faster
         return again.exists()
+    seconds = sum(ended.ended - ended.started for ended in folder.exits() if ended.node_rank == node.rank)
     if node.rank:
-        return _wait_for(again.exists, folder)
+        return _wait_for(again.exists, folder, seconds)
     nodes = folder.read().job_nodes
-    if not _wait_for(lambda: folder.count_exits() >= nodes, folder) or folder.stop_file.exists():
+    if not _wait_for(lambda: folder.count_exits() >= nodes, folder, seconds) or folder.stop_file.exists():
         return False
     has_left = any(ended.message and not ended.damaged for ended in folder.exits())  # perhaps before the finding
     if has_left or not (damage := confirm_damage(folder)):
