@@ -66,7 +66,7 @@ def _is_loop(path: Path) -> bool:
 def staging_folder(out: Path) -> Path:
     """Return the folder in which the files of ``out`` are written before they replace it."""
     place = real_path(out)
-    return place.with_name(f".{place.name}.partial")
+    return place.parent / f".{place.name}.partial"
 
 
 def checkpoint_folders(contents: Contents) -> list[Path]:
