@@ -584,8 +584,10 @@ def clean(
     from shardmake.run.disk_budget import warn_of_purge
 
     read = load_config(*config) if config else None
-    for name in read.runs if read else ():
-        warn_of_purge(RunDir(runs / name), load_cluster(Path(read.cluster)).purge_days)
+    if read:
+        days = load_cluster(Path(read.cluster)).purge_days
+        for name in read.runs:
+            warn_of_purge(RunDir(runs / name), days)
     clean_runs(runs, remove=remove, names=set(read.runs) if read else None)
 
 
