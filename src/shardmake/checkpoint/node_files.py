@@ -15,7 +15,7 @@ from shardmake.checkpoint.record import list_files, wait_visible
 from shardmake.core.atomic import write_json
 from shardmake.core.fingerprint import FileEntry, fingerprint
 from shardmake.core.permissions import add_mode
-from shardmake.core.run_folder import fsync_directory, make_folder, remove, rename
+from shardmake.core.run_folder import fsync_directory, make_folder, remove, rename, unlink
 
 _LISTING = TypeAdapter(dict[str, FileEntry])
 
@@ -77,7 +77,7 @@ def read_listings(staged: Path, nodes: int, own: dict[str, FileEntry], deadline_
     paths = [wait_visible(listing_path(staged, node), deadline_seconds) for node in range(1, nodes)]
     files = merge_listings([own, *(_LISTING.validate_json(path.read_bytes()) for path in paths)])
     for path in paths:
-        remove(path)
+        unlink(path)
     return files
 
 

@@ -11,7 +11,7 @@ from shardmake.commands.stage_logs import read_stage_log
 from shardmake.commands.status import queue_of
 from shardmake.config.models import Cluster
 from shardmake.core.errors import ConfigError, SlurmError
-from shardmake.core.run_folder import open_file, remove, rename
+from shardmake.core.run_folder import open_file, rename, unlink
 from shardmake.core.units import numbered
 from shardmake.launch.jobs import LocalJobs, job_name
 from shardmake.launch.slurm_jobs import run_slurm
@@ -78,7 +78,7 @@ def retrain(rundir: RunDir) -> str:
     names = (rundir.root / f"train-before-{number}" for number in itertools.count(1))
     aside = next(path for path in names if not path.exists())
     rename(rundir.train, aside)
-    remove(rundir.stage_settings("train"))
+    unlink(rundir.stage_settings("train"))
     return (
         f"Renamed {short_path(rundir.train)} to {short_path(aside)}; delete that folder when you no longer need it. "
         "The workflow now trains again from the start, and makes all that follows again."

@@ -10,7 +10,16 @@ from typing import IO
 
 from shardmake.consolidate.layout import PlannedShard
 from shardmake.core.errors import CheckpointError, DiskFullError
-from shardmake.core.run_folder import exchange, fsync_directory, make_folder, open_file, real_path, remove, rename
+from shardmake.core.run_folder import (
+    exchange,
+    fsync_directory,
+    make_folder,
+    open_file,
+    real_path,
+    remove,
+    rename,
+    unlink,
+)
 from shardmake.core.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -101,7 +110,7 @@ def discard_on_error(staging: Path) -> Iterator[None]:
 def replace_folder(staging: Path, out: Path) -> None:
     """Replace ``out`` by the complete staging folder; readers see the old folder or the new one, never a mix."""
     out = real_path(out)
-    remove(staging / ".lock")
+    unlink(staging / ".lock")
     for path in staging.iterdir():
         if path.is_file():
             with path.open("rb") as file:

@@ -24,7 +24,7 @@ from shardmake.consolidate.scan import OutputSums
 from shardmake.consolidate.stream import StreamTask, combine_crc32, damaged_bytes, stream
 from shardmake.core.atomic import digest, write_json
 from shardmake.core.errors import CheckpointError
-from shardmake.core.run_folder import descriptor, fsync_directory, make_folder, remove, rename
+from shardmake.core.run_folder import descriptor, fsync_directory, make_folder, rename, unlink
 
 _SMALLEST_DIRECT = 1 << 18  # bytes; below this, waiting for the disk costs more than copying into the cache
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -247,7 +247,7 @@ class ShardWriter:
     def remove_journals(self) -> None:
         """Remove the journals, which only a restart needs."""
         for output in self._outputs:
-            remove(self._journal_path(output))
+            unlink(self._journal_path(output))
 
     def _journal_path(self, output: _Output) -> Path:
         return self.folder / f".{output.shard.name}.done"

@@ -33,7 +33,7 @@ def write_bytes(path: Path, content: bytes) -> bool:
         run_folder.rename(temporary, path)
     except OSError as error:
         with contextlib.suppress(OSError):
-            run_folder.remove(temporary)
+            run_folder.unlink(temporary)
         if error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error  # a failed write names no file

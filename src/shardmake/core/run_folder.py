@@ -110,6 +110,12 @@ def exchange(one: Path, other: Path) -> bool:
         return bool(rename(first, os.fsencode(name), second, os.fsencode(other_name), _RENAME_EXCHANGE) == 0)
 
 
+def unlink(path: Path) -> None:
+    """Remove the file or link ``path`` if it exists; raise `OSError` for a folder."""
+    with contextlib.suppress(FileNotFoundError), _parent(path) as (folder, name):
+        os.unlink(name, dir_fd=folder)
+
+
 def remove(path: Path, *, strict: bool = False) -> None:
     """Remove the file or folder ``path`` if it exists; of a link only the link, never what it leads to.
 

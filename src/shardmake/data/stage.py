@@ -15,7 +15,7 @@ from shardmake.config.formats import RAW
 from shardmake.config.models import EvalSource, Run
 from shardmake.core.atomic import digest
 from shardmake.core.errors import ShardmakeError
-from shardmake.core.run_folder import fsync_directory, make_folder, open_file, remove, rename
+from shardmake.core.run_folder import fsync_directory, make_folder, open_file, remove, rename, unlink
 from shardmake.core.units import plural
 from shardmake.data.build import build
 from shardmake.data.examples import day_of, load_tokenizer, open_chat_template, open_parts, tokenizer_digest
@@ -159,7 +159,7 @@ def _publish(work: Path, rundir: RunDir, receipt: DataReceipt) -> None:
     """Rename the splits into place, then write the receipt; remove an outdated receipt first."""
     make_folder(rundir.data)
     if _read(rundir) != receipt:
-        remove(rundir.data_receipt)
+        unlink(rundir.data_receipt)
     for part in ("train", "eval", RAW):
         remove(rundir.data / part)
         if (work / part).exists():

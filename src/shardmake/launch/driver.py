@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from shardmake.config.models import Cluster, Run
 from shardmake.core.errors import ShardmakeError, SlurmError
 from shardmake.core.permissions import refuse_job_of_others
-from shardmake.core.run_folder import make_folder, open_file, remove
+from shardmake.core.run_folder import make_folder, open_file, unlink
 from shardmake.launch import user_script
 from shardmake.launch.attempt_end import apply_decision, record_attempt
 from shardmake.launch.jobs import ActiveJob, LocalJobs
@@ -97,7 +97,7 @@ def _remove_stop_file(training: Training) -> None:
     """Remove the stop file of an earlier request: a person who starts a driver without a job wants to continue."""
     if (stop_file := training.rundir.stop_file).exists():
         logger.info("Removing the stop file %s of an earlier request.", short_path(stop_file))
-        remove(stop_file)
+        unlink(stop_file)
 
 
 def _has_ended_before(training: Training, job: SubmittedJob) -> bool:
@@ -174,7 +174,7 @@ def adopt(training: Training) -> SubmittedJob | None:
             f"({training.jobs.cancel_command(job.id)}). Then run the same command again."
         )
     logger.info("Job %s (attempt %d) of other settings has ended.", job.id, job.attempt)
-    remove(training.rundir.job)
+    unlink(training.rundir.job)
     return None
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.core.process import wait_for_output
-from shardmake.core.run_folder import open_file, remove
+from shardmake.core.run_folder import open_file, unlink
 from shardmake.run.attempt import AttemptDir
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def recorder_variables(folder: AttemptDir, pipes: Path) -> dict[str, str]:
 
 def request_dump(folder: AttemptDir, pipes: Path, rank: int) -> bool:
     """Ask a rank of this node for its dump; return False if it has no pipe (no NCCL) or does not read it any more."""
-    remove(dump_file(folder, rank))
+    unlink(dump_file(folder, rank))
     try:
         descriptor = os.open(pipes / f"rank-{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
     except OSError:

@@ -12,7 +12,7 @@ from typing import NoReturn
 from shardmake.checkpoint import store
 from shardmake.checkpoint.reshard.convert import set_load_universal
 from shardmake.core.errors import StopRequestedError, TooFewNodesError
-from shardmake.core.run_folder import real_path, remove
+from shardmake.core.run_folder import real_path, remove, unlink
 from shardmake.core.units import plural
 from shardmake.launch import user_script
 from shardmake.launch.jobs import attempt_settings, job_name
@@ -44,7 +44,7 @@ def submit(training: Training) -> SubmittedJob:
         require_slot(*slot)
     check_run(training.rundir)
     warn_of_purge(training.rundir, training.cluster.purge_days)
-    remove(training.rundir.train_receipt)
+    unlink(training.rundir.train_receipt)
     plan = training.current_plan()
     plan.write(folder.plan)
     fallback = next_fallback(training.attempts, training.plan_digest)
@@ -141,7 +141,7 @@ def choose_checkpoint(training: Training, choice: Choice) -> Path | None:
         theirs = newest[0].settings_digest
         changes = describe_changes(rundir, theirs, training.result_settings)
         set_aside.stash_and_restore(folder, theirs, training.settings_digest, changes)
-        remove(rundir.metrics)
+        unlink(rundir.metrics)
     return resume_checkpoint(rundir, choice)
 
 

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from shardmake.checkpoint.training_receipt import write_script_receipt
 from shardmake.core.errors import EngineMismatchError, ShardmakeError
-from shardmake.core.run_folder import make_folder, remove
+from shardmake.core.run_folder import make_folder, unlink
 from shardmake.launch.outcome import Outcome
 from shardmake.run import set_aside
 from shardmake.run.attempt import AttemptDir
@@ -37,7 +37,7 @@ def prepare_folders(rundir: RunDir, settings_digest: str, settings: Mapping[str,
         changes = describe_changes(rundir, theirs, settings)
         for folder in filter(Path.exists, (rundir.checkpoints, rundir.script_output)):
             set_aside.stash_and_restore(folder, theirs, settings_digest, changes)
-        remove(rundir.metrics)
+        unlink(rundir.metrics)
     for folder in (rundir.checkpoints, rundir.script_output):
         make_folder(folder)
     ScriptState(settings_digest=settings_digest, finished_by=None).write(_state(rundir))

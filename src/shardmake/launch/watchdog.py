@@ -21,7 +21,7 @@ import psutil
 
 from shardmake.core.build_locks import build_locks
 from shardmake.core.process import wait_for_output
-from shardmake.core.run_folder import make_folder, open_file, remove
+from shardmake.core.run_folder import make_folder, open_file, unlink
 from shardmake.core.units import numbered
 from shardmake.launch.flight_recorder import ANALYSIS_SECONDS, analyse_dumps, is_dumped, request_dump
 from shardmake.run.attempt import (
@@ -194,7 +194,7 @@ class Watchdog:
         except OSError:
             return False
         finally:
-            remove(probe)
+            unlink(probe)
         return True
 
     def is_abandoned(self) -> bool:

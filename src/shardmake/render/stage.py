@@ -13,7 +13,7 @@ import yaml
 from shardmake.config.models import Cluster, Run
 from shardmake.core.atomic import sha256, write_bytes, write_json, write_text
 from shardmake.core.errors import ConfigError
-from shardmake.core.run_folder import make_folder, remove
+from shardmake.core.run_folder import make_folder, remove, unlink
 from shardmake.memory.model import Model
 from shardmake.memory.read_config import read_model
 from shardmake.render.accelerate_file import accelerate_config
@@ -43,7 +43,7 @@ def render(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> list[str]:
         Rendering(files, one.choice, options) for (files, _), one, options in zip(merged, plans, flags, strict=True)
     ]
     check_rendered(renderings, model.hidden_size, cluster.scratch)
-    remove(rundir.rendered)
+    unlink(rundir.rendered)
     remove(rundir.fallbacks)
     make_folder(rundir.fallbacks)
     for number, (files, _) in enumerate(merged):
@@ -82,7 +82,7 @@ def write_files(files: Files, folder: Path, model: Model) -> None:
     if files.training.program.kind == "script":
         write_json(to.deepspeed_native, with_numbers(files.deepspeed, files.training.arguments, model.hidden_size))
     else:
-        remove(to.deepspeed_native)
+        unlink(to.deepspeed_native)
 
 
 def copy_rendered(rundir: RunDir, plan: Plan, fallback: int, folder: Path) -> None:

@@ -36,6 +36,7 @@ OPERATIONS: dict[str, Callable[[Path], object]] = {
     "rename to": lambda path: run_folder.rename(own_file(path), path / "notes"),
     "exchange": lambda path: run_folder.exchange(path / "notes", own_file(path)),
     "remove in": lambda path: run_folder.remove(path / "notes"),
+    "unlink in": lambda path: run_folder.unlink(path / "notes"),
     "remove strictly": lambda path: run_folder.remove(path, strict=True),
     "remove empty": lambda path: run_folder.remove_empty(path / "empty"),
     "link": lambda path: run_folder.make_link(path / "link", "notes"),
