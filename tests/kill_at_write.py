@@ -115,7 +115,7 @@ def fill(folder: Path) -> Path:
 def _resolve(arguments: tuple[Any, ...]) -> str:
     """Return the path of an event; `shutil.rmtree` gives names relative to an open folder."""
     path = os.fsdecode(arguments[0])
-    folder = arguments[-1]
+    folder = arguments[2] if len(arguments) == 4 else arguments[-1]  # a rename gives two names and their folders
     return path if path.startswith("/") or folder < 0 else f"{Path(f'/proc/self/fd/{folder}').readlink()}/{path}"
 
 

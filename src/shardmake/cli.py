@@ -39,7 +39,7 @@ from shardmake.run.driver_job import refuse_ended
 from shardmake.run.notification import notified
 from shardmake.run.own_files import check_refused
 from shardmake.run.paths import RUNS, RunDir
-from shardmake.run.record import check_format, refuse_links
+from shardmake.run.record import check_format
 from shardmake.run.settings import recorded_settings
 from shardmake.run.sources import localize, require_weights
 
@@ -120,7 +120,7 @@ def _open(name: str, files: list[Path], runs: Path, *, on_node: bool = False) ->
     """Return the run's configuration, its cluster and its folder; ``on_node``: for a stage that may run on a node."""
     config, cluster = _read(files)
     run, rundir = get_run(config, name), RunDir(runs / name)
-    refuse_links(rundir)
+    rundir.refuse_links()
     check_format(rundir)
     _folder.set(rundir.root)
     os.environ.update(hub_environment(cluster.cache, offline=on_node and not cluster.internet_on_compute_nodes))
@@ -598,12 +598,18 @@ def clean(
     """List what finished and pushed runs no longer need, never an only copy; or whole runs, or what was set aside."""
     from shardmake.commands.clean import clean as clean_runs
     from shardmake.commands.clean import clean_named
+    from shardmake.run.disk_budget import warn_of_purge
 
     if names or set_aside:
         confirm = (lambda question: yes or typer.confirm(question)) if remove else None
         clean_named(runs, names or [], set_aside=set_aside, confirm=confirm)
         return
-    clean_runs(runs, remove=remove, names=set(load_config(*config).runs) if config else None)
+    read = load_config(*config) if config else None
+    if read:
+        days = load_cluster(Path(read.cluster)).purge_days
+        for name in read.runs:
+            warn_of_purge(RunDir(runs / name), days)
+    clean_runs(runs, remove=remove, names=set(read.runs) if read else None)
 
 
 @app.command()

@@ -102,7 +102,7 @@ def in_driver(event, arguments):
 
 def in_stage(event, arguments):
     "Hold the process of a stage when it writes its result."
-    results = {"consolidate": "/[.]model[.]partial/.*safetensors", "evaluate": "/[.]evaluation[.]json"}
+    results = {"consolidate": "[.]safetensors[.]tmp$", "evaluate": "/[.]evaluation[.]json"}
     writes = event == "open" and (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR)
     if writes and re.search(results[STAGE], str(arguments[0])) and take_order("hold-" + STAGE):
         time.sleep(100000)

@@ -66,7 +66,7 @@ def hold_uploads(folder: Path) -> str:
 
 def kill_rank_that_uploads(rundir: RunDir) -> None:
     """SIGKILL the uploading rank when its upload of step 4 is halfway."""
-    staged = store.staged_path(rundir.checkpoints, 4, 1)
+    staged = store.staging_folder(rundir.checkpoints, 1) / "checkpoint-4"
     wait_for(lambda: list(staged.rglob("*model_states.pt")))
     (upload,) = uploads(rundir)
     os.kill(upload.ppid(), signal.SIGKILL)
@@ -93,7 +93,7 @@ def test_rank_killed_during_an_upload(forked: Forked, tmp_path: Path) -> None:
         codes = forked.train(rundir, planned, variables={"PYTHONPATH": hold_uploads(tmp_path / "held")})
         killing.result()
     assert codes[0] == -signal.SIGKILL and not uploads(rundir), log(rundir)
-    assert store.staged_path(rundir.checkpoints, 4, 1).exists()
+    assert (store.staging_folder(rundir.checkpoints, 1) / "checkpoint-4").exists()
 
     codes, resumed = forked.resume(rundir, planned)
     assert codes == [0, 0] and resumed is not None and resumed.step == 2, log(rundir)
@@ -194,4 +194,4 @@ def test_shared_disk_fills_up_during_an_upload(tmp_path: Path, small_disk: Path)
         ShardmakeError, match=r"The disk filled up while checkpoint-2 was written: .*resumes from checkpoint-1"
     ):
         save(saver, 3)
-    assert steps(tmp_path) == [1] and not store.staged_path(saver.folder, 2, 1).exists()
+    assert steps(tmp_path) == [1] and not (store.staging_folder(saver.folder, 1) / "checkpoint-2").exists()

@@ -80,7 +80,8 @@ def watch(out: Path, act: Callable[[], None]) -> None:
 
     def hook(name: str, arguments: tuple[Any, ...]) -> None:
         writes = name == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
-        if (writes or name in EVENTS) and str(out.parent) in str(arguments[0]):
+        path = str(arguments[0]) if writes or name in EVENTS else "/"
+        if str(out.parent) in path or not path.startswith("/"):  # a name in an open folder
             act()
 
     original_write, original_fsync = writer._write_all, os.fsync

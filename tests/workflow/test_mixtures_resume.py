@@ -81,7 +81,7 @@ def check_resume(forked: Forked, folder: Path, base: Path, strategy: Strategy, *
             "at": r"os\.rename /\.saving/001/checkpoint-4$"}  # fmt: skip
     codes = forked.train(rundir, planned, kill)
     assert codes[0] == -signal.SIGKILL, log(rundir)
-    reference = states(read_record(store.staged_path(rundir.checkpoints, 4, 1)))
+    reference = states(read_record(store.staging_folder(rundir.checkpoints, 1) / "checkpoint-4"))
     uninterrupted = losses(rundir)
 
     codes, resumed = forked.resume(rundir, planned)

@@ -5,7 +5,6 @@ its checksums, from its own page cache, and no node opens the files of another. 
 checkpoint; the other nodes move their files into it.
 """
 
-import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,9 +12,10 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from shardmake.checkpoint.record import list_files, wait_visible
-from shardmake.core.atomic import fsync_directory, write_json
+from shardmake.core.atomic import write_json
 from shardmake.core.fingerprint import FileEntry, fingerprint
 from shardmake.core.permissions import add_mode
+from shardmake.core.run_folder import fsync_directory, make_folder, remove, rename, unlink
 
 _LISTING = TypeAdapter(dict[str, FileEntry])
 
@@ -53,12 +53,12 @@ def move_files(staged: Path, node: int, files: dict[str, FileEntry]) -> None:
         return
     source = node_path(staged, node)
     for folder in {(staged / name).parent for name in files}:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     for name in files:
-        (source / name).rename(staged / name)
+        rename(source / name, staged / name)
     for folder in {(staged / name).parent for name in files}:
         fsync_directory(folder)
-    shutil.rmtree(source.parent, ignore_errors=True)
+    remove(source.parent)
     write_listing(staged, node, files)
 
 
@@ -77,7 +77,7 @@ def read_listings(staged: Path, nodes: int, own: dict[str, FileEntry], deadline_
     paths = [wait_visible(listing_path(staged, node), deadline_seconds) for node in range(1, nodes)]
     files = merge_listings([own, *(_LISTING.validate_json(path.read_bytes()) for path in paths)])
     for path in paths:
-        path.unlink()
+        unlink(path)
     return files
 
 

@@ -11,9 +11,7 @@ at folder names alone (``get_last_checkpoint`` of transformers) therefore see co
 import contextlib
 import logging
 import math
-import os
 import re
-import shutil
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -29,8 +27,9 @@ from shardmake.checkpoint.record import (
     is_unfinished,
     read_record,
 )
-from shardmake.core.atomic import fsync_directory, sealed, write_bytes, write_json
-from shardmake.core.errors import CheckpointError
+from shardmake.core import run_folder
+from shardmake.core.atomic import sealed, write_bytes, write_json
+from shardmake.core.errors import CheckpointError, LinkError
 from shardmake.core.fingerprint import FileEntry
 from shardmake.core.permissions import add_mode
 
@@ -71,14 +70,12 @@ class Retention:
         return replace(self, keep=1, every_steps=None)
 
 
-def staging_folder(folder: Path, attempt: int) -> Path:
-    """Return the folder of an attempt's unfinished saves: a node that returns late renames nothing of the next one."""
-    return folder / STAGING / f"{attempt:03d}"
+def staging_folder(folder: Path, attempt: int, start: int = 0) -> Path:
+    """Return the folder of the unfinished saves of one ``start`` of an attempt's ranks.
 
-
-def staged_path(folder: Path, step: int, attempt: int) -> Path:
-    """Return the path to which an attempt writes the checkpoint of ``step`` before it is committed."""
-    return staging_folder(folder, attempt) / f"checkpoint-{step}"
+    A node that returns late renames nothing of the next one.
+    """
+    return folder / STAGING / (f"{attempt:03d}-{start}" if start else f"{attempt:03d}")
 
 
 def commit(staged: Path, record: CheckpointRecord) -> Path:
@@ -90,11 +87,11 @@ def commit(staged: Path, record: CheckpointRecord) -> Path:
     if final.exists():
         set_aside(final, "foreign" if is_unfinished(final) else "damaged")
     _write_record(staged, record)
-    staged.rename(final)
+    run_folder.rename(staged, final)
     with contextlib.suppress(OSError):  # the checkpoint is committed; the next save removes leftovers
-        staged.parent.rmdir()
-        staged.parent.parent.rmdir()
-    fsync_directory(final.parent)
+        run_folder.remove_empty(staged.parent)
+        run_folder.remove_empty(staged.parent.parent)
+    run_folder.fsync_directory(final.parent)
     return final
 
 
@@ -137,7 +134,7 @@ def set_aside(checkpoint: Path, kind: str = "damaged") -> Path:
     A ``foreign`` one is a person's, and keeps a name that no later step removes.
     """
     aside = checkpoint.with_name(f"{kind}-{checkpoint.name}-{time.time_ns()}")
-    checkpoint.rename(aside)
+    run_folder.rename(checkpoint, aside)
     return aside
 
 
@@ -154,9 +151,9 @@ def commit_in_place(checkpoint: Path, record: CheckpointRecord) -> None:
 
 def _write_record(checkpoint: Path, record: CheckpointRecord) -> None:
     for folder in {(checkpoint / name).parent for name in record.files}:
-        fsync_directory(folder)
+        run_folder.fsync_directory(folder)
     write_json(checkpoint / RECORD_NAME, sealed(record.model_dump(mode="json")))
-    fsync_directory(checkpoint.parent)
+    run_folder.fsync_directory(checkpoint.parent)
 
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -230,7 +227,7 @@ def discard_unfinished(folder: Path) -> None:
                 path,
                 RECORD_NAME,
             )
-    shutil.rmtree(folder / STAGING, ignore_errors=True)
+    run_folder.remove(folder / STAGING)
 
 
 def damaged(folder: Path) -> list[Path]:
@@ -249,18 +246,17 @@ def remove(checkpoint: Path) -> bool:
     listed, checkpoint = checkpoint, _unlist(checkpoint)
     while True:
         try:
-            _remove_record(checkpoint)
-            shutil.rmtree(checkpoint)
+            run_folder.remove(checkpoint, strict=True)
         except OSError as error:
             if isinstance(error, FileNotFoundError) and not checkpoint.exists():
                 return True
-            if isinstance(error, (PermissionError, NotADirectoryError)) or time.monotonic() > deadline:
+            if isinstance(error, (PermissionError, NotADirectoryError, LinkError)) or time.monotonic() > deadline:
                 logger.warning("Could not remove %s: %s.", error.filename or listed, error.strerror or error)
                 return False
         else:
             if checkpoint != listed:
                 with contextlib.suppress(OSError):  # a save may be in progress there
-                    checkpoint.parent.rmdir()
+                    run_folder.remove_empty(checkpoint.parent)
             return True
         time.sleep(0.2)
 
@@ -270,18 +266,10 @@ def _unlist(checkpoint: Path) -> Path:
     staging = checkpoint.parent / STAGING
     if STAGING not in checkpoint.parts and _FOLDER.fullmatch(checkpoint.name) and not checkpoint.is_symlink():
         with contextlib.suppress(OSError):
-            staging.mkdir(exist_ok=True)
-            return checkpoint.rename(staging / checkpoint.name)
+            run_folder.make_folder(staging, parents=False)
+            run_folder.rename(checkpoint, staging / checkpoint.name)
+            return staging / checkpoint.name
     return checkpoint
-
-
-def _remove_record(checkpoint: Path) -> None:
-    folder = os.open(checkpoint, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(RECORD_NAME, dir_fd=folder)
-    finally:
-        os.close(folder)
 
 
 def prune(folder: Path, retention: Retention, newest_write: int | None = None) -> list[Path]:

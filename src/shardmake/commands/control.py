@@ -11,6 +11,7 @@ from shardmake.commands.stage_logs import read_stage_log
 from shardmake.commands.status import queue_of
 from shardmake.config.models import Cluster
 from shardmake.core.errors import ConfigError, SlurmError
+from shardmake.core.run_folder import open_file, rename, unlink
 from shardmake.core.units import numbered
 from shardmake.launch.jobs import LocalJobs, job_name
 from shardmake.launch.slurm_jobs import run_slurm
@@ -54,7 +55,7 @@ def request_stop(rundir: RunDir, cluster: Cluster) -> str:
         raise ConfigError(f"Nothing to stop: {rundir.name}. Its training has finished.")
     if not rundir.job.exists() and living_driver(rundir) is None:
         raise ConfigError(f"Nothing to stop: {rundir.name}. It has no training job. See: shardmake status")
-    rundir.stop_file.touch()
+    open_file(rundir.stop_file, "a").close()
     waiting = _pending_job(rundir, cluster)
     when = (
         f"Job {waiting} still waits in the queue: its ranks save and stop after the first step once it has started. To "
@@ -76,8 +77,8 @@ def retrain(rundir: RunDir) -> str:
         raise ConfigError(f"{rundir.name} has a training job. Stop it first: shardmake stop {rundir.name}")
     names = (rundir.root / f"train-before-{number}" for number in itertools.count(1))
     aside = next(path for path in names if not path.exists())
-    rundir.train.rename(aside)
-    rundir.stage_settings("train").unlink(missing_ok=True)
+    rename(rundir.train, aside)
+    unlink(rundir.stage_settings("train"))
     return (
         f"Renamed {short_path(rundir.train)} to {short_path(aside)}; delete that folder when you no longer need it. "
         "The workflow now trains again from the start, and makes all that follows again."

@@ -134,7 +134,7 @@ EFFECTS: Final = (
         ),
     ),
     Effect(changes=(), reads=STAGES, keys=("cluster.shared", "cluster.cache")),
-    Effect(changes=(), reads=("train",), keys=("cluster.trainings_per_user",)),
+    Effect(changes=(), reads=("train",), keys=("cluster.trainings_per_user", "cluster.purge_days")),
     Effect(changes=("consolidate",), reads=("plan",), keys=("dtype", "max_shard_size", "final_checkpoint")),
     Effect(
         changes=(),

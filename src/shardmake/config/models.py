@@ -1030,6 +1030,11 @@ class Cluster(Section):
         description="Node-local folder for caches and, if saving is asynchronous, for the newest checkpoint. "
         "Below `/dev/shm` it counts as host RAM.",
     )
+    purge_days: Count | None = Field(
+        None,
+        description="Days after which the site removes files of the folder of runs that nobody changed. `train` and "
+        "`shardmake clean --config` warn a week before.",
+    )
     env: dict[Variable, str | SlurmNumber] = Field(
         default_factory=dict,
         description="Environment variables of the ranks, such as `NCCL_IB_HCA`, which replace those that the job "

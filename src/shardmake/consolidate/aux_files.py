@@ -6,15 +6,15 @@ from the checkpoint. Files are copied by name, and no link is followed out of it
 """
 
 import json
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint.formats.dtypes import CONVERTIBLE, ITEM_SIZE, torch_name
 from shardmake.checkpoint.formats.huggingface import is_licence
-from shardmake.core.atomic import write_json, write_text
+from shardmake.core.atomic import write_bytes, write_json, write_text
 from shardmake.core.errors import ModelError
+from shardmake.core.run_folder import make_folder
 
 _CONFIG = "config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -69,7 +69,7 @@ def copy_aux_files(
     Raises:
         ModelError: No folder holds a config.json, or a file is not readable or is a link to another folder.
     """
-    target.mkdir(parents=True, exist_ok=True)
+    make_folder(target)
     if adapter is None:
         config = _config([*trained, *([base] if base else [])], dtypes)
         write_json(target / _CONFIG, _without_ties(config) if untie else config)
@@ -83,8 +83,7 @@ def copy_aux_files(
             is_tokenizer = path.name in _TOKENIZER or path.parent != folder
             if folder == (tokenizer or base) if is_tokenizer else (folder == base and adapter is None):
                 copy = target / path.relative_to(folder)
-                copy.parent.mkdir(exist_ok=True)
-                shutil.copyfile(_own_file(folder, path), copy)
+                write_bytes(copy, _own_file(folder, path).read_bytes())
     changes = [] if tokenizer is None else [f"The training added tokens: the tokenizer is that of {tokenizer}."]
     template = find_changed_template(base, trained)
     if template is not None:

@@ -10,6 +10,7 @@ from shardmake.consolidate.aux_files import AUX_FILES
 from shardmake.core.errors import CheckpointError, ConfigError, ShardmakeError
 from shardmake.core.fingerprint import fingerprint
 from shardmake.core.hub import cached_snapshot, is_hub_id, translate_hub_errors, with_retries
+from shardmake.core.run_folder import real_path
 from shardmake.run.paths import MODEL_RECEIPT
 from shardmake.run.receipts import MergeReceipt
 
@@ -31,7 +32,7 @@ def check_destination(out: Path, sources: Mapping[Path, str], *, overwrite: bool
     cannot = f"Cannot write the model to {out}."
     if _is_loop(out):
         raise ConfigError(f"{cannot} Its symbolic links form a loop. Name another folder.")
-    place = out.resolve()
+    place = real_path(out)
     staging = staging_folder(out)
     for folder, what in sources.items():
         if relation := _relation(place, folder.resolve()):
@@ -64,7 +65,8 @@ def _is_loop(path: Path) -> bool:
 
 def staging_folder(out: Path) -> Path:
     """Return the folder in which the files of ``out`` are written before they replace it."""
-    return out.resolve().parent / f".{out.resolve().name}.partial"
+    place = real_path(out)
+    return place.parent / f".{place.name}.partial"
 
 
 def checkpoint_folders(contents: Contents) -> list[Path]:

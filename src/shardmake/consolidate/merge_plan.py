@@ -1,7 +1,6 @@
 """The plan of a merge: the checkpoint, the base model, and the output files."""
 
 import logging
-import shutil
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from shardmake.consolidate.loading import LoadingReport, check_loading, names_in
 from shardmake.consolidate.source_checks import Allowed, SourceReport, check_source
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import CheckpointError, ConfigError
+from shardmake.core.run_folder import make_folder, open_file, remove
 from shardmake.core.units import parse_size
 from shardmake.run.model_class import OLD_HEAD, ModelClass
 
@@ -209,17 +209,17 @@ class MergePlan:
         """
         if self.raw:
             return LoadingReport(ties=tuple(sorted(self.contents.aliases.items())))
-        shutil.rmtree(skeleton, ignore_errors=True)
+        remove(skeleton)
         try:
             self.write_small_files(skeleton, trust_remote_code)
             for shard in self.shards:
-                with (skeleton / shard.name).open("wb") as file:
+                with open_file(skeleton / shard.name, "wb") as file:
                     file.truncate(shard.size)
                     file.write(shard.header)
             base = config_folder([*checkpoint_folders(self.contents), self.base]) if self.is_adapter else None
             return check_loading(skeleton, trust_remote_code, base, self.base_weights, model_class)
         finally:
-            shutil.rmtree(skeleton, ignore_errors=True)
+            remove(skeleton)
 
     def check(self, loading: LoadingReport) -> "MergePlan":
         """Return the plan that stores each tied weight once.
@@ -261,7 +261,7 @@ class MergePlan:
         Raises:
             ModelError: There is no config.json, or a file cannot be copied.
         """
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         if len(self.shards) > 1:
             write_json(folder / self.files.index, index_json(self.shards))
         if self.raw:

@@ -3,15 +3,23 @@
 import fcntl
 import logging
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
 from shardmake.consolidate.layout import PlannedShard
-from shardmake.core.atomic import exchange, fsync_directory
 from shardmake.core.errors import CheckpointError, DiskFullError
+from shardmake.core.run_folder import (
+    exchange,
+    fsync_directory,
+    make_folder,
+    open_file,
+    real_path,
+    remove,
+    rename,
+    unlink,
+)
 from shardmake.core.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -36,7 +44,7 @@ def remove_others(shards: list[PlannedShard], staging: Path, *keep: str) -> None
     names = {name for shard in shards for name in (shard.name, f".{shard.name}.done")} | {".lock", *keep}
     for path in staging.iterdir():
         if path.name not in names:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            remove(path)
 
 
 class StagingLock:
@@ -46,19 +54,19 @@ class StagingLock:
         self._staging, self._task = staging, task
 
     def __enter__(self) -> "StagingLock":
-        self._staging.mkdir(parents=True, exist_ok=True)
+        make_folder(self._staging)
         index, count = self._task
         with ExitStack() as opened:
-            self._file = opened.enter_context((self._staging / ".lock").open("w"))
+            self._file = opened.enter_context(open_file(self._staging / ".lock", "w"))
             self._acquire(self._file, fcntl.LOCK_EX if count == 1 else fcntl.LOCK_SH)
             if count > 1:
-                self._acquire(opened.enter_context((self._staging / f".task-{index}").open("w")), fcntl.LOCK_EX)
+                self._acquire(opened.enter_context(open_file(self._staging / f".task-{index}", "w")), fcntl.LOCK_EX)
             self._opened = opened.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._exists() and all(path.name.startswith((".lock", ".task-")) for path in self._staging.iterdir()):
-            shutil.rmtree(self._staging, ignore_errors=True)
+            remove(self._staging)
         self._opened.close()
 
     def _acquire(self, file: IO[str], kind: int) -> None:
@@ -86,7 +94,7 @@ def discard_on_error(staging: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        shutil.rmtree(staging, ignore_errors=True)
+        remove(staging)
         raise CheckpointError(
             f"Writing to {staging} failed: {error}. No output was left behind. Fix the problem and run the command "
             "again."
@@ -95,40 +103,40 @@ def discard_on_error(staging: Path) -> Iterator[None]:
         logger.warning("Interrupted. %s holds the finished files; the same command resumes there.", staging)
         raise
     except Exception:
-        shutil.rmtree(staging, ignore_errors=True)
+        remove(staging)
         raise
 
 
 def replace_folder(staging: Path, out: Path) -> None:
     """Replace ``out`` by the complete staging folder; readers see the old folder or the new one, never a mix."""
-    out = out.resolve()
-    (staging / ".lock").unlink()
+    out = real_path(out)
+    unlink(staging / ".lock")
     for path in staging.iterdir():
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     fsync_directory(staging)
     if not out.exists() or not any(out.iterdir()):
-        staging.rename(out)  # this also replaces an empty folder
+        rename(staging, out)  # this also replaces an empty folder
     elif not exchange(staging, out):
-        out.rename(_replaced_folder(out))
+        rename(out, _replaced_folder(out))
         try:
-            staging.rename(out)
+            rename(staging, out)
         except OSError:
-            _replaced_folder(out).rename(out)
+            rename(_replaced_folder(out), out)
             raise
     fsync_directory(out.parent)
-    shutil.rmtree(staging, ignore_errors=True)
-    shutil.rmtree(_replaced_folder(out), ignore_errors=True)
+    remove(staging)
+    remove(_replaced_folder(out))
 
 
 def recover_replaced(out: Path) -> None:
     """Finish what a merge that was killed between the two renames of `replace_folder` left beside ``out``."""
-    out = out.resolve()
+    out = real_path(out)
     old = _replaced_folder(out)
     if old.is_dir() and not out.exists():
-        old.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
+        rename(old, out)
+    remove(old)
 
 
 def _replaced_folder(out: Path) -> Path:

@@ -22,8 +22,9 @@ from shardmake.consolidate.jobs import CopyJob, plan_jobs
 from shardmake.consolidate.layout import PlannedShard, PlannedTensor
 from shardmake.consolidate.scan import OutputSums
 from shardmake.consolidate.stream import StreamTask, combine_crc32, stream
-from shardmake.core.atomic import digest, fsync_directory, write_json
+from shardmake.core.atomic import digest, write_json
 from shardmake.core.errors import CheckpointError
+from shardmake.core.run_folder import descriptor, fsync_directory, make_folder, rename, unlink
 
 _SMALLEST_DIRECT = 1 << 18  # bytes; below this, waiting for the disk costs more than copying into the cache
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -42,7 +43,7 @@ class OutputFile:
 
     def __init__(self, path: Path, size: int) -> None:
         """Create the file and reserve its space; raise `OSError` if there is too little."""
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._file = descriptor(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         self._direct = -1
         try:
             _reserve(self._file, size)
@@ -89,7 +90,7 @@ class OutputFile:
 def _open_direct(path: Path) -> int:
     """Return a descriptor for direct writes, -1 if the file system has none."""
     try:
-        return os.open(path, os.O_WRONLY | os.O_DIRECT)
+        return descriptor(path, os.O_WRONLY | os.O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
@@ -181,7 +182,7 @@ class ShardWriter:
             CheckpointError: A source file is truncated.
             OSError: The folder cannot be written to, or a source file cannot be read.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         todo = [output for output in self._outputs[part[0] :: part[1]] if not self._is_complete(output)]
         advance(self.size(part) - sum(_tensor_bytes(output.shard) for output in todo))
         try:
@@ -246,7 +247,7 @@ class ShardWriter:
     def remove_journals(self) -> None:
         """Remove the journals, which only a restart needs."""
         for output in self._outputs:
-            self._journal_path(output).unlink(missing_ok=True)
+            unlink(self._journal_path(output))
 
     def _journal_path(self, output: _Output) -> Path:
         return self.folder / f".{output.shard.name}.done"
@@ -294,7 +295,7 @@ class ShardWriter:
         """Sync and rename the file, then write its journal."""
         file.sync()
         file.close()
-        self._temporary(output).rename(self.folder / output.shard.name)
+        rename(self._temporary(output), self.folder / output.shard.name)
         fsync_directory(self.folder)
         journal = Journal(plan=_plan_digest(output), sources=output.sums, tensors=output.copied.by_tensor)
         write_json(self._journal_path(output), journal.model_dump())

@@ -5,7 +5,6 @@ modification time, so Snakemake does not rerun the rules that read it.
 """
 
 import contextlib
-import ctypes
 import hashlib
 import json
 import os
@@ -13,11 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from shardmake.core import run_folder
 from shardmake.core.errors import ShardmakeError
-
-_HERE = -100
-"""``AT_FDCWD``: relative paths start in the working directory."""
-_RENAME_EXCHANGE = 2
 
 
 def write_bytes(path: Path, content: bytes) -> bool:
@@ -27,21 +23,21 @@ def write_bytes(path: Path, content: bytes) -> bool:
     """
     if path.is_file() and path.read_bytes() == content:
         return False
-    path.parent.mkdir(parents=True, exist_ok=True)
+    run_folder.make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with run_folder.open_file(temporary, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        temporary.rename(path)
+        run_folder.rename(temporary, path)
     except OSError as error:
         with contextlib.suppress(OSError):
-            temporary.unlink()
+            run_folder.unlink(temporary)
         if error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error  # a failed write names no file
-    fsync_directory(path.parent)
+    run_folder.fsync_directory(path.parent)
     return True
 
 
@@ -65,26 +61,6 @@ def read_json(path: Path, made_by: str) -> Any:
         raise ShardmakeError(
             f"Cannot read {path}: it is not valid JSON ({error}). Write it again with: {made_by}"
         ) from None
-
-
-def exchange(one: Path, other: Path) -> bool:
-    """Let two existing paths of one file system change places at once; return False where that is not supported.
-
-    Linux' ``renameat2`` with ``RENAME_EXCHANGE``, for which Python has no function. NFS, for example, lacks it.
-    """
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    return bool(rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _RENAME_EXCHANGE) == 0)
-
-
-def fsync_directory(folder: Path) -> None:
-    """Sync ``folder``, so that new and renamed files in it are durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def sha256(path: Path) -> str:

@@ -4,10 +4,10 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from shardmake.core.atomic import digest
 from shardmake.core.errors import DiskFullError
@@ -23,10 +23,12 @@ _ADVICE = "Free some space (`shardmake clean` lists removable files), or keep fe
 
 @dataclass(frozen=True)
 class FreeSpace:
-    """The bytes, or files, that can still be written, and the source of this limit."""
+    """The bytes and the files that can still be written, and the sources of these limits."""
 
     free: int
     limit: str
+    files: int = field(default=UNLIMITED, compare=False)
+    files_limit: str = field(default="", compare=False)
 
 
 def check_save(folder: Path, size: int) -> None:
@@ -39,23 +41,22 @@ def require_space(folder: Path, needed: int, sentence: str) -> str:
 
     A `DiskFullError` is also raised if fewer than `_FEW_FILES` files can be created.
     """
-    space, files = free_space(folder), free_files(folder)
+    space = free_space(folder)
     text = f"{sentence}, and {folder} has {format_bytes(space.free)} left ({space.limit})."
     if needed > space.free:
         raise DiskFullError(f"{text} {_ADVICE}")
-    if files.free < _FEW_FILES:
-        raise DiskFullError(f"{sentence}, and {folder} has only {files.free} files left ({files.limit}). {_ADVICE}")
+    if space.files < _FEW_FILES:
+        raise DiskFullError(
+            f"{sentence}, and {folder} has only {space.files} files left ({space.files_limit}). {_ADVICE}"
+        )
     return text
 
 
 def free_space(folder: Path) -> FreeSpace:
     """Return the smallest limit for writes into ``folder``, which may not exist yet."""
-    return _least(_limits(folder), 0)
-
-
-def free_files(folder: Path) -> FreeSpace:
-    """Return the smallest limit for new files in ``folder``, which may not exist yet."""
-    return _least(_limits(folder), 1)
+    limits = _limits(folder)
+    (free, _, limit), (_, files, files_limit) = (min(limits, key=itemgetter(column)) for column in (0, 1))
+    return FreeSpace(free, limit, files, files_limit)
 
 
 def _limits(folder: Path) -> list[tuple[int, int, str]]:
@@ -67,11 +68,6 @@ def _limits(folder: Path) -> list[tuple[int, int, str]]:
         (shutil.disk_usage(existing).free, files, "free on the file system"),
         *((*left, f"your quota on {point}") for left in quotas),
     ]
-
-
-def _least(limits: list[tuple[int, int, str]], column: Literal[0, 1]) -> FreeSpace:
-    least = min(limits, key=itemgetter(column))
-    return FreeSpace(least[column], least[2])
 
 
 def _quotas(folder: Path) -> tuple[str, list[tuple[int, int]]]:

@@ -12,6 +12,10 @@ class ShardmakeError(ValueError):
     """An error that the user can fix. The command line prints the message without a traceback and exits with 2."""
 
 
+class LinkError(ShardmakeError, OSError):
+    """A path in a run's folder is a link, which somebody may have put there, and is not followed."""
+
+
 class ConfigError(ShardmakeError):
     """The configuration, the cluster file or a command-line option cannot be used."""
 

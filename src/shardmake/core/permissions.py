@@ -5,11 +5,11 @@ import getpass
 import logging
 import os
 import stat
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 from shardmake.core.errors import SlurmError
+from shardmake.core.run_folder import descriptor
 from shardmake.core.temporary import process_folder
 
 logger = logging.getLogger(__name__)
@@ -52,19 +52,14 @@ def add_mode(path: Path, mode: int) -> None:
     if found.st_uid != os.getuid() or stat.S_ISLNK(found.st_mode) or found.st_mode & mode == mode:
         return
     # The group may put a link in place of the path at any moment, so the mode is changed through what is open.
-    with contextlib.suppress(OSError), _opened(path) as descriptor:
-        found = os.fstat(descriptor)
-        if found.st_uid == os.getuid():
-            os.fchmod(descriptor, stat.S_IMODE(found.st_mode) | mode)
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    with contextlib.suppress(OSError):
+        file = descriptor(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            found = os.fstat(file)
+            if found.st_uid == os.getuid():
+                os.fchmod(file, stat.S_IMODE(found.st_mode) | mode)
+        finally:
+            os.close(file)
 
 
 @cache

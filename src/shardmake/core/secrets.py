@@ -18,6 +18,7 @@ from typing import Any, TextIO, cast
 from urllib.parse import quote, quote_plus
 
 from shardmake.core.environment import hub_token_file
+from shardmake.core.run_folder import open_file
 
 _NAMES = re.compile(
     r"TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|PASSPHRASE|PGPASS|CREDENTIAL|(?:^|_)KEY(?:_|$)|(?:ACCESS|API)_?KEY",
@@ -292,7 +293,7 @@ class LogCopy:
         assert process.stdout is not None, "it is a pipe"
         self._output = process.stdout
         self._secrets = known_secrets(environment)
-        self._log = log.open("ab", buffering=0)
+        self._log = open_file(log, "ab", buffering=0)
         self._thread = threading.Thread(target=self._copy, daemon=True)
         self._thread.start()
 

@@ -4,7 +4,6 @@ Rows stay in the files of the encoded sources. Splits, mixtures and orders are n
 """
 
 import os
-import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardmake.config.models import Run, TrainSource
 from shardmake.core.errors import DataError
+from shardmake.core.run_folder import remove, rename
 from shardmake.data.chat import ChatTemplate
 from shardmake.data.encoding import encode_source
 from shardmake.data.examples import NOTED, Part, check_vocabulary, encode_rows, make_encoder
@@ -162,12 +162,12 @@ def _in_order(rows: "np.ndarray", order: str, seed: int, tokens: "np.ndarray") -
 
 def _save(split: str, sequences: "datasets.Dataset", work: Path) -> dict[str, Any]:
     folder = work / split
-    shutil.rmtree(folder, ignore_errors=True)  # a killed process may have left links to files of another run
+    remove(folder)  # a killed process may have left links to files of another run
     packed = [Path(file["filename"]) for file in sequences.cache_files if file["filename"].endswith(f"{split}.packed")]
     if len(packed) == 1:  # the file is complete: it becomes the split instead of a copy
         sequences.select(range(1)).save_to_disk(str(folder))
         (written,) = folder.glob("*.arrow")
-        packed[0].replace(written)
+        rename(packed[0], written)
     else:
         sequences.save_to_disk(str(folder))
     for path in folder.iterdir():

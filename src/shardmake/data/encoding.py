@@ -16,6 +16,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardmake.core.run_folder import make_folder, rename
 from shardmake.data.files import RawRow, raw_rows
 from shardmake.data.sources import Source
 
@@ -42,7 +43,7 @@ def encode_source(source: Source, chosen: "np.ndarray", encode: Encode, folder: 
     """
     import datasets
 
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     total = int(chosen.sum())
     rows = compress(enumerate(raw_rows(source.paths)), chosen)
     batches = enumerate(_logged(iter(lambda: list(islice(rows, _ROWS_IN_BATCH)), []), str(source), total))
@@ -64,7 +65,7 @@ def _write_part(path: Path, batches: "Iterator[pyarrow.RecordBatch]") -> None:
     with pyarrow.ipc.new_stream(str(unfinished), first.schema) as writer:
         for batch in chain([first], batches):
             writer.write_batch(batch)
-    unfinished.rename(path)
+    rename(unfinished, path)
 
 
 def _encoded(

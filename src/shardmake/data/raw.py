@@ -10,6 +10,7 @@ from typing import Any
 
 from shardmake.config.formats import raw_files
 from shardmake.core.errors import DataError
+from shardmake.core.run_folder import make_folder, make_link
 from shardmake.data.sources import file_record
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import DataReceipt
@@ -36,8 +37,8 @@ def link_raw(source: Path, identity: Mapping[str, Any], folder: Path) -> None:
     root = _root(source).resolve()
     for file in identity["files"]:
         link = folder / file["path"]
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(root / file["path"])
+        make_folder(link.parent)
+        make_link(link, root / file["path"])
 
 
 def are_linked(source: Path, identity: Mapping[str, Any], folder: Path) -> bool:

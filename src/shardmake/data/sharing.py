@@ -15,6 +15,7 @@ from typing import Any
 
 from shardmake.core.atomic import sha256
 from shardmake.core.errors import ShardmakeError
+from shardmake.core.run_folder import make_folder, open_file, remove
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import DataReceipt
 
@@ -40,8 +41,8 @@ def locked(runs: Path, name: str) -> Iterator[None]:
     path = runs / ".locks" / name
     with contextlib.ExitStack() as opened:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = opened.enter_context(path.open("a"))
+            make_folder(path.parent)
+            file = opened.enter_context(open_file(path, "a"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -72,12 +73,12 @@ def take_same_data(rundir: RunDir, inputs: Mapping[str, Any], work: Path) -> Dat
 
 def _take_splits(folder: Path, receipt: DataReceipt, work: Path) -> bool:
     for split in ("train", "eval"):
-        shutil.rmtree(work / split, ignore_errors=True)
+        remove(work / split)
         shutil.copytree(folder / split, work / split, copy_function=link_or_copy)
     if all(sha256(work / file.path) == file.sha256 for part in (receipt.train, receipt.eval) for file in part.files):
         return True
     for split in ("train", "eval"):
-        shutil.rmtree(work / split)
+        remove(work / split)
     return False
 
 

@@ -5,7 +5,6 @@ temporary folder and renamed. The receipt is written last.
 """
 
 import logging
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
@@ -14,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardmake.config.formats import RAW
 from shardmake.config.models import EvalSource, Run
-from shardmake.core.atomic import digest, fsync_directory
+from shardmake.core.atomic import digest
 from shardmake.core.errors import ShardmakeError
+from shardmake.core.run_folder import fsync_directory, make_folder, open_file, remove, rename, unlink
 from shardmake.core.units import plural
 from shardmake.data.build import build
 from shardmake.data.examples import day_of, load_tokenizer, open_chat_template, open_parts, tokenizer_digest
@@ -143,24 +143,24 @@ def _workspace(rundir: RunDir, inputs: str) -> Iterator[Path]:
     """
     work = rundir.data.with_name(".data.tmp")
     if not (work / inputs).exists():
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-        (work / inputs).touch()
+        remove(work)
+        make_folder(work, private=True)
+        open_file(work / inputs, "a").close()
     try:
         yield work
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        remove(work)
 
 
 def _publish(work: Path, rundir: RunDir, receipt: DataReceipt) -> None:
     """Rename the splits into place, then write the receipt; remove an outdated receipt first."""
-    rundir.data.mkdir(parents=True, exist_ok=True)
+    make_folder(rundir.data)
     if _read(rundir) != receipt:
-        rundir.data_receipt.unlink(missing_ok=True)
+        unlink(rundir.data_receipt)
     for part in ("train", "eval", RAW):
-        shutil.rmtree(rundir.data / part, ignore_errors=True)
+        remove(rundir.data / part)
         if (work / part).exists():
-            (work / part).rename(rundir.data / part)
+            rename(work / part, rundir.data / part)
     fsync_directory(rundir.data)
     receipt.write(rundir.data_receipt)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from shardmake.config.models import Cluster, Slurm
-from shardmake.core.disk import UNLIMITED, free_files, free_space, mount_of
+from shardmake.core.disk import UNLIMITED, FreeSpace, free_space, mount_of
 from shardmake.core.environment import PROJECT, hub_cache, installed_versions
 from shardmake.core.errors import ShardmakeError, nearest
 from shardmake.core.hub import ask_endpoint
@@ -215,11 +215,11 @@ def check_shared_folder(folder: Path, *, on_slurm: bool) -> Iterator[Finding]:
     else:
         yield ok("shared folder", found)
     yield check_lock(folder)
-    yield _check_space(folder)
-    files = free_files(folder)
-    found = "no limit" if files.free == UNLIMITED else f"{files.free:,} ({files.limit})"
+    space = free_space(folder)
+    yield _check_space(space)
+    found = "no limit" if space.files == UNLIMITED else f"{space.files:,} ({space.files_limit})"
     advice = "Put environment and caches elsewhere, or use an image (`slurm.container`)."
-    yield ok_if(files.free >= FEW_FILES, "free files", found, advice)
+    yield ok_if(space.files >= FEW_FILES, "free files", found, advice)
 
 
 def check_lock(folder: Path) -> Finding:
@@ -242,8 +242,7 @@ def check_lock(folder: Path) -> Finding:
     return warning("file locks", f"two locks of one file were granted in {folder}", advice)
 
 
-def _check_space(folder: Path) -> Finding:
-    space = free_space(folder)
+def _check_space(space: FreeSpace) -> Finding:
     advice = "A checkpoint takes 12 to 16 bytes for each trained parameter. The plan compares it with this space."
     return ok_if(space.free >= FEW_BYTES, "free space", f"{format_bytes(space.free)} ({space.limit})", advice)
 

@@ -13,6 +13,7 @@ from shardmake.config.models import Cluster, Dpo, Kto, Run
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.core.atomic import write_text
 from shardmake.core.environment import hidden
+from shardmake.core.run_folder import unlink
 from shardmake.core.secrets import redact
 from shardmake.evaluate.assess import Assessment, EvaluationSetup, assess_with_retries, held_out_answers
 from shardmake.evaluate.backends import choose_backend, count_ranks, this_machine, weights_size
@@ -96,7 +97,7 @@ def _compare_models(
         logger.info(f"reward accuracy {rewards.accuracies:.1%}, margin {rewards.margins:.4f}")
     if labelled := result.completions:
         logger.info(f"reward accuracy {labelled.accuracy:.1%}, margin {labelled.rewards.margins:.4f}")
-    rundir.evaluation_losses.unlink(missing_ok=True)
+    unlink(rundir.evaluation_losses)
     if run.evaluation.losses:
         write_text(rundir.evaluation_losses, _losses_table(base.scores, tuned.scores))
         logger.info(f"The loss of each example is in {rundir.evaluation_losses}.")

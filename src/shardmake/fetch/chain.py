@@ -16,6 +16,7 @@ from shardmake.core.atomic import sha256, write_bytes
 from shardmake.core.errors import ModelError
 from shardmake.core.fingerprint import FileEntry, fingerprint
 from shardmake.core.manifest import differences, read_files, record_twice
+from shardmake.core.run_folder import make_link, unlink
 from shardmake.fetch.model import choose_files, is_weights
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import MergeReceipt, WeightsReceipt
@@ -46,7 +47,7 @@ def copy_description(origin: Path, folder: Path) -> None:
     names = [name for name in choose_files(path.name for path in origin.iterdir()) if _is_description(name)]
     for path in folder.iterdir() if folder.is_dir() else ():
         if _is_description(path.name) and path.name not in names:  # of an earlier model
-            path.unlink()
+            unlink(path)
     for name in names:
         write_bytes(folder / name, (origin / name).read_bytes())
 
@@ -77,9 +78,9 @@ def link_weights(before: RunDir, folder: Path, run: Run) -> WeightsReceipt:
     _check_description(before, folder, run, files)
     weights = [name for name in files if not _is_description(name)]
     for path in [path for path in folder.iterdir() if not _is_description(path.name)]:
-        path.unlink()
+        unlink(path)
     for name in weights:
-        (folder / name).symlink_to(os.path.relpath(before.model.resolve() / name, folder.resolve()))
+        make_link(folder / name, os.path.relpath(before.model.resolve() / name, folder.resolve()))
     return WeightsReceipt(files={name: found[name][0] for name in weights}, merged=sha256(before.model_receipt))
 
 

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardmake.checkpoint.formats import huggingface
 from shardmake.checkpoint.formats.contents import StoredTensor
-from shardmake.core.atomic import fsync_directory, write_json
+from shardmake.core.atomic import write_json
 from shardmake.core.disk import require_space
 from shardmake.core.errors import ConfigError, ModelError
+from shardmake.core.run_folder import fsync_directory
 from shardmake.core.units import format_bytes
 
 if TYPE_CHECKING:

@@ -134,8 +134,10 @@ def _checked(path: Path, listed: "RepoFile") -> FileRecord:
 def _remove_unless(is_same: bool, path: Path) -> None:
     """Remove a file that differs from the hub's and raise, so that it is fetched again."""
     if not is_same:
-        path.resolve().unlink()
-        path.unlink(missing_ok=True)
+        blob = path.resolve()
+        path.unlink()
+        if blob.parent == path.parents[2].resolve() / "blobs":  # of the hub's cache, and nobody's file behind a link
+            blob.unlink(missing_ok=True)
         raise RuntimeError(f"{path.name} arrived damaged")
 
 

@@ -8,7 +8,6 @@ and not copied. A run keeps its commits after the first fetch. To change to a ne
 """
 
 import logging
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ from shardmake.core.disk import require_space
 from shardmake.core.errors import ModelError, ShardmakeError
 from shardmake.core.hub import commit_of, connect, is_hub_id, translate_hub_errors, with_retries
 from shardmake.core.manifest import FileRecord, read_folder, read_named, record
+from shardmake.core.run_folder import make_folder, remove, rename
 from shardmake.core.stores import is_url
 from shardmake.core.units import format_bytes
 from shardmake.data.sharing import link_or_copy, locked
@@ -223,15 +223,21 @@ def _examples(name: str, data: Data, folder: Path, split: Split, earlier: Mappin
     pinned = PinnedSource(name=name, subset=source.subset, revision=source.revision, commit=commit, path=str(folder))
     runs = folder.parents[2]
     with locked(runs, f"fetch-{digest([name, source.subset, commit, split])}"):
-        shutil.rmtree(folder, ignore_errors=True)  # other runs may have links to the files
-        files = _take_same(pinned, folder, runs.glob(f"*/fetched/{split}*/{ONE_SPLIT}"))
+        unfinished = folder.with_name(f".{folder.name}.partial")
+        remove(unfinished)
+        make_folder(unfinished, private=True)
+        content = unfinished / folder.name
+        files = _take_same(pinned, content, runs.glob(f"*/fetched/{split}*/{ONE_SPLIT}"))
         if files is None:
             logger.info(f"Fetching data {name}.")
-            folder.mkdir(parents=True)
-            write_split(source, commit, folder)
-            files = {str(path.relative_to(folder)): record(path) for path in data_files(folder)}
+            make_folder(content)
+            write_split(source, commit, content)
+            files = {str(path.relative_to(content)): record(path) for path in data_files(content)}
         fetched = pinned.model_copy(update={"files": files})
-        fetched.write(folder / ONE_SPLIT)
+        fetched.write(content / ONE_SPLIT)
+        remove(folder)  # other runs may have links to the files
+        rename(content, folder)
+        remove(unfinished)
     return fetched
 
 
@@ -245,12 +251,12 @@ def _take_same(wanted: PinnedSource, folder: Path, records: Iterable[Path]) -> d
             found = PinnedSource.read(place)
             if (found.name, found.subset, found.commit) == (wanted.name, wanted.subset, wanted.commit):
                 for name in found.files:
-                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    make_folder((folder / name).parent)
                     link_or_copy(str(place.parent / name), str(folder / name))
                 if all(record(folder / name) == file for name, file in found.files.items()):
                     logger.info(f"Took the data {wanted.name} of run {place.parents[2].name}.")
                     return found.files
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
     return None
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from shardmake.checkpoint import store
 from shardmake.checkpoint.reshard.convert import Route, route
 from shardmake.core.errors import DiskFullError, ShardmakeError, StopRequestedError, is_user_error
+from shardmake.core.run_folder import unlink
 from shardmake.core.units import format_duration
 from shardmake.launch import user_script
 from shardmake.launch.container import start_failure
@@ -97,7 +98,7 @@ def record_attempt(training: Training, job: SubmittedJob, status: JobStatus) -> 
     )
     # An earlier driver may have been killed right after it wrote this record.
     training.save_attempts([*(earlier for earlier in training.attempts if earlier.attempt != job.attempt), record])
-    training.rundir.job.unlink(missing_ok=True)
+    unlink(training.rundir.job)
     return outcome
 
 

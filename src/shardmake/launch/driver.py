@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from shardmake.config.models import Cluster, Run
 from shardmake.core.errors import ShardmakeError, SlurmError
 from shardmake.core.permissions import refuse_job_of_others
+from shardmake.core.run_folder import make_folder, open_file, unlink
 from shardmake.launch import user_script
 from shardmake.launch.attempt_end import apply_decision, record_attempt
 from shardmake.launch.jobs import ActiveJob, LocalJobs
@@ -45,7 +46,7 @@ def train(run: Run, cluster: Cluster, rundir: RunDir) -> None:
     Raises:
         ShardmakeError: the training cannot continue; the message says why.
     """
-    rundir.train.mkdir(parents=True, exist_ok=True)
+    make_folder(rundir.train)
     os.environ.setdefault(SNAKEMAKE_VARIABLE, snakemake_above())
     with hold_driver_lock(rundir) as lock, raise_on_signals():
         if owners := _owners(cluster, rundir):
@@ -96,7 +97,7 @@ def _remove_stop_file(training: Training) -> None:
     """Remove the stop file of an earlier request: a person who starts a driver without a job wants to continue."""
     if (stop_file := training.rundir.stop_file).exists():
         logger.info("Removing the stop file %s of an earlier request.", short_path(stop_file))
-        stop_file.unlink(missing_ok=True)
+        unlink(stop_file)
 
 
 def _has_ended_before(training: Training, job: SubmittedJob) -> bool:
@@ -117,7 +118,7 @@ def hold_driver_lock(rundir: RunDir) -> Iterator[int]:
         ShardmakeError: another driver holds the lock, or the file system has no locks.
     """
     held = os.environ.pop(LOCK_VARIABLE, None)
-    with open(int(held), "a+") if held else rundir.driver_lock.open("a+") as lock:  # noqa: PTH123
+    with open(int(held), "a+") if held else open_file(rundir.driver_lock, "a+") as lock:  # noqa: PTH123
         try:
             _lock(lock.fileno(), SECONDS_AFTER_A_NODE if current_driver_dir() else SECONDS_AFTER_A_KILL)
         except BlockingIOError:
@@ -173,7 +174,7 @@ def adopt(training: Training) -> SubmittedJob | None:
             f"({training.jobs.cancel_command(job.id)}). Then run the same command again."
         )
     logger.info("Job %s (attempt %d) of other settings has ended.", job.id, job.attempt)
-    training.rundir.job.unlink(missing_ok=True)
+    unlink(training.rundir.job)
     return None
 
 

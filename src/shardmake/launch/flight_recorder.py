@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.core.process import wait_for_output
+from shardmake.core.run_folder import open_file, unlink
 from shardmake.run.attempt import AttemptDir
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def recorder_variables(folder: AttemptDir, pipes: Path) -> dict[str, str]:
 
 def request_dump(folder: AttemptDir, pipes: Path, rank: int) -> bool:
     """Ask a rank of this node for its dump; return False if it has no pipe (no NCCL) or does not read it any more."""
-    dump_file(folder, rank).unlink(missing_ok=True)
+    unlink(dump_file(folder, rank))
     try:
         descriptor = os.open(pipes / f"rank-{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
@@ -80,7 +81,7 @@ def analyse_dumps(folder: AttemptDir) -> CollectiveHang:
     if not any(folder.stacks.glob(f"{_PREFIX}*")):
         return CollectiveHang()
     command = [sys.executable, "-m", __name__, str(folder.stacks)]
-    with (folder.stacks / "nccl-analysis.txt").open("w") as log:
+    with open_file(folder.stacks / "nccl-analysis.txt", "w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         printed = (wait_for_output(process, ANALYSIS_SECONDS) or "").splitlines()
     message, missing = json.loads(printed[-1]) if printed else ("", ())  # torch's tool may print before it

@@ -14,6 +14,7 @@ import psutil
 from shardmake.config.models import Cluster
 from shardmake.core.atomic import digest
 from shardmake.core.environment import checkout_commit, library_versions
+from shardmake.core.run_folder import open_file
 from shardmake.launch.slurm_states import JobState, JobStatus
 from shardmake.launch.watcher import PREFIX
 from shardmake.memory.hardware import from_cluster
@@ -98,7 +99,7 @@ class LocalJobs(Jobs):
     def submit(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> str:
         """See `Jobs`. The id is ``PID@START``, because a process id alone may be reused."""
         command = [sys.executable, "-m", "shardmake.launch.worker", str(folder.root), "0"]
-        with (folder.root / "worker.log").open("w") as log:
+        with open_file(folder.root / "worker.log", "w") as log:
             process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
             )

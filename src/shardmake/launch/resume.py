@@ -2,7 +2,6 @@
 
 import logging
 import os
-import shutil
 import time
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from shardmake.checkpoint import store
 from shardmake.checkpoint.record import refuse_unlisted
 from shardmake.checkpoint.reshard.convert import Route, find_route, reshard, set_load_universal
 from shardmake.checkpoint.training_receipt import is_final
+from shardmake.core.run_folder import make_folder, real_path, remove, rename
 from shardmake.core.units import GIB
 from shardmake.launch.rendezvous import RendezvousError
 from shardmake.run.attempt import Attempt, AttemptDir
@@ -33,8 +33,7 @@ def resume_checkpoint(rundir: RunDir, choice: Choice) -> Path | None:
     Raises:
         ShardmakeError: the checkpoint cannot be converted, or has files that its save did not write.
     """
-    resharded = rundir.resharded.resolve()
-    folder = rundir.checkpoints.resolve()
+    resharded, folder = real_path(rundir.resharded), real_path(rundir.checkpoints)
     newest = next(store.committed(folder), None)
     for checksums in (newest is not None and newest[0].size <= CHEAP_BYTES, True):
         found = store.recover(folder, checksums=checksums)
@@ -45,7 +44,7 @@ def resume_checkpoint(rundir: RunDir, choice: Choice) -> Path | None:
         record, checkpoint = found
         if find_route(record, checkpoint, choice.strategy, choice.world_size) is Route.NATIVE:
             refuse_unlisted(checkpoint, record)
-            shutil.rmtree(resharded, ignore_errors=True)
+            remove(resharded)
             return checkpoint
     out = resharded / checkpoint.name
     reshard(checkpoint, out, choice.strategy, choice.world_size)
@@ -95,10 +94,14 @@ def again_file(folder: AttemptDir, start: int) -> Path:
 
 
 def _archive(folder: AttemptDir, start: int) -> None:
-    """Move the records of an earlier ``start`` of the job to ``start-START``."""
+    """Move the records of an earlier ``start`` of the job to ``start-START``.
+
+    Where the job itself starts its ranks again, a stop file is of a request that came meanwhile, and stays.
+    """
     archive = folder.root / f"start-{start}"
-    archive.mkdir(exist_ok=True)
-    records = [folder.errors, folder.hang, folder.hung, folder.stacks, folder.stopped, folder.stop_file]
+    make_folder(archive, parents=False)
+    records = [folder.errors, folder.hang, folder.hung, folder.stacks, folder.stopped]
+    records += [] if again_file(folder, start).exists() else [folder.stop_file]
     for path in [*records, folder.heartbeats, *folder.root.glob("node-*.json")]:
         if path.exists():
-            path.replace(archive / path.name)
+            rename(path, archive / path.name)

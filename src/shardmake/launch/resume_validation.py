@@ -25,6 +25,7 @@ from shardmake.checkpoint.record import (
     share_of_files,
 )
 from shardmake.core.errors import CheckpointError
+from shardmake.core.run_folder import real_path
 from shardmake.core.units import GIB
 from shardmake.launch.preflight import PreflightError
 from shardmake.run.attempt import Attempt, AttemptDir
@@ -86,6 +87,6 @@ def confirm_damage(folder: AttemptDir) -> str:
         if record is not None and all(is_intact(record, checkpoint, name) for name in names):
             return ""
         # The next attempt makes a converted checkpoint again. Any other is kept under another name.
-        converted = checkpoint.parent == folder.read().rundir.resharded.resolve()
+        converted = checkpoint.parent == real_path(folder.read().rundir.resharded)
         (store.remove if converted else store.set_aside)(checkpoint)
     return f"{checkpoint.name} is damaged and was set aside. {found[0].host} found: {found[0].message}."

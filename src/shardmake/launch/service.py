@@ -23,6 +23,7 @@ from pydantic import Field
 from shardmake.config import models
 from shardmake.config.script_file import SERVICE_VARIABLES
 from shardmake.core.process import die_with_parent
+from shardmake.core.run_folder import make_folder
 from shardmake.core.secrets import LogCopy, redact
 from shardmake.core.units import plural
 from shardmake.launch.rendezvous import choose_address, listen
@@ -250,7 +251,7 @@ def _wait_for_address(
                 f"{host_name()} timed out waiting for {file}: the service did not become ready.", STARTING
             )
         time.sleep(_POLL_SECONDS)
-        folder.services.mkdir(exist_ok=True)
+        make_folder(folder.services, parents=False)
         list(folder.services.iterdir())  # makes NFS refresh the folder
     return found
 

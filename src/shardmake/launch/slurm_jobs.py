@@ -22,6 +22,7 @@ from shardmake.core.atomic import digest
 from shardmake.core.errors import SlurmError, TooFewNodesError
 from shardmake.core.permissions import private_folder
 from shardmake.core.private_names import private
+from shardmake.core.run_folder import make_folder
 from shardmake.launch.container import JobContainer, JobEnvironment, job_container
 from shardmake.launch.jobs import ActiveJob, job_name
 from shardmake.launch.slurm_request import SlurmRequest
@@ -83,7 +84,7 @@ class SlurmJobs:
 
         def submit() -> str:
             executor = self._executor(folder, plan, excluded)
-            folder.slurm.mkdir(parents=True, exist_ok=True)
+            make_folder(folder.slurm)
             try:
                 return str(private(executor).submit_command(_task_command(executor, folder)).job_id)
             except (FailedJobError, FailedSubmissionError, subprocess.CalledProcessError) as error:

@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import logging
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,6 +12,7 @@ from typing import NoReturn
 from shardmake.checkpoint import store
 from shardmake.checkpoint.reshard.convert import set_load_universal
 from shardmake.core.errors import StopRequestedError, TooFewNodesError
+from shardmake.core.run_folder import real_path, remove, unlink
 from shardmake.core.units import plural
 from shardmake.launch import user_script
 from shardmake.launch.jobs import attempt_settings, job_name
@@ -24,7 +24,7 @@ from shardmake.render.stage import copy_rendered
 from shardmake.run import set_aside
 from shardmake.run.attempt import AttemptDir, SubmittedJob
 from shardmake.run.attempt_history import excluded_nodes, next_fallback, suspected_nodes
-from shardmake.run.disk_budget import check_run, checkpoint_size
+from shardmake.run.disk_budget import check_run, checkpoint_size, warn_of_purge
 from shardmake.run.paths import RunDir, short_path
 from shardmake.run.plan import Choice, MemoryEstimates, Plan
 from shardmake.run.settings_digest import describe_changes
@@ -43,7 +43,8 @@ def submit(training: Training) -> SubmittedJob:
     if training.uses_slurm:
         require_slot(*slot)
     check_run(training.rundir)
-    training.rundir.train_receipt.unlink(missing_ok=True)
+    warn_of_purge(training.rundir, training.cluster.purge_days)
+    unlink(training.rundir.train_receipt)
     plan = training.current_plan()
     plan.write(folder.plan)
     fallback = next_fallback(training.attempts, training.plan_digest)
@@ -113,7 +114,7 @@ def _prepare_resume(training: Training, folder: AttemptDir, plan: Plan) -> Path 
 def _wait_for_slot(training: Training, unused: AttemptDir, ahead: list[str] | None) -> NoReturn:
     """Report once whose trainings are ahead, and become a process that waits in low memory, without the attempt."""
     limit, stop_file = training.cluster.trainings_per_user, str(training.rundir.stop_file.resolve())
-    shutil.rmtree(unused.root, ignore_errors=True)
+    remove(unused.root)
     if not training.has_waited:
         logger.info(waiting_message(ahead, training.rundir.name, limit))
     wait_until_slot(job_name(training.rundir.root), limit, stop_file, training.lock, str(waiting_snapshot()))
@@ -127,7 +128,7 @@ def choose_checkpoint(training: Training, choice: Choice) -> Path | None:
     Raises:
         ShardmakeError: the checkpoint cannot be converted.
     """
-    rundir, folder = training.rundir, training.rundir.checkpoints.resolve()
+    rundir, folder = training.rundir, real_path(training.rundir.checkpoints)
     store.discard_unfinished(folder)
     found = list(store.committed(folder))
     foreign = [path for record, path in found if record.settings_digest != training.settings_digest]
@@ -140,7 +141,7 @@ def choose_checkpoint(training: Training, choice: Choice) -> Path | None:
         theirs = newest[0].settings_digest
         changes = describe_changes(rundir, theirs, training.result_settings)
         set_aside.stash_and_restore(folder, theirs, training.settings_digest, changes)
-        rundir.metrics.unlink(missing_ok=True)
+        unlink(rundir.metrics)
     return resume_checkpoint(rundir, choice)
 
 

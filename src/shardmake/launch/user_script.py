@@ -11,6 +11,7 @@ from pydantic import Field
 
 from shardmake.checkpoint.training_receipt import write_script_receipt
 from shardmake.core.errors import EngineMismatchError, ShardmakeError
+from shardmake.core.run_folder import make_folder, unlink
 from shardmake.launch.outcome import Outcome
 from shardmake.run import set_aside
 from shardmake.run.attempt import AttemptDir
@@ -42,9 +43,9 @@ def prepare_folders(rundir: RunDir, settings_digest: str, settings: Mapping[str,
         changes = describe_changes(rundir, theirs, settings)
         for folder in filter(Path.exists, (rundir.checkpoints, rundir.script_output)):
             set_aside.stash_and_restore(folder, theirs, settings_digest, changes)
-        rundir.metrics.unlink(missing_ok=True)
+        unlink(rundir.metrics)
     for folder in (rundir.checkpoints, rundir.script_output):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     ScriptState(settings_digest=settings_digest, finished_by=None).write(_state(rundir))
 
 

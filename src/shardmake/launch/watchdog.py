@@ -21,6 +21,7 @@ import psutil
 
 from shardmake.core.build_locks import build_locks
 from shardmake.core.process import wait_for_output
+from shardmake.core.run_folder import make_folder, open_file, unlink
 from shardmake.core.units import numbered
 from shardmake.launch.flight_recorder import ANALYSIS_SECONDS, analyse_dumps, is_dumped, request_dump
 from shardmake.run.attempt import (
@@ -167,7 +168,7 @@ class Watchdog:
             self.awake_since = time.time()
             return False
         with contextlib.suppress(FileExistsError):
-            self.folder.hung.touch(exist_ok=False)
+            open_file(self.folder.hung, "x").close()
             self.missed = missed
         return True
 
@@ -188,12 +189,12 @@ class Watchdog:
         """Return whether heartbeats can be written: on a full file system training continues without them."""
         probe = self.beats / f".probe-{self.local_ranks.start}.tmp"
         try:
-            probe.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(probe.parent)
             probe.write_bytes(bytes(4096))
         except OSError:
             return False
         finally:
-            probe.unlink(missing_ok=True)
+            unlink(probe)
         return True
 
     def is_abandoned(self) -> bool:
@@ -214,7 +215,7 @@ class Watchdog:
         """
         beats = [self._beat(rank) for rank in self.local_ranks]
         processes = [_process_state(beat.pid) for beat in beats]
-        self.folder.stacks.mkdir(exist_ok=True)
+        make_folder(self.folder.stacks, parents=False)
         for beat in beats:
             _dump_stacks(self.folder, beat)
         recorded = [beat.rank for beat in beats if beat.pid and request_dump(self.folder, pipes, beat.rank)]
@@ -290,18 +291,14 @@ def _dump_stacks(folder: AttemptDir, beat: Heartbeat) -> None:
 
 def _flush(path: Path) -> None:
     """Sync ``path``, which its rank keeps open, so that other nodes see its content over NFS."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDWR)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    with contextlib.suppress(OSError), open_file(path, "r+") as file:
+        os.fsync(file.fileno())
 
 
 def _run_py_spy(pid: int, target: Path) -> None:
     program = shutil.which("py-spy", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
     if program is None:
         return
-    with target.open("w") as file:
+    with open_file(target, "w") as file:
         command = [program, "dump", "--nonblocking", "--pid", str(pid)]
         wait_for_output(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, text=True), _ANSWER_SECONDS)

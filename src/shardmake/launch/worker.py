@@ -6,7 +6,6 @@ Slurm starts the worker through `shardmake.launch.slurm_task`, the local executo
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from shardmake.core.environment import kernel_caches
 from shardmake.core.failures import explain
 from shardmake.core.permissions import make_private
 from shardmake.core.process import die_with_parent, wait_for_output
+from shardmake.core.run_folder import make_folder, open_file, remove
 from shardmake.core.secrets import redact
 from shardmake.core.temporary import temporary_folder
 from shardmake.launch.flight_recorder import recorder_variables
@@ -61,7 +61,10 @@ from shardmake.run.training_settings import TrainingSettings, script_environment
 
 WATCH_SECONDS = 5.0
 OTHERS_SECONDS = 120.0
-"""How long a failed node waits for the exit records of the others, which may collect stacks first."""
+"""How long a failed node waits for the exit records of the others, which may collect stacks first.
+
+A node with a damaged share of the checkpoint waits as long again as it read: the others may read as long.
+"""
 _ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 """Variables that configure torch's allocator; torch reads the second one first."""
 _COUNTERS = {"": ("", "memory.events"), "memory": ("memory", "memory.oom_control")}
@@ -101,7 +104,7 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.signal_name is None:
             self.signal_name = signal.Signals(number).name
-        self.file.touch()
+        open_file(self.file, "a").close()
 
 
 def run_slurm_task(attempt_folder: Path) -> int:
@@ -126,9 +129,9 @@ def _all_nodes_exited(folder: AttemptDir) -> bool:
     return _wait_for(lambda: folder.count_exits() >= nodes, folder) or folder.stop_file.exists()
 
 
-def _wait_for(condition: Callable[[], bool], folder: AttemptDir) -> bool:
+def _wait_for(condition: Callable[[], bool], folder: AttemptDir, seconds: float = 0) -> bool:
     """Return whether ``condition`` becomes true in time, before the job is asked to stop."""
-    deadline = time.monotonic() + OTHERS_SECONDS
+    deadline = time.monotonic() + OTHERS_SECONDS + seconds
     while not (found := condition()) and not folder.stop_file.exists() and time.monotonic() < deadline:
         time.sleep(1)
     return found
@@ -153,18 +156,19 @@ def _starts_again(folder: AttemptDir, node: WorkerNode) -> bool:
     again = again_file(folder, node.start)
     if again.exists() or not any(ended.damaged for ended in folder.exits()):  # node 0 may have been faster
         return again.exists()
+    seconds = sum(ended.ended - ended.started for ended in folder.exits() if ended.node_rank == node.rank)
     if node.rank:
-        return _wait_for(again.exists, folder)
+        return _wait_for(again.exists, folder, seconds)
     nodes = folder.read().job_nodes
-    if not _wait_for(lambda: folder.count_exits() >= nodes, folder) or folder.stop_file.exists():
+    if not _wait_for(lambda: folder.count_exits() >= nodes, folder, seconds) or folder.stop_file.exists():
         return False
     has_left = any(ended.message and not ended.damaged for ended in folder.exits())  # perhaps before the finding
     if has_left or not (damage := confirm_damage(folder)):
         return False
-    with folder.log(0).open("a") as log:  # the driver shows warnings of rank 0
+    with open_file(folder.log(0), "a") as log:  # the driver shows warnings of rank 0
         print(f"{RANK_0_WARNING}{damage} The job starts its ranks again.", file=log)
-    again.parent.mkdir()
-    again.touch()
+    make_folder(again.parent, parents=False)
+    open_file(again, "a").close()
     return True
 
 
@@ -186,7 +190,7 @@ def _run_node(folder: AttemptDir, node: WorkerNode) -> int:
             rendezvous = run_rendezvous(folder.rendezvous, node.start, node.rank, attempt.nodes, interface, seconds)
         attempt = read_settings(folder, node.start, seconds)
         phase, plan = "preflight", Plan.read(folder.plan)
-        with folder.log(node.rank).open("a", buffering=1) as log:
+        with open_file(folder.log(node.rank), "a", buffering=1) as log:
             check_node(folder, attempt, plan, node.rank, lambda line: print(line, file=log))
             if serves:
                 phase, returncode = SERVING, _serve(folder, attempt, plan, node, log)
@@ -238,7 +242,7 @@ def _describe_error(error: Exception, folder: AttemptDir, node_rank: int) -> str
     """Return the message for the driver; the traceback of an unexpected error goes to the node's log."""
     if known := explain(error, folder.root):
         return str(known)
-    with folder.log(node_rank).open("a") as log:
+    with open_file(folder.log(node_rank), "a") as log:
         traceback.print_exception(error, file=log)
     return f"Unexpected error: {type(error).__name__}: {error}"
 
@@ -287,7 +291,7 @@ def remove_local_files(folder: AttemptDir, attempt: Attempt) -> None:
     """Remove this run's node-local files, also those of an earlier worker that was killed."""
     remove_swap_files(read_json(folder.deepspeed, "shardmake train NAME"))
     if make_private(attempt.private):
-        shutil.rmtree(attempt.saves, ignore_errors=True)
+        remove(attempt.saves)
 
 
 def _wait(process: subprocess.Popen[bytes], watchdog: Watchdog, pipes: Path, kernels: Path) -> int:

@@ -8,10 +8,10 @@ import shutil
 import time
 from pathlib import Path
 
-from shardmake.core.atomic import exchange, fsync_directory
 from shardmake.core.disk import free_space
 from shardmake.core.errors import DiskFullError, PushError
 from shardmake.core.manifest import SUMS, differences, parse_sums, read_folder
+from shardmake.core.run_folder import exchange, fsync_directory
 from shardmake.core.units import format_bytes
 from shardmake.push.bundle import Bundle
 

@@ -4,7 +4,6 @@ Every number stands in one place, the plan or the run, and is written from there
 The files depend on the arguments alone; no training library is imported here.
 """
 
-import shutil
 import sys
 from pathlib import Path
 from typing import Final
@@ -14,6 +13,7 @@ import yaml
 from shardmake.config.models import Cluster, Run
 from shardmake.core.atomic import sha256, write_bytes, write_json, write_text
 from shardmake.core.errors import ConfigError
+from shardmake.core.run_folder import make_folder, remove, unlink
 from shardmake.memory.model import Model
 from shardmake.memory.read_config import read_model
 from shardmake.render.accelerate_file import accelerate_config
@@ -43,9 +43,9 @@ def render(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> list[str]:
         Rendering(files, one.choice, options) for (files, _), one, options in zip(merged, plans, flags, strict=True)
     ]
     check_rendered(renderings, model.hidden_size, cluster.scratch)
-    rundir.rendered.unlink(missing_ok=True)
-    shutil.rmtree(rundir.fallbacks, ignore_errors=True)
-    rundir.fallbacks.mkdir(parents=True)
+    unlink(rundir.rendered)
+    remove(rundir.fallbacks)
+    make_folder(rundir.fallbacks)
     for number, (files, _) in enumerate(merged):
         write_files(files, rundir.rendered_files(number), model)
     digests = {path.name: sha256(path) for path in _rendered(rundir.plan_folder)}
@@ -82,7 +82,7 @@ def write_files(files: Files, folder: Path, model: Model) -> None:
     if files.training.program.kind == "script":
         write_json(to.deepspeed_native, with_numbers(files.deepspeed, files.training.arguments, model.hidden_size))
     else:
-        to.deepspeed_native.unlink(missing_ok=True)
+        unlink(to.deepspeed_native)
 
 
 def copy_rendered(rundir: RunDir, plan: Plan, fallback: int, folder: Path) -> None:

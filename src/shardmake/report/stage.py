@@ -9,6 +9,7 @@ from typing import Any, Final
 from shardmake.config.models import Run
 from shardmake.core.atomic import write_text
 from shardmake.core.errors import ConfigError
+from shardmake.core.run_folder import unlink
 from shardmake.core.secrets import redact
 from shardmake.core.units import format_bytes, format_duration, format_number, plural
 from shardmake.report import figures
@@ -71,7 +72,7 @@ def write_report(run: Run, rundir: RunDir, profile: str = "slurm", before: Mappi
     drawings = {name: figures.as_svg(name, plot.drawing) for name, plot in shown.items()}
     for old in rundir.figures.glob("*.svg"):
         if old.stem not in drawings:
-            old.unlink()
+            unlink(old)
     for name, drawing in drawings.items():
         write_text(rundir.figure(name), drawing)
     entries = configuration({**(before or {}), rundir.name: run})

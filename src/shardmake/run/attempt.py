@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import Field
 
 from shardmake.core.atomic import digest, write_json
+from shardmake.core.run_folder import make_folder, open_file, protect, rename
 from shardmake.core.secrets import redact
 from shardmake.run.paths import BelowRoot, RunDir
 from shardmake.run.record import RunFile, RunRecord
@@ -213,6 +214,10 @@ class AttemptDir:
 
     root: Path
 
+    def __post_init__(self) -> None:
+        if self.root.parent.name == "attempts":
+            protect(self.root.absolute().parents[2])
+
     settings = BelowRoot("attempt.json", "The `Attempt`.")
     plan = BelowRoot("plan.json", "The plan of this attempt; its choice may be one of the fallbacks.")
     accelerate = BelowRoot("accelerate.yaml", "The Accelerate file of this attempt.")
@@ -387,10 +392,11 @@ def replace_unsynced(path: Path, record: RunRecord) -> None:
 
     Only its folder is made: after somebody moved the checkout, nothing appears under the old path.
     """
-    path.parent.mkdir(exist_ok=True)
+    make_folder(path.parent, parents=False)
     temporary = path.with_name(f".{path.stem}.tmp")
-    temporary.write_text(record.model_dump_json())
-    temporary.replace(path)
+    with open_file(temporary, "w") as file:
+        file.write(record.model_dump_json())
+    rename(temporary, path)
 
 
 def rank_report(folder: AttemptDir, rank: int, report: dict[str, Any]) -> None:

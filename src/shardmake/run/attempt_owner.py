@@ -6,10 +6,10 @@ or by a job that starts, and every other job ends at once.
 """
 
 import os
-import shutil
 from pathlib import Path
 from typing import Final
 
+from shardmake.core.run_folder import make_folder, open_file, remove, rename
 from shardmake.run.attempt import AttemptDir
 
 NOBODY: Final = "nobody"
@@ -35,17 +35,17 @@ def _owner(folder: AttemptDir) -> str | None:
 def _claim_first(folder: AttemptDir, job: str) -> None:
     """Move a folder with one file into place: of several renames to a folder that is not empty, one succeeds."""
     claimed = folder.root / f".owner.{os.uname().nodename}.{os.getpid()}"
-    claimed.mkdir(exist_ok=True)
-    (claimed / job).touch()
+    make_folder(claimed, parents=False)
+    open_file(claimed / job, "a").close()
     try:
-        claimed.rename(folder.owner)
+        rename(claimed, folder.owner)
     except OSError:  # another claim was first, or a file server reports an error for a request that it got twice
         if not folder.owner.exists():
             raise
         if _owner(folder) is None:
-            (folder.owner / job).touch()
+            open_file(folder.owner / job, "a").close()
     finally:
-        shutil.rmtree(claimed, ignore_errors=True)
+        remove(claimed)
 
 
 def attempt_of_script(script: Path) -> AttemptDir | None:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardmake.core.run_folder import protect, refuse_link
+
 DATA_RECEIPT = "receipt.json"
 """Name of the receipt in the data folder."""
 
@@ -102,10 +104,14 @@ class RunDir:
     driver_lock = BelowRoot("train/driver.lock", "Held by the driver that watches the training.")
     staged_checkpoints = BelowRoot("train/checkpoints/.saving", "Folder of saves that are not finished.")
 
-    def links(self) -> list[Path]:
-        """Return the paths of the run that are symbolic links."""
-        known = [value.path for value in vars(type(self)).values() if isinstance(value, BelowRoot)]
-        return [path for path in (self.root / name for name in known) if path.is_symlink()]
+    def __post_init__(self) -> None:
+        protect(self.root)
+
+    def refuse_links(self) -> None:
+        """Raise `ShardmakeError` if a path of the run is a link, before a stage has done anything."""
+        names = [value.path for value in vars(type(self)).values() if isinstance(value, BelowRoot)]
+        for path in (self.root, *(self.root / name for name in names)):
+            refuse_link(path)
 
     @classmethod
     def pattern(cls) -> "RunDir":

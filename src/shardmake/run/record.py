@@ -74,15 +74,6 @@ def check_format(rundir: RunDir) -> None:
             _check_format(path, path.read_bytes())
 
 
-def refuse_links(rundir: RunDir) -> None:
-    """Raise `ShardmakeError` if a path that a stage writes or empties is a link: what it leads to is not the run's."""
-    for path in rundir.links():
-        raise ShardmakeError(
-            f"{path} is a link to {path.readlink()}. Stages replace and remove what they find there, so they follow no "
-            f"link. Put a folder in its place. For a larger file system, make {rundir.root.parent} itself a link."
-        )
-
-
 def _check_format(path: Path, content: bytes) -> None:
     """Raise `ShardmakeError` if a file has another format; a damaged file is reported by its reader."""
     try:

@@ -5,6 +5,8 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+from shardmake.core.run_folder import rename
+
 logger = logging.getLogger(__name__)
 
 
@@ -15,11 +17,11 @@ def stash_and_restore(folder: Path, theirs: str, ours: str, changes: str) -> Non
     """
     aside = next(place for place in _places(folder, theirs) if not place.exists())
     logger.info("The folder %s belongs to other settings (%s). Renamed it to %s.", folder.name, changes, aside.name)
-    folder.rename(aside)
+    rename(folder, aside)
     own = next(_places(folder, ours))
     if own.exists():
         logger.info("Restoring %s, which belongs to the current settings.", own.name)
-        own.rename(folder)
+        rename(own, folder)
 
 
 def _places(folder: Path, settings_digest: str) -> Iterator[Path]:

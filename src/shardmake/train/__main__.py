@@ -6,7 +6,6 @@ Nothing else is imported before the signals are set.
 import faulthandler
 import logging
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -14,9 +13,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardmake.core.atomic import write_bytes
 from shardmake.core.log import configure_logging
 from shardmake.core.private_names import check_libraries, library_warnings
 from shardmake.core.process import die_with_parent
+from shardmake.core.run_folder import make_folder, open_file
 from shardmake.core.secrets import redact_output
 from shardmake.core.temporary import temporary_folder
 
@@ -51,8 +52,8 @@ def main() -> None:
 
     attempt = AttemptDir(folder)
     # The worker requests the stacks with SIGUSR1; faulthandler answers even from inside a call that never returns.
-    attempt.stacks.mkdir(exist_ok=True)
-    faulthandler.register(signal.SIGUSR1, file=attempt.stack(rank).open("w"), all_threads=True)
+    make_folder(attempt.stacks, parents=False)
+    faulthandler.register(signal.SIGUSR1, file=open_file(attempt.stack(rank), "w"), all_threads=True)
     try:
         write_heartbeat(attempt, rank, "start", 0)
         check_libraries()
@@ -104,7 +105,8 @@ def _check_network(folder: "AttemptDir", rank: int) -> None:
             check_all_reduce(settings)
         except NetworkCheckError as error:
             if settings.nccl_log and settings.nccl_log.exists():
-                kept = shutil.copyfile(settings.nccl_log, folder.nccl_log(rank))
+                kept = folder.nccl_log(rank)
+                write_bytes(kept, settings.nccl_log.read_bytes())
                 error.args = (f"{error}. NCCL's messages are in {kept}",)
             beats = [folder.beat(rank) for rank in error.missing]
             error.host = error.host or next((beat.host for beat in beats if beat), None)

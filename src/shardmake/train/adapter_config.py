@@ -15,6 +15,7 @@ import torch
 
 from shardmake.checkpoint.formats.lora import DEFAULT, REFERENCE
 from shardmake.core.errors import ShardmakeError
+from shardmake.core.run_folder import make_folder, rename
 from shardmake.run.adapter_settings import CONFIG, AdapterSettings
 
 logger = logging.getLogger(__name__)
@@ -49,10 +50,10 @@ def _write(owner: Any, config: Any, folder: Path) -> None:
     if path.exists():
         _compare(path, config)
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with TemporaryDirectory(dir=folder, prefix=".adapter-") as unfinished:
         _as_saved(owner, config, Path(unfinished))
-        (Path(unfinished) / CONFIG).replace(path)
+        rename(Path(unfinished) / CONFIG, path)
 
 
 def _as_saved(owner: Any, config: Any, folder: Path) -> None:

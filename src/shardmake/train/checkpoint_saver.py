@@ -16,7 +16,6 @@ before stay unchanged in all cases.
 import contextlib
 import errno
 import logging
-import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -32,8 +31,9 @@ from shardmake.core import disk
 from shardmake.core.environment import library_versions
 from shardmake.core.errors import DiskFullError, ShardmakeError
 from shardmake.core.fingerprint import FileEntry
+from shardmake.core.run_folder import make_folder, remove
 from shardmake.core.units import format_bytes, format_duration
-from shardmake.run.attempt import AttemptDir
+from shardmake.run.attempt import AttemptDir, restarts
 from shardmake.train.async_saver import MARGIN, ScratchFolder, upload_error
 from shardmake.train.collectives import (
     barrier,
@@ -100,7 +100,7 @@ class Saver:
         """The staged checkpoint that is being uploaded, the same on every rank."""
         self.upload: subprocess.Popen[str] | None = None
         """The process that uploads this node's part; None on all ranks but the node's first."""
-        self.staging = store.staging_folder(folder, int(attempt.root.name) if attempt else 1)
+        self.staging = store.staging_folder(folder, *((int(attempt.root.name), restarts()) if attempt else (1,)))
         """The folder of this attempt's unfinished saves."""
         self.write_dir = self.staging
         """The folder that contains the checkpoint while the ranks write it."""
@@ -192,13 +192,15 @@ class Saver:
         """
         self._stop_if_superseded()
         for left in (self.staging, *(path for _, path in store.checkpoints(self.folder / store.STAGING))):
-            shutil.rmtree(left, ignore_errors=True)
+            remove(left)
         newest = self.space.newest()
         needed = self.space.needed()
         seconds = newest[0].save_seconds if newest and self.scratch else 0.0
         problem = self.space.make(needed)
         if problem and required and self.room_seconds:
             problem = self._wait_for_room(step, needed, problem)
+        if not problem:
+            make_folder(self.staging, private=True)
         return problem, needed, seconds
 
     def _stop_if_superseded(self) -> None:
@@ -260,7 +262,7 @@ class Saver:
 
     def _discard(self, written: Path) -> None:
         """Remove an unfinished checkpoint from a full disk; below the checkpoints, the files of all nodes."""
-        shutil.rmtree(self.staging if written.is_relative_to(self.staging) else written, ignore_errors=True)
+        remove(self.staging if written.is_relative_to(self.staging) else written)
 
 
 def _assemble(staged: Path) -> dict[str, FileEntry]:
@@ -300,7 +302,7 @@ class CheckpointSpace:
 
     def make(self, needed: int) -> str:
         """Remove what may be removed until ``needed`` bytes fit; return an error message if they do not."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         for free_space in (lambda: None, self._remove_damaged, self._remove_older):
             free_space()
             if needed <= disk.free_space(self.folder).free:

@@ -8,7 +8,6 @@ checkpoint. This module does not import torch.
 
 import contextlib
 import os
-import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +23,7 @@ from shardmake.checkpoint.store import Retention
 from shardmake.core.fingerprint import BLOCK, FileEntry
 from shardmake.core.log import configure_logging
 from shardmake.core.process import die_with_parent
+from shardmake.core.run_folder import make_folder, open_file, remove
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.record import RunRecord
 
@@ -47,7 +47,7 @@ class UploadRequest(RunRecord):
 def run_upload(request: UploadRequest) -> None:
     """Copy this node's files; on node 0, wait for the listings of the other nodes and commit the checkpoint."""
     files = _copy_all(request)
-    shutil.rmtree(request.local, ignore_errors=True)
+    remove(request.local)
     if request.node:
         write_listing(request.staged, request.node, files)
         return
@@ -58,9 +58,9 @@ def run_upload(request: UploadRequest) -> None:
 
 def copy(source: Path, target: Path) -> FileEntry:
     """Copy a file and make it durable; return the size and checksum of what was written."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     checksum = size = 0
-    with source.open("rb") as read, target.open("wb") as written:
+    with source.open("rb") as read, open_file(target, "wb") as written:
         while block := read.read(BLOCK):
             checksum = crc32(block, checksum)
             size += written.write(block)
@@ -74,7 +74,7 @@ def _copy_all(request: UploadRequest) -> dict[str, FileEntry]:
         _stop_if_superseded(request)
         return copy(request.local / name, request.staged / name)
 
-    request.staged.mkdir(parents=True, exist_ok=True)
+    make_folder(request.staged)
     names = list_files(request.local)
     with ThreadPoolExecutor(_WORKERS) as pool:
         return dict(zip(names, pool.map(copy_file, names), strict=True))

@@ -194,10 +194,10 @@ def test_kill_while_pruning_leaves_no_damaged_committed_checkpoint(
     for step in (5, 10):
         write(tmp_path, step, FILES)
 
-    def die(path: Path) -> None:
+    def die(name: str, **_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(store.shutil, "rmtree", die)
+    monkeypatch.setattr(shutil, "rmtree", die)
     with pytest.raises(KeyboardInterrupt):
         store.prune(tmp_path, Retention(keep=1))
     assert [record.step for record, _ in store.committed(tmp_path)] == [10]
@@ -206,7 +206,7 @@ def test_kill_while_pruning_leaves_no_damaged_committed_checkpoint(
 def test_staged_checkpoint_is_listed_once_it_is_committed(tmp_path: Path) -> None:
     write(tmp_path, 5, FILES)
     staged = write(store.staging_folder(tmp_path, 1), 10, FILES, committed=False)
-    assert staged == store.staged_path(tmp_path, 10, 1)
+    assert staged == store.staging_folder(tmp_path, 1) / "checkpoint-10"
     assert [step for step, _ in store.checkpoints(tmp_path)] == [5]
     final = store.commit(staged, make_record(staged, 10))
     assert newest(tmp_path) == 10 and final == tmp_path / "checkpoint-10" and not staged.exists()
@@ -232,7 +232,7 @@ def test_a_link_in_a_checkpoint_opens_no_file_elsewhere(tmp_path: Path) -> None:
     """A member of the group can put one there while the checkpoint is committed."""
     private = tmp_path / "id_ed25519"
     private.touch(0o600)
-    staged = store.staged_path(tmp_path, 5, 1)
+    staged = store.staging_folder(tmp_path, 1) / "checkpoint-5"
     staged.mkdir(parents=True)
     staged.chmod(0o2770)
     (staged / "model.safetensors").symlink_to(private)
@@ -265,13 +265,13 @@ def fail_rmtree(monkeypatch: pytest.MonkeyPatch, name: str, times: float) -> Non
     """Let the removal of the folder ``name`` fail this many times, as if an exiting process still wrote into it."""
     rmtree, left = shutil.rmtree, [times]
 
-    def fail(path: Path, ignore_errors: bool = False) -> None:
-        if path.name == name and left[0] > 0:
+    def fail(path: str, ignore_errors: bool = False, dir_fd: int | None = None) -> None:
+        if path == name and left[0] > 0:
             left[0] -= 1
-            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
-        rmtree(path, ignore_errors)
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", path)
+        rmtree(path, ignore_errors, dir_fd=dir_fd)
 
-    monkeypatch.setattr(store.shutil, "rmtree", fail)
+    monkeypatch.setattr(shutil, "rmtree", fail)
 
 
 def test_removal_is_retried_while_a_process_still_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

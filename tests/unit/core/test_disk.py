@@ -1,4 +1,5 @@
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from shardmake.config.models import Cluster
 from shardmake.core.disk import FreeSpace, check_save, free_space, mount_of, quota_left, tree_size
 from shardmake.core.errors import DiskFullError
 from shardmake.plan.stage import describe_checkpoints
-from shardmake.run.disk_budget import check_run, checkpoint_size
+from shardmake.run.disk_budget import check_run, checkpoint_size, warn_of_purge
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import PlaceEstimate
 from tests.finished_run import MEMORY, make_plan, make_run, make_rundir
@@ -29,6 +30,18 @@ def test_a_run_that_does_not_fit_is_rejected_with_its_parts(tmp_path: Path) -> N
         DiskFullError, match=r"will need .* GiB more \(checkpoints .* model 1024\.0 GiB\).*shardmake clean"
     ):
         check_run(rundir)
+
+
+def test_a_run_whose_files_the_site_will_purge_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rundir = make_rundir(tmp_path)
+    os.utime(rundir.plan, (0, time.time() - 55 * 86400))
+    for days, expected in ((None, ""), (90, ""), (60, f"{rundir.root} has files that were last changed 55 days ago")):
+        warn_of_purge(rundir, days)
+        assert expected in caplog.text and bool(expected) == bool(caplog.text)
+    caplog.clear()
+    os.utime(rundir.plan)
+    warn_of_purge(rundir, 60)
+    assert not caplog.text
 
 
 def test_existing_checkpoints_count(tmp_path: Path) -> None:

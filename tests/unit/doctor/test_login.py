@@ -125,8 +125,8 @@ def test_locks_of_a_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_little_free_space_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(login, "free_space", lambda folder: FreeSpace(4 * GIB, "your quota on /home"))
-    monkeypatch.setattr(login, "free_files", lambda folder: FreeSpace(4000, "your quota on /home"))
+    little = FreeSpace(4 * GIB, "your quota on /home", 4000, "your quota on /home")
+    monkeypatch.setattr(login, "free_space", lambda folder: little)
     found = verdicts(list(login.check_shared_folder(tmp_path, on_slurm=True)))
     assert found["free space"] is found["free files"] is WARNING
     cache = login.check_cache(make_cluster(cache=str(tmp_path)))

@@ -42,7 +42,7 @@ def save(folder: AttemptDir, step: int) -> Path:
 def test_a_restarted_job_resumes_from_its_newest_checkpoint_and_not_from_its_first(folder: AttemptDir) -> None:
     save(folder, 10)
     newest = save(folder, 20)
-    store.staged_path(newest.parent, 25, 1).mkdir(parents=True)
+    (store.staging_folder(newest.parent, 1) / "checkpoint-25").mkdir(parents=True)
     resume.prepare_restart(folder, 1)
     attempt = folder.read()
     assert (attempt.start, attempt.resume_from, attempt.finished) == (1, str(newest), False)

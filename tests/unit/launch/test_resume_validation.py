@@ -118,10 +118,16 @@ def test_the_job_itself_starts_its_ranks_again_from_an_older_checkpoint(
             time.sleep(0.05)
         return 0 if node.start else 1
 
+    def restart(folder: AttemptDir, start: int) -> None:
+        folder.stop_file.touch()
+        resume.prepare_restart(folder, start)
+
     monkeypatch.setattr(worker, "_run_ranks", run_ranks)
+    monkeypatch.setattr(worker, "prepare_restart", restart)
     with ThreadPoolExecutor(2) as pool:
         ended = pool.map(lambda rank: worker.main(folder.root, worker.WorkerNode(rank, start=0)), (0, 1))
         assert list(ended) == [0, 0]
+    assert folder.stop_file.exists(), "a request that comes meanwhile is not forgotten"
     assert {one for one in started if one[1] == "checkpoint-10"} == {(0, "checkpoint-10"), (1, "checkpoint-10")}
     attempt = folder.read()
     assert (attempt.start, attempt.again) == (1, 1) and not any(node.damaged for node in folder.exits())

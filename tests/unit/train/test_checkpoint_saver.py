@@ -196,13 +196,15 @@ def test_two_nodes_save_and_each_reads_only_what_it_wrote(tmp_path: Path, monkey
 
     def run(rank: int) -> None:
         with Saver(tmp_path, describe, Retention()).saving(4, required=True) as folder:
-            assert folder is not None and folder == node_files.node_path(store.staged_path(tmp_path, 4, 1), rank // 2)
+            assert folder is not None and folder == node_files.node_path(
+                store.staging_folder(tmp_path, 1) / "checkpoint-4", rank // 2
+            )
             (folder / "shards").mkdir(parents=True, exist_ok=True)
             (folder / f"shards/rank{rank}.pt").write_bytes(bytes([rank]) * (rank + 1))
             (folder / "config.json").write_bytes(b"{}")
             if rank == 3:  # perhaps before the ranks of node 0 have made their folder
-                store.staged_path(tmp_path, 4, 1).mkdir(parents=True, exist_ok=True)
-                (store.staged_path(tmp_path, 4, 1) / "late.json").write_bytes(b"late")
+                (store.staging_folder(tmp_path, 1) / "checkpoint-4").mkdir(parents=True, exist_ok=True)
+                (store.staging_folder(tmp_path, 1) / "checkpoint-4" / "late.json").write_bytes(b"late")
 
     nodes.run(run)
     ((record, path),) = store.committed(tmp_path)

@@ -46,7 +46,7 @@ class Site:
         self.root = root
         self.attempt = root / "attempts/001"
         self.shared = root / "checkpoints"
-        self.staged = store.staged_path(self.shared, 4, 1)
+        self.staged = store.staging_folder(self.shared, 1) / "checkpoint-4"
         self.scratch = [
             ScratchFolder(root / f"scratch/node-{node}", root / "scratch", self.attempt, node, 2, 0.5)
             for node in (0, 1)
@@ -54,7 +54,7 @@ class Site:
 
     def save(self, files: dict[int, dict[str, bytes]] = FILES) -> "Site":
         self.attempt.mkdir(parents=True)
-        before = store.staged_path(self.shared, 2, 1)
+        before = store.staging_folder(self.shared, 1) / "checkpoint-2"
         write(before, {"latest": b"global_step2"})
         entries = {"latest": fingerprint(before / "latest")}
         store.commit_and_prune(before, entries, {**DESCRIBED, "step": 2}, time.time(), Retention())

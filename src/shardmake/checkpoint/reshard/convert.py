@@ -24,6 +24,7 @@ from shardmake.core.atomic import read_json, write_json
 from shardmake.core.disk import check_save
 from shardmake.core.errors import CheckpointError
 from shardmake.core.fingerprint import fingerprint
+from shardmake.core.run_folder import make_folder, remove, rename
 
 if TYPE_CHECKING:
     from shardmake.checkpoint.reshard.states import States
@@ -107,21 +108,24 @@ def reshard(checkpoint: Path, out: Path, strategy: str | None, ranks: int) -> Ch
         done = _write(checkpoint, record, out, strategy, ranks)
     if STRATEGY_SPECS[strategy].uses_nvme:  # DeepSpeed copies the swap files from these folders, which are empty
         for rank in range(ranks):
-            rank_folder(universal_folder(out), rank).mkdir(parents=True, exist_ok=True)
+            make_folder(rank_folder(universal_folder(out), rank))
     return done
 
 
 def _write(checkpoint: Path, record: CheckpointRecord, out: Path, strategy: str, ranks: int) -> CheckpointRecord:
     """Convert to a folder beside ``out`` and rename it once its record is written."""
-    partial = out.with_name(f".{out.name}.partial")
-    for leftover in (partial, out):
-        shutil.rmtree(leftover, ignore_errors=True)
+    folder = out.with_name(f".{out.name}.partial")
+    for leftover in (folder, out):
+        remove(leftover)
+    make_folder(folder, private=True)
+    make_folder(partial := folder / out.name)
     _convert(checkpoint, record, partial, strategy)
     _copy_unsharded_files(checkpoint, partial, record.world_size, ranks)
     files = {name: fingerprint(partial / name, sync=True) for name in list_files(partial)}
     resharded = record.model_copy(update={"strategy": strategy, "world_size": ranks, "files": files})
     store.commit_in_place(partial, resharded)
-    partial.rename(out)
+    rename(partial, out)
+    remove(folder)
     return resharded
 
 
@@ -159,7 +163,7 @@ def _convert(checkpoint: Path, record: CheckpointRecord, target: Path, strategy:
     universal, states = target / ".universal", _read_states(checkpoint, record)
     write_universal(states, universal)
     write_distributed(states, universal, target)
-    shutil.rmtree(universal)
+    remove(universal)
 
 
 def _read_states(checkpoint: Path, record: CheckpointRecord) -> "States":
@@ -178,4 +182,4 @@ def _copy_unsharded_files(checkpoint: Path, target: Path, wrote: int, ranks: int
     several, single = target / "rng_state_0.pth", target / "rng_state.pth"  # the name without ranks is for one process
     written, read = (single if count == 1 else several for count in (wrote, ranks))
     if written.exists():
-        written.rename(read)
+        rename(written, read)

@@ -23,6 +23,7 @@ from shardmake.checkpoint.formats.dcp import MODEL_FOLDER, OPTIMIZER_FOLDER
 from shardmake.checkpoint.formats.zero import LATEST, MOMENTS, inner_folder, read_states, universal_folder
 from shardmake.core.atomic import write_text
 from shardmake.core.errors import CheckpointError
+from shardmake.core.run_folder import make_folder
 
 _MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
@@ -55,7 +56,7 @@ def write_universal(states: States, target: Path) -> None:
     inner = target / f"global_step{states.steps}"
     for name in states.names:
         folder = inner / "zero" / name
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         for kind in ("fp32", *MOMENTS):
             torch.save({"param": states.tensor(name, kind)}, folder / f"{kind}.pt")
         torch.save(states.adam_step, folder / "step.pt")

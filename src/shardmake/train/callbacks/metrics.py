@@ -1,6 +1,6 @@
 """Append the metrics of a training to ``metrics.jsonl``."""
 
-import contextlib
+import errno
 import os
 import time
 from pathlib import Path
@@ -10,6 +10,7 @@ import torch
 from pydantic import BaseModel
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from shardmake.core.run_folder import open_file
 from shardmake.run.metrics import DeviceMemory, MeanRewards, MetricsLine, Rewards, RewardScores, parse_line
 from shardmake.train.callbacks.best_effort import BestEffortWriter
 
@@ -36,7 +37,8 @@ class MetricsCallback(TrainerCallback):
         if state.is_world_process_zero and self.path.exists():
             lines = self.path.read_text().splitlines(keepends=True)
             kept = [line for line in lines if (found := parse_line(line)) and found.step <= state.global_step]
-            self.path.write_text("".join(kept))
+            with open_file(self.path, "w") as file:
+                file.writelines(kept)
 
     def on_log(
         self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, float] | None = None, **_: Any
@@ -90,14 +92,14 @@ def _reward_scores(logs: dict[str, float], start: str) -> RewardScores | None:
 
 def _append(path: Path, text: str) -> None:
     """Append all of ``text`` or nothing."""
-    size = path.stat().st_size if path.exists() else 0
-    try:
-        with path.open("a") as file:
-            file.write(text)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.truncate(path, size)
-        raise
+    with open_file(path, "ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            if file.write(text.encode()) < len(text.encode()):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(size)
+            raise
 
 
 def _device_memory() -> DeviceMemory | None:

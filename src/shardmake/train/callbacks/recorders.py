@@ -9,6 +9,7 @@ from transformers import TrainerCallback, TrainerState
 
 from shardmake.config.models import Profile
 from shardmake.core.private_names import private
+from shardmake.core.run_folder import make_folder, remove, rename
 from shardmake.train.callbacks.best_effort import BestEffortWriter
 from shardmake.train.rank_context import RankContext
 
@@ -49,8 +50,13 @@ class _Recorder(TrainerCallback):
             path = self.folder / f"{self.what}-steps-{self.started}-{state.global_step}"
             self.started = 0
             with self.writer.write():
-                self.folder.mkdir(parents=True, exist_ok=True)
-                logger.info("Recorded %s.", self.finish(path))
+                unfinished = path.with_name(f".{path.name}")
+                remove(unfinished)
+                make_folder(unfinished, private=True)
+                written = self.finish(unfinished / path.name)
+                rename(written, self.folder / written.name)
+                remove(unfinished)
+                logger.info("Recorded %s.", self.folder / written.name)
 
     def start(self) -> None:
         """Begin to record."""
@@ -73,11 +79,11 @@ class StepProfiler(_Recorder):
         self.profiler.start()
 
     def finish(self, path: Path) -> Path:
-        """Write the compressed trace under its name once it is whole."""
+        """Write the compressed trace."""
         self.profiler.stop()
-        part, whole = path.with_name(f".{path.name}.json.gz"), path.with_name(f"{path.name}.json.gz")
-        self.profiler.export_chrome_trace(str(part))
-        return part.replace(whole)
+        whole = path.with_name(f"{path.name}.json.gz")
+        self.profiler.export_chrome_trace(str(whole))
+        return whole
 
 
 class MemorySnapshot(_Recorder):

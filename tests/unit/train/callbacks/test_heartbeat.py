@@ -60,7 +60,7 @@ def test_full_disk_does_not_end_training(
 
     step()
     with monkeypatch.context() as full:
-        full.setattr(Path, "open", fill_up)
+        full.setattr("shardmake.train.callbacks.metrics.open_file", fill_up)
         full.setattr(heartbeat_module, "write_heartbeat", fill_up)
         step()
         step()

@@ -1,0 +1,177 @@
+"""The one place that opens, replaces and removes what lies inside a run's folder.
+
+Others of a lab may write to a shared run, and put a link to somebody's data in the place of any name at any moment.
+Each path is therefore reached from the run's folder by open descriptors, without following a link. Of a path in no
+run's folder, only the last name is treated so.
+"""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, Final
+
+from shardmake.core.errors import LinkError
+
+_RENAME_EXCHANGE: Final = 2
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_roots: set[str] = set()
+
+
+def protect(root: Path) -> None:
+    """Follow no link below ``root``, the folder of a run, in this process from now on."""
+    absolute = Path(os.path.abspath(root))  # noqa: PTH100 (resolve would follow links)
+    if str(absolute) not in _roots:
+        _roots.update({str(absolute), str(absolute.parent.resolve() / absolute.name)})
+
+
+def refuse_link(path: Path) -> None:
+    """Raise `LinkError` if ``path`` is a link."""
+    if path.is_symlink():
+        raise LinkError(
+            f"{path} is a link to {path.readlink()}. Stages replace and remove what they find there, so they follow no "
+            "link. Put a file or folder of the run in its place. For a larger file system, make the folder of all runs "
+            "a link."
+        )
+
+
+def real_path(path: Path) -> Path:
+    """Return ``path`` without the links in it, but for those below a run's folder, which are not followed."""
+    root = _root_of(path)
+    return root.parent.resolve() / path.absolute().relative_to(root.parent) if root else path.resolve()
+
+
+def open_file(path: Path, mode: str, **options: Any) -> IO[Any]:
+    """Open ``path`` as `open` does; raise `LinkError` for a link, and to write to a file with several names."""
+    return open(path, mode, opener=lambda _, flags: descriptor(path, flags), **options)
+
+
+def descriptor(path: Path, flags: int) -> int:
+    """Return the descriptor of ``path``, opened with ``flags``; raises as `open_file` does."""
+    with _parent(path) as (folder, name):
+        file = os.open(name, flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=folder)
+    writes = flags & (os.O_WRONLY | os.O_RDWR)
+    if writes and (found := os.fstat(file)).st_nlink > 1 and stat.S_ISREG(found.st_mode):
+        os.close(file)
+        raise LinkError(f"{path} is not written: it has {found.st_nlink} names (hard links). Remove this one.")
+    if flags & os.O_TRUNC:
+        os.ftruncate(file, 0)
+    return file
+
+
+def make_folder(path: Path, *, parents: bool = True, private: bool = False) -> None:
+    """Create the folder ``path``, which may exist.
+
+    Nobody else may write to a ``private`` one: libraries write to paths in it, which are renamed once complete.
+    """
+    with _parent(path, make=parents) as (folder, name):
+        try:
+            os.mkdir(name, 0o700 if private else 0o777, dir_fd=folder)
+        except FileExistsError:
+            found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            if not stat.S_ISDIR(found.st_mode):
+                raise
+            if private and (found.st_uid != os.geteuid() or found.st_mode & 0o077):
+                raise LinkError(
+                    f"{path} is not a folder of this user alone. Remove it, and run the same command again."
+                ) from None
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename ``source`` to ``target``, which it replaces if it is a file, a link or an empty folder."""
+    with _parent(target) as (other, new_name), _parent(source) as (folder, name):
+        os.rename(name, new_name, src_dir_fd=folder, dst_dir_fd=other)
+
+
+def remove_empty(folder: Path) -> None:
+    """Remove ``folder``; raise `OSError` if it is not empty."""
+    with _parent(folder) as (above, name):
+        os.rmdir(name, dir_fd=above)
+
+
+def make_link(path: Path, target: str | Path) -> None:
+    """Create ``path`` as a link to ``target``."""
+    with _parent(path) as (folder, name):
+        os.symlink(target, name, dir_fd=folder)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Let two existing paths of one file system change places at once; return False where that is not supported.
+
+    Linux' ``renameat2`` with ``RENAME_EXCHANGE``, for which Python has no function. NFS, for example, lacks it.
+    """
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    with _parent(one) as (first, name), _parent(other) as (second, other_name):
+        return bool(rename(first, os.fsencode(name), second, os.fsencode(other_name), _RENAME_EXCHANGE) == 0)
+
+
+def unlink(path: Path) -> None:
+    """Remove the file or link ``path`` if it exists; raise `OSError` for a folder."""
+    with contextlib.suppress(FileNotFoundError), _parent(path) as (folder, name):
+        os.unlink(name, dir_fd=folder)
+
+
+def remove(path: Path, *, strict: bool = False) -> None:
+    """Remove the file or folder ``path`` if it exists; of a link only the link, never what it leads to.
+
+    What cannot be removed of a folder stays, unless ``strict``: it raises the `OSError`, also without a folder.
+    """
+    try:
+        with _parent(path) as (folder, name):
+            if strict or stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                shutil.rmtree(name, ignore_errors=not strict, dir_fd=folder)
+            else:
+                os.unlink(name, dir_fd=folder)
+    except (FileNotFoundError, NotADirectoryError):
+        if strict:
+            raise
+
+
+def fsync_directory(folder: Path) -> None:
+    """Make new and renamed files in ``folder`` durable."""
+    with _parent(folder / "any") as (opened, _):
+        os.fsync(opened)
+
+
+@contextlib.contextmanager
+def _parent(path: Path, *, make: bool = False) -> Iterator[tuple[int, str]]:
+    """Yield the descriptor of the folder of ``path``, created if ``make``, and its name; errors name the whole path."""
+    path = Path(os.path.abspath(path))  # noqa: PTH100
+    root = _root_of(path)
+    start = root or path.parent
+    if make:
+        start.mkdir(parents=True, exist_ok=True)
+    try:
+        folder = os.open(start, _FOLDER if root else os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            for part in path.parent.relative_to(start).parts:
+                above, folder = folder, _enter(folder, part, make)
+                os.close(above)
+            yield folder, path.name
+        finally:
+            os.close(folder)
+    except OSError as error:
+        for inside in reversed([path, *path.parents]):
+            if _root_of(inside / "any"):
+                refuse_link(inside)
+        if isinstance(error.filename, str):
+            error.filename = str(path.parent / error.filename)
+        raise
+
+
+def _enter(folder: int, name: str, make: bool) -> int:
+    if make:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, dir_fd=folder)
+    return os.open(name, _FOLDER, dir_fd=folder)
+
+
+def _root_of(path: Path) -> Path | None:
+    """Return the run's folder that holds ``path``."""
+    absolute = Path(os.path.abspath(path))  # noqa: PTH100
+    return next((above for above in reversed(absolute.parents) if str(above) in _roots), None)
