@@ -19,6 +19,7 @@ from unittest import mock
 from shardmake.config.settings import SETTINGS
 from shardmake.core.errors import ConfigError
 from shardmake.core.private_names import private
+from shardmake.render.other_tools import TOOLS, TRL, Tool
 from shardmake.render.shell_script import is_unknown, read_commands, written
 from shardmake.render.trainer_settings import nearest_argument
 
@@ -39,33 +40,6 @@ _OTHER_PROGRAMS: Final = {
 # fmt: on
 """Programs that may name a launcher without starting it."""
 _WRAPPERS: Final = ("srun", "mpirun", "mpiexec", "exec", "nohup", "apptainer", "singularity")
-
-
-@dataclass(frozen=True)
-class Tool:
-    """A program that trains with settings of its own; ``commands`` are the words that start a training."""
-
-    title: str
-    commands: tuple[str, ...] = ()
-    has_arguments: bool = False
-    """Its options and its YAML file have the names of transformers' training arguments, with other defaults."""
-
-
-_TRL: Final = Tool("TRL", ("sft", "dpo", "grpo", "kto", "reward", "rloo"), has_arguments=True)
-_FACTORY: Final = Tool("LLaMA-Factory", ("train",), has_arguments=True)
-_TORCHTUNE: Final = Tool("torchtune", ("run",))
-TOOLS: Final = {
-    "trl": _TRL,
-    "llamafactory-cli": _FACTORY,
-    "llamafactory": _FACTORY,
-    "swift": Tool("ms-swift", ("sft", "pt", "rlhf"), has_arguments=True),
-    "axolotl": Tool("Axolotl", ("train",)),
-    "tune": _TORCHTUNE,
-    "torchtune": _TORCHTUNE,
-    **{name: Tool(title) for name, title in (("torchtitan", "torchtitan"), ("verl", "verl"), ("openrlhf", "OpenRLHF"))},
-    "nemo_automodel": Tool("NeMo Automodel"),
-}
-"""Tools by the name of their program or module."""
 
 
 @dataclass
@@ -206,7 +180,7 @@ def _tool_of(program: str) -> Tool | None:
     path = Path(program)
     with contextlib.suppress(OSError, UnicodeDecodeError):
         if path.suffix == ".py" and re.search(r"^\s*(from|import) trl\b", path.read_text(), re.MULTILINE):
-            return _TRL
+            return TRL
     names = path.parts[:-1] if path.suffix == ".py" else (program.partition(".")[0],)
     return next((TOOLS[name] for name in names if name in TOOLS), None)
 

@@ -29,6 +29,7 @@ from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import plural
 from shardmake.render import command_lines
 from shardmake.render.comparison import LIBRARIES, Comparison, Library, Problem, Row, Settings, Value, as_text
+from shardmake.render.other_tools import Tool
 from shardmake.render.shell_script import is_unknown, written
 
 Kind = user_files.Kind | Literal["training"]
@@ -250,7 +251,7 @@ def _of_command(command: command_lines.Command, sources: Sequence[ConfigFile]) -
     return training
 
 
-def _of_trainer(values: dict[str, Any], tool: command_lines.Tool | None) -> dict[str, Any]:
+def _of_trainer(values: dict[str, Any], tool: Tool | None) -> dict[str, Any]:
     """Return ``values`` without the keys that a tool has beside those of transformers."""
     from transformers import TrainingArguments
 
