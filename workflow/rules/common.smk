@@ -79,7 +79,9 @@ ROOT = Path(workflow.modifier.path_modifier.replace_prefix("runs/"))  # the fold
 
 # A configuration that the user names replaces the demo's. It is not read with `configfile:`: Snakemake's reader takes a
 # millisecond for each run, and its message about invalid YAML has no line.
-NAMES_CONFIG = workflow.overwrite_configfiles or workflow.config_settings.replace_workflow_config
+NAMES_CONFIG = workflow.overwrite_configfiles or (
+    workflow.config_settings.replace_workflow_config and workflow.config_settings.config
+)
 IS_DEFAULT = not (KEPT_CONFIG or IS_MODULE or NAMES_CONFIG)
 if IS_DEFAULT:
     workflow.configfiles.append(DEFAULT_CONFIG)
@@ -383,15 +385,21 @@ def report_results():
     }
     for run in sorted(made):
         paths = RunDir(ROOT / run)
-        result = EvaluationResult.read(paths.evaluation)
-        if result.scores:
-            score = "evaluation loss {0.loss:.4f} -> {1.loss:.4f}".format(*result.scores)
-        else:
-            score = f"preference accuracy {result.reward_model.accuracy:.1%}"
         logger.info(
-            f"{run}: {score}. The model is in {paths.model}, the report is {paths.report}. To compare runs: shardmake "
-            "compare"
+            f"{run}: {score_of(paths)}. The model is in {paths.model}, the report is {paths.report}. To compare runs: "
+            "shardmake compare"
         )
+
+
+def score_of(paths):
+    """Return the result of a run's evaluation in words; a finished workflow does not fail for it."""
+    try:
+        result = EvaluationResult.read(paths.evaluation)
+    except ShardmakeError:
+        return f"{paths.evaluation} cannot be read"
+    if result.scores:
+        return "evaluation loss {0.loss:.4f} -> {1.loss:.4f}".format(*result.scores)
+    return f"preference accuracy {result.reward_model.accuracy:.1%}"
 
 
 onsuccess:

@@ -10,7 +10,6 @@ from shardmake.checkpoint.formats.contents import Contents
 from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.checkpoint.formats.models import choose
 from shardmake.core.errors import CheckpointError, ShardmakeError
-from shardmake.run.paths import RunDir
 
 _NUMBERED = re.compile(
     r"(?:(?:checkpoint-|step-|global_step_|epoch=\d+-step=)(?P<step>\d+)|(?:checkpoint_|epoch[-_])(\d+))(?:\.ckpt)?"
@@ -210,7 +209,7 @@ def _read(path: Path, target: Target, key: str | None, layouts: Sequence[Layout]
 
 def _checkpoints(path: Path) -> list[Path]:
     """Return the numbered folders in ``path``, or where a run, Accelerate or torchtitan puts them, newest first."""
-    for folder in (path, RunDir(path).checkpoints, path / "checkpoints", path / "checkpoint"):
+    for folder in (path, path / "train" / "checkpoints", path / "checkpoints", path / "checkpoint"):
         entries = list(folder.iterdir()) if folder.is_dir() else []
         found = [(int(match[1] or match[2]), entry) for entry in entries if (match := _NUMBERED.fullmatch(entry.name))]
         if found:

@@ -18,7 +18,6 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def converted(checkpoint: Path, record: CheckpointRecord, target: Path, strategy: str) -> None:
         made.append(strategy)
-        target.mkdir(parents=True)
         (target / "weights").write_bytes(b"w")
 
     monkeypatch.setattr(convert, "_convert", converted)
