@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Final
 
 from shardmake.core.errors import ConfigError
+from shardmake.render.shell_words import shell_text, spread
 
 _UNKNOWN: Final = 0xE100
 """Start of the private characters that stand for those of a text whose value is unknown."""
@@ -27,7 +28,11 @@ _VALUE: Final = re.compile(r"([A-Za-z_]\w*)(\[[@*]\])?(?::?[-?=].*)?", re.DOTALL
 _REDIRECTION: Final = re.compile(r"\d*(?:&>>?|<<<|<<-?|>>|[<>]&|>\||<>|[<>])(?!\()")
 _OPERATOR: Final = re.compile(r"&&|\|\||;;&?|;&|\|&|[;&|()]")
 _WHOLE_ARRAY: Final = re.compile(r'"\$\{(\w+)\[@\]\}"')
-_FUNCTION: Final = re.compile(r"(?:\(\s*\)|function\s+\S+)\s*$")
+_FUNCTION: Final = re.compile(r"(?:([\w.-]+)\s*\(\s*\)|function\s+([^\s(]+)(?:\s*\(\s*\))?)\s*$")
+_SETS: Final = ("read", "let", "mapfile", "readarray", "unset", "getopts")
+"""Commands that set the variables that they name."""
+_ELEMENT: Final = re.compile(r"([A-Za-z_]\w*)\[[^]]*\]\+?=")
+_LAST_ENDED: Final = re.compile(r";[;&]+(?:\s|#[^\n]*\n)*esac\s*$")
 _BREAKS: Final = " \t\n;&|()<>"
 _Values = ChainMap[str, list[str]]
 """Variables; the first mapping has those that the innermost block set."""
@@ -75,6 +80,7 @@ class _Block:
     kind: str
     start: int
     before: _Values
+    name: str = ""
     ends: list[Mapping[str, list[str]]] = field(default_factory=list)
     """Variables that each branch set."""
     otherwise: bool = False
@@ -96,6 +102,8 @@ class _Reader:
     tests: bool = False
     """The commands are the condition of a branch or a loop."""
     changed: dict[int, set[str]] = field(default_factory=dict)
+    functions: dict[str, set[str]] = field(default_factory=dict)
+    """Variables that each function changes, by its name."""
     given: dict[str, list[list[str]]] = field(default_factory=dict)
     blocks: list[_Block] = field(default_factory=list)
     documents: list[str] = field(default_factory=list)
@@ -128,9 +136,12 @@ class _Reader:
         if not words or is_flag or words[0] in ("for", "select", "case", "function", "*"):
             return
         names = words[1:] if words[0] in _DECLARES else words
-        if words[0] in ("read", "let", "mapfile", "readarray", "unset"):
-            for word in words[1:]:
+        first = next((at for at, word in enumerate(words) if not _ASSIGNMENT.match(word)), 0)
+        if words[first] in _SETS or words[first : first + 2] == ["printf", "-v"]:
+            for word in words[first + 1 :]:
                 self._forget(re.match(r"\w*", word)[0])  # type: ignore[index]
+        elif element := _ELEMENT.match(words[0]):
+            self._forget(element[1])
         elif words[0] in _DECLARES or all(_ASSIGNMENT.match(word) for word in words):
             for word in names:
                 if found := _ASSIGNMENT.match(word):
@@ -138,8 +149,10 @@ class _Reader:
                     values = [value] if value[:1] != "\0" else value[1:].split("\0") if value[1:] else []
                     self._assign(found[1], values, value[:1] == "\0", extends=bool(found[2]), guarded=guarded)
         else:
+            for name in self.functions.get(words[0], ()):
+                self._forget(name)
             line = self._line(start)
-            inner = _shell_text(words)
+            inner = shell_text(words)
             if inner is None:
                 yield ShellCommand(line, words)
             else:
@@ -159,7 +172,9 @@ class _Reader:
             return words
         self.tests = word in ("if", "elif", "while", "until") or (self.tests and word not in ("then", "do"))
         if word in ("if", "do", "{"):
-            self._begin("function" if _FUNCTION.search(self.text[max(0, start - 200) : start]) else word, start)
+            function = _FUNCTION.search(self.text[max(0, start - 200) : start])
+            self._begin("function" if function else word, start)
+            self.blocks[-1].name = (function[1] or function[2]) if function else ""
             for name in self.loops.get(start, ()) if word == "do" else ():
                 self.values[name] = [unknown(f"${name}")]
         elif word in ("elif", "else"):
@@ -192,10 +207,11 @@ class _Reader:
             self.values.update(last)
             return
         if block.kind == "function":
+            self.functions[block.name] = changed
             self.values.update({name: [unknown(f"${name}")] for name in changed})
             return
         ends = [*block.ends, last, *([] if block.otherwise else [{}])]
-        if block.kind == "case" and block.otherwise and not changed:  # the last branch ended with its ;;
+        if block.kind == "case" and block.otherwise and _LAST_ENDED.search(self.text[max(0, self.at - 500) : self.at]):
             ends.remove(last)
         merged = {}
         for key in {name for end in ends for name in end}:
@@ -299,7 +315,7 @@ class _Reader:
                 if assigns or is_word:
                     word, begun = word + " ".join(values), True
                 else:
-                    word, begun = _spread(word, begun, values, done)
+                    word, begun = spread(word, begun, values, done)
             else:
                 word, begun, self.at = word + one, True, self.at + 1
                 if one == "=" and at_start and _ASSIGNMENT.fullmatch(word):
@@ -410,37 +426,7 @@ def _common(name: str, found: list[list[str]], ends: int) -> list[str]:
         return [unknown(f"${name}")]
     if all(one == least for one in found):
         return least
-    if len(least) == 1 and all(len(one) == 1 and one[0].startswith(least[0]) for one in found):
+    appended = re.compile(re.escape(least[0]) + r"(\s.*)?" if least[0] else ".*", re.DOTALL) if least else None
+    if appended and len(least) == 1 and all(len(one) == 1 and appended.fullmatch(one[0]) for one in found):
         return [f"{least[0]} {more}"]
     return [*least, more] if all(one[: len(least)] == least for one in found) else [unknown(f"${name}")]
-
-
-def _spread(word: str, begun: bool, values: list[str], done: list[str]) -> tuple[str, bool]:
-    """Split ``values`` at blanks, as a shell does without quotes; return the last word, which may be continued."""
-    for text in values:
-        if text[:1].isspace() and begun:
-            done.append(word)
-            word, begun = "", False
-        parts = text.split()
-        for number, part in enumerate(parts):
-            if number and begun:
-                done.append(word)
-                word = ""
-            word, begun = word + part, True
-        if (text[-1:].isspace() or text is not values[-1]) and begun:
-            done.append(word)
-            word, begun = "", False
-    return word, begun
-
-
-def _shell_text(words: list[str]) -> str | None:
-    """Return the commands that a shell gets as a text, as in ``srun bash -lc "torchrun ..."``; None for others."""
-    if words[0] == "eval":
-        return " ".join(words[1:])
-    for word, text in zip(words, [*words[1:], ""], strict=True):
-        if word.startswith("--wrap"):
-            return word.partition("=")[2] or text
-    for shell, option, text in zip(words, words[1:], words[2:], strict=False):
-        if re.fullmatch(r"(?:.*/)?(?:ba|da|z|k)?sh", shell) and re.fullmatch(r"-\w*c", option):
-            return text
-    return None
