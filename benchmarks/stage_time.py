@@ -1,6 +1,6 @@
 """CPU and wall seconds of each stage of the demo, beside those of another checkout.
 
-    python -m benchmarks.stage_time CHECKOUT [--steps N] [RESULTS.json]
+    python -m benchmarks.stage_time [--steps N] CHECKOUT [RESULTS.json]
 
 Each stage runs in one checkout and then in the other. Each has a folder and a cache of its own, so nothing is known
 from an earlier run. The training is shortened to N steps. CPU seconds depend less on what else the machine does.

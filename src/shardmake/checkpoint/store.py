@@ -246,6 +246,8 @@ def remove(checkpoint: Path) -> bool:
     listed, checkpoint = checkpoint, _unlist(checkpoint)
     while True:
         try:
+            if checkpoint == listed:  # a kill in between must not leave a record without its files
+                run_folder.unlink(checkpoint / RECORD_NAME)
             run_folder.remove(checkpoint, strict=True)
         except OSError as error:
             if isinstance(error, FileNotFoundError) and not checkpoint.exists():

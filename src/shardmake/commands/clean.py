@@ -4,6 +4,7 @@ What a person names, a whole run or what other settings left behind, may be the 
 """
 
 import logging
+import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from shardmake.core.disk import tree_size
 from shardmake.core.errors import ConfigError, ShardmakeError
 from shardmake.core.fingerprint import fingerprint
 from shardmake.core.manifest import differences
+from shardmake.core.run_folder import rename
 from shardmake.core.units import format_bytes, plural
 from shardmake.launch.driver import hold_driver_lock
 from shardmake.push.read_back import problems_at
@@ -72,7 +74,7 @@ def clean_named(
     If ``confirm`` returns True for a question about all of them, remove them. None only lists them. A run that has a
     job or a driver stays. Returns what was found.
     """
-    found = [_whole(runs, RunDir(runs / name)) for name in names]
+    found = [_whole(runs, name) for name in dict.fromkeys(names)]
     for pattern in _SET_ASIDE if set_aside else ():
         reason = "set aside: it belongs to other settings, or to a training that was replaced"
         found += [Removable(path, tree_size(path), reason) for path in sorted(runs.glob(pattern))]
@@ -86,8 +88,7 @@ def clean_named(
         logger.info("%s. Nothing was removed. --remove asks, and then removes these folders.", total)
     elif confirm(f"Remove {total}? Nothing else may have their content."):
         for item in found:
-            with _unused(RunDir(runs / item.path.relative_to(runs).parts[0])) as free:
-                logger.info("%s: %s", item.path, "removed" if free and store.remove(item.path) else "not removed")
+            logger.info("%s: %s", item.path, "removed" if _take_away(runs, item.path) else "not removed")
     return found
 
 
@@ -95,14 +96,33 @@ _SET_ASIDE: Final = ("*/train/checkpoints-of-*", "*/train/output-of-*", "*/train
 """Folders of `shardmake.run.set_aside` and of ``shardmake retrain``, below that of the runs."""
 
 
-def _whole(runs: Path, rundir: RunDir) -> Removable:
+def _take_away(runs: Path, folder: Path) -> bool:
+    """Remove ``folder``, unless its run is in use; return whether it is gone.
+
+    It has another name first, so that a kill leaves no half of a run. The lock that shows that nobody uses the run is
+    released then, because NFS keeps the file of an open lock, and with it the folder.
+    """
+    with _unused(RunDir(runs / folder.relative_to(runs).parts[0])) as free:
+        if not free:
+            return False
+        aside = folder.with_name(f".{folder.name}.removed-{time.time_ns()}")
+        rename(folder, aside)
+    return store.remove(aside)
+
+
+def _whole(runs: Path, name: str) -> Removable:
     """Return the folder of a run, with what is lost with it."""
-    if not rundir.root.is_dir() or rundir.root.resolve().parent != runs.resolve():
-        raise ConfigError(f"No folder of a run: {rundir.root.absolute()}. `shardmake list` names the runs.")
+    if name in ("", "..") or name != Path(name).name or not (runs / name).is_dir() or (runs / name).is_symlink():
+        raise ConfigError(f"No folder of a run: {(runs / name).absolute()}. `shardmake list` names the runs.")
+    rundir = RunDir(runs / name)
     weights = (path for path in runs.glob("*/fetched/model/*") if path.is_symlink())
     users = {path.parts[-4] for path in weights if path.resolve().is_relative_to(rundir.root.resolve())}
     worth = "not finished" if not rundir.model_receipt.exists() else "not pushed: the only copy of its model"
-    parts = ["pushed" if is_pushed(rundir) else worth, *(f"{name} starts from its model" for name in sorted(users))]
+    try:
+        worth = "pushed" if is_pushed(rundir) else worth
+    except ShardmakeError:
+        worth = "its receipts cannot be read"
+    parts = [worth, *(f"{name} starts from its model" for name in sorted(users))]
     return Removable(rundir.root, tree_size(rundir.root), "; ".join(parts))
 
 

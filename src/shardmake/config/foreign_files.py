@@ -198,6 +198,7 @@ _TRAINER: Final[dict[str, Row]] = {
 """Keys of transformers' TrainingArguments, and those that TRL and LLaMA-Factory have in common."""
 _PLANNED: Final = _words(
     "deepspeed fsdp fsdp_config accelerator_config gradient_checkpointing gradient_checkpointing_kwargs "
+    "activation_checkpointing activation_checkpointing_kwargs "
     "ddp_timeout ddp_find_unused_parameters ddp_backend use_liger_kernel attn_implementation tf32 torch_dtype "
     "dtype per_device_eval_batch_size dataloader_num_workers dataloader_pin_memory use_cpu "
     "activation_offloading"

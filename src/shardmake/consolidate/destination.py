@@ -11,7 +11,7 @@ from shardmake.core.errors import CheckpointError, ConfigError, ShardmakeError
 from shardmake.core.fingerprint import fingerprint
 from shardmake.core.hub import cached_snapshot, is_hub_id, translate_hub_errors, with_retries
 from shardmake.core.run_folder import real_path
-from shardmake.run.paths import MODEL_RECEIPT
+from shardmake.run.paths import MODEL_CARD, MODEL_RECEIPT
 from shardmake.run.receipts import MergeReceipt
 
 _NAMED = 5
@@ -106,9 +106,9 @@ def _foreign_files(folder: Path) -> Iterator[str]:
         name = path.relative_to(folder).as_posix()
         if path.is_dir() and not path.is_symlink():
             continue
-        if path.is_symlink() or name not in {MODEL_RECEIPT, *written}:
+        if path.is_symlink() or name not in {MODEL_RECEIPT, MODEL_CARD, *written}:
             yield name
-        elif name != MODEL_RECEIPT:
+        elif name in written:
             size = written[name].size
             if path.stat().st_size != size or (size <= _SMALL and fingerprint(path) != written[name]):
                 yield f"{name} (changed)"

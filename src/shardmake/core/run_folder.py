@@ -7,17 +7,21 @@ run's folder, only the last name is treated so.
 
 import contextlib
 import ctypes
+import logging
 import os
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Final
 
 from shardmake.core.errors import LinkError
 
+logger = logging.getLogger(__name__)
+
 _RENAME_EXCHANGE: Final = 2
-_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_OPEN: Final = os.O_PATH | os.O_DIRECTORY  # a folder that may be entered, but not listed, such as /home, is enough
 _roots: set[str] = set()
 
 
@@ -41,7 +45,9 @@ def refuse_link(path: Path) -> None:
 def real_path(path: Path) -> Path:
     """Return ``path`` without the links in it, but for those below a run's folder, which are not followed."""
     root = _root_of(path)
-    return root.parent.resolve() / path.absolute().relative_to(root.parent) if root else path.resolve()
+    if root is None:
+        return path.resolve()
+    return root.parent.resolve() / Path(os.path.abspath(path)).relative_to(root.parent)  # noqa: PTH100
 
 
 def open_file(path: Path, mode: str, **options: Any) -> IO[Any]:
@@ -65,16 +71,27 @@ def descriptor(path: Path, flags: int) -> int:
 def make_folder(path: Path, *, parents: bool = True, private: bool = False) -> None:
     """Create the folder ``path``, which may exist.
 
-    Nobody else may write to a ``private`` one: libraries write to paths in it, which are renamed once complete.
+    Nobody else may write to a ``private`` one: libraries write to paths in it, which are renamed once complete. One
+    that another member's command left behind is moved aside, because only that member can remove it.
     """
+    if not private and not _root_of(path / "any") and path.is_dir():  # also a link, such as a cache on scratch
+        return
     with _parent(path, make=parents) as (folder, name):
         try:
             os.mkdir(name, 0o700 if private else 0o777, dir_fd=folder)
-        except FileExistsError:
-            found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        except OSError as error:  # NFS may refuse to create before it finds that the folder is there
+            try:
+                found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            except FileNotFoundError:
+                raise error from None
             if not stat.S_ISDIR(found.st_mode):
                 raise
-            if private and (found.st_uid != os.geteuid() or found.st_mode & 0o077):
+            if private and found.st_uid != os.geteuid():
+                aside = f".{name.lstrip('.')}.of-{found.st_uid}-{time.time_ns()}"
+                logger.warning("%s was left by user %d, who alone can remove it: %s", path, found.st_uid, aside)
+                os.rename(name, aside, src_dir_fd=folder, dst_dir_fd=folder)
+                os.mkdir(name, 0o700, dir_fd=folder)
+            elif private and found.st_mode & 0o077:
                 raise LinkError(
                     f"{path} is not a folder of this user alone. Remove it, and run the same command again."
                 ) from None
@@ -83,7 +100,11 @@ def make_folder(path: Path, *, parents: bool = True, private: bool = False) -> N
 def rename(source: Path, target: Path) -> None:
     """Rename ``source`` to ``target``, which it replaces if it is a file, a link or an empty folder."""
     with _parent(target) as (other, new_name), _parent(source) as (folder, name):
-        os.rename(name, new_name, src_dir_fd=folder, dst_dir_fd=other)
+        try:
+            os.rename(name, new_name, src_dir_fd=folder, dst_dir_fd=other)
+        except OSError as error:
+            error.filename, error.filename2 = str(source.absolute()), str(target.absolute())
+            raise
 
 
 def remove_empty(folder: Path) -> None:
@@ -135,7 +156,11 @@ def remove(path: Path, *, strict: bool = False) -> None:
 def fsync_directory(folder: Path) -> None:
     """Make new and renamed files in ``folder`` durable."""
     with _parent(folder / "any") as (opened, _):
-        os.fsync(opened)
+        readable = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=opened)
+        try:
+            os.fsync(readable)
+        finally:
+            os.close(readable)
 
 
 @contextlib.contextmanager
@@ -147,7 +172,7 @@ def _parent(path: Path, *, make: bool = False) -> Iterator[tuple[int, str]]:
     if make:
         start.mkdir(parents=True, exist_ok=True)
     try:
-        folder = os.open(start, _FOLDER if root else os.O_RDONLY | os.O_DIRECTORY)
+        folder = os.open(start, _OPEN | (os.O_NOFOLLOW if root else 0))
         try:
             for part in path.parent.relative_to(start).parts:
                 above, folder = folder, _enter(folder, part, make)
@@ -160,15 +185,15 @@ def _parent(path: Path, *, make: bool = False) -> Iterator[tuple[int, str]]:
             if _root_of(inside / "any"):
                 refuse_link(inside)
         if isinstance(error.filename, str):
-            error.filename = str(path.parent / error.filename)
+            error.filename = str(path.parent / error.filename)  # which stays as it is if it is a whole path
         raise
 
 
 def _enter(folder: int, name: str, make: bool) -> int:
     if make:
-        with contextlib.suppress(FileExistsError):
+        with contextlib.suppress(OSError):  # NFS may refuse to create before it finds that the folder is there
             os.mkdir(name, dir_fd=folder)
-    return os.open(name, _FOLDER, dir_fd=folder)
+    return os.open(name, _OPEN | os.O_NOFOLLOW, dir_fd=folder)
 
 
 def _root_of(path: Path) -> Path | None:

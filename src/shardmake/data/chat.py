@@ -148,7 +148,10 @@ class ChatTemplate:
             except BadRowError as error:
                 self._shapes[key] = error
         shape = self._shapes[key]
-        if isinstance(shape, BadRowError) and shape.cause == _LOST:
+        hides_numbers = any(
+            piece.stand_in.startswith("77") for piece in pieces
+        )  # which a template may format in its own way
+        if isinstance(shape, BadRowError) and shape.cause == _LOST and not hides_numbers:
             raise BadRowError(_LOST, real_text(str(shape), pieces))
         conversation = self._conversation(messages, tools, arguments, pieces)
         filled = self._filled(shape, conversation) if isinstance(shape, _Shape) else None

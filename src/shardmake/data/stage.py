@@ -142,7 +142,11 @@ def _workspace(rundir: RunDir, inputs: str) -> Iterator[Path]:
     A process that was killed leaves it. It is then kept if it was for the same ``inputs``, a digest.
     """
     work = rundir.data.with_name(".data.tmp")
-    if not (work / inputs).exists():
+    try:
+        begun = (work / inputs).exists()
+    except PermissionError:  # another member's, whose command was killed
+        begun = False
+    if not begun:
         remove(work)
         make_folder(work, private=True)
         open_file(work / inputs, "a").close()

@@ -190,7 +190,8 @@ class Watchdog:
         probe = self.beats / f".probe-{self.local_ranks.start}.tmp"
         try:
             make_folder(probe.parent)
-            probe.write_bytes(bytes(4096))
+            with open_file(probe, "wb") as file:
+                file.write(bytes(4096))
         except OSError:
             return False
         finally:

@@ -261,6 +261,12 @@ def test_a_named_run_and_what_was_set_aside_go_after_a_question(
     assert not any(folder.exists() for folder in aside) and rundir.model.exists()
     cleaned(rundir.name, answer=True)
     assert [path.name for path in runs.iterdir()] == ["dpo"]
-    for name in (rundir.name, "..", "."):
+    broken = RunDir(runs / "broken")
+    for receipt in (broken.train_receipt, broken.model_receipt, broken.push_receipt):
+        receipt.parent.mkdir(parents=True)
+        receipt.write_text("{broken")
+    cleaned("broken", "broken", answer=True)
+    assert "its receipts cannot be read" in caplog.text and [path.name for path in runs.iterdir()] == ["dpo"]
+    for name in (rundir.name, "..", ".", "../runs/dpo", str(runs.absolute() / "dpo")):
         with pytest.raises(ConfigError, match="No folder of a run"):
             cleaned(name, answer=True)

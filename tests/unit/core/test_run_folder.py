@@ -14,6 +14,7 @@ from shardmake.core.atomic import write_text
 from shardmake.core.errors import LinkError
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.paths import BelowRoot, RunDir
+from tests.users import VICTIM, as_user
 
 SOURCES = Path(shardmake.__file__).parent
 PATHS = [
@@ -48,7 +49,7 @@ WRITES = re.compile(
 )
 ELSEWHERE = {
     "consolidate/peft_check.py", "data/sources.py", "fetch/dequantize.py", "fetch/model.py", "fetch/store.py",
-    "launch/compilers.py", "launch/driver_script.py", "launch/submission.py", "launch/watchdog.py",
+    "launch/compilers.py", "launch/driver_script.py", "launch/submission.py",
     "render/launcher_settings.py", "render/parsers.py", "report/comparison.py", "run/driver_job.py", "run/turns.py",
     "train/async_saver.py",
 }  # fmt: skip
@@ -135,11 +136,36 @@ def test_a_private_folder_is_of_this_user_alone(tmp_path: Path) -> None:
     for _ in range(2):
         run_folder.make_folder(folder, private=True)
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    for change in (lambda: folder.chmod(0o770), lambda: os.chown(folder, 12345, -1)):
-        change()
-        with pytest.raises(LinkError, match="is not a folder of this user alone"):
-            run_folder.make_folder(folder, private=True)
-        folder.chmod(0o700)
+    folder.chmod(0o770)
+    with pytest.raises(LinkError, match="is not a folder of this user alone"):
+        run_folder.make_folder(folder, private=True)
+    folder.chmod(0o700)
+    os.chown(folder, 12345, -1)  # another member's command left it
+    run_folder.make_folder(folder, private=True)
+    (aside,) = tmp_path.glob("a/.b.of-12345-*")
+    assert aside.stat().st_uid == 12345 and folder.stat().st_uid == os.geteuid()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+def test_a_folder_that_others_may_enter_but_not_list_is_enough(tmp_path: Path) -> None:
+    home = tmp_path / "home/me"
+    home.mkdir(parents=True)
+    os.chown(home, VICTIM, -1)
+    for above in (tmp_path, *tmp_path.parents[:2]):
+        above.chmod(0o711)
+    home.parent.chmod(0o711)
+    as_user(VICTIM, lambda: write_text(home / "page.html", "page"))
+    assert (home / "page.html").read_text() == "page"
+
+
+def test_outside_a_run_a_folder_may_be_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "cache").symlink_to("scratch")
+    write_text(tmp_path / "cache/file", "kept")
+    assert (tmp_path / "scratch/file").read_text() == "kept"
+    monkeypatch.chdir(tmp_path / "scratch")
+    rundir = RunDir(Path("../runs/chat"))
+    assert run_folder.real_path(rundir.model) == tmp_path / "runs/chat/model"
 
 
 def test_errors_name_the_whole_path_and_a_missing_one_is_removed_already(tmp_path: Path) -> None:

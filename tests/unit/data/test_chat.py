@@ -57,6 +57,10 @@ NEEDS_USER = (
     "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}{{ raise_exception('no user') }}{% endif %}"
     + PLAIN
 )
+OWN_NUMBERS = CALLS.replace(
+    "{{ c.function.arguments | tojson }}",
+    "{% for k, v in c.function.arguments.items() %}{{ k }}{{ '%.1f' | format(v) }}{% endfor %}",
+)
 CALLS_NO_MORE = CALLS.replace("<{{ m.role }}>", "({{ m.role }})").replace("<assistant>", "(assistant)T")
 BY_ID = LOOP % (  # the name of a call is in its id, and that of a result in the call with its id
     "<{{ m.role }}>{% for c in m.tool_calls or [] %}{{ c.id }}{{ c.function.arguments | tojson }}{% endfor %}"
@@ -101,6 +105,9 @@ LEARNED: list[tuple[str, str, Row, list[str]]] = [
     ("a call with numbers", CALLS,
      {"messages": [*chat("u:a"), {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": 3, "y": -1.5}}]}]},
      ['<user>a</s><assistant>[f{"x": 3, "y": -1.5}</s>]']),
+    ("numbers in the template's own form", OWN_NUMBERS,
+     {"messages": [*chat("u:a"), {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": 5.0}}]}]},
+     ['<user>a</s><assistant>[fx5.0</s>]']),
     ("a key that is also in the header", CALLS_NO_MORE,
      {"messages": [*chat("u:a"), {"role": "assistant", "tool_calls": [QUOTED]}]},
      ['(user)a</s>(assistant)T[f{"n": "y\\""}</s>]']),

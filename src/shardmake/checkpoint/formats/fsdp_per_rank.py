@@ -71,6 +71,9 @@ def _join(folder: Path, name: str, parts: Sequence[Any]) -> StoredTensor:
         )
     if kinds[0] == "Replicate":
         return unsharded(name, first.local)
+    rank = len(first.shape)
+    if placements[0].dim not in range(rank) or any(len(part.local.shape) != rank for part in parts):
+        raise CheckpointError(f"Cannot merge {folder}. {name} lacks the dimension that is sharded. {_OTHER}")
     boxes, pieces, at = [], list[Piece](), 0
     for local in (part.local for part in parts):
         boxes.append((tuple(at * (index == placements[0].dim) for index in range(len(local.shape))), local.shape))

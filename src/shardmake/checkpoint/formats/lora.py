@@ -323,7 +323,8 @@ def adapter_only(contents: Contents) -> Contents:
     if not is_adapter(contents):
         raise CheckpointError(f"{contents.folder} holds no LoRA adapter. Merge it without --adapter.")
     adapter = split(contents)
-    if contents.format == "PEFT adapter":
+    named = [name.removeprefix(PREFIX) for name in contents.tensors if name.startswith(PREFIX)]
+    if contents.format == "PEFT adapter" and len(named) == len(contents.tensors) and not any(map(_adapter_name, named)):
         return contents
     tensors = dict(adapter.saved)
     for module, parts in adapter.parts.items():

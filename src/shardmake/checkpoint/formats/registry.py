@@ -75,7 +75,7 @@ LAYOUTS: list[Layout] = [
     Layout("ranks", " or ".join(fsdp_per_rank.NAMES), _one(fsdp_per_rank.recognise), fsdp_per_rank.read),
     Layout("PEFT", "adapter_model.*", huggingface.find_adapters, _whole(huggingface.read_adapter)),
     Layout("Hugging Face", ", ".join(_MODEL_FILES), _one(huggingface.recognise), _whole(huggingface.read)),
-    Layout("shards", "*-00001-of-N.safetensors", _holds(*single_file.SHARDS), _whole(single_file.read_shards)),
+    Layout("shards", "*-00001-of-N.safetensors", _one(single_file.find_shards), _whole(single_file.read_shards)),
     Layout("one file", "a single *.pt, *.pth, *.ckpt, *.bin", single_file.find, single_file.read),
 ]  # fmt: skip
 """Every layout, in the order in which they are tried; the last one only if a folder has no numbered checkpoints."""

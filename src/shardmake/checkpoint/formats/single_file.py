@@ -26,7 +26,6 @@ _LEVELS = 3
 """A model is below the first or second level."""
 _MOST_ENTRIES = 1 << 20
 """A dictionary may hold another one many times."""
-SHARDS = ("*-[0-9]*-of-[0-9]*.safetensors", "*-[0-9]*-of-[0-9]*.bin")
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.(safetensors|bin)")
 
 
@@ -70,6 +69,11 @@ def _entries(state: Mapping[Any, Any], levels: int) -> Iterator[tuple[Levels, An
                 yield from (((str(key), *path), held) for path, held in _entries(value, levels - 1))
         else:
             yield (str(key),), value
+
+
+def find_shards(path: Path) -> Path | None:
+    """Return ``path`` if it is a folder with a numbered shard."""
+    return path if path.is_dir() and any(_SHARD.fullmatch(it.name) for it in path.iterdir()) else None
 
 
 def read_shards(folder: Path, target: Target = "keep") -> Contents:
