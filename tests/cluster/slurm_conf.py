@@ -38,6 +38,7 @@ SlurmdSpoolDir={state}/spool-%n
 SlurmdPidFile={state}/slurmd-%n.pid
 SlurmdLogFile={state}/log/slurmd-%n.log
 SlurmdTimeout=20
+UnkillableStepTimeout=600
 # The nodes have what is written below, whatever machine carries them.
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc

@@ -61,6 +61,7 @@ def watch(training: Training, job: SubmittedJob) -> JobStatus:
             report_held(training, job, status)
             is_ending = status.state is JobState.UNKNOWN or folder.exits()
             if training.uses_slurm and pause >= LOW_MEMORY_SECONDS and not is_ending:
+                progress.hand_over()
                 watch_in_low_memory(
                     job.id, last.value, files, ends, training.lock, str(waiting_snapshot()),
                     quiet=not logger.isEnabledFor(logging.INFO),

@@ -48,6 +48,8 @@ HELD_VARIABLE = "SHARDMAKE_HELD_JOB"
 """Names a job that the driver has reported as one that waits for a person."""
 REASON_VARIABLE = "SHARDMAKE_HELD_REASON"
 """Squeue's reason that a job has waited for so long that the driver reports it."""
+READ_VARIABLE = "SHARDMAKE_READ_BYTES"
+"""Names the log that the process before this one read, and how far it had read metrics and log."""
 _NEEDS_PERSON = (
     "held",
     "Held",
@@ -98,10 +100,7 @@ def _replace_process(*words: str, lock: int) -> "NoReturn":
 
 
 class AppendedLines:
-    """The lines that are appended to a file from now on.
-
-    A resumed attempt rewrites its metrics. If the file has grown again by the next call, reading starts inside a line.
-    """
+    """The lines appended to a file from now on; after a resumed attempt rewrote it, the first may be a part of one."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -131,8 +130,15 @@ class Progress:
 
     def __init__(self, metrics: str, log: str, say: "Callable[[str], object]", warn: "Callable[[str], object]") -> None:
         self.metrics, self.log = AppendedLines(metrics), AppendedLines(log)
+        before, *offsets = os.environ.pop(READ_VARIABLE, "").split("\n")
+        if before == log:
+            self.metrics.offset, self.log.offset = map(int, offsets)
         self.say, self.warn = say, warn
         self.said_at = float("-inf")
+
+    def hand_over(self) -> None:
+        """Let the program that takes this one's place read on from here."""
+        os.environ[READ_VARIABLE] = f"{self.log.file}\n{self.metrics.offset}\n{self.log.offset}"
 
     def poll(self) -> None:
         """Show new warnings and evaluations, and the newest step if enough time has passed."""
@@ -211,6 +217,7 @@ def watch_job(
     except KeyboardInterrupt as stop:
         print(f"{stop.args[0]}: {ends}", file=sys.stderr)
         sys.exit(_INTERRUPTED)
+    progress.hand_over()
     os.environ[STARTED_VARIABLE] = job
 
 

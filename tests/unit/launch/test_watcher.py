@@ -183,6 +183,12 @@ def test_progress_and_warnings_that_appear_between_two_polls(
     progress.poll()
     progress.poll()
     assert said[: len(shown)] == shown and warned == ["checkpoint-20 is skipped."]
+    progress.hand_over()
+    with log.open("a") as file:
+        file.write("[rank 0] WARNING: written while one process took the other's place\n")
+    for _ in range(2):  # a later attempt has another log
+        Progress(str(metrics), str(log), said.append, warned.append).poll()
+    assert warned[1:] == ["written while one process took the other's place"]
 
 
 SNAKEMAKE = """
