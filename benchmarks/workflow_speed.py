@@ -1,6 +1,6 @@
 """CPU seconds and memory of `snakemake -n` for many runs, beside a bare workflow of the same jobs.
 
-    python -m benchmarks.workflow_speed [--runs N ...] [RESULTS.json]
+    python -m benchmarks.workflow_speed [RESULTS.json] [--runs N ...]
 
 The bare workflow has the same rules, inputs and outputs, and one text parameter a rule. Both are asked twice: when
 nothing is made yet, and when every run is finished. The two take turns in one call, with cached byte code.
