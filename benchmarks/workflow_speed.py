@@ -2,8 +2,9 @@
 
     python -m benchmarks.workflow_speed [RESULTS.json] [--runs N ...]
 
-The bare workflow has the same rules, inputs and outputs, and one text parameter a rule. Both are asked twice: when
-nothing is made yet, and when every run is finished. The two take turns in one call, with cached byte code.
+The bare workflow has the same rules, inputs and outputs, and one text parameter a rule. Both are asked when nothing
+is made yet and, for the first number of runs, when every run is finished: Snakemake touches four jobs a second. The two
+take turns in one call, with cached byte code.
 """
 
 import argparse
@@ -167,7 +168,7 @@ def main() -> None:
     for count in arguments.runs:
         with tempfile.TemporaryDirectory() as folder:
             folders = make_folders(Path(folder), count)
-            for state in ("nothing made", "finished"):
+            for state in ("nothing made", "finished")[: 2 if count == arguments.runs[0] else 1]:
                 if state == "finished":
                     finish(folders)
                 row = {"runs": count, "state": state} | compare(folders, arguments.rounds)
