@@ -12,8 +12,9 @@
 # Without the tie: 1.00 times the update, and a difference of 0.0000.
 # The merge warns that tied layers in target_modules can lead to "complications", also with the flag; it does not say which.
 #
-# Why one would guess otherwise: without the flag the two layers run with different weights, so that no merge into one tensor can be
-# right, and the warning reads as if meant for that. With the flag there is one update for one tensor, and adding it is exact.
+# Why one would guess otherwise: without the flag the two layers run with different weights, so that no merge into one tensor
+# can be right, and the warning reads as if meant for that. With the flag there is one update for one tensor, and adding it
+# once is exact.
 set -eu
 where=$(mktemp -d)
 trap 'rm -rf "$where"' EXIT
