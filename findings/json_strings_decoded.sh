@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# datasets 5.2.0: one row that is not a string changes the strings of all other rows of load_dataset("json").
+# datasets 5.2.0: after one row that is no string, other rows' strings that read as JSON are decoded by load_dataset("json").
 #
 # A column of strings loads as strings. When one row of the file has a number or an object there, the column gets the type
-# Json, whose promise is that each row keeps its own type. But a string that happens to be JSON is taken for text that is
-# already encoded, so it comes back decoded. No warning.
+# Json, which is for rows of different types. There a string that happens to be JSON is taken for text that is
+# already encoded, so it comes back decoded, without a warning.
 #
 # Seen (value in the file -> value in the data set, with the row 7 added):
 #   '07' -> 7    '1.50' -> 1.5    'true' -> True    'null' -> None    '{"city": "Paris"}' -> {'city': 'Paris'}
 #   'Paris' -> 'Paris'
-# Also seen: with on_mixed_types=None the same file is an error, as it was before the type Json.
+# Also seen: with on_mixed_types=None the same file is an error.
 #
-# Why one would guess otherwise: the type is there for rows of different types, and JSON itself tells "07" and 7 apart. So
+# Why one would guess otherwise: the type is there to let rows differ, and JSON itself tells "07" and 7 apart. So
 # answers to compare as text, and the arguments of tool calls, which some services send as a string of JSON and others as an
 # object, are expected to come back as written. And whether a row changes depends on a row elsewhere in the file.
 set -eu
