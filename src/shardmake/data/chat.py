@@ -148,10 +148,7 @@ class ChatTemplate:
             except BadRowError as error:
                 self._shapes[key] = error
         shape = self._shapes[key]
-        hides_numbers = any(
-            piece.stand_in.startswith("77") for piece in pieces
-        )  # which a template may format in its own way
-        if isinstance(shape, BadRowError) and shape.cause == _LOST and not hides_numbers:
+        if isinstance(shape, BadRowError) and shape.cause == _LOST and not _may_be_a_number(shape, pieces):
             raise BadRowError(_LOST, real_text(str(shape), pieces))
         conversation = self._conversation(messages, tools, arguments, pieces)
         filled = self._filled(shape, conversation) if isinstance(shape, _Shape) else None
@@ -422,6 +419,11 @@ def _asked(number: int) -> dict[str, Any]:
 def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
+def _may_be_a_number(error: BadRowError, pieces: Sequence[Piece]) -> bool:
+    """Return whether ``error`` may be about a number of a call, which a template may write in its own form."""
+    return _PARTS["call"] in str(error) and any(piece.stand_in.startswith("77") for piece in pieces)
 
 
 def _lost(piece: Piece, role: str) -> BadRowError:

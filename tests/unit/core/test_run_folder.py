@@ -3,6 +3,7 @@
 import os
 import re
 import stat
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -147,15 +148,13 @@ def test_a_private_folder_is_of_this_user_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
-def test_a_folder_that_others_may_enter_but_not_list_is_enough(tmp_path: Path) -> None:
-    home = tmp_path / "home/me"
-    home.mkdir(parents=True)
-    os.chown(home, VICTIM, -1)
-    for above in (tmp_path, *tmp_path.parents[:2]):
-        above.chmod(0o711)
-    home.parent.chmod(0o711)
-    as_user(VICTIM, lambda: write_text(home / "page.html", "page"))
-    assert (home / "page.html").read_text() == "page"
+def test_a_folder_that_others_may_enter_but_not_list_is_enough() -> None:
+    with tempfile.TemporaryDirectory() as above:
+        Path(above).chmod(0o711)
+        (home := Path(above, "me")).mkdir()
+        os.chown(home, VICTIM, -1)
+        as_user(VICTIM, lambda: write_text(home / "page.html", "page"))
+        assert (home / "page.html").read_text() == "page"
 
 
 def test_outside_a_run_a_folder_may_be_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

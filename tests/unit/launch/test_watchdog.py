@@ -220,11 +220,11 @@ def test_ranks_that_cannot_write_a_heartbeat_do_not_hang(tmp_path: Path, monkeyp
     watch = Watchdog(AttemptDir(tmp_path), range(1), 1, 0.05, tmp_path / "heartbeat")
     time.sleep(0.4)
 
-    def fill_up(path: Path, data: bytes) -> None:
+    def fill_up(path: Path, mode: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr(Path, "write_bytes", fill_up)
+        full.setattr(watchdog, "open_file", fill_up)
         assert not watch.has_hung()
     assert not watch.has_hung(), "their time starts again"
     time.sleep(0.4)
