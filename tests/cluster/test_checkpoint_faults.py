@@ -153,6 +153,7 @@ def test_a_node_that_thaws_in_the_next_attempt_commits_nothing(
     run: FaultRun, baseline_run: BaselineRuns, strategy: str
 ) -> None:
     """It froze before the rename that commits a checkpoint, and Slurm took it for down."""
+    commits = re.compile(r"^os\.rename /\.saving/001/checkpoint-(\d+)$", re.MULTILINE)
     run.repair()
     baseline = baseline_run(strategy)
     writes = run.checkout.root / "writes.log"
@@ -162,8 +163,8 @@ def test_a_node_that_thaws_in_the_next_attempt_commits_nothing(
         run.wait_for_steps(CHANCE.randint(2, 15), attempts)
         first = run.beat(0)
         assert first
-        order_killer(run, 0, r"^os\.rename /\.saving/001/checkpoint", "freeze")
-        run.cluster.wait_until(lambda: writes.exists() and "os.rename" in writes.read_text(), "the save", timeout=240)
+        order_killer(run, 0, commits.pattern, "freeze")
+        run.cluster.wait_until(lambda: writes.exists() and commits.search(writes.read_text()), "the save", timeout=240)
         run.cluster.run("kill -s STOP -- -1", node=first.host)
         run.cluster.declare_down(first.host)
         run.wait_for_steps(run.every // 2, attempts + 1)
@@ -172,7 +173,9 @@ def test_a_node_that_thaws_in_the_next_attempt_commits_nothing(
         return [{"node failure"}]
 
     recover_from(run, [freeze], baseline)
-    step = int(next(line for line in writes.read_text().splitlines() if "rename" in line).rpartition("-")[2])
+    committed = commits.search(writes.read_text())
+    assert committed
+    step = int(committed[1])
     written = {record.step: record.attempt for record, _ in store.committed(checkpoints(run))}
     assert written.get(step, 2) == 2 and not store.damaged(checkpoints(run))
 
