@@ -29,6 +29,7 @@ _STATUS = re.compile(r"returned non-zero exit status (\d+)\.")
 _SIGNALLED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit statuses of a stage, also of a driver that waits in low memory, after a signal."""
 _HINTS = ("Exiting because a job execution failed", "Shutting down, this might take some time")
+_CTRL_C = "Terminating processes on user request"
 _END = "At least one job did not complete successfully"
 _LOCKED = "Directory cannot be locked"
 
@@ -41,6 +42,8 @@ class StopFilter(logging.Filter):
         self.runs = runs
         self.stopped: dict[tuple[str, str], int] = {}
         """Exit statuses by stage and run: trainings that were stopped, and stages that a signal ended."""
+        self.is_interrupted = False
+        """A person pressed Ctrl-C: a stage that was still starting ends with any status."""
         self.has_failures = False
         self.failed: dict[tuple[str, str], None] = {}
         """Stages and runs that failed, and comparisons of sweeps."""
@@ -52,7 +55,9 @@ class StopFilter(logging.Filter):
         if _LOCKED in text:
             record.msg, record.args = _explain_lock(), ()
         command, status = _COMMAND.search(text), _STATUS.search(text)
-        if event == "ERROR" and command and status and int(status[1]) in (STOPPED, *_SIGNALLED):
+        self.is_interrupted |= _CTRL_C in text
+        is_stop = status and (self.is_interrupted or int(status[1]) in (STOPPED, *_SIGNALLED))
+        if event == "ERROR" and command and status and is_stop:
             self.stopped[command[1], command[2]] = int(status[1])
             return False
         if event == "JOB_ERROR":
