@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# datasets 5.2.0: after one row that is no string, other rows' strings that read as JSON are decoded by load_dataset("json").
+# datasets 5.2.0: one row with a number makes load_dataset("json") decode other rows' strings that read as JSON.
 #
 # A column of strings loads as strings. When one row of the file has a number or an object there, the column gets the type
 # Json, which is for rows of different types. There a string that happens to be JSON is taken for text that is
@@ -10,7 +10,7 @@
 #   'Paris' -> 'Paris'
 # Also seen: with on_mixed_types=None the same file is an error.
 #
-# Why one would guess otherwise: the type is there to let rows differ, and JSON itself tells "07" and 7 apart. So
+# Why one would guess otherwise: the type is there to let rows differ, and in JSON itself "07" and 7 are different values. So
 # answers to compare as text, and the arguments of tool calls, which some services send as a string of JSON and others as an
 # object, are expected to come back as written. And whether a row changes depends on a row elsewhere in the file.
 set -eu

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # DeepSpeed 0.19.8 with torch 2.13.0: the memory estimators count a model on the meta device as its last parameter alone.
 #
-# estimate_zero2_model_states_mem_needs_all_live and the one of ZeRO-3 count shared parameters once, which they tell by the
+# estimate_zero2_model_states_mem_needs_all_live and the one of ZeRO-3 count shared parameters once, which they find by the
 # address of the data. On the meta device every address is 0, so all parameters are "shared", and the size of the last one is
 # the total. The largest layer is counted otherwise and is right, so it can be larger than the whole model. No error.
 #
