@@ -103,12 +103,13 @@ test-oldest:
 test-newest:
 	$(MAKE) test-versions VERSIONS=newest
 
-OTHER := $(CURDIR)/build/versions
+# dill takes packages outside a folder of this name for a user's modules, and datasets cannot hash a table then.
+OTHER := $(CURDIR)/build/versions/site-packages
 test-versions: install-test
-	rm -rf $(OTHER) $(OTHER)-demo
+	rm -rf build/versions
 	$(BIN)/python -m tools.library_versions $(OTHER) $(VERSIONS)
-	mkdir $(OTHER)-demo
-	cd $(OTHER)-demo && export PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=$(OTHER) && shardmake init --demo && snakemake --profile profiles/local
+	mkdir build/versions/demo
+	cd build/versions/demo && export PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=$(OTHER) && shardmake init --demo && snakemake --profile profiles/local
 	PYTHONPATH=$(OTHER) $(BIN)/pytest $(addprefix tests/workflow/,test_local.py test_resume.py test_consolidate_fsdp.py) \
 		-k "from_config_to_pushed_model or every_strategy_resumes[fsdp] or plain-3ranks"
 	PYTHONPATH=$(OTHER) $(PYTEST) tests/unit --ignore tests/unit/test_dependencies.py --junit-xml=$(REPORTS)/versions.xml

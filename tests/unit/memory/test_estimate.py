@@ -7,11 +7,13 @@ from hypothesis import strategies as st
 
 from shardmake.config.models import STRATEGIES
 from shardmake.core.units import GIB
+from shardmake.doctor.gpu_report import GpuReport
 from shardmake.memory import closed_form, host, states
 from shardmake.memory.buckets import Buckets
-from shardmake.memory.estimate import estimate_closed_form, events_of, gpu_memory
+from shardmake.memory.estimate import estimate_closed_form, events_of, gpu_memory, outside
 from shardmake.memory.read_config import from_config
 from tests.unit.memory.llama_8b import BUCKETS, LLAMA_8B, scenario
+from tools.gpu_page import RESULTS
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -39,6 +41,14 @@ def test_fused_loss_saves_the_logits() -> None:
         gpu_memory(scenario(sequence_length=8192, loss=loss), BUCKETS).allocated for loss in ("plain", "fused")
     )
     assert fused < plain - 8 * GIB
+
+
+def test_context_and_communicators_are_those_of_each_training_alone_on_an_h100() -> None:
+    rows = GpuReport.read(RESULTS / "nvidia-h100-80gb-hbm3-x1-20261127-000000.json").trained
+    for row in rows:
+        alone = scenario(strategy=row.strategy, ranks_per_node=1, gpu_capability=9.0)
+        assert row.device and outside(alone) == pytest.approx(row.device - row.reserved, abs=0.03 * GIB)
+    assert {"ddp", "zero1", "zero2", "zero3", "fsdp"} <= {row.strategy for row in rows}
 
 
 ORDER = [("zero2", "zero3"), ("zero1", "zero2"), ("zero3", "zero3-offload-optimizer"), ("fsdp-grad-op", "fsdp")]

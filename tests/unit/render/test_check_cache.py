@@ -1,6 +1,8 @@
 """The libraries' parsers are asked once for the same content."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -41,3 +43,14 @@ def test_a_refusal_is_not_kept() -> None:
     for _ in range(2):
         assert ask_once("module", {}, parsers) == [[], ["the disk is full"]]
     assert parsers.asked == 2
+
+
+def test_the_files_of_several_runs_are_checked_at_once() -> None:
+    both = Barrier(2, timeout=30)
+
+    def parsers() -> list[list[str]]:
+        both.wait()
+        return []
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(lambda size: ask_once("module", {"world_size": size}, parsers), (2, 4))] == [[], []]
