@@ -2,7 +2,7 @@
 
 torch builds the kernel NAME, such as DeepSpeed's Adam for CPUs, under the lock ``NAME/lock``. The file itself is the
 lock: its owner keeps it open during the build, and then closes and deletes it. If the owner is killed, every later
-process waits for the lock forever.
+process waits for the lock forever. From torch 2.14 on the system locks the file, until its owner ends; the file stays.
 """
 
 import contextlib
@@ -10,10 +10,14 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
+
+from packaging.version import Version
 
 from shardmake.core.disk import mount_of
 
+LOCKED_BY_THE_SYSTEM = Version("2.14")
 LONGEST_BUILD_SECONDS = 3600.0
 """Age above which a lock is stale although its owner may run where this process cannot see it."""
 _RELEASE_SECONDS = 0.5
@@ -34,7 +38,7 @@ def remove_stale_locks(kernels: Path) -> list[str]:
     container, the lock must in addition be older than any build takes; otherwise it stays and is reported.
     """
     locks = _without_owner(build_locks(kernels))
-    if not locks:
+    if not locks or Version(version("torch")) >= LOCKED_BY_THE_SYSTEM:
         return []
     time.sleep(_RELEASE_SECONDS)
     locks = _without_owner(locks)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.core.atomic import write_bytes, write_text
+from shardmake.core.environment import hidden
 from shardmake.core.temporary import temporary_folder
 from shardmake.demo.requests import make_requests
 
@@ -113,5 +114,6 @@ def _make_model(folder: Path, seed: int) -> int:
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
     model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0)
-    model.save_pretrained(folder)
+    with hidden("deepspeed"):  # Accelerate would import it, which takes seconds and prints a warning
+        model.save_pretrained(folder)
     return model.num_parameters()

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardmake.core.environment import hidden
+
 _BLOCK = 1 << 26
 """Random values that are drawn; larger models repeat them, each matrix from another place."""
 _SCALE = 0.02
@@ -39,7 +41,8 @@ def write_weights(folder: Path) -> None:
         start = (start + weight.numel()) % _BLOCK
         weight.data.copy_(values[start : start + weight.numel()].view(weight.shape))
     model.tie_weights()
-    model.save_pretrained(folder)
+    with hidden("deepspeed"):
+        model.save_pretrained(folder)
 
 
 def _random_values(count: int) -> Any:

@@ -5,12 +5,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from shardmake.core import build_locks
-from shardmake.core.build_locks import LONGEST_BUILD_SECONDS, remove_stale_locks
+from shardmake.core.build_locks import LOCKED_BY_THE_SYSTEM, LONGEST_BUILD_SECONDS, remove_stale_locks
 
 BUILD = """
 import sys, time
@@ -30,6 +32,7 @@ print(load("tiny", [sys.argv[1]], is_python_module=False, verbose=True))
 def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A lock's path; these tests may run in a container."""
     monkeypatch.setattr(build_locks, "_process_namespace", lambda: build_locks._HOST_PROCESSES)
+    monkeypatch.setattr(build_locks, "version", lambda _: "2.13.0")
     (tmp_path / "kernels/tiny").mkdir(parents=True)
     return tmp_path / "kernels/tiny/lock"
 
@@ -56,6 +59,13 @@ def test_only_the_lock_of_a_killed_build_is_removed(lock: Path, owner: subproces
     assert remove_stale_locks(lock.parent / "missing") == []
 
 
+def test_the_file_of_a_lock_of_the_system_stays(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock.touch()
+    monkeypatch.setattr(build_locks, "version", lambda _: "2.14.1")
+    assert remove_stale_locks(lock.parent.parent) == [] and lock.exists()
+
+
+@pytest.mark.skipif(Version(version("torch")) >= LOCKED_BY_THE_SYSTEM, reason="its lock ends with its owner")
 def test_torch_waits_for_a_leftover_lock_and_builds_after_its_removal(lock: Path) -> None:
     source = lock.with_name("tiny.cpp")
     source.write_text("int answer = 42;\n")

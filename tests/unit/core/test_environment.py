@@ -54,6 +54,7 @@ def test_only_stages_on_nodes_without_internet_are_offline(
     lock = Path(kernel_caches(str(tmp_path))["TORCH_EXTENSIONS_DIR"]) / "cpu_adam/lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
+    monkeypatch.setattr("shardmake.core.build_locks.version", lambda _: "2.13")
     (tmp_path / "cluster.yaml").write_text(json.dumps(cluster | {"internet_on_compute_nodes": internet}))
     run = {"model": "lab/b", "data": {"train": "lab/t"}, "sequence_length": 8, "global_batch_size": 1, "max_steps": 20}
     runs = {"chat": run | {"learning_rate": 0.1}}

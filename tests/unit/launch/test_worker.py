@@ -85,6 +85,7 @@ def test_ranks_start_without_the_lock_of_a_killed_build(
     lock = Path(kernel_caches(str(tmp_path))["TORCH_EXTENSIONS_DIR"]) / "cpu_adam/lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
+    monkeypatch.setattr("shardmake.core.build_locks.version", lambda _: "2.13")
     write_json(folder.deepspeed, {})
     monkeypatch.setattr(worker, "launch_command", lambda *_: ["test", "!", "-e", str(lock)])
     assert worker.main(folder.root, worker.WorkerNode(rank=0, start=0)) == 0

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from shardmake.core.private_names import library_warnings
 from shardmake.train.adapter_config import write_adapter_configs
 
 LORA = LoraConfig(r=2, lora_alpha=6, use_rslora=True, target_modules=["q_proj", "v_proj"])
@@ -56,6 +57,7 @@ def test_the_only_adapter_needs_no_folder_and_trls_reference_has_one(base: Any, 
     assert {path.name for path in tmp_path.iterdir()} == {"adapter_config.json", "ref"}
 
 
+@pytest.mark.skipif(any("add_adapter" in line for line in library_warnings()), reason="with an older PEFT it stops")
 def test_an_adapter_of_transformers_own_integration_is_described(base: Any, tmp_path: Path) -> None:
     base.add_adapter(LORA)
     write_adapter_configs(base, tmp_path)
