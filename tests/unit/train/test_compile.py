@@ -24,7 +24,8 @@ def test_layers_compiled_in_place_keep_names_hooks_and_static_shapes(one_rank: N
     graphs: list[list[torch.SymInt]] = []
 
     def record(graph: torch.fx.GraphModule, inputs: list[object]) -> object:
-        graphs.append([value for value in inputs if isinstance(value, torch.SymInt)])
+        if len(inputs) > 3:  # a layer; torch 2.14 compiles embedding and head as one function, the head for any length
+            graphs.append([value for value in inputs if isinstance(value, torch.SymInt)])
         return graph.forward
 
     torch.compiler.reset()
@@ -41,6 +42,6 @@ def test_layers_compiled_in_place_keep_names_hooks_and_static_shapes(one_rank: N
     losses = [one(**batch).loss for one in (plain, model)]
     losses[1].backward()
     assert float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-6)
-    assert graphs and not any(graphs)
+    assert graphs == [[]], "one graph for all layers"
     assert list(model.state_dict()) == list(plain.state_dict())
     assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters())
