@@ -138,6 +138,23 @@ def exchange(one: Path, other: Path) -> bool:
         return bool(rename(first, os.fsencode(name), second, os.fsencode(other_name), _RENAME_EXCHANGE) == 0)
 
 
+def replace(new: Path, target: Path, aside: Path) -> None:
+    """Put the folder ``new`` in the place of ``target``: at once where the file system can, otherwise by two renames.
+
+    What was there is then at ``new`` or at ``aside``; it gets its name back if the second rename fails.
+    """
+    if not target.exists() or not any(target.iterdir()):
+        rename(new, target)  # this also replaces an empty folder
+    elif not exchange(new, target):
+        rename(target, aside)
+        try:
+            rename(new, target)
+        except OSError:
+            rename(aside, target)
+            raise
+    fsync_directory(target.parent)
+
+
 def unlink(path: Path) -> None:
     """Remove the file or link ``path`` if it exists; raise `OSError` for a folder."""
     with contextlib.suppress(FileNotFoundError), _parent(path) as (folder, name):
