@@ -63,8 +63,7 @@ class Forked:
         number = len(list(rundir.attempts.glob("*"))) + 1
         folder = AttemptDir(rundir.attempts / f"{number:03d}")
         if not rundir.data.exists():
-            rundir.root.mkdir(parents=True, exist_ok=True)
-            rundir.data.symlink_to(self.checkout.run / "data")
+            shutil.copytree(self.checkout.run / "data", rundir.data)
         model = read_model(run.model)
         files, _ = merge_own_files(render_files(plan, run, cluster, model, folder.root), run, plan.choice)
         plan.write(folder.plan)

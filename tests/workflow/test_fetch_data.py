@@ -12,11 +12,12 @@ import datasets
 import pytest
 
 from shardmake.config.models import Data
+from shardmake.core.manifest import record
 from shardmake.data.files import open_row, raw_rows
 from shardmake.data.raw import identity_of_raw, link_raw
-from shardmake.data.sources import TRAIN_SPLITS, locate
+from shardmake.data.sources import ONE_SPLIT, TRAIN_SPLITS, locate
 from shardmake.run.paths import RunDir
-from shardmake.run.sources import Sources, localize
+from shardmake.run.sources import PinnedSource, Sources, localize
 from tests.finished_run import make_run
 from tests.hub import READER, FakeHub
 
@@ -85,7 +86,7 @@ def test_splits_come_pinned_to_the_commit_and_stay_offline(hub: FakeHub, tmp_pat
 
 
 def test_runs_with_the_same_data_set_share_its_files(hub: FakeHub, tmp_path: Path) -> None:
-    """A newer commit for one of them leaves the other's file as it is; a damaged file is not taken."""
+    """A newer commit for one of them leaves the other's file as it is; a damaged file or record is not taken."""
     files = {"data/train-0.parquet": parquet("a", "b"), "data/validation-0.parquet": parquet("c")}
     hub.add("datasets/lab/talk", files)
     for name in ("first", "second"):
@@ -99,9 +100,14 @@ def test_runs_with_the_same_data_set_share_its_files(hub: FakeHub, tmp_path: Pat
     assert run_fetch(hub, tmp_path, "first").returncode == 0
     assert (texts(first.parents[1]), texts(second.parents[1])) == (["x"], ["a", "b"])
     first.write_bytes(b"damaged")
+    split = first.parents[1] / ONE_SPLIT
+    source = PinnedSource.read(split)
+    (notes := tmp_path / "notes").write_text("of somebody else")
+    source.model_copy(update={"files": source.files | {"../../../../notes": record(notes)}}).write(split)
     third = run_fetch(hub, tmp_path, "third")
     assert "Fetching data lab/talk." in third.stdout
     assert texts(tmp_path / "runs/third/fetched/train") == ["x"]
+    assert not (tmp_path / "runs/notes").exists(), "a name in another run's record leads nowhere"
 
 
 PICTURES = {"pictures/1.png": b"\x89PNG", "labels.csv": b"1,cat\n", "README.md": b"# Cats\n"}

@@ -202,6 +202,56 @@ def assert_a_replaced_file_runs_nothing(checkout: Checkout) -> None:
         assert not proof.exists() and checkpoint.exists()
 
 
+LINKED = """
+import os, sys
+from pathlib import Path
+if sys.orig_argv[1:2] and Path(sys.orig_argv[1]).name == "shardmake":
+    from shardmake.run.paths import RunDir
+    check = RunDir.refuse_links
+    def check_and_link(rundir):
+        check(rundir)
+        for path in (rundir.root / name for name in os.environ["LINKED"].split()):
+            path.parent.mkdir(exist_ok=True, parents=True)
+            path.symlink_to(Path(os.environ["THEIRS"], "notes.txt" if path.suffix else ""))
+    RunDir.refuse_links = check_and_link
+"""
+RESULTS = {
+    "fetch": "sources.json fetched",
+    "plan": "plan settings/plan.json",
+    "render": "plan/accelerate.yaml plan/deepspeed.json plan/training.json plan/rendered.json plan/fallbacks",
+    "data": "data settings/data.json",
+    "train": "train/attempts train/checkpoints train/metrics.jsonl train/job.json train/receipt.json train/resharded",
+    "consolidate": "model settings/consolidate.json",
+    "evaluate": "evaluation.json evaluation.csv settings/evaluate.json",
+    "push": "push settings/push.json",
+    "report": "report.html figures",
+}
+"""The paths to which a stage writes."""
+
+
+def test_no_stage_writes_to_what_somebody_links_to_while_it_runs(
+    checkout: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The links appear once the stage has checked that there are none."""
+    (theirs := tmp_path / "theirs").mkdir()
+    (theirs / "notes.txt").write_text("years of work")
+    (checkout.root / "sitecustomize.py").write_text(LINKED)
+    monkeypatch.setenv("THEIRS", str(theirs))
+    checkout.configure(max_steps=2, checkpoints={"every_steps": 2})
+    for stage, linked in RESULTS.items():
+        with monkeypatch.context() as patch:
+            patch.setenv("PYTHONPATH", f"{checkout.root}:{os.environ.get('PYTHONPATH', '')}")
+            patch.setenv("LINKED", linked)
+            done = checkout("shardmake", stage, "demo", check=False)
+        assert {path.name: path.read_text() for path in theirs.iterdir()} == {"notes.txt": "years of work"}, stage
+        left = [path for name in linked.split() if (path := checkout.run / name).is_symlink()]
+        refused = any(f"{path} is a link to" in done.stdout for path in left)
+        assert (done.returncode, refused) in ((2, True), (0, False)), "written to a link, or in its place"
+        for path in left:
+            path.unlink()
+        checkout("shardmake", stage, "demo")
+
+
 SHORTAGE = """
 import json, os, sys
 def refuse(event, arguments):

@@ -249,11 +249,14 @@ def remove(checkpoint: Path) -> bool:
             if checkpoint == listed:  # a kill in between must not leave a record without its files
                 run_folder.unlink(checkpoint / RECORD_NAME)
             run_folder.remove(checkpoint, strict=True)
+        except LinkError as error:
+            logger.warning("Could not remove %s: %s", listed, error)
+            return False
         except OSError as error:
             if isinstance(error, FileNotFoundError) and not checkpoint.exists():
                 return True
-            if isinstance(error, (PermissionError, NotADirectoryError, LinkError)) or time.monotonic() > deadline:
-                logger.warning("Could not remove %s: %s.", error.filename or listed, error.strerror or error)
+            if isinstance(error, (PermissionError, NotADirectoryError)) or time.monotonic() > deadline:
+                logger.warning("Could not remove %s: %s.", error.filename or listed, error.strerror)
                 return False
         else:
             if checkpoint != listed:
@@ -267,7 +270,7 @@ def _unlist(checkpoint: Path) -> Path:
     """Move a checkpoint out of the list, and return its new path; what cannot be moved is removed where it is."""
     staging = checkpoint.parent / STAGING
     if STAGING not in checkpoint.parts and _FOLDER.fullmatch(checkpoint.name) and not checkpoint.is_symlink():
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, LinkError):
             run_folder.make_folder(staging, parents=False)
             run_folder.rename(checkpoint, staging / checkpoint.name)
             return staging / checkpoint.name

@@ -18,7 +18,8 @@ from shardmake.core.disk import tree_size
 from shardmake.core.errors import ConfigError, ShardmakeError
 from shardmake.core.fingerprint import fingerprint
 from shardmake.core.manifest import differences
-from shardmake.core.run_folder import rename
+from shardmake.core.run_folder import open_file, real_path, rename
+from shardmake.core.temporary import take_lock
 from shardmake.core.units import format_bytes, plural
 from shardmake.launch.driver import hold_driver_lock
 from shardmake.push.read_back import problems_at
@@ -44,15 +45,15 @@ def clean(runs: Path, *, remove: bool, names: Container[str] | None = None) -> l
     With ``names``, only these runs are looked at.
 
     Before the first removal of a run, every byte of its model and of the checkpoints that stay is compared with the
-    records, and the pushed copies are looked at (`problems_at`). The driver's lock is held meanwhile, so no training of
+    records, and the pushed copies are looked at (`problems_at`). The run's locks are held meanwhile, so no training of
     the run starts. A folder that cannot be removed is reported and skipped, for example one of another user.
     """
     found: list[Removable] = []
     left = 0
     for rundir in _runs(runs, names):
-        with _holding_still(rundir) if remove else nullcontext(True) as free:
-            items = sorted(_find_removable(rundir, verify=remove), key=lambda item: -item.size) if free else []
-            for item in items:
+        with _unused(rundir) if remove else nullcontext(True) as free:
+            items = _find_removable(rundir, verify=remove) if free and is_pushed(rundir) else []
+            for item in sorted(items, key=lambda item: -item.size):
                 logger.info("%10s  %s  (%s)", format_bytes(item.size), item.path, item.reason)
                 left += remove and not store.remove(item.path)
         found += items
@@ -128,18 +129,22 @@ def _whole(runs: Path, name: str) -> Removable:
 
 @contextmanager
 def _unused(rundir: RunDir) -> Iterator[bool]:
-    """Hold the driver's lock of a run, if it has trained; yield False, after a warning, if it has a job or a driver."""
+    """Hold the locks of a run; yield False, after a warning, if it has a job or a driver, or one of its stages runs."""
     with ExitStack() as held:
         try:
             if rundir.train.exists():
                 held.enter_context(hold_driver_lock(rundir))
+            if rundir.settings.exists():
+                lock = held.enter_context(open_file(rundir.stage_lock, "a"))
+                if not take_lock(lock.fileno(), without_locks=False):
+                    raise ShardmakeError("A stage of it runs, or its file system has no file locks.")
+            if rundir.job.exists():
+                raise ShardmakeError(f"It has a training job. Cancel it first: shardmake cancel {rundir.name}")
         except (ShardmakeError, OSError) as error:
             logger.warning("Nothing of %s is removed: %s", rundir.root, error)
             yield False
         else:
-            if rundir.job.exists():
-                logger.warning("%s has a training job. Cancel it first: shardmake cancel %s", rundir.root, rundir.name)
-            yield not rundir.job.exists()
+            yield True
 
 
 def _runs(runs: Path, names: Container[str] | None) -> Iterator[RunDir]:
@@ -154,19 +159,12 @@ def _runs(runs: Path, names: Container[str] | None) -> Iterator[RunDir]:
             yield RunDir(folder)
 
 
-@contextmanager
-def _holding_still(rundir: RunDir) -> Iterator[bool]:
-    """Hold the driver's lock of a run as `_unused`; yield False also if its model is not the pushed one any more."""
-    with _unused(rundir) as free:
-        yield free and is_pushed(rundir)
-
-
 def _find_removable(rundir: RunDir, *, verify: bool) -> list[Removable]:
     """Return old checkpoints, caches and incomplete files of a run, without links.
 
     With ``verify``, return none if the model, a kept checkpoint or a pushed copy is not whole.
     """
-    found = [item for item in _removable(rundir) if not _is_link(item.path, rundir)]
+    found = [item for item in _removable(rundir) if not _is_link(item.path)]
     if not (verify and found):
         return found
     pushed = PushReceipt.read(rundir.push_receipt)
@@ -177,10 +175,9 @@ def _find_removable(rundir: RunDir, *, verify: bool) -> list[Removable]:
     return [] if problems else found
 
 
-def _is_link(path: Path, rundir: RunDir) -> bool:
+def _is_link(path: Path) -> bool:
     """Return whether ``path`` or a folder above it in the run is a link: what it leads to belongs to somebody."""
-    inside = [folder for folder in (path, *path.parents) if folder.is_relative_to(rundir.root)]
-    if not any(folder.is_symlink() for folder in inside):
+    if real_path(path) == path.resolve():
         return False
     logger.warning("%s is a link, or below one, and stays. Remove what it leads to by hand.", path)
     return True

@@ -11,7 +11,7 @@ from shardmake.commands.stage_logs import read_stage_log
 from shardmake.commands.status import queue_of
 from shardmake.config.models import Cluster
 from shardmake.core.errors import ConfigError, SlurmError
-from shardmake.core.run_folder import open_file, rename, unlink
+from shardmake.core.run_folder import open_file, read_bytes, rename, unlink
 from shardmake.core.units import numbered
 from shardmake.launch.jobs import LocalJobs, job_name
 from shardmake.launch.slurm_jobs import run_slurm
@@ -143,7 +143,7 @@ def read_logs(rundir: RunDir, stage: str, rank: int | None, lines: int, attempt:
         return read_stage_log(rundir, stage, lines)
     folder, parts = _attempt_dir(rundir, attempts, attempt), []
     for file in sorted(folder.root.glob("node-*.log")):
-        found = file.read_text(errors="replace").splitlines()
+        found = read_bytes(file).decode(errors="replace").splitlines()
         if rank is not None:
             found = [line for line in found if line.startswith(f"[rank {rank}] ")]
         if found:

@@ -11,13 +11,13 @@ from typing import IO
 from shardmake.consolidate.layout import PlannedShard
 from shardmake.core.errors import CheckpointError, DiskFullError
 from shardmake.core.run_folder import (
-    exchange,
     fsync_directory,
     make_folder,
     open_file,
     real_path,
     remove,
     rename,
+    replace,
     unlink,
 )
 from shardmake.core.units import format_bytes
@@ -116,16 +116,7 @@ def replace_folder(staging: Path, out: Path) -> None:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     fsync_directory(staging)
-    if not out.exists() or not any(out.iterdir()):
-        rename(staging, out)  # this also replaces an empty folder
-    elif not exchange(staging, out):
-        rename(out, _replaced_folder(out))
-        try:
-            rename(staging, out)
-        except OSError:
-            rename(_replaced_folder(out), out)
-            raise
-    fsync_directory(out.parent)
+    replace(staging, out, _replaced_folder(out))
     remove(staging)
     remove(_replaced_folder(out))
 

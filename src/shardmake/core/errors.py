@@ -12,7 +12,7 @@ class ShardmakeError(ValueError):
     """An error that the user can fix. The command line prints the message without a traceback and exits with 2."""
 
 
-class LinkError(ShardmakeError, OSError):
+class LinkError(ShardmakeError):
     """A path in a run's folder is a link, which somebody may have put there, and is not followed."""
 
 

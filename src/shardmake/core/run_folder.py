@@ -2,7 +2,8 @@
 
 Others of a lab may write to a shared run, and put a link to somebody's data in the place of any name at any moment.
 Each path is therefore reached from the run's folder by open descriptors, without following a link. Of a path in no
-run's folder, only the last name is treated so.
+run's folder, only the last name is treated so. Data, models and checkpoints may be read through a link: their checksums
+are compared. Members own files in each other's runs, so only a private folder must have this user as its owner.
 """
 
 import contextlib
@@ -53,6 +54,12 @@ def real_path(path: Path) -> Path:
 def open_file(path: Path, mode: str, **options: Any) -> IO[Any]:
     """Open ``path`` as `open` does; raise `LinkError` for a link, and to write to a file with several names."""
     return open(path, mode, opener=lambda _, flags: descriptor(path, flags), **options)
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the content of ``path``; raises as `open_file` does."""
+    with open_file(path, "rb") as file:
+        return bytes(file.read())
 
 
 def descriptor(path: Path, flags: int) -> int:
@@ -129,6 +136,23 @@ def exchange(one: Path, other: Path) -> bool:
         return False
     with _parent(one) as (first, name), _parent(other) as (second, other_name):
         return bool(rename(first, os.fsencode(name), second, os.fsencode(other_name), _RENAME_EXCHANGE) == 0)
+
+
+def replace(new: Path, target: Path, aside: Path) -> None:
+    """Put the folder ``new`` in the place of ``target``: at once where the file system can, otherwise by two renames.
+
+    What was there is then at ``new`` or at ``aside``; it gets its name back if the second rename fails.
+    """
+    if not target.exists() or not any(target.iterdir()):
+        rename(new, target)  # this also replaces an empty folder
+    elif not exchange(new, target):
+        rename(target, aside)
+        try:
+            rename(new, target)
+        except OSError:
+            rename(aside, target)
+            raise
+    fsync_directory(target.parent)
 
 
 def unlink(path: Path) -> None:

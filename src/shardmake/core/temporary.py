@@ -59,10 +59,10 @@ def _create(purpose: str, parent: Path) -> tuple[Path, int]:
         os.close(lock)
 
 
-def take_lock(lock: int, *, without_locks: bool) -> bool:
-    """Lock an open file; return False if another process has it, ``without_locks`` if the file system has no locks."""
+def take_lock(lock: int, *, without_locks: bool, shared: bool = False) -> bool:
+    """Lock an open file, alone or ``shared``; return False if others hold it, ``without_locks`` if there are none."""
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:

@@ -8,6 +8,7 @@ and not copied. A run keeps its commits after the first fetch. To change to a ne
 """
 
 import logging
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -250,10 +251,8 @@ def _take_same(wanted: PinnedSource, folder: Path, records: Iterable[Path]) -> d
         with suppress(ShardmakeError, OSError):  # removed or renewed at this moment, or of another version
             found = PinnedSource.read(place)
             if (found.name, found.subset, found.commit) == (wanted.name, wanted.subset, wanted.commit):
-                for name in found.files:
-                    make_folder((folder / name).parent)
-                    link_or_copy(str(place.parent / name), str(folder / name))
-                if all(record(folder / name) == file for name, file in found.files.items()):
+                shutil.copytree(place.parent, folder, copy_function=link_or_copy)
+                if {str(path.relative_to(folder)): record(path) for path in data_files(folder)} == found.files:
                     logger.info(f"Took the data {wanted.name} of run {place.parents[2].name}.")
                     return found.files
         remove(folder)

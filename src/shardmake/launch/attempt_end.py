@@ -8,7 +8,7 @@ from pathlib import Path
 from shardmake.checkpoint import store
 from shardmake.checkpoint.reshard.convert import Route, route
 from shardmake.core.errors import DiskFullError, ShardmakeError, StopRequestedError, is_user_error
-from shardmake.core.run_folder import unlink
+from shardmake.core.run_folder import read_bytes, unlink
 from shardmake.core.units import format_duration
 from shardmake.launch import user_script
 from shardmake.launch.container import start_failure
@@ -248,4 +248,4 @@ def failure_message(
 
 
 def _lines(log: Path) -> list[str]:
-    return log.read_text(errors="replace").splitlines()
+    return read_bytes(log).decode(errors="replace").splitlines()

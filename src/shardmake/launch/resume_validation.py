@@ -30,6 +30,7 @@ from shardmake.core.units import GIB
 from shardmake.launch.preflight import PreflightError
 from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.findings import stops
+from shardmake.run.paths import RunDir
 
 _READERS = 8
 
@@ -70,7 +71,7 @@ def validate_share(attempt: Attempt, node_rank: int, report: Callable[[str], Non
 
 
 def confirm_damage(folder: AttemptDir) -> str:
-    """Set the checkpoint of an attempt aside if a node found it damaged and this machine does as well.
+    """Set the run's checkpoint of an attempt aside if a node found it damaged and this machine does as well.
 
     Return a sentence about it; empty without such a finding. A driver that was killed in here repeats the call.
 
@@ -81,12 +82,12 @@ def confirm_damage(folder: AttemptDir) -> str:
     resume_from = folder.read().resume_from
     if not found or resume_from is None:
         return ""
-    checkpoint = Path(resume_from)
-    if checkpoint.exists():
+    checkpoint, run = Path(resume_from), RunDir(folder.root.absolute().parents[2])
+    converted = checkpoint.parent == real_path(run.resharded)
+    if (converted or checkpoint.parent == real_path(run.checkpoints)) and checkpoint.exists():
         record, names = read_record(checkpoint), {name for node in found for name in node.damaged} - {RECORD_NAME}
         if record is not None and all(is_intact(record, checkpoint, name) for name in names):
             return ""
         # The next attempt makes a converted checkpoint again. Any other is kept under another name.
-        converted = checkpoint.parent == real_path(folder.read().rundir.resharded)
         (store.remove if converted else store.set_aside)(checkpoint)
     return f"{checkpoint.name} is damaged and was set aside. {found[0].host} found: {found[0].message}."

@@ -23,7 +23,7 @@ from pydantic import Field
 from shardmake.config import models
 from shardmake.config.script_file import SERVICE_VARIABLES
 from shardmake.core.process import die_with_parent
-from shardmake.core.run_folder import make_folder
+from shardmake.core.run_folder import make_folder, read_bytes
 from shardmake.core.secrets import LogCopy, redact
 from shardmake.core.units import plural
 from shardmake.launch.rendezvous import choose_address, listen
@@ -167,7 +167,7 @@ def _last_output(log: Path) -> str:
     """Return the last line of a service's output in the log of its node as a sentence; empty without output."""
     if not log.exists():
         return ""
-    lines = log.read_text(errors="replace").rpartition(_OUTPUT)[2].splitlines()
+    lines = read_bytes(log).decode(errors="replace").rpartition(_OUTPUT)[2].splitlines()
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return f" Its last output: {last}" if last else ""
 

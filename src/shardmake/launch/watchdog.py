@@ -21,7 +21,7 @@ import psutil
 
 from shardmake.core.build_locks import build_locks
 from shardmake.core.process import wait_for_output
-from shardmake.core.run_folder import make_folder, open_file, unlink
+from shardmake.core.run_folder import make_folder, open_file, read_bytes, unlink
 from shardmake.core.units import numbered
 from shardmake.launch.flight_recorder import ANALYSIS_SECONDS, analyse_dumps, is_dumped, request_dump
 from shardmake.run.attempt import (
@@ -244,7 +244,7 @@ class Watchdog:
     def _read_stack(self, rank: int) -> str:
         """Return a rank's stacks; empty if the rank did not answer."""
         path = self.folder.stack(rank)
-        return path.read_text() if path.exists() else ""
+        return read_bytes(path).decode(errors="replace") if path.exists() else ""
 
     def _states_file(self, node_rank: int) -> Path:
         return self.folder.stacks / f"node-{node_rank}.json"

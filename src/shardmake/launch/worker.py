@@ -22,6 +22,7 @@ from shardmake.core.atomic import read_json
 from shardmake.core.build_locks import remove_stale_locks
 from shardmake.core.disk import remove_swap_files
 from shardmake.core.environment import kernel_caches
+from shardmake.core.errors import LinkError
 from shardmake.core.failures import explain
 from shardmake.core.permissions import make_private
 from shardmake.core.process import die_with_parent, wait_for_output
@@ -234,7 +235,7 @@ def _write_exit_record(folder: AttemptDir, record: NodeExit) -> None:
         if not folder.root.is_dir():
             raise FileNotFoundError(f"{folder.root} is not there any more")
         record.write(folder.exit_record(record.node_rank))
-    except OSError as error:
+    except (OSError, LinkError) as error:
         print(f"Cannot write the exit record ({error}): {record.model_dump_json()}", flush=True)
 
 

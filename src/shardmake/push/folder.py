@@ -11,7 +11,7 @@ from pathlib import Path
 from shardmake.core.disk import free_space
 from shardmake.core.errors import DiskFullError, PushError
 from shardmake.core.manifest import SUMS, differences, parse_sums, read_folder
-from shardmake.core.run_folder import exchange, fsync_directory
+from shardmake.core.run_folder import fsync_directory, replace
 from shardmake.core.units import format_bytes
 from shardmake.push.bundle import Bundle
 
@@ -70,30 +70,10 @@ def _replace(bundle: Bundle, target: Path) -> None:
     staging = _temporary_name(target, "pushing")
     try:
         _copy(bundle, staging)
-        _exchange(staging, target)
+        replace(staging, target, retired := _temporary_name(target, "retired"))
+        shutil.rmtree(retired, ignore_errors=True)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def _exchange(staging: Path, target: Path) -> None:
-    """Replace ``target`` by ``staging``: at once where the file system can, otherwise by two renames.
-
-    Between two renames there is no target for a moment. If the second fails, the old folder is restored.
-    """
-    if target.exists() and exchange(staging, target):
-        fsync_directory(target.parent)
-        return
-    retired = _temporary_name(target, "retired")
-    if target.exists():
-        target.rename(retired)
-    try:
-        staging.rename(target)
-    except OSError:
-        if retired.exists():
-            retired.rename(target)
-        raise
-    fsync_directory(target.parent)
-    shutil.rmtree(retired, ignore_errors=True)
 
 
 def _copy(bundle: Bundle, staging: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from shardmake.core.run_folder import read_bytes
 from shardmake.run.record import RunFile
 
 
@@ -90,7 +91,7 @@ def parse_line(text: str) -> MetricsLine | None:
 
 def read_metrics(path: Path) -> list[MetricsLine]:
     """Return the valid lines of the file at ``path``; none if it does not exist."""
-    return parse_metrics(path.read_text(errors="replace")) if path.exists() else []
+    return parse_metrics(read_bytes(path).decode(errors="replace")) if path.exists() else []
 
 
 LOSS_WINDOW = "loss_window.json"

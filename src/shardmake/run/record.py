@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from shardmake.core.atomic import sealed, unsealed, write_json
 from shardmake.core.errors import ShardmakeError
+from shardmake.core.run_folder import read_bytes
 from shardmake.run.paths import RUNS, RunDir
 
 FORMAT: Final = 1
@@ -43,7 +44,7 @@ class RunRecord(BaseModel):
     def read_if_exists(cls, path: Path) -> Self | None:
         """Return the record at ``path``, or None if there is no such file, also when it is removed at this moment."""
         try:
-            return _parse(path, path.read_bytes(), cls, cls.made_by)
+            return _parse(path, read_bytes(path), cls, cls.made_by)
         except FileNotFoundError:
             return None
 
@@ -71,7 +72,7 @@ def check_format(rundir: RunDir) -> None:
     """Raise `ShardmakeError` if the folder of a run has another format than this version writes."""
     for path in (rundir.sources, rundir.plan, rundir.data_receipt, rundir.train_receipt, rundir.attempt_history):
         if path.exists():
-            _check_format(path, path.read_bytes())
+            _check_format(path, read_bytes(path))
 
 
 def _check_format(path: Path, content: bytes) -> None:
@@ -92,7 +93,7 @@ def _check_format(path: Path, content: bytes) -> None:
 def read_record(path: Path, kind: type[T], made_by: str) -> T:
     """Return the content of ``path`` as a ``kind``, which may be any type that pydantic can validate."""
     try:
-        return _parse(path, path.read_bytes(), kind, made_by)
+        return _parse(path, read_bytes(path), kind, made_by)
     except FileNotFoundError:
         raise ShardmakeError(f"{path} does not exist yet. Write it with: {_of_run(made_by, path)}") from None
 

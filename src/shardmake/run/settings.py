@@ -17,6 +17,8 @@ from pydantic import Field
 from shardmake.config.effects import STAGES, default_of, differences, own_values, read_keys, result_keys, values_of
 from shardmake.config.models import Cluster, Run
 from shardmake.core.errors import ConfigError
+from shardmake.core.run_folder import make_folder, open_file
+from shardmake.core.temporary import take_lock
 from shardmake.run.paths import RunDir
 from shardmake.run.record import RunFile, optional
 
@@ -151,8 +153,11 @@ def recorded_settings(stage: str, run: Run, cluster: Cluster, rundir: RunDir) ->
     if before and (changes := differences(before.values, now.values)):
         logger.info("Settings changed since the last %s of %s: %s.", stage, rundir.name, "; ".join(changes))
     _check_stages_before(stage, values_of(run, cluster), rundir)
-    yield
-    now.model_copy(update={"seconds": time.time() - Process().create_time()}).write(rundir.stage_settings(stage))
+    make_folder(rundir.settings)
+    with open_file(rundir.stage_lock, "a") as lock:
+        take_lock(lock.fileno(), without_locks=True, shared=True)
+        yield
+        now.model_copy(update={"seconds": time.time() - Process().create_time()}).write(rundir.stage_settings(stage))
 
 
 def stage_times(rundir: RunDir) -> dict[str, float]:

@@ -9,6 +9,7 @@ from shardmake.checkpoint import store
 from shardmake.checkpoint.store import committed
 from shardmake.commands.clean import clean, clean_named
 from shardmake.core.errors import ConfigError
+from shardmake.core.temporary import take_lock
 from shardmake.launch.driver import hold_driver_lock
 from shardmake.push.stage import push
 from shardmake.run.paths import RunDir
@@ -253,6 +254,11 @@ def test_a_named_run_and_what_was_set_aside_go_after_a_question(
     assert "not pushed: the only copy of its model; dpo starts from its model" in caplog.text
     with hold_driver_lock(rundir):
         cleaned(rundir.name, answer=True)
+    rundir.settings.mkdir(exist_ok=True)
+    with rundir.stage_lock.open("a") as lock:
+        assert take_lock(lock.fileno(), without_locks=False, shared=True)
+        cleaned(rundir.name, answer=True)
+    assert "A stage of it runs" in caplog.text
     rundir.job.touch()
     cleaned(rundir.name, answer=True)
     assert rundir.model.exists() and "Cancel it first: shardmake cancel" in caplog.text

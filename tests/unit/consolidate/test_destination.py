@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from shardmake.consolidate import merge, merge_plan, staging
+from shardmake.consolidate import merge, merge_plan
 from shardmake.consolidate.loading import LoadingReport
 from shardmake.consolidate.merge import consolidate
+from shardmake.core import run_folder
 from shardmake.core.errors import ConfigError, ModelError
 
 pytestmark = pytest.mark.usefixtures("tiny")
@@ -165,7 +166,7 @@ def test_interrupted_merge_says_where_it_resumes(
 @pytest.mark.parametrize("killed", ["before", "after"])
 def test_file_system_without_exchange(monkeypatch: pytest.MonkeyPatch, killed: str) -> None:
     """As on NFS: the merge renames twice. The next merge finishes what a kill between or after them left."""
-    monkeypatch.setattr(staging, "exchange", lambda *_: False)
+    monkeypatch.setattr(run_folder, "exchange", lambda *_: False)
     run("model")
     complete = content(Path("model"))
     Path("model").rename(".model.replaced")

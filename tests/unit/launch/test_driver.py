@@ -223,6 +223,7 @@ def test_a_driver_without_a_slot_prepares_nothing(demo: FakeRun, monkeypatch: py
 
 
 def test_an_attempt_is_recorded_once_even_if_the_driver_was_killed_right_afterwards(demo: FakeRun) -> None:
+    (demo.rundir.attempts / "002.bak").mkdir(parents=True)  # a person's copy, not an attempt
     training = demo.load(FakeJobs(TERMINATED))
     job = submit(training)
     for _ in range(2):

@@ -173,13 +173,16 @@ def test_a_damaged_conversion_is_removed_and_its_source_stays(
     folder: AttemptDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = folder.read()
-    converted = attempt.rundir.resharded / "checkpoint-20"
+    converted, theirs = attempt.rundir.resharded / "checkpoint-20", attempt.rundir.root / "theirs/checkpoint-20"
     shutil.copytree(attempt.resume_from or "", converted)
-    attempt.model_copy(update={"resume_from": str(converted)}).write(folder.settings)
     flip(converted / LOST)
+    shutil.copytree(converted, theirs)
+    attempt.model_copy(update={"resume_from": str(converted)}).write(folder.settings)
     run_nodes(folder, monkeypatch)
-    assert "checkpoint-20 is damaged" in confirm_damage(folder)
-    assert not converted.exists() and Path(attempt.resume_from or "").exists()
+    for named in (theirs, converted):  # a member may write any path into the attempt's settings
+        attempt.model_copy(update={"resume_from": str(named)}).write(folder.settings)
+        assert "checkpoint-20 is damaged" in confirm_damage(folder)
+    assert theirs.exists() and not converted.exists() and Path(attempt.resume_from or "").exists()
 
 
 def test_a_record_that_only_a_node_cannot_read_costs_no_checkpoint(

@@ -18,6 +18,7 @@ UNREADABLE = {
     "long": ("config.json", "1" * 5000, "is not valid JSON"),
     "open": ("config.json", "{", "is not valid JSON"),
     "surrogate": ("config.json", "\ud800", "is not valid JSON"),
+    "17 MiB": ("config.json", " " * (17 << 20), "is larger than 16 MiB. A config.json is not."),
     "no sizes": ("config.json", '{"model_type": "gpt2", "n_embd": 64}', "num_layers or .* is missing"),
     "other adapters": ("adapter_config.json", '{"peft_type": "IA3"}', PEFT.format("IA3")),
     "open adapters": ("adapter_config.json", "{", PEFT.format("PEFT")),

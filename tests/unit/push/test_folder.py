@@ -81,10 +81,10 @@ def test_a_push_over_an_old_model_leaves_it_in_place_until_the_new_one_is_there(
     rundir: RunDir, monkeypatch: pytest.MonkeyPatch, supported: bool
 ) -> None:
     renamed: list[str] = []
-    rename = Path.rename
-    monkeypatch.setattr(Path, "rename", lambda path, to: [renamed.append(path.name), rename(path, to)][1])
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", lambda name, to, **at: [renamed.append(name), rename(name, to, **at)][1])
     if not supported:
-        monkeypatch.setattr("shardmake.push.folder.exchange", lambda one, other: False)
+        monkeypatch.setattr("shardmake.core.run_folder.exchange", lambda one, other: False)
     push(RUN, rundir)
     write_model(rundir, {"config.json": b"{}", "model.safetensors": b"new"})
     renamed.clear()
@@ -237,17 +237,17 @@ def test_a_copy_that_another_push_may_still_write_stays(rundir: RunDir) -> None:
 
 def test_two_pushes_at_once_end_with_one_model_and_the_cause(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other push creates the folder between the copy and the rename of this one."""
-    rename = Path.rename
+    rename = os.rename
 
-    def other_is_faster(path: Path, to: Path) -> Path:
-        if to == Path("published/chat"):
-            shutil.copytree(path, to)
-        return rename(path, to)
+    def other_is_faster(name: str, to: str, **folders: int) -> None:
+        if to == "chat":
+            shutil.copytree(f"published/{name}", "published/chat")
+        rename(name, to, **folders)
 
-    monkeypatch.setattr(Path, "rename", other_is_faster)
+    monkeypatch.setattr(os, "rename", other_is_faster)
     with pytest.raises(ShardmakeError, match=r"Another push wrote there at the same time: wait .*, and push again"):
         push(RUN, rundir)
-    monkeypatch.setattr(Path, "rename", rename)
+    monkeypatch.setattr(os, "rename", rename)
     push(RUN, rundir)
     assert [path.name for path in Path("published").iterdir()] == ["chat"]
 

@@ -38,6 +38,7 @@ PATHS = {
     "evaluation_losses": "evaluation.csv",
     "push_receipt": "push/receipt.json",
     "settings": "settings",
+    "stage_lock": "settings/.lock",
     "figures": "figures",
     "report": "report.html",
     "driver_lock": "train/driver.lock",

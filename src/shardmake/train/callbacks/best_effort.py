@@ -4,6 +4,8 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
+from shardmake.core.errors import LinkError
+
 logger = logging.getLogger(__name__)
 
 
@@ -16,10 +18,10 @@ class BestEffortWriter:
 
     @contextlib.contextmanager
     def write(self) -> Iterator[None]:
-        """Ignore every `OSError`, and log the first one."""
+        """Ignore what cannot be written, and log the first error."""
         try:
             yield
-        except OSError as error:
+        except (OSError, LinkError) as error:
             if not self._reported:
                 logger.warning("%s cannot be written: %s. Training continues without them.", self.what, error)
             self._reported = True
