@@ -41,7 +41,7 @@ PUBLISHED: dict[str, Row] = {
     "hunyuan_v1_moe": {"head_dim": 128},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "ministral": {"head_dim": 128},
-    "nemotron": {"head_dim": 128},
+    "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
     "step3p7": {"text_config": {"sliding_window": 512}},
 }
 """Values that published models have, where the defaults of the type cannot be built or run."""

@@ -35,7 +35,8 @@ _INNER = (
     "shared_expert_intermediate_size", "block_multiple_of",
 )  # fmt: skip
 _WINDOWS = ("sliding_window", "attention_chunk_size")
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "zero_expert_num")
+_GROUPS = ("n_group", "topk_group", "num_expert_group")
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k")
 _LAYERS_LEFT, _VOCABULARY, _HEADS_LEFT, _INNER_LEFT, _MOST_EXPERTS, _WINDOW = 2, 64, 4, 64, 4, 4
 _ALIGNED = 4
@@ -64,6 +65,8 @@ def shrunk(config: Mapping[str, Any], *, narrow: Narrow) -> dict[str, Any]:
             values[name] = min(value, _WINDOW)
         elif name in _EXPERTS:
             values[name] = _few(value)
+        elif name in _GROUPS and isinstance(value, int):
+            values[name] = min(value, 1)
         elif name in _CHOSEN_EXPERTS and isinstance(value, int):
             values[name] = min(value, 2)
     return values if narrow == "none" else _narrowed(values, keeps_hidden=narrow == "inner")
@@ -281,8 +284,8 @@ def _absent(kind: ModelClass, config: Any, source: str) -> list[str]:
         else:
             return towers(whole)
     raise ModelError(
-        f"Model cannot be trained: {source}. The text part of {kind.name} cannot be trained without its towers: {why}. "
-        "Name a text model."
+        f"Model cannot be trained: {source}. The text part of {kind.name} is not shown to train without its towers: "
+        f"{why}. Name a text model."
     )
 
 
