@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from transformers import AutoConfig
@@ -29,6 +29,22 @@ from shardmake.run.text_part import towers
 Row = dict[str, Any]
 LARGEST = 300_000_000
 """Parameters of a model that is small enough to be saved and merged here."""
+_GLM_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
+PUBLISHED: dict[str, Row] = {
+    "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
+    "glm46v": {"text_config": {"rope_parameters": _GLM_ROPE}},
+    "glm4v": {"text_config": {"rope_parameters": _GLM_ROPE}},
+    "glm4v_moe": {"text_config": {"rope_parameters": _GLM_ROPE, "head_dim": 128}},
+    "glmga": {"text_config": {"rope_parameters": _GLM_ROPE}},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
+    "step3p7": {"text_config": {"sliding_window": 512}},
+}
+"""Values that published models have, where the defaults of the type cannot be built or run."""
 
 
 def model_types() -> list[str]:
@@ -45,6 +61,8 @@ def try_type(kind: str, folder: Path) -> Row:
     """Return what the plan knows of ``kind`` and what a step and a merge of a small model gave."""
     try:
         values = json.loads(AutoConfig.for_model(kind).to_json_string(), object_hook=float_or_object)
+        for name, value in PUBLISHED.get(kind, {}).items():
+            values[name] = {**values[name], **value} if isinstance(value, dict) else value
     except Exception as error:  # a config class may raise anything
         return {"refused": f"Its config has no defaults: {in_one_line(error)}"}
     values.pop("architectures", None)
@@ -97,7 +115,7 @@ def _step_and_merge(chosen: ModelClass, config: Any, folder: Path) -> str:
 
 def _small_whole(chosen: ModelClass, config: Any) -> Any:
     raised: Exception = ValueError("no small sizes suit it")
-    for narrow in (True, False):
+    for narrow in get_args(inspect_model.Narrow):
         try:
             small = type(config).from_dict(inspect_model.shrunk(config.to_dict(), narrow=narrow))
             with torch.device("meta"):

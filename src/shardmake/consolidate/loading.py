@@ -7,7 +7,6 @@ are loaded to the meta device, so that only the headers are read. Sparse files w
 import contextlib
 import os
 import re
-from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from shardmake.checkpoint.formats import hub_layout, huggingface
-from shardmake.checkpoint.formats.hub_layout import HubWeight
+from shardmake.checkpoint.formats.hub_layout import HubWeight, renamed
 from shardmake.consolidate.aux_files import read_object
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import ModelError, ShardmakeError
@@ -91,8 +90,7 @@ class LoadingReport:
     @property
     def renamed(self) -> dict[str, str]:
         """The names in the files, by name of each parameter that is one weight of another name there."""
-        parts = Counter(weight.parameter for weight in self.weights)
-        return {weight.parameter: weight.name for weight in self.weights if parts[weight.parameter] == 1}
+        return renamed(self.weights)
 
     @property
     def ties_in_files(self) -> list[tuple[str, str]]:

@@ -5,13 +5,12 @@ nowhere, so a small model of the same class runs `shardmake.data.dataset.check_i
 kernel varlen, whose operator gets a CPU implementation here, it must give the same logits as with eager attention.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from shardmake.checkpoint.formats import huggingface
-from shardmake.checkpoint.formats.hub_layout import HubWeight, hub_weights
+from shardmake.checkpoint.formats.hub_layout import HubWeight, hub_weights, renamed
 from shardmake.config.attention import KERNELS
 from shardmake.config.methods import METHODS
 from shardmake.core.errors import ModelError
@@ -30,20 +29,29 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "e
 _BY_LAYER = "per_layer_config"
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
-_WIDTHS = (
-    "hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim", "intermediate_size", "ffn_dim", "n_inner",
-    "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size", "block_multiple_of",
+_OUTER = ("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim")
+_INNER = (
+    "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "moe_intermediate_size",
+    "shared_expert_intermediate_size", "block_multiple_of",
 )  # fmt: skip
 _WINDOWS = ("sliding_window", "attention_chunk_size")
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-_LAYERS_LEFT, _VOCABULARY, _HEADS_LEFT, _MOST_EXPERTS, _WINDOW = 2, 64, 4, 4, 4
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "zero_expert_num")
+_GROUPS = ("n_group", "topk_group", "num_expert_group")
+_CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k")
+_LAYERS_LEFT, _VOCABULARY, _HEADS_LEFT, _INNER_LEFT, _MOST_EXPERTS, _WINDOW = 2, 64, 4, 64, 4, 4
+_ALIGNED = 4
+"""Numbers in fp32 by which rows have to be aligned: torch's product of groups of matrices asks for 16 bytes."""
 
 
-def shrunk(config: Mapping[str, Any], *, narrow: bool) -> dict[str, Any]:
-    """Return ``config`` with two layers, or one of each kind, and a small vocabulary; ``narrow``: few heads as well.
+Narrow = Literal["all", "inner", "none"]
 
-    The size of a head stays. Attention windows get shorter than the sequences that run through the small model. A part
-    with a config of its own is shrunk in the same way.
+
+def shrunk(config: Mapping[str, Any], *, narrow: Narrow) -> dict[str, Any]:
+    """Return ``config`` with two layers, or one of each kind, and a small vocabulary; ``narrow``: fewer heads as well.
+
+    The size of a head stays. ``inner`` keeps the size of the hidden states, on which parts of a model have to agree.
+    Attention windows get shorter than the sequences that run through the small model. A part with a config of its own
+    is shrunk in the same way.
     """
     values = _fewer_layers(config)
     for name, value in values.items():
@@ -55,11 +63,19 @@ def shrunk(config: Mapping[str, Any], *, narrow: bool) -> dict[str, Any]:
             values[name] = _small_token(value)
         elif name in _WINDOWS and isinstance(value, int):
             values[name] = min(value, _WINDOW)
-        elif name in _EXPERTS and isinstance(value, int):
-            values[name] = min(value, _MOST_EXPERTS)
-        elif name == "num_experts_per_tok" and isinstance(value, int):
+        elif name in _EXPERTS:
+            values[name] = _few(value)
+        elif name in _GROUPS and isinstance(value, int):
+            values[name] = min(value, 1)
+        elif name in _CHOSEN_EXPERTS and isinstance(value, int):
             values[name] = min(value, 2)
-    return _narrowed(values) if narrow else values
+    return values if narrow == "none" else _narrowed(values, keeps_hidden=narrow == "inner")
+
+
+def _few(experts: Any) -> Any:
+    if isinstance(experts, list):
+        return [_few(item) for item in experts]
+    return min(experts, _MOST_EXPERTS) if isinstance(experts, int) else experts
 
 
 def _small_token(value: Any) -> Any:
@@ -88,19 +104,25 @@ def _fewer_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _narrowed(values: Mapping[str, Any]) -> dict[str, Any]:
+def _narrowed(values: Mapping[str, Any], *, keeps_hidden: bool) -> dict[str, Any]:
     """Divide heads and widths by one factor, so that the size of a head stays."""
     heads = next((values[name] for name in _HEADS if isinstance(values.get(name), int)), None)
     if not heads:
         return dict(values)
     factor = heads // max(count for count in range(1, _HEADS_LEFT + 1) if heads % count == 0)
+    own_size = isinstance(values.get("head_dim"), int)  # without it, the hidden states are divided among the heads
+    keeps_heads = keeps_hidden and not own_size
 
     def divided(name: str, value: Any) -> Any:
-        if not isinstance(value, int) or name not in (*_HEADS, *_KEY_HEADS, *_WIDTHS):
+        if not isinstance(value, int) or isinstance(value, bool):
             return value
-        if name in _KEY_HEADS:
+        if name in _INNER and keeps_hidden:
+            return min(value, _INNER_LEFT)
+        if name in _KEY_HEADS and not keeps_heads:
             return max(1, value // factor)
-        return value // factor if value % factor == 0 else value
+        is_divided = name in _INNER or (name in _HEADS and not keeps_heads) or (name in _OUTER and not keeps_hidden)
+        unit = factor if name in _HEADS else factor * _ALIGNED
+        return value // factor if is_divided and value % unit == 0 else value
 
     return {name: divided(name, value) for name, value in values.items()}
 
@@ -111,7 +133,7 @@ _FLAGS = {
     "sdpa": ("supports_sdpa",),
 }
 _TOLERANCE = 1e-3
-_LARGEST = 100_000_000
+_LARGEST = 200_000_000
 """Parameters of a model that is small enough to run here."""
 
 
@@ -262,8 +284,8 @@ def _absent(kind: ModelClass, config: Any, source: str) -> list[str]:
         else:
             return towers(whole)
     raise ModelError(
-        f"Model cannot be trained: {source}. The text part of {kind.name} cannot be trained without its towers: {why}. "
-        "Name a text model."
+        f"Model cannot be trained: {source}. The text part of {kind.name} is not shown to train without its towers: "
+        f"{why}. Name a text model."
     )
 
 
@@ -358,7 +380,7 @@ def _small_models(kind: ModelClass, config: Any, kernel: str) -> Iterator["PreTr
     """Yield models of the class with random weights, the smallest first; none if no sizes suit the class."""
     import torch
 
-    for narrow in (True, False):
+    for narrow in get_args(Narrow):
         try:
             small = type(config).from_dict(shrunk(config.to_dict(), narrow=narrow), name_or_path=config.name_or_path)
             options = {"attn_implementation": kernel, "dtype": torch.float32}
@@ -376,7 +398,7 @@ def _small_models(kind: ModelClass, config: Any, kernel: str) -> Iterator["PreTr
 
 
 def _mergeable_targets(
-    model: "PreTrainedModel", adapters: Mapping[str, Any], weights: Iterable[HubWeight]
+    model: "PreTrainedModel", adapters: Mapping[str, Any], weights: Sequence[HubWeight]
 ) -> list[str]:
     """Return the names of linear layers whose adapters `shardmake consolidate` merges.
 
@@ -402,7 +424,7 @@ def _mergeable_targets(
     return found
 
 
-def _unmergeable(model: "PreTrainedModel", adapters: Mapping[str, Any], weights: Iterable[HubWeight]) -> list[str]:
+def _unmergeable(model: "PreTrainedModel", adapters: Mapping[str, Any], weights: Sequence[HubWeight]) -> list[str]:
     """Return the features of the adapters that `shardmake consolidate` refuses; ``model`` stays as it is."""
     import torch
     from peft import get_peft_model
@@ -416,7 +438,7 @@ def _unmergeable(model: "PreTrainedModel", adapters: Mapping[str, Any], weights:
         raise ModelError(f"PEFT cannot adapt this {type(model).__name__}: {error}") from None
     features = list(AdapterSettings.parse(adapted.peft_config["default"].to_dict()).refused(holds_base=False))
     modules = {plain_name(name).partition(".lora_A")[0] for name, _ in adapted.named_parameters() if ".lora_A." in name}
-    parts = Counter(weight.parameter.removesuffix(".weight") for weight in weights)
-    otherwise = {module for module, count in parts.items() if count > 1}
+    apart = {part.parameter for weight in weights for part in weight.parts} - renamed(weights).keys()
+    otherwise = {parameter.removesuffix(".weight") for parameter in apart}
     adapted.unload()
     return features + sorted(f"{module}, which its files store in parts" for module in modules & otherwise)[:1]

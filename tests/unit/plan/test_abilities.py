@@ -11,7 +11,7 @@ import pytest
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 
-from shardmake.checkpoint.formats.hub_layout import HubWeight
+from shardmake.checkpoint.formats.hub_layout import HubWeight, Part
 from shardmake.commands.estimate import resolve_request
 from shardmake.commands.estimate_request import EstimateRequest
 from shardmake.config.models import Run
@@ -443,19 +443,19 @@ def test_a_shrunken_config_keeps_each_kind_of_layer_and_the_size_of_a_head() -> 
         "eos_token_id": [128_001, 128_009],
         "text": {"model_type": "part", "num_layers": 40, "num_heads": 71, "d_model": 71 * 64},
     }
-    small = shrunk(large, narrow=True)
+    small = shrunk(large, narrow="all")
     assert small["layer_types"] == ["sliding", "full"] and small["num_hidden_layers"] == 2
     assert small["hidden_size"] / small["num_attention_heads"] == 128 and small["num_key_value_heads"] == 1
     assert small["vocab_size"] == 64 and all(token < 64 for token in small["eos_token_id"])
     assert small["text"] == {"model_type": "part", "num_layers": 2, "num_heads": 1, "d_model": 64}
-    assert shrunk(large, narrow=False)["hidden_size"] == 4096
+    assert shrunk(large, narrow="none")["hidden_size"] == 4096
 
 
 def test_adapters_of_weights_that_the_files_store_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight that has another name alone is found; the adapter of one in parts would be trained and not merged."""
     module = "model.layers.0.self_attn"
-    parts = [HubWeight(f"q.{part}", (32, 64), f"{module}.q_proj.weight", part * 2048) for part in (0, 1)]
-    renamed = HubWeight("v.weight", (64, 64), f"{module}.v_proj.weight", 0)
+    parts = [HubWeight(f"q.{part}", (32, 64), (Part(f"{module}.q_proj.weight", part * 2048, 2048),)) for part in (0, 1)]
+    renamed = HubWeight("v.weight", (64, 64), (Part(f"{module}.v_proj.weight", 0, 4096),))
     monkeypatch.setattr(inspect_model, "hub_weights", lambda *_: [*parts, renamed])
     config = {"model_type": "qwen3_moe", **SIZES}
     assert answer(config, ["q_proj"])["unmergeable"] == [f"{module}.q_proj, which its files store in parts"]

@@ -1,39 +1,73 @@
-"""The weights of a model folder as byte ranges of a model's parameters.
+"""The weights of a model folder as ranges of a model's parameters.
 
-transformers renames and joins weights when it loads a folder; it joins the experts of a mixture into one parameter, for
-example. `save_pretrained` does the reverse. A sharded checkpoint has the parameters, and a merge has to write the
-weights as the base model's files have them. Here transformers' own conversion runs in reverse on tensors without data,
-and the memory that its results share with the parameters says which range each weight is.
+transformers renames, joins and splits weights when it loads a folder; it joins the experts of a mixture into one
+parameter, for example. `save_pretrained` does the reverse. A sharded checkpoint has the parameters, and a merge has to
+write the weights as the base model's files have them. Here transformers' own conversion runs in reverse on tensors
+without data. The memory that its results share with the parameters, and the copies that it makes on the way, say from
+which elements each weight is made.
 """
 
+import itertools
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardmake.checkpoint.formats import huggingface
-from shardmake.checkpoint.formats.contents import Contents, StoredTensor
+from shardmake.checkpoint.formats.contents import ITEM_SIZE, Contents, Piece, StoredTensor
 from shardmake.checkpoint.formats.unpickle import numel
 from shardmake.core.errors import CheckpointError, ModelError
 from shardmake.core.private_names import private
 from shardmake.run.text_part import composite_class, towers
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
+    Copies = dict[int, list[tuple[Tensor, Tensor]]]
+    """Views of each new storage, and what was copied to them."""
+
 _MOST_NAMES = 3
+_MOST_PARTS = 100_000
+"""Parts of one weight."""
+
+
+class Part(NamedTuple):
+    """Elements of ``parameter`` from element ``begin`` on, and their places in a weight.
+
+    There are ``runs`` runs of ``size`` elements each. The first run belongs to element ``at`` of the weight
+    (row-major), each following run ``stride`` elements further.
+    """
+
+    parameter: str
+    begin: int
+    size: int
+    at: int = 0
+    runs: int = 1
+    stride: int = 0
 
 
 @dataclass(frozen=True)
 class HubWeight:
-    """The weight ``name`` of a model folder: elements of the parameter ``parameter`` from element ``offset`` on."""
+    """The weight ``name`` of a model folder, and the parts of parameters that it is made of."""
 
     name: str
     shape: tuple[int, ...]
-    parameter: str
-    offset: int
+    parts: tuple[Part, ...]
+
+    def is_all_of(self, size: int) -> bool:
+        """Return True if the weight has the elements of one parameter of ``size`` elements in their order."""
+        return len(self.parts) == 1 and self.parts[0].runs == 1 and self.parts[0].size == size
+
+
+def renamed(weights: Sequence[HubWeight]) -> dict[str, str]:
+    """Return the name in the files of each parameter that is one weight there."""
+    uses = Counter(part.parameter for weight in weights for part in weight.parts)
+    only = ((weight.parts[0].parameter, weight.name) for weight in weights if len(weight.parts) == 1)
+    return {parameter: name for parameter, name in only if uses[parameter] == 1}
 
 
 def hub_weights(
@@ -47,7 +81,7 @@ def hub_weights(
         missing: Parameters that the checkpoint does not hold. Those of towers need no layout: the base has their bytes.
 
     Raises:
-        ModelError: A weight is more than a range of one parameter, such as a transposed one.
+        ModelError: A weight is computed, or transposed in too many parts.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -56,22 +90,28 @@ def hub_weights(
     parameters = {name: value for name, value in model.state_dict().items() if name not in tied and name not in absent}
     owners = {private(value.untyped_storage()).cdata: name for name, value in parameters.items()}
     private(model).weight_conversions = None if names is None else _convert(model, names)[0]
-    with _views():
+    copies: Copies = {}
+    with _recorded(copies):
         weights = revert_weight_conversion(model, dict(parameters))
-    found = {name: owners.get(private(weight.untyped_storage()).cdata) for name, weight in weights.items()}
-    wrong = sorted(name for name, owner in found.items() if owner is None or not weights[name].is_contiguous())
+    found = {name: HubWeight(name, tuple(one.shape), _parts_of(one, owners, copies)) for name, one in weights.items()}
+    wrong = sorted(
+        name for name, weight in found.items() if sum(p.size * p.runs for p in weight.parts) != numel(weight.shape)
+    )
     if wrong:
         more = f" and {len(wrong) - _MOST_NAMES} more" if len(wrong) > _MOST_NAMES else ""
         raise ModelError(
             f"{type(model).__name__} cannot be merged: its files hold {', '.join(wrong[:_MOST_NAMES])}{more}, which "
-            "transformers computes from several parameters or transposes. Shardmake copies ranges of one parameter. "
-            "Name another model."
+            "transformers computes from the parameters. Shardmake copies ranges of them. Name another model."
         )
     return [
-        HubWeight(name, tuple(weight.shape), owner, weight.storage_offset())
-        for name, weight in weights.items()
-        if (owner := found[name]) is not None and (owner != name or weight.shape != parameters[name].shape)
+        weight
+        for name, weight in found.items()
+        if name not in parameters or weight != _unchanged(name, parameters[name])
     ]
+
+
+def _unchanged(name: str, parameter: "Tensor") -> HubWeight:
+    return HubWeight(name, tuple(parameter.shape), (Part(name, 0, parameter.numel()),))
 
 
 def unloaded_names(model: "PreTrainedModel", names: Iterable[str]) -> list[str]:
@@ -136,18 +176,65 @@ def _convert(model: "PreTrainedModel", names: Iterable[str]) -> tuple[list[Any],
     return [entry for entry in mapping if entry.was_used()], converted
 
 
-def _views() -> Any:
-    """Return a context in which ``contiguous`` copies nothing, so that a result shares its parameter's memory."""
+def _recorded(copies: "Copies") -> Any:
+    """Return a context that notes copies in ``copies``, by storage, and in which ``contiguous`` copies nothing."""
     import torch
     from torch.overrides import TorchFunctionMode
 
-    class KeepViews(TorchFunctionMode):
+    class Record(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if function is torch.Tensor.contiguous:
                 return args[0]
-            return function(*args, **(kwargs or {}))
+            result = function(*args, **(kwargs or {}))
+            if function in (torch.cat, torch.concat, torch.stack):
+                dim = (kwargs or {}).get("dim", args[1] if len(args) > 1 else 0)
+                places = (
+                    result.unbind(dim)
+                    if function is torch.stack
+                    else result.split([t.shape[dim] for t in args[0]], dim)
+                )
+                copies[_storage(result)] = list(zip(places, args[0], strict=True))
+            elif function in (torch.reshape, torch.Tensor.reshape) and _storage(result) != _storage(args[0]):
+                copies[_storage(result)] = [(result.view(args[0].shape), args[0])]
+            return result
 
-    return KeepViews()
+    return Record()
+
+
+def _storage(tensor: "Tensor") -> int:
+    return int(private(tensor.untyped_storage()).cdata)
+
+
+def _parts_of(weight: "Tensor", owners: Mapping[int, str], copies: "Copies") -> tuple[Part, ...]:
+    """Return the parts of a weight; fewer elements than it has if it is neither a view nor one copy of parameters."""
+    import torch
+
+    copied = copies.get(_storage(weight), [])
+    is_whole = weight.is_contiguous() and sum(place.numel() for place, _ in copied) == weight.numel()
+    pairs = copied if is_whole else [(torch.empty(weight.shape, device="meta"), weight)]
+    return tuple(
+        part
+        for place, source in pairs
+        if (owner := owners.get(_storage(source)))
+        for part in _copied(owner, place, source)
+    )
+
+
+def _copied(owner: str, place: "Tensor", source: "Tensor") -> Iterator[Part]:
+    """Yield the parts of the parameter ``owner`` that a copy of its view ``source`` to the view ``place`` has."""
+    dims = [dim for dim in zip(source.shape, source.stride(), place.stride(), strict=True) if dim[0] != 1]
+    count, runs, stride = 1, 1, 0
+    while found := next((dim for dim in dims if dim[1] == dim[2] == count), None):
+        count *= found[0]
+        dims.remove(found)
+    if found := next((dim for dim in dims if dim[1] == count), None):
+        runs, _, stride = found
+        dims.remove(found)
+    if numel(tuple(size for size, _, _ in dims)) > _MOST_PARTS:
+        return
+    for index in itertools.product(*(range(size) for size, _, _ in dims)):
+        begin, at = (sum(i * dim[key] for i, dim in zip(index, dims, strict=True)) for key in (1, 2))
+        yield Part(owner, int(source.storage_offset()) + begin, count, int(place.storage_offset()) + at, runs, stride)
 
 
 def in_hub_layout(contents: Contents, weights: Iterable[HubWeight]) -> Contents:
@@ -158,36 +245,68 @@ def in_hub_layout(contents: Contents, weights: Iterable[HubWeight]) -> Contents:
     Raises:
         CheckpointError: A part of a parameter is a weight of its own, and the parameter has an update.
     """
-    parts: dict[str, list[HubWeight]] = {}
-    for weight in weights:
-        if weight.parameter in contents.tensors:
-            parts.setdefault(weight.parameter, []).append(weight)
-    if not parts:
+    held = contents.tensors
+    made = [weight for weight in weights if all(part.parameter in held for part in weight.parts)]
+    if not made:
         return contents
-    new_names = {weight.parameter: weight.name for found in parts.values() for weight in found}
-    tensors = (made for tensor in contents.tensors.values() for made in _parts(tensor, parts.get(tensor.name, ())))
-    aliases = {alias: new_names.get(owner, owner) for alias, owner in contents.aliases.items()}
-    trained = {new_names.get(name, name): tensor for name, tensor in contents.trained.items()}
+    new: dict[str, list[HubWeight]] = {part.parameter: [] for weight in made for part in weight.parts}
+    for weight in sorted(made, key=lambda weight: weight.parts[0].begin):
+        new[weight.parts[0].parameter].append(weight)
+    tensors: list[StoredTensor] = []
+    for name, tensor in held.items():
+        tensors += [_made(weight, held) for weight in new[name]] if name in new else [tensor]
+    names = renamed(made)
+    aliases = {alias: names.get(owner, owner) for alias, owner in contents.aliases.items()}
+    trained = {names.get(name, name): tensor for name, tensor in contents.trained.items()}
     return replace(contents.with_tensors(tensors, aliases), trained=trained)
 
 
-def _parts(tensor: StoredTensor, weights: Sequence[HubWeight]) -> Iterator[StoredTensor]:
-    """Yield the weights that ``tensor`` holds in the order of their bytes; without any, the tensor itself."""
-    if not weights:
-        yield tensor
-        return
-    pieces = sorted(tensor.pieces, key=lambda piece: piece.at)
-    starts = [piece.at for piece in pieces] if all(piece.runs == 1 for piece in pieces) else None
-    for weight in sorted(weights, key=lambda weight: weight.offset):
-        begin, end = weight.offset, weight.offset + numel(weight.shape)
-        if end - begin == tensor.numel:
-            yield replace(tensor, name=weight.name, shape=weight.shape)
-            continue
+def _made(weight: HubWeight, held: Mapping[str, StoredTensor]) -> StoredTensor:
+    """Return the weight from the tensors that hold its parts."""
+    first = held[weight.parts[0].parameter]
+    if weight.is_all_of(first.numel):
+        return replace(first, name=weight.name, shape=weight.shape)
+    sources = {part.parameter: held[part.parameter] for part in weight.parts}
+    for tensor in sources.values():
         if tensor.update is not None:
             raise CheckpointError(
                 f"Cannot merge the adapter: it updates {tensor.name}, and the base model stores parts of it as "
                 f"separate weights such as {weight.name}. Use PEFT's merge_and_unload."
             )
-        first = 0 if starts is None else max(0, bisect_right(starts, begin) - 1)
-        held = pieces[first:] if starts is None else pieces[first : bisect_right(starts, end - 1)]
-        yield StoredTensor(weight.name, tensor.dtype, tensor.shape, tuple(held)).elements(begin, end, weight.shape)
+        if tensor.dtype != first.dtype:
+            raise CheckpointError(
+                f"Cannot write {weight.name}: of what it is made of, {first.name} is {first.dtype} and {tensor.name} "
+                f"{tensor.dtype}. Train them in one type."
+            )
+    sorted_pieces = {name: sorted(tensor.pieces, key=lambda piece: piece.at) for name, tensor in sources.items()}
+    size = ITEM_SIZE[first.dtype]
+    pieces = (piece for part in weight.parts for piece in _pieces(part, sorted_pieces[part.parameter], size))
+    return StoredTensor(weight.name, first.dtype, weight.shape, tuple(pieces)).check()
+
+
+def _pieces(part: Part, held: Sequence[Piece], size: int) -> Iterator[Piece]:
+    """Yield the pieces of ``part`` from those of its parameter, which are ordered by their elements."""
+    begin, end = part.begin, part.begin + part.size * part.runs
+    if all(piece.runs == 1 for piece in held):
+        starts = [piece.at for piece in held]
+        held = held[max(0, bisect_right(starts, begin) - 1) : bisect_right(starts, end - 1)]
+    for piece in itertools.chain.from_iterable(piece.cut(begin, end, size) for piece in held):
+        if part.runs == 1:
+            yield replace(piece, at=part.at + piece.at)
+        else:
+            yield from _spread(piece, part, size)
+
+
+def _spread(piece: Piece, part: Part, size: int) -> Iterator[Piece]:
+    """Yield a piece of a part of several runs, cut where its runs end."""
+    for index in range(piece.runs):
+        done = 0
+        while done < piece.count:
+            run, within = divmod(piece.at + index * piece.stride + done, part.size)
+            runs = 1 if within else max(1, (piece.count - done) // part.size)
+            count = min(part.size - within, piece.count - done)
+            start = piece.start + (index * piece.count + done) * size
+            yield Piece(
+                piece.record, start, part.at + run * part.stride + within, count, runs, part.stride if runs > 1 else 0
+            )
+            done += runs * count
