@@ -681,6 +681,13 @@ class Run(Section):
     reward: Reward | None = Field(None, description="Settings of `objective: reward`. Without it, the defaults.")
     method: Method = Field(DEFAULT_METHOD, description=describe_methods())
     lora: Lora = Field(Lora(), description="Settings of the adapters.")
+    freeze: list[PathText] = Field(
+        default_factory=list,
+        description="Weights that full fine-tuning leaves as they are: names of parameters, or of modules with all "
+        "theirs, with the wildcards of a shell; after `!`, exceptions to those before. `[model.embed_tokens, *.mlp]`, "
+        "or `[*, '!lm_head']` to train the head alone.",
+        examples=[["model.embed_tokens", "model.layers.[0-7]"]],
+    )
     strategy: Strategy | Literal["auto"] = Field(
         "auto", description="Sharding of the training states. `auto`: the fastest strategy that fits."
     )

@@ -98,7 +98,13 @@ def reference_bytes(scenario: Scenario) -> int:
 
 def trained_tensors(scenario: Scenario) -> tuple[ParameterSpec, ...]:
     """Return the tensors that the optimizer updates."""
-    return scenario.split.adapters if scenario.method_spec.has_adapters else scenario.model.tensors
+    return _trained(scenario.model, scenario.split, scenario.method)
+
+
+def _trained(model: Model, part: Split, method: Method) -> tuple[ParameterSpec, ...]:
+    if METHODS[method].has_adapters:
+        return part.adapters
+    return tuple(tensor for tensor in model.tensors if tensor.name not in part.frozen_names)
 
 
 def step_groups(scenario: Scenario, buckets: Buckets) -> list[int]:
@@ -389,7 +395,7 @@ def _unit_tensors(model: Model, part: Split, method: Method, compute: int) -> Ma
 @lru_cache(maxsize=MODELS)
 def _trained_units(model: Model, part: Split, method: Method) -> Mapping[Unit, int]:
     sizes: dict[Unit, int] = {}
-    for tensor in part.adapters if METHODS[method].has_adapters else model.tensors:
+    for tensor in _trained(model, part, method):
         unit = unit_of(tensor, model.tied)
         sizes[unit] = sizes.get(unit, 0) + tensor.numel
     return sizes

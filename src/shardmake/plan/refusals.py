@@ -201,6 +201,8 @@ def unsuitable(run: Run, strategy: Strategy) -> str:
         others = [name for name, other in STRATEGY_SPECS.items() if not _optimizer_fails(run, other)]
         where = where.format(strategy=strategy, others=", ".join(others))
         return f"optimizer: {run.optimizer} fails at the first step under {where}"
+    if run.freeze and spec.uses_nvme:
+        return f"freeze is not tested under {strategy}. Take zero3-offload, or remove freeze."
     if run.loss == "chunked" and spec.is_fsdp:
         return f"loss: chunked is not tested under {strategy}. Take ddp or a ZeRO strategy, or loss: fused."
     if unquantized and not spec.four_bits:
@@ -259,6 +261,8 @@ def _not_tensor_parallel(run: Run, cluster: Cluster, model: Model) -> Iterator[s
         )
     if run.method_spec.has_adapters:
         yield f"method {run.method}: adapters on sharded matrices are not merged here. Take method: full."
+    if run.freeze:
+        yield "freeze: it is not tested with sharded matrices. Remove one of them."
     yield from _wrong_ranks(run.tensor_parallel, cluster)
     yield from _wrong_heads(run.tensor_parallel, model)
     styles = tp_styles(model.model_type)

@@ -97,7 +97,7 @@ def resolve(run: Run, cluster: Cluster) -> ResolvedRun:
     return ResolvedRun(
         run=run,
         model=model,
-        split=split(model, run.method, run.lora.rank, run.lora.targets),
+        split=split(model, run.method, run.lora.rank, run.lora.targets, run.freeze),
         cluster=cluster,
         hardware=hardware,
         precision=precision,

@@ -54,6 +54,7 @@ def training_settings(plan: Plan, run: Run, cluster: Cluster, model: Model) -> T
         method=AdapterMethod(kind=run.method, **run.lora.model_dump())
         if run.method_spec.has_adapters
         else FullMethod(),
+        freeze=run.freeze,
         arguments=training_arguments(plan, run, cluster, model),
         optimizer=cpu_optimizer(choice, run, cluster),
         expected=expected_engine(choice),
