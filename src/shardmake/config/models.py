@@ -19,7 +19,7 @@ from shardmake.config.attention import Attention
 from shardmake.config.formats import FORMATS, RAW, DataFormat
 from shardmake.config.methods import DEFAULT_METHOD, METHODS, MethodSpec, describe_methods
 from shardmake.config.objectives import OBJECTIVES
-from shardmake.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, describe_optimizers
+from shardmake.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, TRIED, describe_optimizers
 from shardmake.config.script_file import SCRIPT_VARIABLES, SERVICE_VARIABLES, VARIABLE_KEYS, check_variables
 from shardmake.config.slurm_options import find_option
 from shardmake.config.strategies import PARTITIONED_INFERENCE, STRATEGY_SPECS
@@ -70,7 +70,7 @@ else:
     Strategy = Literal[tuple(STRATEGY_SPECS)]
     EvaluationBackend = Literal["whole", "device-map", *PARTITIONED_INFERENCE]
     Objective = Literal[tuple(OBJECTIVES)]
-    Optimizer = Literal[tuple(OPTIMIZERS)]
+    Optimizer = Literal[(*OPTIMIZERS, *TRIED)]
     Method = Literal[tuple(METHODS)]
     Tracker = Literal[tuple(TRACKERS)]
     Format = Literal[tuple(FORMATS)]

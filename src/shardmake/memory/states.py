@@ -10,9 +10,9 @@ from math import ceil
 
 from shardmake.config.methods import METHODS
 from shardmake.config.models import Method
-from shardmake.config.optimizers import OPTIMIZERS
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.model import MODELS, Model, ParameterSpec, Split, is_quantized
+from shardmake.memory.optimizer_trial import optimizer_spec
 from shardmake.memory.scenario import BYTES, Scenario
 
 Terms = dict[str, int]
@@ -49,7 +49,7 @@ def flattens_on_gpu(scenario: Scenario) -> bool:
 
 def optimizer_bytes(scenario: Scenario, element_bytes: int = 4) -> float:
     """Return the bytes of optimizer state per trained element."""
-    spec = OPTIMIZERS[scenario.optimizer]
+    spec = optimizer_spec(scenario.optimizer)
     return spec.moments * element_bytes + spec.state_bytes
 
 
@@ -191,7 +191,7 @@ def boundary_norm_bytes(scenario: Scenario, numel: int) -> int:
 
 def step_temporaries(scenario: Scenario, buckets: Buckets) -> int:
     """Return the temporaries of torch's kernel for CPUs, per tensor: AdamW's are a root and a quotient."""
-    count = OPTIMIZERS[scenario.optimizer].temporaries
+    count = optimizer_spec(scenario.optimizer).temporaries
     if not (scenario.on_cpu and count):
         return 0
     return count * 4 * (largest_group(scenario, buckets) if scenario.zero_stage else scenario.model.largest_tensor)

@@ -21,6 +21,7 @@ from shardmake.plan.refusals import (
     wrong_model,
     wrong_nodes,
     wrong_on_cpu,
+    wrong_optimizer,
     wrong_packages,
     wrong_packing,
     wrong_precision,
@@ -117,6 +118,7 @@ def check(settings: ResolvedRun, *, packages: bool = True) -> None:
     run, cluster, model = settings.run, settings.cluster, settings.model
     refuse(
         wrong_nodes(run, cluster),
+        wrong_optimizer(run),
         wrong_strategy(run, cluster, settings.precision),
         wrong_tensor_parallel(run, cluster, model),
         wrong_sequence_parallel(run, cluster, model, settings.attention),
