@@ -109,6 +109,7 @@ GROUPS = {
         f"workflow/test_{name}": "forked"
         for name in (
             "asynchronous",
+            "freeze",
             "loop",
             "mixtures",
             "own_files",

@@ -40,7 +40,8 @@ def test_from_config_to_pushed_model_through_a_killed_head_and_a_failed_push(
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     decay = {"scheduler": "warmup_stable_decay", "scheduler_arguments": {"num_decay_steps": 4, "min_lr_ratio": 0.1}}
-    checkout.configure(max_steps=10, report_to=["tensorboard", "mlflow"], profile={"first_step": 3}, **decay)
+    given = {"freeze": ["*.input_layernorm"], "report_to": ["tensorboard", "mlflow"], "profile": {"first_step": 3}}
+    checkout.configure(max_steps=10, **given, **decay)
     assert "This was a dry-run" in checkout("snakemake", *PROFILE, "-n").stdout
     head = checkout.start("snakemake", *PROFILE, log=checkout.root / "first.log")
     wait_for(lambda: len(checkout.metrics()) >= 2 or head.poll() is not None)

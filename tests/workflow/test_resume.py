@@ -20,7 +20,7 @@ KINDS: list[tuple[Strategy, dict[str, Any]]] = [
     ("zero3", {"method": "lora"}),
     ("fsdp", {"method": "lora"}),
     ("fsdp", {"method": "lora", "gradient_checkpointing": True}),
-    ("zero3", {"optimizer": "adafactor"}),
+    ("zero3", {"optimizer": "rmsprop"}),
     ("zero2", {"optimizer": "sgd"}),
 ]
 

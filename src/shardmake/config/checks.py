@@ -104,7 +104,13 @@ IDLE_KEYS: Final = (
     ),
     *(
         IdleKey(name, lambda run: run.script is None, "script: {run.script}", "Remove script")
-        for name in ("profile", "memory_snapshot")
+        for name in ("profile", "memory_snapshot", "freeze")
+    ),
+    IdleKey(
+        "freeze",
+        lambda run: not run.method_spec.has_adapters,
+        "method: {run.method}, which trains adapters alone",
+        "Set method: full",
     ),
     IdleKey(
         "checkpoints.early_stopping",
@@ -166,6 +172,8 @@ def _refused_by_trl(run: Run, spec: ObjectiveSpec) -> Iterator[str]:
         )
     if run.loss != "plain":
         yield f"loss: {run.loss} cannot be combined with {objective}, which has a loss of its own. Remove loss"
+    if run.freeze:
+        yield f"freeze is not supported with {objective}. Remove it"
     if run.torch_compile:
         yield f"torch_compile is not supported with {objective}. Remove it"
     if run.tensor_parallel > 1:

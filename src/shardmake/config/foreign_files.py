@@ -12,7 +12,7 @@ from typing import Any, Final, get_args
 
 from shardmake.config.load import read_yaml
 from shardmake.config.models import Schedule
-from shardmake.config.optimizers import OPTIMIZERS
+from shardmake.config.optimizers import OPTIMIZERS, TRIED
 from shardmake.config.trackers import TRACKERS
 from shardmake.core.errors import ConfigError
 from shardmake.core.nested import overlay
@@ -139,7 +139,7 @@ def _warmup(value: Any, values: Values) -> Any:
 
 def _optimizer(value: Any, values: Values) -> Any:
     rows = ((name, (row.optim, row.fused, name, *row.aliases)) for name, row in OPTIMIZERS.items())
-    name = next((name for name, names in rows if value in names), None)
+    name = next((name for name, names in rows if value in names), value if value in TRIED else None)
     return {"optimizer": name} if name else None
 
 

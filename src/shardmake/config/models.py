@@ -19,7 +19,7 @@ from shardmake.config.attention import Attention
 from shardmake.config.formats import FORMATS, RAW, DataFormat
 from shardmake.config.methods import DEFAULT_METHOD, METHODS, MethodSpec, describe_methods
 from shardmake.config.objectives import OBJECTIVES
-from shardmake.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, describe_optimizers
+from shardmake.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, TRIED, describe_optimizers
 from shardmake.config.script_file import SCRIPT_VARIABLES, SERVICE_VARIABLES, VARIABLE_KEYS, check_variables
 from shardmake.config.slurm_options import find_option
 from shardmake.config.strategies import PARTITIONED_INFERENCE, STRATEGY_SPECS
@@ -70,7 +70,7 @@ else:
     Strategy = Literal[tuple(STRATEGY_SPECS)]
     EvaluationBackend = Literal["whole", "device-map", *PARTITIONED_INFERENCE]
     Objective = Literal[tuple(OBJECTIVES)]
-    Optimizer = Literal[tuple(OPTIMIZERS)]
+    Optimizer = Literal[(*OPTIMIZERS, *TRIED)]
     Method = Literal[tuple(METHODS)]
     Tracker = Literal[tuple(TRACKERS)]
     Format = Literal[tuple(FORMATS)]
@@ -681,6 +681,13 @@ class Run(Section):
     reward: Reward | None = Field(None, description="Settings of `objective: reward`. Without it, the defaults.")
     method: Method = Field(DEFAULT_METHOD, description=describe_methods())
     lora: Lora = Field(Lora(), description="Settings of the adapters.")
+    freeze: list[PathText] = Field(
+        default_factory=list,
+        description="Weights that full fine-tuning leaves as they are: names of parameters, or of modules with all "
+        "theirs, with the wildcards of a shell; after `!`, exceptions to those before. `[model.embed_tokens, *.mlp]`, "
+        "or `[*, '!lm_head']` to train the head alone.",
+        examples=[["model.embed_tokens", "model.layers.[0-7]"]],
+    )
     strategy: Strategy | Literal["auto"] = Field(
         "auto", description="Sharding of the training states. `auto`: the fastest strategy that fits."
     )

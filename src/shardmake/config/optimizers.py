@@ -36,6 +36,10 @@ class OptimizerSpec:
     """Optional package, and module, that it needs; its kernels need a GPU."""
     smaller: tuple[str, ...] = ()
     """Optimizers with smaller states, which a plan without enough memory tries."""
+    fails: str = ""
+    """Why it cannot train under any strategy, and what to do."""
+    fails_flat: str = ""
+    """Why and where it does not compute the same on ZeRO's flat vectors, and what to do."""
     fails_sharded: str = ""
     """Why and where its first step fails with the sharded tensors of FSDP2, and what to do."""
     fails_on_host: str = ""
@@ -61,20 +65,37 @@ OPTIMIZERS: Final[dict[str, OptimizerSpec]] = {
     ),
     "adafactor": OptimizerSpec(
         "adafactor", "Adafactor", "Adafactor", state_bytes=0.01,
-        fails_sharded="FSDP2, because transformers' Adafactor cannot add sharded tensors to its own. Take a ZeRO "
-        "strategy, or another optimizer.",
+        fails_flat="{strategy}, whose flat vectors have no rows and columns: it would keep a whole second moment. "
+        + _TAKE,
+        fails_sharded=f"{{strategy}}, because transformers' Adafactor cannot add sharded tensors to its own. {_TAKE}",
     ),
     STATELESS: OptimizerSpec("sgd", "SGD", "SGD"),
 }  # fmt: skip
 
 
+TRIED: Final = (
+    "rmsprop", "adagrad", "lion_32bit", "lion_8bit", "ademamix", "ademamix_8bit", "stable_adamw", "adamw_torch_4bit",
+    "adamw_torch_8bit", "adamw_anyprecision", "grokadamw", "schedule_free_adamw", "schedule_free_radam",
+    "schedule_free_sgd", "paged_adamw_32bit", "paged_adamw_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit",
+    "paged_lion_32bit", "paged_lion_8bit", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "lomo", "adalomo",
+    "galore_adamw", "galore_adamw_8bit", "galore_adafactor", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise",
+    "galore_adafactor_layerwise", "apollo_adamw", "apollo_adamw_layerwise", "adamw_torch_xla", "adamw_torch_npu_fused",
+)  # fmt: skip
+"""transformers' other optimizers, with which a plan takes steps first (`shardmake.memory.optimizer_trial`)."""
+
+
 def find_built(optim: str) -> OptimizerSpec:
-    """Return the row of the optimizer that transformers builds for ``optim``."""
-    return {name: spec for spec in OPTIMIZERS.values() for name in (spec.optim, spec.fused)}[optim]
+    """Return the row of the optimizer that transformers builds for ``optim``; without a class if the table lacks it."""
+    rows = {name: spec for spec in OPTIMIZERS.values() for name in (spec.optim, spec.fused)}
+    return rows.get(optim) or OptimizerSpec(optim, "", f"{optim} of transformers")
 
 
 def describe_optimizers() -> str:
     """Return what the table demands of a run, for the reference of the configuration."""
     needs = [f"`{name}` needs {spec.package} and a GPU. " for name, spec in OPTIMIZERS.items() if spec.package]
     unsharded = " and ".join(f"`{name}`" for name, spec in OPTIMIZERS.items() if spec.fails_sharded)
-    return f"{''.join(needs)}{unsharded} do not work with FSDP2."
+    flat = " and ".join(f"`{name}`" for name, spec in OPTIMIZERS.items() if spec.fails_flat)
+    return (
+        f"{''.join(needs)}{unsharded} do not work with FSDP2, {flat} not with ZeRO either. For every other name the "
+        "plan takes steps on a small model, which show the bytes of its states and where it can train."
+    )

@@ -125,6 +125,8 @@ def replay(events: StepEvents, memory: DdpMemory, timeline: Timeline, last_block
                     timeline.free(keys.pop(event[1]))
             case "grad":
                 number, name = event[1], event[2]
+                if name in memory.scenario.split.frozen_names:  # of a traced step
+                    continue
                 key = keys.get(number) if number is not None else None
                 if memory.gradient(name, sizes.get(number, 0), key):
                     kept.add(number)

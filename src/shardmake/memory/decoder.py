@@ -40,7 +40,10 @@ def weights_of(scenario: Scenario) -> Weights:
     norm = 4 if scenario.widens_frozen and scenario.autocast else item
     items = {
         t.name: Parameter(
-            t.name, t.numel, scenario.compute if t.name in quantized else norm if t.kind == "norm" else item, full
+            t.name,
+            t.numel,
+            scenario.compute if t.name in quantized else norm if t.kind == "norm" else item,
+            full and t.name not in scenario.split.frozen_names,
         )
         for t in scenario.model.tensors
     }

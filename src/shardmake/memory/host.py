@@ -10,6 +10,7 @@ from shardmake.memory.scenario import BYTES, Scenario
 from shardmake.memory.states import (
     Terms,
     flattens_on_gpu,
+    frozen_bytes,
     largest_group,
     largest_trained,
     optimizer_bytes,
@@ -167,6 +168,8 @@ def checkpoint_bytes(scenario: Scenario) -> int:
     """
     trained = scenario.tensor_parallel * scenario.split.trainable
     states = optimizer_bytes(scenario) * trained
+    if not scenario.method_spec.has_adapters:
+        states += frozen_bytes(scenario)
     if scenario.zero_stage:
         return int((4 + scenario.compute) * trained + states)
     return int(4 * trained + states)

@@ -1,7 +1,8 @@
 """A model as the estimates see it: its tensors, their shapes and layers, and which of them train."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, Final, Literal
@@ -158,6 +159,8 @@ class Split:
     frozen: int
     quantized: int
     adapters: tuple[ParameterSpec, ...] = ()
+    frozen_names: frozenset[str] = frozenset()
+    """Weights that full fine-tuning leaves as they are (`freeze`)."""
 
     @property
     def total(self) -> int:
@@ -201,15 +204,51 @@ def is_head(tensor: ParameterSpec) -> bool:
     return tensor.block is None and tensor.kind == "linear" and is_output
 
 
-def split(model: Model, method: str, rank: int = 16, targets: Iterable[str] | str = "all-linear") -> Split:
+def split(
+    model: Model, method: str, rank: int = 16, targets: Iterable[str] | str = "all-linear", freeze: Iterable[str] = ()
+) -> Split:
     """Return trained, frozen and quantized elements of ``model`` under ``method`` of the table."""
     spec = METHODS[method]
     if not spec.has_adapters:
-        return Split(model.parameters, 0, 0)
+        names = find_frozen([tensor.name for tensor in model.tensors], freeze)
+        frozen = sum(tensor.numel for tensor in model.tensors if tensor.name in names)
+        return Split(model.parameters - frozen, frozen, 0, frozen_names=names)
     adapters = (*_adapters(model, method, rank, targets), *_trained_head(model))
     trainable = sum(tensor.numel for tensor in adapters)
     quantized = sum(t.numel for t in model.tensors if is_quantized(t)) if spec.in_four_bits else 0
     return Split(trainable, model.parameters - quantized, quantized, adapters)
+
+
+def find_frozen(names: Collection[str], patterns: Iterable[str]) -> frozenset[str]:
+    """Return those of the parameters ``names`` that ``patterns`` freeze.
+
+    A pattern is the name of a parameter, or of a module with all its parameters, with the wildcards of a shell. After
+    ``!`` it names exceptions to the patterns before it.
+
+    Raises:
+        ModelError: A pattern names no parameter, or all are frozen.
+    """
+    frozen: set[str] = set()
+    for pattern in patterns:
+        wanted = pattern.removeprefix("!")
+        found = {name for name in names if any(fnmatchcase(part, wanted) for part in _parts(name))}
+        if not found:
+            modules = sorted({part for name in names for part in _parts(name)})
+            raise ModelError(
+                f"Weights to freeze not found: {pattern!r}. The model has no parameter or module of that name."
+                f"{nearest(wanted, modules)} A pattern has the whole name, such as {next(iter(names))} or *.mlp, and a "
+                "head that is the embedding has the embedding's name."
+            )
+        frozen = frozen - found if pattern.startswith("!") else frozen | found
+    if frozen and len(frozen) == len(names):
+        raise ModelError("freeze leaves no weight to train. Remove a pattern, or add one with ! for what is trained.")
+    return frozenset(frozen)
+
+
+def _parts(name: str) -> Iterator[str]:
+    """Yield the name of a parameter and those of the modules that contain it."""
+    parts = name.split(".")
+    return (".".join(parts[:end]) for end in range(len(parts), 0, -1))
 
 
 def is_quantized(tensor: ParameterSpec) -> bool:

@@ -115,8 +115,11 @@ class Scenario:
     def frozen(self) -> int:
         """Bytes per element of frozen weights that are not in 4 bits.
 
-        PEFT casts embedding, norms, biases and head of a 4-bit model to fp32. DeepSpeed casts them back.
+        PEFT casts embedding, norms, biases and head of a 4-bit model to fp32. DeepSpeed casts them back. In full
+        fine-tuning they are loaded as the trained ones.
         """
+        if not (self.zero_stage or self.method_spec.has_adapters):
+            return BYTES[self.weights]
         return 4 if self.widens_frozen else self.compute
 
     @property

@@ -10,9 +10,9 @@ from math import ceil
 
 from shardmake.config.methods import METHODS
 from shardmake.config.models import Method
-from shardmake.config.optimizers import OPTIMIZERS
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.model import MODELS, Model, ParameterSpec, Split, is_quantized
+from shardmake.memory.optimizer_trial import optimizer_spec
 from shardmake.memory.scenario import BYTES, Scenario
 
 Terms = dict[str, int]
@@ -49,7 +49,7 @@ def flattens_on_gpu(scenario: Scenario) -> bool:
 
 def optimizer_bytes(scenario: Scenario, element_bytes: int = 4) -> float:
     """Return the bytes of optimizer state per trained element."""
-    spec = OPTIMIZERS[scenario.optimizer]
+    spec = optimizer_spec(scenario.optimizer)
     return spec.moments * element_bytes + spec.state_bytes
 
 
@@ -98,7 +98,13 @@ def reference_bytes(scenario: Scenario) -> int:
 
 def trained_tensors(scenario: Scenario) -> tuple[ParameterSpec, ...]:
     """Return the tensors that the optimizer updates."""
-    return scenario.split.adapters if scenario.method_spec.has_adapters else scenario.model.tensors
+    return _trained(scenario.model, scenario.split, scenario.method)
+
+
+def _trained(model: Model, part: Split, method: Method) -> tuple[ParameterSpec, ...]:
+    if METHODS[method].has_adapters:
+        return part.adapters
+    return tuple(tensor for tensor in model.tensors if tensor.name not in part.frozen_names)
 
 
 def step_groups(scenario: Scenario, buckets: Buckets) -> list[int]:
@@ -185,7 +191,7 @@ def boundary_norm_bytes(scenario: Scenario, numel: int) -> int:
 
 def step_temporaries(scenario: Scenario, buckets: Buckets) -> int:
     """Return the temporaries of torch's kernel for CPUs, per tensor: AdamW's are a root and a quotient."""
-    count = OPTIMIZERS[scenario.optimizer].temporaries
+    count = optimizer_spec(scenario.optimizer).temporaries
     if not (scenario.on_cpu and count):
         return 0
     return count * 4 * (largest_group(scenario, buckets) if scenario.zero_stage else scenario.model.largest_tensor)
@@ -389,7 +395,7 @@ def _unit_tensors(model: Model, part: Split, method: Method, compute: int) -> Ma
 @lru_cache(maxsize=MODELS)
 def _trained_units(model: Model, part: Split, method: Method) -> Mapping[Unit, int]:
     sizes: dict[Unit, int] = {}
-    for tensor in part.adapters if METHODS[method].has_adapters else model.tensors:
+    for tensor in _trained(model, part, method):
         unit = unit_of(tensor, model.tied)
         sizes[unit] = sizes.get(unit, 0) + tensor.numel
     return sizes

@@ -13,11 +13,11 @@ from packaging.version import Version
 from shardmake.config.attention import FLASH_CAPABILITY, FLASH_KERNELS, Attention
 from shardmake.config.models import Cluster, Precision, Run, Strategy
 from shardmake.config.objectives import OBJECTIVES
-from shardmake.config.optimizers import OPTIMIZERS
 from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
 from shardmake.core.errors import ConfigError
 from shardmake.memory.hardware import Hardware
 from shardmake.memory.model import Model, adapted_layers, is_head
+from shardmake.memory.optimizer_trial import optimizer_spec
 from shardmake.memory.parameter_inventory import parse_config
 from shardmake.plan.abilities import MIXING_UNKNOWN, Abilities, attends_in_kernel, has_plain_head, table_keys, tp_styles
 
@@ -43,7 +43,7 @@ def _together(setting: str, wrong: Iterable[str]) -> Iterator[str]:
 def wrong_on_cpu(run: Run) -> Iterator[str]:
     """Yield the settings that need a GPU."""
     needs_gpu = {
-        f"optimizer: {run.optimizer}": bool(OPTIMIZERS[run.optimizer].package),
+        f"optimizer: {run.optimizer}": bool(optimizer_spec(run.optimizer).package),
         f"method: {run.method}": bool(run.method_spec.package),
         f"attention: {run.attention}": run.attention in FLASH_KERNELS,
         "precision: fp16": run.precision == "fp16",
@@ -200,7 +200,9 @@ def unsuitable(run: Run, strategy: Strategy) -> str:
     if not run.script and (where := _optimizer_fails(run, spec)):
         others = [name for name, other in STRATEGY_SPECS.items() if not _optimizer_fails(run, other)]
         where = where.format(strategy=strategy, others=", ".join(others))
-        return f"optimizer: {run.optimizer} fails at the first step under {where}"
+        return f"optimizer: {run.optimizer} cannot train under {where}"
+    if run.freeze and spec.uses_nvme:
+        return f"freeze is not tested under {strategy}. Take zero3-offload, or remove freeze."
     if run.loss == "chunked" and spec.is_fsdp:
         return f"loss: chunked is not tested under {strategy}. Take ddp or a ZeRO strategy, or loss: fused."
     if unquantized and not spec.four_bits:
@@ -226,9 +228,11 @@ def _unsuitable_for_4_bits(spec: StrategySpec) -> str:
 
 def _optimizer_fails(run: Run, spec: StrategySpec) -> str:
     """Return where and why the run's optimizer cannot train under a strategy; empty if it can."""
-    optimizer = OPTIMIZERS[run.optimizer]
+    optimizer = optimizer_spec(run.optimizer)
     if spec.is_fsdp:
         return optimizer.fails_sharded
+    if spec.is_deepspeed and optimizer.fails_flat:
+        return optimizer.fails_flat
     return optimizer.fails_on_host if spec.offload_optimizer else ""
 
 
@@ -257,6 +261,8 @@ def _not_tensor_parallel(run: Run, cluster: Cluster, model: Model) -> Iterator[s
             f"strategy {run.strategy}: transformers shards a model for it at loading and then cannot save the "
             "optimizer, so a run could not be resumed. Take zero1 or zero2, or a script that loads its own model."
         )
+    if run.freeze:
+        yield "freeze: it is not tested with sharded matrices. Remove one of them."
     if run.method_spec.has_adapters:
         yield f"method {run.method}: adapters on sharded matrices are not merged here. Take method: full."
     yield from _wrong_ranks(run.tensor_parallel, cluster)
@@ -365,7 +371,7 @@ def missing_packages(run: Run) -> list[tuple[str, str]]:
     """Return each setting of ``run`` whose optional package is not installed, with the package's name."""
     wanted = {
         "loss: fused": "liger-kernel" if run.loss == "fused" else "",
-        f"optimizer: {run.optimizer}": OPTIMIZERS[run.optimizer].package,
+        f"optimizer: {run.optimizer}": optimizer_spec(run.optimizer).package,
         f"method: {run.method}": run.method_spec.package,
     }
     return [
@@ -373,6 +379,12 @@ def missing_packages(run: Run) -> list[tuple[str, str]]:
         for setting, package in wanted.items()
         if package and find_spec(package.replace("-", "_")) is None
     ]
+
+
+def wrong_optimizer(run: Run) -> Iterator[str]:
+    """Yield why steps with the run's optimizer failed, so that the bytes of its states are not known either."""
+    if why := optimizer_spec(run.optimizer).fails:
+        yield f"optimizer: {run.optimizer} cannot train: {why}. Take another optimizer."
 
 
 def has_flash_attention_2() -> bool:

@@ -21,6 +21,7 @@ from shardmake.plan.refusals import (
     wrong_model,
     wrong_nodes,
     wrong_on_cpu,
+    wrong_optimizer,
     wrong_packages,
     wrong_packing,
     wrong_precision,
@@ -97,7 +98,7 @@ def resolve(run: Run, cluster: Cluster) -> ResolvedRun:
     return ResolvedRun(
         run=run,
         model=model,
-        split=split(model, run.method, run.lora.rank, run.lora.targets),
+        split=split(model, run.method, run.lora.rank, run.lora.targets, run.freeze),
         cluster=cluster,
         hardware=hardware,
         precision=precision,
@@ -117,6 +118,7 @@ def check(settings: ResolvedRun, *, packages: bool = True) -> None:
     run, cluster, model = settings.run, settings.cluster, settings.model
     refuse(
         wrong_nodes(run, cluster),
+        wrong_optimizer(run),
         wrong_strategy(run, cluster, settings.precision),
         wrong_tensor_parallel(run, cluster, model),
         wrong_sequence_parallel(run, cluster, model, settings.attention),

@@ -179,6 +179,7 @@ def make_plan(name: str, run: Run, cluster: Cluster) -> tuple[Plan, MemoryEstima
 def as_plan(name: str, made: ChosenRun) -> Plan:
     """Return the plan of run ``name`` as it is written."""
     settings, chosen, fallbacks, candidates = made
+    frozen = settings.split.frozen if settings.split.frozen_names else 0
     return Plan(
         run=name,
         choice=chosen.choice,
@@ -194,6 +195,7 @@ def as_plan(name: str, made: ChosenRun) -> Plan:
             *describe_own_files(settings.user_files, chosen.choice, settings.run),
             *describe_quantized_base(settings.model, settings.run),
             *settings.abilities.describe_absent(),
+            *([f"freeze: {frozen:,} of {settings.split.total:,} weights are not trained"] if frozen else []),
             *_script_gradients(settings, chosen),
         ],
     )

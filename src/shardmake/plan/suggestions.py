@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from shardmake.config.load import parse_section
 from shardmake.config.methods import METHODS
 from shardmake.config.models import Cluster, Run
-from shardmake.config.optimizers import OPTIMIZERS
 from shardmake.core.errors import ShardmakeError
+from shardmake.memory.optimizer_trial import optimizer_spec
 from shardmake.plan.candidates import Candidate, last_resort
 from shardmake.plan.choose import CLEARLY, find_choice, fits_better
 from shardmake.plan.planner import Planner
@@ -39,7 +39,7 @@ class Suggestion(NamedTuple):
 def changes(nodes: int, sequence_length: int, method: str, optimizer: str) -> Iterator[Kind]:
     """Yield what costs more than a setting: first more nodes, then what changes the result of the training."""
     yield "nodes", [nodes << power for power in range(1, MAX_NODE_FACTOR.bit_length())]
-    yield from (("optimizer", [other]) for other in OPTIMIZERS[optimizer].smaller)
+    yield from (("optimizer", [other]) for other in optimizer_spec(optimizer).smaller)
     yield from (("method", [other]) for other in METHODS[method].smaller)
     halves = (sequence_length >> power for power in range(1, sequence_length.bit_length()))
     yield "sequence_length", [length for length in halves if length >= MIN_SEQUENCE_LENGTH]
@@ -123,7 +123,7 @@ def suggest_better(
     run = settings.run
     kinds = [kind for kind in levers(settings) if kept_out or not (kind[0] == "loss" or kind[0].endswith("reference"))]
     if kept_out:
-        kinds += [("optimizer", [other]) for other in OPTIMIZERS[run.optimizer].smaller]
+        kinds += [("optimizer", [other]) for other in optimizer_spec(run.optimizer).smaller]
         kinds += _narrower_gradients(settings)
     if run.strategy != "auto":
         kinds.append(("strategy", ["auto"]))

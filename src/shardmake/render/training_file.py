@@ -7,11 +7,11 @@ from typing import Any, Final
 from shardmake.checkpoint.interval import job_mtbf_seconds
 from shardmake.config.chat_template import read_template
 from shardmake.config.models import TORCH_DTYPES, Cluster, Run
-from shardmake.config.optimizers import OPTIMIZERS
 from shardmake.config.script_file import script_file
 from shardmake.config.settings import ACCUMULATION, SETTINGS
 from shardmake.core.atomic import sha256
 from shardmake.memory.model import Model
+from shardmake.memory.optimizer_trial import optimizer_spec
 from shardmake.render.accelerate_file import fsdp_settings
 from shardmake.run.attempt import collective_timeout
 from shardmake.run.engine import Engine
@@ -54,6 +54,7 @@ def training_settings(plan: Plan, run: Run, cluster: Cluster, model: Model) -> T
         method=AdapterMethod(kind=run.method, **run.lora.model_dump())
         if run.method_spec.has_adapters
         else FullMethod(),
+        freeze=run.freeze,
         arguments=training_arguments(plan, run, cluster, model),
         optimizer=cpu_optimizer(choice, run, cluster),
         expected=expected_engine(choice),
@@ -108,7 +109,7 @@ def cpu_optimizer(choice: Choice, run: Run, cluster: Cluster) -> OptimizerSettin
     Ranks without a GPU gain nothing from it, and its compilation takes a minute and a half.
     """
     offloads = choice.is_deepspeed and choice.spec.offload_optimizer is not None
-    name = OPTIMIZERS[run.optimizer].host_class
+    name = optimizer_spec(run.optimizer).host_class
     if not offloads or not name or cluster.is_cpu:
         return None
     arguments = {"lr": run.learning_rate, "betas": list(ADAM_BETAS), "eps": ADAM_EPSILON, "adamw_mode": True}
@@ -180,7 +181,7 @@ def _warmup_steps(run: Run) -> int | float:
 
 
 def _optimizer_arguments(choice: Choice, run: Run, cluster: Cluster) -> dict[str, Any]:
-    rows, spec = [row for row in SETTINGS.values() if row.is_plain], OPTIMIZERS[run.optimizer]
+    rows, spec = [row for row in SETTINGS.values() if row.is_plain], optimizer_spec(run.optimizer)
     plain = {row.trainer[0]: row.values(choice, run)[row.deepspeed[0]] for row in rows}
     return {
         "optim": spec.optim if cluster.is_cpu else spec.fused or spec.optim,

@@ -32,10 +32,11 @@ class Utilization:
 def utilization(run: Run, rundir: RunDir, history: TrainingHistory) -> Utilization | None:
     """Return the MFU of a training.
 
-    It is None on CPUs, whose peak is not defined, without a speed or the attempts' folders, and for a user's script,
-    which may train another method on other data than the run names.
+    It is None on CPUs, whose peak is not defined, without a speed or the attempts' folders, for a user's script, which
+    may train another method on other data than the run names, and with frozen weights, of which some need no backward
+    pass.
     """
-    if run.script:
+    if run.script or run.freeze:
         return None
     peaks = {span.number: _peak(rundir, span.number) for span in history.spans}
     lines = [line for line in history.lines if line.tokens_per_second is not None and line.attempt in peaks]

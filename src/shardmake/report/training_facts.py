@@ -156,7 +156,8 @@ def _method(records: Records) -> str:
     method = records.settings.method
     label = METHODS[method.kind].label
     if not isinstance(method, AdapterMethod):
-        return label
+        frozen = ", ".join(f"`{pattern}`" for pattern in records.settings.freeze)
+        return label + (f"; not trained: {frozen}" if frozen else "")
     layers = method.targets if isinstance(method.targets, str) else ", ".join(method.targets)
     return (
         f"{label}: rank {method.rank}, alpha {method.alpha}, dropout "

@@ -43,6 +43,7 @@ def result_settings(
         **{f"{settings.objective}.{name}": value for name, value in section.items()},
         "method": method.pop("kind"),
         **{f"lora.{name}": value for name, value in method.items()},
+        **({"freeze": settings.freeze} if settings.freeze else {}),
         **{row.result_key: settings.arguments.get(row.trainer[0]) for row in SETTINGS.values() if row.result_key},
         "precision": plan.precision,
         "global_batch_size": choice.global_batch_size,

@@ -95,6 +95,7 @@ class TrainingSettings(RunFile):
     kto: Kto | None = optional(None, "Settings of the objective kto; None for another one.")
     reward: Reward | None = optional(None, "Settings of the objective reward; None for another one.")
     method: FullMethod | AdapterMethod = Field(description="Full fine-tuning or adapters.")
+    freeze: list[str] = optional([], "Weights that are not trained (`shardmake.memory.model.find_frozen`).")
     arguments: dict[str, Any] = Field(
         description="Keyword arguments of `transformers.TrainingArguments`, without paths; the ranks add those."
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from shardmake.config.optimizers import find_built
 from shardmake.config.settings import ACCUMULATION, SETTINGS, Setting
@@ -86,11 +86,15 @@ def planned_learning(
     given, expected = settings.arguments, settings.expected
     spec, replaced = find_built(given["optim"]), settings.optimizer
     warmup = arguments.get_warmup_steps(steps)
-    return {
-        **{name: given[row.trainer[0]] for name, row in _rows().items()},
-        "optimizer": replaced.class_name.rpartition(".")[2] if replaced else spec.class_name,
+    class_name = spec.class_name or Trainer.get_optimizer_cls_and_kwargs(arguments)[0].__name__
+    betas = {
         "betas": [given["adam_beta1"], given["adam_beta2"]] if spec.has_betas else None,
         "epsilon": given["adam_epsilon"] if spec.has_betas else None,
+    }
+    return {
+        **{name: given[row.trainer[0]] for name, row in _rows().items()},
+        "optimizer": replaced.class_name.rpartition(".")[2] if replaced else class_name,
+        **(betas if spec.class_name else {}),  # others have their own
         "decays_vectors": False,
         "schedule": given["lr_scheduler_type"],
         "warmup_steps": warmup,

@@ -28,6 +28,7 @@ from shardmake.core.private_names import private
 from shardmake.core.units import plural
 from shardmake.data.dataset import IGNORED
 from shardmake.data.varlen import register_varlen
+from shardmake.memory.model import find_frozen
 from shardmake.memory.size_tensors import fused_chunk
 from shardmake.run.model_class import OLD_HEAD, ModelClass
 from shardmake.run.training_settings import FullMethod, TrainingSettings
@@ -143,6 +144,9 @@ def load_model(settings: TrainingSettings) -> PreTrainedModel:
     if settings.loss == "chunked":
         use_chunked_loss(model)
     if isinstance(method, FullMethod):
+        parameters = dict(model.named_parameters())
+        for name in find_frozen(parameters, settings.freeze):
+            parameters[name].requires_grad_(False)
         refuse_partial_states(model)
         return model
     from peft import get_peft_model, prepare_model_for_kbit_training

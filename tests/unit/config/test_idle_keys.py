@@ -82,6 +82,7 @@ def test_each_value_is_rendered_or_refused(objective: str, method: str) -> None:
         {"lora": {"rank": 8}, "method": "qlora"},
         {"scheduler": "constant", "warmup_ratio": 0},
         {"scheduler": "constant"},
+        {"freeze": ["model.embed_tokens", "!*.norm"]},
         {"final_checkpoint": "best", "checkpoints": {"keep_best": True, "early_stopping": 3}},
         {"evaluation": {"lm_eval": ["piqa"], "lm_eval_limit": 5}},
         {"push": {"to": ["file:a", "hub:a/b"], "revision": "x", "pull_request": True}},

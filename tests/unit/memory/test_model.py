@@ -1,9 +1,15 @@
+from dataclasses import replace
+
 import pytest
 
+from shardmake.core.errors import ModelError
 from shardmake.memory import parameter_inventory
+from shardmake.memory.buckets import Buckets
+from shardmake.memory.estimate import gpu_memory
 from shardmake.memory.families import FAMILIES, as_classifier
-from shardmake.memory.model import split
+from shardmake.memory.model import find_frozen, split
 from shardmake.memory.read_config import from_config
+from shardmake.memory.scenario import Scenario
 from tests.unit.memory.test_parameter_inventory import SIZES
 
 VARIANTS = [
@@ -59,6 +65,41 @@ def test_adapters_match_peft() -> None:
         trainable = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
         assert split(from_config(config), "lora", 4, targets).trainable == trainable
     assert split(from_config(config), "lora").frozen == sum(p.numel() for p in model.parameters())
+
+
+NAMES = [*(f"model.layers.{n}.{part}.weight" for n in (0, 1, 10) for part in ("mlp.up", "norm")), "lm_head.weight"]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "trained"),
+    [
+        ([], NAMES),
+        (["model.layers.1"], [*NAMES[:2], *NAMES[4:]]),
+        (["*.mlp", "lm_head.weight"], NAMES[1:-1:2]),
+        (["*", "!*.norm", "model.layers.10"], [NAMES[1], NAMES[3]]),
+    ],
+)
+def test_patterns_freeze_parameters_and_modules(patterns: list[str], trained: list[str]) -> None:
+    assert sorted(trained) == sorted({*NAMES} - find_frozen(NAMES, patterns))
+
+
+@pytest.mark.parametrize("patterns", [["model.layer.1"], ["mlp"], ["*"], ["*.mlp", "!model.embed_tokens"]])
+def test_patterns_that_freeze_nothing_or_all_are_refused(patterns: list[str]) -> None:
+    with pytest.raises(ModelError, match="freeze"):
+        find_frozen(NAMES, patterns)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp"])
+def test_frozen_weights_have_no_gradients_and_no_states(strategy: str) -> None:
+    model = from_config({**SIZES, "model_type": "llama"})
+    part = split(model, "full", freeze=["model.embed_tokens", "*.mlp"])
+    assert part.total == model.parameters == split(model, "full").trainable and part.frozen == sum(
+        tensor.numel for tensor in model.tensors if ".mlp." in tensor.name or "embed" in tensor.name
+    )
+    whole = Scenario(model, split(model, "full"), strategy, 1, 2, 1, 64)
+    terms = [gpu_memory(replace(whole, split=one), Buckets()).terms for one in (whole.split, part)]
+    assert 0 < terms[1]["optimizer states"] < 0.9 * terms[0]["optimizer states"]
+    assert terms[1]["frozen weights"] > 0 and sum(terms[1].values()) < sum(terms[0].values())
 
 
 def test_experts_and_routers_get_the_adapters_of_peft() -> None:

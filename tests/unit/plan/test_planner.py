@@ -207,9 +207,9 @@ def test_a_script_does_not_get_nvme_offload(folders: dict[str, str]) -> None:
     assert "zero3-nvme" not in {made.choice.strategy, *(fallback.choice.strategy for fallback in made.fallbacks)}
 
 
-def test_adafactor_is_rejected_under_fsdp2(folders: dict[str, str]) -> None:
-    made = plan(folders["eight"], gpus(), optimizer="adafactor")
-    assert not [name for name in (made.choice.strategy, *made.rejected) if name.startswith("fsdp")]
+def test_adafactor_needs_whole_weights(folders: dict[str, str]) -> None:
+    made = plan(folders["eight"], gpus(), optimizer="adafactor", method="lora")
+    assert {made.choice.strategy, *(fallback.choice.strategy for fallback in made.fallbacks)} == {"ddp"}
 
 
 def test_every_fallback_needs_less_gpu_memory(folders: dict[str, str]) -> None:

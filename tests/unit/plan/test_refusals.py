@@ -56,6 +56,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("activation_offload: true", {"activation_offload": True, "gradient_checkpointing": False}, H100, {}),
     ("activation_offload: true", {"activation_offload": True, "script": "x.py"}, H100, {}),
     ("activation_offload: true", {"activation_offload": True, "torch_compile": True}, H100, {}),
+    ("freeze", {"freeze": ["*.mlp"], "strategy": "zero3-nvme"}, {}, {}),
+    ("tensor_parallel: 2", {"freeze": ["*.mlp"], "strategy": "zero1", "tensor_parallel": 2}, {}, {}),
     ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": False, "strategy": "ddp"}, {}, {}),
     ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": False, "strategy": "fsdp"}, {}, {}),
     ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": False, "strategy": "zero3-nvme"}, {}, {}),
@@ -94,6 +96,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("service_nodes: 2", {**SERVICE, "service_nodes": 2, "nodes": 1}, {}, {}),
     ("attention: varlen", {"objective": "dpo", "attention": "varlen"}, H100, {}),
     ("optimizer: adafactor", {"optimizer": "adafactor", "strategy": "fsdp"}, H100, {}),
+    ("optimizer: adafactor", {"optimizer": "adafactor", "strategy": "zero2"}, H100, {}),
+    ("optimizer: adamw_anyprecision", {"optimizer": "adamw_anyprecision"}, {}, {}),
     ("Strategy", {"script": "train.py", "strategy": "zero3-nvme"}, H100, {}),
 ]  # fmt: skip
 """The beginning of the message, and changes of the run, the cluster and the model's config."""

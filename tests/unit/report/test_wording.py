@@ -164,6 +164,7 @@ CASES: dict[str, tuple[Callable[[RunDir], object], dict[str, Any]]] = {
     "repeated examples": (lambda at: data(at, repeated=30), {}),
     "training examples": (lambda at: data(at, shown=SHOWN), {}),
     "values of own files": (lambda at: settings(at, own_files=OWN), {}),
+    "frozen weights": (lambda at: settings(at, freeze=["model.embed_tokens", "*.mlp"]), {"freeze": ["x"]}),
     "adapters": (lambda at: settings(at, method=LORA), {"method": "lora"}),
     **{
         f"arguments {', '.join(map(str, values.values()))}": (

@@ -16,6 +16,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, str | None]]] = {
         {"model": PLAIN.model.model_copy(update={"chat_template": "{{ messages }}"})},
         {"content of the chat template": None},
     ),
+    "frozen weights": ({"freeze": ["*.mlp"]}, {"freeze": '["*.mlp"]'}),
     # its last checkpoint would count as the end of a training with more patience, too
     "an early end": (
         {"checkpoints": PLAIN.checkpoints.model_copy(update={"early_stopping": 2})},
