@@ -107,14 +107,10 @@ def read_script(name: str, text: str) -> list[Command]:
 def _from_line(title: str, words: list[str]) -> Command | None:
     """Return the command of a line, or None if it starts no training."""
     command = read_command(words, title)
-    is_source = words[0] in ("source", ".")
-    if command is None and (is_source or _may_start(words)):
+    reads = words[0] in ("source", ".")
+    if command is None and (reads or _may_start(words)):
         line = shlex.join(map(written, words)).replace("'", "")
-        why = (
-            "the file cannot be read here, and may set any variable"
-            if is_source
-            else "only a shell knows what it starts"
-        )
+        why = "the file cannot be read here, and may set any variable" if reads else "only a shell knows what it starts"
         command = Command(title, "", "", [], notes=[f"{line} is not compared: {why}."])
     return command
 
