@@ -4,6 +4,8 @@ The names below are the public interface of the package. They are imported on fi
 large libraries.
 """
 
+import sys
+from enum import Enum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,9 @@ _MODULES = {
     "estimate": "shardmake.commands.estimate",
     "verify": "shardmake.consolidate.verify",
 }
+
+if sys.version_info < (3, 11, 4):  # such as Debian 12: a member becomes a call of getattr, which no checkpoint may have
+    Enum.__reduce_ex__ = lambda self, _: (type(self), (self.value,))  # type: ignore[assignment,method-assign]
 
 
 def __getattr__(name: str) -> Any:

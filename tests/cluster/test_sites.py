@@ -116,7 +116,7 @@ def test_memory_is_requested_as_the_partition_takes_it(cluster: Cluster, shared_
 
 
 def test_options_that_every_job_has_can_be_left_out(cluster: Cluster, shared_folder: Path) -> None:
-    left_out = dict.fromkeys(("cpus-per-task", "comment", "no-requeue"), False)
+    left_out = dict.fromkeys(("cpus-per-task", "comment", "no-requeue", "requeue"), False)
     (answer,) = ask(cluster, shared_folder, {"less": {"slurm": {"memory": "none", "extra": left_out}}}).values()
     for status, said, text in answer.values():
         lines = [line for line in text.splitlines() if line.startswith("#SBATCH")]

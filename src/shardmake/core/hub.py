@@ -82,7 +82,7 @@ def with_retries(action: Callable[[], T]) -> T:
         try:
             return action()
         except Exception as error:
-            if not _is_temporary(error) or _is_untrusted(error) or (_has_no_name(error) and wait > RETRY_WAITS[0]):
+            if not _is_temporary(error) or is_untrusted(error) or (_has_no_name(error) and wait > RETRY_WAITS[0]):
                 raise
             seconds = max(wait, _requested_wait(error))
             logger.warning("The transfer was interrupted: %s. Retrying in %g s.", first_line(error), seconds)
@@ -99,12 +99,12 @@ def _has_no_name(error: BaseException | None) -> bool:
 
 UNTRUSTED: Final = (
     "No authority that Python knows signed the server's certificate, as with a private authority or a proxy that "
-    "inspects traffic. Set SSL_CERT_FILE to your site's file of authorities; the hub's client does not read "
-    "REQUESTS_CA_BUNDLE or CURL_CA_BUNDLE."
+    "inspects traffic. Set SSL_CERT_FILE (for s3:// AWS_CA_BUNDLE) to your site's file of authorities; "
+    "REQUESTS_CA_BUNDLE and CURL_CA_BUNDLE are not read."
 )
 
 
-def _is_untrusted(error: BaseException | None) -> bool:
+def is_untrusted(error: BaseException | None) -> bool:
     """Return whether a server's certificate was refused, by ``error`` or by its cause."""
     while error is not None:
         if "CERTIFICATE_VERIFY_FAILED" in str(error):
@@ -186,7 +186,7 @@ def translate_hub_errors(what: str, advice: Mapping[int, str], otherwise: str) -
         raise
     except (HTTPError, OSError, RuntimeError, ValueError) as error:  # ValueError: the hub rejects an upload
         reason = first_line(error)
-        known = UNTRUSTED if _is_untrusted(error) else _NO_NETWORK if _has_no_name(error) else None
+        known = UNTRUSTED if is_untrusted(error) else _NO_NETWORK if _has_no_name(error) else None
         todo = known or advice.get(_status_to_explain(error, reason), otherwise)
         raise HubError(f"{what} failed: {reason}\n{todo}") from error
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
 from shardmake.core.errors import ShardmakeError, nearest
-from shardmake.core.hub import first_line
+from shardmake.core.hub import UNTRUSTED, first_line, is_untrusted
 from shardmake.core.private_names import private
 from shardmake.core.secrets import redact
 
@@ -51,7 +51,8 @@ def open_store(url: str) -> "tuple[AbstractFileSystem, str]":
     """Return the file system of ``url`` and the path on it; it lists what is there now."""
     import fsspec
 
-    files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    proxies = {"client_kwargs": {"trust_env": True}} if url.startswith("http") else {}  # s3fs reads HTTPS_PROXY itself
+    files, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **proxies)
     files.invalidate_cache()
     return files, root
 
@@ -72,7 +73,7 @@ def explain_store_errors(
         todo = _missing_package(url.partition("://")[0])
         raise kind(f"{action} {url} failed: {redact(first_line(error))}\n{todo}") from error
     except Exception as error:
-        todo = advice.get(_cause(error), advice["other"])
+        todo = UNTRUSTED if is_untrusted(error) else advice.get(_cause(error), advice["other"])
         raise kind(f"{action} {url} failed: {redact(first_line(error))}\n{todo}") from error
 
 

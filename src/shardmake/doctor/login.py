@@ -3,16 +3,16 @@
 import fcntl
 import getpass
 import os
-import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from shardmake.config.models import Cluster, Slurm
 from shardmake.core.disk import UNLIMITED, FreeSpace, free_space, mount_of
-from shardmake.core.environment import PROJECT, hub_cache, installed_versions
+from shardmake.core.environment import hub_cache, installed_versions
 from shardmake.core.errors import ShardmakeError, nearest
 from shardmake.core.hub import ask_endpoint
+from shardmake.core.private_names import SUPPORTED, library_warnings
 from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import GIB, format_bytes, format_duration, plural
 from shardmake.launch.container import check_job_environment
@@ -22,7 +22,6 @@ from shardmake.launch.slurm_jobs import run_slurm
 from shardmake.plan.limits import NodeGroup, Partition, query_partitions
 from shardmake.run.findings import Check, Finding, not_checked, ok, ok_if, stops, warning
 
-CHECKED_LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "snakemake")
 FEW_BYTES = 100 * GIB
 """Free space below which the first checkpoint of a model of some billion parameters does not fit."""
 FEW_FILES = 100_000
@@ -47,7 +46,7 @@ def login_checks(cluster: Cluster | None, asked: Slurm, folder: Path) -> dict[st
         "shared folder": lambda: check_shared_folder(folder, on_slurm=cluster is None or cluster.executor == "slurm"),
         "hub": check_hub,
         "hub cache": lambda: check_cache(cluster),
-        "versions": lambda: check_constraints(PROJECT / "constraints.txt"),
+        "versions": check_versions,
         "torch": lambda: check_torch(cluster),
     }
     if cluster is not None and cluster.environment:
@@ -259,24 +258,13 @@ def check_cache(cluster: Cluster | None) -> Finding:
     return ok_if(space.free >= FEW_BYTES, "hub cache", found, advice)
 
 
-def check_constraints(constraints: Path) -> Iterator[Finding]:
-    """Compare the installed libraries with the versions of ``constraints``, with which Shardmake is tested."""
-    tested = dict(re.findall(r"^([\w.-]+)==(\S+)", constraints.read_text(), re.MULTILINE))
-    installed = installed_versions(CHECKED_LIBRARIES)
-    yield from judge_versions(installed, tested)
-
-
-def judge_versions(installed: Mapping[str, str | None], tested: Mapping[str, str]) -> Iterator[Finding]:
-    """Compare versions by library; None means that a library is not installed."""
-    for name, version in installed.items():
-        wanted = tested.get(name)
-        if version is None:
-            yield stops(name, "not installed", "Run `make install` again.")
-        elif wanted and version.partition("+")[0] != wanted:
-            advice = "Run `make install` again, unless you chose this version."
-            yield warning(name, f"{version}; Shardmake is tested with {wanted}", advice)
-        else:
-            yield ok(name, version)
+def check_versions() -> Iterator[Finding]:
+    """Report the installed libraries, and those that the tests did not run with or that break together."""
+    for name, version in installed_versions(SUPPORTED).items():
+        yield ok(name, version) if version else stops(name, "not installed", "Run `make install` again.")
+    for text in library_warnings():
+        found, _, advice = text.partition(". ")
+        yield warning("versions", found, advice)
 
 
 def check_torch(cluster: Cluster | None) -> Iterator[Finding]:

@@ -81,7 +81,8 @@ class SlurmRequest:
 
     def sbatch(self) -> list[str]:
         """Return the lines of a batch script."""
-        options = self._given() | self._extra() | self._sizes() | dict(self.options)
+        own = {name: value for name, value in self.options.items() if value is not True or not self._is_left_out(name)}
+        options = self._given() | self._extra() | self._sizes() | own
         return [f"#SBATCH {shlex.quote(word)}" for word in _words(options)]
 
     def _given(self) -> dict[str, Value]:

@@ -20,7 +20,8 @@ from shardmake.config.settings import SETTINGS
 from shardmake.core.errors import ConfigError
 from shardmake.core.private_names import private
 from shardmake.render.other_tools import TOOLS, TRL, Tool
-from shardmake.render.shell_script import is_unknown, read_commands, written
+from shardmake.render.shell_script import read_commands
+from shardmake.render.shell_words import is_unknown, written
 from shardmake.render.trainer_settings import nearest_argument
 
 SCRIPTS: Final = (".sh", ".bash", ".sbatch", ".slurm")
@@ -106,9 +107,11 @@ def read_script(name: str, text: str) -> list[Command]:
 def _from_line(title: str, words: list[str]) -> Command | None:
     """Return the command of a line, or None if it starts no training."""
     command = read_command(words, title)
-    if command is None and _may_start(words):
+    reads = words[0] in ("source", ".")
+    if command is None and (reads or _may_start(words)):
         line = shlex.join(map(written, words)).replace("'", "")
-        command = Command(title, "", "", [], notes=[f"{line} is not compared: only a shell knows what it starts."])
+        why = "the file cannot be read here, and may set any variable" if reads else "only a shell knows what it starts"
+        command = Command(title, "", "", [], notes=[f"{line} is not compared: {why}."])
     return command
 
 

@@ -30,7 +30,7 @@ from shardmake.core.units import plural
 from shardmake.render import command_lines
 from shardmake.render.comparison import LIBRARIES, Comparison, Library, Problem, Row, Settings, Value, as_text
 from shardmake.render.other_tools import Tool
-from shardmake.render.shell_script import is_unknown, written
+from shardmake.render.shell_words import is_unknown, written
 
 Kind = user_files.Kind | Literal["training"]
 OWNERS: Final[dict[Library, Kind]] = {"Trainer": "training", "DeepSpeed": "deepspeed", "Accelerate": "accelerate"}
@@ -64,13 +64,13 @@ class Report:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read_source(path: Path) -> ConfigFile:
-    """Read one file and determine its kind from its keys."""
+def read_source(path: Path, by: Tool | None = None) -> ConfigFile:
+    """Read one file and determine its kind from its keys; ``by`` is the tool whose command names it."""
     values = _parse(path, read_text(path))
     if not isinstance(values, dict):
         held = "nothing" if values is None else "a list" if isinstance(values, list) else "one value"
         raise ConfigError(f"Cannot check {path}: it holds {held} instead of keys with values.")
-    if (tool := recognize(values)) and tool.is_apart:
+    if (tool := recognize(values)) and tool.is_apart and by is None:
         raise ConfigError(
             f"Cannot check {path}: it is a file of {tool.name}, which gives keys of Trainer other meanings. Translate "
             f"it into a run: shardmake init --from {path}"
@@ -231,7 +231,7 @@ def _of_command(command: command_lines.Command, sources: Sequence[ConfigFile]) -
         _add(training, command.config_file, "Accelerate", "config_file", Path())
     values: dict[str, Any] = {}
     for name in arguments.files:
-        source = _add(training, name, "Trainer", "the first argument", Path())
+        source = _add(training, name, "Trainer", "the first argument", Path(), command.tool)
         values |= _of_trainer(source.values, command.tool) if source is not None and source.kind == "training" else {}
     if arguments.trainer is not None:
         names = [*arguments.files, command.title]
@@ -259,7 +259,9 @@ def _of_trainer(values: dict[str, Any], tool: Tool | None) -> dict[str, Any]:
     return values if tool is None else {key: value for key, value in values.items() if key in known}
 
 
-def _add(training: Training, name: Any, library: Library, key: str, folder: Path) -> ConfigFile | None:
+def _add(
+    training: Training, name: Any, library: Library, key: str, folder: Path, by: Tool | None = None
+) -> ConfigFile | None:
     """Add the file ``name``, or a problem if it is none."""
     if is_unknown(str(name)):
         kind: Kind = "accelerate" if key == "config_file" else "deepspeed"
@@ -272,7 +274,7 @@ def _add(training: Training, name: Any, library: Library, key: str, folder: Path
         return training.files.get(kind)
     for path in (Path(str(name)), folder / str(name)):
         if path.is_file():
-            source = read_source(path)
+            source = read_source(path, by)
             training.files[source.kind] = source
             return source
     found = next((path for path in (Path(str(name)), folder / str(name)) if path.exists()), None)

@@ -10,15 +10,14 @@ import re
 from bisect import bisect_right
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Final
 
 from shardmake.core.errors import ConfigError
-from shardmake.render.shell_words import shell_text, spread
+from shardmake.render.shell_words import is_unknown, shell_text, sourced_file, spread, unknown
 
-_UNKNOWN: Final = 0xE100
-"""Start of the private characters that stand for those of a text whose value is unknown."""
 _RESERVED: Final = ("if", "then", "elif", "else", "fi", "while", "until", "do", "done", "esac", "!", "time", "{", "}")
 _DECLARES: Final = ("export", "declare", "local", "readonly", "typeset")
 _NAME: Final = re.compile(r"[A-Za-z_]\w*")
@@ -44,21 +43,6 @@ class ShellCommand:
 
     line: int
     words: list[str]
-
-
-def unknown(text: str) -> str:
-    """Return ``text`` in characters that stand for a value that only a shell knows."""
-    return "".join(chr(_UNKNOWN + ord(one)) if ord(one) < 256 else one for one in text)
-
-
-def is_unknown(word: str) -> bool:
-    """Return whether a part of ``word`` is unknown."""
-    return re.search("[\ue100-\ue1ff]", word) is not None
-
-
-def written(word: str) -> str:
-    """Return ``word`` as the script has it."""
-    return "".join(chr(ord(one) - _UNKNOWN) if _UNKNOWN <= ord(one) < _UNKNOWN + 256 else one for one in word)
 
 
 def read_commands(name: str, text: str) -> list[ShellCommand]:
@@ -98,6 +82,8 @@ class _Reader:
     """Variables that a loop changes, by its position: they are unknown at its start."""
     only: dict[str, list[str]] = field(default_factory=dict)
     """Variables that the script sets once, which a function has whenever it is called."""
+    sources: tuple[Path | None, ...] = ()
+    """Files that the script reads up to here."""
     at: int = 0
     tests: bool = False
     """The commands are the condition of a branch or a loop."""
@@ -148,6 +134,8 @@ class _Reader:
                     value = word[found.end() :]
                     values = [value] if value[:1] != "\0" else value[1:].split("\0") if value[1:] else []
                     self._assign(found[1], values, value[:1] == "\0", extends=bool(found[2]), guarded=guarded)
+        elif words[0] in ("source", ".") and len(words) > 1:
+            yield from self._source(words, start, guarded)
         else:
             for name in self.functions.get(words[0], ()):
                 self._forget(name)
@@ -159,6 +147,27 @@ class _Reader:
                 reader = _Reader(f"{self.name}, line {line}", inner, self.values.new_child())
                 with contextlib.suppress(ConfigError):  # its quotes may be in a value that only a shell knows
                     yield from (ShellCommand(line, one.words) for one in reader.commands())
+
+    def _source(self, words: list[str], start: int, guarded: bool) -> Iterator[ShellCommand]:
+        """Yield the commands of a file that the script reads; without the file, no variable is known any more."""
+        path, line = sourced_file(words[1], Path(self.name).parent), self._line(start)
+        text = path.read_text(errors="replace") if path and path not in self.sources else None
+        inner = _Reader(str(path), text or "", self.values.new_child(), sources=(*self.sources, path))
+        with contextlib.suppress(ConfigError):
+            list(inner.commands())
+        if text is None or inner.at < len(text):
+            yield from [ShellCommand(line, words)] if self.values else []
+            for name in list(self.values):
+                self._forget(name)
+            return
+        if guarded:
+            self._begin("if", start)
+        inner = replace(
+            inner, values=self.values, loops=inner.changed, functions=self.functions, given=self.given, at=0
+        )
+        yield from (ShellCommand(line, one.words) for one in inner.commands())
+        if guarded:
+            self._end()
 
     def _keywords(self, words: list[str], start: int) -> list[str]:
         """Return ``words`` without those that only steer the script, and follow its branches and loops."""

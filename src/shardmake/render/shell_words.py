@@ -1,6 +1,26 @@
 """Words of a shell's commands: how values are split into them, and which of them hold commands."""
 
 import re
+from pathlib import Path
+from typing import Final
+
+_UNKNOWN: Final = 0xE100
+"""Start of the private characters that stand for those of a text whose value is unknown."""
+
+
+def unknown(text: str) -> str:
+    """Return ``text`` in characters that stand for a value that only a shell knows."""
+    return "".join(chr(_UNKNOWN + ord(one)) if ord(one) < 256 else one for one in text)
+
+
+def is_unknown(word: str) -> bool:
+    """Return whether a part of ``word`` is unknown."""
+    return re.search("[\ue100-\ue1ff]", word) is not None
+
+
+def written(word: str) -> str:
+    """Return ``word`` as the script has it."""
+    return "".join(chr(ord(one) - _UNKNOWN) if _UNKNOWN <= ord(one) < _UNKNOWN + 256 else one for one in word)
 
 
 def spread(word: str, begun: bool, values: list[str], done: list[str]) -> tuple[str, bool]:
@@ -32,3 +52,17 @@ def shell_text(words: list[str]) -> str | None:
         if re.fullmatch(r"(?:.*/)?(?:ba|da|z|k)?sh", shell) and re.fullmatch(r"-\w*c", option):
             return text
     return None
+
+
+def sourced_file(word: str, folder: Path) -> Path | None:
+    """Return the file that ``source`` reads in a script in ``folder``; None if it is not here, long or unknown.
+
+    ``$(dirname "$0")`` and its like stand for ``folder``.
+    """
+    known = re.sub("^.*[\ue100-\ue1ff]/?", "", word, flags=re.DOTALL)
+    places = [Path(word).expanduser(), folder / word]
+    if known != word:
+        prefix = written(word).removesuffix(known).replace("%/*", "").replace("/dev/null", "").removesuffix("/")
+        is_here = re.search(r"\$\{?0\b|BASH_SOURCE", prefix) and "/" not in prefix and prefix.count("dirname") < 2
+        places = [folder / known] if is_here and known else []
+    return next((path.resolve() for path in places if path.is_file() and path.stat().st_size < 1 << 20), None)

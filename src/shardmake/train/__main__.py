@@ -57,7 +57,7 @@ def main() -> None:
     try:
         write_heartbeat(attempt, rank, "start", 0)
         check_libraries()
-        for message in library_warnings() if rank == 0 else ():
+        for message in library_warnings() if os.environ.get("LOCAL_RANK", "0") == "0" else ():
             logging.getLogger(__name__).warning(message)
         _take_turn(attempt, rank)
         _check_network(attempt, rank)

@@ -3,6 +3,7 @@
 import io
 import os
 from collections import OrderedDict
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,20 @@ from shardmake.core.errors import CheckpointError
 SHAPES = OrderedDict({"a": torch.Size([4, 6]), "b": torch.Size([10])})
 ELEMENTS = sum(shape.numel() for shape in SHAPES.values())
 RANKS = 2
+
+
+class Stage(int, Enum):
+    """DeepSpeed's enumeration."""
+
+    gradients = 2
+    weights = 3
+
+
+class ByName(int):
+    """A member as Python 3.11.0 to 3.11.3 pickle it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (Stage, Stage(self).name)
 
 
 def write_zero(folder: Path, stage: int, step: int = 2, counted: int | None = None, skipped: int = 0) -> Path:
@@ -40,7 +55,7 @@ def write_zero(folder: Path, stage: int, step: int = 2, counted: int | None = No
     adam = {0: {"step": torch.tensor(float(step - skipped if counted is None else counted))}}
     for rank in range(RANKS):
         state = {
-            "zero_stage": stage,
+            "zero_stage": [Stage(stage), ByName(stage)][rank % 2],
             "partition_count": RANKS,
             "optimizer_state_dict": {"state": adam, "param_groups": [{"lr": 0.1}]},
             "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups": [split[rank].clone()],

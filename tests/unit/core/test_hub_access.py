@@ -1,4 +1,4 @@
-"""The hub behind a private authority, a proxy or another endpoint, on the loopback interface."""
+"""The hub, and data at an address, behind a private authority, a proxy or another endpoint, on the loopback interface."""
 
 import http.server
 import json
@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-import json
+import json, os
 from shardmake.core import hub
+from shardmake.core.errors import ShardmakeError
+from shardmake.core.stores import explain_store_errors, open_store
 from shardmake.doctor.login import check_hub
 hub.RETRY_WAITS = (0.0,)
 calls, api = [], hub.connect()
@@ -27,6 +29,13 @@ try:
     fetched = ""
 except Exception as error:
     fetched = str(error)
+address = os.environ["HF_ENDPOINT"] + "/train.jsonl"
+try:
+    with explain_store_errors("Fetching", address, ShardmakeError, {"other": "Check the network."}):
+        files, path = open_store(address)
+        files.cat_file(path)
+except ShardmakeError as error:
+    fetched += str(error)
 found = check_hub()
 print(json.dumps([found.verdict.value, found.found, found.advice, fetched, len(calls)]))
 """
@@ -67,7 +76,7 @@ def authority(tmp_path: Path) -> Path:
 
 
 def ask(tmp_path: Path, **variables: str) -> list[str]:
-    """Return verdict, finding and advice of the doctor, the error of a fetch, and how often it asked."""
+    """Return verdict, finding and advice of the doctor, errors of two fetches, and how often the first one asked."""
     inherited = {"PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "HOME": str(tmp_path)}
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, env=inherited | variables, capture_output=True, text=True, check=True)
@@ -83,7 +92,7 @@ def test_a_private_authority_is_named_and_served(
     endpoint = f"https://localhost:{server.server_port}"
     verdict, found, advice, fetched, calls = ask(tmp_path, HF_ENDPOINT=endpoint, REQUESTS_CA_BUNDLE=str(authority))
     assert (verdict, calls) == ("warning", 1) and "CERTIFICATE_VERIFY_FAILED" in found
-    assert "Set SSL_CERT_FILE" in advice and "Set SSL_CERT_FILE" in fetched
+    assert "Set SSL_CERT_FILE" in advice and fetched.count("Set SSL_CERT_FILE") == 2
     verdict, found, _, fetched, calls = ask(tmp_path, HF_ENDPOINT=endpoint, SSL_CERT_FILE=str(authority))
     assert (verdict, found, fetched, calls) == ("ok", f"{endpoint} answers", "", 1)
     verdict, found, *_ = ask(tmp_path, HF_ENDPOINT=endpoint, SSL_CERT_FILE=str(tmp_path / "none"))

@@ -1,5 +1,6 @@
 """One request in three dialects, and the table of options as the only place that spells them."""
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,24 @@ def test_the_doctor_drafts_a_cluster_with_every_key_that_it_is_given() -> None:
         )
         == options
     )
+
+
+def test_each_option_of_a_job_is_needed_or_can_be_left_out(tmp_path: Path) -> None:
+    """The table in docs/reference/sites.md says which."""
+
+    def flags(**slurm: Any) -> set[str]:
+        script = SlurmJobs(tmp_path, site(**slurm)).script(AttemptDir(tmp_path / "1"), make_plan("zero3"), [])
+        driver = batch_script(site(**slurm), "driver-1", DriverDir(tmp_path))
+        return set(re.findall(r"^#SBATCH '?--([a-z-]+)", script + driver, re.MULTILINE))
+
+    page = (PACKAGE.parents[1] / "docs/reference/sites.md").read_text().partition("## Options that each job has")[2]
+    rows = re.findall(r"^\| (`--.*?) \| (.*) \|$", page.partition("##")[0], re.MULTILINE)
+    needed = {flag: how.startswith("needed") for names, how in rows for flag in re.findall(r"--([a-z-]+)", names)}
+    assert flags() <= needed.keys()
+    assert flags(memory="none", gpu_request="none") == flags() - {"mem", "gres"}
+    for flag in flags() - {"mem", "gres"}:
+        with contextlib.suppress(ValidationError):
+            assert (flag in flags(extra={flag: False})) == needed[flag], flag
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,9 @@ def test_a_script_and_each_command_name_the_setting_with_both_values(folder: Pat
 
 OPTIMIZER = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 2,
              "gradient_accumulation_steps": 4, "optimizer": {"type": "AdamW", "params": {"lr": 2e-5}}}  # fmt: skip
-FOREIGN = "micro_batch_size: 2\nlearning_rate: 1.0\nbf16: auto\nlora_r: 8\ndeepspeed: own.json\n"
+FOREIGN = (
+    "base_model: x\ndatasets: []\nmicro_batch_size: 2\nlearning_rate: 1.0\nbf16: auto\nlora_r: 8\ndeepspeed: own.json\n"
+)
 LINES = {
     "torchrun --nproc_per_node 8 train.py --deepspeed own.json --bf16 $BF16 --learning_rate $LR "
     "--per_device_train_batch_size $BATCH --gradient_accumulation_steps ${STEPS:-4}": "In own.json, optimizer.params.lr is",
