@@ -183,7 +183,7 @@ class WholeBatches(Dataset[Any]):
         count, rest = len(self.data), len(self.data) - self.length
         if rest < 0:
             return self.data[(index + self.epoch * self.length) % count]
-        gap = (self.length + self.epoch * rest) % count  # start of those left out, which go on at 0 after the last
+        gap = (self.length + self.epoch * rest) % count  # start of those left out; they continue at 0 after the last
         index += max(0, gap + rest - count)
         return self.data[index if index < gap else index + rest]
 

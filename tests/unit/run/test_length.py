@@ -59,7 +59,11 @@ def test_a_batch_that_gives_steps(sequences: int, steps: int, ranks: int, batch:
         (length_of(500, max_steps=1, epochs=None, scheduler="constant"), "", ["only 1 optimizer step. "]),
         (length_of(21, global_batch_size=8), "", ["only 2 optimizer steps. Set global_batch_size: 2 or epochs: 5."]),
         (length_of(7, global_batch_size=8), "This training learns nothing", []),
-        (length_of(7, global_batch_size=8, epochs=20), "each sequence 1.14 times. Set global_batch_size: 4 or less", []),
+        (
+            length_of(7, global_batch_size=8, epochs=20),
+            "each sequence 1.14 times. Set global_batch_size: 4 or less",
+            [],
+        ),
         (
             length_of(7, global_batch_size=8, epochs=None, max_steps=20),
             "",
