@@ -215,8 +215,9 @@ def default_of(key: str) -> str:
 def is_allowed(key: str, value: Any) -> bool:
     """Return whether a configuration may have ``value`` for ``key``, as far as its type decides."""
     field = _FIELDS[key]
+    kind: Any = Annotated[field.annotation, field]
     try:
-        TypeAdapter(Annotated[field.annotation, field]).validate_python(value)
+        TypeAdapter(kind).validate_python(value)
     except ValidationError:
         return False
     return True

@@ -151,10 +151,6 @@ def _above_zero(key: str) -> Row:
     return lambda value, values: {key: value} if isinstance(value, int | float) and value > 0 else {}
 
 
-def _steps(key: str) -> Row:
-    return lambda value, values: {key: value} if isinstance(value, int) and value > 0 else None
-
-
 def _hub(value: Any, values: Values) -> Any:
     return {"push.to": f"hub:{value}"} if value and values.get("push_to_hub", True) else None
 
@@ -182,8 +178,8 @@ _TRAINER: Final[dict[str, Row]] = {
     "lr_scheduler_type": "scheduler", "warmup_ratio": "warmup_ratio", "warmup_steps": _warmup,
     "weight_decay": "weight_decay", "max_grad_norm": "max_grad_norm", "seed": "seed", "optim": _optimizer,
     "bf16": _precision("bf16"), "fp16": _precision("fp16"), "report_to": _trackers,
-    "save_steps": _steps("checkpoints.every_steps"), "save_total_limit": _steps("checkpoints.keep"),
-    "eval_steps": _steps("eval_every_steps"),
+    "save_steps": "checkpoints.every_steps", "save_total_limit": "checkpoints.keep",
+    "eval_steps": "eval_every_steps",
     "load_best_model_at_end": _if_true(checkpoints__keep_best=True, final_checkpoint="best"),
     "lr_scheduler_kwargs": lambda value, values: {"scheduler_arguments": value} if isinstance(value, dict) else None,
     "torch_compile": "torch_compile", "trust_remote_code": "trust_remote_code", "hub_model_id": _hub,
