@@ -192,7 +192,8 @@ def translate_hub_errors(what: str, advice: Mapping[int, str], otherwise: str) -
         raise
     except (HTTPError, OSError, RuntimeError, ValueError) as error:  # ValueError: the hub rejects an upload
         reason = first_line(error)
-        known = UNTRUSTED if _is_untrusted(error) else _NO_NETWORK if _unreached(error) else None
+        away = f"{otherwise}\n{_NO_NETWORK}" if _unreached(error) else None
+        known = UNTRUSTED if _is_untrusted(error) else away
         todo = known or advice.get(_status_to_explain(error, reason), otherwise)
         raise HubError(f"{what} failed: {reason}\n{todo}") from error
 
