@@ -9,9 +9,9 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Annotated, Any, Final, get_args
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from shardmake.config.models import OBJECTIVE_SECTIONS, Cluster, Run, Section
@@ -210,6 +210,17 @@ def default_of(key: str) -> str:
     field = _FIELDS[key]
     default = None if field.is_required() else field.get_default(call_default_factory=True)
     return as_text(TypeAdapter(Any).dump_python(default, mode="json"))
+
+
+def is_allowed(key: str, value: Any) -> bool:
+    """Return whether a configuration may have ``value`` for ``key``, as far as its type decides."""
+    field = _FIELDS[key]
+    kind: Any = Annotated[field.annotation, field]
+    try:
+        TypeAdapter(kind).validate_python(value)
+    except ValidationError:
+        return False
+    return True
 
 
 def values_of(run: Run, cluster: Cluster) -> dict[str, str]:

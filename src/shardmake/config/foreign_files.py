@@ -8,12 +8,11 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final
 
+from shardmake.config.effects import is_allowed
 from shardmake.config.load import read_yaml
-from shardmake.config.models import Schedule
 from shardmake.config.optimizers import OPTIMIZERS, TRIED
-from shardmake.config.trackers import TRACKERS
 from shardmake.core.errors import ConfigError
 from shardmake.core.nested import overlay
 
@@ -85,7 +84,7 @@ def translate(path: Path, ranks: int, objective: str | None = None) -> Translati
     for key, value in values.items():
         row = tool.keys.get(key)
         found = _found(row, value, values) if row else None
-        if found is not None:
+        if found is not None and all(is_allowed(*one) for one in found.items()):
             run = overlay(run, found)
         elif key in given and value not in _OFF and key not in (*tool.planned, *tool.idle, *tool.batch):
             untranslated[key] = value
@@ -126,10 +125,6 @@ def _consistent(run: dict[str, Any]) -> dict[str, Any]:
 # --- rows that several tools share ------------------------------------------------------------------------------------
 
 
-def _scheduler(value: Any, values: Values) -> Any:
-    return {"scheduler": value} if value in get_args(Schedule) else None
-
-
 def _warmup(value: Any, values: Values) -> Any:
     """Steps are a ratio of known steps; below 1, transformers reads them as the ratio."""
     steps = values.get("max_steps") or -1
@@ -149,15 +144,11 @@ def _precision(half: str) -> Row:
 
 def _trackers(value: Any, values: Values) -> Any:
     names = [value] if isinstance(value, str) else list(value or [])
-    return {"report_to": names} if names and all(name in TRACKERS for name in names) else None
+    return {"report_to": names} if names else None
 
 
 def _above_zero(key: str) -> Row:
     return lambda value, values: {key: value} if isinstance(value, int | float) and value > 0 else {}
-
-
-def _steps(key: str) -> Row:
-    return lambda value, values: {key: value} if isinstance(value, int) and value > 0 else None
 
 
 def _hub(value: Any, values: Values) -> Any:
@@ -184,11 +175,11 @@ def _beta(value: Any, values: Values) -> Any:
 
 _TRAINER: Final[dict[str, Row]] = {
     "learning_rate": "learning_rate", "num_train_epochs": "epochs", "max_steps": _above_zero("max_steps"),
-    "lr_scheduler_type": _scheduler, "warmup_ratio": "warmup_ratio", "warmup_steps": _warmup,
+    "lr_scheduler_type": "scheduler", "warmup_ratio": "warmup_ratio", "warmup_steps": _warmup,
     "weight_decay": "weight_decay", "max_grad_norm": "max_grad_norm", "seed": "seed", "optim": _optimizer,
     "bf16": _precision("bf16"), "fp16": _precision("fp16"), "report_to": _trackers,
-    "save_steps": _steps("checkpoints.every_steps"), "save_total_limit": _steps("checkpoints.keep"),
-    "eval_steps": _steps("eval_every_steps"),
+    "save_steps": "checkpoints.every_steps", "save_total_limit": "checkpoints.keep",
+    "eval_steps": "eval_every_steps",
     "load_best_model_at_end": _if_true(checkpoints__keep_best=True, final_checkpoint="best"),
     "lr_scheduler_kwargs": lambda value, values: {"scheduler_arguments": value} if isinstance(value, dict) else None,
     "torch_compile": "torch_compile", "trust_remote_code": "trust_remote_code", "hub_model_id": _hub,
@@ -263,12 +254,12 @@ AXOLOTL: Final = Tool(
     {
         **{key: row for key, row in _TRAINER.items() if key not in ("optim", "num_train_epochs", "lr_scheduler_type")},
         "base_model": "model", "revision_of_model": "revision", "sequence_len": "sequence_length",
-        "num_epochs": "epochs", "lr_scheduler": _scheduler, "optimizer": _optimizer, "sample_packing": "packing",
+        "num_epochs": "epochs", "lr_scheduler": "scheduler", "optimizer": _optimizer, "sample_packing": "packing",
         "adapter": _axolotl_adapter,
         "lora_r": "lora.rank", "lora_target_modules": _lora_targets,
         "lora_target_linear": _if_true(lora__targets="all-linear"),
         "datasets": _axolotl_data("train"), "test_datasets": _axolotl_data("eval"),
-        "val_set_size": lambda value, values: {"data.eval_fraction": value} if 0 < value < 0.5 else None,
+        "val_set_size": _above_zero("data.eval_fraction"),
         "train_on_inputs": _if_true(data__loss_on="all"), "rl": _axolotl_objective, "rl_beta": _beta,
         "dpo_beta": _beta, "reward_model": _if_true(objective="reward"),
         "kto_desirable_weight": "kto.desirable_weight", "kto_undesirable_weight": "kto.undesirable_weight",
@@ -339,7 +330,7 @@ LLAMA_FACTORY: Final = Tool(
         "lora_rank": lambda value, values: {"lora.rank": value, "lora.alpha": values.get("lora_alpha") or 2 * value},
         "lora_target": _lora_targets, "cutoff_len": "sequence_length", "dataset": _factory_data("train"),
         "eval_dataset": _factory_data("eval"), "packing": "packing", "neat_packing": _if_true(packing=True),
-        "val_size": lambda value, values: {"data.eval_fraction": value} if 0 < value < 0.5 else None,
+        "val_size": _above_zero("data.eval_fraction"),
         "train_on_prompt": _if_true(data__loss_on="all"), "pref_beta": _beta, "pref_loss": _loss_types,
         "kto_chosen_weight": "kto.desirable_weight", "kto_rejected_weight": "kto.undesirable_weight",
     },

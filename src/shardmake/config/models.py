@@ -623,7 +623,7 @@ class Run(Section):
     )
     epochs: Epochs | None = Field(
         None,
-        description="Passes over the data. The last batch of each is filled with other examples, in turn.",
+        description="Passes over the data, in whole batches. What fills no batch is left out, other examples in turn.",
     )
     learning_rate: LearningRate | None = Field(
         None, description="Peak learning rate. Only a `script` that has its own may be without it."

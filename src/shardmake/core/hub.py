@@ -26,9 +26,11 @@ logger = logging.getLogger(__name__)
 RETRY_WAITS = (2.0, 8.0, 30.0)
 _LONGEST_WAIT = 600.0  # seconds, if a server requests a longer one
 _NO_NETWORK = (
-    "This machine does not find the hub's address. Fetch on a machine with internet access and the same folders, such "
+    "This machine does not reach the hub. Fetch on a machine with internet access and the same folders, such "
     "as a login node: shardmake fetch NAME. Or set HTTPS_PROXY, or name a local folder in place of the hub id."
 )
+_ANSWER_SECONDS: Final = 3.5
+"""Seconds for the first answer of a hub, whose client asks twice. A firewall that drops packets would take minutes."""
 _PERMANENT = frozenset({400, 401, 402, 403, 404, 410, 413, 422, 451})
 
 
@@ -57,7 +59,7 @@ def connect() -> "HfApi":
 
 def commit_of(api: "HfApi", repository: str, revision: str | None, *, kind: str = "model") -> str:
     """Return the commit of a revision of a repository."""
-    commit = api.repo_info(repository, revision=revision, repo_type=kind).sha
+    commit = api.repo_info(repository, revision=revision, repo_type=kind, timeout=_ANSWER_SECONDS).sha
     assert commit is not None, "the hub names the commit of every revision"
     return commit
 
@@ -82,7 +84,9 @@ def with_retries(action: Callable[[], T]) -> T:
         try:
             return action()
         except Exception as error:
-            if not _is_temporary(error) or is_untrusted(error) or (_has_no_name(error) and wait > RETRY_WAITS[0]):
+            if not _is_temporary(error) or is_untrusted(error):
+                raise
+            if (failed := _unreached(error)) and (wait > RETRY_WAITS[0] or not isinstance(failed, OSError)):
                 raise
             seconds = max(wait, _requested_wait(error))
             logger.warning("The transfer was interrupted: %s. Retrying in %g s.", first_line(error), seconds)
@@ -90,11 +94,13 @@ def with_retries(action: Callable[[], T]) -> T:
     return action()
 
 
-def _has_no_name(error: BaseException | None) -> bool:
-    """Return whether the address of the hub was not found, as on a machine without internet access."""
-    while error is not None and not isinstance(error, gaierror):
+def _unreached(error: BaseException | None) -> BaseException | None:
+    """Return the cause if the hub was not reached, as on a machine without internet: no address, or no answer."""
+    while error is not None and not isinstance(error, (gaierror, ConnectionRefusedError)):
+        if type(error).__name__ == "ConnectTimeout":
+            break
         error = error.__cause__ or error.__context__
-    return error is not None
+    return error
 
 
 UNTRUSTED: Final = (
@@ -186,7 +192,8 @@ def translate_hub_errors(what: str, advice: Mapping[int, str], otherwise: str) -
         raise
     except (HTTPError, OSError, RuntimeError, ValueError) as error:  # ValueError: the hub rejects an upload
         reason = first_line(error)
-        known = UNTRUSTED if is_untrusted(error) else _NO_NETWORK if _has_no_name(error) else None
+        away = f"{otherwise}\n{_NO_NETWORK}" if _unreached(error) else None
+        known = UNTRUSTED if is_untrusted(error) else away
         todo = known or advice.get(_status_to_explain(error, reason), otherwise)
         raise HubError(f"{what} failed: {reason}\n{todo}") from error
 

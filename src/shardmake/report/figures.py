@@ -154,7 +154,7 @@ def memory(found: Memory) -> Drawing:
     """Draw the stacked terms of the estimate next to the measured peak and the GPU's capacity.
 
     What the measured peak does not count is hatched at the end of the predicted bar. Terms too small to be seen are
-    drawn as one. A capacity of several times the bars is stated at the right end of the axis.
+    drawn as one. A capacity of several times the bars is stated above the right end of the axis.
     """
 
     def draw(figure: "Figure") -> None:
@@ -178,7 +178,7 @@ def memory(found: Memory) -> Drawing:
         capacity = f"limit: {found.place} {format_bytes(found.capacity)}"
         if found.capacity > _CAPACITY_DRAWN * max(found.device, found.measured or 0):
             axes.set_xlim(right=1.25 * max(found.device, found.measured or 0) / unit)
-            axes.text(1, 0.5, f"{capacity} \u2192", transform=axes.transAxes, ha="right", va="center", fontsize=8)
+            axes.text(1, 1.02, f"{capacity} \u2192", transform=axes.transAxes, ha="right", fontsize=8)
         else:
             axes.axvline(found.capacity / unit, color="black", linestyle="--", linewidth=1, label=capacity)
         axes.set_xlabel(unit_name)

@@ -13,8 +13,13 @@ FEW_STEPS: Final = 10
 
 
 def optimizer_steps(epochs: float, sequences: int, batch: int) -> int:
-    """Return Trainer's number of steps; each epoch has whole batches, of which the last is filled."""
-    return max(1, math.ceil(epochs * math.ceil(sequences / batch)))
+    """Return Trainer's number of steps; a part of an epoch is rounded up."""
+    return max(1, math.ceil(epochs * steps_per_epoch(sequences, batch)))
+
+
+def steps_per_epoch(sequences: int, batch: int) -> int:
+    """Return the whole batches of an epoch; fewer sequences than one are repeated until they fill it."""
+    return max(1, sequences // batch)
 
 
 def warmup_steps(run: Run, steps: int) -> int:
@@ -63,11 +68,11 @@ class Length:
         warmup = warmup_steps(self.run, self.steps)
         length = f"{plural(self.steps, 'optimizer step')} of {plural(self.run.global_batch_size, 'sequence')}"
         asked = f"epochs: {self.run.epochs:g}" if self.run.epochs else f"max_steps: {self.run.max_steps}"
-        fill = -self.sequences % self.run.global_batch_size
-        filled = f"; the last batch of an epoch is filled with {plural(fill, 'sequence')} of others, in turn"
+        rest = self.sequences % self.run.global_batch_size if self.sequences > self.run.global_batch_size else 0
+        left_out = f"; an epoch leaves out {plural(rest, 'sequence')}, too few for a batch, others each time"
         return (
             f"{data}; {asked} is {about if self.run.epochs else ''}{length}, each sequence used {self.passes:.3g} times"
-            f", {warmup or 'none'} of the steps for warm-up{filled if fill and not self.is_estimate else ''}"
+            f", {warmup or 'none'} of the steps for warm-up{left_out if rest and not self.is_estimate else ''}"
         )
 
     def check(self) -> list[str]:
@@ -91,10 +96,13 @@ class Length:
         elif self.steps < FEW_STEPS:
             warnings.append(f"The training has only {plural(self.steps, 'optimizer step')}. {self._more_steps()}.")
         if batch > self.sequences:
-            warnings.append(
+            message = (
                 f"global_batch_size: {batch} is larger than the data of {plural(self.sequences, 'sequence')}: a step "
                 f"uses each sequence {batch / self.sequences:.3g} times. {self._smaller_batch()}."
             )
+            if run.epochs and (not self.is_estimate or 2 * self.sequences <= batch):
+                raise ConfigError(f"{message} Or count steps instead of epochs (max_steps).")
+            warnings.append(message)
         return warnings
 
     def _more_steps(self) -> str:
@@ -102,7 +110,7 @@ class Length:
         if self.run.max_steps:
             return f"Set max_steps: {FEW_STEPS} or more"
         epochs = self.run.epochs or 0
-        longer = f"epochs: {math.ceil(FEW_STEPS / math.ceil(self.sequences / self.run.global_batch_size))}"
+        longer = f"epochs: {math.ceil(FEW_STEPS / steps_per_epoch(self.sequences, self.run.global_batch_size))}"
         smaller = batch_for(self.sequences * epochs, FEW_STEPS, self.ranks)
         return f"Set global_batch_size: {smaller} or {longer}" if smaller else f"Set {longer}"
 

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback
 
 from shardmake.core.private_names import private
+from shardmake.run.length import steps_per_epoch
 from shardmake.run.metrics import LOSS_WINDOW, LossWindow, read_loss_window
 from shardmake.run.training_settings import TrainingSettings
 from shardmake.train import deepspeed_states
@@ -39,7 +40,7 @@ class ShardedTrainer(Trainer):
         self.after_check: list[TrainerCallback] = []
         """Callbacks that are called after the check of the engine."""
         super().__init__(**kwargs)
-        self.add_callback(_NextRepeated(self))
+        self.add_callback(_NextEpoch(self))
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the Accelerator without its choice of TF32, which is the run's (``tf32``)."""
@@ -159,33 +160,35 @@ def planned_optimizer(settings: TrainingSettings) -> tuple[type[torch.optim.Opti
 
 
 class WholeBatches(Dataset[Any]):
-    """A data set that repeats samples until an epoch has a whole number of global batches.
+    """A data set of whole global batches: the samples that remain are left out, in each ``epoch`` others in turn.
 
     It keeps the samples of every optimizer step the same for any number of ranks. Trainer draws one order per epoch
     from the seed and distributes micro batches to the ranks in turn. So step k of an epoch takes samples k G to
     (k + 1) G of that order, however a global batch of G is split. Only the end of an epoch would depend on the split:
     Trainer fills the last samples up to full micro batches on all ranks, not to a global batch.
 
-    The first ``epoch`` repeats the first samples, the next one those after them, so that over the epochs each sample is
-    repeated equally often.
+    Fewer samples than a batch are repeated until they fill it.
     """
 
     def __init__(self, data: Any, global_batch_size: int) -> None:
         self.data, self.epoch = data, 0
-        self.steps = -(-len(data) // global_batch_size)
+        self.steps = steps_per_epoch(len(data), global_batch_size)
         self.length = self.steps * global_batch_size
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> Any:
-        """Return sample ``index`` of the repeated data."""
-        repeated = self.length - len(self.data)
-        skipped = self.epoch * repeated if index >= len(self.data) else 0
-        return self.data[(index + skipped) % len(self.data)]
+        """Return sample ``index`` of the epoch, in the order of the data."""
+        count, rest = len(self.data), len(self.data) - self.length
+        if rest < 0:
+            return self.data[(index + self.epoch * self.length) % count]
+        gap = (self.length + self.epoch * rest) % count  # start of those left out; they continue at 0 after the last
+        index += max(0, gap + rest - count)
+        return self.data[index if index < gap else index + rest]
 
 
-class _NextRepeated(TrainerCallback):
+class _NextEpoch(TrainerCallback):
     """Set the epoch of the data of ``trainer`` before its loader starts, also after a resume."""
 
     def __init__(self, trainer: Trainer) -> None:

@@ -101,6 +101,20 @@ def test_every_key_of_trl_is_one_of_its_classes() -> None:
     assert {*TRL.keys, *TRL.batch, *TRL.defaults} - known == {"warmup_ratio"}, "of older versions of transformers"
 
 
+@pytest.mark.parametrize(
+    ("values", "key", "value"),
+    [
+        (FACTORY, "pref_loss", "simpo"),
+        (FACTORY, "lr_scheduler_type", "warmup_of_tomorrow"),
+        (FACTORY, "val_size", 100),
+        (SMALL_TRL, "report_to", ["a tracker of tomorrow"]),
+    ],
+)
+def test_a_value_that_a_run_cannot_have_is_listed(values: dict[str, Any], key: str, value: Any) -> None:
+    run, _, untranslated = run_of({**values, key: value})
+    assert key in untranslated and repr(value) not in str(run)
+
+
 @pytest.mark.parametrize("key", ["neftune_noise_alpha", "a_key_of_tomorrow"])
 @pytest.mark.parametrize("values", [AXOLOTL, FACTORY, SMALL_TRL])
 def test_a_key_without_a_counterpart_is_listed_unless_it_is_off(values: dict[str, Any], key: str) -> None:

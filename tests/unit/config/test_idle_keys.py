@@ -7,14 +7,19 @@ from typing import Any
 
 import pytest
 
-from shardmake.config.effects import effect_of
+from shardmake.commands.preview import preview
+from shardmake.config.effects import CONTENT_KEYS, KEYS, effect_of
 from shardmake.config.methods import METHODS
 from shardmake.config.models import Run, Section
 from shardmake.config.objectives import OBJECTIVES
+from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.errors import ConfigError
+from shardmake.plan.before_fetch import refuse_before_fetch
+from shardmake.plan.stage import make_plan as plan_of
 from shardmake.render.stage import render_files
+from shardmake.run.paths import RunDir
 from tests.unit.config.samples import make_run
-from tests.unit.plans import make_cluster, make_model, make_plan
+from tests.unit.plans import LLAMA, make_cluster, make_model, make_plan
 
 OTHER: dict[str, dict[str, Any]] = {
     "lora": {"rank": 3, "alpha": 5, "dropout": 0.3, "targets": ["q_proj"]},
@@ -31,6 +36,21 @@ OTHER: dict[str, dict[str, Any]] = {
     },
 }
 """Another value than the default for each key of the sections that training reads."""
+
+
+TRAINING: dict[str, Any] = {
+    "sequence_length": 512, "packing": False, "global_batch_size": 32, "micro_batch_size": 1, "max_steps": 70,
+    "learning_rate": 2e-3, "scheduler": "linear", "scheduler_arguments": {"num_cycles": 0.4}, "warmup_ratio": 0.2,
+    "weight_decay": 0.1, "max_grad_norm": 0.5, "optimizer": "adafactor", "precision": "fp16", "gradient_dtype": "fp32",
+    "tf32": True, "attention": "eager", "gradient_checkpointing": True, "activation_offload": True, "loss": "chunked",
+    "tensor_parallel": 2, "sequence_parallel": 2, "nodes": 1, "torch_compile": True, "seed": 1,
+    "eval_every_steps": 7, "report_to": ["tensorboard"], "profile": {"first_step": 7}, "memory_snapshot": True,
+    "trust_remote_code": True,
+}  # fmt: skip
+"""The same for the other keys of a run that its training reads."""
+NAMED = {"model", "revision", "resume_from", "epochs", "objective", "method", "strategy", "script", "script_args"}
+"""Keys that name what is trained and how, or files, replace another key of the table, or are the driver's."""
+NAMED |= {"non_finite", "service_nodes", "service", "deepspeed_config", "accelerate_config", "data"}
 
 
 def rendered(run: Run) -> str:
@@ -72,6 +92,33 @@ def test_each_value_is_rendered_or_refused(objective: str, method: str) -> None:
     sections = {"checkpoints", *(["lora"] if METHODS[method].has_adapters else []), *({objective} & OTHER.keys())}
     assert used == sections
     assert {key.partition(".")[0] for key in refused} - {"lora"} == OTHER.keys() - sections - {"lora"}
+
+
+def test_the_tables_have_every_key_that_training_reads() -> None:
+    read = {key.partition(".")[0] for key in KEYS if "render" in (*effect_of(key).changes, *effect_of(key).reads)}
+    content = {key.partition(".")[0] for key in CONTENT_KEYS}
+    assert read - {"cluster"} == TRAINING.keys() | OTHER.keys() | NAMED | content
+
+
+@pytest.mark.parametrize(("strategy", "executor"), [*product(STRATEGY_SPECS, ["slurm"]), ("zero2", "local")])
+def test_each_value_changes_plan_files_or_job_or_is_refused(strategy: str, executor: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 512}))
+    cluster = make_cluster(
+        executor=executor, accelerator="a100-80gb", processes_per_node=4, memory_gib_per_node=400.0,
+        nvme_gib_per_node=1000.0, max_nodes=2,
+    )  # fmt: skip
+    base = {"model": str(tmp_path), "strategy": strategy}
+    plan = plan_of("chat", make_run(**base), cluster)[0]
+    before = preview(plan, make_run(**base), cluster, RunDir(tmp_path / "chat"))
+    for key, value in (TRAINING | {"nodes": 3 - plan.choice.nodes}).items():
+        try:
+            run = make_run(**base, **{key: value})
+            refuse_before_fetch(run, cluster)
+            is_used = preview(plan, run, cluster, RunDir(tmp_path / "chat")) != before
+            is_used = is_used or plan_of("chat", run, cluster)[0] != plan
+        except ConfigError:
+            continue
+        assert is_used, f"{key} has no effect with {strategy} and {executor}"
 
 
 @pytest.mark.parametrize(

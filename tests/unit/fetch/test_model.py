@@ -57,14 +57,13 @@ def test_the_model_is_pinned_to_its_commit_with_sizes_and_checksums(hub: FakeHub
     assert Sources.read(rundir.sources) == sources
 
 
+@pytest.mark.parametrize("address", ["http://hub.invalid", "http://127.0.0.1:9"])
 def test_without_a_network_the_message_says_what_to_do_after_one_retry(
-    hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    hub: FakeHub, rundir: RunDir, address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("shardmake.core.hub.RETRY_WAITS", (0.0, 1e6))
-    monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
-    with pytest.raises(
-        ShardmakeError, match=r"(?s)^Fetching lab/base failed: .*This machine does not find the hub's addr"
-    ):
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    with pytest.raises(ShardmakeError, match=r"(?s)^Fetching lab/base failed: .*This machine does not reach the hub"):
         fetch(RUN, rundir)
     assert sum("Retrying" in message for message in caplog.messages) == 1
 

@@ -33,7 +33,7 @@ def test_only_one_step_of_warm_up_has_no_learning_rate(schedule: str, steps: int
 
 @pytest.mark.parametrize(
     ("epochs", "sequences", "batch", "steps"),
-    [(1, 21, 64, 1), (1, 21, 8, 3), (40, 98, 8, 520), (1.5, 21, 8, 5), (0.1, 5, 8, 1), (2, 16, 8, 4)],
+    [(1, 21, 64, 1), (1, 21, 8, 2), (40, 98, 8, 480), (1.5, 25, 8, 5), (0.1, 5, 8, 1), (2, 16, 8, 4)],
 )
 def test_each_epoch_has_whole_batches(epochs: float, sequences: int, batch: int, steps: int) -> None:
     assert optimizer_steps(epochs, sequences, batch) == steps
@@ -57,14 +57,19 @@ def test_a_batch_that_gives_steps(sequences: int, steps: int, ranks: int, batch:
         (length_of(500, max_steps=1, epochs=None), "Set max_steps: 10 or more, or warmup_ratio: 0.", []),
         (length_of(500, max_steps=1, epochs=None, warmup_ratio=0), "", ["only 1 optimizer step. Set max_steps: 10 or"]),
         (length_of(500, max_steps=1, epochs=None, scheduler="constant"), "", ["only 1 optimizer step. "]),
-        (length_of(21, global_batch_size=8), "", ["only 3 optimizer steps. Set global_batch_size: 2 or epochs: 4."]),
+        (length_of(21, global_batch_size=8), "", ["only 2 optimizer steps. Set global_batch_size: 2 or epochs: 5."]),
         (length_of(7, global_batch_size=8), "This training learns nothing", []),
         (
             length_of(7, global_batch_size=8, epochs=20),
+            "each sequence 1.14 times. Set global_batch_size: 4 or less",
+            [],
+        ),
+        (
+            length_of(7, global_batch_size=8, epochs=None, max_steps=20),
             "",
             ["each sequence 1.14 times. Set global_batch_size: 4 or less"],
         ),
-        (length_of(1, global_batch_size=8, epochs=20), "", ["Add data"]),
+        (length_of(1, global_batch_size=8, epochs=20), "Add data", []),
         (length_of(500), "", []),
         (length_of(1, script="mine.py"), "", []),
     ],
@@ -84,8 +89,8 @@ def test_a_training_that_learns_little_is_named_with_what_helps(
 
 def test_the_line_of_the_plan() -> None:
     assert length_of(21, global_batch_size=8, epochs=2).describe() == (
-        "42 training examples, 630 tokens in 21 sequences; epochs: 2 is 6 optimizer steps of 8 sequences, each "
-        "sequence used 2.29 times, 1 of the steps for warm-up; the last batch of an epoch is filled with 3 sequences "
-        "of others, in turn"
+        "42 training examples, 630 tokens in 21 sequences; epochs: 2 is 4 optimizer steps of 8 sequences, each "
+        "sequence used 1.52 times, 1 of the steps for warm-up; an epoch leaves out 5 sequences, too few for a batch, "
+        "others each time"
     )
     assert "optimizer" not in length_of(21, script="mine.py").describe()
