@@ -8,7 +8,7 @@ and the memory that its results share with the parameters says which range each 
 
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from shardmake.run.text_part import composite_class, towers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_MOST_NAMES = 3
+_MOST_NAMES, _STACKED = 3, 3
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,39 @@ class HubWeight:
     shape: tuple[int, ...]
     parameter: str
     offset: int
+
+
+@dataclass(frozen=True)
+class ClassParameter:
+    """A parameter of a module with stacked matrices, such as a mixture's experts, in the order of the class.
+
+    ``is_transposed``: its matrices are [in, out].
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    is_transposed: bool
+
+
+@dataclass(frozen=True)
+class HubLayout:
+    """A model folder's weights that are not a parameter of the same name, and the parameters with stacked matrices."""
+
+    weights: tuple[HubWeight, ...] = ()
+    stacked: tuple[ClassParameter, ...] = ()
+
+
+def stacked_parameters(model: "PreTrainedModel") -> tuple[ClassParameter, ...]:
+    """Return the parameters of the modules that hold one with stacked matrices, which a convolution's weight is not."""
+    from torch.nn import Conv1d
+
+    found = []
+    for path, module in model.named_modules():
+        held = [(name, tuple(tensor.shape)) for name, tensor in module.named_parameters(recurse=False)]
+        if any(len(shape) == _STACKED for _, shape in held) and not isinstance(module, Conv1d):
+            transposed = bool(getattr(module, "is_transposed", False))
+            found += [ClassParameter(f"{path}.{name}", shape, transposed) for name, shape in held]
+    return tuple(found)
 
 
 def hub_weights(
@@ -156,7 +189,7 @@ def in_hub_layout(contents: Contents, weights: Iterable[HubWeight]) -> Contents:
     Parameters that the checkpoint does not hold are ignored: it may have the folder's layout already.
 
     Raises:
-        CheckpointError: A part of a parameter is a weight of its own, and the parameter has an update.
+        CheckpointError: A part of a parameter is a weight of its own, and the update of the parameter reads its rows.
     """
     parts: dict[str, list[HubWeight]] = {}
     for weight in weights:
@@ -171,6 +204,33 @@ def in_hub_layout(contents: Contents, weights: Iterable[HubWeight]) -> Contents:
     return replace(contents.with_tensors(tensors, aliases), trained=trained)
 
 
+def in_class_layout(
+    tensors: Mapping[str, StoredTensor], layout: HubLayout, names: Collection[str]
+) -> dict[str, StoredTensor]:
+    """Return the ``tensors`` of a model folder with the parameters ``names`` in place of the weights that they hold.
+
+    Raises:
+        CheckpointError: The weights of a parameter are of several types, or some are missing.
+    """
+    shapes = {parameter.name: parameter.shape for parameter in layout.stacked}
+    parts = {weight.name: weight for weight in layout.weights if weight.parameter in names}
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        if (part := parts.get(name)) is None:
+            found[name] = tensor
+            continue
+        before = found.get(part.parameter, replace(tensor, shape=(0, *tensor.shape[1:]), pieces=()))
+        if before.dtype != tensor.dtype:
+            raise CheckpointError(
+                f"Cannot merge the adapter: the base model stores {part.parameter} in parts of the types "
+                f"{before.dtype} and {tensor.dtype}. Name it in one type with --base."
+            )
+        pieces = (replace(piece, at=piece.at + part.offset) for piece in tensor.pieces)
+        shape = shapes.get(part.parameter, (before.shape[0] + tensor.shape[0], *tensor.shape[1:]))
+        found[part.parameter] = StoredTensor(part.parameter, tensor.dtype, shape, (*before.pieces, *pieces))
+    return {name: tensor.check() if name in names else tensor for name, tensor in found.items()}
+
+
 def _parts(tensor: StoredTensor, weights: Sequence[HubWeight]) -> Iterator[StoredTensor]:
     """Yield the weights that ``tensor`` holds in the order of their bytes; without any, the tensor itself."""
     if not weights:
@@ -183,11 +243,12 @@ def _parts(tensor: StoredTensor, weights: Sequence[HubWeight]) -> Iterator[Store
         if end - begin == tensor.numel:
             yield replace(tensor, name=weight.name, shape=weight.shape)
             continue
-        if tensor.update is not None:
+        if tensor.update is not None and tensor.update.READS_WEIGHT:
             raise CheckpointError(
-                f"Cannot merge the adapter: it updates {tensor.name}, and the base model stores parts of it as "
+                f"Cannot merge the adapter: it updates {tensor.name} by rows, and the base model stores parts of it as "
                 f"separate weights such as {weight.name}. Use PEFT's merge_and_unload."
             )
         first = 0 if starts is None else max(0, bisect_right(starts, begin) - 1)
         held = pieces[first:] if starts is None else pieces[first : bisect_right(starts, end - 1)]
-        yield StoredTensor(weight.name, tensor.dtype, tensor.shape, tuple(held)).elements(begin, end, weight.shape)
+        part = StoredTensor(weight.name, tensor.dtype, tensor.shape, tuple(held)).elements(begin, end, weight.shape)
+        yield replace(part, update=tensor.update and replace(tensor.update, start=begin))
