@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.checkpoint.formats import huggingface
-from shardmake.checkpoint.formats.hub_layout import HubWeight, hub_weights
+from shardmake.checkpoint.formats.hub_layout import HubWeight, hub_weights, stacked_parameters
 from shardmake.config.attention import KERNELS
 from shardmake.config.methods import METHODS
 from shardmake.core.errors import ModelError
@@ -156,9 +156,15 @@ def _class(kind: ModelClass, config: Any, source: str) -> dict[str, Any]:
 def _adapters(kind: ModelClass, config: Any, source: str, adapters: Mapping[str, Any]) -> dict[str, Any]:
     model = _build(kind, config, source)
     weights = _files_layout(model, source)
-    unmergeable = _unmergeable(model, adapters, weights)
+    fused = {parameter.name.rpartition(".")[2] for parameter in stacked_parameters(model) if len(parameter.shape) == 3}
+    unmergeable, experts = _unmergeable(model, adapters, weights)
     others = _mergeable_targets(_build(kind, config, source), adapters, weights) if unmergeable else []
-    return {"unmergeable": unmergeable, "mergeable_targets": others}
+    return {
+        "unmergeable": unmergeable,
+        "mergeable_targets": others,
+        "adapted_experts": experts,
+        "frozen_experts": sorted(fused - {*experts}),
+    }
 
 
 def _has_plain_head(kind: ModelClass, config: Any) -> bool:
@@ -395,28 +401,39 @@ def _mergeable_targets(
     found = []
     for name in names:
         try:
-            if not _unmergeable(model, {**adapters, "targets": [name]}, weights):
+            if not _unmergeable(model, {**adapters, "targets": [name]}, weights)[0]:
                 found.append(name)
         except ModelError:  # PEFT takes the name only together with others
             continue
     return found
 
 
-def _unmergeable(model: "PreTrainedModel", adapters: Mapping[str, Any], weights: Iterable[HubWeight]) -> list[str]:
-    """Return the features of the adapters that `shardmake consolidate` refuses; ``model`` stays as it is."""
+def _unmergeable(
+    model: "PreTrainedModel", adapters: Mapping[str, Any], weights: Iterable[HubWeight]
+) -> tuple[list[str], list[str]]:
+    """Return the features of the adapters that are refused, and the fused weights of experts that get adapters.
+
+    ``model`` stays as it is.
+    """
     import torch
     from peft import get_peft_model
+    from peft.tuners.lora.layer import ParamWrapper
 
-    values = {key: adapters[key] for key in ("rank", "targets")}
-    config = METHODS[adapters["method"]].peft_config("CAUSAL_LM", **values)
+    method = METHODS[adapters["method"]]
+    values = {key: adapters[key] for key in ("rank", "targets", "dropout")}
+    config = method.peft_config("CAUSAL_LM", model, **values)
     try:
         with torch.device("meta"):
             adapted = get_peft_model(model, config)
     except ValueError as error:
-        raise ModelError(f"PEFT cannot adapt this {type(model).__name__}: {error}") from None
+        raise ModelError(f"PEFT cannot adapt this {type(model).__name__}: {error} Change the section lora.") from None
+    layers = [layer for layer in adapted.modules() if isinstance(layer, ParamWrapper)]
+    experts = sorted({layer.parameter_name for layer in layers if layer.num_experts > 1})
     features = list(AdapterSettings.parse(adapted.peft_config["default"].to_dict()).refused(holds_base=False))
     modules = {plain_name(name).partition(".lora_A")[0] for name, _ in adapted.named_parameters() if ".lora_A." in name}
     parts = Counter(weight.parameter.removesuffix(".weight") for weight in weights)
     otherwise = {module for module, count in parts.items() if count > 1}
     adapted.unload()
-    return features + sorted(f"{module}, which its files store in parts" for module in modules & otherwise)[:1]
+    features += sorted(f"{module}, which its files store in parts" for module in modules & otherwise)[:1]
+    features += [f"{name} of the experts, not proved on a base in 4 bits" for name in experts if method.in_four_bits]
+    return features, experts

@@ -194,6 +194,7 @@ def as_plan(name: str, made: ChosenRun) -> Plan:
             *describe_own_files(settings.user_files, chosen.choice, settings.run),
             *describe_quantized_base(settings.model, settings.run),
             *settings.abilities.describe_absent(),
+            *settings.abilities.describe_experts(),
             *_script_gradients(settings, chosen),
         ],
     )
