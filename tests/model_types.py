@@ -23,6 +23,7 @@ from shardmake.memory.families import FAMILIES
 from shardmake.memory.parameter_inventory import find_class, in_one_line, parse_config
 from shardmake.memory.read_config import float_or_object
 from shardmake.plan import inspect_model
+from shardmake.plan.small_config import Narrow, shrunk
 from shardmake.run.model_class import ModelClass
 from shardmake.run.text_part import towers
 
@@ -115,9 +116,9 @@ def _step_and_merge(chosen: ModelClass, config: Any, folder: Path) -> str:
 
 def _small_whole(chosen: ModelClass, config: Any) -> Any:
     raised: Exception = ValueError("no small sizes suit it")
-    for narrow in get_args(inspect_model.Narrow):
+    for narrow in get_args(Narrow):
         try:
-            small = type(config).from_dict(inspect_model.shrunk(config.to_dict(), narrow=narrow))
+            small = type(config).from_dict(shrunk(config.to_dict(), narrow=narrow))
             with torch.device("meta"):
                 size = chosen.whole.build(small).num_parameters()
             if size > LARGEST:

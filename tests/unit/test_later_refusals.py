@@ -38,6 +38,7 @@ TABLE: dict[str, Why | str] = {
     "checkpoint/formats/fsdp_per_rank.py": R,
     "checkpoint/formats/hub_layout.py:_parts": "plan/inspect_model.py:_unmergeable",
     "checkpoint/formats/hub_layout.py:check_all_loaded": Why.WEIGHTS,
+    "checkpoint/formats/hub_layout.py:in_class_layout": Why.WEIGHTS,
     "checkpoint/formats/hub_layout.py:hub_weights": "plan/inspect_model.py:_files_layout",
     "checkpoint/formats/huggingface.py": R,
     "checkpoint/formats/lora.py": R,

@@ -1,4 +1,4 @@
-"""A mixture of experts trains alike under every library, resumes with its experts, and merges as save_pretrained."""
+"""A mixture of experts trains alike under every library, resumes with its experts, and merges as the libraries do."""
 
 import json
 import shutil
@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 
-from shardmake.config.models import Cluster, Run, Strategy
+from shardmake.config.models import Cluster, Method, Run, Strategy
 from shardmake.consolidate.merge import consolidate
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
@@ -30,14 +31,17 @@ def base(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_mixture("mixtral", demo, folder, output_router_logits=True, router_aux_loss_coef=0.1)
 
 
-def planned(forked: Forked, base: Path, strategy: Strategy) -> tuple[Plan, Run, Cluster]:
+def planned(forked: Forked, base: Path, strategy: Strategy, method: Method) -> tuple[Plan, Run, Cluster]:
+    changes = {"lora": {"rank": 4}} if method == "lora" else {}
     return forked.plan(
         strategy,
         2,
         model=str(base),
         micro_batch_size=6,
         checkpoints={"every_steps": 2},
-        learning_rate=2e-3,
+        method=method,
+        learning_rate=1e-2 if method == "lora" else 2e-3,
+        **changes,
     )
 
 
@@ -46,47 +50,60 @@ def losses(rundir: RunDir) -> Losses:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-@pytest.fixture(scope="module")
-def reference(forked: Forked, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Losses:
+@pytest.fixture(scope="module", params=["full", "lora"])
+def reference(
+    forked: Forked, base: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Method, Losses]:
     """Losses under DDP with Trainer; the loop repeats the second half from Trainer's checkpoint, bit for bit."""
-    rundir = RunDir(tmp_path_factory.mktemp("mixture") / "run")
-    assert forked.train(rundir, planned(forked, base, "ddp")) == [0, 0], log(rundir)
-    found, weights = losses(rundir), load_file(rundir.checkpoints / "checkpoint-4/model.safetensors")
+    rundir, method = RunDir(tmp_path_factory.mktemp("mixture") / "run"), request.param
+    assert forked.train(rundir, planned(forked, base, "ddp", method)) == [0, 0], log(rundir)
+    file = f"checkpoint-4/{'model' if method == 'full' else 'adapter_model'}.safetensors"
+    found, weights = losses(rundir), load_file(rundir.checkpoints / file)
     shutil.rmtree(rundir.checkpoints / "checkpoint-4")
     half = rundir.checkpoints / "checkpoint-2"
-    assert forked.train(rundir, planned(forked, base, "ddp"), resume_from=half) == [0, 0], log(rundir)
+    assert forked.train(rundir, planned(forked, base, "ddp", method), resume_from=half) == [0, 0], log(rundir)
     assert losses(rundir) == pytest.approx(found, rel=1e-6)
-    again = load_file(rundir.checkpoints / "checkpoint-4/model.safetensors")
+    again = load_file(rundir.checkpoints / file)
     for name, tensor in weights.items():
         torch.testing.assert_close(again[name], tensor, atol=1e-6, rtol=1e-5)
-    assert_merges_like(rundir, base, weights)
-    return found
+    assert_merges_like(rundir, base, weights if method == "full" else None)
+    return method, found
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp"])
 def test_losses_equal_ddp_and_the_merge_equals_save_pretrained(
-    forked: Forked, base: Path, reference: Losses, tmp_path: Path, strategy: Strategy
+    forked: Forked, base: Path, reference: tuple[Method, Losses], tmp_path: Path, strategy: Strategy
 ) -> None:
-    """The fixture ``reference`` compares the merge under DDP."""
-    rundir = RunDir(tmp_path / "run")
-    assert forked.train(rundir, planned(forked, base, strategy)) == [0, 0], log(rundir)
-    assert losses(rundir) == pytest.approx(reference, abs=2e-4)
+    """The fixture ``reference`` compares the merge under DDP; with adapters, PEFT merges them into every expert."""
+    rundir, (method, of_ddp) = RunDir(tmp_path / "run"), reference
+    assert forked.train(rundir, planned(forked, base, strategy, method)) == [0, 0], log(rundir)
+    assert losses(rundir) == pytest.approx(of_ddp, abs=2e-4)
     checkpoint = rundir.checkpoints / "checkpoint-4"
-    if strategy == "fsdp":
+    state = None
+    if method == "full" and strategy == "fsdp":
         dcp_to_torch_save(checkpoint / "pytorch_model_fsdp_0", tmp_path / "official.pt")
         state = torch.load(tmp_path / "official.pt", weights_only=True)["model"]
-    else:
+    elif method == "full":
         state = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint))
     assert_merges_like(rundir, base, state)
 
 
-def assert_merges_like(rundir: RunDir, base: Path, state: dict[str, Any]) -> None:
-    """Compare the merge of the last checkpoint with ``save_pretrained`` of a model with the parameters ``state``."""
-    model = AutoModelForCausalLM.from_pretrained(base)
-    model.load_state_dict({name: tensor[:] for name, tensor in state.items()})
+def assert_merges_like(rundir: RunDir, base: Path, state: dict[str, Any] | None) -> None:
+    """Compare the merge of the last checkpoint with ``save_pretrained`` of a model with the parameters ``state``.
+
+    Without them, PEFT merges the checkpoint's adapters.
+    """
+    checkpoint, model = rundir.checkpoints / "checkpoint-4", AutoModelForCausalLM.from_pretrained(base)
+    if state is None:
+        consolidate(checkpoint, rundir.root / "adapter", base=base, adapter=True)
+        model = PeftModel.from_pretrained(model, rundir.root / "adapter").merge_and_unload()
+    else:
+        model.load_state_dict({name: tensor[:] for name, tensor in state.items()})
     model.save_pretrained(rundir.root / "expected")
-    consolidate(rundir.checkpoints / "checkpoint-4", rundir.model, base=base)
-    merged = load_file(rundir.model / "model.safetensors")
+    consolidate(checkpoint, rundir.model, base=base)
+    merged, before = (load_file(folder / "model.safetensors") for folder in (rundir.model, base))
     expected = load_file(rundir.root / "expected/model.safetensors")
-    assert merged.keys() == expected.keys() == load_file(base / "model.safetensors").keys()
-    assert [name for name in merged if not torch.equal(merged[name], expected[name])] == []
+    assert merged.keys() == expected.keys() == before.keys()
+    wrong = [n for n in merged if not torch.allclose(merged[n], expected[n], atol=1e-6 if state is None else 0, rtol=0)]
+    assert wrong == []
+    assert [name for name in merged if ".experts." in name and torch.equal(merged[name], before[name])] == []

@@ -19,25 +19,30 @@ from tests.workflow.forked import Forked, log
 from tests.workflow.test_saving import losses
 
 pytestmark = pytest.mark.training
-QUICK: tuple[tuple[str, Strategy], ...] = (
-    ("qwen2_moe", "zero1"),
-    ("qwen3_moe", "zero2"),
-    ("olmoe", "zero2-offload"),
-    ("gpt_oss", "zero3"),
-    ("mixtral", "zero3-offload"),
-    ("deepseek_v3", "fsdp"),
+LORA: dict[str, Any] = {"method": "lora", "lora": {"rank": 4}}
+EXPERTS_ALONE = {**LORA, "lora": {"rank": 4, "targets": ["experts.gate_up_proj", "experts.down_proj"]}}
+QUICK: tuple[tuple[str, Strategy, dict[str, Any]], ...] = (
+    ("qwen2_moe", "zero1", {}),
+    ("qwen3_moe", "zero2", {}),
+    ("olmoe", "zero2-offload", {}),
+    ("gpt_oss", "zero3", {}),
+    ("mixtral", "zero3-offload", {}),
+    ("deepseek_v3", "fsdp", {}),
+    ("qwen3_moe", "zero3", LORA),
+    ("gpt_oss", "fsdp", EXPERTS_ALONE),
 )
-"""Each family and each strategy once; test_mixtures.py has DDP."""
-FAMILIES = [family for family, _ in QUICK]
+"""Each family and each strategy once, and adapters of the experts; test_mixtures.py has DDP."""
+FAMILIES = list(dict.fromkeys(family for family, *_ in QUICK))
 STRATEGIES: tuple[Strategy, ...] = ("zero1", "zero2", "zero2-offload", "zero3", "zero3-offload", "fsdp")
 
 
-@pytest.mark.parametrize(("family", "strategy"), QUICK)
+@pytest.mark.parametrize(("family", "strategy", "changes"), QUICK)
 def test_resumes_bit_for_bit_after_a_kill_in_a_save(
-    forked: Forked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, strategy: Strategy
-) -> None:
+    forked: Forked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, strategy: Strategy,
+    changes: dict[str, Any],
+) -> None:  # fmt: skip
     plan_in_this_process(monkeypatch)
-    check_resume(forked, tmp_path, save_base(forked, tmp_path, family), strategy)
+    check_resume(forked, tmp_path, save_base(forked, tmp_path, family), strategy, **changes)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -44,11 +44,22 @@ class MethodSpec:
         """Return whether the linear layers of the base are held in 4 bits (NF4)."""
         return bool(self.unquantized)
 
-    def peft_config(self, task_type: str | None, **adapters: Any) -> Any:
-        """Return PEFT's configuration of ``adapters``, which are keys of the section `lora` with their values."""
+    def peft_config(self, task_type: str | None, model: Any, **adapters: Any) -> Any:
+        """Return PEFT's configuration of ``adapters``, which are keys of the section `lora` with their values.
+
+        A target that is a parameter of ``model``, such as a mixture's fused experts, becomes one of PEFT's
+        ``target_parameters``.
+        """
         import peft
 
         values = {_PEFT_NAMES[key]: value for key, value in adapters.items()}
+        if not isinstance(targets := values["target_modules"], str):
+            modules, parameters = (
+                [name for name in targets if any(f".{held}".endswith(f".{name}") for held, _ in named())]
+                for named in (model.named_modules, model.named_parameters)
+            )
+            values["target_modules"] = [name for name in targets if name in modules or name not in parameters]
+            values["target_parameters"] = parameters or None
         return getattr(peft, self.peft_class)(task_type=task_type, **values, **self.peft_options)
 
 

@@ -347,7 +347,9 @@ class Lora(Section):
     alpha: Count = Field(32, description="Scale: updates are multiplied by alpha / rank.")
     dropout: Annotated[float, Field(ge=0, lt=1), AsNumber] = Field(0.0, description="Dropout on the adapters' input.")
     targets: list[str] | Literal["all-linear"] = Field(
-        "all-linear", description="Names of the layers that get adapters, such as `[q_proj, v_proj]`, or `all-linear`."
+        "all-linear",
+        description="Names of the layers and fused experts that get adapters, such as `[q_proj, v_proj]`, or "
+        "`all-linear`.",
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from shardmake.checkpoint.formats import hub_layout, huggingface
-from shardmake.checkpoint.formats.hub_layout import HubWeight, renamed
+from shardmake.checkpoint.formats.hub_layout import ClassParameter, HubLayout, HubWeight, renamed
 from shardmake.consolidate.aux_files import read_object
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import ModelError, ShardmakeError
@@ -68,6 +68,7 @@ class LoadingReport:
         mismatched: Name, shape in the folder and shape in the model of each tensor of another shape.
         ties: Name of each tied weight and of the weight that it shares.
         weights: The weights of a model folder that are not a parameter of the same name.
+        stacked: The parameters of the modules that hold one with stacked matrices, such as a mixture's experts.
         unloaded: Names in the folder with the layout that are not trained: those that the class declares it does not
             load, and those of the towers of a composite model.
         error: Error of loading; empty if the folder can be loaded.
@@ -79,6 +80,7 @@ class LoadingReport:
     mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
     ties: tuple[tuple[str, str], ...] = ()
     weights: tuple[HubWeight, ...] = ()
+    stacked: tuple[ClassParameter, ...] = ()
     unloaded: tuple[str, ...] = ()
     error: str = ""
 
@@ -112,9 +114,10 @@ class LoadingReport:
 _REPORT = TypeAdapter(LoadingReport)
 
 
-def names_in_files(folder: Path) -> dict[str, str]:
-    """Return the names in a model's files by the names of its class, where they differ."""
-    return check_loading(folder, layout=folder).renamed
+def layout_of(folder: Path) -> HubLayout:
+    """Return the layout of a model's files."""
+    found = check_loading(folder, layout=folder)
+    return HubLayout(found.weights, found.stacked)
 
 
 def check_loading(
@@ -246,6 +249,7 @@ def load(
         mismatched=tuple((name, tuple(ours), tuple(its)) for name, ours, its in sorted(info["mismatched_keys"])),
         ties=tuple(sorted((getattr(model, "all_tied_weights_keys", None) or {}).items())),
         weights=weights,
+        stacked=hub_layout.stacked_parameters(model),
         unloaded=tuple(hub_layout.unloaded_names(model, names or ())),
         error="; ".join(info.get("error_msgs") or ()),
     )  # fmt: skip

@@ -81,7 +81,7 @@ def consolidate(
         plan, check = final_plan(plan, skeleton, trust_remote_code, model_class, pool)
         writer = ShardWriter(plan.shards, staging)
         _check_adapter(plan.shards)
-        proof = pool.submit(merge_with_peft, plan.contents)
+        proof = pool.submit(merge_with_peft, plan.contents, plan.base)
         if task[1] == 1:
             remove_others(plan.shards, staging, skeleton.name)
         with progress("Writing", writer.size(task)) as advance:

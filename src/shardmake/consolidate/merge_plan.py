@@ -19,7 +19,7 @@ from shardmake.checkpoint.formats.unpickle import locate
 from shardmake.consolidate.aux_files import config_folder, copy_aux_files, read_object
 from shardmake.consolidate.destination import check_destination, checkpoint_folders
 from shardmake.consolidate.layout import PlannedShard, index_json, plan_shards
-from shardmake.consolidate.loading import LoadingReport, check_loading, names_in_files
+from shardmake.consolidate.loading import LoadingReport, check_loading, layout_of
 from shardmake.consolidate.source_checks import Allowed, SourceReport, check_source
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import CheckpointError, ConfigError
@@ -324,7 +324,7 @@ def plan_merge(
     size = parse_size(max_shard_size)
     if raw and (base is not None or adapter):
         raise ConfigError("A raw merge writes the checkpoint's own weights. Leave out --base and --adapter, or --raw.")
-    options = (checkpoint, dtype, base, adapter, key, names_in_files)
+    options = (checkpoint, dtype, base, adapter, key, layout_of)
     contents = read_checkpoint(checkpoint, dtype, key) if raw else read_model(*options)
     for note in contents.notes:
         logger.warning("Skipped a newer checkpoint: %s", note)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from shardmake.checkpoint.formats import lora
 from shardmake.checkpoint.formats.contents import Contents, StoredTensor, Update
 from shardmake.checkpoint.formats.lora import PREFIX, EmbeddingUpdate, LoraUpdate, TokenUpdate
 from shardmake.consolidate.blocks import Block, Converter
@@ -44,59 +45,101 @@ _CLOSE = 4e-6
 
 @dataclass(frozen=True)
 class PeftSample:
-    """Rows ``[begin, begin + len(before))`` of a merged weight: its name, the values before, and PEFT's result."""
+    """Rows ``[begin, begin + len(before))`` of the merged weight ``name``: the values before, and PEFT's result."""
 
     name: str
     begin: int
     before: Block
+    module: str
     merged: Block
 
 
-def merge_with_peft(contents: Contents) -> list[PeftSample]:
-    """Let PEFT merge one module of each shape and kind of a plan with an adapter.
+Part = tuple[StoredTensor, int, int]
+"""Rows ``[begin, end)`` of a tensor."""
 
-    The modules have the classes of the model's own, if transformers can build it from the config.
+
+def merge_with_peft(contents: Contents, base: Path | None) -> list[PeftSample]:
+    """Let PEFT merge one module of each shape and kind of a plan with an adapter, of a mixture with all its experts.
+
+    The modules have the classes of the model's own, if transformers can build it from the config of the checkpoint or
+    of the folder ``base``.
 
     Raises:
         CheckpointError: PEFT cannot merge the adapter; the message has its reason.
     """
-    chosen: dict[Any, tuple[StoredTensor, Update]] = {}
+    weights: dict[str, list[StoredTensor]] = {}
+    kinds: dict[Any, str] = {}
     for tensor in contents.tensors.values():
         if update := tensor.update:
+            scale = update.scale if isinstance(update, LoraUpdate) else 1.0
+            weights.setdefault(update.module, []).append(tensor)
             shapes = tuple((part, held.shape) for part, held in update.parts.items())
-            kind = re.sub(r"\.\d+(?=\.)", "", update.module), update.settings.scale(update.module), shapes
-            chosen.setdefault((tensor.dtype, tensor.shape, *kind), (tensor, update))
-    all_of_them = sorted(chosen.values(), key=lambda held: not isinstance(held[1], TokenUpdate))
-    of_base = {piece.record.path.parent for tensor, _ in all_of_them for piece in tensor.pieces[:1]}
-    places = [*checkpoint_folders(contents), *of_base] if all_of_them else []
+            kind = re.sub(r"\.\d+(?=\.)", "", update.module), scale, shapes
+            kinds.setdefault((tensor.dtype, *kind, update.shape), update.module)
+    roots = dict.fromkeys(map(lora.outermost, kinds.values()))
+    chosen = [[held for module, held in weights.items() if lora.outermost(module) == root] for root in roots]
+    chosen.sort(key=lambda group: not isinstance(group[0][0].update, TokenUpdate))
+    first = [held[0] for group in chosen for held in group]
+    of_base = {piece.record.path.parent for tensor in first for piece in tensor.pieces[:1]}
+    places = [*checkpoint_folders(contents), *of_base, *([base] if base else [])] if chosen else []
     config = next((str(place.absolute()) for place in places if (place / "config.json").is_file()), None)
     with one_library_process():
-        batches = (all_of_them[at : at + _AT_ONCE] for at in range(0, len(all_of_them), _AT_ONCE))
-        libraries = ("peft",) * (len(all_of_them) > _AT_ONCE)
-        elements = _ELEMENTS // max(1, len(all_of_them))
-        return [sample for batch in batches for sample in _merge(batch, elements, config, libraries)]
+        batches = (chosen[at : at + _AT_ONCE] for at in range(0, len(chosen), _AT_ONCE))
+        libraries = ("peft",) * (len(chosen) > _AT_ONCE)
+        elements = _ELEMENTS // max(1, len(first))
+        return [
+            sample
+            for batch in batches
+            for sample in _merge([held for group in batch for held in group], elements, config, libraries)
+        ]
+
+
+def _rows(weights: Sequence[StoredTensor], update: Update, count: int, elements: int) -> tuple[list[int], list[Part]]:
+    """Return the rows of each of ``count`` matrices that PEFT merges, and the parts of the weights that hold them."""
+    is_tokens = isinstance(update, TokenUpdate)
+    height, width = (weights[0].shape if is_tokens else update.shape)[-2:]
+    begin = min(update.rows) if isinstance(update, TokenUpdate) else 0
+    most = max(1, elements // (count * width))
+    rows = list(range(begin, min(height, begin + most)))
+    if count > 1 and most < height:  # the parts of a matrix may be separate weights
+        half = max(1, most // 2)
+        rows = sorted({*range(half), *range(height - half, height)})
+    parts = []
+    for tensor in sorted(weights, key=lambda tensor: tensor.update.start if tensor.update else 0):
+        first = tensor.update.start // width if tensor.update else 0
+        held = [n * height + row - first for n in range(count) for row in rows]
+        inside = np.array([row for row in held if 0 <= row < tensor.numel // width])
+        runs = np.split(inside, np.flatnonzero(np.diff(inside) != 1) + 1)
+        parts += [(tensor, int(run[0]), int(run[-1]) + 1) for run in runs if run.size]
+    return rows, parts
 
 
 def _merge(
-    batch: Sequence[tuple[StoredTensor, Update]], elements: int, config: str | None, libraries: Sequence[str]
+    batch: Sequence[Sequence[StoredTensor]], elements: int, config: str | None, libraries: Sequence[str]
 ) -> Iterator[PeftSample]:
-    samples: dict[str, tuple[str, int, Block]] = {}
+    samples: dict[str, list[tuple[str, int, Block]]] = {}
     modules: dict[str, tuple[str, list[int]]] = {}
-    adapter: dict[str, Block] = {}
-    for tensor, update in batch:
-        rows = update.rows if isinstance(update, TokenUpdate) else []
-        begin = min(rows, default=0)
-        end = min(tensor.shape[0], begin + max(1, elements // tensor.shape[1]))
-        samples[update.module] = (tensor.name, begin, read_array(tensor.rows(begin, end)))
-        adapter |= {f"{PREFIX}{update.module}.{p}": held for p, held in update.part(read_array, begin, end).items()}
+    base, adapter = dict[str, Block](), dict[str, Block]()
+    for weights in batch:
+        update = weights[0].update
+        assert update is not None
+        settings = update.settings.model_dump(exclude_defaults=True)
+        name, count = f"{update.module}.weight", 1
+        if isinstance(update, LoraUpdate):
+            name, count = update.parameter or name, update.count
+        rows, parts = _rows(weights, update, count, elements)
+        samples[name] = [(tensor.name, begin, read_array(tensor.rows(begin, end))) for tensor, begin, end in parts]
+        values = np.concatenate([held.reshape(-1, held.shape[-1]) for *_, held in samples[name]])
+        base[name] = values if count == 1 else values.reshape(count, len(rows), -1)
+        adapter |= {f"{PREFIX}{update.module}.{part}": held for part, held in update.part(read_array, rows).items()}
         is_embedding = isinstance(update, EmbeddingUpdate | TokenUpdate)
         is_transposed = isinstance(update, LoraUpdate) and update.transposed
         layer = "Embedding" if is_embedding else "Conv1D" if is_transposed else "Linear"
-        modules[update.module] = (layer, [row - begin for row in rows if begin <= row < end])
+        trained = update.rows if isinstance(update, TokenUpdate) else []
+        modules[name] = (layer, [row - rows[0] for row in trained if row in rows])
     with temporary_folder("peft") as folder:
-        save_file({module: np.ascontiguousarray(held) for module, (*_, held) in samples.items()}, folder / "base")
+        save_file(base, folder / "base")
         save_file({n: np.ascontiguousarray(held) for n, held in adapter.items()}, folder / "adapter_model.safetensors")
-        settings = batch[0][1].settings.model_dump(exclude_defaults=True)
         (folder / CONFIG).write_text(json.dumps({**settings, **_WHOLE}))
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         request = {"folder": str(folder), "modules": modules, "config": config}
@@ -105,8 +148,10 @@ def _merge(
         except RuntimeError as error:
             raise CheckpointError(f"The merge of an adapter's modules with PEFT failed: {error}") from None
         merged = load_file(folder / "merged")
-    for module, (name, begin, before) in samples.items():
-        yield PeftSample(name, begin, before, merged[module])
+    for weight, found in samples.items():
+        ends = np.cumsum([len(before) for *_, before in found])
+        results = np.split(merged[weight].reshape(-1, merged[weight].shape[-1]), ends[:-1])
+        yield from (PeftSample(*sample, weight, result) for sample, result in zip(found, results, strict=True))
 
 
 def compare_with_peft(samples: list[PeftSample], written: Mapping[str, StoredTensor]) -> int:
@@ -128,7 +173,7 @@ def compare_with_peft(samples: list[PeftSample], written: Mapping[str, StoredTen
                 f"{float(np.abs(ours - sample.merged)[wrong].max()):.3g}. Merge with PEFT's merge_and_unload, and "
                 "report this adapter's adapter_config.json."
             )
-    return len(samples)
+    return len({sample.module for sample in samples})
 
 
 def _rounded(values: Block, dtype: str) -> Block:
@@ -151,19 +196,31 @@ def answer(request: Any) -> None:
     path = folder / CONFIG
     config = json.loads(path.read_text())
     if config.get("target_modules") in (None, "all-linear"):
-        config["target_modules"] = [name for name, (_, rows) in modules.items() if not rows]
-    config["trainable_token_indices"] = {name: rows for name, (_, rows) in modules.items() if rows} or None
+        config["target_modules"] = [name.removesuffix(".weight") for name, (_, rows) in modules.items() if not rows]
+    tokens = {name.removesuffix(".weight"): rows for name, (_, rows) in modules.items() if rows}
+    config["trainable_token_indices"] = tokens or None
     path.write_text(json.dumps(config))
-    kinds = _kinds(Path(request["config"])) if request["config"] else {}
-    model = torch.nn.Module()
-    for name, weight in load_file(folder / "base").items():
-        *levels, last = name.split(".")
+    model, like = torch.nn.Module(), _model_like(request["config"])
+    for name, weight in sorted(load_file(folder / "base").items(), key=lambda held: _order(like, held[0])):
+        *levels, last, parameter = name.split(".")
         place: Any = model
         for level in levels:
             if not hasattr(place, level):
                 place.add_module(level, torch.nn.Module())
             place = getattr(place, level)
-        place.add_module(last, _module(kinds.get(name, modules[name][0]), weight))
+        if weight.dim() == 2:
+            place.add_module(last, _module(_kind(like, ".".join([*levels, last])) or modules[name][0], weight))
+            continue
+        if like is None:
+            raise CheckpointError(
+                "The merge of fused experts cannot be proved: transformers cannot build the model from the config.json "
+                "of the checkpoint or the base model. Name the base model's folder with --base."
+            )
+        if not hasattr(place, last):
+            place.add_module(last, torch.nn.Module())
+        stacked = getattr(place, last)
+        stacked.register_parameter(parameter, torch.nn.Parameter(weight))
+        stacked.is_transposed = getattr(like.get_submodule(".".join([*levels, last])), "is_transposed", False)
     try:
         merged = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
     except Exception as error:  # PEFT can raise anything
@@ -171,7 +228,7 @@ def answer(request: Any) -> None:
             f"PEFT cannot merge the adapter: {type(error).__name__}: {error}. Check that its files belong to the base "
             "model."
         ) from None
-    save_file({name: merged.get_submodule(name).weight.detach().contiguous() for name in modules}, folder / "merged")
+    save_file({name: merged.get_parameter(name).detach().contiguous() for name in modules}, folder / "merged")
 
 
 def _module(kind: str, weight: "torch.Tensor") -> "torch.nn.Module":
@@ -186,16 +243,28 @@ def _module(kind: str, weight: "torch.Tensor") -> "torch.nn.Module":
     return made
 
 
-def _kinds(config_folder: Path) -> dict[str, str]:
-    """Return the kind of each module of the model; empty if transformers alone cannot build it."""
-    import torch
-    from transformers.pytorch_utils import Conv1D
-
+def _model_like(config_folder: str | None) -> Any:
+    """Return the model on the meta device; None if transformers alone cannot build it."""
     from shardmake.consolidate.loading import empty_model
 
     try:
-        model = empty_model(config_folder)
-    except Exception:  # its code may be elsewhere; the kind then follows from the shapes
-        return {}
+        return empty_model(Path(config_folder)) if config_folder else None
+    except Exception:  # its code may be elsewhere; the kinds of modules then follow from the shapes
+        return None
+
+
+def _order(like: Any, name: str) -> int:
+    """Return the place of a parameter in its module."""
+    module, _, leaf = name.rpartition(".")
+    names = [] if like is None else [name for name, _ in like.get_submodule(module).named_parameters(recurse=False)]
+    return names.index(leaf) if leaf in names else 0
+
+
+def _kind(like: Any, name: str) -> str | None:
+    """Return the kind of a module of the model, if it is one of those that `_module` makes."""
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    module = None if like is None else dict(like.named_modules()).get(name)
     kinds = {"Linear": torch.nn.Linear, "Conv1D": Conv1D, "Embedding": torch.nn.Embedding}
-    return {name: k for name, module in model.named_modules() for k, cls in kinds.items() if isinstance(module, cls)}
+    return next((kind for kind, made in kinds.items() if isinstance(module, made)), None)

@@ -67,6 +67,10 @@ def combine_crc32(parts: Iterable[tuple[int, int]]) -> int:
     return combined
 
 
+_CHANGES = 3
+"""Updates that are held at once: files may alternate between parts of the parameters of a mixture's experts."""
+
+
 class _Slot:
     """Memory for one block."""
 
@@ -85,7 +89,7 @@ class _Reader:
         for _ in range(slots):
             self._free.put(_Slot())
         self._ends: deque[Future[None]] = deque()
-        self._change: tuple[StoredTensor, Change] | None = None
+        self._changes: dict[int, Change] = {}
 
     def read(self, task: StreamTask) -> None:
         record = locate(task.job.record, task.job.moves[0].target.tensor.dtype)
@@ -125,13 +129,17 @@ class _Reader:
             self._free.put(slot)
 
     def _change_of(self, part: Move) -> Change | None:
-        """Return the change of the tensor that ``part`` belongs to; the most recent one is cached."""
-        tensor = part.target.tensor
-        if tensor.update is None:
+        """Return the change of the tensor that ``part`` belongs to; the most recent ones are cached."""
+        tensor, update = part.target.tensor, part.target.tensor.update
+        if update is None:
             return None
-        if self._change is None or self._change[0] is not tensor:
-            self._change = (tensor, tensor.update.load(read_array, tensor))
-        return self._change[1]
+        key, start = id(update.parts), update.start
+        if key not in self._changes:
+            for oldest in list(self._changes)[: 1 - _CHANGES]:
+                del self._changes[oldest]
+            self._changes[key] = update.load(read_array, tensor)
+        change = self._changes[key]
+        return lambda values, first: change(values, start + first)
 
 
 def _end(task: StreamTask, record: ZipRecord, sums: Iterable[Future[tuple[int, int]]]) -> None:

@@ -15,7 +15,7 @@ from shardmake.consolidate.aux_files import config_folder, read_object, widest
 from shardmake.consolidate.blocks import Block
 from shardmake.consolidate.jobs import plan_jobs
 from shardmake.consolidate.layout import PlannedShard, PlannedTensor
-from shardmake.consolidate.loading import LoadingReport, check_loading, names_in_files
+from shardmake.consolidate.loading import LoadingReport, check_loading, layout_of
 from shardmake.consolidate.merge_plan import resolve_ties
 from shardmake.consolidate.peft_check import compare_with_peft, merge_with_peft
 from shardmake.consolidate.scan import ModelScan, scan
@@ -53,7 +53,7 @@ def compare(
     loading = loading or LoadingReport()
     receipt = MergeReceipt.read_if_exists(model / MODEL_RECEIPT)
     key = key or (receipt.key if receipt else None)
-    trained = read_model(checkpoint, base=base, key=key, layout=names_in_files, like=model)
+    trained = read_model(checkpoint, base=base, key=key, layout=layout_of, like=model)
     read = in_hub_layout(trained, loading.weights)
     untied = receipt.untied if receipt else {}
     expected, _ = resolve_ties(read, [*loading.ties_in_files, *untied.items()], untie=bool(untied))
@@ -70,7 +70,7 @@ def compare(
     if different:
         lines = (f"  {name} differs." for name in sorted(different))
         raise CheckpointError("\n".join([f"{model} does not equal {expected.folder}:", *lines]))
-    compare_with_peft(merge_with_peft(expected), merged)
+    compare_with_peft(merge_with_peft(expected, base), merged)
 
 
 def _as_shard(path: Path, expected: Contents) -> PlannedShard:

@@ -257,28 +257,31 @@ def is_quantized(tensor: ParameterSpec) -> bool:
 
 
 def adapted_layers(model: Model, targets: Iterable[str] | str) -> list[ParameterSpec]:
-    """Return the weights that PEFT adapts: those of all linear layers but the head, or of the named ones."""
+    """Return the weights that PEFT adapts: those of all linear layers but the head, or of the named ones.
+
+    The fused weights of a mixture's experts are named as parameters.
+    """
     linear = [t for t in model.tensors if t.kind == "linear" and len(t.shape) == 2 and t.name.endswith("weight")]
     if targets == "all-linear":
         return [tensor for tensor in linear if not is_head(tensor)]
     wanted = [targets] if isinstance(targets, str) else list(targets)
     if not wanted:
         raise ModelError("No adapter target is named. Adapters need layers. Name some, or all-linear.")
-    chosen = [t for t in linear if any(t.module == w or t.module.endswith("." + w) for w in wanted)]
+    named = [*((t.module, t) for t in linear), *((t.name, t) for t in _fused(model))]
     for word in wanted:
-        if not any(t.module == word or t.module.endswith("." + word) for t in chosen):
+        if not any(f".{name}".endswith(f".{word}") for name, _ in named):
             if model.tied and word.endswith(HEADS):
                 raise ModelError(
                     f"Adapter target refused: {word!r}. The head of this {model.architecture} is its embedding "
                     "(tie_word_embeddings in config.json), and a merge cannot change one without the other. Remove it "
                     "from the targets, or take method: full."
                 )
-            names = sorted({tensor.module.rpartition(".")[2] for tensor in linear})
+            names = sorted({name.rpartition(".")[2] for name, _ in named})
             raise ModelError(
-                f"Adapter target not found: {word!r}. {model.architecture} has no linear layer of that name."
+                f"Adapter target not found: {word!r}. {model.architecture} has no layer or fused weight of that name."
                 f"{nearest(word, names)} Layers: {', '.join(names)}, or all-linear."
             )
-    return chosen
+    return [tensor for name, tensor in named if any(f".{name}".endswith(f".{word}") for word in wanted)]
 
 
 def _adapters(model: Model, method: str, rank: int, targets: Iterable[str] | str) -> tuple[ParameterSpec, ...]:
@@ -290,6 +293,21 @@ def _adapters(model: Model, method: str, rank: int, targets: Iterable[str] | str
         doing = f"Adding adapters to {model.architecture} without memory, to list their weights"
         return tensors_from_json(cached_helper(INVENTORY, {**request, "adapters": named}, doing))
     return tuple(adapter for tensor in layers for adapter in _pair(tensor, rank))
+
+
+@lru_cache(maxsize=MODELS)
+def fused_experts(model: Model, part: Split) -> tuple[int, frozenset[ParameterSpec]]:
+    """Return the elements of the fused weights whose module has adapters, and these adapters."""
+    owners = {a: a.module.rpartition(".")[0].replace(".base_layer", "") for a in part.adapters}
+    modules = set(owners.values())
+    weights = [tensor for tensor in _fused(model) if tensor.module in modules]
+    fused = {tensor.module for tensor in weights}
+    return sum(tensor.numel for tensor in weights), frozenset(a for a, owner in owners.items() if owner in fused)
+
+
+def _fused(model: Model) -> list[ParameterSpec]:
+    """Return the weights that stack the matrices of a mixture's experts."""
+    return [tensor for tensor in model.tensors if len(tensor.shape) == 3 and tensor.kind == "other"]
 
 
 def _trained_head(model: Model) -> Iterator[ParameterSpec]:

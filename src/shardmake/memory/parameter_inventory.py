@@ -188,7 +188,7 @@ def adapters(model: "nn.Module", method: str, rank: int, targets: str | list[str
     from peft import get_peft_model
 
     blocks = block_paths(model)
-    config = METHODS[method].peft_config(None, rank=rank, targets=targets)
+    config = METHODS[method].peft_config(None, model, rank=rank, targets=targets)
     try:
         with torch.device("meta"):
             adapted = get_peft_model(model, config)

@@ -32,7 +32,7 @@ _ACTIVATION_TABLE = "ACT2CLS"
 _HELPER = "shardmake.plan.inspect_model"
 _SOURCES = (
     "plan/inspect_model.py", "data/dataset.py", "data/varlen.py", "checkpoint/formats/hub_layout.py",
-    "config/methods.py", "run/model_class.py", "run/text_part.py",
+    "config/methods.py", "run/adapter_settings.py", "run/model_class.py", "run/text_part.py",
 )  # fmt: skip
 
 
@@ -53,6 +53,10 @@ class Abilities:
     """Features of the run's adapters that the merge does not support; empty without adapters."""
     mergeable_targets: tuple[str, ...] = ()
     """Values of ``lora.targets`` whose adapters the merge supports; empty if those of the run are supported."""
+    adapted_experts: tuple[str, ...] = ()
+    """The fused weights of a mixture's experts that get adapters; empty without any."""
+    frozen_experts: tuple[str, ...] = ()
+    """Those that get none."""
     text_part: bool = False
     """The text part of a composite model is trained."""
     absent: tuple[str, ...] = ()
@@ -64,6 +68,13 @@ class Abilities:
             return []
         names = ", ".join(self.absent) or "the model has none"
         return [f"towers: absent ({names}): they take no memory, and the merge takes them from the base model"]
+
+    def describe_experts(self) -> list[str]:
+        """Return a line about the adapters of a mixture's experts."""
+        adapted, frozen = (", ".join(names) for names in (self.adapted_experts, self.frozen_experts))
+        held = [f"each has its own adapters of {adapted}" * bool(adapted), f"{frozen} stay as they are" * bool(frozen)]
+        named = f" (to adapt them, name them in lora.targets: [..., {frozen}])" * bool(frozen)
+        return [f"experts: {'; '.join(filter(None, held))}{named}"] if adapted or frozen else []
 
     def best_attention(self, available: Iterable[Attention], *, packing: bool) -> Attention:
         """Return the first of the ``available`` kernels that the class supports and, if possible, that can pack."""
@@ -87,7 +98,7 @@ def find_abilities(model: Model, run: Run) -> Abilities:
         return Abilities(model.architecture, KERNELS[1:] if limit else KERNELS, varlen_limit=limit)
     found = _ask(model, run.trust_remote_code, "class")
     if run.method_spec.has_adapters:
-        named = {"method": run.method, "rank": run.lora.rank, "targets": run.lora.targets}
+        named = {"method": run.method, **run.lora.model_dump(exclude={"alpha"})}
         found |= _ask(model, run.trust_remote_code, "adapters", adapters=named)
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
     abilities = Abilities(**values)

@@ -7,124 +7,23 @@ kernel varlen, whose operator gets a CPU implementation here, it must give the s
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from shardmake.checkpoint.formats import huggingface
-from shardmake.checkpoint.formats.hub_layout import HubWeight, hub_weights, renamed
+from shardmake.checkpoint.formats.hub_layout import HubWeight, hub_weights, renamed, stacked_parameters
 from shardmake.config.attention import KERNELS
 from shardmake.config.methods import METHODS
 from shardmake.core.errors import ModelError
 from shardmake.core.private_names import private
 from shardmake.memory.parameter_inventory import find_class, in_one_line, parse_config, plain_name
 from shardmake.plan.abilities import MIXING_UNKNOWN, check_class
+from shardmake.plan.small_config import Narrow, shrunk
 from shardmake.run.adapter_settings import AdapterSettings
 from shardmake.run.model_class import ModelClass
 from shardmake.run.text_part import towers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers")
-_BY_LAYER = "per_layer_config"
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
-_OUTER = ("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim")
-_INNER = (
-    "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "moe_intermediate_size",
-    "shared_expert_intermediate_size", "block_multiple_of",
-)  # fmt: skip
-_WINDOWS = ("sliding_window", "attention_chunk_size")
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "zero_expert_num")
-_GROUPS = ("n_group", "topk_group", "num_expert_group")
-_CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k")
-_LAYERS_LEFT, _VOCABULARY, _HEADS_LEFT, _INNER_LEFT, _MOST_EXPERTS, _WINDOW = 2, 64, 4, 64, 4, 4
-_ALIGNED = 4
-"""Numbers in fp32 by which rows have to be aligned: torch's product of groups of matrices asks for 16 bytes."""
-
-
-Narrow = Literal["all", "inner", "none"]
-
-
-def shrunk(config: Mapping[str, Any], *, narrow: Narrow) -> dict[str, Any]:
-    """Return ``config`` with two layers, or one of each kind, and a small vocabulary; ``narrow``: fewer heads as well.
-
-    The size of a head stays. ``inner`` keeps the size of the hidden states, on which parts of a model have to agree.
-    Attention windows get shorter than the sequences that run through the small model. A part with a config of its own
-    is shrunk in the same way.
-    """
-    values = _fewer_layers(config)
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value.get("model_type"):
-            values[name] = shrunk(value, narrow=narrow)
-        elif name.startswith("vocab_size") and isinstance(value, int):
-            values[name] = min(value, _VOCABULARY)
-        elif name.endswith("_token_id"):
-            values[name] = _small_token(value)
-        elif name in _WINDOWS and isinstance(value, int):
-            values[name] = min(value, _WINDOW)
-        elif name in _EXPERTS:
-            values[name] = _few(value)
-        elif name in _GROUPS and isinstance(value, int):
-            values[name] = min(value, 1)
-        elif name in _CHOSEN_EXPERTS and isinstance(value, int):
-            values[name] = min(value, 2)
-    return values if narrow == "none" else _narrowed(values, keeps_hidden=narrow == "inner")
-
-
-def _few(experts: Any) -> Any:
-    if isinstance(experts, list):
-        return [_few(item) for item in experts]
-    return min(experts, _MOST_EXPERTS) if isinstance(experts, int) else experts
-
-
-def _small_token(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_small_token(item) for item in value]
-    return value % _VOCABULARY if isinstance(value, int) and value >= 0 else value
-
-
-def _fewer_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config with as few layers as there are kinds, at least two; lists of one item per layer follow."""
-    name = next((name for name in _LAYERS if isinstance(config.get(name), int)), None)
-    if name is None:
-        return dict(config)
-    count = config[name]
-    lists = {key: value for key, value in config.items() if isinstance(value, list) and len(value) == count}
-    apart = {int(index): values for index, values in (config.get(_BY_LAYER) or {}).items()}
-    kinds = [
-        (*(value[index] for value in lists.values() if isinstance(value[index], str)), str(apart.get(index)))
-        for index in range(count)
-    ]
-    chosen = sorted({kinds.index(kind) for kind in kinds})
-    chosen += [index for index in range(count) if index not in chosen][: max(0, _LAYERS_LEFT - len(chosen))]
-    kept = {**config, **{key: [value[index] for index in chosen] for key, value in lists.items()}, name: len(chosen)}
-    if apart:
-        kept[_BY_LAYER] = {str(new): apart[old] for new, old in enumerate(chosen) if old in apart}
-    return kept
-
-
-def _narrowed(values: Mapping[str, Any], *, keeps_hidden: bool) -> dict[str, Any]:
-    """Divide heads and widths by one factor, so that the size of a head stays."""
-    heads = next((values[name] for name in _HEADS if isinstance(values.get(name), int)), None)
-    if not heads:
-        return dict(values)
-    factor = heads // max(count for count in range(1, _HEADS_LEFT + 1) if heads % count == 0)
-    own_size = isinstance(values.get("head_dim"), int)  # without it, the hidden states are divided among the heads
-    keeps_heads = keeps_hidden and not own_size
-
-    def divided(name: str, value: Any) -> Any:
-        if not isinstance(value, int) or isinstance(value, bool):
-            return value
-        if name in _INNER and keeps_hidden:
-            return min(value, _INNER_LEFT)
-        if name in _KEY_HEADS and not keeps_heads:
-            return max(1, value // factor)
-        is_divided = name in _INNER or (name in _HEADS and not keeps_heads) or (name in _OUTER and not keeps_hidden)
-        unit = factor if name in _HEADS else factor * _ALIGNED
-        return value // factor if is_divided and value % unit == 0 else value
-
-    return {name: divided(name, value) for name, value in values.items()}
 
 
 _FLAGS = {
@@ -178,9 +77,15 @@ def _class(kind: ModelClass, config: Any, source: str) -> dict[str, Any]:
 def _adapters(kind: ModelClass, config: Any, source: str, adapters: Mapping[str, Any]) -> dict[str, Any]:
     model = _build(kind, config, source)
     weights = _files_layout(model, source)
-    unmergeable = _unmergeable(model, adapters, weights)
+    fused = {parameter.name.rpartition(".")[2] for parameter in stacked_parameters(model) if len(parameter.shape) == 3}
+    unmergeable, experts = _unmergeable(model, adapters, weights)
     others = _mergeable_targets(_build(kind, config, source), adapters, weights) if unmergeable else []
-    return {"unmergeable": unmergeable, "mergeable_targets": others}
+    return {
+        "unmergeable": unmergeable,
+        "mergeable_targets": others,
+        "adapted_experts": experts,
+        "frozen_experts": sorted(fused - {*experts}),
+    }
 
 
 def _has_plain_head(kind: ModelClass, config: Any) -> bool:
@@ -417,28 +322,43 @@ def _mergeable_targets(
     found = []
     for name in names:
         try:
-            if not _unmergeable(model, {**adapters, "targets": [name]}, weights):
+            if not _unmergeable(model, {**adapters, "targets": [name]}, weights)[0]:
                 found.append(name)
         except ModelError:  # PEFT takes the name only together with others
             continue
     return found
 
 
-def _unmergeable(model: "PreTrainedModel", adapters: Mapping[str, Any], weights: Sequence[HubWeight]) -> list[str]:
-    """Return the features of the adapters that `shardmake consolidate` refuses; ``model`` stays as it is."""
+def _unmergeable(
+    model: "PreTrainedModel", adapters: Mapping[str, Any], weights: Sequence[HubWeight]
+) -> tuple[list[str], list[str]]:
+    """Return the features of the adapters that are refused, and the fused weights of experts that get adapters.
+
+    ``model`` stays as it is.
+    """
     import torch
     from peft import get_peft_model
+    from peft.tuners.lora.layer import ParamWrapper
 
-    values = {key: adapters[key] for key in ("rank", "targets")}
-    config = METHODS[adapters["method"]].peft_config("CAUSAL_LM", **values)
+    method = METHODS[adapters["method"]]
+    values = {key: adapters[key] for key in ("rank", "targets", "dropout")}
+    config = method.peft_config("CAUSAL_LM", model, **values)
     try:
         with torch.device("meta"):
             adapted = get_peft_model(model, config)
     except ValueError as error:
-        raise ModelError(f"PEFT cannot adapt this {type(model).__name__}: {error}") from None
+        raise ModelError(f"PEFT cannot adapt this {type(model).__name__}: {error} Change the section lora.") from None
+    layers = [layer for layer in adapted.modules() if isinstance(layer, ParamWrapper)]
+    experts = sorted({layer.parameter_name for layer in layers if layer.num_experts > 1})
     features = list(AdapterSettings.parse(adapted.peft_config["default"].to_dict()).refused(holds_base=False))
     modules = {plain_name(name).partition(".lora_A")[0] for name, _ in adapted.named_parameters() if ".lora_A." in name}
     apart = {part.parameter for weight in weights for part in weight.parts} - renamed(weights).keys()
     otherwise = {parameter.removesuffix(".weight") for parameter in apart}
     adapted.unload()
-    return features + sorted(f"{module}, which its files store in parts" for module in modules & otherwise)[:1]
+    features += sorted(f"{module}, which its files store in parts" for module in modules & otherwise)[:1]
+    in_turn = {part.parameter for weight in weights if not weight.is_range for part in weight.parts}
+    features += sorted(
+        f"{name}, which its files store in parts" for name in in_turn if name.rpartition(".")[2] in experts
+    )[:1]
+    features += [f"{name} of the experts, not proved on a base in 4 bits" for name in experts if method.in_four_bits]
+    return features, experts

@@ -196,6 +196,7 @@ def as_plan(name: str, made: ChosenRun) -> Plan:
             *describe_quantized_base(settings.model, settings.run),
             *settings.abilities.describe_absent(),
             *([f"freeze: {frozen:,} of {settings.split.total:,} weights are not trained"] if frozen else []),
+            *settings.abilities.describe_experts(),
             *_script_gradients(settings, chosen),
         ],
     )

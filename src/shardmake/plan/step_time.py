@@ -14,7 +14,7 @@ from shardmake.config.strategies import DDP, DEEPSPEED, FSDP
 from shardmake.core.units import GB
 from shardmake.memory.decoder import layer_input
 from shardmake.memory.hardware import Hardware
-from shardmake.memory.model import matrix_weights
+from shardmake.memory.model import fused_experts, matrix_weights
 from shardmake.memory.scenario import BYTES, Scenario
 from shardmake.plan.offload_time import offload_time
 
@@ -57,6 +57,8 @@ EXPOSED = 0.57  # part of communication that does not hide behind compute, fitte
 _DEEPSPEED_ON_CPU = 0.18  # seconds of a step of DeepSpeed on CPUs that are neither compute nor communication
 _CPU_ADAM_RATE = 2 * 10**9  # elements per second of a node without GPUs
 _BANDWIDTH_SHARE = 0.8  # of a GPU's memory bandwidth that elementwise kernels reach
+_FUSED_MOVES = 4
+"""Reads and writes of a fused weight in a pass: PEFT 0.21 adds its adapters to it once for a check and once for use."""
 _LOSS_BYTES = {"plain": 52, "fused": 12, "chunked": 52}
 """Bytes that the loss moves per logit, forward and backward: 10.1 ms for 4,096 x 128,256 on an H100 when plain."""
 
@@ -129,13 +131,16 @@ def _memory_bound(scenario: Scenario, accelerator: Accelerator) -> float:
     """Return the seconds of a step in kernels that no matrix product hides: loss, adapters, 4-bit weights.
 
     An adapter reads its input and, to scale and add, moves its output six times. Each pass over the layers converts
-    4-bit weights to 16 bits.
+    4-bit weights to 16 bits. Of fused experts, PEFT adds up whole weights, in a forward pass twice.
     """
     model, passes = scenario.model, 3 if scenario.checkpointing else 2
-    widths = sum(tensor.numel for tensor in scenario.split.adapters if tensor.block is not None) / scenario.lora_rank
+    fused, of_experts = fused_experts(model, scenario.split)
+    of_layers = [a.numel for a in scenario.split.adapters if a.block is not None and a not in of_experts]
+    widths = sum(of_layers) / scenario.lora_rank
     active = matrix_weights(model) / model.parameters  # of experts, a token passes the selected ones
     moved = float(scenario.tokens * model.vocab_size * _LOSS_BYTES[scenario.loss])
     moved += passes * (scenario.compute * scenario.tokens * 3.5 * widths * active + 2.5 * scenario.split.quantized)
+    moved += passes * scenario.compute * _FUSED_MOVES * fused
     return scenario.accumulation * moved / (accelerator.bandwidth * GB * _BANDWIDTH_SHARE)
 
 

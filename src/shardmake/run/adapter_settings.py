@@ -101,7 +101,7 @@ class AdapterSettings(BaseModel):
     monteclora_config: Any = _refused()
     layer_replication: Any = _refused()
     lora_bias: Any = _refused(False)
-    target_parameters: Any = _refused([])
+    target_parameters: list[str] = _proved([])
     use_bdlora: Any = _refused()
     kasa_config: Any = _refused()
 
@@ -154,13 +154,18 @@ class AdapterSettings(BaseModel):
 
     def decisive(self) -> dict[str, Any]:
         """Return the settings that are not the default and decide what a merge computes, without names of modules."""
-        known, names = type(self).model_fields, ("target_modules", "exclude_modules", "layers_pattern")
+        known = type(self).model_fields
+        names = ("target_modules", "target_parameters", "exclude_modules", "layers_pattern")
         used = (key for key, field in known.items() if field.annotation is not Any or field.json_schema_extra)
         values = {key: getattr(self, key) for key in used if key not in names} | (self.model_extra or {})
         return {key: value for key, value in values.items() if key not in known or value != known[key].default}
 
+    def adapts(self, parameter: str) -> bool:
+        """Return True if ``target_parameters`` chooses the parameter."""
+        return any(parameter == name or parameter.endswith(f".{name}") for name in self.target_parameters)
+
     def rank(self, module: str) -> int:
-        """Return the rank of the factors of ``module``, as PEFT finds it."""
+        """Return the rank of the factors of ``module``, or of a parameter that was chosen by its name, as in PEFT."""
         return next((rank for pattern, rank in self.rank_pattern.items() if _matches(pattern, module)), self.r)
 
     def scale(self, module: str) -> float:

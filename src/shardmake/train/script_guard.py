@@ -111,14 +111,11 @@ def check_adapters(model: torch.nn.Module) -> None:
         for setting in AdapterSettings.parse(config.to_dict()).refused(holds_base=False)
     }
     if found:
-        advice = "Use LoRA or DoRA without these settings."
-        if "target_parameters" in found:
-            advice = (
-                "Of a mixture of experts, PEFT adapts the experts through target_parameters, also for target_modules "
-                "all-linear. Name the linear layers of the attention in target_modules."
-            )
         names = ", ".join(sorted(found))
-        raise EngineMismatchError(f"The script's adapters cannot be merged: {names}. Nothing was trained. {advice}")
+        raise EngineMismatchError(
+            f"The script's adapters cannot be merged: {names}. Nothing was trained. Use LoRA or DoRA without these "
+            "settings."
+        )
 
 
 def _sharding_policy(model: Any) -> torch.dtype | None:

@@ -1,18 +1,24 @@
 """Merges of mixtures of experts: names and bytes of save_pretrained, in the layout of the base model's files."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from shardmake.checkpoint.formats.contents import Change, Read, StoredTensor
 from shardmake.checkpoint.formats.hub_layout import check_all_loaded
+from shardmake.checkpoint.formats.lora import LoraUpdate
+from shardmake.consolidate import peft_check
 from shardmake.consolidate.merge import consolidate
 from shardmake.consolidate.verify import verify
-from shardmake.core.errors import ModelError
+from shardmake.core.errors import CheckpointError, ModelError
 from tests.mixtures import mixture_configs
 from tests.workflow.consolidate_checkpoints import check_loading_in_process
 
@@ -87,24 +93,68 @@ def test_weights_that_zero3_leaves_out_silently_are_found(family: str, tmp_path:
         check_all_loaded(model, str(tmp_path))
 
 
-@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
-def test_an_adapter_of_the_attention_merges_beside_the_experts(family: str, tmp_path: Path) -> None:
-    random_model(family, seed=0).save_pretrained(tmp_path / "base")
-    targets = ["o_proj"] if family == "deepseek_v3" else ["q_proj", "v_proj"]
-    adapted = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), LoraConfig(r=2, target_modules=targets)
-    )
+GATE_UP_DOWN = ["gate_up_proj", "down_proj"]
+ADAPTERS: list[tuple[str, dict[str, Any]]] = [
+    ("mixtral", {"target_modules": ["q_proj", "v_proj"]}),
+    ("deepseek_v3", {"target_modules": ["o_proj"]}),
+    *((family, {"target_modules": "all-linear"}) for family in FAMILIES),
+    ("gpt_oss", {"target_modules": ["q_proj"], "target_parameters": GATE_UP_DOWN}),
+    ("gpt_oss", {"target_modules": [], "target_parameters": ["experts.down_proj"], "use_rslora": True}),
+    ("mixtral", {"target_modules": [], "target_parameters": ["gate_up_proj"], "rank_pattern": {".*up_proj": 3}}),
+    ("qwen3_moe", {"target_modules": ["down_proj"], "alpha_pattern": {r".*1\.mlp\.experts\.down_proj": 5}}),
+]
+
+
+@pytest.mark.parametrize(("family", "settings"), ADAPTERS, ids=[f"{f}-{[*s.values()]}" for f, s in ADAPTERS])
+@pytest.mark.parametrize("saved", ["per expert", "fused", "states"])
+def test_an_adapter_merges_as_by_peft(family: str, settings: dict[str, Any], saved: str, tmp_path: Path) -> None:
+    """The base's files hold one tensor per expert, or the checkpoint holds the states of the whole model."""
+    base, adapter, model = (tmp_path / name for name in ("base", "adapter", "model"))
+    random_model(family, seed=0).save_pretrained(base, save_original_format=saved != "fused")
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, **settings))
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    adapted.save_pretrained(tmp_path / "adapter")
-    consolidate(tmp_path / "adapter", tmp_path / "model", base=tmp_path / "base")
-    adapted.merge_and_unload().save_pretrained(tmp_path / "expected")
-    found = load_file(tmp_path / "model/model.safetensors")
-    expected = load_file(tmp_path / "expected/model.safetensors")
-    assert found.keys() == expected.keys()
+    adapted.save_pretrained(adapter)
+    if saved == "states":
+        (adapter / "adapter_model.safetensors").unlink()
+        torch.save({n: t.contiguous() for n, t in adapted.state_dict().items()}, adapter / "pytorch_model_fsdp.bin")
+    receipt = consolidate(adapter, model, base=base)
+    kinds = {
+        re.sub(r"\.\d+\.", ".", n.partition(".lora_A")[0]) for n, _ in adapted.named_parameters() if ".lora_A" in n
+    }
+    assert receipt is not None and receipt.peft_modules is not None and receipt.peft_modules >= len(kinds)
+    verify(model, adapter, base=base)
+    before = load_file(base / "model.safetensors")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "expected", save_original_format=saved != "fused")
+    found, expected = load_file(model / "model.safetensors"), load_file(tmp_path / "expected/model.safetensors")
+    assert found.keys() == expected.keys() == before.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor)
+    experts = {name for name in expected if ".experts." in name and not torch.equal(before[name], expected[name])}
+    assert bool(experts) == any(".experts" in kind for kind in kinds)
+
+
+@pytest.mark.parametrize("elements", [1 << 22, 500], ids=["all rows", "some rows"])
+@pytest.mark.parametrize(("family", "fused"), [("qwen3_moe", False), ("gpt_oss", True)])
+def test_a_lost_change_of_one_expert_is_found(
+    family: str, fused: bool, elements: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT merges rows of every expert, at both ends: gate and up are separate weights in most files."""
+    random_model(family, seed=0).save_pretrained(tmp_path / "base", save_original_format=not fused)
+    settings = LoraConfig(r=2, target_modules=[], target_parameters=GATE_UP_DOWN, init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), settings).save_pretrained(tmp_path / "a")
+    monkeypatch.setattr(peft_check, "_ELEMENTS", elements)
+    consolidate(tmp_path / "a", tmp_path / "model", base=tmp_path / "base")
+    load = LoraUpdate.load
+
+    def lose(update: LoraUpdate, read: Read, weight: StoredTensor) -> Change:
+        change, last = load(update, read, weight), update.shape[-2] * update.shape[-1] * 3
+        return lambda values, first: np.where(np.arange(values.size) + first < last, change(values, first), values)
+
+    monkeypatch.setattr(LoraUpdate, "load", lose)
+    with pytest.raises(CheckpointError, match=r"The merged \S*experts\S* is not PEFT's"):
+        consolidate(tmp_path / "a", tmp_path / "other", base=tmp_path / "base")
 
 
 def assert_same_weights(model: Path, expected: Path) -> None:

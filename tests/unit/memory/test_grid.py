@@ -42,9 +42,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 STRATEGIES = ("ddp", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload", "fsdp", "fsdp-offload")
 METHODS = ("full", "lora", "qlora")
-TARGETS = {"mixtral": ("q_proj", "v_proj")}
+TARGETS = {("mixtral", "qlora"): ("q_proj", "v_proj")}
 BUCKETS = Buckets(2048**2, int(0.9 * 2048**2), 20480)
-ALWAYS = (("llama", "zero3", "lora", True), ("gemma", "ddp", "qlora", False), ("granite", "fsdp", "full", True))
+ALWAYS = (("mixtral", "zero3", "lora", True), ("gemma", "ddp", "qlora", False), ("granite", "fsdp", "full", True))
 ALLOCATED = 0.01
 RESERVED = 0.03
 """The peak of the cache differs by a segment or two if a block is taken in another order."""
@@ -72,7 +72,7 @@ def _model(family: str) -> Model:
 
 def _scenario(cell: Cell) -> Scenario:
     family, strategy, method, checkpointing = cell
-    targets = TARGETS.get(family, "all-linear")
+    targets = TARGETS.get((family, method), "all-linear")
     return Scenario(
         model=_model(family),
         split=split(_model(family), method, 16, targets),

@@ -7,7 +7,7 @@ from shardmake.memory import parameter_inventory
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.estimate import gpu_memory
 from shardmake.memory.families import FAMILIES, as_classifier
-from shardmake.memory.model import find_frozen, split
+from shardmake.memory.model import find_frozen, fused_experts, split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
 from tests.unit.memory.test_parameter_inventory import SIZES
@@ -110,3 +110,12 @@ def test_experts_and_routers_get_the_adapters_of_peft() -> None:
     assert shapes[f"{prefix}.experts.base_layer.lora_A.weight"] == (2 * 8 * 4, 64)
     assert shapes[f"{prefix}.experts.lora_B.weight"] == (64, 8 * 4)
     assert f"{prefix}.gate.lora_A.weight" in shapes
+    named = split(model, "lora", 8, ["q_proj", "experts.down_proj"]).adapters
+    assert {t.name.rpartition(".lora")[0] for t in named if t.block == 1} == {
+        "model.layers.1.self_attn.q_proj", f"{prefix}.experts",
+    }  # fmt: skip
+    elements, adapters = fused_experts(model, split(model, "lora", 8))
+    assert elements == sum(t.numel for t in model.tensors if ".experts." in t.name)
+    assert {t.name.rpartition(".lora")[0] for t in adapters if t.block == 1} == {
+        f"{prefix}.experts", f"{prefix}.experts.base_layer",
+    }  # fmt: skip

@@ -125,7 +125,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("kind", "more"),
-    [("gpt2", {"method": "lora"}), ("gpt2", {"checkpointing": True}), ("mixtral", {}), ("olmo3", {}),
+    [("gpt2", {"method": "lora"}), ("gpt2", {"checkpointing": True}), ("mixtral", {"method": "lora"}), ("olmo3", {}),
      ("qwen2_moe", {"checkpointing": True}), ("olmo3", {"loss": "chunked", "extra_forwards": 1})], ids=str
 )  # fmt: skip
 def test_a_few_layers_unroll_to_the_full_trace(kind: str, more: dict[str, Any], tracer: Any) -> None:

@@ -28,8 +28,8 @@ from shardmake.plan.abilities import (
     describe_quantized_base,
 )
 from shardmake.plan.candidates import choices
-from shardmake.plan.inspect_model import shrunk
 from shardmake.plan.refusals import refuse, wrong_loss
+from shardmake.plan.small_config import shrunk
 from tests.plan_in_process import plan_in_this_process
 from tests.unit.plans import make_cluster, make_model, make_run
 
@@ -114,11 +114,11 @@ def resolved(run: Run) -> resolve.ResolvedRun:
     return settings
 
 
-def answer(config: dict[str, Any], targets: str | list[str] | None = None) -> dict[str, Any]:
+def answer(config: dict[str, Any], targets: str | list[str] | None = None, method: str = "lora") -> dict[str, Any]:
     request = {"config": config, "source": "config.json", "trust_remote_code": False, "about": "class"}
     found = inspect_model.answer(request)
     if targets:
-        adapters = {"method": "lora", "rank": 4, "targets": targets}
+        adapters = {"method": method, "rank": 4, "dropout": 0.0, "targets": targets}
         found |= inspect_model.answer({**request, "about": "adapters", "adapters": adapters})
     return found
 
@@ -202,9 +202,8 @@ REFUSED = [
      r"or save one: load it with transformers, call the model's dequantize\(\) and save_pretrained\."),
     ({"model_type": "llama", **SIZES, "compression_config": {"quant_method": "compressed-tensors"}}, {},
      r"\(compression_config: compressed-tensors\)"),
-    (MIXTRAL, {"method": "lora"},
-     r"lora\.targets all-linear cannot be merged for MixtralForCausalLM: PEFT adapts it with target_parameters\. "
-     r"Set lora\.targets: \[q_proj, k_proj, v_proj, o_proj\], or take method: full\.$"),
+    (MIXTRAL, {"method": "lora", "lora": {"dropout": 0.1}}, r"PEFT cannot adapt .*lora_dropout != 0\. Change the section"),
+    (MIXTRAL, {"method": "lora", "lora": {"targets": ["gate_up"]}}, r"PEFT cannot adapt .*'gate_up'\} not found"),
     ({"model_type": "vit", **SIZES}, {}, "no causal language model for the model type 'vit'"),
     ({"model_type": "llama", **SIZES, "architectures": ["LlamaForSequenceClassification"]}, {},
      "names the class LlamaForSequenceClassification, but causal language models of this type are LlamaForCausalLM"),
@@ -252,7 +251,7 @@ ACCEPTED = [
     (BLOOM, {"packing": False}, "eager"),
     (OPT, {"packing": False}, "sdpa"),
     (GPT2, {"method": "lora"}, "sdpa"),
-    (MIXTRAL, {"method": "lora", "lora": {"targets": ["q_proj", "v_proj"]}}, "sdpa"),
+    (MIXTRAL, {"method": "lora", "lora": {"targets": ["q_proj", "gate_up_proj"]}}, "sdpa"),
     (BLOOM, {"script": "train.py"}, "eager"),
 ]
 
@@ -472,7 +471,29 @@ def test_adapters_of_weights_that_the_files_store_in_parts(monkeypatch: pytest.M
     ids=lambda value: value["model_type"] if isinstance(value, dict) else None,
 )
 def test_a_refused_mixture_names_the_targets_that_can_be_merged(config: dict[str, Any], targets: list[str]) -> None:
-    assert answer(config, "all-linear")["mergeable_targets"] == targets
+    """Of a base in 4 bits, adapters of the experts are not proved."""
+    refused = answer(config, "all-linear", "qlora")
+    assert refused["mergeable_targets"] == targets and len(refused["unmergeable"]) == 2
+    accepted = answer(config, "all-linear")
+    assert not accepted["unmergeable"] and accepted["adapted_experts"] == ["down_proj", "gate_up_proj"]
+
+
+@pytest.mark.parametrize(
+    ("config", "targets", "words"),
+    [
+        (MIXTRAL, "all-linear", "each has its own adapters of down_proj, gate_up_proj"),
+        (GPT_OSS, ["q_proj", "experts.down_proj"], "each has its own adapters of down_proj; gate_up_proj stay as they"),
+        (
+            GPT_OSS,
+            "all-linear",
+            r"down_proj, gate_up_proj stay as they are \(to adapt them, name them in lora\.targets",
+        ),
+    ],
+)
+def test_the_plan_says_which_experts_get_adapters(config: dict[str, Any], targets: str | list[str], words: str) -> None:
+    found = {name: tuple(v) if isinstance(v, list) else v for name, v in answer(config, targets).items()}
+    (line,) = Abilities(**found).describe_experts()
+    assert re.search(rf"^experts: {words}", line)
     assert answer(config, targets)["unmergeable"] == []
 
 

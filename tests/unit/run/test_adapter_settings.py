@@ -77,6 +77,7 @@ PROVED: dict[str, list[dict[str, Any]]] = {
     "init_lora_weights": [{"init_lora_weights": value} for value in KEEPS_BASE if value != "eva"],
     "target_modules": [{"target_modules": r".*layers\.0.*_proj"}, {"target_modules": "all-linear"}, {
         "target_modules": ["embed_tokens", "q_proj"]}, {"target_modules": ["lm_head", "q_proj"]}],
+    "target_parameters": [{"target_parameters": ["q_proj.weight", "1.mlp.up_proj.weight"], "target_modules": []}],
     "exclude_modules": [{"exclude_modules": ["v_proj"]}],
     "layers_to_transform": [{"layers_to_transform": [1]}, {"layers_to_transform": 0}],
     "layers_pattern": [{"layers_to_transform": [1], "layers_pattern": "layers"}],
@@ -169,7 +170,7 @@ def base_logits(place: Path, trained: PeftModel) -> torch.Tensor:
 REFUSED: dict[str, Any] = {
     "alora_invocation_tokens": [5, 6], "arrow_config": {"top_k": 1}, "use_qalora": True, "megatron_config": {"a": 1},
     "velora_config": {"num_groups": 4}, "monteclora_config": {"num_samples": 2}, "layer_replication": [[0, 2], [1, 2]],
-    "lora_bias": True, "target_parameters": ["gate.weight"], "use_bdlora": {"nblocks": 2}, "kasa_config": {"beta": 0.1},
+    "lora_bias": True, "use_bdlora": {"nblocks": 2}, "kasa_config": {"beta": 0.1},
     "init_lora_weights": "pissa", "peft_type": "OFT", "invented_setting": 1,
 }  # fmt: skip
 
@@ -204,7 +205,6 @@ def test_every_setting_of_the_installed_peft_is_proved_or_refused() -> None:
 
 ADVISED: dict[str, dict[str, Any]] = {
     "lora_bias": {"lora_bias": True, "target_modules": ["q_proj"]},
-    "target_parameters": {"target_parameters": ["q_proj.weight"], "target_modules": []},
     "velora_config": {"velora_config": {"num_groups": 4}, "target_modules": ["q_proj"]},
     "kasa_config": {"kasa_config": {}},
     "monteclora_config": {"monteclora_config": {"num_samples": 2}},
@@ -261,7 +261,7 @@ def test_weights_that_are_not_pefts(dtype: torch.dtype, tmp_path: Path) -> None:
     """Such as those of the base model, whose update was lost, or another scale."""
     make_adapter(tmp_path, base_model().to(dtype))
     contents = read_model(tmp_path / "adapter", base=tmp_path / "base")
-    samples = merge_with_peft(contents)
+    samples = merge_with_peft(contents, None)
     assert {sample.name.split(".")[-2] for sample in samples} == set(TARGETS["target_modules"])
     consolidate(tmp_path / "adapter", tmp_path / "merged", base=tmp_path / "base")
     assert compare_with_peft(samples, written(tmp_path / "merged")) == len(TARGETS["target_modules"])
@@ -271,7 +271,7 @@ def test_weights_that_are_not_pefts(dtype: torch.dtype, tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 8.01}))
     with pytest.raises(CheckpointError, match="is not PEFT's"):
         compare_with_peft(
-            merge_with_peft(read_model(path.parent, base=tmp_path / "base")), written(tmp_path / "merged")
+            merge_with_peft(read_model(path.parent, base=tmp_path / "base"), None), written(tmp_path / "merged")
         )
 
 

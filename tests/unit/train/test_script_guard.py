@@ -163,7 +163,7 @@ def test_rows_are_compared_between_ranks(
     ("settings", "found"),
     [
         ({"peft_type": "LORA"}, None),
-        ({"peft_type": "LORA", "target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
+        ({"peft_type": "LORA", "target_parameters": ["mlp.experts.gate_up_proj"]}, None),
         ({"peft_type": "LORA", "use_dora": True, "lora_bias": True}, "lora_bias"),
         ({"peft_type": "LOHA"}, "peft_type LOHA"),
     ],

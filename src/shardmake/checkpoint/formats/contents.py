@@ -76,7 +76,11 @@ class Update(ABC):
     module: str
     parts: "Mapping[str, StoredTensor]" = field(repr=False)
     settings: AdapterSettings
+    start: int = field(default=0, kw_only=True)
+    """The first element of a weight that is a part of the updated one."""
     PARTS: ClassVar[tuple[str, ...]]
+    READS_WEIGHT: ClassVar[bool] = False
+    """`load` reads the weight, which must be a whole one."""
 
     @property
     @abstractmethod
@@ -88,8 +92,8 @@ class Update(ABC):
         """Return the change; ``read`` returns a tensor in float32."""
 
     @abstractmethod
-    def part(self, read: Read, begin: int, end: int) -> "dict[str, Array]":
-        """Return what changes rows ``[begin, end)`` of the weight alone, by PEFT's names."""
+    def part(self, read: Read, rows: Sequence[int]) -> "dict[str, Array]":
+        """Return what changes these ``rows`` of the weight, or of each matrix in it, alone, by PEFT's names."""
 
     def fitting(self, weight: "StoredTensor | None") -> Self:
         """Return the update of ``weight``; raise `CheckpointError` if it is none."""
@@ -159,8 +163,8 @@ class StoredTensor:
         return StoredTensor(self.name, self.dtype, shape, tuple(part for part in cut if part.count)).check()
 
     def rows(self, begin: int, end: int) -> "StoredTensor":
-        """Return the rows ``[begin, end)`` of a matrix, without its update."""
-        width = self.shape[1]
+        """Return the rows ``[begin, end)`` of a matrix, or of consecutive ones, without the update."""
+        width = self.shape[-1]
         return self.elements(begin * width, end * width, (end - begin, width))
 
     def check(self) -> "StoredTensor":

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Copies = dict[int, list[tuple[Tensor, Tensor]]]
     """Views of each new storage, and what was copied to them."""
 
-_MOST_NAMES = 3
+_MOST_NAMES, _STACKED = 3, 3
 _MOST_PARTS = 100_000
 """Parts of one weight."""
 
@@ -58,9 +58,47 @@ class HubWeight:
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
 
+    @property
+    def is_range(self) -> bool:
+        """True if the weight has consecutive elements of one parameter."""
+        return len(self.parts) == 1 and self.parts[0].runs == 1
+
     def is_all_of(self, size: int) -> bool:
         """Return True if the weight has the elements of one parameter of ``size`` elements in their order."""
-        return len(self.parts) == 1 and self.parts[0].runs == 1 and self.parts[0].size == size
+        return self.is_range and self.parts[0].size == size
+
+
+@dataclass(frozen=True)
+class ClassParameter:
+    """A parameter of a module with stacked matrices, such as a mixture's experts, in the order of the class.
+
+    ``is_transposed``: its matrices are [in, out].
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    is_transposed: bool
+
+
+@dataclass(frozen=True)
+class HubLayout:
+    """A model folder's weights that are not a parameter of the same name, and the parameters with stacked matrices."""
+
+    weights: tuple[HubWeight, ...] = ()
+    stacked: tuple[ClassParameter, ...] = ()
+
+
+def stacked_parameters(model: "PreTrainedModel") -> tuple[ClassParameter, ...]:
+    """Return the parameters of the modules that hold one with stacked matrices, which a convolution's weight is not."""
+    from torch.nn import Conv1d
+
+    found = []
+    for path, module in model.named_modules():
+        held = [(name, tuple(tensor.shape)) for name, tensor in module.named_parameters(recurse=False)]
+        if any(len(shape) == _STACKED for _, shape in held) and not isinstance(module, Conv1d):
+            transposed = bool(getattr(module, "is_transposed", False))
+            found += [ClassParameter(f"{path}.{name}", shape, transposed) for name, shape in held]
+    return tuple(found)
 
 
 def renamed(weights: Sequence[HubWeight]) -> dict[str, str]:
@@ -243,7 +281,8 @@ def in_hub_layout(contents: Contents, weights: Iterable[HubWeight]) -> Contents:
     Parameters that the checkpoint does not hold are ignored: it may have the folder's layout already.
 
     Raises:
-        CheckpointError: A part of a parameter is a weight of its own, and the parameter has an update.
+        CheckpointError: A part of a parameter is a weight of its own, and the parameter has an update that reads its
+            rows, or the weight is not one range of it.
     """
     held = contents.tensors
     made = [weight for weight in weights if all(part.parameter in held for part in weight.parts)]
@@ -261,6 +300,34 @@ def in_hub_layout(contents: Contents, weights: Iterable[HubWeight]) -> Contents:
     return replace(contents.with_tensors(tensors, aliases), trained=trained)
 
 
+def in_class_layout(
+    tensors: Mapping[str, StoredTensor], layout: HubLayout, names: Collection[str]
+) -> dict[str, StoredTensor]:
+    """Return the ``tensors`` of a model folder with the parameters ``names`` in place of the weights that they hold.
+
+    Raises:
+        CheckpointError: The weights of a parameter are of several types, or some are missing.
+    """
+    shapes = {parameter.name: parameter.shape for parameter in layout.stacked}
+    parts = {weight.name: weight.parts for weight in layout.weights if weight.parts[0].parameter in names}
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        if name not in parts:
+            found[name] = tensor
+            continue
+        part, *others = parts[name]
+        before = found.get(part.parameter, replace(tensor, shape=(0, *tensor.shape[1:]), pieces=()))
+        if before.dtype != tensor.dtype or others or part.runs > 1:
+            raise CheckpointError(
+                f"Cannot merge the adapter: the base model stores {part.parameter} in several types, or with the rows "
+                f"of its parts in turn, as in {name}. Save the base model with save_pretrained and name it with --base."
+            )
+        pieces = (replace(piece, at=piece.at + part.begin) for piece in tensor.pieces)
+        shape = shapes.get(part.parameter, (before.shape[0] + tensor.shape[0], *tensor.shape[1:]))
+        found[part.parameter] = StoredTensor(part.parameter, tensor.dtype, shape, (*before.pieces, *pieces))
+    return {name: tensor.check() if name in names else tensor for name, tensor in found.items()}
+
+
 def _made(weight: HubWeight, held: Mapping[str, StoredTensor]) -> StoredTensor:
     """Return the weight from the tensors that hold its parts."""
     first = held[weight.parts[0].parameter]
@@ -268,7 +335,7 @@ def _made(weight: HubWeight, held: Mapping[str, StoredTensor]) -> StoredTensor:
         return replace(first, name=weight.name, shape=weight.shape)
     sources = {part.parameter: held[part.parameter] for part in weight.parts}
     for tensor in sources.values():
-        if tensor.update is not None:
+        if tensor.update is not None and (tensor.update.READS_WEIGHT or not weight.is_range):
             raise CheckpointError(
                 f"Cannot merge the adapter: it updates {tensor.name}, and the base model stores parts of it as "
                 f"separate weights such as {weight.name}. Use PEFT's merge_and_unload."
@@ -281,7 +348,8 @@ def _made(weight: HubWeight, held: Mapping[str, StoredTensor]) -> StoredTensor:
     sorted_pieces = {name: sorted(tensor.pieces, key=lambda piece: piece.at) for name, tensor in sources.items()}
     size = ITEM_SIZE[first.dtype]
     pieces = (piece for part in weight.parts for piece in _pieces(part, sorted_pieces[part.parameter], size))
-    return StoredTensor(weight.name, first.dtype, weight.shape, tuple(pieces)).check()
+    update = first.update and replace(first.update, start=weight.parts[0].begin)
+    return StoredTensor(weight.name, first.dtype, weight.shape, tuple(pieces), update).check()
 
 
 def _pieces(part: Part, held: Sequence[Piece], size: int) -> Iterator[Piece]:

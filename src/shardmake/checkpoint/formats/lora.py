@@ -4,7 +4,7 @@ Every kind of change is a class of `UPDATES`. It is computed in float32 and roun
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardmake.checkpoint.formats.contents import Change, Contents, Read, StoredTensor, Update
+from shardmake.checkpoint.formats.hub_layout import ClassParameter, HubLayout, in_class_layout
 from shardmake.core.errors import CheckpointError
 from shardmake.run.adapter_settings import CONFIG, WITH_PEFT, AdapterSettings
 
@@ -25,7 +26,7 @@ _SAVED = re.compile(r"(.+)\.modules_to_save(?:\.(?P<adapter>(?!weight$)[^.]+))?\
 _QUANTIZED = re.compile(r".+\.base_layer\.weight\..+")
 """Scales and codes of a base weight in 4 bits."""
 _ORIGINAL = re.compile(r".+\.(original_module|token_adapter\.trainable_tokens_original)\..+")
-_BASE = re.compile(r"(\.token_adapter)?\.base_layer\.")
+_BASE = re.compile(r"(\.token_adapter|\.base_layer)*\.base_layer\.")
 _ROWS = 1 << 21
 """Elements of a weight that are read at once to compute norms."""
 Array = npt.NDArray[Any]
@@ -35,22 +36,35 @@ Array = npt.NDArray[Any]
 class LoraUpdate(Update):
     """W + s * B @ A (Hu et al. 2021, arXiv:2106.09685, section 4.1) with A [rank, in], B [out, rank] and W [out, in].
 
-    ``transposed``: W is [in, out], as in the Conv1D layers of GPT-2, and gets the transposed product.
+    Attributes:
+        transposed: W is [in, out], as in the Conv1D layers of GPT-2, and gets the transposed product.
+        count: W is a stack of so many matrices. A [count x rank, in] holds their factors one after the other, and
+            B [out, rank x count] those of the same rank side by side, as PEFT stores them.
+        parameter: The name by which ``target_parameters`` chose W; empty if the module was chosen.
     """
 
     transposed: bool = False
+    count: int = 1
+    parameter: str = ""
     PARTS: ClassVar[tuple[str, ...]] = ("lora_A", "lora_B")
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight."""
         a, b = (self.parts[part].shape for part in self.PARTS[:2])
-        return (a[1], b[0]) if self.transposed else (b[0], a[1])
+        matrix = (a[1], b[0]) if self.transposed else (b[0], a[1])
+        return matrix if self.count == 1 else (self.count, *matrix)
+
+    @property
+    def scale(self) -> float:
+        """The factor of ``B @ A``."""
+        return self.settings.scale(self.parameter or self.module)
 
     def fitting(self, weight: StoredTensor | None) -> Self:
         """Transpose the product if only that fits: a model may have Conv1D and Linear layers."""
         found = super().fitting(weight)
-        return found if weight is None or weight.shape == found.shape else replace(self, transposed=not self.transposed)
+        fits = weight is None or weight.shape == found.shape
+        return found if fits else replace(self, transposed=not self.transposed)
 
     def problems(self, weight: StoredTensor | None) -> Iterator[str]:
         """Compare the factors with the rank and the weight."""
@@ -61,39 +75,42 @@ class LoraUpdate(Update):
                 f"the factors of {self.module} have the shapes {list(a)} and {list(b)}. Only matrices can be merged, "
                 f"not convolutions. {WITH_PEFT}"
             )
-        rank = self.settings.rank(self.module)
+        rank = self.settings.rank(self.parameter or self.module) * self.count
         if (a[0], b[1]) != (rank, rank):
             yield (
                 f"{CONFIG} gives {self.module} the rank {rank}, its factors are {list(a)} and {list(b)}. The files do "
                 "not belong together. Copy the adapter again."
             )
-        either = (self.shape, self.shape[::-1]) if self.PARTS == LoraUpdate.PARTS else (self.shape,)
+        may_turn = self.PARTS == LoraUpdate.PARTS and not self.parameter
+        either = (self.shape, self.shape[::-1]) if may_turn else (self.shape,)
         if weight is not None and weight.shape not in either:
             yield self.misfit(weight)
 
     def load(self, read: Read, weight: StoredTensor) -> Change:
         """Add the product."""
-        a, b = self._factors(read)
-        columns = a.shape[1]
+        right, left = self._factors(read)
+        rows, columns = left.shape[1], right.shape[2]
 
         def add(values: Array, first: int) -> Array:
             begin, end = first // columns, -(-(first + values.size) // columns)
-            delta = (b[begin:end] @ a).reshape(-1)
+            spans = ((n, max(0, begin - n * rows), end - n * rows) for n in range(begin // rows, -(-end // rows)))
+            delta = np.concatenate([left[n, low:high] @ right[n] for n, low, high in spans]).reshape(-1)
             return values + delta[first - begin * columns :][: values.size]
 
         return add
 
     def _factors(self, read: Read) -> tuple[Array, Array]:
-        """Return the factors [rank, columns] and [rows, rank] of the change, one of them times the scale."""
+        """Return the factors [count, rank, columns] and [count, rows, rank] of the change, one times the scale."""
         a, b = (read(self.parts[part]) for part in self.PARTS[:2])
-        b = b * np.float32(self.settings.scale(self.module))
-        return (b.T, a.T) if self.transposed else (a, b)
+        a = a.reshape(self.count, -1, a.shape[1])
+        b = np.ascontiguousarray(b.reshape(b.shape[0], -1, self.count).transpose(2, 0, 1)) * np.float32(self.scale)
+        return (b.transpose(0, 2, 1), a.transpose(0, 2, 1)) if self.transposed else (a, b)
 
-    def part(self, read: Read, begin: int, end: int) -> dict[str, Array]:
+    def part(self, read: Read, rows: Sequence[int]) -> dict[str, Array]:
         """Cut one of the factors."""
         a, b = (read(self.parts[part]) for part in self.PARTS[:2])
         names = [f"{part}{'' if 'embedding' in part else '.weight'}" for part in self.PARTS[:2]]
-        pair = (a[:, begin:end], b) if self.transposed else (a, b[begin:end])
+        pair = (a[:, rows], b) if self.transposed else (a, b[rows])
         return dict(zip(names, pair, strict=True))
 
 
@@ -110,6 +127,7 @@ class DoraUpdate(LoraUpdate):
     """Each row of LoRA's result, scaled to the length in a vector (DoRA, arXiv:2402.09353, equation 5)."""
 
     PARTS: ClassVar[tuple[str, ...]] = (*LoraUpdate.PARTS, "lora_magnitude_vector")
+    READS_WEIGHT: ClassVar[bool] = True
 
     def problems(self, weight: StoredTensor | None) -> Iterator[str]:
         """Compare the lengths as well."""
@@ -133,9 +151,9 @@ class DoraUpdate(LoraUpdate):
             add(values, first) * factors[np.arange(first, first + values.size, dtype=np.int64) // width]
         )
 
-    def part(self, read: Read, begin: int, end: int) -> dict[str, Array]:
+    def part(self, read: Read, rows: Sequence[int]) -> dict[str, Array]:
         """Cut the lengths as well."""
-        return super().part(read, begin, end) | {self.PARTS[2]: read(self.parts[self.PARTS[2]])[begin:end]}
+        return super().part(read, rows) | {self.PARTS[2]: read(self.parts[self.PARTS[2]])[rows]}
 
 
 @dataclass(frozen=True)
@@ -182,9 +200,9 @@ class TokenUpdate(Update):
 
         return put
 
-    def part(self, read: Read, begin: int, end: int) -> dict[str, Array]:
+    def part(self, read: Read, rows: Sequence[int]) -> dict[str, Array]:
         """Select the rows."""
-        inside = [begin <= row < end for row in self.rows]
+        inside = [row in rows for row in self.rows]
         return {self.PARTS[0]: read(self.parts[self.PARTS[0]])[inside]}
 
 
@@ -244,7 +262,9 @@ def split(contents: Contents) -> Adapter:
     if any(_QUANTIZED.fullmatch(name) or tensor.dtype == "U8" for name, tensor in contents.tensors.items()):
         base = {}
     # PEFT's own file and its part of a model's states hold no base weights, only those that were trained in full.
-    if contents.format == "PEFT adapter" or not any(f"{module}.weight" in base for module in parts):
+    adapted = set(map(outermost, parts))
+    holds_base = any(len(held.shape) > 1 and name.rpartition(".")[0] in adapted for name, held in base.items())
+    if contents.format == "PEFT adapter" or not holds_base:
         saved, base = {**saved, **base}, {}
     return Adapter(parts, saved, base)
 
@@ -267,13 +287,13 @@ def _adapter_name(plain: str) -> str | None:
     return found["adapter"] if found else None
 
 
-def merge(contents: Contents, base: Contents | None, layout: Callable[[], Mapping[str, str]] = dict) -> Contents:
+def merge(contents: Contents, base: Contents | None, layout: Callable[[], HubLayout] = HubLayout) -> Contents:
     """Return the base model with the adapter in ``contents`` added to it.
 
     Args:
         contents: A checkpoint of a PEFT model, with or without the base weights.
         base: The base model, for a checkpoint without base weights.
-        layout: Returns the names in the base model's files by the names of the class, where they differ.
+        layout: Returns the layout of the base model's files.
 
     Raises:
         CheckpointError: Base weights are missing, or the adapter is of another model or of an unsupported kind.
@@ -285,13 +305,13 @@ def merge(contents: Contents, base: Contents | None, layout: Callable[[], Mappin
         raise CheckpointError(
             f"{contents.folder} holds an adapter without base weights. Name the base model's folder with --base."
         )
-    updates = {f"{module}.weight": _update(module, parts, settings) for module, parts in adapter.parts.items()}
-    changed = updates.keys() | adapter.saved.keys()
-    names = layout() if not adapter.base and not changed <= weights.keys() else {}
-    saved = {names.get(name, name): tensor for name, tensor in adapter.saved.items()}
-    tensors, trained = {**weights, **saved}, {name: weights.get(name) for name in saved}
-    for live, update in updates.items():
-        name = names.get(live, live)
+    known = weights.keys() >= {f"{module}.weight" for module in adapter.parts} | adapter.saved.keys()
+    held = HubLayout() if known else layout()
+    stacked = _stacked(adapter.parts, settings, held.stacked)
+    updates = dict(_update(module, parts, settings, stacked) for module, parts in adapter.parts.items())
+    weights = in_class_layout(weights, held, updates.keys() | adapter.saved.keys())
+    tensors, trained = {**weights, **adapter.saved}, {name: weights.get(name) for name in adapter.saved}
+    for name, update in updates.items():
         weight = tensors.get(name)
         found = update.fitting(weight)
         tensors[name] = replace(weight or StoredTensor(name, "F32", found.shape, ()), update=found)
@@ -302,16 +322,48 @@ def merge(contents: Contents, base: Contents | None, layout: Callable[[], Mappin
     return replace(merged, trained=kept)
 
 
-def _update(module: str, parts: Mapping[str, StoredTensor], settings: AdapterSettings) -> Update:
+def outermost(module: str) -> str:
+    """Return the name of a module without PEFT's wrappers for several of its parameters."""
+    return re.sub(r"(\.base_layer)+$", "", module)
+
+
+def _stacked(
+    modules: Collection[str], settings: AdapterSettings, parameters: Iterable[ClassParameter]
+) -> dict[str, ClassParameter]:
+    """Return the parameter that an update changes, by PEFT's name of its module, where that has stacked matrices.
+
+    PEFT wraps a module once for each of its ``target_parameters``, in the order of the class, the last one outermost.
+    """
+    levels: dict[str, list[str]] = {}
+    for module in modules:
+        levels.setdefault(outermost(module), []).append(module)
+    held: dict[str, list[ClassParameter]] = {}
+    for parameter in filter(lambda parameter: settings.adapts(parameter.name), parameters):
+        held.setdefault(parameter.name.rpartition(".")[0], []).append(parameter)
+    return {
+        name: parameter
+        for module, names in levels.items()
+        if len(found := held.get(module, [])) == len(names)
+        for name, parameter in zip(sorted(names, key=len), reversed(found), strict=True)
+    }
+
+
+def _update(
+    module: str, parts: Mapping[str, StoredTensor], settings: AdapterSettings, stacked: Mapping[str, ClassParameter]
+) -> tuple[str, Update]:
+    """Return the weight that the update of ``module`` changes, and the update."""
     kind = next((kind for kind in UPDATES if set(kind.PARTS) == parts.keys()), None)
     if kind is None or (issubclass(kind, DoraUpdate) != settings.use_dora and kind is not TokenUpdate):
         raise CheckpointError(
             f"Cannot merge the adapter: {module} has {', '.join(sorted(parts))}, with which no kind of adapter is "
             f"complete{' with use_dora' * settings.use_dora}. Copy the adapter again. If it is complete: {WITH_PEFT}"
         )
-    if kind is LoraUpdate:
-        return LoraUpdate(module, parts, settings, settings.fan_in_fan_out)
-    return kind(module, parts, settings)
+    weight = stacked.get(module, ClassParameter(f"{module}.weight", (), settings.fan_in_fan_out))
+    if kind is not LoraUpdate:
+        return weight.name, kind(module, parts, settings)
+    count = weight.shape[0] if len(weight.shape) == 3 else 1
+    parameter = weight.name if settings.adapts(weight.name) else ""
+    return weight.name, LoraUpdate(module, parts, settings, weight.is_transposed, count, parameter)
 
 
 def adapter_only(contents: Contents) -> Contents:

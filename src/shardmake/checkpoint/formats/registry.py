@@ -8,6 +8,7 @@ from pathlib import Path
 from shardmake.checkpoint.formats import dcp, fsdp_per_rank, huggingface, lora, single_file, zero
 from shardmake.checkpoint.formats.contents import Contents
 from shardmake.checkpoint.formats.dtypes import Target
+from shardmake.checkpoint.formats.hub_layout import HubLayout
 from shardmake.checkpoint.formats.models import choose
 from shardmake.core.errors import CheckpointError, ShardmakeError
 
@@ -87,7 +88,7 @@ def read_model(
     base: Path | None = None,
     adapter: bool = False,
     key: str | None = None,
-    layout: Callable[[Path], Mapping[str, str]] = lambda _: {},
+    layout: Callable[[Path], HubLayout] = lambda _: HubLayout(),
     like: Path | None = None,
 ) -> Contents:
     """Read the checkpoint at ``path`` as `read_checkpoint` does; add an adapter to its base model.
@@ -100,7 +101,7 @@ def read_model(
         base: The base model's folder, for an adapter.
         adapter: Return the adapter alone.
         key: Of several models in the checkpoint, the one to read.
-        layout: Returns the names in a model's folder by the names of its class, where they differ.
+        layout: Returns the layout of a model's folder.
         like: A model's folder with the names that those of a whole model get; by default that of the base model.
     """
     contents = _without_wrapper(read_checkpoint(path, target, key))
@@ -112,7 +113,7 @@ def read_model(
     if not lora.is_adapter(contents):
         named = like or held
         return contents if named is None else _without_outer(contents, huggingface.weight_names(named))
-    return lora.merge(contents, huggingface.read(held) if held else None, lambda: layout(held) if held else {})
+    return lora.merge(contents, huggingface.read(held) if held else None, lambda: layout(held) if held else HubLayout())
 
 
 def _without_wrapper(contents: Contents) -> Contents:
