@@ -1,4 +1,4 @@
-"""The config of a small model of the same class, with which `shardmake.plan.inspect_model` tries what the class does."""
+"""The config of a small model of the same class, with which the plan tries what the class does."""
 
 from collections.abc import Mapping
 from typing import Any, Literal

@@ -43,7 +43,6 @@ def result_settings(
         **{f"{settings.objective}.{name}": value for name, value in section.items()},
         "method": method.pop("kind"),
         **{f"lora.{name}": value for name, value in method.items()},
-        **({"freeze": settings.freeze} if settings.freeze else {}),
         **{row.result_key: settings.arguments.get(row.trainer[0]) for row in SETTINGS.values() if row.result_key},
         "precision": plan.precision,
         "global_batch_size": choice.global_batch_size,
@@ -51,9 +50,14 @@ def result_settings(
         "sequence_length": plan.workload.sequence_length,
         "content of the data": data_digest,
         **template,
-        **({"checkpoints.early_stopping": patience} if (patience := settings.checkpoints.early_stopping) else {}),
         **{key: value for key, value in settings.own_files.items() if changes_result(key)},
     }
+    later = {
+        "freeze": settings.freeze,
+        "checkpoints.early_stopping": settings.checkpoints.early_stopping,
+        "scheduler_arguments": values.pop("scheduler_arguments"),
+    }
+    values |= {key: value for key, value in later.items() if value}  # trainings of older versions do not know them
     return {name: as_text(value) for name, value in values.items()}
 
 

@@ -13,7 +13,11 @@ from shardmake.config.load import load_cluster, load_config
 from shardmake.core.atomic import sealed, unsealed
 from shardmake.report.comparison import compare
 from shardmake.report.stage import write_report
+from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.paths import RunDir
+from shardmake.run.plan import Plan
+from shardmake.run.settings_digest import result_settings, settings_digest
+from shardmake.run.training_settings import TrainingSettings
 
 FOLDERS = sorted(path for path in (Path(__file__).parents[2] / "older_runs").iterdir() if path.is_dir())
 
@@ -53,3 +57,12 @@ def test_a_run_that_cannot_be_read_is_one_line_and_leaves_the_others(older: RunD
     first, second = read_states(both, cluster, older.root.parent)
     assert "receipt.json was made by another version of Shardmake" in first.state and second.state == "done"
     assert OPEN not in second.stages.values()
+
+
+def test_a_training_of_an_older_commit_is_still_the_same_training(older: RunDir) -> None:
+    """An unfinished one then resumes from its checkpoints."""
+    attempt = Attempt.read(AttemptDir(older.attempts / "001").settings)
+    settings, plan = TrainingSettings.read(older.training), Plan.read(older.plan)
+    known = attempt.result_settings
+    found = result_settings(settings, plan, known["content of the data"], known["content of the model"])
+    assert found == known and settings_digest(found) == attempt.settings_digest
