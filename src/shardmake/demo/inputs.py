@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 Conversation = dict[str, list[dict[str, str]]]
 TRAINING, EVALUATION = 4000, 200
 """Examples."""
-VOCABULARY_SIZE = 4096
+VOCABULARY_SIZE = 704
 """Rows of the embedding; the tokenizer needs fewer."""
 CONTEXT_LENGTH = 1024
 END_OF_TEXT, TURN_BEGINS, TURN_ENDS = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

@@ -11,8 +11,8 @@ from shardmake.memory.hardware import Hardware, from_cluster
 from shardmake.memory.model import Model, Split, has_own_class, split
 from shardmake.memory.read_config import read_model
 from shardmake.plan.abilities import Abilities, find_abilities
+from shardmake.plan.packages import has_flash_attention_2, wrong_packages
 from shardmake.plan.refusals import (
-    has_flash_attention_2,
     needed_for_flash,
     refuse,
     wrong_abilities,
@@ -22,7 +22,6 @@ from shardmake.plan.refusals import (
     wrong_nodes,
     wrong_on_cpu,
     wrong_optimizer,
-    wrong_packages,
     wrong_packing,
     wrong_precision,
     wrong_sequence_parallel,

@@ -15,9 +15,10 @@ from shardmake.core.errors import ShardmakeError
 from shardmake.memory.optimizer_trial import optimizer_spec
 from shardmake.plan.candidates import Candidate, last_resort
 from shardmake.plan.choose import CLEARLY, find_choice, fits_better
+from shardmake.plan.packages import missing_packages
 from shardmake.plan.planner import Planner
 from shardmake.plan.reasons import AVOIDED, beside, figures, memory_and_time
-from shardmake.plan.refusals import missing_packages, unsuitable
+from shardmake.plan.refusals import unsuitable
 from shardmake.plan.resolve import ResolvedRun, check, resolve
 from shardmake.plan.verdict import Headroom
 from shardmake.run.plan import Choice
