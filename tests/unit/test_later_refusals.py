@@ -36,7 +36,7 @@ TABLE: dict[str, Why | str] = {
     "checkpoint/formats/dcp.py": R,
     "checkpoint/formats/dtypes.py:check_target": "config/models.py:Run",
     "checkpoint/formats/fsdp_per_rank.py": R,
-    "checkpoint/formats/hub_layout.py:_parts": "plan/inspect_model.py:_unmergeable",
+    "checkpoint/formats/hub_layout.py:_made": "plan/inspect_model.py:_unmergeable",
     "checkpoint/formats/hub_layout.py:check_all_loaded": Why.WEIGHTS,
     "checkpoint/formats/hub_layout.py:in_class_layout": Why.WEIGHTS,
     "checkpoint/formats/hub_layout.py:hub_weights": "plan/inspect_model.py:_files_layout",

@@ -30,6 +30,7 @@ from shardmake.plan.refusals import (
     refuse,
     unsuitable,
     wrong_activation_offload,
+    wrong_optimizer,
     wrong_sequence_parallel,
     wrong_strategy,
     wrong_tensor_parallel,
@@ -177,6 +178,7 @@ def resolve_request(request: EstimateRequest) -> ResolvedRun:
     cluster = _cluster(request)
     settings = resolve(run, cluster)
     refuse(
+        wrong_optimizer(run),
         wrong_strategy(run, cluster, settings.precision),
         wrong_activation_offload(run, cluster),
     )

@@ -52,7 +52,7 @@ class EstimateRequest:
         Attention | None, Option(help="Attention kernel. Default: the fastest that model and GPU support.")
     ] = None
     precision: Annotated[Precision, Option(help="Compute data type.")] = "bf16"
-    optimizer: Annotated[Optimizer, Option(help="Optimizer.")] = DEFAULT_OPTIMIZER
+    optimizer: Annotated[Optimizer, Option(help="Optimizer.", metavar="NAME")] = DEFAULT_OPTIMIZER
     method: Annotated[Method, Option(help="What is trained.")] = DEFAULT_METHOD
     lora_rank: Annotated[int, Option(help="Rank of the adapters.")] = 16
     lora_targets: Annotated[str, Option(help="Layers with adapters, such as q_proj,v_proj.")] = "all-linear"

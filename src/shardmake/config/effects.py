@@ -217,7 +217,7 @@ def is_allowed(key: str, value: Any) -> bool:
     field = _FIELDS[key]
     kind: Any = Annotated[field.annotation, field]
     try:
-        TypeAdapter(kind).validate_python(value)
+        TypeAdapter(kind).validate_python(value, strict=True)
     except ValidationError:
         return False
     return True

@@ -86,7 +86,7 @@ def translate(path: Path, ranks: int, objective: str | None = None) -> Translati
         found = _found(row, value, values) if row else None
         if found is not None and all(is_allowed(*one) for one in found.items()):
             run = overlay(run, found)
-        elif key in given and value not in _OFF and key not in (*tool.planned, *tool.idle, *tool.batch):
+        elif key in given and (found or value not in _OFF) and key not in (*tool.planned, *tool.idle, *tool.batch):
             untranslated[key] = value
     adapters = {key: value for key, value in tool.by_method.get(run.get("method", ""), {}).items() if key not in given}
     for key, value in adapters.items():
@@ -327,7 +327,9 @@ LLAMA_FACTORY: Final = Tool(
         "stage": lambda value, values: _STAGES.get(value),
         "finetuning_type": lambda value, values: {"full": {}, "lora": {"method": "lora"}}.get(value),
         "quantization_bit": lambda value, values: {"method": "qlora"} if value == 4 else None,
-        "lora_rank": lambda value, values: {"lora.rank": value, "lora.alpha": values.get("lora_alpha") or 2 * value},
+        "lora_rank": lambda value, values: (isinstance(value, int) and {
+            "lora.rank": value, "lora.alpha": values.get("lora_alpha") or 2 * value
+        }) or None,
         "lora_target": _lora_targets, "cutoff_len": "sequence_length", "dataset": _factory_data("train"),
         "eval_dataset": _factory_data("eval"), "packing": "packing", "neat_packing": _if_true(packing=True),
         "val_size": _above_zero("data.eval_fraction"),

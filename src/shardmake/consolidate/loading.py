@@ -24,6 +24,7 @@ from shardmake.core.process import NEUTRAL_FOLDER
 from shardmake.memory.cache import cached_path
 from shardmake.memory.families import FAMILIES, written_down
 from shardmake.run.model_class import ModelClass
+from shardmake.run.text_part import composite_class
 
 _CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")
 
@@ -236,7 +237,13 @@ def load(
         )
         names = huggingface.weight_names(layout) if layout is not None else None
         is_text = model_class is not None and model_class.text_part
-        weights = tuple(hub_layout.hub_weights(model, names, model.state_dict() if is_text else info["missing_keys"]))
+        missing = model.state_dict() if is_text else info["missing_keys"]
+        try:
+            weights = tuple(hub_layout.hub_weights(model, names, missing))
+        except ModelError:  # of towers, which are the base's, byte for byte
+            if is_text or composite_class(model.config) is None:
+                raise
+            weights = tuple(hub_layout.hub_weights(model, names, model.state_dict()))
     except ModelError as error:
         return LoadingReport(error=str(error).removesuffix("."))
     except Exception as error:  # transformers, PEFT and the model code can raise anything

@@ -157,7 +157,7 @@ class MergePlan:
     def in_layout(self, weights: Iterable[HubWeight]) -> "MergePlan":
         """Return the plan that writes ``weights`` in place of the parameters that hold them."""
         contents = in_hub_layout(self.contents, weights)
-        return self if contents.tensors.keys() == self.contents.tensors.keys() else replace(self, contents=contents)
+        return self if contents is self.contents else replace(self, contents=contents)
 
     def _with_tensors(self, tensors: Iterable[StoredTensor]) -> "MergePlan":
         return replace(self, contents=self.contents.with_tensors(tensors))

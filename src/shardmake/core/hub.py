@@ -78,15 +78,19 @@ def git_object_id(path: Path) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
-def with_retries(action: Callable[[], T]) -> T:
-    """Return the result of ``action``; after a temporary error, retry it after each of `RETRY_WAITS`."""
+def with_retries(action: Callable[[], T], *, is_first: bool = False) -> T:
+    """Return the result of ``action``; after a temporary error, retry it after each of `RETRY_WAITS`.
+
+    ``is_first``: nothing was transferred before, so a hub that cannot be reached is waited for only once.
+    """
     for wait in RETRY_WAITS:
         try:
             return action()
         except Exception as error:
             if not _is_temporary(error) or is_untrusted(error):
                 raise
-            if (failed := _unreached(error)) and (wait > RETRY_WAITS[0] or not isinstance(failed, OSError)):
+            failed = _unreached(error) if is_first else None
+            if failed and (wait > RETRY_WAITS[0] or not isinstance(failed, OSError)):
                 raise
             seconds = max(wait, _requested_wait(error))
             logger.warning("The transfer was interrupted: %s. Retrying in %g s.", first_line(error), seconds)

@@ -10,9 +10,9 @@ from pathlib import Path
 from shardmake.config.models import Cluster, Slurm
 from shardmake.core.disk import UNLIMITED, FreeSpace, free_space, mount_of
 from shardmake.core.environment import hub_cache, installed_versions
-from shardmake.core.errors import ShardmakeError, nearest
+from shardmake.core.errors import ConfigError, ShardmakeError, nearest
 from shardmake.core.hub import ask_endpoint
-from shardmake.core.private_names import SUPPORTED, library_warnings
+from shardmake.core.private_names import SUPPORTED, check_libraries, library_warnings
 from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import GIB, format_bytes, format_duration, plural
 from shardmake.launch.container import check_job_environment
@@ -262,6 +262,11 @@ def check_versions() -> Iterator[Finding]:
     """Report the installed libraries, and those that the tests did not run with or that break together."""
     for name, version in installed_versions(SUPPORTED).items():
         yield ok(name, version) if version else stops(name, "not installed", "Run `make install` again.")
+    try:
+        check_libraries()
+    except ConfigError as error:
+        found, _, advice = str(error).partition(". ")
+        yield stops("versions", found, advice)
     for text in library_warnings():
         found, _, advice = text.partition(". ")
         yield warning("versions", found, advice)

@@ -35,7 +35,7 @@ def describe_model(api: "HfApi", repository: str, revision: str | None) -> Pinne
     arrives damaged.
     """
     with _with_advice(api, repository):
-        return with_retries(lambda: _describe_once(api, repository, revision))
+        return with_retries(lambda: _describe_once(api, repository, revision), is_first=True)
 
 
 def fetch_weights(api: "HfApi", source: PinnedSource) -> None:

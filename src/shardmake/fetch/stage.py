@@ -251,12 +251,16 @@ def _take_same(wanted: PinnedSource, folder: Path, records: Iterable[Path]) -> d
         with suppress(ShardmakeError, OSError):  # removed or renewed at this moment, or of another version
             found = PinnedSource.read(place)
             if (found.name, found.subset, found.commit) == (wanted.name, wanted.subset, wanted.commit):
-                shutil.copytree(place.parent, folder, copy_function=link_or_copy)
+                shutil.copytree(place.parent, folder, copy_function=link_or_copy, ignore=_links)
                 if {str(path.relative_to(folder)): record(path) for path in data_files(folder)} == found.files:
                     logger.info(f"Took the data {wanted.name} of run {place.parents[2].name}.")
                     return found.files
         remove(folder)
     return None
+
+
+def _links(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if Path(folder, name).is_symlink()]
 
 
 def _every_file(name: str, revision: str | None) -> PinnedSource:
@@ -285,4 +289,4 @@ def _is_current(before: PinnedSource | None, name: str, revision: str | None, su
 def _commit_of_data(api: "HfApi", repository: str, revision: str | None) -> str:
     advice = "Check the name, the token (`hf auth login`) and the network."
     with translate_hub_errors(f"Requesting the data set {repository} from the hub", {}, advice):
-        return with_retries(lambda: commit_of(api, repository, revision, kind="dataset"))
+        return with_retries(is_first=True, action=lambda: commit_of(api, repository, revision, kind="dataset"))

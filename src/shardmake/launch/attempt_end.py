@@ -7,6 +7,7 @@ from pathlib import Path
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.reshard.convert import Route, route
+from shardmake.config.optimizers import DEFAULT_OPTIMIZER
 from shardmake.core.errors import DiskFullError, ShardmakeError, StopRequestedError, is_user_error
 from shardmake.core.run_folder import read_bytes, unlink
 from shardmake.core.units import format_duration
@@ -217,13 +218,14 @@ def _find_fallback(training: Training, current: int, end: EndReason) -> int | No
     if end not in (EndReason.GPU_OUT_OF_MEMORY, EndReason.HOST_OUT_OF_MEMORY):
         return None
     newest = training.newest_checkpoint()
+    is_adam = training.plan.workload.optimizer == DEFAULT_OPTIMIZER  # no other's checkpoints are converted
     for number in training.plan.fallbacks_below(current, host=end is EndReason.HOST_OUT_OF_MEMORY):
         choice = training.plan.at(number).choice
         if newest is None:
             return number
         record, checkpoint = newest
         found = route(record.strategy, record.world_size, choice.strategy, choice.world_size)
-        if isinstance(found, Route):
+        if found is Route.NATIVE or (isinstance(found, Route) and is_adam):
             return number
         logger.info("Skipping fallback %d (%s) for %s: %s.", number, choice.strategy, checkpoint.name, found)
     return None

@@ -83,8 +83,11 @@ def confirm_damage(folder: AttemptDir) -> str:
     if not found or resume_from is None:
         return ""
     checkpoint, run = Path(resume_from), RunDir(folder.root.absolute().parents[2])
-    converted = checkpoint.parent == real_path(run.resharded)
-    if (converted or checkpoint.parent == real_path(run.checkpoints)) and checkpoint.exists():
+    parent = checkpoint.parent.resolve()
+    converted, own = parent == real_path(run.resharded).resolve(), parent == real_path(run.checkpoints).resolve()
+    if not converted and not own:
+        return ""
+    if checkpoint.exists():
         record, names = read_record(checkpoint), {name for node in found for name in node.damaged} - {RECORD_NAME}
         if record is not None and all(is_intact(record, checkpoint, name) for name in names):
             return ""

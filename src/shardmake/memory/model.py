@@ -226,9 +226,10 @@ def find_frozen(names: Collection[str], patterns: Iterable[str]) -> frozenset[st
     ``!`` it names exceptions to the patterns before it.
 
     Raises:
-        ModelError: A pattern names no parameter, or all are frozen.
+        ModelError: A pattern names no parameter, or all or none are frozen.
     """
     frozen: set[str] = set()
+    patterns = list(patterns)
     for pattern in patterns:
         wanted = pattern.removeprefix("!")
         found = {name for name in names if any(fnmatchcase(part, wanted) for part in _parts(name))}
@@ -242,6 +243,8 @@ def find_frozen(names: Collection[str], patterns: Iterable[str]) -> frozenset[st
         frozen = frozen - found if pattern.startswith("!") else frozen | found
     if frozen and len(frozen) == len(names):
         raise ModelError("freeze leaves no weight to train. Remove a pattern, or add one with ! for what is trained.")
+    if patterns and not frozen:
+        raise ModelError("freeze names only exceptions (!). Put what they are exceptions to first, such as '*'.")
     return frozenset(frozen)
 
 

@@ -193,13 +193,18 @@ def _kept(model: Model) -> list[int] | None:
     return kept_layers(model.kinds) if model.kinds else None
 
 
+def _names_layers(targets: Iterable[str] | str) -> bool:
+    """Return True if adapters are of layers by their number."""
+    return not isinstance(targets, str) and any(part.isdigit() for name in targets for part in name.split("."))
+
+
 def _request(scenario: Scenario) -> dict[str, Any]:
     adapted = scenario.method_spec.has_adapters
     held = "fp32" if weight_bytes(scenario) == 4 and not adapted else scenario.precision
     return {
         "config": dict(scenario.model.config),
         "source": scenario.model.source,
-        "layers": _kept(scenario.model),
+        "layers": None if _names_layers(scenario.lora_targets) else _kept(scenario.model),
         "trust_remote_code": scenario.model.trust_remote_code,
         "micro_batch": scenario.micro_batch,
         "sequence_length": scenario.sequence_length,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from shardmake.checkpoint.formats import huggingface
-from shardmake.checkpoint.formats.hub_layout import HubWeight, hub_weights, renamed, stacked_parameters
+from shardmake.checkpoint.formats.hub_layout import HubWeight, hub_weights, stacked_parameters
 from shardmake.config.attention import KERNELS
 from shardmake.config.methods import METHODS
 from shardmake.core.errors import ModelError
@@ -79,6 +79,7 @@ def _adapters(kind: ModelClass, config: Any, source: str, adapters: Mapping[str,
     weights = _files_layout(model, source)
     fused = {parameter.name.rpartition(".")[2] for parameter in stacked_parameters(model) if len(parameter.shape) == 3}
     unmergeable, experts = _unmergeable(model, adapters, weights)
+    unmergeable += _turned(model, Path(source).parent, experts)
     others = _mergeable_targets(_build(kind, config, source), adapters, weights) if unmergeable else []
     return {
         "unmergeable": unmergeable,
@@ -86,6 +87,18 @@ def _adapters(kind: ModelClass, config: Any, source: str, adapters: Mapping[str,
         "adapted_experts": experts,
         "frozen_experts": sorted(fused - {*experts}),
     }
+
+
+def _turned(model: "PreTrainedModel", folder: Path, experts: Sequence[str]) -> list[str]:
+    """Return a line about fused ``experts`` whose files hold them transposed under the name that the class has."""
+    held = huggingface.read(folder).tensors if huggingface.recognise(folder) else {}
+    found = [
+        parameter.name
+        for parameter in stacked_parameters(model)
+        if parameter.name.rpartition(".")[2] in experts and parameter.name in held
+        if held[parameter.name].shape != parameter.shape
+    ]
+    return [f"{name}, which its files store transposed" for name in found[:1]]
 
 
 def _has_plain_head(kind: ModelClass, config: Any) -> bool:
@@ -352,13 +365,14 @@ def _unmergeable(
     experts = sorted({layer.parameter_name for layer in layers if layer.num_experts > 1})
     features = list(AdapterSettings.parse(adapted.peft_config["default"].to_dict()).refused(holds_base=False))
     modules = {plain_name(name).partition(".lora_A")[0] for name, _ in adapted.named_parameters() if ".lora_A." in name}
-    apart = {part.parameter for weight in weights for part in weight.parts} - renamed(weights).keys()
-    otherwise = {parameter.removesuffix(".weight") for parameter in apart}
+    single = {layer.parameter_name for layer in layers if layer.num_experts == 1 and layer.get_param().dim() == 3}
     adapted.unload()
-    features += sorted(f"{module}, which its files store in parts" for module in modules & otherwise)[:1]
     in_turn = {part.parameter for weight in weights if not weight.is_range for part in weight.parts}
     features += sorted(
-        f"{name}, which its files store in parts" for name in in_turn if name.rpartition(".")[2] in experts
+        f"{name.removesuffix('.weight')}, which its files store in parts"
+        for name in in_turn
+        if name.rpartition(".")[2] in experts or name.removesuffix(".weight") in modules
     )[:1]
+    features += sorted(f"{name} of a single expert" for name in single)
     features += [f"{name} of the experts, not proved on a base in 4 bits" for name in experts if method.in_four_bits]
     return features, experts

@@ -367,7 +367,8 @@ def wrong_packing(run: Run, abilities: Abilities, attention: Attention) -> Itera
 def wrong_optimizer(run: Run) -> Iterator[str]:
     """Yield why steps with the run's optimizer failed, so that the bytes of its states are not known either."""
     if why := optimizer_spec(run.optimizer).fails:
-        yield f"optimizer: {run.optimizer} cannot train: {why}. Take another optimizer."
+        todo = "Install it, or take" if "ImportError" in why else "Take"
+        yield f"optimizer: {run.optimizer} cannot train: {why}. {todo} another optimizer."
 
 
 def wrong_loss(run: Run, model: Model) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from shardmake.config.load import parse_section
 from shardmake.config.methods import METHODS
 from shardmake.config.models import Cluster, Run
+from shardmake.config.optimizers import DEFAULT_OPTIMIZER
 from shardmake.core.errors import ShardmakeError
 from shardmake.memory.optimizer_trial import optimizer_spec
 from shardmake.plan.candidates import Candidate, last_resort
@@ -40,7 +41,10 @@ class Suggestion(NamedTuple):
 def changes(nodes: int, sequence_length: int, method: str, optimizer: str) -> Iterator[Kind]:
     """Yield what costs more than a setting: first more nodes, then what changes the result of the training."""
     yield "nodes", [nodes << power for power in range(1, MAX_NODE_FACTOR.bit_length())]
-    yield from (("optimizer", [other]) for other in optimizer_spec(optimizer).smaller)
+    spec = optimizer_spec(optimizer)
+    yield from (("optimizer", [other]) for other in spec.smaller)
+    if spec.fails_flat or spec.fails_sharded:
+        yield "optimizer", [DEFAULT_OPTIMIZER]
     yield from (("method", [other]) for other in METHODS[method].smaller)
     halves = (sequence_length >> power for power in range(1, sequence_length.bit_length()))
     yield "sequence_length", [length for length in halves if length >= MIN_SEQUENCE_LENGTH]

@@ -151,11 +151,15 @@ class _Reader:
     def _source(self, words: list[str], start: int, guarded: bool) -> Iterator[ShellCommand]:
         """Yield the commands of a file that the script reads; without the file, no variable is known any more."""
         path, line = sourced_file(words[1], Path(self.name).parent), self._line(start)
-        text = path.read_text(errors="replace") if path and path not in self.sources else None
+        text = None
+        with contextlib.suppress(OSError):
+            text = path.read_text(errors="replace") if path and path not in self.sources else None
         inner = _Reader(str(path), text or "", self.values.new_child(), sources=(*self.sources, path))
-        with contextlib.suppress(ConfigError):
-            list(inner.commands())
-        if text is None or inner.at < len(text):
+        try:
+            returns = any(one.words[0] == "return" for one in inner.commands())
+        except ConfigError:
+            returns = True
+        if text is None or returns:
             yield from [ShellCommand(line, words)] if self.values else []
             for name in list(self.values):
                 self._forget(name)

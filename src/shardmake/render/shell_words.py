@@ -1,5 +1,6 @@
 """Words of a shell's commands: how values are split into them, and which of them hold commands."""
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Final
@@ -59,10 +60,14 @@ def sourced_file(word: str, folder: Path) -> Path | None:
 
     ``$(dirname "$0")`` and its like stand for ``folder``.
     """
-    known = re.sub("^.*[\ue100-\ue1ff]/?", "", word, flags=re.DOTALL)
-    places = [Path(word).expanduser(), folder / word]
+    known = re.sub("^.*[\ue100-\ue1ff]/", "", word, flags=re.DOTALL)
+    with contextlib.suppress(RuntimeError):  # no user of that name
+        word = str(Path(word).expanduser())
+    places = [folder / word]
     if known != word:
         prefix = written(word).removesuffix(known).replace("%/*", "").replace("/dev/null", "").removesuffix("/")
-        is_here = re.search(r"\$\{?0\b|BASH_SOURCE", prefix) and "/" not in prefix and prefix.count("dirname") < 2
-        places = [folder / known] if is_here and known else []
-    return next((path.resolve() for path in places if path.is_file() and path.stat().st_size < 1 << 20), None)
+        is_here = re.search(r"\$\{?0\b|BASH_SOURCE", prefix) and not re.search(r"/|\.\.|basename|%|#", prefix)
+        places = [folder / known] if is_here and known and prefix.count("dirname") < 2 else []
+    with contextlib.suppress(OSError):  # a name that is too long, a folder that others cannot enter
+        return next((path.resolve() for path in places if path.is_file() and path.stat().st_size < 1 << 20), None)
+    return None

@@ -85,6 +85,14 @@ class Length:
         if run.script:
             return []
         warnings = []
+        if batch > self.sequences:
+            message = (
+                f"global_batch_size: {batch} is larger than the data of {plural(self.sequences, 'sequence')}: a step "
+                f"uses each sequence {batch / self.sequences:.3g} times. {self._smaller_batch()}."
+            )
+            if run.epochs and (not self.is_estimate or 2 * self.sequences <= batch):
+                raise ConfigError(f"{message} Or count steps instead of epochs (max_steps).")
+            warnings.append(message)
         if self.steps == 1 and warmup_steps(run, 1):
             message = (
                 "This training learns nothing: its only optimizer step is the first of the warm-up, with learning rate "
@@ -95,14 +103,6 @@ class Length:
             warnings.append(message)
         elif self.steps < FEW_STEPS:
             warnings.append(f"The training has only {plural(self.steps, 'optimizer step')}. {self._more_steps()}.")
-        if batch > self.sequences:
-            message = (
-                f"global_batch_size: {batch} is larger than the data of {plural(self.sequences, 'sequence')}: a step "
-                f"uses each sequence {batch / self.sequences:.3g} times. {self._smaller_batch()}."
-            )
-            if run.epochs and (not self.is_estimate or 2 * self.sequences <= batch):
-                raise ConfigError(f"{message} Or count steps instead of epochs (max_steps).")
-            warnings.append(message)
         return warnings
 
     def _more_steps(self) -> str:
@@ -112,6 +112,8 @@ class Length:
         epochs = self.run.epochs or 0
         longer = f"epochs: {math.ceil(FEW_STEPS / steps_per_epoch(self.sequences, self.run.global_batch_size))}"
         smaller = batch_for(self.sequences * epochs, FEW_STEPS, self.ranks)
+        while smaller and optimizer_steps(epochs, self.sequences, smaller) < FEW_STEPS:  # an epoch is whole batches
+            smaller = smaller // 2 if smaller > self.ranks else 0
         return f"Set global_batch_size: {smaller} or {longer}" if smaller else f"Set {longer}"
 
     def _smaller_batch(self) -> str:

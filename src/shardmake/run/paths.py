@@ -98,7 +98,7 @@ class RunDir:
     settings = BelowRoot(
         "settings", "Folder of the settings with which each stage last ran (`shardmake.run.settings.StageSettings`)."
     )
-    stage_lock = BelowRoot("settings/.lock", "Held by every stage while it runs, so that the run is not removed.")
+    stage_lock = BelowRoot("settings/.lock", "Held by a stage while it runs, and by `clean` while it removes folders.")
     figures = BelowRoot("figures", "Folder of the report's figures, for `snakemake --report`.")
     report = BelowRoot("report.html", "The run on one page.")
 

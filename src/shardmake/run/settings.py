@@ -154,8 +154,9 @@ def recorded_settings(stage: str, run: Run, cluster: Cluster, rundir: RunDir) ->
         logger.info("Settings changed since the last %s of %s: %s.", stage, rundir.name, "; ".join(changes))
     _check_stages_before(stage, values_of(run, cluster), rundir)
     make_folder(rundir.settings)
-    with open_file(rundir.stage_lock, "a") as lock:
-        take_lock(lock.fileno(), without_locks=True, shared=True)
+    with open_file(rundir.stage_lock, "a+") as lock:  # NFS lends a shared lock only to what is open for reading
+        if not take_lock(lock.fileno(), without_locks=True, shared=True):
+            raise ConfigError(f"`shardmake clean` is removing folders of {rundir.name}. Start again when it has ended.")
         yield
         now.model_copy(update={"seconds": time.time() - Process().create_time()}).write(rundir.stage_settings(stage))
 

@@ -59,7 +59,7 @@ def describe_learning(built: BuiltTraining, settings: TrainingSettings) -> Learn
         learning_rate=float(first.get("initial_lr", first["lr"])),
         betas=list(betas) if betas else None,
         epsilon=first["eps"] if betas else None,
-        weight_decay=max(decays),
+        weight_decay=max(decays) if _trains_matrices(model) else arguments.weight_decay,
         decays_vectors=max(decays) > 0 and 0.0 not in decays and _trains_vectors(model),
         schedule=_schedule(scheduler, arguments),
         warmup_steps=arguments.get_warmup_steps(built.steps),
@@ -136,6 +136,11 @@ def _trains_vectors(model: torch.nn.Module) -> bool:
     return any(len(getattr(p, "ds_shape", p.shape)) < 2 for p in model.parameters() if p.requires_grad)
 
 
+def _trains_matrices(model: torch.nn.Module) -> bool:
+    """Return True if weights are trained that decay; without any, ZeRO drops their group."""
+    return any(len(getattr(p, "ds_shape", p.shape)) > 1 for p in model.parameters() if p.requires_grad)
+
+
 def _schedule(scheduler: Any, arguments: TrainingArguments) -> str:
     """Return transformers' name, or the class of a scheduler that transformers did not build."""
     is_ours = isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR)
@@ -149,9 +154,9 @@ def _autocast(built: BuiltTraining, deepspeed: bool, dtype: str) -> str | None:
 
 
 def _close(found: Any, planned: Any) -> bool:
-    """Return True for equal values; rates may differ in the last digits."""
+    """Return True for equal values; rates may differ in the last digits of fp32, in which some optimizers hold them."""
     if isinstance(found, list) and isinstance(planned, list):
         return len(found) == len(planned) and all(map(_close, found, planned))
     if isinstance(found, float) and isinstance(planned, int | float) and not isinstance(planned, bool):
-        return math.isclose(found, planned, rel_tol=1e-9, abs_tol=1e-15)
+        return math.isclose(found, planned, rel_tol=1e-6, abs_tol=1e-15)
     return same(found, planned)

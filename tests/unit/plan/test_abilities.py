@@ -451,9 +451,13 @@ def test_a_shrunken_config_keeps_each_kind_of_layer_and_the_size_of_a_head() -> 
 
 
 def test_adapters_of_weights_that_the_files_store_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A weight that has another name alone is found; the adapter of one in parts would be trained and not merged."""
+    """A weight of another name alone is found; the adapter of one whose rows are apart would be trained, not merged."""
     module = "model.layers.0.self_attn"
-    parts = [HubWeight(f"q.{part}", (32, 64), (Part(f"{module}.q_proj.weight", part * 2048, 2048),)) for part in (0, 1)]
+    query = f"{module}.q_proj.weight"
+    parts = [
+        HubWeight(f"q.{part}", (32, 64), (Part(query, part * 1024, 1024), Part(query, 2048 + part * 1024, 1024, 1024)))
+        for part in (0, 1)
+    ]
     renamed = HubWeight("v.weight", (64, 64), (Part(f"{module}.v_proj.weight", 0, 4096),))
     monkeypatch.setattr(inspect_model, "hub_weights", lambda *_: [*parts, renamed])
     config = {"model_type": "qwen3_moe", **SIZES}

@@ -65,9 +65,16 @@ def find_foreign_names(checkpoint: Path, files: Iterable[str]) -> dict[str, list
 def refuse_foreign_names(checkpoint: Path, files: Iterable[str]) -> None:
     """Raise `CheckpointError` for the first of ``files`` in which `find_foreign_names` finds something."""
     for name, foreign in find_foreign_names(checkpoint, files).items():
+        is_enum = all(each.rpartition(".")[2] == "getattr" for each in foreign)
+        todo = (
+            "Python 3.11.0 to 3.11.3 writes it for an enumeration: merge the checkpoint and start from that model. If "
+            "the training had another Python, find out who changed this file."
+            if is_enum
+            else "Find out who changed this file."
+        )
         raise CheckpointError(
             f"{checkpoint / name} was not loaded. Its pickle would import {', '.join(foreign[:3])}, which no training "
-            f"writes. Find out who changed this file. To train from an older checkpoint, move {checkpoint} away."
+            f"writes. {todo} To train from an older checkpoint, move {checkpoint} away."
         )
 
 
