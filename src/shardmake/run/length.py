@@ -85,6 +85,17 @@ class Length:
         if run.script:
             return []
         warnings = []
+        is_whole = bool(run.max_steps) or batch <= self.sequences  # an epoch is whole batches
+        if self.steps == 1 and warmup_steps(run, 1):
+            message = (
+                "This training learns nothing: its only optimizer step is the first of the warm-up, with learning rate "
+                f"0 ({self.describe()}). {self._more_steps()}{', or warmup_ratio: 0' if is_whole else ''}."
+            )
+            if run.max_steps or not self.is_estimate or 2 * self.sequences * (run.epochs or 1) <= batch:
+                raise ConfigError(message)
+            warnings.append(message)
+        elif self.steps < FEW_STEPS:
+            warnings.append(f"The training has only {plural(self.steps, 'optimizer step')}. {self._more_steps()}.")
         if batch > self.sequences:
             message = (
                 f"global_batch_size: {batch} is larger than the data of {plural(self.sequences, 'sequence')}: a step "
@@ -93,16 +104,6 @@ class Length:
             if run.epochs and (not self.is_estimate or 2 * self.sequences <= batch):
                 raise ConfigError(f"{message} Or count steps instead of epochs (max_steps).")
             warnings.append(message)
-        if self.steps == 1 and warmup_steps(run, 1):
-            message = (
-                "This training learns nothing: its only optimizer step is the first of the warm-up, with learning rate "
-                f"0 ({self.describe()}). {self._more_steps()}, or warmup_ratio: 0."
-            )
-            if run.max_steps or not self.is_estimate or 2 * self.sequences * (run.epochs or 1) <= batch:
-                raise ConfigError(message)
-            warnings.append(message)
-        elif self.steps < FEW_STEPS:
-            warnings.append(f"The training has only {plural(self.steps, 'optimizer step')}. {self._more_steps()}.")
         return warnings
 
     def _more_steps(self) -> str:
@@ -114,6 +115,8 @@ class Length:
         smaller = batch_for(self.sequences * epochs, FEW_STEPS, self.ranks)
         while smaller and optimizer_steps(epochs, self.sequences, smaller) < FEW_STEPS:  # an epoch is whole batches
             smaller = smaller // 2 if smaller > self.ranks else 0
+        if self.run.global_batch_size > self.sequences:  # more epochs of no whole batch are none
+            return f"Set global_batch_size: {smaller}" if smaller else self._smaller_batch()
         return f"Set global_batch_size: {smaller} or {longer}" if smaller else f"Set {longer}"
 
     def _smaller_batch(self) -> str:

@@ -181,7 +181,7 @@ def test_a_damaged_conversion_is_removed_and_its_source_stays(
     run_nodes(folder, monkeypatch)
     for named in (theirs, converted):  # a member may write any path into the attempt's settings
         attempt.model_copy(update={"resume_from": str(named)}).write(folder.settings)
-        assert "checkpoint-20 is damaged" in confirm_damage(folder)
+        assert ("checkpoint-20 is damaged" in confirm_damage(folder)) == (named == converted)
     assert theirs.exists() and not converted.exists() and Path(attempt.resume_from or "").exists()
 
 

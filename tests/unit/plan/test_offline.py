@@ -59,7 +59,7 @@ def test_a_run_from_the_model_of_another_is_planned_by_that_runs_base(planned: s
 
 
 def test_packages_of_the_run_may_be_missing_here(planned: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardmake.plan.refusals.find_spec", lambda name: None)
+    monkeypatch.setattr("shardmake.plan.packages.find_spec", lambda name: None)
     needing = RUN | {"method": "qlora", "optimizer": "adamw8bit", "loss": "fused", "strategy": "ddp"}
     needing |= {"micro_batch_size": 1, "gradient_checkpointing": True}
     Path("config.json").write_text(json.dumps({"cluster": "cluster.yaml", "runs": {"small": needing}}))

@@ -300,7 +300,7 @@ def test_weights_go_to_the_gpu_directly_and_host_ram_follows(folders: dict[str, 
 
 def test_qlora_of_a_70b_model_fits_a_usual_node(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of the 16-bit weights per rank would be 1,051 GiB, which left only FSDP."""
-    monkeypatch.setattr("shardmake.plan.refusals.find_spec", lambda name: name != "flash_attn")
+    monkeypatch.setattr("shardmake.plan.packages.find_spec", lambda name: name != "flash_attn")
     made = plan(folders["seventy"], gpus(memory_gib_per_node=400.0), method="qlora", nodes=1, strategy="ddp")
     assert made.host_memory < 40 * 2**30
 

@@ -47,7 +47,7 @@ def test_a_batch_that_gives_steps(sequences: int, steps: int, ranks: int, batch:
 @pytest.mark.parametrize(
     ("length", "refusal", "warnings"),
     [
-        (length_of(21, global_batch_size=64), "Set global_batch_size: 2 or epochs: 10, or warmup_ratio: 0.", []),
+        (length_of(21, global_batch_size=64), "warm-up). Set global_batch_size: 2.", []),
         (length_of(21, global_batch_size=64, is_estimate=True), "learns nothing", []),
         (
             length_of(60, global_batch_size=64, is_estimate=True),
