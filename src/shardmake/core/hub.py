@@ -29,7 +29,7 @@ _NO_NETWORK = (
     "This machine does not reach the hub. Fetch on a machine with internet access and the same folders, such "
     "as a login node: shardmake fetch NAME. Or set HTTPS_PROXY, or name a local folder in place of the hub id."
 )
-_ANSWER_SECONDS: Final = 3.5
+_ANSWER_SECONDS: Final = 4.5
 """Seconds for the first answer of a hub, whose client asks twice. A firewall that drops packets would take minutes."""
 _PERMANENT = frozenset({400, 401, 402, 403, 404, 410, 413, 422, 451})
 
