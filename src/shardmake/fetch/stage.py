@@ -289,4 +289,4 @@ def _is_current(before: PinnedSource | None, name: str, revision: str | None, su
 def _commit_of_data(api: "HfApi", repository: str, revision: str | None) -> str:
     advice = "Check the name, the token (`hf auth login`) and the network."
     with translate_hub_errors(f"Requesting the data set {repository} from the hub", {}, advice):
-        return with_retries(is_first=True, action=lambda: commit_of(api, repository, revision, kind="dataset"))
+        return with_retries(lambda: commit_of(api, repository, revision, kind="dataset"), is_first=True)

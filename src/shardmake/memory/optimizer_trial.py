@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from shardmake.config.optimizers import OPTIMIZERS, OptimizerSpec, find_built
 from shardmake.core.atomic import digest
+from shardmake.core.errors import ShardmakeError
 from shardmake.memory.cache import cached_helper
 
 _OTHER: Final = "Take optimizer: adamw, or one of the strategies {others}."
@@ -41,12 +42,15 @@ def optimizer_spec(name: str) -> OptimizerSpec:
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the optimizer's `OptimizerSpec`."""
+    """Return the fields of the optimizer's `OptimizerSpec`; raise a `ShardmakeError` if this machine cannot try it."""
     name = request["optim"]
     try:
         return _try(name)
-    except _OF_THE_MACHINE:
-        raise
+    except _OF_THE_MACHINE as error:
+        raise ShardmakeError(
+            f"Steps with optimizer: {name} could not be tried here: {_first_line(error)}. Look at the memory and the "
+            "temporary folder of this machine, or take another optimizer."
+        ) from None
     except Exception as error:  # an optimizer may raise anything
         return {"fails": f"its step raises {_first_line(error)}"}
 

@@ -221,13 +221,13 @@ def optimizer_path(state: Mapping[str, Any]) -> Path:
     return Path(groups[0].record.path)
 
 
+_STAGES = ("disabled", "optimizer_states", "gradients", "weights")
+
+
 def _number(value: Any) -> int:
     """Return the value of ``ZeroStageEnum(2)``, which Python 3.11.0 to 3.11.3 write by the member's name."""
     given = value.args[-1] if isinstance(value, Inert) else value
     return _STAGES.index(given) if given in _STAGES else int(given)
-
-
-_STAGES = ("disabled", "optimizer_states", "gradients", "weights")
 
 
 def check_same_step(files: ZeroFiles) -> None:
