@@ -4,11 +4,20 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardmake.data.chat import ChatTemplate
 from shardmake.data.encode import tokenize
 from shardmake.demo import make_inputs
+
+
+@pytest.fixture(scope="module", name="inputs")
+def unchanged_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's files as its users get them; those of the other tests have a larger vocabulary."""
+    folder = tmp_path_factory.mktemp("inputs") / "demo"
+    make_inputs(folder)
+    return folder
 
 
 def test_the_model_loads_as_its_users_load_it(inputs: Path) -> None:
