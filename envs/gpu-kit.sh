@@ -9,5 +9,5 @@ if [ -d "$kit/wheels" ] && [ ! -d "$kit/site" ]; then
   mv "$kit/site.new" "$kit/site"
 fi
 site=$(realpath -m "$kit/site")
-export PATH="$site/bin:$PATH" PYTHONPATH="$site:$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export PATH="$site/bin:$PATH" PYTHONPATH="$PWD/src:$PWD:$site${PYTHONPATH:+:$PYTHONPATH}"
 exec "$python" -m benchmarks.gpu_kit "$kit" "$@"

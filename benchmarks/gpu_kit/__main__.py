@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.gpu_kit.cases import CASES, Case, label_of
 from benchmarks.gpu_kit.drive import Drive
 from benchmarks.gpu_kit.machine import MACHINES, Machine, find_machine
-from benchmarks.gpu_kit.prepare import CLUSTER, prepare
+from benchmarks.gpu_kit.prepare import CLUSTER, COMMIT, prepare
 from shardmake.core.atomic import read_json
 from shardmake.core.environment import checkout_commit, installed_versions
 from shardmake.core.errors import ShardmakeError
@@ -29,14 +29,17 @@ AT_ONCE = 24
 
 
 def choose(only: Sequence[str], machine: Machine) -> list[Case]:
-    """Return the named cases with the trainings that they repeat, without those that cannot run on a CPU."""
+    """Return the named cases with the trainings that they repeat, without those that cannot run on the machine."""
     wanted = {*only, *(word for case in CASES if case.name in only for word in case.program[1:])}
     named = [case for case in CASES if not only or case.name in wanted]
-    return [case for case in named if not (machine.is_cpu and case.not_on_cpu)]
+    if machine.is_cpu:
+        return [case for case in named if not case.not_on_cpu]
+    return [case for case in named if machine.memory >= case.gpu_gib * GIB]
 
 
-def make_report(machine: Machine, rows: Sequence[dict[str, Any]], begun: float, planned_for: str) -> GpuReport:
-    """Return the report of the rows of all cases, whose plans are for the GPU ``planned_for`` of the catalogue."""
+def make_report(machine: Machine, rows: Sequence[dict[str, Any]], begun: float, work: Path) -> GpuReport:
+    """Return the report of the rows of all cases, which were prepared in ``work``."""
+    planned_for = read_json(work / CLUSTER, "--prepare")["accelerator"]
     done = {row["case"]: row for row in rows if row.get("ok")}
     by_name = {case.name: case for case in CASES}
     trained = [Trained.model_validate(_part(row, Trained)) for row in done.values() if "strategy" in row]
@@ -52,7 +55,7 @@ def make_report(machine: Machine, rows: Sequence[dict[str, Any]], begun: float, 
     return GpuReport(
         time=begun,
         seconds=time.time() - begun,
-        commit=checkout_commit(),
+        commit=checkout_commit() or read_json(work / COMMIT, "--prepare"),
         gpu=machine.gpu,
         accelerator=machine.accelerator,
         memory_gib=machine.memory / GIB,
@@ -97,11 +100,9 @@ def main() -> int:
     failed = {} if work.exists() else prepare(work, machine, cases)
     if options.prepare:
         return int(bool(failed))
-    begun, planned_for = time.time(), read_json(work / CLUSTER, "--prepare")["accelerator"]
-    if planned_for != machine.accelerator:
-        print(f"Warning: the cases were planned for {planned_for}, and this machine has {machine.gpu}.")
+    begun = time.time()
     rows = Drive(work, out, machine, cases, options.seconds).run(options.at_once)
-    report = make_report(machine, rows, begun, planned_for)
+    report = make_report(machine, rows, begun, work)
     report.write(out / report.name)
     print("", *report.training_rows(), "", report.row(), sep="\n")
     return int("failed" in report.outcomes.values())

@@ -20,6 +20,7 @@ SHAPES: dict[str, dict[str, Any]] = {  # the last two are those of Llama 3.2 and
 }  # fmt: skip
 """Values of the model's configuration that differ from the demo's. CPUs rehearse every case with ``tiny``."""
 CPU_LENGTH, CPU_STEPS = 128, 6
+COMPILE_SECONDS = 150
 CHECKPOINT_STEPS = 5
 """The killed and the stopped training have a checkpoint of this step."""
 NO_FSDP = "Shardmake refuses FSDP without a GPU; tests/workflow trains it on CPUs with patches of Accelerate"
@@ -48,6 +49,8 @@ class Case:
     steps: int = STEPS
     limit: float = 60
     """Seconds at the GPU."""
+    gpu_gib: float = 0
+    """GPUs with less memory leave it out."""
     not_on_cpu: str = ""
     """Why the rehearsal on a CPU leaves it out; empty if it runs there."""
 
@@ -68,9 +71,10 @@ def _offload(strategy: str) -> Case:
     return Case(strategy, keys={"strategy": strategy}, steps=8, limit=75, not_on_cpu=NO_FSDP if fsdp else "")
 
 
-def _lever(name: str, micro: int = 4, not_on_cpu: str = "", **keys: Any) -> Case:
+def _lever(name: str, micro: int = 4, not_on_cpu: str = "", gpu_gib: float = 0, **keys: Any) -> Case:
     batch = {"micro_batch_size": micro, "global_batch_size": 2 * micro}
-    return Case(name, keys={"strategy": "ddp", **batch, **keys}, not_on_cpu=not_on_cpu)
+    limit = COMPILE_SECONDS if keys.get("torch_compile") else 60
+    return Case(name, keys={"strategy": "ddp", **batch, **keys}, limit=limit, gpu_gib=gpu_gib, not_on_cpu=not_on_cpu)
 
 
 def _lora(name: str, strategy: str, loss: str, method: str = "lora", not_on_cpu: str = "") -> Case:
@@ -94,6 +98,8 @@ CASES: Sequence[Case] = (
     Case("bare-trainer-2", program=("bare", "micro-2")),
     _lever("chunked-2", 2, loss="chunked"),
     _lever("fused-4", loss="fused", not_on_cpu=NO_FUSED),
+    _lever("micro-4", gpu_gib=90),
+    Case("bare-trainer-4", program=("bare", "micro-4"), gpu_gib=90),
     _lever("chunked-4", loss="chunked"),
     _lever("compiled-2", 2, torch_compile=True),
     _lever("fused-compiled-4", loss="fused", torch_compile=True, not_on_cpu=NO_FUSED),

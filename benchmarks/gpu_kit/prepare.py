@@ -15,6 +15,7 @@ from benchmarks.gpu_kit.cases import SHAPES, Case, keys_of, shape_of
 from benchmarks.gpu_kit.machine import Machine
 from shardmake import cli
 from shardmake.core.atomic import write_json
+from shardmake.core.environment import checkout_commit
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.library_process import one_library_process
 from shardmake.demo import make_preferences
@@ -22,6 +23,7 @@ from shardmake.demo.random_model import write_description, write_weights
 from shardmake.doctor.trainings import write_config
 
 CLUSTER = "config/cluster.yaml"
+COMMIT = "commit.json"
 FAILED = "failed.json"
 """Why cases could not be prepared, by name."""
 _CONVERSATIONS = (20, 90)
@@ -38,6 +40,7 @@ def prepare(work: Path, machine: Machine, cases: Sequence[Case]) -> dict[str, st
             work / "inputs/base", work / "bases" / shape, {"max_position_embeddings": 40960} | SHAPES[shape]
         )
     write_json(work / CLUSTER, machine.cluster())
+    write_json(work / COMMIT, checkout_commit())
     failed: dict[str, str] = {}
     with one_library_process(), contextlib.chdir(work):
         for case in (case for case in cases if not case.program):
