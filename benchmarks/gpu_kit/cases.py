@@ -1,4 +1,4 @@
-"""The table of cases, in the order of their worth. A case is one row; nothing else names it."""
+"""The table of cases in the order of their worth, what repeats a training after it. Nothing else names a case."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,8 +88,8 @@ PREFERENCES = {
     "micro_batch_size": 4, "global_batch_size": 8,
 }  # fmt: skip
 CASES: Sequence[Case] = (
-    Case("bare-trainer", program=("bare", "ddp")),
     _full("ddp"),
+    Case("bare-trainer", program=("bare", "ddp")),
     _full("zero3"),
     _full("fsdp"),
     _full("zero2"),
@@ -103,6 +103,7 @@ CASES: Sequence[Case] = (
     _lever("chunked-4", loss="chunked"),
     _lever("compiled-2", 2, torch_compile=True),
     _lever("fused-compiled-4", loss="fused", torch_compile=True, not_on_cpu=NO_FUSED),
+    _lever("fused-compiled-8", 8, loss="fused", torch_compile=True, not_on_cpu=NO_FUSED),
     *map(_offload, ("zero2-offload", "zero3-offload", "fsdp-offload")),
     _lora("lora-8b", "ddp", "chunked"),
     Case("bare-trl-8b", "8B", program=("bare_trl", "lora-8b"), limit=90, steps=10),

@@ -25,6 +25,7 @@ from benchmarks.gpu_kit.cases import CHECKPOINT_STEPS, WARM_UP, Case, keys_of, l
 from benchmarks.gpu_kit.machine import Machine
 from benchmarks.gpu_kit.prepare import CLUSTER, FAILED, write_missing_weights
 from shardmake.core.atomic import read_json
+from shardmake.core.environment import kernel_caches
 from shardmake.doctor.trainings import last_lines, read_training, stage_command, write_config
 from shardmake.run.attempt_history import load_history
 from shardmake.run.metrics import read_metrics
@@ -33,6 +34,8 @@ from shardmake.run.plan import MemoryEstimates, Plan
 from shardmake.run.turns import VARIABLE
 
 POLL = 0.2
+SCRATCH = "/tmp"
+"""The default of cluster files, below which each training has the folder of compiled extensions."""
 CPU_PATIENCE = 10
 """A rehearsal may take this many times as long: a busy CPU is slow."""
 KILLED_STEP = 7
@@ -48,6 +51,7 @@ def kill(event, arguments):
 if "shardmake.train" in sys.orig_argv:
     sys.addaudithook(kill)
 """
+_BUILD_ADAM = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(verbose=False)"
 _SHORTAGE = """
 import json, os, sys
 def refuse(event, arguments):
@@ -100,10 +104,14 @@ class Drive:
         self.out.mkdir(parents=True, exist_ok=True)
         self.patience = CPU_PATIENCE if machine.is_cpu else 1
         self.weights = {shape_of(case, machine): threading.Event() for case in cases}
+        self.ended = {case.name: threading.Event() for case in cases}
 
     def run(self, at_once: int) -> list[dict[str, Any]]:
         """Run all cases, ``at_once`` of them beside each other, and return the rows."""
         threading.Thread(target=self._make_weights, daemon=True).start()
+        if not self.machine.is_cpu and any("offload" in str(case.keys.get("strategy")) for case in self.cases):
+            variables = os.environ | kernel_caches(SCRATCH)
+            subprocess.Popen([sys.executable, "-c", _BUILD_ADAM], stdout=subprocess.DEVNULL, env=variables)
         self.emit("machine", **asdict(self.machine))
         with ThreadPoolExecutor(at_once) as pool:
             list(pool.map(self._case, range(len(self.cases))))
@@ -143,6 +151,7 @@ class Drive:
             words = f"{type(error).__name__}: {error}"
             self.emit(case.name, ok=False, error=words, seconds=round(time.time() - begun, 1), last=last_lines(*logs))
         finally:
+            self.ended[case.name].set()
             for process in self._processes(case):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
@@ -172,6 +181,8 @@ class Drive:
         process = self._start(words, log)
         if self._ready(name, process):
             self.weights[shape_of(case, self.machine)].wait()
+            for training in arguments:  # it starts in less time, while the CPUs are busy with the others' imports
+                self.ended[training].wait(max(1, self.left))
             with self.gpu.turn(order):
                 (self.turns / f"{name}.go").touch()
                 with contextlib.suppress(subprocess.TimeoutExpired):

@@ -83,7 +83,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "ddp", "zero2"])
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp", "zero2", "zero3"])
 def test_compiled_training_equals_uncompiled_one_and_resumes(
     forked: Forked,
     reference: tuple[Losses, Losses, Weights],
@@ -91,7 +91,7 @@ def test_compiled_training_equals_uncompiled_one_and_resumes(
     tmp_path: Path,
     strategy: Strategy,
 ) -> None:
-    """Accelerate compiles the wrapped model as a whole, or under FSDP2 each layer in place; the names stay."""
+    """Accelerate compiles each layer, under FSDP2 and DeepSpeed in place; the names stay."""
     rundir, plan = RunDir(tmp_path / "run"), planned(forked, strategy, torch_compile=True)
     assert forked.train(rundir, plan, variables=kernels) == [0, 0], log(rundir)
     assert list(Path(kernels["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.so")), "nothing was compiled"

@@ -732,9 +732,7 @@ class Run(Section):
     accelerate_config: PathText | None = Field(
         None, description="Your own Accelerate file, with the same rule as for `deepspeed_config`."
     )
-    torch_compile: bool = Field(
-        False, description="Compile the model with torch.compile; under FSDP2 layer by layer, else as a whole."
-    )
+    torch_compile: bool = Field(False, description="Compile the model with torch.compile, layer by layer.")
     non_finite: Literal["stop", "rewind"] = Field(
         "stop",
         description="Reaction to a loss or gradient norm that is not finite: stop, or resume from the newest "

@@ -192,10 +192,11 @@ class _Sized:
     [
         ("fsdp", {"torch_compile": True}, True),
         ("fsdp", {}, False),
-        ("ddp", {"torch_compile": True}, False),
+        ("ddp", {"torch_compile": True}, True),
+        ("zero2", {"torch_compile": True}, True),
     ],
 )
-def test_the_launcher_compiles_layer_by_layer_under_fsdp2(
+def test_the_launcher_compiles_layer_by_layer(
     strategy: Strategy, settings: dict[str, Any], regional: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trainer and the loop make Accelerate's compile plugin without this setting, so it comes from the variables."""
