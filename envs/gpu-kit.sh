@@ -9,5 +9,6 @@ if [ -d "$kit/wheels" ] && [ ! -d "$kit/site" ]; then
   mv "$kit/site.new" "$kit/site"
 fi
 site=$(realpath -m "$kit/site")
+"$python" -m compileall -q -j 0 src "$site" > /dev/null 2>&1 &  # else each of the first processes does it
 export PATH="$site/bin:$PATH" PYTHONPATH="$PWD/src:$PWD:$site${PYTHONPATH:+:$PYTHONPATH}"
 exec "$python" -m benchmarks.gpu_kit "$kit" "$@"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_kit.cases import CASES, Case, label_of
+from benchmarks.gpu_kit.cases import CASES, Case, label_of, settings_of
 from benchmarks.gpu_kit.drive import Drive
 from benchmarks.gpu_kit.machine import MACHINES, Machine, find_machine
 from benchmarks.gpu_kit.prepare import CLUSTER, COMMIT, prepare
@@ -42,7 +42,11 @@ def make_report(machine: Machine, rows: Sequence[dict[str, Any]], begun: float, 
     planned_for = read_json(work / CLUSTER, "--prepare")["accelerator"]
     done = {row["case"]: row for row in rows if row.get("ok")}
     by_name = {case.name: case for case in CASES}
-    trained = [Trained.model_validate(_part(row, Trained)) for row in done.values() if "strategy" in row]
+    trained = [
+        Trained.model_validate({**_part(row, Trained), "settings": settings_of(by_name[row["case"]])})
+        for row in done.values()
+        if "strategy" in row
+    ]
     bare = [
         Bare.model_validate({**_part(row, Bare), "training": label_of(by_name[row["of"]], machine)})
         for row in done.values()
@@ -50,7 +54,11 @@ def make_report(machine: Machine, rows: Sequence[dict[str, Any]], begun: float, 
     ]
     rates: dict[str, float] = next((row["rates"] for row in done.values() if "rates" in row), {})
     attention = next((row["attention"] for row in done.values() if "attention" in row), None)
-    outcomes = {row["case"]: "passed" if row["ok"] else "failed" for row in rows if "ok" in row}
+    outcomes = {
+        row["case"]: "passed" if row["ok"] else "failed" if row.get("reached", True) else "skipped"
+        for row in rows
+        if "ok" in row
+    }
     outcomes |= {found.check: "failed" for found in judge(trained) if found.verdict is not Verdict.OK}
     return GpuReport(
         time=begun,

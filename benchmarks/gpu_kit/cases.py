@@ -146,6 +146,12 @@ def steps_of(case: Case, machine: Machine) -> int:
     return min(case.steps, few) if machine.is_cpu else case.steps
 
 
+def settings_of(case: Case) -> str:
+    """Return the settings of a training that change its speed and not its losses, as words."""
+    named = {name: case.keys[name] for name in ("loss", "torch_compile") if name in case.keys}
+    return ", ".join(f"{name}: {str(value).lower()}" for name, value in named.items())
+
+
 def label_of(case: Case, machine: Machine) -> str:
     """Return model, batch and steps as words, which trainings share whose losses can be compared.
 

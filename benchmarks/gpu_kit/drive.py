@@ -149,7 +149,8 @@ class Drive:
         except Exception as error:  # the other cases continue
             logs += sorted(self.work.glob(f"runs/{case.name}/train/attempts/*/node-*.log"))[-2:]
             words = f"{type(error).__name__}: {error}"
-            self.emit(case.name, ok=False, error=words, seconds=round(time.time() - begun, 1), last=last_lines(*logs))
+            spent = round(time.time() - begun, 1)
+            self.emit(case.name, ok=False, reached=self.left > 0, error=words, seconds=spent, last=last_lines(*logs))
         finally:
             self.ended[case.name].set()
             for process in self._processes(case):

@@ -12,7 +12,9 @@ from benchmarks.gpu_kit import machine
 from benchmarks.gpu_kit.cases import CASES, keys_of
 from benchmarks.gpu_kit.drive import CaseError, memory_limit
 from benchmarks.gpu_kit.machine import MACHINES, find_machine
+from benchmarks.gpu_kit.prepare import CLUSTER, COMMIT
 from shardmake.config.models import Run
+from shardmake.core.atomic import write_json
 from shardmake.core.errors import ConfigError
 from shardmake.core.units import GIB
 from shardmake.doctor.gpu_report import COLUMNS, AttentionErrors, GpuReport, Trained, as_row
@@ -184,17 +186,21 @@ def test_every_case_is_a_run_that_saves_at_most_once_and_programs_name_a_trainin
         assert set(case.program[1:]) <= set(names)
 
 
-def test_the_report_has_what_the_rows_of_the_cases_have() -> None:
+def test_the_report_has_what_the_rows_of_the_cases_have(tmp_path: Path) -> None:
+    write_json(tmp_path / CLUSTER, {"accelerator": "h100"})
+    write_json(tmp_path / COMMIT, None)
     one = trained("zero3", 0.0, training="1.24B")
     measured = {name: one.as_json()[name] for name in ("losses", "allocated", "reserved", "step_seconds")}
     rows: list[dict[str, Any]] = json.loads(json.dumps([
         {"case": "zero3", "ok": True, "at": 3.0, **one.as_json(), "attempts": []},
         {"case": "bare-deepspeed", "ok": True, "trainer": "DeepSpeed", "of": "zero3", **measured},
-        {"case": "ddp", "ok": False, "error": "RuntimeError: CUDA", "last": []},
+        {"case": "ddp", "ok": False, "reached": True, "error": "RuntimeError: CUDA", "last": []},
+        {"case": "fsdp", "ok": False, "reached": False, "error": "CaseError", "last": []},
         {"case": "rates", "ok": True, "rates": {"device copy, GB/s": 2989.0}},
         {"case": "attention", "ok": True, "attention": {"varlen": 0.01, "eager": 0.012}},
     ]))  # fmt: skip
-    found = kit.make_report(MACHINES["h200"], rows, 1_800_000_000, "h100")
-    assert found.trained == [one] and found.outcomes["ddp"] == "failed" and found.rates and found.attention
+    found = kit.make_report(MACHINES["h200"], rows, 1_800_000_000, tmp_path)
+    assert found.trained == [one] and found.rates and found.attention
+    assert (found.outcomes["ddp"], found.outcomes["fsdp"]) == ("failed", "skipped")
     assert [(bare.trainer, bare.training) for bare in found.bare] == [("DeepSpeed", "1.24B, 12 steps")]
     assert len([*found.training_rows()]) == 2 and found.changes == "the plans are for h100"

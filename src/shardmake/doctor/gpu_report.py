@@ -45,6 +45,7 @@ class Trained(Measured):
     """One strategy: losses, memory and step time, measured and planned."""
 
     strategy: str = Field(description="Name of the strategy.")
+    settings: str = optional("", "Settings that change memory and steps, and not the losses.")
     precision: str = Field(description="Compute data type.")
     weights: str = optional("", "Data type of the weights that the optimizer updates or that are frozen.")
     planned_allocated: int = Field(description="The plan's figure for the tensors.")
@@ -130,7 +131,7 @@ class GpuReport(RunRecord):
                     [
                         self.gpu,
                         one.training,
-                        one.strategy,
+                        ", ".join(filter(None, (one.strategy, one.settings))),
                         _planned(one.planned_allocated, one.allocated),
                         _planned(one.planned_reserved, one.reserved),
                         _planned(one.planned_device, one.device),

@@ -180,7 +180,7 @@ def suggest_measuring(settings: ResolvedRun, chosen: Candidate) -> list[Suggesti
     resolved = _resolve_with(settings, "torch_compile", True)
     if resolved is None or unsuitable(resolved.run, chosen.choice.strategy):
         return []
-    return [Suggestion("torch_compile", True, "measure some steps: the first one compiles, and takes minutes")]
+    return [Suggestion("torch_compile", True, "measure some steps: the first two compile the layers")]
 
 
 def _plan_with(
