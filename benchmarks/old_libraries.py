@@ -78,7 +78,7 @@ class OldScenario(Scenario):
 
     @property
     def widens_frozen(self) -> bool:  # noqa: D102
-        return super().widens_frozen and self.kbit != "plain"
+        return self.method_spec.in_four_bits and not self.zero_stage and self.kbit != "plain"
 
     @property
     def autocast(self) -> bool:  # noqa: D102

@@ -60,7 +60,7 @@ def weights_of(scenario: Scenario) -> Weights:
 def weight_bytes(scenario: Scenario) -> int:
     """Return the bytes per element of the weights in the forward pass: fp32 under autocast, else the compute type.
 
-    Under adapters the base model is in the compute type, except what PEFT widens for QLoRA. Hidden states have the
+    Under adapters the base model is in the compute type, except what a script casts for QLoRA. Hidden states have the
     embedding's type.
     """
     if not scenario.autocast:

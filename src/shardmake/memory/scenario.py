@@ -56,6 +56,8 @@ class Scenario:
     """Saves go through a scratch folder in RAM."""
     gathers_on_save: bool = False
     """A user's script may gather the whole model of ZeRO-3 on rank 0 to save it."""
+    casts_to_fp32: bool = False
+    """A user's script may call PEFT's `prepare_model_for_kbit_training`, which casts all that is not in 4 bits."""
     loads_on_gpu: bool = False
     """Each rank loads the whole model to its GPU, tensor by tensor, and not to host RAM first."""
     log_probs: bool = False
@@ -113,19 +115,15 @@ class Scenario:
 
     @property
     def frozen(self) -> int:
-        """Bytes per element of frozen weights that are not in 4 bits.
-
-        PEFT casts embedding, norms, biases and head of a 4-bit model to fp32. DeepSpeed casts them back. In full
-        fine-tuning they are loaded as the trained ones.
-        """
+        """Bytes per element of frozen weights that are not in 4 bits; in full fine-tuning those of the trained ones."""
         if not (self.zero_stage or self.method_spec.has_adapters):
             return BYTES[self.weights]
         return 4 if self.widens_frozen else self.compute
 
     @property
     def widens_frozen(self) -> bool:
-        """True if weights that are not in 4 bits are cast to fp32, the norms at least."""
-        return self.method_spec.in_four_bits and not self.zero_stage
+        """True if weights that are not in 4 bits are cast to fp32, the norms at least; DeepSpeed casts them back."""
+        return self.casts_to_fp32 and self.method_spec.in_four_bits and not self.zero_stage
 
     @property
     def gradient(self) -> int:

@@ -206,6 +206,7 @@ def scenario_of(settings: ResolvedRun, choice: Choice) -> Scenario:
         on_cpu=settings.hardware.is_cpu,
         checkpoint_in_memory=run.checkpoints.asynchronous and settings.cluster.scratch_in_memory,
         gathers_on_save=run.script is not None,
+        casts_to_fp32=run.script is not None,
         loads_on_gpu=not settings.hardware.is_cpu and run.script is None and choice.loads_on_gpu(run.method),
         gpu_memory=settings.hardware.gpu_memory,
         gpu_capability=settings.hardware.accelerator.capability,

@@ -149,14 +149,11 @@ def load_model(settings: TrainingSettings) -> PreTrainedModel:
             parameters[name].requires_grad_(False)
         refuse_partial_states(model)
         return model
-    from peft import get_peft_model, prepare_model_for_kbit_training
+    from peft import get_peft_model
     from peft.tuners import tuners_utils
 
-    spec = METHODS[method.kind]
-    if spec.in_four_bits:
-        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     task = "SEQ_CLS" if settings.model.model_class.new_head else "CAUSAL_LM"
-    adapters = spec.peft_config(task, model, **method.model_dump(exclude={"kind"}))
+    adapters = METHODS[method.kind].peft_config(task, model, **method.model_dump(exclude={"kind"}))
     name_checkpointed_adapters(tuners_utils)
     adapted = get_peft_model(model, adapters)
     if absent := getattr(model, "absent", None):  # in the base's class, layers of its towers may have the same names

@@ -63,6 +63,7 @@ CASES: dict[str, Scenario] = {
     "qlora": scenario(method="qlora", **AUTOCAST),
     "qlora with checkpointing": scenario(method="qlora", checkpointing=True, **AUTOCAST),
     "qlora under ZeRO": scenario(method="qlora"),
+    "qlora of a script": scenario(method="qlora", casts_to_fp32=True, **AUTOCAST),
     "lora with dropout": scenario(method="lora", lora_dropout=0.1, **AUTOCAST),
     "lora on q and v": scenario(method="lora", lora_targets=("q_proj", "v_proj")),
     "lora with checkpointing": scenario(method="lora", checkpointing=True, **AUTOCAST),
@@ -190,8 +191,11 @@ def _input_bytes(**config: Any) -> int:
     return three.forward - two.forward
 
 
-@pytest.mark.parametrize(("strategy", "wider"), [("ddp", 2), ("zero2", 0), ("fsdp", 0)])
-def test_qlora_has_hidden_states_in_the_type_of_its_embedding(strategy: str, wider: int) -> None:
-    """PEFT widens the embedding of a 4-bit model to fp32, and with it each layer's input; others compute in 16 bits."""
-    wide, narrow = (_input_bytes(checkpointing=True, method=method, strategy=strategy) for method in ("qlora", "lora"))
+@pytest.mark.parametrize(
+    ("strategy", "script", "wider"), [("ddp", True, 2), ("ddp", False, 0), ("zero2", True, 0), ("fsdp", True, 0)]
+)
+def test_qlora_has_hidden_states_in_the_type_of_its_embedding(strategy: str, script: bool, wider: int) -> None:
+    """A script may widen the embedding of a 4-bit model to fp32, and with it each layer's input."""
+    changes = {"checkpointing": True, "strategy": strategy, "casts_to_fp32": script}
+    wide, narrow = (_input_bytes(method=method, **changes) for method in ("qlora", "lora"))
     assert wide - narrow == wider * 1024 * 2 * 512

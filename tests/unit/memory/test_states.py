@@ -103,14 +103,17 @@ def test_optimizers(optimizer: str, per_weight: float) -> None:
 
 def test_adapters_keep_the_base_in_16_or_4_bits() -> None:
     lora = states.resident(scenario(strategy="ddp", method="lora"), BUCKETS)
-    qlora = states.resident(scenario(strategy="ddp", method="qlora"), BUCKETS)
+    qlora, cast = (
+        states.resident(scenario(strategy="ddp", method="qlora", casts_to_fp32=by_a_script), BUCKETS)
+        for by_a_script in (False, True)
+    )
     assert lora["frozen weights"] == 2 * P
     head_and_embedding = 2 * 128256 * 4096
     norms = (2 * 32 + 1) * 4096
     in_four_bits = P - head_and_embedding - norms
     in_zero = states.resident(scenario(strategy="zero2", method="qlora"), BUCKETS)
-    assert in_zero["frozen weights"] == 2 * (P - in_four_bits) + in_four_bits // 2
-    assert qlora["frozen weights"] == 4 * (P - in_four_bits) + in_four_bits // 2
+    assert in_zero["frozen weights"] == qlora["frozen weights"] == 2 * (P - in_four_bits) + in_four_bits // 2
+    assert cast["frozen weights"] == 4 * (P - in_four_bits) + in_four_bits // 2
     assert qlora["quantization scales"] == pytest.approx(0.01587 * in_four_bits, rel=1e-3)
 
 
