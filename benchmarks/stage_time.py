@@ -36,6 +36,7 @@ def prepare(checkout: Path, folder: Path, steps: int) -> None:
 def measure(checkout: Path, folder: Path, *words: str) -> tuple[float, float]:
     """Run a command of ``checkout`` in ``folder``; return its CPU and wall seconds, those of its processes included."""
     environment = os.environ | {"PYTHONPATH": str(checkout / "src"), "XDG_CACHE_HOME": str(folder / "cache")}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else every stage compiles the checkout's modules again
     log, started = folder / f"{words[0]}.log", time.monotonic()
     with log.open("w") as output:
         command = [sys.executable, "-m", "shardmake.cli", *words]

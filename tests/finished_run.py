@@ -122,6 +122,11 @@ def write_history(rundir: RunDir, attempts: list[tuple[float, float, range, str]
     rundir.metrics.write_text("".join(line.as_text() for line in lines))
 
 
+def with_arguments(settings: TrainingSettings, **changes: Any) -> TrainingSettings:
+    """Return ``settings`` with other training arguments."""
+    return settings.model_copy(update={"arguments": settings.arguments | changes})
+
+
 def make_record(**changes: Any) -> AttemptRecord:
     """The record of an attempt; ``changes`` go over its values."""
     values = {

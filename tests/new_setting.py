@@ -71,7 +71,7 @@ def find(folder: Path) -> dict[str, Any]:
         if row.setting == "dropped rows"
     ]
     rundir = finished_run.make_rundir(folder)
-    finished_run.SETTINGS.with_arguments(**{NAME: True}).write(rundir.training)
+    finished_run.with_arguments(finished_run.SETTINGS, **{NAME: True}).write(rundir.training)
     return {
         "rendered": [files.deepspeed[NAME], files.training.arguments[NAME]],
         "own file": refused(merge_own_files, files, run, plan.choice),

@@ -1,6 +1,7 @@
 """The command line: one subcommand per stage, no logic. Heavy libraries are imported by the stage that needs them."""
 
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -778,6 +779,7 @@ def doctor(options: Options, as_json: AsJson = False) -> None:
 
 def main() -> None:
     """Run the command line and exit; docs/reference/commands.md lists the exit statuses."""
+    gc.set_threshold(100_000)  # imports allocate objects that stay, and a collection would visit all of them
     with redacted_output():
         sys.exit(_flush_output(_run()))
 

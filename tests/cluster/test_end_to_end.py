@@ -110,3 +110,19 @@ def test_invalid_input_is_rejected_before_a_job_is_queued(
     assert words in output
     assert "Traceback" not in output
     assert {job.id for job in checkout.cluster.jobs()} <= before and not (checkout.run / "train").exists()
+
+
+def test_status_and_logs_show_why_a_stage_failed_on_its_node(checkout: ClusterCheckout) -> None:
+    rows = (checkout.root / "resources/demo/train.jsonl").read_text().splitlines()
+    row = json.loads(rows[200])
+    row["messages"][1]["reasoning_content"] = "because"
+    (checkout.root / "resources/demo/late.jsonl").write_text("\n".join([*rows[:200], json.dumps(row), *rows[201:]]))
+    checkout.configure_cluster(data={"train": "resources/demo/late.jsonl"})
+    cause = "late.jsonl, line 201: the chat template does not render the reasoning of message 2"
+    assert cause in checkout.on_login_node("snakemake", *SLURM, check=False).strip().splitlines()[-1]
+    status = checkout.on_login_node("shardmake", "status", "demo")
+    assert any(line.startswith("  failed    data: ") and cause in line for line in status.splitlines())
+    logs = checkout.on_login_node("shardmake", "logs", "demo")
+    assert (
+        "==> .snakemake/slurm_logs/rule_data_run/demo/" in logs and "==> logs/demo/data.log" in logs and cause in logs
+    )

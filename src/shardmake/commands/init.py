@@ -25,6 +25,7 @@ from shardmake.core.environment import PROJECT
 from shardmake.core.errors import ConfigError, DataError
 from shardmake.core.nested import overlay
 from shardmake.core.units import plural
+from shardmake.data.files import raw_rows
 from shardmake.data.sources import TRAIN_SPLITS, locate
 from shardmake.run.length import batch_for, optimizer_steps
 
@@ -135,8 +136,9 @@ def write_demo(out: Path) -> str:
 def _new_run(answers: Answers, ranks: int) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the keys of a run, and notes beside them."""
     objective, method, length = answers.objective or "sft", answers.method or DEFAULT_METHOD, _length_of(answers.model)
-    size, notes = _batch(answers.data, length, ranks)
-    rate = METHODS[method].learning_rate * (_PREFERENCE_RATE if OBJECTIVES[objective].has_reference else 1)
+    spec = OBJECTIVES[objective]
+    size, notes = _batch(answers.data, None if spec.trl else length, ranks * spec.least_micro_batch)
+    rate = METHODS[method].learning_rate * (_PREFERENCE_RATE if spec.has_reference else 1)
     run = {
         "model": answers.model,
         "data": {"train": answers.data},
@@ -191,15 +193,19 @@ def _length_of(model: str) -> int:
     return min(_LENGTH, positions) if isinstance(positions, int) and positions > 0 else _LENGTH
 
 
-def _batch(data: str, length: int, ranks: int) -> tuple[dict[str, int], dict[str, str]]:
-    """Return the batch and the epochs that give data of a known size `_STEPS` optimizer steps, and a note of them."""
+def _batch(data: str, length: int | None, ranks: int) -> tuple[dict[str, int], dict[str, str]]:
+    """Return the batch and the epochs that give data of a known size `_STEPS` optimizer steps, and a note of them.
+
+    A sequence has ``length`` tokens of packed examples; None: it is a row.
+    """
     try:
         paths = locate(data, Data(train=data), TRAIN_SPLITS).paths
     except DataError:  # on the hub or behind a URL
         paths = ()
     if not paths or any(path.suffix not in _TEXT for path in paths):
         return {"global_batch_size": _BATCH, "epochs": 1}, {}
-    sequences = max(1, sum(path.stat().st_size for path in paths) // (_BYTES_PER_TOKEN * length))
+    size = sum(path.stat().st_size for path in paths)
+    sequences = max(1, size // (_BYTES_PER_TOKEN * length) if length else sum(1 for _ in raw_rows(paths)))
     batch = min(_BATCH, batch_for(sequences, _STEPS, ranks) or ranks)
     epochs = min(_EPOCHS, math.ceil(_STEPS / optimizer_steps(1, sequences, batch)))
     steps = optimizer_steps(epochs, sequences, batch)

@@ -78,7 +78,9 @@ def translate(path: Path, ranks: int, objective: str | None = None) -> Translati
     if tool is None:
         signs = "; ".join(f"{one.name}: {' and '.join(sorted(one.signs[0]))}" for one in TOOLS)
         raise ConfigError(f"--from: {path} is a file of none of the known tools. Their files have ({signs}).")
-    values = {**tool.defaults, "file": path, **given}
+    unused = ["warmup_ratio"] if given.get("warmup_steps") else []
+    defaults = {key: value for key, value in tool.defaults.items() if key not in unused}
+    values = {**defaults, "file": path, **given}
     run: dict[str, Any] = {}
     untranslated: dict[str, Any] = {}
     for key, value in values.items():
@@ -100,7 +102,7 @@ def translate(path: Path, ranks: int, objective: str | None = None) -> Translati
         _consistent(run),
         {key: given[key] for key in given if key in tool.planned},
         untranslated,
-        {key: value for key, value in {**tool.defaults, **adapters}.items() if key not in given},
+        {key: value for key, value in {**defaults, **adapters}.items() if key not in given},
     )
 
 
@@ -388,6 +390,7 @@ TRL: Final = Tool(
 )  # fmt: skip
 
 TOOLS: Final = (AXOLOTL, LLAMA_FACTORY, TRL)
+_ADVICE: Final = {"warmup_steps": " (set warmup_ratio to these steps divided by those that the plan prints)"}
 
 
 def describe_untranslated(made: Translation) -> Iterator[str]:
@@ -399,4 +402,5 @@ def describe_untranslated(made: Translation) -> Iterator[str]:
         yield f"Not in the file, taken for the defaults of {made.tool}; compare them with your version: {values}."
     if made.untranslated:
         yield "Not translated, and may change the result:"
-        yield from (f"  {key}: {json.dumps(value, default=str)}" for key, value in made.untranslated.items())
+        for key, value in made.untranslated.items():
+            yield f"  {key}: {json.dumps(value, default=str)}{_ADVICE.get(key, '')}"

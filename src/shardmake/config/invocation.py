@@ -108,8 +108,7 @@ def refuse_config_options(arguments: Sequence[str]) -> None:
                 raise
             raise ConfigError(
                 f"--configfile: {str(path)!r} {'is not YAML' if path.exists() else 'does not exist'}. The option "
-                "takes every word after it as a file. Write targets before it, such as `snakemake plan "
-                "--configfile FILE`."
+                "takes every word after it as a file. Write targets before it, such as `plan --configfile FILE`."
             ) from error
 
 

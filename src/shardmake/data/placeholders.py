@@ -183,9 +183,8 @@ def fill(example: Rendered, texts: Sequence[str]) -> Rendered:
 
 def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return the length of the common beginning of two texts, or of two lists of tokens."""
-    from trl.data_utils import common_prefix_length
-
-    return int(common_prefix_length(one, other))
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 def seam(context: str, whole: str, between: Span, prompt: str, marks: re.Pattern[str]) -> int:

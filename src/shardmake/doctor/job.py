@@ -12,6 +12,7 @@ from shardmake.config.models import Cluster
 from shardmake.config.slurm_options import JobKind
 from shardmake.core.environment import library_versions
 from shardmake.core.errors import SlurmError
+from shardmake.core.log import warn_while_slow
 from shardmake.core.units import plural
 from shardmake.doctor.node import check_node, run_task
 from shardmake.doctor.records import DoctorDir, DoctorRequest, NodeReport
@@ -55,7 +56,9 @@ def check_nodes(request: DoctorRequest, folder: DoctorDir) -> tuple[list[NodeRep
     try:
         job = submit(request, folder)
         logger.info("Submitted job %s to check %s; Ctrl-C cancels it.", job, plural(request.nodes, "node"))
-        end = wait_for_job(job, query_job)
+        builds = ", and compiles DeepSpeed's kernels (not with --skip-builds)" if request.build_kernels else ""
+        with warn_while_slow(f"Waiting for job {job}, which checks network, host and GPUs{builds}", first=30):
+            end = wait_for_job(job, query_job)
     except KeyboardInterrupt:
         # By name, because Slurm may have accepted the job before its id arrived here.
         run_slurm("scancel", f"--user={getpass.getuser()}", f"--name={job_name(folder)}")

@@ -180,7 +180,7 @@ def _results(runs: Sequence[ComparedRun]) -> list[ResultColumn]:
     on_gpus = all(run.attempt is None or run.attempt.accelerator != "cpu" for run in runs)
     columns = [
         _column(runs, "steps", lambda run: _last(run, "step"), "{:,.0f}".format),
-        _column(runs, "tokens", lambda run: _last(run, "tokens"), "{:,.0f}".format),
+        _column(runs, "tokens", lambda run: run.training.tokens if run.training else None, "{:,.0f}".format),
         _column(runs, "training loss", lambda run: _last(run, "loss"), "{:.4f}".format),
         *(
             _evaluated(runs, name, read, text, best if is_same else None)

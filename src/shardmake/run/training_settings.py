@@ -116,10 +116,6 @@ class TrainingSettings(RunFile):
         found: ObjectiveSection | None = getattr(self, self.objective, None)
         return found
 
-    def with_arguments(self, **changes: Any) -> "TrainingSettings":
-        """Return these settings with other training arguments."""
-        return self.model_copy(update={"arguments": self.arguments | changes})
-
 
 def script_environment(folder: AttemptDir, attempt: Attempt, plan: Plan, settings: TrainingSettings) -> dict[str, str]:
     """Return the variables that are the same for every process of the attempt in ``folder``."""

@@ -134,12 +134,15 @@ def test_run_adds_what_the_folder_lacks(words: list[str], added: list[str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("size", "batch", "epochs"),
-    [(44_000, 2, 3), (220_000, 2, 1), (4_400_000, 32, 1), (44_000_000, 64, 1), (None, 64, 1)],
-)
-def test_the_batch_follows_from_the_size_of_the_data(size: int | None, batch: int, epochs: int) -> None:
-    Path("many.jsonl").write_text("x" * (size or 0))
-    write(data="many.jsonl" if size else "lab/on-the-hub")
+    ("text", "objective", "batch", "epochs"),
+    [
+        ("x" * 44_000, "sft", 2, 3), ("x" * 220_000, "sft", 2, 1), ("x" * 4_400_000, "sft", 32, 1),
+        ("x" * 44_000_000, "sft", 64, 1), ("", "sft", 64, 1), ("{}\n" * 420, "dpo", 8, 1), ("{}\n" * 90, "kto", 4, 3),
+    ],
+)  # fmt: skip
+def test_the_batch_follows_from_the_size_of_the_data(text: str, objective: Any, batch: int, epochs: int) -> None:
+    Path("many.jsonl").write_text(text)
+    write(data="many.jsonl" if text else "lab/on-the-hub", objective=objective)
     run = load_config(Path("runs.yaml")).runs["my-base"]
     assert (run.global_batch_size, run.epochs) == (batch, epochs)
 

@@ -107,12 +107,14 @@ def test_every_key_of_trl_is_one_of_its_classes() -> None:
         (FACTORY, "pref_loss", "simpo"),
         (FACTORY, "lr_scheduler_type", "warmup_of_tomorrow"),
         (FACTORY, "val_size", 100),
+        (AXOLOTL, "warmup_steps", 123),
         (SMALL_TRL, "report_to", ["a tracker of tomorrow"]),
     ],
 )
 def test_a_value_that_a_run_cannot_have_is_listed(values: dict[str, Any], key: str, value: Any) -> None:
     run, _, untranslated = run_of({**values, key: value})
     assert key in untranslated and repr(value) not in str(run)
+    assert key != "warmup_steps" or "warmup_ratio" not in run, "a default that the tool would not use"
 
 
 @pytest.mark.parametrize("key", ["neftune_noise_alpha", "a_key_of_tomorrow"])

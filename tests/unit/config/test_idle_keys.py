@@ -39,7 +39,7 @@ OTHER: dict[str, dict[str, Any]] = {
 
 
 TRAINING: dict[str, Any] = {
-    "sequence_length": 512, "packing": False, "global_batch_size": 32, "micro_batch_size": 1, "max_steps": 70,
+    "sequence_length": 512, "packing": None, "global_batch_size": 32, "micro_batch_size": 1, "max_steps": 70,
     "learning_rate": 2e-3, "scheduler": "linear", "scheduler_arguments": {"num_cycles": 0.4}, "warmup_ratio": 0.2,
     "weight_decay": 0.1, "max_grad_norm": 0.5, "optimizer": "adafactor", "precision": "fp16", "gradient_dtype": "fp32",
     "tf32": True, "attention": "eager", "gradient_checkpointing": True, "activation_offload": True, "loss": "chunked",
@@ -100,17 +100,26 @@ def test_the_tables_have_every_key_that_training_reads() -> None:
     assert read - {"cluster"} == TRAINING.keys() | OTHER.keys() | NAMED | content
 
 
-@pytest.mark.parametrize(("strategy", "executor"), [*product(STRATEGY_SPECS, ["slurm"]), ("zero2", "local")])
-def test_each_value_changes_plan_files_or_job_or_is_refused(strategy: str, executor: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "executor", "trained"),
+    [
+        *product(STRATEGY_SPECS, ["slurm"], [{}]), ("zero2", "local", {}), ("zero2", "slurm", {"method": "lora"}),
+        *product(["zero2"], ["slurm"], [{"objective": name} for name in OBJECTIVES if name != "sft"]),
+    ],
+)  # fmt: skip
+def test_each_value_changes_plan_files_or_job_or_is_refused(
+    strategy: str, executor: Any, trained: dict[str, str], tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 512}))
     cluster = make_cluster(
         executor=executor, accelerator="a100-80gb", processes_per_node=4, memory_gib_per_node=400.0,
         nvme_gib_per_node=1000.0, max_nodes=2,
     )  # fmt: skip
-    base = {"model": str(tmp_path), "strategy": strategy}
-    plan = plan_of("chat", make_run(**base), cluster)[0]
-    before = preview(plan, make_run(**base), cluster, RunDir(tmp_path / "chat"))
-    for key, value in (TRAINING | {"nodes": 3 - plan.choice.nodes}).items():
+    base = {"model": str(tmp_path), "strategy": strategy, **trained}
+    unchanged = make_run(**base)
+    plan = plan_of("chat", unchanged, cluster)[0]
+    before = preview(plan, unchanged, cluster, RunDir(tmp_path / "chat"))
+    for key, value in (TRAINING | {"nodes": 3 - plan.choice.nodes, "packing": not unchanged.packing}).items():
         try:
             run = make_run(**base, **{key: value})
             refuse_before_fetch(run, cluster)
@@ -118,7 +127,7 @@ def test_each_value_changes_plan_files_or_job_or_is_refused(strategy: str, execu
             is_used = is_used or plan_of("chat", run, cluster)[0] != plan
         except ConfigError:
             continue
-        assert is_used, f"{key} has no effect with {strategy} and {executor}"
+        assert is_used, f"{key} has no effect with {strategy}, {executor} and {trained}"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from shardmake.render.accelerate_file import IGNORED_IN_FILE
 from shardmake.render.check import Files, Rendering, check_rendered, read_with_libraries
 from shardmake.render.stage import launch_flags, render_files
 from shardmake.run.plan import Choice
+from tests.finished_run import with_arguments
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
 
 
@@ -87,7 +88,7 @@ def test_every_parser_refuses_errors_in_its_own_file() -> None:
         accelerate=files.accelerate | {"num_processes": 3, "same_network": True},
         deepspeed=files.deepspeed
         | {"gradient_accumulation_steps": 3, "gradient_clipping": "auto", "zero_optimisation": {}},
-        training=files.training.with_arguments(bf16=False),
+        training=with_arguments(files.training, bf16=False),
     )
     with pytest.raises(ShardmakeError) as refusal:
         check("zero2", broken)
@@ -125,7 +126,7 @@ def test_misspelt_keys_are_refused() -> None:
         files,
         accelerate=files.accelerate | {"num_machine": 2},
         deepspeed=files.deepspeed | {"zero_optimization": zero},
-        training=files.training.with_arguments(learnig_rate=1.0),
+        training=with_arguments(files.training, learnig_rate=1.0),
     )
     with pytest.raises(ShardmakeError, match=r"(?s)num_machine.*stage3_prefetch_bucket.*learnig_rate"):
         check("zero3", broken)

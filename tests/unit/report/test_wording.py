@@ -35,6 +35,7 @@ from tests.finished_run import (
     make_data_receipt,
     make_plan,
     make_run,
+    with_arguments,
     write_history,
 )
 from tests.unit.wording import Wording
@@ -168,7 +169,7 @@ CASES: dict[str, tuple[Callable[[RunDir], object], dict[str, Any]]] = {
     "adapters": (lambda at: settings(at, method=LORA), {"method": "lora"}),
     **{
         f"arguments {', '.join(map(str, values.values()))}": (
-            lambda at, values=values: SETTINGS.with_arguments(**values).write(at.training),  # type: ignore[misc]
+            lambda at, values=values: with_arguments(SETTINGS, **values).write(at.training),  # type: ignore[misc]
             {},
         )
         for values in (

@@ -14,6 +14,7 @@ from shardmake.render.training_file import training_settings
 from shardmake.run.model_class import ModelClass
 from shardmake.run.training_settings import TrainingSettings
 from shardmake.train import load_model
+from tests.finished_run import with_arguments
 from tests.mixtures import mixture_configs
 from tests.unit.data.test_encode import make_tokenizer
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
@@ -102,7 +103,7 @@ def test_the_loss_of_routers_is_a_mean_over_the_passes_of_a_step() -> None:
     tokens = sum(out.loss - 0.5 * out.aux_loss for out in plain)
     routers = torch.stack([out.aux_loss for out in plain]).mean()
     settings = settings_on("cpu", "zero2")
-    settings = settings.with_arguments(gradient_accumulation_steps=4 // settings.expected.world_size)
+    settings = with_arguments(settings, gradient_accumulation_steps=4 // settings.expected.world_size)
     load_model.average_router_loss(model, settings)
     step = sum(model(input_ids=ids, labels=ids, num_items_in_batch=count).loss for ids in batches)
     torch.testing.assert_close(step, tokens + 0.5 * routers)
