@@ -94,9 +94,9 @@ unit: install-test
 test-fake-cuda: install-test .venv/cuda-build/installed
 	PYTHONPATH=.venv/cuda-build $(BIN)/pytest tests/fake_cuda --junit-xml=$(REPORTS)/fake-cuda.xml
 
-# The demo, ZeRO-3 from configuration to pushed model, FSDP, merges, and unit tests: with the oldest supported libraries,
-# with the newest that pip finds, or with VERSIONS="torch==2.12.1 ...", which are put beside the environment: 5 GB,
-# because the package index has torch for CUDA only.
+# The demo, ZeRO-3 from configuration to pushed model, FSDP, merges, and the unit tests of `make test`: with the oldest
+# supported libraries, with the newest that pip finds, or with VERSIONS="torch==2.12.1 ...", which are put beside the
+# environment: 5 GB, because the package index has torch for CUDA only.
 test-oldest:
 	$(MAKE) test-versions VERSIONS=oldest
 
@@ -112,7 +112,8 @@ test-versions: install-test
 	cd build/versions/demo && export PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=$(OTHER) && shardmake init --demo && snakemake --profile profiles/local
 	PYTHONPATH=$(OTHER) $(BIN)/pytest $(addprefix tests/workflow/,test_local.py test_resume.py test_consolidate_fsdp.py) \
 		-k "from_config_to_pushed_model or every_strategy_resumes[fsdp] or plain-3ranks"
-	PYTHONPATH=$(OTHER) $(PYTEST) tests/unit --ignore tests/unit/test_dependencies.py --junit-xml=$(REPORTS)/versions.xml
+	PYTHONPATH=$(OTHER) $(PYTEST) tests/unit --ignore tests/unit/test_dependencies.py -m "not full and $(EXTRA)" \
+		--junit-xml=$(REPORTS)/versions.xml
 
 .venv/cuda-build/installed: constraints.txt
 	$(BIN)/pip install -q --no-compile --upgrade --target .venv/cuda-build -c constraints.txt \

@@ -48,7 +48,7 @@ def main(folder: str, *wanted: str) -> None:
         if "newest" not in wanted:
             pins.write("\n".join(other_pins(CONSTRAINTS.read_text(), needed)))
             pins.flush()
-        options = ["-q", "--no-compile", "--upgrade", "--target", folder, "-c", pins.name]
+        options = ["-q", "--upgrade", "--target", folder, "-c", pins.name]
         subprocess.run([sys.executable, "-m", "pip", "install", *options, *needed], check=True)
     sys.path.insert(0, str(Path(folder).resolve()))
     print(*(f"{name} {version(name)}" for name in SUPPORTED))

@@ -1,5 +1,6 @@
 """The environment of the jobs, if it is not the login node's."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from shardmake.core.errors import ConfigError
 from shardmake.launch.container import check_container, check_job_environment, job_container
 from shardmake.run.findings import Verdict
 from tests.unit.plans import make_cluster
+
+THIS = f"PYTHONPATH=$PYTHONPATH:{os.environ.get('PYTHONPATH', '')}"  # `make test-versions` puts libraries there
 
 
 def python(folder: Path, script: str) -> str:
@@ -21,7 +24,7 @@ def python(folder: Path, script: str) -> str:
 @pytest.mark.parametrize(
     ("script", "verdict", "words"),
     [
-        (f'#!/bin/sh\nexec {sys.executable} "$@"\n', Verdict.OK, "with the versions of this one"),
+        (f'#!/bin/sh\n{THIS} exec {sys.executable} "$@"\n', Verdict.OK, "with the versions of this one"),
         ('#!/bin/sh\necho \'{"torch": "1"}\'\n', Verdict.STOPS, "torch is 1 in "),
         ("#!/bin/sh\necho No module named shardmake >&2; exit 1\n", Verdict.STOPS, "No module named shardmake"),
         ("\x7fELF" + "x" * 20, Verdict.NOT_CHECKED, "is built for another architecture"),
