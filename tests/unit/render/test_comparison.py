@@ -2,8 +2,9 @@
 
 import pytest
 
-from shardmake.render.comparison import Comparison, Row, Settings, compare_settings
+from shardmake.render.comparison import Comparison, Row, Settings
 from shardmake.render.engine_values import VARIES
+from tests.compared_settings import compare_settings
 from tests.planted_settings import ACCELERATE, ARGUMENTS, AUTO, PLANTED, STOPS, Planted
 from tests.settings_cases import CASES
 

@@ -14,9 +14,10 @@ from shardmake.cli import app
 from shardmake.config.settings import SETTINGS
 from shardmake.core.errors import ConfigError, ShardmakeError
 from shardmake.render import lint
-from shardmake.render.comparison import Comparison, Library, Row, Settings, Value, Verdict, compare_settings
+from shardmake.render.comparison import Comparison, Library, Row, Settings, Value, Verdict
 from shardmake.render.engine_settings import MAPPINGS, REFUSED_BESIDE_DEEPSPEED_FILE
 from shardmake.render.lint import Report, check, format_report, read_source
+from tests.compared_settings import compare_settings
 from tests.planted_settings import ACCELERATE, ARGUMENTS, AUTO
 
 SCRIPT = """#!/bin/bash
