@@ -242,13 +242,11 @@ def submit_with_retry(
 
 
 def _cancel_superfluous(job: str) -> None:
-    """Cancel a job that would end at its start."""
     logger.info("Cancelling job %s: its attempt is over, or belongs to another job because sbatch was repeated.", job)
     run_slurm("scancel", job)
 
 
 def _task_command(executor: Any, folder: AttemptDir) -> str:
-    """Return the command of each task of a job for the attempt in ``folder``."""
     return f"{executor.python} -u -m shardmake.launch.slurm_task {shlex.quote(str(folder.root))}"
 
 

@@ -256,13 +256,9 @@ class Saver:
             yield
         except BaseException as error:  # torch's distributed checkpoint raises a BaseException for a failed write
             if full := self.space.full_disk_error(error, written):
-                self._discard(written)
+                remove(self.staging if written.is_relative_to(self.staging) else written)
                 raise full from error
             raise
-
-    def _discard(self, written: Path) -> None:
-        """Remove an unfinished checkpoint from a full disk; below the checkpoints, the files of all nodes."""
-        remove(self.staging if written.is_relative_to(self.staging) else written)
 
 
 def _assemble(staged: Path) -> dict[str, FileEntry]:
