@@ -26,14 +26,7 @@ from shardmake.core.run_folder import make_folder
 from shardmake.launch.container import JobContainer, JobEnvironment, job_container
 from shardmake.launch.jobs import ActiveJob, job_name
 from shardmake.launch.slurm_request import SlurmRequest
-from shardmake.launch.slurm_states import (
-    FORGOTTEN,
-    JobState,
-    JobStatus,
-    is_no_such_job,
-    parse_rows,
-    parse_scontrol,
-)
+from shardmake.launch.slurm_states import FORGOTTEN, JobState, JobStatus, is_no_such_job, parse_rows, parse_scontrol
 from shardmake.launch.watcher import cached_squeue
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.attempt_owner import attempt_of_script, claim

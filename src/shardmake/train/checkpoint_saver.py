@@ -127,12 +127,7 @@ class Saver:
             yield None
             return
         staged, local = self.staging / f"checkpoint-{step}", None if required else self._scratch_path(step, size)
-        described = {
-            "step": step,
-            "eval_loss": eval_loss,
-            "versions": library_versions(),
-            **self.describe(step),
-        }
+        described = {"step": step, "eval_loss": eval_loss, "versions": library_versions(), **self.describe(step)}
         target = local or node_path(staged, get_node())
         self.write_dir = target.parent
         with self._translate_full_disk(target):
