@@ -20,7 +20,7 @@ _COMPARISONS = TypeAdapter(list[Comparison])
 def compare_settings(settings: Sequence[Settings]) -> list[Comparison]:
     """Return the comparison for each of ``settings``."""
     request = json.loads(json.dumps([asdict(one) for one in settings], default=str))
-    path = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    path = {"PYTHONPATH": str(Path(__file__).parents[3])}
     environment = {**os.environ, **kernel_caches("/tmp"), **path, "CUDA_VISIBLE_DEVICES": ""}
     return _COMPARISONS.validate_python(run_module(__name__, request, environment))
 
