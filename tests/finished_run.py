@@ -317,10 +317,7 @@ RATED = EVALUATED.model_copy(
 
 
 COMPLETIONS = CompletionScore(
-    desirable=700,
-    undesirable=500,
-    rewards=MeanRewards(chosen=0.25, rejected=-1.0, margins=1.25),
-    accuracy=0.875,
+    desirable=700, undesirable=500, rewards=MeanRewards(chosen=0.25, rejected=-1.0, margins=1.25), accuracy=0.875
 )
 
 

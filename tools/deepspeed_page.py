@@ -25,10 +25,7 @@ FEATURES: dict[str, tuple[str, str]] = {
         "zero_optimization.offload_optimizer.device",
         "`strategy: zero2-offload`, `strategy: zero3-offload`",
     ),
-    "ZeRO-Infinity": (
-        "zero_optimization.offload_param.nvme_path",
-        "`strategy: zero3-nvme`, with `cluster.nvme_path`",
-    ),
+    "ZeRO-Infinity": ("zero_optimization.offload_param.nvme_path", "`strategy: zero3-nvme`, with `cluster.nvme_path`"),
     "ZeRO++ hpZ": ("zero_optimization.zero_hpz_partition_size", ""),
     "ZeRO++ qwZ, qgZ": ("zero_optimization.zero_quantized_weights", ""),
     "LoCo": ("zero_optimization.zeropp_loco_param", ""),

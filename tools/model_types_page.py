@@ -4,6 +4,7 @@ Its rows are those that ``python -m tests.model_types tests/model_types.json`` f
 """
 
 import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,23 @@ _KERNELS = ["varlen", "flash", "sdpa", "eager"]
 _HEADER = """# Model types of transformers
 
 What the plan and a small model of each type gave with the pinned transformers: the class that trains, the towers that
-are not loaded, the attention kernels (`all`: varlen, flash, sdpa, eager), those that keep packed examples apart (`same`
-is each of them; of flash, the ranks check it), and if one training step and its merge were right. Some default configs
-of transformers cannot be built at all. The small models have the default config of their type, or a few published
-values where that cannot run, with fewer layers and a smaller vocabulary, so a published model may differ. Types that
-are not in the table have not been tried. `python -m tests.model_types tests/model_types.json` tries them, and `make
-test-models` repeats the rows.
+are not loaded, the attention kernels (`all`: varlen, flash, sdpa, eager), and those that keep packed examples apart
+(`same` is each of them; of flash, the ranks check it). One training step and its merge were right, unless the last
+column has a problem. The small models have the default config of their type, or a few published values where that
+cannot run, with fewer layers and a smaller vocabulary, so a published model may differ. Types that are not on this page
+have not been tried. `python -m tests.model_types tests/model_types.json` tries them, and `make test-models` repeats the
+rows.
 
-| type | class | towers absent | kernels | packing | memory | tested |
-|---|---|---|---|---|---|---|
+| type | class | towers absent | kernels | packing | problem |
+|---|---|---|---|---|---|
 """
+_KINDS = {
+    "encoder-decoder": "Encoder-decoder models",
+    "cannot build this model": "transformers cannot build the default config",
+    "cannot be trained without its towers": "The text part cannot be trained without its towers",
+    "not shown to train without its towers": "The text part is not shown to train without its towers",
+}
+"""Titles of refusals, by a part of their text; another refusal is its own title."""
 
 
 def _short(text: str) -> str:
@@ -32,22 +40,27 @@ def _short(text: str) -> str:
 
 
 def _line(kind: str, row: dict[str, Any]) -> str:
-    if "refused" in row:
-        return f"| `{kind}` | | | | | | refused: {_short(row['refused'])} |"
     apart = [kernel for kernel in row["attention"] if kernel not in row["mixing"]]
     cells = (
         f"`{kind}`", row["model_class"], ", ".join(row["absent"]),
         "all" if row["attention"] == _KERNELS else ", ".join(row["attention"]),
-        "same" if apart == row["attention"] else ", ".join(apart) or "none", row["planned"],
-        "yes" if row["tested"] == "a step, its merge" else _short(row["tested"]),
+        "same" if apart == row["attention"] else ", ".join(apart) or "none",
+        "" if row["tested"] == "a step, its merge" else _short(row["tested"]),
     )  # fmt: skip
     return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
     """Print the page."""
-    rows = json.loads(ROWS.read_text())
-    print(_HEADER + "\n".join(_line(kind, row) for kind, row in rows.items()))
+    lines, refused = list[str](), defaultdict[str, list[str]](list)
+    for kind, row in json.loads(ROWS.read_text()).items():
+        if (reason := row.get("refused")) is None:
+            lines.append(_line(kind, row))
+        else:
+            title = next((title for part, title in _KINDS.items() if part in reason), _short(reason))
+            refused[title].append(f"`{kind}`")
+    print(_HEADER + "\n".join(lines) + "\n\nRefused:\n")
+    print("\n".join(f"- {title}: {', '.join(kinds)}" for title, kinds in refused.items()))
 
 
 if __name__ == "__main__":

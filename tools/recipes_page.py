@@ -17,12 +17,10 @@ RECIPES, PAGE = REPOSITORY / "examples/recipes", REPOSITORY / "docs/reference/re
 HEAD = """# Recipes
 
 Runs for models and clusters that labs have, in `examples/recipes/`. Copy one, change data and destination, and plan it.
-The plan below each was made without a network, by `shardmake plan NAME --offline` with a folder in place of the model
-that holds the config.json that is named. None of them has been trained here. The page is made by `python -m
-tools.recipes_page`.
+Below each is what `shardmake plan NAME --offline` prints, without fallbacks, checkpoint sizes and what is not checked:
+without a network, with a folder in place of the model that holds the config.json that is named. None of them has been
+trained here. The page is made by `python -m tools.recipes_page`.
 """
-
-
 SIZES: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": CONFIGS["Llama-3.1-8B"],
     "Llama-3.1-70B": CONFIGS["Llama-3.1-70B"],
@@ -38,6 +36,7 @@ DEFAULTS = {
     "mistral-small": "mistral3",
 }
 """Model types whose default config of transformers stands for a model, by a part of its name."""
+_LEFT_OUT = re.compile(r"^  (less GPU memory|not checked|after an out-of-memory|a checkpoint takes|\d+ other cand)")
 
 
 def config_of(model: str) -> tuple[dict[str, Any], str]:
@@ -64,7 +63,8 @@ def plan(name: str, written: dict[str, Any], folder: Path) -> str:
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
     if done.returncode:
         raise RuntimeError(f"{name}: {done.stderr[-2000:]}")
-    return done.stdout.replace(f"{folder}/", "").strip()
+    lines = done.stdout.replace(f"{folder}/", "").strip().splitlines()
+    return "\n".join(line for line in lines if not _LEFT_OUT.search(line))
 
 
 def section(path: Path, folder: Path) -> str:

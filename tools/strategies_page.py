@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.published_models import CONFIGS
 from shardmake.config.models import STRATEGIES, Cluster, Data, Run, Strategy
 from shardmake.config.settings import SETTINGS
 from shardmake.config.strategies import STRATEGY_SPECS
@@ -13,17 +14,6 @@ from shardmake.render.check import Files
 from shardmake.render.stage import render_files
 from shardmake.run.model_class import ModelClass
 from shardmake.run.plan import Choice, Plan, Resources, Workload
-
-EXAMPLE = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
-"""Configuration of Llama 3.1 8B."""
 
 HEAD = """# Rendered settings of each strategy
 
@@ -75,12 +65,7 @@ _DEEPSPEED_COLUMNS = (
     "parameters",
     "optimizer",
 )
-_FSDP_COLUMNS = (
-    "strategy",
-    "reshard_after_forward",
-    "mesh (replicas x shards)",
-    "offload_params",
-)
+_FSDP_COLUMNS = ("strategy", "reshard_after_forward", "mesh (replicas x shards)", "offload_params")
 
 
 def _not_fsdp() -> list[list[str]]:
@@ -169,7 +154,7 @@ def _place(zero: dict[str, Any], key: str) -> str:
 
 
 def _rendered(strategy: Strategy, **choice: int) -> Files:
-    model = from_config(EXAMPLE)
+    model = from_config(CONFIGS["Llama-3.1-8B"])
     cluster = Cluster(
         executor="slurm",
         accelerator="h100",

@@ -709,7 +709,6 @@ def cancel(
 
 
 def _runs_of(name: str, sweep: str | None, config: list[Path]) -> list[str]:
-    """Return the run called ``name``, or those of ``sweep``."""
     if bool(name) == (sweep is not None):
         raise ConfigError("The run is missing. Name either a run, or a sweep with --sweep NAME.")
     read = load_config(*config)

@@ -30,128 +30,78 @@ class Why(Enum):
     COMMAND = "it concerns the arguments of a command that a user runs by hand"
 
 
-A, R, C, N = Why.ALL_ROWS, Why.RESULT, Why.CHANGED, Why.NETWORK
-TABLE: dict[str, Why | str] = {
-    "checkpoint/formats/contents.py": R,
-    "checkpoint/formats/dcp.py": R,
-    "checkpoint/formats/dtypes.py:check_target": "config/models.py:Run",
-    "checkpoint/formats/fsdp_per_rank.py": R,
-    "checkpoint/formats/hub_layout.py:_made": "plan/inspect_model.py:_unmergeable",
-    "checkpoint/formats/hub_layout.py:check_all_loaded": Why.WEIGHTS,
-    "checkpoint/formats/hub_layout.py:in_class_layout": Why.WEIGHTS,
-    "checkpoint/formats/hub_layout.py:hub_weights": "plan/inspect_model.py:_files_layout",
-    "checkpoint/formats/huggingface.py": R,
-    "checkpoint/formats/lora.py": R,
-    "checkpoint/formats/lora.py:adapter_only": Why.COMMAND,
-    "checkpoint/formats/lora.py:merge": Why.COMMAND,
-    "checkpoint/formats/lora.py:read_settings": "plan/inspect_model.py:_unmergeable",
-    "checkpoint/formats/lora.py:split": "plan/inspect_model.py:_unmergeable",
-    "checkpoint/formats/models.py": R,
-    "checkpoint/formats/nvme_swap.py": R,
-    "checkpoint/formats/pickle_machine.py": R,
-    "checkpoint/formats/pickle_names.py": R,
-    "checkpoint/formats/registry.py": R,
-    "checkpoint/formats/single_file.py": R,
-    "checkpoint/formats/torch_zip_reader.py": R,
-    "checkpoint/formats/unpickle.py": R,
-    "checkpoint/formats/zero.py": R,
-    "checkpoint/formats/zero_files.py": R,
-    "checkpoint/formats/zero_tensors.py": R,
-    "checkpoint/record.py": C,
-    "checkpoint/store.py:commit_and_prune": Why.RANKS,
-    "checkpoint/reshard/convert.py": R,
-    "checkpoint/reshard/states.py": R,
-    "consolidate/aux_files.py": C,
-    "consolidate/destination.py": Why.COMMAND,
-    "consolidate/loading.py:find_class": "plan/abilities.py:check_class",
-    "consolidate/loading.py:check_loading": R,
-    "consolidate/loading.py:refuse_impossible_config": C,
-    "consolidate/merge.py": Why.COMMAND,
-    "consolidate/merge_plan.py:MergePlan.check": R,
-    "consolidate/merge_plan.py:_refuse_misfits": R,
-    "consolidate/merge_plan.py:resolve_ties": R,
-    "consolidate/peft_check.py": R,
-    "consolidate/merge_plan.py:plan_merge": Why.COMMAND,
-    "consolidate/recorded.py": R,
-    "consolidate/scan.py": R,
-    "consolidate/source_checks.py": R,
-    "consolidate/source_checks.py:parse_allowed": Why.COMMAND,
-    "consolidate/stage.py:_convert": R,
-    "consolidate/stage.py:final_checkpoint": R,
-    "consolidate/stage.py:consolidate_run": C,
-    "consolidate/staging.py": C,
-    "consolidate/stream.py": R,
-    "consolidate/verify.py": R,
-    "consolidate/writer.py": R,
-    "data/dataset.py:check_isolation": "plan/refusals.py:wrong_packing",
-    "data/varlen.py": "plan/inspect_model.py:_try_varlen",
-    "data/chat.py": "data/check.py:check_first_rows",
-    "data/encode.py": A,
-    "data/files.py": A,
-    "data/layout.py": A,
-    "data/parquet.py": A,
-    "data/sources.py": "data/check.py:check_sources",
-    "data/check.py:check_sources": "cli.py:plan",
-    "data/build.py:check_divisible": "data/check.py:check_first_rows",
-    "data/outcomes.py": A,
-    "data/examples.py:check_vocabulary": A,
-    "data/examples.py:_load_config": "data/check.py:check_first_rows",
-    "data/examples.py:_stop_ids": "data/check.py:check_first_rows",
-    "data/examples.py:load_tokenizer": "data/check.py:check_first_rows",
-    "data/raw.py:check_raw": C,
-    "data/raw.py:files_of_raw": "data/check.py:check_sources",
-    "evaluate/backends.py:check_backend": "cli.py:plan",
-    "evaluate/harness.py": "cli.py:plan",
-    "evaluate/preferences.py:score_rewards": R,
-    "evaluate/scores.py:Score.means": R,
-    "evaluate/scores.py:Scores.as_record": A,
-    "evaluate/scores.py:smaller_after_out_of_memory": Why.RANKS,
-    "evaluate/prompts.py:as_prompt": "evaluate/prompts.py:check_prompts",
-    "evaluate/prompts.py:check_prompts": "cli.py:plan",
-    "launch/attempt_end.py:apply_decision": R,
-    "launch/driver.py": C,
-    "launch/driver_script.py": N,
-    "launch/driver_script.py:refuse_login_node": Why.COMMAND,
-    "launch/driver_script.py:refuse_while_driven": Why.COMMAND,
-    "launch/monitor.py": C,
-    "launch/jobs.py:_process_id": C,
-    "launch/input_validation.py": C,
-    "launch/preflight.py": Why.NODE,
-    "launch/rendezvous.py": Why.NODE,
-    "launch/resume.py:read_settings": Why.NODE,
-    "launch/resume_validation.py": Why.NODE,
-    "launch/service.py": Why.NODE,
-    "launch/slurm_jobs.py": N,
-    "launch/slurm_request.py:_checked": "cli.py:plan",
-    "launch/submission.py:check_stop_file": C,
-    "launch/user_script.py:refuse_repetition": C,
-    "launch/container.py:_probe": "cli.py:plan",
-    "launch/container.py:check_container": "cli.py:plan",
-    "launch/submission_check.py:_judge": "cli.py:plan",
-    "push/bundle.py:_refuse_secrets": "push/check.py:check_push",
-    "push/bundle.py:_verified_model": R,
-    "push/check.py": "cli.py:plan",
-    "push/folder.py:_check_space": C,
-    "push/folder.py:_copy": C,
-    "push/folder.py:push_to_folder": C,
-    "push/folder.py:refuse_foreign": "push/check.py:check_destinations",
-    "push/hub.py:_explain_xet": N,
-    "push/hub.py:_refuse_public": N,
-    "push/hub.py:_read_back": N,
-    "push/hub.py:_refuse_foreign": N,
-    "push/hub.py:connect": "push/check.py:check_destinations",
-    "push/object_store.py": N,
-    "push/stage.py:push": Why.COMMAND,
-    "train/callbacks/non_finite.py:NonFiniteCheck.on_step_end": Why.RANKS,
-    "train/checkpoint_saver.py": C,
-    "train/engine_check.py:refuse_differences": Why.RANKS,
-    "train/load_model.py:check_names": R,
-    "train/network_check.py": Why.NODE,
-    "train/reference.py:read_log_probs": R,
-    "train/script_guard.py": Why.RANKS,
-    "train/sequence_parallel.py:check_parts": "plan/refusals.py:wrong_sequence_parallel",
-    "train/trackers.py:check_trackers": "cli.py:plan",
+ROWS: dict[Why | str, str] = {
+    Why.ALL_ROWS: """
+        data/encode.py data/examples.py:check_vocabulary data/files.py data/layout.py data/outcomes.py
+        data/parquet.py evaluate/scores.py:Scores.as_record
+    """,
+    Why.WEIGHTS: "checkpoint/formats/hub_layout.py:check_all_loaded checkpoint/formats/hub_layout.py:in_class_layout",
+    Why.RANKS: """
+        checkpoint/store.py:commit_and_prune evaluate/scores.py:smaller_after_out_of_memory
+        train/callbacks/non_finite.py:NonFiniteCheck.on_step_end train/engine_check.py:refuse_differences
+        train/script_guard.py
+    """,
+    Why.NODE: """
+        launch/preflight.py launch/rendezvous.py launch/resume.py:read_settings launch/resume_validation.py
+        launch/service.py train/network_check.py
+    """,
+    Why.RESULT: """
+        checkpoint/formats/contents.py checkpoint/formats/dcp.py checkpoint/formats/fsdp_per_rank.py
+        checkpoint/formats/huggingface.py checkpoint/formats/lora.py checkpoint/formats/models.py
+        checkpoint/formats/nvme_swap.py checkpoint/formats/pickle_machine.py checkpoint/formats/pickle_names.py
+        checkpoint/formats/registry.py checkpoint/formats/single_file.py checkpoint/formats/torch_zip_reader.py
+        checkpoint/formats/unpickle.py checkpoint/formats/zero.py checkpoint/formats/zero_files.py
+        checkpoint/formats/zero_tensors.py checkpoint/reshard/convert.py checkpoint/reshard/states.py
+        consolidate/loading.py:check_loading consolidate/merge_plan.py:MergePlan.check
+        consolidate/merge_plan.py:_refuse_misfits consolidate/merge_plan.py:resolve_ties
+        consolidate/peft_check.py consolidate/recorded.py consolidate/scan.py consolidate/source_checks.py
+        consolidate/stage.py:_convert consolidate/stage.py:final_checkpoint consolidate/stream.py
+        consolidate/verify.py consolidate/writer.py evaluate/preferences.py:score_rewards
+        evaluate/scores.py:Score.means launch/attempt_end.py:apply_decision push/bundle.py:_verified_model
+        train/load_model.py:check_names train/reference.py:read_log_probs
+    """,
+    Why.NETWORK: """
+        launch/driver_script.py launch/slurm_jobs.py push/hub.py:_explain_xet push/hub.py:_read_back
+        push/hub.py:_refuse_foreign push/hub.py:_refuse_public push/object_store.py
+    """,
+    Why.CHANGED: """
+        checkpoint/record.py consolidate/aux_files.py consolidate/loading.py:refuse_impossible_config
+        consolidate/stage.py:consolidate_run consolidate/staging.py data/raw.py:check_raw launch/driver.py
+        launch/jobs.py:_process_id launch/monitor.py launch/resume_validation.py:validate_inputs
+        launch/submission.py:check_stop_file launch/user_script.py:refuse_repetition
+        push/folder.py:_copy push/folder.py:push_to_folder train/checkpoint_saver.py
+    """,
+    Why.COMMAND: """
+        checkpoint/formats/lora.py:adapter_only checkpoint/formats/lora.py:merge consolidate/destination.py
+        consolidate/merge.py consolidate/merge_plan.py:plan_merge consolidate/source_checks.py:parse_allowed
+        launch/driver_script.py:refuse_login_node launch/driver_script.py:refuse_while_driven push/stage.py:push
+    """,
+    "cli.py:plan": """
+        data/check.py:check_sources evaluate/backends.py:check_backend evaluate/harness.py
+        evaluate/prompts.py:check_prompts launch/container.py:_probe launch/container.py:check_container
+        launch/slurm_request.py:_checked launch/submission_check.py:_judge push/check.py
+        train/trackers.py:check_trackers
+    """,
+    "config/models.py:Run": "checkpoint/formats/dtypes.py:check_target",
+    "data/check.py:check_first_rows": """
+        data/build.py:check_divisible data/chat.py data/examples.py:_load_config data/examples.py:_stop_ids
+        data/examples.py:load_tokenizer
+    """,
+    "data/check.py:check_sources": "data/sources.py data/raw.py:files_of_raw",
+    "evaluate/prompts.py:check_prompts": "evaluate/prompts.py:as_prompt",
+    "plan/abilities.py:check_class": "consolidate/loading.py:find_class",
+    "plan/inspect_model.py:_files_layout": "checkpoint/formats/hub_layout.py:hub_weights",
+    "plan/inspect_model.py:_try_varlen": "data/varlen.py",
+    "plan/inspect_model.py:_unmergeable": """
+        checkpoint/formats/hub_layout.py:_made checkpoint/formats/lora.py:read_settings
+        checkpoint/formats/lora.py:split
+    """,
+    "plan/refusals.py:wrong_packing": "data/dataset.py:check_isolation",
+    "plan/refusals.py:wrong_sequence_parallel": "train/sequence_parallel.py:check_parts",
+    "push/check.py:check_destinations": "push/folder.py:refuse_foreign push/hub.py:connect",
+    "push/check.py:check_push": "push/bundle.py:_refuse_secrets",
 }
+TABLE = {row: why for why, rows in ROWS.items() for row in rows.split()}
 
 
 def refusals() -> set[str]:

@@ -13,12 +13,7 @@ import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PARTS = ("Snakefile", "workflow", "profiles", "config", "envs", "slurm")
-LOCAL = {
-    "executor": "local",
-    "processes_per_node": 2,
-    "cpus_per_node": 2,
-    "memory_gib_per_node": 6,
-}
+LOCAL = {"executor": "local", "processes_per_node": 2, "cpus_per_node": 2, "memory_gib_per_node": 6}
 RUN: dict[str, Any] = {
     "model": "resources/demo/base",
     "data": {"train": "resources/demo/train.jsonl", "eval": "resources/demo/eval.jsonl"},

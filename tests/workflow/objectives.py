@@ -55,18 +55,9 @@ _REWARDS = ("chosen", "margins", "rejected")
 _SCORES = ("accuracy", "margin", "min_reward", "mean_reward", "max_reward")
 OBJECTIVES = {
     "sft": Objective(lambda _, question, answer: {"prompt": [question], "completion": [answer]}),
-    "dpo": Objective(
-        _pair,
-        scores="rewards",
-        names=("accuracies", *_REWARDS),
-        theirs="rewards/{}",
-    ),
+    "dpo": Objective(_pair, scores="rewards", names=("accuracies", *_REWARDS), theirs="rewards/{}"),
     "kto": Objective(
-        _labelled,
-        {"kto": {"desirable_weight": 3.0}},
-        scores="rewards",
-        names=_REWARDS,
-        theirs="rewards/{}",
+        _labelled, {"kto": {"desirable_weight": 3.0}}, scores="rewards", names=_REWARDS, theirs="rewards/{}"
     ),
     "reward": Objective(
         _pair,

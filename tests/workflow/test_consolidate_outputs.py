@@ -159,11 +159,11 @@ def test_disk_that_is_too_small(root: Path, tmp_path: Path) -> None:
         ["unshare", "-rm", "sh", "-c", ON_A_SMALL_DISK, tmp_path, *merging], capture_output=True, text=True
     )
     assert done.stdout.splitlines()[-1] == "exit 2", (done.stdout, done.stderr)
-    assert re.search(r"The merged model needs \d+ KiB in .*, where \d+ (KiB|bytes) are free", done.stderr)
+    assert re.search(r"The merged model needs \d+ KiB, and .* has \d+ (KiB|bytes) left \(", done.stderr)
 
 
 def test_quota_that_is_exceeded_while_writing(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """statvfs does not report quotas."""
+    """Other programs write, too."""
     monkeypatch.setattr(merge, "check_space", lambda *_: None)
     monkeypatch.setattr("shardmake.consolidate.writer._reserve", full_disk)
     with pytest.raises(ShardmakeError, match=r"No space left on device.*No output was left behind"):

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from shardmake.render.comparison import Comparison, Row, Settings, compare_settings
+from shardmake.render.comparison import Comparison, Row, Settings
 from shardmake.render.engine_values import VARIES
 from shardmake.render.settings_table import same_value
 from tests.fork_server import ForkServer, set_by_launcher
 from tests.planted_settings import PLANTED, Planted
 from tests.settings_cases import CASES, COMPILES
+from tests.unit.render.compared_settings import compare_settings
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(600)]
 COMPILED = [pytest.mark.nvme, pytest.mark.timeout(1800)]

@@ -37,11 +37,7 @@ TRL = [
 ]
 
 
-OWN_FILE = {
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": 2,
-    "zero_optimization": {"stage": 3},
-}
+OWN_FILE = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 3}}
 """A DeepSpeed file of another ZeRO stage than the plan's."""
 
 
@@ -120,9 +116,7 @@ TRAINED: list[tuple[Strategy, str, list[str], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("strategy", "script", "arguments", "found"),
-    TRAINED,
-    ids=lambda value: value if isinstance(value, str) else "",
+    ("strategy", "script", "arguments", "found"), TRAINED, ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_programs_train_as_planned(
     programs: Programs, strategy: Strategy, script: str, arguments: list[str], found: dict[str, Any]

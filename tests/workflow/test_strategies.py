@@ -17,8 +17,7 @@ pytestmark = pytest.mark.training
 
 
 @pytest.mark.parametrize(
-    "strategy",
-    ["zero1", "zero1-offload", "zero2-offload", "zero3-offload", "fsdp-grad-op", "fsdp-offload"],
+    "strategy", ["zero1", "zero1-offload", "zero2-offload", "zero3-offload", "fsdp-grad-op", "fsdp-offload"]
 )
 def test_every_strategy_computes_what_ddp_computes(
     shared_checkout: Checkout, reference: dict[int, float], strategy: Strategy

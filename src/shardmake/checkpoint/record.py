@@ -108,7 +108,7 @@ def is_unfinished(checkpoint: Path) -> bool:
     return False
 
 
-def find_problems(checkpoint: Path, *, workers: int = 4, checksums: bool = True) -> list[str]:
+def find_problems(checkpoint: Path, *, checksums: bool = True) -> list[str]:
     """Return one sentence per damaged file of a checkpoint; an empty list if every byte is as recorded.
 
     Without ``checksums`` only the sizes of the files are compared, and no content is read.
@@ -121,7 +121,7 @@ def find_problems(checkpoint: Path, *, workers: int = 4, checksums: bool = True)
     record = read_record(checkpoint)
     if record is None:
         return [f"{checkpoint / RECORD_NAME} is damaged or cannot be read"]
-    return list(find_damaged(checkpoint, record, record.files, workers=workers, checksums=checksums).values())
+    return list(find_damaged(checkpoint, record, record.files, checksums=checksums).values())
 
 
 def find_damaged(
@@ -136,12 +136,6 @@ def find_damaged(
     with ThreadPoolExecutor(workers) as pool:
         found = pool.map(lambda name: file_problem(checkpoint / name, record.files[name], checksums), listed)
     return {name: problem for name, problem in zip(listed, found, strict=True) if problem}
-
-
-def share_of_files(record: CheckpointRecord, node: int, nodes: int) -> list[str]:
-    """Return the files that ``node`` of ``nodes`` validates: of each size every node gets about as many."""
-    by_size = sorted(record.files, key=lambda name: (record.files[name].size, name))
-    return by_size[node::nodes]
 
 
 def is_intact(record: CheckpointRecord, checkpoint: Path, name: str) -> bool:

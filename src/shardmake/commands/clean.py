@@ -22,7 +22,7 @@ from shardmake.core.run_folder import open_file, real_path, rename
 from shardmake.core.temporary import take_lock
 from shardmake.core.units import format_bytes, plural
 from shardmake.launch.driver import hold_driver_lock
-from shardmake.push.read_back import problems_at
+from shardmake.push.check import problems_at
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import MergeReceipt, PushReceipt
 from shardmake.run.training_settings import TrainingSettings

@@ -222,7 +222,6 @@ def _run(request: EstimateRequest) -> Run:
 
 
 def _objective_keys(request: EstimateRequest) -> dict[str, Any]:
-    """Return the keys of a run that its objective needs."""
     padded = {"packing": False} if OBJECTIVES[request.objective].trl else {}
     if request.reference is None:
         return padded

@@ -322,7 +322,6 @@ def _check_circle(name: str, runs: Mapping[str, Run]) -> None:
 
 
 def _run_with_folder(model: str, runs: Mapping[str, Run]) -> str | None:
-    """Return the run whose final model the path ``model`` names, if it is one of ``runs``."""
     parts = PurePath(model).parts
     name = parts[1] if len(parts) == 3 and (parts[0], parts[2]) == ("runs", "model") else None
     return name if name in runs else None

@@ -107,7 +107,6 @@ class _Resolver:
         return Resolved({**rest, "runs": runs} | ({SWEEPS: sweeps} if sweeps else {}), origins)
 
     def _runs_of(self, name: Any, sweeps: dict[str, list[str]]) -> Iterator[tuple[Any, ResolvedRun]]:
-        """Yield the run ``name``, or the runs of its sweep."""
         own = self._own(name)
         if not isinstance(own, Mapping) or SWEEP not in own:
             yield name, self._plain(name)
@@ -135,7 +134,8 @@ class _Resolver:
         return run
 
     def _origin(self, place: Path, path: Path) -> Origin:
-        return Origin(".".join(map(str, place)), self._file((*place, *path)))
+        file = next((layer.name for layer in reversed(self.layers) if _has(layer.values, (*place, *path))), "")
+        return Origin(".".join(map(str, place)), file)
 
     def _bases(self, name: Any) -> list[Any]:
         """Return the runs whose values ``name`` has, itself last."""
@@ -157,10 +157,6 @@ class _Resolver:
         """Return the section of a run. An empty one is complete if there are defaults."""
         own = self.runs[name]
         return {} if own is None and self.defaults else own
-
-    def _file(self, path: Path) -> str:
-        """Return the name of the last layer that has a value at ``path``."""
-        return next((layer.name for layer in reversed(self.layers) if _has(layer.values, path)), "")
 
     def _error(self, key: str, message: str) -> ConfigError:
         return ConfigError(f"{self.source} cannot be used:\n  {key}: {message}")

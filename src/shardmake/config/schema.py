@@ -63,16 +63,13 @@ class Schema:
         if section is not None:
             yield name, section
             below = {f"{name}.{key}" if name else key: node for key, node in section["properties"].items()}
-            for key in sorted(below, key=lambda key: self._is_list(below[key])):
+            for key in sorted(below, key=lambda key: any("items" in option for option in self.options(below[key]))):
                 yield from self.sections(below[key], key)
         for option in self.options(node or self.root):
             if isinstance(option.get("additionalProperties"), Mapping):
                 yield from self.sections(option["additionalProperties"], f"{name}.NAME")
             if isinstance(option.get("items"), Mapping):
                 yield from self.sections(option["items"], f"{name}.ENTRY")
-
-    def _is_list(self, node: SchemaNode) -> bool:
-        return any("items" in option for option in self.options(node))
 
     def walk(self, location: Sequence[str | int]) -> tuple[list[str], SchemaNode]:
         """Return the keys on the path to a pydantic error, and the schema at its end (empty for an unknown key).
@@ -94,7 +91,6 @@ class Schema:
 
 
 def _limits(option: SchemaNode) -> str:
-    """Describe the limits of a number."""
     if "minimum" in option and "maximum" in option:
         return f"from {_digits(option['minimum'])} to {_digits(option['maximum'])}"
     return " and ".join(f"{sign} {_digits(option[limit])}" for limit, sign in _LIMITS.items() if limit in option)

@@ -98,7 +98,6 @@ class Converter:
         return self.convert(changed.view(np.uint8), "F32", target, shift)
 
     def _widen(self, values: Block, source: str) -> Block:
-        """Return the values as float32."""
         if source == "F32":
             return values
         if source == "F16":

@@ -116,9 +116,7 @@ def _jobs(record: ZipRecord, moves: Sequence[tuple[Move, int]]) -> Iterator[tupl
             begin, group = end, []
 
 
-def _split_overlapping(
-    moves: Sequence[tuple[Move, int]],
-) -> tuple[list[tuple[Move, int]], list[tuple[Move, int]]]:
+def _split_overlapping(moves: Sequence[tuple[Move, int]]) -> tuple[list[tuple[Move, int]], list[tuple[Move, int]]]:
     """Return the moves that do not overlap an earlier one, and those that do."""
     disjoint: list[tuple[Move, int]] = []
     shared: list[tuple[Move, int]] = []

@@ -177,7 +177,6 @@ def compare_with_peft(samples: list[PeftSample], written: Mapping[str, StoredTen
 
 
 def _rounded(values: Block, dtype: str) -> Block:
-    """Return float32 values after rounding to ``dtype``."""
     converter = Converter(values.size)
     narrow = converter.convert(values.reshape(-1).view(np.uint8), "F32", dtype).copy()
     return converter.convert(narrow, dtype, "F32").view(np.float32).copy().reshape(values.shape)
@@ -232,7 +231,6 @@ def answer(request: Any) -> None:
 
 
 def _module(kind: str, weight: "torch.Tensor") -> "torch.nn.Module":
-    """Return a module of the ``kind`` with ``weight``."""
     import torch
     from transformers.pytorch_utils import Conv1D
 

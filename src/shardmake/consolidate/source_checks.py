@@ -62,7 +62,7 @@ class SourceReport:
     warnings: tuple[str, ...] = ()
 
 
-def check_source(contents: Contents, allow: Collection[Allowed] = (), workers: int = 4) -> SourceReport:
+def check_source(contents: Contents, allow: Collection[Allowed] = ()) -> SourceReport:
     """Check that the files of a checkpoint are of one save; read no tensor completely.
 
     Raises:
@@ -77,7 +77,7 @@ def check_source(contents: Contents, allow: Collection[Allowed] = (), workers: i
             f"{contents.left_out[0]} ({len(contents.left_out)} such entries) in {contents.folder} is the extra state "
             "of a module, not a tensor. safetensors files hold tensors only, so the model does not have it."
         )
-    record = check_recorded(folders, used, workers)
+    record = check_recorded(folders, used, 4)
     if record is not None:
         return SourceReport(len(record.files), record.step, tuple(warnings))
     warnings += _times_apart(contents.folder)

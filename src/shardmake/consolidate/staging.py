@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import IO
 
 from shardmake.consolidate.layout import PlannedShard
-from shardmake.core.errors import CheckpointError, DiskFullError
+from shardmake.core.disk import require_space
+from shardmake.core.errors import CheckpointError
 from shardmake.core.run_folder import (
     fsync_directory,
     make_folder,
@@ -26,17 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 def check_space(shards: list[PlannedShard], staging: Path) -> None:
-    """Raise `DiskFullError` if the files still to be written do not fit."""
+    """Raise `DiskFullError` if the files still to be written do not fit into the file system or a quota."""
     files = [staging / name for shard in shards for name in (shard.name, f".{shard.name}.tmp")]
     present = sum(path.stat().st_blocks * 512 for path in files if path.is_file())
     needed = sum(shard.size for shard in shards) - present
-    state = os.statvfs(staging)
-    free = state.f_bavail * state.f_frsize
-    if needed > free:
-        raise DiskFullError(
-            f"The merged model needs {format_bytes(needed)} in {staging.parent}, where {format_bytes(free)} are "
-            "free. Free some space, choose another folder, or use --dtype bf16."
-        )
+    advice = "Free some space, choose another folder, or use --dtype bf16."
+    require_space(staging.parent, needed, f"The merged model needs {format_bytes(needed)}", advice, len(files))
 
 
 def remove_others(shards: list[PlannedShard], staging: Path, *keep: str) -> None:

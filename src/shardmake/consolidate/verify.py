@@ -89,7 +89,6 @@ def _as_shard(path: Path, expected: Contents) -> PlannedShard:
 
 
 def _different(shards: list[PlannedShard], model: Path, workers: int) -> set[str]:
-    """Return the names of the tensors with a different byte."""
     found: set[str] = set()
     for shard, jobs in zip(shards, plan_jobs(shards), strict=True):
         with (model / shard.name).open("rb") as file:

@@ -36,18 +36,18 @@ def check_save(folder: Path, size: int) -> None:
     require_space(folder, size, f"The next checkpoint needs {format_bytes(size)}")
 
 
-def require_space(folder: Path, needed: int, sentence: str) -> str:
-    """Return ``sentence`` with the space left in ``folder``; raise a `DiskFullError` if ``needed`` bytes do not fit.
+def require_space(folder: Path, needed: int, sentence: str, advice: str = _ADVICE, files: int = _FEW_FILES) -> str:
+    """Return ``sentence`` with the space left in ``folder``.
 
-    A `DiskFullError` is also raised if fewer than `_FEW_FILES` files can be created.
+    Raise a `DiskFullError` with ``advice`` if ``needed`` bytes do not fit, or fewer than ``files`` can be created.
     """
     space = free_space(folder)
     text = f"{sentence}, and {folder} has {format_bytes(space.free)} left ({space.limit})."
     if needed > space.free:
-        raise DiskFullError(f"{text} {_ADVICE}")
-    if space.files < _FEW_FILES:
+        raise DiskFullError(f"{text} {advice}")
+    if space.files < files:
         raise DiskFullError(
-            f"{sentence}, and {folder} has only {space.files} files left ({space.files_limit}). {_ADVICE}"
+            f"{sentence}, and {folder} has only {space.files} files left ({space.files_limit}). {advice}"
         )
     return text
 

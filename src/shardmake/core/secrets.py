@@ -137,7 +137,6 @@ def redact(text: str, known: Iterable[str] | None = None) -> str:
 
 
 def _without_forms(text: str) -> str:
-    """Return ``text`` without what has the form of a secret."""
     text = _BASIC.sub(_without_login, _USER.sub("[removed]@", _SHAPES.sub("[removed]", text)))
     for pattern in _IN_TEXT:
         text = pattern.sub(_keep_start, text)

@@ -101,7 +101,6 @@ def _recognize(run: Run, source: Source, rows: Sequence[Row]) -> Layout:
 
 
 def _columns_of(rows: Sequence[Row]) -> list[str]:
-    """Return all columns of ``rows``, each once."""
     return list(dict.fromkeys(column for row in rows for column in row.example))
 
 
@@ -178,7 +177,6 @@ def make_encoder(part: Part, chat: ChatTemplate, *, log: bool = True) -> Encoder
 
 @cache
 def _schema_of(format: DataFormat) -> "pyarrow.Schema":
-    """Return the columns of encoded rows of a format."""
     from datasets import Features, List, Value
 
     ids, marks = List(Value("int32")), List(Value("bool"))

@@ -95,7 +95,6 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
 
 
 def _excerpt(text: str) -> str:
-    """Return the beginning and the end of a long text."""
     return text if len(text) <= 2 * _SHOWN_TEXT else f"{text[:_SHOWN_TEXT]}\n...\n{text[-_SHOWN_TEXT:]}"
 
 

@@ -246,7 +246,6 @@ def check_shared_lock(folder: Path, node_rank: int, nodes: int, seconds: float =
 
 
 def _appears(path: Path, seconds: float) -> bool:
-    """Return whether ``path`` exists within ``seconds``."""
     give_up = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > give_up:

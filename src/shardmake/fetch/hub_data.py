@@ -89,7 +89,6 @@ def _hub_errors(source: HubDataset, commit: str) -> Iterator[None]:
 
 
 def _subset_mistake(source: HubDataset, commit: str) -> str:
-    """Return the problem with the subset, or an empty string."""
     import datasets
 
     subsets = datasets.get_dataset_config_names(source.repository, revision=commit)

@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardmake.checkpoint.formats.huggingface import is_licence
 from shardmake.core.errors import ModelError
-from shardmake.core.hub import (
-    cached_snapshot,
-    commit_of,
-    git_object_id,
-    list_files,
-    translate_hub_errors,
-    with_retries,
-)
+from shardmake.core.hub import cached_snapshot, commit_of, git_object_id, list_files, translate_hub_errors, with_retries
 from shardmake.core.manifest import FileRecord, read_folder, record
 from shardmake.run.sources import PinnedSource
 

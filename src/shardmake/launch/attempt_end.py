@@ -14,15 +14,7 @@ from shardmake.core.units import format_duration
 from shardmake.launch import user_script
 from shardmake.launch.container import start_failure
 from shardmake.launch.error_texts import error_advice
-from shardmake.launch.outcome import (
-    NODE_FAILURES,
-    Action,
-    Evidence,
-    Outcome,
-    RetryState,
-    classify,
-    decide,
-)
+from shardmake.launch.outcome import NODE_FAILURES, Action, Evidence, Outcome, RetryState, classify, decide
 from shardmake.launch.resume_validation import confirm_damage
 from shardmake.launch.slurm_states import FORGOTTEN, JobStatus
 from shardmake.launch.step_output import launcher_error, step_failure, was_cancelled

@@ -1,9 +1,10 @@
-"""Validate the content of a job's checkpoint: every node reads its share of the files, and the driver checks findings.
+"""Validate what a job loads: every node reads its share of the files, and the driver checks findings in a checkpoint.
 
-All nodes read at once, before their ranks start. The ranks load nothing before all of them have met in the network
-check, so a node with a finding keeps the others from loading a damaged checkpoint. The driver then reads the named
-files itself: if they are damaged, the checkpoint is set aside and the next attempt resumes from an older one. If they
-are not, the node that read them differently is at fault.
+All nodes read at once, before their ranks start, so together they read every byte once, and what the ranks then load is
+in the page cache of their node. The ranks load nothing before all of them have met in the network check, so a node with
+a finding keeps the others from loading a damaged checkpoint. The driver then reads the named files itself: if they are
+damaged, the checkpoint is set aside and the next attempt resumes from an older one. If they are not, the node that read
+them differently is at fault.
 
 DeepSpeed and torch import and call what a checkpoint's pickles name. A checkpoint with a name that no training wrote is
 therefore not loaded, and neither is one with a file that its record does not list; the run stops, because a person must
@@ -16,21 +17,17 @@ from pathlib import Path
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.formats.pickle_names import refuse_foreign_names
-from shardmake.checkpoint.record import (
-    RECORD_NAME,
-    find_damaged,
-    is_intact,
-    read_record,
-    refuse_unlisted,
-    share_of_files,
-)
-from shardmake.core.errors import CheckpointError
+from shardmake.checkpoint.record import RECORD_NAME, find_damaged, is_intact, read_record, refuse_unlisted
+from shardmake.core.errors import CheckpointError, ModelError
+from shardmake.core.fingerprint import FileEntry
+from shardmake.core.manifest import FileRecord
 from shardmake.core.run_folder import real_path
 from shardmake.core.units import GIB
 from shardmake.launch.preflight import PreflightError
 from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.findings import stops
 from shardmake.run.paths import RunDir
+from shardmake.run.sources import recorded_data, recorded_weights, refuse_changed
 
 _READERS = 8
 
@@ -41,6 +38,30 @@ class DamagedCheckpointError(RuntimeError):
     def __init__(self, problems: Mapping[str, str]) -> None:
         super().__init__("; ".join(problems.values()))
         self.files = list(problems)
+
+
+def share_of_files(files: Mapping[str, FileEntry] | Mapping[str, FileRecord], node: int, nodes: int) -> list[str]:
+    """Return the names that ``node`` of ``nodes`` validates: of each size every node gets about as many files."""
+    return sorted(files, key=lambda name: (files[name].size, name))[node::nodes]
+
+
+def validate_inputs(attempt: Attempt, node_rank: int, report: Callable[[str], None]) -> None:
+    """Compare this node's share of base weights and data with their records, and pass ``report`` number and duration.
+
+    Raises:
+        PreflightError: a file is not as `shardmake fetch` or `shardmake data` recorded it.
+    """
+    started, weights = time.monotonic(), recorded_weights(attempt.rundir)
+    files = {**weights, **recorded_data(attempt.rundir, "train", "eval")}
+    share = {name: files[name] for name in share_of_files(files, node_rank, attempt.nodes)}
+    try:
+        refuse_changed(attempt.rundir, share)
+    except ModelError as error:
+        raise PreflightError([stops("inputs", str(error).removesuffix("."))], blames_run=True) from None
+    size, seconds = sum(entry.size for entry in share.values()) / GIB, time.monotonic() - started
+    report(f"{len(share)} of {len(files)} files of model and data are as recorded ({size:.2f} GiB, {seconds:.1f} s)")
+    if not weights:
+        report("warning: the base weights were not compared, because `shardmake fetch` has recorded none")
 
 
 def validate_share(attempt: Attempt, node_rank: int, report: Callable[[str], None]) -> None:
@@ -57,7 +78,7 @@ def validate_share(attempt: Attempt, node_rank: int, report: Callable[[str], Non
     record = read_record(checkpoint)
     if record is None:
         raise DamagedCheckpointError({RECORD_NAME: f"{checkpoint / RECORD_NAME} is damaged or cannot be read"})
-    names = share_of_files(record, node_rank, attempt.nodes)
+    names = share_of_files(record.files, node_rank, attempt.nodes)
     if problems := find_damaged(checkpoint, record, names, workers=_READERS):
         raise DamagedCheckpointError(problems)
     try:

@@ -26,14 +26,7 @@ from shardmake.core.run_folder import make_folder
 from shardmake.launch.container import JobContainer, JobEnvironment, job_container
 from shardmake.launch.jobs import ActiveJob, job_name
 from shardmake.launch.slurm_request import SlurmRequest
-from shardmake.launch.slurm_states import (
-    FORGOTTEN,
-    JobState,
-    JobStatus,
-    is_no_such_job,
-    parse_rows,
-    parse_scontrol,
-)
+from shardmake.launch.slurm_states import FORGOTTEN, JobState, JobStatus, is_no_such_job, parse_rows, parse_scontrol
 from shardmake.launch.watcher import cached_squeue
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.attempt_owner import attempt_of_script, claim
@@ -242,13 +235,11 @@ def submit_with_retry(
 
 
 def _cancel_superfluous(job: str) -> None:
-    """Cancel a job that would end at its start."""
     logger.info("Cancelling job %s: its attempt is over, or belongs to another job because sbatch was repeated.", job)
     run_slurm("scancel", job)
 
 
 def _task_command(executor: Any, folder: AttemptDir) -> str:
-    """Return the command of each task of a job for the attempt in ``folder``."""
     return f"{executor.python} -u -m shardmake.launch.slurm_task {shlex.quote(str(folder.root))}"
 
 

@@ -30,11 +30,10 @@ from shardmake.core.run_folder import make_folder, open_file, remove
 from shardmake.core.secrets import redact
 from shardmake.core.temporary import temporary_folder
 from shardmake.launch.flight_recorder import recorder_variables
-from shardmake.launch.input_validation import validate_inputs
 from shardmake.launch.preflight import PreflightError, check_node
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError, address_file, run_rendezvous, wait_for_address
 from shardmake.launch.resume import again_file, prepare_restart, read_settings
-from shardmake.launch.resume_validation import DamagedCheckpointError, confirm_damage, validate_share
+from shardmake.launch.resume_validation import DamagedCheckpointError, confirm_damage, validate_inputs, validate_share
 from shardmake.launch.service import (
     SERVING,
     Service,

@@ -188,9 +188,9 @@ def _part_of_checkpoint(scenario: Scenario) -> int:
     return first + ceil((whole - first) / scenario.nodes)
 
 
-def disk_terms(scenario: Scenario, kept: int, final_bytes: int = 2) -> Terms:
+def disk_terms(scenario: Scenario, kept: int) -> Terms:
     """Return the disk space of ``kept`` checkpoints, the one being written, and the final model."""
     return {
         "checkpoints": (kept + 1) * checkpoint_bytes(scenario),
-        "final model": final_bytes * scenario.model.whole_parameters,
+        "final model": 2 * scenario.model.whole_parameters,
     }

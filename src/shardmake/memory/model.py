@@ -177,15 +177,12 @@ def matrix_weights(model: Model) -> float:
 
     An embedding is looked up and does not count, unless it is also the head.
     """
-    return sum(t.numel * matrix_share(t, model) for t in model.tensors if _multiplies(t, model))
+    matrices = (t for t in model.tensors if len(t.shape) > 1 and (t.kind != "embedding" or model.tied))
+    return sum(t.numel * matrix_share(t, model) for t in matrices)
 
 
 _SELECTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 """Names of the number of experts that a token is sent to; the others are those of Kimi, Hunyuan and Gemma 4."""
-
-
-def _multiplies(tensor: ParameterSpec, model: Model) -> bool:
-    return len(tensor.shape) > 1 and (tensor.kind != "embedding" or model.tied)
 
 
 def matrix_share(tensor: ParameterSpec, model: Model) -> float:

@@ -41,7 +41,8 @@ def from_config(config: Mapping[str, Any], *, source: str = "", trust_remote_cod
     """Return the model that a parsed config.json describes; errors name the file ``source``."""
     _check_config(config, source, trust_remote_code)
     family = FAMILIES.get(config["model_type"])
-    if family is not None and _gives_sizes(config) and not has_own_class(config, trust_remote_code):
+    gives_sizes = all(isinstance(config.get(field), int) for field in SIZE_FIELDS)
+    if family is not None and gives_sizes and not has_own_class(config, trust_remote_code):
         return written_down(family, config, source)
     return replace(_built(config, source, trust_remote_code), trust_remote_code=trust_remote_code)
 
@@ -221,10 +222,6 @@ def _check_sizes(config: Mapping[str, Any], source: str) -> None:
         raise ModelError(
             f"{source}: hidden_size is not a multiple of {heads} num_attention_heads, and head_dim is not given."
         )
-
-
-def _gives_sizes(config: Mapping[str, Any]) -> bool:
-    return all(isinstance(config.get(field), int) for field in SIZE_FIELDS)
 
 
 def _built(config: Mapping[str, Any], source: str, trust_remote_code: bool) -> Model:

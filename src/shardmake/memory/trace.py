@@ -194,7 +194,6 @@ def _kept(model: Model) -> list[int] | None:
 
 
 def _names_layers(targets: Iterable[str] | str) -> bool:
-    """Return True if adapters are of layers by their number."""
     return not isinstance(targets, str) and any(part.isdigit() for name in targets for part in name.split("."))
 
 

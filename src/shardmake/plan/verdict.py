@@ -93,11 +93,7 @@ class Verdict(NamedTuple):
 
 
 def judge(
-    memory: Estimate,
-    scenario: Scenario,
-    hardware: Hardware,
-    error: FamilyError,
-    device_on: Callable[[int], int],
+    memory: Estimate, scenario: Scenario, hardware: Hardware, error: FamilyError, device_on: Callable[[int], int]
 ) -> Verdict:
     """Return the verdict on ``memory``.
 

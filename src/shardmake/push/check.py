@@ -1,16 +1,26 @@
-"""Check a push before anything is queued: protocol, package, token, a writable folder, secrets in the base model."""
+"""Check a push before anything is queued: protocol, package, token, a writable folder, secrets in the base model.
 
+What was pushed is looked at again before something is removed because it was pushed.
+"""
+
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 from shardmake.config.models import Push
 from shardmake.consolidate.aux_files import find_aux_files
-from shardmake.core.errors import PushError
+from shardmake.core.errors import PushError, ShardmakeError
+from shardmake.core.manifest import FileRecord, differences, read_folder
 from shardmake.core.secrets import public_url
 from shardmake.core.stores import protocol_problem, takes_login
 from shardmake.core.temporary import temporary_folder
 from shardmake.push.bundle import find_leaking
 from shardmake.push.folder import refuse_foreign
 from shardmake.push.hub import connect
+from shardmake.push.object_store import missing_in_store
+from shardmake.run.receipts import PushedTo
+
+logger = logging.getLogger(__name__)
 
 
 def check_push(push: Push | None, base: Path) -> None:
@@ -59,3 +69,31 @@ def _check_protocol(destination: str) -> None:
         )
     if problem:
         raise PushError(f"Push to {public} is not possible: {problem}")
+
+
+def problems_at(destination: PushedTo, files: Mapping[str, FileRecord]) -> list[str]:
+    """Return one sentence per file that is missing or different at ``destination``, or why it cannot be read.
+
+    Every byte of a folder is read. Of an object store, sizes and the list of checksums are, which a push writes last.
+    The hub is not asked; a log line says that its copy was compared when it was pushed.
+    """
+    kind, _, place = destination.to.partition(":")
+    if kind == "hub":
+        logger.info("%s was compared when it was pushed (commit %s), not now.", destination.to, destination.commit)
+        return []
+    if kind == "file":
+        return [f"{destination.to}: {problem}" for problem in _problems_of_folder(Path(place), files)]
+    try:
+        missing = missing_in_store(files, destination.to)
+    except ShardmakeError as error:
+        return [str(error)]
+    logger.info("%s has all files by size and by its list of checksums; they were not read again.", destination.to)
+    return [f"{destination.to}: {name} is missing or different" for name in missing]
+
+
+def _problems_of_folder(folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
+    try:
+        found = read_folder(folder)
+    except OSError as error:
+        return [f"{error.filename} cannot be read: {error.strerror}"]
+    return differences(files, found) if found else [f"the folder {folder} is missing or empty"]

@@ -8,14 +8,15 @@ import shutil
 import time
 from pathlib import Path
 
-from shardmake.core.disk import free_space
-from shardmake.core.errors import DiskFullError, PushError
+from shardmake.core.disk import require_space
+from shardmake.core.errors import PushError
 from shardmake.core.manifest import SUMS, differences, parse_sums, read_folder
 from shardmake.core.run_folder import fsync_directory, replace
 from shardmake.core.units import format_bytes
 from shardmake.push.bundle import Bundle
 
 logger = logging.getLogger(__name__)
+_MORE_SPACE = "Free some space or choose another folder in push.to, and push again."
 _ABANDONED_SECONDS = 24 * 3600
 """Age at which the copy of a push on another machine is taken for one that was killed."""
 
@@ -66,7 +67,8 @@ def refuse_foreign(target: Path) -> None:
 
 def _replace(bundle: Bundle, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    _check_space(bundle, target.parent)
+    sentence = f"Push failed: the model needs {format_bytes(bundle.size)}"
+    require_space(target.parent, bundle.size, sentence, _MORE_SPACE, len(bundle.paths))
     staging = _temporary_name(target, "pushing")
     try:
         _copy(bundle, staging)
@@ -89,15 +91,6 @@ def _copy(bundle: Bundle, staging: Path) -> None:
     if wrong := differences(bundle.manifest, read_folder(staging)):
         raise PushError(
             f"Push failed: the copy for {staging.parent} is damaged: {'; '.join(wrong)}. Check the disk and push again."
-        )
-
-
-def _check_space(bundle: Bundle, folder: Path) -> None:
-    space = free_space(folder)
-    if space.free < bundle.size:
-        raise DiskFullError(
-            f"Push failed: the model needs {format_bytes(bundle.size)}, and {folder} has {format_bytes(space.free)} "
-            f"left ({space.limit}). Free some space or choose another folder in push.to, and push again."
         )
 
 

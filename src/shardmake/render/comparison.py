@@ -1,24 +1,18 @@
 """One comparison of the settings of Trainer, DeepSpeed and Accelerate, behind `render` and `shardmake check`.
 
-`compare_settings` takes what one training is started with, and returns a `Row` for every setting that more than one
-of the three libraries has: the value of each side, or the library's default if its key is missing, what will run, and
-a verdict. The libraries themselves decide what will run: `shardmake.render.engine_settings` passes the settings
-through their own code up to DeepSpeed's config, in a process of its own. `shardmake.render.settings_table` makes
-a row of each setting.
+`shardmake.render.settings_table` takes what one training is started with, and returns a `Row` for every setting that
+more than one of the three libraries has: the value of each side, or the library's default if its key is missing, what
+will run, and a verdict. The libraries themselves decide what will run: `shardmake.render.engine_settings` passes the
+settings through their own code up to DeepSpeed's config. What a library cannot read becomes a `Problem`.
 """
 
 import json
-import os
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from pydantic import TypeAdapter
-
 from shardmake.config.settings import Setting
-from shardmake.core.environment import kernel_caches
-from shardmake.core.library_process import run_module
 
 Library = Literal["Trainer", "DeepSpeed", "Accelerate"]
 LIBRARIES: Final[tuple[Library, ...]] = ("Trainer", "DeepSpeed", "Accelerate")
@@ -157,16 +151,3 @@ class Comparison:
     def contradictions(self) -> list[Row]:
         """Return the rows that stop the run or train something else than what is written."""
         return [row for row in self.rows if row.verdict != "equal"]
-
-
-def compare_settings(settings: Sequence[Settings], scratch: str = "/tmp") -> list[Comparison]:
-    """Return the comparison for each of ``settings``; all of them share one process, which takes seconds to start.
-
-    It does not raise for any value in ``settings``: what a library cannot read becomes a `Problem`.
-    """
-    request = json.loads(json.dumps([asdict(one) for one in settings], default=str))
-    environment = {**os.environ, **kernel_caches(scratch), "CUDA_VISIBLE_DEVICES": ""}
-    return _COMPARISONS.validate_python(run_module("shardmake.render.settings_table", request, environment))
-
-
-_COMPARISONS: Final = TypeAdapter(list[Comparison])

@@ -127,10 +127,7 @@ def schedule_parameters(found: EngineSettings) -> dict[str, inspect.Parameter]:
 
 
 FSDP_SECTION: Final = "fsdp_config."
-PLUGIN_NAMES: Final = {
-    "version": "fsdp_version",
-    "transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap",
-}
+PLUGIN_NAMES: Final = {"version": "fsdp_version", "transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap"}
 """Accelerate's names of keys of Trainer's ``fsdp_config``."""
 
 
@@ -206,11 +203,7 @@ def _max_steps(found: EngineSettings) -> int | None:
     return steps if (steps := getattr(found.arguments, "max_steps", -1)) > 0 else None
 
 
-SAME_SCHEDULE: Final = {
-    "constant_with_warmup": "WarmupLR",
-    "linear": "WarmupDecayLR",
-    "cosine": "WarmupCosineLR",
-}
+SAME_SCHEDULE: Final = {"constant_with_warmup": "WarmupLR", "linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"}
 """DeepSpeed's name of each of Trainer's schedules, as the documentation of transformers pairs them."""
 
 

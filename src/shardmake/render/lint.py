@@ -169,7 +169,6 @@ def answer(request: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _split_words(words: Sequence[str]) -> tuple[list[Path], command_lines.Command | None]:
-    """Return the files, and the command that follows them."""
     for index, word in enumerate(words):
         if Path(word).name.split(".")[0] in (*command_lines.PROGRAMS, "srun", "env") and not Path(word).suffix:
             command = command_lines.read_command(words[index:], "the command line")
@@ -216,7 +215,6 @@ def _combinations(sources: Sequence[ConfigFile]) -> Iterator[Training]:
 
 
 def _of_command(command: command_lines.Command, sources: Sequence[ConfigFile]) -> Training:
-    """Return the training that ``command`` starts, with the files that it names."""
     training = Training(command.title, {source.kind: source for source in sources}, command.flags, command.ranks)
     training.notes += command.notes
     if not command.launcher:

@@ -6,7 +6,7 @@ what will run from what the libraries understood (`shardmake.render.engine_setti
 
 import inspect
 from collections.abc import Iterator, Set
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,6 @@ from shardmake.config.deepspeed_keys import OPTIMIZER_REMOVED, is_removed_optimi
 from shardmake.config.settings import SETTINGS, Setting
 from shardmake.config.user_file_keys import judge
 from shardmake.config.user_files import UserFile
-from shardmake.core.temporary import temporary_folder
 from shardmake.render import parsers
 from shardmake.render.comparison import Comparison, EngineSettings, Library, Problem, Row, Settings, Value
 from shardmake.render.engine_settings import read_settings
@@ -237,12 +236,3 @@ def _is_tested(found: EngineSettings) -> bool:
 
     name, optimizer = found.config.optimizer_name, optimizer_class(found)
     return name in ("lion", "muon") or optimizer in ZERO_SUPPORTED_OPTIMIZERS
-
-
-def answer(request: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the comparison for each of the request's settings."""
-    answers = []
-    for one in request:
-        with temporary_folder("compare") as folder:
-            answers.append(asdict(compare(Settings(**one), folder)))
-    return answers

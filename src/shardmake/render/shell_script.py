@@ -405,7 +405,6 @@ class _Reader:
         return found.end() - 1
 
     def _matching(self, start: int, opening: str, closing: str) -> int:
-        """Return the position behind the bracket that closes the one at ``start``."""
         depth, at, quoted = 0, start, False
         while at < len(self.text):
             one = self.text[at]

@@ -97,10 +97,7 @@ def idle_attempts(history: Sequence[AttemptRecord]) -> int:
     """Count this driver's latest attempts that trained and did not advance the newest checkpoint."""
     begin = _begin(history[:-1])
     before = history[begin - 1].checkpoint_step if begin else 0
-    steps = [
-        before,
-        *(record.checkpoint_step for record in history[begin:] if record.end not in _NOTHING_TRAINED),
-    ]
+    steps = [before, *(record.checkpoint_step for record in history[begin:] if record.end not in _NOTHING_TRAINED)]
     idle = 0
     while idle < len(steps) - 1 and steps[-1 - idle] <= steps[-2 - idle]:
         idle += 1

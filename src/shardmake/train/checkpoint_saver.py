@@ -127,12 +127,7 @@ class Saver:
             yield None
             return
         staged, local = self.staging / f"checkpoint-{step}", None if required else self._scratch_path(step, size)
-        described = {
-            "step": step,
-            "eval_loss": eval_loss,
-            "versions": library_versions(),
-            **self.describe(step),
-        }
+        described = {"step": step, "eval_loss": eval_loss, "versions": library_versions(), **self.describe(step)}
         target = local or node_path(staged, get_node())
         self.write_dir = target.parent
         with self._translate_full_disk(target):
@@ -256,13 +251,9 @@ class Saver:
             yield
         except BaseException as error:  # torch's distributed checkpoint raises a BaseException for a failed write
             if full := self.space.full_disk_error(error, written):
-                self._discard(written)
+                remove(self.staging if written.is_relative_to(self.staging) else written)
                 raise full from error
             raise
-
-    def _discard(self, written: Path) -> None:
-        """Remove an unfinished checkpoint from a full disk; below the checkpoints, the files of all nodes."""
-        remove(self.staging if written.is_relative_to(self.staging) else written)
 
 
 def _assemble(staged: Path) -> dict[str, FileEntry]:

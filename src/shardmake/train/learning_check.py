@@ -52,6 +52,8 @@ def describe_learning(built: BuiltTraining, settings: TrainingSettings) -> Learn
         if row.is_plain
     }
     decays = {float(group["weight_decay"]) for group in optimizer.param_groups}
+    # ZeRO drops an empty group of weights that decay; `ds_shape` is the shape of a weight that ZeRO-3 has sharded.
+    dimensions = {len(getattr(p, "ds_shape", p.shape)) for p in model.parameters() if p.requires_grad}
     first, dtype = optimizer.param_groups[0], compute_dtype(model, built.precision)
     betas = first.get("betas")
     return LearningSettings(
@@ -59,8 +61,8 @@ def describe_learning(built: BuiltTraining, settings: TrainingSettings) -> Learn
         learning_rate=float(first.get("initial_lr", first["lr"])),
         betas=list(betas) if betas else None,
         epsilon=first["eps"] if betas else None,
-        weight_decay=max(decays) if _trains_matrices(model) else arguments.weight_decay,
-        decays_vectors=max(decays) > 0 and 0.0 not in decays and _trains_vectors(model),
+        weight_decay=max(decays) if any(size > 1 for size in dimensions) else arguments.weight_decay,
+        decays_vectors=max(decays) > 0 and 0.0 not in decays and any(size < 2 for size in dimensions),
         schedule=_schedule(scheduler, arguments),
         warmup_steps=arguments.get_warmup_steps(built.steps),
         steps=built.steps,
@@ -129,16 +131,6 @@ def _unwrapped(wrapper: Any, attribute: str) -> Any:
     while hasattr(wrapper, attribute):
         wrapper = getattr(wrapper, attribute)
     return wrapper
-
-
-def _trains_vectors(model: torch.nn.Module) -> bool:
-    """Return True if a norm or a bias is trained; `ds_shape` is the shape of a weight that ZeRO-3 has sharded."""
-    return any(len(getattr(p, "ds_shape", p.shape)) < 2 for p in model.parameters() if p.requires_grad)
-
-
-def _trains_matrices(model: torch.nn.Module) -> bool:
-    """Return True if weights are trained that decay; without any, ZeRO drops their group."""
-    return any(len(getattr(p, "ds_shape", p.shape)) > 1 for p in model.parameters() if p.requires_grad)
 
 
 def _schedule(scheduler: Any, arguments: TrainingArguments) -> str:

@@ -301,10 +301,7 @@ def _empty_model(config: Any, options: dict[str, Any], model_class: ModelClass) 
     for module in model.modules():
         for name, parameter in private(module).parameters.items():
             if parameter is not None and parameter.is_meta:
-                private(module).parameters[name] = reserved.setdefault(id(parameter), _reserve(parameter))
+                made = torch.nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
+                private(module).parameters[name] = reserved.setdefault(id(parameter), made)
     model.tie_weights()
     return model
-
-
-def _reserve(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)

@@ -248,6 +248,5 @@ class ScriptGuard:
             raise EngineMismatchError(message)
 
     def _report(self, found: Mapping[str, Any]) -> None:
-        """Add ``found`` to this rank's report."""
         self.found |= found
         rank_report(self.folder, self.rank, environment_report() | {"api": self.api} | self.found)

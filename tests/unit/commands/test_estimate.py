@@ -283,10 +283,7 @@ BAD = [
     (EstimateRequest("x", objective="kto"), "micro_batch_size: 1 cannot be combined with objective: kto"),
     (EstimateRequest("x", gpu_memory=0), "memory of one GPU in GiB"),
     (EstimateRequest("x", sequence_length=0), "--sequence-length is 0"),
-    (
-        EstimateRequest("x", accelerator="h1000"),
-        r"--accelerator: 'h1000' is .*Did you mean 'h100",
-    ),
+    (EstimateRequest("x", accelerator="h1000"), r"--accelerator: 'h1000' is .*Did you mean 'h100"),
     (
         EstimateRequest("x", sequence_length=10**9),
         r"--sequence-length is 1000000000\. Write a number from 1 to 10,000,000\.",

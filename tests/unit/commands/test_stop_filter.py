@@ -37,10 +37,7 @@ def record(text: str, **extra: object) -> logging.LogRecord:
 def failure(run: str, status: int, stage: str = "train") -> list[logging.LogRecord]:
     command = COMMAND.format(stage, run)
     text = f"CalledProcessError in file train.smk:\nCommand 'set -e; {command}' returned non-zero exit status {status}."
-    return [
-        record(text, event=Event.ERROR),
-        record("Error in rule train_run", event=Event.JOB_ERROR, shellcmd=command),
-    ]
+    return [record(text, event=Event.ERROR), record("Error in rule train_run", event=Event.JOB_ERROR, shellcmd=command)]
 
 
 def the_end() -> list[logging.LogRecord]:

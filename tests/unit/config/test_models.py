@@ -26,8 +26,7 @@ runs = st.fixed_dictionaries(
     {
         "model": st.just("org/base"),
         "data": st.fixed_dictionaries(
-            {"train": visible_text("~$")},
-            optional={"eval_fraction": st.floats(0.01, 0.4), "loss_on": st.just("all")},
+            {"train": visible_text("~$")}, optional={"eval_fraction": st.floats(0.01, 0.4), "loss_on": st.just("all")}
         ),
         "sequence_length": st.integers(1, 2**20),
         "global_batch_size": st.integers(1, 4096),

@@ -27,10 +27,7 @@ OPENS = LOOP % (
     "<{{ m.role }}>{% if m.role == 'assistant' %}T{{ m.reasoning_content or '' }}/{% endif %}{{ m.content }}</s>",
     "T",
 )
-ENDS_LAST = LOOP % (
-    "<{{ m.role }}>{{ m.content }}{% if loop.last or m.role != 'assistant' %}</s>{% endif %}",
-    "",
-)
+ENDS_LAST = LOOP % ("<{{ m.role }}>{{ m.content }}{% if loop.last or m.role != 'assistant' %}</s>{% endif %}", "")
 OPENS_NO_MORE = LOOP % (MESSAGE, "T")
 LAST_THINKS = LOOP % (
     "<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}T{{ m.reasoning_content or '' }}/{% endif %}"

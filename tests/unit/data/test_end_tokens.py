@@ -42,13 +42,7 @@ CHAT: dict[str, list[dict[str, Any]]] = {
     "kto": [{"prompt": chat("u:a"), "completion": chat("a:b"), "label": True}],
 }
 TEXT["reward"], CHAT["reward"] = TEXT["dpo"], CHAT["dpo"]
-ADDED = {
-    "none": "$A",
-    "start": "<s> $A",
-    "end": "$A </s>",
-    "both": "<s> $A </s>",
-    "separator": f"<s> $A {SEPARATOR}",
-}
+ADDED = {"none": "$A", "start": "<s> $A", "end": "$A </s>", "both": "<s> $A </s>", "separator": f"<s> $A {SEPARATOR}"}
 
 
 def tokenizer_that_adds(template: str) -> PreTrainedTokenizerFast:

@@ -118,8 +118,8 @@ REASONS = {
 }
 
 
-def row_of_page(name: str) -> str:
-    """Return the line of a template in the page."""
+def cells_of(name: str) -> tuple[str, ...]:
+    """Return the cells of a template in the page."""
     cells = []
     for title, row in CONVERSATIONS.items():
         found = outcome(name, row)
@@ -128,18 +128,24 @@ def row_of_page(name: str) -> str:
         words = [word for reason, word in REASONS.items() if reason in found]
         assert words or not is_refused, found
         cells.append(words[0] if is_refused else found)
-    return f"| {name} | {' | '.join(cells)} |"
+    return tuple(cells)
+
+
+def read_page() -> dict[str, tuple[str, ...]]:
+    """Return the cells of each template in the page, and the titles at "template"."""
+    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| ")]
+    return {name: tuple(cells) for names, *cells in rows for name in names.split(", ")}
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 def test_a_template_of_trl_gives_what_the_model_must_say_or_a_reason(name: str) -> None:
-    assert row_of_page(name) in PAGE.read_text("utf-8").splitlines()
+    assert read_page()[name] == cells_of(name)
 
 
 def test_few_of_the_pairs_that_trl_trains_are_refused() -> None:
     """A pair counts where TRL's training template keeps all texts; rows with a role that is none are refused by name."""
-    page = [line.strip("| ").split(" | ") for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| ")]
-    cells = {line[0]: dict(zip(page[0][1:], line[1:], strict=True)) for line in page}
+    page = read_page()
+    cells = {name: dict(zip(page["template"], held, strict=True)) for name, held in page.items()}
     trained, refused = 0, []
     for name in [name for name in TEMPLATES if f"{name}_training" in TEMPLATES]:
         for title, row in CONVERSATIONS.items():
@@ -172,5 +178,9 @@ if __name__ == "__main__":
         sys.exit()
     head, _, _ = PAGE.read_text("utf-8").partition("| template |")
     titles = ["template", *CONVERSATIONS]
-    lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}", *map(row_of_page, sorted(TEMPLATES))]
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name in sorted(TEMPLATES):
+        rows.setdefault(cells_of(name), []).append(name)
+    lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
+    lines += [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in rows.items()]
     PAGE.write_text(head + "\n".join(lines) + "\n", "utf-8")

@@ -10,13 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3
 
 from shardmake.data import varlen
 from shardmake.data.dataset import IGNORED, Collator
-from shardmake.data.varlen import (
-    KernelLimitError,
-    plain_varlen,
-    register_cpu_kernel,
-    register_varlen,
-    varlen_attention,
-)
+from shardmake.data.varlen import KernelLimitError, plain_varlen, register_cpu_kernel, register_varlen, varlen_attention
 
 SIZES = {
     "vocab_size": 64,

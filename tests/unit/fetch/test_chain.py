@@ -10,14 +10,7 @@ from shardmake.config.models import Run
 from shardmake.core.errors import ConfigError, ModelError
 from shardmake.fetch.stage import fetch
 from shardmake.run.paths import RunDir
-from shardmake.run.sources import (
-    Sources,
-    content_of_model,
-    localize,
-    read_sources,
-    recorded_weights,
-    require_weights,
-)
+from shardmake.run.sources import Sources, content_of_model, localize, read_sources, recorded_weights, require_weights
 from tests.finished_run import make_run, write_model
 
 CONFIG = {
@@ -135,10 +128,7 @@ OTHER: list[tuple[dict[str, bytes], str]] = [
     (changed("tokenizer.json", b'{"added": 1}'), "tokenizer.json"),
     (changed("added_tokens.json", b"{}"), "added_tokens.json"),
     (changed("chat_template.jinja", b"new"), "chat_template.jinja"),
-    (
-        changed("config.json", json.dumps(CONFIG | {"vocab_size": 40}).encode()),
-        "vocab_size is 40 instead of 32",
-    ),
+    (changed("config.json", json.dumps(CONFIG | {"vocab_size": 40}).encode()), "vocab_size is 40 instead of 32"),
     (
         changed("config.json", json.dumps(CONFIG | {"architectures": ["LlamaForSequenceClassification"]}).encode()),
         r"architectures is \['LlamaForSequenceClassification'\] instead of \['LlamaForCausalLM'\]",

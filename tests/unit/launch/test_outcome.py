@@ -4,14 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmake.launch.outcome import (
-    Action,
-    Evidence,
-    Outcome,
-    RetryState,
-    classify,
-    decide,
-)
+from shardmake.launch.outcome import Action, Evidence, Outcome, RetryState, classify, decide
 from shardmake.launch.slurm_states import FORGOTTEN
 from shardmake.launch.step_output import StepFailure
 from shardmake.run.attempt import Hang, NodeExit, RankError

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, read_record, share_of_files
+from shardmake.checkpoint.record import RECORD_NAME, read_record
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import CheckpointError
 from shardmake.core.fingerprint import FileEntry, fingerprint
 from shardmake.launch import resume, worker
 from shardmake.launch.outcome import Action, classify, decide
 from shardmake.launch.preflight import PreflightError
-from shardmake.launch.resume_validation import DamagedCheckpointError, confirm_damage, validate_share
+from shardmake.launch.resume_validation import DamagedCheckpointError, confirm_damage, share_of_files, validate_share
 from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.attempt_history import EndReason
 from shardmake.run.findings import stops
@@ -67,11 +67,10 @@ def test_shares_cover_every_file_once_with_about_as_many_bytes() -> None:
     files = {
         f"{kind}-{rank}": FileEntry(size=size, crc32="0") for kind, size in (("a", 9), ("b", 5)) for rank in range(8)
     }
-    record = CheckpointRecord.model_construct(files=files)
-    shares = [share_of_files(record, node, 4) for node in range(4)]
+    shares = [share_of_files(files, node, 4) for node in range(4)]
     assert sorted(name for share in shares for name in share) == sorted(files)
     assert {sum(files[name].size for name in share) for share in shares} == {28}
-    assert share_of_files(record, 0, 1) and not share_of_files(CheckpointRecord.model_construct(files={}), 1, 2)
+    assert share_of_files(files, 0, 1) and not share_of_files(dict[str, FileEntry](), 1, 2)
 
 
 def test_an_intact_checkpoint_is_reported_in_each_nodes_log(

@@ -2,13 +2,7 @@
 
 import pytest
 
-from shardmake.launch.step_output import (
-    WORKER_STARTS,
-    StepFailure,
-    launcher_error,
-    step_failure,
-    was_cancelled,
-)
+from shardmake.launch.step_output import WORKER_STARTS, StepFailure, launcher_error, step_failure, was_cancelled
 
 STARTED = "Starting the worker of job 25 on c1."
 KILLED_LATER = [

@@ -12,14 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardmake.launch import watchdog
-from shardmake.launch.watchdog import (
-    Watchdog,
-    allowance,
-    describe_hang,
-    find_culprit,
-    overdue,
-    rank_state,
-)
+from shardmake.launch.watchdog import Watchdog, allowance, describe_hang, find_culprit, overdue, rank_state
 from shardmake.run.attempt import (
     AttemptDir,
     Heartbeat,

@@ -22,13 +22,7 @@ TINY = {
     "vocab_size": 512,
 }
 EIGHT = {**LLAMA, **LLAMA_8B}
-SEVENTY = {
-    **EIGHT,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-}
+SEVENTY = {**EIGHT, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
 CPU = Cluster(executor="local", processes_per_node=2, cpus_per_node=2, memory_gib_per_node=8.0)
 
 

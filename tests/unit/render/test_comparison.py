@@ -2,10 +2,11 @@
 
 import pytest
 
-from shardmake.render.comparison import Comparison, Row, Settings, compare_settings
+from shardmake.render.comparison import Comparison, Row, Settings
 from shardmake.render.engine_values import VARIES
 from tests.planted_settings import ACCELERATE, ARGUMENTS, AUTO, PLANTED, STOPS, Planted
 from tests.settings_cases import CASES
+from tests.unit.render.compared_settings import compare_settings
 
 CLEAN = {
     "all auto": Settings(ARGUMENTS, AUTO | {"bf16": {"enabled": "auto"}, "train_batch_size": "auto"}, world_size=2),

@@ -14,10 +14,11 @@ from shardmake.cli import app
 from shardmake.config.settings import SETTINGS
 from shardmake.core.errors import ConfigError, ShardmakeError
 from shardmake.render import lint
-from shardmake.render.comparison import Comparison, Library, Row, Settings, Value, Verdict, compare_settings
+from shardmake.render.comparison import Comparison, Library, Row, Settings, Value, Verdict
 from shardmake.render.engine_settings import MAPPINGS, REFUSED_BESIDE_DEEPSPEED_FILE
 from shardmake.render.lint import Report, check, format_report, read_source
 from tests.planted_settings import ACCELERATE, ARGUMENTS, AUTO
+from tests.unit.render.compared_settings import compare_settings
 
 SCRIPT = """#!/bin/bash
 LR=3e-4

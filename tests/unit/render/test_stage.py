@@ -21,13 +21,7 @@ from shardmake.core.disk import remove_swap_files, swap_folder
 from shardmake.core.errors import ConfigError
 from shardmake.memory.buckets import param_buffer_size
 from shardmake.render.check import Files
-from shardmake.render.stage import (
-    as_yaml,
-    copy_rendered,
-    launch_command,
-    render,
-    render_files,
-)
+from shardmake.render.stage import as_yaml, copy_rendered, launch_command, render, render_files
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Choice, Fallback, Plan
@@ -158,9 +152,7 @@ choices = st.builds(
     precision=st.sampled_from(["bf16", "fp16", "fp32"]),
 )
 clusters = st.builds(
-    make_cluster,
-    accelerator=st.sampled_from(["cpu", "a100-80gb"]),
-    memory_gib_per_node=st.floats(2.0, 4096.0),
+    make_cluster, accelerator=st.sampled_from(["cpu", "a100-80gb"]), memory_gib_per_node=st.floats(2.0, 4096.0)
 )
 
 

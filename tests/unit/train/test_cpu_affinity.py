@@ -12,10 +12,7 @@ from shardmake.train import trainer
 from shardmake.train.trainer import bind_to_gpu, parse_cores
 
 
-@pytest.mark.parametrize(
-    ("text", "cores"),
-    [("0-3,8,12-13\n", {0, 1, 2, 3, 8, 12, 13}), ("5\n", {5}), ("\n", set())],
-)
+@pytest.mark.parametrize(("text", "cores"), [("0-3,8,12-13\n", {0, 1, 2, 3, 8, 12, 13}), ("5\n", {5}), ("\n", set())])
 def test_cores_as_the_kernel_lists_them(text: str, cores: set[int]) -> None:
     assert parse_cores(text) == cores
 

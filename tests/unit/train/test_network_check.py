@@ -10,14 +10,7 @@ from shardmake.run.attempt import AttemptDir
 from shardmake.run.findings import Verdict
 from shardmake.train import network_check
 from shardmake.train.__main__ import _check_network
-from shardmake.train.network_check import (
-    MIN_NODES,
-    NetworkCheckError,
-    describe_node,
-    message_size,
-    rounds,
-    slow_links,
-)
+from shardmake.train.network_check import MIN_NODES, NetworkCheckError, describe_node, message_size, rounds, slow_links
 from tests.unit.plans import make_cluster, make_plan
 
 

@@ -44,10 +44,7 @@ def main() -> None:
     precision = "bf16" if args.own_plugin else args.precision
     compiler = "eager" if args.compile else None
     accelerator = Accelerator(
-        gradient_accumulation_steps=steps,
-        deepspeed_plugin=plugin,
-        mixed_precision=precision,
-        dynamo_backend=compiler,
+        gradient_accumulation_steps=steps, deepspeed_plugin=plugin, mixed_precision=precision, dynamo_backend=compiler
     )
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

@@ -7,11 +7,7 @@ import signal
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-ANSWERS = {
-    "/health": {},
-    "/v1/models": {"data": [{"id": "stand-in"}]},
-    "/get_world_size": {"world_size": 1},
-}
+ANSWERS = {"/health": {}, "/v1/models": {"data": [{"id": "stand-in"}]}, "/get_world_size": {"world_size": 1}}
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -23,10 +23,7 @@ kind, own = {
     "kto": ("KTO", {"desirable_weight": 3.0, "precompute_ref_log_probs": reference == "precomputed"}),
     "reward": (
         "Reward",
-        {
-            "center_rewards_coefficient": 0.01,
-            "model_init_kwargs": {"dtype": "float32"} if method != "qlora" else None,
-        },
+        {"center_rewards_coefficient": 0.01, "model_init_kwargs": {"dtype": "float32"} if method != "qlora" else None},
     ),
 }[objective]
 if objective != "kto":

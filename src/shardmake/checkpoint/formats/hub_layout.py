@@ -329,7 +329,6 @@ def in_class_layout(
 
 
 def _made(weight: HubWeight, held: Mapping[str, StoredTensor]) -> StoredTensor:
-    """Return the weight from the tensors that hold its parts."""
     first = held[weight.parts[0].parameter]
     if weight.is_all_of(first.numel):
         return replace(first, name=weight.name, shape=weight.shape)

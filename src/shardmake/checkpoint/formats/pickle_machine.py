@@ -181,7 +181,6 @@ class PickleMachine:
         self._stack.append(value)
 
     def _pop(self, count: int) -> list[Any]:
-        """Remove and return the ``count`` topmost objects."""
         items = self._stack[-count:]
         if len(items) < count:
             raise IndexError

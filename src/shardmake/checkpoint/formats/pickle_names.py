@@ -79,7 +79,6 @@ def refuse_foreign_names(checkpoint: Path, files: Iterable[str]) -> None:
 
 
 def _pickles(path: Path) -> Iterator[bytes]:
-    """Yield the pickles that loading ``path`` would run."""
     if path.name == METADATA:
         yield read_small(path)
         metadata = read_metadata(path)
