@@ -64,11 +64,12 @@ def recover_from(run: FaultRun, faults: list[Fault], baseline: Baseline, spare: 
     run.start()
     for fault in faults:
         started = time.monotonic()
+        run.slow(2)  # the training must not end while a busy machine causes the fault
         expected += fault(run, len(expected) + 1)
         run.wait_for_ends(len(expected), fault.__name__, spare)
-        run.slow(0)
         run.cluster.repair_nodes()  # as the site's staff would do in the end
         caused[fault.__name__] = time.monotonic() - started
+    run.slow(0)
     assert run.wait() == 0, run.log()
     ends = [end for end in run.ends() if end not in spare]
     assert len(ends) == len(expected) + 1 and ends[-1] == "finished", run.log()

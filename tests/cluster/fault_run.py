@@ -147,7 +147,7 @@ kill -KILL $$
 class FaultRun:
     """One run on the cluster that is trained repeatedly, and the faults it suffers."""
 
-    steps = 80
+    steps = 120
     every = 4
 
     def __init__(self, checkout: ClusterCheckout) -> None:

@@ -88,14 +88,14 @@ def freeze_and_thaw_node(run: FaultRun, attempts: int) -> Ends:
 
 
 def fill_scratch(run: FaultRun, attempts: int) -> Ends:
-    """Fill the scratch folder of a node; the next attempt detects that and excludes the node."""
-    beat = run.wait_for_checkpoint(attempts)
-    known = len(run.history())
-    run.cluster.run(["mount", "-o", "remount,size=64m", "/tmp"], node=beat.host)
+    """Fill the scratch folder of the first node; the next attempt detects that and excludes the node."""
+    beat, first, known = run.wait_for_checkpoint(attempts), run.beat(0), len(run.history())
+    assert first
+    run.cluster.run(["mount", "-o", "remount,size=64m", "/tmp"], node=first.host)
     run.send("KILL", beat.pid, beat.host)
     run.wait_for_ends(known + 2, "both attempts")
     failing = run.history()[-1]
-    assert (failing["host"], failing["excluded"]) == (beat.host, beat.host) and "scratch" in failing["message"]
+    assert (failing["host"], failing["excluded"]) == (first.host, first.host) and "scratch" in failing["message"]
     return [KILLED, {"preflight failure"}]
 
 
@@ -139,7 +139,6 @@ def end_of_time(run: FaultRun, attempts: int) -> Ends:
 def preempt(run: FaultRun, attempts: int) -> Ends:
     """If Slurm may restart the job, it does so unless the ranks save and end within the grace time."""
     run.wait_for_checkpoint(attempts)
-    run.slow(0.5)
     attempt, known = run.attempt(), len(run.history())
     assert attempt
     restarted = attempt.root / f"start-{run.starts()}"
@@ -218,7 +217,6 @@ def restart_controller(run: FaultRun, attempts: int) -> Ends:
 
 def kill_driver(run: FaultRun, attempts: int) -> Ends:
     run.wait_for_checkpoint(attempts)
-    run.slow(0.5)
     kill(run)
     with adoption(run):
         run.start()
@@ -228,7 +226,7 @@ def kill_driver(run: FaultRun, attempts: int) -> Ends:
 def kill_snakemake(run: FaultRun, attempts: int) -> Ends:
     """kill -9 leaves the driver without anybody who reads its end."""
     run.wait_for_checkpoint(attempts)
-    run.slow(1)
+    run.slow(3)
     kill(run)
     with adoption(run):
         snakemake = run.start_snakemake()
