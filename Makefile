@@ -145,7 +145,7 @@ test-install: install-test
 test-two-users: install-test
 	$(BIN)/pytest -m two_users tests/cluster
 
-# Every fault for every strategy on three three-node Slurms side by side.
+# Every kind of fault, on three three-node Slurms side by side.
 test-faults: install-test
 	$(BIN)/pytest -m faults tests/workflow
 	$(PYTEST_ALL) -m faults tests/cluster --junit-xml=$(REPORTS)/faults.xml

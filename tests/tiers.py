@@ -130,7 +130,7 @@ GROUPS = {
 }
 """Groups of tests that share an expensive fixture, by the beginning of their files below ``tests``."""
 
-FAULTS = re.compile(r"(cluster/test_\w*faults\.py)::\w+\[(\w+)")
+FAULTS = re.compile(r"(cluster/test_faults\.py)::\w+\[(\w+)")
 """Tests of one strategy share its undisturbed training."""
 
 

@@ -1,16 +1,15 @@
 """Write the outcome of every fault for every strategy: ``python -m tools.fault_matrix REPORT... FOLDER``.
 
-REPORT is the JUnit file of ``make test-faults``, or of some of its tests; all ran at one commit. FOLDER gets a table
-for each group of tests, with the seconds of each one that passed.
+REPORT is the JUnit file of ``make test-faults``, or of some of its tests; all ran at one commit. FOLDER gets
+fault_matrix.txt, with the seconds of each fault whose training passed, or of each other test that passed.
 """
 
-import collections
 import os
 import platform
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,43 +17,42 @@ COLUMNS = ("ddp", "zero2", "zero3", "fsdp")
 LIBRARIES = ("torch", "deepspeed", "accelerate", "transformers", "snakemake", "submitit")
 
 
-TABLES = {
-    "test_requeue_faults": "requeue_matrix.txt",
-    "test_driver_job": "driver_job_matrix.txt",
-}
-"""The table of a file of tests; all others have `OTHERS`."""
-OTHERS = "fault_matrix.txt"
-Cases = Iterable[ElementTree.Element]
+NAME = "fault_matrix.txt"
+Cases = Sequence[ElementTree.Element]
 LOAD = "load"
 """The property of a test in the report: the load average over five minutes at its end."""
 COMMIT = "commit"
 """The property of a test in the report: the commit of the checkout."""
+FAULT = "fault"
+"""The property of a training in the report, one for each fault: its seconds and its name."""
 TOLERANCE = "tolerance"
 """The property of a test that compared losses and weights with an undisturbed training: the difference it allowed."""
-EXACT = 1e-6
+EXACT = 0.0
 """The difference that a comparison allows if ranks and micro batches stay as they were."""
 
 
 def main() -> None:
     """Read the reports and write the tables, headed by commit, machine, load and versions."""
     *reports, folder = map(Path, sys.argv[1:])
-    tests = collections.defaultdict(list)
-    for report in reports:
-        for case in ElementTree.parse(report).iter("testcase"):
-            tests[table_of(case)].append(case)
-    for name, cases in tests.items():
-        (folder / name).write_text(f"{heading(cases)}\n\n{table(outcomes(cases))}\n")
+    cases = [case for report in reports for case in ElementTree.parse(report).iter("testcase")]
+    (folder / NAME).write_text(f"{heading(cases)}\n\n{table(outcomes(cases))}\n\n{summary(cases)}\n")
 
 
 def outcomes(cases: Cases) -> dict[str, dict[str, str]]:
-    """Return what became of each test, by name and strategy (``""`` if it has no parameter)."""
+    """Return what became of each fault, by name and strategy (``""`` if the test has no parameter)."""
     rows: dict[str, dict[str, str]] = {}
     for case in cases:
         name, strategy = row_and_column(case.attrib["name"])
-        kinds = [kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None]
-        seconds = f"{float(case.attrib['time']):.0f} s"
-        rows.setdefault(name, {})[strategy] = kinds[0] if kinds else seconds + mark(case)
+        faults = [value.split(" ", 1) for value in properties([case], FAULT)] or [[case.attrib["time"], name]]
+        for seconds, fault in faults:
+            found = failure(case) or f"{float(seconds):.0f} s{mark(case)}"
+            rows.setdefault(fault.replace("_", " "), {})[strategy] = found
     return rows
+
+
+def failure(case: ElementTree.Element) -> str | None:
+    """Return how a test did not pass; None if it passed."""
+    return next((kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None), None)
 
 
 def mark(case: ElementTree.Element) -> str:
@@ -66,11 +64,6 @@ def mark(case: ElementTree.Element) -> str:
 def properties(cases: Cases, name: str) -> list[str]:
     """Return the values of a property of tests."""
     return [entry.attrib["value"] for case in cases for entry in case.iterfind(f"properties/property[@name='{name}']")]
-
-
-def table_of(case: ElementTree.Element) -> str:
-    """Return the table that has a test."""
-    return TABLES.get(case.attrib["classname"].rpartition(".")[2], OTHERS)
 
 
 def row_and_column(test: str) -> tuple[str, str]:
@@ -90,11 +83,14 @@ def table(rows: dict[str, dict[str, str]]) -> str:
     for name, found in sorted(rows.items()):
         cells = [found[""]] if "" in found else [found.get(column, "") for column in columns]
         lines.append(f"{name:{width}}" + "".join(f"{cell:>10}" for cell in cells))
-    values = [value for found in rows.values() for value in found.values()]
-    passed = [value for value in values if " s" in value]
-    compared = sum("*" not in value for value in passed)
-    last = f"{len(passed)} of {len(values)} passed, {compared} of them compared with an undisturbed training."
-    return "\n".join([*(line.rstrip() for line in lines), "", last])
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def summary(cases: Cases) -> str:
+    """Return how many tests passed, and how many of them compared a training."""
+    passed = [case for case in cases if not failure(case)]
+    compared = sum(bool(properties([case], TOLERANCE)) for case in passed)
+    return f"{len(passed)} of {len(cases)} tests passed, {compared} of them compared with an undisturbed training."
 
 
 def heading(cases: Cases) -> str:
@@ -107,9 +103,9 @@ def heading(cases: Cases) -> str:
     loads = [float(value) for value in properties(cases, LOAD)]
     libraries = " ".join(f"{name} {version(name)}" for name in LIBRARIES)
     return (
-        "Each fault on the three-node Slurm, and the seconds of its test. Without a mark, the training ended with the\n"
-        "losses and weights of an undisturbed one, within 0.000001; ~ within 0.001, because ranks or micro batches\n"
-        "changed on the way; * the test checks something else, such as that no step is done twice.\n"
+        "Each fault on the three-node Slurm, and its seconds; one training has several. Without a mark, the training\n"
+        "ended with the losses and weights of an undisturbed one, bit for bit; ~ within 0.001, because ranks or micro\n"
+        "batches changed on the way; * the test checks something else, such as that no step is done twice.\n"
         f"commit {commit}, {os.cpu_count()} cores, Python {platform.python_version()}, {libraries}\n"
         f"load averages over five minutes, at the ends of the tests: {min(loads):.1f} to {max(loads):.1f}"
     )

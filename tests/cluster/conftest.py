@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.baseline import BaselineRuns, tolerances
+from tests.cluster.baseline import BaselineRuns, caused, tolerances
 from tests.cluster.fault_run import ClusterCheckout, FaultRun, make_fault_run
 from tests.cluster.harness import REUSE, Cluster, available
-from tools.fault_matrix import TOLERANCE
+from tools.fault_matrix import FAULT, TOLERANCE
 
 
 def require_cluster(*, accounting: bool = False) -> None:
@@ -21,9 +21,12 @@ def require_cluster(*, accounting: bool = False) -> None:
 
 @pytest.fixture(autouse=True)
 def record_comparison(record_property: Callable[[str, object], None]) -> Iterator[None]:
-    """Let the report of a test hold how exactly it compared a training with an undisturbed one, if it did."""
+    """Let the report of a test hold its faults, and how exactly it compared a training with an undisturbed one."""
     tolerances.clear()
+    caused.clear()
     yield
+    for fault, seconds in caused.items():
+        record_property(FAULT, f"{seconds:.0f} {fault}")
     if tolerances:
         record_property(TOLERANCE, max(tolerances))
 

@@ -6,7 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,12 @@ import yaml
 
 from shardmake.launch.jobs import job_name
 from shardmake.run.attempt import AttemptDir, Heartbeat
+from shardmake.run.paths import RunDir
 from tests.cluster.harness import Cluster, ClusterError, Job
 from tests.cluster.slurm_conf import NODES
 from tests.workflow.checkout import REPOSITORY, RUN, Checkout
+
+CHANCE = random.Random(11)
 
 
 class ClusterCheckout(Checkout):
@@ -54,7 +57,7 @@ class ClusterCheckout(Checkout):
 HOOKS = """
 import json, os, re, resource, signal, sys, time
 ROOT = os.path.dirname(os.path.abspath(__file__))
-held, delays = [], []
+held = []
 
 def take_order(what):
     "Return the text of the test's order of this fault, for one process and one time; None without an order."
@@ -80,6 +83,11 @@ def in_rank(event, arguments):
     if killer:
         from tests.kill_at_write import Killer
         Killer(**json.loads(killer)).install()
+    try:
+        with open(os.path.join(ROOT, "orders", "slow-" + beat[1])) as file:
+            time.sleep(float(file.read()))
+    except FileNotFoundError:
+        pass
     if beat[1] != "1":
         return
     if take_order("memory-limit"):
@@ -90,9 +98,6 @@ def in_rank(event, arguments):
         held.append(bytearray(os.urandom(1 << 20) * 1024))
     if take_order("sleep"):
         time.sleep(100000)
-    if take_order("slow"):
-        delays.append(3)
-    time.sleep(sum(delays))
 
 def in_driver(event, arguments):
     submits = event == "subprocess.Popen" and "sbatch" in str(arguments[1][0])
@@ -126,18 +131,24 @@ elif STAGE or any(word.endswith("/snakemake") for word in sys.orig_argv[1:2]):
 
 
 SBATCH = """#!/bin/sh
+if seconds=$(cat {root}/orders/late-sbatch 2> /dev/null); then
+    rm {root}/orders/late-sbatch
+    (sleep $seconds; exec {sbatch} "$@") > /dev/null 2>&1 &
+    echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2
+    exit 1
+fi
 rm {root}/orders/kill-sbatch 2> /dev/null || exec {sbatch} "$@"
 {sbatch} "$@" > /dev/null
 kill -KILL $$
 """
-"""Submits, and then ends as a client that the kernel kills for its memory, if a test ordered so."""
+"""Submits; if a test ordered so, it ends as a client that the kernel kills, or as one whose controller is busy."""
 
 
 class FaultRun:
     """One run on the cluster that is trained repeatedly, and the faults it suffers."""
 
-    steps = 90
-    every = 10
+    steps = 120
+    every = 4
 
     def __init__(self, checkout: ClusterCheckout) -> None:
         self.checkout = checkout
@@ -149,6 +160,10 @@ class FaultRun:
         (checkout.root / "bin/sbatch").chmod(0o755)
         self.driver: subprocess.Popen[str] | None = None
         self.configured: dict[str, Any] = {}
+        self.reads_in_job = False
+        """The job reads a checkpoint before it resumes, as if it were too large for the driver."""
+        self.expected: list[str] = []
+        """Patterns in the output of the drivers or a message of an attempt."""
 
     def configure(self, strategy: str, ranks_per_node: int = 1, **changes: Any) -> None:
         """Plan and render the run with ``strategy`` on two nodes, unless it is configured so already."""
@@ -156,6 +171,7 @@ class FaultRun:
             "strategy": strategy,
             "max_steps": self.steps,
             "checkpoints": {"every_steps": self.every},
+            "eval_every_steps": "never",
         } | changes
         wanted = run | {"ranks_per_node": ranks_per_node}
         if wanted == self.configured:
@@ -190,6 +206,7 @@ class FaultRun:
 
     def start(self, **variables: str) -> None:
         """Start a driver, with ``variables`` in its environment."""
+        variables |= {"READ_IN_JOB": "1"} if self.reads_in_job else {}
         log = (self.checkout.root / "driver.log").open("a")
         command = self.checkout.command("shardmake", "train", "demo")
         environment = self.environment | variables
@@ -201,7 +218,7 @@ class FaultRun:
         command = self.checkout.command("snakemake", "--profile", "slurm", "--nolock", "runs/demo/train/receipt.json")
         return self.cluster.popen(command, cwd=self.checkout.root, env=self.environment, stdout=log)
 
-    def wait(self, timeout: float = 300) -> int:
+    def wait(self, timeout: float = 900) -> int:
         """Return the driver's exit status."""
         assert self.driver
         return self.driver.wait(timeout)
@@ -216,8 +233,29 @@ class FaultRun:
         order.with_name(f".{what}").write_text(details)
         order.with_name(f".{what}").rename(order)
 
+    def slow(self, seconds: float, rank: int = 1) -> None:
+        """Let each step of a rank take ``seconds`` longer from now on."""
+        self.order(f"slow-{rank}", str(seconds))
+
+    def order_killer(self, rank: int, pattern: str, mode: str) -> None:
+        """Order a rank to cause a fault in its next write of a save that matches; see `tests.kill_at_write`."""
+        log = self.checkout.root / "writes.log"
+        log.unlink(missing_ok=True)
+        order = {"folder": str(self.checkpoints), "log": str(log), "at": pattern, "mode": mode}
+        self.order(f"killer-{rank}", json.dumps(order))
+
+    def writes(self) -> str:
+        """Return the writes of that rank."""
+        log = self.checkout.root / "writes.log"
+        return log.read_text() if log.exists() else ""
+
+    def expect(self, pattern: str) -> None:
+        """Let the drivers print ``pattern`` until the training ends, or an attempt have it in its message."""
+        self.expected.append(pattern)
+
     def remove_training(self) -> None:
         """Remove everything of the training."""
+        self.expected.clear()
         if (self.checkout.run / "train").exists():
             shutil.rmtree(self.checkout.run / "train")
         for order in (self.checkout.root / "orders").iterdir():
@@ -233,12 +271,25 @@ class FaultRun:
         """Return why they ended."""
         return [record["end"] for record in self.history()]
 
-    def wait_for_ends(self, count: int, what: str) -> None:
-        """Wait until ``count`` attempts have ended; the error has the drivers' output."""
+    def wait_for_ends(self, count: int, what: str, spare: Collection[str] = ()) -> None:
+        """Wait until ``count`` attempts have ended, beside those in ``spare``; the error has the drivers' output."""
+
+        def have_ended() -> bool:
+            return len([end for end in self.ends() if end not in spare]) >= count
+
         try:
-            self.cluster.wait_until(lambda: len(self.history()) >= count, f"the end of {what}", timeout=150)
+            self.cluster.wait_until(have_ended, f"the end of {what}", timeout=400)
         except ClusterError as error:
             raise ClusterError(f"{error}\n--- drivers\n{self.log()}\n{self.history()}") from None
+
+    def job_ids(self) -> set[str]:
+        """Return the run's jobs that Slurm still lists."""
+        return {job.id for job in self.checkout.training_jobs()}
+
+    def job(self) -> str:
+        """Return the id of the running job."""
+        (job,) = [job.id for job in self.checkout.training_jobs() if job.state == "RUNNING"]
+        return job
 
     # ---- the training -----------------------------------------------------------------------------------------------
 
@@ -267,10 +318,24 @@ class FaultRun:
             started.append(beat.step)
             return beat.step - started[0] >= steps
 
-        self.cluster.wait_until(is_there, f"{steps} steps of attempt {attempts}", timeout=240)
+        self.cluster.wait_until(is_there, f"{steps} steps of attempt {attempts}", timeout=600)
         beat = self.beat(1)
         assert beat
         return beat
+
+    def wait_for_checkpoint(self, attempts: int = 1) -> Heartbeat:
+        """Wait until attempt number ``attempts`` has saved one and done some steps more; see `wait_for_steps`."""
+        return self.wait_for_steps(self.every + CHANCE.randint(1, self.every - 2), attempts)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Return the folder of the checkpoints."""
+        return RunDir(self.checkout.run).checkpoints
+
+    def starts(self) -> int:
+        """Return how often the job of the newest attempt was started again."""
+        attempt = self.attempt()
+        return len(list(attempt.root.glob("start-*"))) if attempt else 0
 
     def parent(self, beat: Heartbeat, generations: int) -> str:
         """Return the process id, on its node, of a rank's launcher (1) or worker (2)."""
@@ -308,18 +373,6 @@ def weights_of(checkout: ClusterCheckout) -> dict[str, Any]:
     shutil.rmtree(out, ignore_errors=True)
     consolidate(checkout.run / receipt["checkpoint"], out, base=checkout.root / "resources/demo/base", workers=1)
     return load_file(out / "model.safetensors")
-
-
-def flip_a_bit(file: Path, chance: random.Random) -> None:
-    """Flip one bit of ``file``."""
-    content = bytearray(file.read_bytes())
-    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
-    file.write_bytes(content)
-
-
-def cut_short(file: Path, chance: random.Random) -> None:
-    """Cut ``file`` somewhere."""
-    os.truncate(file, chance.randrange(file.stat().st_size))
 
 
 def make_fault_run(cluster: Cluster, root: Path, inputs: Path) -> FaultRun:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from typing import Any
 
 import pytest
@@ -9,15 +10,13 @@ import yaml
 
 from shardmake.launch.slurm_states import JobState, parse_state
 from shardmake.run.driver_job import DriverDir
-from tests.cluster.fault_run import ClusterCheckout
+from tests.cluster.baseline import assert_equal, caused
+from tests.cluster.fault_run import ClusterCheckout, FaultRun, weights_of
+from tools.fault_matrix import EXACT
 
-pytestmark = [pytest.mark.cluster, pytest.mark.training, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.cluster, pytest.mark.training, pytest.mark.timeout(3600)]
 STEPS = 40
 LONG = 150
-"""Steps of a training that still runs when Slurm has started the driver job again, for which a node is left.
-
-Every third step is logged, so the last one is.
-"""
 
 
 class DriverJobs:
@@ -26,10 +25,11 @@ class DriverJobs:
     def __init__(self, checkout: ClusterCheckout) -> None:
         self.checkout = checkout
         self.cluster = checkout.cluster
+        self.run = FaultRun(checkout)
 
     def submit(self, *targets: str) -> str:
         """Run `shardmake submit` on the login node, and return the id of the driver job."""
-        output = self.checkout.on_login_node("shardmake", "submit", *targets)
+        output = self.checkout.on_login_node("shardmake", "submit", *targets, env=self.run.environment)
         return output.partition("Submitted driver job ")[2].split()[0]
 
     @property
@@ -53,7 +53,7 @@ class DriverJobs:
 
     def wait_for_log(self, words: str, times: int = 1) -> None:
         """Wait until the output has ``words`` so many times."""
-        self.cluster.wait_until(lambda: self.log().count(words) >= times, f"{words!r} in {self.log()}", timeout=200)
+        self.cluster.wait_until(lambda: self.log().count(words) >= times, f"{words!r} in {self.log()}", timeout=400)
 
     def wait_for_end(self, end: str, timeout: float = 600) -> None:
         """Wait until no driver job is queued or running, and compare the recorded end."""
@@ -110,99 +110,27 @@ def test_a_driver_job_continues_in_the_next_one_and_trains_once(driver: DriverJo
 
 
 @pytest.mark.faults
-def test_slurm_itself_asks_for_the_next_job_and_every_stage_runs(driver: DriverJobs) -> None:
-    """The limit is two minutes, of which the job uses a half to three quarters."""
-    configure(driver.checkout, 120, driver_time_limit="00:02:00")
+def test_slurm_itself_asks_for_the_next_job_in_which_a_stopped_training_stays_stopped(driver: DriverJobs) -> None:
+    """The limit is two minutes, of which the job uses a half to three quarters; the other run has every stage."""
+    configure(driver.checkout, 120, nodes=1, driver_time_limit="00:02:00")
+    config = yaml.safe_load((driver.checkout.root / "config/config.yaml").read_text())
+    driver.checkout.write_config(config | {"runs": config["runs"] | {"other": config["runs"]["demo"]}})
     driver.submit()
-    driver.wait_for_end("done", timeout=900)
+    driver.wait_for_steps(3)
+    driver.checkout.on_login_node("shardmake", "stop", "demo")
+    driver.wait_for_end("failed", timeout=900)
     print(driver.log())
     assert len(driver.state()["jobs"]) >= 2 and "The time limit is near" in driver.log()
     states = [job.state for job in driver.cluster.jobs() if job.id in driver.state()["jobs"]]
-    assert set(states) == {"COMPLETED"}, "no job ran into its limit"
-    assert_trained_once(driver, 120)
-    assert (driver.checkout.run / "report.html").exists() and driver.checkout.read("push/receipt.json")
+    assert {*states[:-1]} == {"COMPLETED"} and states[-1] == "FAILED", "no job ran into its limit"
+    assert "demo stays stopped." in driver.log()
+    assert len(driver.checkout.training_jobs()) == 1, "it was not started again"
+    other = driver.checkout.root / "runs/other"
+    assert (other / "report.html").exists() and (other / "push/receipt.json").exists()
 
 
-@pytest.mark.faults
-def test_a_cancelled_driver_job_is_submitted_again_and_the_result_is_equal(driver: DriverJobs) -> None:
-    configure(driver.checkout, 120)
-    first = driver.submit("train")
-    driver.wait_for_steps(3)
-    again = driver.checkout.on_login_node("shardmake", "submit", "train", check=False)
-    assert f"Driver job {first} of root (running) works on demo already." in again
-    status = driver.checkout.on_login_node("shardmake", "status", "demo")
-    assert f"Driver of demo: job {first} is running on c1. Output: runs/.driver/001/driver.log" in status
-    assert "Adopting" not in driver.checkout.on_login_node("shardmake", "logs", "demo", "--driver")
-    cancelled = driver.checkout.on_login_node("shardmake", "cancel", "demo", "--driver")
-    assert f"Cancelled driver job {first} of demo. Trainings keep running." in cancelled
-    driver.wait_for_end("cancelled")
-    assert [job.state for job in driver.checkout.training_jobs()] == ["RUNNING"]
-    assert "was cancelled; trainings keep running" in driver.checkout.on_login_node("shardmake", "status", "demo")
-    driver.submit("train")
-    driver.wait_for_end("done")
-    assert "Adopting job" in driver.log()
-    assert_trained_once(driver, 120)
-    losses = driver.checkout.losses()
-    shutil.rmtree(driver.checkout.run / "train")
-    driver.submit("train")
-    driver.wait_for_end("done")
-    assert driver.checkout.losses() == losses, "an undisturbed training has the same losses"
-
-
-@pytest.mark.faults
-def test_the_node_of_the_driver_job_fails_in_mid_training(driver: DriverJobs) -> None:
-    configure(driver.checkout, LONG, nodes=1)
-    first = driver.submit("train")
-    driver.wait_for_steps(3)
-    assert driver.cluster.job(first).nodes == "c1"
-    driver.cluster.kill_node("c1")
-    driver.cluster.declare_down("c1")
-    driver.wait_for_log("Driver job", 2)
-    driver.wait_for_end("done")
-    print(driver.log())
-    assert driver.state()["jobs"] == [first] and driver.cluster.job(first).state == "COMPLETED", "Slurm restarted it"
-    assert "Adopting job" in driver.log()
-    assert_trained_once(driver, LONG)
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("mode", ["REQUEUE", "CANCEL"])
-def test_a_preempted_driver_job_continues(driver: DriverJobs, mode: str) -> None:
-    """After the grace time, Slurm queues the job again, or cancels it and the job submits itself."""
-    configure(driver.checkout, LONG, nodes=1)
-    driver.cluster.run(["scontrol", "update", "partitionname=cpu", f"preemptmode={mode}"])
-    try:
-        first = driver.submit("train")
-        driver.wait_for_steps(3)
-        options = f"--parsable --partition=urgent --nodelist=c1 --exclusive --output={driver.checkout.root}/urgent"
-        urgent = driver.cluster.run(f"sbatch {options} --wrap 'sleep 5'").stdout.strip()
-        driver.cluster.wait_job(urgent, "COMPLETED", timeout=120)
-        driver.wait_for_end("done")
-    finally:
-        driver.cluster.run(["scontrol", "update", "partitionname=cpu", "preemptmode=REQUEUE"])
-    print(driver.log())
-    jobs = driver.state()["jobs"]
-    assert jobs[0] == first and len(jobs) == (1 if mode == "REQUEUE" else 2)
-    assert "Adopting job" in driver.log()
-    assert_trained_once(driver, LONG)
-
-
-@pytest.mark.faults
-def test_a_driver_job_that_an_administrator_queues_again(driver: DriverJobs) -> None:
-    configure(driver.checkout, LONG, nodes=1)
-    first = driver.submit("train")
-    driver.wait_for_steps(3)
-    driver.cluster.run(["scontrol", "requeue", first])
-    driver.wait_for_log(", number 1.", 2)
-    driver.wait_for_end("done")
-    print(driver.log())
-    assert driver.state()["jobs"] == [first] and "Adopting job" in driver.log()
-    assert_trained_once(driver, LONG)
-
-
-@pytest.mark.faults
-def test_a_driver_job_killed_during_a_stage_leaves_no_second_writer(driver: DriverJobs) -> None:
-    """SIGKILL, as from the kernel, while the job of data is queued: nothing is recorded.
+def kill_in_a_stage(driver: DriverJobs) -> None:
+    """SIGKILL, as from the kernel, while the job of data is queued: nothing is recorded, and no second writer starts.
 
     It waits for the cores of the only node of its partition, one of which the driver job has.
     """
@@ -214,31 +142,73 @@ def test_a_driver_job_killed_during_a_stage_leaves_no_second_writer(driver: Driv
         driver.cluster.wait_until(lambda: not driver.active(), "the end of the driver job")
         assert driver.state()["snakemake_started"]
         assert "was killed or cancelled" in driver.checkout.on_login_node("shardmake", "status")
-        output = driver.checkout.on_login_node("shardmake", "submit", "train")
+        driver.submit("train")
     finally:
         driver.cluster.run(["scontrol", "update", "partitionname=cpu", "nodes=c[1-3]"])
-    driver.wait_for_end("done")
-    print(output, driver.log())
-    assert_trained_once(driver, STEPS)
+
+
+def cancel(driver: DriverJobs) -> None:
+    (first,) = driver.state()["jobs"]
+    again = driver.checkout.on_login_node("shardmake", "submit", "train", check=False)
+    assert f"Driver job {first} of root (running) works on demo already." in again
+    status = driver.checkout.on_login_node("shardmake", "status", "demo")
+    assert f"Driver of demo: job {first} is running on c1. Output: runs/.driver/002/driver.log" in status
+    assert "Adopting" not in driver.checkout.on_login_node("shardmake", "logs", "demo", "--driver")
+    cancelled = driver.checkout.on_login_node("shardmake", "cancel", "demo", "--driver")
+    assert f"Cancelled driver job {first} of demo. Trainings keep running." in cancelled
+    driver.wait_for_end("cancelled")
+    assert "was cancelled; trainings keep running" in driver.checkout.on_login_node("shardmake", "status", "demo")
+    driver.submit("train")
+
+
+def requeue(driver: DriverJobs) -> None:
+    driver.cluster.run(["scontrol", "requeue", driver.state()["jobs"][-1]])
+
+
+def preempt_and_requeue(driver: DriverJobs) -> None:
+    """After the grace time, Slurm queues the job again."""
+    node = driver.cluster.job(driver.state()["jobs"][-1]).nodes
+    options = f"--parsable --partition=urgent --nodelist={node} --exclusive --output={driver.checkout.root}/urgent"
+    urgent = driver.cluster.run(f"sbatch {options} --wrap 'sleep 5'").stdout.strip()
+    driver.cluster.wait_job(urgent, "COMPLETED", timeout=120)
+
+
+def preempt_and_cancel(driver: DriverJobs) -> None:
+    """After the grace time, Slurm cancels the job, which has submitted itself."""
+    driver.cluster.run(["scontrol", "update", "partitionname=cpu", "preemptmode=CANCEL"])
+    try:
+        preempt_and_requeue(driver)
+    finally:
+        driver.cluster.run(["scontrol", "update", "partitionname=cpu", "preemptmode=REQUEUE"])
+
+
+def kill_the_node(driver: DriverJobs) -> None:
+    node = driver.cluster.job(driver.state()["jobs"][-1]).nodes
+    driver.cluster.kill_node(node)
+    driver.cluster.declare_down(node)
 
 
 @pytest.mark.faults
-def test_a_stopped_training_stays_stopped_in_the_next_driver_job(driver: DriverJobs) -> None:
-    """The other run keeps the workflow alive, and the driver job continues in another one."""
-    config = yaml.safe_load((driver.checkout.root / "config/config.yaml").read_text())
-    config["runs"] = {
-        "demo": config["runs"]["demo"] | {"nodes": 1},
-        "other": config["runs"]["demo"] | {"nodes": 1, "max_steps": 120},
-    }
-    driver.checkout.write_config(config)
-    first = driver.submit("train")
-    driver.wait_for_steps(3)
-    driver.checkout.on_login_node("shardmake", "stop", "demo")
-    driver.cluster.wait_until(lambda: driver.folder.ended_run("demo").exists(), "the stop")
-    driver.cluster.run(["scancel", "--signal=USR1", "--batch", first])
-    driver.wait_for_log("demo stays stopped.")
-    driver.wait_for_end("failed")
+def test_a_training_continues_through_every_end_of_its_driver_job(driver: DriverJobs) -> None:
+    """The same job trains throughout."""
+    configure(driver.checkout, LONG, nodes=1)
+    driver.run.slow(5, rank=0)  # it still runs when Slurm has started the driver job for the last time
+    started = time.monotonic()
+    kill_in_a_stage(driver)
+    caused["driver job: kill in a stage"] = time.monotonic() - started
+    driver.wait_for_steps(1)
+    for fault in (cancel, requeue, preempt_and_requeue, preempt_and_cancel, kill_the_node):
+        started, known = time.monotonic(), 0 if fault is cancel else driver.log().count("Adopting job")
+        fault(driver)
+        driver.wait_for_log("Adopting job", known + 1)
+        caused[f"driver job: {fault.__name__}"] = time.monotonic() - started
+    driver.run.slow(0, rank=0)
+    driver.wait_for_end("done")
     print(driver.log())
-    assert len(driver.state()["jobs"]) == 2
-    assert len(driver.checkout.training_jobs()) == 1, "it was not started again"
-    assert (driver.checkout.root / "runs/other/train/receipt.json").exists()
+    assert len(driver.state()["jobs"]) == 2, "Slurm restarted the others"
+    assert_trained_once(driver, LONG)
+    found = driver.checkout.losses(), weights_of(driver.checkout)
+    shutil.rmtree(driver.checkout.run / "train")
+    driver.submit("train")
+    driver.wait_for_end("done")
+    assert_equal(found, (driver.checkout.losses(), weights_of(driver.checkout)), EXACT)

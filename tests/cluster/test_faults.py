@@ -1,308 +1,24 @@
 """Trainings with faults on the three-node Slurm; each must end with the result of an undisturbed one."""
 
-import random
-from collections.abc import Callable
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
-from benchmarks.consolidate_limits import cgroup, may_limit
+from benchmarks.consolidate_limits import may_limit
+from shardmake.checkpoint import store
 from shardmake.core.errors import STOPPED
+from shardmake.run.evaluation import EvaluationResult
 from shardmake.run.plan import Plan
-from tests.cluster.baseline import STRATEGIES, BaselineRuns, Ends, Fault, assert_equals_baseline, recover_from
+from tests.cluster import faults as f
+from tests.cluster.baseline import BaselineRuns, Fault, assert_equals_baseline, recover_from
 from tests.cluster.fault_run import FaultRun, make_fault_run
 from tests.cluster.harness import STATE, Cluster
 
-pytestmark = [pytest.mark.cluster, pytest.mark.training, pytest.mark.timeout(1800)]
-CHANCE = random.Random(7)
-
-
-# ---- faults: each returns the possible ends of its attempts ------------------------------------------------------
-
-
-def kill_rank(run: FaultRun, attempts: int) -> Ends:
-    beat = run.wait_for_steps(CHANCE.randint(2, 15), attempts)
-    run.send("KILL", beat.pid, beat.host)
-    return [{"a process was killed", "communication failure"}]
-
-
-def kill_worker(run: FaultRun, attempts: int) -> Ends:
-    beat = run.wait_for_steps(CHANCE.randint(2, 15), attempts)
-    run.send("KILL", run.parent(beat, 2), beat.host)
-    return [{"a process was killed", "communication failure", "unknown"}]
-
-
-def stop_rank(run: FaultRun, attempts: int) -> Ends:
-    beat = run.wait_for_steps(CHANCE.randint(2, 15), attempts)
-    run.send("STOP", beat.pid, beat.host)
-    return [{"hang"}]
-
-
-def rank_sleeps(run: FaultRun, attempts: int) -> Ends:
-    run.wait_for_steps(2, attempts)
-    run.order("sleep")
-    return [{"hang"}]
-
-
-def kill_node(run: FaultRun, attempts: int) -> Ends:
-    beat = run.wait_for_steps(CHANCE.randint(2, 15), attempts)
-    run.cluster.kill_node(beat.host)
-    run.cluster.declare_down(beat.host)
-    return [{"node failure"}]
-
-
-def cut_link(run: FaultRun, attempts: int) -> Ends:
-    beat = run.wait_for_steps(CHANCE.randint(2, 15), attempts)
-    run.cluster.cut(beat.host)
-    return [{"node failure", "hang", "communication failure"}]
-
-
-def signals_before_the_limit(run: FaultRun, attempts: int) -> Ends:
-    """USR2 as Slurm sends it, twice, and on one node SIGTERM as well, a moment later."""
-    beat = run.wait_for_steps(CHANCE.randint(2, 15), attempts)
-    (job,) = [job.id for job in run.checkout.training_jobs() if job.state == "RUNNING"]
-    worker = run.parent(beat, 2)
-    for _ in range(2):
-        run.cluster.run(["scancel", "--signal=USR2", job])
-    run.cluster.run(["sh", "-c", f"sleep 0.3; kill -TERM {worker} || true"], node=beat.host)
-    return [{"time limit"}]
-
-
-def end_of_time(run: FaultRun, attempts: int) -> Ends:
-    """The limit itself, moved to now. Slurm looks at limits twice a minute, and the training must not end before."""
-    run.order("slow")
-    run.wait_for_steps(CHANCE.randint(2, 15), attempts)
-    (job,) = [job.id for job in run.checkout.training_jobs() if job.state == "RUNNING"]
-    run.cluster.run(["scontrol", "update", f"jobid={job}", "endtime=now"])
-    return [{"time limit"}]
-
-
-def preempt(run: FaultRun, attempts: int) -> Ends:
-    run.wait_for_steps(2, attempts)
-    out = run.checkout.root / "urgent.out"
-    urgent = run.cluster.run(
-        f"sbatch --parsable --partition=urgent --nodes=3 --exclusive --output={out} --wrap 'sleep 600'"
-    ).stdout.strip()
-    run.cluster.wait_job(urgent, "RUNNING", timeout=90)
-    run.cluster.run(["scancel", urgent])
-    return [{"preempted", "stopped by SIGTERM"}]
-
-
-def allow_restart(run: FaultRun) -> str:
-    """Let Slurm restart the run's job, as ``slurm.extra: {requeue: true}`` does; return its id."""
-    (job,) = [job.id for job in run.checkout.training_jobs() if job.state == "RUNNING"]
-    run.cluster.run(["scontrol", "update", f"jobid={job}", "requeue=1"])
-    return job
-
-
-def restart_job(run: FaultRun, attempts: int) -> Ends:
-    """An administrator restarts the job after it has committed a checkpoint; the attempt continues.
-
-    Slurm restarts only jobs that it may restart, and would then also restart the job after a later fault.
-    """
-    run.wait_for_steps(run.every + CHANCE.randint(2, 8), attempts)
-    job = allow_restart(run)
-    run.cluster.run(["scontrol", "requeue", job])
-    run.cluster.run(["scontrol", "update", f"jobid={job}", "requeue=0"])
-    return []
-
-
-def kill_node_and_restart(run: FaultRun, attempts: int) -> Ends:
-    run.wait_for_steps(run.every + 2, attempts)
-    allow_restart(run)
-    kill_node(run, attempts)
-    return []
-
-
-def restart_controller(run: FaultRun, attempts: int) -> Ends:
-    run.wait_for_steps(2, attempts)
-    run.cluster.stop_controller()
-    run.wait_for_steps(15, attempts)
-    run.cluster.run(["slurmctld"])
-    return []
-
-
-def kill_and_restart_driver(run: FaultRun, attempts: int) -> Ends:
-    run.wait_for_steps(2, attempts)
-    kill_driver(run)
-    run.start()
-    run.cluster.wait_until(lambda: "Adopting job" in run.log(), "adoption")
-    return []
-
-
-def kill_driver(run: FaultRun) -> None:
-    assert run.driver
-    run.driver.kill()
-    run.driver.wait()
-
-
-def fill_scratch(run: FaultRun, attempts: int) -> Ends:
-    """Fill the scratch folder of a node; the next attempt detects that and excludes the node."""
-    run.wait_for_steps(2, attempts)
-    node = run.beat(0)
-    assert node
-    run.cluster.run(["mount", "-o", "remount,size=64m", "/tmp"], node=node.host)
-    return [*kill_rank(run, attempts), {"preflight failure"}]
-
-
-FAULTS: list[Fault] = [
-    kill_rank, kill_worker, stop_rank, rank_sleeps, kill_node, cut_link, signals_before_the_limit, end_of_time, preempt,
-    restart_controller, kill_and_restart_driver, fill_scratch, restart_job, kill_node_and_restart,
-]  # fmt: skip
-
-
-def job_ids(run: FaultRun) -> set[str]:
-    """Return the run's jobs that Slurm still lists."""
-    return {job.id for job in run.checkout.training_jobs()}
-
-
-def restart_nodes(run: FaultRun, attempts: int) -> Ends:
-    """Start every node that is down."""
-    for node in ("c1", "c2", "c3"):
-        if run.cluster.node_states()[node].startswith("down"):
-            run.cluster.start_node(node)
-    return []
-
-
-@pytest.mark.faults
-def test_a_killed_driver_a_killed_rank_a_full_scratch_and_a_hang(run: FaultRun, baseline_run: BaselineRuns) -> None:
-    """One training through all of them."""
-    run.repair()
-    baseline = baseline_run("zero3")
-    before = job_ids(run)
-    run.order("kill-before-record")
-    run.start()
-    run.wait()
-    assert len(job_ids(run) - before) == 1
-    recover_from(run, [fill_scratch, stop_rank], baseline)
-    assert "which an earlier driver submitted" in run.log()
-    killed, failing, hung, finished = run.history()
-    assert (failing["host"], failing["excluded"]) == ("c1", "c1") and "scratch" in failing["message"]
-    assert "rank 1 on c3 does not answer (its process is stopped)" in hung["message"]
-    assert killed["attempt"] == 1 and finished["attempt"] == 4
-
-
-@pytest.mark.faults
-def test_signals_a_stopped_controller_and_a_node_that_fails_and_returns(
-    run: FaultRun, baseline_run: BaselineRuns
-) -> None:
-    """A node that returns sometimes ends the step that has just started."""
-    run.repair()
-    baseline = baseline_run("zero3")
-    recover_from(
-        run, [signals_before_the_limit, restart_controller, kill_node, restart_nodes], baseline, spare={"unknown"}
-    )
-    first, *_, finished = run.history()
-    assert first["checkpoint_step"] > 0, "saved on the signal"
-    assert finished["end"] == "finished"
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_training_recovers_from_each_fault(
-    run: FaultRun, baseline_run: BaselineRuns, strategy: str, fault: Fault
-) -> None:
-    run.repair()
-    recover_from(run, [fault], baseline_run(strategy))
-
-
-@pytest.mark.faults
-def test_a_node_failure_after_a_restart_ends_the_attempt(run: FaultRun, baseline_run: BaselineRuns) -> None:
-    """An administrator's restart does not let Slurm restart the job by itself, whose end the campaign waits for."""
-    run.repair()
-    recover_from(run, [restart_job, kill_node], baseline_run("zero2"))
-    assert run.ends() == ["node failure", "finished"]
-
-
-# ---- ends that stop the driver; the same command resumes ------------------------------------------------------------
-
-
-def cancel(run: FaultRun) -> str:
-    run.wait_for_steps(2)
-    (job,) = [job.id for job in run.checkout.training_jobs() if job.state == "RUNNING"]
-    run.cluster.run(["scancel", job])
-    return "cancelled by a person"
-
-
-def raise_in_rank(run: FaultRun) -> str:
-    run.wait_for_steps(2)
-    run.order("raise")
-    return "error in the training"
-
-
-def touch_stop_file(run: FaultRun) -> str:
-    run.wait_for_steps(2)
-    (run.checkout.run / "train/STOP").touch()
-    return "stop requested"
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("stop", [cancel, raise_in_rank, touch_stop_file])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_stopped_training_resumes_with_the_same_command(
-    run: FaultRun, baseline_run: BaselineRuns, strategy: str, stop: Callable[[FaultRun], str]
-) -> None:
-    run.repair()
-    baseline = baseline_run(strategy)
-    before = job_ids(run)
-    run.start()
-    end = stop(run)
-    assert run.wait() == (2 if stop is raise_in_rank else STOPPED), run.log()
-    assert run.ends() == [end]
-    assert len(job_ids(run) - before) == 1, "no job was submitted again"
-    assert (stop is raise_in_rank) == ("the test ordered this error" in run.log())
-    run.start()
-    assert run.wait() == 0
-    assert run.ends() == [end, "finished"]
-    assert_equals_baseline(run, baseline)
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize(
-    ("moment", "ends"), [("kill-before-submit", -9), ("kill-before-record", -9), ("kill-sbatch", 0)]
-)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_driver_or_sbatch_killed_at_a_submission(
-    run: FaultRun, baseline_run: BaselineRuns, strategy: str, moment: str, ends: int
-) -> None:
-    """A driver adopts the job that Slurm accepted, also where the client of sbatch was killed after that."""
-    run.repair()
-    baseline = baseline_run(strategy)
-    before = job_ids(run)
-    run.order(moment)
-    run.start()
-    assert run.wait() == ends, run.log()
-    if ends:
-        run.start()
-        assert run.wait() == 0, run.log()
-    assert len(job_ids(run) - before) == 1, "one submission in all"
-    assert run.ends() == ["finished"]
-    assert_equals_baseline(run, baseline)
-
-
-ALL_OTHERS = [pytest.param(strategy, marks=pytest.mark.faults) for strategy in STRATEGIES[1:]]
-
-
-@pytest.mark.parametrize("strategy", [STRATEGIES[0], *ALL_OTHERS])
-def test_a_driver_ends_with_its_snakemake_and_the_next_command_takes_over(
-    run: FaultRun, baseline_run: BaselineRuns, strategy: str
-) -> None:
-    """kill -9 leaves the driver without anybody who reads its end."""
-    run.repair()
-    baseline = baseline_run(strategy)
-    before = job_ids(run)
-    snakemake = run.start_snakemake()
-    run.wait_for_steps(2)
-    snakemake.kill()
-    snakemake.wait()
-    run.start()
-    assert run.wait() == 0, run.log()
-    assert "The Snakemake of this driver was killed: the driver exits" in run.log()
-    assert len(job_ids(run) - before) == 1 and run.ends() == ["finished"], run.log()
-    assert_equals_baseline(run, baseline)
-
-
+pytestmark = [pytest.mark.cluster, pytest.mark.training, pytest.mark.faults, pytest.mark.timeout(3600)]
 SEPARATE_TENSORS = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 18),
     "MALLOC_TOP_PAD_": str(64 << 20),
@@ -312,17 +28,94 @@ SEPARATE_TENSORS = {
 """Each large tensor gets its own mapping; all other memory comes from a large enough heap."""
 
 
-@pytest.mark.faults
-@pytest.mark.parametrize("strategy", STRATEGIES)
+class Training(NamedTuple):
+    """Faults of one training, in their order, and settings that do not change its result."""
+
+    strategy: str
+    faults: list[Fault]
+    settings: dict[str, Any] = {}  # noqa: RUF012
+    reads_in_job: bool = False
+    spare: frozenset[str] = frozenset()
+    """Ends that may occur in between: a node that returns sometimes ends the step that has just started."""
+
+
+REQUEUE = {"slurm": {"extra": {"requeue": True}}}
+IMPATIENT = {"slurm": {"srun_extra": ["--msg-timeout=2"]}}
+ONE_NODE = {"nodes": 1, "ranks_per_node": 2}
+ASYNCHRONOUS = {"checkpoints": {"every_steps": FaultRun.every, "asynchronous": True}}
+NODES_RETURN = frozenset({"unknown"})
+TRAININGS = {
+    "ddp-restarted": Training(
+        "ddp",
+        [f.restart_before_the_first_checkpoint, f.kill_rank, f.cut_a_shard, f.kill_rank_before_the_record_of_a_save,
+         f.preempt, f.cancel, f.raise_in_rank],
+        REQUEUE,
+    ),
+    "ddp-nodes": Training(
+        "ddp", [f.kill_driver_before_submission_and_stop_slurmd, f.restart_controller, f.fill_scratch], IMPATIENT
+    ),
+    "zero2-ranks": Training(
+        "zero2",
+        [f.restart_between_checkpoints, f.kill_rank_before_a_save, f.flip_a_shard, f.flip_the_record, f.preempt,
+         f.signals_before_the_limit, f.stop_rank, f.kill_worker],
+    ),
+    "zero2-submissions": Training(
+        "zero2",
+        [f.kill_driver, f.kill_driver_after_submission, f.kill_sbatch_after_submission,
+         f.accept_job_after_sbatch_failed, f.accept_job_after_sbatch_was_repeated],
+        ONE_NODE,
+    ),
+    "zero3-ranks": Training(
+        "zero3",
+        [f.restart_in_a_save, f.kill_rank_between_files_of_a_save, f.flip_a_shard, f.swap_a_shard_for_a_link,
+         f.end_of_time, f.rank_sleeps, f.freeze_and_thaw_node],
+        reads_in_job=True,
+        spare=NODES_RETURN,
+    ),
+    "zero3-asynchronous": Training("zero3", [f.kill_node, f.cut_link], ASYNCHRONOUS, spare=NODES_RETURN),
+    "fsdp-ranks": Training(
+        "fsdp",
+        [f.restart_twice_in_a_row, f.kill_rank_after_a_save, f.flip_a_shard, f.put_a_foreign_checkpoint_beside,
+         f.touch_stop_file, f.kill_snakemake],
+    ),
+    "fsdp-asynchronous": Training("fsdp", [f.kill_node, f.kill_node_and_restart], ASYNCHRONOUS, spare=NODES_RETURN),
+    "fsdp-memory": Training("fsdp", [f.exceed_memory]),
+}  # fmt: skip
+"""Each kind of fault under each strategy in which it has another mechanism; of the others, one strategy stands for all.
+
+`make test-sweep` kills a rank at every write of a save.
+"""
+
+
+@pytest.mark.parametrize("training", TRAININGS)
+def test_training_recovers_from(run: FaultRun, baseline_run: BaselineRuns, training: str) -> None:
+    strategy, faults, settings, reads_in_job, spare = TRAININGS[training]
+    if f.exceed_memory in faults and not may_limit():
+        pytest.skip("this machine allows no memory cgroup")
+    run.repair()
+    baseline = baseline_run(strategy)
+    run.configure(strategy, **settings)
+    run.reads_in_job = reads_in_job
+    recover_from(run, faults, baseline, spare)
+    records = [record for record, _ in store.committed(run.checkpoints)]
+    is_asynchronous = any(record.blocked_seconds is not None for record in records)  # only the last save waits
+    assert is_asynchronous == (settings == ASYNCHRONOUS)
+    foreign, private = run.checkpoints.glob("foreign-checkpoint-1000-*"), run.checkout.run / "private"
+    assert len(list(foreign)) == (f.put_a_foreign_checkpoint_beside in faults)
+    assert private.exists() == (f.swap_a_shard_for_a_link in faults)
+    private.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
 def test_out_of_memory_takes_two_fallbacks(run: FaultRun, baseline_run: BaselineRuns, strategy: str) -> None:
     """First a smaller micro batch, then recomputation, which is a fallback only for long enough sequences.
 
     The kernel gives torch's allocator no more memory.
     """
     run.repair()
-    baseline = baseline_run(strategy, sequence_length=128)
-    few = {"every_steps": run.steps // 2}  # a step must run out of memory, not a save
-    run.configure(strategy, sequence_length=128, micro_batch_size="auto", checkpoints=few)
+    baseline = baseline_run(strategy, sequence_length=128, max_steps=40)
+    few = {"every_steps": 20}  # a step must run out of memory, not a save
+    run.configure(strategy, sequence_length=128, max_steps=40, micro_batch_size="auto", checkpoints=few)
     run.start(**SEPARATE_TENSORS)
     for attempt in (1, 2):
         run.wait_for_steps(2, attempt)
@@ -338,35 +131,73 @@ def test_out_of_memory_takes_two_fallbacks(run: FaultRun, baseline_run: Baseline
     assert_equals_baseline(run, baseline, tolerance=1e-3)
 
 
-@pytest.mark.faults
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_job_killed_at_its_memory_limit_gets_more(run: FaultRun, baseline_run: BaselineRuns, strategy: str) -> None:
-    """The kernel kills it in a cgroup that the test makes, because the Slurm of the tests makes none."""
-    if not may_limit():
-        pytest.skip("this machine allows no memory cgroup")
+@pytest.mark.parametrize("strategy", ["zero3"])
+def test_training_resumes_from_4_ranks_on_2_and_then_on_3(
+    run: FaultRun, baseline_run: BaselineRuns, strategy: str
+) -> None:
+    """The batches stay the same, in another order of summation. `tests.workflow.test_reshard` has every strategy."""
     run.repair()
-    baseline = baseline_run(strategy)
+    settings = {"global_batch_size": 12, "micro_batch_size": 1, "max_steps": 30}
+    baseline = baseline_run(strategy, **settings)
+    ranks = []
+    for nodes, ranks_per_node in ((2, 2), (2, 1), (3, 1)):
+        run.configure(strategy, ranks_per_node=ranks_per_node, nodes=nodes, **settings)
+        run.start()
+        if nodes < 3:
+            run.wait_for_steps(2, len(ranks) + 1)
+            (run.checkout.run / "train/STOP").touch()
+        assert run.wait() == (STOPPED if nodes < 3 else 0), run.log()
+        ranks.append(run.attempts()[-1].read().world_size)
+    assert ranks == [4, 2, 3]
+    assert run.ends() == ["stop requested", "stop requested", "finished"], run.log()
+    steps = [record["checkpoint_step"] for record in run.history()]
+    assert 0 < steps[0] < steps[1] < steps[2] == 30
+    assert_equals_baseline(run, baseline, tolerance=1e-3)
 
-    def starve(run: FaultRun, attempts: int) -> Ends:
-        beat = run.wait_for_steps(2, attempts)
-        for pid in (run.parent(beat, 2), run.parent(beat, 1), beat.pid):
-            run.cluster.run(["sh", "-c", f"echo {pid} > {group.processes}"], node=beat.host)
-        run.order("eat")
-        return [{"host out of memory"}]
 
-    with cgroup() as group:
-        recover_from(run, [starve], baseline)
-    assert "-> request all of a node's memory" in run.log()
-    starved, finished = (Plan.read(attempt.plan).resources["train"].memory_gib for attempt in run.attempts())
-    assert starved < finished
+@pytest.fixture(scope="module")
+def run_on_a_small_disk(inputs: Path) -> Iterator[FaultRun]:
+    """Create a run on a second cluster, whose nodes share a file system that a test may fill."""
+    disk = STATE.with_name(f"{STATE.name}-disk")
+    disk.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", disk], check=True)
+    try:
+        with Cluster(STATE.with_name(f"{STATE.name}-second")) as cluster:
+            yield make_fault_run(cluster, disk / "faults", inputs)
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)
+        disk.rmdir()
 
 
-@pytest.mark.faults
-def test_slurmdbd_down(inputs: Path) -> None:
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
+def test_the_disk_fills_up_during_a_save(
+    run_on_a_small_disk: FaultRun, baseline_run: BaselineRuns, strategy: str
+) -> None:
+    """The attempt ends with its earlier checkpoints, and the driver resumes once there is space."""
+    baseline, run = baseline_run(strategy), run_on_a_small_disk
+    run.configure(strategy)
+    run.remove_training()
+    run.start()
+    run.cluster.wait_until(lambda: any(store.committed(run.checkpoints)), "a checkpoint", timeout=600)
+    run.order_killer(1, r"^(open|torch\.save) /\.saving", "fill")
+    run.cluster.wait_until(lambda: "The driver waits up to" in run.log(), "the wait", timeout=600)
+    newest = store.newest_valid(run.checkpoints)
+    assert newest is not None
+
+    (run.checkpoints.parent / "filler").unlink()
+    assert run.wait() == 0, run.log()
+    assert f"resuming from {newest[1].name}" in run.log()
+    assert run.ends() == ["disk full", "finished"], run.log()
+    assert_equals_baseline(run, baseline)
+
+
+@pytest.mark.parametrize("strategy", ["ddp"])
+def test_slurmdbd_is_down(baseline_run: BaselineRuns, inputs: Path, strategy: str) -> None:
     """The driver submits and watches the job without accounting."""
+    baseline = baseline_run(strategy)
     with Cluster(STATE.with_name(f"{STATE.name}-second"), accounting=True) as cluster:
         run = make_fault_run(cluster, cluster.shared / "faults", inputs)
-        baseline = BaselineRuns(run)("zero2")
+        run.configure(strategy)
         run.start()
         beat = run.wait_for_steps(2)
         cluster.run(["kill", (cluster.state / "slurmdbd.pid").read_text().strip()])
@@ -374,3 +205,50 @@ def test_slurmdbd_down(inputs: Path) -> None:
         assert run.wait() == 0, run.log()
         assert run.ends()[-1] == "finished" and len(run.ends()) == 2
         assert_equals_baseline(run, baseline)
+
+
+@pytest.mark.parametrize("strategy", ["zero2"])
+def test_slurm_restarts_the_jobs_of_merge_and_evaluation(
+    run: FaultRun, baseline_run: BaselineRuns, strategy: str
+) -> None:
+    """Each is restarted while it writes its result."""
+    run.repair()
+    undisturbed = baseline_run(strategy)
+    run.configure(strategy, **REQUEUE)
+    run.start()
+    assert run.wait() == 0, run.log()
+    model, evaluation = run.checkout.run / "model", run.checkout.run / "evaluation.json"
+    shutil.rmtree(model, ignore_errors=True)
+    for stage in ("consolidate", "evaluate"):
+        run.order(f"hold-{stage}")
+    log = run.checkout.root / "snakemake.log"
+    with log.open("w") as output:
+        command = run.checkout.command("snakemake", "--profile", "slurm", "evaluate")
+        workflow = run.cluster.popen(command, cwd=run.checkout.root, env=run.environment, stdout=output)
+    for stage in ("consolidate", "evaluate"):
+        order = run.checkout.root / "orders" / f"hold-{stage}"
+        run.cluster.wait_until(lambda order=order: not order.exists(), f"{stage}; {log.read_text()}", timeout=600)
+        run.cluster.run(["scontrol", "requeue", job_of_stage(run, stage)])
+    assert workflow.wait(900) == 0, log.read_text()
+    print(log.read_text())
+    restarted = losses_of(evaluation)
+    assert_equals_baseline(run, undisturbed)
+    assert (model / "model.safetensors").read_bytes() == (run.checkout.root / "merged/model.safetensors").read_bytes()
+    evaluation.unlink()
+    run.checkout.on_login_node("shardmake", "evaluate", "demo", env=run.environment)
+    assert losses_of(evaluation) == pytest.approx(restarted, rel=1e-6)
+    evaluation.unlink()
+
+
+def losses_of(evaluation: Path) -> list[float]:
+    """Return the losses of the base and the tuned model."""
+    scores = EvaluationResult.read(evaluation).scores
+    assert scores
+    return [score.loss for score in scores]
+
+
+def job_of_stage(run: FaultRun, stage: str) -> str:
+    """Return the id of the running job of a stage, which Snakemake names in the job's comment."""
+    listed = run.cluster.run(["squeue", "--noheader", "--states=RUNNING", "--format=%i %k"]).stdout
+    (job,) = [line.split()[0] for line in listed.splitlines() if f"rule_{stage}_run" in line]
+    return job

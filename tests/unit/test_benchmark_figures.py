@@ -75,12 +75,6 @@ def _limits() -> str:
     return "finishes; `zero_to_fp32` and `accelerate merge-weights` are killed"
 
 
-def _kill_sweep() -> str:
-    rows, machines = (_json("kill_sweep.json")[key] for key in ("rows", "machines"))
-    assert len({machine["commit"] for machine in machines.values()}) == 1
-    return f"{sum(row['recovered'] for row in rows)} of {len(rows)} trainings resumed bit for bit"
-
-
 def _fault_kinds() -> str:
     rows = re.findall(r"^.+ s[*~]?$", _text("fault_matrix.txt"), re.MULTILINE)
     return f"{len(rows)} kinds of faults and stops"
@@ -111,17 +105,6 @@ def _passed(table: str) -> tuple[str, str]:
     return passed, compared
 
 
-def _random_faults() -> str:
-    campaigns = _json("faults.json")["campaigns"]
-    assert {campaign["strategy"] for campaign in campaigns} == {"zero2", "zero3", "fsdp"}
-    for campaign in campaigns:
-        assert campaign["weights_equal_bit_for_bit"] and campaign["largest_difference_of_losses"] == 0
-        assert campaign["losses_of_every_step"] and campaign["machine"]["commit"]
-        assert campaign["times_a_person_was_needed"] == 0 and campaign["faults"] == 40
-    number = sum(campaign["faults"] for campaign in campaigns)
-    return f"{number} random faults, 40 under each of the three | the same result, bit for bit, and nobody"
-
-
 def _step_time() -> str:
     row = r"^{}, all +(\d+) .* ([\d.]+)% +\S+$"
     ((held_out, error),) = re.findall(row.format("held out"), _text("step_time_accuracy.txt"), re.MULTILINE)
@@ -136,8 +119,8 @@ def test_the_demo_ends_as_the_readme_says() -> None:
 @pytest.mark.parametrize(
     "figures",
     [
-        *(_merge, _limits, _kill_sweep, _fault_kinds, _faults_of_each_kind, _ends_of_the_driver_job),
-        *(_restarts_by_slurm, _random_faults, _step_time),
+        *(_merge, _limits, _fault_kinds, _faults_of_each_kind, _ends_of_the_driver_job),
+        *(_restarts_by_slurm, _step_time),
     ],
     ids=lambda figures: figures.__name__.strip("_"),
 )
@@ -190,25 +173,3 @@ def test_the_table_of_saves(label: str, strategy: str) -> None:
     ways = ("at once", "through /dev/shm", "through disk")
     waits = " | ".join(f"{_rounded(saves[way]['waits_seconds'], 2)} s" for way in ways)
     assert f"| {label}: training waits | {waits} |" in BENCHMARKS
-
-
-@pytest.mark.parametrize(
-    ("gpus", "rates", "published"),
-    [
-        (16384, "Llama 3", "Llama 3, 16,384 GPUs"),
-        (12288, "Llama 3", "MegaScale, 12,288 GPUs"),
-        (8192, "Llama 3", "ByteRobust, 9,600 GPUs"),
-        (4096, "Meta RSC-1", "Meta RSC, 2,048-4,096 GPUs, a checkpoint an hour"),
-        (16384, "Meta RSC-1", None),
-    ],
-)
-def test_the_table_of_time_on_steps_that_were_kept(gpus: int, rates: str, published: str | None) -> None:
-    results = _json("goodput.json")
-    (found,) = (row for row in results["simulated"] if (row["gpus"], row["rates"]) == (gpus, rates))
-    ways = (_rounded(100 * Decimal(str(found[way]["ratio"])), 1) for way in ("synchronous", "asynchronous"))
-    row = f"| {gpus:,} | {rates} | {' | '.join(f'{percent} %' for percent in ways)} |"
-    if published:
-        (ratio,) = (entry["ratio"] for entry in results["published"] if entry["where"] == published)
-        where = published.replace("2,048-4,096", "2,048 to 4,096").removesuffix(", a checkpoint an hour")
-        row += f" {where}: {ratio.replace('> 0.', 'more than ').replace('0.', '')} % |"
-    assert row in BENCHMARKS

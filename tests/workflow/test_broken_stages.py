@@ -46,7 +46,12 @@ EDITS: dict[str, dict[str, Any]] = {
 }
 """An edit that runs the stage again."""
 HOW = ("error", "full disk", "kill", "kill all", "Ctrl-C")
-IN_CI = ("consolidate", "evaluate")
+BREAKS = [
+    (stage, HOW[(number + 2 * is_edited) % len(HOW)], is_edited)
+    for number, stage in enumerate(STAGES)
+    for is_edited in (False, True)
+]
+"""Each stage and each way to break, on a first run and after an edit."""
 
 
 @pytest.fixture(scope="module")
@@ -70,20 +75,16 @@ def run(checkout: Checkout, broken: str = "") -> int:
     return status
 
 
-@pytest.mark.parametrize("is_first", [True, False], ids=["first run", "after an edit"])
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize(
-    "stage", [stage if stage in IN_CI else pytest.param(stage, marks=pytest.mark.faults) for stage in STAGES]
-)
+@pytest.mark.parametrize(("stage", "how", "is_edited"), BREAKS)
 def test_a_broken_stage_and_what_follows_is_to_do_again(
-    made: Checkout, tmp_path: Path, stage: str, how: str, is_first: bool
+    made: Checkout, tmp_path: Path, stage: str, how: str, is_edited: bool
 ) -> None:
     checkout = Checkout(Path(shutil.copytree(made.root, tmp_path / "copy", symlinks=True)))
-    if is_first:
+    if is_edited:
+        checkout.configure(**EDITS[stage])
+    else:
         for made_before in ("runs", ".snakemake"):
             shutil.rmtree(checkout.root / made_before)
-    else:
-        checkout.configure(**EDITS[stage])
     assert run(checkout, f"{stage}:{how}") != 0
     log = (checkout.root / "snakemake.log").read_text()
     assert how != "Ctrl-C" or stage == "train" or "The same command continues it." in log
