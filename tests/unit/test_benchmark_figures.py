@@ -100,7 +100,7 @@ def _restarts_by_slurm() -> str:
 
 def _passed(table: str) -> tuple[str, str]:
     """Return "N of M", and how many of the N were compared with an undisturbed training."""
-    pattern = r"^(\d+ of \d+) passed, (\d+) of them compared with an undisturbed training\.$"
+    pattern = r"^(\d+ of \d+) (?:tests )?passed, (\d+) of them compared with an undisturbed training\.$"
     ((passed, compared),) = re.findall(pattern, _text(table), re.MULTILINE)
     return passed, compared
 

@@ -47,7 +47,7 @@ EDITS: dict[str, dict[str, Any]] = {
 """An edit that runs the stage again."""
 HOW = ("error", "full disk", "kill", "kill all", "Ctrl-C")
 BREAKS = [
-    (stage, HOW[(number + 2 * is_edited) % len(HOW)], is_edited)
+    (stage, HOW[(number + 3 + 2 * is_edited) % len(HOW)], is_edited)
     for number, stage in enumerate(STAGES)
     for is_edited in (False, True)
 ]

@@ -202,11 +202,12 @@ def _batch(data: str, length: int | None, ranks: int) -> tuple[dict[str, int], d
         paths = locate(data, Data(train=data), TRAIN_SPLITS).paths
     except DataError:  # on the hub or behind a URL
         paths = ()
+    most = batch_for(_BATCH, 1, ranks) or ranks
     if not paths or any(path.suffix not in _TEXT for path in paths):
-        return {"global_batch_size": _BATCH, "epochs": 1}, {}
+        return {"global_batch_size": most, "epochs": 1}, {}
     size = sum(path.stat().st_size for path in paths)
     sequences = max(1, size // (_BYTES_PER_TOKEN * length) if length else sum(1 for _ in raw_rows(paths)))
-    batch = min(_BATCH, batch_for(sequences, _STEPS, ranks) or ranks)
+    batch = min(most, batch_for(sequences, _STEPS, ranks) or ranks)
     epochs = min(_EPOCHS, math.ceil(_STEPS / optimizer_steps(1, sequences, batch)))
     steps = optimizer_steps(epochs, sequences, batch)
     return {"global_batch_size": batch, "epochs": epochs}, {"epochs": f"about {plural(steps, 'optimizer step')}"}

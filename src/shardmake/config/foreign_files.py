@@ -78,9 +78,10 @@ def translate(path: Path, ranks: int, objective: str | None = None) -> Translati
     if tool is None:
         signs = "; ".join(f"{one.name}: {' and '.join(sorted(one.signs[0]))}" for one in TOOLS)
         raise ConfigError(f"--from: {path} is a file of none of the known tools. Their files have ({signs}).")
-    unused = ["warmup_ratio"] if given.get("warmup_steps") else []
-    defaults = {key: value for key, value in tool.defaults.items() if key not in unused}
-    values = {**defaults, "file": path, **given}
+    steps, ratio = given.get("warmup_steps"), given.get("warmup_ratio")
+    unused = "warmup_ratio" if steps or (steps is not None and ratio is None) else "warmup_steps" if ratio else None
+    defaults = {key: value for key, value in tool.defaults.items() if key != unused}
+    values = {key: value for key, value in {**defaults, "file": path, **given}.items() if key != unused}
     run: dict[str, Any] = {}
     untranslated: dict[str, Any] = {}
     for key, value in values.items():
@@ -94,6 +95,8 @@ def translate(path: Path, ranks: int, objective: str | None = None) -> Translati
     for key, value in adapters.items():
         run = overlay(run, _found(tool.keys[key], value, values) or {})
     size = [values.get(key) or 1 for key in tool.batch]
+    if other := [key for key, number in zip(tool.batch, size, strict=True) if not isinstance(number, int)]:
+        raise ConfigError(f"--from: {path} has no whole number for {' and '.join(other)}. Write one.")
     run["global_batch_size"] = size[0] * size[1] * ranks
     if objective:
         run["objective"] = objective
@@ -129,6 +132,8 @@ def _consistent(run: dict[str, Any]) -> dict[str, Any]:
 
 def _warmup(value: Any, values: Values) -> Any:
     """Steps are a ratio of known steps; below 1, transformers reads them as the ratio."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
     steps = values.get("max_steps") or -1
     ratio = value if value < 1 else value / steps if steps > 0 else -1
     return {"warmup_ratio": ratio} if 0 <= ratio <= 1 else None

@@ -61,7 +61,7 @@ def free_space(folder: Path) -> FreeSpace:
 
 def _limits(folder: Path) -> list[tuple[int, int, str]]:
     """Return the bytes and files that the file system and each quota leave in ``folder``."""
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()).resolve()
     system, (point, quotas) = os.statvfs(existing), _quotas(existing)
     files = system.f_favail if system.f_files else UNLIMITED
     return [

@@ -41,7 +41,7 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> Evalua
     Raises `ShardmakeError` if a model cannot be loaded completely or the evaluation split has no loss tokens.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads of torch spin otherwise, half of a small model's time
-    with hidden("boto3", "scipy"):  # for SageMaker, and for losses of object detection
+    with hidden("boto3", "scipy", "sklearn"):  # for SageMaker, and for losses of object detection
         import accelerate  # noqa: F401
         import datasets  # noqa: F401
         import transformers.generation.utils  # noqa: F401

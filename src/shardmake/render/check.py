@@ -149,7 +149,7 @@ def _problems_of(check: Callable[[], list[str]]) -> list[str]:
 def answer(request: dict[str, Any]) -> list[list[str]]:
     """Return the problems of each of the request's renderings."""
     renderings = _RENDERINGS.validate_python(request["renderings"])
-    with temporary_folder("check") as folder, hidden("peft", "mlflow", "boto3", "scipy"):
+    with temporary_folder("check") as folder, hidden("peft", "mlflow", "boto3", "scipy", "sklearn"):
         return [_find_problems(one, request["hidden_size"], folder) for one in renderings]
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardmake.config.models import Run
+from shardmake.config.objectives import OBJECTIVES
 from shardmake.core.errors import ConfigError
 from shardmake.core.units import plural
 
@@ -106,19 +107,23 @@ class Length:
             warnings.append(message)
         return warnings
 
+    @property
+    def _least_batch(self) -> int:
+        return self.ranks * OBJECTIVES[self.run.objective].least_micro_batch
+
     def _more_steps(self) -> str:
         """Return settings with which there are `FEW_STEPS`, as the start of a sentence."""
         if self.run.max_steps:
             return f"Set max_steps: {FEW_STEPS} or more"
         epochs = self.run.epochs or 0
         longer = f"epochs: {math.ceil(FEW_STEPS / steps_per_epoch(self.sequences, self.run.global_batch_size))}"
-        smaller = batch_for(self.sequences * epochs, FEW_STEPS, self.ranks)
+        smaller = batch_for(self.sequences * epochs, FEW_STEPS, self._least_batch)
         while smaller and optimizer_steps(epochs, self.sequences, smaller) < FEW_STEPS:  # an epoch is whole batches
-            smaller = smaller // 2 if smaller > self.ranks else 0
+            smaller = smaller // 2 if smaller > self._least_batch else 0
         if self.run.global_batch_size > self.sequences:  # more epochs of no whole batch are none
             return f"Set global_batch_size: {smaller}" if smaller else self._smaller_batch()
         return f"Set global_batch_size: {smaller} or {longer}" if smaller else f"Set {longer}"
 
     def _smaller_batch(self) -> str:
-        fitting = batch_for(self.sequences, 1, self.ranks)
+        fitting = batch_for(self.sequences, 1, self._least_batch)
         return f"Set global_batch_size: {fitting} or less" if fitting else "Add data, or plan fewer ranks"

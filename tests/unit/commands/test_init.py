@@ -147,6 +147,12 @@ def test_the_batch_follows_from_the_size_of_the_data(text: str, objective: Any, 
     assert (run.global_batch_size, run.epochs) == (batch, epochs)
 
 
+def test_the_batch_is_a_multiple_of_the_ranks() -> None:
+    Path("cluster.yaml").write_text(json.dumps(CLUSTER | {"processes_per_node": 6}))
+    write(data="lab/on-the-hub")
+    assert load_config(Path("runs.yaml")).runs["my-base"].global_batch_size == 48
+
+
 def test_the_learning_rate_follows_the_objective_and_the_result_is_valid() -> None:
     write(objective="dpo")
     run = load_config(Path("runs.yaml")).runs["my-base"]

@@ -117,6 +117,25 @@ def test_a_value_that_a_run_cannot_have_is_listed(values: dict[str, Any], key: s
     assert key != "warmup_steps" or "warmup_ratio" not in run, "a default that the tool would not use"
 
 
+@pytest.mark.parametrize(
+    ("given", "ratio"),
+    [
+        ({"warmup_steps": 10, "warmup_ratio": 0.05, "max_steps": 100}, 0.1),
+        ({"warmup_ratio": 0.05, "warmup_steps": 10, "max_steps": 100}, 0.1),
+        ({"warmup_ratio": 0.1, "warmup_steps": 0}, 0.1),
+        ({"warmup_steps": 0}, 0),
+        ({"warmup_steps": "auto"}, None),
+    ],
+)
+@pytest.mark.parametrize("values", [AXOLOTL, FACTORY, SMALL_TRL])
+def test_steps_of_the_warm_up_come_before_its_ratio(
+    values: dict[str, Any], given: dict[str, Any], ratio: float | None
+) -> None:
+    others = {key: value for key, value in values.items() if not key.startswith("warmup")}
+    run, _, untranslated = run_of(others | given)
+    assert run.get("warmup_ratio") == ratio and (ratio is not None or "warmup_steps" in untranslated)
+
+
 @pytest.mark.parametrize("key", ["neftune_noise_alpha", "a_key_of_tomorrow"])
 @pytest.mark.parametrize("values", [AXOLOTL, FACTORY, SMALL_TRL])
 def test_a_key_without_a_counterpart_is_listed_unless_it_is_off(values: dict[str, Any], key: str) -> None:

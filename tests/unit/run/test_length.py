@@ -70,6 +70,7 @@ def test_a_batch_that_gives_steps(sequences: int, steps: int, ranks: int, batch:
             ["each sequence 1.14 times. Set global_batch_size: 4 or less"],
         ),
         (length_of(1, global_batch_size=8, epochs=20), "Add data", []),
+        (length_of(3, global_batch_size=8, epochs=20, objective="kto"), "Add data", []),
         (length_of(500), "", []),
         (length_of(1, script="mine.py"), "", []),
     ],
