@@ -102,6 +102,8 @@ def main() -> int:
         print(f"Error: {error}", file=sys.stderr)
         return 1
     cases = choose(options.only, machine)
+    if not cases:
+        parser.error(f"{machine.gpu} has too little memory for these cases.")
     work, out = options.kit / "work", options.kit / "out"
     if options.prepare and work.exists():
         parser.error(f"{work} exists. Remove it to prepare again.")

@@ -20,7 +20,8 @@ GPU_TERMS: Final = {
     "default under DDP and FSDP; divided by the ranks under ZeRO-3 and FSDP (stage_1_and_2.py, "
     "partition_parameters.py)",
     "frozen weights": "weights of the base model under adapters: 2 bytes per element. "
-    "QLoRA: 0.5 in NF4 (Dettmers et al. 2023); in a script 4 for the rest (prepare_model_for_kbit_training)",
+    "QLoRA: 0.5 in NF4 (Dettmers et al. 2023); in a script, without DeepSpeed, 4 for the rest "
+    "(prepare_model_for_kbit_training)",
     "quantization scales": "scales of the 4-bit weights, 0.016 bytes per weight with double quantization; whole on "
     "every rank, also under FSDP (Linear4bit.quant_state)",
     "reference model": "a second model beside the trained one for DPO and KTO without adapters: all its weights, "

@@ -104,7 +104,7 @@ IDLE_KEYS: Final = (
     ),
     *(
         IdleKey(name, lambda run: run.script is None, "script: {run.script}", "Remove script")
-        for name in ("profile", "memory_snapshot", "freeze")
+        for name in ("profile", "memory_snapshot", "freeze", "torch_compile")
     ),
     IdleKey(
         "freeze",

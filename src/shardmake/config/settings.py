@@ -216,7 +216,7 @@ SETTINGS: Final[dict[str, Setting]] = {row.name: row for row in (
         "compilation", "torch_compile", ("torch_compile", "torch_compile_backend"),
         accelerate=("dynamo_backend", "dynamo_config.dynamo_backend"), is_result=False,
         planned=lambda choice, run: "INDUCTOR" if run.torch_compile else "NO",
-        launch_effect="The run decides it (torch_compile).",
+        launch_effect="The run decides it (torch_compile), or a script for itself.",
         advice="Set torch_compile in the training arguments alone.",
     ),
     _fsdp(

@@ -35,10 +35,6 @@ def accelerate_config(plan: Plan, run: Run, model: Model) -> dict[str, Any]:
         "use_cpu": False,
         "main_training_function": "main",
     }
-    if run.torch_compile:
-        # All layers share the kernels of one, which compile in seconds. As a whole, 1.24B took more than 80 s for its
-        # first two steps on an H200, and under FSDP it would bypass the hooks that gather each layer.
-        values["dynamo_config"] = {"dynamo_use_regional_compilation": True}
     if spec.is_deepspeed:
         # `standard` is torchrun: the default for several nodes is pdsh, which needs ssh.
         section = {"deepspeed_multinode_launcher": "standard", "zero3_init_flag": choice.zero_stage == 3}

@@ -156,6 +156,9 @@ def load_model(settings: TrainingSettings) -> PreTrainedModel:
     adapters = METHODS[method.kind].peft_config(task, model, **method.model_dump(exclude={"kind"}))
     name_checkpointed_adapters(tuners_utils)
     adapted = get_peft_model(model, adapters)
+    for weight in adapted.parameters():
+        if weight.requires_grad:  # PEFT leaves a new head in the type of the base
+            weight.data = weight.data.float()
     if absent := getattr(model, "absent", None):  # in the base's class, layers of its towers may have the same names
         adapted.peft_config["default"].exclude_modules = rf"({'|'.join(map(re.escape, absent))})(\..*)?"
     refuse_partial_states(adapted)

@@ -159,6 +159,8 @@ def training_arguments(context: RankContext) -> TrainingArguments:
     if read_json(context.folder.deepspeed, "shardmake train NAME"):
         arguments["deepspeed"] = str(context.folder.deepspeed)
     prepare_trackers(attempt, arguments["report_to"])
+    if arguments["torch_compile"]:
+        compile_layers()
     kind = trl_arguments(context, trl) if (trl := OBJECTIVES[context.settings.objective].trl) else TrainingArguments
     made = kind(output_dir=str(attempt.rundir.checkpoints), run_name=attempt.rundir.name, project=PROJECT, **arguments)
     if made.fsdp_plugin_args is not None:
@@ -166,6 +168,15 @@ def training_arguments(context: RankContext) -> TrainingArguments:
     if made.device.type == "cuda" and context.plan.choice.spec.offload_optimizer:
         bind_to_gpu(made.device)
     return made
+
+
+def compile_layers() -> None:
+    """Let Accelerate compile layer by layer, under DeepSpeed too, to which its launcher hands no such setting.
+
+    All layers share the kernels of one, which compile in seconds. As a whole, a model of 1.24B had no second step after
+    80 s on an H200, and under FSDP it would bypass the hooks that gather each layer.
+    """
+    os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
 
 
 def trl_arguments(context: RankContext, name: str) -> Callable[..., TrainingArguments]:

@@ -189,44 +189,6 @@ class _Sized:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "settings", "regional"),
-    [
-        ("fsdp", {"torch_compile": True}, True),
-        ("fsdp", {}, False),
-        ("ddp", {"torch_compile": True}, True),
-        ("zero2", {"torch_compile": True}, True),
-    ],
-)
-def test_the_launcher_compiles_layer_by_layer(
-    strategy: Strategy, settings: dict[str, Any], regional: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Trainer and the loop make Accelerate's compile plugin without this setting, so it comes from the variables."""
-    from accelerate.utils import TorchDynamoPlugin
-
-    files = render(strategy, **settings)
-    check(strategy, files)
-    assert files.training.arguments["torch_compile"] == settings.get("torch_compile", False)
-    variables = launched_variables(strategy, files, tmp_path)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert TorchDynamoPlugin(backend="inductor").use_regional_compilation == regional
-
-
-def launched_variables(strategy: Strategy, files: Files, folder: Path) -> dict[str, str]:
-    """Return the variables of a rank that `accelerate launch` sets for compilation."""
-    from accelerate.commands import launch
-    from accelerate.utils.launch import prepare_multi_gpu_env
-
-    (folder / "accelerate.yaml").write_text(yaml.safe_dump(files.accelerate))
-    flags = launch_flags(make_plan(strategy), folder, machine_rank=0, address="localhost", port=1)
-    parser = launch.launch_command_parser()
-    arguments = parser.parse_args(["--config_file", str(folder / "accelerate.yaml"), *flags, "train.py"])
-    arguments, *_ = launch._validate_launch_command(arguments)
-    environment = prepare_multi_gpu_env(arguments)
-    return {name: value for name, value in environment.items() if name.startswith("ACCELERATE_DYNAMO_")}
-
-
-@pytest.mark.parametrize(
     ("precision", "accelerator", "wanted", "rendered"),
     [
         ("fp32", "h100", True, True),

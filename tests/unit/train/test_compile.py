@@ -1,13 +1,15 @@
-"""Models that Accelerate compiles layer by layer under FSDP2 (`dynamo_use_regional_compilation`)."""
+"""Models that Accelerate compiles layer by layer."""
 
 import pytest
 import torch
+from accelerate.utils import TorchDynamoPlugin
 from accelerate.utils.other import compile_regions_fsdp2
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from shardmake.data.dataset import Collator, check_isolation
+from shardmake.train.trainer import compile_layers
 
 CONFIG = LlamaConfig(
     vocab_size=64,
@@ -45,3 +47,9 @@ def test_layers_compiled_in_place_keep_names_hooks_and_static_shapes(one_rank: N
     assert graphs == [[]], "one graph for all layers"
     assert list(model.state_dict()) == list(plain.state_dict())
     assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters())
+
+
+def test_trainer_asks_accelerate_for_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "false")
+    compile_layers()
+    assert TorchDynamoPlugin(backend="inductor").use_regional_compilation
