@@ -16,8 +16,8 @@ from shardmake.core.environment import installed_versions
 from shardmake.core.errors import ConfigError, ShardmakeError
 
 SUPPORTED: Final[Mapping[str, tuple[str, str]]] = {
-    "torch": ("2.11", "2.13"),
-    "transformers": ("5.17", "5.23"),
+    "torch": ("2.11", "2.14"),
+    "transformers": ("5.17", "5.24"),
     "accelerate": ("1.15", "1.15"),
     "deepspeed": ("0.19.8", "0.19.8"),
     "peft": ("0.21", "0.21"),
