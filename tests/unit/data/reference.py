@@ -75,6 +75,8 @@ def expected(tokenizer: Any, row: dict[str, Any], index: int, stops: list[str]) 
 
     def render(messages: list[Any], *, prompt: bool) -> str:
         settings = {"tools": row.get("tools"), **row.get("chat_template_kwargs", {})}
+        named = ("reasoning_content", "thinking")  # some templates read the other name; newer transformers give both
+        messages = [m | dict.fromkeys(named, m[named[0]]) if named[0] in m else m for m in messages]
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **settings))
 
     messages = row["messages"]
