@@ -177,7 +177,9 @@ while select.select([reader], [], []) and os.read(reader, 1) != b"1":
     time.sleep(0.05)
 time.sleep(2)  # as late as torch may look
 dump = pickle.loads(_dump_fr_trace(includeStackTraces=False))  # their symbols take seconds
-# Gloo leaves name and description of the group empty, NCCL does not.
+# Gloo leaves name and description of the group empty, NCCL does not. The tool of torch 2.11 knows NCCL's names alone.
+for entry in dump["entries"]:
+    entry["profiling_name"] = entry["profiling_name"].replace("gloo:", "nccl:")
 dump["pg_config"] = {"0": {"name": "0", "desc": "default_pg", "ranks": dump["pg_config"][""]["ranks"]}}
 content = pickle.dumps(dump)
 with open(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + str(rank), "wb", buffering=0) as file:
