@@ -62,6 +62,8 @@ def _class(kind: ModelClass, config: Any, source: str) -> dict[str, Any]:
         mixing = ["varlen"] if mixes else []
     if limit:
         kernels = [kernel for kernel in kernels if kernel != "varlen"]
+    if "(softcap)" in limit and "sdpa" in kernels and _sdpa_ignores_softcap():
+        kernels.remove("sdpa")
     others = [kernel for kernel in kernels if kernel not in ("varlen", *MIXING_UNKNOWN)]
     return {
         "model_class": type(model).__name__,
@@ -72,6 +74,22 @@ def _class(kind: ModelClass, config: Any, source: str) -> dict[str, Any]:
         "mixing": [*mixing, *(kernel for kernel in others if _mixes(kind, config, kernel))],
         "gradient_checkpointing": bool(model.supports_gradient_checkpointing),
     }
+
+
+def _sdpa_ignores_softcap() -> bool:
+    """Return True if transformers computes other scores than a model with softcap asks for (5.17), in silence."""
+    import torch
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    module, states = torch.nn.Module(), torch.arange(8.0).reshape(1, 1, 2, 4)
+    module.is_causal = True  # type: ignore[assignment]
+    try:
+        capped, plain = (
+            sdpa_attention_forward(module, states, states, states, None, softcap=cap)[0] for cap in (0.1, None)
+        )
+    except Exception:  # newer versions refuse it themselves
+        return False
+    return torch.equal(capped, plain)
 
 
 def _adapters(kind: ModelClass, config: Any, source: str, adapters: Mapping[str, Any]) -> dict[str, Any]:
