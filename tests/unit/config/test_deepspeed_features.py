@@ -3,6 +3,8 @@
 import importlib.util
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, get_args
@@ -21,6 +23,7 @@ from deepspeed.module_inject.auto_ep_presets import base
 from deepspeed.module_inject.auto_ep_presets.registry import PRESET_MODELS
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import zero_to_fp32
+from packaging.version import Version
 from pydantic import TypeAdapter
 from transformers.utils import output_capturing
 
@@ -114,7 +117,8 @@ def test_the_modules_behind_the_features_are_there_or_gone(module: str, exists: 
 
 def test_autoep_stops_as_the_page_says() -> None:
     """If one of these passes after an upgrade, try AutoEP again: the refusal of ``expert_parallel`` gives them."""
-    with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given"):
+    error = pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given")
+    with error if Version(version("transformers")) >= Version("5.23") else nullcontext():  # 5.17 takes three
         base._install_instance_transformers_output_recorders(
             torch.nn.Linear(1, 1), {"a class": {}}, output_capturing, lambda _: 0
         )
