@@ -110,7 +110,9 @@ def main() -> int:
     failed = {} if work.exists() else prepare(work, machine, cases)
     if options.prepare:
         return int(bool(failed))
-    begun = time.time()
+    begun, planned_for = time.time(), read_json(work / CLUSTER, "--prepare")["accelerator"]
+    if planned_for != machine.accelerator:
+        print(f"Warning: the cases were planned for {planned_for}, and this machine has {machine.gpu}.")
     rows = Drive(work, out, machine, cases, options.seconds).run(options.at_once)
     report = make_report(machine, rows, begun, work)
     report.write(out / report.name)

@@ -24,6 +24,7 @@ import psutil
 from benchmarks.gpu_kit.cases import CHECKPOINT_STEPS, WARM_UP, Case, keys_of, label_of, shape_of, steps_of
 from benchmarks.gpu_kit.machine import Machine
 from benchmarks.gpu_kit.prepare import CLUSTER, FAILED, write_missing_weights
+from shardmake.config.models import Cluster
 from shardmake.core.atomic import read_json
 from shardmake.core.environment import kernel_caches
 from shardmake.doctor.trainings import last_lines, read_training, stage_command, write_config
@@ -34,8 +35,6 @@ from shardmake.run.plan import MemoryEstimates, Plan
 from shardmake.run.turns import VARIABLE
 
 POLL = 0.2
-SCRATCH = "/tmp"
-"""The default of cluster files, below which each training has the folder of compiled extensions."""
 CPU_PATIENCE = 10
 """A rehearsal may take this many times as long: a busy CPU is slow."""
 KILLED_STEP = 7
@@ -109,12 +108,14 @@ class Drive:
     def run(self, at_once: int) -> list[dict[str, Any]]:
         """Run all cases, ``at_once`` of them beside each other, and return the rows."""
         threading.Thread(target=self._make_weights, daemon=True).start()
-        if not self.machine.is_cpu and any("offload" in str(case.keys.get("strategy")) for case in self.cases):
-            variables = os.environ | kernel_caches(SCRATCH)
-            subprocess.Popen([sys.executable, "-c", _BUILD_ADAM], stdout=subprocess.DEVNULL, env=variables)
+        offloads = any("offload" in str(case.keys.get("strategy")) for case in self.cases)
+        build = None if self.machine.is_cpu or not offloads else _build_adam()
         self.emit("machine", **asdict(self.machine))
         with ThreadPoolExecutor(at_once) as pool:
             list(pool.map(self._case, range(len(self.cases))))
+        if build:
+            build.kill()
+            build.wait()
         self.emit("end", seconds=round(time.time() - self.begun, 1))
         return self.rows
 
@@ -320,6 +321,12 @@ def memory_limit(plan: Plan, estimates: MemoryEstimates) -> int:
     if least >= 0.8 * most:
         raise CaseError(f"the fallbacks save too little: {least} of {most} bytes")
     return (most + least) // 2
+
+
+def _build_adam() -> "subprocess.Popen[bytes]":
+    """Start to compile DeepSpeed's Adam where the trainings look for it: in the default scratch of a cluster file."""
+    variables = os.environ | kernel_caches(Cluster.model_fields["scratch"].default)
+    return subprocess.Popen([sys.executable, "-c", _BUILD_ADAM], stdout=subprocess.DEVNULL, env=variables)
 
 
 def _words(process: psutil.Process) -> list[str]:

@@ -98,11 +98,11 @@ def _limit(
     others: dict[str, Any],
 ) -> str:
     """Return what the kernel does not do of what a model asks for; empty if it does all."""
-    if dropout:
-        return "has dropout in its attention"
     for name in _NO_ARGUMENTS:
         if others.get(name) is not None:
             return f"changes the attention scores ({name})"
+    if dropout:
+        return "has dropout in its attention"
     if mask is not None:
         return "makes an attention mask of its own"
     if not causal:
