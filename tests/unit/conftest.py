@@ -1,6 +1,7 @@
 """Isolation of unit tests that run commands in the process of the tests."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -26,6 +27,16 @@ def same_environment() -> Iterator[None]:
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def same_signal_handlers() -> Iterator[None]:
+    """Restore the handlers after each test: a command catches the signals that end it."""
+    caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.getsignal(number) for number in caught}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True, scope="module")

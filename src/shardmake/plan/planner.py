@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import cache
 from multiprocessing import get_context
@@ -135,8 +136,8 @@ class CachedPlanner(Planner):
         if cores > 1:
             share = -(-len(missing) // cores)
             parts = [missing[start : start + share] for start in range(0, len(missing), share)]
-            with get_context("fork").Pool(len(parts)) as pool:  # this process has no threads and no torch
-                pool.map(self._simulate_part, parts)
+            with ProcessPoolExecutor(len(parts), get_context("fork")) as pool:  # a Pool would wait for a killed worker
+                list(pool.map(self._simulate_part, parts))
         return [self.simulate(choice) for choice in possible]
 
     def _simulate_part(self, part: Sequence[Choice]) -> None:
