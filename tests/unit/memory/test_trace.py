@@ -72,7 +72,7 @@ SPARSE = {
     "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
     "v_head_dim": 16, "head_dim": 8, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 16, "n_routed_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-    "mlp_layer_types": ["dense", "sparse", "sparse"], "layer_types": ["indexed_attention"] * 3,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
 }  # fmt: skip
 
 
