@@ -1,1 +1,1 @@
-"""Measure a GPU in minutes: every case is prepared elsewhere, starts at once, and waits for its turn (docs/gpu.md)."""
+"""Measure a GPU in minutes: every case is prepared elsewhere, starts early, and waits for its turn (docs/gpu.md)."""

@@ -94,7 +94,7 @@ def main() -> int:
     names = [case.name for case in CASES]
     parser.add_argument("--only", nargs="*", default=[], choices=names, help="Names of cases, in place of all.")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="End after so many seconds.")
-    parser.add_argument("--at-once", type=int, default=AT_ONCE, help="Cases that start at once.")
+    parser.add_argument("--at-once", type=int, default=AT_ONCE, help="Cases beside each other.")
     options = parser.parse_args()
     try:
         machine = MACHINES[options.machine] if options.machine else find_machine()

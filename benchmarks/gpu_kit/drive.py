@@ -1,7 +1,8 @@
-"""Run prepared cases: all start at once, and each gets the GPU for its turn, in the order of their worth.
+"""Run prepared cases: they start beside each other, and each gets the GPU for its turn, in the order of their worth.
 
 Each case has a thread. A training that has imported its libraries waits for its turn (`shardmake.run.turns`), so the
-GPU is busy while the next ones import. Every case ends with one line of JSON; one that fails has its last lines there.
+GPU is busy while the next ones import; a few import at a time, so that the first is ready soon. Every case ends with
+one line of JSON; one that fails has its last lines there.
 """
 
 import contextlib
@@ -102,6 +103,7 @@ class Drive:
         self.turns.mkdir(exist_ok=True)
         self.out.mkdir(parents=True, exist_ok=True)
         self.patience = CPU_PATIENCE if machine.is_cpu else 1
+        self.importing = threading.Semaphore(max(2, (os.cpu_count() or 1) // 4))
         self.weights = {shape_of(case, machine): threading.Event() for case in cases}
         self.ended = {case.name: threading.Event() for case in cases}
 
@@ -180,8 +182,10 @@ class Drive:
         module, *arguments = case.program
         name = f"{case.name}-001"
         words = [sys.executable, "-m", f"benchmarks.gpu_kit.{module}", name, str(self.work), *arguments]
-        process = self._start(words, log)
-        if self._ready(name, process):
+        with self.importing:
+            process = self._start(words, log)
+            ready = self._ready(name, process)
+        if ready:
             self.weights[shape_of(case, self.machine)].wait()
             for training in arguments:  # it starts in less time, while the CPUs are busy with the others' imports
                 self.ended[training].wait(max(1, self.left))
@@ -224,7 +228,9 @@ class Drive:
     def _drive(self, case: Case, order: int, config: Path, run: RunDir, log: Path) -> None:
         """Start the driver of the training, and give each attempt its turn, until the case has what it is for."""
         first = len(list(run.attempts.glob("[0-9]*"))) + 1
-        process = self._start(stage_command("train", case.name, config), log, **self._variables(case))
+        with self.importing:
+            process = self._start(stage_command("train", case.name, config), log, **self._variables(case))
+            self._ready(f"{case.name}-{first:03d}", process)
         for number in count(first):
             name = f"{case.name}-{number:03d}"
             if not self._ready(name, process):
