@@ -124,7 +124,7 @@ elif "shardmake.train" in sys.orig_argv:
         import tests.fsdp_on_cpu
 elif sys.orig_argv[-2:-1] == ["train"]:
     sys.addaudithook(in_driver)
-elif STAGE or any(word.endswith("/snakemake") for word in sys.orig_argv[1:2]):
+elif STAGE or any(os.path.basename(word) == "snakemake" for word in sys.orig_argv[1:3]):  # jobs start it with -m
     import shardmake.plan.refusals  # the ranks make FSDP run without GPUs
     shardmake.plan.refusals.wrong_fsdp = lambda run, cluster: ()
 """
