@@ -1,7 +1,7 @@
 """Write the outcome of every fault for every strategy: ``python -m tools.fault_matrix REPORT... FOLDER``.
 
-REPORT is the JUnit file of ``make test-faults``, or of some of its tests; all ran at one commit. FOLDER gets
-fault_matrix.txt, with the seconds of each fault whose training passed, or of each other test that passed.
+REPORT is the JUnit file of ``make test-faults``, or of some of its tests; of a test in several, the last one counts.
+FOLDER gets fault_matrix.txt, with the seconds of each fault whose training passed, or of each other test that passed.
 """
 
 import os
@@ -9,6 +9,7 @@ import platform
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -34,7 +35,8 @@ EXACT = 0.0
 def main() -> None:
     """Read the reports and write the tables, headed by commit, machine, load and versions."""
     *reports, folder = map(Path, sys.argv[1:])
-    cases = [case for report in reports for case in ElementTree.parse(report).iter("testcase")]
+    read = (case for report in reports for case in ElementTree.parse(report).iter("testcase"))
+    cases = list({case.attrib["name"]: case for case in read}.values())
     (folder / NAME).write_text(f"{heading(cases)}\n\n{table(outcomes(cases))}\n\n{summary(cases)}\n")
 
 
@@ -94,12 +96,9 @@ def summary(cases: Cases) -> str:
 
 
 def heading(cases: Cases) -> str:
-    """Return commit, machine and versions, and the smallest and largest load at the end of a test.
-
-    Raises:
-        ValueError: The tests ran at several commits.
-    """
-    (commit,) = set(properties(cases, COMMIT))
+    """Return commits, machine and versions, and the smallest and largest load at the end of a test."""
+    commits = Counter(properties(cases, COMMIT)).most_common()
+    commit = ", ".join(f"{name} ({tests} test{'s' * (tests > 1)})" for name, tests in commits)
     loads = [float(value) for value in properties(cases, LOAD)]
     libraries = " ".join(f"{name} {version(name)}" for name in LIBRARIES)
     return (
