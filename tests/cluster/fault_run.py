@@ -181,7 +181,7 @@ class FaultRun:
         file = self.checkout.root / "config/cluster.yaml"
         few = {"processes_per_node": ranks_per_node, "hang_seconds": 10}
         file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | few))
-        for stage in ("plan", "render", "data"):
+        for stage in ("fetch", "plan", "render", "data"):
             self.checkout.on_login_node("shardmake", stage, "demo", env=self.environment)
         self.configured = wanted
 
