@@ -245,10 +245,10 @@ def fetch(
     from shardmake.fetch.dequantize import dequantize as in_bf16
     from shardmake.fetch.stage import fetch as bring
 
-    def merge_start(run: Run, base: Path, out: Path) -> None:
+    def merge_start(run: Run, source: Path, base: Path, out: Path) -> None:
         from shardmake.consolidate.stage import merge_start
 
-        merge_start(run, base, out)
+        merge_start(run, source, base, out)
 
     with _stage("fetch", name, config, runs) as (run, cluster, rundir):
         sources = bring(run, rundir, "all" if dequantize else part, merge_start)
@@ -335,7 +335,9 @@ def plan(
     if offline:
         files, cluster = _read(config)
         run, rundir = get_run(files, name), RunDir(runs / name)
-        local = localize(run, rundir) if rundir.sources.exists() else with_first_model(name, files.runs)
+        local = (
+            localize(run, rundir) if rundir.sources.exists() or run.lora.adapter else with_first_model(name, files.runs)
+        )
         made = plan_offline(local, cluster, rundir)
         typer.echo(f"{describe(made, rundir)}\n{describe_checkpoints(made, run, cluster, rundir)}")
         return

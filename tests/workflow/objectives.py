@@ -116,11 +116,12 @@ class Trainings:
             root = self.forked(objective, method.partition("-")[0]).checkout.root
             words = [SCRIPT, objective, root / "resources/demo/base", root / "examples.jsonl", method, out]
             paths = (REPOSITORY, PACKAGES) if method == "qlora" else ()
-            _run_with_two_ranks(words, out.parent, paths)
+            run_with_two_ranks(words, out.parent, paths)
         return [line for line in json.loads(out.read_text()) if "loss" in line]
 
 
-def _run_with_two_ranks(words: list[Any], folder: Path, paths: tuple[Path, ...]) -> None:
+def run_with_two_ranks(words: list[Any], folder: Path, paths: tuple[Path, ...] = ()) -> None:
+    """Run a script with its arguments under torchrun."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf")}
     environment["PYTHONPATH"] = os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")])

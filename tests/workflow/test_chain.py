@@ -148,3 +148,32 @@ def test_pairs_are_learned_from_the_model_that_conversations_made(checkout: Chec
     assert following.train_receipt.read_bytes() != untouched
     last = Attempt.read(AttemptDir(following.attempts / "002").settings)
     assert last.resume_from is None, "a checkpoint that was trained from another model is not resumed"
+
+
+@pytest.mark.training
+@pytest.mark.objectives
+@pytest.mark.timeout(6000)
+def test_preferences_continue_the_adapter_that_conversations_made(checkout: Checkout) -> None:
+    """One command plans both, trains both, and merges the adapter of the second; an edit of the first trains both."""
+    write_pairs(checkout.root)
+    lora = {"method": "lora", "lora": {"rank": 8}}
+    dpo = {"base": "sft", **PAIRS, "lora": {"adapter": "run:sft"}, "dpo": {"reference": "precomputed"}}
+    dpo["learning_rate"] = 1e-4
+    configure(checkout, lora, dpo=dpo)
+    assert dry_run(checkout, "plan") == {"sft": ["fetch", "plan"], "dpo": ["fetch", "plan"]}
+    checkout("snakemake", *PROFILE)
+    sft, following = RunDir(checkout.root / "runs/sft"), RunDir(checkout.root / "runs/dpo")
+    last = max((sft.checkpoints).glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (following.adapter, last))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert json.loads(following.metrics.read_text().splitlines()[0])["rewards"]["chosen"] == pytest.approx(0, abs=1e-5)
+    assert "continues the adapter run:sft" in following.report.read_text()
+    assert "adapter: run:sft" in following.report.read_text()
+    assert dry_run(checkout) == {}
+
+    configure(checkout, lora | {"learning_rate": 1e-3}, dpo=dpo)
+    again = sorted(["fetch-weights", *TRAINING[2:], *ENDS])
+    assert dry_run(checkout) == {"sft": sorted([*TRAINING, *ENDS]), "dpo": again}
+    checkout("snakemake", *PROFILE, "runs/sft/model/receipt.json")
+    refused = checkout("shardmake", "train", "dpo", check=False).stdout
+    assert "does not record the present adapter of run:sft" in refused

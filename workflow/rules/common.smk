@@ -15,7 +15,7 @@ from snakemake.logging import logger
 from snakemake.utils import update_config
 
 from shardmake.commands.stop_filter import StopFilter
-from shardmake.config.checks import run_before, with_first_model
+from shardmake.config.checks import runs_before, with_first_model
 from shardmake.config.effects import cluster_values, run_values
 from shardmake.config.inputs import check_inputs, local_files
 from shardmake.config.inheritance import Layer
@@ -192,16 +192,15 @@ def of_all_runs(*paths):
     return expand(list(map(str, paths)), run=RUNS)
 
 
-def model_before(run):
-    """Return the folder of the run from whose model ``run`` starts, or None."""
-    before = run_before(RUNS[run].model)
-    return None if before is None else RunDir(Path("runs", before))
+def folders_before(run):
+    """Return the folders of the runs from whose model or adapter ``run`` starts."""
+    return [RunDir(Path("runs", before)) for before in runs_before(RUNS[run])]
 
 
 def fetched_files(run):
     """Return what the step ``fetch`` makes: the weights of another run's model come after its training."""
     paths = RunDir(Path("runs", run))
-    return [str(paths.sources)] + ([] if model_before(run) else [str(paths.weights_receipt)])
+    return [str(paths.sources)] + ([] if folders_before(run) else [str(paths.weights_receipt)])
 
 
 # A target asks for the result of every step before it as well: Snakemake removes the results of a step that it runs again,
@@ -269,26 +268,24 @@ def inputs_of(*parts):
 
 
 def sources_before(wildcards):
-    """Return the fetched sources of the run from whose model this run starts: its config and tokenizer."""
-    before = model_before(wildcards.run)
-    return [] if before is None else str(before.sources)
+    """Return the fetched sources of the runs from which this run starts: their config and tokenizer."""
+    return [str(before.sources) for before in folders_before(wildcards.run)]
 
 
 def model_receipt_before(wildcards):
-    """Return the receipt of the finished, verified model from which this run starts, if it is another run's."""
-    before = model_before(wildcards.run)
-    return [] if before is None else str(before.model_receipt)
+    """Return the receipts of the finished, verified models of other runs from which this run starts."""
+    return [str(before.model_receipt) for before in folders_before(wildcards.run)]
 
 
 def weights_of(wildcards):
     """Return the receipt of the base model's weights; only those of another run's model can change."""
     receipt = str(RunDir(Path("runs", wildcards.run)).weights_receipt)
-    return receipt if model_before(wildcards.run) else ancient(receipt)
+    return receipt if folders_before(wildcards.run) else ancient(receipt)
 
 
 def if_chained(function, otherwise=()):
     """Return ``function`` as the input of a rule, or ``otherwise`` if no run starts from another run's model."""
-    return function if any(run_before(run.model) is not None for run in RUNS.values()) else otherwise
+    return function if any(map(runs_before, RUNS.values())) else otherwise
 
 
 def plan_before_data():

@@ -102,9 +102,10 @@ IDLE_KEYS: Final = (
     IdleKey(
         "resume_from", lambda run: run_before(run.model) is None, "model: {run.model}", "Name that run's base model"
     ),
+    IdleKey("resume_from", lambda run: not run.lora.adapter, "lora.adapter: {run.lora.adapter}", "Remove lora.adapter"),
     *(
         IdleKey(name, lambda run: run.script is None, "script: {run.script}", "Remove script")
-        for name in ("profile", "memory_snapshot", "freeze", "torch_compile")
+        for name in ("profile", "memory_snapshot", "freeze", "torch_compile", "lora.adapter")
     ),
     IdleKey(
         "freeze",
@@ -180,6 +181,13 @@ def _refused_by_trl(run: Run, spec: ObjectiveSpec) -> Iterator[str]:
         yield f"tensor_parallel is not supported with {objective}. Remove it"
     if run.sequence_parallel > 1:
         yield f"sequence_parallel is not supported with {objective}. Remove it"
+    if run.lora.adapter and spec.new_head:
+        yield f"lora.adapter cannot be combined with {objective}, whose new head the adapter does not have. Remove it"
+    if run.lora.adapter and run.reference == "model":
+        yield (
+            f"lora.adapter cannot be combined with {objective} and its reference: model, which is the base model "
+            f"without the adapter. Set {run.objective}.reference: precomputed"
+        )
     if run.method_spec.has_adapters and run.lora.dropout > 0:
         yield f"lora.dropout has no effect with {objective}, for which TRL turns dropout off. Remove it"
     if spec.head_adapter and run.method_spec.has_adapters and targets != "all-linear" and "lm_head" in targets:
@@ -253,34 +261,44 @@ def _place(destination: str, push: Push) -> tuple[str, PurePosixPath]:
     return kind.lower(), PurePosixPath(os.path.normpath(rest.lstrip("/")))
 
 
-def run_before(model: str) -> str | None:
-    """Return ``NAME`` if ``model`` is ``run:NAME``, else None."""
-    return model.removeprefix(PREFIX) if model.startswith(PREFIX) else None
+def run_before(model: str | None) -> str | None:
+    """Return ``NAME`` if ``model``, or the path of an adapter, is ``run:NAME``, else None."""
+    return model.removeprefix(PREFIX) if model and model.startswith(PREFIX) else None
+
+
+def runs_before(run: Run) -> list[str]:
+    """Return the runs that are finished before ``run`` is trained: that of its model, and that of its adapter."""
+    return [name for name in map(run_before, (run.model, run.lora.adapter)) if name is not None]
 
 
 def chain_of(name: str, runs: Mapping[str, Run]) -> list[str]:
-    """Return the runs that lead to the run ``name``, the one with a base model of its own first, ``name`` last.
+    """Return the runs that lead to the run ``name``, each after those from which it starts, ``name`` last.
 
-    The models of ``runs`` have passed `check_chains`.
+    The ``runs`` have passed `check_chains`.
     """
-    chain = [name]
-    while (before := run_before(runs[chain[0]].model)) is not None:
-        chain.insert(0, before)
-    return chain
+    before = [other for first in runs_before(runs[name]) for other in chain_of(first, runs)]
+    return [*dict.fromkeys(before), name]
 
 
 def with_first_model(name: str, runs: Mapping[str, Run]) -> Run:
     """Return the run ``name`` with the base model from which its chain starts: it has the same sizes and tokenizer."""
-    first = runs[chain_of(name, runs)[0]]
+    first = runs[name]
+    while (before := run_before(first.model)) is not None:
+        first = runs[before]
     return runs[name].model_copy(update={"model": first.model, "revision": first.revision})
 
 
 def check_chains(runs: Mapping[str, Run], sweeps: Mapping[str, Sequence[str]]) -> None:
-    """Raise a `ValueError`, which starts with the key, for a ``run:NAME`` that cannot be a base model."""
+    """Raise a `ValueError`, which starts with the key, for a ``run:NAME`` from which a run cannot start."""
     for name, run in runs.items():
+        if (adapter := run_before(run.lora.adapter)) is not None:
+            key = f"runs.{name}.lora.adapter"
+            _check_known(key, adapter, runs, sweeps)
+            _check_circle(key, name, {other: run_before(one.lora.adapter) for other, one in runs.items()})
+            _check_same_adapters(key, run, adapter, runs[adapter])
         if (before := run_before(run.model)) is not None:
-            _check_known(name, before, runs, sweeps)
-            _check_circle(name, runs)
+            _check_known(f"runs.{name}.model", before, runs, sweeps)
+            _check_circle(f"runs.{name}.model", name, {other: run_before(one.model) for other, one in runs.items()})
             if run.revision is not None:
                 raise ValueError(f"runs.{name}.revision: {run.model} has no revisions. Remove revision")
         elif (other := _run_with_folder(run.model, runs)) is not None and runs[other].script is None:
@@ -290,13 +308,29 @@ def check_chains(runs: Mapping[str, Run], sweeps: Mapping[str, Sequence[str]]) -
             )
 
 
-def _check_known(name: str, before: str, runs: Mapping[str, Run], sweeps: Mapping[str, Sequence[str]]) -> None:
-    key = f"runs.{name}.model"
+def _check_same_adapters(key: str, run: Run, before: str, other: Run) -> None:
+    """Raise a `ValueError` unless both runs have the same base model, and adapters of the same shape."""
+    ours, theirs = (
+        {
+            "adapters": one.method_spec.has_adapters,
+            **one.model_dump(include={"model", "revision"}),
+            **one.lora.model_dump(exclude={"adapter", "dropout"}),
+        }
+        for one in (run, other)
+    )
+    if different := [f"{name}: {value}, not {ours[name]}" for name, value in theirs.items() if value != ours[name]]:
+        raise ValueError(
+            f"{key}: run {before!r} trains another kind of adapter ({'; '.join(different)}). Set the same in both "
+            f"runs, as with base: {before}"
+        )
+
+
+def _check_known(key: str, before: str, runs: Mapping[str, Run], sweeps: Mapping[str, Sequence[str]]) -> None:
     if before in sweeps:
         points = ", ".join(PREFIX + run for run in sweeps[before])
         raise ValueError(f"{key}: {before!r} is a sweep, which has several models. Name one of its runs: {points}")
     if before not in runs:
-        known = ", ".join(PREFIX + run for run in runs if run != name) or "none besides this one"
+        known = ", ".join(PREFIX + run for run in runs if run != key.split(".")[1]) or "none besides this one"
         raise ValueError(f"{key}: run {before!r} does not exist.{nearest(before, runs)} The runs are: {known}")
     if OBJECTIVES[runs[before].objective].new_head:
         raise ValueError(
@@ -305,16 +339,16 @@ def _check_known(name: str, before: str, runs: Mapping[str, Run], sweeps: Mappin
         )
 
 
-def _check_circle(name: str, runs: Mapping[str, Run]) -> None:
-    """Raise a `ValueError` if the models lead back to the run ``name``; another circle is reported for its own runs."""
+def _check_circle(key: str, name: str, befores: Mapping[str, str | None]) -> None:
+    """Raise a `ValueError` if ``befores`` lead back to the run ``name``; another circle is its own runs' error."""
     chain = [name]
-    while (before := run_before(runs[chain[0]].model)) in runs:
+    while (before := befores[chain[0]]) in befores:
         assert before is not None, "None is not the name of a run"
         if before == name:
             circle = " -> ".join([before, *chain])
+            what = key.rpartition(".")[2]
             raise ValueError(
-                f"runs.{name}.model: this run would start from its own model ({circle}). Name a base model in one of "
-                "these runs"
+                f"{key}: this run would start from its own {what} ({circle}). Name a base {what} in one of these runs"
             )
         if before in chain:
             return

@@ -90,7 +90,10 @@ EFFECTS: Final = (
     Effect(
         changes=("fetch", "data", *_TRAINING),
         reads=("consolidate", "evaluate"),
-        keys=("model", "revision", "resume_from", "data.train", "data.eval", "data.subset", "data.revision"),
+        keys=(
+            *("model", "revision", "resume_from", "lora.adapter"),
+            *("data.train", "data.eval", "data.subset", "data.revision"),
+        ),
     ),
     Effect(
         changes=("data", *_TRAINING),

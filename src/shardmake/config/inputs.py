@@ -49,7 +49,7 @@ def named_paths(run: Run) -> list[Path]:
     named = [run.model, *(one.source for one in (*run.data.sources, *run.data.eval_sources))]
     files = [run.data.chat_template, run.deepspeed_config, run.accelerate_config]
     files += [run.script] if run.script and module_of(run.script) is None else []
-    files += [run.resume_from]
+    files += [run.resume_from, None if run_before(run.lora.adapter) else run.lora.adapter]
     return [Path(name) for name in named if is_local(name)] + [Path(file) for file in files if file]
 
 
@@ -85,10 +85,11 @@ def check_inputs(name: str, run: Run) -> None:
     for key, file in own.items():
         if file and not Path(file).is_file():
             raise ConfigError(f"runs.{name}.{key}: {file!r} is not a file in {Path.cwd()}. Name an existing file.")
-    if run.resume_from and not Path(run.resume_from).exists():
-        raise ConfigError(
-            f"runs.{name}.resume_from: {run.resume_from!r} does not exist in {Path.cwd()}. Name a checkpoint's folder."
-        )
+    for key, path in {"resume_from": run.resume_from, "lora.adapter": run.lora.adapter}.items():
+        if path and run_before(path) is None and not Path(path).exists():
+            raise ConfigError(
+                f"runs.{name}.{key}: {path!r} does not exist in {Path.cwd()}. Name a checkpoint's folder."
+            )
     if run.data.chat_template:
         read_template(Path(run.data.chat_template))
     read_user_files(run)

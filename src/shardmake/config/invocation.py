@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import yaml
 
-from shardmake.config.checks import run_before
+from shardmake.config.checks import PREFIX, runs_before
 from shardmake.config.load import COPY_OF, merge, read_yaml
 from shardmake.config.models import Cluster, Config
 from shardmake.config.parse_text import parse_yaml
@@ -189,11 +189,12 @@ def check_until(rules: Collection[str], config: Config) -> None:
 
     Snakemake starts nothing that depends on a job of such a rule, and the second run would wait forever.
     """
-    chained = next((name for name, run in config.runs.items() if run_before(run.model) is not None), None)
+    chained = next(((name, before) for name, run in config.runs.items() for before in runs_before(run)), None)
     for rule in rules:
         if chained is not None and rule in _STEPS_BETWEEN_RUNS:
+            name, before = chained
             raise ConfigError(
-                f"--until {rule}: Snakemake would stop before the jobs of {rule} for run {chained}, which come after "
-                f"those of {config.runs[chained].model}. Name the step as the target: snakemake "
+                f"--until {rule}: Snakemake would stop before the jobs of {rule} for run {name}, which come after "
+                f"those of {PREFIX}{before}. Name the step as the target: snakemake "
                 f"{_STEPS_BETWEEN_RUNS[rule]}"
             )

@@ -351,6 +351,12 @@ class Lora(Section):
         description="Names of the layers and fused experts that get adapters, such as `[q_proj, v_proj]`, or "
         "`all-linear`.",
     )
+    adapter: PathText | None = Field(
+        None,
+        description="LoRA adapter whose training continues: a folder or a checkpoint with adapter_config.json, or "
+        "`run:NAME`, which is trained first. Rank, alpha and targets are then the adapter's. Optimizer, schedule and "
+        "step begin anew.",
+    )
 
 
 class ObjectiveSection(Section):
@@ -369,7 +375,7 @@ class Referenced(ObjectiveSection):
     """An objective that compares the trained model with a reference."""
 
     beta: Annotated[float, Field(gt=0, le=1000), AsNumber] = Field(
-        0.1, description="Strength with which the model is held near the reference, which is the base model."
+        0.1, description="Strength with which the model is held near the reference, the model before the first step."
     )
     reference: Literal["model", "precomputed"] = Field(
         "model",
@@ -384,8 +390,8 @@ class Referenced(ObjectiveSection):
 
     def describe_reference(self) -> str:
         """Return the reference as a clause."""
-        once = ", which ran once before the first step" if self.is_precomputed else ""
-        return f"the reference is the base model{once}"
+        once = ", which ran once" if self.is_precomputed else ""
+        return f"the reference is the model before the first step{once}"
 
     def trl_arguments(self) -> dict[str, Any]:
         """Return the arguments of TRL's class; it has a switch for the reference."""

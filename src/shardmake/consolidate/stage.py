@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from shardmake.checkpoint import store
 from shardmake.config.methods import METHODS
@@ -54,13 +55,14 @@ def consolidate_run(run: Run, rundir: RunDir, *, workers: int, progress: ShowPro
     return receipt
 
 
-def merge_start(run: Run, base: Path, out: Path) -> None:
-    """Merge the checkpoint from which ``run`` starts, of the model in ``base``, into the model folder ``out``."""
-    source = Path(str(run.resume_from))
+def merge_start(run: Run, source: Path, base: Path, out: Path) -> None:
+    """Merge the checkpoint ``source``, of the model in ``base``, from which ``run`` starts, into the folder ``out``.
+
+    If it is the start of the run's adapter, that is written alone.
+    """
+    options: dict[str, Any] = {"base": base, "adapter": bool(run.lora.adapter), "progress": show_progress}
     with joined_parts(source, out.parent) as checkpoint:
-        consolidate(
-            checkpoint, out, base=base, trust_remote_code=run.trust_remote_code, progress=show_progress, overwrite=True
-        )
+        consolidate(checkpoint, out, trust_remote_code=run.trust_remote_code, overwrite=True, **options)
     logger.info(
         "Training starts with the weights of %s. Its optimizer states, schedule and step are not taken over.", source
     )

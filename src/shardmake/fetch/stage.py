@@ -9,7 +9,7 @@ and not copied. A run keeps its commits after the first fetch. To change to a ne
 
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -27,7 +27,8 @@ from shardmake.core.stores import is_url
 from shardmake.core.units import format_bytes
 from shardmake.data.sharing import link_or_copy, locked
 from shardmake.data.sources import EVAL_SPLITS, ONE_SPLIT, TRAIN_SPLITS, HubDataset, locate_named
-from shardmake.fetch import chain, store
+from shardmake.fetch import adapter, chain, store
+from shardmake.fetch.adapter import Merge
 from shardmake.fetch.hub_data import write_split
 from shardmake.fetch.model import (
     check_model_folder,
@@ -49,10 +50,6 @@ Part = Literal["all", "description", "weights"]
 Split = Literal["train", "eval"]
 
 
-Merge = Callable[[Run, Path, Path], None]
-"""Merges the checkpoint of a run's `resume_from`, with its base model in the first folder, into the second."""
-
-
 def fetch(run: Run, rundir: RunDir, part: Part = "all", merge: Merge | None = None) -> Sources:
     """Fetch the model and the data of ``run``, or a part of them, verify them, and write ``sources.json``.
 
@@ -63,7 +60,10 @@ def fetch(run: Run, rundir: RunDir, part: Part = "all", merge: Merge | None = No
     if sources is None:
         raise ModelError(f"File not found: {rundir.sources}. Run first: shardmake fetch {rundir.name}")
     if part != "description":
-        _weights(run, rundir, sources.model, merge).write(rundir.weights_receipt)
+        receipt = _weights(run, rundir, sources.model, merge)
+        if sources.adapter is not None and merge is not None:
+            receipt = receipt.model_copy(update=adapter.fetch_weights(run, rundir, sources, receipt, merge))
+        receipt.write(rundir.weights_receipt)
     return sources
 
 
@@ -79,7 +79,7 @@ def _weights(run: Run, rundir: RunDir, model: PinnedSource, merge: Merge | None)
     if start is not None and model.origin is not None and run.resume_from and merge is not None:
         if model.origin.files:
             _fetch_weights(model.origin)
-        merge(run, Path(model.origin.path), start.model)
+        merge(run, Path(run.resume_from), Path(model.origin.path), start.model)
         return chain.link_weights(start, rundir.base_model, run)
     if (before := run_before(model.name)) is not None:
         logger.info(f"Checking the model of run {before} and linking its weights.")
@@ -147,8 +147,10 @@ def _describe(run: Run, rundir: RunDir) -> Sources:
             for one, folder in zip(sources, folders, strict=True)
         ]
 
+    model = _model(run, rundir, before.model if before else None)
     sources = Sources(
-        model=_model(run, rundir, before.model if before else None),
+        model=model,
+        adapter=adapter.describe(run, rundir, model) if run.lora.adapter else None,
         train=examples("train", run.data.sources, several=isinstance(run.data.train, list)),
         eval=examples("eval", run.data.eval_sources, several=isinstance(run.data.eval, list)),
     )

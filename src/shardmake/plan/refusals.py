@@ -84,6 +84,8 @@ def wrong_abilities(run: Run, abilities: Abilities) -> Iterator[str]:
             f"PEFT adapts it with {', '.join(abilities.unmergeable)}. "
             + (f"Set lora.targets: [{targets}], or take method: full." if targets else "Take method: full.")
         )
+    if abilities.text_part and run.lora.adapter:
+        yield "lora.adapter: it is not tested with the text part of a composite model. Remove it, or set resume_from."
     if run.script:
         return
     refused = f"attention: {run.attention} cannot be used: {abilities.model_class}"

@@ -44,6 +44,9 @@ class RunDir:
         "Folder of another run's model (`model: run:NAME`), or a checkpoint's (`resume_from`): copies of config and "
         "tokenizer, links to its weights.",
     )
+    adapter = BelowRoot(
+        "fetched/adapter", "Folder of the adapter whose training continues (`lora.adapter`), as of PEFT."
+    )
     weights_receipt = BelowRoot(
         "fetched/weights.json", "Sizes and checksums of the base model's weights, written once they are here."
     )

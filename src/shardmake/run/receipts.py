@@ -25,6 +25,10 @@ class WeightsReceipt(RunFile):
     merged: str | None = optional(
         None, "SHA-256 of the other run's `model/receipt.json`; None for a model that is not a run's."
     )
+    adapter: dict[str, FileRecord] = optional({}, "Files of the adapter whose training continues.")
+    adapter_of: str | None = optional(
+        None, "Path from which that adapter was taken, or SHA-256 of the other run's `model/receipt.json`."
+    )
 
 
 class DataFile(RunRecord):

@@ -47,6 +47,15 @@ class PinnedSource(RunRecord):
         return self if self.origin is None else self.origin.first
 
 
+class PinnedAdapter(RunRecord):
+    """The adapter whose training continues."""
+
+    name: str = Field(description="Path, or `run:NAME`, in the configuration.")
+    rank: int = Field(description="Rank of its matrices.")
+    alpha: int = Field(description="Scale: the update is multiplied by alpha / rank.")
+    targets: list[str] | str = Field(description="Layers that it changes.")
+
+
 class Sources(RunFile):
     """``sources.json``: everything that a run starts from."""
 
@@ -55,6 +64,7 @@ class Sources(RunFile):
     model: PinnedSource = Field(description="The base model.")
     train: list[PinnedSource] = Field(description="The sources of the training examples, in the configured order.")
     eval: list[PinnedSource] = Field([], description="The sources of the evaluation examples, if configured.")
+    adapter: PinnedAdapter | None = optional(None, "The adapter whose training continues.")
 
 
 def model_before(rundir: RunDir, model: PinnedSource) -> RunDir | None:
@@ -73,16 +83,20 @@ def localize(run: Run, rundir: RunDir) -> Run:
     """Return ``run`` with local copies in place of hub ids; unchanged if nothing was fetched.
 
     Raises `ConfigError` if the configuration names something else than what was fetched, or the model of another run
-    and nothing was fetched.
+    or an adapter and nothing was fetched.
     """
     sources = read_sources(rundir)
-    if sources is None and run_before(run.model) is not None:
-        raise ConfigError(
-            f"Model not found: {run.model} is another run's model, and {rundir.sources} does not exist. "
-            f"Fetch first: shardmake fetch {rundir.name} --part description"
-        )
+    if sources is None and (run_before(run.model) is not None or run.lora.adapter):
+        found = f"Model not found: {run.model} is another run's model"
+        what = f"Adapter not found: {run.lora.adapter} was not read" if run_before(run.model) is None else found
+        advice = f"Fetch first: shardmake fetch {rundir.name} --part description"
+        raise ConfigError(f"{what}, and {rundir.sources} does not exist. {advice}")
     if sources is None:
         return run
+    adapter, lora, path = sources.adapter, run.lora, str(rundir.adapter)
+    _check_same((lora.adapter, None, None), PinnedSource(name=adapter.name, path=path) if adapter else None, rundir)
+    if adapter is not None:
+        lora = lora.model_copy(update={**adapter.model_dump(exclude={"name"}), "adapter": path})
     _check_same((run.model, None, run.revision), sources.model, rundir)
     data = run.data
     for one, source in (*zip_longest(data.sources, sources.train), *zip_longest(data.eval_sources, sources.eval)):
@@ -94,7 +108,7 @@ def localize(run: Run, rundir: RunDir) -> Run:
         "subset": None,
         "revision": None,
     }
-    update = {"model": sources.model.path, "revision": None, "data": run.data.model_copy(update=here)}
+    update = {"model": sources.model.path, "revision": None, "data": run.data.model_copy(update=here), "lora": lora}
     return run.model_copy(update=update)
 
 
@@ -145,9 +159,22 @@ def require_weights(rundir: RunDir) -> None:
             f"Fetch them first: shardmake fetch {rundir.name}"
         )
     receipt = WeightsReceipt.read_if_exists(rundir.weights_receipt)
+    if sources.adapter and (receipt is None or receipt.adapter_of != origin_of_adapter(rundir, sources.adapter.name)):
+        raise ModelError(
+            f"Training was not started: {rundir.weights_receipt} does not record the present adapter of "
+            f"{sources.adapter.name}. Fetch it first: shardmake fetch {rundir.name} --part weights"
+        )
     if receipt and receipt.changed_at:
         files, times = recorded_weights(rundir), receipt.changed_at
         refuse_changed(rundir, {name: files[name] for name in files if times.get(name) != _change_time(Path(name))})
+
+
+def origin_of_adapter(rundir: RunDir, name: str) -> str | None:
+    """Return what `WeightsReceipt.adapter_of` is for the adapter ``name``; None if its run has no finished model."""
+    if (before := run_before(name)) is None:
+        return name
+    receipt = rundir.sibling(before).model_receipt
+    return sha256(receipt) if receipt.exists() else None
 
 
 def _change_time(path: Path) -> int | None:
@@ -156,11 +183,12 @@ def _change_time(path: Path) -> int | None:
 
 
 def recorded_weights(rundir: RunDir) -> Manifest:
-    """Return the files of the base model by path, as `shardmake fetch` recorded them; empty if it was not run."""
+    """Return the files of the base model, and of an adapter, by path, as `shardmake fetch` recorded them, if it did."""
     sources, receipt = read_sources(rundir), WeightsReceipt.read_if_exists(rundir.weights_receipt)
-    files = receipt.files if receipt else {}
-    folder = Path(sources.model.path).absolute() if sources else Path()
-    return {str(folder / name): entry for name, entry in files.items()} if sources else {}
+    if sources is None or receipt is None:
+        return {}
+    places = {sources.model.path: receipt.files, str(rundir.adapter): receipt.adapter if sources.adapter else {}}
+    return {str(Path(folder, name).absolute()): one for folder, held in places.items() for name, one in held.items()}
 
 
 def recorded_data(rundir: RunDir, *splits: Literal["train", "eval"]) -> Manifest:
@@ -194,12 +222,13 @@ def _require_current(rundir: RunDir, before: RunDir) -> None:
 
 
 def content_of_model(rundir: RunDir) -> str | None:
-    """Return a digest of a model that can change under its name: that of another run, or a local one.
+    """Return a digest of a model that can change under its name: that of another run, a local one, or an adapter.
 
-    None for a model of the hub, and if nothing was fetched.
+    None for a model of the hub without an adapter, and if nothing was fetched.
     """
     sources, receipt = read_sources(rundir), WeightsReceipt.read_if_exists(rundir.weights_receipt)
-    if sources is None or (sources.model.origin is None and not (receipt and receipt.changed_at)):
+    if sources is None or (sources.model.origin is None and not (sources.adapter or (receipt and receipt.changed_at))):
         return sources.model.content if sources else None
-    weights = (receipt or WeightsReceipt.read(rundir.weights_receipt)).files
-    return digest({"description": sources.model.content, **{name: one.sha256 for name, one in weights.items()}})
+    receipt = receipt or WeightsReceipt.read(rundir.weights_receipt)
+    files = receipt.files | (receipt.adapter if sources.adapter else {})
+    return digest({"description": sources.model.content, **{name: one.sha256 for name, one in files.items()}})

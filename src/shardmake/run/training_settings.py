@@ -41,6 +41,7 @@ class AdapterMethod(RunRecord):
     alpha: int = Field(description="Scale: the update is multiplied by alpha / rank.")
     dropout: float = Field(description="Dropout on the adapters' input.")
     targets: list[str] | str = Field(description="Layers that get adapters.")
+    adapter: str | None = optional(None, "Folder of the adapter whose training continues.")
 
 
 class OptimizerSettings(RunRecord):

@@ -153,7 +153,7 @@ def load_model(settings: TrainingSettings) -> PreTrainedModel:
     from peft.tuners import tuners_utils
 
     task = "SEQ_CLS" if settings.model.model_class.new_head else "CAUSAL_LM"
-    adapters = METHODS[method.kind].peft_config(task, model, **method.model_dump(exclude={"kind"}))
+    adapters = METHODS[method.kind].peft_config(task, model, **method.model_dump(exclude={"kind", "adapter"}))
     name_checkpointed_adapters(tuners_utils)
     adapted = get_peft_model(model, adapters)
     for weight in adapted.parameters():
@@ -162,6 +162,8 @@ def load_model(settings: TrainingSettings) -> PreTrainedModel:
     if absent := getattr(model, "absent", None):  # in the base's class, layers of its towers may have the same names
         adapted.peft_config["default"].exclude_modules = rf"({'|'.join(map(re.escape, absent))})(\..*)?"
     refuse_partial_states(adapted)
+    if method.adapter is not None:
+        adapted.load_adapter(method.adapter, "default", is_trainable=True)
     return adapted
 
 

@@ -1,5 +1,6 @@
 """Train on preferences with TRL's trainers, with Shardmake's data, checkpoints and checks."""
 
+import contextlib
 from typing import Any, ClassVar, Final
 
 import datasets
@@ -156,6 +157,8 @@ def make_trl_trainer(
     )
     if precomputed:
         trainer.ref_model = None
+        if getattr(settings.method, "adapter", None):  # the reference has the adapter with which the training starts
+            kind.library.use_adapter = lambda *_, **__: contextlib.nullcontext()
         file = attempt.rundir.reference_log_probs(attempt.settings_digest)
         trainer.after_check.append(PrecomputedReference(trainer, examples, file, callbacks))
     if has_copy:  # without the copy, TRL turns the adapters off for the reference

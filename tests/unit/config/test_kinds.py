@@ -19,7 +19,9 @@ PACKAGE = Path(shardmake.__file__).parent
 TABLES = ("config/methods.py", "config/optimizers.py")
 NAMES = {*METHODS, *OPTIMIZERS} | {name for spec in OPTIMIZERS.values() for name in (spec.optim, spec.fused) if name}
 OTHER_MEANINGS = {
-    *((path, "lora") for path in ("commands/estimate.py", "config/checks.py")),  # the section of a run
+    *(
+        (path, "lora") for path in ("commands/estimate.py", "config/checks.py", "run/sources.py")
+    ),  # the section of a run
     ("launch/gpus.py", "full"),  # the width of a PCIe link
     *((path, "full") for path in ("core/stores.py", "push/object_store.py")),  # an error of a store that has no space
     ("commands/init.py", "lora"),  # the section of a run

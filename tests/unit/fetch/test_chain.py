@@ -168,8 +168,8 @@ def test_weights_of_a_checkpoint_are_merged_and_linked(tmp_path: Path) -> None:
     following, base = make_runs(tmp_path)[1], tmp_path / "base"
     run = make_run(model=str(base), resume_from="checkpoint-3", data={"train": str(tmp_path / "train.jsonl")})
 
-    def merge(_: Run, found: Path, out: Path) -> None:
-        assert (found, out.parent.parent) == (base, following.fetched)
+    def merge(_: Run, source: Path, found: Path, out: Path) -> None:
+        assert (str(source), found, out.parent.parent) == ("checkpoint-3", base, following.fetched)
         write_model(RunDir(out.parent), MERGED)
 
     sources = fetch(run, following, "description", merge)

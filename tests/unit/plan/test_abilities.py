@@ -147,6 +147,10 @@ def test_the_towers_of_a_composite_are_absent(config: dict[str, Any], towers: li
     )
     (line,) = settings.abilities.describe_absent()
     assert line.startswith(f"towers: absent ({', '.join(towers)}): they take no memory")
+    with pytest.raises(
+        ShardmakeError, match=r"lora\.adapter: it is not tested with the text part of a composite model"
+    ):
+        resolved(make_run(model=make_folder(tmp_path, config), packing=False, method="lora", lora={"adapter": "a"}))
 
 
 @pytest.mark.parametrize(

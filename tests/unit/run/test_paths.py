@@ -8,6 +8,7 @@ PATHS = {
     "sources": "sources.json",
     "fetched": "fetched",
     "base_model": "fetched/model",
+    "adapter": "fetched/adapter",
     "weights_receipt": "fetched/weights.json",
     "plan_folder": "plan",
     "memory": "plan/memory.json",

@@ -1,6 +1,7 @@
 """Train with one of TRL's trainers alone, on text; write the logged values as JSON, and the model.
 
-``trl_alone.py OBJECTIVE MODEL DATA METHOD OUT``; a METHOD may end in ``-precomputed`` for the reference of KTO.
+``trl_alone.py OBJECTIVE MODEL DATA METHOD OUT [ADAPTER]``; a METHOD may end in ``-precomputed`` for the reference of
+KTO. An ADAPTER is continued.
 """
 
 import json
@@ -10,12 +11,12 @@ from typing import Any
 
 import trl
 from datasets import load_dataset
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
 from shardmake.train.process_group import end_process, leave_together
 
-objective, model, data, method, out = sys.argv[1:]
+objective, model, data, method, out, *start = sys.argv[1:]
 method, _, reference = method.partition("-")
 kind, own = {
     "sft": ("SFT", {"assistant_only_loss": True}),  # without the newline after a turn, as the template marks it
@@ -50,7 +51,11 @@ arguments = getattr(trl, f"{kind}Config")(
     **own,
 )
 task = "SEQ_CLS" if objective == "reward" else "CAUSAL_LM"
-adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type=task) if method != "full" else None
+adapters = (
+    LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type=task)
+    if method != "full" and not start
+    else None
+)
 base: Any = model
 if method == "qlora":
     from four_bits import load_in_four_bits
@@ -63,6 +68,8 @@ if method == "qlora":
         base = load_in_four_bits(AutoModelForCausalLM, model)
 elif objective != "reward":
     base = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
+for folder in start:
+    base = PeftModel.from_pretrained(base, folder, is_trainable=True)
 trainer = getattr(trl, f"{kind}Trainer")(
     model=base,
     args=arguments,

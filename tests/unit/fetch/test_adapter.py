@@ -1,0 +1,119 @@
+"""The adapter whose training continues: its settings are those of the run, and its base model is the run's."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from peft import LoraConfig
+from safetensors.numpy import save_file
+
+from shardmake.config.load import parse_config
+from shardmake.config.models import Lora, Run
+from shardmake.core.errors import ConfigError, ModelError, ShardmakeError
+from shardmake.fetch.adapter import describe
+from shardmake.fetch.stage import fetch
+from shardmake.run.paths import RunDir
+from shardmake.run.sources import (
+    PinnedAdapter,
+    PinnedSource,
+    Sources,
+    content_of_model,
+    localize,
+    recorded_weights,
+    require_weights,
+)
+from tests.unit.config.samples import RUN
+from tests.unit.fetch.test_chain import make_runs
+
+MODEL = PinnedSource(name="org/base", path="/hub/base")
+
+
+def written(folder: Path, **values: Any) -> Path:
+    """Write PEFT's settings of an adapter of `MODEL` with these ``values``."""
+    settings = {"r": 4, "lora_alpha": 6, "target_modules": ["v_proj", "q_proj"], "base_model_name_or_path": "org/base"}
+    LoraConfig(task_type="CAUSAL_LM", **(settings | values)).save_pretrained(folder)
+    return folder
+
+
+def run_of(adapter: Any, model: str = "org/base", train: str = "org/data", **lora: Any) -> Run:
+    run = RUN | {"method": "lora", "model": model, "data": {"train": train}, "lora": {"adapter": str(adapter), **lora}}
+    return parse_config({"cluster": "c.yaml", "runs": {"chat": run}}, "c.yaml").runs["chat"]
+
+
+def test_rank_alpha_and_targets_are_the_adapters(tmp_path: Path) -> None:
+    found = describe(run_of(written(tmp_path), rank=4, targets=["q_proj", "v_proj"]), RunDir(tmp_path), MODEL)
+    assert (found.rank, found.alpha, found.targets) == (4, 6, ["q_proj", "v_proj"])
+    written(tmp_path, base_model_name_or_path="/hub/base/", target_modules=[], target_parameters=["experts.down_proj"])
+    assert describe(run_of(tmp_path), RunDir(tmp_path), MODEL).targets == ["experts.down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("values", "lora", "message"),
+    [
+        ({}, {"rank": 16}, r"lora.rank: 16 is not that of lora.adapter .*, 4. Remove lora.rank."),
+        ({}, {"targets": "all-linear"}, r"lora.targets: all-linear is not that of .*, \['q_proj', 'v_proj'\]"),
+        (
+            {"base_model_name_or_path": "org/other"},
+            {},
+            "another base model: org/other, not org/base.*write org/base as",
+        ),
+        ({"base_model_name_or_path": None}, {}, "another base model: None, not org/base"),
+        ({"use_rslora": True}, {}, "use_rslora: True has no key in the section lora.*name it as resume_from"),
+        ({"rank_pattern": {"q_proj": 2}}, {}, "rank_pattern: "),
+        ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save: "),
+        ({"exclude_modules": ["k_proj"]}, {}, "exclude_modules: "),
+        ({"target_modules": ".*q_proj"}, {}, "target_modules: "),
+        ({"lora_alpha": 1.5}, {}, "lora_alpha: 1.5"),
+        ({"init_lora_weights": "pissa"}, {}, "init_lora_weights pissa is not supported"),
+    ],
+)
+def test_another_base_model_or_other_settings_are_refused(
+    tmp_path: Path, values: dict[str, Any], lora: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ShardmakeError, match=message):
+        describe(run_of(written(tmp_path, **values), **lora), RunDir(tmp_path), MODEL)
+
+
+def test_the_adapter_is_recorded_and_identifies_the_training(tmp_path: Path) -> None:
+    following, base = make_runs(tmp_path)[1], str(tmp_path / "base")
+    folder = written(tmp_path / "adapter", base_model_name_or_path=base)
+    run, part, rank = run_of(folder, base, str(tmp_path / "train.jsonl")), "q_proj.lora_A.weight", 4
+
+    def merge(_: Run, source: Path, found: Path, out: Path) -> None:
+        assert (str(source), str(found), out) == (str(folder), base, following.adapter)
+        written(out, r=rank)
+        save_file({part: np.ones(2)}, out / "adapter_model.safetensors")
+
+    with pytest.raises(ConfigError, match=r"Adapter not found: .*shardmake fetch next --part description"):
+        localize(run, following)
+    fetch(run, following, "description", merge)
+    assert localize(run, following).lora.model_dump(exclude={"dropout"}) == {
+        "rank": 4, "alpha": 6, "targets": ["q_proj", "v_proj"], "adapter": str(following.adapter)
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="Sources differ: the configuration names other"):
+        localize(run_of("other", base, str(tmp_path / "train.jsonl")), following)
+    with pytest.raises(ModelError, match=r"does not record the present adapter of .*--part weights"):
+        require_weights(following)
+    fetch(run, following, "weights", merge)
+    require_weights(following)
+    digest = content_of_model(following)
+    assert str(following.adapter.absolute() / "adapter_model.safetensors") in recorded_weights(following)
+    part = "v_proj.lora_A.weight"
+    fetch(run, following, "weights", merge)
+    assert content_of_model(following) != digest
+    part = "embed_tokens.weight"
+    with pytest.raises(ModelError, match=r"holds whole weights beside its matrices \(embed_tokens.weight\)"):
+        fetch(run, following, "weights", merge)
+
+    rank = 5
+    with pytest.raises(ModelError, match="another rank or alpha than planned"):
+        fetch(run, following, "weights", merge)
+
+    other, chained = run.model_copy(update={"lora": Lora(adapter="run:next")}), RunDir(tmp_path / "runs/last")
+    fetch(other, chained, "description", merge)
+    assert Sources.read(chained.sources).adapter == PinnedAdapter(
+        name="run:next", rank=4, alpha=6, targets=["q_proj", "v_proj"]
+    )
+    with pytest.raises(ShardmakeError, match=r"model/receipt.json.*snakemake"):
+        fetch(other, chained, "weights", merge)

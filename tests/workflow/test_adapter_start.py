@@ -1,0 +1,85 @@
+"""Training that continues an adapter: as TRL alone continues it, under every strategy; resumed and merged."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from shardmake.config.models import Strategy
+from shardmake.run.paths import RunDir
+from shardmake.run.sources import PinnedAdapter, Sources
+from tests.fork_server import REPOSITORY
+from tests.workflow.forked import log
+from tests.workflow.objectives import SCRIPT, Trainings, run_with_two_ranks, settings_of
+from tests.workflow.test_objectives import (
+    ON_DEMAND,
+    assert_merges_as_peft,
+    assert_resumes,
+    assert_trained_as,
+    quantizing,
+    trainings,
+)
+from tests.workflow.test_quantized import PACKAGES
+
+__all__ = ["quantizing", "trainings"]
+
+pytestmark = pytest.mark.training
+LORA: dict[str, Any] = {"rank": 4, "alpha": 2, "targets": ["q_proj", "v_proj", "down_proj"]}
+CASES = [("sft", "lora", name) for name in ("ddp", "zero1", "zero2", "zero3", "fsdp")]
+CASES += [(objective, "lora", name) for objective in ("dpo", "kto") for name in ("ddp", "zero3", "fsdp")]
+CASES += [(objective, "qlora", name) for objective in ("sft", "dpo") for name in ("ddp", "zero2", "fsdp")]
+IN_CI = {("sft", "lora", "zero3"), ("sft", "lora", "fsdp"), ("dpo", "lora", "ddp")}
+
+
+def with_adapter(objective: str, method: str, trainings: Trainings) -> tuple[Path, Path, list[dict[str, float]]]:
+    """Return PEFT's folder of an adapter that changes the base model, and TRL's model and log of its continuation."""
+    root, out = trainings.forked(objective, method).checkout.root, trainings.folder / f"{objective}-{method}-start.json"
+    base, folder, (rank, alpha, targets) = root / "resources/demo/base", root / "adapter", LORA.values()
+    if not out.exists():
+        torch.manual_seed(7)
+        settings = LoraConfig(
+            r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False
+        )
+        get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings).save_pretrained(folder)
+        words = [SCRIPT, objective, base, root / "examples.jsonl", f"{method}-precomputed", out, folder]
+        run_with_two_ranks(words, out.parent, (REPOSITORY, PACKAGES) if method == "qlora" else ())
+    return folder, Path(f"{out}.model"), [line for line in json.loads(out.read_text()) if "loss" in line]
+
+
+@pytest.mark.parametrize(
+    ("objective", "method", "strategy"),
+    [pytest.param(*case, marks=() if case in IN_CI else ON_DEMAND, id="-".join(case)) for case in CASES],
+)
+def test_an_adapter_is_continued_as_by_trl(
+    trainings: Trainings, tmp_path: Path, objective: str, method: str, strategy: Strategy
+) -> None:
+    """The reference of preferences is the adapter before the first step: for DPO, TRL holds a copy of it."""
+    adapter, saved, theirs = with_adapter(objective, method, trainings)
+    rundir, forked = RunDir(tmp_path / "run"), trainings.forked(objective, method)
+    settings = settings_of(objective, method, "precomputed") | {"lora": LORA | {"adapter": str(adapter)}}
+    training = forked.plan(strategy, 2, **settings)
+    assert forked.train(rundir, training) == [0, 0], log(rundir)
+    assert_trained_as(objective, theirs, rundir, rounded=method == "qlora")
+    assert_resumes(forked, rundir, training)
+    assert_merges_as_peft(objective, forked, rundir, training[0].workload.model_class)
+    ours, expected = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "merged-run", saved))
+    assert ours.keys() == expected.keys()
+    for name, weight in ours.items() if method == "lora" else ():  # TRL rounds adapters on 4 bits to bf16
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-5, msg=name)
+
+    start = settings_of(objective, "lora", "precomputed") | {
+        "lora": {"adapter": str(rundir.checkpoints / "checkpoint-4")}
+    }
+    forked.checkout.configure({"processes_per_node": 2}, strategy="ddp", nodes=1, global_batch_size=12, **start)
+    forked.checkout("shardmake", "fetch", "demo")
+    fetched = RunDir(forked.checkout.run)
+    adapter = load_file(fetched.adapter / "adapter_model.safetensors")
+    assert adapter.keys() == ours.keys() and all(torch.equal(adapter[name], ours[name]) for name in ours)
+    assert Sources.read(fetched.sources).adapter == PinnedAdapter(
+        name=start["lora"]["adapter"], rank=LORA["rank"], alpha=LORA["alpha"], targets=sorted(LORA["targets"])
+    )
