@@ -117,6 +117,8 @@ class ChatTemplate:
     """The day for a template that reads the clock."""
     _shapes: dict[str, "_Shape | BadRowError"] = field(default_factory=dict, repr=False)
     _templates: dict[bool, str] = field(default_factory=dict, repr=False)
+    _opened: set[str] = field(default_factory=set, repr=False)
+    """Marks of generation prompts of which a warning was logged."""
 
     def examples(
         self,
@@ -210,15 +212,49 @@ class ChatTemplate:
             start = regions[index][0]
             prompt = context[common_length(context, self._render(conversation, conversation.messages[:index])) :]
             after = seam(context, whole, (regions[index - 1][1], start), prompt, self._marks)
+            self._warn_of_open(prompt, whole[regions[index - 1][1] : start], whole[after:start])
             text, start = context + whole[after:], len(context)
             checks.append(_Check(index, True, context))
         end = self._locate(text, conversation, index + 1, {index}, start)[index][1]
+        self._check_thought(text, conversation, index, start, context or "")
         stop = self._ends.search(text, max(start, end))
         if stop is None:
             text += self._end_after(conversation, index, whole)
         elif count > index + 1:
             text = text[: stop.end()]
         return _Turn(text, start, stop.end() if stop else len(text), checks)
+
+    def _warn_of_open(self, prompt: str, header: str, rest: str) -> None:
+        """Log a warning once if the ``prompt`` of generation opens what ``header`` lacks and ``rest`` does not end."""
+        mark = next(iter(self._marks.findall(prompt)[::-1]), "")
+        is_open = re.fullmatch(r"<[\w:]+>", mark) and mark not in header and not self._marks.search(rest)
+        if is_open and mark not in self._opened:
+            self._opened.add(mark)
+            logger.warning(
+                f"The generation prompt opens {mark}, and answers without reasoning do not end it, so the model "
+                "learns to answer where servers expect reasoning. Give each answer its reasoning, or set "
+                "data.template_arguments or data.chat_template so that the prompt does not open it."
+            )
+
+    def _check_thought(self, text: str, conversation: _Conversation, index: int, start: int, context: str) -> None:
+        """Raise `BadRowError` if the mark that ends the reasoning of message ``index`` is already before it.
+
+        The generation prompt may have it, without the template argument that asks for reasoning, or the template writes
+        an empty reasoning before one that is in the text.
+        """
+        thought = next((one for one in conversation.pieces if (one.message, one.kind) == (index, "reasoning")), None)
+        span = find(text, thought.text, start) if thought else None
+        closing = self._marks.search(text, span[1]) if span else None
+        if thought is None or span is None or closing is None:
+            return
+        before = self._render(conversation, conversation.messages[:index]) if context else ""
+        if closing[0] in text[common_length(context, before) : span[0]]:
+            raise BadRowError(
+                "reasoning after its end",
+                f"before the reasoning of message {index + 1} ({excerpt(thought.text)!r}), the chat template writes "
+                f"{closing[0]}, which ends it. Write the reasoning under reasoning_content and not in the text, and "
+                "let the generation prompt open it with data.template_arguments, such as enable_thinking: true.",
+            )
 
     def _context(self, conversation: _Conversation, index: int) -> str | None:
         """Return the context of message ``index``; None if the template does not render the messages before it."""
