@@ -33,6 +33,8 @@ _SETS: Final = ("read", "let", "mapfile", "readarray", "unset", "getopts")
 _ELEMENT: Final = re.compile(r"([A-Za-z_]\w*)\[[^]]*\]\+?=")
 _LAST_ENDED: Final = re.compile(r";[;&]+(?:\s|#[^\n]*\n)*esac\s*$")
 _BREAKS: Final = " \t\n;&|()<>"
+_HERE: Final = {"PWD": ["."], "SLURM_SUBMIT_DIR": ["."]}
+"""Variables that a shell sets to the folder in which a script starts, where files are looked for."""
 _Values = ChainMap[str, list[str]]
 """Variables; the first mapping has those that the innermost block set."""
 
@@ -54,7 +56,15 @@ def read_commands(name: str, text: str) -> list[ShellCommand]:
     first = _Reader(name, text)
     list(first.commands())
     only = {name: given[0] for name, given in first.given.items() if len(given) == 1}
-    return list(_Reader(name, text, loops=first.changed, only=only).commands())
+    second = _Reader(name, text, loops=first.changed, only=only)
+    found = list(second.commands())
+    return [replace(one, words=[_without_content(word, second.writes) for word in one.words]) for one in found]
+
+
+def _without_content(word: str, files: set[str]) -> str:
+    """Return ``word`` with the name of one of ``files``, which the script writes itself, as what only a shell knows."""
+    name = word.rpartition("=")[2]
+    return word[: -len(name)] + unknown(name) if name in files else word
 
 
 @dataclass
@@ -94,6 +104,8 @@ class _Reader:
     blocks: list[_Block] = field(default_factory=list)
     documents: list[str] = field(default_factory=list)
     """Delimiters of here-documents whose text begins on the next line."""
+    writes: set[str] = field(default_factory=set)
+    """Files to which the output of a command goes."""
 
     # --- commands ---
 
@@ -286,7 +298,8 @@ class _Reader:
         while self.text[self.at : self.at + 1] in (" ", "\t"):
             self.at += 1
         start = self.at
-        self._word(at_start=False)
+        target = self._word(at_start=False)
+        self.writes.update(target if ">" in operator and "&" not in operator else ())
         if operator.lstrip("0123456789") in ("<<", "<<-"):
             self.documents.append(re.sub(r"[\\'\"]", "", self.text[start : self.at]))
 
@@ -382,7 +395,7 @@ class _Reader:
         elif rest == "{":
             self.at = self._matching(start + 1, "{", "}")
             found = _VALUE.fullmatch(self.text[start + 2 : self.at - 1])
-            if found and (values := self.values.get(found[1])) is not None:
+            if found and (values := self.values.get(found[1], _HERE.get(found[1]))) is not None:
                 return (values if found[2] else values[:1] or [""]), False
         elif rest == "'" and not quoted:
             self.at += 1
@@ -391,7 +404,7 @@ class _Reader:
             return [text], True
         elif found := _PARAMETER.match(self.text, start):
             self.at = found.end()
-            if (values := self.values.get(found[0][1:])) is not None:
+            if (values := self.values.get(found[0][1:], _HERE.get(found[0][1:]))) is not None:
                 return values[:1] or [""], False
         else:
             self.at += 1
