@@ -236,7 +236,7 @@ _AXOLOTL_READ: Final = _words("path name type split data_files message_property_
 
 def _axolotl_data(key: str) -> Row:
     def row(value: Any, values: Values) -> Any:
-        sources, left = [], {}
+        sources, left = list[dict[str, Any]](), dict[str, Any]()
         for number, one in enumerate(value if isinstance(value, list) else []):
             kind = _AXOLOTL_TYPES.get(str(one.get("type")))
             files = one.get("data_files")

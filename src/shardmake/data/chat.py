@@ -18,7 +18,8 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from shardmake.config.chat_template import fix_clock
-from shardmake.core.errors import DataError, ModelError
+from shardmake.core.errors import ModelError
+from shardmake.data.bad_rows import LOST, BadRowError, closed_thought, lost, may_be_a_number
 from shardmake.data.layout import Message, is_unlearned
 from shardmake.data.placeholders import (
     Piece,
@@ -26,7 +27,6 @@ from shardmake.data.placeholders import (
     Span,
     as_written,
     common_length,
-    excerpt,
     fill,
     find,
     hidden_pieces,
@@ -49,27 +49,7 @@ _MARK: Final = r"<\|[^<>|\s]{1,40}\|>|</?\w{1,20}>|\[/?\w{1,20}\]"
 _MOST_SHAPES: Final = 1024
 _NEXT: Final = 10**6
 """Number of the placeholder of a message that follows."""
-_LOST: Final = "a part that the chat template does not render"
-_CURES: Final = {
-    "content": "Use a role that the template renders (data.format: sharegpt reads names such as human and gpt), or "
-    "name a template that does with data.chat_template.",
-    "reasoning": "Remove the reasoning, or name a template that renders it with data.chat_template.",
-    "call": "Name a template that renders calls of tools with data.chat_template.",
-    "tools": "Name a template that renders tools with data.chat_template.",
-}
-_PARTS: Final = {"content": "the text", "reasoning": "the reasoning", "call": "a call of a tool", "tools": "the tools"}
 logger = logging.getLogger(__name__)
-
-
-class BadRowError(DataError):
-    """A row that cannot be learned; rows with the same ``cause`` are counted together."""
-
-    def __init__(self, cause: str, message: str) -> None:
-        super().__init__(message)
-        self.cause = cause
-
-    def __reduce__(self) -> tuple[type, tuple[str, str]]:
-        return type(self), (self.cause, str(self))
 
 
 class _Check(NamedTuple):
@@ -150,8 +130,8 @@ class ChatTemplate:
             except BadRowError as error:
                 self._shapes[key] = error
         shape = self._shapes[key]
-        if isinstance(shape, BadRowError) and shape.cause == _LOST and not _may_be_a_number(shape, pieces):
-            raise BadRowError(_LOST, real_text(str(shape), pieces))
+        if isinstance(shape, BadRowError) and shape.cause == LOST and not may_be_a_number(shape, pieces):
+            raise BadRowError(LOST, real_text(str(shape), pieces))
         conversation = self._conversation(messages, tools, arguments, pieces)
         filled = self._filled(shape, conversation) if isinstance(shape, _Shape) else None
         return filled or analyse(conversation).examples
@@ -181,7 +161,8 @@ class ChatTemplate:
         if shared and (self.turns != "apart" or is_answer or len(turns) < 2):
             spans = tuple((turn.start, turn.end) for turn in turns)
             if is_answer and spans:
-                spans = ((spans[0][0], spans[-1][1]),)
+                end = spans[-1][1]
+                spans, text = ((spans[0][0], end),), text[: len(text) - len(text[end:].lstrip())]
             return _Shape([Rendered(text, spans)], checks)
         if len(turns) > 1 and (self.turns == "together" or is_answer):
             raise BadRowError(
@@ -249,12 +230,7 @@ class ChatTemplate:
             return
         before = self._render(conversation, conversation.messages[:index]) if context else ""
         if closing[0] in text[common_length(context, before) : span[0]]:
-            raise BadRowError(
-                "reasoning after its end",
-                f"before the reasoning of message {index + 1} ({excerpt(thought.text)!r}), the chat template writes "
-                f"{closing[0]}, which ends it. Write the reasoning under reasoning_content and not in the text, and "
-                "let the generation prompt open it with data.template_arguments, such as enable_thinking: true.",
-            )
+            raise closed_thought(thought, closing[0])
 
     def _context(self, conversation: _Conversation, index: int) -> str | None:
         """Return the context of message ``index``; None if the template does not render the messages before it."""
@@ -307,7 +283,7 @@ class ChatTemplate:
                 span = find(text, piece.text, 0 if is_moved else at)
                 if span is None:
                     if demanded is not None and (piece.kind != "reasoning" or index in demanded):
-                        raise _lost(piece, role)
+                        raise lost(piece, role)
                 elif piece.is_text:
                     spans.append(span)
             if spans and not is_moved:
@@ -455,19 +431,6 @@ def _asked(number: int) -> dict[str, Any]:
 def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
-
-
-def _may_be_a_number(error: BadRowError, pieces: Sequence[Piece]) -> bool:
-    """Return whether ``error`` may be about a number of a call, which a template may write in its own form."""
-    return _PARTS["call"] in str(error) and any(piece.stand_in.startswith("77") for piece in pieces)
-
-
-def _lost(piece: Piece, role: str) -> BadRowError:
-    where = f" of message {piece.message + 1} (role {role!r})" if piece.message >= 0 else ""
-    return BadRowError(
-        _LOST,
-        f"the chat template does not render {_PARTS[piece.kind]}{where}: {excerpt(piece.text)!r}. {_CURES[piece.kind]}",
-    )
 
 
 def _any_of(tokens: Collection[str]) -> re.Pattern[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from shardmake.core.errors import ConfigError
-from shardmake.render.shell_words import is_unknown, shell_text, sourced_file, spread, unknown
+from shardmake.render.shell_words import is_unknown, shell_text, sourced_file, spread, unknown, without_content
 
 _RESERVED: Final = ("if", "then", "elif", "else", "fi", "while", "until", "do", "done", "esac", "!", "time", "{", "}")
 _DECLARES: Final = ("export", "declare", "local", "readonly", "typeset")
@@ -58,13 +58,7 @@ def read_commands(name: str, text: str) -> list[ShellCommand]:
     only = {name: given[0] for name, given in first.given.items() if len(given) == 1}
     second = _Reader(name, text, loops=first.changed, only=only)
     found = list(second.commands())
-    return [replace(one, words=[_without_content(word, second.writes) for word in one.words]) for one in found]
-
-
-def _without_content(word: str, files: set[str]) -> str:
-    """Return ``word`` with the name of one of ``files``, which the script writes itself, as what only a shell knows."""
-    name = word.rpartition("=")[2]
-    return word[: -len(name)] + unknown(name) if name in files else word
+    return [replace(one, words=[without_content(word, second.writes) for word in one.words]) for one in found]
 
 
 @dataclass
@@ -298,8 +292,7 @@ class _Reader:
         while self.text[self.at : self.at + 1] in (" ", "\t"):
             self.at += 1
         start = self.at
-        target = self._word(at_start=False)
-        self.writes.update(target if ">" in operator and "&" not in operator else ())
+        self.writes.update(word for word in self._word(at_start=False) if ">" in operator and "&" not in operator)
         if operator.lstrip("0123456789") in ("<<", "<<-"):
             self.documents.append(re.sub(r"[\\'\"]", "", self.text[start : self.at]))
 

@@ -8,7 +8,8 @@ import pytest
 from shardmake.config.chat_template import fix_clock
 from shardmake.config.formats import FORMATS
 from shardmake.core.errors import DataError
-from shardmake.data.chat import BadRowError, ChatTemplate
+from shardmake.data.bad_rows import BadRowError
+from shardmake.data.chat import ChatTemplate
 from shardmake.data.encode import Encoder
 from shardmake.data.layout import Layout
 from tests.unit.data.test_encode import MARKED, PLAIN, chat, make_tokenizer, shown
@@ -184,6 +185,14 @@ def test_an_answer_inside_the_thoughts_that_the_prompt_opens_is_a_warning_once(
     assert ["The generation prompt opens <think>" in message for message in caplog.messages] == [True]
     encoded(encoder(THINKS), {"messages": chat("u:a", "a:b")})
     assert len(caplog.messages) == 1
+
+
+def test_an_answer_ends_with_its_turn() -> None:
+    """Some templates, such as Command R7B's, write the generation prompt behind every conversation."""
+    always = PLAIN.replace("{% if add_generation_prompt %}<assistant>{% endif %}", "<assistant>")
+    own = ChatTemplate(make_tokenizer(always), frozenset({"</s>"}))
+    (answer,) = own.examples(chat("u:a", "a:b"), None, None, learn_from=1, is_answer=True)
+    assert answer.text == "<user>a</s><assistant>b</s>"
 
 
 def test_turns_are_together_or_apart_as_configured() -> None:
