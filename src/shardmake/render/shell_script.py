@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from shardmake.core.errors import ConfigError
-from shardmake.render.shell_words import is_unknown, shell_text, sourced_file, spread, unknown, without_content
+from shardmake.render.shell_words import HERE, is_unknown, shell_text, sourced_file, spread, unknown, without_content
 
 _RESERVED: Final = ("if", "then", "elif", "else", "fi", "while", "until", "do", "done", "esac", "!", "time", "{", "}")
 _DECLARES: Final = ("export", "declare", "local", "readonly", "typeset")
@@ -33,8 +33,6 @@ _SETS: Final = ("read", "let", "mapfile", "readarray", "unset", "getopts")
 _ELEMENT: Final = re.compile(r"([A-Za-z_]\w*)\[[^]]*\]\+?=")
 _LAST_ENDED: Final = re.compile(r";[;&]+(?:\s|#[^\n]*\n)*esac\s*$")
 _BREAKS: Final = " \t\n;&|()<>"
-_HERE: Final = {"PWD": ["."], "SLURM_SUBMIT_DIR": ["."]}
-"""Variables that a shell sets to the folder in which a script starts, where files are looked for."""
 _Values = ChainMap[str, list[str]]
 """Variables; the first mapping has those that the innermost block set."""
 
@@ -145,8 +143,9 @@ class _Reader:
         else:
             for name in self.functions.get(words[0], ()):
                 self._forget(name)
-            line = self._line(start)
-            inner = shell_text(words)
+            if words[0] in ("tee", "cp", "mv"):
+                self.writes.add(words[-1])
+            line, inner = self._line(start), shell_text(words)
             if inner is None:
                 yield ShellCommand(line, words)
             else:
@@ -388,7 +387,7 @@ class _Reader:
         elif rest == "{":
             self.at = self._matching(start + 1, "{", "}")
             found = _VALUE.fullmatch(self.text[start + 2 : self.at - 1])
-            if found and (values := self.values.get(found[1], _HERE.get(found[1]))) is not None:
+            if found and (values := self.values.get(found[1], HERE.get(found[1]))) is not None:
                 return (values if found[2] else values[:1] or [""]), False
         elif rest == "'" and not quoted:
             self.at += 1
@@ -397,7 +396,7 @@ class _Reader:
             return [text], True
         elif found := _PARAMETER.match(self.text, start):
             self.at = found.end()
-            if (values := self.values.get(found[0][1:], _HERE.get(found[0][1:]))) is not None:
+            if (values := self.values.get(found[0][1:], HERE.get(found[0][1:]))) is not None:
                 return values[:1] or [""], False
         else:
             self.at += 1

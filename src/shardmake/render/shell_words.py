@@ -7,6 +7,8 @@ from typing import Final
 
 _UNKNOWN: Final = 0xE100
 """Start of the private characters that stand for those of a text whose value is unknown."""
+HERE: Final = {"PWD": ["."], "SLURM_SUBMIT_DIR": ["."]}
+"""Variables that a shell sets to the folder in which a script starts, where files are looked for."""
 
 
 def unknown(text: str) -> str:

@@ -101,9 +101,9 @@ def test_the_file_of_the_program_runs_and_not_that_of_the_launcher(folder: Path)
     assert "Nothing reads this file" in texts([report])
 
 
-def test_a_file_that_the_script_writes_is_not_missing(folder: Path) -> None:
-    lines = "cat > own.json <<EOF\n{}\nEOF\ntorchrun train.py --deepspeed own.json --bf16 2>&1 | tee log\n"
-    (folder / "own.sh").write_text(lines)
+@pytest.mark.parametrize("first", ["cat > own.json <<EOF\n{}\nEOF", "tee own.json <<EOF\n{}\nEOF", "cp x own.json"])
+def test_a_file_that_the_script_writes_is_not_missing(folder: Path, first: str) -> None:
+    (folder / "own.sh").write_text(f"{first}\ntorchrun train.py --deepspeed own.json --bf16 2>&1 | tee log\n")
     (report,) = check(["own.sh"])
     assert report.errors == 0 and "names the file own.json, which only a shell knows" in texts([report])
 
