@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from shardmake.config.effects import is_allowed
 from shardmake.config.load import read_yaml
+from shardmake.config.models import Columns
 from shardmake.config.optimizers import OPTIMIZERS, TRIED
 from shardmake.core.errors import ConfigError
 from shardmake.core.nested import overlay
@@ -20,6 +21,8 @@ Values = Mapping[str, Any]
 Row = str | Callable[[Any, Values], Any]
 """Dotted key of a run that has the same value, or a function of the value and of the whole file, which returns keys and
 values of a run, or None if a run has nothing like it."""
+_SECTIONS: Final = ("dpo", "kto", "reward")
+"""Sections of a run that belong to the objective of this name."""
 _OFF: Final[tuple[Any, ...]] = (None, False, "", "none", 0, [], {})
 
 
@@ -87,6 +90,7 @@ def translate(path: Path, ranks: int, objective: str | None = None) -> Translati
     for key, value in values.items():
         row = tool.keys.get(key)
         found = _found(row, value, values) if row else None
+        untranslated |= found.pop("", {}) if found else {}
         if found is not None and all(is_allowed(*one) for one in found.items()):
             run = overlay(run, found)
         elif key in given and (found or value not in _OFF) and key not in (*tool.planned, *tool.idle, *tool.batch):
@@ -100,9 +104,14 @@ def translate(path: Path, ranks: int, objective: str | None = None) -> Translati
     run["global_batch_size"] = size[0] * size[1] * ranks
     if objective:
         run["objective"] = objective
+    made = _consistent(run)
+    for key in [key for key in given if key in tool.keys and given[key] not in _OFF]:
+        sections = {name.partition(".")[0] for name in _found(tool.keys[key], given[key], values) or {}}
+        if sections and sections <= {*_SECTIONS} - made.keys():
+            untranslated[key] = given[key]
     return Translation(
         tool.name,
-        _consistent(run),
+        made,
         {key: given[key] for key in given if key in tool.planned},
         untranslated,
         {key: value for key, value in {**defaults, **adapters}.items() if key not in given},
@@ -119,7 +128,7 @@ def _found(row: Row | None, value: Any, values: Values) -> dict[str, Any] | None
 def _consistent(run: dict[str, Any]) -> dict[str, Any]:
     """Return ``run`` without sections of other methods and objectives, and with one length."""
     objective, method = run.get("objective", "sft"), run.get("method", "full")
-    dropped = {"dpo", "kto", "reward"} - {objective} | ({"lora"} if method == "full" else set())
+    dropped = {*_SECTIONS} - {objective} | ({"lora"} if method == "full" else set())
     if objective != "sft":  # TRL pads the examples, and turns dropout off
         dropped |= {"packing"}
         run = {**run, "lora": {key: value for key, value in run.get("lora", {}).items() if key != "dropout"}}
@@ -151,7 +160,7 @@ def _precision(half: str) -> Row:
 
 def _trackers(value: Any, values: Values) -> Any:
     names = [value] if isinstance(value, str) else list(value or [])
-    return {"report_to": names} if names else None
+    return {"report_to": names} if names and names != ["none"] else None
 
 
 def _above_zero(key: str) -> Row:
@@ -216,32 +225,41 @@ _HALF: Final = {"lr_scheduler_type": "linear", "warmup_ratio": 0.0, "num_train_e
 
 _AXOLOTL_TYPES: Final = {
     "chat_template": "chat", "sharegpt": "sharegpt", "alpaca": "alpaca", "completion": "text",
-    "chat_template.default": "preference",
+    "chat_template.default": "preference", "bradley_terry.chat_template": "preference",
 }  # fmt: skip
+_AXOLOTL_COLUMNS: Final = {
+    "field_messages": "messages", "field": "text", "message_field_role": "role", "message_field_content": "content",
+    "field_chosen": "chosen", "field_rejected": "rejected",
+}  # fmt: skip
+_AXOLOTL_READ: Final = _words("path name type split data_files message_property_mappings ds_type")
 
 
 def _axolotl_data(key: str) -> Row:
     def row(value: Any, values: Values) -> Any:
-        sources = []
-        for one in value if isinstance(value, list) else []:
+        sources, left = list[dict[str, Any]](), dict[str, Any]()
+        for number, one in enumerate(value if isinstance(value, list) else []):
             kind = _AXOLOTL_TYPES.get(str(one.get("type")))
             files = one.get("data_files")
             source = str((files[0] if isinstance(files, list) else files) or one.get("path"))
-            split = one.get("split")
-            mapped = {**(one.get("message_property_mappings") or {})}
-            columns = {
-                "messages": one.get("field_messages"), "text": one.get("field"), "role": mapped.get("role"),
-                "content": mapped.get("content"), "chosen": one.get("field_chosen"),
-                "rejected": one.get("field_rejected"),
-            }  # fmt: skip
-            entry = {
-                "source": f"{source}:{split}" if split not in (None, "train") and not Path(source).exists() else source,
+            split, mapped = one.get("split"), {**(one.get("message_property_mappings") or {})}
+            named = {name: one[field] for field, name in _AXOLOTL_COLUMNS.items() if one.get(field)}
+            named |= {name: mapped.pop(name) for name in ("role", "content") if name in mapped}
+            if kind == "preference" and "messages" in named:
+                named["prompt"] = named.pop("messages")
+            is_plain = split is None or (str(split).isidentifier() and (split == "train" or not Path(source).exists()))
+            sources.append({
+                "source": f"{source}:{split}" if is_plain and split not in (None, "train") else source,
                 **({"format": kind} if kind else {}),
                 **({"subset": one["name"]} if one.get("name") else {}),
-                **({"columns": named} if (named := {name: at for name, at in columns.items() if at}) else {}),
-            }
-            sources.append(entry)
-        return {f"data.{key}": sources} if sources else None
+                **({"columns": named} if named else {}),
+            })  # fmt: skip
+            unread = {name: one[name] for name in one if name not in _AXOLOTL_READ and name not in _AXOLOTL_COLUMNS}
+            unread |= {} if kind else {"type": one.get("type")}
+            unread |= {} if is_plain else {"split": split}
+            unread |= {"message_property_mappings": mapped} if mapped else {}
+            unread |= {"data_files": files} if isinstance(files, list) and len(files) > 1 else {}
+            left |= {f"datasets[{number}].{name}": held for name, held in unread.items() if held not in _OFF}
+        return {f"data.{key}": sources, "": left} if sources else None
 
     return row
 
@@ -307,22 +325,32 @@ def _factory_data(key: str) -> Row:
         except (OSError, ValueError):
             return None
         names = [name.strip() for name in str(value).split(",")]
-        if any(name not in known for name in names):
-            return None
-        return {f"data.{key}": [_factory_source(known[name], folder) for name in names]}
+        made = [_factory_source(known.get(name), folder, values) for name in names]
+        return {f"data.{key}": made} if None not in made else None
 
     return row
 
 
-def _factory_source(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    named = entry.get("columns") or {}
+def _factory_source(entry: Any, folder: Path, values: Values) -> dict[str, Any] | None:
+    """Return a source, or None if a run has nothing like a key of ``entry``."""
+    entry = {**(entry or {})}
+    file, hub, split = entry.pop("file_name", None), entry.pop("hf_hub_url", ""), entry.pop("split", "train")
+    named, tags = {**entry.pop("columns", {})}, {**entry.pop("tags", {})}
+    is_pair, is_chat = entry.pop("ranking", False), entry.pop("formatting", "alpaca") == "sharegpt"
     alike = {"prompt": "instruction", "query": "input", "response": "output"}
-    columns = {alike.get(name, name): column for name, column in named.items() if alike.get(name, name) != column}
-    file = entry.get("file_name")
+    if is_pair or values.get("stage") == "pt":
+        alike = {"prompt": "prompt" if is_pair else "text", "messages": "prompt"}
+    columns = {alike.get(name, name): column for name, column in named.items()}
+    if is_chat:
+        usual = {"role": "from", "content": "value"} if is_pair else {}
+        columns |= usual | {name: tags.pop(f"{name}_tag") for name in ("role", "content") if f"{name}_tag" in tags}
+    extra = {name: entry.pop(name) for name in ("subset", "num_samples") if name in entry}
+    if not (file or hub) or entry or not str(split).isidentifier() or not columns.keys() <= Columns.model_fields.keys():
+        return None
     return {
-        "source": str(folder / file) if file else entry.get("hf_hub_url", ""),
-        **({"columns": columns} if columns else {}),
-        **({"subset": entry["subset"]} if entry.get("subset") else {}),
+        "source": str(folder / file) if file else hub + ("" if split == "train" else f":{split}"),
+        **({"columns": kept} if (kept := {k: at for k, at in columns.items() if k != at or is_chat}) else {}),
+        **{{"num_samples": "limit"}.get(name, name): held for name, held in extra.items()},
     }
 
 
@@ -339,6 +367,7 @@ LLAMA_FACTORY: Final = Tool(
         }) or None,
         "lora_target": _lora_targets, "cutoff_len": "sequence_length", "dataset": _factory_data("train"),
         "eval_dataset": _factory_data("eval"), "packing": "packing", "neat_packing": _if_true(packing=True),
+        "enable_thinking": lambda value, values: {"data.template_arguments": {"enable_thinking": value}},
         "val_size": _above_zero("data.eval_fraction"),
         "train_on_prompt": _if_true(data__loss_on="all"), "pref_beta": _beta, "pref_loss": _loss_types,
         "kto_chosen_weight": "kto.desirable_weight", "kto_rejected_weight": "kto.undesirable_weight",
@@ -395,7 +424,10 @@ TRL: Final = Tool(
 )  # fmt: skip
 
 TOOLS: Final = (AXOLOTL, LLAMA_FACTORY, TRL)
-_ADVICE: Final = {"warmup_steps": " (set warmup_ratio to these steps divided by those that the plan prints)"}
+_ADVICE: Final = {
+    "beta": " (give --objective dpo or kto)",
+    "warmup_steps": " (set warmup_ratio to these steps divided by those that the plan prints)",
+}
 
 
 def describe_untranslated(made: Translation) -> Iterator[str]:

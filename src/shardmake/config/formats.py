@@ -33,7 +33,7 @@ class FormatSpec:
 _MESSAGE: Final = {"role": "role", "content": "content"}
 _BESIDE: Final = {"tools": "tools", "template_arguments": "chat_template_kwargs"}
 FORMATS: Final[Mapping[DataFormat, FormatSpec]] = {
-    "chat": FormatSpec({"messages": "messages"}, _BESIDE, _MESSAGE),
+    "chat": FormatSpec({"messages": "messages"}, {**_BESIDE, "system": "system"}, _MESSAGE),
     "sharegpt": FormatSpec(
         {"messages": "conversations"}, {**_BESIDE, "system": "system"}, {"role": "from", "content": "value"}
     ),

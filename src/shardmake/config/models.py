@@ -122,7 +122,8 @@ class Columns(Section):
     """Names of the columns, if they differ from those that `format` reads."""
 
     messages: str | None = Field(
-        None, description="List of messages. Without it, `messages` for chat and `conversations` for sharegpt."
+        None,
+        description="List of messages. Without it, `messages` for chat and `conversations` for sharegpt, or the other.",
     )
     role: str | None = Field(None, description="Key of a message's role. Without it, `role`, and `from` for sharegpt.")
     content: str | None = Field(
@@ -132,7 +133,7 @@ class Columns(Section):
     template_arguments: str | None = Field(
         None, description="Arguments of the chat template for one row. Without it, `chat_template_kwargs`."
     )
-    system: str | None = Field(None, description="Text of the system message, for sharegpt and alpaca.")
+    system: str | None = Field(None, description="Text of the system message, for chat, sharegpt and alpaca.")
     prompt: str | None = Field(None, description="Prompt, for prompt-completion, preference and unpaired-preference.")
     completion: str | None = Field(None, description="Completion, for prompt-completion and unpaired-preference.")
     label: str | None = Field(None, description="If the completion is desirable, for unpaired-preference.")

@@ -18,7 +18,8 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from shardmake.config.chat_template import fix_clock
-from shardmake.core.errors import DataError, ModelError
+from shardmake.core.errors import ModelError
+from shardmake.data.bad_rows import LOST, BadRowError, closed_thought, lost, may_be_a_number
 from shardmake.data.layout import Message, is_unlearned
 from shardmake.data.placeholders import (
     Piece,
@@ -26,7 +27,6 @@ from shardmake.data.placeholders import (
     Span,
     as_written,
     common_length,
-    excerpt,
     fill,
     find,
     hidden_pieces,
@@ -49,27 +49,7 @@ _MARK: Final = r"<\|[^<>|\s]{1,40}\|>|</?\w{1,20}>|\[/?\w{1,20}\]"
 _MOST_SHAPES: Final = 1024
 _NEXT: Final = 10**6
 """Number of the placeholder of a message that follows."""
-_LOST: Final = "a part that the chat template does not render"
-_CURES: Final = {
-    "content": "Use a role that the template renders (data.format: sharegpt reads names such as human and gpt), or "
-    "name a template that does with data.chat_template.",
-    "reasoning": "Remove the reasoning, or name a template that renders it with data.chat_template.",
-    "call": "Name a template that renders calls of tools with data.chat_template.",
-    "tools": "Name a template that renders tools with data.chat_template.",
-}
-_PARTS: Final = {"content": "the text", "reasoning": "the reasoning", "call": "a call of a tool", "tools": "the tools"}
 logger = logging.getLogger(__name__)
-
-
-class BadRowError(DataError):
-    """A row that cannot be learned; rows with the same ``cause`` are counted together."""
-
-    def __init__(self, cause: str, message: str) -> None:
-        super().__init__(message)
-        self.cause = cause
-
-    def __reduce__(self) -> tuple[type, tuple[str, str]]:
-        return type(self), (self.cause, str(self))
 
 
 class _Check(NamedTuple):
@@ -117,6 +97,8 @@ class ChatTemplate:
     """The day for a template that reads the clock."""
     _shapes: dict[str, "_Shape | BadRowError"] = field(default_factory=dict, repr=False)
     _templates: dict[bool, str] = field(default_factory=dict, repr=False)
+    _opened: set[str] = field(default_factory=set, repr=False)
+    """Marks of generation prompts of which a warning was logged."""
 
     def examples(
         self,
@@ -148,8 +130,8 @@ class ChatTemplate:
             except BadRowError as error:
                 self._shapes[key] = error
         shape = self._shapes[key]
-        if isinstance(shape, BadRowError) and shape.cause == _LOST and not _may_be_a_number(shape, pieces):
-            raise BadRowError(_LOST, real_text(str(shape), pieces))
+        if isinstance(shape, BadRowError) and shape.cause == LOST and not may_be_a_number(shape, pieces):
+            raise BadRowError(LOST, real_text(str(shape), pieces))
         conversation = self._conversation(messages, tools, arguments, pieces)
         filled = self._filled(shape, conversation) if isinstance(shape, _Shape) else None
         return filled or analyse(conversation).examples
@@ -179,7 +161,8 @@ class ChatTemplate:
         if shared and (self.turns != "apart" or is_answer or len(turns) < 2):
             spans = tuple((turn.start, turn.end) for turn in turns)
             if is_answer and spans:
-                spans = ((spans[0][0], spans[-1][1]),)
+                end = spans[-1][1]
+                spans, text = ((spans[0][0], end),), text[: len(text) - len(text[end:].lstrip())]
             return _Shape([Rendered(text, spans)], checks)
         if len(turns) > 1 and (self.turns == "together" or is_answer):
             raise BadRowError(
@@ -210,15 +193,44 @@ class ChatTemplate:
             start = regions[index][0]
             prompt = context[common_length(context, self._render(conversation, conversation.messages[:index])) :]
             after = seam(context, whole, (regions[index - 1][1], start), prompt, self._marks)
+            self._warn_of_open(prompt, whole[regions[index - 1][1] : start], whole[after:start])
             text, start = context + whole[after:], len(context)
             checks.append(_Check(index, True, context))
         end = self._locate(text, conversation, index + 1, {index}, start)[index][1]
+        self._check_thought(text, conversation, index, start, context or "")
         stop = self._ends.search(text, max(start, end))
         if stop is None:
             text += self._end_after(conversation, index, whole)
         elif count > index + 1:
             text = text[: stop.end()]
         return _Turn(text, start, stop.end() if stop else len(text), checks)
+
+    def _warn_of_open(self, prompt: str, header: str, rest: str) -> None:
+        """Log a warning once if the ``prompt`` of generation opens what ``header`` lacks and ``rest`` does not end."""
+        mark = next(iter(self._marks.findall(prompt)[::-1]), "")
+        is_open = re.fullmatch(r"<[\w:]+>", mark) and mark not in header and not self._marks.search(rest)
+        if is_open and mark not in self._opened:
+            self._opened.add(mark)
+            logger.warning(
+                f"The generation prompt opens {mark}, and answers without reasoning do not end it, so the model "
+                "learns to answer where servers expect reasoning. Give each answer its reasoning, or set "
+                "data.template_arguments or data.chat_template so that the prompt does not open it."
+            )
+
+    def _check_thought(self, text: str, conversation: _Conversation, index: int, start: int, context: str) -> None:
+        """Raise `BadRowError` if the mark that ends the reasoning of message ``index`` is already before it.
+
+        The generation prompt may have it, without the template argument that asks for reasoning, or the template writes
+        an empty reasoning before one that is in the text.
+        """
+        thought = next((one for one in conversation.pieces if (one.message, one.kind) == (index, "reasoning")), None)
+        span = find(text, thought.text, start) if thought else None
+        closing = self._marks.search(text, span[1]) if span else None
+        if thought is None or span is None or closing is None:
+            return
+        before = self._render(conversation, conversation.messages[:index]) if context else ""
+        if closing[0] in text[common_length(context, before) : span[0]]:
+            raise closed_thought(thought, closing[0])
 
     def _context(self, conversation: _Conversation, index: int) -> str | None:
         """Return the context of message ``index``; None if the template does not render the messages before it."""
@@ -271,7 +283,7 @@ class ChatTemplate:
                 span = find(text, piece.text, 0 if is_moved else at)
                 if span is None:
                     if demanded is not None and (piece.kind != "reasoning" or index in demanded):
-                        raise _lost(piece, role)
+                        raise lost(piece, role)
                 elif piece.is_text:
                     spans.append(span)
             if spans and not is_moved:
@@ -419,19 +431,6 @@ def _asked(number: int) -> dict[str, Any]:
 def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
-
-
-def _may_be_a_number(error: BadRowError, pieces: Sequence[Piece]) -> bool:
-    """Return whether ``error`` may be about a number of a call, which a template may write in its own form."""
-    return _PARTS["call"] in str(error) and any(piece.stand_in.startswith("77") for piece in pieces)
-
-
-def _lost(piece: Piece, role: str) -> BadRowError:
-    where = f" of message {piece.message + 1} (role {role!r})" if piece.message >= 0 else ""
-    return BadRowError(
-        _LOST,
-        f"the chat template does not render {_PARTS[piece.kind]}{where}: {excerpt(piece.text)!r}. {_CURES[piece.kind]}",
-    )
 
 
 def _any_of(tokens: Collection[str]) -> re.Pattern[str]:

@@ -150,7 +150,8 @@ def _spans(tokenizer: "PreTrainedTokenizerBase", text: Rendered, ids: list[int],
     """Return the tokens of each learned span.
 
     Where a token joins the end of a context with what follows, the span begins at the first token that differs from
-    those of the context.
+    those of the context. A token that also has what follows the span belongs to it, such as an end of a turn that
+    takes the space after it (``rstrip``).
     """
 
     def first(at: int) -> tuple[int, bool]:
@@ -169,7 +170,8 @@ def _spans(tokenizer: "PreTrainedTokenizerBase", text: Rendered, ids: list[int],
             found.append((common(start) if start else 0, common(end)))
             continue
         token, is_whole = first(start) if start else (0, True)
-        found.append((token if is_whole else min(token, common(start)), first(end)[0]))
+        last, is_next = first(end)
+        found.append((token if is_whole else common(start), last if is_next else last + 1))
     return found
 
 

@@ -1,6 +1,7 @@
 """The examples of a run: their sources, their layout, and their encoding; used by the data stage and by the plan."""
 
 import logging
+import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -17,11 +18,11 @@ from shardmake.config.formats import DataFormat
 from shardmake.config.models import Run
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.core.atomic import digest
-from shardmake.core.errors import DataError, ModelError, ShardmakeError
+from shardmake.core.errors import ConfigError, DataError, ModelError, ShardmakeError
 from shardmake.data.chat import ChatTemplate
 from shardmake.data.encode import Encoder, Tokens, loss_on_assistant
 from shardmake.data.files import RawRow, Row, open_row
-from shardmake.data.layout import Layout, check_named, recognize
+from shardmake.data.layout import MESSAGE_KEYS, Layout, check_named, recognize
 from shardmake.data.packing import KEPT, fit, fit_pair
 from shardmake.data.placeholders import Rendered
 from shardmake.data.sources import EVAL_SPLITS, FIRST_ROWS, TRAIN_SPLITS, Source, first_rows, locate
@@ -147,7 +148,16 @@ def day_of(rundir: RunDir) -> date:
 
 
 def open_chat_template(run: Run, tokenizer: "PreTrainedTokenizerBase", day: date) -> ChatTemplate:
-    """Return the chat template of ``run``; ``day`` is for a template that reads the clock."""
+    """Return the chat template of ``run``; ``day`` is for a template that reads the clock.
+
+    Raises `ConfigError` for an argument that the template does not read.
+    """
+    template = tokenizer.chat_template
+    for name in run.data.template_arguments if template is not None else ():
+        if not re.search(rf"\b{re.escape(name)}\b", str(template)):
+            raise ConfigError(
+                f"data.template_arguments.{name}: the chat template does not read it. Correct or remove it."
+            )
     stops = [token for token in _stop_ids(run) | {tokenizer.eos_token_id} if token is not None]
     texts = frozenset(text for text in tokenizer.convert_ids_to_tokens(sorted(stops)) if text)
     return ChatTemplate(tokenizer, texts, run.data.template_arguments, run.data.turns, day)
@@ -171,8 +181,20 @@ def make_encoder(part: Part, chat: ChatTemplate, *, log: bool = True) -> Encoder
     layout, run = part.layout, part.run
     unused = [column for column in _columns_of(part.rows) if column not in layout.columns.values()]
     rest = f" Columns that are not used: {', '.join(unused)}." if unused else ""
+    if keys := sorted(_unread_keys(part, chat)):
+        rest += f" Keys of messages that are not used: {', '.join(keys)}."
     logger.log(logging.INFO if log else logging.DEBUG, f"{part.source}: the examples are in the format {layout}.{rest}")
     return Encoder(chat, layout, loss_on_assistant(run.data, layout.format), OBJECTIVES[run.objective].cuts)
+
+
+def _unread_keys(part: Part, chat: ChatTemplate) -> set[str]:
+    """Return the keys of messages with a value that neither the layout nor the chat template reads."""
+    lists = (value for row in part.rows for value in row.example.values() if isinstance(value, list))
+    messages = (one for one in chain.from_iterable(lists) if isinstance(one, dict))
+    role, template = part.layout.columns.get("role"), str(chat.tokenizer.chat_template)
+    keys = {key for one in messages if role in one for key, value in one.items() if value not in (None, "", [])}
+    unread = keys - {*MESSAGE_KEYS, *part.layout.columns.values()}
+    return {key for key in unread if not re.search(rf"\b{re.escape(key)}\b", template)}
 
 
 @cache

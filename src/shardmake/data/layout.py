@@ -19,6 +19,8 @@ Example = Mapping[str, Any]
 Message = Mapping[str, Any]
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message that hold what the model thinks before it answers."""
+MESSAGE_KEYS: Final = (*_REASONING, "tool_calls", "function_call", "tool_call_id", "weight")
+"""Keys of a message with a meaning of their own, beside its role and its text."""
 _CALL: Final = '{"function": {"name": "...", "arguments": {...}}}'
 _ROLES: Final[Mapping[str, str]] = {
     "system": "system",
@@ -30,12 +32,14 @@ _ROLES: Final[Mapping[str, str]] = {
     "chatgpt": "assistant",
     "model": "assistant",
     "bot": "assistant",
+    "function_call": "assistant",
     "tool": "tool",
     "function": "tool",
     "observation": "tool",
     "ipython": "tool",
 }
 """Roles of ShareGPT, and the roles that chat templates use for them."""
+_OTHER_COLUMN: Final[Mapping[str, str]] = {"chat": "conversations", "sharegpt": "messages"}
 _MEDIA: Final = ("image", "images", "video", "videos", "audio", "audios")
 """Columns of data sets whose conversations refer to images, films or sounds."""
 
@@ -123,6 +127,8 @@ class Layout:
         """Return the system message of a column of its own, if there is one."""
         text = self._optional_text(example, "system")
         if text and messages[0]["role"] == "system":
+            if messages[0]["content"].strip() == text.strip():
+                return []
             raise DataError(
                 f"there are two system messages, one in {self.columns['system']} and one in "
                 f"{self.columns['messages']}. Remove one."
@@ -159,7 +165,7 @@ class Layout:
 
     def _messages(self, example: Example, column: str) -> list[Message]:
         role, content, name = self.columns["role"], self.columns["content"], self.columns[column]
-        messages = example[name]
+        messages = [example[name]] if isinstance(example[name], dict) else example[name]
         is_list = isinstance(messages, list) and messages and all(isinstance(m, dict) and role in m for m in messages)
         if not is_list:
             raise DataError(f"{name} is not a list of messages, each with a {role} and a {content}.")
@@ -174,7 +180,11 @@ class Layout:
     def _message(self, message: Message, role: str, content: str) -> Message:
         """Return ``message`` under the usual keys; errors begin with the rest of its place."""
         rest = {key: value for key, value in message.items() if key not in (role, content) and value is not None}
-        calls = _calls(rest.pop("tool_calls", None), ".tool_calls")
+        older, calls = rest.pop("function_call", None), _calls(rest.pop("tool_calls", None), ".tool_calls")
+        calls = calls or _calls([older] if older else None, ".function_call")
+        if self.format == "sharegpt" and message[role] == "function_call":
+            made = _parsed(message.get(content), f".{content} is", _CALL, None)
+            message, calls = {**message, content: ""}, _calls(made if isinstance(made, list) else [made], f".{content}")
         if message.get(content) is None and not calls:
             raise DataError(f" has no {content}. Its keys: {', '.join(message)}.")
         found = {"role": self._role(message[role], role), "content": _join(message.get(content), f".{content}"), **rest}
@@ -201,7 +211,7 @@ class Layout:
     def _role(self, role: Any, name: str) -> str:
         if not isinstance(role, str):
             raise DataError(f".{name} is {type(role).__name__}, not text.")
-        if self.format != "sharegpt":
+        if self.format != "sharegpt" and name != "from":
             return role
         if role not in _ROLES:
             raise DataError(f".{name} is {role!r}.{nearest(role, _ROLES)} Allowed: {', '.join(_ROLES)}.")
@@ -305,6 +315,10 @@ def recognize(data: Data, objective: Objective, first: Example, place: str) -> L
 
     layouts = layouts_of(objective)
     fitting = [layout for layout in layouts if data.format != "auto" or _fits(layout, first)]
+    if not fitting and "messages" not in named:  # the column of one kind of conversation with the keys of the other
+        mixed = [(one, _OTHER_COLUMN[one.format]) for one in layouts if one.format in _OTHER_COLUMN]
+        swapped = [Layout(one.format, {**one.columns, "messages": column}) for one, column in mixed]
+        fitting = [layout for layout in swapped if _fits(layout, first)]
     if len(fitting) > 1:
         raise DataError(
             f"{place}: the columns fit several formats: {', '.join(map(str, fitting))}. Set data.format to one of them."

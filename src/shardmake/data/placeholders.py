@@ -76,9 +76,9 @@ def hide_texts(messages: Sequence[Message], tools: Any) -> tuple[list[dict[str, 
         found, content = dict(message), message["content"]
         if message.get("reasoning_content"):
             found["reasoning_content"] = hide(index, "reasoning", message["reasoning_content"])
-        if message["role"] == "assistant" and "</think>" in content:
-            head, mark, answer = content.rpartition("</think>")
-            before, tag, thought = head.rpartition("<think>")
+        head, mark, answer = content.rpartition("</think>") if message["role"] == "assistant" else ("", "", content)
+        before, tag, thought = head.rpartition("<think>")
+        if mark and not before.strip():  # else, the answer is about these marks
             content = before + tag + hide(index, "reasoning", thought) + mark + hide(index, "content", answer)
         else:
             content = hide(index, "content", content)
@@ -191,13 +191,14 @@ def seam(context: str, whole: str, between: Span, prompt: str, marks: re.Pattern
     """Return where an answer follows in ``whole``, which does not begin with its ``context``.
 
     It is after the longest beginning of the generation ``prompt`` that is ``between`` the message before and the
-    answer, or else after the common beginning of both texts, if that has all messages, or else after the longest end
-    of ``context``. No special token, of the pattern ``marks``, is cut.
+    answer, and after an end of the prompt that follows there, or else after the common beginning of both texts, if that
+    has all messages, or else after the longest end of ``context``. No special token, of the pattern ``marks``, is cut.
     """
     floor, start = between
     for end in [found.end() for found in re.finditer(f"{marks.pattern}|(?s:.)", prompt)][::-1]:
         if (at := whole.rfind(prompt[:end], floor, start)) >= 0:
-            return at + end
+            rest = [prompt[mark.start() :] for mark in marks.finditer(prompt, end)]
+            return at + end + next((len(one) for one in rest if whole.startswith(one, at + end)), 0)
     common = common_length(context, whole)
     if common >= floor:
         return next((mark.start() for mark in marks.finditer(whole) if mark.start() < common < mark.end()), common)

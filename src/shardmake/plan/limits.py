@@ -193,7 +193,7 @@ def _requirements(plan: Plan, cluster: Cluster) -> Iterator[_Requirement]:
         )
     yield _Requirement(
         f" with {wanted.memory_gib} GiB of memory each",
-        lambda group: group.memory_mib >= wanted.memory_gib * 1024,
+        lambda group: slurm.memory == "none" or group.memory_mib >= wanted.memory_gib * 1024,
         lambda groups: f"; its nodes have up to {max(group.memory_mib for group in groups) / 1024:.0f} GiB",
         "Set memory_gib_per_node in the cluster file to what its nodes have.",
     )

@@ -245,7 +245,7 @@ def _of_command(command: command_lines.Command, sources: Sequence[ConfigFile]) -
         if flag.replace("-", "_") == "__deepspeed_config_file" and arguments.deepspeed is None:
             _add(training, command.flags[index + 1], "Accelerate", "deepspeed_config_file", Path())
             training.named_by_trainer = False
-    _add_named(training)
+    _add_named(training, arguments.deepspeed)
     return training
 
 
@@ -281,15 +281,18 @@ def _add(
     return None
 
 
-def _add_named(training: Training) -> None:
-    """Add the DeepSpeed file that the training arguments or the Accelerate file name; theirs is the one that runs."""
+def _add_named(training: Training, by_option: str | None = None) -> None:
+    """Add the DeepSpeed file that the training arguments or the Accelerate file name; theirs is the one that runs.
+
+    The program's option names ``by_option``, whose file is already added.
+    """
     values = training.files["training"].values if "training" in training.files else {}
     section = training.files["accelerate"].values.get("deepspeed_config") if "accelerate" in training.files else None
     by_accelerate = section.get("deepspeed_config_file") if isinstance(section, dict) else None
-    by_trainer = values.get("deepspeed")
+    by_trainer = values.get("deepspeed") if by_option is None else by_option
     if isinstance(by_trainer, dict):
         training.files["deepspeed"] = ConfigFile("deepspeed", training.files["training"].name, by_trainer)
-    elif by_trainer:
+    elif by_trainer and by_option is None:
         _add(training, by_trainer, "Trainer", "deepspeed", Path(training.files["training"].name).parent)
     if by_trainer and by_accelerate and by_accelerate != by_trainer:
         effect = "Nothing reads this file: the one that the training arguments name is used."

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from shardmake.core.errors import ConfigError
-from shardmake.render.shell_words import is_unknown, shell_text, sourced_file, spread, unknown
+from shardmake.render.shell_words import HERE, is_unknown, shell_text, sourced_file, spread, unknown, without_content
 
 _RESERVED: Final = ("if", "then", "elif", "else", "fi", "while", "until", "do", "done", "esac", "!", "time", "{", "}")
 _DECLARES: Final = ("export", "declare", "local", "readonly", "typeset")
@@ -54,7 +54,9 @@ def read_commands(name: str, text: str) -> list[ShellCommand]:
     first = _Reader(name, text)
     list(first.commands())
     only = {name: given[0] for name, given in first.given.items() if len(given) == 1}
-    return list(_Reader(name, text, loops=first.changed, only=only).commands())
+    second = _Reader(name, text, loops=first.changed, only=only)
+    found = list(second.commands())
+    return [replace(one, words=[without_content(word, second.writes) for word in one.words]) for one in found]
 
 
 @dataclass
@@ -94,6 +96,8 @@ class _Reader:
     blocks: list[_Block] = field(default_factory=list)
     documents: list[str] = field(default_factory=list)
     """Delimiters of here-documents whose text begins on the next line."""
+    writes: set[str] = field(default_factory=set)
+    """Files to which the output of a command goes."""
 
     # --- commands ---
 
@@ -139,8 +143,9 @@ class _Reader:
         else:
             for name in self.functions.get(words[0], ()):
                 self._forget(name)
-            line = self._line(start)
-            inner = shell_text(words)
+            if words[0] in ("tee", "cp", "mv"):
+                self.writes.add(words[-1])
+            line, inner = self._line(start), shell_text(words)
             if inner is None:
                 yield ShellCommand(line, words)
             else:
@@ -286,7 +291,7 @@ class _Reader:
         while self.text[self.at : self.at + 1] in (" ", "\t"):
             self.at += 1
         start = self.at
-        self._word(at_start=False)
+        self.writes.update(word for word in self._word(at_start=False) if ">" in operator and "&" not in operator)
         if operator.lstrip("0123456789") in ("<<", "<<-"):
             self.documents.append(re.sub(r"[\\'\"]", "", self.text[start : self.at]))
 
@@ -382,7 +387,7 @@ class _Reader:
         elif rest == "{":
             self.at = self._matching(start + 1, "{", "}")
             found = _VALUE.fullmatch(self.text[start + 2 : self.at - 1])
-            if found and (values := self.values.get(found[1])) is not None:
+            if found and (values := self.values.get(found[1], HERE.get(found[1]))) is not None:
                 return (values if found[2] else values[:1] or [""]), False
         elif rest == "'" and not quoted:
             self.at += 1
@@ -391,7 +396,7 @@ class _Reader:
             return [text], True
         elif found := _PARAMETER.match(self.text, start):
             self.at = found.end()
-            if (values := self.values.get(found[0][1:])) is not None:
+            if (values := self.values.get(found[0][1:], HERE.get(found[0][1:]))) is not None:
                 return values[:1] or [""], False
         else:
             self.at += 1

@@ -7,6 +7,8 @@ from typing import Final
 
 _UNKNOWN: Final = 0xE100
 """Start of the private characters that stand for those of a text whose value is unknown."""
+HERE: Final = {"PWD": ["."], "SLURM_SUBMIT_DIR": ["."]}
+"""Variables that a shell sets to the folder in which a script starts, where files are looked for."""
 
 
 def unknown(text: str) -> str:
@@ -71,3 +73,9 @@ def sourced_file(word: str, folder: Path) -> Path | None:
     with contextlib.suppress(OSError):  # a name that is too long, a folder that others cannot enter
         return next((path.resolve() for path in places if path.is_file() and path.stat().st_size < 1 << 20), None)
     return None
+
+
+def without_content(word: str, files: set[str]) -> str:
+    """Return ``word`` with the name of one of ``files``, which the script writes itself, as what only a shell knows."""
+    name = word.rpartition("=")[2]
+    return word[: -len(name)] + unknown(name) if name in files else word

@@ -54,6 +54,12 @@ def run_of(values: dict[str, Any], objective: str | None = None) -> tuple[dict[s
     return run.model_dump(exclude_unset=True, exclude_none=True), {*made.planned}, {*made.untranslated}
 
 
+def translate_of(values: dict[str, Any]) -> set[str]:
+    """Return the keys of a file that a run, not complete without them, does not have."""
+    Path("file.yaml").write_text(yaml.safe_dump(values))
+    return {*translate(Path("file.yaml"), 4).untranslated}
+
+
 def test_a_file_of_axolotl() -> None:
     run, planned, untranslated = run_of(AXOLOTL)
     assert run == {
@@ -115,6 +121,30 @@ def test_a_value_that_a_run_cannot_have_is_listed(values: dict[str, Any], key: s
     run, _, untranslated = run_of({**values, key: value})
     assert key in untranslated and repr(value) not in str(run)
     assert key != "warmup_steps" or "warmup_ratio" not in run, "a default that the tool would not use"
+
+
+def test_what_a_data_set_says_is_translated_or_listed() -> None:
+    """Keys of one data set, and those of an objective that the run does not have."""
+    pair = {"path": "org/x", "type": "chat_template.default", "field_messages": "turns", "split": "train[:9%]"}
+    run, _, left = run_of(
+        {**AXOLOTL, "rl": "dpo", "sample_packing": False, "datasets": [pair | {"roles": {"user": ["u"]}}]}
+    )
+    assert run["data"]["train"] == [{"source": "org/x", "format": "preference", "columns": {"prompt": "turns"}}]
+    assert {"datasets[0].split", "datasets[0].roles"} <= left
+    assert "datasets[0].type" in run_of({**AXOLOTL, "datasets": [{"path": "x", "type": "alpaca:phi"}]})[2]
+    chats = {"file_name": "c.json", "formatting": "sharegpt", "columns": {"messages": "turns"}, "num_samples": 5}
+    info = {
+        "chats": chats | {"tags": {"role_tag": "who", "content_tag": "what"}},
+        "odd": chats | {"key_of_tomorrow": 1},
+    }
+    Path("data/dataset_info.json").write_text(json.dumps(info))
+    sft = {**FACTORY, "stage": "sft", "dataset": "chats", "enable_thinking": False, "report_to": "none"}
+    run, _, left = run_of(sft)
+    columns = {"messages": "turns", "role": "who", "content": "what"}
+    assert run["data"]["train"] == [{"source": "data/c.json", "columns": columns, "limit": 5}]
+    assert run["data"]["template_arguments"] == {"enable_thinking": False}
+    assert "report_to" not in left and {"pref_beta", "pref_loss"} <= left
+    assert "dataset" in translate_of({**sft, "dataset": "odd"})
 
 
 @pytest.mark.parametrize(

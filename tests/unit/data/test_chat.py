@@ -8,7 +8,8 @@ import pytest
 from shardmake.config.chat_template import fix_clock
 from shardmake.config.formats import FORMATS
 from shardmake.core.errors import DataError
-from shardmake.data.chat import BadRowError, ChatTemplate
+from shardmake.data.bad_rows import BadRowError
+from shardmake.data.chat import ChatTemplate
 from shardmake.data.encode import Encoder
 from shardmake.data.layout import Layout
 from tests.unit.data.test_encode import MARKED, PLAIN, chat, make_tokenizer, shown
@@ -26,6 +27,11 @@ NEXT_ENDS = LOOP % (
 OPENS = LOOP % (
     "<{{ m.role }}>{% if m.role == 'assistant' %}T{{ m.reasoning_content or '' }}/{% endif %}{{ m.content }}</s>",
     "T",
+)
+THINKS = LOOP % (
+    "<{{ m.role }}>{% if m.role == 'assistant' %}<think>{{ m.reasoning_content or '' }}</think>{% endif %}"
+    "{{ m.content }}</s>",
+    "<think></think>",
 )
 ENDS_LAST = LOOP % ("<{{ m.role }}>{{ m.content }}{% if loop.last or m.role != 'assistant' %}</s>{% endif %}", "")
 OPENS_NO_MORE = LOOP % (MESSAGE, "T")
@@ -123,6 +129,8 @@ LEARNED: list[tuple[str, str, Row, list[str]]] = [
      ["<user>a</s><assistant>[s</s>]<user>user</s><assistant>[</s></s>]"]),
     ("thoughts in the text", PLAIN, {"messages": chat("u:a", "a:<think>z</think> b")},
      ["<user>a</s><assistant>[<think>z</think> b</s>]"]),
+    ("a prompt of whose two marks the turn has the last", THINKS.replace("<think>{{ m.reasoning_content or '' }}", ""),
+     {"messages": chat("u:a", "a:b")}, ["<user>a</s><assistant><think></think>[b</s>]"]),
     ("an end that is text", PLAIN.replace("</s>", "<|e|>"), {"messages": chat("u:a", "a:b", "u:c")},
      ["<user>a<|e|><assistant>[b<|e|>]<user>c<|e|>"]),
     ("nothing to learn", PLAIN, {"messages": chat("u:a")}, ["<user>a</s>"]),
@@ -136,6 +144,12 @@ REFUSED: list[tuple[str, str, Row, str]] = [
      r"the text of message 3 \(role 'tool'\): 'b'"),
     ("lost call", PLAIN, {"messages": [*chat("u:a"), CALL]}, r"a call of a tool of message 2 .* 'f'"),
     ("lost tools", PLAIN, {"messages": chat("u:a", "a:b"), "tools": [{"function": {"name": "f"}}]}, "the tools: 'f'"),
+    ("thoughts after a prompt that ends them", THINKS, {"messages": [*chat("u:a"), THOUGHT]},
+     "before the reasoning of message 2 .'z'., the chat template writes </think>, .* enable_thinking: true"),
+    ("thoughts in the text after empty ones", THINKS.replace("<assistant><think></think>", "<assistant>"),
+     {"messages": chat("u:a", "a:<think>z</think>b")}, "before the reasoning of message 2 .*reasoning_content"),
+    ("a text about marks of thoughts", LOOP % ("<{{ m.role }}>{{ m.content.split('</think>')[-1] }}</s>", ""),
+     {"messages": chat("u:a", "a:b<think>z</think>c")}, "does not render the text of message 2"),
     ("lost thoughts", PLAIN, {"messages": [*chat("u:a"), THOUGHT]}, "the reasoning of message 2 .* 'z'"),
 ]  # fmt: skip
 
@@ -158,6 +172,27 @@ def test_what_follows_the_context_of_inference_is_learned(name: str, template: s
 def test_what_the_template_loses_is_named(name: str, template: str, row: Row, message: str) -> None:
     with pytest.raises(BadRowError, match=message):
         encoded(encoder(template), row)
+
+
+def test_an_answer_inside_the_thoughts_that_the_prompt_opens_is_a_warning_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    opens = encoder(LOOP % (MESSAGE, "<think>"))
+    for answer in "bc":
+        assert encoded(opens, {"messages": chat("u:a", f"a:{answer}")}) == [
+            f"<user>a</s><assistant><think>[{answer}</s>]"
+        ]
+    assert ["The generation prompt opens <think>" in message for message in caplog.messages] == [True]
+    encoded(encoder(THINKS), {"messages": chat("u:a", "a:b")})
+    assert len(caplog.messages) == 1
+
+
+def test_an_answer_ends_with_its_turn() -> None:
+    """Some templates, such as Command R7B's, write the generation prompt behind every conversation."""
+    always = PLAIN.replace("{% if add_generation_prompt %}<assistant>{% endif %}", "<assistant>")
+    own = ChatTemplate(make_tokenizer(always), frozenset({"</s>"}))
+    (answer,) = own.examples(chat("u:a", "a:b"), None, None, learn_from=1, is_answer=True)
+    assert answer.text == "<user>a</s><assistant>b</s>"
 
 
 def test_turns_are_together_or_apart_as_configured() -> None:

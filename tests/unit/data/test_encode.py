@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from shardmake.config.formats import FORMATS
@@ -118,6 +118,17 @@ def test_a_token_across_the_seam_is_learned() -> None:
     )
     encoder = make_encoder(tokenizer, "prompt-completion")
     assert shown(tokenizer, encode(encoder, {"prompt": "aa", "completion": "ba"})) == "a[aba</s>]"
+
+
+@pytest.mark.parametrize("answer", ["b", " b", ""])
+def test_special_tokens_that_take_the_space_after_them_are_learned_at_the_end_alone(answer: str) -> None:
+    """As those of Phi-3: the end of a turn has the line break, and the header a space before the answer."""
+    tokenizer = make_tokenizer(PLAIN.replace("</s>", "</s>\n"))
+    strips = [AddedToken(token, special=True, normalized=False, rstrip=True) for token in (*ROLES, "</s>")]
+    tokenizer.backend_tokenizer.add_special_tokens(strips)
+    found = encode(make_encoder(tokenizer, "chat"), {"messages": chat("u:a", f"a:{answer}", "u:c", "a:d")})
+    expected = f"<user>a</s><assistant>[{answer.strip()}</s>]<user>c</s><assistant>[d</s>]"
+    assert shown(tokenizer, found) == expected
 
 
 @pytest.mark.parametrize(

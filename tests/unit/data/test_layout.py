@@ -1,5 +1,6 @@
 """Formats and columns: what is recognized, what the examples become, and what is refused."""
 
+import json
 from typing import Any
 
 import pytest
@@ -38,6 +39,8 @@ RECOGNIZED: list[tuple[dict[str, Any], dict[str, str], str]] = [
     ({"dialog": TURNS}, {"messages": "dialog"}, "sharegpt (dialog)"),
     ({"conversations": chat("u:a")}, {"messages": "conversations"}, "chat (conversations)"),
     ({"messages": TURNS}, {"role": "from", "content": "value"}, "chat (messages)"),
+    ({"conversations": chat("u:a")}, {}, "chat (conversations)"),
+    ({"messages": TURNS}, {}, "sharegpt (messages)"),
     ({"q": "a", "a": "b"}, {"prompt": "q", "completion": "a"}, "prompt-completion (q, a)"),
     ({"q": "a", "a": "b", "text": "c"}, {"prompt": "q", "completion": "a"}, "prompt-completion (q, a)"),
     ({"task": "a", "output": "b"}, {"instruction": "task"}, "alpaca (task, output)"),
@@ -64,8 +67,8 @@ UNCLEAR: list[tuple[dict[str, Any], str, dict[str, str], str]] = [
         f"{PLACE}: the columns fit several formats: chat (dialog), sharegpt (dialog). Set data.format to one of them.",
     ),
     (
-        {"question": "a", "conversations": chat("u:a")}, "auto", {},
-        f"{PLACE}: unknown format. The columns are question, conversations (a list with role, content). Known: chat "
+        {"question": "a", "conversations": [{"who": "a", "what": "b"}]}, "auto", {},
+        f"{PLACE}: unknown format. The columns are question, conversations (a list with who, what). Known: chat "
         "(messages), sharegpt (conversations), alpaca (instruction, output), prompt-completion (prompt, completion), "
         "text (text). Name other columns with data.columns.",
     ),
@@ -98,6 +101,8 @@ def test_a_format_of_the_configuration_ends_the_doubt() -> None:
 
 CALL = {"role": "assistant", "tool_calls": [{"id": "1", "name": "clock", "arguments": '{"zone": "UTC"}'}]}
 CALLED = {"id": "1", "type": "function", "function": {"name": "clock", "arguments": {"zone": "UTC"}}}
+FRAMED = {"type": "function", "function": CALLED["function"]}
+OLDER = {"name": "clock", "arguments": '{"zone": "UTC"}'}
 STANDARD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (
         "sharegpt",
@@ -105,6 +110,13 @@ STANDARD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"messages": [*chat("s:s", "u:a", "a:b"), {"role": "tool", "content": "t", "id": 1}], "tools": None},
     ),
     ("sharegpt", {"conversations": TURNS, "system": "s"}, {"messages": chat("s:s", "u:a", "a:b"), "tools": None}),
+    ("chat", {"messages": chat("u:a", "a:b"), "system": "s"}, {"messages": chat("s:s", "u:a", "a:b"), "tools": None}),
+    ("chat", {"messages": chat("s:s ", "u:a", "a:b"), "system": "s"},
+     {"messages": chat("s:s ", "u:a", "a:b"), "tools": None}),
+    ("chat", {"messages": [{"role": "assistant", "content": "", "function_call": OLDER}]},
+     {"messages": [{"role": "assistant", "content": "", "tool_calls": [FRAMED]}], "tools": None}),
+    ("sharegpt", {"conversations": [{"from": "function_call", "value": json.dumps([OLDER])}]},
+     {"messages": [{"role": "assistant", "content": "", "tool_calls": [FRAMED]}], "tools": None}),
     ("sharegpt", {"conversations": TURNS, "system": ""}, {"messages": chat("u:a", "a:b"), "tools": None}),
     ("alpaca", {"instruction": "a", "input": "b", "output": "c"}, {"messages": chat("u:a\n\nb", "a:c")}),
     ("alpaca", {"instruction": "a", "input": "", "output": "c"}, {"messages": chat("u:a", "a:c")}),
@@ -132,6 +144,11 @@ STANDARD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         "preference",  # as in UltraFeedback
         {"prompt": "a ", "chosen": chat("s:s", "u:a", "a:b"), "rejected": chat("s:s", "u:a", "a:c")},
         {"prompt": chat("s:s", "u:a"), "chosen": chat("a:b"), "rejected": chat("a:c"), "tools": None},
+    ),
+    (
+        "preference",  # one message, as in data of Axolotl and LLaMA-Factory
+        {"prompt": chat("u:a"), "chosen": chat("a:b")[0], "rejected": chat("a:c")[0]},
+        {"prompt": chat("u:a"), "chosen": chat("a:b"), "rejected": chat("a:c"), "tools": None},
     ),
     ("prompt-completion", {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b", "tools": None}),
 ]  # fmt: skip
@@ -169,7 +186,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
      "double quotes: line 1 column 2 (char 1). Write a list of tools."),
     ("chat", {"messages": chat("u:a"), "tools": {"name": "clock"}}, "tools is dict. Write a list of tools."),
     ("sharegpt", {"conversations": [{"from": "gtp", "value": "a"}]}, "conversations[0].from is 'gtp'. Did you mean "
-     "'gpt'? Allowed: system, developer, human, user, gpt, assistant, chatgpt, model, bot, tool, function, "
+     "'gpt'? Allowed: system, developer, human, user, gpt, assistant, chatgpt, model, bot, function_call, tool, function, "
      "observation, ipython."),
     ("sharegpt", {"conversations": chat("u:a")}, "conversations is not a list of messages, each with a from and a "
      "value."),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from shardmake.core.errors import DataError
+from shardmake.core.errors import ConfigError, DataError
 from shardmake.data import check_first_rows, prepare, preview
 from shardmake.run.paths import RunDir
 from tests.unit.data.test_encode import MARKED, chat, make_tokenizer
@@ -39,6 +39,22 @@ def test_both_answers_of_a_pair_are_shown(base: Path, tmp_path: Path) -> None:
     )
     assert texts == ("<s>a:[[b</s>]]", "<s>a:[[c</s>]]")
     assert [title.rpartition(":")[0].rpartition(",")[2] for title in titles] == ["chosen", "rejected"]
+
+
+def test_keys_of_messages_and_arguments_that_nothing_reads_are_named(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "shardmake")
+    path = write_rows(tmp_path / "t.jsonl", [{"messages": [{**one, "train": False} for one in chat("u:a", "a:b")]}])
+    list(preview(make_run(base, {"train": path}), 1, RunDir(tmp_path / "run")))
+    assert f"{path}: the examples are in the format chat (messages). Keys of messages that are not used: train." in (
+        caplog.messages
+    )
+    run = make_run(base, {"train": path, "template_arguments": {"enable_thinkin": False}})
+    with pytest.raises(
+        ConfigError, match=r"data\.template_arguments\.enable_thinkin: the chat template does not read it"
+    ):
+        list(preview(run, 1, RunDir(tmp_path / "run")))
 
 
 def test_a_wrong_example_is_named_by_its_line(base: Path, tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ def outcome(name: str, row: Row, tokenizer: Any = None) -> str:
 
 PAGE = Path(__file__).parents[3] / "docs/reference/chat-templates.md"
 REASONS = {
+    "which ends it": "closed",
     "rejects this conversation": "rejected",
     "does not name": "role",
     "the text of": "text",

@@ -96,6 +96,14 @@ def test_a_request_within_the_limits_passes(asked: Plan, slurm: dict[str, object
     check_request(asked, cluster(**{"time_limit": "0:02:00", **slurm}), PARTITIONS)
 
 
+def test_memory_for_which_slurm_is_not_asked_is_not_compared() -> None:
+    """Without RealMemory in its configuration, Slurm reports 1 MiB."""
+    bare = parse_partitions("gpu*|3|2|1|infinite|(null)|(null)\n")
+    check_request(plan(), cluster(memory="none"), bare)
+    with pytest.raises(ShardmakeError, match="its nodes have up to 0 GiB"):
+        check_request(plan(), cluster(), bare)
+
+
 def test_the_jobs_of_the_stages_have_a_limit_of_their_own() -> None:
     check_request(plan(), cluster(cpu_partition="mixed", stage_time_limit="0:02:00"), PARTITIONS)
 

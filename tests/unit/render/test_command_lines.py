@@ -166,6 +166,7 @@ SHELL = {
     "a file sourced in a branch": ("S=1\n[ $T ] && source env.sh\ntorchrun x.py --seed $S", {"seed": "$S"}),
     "a sourced file that is not here": ("S=3\n. $D/env.sh\ntorchrun x.py --seed $S", {"seed": "$S"}),
     "a file that sources itself": ("S=1\nsource self.sh\ntorchrun x.py --seed $S", {"seed": "$S"}),
+    "the folder of the script": ("torchrun x.py --output_dir $PWD/o", {"output_dir": "./o"}),
     "quotes": ("torchrun x.py --run_name 'a $S' --output_dir \"o p\"", {"run_name": "a $S", "output_dir": "o p"}),
 }
 

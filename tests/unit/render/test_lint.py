@@ -1,6 +1,7 @@
 """`shardmake check`: what it reads, refuses and prints."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,24 @@ def test_a_written_value_is_compared_beside_unknown_ones(folder: Path) -> None:
     (folder / "own.sh").write_text("torchrun train.py --deepspeed own.json --learning_rate 1e-5 --bf16 $BF16 $ARGS\n")
     (report,) = check(["own.sh"])
     assert [row.setting for row in report.comparison.contradictions] == ["learning rate"]
+
+
+def test_the_file_of_the_program_runs_and_not_that_of_the_launcher(folder: Path) -> None:
+    """DeepSpeedPlugin reads the launcher's only if Trainer gave it none."""
+    section = {"deepspeed_config": {"deepspeed_config_file": "ds.json"}}
+    (folder / "accelerate.yaml").write_text(json.dumps(ACCELERATE | section))
+    (folder / "own.json").write_text(json.dumps(AUTO | {"gradient_clipping": 0.3}))
+    launch = "accelerate launch --config_file accelerate.yaml train.py --deepspeed own.json --max_grad_norm 1.0"
+    (report,) = check(shlex.split(launch))
+    assert report.errors == 1 and "gradient_clipping is 0.3 in own.json" in texts([report])
+    assert "Nothing reads this file" in texts([report])
+
+
+@pytest.mark.parametrize("first", ["cat > own.json <<EOF\n{}\nEOF", "tee own.json <<EOF\n{}\nEOF", "cp x own.json"])
+def test_a_file_that_the_script_writes_is_not_missing(folder: Path, first: str) -> None:
+    (folder / "own.sh").write_text(f"{first}\ntorchrun train.py --deepspeed own.json --bf16 2>&1 | tee log\n")
+    (report,) = check(["own.sh"])
+    assert report.errors == 0 and "names the file own.json, which only a shell knows" in texts([report])
 
 
 def test_any_training_argument_identifies_training_arguments(folder: Path) -> None:
