@@ -30,7 +30,6 @@ _LENGTHS: Final = ("max_length", "max_seq_length", "model_max_length", "block_si
 """Names that programs give to the tokens of a sequence."""
 _OTHERS: Final = ("optimizer", "warm-up steps")
 """Settings that a run and Trainer name or count in different ways."""
-_NATIVE: Final = "--deepspeed_config"
 _NAMES: Final = {
     "learning_rate": ("learning_rate", "lr"),
     "max_steps": ("max_steps", "max_train_steps", "steps"),
@@ -63,8 +62,8 @@ def check_script_arguments(choice: Choice, run: Run) -> list[str]:
     lines = [*_sizes({ACCUMULATION: steps} | found, choice), *_settings(found, run), *_precision(found, choice)]
     named = _read(arguments.deepspeed) if arguments.deepspeed else None
     if named is not None and named.kind == "deepspeed":
-        is_native = any(word.partition("=")[0] == _NATIVE for word in words)
-        lines += _deepspeed_file(UserFile("deepspeed", named.name, named.values), choice, run, is_native=is_native)
+        file = UserFile("deepspeed", named.name, named.values)
+        lines += _deepspeed_file(file, choice, run, is_native=arguments.is_native)
     if lines:
         raise ConfigError("\n".join(["The script's arguments contradict the run, and its ranks would stop:", *lines]))
     if _is_open(run.script_args, arguments.files):

@@ -1,6 +1,7 @@
 """`shardmake check`: what it reads, refuses and prints."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,13 @@ def test_a_written_value_is_compared_beside_unknown_ones(folder: Path) -> None:
     (folder / "own.sh").write_text("torchrun train.py --deepspeed own.json --learning_rate 1e-5 --bf16 $BF16 $ARGS\n")
     (report,) = check(["own.sh"])
     assert [row.setting for row in report.comparison.contradictions] == ["learning rate"]
+
+
+def test_auto_that_nothing_fills_in_is_an_error(folder: Path) -> None:
+    (folder / "auto.json").write_text('{"train_batch_size": 8, "bf16": {"enabled": "auto"}}')
+    [report] = check(["deepspeed", "prog.py", "--deepspeed", "--deepspeed_config", str(folder / "auto.json")])
+    assert report.errors == 1
+    assert re.search(r'auto\.json is read as .*bf16\.enabled is "auto" in .*stops\. Write a', texts([report]), re.S)
 
 
 def test_any_training_argument_identifies_training_arguments(folder: Path) -> None:
