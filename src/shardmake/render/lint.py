@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -246,6 +246,7 @@ def _of_command(command: command_lines.Command, sources: Sequence[ConfigFile]) -
                 f"{source.name} is read as deepspeed.initialize reads it. No Trainer has arguments to compare."
             )
             training.problems += _unfilled(source)
+            training.files["deepspeed"] = replace(source, values={"zero_optimization": {"stage": 0}} | source.values)
     for index, flag in enumerate(command.flags):
         if flag.replace("-", "_") == "__deepspeed_config_file" and arguments.deepspeed is None:
             _add(training, command.flags[index + 1], "Accelerate", "deepspeed_config_file", Path())
