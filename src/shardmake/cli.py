@@ -343,7 +343,7 @@ def plan(
         return
 
     def check_plan(plan: Plan) -> None:
-        check_script_arguments(plan.choice, run)
+        warnings.extend(check_script_arguments(plan.choice, run))
         check_submission(plan, run, cluster, rundir)
 
     with _stage("plan", name, config, runs) as (named, cluster, rundir):

@@ -175,6 +175,7 @@ def _serve(parent: int) -> None:
 
 
 def _import_libraries(names: Sequence[str]) -> None:
+    gc.set_threshold(100_000)  # what is imported stays
     with suppress(Exception):  # the fork repeats an import that fails, and reports its error
         for name in names:
             import_module(name)

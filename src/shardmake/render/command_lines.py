@@ -77,6 +77,8 @@ class Arguments:
     unknown: dict[str, str] = field(default_factory=dict)
     is_open: bool = False
     notes: list[str] = field(default_factory=list)
+    is_native: bool = False
+    """``deepspeed`` is named by DeepSpeed's own ``--deepspeed_config``."""
 
 
 # --- shell scripts ----------------------------------------------------------------------------------------------------
@@ -343,7 +345,7 @@ def read_arguments(command: Command) -> Arguments:
     """
     words, found = list(command.arguments), Arguments(None)
     named_by_trainer, native = take(words, "--deepspeed"), take(words, "--deepspeed_config")
-    found.deepspeed = named_by_trainer or native
+    found.deepspeed, found.is_native = named_by_trainer or native, native is not None and not named_by_trainer
     named = take(words, "--config")
     found.files = [
         word for word in [*words[:1], *([named] if named else [])] if word.endswith((".json", ".yaml", ".yml"))

@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -240,13 +240,27 @@ def _of_command(command: command_lines.Command, sources: Sequence[ConfigFile]) -
         if isinstance(file := own.values.get("deepspeed"), str):
             _add(training, file, "Trainer", "deepspeed", Path(own.name).parent)
     if arguments.deepspeed is not None:
-        _add(training, arguments.deepspeed, "Trainer", "deepspeed", Path())
+        source = _add(training, arguments.deepspeed, "Trainer", "deepspeed", Path())
+        if source is not None and arguments.is_native:
+            training.notes.append(
+                f"{source.name} is read as deepspeed.initialize reads it. No Trainer has arguments to compare."
+            )
+            training.problems += _unfilled(source)
+            training.files["deepspeed"] = replace(source, values={"zero_optimization": {"stage": 0}} | source.values)
     for index, flag in enumerate(command.flags):
         if flag.replace("-", "_") == "__deepspeed_config_file" and arguments.deepspeed is None:
             _add(training, command.flags[index + 1], "Accelerate", "deepspeed_config_file", Path())
             training.named_by_trainer = False
     _add_named(training, arguments.deepspeed)
     return training
+
+
+def _unfilled(file: ConfigFile) -> Iterator[Problem]:
+    """Yield an error for each "auto" in a file of deepspeed.initialize."""
+    for key, value in leaves(file.values):
+        if value == "auto":
+            effect = "Only Trainer and Accelerate fill it in; deepspeed.initialize stops. Write a value."
+            yield Problem("DeepSpeed", key, value, "error", effect)
 
 
 def _of_trainer(values: dict[str, Any], tool: Tool | None) -> dict[str, Any]:

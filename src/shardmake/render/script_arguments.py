@@ -1,18 +1,20 @@
 """Compare the arguments of a user's script, and the files that they name, with the plan before anything is queued.
 
-`shardmake check` reads the same words with the same parsers. Values that only the nodes know are left out. What the
-script itself decides is compared by its ranks (`shardmake.train.script_guard`).
+`shardmake check` reads the same words with the same parsers. Values that only the nodes know are left out. A key that
+no argument passes is reported if the script's source shows what it trains with instead. What the script itself decides
+is compared by its ranks (`shardmake.train.script_guard`).
 """
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from string import Template
 from typing import Any, Final
 
 from shardmake.config.models import Run
-from shardmake.config.script_file import PREFIX
+from shardmake.config.script_file import PREFIX, script_file
 from shardmake.config.settings import ACCUMULATION, MICRO_BATCH, SETTINGS, TOTAL_BATCH
 from shardmake.config.user_file_keys import contradictions
 from shardmake.config.user_files import UserFile
@@ -20,6 +22,7 @@ from shardmake.core.errors import ConfigError
 from shardmake.core.nested import leaves, same
 from shardmake.render.command_lines import Arguments, Command, read_arguments, take
 from shardmake.render.lint import ConfigFile, read_source
+from shardmake.render.script_source import UNREAD, OwnValue, own_values
 from shardmake.run.own_files import planned_values
 from shardmake.run.plan import Choice
 
@@ -27,24 +30,121 @@ _LENGTHS: Final = ("max_length", "max_seq_length", "model_max_length", "block_si
 """Names that programs give to the tokens of a sequence."""
 _OTHERS: Final = ("optimizer", "warm-up steps")
 """Settings that a run and Trainer name or count in different ways."""
-_NATIVE: Final = "--deepspeed_config"
+_NAMES: Final = {
+    "learning_rate": ("learning_rate", "lr"),
+    "max_steps": ("max_steps", "max_train_steps", "steps"),
+    "epochs": ("num_train_epochs", "num_epochs", "epochs"),
+    "sequence_length": (*_LENGTHS, "seq_length", "seq_len", "sequence_length"),
+    "micro_batch_size": ("per_device_train_batch_size", "micro_batch_size", "train_batch_size", "batch_size"),
+    ACCUMULATION: (ACCUMULATION,),
+}
+"""Names that programs give to the values that a variable passes, by the end of the variable's name."""
+_RANK: Final = ("local_rank",)
+_BATCH: Final = ("micro_batch_size", ACCUMULATION)
 
 
-def check_script_arguments(choice: Choice, run: Run) -> None:
-    """Raise `ConfigError` with everything in ``script_args`` that contradicts ``choice`` or a key that the run sets."""
+def check_script_arguments(choice: Choice, run: Run) -> list[str]:
+    """Return a warning about the keys of the run that reach the script neither as arguments nor by its source.
+
+    Raises:
+        ConfigError: Something in ``script_args`` contradicts ``choice`` or a key that the run sets.
+    """
     if run.script is None:
-        return
-    words = list(_known_words(run.script_args, _variables(choice, run)))
+        return []
+    source = _source(run.script)
+    own = own_values(source)
+    variables = _variables(choice, run)
+    words = list(_known_words(run.script_args, variables))
     length = next((value for name in _LENGTHS if (value := take(list(words), f"--{name}")) is not None), None)
     arguments = read_arguments(Command("script_args", "python", run.script, words))
     found = _values(arguments, length)
-    lines = [*_sizes(found, choice), *_settings(found, run), *_precision(found, choice)]
+    steps = own[ACCUMULATION].value if ACCUMULATION in own else None if ACCUMULATION in source else 1
+    lines = [*_sizes({ACCUMULATION: steps} | found, choice), *_settings(found, run), *_precision(found, choice)]
     named = _read(arguments.deepspeed) if arguments.deepspeed else None
     if named is not None and named.kind == "deepspeed":
-        is_native = any(word.partition("=")[0] == _NATIVE for word in words)
-        lines += _deepspeed_file(UserFile("deepspeed", named.name, named.values), choice, run, is_native=is_native)
+        file = UserFile("deepspeed", named.name, named.values)
+        lines += _deepspeed_file(file, choice, run, is_native=arguments.is_native)
     if lines:
         raise ConfigError("\n".join(["The script's arguments contradict the run, and its ranks would stop:", *lines]))
+    if _is_open(run.script_args, arguments.files):
+        return []
+    missing = [*_missing(own, found, _filled(run.script_args, variables), source, choice, run)]
+    return ["\n".join([f"{run.script} trains with other values than the run:", *missing])] if missing else []
+
+
+def _source(script: str) -> str:
+    """Return the text of the script; empty if it is not here."""
+    try:
+        return script_file(script).read_text(errors="replace")
+    except (ConfigError, OSError):
+        return ""
+
+
+def _is_open(words: list[str], files: list[str]) -> bool:
+    """Return whether the script may have arguments that are not read: of a file, or of a variable of the nodes."""
+    before = dict(zip(words[1:], words, strict=False))
+    hidden = [word for word in words if word.startswith("@") or (word.startswith("$") and PREFIX not in word)]
+    return any(not before.get(word, "").startswith("--") for word in hidden) or any(
+        (source := _read(name)) is None or source.kind != "training" for name in files
+    )
+
+
+def _missing(
+    own: Mapping[str, OwnValue], found: Mapping[str, Any], words: list[str], source: str, choice: Choice, run: Run
+) -> Iterator[str]:
+    """Yield a line for each value that the script is not given and has by itself as another one."""
+    names = {key: (name,) for name, key in _compared().items()} | _NAMES
+    wanted = {key: getattr(run, key) for key in names if key in run.model_fields_set}
+    if choice.is_deepspeed:
+        wanted.pop("max_grad_norm", None)  # DeepSpeed clips to the run's
+    lines, sizes = {}, []
+    for key, value in (wanted | {key: getattr(choice, key) for key in _BATCH}).items():
+        name = next((name for name in names[key] if name in own), "")
+        is_given, used = _given(names[key], words, found, own)
+        if f"{PREFIX}{key.upper()}" in source or any(f"{PREFIX}{key.upper()}" in word for word in run.script_args):
+            is_given, used = True, value
+        elif not is_given:
+            used = own[name].value if name else UNREAD
+        if key in _BATCH:
+            sizes.append(used)
+        if value is not None and not is_given and used is not UNREAD and used is not None and not same(used, value):
+            lines[key] = f"  {key} is {value}, but {_unpassed(key, value, name, own[name])}"
+    known = all(isinstance(size, int) for size in sizes)
+    if not known or math.prod(sizes) * choice.data_parallel == choice.global_batch_size:
+        lines = {key: line for key, line in lines.items() if key not in _BATCH}
+    yield from lines.values()
+    if (
+        choice.is_deepspeed
+        and "local_rank" in own
+        and own["local_rank"].value == 0
+        and not _given(_RANK, words, {}, own)[0]
+    ):
+        yield "  --local_rank is not among script_args, and is 0 for every rank. Add --local_rank $LOCAL_RANK."
+
+
+def _given(
+    names: tuple[str, ...], words: list[str], found: Mapping[str, Any], own: Mapping[str, OwnValue]
+) -> tuple[bool, Any]:
+    """Return whether an argument or a file gives one of ``names``, which may be abbreviated, and a value of it."""
+    if (value := next((found[name] for name in names if found.get(name) is not None), None)) is not None:
+        return True, value
+    for index, word in enumerate(words):
+        option, sign, text = word.partition("=")
+        option = option.lstrip("-").replace("-", "_")
+        is_one = (word.startswith("--") or sign) and option
+        if is_one and any(one == option or (option not in own and one.startswith(option)) for one in names):
+            text = text if sign else " ".join(words[index + 1 : index + 2])
+            return True, int(text) if text.isdecimal() else UNREAD
+    return False, UNREAD
+
+
+def _unpassed(key: str, value: Any, name: str, own: OwnValue) -> str:
+    """Return what the script has instead of the run's value, and what passes it."""
+    passed = f"${PREFIX}{key.upper()}" if key in _NAMES else value
+    if own.takes:
+        return f"--{name} is not among script_args, and its default is {own.value}. Add --{name} {passed}."
+    either = "" if key in _BATCH else f", or set {key}: {own.value}"
+    return f"the script itself has {name} {own.value}. Use {passed} there{either}."
 
 
 def _variables(choice: Choice, run: Run) -> dict[str, str]:
@@ -63,10 +163,14 @@ def _variables(choice: Choice, run: Run) -> dict[str, str]:
 
 def _known_words(words: list[str], variables: Mapping[str, str]) -> Iterator[str]:
     """Yield ``words`` with ``variables`` in place, without each option whose value only a node knows."""
-    filled = [Template(word).safe_substitute(variables) for word in words]
-    for word, follows in zip(filled, [*filled[1:], ""], strict=True):
+    filled = _filled(words, variables)
+    for word, follows in zip(filled, [*filled, ""][1:], strict=True):
         if "$" not in word and not (word.startswith("--") and "=" not in word and "$" in follows):
             yield word
+
+
+def _filled(words: list[str], variables: Mapping[str, str]) -> list[str]:
+    return [Template(word).safe_substitute(variables) for word in words]
 
 
 def _values(arguments: Arguments, length: str | None) -> dict[str, Any]:
@@ -103,19 +207,20 @@ def _sizes(found: Mapping[str, Any], choice: Choice) -> Iterator[str]:
 
 def _settings(found: Mapping[str, Any], run: Run) -> Iterator[str]:
     """Yield a line for each key that the run sets and the arguments set to another value."""
-    rows = (row for row in SETTINGS.values() if len(row.trainer) == 1 and row.planned is None)
-    keys = {row.trainer[0]: row.key for row in rows if row.key and row.name not in _OTHERS}
-    for name, key in (keys | {"sequence_length": "sequence_length"}).items():
+    for name, key in (_compared() | {"sequence_length": "sequence_length"}).items():
         value, wanted = found.get(name), getattr(run, key)
         if isinstance(value, str) and isinstance(wanted, Mapping):  # as TrainingArguments reads it
             with contextlib.suppress(ValueError):
                 value = json.loads(value)
         if value is not None and key in run.model_fields_set and wanted is not None and not same(value, wanted):
-            pass_it = f"Pass ${PREFIX}{key.upper()}, or" if f"{PREFIX}{key.upper()}" in _NAMES else "Use one of both:"
+            pass_it = f"Pass ${PREFIX}{key.upper()}, or" if key in _NAMES else "Use one of both:"
             yield f"  {name} is {value}, but {key} is {wanted} in the run. {pass_it} set {key}: {value}."
 
 
-_NAMES: Final = {f"{PREFIX}{name}" for name in ("LEARNING_RATE", "MAX_STEPS", "EPOCHS", "SEQUENCE_LENGTH")}
+def _compared() -> dict[str, str]:
+    """Return the keys of a run whose values are those of one argument of Trainer, by that argument."""
+    rows = (row for row in SETTINGS.values() if len(row.trainer) == 1 and row.planned is None)
+    return {row.trainer[0]: row.key for row in rows if row.key and row.name not in _OTHERS}
 
 
 def _precision(found: Mapping[str, Any], choice: Choice) -> Iterator[str]:

@@ -46,6 +46,8 @@ class ComparedRun:
     evaluation: EvaluationResult | None
     memory: Memory | None
     """None for a run on CPUs."""
+    is_script: bool
+    """A program of the user trains, and counts its tokens itself."""
 
     @classmethod
     def read(cls, run: Run, cluster: Cluster, rundir: RunDir) -> "ComparedRun":
@@ -71,6 +73,7 @@ class ComparedRun:
             data=DataReceipt.read_if_exists(rundir.data_receipt),
             evaluation=EvaluationResult.read_if_exists(rundir.evaluation),
             memory=memory,
+            is_script=run.script is not None,
         )
 
     @property
@@ -261,6 +264,13 @@ def _notes(runs: Sequence[ComparedRun]) -> list[str]:
         notes.append(f"Not trained to the end, so never marked as the best: {', '.join(unfinished)}.")
     if len({run.settings["objective"] for run in runs}) > 1:
         notes.append("The runs have different objectives, so their training losses cannot be compared.")
+    counting = [run for run in runs if run.training and run.training.tokens is not None]
+    scripts = [run.name for run in counting if run.is_script]
+    if 0 < len(scripts) < len(counting):
+        notes.append(
+            f"Tokens and tokens/s of {', '.join(scripts)} are as the script counted them, which may include padding; "
+            "tokens of the other runs are those of their data, without padding."
+        )
     if not _same_evaluation_data(runs):
         counted = ", ".join(f"{run.evaluation.tokens:,} ({run.name})" for run in runs if run.evaluation)
         notes.append(

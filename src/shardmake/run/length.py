@@ -1,9 +1,11 @@
 """The length of a training: optimizer steps, warm-up and passes over the data, and whether it can learn anything."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from shardmake.config.methods import METHODS
 from shardmake.config.models import Run
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.core.errors import ConfigError
@@ -11,6 +13,8 @@ from shardmake.core.units import plural
 
 FEW_STEPS: Final = 10
 """Optimizer steps below which a training is hardly one."""
+_FAR_ABOVE: Final = 1000
+"""Times the usual learning rate above which one is doubtful; small models learn from scratch at 300 times."""
 
 
 def optimizer_steps(epochs: float, sequences: int, batch: int) -> int:
@@ -105,7 +109,21 @@ class Length:
             if run.epochs and (not self.is_estimate or 2 * self.sequences <= batch):
                 raise ConfigError(f"{message} Or count steps instead of epochs (max_steps).")
             warnings.append(message)
-        return warnings
+        return [*warnings, *self._doubtful_values()]
+
+    def _doubtful_values(self) -> Iterator[str]:
+        """Yield a warning for each value that a typing error may have made."""
+        run, usual = self.run, METHODS[self.run.method].learning_rate
+        if run.learning_rate and run.learning_rate > _FAR_ABOVE * usual and run.optimizer != "sgd":
+            yield (
+                f"learning_rate: {run.learning_rate:g} is more than {_FAR_ABOVE:,} times a usual rate of method: "
+                f"{run.method}. Begin with {usual:g}."
+            )
+        if isinstance(run.eval_every_steps, int) and run.eval_every_steps > self.steps:
+            yield (
+                f"eval_every_steps: {run.eval_every_steps} is beyond the last of {plural(self.steps, 'step')}, so the "
+                "training is never evaluated on the way. Set auto."
+            )
 
     @property
     def _least_batch(self) -> int:

@@ -4,6 +4,7 @@ Nothing else is imported before the signals are set.
 """
 
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -39,6 +40,8 @@ def main() -> None:
     rank = int(os.environ.get("RANK", "0"))
     redact_output()
     configure_logging(rank=rank)
+    collect_after = gc.get_threshold()
+    gc.set_threshold(100_000)  # what is imported stays, and every collection would visit all of it
 
     from shardmake.run.attempt import (
         AttemptDir,
@@ -62,7 +65,10 @@ def main() -> None:
         _take_turn(attempt, rank)
         _check_network(attempt, rank)
         mark_meeting()
-        load_program(folder)(folder)
+        train = load_program(folder)
+        gc.freeze()
+        gc.set_threshold(*collect_after)
+        train(folder)
     except BaseException as error:
         record_error(attempt, rank, error)
         last = Heartbeat.read_if_exists(heartbeat_file(local_heartbeats(attempt), rank))

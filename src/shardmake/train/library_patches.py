@@ -1,14 +1,26 @@
-"""Keep matrix products of fp32 in fp32: Accelerate turns TF32 on for compiled models."""
+"""Changes to what libraries do: import less, keep fp32 products in fp32, broadcast buffers, name adapters."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from shardmake.core.environment import hidden
 from shardmake.core.private_names import private, private_module
+
+
+def import_deepspeed() -> None:
+    """Import DeepSpeed without what no training of Shardmake uses: MLflow for its tuner, and kernels of its Muon.
+
+    DeepSpeed compiles those functions for every optimizer (0.19), which imports Inductor: a second on every rank.
+    """
+    plain = mock.patch.object(torch, "compile", lambda function=None, **_: function or (lambda other: other))
+    with hidden("mlflow"), plain, suppress(ImportError):
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 
 
 @contextmanager

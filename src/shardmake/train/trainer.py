@@ -38,6 +38,7 @@ from shardmake.train.learning_check import (
     describe_learning,
     planned_learning,
 )
+from shardmake.train.library_patches import import_deepspeed
 from shardmake.train.load_model import load_model, load_tokenizer
 from shardmake.train.process_group import extend_timeouts, leave_together
 from shardmake.train.rank_context import RankContext
@@ -153,6 +154,8 @@ def training_arguments(context: RankContext) -> TrainingArguments:
     Create them before the model: transformers reads them to decide whether to load the model sharded.
     """
     attempt = context.attempt
+    if context.plan.choice.is_deepspeed:
+        import_deepspeed()
     if attempt.accelerator == "cpu":
         leave_collectives_to_gloo()
     arguments = named_arguments(context.settings.arguments)

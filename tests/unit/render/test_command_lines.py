@@ -48,7 +48,7 @@ def test_the_config_file_is_not_one_of_the_flags() -> None:
     [
         ("args.json", Arguments({}, files=["args.json"])),
         ("--config sft.yaml --max_steps 5", Arguments({"max_steps": 5}, files=["sft.yaml"])),
-        ("--deepspeed --deepspeed_config ds.json --learning_rate 1", Arguments(None, "ds.json")),
+        ("--deepspeed --deepspeed_config ds.json --learning_rate 1", Arguments(None, "ds.json", is_native=True)),
         ("--epochs 3", Arguments(None)),
         ("--bf16 False --model_name_or_path x", Arguments({"bf16": False})),
     ],

@@ -1,6 +1,7 @@
 """`shardmake check`: what it reads, refuses and prints."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,13 @@ def test_a_file_that_the_script_writes_is_not_missing(folder: Path, first: str) 
     (folder / "own.sh").write_text(f"{first}\ntorchrun train.py --deepspeed own.json --bf16 2>&1 | tee log\n")
     (report,) = check(["own.sh"])
     assert report.errors == 0 and "names the file own.json, which only a shell knows" in texts([report])
+
+
+def test_auto_that_nothing_fills_in_is_an_error(folder: Path) -> None:
+    (folder / "auto.json").write_text('{"train_batch_size": 8, "bf16": {"enabled": "auto"}}')
+    [report] = check(["deepspeed", "prog.py", "--deepspeed", "--deepspeed_config", str(folder / "auto.json")])
+    assert report.errors == 1
+    assert re.search(r'auto\.json is read as .*bf16\.enabled is "auto" in .*stops\. Write a', texts([report]), re.S)
 
 
 def test_any_training_argument_identifies_training_arguments(folder: Path) -> None:

@@ -98,6 +98,16 @@ def test_losses_of_different_objectives_are_not_compared(tmp_path: Path) -> None
     assert [row[header.index("reward accuracy, %")] for row in rows] == ["", "87.5"]
 
 
+def test_tokens_that_a_script_counted_are_named(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    for name in ("ours", "theirs"):
+        make_finished(tmp_path, name, 2.5)
+    config = parse_config({"cluster": "c", "runs": {"ours": RUN, "theirs": RUN | {"script": "train.py"}}}, "test")
+    [note] = compare(config.runs, GPU, tmp_path / "runs").notes
+    assert note.startswith("Tokens and tokens/s of theirs are as the script counted them")
+    assert not compare({"theirs": config.runs["theirs"]}, GPU, tmp_path / "runs").notes
+
+
 def test_losses_on_other_examples_are_not_ranked(sweep: tuple[Config, Path]) -> None:
     receipt = make_data_receipt("d")
     other = receipt.eval.model_copy(update={"files": [DataFile(path="eval", bytes=1, sha256="x")]})

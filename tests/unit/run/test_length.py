@@ -57,6 +57,9 @@ def test_a_batch_that_gives_steps(sequences: int, steps: int, ranks: int, batch:
         (length_of(500, max_steps=1, epochs=None), "Set max_steps: 10 or more, or warmup_ratio: 0.", []),
         (length_of(500, max_steps=1, epochs=None, warmup_ratio=0), "", ["only 1 optimizer step. Set max_steps: 10 or"]),
         (length_of(500, max_steps=1, epochs=None, scheduler="constant"), "", ["only 1 optimizer step. "]),
+        (length_of(500, learning_rate=10.0), "", ["learning_rate: 10 is more than 1,000 times a usual rate of method"]),
+        (length_of(500, learning_rate=10.0, optimizer="sgd"), "", []),
+        (length_of(500, eval_every_steps=99), "", ["eval_every_steps: 99 is beyond the last of 31 steps"]),
         (length_of(21, global_batch_size=8), "", ["only 2 optimizer steps. Set global_batch_size: 2 or epochs: 5."]),
         (length_of(7, global_batch_size=8), "This training learns nothing", []),
         (
