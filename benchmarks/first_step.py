@@ -92,7 +92,7 @@ def bare(run: FaultRun) -> float:
     script.write_text(SCRIPT.format(output=folder / "bare.log", words=shlex.quote(ranks)))
     started = time.time()
     variables = run.environment | {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{run.environment['PYTHONPATH']}"}
-    run.cluster.run(["sbatch", "--wait", script], cwd=folder, env=variables, timeout=SECONDS)
+    run.cluster.run(["sbatch", "--wait", str(script)], cwd=folder, env=variables, timeout=SECONDS)
     return float(first.read_text()) - started
 
 
