@@ -104,7 +104,7 @@ IDLE_KEYS: Final = (
     ),
     *(
         IdleKey(name, lambda run: run.script is None, "script: {run.script}", "Remove script")
-        for name in ("profile", "memory_snapshot", "freeze", "torch_compile")
+        for name in ("profile", "memory_snapshot", "freeze", "torch_compile", "learning_rates")
     ),
     IdleKey(
         "freeze",
@@ -172,14 +172,9 @@ def _refused_by_trl(run: Run, spec: ObjectiveSpec) -> Iterator[str]:
         )
     if run.loss != "plain":
         yield f"loss: {run.loss} cannot be combined with {objective}, which has a loss of its own. Remove loss"
-    if run.freeze:
-        yield f"freeze is not supported with {objective}. Remove it"
-    if run.torch_compile:
-        yield f"torch_compile is not supported with {objective}. Remove it"
-    if run.tensor_parallel > 1:
-        yield f"tensor_parallel is not supported with {objective}. Remove it"
-    if run.sequence_parallel > 1:
-        yield f"sequence_parallel is not supported with {objective}. Remove it"
+    for key in ("freeze", "learning_rates", "torch_compile", "tensor_parallel", "sequence_parallel"):
+        if getattr(run, key) != type(run).model_fields[key].get_default(call_default_factory=True):
+            yield f"{key} is not supported with {objective}. Remove it"
     if run.method_spec.has_adapters and run.lora.dropout > 0:
         yield f"lora.dropout has no effect with {objective}, for which TRL turns dropout off. Remove it"
     if spec.head_adapter and run.method_spec.has_adapters and targets != "all-linear" and "lm_head" in targets:
