@@ -114,6 +114,7 @@ GROUPS = {
             "mixtures",
             "own_files",
             "parallel_degrees",
+            "rates",
             "reshard",
             "resume",
             "saving",

@@ -28,19 +28,17 @@ def train(forked: Forked, rundir: RunDir, strategy: Strategy, **changes: Any) ->
         "max_grad_norm": 1e6,
         "weight_decay": 0.1,
         "checkpoints": {"every_steps": 1, "keep": 4},
+        **changes,
     }
-    planned = forked.plan(strategy, 2, **given, **changes)
+    planned = forked.plan(strategy, 2, **given)
     assert forked.train(rundir, planned) == [0, 0], log(rundir)
     uninterrupted = losses(rundir)
-    first = rundir.checkpoints / "checkpoint-1"
     for step in (3, 4):
         shutil.rmtree(rundir.checkpoints / f"checkpoint-{step}")
     assert forked.resume(rundir, planned)[0] == [0, 0], log(rundir)
     assert losses(rundir) == uninterrupted and len(uninterrupted) == 4
     base = forked.checkout.root / "resources/demo/base"
     consolidate(rundir.checkpoints / "checkpoint-4", rundir.model, base=base, dtype="keep")
-    if strategy == "ddp":
-        shutil.copy(first / "model.safetensors", rundir.root / "first.safetensors")
     return uninterrupted, load_file(rundir.model / "model.safetensors")
 
 
@@ -51,7 +49,8 @@ def reference(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> tuple
     found = train(forked, RunDir(folder / "run"), "ddp", freeze=FREEZE)
     train(forked, RunDir(folder / "whole"), "ddp")
     base = load_file(forked.checkout.root / "resources/demo/base/model.safetensors")
-    part, whole = (load_file(folder / name / "first.safetensors") for name in ("run", "whole"))
+    first = [RunDir(folder / name).checkpoints / "checkpoint-1/model.safetensors" for name in ("run", "whole")]
+    part, whole = map(load_file, first)
     frozen = find_frozen(base, FREEZE)
     assert 0 < len(frozen) < len(base)
     for name, tensor in part.items():

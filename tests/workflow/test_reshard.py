@@ -33,7 +33,8 @@ def uninterrupted(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> d
 
 
 def plan(forked: Forked, setup: Setup) -> Any:
-    return forked.plan(*setup, max_steps=STEPS, weight_decay=0.1, checkpoints={"every_steps": 1})
+    rates = {"learning_rates": {"model.embed_tokens": 1e-2, "*.mlp": 1e-5}}
+    return forked.plan(*setup, max_steps=STEPS, weight_decay=0.1, checkpoints={"every_steps": 1}, **rates)
 
 
 def train_further(

@@ -105,7 +105,7 @@ IDLE_KEYS: Final = (
     IdleKey("resume_from", lambda run: not run.lora.adapter, "lora.adapter: {run.lora.adapter}", "Remove lora.adapter"),
     *(
         IdleKey(name, lambda run: run.script is None, "script: {run.script}", "Remove script")
-        for name in ("profile", "memory_snapshot", "freeze", "torch_compile", "lora.adapter")
+        for name in ("profile", "memory_snapshot", "freeze", "torch_compile", "learning_rates", "lora.adapter")
     ),
     IdleKey(
         "freeze",
@@ -173,14 +173,9 @@ def _refused_by_trl(run: Run, spec: ObjectiveSpec) -> Iterator[str]:
         )
     if run.loss != "plain":
         yield f"loss: {run.loss} cannot be combined with {objective}, which has a loss of its own. Remove loss"
-    if run.freeze:
-        yield f"freeze is not supported with {objective}. Remove it"
-    if run.torch_compile:
-        yield f"torch_compile is not supported with {objective}. Remove it"
-    if run.tensor_parallel > 1:
-        yield f"tensor_parallel is not supported with {objective}. Remove it"
-    if run.sequence_parallel > 1:
-        yield f"sequence_parallel is not supported with {objective}. Remove it"
+    for key in ("freeze", "learning_rates", "torch_compile", "tensor_parallel", "sequence_parallel"):
+        if getattr(run, key) != type(run).model_fields[key].get_default(call_default_factory=True):
+            yield f"{key} is not supported with {objective}. Remove it"
     if run.lora.adapter and spec.new_head:
         yield f"lora.adapter cannot be combined with {objective}, whose new head the adapter does not have. Remove it"
     if run.lora.adapter and run.reference == "model":

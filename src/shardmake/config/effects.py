@@ -105,7 +105,7 @@ EFFECTS: Final = (
         reads=(),
         keys=(
             *(*run_keys(is_result=True), "checkpoints.early_stopping"),
-            *("method", "lora.", "freeze", *(f"{name}." for name in OBJECTIVE_SECTIONS)),
+            *("method", "lora.", "freeze", "learning_rates", *(f"{name}." for name in OBJECTIVE_SECTIONS)),
             *("script", "script_args", "service.command", *(key for key in RESULT_KEYS if key != TEMPLATE)),
         ),
     ),

@@ -637,6 +637,13 @@ class Run(Section):
     learning_rate: LearningRate | None = Field(
         None, description="Peak learning rate. Only a `script` that has its own may be without it."
     )
+    learning_rates: dict[str, LearningRate] = Field(
+        default_factory=dict,
+        description="Peak learning rates of some weights: patterns as those of `freeze`, each with a rate. The last "
+        "one that names a weight counts, and the schedule scales all. With `method: lora` they name its matrices: "
+        "`{'*.lora_B': 1.6e-3}` is LoRA+.",
+        examples=[{"model.embed_tokens": 1e-5, "lm_head": 1e-5}],
+    )
     scheduler: Schedule = Field("cosine", description="transformers' schedule of the learning rate.")
     scheduler_arguments: dict[str, SchedulerNumber | str] = Field(
         default_factory=dict,

@@ -219,8 +219,7 @@ def split(
 def find_frozen(names: Collection[str], patterns: Iterable[str]) -> frozenset[str]:
     """Return those of the parameters ``names`` that ``patterns`` freeze.
 
-    A pattern is the name of a parameter, or of a module with all its parameters, with the wildcards of a shell. After
-    ``!`` it names exceptions to the patterns before it.
+    After ``!`` a pattern names exceptions to the patterns before it.
 
     Raises:
         ModelError: A pattern names no parameter, or all or none are frozen.
@@ -228,21 +227,49 @@ def find_frozen(names: Collection[str], patterns: Iterable[str]) -> frozenset[st
     frozen: set[str] = set()
     patterns = list(patterns)
     for pattern in patterns:
-        wanted = pattern.removeprefix("!")
-        found = {name for name in names if any(fnmatchcase(part, wanted) for part in _parts(name))}
-        if not found:
-            modules = sorted({part for name in names for part in _parts(name)})
-            raise ModelError(
-                f"Weights to freeze not found: {pattern!r}. The model has no parameter or module of that name."
-                f"{nearest(wanted, modules)} A pattern has the whole name, such as {next(iter(names))} or *.mlp, and a "
-                "head that is the embedding has the embedding's name."
-            )
+        found = _find(names, pattern.removeprefix("!"), "Weights to freeze")
         frozen = frozen - found if pattern.startswith("!") else frozen | found
     if frozen and len(frozen) == len(names):
         raise ModelError("freeze leaves no weight to train. Remove a pattern, or add one with ! for what is trained.")
     if patterns and not frozen:
         raise ModelError("freeze names only exceptions (!). Put what they are exceptions to first, such as '*'.")
     return frozenset(frozen)
+
+
+def find_rates(names: Collection[str], rates: Mapping[str, float]) -> dict[str, str]:
+    """Return the pattern of ``rates`` that gives each of the trained parameters ``names`` its rate; others have none.
+
+    Raises:
+        ModelError: A pattern names no parameter, or none that later ones leave, or no parameter is left over.
+    """
+    found = {name: pattern for pattern in rates for name in _find(names, pattern, "Weights of learning_rates")}
+    for pattern in rates.keys() - found.values():
+        raise ModelError(f"learning_rates: patterns after {pattern!r} name all its weights. Put it behind them.")
+    if len(found) == len(names):
+        raise ModelError("learning_rates names every trained weight. Set learning_rate for those of one pattern.")
+    return found
+
+
+def count_rates(model: Model, part: Split, rates: Mapping[str, float]) -> dict[str, int]:
+    """Return the trained elements that each pattern of ``rates`` gives its rate, as `find_rates` finds them."""
+    trained = {t.name: t.numel for t in part.adapters or model.tensors if t.name not in part.frozen_names}
+    found = find_rates(trained, rates)
+    return {pattern: sum(trained[name] for name, one in found.items() if one == pattern) for pattern in rates}
+
+
+def _find(names: Collection[str], pattern: str, what: str) -> set[str]:
+    """Return the parameters that ``pattern`` names; raise `ModelError`, which begins with ``what``, if there is none.
+
+    A pattern is the name of a parameter, or of a module with all its parameters, with the wildcards of a shell.
+    """
+    if found := {name for name in names if any(fnmatchcase(part, pattern) for part in _parts(name))}:
+        return found
+    modules = sorted({part for name in names for part in _parts(name)})
+    raise ModelError(
+        f"{what} not found: {pattern!r}. The model has no parameter or module of that name."
+        f"{nearest(pattern, modules)} A pattern has the whole name, such as {next(iter(names))} or *.mlp, and a "
+        "head that is the embedding has the embedding's name."
+    )
 
 
 def _parts(name: str) -> Iterator[str]:

@@ -200,8 +200,8 @@ def unsuitable(run: Run, strategy: Strategy) -> str:
         others = [name for name, other in STRATEGY_SPECS.items() if not _optimizer_fails(run, other)]
         where = where.format(strategy=strategy, others=", ".join(others))
         return f"optimizer: {run.optimizer} cannot train under {where}"
-    if run.freeze and spec.uses_nvme:
-        return f"freeze is not tested under {strategy}. Take zero3-offload, or remove freeze."
+    if spec.uses_nvme and (key := "freeze" if run.freeze else "learning_rates" if run.learning_rates else ""):
+        return f"{key} is not tested under {strategy}. Take zero3-offload, or remove {key}."
     if run.loss == "chunked" and spec.is_fsdp:
         return f"loss: chunked is not tested under {strategy}. Take ddp or a ZeRO strategy, or loss: fused."
     if unquantized and not spec.four_bits:
@@ -260,8 +260,9 @@ def _not_tensor_parallel(run: Run, cluster: Cluster, model: Model) -> Iterator[s
             f"strategy {run.strategy}: transformers shards a model for it at loading and then cannot save the "
             "optimizer, so a run could not be resumed. Take zero1 or zero2, or a script that loads its own model."
         )
-    if run.freeze:
-        yield "freeze: it is not tested with sharded matrices. Remove one of them."
+    for key in ("freeze", "learning_rates"):
+        if getattr(run, key):
+            yield f"{key}: it is not tested with sharded matrices. Remove one of them."
     if run.method_spec.has_adapters:
         yield f"method {run.method}: adapters on sharded matrices are not merged here. Take method: full."
     yield from _wrong_ranks(run.tensor_parallel, cluster)

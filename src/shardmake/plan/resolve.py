@@ -1,5 +1,6 @@
 """The settings of a run that do not depend on memory, and contradictions between them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from shardmake.config.attention import FLASH_KERNELS, KERNELS, Attention
@@ -8,7 +9,7 @@ from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.user_files import UserFiles, read_user_files
 from shardmake.memory.families import as_classifier
 from shardmake.memory.hardware import Hardware, from_cluster
-from shardmake.memory.model import Model, Split, has_own_class, split
+from shardmake.memory.model import Model, Split, count_rates, has_own_class, split
 from shardmake.memory.read_config import read_model
 from shardmake.plan.abilities import Abilities, find_abilities
 from shardmake.plan.packages import has_flash_attention_2, wrong_packages
@@ -51,6 +52,8 @@ class ResolvedRun:
     """Data type of the trained weights under DDP and FSDP; only `shardmake estimate` changes it."""
     user_files: UserFiles = field(default_factory=UserFiles)
     """The run's own DeepSpeed and Accelerate files."""
+    rate_groups: Mapping[str, int] = field(default_factory=dict)
+    """Trained elements of each pattern of ``learning_rates``."""
 
     @property
     def workload(self) -> Workload:
@@ -94,10 +97,11 @@ def resolve(run: Run, cluster: Cluster) -> ResolvedRun:
     precision = _precision(run, hardware)
     refuse(wrong_precision(run, precision, hardware))
     attention = _attention(run, hardware, precision, abilities)
+    part = split(model, run.method, run.lora.rank, run.lora.targets, run.freeze)
     return ResolvedRun(
         run=run,
         model=model,
-        split=split(model, run.method, run.lora.rank, run.lora.targets, run.freeze),
+        split=part,
         cluster=cluster,
         hardware=hardware,
         precision=precision,
@@ -105,6 +109,7 @@ def resolve(run: Run, cluster: Cluster) -> ResolvedRun:
         abilities=abilities,
         attention_reason=_why_not_varlen(run, hardware, precision, abilities) if attention != "varlen" else "",
         user_files=read_user_files(run),
+        rate_groups=count_rates(model, part, run.learning_rates),
     )
 
 

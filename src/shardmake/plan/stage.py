@@ -196,6 +196,10 @@ def as_plan(name: str, made: ChosenRun) -> Plan:
             *describe_quantized_base(settings.model, settings.run),
             *settings.abilities.describe_absent(),
             *([f"freeze: {frozen:,} of {settings.split.total:,} weights are not trained"] if frozen else []),
+            *(
+                f"learning_rates: {settings.run.learning_rates[pattern]:g} for the {count:,} weights of {pattern}"
+                for pattern, count in settings.rate_groups.items()
+            ),
             *settings.abilities.describe_experts(),
             *_script_gradients(settings, chosen),
         ],

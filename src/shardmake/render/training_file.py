@@ -55,6 +55,7 @@ def training_settings(plan: Plan, run: Run, cluster: Cluster, model: Model) -> T
         if run.method_spec.has_adapters
         else FullMethod(),
         freeze=run.freeze,
+        learning_rates=run.learning_rates,
         arguments=training_arguments(plan, run, cluster, model),
         optimizer=cpu_optimizer(choice, run, cluster),
         expected=expected_engine(choice),

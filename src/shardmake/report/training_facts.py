@@ -93,6 +93,7 @@ def _own_settings(records: Records) -> dict[str, str]:
     # the values of the run's own DeepSpeed and Accelerate files, without paths
     shown = [f"{key} {value!r}" for key, value in settings.own_files.items() if "/" not in str(value)]
     rate, schedule = values["learning_rate"], values["lr_scheduler_type"]
+    other = ", ".join(f"{rate:g} for `{pattern}`" for pattern, rate in settings.learning_rates.items())
     return {
         "Objective": OBJECTIVES[settings.objective].label + (f" with {section.describe()}" if section else ""),
         "Method": _method(records),
@@ -112,6 +113,7 @@ def _own_settings(records: Records) -> dict[str, str]:
         "Strategy": _strategy(records),
         "World size": f"{plural(choice.world_size, 'rank')} on {plural(choice.nodes, 'node')}",
         **_learned(records),
+        **({"Other learning rates": other} if other else {}),
         **({"Own settings files": ", ".join(shown)} if shown else {}),
     }
 

@@ -72,6 +72,7 @@ class LearningSettings(RunFile):
     schedule: str = Field(description="Learning rate schedule, by transformers' name.")
     warmup_steps: int = Field(description="Optimizer steps until the peak learning rate.")
     steps: int = Field(description="Optimizer steps in all.")
+    group_rates: list[float] = optional([], "Different peak learning rates of the optimizer's groups.")
     rates: list[float] = Field(description="Learning rate of the first, second, third, middle and last step.")
     max_grad_norm: float = Field(description="Gradient norm above which gradients are scaled down.")
     dtype: str = Field(description="Compute data type, by torch's name.")

@@ -54,6 +54,7 @@ def result_settings(
     }
     later = {
         "freeze": settings.freeze,
+        "learning_rates": settings.learning_rates,
         "checkpoints.early_stopping": settings.checkpoints.early_stopping,
         "scheduler_arguments": values.pop("scheduler_arguments"),
     }

@@ -97,6 +97,7 @@ class TrainingSettings(RunFile):
     reward: Reward | None = optional(None, "Settings of the objective reward; None for another one.")
     method: FullMethod | AdapterMethod = Field(description="Full fine-tuning or adapters.")
     freeze: list[str] = optional([], "Weights that are not trained (`shardmake.memory.model.find_frozen`).")
+    learning_rates: dict[str, float] = optional({}, "Rates of some weights, by pattern (`find_rates` there).")
     arguments: dict[str, Any] = Field(
         description="Keyword arguments of `transformers.TrainingArguments`, without paths; the ranks add those."
     )

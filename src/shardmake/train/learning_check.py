@@ -66,6 +66,7 @@ def describe_learning(built: BuiltTraining, settings: TrainingSettings) -> Learn
         schedule=_schedule(scheduler, arguments),
         warmup_steps=arguments.get_warmup_steps(built.steps),
         steps=built.steps,
+        group_rates=sorted({float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups}),
         rates=rates(scheduler, built.steps),
         dtype=dtype,
         autocast=_autocast(built, deepspeed, dtype),
@@ -100,6 +101,7 @@ def planned_learning(
         "decays_vectors": False,
         "schedule": given["lr_scheduler_type"],
         "warmup_steps": warmup,
+        "group_rates": sorted({given["learning_rate"], *settings.learning_rates.values()}),
         "rates": planned_rates(
             given["lr_scheduler_type"], given["learning_rate"], warmup, steps, given.get("lr_scheduler_kwargs")
         ),

@@ -1,7 +1,9 @@
 """A Trainer that saves through Shardmake's checkpoint store, and what it trains with."""
 
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback
 
 from shardmake.core.private_names import private
+from shardmake.memory.model import find_rates
+from shardmake.memory.parameter_inventory import plain_name
 from shardmake.run.length import steps_per_epoch
 from shardmake.run.metrics import LOSS_WINDOW, LossWindow, read_loss_window
 from shardmake.run.training_settings import TrainingSettings
@@ -35,6 +39,8 @@ class ShardedTrainer(Trainer):
     model: Any
     non_finite: NonFiniteCheck
     saver: Saver
+    learning_rates: Mapping[str, float] = MappingProxyType({})
+    """Rates of some weights, by pattern."""
 
     def __init__(self, **kwargs: Any) -> None:
         self.after_check: list[TrainerCallback] = []
@@ -46,6 +52,14 @@ class ShardedTrainer(Trainer):
         """Create the Accelerator without its choice of TF32, which is the run's (``tf32``)."""
         with kept_matmul_precision():
             super().create_accelerator_and_postprocess()
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Create the optimizer, whose groups are split by ``learning_rates``."""
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if is_new and self.learning_rates:
+            split_groups(optimizer, self.model if model is None else model, self.learning_rates)
+        return optimizer
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run forward and backward of one micro batch, and pass the loss to ``non_finite``."""
@@ -104,8 +118,27 @@ class ShardedTrainer(Trainer):
         private(super()).load_optimizer_and_scheduler(checkpoint)
         if checkpoint and self.is_deepspeed_enabled:
             deepspeed_states.restore(self.model_wrapped, Path(checkpoint))
+            if self.learning_rates:  # ZeRO-3 reads one rate at most from a universal checkpoint
+                for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+                    group["lr"] = rate
         elif checkpoint:
             fit_optimizer(self.optimizer.optimizer)
+
+
+def split_groups(optimizer: torch.optim.Optimizer, model: torch.nn.Module, rates: Mapping[str, float]) -> None:
+    """Give the parameters that a pattern of ``rates`` names a group for each rate and weight decay, after the others.
+
+    No group is empty, as under DeepSpeed, which drops those: checkpoints have the same groups under every strategy.
+    """
+    names = {parameter: plain_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    patterns, groups = find_rates(names.values(), rates), [*optimizer.param_groups]
+    for pattern, rate in rates.items():
+        for group in groups:
+            found = [one for one in group["params"] if patterns.get(names[one]) == pattern]
+            group["params"] = [one for one in group["params"] if patterns.get(names[one]) != pattern]
+            if found:
+                optimizer.add_param_group({**group, "params": found, "lr": rate})
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 
 def unwrap(accelerator: Accelerator, model: Any) -> Any:

@@ -90,6 +90,7 @@ def _make_trainer(context: RankContext, heartbeat: HeartbeatCallback) -> tuple[S
 
         trainer = make_trl_trainer(context, arguments, [*callbacks])
     trainer.non_finite, trainer.saver = non_finite, scheduler.saver
+    trainer.learning_rates = context.settings.learning_rates
     share_rows(trainer.accelerator, context.plan.choice.group_size)
     return trainer, stop
 

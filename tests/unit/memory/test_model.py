@@ -7,7 +7,7 @@ from shardmake.memory import parameter_inventory
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.estimate import gpu_memory
 from shardmake.memory.families import FAMILIES, as_classifier
-from shardmake.memory.model import find_frozen, fused_experts, split
+from shardmake.memory.model import count_rates, find_frozen, find_rates, fused_experts, split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
 from tests.unit.memory.test_parameter_inventory import SIZES
@@ -87,6 +87,34 @@ def test_patterns_freeze_parameters_and_modules(patterns: list[str], trained: li
 def test_patterns_that_freeze_nothing_or_all_are_refused(patterns: list[str]) -> None:
     with pytest.raises(ModelError, match="freeze"):
         find_frozen(NAMES, patterns)
+
+
+def test_the_last_pattern_that_names_a_weight_gives_its_rate() -> None:
+    found = find_rates(NAMES, {"*.mlp": 1e-3, "model.layers.1": 1e-4, "lm_head": 1e-3})
+    assert [found.get(name) for name in NAMES] == [
+        *("*.mlp", None, "model.layers.1", "model.layers.1", "*.mlp", None, "lm_head")
+    ]
+    model = from_config({**SIZES, "model_type": "llama"})
+    whole, adapters = split(model, "full", freeze=["model.layers.0"]), split(model, "lora", 4)
+    embedding = model.tensors[0].numel
+    assert count_rates(model, whole, {"model.embed_tokens": 1e-5}) == {"model.embed_tokens": embedding}
+    elements = sum(tensor.numel for tensor in adapters.adapters if ".lora_B." in tensor.name)
+    assert count_rates(model, adapters, {"*.lora_B": 1e-3}) == {"*.lora_B": elements}
+    with pytest.raises(ModelError, match=r"not found: 'model\.layers\.0'"):
+        count_rates(model, whole, {"model.layers.0": 1e-3})
+
+
+@pytest.mark.parametrize(
+    ("patterns", "words"),
+    [
+        (["mlp"], "Weights of learning_rates not found: 'mlp'"),
+        (["lm_head.weight", "lm_head"], r"patterns after 'lm_head\.weight' name all its weights"),
+        (["model", "lm_head"], "names every trained weight"),
+    ],
+)
+def test_patterns_that_give_no_or_every_weight_a_rate_are_refused(patterns: list[str], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        find_rates(NAMES, dict.fromkeys(patterns, 1e-3))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp"])

@@ -57,6 +57,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("activation_offload: true", {"activation_offload": True, "script": "x.py"}, H100, {}),
     ("activation_offload: true", {"activation_offload": True, "torch_compile": True}, H100, {}),
     ("freeze", {"freeze": ["*.mlp"], "strategy": "zero3-nvme"}, {}, {}),
+    ("learning_rates", {"learning_rates": {"*.mlp": 1e-5}, "strategy": "zero3-nvme"}, {}, {}),
+    ("tensor_parallel: 2", {"learning_rates": {"*.mlp": 1e-5}, "strategy": "zero1", "tensor_parallel": 2}, {}, {}),
     ("tensor_parallel: 2", {"freeze": ["*.mlp"], "strategy": "zero1", "tensor_parallel": 2}, {}, {}),
     ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": False, "strategy": "ddp"}, {}, {}),
     ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": False, "strategy": "fsdp"}, {}, {}),

@@ -165,6 +165,7 @@ CASES: dict[str, tuple[Callable[[RunDir], object], dict[str, Any]]] = {
     "repeated examples": (lambda at: data(at, repeated=30), {}),
     "training examples": (lambda at: data(at, shown=SHOWN), {}),
     "values of own files": (lambda at: settings(at, own_files=OWN), {}),
+    "other rates": (lambda at: settings(at, learning_rates={"*.mlp": 1e-5, "lm_head": 0.002}), {}),
     "frozen weights": (lambda at: settings(at, freeze=["model.embed_tokens", "*.mlp"]), {"freeze": ["x"]}),
     "adapters": (lambda at: settings(at, method=LORA), {"method": "lora"}),
     **{

@@ -16,6 +16,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, str | None]]] = {
         {"model": PLAIN.model.model_copy(update={"chat_template": "{{ messages }}"})},
         {"content of the chat template": None},
     ),
+    "other rates": ({"learning_rates": {"lm_head": 1e-5}}, {"learning_rates": '{"lm_head": 1e-05}'}),
     "frozen weights": ({"freeze": ["*.mlp"]}, {"freeze": '["*.mlp"]'}),
     # its last checkpoint would count as the end of a training with more patience, too
     "an early end": (

@@ -158,6 +158,11 @@ def test_wrappers_are_looked_through(arguments: TrainingArguments) -> None:
     check(wrapped, choice())
 
 
+def _with_another_rate(parts: Any, lr: float) -> AdamW:
+    first, *others = parts
+    return AdamW([first, *({**part, "lr": 2 * lr} for part in others)], lr=lr)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -165,6 +170,7 @@ def test_wrappers_are_looked_through(arguments: TrainingArguments) -> None:
         ({"optimizer": partial(AdamW, betas=(0.9, 0.95))}, "betas: planned [0.9, 0.999], found [0.9, 0.95]"),
         ({"optimizer": partial(AdamW, eps=1e-6)}, "epsilon: planned 1e-08, found 1e-06"),
         ({"optimizer": lambda parts, lr: AdamW(parts, lr=2 * lr)}, "learning_rate: planned 0.001, found 0.002"),
+        ({"optimizer": _with_another_rate}, "group_rates: planned [0.001], found [0.001, 0.002]"),
         ({"vectors": 0.01}, "decays_vectors: planned False, found True"),
         ({"schedule": "linear"}, "rates: planned"),
         ({"warmup": 0}, "rates: planned"),

@@ -1,0 +1,85 @@
+"""Learning rates of some weights, under every strategy: as a plain Trainer with the same groups, resumed, and merged."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from peft.optimizers import create_loraplus_optimizer
+from transformers import Trainer, TrainingArguments, get_scheduler
+
+from shardmake.config.models import Strategy
+from shardmake.core.private_names import named_arguments
+from shardmake.data.dataset import Sequences, collator
+from shardmake.memory.model import find_frozen
+from shardmake.memory.read_config import read_model
+from shardmake.render.training_file import training_settings
+from shardmake.run.paths import RunDir
+from shardmake.train.load_model import load_model
+from shardmake.train.sharded_trainer import WholeBatches
+from tests.workflow.forked import Forked
+from tests.workflow.test_freeze import Weights, train
+
+pytestmark = pytest.mark.training
+RATE = 2e-3
+RATES = {"*.mlp": 1e-2, "model.embed_tokens": 1e-4, "model.layers.0.*_proj": 5e-4, "model.norm": 5e-3}
+GIVEN: dict[str, Any] = {
+    "full": {"learning_rates": RATES, "weight_decay": 0.1},
+    "lora": {"method": "lora", "learning_rates": {"*.lora_B": 16 * RATE}, "weight_decay": 0.0},
+}
+SCHEDULE = {"learning_rate": RATE, "max_grad_norm": 1e6, "scheduler": "linear", "warmup_ratio": 0.5, "packing": False}
+
+
+def optimizer_of(model: Any, method: str) -> torch.optim.Optimizer:
+    """Return AdamW with groups that are written out here, or PEFT's own of LoRA+."""
+    if method == "lora":
+        return create_loraplus_optimizer(model, torch.optim.AdamW, lr=RATE, loraplus_lr_ratio=16, weight_decay=0.0)
+    named = dict(model.named_parameters())
+    rates = dict.fromkeys(named, RATE)
+    for pattern, rate in RATES.items():
+        rates |= dict.fromkeys(find_frozen(named, [pattern]), rate)
+    return torch.optim.AdamW(
+        [{"params": [named[name]], "lr": rates[name], "weight_decay": 0.0 if "norm" in name else 0.1} for name in named]
+    )
+
+
+@pytest.fixture(scope="module", params=GIVEN)
+def plain(
+    request: pytest.FixtureRequest, forked: Forked, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[int, float], Weights]:
+    """The method, and the losses and weights of transformers' Trainer alone on one rank."""
+    plan, run, cluster = forked.plan("ddp", 1, **SCHEDULE, **GIVEN[request.param])
+    settings = training_settings(plan, run, cluster, read_model(run.model))
+    del settings.arguments["ddp_backend"]
+    arguments = TrainingArguments(str(tmp_path_factory.mktemp("plain")), **named_arguments(settings.arguments))
+    arguments.save_strategy = arguments.eval_strategy = "no"
+    model = load_model(settings)
+    optimizer = optimizer_of(model, request.param)
+    data = forked.checkout.run / "data"
+    trainer = Trainer(
+        model,
+        arguments,
+        collator(data, "sdpa"),
+        WholeBatches(Sequences(data, "train"), plan.choice.global_batch_size),
+        optimizers=(optimizer, get_scheduler("linear", optimizer, 2, 4)),
+    )
+    trainer.train()
+    losses = {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
+    merged = model.merge_and_unload() if request.param == "lora" else model
+    return request.param, losses, merged.state_dict()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", "zero1", "zero2-offload", "zero3", "zero3-offload", "fsdp", "fsdp-offload", "zero2 sequence_parallel"],
+)
+def test_groups_train_as_in_a_plain_trainer_and_resume(
+    forked: Forked, plain: tuple[str, dict[int, float], Weights], tmp_path: Path, strategy: str
+) -> None:
+    method, losses, expected = plain
+    sharding, *shared = strategy.split()
+    given = {**SCHEDULE, **GIVEN[method], **dict.fromkeys(shared, 2)}
+    found, weights = train(forked, RunDir(tmp_path / "run"), cast(Strategy, sharding), **given)
+    assert found == pytest.approx(losses, abs=2e-4)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor.float(), expected[name].float(), atol=1e-4, rtol=1e-3)
