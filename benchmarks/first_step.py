@@ -4,7 +4,7 @@
 
 The three-node Slurm of the tests runs the same training under DDP on two nodes, in turn by ``shardmake train`` and by
 a script of torchrun with transformers' Trainer. The time begins when the script of the job is written. In each round a
-rank is then killed, at its second step, and trains from the newest checkpoint in a new job.
+rank is then killed, after some steps, and trains from the newest checkpoint in a new job.
 """
 
 import json
@@ -74,10 +74,12 @@ def ours(run: FaultRun) -> tuple[float, float]:
     run.start()
     script = wait(lambda: next((run.checkout.run / "train/attempts/001").glob("submitit/*.sh"), None))
     first = wait(lambda: time.time() if run.checkout.metrics() else None)
+    run.slow(0.5)  # so that the training has not ended before the fault
     beat = run.wait_for_steps(2 * run.every)
     run.send("KILL", beat.pid, beat.host)
     killed = time.time()
     again = wait(lambda: time.time() if any(line["attempt"] == 2 for line in run.checkout.metrics()) else None)
+    (run.checkout.root / "orders/slow-1").unlink()
     assert run.wait() == 0, run.log()
     return first - script.stat().st_mtime, again - killed
 
