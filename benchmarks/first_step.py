@@ -72,7 +72,7 @@ def main(rounds: int) -> None:
 def ours(run: FaultRun) -> tuple[float, float]:
     """Return the seconds from the job's script to its first step, and from a killed rank to the next new step."""
     run.start()
-    script = wait(lambda: next((run.checkout.run / "train/attempts/001").glob("submitit/*.sh"), None))
+    script = wait(lambda: next((run.checkout.run / "train/attempts/001").glob("slurm/*.sh"), None))
     first = wait(lambda: time.time() if run.checkout.metrics() else None)
     run.slow(0.5)  # so that the training has not ended before the fault
     beat = run.wait_for_steps(2 * run.every)

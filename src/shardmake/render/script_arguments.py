@@ -35,7 +35,7 @@ _NAMES: Final = {
     "max_steps": ("max_steps", "max_train_steps", "steps"),
     "epochs": ("num_train_epochs", "num_epochs", "epochs"),
     "sequence_length": (*_LENGTHS, "seq_length", "seq_len", "sequence_length"),
-    "micro_batch_size": ("per_device_train_batch_size", "micro_batch_size", "train_batch_size", "batch_size"),
+    "micro_batch_size": ("per_device_train_batch_size", "micro_batch_size", TOTAL_BATCH, "batch_size"),
     ACCUMULATION: (ACCUMULATION,),
 }
 """Names that programs give to the values that a variable passes, by the end of the variable's name."""

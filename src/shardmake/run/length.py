@@ -8,6 +8,7 @@ from typing import Final
 from shardmake.config.methods import METHODS
 from shardmake.config.models import Run
 from shardmake.config.objectives import OBJECTIVES
+from shardmake.config.optimizers import STATELESS
 from shardmake.core.errors import ConfigError
 from shardmake.core.units import plural
 
@@ -114,7 +115,7 @@ class Length:
     def _doubtful_values(self) -> Iterator[str]:
         """Yield a warning for each value that a typing error may have made."""
         run, usual = self.run, METHODS[self.run.method].learning_rate
-        if run.learning_rate and run.learning_rate > _FAR_ABOVE * usual and run.optimizer != "sgd":
+        if run.learning_rate and run.learning_rate > _FAR_ABOVE * usual and run.optimizer != STATELESS:
             yield (
                 f"learning_rate: {run.learning_rate:g} is more than {_FAR_ABOVE:,} times a usual rate of method: "
                 f"{run.method}. Begin with {usual:g}."
