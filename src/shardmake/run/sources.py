@@ -58,7 +58,7 @@ class PinnedAdapter(RunRecord):
     def merged_into(self, lora: Lora) -> Lora:
         """Return ``lora`` with the adapter's values; raise `ConfigError` if it sets another one."""
         own = self.model_dump(exclude={"name"}, exclude_none=True)
-        for key in own.keys() & lora.model_fields_set:
+        for key in sorted(own.keys() & lora.model_fields_set):
             value = getattr(lora, key)
             if (sorted(value) if isinstance(value, list) else value) != own[key]:
                 raise ConfigError(
