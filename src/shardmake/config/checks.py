@@ -303,8 +303,19 @@ def check_chains(runs: Mapping[str, Run], sweeps: Mapping[str, Sequence[str]]) -
             )
 
 
+_WHOLE: Final = {"embed_tokens", "lm_head"}
+"""Targets with which PEFT saves whole weights beside the adapter."""
+
+
 def _check_same_adapters(key: str, run: Run, before: str, other: Run) -> None:
     """Raise a `ValueError` unless both runs have the same base model, and adapters of the same shape."""
+    starts = {"script": other.script, "resume_from": other.resume_from}
+    starts["lora.targets"] = ", ".join(sorted(_WHOLE.intersection(other.lora.targets)))
+    if odd := [f"{name}: {value}" for name, value in starts.items() if value]:
+        raise ValueError(
+            f"{key}: the adapter of run {before!r} cannot be continued with its {'; '.join(odd)}. Start from its "
+            f"merged model instead: model: {PREFIX}{before}"
+        )
     ours, theirs = (
         {
             "adapters": one.method_spec.has_adapters,

@@ -8,23 +8,24 @@ from safetensors import safe_open
 
 from shardmake.checkpoint.formats.lora import config_file, read_settings
 from shardmake.config.checks import run_before
-from shardmake.config.models import Lora, Run
+from shardmake.config.models import Run
 from shardmake.core.errors import ConfigError, ModelError
 from shardmake.core.manifest import read_named, record
 from shardmake.run.adapter_settings import AdapterSettings
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import MergeReceipt, WeightsReceipt
-from shardmake.run.sources import PinnedAdapter, PinnedSource, Sources, origin_of_adapter
+from shardmake.run.sources import PinnedAdapter, PinnedSource, Sources, localize, origin_of_adapter
 
 Merge = Callable[[Run, Path, Path, Path], None]
 """Merges the checkpoint from which a run starts, and its base model in the next folder, into the last folder."""
-_SHAPE: Final = {"rank", "alpha", "targets"}
+_SHORTENED: Final = 20
+"""Number of targets from which PEFT saves common ends of their names."""
 _KEPT: Final = {"peft_type", "r", "lora_alpha", "fan_in_fan_out", "init_lora_weights"}
 """Settings that a run has as well, that PEFT derives from the model, or that matter before the first step alone."""
 
 
 def describe(run: Run, rundir: RunDir, model: PinnedSource) -> PinnedAdapter:
-    """Return rank, alpha and targets of the run's adapter: by its adapter_config.json, or those of the run before.
+    """Return rank, alpha and targets of the run's adapter by the adapter_config.json with which its chain begins.
 
     Raises:
         ShardmakeError: The adapter belongs to another base model, or is not what the section `lora` describes.
@@ -32,15 +33,13 @@ def describe(run: Run, rundir: RunDir, model: PinnedSource) -> PinnedAdapter:
     name = str(run.lora.adapter)
     if (before := run_before(name)) is not None:
         theirs = Sources.read(rundir.sibling(before).sources, f"shardmake fetch {before} --part description").adapter
-        return PinnedAdapter(name=name, **(theirs or run.lora).model_dump(include=_SHAPE))
-    settings = read_settings(Path(name), holds_base=False)
-    _check_base(name, settings, model)
-    own = _described(name, settings)
-    for key in own.keys() & run.lora.model_fields_set:
-        value = getattr(run.lora, key)
-        if (sorted(value) if isinstance(value, list) else value) != own[key]:
-            raise ConfigError(f"lora.{key}: {value} is not that of lora.adapter {name}, {own[key]}. Remove lora.{key}.")
-    return PinnedAdapter(name=name, **own)
+        found = PinnedAdapter(name=name, **(theirs.model_dump(exclude={"name"}) if theirs else {}))
+    else:
+        settings = read_settings(Path(name), holds_base=False)
+        _check_base(name, settings, model)
+        found = PinnedAdapter(name=name, **_described(name, settings))
+    found.merged_into(run.lora)
+    return found
 
 
 def _check_base(name: str, settings: AdapterSettings, model: PinnedSource) -> None:
@@ -58,15 +57,15 @@ def _described(name: str, settings: AdapterSettings) -> dict[str, Any]:
     odd = {key: value for key, value in settings.decisive().items() if key not in _KEPT}
     odd |= {key: getattr(settings, key) for key in ("exclude_modules", "layers_pattern") if getattr(settings, key)}
     odd |= {} if modules is None or isinstance(modules, list) else {"target_modules": modules}
-    odd |= {} if alpha == int(alpha) else {"lora_alpha": alpha}
+    odd |= {} if 0 < alpha <= 1_000_000 and alpha == int(alpha) else {"lora_alpha": alpha}
     if odd:
         values = ", ".join(f"{key}: {value}" for key, value in odd.items())
         raise ConfigError(
             f"lora.adapter {name} cannot be continued: its {values} has no key in the section lora. Merge it into the "
             "base model instead, and train a new adapter: name it as resume_from."
         )
-    targets = sorted([*(modules or []), *settings.target_parameters])
-    return Lora(rank=settings.r, alpha=int(alpha), targets=targets).model_dump(include=_SHAPE)
+    targets = sorted({*(modules or []), *settings.target_parameters})
+    return {"rank": settings.r, "alpha": int(alpha), "targets": targets}
 
 
 def fetch_weights(run: Run, rundir: RunDir, sources: Sources, base: WeightsReceipt, merge: Merge) -> dict[str, Any]:
@@ -74,13 +73,17 @@ def fetch_weights(run: Run, rundir: RunDir, sources: Sources, base: WeightsRecei
 
     Raises:
         ShardmakeError: It cannot be read or does not fit the model, or the run that trains it has no finished model or
-            another base model.
+            another base model, or was started again.
     """
-    name, model = str(run.lora.adapter), sources.model
+    name, model, again = str(run.lora.adapter), sources.model, f"shardmake fetch {rundir.name}"
     source, origin = Path(name), origin_of_adapter(rundir, name)
     if (before := run_before(name)) is not None:
         other = rundir.sibling(before)
-        source = Path(MergeReceipt.read(other.model_receipt, f"snakemake {other.model_receipt}").checkpoint)
+        again = f"snakemake {other.model_receipt}"
+        source = Path(MergeReceipt.read(other.model_receipt, again).checkpoint)
+        trained = other.train_receipt
+        if not trained.exists() or trained.stat().st_mtime_ns > other.model_receipt.stat().st_mtime_ns:
+            raise ModelError(f"Run {before} was started again after its model was written. Finish it first: {again}")
         theirs = WeightsReceipt.read(other.weights_receipt, f"shardmake fetch {before}")
         if Sources.read(other.sources).model.first.commit != model.first.commit or theirs.files != base.files:
             raise ModelError(
@@ -88,10 +91,12 @@ def fetch_weights(run: Run, rundir: RunDir, sources: Sources, base: WeightsRecei
                 f"{before} from the start."
             )
     merge(run, source, Path(model.path), rundir.adapter)
-    found, planned = _described(name, read_settings(rundir.adapter, holds_base=False)), sources.adapter
-    if planned is None or (found["rank"], found["alpha"]) != (planned.rank, planned.alpha):
-        again = f"fetch all parts: shardmake fetch {rundir.name}"
-        raise ModelError(f"lora.adapter {name} has another rank or alpha than planned: {found}. Train or {again}")
+    found, planned = _described(name, read_settings(rundir.adapter, holds_base=False)), localize(run, rundir).lora
+    wanted: dict[str, Any] = {"rank": planned.rank, "alpha": planned.alpha}
+    if isinstance(planned.targets, list) and len(planned.targets) < _SHORTENED:
+        wanted["targets"] = sorted({*planned.targets})
+    if wanted != {key: found[key] for key in wanted}:
+        raise ModelError(f"lora.adapter {name} has other values than planned: {found}, not {wanted}. Run: {again}")
     with safe_open(rundir.adapter / "adapter_model.safetensors", "numpy") as file:
         whole = [key for key in file.keys() if ".lora_" not in key]  # noqa: SIM118
     if whole:  # ZeRO-3 could not load them into its parts of the base model

@@ -147,7 +147,9 @@ def _describe(run: Run, rundir: RunDir) -> Sources:
             for one, folder in zip(sources, folders, strict=True)
         ]
 
-    model = _model(run, rundir, before.model if before else None)
+    trains_adapter = run_before(run.lora.adapter)  # its commit, as that of its adapter, also if the branch has moved
+    first = read_sources(rundir.sibling(trains_adapter)) if trains_adapter else before
+    model = _model(run, rundir, first.model if first else None)
     sources = Sources(
         model=model,
         adapter=adapter.describe(run, rundir, model) if run.lora.adapter else None,

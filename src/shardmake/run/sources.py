@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from shardmake.config.checks import run_before
-from shardmake.config.models import EvalSource, Run
+from shardmake.config.models import EvalSource, Lora, Run
 from shardmake.core.atomic import digest, sha256
 from shardmake.core.errors import ConfigError, ModelError
 from shardmake.core.manifest import FileRecord, Manifest, differences, read_named, record
@@ -51,9 +51,20 @@ class PinnedAdapter(RunRecord):
     """The adapter whose training continues."""
 
     name: str = Field(description="Path, or `run:NAME`, in the configuration.")
-    rank: int = Field(description="Rank of its matrices.")
-    alpha: int = Field(description="Scale: the update is multiplied by alpha / rank.")
-    targets: list[str] | str = Field(description="Layers that it changes.")
+    rank: int | None = optional(None, "Rank of its matrices; None, as the rest, if the section `lora` of a run has it.")
+    alpha: int | None = optional(None, "Scale: the update is multiplied by alpha / rank.")
+    targets: list[str] | None = optional(None, "Layers that it changes.")
+
+    def merged_into(self, lora: Lora) -> Lora:
+        """Return ``lora`` with the adapter's values; raise `ConfigError` if it sets another one."""
+        own = self.model_dump(exclude={"name"}, exclude_none=True)
+        for key in sorted(own.keys() & lora.model_fields_set):
+            value = getattr(lora, key)
+            if (sorted(value) if isinstance(value, list) else value) != own[key]:
+                raise ConfigError(
+                    f"lora.{key}: {value} is not that of lora.adapter {self.name}, {own[key]}. Remove lora.{key}."
+                )
+        return lora.model_copy(update=own)
 
 
 class Sources(RunFile):
@@ -96,7 +107,7 @@ def localize(run: Run, rundir: RunDir) -> Run:
     adapter, lora, path = sources.adapter, run.lora, str(rundir.adapter)
     _check_same((lora.adapter, None, None), PinnedSource(name=adapter.name, path=path) if adapter else None, rundir)
     if adapter is not None:
-        lora = lora.model_copy(update={**adapter.model_dump(exclude={"name"}), "adapter": path})
+        lora = adapter.merged_into(lora).model_copy(update={"adapter": path})
     _check_same((run.model, None, run.revision), sources.model, rundir)
     data = run.data
     for one, source in (*zip_longest(data.sources, sources.train), *zip_longest(data.eval_sources, sources.eval)):

@@ -163,7 +163,13 @@ def load_model(settings: TrainingSettings) -> PreTrainedModel:
         adapted.peft_config["default"].exclude_modules = rf"({'|'.join(map(re.escape, absent))})(\..*)?"
     refuse_partial_states(adapted)
     if method.adapter is not None:
-        adapted.load_adapter(method.adapter, "default", is_trainable=True)
+        try:
+            adapted.load_adapter(method.adapter, "default", is_trainable=True)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"lora.adapter {method.adapter} is not one of the targets {method.targets}. Merge it into the base "
+                f"model instead, and train a new adapter: name it as resume_from. {error}"
+            ) from error
     return adapted
 
 

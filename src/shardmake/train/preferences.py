@@ -123,9 +123,9 @@ def shard_reference(model: torch.nn.Module, accelerator: Accelerator) -> torch.n
 def make_trl_trainer(
     context: RankContext, arguments: TrainingArguments, callbacks: list[TrainerCallback]
 ) -> TrlTrainer:
-    """Return the trainer of the run's objective, with the planned optimizer. The reference is the base model.
+    """Return the trainer of the run's objective, with the planned optimizer.
 
-    It is the model without its adapters, a second model, or the trained one before its first step.
+    The reference is the model before the first step: without its new adapters, as a second model, or run in advance.
     """
     settings, attempt, choice = context.settings, context.attempt, context.plan.choice
     folder, kind, objective = attempt.rundir.data, TRAINERS[settings.objective], settings.objective_settings

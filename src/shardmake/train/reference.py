@@ -81,7 +81,7 @@ class PrecomputedReference(TrainerCallback):
 
 
 def compute_log_probs(trainer: Any, split: WithReference, beat: Callable[[], None]) -> torch.Tensor:
-    """Return `WithReference.log_probs` under the model of ``trainer`` without its adapters, on every rank.
+    """Return `WithReference.log_probs` under the model of ``trainer`` before its first step, on every rank.
 
     Each pass takes as many examples as one of training. The last pass is filled up from the start, so that all ranks
     run the same number of passes. ``beat`` is called before each pass.

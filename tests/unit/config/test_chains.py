@@ -71,7 +71,8 @@ def test_the_finished_folder_of_a_script_may_be_named() -> None:
 
 
 LORA: Any = {**RUN, "method": "lora"}
-SAME: Any = {"base": "a", "lora": {"adapter": "run:a"}}
+ADAPTER: Any = {"lora": {"adapter": "run:a"}}
+SAME: Any = {"base": "a", **ADAPTER}
 
 
 @pytest.mark.parametrize(
@@ -83,6 +84,9 @@ SAME: Any = {"base": "a", "lora": {"adapter": "run:a"}}
         ({"b": {**SAME, "model": "org/b"}}, "(model: org/base, not org/b)"),
         ({"a": RUN, "b": {**SAME, "method": "lora"}}, "(adapters: False, not True)"),
         ({"b": {**SAME, "resume_from": "x"}}, "resume_from has no effect with lora.adapter"),
+        ({"a": {**LORA, "resume_from": "x"}, "b": {**LORA, **ADAPTER}}, "cannot be continued with its resume_from: x"),
+        ({"a": {**LORA, "script": "t.py"}, "b": {**LORA, **ADAPTER}}, "with its script: t.py. Start from its merged"),
+        ({"a": {**LORA, "lora": {"targets": ["q_proj", "lm_head"]}}}, "with its lora.targets: lm_head"),
         ({"b": {**SAME, "script": "t.py"}}, "lora.adapter has no effect with script"),
         ({"b": {**SAME, "packing": False, "objective": "dpo"}}, "Set dpo.reference: precomputed"),
         ({"b": {**SAME, "packing": False, "objective": "reward"}}, "whose new head the adapter does not have"),

@@ -1,5 +1,6 @@
 """The adapter whose training continues: its settings are those of the run, and its base model is the run's."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from shardmake.run.sources import (
     recorded_weights,
     require_weights,
 )
+from tests.finished_run import write_model
 from tests.unit.config.samples import RUN
-from tests.unit.fetch.test_chain import make_runs
+from tests.unit.fetch.test_chain import MERGED, make_runs
 
 MODEL = PinnedSource(name="org/base", path="/hub/base")
 
@@ -39,6 +41,12 @@ def written(folder: Path, **values: Any) -> Path:
 def run_of(adapter: Any, model: str = "org/base", train: str = "org/data", **lora: Any) -> Run:
     run = RUN | {"method": "lora", "model": model, "data": {"train": train}, "lora": {"adapter": str(adapter), **lora}}
     return parse_config({"cluster": "c.yaml", "runs": {"chat": run}}, "c.yaml").runs["chat"]
+
+
+def chained(root: Path) -> Run:
+    """Return a run that continues the adapter of the run chat of `make_runs`."""
+    run = run_of("x", str(root / "base"), str(root / "train.jsonl"))
+    return run.model_copy(update={"lora": Lora(adapter="run:chat")})
 
 
 def test_rank_alpha_and_targets_are_the_adapters(tmp_path: Path) -> None:
@@ -65,6 +73,8 @@ def test_rank_alpha_and_targets_are_the_adapters(tmp_path: Path) -> None:
         ({"exclude_modules": ["k_proj"]}, {}, "exclude_modules: "),
         ({"target_modules": ".*q_proj"}, {}, "target_modules: "),
         ({"lora_alpha": 1.5}, {}, "lora_alpha: 1.5"),
+        ({"lora_alpha": 0}, {}, "lora_alpha: 0"),
+        ({"lora_alpha": 2_000_000}, {}, "lora_alpha: 2000000"),
         ({"init_lora_weights": "pissa"}, {}, "init_lora_weights pissa is not supported"),
     ],
 )
@@ -79,10 +89,11 @@ def test_the_adapter_is_recorded_and_identifies_the_training(tmp_path: Path) -> 
     following, base = make_runs(tmp_path)[1], str(tmp_path / "base")
     folder = written(tmp_path / "adapter", base_model_name_or_path=base)
     run, part, rank = run_of(folder, base, str(tmp_path / "train.jsonl")), "q_proj.lora_A.weight", 4
+    targets = ["v_proj", "q_proj"]
 
     def merge(_: Run, source: Path, found: Path, out: Path) -> None:
         assert (str(source), str(found), out) == (str(folder), base, following.adapter)
-        written(out, r=rank)
+        written(out, r=rank, target_modules=targets)
         save_file({part: np.ones(2)}, out / "adapter_model.safetensors")
 
     with pytest.raises(ConfigError, match=r"Adapter not found: .*shardmake fetch next --part description"):
@@ -93,6 +104,9 @@ def test_the_adapter_is_recorded_and_identifies_the_training(tmp_path: Path) -> 
     }  # fmt: skip
     with pytest.raises(ConfigError, match="Sources differ: the configuration names other"):
         localize(run_of("other", base, str(tmp_path / "train.jsonl")), following)
+    edited = run.model_copy(update={"lora": Lora(adapter=str(folder), rank=64)})
+    with pytest.raises(ConfigError, match=r"lora.rank: 64 is not that of lora.adapter .*, 4. Remove lora.rank."):
+        localize(edited, following)
     with pytest.raises(ModelError, match=r"does not record the present adapter of .*--part weights"):
         require_weights(following)
     fetch(run, following, "weights", merge)
@@ -107,7 +121,10 @@ def test_the_adapter_is_recorded_and_identifies_the_training(tmp_path: Path) -> 
         fetch(run, following, "weights", merge)
 
     rank = 5
-    with pytest.raises(ModelError, match="another rank or alpha than planned"):
+    with pytest.raises(ModelError, match=r"other values than planned: .*'rank': 5"):
+        fetch(run, following, "weights", merge)
+    rank, targets = 4, ["q_proj"]
+    with pytest.raises(ModelError, match="other values than planned"):
         fetch(run, following, "weights", merge)
 
     other, chained = run.model_copy(update={"lora": Lora(adapter="run:next")}), RunDir(tmp_path / "runs/last")
@@ -117,3 +134,29 @@ def test_the_adapter_is_recorded_and_identifies_the_training(tmp_path: Path) -> 
     )
     with pytest.raises(ShardmakeError, match=r"model/receipt.json.*snakemake"):
         fetch(other, chained, "weights", merge)
+
+
+def test_the_section_of_another_run_describes_its_adapter(tmp_path: Path) -> None:
+    """An edit of both runs counts without another fetch, and the commit of the base model is the other run's."""
+    first, following = make_runs(tmp_path)
+    run = chained(tmp_path)
+    fetch(run, following, "description")
+    lora = Lora(adapter="run:chat", rank=64, targets=["q_proj"])
+    assert localize(run.model_copy(update={"lora": lora}), following).lora == lora.model_copy(
+        update={"adapter": str(following.adapter)}
+    )
+    for rundir, commit in ((first, "old"), (following, "new")):
+        pinned = PinnedSource(name="org/base", commit=commit, path=str(tmp_path / "base"))
+        Sources.read(rundir.sources).model_copy(update={"model": pinned}).write(rundir.sources)
+    assert fetch(run.model_copy(update={"model": "org/base"}), following, "description").model.commit == "old"
+
+
+def test_the_model_of_an_older_training_is_not_the_finished_one(tmp_path: Path) -> None:
+    first, following = make_runs(tmp_path)
+    run = chained(tmp_path)
+    write_model(first, MERGED)
+    first.train_receipt.parent.mkdir(parents=True, exist_ok=True)
+    first.train_receipt.write_text("{}")
+    os.utime(first.model_receipt, (1, 1))
+    with pytest.raises(ModelError, match=r"chat was started again after its model was written.*snakemake .*receipt"):
+        fetch(run, following, merge=lambda *_: None)
