@@ -335,7 +335,9 @@ def _factory_source(entry: Any, folder: Path, values: Values) -> dict[str, Any] 
     """Return a source, or None if a run has nothing like a key of ``entry``."""
     entry = {**(entry or {})}
     file, hub, split = entry.pop("file_name", None), entry.pop("hf_hub_url", ""), entry.pop("split", "train")
-    named, tags = {**entry.pop("columns", {})}, {**entry.pop("tags", {})}
+    named, tags = {**(entry.pop("columns", None) or {})}, {**(entry.pop("tags", None) or {})}
+    for elsewhere in ("ms_hub_url", "om_hub_url"):  # the same data on other hubs
+        entry.pop(elsewhere, None)
     is_pair, is_chat = entry.pop("ranking", False), entry.pop("formatting", "alpaca") == "sharegpt"
     alike = {"prompt": "instruction", "query": "input", "response": "output"}
     if is_pair or values.get("stage") == "pt":

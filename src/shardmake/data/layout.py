@@ -180,7 +180,10 @@ class Layout:
     def _message(self, message: Message, role: str, content: str) -> Message:
         """Return ``message`` under the usual keys; errors begin with the rest of its place."""
         rest = {key: value for key, value in message.items() if key not in (role, content) and value is not None}
-        older, calls = rest.pop("function_call", None), _calls(rest.pop("tool_calls", None), ".tool_calls")
+        older = _parsed(rest.pop("function_call", None), ".function_call is", _CALL, None)
+        if isinstance(older, dict) and all(value is None for value in older.values()):  # as Parquet returns none
+            older = None
+        calls = _calls(rest.pop("tool_calls", None), ".tool_calls")
         calls = calls or _calls([older] if older else None, ".function_call")
         if self.format == "sharegpt" and message[role] == "function_call":
             made = _parsed(message.get(content), f".{content} is", _CALL, None)

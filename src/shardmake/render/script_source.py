@@ -30,7 +30,7 @@ def own_values(source: str) -> dict[str, OwnValue]:
     """Return the training arguments that ``source`` has by itself, by name; without those that it reads elsewhere."""
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return {}
     nodes = list(ast.walk(tree))
     calls = [node for node in nodes if isinstance(node, ast.Call)]
@@ -102,7 +102,7 @@ def _library_defaults(module: str, attribute: str) -> dict[str, Any]:
 
     try:
         kind = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, RuntimeError):  # transformers' lazy modules raise RuntimeError
+    except Exception:  # a library that is not installed, or fails at its import in its own way, such as by NameError
         return {}
     if not isinstance(kind, type) or not issubclass(kind, TrainingArguments):
         return {}
