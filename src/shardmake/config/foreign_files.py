@@ -356,6 +356,14 @@ def _factory_source(entry: Any, folder: Path, values: Values) -> dict[str, Any] 
     }
 
 
+def _thinking(value: Any, values: Values) -> Any:
+    """Return the template's argument if the model is here and its template reads it; another one would be refused."""
+    folder = Path(str(values.get("model_name_or_path")))
+    files = [file for file in (folder / "chat_template.jinja", folder / "tokenizer_config.json") if file.is_file()]
+    is_read = any("enable_thinking" in file.read_text(errors="replace") for file in files)
+    return {"data.template_arguments" if is_read else "": {"enable_thinking": value}}
+
+
 LLAMA_FACTORY: Final = Tool(
     "LLaMA-Factory",
     (frozenset({"model_name_or_path", "finetuning_type"}), frozenset({"model_name_or_path", "stage", "template"})),
@@ -369,7 +377,7 @@ LLAMA_FACTORY: Final = Tool(
         }) or None,
         "lora_target": _lora_targets, "cutoff_len": "sequence_length", "dataset": _factory_data("train"),
         "eval_dataset": _factory_data("eval"), "packing": "packing", "neat_packing": _if_true(packing=True),
-        "enable_thinking": lambda value, values: {"data.template_arguments": {"enable_thinking": value}},
+        "enable_thinking": _thinking,
         "val_size": _above_zero("data.eval_fraction"),
         "train_on_prompt": _if_true(data__loss_on="all"), "pref_beta": _beta, "pref_loss": _loss_types,
         "kto_chosen_weight": "kto.desirable_weight", "kto_rejected_weight": "kto.undesirable_weight",
@@ -428,6 +436,7 @@ TRL: Final = Tool(
 TOOLS: Final = (AXOLOTL, LLAMA_FACTORY, TRL)
 _ADVICE: Final = {
     "beta": " (give --objective dpo or kto)",
+    "enable_thinking": " (set data.template_arguments if the chat template reads it)",
     "warmup_steps": " (set warmup_ratio to these steps divided by those that the plan prints)",
 }
 

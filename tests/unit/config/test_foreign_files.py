@@ -140,7 +140,10 @@ def test_what_a_data_set_says_is_translated_or_listed() -> None:
     }
     Path("data/dataset_info.json").write_text(json.dumps(info))
     sft = {**FACTORY, "stage": "sft", "dataset": "chats", "enable_thinking": False, "report_to": "none"}
-    run, _, left = run_of(sft)
+    assert "enable_thinking" in translate_of(sft), "a template that is not here"
+    Path("base").mkdir()
+    Path("base/chat_template.jinja").write_text("{{ enable_thinking }}")
+    run, _, left = run_of({**sft, "model_name_or_path": "./base"})
     columns = {"messages": "turns", "role": "who", "content": "what"}
     assert run["data"]["train"] == [{"source": "data/c.json", "columns": columns, "limit": 5}]
     assert run["data"]["template_arguments"] == {"enable_thinking": False}
