@@ -333,11 +333,9 @@ def _factory_data(key: str) -> Row:
 
 def _factory_source(entry: Any, folder: Path, values: Values) -> dict[str, Any] | None:
     """Return a source, or None if a run has nothing like a key of ``entry``."""
-    entry = {**(entry or {})}
+    entry = {key: held for key, held in (entry or {}).items() if key not in ("ms_hub_url", "om_hub_url")}
     file, hub, split = entry.pop("file_name", None), entry.pop("hf_hub_url", ""), entry.pop("split", "train")
     named, tags = {**(entry.pop("columns", None) or {})}, {**(entry.pop("tags", None) or {})}
-    for elsewhere in ("ms_hub_url", "om_hub_url"):  # the same data on other hubs
-        entry.pop(elsewhere, None)
     is_pair, is_chat = entry.pop("ranking", False), entry.pop("formatting", "alpaca") == "sharegpt"
     alike = {"prompt": "instruction", "query": "input", "response": "output"}
     if is_pair or values.get("stage") == "pt":
@@ -358,9 +356,8 @@ def _factory_source(entry: Any, folder: Path, values: Values) -> dict[str, Any] 
 
 def _thinking(value: Any, values: Values) -> Any:
     """Return the template's argument if the model is here and its template reads it; another one would be refused."""
-    folder = Path(str(values.get("model_name_or_path")))
-    files = [file for file in (folder / "chat_template.jinja", folder / "tokenizer_config.json") if file.is_file()]
-    is_read = any("enable_thinking" in file.read_text(errors="replace") for file in files)
+    files = [Path(str(values["model_name_or_path"]), one) for one in ("chat_template.jinja", "tokenizer_config.json")]
+    is_read = any("enable_thinking" in file.read_text(errors="replace") for file in files if file.is_file())
     return {"data.template_arguments" if is_read else "": {"enable_thinking": value}}
 
 
@@ -436,7 +433,6 @@ TRL: Final = Tool(
 TOOLS: Final = (AXOLOTL, LLAMA_FACTORY, TRL)
 _ADVICE: Final = {
     "beta": " (give --objective dpo or kto)",
-    "enable_thinking": " (set data.template_arguments if the chat template reads it)",
     "warmup_steps": " (set warmup_ratio to these steps divided by those that the plan prints)",
 }
 
