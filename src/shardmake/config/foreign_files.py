@@ -333,9 +333,9 @@ def _factory_data(key: str) -> Row:
 
 def _factory_source(entry: Any, folder: Path, values: Values) -> dict[str, Any] | None:
     """Return a source, or None if a run has nothing like a key of ``entry``."""
-    entry = {**(entry or {})}
+    entry = {key: held for key, held in (entry or {}).items() if key not in ("ms_hub_url", "om_hub_url")}
     file, hub, split = entry.pop("file_name", None), entry.pop("hf_hub_url", ""), entry.pop("split", "train")
-    named, tags = {**entry.pop("columns", {})}, {**entry.pop("tags", {})}
+    named, tags = {**(entry.pop("columns", None) or {})}, {**(entry.pop("tags", None) or {})}
     is_pair, is_chat = entry.pop("ranking", False), entry.pop("formatting", "alpaca") == "sharegpt"
     alike = {"prompt": "instruction", "query": "input", "response": "output"}
     if is_pair or values.get("stage") == "pt":
@@ -354,6 +354,13 @@ def _factory_source(entry: Any, folder: Path, values: Values) -> dict[str, Any] 
     }
 
 
+def _thinking(value: Any, values: Values) -> Any:
+    """Return the template's argument if the model is here and its template reads it; another one would be refused."""
+    files = [Path(str(values["model_name_or_path"]), one) for one in ("chat_template.jinja", "tokenizer_config.json")]
+    is_read = any("enable_thinking" in file.read_text(errors="replace") for file in files if file.is_file())
+    return {"data.template_arguments" if is_read else "": {"enable_thinking": value}}
+
+
 LLAMA_FACTORY: Final = Tool(
     "LLaMA-Factory",
     (frozenset({"model_name_or_path", "finetuning_type"}), frozenset({"model_name_or_path", "stage", "template"})),
@@ -367,7 +374,7 @@ LLAMA_FACTORY: Final = Tool(
         }) or None,
         "lora_target": _lora_targets, "cutoff_len": "sequence_length", "dataset": _factory_data("train"),
         "eval_dataset": _factory_data("eval"), "packing": "packing", "neat_packing": _if_true(packing=True),
-        "enable_thinking": lambda value, values: {"data.template_arguments": {"enable_thinking": value}},
+        "enable_thinking": _thinking,
         "val_size": _above_zero("data.eval_fraction"),
         "train_on_prompt": _if_true(data__loss_on="all"), "pref_beta": _beta, "pref_loss": _loss_types,
         "kto_chosen_weight": "kto.desirable_weight", "kto_rejected_weight": "kto.undesirable_weight",

@@ -228,8 +228,8 @@ class ChatTemplate:
         closing = self._marks.search(text, span[1]) if span else None
         if thought is None or span is None or closing is None:
             return
-        before = self._render(conversation, conversation.messages[:index]) if context else ""
-        if closing[0] in text[common_length(context, before) : span[0]]:
+        head = common_length(context, self._render(conversation, conversation.messages[:index])) if context else start
+        if closing[0] in text[head : span[0]]:
             raise closed_thought(thought, closing[0])
 
     def _context(self, conversation: _Conversation, index: int) -> str | None:

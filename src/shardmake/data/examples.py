@@ -179,8 +179,11 @@ def _stop_ids(run: Run) -> set[int]:
 def make_encoder(part: Part, chat: ChatTemplate, *, log: bool = True) -> Encoder:
     """Return the encoder for the data of ``part``, and log what was recognized."""
     layout, run = part.layout, part.run
-    unused = [column for column in _columns_of(part.rows) if column not in layout.columns.values()]
+    columns = _columns_of(part.rows)
+    unused = [column for column in columns if column not in layout.columns.values()]
     rest = f" Columns that are not used: {', '.join(unused)}." if unused else ""
+    if layout.format == "chat" and (name := layout.columns["system"]) in columns:
+        rest += f" Text in the column {name} is the system message of conversations without one."
     if keys := sorted(_unread_keys(part, chat)):
         rest += f" Keys of messages that are not used: {', '.join(keys)}."
     logger.log(logging.INFO if log else logging.DEBUG, f"{part.source}: the examples are in the format {layout}.{rest}")

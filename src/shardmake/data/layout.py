@@ -7,7 +7,7 @@ with a chosen and a rejected answer, or text.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from shardmake.config.formats import FORMATS, RAW, DataFormat
@@ -50,6 +50,8 @@ class Layout:
 
     format: DataFormat
     columns: Mapping[str, str]
+    named: frozenset[str] = frozenset()
+    """Columns that ``data.columns`` names."""
 
     def __str__(self) -> str:
         required = ", ".join(self.columns[column] for column in FORMATS[self.format].required)
@@ -124,7 +126,15 @@ class Layout:
         return self._text(example, column) if self.columns.get(column) in example else ""
 
     def _system(self, example: Example, messages: Sequence[Message]) -> list[Message]:
-        """Return the system message of a column of its own, if there is one."""
+        """Return the system message of a column of its own, if there is one.
+
+        In the format chat, a column that ``data.columns`` does not name counts only as text, and for conversations
+        without such a message.
+        """
+        is_default = self.format == "chat" and "system" not in self.named
+        is_text = isinstance(example.get(self.columns["system"]), str)
+        if is_default and (messages[0]["role"] == "system" or not is_text):
+            return []
         text = self._optional_text(example, "system")
         if text and messages[0]["role"] == "system":
             if messages[0]["content"].strip() == text.strip():
@@ -180,7 +190,10 @@ class Layout:
     def _message(self, message: Message, role: str, content: str) -> Message:
         """Return ``message`` under the usual keys; errors begin with the rest of its place."""
         rest = {key: value for key, value in message.items() if key not in (role, content) and value is not None}
-        older, calls = rest.pop("function_call", None), _calls(rest.pop("tool_calls", None), ".tool_calls")
+        older = _parsed(rest.pop("function_call", None), ".function_call is", _CALL, None)
+        if isinstance(older, dict) and all(value is None for value in older.values()):  # as Parquet returns none
+            older = None
+        calls = _calls(rest.pop("tool_calls", None), ".tool_calls")
         calls = calls or _calls([older] if older else None, ".function_call")
         if self.format == "sharegpt" and message[role] == "function_call":
             made = _parsed(message.get(content), f".{content} is", _CALL, None)
@@ -308,7 +321,7 @@ def recognize(data: Data, objective: Objective, first: Example, place: str) -> L
     def layouts_of(objective: Objective) -> list[Layout]:
         allowed = OBJECTIVES[objective].data_formats if given == "auto" else (given,)
         return [
-            Layout(format, {**FORMATS[format].columns, **named})
+            Layout(format, {**FORMATS[format].columns, **named}, frozenset(named))
             for format in allowed
             if named.keys() <= FORMATS[format].columns.keys()
         ]
@@ -317,7 +330,7 @@ def recognize(data: Data, objective: Objective, first: Example, place: str) -> L
     fitting = [layout for layout in layouts if data.format != "auto" or _fits(layout, first)]
     if not fitting and "messages" not in named:  # the column of one kind of conversation with the keys of the other
         mixed = [(one, _OTHER_COLUMN[one.format]) for one in layouts if one.format in _OTHER_COLUMN]
-        swapped = [Layout(one.format, {**one.columns, "messages": column}) for one, column in mixed]
+        swapped = [replace(one, columns={**one.columns, "messages": column}) for one, column in mixed]
         fitting = [layout for layout in swapped if _fits(layout, first)]
     if len(fitting) > 1:
         raise DataError(

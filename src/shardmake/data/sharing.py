@@ -19,6 +19,8 @@ from shardmake.core.run_folder import make_folder, open_file, remove
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import DataReceipt
 
+ENCODING = 1
+"""Version of the rules that make tokens of an example: one more for each change of them."""
 logger = logging.getLogger(__name__)
 
 
@@ -65,7 +67,8 @@ def take_same_data(rundir: RunDir, inputs: Mapping[str, Any], work: Path) -> Dat
         with contextlib.suppress(ShardmakeError, OSError):  # removed or renewed at this moment, or of another version
             receipt = DataReceipt.read(path)
             found = receipt.model_dump(include=set(inputs), mode="json")
-            if content_of(found) == wanted and _take_splits(path.parent, receipt, work):
+            is_same = receipt.encoding == ENCODING and content_of(found) == wanted
+            if is_same and _take_splits(path.parent, receipt, work):
                 logger.info("Took the data of %s, which has the same content.", path.parents[1].name)
                 return DataReceipt(**(receipt.model_dump() | dict(inputs)))
     return None

@@ -22,7 +22,7 @@ from shardmake.data.examples import day_of, load_tokenizer, open_chat_template, 
 from shardmake.data.outcomes import describe_outcomes
 from shardmake.data.preview import show
 from shardmake.data.raw import are_linked, identity_of_raw, link_raw
-from shardmake.data.sharing import content_of, locked, take_same_data
+from shardmake.data.sharing import ENCODING, content_of, locked, take_same_data
 from shardmake.data.sources import identity
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import DataReceipt, DataSettings, SplitReceipt
@@ -74,7 +74,11 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
             sequences = {"files": results["train"]["files"], "length": run.sequence_length}
             results["shown"] = [_excerpt(text) for text in islice(show(chat, parts, _SHOWN, log=False), _SHOWN)]
             receipt = DataReceipt(
-                digest=digest(raw or sequences), **inputs, pad_token_id=_pad_token_id(tokenizer), **results
+                digest=digest(raw or sequences),
+                encoding=ENCODING,
+                pad_token_id=_pad_token_id(tokenizer),
+                **inputs,
+                **results,
             )
         if raw:
             link_raw(raw_source, raw["train"], work / RAW)

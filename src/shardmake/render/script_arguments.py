@@ -8,6 +8,7 @@ is compared by its ranks (`shardmake.train.script_guard`).
 import contextlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from string import Template
@@ -39,6 +40,7 @@ _NAMES: Final = {
     ACCUMULATION: (ACCUMULATION,),
 }
 """Names that programs give to the values that a variable passes, by the end of the variable's name."""
+_FILES: Final = (".yaml", ".yml", ".json", ".toml")
 _RANK: Final = ("local_rank",)
 _BATCH: Final = ("micro_batch_size", ACCUMULATION)
 
@@ -66,7 +68,7 @@ def check_script_arguments(choice: Choice, run: Run) -> list[str]:
         lines += _deepspeed_file(file, choice, run, is_native=arguments.is_native)
     if lines:
         raise ConfigError("\n".join(["The script's arguments contradict the run, and its ranks would stop:", *lines]))
-    if _is_open(run.script_args, arguments.files):
+    if re.search(rf"{PREFIX}[\"'{{]", source) or _is_open(run.script_args, arguments):
         return []
     missing = [*_missing(own, found, _filled(run.script_args, variables), source, choice, run)]
     return ["\n".join([f"{run.script} trains with other values than the run:", *missing])] if missing else []
@@ -80,12 +82,14 @@ def _source(script: str) -> str:
         return ""
 
 
-def _is_open(words: list[str], files: list[str]) -> bool:
+def _is_open(words: list[str], arguments: Arguments) -> bool:
     """Return whether the script may have arguments that are not read: of a file, or of a variable of the nodes."""
     before = dict(zip(words[1:], words, strict=False))
     hidden = [word for word in words if word.startswith("@") or (word.startswith("$") and PREFIX not in word)]
+    files = {*arguments.files, *(word.rpartition("=")[2] for word in words if word.endswith(_FILES))}
     return any(not before.get(word, "").startswith("--") for word in hidden) or any(
-        (source := _read(name)) is None or source.kind != "training" for name in files
+        (source := _read(name)) is None or name not in arguments.files or source.kind != "training"
+        for name in files - {arguments.deepspeed}
     )
 
 
@@ -117,6 +121,7 @@ def _missing(
         choice.is_deepspeed
         and "local_rank" in own
         and own["local_rank"].value == 0
+        and not ("environ" in source and "LOCAL_RANK" in source)
         and not _given(_RANK, words, {}, own)[0]
     ):
         yield "  --local_rank is not among script_args, and is 0 for every rank. Add --local_rank $LOCAL_RANK."

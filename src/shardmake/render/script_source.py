@@ -7,12 +7,19 @@ training arguments of transformers or TRL, which a parser fills or the script ca
 import ast
 import dataclasses
 import importlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
 _PARSERS: Final = ("HfArgumentParser", "TrlParser")
+_FILE_READERS: Final = ("parse_json_file", "parse_yaml_file", "parse_dict")
+_READERS: Final = ("parse_args", "parse_known_args", "parse_args_into_dataclasses", "parse_args_and_config")
+_CHANGES: Final = ("set_defaults", "setattr", "set_training", "set_optimizer", "set_lr_scheduler", "set_dataloader")
+"""Functions that change arguments, or their defaults."""
+_OF_OPTIMIZER: Final = ("learning_rate", "weight_decay", "lr_scheduler_type")
+"""Arguments of Trainer that it ignores if it is given an optimizer."""
 _LIBRARIES: Final = ("transformers", "trl")
 UNREAD: Final = object()
 """The value of an option whose default cannot be read, or that has none."""
@@ -30,15 +37,30 @@ def own_values(source: str) -> dict[str, OwnValue]:
     """Return the training arguments that ``source`` has by itself, by name; without those that it reads elsewhere."""
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return {}
     nodes = list(ast.walk(tree))
     calls = [node for node in nodes if isinstance(node, ast.Call)]
-    found = _of_class(nodes, calls) | dict(_options(calls))
-    if any(_name(call.func) == "set_defaults" for call in calls):
-        found = {name: dataclasses.replace(one, value=UNREAD) for name, one in found.items()}
-    assigned = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
-    return {name: one for name, one in found.items() if name not in assigned}
+    called = {_name(call.func) for call in calls}
+    if any(map(_changes, calls)) or (not called.isdisjoint(_FILE_READERS) and called.isdisjoint(_READERS[2:])):
+        return {}
+    options = dict[str, OwnValue]()
+    for name, one in _options(calls):  # those of subcommands may differ
+        options[name] = one if options.get(name, one) == one else OwnValue(UNREAD, takes=True)
+    elsewhere = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    if any(word.arg == "optimizers" for call in calls for word in call.keywords):
+        elsewhere |= set(_OF_OPTIMIZER)
+    return {name: one for name, one in (_of_class(nodes, calls) | options).items() if name not in elsewhere}
+
+
+def _changes(call: ast.Call) -> bool:
+    """Return True for a call that may give arguments other values than the command line and their defaults."""
+    name, keywords = _name(call.func), {word.arg for word in call.keywords}
+    if name in _READERS:
+        return bool(call.args or keywords & {"args", "namespace", None})
+    if name == "update":
+        return re.match(r"vars\(|.*__dict__\.", ast.unparse(call.func)) is not None
+    return name in _CHANGES or (name == "replace" and bool(keywords))
 
 
 def _options(calls: list[ast.Call]) -> Iterator[tuple[str, OwnValue]]:
@@ -47,6 +69,9 @@ def _options(calls: list[ast.Call]) -> Iterator[tuple[str, OwnValue]]:
         if _name(call.func) == "add_argument":
             given = {word.arg: word.value for word in call.keywords}
             default = UNREAD if None in given else _literal(given["default"]) if "default" in given else None
+            is_converted = isinstance(default, str) and "type" in given and _name(given["type"]) != "str"
+            if is_converted or len(call.args) > 1:
+                default = UNREAD
             for word in call.args:
                 if isinstance(name := _literal(word), str) and name.startswith("--"):
                     yield name[2:].replace("-", "_"), OwnValue(default, takes=True)
@@ -102,7 +127,7 @@ def _library_defaults(module: str, attribute: str) -> dict[str, Any]:
 
     try:
         kind = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, RuntimeError):  # transformers' lazy modules raise RuntimeError
+    except Exception:  # a library that is not installed, or fails at its import in its own way, such as by NameError
         return {}
     if not isinstance(kind, type) or not issubclass(kind, TrainingArguments):
         return {}

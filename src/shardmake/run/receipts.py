@@ -104,6 +104,7 @@ class DataReceipt(RunFile):
     made_by: ClassVar[str] = "shardmake data NAME"
     digest: str = Field(description="Digest of the training data.")
     layout: int = Field(description="Version of the files' layout.")
+    encoding: int = optional(0, "Version of the encoding rules; other runs take only files of their own version.")
     tokenizer: str = Field(description="Digest of the tokenizer.")
     sources: dict[str, dict[str, Any]] = Field(description="Identity of the source of each split.")
     settings: DataSettings = Field(description="Settings that the data depends on.")

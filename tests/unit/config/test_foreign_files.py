@@ -136,15 +136,20 @@ def test_what_a_data_set_says_is_translated_or_listed() -> None:
     info = {
         "chats": chats | {"tags": {"role_tag": "who", "content_tag": "what"}},
         "odd": chats | {"key_of_tomorrow": 1},
+        "hubs": {"hf_hub_url": "org/x", "ms_hub_url": "o/x", "om_hub_url": "o/x", "columns": None, "tags": None},
     }
     Path("data/dataset_info.json").write_text(json.dumps(info))
     sft = {**FACTORY, "stage": "sft", "dataset": "chats", "enable_thinking": False, "report_to": "none"}
-    run, _, left = run_of(sft)
+    assert "enable_thinking" in translate_of(sft), "a template that is not here"
+    Path("base").mkdir()
+    Path("base/chat_template.jinja").write_text("{{ enable_thinking }}")
+    run, _, left = run_of({**sft, "model_name_or_path": "./base"})
     columns = {"messages": "turns", "role": "who", "content": "what"}
     assert run["data"]["train"] == [{"source": "data/c.json", "columns": columns, "limit": 5}]
     assert run["data"]["template_arguments"] == {"enable_thinking": False}
     assert "report_to" not in left and {"pref_beta", "pref_loss"} <= left
     assert "dataset" in translate_of({**sft, "dataset": "odd"})
+    assert run_of({**sft, "dataset": "hubs"})[0]["data"]["train"] == [{"source": "org/x"}]
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,8 @@ LEARNED: list[tuple[str, str, Row, list[str]]] = [
     ("arguments of a row", SWITCH, {"messages": chat("u:a", "a:b"), "chat_template_kwargs": {"think": True}},
      ["<user>a</s><assistant>T[b</s>]"]),
     ("the day", CLOCK, {"messages": chat("u:a", "a:b")}, ["<system>1999</s><user>a</s><assistant>[b</s>]"]),
+    ("a mark of thoughts in the default system text", DEFAULT_SYSTEM.replace("ok", "use </think>"),
+     {"messages": chat("a:<think>z</think>b")}, ["<system>use </think></s><assistant>[<think>z</think>b</s>]"]),
     ("a text that is also markup", PLAIN, {"messages": chat("u:a", "a:s", "u:user", "a:</s>")},
      ["<user>a</s><assistant>[s</s>]<user>user</s><assistant>[</s></s>]"]),
     ("thoughts in the text", PLAIN, {"messages": chat("u:a", "a:<think>z</think> b")},

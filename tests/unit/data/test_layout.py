@@ -111,10 +111,14 @@ STANDARD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     ("sharegpt", {"conversations": TURNS, "system": "s"}, {"messages": chat("s:s", "u:a", "a:b"), "tools": None}),
     ("chat", {"messages": chat("u:a", "a:b"), "system": "s"}, {"messages": chat("s:s", "u:a", "a:b"), "tools": None}),
-    ("chat", {"messages": chat("s:s ", "u:a", "a:b"), "system": "s"},
-     {"messages": chat("s:s ", "u:a", "a:b"), "tools": None}),
+    *(("chat", {"messages": chat("s:s ", "u:a", "a:b"), "system": system},
+       {"messages": chat("s:s ", "u:a", "a:b"), "tools": None}) for system in ("s", "other", 7)),
+    ("chat", {"messages": chat("u:a", "a:b"), "system": True}, {"messages": chat("u:a", "a:b"), "tools": None}),
     ("chat", {"messages": [{"role": "assistant", "content": "", "function_call": OLDER}]},
      {"messages": [{"role": "assistant", "content": "", "tool_calls": [FRAMED]}], "tools": None}),
+    ("chat", {"messages": [{"role": "assistant", "function_call": json.dumps(OLDER)},
+                           *({**one, "function_call": {"name": None, "arguments": None}} for one in chat("u:a"))]},
+     {"messages": [{"role": "assistant", "content": "", "tool_calls": [FRAMED]}, *chat("u:a")], "tools": None}),
     ("sharegpt", {"conversations": [{"from": "function_call", "value": json.dumps([OLDER])}]},
      {"messages": [{"role": "assistant", "content": "", "tool_calls": [FRAMED]}], "tools": None}),
     ("sharegpt", {"conversations": TURNS, "system": ""}, {"messages": chat("u:a", "a:b"), "tools": None}),
@@ -238,3 +242,10 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("format", "example", "message"), WRONG)
 def test_a_wrong_value_is_named_with_its_place(format: Any, example: dict[str, Any], message: str) -> None:
     assert refusal(example, format) == f"{PLACE}: {message}"
+
+
+def test_a_named_column_of_system_texts_is_not_ignored() -> None:
+    layout = find({"messages": chat("s:a", "u:b"), "system": "c"}, "chat", system="system")
+    for system, words in (("c", "two system messages"), (7, "system is int, not text")):
+        with pytest.raises(DataError, match=words):
+            layout.standardize({"messages": chat("s:a", "u:b"), "system": system}, PLACE)

@@ -57,6 +57,18 @@ def test_damaged_files_of_another_run_are_not_taken(model: Path, tmp_path: Path,
     assert (tmp_path / "runs/b/data" / first.train.files[0].path).read_bytes() != arrow.read_bytes()
 
 
+def test_files_of_other_encoding_rules_are_not_taken(
+    model: Path, tmp_path: Path, built: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run that has them keeps them."""
+    run = make_run(model, {"train": write_rows(tmp_path / "t.jsonl", conversations(30))})
+    first = prepare(run, RunDir(tmp_path / "runs/a"))
+    for module in ("sharing", "stage"):
+        monkeypatch.setattr(f"shardmake.data.{module}.ENCODING", 2)
+    assert prepare(run, RunDir(tmp_path / "runs/b")).encoding == 2
+    assert prepare(run, RunDir(tmp_path / "runs/a")) == first and len(built) == 2
+
+
 def test_runs_that_start_together_wait_for_the_first_one(model: Path, tmp_path: Path, built: list[Path]) -> None:
     run = make_run(model, {"train": write_rows(tmp_path / "t.jsonl", conversations(30))})
     threads = [threading.Thread(target=prepare, args=(run, RunDir(tmp_path / "runs" / name))) for name in "ab"]

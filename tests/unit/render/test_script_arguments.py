@@ -29,6 +29,12 @@ parser.add_argument("--lr", type=float, default=0.1)
 parser.add_argument("--batch_size", type=int, default=2)
 parser.add_argument("--gradient_accumulation_steps", type=int, default=4)
 """
+CHANGED = (
+    *("vars(args).update(mine)", "setattr(args, 'lr', 1)", "dataclasses.replace(args, learning_rate=1)"),
+    *("args.set_training(learning_rate=1)", "parser.parse_args(['--lr', '1'])", "os.environ['SHARDMAKE_' + name]"),
+    'os.environ[f"SHARDMAKE_{name}"]',
+)
+"""Lines of a script that may change arguments."""
 BATCH = ["--per_device_train_batch_size", "4"]
 
 
@@ -152,6 +158,16 @@ def test_keys_that_do_not_reach_the_script(source: str, args: list[str], words: 
         (LOOP, ["--lr=$SHARDMAKE_LEARNING_RATE", "--batch_size", "1"]),
         ("add_argument('--local_rank', default=0)", ["--local_rank", "$LOCAL_RANK"]),
         (LOOP, ["--lr=$SHARDMAKE_LEARNING_RATE", "--gradient_acc", "$SHARDMAKE_GRADIENT_ACCUMULATION_STEPS"]),
+        *((f"{FINE_TUNED}{line}", BATCH) for line in CHANGED),
+        *((f"{LOOP}{line}", []) for line in CHANGED),
+        (FINE_TUNED.replace("args_into_dataclasses(", "json_file('a'"), BATCH),
+        (FINE_TUNED, [*BATCH, "--my_settings=mine.toml"]),
+        ("add_argument('-l', '--lr', default=0.1)", []),
+        ("add_argument('--lr', type=read, default='1e-1')", []),
+        ("one.add_argument('--lr', default=0.1)\ntwo.add_argument('--lr', default=0.2)", []),
+        ("add_argument('--local_rank', default=0)\nos.environ['LOCAL_RANK']", []),
+        ("from trl import SFTConfig\nTrainer(SFTConfig(max_steps=10, max_length=32), optimizers=(a, b))", BATCH),
+        pytest.param("a" + ".b" * 5_000, [], id="too deep to parse"),
     ],
 )
 def test_nothing_is_claimed_of_what_cannot_be_read(source: str, args: list[str]) -> None:
