@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -87,6 +88,12 @@ def _fault_tests() -> str:
     return str(summary)
 
 
+def _first_step() -> str:
+    ours, bare, again = _json("first_step.json")["rounds"].values()
+    ratio = median(one / other for one, other in zip(ours, bare, strict=True))
+    return f"{ratio:.2f} times a bare `sbatch` of torchrun; {median(again):.0f} s from a killed rank to the next step"
+
+
 def _step_time() -> str:
     row = r"^{}, all +(\d+) .* ([\d.]+)% +\S+$"
     ((held_out, error),) = re.findall(row.format("held out"), _text("step_time_accuracy.txt"), re.MULTILINE)
@@ -101,7 +108,7 @@ def test_the_demo_ends_as_the_readme_says() -> None:
 @pytest.mark.parametrize(
     "figures",
     [
-        *(_merge, _limits, _fault_kinds, _fault_tests, _step_time),
+        *(_merge, _limits, _fault_kinds, _fault_tests, _first_step, _step_time),
     ],
     ids=lambda figures: figures.__name__.strip("_"),
 )
