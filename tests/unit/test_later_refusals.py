@@ -35,7 +35,10 @@ ROWS: dict[Why | str, str] = {
         data/encode.py data/examples.py:check_vocabulary data/files.py data/layout.py data/outcomes.py
         data/parquet.py evaluate/scores.py:Scores.as_record
     """,
-    Why.WEIGHTS: "checkpoint/formats/hub_layout.py:check_all_loaded checkpoint/formats/hub_layout.py:in_class_layout",
+    Why.WEIGHTS: """
+        checkpoint/formats/hub_layout.py:check_all_loaded checkpoint/formats/hub_layout.py:in_class_layout
+        train/load_model.py:load_model
+    """,
     Why.RANKS: """
         checkpoint/store.py:commit_and_prune evaluate/scores.py:smaller_after_out_of_memory
         train/callbacks/non_finite.py:NonFiniteCheck.on_step_end train/engine_check.py:refuse_differences

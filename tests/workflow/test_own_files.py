@@ -56,6 +56,7 @@ def check_receipt(rundir: RunDir, strategy: str, own: dict[str, Any]) -> None:
         "schedule": "cosine",
         "warmup_steps": WARMUP,
         "steps": STEPS,
+        "group_rates": [RATE],
         "max_grad_norm": 1.0,
         "dtype": "float32",
         "autocast": None,

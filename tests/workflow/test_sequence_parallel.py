@@ -40,6 +40,7 @@ def changes(forked: Forked, tmp_path: Path) -> dict[str, Any]:
     folder = forked.checkout.root / "resources/demo"
     data = {"train": str(folder / "train.jsonl"), "eval": str(folder / "eval.jsonl")}
     same = {"model": str(base), "data": data, "global_batch_size": 8, "micro_batch_size": 2, "learning_rate": 2e-3}
+    same["learning_rates"] = {"*.mlp": 1e-2, "lm_head": 1e-4}
     return same | {"packing": False, "attention": "sdpa", "checkpoints": {"every_steps": 2}}
 
 

@@ -53,12 +53,12 @@ class ShardedTrainer(Trainer):
         with kept_matmul_precision():
             super().create_accelerator_and_postprocess()
 
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Create the optimizer, whose groups are split by ``learning_rates``."""
+    def create_optimizer(self, *arguments: Any, **options: Any) -> torch.optim.Optimizer:
+        """Create the optimizer, whose groups are split by ``learning_rates``, before an engine wraps the model."""
         is_new = self.optimizer is None
-        optimizer = super().create_optimizer(model)
+        optimizer = super().create_optimizer(*arguments, **options)
         if is_new and self.learning_rates:
-            split_groups(optimizer, self.model if model is None else model, self.learning_rates)
+            split_groups(optimizer, self.model, self.learning_rates)
         return optimizer
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
