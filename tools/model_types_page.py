@@ -21,8 +21,8 @@ cannot run, with fewer layers and a smaller vocabulary, so a published model may
 have not been tried. `python -m tests.model_types tests/model_types.json` tries them, and `make test-models` repeats the
 rows.
 
-| type | class | towers absent | kernels | packing | problem |
-|---|---|---|---|---|---|
+| type | class | kernels | packing | towers absent; problem |
+|---|---|---|---|---|
 """
 _KINDS = {
     "encoder-decoder": "Encoder-decoder models",
@@ -41,11 +41,11 @@ def _short(text: str) -> str:
 
 def _line(kind: str, row: dict[str, Any]) -> str:
     apart = [kernel for kernel in row["attention"] if kernel not in row["mixing"]]
+    problem = "" if row["tested"] == "a step, its merge" else _short(row["tested"])
     cells = (
-        f"`{kind}`", row["model_class"], ", ".join(row["absent"]),
-        "all" if row["attention"] == _KERNELS else ", ".join(row["attention"]),
+        f"`{kind}`", row["model_class"], "all" if row["attention"] == _KERNELS else ", ".join(row["attention"]),
         "same" if apart == row["attention"] else ", ".join(apart) or "none",
-        "" if row["tested"] == "a step, its merge" else _short(row["tested"]),
+        "; ".join(filter(None, (", ".join(row["absent"]), problem))),
     )  # fmt: skip
     return f"| {' | '.join(cells)} |"
 

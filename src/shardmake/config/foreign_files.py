@@ -269,10 +269,6 @@ def _axolotl_objective(value: Any, values: Values) -> Any:
     return known.get(value) or ({"objective": "dpo", "dpo.loss_type": ["ipo"]} if value == "ipo" else None)
 
 
-def _axolotl_adapter(value: Any, values: Values) -> Any:
-    return {"method": "qlora" if values.get("load_in_4bit") else value} if value in ("lora", "qlora") else None
-
-
 AXOLOTL: Final = Tool(
     "Axolotl",
     (frozenset({"base_model", "datasets"}),),
@@ -280,7 +276,9 @@ AXOLOTL: Final = Tool(
         **{key: row for key, row in _TRAINER.items() if key not in ("optim", "num_train_epochs", "lr_scheduler_type")},
         "base_model": "model", "revision_of_model": "revision", "sequence_len": "sequence_length",
         "num_epochs": "epochs", "lr_scheduler": "scheduler", "optimizer": _optimizer, "sample_packing": "packing",
-        "adapter": _axolotl_adapter,
+        "adapter": lambda value, values: (
+            {"method": "qlora" if values.get("load_in_4bit") else value} if value in ("lora", "qlora") else None
+        ),
         "lora_r": "lora.rank", "lora_target_modules": _lora_targets,
         "lora_target_linear": _if_true(lora__targets="all-linear"),
         "datasets": _axolotl_data("train"), "test_datasets": _axolotl_data("eval"),
@@ -399,10 +397,6 @@ def _trl_data(value: Any, values: Values) -> Any:
     return {"data.train": name, **({"data.subset": subset} if subset else {})}
 
 
-def _trl_method(value: Any, values: Values) -> Any:
-    return {"method": "qlora" if values.get("load_in_4bit") else "lora"} if value else {}
-
-
 def _trl_loss(value: Any, values: Values) -> Any:
     """SFT and DPO have a key of this name; that of SFT is the cross entropy."""
     return {} if value == "nll" else _loss_types(value, values)
@@ -414,7 +408,10 @@ TRL: Final = Tool(
     (frozenset({"model_name_or_path", "dataset_name"}), frozenset({"model_name_or_path", "datasets"})),
     {
         **_TRAINER,
-        "dataset_name": _trl_data, "use_peft": _trl_method, "lora_r": "lora.rank", "lora_target_modules": _lora_targets,
+        "use_peft": lambda value, values: (
+            {"method": "qlora" if values.get("load_in_4bit") else "lora"} if value else {}
+        ),
+        "dataset_name": _trl_data, "lora_r": "lora.rank", "lora_target_modules": _lora_targets,
         "max_length": "sequence_length", "packing": "packing", "dataset_text_field": "data.columns.text",
         "chat_template_path": "data.chat_template", "beta": _beta, "loss_type": _trl_loss,
         "precompute_ref_log_probs": _if_true(dpo__reference="precomputed", kto__reference="precomputed"),

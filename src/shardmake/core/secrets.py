@@ -139,12 +139,8 @@ def redact(text: str, known: Iterable[str] | None = None) -> str:
 def _without_forms(text: str) -> str:
     text = _BASIC.sub(_without_login, _USER.sub("[removed]@", _SHAPES.sub("[removed]", text)))
     for pattern in _IN_TEXT:
-        text = pattern.sub(_keep_start, text)
+        text = pattern.sub(lambda found: f"{next(filter(None, found.groups()))}[removed]", text)
     return text
-
-
-def _keep_start(found: re.Match[str]) -> str:
-    return f"{next(filter(None, found.groups()))}[removed]"
 
 
 def _without_login(found: re.Match[str]) -> str:

@@ -103,7 +103,8 @@ class GpuReport(RunRecord):
     @property
     def name(self) -> str:
         """Return the name of the JSON file: GPU, number and time."""
-        return f"{_slug(self.gpu)}-x{self.ranks}-{datetime.fromtimestamp(self.time, UTC):%Y%m%d-%H%M%S}.json"
+        gpu = re.sub(r"[^a-z0-9]+", "-", self.gpu.lower()).strip("-")
+        return f"{gpu}-x{self.ranks}-{datetime.fromtimestamp(self.time, UTC):%Y%m%d-%H%M%S}.json"
 
     def row(self) -> str:
         """Return the report as a row of the table in docs/gpu.md."""
@@ -178,7 +179,3 @@ def _ratio_cell(ratios: Sequence[float]) -> str:
 def as_row(cells: Sequence[str]) -> str:
     """Return a row of a Markdown table."""
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

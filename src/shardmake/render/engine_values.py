@@ -269,10 +269,6 @@ def _precision(found: EngineSettings) -> str:
     return "bf16" if found.config.bfloat16_config.enabled else "fp16" if found.config.float16_config.enabled else "fp32"
 
 
-def _trainer_precision(found: EngineSettings) -> str:
-    return "bf16" if found.arguments.bf16 else "fp16" if found.arguments.fp16 else "fp32"
-
-
 def _ask_precision(found: EngineSettings, value: Any) -> str | None:
     return None if str(value).lower() == "no" else str(value).lower()
 
@@ -314,7 +310,7 @@ _IN_TRAINER: Final[dict[str, Read]] = {
     "total batch": _batch,
     "betas": _betas,
     "total steps": _max_steps,
-    "precision": _trainer_precision,
+    "precision": lambda found: "bf16" if found.arguments.bf16 else "fp16" if found.arguments.fp16 else "fp32",
 }
 """Values of Trainer's arguments."""
 _ASKS: Final[dict[tuple[Library, str], Ask]] = {

@@ -59,12 +59,8 @@ def flops_per_token(model: Model, method: Method, context: float) -> float:
     """
     weights = matrix_weights(model)
     per_weight = 4 if METHODS[method].has_adapters else 6
-    return per_weight * weights + 12 * len(model.blocks) * _attention_width(model) * context
-
-
-def _attention_width(model: Model) -> int:
-    """Return the total width of all heads."""
-    return model.decoder.a * model.decoder.d if model.decoder else model.hidden_size
+    all_heads = model.decoder.a * model.decoder.d if model.decoder else model.hidden_size
+    return per_weight * weights + 12 * len(model.blocks) * all_heads * context
 
 
 def mean_context(rundir: RunDir) -> float:

@@ -102,7 +102,11 @@ def _own_settings(records: Records) -> dict[str, str]:
         **_schedule_arguments(values),
         **_values(values),
         "Length": _length(records),
-        **({"Checkpoint": _best(records)} if records.run.final_checkpoint == "best" else {}),
+        **(
+            {"Checkpoint": f"that of step {records.merge.step}, with the lowest evaluation loss"}
+            if records.run.final_checkpoint == "best"
+            else {}
+        ),
         "Global batch": f"{plural(choice.global_batch_size, 'sequence')} = {choice.micro_batch_size} per forward pass "
         f"x {plural(choice.gradient_accumulation_steps, 'accumulation step')} x {choice.readers}",
         "Sequence length": f"{records.used.workload.sequence_length:,} tokens"
@@ -186,10 +190,6 @@ def _length(records: Records) -> str:
     if planned := records.planned_steps:
         return f"{steps} of {planned:,}, until the evaluation loss no longer fell{tokens}"
     return steps + (f" ({epochs:g} {'epoch' if epochs == 1 else 'epochs'})" if epochs else "") + tokens
-
-
-def _best(records: Records) -> str:
-    return f"that of step {records.merge.step}, with the lowest evaluation loss"
 
 
 def _precision(training: str, records: Records) -> str:

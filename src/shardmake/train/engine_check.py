@@ -77,11 +77,6 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _reduced_dtype(policy: Any) -> str:
-    """Return the data type in which FSDP reduces gradients: that of the computation if ``policy`` names none."""
-    return dtype_name(policy.reduce_dtype or policy.param_dtype or "float32")
-
-
 def _device(offload: Any) -> str | None:
     """Return ``cpu``, ``nvme`` or None; DeepSpeed keeps the device as its enum or as the enum's value."""
     name = "none" if offload is None else str(getattr(offload.device, "value", offload.device))
@@ -99,10 +94,11 @@ def _describe_fsdp2(model: Any) -> dict[str, Any]:
     states = [private(one.get_fsdp_state()) for one in sharded]
     groups = [group for state in states for group in parameter_groups(state)]
     inner = [group for state in states[1:] for group in parameter_groups(state)]
+    policy = states[0].mp_policy
     offload = "cpu" if any(type(group.offload_policy).__name__ == "CPUOffloadPolicy" for group in groups) else None
     return {
         "fsdp_version": 2,
-        "gradient_dtype": _reduced_dtype(states[0].mp_policy),
+        "gradient_dtype": dtype_name(policy.reduce_dtype or policy.param_dtype or "float32"),
         "reshard_after_forward": any(group.post_forward_mesh_info is not None for group in inner or groups),
         "replicas": max(getattr(group.mesh_info, "replicate_mesh_size", 1) for group in groups),
         "offload_optimizer": offload,

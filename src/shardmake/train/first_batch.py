@@ -102,12 +102,10 @@ def conflict(digests: Sequence[str], tensor_parallel: int) -> tuple[int, int] | 
         rows = digests[leader].split(",")
         shared = Counter(other for row in set(rows) for other in holders.get(row, ()))
         for other, count in sorted(shared.items()):
-            if digests[other] == digests[leader] or (count > 1 and _are_distinct(rows, digests[other].split(","))):
+            others = digests[other].split(",")
+            is_once = len(set(rows)) == len(rows) and len(set(others)) == len(others)
+            if digests[other] == digests[leader] or (count > 1 and is_once):
                 return other, leader
         for row in set(rows):
             holders.setdefault(row, []).append(leader)
     return None
-
-
-def _are_distinct(*ranks: Sequence[str]) -> bool:
-    return all(len(set(rows)) == len(rows) for rows in ranks)

@@ -52,16 +52,12 @@ def set_script_policy(plugin: type[Any], expected: Engine) -> None:
     if policy is None:
         return
     choose = plugin.set_mixed_precision
+    names = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
     @wraps(choose)
     def choose_planned(self: Any, precision: Any, *args: Any, **kwargs: Any) -> None:
-        if self.mixed_precision_policy is None and _is_compute_type(policy, precision):
+        if self.mixed_precision_policy is None and names.get(precision) == policy.param_dtype:
             self.mixed_precision_policy = policy
         choose(self, precision, *args, **kwargs)
 
     plugin.set_mixed_precision = choose_planned
-
-
-def _is_compute_type(policy: MixedPrecisionPolicy, precision: Any) -> bool:
-    """Return True if Accelerate's name of a precision is the one to which ``policy`` casts weights."""
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision) == policy.param_dtype
