@@ -124,10 +124,17 @@ def _node_sentence(chosen: Candidate, candidates: Sequence[Candidate]) -> list[s
     ]
 
 
+_COVERS = {
+    Headroom.TIGHT: "its margin covers the median",
+    Headroom.TENSORS: "its tensors leave room for that, what PyTorch's cache may hold does not",
+    Headroom.LITTLE: "its margin covers neither",
+}
+
+
 def _risk_sentences(chosen: Candidate, candidates: Sequence[Candidate], fallbacks: Sequence[Candidate]) -> list[str]:
     if chosen.headroom == Headroom.ENOUGH:
         return []
-    covers = "its margin covers the median" if chosen.headroom == Headroom.TIGHT else "its margin covers neither"
+    covers = _COVERS[chosen.headroom]
     below = (
         f"After an out-of-memory error training continues with {fallbacks[0].name}."
         if fallbacks

@@ -16,6 +16,7 @@ from shardmake.memory.decoder import layer_input
 from shardmake.memory.hardware import Hardware
 from shardmake.memory.model import fused_experts, matrix_weights
 from shardmake.memory.scenario import BYTES, Scenario
+from shardmake.memory.size_tensors import fused_chunk
 from shardmake.plan.offload_time import offload_time
 
 
@@ -63,7 +64,7 @@ _LOSS_BYTES = {"plain": 52, "fused": 12, "chunked": 200}
 """Bytes that the loss moves per logit, forward and backward: 10.1 ms for 4,096 x 128,256 on an H100 when plain.
 
 Head and loss of that size took 16 ms when plain, 41 in chunks and 25 when fused on an H200. The chunks were our own,
-for torch 2.11. The 25 are 14 more than modelled: the products of a single sequence's chunks are small.
+for torch 2.11. Liger's chunk of one sequence has 128 tokens, and its products move the whole head.
 """
 
 # What a library needs on the CPU for one layer and pass, to launch its kernels, whatever their size: it hides behind
@@ -127,8 +128,28 @@ def _compute(scenario: Scenario, hardware: Hardware, kernel: Kernel) -> float:
     again = blocks + attention if scenario.checkpointing else 0.0
     again += head if scenario.loss == "chunked" else 0.0
     extra = scenario.extra_forwards * (blocks + head + attention)
-    products = (2.1 if adapters else 3.0) * (blocks + head) + 3.5 * attention + again + extra
-    return products + (0.0 if hardware.is_cpu else _memory_bound(scenario, hardware.accelerator))
+    passes = 2.1 if adapters else 3.0
+    products = passes * blocks + max(passes * head, _chunks_of_head(scenario, hardware)) + 3.5 * attention
+    return products + again + extra + (0.0 if hardware.is_cpu else _memory_bound(scenario, hardware.accelerator))
+
+
+def _chunks_of_head(scenario: Scenario, hardware: Hardware) -> float:
+    """Return the seconds of a step in which Liger's loss moves the head.
+
+    Each chunk of tokens reads it twice. Its gradient is written, and added: read twice and written
+    (``fused_linear_cross_entropy_forward``).
+    """
+    if scenario.loss != "fused" or hardware.is_cpu:
+        return 0.0
+    model, tokens = scenario.model, scenario.tokens
+    chunks = -(-tokens // fused_chunk(tokens, model.hidden_size, model.vocab_size))
+    moved = (2 if scenario.method_spec.has_adapters else 6) * scenario.compute * model.head
+    return scenario.accumulation * chunks * moved / _moving(hardware.accelerator)
+
+
+def _moving(accelerator: Accelerator) -> float:
+    """Return the bytes per second that elementwise kernels move."""
+    return accelerator.bandwidth * GB * _BANDWIDTH_SHARE
 
 
 def _memory_bound(scenario: Scenario, accelerator: Accelerator) -> float:
@@ -145,7 +166,7 @@ def _memory_bound(scenario: Scenario, accelerator: Accelerator) -> float:
     moved = float(scenario.tokens * model.vocab_size * _LOSS_BYTES[scenario.loss])
     moved += passes * (scenario.compute * scenario.tokens * 3.5 * widths * active + 2.5 * scenario.split.quantized)
     moved += passes * scenario.compute * _FUSED_MOVES * fused
-    return scenario.accumulation * moved / (accelerator.bandwidth * GB * _BANDWIDTH_SHARE)
+    return scenario.accumulation * moved / _moving(accelerator)
 
 
 def _launches(scenario: Scenario) -> float:
@@ -266,4 +287,4 @@ def _optimizer(scenario: Scenario, hardware: Hardware) -> float:
         return part * scenario.ranks_per_node / _CPU_ADAM_RATE
     if scenario.offloads_optimizer:
         return 0.0  # `offload_time` has it
-    return part * (16 + 2 * BYTES[scenario.precision]) / (hardware.accelerator.bandwidth * GB * _BANDWIDTH_SHARE)
+    return part * (16 + 2 * BYTES[scenario.precision]) / _moving(hardware.accelerator)

@@ -140,7 +140,7 @@ def suggest_better(
 
     def outcome(setting: str, value: Any) -> str | None:
         found = _plan_with(base, setting, value, is_better)
-        if found is None or found.headroom == Headroom.LITTLE or not is_better(found.choice, found.step_seconds):
+        if found is None or found.headroom < Headroom.TIGHT or not is_better(found.choice, found.step_seconds):
             return None
         is_faster = found.gpu_seconds < limit
         gains[setting] = "clearly less GPU-time" if is_faster else f"without {AVOIDED[chosen.last_resort]}"
@@ -167,9 +167,19 @@ def suggest_smaller_loss(settings: ResolvedRun, chosen: Candidate) -> list[Sugge
         found = Planner(resolved).simulate(chosen.choice)
         if not found.fits or found.memory.gpu.device > 0.9 * chosen.memory.gpu.device:
             return None
-        return _describe(found, resolved.run, f"{beside(found, chosen)} and {figures(chosen)}")
+        against = f"{beside(found, chosen)} and {figures(chosen)}"
+        return _describe(found, resolved.run, against) + _kept(settings, chosen)
 
     return suggestions([("loss", ["chunked", "fused"])], outcome)
+
+
+def _kept(settings: ResolvedRun, chosen: Candidate) -> str:
+    """Return the settings that keep ``chosen``, where the run leaves them open: `auto` would use the memory again."""
+    choice, run = chosen.choice, settings.run
+    keys = ("strategy", "nodes", "micro_batch_size", "gradient_checkpointing")
+    is_open = {"auto": True, None: settings.cluster.max_nodes > 1}
+    kept = ", ".join(f"{key}: {getattr(choice, key)}" for key in keys if is_open.get(getattr(run, key)))
+    return f"; with {kept}" if kept else ""
 
 
 def suggest_measuring(settings: ResolvedRun, chosen: Candidate) -> list[Suggestion]:
