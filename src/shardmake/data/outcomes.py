@@ -41,7 +41,8 @@ class Encoded:
         import pyarrow
         import pyarrow.compute as pc
 
-        own = table.data.table.filter(pyarrow.array(chosen))
+        noted = table.data.table.select(["outcome", "note", "dropped"])  # the filter copies, so not the tokens
+        own = noted.filter(pyarrow.array(chosen))
 
         def count(column: str) -> dict[str, int]:
             found = pc.value_counts(own.column(column)).to_pylist()
