@@ -41,8 +41,7 @@ class Encoded:
         import pyarrow
         import pyarrow.compute as pc
 
-        noted = table.data.table.select(["outcome", "note", "dropped"])  # the filter copies, so not the tokens
-        own = noted.filter(pyarrow.array(chosen))
+        own = table.data.table.select(["outcome", "note", "dropped"]).filter(pyarrow.array(chosen))  # a copy
 
         def count(column: str) -> dict[str, int]:
             found = pc.value_counts(own.column(column)).to_pylist()
