@@ -1,6 +1,7 @@
 """Speed, memory and scratch of the data stage, beside a plain `datasets.map` and beside TRL's preparation.
 
     python -m benchmarks.data_speed [--large] [--only CASE] [RESULTS.json]
+    python -m benchmarks.data_speed --gigabytes N [RESULTS.json]
 
 Chats of few turns and of 50 turns, and a template with and without generation marks, with 1 and 2 processes. Each
 program reads the same JSON lines in a process of its own, and start-up is not counted: the time begins after imports
@@ -9,7 +10,8 @@ data stage reads, renders, tokenizes, finds the learned tokens, checks, packs an
 
 ``large``: 100,000 chats, and 20,000 of 50 turns; otherwise 2,000 and 200. Memory is the anonymous memory of all
 processes together, scratch the largest size of the run's folder without what stays in it. A run that is killed halfway
-and started again shows what a kill costs.
+and started again shows what a kill costs. With ``--gigabytes``, the data stage alone runs on one file of that size,
+which repeats the rows of 100,000 chats.
 """
 
 import argparse
@@ -183,16 +185,39 @@ def measure(body: str, request: dict[str, Any], kill_after: float | None = None)
     return Measured(seconds[0] if seconds else 0.0, memory, folder)
 
 
-def compare(name: str, count: int, turns: int, template: str, scratch: Path) -> dict[str, Any]:
-    """Return the figures of one case."""
+def write_case(scratch: Path, count: int, turns: int, template: str, least_bytes: int = 0) -> dict[str, Any]:
+    """Write model and rows of a case below ``scratch`` and return its run; rows repeat up to ``least_bytes``."""
     base = scratch / "case"
     (base / "model").mkdir(parents=True)
     write_model(base / "model", TEMPLATES[template])
-    train = base / "train.jsonl"
+    train, lines = base / "train.jsonl", "".join(json.dumps(row) + "\n" for row in chats(count, turns))
     with train.open("w") as file:
-        file.writelines(json.dumps(row) + "\n" for row in chats(count, turns))
+        for _ in range(max(1, -(-least_bytes // len(lines)))):
+            file.write(lines)
     run = {"model": str(base / "model"), "data": {"train": str(train)}, "sequence_length": LENGTH}
-    run |= {"global_batch_size": 8, "max_steps": 1, "learning_rate": 1e-4}
+    return run | {"global_batch_size": 8, "max_steps": 1, "learning_rate": 1e-4}
+
+
+def one_file(gigabytes: float, scratch: Path) -> dict[str, Any]:
+    """Return the figures of the data stage with two processes on one file."""
+    run = write_case(scratch, 100_000, 0, "plain template", int(gigabytes * 1e9))
+    work, size = scratch / "work", Path(run["data"]["train"]).stat().st_size
+    work.mkdir()
+    ours = measure(OURS, {"run": run, "folder": str(work), "processes": 2})
+    scratch_bytes = ours.folder - size_of(work / "runs/speed/data")
+    return {
+        "case": "one file",
+        "input_bytes": size,
+        "seconds": round(ours.seconds),
+        "memory_mib": ours.memory >> 20,
+        "scratch_times_input": round(scratch_bytes / size, 2),
+    }
+
+
+def compare(name: str, count: int, turns: int, template: str, scratch: Path) -> dict[str, Any]:
+    """Return the figures of one case."""
+    run = write_case(scratch, count, turns, template)
+    train = Path(run["data"]["train"])
     figures: dict[str, Any] = {"case": name, "rows": count, "input_bytes": train.stat().st_size}
 
     def once(body: str, processes: int, kill_after: float | None = None, *, fresh: bool = True) -> Measured:
@@ -217,7 +242,7 @@ def compare(name: str, count: int, turns: int, template: str, scratch: Path) -> 
     again = once(OURS, 2, fresh=False)
     finished = bool(killed.seconds)  # before the kill, as it may on a small case
     figures["time_after_a_kill_halfway"] = None if finished else round(again.seconds / ours.seconds, 2)
-    shutil.rmtree(base)
+    shutil.rmtree(scratch / "case")
     return figures
 
 
@@ -227,6 +252,7 @@ def main() -> None:
     parser.add_argument("results", nargs="?", type=Path)
     parser.add_argument("--large", action="store_true")
     parser.add_argument("--only", default="")
+    parser.add_argument("--gigabytes", type=float)
     options = parser.parse_args()
     few, many = (100_000, 20_000) if options.large else (2_000, 200)
     cases = [
@@ -236,7 +262,10 @@ def main() -> None:
     ]
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes share the cores, not threads within one
     with tempfile.TemporaryDirectory() as scratch:
-        found = [compare(*case, Path(scratch)) for case in cases if options.only in case[0]]
+        if options.gigabytes:
+            found = [one_file(options.gigabytes, Path(scratch))]
+        else:
+            found = [compare(*case, Path(scratch)) for case in cases if options.only in case[0]]
     text = json.dumps({"machine": machine(), "large": options.large, "cases": found}, indent=2)
     if options.results:
         options.results.write_text(text + "\n")

@@ -41,7 +41,7 @@ class Encoded:
         import pyarrow
         import pyarrow.compute as pc
 
-        own = table.data.table.filter(pyarrow.array(chosen))
+        own = table.data.table.select(["outcome", "note", "dropped"]).filter(pyarrow.array(chosen))  # a copy
 
         def count(column: str) -> dict[str, int]:
             found = pc.value_counts(own.column(column)).to_pylist()
