@@ -1,10 +1,11 @@
 """Measure time and memory of merging against ``cp`` of the same bytes and every official tool, interleaved.
 
     python -m benchmarks.consolidate FOLDER [--rounds 5] [--ranks 4] [--out benchmarks/results/consolidate.json]
-    python -m benchmarks.consolidate FOLDER --large [--rounds 3]
+    python -m benchmarks.consolidate FOLDER --large [--rounds 3] [--against OTHER/src]
 
 FOLDER needs about 14 GB. With ``--large``, a ZeRO-3 checkpoint of 20 GB of weights, without Adam's states, is merged
-with a cold page cache and compared with ``cp`` alone; FOLDER then needs 40 GB.
+with a cold page cache and compared with ``cp`` alone; FOLDER then needs 40 GB. ``--against`` measures the verified
+merge of another version too, such as a worktree of an older commit, in turn with this one.
 
 Every tool runs in its own process; its time includes the sync of its output. Each tool is compared with a ``cp`` that
 ran just before it, because the speed of a disk varies. Tools that read the DCP checkpoint are compared with a copy of
@@ -72,6 +73,11 @@ from pathlib import Path
 from shardmake.consolidate.merge import consolidate
 consolidate(Path("{source}"), Path("{out}"), base=Path("{base}"), dtype="{dtype}")
 """
+OTHER = """
+import os, sys
+sys.path.insert(0, "{other}")
+os.environ["PYTHONPATH"] = "{other}"  # of the processes that import the libraries
+"""
 FIRST = """
 import os, tempfile
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()  # no report of transformers is kept from an earlier merge
@@ -86,12 +92,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tools", default="", help="measure only tools whose name matches this, and cp")
     parser.add_argument("--large", action="store_true")
+    parser.add_argument("--against", type=Path, help="folder src of another version")
     options = parser.parse_args()
     options.out = options.out or RESULTS / ("consolidate_large.json" if options.large else "consolidate.json")
     make = make_large_sources if options.large else make_sources
     sources = make(options.folder, options.ranks)
     wanted = re.compile(f"^cp |{'ZeRO-3, verified$' if options.large else options.tools}")
     tools = {name: tool for name, tool in make_tools(sources).items() if wanted.search(name)}
+    if options.against:
+        source, code = tools["shardmake, ZeRO-3, verified"]
+        other = str((options.against / "shardmake").resolve(strict=True).parent)
+        tools["other version, ZeRO-3, verified"] = (source, OTHER.replace("{other}", other) + code)
     runs: dict[str, list[dict[str, Any]]] = {}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for done in range(1, options.rounds + 1):

@@ -207,7 +207,7 @@ def answer(request: Any) -> None:
             if not hasattr(place, level):
                 place.add_module(level, torch.nn.Module())
             place = getattr(place, level)
-        if weight.dim() == 2:
+        if weight.dim() == 2 and parameter == "weight":
             place.add_module(last, _module(_kind(like, ".".join([*levels, last])) or modules[name][0], weight))
             continue
         if like is None:

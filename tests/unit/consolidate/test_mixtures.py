@@ -100,6 +100,7 @@ ADAPTERS: list[tuple[str, dict[str, Any]]] = [
     *((family, {"target_modules": "all-linear"}) for family in FAMILIES),
     ("gpt_oss", {"target_modules": ["q_proj"], "target_parameters": GATE_UP_DOWN}),
     ("gpt_oss", {"target_modules": [], "target_parameters": ["experts.down_proj"], "use_rslora": True}),
+    ("gpt_oss", {"target_modules": [], "target_parameters": ["gate_up_proj_bias", *GATE_UP_DOWN, "router.weight"]}),
     ("mixtral", {"target_modules": [], "target_parameters": ["gate_up_proj"], "rank_pattern": {".*up_proj": 3}}),
     ("qwen3_moe", {"target_modules": ["down_proj"], "alpha_pattern": {r".*1\.mlp\.experts\.down_proj": 5}}),
 ]

@@ -285,6 +285,7 @@ TIES: list[dict[str, Any]] = [
     {"modules_to_save": ["embed_tokens"]},
     {"modules_to_save": ["lm_head"]},
     {"modules_to_save": ["embed_tokens", "lm_head"]},
+    {"target_modules": [], "target_parameters": ["embed_tokens.weight"]},
     {"trainable_token_indices": {"embed_tokens": [3], "lm_head": [4]}},
 ]
 

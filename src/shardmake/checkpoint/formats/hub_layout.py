@@ -96,8 +96,8 @@ def stacked_parameters(model: "PreTrainedModel") -> tuple[ClassParameter, ...]:
     for path, module in model.named_modules():
         held = [(name, tuple(tensor.shape)) for name, tensor in module.named_parameters(recurse=False)]
         if any(len(shape) == _STACKED for _, shape in held) and not isinstance(module, Conv1d):
-            transposed = bool(getattr(module, "is_transposed", False))
-            found += [ClassParameter(f"{path}.{name}", shape, transposed) for name, shape in held]
+            turned = bool(getattr(module, "is_transposed", False))  # PEFT ignores it for a single matrix
+            found += [ClassParameter(f"{path}.{name}", size, turned and len(size) == _STACKED) for name, size in held]
     return tuple(found)
 
 
