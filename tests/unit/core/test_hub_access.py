@@ -84,11 +84,16 @@ def server() -> Iterator[http.server.ThreadingHTTPServer]:
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Path:
-    """A file with the only certificate that the server below has."""
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
-    files = ["-keyout", str(tmp_path / "key"), "-out", str(tmp_path / "ca.pem")]
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names, *files]
-    subprocess.run(command, check=True, capture_output=True)
+    """A file with the authority that signed ``server.pem`` beside it, whose key is ``key``."""
+    new, days = ["-newkey", "rsa:2048", "-nodes"], ["-days", "2"]
+    by_authority = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names"]
+    (tmp_path / "names").write_text("subjectAltName=DNS:localhost\nbasicConstraints=CA:FALSE\n")
+    for command in (
+        ["req", "-x509", *new, *days, "-subj", "/CN=Lab", "-keyout", "ca.key", "-out", "ca.pem"],
+        ["req", *new, "-subj", "/CN=localhost", "-keyout", "key", "-out", "request"],
+        ["x509", "-req", "-in", "request", *by_authority, *days, "-out", "server.pem"],
+    ):
+        subprocess.run(["openssl", *command], check=True, capture_output=True, cwd=tmp_path)
     return tmp_path / "ca.pem"
 
 
@@ -105,9 +110,9 @@ def ask(tmp_path: Path, **variables: str) -> list[str]:
 
 
 def speak_tls(server: http.server.ThreadingHTTPServer, authority: Path) -> str:
-    """Let ``server`` answer with the certificate ``authority``; return its address."""
+    """Let ``server`` answer with the certificate beside ``authority``; return its address."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(authority, authority.with_name("key"))
+    context.load_cert_chain(authority.with_name("server.pem"), authority.with_name("key"))
     server.socket = context.wrap_socket(server.socket, server_side=True)
     return f"https://localhost:{server.server_port}"
 
@@ -125,14 +130,16 @@ def test_a_private_authority_is_named_and_served(
     assert (verdict, found) == ("stops a run", f"SSL_CERT_FILE is {tmp_path / 'none'}, which is not a file")
 
 
-def test_a_push_trusts_the_authority(tmp_path: Path, authority: Path) -> None:
-    """Weights are uploaded, committed and read back; xet, which has a client of its own, is off."""
-    with FakeHub(tmp_path / "hub") as hub:
+@pytest.mark.parametrize("transfer", ["basic", "xet"])
+def test_a_push_trusts_the_authority(tmp_path: Path, authority: Path, transfer: str) -> None:
+    """Weights are uploaded, by xet's own client too, committed and read back."""
+    with FakeHub(tmp_path / "hub", transfer) as hub:
         hub.url = speak_tls(hub.server, authority)
-        login = {"HF_ENDPOINT": hub.url, "HF_TOKEN": WRITER, "HF_HUB_DISABLE_XET": "1"}
+        login = {"HF_ENDPOINT": hub.url, "HF_TOKEN": WRITER, "HF_HUB_DISABLE_XET": str(int(transfer != "xet"))}
         assert "Set SSL_CERT_FILE" in run(PUSH, tmp_path, **login)
         commit = run(PUSH, tmp_path, **login, SSL_CERT_FILE=str(authority)).split()[-1]
-        assert hub.repositories["lab/chat"].refs["main"] == commit and hub.asked("PUT")
+        assert hub.repositories["lab/chat"].refs["main"] == commit
+        assert hub.asked("xet-write-token" if transfer == "xet" else "PUT")
 
 
 def test_a_proxy_is_used(tmp_path: Path, server: http.server.ThreadingHTTPServer) -> None:
