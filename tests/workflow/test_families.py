@@ -29,7 +29,7 @@ FAMILIES = (
     *("mistral3", "mixtral", "nemotron_h", "olmo3", "phi3", "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen3", "qwen3_5"),
     *("qwen3_moe", "qwen3_next", "qwen3_vl", "kimi_k25", "minimax_m2"),
 )
-CASES = [pytest.param(name, marks=pytest.mark.full if name in SAMPLE else pytest.mark.mixtures) for name in FAMILIES]
+CASES = [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.families) for name in FAMILIES]
 
 
 def small_config(family: str, tokenizer: Path) -> Any:
