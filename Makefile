@@ -6,14 +6,14 @@ PYTEST := $(BIN)/pytest -n 2 --no-loadscope-reorder
 # Tests on Slurm mostly wait, so a third process has work to do on two cores.
 PYTEST_ALL := $(BIN)/pytest -n 3 --no-loadscope-reorder
 # The tests that `make test` and `make test-all` leave out; each has a command of its own below.
-EXTRA := not nvme and not trackers and not two_users and not faults and not sweep and not objectives and not mixtures and not models and not gpu_kit and not install
+EXTRA := not nvme and not trackers and not two_users and not faults and not sweep and not objectives and not families and not models and not gpu_kit and not install
 # JUnit reports.
 REPORTS := .venv/reports
 export DS_BUILD_OPS := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo demo-faults demo-preferences install install-test check fmt size words test test-all unit test-fake-cuda test-oldest test-newest test-versions test-nvme test-trackers \
-        test-install test-two-users test-faults test-sweep test-objectives test-mixtures test-models test-gpu-kit gpu-kit gpu-check docs site clean
+        test-install test-two-users test-faults test-sweep test-objectives test-families test-models test-gpu-kit gpu-kit gpu-check docs site clean
 
 demo: install
 	$(BIN)/shardmake demo
@@ -159,9 +159,9 @@ test-sweep: install-test
 test-objectives: install-test .venv/bitsandbytes
 	$(BIN)/pytest -m objectives tests/workflow tests/cluster --junit-xml=$(REPORTS)/objectives.xml
 
-# Every family of mixtures of experts under every strategy.
-test-mixtures: install-test
-	$(BIN)/pytest -m mixtures tests/workflow --junit-xml=$(REPORTS)/mixtures.xml
+# Thirty families through every stage, mixtures of experts and composites under every strategy.
+test-families: install-test
+	$(BIN)/pytest -m families tests/workflow --junit-xml=$(REPORTS)/families.xml
 
 # Every model type of transformers is estimated or refused, and a grid of plans is compared with traces of whole steps.
 test-models: install-test

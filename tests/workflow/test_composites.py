@@ -50,7 +50,7 @@ def reference(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 QUICK = {("qwen3_5", "zero3"), ("gemma3", "fsdp"), ("mistral3", "zero3")}
 CASES = [
-    pytest.param(*case, marks=() if case in QUICK else pytest.mark.mixtures)
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.families)
     for case in product(COMPOSITES, ("zero3", "fsdp"))
 ]
 

@@ -56,7 +56,7 @@ def family_and_losses(
         return request.param, check_resume(forked, folder, save_base(forked, folder, request.param), "ddp")
 
 
-@pytest.mark.mixtures
+@pytest.mark.families
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_has_the_losses_of_ddp_and_resumes(
     forked: Forked,

@@ -6,11 +6,14 @@ import os
 import ssl
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.hub import WRITER, FakeHub
 
 PROGRAM = """
 import json, os
@@ -40,6 +43,20 @@ found = check_hub()
 print(json.dumps([found.verdict.value, found.found, found.advice, fetched, len(calls)]))
 """
 
+PUSH = """
+import sys
+from pathlib import Path
+from shardmake.core import hub
+from shardmake.core.errors import ShardmakeError
+from shardmake.push.stage import push
+from tests.finished_run import make_run, make_rundir
+hub.RETRY_WAITS = (0.0,)
+try:
+    print(push(make_run(push={"to": "hub:lab/chat"}), make_rundir(Path(sys.argv[1]))).destinations[0].commit)
+except ShardmakeError as error:
+    print(error)
+"""
+
 
 class Hub(http.server.BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
@@ -67,29 +84,43 @@ def server() -> Iterator[http.server.ThreadingHTTPServer]:
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Path:
-    """A file with the only certificate that the server below has."""
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
-    files = ["-keyout", str(tmp_path / "key"), "-out", str(tmp_path / "ca.pem")]
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names, *files]
-    subprocess.run(command, check=True, capture_output=True)
+    """A file with the authority that signed ``server.pem`` beside it, whose key is ``key``."""
+    new, days = ["-newkey", "rsa:2048", "-nodes"], ["-days", "2"]
+    by_authority = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names"]
+    (tmp_path / "names").write_text("subjectAltName=DNS:localhost\nbasicConstraints=CA:FALSE\n")
+    for command in (
+        ["req", "-x509", *new, *days, "-subj", "/CN=Lab", "-keyout", "ca.key", "-out", "ca.pem"],
+        ["req", *new, "-subj", "/CN=localhost", "-keyout", "key", "-out", "request"],
+        ["x509", "-req", "-in", "request", *by_authority, *days, "-out", "server.pem"],
+    ):
+        subprocess.run(["openssl", *command], check=True, capture_output=True, cwd=tmp_path)
     return tmp_path / "ca.pem"
+
+
+def run(program: str, home: Path, **variables: str) -> str:
+    """Return what ``program`` prints in an environment of its own; its argument is a folder in ``home``."""
+    inherited = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(sys.path), "HOME": str(home)}
+    command = [sys.executable, "-c", program, tempfile.mkdtemp(dir=home)]
+    return subprocess.run(command, env=inherited | variables, capture_output=True, text=True, check=True).stdout
 
 
 def ask(tmp_path: Path, **variables: str) -> list[str]:
     """Return verdict, finding and advice of the doctor, errors of two fetches, and how often the first one asked."""
-    inherited = {"PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "HOME": str(tmp_path)}
-    command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, env=inherited | variables, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(run(PROGRAM, tmp_path, **variables).splitlines()[-1])
+
+
+def speak_tls(server: http.server.ThreadingHTTPServer, authority: Path) -> str:
+    """Let ``server`` answer with the certificate beside ``authority``; return its address."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(authority.with_name("server.pem"), authority.with_name("key"))
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    return f"https://localhost:{server.server_port}"
 
 
 def test_a_private_authority_is_named_and_served(
     tmp_path: Path, authority: Path, server: http.server.ThreadingHTTPServer
 ) -> None:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(authority, tmp_path / "key")
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    endpoint = f"https://localhost:{server.server_port}"
+    endpoint = speak_tls(server, authority)
     verdict, found, advice, fetched, calls = ask(tmp_path, HF_ENDPOINT=endpoint, REQUESTS_CA_BUNDLE=str(authority))
     assert (verdict, calls) == ("warning", 1) and "CERTIFICATE_VERIFY_FAILED" in found
     assert "Set SSL_CERT_FILE" in advice and fetched.count("Set SSL_CERT_FILE") == 2
@@ -97,6 +128,18 @@ def test_a_private_authority_is_named_and_served(
     assert (verdict, found, fetched, calls) == ("ok", f"{endpoint} answers", "", 1)
     verdict, found, *_ = ask(tmp_path, HF_ENDPOINT=endpoint, SSL_CERT_FILE=str(tmp_path / "none"))
     assert (verdict, found) == ("stops a run", f"SSL_CERT_FILE is {tmp_path / 'none'}, which is not a file")
+
+
+@pytest.mark.parametrize("transfer", ["basic", "xet"])
+def test_a_push_trusts_the_authority(tmp_path: Path, authority: Path, transfer: str) -> None:
+    """Weights are uploaded, by xet's own client too, committed and read back."""
+    with FakeHub(tmp_path / "hub", transfer) as hub:
+        hub.url = speak_tls(hub.server, authority)
+        login = {"HF_ENDPOINT": hub.url, "HF_TOKEN": WRITER, "HF_HUB_DISABLE_XET": str(int(transfer != "xet"))}
+        assert "Set SSL_CERT_FILE" in run(PUSH, tmp_path, **login)
+        commit = run(PUSH, tmp_path, **login, SSL_CERT_FILE=str(authority)).split()[-1]
+        assert hub.repositories["lab/chat"].refs["main"] == commit
+        assert hub.asked("xet-write-token" if transfer == "xet" else "PUT")
 
 
 def test_a_proxy_is_used(tmp_path: Path, server: http.server.ThreadingHTTPServer) -> None:
