@@ -25,7 +25,7 @@ SAMPLE = ("deepseek_v3", "gemma4", "gpt_oss", "qwen3_5_moe", "smollm3")
 """Those that CI trains; the demo and other tests are Llamas."""
 FAMILIES = (
     *SAMPLE,
-    *("cohere2", "deepseek_v2", "falcon_h1", "gemma2", "gemma3", "glm4", "glm4_moe", "granite", "llama4", "mistral"),
+    *("cohere2", "deepseek_v2", "gemma2", "gemma3", "glm4", "glm4_moe", "granite", "llama4", "mistral"),
     *("mistral3", "mixtral", "nemotron_h", "olmo3", "phi3", "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen3", "qwen3_5"),
     *("qwen3_moe", "qwen3_next", "qwen3_vl", "kimi_k25", "minimax_m2"),
 )
