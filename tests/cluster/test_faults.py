@@ -117,10 +117,12 @@ def test_out_of_memory_takes_two_fallbacks(run: FaultRun, baseline_run: Baseline
     few = {"every_steps": 20}  # a step must run out of memory, not a save
     run.configure(strategy, sequence_length=128, max_steps=40, micro_batch_size="auto", checkpoints=few)
     run.start(**SEPARATE_TENSORS)
+    run.slow(0.5)  # the limit must not come as late as the save
     for attempt in (1, 2):
         run.wait_for_steps(2, attempt)
         run.order("memory-limit")
         run.wait_for_ends(attempt, "the attempt")
+    run.slow(0)
     assert run.wait() == 0, run.log()
     assert run.ends() == ["host out of memory", "host out of memory", "finished"], run.log()
     sentences = [record["message"] for record in run.history()[:2]]

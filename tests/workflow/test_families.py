@@ -52,7 +52,8 @@ def test_every_stage(forked: Forked, checkout: Checkout, monkeypatch: pytest.Mon
     demo, base = checkout.root / "resources/demo/base", checkout.root / "base"
     save_model(small_config(family, demo), demo, base)
     sizes = {"global_batch_size": 12, "micro_batch_size": 6, "max_steps": 4}
-    checkout.configure(model="base", strategy="zero3", push=None, packing=False, **sizes)
+    memory = {"memory_gib_per_node": 14}  # of some families two layers are large
+    checkout.configure(memory, model="base", strategy="zero3", push=None, packing=False, **sizes)
     checkout("snakemake", "--profile", "profiles/local")
     assert sorted(checkout.losses()) == [1, 2, 3, 4]
 
