@@ -25,7 +25,7 @@ SAMPLE = ("deepseek_v3", "gemma4", "gpt_oss", "qwen3_5_moe", "smollm3")
 """Those that CI trains; the demo and other tests are Llamas."""
 FAMILIES = (
     *SAMPLE,
-    *("cohere2", "deepseek_v2", "gemma2", "gemma3", "glm4", "glm4_moe", "granite", "llama4", "mistral"),
+    *("cohere2", "deepseek_v2", "gemma2", "gemma3", "glm4", "granite", "llama4", "mistral"),
     *("mistral3", "mixtral", "nemotron_h", "olmo3", "phi3", "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen3", "qwen3_5"),
     *("qwen3_moe", "qwen3_next", "qwen3_vl", "kimi_k25", "minimax_m2"),
 )
@@ -52,8 +52,7 @@ def test_every_stage(forked: Forked, checkout: Checkout, monkeypatch: pytest.Mon
     demo, base = checkout.root / "resources/demo/base", checkout.root / "base"
     save_model(small_config(family, demo), demo, base)
     sizes = {"global_batch_size": 12, "micro_batch_size": 6, "max_steps": 4}
-    memory = {"memory_gib_per_node": 14}  # of some families two layers are large
-    checkout.configure(memory, model="base", strategy="zero3", push=None, packing=False, **sizes)
+    checkout.configure(model="base", strategy="zero3", push=None, packing=False, **sizes)
     checkout("snakemake", "--profile", "profiles/local")
     assert sorted(checkout.losses()) == [1, 2, 3, 4]
 
