@@ -57,7 +57,7 @@ class ClusterCheckout(Checkout):
 HOOKS = """
 import json, os, re, resource, signal, sys, time
 ROOT = os.path.dirname(os.path.abspath(__file__))
-held = []
+held, least = [], []
 
 def take_order(what):
     "Return the text of the test's order of this fault, for one process and one time; None without an order."
@@ -71,9 +71,10 @@ def take_order(what):
         return None
 
 def limit_memory():
-    "Limit this process to 8 MiB more than it has now; a step needs 12 on the first fallback, and 41 before."
+    "Limit this process to 8 MiB more than its least from now on; a step needs 12 on the first fallback, and 41 before."
     (size,) = [int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData")]
-    resource.setrlimit(resource.RLIMIT_DATA, (size + (8 << 20),) * 2)
+    least[:] = [min([size, *least])]
+    resource.setrlimit(resource.RLIMIT_DATA, (least[0] + (8 << 20),) * 2)
 
 def in_rank(event, arguments):
     beat = event == "open" and re.search(r"rank-(\\d+)\\.tmp$", str(arguments[0]))
@@ -90,7 +91,7 @@ def in_rank(event, arguments):
         pass
     if beat[1] != "1":
         return
-    if take_order("memory-limit"):
+    if take_order("memory-limit") or least:
         limit_memory()
     if take_order("raise"):
         raise ValueError("the test ordered this error")
