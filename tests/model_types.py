@@ -58,12 +58,18 @@ def model_types() -> list[str]:
     return sorted({kind for table in tables for kind in table})
 
 
+def default_values(kind: str) -> Row:
+    """Return the values of the default config of ``kind``, with those of `PUBLISHED`; a config class may raise anything."""
+    values = json.loads(AutoConfig.for_model(kind).to_json_string(), object_hook=float_or_object)
+    for name, value in PUBLISHED.get(kind, {}).items():
+        values[name] = {**values[name], **value} if isinstance(value, dict) else value
+    return values
+
+
 def try_type(kind: str, folder: Path) -> Row:
     """Return what the plan knows of ``kind`` and what a step and a merge of a small model gave."""
     try:
-        values = json.loads(AutoConfig.for_model(kind).to_json_string(), object_hook=float_or_object)
-        for name, value in PUBLISHED.get(kind, {}).items():
-            values[name] = {**values[name], **value} if isinstance(value, dict) else value
+        values = default_values(kind)
     except Exception as error:  # a config class may raise anything
         return {"refused": f"Its config has no defaults: {in_one_line(error)}"}
     values.pop("architectures", None)

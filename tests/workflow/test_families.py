@@ -10,11 +10,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from shardmake.consolidate.merge import consolidate
-from shardmake.memory.read_config import float_or_object
 from shardmake.plan.small_config import shrunk
 from shardmake.run.paths import RunDir
 from tests.mixtures import save_model
-from tests.model_types import PUBLISHED
+from tests.model_types import default_values
 from tests.plan_in_process import plan_in_this_process
 from tests.workflow.checkout import Checkout
 from tests.workflow.forked import Forked, log
@@ -29,9 +28,7 @@ CASES = [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.families
 
 def small_config(family: str, tokenizer: Path) -> Any:
     """Return a config of ``family`` with a few layers, and the vocabulary and special tokens of ``tokenizer``."""
-    values = json.loads(AutoConfig.for_model(family).to_json_string(), object_hook=float_or_object)
-    for name, value in PUBLISHED.get(family, {}).items():
-        values[name] = {**values[name], **value} if isinstance(value, dict) else value
+    values = default_values(family)
     of_images = {name: value for name, value in values.items() if name.endswith("_token_id")}
     config = type(AutoConfig.for_model(family)).from_dict(shrunk(values, narrow="all") | of_images)
     text, known = config.get_text_config(), json.loads((tokenizer / "config.json").read_text())
