@@ -71,7 +71,7 @@ def take_order(what):
         return None
 
 def limit_memory():
-    "Limit this process to 8 MiB more than its least from now on; a step needs 12 on the first fallback, and 41 before."
+    "Limit this process to 8 MiB more than its least from now on; a step of 512 tokens needs many times that."
     (size,) = [int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData")]
     least[:] = [min([size, *least])]
     resource.setrlimit(resource.RLIMIT_DATA, (least[0] + (8 << 20),) * 2)

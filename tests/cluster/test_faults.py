@@ -113,9 +113,10 @@ def test_out_of_memory_takes_two_fallbacks(run: FaultRun, baseline_run: Baseline
     The kernel gives torch's allocator no more memory.
     """
     run.repair()
-    baseline = baseline_run(strategy, sequence_length=128, max_steps=40)
+    settings = {"sequence_length": 512, "global_batch_size": 4, "max_steps": 40}
+    baseline = baseline_run(strategy, **settings)
     few = {"every_steps": 20}  # a step must run out of memory, not a save
-    run.configure(strategy, sequence_length=128, max_steps=40, micro_batch_size="auto", checkpoints=few)
+    run.configure(strategy, micro_batch_size="auto", checkpoints=few, **settings)
     run.start(**SEPARATE_TENSORS)
     run.slow(0.5)  # the limit must not come as late as the save
     for attempt in (1, 2):
