@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from shardmake.config.load import parse_config
 from shardmake.config.models import Run
 from shardmake.core.fingerprint import fingerprint
 from shardmake.core.manifest import read_files
-from shardmake.run.attempt import Attempt, AttemptDir, Heartbeat, NodeExit, NodeHeartbeats
+from shardmake.run.attempt import Attempt, AttemptDir, GpuUse, Heartbeat, NodeExit, NodeHeartbeats
 from shardmake.run.attempt_history import AttemptRecord, save_history
 from shardmake.run.engine import Engine
 from shardmake.run.evaluation import (
@@ -335,9 +336,11 @@ def make_data_receipt(digest: str) -> DataReceipt:
     )  # fmt: skip
 
 
-def publish_heartbeat(folder: AttemptDir, phase: str, step: int, median_step_seconds: float = 0.0) -> None:
+def publish_heartbeat(
+    folder: AttemptDir, phase: str, step: int, median_step_seconds: float = 0.0, gpus: Sequence[GpuUse] = ()
+) -> None:
     """Write the copy of rank 0's heartbeat as the worker of its node does."""
     beat = Heartbeat(
         rank=0, host="c1", pid=1, phase=phase, step=step, time=time.time(), median_step_seconds=median_step_seconds
     )
-    NodeHeartbeats(beats=[beat]).write(folder.node_heartbeats(0))
+    NodeHeartbeats(beats=[beat], gpus=list(gpus)).write(folder.node_heartbeats(0))

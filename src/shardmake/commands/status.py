@@ -267,7 +267,8 @@ def _with_job(rundir: RunDir, job: SubmittedJob, status: JobStatus) -> dict[str,
     name = f"job {job.id} (attempt {job.attempt})"
     if status.state is JobState.PENDING:
         return _pending(job, status, name)
-    beat = next(iter(AttemptDir(rundir.attempts / f"{job.attempt:03d}").node_beats(0)), None)
+    folder = AttemptDir(rundir.attempts / f"{job.attempt:03d}")
+    beat = next(iter(folder.node_beats(0)), None)
     is_alive = beat is not None and time.time() - beat.time < _FRESH_SECONDS  # as on another machine than this one
     if status.state in (JobState.ENDED, JobState.GONE) and not is_alive:
         advice = "A driver that is running records why; if there is none, run the same command again."
@@ -279,6 +280,8 @@ def _with_job(rundir: RunDir, job: SubmittedJob, status: JobStatus) -> dict[str,
         return _fields("starting", reported, *unknown, queue=_queue(status))
     age = format_duration(max(0.0, time.time() - beat.time))
     lines = [f"As {name}{where}; last heartbeat {age} ago in phase {beat.phase}."]
+    if use := folder.gpu_use():
+        lines.append(f"Since its start {use}.")
     if rundir.stop_file.exists():
         stop = short_path(rundir.stop_file)
         lines.append(f"A stop was requested ({stop}): the ranks save and stop after their current step.")

@@ -18,7 +18,8 @@ GPU_IDLE_BYTES = 2 * GIB
 _FIELDS = "index,uuid,memory.used,ecc.errors.uncorrected.volatile.total,driver_version"
 _CAPABILITY = f"{_FIELDS},compute_cap"
 _LANES = "pcie.link.width.current,pcie.link.width.max"
-_ALL_FIELDS = f"{_CAPABILITY},compute_mode,clocks_throttle_reasons.hw_slowdown,{_LANES},memory.total"
+_USE = "utilization.gpu,power.draw"
+_ALL_FIELDS = f"{_CAPABILITY},compute_mode,clocks_throttle_reasons.hw_slowdown,{_LANES},memory.total,{_USE}"
 _RELEASE_SECONDS = 60.0
 """The driver frees the memory of a killed process within this time."""
 _RELEASE_POLL_SECONDS = 2.0
@@ -51,6 +52,9 @@ class GpuStatus(NamedTuple):
     """PCIe lanes in use and of the GPU."""
     memory: int | None = None
     """Bytes; a few hundred MiB more than programs can allocate."""
+    percent: float | None = None
+    """Percent of the last second or less in which a kernel ran."""
+    watts: float | None = None
 
 
 def installed_cuda() -> str | None:
@@ -89,7 +93,7 @@ def parse_gpus(text: str) -> list[GpuStatus]:
 
     Unavailable values are text: ``[N/A]``, ``[Insufficient Permissions]``.
     """
-    rows = [[field.strip() for field in f"{line},,,,,,,".split(",")] for line in text.splitlines() if line.strip()]
+    rows = [[field.strip() for field in f"{line},,,,,,,,,".split(",")] for line in text.splitlines() if line.strip()]
     return [
         GpuStatus(
             number=row[0],
@@ -97,14 +101,20 @@ def parse_gpus(text: str) -> list[GpuStatus]:
             used=int(row[2]) << 20 if row[2].isdigit() else None,
             uncorrected_errors=int(row[3]) if row[3].isdigit() else 0,
             driver=int(branch) if (branch := row[4].partition(".")[0]).isdigit() else None,
-            capability=float(row[5]) if row[5].replace(".", "").isdigit() else None,
+            capability=_number(row[5]),
             compute_mode=row[6],
             is_slowed=row[7] == "Active",
             lanes=(int(row[8]), int(row[9])) if row[8].isdigit() and row[9].isdigit() else None,
             memory=int(row[10]) << 20 if row[10].isdigit() else None,
+            percent=_number(row[11]),
+            watts=_number(row[12]),
         )
         for row in rows
     ]
+
+
+def _number(text: str) -> float | None:
+    return float(text) if text.replace(".", "", 1).isdigit() else None
 
 
 def visible_gpus(gpus: Sequence[GpuStatus], visible: str | None) -> list[GpuStatus]:

@@ -28,6 +28,7 @@ from shardmake.run.attempt import (
     PATIENCE,
     USER_SCRIPT_PHASE,
     AttemptDir,
+    GpuUse,
     Hang,
     Heartbeat,
     NodeHeartbeats,
@@ -138,10 +139,17 @@ class Watchdog:
     """Watches the heartbeats of one node's ranks, which are in the node-local folder ``beats``."""
 
     def __init__(
-        self, folder: AttemptDir, local_ranks: range, world_size: int, hang_seconds: float, beats: Path
+        self,
+        folder: AttemptDir,
+        local_ranks: range,
+        world_size: int,
+        hang_seconds: float,
+        beats: Path,
+        gpu_use: Callable[[], list[GpuUse]] = list,
     ) -> None:
         self.folder = folder
         self.beats = beats
+        self.gpu_use = gpu_use
         self.nodes = world_size // len(local_ranks)
         self.node_rank = local_ranks.start // len(local_ranks)
         self.published = float("-inf")
@@ -176,7 +184,7 @@ class Watchdog:
         """Copy the heartbeats of this node's ranks to the shared folder, for `status` and for other nodes."""
         self.published = time.monotonic()
         found = [Heartbeat.read_if_exists(heartbeat_file(self.beats, rank)) for rank in self.local_ranks]
-        copied = NodeHeartbeats(beats=[beat for beat in found if beat])
+        copied = NodeHeartbeats(beats=[beat for beat in found if beat], gpus=self.gpu_use())
         with contextlib.suppress(OSError):  # on a full file system training continues without them
             replace_unsynced(self.folder.node_heartbeats(self.node_rank), copied)
 

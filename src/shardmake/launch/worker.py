@@ -30,6 +30,7 @@ from shardmake.core.run_folder import make_folder, open_file, remove
 from shardmake.core.secrets import redact
 from shardmake.core.temporary import temporary_folder
 from shardmake.launch.flight_recorder import recorder_variables
+from shardmake.launch.gpu_use import GpuSampler
 from shardmake.launch.preflight import PreflightError, check_node
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError, address_file, run_rendezvous, wait_for_address
 from shardmake.launch.resume import again_file, prepare_restart, read_settings
@@ -276,12 +277,16 @@ def _run_ranks(
     with temporary_folder("pipes", attempt.scratch) as pipes:
         recorder = {} if attempt.accelerator == "cpu" else recorder_variables(folder, pipes)
         beats = pipes / "heartbeat"
-        watchdog = Watchdog(folder, ranks, attempt.world_size, attempt.hang_seconds, beats)
         environment = _inherited_environment() | recorder | variables | {HEARTBEATS_VARIABLE: str(beats)}
+        gpus = GpuSampler(environment.get("CUDA_VISIBLE_DEVICES"))
+        watchdog = Watchdog(folder, ranks, attempt.world_size, attempt.hang_seconds, beats, gpus.means)
         process, output = start_program(command, environment, folder.log(node.rank))
+        if attempt.accelerator != "cpu":
+            gpus.start()
         try:
             return _wait(process, watchdog, pipes, kernels)
         finally:
+            gpus.ended.set()
             output.wait()
             watchdog.publish()
             remove_local_files(folder, attempt)

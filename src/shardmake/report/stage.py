@@ -15,7 +15,7 @@ from shardmake.core.units import format_bytes, format_duration, format_number, p
 from shardmake.report import figures
 from shardmake.report.card import class_to_load, common_values, render_card
 from shardmake.report.figures import length_name
-from shardmake.report.history import hours_name
+from shardmake.report.history import attempt_of, hours_name
 from shardmake.report.plots import memory_of, missing_metrics, report_plots, trained_candidate
 from shardmake.report.records import Records, hide_folders, hide_folders_in_text, hide_keys, public_names
 from shardmake.report.training_facts import training_facts
@@ -101,7 +101,9 @@ def _page(
         **common_values(records),
         data=public_names(records.run.data.sources),
         hours=hours_name(on_gpus=records.on_gpus),
-        facts={name: value.replace("`", "") for name, value in training_facts(records).items()} | _times(rundir),
+        facts={name: value.replace("`", "") for name, value in training_facts(records).items()}
+        | _gpu_use(records, rundir)
+        | _times(rundir),
         tiles=_tiles(records),
         model_class=class_to_load(records),
         **_done(records),
@@ -120,6 +122,12 @@ def _times(rundir: RunDir) -> dict[str, str]:
     """Return the fact of the time that each stage took; of the training, that of its last driver."""
     times = [f"{stage} {format_duration(seconds)}" for stage, seconds in stage_times(rundir).items()]
     return {"Stages": ", ".join(times)} if times else {}
+
+
+def _gpu_use(records: Records, rundir: RunDir) -> dict[str, Any]:
+    """Return the fact of the use of the last attempt's GPUs, if nvidia-smi reported it."""
+    use = attempt_of(rundir, records.training.attempts).gpu_use()
+    return {"GPU use, last attempt": use} if use else {}
 
 
 def _done(records: Records) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from pydantic import Field
 from shardmake.core.atomic import digest, write_json
 from shardmake.core.run_folder import make_folder, open_file, protect, rename
 from shardmake.core.secrets import redact
+from shardmake.core.units import plural
 from shardmake.run.paths import BelowRoot, RunDir
 from shardmake.run.record import RunFile, RunRecord
 
@@ -166,10 +167,19 @@ class Heartbeat(RunFile):
     median_step_seconds: float = Field(0.0, description="Median seconds of the last steps; 0 while unknown.")
 
 
+class GpuUse(RunRecord):
+    """How much a GPU was used since the ranks of its node started, by samples of nvidia-smi."""
+
+    number: str = Field(description="Index on the node.")
+    percent: float = Field(description="Mean percent of the time in which a kernel ran.")
+    watts: float | None = Field(description="Mean power; None if the driver does not report it.")
+
+
 class NodeHeartbeats(RunFile):
     """The last heartbeats of one node's ranks, which its worker copies to the shared file system now and then."""
 
     beats: list[Heartbeat] = Field(description="By rank; ranks without a heartbeat are missing.")
+    gpus: list[GpuUse] = Field(default_factory=list, description="Use of the node's GPUs; empty before a sample.")
 
 
 class RequestedStop(RunFile):
@@ -271,6 +281,21 @@ class AttemptDir:
         """Return the last heartbeats that a node's worker copied; up to half a minute old, see the watchdog."""
         found = NodeHeartbeats.read_if_exists(self.node_heartbeats(node_rank))
         return found.beats if found else []
+
+    def gpu_use(self) -> str:
+        """Return how much the GPUs of all nodes were used, as a sentence; empty if nothing is known."""
+        nodes = [NodeHeartbeats.read_if_exists(path) for path in sorted(self.heartbeats.glob("node-*.json"))]
+        used = [(gpu, node.beats[0].host) for node in nodes if node and node.beats for gpu in node.gpus]
+        if not used:
+            return ""
+        least, host = min(used, key=lambda one: one[0].percent)
+        powers = [gpu.watts for gpu, _ in used if gpu.watts is not None]
+        power = f", at {sum(powers) / len(powers):.0f} W each" if powers else ""
+        mean = sum(gpu.percent for gpu, _ in used) / len(used)
+        return (
+            f"kernels ran {mean:.0f}% of the time on {plural(len(used), 'GPU')}{power}; least on GPU {least.number} of "
+            f"{host} ({least.percent:.0f}%)"
+        )
 
     def beat(self, rank: int) -> Heartbeat | None:
         """Return the last heartbeat of a rank of any node, as `node_beats`; None before its first."""

@@ -18,7 +18,7 @@ from shardmake.config.models import Cluster, Config, Run
 from shardmake.launch import slurm_jobs
 from shardmake.launch.jobs import LocalJobs, _process_id, job_name
 from shardmake.launch.slurm_states import JobState, JobStatus, parse_rows
-from shardmake.run.attempt import AttemptDir, SubmittedJob
+from shardmake.run.attempt import AttemptDir, GpuUse, SubmittedJob
 from shardmake.run.attempt_history import save_history
 from shardmake.run.evaluation import EvaluationResult
 from shardmake.run.metrics import MetricsLine
@@ -148,6 +148,10 @@ def test_progress_while_training(training: RunDir, monkeypatch: pytest.MonkeyPat
     text = describe(make_run(push=PUSH), SLURM, training)
     assert f"Training: {progress}\n  As job 12 (attempt 2) on c[1-2]; last heartbeat 0 s ago in phase train." in text
     assert states(text)["train"] == "open"
+    use = [GpuUse(number="0", percent=90, watts=500), GpuUse(number="1", percent=45, watts=None)]
+    publish_heartbeat(AttemptDir(training.attempts / "002"), "train", 96, 0.5, use)
+    found = "kernels ran 68% of the time on 2 GPUs, at 500 W each; least on GPU 1 of c1 (45%)"
+    assert f"Since its start {found}." in describe(make_run(push=PUSH), SLURM, training)
     training.stop_file.touch()
     assert "A stop was requested (runs/chat/train/STOP)" in describe(make_run(push=PUSH), SLURM, training)
 

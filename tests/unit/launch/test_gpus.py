@@ -14,7 +14,9 @@ from shardmake.launch.gpu_status import (
     newest_build,
     parse_gpus,
 )
+from shardmake.launch.gpu_use import GpuSampler
 from shardmake.launch.gpus import check_build, check_gpus, slow_gpus
+from shardmake.run.attempt import GpuUse
 from shardmake.run.findings import Finding
 from tests.programs import install_programs
 
@@ -164,6 +166,21 @@ def test_a_gpu_that_a_crashed_process_still_releases_is_waited_for(
     assert list_released_gpus("GPU-1") == parse_gpus(busy), "a GPU of another job"
     monkeypatch.setattr(gpu_status, "_RELEASE_SECONDS", 0.2)
     assert texts(check_gpus(list_released_gpus(None), None, 1)) == ["GPU 0 is in use: 70.0 GiB"]
+
+
+def test_the_use_of_the_visible_gpus_is_sampled_until_the_ranks_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = "1, 0, 580.65.06, 9.0, Default, Not Active, 16, 16, 81559"
+    rows = f"0, GPU-0, {state}, 100, 99.5\n1, GPU-1, {state}, 90, 412.5\n2, GPU-2, {state}, [N/A], 1\n3, GPU-3, {state}, 0, [N/A]"
+    fake_nvidia_smi(tmp_path, monkeypatch, f"cat <<'END'\n{rows}\nEND")
+    sampler = GpuSampler("1,2,3", seconds=0.01)
+    sampler.start()
+    while not (means := sampler.means()):
+        assert sampler.is_alive()
+    sampler.ended.set()
+    sampler.join()
+    assert means == [GpuUse(number="1", percent=90, watts=412.5), GpuUse(number="3", percent=0, watts=None)]
 
 
 def test_a_hanging_nvidia_smi_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,13 @@ import yaml
 
 from shardmake.config.load import parse_config
 from shardmake.core.units import format_duration
+from shardmake.report.history import attempt_of
 from shardmake.report.stage import configuration, write_report
+from shardmake.run.attempt import GpuUse
 from shardmake.run.evaluation import Sample
 from shardmake.run.paths import RunDir
 from shardmake.run.sources import PinnedSource, Sources
-from tests.finished_run import EVALUATED, TRAINED, make_run, make_rundir
+from tests.finished_run import EVALUATED, TRAINED, make_run, make_rundir, publish_heartbeat
 from tests.unit.report.test_wording import little_memory
 
 VOID = {"meta", "link", "br", "img", "hr"}
@@ -40,7 +42,10 @@ def text_of(page: str) -> str:
 
 
 def test_one_page_holds_everything(rundir: RunDir) -> None:
+    use = [GpuUse(number="0", percent=90, watts=None)]
+    publish_heartbeat(attempt_of(rundir, TRAINED.attempts), "end", 4, gpus=use)
     page = write_report(make_run(), rundir).read_text()
+    assert "GPU use, last attempt kernels ran 90% of the time on 1 GPU; least" in text_of(page)
     parser = Balance()
     parser.feed(page)
     assert parser.open == []
