@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ settings.register_profile("shardmake", deadline=None, suppress_health_check=[Hea
 settings.load_profile("shardmake")
 # Background jobs of a shell ignore SIGINT, and so would every process that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# As in an activated environment: DeepSpeed looks for ninja, which a bare machine has only there.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
 @pytest.fixture(autouse=True)
