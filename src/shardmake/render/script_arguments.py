@@ -43,6 +43,7 @@ _NAMES: Final = {
 _FILES: Final = (".yaml", ".yml", ".json", ".toml")
 _RANK: Final = ("local_rank",)
 _BATCH: Final = ("micro_batch_size", ACCUMULATION)
+_PER_DEVICE: Final = SETTINGS["batch per rank"].trainer[0]
 
 
 def check_script_arguments(choice: Choice, run: Run) -> list[str]:
@@ -61,7 +62,8 @@ def check_script_arguments(choice: Choice, run: Run) -> list[str]:
     arguments = read_arguments(Command("script_args", "python", run.script, words))
     found = _values(arguments, length)
     steps = own[ACCUMULATION].value if ACCUMULATION in own else None if ACCUMULATION in source else 1
-    lines = [*_sizes({ACCUMULATION: steps} | found, choice), *_settings(found, run), *_precision(found, choice)]
+    trainers = {ACCUMULATION: steps} | found
+    lines = [*_sizes(_PER_DEVICE, trainers, choice), *_settings(found, run), *_precision(found, choice)]
     named = _read(arguments.deepspeed) if arguments.deepspeed else None
     if named is not None and named.kind == "deepspeed":
         file = UserFile("deepspeed", named.name, named.values)
@@ -108,10 +110,14 @@ def _missing(
         if f"{PREFIX}{key.upper()}" in source or any(f"{PREFIX}{key.upper()}" in word for word in run.script_args):
             is_given, used = True, value
         elif not is_given:
-            used = own[name].value if name else UNREAD
+            used = own[name].value if name else 1 if key == ACCUMULATION and "accum" not in source else UNREAD
         if key in _BATCH:
             sizes.append(used)
-        if value is not None and not is_given and used is not UNREAD and used is not None and not same(used, value):
+        if value is None or used is UNREAD or used is None or same(used, value):
+            continue
+        if is_given:
+            lines[key] = f"  {key} is {value}, but script_args have {used}. {_pass_it(key, used)}"
+        elif name:
             lines[key] = f"  {key} is {value}, but {_unpassed(key, value, name, own[name])}"
     known = all(isinstance(size, int) for size in sizes)
     if not known or math.prod(sizes) * choice.data_parallel == choice.global_batch_size:
@@ -138,9 +144,17 @@ def _given(
         option = option.lstrip("-").replace("-", "_")
         is_one = (word.startswith("--") or sign) and option
         if is_one and any(one == option or (option not in own and one.startswith(option)) for one in names):
-            text = text if sign else " ".join(words[index + 1 : index + 2])
-            return True, int(text) if text.isdecimal() else UNREAD
+            with contextlib.suppress(ValueError):
+                if type(number := json.loads(text if sign else " ".join(words[index + 1 : index + 2]))) in (int, float):
+                    return True, number
+            return True, UNREAD
     return False, UNREAD
+
+
+def _pass_it(key: str, value: Any) -> str:
+    """Return how a script and its run come to one value of ``key``; ``value`` is the script's."""
+    either = "" if key in _BATCH else f", or set {key}: {value}"
+    return (f"Pass ${PREFIX}{key.upper()}{either}" if key in _NAMES else f"Use one of both{either}") + "."
 
 
 def _unpassed(key: str, value: Any, name: str, own: OwnValue) -> str:
@@ -197,14 +211,15 @@ def _read(name: str) -> ConfigFile | None:
         return None
 
 
-def _sizes(found: Mapping[str, Any], choice: Choice) -> Iterator[str]:
-    micro, steps = found.get(SETTINGS["batch per rank"].trainer[0]), found.get(ACCUMULATION, 1)
+def _sizes(name: str, found: Mapping[str, Any], choice: Choice) -> Iterator[str]:
+    """Yield a line if the sequences of a forward pass, by ``name``, make another global batch than the planned one."""
+    micro, steps = found.get(name), found.get(ACCUMULATION, 1)
     if not isinstance(micro, int) or not isinstance(steps, int):
         return
     total = micro * steps * choice.data_parallel
     if total != choice.global_batch_size:
         yield (
-            f"  per_device_train_batch_size {micro} x {ACCUMULATION} {steps} x {choice.data_parallel} readers is "
+            f"  {name} {micro} x {ACCUMULATION} {steps} x {choice.data_parallel} readers is "
             f"{total}, but global_batch_size is {choice.global_batch_size}. Pass $SHARDMAKE_MICRO_BATCH_SIZE and "
             f"$SHARDMAKE_GRADIENT_ACCUMULATION_STEPS, or set global_batch_size: {total} and micro_batch_size: {micro}."
         )
@@ -218,8 +233,7 @@ def _settings(found: Mapping[str, Any], run: Run) -> Iterator[str]:
             with contextlib.suppress(ValueError):
                 value = json.loads(value)
         if value is not None and key in run.model_fields_set and wanted is not None and not same(value, wanted):
-            pass_it = f"Pass ${PREFIX}{key.upper()}, or" if key in _NAMES else "Use one of both:"
-            yield f"  {name} is {value}, but {key} is {wanted} in the run. {pass_it} set {key}: {value}."
+            yield f"  {name} is {value}, but {key} is {wanted} in the run. {_pass_it(key, value)}"
 
 
 def _compared() -> dict[str, str]:
@@ -246,6 +260,8 @@ def _deepspeed_file(file: UserFile, choice: Choice, run: Run, *, is_native: bool
             f'  {file.name}: {", ".join(unfilled)} is "auto", which only Trainer and Accelerate fill in; '
             "deepspeed.initialize stops. Pass $SHARDMAKE_DEEPSPEED_CONFIG, which has numbers."
         )
+    if is_native and TOTAL_BATCH not in values:
+        yield from _sizes(MICRO_BATCH, values, choice)
     for key in contradictions(file, planned, is_script=True):
         if key in planned and key not in (MICRO_BATCH, ACCUMULATION):
             row = next(row for row in SETTINGS.values() if key in row.deepspeed)

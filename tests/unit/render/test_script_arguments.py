@@ -52,6 +52,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "auto": {**OWN, "train_batch_size": "auto"},
         "trl": {"learning_rate": 0.2, "per_device_train_batch_size": 8, "max_length": 64},
         "mine": {"hobby": 1},
+        "sizes": {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1},
     }
     for name, content in values.items():
         Path(f"{name}.json").write_text(json.dumps(content))
@@ -105,6 +106,11 @@ def test_arguments_that_agree_with_the_plan(args: list[str]) -> None:
             r"ds\.json is a DeepSpeed file, but the plan's strategy is ddp",
         ),
         (["--deepspeed", "--deepspeed_config", "auto.json"], {}, r'auto\.json: train_batch_size is "auto", which only'),
+        (
+            ["--deepspeed", "--deepspeed_config", "sizes.json"],
+            {},
+            r"per_gpu 8 x .*steps 1 x 4 readers is 32, but global",
+        ),
     ],
 )
 def test_arguments_that_contradict_the_plan(args: list[str], run: dict[str, Any], words: str) -> None:
@@ -134,6 +140,9 @@ def warned(source: str, *args: str, **changes: Any) -> str:
         ("import trl\ntrl.SFTConfig(learning_rate=2e-5, max_steps=10, max_length=n, per_device_train_batch_size=4)", [], ["learning_rate is 0.001, but the script itself has learning_rate 2e-05. Use $SHARDMAKE_LEARNING_RATE there, or set learning_rate: 2e-05."]),
         ("parser.add_argument('--local_rank', type=int, default=0)", [], ["--local_rank is not among script_args"]),
         (LOOP, [], ["learning_rate is 0.001, but --lr is", "gradient_accumulation_steps is 2, but --grad"]),
+        (LOOP, ["--batch_size=8", "--grad", "2", "--lr", "0.1", "--steps", "7"], ["learning_rate is 0.001, but script_args have 0.1. Pass $SHARDMAKE_LEARNING_RATE, or set learning_rate: 0.1.",
+          "max_steps is 10, but script_args have 7.", "micro_batch_size is 2, but script_args have 8. Pass $SHARDMAKE_MICRO_BATCH_SIZE."]),
+        ('add_argument("--batch_size", default=8)', [], ["micro_batch_size is 2, but --batch_size is not among script_args, and its default is 8"]),
     ],
 )  # fmt: skip
 def test_keys_that_do_not_reach_the_script(source: str, args: list[str], words: list[str]) -> None:
