@@ -5,6 +5,7 @@ Nothing is written, locked or imported that a running training uses, also while 
 
 import contextlib
 import itertools
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,6 +41,13 @@ if TYPE_CHECKING:
 DONE, OPEN, CHANGED, OUTDATED = "done", "open", "changed", "outdated"
 _FROM_FILES: Final = (DONE, OPEN, CHANGED, OUTDATED)
 """States that follow from files of a run alone; the others are those of `StageEnd`."""
+_OF_TRAINING: Final = {
+    **dict.fromkeys(("no", "starting", "training"), "running"),
+    "waits": "queued",
+    "stopped": "cancelled",
+    "failed": "failed",
+}
+"""State of the stage ``train`` by the first word of the training's; others are unfinished."""
 Stages = dict[str, tuple[str, list[str]]]
 """State of each stage, and the settings that changed since it ran, or how it ended."""
 Queue = Mapping[str, JobStatus] | None
@@ -167,7 +175,8 @@ def read_state(
         is_seen = stage == "train" and (rundir.job.exists() or rundir.attempt_history.exists())
         if state == OPEN and not is_seen and (end := stage_end(rundir, stage, jobs, running)):
             stages[stage] = (end.state, [end.text])
-    training = None if rundir.train_receipt.exists() else _training(rundir, cluster, queue)
+    if training := None if rundir.train_receipt.exists() else _training(rundir, cluster, queue):
+        stages["train"] = (_OF_TRAINING.get(re.split(r"\W", training["state"])[0], "unfinished"), [])
     stage, state = next_stage(stages)
     return RunState(
         run=rundir.name,
@@ -314,13 +323,16 @@ def _ended(rundir: RunDir, last: AttemptRecord) -> dict[str, Any]:
     """Return the fields for a training whose last attempt has ended, and which no driver continues."""
     if last.end in BY_PERSON:
         return _fields("stopped on request", last.message)
-    continues = last.next_fallback is not None
     logs = short_path(rundir.attempts / f"{last.attempt:03d}")
+    state, resumes = f"failed: {last.end}", "Fix the cause and run the same command again."
+    if last.next_fallback is not None:
+        state = f"between two attempts: {last.end}"
+        resumes = "The same command resumes the training, unless a driver on another machine does."
     return _fields(
-        f"between two attempts: {last.end}" if continues else f"failed: {last.end}",
+        state,
         f"Attempt {last.attempt} (job {last.job}) ended: {last.message}",
         _last_step(rundir),
-        f"Logs: {logs}. The same command resumes the training, unless a driver on another machine does.",
+        f"Logs: {logs}. {resumes}",
     )
 
 

@@ -147,7 +147,7 @@ def test_progress_while_training(training: RunDir, monkeypatch: pytest.MonkeyPat
     assert one_line(training) == f"chat  training: {progress}"
     text = describe(make_run(push=PUSH), SLURM, training)
     assert f"Training: {progress}\n  As job 12 (attempt 2) on c[1-2]; last heartbeat 0 s ago in phase train." in text
-    assert states(text)["train"] == "open"
+    assert states(text)["train"] == "running"
     use = [GpuUse(number="0", percent=90, watts=500), GpuUse(number="1", percent=45, watts=None)]
     publish_heartbeat(AttemptDir(training.attempts / "002"), "train", 96, 0.5, use)
     found = "kernels ran 68% of the time on 2 GPUs, at 500 W each; least on GPU 1 of c1 (45%)"
@@ -181,7 +181,8 @@ def test_a_job_that_does_not_run(
 ) -> None:
     answer(monkeypatch, training, state, nodes, start="|N/A" if nodes == "(Priority)" else "")
     assert one_line(training) == f"chat  {line}"
-    assert words in describe(make_run(push=PUSH), SLURM, training)
+    text = describe(make_run(push=PUSH), SLURM, training)
+    assert words in text and states(text)["train"] == ("queued" if state else "unfinished")
 
 
 def test_without_an_answer_of_slurm_the_heartbeat_is_shown(training: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +206,9 @@ def test_a_failure_is_shown_with_attempt_reason_and_last_step(training: RunDir) 
     assert "Attempt 2 (job 12) ended: Rank 3 on c2: CUDA out of memory." in text
     assert "The last logged step is 95. The newest checkpoint is of step 90." in text
     end(training, "preempted", "Slurm preempted the job.", next_fallback=0)
+    assert states(text)["train"] == "failed" and "Fix the cause and run the same command again." in text
     assert one_line(training) == "chat  between two attempts: preempted"
+    assert states(describe(make_run(push=PUSH), SLURM, training))["train"] == "unfinished"
 
 
 def test_a_requested_stop_is_shown_as_a_stop_and_not_promised_to_changed_settings(training: RunDir) -> None:
@@ -213,7 +216,7 @@ def test_a_requested_stop_is_shown_as_a_stop_and_not_promised_to_changed_setting
     assert one_line(training) == "chat  stopped on request"
     note = "It ran before the settings changed. If they change the result, training starts anew."
     text = describe(make_run(push=PUSH), LOCAL, training)
-    assert "saved and stopped at step 93" in text and note not in text
+    assert "saved and stopped at step 93" in text and note not in text and states(text)["train"] == "cancelled"
     assert note in describe(make_run(push=PUSH, learning_rate=0.5), LOCAL, training)
 
 
