@@ -45,12 +45,12 @@ def open_row(row: RawRow) -> Row:
     if isinstance(content, dict):
         return Row(place, content)
     try:
-        example = json.loads(content, object_pairs_hook=_unique)
+        example = json.loads(content.rstrip(), object_pairs_hook=_unique)
     except _RepeatedKeyError as error:
         raise DataError(f"{place} has the key {error.args[0]!r} twice in one object. Remove one.") from None
     except json.JSONDecodeError as error:
-        where = f"at character {error.pos + 1}" if error.pos < len(error.doc.rstrip()) else "at the end of the line"
-        raise DataError(f"{place} is not valid JSON: {error.msg} {where}.") from None
+        where = f"at character {error.pos + 1}" if error.pos < len(error.doc) else "at the end of the line"
+        raise DataError(f"{place} is not valid JSON: {error.msg.removesuffix(' at')} {where}.") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{place} is not valid JSON: {error}.") from None
     if not isinstance(example, dict):

@@ -98,6 +98,7 @@ TWICE = ['{"text": "a"}', '{"text": "b", "meta": {"id": 1, "x": 2, "id": 3}}']
         ("a.jsonl", b'{"text": ""}\n["a"]\n', "{path}, line 2 is not a JSON object but list."),
         ("a.jsonl", b'{"text": ""}\n{"text": "b"\n',
          "{path}, line 2 is not valid JSON: Expecting ',' delimiter at the end of the line."),
+        ("a.jsonl", b'{"text": ""}\n{"text": "b\n', "{path}, line 2 is not valid JSON: Unterminated string starting at character 10."),
         ("a.jsonl", b"", "No examples in {path}. Name a source with data."),
         ("a.jsonl", b"\n\n", "No examples in {path}. Name a source with data."),
         ("a.parquet", b"text", "Cannot read {path}: Parquet "),
