@@ -157,7 +157,7 @@ def _translated(run: dict[str, Any], answers: Answers) -> dict[str, Any]:
     run = overlay(run, {key: value for key, value in given.items() if value})
     missing = [option for option, found in (("--model", run.get("model")), ("--data", _sources(run))) if not found]
     if missing:
-        raise ConfigError(f"{answers.source} does not say where to find what {' and '.join(missing)} names. Add it.")
+        raise ConfigError(f"{answers.source} does not say what {' and '.join(missing)} is. Add the option.")
     data = run["data"]
     for key in ("train", "eval"):
         if isinstance(data.get(key), list) and data[key] == [{"source": data[key][0]["source"]}]:

@@ -49,15 +49,17 @@ def check_nodes(request: DoctorRequest, folder: DoctorDir) -> tuple[list[NodeRep
     """Run the checks, and return the reports of the nodes and findings about nodes without a report."""
     request.write(folder.request)
     folder.shared.mkdir(parents=True, exist_ok=True)
+    builds = ", and compiles DeepSpeed's kernels (not with --skip-builds)" if request.build_kernels else ""
+    checks = f"checks network, host and GPUs{builds}"
     if request.cluster.executor == "local":
-        check_node(folder, 0)
+        with warn_while_slow(f"The doctor {checks}", first=30):
+            check_node(folder, 0)
         return [NodeReport.read(folder.report(0))], []
     submitted = time.monotonic()
     try:
         job = submit(request, folder)
         logger.info("Submitted job %s to check %s; Ctrl-C cancels it.", job, plural(request.nodes, "node"))
-        builds = ", and compiles DeepSpeed's kernels (not with --skip-builds)" if request.build_kernels else ""
-        with warn_while_slow(f"Waiting for job {job}, which checks network, host and GPUs{builds}", first=30):
+        with warn_while_slow(f"Waiting for job {job}, which {checks}", first=30):
             end = wait_for_job(job, query_job)
     except KeyboardInterrupt:
         # By name, because Slurm may have accepted the job before its id arrived here.

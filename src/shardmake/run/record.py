@@ -85,8 +85,8 @@ def _check_format(path: Path, content: bytes) -> None:
     if (found := next((entry.get("format", 0) for entry in entries if isinstance(entry, dict)), FORMAT)) != FORMAT:
         raise ShardmakeError(
             f"{path} was made by another version of Shardmake: it has the format {found}, and this version reads "
-            f"{FORMAT}. Nothing was changed. Use that version for this run, or give the run another name to make it "
-            "again."
+            f"{FORMAT}. Nothing was changed. Use that version for this run. To continue with the other runs, remove it "
+            "from the configuration; to make it again, give it another name."
         )
 
 

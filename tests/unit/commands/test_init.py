@@ -173,7 +173,7 @@ def test_a_file_of_another_tool_becomes_a_run_and_lists_the_rest(folder: Path) -
     run = load_config(written).runs["my-base"]
     assert run.data.train == "train.jsonl" and run.global_batch_size == 2
     Path("lf.yaml").write_text("{model_name_or_path: my base, finetuning_type: lora, dataset: mine}")
-    with pytest.raises(ConfigError, match=r"^lf\.yaml does not say where to find what --data names\. Add it\.$"):
+    with pytest.raises(ConfigError, match=r"^lf\.yaml does not say what --data is\. Add the option\.$"):
         write("other.yaml", source=Path("lf.yaml"), model="", data="", method=None)
     write("other.yaml", source=Path("lf.yaml"), model="", method=None)
     assert load_config(Path("other.yaml")).runs["my-base"].lora.rank == 8

@@ -1,10 +1,12 @@
 """Submission like a training, waiting, and nodes that leave no report."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from shardmake.core.log import warn_while_slow
 from shardmake.doctor import job
 from shardmake.doctor.records import DoctorDir, NodeFacts, NodeReport
 from shardmake.launch.slurm_jobs import training_request
@@ -56,6 +58,21 @@ def test_waiting_logs_each_state_once(caplog: pytest.LogCaptureFixture) -> None:
         end = job.wait_for_job("7", lambda _: next(states), poll_seconds=0)
     assert end.name == "COMPLETED"
     assert caplog.messages == ["Job 7 is pending (Priority)", "Job 7 is running c1"]
+
+
+def test_a_long_check_of_this_machine_is_no_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = NodeReport(node_rank=0, host="me", findings=[], facts=NodeFacts(), seconds=0.1)
+
+    def check(folder: DoctorDir, rank: int) -> None:
+        time.sleep(0.1)
+        report.write(folder.report(rank))
+
+    monkeypatch.setattr(job, "check_node", check)
+    monkeypatch.setattr(job, "warn_while_slow", lambda what, first: warn_while_slow(what, first / 3000))
+    assert job.check_nodes(job.make_request(make_cluster(), 1, build_kernels=True), DoctorDir(tmp_path))[0] == [report]
+    assert "compiles DeepSpeed's kernels (not with --skip-builds) (" in caplog.messages[0]
 
 
 def test_an_interrupt_cancels_the_job_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
