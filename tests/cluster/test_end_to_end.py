@@ -27,7 +27,7 @@ def test_two_nodes_from_config_to_pushed_model_with_the_head_killed(checkout: Cl
 
     checkout.on_login_node("snakemake", *SLURM, "--unlock")
     output = checkout.on_login_node("snakemake", *SLURM)
-    assert "Adopting job" in output
+    assert "Adopting job" in output and "demo: evaluation loss " in output
     assert {"cpu", "gpu"} <= {job.partition for job in checkout.cluster.jobs()}, "consolidate and evaluate"
     assert [job.state for job in checkout.training_jobs()] == ["COMPLETED"]
     assert sorted(checkout.losses()) == list(range(1, 31))
