@@ -41,12 +41,9 @@ if TYPE_CHECKING:
 DONE, OPEN, CHANGED, OUTDATED = "done", "open", "changed", "outdated"
 _FROM_FILES: Final = (DONE, OPEN, CHANGED, OUTDATED)
 """States that follow from files of a run alone; the others are those of `StageEnd`."""
-_OF_TRAINING: Final = {
-    **dict.fromkeys(("no", "starting", "training"), "running"),
-    "waits": "queued",
-    "stopped": "cancelled",
-    "failed": "failed",
-}
+_OF_TRAINING: Final = {"waits": "queued", "stopped": "cancelled", "failed": "failed"} | dict.fromkeys(
+    ("no", "starting", "training"), "running"
+)
 """State of the stage ``train`` by the first word of the training's; others are unfinished."""
 Stages = dict[str, tuple[str, list[str]]]
 """State of each stage, and the settings that changed since it ran, or how it ended."""
@@ -324,12 +321,11 @@ def _ended(rundir: RunDir, last: AttemptRecord) -> dict[str, Any]:
     if last.end in BY_PERSON:
         return _fields("stopped on request", last.message)
     logs = short_path(rundir.attempts / f"{last.attempt:03d}")
-    state, resumes = f"failed: {last.end}", "Fix the cause and run the same command again."
+    state, resumes = "failed", "Fix the cause and run the same command again."
     if last.next_fallback is not None:
-        state = f"between two attempts: {last.end}"
-        resumes = "The same command resumes the training, unless a driver on another machine does."
+        state, resumes = "between two attempts", "The same command resumes it, unless a driver on another machine does."
     return _fields(
-        state,
+        f"{state}: {last.end}",
         f"Attempt {last.attempt} (job {last.job}) ended: {last.message}",
         _last_step(rundir),
         f"Logs: {logs}. {resumes}",

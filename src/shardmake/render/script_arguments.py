@@ -62,8 +62,8 @@ def check_script_arguments(choice: Choice, run: Run) -> list[str]:
     arguments = read_arguments(Command("script_args", "python", run.script, words))
     found = _values(arguments, length)
     steps = own[ACCUMULATION].value if ACCUMULATION in own else None if ACCUMULATION in source else 1
-    trainers = {ACCUMULATION: steps} | found
-    lines = [*_sizes(_PER_DEVICE, trainers, choice), *_settings(found, run), *_precision(found, choice)]
+    lines = [*_sizes(_PER_DEVICE, {ACCUMULATION: steps} | found, choice), *_settings(found, run)]
+    lines += _precision(found, choice)
     named = _read(arguments.deepspeed) if arguments.deepspeed else None
     if named is not None and named.kind == "deepspeed":
         file = UserFile("deepspeed", named.name, named.values)
