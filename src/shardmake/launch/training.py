@@ -63,7 +63,7 @@ class Training:
             plan,
             SlurmJobs(rundir.root, cluster, run) if cluster.executor == "slurm" else LocalJobs(rundir.root),
             result_settings=results,
-            settings_digest=settings_digest(results),
+            settings_digest=settings_digest(results, rundir),
             plan_digest=plan.digest,
             attempts=load_history(rundir.attempt_history),
             lock=lock,

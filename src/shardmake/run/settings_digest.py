@@ -1,7 +1,7 @@
 """The settings that define the result of a training, apart from how it is spread over the hardware."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from shardmake.config.effects import as_text, differences
 from shardmake.config.objectives import OBJECTIVES
@@ -62,13 +62,26 @@ def result_settings(
     return {name: as_text(value) for name, value in values.items()}
 
 
-def settings_digest(settings: Mapping[str, str]) -> str:
-    """Return the digest of `result_settings`.
+def settings_digest(settings: Mapping[str, str], rundir: RunDir) -> str:
+    """Return the digest of `result_settings`; that of the newest attempt of the run that had the same.
 
     Training may resume from a checkpoint of the same digest under another strategy, node count or micro batch.
-    Checkpoints of another digest belong to another training.
+    Checkpoints of another digest belong to another training. A key that another version did not know counts as unset.
     """
-    return digest(settings)
+    same = (it.settings_digest for it in _attempts(rundir) if _set(it.result_settings) == _set(settings))
+    return next(same, digest(settings))
+
+
+def _set(settings: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in settings.items() if value not in ("null", "{}", "[]")}
+
+
+def _attempts(rundir: RunDir) -> Iterator[Attempt]:
+    """Yield the settings of the attempts, newest first."""
+    for path in reversed(numbered_paths(rundir.attempts).values()):
+        with contextlib.suppress(ShardmakeError):  # an attempt of another version
+            if attempt := Attempt.read_if_exists(AttemptDir(path).settings):
+                yield attempt
 
 
 def describe_changes(rundir: RunDir, theirs: str, ours: Mapping[str, str]) -> str:
@@ -76,9 +89,7 @@ def describe_changes(rundir: RunDir, theirs: str, ours: Mapping[str, str]) -> st
 
     The settings are those of the newest attempt with that digest.
     """
-    for path in reversed(numbered_paths(rundir.attempts).values()):
-        with contextlib.suppress(ShardmakeError):  # an attempt of another version
-            attempt = Attempt.read_if_exists(AttemptDir(path).settings)
-            if attempt and attempt.settings_digest == theirs and attempt.result_settings:
-                return "; ".join(differences(attempt.result_settings, ours))
+    for attempt in _attempts(rundir):
+        if attempt.settings_digest == theirs and attempt.result_settings:
+            return "; ".join(differences(attempt.result_settings, ours))
     return "their attempt is no longer recorded"

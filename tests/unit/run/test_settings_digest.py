@@ -1,9 +1,11 @@
 """The settings that define the result of a training."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shardmake.run.paths import RunDir
 from shardmake.run.settings_digest import result_settings, settings_digest
 from tests.unit.plans import make_plan, make_training_settings
 
@@ -27,12 +29,12 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, str | None]]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_another_training(name: str) -> None:
+def test_another_training(name: str, tmp_path: Path) -> None:
     changes, expected = OTHERS[name]
     before, after = (result_settings(one, SMALL, "data") for one in (PLAIN, PLAIN.model_copy(update=changes)))
     found = dict(after.items() - before.items())
     assert found == {key: found[key] if value is None else value for key, value in expected.items()}
-    assert settings_digest(before) != settings_digest(after)
+    assert settings_digest(before, RunDir(tmp_path)) != settings_digest(after, RunDir(tmp_path))
 
 
 @pytest.mark.parametrize(("objective", "differs"), [("sft", set()), ("kto", {("micro batch", "4 on 4 ranks")})])
