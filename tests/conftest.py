@@ -25,6 +25,12 @@ settings.load_profile("shardmake")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # As in an activated environment: DeepSpeed looks for ninja, which a bare machine has only there.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+# Deprecated calls of our own lines are errors in every process of a test; Python compares whole names of modules.
+_SOURCE = Path(__file__).parents[1] / "src"
+_RANKS = [".".join(path.relative_to(_SOURCE).with_suffix("").parts) for path in _SOURCE.glob("shardmake/train/**/*.py")]
+os.environ["PYTHONWARNINGS"] = ",".join(
+    f"error::{kind}:{module}" for module in _RANKS for kind in ("DeprecationWarning", "FutureWarning")
+)
 
 
 @pytest.fixture(autouse=True)

@@ -118,11 +118,5 @@ class Checkout:
 
 
 def environment() -> dict[str, str]:
-    """Return this environment without variables of Snakemake and Slurm; deprecated calls of our ranks are errors."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SNAKEMAKE_", "SLURM_"))}
-    folder = REPOSITORY / "src"  # Python compares whole names of modules
-    modules = [
-        ".".join(path.relative_to(folder).with_suffix("").parts) for path in folder.glob("shardmake/train/**/*.py")
-    ]
-    kinds = ("DeprecationWarning", "FutureWarning")
-    return kept | {"PYTHONWARNINGS": ",".join(f"error::{kind}:{module}" for module in modules for kind in kinds)}
+    """Return this environment without variables of Snakemake and Slurm."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(("SNAKEMAKE_", "SLURM_"))}
