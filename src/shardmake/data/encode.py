@@ -4,10 +4,13 @@ The mask marks the tokens that the model learns to produce. Its first entry is a
 token, and in a packed sequence it would be predicted from the end of another example.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any, Final
+from unicodedata import is_normalized
 
 from shardmake.config.formats import DataFormat
 from shardmake.config.models import Data
@@ -17,9 +20,11 @@ from shardmake.data.layout import Layout, is_unlearned
 from shardmake.data.placeholders import Rendered, Span, common_length
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
-Tokens = tuple[list[int], list[bool]]
+Tokens = tuple[Any, Any]
+"""Token ids, and which of them are learned: two lists, or arrays of int32 and bool, of equal length."""
 _ANSWERS: Final = ("text", "messages", "completion", "chosen", "rejected")
 """Keys of a standard form that have what is learned, after the prompt if there is one."""
 
@@ -46,7 +51,8 @@ class Encoder:
 
     def __call__(self, example: Mapping[str, Any], place: str) -> list[Tokens]:
         """Return the tokens of ``example``, whose ``place`` is named in errors; the errors are those of `render`."""
-        return next(self.tokenize([self.render(example, place)]))
+        (found,) = self.tokenize([self.render(example, place)])
+        return [(ids.tolist(), mask.tolist()) for ids, mask in found]
 
     def render(self, example: Mapping[str, Any], place: str) -> list[Rendered]:
         """Return the texts that ``example`` becomes: one, one for each turn, or the chosen and the rejected answer.
@@ -67,13 +73,15 @@ class Encoder:
         A token that only one of the answers has is not in the prompt. This is TRL's rule
         (`DPOTrainer._prepare_dataset`), with the prompt of inference.
         """
+        import numpy as np
+
         tokens = iter(tokenize(self.chat.tokenizer, [text for example in examples for text in example]))
         for example in examples:
             found = list(islice(tokens, len(example)))
             if self.layout.format == "preference":
-                start = min(mask.index(True) if any(mask) else len(mask) for _, mask in found)
-                wholes = [[*found[0][0][:start], *ids[start:]] for ids, _ in found]
-                found = [(ids, [False] * start + [True] * (len(ids) - start)) for ids in wholes]
+                start = min(int(mask.argmax()) if mask.any() else len(mask) for _, mask in found)
+                wholes = [np.concatenate([found[0][0][:start], ids[start:]]) for ids, _ in found]
+                found = [(ids, np.arange(len(ids)) >= start) for ids in wholes]
             yield found
 
     def _answer(self, standard: Mapping[str, Any], answer: Any) -> list[Rendered]:
@@ -101,13 +109,18 @@ class Encoder:
 
 def tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Rendered]) -> list[Tokens]:
     """Return the tokens of each of ``texts`` with a mask of those that are learned, of equal length."""
-    found = list[Tokens]()
+    found, widths = list[Tokens](), _widths(tokenizer)
     for is_plain, group in groupby(texts, key=lambda text: text.is_plain):
-        found += _tokenize(tokenizer, list(group), is_plain=is_plain)
+        read = _by_offsets if is_plain or widths is None else _by_bytes
+        found += read(tokenizer, list(group))
     return found
 
 
-def _tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Rendered], *, is_plain: bool) -> Iterator[Tokens]:
+def _by_offsets(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Rendered]) -> Iterator[Tokens]:
+    """Yield the tokens of ``texts``, of which all or none are plain."""
+    import numpy as np
+
+    is_plain = texts[0].is_plain
     batch = tokenizer(
         [text.text for text in texts],
         add_special_tokens=is_plain,
@@ -123,7 +136,58 @@ def _tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Rendered], *
             mask[start:end] = [True] * (end - start)
         if is_plain:
             ids, mask = _ended(tokenizer, ids, mask, batch["special_tokens_mask"][number])
-        yield ids, [False, *mask[1:]]
+        mask[:1] = [False][: len(mask)]
+        yield np.array(ids, "int32"), np.array(mask, bool)
+
+
+def _by_bytes(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Rendered]) -> Iterator[Tokens]:
+    """Yield the tokens of rendered ``texts`` as `_by_offsets` does, in less time: offsets are counted in bytes."""
+    import numpy as np
+
+    widths: Any = _widths(tokenizer)
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    batch = backend.encode_batch_fast([text.text for text in texts], add_special_tokens=False)
+    for text, encoding in zip(texts, batch, strict=True):
+        ids = np.array(encoding.ids, "int32")
+        edges = np.append(0, widths[ids].cumsum())
+        if edges[-1] != _bytes(text.text) or not is_normalized("NFC", text.text):
+            yield from _by_offsets(tokenizer, [text])
+            continue
+        mask = np.zeros(len(ids), bool)
+        for start, end in text.learned:
+            bounds = _bytes(text.text[:start]), _bytes(text.text[:end])
+            first, last = edges.searchsorted(bounds)
+            is_whole = edges[first] == bounds[0]
+            mask[first if is_whole else _common(tokenizer, text, start, encoding.ids) : last] = True
+        mask[:1] = False
+        yield ids, mask
+
+
+def _bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+@lru_cache(1)
+def _widths(tokenizer: "PreTrainedTokenizerBase") -> "np.ndarray | None":
+    """Return the bytes of text of each token of a byte-level tokenizer that takes text as it is; else None."""
+    import numpy as np
+    from transformers import PreTrainedTokenizerFast
+
+    if getattr(type(tokenizer), "_encode_plus", None) is not PreTrainedTokenizerFast._encode_plus:
+        return None
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    normalizer, added = rules["normalizer"], rules["added_tokens"]
+    is_exact = normalizer in (None, {"type": "NFC"}, {"type": "Sequence", "normalizers": []})
+    is_exact = is_exact and not tokenizer.split_special_tokens and (rules["decoder"] or {}).get("type") == "ByteLevel"
+    if not is_exact or any(token["lstrip"] or token["rstrip"] for token in added):
+        return None
+    vocabulary = tokenizer.get_vocab()
+    widths = np.zeros(max(vocabulary.values()) + 1, int)
+    widths[list(vocabulary.values())] = [len(token) for token in vocabulary]  # a character stands for a byte
+    widths[[token["id"] for token in added]] = [len(token["content"].encode()) for token in added]
+    return widths
 
 
 def _ended(tokenizer: "PreTrainedTokenizerBase", ids: list[int], mask: list[bool], added: list[int]) -> Tokens:
@@ -161,18 +225,21 @@ def _spans(tokenizer: "PreTrainedTokenizerBase", text: Rendered, ids: list[int],
             token, at = encoding.char_to_token(at), at + 1
         return (len(ids), True) if token is None else (token, encoding.token_to_chars(token)[0] >= at - 1)
 
-    def common(at: int) -> int:
-        return common_length(encode_prompt(tokenizer, text.text[:at], is_plain=text.is_plain), ids)
-
     found = []
     for start, end in text.learned:
         if encoding is None:  # a tokenizer without offsets
-            found.append((common(start) if start else 0, common(end)))
+            found.append((_common(tokenizer, text, start, ids) if start else 0, _common(tokenizer, text, end, ids)))
             continue
         token, is_whole = first(start) if start else (0, True)
         last, is_next = first(end)
-        found.append((token if is_whole else common(start), last if is_next else last + 1))
+        begin = token if is_whole else _common(tokenizer, text, start, ids)
+        found.append((begin, last if is_next else last + 1))
     return found
+
+
+def _common(tokenizer: "PreTrainedTokenizerBase", text: Rendered, at: int, ids: list[int]) -> int:
+    """Return the number of tokens that ``ids`` has in common with the beginning of ``text`` up to ``at``."""
+    return common_length(encode_prompt(tokenizer, text.text[:at], is_plain=text.is_plain), ids)
 
 
 def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str, *, is_plain: bool = True) -> list[int]:

@@ -2,7 +2,6 @@
 
 import logging
 import re
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -220,6 +219,7 @@ def encode_rows(
     ``cut_ids``: the tokens after the cut for which a prompt of one token has room, because the completion may also
     follow the prompt of another example. ``largest`` is the largest token id of all columns.
     """
+    import numpy as np
     import pyarrow
 
     opened, rendered = list[tuple[int, Row | DataError]](), list[list[Rendered]]()
@@ -242,26 +242,40 @@ def encode_rows(
         else:
             own = _pieces(found, next(tokens), encoder, length)
         pieces += [{**empty, "row": number, **piece} for piece in own]
+    schema = _schema_of(encoder.layout.format)
     for piece in pieces:
-        ids, more = piece["input_ids"], (piece.get("rejected_ids", []), piece.get("cut_ids", []))
-        tokens_as_bytes = array("i", ids).tobytes()
-        piece["seq_lengths"], piece["tokens"], piece["learned"] = [len(ids)], len(ids), sum(piece["loss_mask"])
-        piece["largest"] = max(chain(ids, *more), default=0)
-        piece["digest"] = int.from_bytes(blake2b(tokens_as_bytes, digest_size=8).digest(), "little")
-    return pyarrow.RecordBatch.from_pylist(pieces, schema=_schema_of(encoder.layout.format))
+        ids, more = np.asarray(piece["input_ids"], "int32"), (piece.get("rejected_ids", []), piece.get("cut_ids", []))
+        piece["seq_lengths"], piece["tokens"], piece["learned"] = [len(ids)], len(ids), int(np.sum(piece["loss_mask"]))
+        piece["largest"] = max(int(np.max(one, initial=0)) for one in (ids, *more))
+        piece["digest"] = int.from_bytes(blake2b(ids.tobytes(), digest_size=8).digest(), "little")
+    columns = [_column([piece[field.name] for piece in pieces], field.type) for field in schema]
+    return pyarrow.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _column(values: list[Any], kind: "pyarrow.DataType") -> "pyarrow.Array":
+    """Return an Arrow array of ``values``, which may be lists or arrays of numbers."""
+    import numpy as np
+    import pyarrow
+
+    if not pyarrow.types.is_list(kind):
+        return pyarrow.array(values, kind)
+    item = kind.value_type.to_pandas_dtype()
+    joined = np.concatenate([np.asarray(value, item) for value in values] or [np.empty(0, item)])
+    return pyarrow.ListArray.from_arrays(np.cumsum([0, *map(len, values)], dtype="int32"), joined, type=kind)
 
 
 def _pieces(row: Row, encoded: list[Tokens], encoder: Encoder, length: int) -> Iterator[dict[str, Any]]:
     format, others = encoder.layout.format, dict[str, Any]()
     if format == "preference":
-        (chosen, rejected), outcome = fit_pair(encoded, length, cuts=encoder.cuts)
+        pair = [(ids.tolist(), mask.tolist()) for ids, mask in encoded]
+        (chosen, rejected), outcome = fit_pair(pair, length, cuts=encoder.cuts)
         fitted, others["rejected_ids"] = [(chosen, outcome)], list(compress(*rejected))
     else:
         fitted = [piece for tokens in encoded for piece in fit(tokens, length, split=format == "text")]
     if format == "unpaired-preference":
         ids, mask = encoded[0]
         others["label"] = row.example[encoder.layout.columns["label"]]
-        others["cut_ids"] = ids[length : mask.index(True) + length - 1] if any(mask) else []
+        others["cut_ids"] = ids[length : mask.argmax() + length - 1] if mask.any() else []
     is_apart = format != "preference" and len(encoded) > 1
     for number, ((ids, mask), outcome) in enumerate(fitted):
         piece = {

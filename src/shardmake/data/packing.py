@@ -39,14 +39,16 @@ def fit(tokens: Tokens, length: int, *, split: bool) -> list[tuple[Tokens, Outco
     starts = list(range(0, len(ids), length)) if split else [0][: len(ids)]
     if len(starts) > 1 and starts[-1] == len(ids) - 1:
         starts[-1] -= 1  # a single token would have nothing before it
-    pieces = [(ids[i : i + length], [False, *mask[i + 1 : i + length]]) for i in starts]
-    if not any(mask[1:]):
+    pieces = [(ids[i : i + length], mask[i : i + length].copy()) for i in starts]
+    for _, learned in pieces:
+        learned[0] = False
+    if True not in mask[1:]:
         return [(([], []), "dropped_without_loss")]
     if len(ids) <= length:
         return [(pieces[0], "whole")]
     if split:
-        return [(piece, "continued" if i else "split") for i, piece in enumerate(pieces) if any(piece[1])]
-    return [(pieces[0], "truncated") if any(pieces[0][1]) else (([], []), "dropped_loss_truncated")]
+        return [(piece, "continued" if i else "split") for i, piece in enumerate(pieces) if True in piece[1]]
+    return [(pieces[0], "truncated") if True in pieces[0][1] else (([], []), "dropped_loss_truncated")]
 
 
 def fit_pair(pair: list[Tokens], length: int, *, cuts: bool = True) -> tuple[list[Tokens], Outcome]:

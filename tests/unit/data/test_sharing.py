@@ -64,8 +64,8 @@ def test_files_of_other_encoding_rules_are_not_taken(
     run = make_run(model, {"train": write_rows(tmp_path / "t.jsonl", conversations(30))})
     first = prepare(run, RunDir(tmp_path / "runs/a"))
     for module in ("sharing", "stage"):
-        monkeypatch.setattr(f"shardmake.data.{module}.ENCODING", 2)
-    assert prepare(run, RunDir(tmp_path / "runs/b")).encoding == 2
+        monkeypatch.setattr(f"shardmake.data.{module}.ENCODING", 0)
+    assert prepare(run, RunDir(tmp_path / "runs/b")).encoding == 0
     assert prepare(run, RunDir(tmp_path / "runs/a")) == first and len(built) == 2
 
 
