@@ -181,7 +181,10 @@ def _widths(tokenizer: "PreTrainedTokenizerBase") -> "np.ndarray | None":
     normalizer, added = rules["normalizer"], rules["added_tokens"]
     is_exact = normalizer in (None, {"type": "NFC"}, {"type": "Sequence", "normalizers": []})
     is_exact = is_exact and not tokenizer.split_special_tokens and (rules["decoder"] or {}).get("type") == "ByteLevel"
-    if not is_exact or any(token["lstrip"] or token["rstrip"] for token in added):
+    changes = "'add_prefix_space': True" in str(rules["pre_tokenizer"]) or any(
+        token["lstrip"] or token["rstrip"] for token in added
+    )
+    if changes or not is_exact:
         return None
     vocabulary = tokenizer.get_vocab()
     widths = np.zeros(max(vocabulary.values()) + 1, int)
