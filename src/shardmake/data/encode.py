@@ -5,10 +5,11 @@ token, and in a packed sequence it would be predicted from the end of another ex
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from typing import TYPE_CHECKING, Any, Final
 from unicodedata import is_normalized
 
@@ -27,6 +28,9 @@ Tokens = tuple[Any, Any]
 """Token ids, and which of them are learned: two lists, or arrays of int32 and bool, of equal length."""
 _ANSWERS: Final = ("text", "messages", "completion", "chosen", "rejected")
 """Keys of a standard form that have what is learned, after the prompt if there is one."""
+_KEEP: Final = (None, {"type": "NFC"}, {"type": "Sequence", "normalizers": []})
+"""Normalizers that keep normalized text as it is."""
+_SPACES: Final = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 
 
 def loss_on_assistant(data: Data, format: DataFormat) -> bool:
@@ -113,6 +117,8 @@ def tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Rendered]) ->
     for is_plain, group in groupby(texts, key=lambda text: text.is_plain):
         read = _by_offsets if is_plain or widths is None else _by_bytes
         found += read(tokenizer, list(group))
+    for _, mask in found:
+        mask[:1] = False
     return found
 
 
@@ -130,13 +136,15 @@ def _by_offsets(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Rendered])
         verbose=False,
     )
     for number, text in enumerate(texts):
-        ids, encoding = batch["input_ids"][number], batch.encodings[number] if batch.encodings else None
-        mask = [False] * len(ids)
-        for start, end in _spans(tokenizer, text, ids, encoding):
-            mask[start:end] = [True] * (end - start)
+        ids, mask = batch["input_ids"][number], np.zeros(len(batch["input_ids"][number]), bool)
+        if batch.encodings:
+            offsets = np.fromiter(chain.from_iterable(batch.encodings[number].offsets), int).reshape(-1, 2)
+            mask = _mask(tokenizer, text, text.learned, ids, np.maximum.accumulate(offsets[:, 0]), offsets[:, 1])
+        else:
+            for start, end in text.learned:
+                mask[_common(tokenizer, text, start, ids) : _common(tokenizer, text, end, ids)] = True
         if is_plain:
-            ids, mask = _ended(tokenizer, ids, mask, batch["special_tokens_mask"][number])
-        mask[:1] = [False][: len(mask)]
+            ids, mask = _ended(tokenizer, ids, mask.tolist(), batch["special_tokens_mask"][number])
         yield np.array(ids, "int32"), np.array(mask, bool)
 
 
@@ -151,45 +159,68 @@ def _by_bytes(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Rendered]) -
     batch = backend.encode_batch_fast([text.text for text in texts], add_special_tokens=False)
     for text, encoding in zip(texts, batch, strict=True):
         ids = np.array(encoding.ids, "int32")
-        edges = np.append(0, widths[ids].cumsum())
-        if edges[-1] != _bytes(text.text) or not is_normalized("NFC", text.text):
+        ends = widths[ids].cumsum()
+        if ends[-1:].sum() != _bytes(text.text) or not is_normalized("NFC", text.text):
             yield from _by_offsets(tokenizer, [text])
             continue
-        mask = np.zeros(len(ids), bool)
-        for start, end in text.learned:
-            bounds = _bytes(text.text[:start]), _bytes(text.text[:end])
-            first, last = edges.searchsorted(bounds)
-            is_whole = edges[first] == bounds[0]
-            mask[first if is_whole else _common(tokenizer, text, start, encoding.ids) : last] = True
-        mask[:1] = False
-        yield ids, mask
+        learned = [(_bytes(text.text[:start]), _bytes(text.text[:end])) for start, end in text.learned]
+        yield ids, _mask(tokenizer, text, learned, encoding.ids, ends - widths[ids], ends)
 
 
 def _bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
+def _mask(
+    tokenizer: "PreTrainedTokenizerBase",
+    text: Rendered,
+    learned: Sequence[Span],
+    ids: list[int],
+    begins: Any,
+    ends: Any,
+) -> Any:
+    """Return which of ``ids`` are learned; ``learned`` has the spans in the unit of ``begins`` and ``ends`` of tokens.
+
+    Where a token joins the end of a context with what follows, the span begins at the first token that differs from
+    those of the context. A token that also has what follows the span belongs to it, such as an end of a turn that
+    takes the space after it (``rstrip``).
+    """
+    import numpy as np
+
+    mask = np.zeros(len(ids), bool)
+    for (start, _), span in zip(text.learned, learned, strict=True):
+        first, last = begins.searchsorted(span)
+        joins = first > 0 and ends[first - 1] > span[0]
+        mask[_common(tokenizer, text, start, ids) if joins else first : last] = True
+    return mask
+
+
 @lru_cache(1)
 def _widths(tokenizer: "PreTrainedTokenizerBase") -> "np.ndarray | None":
-    """Return the bytes of text of each token of a byte-level tokenizer that takes text as it is; else None."""
+    """Return the bytes of text of each token, if tokens are pieces of the text as it is, and else None.
+
+    That is so for byte-level tokenizers, and for Gemma's, which only replace spaces.
+    """
     import numpy as np
     from transformers import PreTrainedTokenizerFast
 
     if getattr(type(tokenizer), "_encode_plus", None) is not PreTrainedTokenizerFast._encode_plus:
         return None
     rules = json.loads(tokenizer.backend_tokenizer.to_str())
-    normalizer, added = rules["normalizer"], rules["added_tokens"]
-    is_exact = normalizer in (None, {"type": "NFC"}, {"type": "Sequence", "normalizers": []})
-    is_exact = is_exact and not tokenizer.split_special_tokens and (rules["decoder"] or {}).get("type") == "ByteLevel"
-    changes = "'add_prefix_space': True" in str(rules["pre_tokenizer"]) or any(
-        token["lstrip"] or token["rstrip"] for token in added
-    )
-    if changes or not is_exact:
+    decoder, normalizer, added = str(rules["decoder"]), rules["normalizer"], rules["added_tokens"]
+    is_bytes = "'type': 'ByteLevel'" in decoder and normalizer in _KEEP
+    adds_space = "'add_prefix_space': True" in str(rules["pre_tokenizer"])
+    strips = any(token["lstrip"] or token["rstrip"] for token in added)
+    if adds_space or strips or tokenizer.split_special_tokens or not (is_bytes or normalizer == _SPACES):
         return None
     vocabulary = tokenizer.get_vocab()
     widths = np.zeros(max(vocabulary.values()) + 1, int)
-    widths[list(vocabulary.values())] = [len(token) for token in vocabulary]  # a character stands for a byte
-    widths[[token["id"] for token in added]] = [len(token["content"].encode()) for token in added]
+    if is_bytes:  # a character stands for a byte
+        special = {token["content"] for token in added}
+        sizes = [_bytes(token) if token in special else len(token) for token in vocabulary]
+    else:
+        sizes = [1 if re.fullmatch("<0x..>", token) else _bytes(token.replace("▁", " ")) for token in vocabulary]
+    widths[list(vocabulary.values())] = sizes
     return widths
 
 
@@ -211,33 +242,6 @@ def _ended(tokenizer: "PreTrainedTokenizerBase", ids: list[int], mask: list[bool
 def _without_appended(ids: list[int], added: list[int]) -> int:
     """Return the number of tokens before those that the tokenizer appends; text without a token has none of them."""
     return max((at for at, is_added in enumerate(added, start=1) if not is_added), default=len(ids))
-
-
-def _spans(tokenizer: "PreTrainedTokenizerBase", text: Rendered, ids: list[int], encoding: Any) -> list[Span]:
-    """Return the tokens of each learned span.
-
-    Where a token joins the end of a context with what follows, the span begins at the first token that differs from
-    those of the context. A token that also has what follows the span belongs to it, such as an end of a turn that
-    takes the space after it (``rstrip``).
-    """
-
-    def first(at: int) -> tuple[int, bool]:
-        """Return the first token from the character ``at`` on, and True if it begins there."""
-        token = None
-        while token is None and at < len(text.text):
-            token, at = encoding.char_to_token(at), at + 1
-        return (len(ids), True) if token is None else (token, encoding.token_to_chars(token)[0] >= at - 1)
-
-    found = []
-    for start, end in text.learned:
-        if encoding is None:  # a tokenizer without offsets
-            found.append((_common(tokenizer, text, start, ids) if start else 0, _common(tokenizer, text, end, ids)))
-            continue
-        token, is_whole = first(start) if start else (0, True)
-        last, is_next = first(end)
-        begin = token if is_whole else _common(tokenizer, text, start, ids)
-        found.append((begin, last if is_next else last + 1))
-    return found
 
 
 def _common(tokenizer: "PreTrainedTokenizerBase", text: Rendered, at: int, ids: list[int]) -> int:
