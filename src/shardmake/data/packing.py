@@ -1,8 +1,6 @@
 """Cut and pack examples into sequences of at most a given length."""
 
-import heapq
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -26,7 +24,6 @@ OUTCOMES: Final[Mapping[str, str]] = {
 }
 """The outcomes that are counted, in words."""
 _TOKENS_PACKED_AT_ONCE = 2**25
-NAMED = 5
 
 
 def fit(tokens: Tokens, length: int, *, split: bool) -> list[tuple[Tokens, Outcome]]:
@@ -78,13 +75,3 @@ def pack(examples: "datasets.Dataset", length: int, cache_file: Path) -> "datase
     settings = {"batch_size": block, "cache_file_name": str(cache_file), "load_from_cache_file": False}
     settings["new_fingerprint"] = cache_file.stem
     return pack_dataset(examples, length, strategy="bfd", map_kwargs=settings)
-
-
-def sort_places(places: Iterable[str]) -> list[str]:
-    """Return the first of ``places``, in the order of files and lines."""
-    return heapq.nsmallest(NAMED, places, key=_natural)
-
-
-def _natural(place: str) -> list[tuple[int, str]]:
-    """Return a key that sorts line 9 before line 10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", place)]
