@@ -30,6 +30,7 @@ _ANSWERS: Final = ("text", "messages", "completion", "chosen", "rejected")
 """Keys of a standard form that have what is learned, after the prompt if there is one."""
 _KEEP: Final = (None, {"type": "NFC"}, {"type": "Sequence", "normalizers": []})
 """Normalizers that keep normalized text as it is."""
+_BYTE: Final = re.compile("<0x..>")
 _SPACES: Final = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 
 
@@ -206,20 +207,19 @@ def _widths(tokenizer: "PreTrainedTokenizerBase") -> "np.ndarray | None":
 
     if getattr(type(tokenizer), "_encode_plus", None) is not PreTrainedTokenizerFast._encode_plus:
         return None
-    rules = json.loads(tokenizer.backend_tokenizer.to_str())
-    decoder, normalizer, added = str(rules["decoder"]), rules["normalizer"], rules["added_tokens"]
-    is_bytes = "'type': 'ByteLevel'" in decoder and normalizer in _KEEP
-    adds_space = "'add_prefix_space': True" in str(rules["pre_tokenizer"])
-    strips = any(token["lstrip"] or token["rstrip"] for token in added)
-    if adds_space or strips or tokenizer.split_special_tokens or not (is_bytes or normalizer == _SPACES):
+    backend, added = tokenizer.backend_tokenizer, tokenizer.added_tokens_decoder.values()
+    parts = (backend.decoder, backend.normalizer, backend.pre_tokenizer)
+    decoder, normalizer, splits = (json.loads("null" if part is None else part.__getstate__()) for part in parts)
+    is_bytes = "'type': 'ByteLevel'" in str(decoder) and normalizer in _KEEP
+    changes = "'add_prefix_space': True" in str(splits) or any(token.lstrip or token.rstrip for token in added)
+    if changes or tokenizer.split_special_tokens or not (is_bytes or normalizer == _SPACES):
         return None
-    vocabulary = tokenizer.get_vocab()
+    vocabulary, special = tokenizer.get_vocab(), {token.content for token in added}
     widths = np.zeros(max(vocabulary.values()) + 1, int)
     if is_bytes:  # a character stands for a byte
-        special = {token["content"] for token in added}
         sizes = [_bytes(token) if token in special else len(token) for token in vocabulary]
     else:
-        sizes = [1 if re.fullmatch("<0x..>", token) else _bytes(token.replace("▁", " ")) for token in vocabulary]
+        sizes = [1 if _BYTE.fullmatch(token) else _bytes(token.replace("▁", " ")) for token in vocabulary]
     widths[list(vocabulary.values())] = sizes
     return widths
 

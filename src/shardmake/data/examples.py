@@ -234,8 +234,8 @@ def encode_rows(
     for number, found in opened:
         if isinstance(found, DataError):
             cause = getattr(found, "cause", "not in the format")
-            bad = {"outcome": "dropped_bad", "note": cause, "dropped": str(found), "input_ids": [], "loss_mask": []}
-            pieces.append({"row": number, **bad})
+            empty: dict[str, Any] = {"input_ids": [], "loss_mask": []}
+            pieces.append({"row": number, "outcome": "dropped_bad", "note": cause, "dropped": str(found), **empty})
         else:
             pieces += [{"row": number, **piece} for piece in _pieces(found, next(tokens), encoder, length)]
     for piece in pieces:
