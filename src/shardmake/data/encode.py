@@ -4,10 +4,14 @@ The mask marks the tokens that the model learns to produce. Its first entry is a
 token, and in a packed sequence it would be predicted from the end of another example.
 """
 
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from functools import lru_cache
+from itertools import chain, groupby, islice
 from typing import TYPE_CHECKING, Any, Final
+from unicodedata import is_normalized
 
 from shardmake.config.formats import DataFormat
 from shardmake.config.models import Data
@@ -17,11 +21,17 @@ from shardmake.data.layout import Layout, is_unlearned
 from shardmake.data.placeholders import Rendered, Span, common_length
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
-Tokens = tuple[list[int], list[bool]]
+Tokens = tuple[Any, Any]
+"""Token ids, and which of them are learned: two lists, or arrays of int32 and bool, of equal length."""
 _ANSWERS: Final = ("text", "messages", "completion", "chosen", "rejected")
 """Keys of a standard form that have what is learned, after the prompt if there is one."""
+_KEEP: Final = (None, {"type": "NFC"}, {"type": "Sequence", "normalizers": []})
+"""Normalizers that keep normalized text as it is."""
+_BYTE: Final = re.compile("<0x..>")
+_SPACES: Final = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 
 
 def loss_on_assistant(data: Data, format: DataFormat) -> bool:
@@ -46,7 +56,8 @@ class Encoder:
 
     def __call__(self, example: Mapping[str, Any], place: str) -> list[Tokens]:
         """Return the tokens of ``example``, whose ``place`` is named in errors; the errors are those of `render`."""
-        return next(self.tokenize([self.render(example, place)]))
+        (found,) = self.tokenize([self.render(example, place)])
+        return [(ids.tolist(), mask.tolist()) for ids, mask in found]
 
     def render(self, example: Mapping[str, Any], place: str) -> list[Rendered]:
         """Return the texts that ``example`` becomes: one, one for each turn, or the chosen and the rejected answer.
@@ -67,13 +78,15 @@ class Encoder:
         A token that only one of the answers has is not in the prompt. This is TRL's rule
         (`DPOTrainer._prepare_dataset`), with the prompt of inference.
         """
+        import numpy as np
+
         tokens = iter(tokenize(self.chat.tokenizer, [text for example in examples for text in example]))
         for example in examples:
             found = list(islice(tokens, len(example)))
             if self.layout.format == "preference":
-                start = min(mask.index(True) if any(mask) else len(mask) for _, mask in found)
-                wholes = [[*found[0][0][:start], *ids[start:]] for ids, _ in found]
-                found = [(ids, [False] * start + [True] * (len(ids) - start)) for ids in wholes]
+                start = min(int(mask.argmax()) if mask.any() else len(mask) for _, mask in found)
+                wholes = [np.concatenate([found[0][0][:start], ids[start:]]) for ids, _ in found]
+                found = [(ids, np.arange(len(ids)) >= start) for ids in wholes]
             yield found
 
     def _answer(self, standard: Mapping[str, Any], answer: Any) -> list[Rendered]:
@@ -101,13 +114,20 @@ class Encoder:
 
 def tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Rendered]) -> list[Tokens]:
     """Return the tokens of each of ``texts`` with a mask of those that are learned, of equal length."""
-    found = list[Tokens]()
+    found, widths = list[Tokens](), _widths(tokenizer)
     for is_plain, group in groupby(texts, key=lambda text: text.is_plain):
-        found += _tokenize(tokenizer, list(group), is_plain=is_plain)
+        read = _by_offsets if is_plain or widths is None else _by_bytes
+        found += read(tokenizer, list(group))
+    for _, mask in found:
+        mask[:1] = False
     return found
 
 
-def _tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Rendered], *, is_plain: bool) -> Iterator[Tokens]:
+def _by_offsets(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Rendered]) -> Iterator[Tokens]:
+    """Yield the tokens of ``texts``, of which all or none are plain."""
+    import numpy as np
+
+    is_plain = texts[0].is_plain
     batch = tokenizer(
         [text.text for text in texts],
         add_special_tokens=is_plain,
@@ -117,13 +137,91 @@ def _tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Rendered], *
         verbose=False,
     )
     for number, text in enumerate(texts):
-        ids, encoding = batch["input_ids"][number], batch.encodings[number] if batch.encodings else None
-        mask = [False] * len(ids)
-        for start, end in _spans(tokenizer, text, ids, encoding):
-            mask[start:end] = [True] * (end - start)
+        ids, mask = batch["input_ids"][number], np.zeros(len(batch["input_ids"][number]), bool)
+        if batch.encodings:
+            offsets = np.fromiter(chain.from_iterable(batch.encodings[number].offsets), int).reshape(-1, 2)
+            mask = _mask(tokenizer, text, text.learned, ids, np.maximum.accumulate(offsets[:, 0]), offsets[:, 1])
+        else:
+            for start, end in text.learned:
+                mask[_common(tokenizer, text, start, ids) : _common(tokenizer, text, end, ids)] = True
         if is_plain:
-            ids, mask = _ended(tokenizer, ids, mask, batch["special_tokens_mask"][number])
-        yield ids, [False, *mask[1:]]
+            ids, mask = _ended(tokenizer, ids, mask.tolist(), batch["special_tokens_mask"][number])
+        yield np.array(ids, "int32"), np.array(mask, bool)
+
+
+def _by_bytes(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Rendered]) -> Iterator[Tokens]:
+    """Yield the tokens of rendered ``texts`` as `_by_offsets` does, in less time: offsets are counted in bytes."""
+    import numpy as np
+
+    widths: Any = _widths(tokenizer)
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    batch = backend.encode_batch_fast([text.text for text in texts], add_special_tokens=False)
+    for text, encoding in zip(texts, batch, strict=True):
+        ids = np.array(encoding.ids, "int32")
+        ends = widths[ids].cumsum()
+        if ends[-1:].sum() != _bytes(text.text) or not is_normalized("NFC", text.text):
+            yield from _by_offsets(tokenizer, [text])
+            continue
+        learned = [(_bytes(text.text[:start]), _bytes(text.text[:end])) for start, end in text.learned]
+        yield ids, _mask(tokenizer, text, learned, encoding.ids, ends - widths[ids], ends)
+
+
+def _bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def _mask(
+    tokenizer: "PreTrainedTokenizerBase",
+    text: Rendered,
+    learned: Sequence[Span],
+    ids: list[int],
+    begins: Any,
+    ends: Any,
+) -> Any:
+    """Return which of ``ids`` are learned; ``learned`` has the spans in the unit of ``begins`` and ``ends`` of tokens.
+
+    Where a token joins the end of a context with what follows, the span begins at the first token that differs from
+    those of the context. A token that also has what follows the span belongs to it, such as an end of a turn that
+    takes the space after it (``rstrip``).
+    """
+    import numpy as np
+
+    mask = np.zeros(len(ids), bool)
+    for (start, _), span in zip(text.learned, learned, strict=True):
+        first, last = begins.searchsorted(span)
+        joins = first > 0 and ends[first - 1] > span[0]
+        mask[_common(tokenizer, text, start, ids) if joins else first : last] = True
+    return mask
+
+
+@lru_cache(1)
+def _widths(tokenizer: "PreTrainedTokenizerBase") -> "np.ndarray | None":
+    """Return the bytes of text of each token, if tokens are pieces of the text as it is, and else None.
+
+    That is so for byte-level tokenizers, and for Gemma's, which only replace spaces.
+    """
+    import numpy as np
+    from transformers import PreTrainedTokenizerFast
+
+    if getattr(type(tokenizer), "_encode_plus", None) is not PreTrainedTokenizerFast._encode_plus:
+        return None
+    backend, added = tokenizer.backend_tokenizer, tokenizer.added_tokens_decoder.values()
+    parts = (backend.decoder, backend.normalizer, backend.pre_tokenizer)
+    decoder, normalizer, splits = (json.loads("null" if part is None else part.__getstate__()) for part in parts)
+    is_bytes = "'type': 'ByteLevel'" in str(decoder) and normalizer in _KEEP
+    changes = "'add_prefix_space': True" in str(splits) or any(token.lstrip or token.rstrip for token in added)
+    if changes or tokenizer.split_special_tokens or not (is_bytes or normalizer == _SPACES):
+        return None
+    vocabulary, special = tokenizer.get_vocab(), {token.content for token in added}
+    widths = np.zeros(max(vocabulary.values()) + 1, int)
+    if is_bytes:  # a character stands for a byte
+        sizes = [_bytes(token) if token in special else len(token) for token in vocabulary]
+    else:
+        sizes = [1 if _BYTE.fullmatch(token) else _bytes(token.replace("▁", " ")) for token in vocabulary]
+    widths[list(vocabulary.values())] = sizes
+    return widths
 
 
 def _ended(tokenizer: "PreTrainedTokenizerBase", ids: list[int], mask: list[bool], added: list[int]) -> Tokens:
@@ -146,33 +244,9 @@ def _without_appended(ids: list[int], added: list[int]) -> int:
     return max((at for at, is_added in enumerate(added, start=1) if not is_added), default=len(ids))
 
 
-def _spans(tokenizer: "PreTrainedTokenizerBase", text: Rendered, ids: list[int], encoding: Any) -> list[Span]:
-    """Return the tokens of each learned span.
-
-    Where a token joins the end of a context with what follows, the span begins at the first token that differs from
-    those of the context. A token that also has what follows the span belongs to it, such as an end of a turn that
-    takes the space after it (``rstrip``).
-    """
-
-    def first(at: int) -> tuple[int, bool]:
-        """Return the first token from the character ``at`` on, and True if it begins there."""
-        token = None
-        while token is None and at < len(text.text):
-            token, at = encoding.char_to_token(at), at + 1
-        return (len(ids), True) if token is None else (token, encoding.token_to_chars(token)[0] >= at - 1)
-
-    def common(at: int) -> int:
-        return common_length(encode_prompt(tokenizer, text.text[:at], is_plain=text.is_plain), ids)
-
-    found = []
-    for start, end in text.learned:
-        if encoding is None:  # a tokenizer without offsets
-            found.append((common(start) if start else 0, common(end)))
-            continue
-        token, is_whole = first(start) if start else (0, True)
-        last, is_next = first(end)
-        found.append((token if is_whole else common(start), last if is_next else last + 1))
-    return found
+def _common(tokenizer: "PreTrainedTokenizerBase", text: Rendered, at: int, ids: list[int]) -> int:
+    """Return the number of tokens that ``ids`` has in common with the beginning of ``text`` up to ``at``."""
+    return common_length(encode_prompt(tokenizer, text.text[:at], is_plain=text.is_plain), ids)
 
 
 def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str, *, is_plain: bool = True) -> list[int]:

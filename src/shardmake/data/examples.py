@@ -2,7 +2,6 @@
 
 import logging
 import re
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,11 +40,8 @@ NOTED: Final = {
     "dropped": "string", "note": "string",
 }  # fmt: skip
 """Columns of encoded rows that are not trained on, with their types."""
-_EMPTY: Final[dict[str, Any]] = {"input_ids": [], "loss_mask": [], "dropped": "", "note": ""}
-_EMPTY_OF: Final[dict[str, dict[str, Any]]] = {
-    "preference": {"rejected_ids": []},
-    "unpaired-preference": {"label": False, "cut_ids": []},
-}
+_MORE: Final = {"preference": ("rejected_ids",), "unpaired-preference": ("label", "cut_ids")}
+"""Further columns of a format."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +202,7 @@ def _schema_of(format: DataFormat) -> "pyarrow.Schema":
 
     ids, marks = List(Value("int32")), List(Value("bool"))
     columns = {"input_ids": ids, "loss_mask": marks, "seq_lengths": ids}
-    columns |= {name: Value("bool") if name == "label" else ids for name in _EMPTY_OF.get(format, {})}
+    columns |= {name: Value("bool") if name == "label" else ids for name in _MORE.get(format, ())}
     return Features({**{name: Value(kind) for name, kind in NOTED.items()}, **columns}).arrow_schema
 
 
@@ -220,6 +216,7 @@ def encode_rows(
     ``cut_ids``: the tokens after the cut for which a prompt of one token has room, because the completion may also
     follow the prompt of another example. ``largest`` is the largest token id of all columns.
     """
+    import numpy as np
     import pyarrow
 
     opened, rendered = list[tuple[int, Row | DataError]](), list[list[Rendered]]()
@@ -234,43 +231,52 @@ def encode_rows(
             found = error
         opened.append((number, found))
     tokens, pieces = encoder.tokenize(rendered), list[dict[str, Any]]()
-    empty = _EMPTY | _EMPTY_OF.get(encoder.layout.format, {})
     for number, found in opened:
         if isinstance(found, DataError):
             cause = getattr(found, "cause", "not in the format")
-            own: Iterable[dict[str, Any]] = [{"outcome": "dropped_bad", "note": cause, "dropped": str(found)}]
+            empty: dict[str, Any] = {"input_ids": [], "loss_mask": []}
+            pieces.append({"row": number, "outcome": "dropped_bad", "note": cause, "dropped": str(found), **empty})
         else:
-            own = _pieces(found, next(tokens), encoder, length)
-        pieces += [{**empty, "row": number, **piece} for piece in own]
+            pieces += [{"row": number, **piece} for piece in _pieces(found, next(tokens), encoder, length)]
     for piece in pieces:
-        ids, more = piece["input_ids"], (piece.get("rejected_ids", []), piece.get("cut_ids", []))
-        tokens_as_bytes = array("i", ids).tobytes()
-        piece["seq_lengths"], piece["tokens"], piece["learned"] = [len(ids)], len(ids), sum(piece["loss_mask"])
-        piece["largest"] = max(chain(ids, *more), default=0)
-        piece["digest"] = int.from_bytes(blake2b(tokens_as_bytes, digest_size=8).digest(), "little")
-    return pyarrow.RecordBatch.from_pylist(pieces, schema=_schema_of(encoder.layout.format))
+        ids, more = np.asarray(piece["input_ids"], "int32"), (piece.get("rejected_ids", []), piece.get("cut_ids", []))
+        piece["seq_lengths"], piece["tokens"], piece["learned"] = [len(ids)], len(ids), int(np.sum(piece["loss_mask"]))
+        piece["largest"] = max(int(np.max(one, initial=0)) for one in (ids, *more))
+        piece["digest"] = int.from_bytes(blake2b(ids.tobytes(), digest_size=8).digest(), "little")
+    schema = _schema_of(encoder.layout.format)
+    columns = [_column(pieces, field.name, field.type) for field in schema]
+    return pyarrow.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _column(pieces: list[dict[str, Any]], name: str, kind: "pyarrow.DataType") -> "pyarrow.Array":
+    """Return the Arrow array of a column, whose values may be lists or arrays of numbers."""
+    import numpy as np
+    import pyarrow
+
+    if not pyarrow.types.is_list(kind):
+        return pyarrow.array([piece.get(name, False) for piece in pieces], kind)
+    values = [piece.get(name, []) for piece in pieces]
+    item = kind.value_type.to_pandas_dtype()
+    joined = np.concatenate([np.asarray(value, item) for value in values] or [np.empty(0, item)])
+    return pyarrow.ListArray.from_arrays(np.cumsum([0, *map(len, values)], dtype="int32"), joined, type=kind)
 
 
 def _pieces(row: Row, encoded: list[Tokens], encoder: Encoder, length: int) -> Iterator[dict[str, Any]]:
     format, others = encoder.layout.format, dict[str, Any]()
     if format == "preference":
-        (chosen, rejected), outcome = fit_pair(encoded, length, cuts=encoder.cuts)
+        pair = [(ids.tolist(), mask.tolist()) for ids, mask in encoded]
+        (chosen, rejected), outcome = fit_pair(pair, length, cuts=encoder.cuts)
         fitted, others["rejected_ids"] = [(chosen, outcome)], list(compress(*rejected))
     else:
         fitted = [piece for tokens in encoded for piece in fit(tokens, length, split=format == "text")]
     if format == "unpaired-preference":
         ids, mask = encoded[0]
         others["label"] = row.example[encoder.layout.columns["label"]]
-        others["cut_ids"] = ids[length : mask.index(True) + length - 1] if any(mask) else []
+        others["cut_ids"] = ids[length : mask.argmax() + length - 1] if mask.any() else []
     is_apart = format != "preference" and len(encoded) > 1
     for number, ((ids, mask), outcome) in enumerate(fitted):
-        piece = {
-            "input_ids": ids,
-            "loss_mask": mask,
-            "outcome": outcome,
-            "note": "" if number or not is_apart else APART,
-        }
-        yield piece | others | {"dropped": "" if outcome in KEPT else row.place}
+        note, dropped = APART if is_apart and not number else "", "" if outcome in KEPT else row.place
+        yield {"input_ids": ids, "loss_mask": mask, "outcome": outcome, "note": note, "dropped": dropped, **others}
 
 
 def _load_config(run: Run) -> Any:

@@ -10,12 +10,14 @@ from shardmake.core.errors import DataError
 from shardmake.core.units import plural
 from shardmake.data.encode import Encoder
 from shardmake.data.examples import APART
-from shardmake.data.packing import KEPT, OUTCOMES, sort_places
+from shardmake.data.packing import KEPT, OUTCOMES
 
 if TYPE_CHECKING:
     import datasets
     import numpy as np
 
+_NAMED: Final = 5
+"""Dropped examples that are named."""
 logger = logging.getLogger(__name__)
 LEAST_SHARE: Final = 0.01
 """Smallest share of learned tokens in conversations without a warning."""
@@ -52,7 +54,7 @@ class Encoded:
         counts |= {outcome: outcomes.get(outcome, 0) for outcome in OUTCOMES}
         places = own.column("dropped").filter(pc.not_equal(own.column("dropped"), ""))
         more = {"apart": notes.pop(APART, 0), "bad": dict(sorted(notes.items()))}
-        more["first_dropped"] = sort_places(place.as_py() for place in places)
+        more["first_dropped"] = places.slice(0, _NAMED).to_pylist()
         is_kept = pc.is_in(table.data.column("outcome"), pyarrow.array(KEPT)).to_numpy()
         return cls(name, encoder, table, np.flatnonzero(chosen & is_kept), counts | more)
 
@@ -117,8 +119,8 @@ def sum_of(parts: Sequence[Encoded]) -> dict[str, Any]:
     """Return the counts of all ``parts`` together, and their first dropped examples."""
     total: dict[str, Any] = {key: sum(part.counts[key] for part in parts) for key in ("examples", *OUTCOMES, "apart")}
     bad = sum((Counter(part.counts["bad"]) for part in parts), Counter[str]())
-    first = sort_places(place for part in parts for place in part.counts["first_dropped"])
-    return total | {"bad": dict(sorted(bad.items())), "first_dropped": first}
+    first = [place for part in parts for place in part.counts["first_dropped"]]
+    return total | {"bad": dict(sorted(bad.items())), "first_dropped": first[:_NAMED]}
 
 
 def describe_outcomes(counts: Mapping[str, Any]) -> str:

@@ -1,8 +1,6 @@
 """Cut and pack examples into sequences of at most a given length."""
 
-import heapq
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -26,7 +24,6 @@ OUTCOMES: Final[Mapping[str, str]] = {
 }
 """The outcomes that are counted, in words."""
 _TOKENS_PACKED_AT_ONCE = 2**25
-NAMED = 5
 
 
 def fit(tokens: Tokens, length: int, *, split: bool) -> list[tuple[Tokens, Outcome]]:
@@ -39,14 +36,16 @@ def fit(tokens: Tokens, length: int, *, split: bool) -> list[tuple[Tokens, Outco
     starts = list(range(0, len(ids), length)) if split else [0][: len(ids)]
     if len(starts) > 1 and starts[-1] == len(ids) - 1:
         starts[-1] -= 1  # a single token would have nothing before it
-    pieces = [(ids[i : i + length], [False, *mask[i + 1 : i + length]]) for i in starts]
-    if not any(mask[1:]):
+    pieces = [(ids[i : i + length], mask[i : i + length].copy()) for i in starts]
+    for _, learned in pieces:
+        learned[0] = False
+    if True not in mask[1:]:
         return [(([], []), "dropped_without_loss")]
     if len(ids) <= length:
         return [(pieces[0], "whole")]
     if split:
-        return [(piece, "continued" if i else "split") for i, piece in enumerate(pieces) if any(piece[1])]
-    return [(pieces[0], "truncated") if any(pieces[0][1]) else (([], []), "dropped_loss_truncated")]
+        return [(piece, "continued" if i else "split") for i, piece in enumerate(pieces) if True in piece[1]]
+    return [(pieces[0], "truncated") if True in pieces[0][1] else (([], []), "dropped_loss_truncated")]
 
 
 def fit_pair(pair: list[Tokens], length: int, *, cuts: bool = True) -> tuple[list[Tokens], Outcome]:
@@ -76,13 +75,3 @@ def pack(examples: "datasets.Dataset", length: int, cache_file: Path) -> "datase
     settings = {"batch_size": block, "cache_file_name": str(cache_file), "load_from_cache_file": False}
     settings["new_fingerprint"] = cache_file.stem
     return pack_dataset(examples, length, strategy="bfd", map_kwargs=settings)
-
-
-def sort_places(places: Iterable[str]) -> list[str]:
-    """Return the first of ``places``, in the order of files and lines."""
-    return heapq.nsmallest(NAMED, places, key=_natural)
-
-
-def _natural(place: str) -> list[tuple[int, str]]:
-    """Return a key that sorts line 9 before line 10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", place)]

@@ -3,15 +3,19 @@
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from shardmake.config.formats import FORMATS
 from shardmake.config.models import Data
 from shardmake.core.errors import ShardmakeError
 from shardmake.data.chat import ChatTemplate
-from shardmake.data.encode import Encoder, Tokens, loss_on_assistant
+from shardmake.data.encode import Encoder, Tokens, _by_bytes, _by_offsets, loss_on_assistant
 from shardmake.data.layout import Layout
+from shardmake.data.placeholders import Rendered
+from tests.unit.data.reference import tokenizer_for
 
 MARKED = (
     "{% for m in messages %}<{{ m.role }}>"
@@ -140,6 +144,31 @@ def test_a_tokenizer_without_offsets_gives_the_same(example: dict[str, Any]) -> 
     tokenizer.chat_template = PLAIN
     ids, mask = encode(make_encoder(tokenizer, "prompt-completion"), example)
     assert tokenizer.decode([token for token, on in zip(ids, mask, strict=True) if on]) == "cé</s>"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.lists(
+        st.sampled_from([*"a .,7", "sunny", "\n", "  ", "e\u0301", "\u0958", "日本", "🙂", "<|im_end|>"])
+    ).map("".join),
+    cuts=st.tuples(st.integers(0, 60), st.integers(0, 60)),
+)
+@pytest.mark.parametrize("normalizer", [None, normalizers.NFC()], ids=["as it is", "NFC"])
+def test_offsets_in_bytes_are_those_of_the_tokenizer(normalizer: Any, text: str, cuts: tuple[int, int]) -> None:
+    tokenizer = tokenizer_for("qwen3")
+    tokenizer.backend_tokenizer.normalizer = normalizer
+    start, end = sorted(min(cut, len(text)) for cut in cuts)
+    rendered = [Rendered(text, ((start, end),))]
+    (ids, mask), (expected_ids, expected) = (next(read(tokenizer, rendered)) for read in (_by_bytes, _by_offsets))
+    assert (ids.tolist(), mask.tolist()) == (expected_ids.tolist(), expected.tolist())
+
+
+def test_a_space_that_offsets_leave_out_is_learned() -> None:
+    tokenizer = tokenizer_for("qwen3")
+    tokenizer.chat_template = PLAIN
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    found = encode(make_encoder(tokenizer, "chat"), {"messages": chat("u:a", "a:  \nb")})
+    assert tokenizer.decode([token for token, on in zip(*found, strict=True) if on]) == "  \nb</s>"
 
 
 REFUSED: list[tuple[str | None, str, dict[str, Any], str]] = [

@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from shardmake.core.atomic import digest
 from shardmake.data import prepare, stage
+from shardmake.data.sharing import ENCODING
 from shardmake.run.paths import RunDir
+from tests.unit.data.test_chat import LEARNED, encoder
+from tests.unit.data.test_end_tokens import ADDED, CHAT, TEXT, of_ours, tokenizer_that_adds
 from tests.unit.data.test_stage import conversations, make_run, model, write_rows
 
 __all__ = ["model"]
@@ -64,9 +68,21 @@ def test_files_of_other_encoding_rules_are_not_taken(
     run = make_run(model, {"train": write_rows(tmp_path / "t.jsonl", conversations(30))})
     first = prepare(run, RunDir(tmp_path / "runs/a"))
     for module in ("sharing", "stage"):
-        monkeypatch.setattr(f"shardmake.data.{module}.ENCODING", 2)
-    assert prepare(run, RunDir(tmp_path / "runs/b")).encoding == 2
+        monkeypatch.setattr(f"shardmake.data.{module}.ENCODING", 0)
+    assert prepare(run, RunDir(tmp_path / "runs/b")).encoding == 0
     assert prepare(run, RunDir(tmp_path / "runs/a")) == first and len(built) == 2
+
+
+def test_other_tokens_have_another_version_of_the_encoding() -> None:
+    """If tokens or masks change on purpose, raise ENCODING, and write the new digest beside it."""
+    chats = [encoder(template)(row, "here") for _, template, row, _ in LEARNED]
+    others = [
+        of_ours(tokenizer_that_adds(added), "sft" if case == "text" else case, form[case])  # type: ignore[arg-type]
+        for added in ADDED.values()
+        for form in (TEXT, CHAT)
+        for case in form
+    ]
+    assert (ENCODING, digest([chats, others])) == (2, "c0a118064e24f8f4"), "raise ENCODING: examples have other tokens"
 
 
 def test_runs_that_start_together_wait_for_the_first_one(model: Path, tmp_path: Path, built: list[Path]) -> None:
