@@ -38,7 +38,7 @@ class Forked:
 
     checkout: Checkout
     server: ForkServer
-    environments: dict[tuple[str, int], dict[str, str]] = field(default_factory=dict)
+    environments: dict[tuple[str, str, int], dict[str, str]] = field(default_factory=dict)
 
     def plan(self, strategy: Strategy, ranks: int, **changes: Any) -> tuple[Plan, Run, Cluster]:
         """Return the plan of the run on one node, with one forward pass per step; the batch suits 1 to 4 ranks."""
@@ -109,7 +109,7 @@ class Forked:
 
     def _environment(self, plan: Plan, folder: AttemptDir) -> dict[str, str]:
         choice: Choice = plan.choice
-        key = (choice.strategy, choice.world_size)
+        key = (choice.strategy, plan.precision, choice.world_size)
         if key not in self.environments:
             command = launch_command(plan, folder.root, 0, "127.0.0.1", free_port())
             self.environments[key] = launched_environment(command, folder.root)
