@@ -101,6 +101,7 @@ NAMES: Final = (
             "_supports_sdpa",
         ),
     ),
+    Names("transformers", "transformers.PreTrainedTokenizerFast", ("_encode_plus",)),
     Names("transformers", "transformers.core_model_loading", ("_weight_conversions",)),
     Names("accelerate", "accelerate.commands.launch", ("_validate_launch_command",)),
     Names("accelerate", "accelerate.state.PartialState", ("_reset_state",)),

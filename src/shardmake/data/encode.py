@@ -16,6 +16,7 @@ from unicodedata import is_normalized
 from shardmake.config.formats import DataFormat
 from shardmake.config.models import Data
 from shardmake.core.errors import DataError
+from shardmake.core.private_names import private
 from shardmake.data.chat import ChatTemplate
 from shardmake.data.layout import Layout, is_unlearned
 from shardmake.data.placeholders import Rendered, Span, common_length
@@ -205,7 +206,8 @@ def _widths(tokenizer: "PreTrainedTokenizerBase") -> "np.ndarray | None":
     import numpy as np
     from transformers import PreTrainedTokenizerFast
 
-    if getattr(type(tokenizer), "_encode_plus", None) is not PreTrainedTokenizerFast._encode_plus:
+    is_own = isinstance(tokenizer, PreTrainedTokenizerFast)
+    if not is_own or private(type(tokenizer)).encode_plus is not private(PreTrainedTokenizerFast).encode_plus:
         return None
     backend, added = tokenizer.backend_tokenizer, tokenizer.added_tokens_decoder.values()
     parts = (backend.decoder, backend.normalizer, backend.pre_tokenizer)
