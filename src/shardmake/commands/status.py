@@ -5,7 +5,6 @@ Nothing is written, locked or imported that a running training uses, also while 
 
 import contextlib
 import itertools
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,10 +40,6 @@ if TYPE_CHECKING:
 DONE, OPEN, CHANGED, OUTDATED = "done", "open", "changed", "outdated"
 _FROM_FILES: Final = (DONE, OPEN, CHANGED, OUTDATED)
 """States that follow from files of a run alone; the others are those of `StageEnd`."""
-_OF_TRAINING: Final = {"waits": "queued", "stopped": "cancelled", "failed": "failed"} | dict.fromkeys(
-    ("no", "starting", "training"), "running"
-)
-"""State of the stage ``train`` by the first word of the training's; others are unfinished."""
 Stages = dict[str, tuple[str, list[str]]]
 """State of each stage, and the settings that changed since it ran, or how it ended."""
 Queue = Mapping[str, JobStatus] | None
@@ -173,7 +168,7 @@ def read_state(
         if state == OPEN and not is_seen and (end := stage_end(rundir, stage, jobs, running)):
             stages[stage] = (end.state, [end.text])
     if training := None if rundir.train_receipt.exists() else _training(rundir, cluster, queue):
-        stages["train"] = (_OF_TRAINING.get(re.split(r"\W", training["state"])[0], "unfinished"), [])
+        stages["train"] = (training.pop("stage_state"), [])
     stage, state = next_stage(stages)
     return RunState(
         run=rundir.name,
@@ -249,13 +244,13 @@ def _training(rundir: RunDir, cluster: Cluster, queue: Queue) -> dict[str, Any] 
     if job is not None:
         return _with_job(rundir, job, _status(rundir, job, cluster, queue))
     if driver := living_driver(rundir):
-        return _fields("no job yet", f"The driver ({driver}) waits, or prepares the next attempt.")
+        return _fields("running", "no job yet", f"The driver ({driver}) waits, or prepares the next attempt.")
     return _ended(rundir, history[-1]) if history else None
 
 
-def _fields(state: str, *details: str, **others: Any) -> dict[str, Any]:
-    """Return fields of `RunState`; the headline is the state unless ``others`` has one."""
-    return {"state": state, "headline": state, "details": details, **others}
+def _fields(stage_state: str, state: str, *details: str, **others: Any) -> dict[str, Any]:
+    """Return fields of `RunState`, and the state of the stage; the headline is the state unless ``others`` has one."""
+    return {"stage_state": stage_state, "state": state, "headline": state, "details": details, **others}
 
 
 def _status(rundir: RunDir, job: SubmittedJob, cluster: Cluster, queue: Queue) -> JobStatus:
@@ -278,12 +273,12 @@ def _with_job(rundir: RunDir, job: SubmittedJob, status: JobStatus) -> dict[str,
     is_alive = beat is not None and time.time() - beat.time < _FRESH_SECONDS  # as on another machine than this one
     if status.state in (JobState.ENDED, JobState.GONE) and not is_alive:
         advice = "A driver that is running records why; if there is none, run the same command again."
-        return _fields(f"{name} has ended", advice, _last_step(rundir))
+        return _fields("unfinished", f"{name} has ended", advice, _last_step(rundir))
     where = f" on {status.nodes}" if status.nodes else ""
     unknown = ("Slurm does not answer.",) if status.state is JobState.UNKNOWN else ()
     if beat is None:
         reported = f"The ranks of {name}{where} have not reported yet."
-        return _fields("starting", reported, *unknown, queue=_queue(status))
+        return _fields("running", "starting", reported, *unknown, queue=_queue(status))
     age = format_duration(max(0.0, time.time() - beat.time))
     lines = [f"As {name}{where}; last heartbeat {age} ago in phase {beat.phase}."]
     if use := folder.gpu_use():
@@ -291,7 +286,7 @@ def _with_job(rundir: RunDir, job: SubmittedJob, status: JobStatus) -> dict[str,
     if rundir.stop_file.exists():
         stop = short_path(rundir.stop_file)
         lines.append(f"A stop was requested ({stop}): the ranks save and stop after their current step.")
-    return _fields("training", *lines, *unknown, queue=_queue(status), **read_progress(rundir, beat))
+    return _fields("running", "training", *lines, *unknown, queue=_queue(status), **read_progress(rundir, beat))
 
 
 def _pending(job: SubmittedJob, status: JobStatus, name: str) -> dict[str, Any]:
@@ -301,6 +296,7 @@ def _pending(job: SubmittedJob, status: JobStatus, name: str) -> dict[str, Any]:
         estimate = f"Slurm expects to start it in {format_duration(max(0, starts - time.time()))}."
     waited = format_duration(time.time() - job.submitted)
     return _fields(
+        "queued",
         "waits in the queue",
         f"Submitted {waited} ago as {name}. {held_message(job.id, status) or estimate}",
         headline=f"waits in the queue: {status.nodes}",
@@ -319,12 +315,14 @@ def _queue(status: JobStatus) -> str:
 def _ended(rundir: RunDir, last: AttemptRecord) -> dict[str, Any]:
     """Return the fields for a training whose last attempt has ended, and which no driver continues."""
     if last.end in BY_PERSON:
-        return _fields("stopped on request", last.message)
+        return _fields("cancelled", "stopped on request", last.message)
     logs = short_path(rundir.attempts / f"{last.attempt:03d}")
-    state, resumes = "failed", "Fix the cause and run the same command again."
+    of_stage, state, resumes = "failed", "failed", "Fix the cause and run the same command again."
     if last.next_fallback is not None:
-        state, resumes = "between two attempts", "The same command resumes it, unless a driver on another machine does."
+        of_stage, state = "unfinished", "between two attempts"
+        resumes = "The same command resumes it, unless a driver on another machine does."
     return _fields(
+        of_stage,
         f"{state}: {last.end}",
         f"Attempt {last.attempt} (job {last.job}) ended: {last.message}",
         _last_step(rundir),

@@ -370,7 +370,7 @@ class ChatTemplate:
 
     @cached_property
     def _marks(self) -> re.Pattern[str]:
-        """Pattern of special tokens, and of texts that look like them; Gemma's added tokens of space are none."""
+        """Pattern of special tokens, and of texts that look like them; not Gemma's added tokens of space."""
         added = {*self.tokenizer.get_added_vocab(), *self.tokenizer.all_special_tokens}
         special = _any_of([token for token in added if token.strip(" \n\t▁")])
         return re.compile(f"{special.pattern}|{_MARK}")

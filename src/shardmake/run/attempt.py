@@ -290,7 +290,7 @@ class AttemptDir:
             return ""
         least, host = min(used, key=lambda one: one[0].percent)
         powers = [gpu.watts for gpu, _ in used if gpu.watts is not None]
-        power = f", at {sum(powers) / len(powers):.0f} W each" if powers else ""
+        power = f", at {sum(powers) / len(powers):.0f} W each" if len(powers) == len(used) else ""
         mean = sum(gpu.percent for gpu, _ in used) / len(used)
         return (
             f"kernels ran {mean:.0f}% of the time on {plural(len(used), 'GPU')}{power}; least on GPU {least.number} of "

@@ -148,7 +148,7 @@ def test_progress_while_training(training: RunDir, monkeypatch: pytest.MonkeyPat
     text = describe(make_run(push=PUSH), SLURM, training)
     assert f"Training: {progress}\n  As job 12 (attempt 2) on c[1-2]; last heartbeat 0 s ago in phase train." in text
     assert states(text)["train"] == "running"
-    use = [GpuUse(number="0", percent=90, watts=500), GpuUse(number="1", percent=45, watts=None)]
+    use = [GpuUse(number="0", percent=90, watts=500), GpuUse(number="1", percent=45, watts=500)]
     publish_heartbeat(AttemptDir(training.attempts / "002"), "train", 96, 0.5, use)
     found = "kernels ran 68% of the time on 2 GPUs, at 500 W each; least on GPU 1 of c1 (45%)"
     assert f"Since its start {found}." in describe(make_run(push=PUSH), SLURM, training)

@@ -25,24 +25,7 @@ FAMILIES = {
     "deepseek_v3": ("deepseek",),
     "gptoss": ("gptoss",),
 }
-PARTS = [
-    "a",
-    " ",
-    "  ",
-    "\n\n",
-    " word",
-    "It is",
-    "日本",
-    "é",
-    "e\u0301",
-    "\u0958",
-    "🙂",
-    "\t",
-    "1234567",
-    "'s",
-    "▁",
-    "\r\n",
-]
+PARTS = ["a", " ", "  ", "\n\n", " word", "It is", "日本", "é", "e\u0301", "\u0958", "🙂", "\t", "1234567", "'s", "▁", "\r\n"]  # fmt: skip
 
 
 def load(name: str) -> Any:

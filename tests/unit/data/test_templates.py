@@ -140,7 +140,7 @@ def test_a_template_of_trl_gives_what_the_model_must_say_or_a_reason(name: str) 
     assert read_page()[name] == cells_of(name)
 
 
-def test_added_tokens_of_space_are_no_marks() -> None:
+def test_added_tokens_of_space_are_not_marks() -> None:
     """As Gemma's, whose line break does not end a reasoning."""
     tokenizer = tokenizer_for("gemma3")
     tokenizer.add_tokens(["\n", "\n\n"])
