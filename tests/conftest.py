@@ -53,6 +53,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.long)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what only root can do."""
+    if item.get_closest_marker("root") and os.geteuid() != 0:
+        pytest.skip("only root can mount a file system or act for other users")
+
+
 class GroupScheduling(LoadScopeScheduling):
     """Send the tests of one group to one process of xdist, because they share an expensive fixture."""
 

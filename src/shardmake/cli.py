@@ -811,10 +811,11 @@ def _print_error(error: Exception) -> int:
 
 def _flush_output(status: int) -> int:
     """Write the buffered output; return another status if its reader has ended (``| head``) or its disk is full."""
+    output = sys.__stdout__ or sys.stdout  # typer hides a closed pipe behind another sys.stdout
     try:
-        sys.stdout.flush()
+        output.flush()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())  # the interpreter flushes once more at its end
         return status or (OUTPUT_CLOSED if isinstance(error, BrokenPipeError) else _print_error(error))
     return status
 

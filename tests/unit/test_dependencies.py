@@ -1,6 +1,7 @@
 """Packages: what is imported is declared, what is declared is used, what is pinned is needed."""
 
 import ast
+import re
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -25,6 +26,8 @@ WITHOUT_EXTRA = {
 }
 DISTRIBUTIONS = {"bitsandbytes": "bitsandbytes", "liger_kernel": "liger-kernel", "pynvml": "nvidia-ml-py"}
 """Of modules whose package may be missing on a machine without a GPU."""
+CUDA = re.compile("cuda-|nvidia-|triton")
+"""Packages that torch's builds for CUDA pin themselves."""
 NOT_IMPORTED = {"ninja": "torch builds extensions with it"}
 INSTALLED_BEFORE = {"setuptools", "shardmake"}
 
@@ -99,7 +102,7 @@ def needed(requirements: Iterable[str]) -> Iterator[tuple[str, str]]:
                 texts = distribution(requirement.name).requires or []
             except PackageNotFoundError:
                 continue
-            wanted = [Requirement(text) for text in texts]
+            wanted = [Requirement(text) for text in texts if not CUDA.match(text)]
             todo += [
                 (one, requirement.name) for one in wanted if not one.marker or one.marker.evaluate({"extra": extra})
             ]

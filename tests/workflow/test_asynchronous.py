@@ -181,6 +181,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", point], check=True)
 
 
+@pytest.mark.root
 def test_shared_disk_fills_up_during_an_upload(tmp_path: Path, small_disk: Path) -> None:
     """The save found enough space, but another user fills the disk before the upload."""
     saver = make_saver(tmp_path)

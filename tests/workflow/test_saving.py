@@ -69,6 +69,7 @@ def resize(rundir: RunDir, size: str) -> None:
     subprocess.run(["mount", "-o", f"remount,size={size}", rundir.root.parent], check=True)
 
 
+@pytest.mark.root
 def test_disk_is_full_before_and_during_a_save(forked: Forked, small_disk: RunDir, tmp_path: Path) -> None:
     """A save that does not fit is skipped, except the last one. Then the disk fills up during a save."""
     planned = forked.plan("zero3", 2, max_steps=3, checkpoints={"every_steps": 1, "keep": 2})

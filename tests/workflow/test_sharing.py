@@ -42,7 +42,7 @@ if "ALONE" not in os.environ:
     share(rundir.root, Path(os.environ["HF_HOME"]))
 """
 
-pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become two users")
+pytestmark = pytest.mark.root
 
 
 @pytest.fixture

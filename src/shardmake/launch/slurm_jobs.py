@@ -245,14 +245,17 @@ def _task_command(executor: Any, folder: AttemptDir) -> str:
 
 def make_executor(folder: Path, request: SlurmRequest, container: JobContainer | JobEnvironment | None) -> Any:
     """Return submitit's executor, whose batch script and pickles are in ``folder``, for jobs in ``container``."""
-    from submitit import SlurmExecutor
+    import submitit
+
+    class SlurmExecutor(submitit.SlurmExecutor):
+        @classmethod
+        def affinity(cls) -> int:
+            """Let a machine without srun show the script, as in a dry run."""
+            return 1
 
     parameters = request.submitit()
-    if container is None:
-        executor = SlurmExecutor(folder=folder)
-    else:
-        executor = SlurmExecutor(folder=folder, python=shlex.join(container.python))
-        parameters["srun_args"] += [*container.srun_options]
+    executor = SlurmExecutor(folder=folder, python=shlex.join(container.python) if container else None)
+    parameters["srun_args"] += [*container.srun_options] if container else []
     executor.update_parameters(**parameters)
     private(executor).get_job_id_from_submission_command = _job_id
     return executor

@@ -26,7 +26,7 @@ from shardmake.train.async_saver import ScratchFolder
 from tests.unit.launch.test_preflight import node
 from tests.users import ATTACKER, VICTIM, as_user
 
-pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become two users")
+pytestmark = pytest.mark.root
 RUN_FOLDER = "/project/runs/chat"
 PLANTED = (
     "torch_extensions/fused_adam/fused_adam.so",

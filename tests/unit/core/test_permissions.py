@@ -46,7 +46,7 @@ def test_a_private_folder_is_made_and_found_again(tmp_path: Path) -> None:
     assert private_folder(tmp_path / "absent/shardmake-1") == tmp_path / "absent/shardmake-1"
 
 
-@pytest.mark.parametrize("trap", ["link", "open", "file", "foreign"])
+@pytest.mark.parametrize("trap", ["link", "open", "file", pytest.param("foreign", marks=pytest.mark.root)])
 def test_a_folder_that_somebody_else_could_fill_is_not_used(
     tmp_path: Path, trap: str, caplog: pytest.LogCaptureFixture
 ) -> None:

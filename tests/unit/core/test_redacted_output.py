@@ -2,6 +2,7 @@
 
 import io
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -102,5 +103,5 @@ def test_a_program_that_stays_behind_does_not_delay_the_end(log: Path) -> None:
     assert process.wait(60) == 0
     output.wait(0.5)
     pid = int(log.read_text())
-    subprocess.run(["kill", str(pid)], check=True)
+    os.kill(pid, signal.SIGTERM)
     output.wait(10)

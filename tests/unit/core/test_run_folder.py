@@ -122,6 +122,7 @@ def test_the_folder_of_all_runs_may_be_a_link(tmp_path: Path) -> None:
         write_text(run_folder.real_path(rundir.model) / "config.json", "{}")
 
 
+@pytest.mark.root
 def test_a_private_folder_is_of_this_user_alone(tmp_path: Path) -> None:
     folder = tmp_path / "a/b"
     for _ in range(2):
@@ -137,7 +138,7 @@ def test_a_private_folder_is_of_this_user_alone(tmp_path: Path) -> None:
     assert aside.stat().st_uid == 12345 and folder.stat().st_uid == os.geteuid()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+@pytest.mark.root
 def test_a_folder_that_others_may_enter_but_not_list_is_enough() -> None:
     with tempfile.TemporaryDirectory() as above:
         Path(above).chmod(0o711)

@@ -72,7 +72,9 @@ def test_a_folder_is_empty_and_of_this_user_alone(tmp_path: Path) -> None:
         os.umask(before)
 
 
-@pytest.mark.parametrize("kind", ["foreign", "host", "open", "link", "file", "kernels"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("foreign", marks=pytest.mark.root), "host", "open", "link", "file", "kernels"]
+)
 def test_nothing_else_is_removed(tmp_path: Path, kind: str) -> None:
     with running("offload", tmp_path / ".") as (_, folder):
         pass

@@ -1,7 +1,6 @@
 """Parameters, submission and status of a Slurm job."""
 
 import contextlib
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -193,7 +192,7 @@ def test_a_command_that_cannot_start_returns_status_127(tmp_path: Path) -> None:
     assert parse_rows(run_slurm(str(program)).stdout)["7"].state is JobState.RUNNING
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
+@pytest.mark.root
 def test_a_job_that_another_user_runs_on_this_machine_is_not_adopted(tmp_path: Path) -> None:
     """The other user's driver was killed, and the worker continues."""
     rundir = RunDir(tmp_path / "runs/demo")

@@ -138,6 +138,7 @@ def test_an_unwritable_place_says_so(tmp_path: Path, rundir: RunDir) -> None:
     assert not rundir.push_receipt.exists()
 
 
+@pytest.mark.root
 def test_a_place_without_room_says_what_it_lacks(tmp_path: Path, rundir: RunDir) -> None:
     point = tmp_path / "published"
     point.mkdir()

@@ -85,7 +85,7 @@ def test_full_scratch_makes_saves_synchronous_with_one_warning(
     assert "node-0 has 10 MiB left" in caplog.text
 
 
-@pytest.mark.parametrize("trap", ["link", "open", "foreign"])
+@pytest.mark.parametrize("trap", ["link", "open", pytest.param("foreign", marks=pytest.mark.root)])
 def test_nothing_is_written_or_removed_where_somebody_else_could_write(
     tmp_path: Path, trap: str, caplog: pytest.LogCaptureFixture
 ) -> None:
