@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from shardmake.config.chat_template import fix_clock
 from shardmake.core.errors import ModelError
 from shardmake.data.bad_rows import LOST, BadRowError, closed_thought, lost, may_be_a_number
-from shardmake.data.layout import Message, is_unlearned
+from shardmake.data.layout import REASONING_KEYS, Message, is_unlearned
 from shardmake.data.placeholders import (
     Piece,
     Rendered,
@@ -312,20 +312,13 @@ class ChatTemplate:
         """Return ``messages`` with the keys and types that the template reads."""
         found = [dict(message) for message in messages]
         for message in found:
-            if "reasoning_content" in message and self._reasoning_key != "reasoning_content":
-                message[self._reasoning_key] = message.pop("reasoning_content")
+            if "reasoning_content" in message:
+                message |= dict.fromkeys(REASONING_KEYS, message["reasoning_content"])
             if self._wants_parts:
                 message["content"] = [{"type": "text", "text": message["content"]}]
             if "tool_calls" in message and self._wants_text:
                 message["tool_calls"] = [_with_text(call) for call in message["tool_calls"]]
         return found
-
-    @cached_property
-    def _reasoning_key(self) -> str:
-        keys = ("reasoning_content", "thinking", "reasoning")
-        pattern = r"\w(\.{0}\b|\[['\"]{0}['\"]\])|['\"]{0}['\"] in"
-        template = self._template(None)
-        return next((key for key in keys if re.search(pattern.format(key), template)), keys[0])
 
     @cached_property
     def _wants_parts(self) -> bool:

@@ -17,9 +17,9 @@ from shardmake.core.errors import DataError, nearest
 
 Example = Mapping[str, Any]
 Message = Mapping[str, Any]
-_REASONING: Final = ("reasoning_content", "thinking", "reasoning")
+REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message that hold what the model thinks before it answers."""
-MESSAGE_KEYS: Final = (*_REASONING, "tool_calls", "function_call", "tool_call_id", "weight")
+MESSAGE_KEYS: Final = (*REASONING_KEYS, "tool_calls", "function_call", "tool_call_id", "weight")
 """Keys of a message with a meaning of their own, beside its role and its text."""
 _CALL: Final = '{"function": {"name": "...", "arguments": {...}}}'
 _ROLES: Final[Mapping[str, str]] = {
@@ -201,7 +201,7 @@ class Layout:
         if message.get(content) is None and not calls:
             raise DataError(f" has no {content}. Its keys: {', '.join(message)}.")
         found = {"role": self._role(message[role], role), "content": _join(message.get(content), f".{content}"), **rest}
-        if rest and any(thoughts := [found.pop(key) for key in _REASONING if key in found]):
+        if rest and any(thoughts := [found.pop(key) for key in REASONING_KEYS if key in found]):
             found["reasoning_content"] = _join(next(filter(None, thoughts)), ".reasoning_content")
         if calls:
             found["tool_calls"] = calls
