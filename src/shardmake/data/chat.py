@@ -181,24 +181,27 @@ class ChatTemplate:
         except BadRowError:  # such as a template that demands a user's message, which comes later
             whole, count = self._render(conversation, messages), len(messages)
         checks, text = [_Check(count, False, whole)], whole
-        context = self._context(conversation, index)
+        context, prompt = self._context(conversation, index)
         if context is not None and whole.startswith(context):
             start = len(context)
-        elif context is None:
-            start = self._locate(whole, conversation, index + 1, None)[index][0]
-            found = whole.rfind(self._header, 0, start) if self._header else -1
-            start = start if found < 0 else found + len(self._header)
         else:
             regions = self._locate(whole, conversation, index + 1, None)
-            start = regions[index][0]
-            prompt = context[common_length(context, self._render(conversation, conversation.messages[:index])) :]
-            after = seam(context, whole, (regions[index - 1][1], start), prompt, self._marks)
-            self._warn_of_open(prompt, whole[regions[index - 1][1] : start], whole[after:start])
-            text, start = context + whole[after:], len(context)
-            checks.append(_Check(index, True, context))
+            floor, start = regions[index - 1][1] if index else 0, regions[index][0]
+            if context is None:
+                found = whole.rfind(prompt, floor, start) if prompt else -1
+                start = start if found < 0 else found + len(prompt)
+            else:
+                after = seam(context, whole, (floor, start), prompt, self._marks)
+                self._warn_of_open(prompt, whole[floor:start], whole[after:start])
+                text, start = context + whole[after:], len(context)
+                checks.append(_Check(index, True, context))
         end = self._locate(text, conversation, index + 1, {index}, start)[index][1]
-        self._check_thought(text, conversation, index, start, context or "")
-        stop = self._ends.search(text, max(start, end))
+        self._check_thought(text, conversation, index, start - len(prompt if context else ""), start)
+        end = max(start, end)
+        stop, mark = self._ends.search(text, end), self._marks.search(prompt)
+        after = text.find(mark[0], end) if mark else -1
+        if stop and 0 <= after < stop.start() and (context or "").removesuffix(prompt).endswith(text[after:]):
+            text, stop = text[:after], None  # the template writes this after every conversation
         if stop is None:
             text += self._end_after(conversation, index, whole)
         elif count > index + 1:
@@ -217,8 +220,8 @@ class ChatTemplate:
                 "data.template_arguments or data.chat_template so that the prompt does not open it."
             )
 
-    def _check_thought(self, text: str, conversation: _Conversation, index: int, start: int, context: str) -> None:
-        """Raise `BadRowError` if the mark that ends the reasoning of message ``index`` is already before it.
+    def _check_thought(self, text: str, conversation: _Conversation, index: int, head: int, start: int) -> None:
+        """Raise `BadRowError` if the mark that ends the reasoning of message ``index`` is before it, from ``head`` on.
 
         The generation prompt may have it, without the template argument that asks for reasoning, or the template writes
         an empty reasoning before one that is in the text.
@@ -226,18 +229,27 @@ class ChatTemplate:
         thought = next((one for one in conversation.pieces if (one.message, one.kind) == (index, "reasoning")), None)
         span = find(text, thought.text, start) if thought else None
         closing = self._marks.search(text, span[1]) if span else None
-        if thought is None or span is None or closing is None:
-            return
-        head = common_length(context, self._render(conversation, conversation.messages[:index])) if context else start
-        if closing[0] in text[head : span[0]]:
+        if thought and span and closing and closing[0] in text[head : span[0]]:
             raise closed_thought(thought, closing[0])
 
-    def _context(self, conversation: _Conversation, index: int) -> str | None:
-        """Return the context of message ``index``; None if the template does not render the messages before it."""
+    def _context(self, conversation: _Conversation, index: int) -> tuple[str | None, str]:
+        """Return the context of message ``index``, and the generation prompt that ends it.
+
+        There is no context if the template does not render the messages before it, or has no generation prompt after
+        the last of them, one for which models do not generate an answer.
+        """
+        if not index:
+            return None, self._header
+        before = conversation.messages[:index]
         try:
-            return self._render(conversation, conversation.messages[:index], header=True) if index else None
+            context, bare = (
+                self._render(conversation, before, header=header) if before else "" for header in (True, False)
+            )
         except BadRowError:
-            return None
+            return None, self._header
+        prompt = context[common_length(context, bare) :]
+        is_asked = prompt or not self._header or before[-1]["role"] in ("user", "tool")
+        return (context, prompt) if is_asked else (None, self._header)
 
     def _end_after(self, conversation: _Conversation, index: int, whole: str) -> str:
         """Return what ends the turn of message ``index`` when another message follows, such as the next role's mark."""

@@ -19,7 +19,7 @@ from shardmake.core.run_folder import make_folder, open_file, remove
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import DataReceipt
 
-ENCODING = 2
+ENCODING = 3
 """Version of the rules that make tokens of an example: one more for each change of them."""
 logger = logging.getLogger(__name__)
 
