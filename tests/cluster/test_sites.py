@@ -14,6 +14,7 @@ from tests.cluster.conftest import require_cluster
 from tests.cluster.fault_run import ClusterCheckout
 from tests.cluster.harness import STATE, Cluster
 from tests.cluster.slurm_conf import gres_conf, slurm_conf
+from tests.workflow.checkout import LOCAL, RUN
 
 pytestmark = pytest.mark.cluster
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -210,3 +211,41 @@ def test_the_doctor_asks_the_cluster_of_slurm_clusters(two_clusters: Cluster) ->
     assert {row["check"] for row in json.loads(node.stdout)["compute_nodes"]} >= {"environment", "GPUs"}
     job = two_clusters.run(["scontrol", "show", "job"], env=OTHER).stdout
     assert "NodeList=c3" in job and "TresPerNode=gres:gpu:a100:2" in job
+
+
+@pytest.mark.training
+def test_tasks_of_a_job_array_train_runs_and_continue_them(checkout: ClusterCheckout) -> None:
+    """One gets the signal that Slurm sends before the time limit, and the array is submitted again."""
+    own = {"processes_per_node": 1, "cpus_per_node": 1}
+    (checkout.root / "config/cluster.yaml").write_text(yaml.safe_dump(LOCAL | own))
+    run = RUN | {"strategy": "ddp", "max_steps": 100, "checkpoints": {"every_steps": 100}, "push": None}
+    point = {key: value for key, value in run.items() if key not in ("learning_rate", "push")}
+    runs = {"rates": point | {"sweep": {"learning_rate": [1e-3, 2e-3]}}}
+    checkout.write_config({"cluster": "config/cluster.yaml", "runs": runs})
+    names = [f"rates-lr{rate}e-3" for rate in (1, 2)]
+    script = (REPOSITORY / "examples/array.sh").read_text()
+    (checkout.root / "array.sh").write_text(re.sub(r"RUNS=\(.*\)", f"RUNS=({' '.join(names)})", script))
+    checkout.on_login_node("snakemake", "--profile", "profiles/local", "data")
+
+    def steps(name: str) -> list[int]:
+        metrics = checkout.root / f"runs/{name}/train/metrics.jsonl"
+        lines = map(json.loads, metrics.read_text().splitlines()) if metrics.exists() else ()
+        return [line["step"] for line in lines if "loss" in line]
+
+    def submit(tasks: str) -> str:
+        less = ("--gpus-per-node=0", "--cpus-per-task=1", "--mem=2G", "--time=10")
+        return checkout.cluster.run(
+            ["sbatch", "--parsable", f"--array={tasks}", *less, "array.sh"], cwd=checkout.root
+        ).stdout.strip()
+
+    job = submit("0-1%2")
+    checkout.cluster.wait_until(lambda: len(steps(names[0])) >= 2, "training", timeout=300)
+    checkout.cluster.run(["scancel", "--signal=TERM", f"{job}_0"])
+    checkout.cluster.wait_idle(timeout=400)
+    reports = [(checkout.root / f"runs/{name}/report.html").exists() for name in names]
+    assert reports == [False, True] and steps(names[0])[-1] < 100
+    submit("0")
+    checkout.cluster.wait_idle(timeout=400)
+    assert (checkout.root / f"runs/{names[0]}/report.html").exists()
+    assert steps(names[0]) == steps(names[1]) and steps(names[0])[-1] == 100
+    assert len(list((checkout.root / f"runs/{names[0]}/train/attempts").glob("0*"))) == 2

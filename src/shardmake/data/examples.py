@@ -237,9 +237,10 @@ def encode_rows(
         else:
             pieces += [{"row": number, **piece} for piece in _pieces(found, next(tokens), encoder, length)]
     for piece in pieces:
-        ids, more = np.asarray(piece["input_ids"], "int32"), (piece.get("rejected_ids", []), piece.get("cut_ids", []))
-        piece["seq_lengths"], piece["tokens"], piece["learned"] = [len(ids)], len(ids), int(np.sum(piece["loss_mask"]))
-        piece["largest"] = max(int(np.max(one, initial=0)) for one in (ids, *more))
+        ids, more = np.asarray(piece["input_ids"], "int32"), (piece.get("rejected_ids", ()), piece.get("cut_ids", ()))
+        piece["seq_lengths"], piece["tokens"] = [len(ids)], len(ids)
+        piece["learned"] = int(np.count_nonzero(piece["loss_mask"]))
+        piece["largest"] = max((int(np.max(one)) for one in (ids, *more) if len(one)), default=0)
         piece["digest"] = int.from_bytes(blake2b(ids.tobytes(), digest_size=8).digest(), "little")
     schema = _schema_of(encoder.layout.format)
     return pyarrow.RecordBatch.from_pylist(pieces, schema)

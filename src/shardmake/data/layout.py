@@ -190,6 +190,8 @@ class Layout:
 
     def _message(self, message: Message, role: str, content: str) -> Message:
         """Return ``message`` under the usual keys; errors begin with the rest of its place."""
+        if len(message) == 2 and message[role] != "function_call" and isinstance(message.get(content), str):
+            return {"role": self._role(message[role], role), "content": _encodable(message[content], f".{content}")}
         rest = {key: value for key, value in message.items() if key not in (role, content) and value is not None}
         older = _parsed(rest.pop("function_call", None), ".function_call is", _CALL, None)
         if isinstance(older, dict) and all(value is None for value in older.values()):  # as Parquet returns none

@@ -271,7 +271,7 @@ def check_bitsandbytes(request: DoctorRequest) -> KernelResult:
     if find_spec("bitsandbytes") is None:
         advice = f"It is needed only for {' and '.join(BITSANDBYTES)}."
         return KernelResult(findings=[not_checked("bitsandbytes", "bitsandbytes is not installed", advice)])
-    import bitsandbytes  # type: ignore[import-not-found]
+    import bitsandbytes
     import torch
 
     weight = torch.nn.Parameter(torch.randn(256, 256, device=DEVICE))
