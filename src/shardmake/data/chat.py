@@ -67,15 +67,6 @@ class _Shape(NamedTuple):
     checks: list[_Check]
 
 
-class _Turn(NamedTuple):
-    """The text of an assistant's turn after its context; the span from ``start`` to ``end`` is learned."""
-
-    text: str
-    start: int
-    end: int
-    checks: list[_Check]
-
-
 class _Conversation(NamedTuple):
     """Messages in the form that the template takes, what is rendered beside them, and their texts."""
 
@@ -149,32 +140,32 @@ class ChatTemplate:
     def _analyse(self, conversation: _Conversation, *, learned: list[int], learn_all: bool, is_answer: bool) -> _Shape:
         count, last = len(conversation.messages), learned[-1] if learned else -1
         turns = [self._turn(conversation, index) for index in learned]
+        examples = [example for turn in turns for example in turn.examples]
+        spans = [span for example in examples for span in example.learned]
         if last == count - 1:
-            text, checks = turns[-1].text, turns[-1].checks
+            text, checks = examples[-1].text, turns[-1].checks
         else:
             text = self._render(conversation, conversation.messages)
             self._locate(text, conversation, count, ())
             checks = [_Check(count, False, text)]
         if learn_all:
             return _Shape([Rendered(text, ((0, len(text)),))], checks)
-        shared = all(text.startswith(turn.text[: turn.end]) for turn in turns)
+        shared = all(text.startswith(turn.text[:end]) for turn, (_, end) in zip(examples, spans, strict=True))
         if shared and (self.turns != "apart" or is_answer or len(turns) < 2):
-            spans = tuple((turn.start, turn.end) for turn in turns)
             if is_answer and spans:
                 end = spans[-1][1]
-                spans, text = ((spans[0][0], end),), text[: len(text) - len(text[end:].lstrip())]
-            return _Shape([Rendered(text, spans)], checks)
+                spans, text = [(spans[0][0], end)], text[: len(text) - len(text[end:].lstrip())]
+            return _Shape([Rendered(text, tuple(spans))], checks)
         if len(turns) > 1 and (self.turns == "together" or is_answer):
             raise BadRowError(
                 "turns that do not share one rendering",
                 "the chat template renders a turn differently when others follow, so the turns cannot be learned "
                 "together. Use data.turns: auto, or for an answer with several turns only its last one.",
             )
-        examples = [Rendered(turn.text, ((turn.start, turn.end),)) for turn in turns]
         return _Shape(examples, [check for turn in turns for check in turn.checks])
 
-    def _turn(self, conversation: _Conversation, index: int) -> _Turn:
-        """Return the turn of message ``index`` after its context."""
+    def _turn(self, conversation: _Conversation, index: int) -> _Shape:
+        """Return the turn of message ``index``, which is learned, after its context."""
         messages, count = conversation.messages, index + 1
         try:
             whole = self._render(conversation, messages[:count])
@@ -206,7 +197,7 @@ class ChatTemplate:
             text += self._end_after(conversation, index, whole)
         elif count > index + 1:
             text = text[: stop.end()]
-        return _Turn(text, start, stop.end() if stop else len(text), checks)
+        return _Shape([Rendered(text, ((start, stop.end() if stop else len(text)),))], checks)
 
     def _warn_of_open(self, prompt: str, header: str, rest: str) -> None:
         """Log a warning once if the ``prompt`` of generation opens what ``header`` lacks and ``rest`` does not end."""
