@@ -22,6 +22,7 @@ from shardmake.core.errors import ModelError
 from shardmake.data.bad_rows import LOST, BadRowError, closed_thought, lost, may_be_a_number
 from shardmake.data.layout import REASONING_KEYS, Message, is_unlearned
 from shardmake.data.placeholders import (
+    PLACEHOLDER,
     Piece,
     Rendered,
     Span,
@@ -277,13 +278,14 @@ class ChatTemplate:
             if piece.kind != "id":  # many templates leave it out
                 pieces.setdefault(piece.message, []).append(piece)
         regions, at = list[Span](), 0
+        outside = PLACEHOLDER.sub(lambda found: " " * len(found[0]), text)  # a key may be a part of a placeholder
         for index in range(-1, count):
             role = conversation.messages[index]["role"] if index >= 0 else ""
             is_moved = index < 0 or role in _MOVED
             at = max(at, start) if index == count - 1 else at
             spans = []
             for piece in pieces.get(index, ()):
-                span = find(text, piece.text, 0 if is_moved else at)
+                span = find(text if piece.stand_in else outside, piece.text, 0 if is_moved else at)
                 if span is None:
                     if demanded is not None and (piece.kind != "reasoning" or index in demanded):
                         raise lost(piece, role)
