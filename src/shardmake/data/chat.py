@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from shardmake.config.chat_template import fix_clock
 from shardmake.core.errors import ModelError
 from shardmake.data.bad_rows import LOST, BadRowError, closed_thought, lost, may_be_a_number
-from shardmake.data.layout import Message, is_unlearned
+from shardmake.data.layout import REASONING_KEYS, Message, is_unlearned
 from shardmake.data.placeholders import (
+    PLACEHOLDER,
     Piece,
     Rendered,
     Span,
@@ -64,15 +65,6 @@ class _Shape(NamedTuple):
     """The examples of a conversation, and the renderings that they come from."""
 
     examples: list[Rendered]
-    checks: list[_Check]
-
-
-class _Turn(NamedTuple):
-    """The text of an assistant's turn after its context; the span from ``start`` to ``end`` is learned."""
-
-    text: str
-    start: int
-    end: int
     checks: list[_Check]
 
 
@@ -149,61 +141,64 @@ class ChatTemplate:
     def _analyse(self, conversation: _Conversation, *, learned: list[int], learn_all: bool, is_answer: bool) -> _Shape:
         count, last = len(conversation.messages), learned[-1] if learned else -1
         turns = [self._turn(conversation, index) for index in learned]
+        examples = [example for turn in turns for example in turn.examples]
+        spans = [span for example in examples for span in example.learned]
         if last == count - 1:
-            text, checks = turns[-1].text, turns[-1].checks
+            text, checks = examples[-1].text, turns[-1].checks
         else:
             text = self._render(conversation, conversation.messages)
             self._locate(text, conversation, count, ())
             checks = [_Check(count, False, text)]
         if learn_all:
             return _Shape([Rendered(text, ((0, len(text)),))], checks)
-        shared = all(text.startswith(turn.text[: turn.end]) for turn in turns)
+        shared = all(text.startswith(turn.text[:end]) for turn, (_, end) in zip(examples, spans, strict=True))
         if shared and (self.turns != "apart" or is_answer or len(turns) < 2):
-            spans = tuple((turn.start, turn.end) for turn in turns)
             if is_answer and spans:
                 end = spans[-1][1]
-                spans, text = ((spans[0][0], end),), text[: len(text) - len(text[end:].lstrip())]
-            return _Shape([Rendered(text, spans)], checks)
+                spans, text = [(spans[0][0], end)], text[: len(text) - len(text[end:].lstrip())]
+            return _Shape([Rendered(text, tuple(spans))], checks)
         if len(turns) > 1 and (self.turns == "together" or is_answer):
             raise BadRowError(
                 "turns that do not share one rendering",
                 "the chat template renders a turn differently when others follow, so the turns cannot be learned "
                 "together. Use data.turns: auto, or for an answer with several turns only its last one.",
             )
-        examples = [Rendered(turn.text, ((turn.start, turn.end),)) for turn in turns]
         return _Shape(examples, [check for turn in turns for check in turn.checks])
 
-    def _turn(self, conversation: _Conversation, index: int) -> _Turn:
-        """Return the turn of message ``index`` after its context."""
+    def _turn(self, conversation: _Conversation, index: int) -> _Shape:
+        """Return the turn of message ``index``, which is learned, after its context."""
         messages, count = conversation.messages, index + 1
         try:
             whole = self._render(conversation, messages[:count])
         except BadRowError:  # such as a template that demands a user's message, which comes later
             whole, count = self._render(conversation, messages), len(messages)
         checks, text = [_Check(count, False, whole)], whole
-        context = self._context(conversation, index)
+        context, prompt = self._context(conversation, index)
         if context is not None and whole.startswith(context):
             start = len(context)
-        elif context is None:
-            start = self._locate(whole, conversation, index + 1, None)[index][0]
-            found = whole.rfind(self._header, 0, start) if self._header else -1
-            start = start if found < 0 else found + len(self._header)
         else:
             regions = self._locate(whole, conversation, index + 1, None)
-            start = regions[index][0]
-            prompt = context[common_length(context, self._render(conversation, conversation.messages[:index])) :]
-            after = seam(context, whole, (regions[index - 1][1], start), prompt, self._marks)
-            self._warn_of_open(prompt, whole[regions[index - 1][1] : start], whole[after:start])
-            text, start = context + whole[after:], len(context)
-            checks.append(_Check(index, True, context))
+            floor, start = regions[index - 1][1] if index else 0, regions[index][0]
+            if context is None:
+                found = whole.rfind(prompt, floor, start) if prompt else -1
+                start = start if found < 0 else found + len(prompt)
+            else:
+                after = seam(context, whole, (floor, start), prompt, self._marks)
+                self._warn_of_open(prompt, whole[floor:start], whole[after:start])
+                text, start = context + whole[after:], len(context)
+                checks.append(_Check(index, True, context))
         end = self._locate(text, conversation, index + 1, {index}, start)[index][1]
-        self._check_thought(text, conversation, index, start, context or "")
-        stop = self._ends.search(text, max(start, end))
+        self._check_thought(text, conversation, index, start - len(prompt if context else ""), start)
+        end = max(start, end)
+        stop, mark = self._ends.search(text, end), self._marks.search(prompt)
+        after = text.find(mark[0], end) if mark else -1
+        if stop and 0 <= after < stop.start() and (context or "").removesuffix(prompt).endswith(text[after:]):
+            text, stop = text[:after], None  # the template writes this after every conversation
         if stop is None:
             text += self._end_after(conversation, index, whole)
         elif count > index + 1:
             text = text[: stop.end()]
-        return _Turn(text, start, stop.end() if stop else len(text), checks)
+        return _Shape([Rendered(text, ((start, stop.end() if stop else len(text)),))], checks)
 
     def _warn_of_open(self, prompt: str, header: str, rest: str) -> None:
         """Log a warning once if the ``prompt`` of generation opens what ``header`` lacks and ``rest`` does not end."""
@@ -217,8 +212,8 @@ class ChatTemplate:
                 "data.template_arguments or data.chat_template so that the prompt does not open it."
             )
 
-    def _check_thought(self, text: str, conversation: _Conversation, index: int, start: int, context: str) -> None:
-        """Raise `BadRowError` if the mark that ends the reasoning of message ``index`` is already before it.
+    def _check_thought(self, text: str, conversation: _Conversation, index: int, head: int, start: int) -> None:
+        """Raise `BadRowError` if the mark that ends the reasoning of message ``index`` is before it, from ``head`` on.
 
         The generation prompt may have it, without the template argument that asks for reasoning, or the template writes
         an empty reasoning before one that is in the text.
@@ -226,18 +221,27 @@ class ChatTemplate:
         thought = next((one for one in conversation.pieces if (one.message, one.kind) == (index, "reasoning")), None)
         span = find(text, thought.text, start) if thought else None
         closing = self._marks.search(text, span[1]) if span else None
-        if thought is None or span is None or closing is None:
-            return
-        head = common_length(context, self._render(conversation, conversation.messages[:index])) if context else start
-        if closing[0] in text[head : span[0]]:
+        if thought and span and closing and closing[0] in text[head : span[0]]:
             raise closed_thought(thought, closing[0])
 
-    def _context(self, conversation: _Conversation, index: int) -> str | None:
-        """Return the context of message ``index``; None if the template does not render the messages before it."""
+    def _context(self, conversation: _Conversation, index: int) -> tuple[str | None, str]:
+        """Return the context of message ``index``, and the generation prompt that ends it.
+
+        There is no context if the template does not render the messages before it, or has no generation prompt after
+        the last of them, one for which models do not generate an answer.
+        """
+        if not index:
+            return None, self._header
+        before = conversation.messages[:index]
         try:
-            return self._render(conversation, conversation.messages[:index], header=True) if index else None
+            context, bare = (
+                self._render(conversation, before, header=header) if before else "" for header in (True, False)
+            )
         except BadRowError:
-            return None
+            return None, self._header
+        prompt = context[common_length(context, bare) :]
+        is_asked = prompt or not self._header or before[-1]["role"] in ("user", "tool")
+        return (context, prompt) if is_asked else (None, self._header)
 
     def _end_after(self, conversation: _Conversation, index: int, whole: str) -> str:
         """Return what ends the turn of message ``index`` when another message follows, such as the next role's mark."""
@@ -274,13 +278,14 @@ class ChatTemplate:
             if piece.kind != "id":  # many templates leave it out
                 pieces.setdefault(piece.message, []).append(piece)
         regions, at = list[Span](), 0
+        outside = PLACEHOLDER.sub(lambda found: " " * len(found[0]), text)  # a key may be a part of a placeholder
         for index in range(-1, count):
             role = conversation.messages[index]["role"] if index >= 0 else ""
             is_moved = index < 0 or role in _MOVED
             at = max(at, start) if index == count - 1 else at
             spans = []
             for piece in pieces.get(index, ()):
-                span = find(text, piece.text, 0 if is_moved else at)
+                span = find(text if piece.stand_in else outside, piece.text, 0 if is_moved else at)
                 if span is None:
                     if demanded is not None and (piece.kind != "reasoning" or index in demanded):
                         raise lost(piece, role)
@@ -312,20 +317,13 @@ class ChatTemplate:
         """Return ``messages`` with the keys and types that the template reads."""
         found = [dict(message) for message in messages]
         for message in found:
-            if "reasoning_content" in message and self._reasoning_key != "reasoning_content":
-                message[self._reasoning_key] = message.pop("reasoning_content")
+            if "reasoning_content" in message:
+                message |= dict.fromkeys(REASONING_KEYS, message["reasoning_content"])
             if self._wants_parts:
                 message["content"] = [{"type": "text", "text": message["content"]}]
             if "tool_calls" in message and self._wants_text:
                 message["tool_calls"] = [_with_text(call) for call in message["tool_calls"]]
         return found
-
-    @cached_property
-    def _reasoning_key(self) -> str:
-        keys = ("reasoning_content", "thinking", "reasoning")
-        pattern = r"\w(\.{0}\b|\[['\"]{0}['\"]\])|['\"]{0}['\"] in"
-        template = self._template(None)
-        return next((key for key in keys if re.search(pattern.format(key), template)), keys[0])
 
     @cached_property
     def _wants_parts(self) -> bool:

@@ -88,13 +88,11 @@ def open_parts(run: Run, limit: int = FIRST_ROWS) -> list[Part]:
 def _recognize(run: Run, source: Source, rows: Sequence[Row]) -> Layout:
     """Return the layout of data that begin with ``rows``; with ``data.on_bad_row: drop``, of the first that has one."""
     check_named(run.data, _columns_of(rows), str(source))
-    for number, row in enumerate(rows, start=1):
-        try:
+    *others, last = rows if run.data.on_bad_row == "drop" else rows[:1]
+    for row in others:
+        with suppress(DataError):
             return recognize(run.data, run.objective, row.example, row.place)
-        except DataError:
-            if run.data.on_bad_row == "stop" or number == len(rows):
-                raise
-    raise AssertionError("a source without rows is refused when it is opened")
+    return recognize(run.data, run.objective, last.example, last.place)
 
 
 def _columns_of(rows: Sequence[Row]) -> list[str]:
@@ -234,7 +232,7 @@ def encode_rows(
     for number, found in opened:
         if isinstance(found, DataError):
             cause = getattr(found, "cause", "not in the format")
-            empty: dict[str, Any] = {"input_ids": [], "loss_mask": []}
+            empty = {"input_ids": [], "loss_mask": [], "rejected_ids": [], "cut_ids": [], "label": False}
             pieces.append({"row": number, "outcome": "dropped_bad", "note": cause, "dropped": str(found), **empty})
         else:
             pieces += [{"row": number, **piece} for piece in _pieces(found, next(tokens), encoder, length)]
@@ -245,21 +243,7 @@ def encode_rows(
         piece["largest"] = max((int(np.max(one)) for one in (ids, *more) if len(one)), default=0)
         piece["digest"] = int.from_bytes(blake2b(ids.tobytes(), digest_size=8).digest(), "little")
     schema = _schema_of(encoder.layout.format)
-    columns = [_column(pieces, field.name, field.type) for field in schema]
-    return pyarrow.RecordBatch.from_arrays(columns, schema=schema)
-
-
-def _column(pieces: list[dict[str, Any]], name: str, kind: "pyarrow.DataType") -> "pyarrow.Array":
-    """Return the Arrow array of a column, whose values may be lists or arrays of numbers."""
-    import numpy as np
-    import pyarrow
-
-    if not pyarrow.types.is_list(kind):
-        return pyarrow.array([piece.get(name, False) for piece in pieces], kind)
-    values = [piece.get(name, []) for piece in pieces]
-    item = kind.value_type.to_pandas_dtype()
-    joined = np.concatenate([np.asarray(value, item) for value in values] or [np.empty(0, item)])
-    return pyarrow.ListArray.from_arrays(np.cumsum([0, *map(len, values)], dtype="int32"), joined, type=kind)
+    return pyarrow.RecordBatch.from_pylist(pieces, schema)
 
 
 def _pieces(row: Row, encoded: list[Tokens], encoder: Encoder, length: int) -> Iterator[dict[str, Any]]:

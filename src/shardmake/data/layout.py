@@ -8,7 +8,7 @@ with a chosen and a rejected answer, or text.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from shardmake.config.formats import FORMATS, RAW, DataFormat
 from shardmake.config.models import Data, Objective
@@ -17,9 +17,10 @@ from shardmake.core.errors import DataError, nearest
 
 Example = Mapping[str, Any]
 Message = Mapping[str, Any]
-_REASONING: Final = ("reasoning_content", "thinking", "reasoning")
+_Value = TypeVar("_Value")
+REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message that hold what the model thinks before it answers."""
-MESSAGE_KEYS: Final = (*_REASONING, "tool_calls", "function_call", "tool_call_id", "weight")
+MESSAGE_KEYS: Final = (*REASONING_KEYS, "tool_calls", "function_call", "tool_call_id", "weight")
 """Keys of a message with a meaning of their own, beside its role and its text."""
 _CALL: Final = '{"function": {"name": "...", "arguments": {...}}}'
 _ROLES: Final[Mapping[str, str]] = {
@@ -87,7 +88,7 @@ class Layout:
         if arguments := example.get(name := self.columns["template_arguments"]):
             if not isinstance(arguments, dict):
                 raise DataError(f"{name} is {type(arguments).__name__}. Write an object of template arguments.")
-            found["arguments"] = arguments
+            found["arguments"] = _encodable(arguments, name)
         if self.format == "preference":
             found |= self._pair(example)
         elif self.format == "chat" or self.format == "sharegpt":
@@ -203,13 +204,13 @@ class Layout:
         if message.get(content) is None and not calls:
             raise DataError(f" has no {content}. Its keys: {', '.join(message)}.")
         found = {"role": self._role(message[role], role), "content": _join(message.get(content), f".{content}"), **rest}
-        if rest and any(thoughts := [found.pop(key) for key in _REASONING if key in found]):
+        if rest and any(thoughts := [found.pop(key) for key in REASONING_KEYS if key in found]):
             found["reasoning_content"] = _join(next(filter(None, thoughts)), ".reasoning_content")
         if calls:
             found["tool_calls"] = calls
         if "weight" in rest:
             self._check_weight(found, rest["weight"])
-        return found
+        return _encodable(found, "") if rest or calls else found
 
     def _check_weight(self, message: Message, weight: Any) -> None:
         """Raise `DataError` for a weight that is not followed; 0 leaves an assistant's message unlearned."""
@@ -268,15 +269,16 @@ def _join(content: Any, place: str) -> str:
     return _encodable("".join(part["text"] for part in content or []), place)
 
 
-def _encodable(text: str, place: str) -> str:
-    """Return ``text``; raise `DataError` for half of a surrogate pair, which JSON can hold and no tokenizer takes."""
+def _encodable(value: _Value, place: str) -> _Value:
+    """Return ``value``; raise `DataError` for half of a surrogate pair, which JSON can hold and no tokenizer takes."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     try:
         text.encode()
     except UnicodeEncodeError as error:
         half = text[error.start].encode(errors="backslashreplace").decode()
         problem = f"{half} is half of a surrogate pair. Write the character whole."
         raise DataError(f"{place} is not text: {problem}") from None
-    return text
+    return value
 
 
 def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
@@ -300,7 +302,7 @@ def _tools(tools: Any, place: str) -> list[Any] | None:
     tools = _parsed(tools, f"{place} is", "a list of tools", None)
     if tools is not None and not isinstance(tools, list):
         raise DataError(f"{place} is {type(tools).__name__}. Write a list of tools.")
-    return tools or None
+    return _encodable(tools, place) if tools else None
 
 
 def _parsed(value: Any, place: str, kind: str, empty: Any) -> Any:

@@ -3,9 +3,9 @@
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
@@ -86,7 +86,10 @@ def hide_texts(messages: Sequence[Message], tools: Any) -> tuple[list[dict[str, 
         if isinstance(made := message.get("tool_call_id"), str):
             found["tool_call_id"] = ids.get(made) or hide(index, "id", made)
         if "tool_calls" in message:
-            found["tool_calls"] = [_hide_function(call, partial(hide_call, index)) for call in message["tool_calls"]]
+            found["tool_calls"] = [
+                {**call, "function": {key: hide_call(index, part) for key, part in call["function"].items()}}
+                for call in message["tool_calls"]
+            ]
             for call, written in zip(found["tool_calls"], message["tool_calls"], strict=True):
                 if isinstance(made := written.get("id"), str):  # some templates render the id, with the name in it
                     name = re.compile(rf"\b{re.escape(written['function']['name'])}\b")
@@ -94,11 +97,6 @@ def hide_texts(messages: Sequence[Message], tools: Any) -> tuple[list[dict[str, 
                     ids[made] = call["id"] = shaped if shaped != made else hide(index, "id", made)
         hidden.append(found)
     return hidden, pieces
-
-
-def _hide_function(call: Mapping[str, Any], hide: Callable[[Any], Any]) -> dict[str, Any]:
-    function = call["function"]
-    return {**call, "function": {**function, "name": hide(function["name"]), "arguments": hide(function["arguments"])}}
 
 
 def hidden_pieces(pieces: Sequence[Piece]) -> list[Piece]:

@@ -19,7 +19,7 @@ from shardmake.core.run_folder import make_folder, open_file, remove
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import DataReceipt
 
-ENCODING = 2
+ENCODING = 3
 """Version of the rules that make tokens of an example: one more for each change of them."""
 logger = logging.getLogger(__name__)
 
@@ -27,14 +27,12 @@ logger = logging.getLogger(__name__)
 def content_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``inputs`` of a data receipt without the folders of the source files."""
 
-    def without_folder(file: Mapping[str, Any]) -> dict[str, Any]:
-        return {**file, "path": Path(file["path"]).name}
-
     sources = {
-        split: {**source, "files": [without_folder(file) for file in source["files"]]} if "files" in source else source
+        split: {**source, "files": [{**file, "path": Path(file["path"]).name} for file in source["files"]]}
         for split, source in inputs["sources"].items()
+        if "files" in source
     }
-    return {**inputs, "sources": sources}
+    return {**inputs, "sources": {**inputs["sources"], **sources}}
 
 
 @contextlib.contextmanager

@@ -18,6 +18,11 @@ Row = dict[str, Any]
 LOOP = "{%% for m in messages %%}%s{%% endfor %%}{%% if add_generation_prompt %%}<assistant>%s{%% endif %%}"
 MESSAGE = "<{{ m.role }}>{{ m.content }}</s>"
 DEFAULT_SYSTEM = "{% if messages[0].role != 'system' %}<system>ok</s>{% endif %}" + PLAIN
+AFTER = (
+    "{% for m in messages %}<m>{{ m.role }} {{ m.content }}{{ m.tool_calls[0].function.name if m.tool_calls else '</s>' }}"
+    "{% endfor %}<m>go</s>{% if add_generation_prompt %}<m>assistant {% endif %}"
+)
+NAMED = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}
 NO_END = LOOP % ("<{{ m.role }}>{{ m.content }}", "")
 NEXT_ENDS = LOOP % (
     "{% if not loop.first and messages[loop.index0 - 1].role == 'assistant' %}</s>{% endif %}<{{ m.role }}>"
@@ -87,6 +92,12 @@ LEARNED: list[tuple[str, str, Row, list[str]]] = [
      ["<user>a</s><assistant>[b</s>]<assistant>[c</s>]<user>d</s>"]),
     ("assistant first", PLAIN, {"messages": chat("a:b", "u:c", "a:d")},
      ["<assistant>[b</s>]<user>c</s><assistant>[d</s>]"]),
+    ("a prompt after questions alone", PLAIN.replace("prompt %}", "prompt and messages[-1].role == 'user' %}"),
+     {"messages": chat("s:x", "a:b", "a:c", "u:d", "a:e")},
+     ["<system>x</s><assistant>[b</s>]<assistant>[c</s>]<user>d</s><assistant>[e</s>]"]),
+    ("a text after every conversation", AFTER, {"messages": [*chat("u:a"), NAMED, *chat("u:c", "a:d")]},
+     ["<m>user a</s><m>go</s><m>assistant [f</s>]",
+      "<m>user a</s><m>assistant f<m>user c</s><m>go</s><m>assistant [d</s>]<m>go</s>"]),
     ("assistant first, default system", DEFAULT_SYSTEM, {"messages": chat("a:b", "u:c")},
      ["<system>ok</s><assistant>[b</s>]<user>c</s>"]),
     ("a user must come", NEEDS_USER, {"messages": chat("a:b", "u:c", "a:d")},
@@ -145,6 +156,9 @@ REFUSED: list[tuple[str, str, Row, str]] = [
     ("lost result", KNOWN, {"messages": [*chat("u:a", "a:b"), {"role": "tool", "content": "b"}, *chat("a:a b")]},
      r"the text of message 3 \(role 'tool'\): 'b'"),
     ("lost call", PLAIN, {"messages": [*chat("u:a"), CALL]}, r"a call of a tool of message 2 .* 'f'"),
+    ("lost key", CALLS.replace("{{ c.function.arguments | tojson }}", "x{{ c.function.arguments.x }}"),
+     {"messages": [*chat("u:a"), {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": "y", "z": None}}]}]},
+     r"a call of a tool of message 2 .* 'z'"),
     ("lost tools", PLAIN, {"messages": chat("u:a", "a:b"), "tools": [{"function": {"name": "f"}}]}, "the tools: 'f'"),
     ("thoughts after a prompt that ends them", THINKS, {"messages": [*chat("u:a"), THOUGHT]},
      "before the reasoning of message 2 .'z'., the chat template writes </think>, .* enable_thinking: true"),

@@ -198,8 +198,15 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
      "one in system and one in conversations. Remove one."),
     ("alpaca", {"instruction": "a", "input": 3, "output": "b"}, "input is int, not text."),
     ("text", {"text": "a\ud83d"}, "text is not text: \\ud83d is half of a surrogate pair. Write the character whole."),
-    ("chat", {"messages": chat("u:\udc00")}, "messages[0].content is not text: \\udc00 is half of a surrogate pair. "
-     "Write the character whole."),
+    *(
+        ("chat", row, f"{place} is not text: \\udc00 is half of a surrogate pair. Write the character whole.")
+        for place, row in (
+            ("messages[0].content", {"messages": chat("u:\udc00")}),
+            ("messages[0]", {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": "\udc00"}}]}]}),
+            ("tools", {"messages": chat("u:a"), "tools": [{"name": "\udc00"}]}),
+            ("chat_template_kwargs", {"messages": chat("u:a"), "chat_template_kwargs": {"x": "\udc00"}}),
+        )
+    ),
     *(
         ("chat", {"messages": [*chat("u:a"), {"role": "assistant", "content": "b", "weight": weight}]},
          f"messages[1].weight is {weight!r}. Write 0 for a message that is not learned, otherwise 1.")
