@@ -63,6 +63,7 @@ LONG = {
     "unit/memory/test_token_loops.py": "",
     "unit/render/test_lint.py": "",
     "workflow/test_activation_offload.py": "zero",
+    "workflow/test_added_tokens.py": "offload",
     "workflow/test_chain.py": "",
     "workflow/test_command_failures.py": "read-only",
     "workflow/test_consolidate_memory.py": "official_tools",
@@ -78,6 +79,7 @@ LONG = {
     "workflow/test_overrides.py": "every_stage",
     "workflow/test_objectives.py": "kto|reward|qlora|lora|zero3",
     "workflow/test_quantized.py": r"adam_steps|merges.ddp",
+    "workflow/test_rates.py": "tokens.zero",
     "workflow/test_requested_stop.py": "",
     "workflow/test_reruns.py": "names_what_changed|content_changes",
     "workflow/test_reshard.py": "zero3x4|fsdpx4",
@@ -108,6 +110,7 @@ GROUPS = {
     **{
         f"workflow/test_{name}": "forked"
         for name in (
+            "added_tokens",
             "asynchronous",
             "freeze",
             "loop",

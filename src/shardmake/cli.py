@@ -240,8 +240,17 @@ def fetch(
     dequantize: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Also write a model of FP8 or MXFP4 weights there in bf16.")
     ] = None,
+    add_tokens: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Also write the model there with the tokens of --token.")
+    ] = None,
+    token: Annotated[
+        list[str] | None, typer.Option(help="New token for --add-tokens, or @FILE with one a line; may be repeated.")
+    ] = None,
+    special: Annotated[bool, typer.Option(help="The tokens of --token are special: decoding can skip them.")] = False,
 ) -> None:
     """Download model and data and pin them to their commits; needs internet access."""
+    from shardmake.fetch.add_tokens import add_tokens as with_tokens
+    from shardmake.fetch.add_tokens import named_tokens
     from shardmake.fetch.dequantize import dequantize as in_bf16
     from shardmake.fetch.stage import fetch as bring
 
@@ -251,9 +260,13 @@ def fetch(
         merge_start(run, source, base, out)
 
     with _stage("fetch", name, config, runs) as (run, cluster, rundir):
-        sources = bring(run, rundir, "all" if dequantize else part, merge_start)
+        tokens = named_tokens(token, add_tokens, special=special)
+        sources = bring(run, rundir, "all" if dequantize or tokens else part, merge_start)
         if dequantize:
             in_bf16(Path(sources.model.path), dequantize)
+        if add_tokens:
+            own = run.trust_remote_code
+            with_tokens(Path(sources.model.path), add_tokens, tokens, special=special, trust_remote_code=own)
     if cluster.shared and cluster.cache:
         share_tree(Path(cluster.cache))
 

@@ -88,7 +88,7 @@ ROWS: dict[Why | str, str] = {
     "config/models.py:Run": "checkpoint/formats/dtypes.py:check_target",
     "data/check.py:check_first_rows": """
         data/build.py:check_divisible data/chat.py data/examples.py:_load_config data/examples.py:_stop_ids
-        data/examples.py:load_tokenizer data/examples.py:open_chat_template
+        data/examples.py:load_tokenizer data/examples.py:open_chat_template data/examples.py:token_rows
     """,
     "data/check.py:check_sources": "data/sources.py data/raw.py:files_of_raw",
     "evaluate/prompts.py:check_prompts": "evaluate/prompts.py:as_prompt",

@@ -1,4 +1,4 @@
-"""Learning rates of some weights, under every strategy: as a plain Trainer with the same groups, resumed, and merged."""
+"""Learning rates of some weights, and trained tokens: as in a plain Trainer under every strategy, resumed, and merged."""
 
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from peft.optimizers import create_loraplus_optimizer
 from transformers import Trainer, TrainingArguments, get_scheduler
 
 from shardmake.config.models import Strategy
+from shardmake.core.errors import ConfigError
 from shardmake.core.private_names import named_arguments
 from shardmake.data.dataset import Sequences, collator
 from shardmake.memory.model import find_frozen
@@ -26,6 +27,7 @@ RATES = {"*.mlp": 1e-2, "model.embed_tokens": 1e-4, "model.layers.0.*_proj": 5e-
 GIVEN: dict[str, Any] = {
     "full": {"learning_rates": RATES, "weight_decay": 0.1},
     "lora": {"method": "lora", "learning_rates": {"*.lora_B": 16 * RATE}, "weight_decay": 0.0},
+    "tokens": {"method": "lora", "lora": {"train_tokens": ["<|im_end|>", "z"]}, "weight_decay": 0.0},
 }
 SCHEDULE = {"learning_rate": RATE, "max_grad_norm": 1e6, "scheduler": "linear", "warmup_ratio": 0.5, "packing": False}
 
@@ -34,6 +36,8 @@ def optimizer_of(model: Any, method: str) -> torch.optim.Optimizer:
     """Return AdamW with groups that are written out here, or PEFT's own of LoRA+."""
     if method == "lora":
         return create_loraplus_optimizer(model, torch.optim.AdamW, lr=RATE, loraplus_lr_ratio=16, weight_decay=0.0)
+    if method == "tokens":
+        return torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=RATE, weight_decay=0.0)
     named = dict(model.named_parameters())
     rates = dict.fromkeys(named, RATE)
     for pattern, rate in RATES.items():
@@ -65,7 +69,7 @@ def plain(
     )
     trainer.train()
     losses = {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
-    merged = model.merge_and_unload() if request.param == "lora" else model
+    merged = model if request.param == "full" else model.merge_and_unload()
     return request.param, losses, merged.state_dict()
 
 
@@ -76,6 +80,10 @@ def test_groups_train_as_in_a_plain_trainer_and_resume(
     forked: Forked, plain: tuple[str, dict[int, float], Weights], tmp_path: Path, strategy: Strategy
 ) -> None:
     method, losses, expected = plain
+    if method == "tokens" and strategy.startswith(("zero3", "fsdp")):
+        with pytest.raises(ConfigError, match=f"cannot be used under {strategy}"):
+            forked.plan(strategy, 2, **GIVEN[method])
+        return
     found, weights = train(forked, RunDir(tmp_path / "run"), strategy, **SCHEDULE, **GIVEN[method])
     assert found == pytest.approx(losses, abs=2e-4)
     for name, tensor in weights.items():

@@ -105,7 +105,10 @@ IDLE_KEYS: Final = (
     IdleKey("resume_from", lambda run: not run.lora.adapter, "lora.adapter: {run.lora.adapter}", "Remove lora.adapter"),
     *(
         IdleKey(name, lambda run: run.script is None, "script: {run.script}", "Remove script")
-        for name in ("profile", "memory_snapshot", "freeze", "torch_compile", "learning_rates", "lora.adapter")
+        for name in (
+            *("profile", "memory_snapshot", "freeze", "torch_compile"),
+            *("learning_rates", "lora.adapter", "lora.train_tokens"),
+        )
     ),
     IdleKey(
         "freeze",
@@ -310,6 +313,7 @@ _WHOLE: Final = {"embed_tokens", "lm_head"}
 def _check_same_adapters(key: str, run: Run, before: str, other: Run) -> None:
     """Raise a `ValueError` unless both runs have the same base model, and adapters of the same shape."""
     starts = {"script": other.script, "resume_from": other.resume_from}
+    starts["lora.train_tokens"] = ", ".join(other.lora.train_tokens)
     starts["lora.targets"] = ", ".join(sorted(_WHOLE.intersection(other.lora.targets)))
     if odd := [f"{name}: {value}" for name, value in starts.items() if value]:
         raise ValueError(

@@ -5,7 +5,7 @@ If its weights are not LoRA's two factors, `shardmake.memory.model` must count t
 `shardmake.checkpoint.formats.lora` must merge them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -44,11 +44,11 @@ class MethodSpec:
         """Return whether the linear layers of the base are held in 4 bits (NF4)."""
         return bool(self.unquantized)
 
-    def peft_config(self, task_type: str | None, model: Any, **adapters: Any) -> Any:
+    def peft_config(self, task_type: str | None, model: Any, rows: Sequence[int] = (), **adapters: Any) -> Any:
         """Return PEFT's configuration of ``adapters``, which are keys of the section `lora` with their values.
 
         A target that is a parameter of ``model``, such as a mixture's fused experts, becomes one of PEFT's
-        ``target_parameters``.
+        ``target_parameters``. The ``rows`` of the embedding and of the head are trained in full; PEFT ties them itself.
         """
         import peft
 
@@ -60,6 +60,11 @@ class MethodSpec:
             )
             values["target_modules"] = [name for name in targets if name in modules or name not in parameters]
             values["target_parameters"] = parameters or None
+        if rows:
+            embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+            ends = [embedding] if head is None or head.weight is embedding.weight else [embedding, head]
+            names = [name for name, module in model.named_modules() if any(module is end for end in ends)]
+            values["trainable_token_indices"] = {name: list(rows) for name in names}
         return getattr(peft, self.peft_class)(task_type=task_type, **values, **self.peft_options)
 
 

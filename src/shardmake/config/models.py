@@ -358,6 +358,11 @@ class Lora(Section):
         "`run:NAME`, which is trained first. Rank, alpha and targets are then the adapter's. Optimizer, schedule and "
         "step begin anew.",
     )
+    train_tokens: list[str] = Field(
+        [],
+        description="Tokens of the base model whose rows in the embedding and the head are trained in full, such as "
+        "those of `shardmake fetch --add-tokens`.",
+    )
 
 
 class ObjectiveSection(Section):

@@ -124,7 +124,19 @@ def load_tokenizer(run: Run) -> "PreTrainedTokenizerBase":
         )
     if run.data.chat_template is not None:
         tokenizer.chat_template = read_template(Path(run.data.chat_template))
+    token_rows(tokenizer, run.lora.train_tokens)
     return tokenizer
+
+
+def token_rows(tokenizer: Any, tokens: Sequence[str]) -> list[int]:
+    """Return the id of each of ``tokens``; raise `ConfigError` for one that the tokenizer does not have."""
+    known = tokenizer.get_vocab() if tokens else {}
+    if missing := [token for token in tokens if token not in known]:
+        raise ConfigError(
+            f"lora.train_tokens: the tokenizer does not have {', '.join(map(repr, missing))}. Correct it, or add it to "
+            "a copy of the base: shardmake fetch NAME --add-tokens FOLDER --token TOKEN, then set model: FOLDER."
+        )
+    return [known[token] for token in dict.fromkeys(tokens)]
 
 
 def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:

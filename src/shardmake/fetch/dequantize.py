@@ -6,9 +6,7 @@ merges and loads as if it were published in bf16.
 
 import json
 import logging
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -16,20 +14,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardmake.checkpoint.formats import huggingface
 from shardmake.checkpoint.formats.contents import StoredTensor
-from shardmake.core.atomic import write_json
-from shardmake.core.disk import require_space
-from shardmake.core.errors import ConfigError, ModelError
-from shardmake.core.run_folder import fsync_directory
-from shardmake.core.units import format_bytes
+from shardmake.core.errors import ModelError
+from shardmake.fetch.copied_base import copy_small_files, new_model, reader, refuse_existing, write_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
 QUANTIZATION_KEYS: Final = ("quantization_config", "compression_config")
-_FILE_SIZE: Final = 1 << 30
-"""Bytes of a file of the result; one tensor may be larger."""
-_COPIES: Final = 8
 _PACKED: Final = ("I8", "U8")
 """Types that hold two FP4 numbers a byte."""
 _FP4: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -61,14 +53,13 @@ METHODS: Final[Mapping[str, Quantized]] = {
 def dequantize(source: Path, out: Path) -> None:
     """Write the model in the folder ``source`` to the new folder ``out`` in bf16.
 
-    It needs `_FILE_SIZE` of host memory, and `_COPIES` times the largest weight in bf16.
+    It needs the host memory of `new_model` for the largest weight in bf16.
 
     Raises:
         ConfigError: ``out`` exists.
         ModelError: The weights are not quantized, or by a method or in a way that is not known.
     """
-    if out.exists():
-        raise ConfigError(f"Cannot write the dequantized model: {out} exists. Name a folder that does not exist.")
+    refuse_existing(out)
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
     method, settings = _declared(config, source)
     tensors = huggingface.read(source).tensors
@@ -80,20 +71,15 @@ def dequantize(source: Path, out: Path) -> None:
         raise ModelError(f"Cannot dequantize {source}: {left[0]} has no scales. Copy the model again.")
     sizes = [2 * t.numel * (2 if t.dtype in _PACKED else 1) for t in (tensors[name] for name, _ in pairs.values())]
     size = sum(sizes) + sum(tensor.nbytes for tensor in kept.values())
-    require_space(out.parent, size, f"The model in bf16 needs {format_bytes(size)}")
-    logger.info("It needs at most %s of host memory.", format_bytes(_FILE_SIZE + _COPIES * max(sizes)))
-    staging = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    with ExitStack() as stack:
-        read = _reader(tensors, stack)
+    with new_model(out, size, max(sizes)) as staging, reader(tensors) as read:
         convert = _convert_blocks if method.weight else _convert_scaled
         block = settings.get("weight_block_size") or _block_of_groups(settings)
         made = ((name, convert(read(pair[0]), read(pair[1]), block)) for name, pair in pairs.items())
-        _write(staging, [((name, read(name)) for name in kept), made])
-    _copy_small_files(source, staging, config)
-    fsync_directory(staging)
-    staging.rename(out)
+        write_weights(staging, [((name, read(name)) for name in kept), made])
+        for part in (config, config.get("text_config") or {}):
+            for key in (*QUANTIZATION_KEYS, "torch_dtype"):
+                part.pop(key, None)
+        copy_small_files(source, staging, {**config, "dtype": "bfloat16"})
     logger.info("Wrote %s in bf16: %d quantized weights of %s. A merge of it is in bf16, too.", out, len(pairs), source)
 
 
@@ -135,14 +121,6 @@ def _pairs(tensors: Mapping[str, StoredTensor], method: Quantized, source: Path)
             "it with transformers, dequantize it there and call save_pretrained."
         )
     return found
-
-
-def _reader(tensors: Mapping[str, StoredTensor], stack: ExitStack) -> "Callable[[str], Tensor]":
-    from safetensors import safe_open
-
-    paths = {name: tensor.pieces[0].record.path for name, tensor in tensors.items() if tensor.pieces}
-    files = {path: stack.enter_context(safe_open(path, framework="pt")) for path in sorted(set(paths.values()))}
-    return lambda name: files[paths[name]].get_tensor(name)
 
 
 def _convert_scaled(weight: "Tensor", scales: "Tensor", block: list[int] | None) -> "Tensor":
@@ -190,44 +168,3 @@ def _fp4(packed: "Tensor") -> "Tensor":
 def _powers(exponents: "Tensor") -> "Tensor":
     """Return 2 ** (byte - 127) in fp32, the scales of E8M0."""
     return (exponents.float() - 127).exp2()
-
-
-def _write(folder: Path, streams: "list[Iterator[tuple[str, Tensor]]]") -> None:
-    """Write the tensors to files of `_FILE_SIZE`, and their index."""
-    from safetensors.torch import save_file
-
-    weight_map: dict[str, int] = {}
-    held: dict[str, Tensor] = {}
-    count = 0
-
-    def flush() -> None:
-        nonlocal count
-        save_file({name: tensor.contiguous() for name, tensor in held.items()}, folder / str(count), {"format": "pt"})
-        weight_map.update(dict.fromkeys(held, count))
-        held.clear()
-        count += 1
-
-    total = 0
-    for name, tensor in (item for stream in streams for item in stream):
-        if held and sum(one.nbytes for one in held.values()) + tensor.nbytes > _FILE_SIZE:
-            flush()
-        held[name] = tensor
-        total += tensor.nbytes
-    flush()
-    names = [huggingface.MODEL.shard(number, count) for number in range(count)]
-    for number, name in enumerate(names):
-        (folder / str(number)).rename(folder / name)
-    if count > 1:
-        index = {name: names[number] for name, number in sorted(weight_map.items())}
-        write_json(folder / huggingface.MODEL.index, {"metadata": {"total_size": total}, "weight_map": index})
-
-
-def _copy_small_files(source: Path, folder: Path, config: dict[str, Any]) -> None:
-    for path in source.iterdir():
-        is_weights = path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json")
-        if path.is_file() and not is_weights:
-            shutil.copyfile(path, folder / path.name)
-    for part in (config, config.get("text_config") or {}):
-        for key in (*QUANTIZATION_KEYS, "torch_dtype"):
-            part.pop(key, None)
-    write_json(folder / "config.json", {**config, "dtype": "bfloat16"})

@@ -202,15 +202,23 @@ def is_head(tensor: ParameterSpec) -> bool:
 
 
 def split(
-    model: Model, method: str, rank: int = 16, targets: Iterable[str] | str = "all-linear", freeze: Iterable[str] = ()
+    model: Model,
+    method: str,
+    rank: int = 16,
+    targets: Iterable[str] | str = "all-linear",
+    freeze: Iterable[str] = (),
+    rows: int = 0,
 ) -> Split:
-    """Return trained, frozen and quantized elements of ``model`` under ``method`` of the table."""
+    """Return trained, frozen and quantized elements of ``model`` under ``method`` of the table.
+
+    Under adapters so many ``rows`` of the embedding and the head are trained, for a ``model`` that is to be traced.
+    """
     spec = METHODS[method]
     if not spec.has_adapters:
         names = find_frozen([tensor.name for tensor in model.tensors], freeze)
         frozen = sum(tensor.numel for tensor in model.tensors if tensor.name in names)
         return Split(model.parameters - frozen, frozen, 0, frozen_names=names)
-    adapters = (*_adapters(model, method, rank, targets), *_trained_head(model))
+    adapters = (*_adapters(model, method, rank, targets, rows), *_trained_head(model))
     trainable = sum(tensor.numel for tensor in adapters)
     quantized = sum(t.numel for t in model.tensors if is_quantized(t)) if spec.in_four_bits else 0
     return Split(trainable, model.parameters - quantized, quantized, adapters)
@@ -311,11 +319,14 @@ def adapted_layers(model: Model, targets: Iterable[str] | str) -> list[Parameter
     return [tensor for name, tensor in named if any(f".{name}".endswith(f".{word}") for word in wanted)]
 
 
-def _adapters(model: Model, method: str, rank: int, targets: Iterable[str] | str) -> tuple[ParameterSpec, ...]:
+def _adapters(
+    model: Model, method: str, rank: int, targets: Iterable[str] | str, rows: int
+) -> tuple[ParameterSpec, ...]:
     """Return the adapters' weights; PEFT itself lists them for an architecture that is not in `families`."""
     layers = adapted_layers(model, targets)
     if model.decoder is None:
         named = {"method": method, "rank": rank, "targets": targets if isinstance(targets, str) else list(targets)}
+        named |= {"rows": list(range(rows))} if rows else {}
         request = inventory_request(model.config, model.source, model.trust_remote_code)
         doing = f"Adding adapters to {model.architecture} without memory, to list their weights"
         return tensors_from_json(cached_helper(INVENTORY, {**request, "adapters": named}, doing))

@@ -3,7 +3,7 @@
 `shardmake.memory.cache` asks this module in a process of its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -182,13 +182,15 @@ def leaf_classes(model: "nn.Module") -> list[str]:
     return sorted(set(found))
 
 
-def adapters(model: "nn.Module", method: str, rank: int, targets: str | list[str]) -> list[dict[str, Any]]:
+def adapters(
+    model: "nn.Module", method: str, rank: int, targets: str | list[str], rows: Sequence[int] = ()
+) -> list[dict[str, Any]]:
     """Return the weights that PEFT's LoRA adds, named without its wrapping; experts and routers get some too."""
     import torch
     from peft import get_peft_model
 
     blocks = block_paths(model)
-    config = METHODS[method].peft_config(None, model, rank=rank, targets=targets)
+    config = METHODS[method].peft_config(None, model, rows, rank=rank, targets=targets)
     try:
         with torch.device("meta"):
             adapted = get_peft_model(model, config)

@@ -50,6 +50,8 @@ class Scenario:
     lora_rank: int = 16
     lora_targets: str | tuple[str, ...] = "all-linear"
     lora_dropout: float = 0.0
+    token_rows: int = 0
+    """Rows of the embedding and the head that are trained beside adapters; the step is then traced."""
     adapter_weights: Precision = "fp32"
     on_cpu: bool = False
     checkpoint_in_memory: bool = False

@@ -223,6 +223,7 @@ def _request(scenario: Scenario) -> dict[str, Any]:
         "rank": scenario.lora_rank,
         "targets": scenario.lora_targets,
         "dropout": scenario.lora_dropout,
+        "rows": scenario.token_rows,
         "loss": "log_probs" if scenario.log_probs else scenario.loss,
         "extra_forwards": scenario.extra_forwards,
     }

@@ -230,7 +230,7 @@ def _with_adapters(model: nn.Module, request: Mapping[str, Any]) -> nn.Module:
 
     adapters = {key: request[key] for key in ("rank", "targets", "dropout")}
     task = "SEQ_CLS" if _is_classifier(model) else None
-    config = METHODS[request["method"]].peft_config(task, model, **adapters)
+    config = METHODS[request["method"]].peft_config(task, model, range(request["rows"]), **adapters)
     with torch.device("meta"):
         return get_peft_model(model, config)
 

@@ -98,7 +98,7 @@ def find_abilities(model: Model, run: Run) -> Abilities:
         return Abilities(model.architecture, KERNELS[1:] if limit else KERNELS, varlen_limit=limit)
     found = _ask(model, run.trust_remote_code, "class")
     if run.method_spec.has_adapters:
-        named = {"method": run.method, **run.lora.model_dump(exclude={"alpha", "adapter"})}
+        named = {"method": run.method, **run.lora.model_dump(exclude={"alpha", "adapter", "train_tokens"})}
         found |= _ask(model, run.trust_remote_code, "adapters", adapters=named)
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
     abilities = Abilities(**values)

@@ -157,7 +157,7 @@ def _strategies(settings: ResolvedRun, nodes: int) -> Iterable[Strategy]:
     if run.tensor_parallel > 1:
         specs = {name: spec for name, spec in specs if spec.tensor_parallel and spec.is_deepspeed}.items()
     if settings.hardware.is_cpu:
-        return [name for name, spec in specs if spec.cpu and not unsuitable(run, name)]
+        return [name for name, spec in specs if spec.cpu and not unsuitable(run, name, settings.model.tied)]
     sharded = {
         name: spec
         for name, spec in specs
@@ -165,7 +165,7 @@ def _strategies(settings: ResolvedRun, nodes: int) -> Iterable[Strategy]:
     }
     if settings.hardware.nvme is None:
         sharded = {name: spec for name, spec in sharded.items() if not spec.uses_nvme}
-    return [name for name in sharded if not unsuitable(run, name)]
+    return [name for name in sharded if not unsuitable(run, name, settings.model.tied)]
 
 
 def _checkpointing(settings: ResolvedRun) -> list[bool]:

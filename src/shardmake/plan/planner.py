@@ -204,6 +204,7 @@ def scenario_of(settings: ResolvedRun, choice: Choice) -> Scenario:
         lora_rank=run.lora.rank,
         lora_targets=run.lora.targets if isinstance(run.lora.targets, str) else tuple(run.lora.targets),
         lora_dropout=run.lora.dropout,
+        token_rows=len(run.lora.train_tokens),
         on_cpu=settings.hardware.is_cpu,
         checkpoint_in_memory=run.checkpoints.asynchronous and settings.cluster.scratch_in_memory,
         gathers_on_save=run.script is not None,

@@ -106,6 +106,18 @@ def wrong_abilities(run: Run, abilities: Abilities) -> Iterator[str]:
         )
 
 
+def wrong_train_tokens(run: Run, text_part: bool) -> Iterator[str]:
+    """Yield what `lora.train_tokens` is not tested with."""
+    keys, fields = ("objective", "loss", "torch_compile", "tensor_parallel", "sequence_parallel"), Run.model_fields
+    wrong = [f"{key}: {getattr(run, key)}" for key in keys if getattr(run, key) != fields[key].default]
+    wrong += [f"method: {run.method}"] * run.method_spec.in_four_bits
+    wrong += [f"lora.adapter: {run.lora.adapter}"] * bool(run.lora.adapter)
+    wrong += [f"{name} in lora.targets" for name in ("lm_head", "embed_tokens") if name in run.lora.targets]
+    wrong += ["the text part of a composite model"] * text_part
+    if run.lora.train_tokens:
+        yield from _together("lora.train_tokens", (f"{one}: it is not tested. Take method: full." for one in wrong))
+
+
 def wrong_precision(run: Run, precision: Precision, hardware: Hardware) -> Iterator[str]:
     """Yield what the accelerator lacks for ``precision``, TF32 and the attention kernel, or why TF32 has no effect."""
     accelerator = hardware.accelerator
@@ -160,7 +172,7 @@ def wrong_nodes(run: Run, cluster: Cluster) -> Iterator[str]:
         )
 
 
-def wrong_strategy(run: Run, cluster: Cluster, precision: Precision) -> Iterator[str]:
+def wrong_strategy(run: Run, cluster: Cluster, precision: Precision, tied: bool = False) -> Iterator[str]:
     """Yield why the run's strategy cannot train it on the cluster, or accumulates gradients in another data type."""
     spec, wanted = STRATEGY_SPECS.get(run.strategy), run.gradient_dtype
     if spec and spec.uses_nvme and cluster.nvme_path is None:
@@ -171,7 +183,7 @@ def wrong_strategy(run: Run, cluster: Cluster, precision: Precision) -> Iterator
             "several ranks each. Raise nodes or max_nodes, or take the strategy without a second shard."
         )
     if run.strategy != "auto":
-        yield unsuitable(run, run.strategy)
+        yield unsuitable(run, run.strategy, tied)
     if wanted == "bf16" and precision != "bf16":
         yield f"gradient_dtype: bf16 needs precision: bf16, but the run computes in {precision}. Remove gradient_dtype."
     if spec and wanted == "bf16" and spec.is_ddp:
@@ -186,8 +198,8 @@ def wrong_strategy(run: Run, cluster: Cluster, precision: Precision) -> Iterator
         )
 
 
-def unsuitable(run: Run, strategy: Strategy) -> str:
-    """Return why ``strategy`` cannot train ``run`` and what to do, whatever the memory; empty if it can."""
+def unsuitable(run: Run, strategy: Strategy, tied: bool = False) -> str:
+    """Return why ``strategy`` cannot train ``run``, whose head is the embedding if ``tied``, and what to do; or ""."""
     spec, unquantized = STRATEGY_SPECS[strategy], run.method_spec.unquantized
     if not OBJECTIVES[run.objective].is_proven(spec):
         return f"objective: {run.objective} is not tested under {strategy}. Take another strategy."
@@ -202,6 +214,9 @@ def unsuitable(run: Run, strategy: Strategy) -> str:
         return f"optimizer: {run.optimizer} cannot train under {where}"
     if spec.uses_nvme and (key := "freeze" if run.freeze else "learning_rates" if run.learning_rates else ""):
         return f"{key} is not tested under {strategy}. Take zero3-offload, or remove {key}."
+    if run.lora.train_tokens and (spec.zero_stage == 3 or (spec.is_fsdp and tied)):
+        why = "PEFT then reads the rows on GPUs alone" if spec.zero_stage else "its tied head is then sharded twice"
+        return f"lora.train_tokens cannot be used under {strategy}: {why}. Take ddp or zero2."
     if run.loss == "chunked" and spec.is_fsdp:
         return f"loss: chunked is not tested under {strategy}. Take ddp or a ZeRO strategy, or loss: fused."
     if unquantized and not spec.four_bits:

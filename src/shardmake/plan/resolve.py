@@ -28,6 +28,7 @@ from shardmake.plan.refusals import (
     wrong_sequence_parallel,
     wrong_strategy,
     wrong_tensor_parallel,
+    wrong_train_tokens,
 )
 from shardmake.run.model_class import ModelClass
 from shardmake.run.own_files import check_refused
@@ -90,14 +91,17 @@ def resolve(run: Run, cluster: Cluster) -> ResolvedRun:
     model = read_model(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
     refuse(wrong_model(run, model))
     abilities = find_abilities(model, run)
-    refuse(wrong_abilities(run, abilities))
+    refuse(wrong_abilities(run, abilities), wrong_train_tokens(run, abilities.text_part))
     if OBJECTIVES[run.objective].new_head:
         model = as_classifier(model)
         abilities = replace(abilities, model_class=model.architecture)
     precision = _precision(run, hardware)
     refuse(wrong_precision(run, precision, hardware))
     attention = _attention(run, hardware, precision, abilities)
-    part = split(model, run.method, run.lora.rank, run.lora.targets, run.freeze)
+    rows = len(run.lora.train_tokens)
+    if rows and model.decoder is not None:  # PEFT's copies of embedding and head are not written down
+        model = replace(model, decoder=None, kinds=(0,) * len(model.blocks))
+    part = split(model, run.method, run.lora.rank, run.lora.targets, run.freeze, rows)
     return ResolvedRun(
         run=run,
         model=model,
@@ -123,7 +127,7 @@ def check(settings: ResolvedRun, *, packages: bool = True) -> None:
     refuse(
         wrong_nodes(run, cluster),
         wrong_optimizer(run),
-        wrong_strategy(run, cluster, settings.precision),
+        wrong_strategy(run, cluster, settings.precision, model.tied),
         wrong_tensor_parallel(run, cluster, model),
         wrong_sequence_parallel(run, cluster, model, settings.attention),
     )

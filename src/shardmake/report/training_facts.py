@@ -166,10 +166,11 @@ def _method(records: Records) -> str:
         return label + (f"; not trained: {frozen}" if frozen else "")
     layers = method.targets if isinstance(method.targets, str) else ", ".join(method.targets)
     adapter = records.sources.adapter if records.sources else None
+    rows = f"rows of the tokens {', '.join(map(repr, method.train_tokens))}; " if method.train_tokens else ""
     start = f"continues the adapter {public_name(adapter.name)}; " if adapter else ""
     return (
         f"{label}: rank {method.rank}, alpha {method.alpha}, dropout "
-        f"{method.dropout:g}, on {layers}; {start}merged into the base model"
+        f"{method.dropout:g}, on {layers}; {rows}{start}merged into the base model"
     )
 
 

@@ -42,6 +42,7 @@ class AdapterMethod(RunRecord):
     dropout: float = Field(description="Dropout on the adapters' input.")
     targets: list[str] | str = Field(description="Layers that get adapters.")
     adapter: str | None = optional(None, "Folder of the adapter whose training continues.")
+    train_tokens: list[str] = optional([], "Tokens whose rows in the embedding and the head are trained.")
 
 
 class OptimizerSettings(RunRecord):

@@ -27,6 +27,7 @@ from shardmake.core.errors import CheckpointError
 from shardmake.core.private_names import private
 from shardmake.core.units import plural
 from shardmake.data.dataset import IGNORED
+from shardmake.data.examples import token_rows
 from shardmake.data.varlen import register_varlen
 from shardmake.memory.model import find_frozen
 from shardmake.memory.size_tensors import fused_chunk
@@ -153,7 +154,9 @@ def load_model(settings: TrainingSettings) -> PreTrainedModel:
     from peft.tuners import tuners_utils
 
     task = "SEQ_CLS" if settings.model.model_class.new_head else "CAUSAL_LM"
-    adapters = METHODS[method.kind].peft_config(task, model, **method.model_dump(exclude={"kind", "adapter"}))
+    rows = token_rows(load_tokenizer(settings), method.train_tokens) if method.train_tokens else ()
+    shape = method.model_dump(exclude={"kind", "adapter", "train_tokens"})
+    adapters = METHODS[method.kind].peft_config(task, model, rows, **shape)
     name_checkpointed_adapters(tuners_utils)
     adapted = get_peft_model(model, adapters)
     for weight in adapted.parameters():

@@ -87,6 +87,7 @@ SAME: Any = {"base": "a", **ADAPTER}
         ({"a": {**LORA, "resume_from": "x"}, "b": {**LORA, **ADAPTER}}, "cannot be continued with its resume_from: x"),
         ({"a": {**LORA, "script": "t.py"}, "b": {**LORA, **ADAPTER}}, "with its script: t.py. Start from its merged"),
         ({"a": {**LORA, "lora": {"targets": ["q_proj", "lm_head"]}}}, "with its lora.targets: lm_head"),
+        ({"a": {**LORA, "lora": {"train_tokens": ["<a>"]}}}, "with its lora.train_tokens: <a>"),
         ({"b": {**SAME, "script": "t.py"}}, "lora.adapter has no effect with script"),
         ({"b": {**SAME, "packing": False, "objective": "dpo"}}, "Set dpo.reference: precomputed"),
         ({"b": {**SAME, "packing": False, "objective": "reward"}}, "whose new head the adapter does not have"),

@@ -22,7 +22,14 @@ from tests.unit.config.samples import make_run
 from tests.unit.plans import LLAMA, make_cluster, make_model, make_plan
 
 OTHER: dict[str, dict[str, Any]] = {
-    "lora": {"rank": 3, "alpha": 5, "dropout": 0.3, "targets": ["q_proj"], "adapter": "adapters/chat"},
+    "lora": {
+        "rank": 3,
+        "alpha": 5,
+        "dropout": 0.3,
+        "targets": ["q_proj"],
+        "adapter": "adapters/chat",
+        "train_tokens": ["<call>"],
+    },
     "dpo": {"beta": 0.7, "reference": "precomputed", "loss_type": ["ipo"]},
     "kto": {"beta": 0.7, "reference": "precomputed", "desirable_weight": 2.0, "undesirable_weight": 3.0},
     "reward": {"center_rewards_coefficient": 0.5},

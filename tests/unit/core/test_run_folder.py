@@ -50,7 +50,7 @@ WRITES = re.compile(
     r"\.open\(\"[wax]|os\.(remove|replace|truncate)\("
 )
 ELSEWHERE = {
-    "consolidate/peft_check.py", "data/sources.py", "fetch/dequantize.py", "fetch/model.py", "fetch/store.py",
+    "consolidate/peft_check.py", "data/sources.py", "fetch/copied_base.py", "fetch/model.py", "fetch/store.py",
     "launch/compilers.py", "launch/driver_script.py", "launch/submission.py", "push/folder.py",
     "render/launcher_settings.py", "render/parsers.py", "report/comparison.py", "run/driver_job.py", "run/turns.py",
     "train/async_saver.py",

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardmake.checkpoint.formats.huggingface import shard_names, weight_names
 from shardmake.core.errors import ConfigError, ModelError
+from shardmake.fetch import copied_base
 from shardmake.fetch import dequantize as module
 from shardmake.fetch.dequantize import dequantize
 from tests.mixtures import mixture_configs
@@ -69,7 +70,7 @@ def mxfp4(weights: Tensors) -> Tensors:
 def test_the_model_is_the_one_that_transformers_dequantizes(  # type: ignore[no-untyped-def]
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, settings: dict[str, Any], quantized
 ) -> None:
-    monkeypatch.setattr(module, "_FILE_SIZE", 5_000)
+    monkeypatch.setattr(copied_base, "_FILE_SIZE", 5_000)
     base, out = tmp_path / "base", tmp_path / "out"
     weights = save(base, family, settings)
     save_file(quantized(weights), base / "model.safetensors", {"format": "pt"})

@@ -1,11 +1,13 @@
 """Traces of transformers' own code: any architecture, and a few layers unrolled to all."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shardmake.config.models import Lora
 from shardmake.memory import trace
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.closed_form import of_events
@@ -15,10 +17,15 @@ from shardmake.memory.model import split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.trace import _prefix, _request, failure, size_at
 from shardmake.memory.unroll import kept_layers, neighborhoods, unrolled
+from shardmake.plan.candidates import choices
+from shardmake.plan.planner import Planner
+from shardmake.plan.resolve import resolve
 from shardmake.plan.verdict import STAND_IN, error_of
+from tests.plan_in_process import plan_in_this_process
 from tests.unit.memory.test_decoder import SIZES, agree, gradients, saved, scenario
 from tests.unit.memory.test_every_model_type import in_this_process
 from tests.unit.memory.test_parameter_inventory import OTHERS
+from tests.unit.plans import LLAMA, make_cluster, make_run
 
 
 @pytest.mark.parametrize("config", [config for config, _ in OTHERS], ids=lambda config: config["model_type"])
@@ -162,6 +169,25 @@ def test_a_tape_gives_the_events_of_other_sizes(rows: int, tracer: Any) -> None:
     sizes = [event[2] if isinstance(event[2], list) else [event[2]] for event in tape["events"] if event[0] == "alloc"]
     found = [size_at(tuple(one), tape["lengths"], rows, 896) if len(one) > 1 else one[0] for one in sizes]
     assert found == [event[2] for event in shorter if event[0] == "alloc"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_of_tokens_are_estimated(tied: bool, tracer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT copies the embedding and the head in each forward pass, and the gradient of the head's copy is as large."""
+    plan_in_this_process(monkeypatch)
+    monkeypatch.setattr(trace, "run_helper", in_this_process)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = {**LLAMA, "vocab_size": 32_000, "tie_word_embeddings": tied}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run = make_run(model=str(tmp_path), method="lora", nodes=1, strategy="ddp", attention="sdpa")
+    cluster = make_cluster(accelerator="h100")
+    plain = resolve(run, cluster)
+    settings = [plain, resolve(run.model_copy(update={"lora": Lora(train_tokens=["a", "b"])}), cluster)]
+    choice = next(iter(choices(plain)))
+    before, after = (Planner(one).simulate(choice).memory.gpu.allocated for one in settings)
+    width, head = LLAMA["hidden_size"], 2 * 32_000 * LLAMA["hidden_size"]
+    assert settings[1].split.trainable - plain.split.trainable == 2 * width * (2 - tied)
+    assert head <= after - before <= 4 * head
 
 
 def plain(event: Any) -> str:

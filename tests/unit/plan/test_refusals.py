@@ -35,6 +35,7 @@ from tests.unit.wording import Wording
 
 H100 = {"accelerator": "h100"}
 SERVICE = {"script": "train.py", "service_nodes": 1, "service": {"command": "serve"}}
+TOKENS = {"method": "lora", "lora": {"train_tokens": ["<a>"]}}
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("tensor_parallel: 2", {"tensor_parallel": 2, "strategy": "zero3"}, {}, {}),
     ("tensor_parallel: 2", {"tensor_parallel": 2, "strategy": "fsdp"}, {}, {}),
@@ -58,6 +59,12 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("activation_offload: true", {"activation_offload": True, "torch_compile": True}, H100, {}),
     ("freeze", {"freeze": ["*.mlp"], "strategy": "zero3-nvme"}, {}, {}),
     ("learning_rates", {"learning_rates": {"*.mlp": 1e-5}, "strategy": "zero3-nvme"}, {}, {}),
+    ("lora.train_tokens", {**TOKENS, "strategy": "zero3"}, {}, {}),
+    ("lora.train_tokens", {**TOKENS, "strategy": "fsdp"}, H100, {"tie_word_embeddings": True}),
+    ("lora.train_tokens", {**TOKENS, "loss": "chunked", "sequence_parallel": 2, "torch_compile": True, "packing": False}, {}, {}),
+    ("lora.train_tokens", {**TOKENS, "objective": "dpo", "packing": False}, {}, {}),
+    ("lora.train_tokens", {**TOKENS, "tensor_parallel": 2, "strategy": "zero1", "method": "qlora"}, H100, {}),
+    ("lora.train_tokens", {**TOKENS, "lora": {"train_tokens": ["<a>"], "adapter": "x", "targets": ["lm_head"]}}, {}, {}),
     ("tensor_parallel: 2", {"learning_rates": {"*.mlp": 1e-5}, "strategy": "zero1", "tensor_parallel": 2}, {}, {}),
     ("tensor_parallel: 2", {"freeze": ["*.mlp"], "strategy": "zero1", "tensor_parallel": 2}, {}, {}),
     ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": False, "strategy": "ddp"}, {}, {}),

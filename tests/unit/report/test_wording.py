@@ -168,6 +168,7 @@ CASES: dict[str, tuple[Callable[[RunDir], object], dict[str, Any]]] = {
     "other rates": (lambda at: settings(at, learning_rates={"*.mlp": 1e-5, "lm_head": 0.002}), {}),
     "frozen weights": (lambda at: settings(at, freeze=["model.embed_tokens", "*.mlp"]), {"freeze": ["x"]}),
     "adapters": (lambda at: settings(at, method=LORA), {"method": "lora"}),
+    "trained tokens": (lambda at: settings(at, method=LORA.model_copy(update={"train_tokens": ["<a>"]})), {}),
     **{
         f"arguments {', '.join(map(str, values.values()))}": (
             lambda at, values=values: with_arguments(SETTINGS, **values).write(at.training),  # type: ignore[misc]
