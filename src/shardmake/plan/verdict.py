@@ -40,7 +40,7 @@ class FamilyError(NamedTuple):
 
 FAMILY_ERRORS: Final[dict[str, FamilyError]] = {
     "unsharded": FamilyError("unsharded", 39, 0.0109, 0.0977),
-    "sharded": FamilyError("sharded", 41, 0.0277, 0.0627),
+    "sharded": FamilyError("sharded", 39, 0.0277, 0.0905),
     "quantized": FamilyError("quantized", 56, 0.0172, 0.0799),
     "offloaded": FamilyError("offloaded", 3, 0.0341, 0.0846),
 }
