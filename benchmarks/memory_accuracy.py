@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks.deepspeed_table import table
 from benchmarks.formulas import accelerate_training, cookbook, deepspeed_states
 from benchmarks.old_libraries import estimate
 from benchmarks.published_models import CONFIGS, config_file
@@ -29,7 +28,6 @@ from shardmake.plan.verdict import FAMILY_ERRORS
 
 TRUTH = Path(__file__).parent / "data" / "memory_truth.csv"
 Row = dict[str, str]
-T0_3B = (2_783_959_040, 65_798_144)
 LOW = -5.0  # percent: an estimate below that is an out-of-memory for whoever trusts it
 
 
@@ -226,7 +224,6 @@ def main() -> int:
     options = parser.parse_args()
     with options.csv.open() as file:
         print("\n".join(report(csv.DictReader(file))))
-    print("\nDeepSpeed's own table for T0_3B, one node with two GPUs:\n" + table(*T0_3B, 1, 2))
     return 0
 
 

@@ -28,6 +28,7 @@ IN_FLIGHT = 2  # _FreeEventQueue._max_num_inflight_all_gathers in _limiter_utils
 ROOT = HEAD
 """Embedding, norm and head are one unit: the policies wrap layers only."""
 LOADING = "weights during loading"
+OUTPUT = "output"
 GATHERED = "gathered weights"
 
 
@@ -40,6 +41,23 @@ class ForeachMemory(DdpMemory):
         for key in self._allocate("optimizer temporaries", states.trained_bytes(self.scenario) * held):
             self.timeline.free(key)
         super().step()
+
+
+class LoopMemory(ForeachMemory):
+    """A loop that keeps the output of a step until the model returns the next one."""
+
+    _last: int | None = None
+
+    def gradient(self, name: str, size: int, key: int | None) -> bool:  # noqa: D102
+        if name != OUTPUT:
+            return super().gradient(name, size, key)
+        self._last = key
+        return True
+
+    def start_backward(self) -> None:  # noqa: D102
+        super().start_backward()
+        if self._last is not None:
+            self.timeline.free(self._last)
 
 
 @dataclass(frozen=True)

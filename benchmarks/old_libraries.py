@@ -1,11 +1,11 @@
-"""The memory of trainings with transformers 4.32 to 4.45 and FSDP1, from which most published measurements come.
+"""The memory of trainings with transformers 4.32 to 4.48 and FSDP1, from which most published measurements come.
 
 `shardmake.memory` models the pinned libraries. `estimate` replaces what differs, for one estimate.
 
-Sources in transformers: ``modeling_llama.py`` returns fp32 logits up to 4.45. ``ForCausalLMLoss`` copies the shifted
-logits up to 4.48 (pull request 35646). SDPA takes grouped heads from 4.54 on (39412) and contiguous inputs before 4.48.
-FlashAttention takes grouped heads in all models from 4.48 on (35235). Trainer takes the fused AdamW from 4.55 on.
-Checkpointing is reentrant before 5.0 (43203).
+Sources in transformers: ``modeling_llama.py`` returns fp32 logits up to 4.45 (pull request 33902). ``ForCausalLMLoss``
+copies the shifted logits up to 4.48 (35646). SDPA takes grouped heads from 4.54 on (39412) and contiguous inputs before
+4.48. FlashAttention takes grouped heads in all models from 4.48 on (35235). Trainer takes the fused AdamW from 4.55 on.
+Checkpointing is reentrant before 5.0 (43203), and later if its arguments are an empty dictionary.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,11 +15,11 @@ from functools import partial
 from typing import Any, Literal
 from unittest.mock import patch
 
-from benchmarks.old_fsdp1 import ForeachMemory, Fsdp1Memory
+from benchmarks.old_fsdp1 import OUTPUT, ForeachMemory, Fsdp1Memory, LoopMemory
 from shardmake.commands.estimate import EstimateRequest, resolve_request
 from shardmake.config.models import Precision
 from shardmake.memory import estimate as memory_estimate
-from shardmake.memory import size_tensors, trace
+from shardmake.memory import size_tensors, states, trace
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.ddp import DdpMemory
 from shardmake.memory.decoder import DecoderStep
@@ -39,8 +39,12 @@ class OldScenario(Scenario):
 
     transformers_4: bool = False
     """transformers 4.32 to 4.45 and its Trainer, and FSDP1."""
+    transformers_48: bool = False
+    """With `transformers_4`, its 4.48: 16-bit logits until the loss makes its fp32 copy, and no expanded keys."""
     keeps_output: bool = False
     """The training loop keeps the model's output during the backward pass."""
+    keeps_last_output: bool = False
+    """It keeps that in addition until the model returns the next one."""
     own_logits: bool = False
     """The model's own code leaves logits in 16 bits; only autocast casts them for the loss (Qwen 1)."""
     foreach_optimizer: bool = False
@@ -59,6 +63,10 @@ class OldScenario(Scenario):
     (``_register_pre_backward_hooks``), and none is gathered ahead of it (``_get_handle_to_prefetch``).
     """
 
+    single_quantization: bool = False
+    """The scales of 4-bit weights are fp32."""
+    repeats_keys: bool = False
+    """Keys and values are repeated for the heads of each group."""
     plain_layers: bool = False
     """Of Liger's kernels only that of the loss is used."""
 
@@ -90,13 +98,13 @@ class OldScenario(Scenario):
 
     @property
     def expands_keys(self) -> bool:  # noqa: D102
-        old = self.attention == "sdpa" or self.model.model_type in EXPANDS_FLASH_KEYS
-        return super().expands_keys or (self.transformers_4 and old)
+        old = self.attention == "sdpa" or (self.model.model_type in EXPANDS_FLASH_KEYS and not self.transformers_48)
+        return self.repeats_keys or super().expands_keys or (self.transformers_4 and old)
 
     @property
     def is_reentrant(self) -> bool:
         """True if a recomputed layer runs to its end, and its output stays during its backward pass."""
-        return self.transformers_4 and self.checkpoint != "plain"
+        return self.checkpoint == "inside" or (self.transformers_4 and self.checkpoint == "around")
 
     @property
     def recomputes_units(self) -> bool:
@@ -127,6 +135,8 @@ def _patched(libraries: Mapping[str, Any]) -> Iterator[None]:
     def old_memory(scenario: OldScenario, buckets: Buckets, timeline: Timeline) -> DdpMemory:
         if scenario.is_fsdp and scenario.transformers_4:
             return Fsdp1Memory(scenario, buckets, timeline)
+        if scenario.keeps_last_output:
+            return LoopMemory(scenario, buckets, timeline)
         is_foreach = scenario.spec.is_ddp and (scenario.foreach_optimizer or scenario.transformers_4)
         return (ForeachMemory if is_foreach else rank_memory)(scenario, buckets, timeline)
 
@@ -135,6 +145,7 @@ def _patched(libraries: Mapping[str, Any]) -> Iterator[None]:
             (planner, "scenario_of", old_scenario),
             (memory_estimate, "rank_memory", old_memory),
             (memory_estimate, "micro_step", micro_step),
+            (states, "SCALE_BYTES", 4 / 64 if libraries.get("single_quantization") else states.SCALE_BYTES),
             (trace, "_request", lambda scenario: {**request_of(scenario), "reentrant": scenario.is_reentrant}),
             (trace, "run_helper", _run_tracer),
         ):
@@ -174,6 +185,8 @@ class OldStep(DecoderStep):
         self._again: list[SizeStorage] = []
         self._output: SizeTensor | None = None
         events = super().run()
+        if self._output and self.scenario.keeps_last_output:
+            self.tape.mark("grad", self._output.storage.number, OUTPUT)
         self._output = None
         return events
 
@@ -210,10 +223,11 @@ class OldStep(DecoderStep):
         """Return logits in fp32, and copy the shifted ones."""
         if not self.scenario.transformers_4:
             return super()._cross_entropy(logits)
+        returned = logits if self.scenario.transformers_48 else None
         logits = logits if self.scenario.own_logits else size_tensors.cast(logits, 4)
         shifted = without_last_row(logits, self.scenario.micro_batch)
         scored = size_tensors.cast(shifted, 4) if self.tape.autocast else shifted
-        return size_tensors.nll_of_log_softmax(scored, self.tokens), logits
+        return size_tensors.nll_of_log_softmax(scored, self.tokens), returned or logits
 
 
 def without_last_row(tensor: SizeTensor, sequences: int) -> SizeTensor:

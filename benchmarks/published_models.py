@@ -10,7 +10,7 @@ from typing import Any
 def llama_like(
     hidden: int, inner: int, layers: int, heads: int, groups: int, vocabulary: int, **more: object
 ) -> dict[str, Any]:
-    sizes = {
+    return {
         "model_type": "llama",
         "hidden_size": hidden,
         "intermediate_size": inner,
@@ -19,11 +19,12 @@ def llama_like(
         "num_key_value_heads": groups,
         "vocab_size": vocabulary,
         "max_position_embeddings": 131072,
+        **more,
     }
-    return {**sizes, **more}
 
 
-_LLAMA_3B = llama_like(3072, 8192, 28, 24, 8, 128256, head_dim=128, tie_word_embeddings=True)
+_TIED = {"tie_word_embeddings": True}
+_LLAMA_3B = llama_like(3072, 8192, 28, 24, 8, 128256, head_dim=128, **_TIED)
 _LLAMA_8B = llama_like(4096, 14336, 32, 32, 8, 128256)
 _QWEN2 = {"model_type": "qwen2"}  # Qwen 1 is a Qwen 2 without grouped heads (its c_attn is q, k and v in one)
 _QWEN25_7B = llama_like(3584, 18944, 28, 28, 4, 152064, **_QWEN2)
@@ -42,35 +43,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Mistral-7B": llama_like(4096, 14336, 32, 32, 8, 32000, model_type="mistral"),
     "Mixtral-8x7B": {
         **llama_like(4096, 14336, 32, 32, 8, 32000, model_type="mixtral", architectures=["MixtralForCausalLM"]),
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
+        **{"num_local_experts": 8, "num_experts_per_tok": 2},
     },
     "PowerLM-3b": llama_like(
-        2304,
-        9216,
-        40,
-        36,
-        36,
-        49152,
-        model_type="granite",
-        architectures=["GraniteForCausalLM"],
-        tie_word_embeddings=True,
+        2304, 9216, 40, 36, 36, 49152, model_type="granite", architectures=["GraniteForCausalLM"], **_TIED
     ),
     "gpt_bigcode-santacoder": {
         "model_type": "gpt_bigcode",
         "architectures": ["GPTBigCodeForCausalLM"],
-        "n_embd": 2048,
-        "n_layer": 24,
-        "n_head": 16,
-        "n_inner": 8192,
-        "n_positions": 2048,
-        "vocab_size": 49280,
+        **{"n_embd": 2048, "n_layer": 24, "n_head": 16, "n_inner": 8192, "n_positions": 2048, "vocab_size": 49280},
     },
     "Yi-34B": llama_like(7168, 20480, 60, 56, 8, 64000),
-    "SmolLM2-360M": llama_like(960, 2560, 32, 15, 5, 49152, tie_word_embeddings=True),
+    "TinyLlama-1.1B": llama_like(2048, 5632, 22, 32, 4, 32000),
+    "SmolLM2-360M": llama_like(960, 2560, 32, 15, 5, 49152, **_TIED),
+    "SmolLM2-1.7B": llama_like(2048, 8192, 24, 32, 32, 49152, **_TIED),
     "gemma-1.1-2b-it": llama_like(2048, 16384, 18, 8, 1, 256000, model_type="gemma", head_dim=256),
-    "Qwen3-4B": llama_like(2560, 9728, 36, 32, 8, 151936, model_type="qwen3", tie_word_embeddings=True),
+    "Qwen3-4B": llama_like(2560, 9728, 36, 32, 8, 151936, model_type="qwen3", **_TIED),
     "DeepSeek-R1-0528-Qwen3-8B": llama_like(4096, 12288, 36, 32, 8, 151936, model_type="qwen3"),
+    "Qwen2.5-0.5B-Instruct": llama_like(896, 4864, 24, 14, 2, 151936, **_TIED, **_QWEN2),
+    "Qwen2.5-1.5B-Instruct": llama_like(1536, 8960, 28, 12, 2, 151936, **_TIED, **_QWEN2),
+    "Qwen2.5-3B-Instruct": llama_like(2048, 11008, 36, 16, 2, 151936, **_TIED, **_QWEN2),
     "Qwen2.5-7B": _QWEN25_7B,
     "Qwen2.5-7B-Instruct": _QWEN25_7B,
     "Qwen2.5-32B": llama_like(5120, 27648, 64, 40, 8, 152064, **_QWEN2),

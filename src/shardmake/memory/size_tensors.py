@@ -459,14 +459,14 @@ def matmul(left: SizeTensor, right: SizeTensor, numel: int) -> SizeTensor:
 
 
 def softmax(tensor: SizeTensor, item: int) -> SizeTensor:
-    """Model a softmax that is computed and saved in ``item`` bytes."""
+    """Model a softmax that is computed and saved in ``item`` bytes; CUDA's kernel multiplies gradient and output."""
     source = tensor.item
     out = new(tensor, item=item)
     saved = [out.storage]
 
     def function(grad: SizeTensor) -> list[SizeTensor]:
-        wide = new(grad)
-        saved.clear()  # before the cast
+        wide, product = new(grad), new(grad)
+        del product, saved[:]  # before the cast
         return [_as(wide, source)]
 
     return derive(out, [tensor], function)

@@ -378,9 +378,10 @@ class Recorder(_DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator and record the storages of its results."""
+        """Run the operator and record the storages of its results, and the product that CUDA's softmax makes."""
         result = func(*args, **(kwargs or {}))
-        for leaf in _PYTREE.tree_leaves(result):
+        made = (result, args[0] * args[1]) if func is torch.ops.aten._softmax_backward_data.default else result
+        for leaf in _PYTREE.tree_leaves(made):
             if isinstance(leaf, torch.Tensor):
                 self._record(leaf, str(func))
         return result
@@ -390,8 +391,7 @@ class Recorder(_DispatchMode):
         key = private(storage).cdata
         if key in self._known or storage.nbytes() == 0:
             return
-        number = self._next
-        self._next += 1
+        number, self._next = self._next, self._next + 1
         self._known[key] = (weakref.ref(storage, lambda _: self._forget(key, number)), number)
         self.events.append(["alloc", number - self._first, storage.nbytes(), operator])
         self._in_layer[storage.nbytes()] += 1
