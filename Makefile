@@ -159,7 +159,7 @@ test-sweep: install-test
 test-objectives: install-test .venv/bitsandbytes
 	$(BIN)/pytest -m objectives tests/workflow tests/cluster --junit-xml=$(REPORTS)/objectives.xml
 
-# Eleven families through every stage, mixtures of experts and composites under every strategy.
+# The most used families through every stage, mixtures of experts and composites under every strategy.
 test-families: install-test
 	$(BIN)/pytest -m families tests/workflow --junit-xml=$(REPORTS)/families.xml
 

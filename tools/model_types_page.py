@@ -8,6 +8,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from tests.tiers import FAMILIES
+
 ROWS = Path(__file__).parents[1] / "tests/model_types.json"
 _LONGEST = 120
 _KERNELS = ["varlen", "flash", "sdpa", "eager"]
@@ -17,9 +19,10 @@ What the plan and a small model of each type gave with the pinned transformers: 
 are not loaded, the attention kernels (`all`: varlen, flash, sdpa, eager), and those that keep packed examples apart
 (`same` is each of them; of flash, the ranks check it). One training step and its merge were right, unless the last
 column has a problem. The small models have the default config of their type, or a few published values where that
-cannot run, with fewer layers and a smaller vocabulary, so a published model may differ. Types that are not on this page
-have not been tried. `python -m tests.model_types tests/model_types.json` tries them, and `make test-models` repeats the
-rows.
+cannot run, with fewer layers and a smaller vocabulary, so a published model may differ. Those of the types in bold went
+through every stage, from fetch to report, with two ranks of ZeRO-3 and of FSDP2 (`make test-families`). Types that are
+not on this page have not been tried. `python -m tests.model_types tests/model_types.json` tries them, and
+`make test-models` repeats the rows.
 
 | type | class | kernels | packing | towers absent; problem |
 |---|---|---|---|---|
@@ -42,8 +45,9 @@ def _short(text: str) -> str:
 def _line(kind: str, row: dict[str, Any]) -> str:
     apart = [kernel for kernel in row["attention"] if kernel not in row["mixing"]]
     problem = "" if row["tested"] == "a step, its merge" else _short(row["tested"])
+    name = f"**`{kind}`**" if kind in FAMILIES else f"`{kind}`"
     cells = (
-        f"`{kind}`", row["model_class"], "all" if row["attention"] == _KERNELS else ", ".join(row["attention"]),
+        name, row["model_class"], "all" if row["attention"] == _KERNELS else ", ".join(row["attention"]),
         "same" if apart == row["attention"] else ", ".join(apart) or "none",
         "; ".join(filter(None, (", ".join(row["absent"]), problem))),
     )  # fmt: skip

@@ -167,19 +167,23 @@ def _described(model: "nn.Module", path: str, count: int) -> dict[str, Any]:
 
 
 def leaf_classes(model: "nn.Module") -> list[str]:
-    """Return the classes of the blocks that hold experts as separate modules, as models with code of their own do.
+    """Return the classes that run other modules on ranks whose tokens take other experts.
 
-    ZeRO-3 must gather such a block as a whole (a leaf module): ranks whose tokens take different experts would gather
-    in different order and wait for each other forever. Most models of transformers hold all experts in one parameter.
+    ZeRO-3 must gather them as a whole (a leaf module): the ranks would gather in different order and wait for each
+    other forever. These are blocks that hold experts as separate modules, as models with code of their own do, and
+    experts in one parameter that call their activation once for each, such as those of Step 3.7. For most of the
+    latter, transformers multiplies all experts at once.
     """
     from torch import nn
 
-    found = (
-        type(block).__name__
-        for block in model.modules()
-        if isinstance(experts := getattr(block, "experts", None), nn.ModuleList | nn.ModuleDict) and len(experts) > 1
-    )
-    return sorted(set(found))
+    found = set()
+    for block in model.modules():
+        experts = getattr(block, "experts", None)
+        if isinstance(experts, nn.ModuleList | nn.ModuleDict):
+            found |= {type(block).__name__} if len(experts) > 1 else set()
+        elif isinstance(experts, nn.Module) and any(experts.children()) and not hasattr(experts, "is_concatenated"):
+            found.add(type(experts).__name__)
+    return sorted(found)
 
 
 def adapters(

@@ -42,11 +42,13 @@ class Experts(torch.nn.Module):
         self.experts = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(count))
 
 
-def test_blocks_with_experts_as_modules_are_leaves() -> None:
+def test_what_runs_other_modules_for_other_experts_is_a_leaf() -> None:
     fused = parameter_inventory.build({"model_type": "mixtral", **SIZES, "num_local_experts": 4}, "test")
     assert parameter_inventory.leaf_classes(fused) == []
     assert parameter_inventory.leaf_classes(torch.nn.Sequential(Experts(2), Experts(4))) == ["Experts"]
     assert parameter_inventory.leaf_classes(Experts(1)) == []
+    looped = torch.nn.ModuleDict({"experts": torch.nn.Sequential(torch.nn.SiLU())})
+    assert parameter_inventory.leaf_classes(looped) == ["Sequential"]
 
 
 def _numel(shape: list[int]) -> int:

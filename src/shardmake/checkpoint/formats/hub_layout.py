@@ -186,7 +186,7 @@ def check_all_loaded(
 
     folder = Path(str(cached_file(source, "config.json", revision=revision))).parent
     converted, parameters = _convert(model, huggingface.weight_names(folder))[1], model.state_dict()
-    left_over = {name for name, new in converted.items() if new not in parameters and name not in parameters}
+    left_over = {new for name, new in converted.items() if new not in parameters and name not in parameters}
     info = LoadStateDictInfo(set(), left_over, set(), [], {}, set())
     private(model).adjust_missing_and_unexpected_keys(info)  # removes the names that the class does not load
     if names := sorted(set(info.unexpected_keys) - {replaced}):
