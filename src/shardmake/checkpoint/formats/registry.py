@@ -140,13 +140,12 @@ def _without_outer(contents: Contents, names: Collection[str]) -> Contents:
 def _renamed(contents: Contents, inner: Callable[[str], str]) -> Contents:
     originals: dict[str, str] = {}
     for name in contents.tensors:
-        if inner(name) in originals:
+        if (other := originals.setdefault(inner(name), name)) != name:
             raise CheckpointError(
-                f"Cannot read {contents.folder}. {originals[inner(name)]} and {name} are one name without the levels "
-                "of wrappers. Save the model without its wrapper."
+                f"Cannot read {contents.folder}. {other} and {name} are one name without the levels of wrappers. Save "
+                "the model without its wrapper."
             )
-        originals[inner(name)] = name
-    tensors = [replace(tensor, name=inner(name)) for name, tensor in contents.tensors.items()]
+    tensors = [replace(contents.tensors[original], name=name) for name, original in originals.items()]
     return contents.with_tensors(tensors, {inner(a): inner(b) for a, b in contents.aliases.items()})
 
 
