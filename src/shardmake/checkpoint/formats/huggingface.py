@@ -16,11 +16,11 @@ from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from shardmake.checkpoint.formats import unpickle
-from shardmake.checkpoint.formats.contents import Contents, StoredTensor, unsharded
+from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor, unsharded
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE, Target
 from shardmake.checkpoint.formats.models import NO_WEIGHTS, Levels, names_of_model
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
-from shardmake.checkpoint.formats.unpickle import TensorRef, numel, row_major
+from shardmake.checkpoint.formats.unpickle import TensorRef, numel
 from shardmake.core.errors import CheckpointError
 
 _NO_ADAPTER = re.compile(r"checkpoint-\d+|ref")
@@ -178,7 +178,8 @@ def _read_safetensors(path: Path) -> Iterator[StoredTensor]:
         raise CheckpointError(f"{path} is not a complete safetensors file: {error}. Write or copy it again.") from None
     at = path.stat().st_size - sum(sizes)
     for (name, dtype, shape), size in zip(held, sizes, strict=True):
-        yield unsharded(name, TensorRef(ZipRecord(path, at, size, None), 0, dtype, shape, row_major(shape)))
+        pieces = (Piece(ZipRecord(path, at, size, None), 0, 0, numel(shape)),) if size else ()
+        yield StoredTensor(name, dtype, shape, pieces)
         at += size
 
 
