@@ -26,8 +26,7 @@ LIMIT = 512 << 20
 PLAN = """
 import time; start = time.time()
 from pathlib import Path
-from shardmake.consolidate.jobs import plan_jobs
-from shardmake.consolidate.layout import plan_shards
+from shardmake.consolidate.layout import plan_jobs, plan_shards
 from shardmake.checkpoint.formats.registry import read_checkpoint
 contents = read_checkpoint(Path("{source}"))
 shards = plan_shards(contents.tensors.values(), "keep", 5 * 10**9)

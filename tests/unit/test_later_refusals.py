@@ -49,15 +49,15 @@ ROWS: dict[Why | str, str] = {
         launch/service.py train/network_check.py
     """,
     Why.RESULT: """
-        checkpoint/formats/contents.py checkpoint/formats/dcp.py checkpoint/formats/fsdp_per_rank.py
-        checkpoint/formats/huggingface.py checkpoint/formats/lora.py checkpoint/formats/models.py
-        checkpoint/formats/nvme_swap.py checkpoint/formats/pickle_machine.py checkpoint/formats/pickle_names.py
-        checkpoint/formats/registry.py checkpoint/formats/single_file.py checkpoint/formats/torch_zip_reader.py
-        checkpoint/formats/unpickle.py checkpoint/formats/zero.py checkpoint/formats/zero_files.py
-        checkpoint/formats/zero_tensors.py checkpoint/reshard/convert.py checkpoint/reshard/states.py
+        checkpoint/formats/contents.py checkpoint/formats/dcp.py checkpoint/formats/huggingface.py
+        checkpoint/formats/lora.py checkpoint/formats/models.py checkpoint/formats/pickle_machine.py
+        checkpoint/formats/pickle_names.py checkpoint/formats/registry.py
+        checkpoint/formats/torch_zip_reader.py checkpoint/formats/unpickle.py
+        checkpoint/formats/zero.py checkpoint/formats/zero_files.py checkpoint/reshard/convert.py
+        checkpoint/reshard/states.py
         consolidate/loading.py:check_loading consolidate/merge_plan.py:MergePlan.check
         consolidate/merge_plan.py:_refuse_misfits consolidate/merge_plan.py:resolve_ties
-        consolidate/peft_check.py consolidate/recorded.py consolidate/scan.py consolidate/source_checks.py
+        consolidate/peft_check.py consolidate/scan.py consolidate/source_checks.py
         consolidate/stage.py:_convert consolidate/stage.py:final_checkpoint consolidate/stream.py
         consolidate/verify.py consolidate/writer.py evaluate/preferences.py:score_rewards
         evaluate/scores.py:Score.means launch/attempt_end.py:apply_decision push/bundle.py:_verified_model
@@ -68,8 +68,9 @@ ROWS: dict[Why | str, str] = {
         push/hub.py:_refuse_foreign push/hub.py:_refuse_public push/object_store.py
     """,
     Why.CHANGED: """
-        checkpoint/record.py consolidate/aux_files.py consolidate/loading.py:refuse_impossible_config
-        consolidate/stage.py:consolidate_run consolidate/staging.py data/raw.py:check_raw launch/driver.py
+        checkpoint/record.py consolidate/aux_files.py consolidate/destination.py:StagingLock._locked
+        consolidate/destination.py:discard_on_error consolidate/loading.py:refuse_impossible_config
+        consolidate/stage.py:consolidate_run data/raw.py:check_raw launch/driver.py
         launch/jobs.py:_process_id launch/monitor.py launch/resume_validation.py:validate_inputs
         launch/submission.py:check_stop_file launch/user_script.py:refuse_repetition
         push/folder.py:_copy push/folder.py:push_to_folder train/checkpoint_saver.py

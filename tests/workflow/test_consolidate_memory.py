@@ -22,8 +22,7 @@ PER_WORKER = 32 * MIB
 PLAN = """
 import json, sys
 from pathlib import Path
-from shardmake.consolidate.jobs import plan_jobs
-from shardmake.consolidate.layout import plan_shards
+from shardmake.consolidate.layout import plan_jobs, plan_shards
 from shardmake.checkpoint.formats.registry import read_checkpoint
 contents = read_checkpoint(Path(sys.argv[1]), "bf16")
 shards = plan_shards(contents.tensors.values(), "bf16", 5 * 10**9)

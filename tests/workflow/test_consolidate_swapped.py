@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardmake.checkpoint.formats.nvme_swap import FOLDER, write_index
 from shardmake.checkpoint.formats.zero import MOMENTS, inner_folder, read_states
+from shardmake.checkpoint.formats.zero_files import SWAP_FOLDER, write_swap_ids
 from shardmake.checkpoint.reshard.states import read_tensor
 from shardmake.core.errors import ShardmakeError
 from tests.workflow.consolidate_checkpoints import assert_equal, expected_weights, merged, trained
@@ -34,9 +34,9 @@ def swapped(variant: Path, tmp_path: Path) -> Path:
     for path in folder.glob("*_optim_states.pt"):
         rank = int(path.name.split("rank_")[1].split("_")[0])
         saved = torch.load(path, weights_only=False)
-        count = swap_out(saved["optimizer_state_dict"], folder / FOLDER / f"rank{rank:02d}")
+        count = swap_out(saved["optimizer_state_dict"], folder / SWAP_FOLDER / f"rank{rank:02d}")
         torch.save(saved, path)
-    write_index(folder, [f"{number}_{number + 3}" for number in range(count)])
+    write_swap_ids(folder, [f"{number}_{number + 3}" for number in range(count)])
     return folder
 
 
@@ -69,7 +69,7 @@ def test_states_for_resharding_are_unchanged(variant: Path, swapped: Path) -> No
 
 
 def test_missing_swap_file_or_index_is_reported(swapped: Path, tmp_path: Path) -> None:
-    file = swapped / FOLDER / "rank01/0_3.tensor.swp"
+    file = swapped / SWAP_FOLDER / "rank01/0_3.tensor.swp"
     content = file.read_bytes()
     file.write_bytes(content[:100])
     with pytest.raises(
@@ -81,10 +81,10 @@ def test_missing_swap_file_or_index_is_reported(swapped: Path, tmp_path: Path) -
         merged(swapped.parent, tmp_path / "out")
     file.write_bytes(content)
     for ids in ([], ["../../0"] * 99):
-        write_index(swapped, ids)
+        write_swap_ids(swapped, ids)
         with pytest.raises(ShardmakeError, match=r"sub_groups\.json is damaged"):
             merged(swapped.parent, tmp_path / "out")
-    (swapped / FOLDER / "sub_groups.json").unlink()
+    (swapped / SWAP_FOLDER / "sub_groups.json").unlink()
     with pytest.raises(
         ShardmakeError, match=r"sub_groups\.json, which maps .* is missing.* resume from this checkpoint with Shardmake"
     ):

@@ -82,11 +82,7 @@ def read_listings(staged: Path, nodes: int, own: dict[str, FileEntry], deadline_
 
 
 def merge_listings(listings: Iterable[dict[str, FileEntry]]) -> dict[str, FileEntry]:
-    """Return all files of a checkpoint; several nodes may write one file only with the same content.
-
-    Raises:
-        RuntimeError: the content differs.
-    """
+    """Return all files of a checkpoint; raise `RuntimeError` for one that nodes wrote with different content."""
     found: dict[str, FileEntry] = {}
     for files in listings:
         for name, entry in files.items():

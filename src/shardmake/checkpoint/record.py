@@ -19,7 +19,7 @@ from shardmake.core.errors import CheckpointError
 from shardmake.core.fingerprint import FileEntry, fingerprint
 
 RECORD_NAME = "shardmake.json"
-_FOLDER = re.compile(r"checkpoint-(\d+)")
+FOLDER = re.compile(r"checkpoint-(\d+)")
 
 
 def list_files(checkpoint: Path) -> list[str]:
@@ -84,8 +84,7 @@ class CheckpointRecord(BaseModel):
 def read_record(checkpoint: Path) -> CheckpointRecord | None:
     """Return the record of a checkpoint; None if it is missing (`is_unfinished`) or damaged.
 
-    Raises:
-        CheckpointError: The user may not read the record, which does not make the checkpoint damaged.
+    Raise `CheckpointError` if the user may not read the record, which does not make the checkpoint damaged.
     """
     try:
         record = CheckpointRecord.model_validate(unsealed(json.loads((checkpoint / RECORD_NAME).read_bytes())))
@@ -93,7 +92,7 @@ def read_record(checkpoint: Path) -> CheckpointRecord | None:
         raise _permission_denied(error) from None
     except (OSError, ValueError):
         return None
-    named = _FOLDER.fullmatch(checkpoint.name)
+    named = FOLDER.fullmatch(checkpoint.name)
     return None if named and int(named[1]) != record.step else record
 
 
@@ -101,20 +100,16 @@ def is_unfinished(checkpoint: Path) -> bool:
     """Return True if a checkpoint has no record; a record that cannot be read makes it damaged instead."""
     try:
         (checkpoint / RECORD_NAME).lstat()
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
     return False
 
 
 def find_problems(checkpoint: Path, *, checksums: bool = True) -> list[str]:
     """Return one sentence per damaged file of a checkpoint; an empty list if every byte is as recorded.
 
-    Without ``checksums`` only the sizes of the files are compared, and no content is read.
-
-    Raises:
-        CheckpointError: The user may not read a file.
+    Without ``checksums`` only the sizes of the files are compared, and no content is read. Raise `CheckpointError` for
+    a file that the user may not read.
     """
     if is_unfinished(checkpoint):
         return [f"{checkpoint.name} was not finished (it has no {RECORD_NAME})"]
@@ -127,11 +122,7 @@ def find_problems(checkpoint: Path, *, checksums: bool = True) -> list[str]:
 def find_damaged(
     checkpoint: Path, record: CheckpointRecord, names: Iterable[str], *, workers: int = 4, checksums: bool = True
 ) -> dict[str, str]:
-    """Return the files among ``names`` that are not as recorded, with one sentence each.
-
-    Raises:
-        CheckpointError: The user may not read a file.
-    """
+    """Return the files among ``names`` that are not as recorded, with one sentence each; see `find_problems`."""
     listed = list(names)
     with ThreadPoolExecutor(workers) as pool:
         found = pool.map(lambda name: file_problem(checkpoint / name, record.files[name], checksums), listed)

@@ -11,7 +11,6 @@ at folder names alone (``get_last_checkpoint`` of transformers) therefore see co
 import contextlib
 import logging
 import math
-import re
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint.record import (
+    FOLDER,
     RECORD_NAME,
     CheckpointRecord,
     find_problems,
@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 STAGING = ".saving"
 _TAG = "latest"
-_FOLDER = re.compile(r"checkpoint-(\d+)")
 REMOVE_SECONDS = 5.0
 
 
@@ -100,15 +99,8 @@ def commit_and_prune(
 ) -> None:
     """Commit the checkpoint in ``staged`` and remove the checkpoints that ``retention`` does not keep.
 
-    Args:
-        staged: The staged checkpoint.
-        files: Its files, which are durable.
-        details: The other fields of its record.
-        started: Unix time at which the save began.
-        retention: The retention rule.
-
-    Raises:
-        CheckpointError: The checkpoint holds no weights, because a library selected none.
+    Its ``files`` are durable, ``details`` the other fields of its record, and ``started`` is the Unix time at which the
+    save began. Raise `CheckpointError` if it holds no weights, because a library selected none.
     """
     shards = {name: entry.size for name, entry in files.items() if name.endswith(".distcp")}
     for folder in {Path(name).parent for name in shards}:
@@ -158,7 +150,7 @@ def _write_record(checkpoint: Path, record: CheckpointRecord) -> None:
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Return the steps and paths of all checkpoint folders in ``folder``, newest first, finished or not."""
-    found = [(int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := _FOLDER.fullmatch(path.name))]
+    found = [(int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := FOLDER.fullmatch(path.name))]
     return sorted(found, reverse=True)
 
 
@@ -249,27 +241,27 @@ def remove(checkpoint: Path) -> bool:
             if checkpoint == listed:  # a kill in between must not leave a record without its files
                 run_folder.unlink(checkpoint / RECORD_NAME)
             run_folder.remove(checkpoint, strict=True)
+            break
         except LinkError as error:
             logger.warning("Could not remove %s: %s", listed, error)
             return False
         except OSError as error:
             if isinstance(error, FileNotFoundError) and not checkpoint.exists():
-                return True
+                break
             if isinstance(error, (PermissionError, NotADirectoryError)) or time.monotonic() > deadline:
                 logger.warning("Could not remove %s: %s.", error.filename or listed, error.strerror)
                 return False
-        else:
-            if checkpoint != listed:
-                with contextlib.suppress(OSError):  # a save may be in progress there
-                    run_folder.remove_empty(checkpoint.parent)
-            return True
         time.sleep(0.2)
+    if checkpoint != listed:
+        with contextlib.suppress(OSError):  # a save may be in progress there
+            run_folder.remove_empty(checkpoint.parent)
+    return True
 
 
 def _unlist(checkpoint: Path) -> Path:
     """Move a checkpoint out of the list, and return its new path; what cannot be moved is removed where it is."""
     staging = checkpoint.parent / STAGING
-    if STAGING not in checkpoint.parts and _FOLDER.fullmatch(checkpoint.name) and not checkpoint.is_symlink():
+    if STAGING not in checkpoint.parts and FOLDER.fullmatch(checkpoint.name) and not checkpoint.is_symlink():
         with contextlib.suppress(OSError, LinkError):
             run_folder.make_folder(staging, parents=False)
             run_folder.rename(checkpoint, staging / checkpoint.name)

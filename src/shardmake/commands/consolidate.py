@@ -65,13 +65,11 @@ def merge(request: MergeRequest, checkpoint: Path, out: Path) -> str:
     from shardmake.consolidate.destination import find_base
     from shardmake.consolidate.merge import consolidate, preview
     from shardmake.consolidate.merge_plan import plan_merge
-    from shardmake.consolidate.source_checks import parse_allowed
     from shardmake.consolidate.stream import show_progress
 
     planned: dict[str, Any] = {
         "base": find_base(request.base) if request.base is not None else None,
-        "allow": parse_allowed(request.allow),
-        **{name: getattr(request, name) for name in ("dtype", "adapter", "max_shard_size", "raw", "key")},
+        **{name: getattr(request, name) for name in ("dtype", "adapter", "max_shard_size", "raw", "allow", "key")},
     }
     replaced: dict[str, Any] = {"trust_remote_code": request.trust_remote_code, "overwrite": request.overwrite}
     if request.dry_run:

@@ -1,8 +1,8 @@
 """Merge sharded checkpoints into a Hugging Face folder at disk speed, in bounded memory, and verify the result.
 
 `checkpoint.formats` reads a checkpoint's metadata without its tensors and without executing code in it. It returns the
-byte ranges of each tensor. `layout` computes names, shards and headers, `jobs` divides the copy, `stream` and `writer`
-copy the bytes, `loading` asks transformers, and `verify` reads the result again. `destination` decides what may be
+byte ranges of each tensor. `layout` computes names, shards and headers and divides the copy, `stream` and `writer` copy
+the bytes, `loading` asks transformers, and `verify` reads the result again. `destination` decides what may be
 replaced, and `aux_files` which small files the model gets.
 """
 

@@ -5,10 +5,11 @@ saves a tokenizer in other files than it was published in. A tokenizer or chat t
 from the checkpoint. Files are copied by name, and no link is followed out of its folder.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from shardmake.checkpoint.formats.dtypes import CONVERTIBLE, ITEM_SIZE, torch_name
 from shardmake.checkpoint.formats.huggingface import is_licence
@@ -16,6 +17,7 @@ from shardmake.core.atomic import write_bytes, write_json, write_text
 from shardmake.core.errors import ModelError
 from shardmake.core.run_folder import make_folder
 
+_OBJECT = TypeAdapter(dict[str, Any])
 _CONFIG = "config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
@@ -54,6 +56,8 @@ def copy_aux_files(
 ) -> list[str]:
     """Write the config and the auxiliary files to ``target``.
 
+    Return one sentence for each difference from the base model's files.
+
     Args:
         base: The base model's folder; None: write the config only.
         trained: The checkpoint's folders.
@@ -62,9 +66,6 @@ def copy_aux_files(
         adapter: The adapter_config.json to copy instead of a model's config, if an adapter is written alone.
         code: Copy the base model's code as well.
         untie: Declare that the model ties no weights.
-
-    Returns:
-        One sentence for each difference from the base model's files.
 
     Raises:
         ModelError: No folder holds a config.json, or a file is not readable or is a link to another folder.
@@ -128,16 +129,10 @@ def find_changed_tokenizer(base: Path, trained: Sequence[Path]) -> Path | None:
     """
     theirs = _tokens(base)
     for folder in trained:
-        ours = _tokens(folder)
-        if theirs and any(theirs.get(token) != number for token, number in ours.items()):
-            return folder
-        if ours and not theirs and _vocabulary_size(folder) != _vocabulary_size(base):
+        ours, sizes = _tokens(folder), [_read_if_exists(it, _CONFIG).get("vocab_size") for it in (folder, base)]
+        if any(theirs.get(token) != number for token, number in ours.items()) and (theirs or sizes[0] != sizes[1]):
             return folder
     return None
-
-
-def _vocabulary_size(folder: Path) -> Any:
-    return _read_if_exists(folder, _CONFIG).get("vocab_size")
 
 
 def _tokens(folder: Path) -> dict[str, int]:
@@ -164,11 +159,8 @@ def _tokens(folder: Path) -> dict[str, int]:
 
 def find_changed_template(base: Path, trained: Sequence[Path]) -> str | None:
     """Return the chat template of the first folder of ``trained`` that has one, if the base model's is another."""
-    for folder in trained:
-        template = _template(folder)
-        if template is not None:
-            return template if template != _template(base) else None
-    return None
+    template = next((one for one in map(_template, trained) if one is not None), None)
+    return template if template != _template(base) else None
 
 
 def find_new_padding(base: Path, trained: Sequence[Path]) -> str | None:
@@ -176,12 +168,10 @@ def find_new_padding(base: Path, trained: Sequence[Path]) -> str | None:
 
     The classifier reads its score at the last token that is not the padding token of its config.
     """
-    for folder in trained:
-        architecture = next(iter(_read_if_exists(folder, _CONFIG).get("architectures") or ()), "")
-        token = _padding(folder)
-        if architecture.endswith("ForSequenceClassification") and token is not None:
-            return token if _padding(base) is None else None
-    return None
+    classes = {folder: _read_if_exists(folder, _CONFIG).get("architectures") or [""] for folder in trained}
+    found = (_padding(folder) for folder, names in classes.items() if names[0].endswith("ForSequenceClassification"))
+    token = next((one for one in found if one is not None), None)
+    return token if _padding(base) is None else None
 
 
 def _padding(folder: Path) -> str | None:
@@ -213,18 +203,12 @@ def _read_if_exists(folder: Path, name: str) -> Mapping[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file that this package did not write.
-
-    Raises:
-        ModelError: The file does not hold a JSON object.
-    """
+    """Return the JSON object in a file that others wrote; raise `ModelError` for any other content."""
     try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"Cannot read {path}. It is not JSON: {error}. Copy it again.") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"Cannot read {path}. It holds a {type(value).__name__}, not an object. Copy it again.")
-    return value
+        return _OBJECT.validate_json(path.read_bytes())
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"]
+        raise ModelError(f"Cannot read {path}. It is not a JSON object: {reason}. Copy it again.") from None
 
 
 def config_folder(sources: Sequence[Path | None]) -> Path:

@@ -4,6 +4,7 @@ torch does not convert the blocks, because its import takes longer and more memo
 Chunks fit into the processor's cache and all arrays are reused, which makes the conversion faster than a disk.
 """
 
+import contextlib
 import errno
 import mmap
 import os
@@ -35,23 +36,19 @@ def is_cached(path: Path, offset: int, size: int) -> bool:
 
     Return False if the file system does not support the check.
     """
-    file = os.open(path, os.O_RDONLY)
+    file, cached = os.open(path, os.O_RDONLY), 0
+    probes = range(offset, offset + size, max(1, size // _PROBES))
     try:
-        probes = range(offset, offset + size, max(1, size // _PROBES))
-        return sum(_is_byte_cached(file, probe) for probe in probes) > len(probes) // 2
+        for probe in probes:
+            with contextlib.suppress(BlockingIOError):
+                cached += os.preadv(file, [bytearray(1)], probe, os.RWF_NOWAIT)
+        return cached > len(probes) // 2
     except OSError as error:
         if error.errno != errno.EOPNOTSUPP:
             raise
         return False
     finally:
         os.close(file)
-
-
-def _is_byte_cached(file: int, offset: int) -> bool:
-    try:
-        return os.preadv(file, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
-    except BlockingIOError:
-        return False
 
 
 _AHEAD = 8 << 20
@@ -89,7 +86,12 @@ class Converter:
         out = self._out[shift : shift + values.size * ITEM_SIZE[target]].view(_VIEW[target])
         for begin in range(0, values.size, _CHUNK):
             chunk = slice(begin, begin + _CHUNK)
-            self._narrow(self._widen(values[chunk], source), out[chunk], target)
+            wide = self._widen(values[chunk], source)
+            if target == "BF16":
+                self._to_bf16(wide, out[chunk])
+                continue
+            with np.errstate(over="ignore"):  # overflow becomes infinity, which verification reports by tensor
+                out[chunk] = wide
         return out.view(np.uint8)
 
     def change(self, block: Block, source: str, target: str, change: Callable[[Block], Block], shift: int = 0) -> Block:
@@ -107,15 +109,6 @@ class Converter:
         bits[:] = values
         bits <<= 16
         return bits.view(np.float32)
-
-    def _narrow(self, values: Block, out: Block, target: str) -> None:
-        if target == "F32":
-            out[:] = values
-        elif target == "F16":
-            with np.errstate(over="ignore"):  # overflow becomes infinity, which verification reports by tensor
-                out[:] = values
-        else:
-            self._to_bf16(values, out)
 
     def _to_bf16(self, values: Block, out: Block) -> None:
         """Round the upper half of the bits to nearest even (IEEE 754); NaN becomes the quiet NaN."""

@@ -1,19 +1,31 @@
-"""The destination of a merge: which folder may be replaced, and which must not."""
+"""The destination of a merge: which folder may be replaced, and the staging folder beside it.
+
+The staging folder, in which the model is written, is locked, removed on errors, and renamed when it is complete.
+"""
 
 import errno
+import fcntl
+import logging
+import os
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import IO
 
 from shardmake.checkpoint.formats.contents import Contents
 from shardmake.checkpoint.formats.registry import LAYOUTS
 from shardmake.consolidate.aux_files import AUX_FILES
+from shardmake.consolidate.layout import PlannedShard
+from shardmake.core import run_folder
+from shardmake.core.disk import require_space
 from shardmake.core.errors import CheckpointError, ConfigError, ShardmakeError
 from shardmake.core.fingerprint import fingerprint
 from shardmake.core.hub import cached_snapshot, is_hub_id, translate_hub_errors, with_retries
-from shardmake.core.run_folder import real_path
+from shardmake.core.units import format_bytes
 from shardmake.run.paths import MODEL_CARD, MODEL_RECEIPT
 from shardmake.run.receipts import MergeReceipt
 
+logger = logging.getLogger(__name__)
 _NAMED = 5
 _SMALL = 64 << 20
 """Bytes; of larger files only the size is compared with the receipt, because hashing them takes as long as a merge."""
@@ -30,9 +42,12 @@ def check_destination(out: Path, sources: Mapping[Path, str], *, overwrite: bool
         overwrite: Accept an ``out`` with any other content.
     """
     cannot = f"Cannot write the model to {out}."
-    if _is_loop(out):
-        raise ConfigError(f"{cannot} Its symbolic links form a loop. Name another folder.")
-    place = real_path(out)
+    try:
+        out.stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # Path.resolve refuses a loop only before Python 3.13
+            raise ConfigError(f"{cannot} Its symbolic links form a loop. Name another folder.") from None
+    place = run_folder.real_path(out)
     staging = staging_folder(out)
     for folder, what in sources.items():
         if relation := _relation(place, folder.resolve()):
@@ -48,24 +63,16 @@ def check_destination(out: Path, sources: Mapping[Path, str], *, overwrite: bool
         raise ConfigError(f"{cannot} It is not a folder. Name another folder.")
     foreign = [] if overwrite or not place.is_dir() else list(_foreign_files(place))
     if foreign:
+        named = ", ".join(foreign[:_NAMED]) + f" and {len(foreign) - _NAMED} more" * (len(foreign) > _NAMED)
         raise ConfigError(
-            f"{cannot} It holds files that are not the result of an earlier merge: {_list(foreign)}. Name a new "
-            "folder, or add --overwrite to delete everything in this one."
+            f"{cannot} It holds files that are not the result of an earlier merge: {named}. Name a new folder, or add "
+            "--overwrite to delete everything in this one."
         )
-
-
-def _is_loop(path: Path) -> bool:
-    """Return whether the symbolic links of ``path`` form a loop. Path.resolve refuses one only before Python 3.13."""
-    try:
-        path.stat()
-    except OSError as error:
-        return error.errno == errno.ELOOP
-    return False
 
 
 def staging_folder(out: Path) -> Path:
     """Return the folder in which the files of ``out`` are written before they replace it."""
-    place = real_path(out)
+    place = run_folder.real_path(out)
     return place.parent / f".{place.name}.partial"
 
 
@@ -82,17 +89,15 @@ def checkpoint_folders(contents: Contents) -> list[Path]:
 def _relation(out: Path, source: Path) -> str | None:
     """Return how ``out`` relates to ``source``: ``is``, ``contains``, ``is in``, or None."""
     ours, theirs = _identities(out), _identities(source)
-    if out == source or (out.exists() and source.exists() and ours[0] == theirs[0]):
+    if ours[0] == theirs[0]:
         return "is"
-    if out in source.parents or (out.exists() and ours[0] in theirs):
-        return "contains"
-    return "is in" if source in out.parents or (source.exists() and theirs[0] in ours) else None
+    return "contains" if ours[0] in theirs else "is in" if theirs[0] in ours else None
 
 
-def _identities(path: Path) -> list[tuple[int, int]]:
-    """Return device and inode of ``path`` and its parents, from the first one that exists."""
-    states = [folder.stat() for folder in (path, *path.parents) if folder.exists()]
-    return [(state.st_dev, state.st_ino) for state in states]
+def _identities(path: Path) -> list[object]:
+    """Return device and inode of ``path`` and of each of its parents; of what does not exist the path."""
+    states = {folder: folder.stat() for folder in (path, *path.parents) if folder.exists()}
+    return [(state.st_dev, state.st_ino) if (state := states.get(it)) else it for it in (path, *path.parents)]
 
 
 def _foreign_files(folder: Path) -> Iterator[str]:
@@ -114,9 +119,110 @@ def _foreign_files(folder: Path) -> Iterator[str]:
                 yield f"{name} (changed)"
 
 
-def _list(names: list[str]) -> str:
-    rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + rest
+def check_space(shards: list[PlannedShard], staging: Path) -> None:
+    """Raise `DiskFullError` if the files still to be written do not fit into the file system or a quota."""
+    files = [staging / name for shard in shards for name in (shard.name, f".{shard.name}.tmp")]
+    present = sum(path.stat().st_blocks * 512 for path in files if path.is_file())
+    needed = sum(shard.size for shard in shards) - present
+    advice = "Free some space, choose another folder, or use --dtype bf16."
+    require_space(staging.parent, needed, f"The merged model needs {format_bytes(needed)}", advice, len(files))
+
+
+def remove_others(shards: list[PlannedShard], staging: Path, *keep: str) -> None:
+    """Remove files of an interrupted merge that do not belong to this one."""
+    names = {name for shard in shards for name in (shard.name, f".{shard.name}.done")} | {".lock", *keep}
+    for path in staging.iterdir():
+        if path.name not in names:
+            run_folder.remove(path)
+
+
+class StagingLock:
+    """Excludes a second merge into the same folder; the tasks of one merge share the lock until the last one ends."""
+
+    def __init__(self, staging: Path, task: tuple[int, int]) -> None:
+        self._staging, self._task = staging, task
+
+    def __enter__(self) -> "StagingLock":
+        run_folder.make_folder(self._staging)
+        index, count = self._task
+        with ExitStack() as opened:
+            self._file = self._locked(opened, ".lock", fcntl.LOCK_EX if count == 1 else fcntl.LOCK_SH)
+            if count > 1:
+                self._locked(opened, f".task-{index}", fcntl.LOCK_EX)
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._exists() and all(path.name.startswith((".lock", ".task-")) for path in self._staging.iterdir()):
+            run_folder.remove(self._staging)
+        self._opened.close()
+
+    def _locked(self, opened: ExitStack, name: str, kind: int) -> IO[str]:
+        file = opened.enter_context(run_folder.open_file(self._staging / name, "w"))
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            raise CheckpointError(
+                f"Another merge is writing to {self._staging}. Wait until it has finished, or stop it."
+            ) from None
+
+    def is_last(self) -> bool:
+        """Wait for the other tasks; return True if none of them has finished the merge in the meantime."""
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        return self._exists()
+
+    def _exists(self) -> bool:
+        """Return True if the folder is still the one that was locked."""
+        path = self._staging / ".lock"
+        return path.is_file() and os.path.samestat(path.stat(), os.fstat(self._file.fileno()))
+
+
+@contextmanager
+def discard_on_error(staging: Path) -> Iterator[None]:
+    """Remove the staging folder after an error; a killed merge leaves it, and the next merge resumes there."""
+    try:
+        yield
+    except OSError as error:
+        run_folder.remove(staging)
+        raise CheckpointError(
+            f"Writing to {staging} failed: {error}. No output was left behind. Fix the problem and run the command "
+            "again."
+        ) from error
+    except KeyboardInterrupt:
+        logger.warning("Interrupted. %s holds the finished files; the same command resumes there.", staging)
+        raise
+    except Exception:
+        run_folder.remove(staging)
+        raise
+
+
+def replace_folder(staging: Path, out: Path) -> None:
+    """Replace ``out`` by the complete staging folder; readers see the old folder or the new one, never a mix."""
+    out = run_folder.real_path(out)
+    run_folder.unlink(staging / ".lock")
+    for path in staging.iterdir():
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    run_folder.fsync_directory(staging)
+    run_folder.replace(staging, out, _replaced_folder(out))
+    run_folder.remove(staging)
+    run_folder.remove(_replaced_folder(out))
+
+
+def recover_replaced(out: Path) -> None:
+    """Finish what a merge that was killed between the two renames of `replace_folder` left beside ``out``."""
+    out = run_folder.real_path(out)
+    old = _replaced_folder(out)
+    if old.is_dir() and not out.exists():
+        run_folder.rename(old, out)
+    run_folder.remove(old)
+
+
+def _replaced_folder(out: Path) -> Path:
+    """Return the name that the previous ``out`` has for a moment on a file system that cannot swap two folders."""
+    return out.parent / f".{out.name}.replaced"
 
 
 def find_base(named: str) -> Path:
@@ -134,13 +240,10 @@ def find_base(named: str) -> Path:
         return path
     if path.exists():
         raise ConfigError(f"Cannot use --base {named}. It is a file. Name its folder: {path.absolute().parent}")
-    repository, _, revision = named.partition("@")
+    repository, _, version = named.partition("@")
+    revision = version or None
     if not is_hub_id(repository):
         raise ConfigError(f"Cannot use --base {named}. There is no such folder. Name a folder or a hub id (org/name).")
-    return _find_on_hub(repository, revision or None)
-
-
-def _find_on_hub(repository: str, revision: str | None) -> Path:
     from huggingface_hub import constants, snapshot_download
 
     cached = cached_snapshot(repository, revision)

@@ -7,12 +7,12 @@ are loaded to the meta device, so that only the headers are read. Sparse files w
 import contextlib
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, validate_call
 
 from shardmake.checkpoint.formats import hub_layout, huggingface
 from shardmake.checkpoint.formats.hub_layout import ClassParameter, HubLayout, HubWeight, renamed
@@ -86,19 +86,9 @@ class LoadingReport:
     error: str = ""
 
     @property
-    def is_classifier(self) -> bool:
-        """Return True for a sequence classifier, whose head replaces the one over the vocabulary."""
-        return self.architecture.endswith("ForSequenceClassification")
-
-    @property
-    def renamed(self) -> dict[str, str]:
-        """The names in the files, by name of each parameter that is one weight of another name there."""
-        return renamed(self.weights)
-
-    @property
     def ties_in_files(self) -> list[tuple[str, str]]:
         """The ties, with the names in the files."""
-        names = self.renamed
+        names = renamed(self.weights)
         return [(names.get(alias, alias), names.get(owner, owner)) for alias, owner in self.ties]
 
     def problems(self, accepted: Collection[str] = ()) -> list[str]:
@@ -128,22 +118,19 @@ def check_loading(
     layout: Path | None = None,
     model_class: ModelClass | None = None,
 ) -> LoadingReport:
-    """Load ``folder`` with transformers in another process, which imports nothing from the current folder.
+    """Load ``folder``, a model or an adapter, with transformers in another process, unless the report is known.
 
     Args:
-        folder: A model or an adapter.
-        trust_remote_code: Allow code in the folder to run.
+        folder, trust_remote_code, model_class: As for `shardmake.consolidate.merge.consolidate`.
         base: For an adapter, the folder with the config of its base model.
         layout: A folder with weights in the layout that the report's ``weights`` describe; None for the default layout
             of transformers.
-        model_class: The class to load; None for the one that config.json names.
 
     Raises:
         ModelError: The process failed for a reason other than the folder, or a config describes an impossible model.
     """
-    for place in (folder, base):
-        if place is not None:
-            refuse_impossible_config(place / "config.json")
+    for place in filter(None, (folder, base)):
+        refuse_impossible_config(place / "config.json")
     if base is None and not trust_remote_code and (known := written_report(folder, layout, model_class)) is not None:
         return known
     chosen = model_class and model_class.as_json()
@@ -151,13 +138,9 @@ def check_loading(
     if kept is not None:
         with contextlib.suppress(OSError, ValueError):
             return _REPORT.validate_json(kept.read_bytes())
-    request = {
-        "folder": str(folder.absolute()),
-        "trust_remote_code": trust_remote_code,
-        "base": base and str(base.absolute()),
-        "layout": layout and str(layout.absolute()),
-        "model_class": chosen,
-    }
+    folders = {"folder": folder, "base": base, "layout": layout}
+    request: dict[str, Any] = {"trust_remote_code": trust_remote_code, "model_class": chosen}
+    request |= {name: place and str(place.absolute()) for name, place in folders.items()}
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     try:
         answer = run_module(__name__, request, environment, NEUTRAL_FOLDER)
@@ -198,20 +181,15 @@ def written_report(folder: Path, layout: Path | None, model_class: ModelClass | 
 
 def refuse_impossible_config(path: Path) -> None:
     """Raise `ModelError` for a number of layers or experts that no model has; building one would fill the memory."""
-    for key, value in _numbers(read_object(path)) if path.is_file() else ():
-        if value > _MOST_MODULES and re.search(r"layer|expert|block|depth", key):
-            raise ModelError(f"{path} is not the config of a model: {key} is {value}. Copy it again.")
+    configs = [read_object(path)] if path.is_file() else []
+    for config in configs:
+        configs += [value for value in config.values() if isinstance(value, dict)]  # those of sub-models
+        for key, value in config.items():
+            if isinstance(value, int) and value > _MOST_MODULES and re.search(r"layer|expert|block|depth", key):
+                raise ModelError(f"{path} is not the config of a model: {key} is {value}. Copy it again.")
 
 
-def _numbers(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield the integers in a config and in its sub-models' configs by their keys."""
-    for key, value in config.items():
-        if isinstance(value, int):
-            yield key, value
-        elif isinstance(value, dict):
-            yield from _numbers(value)
-
-
+@validate_call
 def load(
     folder: Path,
     trust_remote_code: bool,
@@ -320,6 +298,4 @@ def find_class(folder: Path, config: Any, trust_remote_code: bool) -> Any:
 
 def answer(request: Any) -> dict[str, Any]:
     """Return the fields of a `LoadingReport` for the requested folder."""
-    folder, base, layout = (request[name] and Path(request[name]) for name in ("folder", "base", "layout"))
-    model_class = ModelClass(**request["model_class"]) if request["model_class"] else None
-    return asdict(load(folder, request["trust_remote_code"], base, layout, model_class))
+    return asdict(load(**request))

@@ -9,21 +9,14 @@ from typing import Unpack
 
 from shardmake.checkpoint.formats.torch_zip_reader import damaged_bytes
 from shardmake.checkpoint.formats.unpickle import locate
-from shardmake.consolidate.destination import staging_folder
+from shardmake.consolidate import destination
+from shardmake.consolidate.destination import StagingLock
 from shardmake.consolidate.layout import PlannedShard
 from shardmake.consolidate.loading import LoadingReport
 from shardmake.consolidate.merge_plan import MergeOptions, MergePlan, plan_merge
 from shardmake.consolidate.peft_check import PeftSample, compare_with_peft, merge_with_peft
-from shardmake.consolidate.recorded import crc32_of
 from shardmake.consolidate.scan import scan
-from shardmake.consolidate.staging import (
-    StagingLock,
-    check_space,
-    discard_on_error,
-    recover_replaced,
-    remove_others,
-    replace_folder,
-)
+from shardmake.consolidate.source_checks import crc32_of
 from shardmake.consolidate.stream import ShowProgress, no_progress
 from shardmake.consolidate.verify import verify_loaded
 from shardmake.consolidate.writer import ShardWriter
@@ -73,17 +66,17 @@ def consolidate(
         raise ConfigError(f"Invalid task index: {task[0]}. The {task[1]} tasks are numbered from 0 to {task[1] - 1}.")
     plan = plan_merge(checkpoint, **options)
     plan.check_destination(out, overwrite=overwrite)
-    staging = staging_folder(out)
-    with StagingLock(staging, task) as lock, discard_on_error(staging), ThreadPoolExecutor(1) as pool:
-        recover_replaced(out)
-        check_space(plan.shards, staging)
+    staging = destination.staging_folder(out)
+    with StagingLock(staging, task) as lock, destination.discard_on_error(staging), ThreadPoolExecutor(1) as pool:
+        destination.recover_replaced(out)
+        destination.check_space(plan.shards, staging)
         skeleton = staging / f".skeleton-{task[0]}"
         plan, check = final_plan(plan, skeleton, trust_remote_code, model_class, pool)
         writer = ShardWriter(plan.shards, staging)
         _check_adapter(plan.shards)
         proof = pool.submit(merge_with_peft, plan.contents, plan.base)
         if task[1] == 1:
-            remove_others(plan.shards, staging, skeleton.name)
+            destination.remove_others(plan.shards, staging, skeleton.name)
         with progress("Writing", writer.size(task)) as advance:
             writer.write(workers, task, advance)
         if check.done() or task[1] > 1:
@@ -91,10 +84,10 @@ def consolidate(
         if task[1] > 1 and not (writer.is_complete() and lock.is_last()):
             logger.info("Task %d of %d has written its files; the last task finishes the merge.", *task)
             return None
-        remove_others(plan.shards, staging, skeleton.name)
+        destination.remove_others(plan.shards, staging, skeleton.name)
         receipt = _finish(writer, plan, check, workers, progress, proof, code=trust_remote_code)
         plan.check_destination(out, overwrite=overwrite)  # it may have changed during the copy
-        replace_folder(staging, out)
+        destination.replace_folder(staging, out)
     _report(out, receipt)
     return receipt
 
@@ -107,10 +100,10 @@ def final_plan(
     if plan.matches_base() and "untied" not in plan.allow:
         return plan, check
     found = check.result()
-    in_layout = plan.in_layout(found.weights).with_unloaded(found.unloaded).without_old_head(found)
-    if in_layout is not plan:
-        check = pool.submit(in_layout.check_skeleton, skeleton, trust_remote_code, model_class)
-    final = in_layout.check(check.result())
+    fitted = plan.fitted(found)
+    if fitted is not plan:
+        check = pool.submit(fitted.check_skeleton, skeleton, trust_remote_code, model_class)
+    final = fitted.check(check.result())
     if final.untied:
         check = pool.submit(final.check_skeleton, skeleton, trust_remote_code, model_class)
     return final, check
@@ -119,10 +112,7 @@ def final_plan(
 def preview(plan: MergePlan, out: Path, *, trust_remote_code: bool = False, overwrite: bool = False) -> str:
     """Return the files that the merge of ``plan`` would write, after every check that needs no weights.
 
-    Nothing is written beside ``out``.
-
-    Raises:
-        ShardmakeError: The merge would be refused.
+    Nothing is written beside ``out``. Raise `ShardmakeError` if the merge would be refused.
     """
     plan.check_destination(out, overwrite=overwrite)
     with temporary_folder("preview") as scratch, ThreadPoolExecutor(1) as pool:

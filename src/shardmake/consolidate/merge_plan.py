@@ -11,7 +11,7 @@ from typing import TypedDict
 from shardmake.checkpoint.formats import huggingface, lora
 from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE, Target, check_target
-from shardmake.checkpoint.formats.hub_layout import HubWeight, in_hub_layout
+from shardmake.checkpoint.formats.hub_layout import in_hub_layout
 from shardmake.checkpoint.formats.huggingface import ADAPTER, MODEL, WeightFiles
 from shardmake.checkpoint.formats.registry import read_checkpoint, read_model
 from shardmake.checkpoint.formats.torch_zip_reader import read_small
@@ -20,7 +20,7 @@ from shardmake.consolidate.aux_files import config_folder, copy_aux_files, read_
 from shardmake.consolidate.destination import check_destination, checkpoint_folders
 from shardmake.consolidate.layout import PlannedShard, index_json, plan_shards
 from shardmake.consolidate.loading import LoadingReport, check_loading, layout_of
-from shardmake.consolidate.source_checks import Allowed, SourceReport, check_source
+from shardmake.consolidate.source_checks import Allowed, SourceReport, check_source, parse_allowed
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import CheckpointError, ConfigError
 from shardmake.core.run_folder import make_folder, open_file, remove
@@ -37,13 +37,8 @@ def resolve_ties(
 ) -> tuple[Contents, dict[str, str]]:
     """Return the tensors to write, each tied weight once, and the ties that do not hold.
 
-    Args:
-        contents: The checkpoint.
-        ties: Name of each tied weight and of the weight that it shares.
-        untie: Keep both weights of a tie that does not hold, instead of an error.
-
-    Raises:
-        CheckpointError: Two tied weights are not equal, so that dropping one would lose it.
+    ``ties`` has the name of each tied weight and of the weight that it shares. With ``untie``, both weights of a tie
+    that does not hold are kept; otherwise raise `CheckpointError`, because dropping one would lose it.
     """
     found = {name: tensor for name, tensor in contents.tensors.items() if name not in contents.aliases}
     untied, trained = {}, contents.trained
@@ -154,32 +149,26 @@ class MergePlan:
         """True if an adapter is written alone."""
         return self.files == ADAPTER
 
-    def in_layout(self, weights: Iterable[HubWeight]) -> "MergePlan":
-        """Return the plan that writes ``weights`` in place of the parameters that hold them."""
-        contents = in_hub_layout(self.contents, weights)
-        return self if contents is self.contents else replace(self, contents=contents)
+    def fitted(self, loading: LoadingReport) -> "MergePlan":
+        """Return the plan of the weights that the model's files hold.
 
-    def _with_tensors(self, tensors: Iterable[StoredTensor]) -> "MergePlan":
-        return replace(self, contents=self.contents.with_tensors(tensors))
-
-    def with_unloaded(self, names: Iterable[str]) -> "MergePlan":
-        """Return the plan that also copies the base model's weights ``names``, which its class does not load."""
-        missing = [name for name in names if name not in self.contents.tensors]
-        if self.is_adapter or self.base_weights is None or not missing:
-            return self
-        held = huggingface.read(self.base_weights).tensors
-        return self._with_tensors([*self.contents.tensors.values(), *(held[name] for name in missing)])
-
-    def without_old_head(self, loading: LoadingReport) -> "MergePlan":
-        """Return the plan without the base model's head over the vocabulary, if a sequence classifier replaces it.
-
-        An adapter is added to the base model's own weights, which have that head.
+        They are in the layout of the base model's files, with those of its weights that its class does not load. An
+        adapter is added to the base model's own weights: if a sequence classifier replaces their head over the
+        vocabulary, that is left out.
         """
-        head = self.contents.tensors.get(OLD_HEAD)
-        is_of_base = head is not None and all(piece.record.path.parent == self.base for piece in head.pieces)
-        if not (is_of_base and loading.is_classifier and OLD_HEAD in loading.unexpected):
+        contents = in_hub_layout(self.contents, loading.weights)
+        tensors = dict(contents.tensors)
+        missing = [name for name in loading.unloaded if name not in tensors]
+        if missing and not self.is_adapter and self.base_weights is not None:
+            held = huggingface.read(self.base_weights).tensors
+            tensors |= {name: held[name] for name in missing}
+        head = tensors.get(OLD_HEAD) if loading.architecture.endswith("ForSequenceClassification") else None
+        is_of_base = head and all(piece.record.path.parent == self.base for piece in head.pieces)
+        if is_of_base and OLD_HEAD in loading.unexpected:
+            del tensors[OLD_HEAD]
+        if contents is self.contents and tensors.keys() == contents.tensors.keys():
             return self
-        return self._with_tensors(tensor for name, tensor in self.contents.tensors.items() if name != OLD_HEAD)
+        return replace(self, contents=contents.with_tensors(tensors.values()))
 
     @property
     def base_weights(self) -> Path | None:
@@ -222,11 +211,7 @@ class MergePlan:
             remove(skeleton)
 
     def check(self, loading: LoadingReport) -> "MergePlan":
-        """Return the plan that stores each tied weight once.
-
-        Raises:
-            CheckpointError: transformers reports a problem, or two tied weights are not equal.
-        """
+        """Return the plan that stores each tied weight once; raise `CheckpointError` for what transformers reports."""
         _refuse_misfits(self.contents.tensors[name] for name in loading.unexpected if name in self.contents.tensors)
         problems = loading.problems(self.accepted(loading))
         if problems:
@@ -256,11 +241,7 @@ class MergePlan:
         return loading.unexpected if "unexpected" in self.allow else ()
 
     def write_small_files(self, folder: Path, code: bool) -> list[str]:
-        """Write config, tokenizer, index and the like, with ``code`` the base model's code; return what is not its own.
-
-        Raises:
-            ModelError: There is no config.json, or a file cannot be copied.
-        """
+        """Write config, tokenizer, index and the like, with ``code`` the base model's code; return the changes."""
         make_folder(folder)
         if len(self.shards) > 1:
             write_json(folder / self.files.index, index_json(self.shards))
@@ -305,30 +286,28 @@ def plan_merge(
     """Read the checkpoint and plan the merge that `consolidate` does with these arguments.
 
     Args:
-        checkpoint: A run, a checkpoint, or DeepSpeed's or FSDP's inner folder; for a run, its newest checkpoint.
+        checkpoint: As for `consolidate`.
         base: The base model's folder, for the tokenizer and other small files, for the config if the checkpoint has
             none, and for the weights that a LoRA adapter is added to.
         dtype: Type of the weights; ``keep`` keeps the checkpoint's master weights unchanged.
         adapter: Write a LoRA adapter alone, as PEFT saves it, instead of the base model with the adapter.
         max_shard_size: Largest output file, such as ``5GB``.
         raw: Write the weights alone, under the checkpoint's own names. Nothing else than the weights is checked.
-        allow: ``steps``: merge although the optimizer counted other steps than the training, because it was started
-            again. ``unexpected``: keep tensors that the model's class does not have, such as a value head. ``untied``:
-            write both of two weights that the config ties and that differ.
+        allow: What is merged although it may be a mistake; see `Allowed`.
         key: Of several models in a checkpoint of DCP, the one to merge: the levels above its weights, joined by dots.
 
     Raises:
         ShardmakeError: The checkpoint cannot be merged, or the arguments contradict each other.
     """
     check_target(dtype)
-    size = parse_size(max_shard_size)
+    size, allowed = parse_size(max_shard_size), parse_allowed(allow)
     if raw and (base is not None or adapter):
         raise ConfigError("A raw merge writes the checkpoint's own weights. Leave out --base and --adapter, or --raw.")
     options = (checkpoint, dtype, base, adapter, key, layout_of)
     contents = read_checkpoint(checkpoint, dtype, key) if raw else read_model(*options)
     for note in contents.notes:
         logger.warning("Skipped a newer checkpoint: %s", note)
-    source = check_source(contents, allow)
+    source = check_source(contents, allowed)
     contents = replace(contents, step=source.step if contents.step is None else contents.step)
     step = "" if contents.step is None else f", step {contents.step}"
     logger.info("Merging %s: %s%s, %d tensors.", contents.folder, contents.format, step, len(contents.tensors))
@@ -338,4 +317,4 @@ def plan_merge(
         logger.warning(
             "No base model is named: the model gets no tokenizer, generation config or licence. Name one with --base."
         )
-    return MergePlan(contents, base, dtype, ADAPTER if adapter else MODEL, size, raw, source, tuple(allow), key)
+    return MergePlan(contents, base, dtype, ADAPTER if adapter else MODEL, size, raw, source, allowed, key)

@@ -62,10 +62,7 @@ def merge_with_peft(contents: Contents, base: Path | None) -> list[PeftSample]:
     """Let PEFT merge one module of each shape and kind of a plan with an adapter, of a mixture with all its experts.
 
     The modules have the classes of the model's own, if transformers can build it from the config of the checkpoint or
-    of the folder ``base``.
-
-    Raises:
-        CheckpointError: PEFT cannot merge the adapter; the message has its reason.
+    of the folder ``base``. Raise `CheckpointError` with PEFT's reason if PEFT cannot merge the adapter.
     """
     weights: dict[str, list[StoredTensor]] = {}
     kinds: dict[Any, str] = {}
@@ -155,11 +152,7 @@ def _merge(
 
 
 def compare_with_peft(samples: list[PeftSample], written: Mapping[str, StoredTensor]) -> int:
-    """Compare the ``written`` tensors with PEFT's, rounded to their type; return the number of modules.
-
-    Raises:
-        CheckpointError: A value is not PEFT's.
-    """
+    """Return the number of modules whose ``written`` tensors are PEFT's, rounded; raise `CheckpointError` else."""
     for sample in samples:
         tensor = written[sample.name]
         ours = read_array(tensor.rows(sample.begin, sample.begin + len(sample.before)))
@@ -200,26 +193,26 @@ def answer(request: Any) -> None:
     config["trainable_token_indices"] = tokens or None
     path.write_text(json.dumps(config))
     model, like = torch.nn.Module(), _model_like(request["config"])
-    for name, weight in sorted(load_file(folder / "base").items(), key=lambda held: _order(like, held[0])):
-        *levels, last, parameter = name.split(".")
+    order = {} if like is None else {name: n for n, name in enumerate(like.state_dict())}  # PEFT follows it
+    for name, weight in sorted(load_file(folder / "base").items(), key=lambda held: order.get(held[0], 0)):
+        owner, _, parameter = name.rpartition(".")
+        above, _, last = owner.rpartition(".")
+        is_matrix = weight.dim() == 2 and parameter == "weight"
         place: Any = model
-        for level in levels:
+        for level in filter(None, (above if is_matrix else owner).split(".")):
             if not hasattr(place, level):
                 place.add_module(level, torch.nn.Module())
             place = getattr(place, level)
-        if weight.dim() == 2 and parameter == "weight":
-            place.add_module(last, _module(_kind(like, ".".join([*levels, last])) or modules[name][0], weight))
+        if is_matrix:
+            place.add_module(last, _module(like, owner, modules[name][0], weight))
             continue
         if like is None:
             raise CheckpointError(
                 "The merge of fused experts cannot be proved: transformers cannot build the model from the config.json "
                 "of the checkpoint or the base model. Name the base model's folder with --base."
             )
-        if not hasattr(place, last):
-            place.add_module(last, torch.nn.Module())
-        stacked = getattr(place, last)
-        stacked.register_parameter(parameter, torch.nn.Parameter(weight))
-        stacked.is_transposed = getattr(like.get_submodule(".".join([*levels, last])), "is_transposed", False)
+        place.register_parameter(parameter, torch.nn.Parameter(weight))
+        place.is_transposed = getattr(like.get_submodule(owner), "is_transposed", False)
     try:
         merged = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
     except Exception as error:  # PEFT can raise anything
@@ -230,13 +223,19 @@ def answer(request: Any) -> None:
     save_file({name: merged.get_parameter(name).detach().contiguous() for name in modules}, folder / "merged")
 
 
-def _module(kind: str, weight: "torch.Tensor") -> "torch.nn.Module":
+def _module(like: Any, path: str, kind: str, weight: "torch.Tensor") -> "torch.nn.Module":
+    """Return a module with ``weight``, of the kind of the model's own at ``path``, or of another module of ``kind``."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
     rows, columns = weight.shape
-    made: Any = torch.nn.Embedding(rows, columns) if kind == "Embedding" else None
-    made = made or (Conv1D(columns, rows) if kind == "Conv1D" else torch.nn.Linear(columns, rows, bias=False))
+    kinds: dict[str, tuple[type[torch.nn.Module], tuple[int, ...]]] = {
+        "Linear": (torch.nn.Linear, (columns, rows, False)), "Conv1D": (Conv1D, (columns, rows)),
+        "Embedding": (torch.nn.Embedding, (rows, columns)),
+    }  # fmt: skip
+    found = None if like is None else dict(like.named_modules()).get(path)
+    known, sizes = next((one for one in kinds.values() if isinstance(found, one[0])), kinds[kind])
+    made: Any = known(*sizes)
     made.weight.data = weight
     return made
 
@@ -249,20 +248,3 @@ def _model_like(config_folder: str | None) -> Any:
         return empty_model(Path(config_folder)) if config_folder else None
     except Exception:  # its code may be elsewhere; the kinds of modules then follow from the shapes
         return None
-
-
-def _order(like: Any, name: str) -> int:
-    """Return the place of a parameter in its module."""
-    module, _, leaf = name.rpartition(".")
-    names = [] if like is None else [name for name, _ in like.get_submodule(module).named_parameters(recurse=False)]
-    return names.index(leaf) if leaf in names else 0
-
-
-def _kind(like: Any, name: str) -> str | None:
-    """Return the kind of a module of the model, if it is one of those that `_module` makes."""
-    import torch
-    from transformers.pytorch_utils import Conv1D
-
-    module = None if like is None else dict(like.named_modules()).get(name)
-    kinds = {"Linear": torch.nn.Linear, "Conv1D": Conv1D, "Embedding": torch.nn.Embedding}
-    return next((kind for kind, made in kinds.items() if isinstance(module, made)), None)

@@ -17,7 +17,7 @@ from shardmake.checkpoint import store
 from shardmake.config.methods import METHODS
 from shardmake.config.models import Run
 from shardmake.consolidate.merge import consolidate
-from shardmake.consolidate.recorded import check_recorded
+from shardmake.consolidate.source_checks import check_recorded
 from shardmake.consolidate.stream import ShowProgress, no_progress, show_progress
 from shardmake.core.errors import CheckpointError, ModelError
 from shardmake.core.hub import cached_snapshot

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from queue import SimpleQueue
 
 import numpy as np
@@ -21,9 +22,9 @@ from shardmake.checkpoint.formats.contents import Change, StoredTensor
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.checkpoint.formats.unpickle import locate
+from shardmake.consolidate import layout
 from shardmake.consolidate.blocks import Block, Converter, page_aligned, read_into
-from shardmake.consolidate.jobs import BLOCK, CopyJob, Move, ReadBlock, plan_jobs, read_blocks
-from shardmake.consolidate.layout import PlannedShard, PlannedTensor
+from shardmake.consolidate.layout import CopyJob, Move, PlannedShard, PlannedTensor, ReadBlock
 from shardmake.core.errors import CheckpointError
 
 Put = Callable[[Block, int, int, PlannedTensor], None]
@@ -41,7 +42,7 @@ class StreamTask:
 
     job: CopyJob
     put: Put
-    done: Callable[[ZipRecord, int], None]
+    done: Callable[[ZipRecord, int], None] = lambda _record, _crc: None
 
 
 def stream(tasks: Iterable[StreamTask], workers: int) -> None:
@@ -61,10 +62,7 @@ def stream(tasks: Iterable[StreamTask], workers: int) -> None:
 
 def combine_crc32(parts: Iterable[tuple[int, int]]) -> int:
     """Return the CRC-32 of consecutive parts, each given as (its CRC-32, its length in bytes)."""
-    combined = 0
-    for crc, length in parts:
-        combined = crc32_combine(combined, crc, length)
-    return combined
+    return reduce(lambda combined, part: crc32_combine(combined, *part), parts, 0)
 
 
 _CHANGES = 3
@@ -75,7 +73,7 @@ class _Slot:
     """Memory for one block."""
 
     def __init__(self) -> None:
-        self.buffer = page_aligned(BLOCK)
+        self.buffer = page_aligned(layout.BLOCK)
         self.converter: Converter | None = None
         self.work: Future[tuple[int, int]] | None = None
 
@@ -96,7 +94,7 @@ class _Reader:
         sums: list[Future[tuple[int, int]]] = []
         source = os.open(record.path, os.O_RDONLY)
         try:
-            for block in read_blocks(task.job):
+            for block in layout.read_blocks(task.job):
                 slot = self._free.get()
                 if slot.work is not None:
                     slot.work.result()  # raises the worker's error
@@ -122,8 +120,10 @@ class _Reader:
         """Put a block; return its CRC-32, if one is needed, and its length."""
         try:
             for part, change in zip(block.parts, changes, strict=True):
-                part_content = content[part.begin - block.begin : part.end - block.begin]
-                _put(_converted(slot, part_content, part, block.shift, change), part, put)
+                read, tensor = content[part.begin - block.begin : part.end - block.begin], part.target.tensor
+                made = _converted(slot, read, part, block.shift, change)
+                row = part.run // ITEM_SIZE[tensor.dtype] * ITEM_SIZE[part.target.dtype] or len(made)
+                put(made.reshape(-1, row), part.offset, part.stride, part.target)  # each run of the source as a row
             return crc32(content.data) if has_crc else 0, len(content)
         finally:
             self._free.put(slot)
@@ -171,17 +171,11 @@ def _converted(slot: _Slot, content: Block, part: Move, shift: int, change: Chan
     if source == target and change is None:
         return content
     if slot.converter is None:
-        slot.converter = Converter(BLOCK // 2)
+        slot.converter = Converter(layout.BLOCK // 2)
     if change is None:
         return slot.converter.convert(content, source, target, shift)
     first = (part.offset - planned.offset) // ITEM_SIZE[target]
     return slot.converter.change(content, source, target, lambda values: change(values, first), shift)
-
-
-def _put(content: Block, part: Move, put: Put) -> None:
-    """Put ``content`` as one row, or each run of the source as a row of the output."""
-    row = part.run // ITEM_SIZE[part.target.tensor.dtype] * ITEM_SIZE[part.target.dtype] if part.run else len(content)
-    put(content.reshape(-1, row), part.offset, part.stride, part.target)
 
 
 def read_array(tensor: StoredTensor) -> Block:
@@ -193,8 +187,8 @@ def read_array(tensor: StoredTensor) -> Block:
         for index, row in enumerate(rows):
             out[offset + index * stride :][: len(row)] = row
 
-    jobs = plan_jobs([PlannedShard("", b"", (planned,), len(out))])[0]
-    stream([StreamTask(job, put, lambda _record, _crc: None) for job in jobs], 1)
+    jobs = layout.plan_jobs([PlannedShard("", b"", (planned,), len(out))])[0]
+    stream([StreamTask(job, put) for job in jobs], 1)
     return out.view(np.float32).reshape(tensor.shape)
 
 

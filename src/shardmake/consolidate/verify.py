@@ -13,8 +13,7 @@ from shardmake.checkpoint.formats.hub_layout import in_hub_layout
 from shardmake.checkpoint.formats.registry import read_model
 from shardmake.consolidate.aux_files import config_folder, read_object, widest
 from shardmake.consolidate.blocks import Block
-from shardmake.consolidate.jobs import plan_jobs
-from shardmake.consolidate.layout import PlannedShard, PlannedTensor
+from shardmake.consolidate.layout import PlannedShard, PlannedTensor, plan_jobs
 from shardmake.consolidate.loading import LoadingReport, check_loading, layout_of
 from shardmake.consolidate.merge_plan import resolve_ties
 from shardmake.consolidate.peft_check import compare_with_peft, merge_with_peft
@@ -37,18 +36,10 @@ def compare(
     workers: int = 4,
     key: str | None = None,
 ) -> None:
-    """Read both and compare every stored bit; a tied weight may be stored under either of its names.
+    """Read both as `verify` does and compare every stored bit; a tied weight may be stored under either of its names.
 
-    Args:
-        model: The merged model's folder.
-        checkpoint: The checkpoint.
-        loading: What transformers reports of ``model``: its ties and the layout of its weights; None for neither.
-        base: The base model's folder, for the checkpoint of an adapter.
-        workers: Threads.
-        key: Of several models in the checkpoint, the one to compare with. Default: the one in the model's receipt.
-
-    Raises:
-        CheckpointError: A tensor differs, or is in only one of them.
+    ``loading`` is what transformers reports of ``model``: its ties and the layout of its weights; None for neither.
+    Raise `CheckpointError` if a tensor differs, or is in only one of them.
     """
     loading = loading or LoadingReport()
     receipt = MergeReceipt.read_if_exists(model / MODEL_RECEIPT)
@@ -98,7 +89,7 @@ def _different(shards: list[PlannedShard], model: Path, workers: int) -> set[str
                 if any(os.pread(file.fileno(), len(row), at) != row.tobytes() for row, at in places):
                     found.add(target.tensor.name)
 
-            stream([StreamTask(job, put, lambda _record, _crc: None) for job in jobs], workers)
+            stream([StreamTask(job, put) for job in jobs], workers)
     return found
 
 
@@ -163,6 +154,8 @@ def verify_loaded(
     stored, used = found.contents.tensors, set(huggingface.shard_names(model))
     weights = {path.name for suffix in ("safetensors", "bin") for path in model.glob(f"*.{suffix}")}
     merged = {name: entry for name, entry in found.files.items() if name != MODEL_CARD}
+    declared, held = _declared_type(model), {torch_name(it.dtype) for it in stored.values() if it.dtype in CONVERTIBLE}
+    misdeclared = declared and held and declared not in held
     problems = [
         *loading.problems(accepted),
         *(
@@ -170,7 +163,7 @@ def verify_loaded(
             for alias, owner in loading.ties
             if alias in stored and owner in stored
         ),
-        *_type_problems(model, found.contents),
+        *([f"config.json declares {declared}, the tensors are {', '.join(sorted(held))}"] if misdeclared else []),
         *found.problems,
         *(f"{name} is not part of the model" for name in sorted(weights - used - {"training_args.bin"})),
         *(_differences("the receipt", recorded, merged) if recorded is not None else ()),
@@ -186,7 +179,7 @@ def verify_loaded(
         tensors=len(stored),
         parameters=elements.total(),
         bytes=sum(tensor.nbytes for tensor in stored.values()),
-        dtype=_declared_type(model) or torch_name(widest(tensor.dtype for tensor in stored.values())),
+        dtype=declared or torch_name(widest(tensor.dtype for tensor in stored.values())),
         dtypes=dict(elements),
         ties=dict(loading.ties),
         zero=found.zero,
@@ -196,14 +189,6 @@ def verify_loaded(
         files=found.files,
         compared_with=None,
     )
-
-
-def _type_problems(model: Path, contents: Contents) -> list[str]:
-    declared = _declared_type(model)
-    held = {torch_name(tensor.dtype) for tensor in contents.tensors.values() if tensor.dtype in CONVERTIBLE}
-    if declared is None or declared in held or not held:
-        return []
-    return [f"config.json declares {declared}, the tensors are {', '.join(sorted(held))}"]
 
 
 def _declared_type(model: Path) -> str | None:

@@ -18,8 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord, damaged_bytes
 from shardmake.consolidate.blocks import PAGE, Block, is_cached
-from shardmake.consolidate.jobs import CopyJob, plan_jobs
-from shardmake.consolidate.layout import PlannedShard, PlannedTensor
+from shardmake.consolidate.layout import CopyJob, PlannedShard, PlannedTensor, plan_jobs
 from shardmake.consolidate.scan import OutputSums
 from shardmake.consolidate.stream import StreamTask, combine_crc32, stream
 from shardmake.core.atomic import digest, write_json
@@ -64,7 +63,12 @@ class OutputFile:
             _write_all(self._file, content, offset)
             return
         _write_all(self._file, content[:begin], offset)
-        self._write_direct(content[begin:end], offset + begin)
+        try:
+            _write_all(self._direct, content[begin:end], offset + begin)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # of a file system that needs more than page alignment
+                raise
+            end = begin
         _write_all(self._file, content[end:], offset + end)
 
     def sync(self) -> None:
@@ -76,15 +80,6 @@ class OutputFile:
         for file in {self._file, self._direct} - {-1}:
             os.close(file)
         self._file = self._direct = -1
-
-    def _write_direct(self, content: Block, offset: int) -> None:
-        """Write past the cache; fall back if the file system needs more than page alignment."""
-        try:
-            _write_all(self._direct, content, offset)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            _write_all(self._file, content, offset)
 
 
 def _open_direct(path: Path) -> int:
@@ -116,12 +111,12 @@ def _write_all(file: int, content: Block, offset: int) -> None:
 
 @dataclass(frozen=True)
 class SourceSum:
-    """The CRC-32 of ``length`` bytes of a record from its byte ``begin`` on; ``expected`` is that of the record."""
+    """The CRC-32 of ``length`` bytes of a record from its byte ``begin`` on.
 
-    file: str
-    offset: int
-    size: int
-    expected: int
+    ``record`` is the record's file, offset and size, and the CRC-32 of all of it.
+    """
+
+    record: tuple[str, int, int, int]
     begin: int
     length: int
     crc: int
@@ -152,7 +147,7 @@ class _Output:
         with self.lock:
             if record.crc is not None:
                 place = (str(record.path), record.offset, record.size, record.crc)
-                self.sums.append(SourceSum(*place, job.begin, job.end - job.begin, crc))
+                self.sums.append(SourceSum(place, job.begin, job.end - job.begin, crc))
             self.left -= 1
             return self.left == 0
 
@@ -166,7 +161,7 @@ class ShardWriter:
 
     def size(self, part: tuple[int, int] = (0, 1)) -> int:
         """Return the bytes of the tensors in every n-th file, from the i-th on."""
-        return sum(_tensor_bytes(output.shard) for output in self._outputs[part[0] :: part[1]])
+        return sum(output.shard.nbytes for output in self._outputs[part[0] :: part[1]])
 
     def write(
         self, workers: int = 4, part: tuple[int, int] = (0, 1), advance: Callable[[int], None] = lambda _: None
@@ -184,7 +179,7 @@ class ShardWriter:
         """
         make_folder(self.folder)
         todo = [output for output in self._outputs[part[0] :: part[1]] if not self._is_complete(output)]
-        advance(self.size(part) - sum(_tensor_bytes(output.shard) for output in todo))
+        advance(self.size(part) - sum(output.shard.nbytes for output in todo))
         try:
             stream((self._task(output, job, advance) for output in todo for job in output.jobs), workers)
             for output in todo:
@@ -202,14 +197,8 @@ class ShardWriter:
     def check_read_back(self, found: Mapping[str, int]) -> int:
         """Compare what is in the finished files with what was copied into them, also by an earlier process.
 
-        Args:
-            found: By tensor, the CRC-32 of its bytes as they were read back.
-
-        Returns:
-            The number of bytes that are equal: every byte of every file.
-
-        Raises:
-            CheckpointError: A file has another header or another tensor; the message names both.
+        ``found`` has, by tensor, the CRC-32 of its bytes as they were read back. Return the number of bytes that are
+        equal: every byte of every file. Raise `CheckpointError` for a file with another header or tensor.
         """
         for output in self._outputs:
             path = self.folder / output.shard.name
@@ -226,17 +215,12 @@ class ShardWriter:
     def check_sums(self) -> int:
         """Compare the CRC-32 of every source record, combined from the journals, with the one in its archive.
 
-        Returns:
-            The number of source bytes checked.
-
-        Raises:
-            CheckpointError: They differ; the message names the file and the offset.
+        Return the number of source bytes checked; raise `CheckpointError` with the file and the offset if they differ.
         """
         by_record: dict[tuple[str, int, int, int], list[tuple[int, int, int]]] = {}
         for output in self._outputs:
             for source in self._journal(output).sources:
-                key = (source.file, source.offset, source.size, source.expected)
-                by_record.setdefault(key, []).append((source.begin, source.length, source.crc))
+                by_record.setdefault(source.record, []).append((source.begin, source.length, source.crc))
         for (file, offset, size, expected), parts in by_record.items():
             parts.sort()
             held = sum(length for _, length, _ in parts)
@@ -306,10 +290,6 @@ def _changed(path: Path, what: str) -> CheckpointError:
         f"{path} changed after it was written: {what} is not what the checkpoint gave. The disk or the memory of this "
         "node damages data, or another program wrote to the file. Run the command again, on another node or disk."
     )
-
-
-def _tensor_bytes(shard: PlannedShard) -> int:
-    return sum(planned.nbytes for planned in shard.tensors)
 
 
 def _plan_digest(output: _Output) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from shardmake.checkpoint.formats.nvme_swap import write_index
 from shardmake.checkpoint.formats.zero import MOMENTS, inner_folder, universal_folder
+from shardmake.checkpoint.formats.zero_files import write_swap_ids
 from shardmake.core.private_names import private
 from shardmake.train.adam_states import fit_optimizer
 
@@ -28,7 +28,7 @@ def note_sub_groups(engine: Any, checkpoint: Path) -> None:
     """Write an index of the swap files that ``engine`` copied into ``checkpoint``; only on the first rank."""
     if is_swapping(engine) and engine.global_rank == 0:
         zero = engine.optimizer
-        write_index(inner_folder(checkpoint), [str(weights.ds_id) for weights in zero.fp32_partitioned_groups_flat])
+        write_swap_ids(inner_folder(checkpoint), [str(weights.ds_id) for weights in zero.fp32_partitioned_groups_flat])
 
 
 def restore(engine: Any, checkpoint: Path) -> None:

@@ -25,7 +25,7 @@ from shardmake.checkpoint.formats.contents import Piece, StoredTensor, box_piece
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE, torch_name
 from shardmake.checkpoint.formats.registry import read_checkpoint
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
-from shardmake.consolidate import blocks, jobs, stream, writer
+from shardmake.consolidate import blocks, layout, stream, writer
 from shardmake.consolidate.blocks import PAGE, Block, Converter, page_aligned
 from shardmake.consolidate.layout import PlannedTensor, plan_shards
 from shardmake.consolidate.writer import ShardWriter
@@ -39,11 +39,10 @@ GROUPS = st.lists(st.lists(SHAPE, min_size=1, max_size=5), min_size=1, max_size=
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use blocks and jobs of a few bytes, so that tiny tensors are divided as large ones are."""
-    for module in (jobs, stream):
-        monkeypatch.setattr(module, "BLOCK", 64)
-    monkeypatch.setattr(jobs, "JOB", 160)
-    monkeypatch.setattr(jobs, "PAGE", 16)
-    monkeypatch.setattr(jobs, "_SMALL", 24)
+    monkeypatch.setattr(layout, "BLOCK", 64)
+    monkeypatch.setattr(layout, "JOB", 160)
+    monkeypatch.setattr(layout, "PAGE", 16)
+    monkeypatch.setattr(layout, "_SMALL", 24)
     yield
 
 
@@ -75,10 +74,8 @@ def test_boxes_of_a_grid_form_the_tensor(data: st.DataObject) -> None:
     for cell in np.ndindex(*(len(edge) for edge in edges)):
         spans = [edge[index] for edge, index in zip(edges, cell, strict=True)]
         stored = full[tuple(slice(*span) for span in spans)].reshape(-1)
-        sizes = tuple(high - low for low, high in spans)
-        for piece in box_pieces(
-            ZipRecord(Path(), 0, stored.size, None), 0, 1, shape, tuple(low for low, _ in spans), sizes
-        ):
+        box = tuple(low for low, _ in spans), tuple(high - low for low, high in spans)
+        for piece in box_pieces(ZipRecord(Path(), 0, stored.size, None), 0, 1, shape, box):
             for run in range(piece.runs):
                 first = piece.start + run * piece.count
                 to = piece.at + run * piece.stride
@@ -225,9 +222,9 @@ def test_every_byte_is_read_once(counts: list[int], gap: int, has_crc: bool) -> 
         tensors = [replace(tensor, pieces=(replace(tensor.pieces[0], record=record),)) for tensor in tensors]
     read: list[int] = []
     moved: list[int] = []
-    for job in jobs.plan_jobs(plan_shards(tensors, "keep", 10**6))[0]:
-        for block in jobs.read_blocks(job):
-            assert 0 < block.end - block.begin <= jobs.BLOCK and len(block.parts) <= jobs.BLOCK // 4
+    for job in layout.plan_jobs(plan_shards(tensors, "keep", 10**6))[0]:
+        for block in layout.read_blocks(job):
+            assert 0 < block.end - block.begin <= layout.BLOCK and len(block.parts) <= layout.BLOCK // 4
             read.extend(range(block.begin, block.end))
             for part in block.parts:
                 assert block.begin <= part.begin < part.end <= block.end
@@ -245,7 +242,7 @@ def test_error_in_a_worker_stops_the_stream(tmp_path: Path) -> None:
         if len(put) == 7:
             raise OSError("no space")
 
-    planned = jobs.plan_jobs(plan_shards(tensors, "keep", 10**6))[0]
+    planned = layout.plan_jobs(plan_shards(tensors, "keep", 10**6))[0]
     with pytest.raises(OSError, match="no space"):
         stream.stream([stream.StreamTask(job, fail, lambda *end: done.append(end)) for job in planned], 2)
     assert len(put) < 12 and len(done) < len(planned)
@@ -253,7 +250,7 @@ def test_error_in_a_worker_stops_the_stream(tmp_path: Path) -> None:
 
 def test_task_receives_the_checksum_of_its_job(tmp_path: Path) -> None:
     tensors, content = write_vectors(tmp_path, [16, 3, 90], 5)
-    (job,) = jobs.plan_jobs(plan_shards(tensors, "keep", 10**6))[0][:1]
+    (job,) = layout.plan_jobs(plan_shards(tensors, "keep", 10**6))[0][:1]
     done: list[int] = []
     stream.stream([stream.StreamTask(job, lambda *_: None, lambda _, crc: done.append(crc))], 3)
     assert done == [zlib.crc32(content[job.begin : job.end])]

@@ -9,15 +9,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from shardmake.checkpoint.record import RECORD_NAME
-from shardmake.consolidate import recorded
-from shardmake.consolidate.recorded import archive_crc32, check_recorded
+from shardmake.consolidate import source_checks
+from shardmake.consolidate.source_checks import archive_crc32, check_recorded
 from shardmake.core.errors import CheckpointError
 from tests.checkpoint_record import make_record
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded, "_READ", 1000)
+    monkeypatch.setattr(source_checks, "_READ", 1000)
 
 
 @pytest.fixture
@@ -38,13 +38,13 @@ def record(folder: Path, step: int) -> None:
 
 def test_sum_of_an_archive_needs_no_tensor(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    original = recorded.crc32_of
+    original = source_checks.crc32_of
 
     def count(file: int, begin: int, end: int, crc: int) -> int:
         read.append(end - begin)
         return original(file, begin, end, crc)
 
-    monkeypatch.setattr(recorded, "crc32_of", count)
+    monkeypatch.setattr(source_checks, "crc32_of", count)
     for path in (checkpoint / "states" / "rank.pt", next(checkpoint.glob("states/*.distcp"))):
         read.clear()
         assert archive_crc32(path) == zlib.crc32(path.read_bytes())
@@ -113,7 +113,7 @@ def test_archive_without_checksums_is_read(checkpoint: Path) -> None:
 
 
 def test_large_file_that_is_not_needed_is_not_read(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded, "_LARGE", 3)
+    monkeypatch.setattr(source_checks, "_LARGE", 3)
     (checkpoint / "notes.txt").write_text("exit")
     assert check_recorded([checkpoint], [], 2) is not None
     with pytest.raises(CheckpointError, match=r"notes\.txt has another content"):

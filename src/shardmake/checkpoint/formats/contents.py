@@ -183,11 +183,8 @@ class Contents:
     """A checkpoint without the bytes of its tensors.
 
     Attributes:
-        format: Name of the format.
-        folder: The folder with the files.
         step: Training step, if the checkpoint records it.
         world_size: Ranks that wrote it.
-        tensors: Tensors by name.
         aliases: By name of a tensor that is not stored itself, the name of the tensor that it shares.
         versions: Versions of the libraries that wrote it.
         notes: Reasons why newer checkpoints were skipped.
@@ -231,22 +228,15 @@ def unsharded(name: str, ref: TensorRef) -> StoredTensor:
     return StoredTensor(name, ref.dtype, ref.shape, pieces)
 
 
-class FlatVector:
-    """Several one-dimensional tensors read as one vector, such as a rank's flat groups."""
-
-    def __init__(self, parts: Sequence[TensorRef]) -> None:
-        self.parts = parts
-        self.numel = sum(part.numel for part in parts)
-
-    def pieces(self, begin: int, count: int, at: int) -> Iterator[Piece]:
-        """Yield elements ``[begin, begin + count)`` as pieces of a tensor, from its element ``at`` on."""
-        end, offset = begin + count, 0
-        for part in self.parts:
-            low, high = max(begin, offset), min(end, offset + part.numel)
-            if low < high:
-                start = part.offset + (low - offset) * ITEM_SIZE[part.dtype]
-                yield Piece(part.record, start, at + low - begin, high - low)
-            offset += part.numel
+def flat_pieces(parts: Sequence[TensorRef], begin: int, count: int, at: int = 0) -> Iterator[Piece]:
+    """Yield elements ``[begin, begin + count)`` of several vectors in a row, as pieces of a tensor from ``at`` on."""
+    end, offset = begin + count, 0
+    for part in parts:
+        low, high = max(begin, offset), min(end, offset + part.numel)
+        if low < high:
+            start = part.offset + (low - offset) * ITEM_SIZE[part.dtype]
+            yield Piece(part.record, start, at + low - begin, high - low)
+        offset += part.numel
 
 
 def covers(shape: Shape, boxes: Sequence[Box]) -> bool:
@@ -263,24 +253,15 @@ def covers(shape: Shape, boxes: Sequence[Box]) -> bool:
     return not odd and sum(numel(sizes) for _, sizes in filled) == 2 * numel(shape)
 
 
-def box_pieces(
-    record: ZipRecord,
-    start: int,
-    itemsize: int,
-    shape: tuple[int, ...],
-    offsets: tuple[int, ...],
-    sizes: tuple[int, ...],
-) -> tuple[Piece, ...]:
-    """Return the pieces of the box ``sizes`` at ``offsets`` of a tensor of ``shape``, stored from byte ``start`` on.
+def box_pieces(record: ZipRecord, start: int, itemsize: int, shape: Shape, box: Box) -> tuple[Piece, ...]:
+    """Return the pieces of a box of a tensor of ``shape``, which is stored from byte ``start`` on.
 
     Trailing dimensions that the box covers completely form one run with the last dimension that it covers in part. The
-    dimension before that one becomes the piece's ``runs``. Each index of the dimensions before is a separate piece.
-
-    Raises:
-        CheckpointError: The box would need more than `_MOST_PIECES` pieces.
+    dimension before that one becomes the piece's ``runs``. Each index of the dimensions before is a separate piece;
+    raise `CheckpointError` for more than `_MOST_PIECES`.
     """
-    strides = row_major(shape)
-    split = len(shape)
+    offsets, sizes = box
+    strides, split = row_major(shape), len(shape)
     while split and sizes[split - 1] == shape[split - 1]:
         split -= 1
     inner = max(split - 1, 0)

@@ -1,23 +1,29 @@
-"""Checkpoints of torch's distributed checkpoint (DCP), as FSDP1 and FSDP2 write them with SHARDED_STATE_DICT.
+"""Checkpoints of FSDP: torch's distributed checkpoint (DCP), and files with each rank's own part of every tensor.
 
+FSDP1 and FSDP2 write DCP with SHARDED_STATE_DICT.
 ``.metadata`` records the boxes of every tensor and where each box is stored. Bytes ``[offset, offset + length)`` of a
 ``__R_I.distcp`` file are a ``torch.save`` archive of one box. Names are nested: Accelerate and the Trainer save
 ``{"model": state_dict}``, Lightning ``{"state_dict": ...}``, and torchtitan puts the weights beside ``optimizer`` and
 ``train_state``. ``planner_data`` keeps the levels separate.
+
+Accelerate's FSDP and verl write a file for each rank, which Accelerate's ``merge-weights`` cannot read. Each tensor
+must be whole on every rank or divided along one dimension over all ranks. Other meshes (hybrid sharding, tensor
+parallelism) are rejected, because a file does not record which part of such a mesh it holds.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardmake.checkpoint.formats.contents import Box, Contents, Piece, Shape, StoredTensor, box_pieces, covers
+from shardmake.checkpoint.formats import contents, unpickle
+from shardmake.checkpoint.formats.contents import Box, Contents, Piece, Shape, StoredTensor, box_pieces
 from shardmake.checkpoint.formats.dtypes import FROM_TORCH, ITEM_SIZE, Target
-from shardmake.checkpoint.formats.models import names_of_model
+from shardmake.checkpoint.formats.models import choose, names_of_model
 from shardmake.checkpoint.formats.pickle_machine import Inert, Name
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
-from shardmake.checkpoint.formats.unpickle import load_plain, numel
+from shardmake.checkpoint.formats.unpickle import ShardRef, TensorRef, load_plain, numel
 from shardmake.core.errors import CheckpointError
 
 _Value = TypeVar("_Value")
@@ -49,11 +55,7 @@ class DcpMetadata:
 
 
 def read_metadata(path: Path) -> DcpMetadata:
-    """Read ``.metadata``.
-
-    Raises:
-        CheckpointError: The file is damaged, or an entry has no field of this name or no value of its type.
-    """
+    """Read ``.metadata``; raise `CheckpointError` if it is damaged, or a field is missing or of another type."""
     try:
         metadata = _is(load_plain(path), Inert, "the whole")
         entries = _is(metadata.state_dict_metadata, dict, "state_dict_metadata")
@@ -142,8 +144,7 @@ def find(path: Path) -> dict[str, Path]:
 def read(folder: Path, target: Target = "keep", key: str | None = None) -> Contents:
     """Read the checkpoint in ``folder`` (the one with ``.metadata``); of several models, read the one at ``key``.
 
-    Raises:
-        CheckpointError: A file is missing, truncated or of another save, or a tensor is stored in an unsupported way.
+    Raise `CheckpointError` for a file that is missing, truncated or of another save, and for an unsupported tensor.
     """
     if not (folder / METADATA).is_file():
         raise CheckpointError(f"{folder} has no .metadata. The checkpoint was not finished. Use an older checkpoint.")
@@ -153,14 +154,8 @@ def read(folder: Path, target: Target = "keep", key: str | None = None) -> Conte
     _check_files(metadata.places.values())
     held = [_read_tensor(folder, name, fqn, entries[fqn], metadata) for fqn, name in names.items()]
     ranks = {match[1] for place in metadata.places.values() if (match := _RANK.match(place.path.name))}
-    return Contents(
-        format="torch DCP (FSDP)",
-        folder=folder,
-        step=None,
-        world_size=max(len(ranks), 1),
-        tensors={tensor.name: tensor for tensor in held},
-        left_out=left_out,
-    )
+    tensors = {tensor.name: tensor for tensor in held}
+    return Contents("torch DCP (FSDP)", folder, None, max(len(ranks), 1), tensors, left_out=left_out)
 
 
 def _check_files(places: Iterable[ZipRecord]) -> None:
@@ -181,7 +176,7 @@ def _check_files(places: Iterable[ZipRecord]) -> None:
 def _read_tensor(folder: Path, name: str, fqn: str, entry: TensorEntry, metadata: DcpMetadata) -> StoredTensor:
     if entry.dtype not in ITEM_SIZE:
         raise CheckpointError(f"Cannot read {folder}. The type {entry.dtype} of {fqn} is not supported.")
-    if not covers(entry.shape, entry.boxes):
+    if not contents.covers(entry.shape, entry.boxes):
         raise CheckpointError(
             f"{folder / METADATA} divides {fqn} {list(entry.shape)} into boxes that overlap or leave a part out. "
             f"{OLDER}"
@@ -200,4 +195,67 @@ def _read_pieces(folder: Path, fqn: str, entry: TensorEntry, metadata: DcpMetada
             raise CheckpointError(
                 f"{place.path} has {place.size} bytes for the {size} of {fqn} at {list(offsets)}. {OLDER}"
             )
-        yield from box_pieces(replace(place, size=size), 0, itemsize, entry.shape, offsets, sizes)
+        yield from box_pieces(replace(place, size=size), 0, itemsize, entry.shape, (offsets, sizes))
+
+
+_OTHER = "Use another checkpoint."
+RANK_FILES = ("pytorch_model_fsdp*_rank*.bin", "model_world_size_*_rank_*.pt")
+"""Accelerate's and verl's."""
+_RANK_FILE = re.compile(r"(?P<model>pytorch_model_fsdp(?:_\d+)?|model_world_size_\d+)_rank_?(?P<rank>\d+)\.(?:bin|pt)")
+
+
+def find_ranks(path: Path) -> dict[str, Path]:
+    """Return the folder with per-rank files: ``path``, or verl's folder of the trained model, beside its critic."""
+    places = (path, path / "actor")
+    return next(({"": place} for place in places for name in RANK_FILES if any(place.glob(name))), {})
+
+
+def read_ranks(folder: Path, target: Target = "keep", key: str | None = None) -> Contents:
+    """Read the files of all ranks in ``folder``, of several models those whose names begin with ``key``."""
+    files: dict[str, dict[int, Path]] = {}
+    for path in sorted(folder.iterdir()):
+        if match := _RANK_FILE.fullmatch(path.name):
+            files.setdefault(match["model"], {})[int(match["rank"])] = path
+    found = choose(files, key, folder)
+    count = re.search(r"world_size_(\d+)", next(iter(found.values())).name)
+    missing = sorted(set(range(max(max(found) + 1, int(count[1]) if count else 0))) - set(found))
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks the file of rank {missing[0]}. The checkpoint is not complete. Use an older checkpoint."
+        )
+    ranks = [unpickle.load(path) for _, path in sorted(found.items())]
+    for rank, state in enumerate(ranks):
+        if not isinstance(state, Mapping):
+            raise CheckpointError(f"{found[rank]} is not a per-rank file. Use another checkpoint.")
+    if any(state.keys() != ranks[0].keys() for state in ranks):
+        raise CheckpointError(f"The per-rank files in {folder} do not hold the same tensors. Use another checkpoint.")
+    tensors = {name: _join(folder, name, [state[name] for state in ranks]) for name in ranks[0]}
+    return Contents("per-rank FSDP", folder, None, len(ranks), tensors)
+
+
+def _join(folder: Path, name: str, parts: Sequence[Any]) -> StoredTensor:
+    first = parts[0]
+    if isinstance(first, TensorRef):
+        return contents.unsharded(name, first)
+    if not all(isinstance(part, ShardRef) and part.local.is_contiguous for part in parts):
+        raise CheckpointError(f"Cannot merge {folder}. The layout of {name} is not supported. Save with DCP instead.")
+    placements = first.spec.placements
+    kinds = [held.kind.name for held in placements if isinstance(held, Inert)] if isinstance(placements, tuple) else []
+    if len(kinds) != 1 or len(placements) != 1 or kinds[0] not in ("Shard", "Replicate"):
+        raise CheckpointError(
+            f"Cannot merge {folder}. The mesh of {name} has several dimensions. Save with DCP instead (use_dcp=True)."
+        )
+    if kinds[0] == "Replicate":
+        return contents.unsharded(name, first.local)
+    rank = len(first.shape)
+    if placements[0].dim not in range(rank) or any(len(part.local.shape) != rank for part in parts):
+        raise CheckpointError(f"Cannot merge {folder}. {name} lacks the dimension that is sharded. {_OTHER}")
+    boxes, pieces, at = [], list[Piece](), 0
+    for local in (part.local for part in parts):
+        boxes.append((tuple(at * (index == placements[0].dim) for index in range(len(local.shape))), local.shape))
+        at += local.shape[placements[0].dim]
+    if not contents.covers(first.shape, boxes):
+        raise CheckpointError(f"Cannot merge {folder}. The ranks do not hold the parts of {name}. {_OTHER}")
+    for local, box in zip((part.local for part in parts), boxes, strict=True):
+        pieces += box_pieces(local.record, local.offset, ITEM_SIZE[local.dtype], first.shape, box)
+    return StoredTensor(name, first.local.dtype, first.shape, tuple(pieces))

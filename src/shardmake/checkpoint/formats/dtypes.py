@@ -6,27 +6,19 @@ from shardmake.core.errors import ConfigError
 
 Target = Literal["keep", "bf16", "fp16", "fp32"]
 
-ITEM_SIZE = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I64": 8, "I32": 4,
-    "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "C64": 8,
+_TYPES = {
+    "F64": (8, "float64", "DoubleStorage"), "F32": (4, "float32", "FloatStorage"),
+    "F16": (2, "float16", "HalfStorage"), "BF16": (2, "bfloat16", "BFloat16Storage"),
+    "F8_E4M3": (1, "float8_e4m3fn", ""), "F8_E5M2": (1, "float8_e5m2", ""), "F8_E8M0": (1, "float8_e8m0fnu", ""),
+    "I64": (8, "int64", "LongStorage"), "I32": (4, "int32", "IntStorage"), "I16": (2, "int16", "ShortStorage"),
+    "I8": (1, "int8", "CharStorage"), "U64": (8, "uint64", ""), "U32": (4, "uint32", ""), "U16": (2, "uint16", ""),
+    "U8": (1, "uint8", "ByteStorage"), "BOOL": (1, "bool", "BoolStorage"),
+    "C64": (8, "complex64", "ComplexFloatStorage"),
 }  # fmt: skip
-"""Bytes per element."""
-
-_TORCH_NAME = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
-    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U64": "uint64",
-    "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool", "C64": "complex64",
-}  # fmt: skip
-FROM_TORCH = {torch_name: name for name, torch_name in _TORCH_NAME.items()}
-"""safetensors name by torch name, such as ``F32`` by ``float32``."""
-
-FROM_STORAGE = {
-    "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16",
-    "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8",
-    "BoolStorage": "BOOL", "ComplexFloatStorage": "C64",
-}  # fmt: skip
-"""safetensors name by torch's typed storage class, as pickles name it."""
+"""Bytes of an element, torch's name, and torch's typed storage class, as pickles name it, if there is one."""
+ITEM_SIZE = {name: size for name, (size, _, _) in _TYPES.items()}
+FROM_TORCH = {torch: name for name, (_, torch, _) in _TYPES.items()}
+FROM_STORAGE = {storage: name for name, (_, _, storage) in _TYPES.items() if storage}
 
 CONVERTIBLE = {"F32", "F16", "BF16"}
 """Types that ``--dtype`` converts; all others (indices, masks, fp8) are copied unchanged."""
@@ -36,7 +28,7 @@ _TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 def torch_name(dtype: str) -> str:
     """Return the name of ``dtype`` in torch and config.json."""
-    return _TORCH_NAME[dtype]
+    return _TYPES[dtype][1]
 
 
 def converted(dtype: str, target: Target) -> str:

@@ -63,10 +63,6 @@ class HubWeight:
         """True if the weight has consecutive elements of one parameter."""
         return len(self.parts) == 1 and self.parts[0].runs == 1
 
-    def is_all_of(self, size: int) -> bool:
-        """Return True if the weight has the elements of one parameter of ``size`` elements in their order."""
-        return self.is_range and self.parts[0].size == size
-
 
 @dataclass(frozen=True)
 class ClassParameter:
@@ -111,10 +107,9 @@ def renamed(weights: Sequence[HubWeight]) -> dict[str, str]:
 def hub_weights(
     model: "PreTrainedModel", names: Collection[str] | None, missing: Collection[str] = ()
 ) -> list[HubWeight]:
-    """Return the weights that are not a parameter of the same name.
+    """Return the weights of ``model``, which is on the meta device, that are not a parameter of the same name.
 
     Args:
-        model: The model, on the meta device.
         names: Names in the base model's files, whose layout the result has; None for transformers' default layout.
         missing: Parameters that the checkpoint does not hold. Those of towers need no layout: the base has their bytes.
 
@@ -141,15 +136,8 @@ def hub_weights(
             f"{type(model).__name__} cannot be merged: its files hold {', '.join(wrong[:_MOST_NAMES])}{more}, which "
             "transformers computes from the parameters. Shardmake copies ranges of them. Name another model."
         )
-    return [
-        weight
-        for name, weight in found.items()
-        if name not in parameters or weight != _unchanged(name, parameters[name])
-    ]
-
-
-def _unchanged(name: str, parameter: "Tensor") -> HubWeight:
-    return HubWeight(name, tuple(parameter.shape), (Part(name, 0, parameter.numel()),))
+    same = {name: HubWeight(name, tuple(it.shape), (Part(name, 0, it.numel()),)) for name, it in parameters.items()}
+    return [weight for name, weight in found.items() if weight != same.get(name)]
 
 
 def unloaded_names(model: "PreTrainedModel", names: Iterable[str]) -> list[str]:
@@ -278,11 +266,9 @@ def _copied(owner: str, place: "Tensor", source: "Tensor") -> Iterator[Part]:
 def in_hub_layout(contents: Contents, weights: Iterable[HubWeight]) -> Contents:
     """Return ``contents`` with the weights of a model folder in place of the parameters that hold them.
 
-    Parameters that the checkpoint does not hold are ignored: it may have the folder's layout already.
-
-    Raises:
-        CheckpointError: A part of a parameter is a weight of its own, and the parameter has an update that reads its
-            rows, or the weight is not one range of it.
+    Parameters that the checkpoint does not hold are ignored: it may have the folder's layout already. Raise
+    `CheckpointError` if a part of a parameter is a weight of its own, and the parameter has an update that reads its
+    rows, or the weight is not one range of it.
     """
     held = contents.tensors
     made = [weight for weight in weights if all(part.parameter in held for part in weight.parts)]
@@ -330,7 +316,7 @@ def in_class_layout(
 
 def _made(weight: HubWeight, held: Mapping[str, StoredTensor]) -> StoredTensor:
     first = held[weight.parts[0].parameter]
-    if weight.is_all_of(first.numel):
+    if weight.is_range and weight.parts[0].size == first.numel:
         return replace(first, name=weight.name, shape=weight.shape)
     sources = {part.parameter: held[part.parameter] for part in weight.parts}
     for tensor in sources.values():

@@ -1,20 +1,28 @@
-"""Hugging Face folders, as DDP training and PEFT save them: safetensors or torch files, with or without an index."""
+"""Files of whole tensors, safetensors or torch: Hugging Face folders, single files, and shards of other names.
 
-import json
+DDP training and PEFT save Hugging Face folders, with or without an index. Accelerate's FULL_STATE_DICT, Lightning's
+``.ckpt`` files and users' own loops write one file of any name, perhaps with optimizer states beside the weights.
+torchtune writes shards.
+"""
+
 import re
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from safetensors import SafetensorError, safe_open
 
 from shardmake.checkpoint.formats import unpickle
 from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor, unsharded
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE, Target
+from shardmake.checkpoint.formats.models import NO_WEIGHTS, Levels, names_of_model
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.checkpoint.formats.unpickle import TensorRef, numel
 from shardmake.core.errors import CheckpointError
 
-_LARGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors format
 _NO_ADAPTER = re.compile(r"checkpoint-\d+|ref")
 _INCOMPLETE = "The model is not complete. Copy it again."
 
@@ -45,6 +53,10 @@ MODEL = WeightFiles("model", "safetensors")
 MODEL_BIN = WeightFiles("pytorch_model", "bin")
 ADAPTER = WeightFiles("adapter_model", "safetensors")
 ADAPTER_BIN = WeightFiles("adapter_model", "bin")
+
+
+class _Index(BaseModel):
+    weight_map: dict[str, str]
 
 
 def find_weight_files(folder: Path) -> WeightFiles | None:
@@ -82,15 +94,11 @@ def find_adapters(path: Path) -> dict[str, Path]:
 
 
 def read(folder: Path, target: Target = "keep") -> Contents:
-    """Read the model or adapter in ``folder``.
-
-    Raises:
-        CheckpointError: A file of the index is missing, a header is damaged, or index and files do not agree.
-    """
-    names = shard_names(folder)
-    tensors = {tensor.name: tensor for name in names for tensor in read_file(folder / name)}
+    """Read the model or adapter in ``folder``; raise `CheckpointError` if index and files do not agree."""
+    contents = _contents("Hugging Face folder", folder, [folder / name for name in shard_names(folder)])
     if _index(folder).is_file():
         weight_map = _weight_map(folder)
+        tensors = contents.tensors
         wrong = list(weight_map.keys() ^ tensors.keys())
         held = {tensor.name: tensor.pieces[0].record.path.name for tensor in tensors.values() if tensor.pieces}
         wrong += [name for name, file in held.items() if file != weight_map.get(name)]
@@ -98,14 +106,17 @@ def read(folder: Path, target: Target = "keep") -> Contents:
             raise CheckpointError(
                 f"{_index(folder)} does not match the weight files in {sorted(wrong)[0]}. Copy the model again."
             )
-    return Contents("Hugging Face folder", folder, None, 1, tensors)
+    return contents
+
+
+def _contents(format: str, folder: Path, files: Iterable[Path]) -> Contents:
+    return Contents(format, folder, None, 1, {tensor.name: tensor for file in files for tensor in read_file(file)})
 
 
 def read_adapter(folder: Path, target: Target = "keep") -> Contents:
     """Read the single weight file of a PEFT folder."""
     files = ADAPTER if (folder / ADAPTER.single).is_file() else ADAPTER_BIN
-    tensors = {tensor.name: tensor for tensor in read_file(folder / files.single)}
-    return Contents("PEFT adapter", folder, None, 1, tensors)
+    return _contents("PEFT adapter", folder, [folder / files.single])
 
 
 def shard_names(folder: Path) -> list[str]:
@@ -131,23 +142,16 @@ def _index(folder: Path) -> Path:
 
 def _weight_map(folder: Path) -> dict[str, str]:
     try:
-        index = json.loads(_index(folder).read_text())
-        weight_map = dict(index["weight_map"])
-        if not all(isinstance(name, str) for name in weight_map.values()):
-            raise TypeError("a file name is not text")
-        return weight_map
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        return _Index.model_validate_json(_index(folder).read_bytes()).weight_map
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"]
         raise CheckpointError(
-            f"{_index(folder)} is not a valid index of weight files ({error}). Copy it again."
+            f"{_index(folder)} is not a valid index of weight files ({reason}). Copy it again."
         ) from None
 
 
 def read_file(path: Path) -> Iterator[StoredTensor]:
-    """Return the tensors of one weight file, in the order of their bytes.
-
-    Raises:
-        CheckpointError: The file is missing, truncated or damaged.
-    """
+    """Return the tensors of a weight file in the order of their bytes; raise `CheckpointError` if it is damaged."""
     return _read_torch(path) if path.suffix == ".bin" else _read_safetensors(path)
 
 
@@ -162,33 +166,87 @@ def _read_torch(path: Path) -> Iterator[StoredTensor]:
 
 
 def _read_safetensors(path: Path) -> Iterator[StoredTensor]:
-    """Check the header as the format requires: no holes, no overlaps, correct sizes."""
+    """Read the header; the library refuses one with holes, overlaps or wrong sizes."""
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > _LARGEST_HEADER:
-                raise ValueError("it is too large")
-            header = json.loads(file.read(length))
-        at, start = 0, 8 + length
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-            begin, end = entry["data_offsets"]
-            shape = tuple(entry["shape"])
-            if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
-                raise ValueError(f"shape or offsets of {name} are not counts")
-            if begin != at or end - begin != numel(shape) * ITEM_SIZE[entry["dtype"]]:
-                raise ValueError(f"the offsets of {name} do not match its shape")
-            at = end
-            record = ZipRecord(path, start + begin, end - begin, None)
-            pieces = (Piece(record, 0, 0, numel(shape)),) if numel(shape) else ()
-            yield StoredTensor(name, entry["dtype"], shape, pieces)
+        with safe_open(path, "numpy") as file:
+            views = {name: file.get_slice(name) for name in file.offset_keys()}
+            held = [(name, view.get_dtype(), tuple(view.get_shape())) for name, view in views.items()]
+        sizes = [numel(shape) * ITEM_SIZE[dtype] for _, dtype, shape in held]
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing. {_INCOMPLETE}") from None
-    except (struct.error, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise _damaged(path, f"header: {error}") from None
-    if start + at != path.stat().st_size:
-        raise _damaged(path, f"it has {path.stat().st_size} bytes, its header describes {start + at}")
+    except (SafetensorError, KeyError) as error:
+        raise CheckpointError(f"{path} is not a complete safetensors file: {error}. Write or copy it again.") from None
+    at = path.stat().st_size - sum(sizes)
+    for (name, dtype, shape), size in zip(held, sizes, strict=True):
+        pieces = (Piece(ZipRecord(path, at, size, None), 0, 0, numel(shape)),) if size else ()
+        yield StoredTensor(name, dtype, shape, pieces)
+        at += size
 
 
-def _damaged(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"{path} is not a complete safetensors file: {reason}. Write or copy it again.")
+_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
+_OTHER_FILES = re.compile(
+    r"(optim|sched|scaler|sampler|rng_|random_states|training_args|recipe_state|dataloader|custom_checkpoint).*"
+)
+"""Names of files with other states of a training."""
+_NUMBERED = re.compile(r"(pytorch_)?model(?P<number>_\d+)?\.(safetensors|bin)")
+_LEVELS = 3
+"""A model is below the first or second level."""
+_MOST_ENTRIES = 1 << 20
+"""A dictionary may hold another one many times."""
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.(safetensors|bin)")
+
+
+def find_files(path: Path) -> dict[str, Path]:
+    """Return ``path`` if it is a file of weights, or all such files in the folder ``path``, by name."""
+    if path.is_file():
+        return {path.name: path} if path.suffix in _SUFFIXES else {}
+    files = (it for it in sorted(path.iterdir()) if it.suffix in _SUFFIXES and it.is_file())
+    return {it.name: it for it in files if not _OTHER_FILES.match(it.name)}
+
+
+def find_several(path: Path) -> dict[str, Path]:
+    """Return the files of the models that ``accelerator.save_state`` wrote, if they are several."""
+    named = [(it, match) for it in sorted(path.iterdir()) if (match := _NUMBERED.fullmatch(it.name))]
+    return {it.name: it for it, _ in named} if any(match["number"] for _, match in named) else {}
+
+
+def read_one(file: Path, target: Target = "keep", key: str | None = None) -> Contents:
+    """Read the model in ``file``, of several the one at ``key``; raise `CheckpointError` if it holds no such model."""
+    if file.suffix == ".safetensors":
+        return _contents("one file", file.parent, [file])
+    state = unpickle.load(file)
+    held = dict(islice(_entries(state, _LEVELS), _MOST_ENTRIES)) if isinstance(state, Mapping) else {}
+    weights = {path for path, value in held.items() if isinstance(value, TensorRef)}
+    names, left_out = names_of_model({path: path for path in held}, weights, key, file)
+    if not names:
+        raise CheckpointError(f"Cannot merge {file}. It holds no tensors by name. Name another file.")
+    tensors = {name: unsharded(name, held[path]) for path, name in names.items()}
+    return Contents("one file", file.parent, None, 1, tensors, left_out=left_out)
+
+
+def _entries(state: Mapping[Any, Any], levels: int) -> Iterator[tuple[Levels, Any]]:
+    """Yield the entries of a dictionary by the keys of up to ``levels`` levels, without other states of a training."""
+    for key, value in state.items():
+        if levels > 1 and isinstance(value, Mapping):
+            if not NO_WEIGHTS.fullmatch(str(key)):
+                yield from (((str(key), *path), held) for path, held in _entries(value, levels - 1))
+        else:
+            yield (str(key),), value
+
+
+def find_shards(path: Path) -> dict[str, Path]:
+    """Return the folder ``path`` if it holds a numbered shard."""
+    return {"": path} if any(_SHARD.fullmatch(it.name) for it in path.iterdir()) else {}
+
+
+def read_shards(folder: Path, target: Target = "keep") -> Contents:
+    """Read all shards in ``folder``; raise `CheckpointError` if one is missing, or if there are several sets."""
+    found = {it: match for it in sorted(folder.iterdir()) if (match := _SHARD.fullmatch(it.name))}
+    sets = {(match["stem"], int(match["count"])) for match in found.values()}
+    numbers = {match["number"] for match in found.values()}
+    if len(sets) != 1 or not len(found) == len(numbers) == next(iter(sets))[1]:
+        expected = " and ".join(f"{stem} of {count}" for stem, count in sorted(sets))
+        raise CheckpointError(
+            f"{folder} holds {len(found)} shards of {expected}, not those of one model. Copy it again."
+        )
+    return _contents("shards", folder, found)

@@ -235,12 +235,7 @@ def is_adapter(contents: Contents) -> bool:
 
 
 def split(contents: Contents) -> Adapter:
-    """Separate adapter and base weights.
-
-    Raises:
-        CheckpointError: A layer lacks a part of its update, or is of a kind that is not supported, or there are several
-            adapters.
-    """
+    """Separate adapter and base weights; raise `CheckpointError` for several adapters and for unknown parts of one."""
     parts: dict[str, dict[str, StoredTensor]] = {}
     saved, base = {}, {}
     unused = _unused_adapter(contents)
@@ -288,15 +283,10 @@ def _adapter_name(plain: str) -> str | None:
 
 
 def merge(contents: Contents, base: Contents | None, layout: Callable[[], HubLayout] = HubLayout) -> Contents:
-    """Return the base model with the adapter in ``contents`` added to it.
+    """Return the base model with the adapter in ``contents``, a checkpoint of a PEFT model, added to it.
 
-    Args:
-        contents: A checkpoint of a PEFT model, with or without the base weights.
-        base: The base model, for a checkpoint without base weights.
-        layout: Returns the layout of the base model's files.
-
-    Raises:
-        CheckpointError: Base weights are missing, or the adapter is of another model or of an unsupported kind.
+    ``base`` is the base model, for a checkpoint without base weights; ``layout`` returns the layout of its files. Raise
+    `CheckpointError` if base weights are missing, or the adapter is of another model or of an unsupported kind.
     """
     adapter = split(contents)
     settings = read_settings(contents.folder, holds_base=bool(adapter.base))
@@ -367,11 +357,7 @@ def _update(
 
 
 def adapter_only(contents: Contents) -> Contents:
-    """Return the adapter in ``contents`` with the names that PEFT uses in its files.
-
-    Raises:
-        CheckpointError: The checkpoint holds no adapter, or one of a kind that is not supported.
-    """
+    """Return the adapter alone, with the names that PEFT uses in its files; raise `CheckpointError` without one."""
     if not is_adapter(contents):
         raise CheckpointError(f"{contents.folder} holds no LoRA adapter. Merge it without --adapter.")
     adapter = split(contents)

@@ -17,11 +17,7 @@ _Id = TypeVar("_Id", bound=Hashable)
 
 
 def choose(models: Mapping[str, _Model], key: str | None, holder: Path) -> _Model:
-    """Return the model at ``key``, or without a key the only one that ``holder`` holds.
-
-    Raises:
-        CheckpointError: There are several models and no key, or none at ``key``.
-    """
+    """Return the model at ``key``, without a key the only one; raise `CheckpointError` for none and for several."""
     chosen = [model for name, model in models.items() if key in (None, name)]
     names = ", ".join(sorted(filter(None, models)))
     if len(chosen) > 1:
@@ -41,8 +37,7 @@ def names_of_model(
     Args:
         paths: The levels of all entries in the saved dictionary, by the checkpoint's name.
         tensors: The entries that are tensors.
-        key: Of several models, the levels above the one that is meant, joined by dots.
-        holder: The checkpoint, for messages.
+        key, holder: As for `choose`; the key of a model is the levels above it, joined by dots.
 
     Raises:
         CheckpointError: Another entry of the model is not a tensor, or there is not one model that is meant.

@@ -92,10 +92,9 @@ class PickleMachine:
     def __init__(
         self, content: bytes, functions: Mapping[tuple[str, str], Function], persistent: Callable[[Any], Any]
     ) -> None:
-        """Prepare a run.
+        """Prepare a run of the pickle ``content``.
 
         Args:
-            content: The pickle.
             functions: What to call instead of the function or class of this module and name.
             persistent: Returns the object for a persistent id.
         """
@@ -108,11 +107,7 @@ class PickleMachine:
         self._budget = 4 * len(content) + _SHORTEST_BUDGET
 
     def run(self) -> Any:
-        """Return the object that the pickle describes.
-
-        Raises:
-            PickleError: The pickle is damaged, or does what no pickle of a checkpoint does.
-        """
+        """Return the object that the pickle describes; raise `PickleError` if it is damaged or hostile."""
         content, operations = self._content, self._OPERATIONS
         if not content.startswith(b"\x80") or content[1:2] not in (b"\2", b"\3", b"\4", b"\5"):
             raise PickleError("it is not a pickle of protocol 2 to 5")

@@ -44,14 +44,10 @@ None of them runs code that the file brings along.
 
 
 def find_foreign_names(checkpoint: Path, files: Iterable[str]) -> dict[str, list[str]]:
-    """Return the files that name anything which no training writes, with these names as ``module.name``.
+    """Return those of the ``files`` below ``checkpoint`` that name what no training writes, and the names.
 
-    Args:
-        checkpoint: The checkpoint's folder.
-        files: The files to read, by path relative to it. With ``.metadata``, the objects in DCP's other files are read.
-
-    Raises:
-        CheckpointError: A file that the unpickler would load is not one that torch wrote.
+    With ``.metadata``, the objects in DCP's other files are read. Raise `CheckpointError` for a file that the unpickler
+    would load and that torch did not write.
     """
     found = {}
     for name in files:
@@ -91,6 +87,6 @@ def _pickles(path: Path) -> Iterator[bytes]:
 
 def _in_archive(path: Path, start: int = 0, length: int | None = None) -> bytes:
     with ZipArchive(path, start, length) as archive:
-        if "constants.pkl" in archive:  # torch.load would run it
+        if "constants.pkl" in archive.entries:  # torch.load would run it
             raise CheckpointError(f"Rejected {path}. It is a program of TorchScript, not a checkpoint.")
         return archive.read("data.pkl")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardmake.checkpoint.formats import dcp, fsdp_per_rank, huggingface, lora, single_file, zero
+from shardmake.checkpoint.formats import dcp, huggingface, lora, zero
 from shardmake.checkpoint.formats.contents import Contents
 from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.checkpoint.formats.hub_layout import HubLayout
@@ -46,14 +46,9 @@ class Layout:
     instead: str = ""
 
 
-def _one(recognise: Callable[[Path], Path | None]) -> Finder:
-    """Return a function that finds the only model."""
-    return lambda path: {} if (found := recognise(path)) is None else {"": found}
-
-
 def _holds(*patterns: str) -> Finder:
-    """Return a function that finds a folder if it holds a file that matches one of the ``patterns``."""
-    return _one(lambda path: path if any(any(path.glob(pattern)) for pattern in patterns) else None)
+    """Return a function that finds the only model in a folder with a file that matches one of the ``patterns``."""
+    return lambda path: {"": path} if any(any(path.glob(pattern)) for pattern in patterns) else {}
 
 
 def _whole(read: Callable[[Path, Target], Contents]) -> Reader:
@@ -62,22 +57,23 @@ def _whole(read: Callable[[Path, Target], Contents]) -> Reader:
 
 
 _MEGATRON = ("iter_*/common.pt", "iter_*/mp_rank_*/*.pt", "common.pt", "mp_rank_*/model_optim_rng.pt")
-_MODEL_FILES = (huggingface.MODEL.single, huggingface.MODEL_BIN.single)
+_KINDS = (huggingface.MODEL, huggingface.MODEL_BIN)
+_MODEL_FILES = [*(kind.single for kind in _KINDS), *(kind.index for kind in _KINDS)]
 LAYOUTS: list[Layout] = [
     Layout("Megatron-core", _MEGATRON[0], _holds(*_MEGATRON), instead="Export it with Megatron Bridge's export_ckpt."),
     Layout(
         "Meta's Llama", "consolidated.00.pth", _holds("consolidated.*.pth"),
         instead="Convert it with transformers' convert_llama_weights_to_hf.py.",
     ),
-    Layout("Accelerate's several models", "model_1.safetensors", single_file.find_several, single_file.read),
+    Layout("Accelerate's several models", "model_1.safetensors", huggingface.find_several, huggingface.read_one),
     Layout("DeepSpeed universal", "zero/*/fp32.pt", _holds("zero/*/fp32.pt"), _whole(zero.read_universal)),
     Layout("DeepSpeed", "global_step*, *_states.pt", zero.find, _whole(zero.read)),
     Layout("DCP", ".metadata, *.distcp", dcp.find, dcp.read),
-    Layout("ranks", " or ".join(fsdp_per_rank.NAMES), _one(fsdp_per_rank.recognise), fsdp_per_rank.read),
+    Layout("ranks", " or ".join(dcp.RANK_FILES), dcp.find_ranks, dcp.read_ranks),
     Layout("PEFT", "adapter_model.*", huggingface.find_adapters, _whole(huggingface.read_adapter)),
-    Layout("Hugging Face", ", ".join(_MODEL_FILES), _one(huggingface.recognise), _whole(huggingface.read)),
-    Layout("shards", "*-00001-of-N.safetensors", _one(single_file.find_shards), _whole(single_file.read_shards)),
-    Layout("one file", "a single *.pt, *.pth, *.ckpt, *.bin", single_file.find, single_file.read),
+    Layout("Hugging Face", ", ".join(_MODEL_FILES[:2]), _holds(*_MODEL_FILES), _whole(huggingface.read)),
+    Layout("shards", "*-00001-of-N.safetensors", huggingface.find_shards, _whole(huggingface.read_shards)),
+    Layout("one file", "a single *.pt, *.pth, *.ckpt, *.bin", huggingface.find_files, huggingface.read_one),
 ]  # fmt: skip
 """Every layout, in the order in which they are tried; the last one only if a folder has no numbered checkpoints."""
 
@@ -96,12 +92,9 @@ def read_model(
     Levels that a wrapper adds to names are removed: ``module.`` at the start of all names, and `_WRAPPERS` anywhere.
 
     Args:
-        path: A run, a checkpoint, or the folder with its files.
-        target: Type of the merged model.
-        base: The base model's folder, for an adapter.
+        path, target, key: As for `read_checkpoint`.
+        base: The base model's folder, for an adapter; ``layout`` returns the layout of its files.
         adapter: Return the adapter alone.
-        key: Of several models in the checkpoint, the one to read.
-        layout: Returns the layout of a model's folder.
         like: A model's folder with the names that those of a whole model get; by default that of the base model.
     """
     contents = _without_wrapper(read_checkpoint(path, target, key))
@@ -147,23 +140,20 @@ def _without_outer(contents: Contents, names: Collection[str]) -> Contents:
 def _renamed(contents: Contents, inner: Callable[[str], str]) -> Contents:
     originals: dict[str, str] = {}
     for name in contents.tensors:
-        if inner(name) in originals:
+        if (other := originals.setdefault(inner(name), name)) != name:
             raise CheckpointError(
-                f"Cannot read {contents.folder}. {originals[inner(name)]} and {name} are one name without the levels "
-                "of wrappers. Save the model without its wrapper."
+                f"Cannot read {contents.folder}. {other} and {name} are one name without the levels of wrappers. Save "
+                "the model without its wrapper."
             )
-        originals[inner(name)] = name
-    tensors = [replace(tensor, name=inner(name)) for name, tensor in contents.tensors.items()]
+    tensors = [replace(contents.tensors[original], name=name) for name, original in originals.items()]
     return contents.with_tensors(tensors, {inner(a): inner(b) for a, b in contents.aliases.items()})
 
 
 def read_checkpoint(path: Path, target: Target = "keep", key: str | None = None) -> Contents:
     """Read the checkpoint at ``path``; of several checkpoints in a folder, read the newest readable one.
 
-    Of several models in it, read the one at ``key``: its file or folder, or the levels above its weights.
-
-    Raises:
-        CheckpointError: The folder holds no checkpoint, or none is readable; the message gives each reason.
+    Of several models in it, read the one at ``key``: its file or folder, or the levels above its weights. Raise
+    `CheckpointError` if the folder holds no checkpoint, or none is readable; the message gives each reason.
     """
     if not path.exists():
         raise CheckpointError(f"{path} does not exist. Name a run, a checkpoint, or the folder with its files.")

@@ -18,7 +18,7 @@ from typing import Any
 from shardmake.core.errors import CheckpointError
 
 _END_SIZE = 22
-LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+_LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 """The header of an entry, which ends with the lengths of its name and of its extra field."""
 _LARGEST_PICKLE = 512 << 20
 """Bytes of a pickle or another small record. That of a 70B model on 512 ranks has about 70 MB."""
@@ -28,12 +28,9 @@ _LARGEST_DIRECTORY = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class ZipRecord:
-    """A byte range on disk: the storage of a tensor.
+    """A byte range of a file: the storage of a tensor.
 
     Attributes:
-        path: The file.
-        offset: Offset of the first byte in the file.
-        size: Number of bytes.
         crc: The CRC-32 in the file itself, None if it has none.
         archive_length: Length of the archive into which DCP wraps each tensor. ``offset`` is then the start of that
             archive, and `unpickle.locate` finds the bytes in it.
@@ -76,11 +73,6 @@ class FileRange(io.RawIOBase):
         count = os.preadv(self.file, [memoryview(buffer)[: max(0, self.length - self.at)]], self.start + self.at)
         self.at += count
         return count
-
-
-def content_offset(entry: zipfile.ZipInfo, header: tuple[Any, ...]) -> int:
-    """Return the offset of an entry's first byte in its archive, from its unpacked `LOCAL_HEADER`."""
-    return entry.header_offset + LOCAL_HEADER.size + int(header[-2] + header[-1])
 
 
 def open_regular(path: Path) -> int:
@@ -135,7 +127,8 @@ class ZipArchive:
         self._file = open_regular(path)
         try:
             self.length = os.fstat(self._file).st_size - start if length is None else length
-            self._entries = self._read_directory()
+            self.entries = self._read_directory()
+            """The entries by name, without the archive's own folder."""
         except BaseException:
             os.close(self._file)
             raise
@@ -148,14 +141,14 @@ class ZipArchive:
 
     def record(self, name: str) -> ZipRecord:
         """Return the byte range of the record ``name`` (without the archive's own folder, such as ``data/0``)."""
-        if name not in self._entries:
+        if name not in self.entries:
             raise CheckpointError(
                 f"{self.path} holds no record {name!r}. The file is damaged or was not written by torch.save. "
                 "Use another checkpoint."
             )
-        entry = self._entries[name]
-        header = LOCAL_HEADER.unpack(self._read(entry.header_offset, LOCAL_HEADER.size))
-        offset = content_offset(entry, header)
+        entry = self.entries[name]
+        header = _LOCAL_HEADER.unpack(self._read(entry.header_offset, _LOCAL_HEADER.size))
+        offset = entry.header_offset + _LOCAL_HEADER.size + header[-2] + header[-1]
         if header[0] != b"PK\x03\x04" or offset + entry.file_size > self.length:
             raise self._damaged(f"record {name} is not at the offset in the directory")
         return ZipRecord(self.path, self.start + offset, entry.file_size, entry.CRC)
@@ -163,9 +156,6 @@ class ZipArchive:
     def read(self, name: str) -> bytes:
         """Return the bytes of a small record; raise `CheckpointError` if they do not have the checksum in the file."""
         return read_record(self.record(name))
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._entries
 
     def _read(self, offset: int, size: int) -> bytes:
         content = os.pread(self._file, size, self.start + offset) if offset >= 0 else b""
@@ -191,13 +181,7 @@ class ZipArchive:
             raise self._damaged("the directory at its end is missing")
         try:
             entries = zipfile.ZipFile(FileRange(self._file, self.start, self.length)).infolist()
-        except (
-            zipfile.BadZipFile,
-            NotImplementedError,
-            ValueError,
-            struct.error,
-            OSError,
-        ):  # as `zipfile` rejects damaged entries
+        except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, OSError):  # as `zipfile` rejects it
             raise self._damaged("its directory is truncated") from None
         for entry in entries:
             if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:

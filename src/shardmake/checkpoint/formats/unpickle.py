@@ -55,17 +55,12 @@ class TensorRef:
 
 @dataclass(frozen=True)
 class ShardRef:
-    """A rank's part of a distributed tensor (DTensor).
-
-    Attributes:
-        shape: Shape of the whole tensor.
-        local: This rank's part.
-        spec: torch's DTensorSpec: ``placements`` and ``mesh``.
-    """
+    """A rank's part ``local`` of a distributed tensor (DTensor) of ``shape``."""
 
     shape: tuple[int, ...]
     local: TensorRef
     spec: Inert
+    """torch's DTensorSpec: ``placements`` and ``mesh``."""
 
 
 def numel(shape: tuple[int, ...]) -> int:
@@ -83,18 +78,14 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def load(path: Path) -> Any:
-    """Return the object that ``torch.save`` wrote to ``path``, with tensors as `TensorRef`.
-
-    Raises:
-        CheckpointError: The file is damaged.
-    """
+    """Return what ``torch.save`` wrote, with tensors as `TensorRef`; raise `CheckpointError` for a damaged file."""
     with ZipArchive(path) as archive:
         return load_archive(archive)
 
 
 def load_archive(archive: ZipArchive) -> Any:
     """Return the object in an open archive, as `load` does."""
-    if "byteorder" in archive and archive.read("byteorder") != b"little":
+    if "byteorder" in archive.entries and archive.read("byteorder") != b"little":
         raise CheckpointError(f"Cannot read {archive.path}. Checkpoints of big-endian machines are not supported.")
     storages: dict[str, StorageRef] = {}
 
@@ -120,12 +111,7 @@ def load_plain(path: Path) -> Any:
 
 
 def names_in(content: bytes, path: Path) -> set[str]:
-    """Return the classes and functions, each as ``module.name``, that loading the pickle ``content`` would import.
-
-    Args:
-        content: The pickle.
-        path: Its file, for messages.
-    """
+    """Return the ``module.name`` of each class and function that loading ``content``, of a file, would import."""
     machine = PickleMachine(content, _FUNCTIONS_OF_CONTAINERS, lambda _: None)
     _run(machine, path)
     return machine.names

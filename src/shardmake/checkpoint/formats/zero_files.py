@@ -1,19 +1,29 @@
-"""The files of a DeepSpeed ZeRO checkpoint: find them, read them and check that they belong together."""
+"""The files of a DeepSpeed ZeRO checkpoint: find them, read them and check that they belong together.
 
+With the optimizer of ZeRO-3 on NVMe, checkpoints hold copies of the swap files. If a sub-group is swapped out, the
+rank's optimizer file holds empty tensors in its place. The bytes are in ``offloaded_tensors/rankRR``:
+``ID.tensor.swp`` has the fp32 weights, ``exp_avg-ID.tensor.swp`` the first moments, and so on. Each file is a flat
+vector of fp32 with padding at its end. DeepSpeed derives ID from its numbers for the first and the last parameter of
+the sub-group and does not save it. Trainings of Shardmake write an index of the IDs.
+"""
+
+import math
 import re
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, Field, InstanceOf, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, InstanceOf, TypeAdapter, ValidationError
 
 from shardmake.checkpoint.formats import unpickle
 from shardmake.checkpoint.formats.contents import Contents, StoredTensor
+from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
 from shardmake.checkpoint.formats.pickle_machine import Inert
-from shardmake.checkpoint.formats.torch_zip_reader import read_record
-from shardmake.checkpoint.formats.unpickle import TensorRef
+from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord, read_record
+from shardmake.checkpoint.formats.unpickle import TensorRef, numel
+from shardmake.core.atomic import write_json
 from shardmake.core.errors import CheckpointError
 
 
@@ -78,6 +88,35 @@ _OLDER = "Use an older checkpoint."
 
 
 @dataclass(frozen=True)
+class OptimizerFile:
+    """The optimizer file of a rank: its flat fp32 vectors, one for each group, and its other entries."""
+
+    path: Path
+    vectors: Sequence[TensorRef]
+    state: Mapping[str, Any]
+
+    @property
+    def base(self) -> Mapping[str, Any]:
+        """The state of the optimizer that ZeRO wraps."""
+        base = self.state.get("base_optimizer_state", self.state.get("optimizer_state_dict"))
+        return base if isinstance(base, Mapping) else {}
+
+    def numbers(self, key: str, *places: str) -> Iterator[float]:
+        """Yield the values of ``key`` in the optimizer's ``state`` by parameter, or in its ``param_groups``."""
+        for held in map(self.base.get, places):
+            for entry in held.values() if isinstance(held, Mapping) else held if isinstance(held, list) else ():
+                value = entry.get(key) if isinstance(entry, Mapping) else None
+                value = _scalar(value) if isinstance(value, TensorRef) else value
+                if isinstance(value, int | float):
+                    yield float(value)
+
+    @property
+    def step(self) -> float | None:
+        """The steps that the optimizer counted; None if it counts none."""
+        return next(self.numbers("step", "state", "param_groups"), None)
+
+
+@dataclass(frozen=True)
 class ZeroFiles:
     """The files of one checkpoint without the bytes of their tensors; both lists are in rank order.
 
@@ -86,12 +125,7 @@ class ZeroFiles:
 
     folder: Path
     model: list[Mapping[str, Any]]
-    optimizer: list[Mapping[str, Any]]
-
-    @property
-    def world_size(self) -> int:
-        """Ranks that wrote the checkpoint."""
-        return max(len(self.optimizer), 1)
+    optimizer: list[OptimizerFile]
 
     @property
     def param_shapes(self) -> list[Mapping[str, tuple[int, ...]]]:
@@ -105,16 +139,19 @@ class ZeroFiles:
 
     def contents(self, format: str, ranks: int, tensors: Sequence[StoredTensor]) -> Contents:
         """Return the contents of a checkpoint with ``tensors``, after checking that each is complete."""
-        model = self.model[0]
-        return Contents(
-            format=format,
-            folder=self.folder,
-            step=model.get("global_steps"),
-            world_size=ranks,
-            tensors={tensor.name: tensor.check() for tensor in tensors},
-            aliases=dict(model.get("shared_params") or {}),
-            versions={"deepspeed": str(model.get("ds_version"))},
-        )
+        model, held = self.model[0], {tensor.name: tensor.check() for tensor in tensors}
+        aliases, versions = dict(model.get("shared_params") or {}), {"deepspeed": str(model.get("ds_version"))}
+        return Contents(format, self.folder, model.get("global_steps"), ranks, held, aliases, versions)
+
+
+def load_complete(folder: Path) -> tuple[ZeroFiles, int]:
+    """Read the files of ``folder``, which must be those of all ranks at one step; return the ZeRO stage too."""
+    files = load_files(folder)
+    _check_same_step(files)
+    stage = _zero_stage(files)
+    if stage == 3:
+        files = replace(files, optimizer=[_with_swap_files(files, rank) for rank in range(len(files.optimizer))])
+    return files, stage
 
 
 def load_files(folder: Path, tensor_parallel: bool = False) -> ZeroFiles:
@@ -136,7 +173,7 @@ def load_files(folder: Path, tensor_parallel: bool = False) -> ZeroFiles:
     for path in model[1:]:  # of the others only the entries in which ranks differ: the rest would take hundreds of MiB
         state = _load_model(path)
         states.append({name: state[name] for name in _OF_EACH_RANK if name in state})
-    return ZeroFiles(folder, states, [_load_optimizer(path) for path in optimizer])
+    return ZeroFiles(folder, states, [load_optimizer(path) for path in optimizer])
 
 
 def _by_rank(folder: Path, names: Sequence[str], pattern: re.Pattern[str]) -> list[Path]:
@@ -163,21 +200,20 @@ def _load_model(path: Path) -> Mapping[str, Any]:
     return state
 
 
-def _load_optimizer(path: Path) -> Mapping[str, Any]:
+def load_optimizer(path: Path) -> OptimizerFile:
+    """Read the optimizer file of a rank."""
     state = unpickle.load(path)
     inner = state.get("optimizer_state_dict") if isinstance(state, Mapping) else None
-    if not isinstance(inner, Mapping) or not {"fp32_flat_groups", "single_partition_of_fp32_groups"} & set(inner):
+    held: Mapping[str, Any] = inner if isinstance(inner, Mapping) else {}
+    vectors = held.get("fp32_flat_groups") or held.get("single_partition_of_fp32_groups")
+    if not vectors:
         raise CheckpointError(f"{path} is not an optimizer file of DeepSpeed ZeRO: it holds no fp32 weights. {_OLDER}")
-    _check(path, inner, _OptimizerFile)
-    return inner
+    _check(path, held, _OptimizerFile)
+    return OptimizerFile(path, vectors, held)
 
 
 def named_folder(file: Path) -> Path:
-    """Return the folder that ``latest`` or its like names: one beside it, in the same checkpoint.
-
-    Raises:
-        CheckpointError: The file is not text, or names a folder elsewhere.
-    """
+    """Return the folder beside ``file`` that it names, as ``latest`` does; raise `CheckpointError` for any other."""
     name = file.read_bytes().decode(errors="replace").strip()
     if name in ("", ".", "..") or "/" in name or "\0" in name:
         raise CheckpointError(
@@ -187,22 +223,22 @@ def named_folder(file: Path) -> Path:
     return file.parent / name
 
 
-def zero_stage(files: ZeroFiles) -> int:
+def _zero_stage(files: ZeroFiles) -> int:
     """Return the ZeRO stage, 0 without optimizer files.
 
     DeepSpeed's BF16_Optimizer, which is ZeRO-1 with another gradient type, records no stage.
     """
     if not files.optimizer:
         return 0
-    stages = {_number(state["zero_stage"]) if "zero_stage" in state else 1 for state in files.optimizer}
+    stages = {_number(rank.state.get("zero_stage", 1)) for rank in files.optimizer}
     if len(stages) > 1:
         raise CheckpointError(f"{files.folder} mixes files of ZeRO stages {sorted(stages)}. Use another checkpoint.")
-    for state in files.optimizer:
-        partitions = state.get("partition_count")
+    for rank in files.optimizer:
+        partitions = rank.state.get("partition_count")
         expected = max(partitions) if isinstance(partitions, Sequence) else partitions
         if expected is not None and expected != len(files.optimizer):
             raise CheckpointError(
-                f"{optimizer_path(state)} was written by {expected} ranks, but {files.folder} holds the optimizer "
+                f"{rank.path} was written by {expected} ranks, but {files.folder} holds the optimizer "
                 f"files of {len(files.optimizer)}. Files are missing or come from another world size. {_OLDER}"
             )
     stage = stages.pop()
@@ -214,13 +250,6 @@ def zero_stage(files: ZeroFiles) -> int:
     return stage
 
 
-def optimizer_path(state: Mapping[str, Any]) -> Path:
-    """Return the optimizer file that ``state`` was read from."""
-    groups = state.get("fp32_flat_groups") or state.get("single_partition_of_fp32_groups")
-    assert groups, "ZeRO writes at least one group"
-    return Path(groups[0].record.path)
-
-
 _STAGES = ("disabled", "optimizer_states", "gradients", "weights")
 
 
@@ -230,12 +259,12 @@ def _number(value: Any) -> int:
     return _STAGES.index(given) if given in _STAGES else int(given)
 
 
-def check_same_step(files: ZeroFiles) -> None:
+def _check_same_step(files: ZeroFiles) -> None:
     """Raise `CheckpointError` unless all ranks wrote at the same step; DeepSpeed's own tool merges mixed steps."""
     groups = {
         "training step": [state.get("global_steps") for state in files.model],
-        "optimizer step": [optimizer_step(state) for state in files.optimizer],
-        "learning rate": [_learning_rate(state) for state in files.optimizer],
+        "optimizer step": [rank.step for rank in files.optimizer],
+        "learning rate": [next(rank.numbers("lr", "param_groups"), None) for rank in files.optimizer],
     }
     for quantity, values in groups.items():
         if len(set(values)) > 1:
@@ -251,37 +280,6 @@ def check_same_step(files: ZeroFiles) -> None:
         )
 
 
-def base_optimizer(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the state of the optimizer that ZeRO wraps."""
-    base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
-    return base if isinstance(base, Mapping) else {}
-
-
-def _learning_rate(state: Mapping[str, Any]) -> float | None:
-    groups = base_optimizer(state).get("param_groups")
-    rate = groups[0].get("lr") if isinstance(groups, list) and groups and isinstance(groups[0], Mapping) else None
-    if isinstance(rate, TensorRef):
-        return _scalar(rate)
-    return rate if isinstance(rate, int | float) else None
-
-
-def optimizer_step(state: Mapping[str, Any]) -> float | None:
-    """Return the steps that an optimizer counted, in the state that ZeRO saves; None if it counts none."""
-    base = base_optimizer(state)
-    states, groups = base.get("state"), base.get("param_groups")
-    candidates = [
-        *(states.values() if isinstance(states, Mapping) else ()),
-        *(groups if isinstance(groups, list) else ()),
-    ]
-    for candidate in candidates:
-        step = candidate.get("step") if isinstance(candidate, Mapping) else None
-        if isinstance(step, TensorRef):
-            return _scalar(step)
-        if isinstance(step, int | float):
-            return float(step)
-    return None
-
-
 def _scalar(ref: TensorRef) -> float | None:
     """Read the value of a tensor with one element from its file."""
     code = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}.get(ref.dtype)
@@ -289,3 +287,69 @@ def _scalar(ref: TensorRef) -> float | None:
         return None
     content = read_record(ref.record)[ref.offset : ref.offset + ref.nbytes]
     return float(struct.unpack(code, content)[0])
+
+
+SWAP_FOLDER = "offloaded_tensors"
+_INDEX = TypeAdapter(list[str])
+_DTYPE = "F32"
+
+
+def write_swap_ids(folder: Path, ids: Sequence[str]) -> None:
+    """Write the IDs of the sub-groups, in their order, into DeepSpeed's inner folder."""
+    write_json(folder / SWAP_FOLDER / "sub_groups.json", list(ids))
+
+
+def swap_folder(folder: Path, rank: int) -> Path:
+    """Return the folder of the swap files of ``rank`` in DeepSpeed's inner ``folder``."""
+    return folder / SWAP_FOLDER / f"rank{rank:02d}"
+
+
+def _with_swap_files(files: ZeroFiles, number: int) -> OptimizerFile:
+    """Return the optimizer file of rank ``number`` with references to the swap files in place of empty tensors."""
+    rank = files.optimizer[number]
+    if not (files.folder / SWAP_FOLDER).is_dir() or all(group.numel for group in rank.vectors):
+        return rank
+    ids, folder = _read_index(files.folder, len(rank.vectors)), swap_folder(files.folder, number)
+    parts = (map(numel, group.values()) for group in files.param_shapes)
+    elements = [sum(math.ceil(size / len(files.optimizer)) for size in sizes) for sizes in parts]
+
+    def resolve(group: int, prefix: str, value: Any) -> Any:
+        """Return ``value``, or the swap file of sub-group ``group`` if ``value`` is an empty tensor."""
+        if not isinstance(value, TensorRef) or value.numel or not elements[group]:
+            return value
+        return _swap_file(folder / f"{prefix}{ids[group]}.tensor.swp", elements[group])
+
+    base = rank.state["optimizer_state_dict"]
+    moments = {
+        group: {name: resolve(group, f"{name}-", value) for name, value in held.items()}
+        for group, held in base["state"].items()
+    }
+    weights = [resolve(group, "", value) for group, value in enumerate(rank.vectors)]
+    return OptimizerFile(rank.path, weights, {**rank.state, "optimizer_state_dict": {**base, "state": moments}})
+
+
+def _read_index(folder: Path, sub_groups: int) -> list[str]:
+    path = folder / SWAP_FOLDER / "sub_groups.json"
+    try:
+        ids = _INDEX.validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"Cannot read the NVMe swap files in {folder}. {path.name}, which maps them to parameters, is missing. "
+            "Trainings of Shardmake write it: resume from this checkpoint with Shardmake and merge the next one."
+        ) from None
+    except ValidationError:
+        ids = []
+    if len(ids) != sub_groups or not all(re.fullmatch(r"\d+_\d+", id) for id in ids):
+        raise CheckpointError(f"{path} is damaged. Use an older checkpoint.")
+    return ids
+
+
+def _swap_file(path: Path, elements: int) -> TensorRef:
+    """Return the first ``elements`` of a swap file; DeepSpeed pads the file for alignment."""
+    size = elements * ITEM_SIZE[_DTYPE]
+    held = path.stat().st_size if path.is_file() else 0
+    if held < size:
+        raise CheckpointError(
+            f"{path} has {held} of {size} bytes. The checkpoint is not complete. Use an older checkpoint."
+        )
+    return TensorRef(ZipRecord(path, 0, size, None), 0, _DTYPE, (elements,), (1,))

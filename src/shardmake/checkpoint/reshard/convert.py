@@ -4,30 +4,19 @@ import logging
 import shutil
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.formats import dcp
-from shardmake.checkpoint.formats.nvme_swap import rank_folder
 from shardmake.checkpoint.formats.pickle_names import refuse_foreign_names
 from shardmake.checkpoint.formats.zero import is_universal, universal_folder
-from shardmake.checkpoint.record import (
-    RECORD_NAME,
-    CheckpointRecord,
-    find_problems,
-    list_files,
-    read_record,
-    refuse_unlisted,
-)
+from shardmake.checkpoint.formats.zero_files import swap_folder
+from shardmake.checkpoint.node_files import check_files
+from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, find_problems, read_record, refuse_unlisted
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.atomic import read_json, write_json
 from shardmake.core.disk import check_save
 from shardmake.core.errors import CheckpointError
-from shardmake.core.fingerprint import fingerprint
 from shardmake.core.run_folder import make_folder, remove, rename
-
-if TYPE_CHECKING:
-    from shardmake.checkpoint.reshard.states import States
 
 
 class Route(Enum):
@@ -60,6 +49,7 @@ def route(wrote: str, wrote_ranks: int, reads: str, ranks: int) -> Route | str:
 
 logger = logging.getLogger(__name__)
 
+_WORKERS = 4
 _NOT_COPIED = {"latest", "zero_to_fp32.py", "zero_to_torch.py", RECORD_NAME}
 
 
@@ -79,9 +69,7 @@ def reshard(checkpoint: Path, out: Path, strategy: str | None, ranks: int) -> Ch
     """Convert ``checkpoint`` for ``strategy`` on ``ranks`` ranks, write it to ``out`` and return its record.
 
     Without a strategy, the checkpoint's own is kept. An earlier conversion in ``out`` is reused if it is complete.
-
-    Raises:
-        CheckpointError: The checkpoint is not complete, or cannot be converted.
+    Raise `CheckpointError` if the checkpoint is not complete, or cannot be converted.
     """
     record, problems = read_record(checkpoint), find_problems(checkpoint)
     if record is None or problems:
@@ -108,7 +96,7 @@ def reshard(checkpoint: Path, out: Path, strategy: str | None, ranks: int) -> Ch
         done = _write(checkpoint, record, out, strategy, ranks)
     if STRATEGY_SPECS[strategy].uses_nvme:  # DeepSpeed copies the swap files from these folders, which are empty
         for rank in range(ranks):
-            make_folder(rank_folder(universal_folder(out), rank))
+            make_folder(swap_folder(universal_folder(out), rank))
     return done
 
 
@@ -121,7 +109,7 @@ def _write(checkpoint: Path, record: CheckpointRecord, out: Path, strategy: str,
     make_folder(partial := folder / out.name)
     _convert(checkpoint, record, partial, strategy)
     _copy_unsharded_files(checkpoint, partial, record.world_size, ranks)
-    files = {name: fingerprint(partial / name, sync=True) for name in list_files(partial)}
+    files = check_files(partial, _WORKERS)
     resharded = record.model_copy(update={"strategy": strategy, "world_size": ranks, "files": files})
     store.commit_in_place(partial, resharded)
     rename(partial, out)
@@ -150,28 +138,20 @@ def _is_reusable(done: CheckpointRecord, record: CheckpointRecord, strategy: str
 
 
 def _convert(checkpoint: Path, record: CheckpointRecord, target: Path, strategy: str) -> None:
-    from shardmake.checkpoint.reshard.states import frozen_or_buffers, write_distributed, write_universal
+    from shardmake.checkpoint.reshard import states  # imports torch
 
-    if not STRATEGY_SPECS[strategy].is_fsdp:
-        write_universal(_read_states(checkpoint, record), target)
-        return
-    if rest := frozen_or_buffers(checkpoint):
+    is_fsdp = STRATEGY_SPECS[strategy].is_fsdp
+    held = states.states_of_fsdp(checkpoint, record.step) if dcp.find(checkpoint) else states.states_of_zero(checkpoint)
+    if is_fsdp and held.rest:
         raise CheckpointError(
-            f"Cannot convert {checkpoint} for FSDP. It holds {rest}, which cannot be converted. "
+            f"Cannot convert {checkpoint} for FSDP. It holds {held.rest}, which cannot be converted. "
             "Resume with a ZeRO strategy."
         )
-    universal, states = target / ".universal", _read_states(checkpoint, record)
-    write_universal(states, universal)
-    write_distributed(states, universal, target)
-    remove(universal)
-
-
-def _read_states(checkpoint: Path, record: CheckpointRecord) -> "States":
-    from shardmake.checkpoint.reshard.states import states_of_fsdp, states_of_zero
-
-    if dcp.find(checkpoint):
-        return states_of_fsdp(checkpoint, record.step)
-    return states_of_zero(checkpoint)
+    universal = target / ".universal" if is_fsdp else target
+    states.write_universal(held, universal)
+    if is_fsdp:
+        states.write_distributed(held, universal, target)
+        remove(universal)
 
 
 def _copy_unsharded_files(checkpoint: Path, target: Path, wrote: int, ranks: int) -> None:

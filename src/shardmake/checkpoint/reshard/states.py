@@ -44,6 +44,8 @@ class States:
     """State of DeepSpeed's loss scaler; empty without one."""
     shared: Mapping[str, str]
     """By name of a parameter that is not stored itself, the name of the parameter that it shares."""
+    rest: str = ""
+    """The kinds of tensors in the checkpoint that are not trained parameters."""
 
     @property
     def names(self) -> list[str]:
@@ -107,15 +109,12 @@ _SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 
 
 def states_of_zero(checkpoint: Path) -> States:
-    """Return the states of a checkpoint of ZeRO-1, 2 or 3.
-
-    Raises:
-        CheckpointError: Files are missing or of different saves, or the optimizer is not Adam.
-    """
+    """Return the states of a checkpoint of ZeRO-1, 2 or 3; raise `CheckpointError` if the optimizer is not Adam."""
     folder = inner_folder(checkpoint)
     tensors = read_states(folder)
     model = _load(min(folder.glob("*mp_rank_00_model_states.pt")))
     inner = _load(min(folder.glob("*zero_pp_rank_0_mp_rank_00_optim_states.pt")))["optimizer_state_dict"]
+    others = {"frozen parameters": "frozen_param_shapes", "buffers": "buffer_names"}
     adam: Mapping[str, Any] = inner.get("base_optimizer_state", inner.get("optimizer_state_dict"))
     return States(
         steps=model["global_steps"],
@@ -127,15 +126,8 @@ def states_of_zero(checkpoint: Path) -> States:
         tensor=lambda name, kind: read_tensor(tensors[kind][name]),
         scaling={key: inner[key] for key in _SCALING if key in inner},
         shared=model.get("shared_params") or {},
+        rest=" and ".join(kind for kind, key in others.items() if model.get(key)),
     )
-
-
-def frozen_or_buffers(checkpoint: Path) -> str:
-    """Name the tensors of a ZeRO checkpoint that are not trained parameters; return an empty string without any."""
-    folder = inner_folder(checkpoint)
-    model = _load(min(folder.glob("*mp_rank_00_model_states.pt")))
-    kinds = {"frozen parameters": "frozen_param_shapes", "buffers": "buffer_names"}
-    return " and ".join(kind for kind, key in kinds.items() if model.get(key))
 
 
 def read_tensor(tensor: StoredTensor) -> Any:
@@ -185,14 +177,13 @@ def _torch_settings(group: dict[str, Any]) -> dict[str, Any]:
 def states_of_fsdp(checkpoint: Path, steps: int) -> States:
     """Return the states of an FSDP checkpoint at ``steps`` steps.
 
-    Raises:
-        CheckpointError: The optimizer is not Adam, or a part of the model was not trained.
+    Raise `CheckpointError` if the optimizer is not Adam, or a part of the model was not trained.
     """
-    described = _entries(checkpoint / OPTIMIZER_FOLDER)
-    groups = _parameter_groups(checkpoint, described)
+    model, optimizer = (_Entries(checkpoint / folder) for folder in (MODEL_FOLDER, OPTIMIZER_FOLDER))
+    groups = _parameter_groups(optimizer)
     names = [name for group in groups for name in group["params"]]
-    weights = {key.removeprefix("model.") for key in _entries(checkpoint / MODEL_FOLDER)}
-    missing = [f"{kind} of {name}" for name in names for kind in MOMENTS if _key(name, kind) not in described]
+    weights = {key.removeprefix("model.") for key in model.described}
+    missing = [f"{kind} of {name}" for name in names for kind in MOMENTS if _key(name, kind) not in optimizer.described]
     if missing:
         raise CheckpointError(
             f"Cannot reshard {checkpoint}. Its optimizer is not Adam: it has no {missing[0]}. Resume with FSDP."
@@ -204,27 +195,23 @@ def states_of_fsdp(checkpoint: Path, steps: int) -> States:
         )
 
     def tensor(name: str, kind: str) -> Any:
-        if kind == "fp32":
-            return _read(checkpoint / MODEL_FOLDER, f"model.{name}")
-        return _read(checkpoint / OPTIMIZER_FOLDER, _key(name, kind))
+        return model.read(f"model.{name}") if kind == "fp32" else optimizer.read(_key(name, kind))
 
     return States(
         steps=steps,
-        adam_step=_read(checkpoint / OPTIMIZER_FOLDER, _key(names[0], "step")),
+        adam_step=optimizer.read(_key(names[0], "step")),
         groups=groups,
         tensor=tensor,
         scaling={},
-        shared={alias: _owner(checkpoint, alias, names) for alias in sorted(weights - set(names))},
+        shared={alias: _owner(checkpoint, model, alias, names) for alias in sorted(weights - set(names))},
     )
 
 
-def _owner(checkpoint: Path, alias: str, names: list[str]) -> str:
+def _owner(checkpoint: Path, model: "_Entries", alias: str, names: list[str]) -> str:
     """Return the trained parameter that ``alias`` shares; FSDP stores both."""
-    described = _entries(checkpoint / MODEL_FOLDER)
-    value = _read(checkpoint / MODEL_FOLDER, f"model.{alias}")
+    value = model.read(f"model.{alias}")
     for name in names:
-        same_shape = described[f"model.{name}"].size == described[f"model.{alias}"].size
-        if same_shape and torch.equal(_read(checkpoint / MODEL_FOLDER, f"model.{name}"), value):
+        if model.described[f"model.{name}"].size == value.shape and torch.equal(model.read(f"model.{name}"), value):
             return name
     raise CheckpointError(f"Cannot reshard {checkpoint}. It holds {alias}, which was not trained. Resume with FSDP.")
 
@@ -233,25 +220,32 @@ def _key(name: str, kind: str) -> str:
     return f"optimizer.state.{name}.{kind}"
 
 
-def _entries(folder: Path) -> dict[str, Any]:
-    """Return the metadata of the entries in ``folder``, by torch's flat names."""
-    return dict(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
-
-
-def _parameter_groups(checkpoint: Path, described: dict[str, Any]) -> list[dict[str, Any]]:
+def _parameter_groups(optimizer: "_Entries") -> list[dict[str, Any]]:
     prefix = "optimizer.param_groups."
     groups: dict[int, dict[str, Any]] = {}
-    for key in described:
+    for key in optimizer.described:
         if key.startswith(prefix):
             number, _, name = key.removeprefix(prefix).partition(".")
-            groups.setdefault(int(number), {})[name] = _read(checkpoint / OPTIMIZER_FOLDER, key)
+            groups.setdefault(int(number), {})[name] = optimizer.read(key)
     return [group for _, group in sorted(groups.items())]
 
 
-def _read(folder: Path, key: str) -> Any:
-    """Return one entry of a distributed checkpoint, unsharded."""
-    entry = _entries(folder)[key]
-    is_tensor = hasattr(entry, "size")
-    held: dict[str, Any] = {key: torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None}
-    dcp.load(held, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
-    return held[key].float() if is_tensor else held[key]
+class _Entries(dcp.FileSystemReader):
+    """The entries of a distributed checkpoint by torch's flat names; the metadata of all is read once."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.metadata = super().read_metadata()
+        self.described: dict[str, Any] = dict(self.metadata.state_dict_metadata)
+
+    def read_metadata(self, *_: Any, **__: Any) -> dcp.Metadata:
+        """Return the metadata; `dcp.load` asks for it with every tensor."""
+        return self.metadata
+
+    def read(self, key: str) -> Any:
+        """Return one entry, unsharded."""
+        entry = self.described[key]
+        is_tensor = hasattr(entry, "size")
+        held: dict[str, Any] = {key: torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None}
+        dcp.load(held, storage_reader=self, no_dist=True)
+        return held[key].float() if is_tensor else held[key]

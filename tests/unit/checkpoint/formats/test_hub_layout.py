@@ -64,7 +64,7 @@ def test_a_range_of_a_sharded_parameter_has_its_elements(data: st.DataObject) ->
     for begin, end in itertools.pairwise(cuts):
         box = whole.take(range(begin, end), axis=dim)
         offsets = tuple(begin if index == dim else 0 for index in range(3))
-        pieces += box_pieces(RECORD, 4 * file.size, 4, shape, offsets, box.shape)
+        pieces += box_pieces(RECORD, 4 * file.size, 4, shape, (offsets, box.shape))
         file = np.concatenate([file, box.reshape(-1)])
     low = data.draw(st.integers(0, whole.size - 1))
     count = data.draw(st.integers(1, whole.size - low))
