@@ -45,9 +45,10 @@ class MuonWithAdamW(torch.optim.AdamW):
     def _update_matrix(self, weight: torch.Tensor, gradient: torch.Tensor, rate: float, decay: float) -> None:
         """Update a matrix [rows, columns] in place; of one that FSDP2 shards, every rank computes the whole update."""
         state = self.state[weight]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(gradient)
+        if not state:  # AdamW does not load a state without a step
+            state.update(step=torch.zeros(()), momentum_buffer=torch.zeros_like(gradient))
         momentum = state["momentum_buffer"]
+        state["step"] += 1
         momentum.lerp_(gradient, 1 - _MOMENTUM)
         update = gradient.lerp(momentum, _MOMENTUM).bfloat16()
         if isinstance(update, DTensor):
