@@ -25,12 +25,12 @@ SAVES = {"every_steps": 2, "keep": 9}
 @pytest.fixture(autouse=True)
 def rendered_as_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Render as for GPUs; ranks without a GPU would otherwise keep torch's Adam."""
-    render = training_file.cpu_optimizer
+    render = training_file.replaced_optimizer
 
     def with_gpu(choice: Choice, run: Run, cluster: Cluster) -> Any:
         return render(choice, run, cluster.model_copy(update={"accelerator": "a100-80gb"}))
 
-    monkeypatch.setattr(training_file, "cpu_optimizer", with_gpu)
+    monkeypatch.setattr(training_file, "replaced_optimizer", with_gpu)
 
 
 @pytest.mark.parametrize(

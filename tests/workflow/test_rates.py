@@ -1,4 +1,4 @@
-"""Learning rates of some weights, and trained tokens: as in a plain Trainer under every strategy, resumed, and merged."""
+"""Rates of some weights, Muon, and trained tokens: as in a plain Trainer, resumed, and merged."""
 
 from pathlib import Path
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from peft.optimizers import create_loraplus_optimizer
+from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments, get_scheduler
 
 from shardmake.config.models import Strategy
@@ -28,30 +29,53 @@ GIVEN: dict[str, Any] = {
     "full": {"learning_rates": RATES, "weight_decay": 0.1},
     "lora": {"method": "lora", "learning_rates": {"*.lora_B": 16 * RATE}, "weight_decay": 0.0},
     "tokens": {"method": "lora", "lora": {"train_tokens": ["<|im_end|>", "z"]}, "weight_decay": 0.0},
+    "muon": {"optimizer": "muon", "learning_rates": RATES, "weight_decay": 0.1},
+    "muon, some frozen": {"optimizer": "muon", "freeze": ["*.k_proj", "model.norm"], "weight_decay": 0.1},
+    "muon, lora": {"optimizer": "muon", "method": "lora", "weight_decay": 0.1},
 }
+STRATEGIES = ("ddp", "zero1", "zero2-offload", "zero3", "zero3-offload", "fsdp", "fsdp-offload")
+CASES = [
+    *((kind, strategy) for kind in GIVEN if "muon" not in kind for strategy in STRATEGIES),
+    ("muon", "ddp"), ("muon", "fsdp"), ("muon, some frozen", "fsdp-grad-op"), ("muon, lora", "ddp"), ("muon, lora", "fsdp"),
+]  # fmt: skip
 SCHEDULE = {"learning_rate": RATE, "max_grad_norm": 1e6, "scheduler": "linear", "warmup_ratio": 0.5, "packing": False}
 
 
-def optimizer_of(model: Any, method: str) -> torch.optim.Optimizer:
-    """Return AdamW with groups that are written out here, or PEFT's own of LoRA+."""
-    if method == "lora":
+def optimizer_of(model: Any, kind: str) -> torch.optim.Optimizer:
+    """Return AdamW with groups that are written out here, with torch's Muon after its steps, or PEFT's own of LoRA+."""
+    if kind == "lora":
         return create_loraplus_optimizer(model, torch.optim.AdamW, lr=RATE, loraplus_lr_ratio=16, weight_decay=0.0)
-    if method == "tokens":
-        return torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=RATE, weight_decay=0.0)
-    named = dict(model.named_parameters())
+    named = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    if kind == "tokens":
+        return torch.optim.AdamW(named.values(), lr=RATE, weight_decay=0.0)
     rates = dict.fromkeys(named, RATE)
-    for pattern, rate in RATES.items():
+    for pattern, rate in GIVEN[kind].get("learning_rates", {}).items():
         rates |= dict.fromkeys(find_frozen(named, [pattern]), rate)
-    return torch.optim.AdamW(
-        [{"params": [named[name]], "lr": rates[name], "weight_decay": 0.0 if "norm" in name else 0.1} for name in named]
-    )
+    groups = {
+        name: {"params": [named[name]], "lr": rates[name], "weight_decay": 0.0 if "norm" in name else 0.1}
+        for name in named
+    }
+    matrices = [groups.pop(name) for name in named if "muon" in kind and "_proj" in name]
+    if not groups:
+        return torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw")
+    adam = torch.optim.AdamW([*groups.values()])
+    if matrices:
+        muon, peaks = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw"), [one["lr"] for one in matrices]
+
+        def step(*_: Any) -> None:
+            for group, peak in zip(muon.param_groups, peaks, strict=True):
+                group["lr"] = peak * adam.param_groups[0]["lr"] / adam.param_groups[0]["initial_lr"]
+            muon.step()
+
+        adam.register_step_post_hook(step)
+    return adam
 
 
-@pytest.fixture(scope="module", params=GIVEN)
+@pytest.fixture(scope="module")
 def plain(
     request: pytest.FixtureRequest, forked: Forked, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, dict[int, float], Weights]:
-    """The method, and the losses and weights of transformers' Trainer alone on one rank."""
+    """The kind, and the losses and weights of transformers' Trainer alone on one rank."""
     plan, run, cluster = forked.plan("ddp", 1, **SCHEDULE, **GIVEN[request.param])
     settings = training_settings(plan, run, cluster, read_model(run.model))
     del settings.arguments["ddp_backend"]
@@ -69,22 +93,27 @@ def plain(
     )
     trainer.train()
     losses = {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
-    merged = model if request.param == "full" else model.merge_and_unload()
+    merged = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
     return request.param, losses, merged.state_dict()
 
 
-@pytest.mark.parametrize(
-    "strategy", ["ddp", "zero1", "zero2-offload", "zero3", "zero3-offload", "fsdp", "fsdp-offload"]
-)
+@pytest.mark.parametrize(("plain", "strategy"), CASES, indirect=["plain"])
 def test_groups_train_as_in_a_plain_trainer_and_resume(
     forked: Forked, plain: tuple[str, dict[int, float], Weights], tmp_path: Path, strategy: Strategy
 ) -> None:
-    method, losses, expected = plain
-    if method == "tokens" and strategy.startswith(("zero3", "fsdp")):
+    kind, losses, expected = plain
+    if kind == "tokens" and strategy.startswith(("zero3", "fsdp")):
         with pytest.raises(ConfigError, match=f"cannot be used under {strategy}"):
-            forked.plan(strategy, 2, **GIVEN[method])
+            forked.plan(strategy, 2, **GIVEN[kind])
         return
-    found, weights = train(forked, RunDir(tmp_path / "run"), strategy, **SCHEDULE, **GIVEN[method])
+    found, weights = train(forked, RunDir(tmp_path / "run"), strategy, **SCHEDULE, **GIVEN[kind])
     assert found == pytest.approx(losses, abs=2e-4)
+    base = load_file(forked.checkout.root / "resources/demo/base/model.safetensors")
     for name, tensor in weights.items():
-        torch.testing.assert_close(tensor.float(), expected[name].float(), atol=1e-4, rtol=1e-3)
+        wanted = expected[name].float()
+        if (
+            "muon" in kind
+        ):  # its iteration in bf16 amplifies how sums are rounded; tests/unit/train/test_muon.py is exact
+            assert (tensor.float() - wanted).norm() <= 0.1 * (wanted - base[name].float()).norm(), name
+        else:
+            torch.testing.assert_close(tensor.float(), wanted, atol=1e-4, rtol=1e-3)

@@ -178,7 +178,7 @@ def resolve_request(request: EstimateRequest) -> ResolvedRun:
     cluster = _cluster(request)
     settings = resolve(run, cluster)
     refuse(
-        wrong_optimizer(run),
+        wrong_optimizer(run, settings.model),
         wrong_strategy(run, cluster, settings.precision),
         wrong_activation_offload(run, cluster),
     )

@@ -20,6 +20,8 @@ class OptimizerSpec:
     """Name in the report and in the model card."""
     moments: int = 0
     """States per trained weight that have the shape and the data type of the weight."""
+    matrix_moments: int | None = None
+    """The same of a trained matrix of a layer, if it takes an update of its own; it is made from the whole matrix."""
     state_bytes: float = 0
     """Further bytes of state per trained element."""
     temporaries: int = 0
@@ -30,6 +32,8 @@ class OptimizerSpec:
     """transformers' name of its fused kernel, which trains on GPUs."""
     aliases: tuple[str, ...] = ()
     """Further names of it in transformers, of other versions too."""
+    own_class: str = ""
+    """Import path of Shardmake's class, which trains instead of the one that transformers builds for ``optim``."""
     host_class: str = ""
     """Import path of DeepSpeed's vectorized class, for states that a GPU node keeps on the host."""
     package: str = ""
@@ -69,6 +73,15 @@ OPTIMIZERS: Final[dict[str, OptimizerSpec]] = {
         + _TAKE,
         fails_sharded=f"{{strategy}}, because transformers' Adafactor cannot add sharded tensors to its own. {_TAKE}",
     ),
+    "muon": OptimizerSpec(
+        "adamw_torch", "MuonWithAdamW", "Muon of PyTorch, with AdamW for embeddings, head, norms and biases",
+        moments=2, matrix_moments=1, temporaries=2, has_betas=True, fused="adamw_torch_fused",
+        own_class="shardmake.train.muon.MuonWithAdamW",
+        fails_flat="{strategy}: ZeRO's flat vectors have no rows and columns, and DeepSpeed's own Muon has steps of "
+        f"another size and clips them instead of the gradients. {_TAKE}",
+        fails_on_host="{strategy}, which keeps the optimizer on the host: Muon's products of matrices are slow there. "
+        + _TAKE,
+    ),
     STATELESS: OptimizerSpec("sgd", "SGD", "SGD"),
 }  # fmt: skip
 
@@ -84,10 +97,14 @@ TRIED: Final = (
 """transformers' other optimizers, with which a plan takes steps first (`shardmake.memory.optimizer_trial`)."""
 
 
-def find_built(optim: str) -> OptimizerSpec:
-    """Return the row of the optimizer that transformers builds for ``optim``; without a class if the table lacks it."""
-    rows = {name: spec for spec in OPTIMIZERS.values() for name in (spec.optim, spec.fused)}
-    return rows.get(optim) or OptimizerSpec(optim, "", f"{optim} of transformers")
+def find_built(optim: str, own_class: str = "") -> OptimizerSpec:
+    """Return the row of ``own_class``, else of the optimizer that transformers builds for ``optim``.
+
+    It has no class if the table lacks ``optim``.
+    """
+    own = (spec for spec in OPTIMIZERS.values() if own_class and spec.own_class == own_class)
+    rows = {name: spec for spec in OPTIMIZERS.values() if not spec.own_class for name in (spec.optim, spec.fused)}
+    return next(own, rows.get(optim)) or OptimizerSpec(optim, "", f"{optim} of transformers")
 
 
 def describe_optimizers() -> str:
@@ -96,6 +113,6 @@ def describe_optimizers() -> str:
     unsharded = " and ".join(f"`{name}`" for name, spec in OPTIMIZERS.items() if spec.fails_sharded)
     flat = " and ".join(f"`{name}`" for name, spec in OPTIMIZERS.items() if spec.fails_flat)
     return (
-        f"{''.join(needs)}{unsharded} do not work with FSDP2, {flat} not with ZeRO either. For every other name the "
+        f"{''.join(needs)}{unsharded} do not work with FSDP2, {flat} not with ZeRO. For every other name the "
         "plan takes steps on a small model, which show the bytes of its states and where it can train."
     )

@@ -71,6 +71,8 @@ NAMES: Final = (
     Names("torch", "torch.UntypedStorage", ("_cdata",)),
     Names("torch", "torch.cuda.memory", ("_dump_snapshot", "_record_memory_history")),
     Names("torch", "torch.nn.Module", _MODULE),
+    Names("torch", "torch.optim.AdamW", ("_step_supports_amp_scaling",)),
+    Names("torch", "torch.optim._muon", ("_adjust_lr", "_zeropower_via_newtonschulz")),
     Names(
         "torch",
         "torch.distributed.distributed_c10d",

@@ -41,6 +41,11 @@ class ParameterSpec:
         """Name of the module that owns the tensor."""
         return self.name.rpartition(".")[0]
 
+    @property
+    def is_hidden_matrix(self) -> bool:
+        """Return whether it is the matrix of a linear layer in a decoder or encoder layer."""
+        return self.kind == "linear" and self.block is not None and len(self.shape) == 2
+
 
 @dataclass(frozen=True)
 class Decoder:

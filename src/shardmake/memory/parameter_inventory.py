@@ -118,12 +118,12 @@ def inventory(model: "nn.Module") -> dict[str, Any]:
     config: Any = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     blocks = block_paths(model)
-    unique, named = _tensors(model, blocks)
+    unique = parameters(model)
     return {
         "model_type": config.model_type,
         "architecture": type(model).__name__,
         "tensors": [asdict(tensor) for tensor in unique],
-        "tied": named > len(unique),
+        "tied": sum(1 for _ in model.named_parameters(remove_duplicate=False)) > len(unique),
         "buffer_bytes": sum(b.numel() * b.element_size() for b in model.buffers()),
         "block_classes": sorted({type(model.get_submodule(path)).__name__ for path in blocks}),
         "leaf_classes": leaf_classes(model),
@@ -227,14 +227,13 @@ def block_paths(model: "nn.Module") -> dict[str, int]:
     return {name: index for index, name in enumerate(in_lists)}
 
 
-def _tensors(model: "nn.Module", blocks: Mapping[str, int]) -> tuple[list[ParameterSpec], int]:
-    """Return each parameter once, and the number of names including ties."""
-    kinds = {name: _kind(module) for name, module in model.named_modules()}
-    unique = [
+def parameters(model: "nn.Module") -> list[ParameterSpec]:
+    """Return each parameter once."""
+    kinds, blocks = {name: _kind(module) for name, module in model.named_modules()}, block_paths(model)
+    return [
         ParameterSpec(name, tuple(parameter.shape), kinds[name.rpartition(".")[0]], _block_of(name, blocks))  # type: ignore[arg-type]
         for name, parameter in model.named_parameters()
     ]
-    return unique, sum(1 for _ in model.named_parameters(remove_duplicate=False))
 
 
 def _block_of(name: str, blocks: Mapping[str, int]) -> int | None:

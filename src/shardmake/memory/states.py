@@ -50,7 +50,16 @@ def flattens_on_gpu(scenario: Scenario) -> bool:
 def optimizer_bytes(scenario: Scenario, element_bytes: int = 4) -> float:
     """Return the bytes of optimizer state per trained element."""
     spec = optimizer_spec(scenario.optimizer)
-    return spec.moments * element_bytes + spec.state_bytes
+    fewer = 0.0 if spec.matrix_moments is None else spec.moments - spec.matrix_moments
+    share = sum(tensor.numel for tensor in _own_update(scenario)) / scenario.split.trainable
+    return (spec.moments - fewer * share) * element_bytes + spec.state_bytes
+
+
+def _own_update(scenario: Scenario) -> list[ParameterSpec]:
+    """Return the matrices that the optimizer updates as Muon, as whole ones."""
+    if optimizer_spec(scenario.optimizer).matrix_moments is None:
+        return []
+    return [tensor for tensor in trained_tensors(scenario) if tensor.is_hidden_matrix]
 
 
 def resident(scenario: Scenario, buckets: Buckets) -> Terms:
@@ -190,11 +199,18 @@ def boundary_norm_bytes(scenario: Scenario, numel: int) -> int:
 
 
 def step_temporaries(scenario: Scenario, buckets: Buckets) -> int:
-    """Return the temporaries of torch's kernel for CPUs, per tensor: AdamW's are a root and a quotient."""
+    """Return the temporaries of the update of one tensor.
+
+    On CPUs AdamW has a root and a quotient. Muon has a matrix [m, n] three times in bf16, before and after two steps of
+    its iteration, and two products [m, m] for the smaller m.
+    """
+    shapes = (sorted(tensor.shape) for tensor in _own_update(scenario))
+    products = max((2 * m * (3 * n + 2 * m) for m, n in shapes), default=0)
     count = optimizer_spec(scenario.optimizer).temporaries
     if not (scenario.on_cpu and count):
-        return 0
-    return count * 4 * (largest_group(scenario, buckets) if scenario.zero_stage else scenario.model.largest_tensor)
+        return products
+    largest = largest_group(scenario, buckets) if scenario.zero_stage else scenario.model.largest_tensor
+    return max(products, count * 4 * largest)
 
 
 def trained_bytes(scenario: Scenario) -> int:

@@ -10,6 +10,7 @@ from itertools import chain
 from shardmake.config.attention import FLASH_CAPABILITY, FLASH_KERNELS, Attention
 from shardmake.config.models import Cluster, Precision, Run, Strategy
 from shardmake.config.objectives import OBJECTIVES
+from shardmake.config.optimizers import OptimizerSpec
 from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
 from shardmake.core.errors import ConfigError
 from shardmake.memory.hardware import Hardware
@@ -243,11 +244,8 @@ def _unsuitable_for_4_bits(spec: StrategySpec) -> str:
 def _optimizer_fails(run: Run, spec: StrategySpec) -> str:
     """Return where and why the run's optimizer cannot train under a strategy; empty if it can."""
     optimizer = optimizer_spec(run.optimizer)
-    if spec.is_fsdp:
-        return optimizer.fails_sharded
-    if spec.is_deepspeed and optimizer.fails_flat:
-        return optimizer.fails_flat
-    return optimizer.fails_on_host if spec.offload_optimizer else ""
+    sharded = optimizer.fails_sharded if spec.is_fsdp else optimizer.fails_flat if spec.is_deepspeed else ""
+    return sharded or (optimizer.fails_on_host if spec.offload_optimizer else "")
 
 
 def wrong_fsdp(run: Run, cluster: Cluster) -> Iterator[str]:
@@ -382,11 +380,26 @@ def wrong_packing(run: Run, abilities: Abilities, attention: Attention) -> Itera
     )
 
 
-def wrong_optimizer(run: Run) -> Iterator[str]:
-    """Yield why steps with the run's optimizer failed, so that the bytes of its states are not known either."""
-    if why := optimizer_spec(run.optimizer).fails:
+def wrong_optimizer(run: Run, model: Model) -> Iterator[str]:
+    """Yield why steps with the run's optimizer failed, or what it is not tested with."""
+    spec = optimizer_spec(run.optimizer)
+    for other in _untested(run, spec, model) if run.script is None else ():
+        yield f"optimizer: {run.optimizer} cannot be combined with {other}. Take another optimizer."
+    if why := spec.fails:
         todo = "Install it, or take" if "ImportError" in why else "Take"
         yield f"optimizer: {run.optimizer} cannot train: {why}. {todo} another optimizer."
+
+
+def _untested(run: Run, spec: OptimizerSpec, model: Model) -> Iterator[str]:
+    """Yield settings of the run that need ZeRO, and what Shardmake's own optimizer is not tested with."""
+    for key in ("tensor_parallel", "sequence_parallel"):
+        if spec.fails_flat and getattr(run, key) > 1:
+            yield f"{key}: {getattr(run, key)}, because it does not train under ZeRO"
+    stacked = next((tensor.name for tensor in model.tensors if len(tensor.shape) > 2), None)
+    if spec.own_class and stacked:
+        yield f"{stacked}, because it updates matrices, and this weight has more dimensions"
+    if spec.own_class and OBJECTIVES[run.objective].trl:
+        yield f"objective: {run.objective}, with which it is not tested"
 
 
 def wrong_loss(run: Run, model: Model) -> Iterator[str]:

@@ -126,7 +126,7 @@ def check(settings: ResolvedRun, *, packages: bool = True) -> None:
     run, cluster, model = settings.run, settings.cluster, settings.model
     refuse(
         wrong_nodes(run, cluster),
-        wrong_optimizer(run),
+        wrong_optimizer(run, model),
         wrong_strategy(run, cluster, settings.precision, model.tied),
         wrong_tensor_parallel(run, cluster, model),
         wrong_sequence_parallel(run, cluster, model, settings.attention),

@@ -57,7 +57,7 @@ def training_settings(plan: Plan, run: Run, cluster: Cluster, model: Model) -> T
         freeze=run.freeze,
         learning_rates=run.learning_rates,
         arguments=training_arguments(plan, run, cluster, model),
-        optimizer=cpu_optimizer(choice, run, cluster),
+        optimizer=replaced_optimizer(choice, run, cluster),
         expected=expected_engine(choice),
         loss=run.loss,
         checkpoints=_checkpoints(choice, run, cluster),
@@ -103,18 +103,20 @@ def expected_engine(choice: Choice) -> Engine:
     )
 
 
-def cpu_optimizer(choice: Choice, run: Run, cluster: Cluster) -> OptimizerSettings | None:
-    """Return DeepSpeed's vectorized Adam if a GPU's optimizer states are on the host, or None for that of ``optim``.
+def replaced_optimizer(choice: Choice, run: Run, cluster: Cluster) -> OptimizerSettings | None:
+    """Return Shardmake's own class, DeepSpeed's if a GPU's states are on the host, or None for that of ``optim``.
 
     The trainer builds it over Trainer's own parameter groups; from deepspeed.json it would decay norms and biases too.
     Ranks without a GPU gain nothing from it, and its compilation takes a minute and a half.
     """
-    offloads = choice.is_deepspeed and choice.spec.offload_optimizer is not None
-    name = optimizer_spec(run.optimizer).host_class
-    if not offloads or not name or cluster.is_cpu:
+    offloads = choice.is_deepspeed and choice.spec.offload_optimizer is not None and not cluster.is_cpu
+    spec = optimizer_spec(run.optimizer)
+    name = spec.own_class or (spec.host_class if offloads else "")
+    if not name:
         return None
-    arguments = {"lr": run.learning_rate, "betas": list(ADAM_BETAS), "eps": ADAM_EPSILON, "adamw_mode": True}
-    return OptimizerSettings(class_name=name, arguments=arguments)
+    arguments = {"lr": run.learning_rate, "betas": list(ADAM_BETAS), "eps": ADAM_EPSILON}
+    own = {"fused": not cluster.is_cpu} if spec.own_class else {"adamw_mode": True}
+    return OptimizerSettings(class_name=name, arguments=arguments | own)
 
 
 def training_arguments(plan: Plan, run: Run, cluster: Cluster, model: Model) -> dict[str, Any]:

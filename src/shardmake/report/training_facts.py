@@ -12,7 +12,6 @@ from typing import Any, Final, Literal
 from shardmake.config.methods import METHODS
 from shardmake.config.models import TORCH_DTYPES
 from shardmake.config.objectives import OBJECTIVES
-from shardmake.config.optimizers import find_built
 from shardmake.config.settings import SETTINGS
 from shardmake.core.units import plural
 from shardmake.report.history import hours_name
@@ -175,9 +174,9 @@ def _method(records: Records) -> str:
 
 
 def _optimizer(settings: TrainingSettings) -> str:
-    values, spec = settings.arguments, find_built(settings.arguments["optim"])
+    values, spec = settings.arguments, settings.optimizer_row
     label = spec.label + (", fused" if values["optim"] == spec.fused else "")
-    if settings.optimizer:
+    if settings.optimizer and not spec.own_class:
         label = settings.optimizer.class_name.rpartition(".")[2]
     if spec.has_betas:
         label += f", betas {values['adam_beta1']:g} and {values['adam_beta2']:g}, epsilon {values['adam_epsilon']:g}"

@@ -55,6 +55,7 @@ def result_settings(
     later = {
         "freeze": settings.freeze,
         "learning_rates": settings.learning_rates,
+        "class of the optimizer": settings.optimizer_row.own_class,
         "checkpoints.early_stopping": settings.checkpoints.early_stopping,
         "scheduler_arguments": values.pop("scheduler_arguments"),
     }

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from shardmake.config.models import Dpo, Kto, Loss, Method, Objective, ObjectiveSection, Profile, Reward, Service
+from shardmake.config.optimizers import OptimizerSpec, find_built
 from shardmake.config.script_file import PREFIX
 from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.engine import Engine
@@ -112,6 +113,11 @@ class TrainingSettings(RunFile):
     own_files: dict[str, Any] = optional(
         {}, "Values that the run's own DeepSpeed and Accelerate files add to the plan's or change, by key."
     )
+
+    @property
+    def optimizer_row(self) -> OptimizerSpec:
+        """Return the table's row of the optimizer."""
+        return find_built(self.arguments["optim"], self.optimizer.class_name if self.optimizer else "")
 
     @property
     def objective_settings(self) -> ObjectiveSection | None:

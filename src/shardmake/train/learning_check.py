@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainingArguments
 
-from shardmake.config.optimizers import find_built
 from shardmake.config.settings import ACCUMULATION, SETTINGS, Setting
 from shardmake.core.nested import leaves, same
 from shardmake.run.engine import LearningSettings
@@ -87,7 +86,7 @@ def planned_learning(
 ) -> dict[str, Any]:
     """Return the planned value of each field of `LearningSettings` that the plan or the run decides."""
     given, expected = settings.arguments, settings.expected
-    spec, replaced = find_built(given["optim"]), settings.optimizer
+    spec, replaced = settings.optimizer_row, settings.optimizer
     warmup = arguments.get_warmup_steps(steps)
     class_name = spec.class_name or Trainer.get_optimizer_cls_and_kwargs(arguments)[0].__name__
     betas = {

@@ -1,7 +1,7 @@
 """A Trainer that saves through Shardmake's checkpoint store, and what it trains with."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback
 
 from shardmake.core.private_names import private
 from shardmake.memory.model import find_rates
-from shardmake.memory.parameter_inventory import plain_name
+from shardmake.memory.parameter_inventory import parameters, plain_name
 from shardmake.run.length import steps_per_epoch
 from shardmake.run.metrics import LOSS_WINDOW, LossWindow, read_loss_window
 from shardmake.run.training_settings import TrainingSettings
@@ -25,6 +25,7 @@ from shardmake.train.checkpoint_saver import Saver
 from shardmake.train.fsdp_precision import whole_tokens
 from shardmake.train.library_patches import kept_matmul_precision
 from shardmake.train.load_model import model_configs
+from shardmake.train.muon import MuonWithAdamW
 
 
 class ShardedTrainer(Trainer):
@@ -54,11 +55,16 @@ class ShardedTrainer(Trainer):
             super().create_accelerator_and_postprocess()
 
     def create_optimizer(self, *arguments: Any, **options: Any) -> torch.optim.Optimizer:
-        """Create the optimizer, whose groups are split by ``learning_rates``, before an engine wraps the model."""
+        """Create the optimizer, with groups for Muon and for ``learning_rates``, before an engine wraps the model."""
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(*arguments, **options)
+        if is_new and isinstance(optimizer, MuonWithAdamW):
+            matrices = {plain_name(one.name) for one in parameters(self.model) if one.is_hidden_matrix}
+            split_groups(optimizer, self.model, [(matrices, {"orthogonal": True})])
         if is_new and self.learning_rates:
-            split_groups(optimizer, self.model, self.learning_rates)
+            patterns = find_rates(trained_names(self.model).values(), self.learning_rates)
+            parts = {p: {name for name, one in patterns.items() if one == p} for p in self.learning_rates}
+            split_groups(optimizer, self.model, [(parts[p], {"lr": rate}) for p, rate in self.learning_rates.items()])
         return optimizer
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -125,19 +131,25 @@ class ShardedTrainer(Trainer):
             fit_optimizer(self.optimizer.optimizer)
 
 
-def split_groups(optimizer: torch.optim.Optimizer, model: torch.nn.Module, rates: Mapping[str, float]) -> None:
-    """Give the parameters that a pattern of ``rates`` names a group for each rate and weight decay, after the others.
+def trained_names(model: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
+    """Return the name of each trained parameter."""
+    return {parameter: plain_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def split_groups(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, parts: Iterable[tuple[Collection[str], dict[str, Any]]]
+) -> None:
+    """Give the parameters of each part, by their names, groups with other settings, after the others.
 
     No group is empty, as under DeepSpeed, which drops those: checkpoints have the same groups under every strategy.
     """
-    names = {parameter: plain_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
-    patterns, groups = find_rates(names.values(), rates), [*optimizer.param_groups]
-    for pattern, rate in rates.items():
-        for group in groups:
-            found = [one for one in group["params"] if patterns.get(names[one]) == pattern]
-            group["params"] = [one for one in group["params"] if patterns.get(names[one]) != pattern]
+    names = trained_names(model)
+    for part, settings in parts:
+        for group in [*optimizer.param_groups]:
+            found = [one for one in group["params"] if names[one] in part]
+            group["params"] = [one for one in group["params"] if names[one] not in part]
             if found:
-                optimizer.add_param_group({**group, "params": found, "lr": rate})
+                optimizer.add_param_group({**group, "params": found, **settings})
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 

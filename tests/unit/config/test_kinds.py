@@ -26,6 +26,7 @@ OTHER_MEANINGS = {
     *((path, "full") for path in ("core/stores.py", "push/object_store.py")),  # an error of a store that has no space
     ("commands/init.py", "lora"),  # the section of a run
     *(("config/foreign_files.py", name) for name in ("full", "lora", "qlora")),  # of files of other tools
+    *((path, "muon") for path in ("train/muon.py", "render/settings_table.py")),  # torch's module, DeepSpeed's name
     ("run/training_settings.py", "full"),  # the record of a training without adapters
     *(("render/engine_values.py", name) for name in ("adamw", "adamw_torch", "adamw_torch_fused")),  # of users' files
 }

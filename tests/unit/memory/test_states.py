@@ -27,6 +27,9 @@ STATES = {  # bytes per parameter: whole, and divided by the ranks (Rajbhandari 
     "fsdp-offload": (0, 0),
 }
 
+REST = 2 * 128256 * 4096 + (2 * 32 + 1) * 4096
+"""The weights of embedding, head and norms."""
+
 
 @pytest.mark.parametrize("strategy", STATES)
 def test_states_match_the_papers(strategy: str) -> None:
@@ -95,7 +98,9 @@ def test_hpz_adds_a_second_shard_over_the_ranks_of_a_node() -> None:
         assert more == plain
 
 
-@pytest.mark.parametrize(("optimizer", "per_weight"), [("adamw", 8), ("adamw8bit", 2.03125), ("sgd", 0)])
+@pytest.mark.parametrize(
+    ("optimizer", "per_weight"), [("adamw", 8), ("adamw8bit", 2.03125), ("muon", 4 + 4 * REST / P), ("sgd", 0)]
+)
 def test_optimizers(optimizer: str, per_weight: float) -> None:
     with_it = states.resident(scenario(strategy="ddp", optimizer=optimizer), BUCKETS)
     assert with_it.get("optimizer states", 0) == pytest.approx(per_weight * P, rel=1e-6)

@@ -106,6 +106,11 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("attention: varlen", {"objective": "dpo", "attention": "varlen"}, H100, {}),
     ("optimizer: adafactor", {"optimizer": "adafactor", "strategy": "fsdp"}, H100, {}),
     ("optimizer: adafactor", {"optimizer": "adafactor", "strategy": "zero2"}, H100, {}),
+    ("optimizer: muon", {"optimizer": "muon", "strategy": "zero2"}, H100, {}),
+    ("optimizer: muon", {"optimizer": "muon", "strategy": "fsdp-offload"}, H100, {}),
+    ("optimizer: muon", {"optimizer": "muon", "objective": "reward"}, H100, {}),
+    ("optimizer: muon", {"optimizer": "muon"}, H100, {"model_type": "mixtral", "architectures": []}),
+    ("optimizer: muon", {"optimizer": "muon", "sequence_parallel": 2, "packing": False}, H100, {}),
     ("optimizer: adamw_anyprecision", {"optimizer": "adamw_anyprecision"}, {}, {}),
     ("Strategy", {"script": "train.py", "strategy": "zero3-nvme"}, H100, {}),
 ]  # fmt: skip

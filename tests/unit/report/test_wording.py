@@ -20,7 +20,7 @@ from shardmake.run.paths import RunDir
 from shardmake.run.plan import PlaceEstimate
 from shardmake.run.receipts import PushedTo, PushReceipt
 from shardmake.run.sources import PinnedSource, Sources
-from shardmake.run.training_settings import AdapterMethod, ScriptProgram
+from shardmake.run.training_settings import AdapterMethod, OptimizerSettings, ScriptProgram
 from tests.finished_run import (
     CHOICE,
     COMPLETIONS,
@@ -166,6 +166,10 @@ CASES: dict[str, tuple[Callable[[RunDir], object], dict[str, Any]]] = {
     "training examples": (lambda at: data(at, shown=SHOWN), {}),
     "values of own files": (lambda at: settings(at, own_files=OWN), {}),
     "other rates": (lambda at: settings(at, learning_rates={"*.mlp": 1e-5, "lm_head": 0.002}), {}),
+    "Muon": (
+        lambda at: settings(at, optimizer=OptimizerSettings(class_name=OPTIMIZERS["muon"].own_class, arguments={})),
+        {},
+    ),
     "frozen weights": (lambda at: settings(at, freeze=["model.embed_tokens", "*.mlp"]), {"freeze": ["x"]}),
     "adapters": (lambda at: settings(at, method=LORA), {"method": "lora"}),
     "trained tokens": (lambda at: settings(at, method=LORA.model_copy(update={"train_tokens": ["<a>"]})), {}),

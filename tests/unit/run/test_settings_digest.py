@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from shardmake.config.optimizers import OPTIMIZERS
 from shardmake.run.paths import RunDir
 from shardmake.run.settings_digest import result_settings, settings_digest
+from shardmake.run.training_settings import OptimizerSettings
 from tests.unit.plans import make_plan, make_training_settings
 
 PLAIN = make_training_settings()
@@ -19,6 +21,10 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, str | None]]] = {
         {"content of the chat template": None},
     ),
     "other rates": ({"learning_rates": {"lm_head": 1e-5}}, {"learning_rates": '{"lm_head": 1e-05}'}),
+    "Muon": (
+        {"optimizer": OptimizerSettings(class_name=OPTIMIZERS["muon"].own_class, arguments={})},
+        {"class of the optimizer": "shardmake.train.muon.MuonWithAdamW"},
+    ),
     "frozen weights": ({"freeze": ["*.mlp"]}, {"freeze": '["*.mlp"]'}),
     # its last checkpoint would count as the end of a training with more patience, too
     "an early end": (

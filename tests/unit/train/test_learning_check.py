@@ -28,6 +28,7 @@ from shardmake.train.learning_check import (
     describe_learning,
     planned_learning,
 )
+from shardmake.train.sharded_trainer import planned_optimizer
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
 
 RATE, STEPS = 1e-3, 10
@@ -256,7 +257,7 @@ def test_what_transformers_builds_from_the_rendered_arguments_passes(
     single = {key: value for key, value in given.arguments.items() if key != "ddp_backend"}
     arguments = TrainingArguments(output_dir=str(tmp_path), **named_arguments(single))
     model = nn.Linear(3, 3, bias=has_vectors)
-    trainer = Trainer(model=model, args=arguments)
+    trainer = Trainer(model=model, args=arguments, optimizer_cls_and_kwargs=planned_optimizer(given))
     trainer.create_optimizer_and_scheduler(STEPS)
     made = trainer.optimizer, trainer.lr_scheduler
     training = BuiltTraining(model, *made, Batches(), arguments, "no", autocasts=False, steps=STEPS)

@@ -1,0 +1,84 @@
+"""Muon's update of a sharded matrix is, bit for bit, that of torch.optim.Muon for the whole one."""
+
+import os
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.multiprocessing.spawn import start_processes
+
+from shardmake.memory import states
+from shardmake.memory.buckets import Buckets
+from shardmake.memory.model import ParameterSpec, split
+from shardmake.train.muon import MuonWithAdamW
+from tests.unit.memory.llama_8b import MODEL, scenario
+
+SHAPES = ((96, 48), (48, 96), (33, 70), (1, 50), (7, 3))
+RATE, DECAY, STEPS = 1e-2, 0.1, 3
+
+
+def gradients(number: int) -> list[torch.Tensor]:
+    source = torch.Generator().manual_seed(number)
+    return [torch.randn(shape, generator=source) * 10.0**number for shape in SHAPES]
+
+
+def rank(number: int, folder: str) -> None:
+    """Compare the update on a mesh of two copies on two ranks each."""
+    torch.set_num_threads(1)
+    store = distributed.FileStore(f"{folder}/store", 4)
+    distributed.init_process_group("gloo", store=store, rank=number, world_size=4)
+    mesh, placements = init_device_mesh("cpu", (2, 2)), (Replicate(), Shard(0))
+    whole = [torch.nn.Parameter(tensor) for tensor in gradients(0)]
+    parts = [torch.nn.Parameter(distribute_tensor(one.detach().clone(), mesh, placements)) for one in whole]
+    theirs = torch.optim.Muon(whole, lr=RATE, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
+    ours = MuonWithAdamW([{"params": parts, "orthogonal": True}], lr=RATE, weight_decay=DECAY)
+    for step in range(1, STEPS + 1):
+        for one, part, gradient in zip(whole, parts, gradients(step), strict=True):
+            one.grad, part.grad = gradient, distribute_tensor(gradient, mesh, placements)
+        theirs.step()
+        ours.step()
+        ours.load_state_dict(ours.state_dict())
+    for one, part in zip(whole, parts, strict=True):
+        assert isinstance(part, DTensor)
+        torch.testing.assert_close(part.full_tensor(), one.detach(), rtol=0, atol=0)
+
+
+def test_sharded_and_replicated_matrices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "GLOO_SOCKET_IFNAME", "lo")
+    start_processes(rank, (str(tmp_path),), nprocs=4, start_method="fork")
+    assert (tmp_path / "store").exists()
+
+
+def test_a_scaler_skips_a_step_with_infinite_gradients() -> None:
+    """torch's fused AdamW would take them with a flag, which Muon does not read."""
+    weights = [torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+    optimizer = MuonWithAdamW([{"params": weights[:1]}, {"params": weights[1:], "orthogonal": True}], fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    for weight in weights:
+        weight.grad = scaler.scale(torch.full((4, 4), torch.inf))
+    scaler.step(optimizer)
+    assert all(bool((weight == 1).all()) for weight in weights)
+
+
+@pytest.mark.parametrize("shape", [(512, 512), (128, 512), (512, 128)])
+def test_the_temporaries_of_a_matrix_are_the_estimated_ones(shape: tuple[int, int]) -> None:
+    matrix = ParameterSpec("model.layers.0.mlp.up_proj.weight", shape, "linear", 0)
+    small = replace(MODEL, tensors=(matrix,), decoder=None)
+    case = scenario(strategy="ddp", optimizer="muon")
+    case = replace(case, model=small, split=split(small, "full", 16, "all-linear"))
+    weight = torch.nn.Parameter(torch.ones(shape))
+    optimizer = MuonWithAdamW([{"params": [weight], "orthogonal": True}])
+    for _ in range(2):  # the first step makes the states
+        weight.grad = torch.randn(shape)
+        with torch.profiler.profile(profile_memory=True) as profiler:
+            optimizer.step()
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    events = profiler.profiler.kineto_results.events()
+    peak = max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+    estimate = states.step_temporaries(case, Buckets())
+    assert estimate <= peak <= 1.25 * estimate  # the kernels of CPUs have copies of their own
