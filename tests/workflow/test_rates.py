@@ -111,9 +111,7 @@ def test_groups_train_as_in_a_plain_trainer_and_resume(
     base = load_file(forked.checkout.root / "resources/demo/base/model.safetensors")
     for name, tensor in weights.items():
         wanted = expected[name].float()
-        if (
-            "muon" in kind
-        ):  # its iteration in bf16 amplifies how sums are rounded; tests/unit/train/test_muon.py is exact
+        if "muon" in kind:  # bf16 amplifies how sums are rounded; tests/unit/train/test_muon.py is exact
             assert (tensor.float() - wanted).norm() <= 0.1 * (wanted - base[name].float()).norm(), name
         else:
             torch.testing.assert_close(tensor.float(), wanted, atol=1e-4, rtol=1e-3)
