@@ -81,11 +81,37 @@ def test_losses_equal_ddp_and_the_merge_equals_save_pretrained(
     checkpoint = rundir.checkpoints / "checkpoint-4"
     state = None
     if method == "full" and strategy == "fsdp":
-        dcp_to_torch_save(checkpoint / "pytorch_model_fsdp_0", tmp_path / "official.pt")
-        state = torch.load(tmp_path / "official.pt", weights_only=True)["model"]
+        state = state_of_fsdp(checkpoint)
     elif method == "full":
         state = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint))
     assert_merges_like(rundir, base, state)
+
+
+def state_of_fsdp(checkpoint: Path) -> dict[str, Any]:
+    """Return the model in ``checkpoint`` as torch's own converter reads it."""
+    converted = checkpoint.parent / "official.pt"
+    dcp_to_torch_save(checkpoint / "pytorch_model_fsdp_0", converted)
+    state: dict[str, Any] = torch.load(converted, weights_only=True)["model"]
+    return state
+
+
+SPREAD: dict[str, dict[str, Any]] = {
+    "2 ranks": {"ranks": 2, "expert_parallel": 2, "micro_batch_size": 3},
+    "4 ranks share the experts": {"ranks": 4, "expert_parallel": 4, "gradient_checkpointing": True},
+    "2 groups of 2 ranks": {"ranks": 4, "expert_parallel": 2},
+}
+
+
+@pytest.mark.parametrize("layout", SPREAD)
+def test_spread_experts_train_as_under_ddp_and_merge(forked: Forked, base: Path, tmp_path: Path, layout: str) -> None:
+    """Ranks have different data, and every expert gets the gradients of all of it."""
+    common = {"model": str(base), "checkpoints": {"every_steps": 2}, "learning_rate": 2e-3}
+    changes = common | SPREAD[layout]
+    ranks, reference, spread = changes.pop("ranks"), RunDir(tmp_path / "ddp"), RunDir(tmp_path / "spread")
+    assert forked.train(reference, forked.plan("ddp", ranks, **common)) == [0] * ranks, log(reference)
+    assert forked.train(spread, forked.plan("fsdp", ranks, **changes)) == [0] * ranks, log(spread)
+    assert losses(spread) == pytest.approx(losses(reference), abs=2e-4)
+    assert_merges_like(spread, base, state_of_fsdp(spread.checkpoints / "checkpoint-4"))
 
 
 def assert_merges_like(rundir: RunDir, base: Path, state: dict[str, Any] | None) -> None:

@@ -30,8 +30,9 @@ QUICK: tuple[tuple[str, Strategy, dict[str, Any]], ...] = (
     ("deepseek_v3", "fsdp", {}),
     ("qwen3_moe", "zero3", LORA),
     ("gpt_oss", "fsdp", EXPERTS_ALONE),
+    ("qwen3_moe", "fsdp", {"expert_parallel": 2}),
 )
-"""Each family and each strategy once, and adapters of the experts; test_mixtures.py has DDP."""
+"""Each family and strategy once, adapters of the experts, and experts spread over ranks; test_mixtures.py has DDP."""
 FAMILIES = list(dict.fromkeys(family for family, *_ in QUICK))
 STRATEGIES: tuple[Strategy, ...] = ("zero1", "zero2", "zero2-offload", "zero3", "zero3-offload", "fsdp")
 

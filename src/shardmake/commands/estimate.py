@@ -23,6 +23,7 @@ from shardmake.memory.probe import probe
 from shardmake.memory.read_config import read_model
 from shardmake.plan.candidates import Candidate, choices
 from shardmake.plan.choose import choose, find_choice
+from shardmake.plan.expert_parallel import wrong_expert_parallel
 from shardmake.plan.fallbacks import find_fallbacks
 from shardmake.plan.planner import CachedPlanner
 from shardmake.plan.reasons import memory_and_time, reason_of
@@ -190,6 +191,7 @@ def resolve_request(request: EstimateRequest) -> ResolvedRun:
         refuse(
             wrong_sequence_parallel(trained, cluster, settings.model, attention),
             wrong_tensor_parallel(trained, cluster, settings.model),
+            wrong_expert_parallel(trained, cluster, settings.model, settings.precision),
         )
     return replace(settings, attention=attention, weights=request.weights or "fp32")
 

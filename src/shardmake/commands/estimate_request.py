@@ -45,6 +45,7 @@ class EstimateRequest:
     gradient_checkpointing: Annotated[bool | None, Option(help="With or without. Default: both.")] = None
     sequence_parallel: Annotated[int, Option(help="GPUs that share each sequence.")] = 1
     tensor_parallel: Annotated[int, Option(help="GPUs that share each matrix, under zero1 or zero2.")] = 1
+    expert_parallel: Annotated[int, Option(help="GPUs that share the experts of each layer, under fsdp.")] = 1
     activation_offload: Annotated[
         bool, Option("--activation-offload", help="Hold the inputs of checkpointed layers in host memory.")
     ] = False
@@ -90,6 +91,7 @@ _COUNTS: dict[str, tuple[type[Section], str]] = {
     "micro_batch": (Run, "global_batch_size"),
     "sequence_parallel": (Run, "sequence_parallel"),
     "tensor_parallel": (Run, "tensor_parallel"),
+    "expert_parallel": (Run, "expert_parallel"),
     "lora_rank": (Lora, "rank"),
     "accumulation": (Run, "global_batch_size"),
 }

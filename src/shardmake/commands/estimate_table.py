@@ -47,6 +47,8 @@ GPU_TERMS: Final = {
     "weights that are kept because their next use is near (stage3_max_reuse_distance; "
     "partitioned_param_coordinator.py)",
     "persistent weights": "weights of at most stage3_param_persistence_threshold elements, which ZeRO-3 keeps gathered",
+    "exchanged tokens": "rows that expert-parallel ranks send, receive and return, one per token and expert "
+    "(AllToAllEP of transformers/distributed/expert_parallel.py)",
     "weights during loading": "a full tensor or unit before it is sharded at the start (zero.Init of "
     "partition_parameters.py, fully_shard)",
     "activations": "tensors saved by the forward pass for the backward pass, or one input per layer with "

@@ -176,7 +176,7 @@ def _refused_by_trl(run: Run, spec: ObjectiveSpec) -> Iterator[str]:
         )
     if run.loss != "plain":
         yield f"loss: {run.loss} cannot be combined with {objective}, which has a loss of its own. Remove loss"
-    for key in ("freeze", "learning_rates", "torch_compile", "tensor_parallel", "sequence_parallel"):
+    for key in ("freeze", "learning_rates", "torch_compile", "tensor_parallel", "sequence_parallel", "expert_parallel"):
         if getattr(run, key) != type(run).model_fields[key].get_default(call_default_factory=True):
             yield f"{key} is not supported with {objective}. Remove it"
     if run.lora.adapter and spec.new_head:

@@ -106,6 +106,7 @@ EFFECTS: Final = (
         keys=(
             *(*run_keys(is_result=True), "checkpoints.early_stopping"),
             *("method", "lora.", "freeze", "learning_rates", *(f"{name}." for name in OBJECTIVE_SECTIONS)),
+            "expert_parallel",  # the optimizer's states are in other groups
             *("script", "script_args", "service.command", *(key for key in RESULT_KEYS if key != TEMPLATE)),
         ),
     ),

@@ -175,18 +175,19 @@ def _message(schema: Schema, detail: Detail) -> str:
     return _wrong_value(schema, detail)
 
 
-_REMOVED: Final = {
+_ABSENT: Final = {
     "engine": "Trainer trains. Remove this key; examples/train_loop.py is a script that trains without Trainer.",
     "fsdp_version": "runs use FSDP2 alone. Remove this key.",
     "deepspeed_values": 'deepspeed.json always holds numbers. Remove this key; your own file can say "auto".',
+    "context_parallel": "torch 2.13 cannot shard attention over CPU ranks, so it is not proved. Use sequence_parallel.",
 }
-"""Why there is a key no more, and what to do."""
+"""Why there is no such key (any more), and what to do."""
 _RESOLVED: Final = {"Config": (DEFAULTS,), "Run": (BASE, SWEEP)}
 """Keys of a file that are resolved before the validation, by the model of their section."""
 
 
 def _unknown_key(schema: Schema, detail: Detail) -> str:
-    if why := _REMOVED.get(detail["loc"][-1]):
+    if why := _ABSENT.get(detail["loc"][-1]):
         return why
     section = schema.section(schema.walk(detail["loc"][:-1])[1])
     assert section is not None

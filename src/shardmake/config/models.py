@@ -722,6 +722,11 @@ class Run(Section):
         description="Ranks of a node that share each sequence (Ulysses, docs/how-to/parallelism.md). It needs a "
         "ZeRO strategy other than `zero3-hpz` and `zero3-nvme`, or `auto`.",
     )
+    expert_parallel: Ranks = Field(
+        1,
+        description="Ranks of a node that share the experts of each layer; each has its own data "
+        "(docs/how-to/parallelism.md). It needs `strategy: fsdp`, or `auto`.",
+    )
     nodes: Nodes | None = Field(
         None,
         description="Nodes for training. Without it, the fewest on which the model fits, or more if these cost at "

@@ -68,6 +68,11 @@ class StrategySpec:
         return self.is_deepspeed and not (self.hpz or self.uses_nvme)
 
     @property
+    def expert_parallel(self) -> bool:
+        """Return whether the experts of a mixture can be spread under it: transformers shards over all ranks."""
+        return self.is_fsdp and self.reshard_after_forward and not (self.hybrid or self.offload_param)
+
+    @property
     def gathers_parameters(self) -> bool:
         """Return whether a rank holds only its part of the weights between uses."""
         return self.zero_stage == 3 or self.is_fsdp

@@ -103,6 +103,13 @@ NAMES: Final = (
             "_supports_sdpa",
         ),
     ),
+    Names(
+        "transformers",
+        "transformers.PreTrainedModel",
+        ("_is_distributed_loading_by_transformers",),
+        oldest="5.23",
+    ),
+    Names("transformers", "transformers.distributed.fsdp", ("_get_fsdp_policy_kwargs",), oldest="5.23"),
     Names("transformers", "transformers.PreTrainedTokenizerFast", ("_encode_plus",)),
     Names("transformers", "transformers.core_model_loading", ("_weight_conversions",)),
     Names("accelerate", "accelerate.commands.launch", ("_validate_launch_command",)),

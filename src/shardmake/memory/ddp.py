@@ -18,7 +18,14 @@ from shardmake.memory.scenario import Scenario
 from shardmake.memory.timeline import COMPUTE, Timeline
 
 StepEvents = Sequence[Sequence[Any]]
-FLAT = ("model buffers", "cuBLAS workspaces", "communication buffers", "persistent weights", "gradients")
+FLAT = (
+    "model buffers",
+    "cuBLAS workspaces",
+    "communication buffers",
+    "persistent weights",
+    "exchanged tokens",
+    "gradients",
+)
 
 
 @dataclass

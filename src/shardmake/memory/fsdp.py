@@ -134,7 +134,9 @@ class Fsdp2Memory(DdpMemory):
         self._finish_reduction()
         trained = self._trained.get(unit, 0)
         if trained and self._waiting:
-            self._reducing = self.timeline.alloc(self.scenario.gradient * trained, "communication buffers")
+            self._reducing = self.timeline.alloc(
+                self.scenario.gradient * min(trained, self._units.get(unit, 0)), "communication buffers"
+            )
         for key in self._waiting:
             self.timeline.free(key)
         self._waiting.clear()

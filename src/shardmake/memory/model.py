@@ -186,18 +186,33 @@ def matrix_weights(model: Model) -> float:
     return sum(t.numel * matrix_share(t, model) for t in matrices)
 
 
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _SELECTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 """Names of the number of experts that a token is sent to; the others are those of Kimi, Hunyuan and Gemma 4."""
 
 
 def matrix_share(tensor: ParameterSpec, model: Model) -> float:
     """Return the part of ``tensor`` that is used for one token; 1 if config.json does not give the experts' numbers."""
-    config = model.text_config
-    experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts")
+    experts = expert_count(model)
     if ".experts." not in tensor.name or not experts:
         return 1
-    selected: int = next((config[name] for name in _SELECTED if isinstance(config.get(name), int)), experts)
-    return selected / experts
+    return selected_experts(model) / experts
+
+
+def expert_count(model: Model) -> int | None:
+    """Return the number of experts of a layer, if config.json gives it."""
+    return next((model.text_config[name] for name in _EXPERTS if model.text_config.get(name)), None)
+
+
+def selected_experts(model: Model) -> int:
+    """Return the number of experts that a token is sent to; all of them if config.json does not give it."""
+    config = model.text_config
+    return next((config[name] for name in _SELECTED if isinstance(config.get(name), int)), expert_count(model) or 1)
+
+
+def with_experts(config: Mapping[str, Any], experts: int) -> dict[str, Any]:
+    """Return ``config`` with another number of experts per layer."""
+    return {**config, **dict.fromkeys((name for name in _EXPERTS if config.get(name)), experts)}
 
 
 def is_head(tensor: ParameterSpec) -> bool:

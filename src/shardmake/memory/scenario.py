@@ -33,6 +33,10 @@ class Scenario:
     """Ranks that share each sequence; outside of attention, each has its part of the tokens."""
     tensor_parallel: int = 1
     """Ranks that share each matrix; ``model`` and ``split`` are then a rank's part (`families.part_of`)."""
+    expert_parallel: int = 1
+    """Ranks that share the experts of each layer; each gathers its part of them."""
+    local_model: Model | None = None
+    """The model with the experts of one rank, if others have the rest."""
     accumulation: int = 1
     checkpointing: bool = False
     activation_offload: bool = False
@@ -89,6 +93,11 @@ class Scenario:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.nodes * self.ranks_per_node
+
+    @property
+    def held_model(self) -> Model:
+        """Return the model with the weights that a rank gathers and runs; ``model`` has those of all ranks."""
+        return self.local_model or self.model
 
     @property
     def shards(self) -> int:

@@ -11,7 +11,7 @@ from math import ceil
 from shardmake.config.methods import METHODS
 from shardmake.config.models import Method
 from shardmake.memory.buckets import Buckets
-from shardmake.memory.model import MODELS, Model, ParameterSpec, Split, is_quantized
+from shardmake.memory.model import MODELS, Model, ParameterSpec, Split, is_quantized, selected_experts
 from shardmake.memory.optimizer_trial import optimizer_spec
 from shardmake.memory.scenario import BYTES, Scenario
 
@@ -77,6 +77,7 @@ def resident(scenario: Scenario, buckets: Buckets) -> Terms:
         "model buffers": scenario.model.buffer_bytes,
         "communication buffers": _communication(scenario, buckets),
         "persistent weights": _persistent(scenario, buckets),
+        "exchanged tokens": _exchanged_tokens(scenario),
         "cuBLAS workspaces": 0 if scenario.on_cpu else CUBLAS,
     }
     return {name: size for name, size in terms.items() if size}
@@ -91,6 +92,19 @@ def _gathered_reference(scenario: Scenario) -> int:
         return 0
     sizes = units(scenario)
     return scenario.compute * (sizes.get(HEAD, 0) if scenario.spec.reshard_after_forward else sum(sizes.values()))
+
+
+def _exchanged_tokens(scenario: Scenario) -> int:
+    """Return the rows that expert-parallel ranks exchange, one for each token and expert.
+
+    Each layer keeps the returned ones for its backward pass; a layer that runs also has those that it sends, receives
+    and returns (`AllToAllEP` of transformers' ``distributed/expert_parallel.py``).
+    """
+    if scenario.expert_parallel == 1:
+        return 0
+    kept = 1 if scenario.checkpointing else len(scenario.model.blocks)
+    rows = scenario.tokens * selected_experts(scenario.model)
+    return scenario.compute * rows * scenario.model.hidden_size * (kept + 3)
 
 
 def reference_bytes(scenario: Scenario) -> int:
@@ -390,7 +404,7 @@ def units(scenario: Scenario) -> Mapping[Unit, int]:
 
 def unit_tensors(scenario: Scenario) -> Mapping[Unit, list[int]]:
     """Return the elements of each tensor of each group, adapters last."""
-    return _unit_tensors(scenario.model, scenario.split, scenario.method, scenario.compute)
+    return _unit_tensors(scenario.held_model, scenario.split, scenario.method, scenario.compute)
 
 
 def trained_units(scenario: Scenario) -> Mapping[Unit, int]:

@@ -8,6 +8,7 @@ are traced once a second length is asked for. If the events differ between sizes
 import json
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import takewhile
 from pathlib import Path
@@ -106,7 +107,7 @@ def traced(scenario: Scenario) -> StepEvents:
     """
     request = _request(scenario)
     if failure(scenario):
-        return stand_in(scenario)
+        return stand_in(replace(scenario, model=scenario.held_model))
     events = _events(request)
     if request["layers"] is None:
         return events
@@ -201,7 +202,7 @@ def _request(scenario: Scenario) -> dict[str, Any]:
     adapted = scenario.method_spec.has_adapters
     held = "fp32" if weight_bytes(scenario) == 4 and not adapted else scenario.precision
     return {
-        "config": dict(scenario.model.config),
+        "config": dict(scenario.held_model.config),
         "source": scenario.model.source,
         "layers": None if _names_layers(scenario.lora_targets) else _kept(scenario.model),
         "trust_remote_code": scenario.model.trust_remote_code,

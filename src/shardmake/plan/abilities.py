@@ -12,7 +12,7 @@ from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from shardmake.config.attention import KERNELS, Attention, head_limit
 from shardmake.config.models import Run
@@ -214,8 +214,8 @@ def _check_activation(config: Mapping[str, Any], source: str) -> None:
 
 
 @cache
-def tp_styles(model_type: str) -> frozenset[str]:
-    """Return the styles of transformers' tensor-parallel plan for ``model_type``, read from its source."""
+def parallel_styles(model_type: str, kind: Literal["tp", "ep"]) -> frozenset[str]:
+    """Return the styles of transformers' tensor- or expert-parallel plan for ``model_type``, read from its source."""
     found = find_spec("transformers")
     models = Path(found.origin).parent / "models" if found and found.origin else Path()
     name = model_type.replace("-", "_")
@@ -226,7 +226,7 @@ def tp_styles(model_type: str) -> frozenset[str]:
         for body in (node.body for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)):
             set_here = {ast.unparse(item.targets[0]): item.value for item in body if isinstance(item, ast.Assign)}
             if getattr(set_here.get("model_type"), "value", None) == model_type:
-                styles = getattr(set_here.get("base_model_tp_plan"), "values", ())
+                styles = getattr(set_here.get(f"base_model_{kind}_plan"), "values", ())
                 return frozenset(style.value for style in styles)
     return frozenset()
 

@@ -9,6 +9,7 @@ from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.errors import ConfigError
 from shardmake.memory.estimate import Estimate
 from shardmake.plan.before_fetch import multiples, undivided
+from shardmake.plan.expert_parallel import divides_experts
 from shardmake.plan.refusals import unsuitable
 from shardmake.plan.resolve import ResolvedRun
 from shardmake.plan.verdict import Headroom, Verdict
@@ -98,7 +99,10 @@ def choices(settings: ResolvedRun, strategies: Sequence[Strategy] = ()) -> Itera
     ``strategies`` replaces the run's own.
     """
     run, hardware = settings.run, settings.hardware
-    node_counts = [run.nodes] if run.nodes else range(1, hardware.max_nodes + 1)
+    node_counts = [run.nodes] if run.nodes else [*range(1, hardware.max_nodes + 1)]
+    if run.expert_parallel > 1:
+        ranks = hardware.processes_per_node
+        node_counts = [nodes for nodes in node_counts if divides_experts(settings.model, nodes * ranks)]
     usable = [nodes for nodes in node_counts if run.global_batch_size % _data_parallel_size(settings, nodes) == 0]
     if not usable:
         raise ConfigError(undivided(run, _data_parallel_size(settings, node_counts[0]), node_counts[0]))
@@ -114,6 +118,7 @@ def choices(settings: ResolvedRun, strategies: Sequence[Strategy] = ()) -> Itera
             gradient_dtype=run.gradient_dtype,
             tensor_parallel=run.tensor_parallel,
             sequence_parallel=run.sequence_parallel,
+            expert_parallel=run.expert_parallel,
         )
         for nodes in usable
         for strategy in strategies or _strategies(settings, nodes)
@@ -156,6 +161,8 @@ def _strategies(settings: ResolvedRun, nodes: int) -> Iterable[Strategy]:
         specs = {name: spec for name, spec in specs if spec.sequence_parallel}.items()
     if run.tensor_parallel > 1:
         specs = {name: spec for name, spec in specs if spec.tensor_parallel and spec.is_deepspeed}.items()
+    if run.expert_parallel > 1:
+        specs = {name: spec for name, spec in specs if spec.expert_parallel}.items()
     if settings.hardware.is_cpu:
         return [name for name, spec in specs if spec.cpu and not unsuitable(run, name, settings.model.tied)]
     sharded = {

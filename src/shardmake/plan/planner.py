@@ -33,6 +33,7 @@ from shardmake.memory.scenario import Scenario
 from shardmake.memory.timeline import Timeline
 from shardmake.memory.trace import trace_all, traced_tokens
 from shardmake.plan.candidates import Candidate
+from shardmake.plan.expert_parallel import local_model
 from shardmake.plan.resolve import ResolvedRun
 from shardmake.plan.step_time import step_time
 from shardmake.plan.verdict import error_of, judge
@@ -189,6 +190,8 @@ def scenario_of(settings: ResolvedRun, choice: Choice) -> Scenario:
         sequence_length=run.sequence_length,
         sequence_parallel=choice.sequence_parallel,
         tensor_parallel=ranks,
+        expert_parallel=choice.expert_parallel,
+        local_model=local_model(model, choice.expert_parallel),
         accumulation=choice.gradient_accumulation_steps,
         checkpointing=choice.gradient_checkpointing,
         activation_offload=run.activation_offload,

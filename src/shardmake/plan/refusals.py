@@ -17,7 +17,14 @@ from shardmake.memory.hardware import Hardware
 from shardmake.memory.model import Model, adapted_layers, is_head
 from shardmake.memory.optimizer_trial import optimizer_spec
 from shardmake.memory.parameter_inventory import parse_config
-from shardmake.plan.abilities import MIXING_UNKNOWN, Abilities, attends_in_kernel, has_plain_head, table_keys, tp_styles
+from shardmake.plan.abilities import (
+    MIXING_UNKNOWN,
+    Abilities,
+    attends_in_kernel,
+    has_plain_head,
+    parallel_styles,
+    table_keys,
+)
 
 AUTOTP_STYLES = frozenset({
     "colwise", "colwise_rep", "colwise_gather_output", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise"
@@ -32,7 +39,7 @@ def refuse(*messages: Iterable[str]) -> None:
         raise ConfigError(message)
 
 
-def _together(setting: str, wrong: Iterable[str]) -> Iterator[str]:
+def together(setting: str, wrong: Iterable[str]) -> Iterator[str]:
     """Yield one message with all that is ``wrong`` about a setting, a line each."""
     if lines := [f"\n  {line}" for line in wrong]:
         yield f"{setting} cannot be used with this run:{''.join(lines)}"
@@ -261,7 +268,7 @@ def wrong_fsdp(run: Run, cluster: Cluster) -> Iterator[str]:
 def wrong_tensor_parallel(run: Run, cluster: Cluster, model: Model) -> Iterator[str]:
     """Yield one message if this run, cluster or model cannot use its ``tensor_parallel``."""
     if run.tensor_parallel > 1:
-        yield from _together(f"tensor_parallel: {run.tensor_parallel}", _not_tensor_parallel(run, cluster, model))
+        yield from together(f"tensor_parallel: {run.tensor_parallel}", _not_tensor_parallel(run, cluster, model))
 
 
 def _not_tensor_parallel(run: Run, cluster: Cluster, model: Model) -> Iterator[str]:
@@ -278,9 +285,9 @@ def _not_tensor_parallel(run: Run, cluster: Cluster, model: Model) -> Iterator[s
             yield f"{key}: it is not tested with sharded matrices. Remove one of them."
     if run.method_spec.has_adapters:
         yield f"method {run.method}: adapters on sharded matrices are not merged here. Take method: full."
-    yield from _wrong_ranks(run.tensor_parallel, cluster)
+    yield from wrong_ranks(run.tensor_parallel, cluster)
     yield from _wrong_heads(run.tensor_parallel, model)
-    styles = tp_styles(model.model_type)
+    styles = parallel_styles(model.model_type, "tp")
     if not styles:
         yield f"transformers has no tensor-parallel plan for {model.model_type}."
     unknown = sorted(styles - AUTOTP_STYLES)
@@ -291,7 +298,8 @@ def _not_tensor_parallel(run: Run, cluster: Cluster, model: Model) -> Iterator[s
         )
 
 
-def _wrong_ranks(size: int, cluster: Cluster) -> Iterator[str]:
+def wrong_ranks(size: int, cluster: Cluster) -> Iterator[str]:
+    """Yield why groups of ``size`` ranks would not be within nodes."""
     if cluster.processes_per_node % size:
         yield f"a group is within a node, and {cluster.processes_per_node} ranks per node are not a multiple of {size}."
 
@@ -318,7 +326,7 @@ def wrong_sequence_parallel(run: Run, cluster: Cluster, model: Model, attention:
     """Yield one message if this run, cluster, model or attention kernel cannot use ``sequence_parallel``."""
     if run.sequence_parallel > 1:
         wrong = chain(_not_sequence_parallel(run, cluster, model), _wrong_tokens(run, model, attention))
-        yield from _together(f"sequence_parallel: {run.sequence_parallel}", wrong)
+        yield from together(f"sequence_parallel: {run.sequence_parallel}", wrong)
 
 
 def _not_sequence_parallel(run: Run, cluster: Cluster, model: Model) -> Iterator[str]:
@@ -339,7 +347,7 @@ def _not_sequence_parallel(run: Run, cluster: Cluster, model: Model) -> Iterator
             f"{key}: Trainer weights the evaluation losses of the ranks alike, but their parts of a sequence "
             "have different numbers of tokens with loss. Remove it; the evaluate stage evaluates the result."
         )
-    yield from _wrong_ranks(size, cluster)
+    yield from wrong_ranks(size, cluster)
     if run.sequence_length % size:
         yield f"sequence_length {run.sequence_length} is not a multiple of {size}. Use one that is."
     yield from _wrong_heads(size, model)

@@ -12,6 +12,7 @@ from shardmake.memory.hardware import Hardware, from_cluster
 from shardmake.memory.model import Model, Split, count_rates, has_own_class, split
 from shardmake.memory.read_config import read_model
 from shardmake.plan.abilities import Abilities, find_abilities
+from shardmake.plan.expert_parallel import wrong_expert_parallel
 from shardmake.plan.packages import has_flash_attention_2, wrong_packages
 from shardmake.plan.refusals import (
     needed_for_flash,
@@ -129,6 +130,7 @@ def check(settings: ResolvedRun, *, packages: bool = True) -> None:
         wrong_optimizer(run, model),
         wrong_strategy(run, cluster, settings.precision, model.tied),
         wrong_tensor_parallel(run, cluster, model),
+        wrong_expert_parallel(run, cluster, model, settings.precision),
         wrong_sequence_parallel(run, cluster, model, settings.attention),
     )
     check_refused(settings.user_files, run)

@@ -14,7 +14,7 @@ from shardmake.config.strategies import DDP, DEEPSPEED, FSDP
 from shardmake.core.units import GB
 from shardmake.memory.decoder import layer_input
 from shardmake.memory.hardware import Hardware
-from shardmake.memory.model import fused_experts, matrix_weights
+from shardmake.memory.model import fused_experts, matrix_weights, selected_experts
 from shardmake.memory.scenario import BYTES, Scenario
 from shardmake.memory.size_tensors import fused_chunk
 from shardmake.plan.offload_time import offload_time
@@ -84,7 +84,7 @@ def step_time(scenario: Scenario, hardware: Hardware, kernel: Kernel | None = No
     """Return the seconds of one optimizer step of ``scenario`` on ``hardware``; ``kernel`` replaces the table's."""
     compute = _compute(scenario, hardware, kernel or _kernel(scenario, hardware.accelerator))
     communication = _collectives(scenario, hardware) + _exchanges(scenario, hardware)
-    within_layers = _tensor_parallel(scenario, hardware)
+    within_layers = _tensor_parallel(scenario, hardware) + _tokens_to_experts(scenario, hardware)
     if hardware.is_cpu:  # the cores that compute are those that communicate
         own = _DEEPSPEED_ON_CPU if scenario.zero_stage else 0.0
         return compute + communication + within_layers + own + _optimizer(scenario, hardware)
@@ -232,6 +232,14 @@ def _tensor_parallel(scenario: Scenario, hardware: Hardware) -> float:
     return moved / (hardware.intra_node * LINK_SHARE)
 
 
+def _tokens_to_experts(scenario: Scenario, hardware: Hardware) -> float:
+    """Return the seconds of the all-to-alls that send each token to its experts and back, within a node."""
+    size, model = scenario.expert_parallel, scenario.model
+    passes = scenario.accumulation * (3 if scenario.checkpointing else 2)
+    numbers = 2 * scenario.tokens * selected_experts(model) * model.hidden_size * len(model.blocks) * passes
+    return (size - 1) / size * numbers * scenario.compute / (hardware.intra_node * LINK_SHARE)
+
+
 def _collectives(scenario: Scenario, hardware: Hardware) -> float:
     """Return the seconds of ring collectives: an all-reduce moves two copies, an all-gather or reduce-scatter one.
 
@@ -250,7 +258,8 @@ def _collectives(scenario: Scenario, hardware: Hardware) -> float:
         gathered = scenario.compute * scenario.split.trainable if scenario.zero_stage else gradient_bytes
         return (ranks - 1) / ranks * (rounds * gradient_bytes + gathered) / rate
     weights = scenario.compute * scenario.split.total
-    moved = scenario.accumulation * (_gathers(scenario) * weights + gradient_bytes)
+    held = scenario.held_model.parameters / scenario.model.parameters  # experts of other ranks are not gathered
+    moved = held * scenario.accumulation * (_gathers(scenario) * weights + gradient_bytes)
     within, nodes = scenario.ranks_per_node, scenario.nodes
     if scenario.spec.hpz:  # after the first forward pass of a step, weights come from the second shard in the node
         again = (scenario.accumulation * _gathers(scenario) - 1) * weights

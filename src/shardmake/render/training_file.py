@@ -89,6 +89,7 @@ def expected_engine(choice: Choice) -> Engine:
         "fsdp_version": 2,
         "reshard_after_forward": spec.reshard_after_forward,
         "replicas": choice.nodes if spec.hybrid else 1,
+        "expert_parallel": choice.expert_parallel if choice.expert_parallel > 1 else None,
     }
     return Engine(
         engine=spec.library,

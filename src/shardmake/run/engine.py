@@ -36,6 +36,9 @@ class Engine(RunRecord):
     fsdp_version: int | None = optional(None, "2.")
     reshard_after_forward: bool | None = optional(None, "FSDP frees a block's weights after its forward pass.")
     replicas: int | None = optional(None, "Copies of the model that FSDP shards.")
+    expert_parallel: Annotated[int | None, "experts spread over {} ranks"] = optional(
+        None, "Ranks that share the experts of each layer, under FSDP."
+    )
     micro_batch_size: int | None = optional(None, "Sequences per rank and forward pass of a script.")
     gradient_accumulation_steps: int | None = optional(None, "Forward passes per optimizer step of a script.")
     global_batch_size: int | None = optional(None, "Sequences of a script per optimizer step over all ranks.")

@@ -28,6 +28,7 @@ class Choice(RunRecord):
     gradient_dtype: GradientDtype = Field("auto", description="The run's setting; `gradients` follows from it.")
     tensor_parallel: int = Field(1, gt=0, description="Ranks that share each layer's matrices and see the same data.")
     sequence_parallel: int = optional(1, "Ranks that share each sequence.", gt=0)
+    expert_parallel: int = optional(1, "Ranks that share the experts of each layer; each has its own data.", gt=0)
 
     @property
     def group_size(self) -> int:

@@ -101,9 +101,18 @@ def _describe_fsdp2(model: Any) -> dict[str, Any]:
         "gradient_dtype": dtype_name(policy.reduce_dtype or policy.param_dtype or "float32"),
         "reshard_after_forward": any(group.post_forward_mesh_info is not None for group in inner or groups),
         "replicas": max(getattr(group.mesh_info, "replicate_mesh_size", 1) for group in groups),
+        "expert_parallel": next((ranks for weight in model.parameters() if (ranks := _expert_ranks(weight))), None),
         "offload_optimizer": offload,
         "offload_param": offload,
     }
+
+
+def _expert_ranks(weight: Any) -> int | None:
+    """Return over how many ranks the experts of this fused ``weight`` are spread; None for another weight."""
+    mesh: Any = getattr(weight, "device_mesh", None)
+    names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
+    ranks: int | None = mesh.size(names.index("ep")) if "ep" in names else None
+    return ranks
 
 
 def parameter_groups(state: Any) -> list[Any]:

@@ -31,8 +31,9 @@ from shardmake.data.examples import token_rows
 from shardmake.data.varlen import register_varlen
 from shardmake.memory.model import find_frozen
 from shardmake.memory.size_tensors import fused_chunk
-from shardmake.run.model_class import OLD_HEAD, ModelClass
+from shardmake.run.model_class import OLD_HEAD, ModelClass, load_complete
 from shardmake.run.training_settings import FullMethod, TrainingSettings
+from shardmake.train.fsdp_precision import fsdp_policy
 from shardmake.train.library_patches import broadcast_saved_buffers, name_checkpointed_adapters
 
 # ``loss: chunked``: torch 2.13's linear cross entropy or `ChunkedLosses`, which hold the logits of some tokens at a
@@ -269,6 +270,8 @@ def load_base(settings: TrainingSettings) -> PreTrainedModel:
     if model.attention == "varlen":
         register_varlen()
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": model.attention}
+    if settings.expected.expert_parallel is not None:
+        return _spread_experts(settings, source | options)
     in_four_bits = METHODS[settings.method.kind].in_four_bits
     if in_four_bits:
         options["quantization_config"] = _four_bit_config(dtype)
@@ -284,6 +287,25 @@ def load_base(settings: TrainingSettings) -> PreTrainedModel:
     base = model.model_class.load_base(model.path, **source, **options)
     if settings.expected.zero_stage == 3:
         check_all_loaded(base, model.path, model.revision, replaced=OLD_HEAD if model.model_class.new_head else None)
+    return base
+
+
+def _spread_experts(settings: TrainingSettings, options: dict[str, Any]) -> PreTrainedModel:
+    """Return the base model sharded by transformers: FSDP2 over all ranks, and experts over groups of ranks.
+
+    Each rank reads its part of the weights. Trainer would refuse to save the optimizer of a model that it knows to be
+    sharded at loading (transformers 5.23). Without that mark Accelerate takes the model as one that it has sharded.
+    """
+    from transformers.distributed import DistributedConfig, fsdp
+
+    expected = settings.expected
+    policy = fsdp_policy(expected)
+    private(fsdp).get_fsdp_policy_kwargs = lambda _: {"mp_policy": policy} if policy else {}
+    layout = DistributedConfig(fsdp_size=expected.world_size, ep_size=expected.expert_parallel)
+    kind = settings.model.model_class.find()
+    base = load_complete(kind, settings.model.path, **options, distributed_config=layout)
+    private(base).is_distributed_loading_by_transformers = False
+    del base.config.distributed_config
     return base
 
 

@@ -54,6 +54,7 @@ from shardmake.train.trackers import PROJECT, prepare_trackers
 
 logger = logging.getLogger(__name__)
 
+WRAPPED_CLASSES = "transformer_cls_names_to_wrap"
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
@@ -169,6 +170,9 @@ def training_arguments(context: RankContext) -> TrainingArguments:
     made = kind(output_dir=str(attempt.rundir.checkpoints), run_name=attempt.rundir.name, project=PROJECT, **arguments)
     if made.fsdp_plugin_args is not None:
         made.fsdp_plugin_args["mixed_precision_policy"] = fsdp_policy(context.settings.expected)
+        if context.settings.expected.expert_parallel:  # FSDP has renamed the classes before Accelerate finds them
+            wrapped = f"FSDP{made.fsdp_plugin_args[WRAPPED_CLASSES].replace(',', ',FSDP')}"
+            made.fsdp_plugin_args[WRAPPED_CLASSES] = wrapped
     if made.device.type == "cuda" and context.plan.choice.spec.offload_optimizer:
         bind_to_gpu(made.device)
     return made

@@ -50,7 +50,7 @@ TRAINING: dict[str, Any] = {
     "learning_rate": 2e-3, "scheduler": "linear", "scheduler_arguments": {"num_cycles": 0.4}, "warmup_ratio": 0.2,
     "weight_decay": 0.1, "max_grad_norm": 0.5, "optimizer": "adafactor", "precision": "fp16", "gradient_dtype": "fp32",
     "tf32": True, "attention": "eager", "gradient_checkpointing": True, "activation_offload": True, "loss": "chunked",
-    "tensor_parallel": 2, "sequence_parallel": 2, "nodes": 1, "torch_compile": True, "seed": 1,
+    "tensor_parallel": 2, "sequence_parallel": 2, "expert_parallel": 2, "nodes": 1, "torch_compile": True, "seed": 1,
     "eval_every_steps": 7, "report_to": ["tensorboard"], "profile": {"first_step": 7}, "memory_snapshot": True,
     "trust_remote_code": True, "freeze": ["model.embed_tokens"],
     "learning_rates": {"model.norm": 1e-5},

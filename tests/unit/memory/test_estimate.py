@@ -11,6 +11,7 @@ from shardmake.doctor.gpu_report import GpuReport
 from shardmake.memory import closed_form, host, states
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.estimate import estimate_closed_form, events_of, gpu_memory, outside
+from shardmake.memory.model import selected_experts, with_experts
 from shardmake.memory.read_config import from_config
 from tests.unit.memory.llama_8b import BUCKETS, LLAMA_8B, scenario
 from tools.gpu_page import RESULTS
@@ -157,3 +158,30 @@ def test_a_single_h100_held_what_is_estimated(
     found = gpu_memory(case, SMALL_BUCKETS, capacity=int(79.1 * GIB))
     assert found.reserved == pytest.approx(reserved, rel=tolerance)
     assert found.device == pytest.approx(device << 20, rel=tolerance)
+
+
+def test_a_rank_gathers_its_experts_alone_and_keeps_the_same_part_of_all() -> None:
+    """Four ranks have two of eight experts each; a mixture's other states are sharded over all eight ranks as before."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8}
+    model = from_config(
+        {
+            **LLAMA_8B,
+            **sizes,
+            "model_type": "mixtral",
+            "architectures": [],
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        }
+    )
+    whole = scenario(model, strategy="fsdp", precision="bf16")
+    local = from_config(with_experts(model.config, 2))
+    spread = replace(whole, expert_parallel=4, local_model=local)
+    before, after = (states.resident(case, BUCKETS) for case in (whole, spread))
+    exchanged = after.pop("exchanged tokens")
+    assert after == before and exchanged == 2 * 2048 * selected_experts(model) * 512 * (1 + 3)
+    saved = 2 * 6 * 3 * 512 * 2048  # bytes of six experts
+    first = "backward of the first layer"
+    gathered = [
+        closed_form.phases(case, BUCKETS, closed_form.NOTHING)[first]["gathered weights"] for case in (whole, spread)
+    ]
+    assert gathered[0] - gathered[1] >= 2 * saved

@@ -16,7 +16,7 @@ from shardmake.memory.families import FAMILIES
 from shardmake.memory.hardware import from_cluster
 from shardmake.memory.model import Model
 from shardmake.memory.read_config import from_config
-from shardmake.plan.abilities import tp_styles
+from shardmake.plan.abilities import parallel_styles
 from shardmake.plan.before_fetch import refuse_before_fetch
 from shardmake.plan.candidates import choices
 from shardmake.plan.refusals import (
@@ -36,6 +36,7 @@ from tests.unit.wording import Wording
 H100 = {"accelerator": "h100"}
 SERVICE = {"script": "train.py", "service_nodes": 1, "service": {"command": "serve"}}
 TOKENS = {"method": "lora", "lora": {"train_tokens": ["<a>"]}}
+MIXTURE = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "pad_token_id": 0}
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("tensor_parallel: 2", {"tensor_parallel": 2, "strategy": "zero3"}, {}, {}),
     ("tensor_parallel: 2", {"tensor_parallel": 2, "strategy": "fsdp"}, {}, {}),
@@ -83,6 +84,15 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": False, "attention": "eager"}, {}, {}),
     ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": True}, {}, {}),
     ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": False}, {}, {"model_type": "mistral", "sliding_window": 16, "architectures": []}),
+    ("expert_parallel: 2", {"expert_parallel": 2}, H100, {}),
+    ("expert_parallel: 2", {"expert_parallel": 2}, {"accelerator": "cpu"}, MIXTURE),
+    ("expert_parallel: 2", {"expert_parallel": 2, "strategy": "fsdp-hybrid"}, H100, MIXTURE),
+    ("expert_parallel: 2", {"expert_parallel": 2, "method": "lora", "optimizer": "adafactor"}, H100, MIXTURE),
+    ("expert_parallel: 2", {"expert_parallel": 2, "script": "x.py", "torch_compile": True, "loss": "chunked"}, H100, MIXTURE),
+    ("expert_parallel: 2", {"expert_parallel": 2, "freeze": ["lm_head"], "learning_rates": {"*.norm": 1e-5}}, H100, MIXTURE),
+    ("expert_parallel: 2", {"expert_parallel": 2, "strategy": "fsdp", "activation_offload": True}, H100, MIXTURE),
+    ("expert_parallel: 3", {"expert_parallel": 3}, {"accelerator": "v100-32gb"}, MIXTURE),
+    ("expert_parallel: 2", {"expert_parallel": 2}, H100, {**MIXTURE, "num_local_experts": 3}),
     ("global_batch_size", {"global_batch_size": 7}, {}, {}),
     ("global_batch_size", {"micro_batch_size": 3}, {}, {}),
     ("The", {"nodes": 9}, {**H100, "max_nodes": 4}, {}),
@@ -175,9 +185,11 @@ def without_key_value_heads(kind: str, heads: int) -> Model:
 
 def test_the_styles_are_those_of_the_installed_libraries() -> None:
     assert SUPPORTED_STYLES == AUTOTP_STYLES
-    for kind in ("llama", "qwen3", "mixtral", "gpt_oss", "gpt2", "qwen3_5_text", "unheard-of"):
-        plan = (CONFIG_MAPPING[kind].base_model_tp_plan if kind in CONFIG_MAPPING else None) or {}
-        assert tp_styles(kind) == set(plan.values())
+    for kind in ("llama", "qwen3", "mixtral", "gpt_oss", "gpt2", "qwen3_5_text", "deepseek_v3", "unheard-of"):
+        for parallel in ("tp", "ep"):
+            known = kind in CONFIG_MAPPING
+            plan = (getattr(CONFIG_MAPPING[kind], f"base_model_{parallel}_plan") if known else None) or {}
+            assert parallel_styles(kind, parallel) == set(plan.values())
 
 
 def test_a_group_is_one_data_parallel_rank() -> None:

@@ -234,6 +234,18 @@ def test_sharing_matrices_keeps_the_work_and_adds_collectives_in_each_layer() ->
     assert slow - fast == pytest.approx(0.75 * moved / LINK_SHARE / GB * (1 / 100 - 1 / 400))
 
 
+def test_spread_experts_exchange_tokens_and_gather_less() -> None:
+    """Two experts of a token, there and back, forward and backward, in each of four layers; 16-bit numbers."""
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    config = {**LLAMA_8B, **experts, "model_type": "mixtral", "architectures": [], "num_hidden_layers": 4}
+    whole, slow = scenario(from_config(config), strategy="fsdp", checkpointing=False), hardware(intra_node_gbps=20)
+    local = replace(whole, local_model=from_config({**config, "num_local_experts": 2}))
+    sent = 2 * 2 * 2 * 4 * 2 * whole.tokens * whole.model.hidden_size
+    exchange = step_time(replace(local, expert_parallel=8), slow) - step_time(local, slow)
+    assert exchange == pytest.approx(7 / 8 * sent / (slow.intra_node * LINK_SHARE))
+    assert step_time(local, slow) < step_time(whole, slow)
+
+
 @pytest.mark.parametrize(("kind", "tied", "outside", "gathers"), [
     ("llama", False, 1, True), ("llama", True, 2, False), ("gemma", True, 0, False), ("gemma", False, 1, True),
 ])  # fmt: skip
