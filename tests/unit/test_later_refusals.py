@@ -101,7 +101,7 @@ ROWS: dict[Why | str, str] = {
         checkpoint/formats/lora.py:split
     """,
     "plan/refusals.py:wrong_packing": "data/dataset.py:check_isolation",
-    "plan/refusals.py:wrong_sequence_parallel": "train/sequence_parallel.py:check_parts",
+    "plan/parallelism.py:wrong_sequence_parallel": "train/sequence_parallel.py:check_parts",
     "push/check.py:check_destinations": "push/folder.py:refuse_foreign push/hub.py:connect",
     "push/check.py:check_push": "push/bundle.py:_refuse_secrets",
 }

@@ -23,19 +23,11 @@ from shardmake.memory.probe import probe
 from shardmake.memory.read_config import read_model
 from shardmake.plan.candidates import Candidate, choices
 from shardmake.plan.choose import choose, find_choice
-from shardmake.plan.expert_parallel import wrong_expert_parallel
 from shardmake.plan.fallbacks import find_fallbacks
+from shardmake.plan.parallelism import wrong_expert_parallel, wrong_sequence_parallel, wrong_tensor_parallel
 from shardmake.plan.planner import CachedPlanner
 from shardmake.plan.reasons import memory_and_time, reason_of
-from shardmake.plan.refusals import (
-    refuse,
-    unsuitable,
-    wrong_activation_offload,
-    wrong_optimizer,
-    wrong_sequence_parallel,
-    wrong_strategy,
-    wrong_tensor_parallel,
-)
+from shardmake.plan.refusals import refuse, unsuitable, wrong_activation_offload, wrong_optimizer, wrong_strategy
 from shardmake.plan.resolve import ResolvedRun, kernels_of, resolve
 from shardmake.plan.suggestions import Kind, changes, shared_by, suggestions
 from shardmake.plan.verdict import FAMILY_ERRORS, HOST_ERROR, NO_LIMIT

@@ -9,7 +9,7 @@ from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.errors import ConfigError
 from shardmake.memory.estimate import Estimate
 from shardmake.plan.before_fetch import multiples, undivided
-from shardmake.plan.expert_parallel import divides_experts
+from shardmake.plan.parallelism import divides_experts
 from shardmake.plan.refusals import unsuitable
 from shardmake.plan.resolve import ResolvedRun
 from shardmake.plan.verdict import Headroom, Verdict

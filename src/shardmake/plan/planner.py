@@ -33,7 +33,7 @@ from shardmake.memory.scenario import Scenario
 from shardmake.memory.timeline import Timeline
 from shardmake.memory.trace import trace_all, traced_tokens
 from shardmake.plan.candidates import Candidate
-from shardmake.plan.expert_parallel import local_model
+from shardmake.plan.parallelism import local_model
 from shardmake.plan.resolve import ResolvedRun
 from shardmake.plan.step_time import step_time
 from shardmake.plan.verdict import error_of, judge

@@ -16,20 +16,13 @@ from shardmake.core.errors import ConfigError
 from shardmake.memory.hardware import Hardware
 from shardmake.memory.model import Model, adapted_layers, is_head
 from shardmake.memory.optimizer_trial import optimizer_spec
-from shardmake.memory.parameter_inventory import parse_config
 from shardmake.plan.abilities import (
     MIXING_UNKNOWN,
     Abilities,
-    attends_in_kernel,
     has_plain_head,
-    parallel_styles,
     table_keys,
 )
 
-AUTOTP_STYLES = frozenset({
-    "colwise", "colwise_rep", "colwise_gather_output", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise"
-})  # fmt: skip
-"""Styles of transformers' tensor-parallel plans that DeepSpeed's AutoTP takes; it stops at every other one."""
 _LIGER_TABLE = "MODEL_TYPE_TO_APPLY_LIGER_FN"
 
 
@@ -123,7 +116,7 @@ def wrong_train_tokens(run: Run, text_part: bool) -> Iterator[str]:
     wrong += [f"{name} in lora.targets" for name in ("lm_head", "embed_tokens") if name in run.lora.targets]
     wrong += ["the text part of a composite model"] * text_part
     if run.lora.train_tokens:
-        yield from _together("lora.train_tokens", (f"{one}: it is not tested. Take method: full." for one in wrong))
+        yield from together("lora.train_tokens", (f"{one}: it is not tested. Take method: full." for one in wrong))
 
 
 def wrong_precision(run: Run, precision: Precision, hardware: Hardware) -> Iterator[str]:
@@ -262,117 +255,6 @@ def wrong_fsdp(run: Run, cluster: Cluster) -> Iterator[str]:
         yield (
             f"strategy: {run.strategy} needs GPUs, but the cluster file has accelerator: cpu. Without GPUs Accelerate "
             "ignores FSDP and trains with DDP. Use ddp, a ZeRO strategy, or auto."
-        )
-
-
-def wrong_tensor_parallel(run: Run, cluster: Cluster, model: Model) -> Iterator[str]:
-    """Yield one message if this run, cluster or model cannot use its ``tensor_parallel``."""
-    if run.tensor_parallel > 1:
-        yield from together(f"tensor_parallel: {run.tensor_parallel}", _not_tensor_parallel(run, cluster, model))
-
-
-def _not_tensor_parallel(run: Run, cluster: Cluster, model: Model) -> Iterator[str]:
-    spec = STRATEGY_SPECS.get(run.strategy)
-    if spec is not None and not spec.tensor_parallel:
-        yield f"strategy {run.strategy}: take zero1 or zero2 (DeepSpeed AutoTP), or fsdp with a script of your own."
-    elif spec is not None and spec.is_fsdp and run.script is None:
-        yield (
-            f"strategy {run.strategy}: transformers shards a model for it at loading and then cannot save the "
-            "optimizer, so a run could not be resumed. Take zero1 or zero2, or a script that loads its own model."
-        )
-    for key in ("freeze", "learning_rates"):
-        if getattr(run, key):
-            yield f"{key}: it is not tested with sharded matrices. Remove one of them."
-    if run.method_spec.has_adapters:
-        yield f"method {run.method}: adapters on sharded matrices are not merged here. Take method: full."
-    yield from wrong_ranks(run.tensor_parallel, cluster)
-    yield from _wrong_heads(run.tensor_parallel, model)
-    styles = parallel_styles(model.model_type, "tp")
-    if not styles:
-        yield f"transformers has no tensor-parallel plan for {model.model_type}."
-    unknown = sorted(styles - AUTOTP_STYLES)
-    if (spec is None or spec.is_deepspeed) and unknown:
-        yield (
-            f"transformers' tensor-parallel plan for {model.model_type} has {', '.join(unknown)}, at which DeepSpeed's "
-            "AutoTP stops. Take tensor_parallel: 1; ZeRO-3 and FSDP shard every weight."
-        )
-
-
-def wrong_ranks(size: int, cluster: Cluster) -> Iterator[str]:
-    """Yield why groups of ``size`` ranks would not be within nodes."""
-    if cluster.processes_per_node % size:
-        yield f"a group is within a node, and {cluster.processes_per_node} ranks per node are not a multiple of {size}."
-
-
-def _wrong_heads(size: int, model: Model) -> Iterator[str]:
-    for name, count in attention_heads(model).items():
-        if count % size:
-            yield f"{model.architecture} has {count} {name} heads, which {size} ranks cannot share evenly."
-
-
-def attention_heads(model: Model) -> dict[str, int]:
-    """Return the numbers of attention and of key-value heads.
-
-    Where config.json leaves the second out, its default is that of the model's type: 8 for Mistral, for example.
-    """
-    if model.decoder is not None:
-        return {"attention": model.decoder.a, "key-value": model.decoder.k}
-    config = parse_config(model.config, model.source, model.trust_remote_code).get_text_config()
-    heads = getattr(config, "num_attention_heads", None) or 0
-    return {"attention": heads, "key-value": getattr(config, "num_key_value_heads", None) or heads}
-
-
-def wrong_sequence_parallel(run: Run, cluster: Cluster, model: Model, attention: Attention) -> Iterator[str]:
-    """Yield one message if this run, cluster, model or attention kernel cannot use ``sequence_parallel``."""
-    if run.sequence_parallel > 1:
-        wrong = chain(_not_sequence_parallel(run, cluster, model), _wrong_tokens(run, model, attention))
-        yield from together(f"sequence_parallel: {run.sequence_parallel}", wrong)
-
-
-def _not_sequence_parallel(run: Run, cluster: Cluster, model: Model) -> Iterator[str]:
-    size = run.sequence_parallel
-    if run.strategy != "auto" and not STRATEGY_SPECS[run.strategy].sequence_parallel:
-        others = [name for name, spec in STRATEGY_SPECS.items() if spec.sequence_parallel]
-        yield f"strategy {run.strategy}: only ZeRO is compared with DDP. Take auto, or one of {', '.join(others)}."
-    if run.script is not None:
-        yield "script: the training code must give each rank its part of a sequence. Remove script."
-    if run.tensor_parallel > 1:
-        yield f"tensor_parallel {run.tensor_parallel}: a rank is in one kind of group. Set tensor_parallel: 1."
-    if run.torch_compile:
-        yield "torch_compile: the exchange of the heads is not tested in compiled code. Set torch_compile: false."
-    asked = {"eval_every_steps": isinstance(run.eval_every_steps, int)}
-    asked |= {f"checkpoints.{name}": bool(getattr(run.checkpoints, name)) for name in ("keep_best", "early_stopping")}
-    for key in (key for key in asked if asked[key]):
-        yield (
-            f"{key}: Trainer weights the evaluation losses of the ranks alike, but their parts of a sequence "
-            "have different numbers of tokens with loss. Remove it; the evaluate stage evaluates the result."
-        )
-    yield from wrong_ranks(size, cluster)
-    if run.sequence_length % size:
-        yield f"sequence_length {run.sequence_length} is not a multiple of {size}. Use one that is."
-    yield from _wrong_heads(size, model)
-
-
-def _wrong_tokens(run: Run, model: Model, attention: Attention) -> Iterator[str]:
-    """Yield why a rank's tokens would be attended to as if they were all."""
-    if not attends_in_kernel(model):
-        yield (
-            f"model {model.architecture}: a small model of its kind did not show that tokens meet in the attention "
-            "kernel alone, with heads that ranks can share. Take another model."
-        )
-    if attention == "eager":
-        yield "attention eager: its mask has a number for each pair of tokens. Take varlen, flash or sdpa."
-    if attention == "sdpa" and run.packing:
-        yield (
-            "packing with attention sdpa: the mask that separates packed examples is made for a rank's own tokens. "
-            "Take attention: varlen on a GPU, or packing: false."
-        )
-    text = model.text_config
-    window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
-    if attention == "sdpa" and window and int(window) < run.sequence_length:
-        yield (
-            f"attention sdpa: the mask of a sliding window of {int(window)} tokens is made for a rank's own tokens. "
-            "Take attention: varlen on a GPU."
         )
 
 

@@ -12,8 +12,8 @@ from shardmake.memory.hardware import Hardware, from_cluster
 from shardmake.memory.model import Model, Split, count_rates, has_own_class, split
 from shardmake.memory.read_config import read_model
 from shardmake.plan.abilities import Abilities, find_abilities
-from shardmake.plan.expert_parallel import wrong_expert_parallel
 from shardmake.plan.packages import has_flash_attention_2, wrong_packages
+from shardmake.plan.parallelism import wrong_expert_parallel, wrong_sequence_parallel, wrong_tensor_parallel
 from shardmake.plan.refusals import (
     needed_for_flash,
     refuse,
@@ -26,9 +26,7 @@ from shardmake.plan.refusals import (
     wrong_optimizer,
     wrong_packing,
     wrong_precision,
-    wrong_sequence_parallel,
     wrong_strategy,
-    wrong_tensor_parallel,
     wrong_train_tokens,
 )
 from shardmake.run.model_class import ModelClass

@@ -19,15 +19,8 @@ from shardmake.memory.read_config import from_config
 from shardmake.plan.abilities import parallel_styles
 from shardmake.plan.before_fetch import refuse_before_fetch
 from shardmake.plan.candidates import choices
-from shardmake.plan.refusals import (
-    AUTOTP_STYLES,
-    attention_heads,
-    refuse,
-    unsuitable,
-    wrong_loss,
-    wrong_precision,
-    wrong_tensor_parallel,
-)
+from shardmake.plan.parallelism import AUTOTP_STYLES, attention_heads, wrong_tensor_parallel
+from shardmake.plan.refusals import refuse, unsuitable, wrong_loss, wrong_precision
 from shardmake.plan.resolve import check, resolve
 from tests.plan_in_process import plan_in_this_process
 from tests.unit.plans import LLAMA, make_cluster, make_model, make_plan, make_run

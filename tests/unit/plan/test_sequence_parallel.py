@@ -10,7 +10,8 @@ from shardmake.config.models import Run
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.plan.candidates import choices
 from shardmake.plan.choose import NothingFitsError
-from shardmake.plan.refusals import refuse, wrong_sequence_parallel
+from shardmake.plan.parallelism import wrong_sequence_parallel
+from shardmake.plan.refusals import refuse
 from shardmake.plan.resolve import resolve
 from shardmake.plan.stage import choose_run
 from shardmake.plan.suggestions import levers
