@@ -164,7 +164,7 @@ def test_disk_that_is_too_small(root: Path, tmp_path: Path) -> None:
 
 def test_quota_that_is_exceeded_while_writing(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other programs write, too."""
-    monkeypatch.setattr(merge, "check_space", lambda *_: None)
+    monkeypatch.setattr("shardmake.consolidate.destination.check_space", lambda *_: None)
     monkeypatch.setattr("shardmake.consolidate.writer._reserve", full_disk)
     with pytest.raises(ShardmakeError, match=r"No space left on device.*No output was left behind"):
         consolidate(root / "run", tmp_path / "model", base=root / "base")
