@@ -19,7 +19,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardmake.checkpoint.formats.huggingface import MODEL_BIN
-from shardmake.consolidate import merge
 from shardmake.consolidate.merge import consolidate
 from shardmake.consolidate.verify import verify
 from shardmake.core.errors import ShardmakeError
