@@ -380,7 +380,7 @@ class Recorder(_DispatchMode):
     ) -> Any:
         """Run the operator and record the storages of its results, and the product that CUDA's softmax makes."""
         result = func(*args, **(kwargs or {}))
-        made = (result, args[0] * args[1]) if func is torch.ops.aten._softmax_backward_data.default else result
+        made = (result, args[0] * args[1]) if str(func) == "aten._softmax_backward_data.default" else result
         for leaf in _PYTREE.tree_leaves(made):
             if isinstance(leaf, torch.Tensor):
                 self._record(leaf, str(func))
