@@ -57,7 +57,8 @@ _AHEAD = 8 << 20
 
 def read_into(block: Block, file: int, offset: int) -> int:
     """Fill ``block`` (uint8) from byte ``offset`` of ``file`` on; return the number of bytes read."""
-    os.posix_fadvise(file, offset + len(block), _AHEAD, os.POSIX_FADV_WILLNEED)
+    if offset % (_AHEAD // 2) < len(block):  # each call visits all pages ahead
+        os.posix_fadvise(file, offset + len(block), _AHEAD, os.POSIX_FADV_WILLNEED)
     return os.preadv(file, [block.data], offset)
 
 
