@@ -16,12 +16,7 @@ from shardmake.core.errors import ConfigError
 from shardmake.memory.hardware import Hardware
 from shardmake.memory.model import Model, adapted_layers, is_head
 from shardmake.memory.optimizer_trial import optimizer_spec
-from shardmake.plan.abilities import (
-    MIXING_UNKNOWN,
-    Abilities,
-    has_plain_head,
-    table_keys,
-)
+from shardmake.plan.abilities import MIXING_UNKNOWN, Abilities, has_plain_head, table_keys
 
 _LIGER_TABLE = "MODEL_TYPE_TO_APPLY_LIGER_FN"
 
