@@ -2,6 +2,7 @@
 
 import json
 import re
+import secrets
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ from typing import Any, Final, NamedTuple
 from shardmake.data.layout import Message
 
 Span = tuple[int, int]
-PLACEHOLDER: Final = re.compile(r"(Qz\d+zQ|77\d{26}77)")
+_SALT: Final = f"{secrets.randbelow(10**20):020}"
+"""Random digits: no text or number of a row is a placeholder."""
+PLACEHOLDER: Final = re.compile(rf"((?:Qz|77){_SALT}\d{{9}}(?:zQ|77))")
 """Pattern of what stands for a text, or for a number."""
 
 
@@ -41,9 +44,10 @@ class Piece(NamedTuple):
         return self.stand_in.startswith("Q")
 
 
+@lru_cache(1024)
 def placeholder(number: int) -> str:
     """Return the text that stands for piece ``number``."""
-    return f"Qz{number}zQ"
+    return f"Qz{_SALT}{number:09}zQ"
 
 
 def hide_texts(messages: Sequence[Message], tools: Any) -> tuple[list[dict[str, Any]], list[Piece]]:
@@ -68,7 +72,7 @@ def hide_texts(messages: Sequence[Message], tools: Any) -> tuple[list[dict[str, 
         if isinstance(value, list):
             return [hide_call(index, item) for item in value]
         if isinstance(value, int | float) and not isinstance(value, bool):
-            pieces.append(Piece(index, "call", json.dumps(value), f"77{len(pieces):026}77"))
+            pieces.append(Piece(index, "call", json.dumps(value), f"77{_SALT}{len(pieces):09}77"))
             return int(pieces[-1].stand_in)
         return value
 
@@ -116,7 +120,7 @@ def excerpt(text: str) -> str:
 
 def number_of(text: str) -> int:
     """Return the number of the piece for which the placeholder ``text`` stands."""
-    return int(text[2:-2])
+    return int(text[2 + len(_SALT) : -2])
 
 
 def find(text: str, part: str, start: int) -> Span | None:
