@@ -161,12 +161,15 @@ def _by_bytes(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Rendered]) -
     batch = backend.encode_batch_fast([text.text for text in texts], add_special_tokens=False)
     for text, encoding in zip(texts, batch, strict=True):
         ids = np.array(encoding.ids, "int32")
-        ends = widths[ids].cumsum()
-        if ends[-1:].sum() != _bytes(text.text) or not is_normalized("NFC", text.text):
+        sizes = widths[ids]
+        ends = sizes.cumsum()
+        if (ends[-1] if len(ends) else 0) != _bytes(text.text) or not is_normalized("NFC", text.text):
             yield from _by_offsets(tokenizer, [text])
             continue
-        learned = [(_bytes(text.text[:start]), _bytes(text.text[:end])) for start, end in text.learned]
-        yield ids, _mask(tokenizer, text, learned, encoding.ids, ends - widths[ids], ends)
+        learned: Sequence[Span] = text.learned
+        if not text.text.isascii():
+            learned = [(_bytes(text.text[:start]), _bytes(text.text[:end])) for start, end in learned]
+        yield ids, _mask(tokenizer, text, learned, ids, ends - sizes, ends)
 
 
 def _bytes(text: str) -> int:
@@ -177,7 +180,7 @@ def _mask(
     tokenizer: "PreTrainedTokenizerBase",
     text: Rendered,
     learned: Sequence[Span],
-    ids: list[int],
+    ids: Any,
     begins: Any,
     ends: Any,
 ) -> Any:
@@ -246,7 +249,7 @@ def _without_appended(ids: list[int], added: list[int]) -> int:
     return max((at for at, is_added in enumerate(added, start=1) if not is_added), default=len(ids))
 
 
-def _common(tokenizer: "PreTrainedTokenizerBase", text: Rendered, at: int, ids: list[int]) -> int:
+def _common(tokenizer: "PreTrainedTokenizerBase", text: Rendered, at: int, ids: Any) -> int:
     """Return the number of tokens that ``ids`` has in common with the beginning of ``text`` up to ``at``."""
     return common_length(encode_prompt(tokenizer, text.text[:at], is_plain=text.is_plain), ids)
 

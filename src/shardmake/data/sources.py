@@ -1,25 +1,27 @@
 """Sources of examples: a local file, or the files of one split in a folder.
 
-Whatever the kind of a file, each row becomes an example with its place in the same way (`shardmake.data.files`), for
-the plan and for the data stage. Data sets of the hub become local files first (`shardmake.fetch.hub_data`).
+Data sets of the hub become local files first (`shardmake.fetch.hub_data`). Data that a user's script reads by itself
+(``data.format: raw``) are hashed, and handed over as a folder of links to the files of the source.
 """
 
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from shardmake.config.formats import COMPRESSION_SUFFIXES, DATA_SUFFIXES, data_files, data_kind
+from shardmake.config.formats import COMPRESSION_SUFFIXES, DATA_SUFFIXES, data_files, data_kind, raw_files
 from shardmake.config.models import Data
 from shardmake.core.atomic import sha256
 from shardmake.core.errors import DataError
-from shardmake.data.files import Row, open_row, raw_rows
-from shardmake.data.parquet import count_parquet_rows
+from shardmake.core.run_folder import make_folder, make_link
+from shardmake.data.files import Row, count_parquet_rows, open_row, raw_rows
+from shardmake.run.paths import RunDir
+from shardmake.run.receipts import DataReceipt
 
 FIRST_ROWS = 64
 TRAIN_SPLITS = ("train",)
@@ -197,3 +199,48 @@ def first_rows(source: Source, limit: int = FIRST_ROWS, *, drop: bool = False) -
 
 def _no_examples(source: Source) -> DataError:
     return DataError(f"No examples in {source}. Name a source with data.")
+
+
+def identity_of_raw(source: Path) -> dict[str, Any]:
+    """Return name, size and checksum of every file of ``source``, a file or folder that a user's script reads."""
+    return {"files": [file_record(path, _root(source)) for path in files_of_raw(source)]}
+
+
+def files_of_raw(source: Path) -> list[Path]:
+    """Return every file of ``source``; raise `DataError` if there is none."""
+    files = raw_files(source)
+    if not files:
+        raise DataError(f"No data in {source}: the folder has no file. Name a file, or a folder with files.")
+    return files
+
+
+def link_raw(source: Path, identity: Mapping[str, Any], folder: Path) -> None:
+    """Create ``folder`` with a link to each file of ``source`` that ``identity`` names."""
+    root = _root(source).resolve()
+    for file in identity["files"]:
+        link = folder / file["path"]
+        make_folder(link.parent)
+        make_link(link, root / file["path"])
+
+
+def are_linked(source: Path, identity: Mapping[str, Any], folder: Path) -> bool:
+    """Return whether `link_raw` has made ``folder`` from the files of ``source``."""
+    root = _root(source)
+    return all((folder / file["path"]).resolve() == (root / file["path"]).resolve() for file in identity["files"])
+
+
+def check_raw(rundir: RunDir) -> None:
+    """Raise `DataError` if a file of the raw data has another size than when it was hashed."""
+    for file in DataReceipt.read(rundir.data_receipt).sources["train"]["files"]:
+        path = rundir.raw_data / file["path"]
+        size = path.stat().st_size if path.exists() else None
+        if size != file["bytes"]:
+            found = "is missing" if size is None else f"has {size:,} bytes instead of {file['bytes']:,}"
+            raise DataError(
+                f"Training was not started: {os.path.realpath(path)} {found}, and other data than the run's would be "
+                f"learned. Restore it, or hash the data again: shardmake data {rundir.name}"
+            )
+
+
+def _root(source: Path) -> Path:
+    return source if source.is_dir() else source.parent

@@ -8,11 +8,10 @@ import pytest
 from shardmake.config.chat_template import fix_clock
 from shardmake.config.formats import FORMATS
 from shardmake.core.errors import DataError
-from shardmake.data.bad_rows import BadRowError
 from shardmake.data.chat import ChatTemplate
 from shardmake.data.encode import Encoder
 from shardmake.data.layout import Layout
-from shardmake.data.placeholders import placeholder
+from shardmake.data.placeholders import BadRowError, placeholder
 from tests.unit.data.test_encode import MARKED, PLAIN, chat, make_tokenizer, shown
 
 Row = dict[str, Any]
