@@ -289,7 +289,7 @@ class ChatTemplate:
                 if span is None:
                     if demanded is not None and (piece.kind != "reasoning" or index in demanded):
                         raise lost(piece, role)
-                elif piece.is_text:
+                elif piece.stand_in.startswith("Q"):
                     spans.append(span)
             if spans and not is_moved:
                 regions.append((min(span[0] for span in spans), max(span[1] for span in spans)))
@@ -410,12 +410,6 @@ class ChatTemplate:
                 f"the tokenizer's chat template rejects this conversation: {(str(error) or repr(error)).rstrip('.')}. "
                 "Change the conversation, or name another template with data.chat_template.",
             ) from None
-
-    @property
-    def reads_clock(self) -> bool:
-        """Return True if the template may write the day."""
-        template = self.tokenizer.chat_template
-        return template is not None and "strftime_now" in str(template)
 
 
 def _asked(number: int) -> dict[str, Any]:

@@ -87,16 +87,12 @@ def open_parts(run: Run, limit: int = FIRST_ROWS) -> list[Part]:
 
 def _recognize(run: Run, source: Source, rows: Sequence[Row]) -> Layout:
     """Return the layout of data that begin with ``rows``; with ``data.on_bad_row: drop``, of the first that has one."""
-    check_named(run.data, _columns_of(rows), str(source))
+    check_named(run.data, list(dict.fromkeys(column for row in rows for column in row.example)), str(source))
     *others, last = rows if run.data.on_bad_row == "drop" else rows[:1]
     for row in others:
         with suppress(DataError):
             return recognize(run.data, run.objective, row.example, row.place)
     return recognize(run.data, run.objective, last.example, last.place)
-
-
-def _columns_of(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(column for row in rows for column in row.example))
 
 
 def load_tokenizer(run: Run) -> "PreTrainedTokenizerBase":
@@ -185,7 +181,7 @@ def _stop_ids(run: Run) -> set[int]:
 def make_encoder(part: Part, chat: ChatTemplate, *, log: bool = True) -> Encoder:
     """Return the encoder for the data of ``part``, and log what was recognized."""
     layout, run = part.layout, part.run
-    columns = _columns_of(part.rows)
+    columns = list(dict.fromkeys(column for row in part.rows for column in row.example))
     unused = [column for column in columns if column not in layout.columns.values()]
     rest = f" Columns that are not used: {', '.join(unused)}." if unused else ""
     if layout.format == "chat" and (name := layout.columns["system"]) in columns:
@@ -199,9 +195,9 @@ def make_encoder(part: Part, chat: ChatTemplate, *, log: bool = True) -> Encoder
 def _unread_keys(part: Part, chat: ChatTemplate) -> set[str]:
     """Return the keys of messages with a value that neither the layout nor the chat template reads."""
     lists = (value for row in part.rows for value in row.example.values() if isinstance(value, list))
-    messages = (one for one in chain.from_iterable(lists) if isinstance(one, dict))
     role, template = part.layout.columns.get("role"), str(chat.tokenizer.chat_template)
-    keys = {key for one in messages if role in one for key, value in one.items() if value not in (None, "", [])}
+    messages = (one for one in chain.from_iterable(lists) if isinstance(one, dict) and role in one)
+    keys = {key for one in messages for key, value in one.items() if value not in (None, "", [])}
     unread = keys - {*MESSAGE_KEYS, *part.layout.columns.values()}
     return {key for key in unread if not re.search(rf"\b{re.escape(key)}\b", template)}
 

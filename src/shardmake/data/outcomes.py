@@ -44,12 +44,8 @@ class Encoded:
         import pyarrow.compute as pc
 
         own = table.data.table.select(["outcome", "note", "dropped"]).filter(pyarrow.array(chosen))  # a copy
-
-        def count(column: str) -> dict[str, int]:
-            found = pc.value_counts(own.column(column)).to_pylist()
-            return {one["values"]: one["counts"] for one in found if one["values"]}
-
-        outcomes, notes = count("outcome"), count("note")
+        found = (pc.value_counts(own.column(name)).to_pylist() for name in ("outcome", "note"))
+        outcomes, notes = ({one["values"]: one["counts"] for one in values if one["values"]} for values in found)
         counts = {"examples": sum(outcomes.values()) - outcomes.get("continued", 0)}
         counts |= {outcome: outcomes.get(outcome, 0) for outcome in OUTCOMES}
         places = own.column("dropped").filter(pc.not_equal(own.column("dropped"), ""))

@@ -2,18 +2,14 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 from shardmake.data.encode import Tokens
 
 if TYPE_CHECKING:
     import datasets
 
-Outcome = Literal[
-    "whole", "truncated", "split", "continued", "dropped_without_loss", "dropped_loss_truncated", "dropped_too_long",
-    "dropped_bad",
-]  # fmt: skip
-KEPT: tuple[Outcome, ...] = ("whole", "truncated", "split", "continued")
+KEPT: Final = ("whole", "truncated", "split", "continued")
 OUTCOMES: Final[Mapping[str, str]] = {
     "truncated": "truncated",
     "split": "split into pieces",
@@ -26,8 +22,8 @@ OUTCOMES: Final[Mapping[str, str]] = {
 _TOKENS_PACKED_AT_ONCE = 2**25
 
 
-def fit(tokens: Tokens, length: int, *, split: bool) -> list[tuple[Tokens, Outcome]]:
-    """Cut an example to at most ``length`` tokens: its beginning, or with ``split`` all of it in pieces.
+def fit(tokens: Tokens, length: int, *, split: bool) -> list[tuple[Tokens, str]]:
+    """Cut an example to at most ``length`` tokens: its beginning, or with ``split`` all of it in pieces, with outcomes.
 
     The first token of each piece has no loss, since nothing in the piece predicts it. A piece without loss tokens has
     an outcome with the reason: there were none, or they were after the cut.
@@ -48,7 +44,7 @@ def fit(tokens: Tokens, length: int, *, split: bool) -> list[tuple[Tokens, Outco
     return [(pieces[0], "truncated") if True in pieces[0][1] else (([], []), "dropped_loss_truncated")]
 
 
-def fit_pair(pair: list[Tokens], length: int, *, cuts: bool = True) -> tuple[list[Tokens], Outcome]:
+def fit_pair(pair: list[Tokens], length: int, *, cuts: bool = True) -> tuple[list[Tokens], str]:
     """Cut both answers so that each is at most ``length`` tokens long with the prompt; without ``cuts``, drop the pair.
 
     Pairs with equal answers, from the start or after the cut, have nothing to learn. TRL cuts and drops in the same way

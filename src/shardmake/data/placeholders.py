@@ -57,12 +57,7 @@ class Piece(NamedTuple):
     kind: str
     text: str
     stand_in: str = ""
-    """The placeholder that may stand for it."""
-
-    @property
-    def is_text(self) -> bool:
-        """Return True for a text, which shows where the message is; a key or a number may be found elsewhere too."""
-        return self.stand_in.startswith("Q")
+    """The placeholder that may stand for it; one of a text, with Q, shows where the message is."""
 
 
 @lru_cache(1024)
@@ -166,10 +161,8 @@ def number_of(text: str) -> int:
 
 def find(text: str, part: str, start: int) -> Span | None:
     """Return where ``part`` is in ``text`` from ``start`` on, as it is or as a template writes JSON."""
-    for form in _forms(part):
-        if (at := text.find(form, start)) >= 0:
-            return at, at + len(form)
-    return None
+    found = ((text.find(form, start), len(form)) for form in _forms(part))
+    return next(((at, at + size) for at, size in found if at >= 0), None)
 
 
 def _forms(text: str) -> Iterator[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.config.formats import RAW
-from shardmake.config.models import EvalSource, Run
+from shardmake.config.models import Run
 from shardmake.core.atomic import digest
 from shardmake.core.errors import DataError, ShardmakeError
 from shardmake.core.run_folder import fsync_directory, make_folder, open_file, remove, rename, unlink
@@ -62,8 +62,8 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
     settings = run.data.model_dump(include=set(DataSettings.model_fields) - {"columns"})
     settings |= run.model_dump(include={"sequence_length", "packing", "seed"}) | _mix_settings(run)
     settings |= {"columns": run.data.columns.named, "stops": sorted(chat.stops)}
-    settings |= {"objective": None if run.objective == "sft" else run.objective}
-    settings |= {"day": day.isoformat() if chat.reads_clock else None}
+    settings["objective"] = None if run.objective == "sft" else run.objective
+    settings["day"] = day.isoformat() if "strftime_now" in str(tokenizer.chat_template) else None
     inputs = {
         "layout": _LAYOUT,
         "tokenizer": tokenizer_digest(tokenizer),
@@ -81,13 +81,9 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
             results = build(run, chat, parts, work, cpus)
             sequences = {"files": results["train"]["files"], "length": run.sequence_length}
             results["shown"] = [_excerpt(text) for text in islice(show(chat, parts, _SHOWN, log=False), _SHOWN)]
-            receipt = DataReceipt(
-                digest=digest(raw or sequences),
-                encoding=ENCODING,
-                pad_token_id=_pad_token_id(tokenizer),
-                **inputs,
-                **results,
-            )
+            pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)  # padding is neither learned nor attended to
+            results |= {"encoding": ENCODING, "pad_token_id": next(token for token in pads if token is not None)}
+            receipt = DataReceipt(digest=digest(raw or sequences), **inputs, **results)
         if raw:
             link_raw(raw_source, raw["train"], work / RAW)
         _publish(work, rundir, receipt)
@@ -112,26 +108,21 @@ def _excerpt(text: str) -> str:
 
 def _mix_settings(run: Run) -> dict[str, Any]:
     """Return what the data depend on if they have several sources, besides the content of these."""
-    reading = {"source", "subset", "revision"}
-
-    def named(sources: Sequence[EvalSource]) -> list[dict[str, Any]]:
-        return [{"name": one.label} | one.model_dump(exclude=reading | {"name"}, exclude_none=True) for one in sources]
-
-    lists = {"mix": run.data.train, "evaluated": run.data.eval}
-    return {key: named(sources) for key, sources in lists.items() if isinstance(sources, list)}
-
-
-def _pad_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Return the padding id; padding is never learned or attended to, so any id is valid without a pad token."""
-    return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    reading, lists = {"source", "subset", "revision", "name"}, {"mix": run.data.train, "evaluated": run.data.eval}
+    return {
+        key: [{"name": one.label} | one.model_dump(exclude=reading, exclude_none=True) for one in sources]
+        for key, sources in lists.items()
+        if isinstance(sources, list)
+    }
 
 
 def _current(rundir: RunDir, inputs: Mapping[str, Any]) -> DataReceipt | None:
     """Return the receipt if it has the same ``inputs`` and its files exist, else None."""
-    if (receipt := _read(rundir)) is None:
+    receipt = _read(rundir)
+    if receipt is None or inputs != receipt.model_dump(include=set(inputs), mode="json"):
         return None
-    same = inputs == receipt.model_dump(include=set(inputs), mode="json")
-    return receipt if same and all(_files_exist(rundir.data, one) for one in (receipt.train, receipt.eval)) else None
+    files = [(rundir.data / file.path, file.bytes) for one in (receipt.train, receipt.eval) for file in one.files]
+    return receipt if all(path.is_file() and path.stat().st_size == size for path, size in files) else None
 
 
 def _read(rundir: RunDir) -> DataReceipt | None:
@@ -139,11 +130,6 @@ def _read(rundir: RunDir) -> DataReceipt | None:
     with suppress(ShardmakeError):
         return DataReceipt.read(rundir.data_receipt)
     return None
-
-
-def _files_exist(folder: Path, split: SplitReceipt) -> bool:
-    files = [(folder / file.path, file.bytes) for file in split.files]
-    return all(path.is_file() and path.stat().st_size == size for path, size in files)
 
 
 @contextmanager
