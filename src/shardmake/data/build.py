@@ -86,11 +86,9 @@ def _splits(run: Run, part: Part, parts: Sequence[Part], number: int) -> "dict[s
 
 def check_divisible(count: int, run: Run) -> None:
     """Raise `DataError` if ``count`` examples are too few to hold one out for evaluation."""
+    needed = "has one example, and evaluation needs another one. Set data.eval or add data."
     if count < 2:
-        raise DataError(
-            f"Too little data: {run.data.names} has one example, and evaluation needs another one. Set data.eval "
-            "or add data."
-        )
+        raise DataError(f"Too little data: {run.data.names} {needed}")
 
 
 def _write(split: str, parts: Sequence[Encoded], run: Run, work: Path) -> dict[str, Any]:

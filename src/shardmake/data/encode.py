@@ -177,12 +177,7 @@ def _bytes(text: str) -> int:
 
 
 def _mask(
-    tokenizer: "PreTrainedTokenizerBase",
-    text: Rendered,
-    learned: Sequence[Span],
-    ids: Any,
-    begins: Any,
-    ends: Any,
+    tokenizer: "PreTrainedTokenizerBase", text: Rendered, learned: Sequence[Span], ids: Any, begins: Any, ends: Any
 ) -> Any:
     """Return which of ``ids`` are learned; ``learned`` has the spans in the unit of ``begins`` and ``ends`` of tokens.
 

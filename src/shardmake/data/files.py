@@ -17,6 +17,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -103,17 +104,14 @@ def _open_zstd(path: str) -> IO[bytes]:
     return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"), _CHUNK)
 
 
-_OPENERS: Final[Mapping[str, Callable[[str], Any]]] = {
-    ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-    ".zst": _open_zstd,
-}
-
-
-def _open(path: str) -> IO[bytes]:
-    opener = _OPENERS.get(Path(path).suffix)
-    return opener(path) if opener else Path(path).open("rb")
+def _open(path: str) -> Any:
+    openers: dict[str, Callable[[str], Any]] = {
+        ".gz": gzip.open,
+        ".bz2": bz2.open,
+        ".xz": lzma.open,
+        ".zst": _open_zstd,
+    }
+    return openers.get(Path(path).suffix, partial(open, mode="rb"))(path)
 
 
 def _json_lines(path: str, file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
@@ -177,30 +175,21 @@ def _csv(path: str, file: IO[bytes]) -> Iterator[RawRow]:
         for cells in rows:
             place, start = f"{path}, line {start}", rows.line_num + 1
             if cells and not names:
-                names = _header(cells, place)
+                names = cells
+                if twice := sorted({name for name in names if names.count(name) > 1}):
+                    raise DataError(f"{place}: the header has {', '.join(map(repr, twice))} twice. Rename a column.")
+            elif cells and len(cells) != len(names):
+                raise DataError(
+                    f"{place}: the header has {plural(len(names), 'column')}, and this row {len(cells)}. Put cells "
+                    "with commas or line breaks in quotes."
+                )
             elif cells:
-                yield place, _csv_row(names, cells, place)
+                yield place, dict(zip(names, cells, strict=True))
     except csv.Error as error:
         raise DataError(
             f"{path}, line {start} is not valid CSV: {error}. Put cells with commas, quotes or line breaks "
             "in quotes, and double the quotes in them."
         ) from None
-
-
-def _header(cells: list[str], place: str) -> list[str]:
-    twice = sorted({name for name in cells if cells.count(name) > 1})
-    if twice:
-        raise DataError(f"{place}: the header has {', '.join(map(repr, twice))} twice. Rename a column.")
-    return cells
-
-
-def _csv_row(names: list[str], cells: list[str], place: str) -> dict[str, Any]:
-    if len(cells) != len(names):
-        raise DataError(
-            f"{place}: the header has {plural(len(names), 'column')}, and this row {len(cells)}. Put cells with "
-            "commas or line breaks in quotes."
-        )
-    return dict(zip(names, cells, strict=True))
 
 
 def _parquet(path: str, file: Any) -> Iterator[RawRow]:

@@ -29,6 +29,7 @@ EVAL_SPLITS = ("validation", "test", "eval", "dev")
 FILE_KINDS = f"{', '.join(DATA_SUFFIXES)}, compressed with {', '.join(COMPRESSION_SUFFIXES)} except for .parquet"
 ONE_SPLIT: Final = ".source.json"
 """A folder with this file was fetched from the hub and has the files of one split, whatever their names."""
+_NO_EXAMPLES: Final = "No examples in {}. Name a source with data."
 _HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(:(?P<split>[\w.-]+))?")
 
 
@@ -112,8 +113,8 @@ def _files_in(folder: Path, data: Data, splits: tuple[str, ...]) -> Source:
     if (folder / ONE_SPLIT).exists():
         return Source(tuple(found))
     named = _by_split(folder, found, data.subset)
-    everything = next((files for files in named.values() if len(files) == len(found)), None)
-    chosen = next((named[split] for split in splits if split in named), everything)
+    usable = [named[split] for split in splits if split in named]
+    chosen = next(iter([*usable, *(files for files in named.values() if len(files) == len(found))]), None)
     if chosen is None:
         raise DataError(
             f"Data folder {folder} has no split {' or '.join(splits)}. By the hub's rules for names, "
@@ -173,7 +174,7 @@ def count_rows(source: Source) -> int:
     else:
         count = sum(1 for _ in raw_rows(source.paths))
     if not count:
-        raise _no_examples(source)
+        raise DataError(_NO_EXAMPLES.format(source))
     return count
 
 
@@ -182,7 +183,7 @@ def first_rows(source: Source, limit: int = FIRST_ROWS, *, drop: bool = False) -
 
     Raises `DataError` if there is none.
     """
-    found, error = list[Row](), _no_examples(source)
+    found, error = list[Row](), DataError(_NO_EXAMPLES.format(source))
     for raw in raw_rows(source.paths):
         try:
             found.append(open_row(raw))
@@ -197,21 +198,16 @@ def first_rows(source: Source, limit: int = FIRST_ROWS, *, drop: bool = False) -
     return found
 
 
-def _no_examples(source: Source) -> DataError:
-    return DataError(f"No examples in {source}. Name a source with data.")
+def files_of_raw(source: Path) -> list[Path]:
+    """Return every file of ``source``; raise `DataError` if there is none."""
+    if not (files := raw_files(source)):
+        raise DataError(f"No data in {source}: the folder has no file. Name a file, or a folder with files.")
+    return files
 
 
 def identity_of_raw(source: Path) -> dict[str, Any]:
     """Return name, size and checksum of every file of ``source``, a file or folder that a user's script reads."""
     return {"files": [file_record(path, _root(source)) for path in files_of_raw(source)]}
-
-
-def files_of_raw(source: Path) -> list[Path]:
-    """Return every file of ``source``; raise `DataError` if there is none."""
-    files = raw_files(source)
-    if not files:
-        raise DataError(f"No data in {source}: the folder has no file. Name a file, or a folder with files.")
-    return files
 
 
 def link_raw(source: Path, identity: Mapping[str, Any], folder: Path) -> None:
