@@ -218,11 +218,11 @@ class ChatTemplate:
         The generation prompt may have it, without the template argument that asks for reasoning, or the template writes
         an empty reasoning before one that is in the text.
         """
-        thought = next((one for one in conversation.pieces if (one.message, one.kind) == (index, "reasoning")), None)
-        span = find(text, thought.text, start) if thought else None
-        closing = self._marks.search(text, span[1]) if span else None
-        if thought and span and closing and closing[0] in text[head : span[0]]:
-            raise closed_thought(thought, closing[0])
+        for thought in [one for one in conversation.pieces if (one.message, one.kind) == (index, "reasoning")][:1]:
+            span = find(text, thought.text, start)
+            closing = self._marks.search(text, span[1]) if span else None
+            if span and closing and closing[0] in text[head : span[0]]:
+                raise closed_thought(thought, closing[0])
 
     def _context(self, conversation: _Conversation, index: int) -> tuple[str | None, str]:
         """Return the context of message ``index``, and the generation prompt that ends it.
@@ -252,17 +252,15 @@ class ChatTemplate:
         except BadRowError:
             longer = ""
         tail = longer[len(whole) :].partition(placeholder(_NEXT))[0] if longer.startswith(whole) else ""
-        stop = self._ends.search(tail)
-        if stop is None:
-            tail = self._tails[1]
-            stop = self._ends.search(tail)
-        if stop is None:
+        tails = [(one, stop) for one in (tail, self._tails[1]) if (stop := self._ends.search(one))]
+        if not tails:
             raise BadRowError(
                 "no end of a turn",
                 "after the assistant's message, the chat template renders no token at which generation stops "
                 f"({', '.join(sorted(self.stops)) or 'none is known'}). Write one at the end of the turn in a template "
                 "of your own (data.chat_template), or its id into eos_token_id of generation_config.json.",
             )
+        tail, stop = tails[0]
         return tail[: stop.end()]
 
     def _locate(

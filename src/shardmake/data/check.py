@@ -111,7 +111,7 @@ def _compare_marks(encoder: Encoder, row: Row) -> None:
         ours = encoder(row.example, row.place)
         standard = encoder.layout.standardize(row.example, row.place)
     except DataError:  # a bad row, which was reported
-        return
+        standard = {}
     if "messages" not in standard:
         return
     marked = tokenizer.apply_chat_template(

@@ -221,8 +221,8 @@ class PreferenceCollator:
         name = "DataCollatorForUnpairedPreference" if self.objective == "kto" else "DataCollatorForPreference"
         collator = getattr(import_module(f"trl.trainer.{self.objective}_trainer"), name)
         if self.objective == "reward":
-            answers = ("chosen_ids", "rejected_ids")
-            whole = [{answer: [*pair["prompt_ids"], *pair[answer]] for answer in answers} for pair in examples]
+            names = ("chosen_ids", "rejected_ids")
+            whole = [{name: [*pair["prompt_ids"], *pair[name]] for name in names} for pair in examples]
             return dict(collator(self.pad_token_id)(whole))
         return dict(collator(self.pad_token_id, self.sequence_length)(list(examples)))
 

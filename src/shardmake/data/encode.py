@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, groupby, islice
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any, Final
 from unicodedata import is_normalized
 
@@ -140,7 +140,7 @@ def _by_offsets(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Rendered])
     for number, text in enumerate(texts):
         ids, mask = batch["input_ids"][number], np.zeros(len(batch["input_ids"][number]), bool)
         if batch.encodings:
-            offsets = np.fromiter(chain.from_iterable(batch.encodings[number].offsets), int).reshape(-1, 2)
+            offsets = np.array(batch.encodings[number].offsets, int).reshape(-1, 2)
             mask = _mask(tokenizer, text, text.learned, ids, np.maximum.accumulate(offsets[:, 0]), offsets[:, 1])
         else:
             for start, end in text.learned:
