@@ -32,7 +32,7 @@ class Why(Enum):
 
 ROWS: dict[Why | str, str] = {
     Why.ALL_ROWS: """
-        data/encode.py data/examples.py:check_vocabulary data/files.py data/layout.py data/outcomes.py
+        data/encode.py data/examples.py:check_vocabulary data/files.py data/layout.py data/packing.py
         evaluate/scores.py:Scores.as_record
     """,
     Why.WEIGHTS: """

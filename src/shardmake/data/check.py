@@ -25,7 +25,7 @@ from shardmake.data.examples import (
     open_parts,
 )
 from shardmake.data.files import RawRow, Row, open_row, raw_rows
-from shardmake.data.outcomes import Encoded
+from shardmake.data.packing import Encoded
 from shardmake.data.sources import FIRST_ROWS, Source, files_of_raw
 from shardmake.run.length import Length
 from shardmake.run.paths import RunDir

@@ -22,7 +22,7 @@ from shardmake.data.chat import ChatTemplate
 from shardmake.data.encode import Encoder, Tokens, loss_on_assistant
 from shardmake.data.files import RawRow, Row, open_row
 from shardmake.data.layout import MESSAGE_KEYS, Layout, check_named, recognize
-from shardmake.data.packing import KEPT, fit, fit_pair
+from shardmake.data.packing import APART, KEPT, fit, fit_pair
 from shardmake.data.placeholders import Rendered
 from shardmake.data.sources import EVAL_SPLITS, FIRST_ROWS, TRAIN_SPLITS, Source, first_rows, locate
 from shardmake.run.paths import RunDir
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-APART: Final = "apart"
-"""Note of the first example of a conversation of which each turn is an example."""
 NOTED: Final = {
     "row": "int64", "tokens": "int32", "learned": "int32", "largest": "int32", "digest": "uint64", "outcome": "string",
     "dropped": "string", "note": "string",

@@ -29,7 +29,7 @@ from shardmake.data.examples import (
     open_parts,
     tokenizer_digest,
 )
-from shardmake.data.outcomes import describe_outcomes
+from shardmake.data.packing import describe_outcomes
 from shardmake.data.sharing import ENCODING, content_of, locked, take_same_data
 from shardmake.data.sources import FIRST_ROWS, are_linked, identity, identity_of_raw, link_raw
 from shardmake.run.paths import RunDir
