@@ -183,9 +183,10 @@ def estimate_length(run: Run, counts: Sequence[int], sampled: Sequence[Sampled],
     sources = run.data.sources
     if run.data.is_raw:
         return None
+    held_out = [0 if run.data.eval is not None else max(1, round(count * run.data.eval_fraction)) for count in counts]
     examples = [
-        min(_trained(count, run), source.limit or count) * len(part.lengths) / part.rows
-        for source, count, part in zip(sources, counts, sampled, strict=False)
+        min(count - evaluated, source.limit or count) * len(part.lengths) / part.rows
+        for source, count, evaluated, part in zip(sources, counts, held_out, sampled, strict=False)
     ]
     used = [count * source.repeat for source, count in zip(sources, examples, strict=True)]
     weights = [source.weight for source in sources if source.weight is not None]
@@ -209,11 +210,6 @@ def estimate_length(run: Run, counts: Sequence[int], sampled: Sequence[Sampled],
         ranks=ranks,
         is_estimate=True,
     )
-
-
-def _trained(count: int, run: Run) -> int:
-    """Return the rows that are not held out for evaluation."""
-    return count if run.data.eval is not None else count - max(1, round(count * run.data.eval_fraction))
 
 
 def count_packed(lengths: Sequence[int], room: int) -> int:

@@ -37,11 +37,9 @@ _SPACES: Final = {"type": "Replace", "pattern": {"String": " "}, "content": "▁
 
 def loss_on_assistant(data: Data, format: DataFormat) -> bool:
     """Return True if only the tokens of the assistant or the completion have loss."""
+    needed = "'assistant' needs conversations, or prompts and completions, but the examples are text. Use all or auto."
     if data.loss_on == "assistant" and format == "text":
-        raise DataError(
-            "data.loss_on: 'assistant' needs conversations, or prompts and completions, but the examples are text. "
-            "Use all or auto."
-        )
+        raise DataError(f"data.loss_on: {needed}")
     return data.loss_on == "assistant" or (data.loss_on == "auto" and format != "text")
 
 

@@ -225,15 +225,14 @@ def encode_rows(
 
     opened, rendered = list[tuple[int, Row | DataError]](), list[list[Rendered]]()
     for number, raw in rows:
-        found: Row | DataError
         try:
-            found = open_row(raw)
-            rendered.append(encoder.render(found.example, found.place))
+            row = open_row(raw)
+            rendered.append(encoder.render(row.example, row.place))
+            opened.append((number, row))
         except DataError as error:
             if not drop:
                 raise
-            found = error
-        opened.append((number, found))
+            opened.append((number, error))
     tokens, pieces = encoder.tokenize(rendered), list[dict[str, Any]]()
     for number, found in opened:
         if isinstance(found, DataError):
