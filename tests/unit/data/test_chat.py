@@ -247,29 +247,30 @@ def test_a_row_like_others_is_encoded_as_alone() -> None:
             assert [_outcome(used, row) for _ in range(2)] == [alone, alone]
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["Qz0zQ", "Qz99zQ", f"77{99:026}77", placeholder(0).translate(OTHER_DIGITS)],
-    ids=["first", "beyond", "number", "salted"],
-)
-def test_text_like_a_placeholder_is_text_in_every_place(text: str) -> None:
+LIKE = {
+    "first": "Qz0zQ",
+    "beyond": "Qz99zQ",
+    "number": f"77{9:026}77",
+    "random": placeholder(0).translate(OTHER_DIGITS),
+}
+
+
+@pytest.mark.parametrize("kind", LIKE)
+def test_text_like_a_placeholder_is_text_in_every_place(kind: str) -> None:
     """The tokens are those of a row with other words in its place."""
 
     def row(word: str) -> Row:
-        call = {"id": word, "function": {"name": word, "arguments": {word: [word, 7], "n": int(f"77{99:026}77")}}}
-        answers = [
-            {**THOUGHT, "thinking": word, "content": word, "name": word},
-            {"role": "assistant", "tool_calls": [call]},
-        ]
-        messages = [*chat(f"s:{word}", f"u:{word}"), *answers, {"role": "tool", "tool_call_id": word, "content": word}]
-        tools = [{"name": word, "description": word, "parameters": {word: {"default": int(f"77{99:026}77")}}}]
+        call = {"id": word, "function": {"name": word, "arguments": {word: [word, 7], "n": int(LIKE["number"])}}}
+        answer = {"role": "assistant", "reasoning_content": word, "content": word, "name": word, "tool_calls": [call]}
+        messages = [*chat(f"s:{word}", f"u:{word}"), answer, {"role": "tool", "tool_call_id": word, "content": word}]
+        tools = [{"name": word, "description": word, "parameters": {word: {"default": int(LIKE["number"])}}}]
         return {
             "messages": [*messages, *chat(f"a:{word}")],
             "tools": tools,
             "chat_template_kwargs": {"more": {word: word}},
         }
 
-    used = encoder(EVERYTHING)
+    used, text = encoder(EVERYTHING), LIKE[kind]
     expected = [shown.replace("unlike", text) for shown in encoded(encoder(EVERYTHING), row("unlike"))]
     assert expected[0].count(text) >= 17
     assert [encoded(used, row(one)) for one in ("x", text, text)][1:] == [expected, expected]

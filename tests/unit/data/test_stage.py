@@ -261,15 +261,18 @@ def test_up_to_date_data_are_not_rewritten(model: Path, tmp_path: Path, caplog: 
     assert rundir.data_receipt.stat().st_mtime != 1
 
 
-def test_a_failure_leaves_what_was_there(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cpus", [1, 2], ids=["one process", "workers"])
+def test_a_failure_names_its_line_and_leaves_what_was_there(
+    model: Path, tmp_path: Path, cpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_POOL_FROM_ROWS", 10)
     path = tmp_path / "t.jsonl"
     run = make_run(model, {"train": write_rows(path, conversations(20))})
     rundir = RunDir(tmp_path / "run")
     prepare(run, rundir)
     before = files_of(rundir.root)
     path.write_text(path.read_text() + "{\n")
-    with pytest.raises(ShardmakeError, match="line 21 is not valid JSON"):
-        prepare(run, rundir)
+    assert refusal(run, rundir, cpus).startswith(f"{path}, line 21 is not valid JSON: ")
     assert files_of(rundir.root) == before
 
 
@@ -277,17 +280,6 @@ def refusal(run: Run, rundir: RunDir, cpus: int = 1) -> str:
     with pytest.raises(ShardmakeError) as error:
         prepare(run, rundir, cpus=cpus)
     return str(error.value)
-
-
-def test_a_broken_line_is_named_by_a_worker_process_too(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(build, "_POOL_FROM_ROWS", 10)
-    path = tmp_path / "t.jsonl"
-    write_rows(path, conversations(20))
-    path.write_text(path.read_text() + "{\n")
-    message = refusal(make_run(model, {"train": str(path)}), RunDir(tmp_path / "run"), cpus=2)
-    assert message.startswith(f"{path}, line 21 is not valid JSON: ")
 
 
 @pytest.mark.parametrize(
