@@ -45,7 +45,7 @@ from shardmake.run.settings import recorded_settings
 from shardmake.run.sources import localize, require_weights
 
 if TYPE_CHECKING:
-    from shardmake.data.amount import Sampled
+    from shardmake.data.check import Sampled
 
 app = typer.Typer(
     cls=Grouped,

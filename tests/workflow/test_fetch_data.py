@@ -14,8 +14,7 @@ import pytest
 from shardmake.config.models import Data
 from shardmake.core.manifest import record
 from shardmake.data.files import open_row, raw_rows
-from shardmake.data.raw import identity_of_raw, link_raw
-from shardmake.data.sources import ONE_SPLIT, TRAIN_SPLITS, locate
+from shardmake.data.sources import ONE_SPLIT, TRAIN_SPLITS, identity_of_raw, link_raw, locate
 from shardmake.run.paths import RunDir
 from shardmake.run.sources import PinnedSource, Sources, localize
 from tests.finished_run import make_run

@@ -3,9 +3,9 @@
 The ranks import `shardmake.data.dataset`, which needs torch. The stage imports torch only when it runs.
 """
 
-from shardmake.data.amount import estimate_length as estimate_length
 from shardmake.data.check import check_first_rows as check_first_rows
 from shardmake.data.check import check_sources as check_sources
-from shardmake.data.preview import preview as preview
-from shardmake.data.raw import check_raw as check_raw
+from shardmake.data.check import estimate_length as estimate_length
+from shardmake.data.sources import check_raw as check_raw
 from shardmake.data.stage import prepare as prepare
+from shardmake.data.stage import preview as preview

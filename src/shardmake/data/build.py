@@ -1,27 +1,46 @@
 """The splits of a run's data: encoded, mixed if there are several sources, ordered, packed and written.
 
-Rows stay in the files of the encoded sources. Splits, mixtures and orders are numbers of these rows.
+The rows of a source are encoded in their order, by several processes, into Arrow files that a later start finds again.
+They are read, encoded and written in batches, so memory does not depend on the size of the source. After
+`_BATCHES_IN_PART` batches a file is complete; a stage that was killed and starts again with the same inputs encodes
+only what follows. Neither changes a byte of the result. Splits, mixtures and orders are numbers of these rows.
 """
 
+import logging
+import multiprocessing
 import os
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import chain, compress, groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.config.models import Run, TrainSource
 from shardmake.core.errors import DataError
-from shardmake.core.run_folder import remove, rename
+from shardmake.core.run_folder import make_folder, remove, rename
 from shardmake.data.chat import ChatTemplate
-from shardmake.data.encoding import encode_source
 from shardmake.data.examples import NOTED, Part, check_vocabulary, encode_rows, make_encoder
-from shardmake.data.outcomes import Encoded, sum_of
-from shardmake.data.packing import pack
-from shardmake.data.sources import count_rows, file_record
+from shardmake.data.files import RawRow, raw_rows
+from shardmake.data.packing import Encoded, pack, sum_of
+from shardmake.data.sources import Source, count_rows, file_record
 
 if TYPE_CHECKING:
     import datasets
     import numpy as np
+    import pyarrow
+
+logger = logging.getLogger(__name__)
+Batch = list[tuple[int, RawRow]]
+"""Rows with their numbers in the source."""
+Encode = Callable[[Batch], "pyarrow.RecordBatch"]
+_ROWS_IN_BATCH = 100
+_BATCHES_IN_PART = 100
+_POOL_FROM_ROWS = 5_000
+_encode: Encode | None = None
+"""The function of a worker process."""
 
 
 def build(run: Run, chat: ChatTemplate, parts: Sequence[Part], work: Path, cpus: int) -> dict[str, Any]:
@@ -86,11 +105,9 @@ def _splits(run: Run, part: Part, parts: Sequence[Part], number: int) -> "dict[s
 
 def check_divisible(count: int, run: Run) -> None:
     """Raise `DataError` if ``count`` examples are too few to hold one out for evaluation."""
+    needed = "has one example, and evaluation needs another one. Set data.eval or add data."
     if count < 2:
-        raise DataError(
-            f"Too little data: {run.data.names} has one example, and evaluation needs another one. Set data.eval "
-            "or add data."
-        )
+        raise DataError(f"Too little data: {run.data.names} {needed}")
 
 
 def _write(split: str, parts: Sequence[Encoded], run: Run, work: Path) -> dict[str, Any]:
@@ -174,3 +191,73 @@ def _save(split: str, sequences: "datasets.Dataset", work: Path) -> dict[str, An
         with path.open("rb") as file:
             os.fsync(file.fileno())
     return {"files": [file_record(path, work) for path in sorted(folder.glob("*.arrow"))]}
+
+
+def encode_source(source: Source, chosen: "np.ndarray", encode: Encode, folder: Path, cpus: int) -> "datasets.Dataset":
+    """Return what ``encode`` makes of the ``chosen`` rows, one boolean a row, in order, memory-mapped from ``folder``.
+
+    Raises what ``encode`` raises.
+    """
+    import datasets
+
+    make_folder(folder)
+    total = int(chosen.sum())
+    rows = compress(enumerate(raw_rows(source.paths)), chosen)
+    batches = enumerate(_logged(iter(lambda: list(islice(rows, _ROWS_IN_BATCH)), []), str(source), total))
+    numbered = ((folder / f"{number // _BATCHES_IN_PART:05d}.arrow", batch) for number, batch in batches)
+    missing = ((path, batch) for path, batch in numbered if not path.exists())
+    encoded = _encoded(missing, encode, cpus if total > _POOL_FROM_ROWS else 1)
+    for path, part in groupby(encoded, key=itemgetter(0)):
+        _write_part(path, (batch for _, batch in part))
+    return datasets.concatenate_datasets(
+        [datasets.Dataset.from_file(str(path)) for path in sorted(folder.glob("*.arrow"))]
+    )
+
+
+def _write_part(path: Path, batches: "Iterator[pyarrow.RecordBatch]") -> None:
+    """Write ``batches`` to a file, which has its name only when it is complete."""
+    import pyarrow
+
+    unfinished, first = path.with_suffix(".part"), next(batches)
+    with pyarrow.ipc.new_stream(str(unfinished), first.schema) as writer:
+        for batch in chain([first], batches):
+            writer.write_batch(batch)
+    rename(unfinished, path)
+
+
+def _encoded(
+    batches: Iterable[tuple[Path, Batch]], encode: Encode, cpus: int
+) -> "Iterator[tuple[Path, pyarrow.RecordBatch]]":
+    """Yield the encoded batches in their order, by ``cpus`` processes; few are in memory at once."""
+    if cpus == 1:
+        yield from ((path, encode(batch)) for path, batch in batches)
+        return
+    waiting: deque[tuple[Path, Any]] = deque()
+    with ProcessPoolExecutor(cpus, multiprocessing.get_context("fork"), _start_worker, (encode,)) as pool:
+        for path, batch in batches:
+            waiting.append((path, pool.submit(_encode_in_worker, batch)))
+            if len(waiting) > 2 * cpus:
+                done, future = waiting.popleft()
+                yield done, future.result()
+        yield from ((path, future.result()) for path, future in waiting)
+
+
+def _start_worker(encode: Encode) -> None:
+    global _encode
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores
+    _encode = encode
+
+
+def _encode_in_worker(batch: Batch) -> "pyarrow.RecordBatch":
+    assert _encode is not None
+    return _encode(batch)
+
+
+def _logged(batches: Iterable[Batch], name: str, total: int) -> Iterator[Batch]:
+    """Yield ``batches``, and log how far a large source is, one line for each tenth."""
+    done = 0
+    for batch in batches:
+        yield batch
+        before, done = done, done + len(batch)
+        if total > _POOL_FROM_ROWS and 10 * before // total < 10 * done // total:
+            logger.info(f"{name}: {done:,} of {total:,} examples ({done / total:.0%}).")

@@ -19,19 +19,22 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from shardmake.config.chat_template import fix_clock
 from shardmake.core.errors import ModelError
-from shardmake.data.bad_rows import LOST, BadRowError, closed_thought, lost, may_be_a_number
 from shardmake.data.layout import REASONING_KEYS, Message, is_unlearned
 from shardmake.data.placeholders import (
+    LOST,
     PLACEHOLDER,
+    BadRowError,
     Piece,
     Rendered,
     Span,
     as_written,
+    closed_thought,
     common_length,
     fill,
     find,
-    hidden_pieces,
     hide_texts,
+    lost,
+    may_be_a_number,
     placeholder,
     real_text,
     seam,
@@ -53,12 +56,8 @@ _NEXT: Final = 10**6
 logger = logging.getLogger(__name__)
 
 
-class _Check(NamedTuple):
-    """The text that a rendering of the first ``upto`` messages must be."""
-
-    upto: int
-    header: bool
-    text: str
+_Check = tuple[int, bool, str]
+"""The text that a rendering of the first messages must be: their number, if with the prompt of generation, the text."""
 
 
 class _Shape(NamedTuple):
@@ -114,26 +113,27 @@ class ChatTemplate:
         analyse = partial(self._analyse, learned=learned, learn_all=learn_all, is_answer=is_answer)
         hidden, pieces = hide_texts(messages, tools)
         key = repr((hidden, tools, arguments, learned, learn_all, is_answer))
-        if key not in self._shapes:
+        if (shape := self._shapes.get(key)) is None:
             if len(self._shapes) >= _MOST_SHAPES:
                 self._shapes.clear()
+            shown = [piece._replace(text=piece.stand_in or piece.text) for piece in pieces]
             try:
-                self._shapes[key] = analyse(self._conversation(hidden, tools, arguments, hidden_pieces(pieces)))
+                shape = analyse(_Conversation(self._adapted(hidden), tools, arguments or {}, shown))
             except BadRowError as error:
-                self._shapes[key] = error
-        shape = self._shapes[key]
+                shape = error
+            self._shapes[key] = shape
         if isinstance(shape, BadRowError) and shape.cause == LOST and not may_be_a_number(shape, pieces):
             raise BadRowError(LOST, real_text(str(shape), pieces))
-        conversation = self._conversation(messages, tools, arguments, pieces)
+        conversation = _Conversation(self._adapted(messages), tools, arguments or {}, pieces)
         filled = self._filled(shape, conversation) if isinstance(shape, _Shape) else None
         return filled or analyse(conversation).examples
 
     def _filled(self, shape: _Shape, conversation: _Conversation) -> list[Rendered] | None:
         """Return the examples of ``shape`` with the texts of ``conversation``; None if it is rendered otherwise."""
         texts: Sequence[str] = [piece.text for piece in conversation.pieces]
-        for check in shape.checks:
-            rendered = self._render(conversation, conversation.messages[: check.upto], header=check.header)
-            if (written := as_written(check.text, texts, rendered)) is None:
+        for count, header, text in shape.checks:
+            rendered = self._render(conversation, conversation.messages[:count], header=header)
+            if (written := as_written(text, texts, rendered)) is None:
                 return None
             texts = written
         return [fill(example, texts) for example in shape.examples]
@@ -148,7 +148,7 @@ class ChatTemplate:
         else:
             text = self._render(conversation, conversation.messages)
             self._locate(text, conversation, count, ())
-            checks = [_Check(count, False, text)]
+            checks = [(count, False, text)]
         if learn_all:
             return _Shape([Rendered(text, ((0, len(text)),))], checks)
         shared = all(text.startswith(turn.text[:end]) for turn, (_, end) in zip(examples, spans, strict=True))
@@ -172,7 +172,7 @@ class ChatTemplate:
             whole = self._render(conversation, messages[:count])
         except BadRowError:  # such as a template that demands a user's message, which comes later
             whole, count = self._render(conversation, messages), len(messages)
-        checks, text = [_Check(count, False, whole)], whole
+        checks, text = [(count, False, whole)], whole
         context, prompt = self._context(conversation, index)
         if context is not None and whole.startswith(context):
             start = len(context)
@@ -186,7 +186,7 @@ class ChatTemplate:
                 after = seam(context, whole, (floor, start), prompt, self._marks)
                 self._warn_of_open(prompt, whole[floor:start], whole[after:start])
                 text, start = context + whole[after:], len(context)
-                checks.append(_Check(index, True, context))
+                checks.append((index, True, context))
         end = self._locate(text, conversation, index + 1, {index}, start)[index][1]
         self._check_thought(text, conversation, index, start - len(prompt if context else ""), start)
         end = max(start, end)
@@ -218,11 +218,11 @@ class ChatTemplate:
         The generation prompt may have it, without the template argument that asks for reasoning, or the template writes
         an empty reasoning before one that is in the text.
         """
-        thought = next((one for one in conversation.pieces if (one.message, one.kind) == (index, "reasoning")), None)
-        span = find(text, thought.text, start) if thought else None
-        closing = self._marks.search(text, span[1]) if span else None
-        if thought and span and closing and closing[0] in text[head : span[0]]:
-            raise closed_thought(thought, closing[0])
+        for thought in [one for one in conversation.pieces if (one.message, one.kind) == (index, "reasoning")][:1]:
+            span = find(text, thought.text, start)
+            closing = self._marks.search(text, span[1]) if span else None
+            if span and closing and closing[0] in text[head : span[0]]:
+                raise closed_thought(thought, closing[0])
 
     def _context(self, conversation: _Conversation, index: int) -> tuple[str | None, str]:
         """Return the context of message ``index``, and the generation prompt that ends it.
@@ -252,17 +252,15 @@ class ChatTemplate:
         except BadRowError:
             longer = ""
         tail = longer[len(whole) :].partition(placeholder(_NEXT))[0] if longer.startswith(whole) else ""
-        stop = self._ends.search(tail)
-        if stop is None:
-            tail = self._tails[1]
-            stop = self._ends.search(tail)
-        if stop is None:
+        tails = [(one, stop) for one in (tail, self._tails[1]) if (stop := self._ends.search(one))]
+        if not tails:
             raise BadRowError(
                 "no end of a turn",
                 "after the assistant's message, the chat template renders no token at which generation stops "
                 f"({', '.join(sorted(self.stops)) or 'none is known'}). Write one at the end of the turn in a template "
                 "of your own (data.chat_template), or its id into eos_token_id of generation_config.json.",
             )
+        tail, stop = tails[0]
         return tail[: stop.end()]
 
     def _locate(
@@ -289,7 +287,7 @@ class ChatTemplate:
                 if span is None:
                     if demanded is not None and (piece.kind != "reasoning" or index in demanded):
                         raise lost(piece, role)
-                elif piece.is_text:
+                elif piece.stand_in.startswith("Q"):
                     spans.append(span)
             if spans and not is_moved:
                 regions.append((min(span[0] for span in spans), max(span[1] for span in spans)))
@@ -307,11 +305,6 @@ class ChatTemplate:
                     f"message {index + 1} has the role {role!r}, which the chat template does not name. Write one of "
                     f"{', '.join(ROLES)}, or set data.format: sharegpt for names such as human and gpt.",
                 )
-
-    def _conversation(
-        self, messages: Sequence[Message], tools: Any, arguments: Mapping[str, Any] | None, pieces: list[Piece]
-    ) -> _Conversation:
-        return _Conversation(self._adapted(messages), tools, arguments or {}, pieces)
 
     def _adapted(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return ``messages`` with the keys and types that the template reads."""
@@ -415,12 +408,6 @@ class ChatTemplate:
                 f"the tokenizer's chat template rejects this conversation: {(str(error) or repr(error)).rstrip('.')}. "
                 "Change the conversation, or name another template with data.chat_template.",
             ) from None
-
-    @property
-    def reads_clock(self) -> bool:
-        """Return True if the template may write the day."""
-        template = self.tokenizer.chat_template
-        return template is not None and "strftime_now" in str(template)
 
 
 def _asked(number: int) -> dict[str, Any]:

@@ -1,18 +1,18 @@
-"""Checks of the data at plan, before anything is queued."""
+"""Checks of the data at plan, before anything is queued, and the amount of data, estimated from some of its rows."""
 
 import logging
 import random
 import re
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from datetime import date
 from heapq import nsmallest
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardmake.config.models import Run
 from shardmake.core.errors import DataError
-from shardmake.data.amount import Sampled
 from shardmake.data.build import check_divisible
 from shardmake.data.encode import Encoder
 from shardmake.data.examples import (
@@ -25,16 +25,25 @@ from shardmake.data.examples import (
     open_parts,
 )
 from shardmake.data.files import RawRow, Row, open_row, raw_rows
-from shardmake.data.outcomes import Encoded
-from shardmake.data.raw import files_of_raw
-from shardmake.data.sources import FIRST_ROWS, Source
+from shardmake.data.packing import Encoded
+from shardmake.data.sources import FIRST_ROWS, Source, files_of_raw
+from shardmake.run.length import Length
 from shardmake.run.paths import RunDir
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+_PACKED: Final = 1000
+"""Examples that are packed for the estimate of the amount of data."""
 _MARKS = re.compile(r"\{%[-+]?\s*generation\b")
+
+
+class Sampled(NamedTuple):
+    """The encoded rows of one source: the number of ``rows``, and the ``lengths`` of their examples in tokens."""
+
+    rows: int
+    lengths: list[int]
 
 
 def check_sources(run: Run) -> list[int]:
@@ -102,7 +111,7 @@ def _compare_marks(encoder: Encoder, row: Row) -> None:
         ours = encoder(row.example, row.place)
         standard = encoder.layout.standardize(row.example, row.place)
     except DataError:  # a bad row, which was reported
-        return
+        standard = {}
     if "messages" not in standard:
         return
     marked = tokenizer.apply_chat_template(
@@ -164,3 +173,52 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
             yield from _texts(part)
+
+
+def estimate_length(run: Run, counts: Sequence[int], sampled: Sequence[Sampled], ranks: int) -> Length | None:
+    """Return the length of a training on sources of ``counts`` rows, of which ``sampled`` were encoded.
+
+    Both begin with the sources of training examples. None if nothing would be left, and for raw data.
+    """
+    sources = run.data.sources
+    if run.data.is_raw:
+        return None
+    held_out = [0 if run.data.eval is not None else max(1, round(count * run.data.eval_fraction)) for count in counts]
+    examples = [
+        min(count - evaluated, source.limit or count) * len(part.lengths) / part.rows
+        for source, count, evaluated, part in zip(sources, counts, held_out, sampled, strict=False)
+    ]
+    used = [count * source.repeat for source, count in zip(sources, examples, strict=True)]
+    weights = [source.weight for source in sources if source.weight is not None]
+    if weights:  # drawn by weight until each source was read once
+        total = max(count / weight for count, weight in zip(examples, weights, strict=True))
+        used = [total * weight for weight in weights]
+    if not sum(used) or not all(part.lengths for part in sampled[: len(sources)]):
+        return None
+    lengths = [
+        length
+        for part, count in zip(sampled, used, strict=False)
+        for length in islice(cycle(part.lengths), max(1, round(count * min(1, _PACKED / sum(used)))))
+    ]
+    scale = sum(used) / len(lengths)
+    sequences = count_packed(lengths, run.sequence_length) if run.packing else len(lengths)
+    return Length(
+        run,
+        examples=round(sum(used)),
+        tokens=round(scale * sum(lengths)),
+        sequences=max(1, round(scale * sequences)),
+        ranks=ranks,
+        is_estimate=True,
+    )
+
+
+def count_packed(lengths: Sequence[int], room: int) -> int:
+    """Return the number of sequences of ``room`` tokens that hold examples of ``lengths``, packed by best fit."""
+    rooms: list[int] = []
+    count = 0
+    for length in sorted(lengths, reverse=True):
+        place = bisect_left(rooms, length)
+        left = rooms.pop(place) if place < len(rooms) else room
+        count += left == room
+        insort(rooms, left - length)
+    return count

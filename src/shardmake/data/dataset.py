@@ -87,12 +87,9 @@ class Collator:
         if not self.packing:
             real = [{"real": torch.ones_like(item["input_ids"])} for item in items]
             return {**batch, "attention_mask": self._pad(real, "real", 0)}
-        batch["position_ids"] = self._positions(items)
+        rows = [(item["position_ids"], self.sequence_length - len(item["input_ids"])) for item in items]
+        batch["position_ids"] = torch.stack([torch.cat([found, torch.arange(gap)]) for found, gap in rows])
         return {**(_flatten(batch) if self.flat else batch), "use_cache": False}
-
-    def _positions(self, items: Sequence[Item]) -> torch.Tensor:
-        gaps = [torch.arange(self.sequence_length - len(item["input_ids"])) for item in items]
-        return torch.stack([torch.cat([item["position_ids"], gap]) for item, gap in zip(items, gaps, strict=True)])
 
     def _pad(self, items: Sequence[Item], key: str, value: int) -> torch.Tensor:
         length = self.sequence_length
@@ -110,17 +107,13 @@ def _flatten(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
 def collator(folder: Path, attention: Attention) -> Collator:
     """Return the collator for the data in ``folder`` and the attention kernel that the model runs with."""
     receipt = DataReceipt.read(folder / DATA_RECEIPT)
-    packing = receipt.settings.packing
-    return Collator(
-        receipt.settings.sequence_length, receipt.pad_token_id, packing, flat=packing and attention in FLASH_KERNELS
-    )
+    length, packing = receipt.settings.sequence_length, receipt.settings.packing
+    return Collator(length, receipt.pad_token_id, packing, flat=packing and attention in FLASH_KERNELS)
 
 
-_LENGTH = 16
-_BOUNDARY = 7
-_TOLERANCE = 1e-3
-_ROUNDING = 4
-"""In units of the data type's precision: experts round otherwise with other numbers of tokens."""
+_LENGTH, _BOUNDARY = 16, 7
+_TOLERANCE, _ROUNDING = 1e-3, 4
+"""The latter in units of the data type's precision: experts round otherwise with other numbers of tokens."""
 
 
 def check_isolation(
@@ -228,8 +221,8 @@ class PreferenceCollator:
         name = "DataCollatorForUnpairedPreference" if self.objective == "kto" else "DataCollatorForPreference"
         collator = getattr(import_module(f"trl.trainer.{self.objective}_trainer"), name)
         if self.objective == "reward":
-            answers = ("chosen_ids", "rejected_ids")
-            whole = [{answer: [*pair["prompt_ids"], *pair[answer]] for answer in answers} for pair in examples]
+            names = ("chosen_ids", "rejected_ids")
+            whole = [{name: [*pair["prompt_ids"], *pair[name]] for name in names} for pair in examples]
             return dict(collator(self.pad_token_id)(whole))
         return dict(collator(self.pad_token_id, self.sequence_length)(list(examples)))
 

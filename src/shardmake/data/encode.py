@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, groupby, islice
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any, Final
 from unicodedata import is_normalized
 
@@ -37,11 +37,9 @@ _SPACES: Final = {"type": "Replace", "pattern": {"String": " "}, "content": "▁
 
 def loss_on_assistant(data: Data, format: DataFormat) -> bool:
     """Return True if only the tokens of the assistant or the completion have loss."""
+    needed = "'assistant' needs conversations, or prompts and completions, but the examples are text. Use all or auto."
     if data.loss_on == "assistant" and format == "text":
-        raise DataError(
-            "data.loss_on: 'assistant' needs conversations, or prompts and completions, but the examples are text. "
-            "Use all or auto."
-        )
+        raise DataError(f"data.loss_on: {needed}")
     return data.loss_on == "assistant" or (data.loss_on == "auto" and format != "text")
 
 
@@ -140,7 +138,7 @@ def _by_offsets(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Rendered])
     for number, text in enumerate(texts):
         ids, mask = batch["input_ids"][number], np.zeros(len(batch["input_ids"][number]), bool)
         if batch.encodings:
-            offsets = np.fromiter(chain.from_iterable(batch.encodings[number].offsets), int).reshape(-1, 2)
+            offsets = np.array(batch.encodings[number].offsets, int).reshape(-1, 2)
             mask = _mask(tokenizer, text, text.learned, ids, np.maximum.accumulate(offsets[:, 0]), offsets[:, 1])
         else:
             for start, end in text.learned:
@@ -161,12 +159,15 @@ def _by_bytes(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Rendered]) -
     batch = backend.encode_batch_fast([text.text for text in texts], add_special_tokens=False)
     for text, encoding in zip(texts, batch, strict=True):
         ids = np.array(encoding.ids, "int32")
-        ends = widths[ids].cumsum()
-        if ends[-1:].sum() != _bytes(text.text) or not is_normalized("NFC", text.text):
+        sizes = widths[ids]
+        ends = sizes.cumsum()
+        if (ends[-1] if len(ends) else 0) != _bytes(text.text) or not is_normalized("NFC", text.text):
             yield from _by_offsets(tokenizer, [text])
             continue
-        learned = [(_bytes(text.text[:start]), _bytes(text.text[:end])) for start, end in text.learned]
-        yield ids, _mask(tokenizer, text, learned, encoding.ids, ends - widths[ids], ends)
+        learned: Sequence[Span] = text.learned
+        if not text.text.isascii():
+            learned = [(_bytes(text.text[:start]), _bytes(text.text[:end])) for start, end in learned]
+        yield ids, _mask(tokenizer, text, learned, ids, ends - sizes, ends)
 
 
 def _bytes(text: str) -> int:
@@ -174,12 +175,7 @@ def _bytes(text: str) -> int:
 
 
 def _mask(
-    tokenizer: "PreTrainedTokenizerBase",
-    text: Rendered,
-    learned: Sequence[Span],
-    ids: list[int],
-    begins: Any,
-    ends: Any,
+    tokenizer: "PreTrainedTokenizerBase", text: Rendered, learned: Sequence[Span], ids: Any, begins: Any, ends: Any
 ) -> Any:
     """Return which of ``ids`` are learned; ``learned`` has the spans in the unit of ``begins`` and ``ends`` of tokens.
 
@@ -246,7 +242,7 @@ def _without_appended(ids: list[int], added: list[int]) -> int:
     return max((at for at, is_added in enumerate(added, start=1) if not is_added), default=len(ids))
 
 
-def _common(tokenizer: "PreTrainedTokenizerBase", text: Rendered, at: int, ids: list[int]) -> int:
+def _common(tokenizer: "PreTrainedTokenizerBase", text: Rendered, at: int, ids: Any) -> int:
     """Return the number of tokens that ``ids`` has in common with the beginning of ``text`` up to ``at``."""
     return common_length(encode_prompt(tokenizer, text.text[:at], is_plain=text.is_plain), ids)
 

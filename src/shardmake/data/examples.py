@@ -22,7 +22,7 @@ from shardmake.data.chat import ChatTemplate
 from shardmake.data.encode import Encoder, Tokens, loss_on_assistant
 from shardmake.data.files import RawRow, Row, open_row
 from shardmake.data.layout import MESSAGE_KEYS, Layout, check_named, recognize
-from shardmake.data.packing import KEPT, fit, fit_pair
+from shardmake.data.packing import APART, KEPT, fit, fit_pair
 from shardmake.data.placeholders import Rendered
 from shardmake.data.sources import EVAL_SPLITS, FIRST_ROWS, TRAIN_SPLITS, Source, first_rows, locate
 from shardmake.run.paths import RunDir
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-APART: Final = "apart"
-"""Note of the first example of a conversation of which each turn is an example."""
 NOTED: Final = {
     "row": "int64", "tokens": "int32", "learned": "int32", "largest": "int32", "digest": "uint64", "outcome": "string",
     "dropped": "string", "note": "string",
@@ -87,16 +85,12 @@ def open_parts(run: Run, limit: int = FIRST_ROWS) -> list[Part]:
 
 def _recognize(run: Run, source: Source, rows: Sequence[Row]) -> Layout:
     """Return the layout of data that begin with ``rows``; with ``data.on_bad_row: drop``, of the first that has one."""
-    check_named(run.data, _columns_of(rows), str(source))
+    check_named(run.data, list(dict.fromkeys(column for row in rows for column in row.example)), str(source))
     *others, last = rows if run.data.on_bad_row == "drop" else rows[:1]
     for row in others:
         with suppress(DataError):
             return recognize(run.data, run.objective, row.example, row.place)
     return recognize(run.data, run.objective, last.example, last.place)
-
-
-def _columns_of(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(column for row in rows for column in row.example))
 
 
 def load_tokenizer(run: Run) -> "PreTrainedTokenizerBase":
@@ -185,7 +179,7 @@ def _stop_ids(run: Run) -> set[int]:
 def make_encoder(part: Part, chat: ChatTemplate, *, log: bool = True) -> Encoder:
     """Return the encoder for the data of ``part``, and log what was recognized."""
     layout, run = part.layout, part.run
-    columns = _columns_of(part.rows)
+    columns = list(dict.fromkeys(column for row in part.rows for column in row.example))
     unused = [column for column in columns if column not in layout.columns.values()]
     rest = f" Columns that are not used: {', '.join(unused)}." if unused else ""
     if layout.format == "chat" and (name := layout.columns["system"]) in columns:
@@ -199,9 +193,9 @@ def make_encoder(part: Part, chat: ChatTemplate, *, log: bool = True) -> Encoder
 def _unread_keys(part: Part, chat: ChatTemplate) -> set[str]:
     """Return the keys of messages with a value that neither the layout nor the chat template reads."""
     lists = (value for row in part.rows for value in row.example.values() if isinstance(value, list))
-    messages = (one for one in chain.from_iterable(lists) if isinstance(one, dict))
     role, template = part.layout.columns.get("role"), str(chat.tokenizer.chat_template)
-    keys = {key for one in messages if role in one for key, value in one.items() if value not in (None, "", [])}
+    messages = (one for one in chain.from_iterable(lists) if isinstance(one, dict) and role in one)
+    keys = {key for one in messages for key, value in one.items() if value not in (None, "", [])}
     unread = keys - {*MESSAGE_KEYS, *part.layout.columns.values()}
     return {key for key in unread if not re.search(rf"\b{re.escape(key)}\b", template)}
 
@@ -231,15 +225,14 @@ def encode_rows(
 
     opened, rendered = list[tuple[int, Row | DataError]](), list[list[Rendered]]()
     for number, raw in rows:
-        found: Row | DataError
         try:
-            found = open_row(raw)
-            rendered.append(encoder.render(found.example, found.place))
+            row = open_row(raw)
+            rendered.append(encoder.render(row.example, row.place))
+            opened.append((number, row))
         except DataError as error:
             if not drop:
                 raise
-            found = error
-        opened.append((number, found))
+            opened.append((number, error))
     tokens, pieces = encoder.tokenize(rendered), list[dict[str, Any]]()
     for number, found in opened:
         if isinstance(found, DataError):

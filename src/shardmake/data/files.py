@@ -17,13 +17,16 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardmake.config.formats import data_kind
 from shardmake.core.errors import DataError
 from shardmake.core.units import plural
-from shardmake.data.parquet import parquet_rows
+
+if TYPE_CHECKING:
+    import pyarrow
 
 RawRow = tuple[str, bytes | dict[str, Any]]
 """The place of a row, and its line, or its columns if the file has types."""
@@ -45,7 +48,8 @@ def open_row(row: RawRow) -> Row:
     if isinstance(content, dict):
         return Row(place, content)
     try:
-        example = json.loads(content.rstrip(), object_pairs_hook=_unique)
+        line = content.rstrip()
+        example = _ROW_DECODER.decode(line.decode(json.detect_encoding(line), "surrogatepass"))
     except _RepeatedKeyError as error:
         raise DataError(f"{place} has the key {error.args[0]!r} twice in one object. Remove one.") from None
     except json.JSONDecodeError as error:
@@ -68,6 +72,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise _RepeatedKeyError(next(key for at, (key, _) in enumerate(pairs) if key in dict(pairs[:at])))
     return found
+
+
+_ROW_DECODER: Final = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def raw_rows(paths: Iterable[Path]) -> Iterator[RawRow]:
@@ -97,17 +104,14 @@ def _open_zstd(path: str) -> IO[bytes]:
     return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"), _CHUNK)
 
 
-_OPENERS: Final[Mapping[str, Callable[[str], Any]]] = {
-    ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-    ".zst": _open_zstd,
-}
-
-
-def _open(path: str) -> IO[bytes]:
-    opener = _OPENERS.get(Path(path).suffix)
-    return opener(path) if opener else Path(path).open("rb")
+def _open(path: str) -> Any:
+    openers: dict[str, Callable[[str], Any]] = {
+        ".gz": gzip.open,
+        ".bz2": bz2.open,
+        ".xz": lzma.open,
+        ".zst": _open_zstd,
+    }
+    return openers.get(Path(path).suffix, partial(open, mode="rb"))(path)
 
 
 def _json_lines(path: str, file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
@@ -171,9 +175,16 @@ def _csv(path: str, file: IO[bytes]) -> Iterator[RawRow]:
         for cells in rows:
             place, start = f"{path}, line {start}", rows.line_num + 1
             if cells and not names:
-                names = _header(cells, place)
+                names = cells
+                if twice := sorted({name for name in names if names.count(name) > 1}):
+                    raise DataError(f"{place}: the header has {', '.join(map(repr, twice))} twice. Rename a column.")
+            elif cells and len(cells) != len(names):
+                raise DataError(
+                    f"{place}: the header has {plural(len(names), 'column')}, and this row {len(cells)}. Put cells "
+                    "with commas or line breaks in quotes."
+                )
             elif cells:
-                yield place, _csv_row(names, cells, place)
+                yield place, dict(zip(names, cells, strict=True))
     except csv.Error as error:
         raise DataError(
             f"{path}, line {start} is not valid CSV: {error}. Put cells with commas, quotes or line breaks "
@@ -181,20 +192,65 @@ def _csv(path: str, file: IO[bytes]) -> Iterator[RawRow]:
         ) from None
 
 
-def _header(cells: list[str], place: str) -> list[str]:
-    twice = sorted({name for name in cells if cells.count(name) > 1})
-    if twice:
-        raise DataError(f"{place}: the header has {', '.join(map(repr, twice))} twice. Rename a column.")
-    return cells
+def _parquet(path: str, file: Any) -> Iterator[RawRow]:
+    """Yield place and columns of each row of the open ``file``, with the values of JSON lines of the same examples.
+
+    Arrow gives all rows the same keys. A key that only other rows have comes back as null, so nulls are left out,
+    except those of a key that has no value in any row: it would not be in the file if no row had it. Columns of the
+    type JSON (`datasets` writes them for messages with unequal keys) keep every null.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    with _arrow_errors(path), pyarrow.parquet.ParquetFile(file) as table:
+        decode = {field.name: _decoder(field.type) for field in table.schema_arrow}
+        for batch in table.iter_batches(256):
+            for number, row in enumerate(batch.to_pylist(), start=number + 1):  # noqa: B020 - it counts on
+                yield f"{path}, row {number}", {key: decode[key](value) for key, value in row.items()}
 
 
-def _csv_row(names: list[str], cells: list[str], place: str) -> dict[str, Any]:
-    if len(cells) != len(names):
-        raise DataError(
-            f"{place}: the header has {plural(len(names), 'column')}, and this row {len(cells)}. Put cells with "
-            "commas or line breaks in quotes."
-        )
-    return dict(zip(names, cells, strict=True))
+def count_parquet_rows(path: Path) -> int:
+    """Return the number of rows of a file, which its end states."""
+    import pyarrow.parquet
+
+    with _arrow_errors(str(path)):
+        return int(pyarrow.parquet.read_metadata(path).num_rows)
+
+
+@contextmanager
+def _arrow_errors(path: str) -> Iterator[None]:
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        if getattr(error, "errno", None) is not None:
+            raise
+        problem = " ".join(str(error).split()).rstrip(".")
+        raise DataError(f"Cannot read {path}: {problem}. Write it again, or name another one.") from None
+
+
+def _decoder(kind: "pyarrow.DataType") -> Callable[[Any], Any]:
+    """Return the function from a value of a column of type ``kind``, as Arrow gives it, to that of JSON lines."""
+    import pyarrow
+
+    if isinstance(kind, pyarrow.JsonType):
+        return lambda value: None if value is None else json.loads(value)
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind):
+        item = _decoder(kind.value_type)
+        return lambda values: None if values is None else [item(value) for value in values]
+    if pyarrow.types.is_struct(kind):
+        fields = {field.name: _decoder(field.type) for field in kind}
+        always = {field.name for field in kind if pyarrow.types.is_null(field.type)}
+
+        def decode(value: Any) -> Any:
+            if value is None:
+                return None
+            return {key: fields[key](part) for key, part in value.items() if part is not None or key in always}
+
+        return decode
+    return lambda value: value
 
 
 _READERS: Final[Mapping[str, Callable[[str, Any], Iterator[RawRow]]]] = {
@@ -202,5 +258,5 @@ _READERS: Final[Mapping[str, Callable[[str, Any], Iterator[RawRow]]]] = {
     ".json": _json,
     ".csv": _csv,
     ".tsv": _csv,
-    ".parquet": parquet_rows,
+    ".parquet": _parquet,
 }

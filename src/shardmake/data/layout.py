@@ -24,21 +24,10 @@ MESSAGE_KEYS: Final = (*REASONING_KEYS, "tool_calls", "function_call", "tool_cal
 """Keys of a message with a meaning of their own, beside its role and its text."""
 _CALL: Final = '{"function": {"name": "...", "arguments": {...}}}'
 _ROLES: Final[Mapping[str, str]] = {
-    "system": "system",
-    "developer": "developer",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "function_call": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "ipython": "tool",
-}
+    "system": "system", "developer": "developer", "human": "user", "user": "user", "gpt": "assistant",
+    "assistant": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant",
+    "function_call": "assistant", "tool": "tool", "function": "tool", "observation": "tool", "ipython": "tool",
+}  # fmt: skip
 """Roles of ShareGPT, and the roles that chat templates use for them."""
 _OTHER_COLUMN: Final[Mapping[str, str]] = {"chat": "conversations", "sharegpt": "messages"}
 _MEDIA: Final = ("image", "images", "video", "videos", "audio", "audios")
@@ -117,10 +106,8 @@ class Layout:
     def _instruction(self, example: Example) -> list[Message]:
         """Return an Alpaca example as a conversation; the input follows the instruction after an empty line."""
         asked, given = self._text(example, "instruction"), self._optional_text(example, "input")
-        turns = [
-            {"role": "user", "content": f"{asked}\n\n{given}" if given else asked},
-            {"role": "assistant", "content": self._text(example, "output")},
-        ]
+        said = {"user": f"{asked}\n\n{given}" if given else asked, "assistant": self._text(example, "output")}
+        turns = [{"role": role, "content": text} for role, text in said.items()]
         return [*self._system(example, turns), *turns]
 
     def _optional_text(self, example: Example, column: str) -> str:
@@ -152,11 +139,9 @@ class Layout:
         A text as the prompt of two conversations, as in UltraFeedback, must be that of a user's message in their common
         start, so that no other prompt is ignored.
         """
-        columns = ["chosen", "rejected"]
         prompt = example.get(self.columns["prompt"])
         is_repeated = isinstance(prompt, str) and isinstance(example[self.columns["chosen"]], list)
-        if prompt is not None and not is_repeated:
-            columns.insert(0, "prompt")
+        columns = ["prompt"] * (prompt is not None and not is_repeated) + ["chosen", "rejected"]
         kinds = {self.columns[column]: isinstance(example[self.columns[column]], str) for column in columns}
         if len(set(kinds.values())) > 1:
             described = ", ".join(f"{name} is {'text' if text else 'not text'}" for name, text in kinds.items())
@@ -177,8 +162,7 @@ class Layout:
     def _messages(self, example: Example, column: str) -> list[Message]:
         role, content, name = self.columns["role"], self.columns["content"], self.columns[column]
         messages = [example[name]] if isinstance(example[name], dict) else example[name]
-        is_list = isinstance(messages, list) and messages and all(isinstance(m, dict) and role in m for m in messages)
-        if not is_list:
+        if not (isinstance(messages, list) and messages and all(isinstance(m, dict) and role in m for m in messages)):
             raise DataError(f"{name} is not a list of messages, each with a {role} and a {content}.")
         found = list[Message]()
         for message in messages:
@@ -215,14 +199,11 @@ class Layout:
     def _check_weight(self, message: Message, weight: Any) -> None:
         """Raise `DataError` for a weight that is not followed; 0 leaves an assistant's message unlearned."""
         if isinstance(weight, bool) or weight not in (0, 1):
-            problem = f"{weight!r}. Write 0 for a message that is not learned, otherwise 1."
-        elif message["role"] != "assistant" and weight == 1:
-            problem = "1, but only messages of the assistant are learned. Remove it."
-        elif message["role"] == "assistant" and weight == 0 and "preference" in self.format:
-            problem = "0, which is for supervised fine-tuning alone. Remove it."
-        else:
-            return
-        raise DataError(f".weight is {problem}")
+            raise DataError(f".weight is {weight!r}. Write 0 for a message that is not learned, otherwise 1.")
+        if message["role"] != "assistant" and weight == 1:
+            raise DataError(".weight is 1, but only messages of the assistant are learned. Remove it.")
+        if message["role"] == "assistant" and weight == 0 and "preference" in self.format:
+            raise DataError(".weight is 0, which is for supervised fine-tuning alone. Remove it.")
 
     def _role(self, role: Any, name: str) -> str:
         if not isinstance(role, str):
@@ -275,9 +256,8 @@ def _encodable(value: _Value, place: str) -> _Value:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        half = text[error.start].encode(errors="backslashreplace").decode()
-        problem = f"{half} is half of a surrogate pair. Write the character whole."
-        raise DataError(f"{place} is not text: {problem}") from None
+        half = f"{ascii(text[error.start])[1:-1]} is half of a surrogate pair. Write the character whole."
+        raise DataError(f"{place} is not text: {half}") from None
     return value
 
 
@@ -324,11 +304,9 @@ def recognize(data: Data, objective: Objective, first: Example, place: str) -> L
 
     def layouts_of(objective: Objective) -> list[Layout]:
         allowed = OBJECTIVES[objective].data_formats if given == "auto" else (given,)
-        return [
-            Layout(format, {**FORMATS[format].columns, **named}, frozenset(named))
-            for format in allowed
-            if named.keys() <= FORMATS[format].columns.keys()
-        ]
+        known = {format: FORMATS[format].columns for format in allowed}
+        fit = {format: columns for format, columns in known.items() if named.keys() <= columns.keys()}
+        return [Layout(format, {**columns, **named}, frozenset(named)) for format, columns in fit.items()]
 
     layouts = layouts_of(objective)
     fitting = [layout for layout in layouts if data.format != "auto" or _fits(layout, first)]
@@ -362,11 +340,9 @@ def check_named(data: Data, columns: Sequence[str], source: str) -> None:
 
 
 def _fits(layout: Layout, first: Example) -> bool:
-    spec = FORMATS[layout.format]
-    if not all(layout.columns[column] in first for column in spec.required):
-        return False
+    has_all = all(layout.columns[column] in first for column in FORMATS[layout.format].required)
     keys = _keys_of_messages(first.get(layout.columns.get("messages", "")))
-    return not keys or layout.columns["role"] in keys
+    return has_all and (not keys or layout.columns["role"] in keys)
 
 
 def _keys_of_messages(value: Any) -> list[str]:

@@ -1,7 +1,8 @@
-"""Texts of messages, and placeholders that stand for them while the shape of a conversation is rendered."""
+"""Texts of messages, placeholders for them while the shape of a conversation is rendered, and rows that lose one."""
 
 import json
 import re
+import secrets
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,11 +10,34 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
+from shardmake.core.errors import DataError
 from shardmake.data.layout import Message
 
 Span = tuple[int, int]
-PLACEHOLDER: Final = re.compile(r"(Qz\d+zQ|77\d{26}77)")
+LOST: Final = "a part that the chat template does not render"
+_CURES: Final = {
+    "content": "Use a role that the template renders (data.format: sharegpt reads names such as human and gpt), or "
+    "name a template that does with data.chat_template.",
+    "reasoning": "Remove the reasoning, or name a template that renders it with data.chat_template.",
+    "call": "Name a template that renders calls of tools with data.chat_template.",
+    "tools": "Name a template that renders tools with data.chat_template.",
+}
+_PARTS: Final = {"content": "the text", "reasoning": "the reasoning", "call": "a call of a tool", "tools": "the tools"}
+_SALT: Final = f"{secrets.randbelow(10**20):020}"
+"""Random digits: no text or number of a row is a placeholder."""
+PLACEHOLDER: Final = re.compile(rf"((?:Qz|77){_SALT}\d{{9}}(?:zQ|77))")
 """Pattern of what stands for a text, or for a number."""
+
+
+class BadRowError(DataError):
+    """A row that cannot be learned; rows with the same ``cause`` are counted together."""
+
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.cause, str(self))
 
 
 @dataclass(frozen=True)
@@ -33,17 +57,13 @@ class Piece(NamedTuple):
     kind: str
     text: str
     stand_in: str = ""
-    """The placeholder that may stand for it."""
-
-    @property
-    def is_text(self) -> bool:
-        """Return True for a text, which shows where the message is; a key or a number may be found elsewhere too."""
-        return self.stand_in.startswith("Q")
+    """The placeholder that may stand for it; one of a text, with Q, shows where the message is."""
 
 
+@lru_cache(1024)
 def placeholder(number: int) -> str:
     """Return the text that stands for piece ``number``."""
-    return f"Qz{number}zQ"
+    return f"Qz{_SALT}{number:09}zQ"
 
 
 def hide_texts(messages: Sequence[Message], tools: Any) -> tuple[list[dict[str, Any]], list[Piece]]:
@@ -56,8 +76,9 @@ def hide_texts(messages: Sequence[Message], tools: Any) -> tuple[list[dict[str, 
         core = text.strip()
         if not core:
             return text
-        pieces.append(Piece(index, kind, core, placeholder(len(pieces))))
-        return text.replace(core, pieces[-1].stand_in, 1)
+        stand_in = placeholder(len(pieces))
+        pieces.append(Piece(index, kind, core, stand_in))
+        return stand_in if core == text else text.replace(core, stand_in, 1)
 
     def hide_call(index: int, value: Any) -> Any:
         if isinstance(value, str):
@@ -68,7 +89,7 @@ def hide_texts(messages: Sequence[Message], tools: Any) -> tuple[list[dict[str, 
         if isinstance(value, list):
             return [hide_call(index, item) for item in value]
         if isinstance(value, int | float) and not isinstance(value, bool):
-            pieces.append(Piece(index, "call", json.dumps(value), f"77{len(pieces):026}77"))
+            pieces.append(Piece(index, "call", json.dumps(value), f"77{_SALT}{len(pieces):09}77"))
             return int(pieces[-1].stand_in)
         return value
 
@@ -99,9 +120,9 @@ def hide_texts(messages: Sequence[Message], tools: Any) -> tuple[list[dict[str, 
     return hidden, pieces
 
 
-def hidden_pieces(pieces: Sequence[Piece]) -> list[Piece]:
-    """Return ``pieces`` with their placeholders as texts."""
-    return [piece._replace(text=piece.stand_in or piece.text) for piece in pieces]
+def may_be_a_number(error: BadRowError, pieces: Sequence[Piece]) -> bool:
+    """Return whether ``error`` may be about a number of a call, which a template may write in its own form."""
+    return _PARTS["call"] in str(error) and any(piece.stand_in.startswith("77") for piece in pieces)
 
 
 def real_text(text: str, pieces: Sequence[Piece]) -> str:
@@ -114,17 +135,34 @@ def excerpt(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def lost(piece: Piece, role: str) -> BadRowError:
+    """Return the error for a ``piece`` of a message with this ``role`` that is not in the rendered text."""
+    where = f" of message {piece.message + 1} (role {role!r})" if piece.message >= 0 else ""
+    return BadRowError(
+        LOST,
+        f"the chat template does not render {_PARTS[piece.kind]}{where}: {excerpt(piece.text)!r}. {_CURES[piece.kind]}",
+    )
+
+
+def closed_thought(piece: Piece, mark: str) -> BadRowError:
+    """Return the error for a reasoning after the ``mark`` that ends it."""
+    return BadRowError(
+        "reasoning after its end",
+        f"before the reasoning of message {piece.message + 1} ({excerpt(piece.text)!r}), the chat template writes "
+        f"{mark}, which ends it. Write the reasoning under reasoning_content and not in the text, and let the "
+        "generation prompt open it with data.template_arguments, such as enable_thinking: true.",
+    )
+
+
 def number_of(text: str) -> int:
     """Return the number of the piece for which the placeholder ``text`` stands."""
-    return int(text[2:-2])
+    return int(text[2 + len(_SALT) : -2])
 
 
 def find(text: str, part: str, start: int) -> Span | None:
     """Return where ``part`` is in ``text`` from ``start`` on, as it is or as a template writes JSON."""
-    for form in _forms(part):
-        if (at := text.find(form, start)) >= 0:
-            return at, at + len(form)
-    return None
+    found = ((text.find(form, start), len(form)) for form in _forms(part))
+    return next(((at, at + size) for at, size in found if at >= 0), None)
 
 
 def _forms(text: str) -> Iterator[str]:

@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 def content_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``inputs`` of a data receipt without the folders of the source files."""
-
     sources = {
         split: {**source, "files": [{**file, "path": Path(file["path"]).name} for file in source["files"]]}
         for split, source in inputs["sources"].items()
@@ -76,11 +75,7 @@ def _take_splits(folder: Path, receipt: DataReceipt, work: Path) -> bool:
     for split in ("train", "eval"):
         remove(work / split)
         shutil.copytree(folder / split, work / split, copy_function=link_or_copy)
-    if all(sha256(work / file.path) == file.sha256 for part in (receipt.train, receipt.eval) for file in part.files):
-        return True
-    for split in ("train", "eval"):
-        remove(work / split)
-    return False
+    return all(sha256(work / file.path) == file.sha256 for part in (receipt.train, receipt.eval) for file in part.files)
 
 
 def link_or_copy(source: str, target: str) -> None:

@@ -1,25 +1,27 @@
 """Sources of examples: a local file, or the files of one split in a folder.
 
-Whatever the kind of a file, each row becomes an example with its place in the same way (`shardmake.data.files`), for
-the plan and for the data stage. Data sets of the hub become local files first (`shardmake.fetch.hub_data`).
+Data sets of the hub become local files first (`shardmake.fetch.hub_data`). Data that a user's script reads by itself
+(``data.format: raw``) are hashed, and handed over as a folder of links to the files of the source.
 """
 
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from shardmake.config.formats import COMPRESSION_SUFFIXES, DATA_SUFFIXES, data_files, data_kind
+from shardmake.config.formats import COMPRESSION_SUFFIXES, DATA_SUFFIXES, data_files, data_kind, raw_files
 from shardmake.config.models import Data
 from shardmake.core.atomic import sha256
 from shardmake.core.errors import DataError
-from shardmake.data.files import Row, open_row, raw_rows
-from shardmake.data.parquet import count_parquet_rows
+from shardmake.core.run_folder import make_folder, make_link
+from shardmake.data.files import Row, count_parquet_rows, open_row, raw_rows
+from shardmake.run.paths import RunDir
+from shardmake.run.receipts import DataReceipt
 
 FIRST_ROWS = 64
 TRAIN_SPLITS = ("train",)
@@ -27,6 +29,7 @@ EVAL_SPLITS = ("validation", "test", "eval", "dev")
 FILE_KINDS = f"{', '.join(DATA_SUFFIXES)}, compressed with {', '.join(COMPRESSION_SUFFIXES)} except for .parquet"
 ONE_SPLIT: Final = ".source.json"
 """A folder with this file was fetched from the hub and has the files of one split, whatever their names."""
+_NO_EXAMPLES: Final = "No examples in {}. Name a source with data."
 _HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(:(?P<split>[\w.-]+))?")
 
 
@@ -110,8 +113,8 @@ def _files_in(folder: Path, data: Data, splits: tuple[str, ...]) -> Source:
     if (folder / ONE_SPLIT).exists():
         return Source(tuple(found))
     named = _by_split(folder, found, data.subset)
-    everything = next((files for files in named.values() if len(files) == len(found)), None)
-    chosen = next((named[split] for split in splits if split in named), everything)
+    usable = [named[split] for split in splits if split in named]
+    chosen = next(iter([*usable, *(files for files in named.values() if len(files) == len(found))]), None)
     if chosen is None:
         raise DataError(
             f"Data folder {folder} has no split {' or '.join(splits)}. By the hub's rules for names, "
@@ -171,7 +174,7 @@ def count_rows(source: Source) -> int:
     else:
         count = sum(1 for _ in raw_rows(source.paths))
     if not count:
-        raise _no_examples(source)
+        raise DataError(_NO_EXAMPLES.format(source))
     return count
 
 
@@ -180,7 +183,7 @@ def first_rows(source: Source, limit: int = FIRST_ROWS, *, drop: bool = False) -
 
     Raises `DataError` if there is none.
     """
-    found, error = list[Row](), _no_examples(source)
+    found, error = list[Row](), DataError(_NO_EXAMPLES.format(source))
     for raw in raw_rows(source.paths):
         try:
             found.append(open_row(raw))
@@ -195,5 +198,45 @@ def first_rows(source: Source, limit: int = FIRST_ROWS, *, drop: bool = False) -
     return found
 
 
-def _no_examples(source: Source) -> DataError:
-    return DataError(f"No examples in {source}. Name a source with data.")
+def files_of_raw(source: Path) -> list[Path]:
+    """Return every file of ``source``; raise `DataError` if there is none."""
+    if not (files := raw_files(source)):
+        raise DataError(f"No data in {source}: the folder has no file. Name a file, or a folder with files.")
+    return files
+
+
+def identity_of_raw(source: Path) -> dict[str, Any]:
+    """Return name, size and checksum of every file of ``source``, a file or folder that a user's script reads."""
+    return {"files": [file_record(path, _root(source)) for path in files_of_raw(source)]}
+
+
+def link_raw(source: Path, identity: Mapping[str, Any], folder: Path) -> None:
+    """Create ``folder`` with a link to each file of ``source`` that ``identity`` names."""
+    root = _root(source).resolve()
+    for file in identity["files"]:
+        link = folder / file["path"]
+        make_folder(link.parent)
+        make_link(link, root / file["path"])
+
+
+def are_linked(source: Path, identity: Mapping[str, Any], folder: Path) -> bool:
+    """Return whether `link_raw` has made ``folder`` from the files of ``source``."""
+    root = _root(source)
+    return all((folder / file["path"]).resolve() == (root / file["path"]).resolve() for file in identity["files"])
+
+
+def check_raw(rundir: RunDir) -> None:
+    """Raise `DataError` if a file of the raw data has another size than when it was hashed."""
+    for file in DataReceipt.read(rundir.data_receipt).sources["train"]["files"]:
+        path = rundir.raw_data / file["path"]
+        size = path.stat().st_size if path.exists() else None
+        if size != file["bytes"]:
+            found = "is missing" if size is None else f"has {size:,} bytes instead of {file['bytes']:,}"
+            raise DataError(
+                f"Training was not started: {os.path.realpath(path)} {found}, and other data than the run's would be "
+                f"learned. Restore it, or hash the data again: shardmake data {rundir.name}"
+            )
+
+
+def _root(source: Path) -> Path:
+    return source if source.is_dir() else source.parent

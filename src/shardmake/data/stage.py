@@ -7,23 +7,31 @@ temporary folder and renamed. The receipt is written last.
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.config.formats import RAW
-from shardmake.config.models import EvalSource, Run
+from shardmake.config.models import Run
 from shardmake.core.atomic import digest
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import DataError, ShardmakeError
 from shardmake.core.run_folder import fsync_directory, make_folder, open_file, remove, rename, unlink
 from shardmake.core.units import plural
 from shardmake.data.build import build
-from shardmake.data.examples import day_of, load_tokenizer, open_chat_template, open_parts, tokenizer_digest
-from shardmake.data.outcomes import describe_outcomes
-from shardmake.data.preview import show
-from shardmake.data.raw import are_linked, identity_of_raw, link_raw
+from shardmake.data.chat import ChatTemplate
+from shardmake.data.encode import Tokens
+from shardmake.data.examples import (
+    Part,
+    day_of,
+    load_tokenizer,
+    make_encoder,
+    open_chat_template,
+    open_parts,
+    tokenizer_digest,
+)
+from shardmake.data.packing import describe_outcomes
 from shardmake.data.sharing import ENCODING, content_of, locked, take_same_data
-from shardmake.data.sources import identity
+from shardmake.data.sources import FIRST_ROWS, are_linked, identity, identity_of_raw, link_raw
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import DataReceipt, DataSettings, SplitReceipt
 
@@ -54,8 +62,8 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
     settings = run.data.model_dump(include=set(DataSettings.model_fields) - {"columns"})
     settings |= run.model_dump(include={"sequence_length", "packing", "seed"}) | _mix_settings(run)
     settings |= {"columns": run.data.columns.named, "stops": sorted(chat.stops)}
-    settings |= {"objective": None if run.objective == "sft" else run.objective}
-    settings |= {"day": day.isoformat() if chat.reads_clock else None}
+    settings["objective"] = None if run.objective == "sft" else run.objective
+    settings["day"] = day.isoformat() if "strftime_now" in str(tokenizer.chat_template) else None
     inputs = {
         "layout": _LAYOUT,
         "tokenizer": tokenizer_digest(tokenizer),
@@ -73,13 +81,9 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
             results = build(run, chat, parts, work, cpus)
             sequences = {"files": results["train"]["files"], "length": run.sequence_length}
             results["shown"] = [_excerpt(text) for text in islice(show(chat, parts, _SHOWN, log=False), _SHOWN)]
-            receipt = DataReceipt(
-                digest=digest(raw or sequences),
-                encoding=ENCODING,
-                pad_token_id=_pad_token_id(tokenizer),
-                **inputs,
-                **results,
-            )
+            pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)  # padding is neither learned nor attended to
+            results |= {"encoding": ENCODING, "pad_token_id": next(token for token in pads if token is not None)}
+            receipt = DataReceipt(digest=digest(raw or sequences), **inputs, **results)
         if raw:
             link_raw(raw_source, raw["train"], work / RAW)
         _publish(work, rundir, receipt)
@@ -104,26 +108,21 @@ def _excerpt(text: str) -> str:
 
 def _mix_settings(run: Run) -> dict[str, Any]:
     """Return what the data depend on if they have several sources, besides the content of these."""
-    reading = {"source", "subset", "revision"}
-
-    def named(sources: Sequence[EvalSource]) -> list[dict[str, Any]]:
-        return [{"name": one.label} | one.model_dump(exclude=reading | {"name"}, exclude_none=True) for one in sources]
-
-    lists = {"mix": run.data.train, "evaluated": run.data.eval}
-    return {key: named(sources) for key, sources in lists.items() if isinstance(sources, list)}
-
-
-def _pad_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Return the padding id; padding is never learned or attended to, so any id is valid without a pad token."""
-    return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    reading, lists = {"source", "subset", "revision", "name"}, {"mix": run.data.train, "evaluated": run.data.eval}
+    return {
+        key: [{"name": one.label} | one.model_dump(exclude=reading, exclude_none=True) for one in sources]
+        for key, sources in lists.items()
+        if isinstance(sources, list)
+    }
 
 
 def _current(rundir: RunDir, inputs: Mapping[str, Any]) -> DataReceipt | None:
     """Return the receipt if it has the same ``inputs`` and its files exist, else None."""
-    if (receipt := _read(rundir)) is None:
+    receipt = _read(rundir)
+    if receipt is None or inputs != receipt.model_dump(include=set(inputs), mode="json"):
         return None
-    same = inputs == receipt.model_dump(include=set(inputs), mode="json")
-    return receipt if same and all(_files_exist(rundir.data, one) for one in (receipt.train, receipt.eval)) else None
+    files = [(rundir.data / file.path, file.bytes) for one in (receipt.train, receipt.eval) for file in one.files]
+    return receipt if all(path.is_file() and path.stat().st_size == size for path, size in files) else None
 
 
 def _read(rundir: RunDir) -> DataReceipt | None:
@@ -131,11 +130,6 @@ def _read(rundir: RunDir) -> DataReceipt | None:
     with suppress(ShardmakeError):
         return DataReceipt.read(rundir.data_receipt)
     return None
-
-
-def _files_exist(folder: Path, split: SplitReceipt) -> bool:
-    files = [(folder / file.path, file.bytes) for file in split.files]
-    return all(path.is_file() and path.stat().st_size == size for path, size in files)
 
 
 @contextmanager
@@ -178,3 +172,44 @@ def _summary(counts: SplitReceipt, length: int) -> str:
         f"{describe_outcomes(dict(counts))} in {plural(counts.sequences, 'sequence')} of {length:,} tokens "
         f"({full:.0%} full), {counts.loss_tokens:,} of {counts.tokens:,} tokens learned"
     )
+
+
+def preview(run: Run, count: int, rundir: RunDir) -> Iterator[str]:
+    """Yield what `show` does of the first ``count`` training examples of each source; nothing is written."""
+    chat = open_chat_template(run, load_tokenizer(run), day_of(rundir))
+    return show(chat, open_parts(run, max(count, FIRST_ROWS)), count)
+
+
+def show(chat: ChatTemplate, parts: Sequence[Part], count: int, *, log: bool = True) -> Iterator[str]:
+    """Yield a heading and the text of each of the first ``count`` examples of each training source of ``parts``.
+
+    Loss tokens stand in ``[[ ]]``; of a pair, both answers are shown, and of turns that are apart, each with its
+    context. ``[cut: N tokens]`` marks where ``sequence_length`` ends. Raises what the data stage raises for these
+    examples; a bad row that it drops is named instead.
+    """
+    for part in [part for part in parts if part.split == parts[0].split]:  # of raw data, those of the evaluation
+        encoder = make_encoder(part, chat, log=log)
+        cut = None if encoder.layout.format == "text" else part.run.sequence_length
+        for row in part.rows[:count]:
+            try:
+                examples = encoder(row.example, row.place)
+            except DataError as error:
+                if not part.drops:
+                    raise
+                yield f"Dropped: {error}\n"
+                continue
+            titles = [f", turn {number} of {len(examples)}" for number in range(1, len(examples) + 1)]
+            titles = [", chosen", ", rejected"] if encoder.layout.format == "preference" else titles
+            for (ids, learned), title in zip(examples, titles if len(examples) > 1 else [""], strict=True):
+                heading = f"{row.place}{title}: {len(ids):,} tokens, {sum(learned[:cut]):,} of them learned"
+                yield f"{heading}\n{marked(chat.tokenizer, (ids, learned), cut)}\n"
+
+
+def marked(tokenizer: "PreTrainedTokenizerBase", tokens: Tokens, cut: int | None = None) -> str:
+    """Return the text of ``tokens`` up to the ``cut``, with each run of loss tokens in ``[[ ]]``."""
+    parts = []
+    for has_loss, pairs in groupby(zip(*(part[:cut] for part in tokens), strict=True), key=lambda pair: pair[1]):
+        text = tokenizer.decode([token for token, _ in pairs], clean_up_tokenization_spaces=False)
+        parts.append(f"[[{text}]]" if has_loss else text)
+    left = len(tokens[0][cut:]) if cut else 0
+    return "".join(parts) + (f"[cut: {left:,} tokens]" if left else "")

@@ -8,10 +8,10 @@ import pytest
 from shardmake.config.chat_template import fix_clock
 from shardmake.config.formats import FORMATS
 from shardmake.core.errors import DataError
-from shardmake.data.bad_rows import BadRowError
 from shardmake.data.chat import ChatTemplate
 from shardmake.data.encode import Encoder
 from shardmake.data.layout import Layout
+from shardmake.data.placeholders import BadRowError, placeholder
 from tests.unit.data.test_encode import MARKED, PLAIN, chat, make_tokenizer, shown
 
 Row = dict[str, Any]
@@ -78,6 +78,10 @@ BY_ID = LOOP % (  # the name of a call is in its id, and that of a result in the
 )
 CLOCK = "<system>{{ strftime_now('%Y') }}</s>" + PLAIN
 SWITCH = LOOP % (MESSAGE, "{% if think %}T{% endif %}")
+EVERYTHING = "{{ tools | tojson }}{{ more | tojson }}" + CALLS.replace(
+    "{{ m.role }}>", "{{ m.role }}>{{ m.name or '' }}{{ m.reasoning_content or '' }}{{ m.tool_call_id or '' }}"
+).replace("{{ c.function.name }}", "{{ c.id }}{{ c.function.name }}")
+OTHER_DIGITS = str.maketrans("0123456789", "1234567890")
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": '{"x": "y"}'}}]}
 QUOTED = {"function": {"name": "f", "arguments": {"n": 'y"'}}}
 THOUGHT = {"role": "assistant", "content": "b", "thinking": "z"}
@@ -241,6 +245,35 @@ def test_a_row_like_others_is_encoded_as_alone() -> None:
         for row in rows:
             alone = _outcome(encoder(template), row)
             assert [_outcome(used, row) for _ in range(2)] == [alone, alone]
+
+
+LIKE = {
+    "first": "Qz0zQ",
+    "beyond": "Qz99zQ",
+    "number": f"77{9:026}77",
+    "random": placeholder(0).translate(OTHER_DIGITS),
+}
+
+
+@pytest.mark.parametrize("kind", LIKE)
+def test_text_like_a_placeholder_is_text_in_every_place(kind: str) -> None:
+    """The tokens are those of a row with other words in its place."""
+
+    def row(word: str) -> Row:
+        call = {"id": word, "function": {"name": word, "arguments": {word: [word, 7], "n": int(LIKE["number"])}}}
+        answer = {"role": "assistant", "reasoning_content": word, "content": word, "name": word, "tool_calls": [call]}
+        messages = [*chat(f"s:{word}", f"u:{word}"), answer, {"role": "tool", "tool_call_id": word, "content": word}]
+        tools = [{"name": word, "description": word, "parameters": {word: {"default": int(LIKE["number"])}}}]
+        return {
+            "messages": [*messages, *chat(f"a:{word}")],
+            "tools": tools,
+            "chat_template_kwargs": {"more": {word: word}},
+        }
+
+    used, text = encoder(EVERYTHING), LIKE[kind]
+    expected = [shown.replace("unlike", text) for shown in encoded(encoder(EVERYTHING), row("unlike"))]
+    assert expected[0].count(text) >= 17
+    assert [encoded(used, row(one)) for one in ("x", text, text)][1:] == [expected, expected]
 
 
 def _outcome(used: Encoder, row: Row) -> Any:

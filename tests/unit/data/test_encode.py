@@ -202,20 +202,10 @@ def test_what_cannot_be_encoded_is_refused(template: str | None, format: Any, ex
     assert str(error.value) == message
 
 
-@pytest.mark.parametrize(
-    ("loss_on", "format", "expected"),
-    [
-        ("auto", "chat", True),
-        ("auto", "prompt-completion", True),
-        ("auto", "text", False),
-        ("all", "chat", False),
-        ("assistant", "prompt-completion", True),
-    ],
-)
-def test_loss_is_where_the_config_says(loss_on: Any, format: Any, expected: bool) -> None:
-    assert loss_on_assistant(Data(train="x", loss_on=loss_on), format) is expected
-
-
-def test_text_has_no_assistant() -> None:
+def test_loss_is_where_the_config_says() -> None:
+    cases: list[tuple[Any, Any]] = [("auto", "chat"), ("auto", "prompt-completion"), ("auto", "text"), ("all", "chat")]
+    found = [loss_on_assistant(Data(train="x", loss_on=loss_on), format) for loss_on, format in cases]
+    assert found == [True, True, False, False]
+    assert loss_on_assistant(Data(train="x", loss_on="assistant"), "prompt-completion")
     with pytest.raises(ShardmakeError, match="the examples are text"):
         loss_on_assistant(Data(train="x", loss_on="assistant"), "text")

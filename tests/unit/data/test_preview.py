@@ -23,9 +23,10 @@ def base(tmp_path: Path) -> Path:
 def test_loss_tokens_are_marked_and_a_cut_is_shown(base: Path, tmp_path: Path) -> None:
     rows = [{"messages": chat("u:hi", "a:yes")}, {"messages": chat("u:hi", "a:" + "w" * 9)}, {"messages": []}]
     data = {"train": write_rows(tmp_path / "t.jsonl", rows)}
-    first, second = (
-        text.splitlines() for text in preview(make_run(base, data, sequence_length=9), 2, RunDir(tmp_path / "run"))
-    )
+    shown = preview(make_run(base, data, sequence_length=9), 3, RunDir(tmp_path / "run"))
+    first, second = (next(shown).splitlines() for _ in range(2))
+    with pytest.raises(DataError, match="line 3: messages is not a list"):
+        next(shown)
     assert first[0] == f"{tmp_path / 't.jsonl'}, line 1: 9 tokens, 4 of them learned"
     texts = [text.replace(" ", "") for text in (first[1], second[1])]  # this tokenizer decodes to single characters
     assert texts == ["<user>hi</s><assistant>[[yes</s>]]", "<user>hi</s><assistant>[[wwww]][cut:6tokens]"]
@@ -55,12 +56,6 @@ def test_keys_of_messages_and_arguments_that_nothing_reads_are_named(
         ConfigError, match=r"data\.template_arguments\.enable_thinkin: the chat template does not read it"
     ):
         list(preview(run, 1, RunDir(tmp_path / "run")))
-
-
-def test_a_wrong_example_is_named_by_its_line(base: Path, tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_text(json.dumps({"messages": chat("u:a", "a:b")}) + '\n{"messages": 3}\n')
-    with pytest.raises(DataError, match="line 2: messages is not a list"):
-        list(preview(make_run(base, {"train": str(tmp_path / "t.jsonl")}), 2, RunDir(tmp_path / "run")))
 
 
 def test_the_recorded_day_is_shown_and_a_dropped_row_is_named(base: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from shardmake.config.models import Run
 from shardmake.core.atomic import read_json, sha256, unsealed
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.failures import explain
-from shardmake.data import check_first_rows, check_sources, encoding, prepare
+from shardmake.data import build, check_first_rows, check_sources, prepare
 from shardmake.data.dataset import IGNORED, Sequences, collator
 from shardmake.run.paths import RunDir
 from tests.unit.data.test_encode import MARKED, chat, make_tokenizer
@@ -200,7 +200,7 @@ def test_evaluation_examples_that_are_also_trained_on_are_counted(
 def test_the_result_depends_on_the_seed_and_not_on_the_processes(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoding, "_POOL_FROM_ROWS", 10)
+    monkeypatch.setattr(build, "_POOL_FROM_ROWS", 10)
     data = {"train": write_rows(tmp_path / "t.jsonl", conversations(300))}
     made = {}
     for name, cpus, seed in (("one", 1, 42), ("two", 2, 42), ("other", 1, 43)):
@@ -215,11 +215,11 @@ def test_a_killed_stage_encodes_only_what_is_missing(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The result is that of a stage that was not killed, and other inputs start again."""
-    monkeypatch.setattr(encoding, "_ROWS_IN_BATCH", 10)
-    monkeypatch.setattr(encoding, "_BATCHES_IN_PART", 3)
+    monkeypatch.setattr(build, "_ROWS_IN_BATCH", 10)
+    monkeypatch.setattr(build, "_BATCHES_IN_PART", 3)
     run = make_run(model, {"train": write_rows(tmp_path / "t.jsonl", conversations(100))})
     prepare(run, RunDir(tmp_path / "whole" / "run"))
-    write, written = encoding._write_part, []
+    write, written = build._write_part, []
 
     def write_or_die(path: Path, batches: Any) -> None:
         if len(written) == 2 and os.getpid() != parent:
@@ -227,7 +227,7 @@ def test_a_killed_stage_encodes_only_what_is_missing(
         written.append(path)
         write(path, batches)
 
-    monkeypatch.setattr(encoding, "_write_part", write_or_die)
+    monkeypatch.setattr(build, "_write_part", write_or_die)
     rundir, parent = RunDir(tmp_path / "killed" / "run"), os.getpid()
     child = multiprocessing.get_context("fork").Process(target=prepare, args=(run, rundir))
     child.start()
@@ -261,15 +261,18 @@ def test_up_to_date_data_are_not_rewritten(model: Path, tmp_path: Path, caplog: 
     assert rundir.data_receipt.stat().st_mtime != 1
 
 
-def test_a_failure_leaves_what_was_there(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cpus", [1, 2], ids=["one process", "workers"])
+def test_a_failure_names_its_line_and_leaves_what_was_there(
+    model: Path, tmp_path: Path, cpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_POOL_FROM_ROWS", 10)
     path = tmp_path / "t.jsonl"
     run = make_run(model, {"train": write_rows(path, conversations(20))})
     rundir = RunDir(tmp_path / "run")
     prepare(run, rundir)
     before = files_of(rundir.root)
     path.write_text(path.read_text() + "{\n")
-    with pytest.raises(ShardmakeError, match="line 21 is not valid JSON"):
-        prepare(run, rundir)
+    assert refusal(run, rundir, cpus).startswith(f"{path}, line 21 is not valid JSON: ")
     assert files_of(rundir.root) == before
 
 
@@ -277,17 +280,6 @@ def refusal(run: Run, rundir: RunDir, cpus: int = 1) -> str:
     with pytest.raises(ShardmakeError) as error:
         prepare(run, rundir, cpus=cpus)
     return str(error.value)
-
-
-def test_a_broken_line_is_named_by_a_worker_process_too(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(encoding, "_POOL_FROM_ROWS", 10)
-    path = tmp_path / "t.jsonl"
-    write_rows(path, conversations(20))
-    path.write_text(path.read_text() + "{\n")
-    message = refusal(make_run(model, {"train": str(path)}), RunDir(tmp_path / "run"), cpus=2)
-    assert message.startswith(f"{path}, line 21 is not valid JSON: ")
 
 
 @pytest.mark.parametrize(
