@@ -329,7 +329,7 @@ def _report(training: Training, ranks: int | None, *, on_cpu: bool) -> Report:
     )  # fmt: skip
     plain = json.loads(json.dumps(asdict(settings), default=str))
     with temporary_folder("check") as folder:
-        found = compare(Settings(**plain), folder)
+        found, _ = compare(Settings(**plain), folder)
     names = {library: training.files[kind].name for library, kind in OWNERS.items() if kind in training.files}
     if training.flags and "Accelerate" not in names:
         names["Accelerate"] = training.title
