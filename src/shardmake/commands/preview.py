@@ -85,17 +85,14 @@ def _submitted(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> dict[s
     service = (
         {f"on each of {plural(plan.service_nodes, 'node')} after these": run.service.command} if run.service else {}
     )
+    command = f"python -m shardmake.launch.worker {folder.root} 0"
+    if cluster.executor == "slurm":
+        command = SlurmJobs(rundir.root, cluster, run).script(folder, plan, excluded=[])
     return {
-        job: _submission(plan, run, cluster, rundir, folder),
+        job: command,
         node: _node(plan, cluster, rundir.root, folder),
         **service,
     }
-
-
-def _submission(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir, folder: AttemptDir) -> str:
-    if cluster.executor == "slurm":
-        return SlurmJobs(rundir.root, cluster, run).script(folder, plan, excluded=[])
-    return f"python -m shardmake.launch.worker {folder.root} 0"
 
 
 def _node(plan: Plan, cluster: Cluster, run_folder: Path, folder: AttemptDir) -> str:

@@ -229,7 +229,12 @@ def check_distinct(pushes: Mapping[str, Push]) -> None:
 
     A push replaces what the last push left, so the second run would replace the model of the first.
     """
-    named = [(_place(to, push), run, to) for run, push in pushes.items() for to in _replaced(push)]
+    named = [
+        (_place(to, push), run, to)
+        for run, push in pushes.items()
+        for to in push.destinations
+        if not (push.pull_request and to.startswith("hub:"))  # which replaces nothing
+    ]
     order = {entry: number for number, entry in enumerate(named)}
     for pair in pairwise(sorted(named, key=lambda entry: (entry[0][0], entry[0][1].parts))):
         (_, path), (_, other_path) = places = [entry[0] for entry in pair]
@@ -240,13 +245,6 @@ def check_distinct(pushes: Mapping[str, Push]) -> None:
                 f"run {first!r} pushes {both} to {other!r}. One would replace the other. Write {RUN} in push.to, such "
                 f"as 'file:published/{RUN}', or name separate destinations"
             )
-
-
-def _replaced(push: Push) -> Iterator[str]:
-    """Yield the destinations whose content a push replaces; a pull request replaces nothing."""
-    for to in push.destinations:
-        if not (push.pull_request and to.startswith("hub:")):
-            yield to
 
 
 def _place(destination: str, push: Push) -> tuple[str, PurePosixPath]:

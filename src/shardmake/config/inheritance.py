@@ -56,8 +56,9 @@ class ResolvedRun:
             if value == {} and isinstance(section.get(path[-1]), dict):
                 continue
             section[path[-1]] = copy.deepcopy(value)
-            for other in [other for other in self.origins if _related(other, path)]:
-                del self.origins[other]
+            for other in list(self.origins):  # at, above or below the path
+                if other[: len(path)] == path or path[: len(other)] == other:
+                    del self.origins[other]
             self.origins[path] = origin(path)
 
 
@@ -209,12 +210,6 @@ def _section(values: dict[Any, Any], path: Path) -> dict[Any, Any]:
             values[key] = {}
         values = values[key]
     return values
-
-
-def _related(one: Path, other: Path) -> bool:
-    """Return True if one of the two is at or below the other."""
-    length = min(len(one), len(other))
-    return one[:length] == other[:length]
 
 
 def _has(values: Any, path: Path) -> bool:

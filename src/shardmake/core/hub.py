@@ -92,7 +92,8 @@ def with_retries(action: Callable[[], T], *, is_first: bool = False) -> T:
             failed = _unreached(error) if is_first else None
             if failed and (wait > RETRY_WAITS[0] or not isinstance(failed, OSError)):
                 raise
-            seconds = max(wait, _requested_wait(error))
+            asked = getattr(_response_of(error), "headers", {}).get("Retry-After", "")
+            seconds = max(wait, min(float(asked), _LONGEST_WAIT) if asked.isdecimal() else 0.0)
             logger.warning("The transfer was interrupted: %s. Retrying in %g s.", first_line(error), seconds)
             time.sleep(seconds)
     return action()
@@ -136,12 +137,6 @@ def ask_endpoint() -> str:
     with translate_hub_errors(f"The hub {ENDPOINT}", {}, otherwise):
         get_session().head(ENDPOINT, timeout=10)
     return str(ENDPOINT)
-
-
-def _requested_wait(error: Exception) -> float:
-    """Return the seconds of the header Retry-After, 0 without it."""
-    value = getattr(_response_of(error), "headers", {}).get("Retry-After", "")
-    return min(float(value), _LONGEST_WAIT) if value.isdecimal() else 0.0
 
 
 def _is_temporary(error: Exception) -> bool:
