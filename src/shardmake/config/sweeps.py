@@ -13,16 +13,9 @@ from typing import Any, Final
 from shardmake.core.nested import overlay
 
 SHORT: Final = {
-    "learning_rate": "lr",
-    "seed": "s",
-    "global_batch_size": "b",
-    "sequence_length": "len",
-    "max_steps": "steps",
-    "weight_decay": "wd",
-    "warmup_ratio": "warmup",
-    "lora.rank": "r",
-    "lora.alpha": "alpha",
-}
+    "learning_rate": "lr", "seed": "s", "global_batch_size": "b", "sequence_length": "len", "max_steps": "steps",
+    "weight_decay": "wd", "warmup_ratio": "warmup", "lora.rank": "r", "lora.alpha": "alpha",
+}  # fmt: skip
 """Keys whose name in the name of a run is short."""
 _LONGEST: Final = 32
 """Longest text of one value in the name of a run, in characters."""

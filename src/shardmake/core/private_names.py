@@ -56,13 +56,12 @@ _SUB_GROUPS: Final = (
     "_swappable_optimizer_subgroup",
 )  # fmt: skip
 _MODULE: Final = (
-    "_buffers",
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_modules",
-    "_non_persistent_buffers_set",
-    "_parameters",
-)
+    "_buffers", "_forward_hooks", "_forward_pre_hooks", "_modules", "_non_persistent_buffers_set", "_parameters",
+)  # fmt: skip
+_PRETRAINED: Final = (
+    "_adjust_missing_and_unexpected_keys", "_from_config", "_is_hf_initialized", "_keys_to_ignore_on_load_unexpected",
+    "_no_split_modules", "_supports_attention_backend", "_supports_flash_attn", "_supports_sdpa",
+)  # fmt: skip
 NAMES: Final = (
     Names("python", "argparse.ArgumentParser", ("_actions",)),
     Names("python", "atexit", ("_run_exitfuncs",)),
@@ -89,26 +88,8 @@ NAMES: Final = (
     Names("torch", "torch.utils._pytree"),
     Names("transformers", "transformers.Trainer", _TRAINER),
     Names("transformers", "transformers.PreTrainedConfig", ("_attn_implementation",)),
-    Names(
-        "transformers",
-        "transformers.PreTrainedModel",
-        (
-            "_adjust_missing_and_unexpected_keys",
-            "_from_config",
-            "_is_hf_initialized",
-            "_keys_to_ignore_on_load_unexpected",
-            "_no_split_modules",
-            "_supports_attention_backend",
-            "_supports_flash_attn",
-            "_supports_sdpa",
-        ),
-    ),
-    Names(
-        "transformers",
-        "transformers.PreTrainedModel",
-        ("_is_distributed_loading_by_transformers",),
-        oldest="5.23",
-    ),
+    Names("transformers", "transformers.PreTrainedModel", _PRETRAINED),
+    Names("transformers", "transformers.PreTrainedModel", ("_is_distributed_loading_by_transformers",), oldest="5.23"),
     Names("transformers", "transformers.distributed.fsdp", ("_get_fsdp_policy_kwargs",), oldest="5.23"),
     Names("transformers", "transformers.PreTrainedTokenizerFast", ("_encode_plus",)),
     Names("transformers", "transformers.core_model_loading", ("_weight_conversions",)),
