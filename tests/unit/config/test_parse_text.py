@@ -32,8 +32,8 @@ def test_each_unreadable_value_is_an_error_with_its_line(text: str) -> None:
 
 
 def test_aliases_and_merge_keys_are_read() -> None:
-    text = "base: &base {model: m, data: &data {train: t}}\nrun: {<<: *base, data: *data, seed: 1}\n"
-    assert parse_yaml(text)["run"] == {"model": "m", "data": {"train": "t"}, "seed": 1}
+    text = "base: &base {model: m, data: &data {train: t}}\nrun: {<<: *base, data: *data, model: n, seed: 1}\n"
+    assert parse_yaml(text)["run"] == {"model": "n", "data": {"train": "t"}, "seed": 1}
 
 
 def test_quoted_dates_and_emoji_are_text() -> None:

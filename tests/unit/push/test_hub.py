@@ -36,12 +36,8 @@ def test_the_repository_is_private_and_holds_the_model(hub: FakeHub, rundir: Run
     assert {name: found[name] for name in MODEL} == MODEL
     assert found.keys() - MODEL == {"README.md", *PLOTS, "SHA256SUMS"}
     commit = hub.repositories["lab/chat"].refs["main"]
+    assert len(hub.repositories["lab/chat"].commits) == 2, "readers see the model with one commit after the initial one"
     assert receipt.destinations == [PushedTo(to="hub:lab/chat", url=f"{hub.url}/lab/chat/tree/{commit}", commit=commit)]
-
-
-def test_readers_see_the_model_with_one_commit(hub: FakeHub, rundir: RunDir) -> None:
-    push(RUN, rundir)
-    assert len(hub.repositories["lab/chat"].commits) == 2, "the initial one and the model"
 
 
 def test_through_xet(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,15 +28,9 @@ def test_six_flops_a_weight_and_the_attention_apart() -> None:
     assert flops_per_token(model, "full", 0) == 6 * MATRICES
     # PaLM's 12 L H Q T with T the sequence length counts both triangles; half of it is the causal part
     assert flops_per_token(model, "full", 2048.5) - 6 * MATRICES == pytest.approx(12 * 32 * 4096 * 2048.5)
-
-
-def test_an_embedding_counts_where_it_is_also_the_head() -> None:
+    assert flops_per_token(model, "lora", 0) == 4 * MATRICES, "frozen weights need no gradient of their own"
     tied = from_config({**LLAMA_7B, "tie_word_embeddings": True})
-    assert flops_per_token(tied, "full", 0) == 6 * MATRICES
-
-
-def test_frozen_weights_need_no_gradient_of_their_own() -> None:
-    assert flops_per_token(from_config(LLAMA_7B), "lora", 0) == 4 * MATRICES
+    assert flops_per_token(tied, "full", 0) == 6 * MATRICES, "an embedding counts where it is also the head"
 
 
 def test_of_a_mixture_only_the_chosen_experts_count() -> None:
