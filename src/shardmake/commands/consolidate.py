@@ -57,11 +57,7 @@ class MergeRequest:
 
 
 def merge(request: MergeRequest, checkpoint: Path, out: Path) -> str:
-    """Merge ``checkpoint`` into the model folder ``out``; with ``dry_run`` only return the list of files to write.
-
-    Raises:
-        ShardmakeError: The checkpoint cannot be merged, or ``out`` must not be replaced.
-    """
+    """Merge ``checkpoint`` into the model folder ``out``; with ``dry_run`` only return the list of files to write."""
     from shardmake.consolidate.destination import find_base
     from shardmake.consolidate.merge import consolidate, preview
     from shardmake.consolidate.merge_plan import plan_merge

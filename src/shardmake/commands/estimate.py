@@ -88,12 +88,7 @@ def _row_json(row: Candidate) -> dict[str, Any]:
 
 @one_library_process()
 def estimate(request: EstimateRequest) -> EstimateResult:
-    """Estimate each strategy, with and without gradient checkpointing if ``request`` leaves that open.
-
-    Raises:
-        ConfigError: An option cannot be used.
-        ModelError: The model's config.json cannot be used.
-    """
+    """Estimate each strategy, with and without gradient checkpointing if ``request`` leaves that open."""
     check_options(request)
     settings = resolve_request(request)
     request = replace(request, sequence_length=settings.run.sequence_length)

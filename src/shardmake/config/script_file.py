@@ -21,10 +21,7 @@ def script_file(script: str) -> Path:
     """Return the file that runs, for a package that of its ``__main__``.
 
     A module is looked for in the working folder, from which the ranks start, and in the installed packages. Nothing is
-    imported.
-
-    Raises:
-        ConfigError: There is no such module, or it has no file of Python.
+    imported. Raises `ConfigError` if there is no such module, or it has no file of Python.
     """
     name = module_of(script)
     if name is None:

@@ -125,11 +125,7 @@ def is_untrusted(error: BaseException | None) -> bool:
 
 
 def ask_endpoint() -> str:
-    """Return the address of the hub, which answered.
-
-    Raises:
-        HubError: It does not answer; the message has the reason and what to do.
-    """
+    """Return the address of the hub, which answered; raise a `HubError` with the reason if it does not."""
     from huggingface_hub import get_session
     from huggingface_hub.constants import ENDPOINT
 

@@ -134,9 +134,7 @@ def run_module(
         folder: Its current folder; by default that of this process.
         libraries: Modules that are imported once for all requests that share the process.
 
-    Raises:
-        ShardmakeError: The module raised one; its subclass is preserved.
-        RuntimeError: The process failed; the message ends with its standard error.
+    A `ShardmakeError` of the module is raised here with its class; a `RuntimeError` if the process failed.
     """
     with one_library_process() as process:
         path = absolute_python_path(environment)

@@ -181,11 +181,7 @@ def named_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_libraries() -> None:
-    """Refuse libraries that are older than the supported ones, before one of them is imported.
-
-    Raises:
-        ConfigError: with every such library, the supported versions and what to do.
-    """
+    """Refuse all libraries that are older than the supported ones, before one of them is imported."""
     wrong = [
         f"{name} {found}"
         for name, found in installed_versions(SUPPORTED).items()

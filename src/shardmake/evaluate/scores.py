@@ -150,11 +150,8 @@ def score(
 
     ``sequences_of_sources`` is the number of sequences of each source, if there are several; they are in this order.
     A pass without sequences runs the first example, which is not counted: ranks that gather weights from each other
-    must call the network equally often.
-
-    Raises:
-        PassOutOfMemoryError: A pass over several sequences did not fit the GPU.
-        ModelError: A pass over one sequence did not fit the GPU.
+    must call the network equally often. If a pass does not fit the GPU, `PassOutOfMemoryError` is raised, or
+    `ModelError` for one sequence.
     """
     import torch
 

@@ -49,8 +49,7 @@ _PER_DEVICE: Final = SETTINGS["batch per rank"].trainer[0]
 def check_script_arguments(choice: Choice, run: Run) -> list[str]:
     """Return a warning about the keys of the run that reach the script neither as arguments nor by its source.
 
-    Raises:
-        ConfigError: Something in ``script_args`` contradicts ``choice`` or a key that the run sets.
+    Raises `ConfigError` if something in ``script_args`` contradicts ``choice`` or a key that the run sets.
     """
     if run.script is None:
         return []
