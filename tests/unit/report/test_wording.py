@@ -38,7 +38,7 @@ LEARNED = LearningSettings(
     micro_batch_size=4, gradient_accumulation_steps=2, global_batch_size=16,
 )  # fmt: skip
 LONGER = LEARNED.model_copy(update={"steps": 90})
-SMALLER = finished_run.CHOICE.model_copy(update={"micro_batch_size": 2, "gradient_accumulation_steps": 4})
+SMALLER = finished_run.make_plan().choice.model_copy(update={"micro_batch_size": 2, "gradient_accumulation_steps": 4})
 LORA = AdapterMethod(kind="lora", rank=8, alpha=16, dropout=0.1, targets=["q_proj", "v_proj"])
 OWN = {"zero_optimization.reduce_bucket_size": 1000, "aio.path": "/scratch/ada"}
 FOUND = Engine(
