@@ -661,7 +661,7 @@ def status(
 def list_all(config: ConfigFiles = CONFIG, runs: Runs = RUNS, as_json: AsJson = False) -> None:
     """List the runs of the configuration and folders of other runs, with size, age and owner."""
     from shardmake.commands.listing import LISTED, list_runs
-    from shardmake.commands.tables import print_table
+    from shardmake.core.tables import print_table
 
     found = list_runs(*_read(config), runs)
     if as_json:

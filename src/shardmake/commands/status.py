@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Final
 from shardmake.checkpoint import store
 from shardmake.commands.driver_state import describe_drivers, driver_jobs
 from shardmake.commands.stage_logs import StageJobs, local_stages, stage_end, stage_jobs
-from shardmake.commands.tables import print_table, rich_table
 from shardmake.config.effects import values_of
 from shardmake.config.load import get_run, sweep_runs
 from shardmake.config.models import Cluster, Config, Run
 from shardmake.core.errors import ConfigError, ShardmakeError, SlurmError
+from shardmake.core.tables import print_table, rich_table
 from shardmake.core.units import format_duration, plural
 from shardmake.launch.jobs import LocalJobs, job_name
 from shardmake.launch.slurm_jobs import list_jobs

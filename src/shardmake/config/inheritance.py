@@ -13,6 +13,7 @@ from typing import Any, Final
 from shardmake.config.checks import run_before
 from shardmake.config.sweeps import expand_sweep
 from shardmake.core.errors import ConfigError, nearest
+from shardmake.core.nested import paths
 
 DEFAULTS: Final = "defaults"
 BASE: Final = "base"
@@ -51,7 +52,7 @@ class ResolvedRun:
 
     def take(self, values: Mapping[str, Any], origin: Callable[[Path], Origin]) -> None:
         """Replace values by ``values``, section by section; ``origin`` returns the place of a value."""
-        for path, value in leaves(values):
+        for path, value in paths(values):
             section = _section(self.values, path[:-1])
             if value == {} and isinstance(section.get(path[-1]), dict):
                 continue
@@ -192,15 +193,6 @@ def _before(run: Any) -> str | None:
     """Return the run from whose model a run starts; None for any other model."""
     model = run.get("model") if isinstance(run, Mapping) else None
     return run_before(model) if isinstance(model, str) else None
-
-
-def leaves(values: Mapping[Any, Any], before: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield each value that is not a section with content, and the keys that lead to it."""
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, (*before, key))
-        else:
-            yield (*before, key), value
 
 
 def _section(values: dict[Any, Any], path: Path) -> dict[Any, Any]:

@@ -172,12 +172,9 @@ def _is_expired_address(error: BaseException) -> bool:
 
 @contextmanager
 def translate_hub_errors(what: str, advice: Mapping[int, str], otherwise: str) -> Iterator[None]:
-    """Turn the client's errors into a `HubError` with the advice for the HTTP status.
+    """Turn the client's errors into a `HubError` with the advice for the HTTP status, or else ``otherwise``.
 
-    Args:
-        what: The request, as the subject of the message.
-        advice: Advice by HTTP status.
-        otherwise: Advice for all other errors.
+    ``what`` is the request, as the subject of the message.
     """
     from huggingface_hub.errors import HTTPError
 
