@@ -23,13 +23,9 @@ from tests.unit.memory.llama_8b import scenario
 from tests.unit.plan.test_choose import candidate as make_candidate
 
 CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 16,
-    "vocab_size": 32000,
-}
+    "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4,
+    "num_attention_heads": 16, "vocab_size": 32000,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +88,9 @@ def test_every_term_beside_a_reference_model_is_explained(
     strategy: Strategy, precision: Precision, copies: bool
 ) -> None:
     setup = scenario(
-        strategy=strategy,
-        precision=precision,
-        reference_weights=True,
-        gathers_on_save=copies,
+        strategy=strategy, precision=precision, reference_weights=True, gathers_on_save=copies,
         checkpoint_in_memory=copies,
-    )
+    )  # fmt: skip
     phases = closed_form.phases(setup, Buckets(), closed_form.Profile(1, 1, 1, 1, 1))
     assert {term for terms in phases.values() for term in terms} <= set(GPU_TERMS)
     assert set(host_terms(setup, Buckets())) <= set(HOST_TERMS)

@@ -90,23 +90,15 @@ SHAPES = {
 }
 """A text of each form; its last word, or what stands after ``:`` or ``=``, is the secret."""
 BY_NAME = {
-    "MY_DB_PASSWORD": "hunter2w",
-    "SIGNING_KEY": "zebra-42",
-    "BOT_TOKEN": "x.y.z.1234",
-    "THE_SECRET": "q1w2e3r4",
-    "OTHER_PASSWORD": "SecretHorse",
-    "MY_PASSPHRASE": "correct horse battery",
-}
+    "MY_DB_PASSWORD": "hunter2w", "SIGNING_KEY": "zebra-42", "BOT_TOKEN": "x.y.z.1234", "THE_SECRET": "q1w2e3r4",
+    "OTHER_PASSWORD": "SecretHorse", "MY_PASSPHRASE": "correct horse battery",
+}  # fmt: skip
 
 
 LOGINS = (
-    "-u ada:Pl,82",
-    "--user=ada:Pl,82",
-    "--user 'ada:Pl,82 w'",
-    "-uada:Pl,82",
-    "-su ada:Pl,82",
+    "-u ada:Pl,82", "--user=ada:Pl,82", "--user 'ada:Pl,82 w'", "-uada:Pl,82", "-su ada:Pl,82",
     "--proxy-user ada:Pl,82",
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("login", LOGINS)
