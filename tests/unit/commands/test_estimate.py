@@ -166,15 +166,11 @@ def test_estimate_and_plan_agree_to_the_byte(strategy: Strategy, checkpointing: 
     assert_agree(request, cluster)
 
 
-@pytest.mark.parametrize("settings", [{"loss": "chunked"}, {"activation_offload": True}], ids=str)
-def test_estimate_and_plan_agree_on_what_long_sequences_need(settings: dict[str, Any], model: str) -> None:
-    request, cluster = hardware(model)
-    assert_agree(replace(request, strategies=["zero2"], gradient_checkpointing=True, **settings), cluster)
-
-
 @pytest.mark.parametrize(
-    "objective",
+    "settings",
     [
+        {"loss": "chunked"},
+        {"activation_offload": True},
         {"objective": "dpo"},
         {"objective": "dpo", "reference": "precomputed"},
         {"objective": "dpo", "method": "lora"},
@@ -184,9 +180,11 @@ def test_estimate_and_plan_agree_on_what_long_sequences_need(settings: dict[str,
     ],
     ids=lambda options: "-".join(str(value) for value in options.values()),
 )
-def test_estimate_and_plan_agree_on_every_objective(objective: dict[str, Any], model: str) -> None:
+def test_estimate_and_plan_agree_on_every_objective_and_on_what_long_sequences_need(
+    settings: dict[str, Any], model: str
+) -> None:
     request, cluster = hardware(model)
-    assert_agree(replace(request, strategies=["zero2"], gradient_checkpointing=True, **objective), cluster)
+    assert_agree(replace(request, strategies=["zero2"], gradient_checkpointing=True, **settings), cluster)
 
 
 def test_an_objective_takes_the_attention_kernel_of_its_padded_examples(model: str) -> None:
@@ -284,12 +282,9 @@ BAD = [
 ]
 
 
-def test_the_model_must_be_named() -> None:
+def test_no_model_and_an_unknown_strategy_are_refused_before_the_model_is_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^No model is named\. Name a hub id, a model folder or a config\.json\.$"):
         estimate(EstimateRequest(""))
-
-
-def test_an_unknown_strategy_is_refused_before_the_model_is_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^There is no strategy 'fsdp2'\. Did you mean 'fsdp'\?"):
         estimate(EstimateRequest(str(tmp_path / "absent"), strategies=["fsdp2"]))
 
