@@ -74,19 +74,11 @@ RECORDS: Mapping[str, type] = {
     "shardmake doctor --json, one finding": Finding,
 }
 READ = (
-    "plan/plan.json",
-    "plan/memory.json",
-    "data/receipt.json",
-    "train/metrics.jsonl, one line",
-    "train/attempts/index.json, one entry",
-    "train/checkpoints/checkpoint-N/shardmake.json",
-    "train/receipt.json",
-    "model/receipt.json",
-    "evaluation.json",
-    "push/receipt.json",
-    "shardmake status --json, one entry",
+    "plan/plan.json", "plan/memory.json", "data/receipt.json", "train/metrics.jsonl, one line",
+    "train/attempts/index.json, one entry", "train/checkpoints/checkpoint-N/shardmake.json", "train/receipt.json",
+    "model/receipt.json", "evaluation.json", "push/receipt.json", "shardmake status --json, one entry",
     "shardmake list --json, one entry",
-)
+)  # fmt: skip
 """The files that people read."""
 HEAD = """# File formats
 
