@@ -60,8 +60,7 @@ logger = logging.getLogger(__name__)
 Name = Annotated[str, typer.Argument(help="Name of the run in the configuration.")]
 Sweep = Annotated[str | None, typer.Option(help="Every run of this sweep instead.")]
 ConfigFiles = Annotated[
-    list[Path],
-    typer.Option("--config", envvar=VARIABLE, help="Configuration file. Later ones override earlier ones."),
+    list[Path], typer.Option("--config", envvar=VARIABLE, help="Configuration file. Later ones override earlier ones.")
 ]
 Runs = Annotated[Path, typer.Option(envvar=RUNS_VARIABLE, help="Folder of the runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -21,8 +21,7 @@ class MergeRequest:
     """The options of ``shardmake consolidate``."""
 
     base: Annotated[
-        str | None,
-        Option(help="Base model, for tokenizer and config: a folder or a hub id, org/name[@revision]."),
+        str | None, Option(help="Base model, for tokenizer and config: a folder or a hub id, org/name[@revision].")
     ] = None
     dtype: Annotated[Target, Option(help="Data type of the weights. keep: that of the training.")] = "keep"
     adapter: Annotated[bool, Option("--adapter", help="Write only the LoRA adapter, unmerged.")] = False

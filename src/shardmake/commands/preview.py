@@ -88,11 +88,7 @@ def _submitted(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> dict[s
     command = f"python -m shardmake.launch.worker {folder.root} 0"
     if cluster.executor == "slurm":
         command = SlurmJobs(rundir.root, cluster, run).script(folder, plan, excluded=[])
-    return {
-        job: command,
-        node: _node(plan, cluster, rundir.root, folder),
-        **service,
-    }
+    return {job: command, node: _node(plan, cluster, rundir.root, folder), **service}
 
 
 def _node(plan: Plan, cluster: Cluster, run_folder: Path, folder: AttemptDir) -> str:

@@ -72,11 +72,7 @@ NAMES: Final = (
     Names("torch", "torch.nn.Module", _MODULE),
     Names("torch", "torch.optim.AdamW", ("_step_supports_amp_scaling",)),
     Names("torch", "torch.optim._muon", ("_adjust_lr", "_zeropower_via_newtonschulz")),
-    Names(
-        "torch",
-        "torch.distributed.distributed_c10d",
-        ("_get_default_store", "_get_object_coll_device", "_world"),
-    ),
+    Names("torch", "torch.distributed.distributed_c10d", ("_get_default_store", "_get_object_coll_device", "_world")),
     Names("torch", "torch.distributed.algorithms._checkpoint.checkpoint_wrapper", ("_CHECKPOINT_PREFIX",)),
     Names("torch", "torch.distributed.fsdp.FSDPModule", ("_get_fsdp_state",)),
     Names("torch", "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState", ("_mp_policy",)),

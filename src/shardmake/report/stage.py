@@ -83,12 +83,7 @@ def write_report(run: Run, rundir: RunDir, profile: str = "slurm", before: Mappi
 
 
 def _page(
-    records: Records,
-    rundir: RunDir,
-    profile: str,
-    entries: str,
-    drawings: dict[str, str],
-    captions: dict[str, str],
+    records: Records, rundir: RunDir, profile: str, entries: str, drawings: dict[str, str], captions: dict[str, str]
 ) -> str:
     from jinja2 import Environment, StrictUndefined
 
