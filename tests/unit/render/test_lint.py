@@ -304,20 +304,13 @@ def test_a_micro_batch_that_fails_with_its_default_too_ends_the_reading() -> Non
     assert len(compare_settings([Settings(trainer=None, deepspeed=batch, accelerate=None)])) == 1
 
 
+FSDP, ZERO = (f"distributed_type: {name}\nnum_processes: 2" for name in ("FSDP", "DEEPSPEED"))
 STOPS = "error: the options in own.yaml: Accelerator() stops with"
 WRONG: list[tuple[str, str, bool]] = [  # a file, words of the error, and whether it is the only one
+    (f"{FSDP}\nfsdp_config: {{fsdp_version: two}}", f"{STOPS} ValueError: invalid literal", False),
+    (f"{ZERO}\ndeepspeed_config: {{deepspeed_config_file: 5}}", f"{STOPS} AttributeError", False),
     (
-        "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: two}",
-        f"{STOPS} ValueError: invalid literal",
-        False,
-    ),
-    (
-        "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {deepspeed_config_file: 5}",
-        f"{STOPS} AttributeError",
-        False,
-    ),
-    (
-        "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: configs}",
+        f"{ZERO}\ndeepspeed_config: {{deepspeed_config_file: configs}}",
         "configs is not a file, and the run stops.",
         False,
     ),
