@@ -1,4 +1,4 @@
-"""What the libraries' own parsers need: a process group, keys that a parser never reads, and those that it stops on."""
+"""Needs of the libraries' own parsers: a process group, keys that a parser never reads, and those that it stops on."""
 
 import copy
 from collections.abc import Callable, Mapping
