@@ -6,10 +6,10 @@ are part of the stages.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import ceil, inf
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.json_schema import SkipJsonSchema
@@ -84,6 +84,16 @@ class Section(BaseModel):
             if isinstance(text, str) and info.field_name not in FREE_TEXT:
                 values.check_text(text, several_lines=info.field_name in SEVERAL_LINES)
         return value
+
+    def _problems(self) -> Iterator[str]:
+        """Yield what is wrong with keys that are right by themselves; the first is reported."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> Self:
+        for problem in self._problems():
+            raise ValueError(problem)
+        return self
 
 
 class Columns(Section):
@@ -259,56 +269,39 @@ class Data(Section):
         hub = {"subset": one.subset, "revision": one.revision}
         return self.model_copy(update={"train": one.source, **hub, **settings})
 
-    @model_validator(mode="after")
-    def _check_columns(self) -> "Data":
+    def _problems(self) -> Iterator[str]:
         for one in (*self.sources, *self.eval_sources):
             data = self.only(one)
             named = data.columns.named
             formats = FORMATS if data.format == "auto" or data.format == RAW else {data.format: FORMATS[data.format]}
             if not any(named.keys() <= spec.columns.keys() for spec in formats.values()):
                 reads = "; ".join(f"{name} reads {', '.join(spec.columns)}" for name, spec in formats.items())
-                raise ValueError(f"columns: no format reads {' and '.join(named)}. {reads}")
-        return self
-
-    @model_validator(mode="after")
-    def _check_raw(self) -> "Data":
-        if not self.is_raw:
-            return self
-        if not isinstance(self.train, str):
-            raise ValueError("train: format 'raw' takes one source, which the script reads. Name a file or a folder")
-        if self.eval is None:
-            raise ValueError(
+                yield f"columns: no format reads {' and '.join(named)}. {reads}"
+        if self.is_raw and not isinstance(self.train, str):
+            yield "train: format 'raw' takes one source, which the script reads. Name a file or a folder"
+        if self.is_raw and self.eval is None:
+            yield (
                 "eval: format 'raw' needs evaluation examples in another format, by which the base and the tuned model "
                 "are compared. Name a file, a folder or a hub data set"
             )
-        if self.subset is not None or ":" in self.train.rpartition("://")[2]:
-            raise ValueError("train: format 'raw' is all files of a data set. Remove subset and the name of the split")
-        return self
-
-    @model_validator(mode="after")
-    def _check_sources(self) -> "Data":
+        if self.is_raw and (self.subset is not None or ":" in str(self.train).rpartition("://")[2]):
+            yield "train: format 'raw' is all files of a data set. Remove subset and the name of the split"
         for key, found in (("train", self.train), ("eval", self.eval)):
-            if isinstance(found, list):
-                _check_list(key, [one.label for one in found])
+            labels = [one.label for one in found] if isinstance(found, list) else []
+            if found == []:
+                yield f"{key}: the list has no source. Name at least one"
+            if repeated := sorted({label for label in labels if labels.count(label) > 1}):
+                yield f"{key}: several sources are called {repeated[0]!r}. Give each a `name` of its own"
         if isinstance(self.train, str):
-            return self
+            return
         if self.subset is not None or self.revision is not None:
-            raise ValueError("subset and revision belong to one source. Write them into the entries of train")
+            yield "subset and revision belong to one source. Write them into the entries of train"
         weighted = [one for one in self.train if one.weight is not None]
         if weighted and len(weighted) < len(self.train):
             missing = next(one.label for one in self.train if one.weight is None)
-            raise ValueError(f"train: {missing!r} has no weight, others have one. Give every source a weight, or none")
+            yield f"train: {missing!r} has no weight, others have one. Give every source a weight, or none"
         if any(one.repeat > 1 for one in weighted):
-            raise ValueError("train: a source has both weight and repeat, and both say how often. Remove one of them")
-        return self
-
-
-def _check_list(key: str, labels: list[str]) -> None:
-    """Refuse an empty list of sources, and one in which several have the same name."""
-    if not labels:
-        raise ValueError(f"{key}: the list has no source. Name at least one")
-    if repeated := sorted({label for label in labels if labels.count(label) > 1}):
-        raise ValueError(f"{key}: several sources are called {repeated[0]!r}. Give each a `name` of its own")
+            yield "train: a source has both weight and repeat, and both say how often. Remove one of them"
 
 
 class Lora(Section):
@@ -794,24 +787,35 @@ class Run(Section):
         pads = (spec is not None and spec.trl is not None) or order not in ("shuffled", None)
         return {**values, "packing": False} if pads else values
 
-    @model_validator(mode="after")
-    def _check_length(self) -> "Run":
+    def _problems(self) -> Iterator[str]:
         if (self.max_steps is None) == (self.epochs is None) and (self.script is None or self.epochs):
-            raise ValueError("set exactly one of max_steps and epochs")
+            yield "set exactly one of max_steps and epochs"
         if self.learning_rate is None and self.script is None:
-            raise ValueError("set learning_rate, the peak learning rate")
-        return self
-
-    @model_validator(mode="after")
-    def _check_objective(self) -> "Run":
+            yield "set learning_rate, the peak learning rate"
         formats = OBJECTIVES[self.objective].data_formats
-        for one in self.data.sources:
-            format = self.data.only(one).format
+        for format in (self.data.only(one).format for one in self.data.sources):
             if format not in ("auto", RAW, *formats):
-                raise ValueError(
-                    f"objective {self.objective!r} cannot learn from data.format {format!r}. Use {' or '.join(formats)}"
-                )
-        return self
+                known = " or ".join(formats)
+                yield f"objective {self.objective!r} cannot learn from data.format {format!r}. Use {known}"
+        order = self.data.order
+        if order == "given" and len(self.data.sources) > 1:
+            yield "data.order 'given' is not defined for several sources. Use shuffled or length"
+        if order != "shuffled" and self.script is not None:
+            yield f"data.order {order!r} has no effect with script, which reads its own data. Remove data.order"
+        if order != "shuffled" and self.packing:
+            yield (
+                f"data.order {order!r} has no effect with packing, which fills each sequence with examples that fit. "
+                "Set packing: false"
+            )
+        if self.data.is_raw and self.script is None:
+            yield "data.format 'raw' is for a script, which reads the data itself. Set script, or take another format"
+        if self.script is None and self.script_args:
+            yield "script_args need a script. Set script, or remove script_args"
+        service = SERVICE_VARIABLES if self.service else ()
+        unset = [name for name, key in VARIABLE_KEYS.items() if getattr(self, key) is None]
+        check_variables("script_args", self.script_args, (*SCRIPT_VARIABLES, *service), unset)
+        if self.script is not None and self.checkpoints.asynchronous:
+            yield "checkpoints.asynchronous cannot be combined with script, which saves its own checkpoints. Remove it"
 
     @property
     def method_spec(self) -> MethodSpec:
@@ -834,39 +838,6 @@ class Run(Section):
         """Return how the log-probabilities of the reference model are obtained; None without one."""
         settings = self.objective_settings
         return settings.reference if isinstance(settings, Referenced) else None
-
-    @model_validator(mode="after")
-    def _check_order(self) -> "Run":
-        order = self.data.order
-        if order == "given" and len(self.data.sources) > 1:
-            raise ValueError("data.order 'given' is not defined for several sources. Use shuffled or length")
-        if order != "shuffled" and self.script is not None:
-            raise ValueError(
-                f"data.order {order!r} has no effect with script, which reads its own data. Remove data.order"
-            )
-        if order != "shuffled" and self.packing:
-            raise ValueError(
-                f"data.order {order!r} has no effect with packing, which fills each sequence with examples that fit. "
-                "Set packing: false"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_script(self) -> "Run":
-        if self.data.is_raw and self.script is None:
-            raise ValueError(
-                "data.format 'raw' is for a script, which reads the data by itself. Set script, or take another format"
-            )
-        if self.script is None and self.script_args:
-            raise ValueError("script_args need a script. Set script, or remove script_args")
-        service = SERVICE_VARIABLES if self.service else ()
-        unset = [name for name, key in VARIABLE_KEYS.items() if getattr(self, key) is None]
-        check_variables("script_args", self.script_args, (*SCRIPT_VARIABLES, *service), unset)
-        if self.script is not None and self.checkpoints.asynchronous:
-            raise ValueError(
-                "checkpoints.asynchronous cannot be combined with script, which saves its own checkpoints. Remove it"
-            )
-        return self
 
 
 class Container(Section):
@@ -1057,32 +1028,22 @@ class Cluster(Section):
     def _check_accelerator(cls, accelerator: str) -> str:
         return find_accelerator(accelerator).name
 
-    @model_validator(mode="after")
-    def _check_executor(self) -> "Cluster":
+    def _problems(self) -> Iterator[str]:
         if self.executor == "local" and self.slurm != Slurm():
-            raise ValueError(
+            yield (
                 "slurm: these parameters have no effect with `executor: local`. Remove the section, or write "
                 "`executor: slurm`"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_environment(self) -> "Cluster":
         if self.environment and (self.executor == "local" or self.slurm.container):
             other = "slurm.container, whose image has one" if self.slurm.container else "`executor: local`"
-            raise ValueError(f"environment: it has no effect with {other}. Remove the key")
+            yield f"environment: it has no effect with {other}. Remove the key"
         if self.environment and not self.environment.startswith("/"):
-            raise ValueError(f"environment: {self.environment!r} is not an absolute path. Write one")
-        return self
-
-    @model_validator(mode="after")
-    def _check_container(self) -> "Cluster":
+            yield f"environment: {self.environment!r} is not an absolute path. Write one"
         if self.slurm.container and "PYTHONPATH" in self.env:
-            raise ValueError(
+            yield (
                 "env: PYTHONPATH cannot be combined with slurm.container, which sets it so that the image's Python "
                 "finds Shardmake. Install the packages in the image"
             )
-        return self
 
     @property
     def is_cpu(self) -> bool:
