@@ -24,18 +24,15 @@ from shardmake.run.evaluation import (
     TaskScore,
 )
 from shardmake.run.metrics import MeanRewards, MetricsLine, Rewards
-from shardmake.run.model_class import ModelClass
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import (
     CandidateEstimate,
-    Choice,
     Fallback,
     GpuEstimate,
     MemoryEstimates,
     PlaceEstimate,
     Plan,
     Resources,
-    Workload,
 )
 from shardmake.run.receipts import DataReceipt, DataSettings, MergeReceipt, SplitReceipt, TrainingReceipt, Verification
 from shardmake.run.training_settings import (
@@ -46,6 +43,7 @@ from shardmake.run.training_settings import (
     TrainerProgram,
     TrainingSettings,
 )
+from tests.unit import plans
 
 WEIGHTS = {f"model-0000{n}-of-00002.safetensors": bytes([n]) * 200_000 for n in (1, 2)}
 MODEL = {
@@ -58,15 +56,7 @@ PLOTS = {f"plots/{name}.png" for name in ("loss", "optimizer", "speed", "by-leng
 """Those of a run on CPUs, where memory is not measured."""
 DRAWN = dict.fromkeys(sorted(PLOTS), b"\x89PNG")
 """Stands for the plots where only what becomes of files is tested: drawing them takes longer than all the rest."""
-CHOICE = Choice(
-    strategy="zero2",
-    gradient_checkpointing=False,
-    micro_batch_size=4,
-    gradient_accumulation_steps=2,
-    nodes=1,
-    processes_per_node=2,
-    precision="bf16",
-)
+_PLAN = plans.make_plan("zero2", micro_batch_size=4, nodes=1)
 BUCKETS = [
     LengthScore(up_to=128, loss=2.6, perplexity=13.5, tokens=1024, exact=0.0),
     LengthScore(up_to=None, loss=2.4, perplexity=11.0, tokens=3072, exact=0.0),
@@ -77,15 +67,10 @@ SCORES = ModelScore(loss=2.5, perplexity=12.18, tokens=4096, exact=0.0, by_lengt
 def make_run(**changes: Any) -> Run:
     """A run's settings; ``changes`` go over them."""
     values = {
-        "model": "lab/base",
-        "data": {"train": "resources/demo/train.jsonl"},
-        "sequence_length": 256,
-        "global_batch_size": 16,
-        "max_steps": 60,
-        "learning_rate": 5e-4,
-        **changes,
-    }
-    return parse_config({"cluster": "c.yaml", "runs": {"chat": values}}, "test").runs["chat"]
+        "model": "lab/base", "data": {"train": "resources/demo/train.jsonl"}, "sequence_length": 256,
+        "global_batch_size": 16, "max_steps": 60, "learning_rate": 5e-4,
+    }  # fmt: skip
+    return parse_config({"cluster": "c.yaml", "runs": {"chat": values | changes}}, "test").runs["chat"]
 
 
 def make_rundir(root: Path, files: dict[str, bytes] = MODEL) -> RunDir:
@@ -111,7 +96,13 @@ def write_history(rundir: RunDir, attempts: list[tuple[float, float, range, str]
         make_attempt(number, rundir, accelerator).write(folder.settings)
         make_plan().write(folder.plan)
         make_exit(host="n1", started=started, ended=ended).write(folder.exit_record(0))
-        lines += [_metrics_line(step, number, started + 60 + 20 * index) for index, step in enumerate(steps)]
+        lines += [
+            MetricsLine(
+                step=step, time=started + 60 + 20 * index, attempt=number, loss=9.0 / step, learning_rate=5e-4,
+                grad_norm=1.0, tokens=4096 * step, tokens_per_second=204.8,
+            )
+            for index, step in enumerate(steps)
+        ]  # fmt: skip
     history = [
         make_record(
             attempt=number, job=str(number), submitted=started, ended=ended, end=end,
@@ -145,32 +136,10 @@ def make_exit(rank: int = 0, **changes: Any) -> NodeExit:
 
 def make_attempt(number: int, rundir: RunDir, accelerator: str) -> Attempt:
     return Attempt(
-        number=number,
-        run_folder=str(rundir.root),
-        nodes=1,
-        processes_per_node=2,
-        cpus_per_node=2,
-        accelerator=accelerator,
-        network_interface=None,
-        scratch="/tmp",
-        offline=True,
-        resume_from=None,
-        settings_digest="r",
-        versions={},
-    )
-
-
-def _metrics_line(step: int, attempt: int, time: float) -> MetricsLine:
-    return MetricsLine(
-        step=step,
-        time=time,
-        attempt=attempt,
-        loss=9.0 / step,
-        learning_rate=5e-4,
-        grad_norm=1.0,
-        tokens=4096 * step,
-        tokens_per_second=204.8,
-    )
+        number=number, run_folder=str(rundir.root), nodes=1, processes_per_node=2, cpus_per_node=2,
+        accelerator=accelerator, network_interface=None, scratch="/tmp", offline=True, resume_from=None,
+        settings_digest="r", versions={},
+    )  # fmt: skip
 
 
 def write_model(rundir: RunDir, files: dict[str, bytes]) -> None:
@@ -181,84 +150,45 @@ def write_model(rundir: RunDir, files: dict[str, bytes]) -> None:
     for name, content in files.items():
         (rundir.model / name).write_bytes(content)
     verification = Verification(
-        architecture="LlamaForCausalLM",
-        tensors=2,
-        parameters=2,
-        bytes=4,
-        dtype="bfloat16",
-        ties={},
-        zero=[],
+        architecture="LlamaForCausalLM", tensors=2, parameters=2, bytes=4, dtype="bfloat16", ties={}, zero=[],
         files=read_files(rundir.model, fingerprint),
-    )
+    )  # fmt: skip
     MergeReceipt(
-        checkpoint="train/checkpoints/checkpoint-60",
-        written_by="zero2",
-        step=60,
-        world_size=2,
-        dtype="keep",
-        source_bytes_checked=4,
-        output_bytes_compared=4,
-        versions={},
-        verification=verification,
-    ).write(rundir.model_receipt)
+        checkpoint="train/checkpoints/checkpoint-60", written_by="zero2", step=60, world_size=2, dtype="keep",
+        source_bytes_checked=4, output_bytes_compared=4, versions={}, verification=verification,
+    ).write(rundir.model_receipt)  # fmt: skip
 
 
 def make_plan() -> Plan:
-    return Plan(
-        run="chat",
-        choice=CHOICE,
-        workload=Workload(
-            model="lab/base",
-            model_class=ModelClass(name="LlamaForCausalLM"),
-            sequence_length=256,
-            packing=True,
-            objective="sft",
-            method="full",
-            optimizer="adamw",
-            attention="sdpa",
-            loss="plain",
-        ),
-        reason="zero2, no checkpointing, micro batch 4, 1 node: the fastest of 2 candidates that fit (11 of 40 GiB).",
-        rejected={"ddp": "needs 52 GiB"},
-        fallbacks=[Fallback(choice=CHOICE, host_memory=4 << 30, memory_gib=5)],
-        host_memory=6 << 30,
-        resources={"train": Resources(memory_gib=8, cpus=2)},
-    )
+    update = {
+        "run": "chat",
+        "workload": _PLAN.workload.model_copy(update={"model": "lab/base", "sequence_length": 256}),
+        "reason": "zero2, no checkpointing, micro batch 4, 1 node: the fastest of 2 candidates that fit (11 of 40 GiB).",
+        "rejected": {"ddp": "needs 52 GiB"},
+        "fallbacks": [Fallback(choice=_PLAN.choice, host_memory=4 << 30, memory_gib=5)],
+        "resources": {"train": Resources(memory_gib=8, cpus=2)},
+    }
+    return _PLAN.model_copy(update=update)
 
 
-NOTHING = PlaceEstimate(total=0, terms={})
+_NOTHING = PlaceEstimate(total=0, terms={})
+_CANDIDATE = CandidateEstimate(
+    name="zero2", choice=_PLAN.choice, host=_NOTHING, nvme=_NOTHING,
+    gpu=GpuEstimate(
+        allocated=9 << 30, reserved=10 << 30, wanted=10 << 30, device=11 << 30, phase="backward",
+        terms={"weights": 4 << 30, "activations": 5 << 30},
+    ),
+    disk=PlaceEstimate(total=30 << 30, terms={"checkpoints": 20 << 30, "model": 10 << 30}),
+    fits=True, reason="It fits.", step_seconds=1.0, method="closed form",
+)  # fmt: skip
 MEMORY = MemoryEstimates(
-    model="LlamaForCausalLM",
-    parameters=8_000_000_000,
-    trainable=8_000_000_000,
-    gpu_memory=40 << 30,
-    host_memory=64 << 30,
-    candidates=[
-        CandidateEstimate(
-            name="zero2",
-            choice=CHOICE,
-            gpu=GpuEstimate(
-                allocated=9 << 30,
-                reserved=10 << 30,
-                wanted=10 << 30,
-                device=11 << 30,
-                phase="backward",
-                terms={"weights": 4 << 30, "activations": 5 << 30},
-            ),
-            host=NOTHING,
-            nvme=NOTHING,
-            disk=PlaceEstimate(total=30 << 30, terms={"checkpoints": 20 << 30, "model": 10 << 30}),
-            fits=True,
-            reason="It fits.",
-            step_seconds=1.0,
-            method="closed form",
-        )
-    ],
-)
+    model="LlamaForCausalLM", parameters=8_000_000_000, trainable=8_000_000_000, gpu_memory=40 << 30,
+    host_memory=64 << 30, candidates=[_CANDIDATE],
+)  # fmt: skip
 SETTINGS = TrainingSettings(
     model=BaseModelSettings(
-        path="base", revision=None, trust_remote_code=False, model_class=ModelClass(name="LlamaForCausalLM"), dtype="bfloat16", attention="sdpa",
-        gradient_checkpointing=False, on_gpu=False,
+        path="base", revision=None, trust_remote_code=False, model_class=_PLAN.workload.model_class, dtype="bfloat16",
+        attention="sdpa", gradient_checkpointing=False, on_gpu=False,
     ),
     objective="sft",
     method=FullMethod(),
@@ -278,37 +208,17 @@ SETTINGS = TrainingSettings(
     program=TrainerProgram(),
 )  # fmt: skip
 TRAINED = TrainingReceipt(
-    steps=60,
-    tokens=245760,
-    loss=2.41,
-    checkpoint="train/checkpoints/checkpoint-60",
-    strategy="zero2",
-    world_size=2,
-    settings_digest="r",
-    attempts=2,
-    versions={"torch": "2.13.0", "transformers": "5.23.0"},
-    finished_at=1_700_001_800.0,
-)
+    steps=60, tokens=245760, loss=2.41, checkpoint="train/checkpoints/checkpoint-60", strategy="zero2", world_size=2,
+    settings_digest="r", attempts=2, versions={"torch": "2.13.0", "transformers": "5.23.0"}, finished_at=1_700_001_800.0,
+)  # fmt: skip
 EVALUATED = EvaluationResult(
-    sequences=32,
-    tokens=4096,
-    backend="whole",
-    ranks=1,
+    sequences=32, tokens=4096, backend="whole", ranks=1, tuned=SCORES,
     base=SCORES.model_copy(update={"loss": 9.0, "perplexity": 8103.1}),
-    tuned=SCORES,
     samples=[Sample(prompt="What does len do?", base="```", tuned="It returns the number of items.")],
     tasks=[TaskScore(task="sums", metric="acc", base=0.25, tuned=0.75)],
-)
-
-
-PREFERENCES = PreferenceScore(
-    pairs=1200,
-    base_accuracy=0.5,
-    tuned_accuracy=0.75,
-    rewards=Rewards(chosen=0.25, rejected=-1.0, margins=1.25, accuracies=0.875),
-)
-
-
+)  # fmt: skip
+_REWARDS = Rewards(chosen=0.25, rejected=-1.0, margins=1.25, accuracies=0.875)
+PREFERENCES = PreferenceScore(pairs=1200, base_accuracy=0.5, tuned_accuracy=0.75, rewards=_REWARDS)
 REWARD_MODEL = RewardModelScore(
     pairs=1200, accuracy=0.875, margin=1.25, chosen=0.75, rejected=-0.5, smallest=-3.0, largest=4.0
 )

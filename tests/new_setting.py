@@ -67,7 +67,7 @@ def find(folder: Path) -> dict[str, Any]:
     files = render_files(plan, run, cluster, make_model(), folder)
     (row,) = [
         row
-        for row in compare(Settings(ARGUMENTS | {NAME: True}, AUTO | {NAME: False}), folder).rows
+        for row in compare(Settings(ARGUMENTS | {NAME: True}, AUTO | {NAME: False}), folder)[0].rows
         if row.setting == "dropped rows"
     ]
     rundir = finished_run.make_rundir(folder)

@@ -18,8 +18,9 @@ HEAD = """# Recipes
 
 Runs for models and clusters that labs have, in `examples/recipes/`. Copy one, change data and destination, and plan it.
 Below each is what `shardmake plan NAME --offline` prints, without fallbacks, checkpoint sizes and what is not checked:
-without a network, with a folder in place of the model that holds the config.json that is named. None of them has been
-trained here. The page is made by `python -m tools.recipes_page`.
+without a network, with a folder in place of the model that holds the named config: that of the model on the hub, or
+transformers' default of the type, which may have another size. None of them has been trained here. The page is made by
+`python -m tools.recipes_page`.
 """
 SIZES: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": CONFIGS["Llama-3.1-8B"],
@@ -43,12 +44,12 @@ def config_of(model: str) -> tuple[dict[str, Any], str]:
     """Return the config.json for the plan of ``model``, and where its values come from."""
     for name, sizes in SIZES.items():
         if name in model:
-            return sizes, f"the sizes of {name} on the hub"
+            return sizes, name
     from transformers import AutoConfig
 
     (kind,) = (kind for part, kind in DEFAULTS.items() if part in model.lower())
     values = json.loads(AutoConfig.for_model(kind).to_json_string())
-    return values, f"transformers' default config of `{kind}`, which may have another size than the model on the hub"
+    return values, f"`{kind}`, transformers' default"
 
 
 def plan(name: str, written: dict[str, Any], folder: Path) -> str:
@@ -77,7 +78,7 @@ def section(path: Path, folder: Path) -> str:
     assert about, f"{path} begins with a comment"
     shown = f"[{name}.yaml](../../{path.relative_to(REPOSITORY)}), [{cluster.name}](../../{cluster})"
     return (
-        f"## {name}\n\n{about[1]} {shown}. The plan has {config_of(run['model'])[1]}:\n\n"
+        f"## {name}\n\n{about[1]} {shown}. Config: {config_of(run['model'])[1]}:\n\n"
         f"```\n{plan(name, written, folder)}\n```\n"
     )
 

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.published_models import CONFIGS
-from shardmake.config.models import STRATEGIES, Cluster, Data, Run, Strategy
+from shardmake.config.models import STRATEGIES, Strategy
 from shardmake.config.settings import SETTINGS
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.memory.read_config import from_config
 from shardmake.render.check import Files
 from shardmake.render.stage import render_files
-from shardmake.run.model_class import ModelClass
-from shardmake.run.plan import Choice, Plan, Resources, Workload
+from tests.unit.plans import make_cluster, make_plan, make_run
 
 HEAD = """# Rendered settings of each strategy
 
@@ -54,17 +53,10 @@ def table() -> str:
 
 
 _DEEPSPEED_COLUMNS = (
-    "strategy",
-    "distributed_type",
-    "stage",
-    "reduce bucket (h², on several nodes at least 50,000,000)",
-    "prefetch bucket (0.9 h²)",
-    "persistence threshold (10 h)",
-    "sub-group",
-    "optimizer states",
-    "parameters",
+    "strategy", "distributed_type", "stage", "reduce bucket (h², on several nodes at least 50,000,000)",
+    "prefetch bucket (0.9 h²)", "persistence threshold (10 h)", "sub-group", "optimizer states", "parameters",
     "optimizer",
-)
+)  # fmt: skip
 _FSDP_COLUMNS = ("strategy", "reshard_after_forward", "mesh (replicas x shards)", "offload_params")
 
 
@@ -122,19 +114,11 @@ def _tensor_parallel() -> list[str]:
     columns = ("strategy", "where", "what is rendered", "trains with")
     size = {"tensor_parallel": 4, "gradient_accumulation_steps": 16}
     deepspeed, fsdp = (_rendered(strategy, **size) for strategy in ("zero1", "fsdp"))
+    groups = f"`tensor_parallel: {deepspeed.deepspeed['tensor_parallel']}`"
+    mesh = ", ".join(f"`{key}: {value}`" for key, value in fsdp.accelerate["parallelism_config"].items())
     rows = [
-        [
-            "`zero1`, `zero2`",
-            "deepspeed.json",
-            f"`tensor_parallel: {deepspeed.deepspeed['tensor_parallel']}`",
-            "Trainer",
-        ],
-        [
-            "`fsdp`, `fsdp-grad-op`",
-            "accelerate.yaml",
-            ", ".join(f"`{key}: {value}`" for key, value in fsdp.accelerate["parallelism_config"].items()),
-            "a script of your own",
-        ],
+        ["`zero1`, `zero2`", "deepspeed.json", groups, "Trainer"],
+        ["`fsdp`, `fsdp-grad-op`", "accelerate.yaml", mesh, "a script of your own"],
     ]
     return _section("Tensor parallelism, here over 4 ranks", columns, rows)
 
@@ -155,51 +139,15 @@ def _place(zero: dict[str, Any], key: str) -> str:
 
 def _rendered(strategy: Strategy, **choice: int) -> Files:
     model = from_config(CONFIGS["Llama-3.1-8B"])
-    cluster = Cluster(
-        executor="slurm",
-        accelerator="h100",
-        processes_per_node=8,
-        cpus_per_node=96,
-        memory_gib_per_node=1024.0,
+    cluster = make_cluster(
+        executor="slurm", accelerator="h100", processes_per_node=8, cpus_per_node=96, memory_gib_per_node=1024.0,
         nvme_path="/nvme",
-    )
-    run = Run(
-        model="llama",
-        data=Data(train="train"),
-        sequence_length=8192,
-        global_batch_size=64,
-        max_steps=1000,
-        learning_rate=1e-5,
-    )
-    return render_files(_plan(strategy, **choice), run, cluster, model, Path("/plan"))
-
-
-def _plan(strategy: Strategy, **changes: int) -> Plan:
-    choice = Choice(
-        strategy=strategy,
-        gradient_checkpointing=True,
-        micro_batch_size=1,
-        gradient_accumulation_steps=4,
-        nodes=2,
-        processes_per_node=8,
-        precision="bf16",
-    ).model_copy(update=changes)
-    workload = Workload(
-        model="llama",
-        model_class=ModelClass(name="LlamaForCausalLM"),
-        sequence_length=8192,
-        packing=True,
-        objective="sft",
-        method="full",
-        optimizer="adamw",
-        attention="flash",
-        loss="plain",
-    )
-    resources = {"train": Resources(memory_gib=1024, cpus=96)}
-    return Plan(
-        run="docs", choice=choice, workload=workload, reason="", rejected={}, fallbacks=[], host_memory=1,
-        resources=resources,
     )  # fmt: skip
+    run = make_run(sequence_length=8192, global_batch_size=64, max_steps=1000, learning_rate=1e-5)
+    changes = {"micro_batch_size": 1, "gradient_accumulation_steps": 4, "processes_per_node": 8} | choice
+    plan = make_plan(strategy, gradient_checkpointing=True, **changes)
+    workload = plan.workload.model_copy(update={"sequence_length": 8192, "attention": "flash"})
+    return render_files(plan.model_copy(update={"workload": workload}), run, cluster, model, Path("/plan"))
 
 
 if __name__ == "__main__":

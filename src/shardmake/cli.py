@@ -60,8 +60,7 @@ logger = logging.getLogger(__name__)
 Name = Annotated[str, typer.Argument(help="Name of the run in the configuration.")]
 Sweep = Annotated[str | None, typer.Option(help="Every run of this sweep instead.")]
 ConfigFiles = Annotated[
-    list[Path],
-    typer.Option("--config", envvar=VARIABLE, help="Configuration file. Later ones override earlier ones."),
+    list[Path], typer.Option("--config", envvar=VARIABLE, help="Configuration file. Later ones override earlier ones.")
 ]
 Runs = Annotated[Path, typer.Option(envvar=RUNS_VARIABLE, help="Folder of the runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -661,7 +660,7 @@ def status(
 def list_all(config: ConfigFiles = CONFIG, runs: Runs = RUNS, as_json: AsJson = False) -> None:
     """List the runs of the configuration and folders of other runs, with size, age and owner."""
     from shardmake.commands.listing import LISTED, list_runs
-    from shardmake.commands.tables import print_table
+    from shardmake.core.tables import print_table
 
     found = list_runs(*_read(config), runs)
     if as_json:

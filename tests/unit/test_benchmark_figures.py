@@ -107,9 +107,7 @@ def test_the_demo_ends_as_the_readme_says() -> None:
 
 @pytest.mark.parametrize(
     "figures",
-    [
-        *(_merge, _limits, _fault_kinds, _fault_tests, _first_step, _step_time),
-    ],
+    [*(_merge, _limits, _fault_kinds, _fault_tests, _first_step, _step_time)],
     ids=lambda figures: figures.__name__.strip("_"),
 )
 def test_a_figure_is_that_of_its_result(figures: Callable[[], str]) -> None:

@@ -110,21 +110,14 @@ def test_an_empty_folder(name: str, monkeypatch: pytest.MonkeyPatch, capfd: pyte
     assert status == 2 and "Error: " in printed and "Unexpected" not in printed
 
 
-@pytest.mark.parametrize("name", [name for name in OF_A_RUN if name not in ONLY_READ])
-def test_a_run_whose_inputs_are_missing(
-    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    configure()
-    status, printed = run(COMMANDS[name], monkeypatch, capfd)
-    assert status == 2 and "Error: " in printed and "Unexpected" not in printed
-
-
+@pytest.mark.parametrize("file", ["", "runs"])
 @pytest.mark.parametrize("name", [*(name for name in OF_A_RUN if name not in ONLY_READ), "clean"])
-def test_a_file_in_place_of_the_runs(
-    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_missing_inputs_and_a_file_in_place_of_the_runs(
+    name: str, file: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     configure()
-    Path("runs").write_text("a file")
+    if file:
+        Path(file).write_text("a file")
     status, printed = run(COMMANDS[name], monkeypatch, capfd)
     assert status == 2 and "Error: " in printed and "Unexpected" not in printed
 

@@ -29,16 +29,10 @@ PAGE = gpu_page.PAGE.read_text()
 
 def trained(strategy: str, offset: float, **changes: Any) -> Trained:
     values: dict[str, Any] = {
-        "strategy": strategy,
-        "precision": "bf16",
-        "losses": {1: 8.0, 2: 7.0 + offset},
-        "allocated": 4 * GIB,
-        "reserved": 5 * GIB,
-        "planned_allocated": 3 * GIB,
-        "planned_reserved": 4 * GIB,
-        "step_seconds": 0.2,
+        "strategy": strategy, "precision": "bf16", "losses": {1: 8.0, 2: 7.0 + offset}, "allocated": 4 * GIB,
+        "reserved": 5 * GIB, "planned_allocated": 3 * GIB, "planned_reserved": 4 * GIB, "step_seconds": 0.2,
         "planned_step_seconds": 0.1,
-    }
+    }  # fmt: skip
     return Trained(**values | changes)
 
 

@@ -8,25 +8,11 @@ from tests.tiers import LONG, QUICK, SLOW_UNIT, belongs_to_make_test, group_of, 
 TESTS = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize("file", QUICK)
-def test_the_names_in_the_table_exist(file: str) -> None:
+@pytest.mark.parametrize(("table", "file"), [(table, file) for table in (QUICK, SLOW_UNIT, LONG) for file in table])
+def test_the_files_and_tests_of_the_tables_exist(table: dict[str, str], file: str) -> None:
     source = (TESTS / file).read_text()
-    names = [name for name in QUICK[file].split("|") if name.isidentifier()]
-    assert [name for name in names if name not in source] == []
-
-
-@pytest.mark.parametrize("file", SLOW_UNIT)
-def test_the_slow_unit_tests_exist(file: str) -> None:
-    source = (TESTS / file).read_text()
-    names = re.sub(r"\([^)]*\)", "", SLOW_UNIT[file]).split("|")
-    assert [name for name in names if name.split(".")[0] not in source] == []
-
-
-@pytest.mark.parametrize("file", LONG)
-def test_the_files_that_ci_leaves_out_exist_and_so_do_their_tests(file: str) -> None:
-    source = (TESTS / file).read_text()
-    names = [name for name in LONG[file].split("|") if name.isidentifier() and "_" in name]
-    assert [name for name in names if name not in source] == []
+    names = [name.split(".")[0] for name in re.sub(r"\([^)]*\)", "", table[file]).split("|")]
+    assert [name for name in names if name.isidentifier() and "_" in name and name not in source] == []
 
 
 def test_the_tier_follows_from_file_and_name() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.record import CheckpointRecord, find_problems, is_unfinished
+from shardmake.checkpoint.record import find_problems, is_unfinished
 from shardmake.checkpoint.store import Retention
 from shardmake.core.disk import tree_size
 from shardmake.core.errors import ConfigError, ShardmakeError
@@ -202,7 +202,9 @@ def is_pushed(rundir: RunDir) -> bool:
 
 def _removable(rundir: RunDir) -> Iterator[Removable]:
     found = list(store.committed(rundir.checkpoints))
-    kept = _kept(rundir, [record for record, _ in found])
+    retention = TrainingSettings.read(rundir.training).checkpoints.retention
+    # The newest checkpoint, the best one, and those that the configuration keeps permanently.
+    kept = replace(Retention(**dict(retention)), keep=1).kept([record for record, _ in found])
     for record, path in found:
         if record.step not in kept:
             yield Removable(path, tree_size(path), "a newer checkpoint is kept, and the model was pushed")
@@ -217,9 +219,3 @@ def _removable(rundir: RunDir) -> Iterator[Removable]:
         yield Removable(cache, tree_size(cache), "the cache of fetched examples, which the run has in files of its own")
     for path in rundir.root.glob(".*.partial"):
         yield Removable(path, tree_size(path), "a merge was interrupted, and the model is complete")
-
-
-def _kept(rundir: RunDir, records: list[CheckpointRecord]) -> set[int]:
-    """Return the steps of the newest checkpoint, the best one, and those that the configuration keeps permanently."""
-    retention = TrainingSettings.read(rundir.training).checkpoints.retention
-    return replace(Retention(**dict(retention)), keep=1).kept(records)

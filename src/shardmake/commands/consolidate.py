@@ -21,8 +21,7 @@ class MergeRequest:
     """The options of ``shardmake consolidate``."""
 
     base: Annotated[
-        str | None,
-        Option(help="Base model, for tokenizer and config: a folder or a hub id, org/name[@revision]."),
+        str | None, Option(help="Base model, for tokenizer and config: a folder or a hub id, org/name[@revision].")
     ] = None
     dtype: Annotated[Target, Option(help="Data type of the weights. keep: that of the training.")] = "keep"
     adapter: Annotated[bool, Option("--adapter", help="Write only the LoRA adapter, unmerged.")] = False
@@ -57,11 +56,7 @@ class MergeRequest:
 
 
 def merge(request: MergeRequest, checkpoint: Path, out: Path) -> str:
-    """Merge ``checkpoint`` into the model folder ``out``; with ``dry_run`` only return the list of files to write.
-
-    Raises:
-        ShardmakeError: The checkpoint cannot be merged, or ``out`` must not be replaced.
-    """
+    """Merge ``checkpoint`` into the model folder ``out``; with ``dry_run`` only return the list of files to write."""
     from shardmake.consolidate.destination import find_base
     from shardmake.consolidate.merge import consolidate, preview
     from shardmake.consolidate.merge_plan import plan_merge

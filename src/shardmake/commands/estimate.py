@@ -1,7 +1,7 @@
 """``shardmake estimate``: the memory of every strategy for a model on some hardware, as a table or JSON."""
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -54,7 +54,7 @@ class EstimateResult:
     """Why it takes that row, as the plan says it."""
     traced_tokens: int | None = None
     """Tokens of the traced step, if its bytes were scaled to the sequence."""
-    inputs: tuple[tuple[str, str], ...] = ()
+    inputs: Mapping[str, str] = field(default_factory=dict)
     """The numbers that went in, by name."""
 
     def as_json(self) -> dict[str, Any]:
@@ -88,12 +88,7 @@ def _row_json(row: Candidate) -> dict[str, Any]:
 
 @one_library_process()
 def estimate(request: EstimateRequest) -> EstimateResult:
-    """Estimate each strategy, with and without gradient checkpointing if ``request`` leaves that open.
-
-    Raises:
-        ConfigError: An option cannot be used.
-        ModelError: The model's config.json cannot be used.
-    """
+    """Estimate each strategy, with and without gradient checkpointing if ``request`` leaves that open."""
     check_options(request)
     settings = resolve_request(request)
     request = replace(request, sequence_length=settings.run.sequence_length)
@@ -110,7 +105,7 @@ def estimate(request: EstimateRequest) -> EstimateResult:
         tuple(rows),
         measured=measured,
         traced_tokens=planner.traced_tokens(rows[0].choice),
-        inputs=tuple(_inputs(settings)),
+        inputs=_inputs(settings),
     )
     if not any(row.fits for row in rows):
         with warn_while_slow("Nothing fits; planning single changes that would"):
@@ -127,41 +122,28 @@ def candidates(request: EstimateRequest, planner: CachedPlanner) -> list[Candida
     return planner.simulate_all(sorted(possible, key=lambda choice: not choice.gradient_checkpointing))
 
 
-def _inputs(settings: ResolvedRun) -> Iterator[tuple[str, str]]:
-    """Yield the numbers behind memory, verdicts and seconds, by name."""
+def _inputs(settings: ResolvedRun) -> dict[str, str]:
+    """Return the numbers behind memory, verdicts and seconds, by name."""
     run, hardware, model = settings.run, settings.hardware, settings.model
     accelerator, measured = hardware.accelerator, calibration.read(hardware.accelerator.name)
     context, nccl = (measured.context, measured.nccl) if measured else (None, None)
-    yield "model", f"{model.parameters:,} parameters, {settings.split.trainable:,} trained, {len(model.blocks)} layers"
-    yield (
-        "training",
-        (
-            f"{run.objective}, {run.method}, {settings.precision}, {run.optimizer}, attention {settings.attention}, "
-            f"loss {run.loss}, {run.micro_batch_size} x {run.sequence_length} tokens per GPU"
-        ),
-    )
-    yield "accelerator", f"{accelerator.name}, {hardware.gpu_memory / GIB:.1f} GiB"
-    yield "peak", f"{hardware.flops(settings.precision) / 1e12:,.0f} TFLOP/s in {settings.precision}, dense"
-    yield (
-        "rates",
-        (
-            f"{accelerator.bandwidth:,.0f} GB/s GPU memory, {hardware.intra_node / GB:g} GB/s between GPUs of a node, "
-            f"{hardware.inter_node / GB:g} GB/s between nodes, {accelerator.host_link:g} GB/s to host RAM"
-        ),
-    )
-    yield (
-        "outside PyTorch",
-        (
-            f"{(context or states.context_bytes(accelerator.capability)) / GIB:.2f} GiB CUDA context, "
-            f"{(states.NCCL if nccl is None else nccl) / GIB:.2f} GiB NCCL ({'probed' if measured else 'published'})"
-        ),
-    )
-    for error in (*FAMILY_ERRORS.values(), HOST_ERROR):
-        yield (
-            f"error of {error.name} trainings",
-            (f"{error.typical:.1%} (median of {error.sample}), 19 in 20 needed at most {error.largest:.1%} more"),
-        )
-    yield "versions", ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft", "deepspeed"))
+    return {
+        "model": f"{model.parameters:,} parameters, {settings.split.trainable:,} trained, {len(model.blocks)} layers",
+        "training": f"{run.objective}, {run.method}, {settings.precision}, {run.optimizer}, attention "
+        f"{settings.attention}, loss {run.loss}, {run.micro_batch_size} x {run.sequence_length} tokens per GPU",
+        "accelerator": f"{accelerator.name}, {hardware.gpu_memory / GIB:.1f} GiB",
+        "peak": f"{hardware.flops(settings.precision) / 1e12:,.0f} TFLOP/s in {settings.precision}, dense",
+        "rates": f"{accelerator.bandwidth:,.0f} GB/s GPU memory, {hardware.intra_node / GB:g} GB/s between GPUs of a "
+        f"node, {hardware.inter_node / GB:g} GB/s between nodes, {accelerator.host_link:g} GB/s to host RAM",
+        "outside PyTorch": f"{(context or states.context_bytes(accelerator.capability)) / GIB:.2f} GiB CUDA context, "
+        f"{(states.NCCL if nccl is None else nccl) / GIB:.2f} GiB NCCL ({'probed' if measured else 'published'})",
+        **{
+            f"error of {error.name} trainings": f"{error.typical:.1%} (median of {error.sample}), 19 in 20 needed at "
+            f"most {error.largest:.1%} more"
+            for error in (*FAMILY_ERRORS.values(), HOST_ERROR)
+        },
+        "versions": ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft", "deepspeed")),
+    }
 
 
 def resolve_request(request: EstimateRequest) -> ResolvedRun:
@@ -228,21 +210,18 @@ def _objective_keys(request: EstimateRequest) -> dict[str, Any]:
 
 
 def _cluster(request: EstimateRequest) -> Cluster:
-    cluster = parse_section(
-        Cluster,
-        {
-            "executor": "local",
-            "accelerator": request.accelerator,
-            "gpu_memory_gib": request.gpu_memory,
-            "max_nodes": request.nodes,
-            "processes_per_node": request.gpus_per_node,
-            "cpus_per_node": CORES_PER_GPU * request.gpus_per_node,
-            "memory_gib_per_node": request.host_memory or LARGEST_HOST,
-            "nvme_path": "/nvme",
-            **({} if request.inter_node_gbps is None else {"inter_node_gbps": request.inter_node_gbps}),
-        },
-        "The options",
-    )
+    values = {
+        "executor": "local",
+        "accelerator": request.accelerator,
+        "gpu_memory_gib": request.gpu_memory,
+        "max_nodes": request.nodes,
+        "processes_per_node": request.gpus_per_node,
+        "cpus_per_node": CORES_PER_GPU * request.gpus_per_node,
+        "memory_gib_per_node": request.host_memory or LARGEST_HOST,
+        "nvme_path": "/nvme",
+        **({} if request.inter_node_gbps is None else {"inter_node_gbps": request.inter_node_gbps}),
+    }
+    cluster = parse_section(Cluster, values, "The options")
     if request.host_memory is None:
         cluster = cluster.model_copy(update={"memory_gib_per_node": NO_LIMIT / GIB})
     return cluster

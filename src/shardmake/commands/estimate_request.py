@@ -7,21 +7,10 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option
 
+from shardmake.config import models
 from shardmake.config.accelerators import find_accelerator
 from shardmake.config.attention import Attention
 from shardmake.config.methods import DEFAULT_METHOD
-from shardmake.config.models import (
-    STRATEGIES,
-    Cluster,
-    GradientDtype,
-    Lora,
-    Method,
-    Objective,
-    Optimizer,
-    Precision,
-    Run,
-    Section,
-)
 from shardmake.config.optimizers import DEFAULT_OPTIMIZER
 from shardmake.core.errors import ConfigError, nearest
 
@@ -52,19 +41,19 @@ class EstimateRequest:
     attention: Annotated[
         Attention | None, Option(help="Attention kernel. Default: the fastest that model and GPU support.")
     ] = None
-    precision: Annotated[Precision, Option(help="Compute data type.")] = "bf16"
-    optimizer: Annotated[Optimizer, Option(help="Optimizer.", metavar="NAME")] = DEFAULT_OPTIMIZER
-    method: Annotated[Method, Option(help="What is trained.")] = DEFAULT_METHOD
+    precision: Annotated[models.Precision, Option(help="Compute data type.")] = "bf16"
+    optimizer: Annotated[models.Optimizer, Option(help="Optimizer.", metavar="NAME")] = DEFAULT_OPTIMIZER
+    method: Annotated[models.Method, Option(help="What is trained.")] = DEFAULT_METHOD
     lora_rank: Annotated[int, Option(help="Rank of the adapters.")] = 16
     lora_targets: Annotated[str, Option(help="Layers with adapters, such as q_proj,v_proj.")] = "all-linear"
     lora_dropout: Annotated[float, Option(help="Dropout before the adapters.")] = 0.0
     accumulation: Annotated[int, Option(help="Micro batches per optimizer step.")] = 1
     weights: Annotated[Literal["bf16", "fp32"] | None, Option(help="Data type of the trainable weights.")] = None
-    gradient_dtype: Annotated[GradientDtype, Option(help="Type in which gradients are accumulated and reduced.")] = (
-        "auto"
-    )
+    gradient_dtype: Annotated[
+        models.GradientDtype, Option(help="Type in which gradients are accumulated and reduced.")
+    ] = "auto"
     loss: Annotated[Literal["plain", "fused", "chunked"], Option(help="Cross entropy.")] = "plain"
-    objective: Annotated[Objective, Option(help="What training optimizes.")] = "sft"
+    objective: Annotated[models.Objective, Option(help="What training optimizes.")] = "sft"
     reference: Annotated[
         Literal["model", "precomputed"] | None,
         Option(help="Reference of --objective dpo or kto. Default: model, which is beside the other."),
@@ -84,16 +73,16 @@ class EstimateRequest:
     ] = None
 
 
-_COUNTS: dict[str, tuple[type[Section], str]] = {
-    "nodes": (Cluster, "max_nodes"),
-    "gpus_per_node": (Cluster, "processes_per_node"),
-    "sequence_length": (Run, "sequence_length"),
-    "micro_batch": (Run, "global_batch_size"),
-    "sequence_parallel": (Run, "sequence_parallel"),
-    "tensor_parallel": (Run, "tensor_parallel"),
-    "expert_parallel": (Run, "expert_parallel"),
-    "lora_rank": (Lora, "rank"),
-    "accumulation": (Run, "global_batch_size"),
+_COUNTS: dict[str, tuple[type[models.Section], str]] = {
+    "nodes": (models.Cluster, "max_nodes"),
+    "gpus_per_node": (models.Cluster, "processes_per_node"),
+    "sequence_length": (models.Run, "sequence_length"),
+    "micro_batch": (models.Run, "global_batch_size"),
+    "sequence_parallel": (models.Run, "sequence_parallel"),
+    "tensor_parallel": (models.Run, "tensor_parallel"),
+    "expert_parallel": (models.Run, "expert_parallel"),
+    "lora_rank": (models.Lora, "rank"),
+    "accumulation": (models.Run, "global_batch_size"),
 }
 """The key of the configuration that limits each option."""
 
@@ -108,10 +97,9 @@ def check_options(request: EstimateRequest) -> None:
         if value is not None and not 1 <= value <= largest:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}. Write a number from 1 to {largest:,}.")
     for name in request.strategies:
-        if name not in STRATEGIES:
-            raise ConfigError(
-                f"There is no strategy {name!r}.{nearest(name, STRATEGIES)} Strategies: {', '.join(STRATEGIES)}."
-            )
+        if name not in models.STRATEGIES:
+            known = models.STRATEGIES
+            raise ConfigError(f"There is no strategy {name!r}.{nearest(name, known)} Strategies: {', '.join(known)}.")
     try:
         find_accelerator(request.accelerator)
     except ConfigError as error:

@@ -148,7 +148,7 @@ def print_table(result: EstimateResult, explain: bool = False) -> None:
         console.print(f"Nothing fits. What would: {result.advice}.")
     if explain:
         console.print("\nThe numbers that went in:")
-        for name, value in result.inputs:
+        for name, value in result.inputs.items():
             console.print(f"  {name}: {value}", highlight=False)
         _print_terms(console, result.rows)
 

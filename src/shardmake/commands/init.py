@@ -155,7 +155,8 @@ def _translated(run: dict[str, Any], answers: Answers) -> dict[str, Any]:
     """Return a translated run with the answers in place."""
     given = {"model": answers.model, "data.train": answers.data, "method": answers.method or ""}
     run = overlay(run, {key: value for key, value in given.items() if value})
-    missing = [option for option, found in (("--model", run.get("model")), ("--data", _sources(run))) if not found]
+    named = {"--model": run.get("model"), "--data": run.get("data", {}).get("train")}
+    missing = [option for option, found in named.items() if not found]
     if missing:
         raise ConfigError(f"{answers.source} does not say what {' and '.join(missing)} is. Add the option.")
     data = run["data"]
@@ -164,10 +165,6 @@ def _translated(run: dict[str, Any], answers: Answers) -> dict[str, Any]:
             data[key] = data[key][0]["source"]
     keys = ("model", "data", "objective", "method", "lora")  # the order of a configuration that a person writes
     return {key: run[key] for key in (*keys, *run) if key in run}
-
-
-def _sources(run: Mapping[str, Any]) -> Any:
-    return run.get("data", {}).get("train")
 
 
 def _as_text(config: Mapping[str, Any], notes: Mapping[str, str], remarks: Sequence[str]) -> str:

@@ -85,17 +85,10 @@ def _submitted(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> dict[s
     service = (
         {f"on each of {plural(plan.service_nodes, 'node')} after these": run.service.command} if run.service else {}
     )
-    return {
-        job: _submission(plan, run, cluster, rundir, folder),
-        node: _node(plan, cluster, rundir.root, folder),
-        **service,
-    }
-
-
-def _submission(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir, folder: AttemptDir) -> str:
+    command = f"python -m shardmake.launch.worker {folder.root} 0"
     if cluster.executor == "slurm":
-        return SlurmJobs(rundir.root, cluster, run).script(folder, plan, excluded=[])
-    return f"python -m shardmake.launch.worker {folder.root} 0"
+        command = SlurmJobs(rundir.root, cluster, run).script(folder, plan, excluded=[])
+    return {job: command, node: _node(plan, cluster, rundir.root, folder), **service}
 
 
 def _node(plan: Plan, cluster: Cluster, run_folder: Path, folder: AttemptDir) -> str:

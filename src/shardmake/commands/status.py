@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Final
 from shardmake.checkpoint import store
 from shardmake.commands.driver_state import describe_drivers, driver_jobs
 from shardmake.commands.stage_logs import StageJobs, local_stages, stage_end, stage_jobs
-from shardmake.commands.tables import print_table, rich_table
 from shardmake.config.effects import values_of
 from shardmake.config.load import get_run, sweep_runs
 from shardmake.config.models import Cluster, Config, Run
 from shardmake.core.errors import ConfigError, ShardmakeError, SlurmError
+from shardmake.core.tables import print_table, rich_table
 from shardmake.core.units import format_duration, plural
 from shardmake.launch.jobs import LocalJobs, job_name
 from shardmake.launch.slurm_jobs import list_jobs
@@ -203,15 +203,12 @@ def stage_states(run: Run, cluster: Cluster, rundir: RunDir) -> Stages:
     values, found = values_of(run, cluster), Stages()
     for stage, proof in proofs.items():
         changes = changed_settings(stage, values, rundir) if proof.exists() else []
-        uses_old = any(_is_renewed(earlier, found[earlier][0]) for earlier in STAGES_BEFORE.get(stage, ()))
+        # The fetch is open as long as the weights are not here.
+        before = {earlier: found[earlier][0] for earlier in STAGES_BEFORE.get(stage, ())}
+        uses_old = any(old in (CHANGED, OUTDATED) or (old == OPEN and one != "fetch") for one, old in before.items())
         state = OPEN if not proof.exists() else CHANGED if changes else OUTDATED if uses_old else DONE
         found[stage] = (state, changes)
     return found
-
-
-def _is_renewed(stage: str, state: str) -> bool:
-    """Return whether ``stage`` will have another result; the fetch is open as long as the weights are not here."""
-    return state in (CHANGED, OUTDATED) or (state == OPEN and stage != "fetch")
 
 
 def next_stage(stages: Stages) -> tuple[str, str]:

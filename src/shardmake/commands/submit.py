@@ -45,12 +45,7 @@ _NOT_REPEATABLE: Final = {
 
 
 def submit(arguments: Sequence[str], runs: Path) -> None:
-    """Prepare the runs here, submit the driver job, and print what follows.
-
-    Raises:
-        ConfigError: An argument cannot be used in a job, or a driver job works on one of the runs.
-        SlurmError: Slurm rejects the job or does not answer.
-    """
+    """Prepare the runs here, submit the driver job, and print what follows; refuse a run that another driver has."""
     words = snakemake_arguments(arguments, profile="slurm")
     options = _options(words)
     with _lock(runs):

@@ -80,20 +80,17 @@ ACCELERATORS: dict[str, Accelerator] = {str(row[0]): Accelerator(*row) for row i
 def find_accelerator(name: str) -> Accelerator:
     """Return the catalogue's entry for ``name``; capitals do not matter."""
     entry = ACCELERATORS.get(name.lower())
+    alike = [known for known in ACCELERATORS if known.startswith(name.lower())] if name else []
     if entry is None and name.lower().startswith("mi"):
         raise ConfigError(
             f"{name!r} is not supported. Nothing of Shardmake ran on AMD GPUs, and its checks of nodes ask nvidia-smi. "
             "Use NVIDIA GPUs."
         )
     if entry is None:
+        # Such as both sizes of the A100 for ``a100``.
+        meant = f" Did you mean {' or '.join(map(repr, alike))}?" if alike else nearest(name.lower(), ACCELERATORS)
         raise ConfigError(
-            f"{name!r} is not in the catalogue of accelerators.{_suggestion(name.lower())} Known: "
+            f"{name!r} is not in the catalogue of accelerators.{meant} Known: "
             f"{', '.join(ACCELERATORS)}. For another GPU, name the most similar one and set gpu_memory_gib."
         )
     return entry
-
-
-def _suggestion(name: str) -> str:
-    """Return a question with the entries that ``name`` may mean, such as both sizes of the A100 for ``a100``."""
-    alike = [known for known in ACCELERATORS if known.startswith(name)] if name else []
-    return f" Did you mean {' or '.join(map(repr, alike))}?" if alike else nearest(name, ACCELERATORS)

@@ -76,84 +76,60 @@ def _pushes_to_hub(run: Run) -> bool:
     return run.push is not None and any(to.startswith("hub:") for to in run.push.destinations)
 
 
+def _idle(
+    keys: str, works: Callable[[Run], bool], beside: str, change: str = "", switch: str = ""
+) -> Iterator[IdleKey]:
+    return (IdleKey(key, works, beside, change, switch) for key in keys.split())
+
+
+_ADAPTERS: Final = " or ".join(name for name, spec in METHODS.items() if spec.has_adapters)
+_METHOD: Final = "method: {run.method}"
+_OBJECTIVE: Final = "objective: {run.objective}"
 IDLE_KEYS: Final = (
     *(
-        IdleKey(
-            name,
-            lambda run, name=name: run.objective == name,  # type: ignore[misc]
-            "objective: {run.objective}",
-            f"Set objective: {name}",
-        )
+        IdleKey(name, lambda run, name=name: run.objective == name, _OBJECTIVE, f"Set objective: {name}")  # type: ignore[misc]
         for name in OBJECTIVE_SECTIONS
     ),
-    IdleKey(
-        "lora",
-        lambda run: run.method_spec.has_adapters,
-        "method: {run.method}",
-        f"Set method: {' or '.join(name for name, spec in METHODS.items() if spec.has_adapters)}",
-        "method",
-    ),
-    IdleKey(
-        "warmup_ratio",
-        lambda run: run.scheduler != "constant" or run.warmup_ratio == 0,
-        "scheduler: {run.scheduler}",
+    *_idle("lora", lambda run: run.method_spec.has_adapters, _METHOD, f"Set method: {_ADAPTERS}", "method"),
+    *_idle(
+        "warmup_ratio", lambda run: run.scheduler != "constant" or run.warmup_ratio == 0, "scheduler: {run.scheduler}",
         "Set scheduler: constant_with_warmup",
     ),
-    IdleKey(
-        "resume_from", lambda run: run_before(run.model) is None, "model: {run.model}", "Name that run's base model"
+    *_idle(
+        "resume_from", lambda run: run_before(run.model) is None, "model: {run.model}", "Name that run's base model",
     ),
-    IdleKey("resume_from", lambda run: not run.lora.adapter, "lora.adapter: {run.lora.adapter}", "Remove lora.adapter"),
-    *(
-        IdleKey(name, lambda run: run.script is None, "script: {run.script}", "Remove script")
-        for name in (
-            *("profile", "memory_snapshot", "freeze", "torch_compile"),
-            *("learning_rates", "lora.adapter", "lora.train_tokens"),
-        )
+    *_idle("resume_from", lambda run: not run.lora.adapter, "lora.adapter: {run.lora.adapter}", "Remove lora.adapter"),
+    *_idle(
+        "profile memory_snapshot freeze torch_compile learning_rates lora.adapter lora.train_tokens",
+        lambda run: run.script is None, "script: {run.script}", "Remove script",
     ),
-    IdleKey(
-        "freeze",
-        lambda run: not run.method_spec.has_adapters,
-        "method: {run.method}, which trains adapters alone",
+    *_idle(
+        "freeze", lambda run: not run.method_spec.has_adapters, f"{_METHOD}, which trains adapters alone",
         "Set method: full",
     ),
-    IdleKey(
+    *_idle(
         "checkpoints.early_stopping",
         lambda run: run.script is None and (run.eval_every_steps != "never" or run.checkpoints.keep_best),
-        "a training that does not evaluate",
-        "Set eval_every_steps: auto",
+        "a training that does not evaluate", "Set eval_every_steps: auto",
     ),
-    IdleKey(
-        "final_checkpoint",
-        lambda run: run.script is None and run.checkpoints.keep_best,
-        "checkpoints.keep_best: false",
-        "Set checkpoints.keep_best: true",
+    *_idle(
+        "final_checkpoint", lambda run: run.script is None and run.checkpoints.keep_best,
+        "checkpoints.keep_best: false", "Set checkpoints.keep_best: true",
     ),
-    IdleKey("data.eval_fraction", lambda run: run.data.eval is None, "data.eval", "Remove data.eval"),
-    *(
-        IdleKey(
-            f"evaluation.{key}",
-            lambda run: bool(run.evaluation.lm_eval),
-            "an empty evaluation.lm_eval",
-            "Name the tasks in evaluation.lm_eval",
-        )
-        for key in ("lm_eval_path", "lm_eval_limit")
+    *_idle("data.eval_fraction", lambda run: run.data.eval is None, "data.eval", "Remove data.eval"),
+    *_idle(
+        "evaluation.lm_eval_path evaluation.lm_eval_limit", lambda run: bool(run.evaluation.lm_eval),
+        "an empty evaluation.lm_eval", "Name the tasks in evaluation.lm_eval",
     ),
-    *(
-        IdleKey(key, _pushes_to_hub, "a destination that is not on the hub", "Add hub:ORG/NAME to push.to")
-        for key in ("push.private", "push.revision", "push.pull_request")
+    *_idle(
+        "push.private push.revision push.pull_request", _pushes_to_hub, "a destination that is not on the hub",
+        "Add hub:ORG/NAME to push.to",
     ),
-    *(
-        IdleKey(
-            key,
-            lambda run: not OBJECTIVES[run.objective].new_head,
-            "objective: {run.objective}, whose model does not generate text",
-        )
-        for key in (
-            *("evaluation.prompts", "evaluation.max_new_tokens", "evaluation.lm_eval", "evaluation.losses"),
-            "push.samples",
-        )
+    *_idle(
+        "evaluation.prompts evaluation.max_new_tokens evaluation.lm_eval evaluation.losses push.samples",
+        lambda run: not OBJECTIVES[run.objective].new_head, f"{_OBJECTIVE}, whose model does not generate text",
     ),
-)
+)  # fmt: skip
 """Keys that have no effect in some runs. Beside them are those that `_refused_by_trl` refuses with some values."""
 
 
@@ -229,7 +205,12 @@ def check_distinct(pushes: Mapping[str, Push]) -> None:
 
     A push replaces what the last push left, so the second run would replace the model of the first.
     """
-    named = [(_place(to, push), run, to) for run, push in pushes.items() for to in _replaced(push)]
+    named = [
+        (_place(to, push), run, to)
+        for run, push in pushes.items()
+        for to in push.destinations
+        if not (push.pull_request and to.startswith("hub:"))  # which replaces nothing
+    ]
     order = {entry: number for number, entry in enumerate(named)}
     for pair in pairwise(sorted(named, key=lambda entry: (entry[0][0], entry[0][1].parts))):
         (_, path), (_, other_path) = places = [entry[0] for entry in pair]
@@ -240,13 +221,6 @@ def check_distinct(pushes: Mapping[str, Push]) -> None:
                 f"run {first!r} pushes {both} to {other!r}. One would replace the other. Write {RUN} in push.to, such "
                 f"as 'file:published/{RUN}', or name separate destinations"
             )
-
-
-def _replaced(push: Push) -> Iterator[str]:
-    """Yield the destinations whose content a push replaces; a pull request replaces nothing."""
-    for to in push.destinations:
-        if not (push.pull_request and to.startswith("hub:")):
-            yield to
 
 
 def _place(destination: str, push: Push) -> tuple[str, PurePosixPath]:

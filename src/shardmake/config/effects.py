@@ -85,79 +85,56 @@ class Effect:
     """Keys of a run, and of the cluster with `CLUSTER` before them. A key that ends with a dot is a whole section."""
 
 
-_TRAINING = ("plan", "render", "train")
+_TRAINING: Final = ("plan", "render", "train")
+_AFTER: Final = ("consolidate", "evaluate")
+
+
+def _effect(changes: tuple[str, ...], reads: tuple[str, ...], words: str, *keys: str) -> Effect:
+    return Effect(changes, reads, (*keys, *words.split()))
+
+
 EFFECTS: Final = (
-    Effect(
-        changes=("fetch", "data", *_TRAINING),
-        reads=("consolidate", "evaluate"),
-        keys=(
-            *("model", "revision", "resume_from", "lora.adapter"),
-            *("data.train", "data.eval", "data.subset", "data.revision"),
-        ),
+    _effect(
+        ("fetch", "data", *_TRAINING), _AFTER,
+        "model revision resume_from lora.adapter data.train data.eval data.subset data.revision",
     ),
-    Effect(
-        changes=("data", *_TRAINING),
-        reads=("consolidate", "evaluate"),
-        keys=("data.", "objective", "sequence_length", "packing", "seed", "trust_remote_code"),
-    ),
-    Effect(
-        changes=_TRAINING,
-        reads=(),
-        keys=(
-            *(*run_keys(is_result=True), "checkpoints.early_stopping"),
-            *("method", "lora.", "freeze", "learning_rates", *(f"{name}." for name in OBJECTIVE_SECTIONS)),
-            "expert_parallel",  # the optimizer's states are in other groups
-            *("script", "script_args", "service.command", *(key for key in RESULT_KEYS if key != TEMPLATE)),
-        ),
+    _effect(("data", *_TRAINING), _AFTER, "data. objective sequence_length packing seed trust_remote_code"),
+    _effect(
+        _TRAINING, (),
+        "checkpoints.early_stopping method lora. freeze learning_rates script script_args service.command "
+        "expert_parallel",  # the optimizer's states are in other groups
+        *run_keys(is_result=True), *(f"{name}." for name in OBJECTIVE_SECTIONS),
+        *(key for key in RESULT_KEYS if key != TEMPLATE),
     ),
     # How the training is spread over the hardware, watched and saved.
-    Effect(
-        changes=(),
-        reads=_TRAINING,
-        keys=(
-            *run_keys(is_result=False),
-            *("strategy", "sequence_parallel", "service_nodes", "service."),
-            *("gradient_checkpointing", "activation_offload"),
-            *("attention", "loss", "non_finite"),
-            *("checkpoints.", "eval_every_steps", "report_to", "profile.", "memory_snapshot"),
-            *("deepspeed_config", "accelerate_config", *TUNING_KEYS),
-            *("cluster.executor", "cluster.max_nodes", "cluster.cpus_per_node", "cluster.memory_gib_per_node"),
-            *("cluster.nvme_gib_per_node", "cluster.intra_node_gbps", "cluster.inter_node_gbps"),
-            *("cluster.network_interface", "cluster.network_check_seconds", "cluster.hang_seconds"),
-            "cluster.node_mtbf_hours",
-        ),
+    _effect(
+        (), _TRAINING,
+        "strategy sequence_parallel service_nodes service. gradient_checkpointing activation_offload attention loss "
+        "non_finite checkpoints. eval_every_steps report_to profile. memory_snapshot deepspeed_config "
+        "accelerate_config cluster.executor cluster.max_nodes cluster.cpus_per_node cluster.memory_gib_per_node "
+        "cluster.nvme_gib_per_node cluster.intra_node_gbps cluster.inter_node_gbps cluster.network_interface "
+        "cluster.network_check_seconds cluster.hang_seconds cluster.node_mtbf_hours",
+        *run_keys(is_result=False), *TUNING_KEYS,
     ),
-    Effect(
-        changes=(),
-        reads=(*_TRAINING, "data", "consolidate", "evaluate"),
-        keys=(
-            *("cluster.accelerator", "cluster.gpu_memory_gib", "cluster.processes_per_node", "cluster.nvme_path"),
-            *("cluster.internet_on_compute_nodes", "cluster.scratch", "cluster.slurm.", "cluster.env"),
-            "cluster.environment",
-            "data.chat_template",  # its content counts, with the other keys of the data
-        ),
+    _effect(
+        (), (*_TRAINING, "data", *_AFTER),
+        "cluster.accelerator cluster.gpu_memory_gib cluster.processes_per_node cluster.nvme_path "
+        "cluster.internet_on_compute_nodes cluster.scratch cluster.slurm. cluster.env cluster.environment "
+        "data.chat_template",  # its content counts, with the other keys of the data
     ),
-    Effect(changes=(), reads=STAGES, keys=("cluster.shared", "cluster.cache")),
-    Effect(changes=(), reads=("train",), keys=("cluster.trainings_per_user", "cluster.purge_days")),
-    Effect(changes=("consolidate",), reads=("plan",), keys=("dtype", "max_shard_size", "final_checkpoint")),
-    Effect(
-        changes=(),
-        reads=("plan", "evaluate"),
-        keys=("evaluation.batch_tokens", "evaluation.backend", "evaluation.processes"),
-    ),
-    Effect(changes=("evaluate",), reads=("plan",), keys=("evaluation.",)),
-    Effect(changes=("push",), reads=("plan",), keys=("push.",)),
+    _effect((), STAGES, "cluster.shared cluster.cache"),
+    _effect((), ("train",), "cluster.trainings_per_user cluster.purge_days"),
+    _effect(("consolidate",), ("plan",), "dtype max_shard_size final_checkpoint"),
+    _effect((), ("plan", "evaluate"), "evaluation.batch_tokens evaluation.backend evaluation.processes"),
+    _effect(("evaluate",), ("plan",), "evaluation."),
+    _effect(("push",), ("plan",), "push."),
     # No stage works differently with these.
-    Effect(
-        changes=(),
-        reads=(),
-        keys=(
-            "notify.",
-            "cluster.login_memory_gib",
-            *(f"cluster.slurm.driver{part}" for part in ("", "_time_limit", "_memory_gib")),
-        ),
+    _effect(
+        (), (),
+        "notify. cluster.login_memory_gib cluster.slurm.driver cluster.slurm.driver_time_limit "
+        "cluster.slurm.driver_memory_gib",
     ),
-)
+)  # fmt: skip
 """Every key in one row. A key that is named stands before the section that has it."""
 
 

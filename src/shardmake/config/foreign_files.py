@@ -167,10 +167,6 @@ def _above_zero(key: str) -> Row:
     return lambda value, values: {key: value} if isinstance(value, int | float) and value > 0 else {}
 
 
-def _hub(value: Any, values: Values) -> Any:
-    return {"push.to": f"hub:{value}"} if value and values.get("push_to_hub", True) else None
-
-
 def _if_true(**keys: Any) -> Row:
     return lambda value, values: {key.replace("__", "."): one for key, one in keys.items()} if value else {}
 
@@ -198,7 +194,10 @@ _TRAINER: Final[dict[str, Row]] = {
     "eval_steps": "eval_every_steps",
     "load_best_model_at_end": _if_true(checkpoints__keep_best=True, final_checkpoint="best"),
     "lr_scheduler_kwargs": lambda value, values: {"scheduler_arguments": value} if isinstance(value, dict) else None,
-    "torch_compile": "torch_compile", "trust_remote_code": "trust_remote_code", "hub_model_id": _hub,
+    "torch_compile": "torch_compile", "trust_remote_code": "trust_remote_code",
+    "hub_model_id": lambda value, values: (
+        {"push.to": f"hub:{value}"} if value and values.get("push_to_hub", True) else None
+    ),
     "model_name_or_path": "model", "model_revision": "revision", "lora_alpha": "lora.alpha",
     "lora_dropout": "lora.dropout",
 }  # fmt: skip
@@ -397,11 +396,6 @@ def _trl_data(value: Any, values: Values) -> Any:
     return {"data.train": name, **({"data.subset": subset} if subset else {})}
 
 
-def _trl_loss(value: Any, values: Values) -> Any:
-    """SFT and DPO have a key of this name; that of SFT is the cross entropy."""
-    return {} if value == "nll" else _loss_types(value, values)
-
-
 _TRL_LORA: Final = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]}
 TRL: Final = Tool(
     "TRL",
@@ -413,7 +407,8 @@ TRL: Final = Tool(
         ),
         "dataset_name": _trl_data, "lora_r": "lora.rank", "lora_target_modules": _lora_targets,
         "max_length": "sequence_length", "packing": "packing", "dataset_text_field": "data.columns.text",
-        "chat_template_path": "data.chat_template", "beta": _beta, "loss_type": _trl_loss,
+        "chat_template_path": "data.chat_template", "beta": _beta,
+        "loss_type": lambda value, values: {} if value == "nll" else _loss_types(value, values),  # SFT's cross entropy
         "precompute_ref_log_probs": _if_true(dpo__reference="precomputed", kto__reference="precomputed"),
         "desirable_weight": "kto.desirable_weight", "undesirable_weight": "kto.undesirable_weight",
         "center_rewards_coefficient": "reward.center_rewards_coefficient",

@@ -13,6 +13,7 @@ from typing import Any, Final
 from shardmake.config.checks import run_before
 from shardmake.config.sweeps import expand_sweep
 from shardmake.core.errors import ConfigError, nearest
+from shardmake.core.nested import paths
 
 DEFAULTS: Final = "defaults"
 BASE: Final = "base"
@@ -51,13 +52,14 @@ class ResolvedRun:
 
     def take(self, values: Mapping[str, Any], origin: Callable[[Path], Origin]) -> None:
         """Replace values by ``values``, section by section; ``origin`` returns the place of a value."""
-        for path, value in leaves(values):
+        for path, value in paths(values):
             section = _section(self.values, path[:-1])
             if value == {} and isinstance(section.get(path[-1]), dict):
                 continue
             section[path[-1]] = copy.deepcopy(value)
-            for other in [other for other in self.origins if _related(other, path)]:
-                del self.origins[other]
+            for other in list(self.origins):  # at, above or below the path
+                if other[: len(path)] == path or path[: len(other)] == other:
+                    del self.origins[other]
             self.origins[path] = origin(path)
 
 
@@ -193,15 +195,6 @@ def _before(run: Any) -> str | None:
     return run_before(model) if isinstance(model, str) else None
 
 
-def leaves(values: Mapping[Any, Any], before: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield each value that is not a section with content, and the keys that lead to it."""
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, (*before, key))
-        else:
-            yield (*before, key), value
-
-
 def _section(values: dict[Any, Any], path: Path) -> dict[Any, Any]:
     """Return the section at ``path``, created if another value or nothing is there."""
     for key in path:
@@ -209,12 +202,6 @@ def _section(values: dict[Any, Any], path: Path) -> dict[Any, Any]:
             values[key] = {}
         values = values[key]
     return values
-
-
-def _related(one: Path, other: Path) -> bool:
-    """Return True if one of the two is at or below the other."""
-    length = min(len(one), len(other))
-    return one[:length] == other[:length]
 
 
 def _has(values: Any, path: Path) -> bool:

@@ -6,14 +6,15 @@ are part of the stages.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import ceil, inf
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
+from shardmake.config import values
 from shardmake.config.accelerators import find_accelerator
 from shardmake.config.attention import Attention
 from shardmake.config.formats import FORMATS, RAW, DataFormat
@@ -24,39 +25,6 @@ from shardmake.config.script_file import SCRIPT_VARIABLES, SERVICE_VARIABLES, VA
 from shardmake.config.slurm_options import find_option
 from shardmake.config.strategies import PARTITIONED_INFERENCE, STRATEGY_SPECS
 from shardmake.config.trackers import TRACKERS
-from shardmake.config.values import (
-    AsNumber,
-    Bandwidth,
-    Count,
-    DiskSpace,
-    Epochs,
-    FileSize,
-    Fraction,
-    GpuMemory,
-    GpuType,
-    GradientNorm,
-    HostMemory,
-    Hours,
-    LearningRate,
-    Nodes,
-    PathText,
-    Ranks,
-    SchedulerNumber,
-    Seconds,
-    Seed,
-    Sequences,
-    SlurmNumber,
-    Steps,
-    TimeLimit,
-    Tokens,
-    Variable,
-    WeightDecay,
-    check_bind,
-    check_destination,
-    check_text,
-    minutes,
-    with_run_name,
-)
 
 if TYPE_CHECKING:
     Strategy = str
@@ -114,8 +82,18 @@ class Section(BaseModel):
         """Refuse text without a visible character, and control characters in a single line of text."""
         for text in [value] if isinstance(value, str) else value if isinstance(value, list) else []:
             if isinstance(text, str) and info.field_name not in FREE_TEXT:
-                check_text(text, several_lines=info.field_name in SEVERAL_LINES)
+                values.check_text(text, several_lines=info.field_name in SEVERAL_LINES)
         return value
+
+    def _problems(self) -> Iterator[str]:
+        """Yield what is wrong with keys that are right by themselves; the first is reported."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> Self:
+        for problem in self._problems():
+            raise ValueError(problem)
+        return self
 
 
 class Columns(Section):
@@ -153,7 +131,7 @@ class Columns(Section):
 class EvalSource(Section):
     """One of several sources of evaluation examples."""
 
-    source: PathText = Field(description="A file, a folder, a hub data set or a URL, as for a single `train`.")
+    source: values.PathText = Field(description="A file, a folder, a hub data set or a URL, as for a single `train`.")
     name: str | None = Field(
         None,
         description="Name in the report and in the losses by source. Without it, that of the file, folder or data set.",
@@ -180,33 +158,35 @@ class EvalSource(Section):
 class TrainSource(EvalSource):
     """One of several sources of training examples."""
 
-    weight: Annotated[float, Field(gt=0, le=10**6), AsNumber] | None = Field(
+    weight: Annotated[float, Field(gt=0, le=10**6), values.AsNumber] | None = Field(
         None,
         description="Share of the examples, relative to the other sources, all of which then need a weight. Examples "
         "are drawn until every source was read once, so some repeat in the meantime. Without weights, every example "
         "is used once.",
     )
     repeat: Annotated[int, Field(ge=1, le=1000)] = Field(1, description="Number of times that each example is used.")
-    limit: Steps | None = Field(None, description="Maximum number of training examples, chosen at random by `seed`.")
+    limit: values.Steps | None = Field(
+        None, description="Maximum number of training examples, chosen at random by `seed`."
+    )
 
 
 class Data(Section):
     """The source of the examples and their format."""
 
-    train: PathText | list[TrainSource] = Field(
+    train: values.PathText | list[TrainSource] = Field(
         description="A file, a folder of files of one kind, or a hub data set: `org/name` (its split `train`) or "
         "`org/name:split`. Files: `.jsonl`, `.json` (an array, which memory must hold, or one object per line), "
         "`.csv`, `.tsv` with a header, `.parquet`; all but Parquet also compressed (`.gz`, `.bz2`, `.xz`, `.zst`). A "
         "file or folder may also be a URL (`s3://`, `gs://`, `https://`, any protocol of fsspec), which is copied. Or "
         "a list of sources, which are mixed."
     )
-    eval: PathText | list[EvalSource] | None = Field(
+    eval: values.PathText | list[EvalSource] | None = Field(
         None,
         description="Evaluation examples, as for `train` (of a hub data set, its `validation` or `test` split). Or a "
         "list of sources, whose losses are also measured one by one. Without it, a part of `train` is held out, of "
         "each of its sources. `format: raw` needs them, in a format that Shardmake reads.",
     )
-    eval_fraction: Annotated[float, Field(gt=0, lt=0.5), AsNumber] = Field(
+    eval_fraction: Annotated[float, Field(gt=0, lt=0.5), values.AsNumber] = Field(
         0.02, description="Fraction of `train` that is held out for evaluation if `eval` is not set."
     )
     format: Literal["auto", "raw"] | Format = Field(
@@ -232,7 +212,7 @@ class Data(Section):
         "short to long, a curriculum; `given`: that of the source. The last two repeat in each epoch and exclude "
         "`packing`. With `objective: kto` the shuffled order repeats as well.",
     )
-    chat_template: PathText | None = Field(
+    chat_template: values.PathText | None = Field(
         None,
         description="File with a Jinja chat template that replaces the tokenizer's: in the data, in evaluation prompts "
         "and in the final model. Without it, the tokenizer's own.",
@@ -289,70 +269,55 @@ class Data(Section):
         hub = {"subset": one.subset, "revision": one.revision}
         return self.model_copy(update={"train": one.source, **hub, **settings})
 
-    @model_validator(mode="after")
-    def _check_columns(self) -> "Data":
+    def _problems(self) -> Iterator[str]:
         for one in (*self.sources, *self.eval_sources):
             data = self.only(one)
             named = data.columns.named
             formats = FORMATS if data.format == "auto" or data.format == RAW else {data.format: FORMATS[data.format]}
             if not any(named.keys() <= spec.columns.keys() for spec in formats.values()):
                 reads = "; ".join(f"{name} reads {', '.join(spec.columns)}" for name, spec in formats.items())
-                raise ValueError(f"columns: no format reads {' and '.join(named)}. {reads}")
-        return self
-
-    @model_validator(mode="after")
-    def _check_raw(self) -> "Data":
-        if not self.is_raw:
-            return self
-        if not isinstance(self.train, str):
-            raise ValueError("train: format 'raw' takes one source, which the script reads. Name a file or a folder")
-        if self.eval is None:
-            raise ValueError(
+                yield f"columns: no format reads {' and '.join(named)}. {reads}"
+        if self.is_raw and not isinstance(self.train, str):
+            yield "train: format 'raw' takes one source, which the script reads. Name a file or a folder"
+        if self.is_raw and self.eval is None:
+            yield (
                 "eval: format 'raw' needs evaluation examples in another format, by which the base and the tuned model "
                 "are compared. Name a file, a folder or a hub data set"
             )
-        if self.subset is not None or ":" in self.train.rpartition("://")[2]:
-            raise ValueError("train: format 'raw' is all files of a data set. Remove subset and the name of the split")
-        return self
-
-    @model_validator(mode="after")
-    def _check_sources(self) -> "Data":
+        if self.is_raw and (self.subset is not None or ":" in str(self.train).rpartition("://")[2]):
+            yield "train: format 'raw' is all files of a data set. Remove subset and the name of the split"
         for key, found in (("train", self.train), ("eval", self.eval)):
-            if isinstance(found, list):
-                _check_list(key, [one.label for one in found])
+            labels = [one.label for one in found] if isinstance(found, list) else []
+            if found == []:
+                yield f"{key}: the list has no source. Name at least one"
+            if repeated := sorted({label for label in labels if labels.count(label) > 1}):
+                yield f"{key}: several sources are called {repeated[0]!r}. Give each a `name` of its own"
         if isinstance(self.train, str):
-            return self
+            return
         if self.subset is not None or self.revision is not None:
-            raise ValueError("subset and revision belong to one source. Write them into the entries of train")
+            yield "subset and revision belong to one source. Write them into the entries of train"
         weighted = [one for one in self.train if one.weight is not None]
         if weighted and len(weighted) < len(self.train):
             missing = next(one.label for one in self.train if one.weight is None)
-            raise ValueError(f"train: {missing!r} has no weight, others have one. Give every source a weight, or none")
+            yield f"train: {missing!r} has no weight, others have one. Give every source a weight, or none"
         if any(one.repeat > 1 for one in weighted):
-            raise ValueError("train: a source has both weight and repeat, and both say how often. Remove one of them")
-        return self
-
-
-def _check_list(key: str, labels: list[str]) -> None:
-    """Refuse an empty list of sources, and one in which several have the same name."""
-    if not labels:
-        raise ValueError(f"{key}: the list has no source. Name at least one")
-    if repeated := sorted({label for label in labels if labels.count(label) > 1}):
-        raise ValueError(f"{key}: several sources are called {repeated[0]!r}. Give each a `name` of its own")
+            yield "train: a source has both weight and repeat, and both say how often. Remove one of them"
 
 
 class Lora(Section):
     """Low-rank adapters, for each `method` that trains them."""
 
-    rank: Count = Field(16, description="Rank of the adapters.")
-    alpha: Count = Field(32, description="Scale: updates are multiplied by alpha / rank.")
-    dropout: Annotated[float, Field(ge=0, lt=1), AsNumber] = Field(0.0, description="Dropout on the adapters' input.")
+    rank: values.Count = Field(16, description="Rank of the adapters.")
+    alpha: values.Count = Field(32, description="Scale: updates are multiplied by alpha / rank.")
+    dropout: Annotated[float, Field(ge=0, lt=1), values.AsNumber] = Field(
+        0.0, description="Dropout on the adapters' input."
+    )
     targets: list[str] | Literal["all-linear"] = Field(
         "all-linear",
         description="Names of the layers and fused experts that get adapters, such as `[q_proj, v_proj]`, or "
         "`all-linear`.",
     )
-    adapter: PathText | None = Field(
+    adapter: values.PathText | None = Field(
         None,
         description="LoRA adapter whose training continues: a folder or a checkpoint with adapter_config.json, or "
         "`run:NAME`, which is trained first. Rank, alpha and targets are then the adapter's. Optimizer, schedule and "
@@ -380,7 +345,7 @@ class ObjectiveSection(Section):
 class Referenced(ObjectiveSection):
     """An objective that compares the trained model with a reference."""
 
-    beta: Annotated[float, Field(gt=0, le=1000), AsNumber] = Field(
+    beta: Annotated[float, Field(gt=0, le=1000), values.AsNumber] = Field(
         0.1, description="Strength with which the model is held near the reference, the model before the first step."
     )
     reference: Literal["model", "precomputed"] = Field(
@@ -421,10 +386,10 @@ class Dpo(Referenced):
 class Kto(Referenced):
     """Kahneman-Tversky optimization, for `objective: kto`, with the names and defaults of TRL's `KTOConfig`."""
 
-    desirable_weight: Annotated[float, Field(gt=0, le=1000), AsNumber] = Field(
+    desirable_weight: Annotated[float, Field(gt=0, le=1000), values.AsNumber] = Field(
         1.0, description="Factor of the loss of desirable completions."
     )
-    undesirable_weight: Annotated[float, Field(gt=0, le=1000), AsNumber] = Field(
+    undesirable_weight: Annotated[float, Field(gt=0, le=1000), values.AsNumber] = Field(
         1.0,
         description="Factor of the loss of undesirable completions. With the factors that the authors of KTO "
         "recommend, all desirable completions together weigh 1 to 4/3 times as much as the undesirable ones.",
@@ -441,7 +406,7 @@ class Kto(Referenced):
 class Reward(ObjectiveSection):
     """Reward modelling, for `objective: reward`, with the names and defaults of TRL's `RewardConfig`."""
 
-    center_rewards_coefficient: Annotated[float, Field(gt=0, le=1000), AsNumber] | None = Field(
+    center_rewards_coefficient: Annotated[float, Field(gt=0, le=1000), values.AsNumber] | None = Field(
         None,
         description="Weight of the squared mean of both rewards of a pair in the loss, which keeps rewards near zero. "
         "TRL recommends 0.01. Without it, nothing does.",
@@ -462,21 +427,21 @@ OBJECTIVE_SECTIONS: Final[dict[str, type[ObjectiveSection]]] = {"dpo": Dpo, "kto
 class Checkpoints(Section):
     """When training saves checkpoints, and which ones it keeps."""
 
-    every_steps: Steps | Literal["auto"] | None = Field(
+    every_steps: values.Steps | Literal["auto"] | None = Field(
         None,
         description="Optimizer steps between checkpoints. `auto`: the interval that loses the least time, from the "
         "measured duration of a save and the cluster's `node_mtbf_hours`. Without it, about ten checkpoints per run.",
     )
-    keep: Count = Field(2, description="Number of newest checkpoints to keep.")
+    keep: values.Count = Field(2, description="Number of newest checkpoints to keep.")
     keep_best: bool = Field(
         False,
         description="Also keep the checkpoint with the lowest evaluation loss. Every saved step is then evaluated.",
     )
-    keep_every_steps: Steps | None = Field(
+    keep_every_steps: values.Steps | None = Field(
         None,
         description="Also keep the first checkpoint at or after every multiple of this number of steps, permanently.",
     )
-    early_stopping: Count | None = Field(
+    early_stopping: values.Count | None = Field(
         None,
         description="End the training after so many evaluations in a row without a lower loss. It needs "
         "evaluations, which `eval_every_steps: never` turns off.",
@@ -508,7 +473,7 @@ class Service(Section):
         "ready when its port accepts connections.",
         examples=["/health"],
     )
-    start_seconds: Seconds = Field(
+    start_seconds: values.Seconds = Field(
         1800, validate_default=True, description="Time limit of the service's start, after which the job fails."
     )
 
@@ -523,7 +488,7 @@ class Service(Section):
 class Evaluation(Section):
     """Settings of the evaluate stage, which measures the base and the tuned model."""
 
-    batch_tokens: Tokens = Field(
+    batch_tokens: values.Tokens = Field(
         16384,
         description="Tokens per forward pass: as many sequences of similar length as fit, and at least one. After "
         "CUDA's out-of-memory error evaluation starts again with half of them.",
@@ -531,21 +496,21 @@ class Evaluation(Section):
     prompts: list[str] = Field(
         default_factory=list, description="Prompts for both models. The report and the model card show the answers."
     )
-    max_new_tokens: Tokens = Field(64, description="Maximum length of a generated answer, in tokens.")
+    max_new_tokens: values.Tokens = Field(64, description="Maximum length of a generated answer, in tokens.")
     backend: Literal["auto"] | EvaluationBackend = Field(
         "auto",
         description="Placement of the model. `whole`: a copy on every GPU. `zero3`: partitioned over all GPUs; with "
         "`-offload` in host memory, with `-nvme` on the cluster's `nvme_path`. `device-map`: one process, layer by "
         "layer over GPUs, host memory and the model's files. `auto`: the first of these that fits.",
     )
-    processes: Ranks | None = Field(
+    processes: values.Ranks | None = Field(
         None, description="Ranks that share the sequences. Without it, one per GPU of a node, or one on CPUs."
     )
     lm_eval: list[str] = Field(
         default_factory=list, description="Tasks of the `lm_eval` package for both models, such as `[piqa]`."
     )
-    lm_eval_path: PathText | None = Field(None, description="Folder with your own `lm_eval` task files.")
-    lm_eval_limit: Steps | None = Field(None, description="Examples per `lm_eval` task. Without it, all.")
+    lm_eval_path: values.PathText | None = Field(None, description="Folder with your own `lm_eval` task files.")
+    lm_eval_limit: values.Steps | None = Field(None, description="Examples per `lm_eval` task. Without it, all.")
     losses: bool = Field(
         False,
         description="Also write `evaluation.csv`: for each held-out example the number of its sequence in `data/eval`, "
@@ -579,7 +544,7 @@ class Push(Section):
     @field_validator("to")
     @classmethod
     def _check_destinations(cls, to: str | list[str]) -> str | list[str]:
-        return check_destination(to) if isinstance(to, str) else [check_destination(one) for one in to]
+        return values.check_destination(to) if isinstance(to, str) else [values.check_destination(one) for one in to]
 
 
 class Notify(Section):
@@ -597,27 +562,27 @@ class Notify(Section):
 class Profile(Section):
     """Optimizer steps that torch's profiler records on rank 0."""
 
-    first_step: Steps = Field(5, description="First of them; those before it warm up.")
+    first_step: values.Steps = Field(5, description="First of them; those before it warm up.")
     steps: Annotated[int, Field(ge=1, le=20)] = Field(2, description="Number of steps.")
 
 
 class Run(Section):
     """One fine-tuning run: the model, the data, the training and the destination."""
 
-    model: PathText = Field(
+    model: values.PathText = Field(
         description="Base model: a hub id (`org/name`), a folder with config.json and weights, or the URL of such a "
         "folder (`s3://`, `gs://`, any protocol of fsspec), which is copied. Or `run:NAME`, the finished model of "
         "another run, which is trained first."
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
-    resume_from: PathText | None = Field(
+    resume_from: values.PathText | None = Field(
         None,
         description="Checkpoint of Trainer, Accelerate, DeepSpeed, FSDP or another run, with whose weights training "
         "starts. Optimizer, schedule and step begin anew. `model` names its base model.",
     )
     trust_remote_code: bool = Field(False, description="Run model code that comes with the model. Read it first.")
     data: Data = Field(description="The examples.")
-    sequence_length: Tokens = Field(
+    sequence_length: values.Tokens = Field(
         description="Tokens per training sequence. Longer conversations are truncated, longer texts are split."
     )
     packing: bool = Field(
@@ -626,23 +591,23 @@ class Run(Section):
         "for models that do not keep examples apart (BLOOM, and OPT without attention varlen). Without it, examples "
         "that are padded (`objective: dpo`, `kto`, `reward`) or in a `data.order` of their own are not packed.",
     )
-    global_batch_size: Sequences = Field(
+    global_batch_size: values.Sequences = Field(
         description="Sequences per optimizer step over all ranks. It does not depend on the number of GPUs."
     )
-    micro_batch_size: Sequences | Literal["auto"] = Field(
+    micro_batch_size: values.Sequences | Literal["auto"] = Field(
         "auto", description="Sequences per rank and forward pass. Gradient accumulation fills the global batch."
     )
-    max_steps: Steps | None = Field(
+    max_steps: values.Steps | None = Field(
         None, description="Optimizer steps. Set this or `epochs`; a `script` may take neither."
     )
-    epochs: Epochs | None = Field(
+    epochs: values.Epochs | None = Field(
         None,
         description="Passes over the data, in whole batches. What fills no batch is left out, other examples in turn.",
     )
-    learning_rate: LearningRate | None = Field(
+    learning_rate: values.LearningRate | None = Field(
         None, description="Peak learning rate. Only a `script` that has its own may be without it."
     )
-    learning_rates: dict[str, LearningRate] = Field(
+    learning_rates: dict[str, values.LearningRate] = Field(
         default_factory=dict,
         description="Peak learning rates of some weights: patterns as those of `freeze`, each with a rate. The last "
         "one that names a weight counts, and the schedule scales all. With `method: lora` they name its matrices: "
@@ -650,14 +615,16 @@ class Run(Section):
         examples=[{"model.embed_tokens": 1e-5, "lm_head": 1e-5}],
     )
     scheduler: Schedule = Field("cosine", description="transformers' schedule of the learning rate.")
-    scheduler_arguments: dict[str, SchedulerNumber | str] = Field(
+    scheduler_arguments: dict[str, values.SchedulerNumber | str] = Field(
         default_factory=dict,
         description="Arguments of the schedule, which the plan tries: `min_lr_rate: 0.1` of `cosine_with_min_lr`, "
         "`num_decay_steps: 200` of `warmup_stable_decay`, `power: 2` of `polynomial`, ...",
     )
-    warmup_ratio: Fraction = Field(0.05, description="Fraction of the steps with a rising learning rate.")
-    weight_decay: WeightDecay = Field(0.0, description="Decoupled weight decay.")
-    max_grad_norm: GradientNorm = Field(1.0, description="Maximum norm of the gradients; larger ones are clipped.")
+    warmup_ratio: values.Fraction = Field(0.05, description="Fraction of the steps with a rising learning rate.")
+    weight_decay: values.WeightDecay = Field(0.0, description="Decoupled weight decay.")
+    max_grad_norm: values.GradientNorm = Field(
+        1.0, description="Maximum norm of the gradients; larger ones are clipped."
+    )
     optimizer: Optimizer = Field(DEFAULT_OPTIMIZER, description=f"Optimizer. {describe_optimizers()}")
     precision: Precision | Literal["auto"] = Field(
         "auto", description="`auto`: bf16 on Ampere and later, fp16 before, fp32 on CPU."
@@ -702,7 +669,7 @@ class Run(Section):
     reward: Reward | None = Field(None, description="Settings of `objective: reward`. Without it, the defaults.")
     method: Method = Field(DEFAULT_METHOD, description=describe_methods())
     lora: Lora = Field(Lora(), description="Settings of the adapters.")
-    freeze: list[PathText] = Field(
+    freeze: list[values.PathText] = Field(
         default_factory=list,
         description="Weights that full fine-tuning leaves as they are: names of parameters, or of modules with all "
         "theirs, with the wildcards of a shell; after `!`, exceptions to those before. `[model.embed_tokens, *.mlp]`, "
@@ -712,27 +679,27 @@ class Run(Section):
     strategy: Strategy | Literal["auto"] = Field(
         "auto", description="Sharding of the training states. `auto`: the fastest strategy that fits."
     )
-    tensor_parallel: Ranks = Field(
+    tensor_parallel: values.Ranks = Field(
         1,
         description="Ranks of a node that share each layer's matrices (docs/how-to/parallelism.md). It needs "
         "`strategy: zero1`, `zero2` or `auto`, or `fsdp` and your own script.",
     )
-    sequence_parallel: Ranks = Field(
+    sequence_parallel: values.Ranks = Field(
         1,
         description="Ranks of a node that share each sequence (Ulysses, docs/how-to/parallelism.md). It needs a "
         "ZeRO strategy other than `zero3-hpz` and `zero3-nvme`, or `auto`.",
     )
-    expert_parallel: Ranks = Field(
+    expert_parallel: values.Ranks = Field(
         1,
         description="Ranks of a node that share the experts of each layer; each has its own data "
         "(docs/how-to/parallelism.md). It needs `strategy: fsdp`, or `auto`.",
     )
-    nodes: Nodes | None = Field(
+    nodes: values.Nodes | None = Field(
         None,
         description="Nodes for training. Without it, the fewest on which the model fits, or more if these cost at "
         "least a tenth less GPU-time.",
     )
-    script: PathText | None = Field(
+    script: values.PathText | None = Field(
         None,
         description="Your own training program for `accelerate launch`, which replaces Shardmake's: a file, or a "
         "module as in `-m trl.scripts.sft` (docs/how-to/user-script.md).",
@@ -742,18 +709,18 @@ class Run(Section):
         description="Arguments of the script, as text. `$SHARDMAKE_...` in them is replaced "
         "(docs/how-to/user-script.md).",
     )
-    service_nodes: Nodes | None = Field(
+    service_nodes: values.Nodes | None = Field(
         None,
         description="Nodes of the job beside `nodes` that run `service` and no ranks. They count towards `max_nodes`.",
     )
     service: Service | None = Field(
         None, description="A program on nodes of its own that serves the script (docs/how-to/user-script.md)."
     )
-    deepspeed_config: PathText | None = Field(
+    deepspeed_config: values.PathText | None = Field(
         None,
         description="Your own DeepSpeed file (docs/how-to/own-files.md). Each key is taken and reported, or refused.",
     )
-    accelerate_config: PathText | None = Field(
+    accelerate_config: values.PathText | None = Field(
         None, description="Your own Accelerate file, with the same rule as for `deepspeed_config`."
     )
     torch_compile: bool = Field(False, description="Compile the model with torch.compile, layer by layer.")
@@ -762,9 +729,9 @@ class Run(Section):
         description="Reaction to a loss or gradient norm that is not finite: stop, or resume from the newest "
         "checkpoint. `rewind` also stops if the value occurs at the same step again.",
     )
-    seed: Seed = Field(42, description="Seed of the data order, the adapters' initialization and dropout.")
+    seed: values.Seed = Field(42, description="Seed of the data order, the adapters' initialization and dropout.")
     checkpoints: Checkpoints = Field(Checkpoints(), description="Checkpoints during training.")
-    eval_every_steps: Steps | Literal["auto", "never"] = Field(
+    eval_every_steps: values.Steps | Literal["auto", "never"] = Field(
         "auto",
         description="Optimizer steps between evaluations during training. `auto`: about ten evaluations per run, so "
         "that overfitting is seen; none with `sequence_parallel`.",
@@ -794,7 +761,7 @@ class Run(Section):
     dtype: Literal["keep", "bf16", "fp16", "fp32"] = Field(
         "bf16", description="Data type of the final model's weights. `keep`: that of the training's master weights."
     )
-    max_shard_size: FileSize = Field(
+    max_shard_size: values.FileSize = Field(
         "5GB", description="Maximum size of one file of the final model, from 1KB to 1000TB."
     )
     evaluation: Evaluation = Field(Evaluation(), description="Settings of the evaluate stage.")
@@ -820,24 +787,35 @@ class Run(Section):
         pads = (spec is not None and spec.trl is not None) or order not in ("shuffled", None)
         return {**values, "packing": False} if pads else values
 
-    @model_validator(mode="after")
-    def _check_length(self) -> "Run":
+    def _problems(self) -> Iterator[str]:
         if (self.max_steps is None) == (self.epochs is None) and (self.script is None or self.epochs):
-            raise ValueError("set exactly one of max_steps and epochs")
+            yield "set exactly one of max_steps and epochs"
         if self.learning_rate is None and self.script is None:
-            raise ValueError("set learning_rate, the peak learning rate")
-        return self
-
-    @model_validator(mode="after")
-    def _check_objective(self) -> "Run":
+            yield "set learning_rate, the peak learning rate"
         formats = OBJECTIVES[self.objective].data_formats
-        for one in self.data.sources:
-            format = self.data.only(one).format
+        for format in (self.data.only(one).format for one in self.data.sources):
             if format not in ("auto", RAW, *formats):
-                raise ValueError(
-                    f"objective {self.objective!r} cannot learn from data.format {format!r}. Use {' or '.join(formats)}"
-                )
-        return self
+                known = " or ".join(formats)
+                yield f"objective {self.objective!r} cannot learn from data.format {format!r}. Use {known}"
+        order = self.data.order
+        if order == "given" and len(self.data.sources) > 1:
+            yield "data.order 'given' is not defined for several sources. Use shuffled or length"
+        if order != "shuffled" and self.script is not None:
+            yield f"data.order {order!r} has no effect with script, which reads its own data. Remove data.order"
+        if order != "shuffled" and self.packing:
+            yield (
+                f"data.order {order!r} has no effect with packing, which fills each sequence with examples that fit. "
+                "Set packing: false"
+            )
+        if self.data.is_raw and self.script is None:
+            yield "data.format 'raw' is for a script, which reads the data itself. Set script, or take another format"
+        if self.script is None and self.script_args:
+            yield "script_args need a script. Set script, or remove script_args"
+        service = SERVICE_VARIABLES if self.service else ()
+        unset = [name for name, key in VARIABLE_KEYS.items() if getattr(self, key) is None]
+        check_variables("script_args", self.script_args, (*SCRIPT_VARIABLES, *service), unset)
+        if self.script is not None and self.checkpoints.asynchronous:
+            yield "checkpoints.asynchronous cannot be combined with script, which saves its own checkpoints. Remove it"
 
     @property
     def method_spec(self) -> MethodSpec:
@@ -861,56 +839,23 @@ class Run(Section):
         settings = self.objective_settings
         return settings.reference if isinstance(settings, Referenced) else None
 
-    @model_validator(mode="after")
-    def _check_order(self) -> "Run":
-        order = self.data.order
-        if order == "given" and len(self.data.sources) > 1:
-            raise ValueError("data.order 'given' is not defined for several sources. Use shuffled or length")
-        if order != "shuffled" and self.script is not None:
-            raise ValueError(
-                f"data.order {order!r} has no effect with script, which reads its own data. Remove data.order"
-            )
-        if order != "shuffled" and self.packing:
-            raise ValueError(
-                f"data.order {order!r} has no effect with packing, which fills each sequence with examples that fit. "
-                "Set packing: false"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_script(self) -> "Run":
-        if self.data.is_raw and self.script is None:
-            raise ValueError(
-                "data.format 'raw' is for a script, which reads the data by itself. Set script, or take another format"
-            )
-        if self.script is None and self.script_args:
-            raise ValueError("script_args need a script. Set script, or remove script_args")
-        service = SERVICE_VARIABLES if self.service else ()
-        unset = [name for name, key in VARIABLE_KEYS.items() if getattr(self, key) is None]
-        check_variables("script_args", self.script_args, (*SCRIPT_VARIABLES, *service), unset)
-        if self.script is not None and self.checkpoints.asynchronous:
-            raise ValueError(
-                "checkpoints.asynchronous cannot be combined with script, which saves its own checkpoints. Remove it"
-            )
-        return self
-
 
 class Container(Section):
     """The container in which the jobs of every stage and their checks run."""
 
-    image: PathText = Field(
+    image: values.PathText = Field(
         description="Image. For Apptainer a file, the folder of a sandbox, or a reference such as `docker://NAME`; for "
         "pyxis a squashfs file with an absolute path, or `[REGISTRY#]NAME[:TAG]`."
     )
     kind: Literal["apptainer", "pyxis"] = Field(
         "apptainer", description="Program that runs the container: `apptainer exec`, or srun with the plugin pyxis."
     )
-    binds: list[Annotated[PathText, AfterValidator(check_bind)]] = Field(
+    binds: list[Annotated[values.PathText, AfterValidator(values.check_bind)]] = Field(
         default_factory=list,
         description="Further folders of the node in the container, `SOURCE[:TARGET[:ro]]`. The checkout, the runs, the "
         "files that a run names, the caches, `scratch` and `nvme_path` are bound without being listed.",
     )
-    python: PathText = Field(
+    python: values.PathText = Field(
         "python3",
         description="Python in the image, by name or path. It has Shardmake's libraries in the login node's versions.",
     )
@@ -931,10 +876,10 @@ class Slurm(Section):
     cpu_account: str | None = Field(None, description="Account of these jobs. Without it, `account`.")
     cpu_qos: str | None = Field(None, description="Quality of service of these jobs. Without it, `qos`.")
     cpu_constraint: str | None = Field(None, description="Required node features of these jobs.")
-    time_limit: TimeLimit = Field(
+    time_limit: values.TimeLimit = Field(
         "24:00:00", description="Time limit of one training job, `[D-]HH:MM:SS`, at most a year."
     )
-    stage_time_limit: TimeLimit | None = Field(
+    stage_time_limit: values.TimeLimit | None = Field(
         None, description="Time limit of the jobs of data, consolidate and evaluate. Without it, `time_limit`."
     )
     driver: Literal["login", "job"] = Field(
@@ -943,12 +888,12 @@ class Slurm(Section):
         "forbid long processes on login nodes. With `job`, `shardmake submit` starts it, and Snakemake on a login node "
         "refuses stages that need jobs.",
     )
-    driver_time_limit: TimeLimit | None = Field(
+    driver_time_limit: values.TimeLimit | None = Field(
         None,
         description="Time limit of the driver job, which submits itself again before the limit. Without it, "
         "`time_limit`. A stage other than training must fit into it, with its time in the queue.",
     )
-    driver_memory_gib: HostMemory = Field(4, description="Memory of the driver job, GiB.")
+    driver_memory_gib: values.HostMemory = Field(4, description="Memory of the driver job, GiB.")
     gpu_request: Literal["gres", "gpus-per-node", "gpus", "none"] = Field(
         "gres", description="Option with which this cluster requests GPUs."
     )
@@ -957,10 +902,10 @@ class Slurm(Section):
         description="Request of host RAM: `--mem`; `--mem-per-cpu`, for sites that take no other; or none, for sites "
         "that give whole nodes.",
     )
-    gpu_type: GpuType | None = Field(
+    gpu_type: values.GpuType | None = Field(
         None, description="GPU type in the request, as in `gres=gpu:a100:4`; also a MIG slice, such as `1g.10gb`."
     )
-    signal_seconds: Count = Field(
+    signal_seconds: values.Count = Field(
         120,
         description="Seconds before the time limit at which a job gets the signal to save and stop. It is raised to "
         "two measured saves and a minute if that is longer, up to a quarter of the limit.",
@@ -976,7 +921,7 @@ class Slurm(Section):
     container: Container | None = Field(
         None, description="Run the jobs in a container. Without it, they use the login node's environment."
     )
-    extra: dict[str, str | SlurmNumber | bool] = Field(
+    extra: dict[str, str | values.SlurmNumber | bool] = Field(
         default_factory=dict,
         description="Further #SBATCH parameters, by their long names; false leaves one out, such as `comment`. Those "
         "that size a job (such as `mem` and `gres`) hold for the training only, and `exclusive` for training and "
@@ -998,7 +943,7 @@ class Slurm(Section):
     @property
     def time_limit_minutes(self) -> int:
         """Return `time_limit` in minutes, rounded up."""
-        return minutes(self.time_limit)
+        return values.minutes(self.time_limit)
 
 
 class Cluster(Section):
@@ -1008,25 +953,25 @@ class Cluster(Section):
     accelerator: str = Field(
         "cpu", description="GPU model as in `shardmake estimate --list-gpus` (a100-80gb, h100, ...), or `cpu`."
     )
-    gpu_memory_gib: GpuMemory | None = Field(
+    gpu_memory_gib: values.GpuMemory | None = Field(
         None, description="Memory of one GPU, GiB. Without it, that of the GPU model."
     )
-    max_nodes: Nodes = Field(1, description="Maximum number of nodes for one run.")
-    processes_per_node: Ranks = Field(description="Ranks per node: on a GPU node, its number of GPUs.")
-    cpus_per_node: Count = Field(description="Cores that a job can use on a node.")
-    memory_gib_per_node: HostMemory = Field(description="Host RAM that a job can use on a node, GiB.")
-    nvme_path: PathText | None = Field(None, description="Folder on node-local NVMe for offload.")
-    nvme_gib_per_node: DiskSpace | None = Field(None, description="Free NVMe space per node, GiB.")
-    intra_node_gbps: Bandwidth | None = Field(
+    max_nodes: values.Nodes = Field(1, description="Maximum number of nodes for one run.")
+    processes_per_node: values.Ranks = Field(description="Ranks per node: on a GPU node, its number of GPUs.")
+    cpus_per_node: values.Count = Field(description="Cores that a job can use on a node.")
+    memory_gib_per_node: values.HostMemory = Field(description="Host RAM that a job can use on a node, GiB.")
+    nvme_path: values.PathText | None = Field(None, description="Folder on node-local NVMe for offload.")
+    nvme_gib_per_node: values.DiskSpace | None = Field(None, description="Free NVMe space per node, GiB.")
+    intra_node_gbps: values.Bandwidth | None = Field(
         None, description="Bandwidth between two GPUs of a node, GB/s each way. Without it, that of the GPU model."
     )
-    inter_node_gbps: Bandwidth = Field(
+    inter_node_gbps: values.Bandwidth = Field(
         12.5, description="Bandwidth between two nodes, GB/s each way (100 Gbit/s is 12.5)."
     )
     network_interface: str | None = Field(
         None, description="Network interface for training, such as `ib0`. Without it, that of the default route."
     )
-    network_check_seconds: Seconds = Field(
+    network_check_seconds: values.Seconds = Field(
         300,
         description="Time limit of the check before training: for all ranks to appear after their imports, and for the "
         "network. Imports from a network file system take minutes on 64 or more nodes.",
@@ -1035,43 +980,43 @@ class Cluster(Section):
     shared: bool = Field(
         False, description="Share the runs in a lab: the folder's group can read and write every file."
     )
-    hang_seconds: Seconds = Field(
+    hang_seconds: values.Seconds = Field(
         600,
         description="Seconds without progress after which a training step counts as hung, or five median steps if "
         "that is longer. Loading, saves and evaluations have six times as long. Stacks are kept and training resumes.",
     )
-    node_mtbf_hours: Hours = Field(
+    node_mtbf_hours: values.Hours = Field(
         3700,
         description="Mean time between failures of one node, in hours and including preemptions, for "
         "`checkpoints.every_steps: auto`. The default follows from 6.5 failures per 1000 node-days (arXiv 2410.21680).",
     )
-    trainings_per_user: Count = Field(
+    trainings_per_user: values.Count = Field(
         2,
         description="Fair use: maximum number of trainings of one user in Slurm's queue, pending or running, over all "
         "runs and checkouts. Further ones wait.",
     )
-    login_memory_gib: HostMemory = Field(
+    login_memory_gib: values.HostMemory = Field(
         2, description="Memory of the login node for plans and renderings of one user at once, GiB. Further ones wait."
     )
-    cache: PathText | None = Field(
+    cache: values.PathText | None = Field(
         None, description="Folder of the hub's cache, which a lab can share. Without it, `HF_HOME`."
     )
-    scratch: PathText = Field(
+    scratch: values.PathText = Field(
         "/tmp",
         description="Node-local folder for caches and, if saving is asynchronous, for the newest checkpoint. "
         "Below `/dev/shm` it counts as host RAM.",
     )
-    purge_days: Count | None = Field(
+    purge_days: values.Count | None = Field(
         None,
         description="Days after which the site removes files of the folder of runs that nobody changed. `train` and "
         "`shardmake clean --config` warn a week before.",
     )
-    env: dict[Variable, str | SlurmNumber] = Field(
+    env: dict[values.Variable, str | values.SlurmNumber] = Field(
         default_factory=dict,
         description="Environment variables of the ranks, such as `NCCL_IB_HCA`, which replace those that the job "
         "inherits and those that Shardmake sets. For secrets, use your shell: jobs inherit its variables.",
     )
-    environment: PathText | None = Field(
+    environment: values.PathText | None = Field(
         None,
         description="Python environment of the jobs (the folder above `bin/python`), if compute nodes have another one "
         "than the login node. Both have the same versions.",
@@ -1083,32 +1028,22 @@ class Cluster(Section):
     def _check_accelerator(cls, accelerator: str) -> str:
         return find_accelerator(accelerator).name
 
-    @model_validator(mode="after")
-    def _check_executor(self) -> "Cluster":
+    def _problems(self) -> Iterator[str]:
         if self.executor == "local" and self.slurm != Slurm():
-            raise ValueError(
+            yield (
                 "slurm: these parameters have no effect with `executor: local`. Remove the section, or write "
                 "`executor: slurm`"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_environment(self) -> "Cluster":
         if self.environment and (self.executor == "local" or self.slurm.container):
             other = "slurm.container, whose image has one" if self.slurm.container else "`executor: local`"
-            raise ValueError(f"environment: it has no effect with {other}. Remove the key")
+            yield f"environment: it has no effect with {other}. Remove the key"
         if self.environment and not self.environment.startswith("/"):
-            raise ValueError(f"environment: {self.environment!r} is not an absolute path. Write one")
-        return self
-
-    @model_validator(mode="after")
-    def _check_container(self) -> "Cluster":
+            yield f"environment: {self.environment!r} is not an absolute path. Write one"
         if self.slurm.container and "PYTHONPATH" in self.env:
-            raise ValueError(
+            yield (
                 "env: PYTHONPATH cannot be combined with slurm.container, which sets it so that the image's Python "
                 "finds Shardmake. Install the packages in the image"
             )
-        return self
 
     @property
     def is_cpu(self) -> bool:
@@ -1134,7 +1069,7 @@ class Cluster(Section):
 class Config(Section):
     """`config/config.yaml`: a cluster and the runs."""
 
-    cluster: PathText = Field(description="The cluster file, relative to the folder in which Snakemake runs.")
+    cluster: values.PathText = Field(description="The cluster file, relative to the folder in which Snakemake runs.")
     runs: dict[str, Run] = Field(description="The runs by name. A run's folder is `runs/NAME`.")
     sweeps: SkipJsonSchema[dict[str, list[str]]] = Field(
         default_factory=dict, description="The runs of each sweep, which the resolution of the file adds."
@@ -1143,7 +1078,7 @@ class Config(Section):
     @field_validator("runs", mode="before")
     @classmethod
     def _name_destinations(cls, runs: Any) -> Any:
-        return {name: with_run_name(name, run) for name, run in runs.items()} if isinstance(runs, dict) else runs
+        return {name: values.with_run_name(name, run) for name, run in runs.items()} if isinstance(runs, dict) else runs
 
     @field_validator("runs")
     @classmethod

@@ -81,11 +81,9 @@ def parse_yaml(text: str) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """Return the content of a JSON text.
+    """Return the content of a JSON text; raise `json.JSONDecodeError` also for what Python cannot read.
 
-    Raises:
-        DuplicateKeyError: A key occurs twice; DeepSpeed refuses this, and other readers silently take the last.
-        json.JSONDecodeError: The text is not JSON, or it holds what Python cannot read.
+    A `DuplicateKeyError` is raised for a key that occurs twice: DeepSpeed refuses it, other readers take the last.
     """
     if text.startswith("\ufeff"):
         problem = (

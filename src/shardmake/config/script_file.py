@@ -21,10 +21,7 @@ def script_file(script: str) -> Path:
     """Return the file that runs, for a package that of its ``__main__``.
 
     A module is looked for in the working folder, from which the ranks start, and in the installed packages. Nothing is
-    imported.
-
-    Raises:
-        ConfigError: There is no such module, or it has no file of Python.
+    imported. Raises `ConfigError` if there is no such module, or it has no file of Python.
     """
     name = module_of(script)
     if name is None:
@@ -53,29 +50,11 @@ def _find(name: str) -> ModuleSpec | None:
 
 
 PREFIX: Final = "SHARDMAKE_"
-SCRIPT_VARIABLES: Final = tuple(
-    PREFIX + name
-    for name in (
-        "ATTEMPT",
-        "ATTEMPT_FOLDER",
-        "CHECKPOINTS",
-        "OUTPUT",
-        "METRICS",
-        "STOP_FILES",
-        "STOPPED",
-        "DATA",
-        "RAW_DATA",
-        "BASE",
-        "DEEPSPEED_CONFIG",
-        "SEQUENCE_LENGTH",
-        "MICRO_BATCH_SIZE",
-        "GRADIENT_ACCUMULATION_STEPS",
-        "LEARNING_RATE",
-        "MAX_STEPS",
-        "EPOCHS",
-        "SEED",
-    )
+_OF_ATTEMPT: Final = "ATTEMPT ATTEMPT_FOLDER CHECKPOINTS OUTPUT METRICS STOP_FILES STOPPED DATA RAW_DATA BASE"
+_OF_PLAN: Final = (
+    "DEEPSPEED_CONFIG SEQUENCE_LENGTH MICRO_BATCH_SIZE GRADIENT_ACCUMULATION_STEPS LEARNING_RATE MAX_STEPS EPOCHS SEED"
 )
+SCRIPT_VARIABLES: Final = tuple(PREFIX + name for name in (*_OF_ATTEMPT.split(), *_OF_PLAN.split()))
 """docs/how-to/user-script.md describes them."""
 VARIABLE_KEYS: Final = {f"{PREFIX}{key.upper()}": key for key in ("learning_rate", "max_steps", "epochs")}
 """Keys that a run of a script may leave out, by the variable that has their value."""

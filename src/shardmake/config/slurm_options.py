@@ -62,8 +62,7 @@ _REFUSED = {
         "the plan decides what each node gives; write the keys gpu_request and memory",
     ),
     **dict.fromkeys(
-        ("chdir", "error", "input", "open-mode", "output"),
-        "the driver reads the job's output in the folder of the run",
+        ("chdir", "error", "input", "open-mode", "output"), "the driver reads the job's output in the folder of the run"
     ),
     **dict.fromkeys(
         ("help", "parsable", "quiet", "test-only", "usage", "verbose", "version", "wait", "wrap"),

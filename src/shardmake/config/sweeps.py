@@ -10,19 +10,12 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any, Final
 
-from shardmake.core.nested import overlay
+from shardmake.core.nested import overlay, paths
 
 SHORT: Final = {
-    "learning_rate": "lr",
-    "seed": "s",
-    "global_batch_size": "b",
-    "sequence_length": "len",
-    "max_steps": "steps",
-    "weight_decay": "wd",
-    "warmup_ratio": "warmup",
-    "lora.rank": "r",
-    "lora.alpha": "alpha",
-}
+    "learning_rate": "lr", "seed": "s", "global_batch_size": "b", "sequence_length": "len", "max_steps": "steps",
+    "weight_decay": "wd", "warmup_ratio": "warmup", "lora.rank": "r", "lora.alpha": "alpha",
+}  # fmt: skip
 """Keys whose name in the name of a run is short."""
 _LONGEST: Final = 32
 """Longest text of one value in the name of a run, in characters."""
@@ -47,14 +40,11 @@ def expand_sweep(name: str, sweep: Any) -> dict[str, dict[str, Any]]:
 def _points(sweep: Any) -> Iterator[dict[str, Any]]:
     """Yield the values of each point by their dotted keys."""
     if isinstance(sweep, Mapping) and sweep:
-        axes = dict(_flat(sweep))
+        axes = _flat(sweep)
         for key, values in axes.items():
             if not isinstance(values, list) or not values:
                 raise ValueError(f"{key} is {values!r}. Write a list of values, such as [1, 2, 3]")
-        count = 1
-        for values in axes.values():
-            count *= len(values)
-        _check_count(count)
+        _check_count(math.prod(map(len, axes.values())))
         for values in itertools.product(*axes.values()):
             yield dict(zip(axes, values, strict=True))
     elif isinstance(sweep, list) and sweep:
@@ -62,7 +52,7 @@ def _points(sweep: Any) -> Iterator[dict[str, Any]]:
         for point in sweep:
             if not isinstance(point, Mapping) or not point:
                 raise ValueError(f"the point {point!r} is not a section. Write the keys that it sets")
-            yield dict(_flat(point))
+            yield _flat(point)
     else:
         raise ValueError(f"{sweep!r} is not allowed. Write a list of values for each key, or a list of points")
 
@@ -72,12 +62,8 @@ def _check_count(count: int) -> None:
         raise ValueError(f"it has {count:,} points, more than {_MOST_POINTS:,}. Write fewer values")
 
 
-def _flat(values: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{before}{key}.")
-        else:
-            yield f"{before}{key}", value
+def _flat(values: Mapping[Any, Any]) -> dict[str, Any]:
+    return {".".join(map(str, path)): value for path, value in paths(values)}
 
 
 def _tag(key: str, value: Any) -> str:

@@ -5,18 +5,10 @@ from typing import Final
 
 TRACKERS: Final[Mapping[str, tuple[str, ...]]] = {
     "tensorboard": ("tensorboard", "tensorboardX"),
-    "wandb": ("wandb",),
-    "mlflow": ("mlflow",),
-    "trackio": ("trackio",),
+    **{name: (name,) for name in ("wandb", "mlflow", "trackio")},
     "azure_ml": ("azureml.core",),
-    "clearml": ("clearml",),
-    "codecarbon": ("codecarbon",),
-    "comet_ml": ("comet_ml",),
-    "dagshub": ("dagshub",),
-    "dvclive": ("dvclive",),
+    **{name: (name,) for name in ("clearml", "codecarbon", "comet_ml", "dagshub", "dvclive")},
     "flyte": ("flytekit",),
-    "kubeflow": ("kubeflow",),
-    "neptune": ("neptune",),
-    "swanlab": ("swanlab",),
+    **{name: (name,) for name in ("kubeflow", "neptune", "swanlab")},
 }
 """Modules of which a tracker needs one, by its name in ``report_to``."""

@@ -30,12 +30,7 @@ def _number(value: Any) -> Any:
 
 
 def expand(text: str) -> str:
-    """Expand ``~`` and environment variables in a path.
-
-    Raises:
-        ValueError: The path is empty or has control characters, or a user or a variable in it is unknown. It would
-            otherwise be taken literally.
-    """
+    """Expand ``~`` and environment variables in a path; refuse unknown ones, which would be taken literally."""
     if not text or re.search(r"[\x00-\x1f\x7f]", text):
         raise ValueError(f"{text!r} cannot be a path or an id. Write it without control characters, or remove the key")
     try:
@@ -52,11 +47,7 @@ def expand(text: str) -> str:
 
 
 def check_bind(text: str) -> str:
-    """Return ``SOURCE[:TARGET[:ro]]`` unchanged.
-
-    Raises:
-        ValueError: A path is not absolute, or Apptainer or pyxis would read the text otherwise.
-    """
+    """Return ``SOURCE[:TARGET[:ro]]``; refuse what Apptainer or pyxis would read otherwise."""
     source, *rest = text.split(":")
     options = rest[1:]
     if "," in text or len(options) > 1 or options not in ([], ["ro"], ["rw"]):
@@ -110,11 +101,7 @@ def _variable(name: str) -> str:
 
 
 def check_text(text: str, *, several_lines: bool = False) -> str:
-    """Return ``text``.
-
-    Raises:
-        ValueError: It is empty, or it has a control character; line breaks and tabs are none with ``several_lines``.
-    """
+    """Return ``text``, refused if it is empty or has a control character; ``several_lines`` may have tabs as well."""
     if not text.strip():
         raise ValueError(f"{text!r} is empty. Write a value, or remove the key")
     allowed = "\n\t" if several_lines else ""
@@ -124,11 +111,7 @@ def check_text(text: str, *, several_lines: bool = False) -> str:
 
 
 def check_destination(destination: str) -> str:
-    """Return ``destination`` with its variables expanded.
-
-    Raises:
-        ValueError: It is not a destination, or a name in braces or a variable is unknown.
-    """
+    """Return ``destination`` with its variables expanded; refuse any other text, and unknown names in braces."""
     kind, _, rest = destination.partition(":")
     if not rest or (kind not in ("file", "hub") and not re.fullmatch(r"//[^/].*", rest)):
         raise ValueError(f"{destination!r} is not a destination. Write file:FOLDER, hub:ORG/NAME or s3://BUCKET/PREFIX")

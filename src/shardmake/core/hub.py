@@ -92,7 +92,8 @@ def with_retries(action: Callable[[], T], *, is_first: bool = False) -> T:
             failed = _unreached(error) if is_first else None
             if failed and (wait > RETRY_WAITS[0] or not isinstance(failed, OSError)):
                 raise
-            seconds = max(wait, _requested_wait(error))
+            asked = getattr(_response_of(error), "headers", {}).get("Retry-After", "")
+            seconds = max(wait, min(float(asked), _LONGEST_WAIT) if asked.isdecimal() else 0.0)
             logger.warning("The transfer was interrupted: %s. Retrying in %g s.", first_line(error), seconds)
             time.sleep(seconds)
     return action()
@@ -124,11 +125,7 @@ def is_untrusted(error: BaseException | None) -> bool:
 
 
 def ask_endpoint() -> str:
-    """Return the address of the hub, which answered.
-
-    Raises:
-        HubError: It does not answer; the message has the reason and what to do.
-    """
+    """Return the address of the hub, which answered; raise a `HubError` with the reason if it does not."""
     from huggingface_hub import get_session
     from huggingface_hub.constants import ENDPOINT
 
@@ -136,12 +133,6 @@ def ask_endpoint() -> str:
     with translate_hub_errors(f"The hub {ENDPOINT}", {}, otherwise):
         get_session().head(ENDPOINT, timeout=10)
     return str(ENDPOINT)
-
-
-def _requested_wait(error: Exception) -> float:
-    """Return the seconds of the header Retry-After, 0 without it."""
-    value = getattr(_response_of(error), "headers", {}).get("Retry-After", "")
-    return min(float(value), _LONGEST_WAIT) if value.isdecimal() else 0.0
 
 
 def _is_temporary(error: Exception) -> bool:
@@ -181,12 +172,9 @@ def _is_expired_address(error: BaseException) -> bool:
 
 @contextmanager
 def translate_hub_errors(what: str, advice: Mapping[int, str], otherwise: str) -> Iterator[None]:
-    """Turn the client's errors into a `HubError` with the advice for the HTTP status.
+    """Turn the client's errors into a `HubError` with the advice for the HTTP status, or else ``otherwise``.
 
-    Args:
-        what: The request, as the subject of the message.
-        advice: Advice by HTTP status.
-        otherwise: Advice for all other errors.
+    ``what`` is the request, as the subject of the message.
     """
     from huggingface_hub.errors import HTTPError
 

@@ -120,23 +120,15 @@ def one_library_process() -> Iterator[LibraryProcess]:
 def run_module(
     module: str, request: Any, environment: Mapping[str, str], folder: Path | None = None, libraries: Sequence[str] = ()
 ) -> Any:
-    """Return ``module.answer(request)`` from a child process, which sees and returns JSON data.
+    """Return ``module.answer(request)`` from a child process in ``folder``, which sees and returns JSON data.
 
     A process of its own keeps torch out of the caller's memory, and isolates the caller from a crash in a library or in
     a model's code. No module is imported from the current folder (``-P``, and no empty entry in PYTHONPATH), no
     question of a library can be answered, because the input is empty, and everything that libraries print goes to
     standard error.
 
-    Args:
-        module: The module that answers.
-        request: A JSON-like value.
-        environment: The environment of the process.
-        folder: Its current folder; by default that of this process.
-        libraries: Modules that are imported once for all requests that share the process.
-
-    Raises:
-        ShardmakeError: The module raised one; its subclass is preserved.
-        RuntimeError: The process failed; the message ends with its standard error.
+    The ``libraries`` are imported once for all requests that share the process. A `ShardmakeError` of the module is
+    raised here with its class; a `RuntimeError` if the process failed.
     """
     with one_library_process() as process:
         path = absolute_python_path(environment)

@@ -44,10 +44,7 @@ class _Formatter(logging.Formatter):
 def configure_logging(*, verbose: bool = False, quiet: bool = False, rank: int | None = None) -> None:
     """Print shardmake's log records in this process; without this call they follow the caller's own configuration.
 
-    Args:
-        verbose: Print DEBUG records as well.
-        quiet: Print warnings and errors only.
-        rank: Global rank, which becomes the prefix of each line.
+    ``quiet`` prints warnings and errors only. The global ``rank`` becomes the prefix of each line.
     """
     logger = logging.getLogger(ROOT)
     logger.setLevel(logging.DEBUG if verbose else logging.WARNING if quiet else logging.INFO)

@@ -5,13 +5,18 @@ from copy import deepcopy
 from typing import Any
 
 
-def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value of nested dictionaries with its dotted key."""
+def paths(values: Mapping[Any, Any], before: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield each value that is not a section with content, and the keys that lead to it."""
     for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from leaves(value, f"{prefix}{key}.")
+        if isinstance(value, Mapping) and value:
+            yield from paths(value, (*before, key))
         else:
-            yield f"{prefix}{key}", value
+            yield (*before, key), value
+
+
+def leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield every value of nested dictionaries with its dotted key; an empty section has none."""
+    return ((".".join(map(str, path)), value) for path, value in paths(values) if not isinstance(value, Mapping))
 
 
 def overlay(base: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any]:

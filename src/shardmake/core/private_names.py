@@ -56,13 +56,12 @@ _SUB_GROUPS: Final = (
     "_swappable_optimizer_subgroup",
 )  # fmt: skip
 _MODULE: Final = (
-    "_buffers",
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_modules",
-    "_non_persistent_buffers_set",
-    "_parameters",
-)
+    "_buffers", "_forward_hooks", "_forward_pre_hooks", "_modules", "_non_persistent_buffers_set", "_parameters",
+)  # fmt: skip
+_PRETRAINED: Final = (
+    "_adjust_missing_and_unexpected_keys", "_from_config", "_is_hf_initialized", "_keys_to_ignore_on_load_unexpected",
+    "_no_split_modules", "_supports_attention_backend", "_supports_flash_attn", "_supports_sdpa",
+)  # fmt: skip
 NAMES: Final = (
     Names("python", "argparse.ArgumentParser", ("_actions",)),
     Names("python", "atexit", ("_run_exitfuncs",)),
@@ -73,11 +72,7 @@ NAMES: Final = (
     Names("torch", "torch.nn.Module", _MODULE),
     Names("torch", "torch.optim.AdamW", ("_step_supports_amp_scaling",)),
     Names("torch", "torch.optim._muon", ("_adjust_lr", "_zeropower_via_newtonschulz")),
-    Names(
-        "torch",
-        "torch.distributed.distributed_c10d",
-        ("_get_default_store", "_get_object_coll_device", "_world"),
-    ),
+    Names("torch", "torch.distributed.distributed_c10d", ("_get_default_store", "_get_object_coll_device", "_world")),
     Names("torch", "torch.distributed.algorithms._checkpoint.checkpoint_wrapper", ("_CHECKPOINT_PREFIX",)),
     Names("torch", "torch.distributed.fsdp.FSDPModule", ("_get_fsdp_state",)),
     Names("torch", "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState", ("_mp_policy",)),
@@ -89,26 +84,8 @@ NAMES: Final = (
     Names("torch", "torch.utils._pytree"),
     Names("transformers", "transformers.Trainer", _TRAINER),
     Names("transformers", "transformers.PreTrainedConfig", ("_attn_implementation",)),
-    Names(
-        "transformers",
-        "transformers.PreTrainedModel",
-        (
-            "_adjust_missing_and_unexpected_keys",
-            "_from_config",
-            "_is_hf_initialized",
-            "_keys_to_ignore_on_load_unexpected",
-            "_no_split_modules",
-            "_supports_attention_backend",
-            "_supports_flash_attn",
-            "_supports_sdpa",
-        ),
-    ),
-    Names(
-        "transformers",
-        "transformers.PreTrainedModel",
-        ("_is_distributed_loading_by_transformers",),
-        oldest="5.23",
-    ),
+    Names("transformers", "transformers.PreTrainedModel", _PRETRAINED),
+    Names("transformers", "transformers.PreTrainedModel", ("_is_distributed_loading_by_transformers",), oldest="5.23"),
     Names("transformers", "transformers.distributed.fsdp", ("_get_fsdp_policy_kwargs",), oldest="5.23"),
     Names("transformers", "transformers.PreTrainedTokenizerFast", ("_encode_plus",)),
     Names("transformers", "transformers.core_model_loading", ("_weight_conversions",)),
@@ -200,11 +177,7 @@ def named_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_libraries() -> None:
-    """Refuse libraries that are older than the supported ones, before one of them is imported.
-
-    Raises:
-        ConfigError: with every such library, the supported versions and what to do.
-    """
+    """Refuse all libraries that are older than the supported ones, before one of them is imported."""
     wrong = [
         f"{name} {found}"
         for name, found in installed_versions(SUPPORTED).items()

@@ -53,10 +53,7 @@ def within_limits(doing: str, function: Callable[[], T], *, seconds: int = 300, 
     """Return ``function()`` from a fork of this process that the kernel limits to ``seconds`` and ``memory`` bytes.
 
     It opens what other people wrote: a template may render forever, and a file may crash a library. Only the result
-    and exceptions come back.
-
-    Raises:
-        ShardmakeError: The fork reached a limit or crashed while ``doing``. Exceptions of the function are raised, too.
+    and exceptions come back. A `ShardmakeError` is raised if the fork reached a limit or crashed while ``doing``.
     """
     reader, writer = os.pipe()
     sys.stdout.flush()

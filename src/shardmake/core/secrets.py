@@ -49,8 +49,7 @@ _NAME = (
     r"|SharedAccessSignature)"
 )
 _PASSWORD = re.compile(
-    rf"""({_NAME}{_QUOTE}[^\S\n]*[=:][^\S\n]*{_QUOTE})(?!\$\{{?(?-i:[A-Z_]+)\b)([^\s"',;]{{6,}})""",
-    re.IGNORECASE,
+    rf"""({_NAME}{_QUOTE}[^\S\n]*[=:][^\S\n]*{_QUOTE})(?!\$\{{?(?-i:[A-Z_]+)\b)([^\s"',;]{{6,}})""", re.IGNORECASE
 )
 """A password in running text, not the name of a variable; shorter values are most likely words about passwords.
 

@@ -73,22 +73,15 @@ def take_lock(lock: int, *, without_locks: bool, shared: bool = False) -> bool:
 def _remove_abandoned(parent: Path) -> None:
     for folder in parent.glob(f"{glob.escape(_PREFIX)}*"):
         with contextlib.suppress(OSError):  # without a lock, so not one of these, or removed at this moment
-            if _is_private(folder):
-                _remove_if_abandoned(folder)
-
-
-def _is_private(folder: Path) -> bool:
-    found = folder.lstat()
-    rights = stat.S_IMODE(found.st_mode) & 0o777  # a folder of a group passes its set-group-id bit on
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and rights == stat.S_IRWXU
-
-
-def _remove_if_abandoned(folder: Path) -> None:
-    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
-    if take_lock(lock, without_locks=False):
-        _remove(folder, lock)
-    else:
-        os.close(lock)
+            found = folder.lstat()
+            rights = stat.S_IMODE(found.st_mode) & 0o777  # a folder of a group passes its set-group-id bit on
+            if not (stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and rights == stat.S_IRWXU):
+                continue
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+            if take_lock(lock, without_locks=False):
+                _remove(folder, lock)
+            else:
+                os.close(lock)
 
 
 def _remove(folder: Path, lock: int) -> None:

@@ -57,11 +57,7 @@ class Result:
 
 
 def named_cluster(options: Options) -> Cluster | None:
-    """Return the cluster of ``--cluster`` or ``--config``; None if neither is given.
-
-    Raises:
-        ConfigError: The options contradict each other, or the file cannot be used.
-    """
+    """Return the cluster of ``--cluster`` or ``--config``, which exclude each other; None if neither is given."""
     if options.cluster and options.config:
         raise ConfigError("--cluster and --config both name a cluster. Use one of them.")
     if not (options.cluster or options.config):
@@ -98,8 +94,7 @@ def _train(text: str, request: DoctorRequest, reports: Sequence[NodeReport], fol
 def check_compute_nodes(options: Options, login: list[Finding]) -> Result:
     """Check nodes with one job, write its JSON and the cluster file, and return everything.
 
-    Raises:
-        ConfigError: ``login``, the checks of the login node, say that no job can run, or the file may not be written.
+    Raises `ConfigError` if ``login``, the checks of the login node, say that no job can run.
     """
     written = options.written
     if written:

@@ -21,6 +21,7 @@ TRAINING_COLUMNS = (
 )  # fmt: skip
 """Planned / measured, and the error of the plan; a bare training has no plan."""
 _NONE = "-"
+_SIZES = ("allocated", "reserved", "device")
 
 
 class Measured(RunRecord):
@@ -128,20 +129,12 @@ class GpuReport(RunRecord):
         """Yield the trainings as rows of the second table in docs/gpu.md: those alone on the GPU, and bare ones."""
         for one in self.trained:
             if one.training:
-                yield as_row(
-                    [
-                        self.gpu,
-                        one.training,
-                        ", ".join(filter(None, (one.strategy, one.settings))),
-                        _planned(one.planned_allocated, one.allocated),
-                        _planned(one.planned_reserved, one.reserved),
-                        _planned(one.planned_device, one.device),
-                        f"{one.planned_step_seconds:.3f} / {one.step_seconds:.3f}",
-                        _tokens(one),
-                    ]
-                )
+                sizes = [_planned(getattr(one, f"planned_{size}"), getattr(one, size)) for size in _SIZES]
+                settings = ", ".join(filter(None, (one.strategy, one.settings)))
+                seconds = f"{one.planned_step_seconds:.3f} / {one.step_seconds:.3f}"
+                yield as_row([self.gpu, one.training, settings, *sizes, seconds, _tokens(one)])
         for bare in self.bare:
-            sizes = [f"{size / GIB:.2f}" if size else _NONE for size in (bare.allocated, bare.reserved, bare.device)]
+            sizes = [f"{size / GIB:.2f}" if size else _NONE for size in (getattr(bare, name) for name in _SIZES)]
             yield as_row([self.gpu, bare.training, bare.trainer, *sizes, f"{bare.step_seconds:.3f}", _tokens(bare)])
 
     def _loss_cell(self) -> str:

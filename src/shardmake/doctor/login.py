@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from shardmake.config.models import Cluster, Slurm
-from shardmake.core.disk import UNLIMITED, FreeSpace, free_space, mount_of
+from shardmake.core.disk import UNLIMITED, free_space, mount_of
 from shardmake.core.environment import hub_cache, installed_versions
 from shardmake.core.errors import ConfigError, ShardmakeError, nearest
 from shardmake.core.hub import ask_endpoint
@@ -125,15 +125,12 @@ def judge_associations(rows: Sequence[Association], asked: Slurm, enforced: str)
         yield warning("accounts", f"you may use {', '.join(accounts)}", advice)
     else:
         yield ok("accounts", f"you may use {', '.join(accounts)}")
-    yield _judge_qos(qos, asked.qos)
-
-
-def _judge_qos(allowed: list[str], asked: str | None) -> Finding:
-    names = ", ".join(allowed) or "none"
-    if asked and asked not in allowed:
-        advice = f"Set slurm.qos (--qos) to one of these.{nearest(asked, allowed)}"
-        return stops("qos", f"slurm.qos {asked!r} is not one of yours: {names}", advice)
-    return ok("qos", f"you may use {names}")
+    names = ", ".join(qos) or "none"
+    if asked.qos and asked.qos not in qos:
+        advice = f"Set slurm.qos (--qos) to one of these.{nearest(asked.qos, qos)}"
+        yield stops("qos", f"slurm.qos {asked.qos!r} is not one of yours: {names}", advice)
+    else:
+        yield ok("qos", f"you may use {names}")
 
 
 def check_partitions(asked: Slurm) -> Iterator[Finding]:
@@ -215,7 +212,8 @@ def check_shared_folder(folder: Path, *, on_slurm: bool) -> Iterator[Finding]:
         yield ok("shared folder", found)
     yield check_lock(folder)
     space = free_space(folder)
-    yield _check_space(space)
+    advice = "A checkpoint takes 12 to 16 bytes for each trained parameter. The plan compares it with this space."
+    yield ok_if(space.free >= FEW_BYTES, "free space", f"{format_bytes(space.free)} ({space.limit})", advice)
     found = "no limit" if space.files == UNLIMITED else f"{space.files:,} ({space.files_limit})"
     advice = "Put environment and caches elsewhere, or use an image (`slurm.container`)."
     yield ok_if(space.files >= FEW_FILES, "free files", found, advice)
@@ -239,11 +237,6 @@ def check_lock(folder: Path) -> Finding:
             return ok("file locks", "flock works")
     advice = "Never start the same run twice at once: nothing prevents a second driver here."
     return warning("file locks", f"two locks of one file were granted in {folder}", advice)
-
-
-def _check_space(space: FreeSpace) -> Finding:
-    advice = "A checkpoint takes 12 to 16 bytes for each trained parameter. The plan compares it with this space."
-    return ok_if(space.free >= FEW_BYTES, "free space", f"{format_bytes(space.free)} ({space.limit})", advice)
 
 
 def check_cache(cluster: Cluster | None) -> Finding:

@@ -1,6 +1,7 @@
 """Files of `shardmake doctor --node`: what the login node asks for, and what each node reports."""
 
 from dataclasses import dataclass
+from functools import partialmethod
 from pathlib import Path
 
 from pydantic import Field
@@ -74,18 +75,14 @@ class DoctorDir:
     trainings = BelowRoot("trainings", "Folder of the trainings of `--train`: configurations, logs, runs.")
     result = BelowRoot("report.json", "All findings of the login node and the nodes.")
 
-    def report(self, node_rank: int) -> Path:
-        """Return the path of a node's report."""
-        return self.root / f"node-{node_rank}.json"
+    def _of_node(self, name: str, node_rank: int) -> Path:
+        return self.root / name.format(node_rank)
 
-    def network(self, node_rank: int) -> Path:
-        """Return the path of the bandwidths that a node's ranks measured."""
-        return self.root / f"network-{node_rank}.json"
-
-    def log(self, node_rank: int) -> Path:
-        """Return the path of the output of a node's ranks and libraries."""
-        return self.root / f"node-{node_rank}.log"
-
-    def nccl_log(self, node_rank: int) -> Path:
-        """Return the path of NCCL's log of a node's first rank."""
-        return self.root / f"nccl-{node_rank}.log"
+    report = partialmethod(_of_node, "node-{}.json")
+    """Return the path of a node's report."""
+    network = partialmethod(_of_node, "network-{}.json")
+    """Return the path of the bandwidths that a node's ranks measured."""
+    log = partialmethod(_of_node, "node-{}.log")
+    """Return the path of the output of a node's ranks and libraries."""
+    nccl_log = partialmethod(_of_node, "nccl-{}.log")
+    """Return the path of NCCL's log of a node's first rank."""

@@ -150,11 +150,8 @@ def score(
 
     ``sequences_of_sources`` is the number of sequences of each source, if there are several; they are in this order.
     A pass without sequences runs the first example, which is not counted: ranks that gather weights from each other
-    must call the network equally often.
-
-    Raises:
-        PassOutOfMemoryError: A pass over several sequences did not fit the GPU.
-        ModelError: A pass over one sequence did not fit the GPU.
+    must call the network equally often. If a pass does not fit the GPU, `PassOutOfMemoryError` is raised, or
+    `ModelError` for one sequence.
     """
     import torch
 
@@ -202,69 +199,39 @@ def _losses(
 ) -> Scores:
     """Return the scores of one batch of ``[sequences, tokens]``: each position predicts the label after it.
 
+    Greedy decoding answers an example word for word if each of its tokens is the most likely one: after a right token
+    it sees what the loss was measured on.
+
     ``first_bins`` has the first bin of each sequence's source, ``bins`` is the number of bins, ``rows`` has the number
     of each sequence.
     """
     import torch
 
-    device, labels = measure.network.device, batch["labels"]
+    device, labels, position_ids = measure.network.device, batch["labels"], batch["position_ids"]
     inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
     losses, likeliest = measure(inputs, labels)
     learned = labels[:, 1:] != IGNORED
-    numbers = _example_numbers(batch["position_ids"])
-    lengths = numbers.flatten().bincount()[numbers][:, 1:].contiguous()
-    places = (torch.bucketize(lengths, torch.tensor(BUCKETS)) + first_bins[:, None])[learned]
-    example_of = numbers[:, 1:][learned]
-    examples, exact = _count_examples(places, example_of, likeliest.cpu(), bins)
-    sums = torch.bincount(places, losses.double().cpu(), minlength=bins)
-    tokens = torch.bincount(places, minlength=bins)
-    columns = (column.tolist() for column in (sums, tokens, examples, exact))
-    each = _example_losses(rows, batch["position_ids"], learned, example_of, losses.double().cpu(), likeliest.cpu())
-    return Scores([Score(*values) for values in zip(*columns, strict=True)], each)
-
-
-def _example_losses(
-    rows: Sequence[int],
-    position_ids: "Tensor",
-    learned: "Tensor",
-    example_of: "Tensor",
-    losses: "Tensor",
-    likeliest: "Tensor",
-) -> list[ExampleLoss]:
-    """Return the loss of each example of a batch.
-
-    ``position_ids`` is ``[sequences, tokens]``, ``learned`` the same without the first token; the others have one value
-    per token with loss (1-D).
-    """
-    import torch
-
-    places, columns = learned.nonzero(as_tuple=True)
-    starts = columns + 1 - position_ids[:, 1:][learned]
-    numbers, index = example_of.unique(return_inverse=True)
-    tokens = torch.bincount(index, minlength=len(numbers))
+    numbers = (position_ids == 0).flatten().cumsum(0).reshape(position_ids.shape)  # of the example of each token
+    found, index = numbers[:, 1:][learned].unique(return_inverse=True)
+    count = len(found)
+    rows_of_tokens, columns = learned.nonzero(as_tuple=True)
+    row = torch.zeros_like(found).scatter(0, index, rows_of_tokens)
+    start = torch.zeros_like(found).scatter(0, index, columns + 1 - position_ids[:, 1:][learned])
+    lengths = numbers.flatten().bincount()[found]
     values = (
-        torch.zeros_like(numbers).scatter(0, index, places),
-        torch.zeros_like(numbers).scatter(0, index, starts),
-        tokens,
-        torch.bincount(index, losses, minlength=len(numbers)) / tokens,
-        torch.bincount(index[~likeliest], minlength=len(numbers)) == 0,
+        row,
+        start,
+        torch.bucketize(lengths, torch.tensor(BUCKETS)) + first_bins[row],
+        torch.bincount(index, minlength=count),
+        torch.bincount(index, losses.double().cpu(), count),
+        torch.bincount(index[~likeliest.cpu()], minlength=count) == 0,
     )
-    found = zip(*(value.tolist() for value in values), strict=True)
-    return [ExampleLoss(rows[place], *rest) for place, *rest in found if place < len(rows)]
-
-
-def _count_examples(places: "Tensor", example_of: "Tensor", likeliest: "Tensor", bins: int) -> "tuple[Tensor, Tensor]":
-    """Return the number of examples by bin, and of those whose tokens are each the most likely one.
-
-    Greedy decoding answers such an example word for word: after a right token it sees what the loss was measured on.
-    All arguments have one value per token (1-D): its bin, the number of its example, and if it is the most likely one.
-    """
-    import torch
-
-    numbers, index = example_of.unique(return_inverse=True)
-    bin_of = torch.zeros_like(numbers).scatter(0, index, places)
-    wrong = torch.bincount(index[~likeliest], minlength=len(numbers))
-    return torch.bincount(bin_of, minlength=bins), torch.bincount(bin_of[wrong == 0], minlength=bins)
+    scores = Scores([Score() for _ in range(bins)])
+    for place, first, number, tokens, loss, exact in zip(*(value.tolist() for value in values), strict=True):
+        scores.bins[number] = add_up([scores.bins[number], Score(loss, tokens, 1, int(exact))])
+        if place < len(rows):
+            scores.examples.append(ExampleLoss(rows[place], first, tokens, loss / tokens, exact))
+    return scores
 
 
 def pad_examples(examples: Sequence[Example]) -> "dict[str, Tensor]":
@@ -279,8 +246,3 @@ def pad_examples(examples: Sequence[Example]) -> "dict[str, Tensor]":
         name: pad_sequence([example[name] for example in examples], batch_first=True, padding_value=padding)
         for name, padding in (("input_ids", 0), ("labels", IGNORED), ("position_ids", 0))
     }
-
-
-def _example_numbers(position_ids: "Tensor") -> "Tensor":
-    """Return for each token of ``[sequences, tokens]`` a number that its example alone has."""
-    return (position_ids == 0).flatten().cumsum(0).reshape(position_ids.shape)

@@ -27,8 +27,7 @@ _KEPT: Final = {"peft_type", "r", "lora_alpha", "fan_in_fan_out", "init_lora_wei
 def describe(run: Run, rundir: RunDir, model: PinnedSource) -> PinnedAdapter:
     """Return rank, alpha and targets of the run's adapter by the adapter_config.json with which its chain begins.
 
-    Raises:
-        ShardmakeError: The adapter belongs to another base model, or is not what the section `lora` describes.
+    It is refused if it belongs to another base model, or is not what the section `lora` describes.
     """
     name = str(run.lora.adapter)
     if (before := run_before(name)) is not None:
@@ -71,9 +70,8 @@ def _described(name: str, settings: AdapterSettings) -> dict[str, Any]:
 def fetch_weights(run: Run, rundir: RunDir, sources: Sources, base: WeightsReceipt, merge: Merge) -> dict[str, Any]:
     """Write the adapter to `rundir.adapter`; return its part of the receipt of ``base``, the base model's weights.
 
-    Raises:
-        ShardmakeError: It cannot be read or does not fit the model, or the run that trains it has no finished model or
-            another base model, or was started again.
+    It is refused if it does not fit the model, or if the run that trains it has no finished model or another base
+    model, or was started again.
     """
     name, model, again = str(run.lora.adapter), sources.model, f"shardmake fetch {rundir.name}"
     source, origin = Path(name), origin_of_adapter(rundir, name)

@@ -31,10 +31,7 @@ def add_tokens(
     """Write the model in the folder ``source`` to the new folder ``out`` with the ``tokens`` that it does not have.
 
     Rows that the embedding has beyond the tokenizer are taken first, with the values that they have.
-
-    Raises:
-        ConfigError: ``out`` exists, or the tokenizer has all tokens.
-        ModelError: The tokenizer does not keep the tokens, or transformers would resize further weights.
+    A `ModelError` is raised if the tokenizer does not keep the tokens, or transformers would resize further weights.
     """
     from transformers import AutoTokenizer
 

@@ -53,11 +53,8 @@ METHODS: Final[Mapping[str, Quantized]] = {
 def dequantize(source: Path, out: Path) -> None:
     """Write the model in the folder ``source`` to the new folder ``out`` in bf16.
 
-    It needs the host memory of `new_model` for the largest weight in bf16.
-
-    Raises:
-        ConfigError: ``out`` exists.
-        ModelError: The weights are not quantized, or by a method or in a way that is not known.
+    It needs the host memory of `new_model` for the largest weight in bf16. Raises `ModelError` if the weights are not
+    quantized, or not in a way that is known.
     """
     refuse_existing(out)
     config: dict[str, Any] = json.loads((source / "config.json").read_text())

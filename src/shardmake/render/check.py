@@ -1,31 +1,29 @@
 """Check the rendered files with the libraries' own parsers, before anything is queued.
 
-Accelerate's config class and argument parser, transformers' TrainingArguments and DeepSpeed's config class read the
-files as they will on the nodes, at the planned world size (`shardmake.render.parsers`). A key that a parser refuses,
-understands differently from the plan or silently drops is an error.
+Accelerate, transformers and DeepSpeed read the files as they will on the nodes, at the planned world size
+(`shardmake.render.engine_settings`). A key that a parser refuses, understands differently from the plan or silently
+drops is an error.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 from pydantic import TypeAdapter
 
 import shardmake
-from shardmake.config.settings import ACCUMULATION, MICRO_BATCH
 from shardmake.core.atomic import digest, write_json
 from shardmake.core.environment import cache_folder, hidden, installed_versions, kernel_caches
 from shardmake.core.errors import ConfigError
 from shardmake.core.library_process import run_module
+from shardmake.core.private_names import named_arguments
 from shardmake.core.temporary import temporary_folder
-from shardmake.render import parsers
-from shardmake.render.comparison import Library, Settings
-from shardmake.render.launcher_settings import VARIABLES
+from shardmake.render.comparison import EngineSettings, Library, Settings
 from shardmake.render.settings_table import compare
 from shardmake.run.plan import Choice
 from shardmake.run.training_settings import TrainingSettings
@@ -88,12 +86,12 @@ NAMES: Final[dict[Library, str]] = {
 _RENDERINGS = TypeAdapter(list[Rendering])
 
 
-def check_rendered(renderings: Sequence[Rendering], hidden_size: int, scratch: str) -> None:
+def check_rendered(renderings: Sequence[Rendering], scratch: str) -> None:
     """Check the files of a plan's choice and of its fallbacks, in this order, with the libraries' parsers.
 
     Raises `ConfigError` with everything that the parsers refuse or understand differently.
     """
-    problems = read_with_libraries(renderings, hidden_size, scratch)
+    problems = read_with_libraries(renderings, scratch)
     lines = [
         f"  {f'fallback {number} ({rendering.choice.strategy}): ' if number else ''}{line}"
         for number, (rendering, found) in enumerate(zip(renderings, problems, strict=True))
@@ -103,34 +101,16 @@ def check_rendered(renderings: Sequence[Rendering], hidden_size: int, scratch: s
         raise ConfigError("\n".join(["The rendered files do not fit together:", *lines]))
 
 
-def read_with_libraries(renderings: Sequence[Rendering], hidden_size: int, scratch: str) -> list[list[str]]:
+def read_with_libraries(renderings: Sequence[Rendering], scratch: str) -> list[list[str]]:
     """Return what the libraries' parsers refuse or understand differently, for each of ``renderings``.
 
-    One process reads all renderings of one world size, unless the same content was accepted before. ``hidden_size`` is
-    the model's, from which Trainer fills in bucket sizes. ``scratch`` is the folder for compiled kernels: DeepSpeed
-    builds one for the CPU as soon as it reads a configuration.
+    One process reads them, unless the same content was accepted before. ``scratch`` is the folder for compiled kernels:
+    DeepSpeed builds one for the CPU as soon as it reads a configuration.
     """
-    problems: dict[int, list[str]] = {}
-    for world_size in sorted({rendering.choice.world_size for rendering in renderings}):
-        group = {n: one for n, one in enumerate(renderings) if one.choice.world_size == world_size}
-        request = {
-            "world_size": world_size,
-            "hidden_size": hidden_size,
-            "renderings": _RENDERINGS.dump_python(list(group.values()), mode="json"),
-        }
-        deepspeed = any(one.files.deepspeed for one in group.values())
-        answers = ask_once(__name__, request, partial(_ask_libraries, request, deepspeed, scratch))
-        problems |= dict(zip(group, answers, strict=True))
-    return [problems[number] for number in range(len(renderings))]
-
-
-def _ask_libraries(request: Mapping[str, Any], deepspeed: bool, scratch: str) -> Any:
-    """Ask in a process with the environment of rank 0, so that the libraries see the planned world size."""
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(VARIABLES)}
-    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(request["world_size"]), "MASTER_ADDR": "localhost"}
-    engine = {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu"} if deepspeed else {}
+    request = {"renderings": _RENDERINGS.dump_python(list(renderings), mode="json")}
+    environment = {**os.environ, **kernel_caches(scratch), "CUDA_VISIBLE_DEVICES": ""}
     try:
-        return run_module(__name__, request, inherited | world | engine | kernel_caches(scratch))
+        return ask_once(__name__, request, lambda: run_module(__name__, request, environment))
     except RuntimeError as error:
         raise ConfigError(f"Cannot check the files: {error}") from None
 
@@ -138,75 +118,59 @@ def _ask_libraries(request: Mapping[str, Any], deepspeed: bool, scratch: str) ->
 # --- in the child process ---------------------------------------------------------------------------------------------
 
 
-def _problems_of(check: Callable[[], list[str]]) -> list[str]:
-    """Return what ``check`` finds. A library refuses a file by raising an exception of any class."""
-    try:
-        return check()
-    except Exception as error:
-        return [f"{type(error).__module__.split('.')[0]}.{type(error).__name__}: {error}"]
-
-
 def answer(request: dict[str, Any]) -> list[list[str]]:
     """Return the problems of each of the request's renderings."""
     renderings = _RENDERINGS.validate_python(request["renderings"])
     with temporary_folder("check") as folder, hidden("peft", "mlflow", "boto3", "scipy", "sklearn"):
-        return [_find_problems(one, request["hidden_size"], folder) for one in renderings]
+        return [_find_problems(one, folder) for one in renderings]
 
 
-def _find_problems(rendering: Rendering, hidden_size: int, folder: Path) -> list[str]:
-    """Return what the libraries find in the files of one rendering, whatever they left in the environment before."""
+def _find_problems(rendering: Rendering, folder: Path) -> list[str]:
+    """Return what the libraries refuse, ignore or understand differently, as `shardmake check` reads the files."""
     files, choice = rendering.files, rendering.choice
-    parsers.pretend_world(choice.world_size)
-    for name in [name for name in os.environ if name.startswith(VARIABLES)]:
-        del os.environ[name]
-    if files.deepspeed:
-        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    return [
-        *_problems_of(lambda: _check_accelerate(files, choice, rendering.flags, folder)),
-        *_problems_of(lambda: _check_deepspeed(files, choice)),
-        *_problems_of(lambda: _check_training(files, choice, hidden_size, folder)),
-        *_check_settings(rendering, folder),
-    ]
-
-
-def _deepspeed_beside_arguments(files: Files) -> dict[str, Any]:
-    """Return DeepSpeed's file without the sections that a script may use or not, whatever its own arguments are."""
-    is_script = files.training.program.kind == "script"
-    sections = ("optimizer", "scheduler") if is_script else ()
-    return {key: value for key, value in files.deepspeed.items() if key not in sections}
-
-
-def _check_settings(rendering: Rendering, folder: Path) -> list[str]:
-    """Compare the settings of the three files, as `shardmake check` does."""
-    files = rendering.files
+    # The script decides whether it uses the optimizer and the schedule of its file.
+    sections = ("optimizer", "scheduler") if files.training.program.kind == "script" else ()
     settings = Settings(
-        trainer=files.training.arguments,
-        deepspeed=_deepspeed_beside_arguments(files) or None,
+        trainer=named_arguments(files.training.arguments),
+        deepspeed={key: value for key, value in files.deepspeed.items() if key not in sections} or None,
         accelerate=files.accelerate,
         flags=rendering.flags,
-        world_size=rendering.choice.world_size,
+        world_size=choice.world_size,
     )
-    found = compare(settings, folder)
-    errors = [problem.sentence(NAMES) for problem in found.problems if problem.level == "error"]
-    return [*(row.sentence(NAMES) for row in found.contradictions), *errors]
+    try:
+        compared, found = compare(settings, folder)
+        return [
+            *(row.sentence(NAMES) for row in compared.contradictions),
+            *(problem.sentence(NAMES) for problem in compared.problems if problem.level != "note"),
+            *(f"training.json: transformers does not read {key}" for key in found.ignored),
+            *_unplanned(files, choice, found),
+        ]
+    except Exception as error:  # a library refuses a file by raising an exception of any class
+        return [f"{type(error).__module__.split('.')[0]}.{type(error).__name__}: {error}"]
 
 
-def _check_accelerate(files: Files, choice: Choice, flags: list[str], folder: Path) -> list[str]:
-    """Check that each key of the file reaches the launch arguments, and that the planned ranks are started."""
-    launched, ignored = parsers.launch_arguments(files.accelerate, flags, folder)
-    parsers.check_replicas(files.accelerate.get("parallelism_config", {}))
-    per_node, engine = launched.num_processes // launched.num_machines, choice.spec.distributed_type
-    flat = {key: value for key, value in _flat(files.accelerate).items() if key not in ignored}
-    return [
-        *(
-            line
-            for key, value in flat.items()
-            for line in _unequal(f"accelerate.yaml: {key}", vars(launched)[key], value)
-        ),
-        *(f"accelerate.yaml: accelerate ignores {key}" for key in ignored),
-        *_unequal("accelerate.yaml: processes per node", per_node, choice.processes_per_node),
-        *_unequal("accelerate.yaml: distributed_type", files.accelerate["distributed_type"], engine),
-    ]
+def _unplanned(files: Files, choice: Choice, found: EngineSettings) -> Iterator[str]:
+    """Yield what the libraries understood otherwise than the plan: launcher, batch and ZeRO stage."""
+    from accelerate import ParallelismConfig
+
+    mesh = files.accelerate.get("parallelism_config", {}).items()
+    ParallelismConfig(**{key.removeprefix("parallelism_config_"): value for key, value in mesh})
+    if (launched := found.launched) is not None:
+        known = vars(launched)
+        for key, value in _flat(files.accelerate).items():
+            yield from _unequal(f"accelerate.yaml: {key}", known.get(key, value), value)
+        per_node, engine = launched.num_processes // launched.num_machines, choice.spec.distributed_type
+        yield from _unequal("accelerate.yaml: processes per node", per_node, choice.processes_per_node)
+        yield from _unequal("accelerate.yaml: distributed_type", files.accelerate["distributed_type"], engine)
+    if found.config is not None:
+        # Read without a mesh, the file counts the ranks of a group one by one.
+        batch = found.config.train_batch_size // choice.group_size
+        yield from _unequal("deepspeed.json: train_batch_size", batch, choice.global_batch_size)
+        yield from _unequal("deepspeed.json: stage", int(found.config.zero_optimization_stage), choice.zero_stage)
+    if found.arguments is not None:
+        one = found.arguments.per_device_train_batch_size * found.arguments.gradient_accumulation_steps
+        batch = found.data_ranks // choice.group_size * one
+        yield from _unequal("training.json: sequences per optimizer step", batch, choice.global_batch_size)
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,33 +182,6 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in flat.items() if key not in separate}
 
 
-def _check_deepspeed(files: Files, choice: Choice) -> list[str]:
-    """Check keys, types, and the batch arithmetic at the planned world size."""
-    if not files.deepspeed:
-        return []
-    filled = {MICRO_BATCH: choice.micro_batch_size, ACCUMULATION: choice.gradient_accumulation_steps}
-    read, ignored = parsers.deepspeed_settings(files.deepspeed, filled)
-    # Read without a mesh, the file counts the ranks of a group one by one.
-    batch = read.train_batch_size // choice.group_size
-    return [
-        *_unequal("deepspeed.json: train_batch_size", batch, choice.global_batch_size),
-        *_unequal("deepspeed.json: stage", int(read.zero_optimization_stage), choice.zero_stage),
-        *(f"deepspeed.json: DeepSpeed ignores {key}" for key in ignored),
-    ]
-
-
-def _check_training(files: Files, choice: Choice, hidden_size: int, folder: Path) -> list[str]:
-    """Check that TrainingArguments accepts every argument and agrees on the batch and with DeepSpeed's file."""
-    deepspeed = _deepspeed_beside_arguments(files)
-    arguments, ignored = parsers.training_arguments(files.training.arguments, deepspeed, folder)
-    data_parallel = arguments.world_size // choice.group_size
-    batch = data_parallel * arguments.train_batch_size * arguments.gradient_accumulation_steps
-    return [
-        *_unequal("training.json: sequences per optimizer step", batch, choice.global_batch_size),
-        *(f"training.json: transformers ignores {key}" for key in ignored),
-        *(parsers.unfilled(arguments, hidden_size) if files.deepspeed else []),
-    ]
-
-
-def _unequal(subject: str, understood: object, planned: object) -> list[str]:
-    return [] if understood == planned else [f"{subject} is understood as {understood!r}; planned is {planned!r}"]
+def _unequal(subject: str, understood: object, planned: object) -> Iterator[str]:
+    if understood != planned:
+        yield f"{subject} is understood as {understood!r}; planned is {planned!r}"

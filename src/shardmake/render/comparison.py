@@ -127,6 +127,8 @@ class EngineSettings:
     defaults: Any = None
     fsdp: Any = None
     dynamo: str = "NO"
+    ignored: list[str] = field(default_factory=list)
+    """Training arguments and keys of ``fsdp_config`` that Trainer never reads."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
     left_to_script: list[str] = field(default_factory=list)
     uses_deepspeed: bool = False

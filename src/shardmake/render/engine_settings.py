@@ -189,7 +189,7 @@ def _read_deepspeed(settings: Settings, plugin: Any, found: EngineSettings) -> N
         if value == "auto":
             config = _fill_last(config, auto, found)
     _check_batch(config, found)
-    reader = lambda less: parsers.deepspeed_settings(less, {})  # noqa: E731
+    reader = parsers.deepspeed_settings
     refused: set[str] = set()  # the size of a micro batch is put back, and may fail again
     while (key := parsers.culprit(config, reader)) is not None and key not in refused:
         refused.add(key)

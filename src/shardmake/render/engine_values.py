@@ -207,10 +207,6 @@ SAME_SCHEDULE: Final = {"constant_with_warmup": "WarmupLR", "linear": "WarmupDec
 """DeepSpeed's name of each of Trainer's schedules, as the documentation of transformers pairs them."""
 
 
-def _ask_scheduler(found: EngineSettings, value: Any) -> Any:
-    return SAME_SCHEDULE.get(value, value) if getattr(found.config, "scheduler_name", None) else value
-
-
 def plain(value: Any) -> Any:
     """Return the value of an enum's member."""
     return getattr(value, "value", value)
@@ -314,7 +310,9 @@ _IN_TRAINER: Final[dict[str, Read]] = {
 }
 """Values of Trainer's arguments."""
 _ASKS: Final[dict[tuple[Library, str], Ask]] = {
-    ("Trainer", "schedule"): _ask_scheduler,
+    ("Trainer", "schedule"): lambda found, value: (
+        SAME_SCHEDULE.get(value, value) if getattr(found.config, "scheduler_name", None) else value
+    ),
     ("Trainer", "warm-up steps"): _ask_warmup,
     ("Trainer", "total steps"): lambda found, value: None if section_of(found, "scheduler") is None else value,
     ("Trainer", "compilation"): lambda found, value: str(found.arguments.torch_compile_backend or "no").lower(),

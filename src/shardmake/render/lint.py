@@ -25,6 +25,7 @@ from shardmake.core.environment import kernel_caches
 from shardmake.core.errors import ConfigError
 from shardmake.core.library_process import run_module
 from shardmake.core.nested import leaves
+from shardmake.core.tables import plain_table
 from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import plural
 from shardmake.render import command_lines
@@ -329,7 +330,7 @@ def _report(training: Training, ranks: int | None, *, on_cpu: bool) -> Report:
     )  # fmt: skip
     plain = json.loads(json.dumps(asdict(settings), default=str))
     with temporary_folder("check") as folder:
-        found = compare(Settings(**plain), folder)
+        found, _ = compare(Settings(**plain), folder)
     names = {library: training.files[kind].name for library, kind in OWNERS.items() if kind in training.files}
     if training.flags and "Accelerate" not in names:
         names["Accelerate"] = training.title
@@ -377,7 +378,8 @@ def format_report(report: Report, *, every_row: bool) -> str:
         rows = [row for row in report.comparison.rows if any(value.value is not None for value in row.values.values())]
     lines = [report.title, *(f"note: {note}" for note in report.notes)]
     if rows:
-        lines += ["", *_table(rows), ""]
+        names = ("setting", *LIBRARIES, "what will run")
+        lines += ["", plain_table(names, [_cells(row) for row in rows]), ""]
     lines += [f"error: {row.sentence(report.names)}" for row in report.comparison.contradictions]
     lines += [f"{problem.level}: {problem.sentence(report.names)}" for problem in report.comparison.problems]
     compared = len(report.comparison.rows)
@@ -388,13 +390,9 @@ def format_report(report: Report, *, every_row: bool) -> str:
     return "\n".join(lines)
 
 
-def _table(rows: Sequence[Row]) -> list[str]:
-    cells = [["setting", *LIBRARIES, "what will run"]]
-    for row in rows:
-        values = [_cell(row.values.get(library)) for library in LIBRARIES]
-        cells.append([row.setting, *values, "stops" if row.verdict == "stops" else as_text(row.runs)])
-    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+def _cells(row: Row) -> list[str]:
+    values = [_cell(row.values.get(library)) for library in LIBRARIES]
+    return [row.setting, *values, "stops" if row.verdict == "stops" else as_text(row.runs)]
 
 
 def _cell(value: Value | None) -> str:

@@ -1,23 +1,12 @@
-"""The libraries' own parsers of the three files, and the keys that they accept but never read.
-
-They keep global state and read the environment. All of this therefore runs in a process of its own
-(`shardmake.render.check`), at the planned world size, without a GPU and without weights.
-"""
+"""Needs of the libraries' own parsers: a process group, keys that a parser never reads, and those that it stops on."""
 
 import copy
-import json
-from argparse import Namespace
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from shardmake.core.environment import leave_collectives_to_gloo
 from shardmake.core.nested import leaves
-from shardmake.core.private_names import named_arguments, private, private_module
-from shardmake.render.accelerate_file import IGNORED_IN_FILE
-from shardmake.render.deepspeed_file import replace_auto
+from shardmake.core.private_names import private_module
 
 SECTIONS = ("deepspeed_config", "fsdp_config", "parallelism_config")
 
@@ -67,67 +56,17 @@ def pretend_world(world_size: int) -> None:
     torch.distributed.init_process_group("fake", store=store, rank=0, world_size=world_size)
 
 
-def launch_arguments(values: Mapping[str, Any], flags: list[str], folder: Path) -> tuple[Namespace, list[str]]:
-    """Return the arguments that `accelerate launch` reads from file and flags, and the keys that it ignores."""
-    from accelerate.commands import launch
-
-    path = folder / "accelerate.json"
-    path.write_text(json.dumps(values))
-    parser = launch.launch_command_parser()
-    given = parser.parse_args(["--config_file", str(path), *flags, "train.py"])
-    launched, _, _ = private(launch).validate_launch_command(given)
-    known = {action.dest for action in private(parser).actions} | {"fsdp_ignored_modules"}
-    nested = [f"{section}.{key}" for section in SECTIONS for key in values.get(section) or {} if key not in known]
-    return launched, [*(key for key in IGNORED_IN_FILE if key in values), *nested]
-
-
-def check_replicas(values: Mapping[str, Any]) -> None:
-    """Let Accelerate's ParallelismConfig check the sizes of the mesh."""
-    from accelerate import ParallelismConfig
-
-    ParallelismConfig(**{key.removeprefix("parallelism_config_"): value for key, value in values.items()})
-
-
-def deepspeed_settings(values: Mapping[str, Any], filled: Mapping[str, Any]) -> tuple[Any, list[str]]:
+def deepspeed_settings(values: Mapping[str, Any]) -> tuple[Any, list[str]]:
     """Return DeepSpeed's config at the world size of the process group, and the top-level keys that it ignores.
 
-    ``filled`` holds the values that Trainer puts in place of "auto". DeepSpeed refuses unknown keys below the top.
+    DeepSpeed refuses unknown keys below the top.
     """
     import deepspeed
     from deepspeed.runtime.config import DeepSpeedConfig
 
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-    watched = Watched({**filled, **replace_auto(values, {})})
+    watched = Watched(values)
     return DeepSpeedConfig(watched), watched.unseen
-
-
-def training_arguments(values: Mapping[str, Any], deepspeed: Mapping[str, Any], folder: Path) -> tuple[Any, list[str]]:
-    """Return TrainingArguments for the CPU with DeepSpeed's file, and the keys of ``fsdp_config`` that it ignores."""
-    from accelerate.utils import FullyShardedDataParallelPlugin
-    from transformers import TrainingArguments
-
-    # The check may run on a machine without a GPU; it does not concern the device, and TF32 needs one.
-    machine = {"use_cpu": True, "ddp_backend": "gloo", "tf32": None, "output_dir": str(folder / "output")}
-    given = {**named_arguments(values), **machine}
-    watched = Watched(given.get("fsdp_config") or {})
-    arguments = TrainingArguments(
-        **given | ({"fsdp_config": watched} if watched else {}) | ({"deepspeed": dict(deepspeed)} if deepspeed else {})
-    )
-    if arguments.fsdp_plugin_args is None:
-        return arguments, []
-    FullyShardedDataParallelPlugin(**arguments.fsdp_plugin_args)
-    return arguments, [f"fsdp_config.{key}" for key in watched.unseen]
-
-
-def unfilled(arguments: Any, hidden_size: int) -> list[str]:
-    """Let Trainer fill in "auto", as it does after loading the model, and return the keys that it leaves."""
-    model = SimpleNamespace(config=SimpleNamespace(hidden_size=hidden_size))
-    read = arguments.hf_deepspeed_config
-    read.mismatches = []
-    with suppress(ValueError):  # `shardmake.render.settings_table` lists the mismatches
-        read.trainer_config_finalize(arguments, model, max(arguments.max_steps, 1))
-    left = [key for key, value in leaves(read.config) if value == "auto"]
-    return [f'deepspeed.json: nothing fills in the "auto" of {key}' for key in left]
 
 
 def culprit(values: Mapping[str, Any], attempt: Callable[[dict[str, Any]], Any]) -> str | None:

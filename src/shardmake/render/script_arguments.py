@@ -49,8 +49,7 @@ _PER_DEVICE: Final = SETTINGS["batch per rank"].trainer[0]
 def check_script_arguments(choice: Choice, run: Run) -> list[str]:
     """Return a warning about the keys of the run that reach the script neither as arguments nor by its source.
 
-    Raises:
-        ConfigError: Something in ``script_args`` contradicts ``choice`` or a key that the run sets.
+    Raises `ConfigError` if something in ``script_args`` contradicts ``choice`` or a key that the run sets.
     """
     if run.script is None:
         return []
@@ -63,7 +62,11 @@ def check_script_arguments(choice: Choice, run: Run) -> list[str]:
     found = _values(arguments, length)
     steps = own[ACCUMULATION].value if ACCUMULATION in own else None if ACCUMULATION in source else 1
     lines = [*_sizes(_PER_DEVICE, {ACCUMULATION: steps} | found, choice), *_settings(found, run)]
-    lines += _precision(found, choice)
+    lines += [
+        f"  {half} is true, but the plan's precision is {choice.precision}. Set precision: {half} in the run."
+        for half in ("bf16", "fp16")
+        if found.get(half) is True and choice.precision != half
+    ]
     named = _read(arguments.deepspeed) if arguments.deepspeed else None
     if named is not None and named.kind == "deepspeed":
         file = UserFile("deepspeed", named.name, named.values)
@@ -240,12 +243,6 @@ def _compared() -> dict[str, str]:
     """Return the keys of a run whose values are those of one argument of Trainer, by that argument."""
     rows = (row for row in SETTINGS.values() if len(row.trainer) == 1 and row.planned is None)
     return {row.trainer[0]: row.key for row in rows if row.key and row.name not in _OTHERS}
-
-
-def _precision(found: Mapping[str, Any], choice: Choice) -> Iterator[str]:
-    for half in ("bf16", "fp16"):
-        if found.get(half) is True and choice.precision != half:
-            yield f"  {half} is true, but the plan's precision is {choice.precision}. Set precision: {half} in the run."
 
 
 def _deepspeed_file(file: UserFile, choice: Choice, run: Run, *, is_native: bool) -> Iterator[str]:

@@ -14,26 +14,13 @@ from shardmake.config.deepspeed_keys import OPTIMIZER_REMOVED, is_removed_optimi
 from shardmake.config.settings import SETTINGS, Setting
 from shardmake.config.user_file_keys import judge
 from shardmake.config.user_files import UserFile
-from shardmake.render import parsers
+from shardmake.render import engine_values, parsers
 from shardmake.render.comparison import Comparison, EngineSettings, Library, Problem, Row, Settings, Value
 from shardmake.render.engine_settings import read_settings
-from shardmake.render.engine_values import (
-    FSDP_SECTION,
-    PLUGIN_NAMES,
-    asked_by,
-    engine_that_trains,
-    in_deepspeed,
-    in_trainer,
-    optimizer_class,
-    optimizer_family,
-    plain,
-    schedule_parameters,
-    value_that_trains,
-)
 
 
-def compare(settings: Settings, folder: Path) -> Comparison:
-    """Return the comparison of ``settings``; run it in a process of its own, with an empty ``folder``."""
+def compare(settings: Settings, folder: Path) -> tuple[Comparison, EngineSettings]:
+    """Return the comparison of ``settings`` and what was read; run it in a process of its own, with an empty folder."""
     unknown = {setting.name for setting in SETTINGS.values() if settings.is_unknown(setting)}
     found = read_settings(_assume_equal(settings, unknown), folder)
     hidden = {key for name in unknown for key in _keys(SETTINGS[name])}
@@ -54,7 +41,7 @@ def compare(settings: Settings, folder: Path) -> Comparison:
             library: Library = "DeepSpeed" if setting.deepspeed_keys else "Trainer"
             key = (setting.deepspeed_keys or setting.trainer)[0]
             found.refuse(library, key, dict(parsers.leaves(found.deepspeed)).get(key), effect)
-    return Comparison(rows, [*found.problems, *_impossible(found)])
+    return Comparison(rows, [*found.problems, *_impossible(found)]), found
 
 
 def _assume_equal(settings: Settings, unknown: Set[str]) -> Settings:
@@ -70,7 +57,7 @@ def _assume_equal(settings: Settings, unknown: Set[str]) -> Settings:
 
 
 def _engine_row(settings: Settings, found: EngineSettings) -> Row:
-    runs, values = engine_that_trains(found), dict[Library, Value]()
+    runs, values = engine_values.engine_that_trains(found), dict[Library, Value]()
     if settings.trainer is not None:
         asked = "DeepSpeed" if settings.deepspeed is not None and settings.named_by_trainer else None
         asked = asked or ("FSDP" if settings.trainer.get("fsdp") else None)
@@ -109,13 +96,13 @@ def _values(setting: Setting, settings: Settings, found: EngineSettings) -> dict
 def _trainer_value(setting: Setting, settings: Settings, found: EngineSettings) -> Value:
     given = dict(parsers.leaves(settings.trainer or {}))
     key = next((key for key in setting.trainer if key in given), setting.trainer[0])
-    if key.startswith(FSDP_SECTION):
-        name = key.removeprefix(FSDP_SECTION)
+    if key.startswith(engine_values.FSDP_SECTION):
+        name = key.removeprefix(engine_values.FSDP_SECTION)
         defaults = found.arguments.fsdp_plugin_args or {}
         section = found.arguments.fsdp_config if isinstance(found.arguments.fsdp_config, dict) else {}
-        value = section.get(name, defaults.get(PLUGIN_NAMES.get(name, name)))
+        value = section.get(name, defaults.get(engine_values.PLUGIN_NAMES.get(name, name)))
         return Value(value, key in given or key.replace(".", ".fsdp_") in given, key)
-    return Value(in_trainer(setting, key, found), key in given, setting.trainer_name or key)
+    return Value(engine_values.in_trainer(setting, key, found), key in given, setting.trainer_name or key)
 
 
 def _deepspeed_value(setting: Setting, found: EngineSettings) -> Value:
@@ -126,7 +113,9 @@ def _deepspeed_value(setting: Setting, found: EngineSettings) -> Value:
     if written:
         return Value(given[key], True, key)
     by_section = key.startswith(("optimizer.", "scheduler."))
-    return Value(in_deepspeed(key, found if by_section else replace(found, config=found.defaults)), False, key)
+    return Value(
+        engine_values.in_deepspeed(key, found if by_section else replace(found, config=found.defaults)), False, key
+    )
 
 
 def _written_for_launcher(settings: Settings) -> dict[str, str]:
@@ -151,12 +140,12 @@ def _row(setting: Setting, values: dict[Library, Value], found: EngineSettings) 
     if stop is not None:
         return Row(setting.name, values, None, "stops", stop)
     is_left = bool({*setting.deepspeed_keys} & {*found.left_to_script})
-    runs = None if is_left else value_that_trains(setting, found)
+    runs = None if is_left else engine_values.value_that_trains(setting, found)
     written = {library: value for library, value in values.items() if value.written and value.value != "auto"}
     in_file = "DeepSpeed" in values and values["DeepSpeed"].written
     nobody = not written and "Trainer" in values and not in_file
     asking: dict[Library, Value] = {"Trainer": values["Trainer"]} if nobody else written
-    asked = [asked_by(library, setting, found, value.value) for library, value in asking.items()]
+    asked = [engine_values.asked_by(library, setting, found, value.value) for library, value in asking.items()]
     if runs is None or all(value is None or same_value(setting.name, value, runs) for value in asked):
         return Row(setting.name, values, runs, "equal")
     return Row(setting.name, values, runs, "differs", f"{runs} runs, silently. {setting.advice}")
@@ -169,7 +158,7 @@ def _keys(setting: Setting) -> list[str]:
 def same_value(setting: str, asked: Any, runs: Any) -> bool:
     """Return whether two values of the row ``setting`` mean the same."""
     if setting == "optimizer":
-        return optimizer_family(asked) == optimizer_family(runs)
+        return engine_values.optimizer_family(asked) == engine_values.optimizer_family(runs)
     if isinstance(asked, str) or isinstance(runs, str):
         asked, runs = (",".join(map(str, one)) if isinstance(one, list | tuple) else one for one in (asked, runs))
         return str(asked).lower() == str(runs).lower()
@@ -188,13 +177,13 @@ def _impossible(found: EngineSettings) -> Iterator[Problem]:
 
     for which in ("offload_optimizer", "offload_param"):
         offload = getattr(found.config.zero_config, which)
-        if offload is not None and plain(offload.device) == "nvme" and offload.nvme_path is None:
+        if offload is not None and engine_values.plain(offload.device) == "nvme" and offload.nvme_path is None:
             key = f"zero_optimization.{which}.nvme_path"
             yield Problem("DeepSpeed", key, None, "error", "Offload to NVMe needs a folder on the node's own disk.")
     yield from _impossible_schedule(found)
     yield from _facts(found)
     name, stage = found.config.optimizer_name, int(found.config.zero_optimization_stage)
-    if name is not None and optimizer_class(found) is None and name not in DEEPSPEED_OPTIMIZERS:
+    if name is not None and engine_values.optimizer_class(found) is None and name not in DEEPSPEED_OPTIMIZERS:
         gone = "DeepSpeed stops: neither it nor torch has it."
         effect = OPTIMIZER_REMOVED if is_removed_optimizer(name) else gone
         yield Problem("DeepSpeed", "optimizer.type", name, "error", effect)
@@ -218,7 +207,7 @@ def _impossible_schedule(found: EngineSettings) -> Iterator[Problem]:
     name = found.config.scheduler_name
     if name is None:
         return
-    known = schedule_parameters(found)
+    known = engine_values.schedule_parameters(found)
     if not known:
         yield Problem("DeepSpeed", "scheduler.type", name, "error", "DeepSpeed stops: neither it nor torch has it.")
         return
@@ -234,5 +223,5 @@ def _impossible_schedule(found: EngineSettings) -> Iterator[Problem]:
 def _is_tested(found: EngineSettings) -> bool:
     from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
-    name, optimizer = found.config.optimizer_name, optimizer_class(found)
+    name, optimizer = found.config.optimizer_name, engine_values.optimizer_class(found)
     return name in ("lion", "muon") or optimizer in ZERO_SUPPORTED_OPTIMIZERS

@@ -48,8 +48,7 @@ class ShellCommand:
 def read_commands(name: str, text: str) -> list[ShellCommand]:
     """Return the simple commands of a script in the order of its lines, also those in the text of ``bash -c``.
 
-    Raises:
-        ConfigError: A quote or a bracket is not closed.
+    Raises `ConfigError` if a quote or a bracket is not closed.
     """
     first = _Reader(name, text)
     list(first.commands())

@@ -42,7 +42,7 @@ def render(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> list[str]:
     renderings = [
         Rendering(files, one.choice, options) for (files, _), one, options in zip(merged, plans, flags, strict=True)
     ]
-    check_rendered(renderings, model.hidden_size, cluster.scratch)
+    check_rendered(renderings, cluster.scratch)
     unlink(rundir.rendered)
     remove(rundir.fallbacks)
     make_folder(rundir.fallbacks)
@@ -58,7 +58,9 @@ def _merge(
 ) -> tuple[Files, list[str]]:
     """Return the files of fallback ``number`` with the run's own files merged, and a line for each change."""
     try:
-        _check_hybrid(plan.choice)
+        if plan.choice.spec.hybrid and plan.choice.processes_per_node == 1:
+            name = plan.choice.strategy
+            raise ConfigError(f"{name} shards within a node, and this plan has one rank a node. Use fsdp or ddp.")
         return merge_own_files(render_files(plan, run, cluster, model, rundir.plan_folder), run, plan.choice)
     except ConfigError as error:
         if number == 0:
@@ -173,13 +175,6 @@ def launch_flags(plan: Plan, folder: Path, machine_rank: int | str, address: str
         *("--max_restarts", "0"),
         *("--num_cpu_threads_per_process", str(threads)),
     ]
-
-
-def _check_hybrid(choice: Choice) -> None:
-    if choice.spec.hybrid and choice.processes_per_node == 1:
-        raise ConfigError(
-            f"{choice.strategy} shards within a node, and this plan has one rank a node. Use fsdp or ddp."
-        )
 
 
 def _check_complete(plan: Plan) -> None:

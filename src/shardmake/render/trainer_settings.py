@@ -19,7 +19,7 @@ def read_trainer(settings: Settings, named: dict[str, Any] | None, found: Engine
     """Let TrainingArguments read its values and the DeepSpeed file; return Accelerate's DeepSpeed plugin, if any."""
     values = parsers.usable(
         _usable_arguments(settings.trainer or {}, found),
-        lambda less: _training_arguments(less, None, folder),
+        lambda less: _training_arguments(less, None, folder)[0],
         lambda key, value: found.refuse(
             "Trainer", key, value, f"Transformers stops: it cannot use this value.{_expected(key)}"
         ),
@@ -27,9 +27,10 @@ def read_trainer(settings: Settings, named: dict[str, Any] | None, found: Engine
     if named is not None and values.get("fsdp"):
         found.stops["fsdp"] = "Trainer stops: it uses DeepSpeed or FSDP, not both."
         values.pop("fsdp")
-    deepspeed = _accepted(named, lambda less: _training_arguments(values, less, folder), found)
+    deepspeed = _accepted(named, lambda less: _training_arguments(values, less, folder)[0], found)
     try:
-        found.arguments = _training_arguments(values, deepspeed, folder)
+        found.arguments, ignored = _training_arguments(values, deepspeed, folder)
+        found.ignored += ignored
     except Exception as error:
         found.refuse("Trainer", "the arguments", None, f"Transformers stops with {type(error).__name__}.")
         return None
@@ -66,6 +67,7 @@ def _usable_arguments(given: Mapping[str, Any], found: EngineSettings) -> dict[s
     for key, value in given.items():
         if key not in known and (nearest := nearest_argument(key)) is not None:
             found.refuse("Trainer", key, value, f"Transformers does not know this argument. Did you mean {nearest!r}?")
+    found.ignored += [key for key in given if key not in known]
     hints = get_type_hints(TrainingArguments)
     kept = [key for key in given if key in known and key not in NOT_COMPARED]
     values = {
@@ -124,14 +126,21 @@ def _expected(key: str) -> str:
     return f" Use one of {', '.join(one.value for one in allowed)}." if allowed else ""
 
 
-def _training_arguments(values: Mapping[str, Any], deepspeed: dict[str, Any] | None, folder: Path) -> Any:
+def _training_arguments(
+    values: Mapping[str, Any], deepspeed: dict[str, Any] | None, folder: Path
+) -> tuple[Any, list[str]]:
+    """Return TrainingArguments for the CPU, and the keys of ``fsdp_config`` that they never read."""
     from transformers import TrainingArguments
 
-    machine = {"use_cpu": True, "ddp_backend": "gloo", "output_dir": str(folder / "output")}
-    arguments = TrainingArguments(**copy.deepcopy(dict(values)) | machine, deepspeed=deepspeed)
+    given = copy.deepcopy(dict(values)) | {"use_cpu": True, "ddp_backend": "gloo", "output_dir": str(folder / "output")}
+    section = given.get("fsdp_config")
+    watched = parsers.Watched(section if isinstance(section, dict) else {})
+    given |= {"fsdp_config": watched} if watched else {}
+    arguments = TrainingArguments(**given, deepspeed=deepspeed)
     arguments.get_warmup_steps(100)
     _fsdp_plugin(arguments.fsdp_plugin_args)
-    return arguments
+    unseen = watched.unseen if arguments.fsdp_plugin_args is not None else []
+    return arguments, [f"fsdp_config.{key}" for key in unseen]
 
 
 def _fsdp_plugin(arguments: Mapping[str, Any] | None) -> Any:

@@ -47,7 +47,9 @@ def render_card(run: Run, rundir: RunDir, *, pushed: bool = True) -> str:
         template_path=str(TEMPLATE),
         name=rundir.name,
         **common_values(records),
-        trained=_trained_sentence(records),
+        trained=f"trained by `{Path(run.script).name}` and merged, evaluated and published by Shardmake"
+        if run.script
+        else "fine-tuned with Shardmake",
         facts=training_facts(records),
         evaluation=evaluation,
         samples=[{key: _fenced(text) for key, text in sample} for sample in samples],
@@ -142,12 +144,6 @@ def _base_metadata(model: Path) -> dict[str, Any]:
     except (OSError, ValueError, YAMLError):  # no card, another encoding, broken metadata
         return {}
     return card.data.to_dict()
-
-
-def _trained_sentence(records: Records) -> str:
-    if records.is_script:
-        return f"trained by `{Path(records.run.script or '').name}` and merged, evaluated and published by Shardmake"
-    return "fine-tuned with Shardmake"
 
 
 def common_values(records: Records) -> dict[str, Any]:

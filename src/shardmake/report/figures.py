@@ -3,12 +3,13 @@
 Each function returns a drawing; `as_svg` and `as_png` render it.
 """
 
+import functools
 import io
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from shardmake.core.units import format_bytes, unit_of
 from shardmake.report.flops import Utilization
@@ -51,6 +52,12 @@ _BARS_HEIGHT = 1.7
 """Inches for two bars, the axis and its label."""
 
 Drawing = Callable[["Figure"], None]
+P = ParamSpec("P")
+
+
+def _drawing(draw: 'Callable[Concatenate["Figure", P], None]') -> Callable[P, Drawing]:
+    """Let ``draw`` return a function of the figure alone."""
+    return functools.wraps(draw)(lambda *data, **named: lambda figure: draw(figure, *data, **named))
 
 
 @dataclass(frozen=True)
@@ -74,38 +81,32 @@ class Memory:
         return self.predicted + self.outside
 
 
-def loss(history: TrainingHistory) -> Drawing:
+@_drawing
+def loss(figure: "Figure", history: TrainingHistory) -> None:
     """Draw training loss, evaluation loss, and the ends of attempts."""
-
-    def draw(figure: "Figure") -> None:
-        axes = figure.subplots()
-        if any(trained := history.series("loss")):
-            _plot(axes, *trained, color=BLUE, label="training")
-        if any(evaluated := history.series("eval_loss")):
-            axes.plot(*evaluated, color=ORANGE, marker="o", markersize=3, label="evaluation")
-        _mark_interruptions(axes, history)
-        _label(axes, "loss (nats per token)")
-
-    return draw
+    axes = figure.subplots()
+    if any(trained := history.series("loss")):
+        _plot(axes, *trained, color=BLUE, label="training")
+    if any(evaluated := history.series("eval_loss")):
+        axes.plot(*evaluated, color=ORANGE, marker="o", markersize=3, label="evaluation")
+    _mark_interruptions(axes, history)
+    _label(axes, "loss (nats per token)")
 
 
-def losses(histories: Mapping[str, TrainingHistory]) -> Drawing:
+@_drawing
+def losses(figure: "Figure", histories: Mapping[str, TrainingHistory]) -> None:
     """Draw the losses of several runs, by name, over tokens: training as a line, evaluation as points."""
+    from matplotlib.ticker import EngFormatter
 
-    def draw(figure: "Figure") -> None:
-        from matplotlib.ticker import EngFormatter
-
-        axes = figure.subplots()
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 400k and 2M, of which several fit side by side
-        for index, (name, history) in enumerate(histories.items()):
-            style = _LINE_STYLES[index // _COLOURS % len(_LINE_STYLES)]
-            line = _plot(axes, *history.by_tokens("loss"), label=_shorten(name), linewidth=1, linestyle=style)
-            axes.plot(*history.by_tokens("eval_loss"), color=line.get_color(), marker="o", markersize=3, linestyle="")
-        axes.set_xlabel("tokens, padding included")
-        axes.set_ylabel("loss (nats per token)")
-        _legend_below(figure, axes, _HEIGHT)
-
-    return draw
+    axes = figure.subplots()
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 400k and 2M, of which several fit side by side
+    for index, (name, history) in enumerate(histories.items()):
+        style = _LINE_STYLES[index // _COLOURS % len(_LINE_STYLES)]
+        line = _plot(axes, *history.by_tokens("loss"), label=_shorten(name), linewidth=1, linestyle=style)
+        axes.plot(*history.by_tokens("eval_loss"), color=line.get_color(), marker="o", markersize=3, linestyle="")
+    axes.set_xlabel("tokens, padding included")
+    axes.set_ylabel("loss (nats per token)")
+    _legend_below(figure, axes, _HEIGHT)
 
 
 def _shorten(name: str) -> str:
@@ -115,76 +116,67 @@ def _shorten(name: str) -> str:
     return f"{name[:10]}…{name[11 - _LONGEST_NAME :]}"
 
 
-def optimizer(history: TrainingHistory) -> Drawing:
+@_drawing
+def optimizer(figure: "Figure", history: TrainingHistory) -> None:
     """Draw learning rate, and gradient norm before clipping, as far as they were logged."""
-
-    def draw(figure: "Figure") -> None:
-        shown = {"learning_rate": ("learning rate", BLUE), "grad_norm": ("gradient norm", ORANGE)}
-        logged = [key for key in shown if history.series(key)[0]]
-        for key, axes in zip(logged, figure.subplots(len(logged), sharex=True, squeeze=False)[:, 0], strict=True):
-            name, colour = shown[key]
-            _plot(axes, *history.series(key), color=colour)
-            axes.set_ylabel(name)
-        _mark_interruptions(axes, history)
-        _label(axes, name)
-
-    return draw
+    shown = {"learning_rate": ("learning rate", BLUE), "grad_norm": ("gradient norm", ORANGE)}
+    logged = [key for key in shown if history.series(key)[0]]
+    for key, axes in zip(logged, figure.subplots(len(logged), sharex=True, squeeze=False)[:, 0], strict=True):
+        name, colour = shown[key]
+        _plot(axes, *history.series(key), color=colour)
+        axes.set_ylabel(name)
+    _mark_interruptions(axes, history)
+    _label(axes, name)
 
 
-def speed(history: TrainingHistory, used: Utilization | None) -> Drawing:
+@_drawing
+def speed(figure: "Figure", history: TrainingHistory, used: Utilization | None) -> None:
     """Draw tokens per second over all ranks, and MFU on the right axis."""
-
-    def draw(figure: "Figure") -> None:
-        axes = figure.subplots()
-        _plot(axes, *history.series("tokens_per_second"), color=BLUE, label="tokens/s")
-        _mark_interruptions(axes, history)
-        _label(axes, "tokens per second, all ranks")
-        axes.set_ylim(bottom=0)
-        if used:
-            right = axes.twinx()
-            _plot(right, used.steps, [100 * share for share in used.shares], color=ORANGE, linewidth=0.8)
-            right.set_ylabel("MFU (%)", color=ORANGE)
-            right.set_ylim(bottom=0)
-            right.grid(visible=False)
-
-    return draw
+    axes = figure.subplots()
+    _plot(axes, *history.series("tokens_per_second"), color=BLUE, label="tokens/s")
+    _mark_interruptions(axes, history)
+    _label(axes, "tokens per second, all ranks")
+    axes.set_ylim(bottom=0)
+    if used:
+        right = axes.twinx()
+        _plot(right, used.steps, [100 * share for share in used.shares], color=ORANGE, linewidth=0.8)
+        right.set_ylabel("MFU (%)", color=ORANGE)
+        right.set_ylim(bottom=0)
+        right.grid(visible=False)
 
 
-def memory(found: Memory) -> Drawing:
+@_drawing
+def memory(figure: "Figure", found: Memory) -> None:
     """Draw the stacked terms of the estimate next to the measured peak and the GPU's capacity.
 
     What the measured peak does not count is hatched at the end of the predicted bar. Terms too small to be seen are
     drawn as one. A capacity of several times the bars is stated above the right end of the axis.
     """
-
-    def draw(figure: "Figure") -> None:
-        axes = figure.subplots()
-        unit_name, unit = unit_of(max(found.device, found.measured or 0))
-        left = 0.0
-        for name, size in _visible(found).items():
-            axes.barh("predicted", size / unit, left=left, label=f"{name} {format_bytes(size)}")
-            left += size / unit
-        cached = found.predicted - sum(found.terms.values())
-        if cached > 0:
-            label = f"cached by the allocator {format_bytes(cached)}"
-            axes.barh("predicted", cached / unit, left=left, color=_LIGHT_GREY, label=label)
-        if found.outside:
-            label = f"CUDA context and NCCL {format_bytes(found.outside)}"
-            hatched: dict[str, Any] = {"color": "white", "edgecolor": GREY, "hatch": "///"}
-            axes.barh("predicted", found.outside / unit, left=found.predicted / unit, label=label, **hatched)
-        if found.measured is not None:
-            label = f"measured on rank 0 {format_bytes(found.measured)}"
-            axes.barh("measured", found.measured / unit, color=GREY, label=label)
-        capacity = f"limit: {found.place} {format_bytes(found.capacity)}"
-        if found.capacity > _CAPACITY_DRAWN * max(found.device, found.measured or 0):
-            axes.set_xlim(right=1.25 * max(found.device, found.measured or 0) / unit)
-            axes.text(1, 1.02, f"{capacity} \u2192", transform=axes.transAxes, ha="right", fontsize=8)
-        else:
-            axes.axvline(found.capacity / unit, color="black", linestyle="--", linewidth=1, label=capacity)
-        axes.set_xlabel(unit_name)
-        _legend_below(figure, axes, _BARS_HEIGHT)
-
-    return draw
+    axes = figure.subplots()
+    unit_name, unit = unit_of(max(found.device, found.measured or 0))
+    left = 0.0
+    for name, size in _visible(found).items():
+        axes.barh("predicted", size / unit, left=left, label=f"{name} {format_bytes(size)}")
+        left += size / unit
+    cached = found.predicted - sum(found.terms.values())
+    if cached > 0:
+        label = f"cached by the allocator {format_bytes(cached)}"
+        axes.barh("predicted", cached / unit, left=left, color=_LIGHT_GREY, label=label)
+    if found.outside:
+        label = f"CUDA context and NCCL {format_bytes(found.outside)}"
+        hatched: dict[str, Any] = {"color": "white", "edgecolor": GREY, "hatch": "///"}
+        axes.barh("predicted", found.outside / unit, left=found.predicted / unit, label=label, **hatched)
+    if found.measured is not None:
+        label = f"measured on rank 0 {format_bytes(found.measured)}"
+        axes.barh("measured", found.measured / unit, color=GREY, label=label)
+    capacity = f"limit: {found.place} {format_bytes(found.capacity)}"
+    if found.capacity > _CAPACITY_DRAWN * max(found.device, found.measured or 0):
+        axes.set_xlim(right=1.25 * max(found.device, found.measured or 0) / unit)
+        axes.text(1, 1.02, f"{capacity} \u2192", transform=axes.transAxes, ha="right", fontsize=8)
+    else:
+        axes.axvline(found.capacity / unit, color="black", linestyle="--", linewidth=1, label=capacity)
+    axes.set_xlabel(unit_name)
+    _legend_below(figure, axes, _BARS_HEIGHT)
 
 
 def _legend_below(figure: "Figure", axes: "Axes", height: float) -> None:
@@ -194,16 +186,8 @@ def _legend_below(figure: "Figure", axes: "Axes", height: float) -> None:
     """
     handles, labels = axes.get_legend_handles_labels()
     figure.set_figheight(height + _LEGEND_ROW_HEIGHT * -(-len(labels) // _LEGEND_COLUMNS))
-    figure.legend(
-        handles,
-        labels,
-        ncols=_LEGEND_COLUMNS,
-        loc="outside lower center",
-        fontsize=8,
-        handlelength=1.5,
-        handletextpad=0.5,
-        columnspacing=1,
-    )
+    place: dict[str, Any] = {"ncols": _LEGEND_COLUMNS, "loc": "outside lower center", "fontsize": 8}
+    figure.legend(handles, labels, handlelength=1.5, handletextpad=0.5, columnspacing=1, **place)
 
 
 def _visible(found: Memory) -> dict[str, int]:
@@ -213,21 +197,18 @@ def _visible(found: Memory) -> dict[str, int]:
     return shown | ({"other" if "other" not in shown else "small terms": small} if small else {})
 
 
-def by_length(base: ModelScore, tuned: ModelScore) -> Drawing:
+@_drawing
+def by_length(figure: "Figure", base: ModelScore, tuned: ModelScore) -> None:
     """Draw the loss of the base and the tuned model by the length of the example."""
-
-    def draw(figure: "Figure") -> None:
-        axes = figure.subplots()
-        for offset, (name, colour, score) in enumerate((("base", GREY, base), ("tuned", BLUE, tuned))):
-            buckets = score.by_length
-            places = [index + 0.4 * offset for index in range(len(buckets))]
-            axes.bar(places, [bucket.loss for bucket in buckets], width=0.38, color=colour, label=name)
-        axes.set_xticks([index + 0.2 for index in range(len(buckets))], [length_name(bucket) for bucket in buckets])
-        axes.set_xlabel("tokens in the example")
-        axes.set_ylabel("loss (nats per token)")
-        axes.legend(ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
-
-    return draw
+    axes = figure.subplots()
+    for offset, (name, colour, score) in enumerate((("base", GREY, base), ("tuned", BLUE, tuned))):
+        buckets = score.by_length
+        places = [index + 0.4 * offset for index in range(len(buckets))]
+        axes.bar(places, [bucket.loss for bucket in buckets], width=0.38, color=colour, label=name)
+    axes.set_xticks([index + 0.2 for index in range(len(buckets))], [length_name(bucket) for bucket in buckets])
+    axes.set_xlabel("tokens in the example")
+    axes.set_ylabel("loss (nats per token)")
+    axes.legend(ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
 
 
 def length_name(bucket: LengthScore) -> str:
@@ -238,15 +219,9 @@ def length_name(bucket: LengthScore) -> str:
 def _plot(axes: "Axes", places: Sequence[int], values: Sequence[float], **style: Any) -> "Line2D":
     """Draw ``values`` as a line, and those without a finite neighbour, of which no line is drawn, as points."""
     (line,) = axes.plot(places, values, **style)
-    alone = _isolated(values)
-    axes.plot(
-        [places[index] for index in alone],
-        [values[index] for index in alone],
-        color=line.get_color(),
-        marker="o",
-        markersize=3,
-        linestyle="",
-    )
+    points = [(places[index], values[index]) for index in _isolated(values)]
+    alone = list(zip(*points, strict=True)) or [(), ()]
+    axes.plot(*alone, color=line.get_color(), marker="o", markersize=3, linestyle="")
     return line
 
 

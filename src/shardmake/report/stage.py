@@ -83,12 +83,7 @@ def write_report(run: Run, rundir: RunDir, profile: str = "slurm", before: Mappi
 
 
 def _page(
-    records: Records,
-    rundir: RunDir,
-    profile: str,
-    entries: str,
-    drawings: dict[str, str],
-    captions: dict[str, str],
+    records: Records, rundir: RunDir, profile: str, entries: str, drawings: dict[str, str], captions: dict[str, str]
 ) -> str:
     from jinja2 import Environment, StrictUndefined
 
@@ -102,8 +97,7 @@ def _page(
         data=public_names(records.run.data.sources),
         hours=hours_name(on_gpus=records.on_gpus),
         facts={name: value.replace("`", "") for name, value in training_facts(records).items()}
-        | _gpu_use(records, rundir)
-        | _times(rundir),
+        | _attempt_facts(records, rundir),
         tiles=_tiles(records),
         model_class=class_to_load(records),
         **_done(records),
@@ -118,16 +112,14 @@ def _page(
     )
 
 
-def _times(rundir: RunDir) -> dict[str, str]:
-    """Return the fact of the time that each stage took; of the training, that of its last driver."""
+def _attempt_facts(records: Records, rundir: RunDir) -> dict[str, str]:
+    """Return the use of the last attempt's GPUs, if nvidia-smi reported it, and the time of each stage.
+
+    That of the training is the time of its last driver.
+    """
     times = [f"{stage} {format_duration(seconds)}" for stage, seconds in stage_times(rundir).items()]
-    return {"Stages": ", ".join(times)} if times else {}
-
-
-def _gpu_use(records: Records, rundir: RunDir) -> dict[str, Any]:
-    """Return the fact of the use of the last attempt's GPUs, if nvidia-smi reported it."""
     use = attempt_of(rundir, records.training.attempts).gpu_use()
-    return {"GPU use, last attempt": use} if use else {}
+    return ({"GPU use, last attempt": use} if use else {}) | ({"Stages": ", ".join(times)} if times else {})
 
 
 def _done(records: Records) -> dict[str, Any]:

@@ -53,24 +53,16 @@ def listed(runs: Path, *, remove: bool = False) -> set[str]:
     return {item.path.name for item in clean(runs, remove=remove)}
 
 
-def test_nothing_is_removed_before_the_push(rundir: RunDir) -> None:
-    assert listed(rundir.root.parent, remove=True) == set()
-    assert len(names(rundir)) == 4
-
-
-def test_it_only_lists_by_default(rundir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_removed_before_the_push_or_by_default(rundir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    assert listed(rundir.root.parent, remove=True) == set() and len(names(rundir)) == 4
     push(RUN, rundir)
     caplog.set_level("INFO", "shardmake")
     assert listed(rundir.root.parent) == {"checkpoint-10", "checkpoint-20", "checkpoint-30"}
     assert "Nothing was removed. Use --remove" in caplog.text and "the save was interrupted" in caplog.text
-    assert len(names(rundir)) == 4
-
-
-def test_a_configuration_names_the_runs_that_are_looked_at(rundir: RunDir) -> None:
-    push(RUN, rundir)
     folder = rundir.root.parent
     assert clean(folder, remove=True, names={"another"}) == []
     assert {item.path.name for item in clean(folder, remove=False, names={rundir.root.name})} >= {"checkpoint-10"}
+    assert len(names(rundir)) == 4
 
 
 def test_the_newest_checkpoint_and_the_model_are_kept(rundir: RunDir) -> None:

@@ -65,10 +65,7 @@ def test_a_training_is_set_aside_as_often_as_asked_and_never_while_it_runs(rundi
     [
         (None, "The ranks save and stop after their current step."),
         ("12|RUNNING|c1|name\n", "The ranks save and stop after their current step."),
-        (
-            "12|PENDING|(Priority)|name\n",
-            "Job 12 still waits in the queue: its ranks save and stop after the first step",
-        ),
+        ("12|PENDING|(Priority)|name\n", "Job 12 still waits in the queue: its ranks save and stop after the first"),
     ],
 )
 def test_a_requested_stop_says_that_the_job_still_waits(

@@ -23,13 +23,9 @@ from tests.unit.memory.llama_8b import scenario
 from tests.unit.plan.test_choose import candidate as make_candidate
 
 CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 16,
-    "vocab_size": 32000,
-}
+    "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4,
+    "num_attention_heads": 16, "vocab_size": 32000,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +88,9 @@ def test_every_term_beside_a_reference_model_is_explained(
     strategy: Strategy, precision: Precision, copies: bool
 ) -> None:
     setup = scenario(
-        strategy=strategy,
-        precision=precision,
-        reference_weights=True,
-        gathers_on_save=copies,
+        strategy=strategy, precision=precision, reference_weights=True, gathers_on_save=copies,
         checkpoint_in_memory=copies,
-    )
+    )  # fmt: skip
     phases = closed_form.phases(setup, Buckets(), closed_form.Profile(1, 1, 1, 1, 1))
     assert {term for terms in phases.values() for term in terms} <= set(GPU_TERMS)
     assert set(host_terms(setup, Buckets())) <= set(HOST_TERMS)
@@ -173,15 +166,11 @@ def test_estimate_and_plan_agree_to_the_byte(strategy: Strategy, checkpointing: 
     assert_agree(request, cluster)
 
 
-@pytest.mark.parametrize("settings", [{"loss": "chunked"}, {"activation_offload": True}], ids=str)
-def test_estimate_and_plan_agree_on_what_long_sequences_need(settings: dict[str, Any], model: str) -> None:
-    request, cluster = hardware(model)
-    assert_agree(replace(request, strategies=["zero2"], gradient_checkpointing=True, **settings), cluster)
-
-
 @pytest.mark.parametrize(
-    "objective",
+    "settings",
     [
+        {"loss": "chunked"},
+        {"activation_offload": True},
         {"objective": "dpo"},
         {"objective": "dpo", "reference": "precomputed"},
         {"objective": "dpo", "method": "lora"},
@@ -191,9 +180,11 @@ def test_estimate_and_plan_agree_on_what_long_sequences_need(settings: dict[str,
     ],
     ids=lambda options: "-".join(str(value) for value in options.values()),
 )
-def test_estimate_and_plan_agree_on_every_objective(objective: dict[str, Any], model: str) -> None:
+def test_estimate_and_plan_agree_on_every_objective_and_on_what_long_sequences_need(
+    settings: dict[str, Any], model: str
+) -> None:
     request, cluster = hardware(model)
-    assert_agree(replace(request, strategies=["zero2"], gradient_checkpointing=True, **objective), cluster)
+    assert_agree(replace(request, strategies=["zero2"], gradient_checkpointing=True, **settings), cluster)
 
 
 def test_an_objective_takes_the_attention_kernel_of_its_padded_examples(model: str) -> None:
@@ -291,12 +282,9 @@ BAD = [
 ]
 
 
-def test_the_model_must_be_named() -> None:
+def test_no_model_and_an_unknown_strategy_are_refused_before_the_model_is_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^No model is named\. Name a hub id, a model folder or a config\.json\.$"):
         estimate(EstimateRequest(""))
-
-
-def test_an_unknown_strategy_is_refused_before_the_model_is_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^There is no strategy 'fsdp2'\. Did you mean 'fsdp'\?"):
         estimate(EstimateRequest(str(tmp_path / "absent"), strategies=["fsdp2"]))
 

@@ -147,16 +147,11 @@ def test_the_batch_follows_from_the_size_of_the_data(text: str, objective: Any, 
     assert (run.global_batch_size, run.epochs) == (batch, epochs)
 
 
-def test_the_batch_is_a_multiple_of_the_ranks() -> None:
+def test_the_batch_is_a_multiple_of_the_ranks_and_the_learning_rate_follows_the_objective() -> None:
     Path("cluster.yaml").write_text(json.dumps(CLUSTER | {"processes_per_node": 6}))
-    write(data="lab/on-the-hub")
-    assert load_config(Path("runs.yaml")).runs["my-base"].global_batch_size == 48
-
-
-def test_the_learning_rate_follows_the_objective_and_the_result_is_valid() -> None:
-    write(objective="dpo")
+    write(data="lab/on-the-hub", objective="dpo")
     run = load_config(Path("runs.yaml")).runs["my-base"]
-    assert (run.objective, run.packing, run.learning_rate) == ("dpo", False, 2e-5)
+    assert (run.objective, run.packing, run.learning_rate, run.global_batch_size) == ("dpo", False, 2e-5, 48)
 
 
 def test_a_file_of_another_tool_becomes_a_run_and_lists_the_rest(folder: Path) -> None:

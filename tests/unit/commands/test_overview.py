@@ -12,9 +12,9 @@ import pytest
 from shardmake.commands import status
 from shardmake.commands.listing import list_runs
 from shardmake.commands.status import cells, last_event, read_state, read_states
-from shardmake.commands.tables import plain_table
 from shardmake.config.load import parse_config
 from shardmake.core.errors import ConfigError
+from shardmake.core.tables import plain_table
 from shardmake.launch import slurm_jobs
 from shardmake.launch.jobs import job_name
 from shardmake.launch.slurm_states import parse_rows

@@ -56,17 +56,12 @@ def test_a_password_in_the_setup_of_jobs_is_not_shown(
         assert "export DB_PASSWORD=[removed]\nlogin [removed]\nmodule load x" in text and "Plant" not in text
 
 
-def test_nodes_with_internet_are_not_offline(tmp_path: Path, run: Run) -> None:
+def test_nodes_with_internet_are_not_offline_and_a_local_preview_names_the_worker(tmp_path: Path, run: Run) -> None:
     cluster = make_cluster(executor="slurm", internet_on_compute_nodes=True)
     assert "OFFLINE" not in preview(make_plan("zero3"), run, cluster, RunDir(tmp_path / "docs-chat"))
-
-
-def test_local_preview_names_the_worker(tmp_path: Path, run: Run) -> None:
-    text = preview(
-        make_plan("ddp", nodes=1, gradient_accumulation_steps=4), run, make_cluster(), RunDir(tmp_path / "r")
-    )
-    assert "#SBATCH" not in text
-    assert "python -m shardmake.launch.worker" in text
+    plan = make_plan("ddp", nodes=1, gradient_accumulation_steps=4)
+    text = preview(plan, run, make_cluster(), RunDir(tmp_path / "r"))
+    assert "#SBATCH" not in text and "python -m shardmake.launch.worker" in text
 
 
 def test_the_page_of_strategies_is_up_to_date() -> None:

@@ -17,6 +17,7 @@ from tests.unit.plans import make_cluster
 
 OWN, SLURM = "logs/x/data.log", ".snakemake/slurm_logs/rule_data_run/x/8.log"
 REFUSED = "Reading.\nError: prompts.jsonl: line 3 is not valid JSON.\nCorrect it.\n"
+NO_CONTROLLER = "srun: error: no controller"
 INNER = "RuleException:\nError in rule data_run:\nAt least one job did not complete successfully.\n"
 
 
@@ -40,23 +41,11 @@ def write(*texts: tuple[str, str]) -> None:
     ("texts", "state", "line"),
     [
         ([(OWN, REFUSED)], "failed", "prompts.jsonl: line 3 is not valid JSON. (2001-09-09"),
-        (
-            [(OWN, REFUSED), (SLURM, f"{REFUSED}{INNER}")],
-            "failed",
-            "prompts.jsonl: line 3 is not valid JSON. (2001-09-09",
-        ),
-        (
-            [(OWN, REFUSED), (SLURM, f"srun: error: no controller\n{INNER}")],
-            "failed",
-            "srun: error: no controller (job 8, 2001",
-        ),
+        ([(OWN, REFUSED), (SLURM, f"{REFUSED}{INNER}")], "failed", "line 3 is not valid JSON. (2001-09-09"),
+        ([(OWN, REFUSED), (SLURM, f"{NO_CONTROLLER}\n{INNER}")], "failed", f"{NO_CONTROLLER} (job 8, 2001"),
         ([(SLURM, "a\nslurmstepd: error: Detected 1 oom_kill event in StepId=8.\n")], "failed", "(job 8, 2001-09-09"),
         ([(SLURM, "slurmstepd: error: *** JOB 8 ON c1 CANCELLED AT 2026-11-28T04:00:00 ***\n")], "cancelled", "JOB 8"),
-        (
-            [(SLURM, "slurmstepd: error: *** JOB 8 ON c1 CANCELLED AT 2026-11-28T04 DUE TO TIME LIMIT ***")],
-            "failed",
-            "",
-        ),
+        ([(SLURM, "slurmstepd: error: *** JOB 8 ON c1 CANCELLED AT 2026-11-28 DUE TO TIME LIMIT ***")], "failed", ""),
         ([(OWN, "Reading.\n50%\n")], "unfinished", "50% ("),
     ],
 )

@@ -20,24 +20,12 @@ from shardmake.launch.jobs import LocalJobs, _process_id, job_name
 from shardmake.launch.slurm_states import JobState, JobStatus, parse_rows
 from shardmake.run.attempt import AttemptDir, GpuUse, SubmittedJob
 from shardmake.run.attempt_history import save_history
-from shardmake.run.evaluation import EvaluationResult
 from shardmake.run.metrics import MetricsLine
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import PushedTo, PushReceipt, WeightsReceipt
 from shardmake.run.settings import current
 from shardmake.run.state import RunState, total_steps
-from tests.finished_run import (
-    COMPLETIONS,
-    EVALUATED,
-    PREFERENCES,
-    RATED,
-    make_data_receipt,
-    make_plan,
-    make_record,
-    make_run,
-    make_rundir,
-    publish_heartbeat,
-)
+from tests import finished_run
 from tests.unit.plans import make_cluster, make_training_settings
 
 SLURM = make_cluster(executor="slurm")
@@ -50,13 +38,13 @@ PUSH = {"to": "file:published/chat"}
 def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A run of which every stage is done."""
     monkeypatch.chdir(tmp_path)
-    rundir = make_rundir(tmp_path)
+    rundir = finished_run.make_rundir(tmp_path)
     WeightsReceipt(files={}).write(rundir.weights_receipt)
     make_training_settings(max_steps=400).write(rundir.training)
-    make_data_receipt("d").write(rundir.data_receipt)
+    finished_run.make_data_receipt("d").write(rundir.data_receipt)
     PushReceipt(destinations=[PushedTo(to="file:published/chat")], files={}, model={}).write(rundir.push_receipt)
     for stage in STAGES:
-        current(stage, make_run(push=PUSH), LOCAL).write(rundir.stage_settings(stage))
+        current(stage, finished_run.make_run(push=PUSH), LOCAL).write(rundir.stage_settings(stage))
     return rundir
 
 
@@ -81,7 +69,7 @@ def answer(
 
 
 def row_of(rundir: RunDir, cluster: Cluster = SLURM, **changes: Any) -> RunState:
-    config = Config(cluster="c.yaml", runs={"chat": make_run(push=PUSH, **changes)})
+    config = Config(cluster="c.yaml", runs={"chat": finished_run.make_run(push=PUSH, **changes)})
     (row,) = read_states(config, cluster, rundir.root.parent)
     return row
 
@@ -103,62 +91,52 @@ def states(text: str) -> dict[str, str]:
 
 
 def test_a_finished_run(finished: RunDir) -> None:
-    text = describe(make_run(push=PUSH), LOCAL, finished)
+    text = describe(finished_run.make_run(push=PUSH), LOCAL, finished)
     assert states(text) == dict.fromkeys(STAGES, "done")
     assert "Trained 60 steps, 245,760 tokens, with zero2 on 2 ranks in 2 attempts." in text
     assert "pushed to                file:published/chat" in text
     assert one_line(finished) == "chat  done"
-
-
-def test_an_edit_that_cannot_change_a_result_leaves_everything_done(finished: RunDir) -> None:
-    assert set(states(describe(make_run(push=PUSH, report_to=["wandb"]), SLURM, finished)).values()) == {"done"}
+    edited = finished_run.make_run(push=PUSH, report_to=["wandb"])  # which cannot change a result
+    assert states(describe(edited, SLURM, finished)) == dict.fromkeys(STAGES, "done")
 
 
 def test_no_stage_is_done_whose_settings_changed_since(finished: RunDir) -> None:
-    text = describe(make_run(push=PUSH, learning_rate=1e-3), LOCAL, finished)
-    changed = ("plan", "render", "train")
-    later = ("consolidate", "evaluate", "push")
-    assert states(text) == {
-        **dict.fromkeys(("fetch", "data"), "done"),
-        **dict.fromkeys(changed, "changed"),
-        **dict.fromkeys(later, "outdated"),
-    }
-    assert "  changed   train: learning_rate: 0.0005 -> 0.001" in text
-    assert "in 2 attempts, before the settings changed." in text
-    assert (
-        one_line(finished, LOCAL, learning_rate=1e-3)
-        == "chat  changed since the last plan: learning_rate: 0.0005 -> 0.001"
-    )
-    other = describe(make_run(push={"to": "file:elsewhere"}), LOCAL, finished)
+    change = "learning_rate: 0.0005 -> 0.001"
+    text = describe(finished_run.make_run(push=PUSH, learning_rate=1e-3), LOCAL, finished)
+    expected = {"done": "fetch data", "changed": "plan render train", "outdated": "consolidate evaluate push"}
+    assert states(text) == {stage: state for state, stages in expected.items() for stage in stages.split()}
+    assert f"  changed   train: {change}" in text and "in 2 attempts, before the settings changed." in text
+    assert one_line(finished, LOCAL, learning_rate=1e-3) == f"chat  changed since the last plan: {change}"
+    other = describe(finished_run.make_run(push={"to": "file:elsewhere"}), LOCAL, finished)
     assert [stage for stage, state in states(other).items() if state != "done"] == ["push"]
     assert "pushed to                file:published/chat" in other, "what was pushed, not what is configured"
 
 
 def test_a_plan_of_other_memory_is_not_done_until_the_run_is_trained(training: RunDir) -> None:
-    text = describe(make_run(push=PUSH), make_cluster(memory_gib_per_node=64.0), training)
+    text = describe(finished_run.make_run(push=PUSH), make_cluster(memory_gib_per_node=64.0), training)
     assert states(text)["plan"] == "changed" and "cluster.memory_gib_per_node: 8.0 -> 64.0" in text
 
 
 def test_progress_while_training(training: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     answer(monkeypatch, training, "RUNNING", "c[1-2]")
     assert one_line(training) == "chat  starting"
-    publish_heartbeat(AttemptDir(training.attempts / "002"), "train", 96, 0.5)
+    finished_run.publish_heartbeat(AttemptDir(training.attempts / "002"), "train", 96, 0.5)
     progress = "step 96 of 400 (24%), loss 6.4, 12,346 tokens/s, 0.5 s a step, about 2 min 32 s left"
     assert one_line(training) == f"chat  training: {progress}"
-    text = describe(make_run(push=PUSH), SLURM, training)
+    text = describe(finished_run.make_run(push=PUSH), SLURM, training)
     assert f"Training: {progress}\n  As job 12 (attempt 2) on c[1-2]; last heartbeat 0 s ago in phase train." in text
     assert states(text)["train"] == "running"
     use = [GpuUse(number="0", percent=90, watts=500), GpuUse(number="1", percent=45, watts=500)]
-    publish_heartbeat(AttemptDir(training.attempts / "002"), "train", 96, 0.5, use)
+    finished_run.publish_heartbeat(AttemptDir(training.attempts / "002"), "train", 96, 0.5, use)
     found = "kernels ran 68% of the time on 2 GPUs, at 500 W each; least on GPU 1 of c1 (45%)"
-    assert f"Since its start {found}." in describe(make_run(push=PUSH), SLURM, training)
+    assert f"Since its start {found}." in describe(finished_run.make_run(push=PUSH), SLURM, training)
     training.stop_file.touch()
-    assert "A stop was requested (runs/chat/train/STOP)" in describe(make_run(push=PUSH), SLURM, training)
+    assert "A stop was requested (runs/chat/train/STOP)" in describe(finished_run.make_run(push=PUSH), SLURM, training)
 
 
 def test_a_length_in_epochs_is_converted_to_steps(training: RunDir) -> None:
     make_training_settings(max_steps=None, epochs=32.0).write(training.training)
-    assert make_plan().choice.global_batch_size == 16
+    assert finished_run.make_plan().choice.global_batch_size == 16
     assert total_steps(training) == 32, "each epoch has whole batches"
 
 
@@ -181,20 +159,20 @@ def test_a_job_that_does_not_run(
 ) -> None:
     answer(monkeypatch, training, state, nodes, start="|N/A" if nodes == "(Priority)" else "")
     assert one_line(training) == f"chat  {line}"
-    text = describe(make_run(push=PUSH), SLURM, training)
+    text = describe(finished_run.make_run(push=PUSH), SLURM, training)
     assert words in text and states(text)["train"] == ("queued" if state else "unfinished")
 
 
 def test_without_an_answer_of_slurm_the_heartbeat_is_shown(training: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     answer(monkeypatch, training, "", "", status=127)
-    publish_heartbeat(AttemptDir(training.attempts / "002"), "save", 96)
-    text = describe(make_run(push=PUSH), SLURM, training)
+    finished_run.publish_heartbeat(AttemptDir(training.attempts / "002"), "save", 96)
+    text = describe(finished_run.make_run(push=PUSH), SLURM, training)
     assert "in phase save" in text and "Slurm does not answer." in text
 
 
 def end(rundir: RunDir, reason: str, message: str, next_fallback: int | None = None) -> None:
     rundir.job.unlink(missing_ok=True)
-    record = make_record(attempt=2, job="12", end=reason, message=message, next_fallback=next_fallback)
+    record = finished_run.make_record(attempt=2, job="12", end=reason, message=message, next_fallback=next_fallback)
     save_history(rundir.attempt_history, [record])
 
 
@@ -202,22 +180,22 @@ def test_a_failure_is_shown_with_attempt_reason_and_last_step(training: RunDir) 
     end(training, "GPU out of memory", "Rank 3 on c2: CUDA out of memory.")
     (training.checkpoints / "checkpoint-90").mkdir(parents=True)
     assert one_line(training) == "chat  failed: GPU out of memory"
-    text = describe(make_run(push=PUSH), SLURM, training)
+    text = describe(finished_run.make_run(push=PUSH), SLURM, training)
     assert "Attempt 2 (job 12) ended: Rank 3 on c2: CUDA out of memory." in text
     assert "The last logged step is 95. The newest checkpoint is of step 90." in text
     end(training, "preempted", "Slurm preempted the job.", next_fallback=0)
     assert states(text)["train"] == "failed" and "Fix the cause and run the same command again." in text
     assert one_line(training) == "chat  between two attempts: preempted"
-    assert states(describe(make_run(push=PUSH), SLURM, training))["train"] == "unfinished"
+    assert states(describe(finished_run.make_run(push=PUSH), SLURM, training))["train"] == "unfinished"
 
 
 def test_a_requested_stop_is_shown_as_a_stop_and_not_promised_to_changed_settings(training: RunDir) -> None:
     end(training, "stop requested", "Training of chat saved and stopped at step 93. Run the same command again.")
     assert one_line(training) == "chat  stopped on request"
     note = "It ran before the settings changed. If they change the result, training starts anew."
-    text = describe(make_run(push=PUSH), LOCAL, training)
+    text = describe(finished_run.make_run(push=PUSH), LOCAL, training)
     assert "saved and stopped at step 93" in text and note not in text and states(text)["train"] == "cancelled"
-    assert note in describe(make_run(push=PUSH, learning_rate=0.5), LOCAL, training)
+    assert note in describe(finished_run.make_run(push=PUSH, learning_rate=0.5), LOCAL, training)
 
 
 @pytest.fixture
@@ -240,21 +218,21 @@ def test_a_driver_without_a_job_is_shown(training: RunDir, driver: psutil.Proces
 def test_a_local_job_is_the_process(training: RunDir, driver: psutil.Process) -> None:
     SubmittedJob(id=_process_id(driver), attempt=2, submitted=0).write(training.job)
     assert LocalJobs(training.root).status(_process_id(driver)).state is JobState.RUNNING
-    assert summary(make_run(push=PUSH), LOCAL, training, None) == "starting"
+    assert summary(finished_run.make_run(push=PUSH), LOCAL, training, None) == "starting"
     SubmittedJob(id="1@1", attempt=2, submitted=0).write(training.job)
-    assert summary(make_run(push=PUSH), LOCAL, training, None).endswith("has ended")
-    publish_heartbeat(AttemptDir(training.attempts / "002"), "train", 96)
-    assert summary(make_run(push=PUSH), LOCAL, training, None) == "training", "on another machine"
+    assert summary(finished_run.make_run(push=PUSH), LOCAL, training, None).endswith("has ended")
+    finished_run.publish_heartbeat(AttemptDir(training.attempts / "002"), "train", 96)
+    assert summary(finished_run.make_run(push=PUSH), LOCAL, training, None) == "training", "on another machine"
 
 
 def test_runs_that_have_not_begun_or_cannot_be_read(finished: RunDir) -> None:
-    runs = {"chat": make_run(), "other": make_run()}
+    runs = {"chat": finished_run.make_run(), "other": finished_run.make_run()}
     finished.evaluation.unlink()
     finished.stage_settings("train").write_text('{"format": 1}')
     chat, other = read_states(Config(cluster="c.yaml", runs=runs), LOCAL, finished.root.parent)
     assert chat.state.startswith("cannot be read: Cannot read ") and other.state == "not started"
     finished.stage_settings("train").unlink()
-    assert summary(make_run(push=PUSH), LOCAL, finished, None) == "next step: evaluate"
+    assert summary(finished_run.make_run(push=PUSH), LOCAL, finished, None) == "next step: evaluate"
 
 
 def test_nothing_is_written(finished: RunDir) -> None:
@@ -265,29 +243,27 @@ def test_nothing_is_written(finished: RunDir) -> None:
 
     before, umask = files(), os.umask(0o002)
     os.umask(umask)
-    describe(make_run(push=PUSH), make_cluster(shared=True), finished)
+    describe(finished_run.make_run(push=PUSH), make_cluster(shared=True), finished)
     assert files() == before
 
 
 def test_rows_of_squeue_are_of_the_runs_own_job(training: RunDir) -> None:
     foreign = {"12": JobStatus(JobState.RUNNING, "RUNNING", "c9", "another-job")}
-    assert summary(make_run(push=PUSH), SLURM, training, foreign).endswith("has ended")
+    assert summary(finished_run.make_run(push=PUSH), SLURM, training, foreign).endswith("has ended")
     assert parse_rows(f"12|PENDING|(Priority)|{job_name(training.root)}")["12"].state is JobState.PENDING
 
 
 @pytest.mark.parametrize(
     ("scores", "line"),
     [
-        (EVALUATED.model_copy(update={"preferences": PREFERENCES}), "pairs: reward accuracy 87.5%, margin 1.2500."),
-        (
-            EVALUATED.model_copy(update={"completions": COMPLETIONS}),
-            "completions: reward accuracy 87.5%, margin 1.2500.",
-        ),
-        (RATED, "pairs: preference accuracy 87.5%, margin 1.2500."),
+        ({"preferences": finished_run.PREFERENCES}, "pairs: reward"),
+        ({"completions": finished_run.COMPLETIONS}, "completions: reward"),
+        (dict(finished_run.RATED), "pairs: preference"),
     ],
     ids=["pairs", "completions", "reward model"],
 )
-def test_scores_are_shown(finished: RunDir, scores: EvaluationResult, line: str) -> None:
-    scores.write(finished.evaluation)
-    text = describe(make_run(push=PUSH), LOCAL, finished)
-    assert f"Held-out {line}" in text and ("perplexity" in text) is (scores is not RATED)
+def test_scores_are_shown(finished: RunDir, scores: dict[str, Any], line: str) -> None:
+    finished_run.EVALUATED.model_copy(update=scores).write(finished.evaluation)
+    text = describe(finished_run.make_run(push=PUSH), LOCAL, finished)
+    assert f"Held-out {line} accuracy 87.5%, margin 1.2500." in text
+    assert ("perplexity" in text) is (line != "pairs: preference")

@@ -53,23 +53,22 @@ def test_a_requested_stop_ends_with_the_line_that_says_how_to_resume(tmp_path: P
     assert found == ["Job 1", "Complete log(s): x", "Saved at 93. Run again."]
 
 
-def test_a_stop_before_the_first_attempt_is_named_as_well(tmp_path: Path) -> None:
-    found = printed(StopFilter(tmp_path), *failure("a", 3), *failure("b", 3), *the_end())
-    assert found[-1].splitlines() == [
-        f"Training of {run} stopped as requested. Run the same command again to resume." for run in "ab"
-    ]
+STOPPED = "Training of {} stopped as requested. Run the same command again to resume."
+ENDED = "The driver of {} ended. The training's job, if there is one, is not affected."
+INTERRUPTED = "evaluate of {} was interrupted. The same command continues it."
 
 
-def test_a_driver_that_a_signal_ended_is_not_a_failure(tmp_path: Path) -> None:
-    found = printed(StopFilter(tmp_path), *failure("a", 130), *failure("b", 143), *the_end())
-    assert found[-1].splitlines() == [
-        f"The driver of {run} ended. The training's job, if there is one, is not affected." for run in "ab"
-    ]
-
-
-def test_every_other_stage_that_ctrl_c_ended_is_not_a_failure_either(tmp_path: Path) -> None:
-    found = printed(StopFilter(tmp_path), *failure("a", 130, "evaluate"), *the_end())
-    assert found[-1] == "evaluate of a was interrupted. The same command continues it."
+@pytest.mark.parametrize(
+    ("stage", "statuses", "line"),
+    [("train", (3, 3), STOPPED), ("train", (130, 143), ENDED), ("evaluate", (130,), INTERRUPTED)],
+)
+def test_a_stop_before_the_first_attempt_and_what_a_signal_ended_are_no_failures(
+    tmp_path: Path, stage: str, statuses: tuple[int, ...], line: str
+) -> None:
+    ends = dict(zip("ab", statuses, strict=False))
+    failures = [one for run, status in ends.items() for one in failure(run, status, stage)]
+    found = printed(StopFilter(tmp_path), *failures, *the_end())
+    assert found[-1].splitlines() == [line.format(run) for run in ends]
 
 
 @pytest.mark.parametrize(("stage", "log"), [("evaluate", "a/evaluate"), ("compare --sweep", "compare-a")])

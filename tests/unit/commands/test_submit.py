@@ -13,19 +13,9 @@ from tests.unit.plans import make_cluster
 
 def test_the_job_gets_the_arguments_without_the_configuration() -> None:
     words = [
-        "train",
-        "--profile",
-        "slurm",
-        "--configfile",
-        "a.yaml",
-        "b.yaml",
-        "--config",
-        "x=1",
-        "runs={}",
-        "--rerun-triggers",
-        "mtime",
-        "-k",
-    ]
+        "train", "--profile", "slurm", "--configfile", "a.yaml", "b.yaml", "--config", "x=1", "runs={}",
+        "--rerun-triggers", "mtime", "-k",
+    ]  # fmt: skip
     assert without_configuration(words) == ["train", "--profile", "slurm", "--rerun-triggers", "mtime", "-k"]
 
 

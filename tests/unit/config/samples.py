@@ -9,13 +9,9 @@ from shardmake.config.load import parse_config
 from shardmake.config.models import Run
 
 RUN: dict[str, Any] = {
-    "model": "org/base",
-    "data": {"train": "org/data"},
-    "sequence_length": 256,
-    "global_batch_size": 16,
-    "max_steps": 60,
-    "learning_rate": 0.001,
-}
+    "model": "org/base", "data": {"train": "org/data"}, "sequence_length": 256, "global_batch_size": 16,
+    "max_steps": 60, "learning_rate": 0.001,
+}  # fmt: skip
 CLUSTER: dict[str, Any] = {
     "executor": "slurm",
     "processes_per_node": 4,

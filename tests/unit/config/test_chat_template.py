@@ -25,23 +25,19 @@ MARKED = (
         (b"\xff\xfe", "cannot read"),
         (b"one\n{% for m in messages %}", "line 2, is not valid Jinja: Unexpected end of template"),
         (b"{{ messages[0] ", "line 1, is not valid Jinja"),
+        (None, "runs.chat.data.chat_template: 'chat.jinja' is not a file"),
     ],
 )
 def test_a_template_that_cannot_be_used_is_refused_with_its_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, says: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, says: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("chat.jinja").write_bytes(content)
+    if content is not None:
+        Path("chat.jinja").write_bytes(content)
     run = make_run(data={"train": "org/data", "chat_template": "chat.jinja"})
     with pytest.raises(ConfigError, match=r"data\.chat_template: .*chat\.jinja") as caught:
         check_inputs("chat", run)
     assert says in str(caught.value)
-
-
-def test_a_template_that_does_not_exist_is_refused() -> None:
-    run = make_run(data={"train": "org/data", "chat_template": "nowhere.jinja"})
-    with pytest.raises(ConfigError, match=r"runs\.chat\.data\.chat_template: 'nowhere\.jinja' is not a file"):
-        check_inputs("chat", run)
 
 
 def test_a_template_with_the_tags_of_transformers_is_read_as_it_is(tmp_path: Path) -> None:

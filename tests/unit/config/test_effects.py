@@ -40,19 +40,15 @@ def test_an_unknown_key_is_refused_with_the_place_of_the_table(key: str) -> None
         effect_of(key)
 
 
-def test_a_section_of_one_row_can_have_keys_in_another() -> None:
-    assert effect_of("evaluation.batch_tokens").changes == ()
-    assert effect_of("evaluation.max_new_tokens").changes == ("evaluate",)
-    assert effect_of("data.train").changes[0] == "fetch" and effect_of("data.format").changes[0] == "data"
-
-
 def test_stages_whose_result_an_edit_changes() -> None:
     changed = {
         "learning_rate": {"plan", "render", "train"},
         "sequence_length": {"data", "plan", "render", "train"},
         "data.train": {"fetch", "data", "plan", "render", "train"},
         "dtype": {"consolidate"},
+        "data.format": {"data", "plan", "render", "train"},
         "evaluation.prompts": {"evaluate"},
+        "evaluation.batch_tokens": set(),
         "push.to": {"push"},
         "report_to": set(),
         "checkpoints.keep": set(),

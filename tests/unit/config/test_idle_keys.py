@@ -23,25 +23,17 @@ from tests.unit.plans import LLAMA, make_cluster, make_model, make_plan
 
 OTHER: dict[str, dict[str, Any]] = {
     "lora": {
-        "rank": 3,
-        "alpha": 5,
-        "dropout": 0.3,
-        "targets": ["q_proj"],
-        "adapter": "adapters/chat",
+        "rank": 3, "alpha": 5, "dropout": 0.3, "targets": ["q_proj"], "adapter": "adapters/chat",
         "train_tokens": ["<call>"],
     },
     "dpo": {"beta": 0.7, "reference": "precomputed", "loss_type": ["ipo"]},
     "kto": {"beta": 0.7, "reference": "precomputed", "desirable_weight": 2.0, "undesirable_weight": 3.0},
     "reward": {"center_rewards_coefficient": 0.5},
     "checkpoints": {
-        "every_steps": 7,
-        "keep": 9,
-        "keep_best": True,
-        "keep_every_steps": 11,
-        "asynchronous": True,
+        "every_steps": 7, "keep": 9, "keep_best": True, "keep_every_steps": 11, "asynchronous": True,
         "early_stopping": 2,
     },
-}
+}  # fmt: skip
 """Another value than the default for each key of the sections that training reads."""
 
 

@@ -7,14 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shardmake.cli import app
-from shardmake.config.invocation import (
-    VARIABLE,
-    check_config_files,
-    check_executor,
-    check_module,
-    sections,
-    write_merged,
-)
+from shardmake.config import invocation
 from shardmake.config.load import load_config, parse_config
 from shardmake.config.models import Cluster
 from shardmake.core.errors import ConfigError
@@ -26,17 +19,17 @@ def values(**changes: Any) -> dict[str, Any]:
 
 
 def test_another_configuration_never_changes_a_merged_file(tmp_path: Path) -> None:
-    first = write_merged(parse_config(values(), "a"), "a", tmp_path)
+    first = invocation.write_merged(parse_config(values(), "a"), "a", tmp_path)
     before = first.read_bytes(), first.stat().st_mtime_ns
-    second = write_merged(parse_config(values(seed=7), "a"), "a", tmp_path)
-    again = write_merged(parse_config(values(), "a"), "a", tmp_path)
+    second = invocation.write_merged(parse_config(values(seed=7), "a"), "a", tmp_path)
+    again = invocation.write_merged(parse_config(values(), "a"), "a", tmp_path)
     assert second != first == again
     assert (first.read_bytes(), first.stat().st_mtime_ns) == before
     assert sorted(tmp_path.iterdir()) == sorted([first, second])
 
 
 def test_messages_about_the_merged_file_name_the_files_of_the_user(tmp_path: Path) -> None:
-    merged = write_merged(parse_config(values(), "a"), "/home/ada/mine.yaml + --config", tmp_path)
+    merged = invocation.write_merged(parse_config(values(), "a"), "/home/ada/mine.yaml + --config", tmp_path)
     merged.write_text(merged.read_text().replace("max_steps: 60", "max_steps: 0"))
     with pytest.raises(
         ConfigError, match=r"^/home/ada/mine\.yaml \+ --config cannot be used:\n  runs\.chat\.max_steps: "
@@ -49,7 +42,7 @@ def test_a_configuration_with_a_password_is_readable_for_the_user_alone(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = parse_config(values(push={"to": "s3://ada:hunter2hunter2@bucket/x"}), "a")
-    path = write_merged(config, "a", tmp_path / "shared")
+    path = invocation.write_merged(config, "a", tmp_path / "shared")
     assert path.is_relative_to(tmp_path / "cache") and not (tmp_path / "shared").exists()
     assert path.parent.stat().st_mode & 0o077 == 0
     assert load_config(path) == config
@@ -58,15 +51,15 @@ def test_a_configuration_with_a_password_is_readable_for_the_user_alone(
 def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"^Cannot write .*: .* Run Snakemake in a folder that you can write to\.$"):
-        write_merged(parse_config(values(), "a"), "a", tmp_path / "file")
+        invocation.write_merged(parse_config(values(), "a"), "a", tmp_path / "file")
 
 
 def test_the_commands_read_the_file_in_the_environment_unless_one_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    merged = write_merged(parse_config(values(), "a"), "a", tmp_path)
-    monkeypatch.setenv(VARIABLE, str(merged))
+    merged = invocation.write_merged(parse_config(values(), "a"), "a", tmp_path)
+    monkeypatch.setenv(invocation.VARIABLE, str(merged))
     own = write(tmp_path / "own.yaml", {"cluster": "other.yaml", "runs": {"chat": RUN}})
     answer = CliRunner().invoke(app, ["status", "chat"])
     assert str(answer.exception).startswith("cluster: 'c.yaml' does not exist")
@@ -77,9 +70,11 @@ def test_the_commands_read_the_file_in_the_environment_unless_one_is_named(
 def test_sections_of_the_command_line_have_the_types_of_a_file() -> None:
     """Snakemake's own reading makes text of every value in a section."""
     words = ["runs={a: {max_steps: 5, packing: false, push: null}}", "runs={a: {script_args: ['5']}}", "cluster=c.yaml"]
-    assert sections(words) == {"runs": {"a": {"max_steps": 5, "packing": False, "push": None, "script_args": ["5"]}}}
+    assert invocation.sections(words) == {
+        "runs": {"a": {"max_steps": 5, "packing": False, "push": None, "script_args": ["5"]}}
+    }
     with pytest.raises(ConfigError, match=r"^--config runs=\{a: the value is not valid YAML: "):
-        sections(["runs={a"])
+        invocation.sections(["runs={a"])
 
 
 def test_files_of_snakemakes_option_are_checked_before_snakemake_reads_them(
@@ -88,17 +83,17 @@ def test_files_of_snakemakes_option_are_checked_before_snakemake_reads_them(
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "good.yaml", {"a": 1})
     write(tmp_path / "bad.yaml", "a: 1\nb: {c: 1\nd: 2\n")
-    check_config_files(["plan", "--configfile", "good.yaml", "--config", "runs={a: 1", "--cores", "1"])
-    check_config_files(["--configfile"])
+    invocation.check_config_files(["plan", "--configfile", "good.yaml", "--config", "runs={a: 1", "--cores", "1"])
+    invocation.check_config_files(["--configfile"])
     with pytest.raises(
         SystemExit, match=r"^Error: --configfile: 'plan' does not exist\. .* Write targets before it, such as"
     ):
-        check_config_files(["--configfile", "good.yaml", "plan"])
+        invocation.check_config_files(["--configfile", "good.yaml", "plan"])
     with pytest.raises(SystemExit, match=r"'runs/chat/report\.html' does not exist\. .* Write targets before it"):
-        check_config_files(["--configfile", "good.yaml", "runs/chat/report.html"])
+        invocation.check_config_files(["--configfile", "good.yaml", "runs/chat/report.html"])
     (tmp_path / "report.html").write_text("\0<html>")
     with pytest.raises(SystemExit, match=r"'report\.html' is not YAML\. .* Write targets before it"):
-        check_config_files(["--configfile", "good.yaml", "report.html"])
+        invocation.check_config_files(["--configfile", "good.yaml", "report.html"])
     (tmp_path / "empty.yaml").touch()
     for words, message in (
         (["--configfile", "empty.yaml"], "empty.yaml has no keys. "),
@@ -107,10 +102,10 @@ def test_files_of_snakemakes_option_are_checked_before_snakemake_reads_them(
         (["-C", "runs.r1.max_steps=5"], r".* Write .*: --config 'runs=\{r1: \{max_steps: 5\}\}'\."),
     ):
         with pytest.raises(SystemExit, match=f"^Error: {message}"):
-            check_config_files(words)
+            invocation.check_config_files(words)
     for option in ("--configfile", "--configfiles"):
         with pytest.raises(SystemExit) as end:
-            check_config_files(["-n", option, "good.yaml", "bad.yaml", "--cores", "1"])
+            invocation.check_config_files(["-n", option, "good.yaml", "bad.yaml", "--cores", "1"])
         assert end.value.code == "Error: bad.yaml, line 3 is not valid YAML: expected ',' or '}', but got ':'."
 
 
@@ -131,14 +126,14 @@ def test_a_profile_that_contradicts_the_cluster_file_is_rejected(
 ) -> None:
     file = Cluster(**{**CLUSTER, "executor": cluster})
     if advice is None:
-        check_executor(file, "c.yaml", executor)
+        invocation.check_executor(file, "c.yaml", executor)
         return
     with pytest.raises(ConfigError) as error:
-        check_executor(file, "c.yaml", executor)
+        invocation.check_executor(file, "c.yaml", executor)
     assert str(error.value).startswith(f"cluster: c.yaml {advice}, or name a cluster file with ")
 
 
 def test_a_module_needs_a_configuration() -> None:
-    check_module({"runs": {}})
+    invocation.check_module({"runs": {}})
     with pytest.raises(ConfigError, match=r"^The module has no configuration\."):
-        check_module({})
+        invocation.check_module({})

@@ -18,16 +18,13 @@ def log_all() -> None:
     logger.warning("almost full")
 
 
-def test_warnings_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logging()
+@pytest.mark.parametrize(("rank", "prefix"), [(None, ""), (3, "[rank 3] ")])
+def test_warnings_go_to_stderr_and_each_rank_has_a_prefix(
+    capsys: pytest.CaptureFixture[str], rank: int | None, prefix: str
+) -> None:
+    configure_logging(rank=rank)
     log_all()
-    assert capsys.readouterr() == ("100 % of [data]\n", "WARNING: almost full\n")
-
-
-def test_each_rank_has_a_prefix(capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logging(rank=3)
-    log_all()
-    assert capsys.readouterr() == ("[rank 3] 100 % of [data]\n", "[rank 3] WARNING: almost full\n")
+    assert capsys.readouterr() == (f"{prefix}100 % of [data]\n", f"{prefix}WARNING: almost full\n")
 
 
 @pytest.mark.parametrize(

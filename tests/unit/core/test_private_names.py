@@ -75,14 +75,10 @@ def test_no_other_module_uses_a_private_name_of_a_library() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "model._mp_policy",
-        "from torch._utils import x",
-        "from torch.utils import _x",
-        "import torch._dynamo",
-        "getattr(model, '_x')",
-        "self._tr_loss",
+        "model._mp_policy", "from torch._utils import x", "from torch.utils import _x", "import torch._dynamo",
+        "getattr(model, '_x')", "self._tr_loss",
     ],
-)
+)  # fmt: skip
 def test_each_kind_of_use_is_found(text: str) -> None:
     assert [name for name in used_names(text) if _PRIVATE.fullmatch(name)]
 

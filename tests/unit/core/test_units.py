@@ -1,14 +1,16 @@
-from shardmake.core.units import format_bytes, format_number, numbered, plural
+from shardmake.core.units import format_bytes, format_duration, format_number, numbered, plural
 
 
 def test_a_count_has_its_noun_in_the_right_number() -> None:
-    assert [plural(count, "attempt") for count in (0, 1, 2, 1234)] == [
-        "0 attempts",
-        "1 attempt",
-        "2 attempts",
-        "1,234 attempts",
-    ]
+    assert [plural(count, "attempt").split(" ") for count in (0, 1, 2, 1234)] == [
+        ["0", "attempts"], ["1", "attempt"], ["2", "attempts"], ["1,234", "attempts"],
+    ]  # fmt: skip
     assert (numbered("Rank", [3]), numbered("Rank", [1, 3])) == ("Rank 3", "Ranks 1, 3")
+
+
+def test_durations() -> None:
+    shown = [format_duration(seconds) for seconds in (0, 59.6, 250, 11100)]
+    assert shown == ["0 s", "1 min 00 s", "4 min 10 s", "3 h 05 min"]
 
 
 def test_sizes_have_a_unit_of_which_they_are_at_least_one() -> None:
@@ -17,10 +19,5 @@ def test_sizes_have_a_unit_of_which_they_are_at_least_one() -> None:
 
 
 def test_a_number_has_three_digits_and_no_exponent() -> None:
-    assert [format_number(value) for value in (0.1584, 12.84, 99.96, 243.4, 1163.0)] == [
-        "0.158",
-        "12.8",
-        "100",
-        "243",
-        "1,163",
-    ]
+    shown = [format_number(value) for value in (0.1584, 12.84, 99.96, 243.4, 1163.0)]
+    assert shown == ["0.158", "12.8", "100", "243", "1,163"]

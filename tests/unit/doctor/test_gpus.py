@@ -45,28 +45,16 @@ def test_a_defect_of_one_gpu_is_named(gpu: dict[str, str], check: str, verdict: 
     assert row.verdict is verdict and words in row.found and row.advice
 
 
-def test_one_rank_may_use_a_mig_slice() -> None:
-    assert found({"mig": "Enabled"}, ranks=1)["MIG"].verdict is WARNING
-
-
 def test_what_a_driver_does_not_report_is_not_ok() -> None:
     rows = found(CONSUMER)
     silent = {name for name, row in rows.items() if row.verdict is NOT_CHECKED}
-    assert silent == {
-        "MIG",
-        "persistence mode",
-        "memory errors",
-        "row remapping",
-        "pending remapping",
-        "fabric manager",
-    }
+    of_servers = {"persistence mode", "memory errors", "row remapping", "pending remapping", "fabric manager"}
+    assert silent == {"MIG", *of_servers}
 
 
-def test_different_gpus_in_a_node_are_a_warning() -> None:
+def test_a_mig_slice_different_gpus_and_throttle_reasons_of_older_drivers() -> None:
+    assert found({"mig": "Enabled"}, ranks=1)["MIG"].verdict is WARNING
     assert found({}, {"name": "NVIDIA A100-SXM4-80GB"})["GPU model"].verdict is WARNING
-
-
-def test_throttle_reasons_of_older_drivers_count() -> None:
     old = smi_xml({"slowdown": "Active"}).replace("clocks_event_reason", "clocks_throttle_reason")
     assert parse_states(old)[0].slowdown == "yes"
 

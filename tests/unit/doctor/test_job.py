@@ -1,7 +1,6 @@
 """Submission like a training, waiting, and nodes that leave no report."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,9 +50,7 @@ def test_waiting_logs_each_state_once(caplog: pytest.LogCaptureFixture) -> None:
         JobStatus(JobState.PENDING, "PENDING", "(Priority)"),
         JobStatus(JobState.RUNNING, "RUNNING", "c1"),
     )
-    states: Iterator[JobStatus] = iter(
-        [pending, pending, JobStatus(JobState.UNKNOWN), running, JobStatus(JobState.ENDED, "COMPLETED")]
-    )
+    states = iter([pending, pending, JobStatus(JobState.UNKNOWN), running, JobStatus(JobState.ENDED, "COMPLETED")])
     with caplog.at_level("INFO"):
         end = job.wait_for_job("7", lambda _: next(states), poll_seconds=0)
     assert end.name == "COMPLETED"

@@ -154,14 +154,10 @@ OLD = [GpuStatus("0", "GPU-0", 0, 0, 550, 8.0)]
 @pytest.mark.parametrize(
     ("accelerator", "cuda", "gpus", "verdict"),
     [
-        ("h100", None, None, STOPS),
-        ("cpu", None, None, OK),
-        ("cpu", None, H100, STOPS),
-        ("h100", "13.0", None, NOT_CHECKED),
-        ("h100", "13.0", H100, OK),
-        ("a100-80gb", "13.0", OLD, STOPS),
+        ("h100", None, None, STOPS), ("cpu", None, None, OK), ("cpu", None, H100, STOPS),
+        ("h100", "13.0", None, NOT_CHECKED), ("h100", "13.0", H100, OK), ("a100-80gb", "13.0", OLD, STOPS),
     ],
-)
+)  # fmt: skip
 def test_the_build_of_torch_against_file_and_driver(
     monkeypatch: pytest.MonkeyPatch, accelerator: str, cuda: str | None, gpus: list[GpuStatus] | None, verdict: Verdict
 ) -> None:

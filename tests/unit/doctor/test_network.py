@@ -32,14 +32,10 @@ def test_transports_in_nccls_log(text: str, transports: list[str]) -> None:
 @pytest.mark.parametrize(
     ("accelerator", "intra", "transports", "verdict"),
     [
-        ("h100", 360.0, ["NVLS", "P2P"], OK),
-        ("h100", 40.0, ["SHM"], WARNING),
-        ("a100-80gb", 230.0, ["P2P"], OK),
-        ("a100-80gb", 20.0, ["P2P"], WARNING),
-        ("cpu", 0.5, [], OK),
-        ("cpu", None, [], NOT_CHECKED),
+        ("h100", 360.0, ["NVLS", "P2P"], OK), ("h100", 40.0, ["SHM"], WARNING), ("a100-80gb", 230.0, ["P2P"], OK),
+        ("a100-80gb", 20.0, ["P2P"], WARNING), ("cpu", 0.5, [], OK), ("cpu", None, [], NOT_CHECKED),
     ],
-)
+)  # fmt: skip
 def test_bandwidth_within_a_node(
     accelerator: str, intra: float | None, transports: list[str], verdict: Verdict
 ) -> None:

@@ -14,21 +14,13 @@ from shardmake.config.models import Lora, Run
 from shardmake.core.errors import ConfigError, ModelError, ShardmakeError
 from shardmake.fetch.adapter import describe
 from shardmake.fetch.stage import fetch
+from shardmake.run import sources
 from shardmake.run.paths import RunDir
-from shardmake.run.sources import (
-    PinnedAdapter,
-    PinnedSource,
-    Sources,
-    content_of_model,
-    localize,
-    recorded_weights,
-    require_weights,
-)
 from tests.finished_run import write_model
 from tests.unit.config.samples import RUN
 from tests.unit.fetch.test_chain import MERGED, make_runs
 
-MODEL = PinnedSource(name="org/base", path="/hub/base")
+MODEL = sources.PinnedSource(name="org/base", path="/hub/base")
 
 
 def written(folder: Path, **values: Any) -> Path:
@@ -97,25 +89,25 @@ def test_the_adapter_is_recorded_and_identifies_the_training(tmp_path: Path) -> 
         save_file({part: np.ones(2)}, out / "adapter_model.safetensors")
 
     with pytest.raises(ConfigError, match=r"Adapter not found: .*shardmake fetch next --part description"):
-        localize(run, following)
+        sources.localize(run, following)
     fetch(run, following, "description", merge)
-    assert localize(run, following).lora.model_dump(exclude={"dropout", "train_tokens"}) == {
+    assert sources.localize(run, following).lora.model_dump(exclude={"dropout", "train_tokens"}) == {
         "rank": 4, "alpha": 6, "targets": ["q_proj", "v_proj"], "adapter": str(following.adapter)
     }  # fmt: skip
     with pytest.raises(ConfigError, match="Sources differ: the configuration names other"):
-        localize(run_of("other", base, str(tmp_path / "train.jsonl")), following)
+        sources.localize(run_of("other", base, str(tmp_path / "train.jsonl")), following)
     edited = run.model_copy(update={"lora": Lora(adapter=str(folder), rank=64)})
     with pytest.raises(ConfigError, match=r"lora.rank: 64 is not that of lora.adapter .*, 4. Remove lora.rank."):
-        localize(edited, following)
+        sources.localize(edited, following)
     with pytest.raises(ModelError, match=r"does not record the present adapter of .*--part weights"):
-        require_weights(following)
+        sources.require_weights(following)
     fetch(run, following, "weights", merge)
-    require_weights(following)
-    digest = content_of_model(following)
-    assert str(following.adapter.absolute() / "adapter_model.safetensors") in recorded_weights(following)
+    sources.require_weights(following)
+    digest = sources.content_of_model(following)
+    assert str(following.adapter.absolute() / "adapter_model.safetensors") in sources.recorded_weights(following)
     part = "v_proj.lora_A.weight"
     fetch(run, following, "weights", merge)
-    assert content_of_model(following) != digest
+    assert sources.content_of_model(following) != digest
     part = "embed_tokens.weight"
     with pytest.raises(ModelError, match=r"holds whole weights beside its matrices \(embed_tokens.weight\)"):
         fetch(run, following, "weights", merge)
@@ -129,7 +121,7 @@ def test_the_adapter_is_recorded_and_identifies_the_training(tmp_path: Path) -> 
 
     other, chained = run.model_copy(update={"lora": Lora(adapter="run:next")}), RunDir(tmp_path / "runs/last")
     fetch(other, chained, "description", merge)
-    assert Sources.read(chained.sources).adapter == PinnedAdapter(
+    assert sources.Sources.read(chained.sources).adapter == sources.PinnedAdapter(
         name="run:next", rank=4, alpha=6, targets=["q_proj", "v_proj"]
     )
     with pytest.raises(ShardmakeError, match=r"model/receipt.json.*snakemake"):
@@ -142,12 +134,12 @@ def test_the_section_of_another_run_describes_its_adapter(tmp_path: Path) -> Non
     run = chained(tmp_path)
     fetch(run, following, "description")
     lora = Lora(adapter="run:chat", rank=64, targets=["q_proj"])
-    assert localize(run.model_copy(update={"lora": lora}), following).lora == lora.model_copy(
+    assert sources.localize(run.model_copy(update={"lora": lora}), following).lora == lora.model_copy(
         update={"adapter": str(following.adapter)}
     )
     for rundir, commit in ((first, "old"), (following, "new")):
-        pinned = PinnedSource(name="org/base", commit=commit, path=str(tmp_path / "base"))
-        Sources.read(rundir.sources).model_copy(update={"model": pinned}).write(rundir.sources)
+        pinned = sources.PinnedSource(name="org/base", commit=commit, path=str(tmp_path / "base"))
+        sources.Sources.read(rundir.sources).model_copy(update={"model": pinned}).write(rundir.sources)
     assert fetch(run.model_copy(update={"model": "org/base"}), following, "description").model.commit == "old"
 
 

@@ -14,12 +14,8 @@ from shardmake.run.sources import Sources, content_of_model, localize, read_sour
 from tests.finished_run import make_run, write_model
 
 CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 8,
-    "vocab_size": 32,
-    "eos_token_id": 2,
-}
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "vocab_size": 32, "eos_token_id": 2,
+}  # fmt: skip
 BASE = {"config.json": json.dumps(CONFIG).encode(), "tokenizer.json": b"{}", "LICENSE": b"free", "README.md": b"# base"}
 WEIGHTS = {"model-00001-of-00002.safetensors": b"one", "model-00002-of-00002.safetensors": b"two"}
 MERGED = {

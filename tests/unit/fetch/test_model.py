@@ -106,11 +106,12 @@ def test_a_download_goes_on_where_it_broke_off(hub: FakeHub, rundir: RunDir, mon
     hub.add("lab/base", FILES)
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 50_000)
     hub.cut("GET .*model-00001")
-    fetch(RUN, rundir)
-    assert hub.ranges == ["bytes=150000-"]
+    sources = fetch(RUN, rundir)
+    assert hub.ranges == ["bytes=150000-"] and read_folder(Path(sources.model.path)) == sources.model.files
 
 
 def test_later_stages_read_the_local_copy(hub: FakeHub, rundir: RunDir) -> None:
+    assert localize(RUN, rundir) is RUN
     hub.add("lab/base", FILES)
     sources = fetch(make_run(model="lab/base", revision="main", data={"train": "train.jsonl"}), rundir)
     run = localize(make_run(model="lab/base", revision="main", data={"train": "train.jsonl"}), rundir)
@@ -137,10 +138,6 @@ def test_a_configuration_that_changed_since_asks_for_another_fetch(
         localize(make_run(**{"model": "lab/base", "data": {"train": "train.jsonl"}, **changes}), rundir)
 
 
-def test_a_run_that_was_not_fetched_stays_as_it_is(rundir: RunDir) -> None:
-    assert localize(RUN, rundir) is RUN
-
-
 def test_a_branch_that_moves_does_not_move_the_run(hub: FakeHub, rundir: RunDir) -> None:
     commit = hub.add("lab/base", FILES)
     fetch(RUN, rundir)
@@ -156,13 +153,6 @@ def test_another_revision_is_fetched_anew(hub: FakeHub, rundir: RunDir) -> None:
     assert fetch(RUN, rundir).model.commit == newest
     older = make_run(model="lab/base", revision=first, data={"train": "train.jsonl"})
     assert fetch(older, rundir).model.commit == first
-
-
-def test_a_cut_download_is_taken_up_again(hub: FakeHub, rundir: RunDir) -> None:
-    hub.add("lab/base", FILES)
-    hub.cut(r"GET /lab/base/resolve/.*00001")
-    sources = fetch(RUN, rundir)
-    assert read_folder(Path(sources.model.path)) == sources.model.files
 
 
 def test_finished_files_are_not_fetched_again(hub: FakeHub, rundir: RunDir) -> None:

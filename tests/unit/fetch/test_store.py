@@ -116,14 +116,8 @@ def test_any_file_system_of_fsspec_serves(bucket: Any, rundir: RunDir) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {"model": "s4://lab/base"},
-            r"^runs\.chat\.model: s4://lab/base cannot be fetched: fsspec does not know the protocol",
-        ),
-        (
-            {"data": {"train": "https://me:word@host/x.jsonl"}},
-            r"data\.train: https://host/x\.jsonl is written with a user",
-        ),
+        ({"model": "s4://lab/base"}, r"^runs\.chat\.model: s4://lab/base cannot be fetched: fsspec does not know the"),
+        ({"data": {"train": "https://me:word@host/x.jsonl"}}, r"data\.train: https://host/x\.jsonl is written with a"),
         ({"model": "s3://lab/base", "revision": "main"}, r"runs\.chat\.revision: a URL has no revisions"),
     ],
 )

@@ -43,13 +43,6 @@ def test_the_same_content_again_writes_and_reads_no_model(
     assert written(bucket) == before
 
 
-def test_a_new_model_replaces_the_old_one(bucket: Any, rundir: RunDir) -> None:
-    push(RUN, rundir)
-    write_model(rundir, {"config.json": b"{}", "model.safetensors": b"new"})
-    push(RUN, rundir)
-    assert contents(bucket).keys() == {"config.json", "model.safetensors", "README.md", *PLOTS, "SHA256SUMS"}
-
-
 def test_a_prefix_with_other_files_is_refused(bucket: Any, rundir: RunDir) -> None:
     bucket.put_object(Key="models/chat/notes.txt", Body=b"mine")
     with pytest.raises(
@@ -110,6 +103,7 @@ def test_readers_find_a_whole_model_or_no_config_after_every_request(
     write_model(rundir, new)
     push(RUN, rundir)
     assert {False, True} == {*seen} and len(seen) > len(WEIGHTS)
+    assert contents(bucket).keys() == {*new, "README.md", *PLOTS, "SHA256SUMS"}, "nothing of the old model"
 
 
 def test_a_new_card_leaves_the_model_in_place(bucket: Any, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,14 +164,16 @@ def test_what_a_store_refuses_is_answered_with_what_to_do(
         push(RUN, rundir)
 
 
-def test_a_bucket_that_is_not_there(bucket: Any, rundir: RunDir) -> None:
-    with pytest.raises(ShardmakeError, match=r"The push to s3://other/chat failed.*\nCreate the bucket first"):
-        push(make_run(push={"to": "s3://other/chat"}), rundir)
-
-
-def test_a_protocol_whose_package_is_missing(bucket: Any, rundir: RunDir) -> None:
-    with pytest.raises(ShardmakeError, match=r"Install the package that fsspec needs for gs://"):
-        push(make_run(push={"to": "gs://lab/chat"}), rundir)
+@pytest.mark.parametrize(
+    ("to", "message"),
+    [
+        ("s3://other/chat", r"The push to s3://other/chat failed.*\nCreate the bucket first"),
+        ("gs://lab/chat", "Install the package that fsspec needs for gs://"),
+    ],
+)
+def test_a_bucket_or_a_package_that_is_not_there(bucket: Any, rundir: RunDir, to: str, message: str) -> None:
+    with pytest.raises(ShardmakeError, match=message):
+        push(make_run(push={"to": to}), rundir)
 
 
 def test_any_file_system_does(bucket: Any, rundir: RunDir) -> None:

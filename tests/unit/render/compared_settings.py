@@ -32,5 +32,5 @@ def answer(request: list[dict[str, Any]]) -> list[dict[str, Any]]:
     answers = []
     for one in request:
         with temporary_folder("compare") as folder:
-            answers.append(asdict(compare(Settings(**one), folder)))
+            answers.append(asdict(compare(Settings(**one), folder)[0]))
     return answers

@@ -57,11 +57,6 @@ def test_arguments_of_the_program(arguments: str, expected: Arguments) -> None:
     assert read_arguments(command(f"torchrun train.py {arguments}")) == expected
 
 
-def test_a_value_that_transformers_cannot_read_is_refused() -> None:
-    with pytest.raises(ConfigError, match="invalid float value: 'fast'"):
-        read_arguments(command("torchrun train.py --learning_rate fast"))
-
-
 def test_a_nearly_right_option_is_kept_for_the_comparison() -> None:
     found = read_arguments(command("torchrun train.py --lerning_rate 1e-4 --max-grad-nrm=0.5 --data x --resum"))
     assert found.trainer == {"lerning_rate": "1e-4", "max_grad_nrm": "0.5"}
@@ -99,9 +94,16 @@ def test_a_variable_with_a_single_quote_is_read() -> None:
     assert read_arguments(found).trainer == {"max_steps": 5, "bf16": True}
 
 
-def test_a_script_without_a_launcher_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no line of it starts accelerate"):
-        read_script("train.sh", "#!/bin/sh\n$LAUNCHER train.py\n")
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("#!/bin/sh\n$LAUNCHER train.py\n", "no line of it starts accelerate"),
+        ('true\ntorchrun "train.py\n', 'line 2: " is not closed'),
+    ],
+)
+def test_a_script_without_a_launcher_and_an_open_quote_are_refused(script: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_script("train.sh", script)
 
 
 @pytest.mark.parametrize(
@@ -192,22 +194,16 @@ def test_a_program_that_only_a_shell_knows_is_named() -> None:
     assert (unread.launcher, found.launcher) == ("", "torchrun")
 
 
-def test_an_open_quote_is_refused_with_its_line() -> None:
-    with pytest.raises(ConfigError, match='line 2: " is not closed'):
-        read_script("train.sh", 'true\ntorchrun "train.py\n')
-
-
-@pytest.mark.parametrize(
-    "options", ["--nproc_per_node $GPUS", "--nproc-per-node=$GPUS", "--nnodes $N --nproc-per-node 8"]
-)
-def test_a_number_of_ranks_that_only_a_shell_knows_is_not_one_rank(options: str) -> None:
-    (found,) = read_script("train.sh", f"torchrun {options} {TRAIN}\n")
-    assert found.ranks is None
+def test_a_number_of_ranks_that_only_a_shell_knows_is_not_one_rank() -> None:
+    for options in ("--nproc_per_node $GPUS", "--nproc-per-node=$GPUS", "--nnodes $N --nproc-per-node 8"):
+        (found,) = read_script("train.sh", f"torchrun {options} {TRAIN}\n")
+        assert found.ranks is None, options
 
 
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
+        ("torchrun train.py --learning_rate fast", "invalid float value: 'fast'"),
         ("deepspeed --num_gpus=two train.py", "--num_gpus.*invalid int value: 'two'"),
         ("torchrun --nproc_per_node=-1 train.py", "--nproc_per_node -1. Every node needs"),
         ("torchrun --nproc_per_node 0 train.py", "--nproc_per_node 0. Every node needs"),
@@ -216,6 +212,6 @@ def test_a_number_of_ranks_that_only_a_shell_knows_is_not_one_rank(options: str)
         ("torchrun --nnodes 1:0 train.py", "--nnodes 1:0. torchrun needs a number from 1 on"),
     ],
 )
-def test_options_that_a_launcher_refuses_are_named(line: str, reason: str) -> None:
+def test_what_a_launcher_or_transformers_cannot_read_is_named(line: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        command(line)
+        read_arguments(command(line))

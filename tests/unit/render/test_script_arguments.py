@@ -79,16 +79,8 @@ def test_arguments_that_agree_with_the_plan(args: list[str]) -> None:
 @pytest.mark.parametrize(
     ("args", "run", "words"),
     [
-        (
-            ["--per_device_train_batch_size", "8"],
-            {},
-            r"8 x gradient_accumulation_steps 1 x 4 readers is 32, but global_",
-        ),
-        (
-            ["--learning_rate=0.1"],
-            {},
-            r"learning_rate is 0\.1, but learning_rate is 0\.001 in the run\. Pass \$SHARDMAKE",
-        ),
+        (["--per_device_train_batch_size", "8"], {}, "8 x gradient_accumulation_steps 1 x 4 readers is 32, but"),
+        (["--learning_rate=0.1"], {}, r"rate is 0\.1, but learning_rate is 0\.001 in the run\. Pass \$SHARDMAKE"),
         (["--num_train_epochs", "2"], {"epochs": 3, "max_steps": None}, "num_train_epochs is 2.0, but epochs is 3"),
         (["--max_seq_length", "64"], {}, "sequence_length is 64, but sequence_length is 32"),
         (["--weight_decay", "0.5"], {"weight_decay": 0.1}, "weight_decay is 0.5, but weight_decay is 0.1"),
@@ -100,17 +92,9 @@ def test_arguments_that_agree_with_the_plan(args: list[str]) -> None:
         (["--fp16", "True"], {}, "fp16 is true, but the plan's precision is bf16"),
         (["--config", "trl.json"], {}, r"(?s)is 32, but global_.*learning_rate is 0\.2.*sequence_length is 64"),
         (["--deepspeed", "ds.json"], {"strategy": "zero3"}, r"ds\.json: zero_optimization\.stage is 2, planned is 3"),
-        (
-            ["--deepspeed", "ds.json"],
-            {"strategy": "ddp"},
-            r"ds\.json is a DeepSpeed file, but the plan's strategy is ddp",
-        ),
+        (["--deepspeed", "ds.json"], {"strategy": "ddp"}, "json is a DeepSpeed file, but the plan's strategy is ddp"),
         (["--deepspeed", "--deepspeed_config", "auto.json"], {}, r'auto\.json: train_batch_size is "auto", which only'),
-        (
-            ["--deepspeed", "--deepspeed_config", "sizes.json"],
-            {},
-            r"per_gpu 8 x .*steps 1 x 4 readers is 32, but global",
-        ),
+        (["--deepspeed", "--deepspeed_config", "sizes.json"], {}, "per_gpu 8 x .*steps 1 x 4 readers is 32, but"),
     ],
 )
 def test_arguments_that_contradict_the_plan(args: list[str], run: dict[str, Any], words: str) -> None:

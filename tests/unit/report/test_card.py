@@ -86,13 +86,10 @@ def test_a_run_that_was_not_evaluated_names_the_stage(rundir: RunDir, make: Call
 @pytest.mark.parametrize(
     ("source", "name"),
     [
-        ("lab/base", "lab/base"),
-        ("lab/talk:train", "lab/talk:train"),
-        ("/data/ada/base", "base"),
-        ("resources/demo/base", "base"),
-        ("./base", "base"),
+        ("lab/base", "lab/base"), ("lab/talk:train", "lab/talk:train"), ("/data/ada/base", "base"),
+        ("resources/demo/base", "base"), ("./base", "base"),
     ],
-)
+)  # fmt: skip
 def test_public_names(source: str, name: str) -> None:
     assert public_name(source) == name
 

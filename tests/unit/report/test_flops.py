@@ -11,15 +11,9 @@ from shardmake.run.paths import RunDir
 from tests.finished_run import make_run, write_history
 
 LLAMA_7B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "vocab_size": 32000,
-    "tie_word_embeddings": False,
-}
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000, "tie_word_embeddings": False,
+}  # fmt: skip
 MATRICES = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 32000 * 4096
 
 
@@ -28,29 +22,17 @@ def test_six_flops_a_weight_and_the_attention_apart() -> None:
     assert flops_per_token(model, "full", 0) == 6 * MATRICES
     # PaLM's 12 L H Q T with T the sequence length counts both triangles; half of it is the causal part
     assert flops_per_token(model, "full", 2048.5) - 6 * MATRICES == pytest.approx(12 * 32 * 4096 * 2048.5)
-
-
-def test_an_embedding_counts_where_it_is_also_the_head() -> None:
+    assert flops_per_token(model, "lora", 0) == 4 * MATRICES, "frozen weights need no gradient of their own"
     tied = from_config({**LLAMA_7B, "tie_word_embeddings": True})
-    assert flops_per_token(tied, "full", 0) == 6 * MATRICES
-
-
-def test_frozen_weights_need_no_gradient_of_their_own() -> None:
-    assert flops_per_token(from_config(LLAMA_7B), "lora", 0) == 4 * MATRICES
+    assert flops_per_token(tied, "full", 0) == 6 * MATRICES, "an embedding counts where it is also the head"
 
 
 def test_of_a_mixture_only_the_chosen_experts_count() -> None:
     config = {
-        "model_type": "mixtral",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "vocab_size": 100,
-        "num_local_experts": 8,
+        "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 100, "num_local_experts": 8,
         "num_experts_per_tok": 2,
-    }
+    }  # fmt: skip
     expected = 2 * (4 * 64 * 64 + 2 * 3 * 64 * 128 + 8 * 64) + 100 * 64
     assert flops_per_token(from_config(config), "full", 0) == 6 * expected
 

@@ -5,11 +5,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
-import pytest
 import yaml
 
 from shardmake.config.load import parse_config
-from shardmake.core.units import format_duration
 from shardmake.report.history import attempt_of
 from shardmake.report.stage import configuration, write_report
 from shardmake.run.attempt import GpuUse
@@ -102,13 +100,6 @@ def test_a_prompt_of_several_lines_keeps_its_lines(rundir: RunDir) -> None:
     page = write_report(make_run(), rundir).read_text()
     assert f"<pre>{prompt}</pre>" in page
     assert re.search(r"\npre {[^}]*white-space: pre-wrap; overflow-wrap: anywhere", page)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0 s"), (59.6, "1 min 00 s"), (250, "4 min 10 s"), (11100, "3 h 05 min")]
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert format_duration(seconds) == text
 
 
 def test_the_settings_make_the_same_run_again(tmp_path: Path) -> None:

@@ -21,23 +21,7 @@ from shardmake.run.plan import PlaceEstimate
 from shardmake.run.receipts import PushedTo, PushReceipt
 from shardmake.run.sources import PinnedSource, Sources
 from shardmake.run.training_settings import AdapterMethod, OptimizerSettings, ScriptProgram
-from tests.finished_run import (
-    CHOICE,
-    COMPLETIONS,
-    EVALUATED,
-    MEMORY,
-    PREFERENCES,
-    RATED,
-    SCORES,
-    SETTINGS,
-    TRAINED,
-    make_attempt,
-    make_data_receipt,
-    make_plan,
-    make_run,
-    with_arguments,
-    write_history,
-)
+from tests import finished_run
 from tests.unit.wording import Wording
 
 SAMPLES = {"to": "file:out", "samples": True}
@@ -45,7 +29,7 @@ DATA = PinnedSource(name="resources/demo/train.jsonl", path="resources/demo/trai
 FETCHED = PinnedSource(name="lab/base", revision="main", commit="c0ffee", path="hub")
 SFT = PinnedSource(name="run:sft", path="runs/a/fetched/model", origin=FETCHED)
 DPO = PinnedSource(name="run:dpo", path="runs/b/fetched/model", origin=SFT)
-BY_SOURCE = SCORES.model_copy(
+BY_SOURCE = finished_run.SCORES.model_copy(
     update={"by_source": [SourceScore(name="a|b<i>.jsonl", loss=1.0, perplexity=2.72, tokens=3, exact=0.0)]}
 )
 LEARNED = LearningSettings(
@@ -54,7 +38,7 @@ LEARNED = LearningSettings(
     micro_batch_size=4, gradient_accumulation_steps=2, global_batch_size=16,
 )  # fmt: skip
 LONGER = LEARNED.model_copy(update={"steps": 90})
-SMALLER = CHOICE.model_copy(update={"micro_batch_size": 2, "gradient_accumulation_steps": 4})
+SMALLER = finished_run.make_plan().choice.model_copy(update={"micro_batch_size": 2, "gradient_accumulation_steps": 4})
 LORA = AdapterMethod(kind="lora", rank=8, alpha=16, dropout=0.1, targets=["q_proj", "v_proj"])
 OWN = {"zero_optimization.reduce_bucket_size": 1000, "aio.path": "/scratch/ada"}
 FOUND = Engine(
@@ -66,7 +50,7 @@ CONVERSATIONS = {"data_format": "sharegpt", "columns": {"messages": "dialog"}, "
 CHECKSUMS = {"train": {"files": [{"sha256": "a" * 64}]}, "eval": {"files": [{"sha256": "b" * 64}]}}
 SHOWN = [f"/home/ada/t.jsonl, line {n}: 3 tokens, 1 of them learned\n<user>{n}[[</s>]]" for n in (1, 2)]
 TARGETS = [PushedTo(to="hub:lab/chat", commit="c0ffee"), PushedTo(to="file:///scratch/ada/x")]
-ENDLESS = SCORES.model_copy(update={"loss": 1234.5, "perplexity": None})
+ENDLESS = finished_run.SCORES.model_copy(update={"loss": 1234.5, "perplexity": None})
 BEST = {"checkpoints": {"keep_best": True, "early_stopping": 2}, "final_checkpoint": "best"}
 
 
@@ -75,19 +59,19 @@ def sources(at: RunDir, model: PinnedSource) -> None:
 
 
 def data(at: RunDir, **changes: Any) -> None:
-    make_data_receipt("d").model_copy(update=changes).write(at.data_receipt)
+    finished_run.make_data_receipt("d").model_copy(update=changes).write(at.data_receipt)
 
 
 def evaluated(at: RunDir, **changes: Any) -> None:
-    EVALUATED.model_copy(update=changes).write(at.evaluation)
+    finished_run.EVALUATED.model_copy(update=changes).write(at.evaluation)
 
 
 def trained(at: RunDir, **changes: Any) -> None:
-    TRAINED.model_copy(update=changes).write(at.train_receipt)
+    finished_run.TRAINED.model_copy(update=changes).write(at.train_receipt)
 
 
 def settings(at: RunDir, **changes: Any) -> None:
-    SETTINGS.model_copy(update=changes).write(at.training)
+    finished_run.SETTINGS.model_copy(update=changes).write(at.training)
 
 
 def by_script(at: RunDir, found: Engine | None, metrics: str = "") -> None:
@@ -98,17 +82,17 @@ def by_script(at: RunDir, found: Engine | None, metrics: str = "") -> None:
 
 
 def on_gpus(at: RunDir, memory: str = "") -> None:
-    write_history(at, [(0, 900, range(1, 3), "finished")] * 2, accelerator="a100-80gb")
+    finished_run.write_history(at, [(0, 900, range(1, 3), "finished")] * 2, accelerator="a100-80gb")
     at.metrics.write_text(f'{{"step": 1, "attempt": 1, "time": 1, "loss": 2{memory}}}\n')
 
 
 def little_memory(at: RunDir) -> None:
-    (candidate,) = MEMORY.candidates
+    (candidate,) = finished_run.MEMORY.candidates
     terms = {"weights": 60 << 20, "activations": 30 << 20}
     gpu = candidate.gpu.model_copy(update={"reserved": 90 << 20, "terms": terms})
     host = PlaceEstimate(total=1300 << 20, terms={"processes": 1290 << 20, "loading": 10 << 20})
     changed = candidate.model_copy(update={"gpu": gpu, "host": host})
-    MEMORY.model_copy(update={"candidates": [changed], "host_memory": 6 << 30}).write(at.memory)
+    finished_run.MEMORY.model_copy(update={"candidates": [changed], "host_memory": 6 << 30}).write(at.memory)
 
 
 def lose_attempts(at: RunDir) -> None:
@@ -125,10 +109,10 @@ CASES: dict[str, tuple[Callable[[RunDir], object], dict[str, Any]]] = {
     "after a run": (lambda at: sources(at, SFT), {"model": "run:sft"}),
     "after two runs": (lambda at: sources(at, DPO), {"model": "run:dpo"}),
     "a fetched model": (lambda at: sources(at, FETCHED), {"revision": "main"}),
-    "pairs": (lambda at: evaluated(at, preferences=PREFERENCES), {}),
-    "completions with labels": (lambda at: evaluated(at, completions=COMPLETIONS), {}),
+    "pairs": (lambda at: evaluated(at, preferences=finished_run.PREFERENCES), {}),
+    "completions with labels": (lambda at: evaluated(at, completions=finished_run.COMPLETIONS), {}),
     # The base model has no head for rewards: there is no number of it, and no loss or perplexity.
-    "a reward model": (lambda at: RATED.write(at.evaluation), {}),
+    "a reward model": (lambda at: finished_run.RATED.write(at.evaluation), {}),
     # The loss is the metric then, and a task without a finite value is left out of the model's index.
     "a perplexity that overflows": (
         lambda at: evaluated(
@@ -175,7 +159,7 @@ CASES: dict[str, tuple[Callable[[RunDir], object], dict[str, Any]]] = {
     "trained tokens": (lambda at: settings(at, method=LORA.model_copy(update={"train_tokens": ["<a>"]})), {}),
     **{
         f"arguments {', '.join(map(str, values.values()))}": (
-            lambda at, values=values: with_arguments(SETTINGS, **values).write(at.training),  # type: ignore[misc]
+            lambda at, values=values: finished_run.with_arguments(finished_run.SETTINGS, **values).write(at.training),  # type: ignore[misc]
             {},
         )
         for values in (
@@ -191,12 +175,12 @@ CASES: dict[str, tuple[Callable[[RunDir], object], dict[str, Any]]] = {
     "what the ranks found": (lambda at: trained(at, learning=LEARNED), {}),
     "an early end": (lambda at: trained(at, learning=LONGER), BEST),
     "a fallback": (
-        lambda at: make_plan().model_copy(update={"choice": SMALLER}).write(at.attempts / "002/plan.json"),
+        lambda at: finished_run.make_plan().model_copy(update={"choice": SMALLER}).write(at.attempts / "002/plan.json"),
         {},
     ),
     "a commit of the workflow": (
         lambda at: (
-            make_attempt(2, at, "cpu")
+            finished_run.make_attempt(2, at, "cpu")
             .model_copy(update={"commit": "c0ffee123456"})
             .write(at.attempts / "002/attempt.json")
         ),
@@ -245,18 +229,20 @@ def assert_public(text: str, rundir: RunDir) -> None:
 
 
 def test_a_plain_run(rundir: RunDir, wording: Wording) -> None:
-    text = texts(make_run(), rundir)
+    text = texts(finished_run.make_run(), rundir)
     assert_public(text, rundir)
     wording(text)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_differs_from_a_plain_run(rundir: RunDir, case: str, wording: Wording) -> None:
-    before = texts(make_run(), rundir).splitlines()
+    before = texts(finished_run.make_run(), rundir).splitlines()
     write, changes = CASES[case]
     write(rundir)
     model = {"model": changes["model"]} if str(changes.get("model", "")).startswith("run:") else {}
-    run = make_run(**{key: value for key, value in changes.items() if key not in model}).model_copy(update=model)
+    run = finished_run.make_run(**{key: value for key, value in changes.items() if key not in model}).model_copy(
+        update=model
+    )
     text = texts(run, rundir)
     assert_public(text, rundir)
     assert "<script>" not in rundir.report.read_text() and ModelCard(text.partition("\n=== page")[0]).data
