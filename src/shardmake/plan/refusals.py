@@ -278,8 +278,9 @@ def wrong_optimizer(run: Run, model: Model) -> Iterator[str]:
 def _untested(run: Run, spec: OptimizerSpec, model: Model) -> Iterator[str]:
     """Yield settings of the run that need ZeRO, and what Shardmake's own optimizer is not tested with."""
     for key in ("tensor_parallel", "sequence_parallel"):
-        if spec.fails_flat and getattr(run, key) > 1:
-            yield f"{key}: {getattr(run, key)}, because it does not train under ZeRO"
+        if (spec.fails_flat or spec.own_class) and getattr(run, key) > 1:
+            why = "because it does not train under ZeRO" if spec.fails_flat else "with which it is not tested"
+            yield f"{key}: {getattr(run, key)}, {why}"
     stacked = next((tensor.name for tensor in model.tensors if len(tensor.shape) > 2), None)
     if spec.own_class and stacked:
         yield f"{stacked}, because it updates matrices, and this weight has more dimensions"

@@ -110,7 +110,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("attention: varlen", {"objective": "dpo", "attention": "varlen"}, H100, {}),
     ("optimizer: adafactor", {"optimizer": "adafactor", "strategy": "fsdp"}, H100, {}),
     ("optimizer: adafactor", {"optimizer": "adafactor", "strategy": "zero2"}, H100, {}),
-    ("optimizer: muon", {"optimizer": "muon", "strategy": "zero2"}, H100, {}),
+    ("optimizer: muon", {"optimizer": "muon", "strategy": "zero2-offload"}, H100, {}),
     ("optimizer: muon", {"optimizer": "muon", "strategy": "fsdp-offload"}, H100, {}),
     ("optimizer: muon", {"optimizer": "muon", "objective": "reward"}, H100, {}),
     ("optimizer: muon", {"optimizer": "muon"}, H100, {"model_type": "mixtral", "architectures": []}),
