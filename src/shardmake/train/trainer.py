@@ -144,7 +144,7 @@ class EngineCheck(TrainerCallback):
         find_pieces(built.model)
         if isinstance(collate, PartCollator):
             group = accelerator.state.ds_device_mesh["tp"].get_group()
-            share_sequences(built.model, collate, group, self.context.plan.choice.micro_batch_size)
+            share_sequences(built.model, collate, group, self.context.plan.choice.micro_batch_size, args.device)
         elif isinstance(collate, Collator):
             dtype = getattr(torch, self.context.settings.expected.dtype)
             check_isolation(built.model, collate, args.device, dtype)

@@ -63,7 +63,6 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("tensor_parallel: 2", {"learning_rates": {"*.mlp": 1e-5}, "strategy": "zero1", "tensor_parallel": 2}, {}, {}),
     ("tensor_parallel: 2", {"freeze": ["*.mlp"], "strategy": "zero1", "tensor_parallel": 2}, {}, {}),
     ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": False, "strategy": "ddp"}, {}, {}),
-    ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": False, "strategy": "fsdp"}, {}, {}),
     ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": False, "strategy": "zero3-nvme"}, {}, {}),
     ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": False, "script": "x.py"}, {}, {}),
     ("sequence_parallel: 2", {"sequence_parallel": 2, "packing": False, "strategy": "zero1", "tensor_parallel": 2}, {}, {}),
