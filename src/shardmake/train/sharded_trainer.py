@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback
 
-from shardmake.core.errors import EngineMismatchError
 from shardmake.core.private_names import private
 from shardmake.memory.model import find_rates
 from shardmake.memory.parameter_inventory import parameters, plain_name
@@ -62,8 +61,7 @@ class ShardedTrainer(Trainer):
         if is_new and isinstance(optimizer, MuonWithAdamW):
             matrices = {plain_name(one.name) for one in parameters(self.model) if one.is_hidden_matrix}
             split_groups(optimizer, self.model, [(matrices, {"orthogonal": True})])
-            if not any(group["orthogonal"] for group in optimizer.param_groups):
-                raise EngineMismatchError("optimizer: muon has no matrix of a layer to train. Take optimizer: adamw.")
+            assert any(group["orthogonal"] for group in optimizer.param_groups), "Muon has no matrix"
         if is_new and self.learning_rates:
             patterns = find_rates(trained_names(self.model).values(), self.learning_rates)
             parts = {p: {name for name, one in patterns.items() if one == p} for p in self.learning_rates}

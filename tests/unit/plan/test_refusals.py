@@ -112,6 +112,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("optimizer: muon", {"optimizer": "muon", "strategy": "zero2-offload"}, H100, {}),
     ("optimizer: muon", {"optimizer": "muon", "strategy": "fsdp-offload"}, H100, {}),
     ("optimizer: muon", {"optimizer": "muon", "objective": "reward"}, H100, {}),
+    ("optimizer: muon", {"optimizer": "muon", "freeze": ["*_proj"]}, H100, {}),
     ("optimizer: muon", {"optimizer": "muon"}, H100, {"model_type": "mixtral", "architectures": []}),
     ("optimizer: muon", {"optimizer": "muon", "sequence_parallel": 2, "packing": False}, H100, {}),
     ("optimizer: adamw_anyprecision", {"optimizer": "adamw_anyprecision"}, {}, {}),
