@@ -36,7 +36,8 @@ GIVEN: dict[str, Any] = {
 STRATEGIES = ("ddp", "zero1", "zero2-offload", "zero3", "zero3-offload", "fsdp", "fsdp-offload")
 CASES = [
     *((kind, strategy) for kind in GIVEN if "muon" not in kind for strategy in STRATEGIES),
-    ("muon", "ddp"), ("muon", "fsdp"), ("muon, some frozen", "fsdp-grad-op"), ("muon, lora", "ddp"), ("muon, lora", "fsdp"),
+    *(("muon", strategy) for strategy in ("ddp", "zero2", "zero3", "fsdp")), ("muon, some frozen", "fsdp-grad-op"),
+    *(("muon, lora", strategy) for strategy in ("ddp", "zero1", "fsdp")),
 ]  # fmt: skip
 SCHEDULE = {"learning_rate": RATE, "max_grad_norm": 1e6, "scheduler": "linear", "warmup_ratio": 0.5, "packing": False}
 

@@ -687,7 +687,7 @@ class Run(Section):
     sequence_parallel: values.Ranks = Field(
         1,
         description="Ranks of a node that share each sequence (Ulysses, docs/how-to/parallelism.md). It needs a "
-        "ZeRO strategy other than `zero3-hpz` and `zero3-nvme`, or `auto`.",
+        "strategy of ZeRO or FSDP other than `zero3-hpz`, `zero3-nvme` and `fsdp-hybrid`, or `auto`.",
     )
     expert_parallel: values.Ranks = Field(
         1,

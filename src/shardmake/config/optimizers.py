@@ -77,8 +77,6 @@ OPTIMIZERS: Final[dict[str, OptimizerSpec]] = {
         "adamw_torch", "MuonWithAdamW", "Muon of PyTorch, with AdamW for embeddings, head, norms and biases",
         moments=2, matrix_moments=1, temporaries=2, has_betas=True, fused="adamw_torch_fused",
         own_class="shardmake.train.muon.MuonWithAdamW",
-        fails_flat="{strategy}: ZeRO's flat vectors have no rows and columns, and DeepSpeed's own Muon has steps of "
-        f"another size and clips them instead of the gradients. {_TAKE}",
         fails_on_host="{strategy}, which keeps the optimizer on the host: Muon's products of matrices are slow there. "
         + _TAKE,
     ),

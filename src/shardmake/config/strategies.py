@@ -65,7 +65,7 @@ class StrategySpec:
     @property
     def sequence_parallel(self) -> bool:
         """Return whether it combines with sequence parallelism: losses and resumption are compared with DDP's."""
-        return self.is_deepspeed and not (self.hpz or self.uses_nvme)
+        return not (self.is_ddp or self.hybrid or self.hpz or self.uses_nvme)
 
     @property
     def expert_parallel(self) -> bool:

@@ -90,6 +90,7 @@ NAMES: Final = (
     Names("transformers", "transformers.PreTrainedTokenizerFast", ("_encode_plus",)),
     Names("transformers", "transformers.core_model_loading", ("_weight_conversions",)),
     Names("accelerate", "accelerate.commands.launch", ("_validate_launch_command",)),
+    Names("accelerate", "accelerate.Accelerator", ("_prepare_device_mesh",)),
     Names("accelerate", "accelerate.state.PartialState", ("_reset_state",)),
     Names("accelerate", "accelerate.state.AcceleratorState", ("_reset_state",)),
     Names("deepspeed", "deepspeed.runtime.engine.DeepSpeedEngine", ("_get_zero_ckpt_name",)),

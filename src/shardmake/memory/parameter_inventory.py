@@ -228,11 +228,12 @@ def block_paths(model: "nn.Module") -> dict[str, int]:
 
 
 def parameters(model: "nn.Module") -> list[ParameterSpec]:
-    """Return each parameter once."""
+    """Return each parameter once, with its whole shape under ZeRO-3 too."""
     kinds, blocks = {name: _kind(module) for name, module in model.named_modules()}, block_paths(model)
+    shapes = {name: tuple(getattr(one, "ds_shape", one.shape)) for name, one in model.named_parameters()}
     return [
-        ParameterSpec(name, tuple(parameter.shape), kinds[name.rpartition(".")[0]], _block_of(name, blocks))  # type: ignore[arg-type]
-        for name, parameter in model.named_parameters()
+        ParameterSpec(name, shape, kinds[name.rpartition(".")[0]], _block_of(name, blocks))  # type: ignore[arg-type]
+        for name, shape in shapes.items()
     ]
 
 

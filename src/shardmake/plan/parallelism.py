@@ -88,7 +88,7 @@ def _not_sequence_parallel(run: Run, cluster: Cluster, model: Model) -> Iterator
     size = run.sequence_parallel
     if run.strategy != "auto" and not STRATEGY_SPECS[run.strategy].sequence_parallel:
         others = [name for name, spec in STRATEGY_SPECS.items() if spec.sequence_parallel]
-        yield f"strategy {run.strategy}: only ZeRO is compared with DDP. Take auto, or one of {', '.join(others)}."
+        yield f"strategy {run.strategy}: it is not tested. Take auto, or one of {', '.join(others)}."
     if run.script is not None:
         yield "script: the training code must give each rank its part of a sequence. Remove script."
     if run.tensor_parallel > 1:

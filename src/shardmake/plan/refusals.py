@@ -14,7 +14,7 @@ from shardmake.config.optimizers import OptimizerSpec
 from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
 from shardmake.core.errors import ConfigError
 from shardmake.memory.hardware import Hardware
-from shardmake.memory.model import Model, adapted_layers, is_head
+from shardmake.memory.model import Model, adapted_layers, find_frozen, is_head
 from shardmake.memory.optimizer_trial import optimizer_spec
 from shardmake.plan.abilities import MIXING_UNKNOWN, Abilities, has_plain_head, table_keys
 
@@ -278,11 +278,15 @@ def wrong_optimizer(run: Run, model: Model) -> Iterator[str]:
 def _untested(run: Run, spec: OptimizerSpec, model: Model) -> Iterator[str]:
     """Yield settings of the run that need ZeRO, and what Shardmake's own optimizer is not tested with."""
     for key in ("tensor_parallel", "sequence_parallel"):
-        if spec.fails_flat and getattr(run, key) > 1:
-            yield f"{key}: {getattr(run, key)}, because it does not train under ZeRO"
+        if (spec.fails_flat or spec.own_class) and getattr(run, key) > 1:
+            why = "because it does not train under ZeRO" if spec.fails_flat else "with which it is not tested"
+            yield f"{key}: {getattr(run, key)}, {why}"
     stacked = next((tensor.name for tensor in model.tensors if len(tensor.shape) > 2), None)
     if spec.own_class and stacked:
         yield f"{stacked}, because it updates matrices, and this weight has more dimensions"
+    frozen = find_frozen([tensor.name for tensor in model.tensors], run.freeze) if spec.own_class and run.freeze else ()
+    if frozen and not any(tensor.is_hidden_matrix and tensor.name not in frozen for tensor in model.tensors):
+        yield f"freeze: {', '.join(run.freeze)}, because no matrix of a layer is trained"
     if spec.own_class and OBJECTIVES[run.objective].trl:
         yield f"objective: {run.objective}, with which it is not tested"
 

@@ -3,9 +3,9 @@
 DeepSpeed's `UlyssesSPAttentionHF` exchanges the parts around an attention kernel of transformers. Only its exchange is
 used here. Accelerate's ``sp_size`` would make the groups known to DeepSpeed and take over loss and data: with
 DeepSpeed 0.19.8 the gradients of ZeRO-1 and ZeRO-2 then are ``sp_size`` times too large, and the loss of a step weights
-micro batches alike instead of tokens. Here DeepSpeed sees data parallelism over all ranks. A rank's loss is its part of
-the mean over the tokens of the global batch, as under DDP, so that the mean of the gradients over all ranks is right,
-and checkpoints are those of ZeRO on as many ranks.
+micro batches alike instead of tokens. Here DeepSpeed and FSDP see data parallelism over all ranks. A rank's loss is its
+part of the mean over the tokens of the global batch, as under DDP, so that the mean of the gradients over all ranks is
+right, and checkpoints are those of ZeRO or FSDP on as many ranks.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from shardmake.core.errors import ModelError
 from shardmake.core.private_names import private
 from shardmake.data.dataset import Item, PartCollator
+from shardmake.train.library_patches import import_deepspeed
 
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 _TOKENS_PER_RANK = 8
@@ -25,7 +26,9 @@ _TOLERANCE = 1e-3
 _TOLERANCE_16_BITS = 5e-2
 
 
-def share_sequences(model: torch.nn.Module, collator: PartCollator, group: dist.ProcessGroup, micro_batch: int) -> None:
+def share_sequences(
+    model: torch.nn.Module, collator: PartCollator, group: dist.ProcessGroup, micro_batch: int, device: torch.device
+) -> None:
     """Let the attention kernel of ``model`` exchange parts of sequences and heads within ``group``, and check it.
 
     All ranks must take part, after the engine exists and before the first forward pass.
@@ -35,12 +38,15 @@ def share_sequences(model: torch.nn.Module, collator: PartCollator, group: dist.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    import_deepspeed()
+    from deepspeed import init_distributed
+
+    init_distributed(verbose=False)  # under FSDP it does not have torch's process group yet
     config = _text_config(model)
     name = private(config).attn_implementation
     whole = ALL_ATTENTION_FUNCTIONS[name]
     shared = shared_kernel(whole, config, group, rows=1 if collator.whole.flat else micro_batch)
     ALL_ATTENTION_FUNCTIONS[name] = shared
-    device = next(model.parameters()).device
     items = [_item(collator.count * _TOKENS_PER_RANK)] * micro_batch
     short = collator.with_length(collator.count * _TOKENS_PER_RANK)
     parts = _logits(model, short(items), device)

@@ -61,6 +61,7 @@ class ShardedTrainer(Trainer):
         if is_new and isinstance(optimizer, MuonWithAdamW):
             matrices = {plain_name(one.name) for one in parameters(self.model) if one.is_hidden_matrix}
             split_groups(optimizer, self.model, [(matrices, {"orthogonal": True})])
+            assert any(group["orthogonal"] for group in optimizer.param_groups), "Muon has no matrix"
         if is_new and self.learning_rates:
             patterns = find_rates(trained_names(self.model).values(), self.learning_rates)
             parts = {p: {name for name, one in patterns.items() if one == p} for p in self.learning_rates}

@@ -40,6 +40,7 @@ from shardmake.train.learning_check import (
 )
 from shardmake.train.library_patches import import_deepspeed
 from shardmake.train.load_model import load_model, load_tokenizer
+from shardmake.train.muon import find_pieces
 from shardmake.train.process_group import extend_timeouts, leave_together
 from shardmake.train.rank_context import RankContext
 from shardmake.train.row_groups import share_rows
@@ -140,9 +141,10 @@ class EngineCheck(TrainerCallback):
             steps=state.max_steps,
         )
         check_ready(self.context, built)
+        find_pieces(built.model)
         if isinstance(collate, PartCollator):
             group = accelerator.state.ds_device_mesh["tp"].get_group()
-            share_sequences(built.model, collate, group, self.context.plan.choice.micro_batch_size)
+            share_sequences(built.model, collate, group, self.context.plan.choice.micro_batch_size, args.device)
         elif isinstance(collate, Collator):
             dtype = getattr(torch, self.context.settings.expected.dtype)
             check_isolation(built.model, collate, args.device, dtype)

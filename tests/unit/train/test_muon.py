@@ -1,6 +1,7 @@
 """Muon's update of a sharded matrix is, bit for bit, that of torch.optim.Muon for the whole one."""
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -12,10 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.multiprocessing.spawn import start_processes
 
+from shardmake.core.environment import leave_collectives_to_gloo
 from shardmake.memory import states
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.model import ParameterSpec, split
-from shardmake.train.muon import MuonWithAdamW
+from shardmake.train.library_patches import import_deepspeed
+from shardmake.train.muon import MuonWithAdamW, find_pieces
 from tests.unit.memory.llama_8b import MODEL, scenario
 
 SHAPES = ((96, 48), (48, 96), (33, 70), (1, 50), (7, 3))
@@ -48,9 +51,54 @@ def rank(number: int, folder: str) -> None:
         torch.testing.assert_close(part.full_tensor(), one.detach(), rtol=0, atol=0)
 
 
-def test_sharded_and_replicated_matrices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Weighted(torch.nn.Module):
+    """A model whose loss has the given gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = torch.nn.ParameterList(gradients(0))
+
+    def forward(self, given: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([(one * other).sum() for one, other in zip(self.matrices, given, strict=True)]).sum()
+
+
+def zero_rank(number: int, folder: str, stage: int) -> None:
+    """Compare the updates of matrices that DeepSpeed cuts."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    torch.set_num_threads(1)
+    store = distributed.FileStore(f"{folder}/store", 4)
+    distributed.init_process_group("gloo", store=store, rank=number, world_size=4)
+    whole, model = [torch.nn.Parameter(tensor) for tensor in gradients(0)], Weighted()
+    theirs = torch.optim.Muon(whole, lr=RATE, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
+    ours = MuonWithAdamW([{"params": [*model.matrices], "orthogonal": True}], lr=RATE, weight_decay=DECAY)
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 100, "zero_hpz_partition_size": 1 + stage // 3}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, "gradient_clipping": 0}
+    config |= {"zero_optimization": zero}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=ours, config=config)
+    find_pieces(engine)
+    for step in range(1, STEPS + 1):
+        for one, gradient in zip(whole, gradients(step), strict=True):
+            one.grad = gradient
+        theirs.step()
+        engine.backward(engine(gradients(step)))
+        engine.step()
+    for one, part in zip(whole, model.matrices, strict=True):
+        torch.testing.assert_close(safe_get_full_fp32_param(part), one.detach(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"), [(rank, ()), (zero_rank, (1,)), (zero_rank, (2,)), (zero_rank, (3,))]
+)
+def test_sharded_and_replicated_matrices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: Callable[..., None], arguments: tuple[int, ...]
+) -> None:
     monkeypatch.setitem(os.environ, "GLOO_SOCKET_IFNAME", "lo")
-    start_processes(rank, (str(tmp_path),), nprocs=4, start_method="fork")
+    monkeypatch.setitem(os.environ, "LOCAL_RANK", "0")
+    import_deepspeed()
+    leave_collectives_to_gloo()
+    start_processes(function, (str(tmp_path), *arguments), nprocs=4, start_method="fork")
     assert (tmp_path / "store").exists()
 
 

@@ -103,7 +103,7 @@ def test_the_ranks_of_a_tensor_parallel_group_get_the_same_batches() -> None:
     accelerator: Any = SimpleNamespace(num_processes=NODES * PER_NODE, device=torch.device("cpu"), state=state)
     share_rows(accelerator, 4)
     mesh = state.ds_device_mesh
-    assert (mesh["dp"].get_local_rank(), mesh["tp"].get_local_rank()) == (2, 3)
+    assert (mesh["dp_shard"].get_local_rank(), mesh["tp"].get_local_rank()) == (2, 3)
     assert dist.get_process_group_ranks(mesh["tp"].get_group()) == [8, 9, 10, 11]
 
 
