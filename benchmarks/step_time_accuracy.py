@@ -34,6 +34,11 @@ ROWS = Path(__file__).with_name("step_time_rows.csv")
 RESULTS = Path(__file__).parent / "results/step_time_accuracy.txt"
 GPUS_PER_NODE = 8
 FITTED = ("mosaicml", "shardmake", "deepspeed-3901")
+SCATTER = 0.025
+"""Measured values so close to each other share a rank: two runs of one row of torchtitan differ by 2.4 %.
+
+Falcon-7B under FSDP and under ZeRO-3 took 2.93 and 2.86 s, which their source calls similar.
+"""
 TRITON = {"a100": Kernel(0.35, 0.35, 730), "h100": Kernel(0.19, 0.19, 730)}
 """MosaicML's attention kernel, an early FlashAttention in Triton, fitted with the shares."""
 MPT = {  # hidden size, layers, heads
@@ -118,10 +123,21 @@ def _hardware(name: str, inter_node: float, cores: int) -> Hardware:
     )
 
 
-def rank_correlation(measured: Sequence[float], modelled: Sequence[float]) -> float:
-    """Return Spearman's coefficient; equal values are ranked in the order of the rows."""
-    ranks = [sorted(range(len(values)), key=values.__getitem__) for values in (measured, modelled)]
-    return statistics.correlation(*([float(order.index(row)) for row in range(len(order))] for order in ranks))
+def rank_correlation(measured: Sequence[float], modelled: Sequence[float], scatter: float = 0.0) -> float:
+    """Return Spearman's coefficient; measured values within ``scatter`` of the least of them share their mean rank."""
+    return statistics.correlation(_ranks(measured, scatter), _ranks(modelled, 0.0))
+
+
+def _ranks(values: Sequence[float], scatter: float) -> list[float]:
+    ordered = sorted(values)
+    firsts: list[float] = []
+    for value in ordered:
+        firsts.append(firsts[-1] if firsts and value <= (1 + scatter) * firsts[-1] else value)
+    means = {
+        value: statistics.mean(place for place, other in enumerate(firsts) if other == first)
+        for value, first in zip(ordered, firsts, strict=True)
+    }
+    return [means[value] for value in values]
 
 
 def summary(rows: Sequence[Mapping[str, str]], modelled: Sequence[float]) -> list[str]:
@@ -134,15 +150,17 @@ def summary(rows: Sequence[Mapping[str, str]], modelled: Sequence[float]) -> lis
         if row["source"] not in FITTED:
             groups.setdefault("held out, all", []).append(pair)
     lines = [
-        f"{'rows':<24} {'n':>3} {'median ratio':>13} {'min':>5} {'max':>5} {'median error':>13} {'rank corr.':>11}"
+        f"{'rows':<24} {'n':>3} {'median ratio':>13} {'min':>5} {'max':>5} {'median error':>13} {'rank corr.':>11} "
+        f"{'beyond scatter':>14}"
     ]
     for name, pairs in sorted(groups.items()):
         ratios = [value / truth for truth, value in pairs]
         error = statistics.median(abs(ratio - 1) for ratio in ratios)
-        correlation = f"{rank_correlation(*zip(*pairs, strict=True)):.2f}" if len(pairs) > 2 else "-"
+        columns = list(zip(*pairs, strict=True))
+        order = [f"{rank_correlation(*columns, scatter):.2f}" if len(pairs) > 2 else "-" for scatter in (0, SCATTER)]
         lines.append(
             f"{name:<24} {len(pairs):>3} {statistics.median(ratios):>13.2f} {min(ratios):>5.2f} {max(ratios):>5.2f} "
-            f"{error:>12.1%} {correlation:>11}"
+            f"{error:>12.1%} {order[0]:>11} {order[1]:>14}"
         )
     return lines
 
