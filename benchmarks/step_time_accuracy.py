@@ -13,6 +13,8 @@ needs to launch kernels and to offload to the product's own; the other sources a
   the smallest model's zero3.
 - deepspeed-3901: issue 3901 of DeepSpeed, seconds per step of Falcon-7B at 4,096 tokens. The micro batch and the
   threads are not stated: two sequences explain the step without offload. One thread a rank is the launchers' default.
+- deepspeed-zenflow: blogs/zenflow-corebinding/README.md of DeepSpeed, milliseconds per step of Qwen2.5 with 64 cores
+  bound to each of two ranks. The length is not stated: below 512 tokens launches take longer than the GPU.
 - fms-fsdp: README.md (Llama 2, 4,096 tokens, 400 Gbit/s a node; 7B and 13B with hybrid sharding).
 """
 
@@ -33,7 +35,7 @@ from shardmake.plan.step_time import Kernel, step_time
 ROWS = Path(__file__).with_name("step_time_rows.csv")
 RESULTS = Path(__file__).parent / "results/step_time_accuracy.txt"
 GPUS_PER_NODE = 8
-FITTED = ("mosaicml", "shardmake", "deepspeed-3901")
+FITTED = ("mosaicml", "shardmake", "deepspeed-3901", "deepspeed-zenflow")
 SCATTER = 0.025
 """Measured values so close to each other share a rank: two runs of one row of torchtitan differ by 2.4 %.
 
@@ -55,12 +57,14 @@ LLAMA = {  # hidden size, layers, heads, key-value heads, intermediate size, voc
     "llama2-34b": (8192, 48, 64, 8, 22016, 32000),
     "llama2-70b": (8192, 80, 64, 8, 28672, 32000),
     "llama3-8b": (4096, 32, 32, 8, 14336, 128256),
+    "qwen2.5-1.5b": (1536, 28, 12, 2, 8960, 151936),
+    "qwen2.5-3b": (2048, 36, 16, 2, 11008, 151936),
     "falcon-7b": (4544, 32, 71, 1, 12117, 65024),
     "llama-0.1b": (1024, 8, 16, 8, 4096, 4096),
     "llama3-1b": (2048, 16, 32, 8, 8192, 128256),
     "llama3-70b": (8192, 80, 64, 8, 28672, 128256),
 }
-TIED = ("falcon-7b", "llama-0.1b", "llama3-1b")
+TIED = ("falcon-7b", "qwen2.5-1.5b", "qwen2.5-3b", "llama-0.1b", "llama3-1b")
 
 
 def model_of(name: str) -> Model:
