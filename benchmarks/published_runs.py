@@ -18,7 +18,7 @@ OLD: dict[str, Any] = {"transformers_4": True}
 Figure = Literal["device", "reserved"]
 METAMATH_TOKENS = 650
 FMS_OTHER_MEMORY = 1163 * MIB
-"""What nvidia-smi shows beside PyTorch's memory in the newest file of fms-acceleration, and not in the one before it.
+"""Memory beside PyTorch's that nvidia-smi shows in the newest file of fms-acceleration, and not in the one before it.
 
 Both have torch 2.4.1, CUDA 12.1 and NCCL 2.20.5. Between them 23 pairs of runs have the same tensors (within 1 MiB):
 the newer ones show 1,165 MiB more (median), one GPU or two, full or QLoRA, with either micro batch.

@@ -74,37 +74,23 @@ def model_of(name: str) -> Model:
         groups, inner, vocabulary, tied = heads, 8 * hidden // 3, 50368, True
     else:
         (hidden, layers, heads, groups, inner, vocabulary), tied = LLAMA[name], name in TIED
-    return from_config(
-        {
-            "model_type": "llama",
-            "hidden_size": hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": groups,
-            "intermediate_size": inner,
-            "vocab_size": vocabulary,
-            "tie_word_embeddings": tied,
-        }
-    )
+    return from_config({
+        "model_type": "llama", "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": groups, "intermediate_size": inner, "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
+    })  # fmt: skip
 
 
 def predict(row: Mapping[str, Any]) -> float:
     """Return the modelled tokens per second and GPU of ``row``."""
     model, gpus = model_of(row["model"]), int(row["gpus"])
     ranks = min(gpus, GPUS_PER_NODE)
+    given: Any = {name: int(row[name]) for name in ("micro_batch", "sequence_length", "accumulation")}
     scenario = Scenario(
-        model=model,
-        split=split(model, row["method"]),
-        method=row["method"],
-        gradient_dtype=row["gradient_dtype"] or None,
+        model=model, split=split(model, row["method"]), method=row["method"], strategy=row["strategy"],
+        gradient_dtype=row["gradient_dtype"] or None, nodes=gpus // ranks, ranks_per_node=ranks, **given,
         attention="flash" if row["attention"] == "triton" else row["attention"],
-        strategy=row["strategy"],
-        nodes=gpus // ranks,
-        ranks_per_node=ranks,
-        micro_batch=int(row["micro_batch"]),
-        sequence_length=int(row["sequence_length"]),
-        accumulation=int(row["accumulation"]),
-    )
+    )  # fmt: skip
     kernel = TRITON[row["gpu"].partition("-")[0]] if row["attention"] == "triton" else None
     hardware = _hardware(row["gpu"], float(row["inter_node_gbps"]), int(row["cores"]))
     kept, recomputed = (step_time(replace(scenario, checkpointing=all_), hardware, kernel) for all_ in (False, True))
@@ -115,16 +101,9 @@ def predict(row: Mapping[str, Any]) -> float:
 def _hardware(name: str, inter_node: float, cores: int) -> Hardware:
     gpu = find_accelerator(name)
     return Hardware(
-        accelerator=gpu,
-        gpu_memory=int(gpu.memory * GIB),
-        host_memory=1 << 40,
-        nvme=None,
-        processes_per_node=GPUS_PER_NODE,
-        cpus_per_node=cores,
-        max_nodes=128,
-        intra_node=gpu.link * GB,
-        inter_node=inter_node * GB,
-    )
+        accelerator=gpu, gpu_memory=int(gpu.memory * GIB), host_memory=1 << 40, nvme=None, max_nodes=128,
+        processes_per_node=GPUS_PER_NODE, cpus_per_node=cores, intra_node=gpu.link * GB, inter_node=inter_node * GB,
+    )  # fmt: skip
 
 
 def rank_correlation(measured: Sequence[float], modelled: Sequence[float], scatter: float = 0.0) -> float:
