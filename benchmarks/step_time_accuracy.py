@@ -139,8 +139,8 @@ def summary(rows: Sequence[Mapping[str, str]], modelled: Sequence[float]) -> lis
     for name, pairs in sorted(groups.items()):
         ratios = [value / truth for truth, value in pairs]
         error = statistics.median(abs(ratio - 1) for ratio in ratios)
-        columns = list(zip(*pairs, strict=True))
-        order = [f"{rank_correlation(*columns, scatter):.2f}" if len(pairs) > 2 else "-" for scatter in (0, SCATTER)]
+        truth, found = zip(*pairs, strict=True)
+        order = [f"{rank_correlation(truth, found, x):.2f}" if len(pairs) > 2 else "-" for x in (0.0, SCATTER)]
         lines.append(
             f"{name:<24} {len(pairs):>3} {statistics.median(ratios):>13.2f} {min(ratios):>5.2f} {max(ratios):>5.2f} "
             f"{error:>12.1%} {order[0]:>11} {order[1]:>14}"
