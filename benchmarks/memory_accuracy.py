@@ -92,7 +92,7 @@ def evaluate(row: Row) -> Result | Omitted | PartResult:
     except (NotModelledError, ShardmakeError) as error:
         return Omitted(row, str(error).partition("\n")[0])
     gpu = candidate.memory.gpu
-    size = gpu.device if run.figure == "device" else gpu.reserved
+    size = gpu.device + run.other_memory if run.figure == "device" else gpu.reserved
     return Result(row, candidate.verdict.error.name, run.figure, size / GIB, others(row), gpu.allocated / GIB)
 
 

@@ -150,6 +150,8 @@ class Fsdp1Memory(ForeachMemory, Fsdp2Memory):
     def _load_states(self) -> None:
         trained = unit_tensors(self.scenario, states.trained_tensors(self.scenario))
         self._trained = {unit: sum(sizes) for unit, sizes in trained.items()}
+        root = max(self._units.get(ROOT, 0), self._trained.get(ROOT, 0))  # it has the embedding, too
+        self._units = {**self._units, ROOT: root}
         terms = states.resident(self.scenario, self.buckets)
         self._state_bytes = terms.pop("optimizer states", 0)
         for term, size in terms.items():

@@ -140,13 +140,17 @@ def _patched(libraries: Mapping[str, Any]) -> Iterator[None]:
         is_foreach = scenario.spec.is_ddp and (scenario.foreach_optimizer or scenario.transformers_4)
         return (ForeachMemory if is_foreach else rank_memory)(scenario, buckets, timeline)
 
+    def old_request(scenario: OldScenario) -> dict[str, Any]:
+        more = {"reentrant": scenario.is_reentrant, "own_logits": scenario.own_logits}
+        return {**request_of(scenario), **more}
+
     with ExitStack() as stack:
         for module, name, new in (
             (planner, "scenario_of", old_scenario),
             (memory_estimate, "rank_memory", old_memory),
             (memory_estimate, "micro_step", micro_step),
             (states, "SCALE_BYTES", 4 / 64 if libraries.get("single_quantization") else states.SCALE_BYTES),
-            (trace, "_request", lambda scenario: {**request_of(scenario), "reentrant": scenario.is_reentrant}),
+            (trace, "_request", old_request),
             (trace, "run_helper", _run_tracer),
         ):
             stack.enter_context(patch.object(module, name, new))
@@ -154,18 +158,28 @@ def _patched(libraries: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _run_tracer(_module: str, request: Mapping[str, Any], _doing: str) -> None:
-    """Trace in this process, with transformers' checkpointing made reentrant if the steps have it so."""
+    """Trace in this process, with the checkpointing and the loss of the steps' own transformers."""
+    import transformers.loss.loss_utils
     import transformers.modeling_utils
+    from torch.nn import functional
 
     from shardmake.memory import tracer
 
     original = transformers.modeling_utils.checkpoint
-    (is_reentrant,) = {step["reentrant"] for step in request["requests"]}
+    ((is_reentrant, own_logits),) = {(step["reentrant"], step["own_logits"]) for step in request["requests"]}
 
     def checkpoint(*arguments: Any, use_reentrant: bool, **named: Any) -> Any:
         return original(*arguments, use_reentrant=is_reentrant, **named)
 
-    with patch.object(transformers.modeling_utils, "checkpoint", checkpoint):
+    def loss(logits: Any, labels: Any, **_: Any) -> Any:
+        shifted, wanted = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
+        return functional.cross_entropy(shifted.flatten(0, 1), wanted.flatten())
+
+    losses = transformers.loss.loss_utils.LOSS_MAPPING
+    with (
+        patch.object(transformers.modeling_utils, "checkpoint", checkpoint),
+        patch.dict(losses, {"ForCausalLM": loss} if own_logits else {}),
+    ):
         tracer.answer(request)
 
 

@@ -6,6 +6,7 @@ from typing import Final
 from shardmake.config.models import Strategy
 from shardmake.core.errors import ConfigError
 from shardmake.memory.hardware import Hardware
+from shardmake.memory.model import expert_count
 from shardmake.plan.candidates import Candidate, choices
 from shardmake.plan.fallbacks import has_fallback
 from shardmake.plan.planner import Planner
@@ -101,10 +102,16 @@ class _Search:
         return list(self._known.values())
 
     def best_with_margin(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        """Return the best of ``candidates`` whose margin covers the typical error, or else that of the tensors."""
+        """Return the best of ``candidates`` whose margin covers the typical error, or else that of the tensors.
+
+        Of a mixture of experts it is a tight one only if no other has a margin: the typical error is that of other
+        models.
+        """
         safe = self.best(candidates, Headroom.ENOUGH)
         if safe is None:
             return self.best(candidates, Headroom.TIGHT) or self.best(candidates, Headroom.TENSORS)
+        if expert_count(self._planner.settings.model):
+            return safe
         faster = [candidate for candidate in candidates if candidate.gpu_seconds < CLEARLY * safe.gpu_seconds]
         return self.best(faster, Headroom.TIGHT, needs_fallback=True) or safe
 

@@ -5,41 +5,37 @@ and ``_fsdp_param_group.py``. The link to a GPU and the memory of a node bound e
 the memory. No part of it hides behind compute: the libraries wait for the copies of a micro batch before the next one.
 """
 
-from typing import Final
-
 from shardmake.core.units import GB
 from shardmake.memory.hardware import Hardware
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.states import keeps_flat_gradients, trained_bytes
 
-_CORE_RATE = 5 * GB
-"""Host memory that a core reads and writes: 43 GB/s of copies, read and written, on 16 cores beside one H100."""
-_NODE_RATE = 200 * GB
-"""Of all cores of a node with two sockets."""
+_THREAD_RATE = 5 * GB
+"""Host memory that a rank reads and writes with one thread; with more, it grows with their root.
+
+One rate explains Falcon-7B under DeepSpeed with one thread a rank, 1.24B weights under FSDP with 16, and Qwen2.5 under
+DeepSpeed with 64 (``benchmarks/step_time_rows.csv``) within 12 %. `plan` offloads only where nothing else fits until
+ten such pairs are within 25 %.
+"""
+_NODE_RATE = 100 * GB
+"""Of all ranks of a node: the most that a source shows is 80 GB/s on 128 cores."""
 _PAGEABLE = 7 * GB
 """Rate of copies from and to memory that is not pinned: 7.1 GB/s to, 12.1 from one H100."""
 _ADAM_BYTES = 28
 """Of an fp32 weight, its gradient and both moments, read, and three of them written."""
 NVME_RATE = 3 * GB  # read or write, one good drive
 
-_UNEXPLAINED: Final = 2.7
-"""Measured seconds of FSDP's offload over those of its terms: 1.24B weights on one H100 took 5.7 s instead of 0.3.
 
-DeepSpeed's terms explain Falcon-7B on 8 A100 (issue 3901 of DeepSpeed) within 12 % with one thread a rank, which is
-what launchers set by default. `plan` offloads only where nothing else fits until ten such pairs are within 25 %.
-"""
-
-
-def _host_rate(hardware: Hardware) -> float:
-    """Return the bytes per second that the cores of a node read and write."""
-    return min(hardware.cpus_per_node * _CORE_RATE, _NODE_RATE)
+def _host_rate(hardware: Hardware, ranks: int) -> float:
+    """Return the bytes per second that the threads of one of ``ranks`` of a node read and write."""
+    return min(_THREAD_RATE * (hardware.cpus_per_node / ranks) ** 0.5, _NODE_RATE / ranks)
 
 
 def offload_time(scenario: Scenario, hardware: Hardware) -> float:
     """Return the seconds that offload adds to an optimizer step; 0 without it."""
     if not scenario.offloads_optimizer:
         return 0.0
-    memory = _host_rate(hardware) / scenario.ranks_per_node  # of a rank
+    memory = _host_rate(hardware, scenario.ranks_per_node)
     link = min(hardware.accelerator.host_link * GB, memory)
     part = scenario.split.trainable / scenario.shards
     if scenario.is_fsdp:
@@ -47,7 +43,7 @@ def offload_time(scenario: Scenario, hardware: Hardware) -> float:
     else:
         pinned, pageable, host = _deepspeed(scenario)
     seconds = pinned / link + part * (pageable / min(_PAGEABLE, memory) + host / memory)
-    return (_UNEXPLAINED if scenario.is_fsdp else 1.0) * seconds + _swaps(scenario)
+    return seconds + _swaps(scenario)
 
 
 def _fsdp(scenario: Scenario) -> tuple[float, float, float]:

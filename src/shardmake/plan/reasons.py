@@ -79,7 +79,7 @@ def _last_resort_sentence(chosen: Candidate, candidates: Sequence[Candidate]) ->
     what = ("", "offloads the optimizer", "offloads the optimizer and the weights")[chosen.last_resort]
     return [
         f"It {what} because nothing else fits with a margin. The time of an offload is modelled from the libraries' "
-        "sources, and was compared with three measured steps only."
+        "sources, and was compared with five measured steps only."
     ]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
+from shardmake.config.attention import FLASH_CAPABILITY
 from shardmake.config.load import parse_section
 from shardmake.config.methods import METHODS
 from shardmake.config.models import Cluster, Run
@@ -56,7 +57,7 @@ def levers(settings: ResolvedRun) -> Iterator[Kind]:
     if settings.hardware.is_cpu:
         return
     if run.loss == "plain" and run.script is None:
-        yield "loss", ["fused", "chunked"]
+        yield "loss", ["fused", "chunked"] if _runs_triton(settings) else ["chunked"]
     if run.reference == "model" and not run.method_spec.has_adapters:
         yield f"{run.objective}.reference", ["precomputed"]
     if run.sequence_parallel == 1:
@@ -69,6 +70,11 @@ def levers(settings: ResolvedRun) -> Iterator[Kind]:
         yield "gradient_checkpointing", ["auto"]
     if run.micro_batch_size != "auto":
         yield "micro_batch_size", ["auto"]
+
+
+def _runs_triton(settings: ResolvedRun) -> bool:
+    """Return True if Triton supports the GPU: since 3.3 it has no tensor cores before Ampere (pull request 5066)."""
+    return settings.hardware.accelerator.capability >= FLASH_CAPABILITY
 
 
 def shared_by(ranks: int) -> list[int]:
@@ -114,7 +120,7 @@ def suggest_better(
     """Return the changes that would each offload less than ``chosen``, or cost at least a tenth less GPU-time.
 
     Each has a margin, and comes after what it gains. Settings that save memory are tried only if memory keeps a better
-    candidate out.
+    candidate out. If none avoids an offload, a smaller optimizer is tried together with another loss.
     """
     if settings.hardware.is_cpu:
         return []
@@ -135,16 +141,32 @@ def suggest_better(
     if run.nodes and kept_out:
         kinds.append(("nodes", [count for count in (2 * nodes, 4 * nodes) if count <= settings.cluster.max_nodes]))
 
+    better = _gains(Planner(settings), kinds, chosen, is_better)
+    losses = [kind for kind in kinds if kind[0] == "loss"]
+    if chosen.last_resort and kept_out and all(gain == _FASTER for gain, _ in better):
+        for other in optimizer_spec(run.optimizer).smaller:
+            if smaller := _resolve_with(settings, "optimizer", other):
+                found = _gains(Planner(smaller), losses, chosen, is_better)
+                better += [(gain, one._replace(setting=f"optimizer: {other}, loss")) for gain, one in found]
+    return better
+
+
+_FASTER = "clearly less GPU-time"
+
+
+def _gains(
+    base: Planner, kinds: Iterable[Kind], chosen: Candidate, is_better: Callable[[Choice, float], bool]
+) -> list[tuple[str, Suggestion]]:
+    """Return the first value of each setting that makes ``base``'s run better than ``chosen``, with what it gains."""
     gains: dict[str, str] = {}
-    base = Planner(settings)
 
     def outcome(setting: str, value: Any) -> str | None:
         found = _plan_with(base, setting, value, is_better)
         if found is None or found.headroom < Headroom.TIGHT or not is_better(found.choice, found.step_seconds):
             return None
-        is_faster = found.gpu_seconds < limit
-        gains[setting] = "clearly less GPU-time" if is_faster else f"without {AVOIDED[chosen.last_resort]}"
-        return _describe(found, _changed(run, setting, value), beside(found, chosen))
+        avoids = found.last_resort < chosen.last_resort
+        gains[setting] = f"without {AVOIDED[found.last_resort + 1]}" if avoids else _FASTER
+        return _describe(found, _changed(base.settings.run, setting, value), beside(found, chosen))
 
     return [(gains[one.setting], one) for one in suggestions(kinds, outcome)]
 
@@ -170,7 +192,8 @@ def suggest_smaller_loss(settings: ResolvedRun, chosen: Candidate) -> list[Sugge
         against = f"{beside(found, chosen)} and {figures(chosen)}"
         return _describe(found, resolved.run, against) + _kept(settings, chosen)
 
-    return suggestions([("loss", ["chunked", "fused"])], outcome)
+    losses = ["chunked", "fused"] if _runs_triton(settings) else ["chunked"]
+    return suggestions([("loss", losses)], outcome)
 
 
 def _kept(settings: ResolvedRun, chosen: Candidate) -> str:
@@ -185,7 +208,7 @@ def _kept(settings: ResolvedRun, chosen: Candidate) -> str:
 def suggest_measuring(settings: ResolvedRun, chosen: Candidate) -> list[Suggestion]:
     """Return what keeps the steps of ``chosen``, up to rounding, and whose gain the model of the step does not know."""
     run = settings.run
-    if run.torch_compile or settings.hardware.is_cpu or settings.model.decoder is None or run.script is not None:
+    if run.torch_compile or not _runs_triton(settings) or settings.model.decoder is None or run.script is not None:
         return []
     resolved = _resolve_with(settings, "torch_compile", True)
     if resolved is None or unsuitable(resolved.run, chosen.choice.strategy):

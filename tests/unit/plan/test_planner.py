@@ -153,14 +153,6 @@ def test_a_tiny_model_on_two_processes_is_plain_ddp(folders: dict[str, str]) -> 
     assert all(fallback.choice.strategy.startswith(("ddp", "zero")) for fallback in made.fallbacks)
 
 
-def test_an_8b_on_one_node_of_h100_is_sharded_and_fits(folders: dict[str, str]) -> None:
-    made = plan(folders["eight"], gpus(), sequence_length=4096)
-    assert made.choice.nodes == 1
-    assert made.choice.strategy not in ("ddp", "zero3-nvme")
-    assert made.choice.precision == "bf16"
-    assert any("needs" in reason for name, reason in made.rejected.items() if name.startswith("ddp"))
-
-
 def test_the_plan_is_the_same_every_time(folders: dict[str, str]) -> None:
     assert plan(folders["eight"], gpus()) == plan(folders["eight"], gpus())
 
@@ -178,11 +170,6 @@ def test_hpz_is_taken_by_name_only_and_on_several_nodes(folders: dict[str, str])
     assert (made.choice.strategy, made.choice.nodes) == ("zero3-hpz", 2)
     auto = plan(folders["eight"], gpus(), nodes=2)
     assert "zero3-hpz" not in {auto.choice.strategy, *(fallback.choice.strategy for fallback in auto.fallbacks)}
-
-
-def test_a_named_strategy_that_does_not_fit_is_rejected_with_figures(folders: dict[str, str]) -> None:
-    with pytest.raises(ShardmakeError, match=r"Strategy ddp does not fit.* GiB"):
-        plan(folders["eight"], gpus(), strategy="ddp", nodes=1)
 
 
 @pytest.mark.parametrize(("script", "strategy", "said"), [("x.py", "fsdp", 1), ("x.py", "zero3", 0), (None, "fsdp", 0)])
@@ -335,15 +322,10 @@ def test_a_plan_whose_jobs_slurm_refuses_is_not_written(folders: dict[str, str],
     assert set(refused[0].resources) >= {"train", *ON_GPUS} and not rundir.plan.exists()
 
 
-@pytest.mark.parametrize("settings", [{}, {"script": "train.py"}], ids=["trainer", "script"])
-def test_fsdp_without_gpus_is_rejected(
-    settings: dict[str, Any], folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fsdp_without_gpus_is_rejected(folders: dict[str, str], tmp_path: Path) -> None:
     """Accelerate ignores FSDP there, and every rank would find DDP in place of the planned engine."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("")
     with pytest.raises(ShardmakeError, match=r"strategy: fsdp needs GPUs, .*Use ddp, a ZeRO strategy, or auto"):
-        plan_run(run_of(folders["tiny"], strategy="fsdp", **settings), CPU, RunDir(tmp_path / "runs/run"))
+        plan_run(run_of(folders["tiny"], strategy="fsdp"), CPU, RunDir(tmp_path / "runs/run"))
 
 
 def test_activations_on_the_host_take_less_of_the_gpu_and_more_time(folders: dict[str, str]) -> None:

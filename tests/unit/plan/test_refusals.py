@@ -24,7 +24,7 @@ from shardmake.plan.parallelism import AUTOTP_STYLES, attention_heads, wrong_ten
 from shardmake.plan.refusals import refuse, unsuitable, wrong_loss, wrong_precision
 from shardmake.plan.resolve import check, resolve
 from tests.plan_in_process import plan_in_this_process
-from tests.unit.plans import LLAMA, make_cluster, make_model, make_plan, make_run
+from tests.unit.plans import LLAMA, make_cluster, make_model, make_run
 from tests.unit.wording import Wording
 
 H100 = {"accelerator": "h100"}
@@ -191,10 +191,7 @@ def test_the_styles_are_those_of_the_installed_libraries() -> None:
             assert parallel_styles(kind, parallel) == set(plan.values())
 
 
-def test_a_group_is_one_data_parallel_rank() -> None:
-    choice = make_plan("zero1", tensor_parallel=2).choice
-    assert (choice.world_size, choice.data_parallel, choice.global_batch_size) == (4, 2, 8)
-    assert choice.readers == "2 groups of 2 ranks"
+LEARNED = ("dpo", "kto", "reward")
 
 
 @pytest.mark.parametrize(
@@ -205,6 +202,8 @@ def test_a_group_is_one_data_parallel_rank() -> None:
         ({"method": "lora"}, set(STRATEGIES)),
         ({"loss": "chunked"}, {name for name in STRATEGIES if not name.startswith("fsdp")}),
         ({}, set(STRATEGIES)),
+        *(({"objective": name}, set(STRATEGIES) - {"zero3-hpz", "zero3-nvme", "fsdp-hybrid"}) for name in LEARNED),
+        *(({"objective": name, "method": "qlora"}, {"ddp", "zero1", "zero2", "fsdp"}) for name in LEARNED),
     ],
 )  # fmt: skip
 def test_strategies_that_a_run_can_use(run: dict[str, Any], suitable: set[str]) -> None:

@@ -33,17 +33,18 @@ def test_a_window_that_is_off_or_wider_than_the_sequence_passes(config: dict[str
     refuse(wrong_sequence_parallel(make_run(sequence_parallel=2, packing=False), make_cluster(), model, "sdpa"))
 
 
-def test_a_group_is_one_data_parallel_rank(tmp_path: Path) -> None:
-    choice = make_plan("zero1", sequence_parallel=2).choice
+@pytest.mark.parametrize("key", ["sequence_parallel", "tensor_parallel"])
+def test_a_group_is_one_data_parallel_rank(key: str, tmp_path: Path) -> None:
+    choice = make_plan("zero1", **{key: 2}).choice
     assert (choice.world_size, choice.data_parallel, choice.global_batch_size) == (4, 2, 8)
     assert choice.readers == "2 groups of 2 ranks"
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    run = make_run(model=str(tmp_path), sequence_parallel=2, packing=False)
+    run = make_run(model=str(tmp_path), packing=False, **{key: 2})
     found = list(choices(resolve(run, make_cluster(processes_per_node=4))))
     assert {item.global_batch_size for item in found} == {16}
     assert {item.data_parallel for item in found} == {2}
-    assert {item.strategy for item in found} >= {"zero1", "zero2", "zero3"}
-    assert all(item.spec.sequence_parallel for item in found)
+    able = {name for name, spec in STRATEGY_SPECS.items() if getattr(spec, key) and spec.cpu and spec.is_deepspeed}
+    assert {item.strategy for item in found} == able >= {"zero1", "zero2"}
 
 
 @pytest.mark.parametrize(("config", "tokens", "nodes"), [(EIGHT, 131072, 1), (SEVENTY, 32768, 4)], ids=["8B", "70B"])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.choices import MODELS
 from shardmake.core.errors import ShardmakeError
 from shardmake.plan.choose import NothingFitsError
 from shardmake.plan.resolve import resolve
@@ -119,8 +120,24 @@ def test_what_the_run_fixed_is_advice_and_not_planned(folders: dict[str, str], t
     )
     plan = plan_offline(run, gpus(), RunDir(tmp_path / "chat"))
     assert (plan.choice.strategy, plan.choice.micro_batch_size) == ("zero3-offload", 1)
-    advice = next(line for line in plan.advice if line.startswith("clearly less GPU-time: strategy: auto ("))
+    advice = next(line for line in plan.advice if line.startswith("without offload: strategy: auto ("))
     assert " s per step against " in advice and "GiB per GPU" in advice
+
+
+def test_an_offload_that_no_single_change_avoids_is_avoided_by_two(tmp_path: Path) -> None:
+    """32B at 16,384 tokens on eight H100: neither 8-bit AdamW nor a loss without whole logits is enough alone."""
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["32B"]))
+    run = run_of(str(tmp_path), sequence_length=16384, global_batch_size=64)
+    plan = plan_offline(run, gpus(max_nodes=1), RunDir(tmp_path / "chat"))
+    assert plan.choice.strategy == "zero3-offload-optimizer"
+    (line,) = [line for line in plan.advice if line.startswith("without offload: ")]
+    assert line.startswith("without offload: optimizer: adamw8bit, loss: fused (zero3, ")
+
+
+def test_triton_s_losses_are_not_suggested_before_ampere(folders: dict[str, str]) -> None:
+    for name, losses in (("a100-80gb", ["fused", "chunked"]), ("v100-32gb", ["chunked"])):
+        settings = resolve(run_of(folders["eight"]), gpus(accelerator=name))
+        assert ("loss", losses) in levers(settings)
 
 
 def test_a_loss_without_whole_logits_is_advice_where_they_are_the_peak(folders: dict[str, str], tmp_path: Path) -> None:
