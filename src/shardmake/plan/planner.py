@@ -131,8 +131,9 @@ class CachedPlanner(Planner):
 
     def simulate_all(self, possible: Sequence[Choice]) -> list[Candidate]:
         """Return ``possible`` simulated. Neighbours share the events of a step, so each core takes a run of them."""
-        self.prepare(possible)
         missing = [choice for choice in possible if not self._path_of(choice).is_file()]
+        if self.settings.model.decoder is None:  # here, so that no core starts a process of the libraries for itself
+            trace_all(scenario_of(self.settings, choice) for choice in missing)
         cores = min(len(os.sched_getaffinity(0)), len(missing))
         if cores > 1:
             share = -(-len(missing) // cores)
