@@ -176,7 +176,7 @@ def scenario_of(settings: ResolvedRun, choice: Choice) -> Scenario:
     """Return the scenario of ``choice`` for the memory model."""
     run = settings.run
     objective = OBJECTIVES[run.objective]
-    ranks = choice.tensor_parallel if choice.is_deepspeed and settings.model.decoder else 1
+    ranks = choice.tensor_parallel if choice.is_deepspeed and settings.model.has_all_levers else 1
     model = part_of(settings.model, ranks) if ranks > 1 else settings.model
     return Scenario(
         model=model,
