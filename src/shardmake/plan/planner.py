@@ -133,7 +133,10 @@ class CachedPlanner(Planner):
         """Return ``possible`` simulated. Neighbours share the events of a step, so each core takes a run of them."""
         missing = [choice for choice in possible if not self._path_of(choice).is_file()]
         if self.settings.model.decoder is None:  # here, so that no core starts a process of the libraries for itself
-            trace_all(scenario_of(self.settings, choice) for choice in missing)
+            scenarios = [scenario_of(self.settings, choice) for choice in missing]
+            trace_all(scenarios)
+            for scenario in scenarios:
+                self._events_of(scenario)
         cores = min(len(os.sched_getaffinity(0)), len(missing))
         if cores > 1:
             share = -(-len(missing) // cores)
