@@ -22,7 +22,7 @@ from shardmake.core.errors import ModelError, ShardmakeError
 from shardmake.core.library_process import run_module
 from shardmake.core.process import NEUTRAL_FOLDER
 from shardmake.memory.cache import cached_path
-from shardmake.memory.families import FAMILIES, written_down
+from shardmake.memory.families import family_of, written_down
 from shardmake.run.model_class import ModelClass
 from shardmake.run.text_part import composite_class
 
@@ -160,7 +160,7 @@ def written_report(folder: Path, layout: Path | None, model_class: ModelClass | 
     """
     path = folder / "config.json"
     config = read_object(path) if path.is_file() else {}
-    family = FAMILIES.get(str(config.get("model_type")))
+    family = family_of(config)
     named = model_class.name if model_class else next(iter(config.get("architectures") or [""]))
     activation = config.get("hidden_activation") or config.get("hidden_act", "silu")
     if family is None or named != family.architecture or activation not in _ACTIVATIONS:

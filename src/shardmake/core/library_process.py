@@ -35,6 +35,9 @@ _PRINTED = 4000
 _SECONDS, _MEMORY = 1800, 32 << 30
 """Limits of one request: the estimate of the largest known model takes a small part of both."""
 
+_OPTIONAL = ("boto3", "scipy")
+"""Packages that transformers and Accelerate import if they are installed, for what no request does (45 MiB)."""
+
 
 class LibraryProcess:
     """The process; it starts with the first request, and again if the next one has another environment.
@@ -168,9 +171,13 @@ def _serve(parent: int) -> None:
 
 def _import_libraries(names: Sequence[str]) -> None:
     gc.set_threshold(100_000)  # what is imported stays
+    left_out = [name for name in _OPTIONAL if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(left_out))  # type: ignore[arg-type]  # None: it is not found
     with suppress(Exception):  # the fork repeats an import that fails, and reports its error
         for name in names:
             import_module(name)
+    for name in left_out:
+        sys.modules.pop(name, None)
     gc.freeze()  # a collection in a fork would copy the memory of all that is imported
 
 

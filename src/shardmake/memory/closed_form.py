@@ -11,7 +11,7 @@ from shardmake.memory import states
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.ddp import StepEvents
 from shardmake.memory.decoder import micro_step
-from shardmake.memory.families import as_classifier, part_of
+from shardmake.memory.families import LISTED, as_classifier, part_of
 from shardmake.memory.model import Decoder, split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
@@ -56,7 +56,8 @@ def _measure(scenario: Scenario) -> Profile:
 
 
 def _with_layers(scenario: Scenario, shape: Decoder, layers: int) -> Profile:
-    model = from_config({**scenario.model.config, "num_hidden_layers": layers})
+    lists = {key: listed[:layers] for key in LISTED if (listed := scenario.model.config.get(key))}
+    model = from_config({**scenario.model.config, **lists, "num_hidden_layers": layers})
     if scenario.model.is_classifier:
         model = as_classifier(model)
     if scenario.tensor_parallel > 1:

@@ -1,6 +1,6 @@
 """One micro step of a Llama-like decoder, simulated: every allocation of transformers' code, in order.
 
-It follows ``modeling_llama.py`` (and Mistral, Qwen2, Qwen3, Gemma) of transformers 5.
+It follows ``modeling_llama.py`` (and those of the other `shardmake.memory.families`) of transformers 5.
 `tests/unit/memory/test_decoder.py` compares it with a fake-tensor trace of that code.
 """
 
@@ -83,6 +83,10 @@ class DecoderStep:
         self.weights = weights_of(scenario)
         self.tape = Tape()
         self.tape.autocast = scenario.compute if scenario.autocast else None
+        if scenario.model.tied and self.weights.items["model.embed_tokens.weight"].trained:
+            self.tape.used_twice["model.embed_tokens.weight"] = None
+        self.tape.holds_temporaries = not shape.all_levers  # the published rows of the others were compared without it
+        self.fused_layers = scenario.fused_layers and shape.all_levers
 
     def run(self) -> list[TensorEvent]:
         """Return the events of the whole step."""
@@ -115,7 +119,7 @@ class DecoderStep:
         tape.recording = False
         cosine_and_sine, mask = self._positions(), self._mask()
         hidden = size_tensors.embedding(tape, self._parameter("model.embed_tokens.weight"), self.tokens, self.shape.h)
-        hidden = size_tensors.scale(hidden) if self.shape.scaled_embedding else hidden
+        hidden = size_tensors.scale(hidden) if self.shape.scaled_embedding or self.shape.scaled_branches else hidden
         for index in range(self.shape.layers):
             tape.mark("forward", index)
             hidden = self._layer(hidden, index)
@@ -127,8 +131,8 @@ class DecoderStep:
 
     def _positions(self) -> SizeStorage:
         """Return cosine and sine of the rotary embedding, which the products save; one copy for all sequences."""
-        item = weight_bytes(self.scenario)
-        return SizeStorage(self.tape, 2 * self.scenario.row_tokens * self.shape.d * item)
+        item = 4 if self.shape.wide_rotary else weight_bytes(self.scenario)
+        return SizeStorage(self.tape, self.shape.rotary_tables * 2 * self.scenario.row_tokens * self.shape.d * item)
 
     def _mask(self) -> SizeStorage | None:
         """Return the mask that all layers share: boolean for SDPA, in the compute type for eager attention."""
@@ -136,7 +140,7 @@ class DecoderStep:
         if scenario.attention in FLASH_KERNELS or (scenario.attention == "sdpa" and not scenario.masked):
             return None
         item = weight_bytes(scenario) if scenario.attention == "eager" else 1
-        return SizeStorage(self.tape, scenario.micro_batch * scenario.sequence_length**2 * item)
+        return SizeStorage(self.tape, self.shape.masks * scenario.micro_batch * scenario.sequence_length**2 * item)
 
     # -- layers
 
@@ -146,11 +150,13 @@ class DecoderStep:
         )
         if self.weights.shapes["model.embed_tokens.weight"][0] < self.shape.v:
             hidden = size_tensors.scale(hidden)  # words of other ranks are set to zero in a copy
+        if self.shape.scaled_embedding:
+            hidden = size_tensors.scale(hidden)
         if self.scenario.checkpointing and hidden.node is None:
             hidden = size_tensors.root(hidden)  # enable_input_require_grads
             assert hidden.node is not None
             hidden.node.saved = [hidden.storage]  # AccumulateGrad holds its variable
-        return size_tensors.scale(hidden) if self.shape.scaled_embedding else hidden
+        return self._scaled(hidden)
 
     def _layer_with_marks(self, hidden: SizeTensor, index: int) -> SizeTensor:
         self.tape.mark("forward", index)
@@ -180,11 +186,12 @@ class DecoderStep:
             first = len(tape.nodes)
             entry = size_tensors.root(SizeTensor(tape, numel, item, storage=kept.pop()))
             inner = entry.node
+            scaled = self._scaled(grad)  # needs nothing of the layer, so it is computed before
             again = self._layer(entry, index, stops_early=True)
             tape.casts.clear()
             assert again.node is not None and inner is not None
             again.node.grad = grad
-            del again, entry, grad
+            del again, entry, grad, scaled
             size_tensors.run_backward(tape, first)
             made, inner.grad = inner.grad, None
             return [made]
@@ -196,38 +203,47 @@ class DecoderStep:
 
     def _layer(self, hidden: SizeTensor, index: int, stops_early: bool = False) -> SizeTensor:
         """Run a layer; a recomputation stops when everything is saved, before the last product and sum."""
-        prefix = f"model.layers.{index}"
-        attended = self._attention(self._norm(hidden, f"{prefix}.input_layernorm.weight"), f"{prefix}.self_attn")
+        prefix, made = f"model.layers.{index}", not stops_early
+        names = [name and f"{prefix}.{name}.weight" for name in self.shape.norms]
+        attended = self._attention(self._norm(hidden, names[0]), f"{prefix}.self_attn", index)
+        attended = self._scaled(self._norm(attended, names[1]))
         hidden = size_tensors.add(hidden, attended)
         del attended
-        normed = self._norm(hidden, f"{prefix}.post_attention_layernorm.weight")
-        fed = self._mlp(normed, f"{prefix}.mlp", made=not stops_early)
+        normed = self._norm(hidden, names[2])
+        fed = self._mlp(normed, f"{prefix}.mlp", made=made or bool(names[3]))
         del normed
-        return size_tensors.add(hidden, fed, made=not stops_early)
+        fed = self._scaled(self._norm(fed, names[3], made), made)
+        return size_tensors.add(hidden, fed, made=made)
 
-    def _norm(self, hidden: SizeTensor, name: str) -> SizeTensor:
-        return self._rms_norm(hidden, self._parameter(name), self.tokens)
+    def _scaled(self, branch: SizeTensor, made: bool = True) -> SizeTensor:
+        return size_tensors.scale(branch, made=made) if self.shape.scaled_branches else branch
 
-    def _rms_norm(self, hidden: SizeTensor, weight: Parameter, rows: int) -> SizeTensor:
+    def _norm(self, hidden: SizeTensor, name: str, made: bool = True) -> SizeTensor:
+        """Run the norm ``name``; return ``hidden`` if the name is empty."""
+        return self._rms_norm(hidden, self._parameter(name), self.tokens, made) if name else hidden
+
+    def _rms_norm(self, hidden: SizeTensor, weight: Parameter, rows: int, made: bool = True) -> SizeTensor:
         """Run transformers' RMSNorm, which computes in fp32 on an fp32 copy of the input."""
-        if self.scenario.fused_layers:
+        if self.fused_layers:
             return size_tensors.fused_norm(hidden, weight, rows)
         wide = size_tensors.cast(hidden, 4)
         factors = size_tensors.row_rsqrt(size_tensors.row_mean(size_tensors.square(wide), rows))
         normed = size_tensors.scale_rows(wide, factors)
         del wide, factors
-        if self.shape.plus_one_norm:
-            normed = size_tensors.scale_columns(normed, Parameter(weight.name, weight.numel, 4, weight.trained))
-            return size_tensors.cast(normed, hidden.item)
-        return size_tensors.scale_columns(size_tensors.cast(normed, hidden.item), weight)
+        if self.shape.wide_norm:
+            wide_weight = Parameter(weight.name, weight.numel, 4, weight.trained)
+            return size_tensors.cast(size_tensors.scale_columns(normed, wide_weight, made), hidden.item, made)
+        return size_tensors.scale_columns(size_tensors.cast(normed, hidden.item), weight, made)
 
-    def _attention(self, hidden: SizeTensor, prefix: str) -> SizeTensor:
+    def _attention(self, hidden: SizeTensor, prefix: str, index: int) -> SizeTensor:
         query, key, value = (self._linear(hidden, f"{prefix}.{name}_proj") for name in "qkv")
         del hidden
-        if self.shape.qk_norm:
-            query = self._rms_norm(query, self._parameter(f"{prefix}.q_norm.weight"), self.tokens * self.shape.a)
-            key = self._rms_norm(key, self._parameter(f"{prefix}.k_norm.weight"), self.tokens * self.shape.k)
-        query, key = self._rotary(query), self._rotary(key)
+        if self.shape.qk_norm != "none":
+            heads = (self.shape.a, self.shape.k) if self.shape.qk_norm == "head" else (1, 1)
+            query = self._rms_norm(query, self._parameter(f"{prefix}.q_norm.weight"), self.tokens * heads[0])
+            key = self._rms_norm(key, self._parameter(f"{prefix}.k_norm.weight"), self.tokens * heads[1])
+        if index not in self.shape.unrotated:
+            query, key = self._rotary(query), self._rotary(key)
         mixed = self._mix(query, key, value)
         del query, key, value
         return self._linear(mixed, f"{prefix}.o_proj")
@@ -237,13 +253,14 @@ class DecoderStep:
 
         Liger's kernel rotates in place.
         """
-        if self.scenario.fused_layers:
+        if self.fused_layers:
             return tensor
-        item = 4 if self.tape.autocast else tensor.item
+        item = 4 if self.tape.autocast or self.shape.wide_rotary else tensor.item
         turned = size_tensors.rotate_half(tensor)
         straight = size_tensors.scale(tensor, item)
         turned = size_tensors.scale(turned, item)
-        return size_tensors.add(straight, turned)
+        rotated = size_tensors.add(straight, turned)
+        return size_tensors.cast(rotated, tensor.item) if self.shape.wide_rotary else rotated
 
     def _mix(self, query: SizeTensor, key: SizeTensor, value: SizeTensor) -> SizeTensor:
         scenario, shape = self.scenario, self.shape
@@ -283,7 +300,7 @@ class DecoderStep:
 
     def _mlp(self, hidden: SizeTensor, prefix: str, made: bool) -> SizeTensor:
         gate = self._linear(hidden, f"{prefix}.gate_proj")
-        if self.scenario.fused_layers:
+        if self.fused_layers:
             product = size_tensors.fused_product(gate, self._linear(hidden, f"{prefix}.up_proj"))
             del gate, hidden
             return self._linear(product, f"{prefix}.down_proj", made)
@@ -340,7 +357,7 @@ class DecoderStep:
 
     def _whole_logits(self, hidden: SizeTensor, head: size_tensors.Parameter, rows: int) -> SizeTensor:
         """Return the logits of all words; ``rows`` of them are this rank's."""
-        logits = size_tensors.linear(hidden, head, rows, self.shape.h)
+        logits = self._scaled(size_tensors.linear(hidden, head, rows, self.shape.h))
         if rows == self.shape.v:
             return logits
         return size_tensors.gather(logits, self.scenario.tensor_parallel, self.tokens * self.shape.v)

@@ -1,4 +1,4 @@
-"""The tensors of the Llama, Mistral, Qwen and Gemma families, written down so that no library is imported.
+"""The tensors of Llama and of families with small differences, written down so that no library is imported.
 
 `tests/unit/memory/test_model.py` compares them with what transformers builds.
 """
@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
-from typing import Any
+from typing import Any, Literal
 
-from shardmake.memory.model import MODELS, SCORE_HEAD, Decoder, Model, ParameterSpec, is_head
+from shardmake.memory.model import MODELS, SCORE_HEAD, Decoder, Model, ParameterSpec, QueryNorm, is_head
 
 
 @dataclass(frozen=True)
@@ -20,32 +20,90 @@ class Family:
     block_class: str
     tied: bool = False
     qkv_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: QueryNorm = "none"
     head_dim: int | None = None
     kv_heads: int | None = None
-    plus_one_norm: bool = False
+    wide_norm: bool = False
+    scaled_embedding: bool = False
+    wide_rotary: bool = False
+    norms: tuple[str, ...] = Decoder.norms
+    scaled_branches: bool = False
+    full_every: int = 0
+    """Every so many layers, one attends to all tokens and the others to a window, unless the config lists them."""
+    rotates: Literal["all", "some", "windows"] = "all"
+    """Layers with a rotary embedding: all, those that ``no_rope_layers`` marks, or those with a window."""
+    table_of_each_kind: bool = False
+    """Layers with a window have a rotary table of their own."""
+    always_two_masks: bool = False
+    all_levers: bool = False
+    unless: tuple[str, ...] = ()
+    """Keys of the config that make it another model if they are set."""
 
 
+_AFTER = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+_BOTH_SIDES = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)  # fmt: skip
 FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", "LlamaDecoderLayer"),
-    "mistral": Family("MistralForCausalLM", "MistralDecoderLayer", kv_heads=8),
-    "qwen2": Family("Qwen2ForCausalLM", "Qwen2DecoderLayer", qkv_bias=True, kv_heads=32),
-    "qwen3": Family("Qwen3ForCausalLM", "Qwen3DecoderLayer", qk_norm=True, head_dim=128, kv_heads=32),
-    "gemma": Family("GemmaForCausalLM", "GemmaDecoderLayer", tied=True, head_dim=256, kv_heads=16, plus_one_norm=True),
-}
+    "llama": Family("LlamaForCausalLM", "LlamaDecoderLayer", all_levers=True),
+    "mistral": Family("MistralForCausalLM", "MistralDecoderLayer", kv_heads=8, all_levers=True),
+    "qwen2": Family("Qwen2ForCausalLM", "Qwen2DecoderLayer", qkv_bias=True, kv_heads=32, all_levers=True),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", "Qwen3DecoderLayer", qk_norm="head", head_dim=128, kv_heads=32, all_levers=True
+    ),
+    "gemma": Family(
+        "GemmaForCausalLM", "GemmaDecoderLayer", tied=True, head_dim=256, kv_heads=16, wide_norm=True,
+        scaled_embedding=True, all_levers=True,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM", "Gemma3DecoderLayer", tied=True, qk_norm="head", head_dim=256, kv_heads=4,
+        wide_norm=True, scaled_embedding=True, norms=_BOTH_SIDES, full_every=6, table_of_each_kind=True,
+        always_two_masks=True,
+        unless=("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
+    ),
+    "granite": Family("GraniteForCausalLM", "GraniteDecoderLayer", scaled_branches=True),
+    "ministral": Family("MinistralForCausalLM", "MinistralDecoderLayer", kv_heads=8, always_two_masks=True),
+    "olmo2": Family(
+        "Olmo2ForCausalLM", "Olmo2DecoderLayer", qk_norm="row", norms=_AFTER, wide_norm=True, wide_rotary=True
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM", "Olmo3DecoderLayer", qk_norm="row", norms=_AFTER, wide_norm=True, wide_rotary=True,
+        full_every=4, table_of_each_kind=True, always_two_masks=True,
+    ),
+    "exaone4": Family(
+        "Exaone4ForCausalLM", "Exaone4DecoderLayer", qk_norm="head", kv_heads=32, norms=_AFTER, full_every=4,
+        rotates="windows",
+    ),
+    "smollm3": Family("SmolLM3ForCausalLM", "SmolLM3DecoderLayer", tied=True, kv_heads=4, rotates="some"),
+}  # fmt: skip
+
+
+LISTED = ("layer_types", "no_rope_layers")
+"""Keys of config.json with an item for each layer."""
+
+
+def family_of(config: Mapping[str, Any]) -> Family | None:
+    """Return the family of a config.json; None if it is not written down."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None or any(config.get(key) for key in family.unless):
+        return None
+    listed = [config[key] for key in LISTED if config.get(key) and (family.full_every or family.rotates != "all")]
+    layers = config.get("num_hidden_layers")
+    return family if all(isinstance(one, list) and len(one) == layers for one in listed) else None
 
 
 def written_down(family: Family, config: Mapping[str, Any], source: str) -> Model:
     """Return the model of ``family`` that ``config`` describes."""
     decoder = _decoder(family, config)
     tensors = tuple(_decoder_tensors(decoder, family, config))
-    rotary = 4 * (decoder.d // 2) * 2  # inv_freq and its original, fp32
+    layers = [(kind, index in decoder.unrotated) for index, kind in enumerate(_kinds(family, config))]
+    rotary = decoder.rotary_tables * 4 * (decoder.d // 2) * 2  # inv_freq and its original, fp32
     return Model(
         model_type=config["model_type"],
         architecture=family.architecture,
         tensors=tensors,
         tied=_tied(family, config),
-        buffer_bytes=rotary + (4 if family.plus_one_norm else 0),
+        buffer_bytes=rotary + (4 if family.scaled_embedding else 0),
         block_classes=(family.block_class,),
         hidden_size=decoder.h,
         vocab_size=decoder.v,
@@ -53,6 +111,7 @@ def written_down(family: Family, config: Mapping[str, Any], source: str) -> Mode
         decoder=decoder,
         config=config,
         source=source,
+        kinds=tuple(map(layers.index, layers)),
     )
 
 
@@ -97,20 +156,48 @@ def _tied(family: Family, config: Mapping[str, Any]) -> bool:
 
 
 def _decoder(family: Family, config: Mapping[str, Any]) -> Decoder:
-    heads = config["num_attention_heads"]
-    default_kv = heads if family.architecture.startswith("Llama") else family.kv_heads
+    heads, kinds = config["num_attention_heads"], _kinds(family, config)
     return Decoder(
         h=config["hidden_size"],
         f=config["intermediate_size"],
         a=heads,
-        k=config.get("num_key_value_heads") or default_kv or heads,
+        k=config.get("num_key_value_heads") or family.kv_heads or heads,
         d=config.get("head_dim") or family.head_dim or config["hidden_size"] // heads,
         layers=config["num_hidden_layers"],
         v=config["vocab_size"],
+        norms=family.norms,
         qk_norm=family.qk_norm,
-        plus_one_norm=family.plus_one_norm,
-        scaled_embedding=family.plus_one_norm,
+        wide_norm=family.wide_norm,
+        wide_rotary=family.wide_rotary,
+        scaled_embedding=family.scaled_embedding,
+        scaled_branches=family.scaled_branches,
+        unrotated=frozenset(_unrotated(family, config, kinds)),
+        rotary_tables=len({*kinds}) if family.table_of_each_kind else 1,
+        masks=2 if family.always_two_masks else len({*kinds}),
+        all_levers=family.all_levers,
     )
+
+
+def _kinds(family: Family, config: Mapping[str, Any]) -> list[str]:
+    """Return the kind of attention of each layer, of a family that has several."""
+    layers = config["num_hidden_layers"]
+    listed = config.get("layer_types") if family.full_every else None
+    every = config.get("sliding_window_pattern")
+    every = every if isinstance(every, int) and family.full_every else family.full_every
+    default = ("sliding_attention" if every and (index + 1) % every else "full_attention" for index in range(layers))
+    return list(listed or default)[:layers]
+
+
+def _unrotated(family: Family, config: Mapping[str, Any], kinds: list[str]) -> Iterator[int]:
+    """Yield the layers without a rotary embedding."""
+    every, marks = config.get("no_rope_layer_interval", 4), config.get("no_rope_layers")
+    for index, kind in enumerate(kinds):
+        if family.rotates == "windows":
+            is_rotated = kind == "sliding_attention" or config.get("sliding_window", 0) is None
+        else:
+            is_rotated = family.rotates == "all" or bool(marks[index] if marks else (index + 1) % every)
+        if not is_rotated:
+            yield index
 
 
 def _decoder_tensors(shape: Decoder, family: Family, config: Mapping[str, Any]) -> Iterator[ParameterSpec]:
@@ -140,8 +227,9 @@ def _block_tensors(shape: Decoder, family: Family, config: Mapping[str, Any], bl
         yield ParameterSpec(f"{prefix}.{name}.weight", (rows, columns), "linear", block)
         if bias:
             yield ParameterSpec(f"{prefix}.{name}.bias", (rows,), "linear", block)
-        if name == "self_attn.o_proj" and shape.qk_norm:
-            yield ParameterSpec(f"{prefix}.self_attn.q_norm.weight", (shape.d,), "norm", block)
-            yield ParameterSpec(f"{prefix}.self_attn.k_norm.weight", (shape.d,), "norm", block)
-    for name in ("input_layernorm", "post_attention_layernorm"):
+        if name == "self_attn.o_proj" and shape.qk_norm != "none":
+            widths = (q, kv) if shape.qk_norm == "row" else (shape.d, shape.d)
+            for part, width in zip("qk", widths, strict=True):
+                yield ParameterSpec(f"{prefix}.self_attn.{part}_norm.weight", (width,), "norm", block)
+    for name in filter(None, shape.norms):
         yield ParameterSpec(f"{prefix}.{name}.weight", (shape.h,), "norm", block)

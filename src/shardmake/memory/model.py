@@ -14,6 +14,8 @@ from shardmake.memory.cache import cached_helper
 
 INVENTORY = "shardmake.memory.parameter_inventory"
 Kind = Literal["linear", "embedding", "norm", "other"]
+QueryNorm = Literal["none", "head", "row"]
+"""The norm of queries and keys: none, one for each head, or one for all heads of a token."""
 HEADS = ("lm_head", "embed_out")
 SCORE_HEAD = "score"
 """The head of transformers' sequence classifiers of a decoder."""
@@ -61,10 +63,24 @@ class Decoder:
     d: int
     layers: int
     v: int
-    qk_norm: bool = False
-    plus_one_norm: bool = False
-    """Gemma's norm multiplies by its weight in fp32, then casts back."""
+    norms: tuple[str, ...] = ("input_layernorm", "", "post_attention_layernorm", "")
+    """The norms before and after attention, and before and after the MLP; empty for none."""
+    qk_norm: QueryNorm = "none"
+    wide_norm: bool = False
+    """The norm multiplies by its weight in fp32, then casts back."""
+    wide_rotary: bool = False
+    """Rotary tables and products are fp32."""
     scaled_embedding: bool = False
+    """The embedding multiplies its rows by a number."""
+    scaled_branches: bool = False
+    """Hidden states, what attention and the MLP add, and the logits are multiplied by numbers."""
+    unrotated: frozenset[int] = frozenset()
+    """Layers without a rotary embedding."""
+    rotary_tables: int = 1
+    masks: int = 1
+    """Masks that exist at once, one for each kind of attention."""
+    all_levers: bool = True
+    """Liger's layers, a rank's part of the matrices, and the sequence classifier are written down, too."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +152,11 @@ class Model:
     def is_classifier(self) -> bool:
         """Return True for a sequence classifier, which has `SCORE_HEAD`."""
         return self.architecture.endswith("ForSequenceClassification")
+
+    @property
+    def has_all_levers(self) -> bool:
+        """Return True if the model is written down with `Decoder.all_levers`."""
+        return self.decoder is not None and self.decoder.all_levers
 
     @property
     def text_config(self) -> Mapping[str, Any]:

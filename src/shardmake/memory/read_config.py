@@ -12,7 +12,7 @@ from typing import Any
 
 from shardmake.core.errors import ModelError
 from shardmake.memory.cache import cached_helper
-from shardmake.memory.families import FAMILIES, written_down
+from shardmake.memory.families import FAMILIES, family_of, written_down
 from shardmake.memory.model import INVENTORY, Model, has_own_class, inventory_request, tensors_from_json
 from shardmake.memory.parameter_inventory import causal_class
 
@@ -40,7 +40,7 @@ def read_model(source: str, *, revision: str | None = None, trust_remote_code: b
 def from_config(config: Mapping[str, Any], *, source: str = "", trust_remote_code: bool = False) -> Model:
     """Return the model that a parsed config.json describes; errors name the file ``source``."""
     _check_config(config, source, trust_remote_code)
-    family = FAMILIES.get(config["model_type"])
+    family = family_of(config)
     gives_sizes = all(isinstance(config.get(field), int) for field in SIZE_FIELDS)
     if family is not None and gives_sizes and not has_own_class(config, trust_remote_code):
         return written_down(family, config, source)

@@ -22,6 +22,10 @@ class Tape:
         self.autocast: int | None = None
         self.casts: dict[str, SizeStorage] = {}
         self.finished: list[tuple[Parameter, SizeTensor]] = []
+        self.holds_temporaries = False
+        """What a C++ expression makes exists until its end; without it, a norm's gradient has a tensor less."""
+        self.used_twice: dict[str, SizeTensor | None] = {}
+        """Weights that get two gradients; autograd holds the first and adds the second to it in place."""
         self._next = 0
 
     def alloc(self, size: int) -> int:
@@ -46,6 +50,12 @@ class Tape:
         """Mark each finished gradient, in its parameter's type; the sharding decides whether it is kept."""
         for parameter, grad in self.finished:
             final = _as(grad, parameter.item)
+            if parameter.name in self.used_twice:
+                first = self.used_twice.pop(parameter.name)
+                if first is None:
+                    self.used_twice[parameter.name] = final
+                    continue
+                final = first
             self.mark("grad", final.storage.number, parameter.name)
         self.finished.clear()
 
@@ -127,9 +137,12 @@ class GradNode:
         self.mark: tuple[object, ...] | None = None
 
 
-def new(like: SizeTensor, numel: int | None = None, item: int | None = None) -> SizeTensor:
-    """Return a new tensor, by default of the size of ``like``."""
-    return SizeTensor(like.tape, like.numel if numel is None else numel, like.item if item is None else item)
+def new(like: SizeTensor, numel: int | None = None, item: int | None = None, made: bool = True) -> SizeTensor:
+    """Return a new tensor, by default of the size of ``like``; without ``made`` it has no storage."""
+    storage = None if made else NO_STORAGE
+    return SizeTensor(
+        like.tape, like.numel if numel is None else numel, like.item if item is None else item, storage=storage
+    )
 
 
 def derive(
@@ -193,8 +206,7 @@ def cast(tensor: SizeTensor, item: int, made: bool = True) -> SizeTensor:
     source = tensor.item
     if source == item:
         return tensor
-    out = SizeTensor(tensor.tape, tensor.numel, item, storage=None if made else NO_STORAGE)
-    return derive(out, [tensor], lambda grad: [new(grad, item=source)])
+    return derive(new(tensor, item=item, made=made), [tensor], lambda grad: [new(grad, item=source)])
 
 
 def copy(tensor: SizeTensor) -> SizeTensor:
@@ -218,8 +230,7 @@ def add(left: SizeTensor, right: SizeTensor, made: bool = True) -> SizeTensor:
     """Model a sum; both sides get the same gradient in their type. Without ``made`` only the graph is extended."""
     item = max(left.item, right.item)
     sides = (left.item, right.item)
-    out = SizeTensor(left.tape, left.numel, item, storage=None if made else NO_STORAGE)
-    return derive(out, [left, right], lambda grad: [_as(grad, side) for side in sides])
+    return derive(new(left, item=item, made=made), [left, right], lambda grad: [_as(grad, side) for side in sides])
 
 
 def _as(grad: SizeTensor, item: int) -> SizeTensor:
@@ -235,10 +246,10 @@ def multiply(left: SizeTensor, right: SizeTensor) -> SizeTensor:
     )
 
 
-def scale(tensor: SizeTensor, item: int | None = None) -> SizeTensor:
+def scale(tensor: SizeTensor, item: int | None = None, made: bool = True) -> SizeTensor:
     """Model a product with something small that has no gradient; it saves nothing of size."""
     source = tensor.item
-    out = new(tensor, item=max(source, item or source))
+    out = new(tensor, item=max(source, item or source), made=made)
     return derive(out, [tensor], lambda grad: [_scaled_grad(grad, source)])
 
 
@@ -284,7 +295,7 @@ def linear(
         _finish_gradient(weight, weight_grad)
         return [input_grad]
 
-    out = SizeTensor(tape, tokens * rows, tensor.item, storage=None if made else NO_STORAGE)
+    out = new(tensor, tokens * rows, made=made)
     del whole
     return derive(out, [tensor], function, saved, weight.trained)
 
@@ -306,15 +317,15 @@ def embedding(tape: Tape, weight: Parameter, tokens: int, width: int) -> SizeTen
 
 
 def square(tensor: SizeTensor) -> SizeTensor:
-    """Model ``x.pow(2)``, which saves x; its gradient needs a power, a product and a sum, two at a time."""
+    """Model ``x.pow(2)``, which saves x; its gradient is ``grad * (2 * x.pow(1))`` in one expression of C++."""
     return derive(new(tensor), [tensor], _third_of_three, [tensor.storage])
 
 
 def _third_of_three(grad: SizeTensor) -> list[SizeTensor]:
     """Return the last of three tensors, each computed from the one before."""
-    first = new(grad)
-    second = new(grad)
-    del first
+    first, second = new(grad), new(grad)
+    if not grad.tape.holds_temporaries:
+        del first
     third = new(grad)
     del second
     return [third]
@@ -347,7 +358,7 @@ def scale_rows(tensor: SizeTensor, factors: SizeTensor) -> SizeTensor:
     return derive(new(tensor), [tensor, factors], function, [tensor.storage, factors.storage])
 
 
-def scale_columns(tensor: SizeTensor, weight: Parameter) -> SizeTensor:
+def scale_columns(tensor: SizeTensor, weight: Parameter, made: bool = True) -> SizeTensor:
     """Model each column times a weight, which saves the tensor for the weight's gradient."""
     item, source, wants = max(tensor.item, weight.item), tensor.item, tensor.node is not None
 
@@ -361,7 +372,7 @@ def scale_columns(tensor: SizeTensor, weight: Parameter) -> SizeTensor:
         return [to_tensor if wants else None]
 
     saved = [tensor.storage] if weight.trained else []
-    return derive(new(tensor, item=item), [tensor], function, saved, weight.trained)
+    return derive(new(tensor, item=item, made=made), [tensor], function, saved, weight.trained)
 
 
 def dropout(tensor: SizeTensor, probability: float) -> SizeTensor:

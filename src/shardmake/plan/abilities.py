@@ -113,7 +113,8 @@ def find_abilities(model: Model, run: Run) -> Abilities:
 
 def has_plain_head(model: Model) -> bool:
     """Return True if the loss follows from the last hidden states and the head's weight alone."""
-    return model.decoder is not None or _ask(model, model.trust_remote_code, "head")["plain"]
+    decoder = model.decoder
+    return not decoder.scaled_branches if decoder else _ask(model, model.trust_remote_code, "head")["plain"]
 
 
 def attends_in_kernel(model: Model) -> bool:

@@ -131,8 +131,12 @@ class CachedPlanner(Planner):
 
     def simulate_all(self, possible: Sequence[Choice]) -> list[Candidate]:
         """Return ``possible`` simulated. Neighbours share the events of a step, so each core takes a run of them."""
-        self.prepare(possible)
         missing = [choice for choice in possible if not self._path_of(choice).is_file()]
+        if self.settings.model.decoder is None:  # here, so that no core starts a process of the libraries for itself
+            scenarios = [scenario_of(self.settings, choice) for choice in missing]
+            trace_all(scenarios)
+            for scenario in scenarios:
+                self._events_of(scenario)
         cores = min(len(os.sched_getaffinity(0)), len(missing))
         if cores > 1:
             share = -(-len(missing) // cores)
@@ -175,7 +179,7 @@ def scenario_of(settings: ResolvedRun, choice: Choice) -> Scenario:
     """Return the scenario of ``choice`` for the memory model."""
     run = settings.run
     objective = OBJECTIVES[run.objective]
-    ranks = choice.tensor_parallel if choice.is_deepspeed and settings.model.decoder else 1
+    ranks = choice.tensor_parallel if choice.is_deepspeed and settings.model.has_all_levers else 1
     model = part_of(settings.model, ranks) if ranks > 1 else settings.model
     return Scenario(
         model=model,

@@ -62,7 +62,7 @@ def wrong_model(run: Run, model: Model) -> Iterator[str]:
             f"{refused} for {model.architecture}, a mixture of experts: the routers' loss would depend on the micro "
             "batch. Use a dense model."
         )
-    if OBJECTIVES[run.objective].new_head and model.decoder is None:
+    if OBJECTIVES[run.objective].new_head and not model.has_all_levers:
         yield f"{refused} for {model.architecture}. Use a model of the Llama, Mistral, Qwen2, Qwen3 or Gemma family."
     if run.attention in FLASH_KERNELS:
         yield (

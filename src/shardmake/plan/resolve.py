@@ -99,7 +99,7 @@ def resolve(run: Run, cluster: Cluster) -> ResolvedRun:
     attention = _attention(run, hardware, precision, abilities)
     rows = len(run.lora.train_tokens)
     if rows and model.decoder is not None:  # PEFT's copies of embedding and head are not written down
-        model = replace(model, decoder=None, kinds=(0,) * len(model.blocks))
+        model = replace(model, decoder=None)
     part = split(model, run.method, run.lora.rank, run.lora.targets, run.freeze, rows)
     return ResolvedRun(
         run=run,

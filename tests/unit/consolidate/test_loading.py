@@ -148,7 +148,7 @@ def test_converter_of_tensor_parallel_parts_runs_in_a_neutral_folder(
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_report_on_a_family_is_that_of_transformers(kind: str, tied: bool, tmp_path: Path) -> None:
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": tied}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": tied, "pad_token_id": 0}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **heads))
     model.save_pretrained(tmp_path)
     report = loading.written_report(tmp_path, tmp_path, None)

@@ -109,7 +109,7 @@ def answer(config: dict[str, Any], targets: str | list[str] | None = None, metho
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_families_that_are_written_down_can_do_everything(family: str) -> None:
-    found = answer({"model_type": family, **SIZES}, "all-linear")
+    found = answer({"model_type": family, **SIZES, "head_dim": 8, "pad_token_id": 0}, "all-linear")
     found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
     assert Abilities(**found) == Abilities(FAMILIES[family].architecture)
 
