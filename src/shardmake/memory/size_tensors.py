@@ -23,7 +23,7 @@ class Tape:
         self.casts: dict[str, SizeStorage] = {}
         self.finished: list[tuple[Parameter, SizeTensor]] = []
         self.holds_temporaries = False
-        """What a C++ expression makes exists until its end; without it, a norm's gradient has a tensor less."""
+        """Temporaries of a C++ expression exist until its end; without it, a norm's gradient has a tensor less."""
         self.used_twice: dict[str, SizeTensor | None] = {}
         """Weights that get two gradients; autograd holds the first and adds the second to it in place."""
         self._next = 0
