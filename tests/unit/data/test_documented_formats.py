@@ -12,7 +12,9 @@ from shardmake.data.layout import recognize
 from shardmake.memory.families import FAMILIES
 from tests.mixtures import mixture_configs
 
-PAGE = (Path(__file__).parents[3] / "docs/reference/models-and-data.md").read_text()
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs/reference/models-and-data.md").read_text()
+KEYS = (ROOT / "config/README.md").read_text()
 EXAMPLES = dict(re.findall(r"^\| `([\w-]+)` \| `(\{.*?\})` \|", PAGE, re.MULTILINE))
 
 
@@ -29,6 +31,11 @@ def test_an_example_is_recognized_by_its_columns(name: str) -> None:
     assert layout.standardize(example, "x.jsonl, line 1")
 
 
-@pytest.mark.parametrize("word", [*FAMILIES, *mixture_configs(), *DATA_SUFFIXES, *COMPRESSION_SUFFIXES])
-def test_the_page_names_families_and_kinds_of_files(word: str) -> None:
+@pytest.mark.parametrize("word", [*FAMILIES, *mixture_configs()])
+def test_the_page_names_families(word: str) -> None:
     assert f"`{word}`" in PAGE
+
+
+@pytest.mark.parametrize("suffix", [*DATA_SUFFIXES, *COMPRESSION_SUFFIXES])
+def test_the_page_of_keys_names_kinds_of_files(suffix: str) -> None:
+    assert f"`{suffix}`" in KEYS
