@@ -120,7 +120,7 @@ def suggest_better(
     """Return the changes that would each offload less than ``chosen``, or cost at least a tenth less GPU-time.
 
     Each has a margin, and comes after what it gains. Settings that save memory are tried only if memory keeps a better
-    candidate out. If none avoids an offload, a smaller optimizer is tried together with another loss.
+    candidate out. If neither avoids an offload, a smaller optimizer is tried together with another loss.
     """
     if settings.hardware.is_cpu:
         return []
@@ -143,7 +143,8 @@ def suggest_better(
 
     better = _gains(Planner(settings), kinds, chosen, is_better)
     losses = [kind for kind in kinds if kind[0] == "loss"]
-    if chosen.last_resort and kept_out and all(gain == _FASTER for gain, _ in better):
+    avoiding = {one.setting for gain, one in better if gain != _FASTER}
+    if chosen.last_resort and kept_out and not avoiding & {"optimizer", "loss"}:
         for other in optimizer_spec(run.optimizer).smaller:
             if smaller := _resolve_with(settings, "optimizer", other):
                 found = _gains(Planner(smaller), losses, chosen, is_better)

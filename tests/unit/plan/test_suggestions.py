@@ -124,14 +124,13 @@ def test_what_the_run_fixed_is_advice_and_not_planned(folders: dict[str, str], t
     assert " s per step against " in advice and "GiB per GPU" in advice
 
 
-def test_an_offload_that_no_single_change_avoids_is_avoided_by_two(tmp_path: Path) -> None:
+def test_an_offload_is_avoided_by_two_changes_where_neither_is_enough(tmp_path: Path) -> None:
     """32B at 16,384 tokens on eight H100: neither 8-bit AdamW nor a loss without whole logits is enough alone."""
     (tmp_path / "config.json").write_text(json.dumps(MODELS["32B"]))
     run = run_of(str(tmp_path), sequence_length=16384, global_batch_size=64)
     plan = plan_offline(run, gpus(max_nodes=1), RunDir(tmp_path / "chat"))
     assert plan.choice.strategy == "zero3-offload-optimizer"
-    (line,) = [line for line in plan.advice if line.startswith("without offload: ")]
-    assert line.startswith("without offload: optimizer: adamw8bit, loss: fused (zero3, ")
+    assert any(line.startswith("without offload: optimizer: adamw8bit, loss: fused (zero3, ") for line in plan.advice)
 
 
 def test_triton_s_losses_are_not_suggested_before_ampere(folders: dict[str, str]) -> None:
