@@ -138,7 +138,11 @@ EFFECTS: Final = (
         ),
     ),
     Effect(changes=(), reads=STAGES, keys=("cluster.shared", "cluster.cache")),
-    Effect(changes=(), reads=("train",), keys=("cluster.trainings_per_user", "cluster.purge_days")),
+    Effect(
+        changes=(),
+        reads=("train",),
+        keys=("cluster.trainings_per_user", "cluster.purge_days", "cluster.slurm.restart_in_place"),
+    ),
     Effect(changes=("consolidate",), reads=("plan",), keys=("dtype", "max_shard_size", "final_checkpoint")),
     Effect(
         changes=(),
