@@ -103,7 +103,9 @@ def in_rank(event, arguments):
 def in_driver(event, arguments):
     submits = event == "subprocess.Popen" and "sbatch" in str(arguments[1][0])
     records = event == "open" and ".job.json." in str(arguments[0])
-    if (submits and take_order("kill-before-submit")) or (records and take_order("kill-before-record")):
+    claims = event == "os.mkdir" and ".next." in str(arguments[0])
+    orders = {"kill-before-submit": submits, "kill-before-record": records, "kill-before-claim": claims}
+    if any(happens and take_order(order) for order, happens in orders.items()):
         os.kill(os.getpid(), signal.SIGKILL)
 
 def in_stage(event, arguments):

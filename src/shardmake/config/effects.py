@@ -123,7 +123,7 @@ EFFECTS: Final = (
         "data.chat_template",  # its content counts, with the other keys of the data
     ),
     _effect((), STAGES, "cluster.shared cluster.cache"),
-    _effect((), ("train",), "cluster.trainings_per_user cluster.purge_days"),
+    _effect((), ("train",), "cluster.trainings_per_user cluster.purge_days cluster.slurm.restart_in_place"),
     _effect(("consolidate",), ("plan",), "dtype max_shard_size final_checkpoint"),
     _effect((), ("plan", "evaluate"), "evaluation.batch_tokens evaluation.backend evaluation.processes"),
     _effect(("evaluate",), ("plan",), "evaluation."),

@@ -910,6 +910,11 @@ class Slurm(Section):
         description="Seconds before the time limit at which a job gets the signal to save and stop. It is raised to "
         "two measured saves and a minute if that is longer, up to a quarter of the limit.",
     )
+    restart_in_place: bool = Field(
+        False,
+        description="After a rank failed, start the ranks again inside the running job, as a new attempt, instead of "
+        "submitting a new job. Failures that need other nodes, more memory or more time still lead to a new job.",
+    )
     wckey: str | None = Field(None, description="Workload characterization key, if the site requires one.")
     exclude: str | None = Field(None, description="Nodes to exclude, in Slurm's notation.")
     setup: list[str] = Field(

@@ -16,6 +16,7 @@ from shardmake.launch.container import start_failure
 from shardmake.launch.error_texts import error_advice
 from shardmake.launch.outcome import NODE_FAILURES, Action, Evidence, Outcome, RetryState, classify, decide
 from shardmake.launch.resume_validation import confirm_damage
+from shardmake.launch.slurm_jobs import lead_seconds
 from shardmake.launch.slurm_states import FORGOTTEN, JobStatus
 from shardmake.launch.step_output import launcher_error, step_failure, was_cancelled
 from shardmake.launch.submission import check_stop_file
@@ -38,6 +39,17 @@ from shardmake.run.plan import Plan
 RECORD_SECONDS = 10.0
 """How long the first exit record may take to become visible here after Slurm has reported the job's end."""
 ROOM_SECONDS = 600.0
+_IN_PLACE = {
+    EndReason.KILLED,
+    EndReason.COMMUNICATION,
+    EndReason.HANG,
+    EndReason.GPU_FAULT,
+    EndReason.GPU_OUT_OF_MEMORY,
+    EndReason.NON_FINITE,
+}
+"""Ends after which the same nodes can train on, in the same job."""
+_LEADS = 4
+"""A job in which training restarts has this many times the seconds left that its last save may take."""
 _ROOM_POLL_SECONDS = 5.0
 logger = logging.getLogger(__name__)
 _SHOWN_LINES = 30
@@ -64,6 +76,8 @@ def record_attempt(training: Training, job: SubmittedJob, status: JobStatus) -> 
     """Determine why ``job`` ended, and add its attempt to the history."""
     folder = training.attempt_dir(job.attempt)
     plan = folder.read().plan_digest or training.plan_digest
+    # An earlier driver may have been killed right after it wrote this record.
+    earlier = [record for record in training.attempts if record.attempt != job.attempt]
     # A network file system may need time to show what the nodes wrote; killed nodes write nothing.
     deadline = time.monotonic() + RECORD_SECONDS * (status.name in ("COMPLETED", "FAILED"))
     while not folder.exits() and time.monotonic() < deadline:
@@ -80,7 +94,7 @@ def record_attempt(training: Training, job: SubmittedJob, status: JobStatus) -> 
         job=job.id,
         plan=plan,
         strategy=Plan.read(folder.plan).choice.strategy,
-        fallback=next_fallback(training.attempts, plan),
+        fallback=next_fallback(earlier, plan),
         submitted=job.submitted,
         ended=time.time(),
         end=outcome.end.value,
@@ -89,8 +103,7 @@ def record_attempt(training: Training, job: SubmittedJob, status: JobStatus) -> 
         checkpoint_step=training.progress(),
         failed_step=outcome.error.step if outcome.error else None,
     )
-    # An earlier driver may have been killed right after it wrote this record.
-    training.save_attempts([*(earlier for earlier in training.attempts if earlier.attempt != job.attempt), record])
+    training.save_attempts([*earlier, record])
     unlink(training.rundir.job)
     return outcome
 
@@ -109,7 +122,9 @@ def _stop_message(training: Training, outcome: Outcome) -> str:
 
 def _collect_evidence(training: Training, job: SubmittedJob, status: JobStatus) -> Evidence:
     folder = training.attempt_dir(job.attempt)
-    output, batch_output = (_output_lines(folder.slurm, f"{job.id}_{task}_log.out") for task in ("*", "0"))
+    before = (training.attempt_dir(number).slurm for number in range(job.attempt, 0, -1))
+    slurm = next((path for path in before if path.is_dir()), folder.slurm)  # of the attempt with which the job began
+    output, batch_output = (_output_lines(slurm, f"{job.id}_{task}_log.out") for task in ("*", "0"))
     hosts, exits, errors = training.jobs.hosts(status.nodes), folder.exits(), folder.rank_errors()
     silent = [node.node_rank for node in exits if node.returncode and node.host not in {error.host for error in errors}]
     forgotten_cancel = status.name == FORGOTTEN and was_cancelled(batch_output)
@@ -152,9 +167,7 @@ def apply_decision(training: Training, outcome: Outcome) -> None:
     """
     if outcome.end.value in BY_PERSON:
         raise StopRequestedError(outcome.message)
-    current = next_fallback(training.attempts, training.plan_digest)
-    fallback = _find_fallback(training, current, outcome.end)
-    action = decide(outcome, _retry_state(training, outcome, fallback))
+    action, fallback = _choose_action(training, outcome)
     logger.info("%s -> %s", outcome.message, action.value)
     if action in (Action.STOP, Action.GIVE_UP):
         folder, idle = training.attempt_dir(training.last_attempt()), idle_attempts(training.attempts)
@@ -163,11 +176,33 @@ def apply_decision(training: Training, outcome: Outcome) -> None:
     if outcome.end is EndReason.DISK_FULL:
         wait_for_room(training.rundir)
     decided = {
-        "next_fallback": fallback if action is Action.NEXT_FALLBACK else current,
+        "next_fallback": fallback,
         "all_memory": action is Action.MORE_MEMORY,
         "excluded": outcome.host if action is Action.EXCLUDE_AND_RESUME else None,
     }
     training.save_attempts([*training.attempts[:-1], training.attempts[-1].model_copy(update=decided)])
+
+
+def _choose_action(training: Training, outcome: Outcome) -> tuple[Action, int]:
+    """Return what follows the ``outcome`` of the last attempt, and the fallback of the next one."""
+    current = next_fallback(training.attempts, training.plan_digest)
+    fallback = _find_fallback(training, current, outcome.end)
+    action = decide(outcome, _retry_state(training, outcome, fallback))
+    return action, current if fallback is None or action is not Action.NEXT_FALLBACK else fallback
+
+
+def restarts_in_place(training: Training, job: SubmittedJob, outcome: Outcome) -> bool:
+    """Return whether the next attempt can run in ``job``: the same nodes, with its memory and the time left."""
+    action, fallback = _choose_action(training, outcome)
+    if outcome.end not in _IN_PLACE or action not in (Action.RESUME, Action.NEXT_FALLBACK):
+        return False
+    plan, here = training.plan.at(fallback), Plan.read(training.attempt_dir(job.attempt).plan)
+    wanted, has = plan.resources["train"], here.resources["train"]
+    if (plan.choice.nodes, plan.choice.processes_per_node) != (here.choice.nodes, here.choice.processes_per_node):
+        return False
+    if wanted.cpus > has.cpus or wanted.memory_gib > has.memory_gib:
+        return False
+    return training.jobs.seconds_left(job.id) >= _LEADS * lead_seconds(training.cluster.slurm, training.rundir.root)
 
 
 def wait_for_room(rundir: RunDir, seconds: float = ROOM_SECONDS) -> None:

@@ -18,17 +18,18 @@ from shardmake.core.errors import ShardmakeError, SlurmError
 from shardmake.core.permissions import refuse_job_of_others
 from shardmake.core.run_folder import make_folder, open_file, unlink
 from shardmake.launch import user_script
-from shardmake.launch.attempt_end import apply_decision, record_attempt
+from shardmake.launch.attempt_end import apply_decision, record_attempt, restarts_in_place
 from shardmake.launch.jobs import ActiveJob, LocalJobs
 from shardmake.launch.monitor import raise_on_signals, watch
+from shardmake.launch.outcome import Outcome
 from shardmake.launch.slurm_jobs import job_owners
 from shardmake.launch.slurm_states import JobState
-from shardmake.launch.submission import submit
+from shardmake.launch.submission import restart, submit
 from shardmake.launch.training import Training
 from shardmake.launch.watcher import LOCK_VARIABLE, SNAKEMAKE_VARIABLE, snakemake_above
 from shardmake.run.attempt import SubmittedJob
 from shardmake.run.attempt_history import BY_PERSON, EndReason
-from shardmake.run.attempt_owner import NOBODY, claim
+from shardmake.run.attempt_owner import NOBODY, NONE, claim, claim_next
 from shardmake.run.driver_job import current_driver_dir
 from shardmake.run.paths import RunDir, short_path
 from shardmake.run.settings_digest import describe_changes
@@ -81,9 +82,11 @@ def drive(training: Training) -> None:
         )
     while not (job is None and training.is_finished()):
         job = job or submit(training)
-        outcome = record_attempt(training, job, watch(training, job))
-        job = None
-        if resumes and outcome.end.value in BY_PERSON:
+        status = watch(training, job)
+        outcome, ended, job = record_attempt(training, job, status), job, None
+        if status.state is JobState.RUNNING:
+            job = _restart(training, ended, outcome)
+        elif resumes and outcome.end.value in BY_PERSON:
             logger.info("%s This command resumes it.", outcome.message)
             _remove_stop_file(training)
         elif outcome.end is EndReason.FINISHED:
@@ -91,6 +94,17 @@ def drive(training: Training) -> None:
         else:
             apply_decision(training, outcome)
         resumes = False
+
+
+def _restart(training: Training, job: SubmittedJob, outcome: Outcome) -> SubmittedJob:
+    """Start the next attempt in ``job``, whose workers wait, or let it end; return what to watch next."""
+    if training.cluster.slurm.restart_in_place and restarts_in_place(training, job, outcome):
+        apply_decision(training, outcome)
+        if restarted := restart(training, job):
+            return restarted
+    claim_next(training.attempt_dir(job.attempt), NONE)
+    job.write(training.rundir.job)
+    return job
 
 
 def _remove_stop_file(training: Training) -> None:

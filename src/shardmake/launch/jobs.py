@@ -46,6 +46,10 @@ class Jobs(Protocol):
     def status(self, job: str) -> JobStatus:
         """Return the job's state."""
 
+    def seconds_left(self, job: str) -> float:
+        """Return the seconds until the job's time limit; 0 if they are unknown."""
+        return 0.0
+
     def hosts(self, nodes: str) -> list[str]:
         """Return the names in ``nodes``, the nodes of a `JobStatus`; none if they are unknown."""
         return []
@@ -84,6 +88,7 @@ def attempt_settings(number: int, run_folder: Path, cluster: Cluster, plan: Plan
         planned_bandwidth=cluster.inter_node_gbps * 1e9 if plan.choice.nodes > 1 else None,
         planned_node_bandwidth=from_cluster(cluster).intra_node if plan.choice.processes_per_node > 1 else None,
         network_check_seconds=cluster.network_check_seconds,
+        restart_in_place=cluster.slurm.restart_in_place and not plan.service_nodes,
         hang_seconds=cluster.hang_seconds,
         **decided,
     )

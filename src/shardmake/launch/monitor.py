@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
+from shardmake.launch.restart import waits_for_driver
 from shardmake.launch.slurm_jobs import waiting_snapshot
 from shardmake.launch.slurm_states import JobState, JobStatus, held_message
 from shardmake.launch.training import Training
@@ -36,7 +37,7 @@ _UNKNOWN = "Slurm does not answer. The driver asks again; the job is not affecte
 
 
 def watch(training: Training, job: SubmittedJob) -> JobStatus:
-    """Wait until ``job`` has ended, and return its last status."""
+    """Wait until ``job`` has ended, or waits with failed ranks for a decision, and return its last status."""
     folder = training.attempt_dir(job.attempt)
     rundir = training.rundir
     files = (str(rundir.metrics), str(rundir.train_receipt), str(folder.log(0)), str(folder.root))
@@ -59,6 +60,8 @@ def watch(training: Training, job: SubmittedJob) -> JobStatus:
                 )
             last = status.state
             report_held(training, job, status)
+            if status.name == "RUNNING" and waits_for_driver(folder):  # not suspended, and not ending
+                break
             is_ending = status.state is JobState.UNKNOWN or folder.exits()
             if training.uses_slurm and pause >= LOW_MEMORY_SECONDS and not is_ending:
                 progress.hand_over()

@@ -100,7 +100,7 @@ def _archive(folder: AttemptDir, start: int) -> None:
     """
     archive = folder.root / f"start-{start}"
     make_folder(archive, parents=False)
-    records = [folder.errors, folder.hang, folder.hung, folder.stacks, folder.stopped]
+    records = [folder.errors, folder.hang, folder.hung, folder.stacks, folder.stopped, folder.next]
     records += [] if again_file(folder, start).exists() else [folder.stop_file]
     for path in [*records, folder.heartbeats, *folder.root.glob("node-*.json")]:
         if path.exists():

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,10 +27,18 @@ from shardmake.core.run_folder import make_folder
 from shardmake.launch.container import JobContainer, JobEnvironment, job_container
 from shardmake.launch.jobs import ActiveJob, job_name
 from shardmake.launch.slurm_request import SlurmRequest
-from shardmake.launch.slurm_states import FORGOTTEN, JobState, JobStatus, is_no_such_job, parse_rows, parse_scontrol
+from shardmake.launch.slurm_states import (
+    FORGOTTEN,
+    JobState,
+    JobStatus,
+    is_no_such_job,
+    parse_rows,
+    parse_scontrol,
+    parse_seconds_left,
+)
 from shardmake.launch.watcher import cached_squeue
 from shardmake.run.attempt import AttemptDir
-from shardmake.run.attempt_owner import attempt_of_script, claim
+from shardmake.run.attempt_owner import attempt_of_script, claim, last_in_job
 from shardmake.run.paths import RunDir, numbered_paths
 from shardmake.run.plan import Plan
 
@@ -125,9 +134,10 @@ class SlurmJobs:
         """Return the queued and running jobs of the run with their attempts."""
         question, name = f"check whether {self.run_folder.name} has a job", job_name(self.run_folder)
         return [
-            (job, attempt_of_script(Path(status.script)))
+            (job, attempt and last_in_job(attempt, job))
             for job, status in list_jobs(question, "--me", f"--name={name}").items()
             if status.state is not JobState.ENDED
+            for attempt in [attempt_of_script(Path(status.script))]
         ]
 
     def status(self, job: str) -> JobStatus:
@@ -167,6 +177,10 @@ class SlurmJobs:
     def _query_accounting(self, job: str) -> JobStatus:
         answer = run_slurm("sacct", "-X", "-n", "-P", f"--jobs={job}", "--format=JobIDRaw,State,NodeList,JobName")
         return parse_rows(answer.stdout).get(job, JobStatus(JobState.UNKNOWN))
+
+    def seconds_left(self, job: str) -> float:
+        """See `Jobs`."""
+        return parse_seconds_left(run_slurm("scontrol", "show", "job", job).stdout, datetime.now())
 
     def hosts(self, nodes: str) -> list[str]:
         """See `Jobs`."""

@@ -1,6 +1,8 @@
 """Slurm's names for the states of a job: parse the output of squeue, sacct and scontrol."""
 
+import re
 from dataclasses import dataclass
+from datetime import datetime
 from enum import Enum
 
 from shardmake.launch.watcher import PENDING, RUNNING, STATES, needs_person
@@ -80,6 +82,12 @@ def parse_scontrol(text: str) -> JobStatus:
     if state is JobState.ENDED and fields.get("PreemptTime", "None") != "None":
         name = "PREEMPTED"
     return JobStatus(state, name, fields.get("NodeList", ""), fields.get("JobName", ""))
+
+
+def parse_seconds_left(text: str, now: datetime) -> float:
+    """Return the seconds from ``now`` to the end time in ``scontrol show job ID``; 0 without one."""
+    found = re.search(r"\bEndTime=(\d\S+)", text)
+    return (datetime.fromisoformat(found[1]) - now).total_seconds() if found else 0.0
 
 
 def held_message(job: str, status: JobStatus, seconds: float = 0.0) -> str:

@@ -1,4 +1,7 @@
-"""Submit the next attempt: wait for a slot, write the attempt's files, choose its checkpoint, start its job."""
+"""Submit the next attempt: wait for a slot, write the attempt's files, choose its checkpoint, start its job.
+
+An attempt that restarts in place continues the job of the one before it instead.
+"""
 
 import contextlib
 import fcntl
@@ -24,6 +27,7 @@ from shardmake.render.stage import copy_rendered
 from shardmake.run import set_aside
 from shardmake.run.attempt import AttemptDir, SubmittedJob
 from shardmake.run.attempt_history import excluded_nodes, next_fallback, suspected_nodes
+from shardmake.run.attempt_owner import claim, claim_next
 from shardmake.run.disk_budget import check_run, checkpoint_size, warn_of_purge
 from shardmake.run.paths import RunDir, short_path
 from shardmake.run.plan import Choice, MemoryEstimates, Plan
@@ -35,13 +39,37 @@ WaitUntilSlot = Callable[[list[str] | None], NoReturn]
 
 def submit(training: Training) -> SubmittedJob:
     """Submit the next attempt and record its job."""
-    check_stop_file(training.rundir)
-    number = training.last_attempt() + 1
-    folder = AttemptDir(training.attempt_dir(number).root.resolve())
+    folder = _next_folder(training)
     wait = partial(_wait_for_slot, training, folder)
     slot = job_name(training.rundir.root), training.cluster.trainings_per_user, wait
     if training.uses_slurm:
         require_slot(*slot)
+    plan = _prepare(training, folder)
+    with submission_slot(*slot) if training.uses_slurm else contextlib.nullcontext():
+        job = _record(training, folder, _submit_without_failed_nodes(training, folder, plan))
+    training.has_waited = False
+    return job
+
+
+def restart(training: Training, running: SubmittedJob) -> SubmittedJob | None:
+    """Start the next attempt in the ``running`` job, whose workers wait; None if they waited too long."""
+    folder = _next_folder(training)
+    _prepare(training, folder)
+    if claim_next(training.attempt_dir(running.attempt), folder.root.name) != folder.root.name:
+        remove(folder.root)
+        return None
+    logger.info("Job %s starts its ranks again, on the same nodes.", running.id)
+    claim(folder, running.id)
+    return _record(training, folder, running.id)
+
+
+def _next_folder(training: Training) -> AttemptDir:
+    check_stop_file(training.rundir)
+    return AttemptDir(training.attempt_dir(training.last_attempt() + 1).root.resolve())
+
+
+def _prepare(training: Training, folder: AttemptDir) -> Plan:
+    """Write the files of the attempt in ``folder``, choose its checkpoint, and return its plan."""
     check_run(training.rundir)
     warn_of_purge(training.rundir, training.cluster.purge_days)
     unlink(training.rundir.train_receipt)
@@ -51,7 +79,7 @@ def submit(training: Training) -> SubmittedJob:
     copy_rendered(training.rundir, training.plan, fallback, folder.root)
     checkpoint = _prepare_resume(training, folder, plan)
     attempt_settings(
-        number,
+        int(folder.root.name),
         training.rundir.root,
         training.cluster,
         plan,
@@ -64,19 +92,23 @@ def submit(training: Training) -> SubmittedJob:
         if training.cluster.accelerator == "cpu"
         else MemoryEstimates.read(training.rundir.memory).gpu_memory,
     ).write(folder.settings)
-    with submission_slot(*slot) if training.uses_slurm else contextlib.nullcontext():
-        id = _submit_without_failed_nodes(training, folder, plan)
-        job = SubmittedJob(id=id, attempt=number, submitted=time.time())
-        job.write(training.rundir.job)
-    training.has_waited = False
+    return plan
+
+
+def _record(training: Training, folder: AttemptDir, id: str) -> SubmittedJob:
+    """Record the job of the attempt in ``folder``."""
+    attempt, plan = folder.read(), Plan.read(folder.plan)
+    job = SubmittedJob(id=id, attempt=attempt.number, submitted=time.time())
+    job.write(training.rundir.job)
+    resumed = f"resuming from {Path(attempt.resume_from).name}" if attempt.resume_from else None
     logger.info(
         "Attempt %d: job %s, %s on %s x %s, %s. Logs: %s",
-        number,
+        job.attempt,
         job.id,
         plan.choice.strategy,
         plural(plan.choice.nodes, "node"),
         plural(plan.choice.processes_per_node, "rank"),
-        f"resuming from {checkpoint.name}" if checkpoint else training.run.script or "from the base model",
+        resumed or training.run.script or "from the base model",
         short_path(folder.root),
     )
     return job

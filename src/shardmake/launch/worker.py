@@ -33,6 +33,7 @@ from shardmake.launch.flight_recorder import recorder_variables
 from shardmake.launch.gpu_use import GpuSampler
 from shardmake.launch.preflight import PreflightError, check_node
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError, address_file, run_rendezvous, wait_for_address
+from shardmake.launch.restart import adopt_orphans, end_descendants, wait_for_next
 from shardmake.launch.resume import again_file, prepare_restart, read_settings
 from shardmake.launch.resume_validation import DamagedCheckpointError, confirm_damage, validate_inputs, validate_share
 from shardmake.launch.service import (
@@ -57,6 +58,7 @@ from shardmake.run.attempt import (
     host_name,
     restarts,
 )
+from shardmake.run.attempt_owner import NONE, claim_next
 from shardmake.run.plan import Plan
 from shardmake.run.training_settings import TrainingSettings, script_environment
 
@@ -94,7 +96,7 @@ def node_name(rank: int) -> str | None:
 
 
 class StopRequest:
-    """Creates the attempt's stop file on a signal; later signals are the same request."""
+    """Creates the attempt's stop file on a signal; later signals are the same request, also in the next attempt."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -107,18 +109,28 @@ class StopRequest:
             self.signal_name = signal.Signals(number).name
         open_file(self.file, "a").close()
 
+    def follow(self, file: Path) -> None:
+        """Continue with the stop file of the attempt that follows in the job."""
+        self.file = file
+        if self.signal_name:
+            open_file(file, "a").close()
 
-def run_slurm_task(attempt_folder: Path) -> int:
-    """Run the worker of this Slurm task and return its status, with which the task must not end: srun ends the step.
+
+def run_slurm_task(attempt_folder: Path, stop: StopRequest | None = None) -> AttemptDir | None:
+    """Run the worker of this Slurm task; return the attempt that follows in the job, None if the job ends.
+
+    The task must not end with the worker's status: srun would end the step.
 
     Raises:
         SystemExit: this node failed and another left no exit record, so that srun ends the step.
     """
     # One task runs per node, so the task's rank is the node's.
-    status = main(attempt_folder, WorkerNode(int(os.environ["SLURM_PROCID"]), restarts()))
-    if status and not _all_nodes_exited(AttemptDir(attempt_folder)):
+    folder = AttemptDir(attempt_folder)
+    status = main(attempt_folder, WorkerNode(int(os.environ["SLURM_PROCID"]), restarts()), stop)
+    in_place = folder.settings.exists() and folder.read().restart_in_place
+    if (status or in_place) and not _all_nodes_exited(folder) and status:
         sys.exit("Ending the step: another node left no exit record and may hang.")
-    return status
+    return wait_for_next(folder) if in_place else None
 
 
 def _all_nodes_exited(folder: AttemptDir) -> bool:
@@ -138,15 +150,16 @@ def _wait_for(condition: Callable[[], bool], folder: AttemptDir, seconds: float 
     return found
 
 
-def main(attempt_folder: Path, node: WorkerNode) -> int:
+def main(attempt_folder: Path, node: WorkerNode, stop: StopRequest | None = None) -> int:
     """Run the ranks of this node, and return the launcher's exit status.
 
     If a node finds the checkpoint damaged, the job keeps its nodes, and all of them start again from an older one.
     """
     folder = AttemptDir(attempt_folder)
+    stop = stop or StopRequest(folder.stop_file)
     while True:
         os.environ[START_VARIABLE] = str(node.start)
-        status = _run_node(folder, node)
+        status = _run_node(folder, node, stop)
         if not _starts_again(folder, node):
             return status
         node = replace(node, start=node.start + 1)
@@ -173,10 +186,9 @@ def _starts_again(folder: AttemptDir, node: WorkerNode) -> bool:
     return True
 
 
-def _run_node(folder: AttemptDir, node: WorkerNode) -> int:
+def _run_node(folder: AttemptDir, node: WorkerNode, stop: StopRequest) -> int:
     """Run the ranks of this node once, write the exit record, and return the launcher's exit status."""
     attempt = folder.read()
-    stop = StopRequest(folder.stop_file)
     started, killed_before = time.time(), oom_kills()
     phase, returncode, message, damaged = "rendezvous", None, "", list[str]()
     culprit: str | None = host_name()
@@ -278,6 +290,8 @@ def _run_ranks(
         recorder = {} if attempt.accelerator == "cpu" else recorder_variables(folder, pipes)
         beats = pipes / "heartbeat"
         environment = _inherited_environment() | recorder | variables | {HEARTBEATS_VARIABLE: str(beats)}
+        if attempt.restart_in_place:
+            adopt_orphans()
         gpus = GpuSampler(environment.get("CUDA_VISIBLE_DEVICES"))
         watchdog = Watchdog(folder, ranks, attempt.world_size, attempt.hang_seconds, beats, gpus.means)
         process, output = start_program(command, environment, folder.log(node.rank))
@@ -287,6 +301,8 @@ def _run_ranks(
             return _wait(process, watchdog, pipes, kernels)
         finally:
             gpus.ended.set()
+            if attempt.restart_in_place and not end_descendants():
+                claim_next(folder, NONE)
             output.wait()
             watchdog.publish()
             remove_local_files(folder, attempt)

@@ -42,6 +42,7 @@ class Attempt(RunFile):
     resume_from: str | None = Field(description="Checkpoint to resume from, absolute; None to start from step 0.")
     start: int = Field(0, description="How often the ranks had been started before these settings were written.")
     again: int = Field(0, description="How often the job itself started its ranks again, from another checkpoint.")
+    restart_in_place: bool = Field(False, description="Failed ranks are started again in the running job, if possible.")
     finished: bool = Field(False, description="The restarted job has nothing to train: its last step is committed.")
     settings_digest: str = Field(description="Digest of the settings that define the result.")
     result_settings: dict[str, str] = Field(
@@ -248,6 +249,9 @@ class AttemptDir:
     )
     owner = BelowRoot(
         "owner", "Folder of one empty file, named after the Slurm job that the attempt belongs to (`attempt_owner`)."
+    )
+    next = BelowRoot(
+        "next", "Folder of one empty file: the attempt that follows in the same job, or `none` (restart in place)."
     )
     services = BelowRoot("services", "Folder of the services' addresses, one file per start of the job and node.")
     stop_file = BelowRoot("STOP", "Created by a worker that received a signal: the ranks save and stop.")

@@ -15,7 +15,7 @@ from shardmake.launch.jobs import ActiveJob, LocalJobs, job_name
 from shardmake.launch.slurm_jobs import SlurmJobs, lead_seconds, run_slurm, submit_with_retry
 from shardmake.launch.slurm_states import JobState, parse_rows
 from shardmake.run.attempt import AttemptDir
-from shardmake.run.attempt_owner import claim
+from shardmake.run.attempt_owner import claim, claim_next
 from shardmake.run.paths import RunDir
 from tests.checkpoint_record import commit_checkpoint
 from tests.programs import install_programs
@@ -180,8 +180,12 @@ def test_a_job_that_appears_after_the_repeated_sbatch_is_cancelled(
     with (tmp_path / "queue").open("a") as queue:
         queue.write(f"7|PENDING|||||{script}\n")
     assert slurm.jobs.find() == ActiveJob("8", 1) and slurm.lines("cancelled") == ["7"]
-    AttemptDir(tmp_path / "train/attempts/002").root.mkdir()
-    assert slurm.jobs.find() is None and slurm.lines("cancelled") == ["7", "8", "7"]
+    restarted = AttemptDir(tmp_path / "train/attempts/002")
+    restarted.root.mkdir()
+    claim_next(slurm.attempt, "002")  # job 8 continues there
+    assert slurm.jobs.find() == ActiveJob("8", 2) and claim(restarted, "9") == "8"
+    AttemptDir(tmp_path / "train/attempts/003").root.mkdir()
+    assert slurm.jobs.find() is None and slurm.lines("cancelled") == ["7", "7", "8", "7"]
 
 
 def test_a_command_that_cannot_start_returns_status_127(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Parse the output of Slurm's commands."""
 
+from datetime import datetime
+
 import pytest
 
 from shardmake.launch.slurm_states import (
@@ -9,6 +11,7 @@ from shardmake.launch.slurm_states import (
     is_no_such_job,
     parse_rows,
     parse_scontrol,
+    parse_seconds_left,
     parse_state,
 )
 from shardmake.launch.watcher import PATIENCE
@@ -61,6 +64,15 @@ def test_a_preempted_job_may_have_another_state(name: str) -> None:
     text = "JobId=12 JobName=x JobState={} NodeList=c1 PreemptEligibleTime=2026-11-21T10:00:00 PreemptTime={}"
     assert parse_scontrol(text.format(name, "2026-11-21T10:05:00")).name == "PREEMPTED"
     assert parse_scontrol(text.format(name, "None")).name == name
+
+
+@pytest.mark.parametrize(
+    ("end", "seconds"), [("2026-11-21T10:05:00", 300.0), ("Unknown", 0.0), ("2026-11-21T09:59:00", -60.0)]
+)
+def test_the_time_left_of_a_job(end: str, seconds: float) -> None:
+    text = f"   StartTime=2026-11-21T09:00:00 EndTime={end} Deadline=N/A"
+    assert parse_seconds_left(text, datetime(2026, 11, 21, 10)) == seconds
+    assert parse_seconds_left("slurm_load_jobs error", datetime.now()) == 0
 
 
 def test_a_missing_answer_is_not_the_end_of_a_job() -> None:

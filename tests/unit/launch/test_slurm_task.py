@@ -1,13 +1,14 @@
 """A Slurm task that must not work on its attempt ends at once."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from shardmake.launch import slurm_task
 from shardmake.launch.rendezvous import Rendezvous
 from shardmake.run.attempt import AttemptDir
-from shardmake.run.attempt_owner import NOBODY, claim
+from shardmake.run.attempt_owner import NOBODY, claim, claim_next
 from tests.unit.launch.fake_run import write_attempt
 from tests.unit.plans import make_plan
 
@@ -18,7 +19,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     found: list[Path] = []
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
-    monkeypatch.setattr(slurm_task, "run_slurm_task", found.append)
+    monkeypatch.setattr(slurm_task, "run_slurm_task", lambda attempt, stop: found.append(attempt))
+    monkeypatch.setattr(slurm_task, "StopRequest", Mock())
     return found
 
 
@@ -65,3 +67,23 @@ def test_another_job_ends_without_touching_the_attempt(
     slurm_task.main(attempt)
     assert not started and sorted(tmp_path.rglob("*")) == before
     assert capsys.readouterr().out == f"Job 7 ends without training: {reason}.\n"
+
+
+def test_a_job_follows_its_attempts_also_after_a_restart_by_slurm(
+    tmp_path: Path, started: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first attempt chooses the second one while the job runs; a requeued job begins with the last one."""
+    attempts = [tmp_path / name for name in ("001", "002")]
+
+    def run(attempt: Path, stop: object) -> AttemptDir | None:
+        started.append(attempt)
+        if attempt == attempts[1]:
+            return None
+        attempts[1].mkdir()
+        return AttemptDir(attempt.with_name(claim_next(AttemptDir(attempt), "002")))
+
+    monkeypatch.setattr(slurm_task, "run_slurm_task", run)
+    attempts[0].mkdir()
+    slurm_task.main(attempts[0])
+    slurm_task.main(attempts[0])
+    assert started == [*attempts, attempts[1]]

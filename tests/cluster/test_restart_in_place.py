@@ -1,0 +1,118 @@
+"""Failed ranks start again inside the running job; each training ends with the result of an undisturbed one."""
+
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from shardmake.core.errors import STOPPED
+from tests.cluster import faults as f
+from tests.cluster.baseline import BaselineRuns, Fault, assert_equals_baseline, recover_from
+from tests.cluster.fault_run import FaultRun
+
+pytestmark = [pytest.mark.cluster, pytest.mark.training, pytest.mark.faults, pytest.mark.timeout(3600)]
+STEPS = {"max_steps": 60}
+IN_PLACE = {"slurm": {"restart_in_place": True}} | STEPS
+
+
+@pytest.fixture(params=["ddp"])
+def prepared(run: FaultRun, baseline_run: BaselineRuns, request: pytest.FixtureRequest) -> Callable[[], None]:
+    """Configure a run that restarts in place, and return the comparison of its result with an undisturbed one."""
+    run.repair()
+    baseline = baseline_run(request.param, **STEPS)
+    run.configure(request.param, **IN_PLACE)
+    return lambda: assert_equals_baseline(run, baseline)
+
+
+def jobs(run: FaultRun) -> list[str]:
+    """Return the job of each attempt."""
+    return [record["job"] for record in run.history()]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "faults", "restarts"),
+    [
+        ("ddp", [f.kill_rank, f.kill_rank, f.stop_rank], {1, 2, 3}),
+        ("zero3", [f.kill_rank_between_files_of_a_save, f.flip_a_shard, f.kill_worker], {1, 2}),
+        ("fsdp", [f.kill_rank_after_a_save, f.preempt, f.kill_node], {1}),
+    ],
+)
+def test_the_same_job_trains_on_unless_it_lacks_a_node(
+    run: FaultRun, baseline_run: BaselineRuns, strategy: str, faults: list[Fault], restarts: set[int]
+) -> None:
+    """``restarts`` are the attempts after which the ranks start again in place."""
+    run.repair()
+    baseline = baseline_run(strategy, **STEPS)
+    run.configure(strategy, **IN_PLACE)
+    recover_from(run, faults, baseline)
+    found = jobs(run)
+    assert {number for number in range(1, len(found)) if found[number - 1] == found[number]} == restarts, run.log()
+    assert len(set(found)) == len(found) - len(restarts)
+    ports = [attempt.root / "rendezvous/start-0.json" for attempt in run.attempts()]
+    assert len({port.read_text() for port in ports}) == len(found)
+
+
+def end_ranks(run: FaultRun, attempt: int = 1) -> None:
+    """Kill a rank, and wait until the workers of both nodes wait for the driver."""
+    beat = run.wait_for_checkpoint(attempt)
+    folder = run.attempts()[-1]
+    run.send("KILL", beat.pid, beat.host)
+    run.cluster.wait_until(lambda: folder.count_exits() == 2, "the ends of both nodes", timeout=200)
+
+
+def test_a_job_that_is_cancelled_while_it_waits_stays_cancelled(run: FaultRun, prepared: Callable[[], None]) -> None:
+    run.start()
+    run.slow(0.5)
+    run.wait_for_steps(1)
+    assert run.driver
+    run.driver.send_signal(signal.SIGSTOP)
+    end_ranks(run)
+    job = run.job()
+    run.cluster.run(["scancel", job])
+    run.cluster.wait_job(job, "CANCELLED", timeout=30)
+    run.driver.send_signal(signal.SIGCONT)
+    assert run.wait() == STOPPED, run.log()
+    run.slow(0)
+    run.start()
+    assert run.wait() == 0, run.log()
+    assert run.ends() == ["cancelled by a person", "finished"] and len(set(jobs(run))) == 2
+    prepared()
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_killed_driver_leaves_the_job_for_its_successor_or_to_its_end(
+    run: FaultRun, prepared: Callable[[], None], returns: bool
+) -> None:
+    run.start()
+    run.slow(0.5)
+    run.wait_for_steps(1)
+    f.kill(run)
+    end_ranks(run)
+    job = run.job()
+    if not returns:
+        run.cluster.wait_job(job, "COMPLETED", timeout=100)
+    run.slow(0)
+    run.start()
+    assert run.wait() == 0, run.log()
+    assert run.ends()[-1] == "finished" and run.ends()[0] in f.KILLED
+    assert (jobs(run) == [job, job]) == returns
+    prepared()
+
+
+@pytest.mark.parametrize(("order", "in_place"), [("kill-before-record", True), ("kill-before-claim", False)])
+def test_a_driver_that_is_killed_while_it_restarts_the_ranks(
+    run: FaultRun, prepared: Callable[[], None], order: str, in_place: bool
+) -> None:
+    """Its successor adopts the attempt in the running job, or cancels the job, whose attempt was not begun."""
+    run.start()
+    run.slow(0.5)
+    run.wait_for_steps(1)
+    run.order(order)
+    end_ranks(run)
+    assert run.wait() == -9, run.log()
+    run.slow(0)
+    run.start()
+    assert run.wait() == 0, run.log()
+    assert run.ends()[0] in f.KILLED and run.ends()[1:] == ["finished"]
+    assert (len(set(jobs(run))) == 1) == in_place
+    prepared()

@@ -1,0 +1,215 @@
+"""Workers that wait for the driver after their ranks failed, and the driver's decision to restart them in place."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shardmake.config.models import Slurm
+from shardmake.core.errors import ShardmakeError, StopRequestedError
+from shardmake.launch import submission
+from shardmake.launch.driver import drive
+from shardmake.launch.restart import wait_for_next, waits_for_driver
+from shardmake.launch.slurm_states import JobState, JobStatus
+from shardmake.launch.training import Training
+from shardmake.launch.worker import StopRequest
+from shardmake.run.attempt import AttemptDir
+from shardmake.run.attempt_history import load_history
+from shardmake.run.attempt_owner import NONE, claim, claim_next, last_in_job, next_in_job
+from shardmake.run.plan import Fallback, Plan
+from tests.finished_run import make_exit
+from tests.unit.launch.fake_run import FakeJobs, FakeRun, fails, write_attempt
+from tests.unit.plans import make_plan
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> AttemptDir:
+    """Return an attempt on two nodes whose ranks were killed."""
+    folder = AttemptDir(tmp_path / "runs/demo/train/attempts/001")
+    attempt = write_attempt(folder, make_plan("zero2"))
+    attempt.model_copy(update={"nodes": 2, "restart_in_place": True}).write(folder.settings)
+    for node in range(2):
+        make_exit(node, phase="training", returncode=1).write(folder.exit_record(node))
+    return folder
+
+
+def change_exit(folder: AttemptDir, **values: Any) -> None:
+    make_exit(1, **{"phase": "training", "returncode": 1} | values).write(folder.exit_record(1))
+
+
+def test_the_workers_wait_for_the_attempt_that_the_driver_chooses(folder: AttemptDir) -> None:
+    driver = threading.Timer(0.5, claim_next, (folder, "002"))
+    driver.start()
+    assert wait_for_next(folder) == AttemptDir(folder.root.with_name("002"))
+    assert last_in_job(folder, "7") == folder, "it belongs to no job"
+    claim(folder, "8")
+    assert last_in_job(folder, "7") == folder and last_in_job(folder, "8").root.name == "002"
+
+
+@pytest.mark.parametrize("why", ["time", "stop", "run stop", "decided"])
+def test_the_first_decision_counts(folder: AttemptDir, why: str) -> None:
+    """Workers that timed out, or must stop, leave no attempt to a driver that answers later."""
+    if why == "stop":
+        folder.stop_file.touch()
+    if why == "run stop":
+        folder.read().rundir.stop_file.touch()
+    if why == "decided":
+        claim_next(folder, NONE)
+    assert wait_for_next(folder, 0.3 if why == "time" else 60) is None
+    assert claim_next(folder, "002") == NONE
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"returncode": None, "phase": "preflight", "message": "no scratch"},
+        {"stop_signal": "SIGUSR2"},
+        {"oom_kills": 1},
+        {"phase": "rendezvous", "message": "no answer"},
+    ],
+)
+def test_nodes_that_cannot_train_on_do_not_wait(folder: AttemptDir, values: dict[str, Any]) -> None:
+    assert waits_for_driver(folder)
+    change_exit(folder, **values)
+    assert not waits_for_driver(folder)
+
+
+def test_nothing_waits_before_the_last_node_or_after_a_success(folder: AttemptDir) -> None:
+    folder.exit_record(1).unlink()
+    assert not waits_for_driver(folder)
+    for node in range(2):
+        make_exit(node, phase="training", returncode=0).write(folder.exit_record(node))
+    assert not waits_for_driver(folder)
+
+
+def test_a_signal_between_two_attempts_stops_the_second_one(tmp_path: Path) -> None:
+    stop = StopRequest.__new__(StopRequest)
+    stop.file, stop.signal_name = tmp_path / "first", None
+    stop.follow(tmp_path / "second")
+    assert not (tmp_path / "second").exists()
+    stop._on_signal(10, None)
+    stop.follow(tmp_path / "third")
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["second", "third"]
+
+
+ORPHAN = """
+import subprocess, sys
+quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+print(subprocess.Popen(["sleep", "1000"], **quiet).pid, flush=True)
+"""
+WORKER = f"""
+import subprocess, sys, psutil
+from shardmake.launch.restart import adopt_orphans, end_descendants
+adopt_orphans()
+orphan = int(subprocess.run([sys.executable, "-c", {ORPHAN!r}], capture_output=True, check=True).stdout)
+assert psutil.pid_exists(orphan)
+print(orphan, end_descendants())
+"""
+
+
+def test_a_process_whose_parent_ended_ends_with_the_ranks() -> None:
+    printed = subprocess.run([sys.executable, "-c", WORKER], capture_output=True, check=True, text=True).stdout.split()
+    assert printed[1] == "True" and not psutil.pid_exists(int(printed[0]))
+
+
+class RunningJobs(FakeJobs):
+    """An executor whose jobs run on until nothing follows in them."""
+
+    left = 10_000.0
+
+    def submit(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> str:
+        self.folder = folder
+        return claim(folder, super().submit(folder, plan, excluded))
+
+    def status(self, job: str) -> JobStatus:
+        """A job ends once its last attempt has ended with nothing to follow; each new attempt ends at once."""
+        last = last_in_job(self.folder, job)
+        if not last.exits():
+            self.ends.pop(0)(last)
+        if waits_for_driver(last):
+            return JobStatus(JobState.RUNNING, "RUNNING")
+        return super().status(job)
+
+    def seconds_left(self, job: str) -> float:
+        return self.left
+
+
+def crashes(folder: AttemptDir) -> None:
+    for node in range(folder.read().nodes):
+        make_exit(node, returncode=1).write(folder.exit_record(node))
+
+
+def out_of_memory(folder: AttemptDir) -> None:
+    crashes(folder)
+    fails("OutOfMemoryError", "CUDA out of memory.")(folder)
+
+
+def breaks(folder: AttemptDir) -> None:
+    crashes(folder)
+    fails("ValueError", "bad label")(folder)
+
+
+def history(demo: FakeRun, jobs: FakeJobs, *, in_place: bool = True) -> list[tuple[str, str]]:
+    """Return job and end of each attempt of a driver that stops with an error."""
+    with pytest.raises(ShardmakeError):
+        drive(demo.load(jobs, executor="slurm", slurm=Slurm(restart_in_place=in_place)))
+    assert all(record.attempt == number for number, record in enumerate(load_history(demo.rundir.attempt_history), 1))
+    return [(record.job, record.end) for record in load_history(demo.rundir.attempt_history)]
+
+
+@pytest.fixture(autouse=True)
+def _free_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submission, "cached_squeue", lambda *_: "")
+
+
+KILLED, ERROR = "a process was killed", "error in the training"
+
+
+def test_crashes_restart_in_the_same_job_until_the_cap(demo: FakeRun) -> None:
+    assert history(demo, RunningJobs(*[crashes] * 3)) == [("1", KILLED)] * 3
+
+
+def test_without_the_key_each_attempt_has_its_own_job(demo: FakeRun) -> None:
+    assert history(demo, FakeJobs(*[crashes] * 3), in_place=False) == [("1", KILLED), ("2", KILLED), ("3", KILLED)]
+
+
+def test_an_error_in_the_training_ends_the_job(demo: FakeRun) -> None:
+    jobs = RunningJobs(crashes, breaks)
+    assert history(demo, jobs) == [("1", KILLED), ("1", ERROR)]
+    assert next_in_job(AttemptDir(demo.rundir.attempts / "002")) == NONE
+
+
+def test_a_job_near_its_limit_is_replaced(demo: FakeRun) -> None:
+    jobs = RunningJobs(crashes, breaks)
+    jobs.left = 479
+    assert history(demo, jobs) == [("1", KILLED), ("2", ERROR)]
+
+
+@pytest.mark.parametrize(("memory", "jobs"), [(0, ["1", "1"]), (1, ["1", "2"])])
+def test_a_fallback_takes_the_job_unless_it_needs_more_of_it(demo: FakeRun, memory: int, jobs: list[str]) -> None:
+    has = demo.plan.resources["train"].memory_gib
+    fallback = Fallback(choice=demo.plan.choice, host_memory=1 << 30, memory_gib=has + memory)
+    demo.plan = demo.plan.model_copy(update={"fallbacks": [fallback]})
+    assert [job for job, _ in history(demo, RunningJobs(out_of_memory, breaks))] == jobs
+
+
+def test_workers_that_gave_up_get_no_attempt(demo: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def give_up(training: Training, folder: AttemptDir, plan: Plan) -> None:
+        if folder.root.name == "002":
+            claim_next(AttemptDir(folder.root.with_name("001")), NONE)
+
+    monkeypatch.setattr(submission, "_prepare_resume", give_up)
+    assert history(demo, RunningJobs(crashes, breaks)) == [("1", KILLED), ("2", ERROR)]
+
+
+def test_a_stop_while_the_workers_wait_lasts(demo: FakeRun) -> None:
+    def stop(folder: AttemptDir) -> None:
+        crashes(folder)
+        demo.rundir.stop_file.touch()
+
+    with pytest.raises(StopRequestedError):
+        drive(demo.load(RunningJobs(stop), executor="slurm", slurm=Slurm(restart_in_place=True)))
