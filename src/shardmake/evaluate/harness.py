@@ -28,10 +28,8 @@ def prepare_tasks(evaluation: Evaluation) -> None:
     for name in evaluation.lm_eval:
         if name not in manager.all_tasks:
             raise ConfigError(f"evaluation.lm_eval: unknown task {name!r}.{nearest(name, manager.all_tasks)}")
-    from lm_eval.tasks import get_task_dict
-
     try:
-        get_task_dict(list(evaluation.lm_eval), manager)
+        manager.load(list(evaluation.lm_eval))
     except (OSError, ValueError) as error:  # datasets raises these for data that is neither cached nor reachable
         raise DataError(
             f"Cannot read the data of the lm_eval tasks {', '.join(evaluation.lm_eval)}: {error}\n"
