@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 from shardmake.config.models import Run
 from shardmake.core.errors import ConfigError
-from shardmake.data.encode import encode_prompt
 from shardmake.evaluate.scores import IGNORED, Example, Examples
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ def check_prompts(run: Run) -> None:
         return
     from transformers import AutoConfig
 
-    from shardmake.data.examples import load_tokenizer
+    from shardmake.run.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(run)
     positions = _positions(
@@ -57,6 +56,8 @@ def as_prompt(
     from jinja2 import TemplateError
 
     if tokenizer.chat_template is None:
+        from shardmake.data.encode import encode_prompt
+
         return encode_prompt(tokenizer, prompt)
     conversation = [{"role": "user", "content": prompt}]
     try:

@@ -7,7 +7,8 @@ import pytest
 from transformers import LlamaConfig
 
 from shardmake.core.errors import ConfigError, DataError
-from shardmake.data import check_first_rows, prepare, preview
+from shardmake.data.check import check_first_rows
+from shardmake.data.stage import prepare, preview
 from shardmake.run.paths import RunDir
 from tests.unit.data.test_encode import MARKED, chat, make_tokenizer
 from tests.unit.data.test_stage import make_run, write_rows

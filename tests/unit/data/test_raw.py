@@ -11,9 +11,11 @@ from shardmake.config.inputs import check_inputs, local_files
 from shardmake.config.load import parse_config
 from shardmake.config.models import Run
 from shardmake.core.errors import ConfigError, DataError
-from shardmake.data import check_first_rows, check_raw, check_sources, prepare, preview
+from shardmake.data.check import check_first_rows, check_sources
+from shardmake.data.stage import prepare, preview
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import DataReceipt
+from shardmake.run.sources import check_raw
 from tests.unit.config.samples import RUN
 from tests.unit.data.test_encode import MARKED, make_tokenizer
 from tests.unit.data.test_stage import conversations, write_rows

@@ -8,7 +8,8 @@ from typing import Any
 import datasets
 import pytest
 
-from shardmake.data import check_first_rows, check_sources, prepare
+from shardmake.data.check import check_first_rows, check_sources
+from shardmake.data.stage import prepare
 from shardmake.run.paths import RunDir
 from tests.unit.data.test_encode import chat
 from tests.unit.data.test_stage import make_run, model, write_rows

@@ -6,22 +6,14 @@ from typing import Any, cast
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import LlamaConfig, MistralConfig, Qwen3Config
 
 from shardmake.data import varlen
 from shardmake.data.dataset import IGNORED, Collator
 from shardmake.data.varlen import KernelLimitError, plain_varlen, register_cpu_kernel, register_varlen, varlen_attention
+from tests.unit.data.test_isolation import ATTENTION, make_model
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-CONFIGS = [LlamaConfig(**SIZES), Qwen3Config(**SIZES), MistralConfig(**SIZES, sliding_window=4)]
+CONFIGS = [LlamaConfig(**ATTENTION), Qwen3Config(**ATTENTION), MistralConfig(**ATTENTION, sliding_window=4)]
 LENGTHS = [[7, 12, 1], [9], [3, 4]]
 """Tokens of the examples in each sequence of a batch."""
 
@@ -48,11 +40,7 @@ def kernel() -> None:
 
 @pytest.fixture(params=CONFIGS, ids=lambda config: config.model_type)
 def model(request: pytest.FixtureRequest) -> Any:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(request.param, attn_implementation="varlen")
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model
+    return make_model(request.param, attn_implementation="varlen")
 
 
 def make_items() -> list[dict[str, torch.Tensor]]:
