@@ -30,10 +30,7 @@ class KernelLimitError(ModelError):
 
 
 def register_varlen() -> None:
-    """Make the kernel known to transformers, whose models then take ``attn_implementation="varlen"``.
-
-    It gets no function for masks, so transformers creates none and does not wait for the GPU to find the boundaries.
-    """
+    """Let models take ``attn_implementation="varlen"``, with no function for masks: it would wait for the GPU."""
     from transformers import AttentionInterface
 
     AttentionInterface.register("varlen", varlen_attention)

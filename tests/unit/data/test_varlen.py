@@ -69,20 +69,15 @@ def examples_alone() -> list[dict[str, Any]]:
     return alone
 
 
-def test_a_flat_batch_has_the_loss_and_gradients_of_its_examples_with_eager_attention(model: Any) -> None:
-    batch = Collator(24, pad_token_id=0, packing=True, flat=True)(make_items())
-    assert batch["input_ids"].shape == (1, 3 * 24)
+@pytest.mark.parametrize("flat", [True, False], ids=["a flat batch of examples", "padded rows"])
+def test_loss_and_gradients_are_those_of_eager_attention(model: Any, flat: bool) -> None:
+    items = make_items() if flat else [{**item, "labels": item["input_ids"]} for item in make_items()]
+    batch = Collator(24, pad_token_id=0, packing=flat, flat=flat)(items)
+    assert batch["input_ids"].shape == ((1, 3 * 24) if flat else (3, 24))
     found = loss_and_gradients(model, [batch])
     model.set_attn_implementation("eager")
-    torch.testing.assert_close(found, loss_and_gradients(model, examples_alone()), rtol=1e-4, atol=1e-4)
-
-
-def test_padded_rows_have_the_loss_and_gradients_of_eager_attention(model: Any) -> None:
-    items = [{**item, "labels": item["input_ids"]} for item in make_items()]
-    batch = Collator(24, pad_token_id=0, packing=False, flat=False)(items)
-    found = loss_and_gradients(model, [batch])
-    model.set_attn_implementation("eager")
-    torch.testing.assert_close(found, loss_and_gradients(model, [batch]), rtol=1e-4, atol=1e-4)
+    expected = loss_and_gradients(model, examples_alone() if flat else [batch])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def tensors(width: int = 16, keys: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
