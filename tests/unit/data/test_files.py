@@ -19,18 +19,9 @@ from hypothesis import strategies as st
 
 from shardmake.config.models import Data
 from shardmake.core.errors import DataError, ShardmakeError
+from shardmake.data import sources
 from shardmake.data.files import open_row, raw_rows
-from shardmake.data.sources import (
-    EVAL_SPLITS,
-    TRAIN_SPLITS,
-    HubDataset,
-    Source,
-    count_rows,
-    first_rows,
-    identity,
-    locate,
-    locate_named,
-)
+from shardmake.data.sources import HubDataset, Source, count_rows, first_rows, identity, locate, locate_named
 
 COMPRESSORS: dict[str, Callable[[bytes], Any]] = {
     "": bytes,
@@ -180,7 +171,7 @@ def write_parquet(path: Path, rows: list[Any] = ROWS) -> Path:
 
 
 def examples(name: Path) -> list[Any]:
-    source = locate(str(name), Data(train=str(name)), TRAIN_SPLITS)
+    source = locate(str(name), Data(train=str(name)), sources.TRAIN_SPLITS)
     assert count_rows(source) == len(list(raw_rows(source.paths)))
     return [
         {key: value for key, value in open_row(row).example.items() if value is not None}
@@ -275,7 +266,7 @@ def test_parquet_files_without_rows_are_left_out(tmp_path: Path) -> None:
     row = {"prompt": "a", "completion": "b"}
     write_parquet(tmp_path / "b.parquet", [row])
     assert examples(tmp_path) == [row]
-    source = locate(str(tmp_path), Data(train=str(tmp_path)), TRAIN_SPLITS)
+    source = locate(str(tmp_path), Data(train=str(tmp_path)), sources.TRAIN_SPLITS)
     assert [row.place for row in map(open_row, raw_rows(source.paths))] == [f"{tmp_path}/b.parquet, row 1"]
 
 
@@ -333,12 +324,13 @@ def test_a_folder_with_both_kinds_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "splits"), [("org/name", TRAIN_SPLITS), ("org/name:train_sft", ("train_sft",)), ("o.g/n-1", TRAIN_SPLITS)]
+    ("name", "splits"),
+    [("org/name", sources.TRAIN_SPLITS), ("org/name:train_sft", ("train_sft",)), ("o.g/n-1", sources.TRAIN_SPLITS)],
 )
 def test_other_names_are_hub_data_sets(tmp_path: Path, name: str, splits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     data = Data(train=name, subset="main", revision="v1")
-    assert locate_named(name, data, TRAIN_SPLITS) == HubDataset(name.partition(":")[0], "main", "v1", splits)
+    assert locate_named(name, data, sources.TRAIN_SPLITS) == HubDataset(name.partition(":")[0], "main", "v1", splits)
 
 
 def test_identity_follows_the_content(tmp_path: Path) -> None:
@@ -370,7 +362,7 @@ def test_a_folder_follows_the_rules_of_the_hub(tmp_path: Path, names: list[str],
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write_jsonl(tmp_path / f"{name}.jsonl", [{"text": name}])
-    for splits, expected in ((TRAIN_SPLITS, trained), (EVAL_SPLITS, evaluated)):
+    for splits, expected in ((sources.TRAIN_SPLITS, trained), (sources.EVAL_SPLITS, evaluated)):
         if isinstance(expected, str):
             with pytest.raises(ShardmakeError, match=expected):
                 locate(str(tmp_path), Data(train=str(tmp_path)), splits)
@@ -386,10 +378,10 @@ def test_a_folder_of_files_follows_the_description_of_its_subsets(tmp_path: Path
     (tmp_path / "README.md").write_text(f"---\nconfigs:\n{subsets}---\n")
     for name in "ab":
         write_jsonl(tmp_path / f"{name}_test.jsonl", [{"text": name}])
-    source = locate(str(tmp_path), Data(train=str(tmp_path), subset="b"), TRAIN_SPLITS)
+    source = locate(str(tmp_path), Data(train=str(tmp_path), subset="b"), sources.TRAIN_SPLITS)
     assert [row.example for row in first_rows(source, 9)] == [{"text": "b"}]
     with pytest.raises(ShardmakeError, match=r"Config name is missing.*a.*b.*set data\.subset"):
-        locate(str(tmp_path), Data(train=str(tmp_path)), TRAIN_SPLITS)
+        locate(str(tmp_path), Data(train=str(tmp_path)), sources.TRAIN_SPLITS)
 
 
 ARGUMENTS = {"x": 1, "note": None}

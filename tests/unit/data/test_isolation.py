@@ -13,6 +13,7 @@ from shardmake.data.dataset import Collator, check_isolation
 
 SIZE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 ATTENTION = {**SIZE, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+CONFIGS = [LlamaConfig(**ATTENTION), Qwen3Config(**ATTENTION), MistralConfig(**ATTENTION, sliding_window=4)]
 CPU = torch.device("cpu")
 
 
@@ -26,10 +27,7 @@ def make_model(config: object, **options: str) -> torch.nn.Module:
 
 @pytest.mark.parametrize("flat", [False, True], ids=["rows", "flat"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize(
-    "config", [LlamaConfig(**ATTENTION), Qwen3Config(**ATTENTION), MistralConfig(**ATTENTION, sliding_window=4)],
-    ids=["llama", "qwen3", "mistral"],
-)  # fmt: skip
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
 def test_models_that_keep_examples_apart_pass(config: LlamaConfig, attention: str, flat: bool) -> None:
     config._attn_implementation = attention
     model = make_model(config).train()

@@ -25,7 +25,7 @@ from shardmake.data.check import check_first_rows, check_sources
 from shardmake.data.dataset import IGNORED, Sequences, collator
 from shardmake.data.stage import prepare
 from shardmake.run.paths import RunDir
-from tests.unit.data.test_encode import MARKED, chat, make_tokenizer
+from tests.unit.data.test_encode import MARKED, chat, make_tokenizer, shown
 from tests.unit.data.test_files import COMPRESSORS, as_csv
 
 LENGTH = 64
@@ -69,8 +69,6 @@ def make_run(model: Path, data: dict[str, Any], **changes: Any) -> Run:
 
 def decoded(model: Path, folder: Path, split: Any) -> list[str]:
     """Every example of a split, learned stretches in brackets."""
-    from tests.unit.data.test_encode import shown
-
     tokenizer, found = make_tokenizer(MARKED), []
     for item in (data := Sequences(folder, split)) and [data[i] for i in range(len(data))]:
         starts = (item["position_ids"] == 0).nonzero().flatten().tolist()
@@ -81,23 +79,18 @@ def decoded(model: Path, folder: Path, split: Any) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
-        ({"dtype": "nope"}, "nope"),
-        ({"attention_bias": "no"}, "expected bool"),
-    ],
-)
+REJECTED = [({"rms_norm_eps": "1e-6"}, "rms_norm_eps"), ({"dtype": "nope"}, "nope"), ({"attention_bias": 7}, "bool")]
+
+
+@pytest.mark.parametrize(("change", "words"), REJECTED)
 def test_a_config_that_transformers_rejects_is_refused_at_plan(
     model: Path, tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
     folder = shutil.copytree(model, tmp_path / "model")
     (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | change))
     run = make_run(folder, {"train": write_rows(tmp_path / "t.jsonl", conversations(4))})
-    with pytest.raises(
-        ShardmakeError, match=rf"^transformers rejects the config\.json of .*{words}.* Use the config\.json"
-    ):
+    message = rf"^transformers rejects the config\.json of .*{words}.* Use the config\.json"
+    with pytest.raises(ShardmakeError, match=message):
         check_first_rows(run)
 
 

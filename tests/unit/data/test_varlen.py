@@ -6,14 +6,13 @@ from typing import Any, cast
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import LlamaConfig, MistralConfig, Qwen3Config
+from transformers import LlamaConfig
 
 from shardmake.data import varlen
 from shardmake.data.dataset import IGNORED, Collator
 from shardmake.data.varlen import KernelLimitError, plain_varlen, register_cpu_kernel, register_varlen, varlen_attention
-from tests.unit.data.test_isolation import ATTENTION, make_model
+from tests.unit.data.test_isolation import CONFIGS, make_model
 
-CONFIGS = [LlamaConfig(**ATTENTION), Qwen3Config(**ATTENTION), MistralConfig(**ATTENTION, sliding_window=4)]
 LENGTHS = [[7, 12, 1], [9], [3, 4]]
 """Tokens of the examples in each sequence of a batch."""
 
