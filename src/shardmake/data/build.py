@@ -71,7 +71,7 @@ def build(run: Run, chat: ChatTemplate, parts: Sequence[Part], work: Path, cpus:
         "data_format": encoder.layout.format,
         "columns": dict(encoder.layout.columns),
         "loss_on_assistant": encoder.assistant_only,
-        "repeated": int(np.isin(*digests).sum()),
+        "repeated": int(np.isin(digests[0], digests[1]).sum()),
         **results,
     }
 

@@ -371,7 +371,7 @@ class ChatTemplate:
                 "conversations. Name a template with data.chat_template, use an instruction-tuned model, or provide "
                 "the data as prompt and completion text."
             )
-        found = (str(self.tokenizer.get_chat_template(tools=tools)) for tools in (None, []))
+        found = (str(self.tokenizer.get_chat_template(tools=tools)) for tools in (None, list[Any]()))
         return [fix_clock(one, self.day) if self.day else one for one in found]
 
     def _render(self, conversation: _Conversation | None, messages: Sequence[Message], *, header: bool = False) -> str:
