@@ -169,6 +169,8 @@ def as_written(text: str, texts: Sequence[str], real: str) -> list[str] | None:
 
     None if ``real`` is another text.
     """
+    if "".join(_fill_text(text, texts)) == real:
+        return list(texts)
     parts, numbers, _ = _split(text)
     found, at = list(texts), len(parts[0])
     for number, after in zip(numbers, parts[2::2], strict=True):

@@ -24,14 +24,9 @@ def check_prompts(run: Run) -> None:
     """Raise a `ConfigError` if a prompt of the run is too long for the base model, or its chat template rejects it."""
     if not run.evaluation.prompts:
         return
-    from transformers import AutoConfig
+    from shardmake.run.tokenizer import load_config, load_tokenizer
 
-    from shardmake.run.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(run)
-    positions = _positions(
-        AutoConfig.from_pretrained(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
-    )
+    tokenizer, positions = load_tokenizer(run), _positions(load_config(run))
     for prompt in run.evaluation.prompts:
         length = len(as_prompt(tokenizer, prompt, run.data.template_arguments))
         if positions is not None and length >= positions:

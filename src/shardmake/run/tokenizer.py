@@ -29,7 +29,7 @@ def load_tokenizer(run: Run) -> PreTrainedTokenizerBase:
     except (OSError, ValueError) as error:
         raise ModelError(f"Cannot load the tokenizer of {run.model!r}: {error}") from None
     except Exception:
-        _load_config(run)  # transformers reads it first; its error has advice
+        load_config(run)  # transformers reads it first; its error has advice
         raise
     if OBJECTIVES[run.objective].new_head and tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise ModelError(
@@ -71,7 +71,7 @@ def stop_ids(run: Run) -> set[int]:
     return set(found) if isinstance(found, list) else {found}
 
 
-def _load_config(run: Run) -> Any:
+def load_config(run: Run) -> Any:
     """Return the config of the run's model; raise `ModelError` if transformers rejects it."""
     try:
         return AutoConfig.from_pretrained(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
@@ -86,7 +86,7 @@ def _load_config(run: Run) -> Any:
 
 def check_vocabulary(run: Run, largest: int) -> None:
     """Raise `ModelError` for token ids beyond the embedding: every rank would fail with an index error."""
-    size = _load_config(run).get_text_config().vocab_size
+    size = load_config(run).get_text_config().vocab_size
     if largest >= size:
         raise ModelError(
             f"The tokenizer of {run.model!r} produces token id {largest}, but the model's vocab_size is {size}. "
