@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import datasets
@@ -20,7 +19,6 @@ from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.strategies import FSDP
 from shardmake.core.private_names import private
 from shardmake.data.dataset import Answered, Preferences
-from shardmake.run.paths import DATA_RECEIPT
 from shardmake.run.receipts import DataReceipt
 from shardmake.run.training_settings import FullMethod, TrainingSettings
 from shardmake.train.load_model import load_base, load_model, load_tokenizer
@@ -62,12 +60,6 @@ class PreferenceCollator:
     objective: str
     sequence_length: int
     pad_token_id: int
-
-    @classmethod
-    def of(cls, folder: Path, objective: str) -> "PreferenceCollator":
-        """Return the collator for the data in ``folder``."""
-        receipt = DataReceipt.read(folder / DATA_RECEIPT)
-        return cls(objective, receipt.settings.sequence_length, receipt.pad_token_id)
 
     def __call__(self, examples: Sequence[Answered]) -> dict[str, Any]:
         """Return the batch of ``examples``."""
@@ -190,7 +182,7 @@ def make_trl_trainer(
     examples: dict[str, Any] = {"train": Preferences(folder, "train"), "eval": Preferences(folder, "eval")}
     if OBJECTIVES[settings.objective].compares_batch:
         examples = {split: WithMismatched(found, choice.micro_batch_size) for split, found in examples.items()}
-    models: dict[str, Any] = {}
+    receipt, models = DataReceipt.read(attempt.rundir.data_receipt), dict[str, Any]()
     precomputed = has_copy = False
     if issubclass(kind, ReferencedTrainer):
         assert isinstance(objective, Referenced)
@@ -207,7 +199,7 @@ def make_trl_trainer(
         args=arguments,
         train_dataset=datasets.load_from_disk(str(folder / "train")),
         eval_dataset=datasets.load_from_disk(str(folder / "eval")),
-        data_collator=PreferenceCollator.of(folder, settings.objective),
+        data_collator=PreferenceCollator(settings.objective, receipt.settings.sequence_length, receipt.pad_token_id),
         processing_class=load_tokenizer(settings),
         callbacks=callbacks,
         model=model,
