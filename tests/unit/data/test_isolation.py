@@ -84,7 +84,7 @@ def test_the_check_of_a_compiled_model_leaves_the_training_graph_static() -> Non
 
     torch.compiler.reset()
     collator = Collator(64, 0, packing=True, flat=False)
-    model = torch.compile(make_model(LlamaConfig(**ATTENTION)), backend=record)
+    model: Any = torch.compile(make_model(LlamaConfig(**ATTENTION)), backend=record)
     check_isolation(model, collator, CPU)
     assert graphs == []
     ids = torch.arange(64) % 60
