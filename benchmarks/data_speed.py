@@ -45,8 +45,8 @@ TEMPLATES: Final = {
 OURS: Final = """
 import shardmake.data.build, shardmake.data.stage, trl.data_utils, datasets
 from shardmake.config.models import Run
-from shardmake.data import prepare
-from shardmake.data.examples import load_tokenizer
+from shardmake.data.stage import prepare
+from shardmake.run.tokenizer import load_tokenizer
 from shardmake.run.paths import RunDir
 run = Run.model_validate(request["run"])
 load_tokenizer(run)

@@ -42,10 +42,10 @@ from shardmake.run.own_files import check_refused
 from shardmake.run.paths import RUNS, RunDir
 from shardmake.run.record import check_format
 from shardmake.run.settings import recorded_settings
-from shardmake.run.sources import localize, require_weights
+from shardmake.run.sources import check_raw, localize, require_weights
 
 if TYPE_CHECKING:
-    from shardmake.data.check import Sampled
+    from shardmake.run.length import Sampled
 
 app = typer.Typer(
     cls=Grouped,
@@ -307,12 +307,13 @@ def estimate(
 
 def _check_data(run: Run, rundir: RunDir) -> "tuple[list[int], list[Sampled]]":
     """Return the rows of each source and the sampled ones, read in a process with limits that grow with the files."""
-    from shardmake.data import check_first_rows, check_sources
-    from shardmake.evaluate.prompts import check_prompts
 
     def read() -> "tuple[list[int], list[Sampled]]":
         if not run.trust_remote_code:
             import_without_torch()
+        from shardmake.data.check import check_first_rows, check_sources
+        from shardmake.evaluate.prompts import check_prompts
+
         found = check_sources(run), check_first_rows(run, rundir=rundir)
         check_prompts(run)
         return found
@@ -333,7 +334,6 @@ def plan(
     ] = False,
 ) -> None:
     """Estimate the memory of every strategy and choose the fastest that fits."""
-    from shardmake.data import estimate_length
     from shardmake.evaluate.backends import check_backend
     from shardmake.evaluate.harness import prepare_tasks
     from shardmake.launch.submission_check import check_submission, expected_starts
@@ -341,6 +341,7 @@ def plan(
     from shardmake.plan.stage import describe, describe_checkpoints, plan_offline, plan_run
     from shardmake.push.check import check_push
     from shardmake.render.script_arguments import check_script_arguments
+    from shardmake.run.length import estimate_length
     from shardmake.run.plan import MemoryEstimates, Plan
     from shardmake.train.trackers import check_trackers
 
@@ -442,18 +443,21 @@ def data(
     ] = 0,
 ) -> None:
     """Tokenize and pack the data."""
-    from shardmake.data import prepare, preview
     from shardmake.run.length import Length
 
     if show:
         run, _, rundir = _open(name, config, runs)
         check_inputs(name, run)
+        from shardmake.data.stage import preview
+
         for text in preview(localize(run, rundir), show, rundir):
             typer.echo(text)
         return
     with _stage("data", name, config, runs, on_node=True) as (run, cluster, rundir):
         if not run.trust_remote_code:  # whose code may need torch
             import_without_torch()
+        from shardmake.data.stage import prepare
+
         train = prepare(localize(run, rundir), rundir, cpus=cpus).train
         if not run.data.is_raw:
             length = Length(run, train.examples, train.tokens, train.sequences, cluster.processes_per_node)
@@ -465,7 +469,6 @@ def data(
 @app.command()
 def train(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     """Adopt the run's training job or submit one, and resume it until training finishes."""
-    from shardmake.data import check_raw
     from shardmake.launch.driver import train as drive
 
     with _stage("train", name, config, runs) as (run, cluster, rundir):

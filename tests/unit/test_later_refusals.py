@@ -32,7 +32,7 @@ class Why(Enum):
 
 ROWS: dict[Why | str, str] = {
     Why.ALL_ROWS: """
-        data/encode.py data/examples.py:check_vocabulary data/files.py data/layout.py data/packing.py
+        data/encode.py data/files.py data/layout.py data/packing.py
         evaluate/scores.py:Scores.as_record
     """,
     Why.WEIGHTS: """
@@ -70,8 +70,8 @@ ROWS: dict[Why | str, str] = {
     Why.CHANGED: """
         checkpoint/record.py consolidate/aux_files.py consolidate/destination.py:StagingLock._locked
         consolidate/destination.py:discard_on_error consolidate/loading.py:refuse_impossible_config
-        consolidate/stage.py:consolidate_run data/sources.py:check_raw launch/driver.py
-        launch/jobs.py:_process_id launch/monitor.py launch/resume_validation.py:validate_inputs
+        consolidate/stage.py:consolidate_run launch/driver.py launch/jobs.py:_process_id
+        launch/monitor.py launch/resume_validation.py:validate_inputs
         launch/submission.py:check_stop_file launch/user_script.py:refuse_repetition
         push/folder.py:_copy push/folder.py:push_to_folder train/checkpoint_saver.py
     """,
@@ -87,10 +87,7 @@ ROWS: dict[Why | str, str] = {
         train/trackers.py:check_trackers
     """,
     "config/models.py:Run": "checkpoint/formats/dtypes.py:check_target",
-    "data/check.py:check_first_rows": """
-        data/build.py:check_divisible data/chat.py data/examples.py:_load_config data/examples.py:_stop_ids
-        data/examples.py:load_tokenizer data/examples.py:open_chat_template data/examples.py:token_rows
-    """,
+    "data/check.py:check_first_rows": "data/build.py:check_divisible data/chat.py data/examples.py:open_chat_template",
     "data/check.py:check_sources": "data/sources.py",
     "evaluate/prompts.py:check_prompts": "evaluate/prompts.py:as_prompt",
     "plan/abilities.py:check_class": "consolidate/loading.py:find_class",

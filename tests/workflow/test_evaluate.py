@@ -16,7 +16,7 @@ from shardmake.config.models import Cluster, Run
 from shardmake.core.atomic import read_json, unsealed
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import GIB
-from shardmake.data import prepare
+from shardmake.data.stage import prepare
 from shardmake.evaluate import backends, losses
 from shardmake.evaluate.assess import in_processes
 from shardmake.evaluate.backends import (

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from shardmake.consolidate import loading
 from shardmake.consolidate.stage import consolidate_run
-from shardmake.data import prepare
+from shardmake.data.stage import prepare
 from shardmake.evaluate.stage import evaluate
 from shardmake.fetch.stage import fetch
 from shardmake.plan.small_config import shrunk

@@ -8,6 +8,7 @@ are compared. Members own files in each other's runs, so only a private folder m
 
 import contextlib
 import ctypes
+import fcntl
 import logging
 import os
 import shutil
@@ -224,3 +225,29 @@ def _root_of(path: Path) -> Path | None:
     """Return the run's folder that holds ``path``."""
     absolute = Path(os.path.abspath(path))  # noqa: PTH100
     return next((above for above in reversed(absolute.parents) if str(above) in _roots), None)
+
+
+@contextlib.contextmanager
+def locked(runs: Path, name: str) -> Iterator[None]:
+    """Hold the lock ``name`` of a folder of runs; on a file system without locks, warn and hold none."""
+    path = runs / ".locks" / name
+    with contextlib.ExitStack() as opened:
+        try:
+            make_folder(path.parent)
+            file = opened.enter_context(open_file(path, "a"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                logger.info("Another run prepares the same data. Waiting for it.")
+                fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            logger.warning("Cannot lock %s: %s. Each run prepares its own data.", path, error.strerror)
+        yield
+
+
+def link_or_copy(source: str, target: str) -> None:
+    """Make ``target`` a hard link to ``source``, or a copy where that is impossible."""
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or a file of another user
+        shutil.copy2(source, target)

@@ -16,43 +16,39 @@ from functools import partial
 from itertools import chain, compress, groupby, islice
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow
 
 from shardmake.config.models import Run, TrainSource
 from shardmake.core.errors import DataError
 from shardmake.core.run_folder import make_folder, remove, rename
 from shardmake.data.chat import ChatTemplate
-from shardmake.data.examples import NOTED, Part, check_vocabulary, encode_rows, make_encoder
+from shardmake.data.examples import NOTED, Part, encode_rows, make_encoder
 from shardmake.data.files import RawRow, raw_rows
 from shardmake.data.packing import Encoded, pack, sum_of
 from shardmake.data.sources import Source, count_rows, file_record
-
-if TYPE_CHECKING:
-    import datasets
-    import numpy as np
-    import pyarrow
+from shardmake.run.tokenizer import check_vocabulary
 
 logger = logging.getLogger(__name__)
 Batch = list[tuple[int, RawRow]]
 """Rows with their numbers in the source."""
-Encode = Callable[[Batch], "pyarrow.RecordBatch"]
+Encode = Callable[[Batch], pyarrow.RecordBatch]
 _ROWS_IN_BATCH = 100
 _BATCHES_IN_PART = 100
 _POOL_FROM_ROWS = 5_000
-_encode: Encode | None = None
-"""The function of a worker process."""
+_encode: Encode
+"""The function of the worker processes, which are forks."""
 
 
 def build(run: Run, chat: ChatTemplate, parts: Sequence[Part], work: Path, cpus: int) -> dict[str, Any]:
     """Write both splits into ``work`` and return their entries of the receipt; ``parts`` are those of `open_parts`.
 
-    Without parts for training, only the evaluation split is written.
-
-    Raises `DataError` for an example that cannot be used, and if a split has nothing to learn.
+    Without parts for training, only the evaluation split is written. Raises `DataError` for an example that cannot be
+    used, and if a split has nothing to learn.
     """
-    import datasets
-    import numpy as np
-
     datasets.disable_progress_bars()  # the log has a line for each tenth
     found: dict[str, list[Encoded]] = {"eval": [], "train": []}
     for number, part in enumerate(parts):
@@ -64,29 +60,24 @@ def build(run: Run, chat: ChatTemplate, parts: Sequence[Part], work: Path, cpus:
         for split, own in splits.items():
             one = Encoded.of(part.name, encoder, table, own[rows])
             found[split].append(one.check(f"{part.name} {split}".lstrip()))
-    check_vocabulary(
-        run, max(int(one.column("largest").max(initial=0)) for encoded in found.values() for one in encoded)
-    )
+    largest = (int(one.column("largest").max(initial=0)) for encoded in found.values() for one in encoded)
+    check_vocabulary(run, max(largest))
     results = {split: _write(split, encoded, run, work) for split, encoded in found.items() if encoded}
     encoder = (found["train"] or found["eval"])[0].encoder
-    digests = {
-        split: np.concatenate([one.column("digest") for one in parts] or [np.empty(0)])
-        for split, parts in found.items()
-    }
+    none = np.empty(0, "uint64")
+    digests = [np.concatenate([none, *(one.column("digest") for one in encoded)]) for encoded in found.values()]
     return {
         "train": {**sum_of([]), "sequences": 0, "tokens": 0, "loss_tokens": 0, "files": []},
         "data_format": encoder.layout.format,
         "columns": dict(encoder.layout.columns),
         "loss_on_assistant": encoder.assistant_only,
-        "repeated": int(np.isin(digests["eval"], digests["train"]).sum()),
+        "repeated": int(np.isin(digests[0], digests[1]).sum()),
         **results,
     }
 
 
-def _splits(run: Run, part: Part, parts: Sequence[Part], number: int) -> "dict[str, np.ndarray]":
+def _splits(run: Run, part: Part, parts: Sequence[Part], number: int) -> dict[str, np.ndarray]:
     """Return which rows of ``part`` are in each split, one boolean a row; a random part is for evaluation."""
-    import numpy as np
-
     count, splits = count_rows(part.source), {}
     evaluated = np.zeros(count, bool)
     if parts[-1].split == "train":
@@ -94,12 +85,9 @@ def _splits(run: Run, part: Part, parts: Sequence[Part], number: int) -> "dict[s
         held_out = max(1, round(count * run.data.eval_fraction))
         evaluated[np.random.default_rng(run.seed).permutation(count)[:held_out]] = True
         splits["eval"] = evaluated
-    rows = np.flatnonzero(~evaluated)
+    rows, chosen = np.flatnonzero(~evaluated), np.zeros(count, bool)
     limit = run.data.sources[number].limit if part.split == "train" else None
-    if limit is not None and limit < len(rows):
-        rows = rows[np.random.default_rng(run.seed).permutation(len(rows))[:limit]]
-    chosen = np.zeros(count, bool)
-    chosen[rows] = True
+    chosen[rows[np.random.default_rng(run.seed).permutation(len(rows))[:limit]]] = True
     return {part.split: chosen, **splits}
 
 
@@ -112,9 +100,6 @@ def check_divisible(count: int, run: Run) -> None:
 
 def _write(split: str, parts: Sequence[Encoded], run: Run, work: Path) -> dict[str, Any]:
     """Write a split, packed or not, and return its entry of the receipt; evaluation lies source by source."""
-    import datasets
-    import numpy as np
-
     examples = datasets.concatenate_datasets([part.table for part in parts])
     starts = np.cumsum([0, *(len(part.table) for part in parts)])
     groups = [part.kept + start for part, start in zip(parts, starts, strict=False)]
@@ -146,15 +131,12 @@ def _write(split: str, parts: Sequence[Encoded], run: Run, work: Path) -> dict[s
     return result
 
 
-def _mixed(sources: Sequence[TrainSource], groups: "Sequence[np.ndarray]", seed: int) -> "np.ndarray":
+def _mixed(sources: Sequence[TrainSource], groups: Sequence[np.ndarray], seed: int) -> np.ndarray:
     """Return the rows of all ``sources`` in the mixture.
 
     With weights, `datasets.interleave_datasets` draws each example's source at random by ``seed`` until every source
     was read once; a source that ends earlier starts again. Without weights, each example is there ``repeat`` times.
     """
-    import datasets
-    import numpy as np
-
     weights = [source.weight for source in sources if source.weight is not None]
     if not weights:
         return np.concatenate([np.tile(rows, source.repeat) for source, rows in zip(sources, groups, strict=True)])
@@ -164,20 +146,18 @@ def _mixed(sources: Sequence[TrainSource], groups: "Sequence[np.ndarray]", seed:
     return drawn.with_format("numpy")["row"][:]
 
 
-def _in_order(rows: "np.ndarray", order: str, seed: int, tokens: "np.ndarray") -> "np.ndarray":
+def _in_order(rows: np.ndarray, order: str, seed: int, tokens: np.ndarray) -> np.ndarray:
     """Return ``rows`` in the order of `data.order`; those with as many ``tokens`` are shuffled.
 
     Training then takes them one after another unless the order is ``shuffled``.
     """
-    import numpy as np
-
     if order == "given":
         return rows
     shuffled = rows[np.random.default_rng(seed).permutation(len(rows))]
     return shuffled[np.argsort(tokens[shuffled], kind="stable")] if order == "length" else shuffled
 
 
-def _save(split: str, sequences: "datasets.Dataset", work: Path) -> dict[str, Any]:
+def _save(split: str, sequences: datasets.Dataset, work: Path) -> dict[str, Any]:
     folder = work / split
     remove(folder)  # a killed process may have left links to files of another run
     packed = [Path(file["filename"]) for file in sequences.cache_files if file["filename"].endswith(f"{split}.packed")]
@@ -193,13 +173,8 @@ def _save(split: str, sequences: "datasets.Dataset", work: Path) -> dict[str, An
     return {"files": [file_record(path, work) for path in sorted(folder.glob("*.arrow"))]}
 
 
-def encode_source(source: Source, chosen: "np.ndarray", encode: Encode, folder: Path, cpus: int) -> "datasets.Dataset":
-    """Return what ``encode`` makes of the ``chosen`` rows, one boolean a row, in order, memory-mapped from ``folder``.
-
-    Raises what ``encode`` raises.
-    """
-    import datasets
-
+def encode_source(source: Source, chosen: np.ndarray, encode: Encode, folder: Path, cpus: int) -> datasets.Dataset:
+    """Return what ``encode`` makes of the ``chosen`` rows, one boolean a row, in order, mapped from ``folder``."""
     make_folder(folder)
     total = int(chosen.sum())
     rows = compress(enumerate(raw_rows(source.paths)), chosen)
@@ -209,15 +184,12 @@ def encode_source(source: Source, chosen: "np.ndarray", encode: Encode, folder: 
     encoded = _encoded(missing, encode, cpus if total > _POOL_FROM_ROWS else 1)
     for path, part in groupby(encoded, key=itemgetter(0)):
         _write_part(path, (batch for _, batch in part))
-    return datasets.concatenate_datasets(
-        [datasets.Dataset.from_file(str(path)) for path in sorted(folder.glob("*.arrow"))]
-    )
+    files = map(str, sorted(folder.glob("*.arrow")))
+    return datasets.concatenate_datasets([datasets.Dataset.from_file(file) for file in files])
 
 
-def _write_part(path: Path, batches: "Iterator[pyarrow.RecordBatch]") -> None:
+def _write_part(path: Path, batches: Iterator[pyarrow.RecordBatch]) -> None:
     """Write ``batches`` to a file, which has its name only when it is complete."""
-    import pyarrow
-
     unfinished, first = path.with_suffix(".part"), next(batches)
     with pyarrow.ipc.new_stream(str(unfinished), first.schema) as writer:
         for batch in chain([first], batches):
@@ -227,13 +199,15 @@ def _write_part(path: Path, batches: "Iterator[pyarrow.RecordBatch]") -> None:
 
 def _encoded(
     batches: Iterable[tuple[Path, Batch]], encode: Encode, cpus: int
-) -> "Iterator[tuple[Path, pyarrow.RecordBatch]]":
+) -> Iterator[tuple[Path, pyarrow.RecordBatch]]:
     """Yield the encoded batches in their order, by ``cpus`` processes; few are in memory at once."""
     if cpus == 1:
         yield from ((path, encode(batch)) for path, batch in batches)
         return
-    waiting: deque[tuple[Path, Any]] = deque()
-    with ProcessPoolExecutor(cpus, multiprocessing.get_context("fork"), _start_worker, (encode,)) as pool:
+    global _encode
+    _encode, waiting = encode, deque[tuple[Path, Any]]()
+    alone = ({"TOKENIZERS_PARALLELISM": "false"},)  # the processes share the cores
+    with ProcessPoolExecutor(cpus, multiprocessing.get_context("fork"), os.environ.update, alone) as pool:
         for path, batch in batches:
             waiting.append((path, pool.submit(_encode_in_worker, batch)))
             if len(waiting) > 2 * cpus:
@@ -242,14 +216,7 @@ def _encoded(
         yield from ((path, future.result()) for path, future in waiting)
 
 
-def _start_worker(encode: Encode) -> None:
-    global _encode
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores
-    _encode = encode
-
-
-def _encode_in_worker(batch: Batch) -> "pyarrow.RecordBatch":
-    assert _encode is not None
+def _encode_in_worker(batch: Batch) -> pyarrow.RecordBatch:
     return _encode(batch)
 
 

@@ -4,46 +4,45 @@ The context of an assistant's turn is what the template renders for the messages
 as at inference. What must follow is learned, up to and including a token at which generation stops. If all turns share
 one rendering, the conversation is one example. Otherwise, each turn is an example with a context of its own.
 
-Most conversations of a data set have one of a few shapes. Each shape is rendered with placeholders instead of its
-texts, which shows what the template loses and where the learned spans are. A conversation of that shape is rendered
-once and compared with the filled placeholders. If they differ, its own renderings are analysed.
+Each shape of conversations is rendered with placeholders instead of its texts, which shows what the template loses and
+where the learned spans are. A conversation of that shape is rendered once and compared with the filled placeholders. If
+they differ, its own renderings are analysed.
 """
 
 import json
 import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import date
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, Final, Literal, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
 
 from shardmake.config.chat_template import fix_clock
 from shardmake.core.errors import ModelError
-from shardmake.data.layout import REASONING_KEYS, Message, is_unlearned
+from shardmake.data.layout import REASONING_KEYS, Message, is_learned
 from shardmake.data.placeholders import (
-    LOST,
     PLACEHOLDER,
     BadRowError,
     Piece,
     Rendered,
     Span,
     as_written,
-    closed_thought,
     common_length,
+    excerpt,
     fill,
     find,
     hide_texts,
+    in_real_words,
     lost,
-    may_be_a_number,
     placeholder,
-    real_text,
     seam,
 )
-
-if TYPE_CHECKING:
-    from datetime import date
-
-    from transformers import PreTrainedTokenizerBase
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _MOVED: Final = ("system", "developer")
@@ -54,8 +53,6 @@ _MOST_SHAPES: Final = 1024
 _NEXT: Final = 10**6
 """Number of the placeholder of a message that follows."""
 logger = logging.getLogger(__name__)
-
-
 _Check = tuple[int, bool, str]
 """The text that a rendering of the first messages must be: their number, if with the prompt of generation, the text."""
 
@@ -80,36 +77,28 @@ class _Conversation(NamedTuple):
 class ChatTemplate:
     """The chat template of a tokenizer with its ``arguments``; ``stops`` are texts of tokens that end generation."""
 
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: PreTrainedTokenizerBase
     stops: frozenset[str]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     turns: Literal["auto", "together", "apart"] = "auto"
-    day: "date | None" = None
+    day: date | None = None
     """The day for a template that reads the clock."""
-    _shapes: dict[str, "_Shape | BadRowError"] = field(default_factory=dict, repr=False)
-    _templates: dict[bool, str] = field(default_factory=dict, repr=False)
+    _shapes: dict[str, _Shape | BadRowError] = field(default_factory=dict, repr=False)
     _opened: set[str] = field(default_factory=set, repr=False)
     """Marks of generation prompts of which a warning was logged."""
 
     def examples(
-        self,
-        messages: Sequence[Message],
-        tools: Any,
-        arguments: Mapping[str, Any] | None,
-        *,
-        learn_from: int = 0,
-        learn_all: bool = False,
-        is_answer: bool = False,
+        self, messages: Sequence[Message], beside: Mapping[str, Any], start: int, *, learn_all: bool, is_answer: bool
     ) -> list[Rendered]:
-        """Return the examples of a conversation, whose turns from message ``learn_from`` on are learned.
+        """Return the examples of a conversation, whose turns from message ``start`` on are learned.
 
-        With ``learn_all``, all tokens are. An answer is one example, learned from its first turn to the last. Raises
-        `BadRowError` if the template rejects the conversation, loses a part of it, or has no end of a turn, and
-        `ModelError` if there is no template.
+        ``beside`` may have tools and template arguments. With ``learn_all``, all tokens are learned. An answer is one
+        example, learned from its first turn to the last. Raises `BadRowError` if the template rejects the conversation,
+        loses a part of it, or has no end of a turn, and `ModelError` if there is no template.
         """
+        tools, arguments = beside.get("tools"), beside.get("arguments", {})
         self._check_roles(messages)
-        learned = [i for i, m in enumerate(messages) if i >= learn_from and m["role"] == "assistant"]
-        learned = [i for i in learned if not is_unlearned(messages[i])]
+        learned = [i for i, message in enumerate(messages) if i >= start and is_learned(message)]
         analyse = partial(self._analyse, learned=learned, learn_all=learn_all, is_answer=is_answer)
         hidden, pieces = hide_texts(messages, tools)
         key = repr((hidden, tools, arguments, learned, learn_all, is_answer))
@@ -118,13 +107,13 @@ class ChatTemplate:
                 self._shapes.clear()
             shown = [piece._replace(text=piece.stand_in or piece.text) for piece in pieces]
             try:
-                shape = analyse(_Conversation(self._adapted(hidden), tools, arguments or {}, shown))
+                shape = analyse(_Conversation(self._adapted(hidden), tools, arguments, shown))
             except BadRowError as error:
                 shape = error
             self._shapes[key] = shape
-        if isinstance(shape, BadRowError) and shape.cause == LOST and not may_be_a_number(shape, pieces):
-            raise BadRowError(LOST, real_text(str(shape), pieces))
-        conversation = _Conversation(self._adapted(messages), tools, arguments or {}, pieces)
+        if isinstance(shape, BadRowError) and (real := in_real_words(shape, pieces)):
+            raise real
+        conversation = _Conversation(self._adapted(messages), tools, arguments, pieces)
         filled = self._filled(shape, conversation) if isinstance(shape, _Shape) else None
         return filled or analyse(conversation).examples
 
@@ -218,11 +207,16 @@ class ChatTemplate:
         The generation prompt may have it, without the template argument that asks for reasoning, or the template writes
         an empty reasoning before one that is in the text.
         """
-        for thought in [one for one in conversation.pieces if (one.message, one.kind) == (index, "reasoning")][:1]:
-            span = find(text, thought.text, start)
-            closing = self._marks.search(text, span[1]) if span else None
-            if span and closing and closing[0] in text[head : span[0]]:
-                raise closed_thought(thought, closing[0])
+        thought = next((one.text for one in conversation.pieces if one[:2] == (index, "reasoning")), "")
+        span = find(text, thought, start) if thought else None
+        closing = self._marks.search(text, span[1]) if span else None
+        if span and closing and closing[0] in text[head : span[0]]:
+            raise BadRowError(
+                "reasoning after its end",
+                f"before the reasoning of message {index + 1} ({excerpt(thought)!r}), the chat template writes "
+                f"{closing[0]}, which ends it. Write the reasoning under reasoning_content and not in the text, and "
+                "let the generation prompt open it with data.template_arguments, such as enable_thinking: true.",
+            )
 
     def _context(self, conversation: _Conversation, index: int) -> tuple[str | None, str]:
         """Return the context of message ``index``, and the generation prompt that ends it.
@@ -232,36 +226,34 @@ class ChatTemplate:
         """
         if not index:
             return None, self._header
-        before = conversation.messages[:index]
         try:
-            context, bare = (
-                self._render(conversation, before, header=header) if before else "" for header in (True, False)
-            )
+            context, prompt = self._prompted(conversation, conversation.messages[:index])
         except BadRowError:
             return None, self._header
-        prompt = context[common_length(context, bare) :]
-        is_asked = prompt or not self._header or before[-1]["role"] in ("user", "tool")
+        is_asked = prompt or not self._header or conversation.messages[index - 1]["role"] in ("user", "tool")
         return (context, prompt) if is_asked else (None, self._header)
+
+    def _prompted(self, conversation: _Conversation | None, messages: list[dict[str, Any]]) -> tuple[str, str]:
+        """Return the text of ``messages`` with the generation prompt, and that prompt."""
+        text, bare = (self._render(conversation, messages, header=header) for header in (True, False))
+        return text, text[common_length(text, bare) :]
 
     def _end_after(self, conversation: _Conversation, index: int, whole: str) -> str:
         """Return what ends the turn of message ``index`` when another message follows, such as the next role's mark."""
         following = {**(conversation.messages[index + 1 : index + 2] or [{"role": "user"}])[0]}
-        following = self._adapted([{**following, "content": placeholder(_NEXT)}])[0]
-        try:
-            longer = self._render(conversation, [*conversation.messages[: index + 1], following])
-        except BadRowError:
-            longer = ""
-        tail = longer[len(whole) :].partition(placeholder(_NEXT))[0] if longer.startswith(whole) else ""
-        tails = [(one, stop) for one in (tail, self._tails[1]) if (stop := self._ends.search(one))]
-        if not tails:
+        following["content"], tail = placeholder(_NEXT), ""
+        with suppress(BadRowError):
+            longer = self._render(conversation, [*conversation.messages[: index + 1], *self._adapted([following])])
+            tail = longer[len(whole) :].partition(placeholder(_NEXT))[0] if longer.startswith(whole) else ""
+        found = next((one[: stop.end()] for one in (tail, self._tails[1]) if (stop := self._ends.search(one))), None)
+        if found is None:
             raise BadRowError(
                 "no end of a turn",
                 "after the assistant's message, the chat template renders no token at which generation stops "
                 f"({', '.join(sorted(self.stops)) or 'none is known'}). Write one at the end of the turn in a template "
                 "of your own (data.chat_template), or its id into eos_token_id of generation_config.json.",
             )
-        tail, stop = tails[0]
-        return tail[: stop.end()]
+        return found
 
     def _locate(
         self, text: str, conversation: _Conversation, count: int, demanded: Collection[int] | None, start: int = 0
@@ -271,11 +263,9 @@ class ChatTemplate:
         The reasoning of the messages that are not in ``demanded`` may be missing; with None, everything may. The last
         message is not before ``start``.
         """
-        pieces: dict[int, list[Piece]] = {}
-        for piece in conversation.pieces:
-            if piece.kind != "id":  # many templates leave it out
-                pieces.setdefault(piece.message, []).append(piece)
         regions, at = list[Span](), 0
+        named = (piece for piece in conversation.pieces if piece.kind != "id")  # many templates leave ids out
+        pieces = {index: list(held) for index, held in groupby(named, key=itemgetter(0))}
         outside = PLACEHOLDER.sub(lambda found: " " * len(found[0]), text)  # a key may be a part of a placeholder
         for index in range(-1, count):
             role = conversation.messages[index]["role"] if index >= 0 else ""
@@ -289,17 +279,15 @@ class ChatTemplate:
                         raise lost(piece, role)
                 elif piece.stand_in.startswith("Q"):
                     spans.append(span)
-            if spans and not is_moved:
-                regions.append((min(span[0] for span in spans), max(span[1] for span in spans)))
-                at = regions[-1][1]
-            elif index >= 0:
-                regions.append((at, at))
-        return regions
+            is_found = spans and not is_moved
+            regions.append((min(spans)[0], max(span[1] for span in spans)) if is_found else (at, at))
+            at = regions[-1][1]
+        return regions[1:]
 
     def _check_roles(self, messages: Sequence[Message]) -> None:
         for index, message in enumerate(messages):
             role = message["role"]
-            if role not in ROLES and not any(f"{mark}{role}{mark}" in self._template(None) for mark in "'\""):
+            if role not in ROLES and not any(f"{mark}{role}{mark}" in self._templates[0] for mark in "'\""):
                 raise BadRowError(
                     "an unknown role",
                     f"message {index + 1} has the role {role!r}, which the chat template does not name. Write one of "
@@ -321,9 +309,8 @@ class ChatTemplate:
     @cached_property
     def _wants_parts(self) -> bool:
         """The template renders lists of parts, and no text."""
-        return not self._renders([_asked(0)]) and self._renders(
-            [{"role": "user", "content": [{"type": "text", "text": placeholder(0)}]}]
-        )
+        parts = [{"type": "text", "text": placeholder(0)}]
+        return not self._renders([_asked(0)]) and self._renders([{"role": "user", "content": parts}])
 
     @cached_property
     def _wants_text(self) -> bool:
@@ -334,20 +321,16 @@ class ChatTemplate:
         return takes_text and not takes_dict
 
     def _renders(self, messages: list[dict[str, Any]], at: int = 0) -> bool:
-        try:
+        with suppress(BadRowError):
             return placeholder(at) in self._render(None, messages)
-        except BadRowError:
-            return False
+        return False
 
     @cached_property
     def _header(self) -> str:
         """The generation prompt; empty if there is none."""
-        asked = self._adapted([_asked(0)])
-        try:
-            with_header = self._render(None, asked, header=True)
-            return with_header[common_length(with_header, self._render(None, asked)) :]
-        except BadRowError:
-            return ""
+        with suppress(BadRowError):
+            return self._prompted(None, self._adapted([_asked(0)]))[1]
+        return ""
 
     @cached_property
     def _tails(self) -> list[str]:
@@ -372,34 +355,30 @@ class ChatTemplate:
         first, second = ([found[0] for found in self._marks.finditer(tail)][:1] for tail in self._tails)
         if not first or first != second or _any_of(self.stops).search(self._tails[1]):
             return _any_of(self.stops)
+        known = ", ".join(map(repr, sorted(self.stops))) or "no token"
         logger.warning(
-            "The chat template ends a turn with %r, and generation stops at %s. The model learns the former. Write it "
-            "into eos_token_id of generation_config.json, or stop there when the model is served.",
-            first[0],
-            ", ".join(map(repr, sorted(self.stops))) or "no token",
+            f"The chat template ends a turn with {first[0]!r}, and generation stops at {known}. The model learns the "
+            "former. Write it into eos_token_id of generation_config.json, or stop there when the model is served."
         )
         return _any_of({*self.stops, first[0]})
 
-    def _template(self, tools: Any) -> str:
-        if (known := self._templates.get(bool(tools))) is not None:
-            return known
+    @cached_property
+    def _templates(self) -> list[str]:
+        """The template of conversations without tools, and of those with tools."""
         if self.tokenizer.chat_template is None:
             raise ModelError(
                 f"The tokenizer of {self.tokenizer.name_or_path!r} has no chat template, and the data are "
                 "conversations. Name a template with data.chat_template, use an instruction-tuned model, or provide "
                 "the data as prompt and completion text."
             )
-        template = str(self.tokenizer.get_chat_template(tools=tools))
-        self._templates[bool(tools)] = fix_clock(template, self.day) if self.day else template
-        return self._templates[bool(tools)]
+        found = (str(self.tokenizer.get_chat_template(tools=tools)) for tools in (None, list[Any]()))
+        return [fix_clock(one, self.day) if self.day else one for one in found]
 
-    def _render(
-        self, conversation: _Conversation | None, messages: Sequence[Mapping[str, Any]], *, header: bool = False
-    ) -> str:
+    def _render(self, conversation: _Conversation | None, messages: Sequence[Message], *, header: bool = False) -> str:
         """Return the text of ``messages`` with what ``conversation`` has beside them; ``header`` adds the prompt."""
-        tools, own = (conversation.tools, conversation.arguments) if conversation else (None, {})
-        settings = {"chat_template": self._template(tools), "add_generation_prompt": header, "tokenize": False}
-        arguments = {**self.arguments, **own}
+        tools: Any = conversation.tools if conversation else None
+        arguments = {**self.arguments, **(conversation.arguments if conversation else {})}
+        settings = {"chat_template": self._templates[bool(tools)], "add_generation_prompt": header, "tokenize": False}
         try:
             return str(self.tokenizer.apply_chat_template(list(messages), tools=tools, **settings, **arguments))
         except Exception as error:  # a template may raise anything

@@ -3,15 +3,12 @@
 The kernel determines how attention stays within an example. SDPA and eager get position ids that restart at every
 example and no attention mask. transformers then builds a block-diagonal mask, but only without a key-value cache, so
 batches have ``use_cache=False``. The FlashAttention kernels, varlen and flash, get batches of one long row with the
-boundaries of examples in ``cu_seq_lens``.
-
-Models treat restarting position ids differently: most build a mask from them, some have layers that carry a state along
-the sequence, some ignore them. No attribute of a model states this, so `check_isolation` runs the model.
+boundaries of examples in ``cu_seq_lens``. Models treat restarting position ids differently, and no attribute states
+how, so `check_isolation` runs the model.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -29,7 +26,7 @@ Item = dict[str, torch.Tensor]
 
 
 class _Split(Dataset[Any]):
-    """One split of the data that `shardmake.data.prepare` wrote to ``folder``, mapped from disk."""
+    """One split of the data that `shardmake.data.stage.prepare` wrote to ``folder``, mapped from disk."""
 
     library: ClassVar[str | None] = None
     """Library whose arrays hold the values of a row; None: lists."""
@@ -121,8 +118,8 @@ def check_isolation(
 ) -> None:
     """Raise `ModelError` if an example changes the logits of the next one in its sequence, computed in ``dtype``.
 
-    It takes two forward passes of two short sequences. All ranks of a sharded model must take part. A compiled model
-    runs eagerly here: the compiler would take a second shape as a reason for dynamic shapes in the training's graph.
+    All ranks of a sharded model must take part in two forward passes. A compiled model runs eagerly here: the compiler
+    would take a second shape as a reason for dynamic shapes in the training's graph.
     """
     if not collator.packing:
         return
@@ -174,89 +171,3 @@ class Preferences(_Split):
         if "label" in row:
             return {"prompt_ids": prompt, "completion_ids": [*answer, *row["cut_ids"]], "label": row["label"]}
         return {"prompt_ids": prompt, "chosen_ids": answer, "rejected_ids": row["rejected_ids"]}
-
-
-class WithMismatched(Dataset[Answered]):
-    """Completions, in which each prompt also has the completion of the example before it in its block.
-
-    The first prompt of a block has that of its last example. The KL divergence is estimated from these mismatched
-    completions. A block has ``size`` examples, as many as a micro batch; the last block may have fewer. This is TRL's
-    rule (`KTOTrainer._prepare_dataset`).
-    """
-
-    def __init__(self, completions: Any, size: int) -> None:
-        self.completions, self.size = completions, size
-
-    def __len__(self) -> int:
-        return len(self.completions)
-
-    def __getitem__(self, index: int) -> Answered:
-        """Return example ``index``, and ``KL_completion_ids``."""
-        end = min(index - index % self.size + self.size, len(self))
-        other = self.completions[(index if index % self.size else end) - 1]
-        return {**self.completions[index], "KL_completion_ids": other["completion_ids"]}
-
-
-@dataclass(frozen=True)
-class PreferenceCollator:
-    """Makes TRL's batches for an objective, padded on the right to the longest sequence.
-
-    They have ``input_ids`` and ``attention_mask`` of shape [sequences, tokens], and all but those of a reward model are
-    cut to ``sequence_length`` and have ``completion_mask``. Pairs: all chosen answers, then all rejected ones. With
-    labels: the same three of the mismatched completions, with ``KL_`` before their names, and ``label`` [examples].
-    """
-
-    objective: str
-    sequence_length: int
-    pad_token_id: int
-
-    @classmethod
-    def of(cls, folder: Path, objective: str) -> "PreferenceCollator":
-        """Return the collator for the data in ``folder``."""
-        receipt = DataReceipt.read(folder / DATA_RECEIPT)
-        return cls(objective, receipt.settings.sequence_length, receipt.pad_token_id)
-
-    def __call__(self, examples: Sequence[Answered]) -> dict[str, Any]:
-        """Return the batch of ``examples``."""
-        name = "DataCollatorForUnpairedPreference" if self.objective == "kto" else "DataCollatorForPreference"
-        collator = getattr(import_module(f"trl.trainer.{self.objective}_trainer"), name)
-        if self.objective == "reward":
-            names = ("chosen_ids", "rejected_ids")
-            whole = [{name: [*pair["prompt_ids"], *pair[name]] for name in names} for pair in examples]
-            return dict(collator(self.pad_token_id)(whole))
-        return dict(collator(self.pad_token_id, self.sequence_length)(list(examples)))
-
-
-@dataclass(frozen=True)
-class PartCollator:
-    """Makes the batch of ``whole`` and keeps part ``index`` of ``count`` of each row, for ranks that share sequences.
-
-    ``input_ids``, ``labels``, ``shift_labels`` and ``position_ids`` have the shape [batch, tokens of a row / count].
-    Labels are shifted before the cut, because the label of a part's last token stands in the next part. Position ids
-    and boundaries of packed examples (``cu_seq_lens``) are those of the whole row. There are no masks: they would
-    belong to the part, and the kernels attend over the whole row.
-    """
-
-    whole: Collator
-    index: int
-    count: int
-
-    def __call__(self, items: Sequence[Item]) -> dict[str, Any]:
-        """Return this rank's part of the batch of ``items``, whose rows can be divided by ``count``."""
-        batch = self.whole(items)
-        ids, labels = batch["input_ids"], batch["labels"]
-        rows, tokens = ids.shape
-        assert tokens % self.count == 0, f"{tokens} tokens cannot be divided by {self.count}"
-        by_token = {
-            "input_ids": ids,
-            "labels": labels,
-            "shift_labels": pad(labels, (0, 1), value=IGNORED)[:, 1:],
-            "position_ids": batch.get("position_ids", torch.arange(tokens).expand(rows, tokens)),
-        }
-        parts = {name: whole.chunk(self.count, 1)[self.index].contiguous() for name, whole in by_token.items()}
-        others = {name: value for name, value in batch.items() if name not in by_token and name != "attention_mask"}
-        return {**others, **parts}
-
-    def with_length(self, tokens: int) -> "PartCollator":
-        """Return the collator of rows of ``tokens``."""
-        return replace(self, whole=replace(self.whole, sequence_length=tokens))

@@ -10,20 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from unicodedata import is_normalized
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from shardmake.config.formats import DataFormat
 from shardmake.config.models import Data
 from shardmake.core.errors import DataError
 from shardmake.core.private_names import private
 from shardmake.data.chat import ChatTemplate
-from shardmake.data.layout import Layout, is_unlearned
+from shardmake.data.layout import Layout, is_learned
 from shardmake.data.placeholders import Rendered, Span, common_length
-
-if TYPE_CHECKING:
-    import numpy as np
-    from transformers import PreTrainedTokenizerBase
 
 Tokens = tuple[Any, Any]
 """Token ids, and which of them are learned: two lists, or arrays of int32 and bool, of equal length."""
@@ -37,9 +36,9 @@ _SPACES: Final = {"type": "Replace", "pattern": {"String": " "}, "content": "▁
 
 def loss_on_assistant(data: Data, format: DataFormat) -> bool:
     """Return True if only the tokens of the assistant or the completion have loss."""
-    needed = "'assistant' needs conversations, or prompts and completions, but the examples are text. Use all or auto."
     if data.loss_on == "assistant" and format == "text":
-        raise DataError(f"data.loss_on: {needed}")
+        needed = "conversations, or prompts and completions"
+        raise DataError(f"data.loss_on: 'assistant' needs {needed}, but the examples are text. Use all or auto.")
     return data.loss_on == "assistant" or (data.loss_on == "auto" and format != "text")
 
 
@@ -65,11 +64,10 @@ class Encoder:
         """
         standard = self.layout.standardize(example, place)
         try:
-            found = [self._answer(standard, standard[name]) for name in _ANSWERS if name in standard]
+            return [one for name in _ANSWERS if name in standard for one in self._answer(standard, standard[name])]
         except DataError as error:
-            error.args = (f"{place}: {error}",)
+            error.args = (*error.args[:-1], f"{place}: {error}")
             raise
-        return [one for answer in found for one in answer]
 
     def tokenize(self, examples: Sequence[Sequence[Rendered]]) -> Iterator[list[Tokens]]:
         """Yield the tokens of each of ``examples``, which are tokenized together; the answers of a pair share a prompt.
@@ -77,8 +75,6 @@ class Encoder:
         A token that only one of the answers has is not in the prompt. This is TRL's rule
         (`DPOTrainer._prepare_dataset`), with the prompt of inference.
         """
-        import numpy as np
-
         tokens = iter(tokenize(self.chat.tokenizer, [text for example in examples for text in example]))
         for example in examples:
             found = list(islice(tokens, len(example)))
@@ -95,46 +91,31 @@ class Encoder:
             return [Rendered(text, ((start, len(text)),), is_plain=True)]
         prompt = standard.get("prompt", [])
         messages = [*prompt, *answer]
-        if not self._learns_answers and any(is_unlearned(message) for message in messages):
+        if not self._learns_answers and any(m["role"] == "assistant" and not is_learned(m) for m in messages):
             raise DataError("a message has weight 0, but data.loss_on: all learns every message. Remove one of them.")
-        return self.chat.examples(
-            messages,
-            standard.get("tools"),
-            standard.get("arguments"),
-            learn_from=len(prompt),
-            learn_all=not self._learns_answers,
-            is_answer="preference" in self.layout.format,
-        )
+        learn_all, is_answer = not self._learns_answers, "preference" in self.layout.format
+        return self.chat.examples(messages, standard, len(prompt), learn_all=learn_all, is_answer=is_answer)
 
     @property
     def _learns_answers(self) -> bool:
         return self.assistant_only or "preference" in self.layout.format
 
 
-def tokenize(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Rendered]) -> list[Tokens]:
+def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Rendered]) -> list[Tokens]:
     """Return the tokens of each of ``texts`` with a mask of those that are learned, of equal length."""
-    found, widths = list[Tokens](), _widths(tokenizer)
+    found = list[Tokens]()
     for is_plain, group in groupby(texts, key=lambda text: text.is_plain):
-        read = _by_offsets if is_plain or widths is None else _by_bytes
-        found += read(tokenizer, list(group))
+        found += (_by_offsets if is_plain or _widths(tokenizer) is None else _by_bytes)(tokenizer, list(group))
     for _, mask in found:
         mask[:1] = False
     return found
 
 
-def _by_offsets(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Rendered]) -> Iterator[Tokens]:
+def _by_offsets(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Rendered]) -> Iterator[Tokens]:
     """Yield the tokens of ``texts``, of which all or none are plain."""
-    import numpy as np
-
     is_plain = texts[0].is_plain
-    batch = tokenizer(
-        [text.text for text in texts],
-        add_special_tokens=is_plain,
-        return_special_tokens_mask=is_plain,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
-    )
+    asked = {"return_special_tokens_mask": is_plain, "return_attention_mask": False, "return_token_type_ids": False}
+    batch = tokenizer([text.text for text in texts], add_special_tokens=is_plain, verbose=False, **asked)
     for number, text in enumerate(texts):
         ids, mask = batch["input_ids"][number], np.zeros(len(batch["input_ids"][number]), bool)
         if batch.encodings:
@@ -148,10 +129,8 @@ def _by_offsets(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Rendered])
         yield np.array(ids, "int32"), np.array(mask, bool)
 
 
-def _by_bytes(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Rendered]) -> Iterator[Tokens]:
+def _by_bytes(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Rendered]) -> Iterator[Tokens]:
     """Yield the tokens of rendered ``texts`` as `_by_offsets` does, in less time: offsets are counted in bytes."""
-    import numpy as np
-
     widths: Any = _widths(tokenizer)
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
@@ -175,7 +154,7 @@ def _bytes(text: str) -> int:
 
 
 def _mask(
-    tokenizer: "PreTrainedTokenizerBase", text: Rendered, learned: Sequence[Span], ids: Any, begins: Any, ends: Any
+    tokenizer: PreTrainedTokenizerBase, text: Rendered, learned: Sequence[Span], ids: Any, begins: Any, ends: Any
 ) -> Any:
     """Return which of ``ids`` are learned; ``learned`` has the spans in the unit of ``begins`` and ``ends`` of tokens.
 
@@ -183,8 +162,6 @@ def _mask(
     those of the context. A token that also has what follows the span belongs to it, such as an end of a turn that
     takes the space after it (``rstrip``).
     """
-    import numpy as np
-
     mask = np.zeros(len(ids), bool)
     for (start, _), span in zip(text.learned, learned, strict=True):
         first, last = begins.searchsorted(span)
@@ -194,14 +171,11 @@ def _mask(
 
 
 @lru_cache(1)
-def _widths(tokenizer: "PreTrainedTokenizerBase") -> "np.ndarray | None":
+def _widths(tokenizer: PreTrainedTokenizerBase) -> np.ndarray | None:
     """Return the bytes of text of each token, if tokens are pieces of the text as it is, and else None.
 
     That is so for byte-level tokenizers, and for Gemma's, which only replace spaces.
     """
-    import numpy as np
-    from transformers import PreTrainedTokenizerFast
-
     is_own = isinstance(tokenizer, PreTrainedTokenizerFast)
     if not is_own or private(type(tokenizer)).encode_plus is not private(PreTrainedTokenizerFast).encode_plus:
         return None
@@ -222,7 +196,7 @@ def _widths(tokenizer: "PreTrainedTokenizerBase") -> "np.ndarray | None":
     return widths
 
 
-def _ended(tokenizer: "PreTrainedTokenizerBase", ids: list[int], mask: list[bool], added: list[int]) -> Tokens:
+def _ended(tokenizer: PreTrainedTokenizerBase, ids: list[int], mask: list[bool], added: list[int]) -> Tokens:
     """Return the tokens of a text with one start, and one end-of-sequence token before others that are appended.
 
     This is TRL's rule (``add_eos`` in `SFTTrainer._prepare_dataset`), except for a tokenizer that appends that token
@@ -242,12 +216,12 @@ def _without_appended(ids: list[int], added: list[int]) -> int:
     return max((at for at, is_added in enumerate(added, start=1) if not is_added), default=len(ids))
 
 
-def _common(tokenizer: "PreTrainedTokenizerBase", text: Rendered, at: int, ids: Any) -> int:
+def _common(tokenizer: PreTrainedTokenizerBase, text: Rendered, at: int, ids: Any) -> int:
     """Return the number of tokens that ``ids`` has in common with the beginning of ``text`` up to ``at``."""
     return common_length(encode_prompt(tokenizer, text.text[:at], is_plain=text.is_plain), ids)
 
 
-def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str, *, is_plain: bool = True) -> list[int]:
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, *, is_plain: bool = True) -> list[int]:
     """Return the token ids of ``prompt`` without those that the tokenizer appends: an answer follows."""
     encoded = tokenizer(prompt, add_special_tokens=is_plain, return_special_tokens_mask=True, verbose=False)
     ids = list(encoded["input_ids"])

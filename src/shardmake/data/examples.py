@@ -9,28 +9,27 @@ from datetime import date
 from functools import cache
 from hashlib import blake2b
 from itertools import chain, compress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from shardmake.config.chat_template import read_template
+import numpy as np
+import pyarrow
+from datasets import Features, List, Value
+from transformers import PreTrainedTokenizerBase
+
 from shardmake.config.formats import DataFormat
 from shardmake.config.models import Run
 from shardmake.config.objectives import OBJECTIVES
-from shardmake.core.atomic import digest
-from shardmake.core.errors import ConfigError, DataError, ModelError, ShardmakeError
+from shardmake.core.errors import ConfigError, DataError, ShardmakeError
 from shardmake.data.chat import ChatTemplate
 from shardmake.data.encode import Encoder, Tokens, loss_on_assistant
 from shardmake.data.files import RawRow, Row, open_row
 from shardmake.data.layout import MESSAGE_KEYS, Layout, check_named, recognize
 from shardmake.data.packing import APART, KEPT, fit, fit_pair
-from shardmake.data.placeholders import Rendered
+from shardmake.data.placeholders import BadRowError, Rendered
 from shardmake.data.sources import EVAL_SPLITS, FIRST_ROWS, TRAIN_SPLITS, Source, first_rows, locate
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import DataReceipt
-
-if TYPE_CHECKING:
-    import pyarrow
-    from transformers import PreTrainedTokenizerBase
+from shardmake.run.tokenizer import load_tokenizer, stop_ids
 
 logger = logging.getLogger(__name__)
 NOTED: Final = {
@@ -53,20 +52,17 @@ class Part:
     source: Source
     rows: list[Row]
     layout: Layout
-
-    @property
-    def drops(self) -> bool:
-        """Return True if bad rows are left out."""
-        return self.run.data.on_bad_row == "drop"
+    drops: bool
+    """Bad rows are left out."""
 
 
 def open_parts(run: Run, limit: int = FIRST_ROWS) -> list[Part]:
     """Return the sources of the training data, then those of the evaluation data (none if these are held out).
 
-    Raw data has no examples, so it is not among them. A single source of evaluation examples has the layout of a single
-    source of training examples. Raises `DataError` if the first ``limit`` rows of a source cannot be read.
+    Raw data is not among them. A single source of evaluation examples has the layout of a single source of training
+    examples. Raises `DataError` if the first ``limit`` rows of a source cannot be read.
     """
-    data, parts = run.data, list[Part]()
+    data, parts, drops = run.data, list[Part](), run.data.on_bad_row == "drop"
     read = data.model_copy(update={"format": "auto"}) if data.is_raw else data
     trained = [] if data.is_raw else data.sources
     for split, sources, splits, several in (
@@ -76,10 +72,10 @@ def open_parts(run: Run, limit: int = FIRST_ROWS) -> list[Part]:
         for one in sources:
             view = run.model_copy(update={"data": read.only(one)})
             source = locate(one.source, view.data, splits)
-            rows = first_rows(source, limit, drop=data.on_bad_row == "drop")
+            rows = first_rows(source, limit, drop=drops)
             is_own = split == "train" or several or len(trained) != 1
             layout = _recognize(view, source, rows) if is_own else parts[0].layout
-            parts.append(Part(split, one.label if several else "", view, source, rows, layout))
+            parts.append(Part(split, one.label if several else "", view, source, rows, layout, drops))
     return parts
 
 
@@ -93,87 +89,33 @@ def _recognize(run: Run, source: Source, rows: Sequence[Row]) -> Layout:
     return recognize(run.data, run.objective, last.example, last.place)
 
 
-def load_tokenizer(run: Run) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer of the run's model, with the run's chat template if it has one.
-
-    Raises `ModelError` if the tokenizer cannot be loaded or lacks a token that the objective needs, and `ConfigError`
-    if the template cannot be loaded.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            run.model, revision=run.revision, trust_remote_code=run.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise ModelError(f"Cannot load the tokenizer of {run.model!r}: {error}") from None
-    except Exception:
-        _load_config(run)  # transformers reads it first; its error has advice
-        raise
-    if OBJECTIVES[run.objective].new_head and tokenizer.pad_token is None and tokenizer.eos_token is None:
-        raise ModelError(
-            f"Cannot train {run.model!r} with objective: {run.objective}. A reward model finds the end of a sequence "
-            "by its padding, and the tokenizer has neither a padding nor an end-of-sequence token. Set pad_token in "
-            "tokenizer_config.json."
-        )
-    if run.data.chat_template is not None:
-        tokenizer.chat_template = read_template(Path(run.data.chat_template))
-    token_rows(tokenizer, run.lora.train_tokens)
-    return tokenizer
-
-
-def token_rows(tokenizer: Any, tokens: Sequence[str]) -> list[int]:
-    """Return the id of each of ``tokens``; raise `ConfigError` for one that the tokenizer does not have."""
-    known = tokenizer.get_vocab() if tokens else {}
-    if missing := [token for token in tokens if token not in known]:
-        raise ConfigError(
-            f"lora.train_tokens: the tokenizer does not have {', '.join(map(repr, missing))}. Correct it, or add it to "
-            "a copy of the base: shardmake fetch NAME --add-tokens FOLDER --token TOKEN, then set model: FOLDER."
-        )
-    return [known[token] for token in dict.fromkeys(tokens)]
-
-
-def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return a digest of all that determines token ids: vocabulary and rules, special tokens, chat template."""
-    rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab()
-    return digest({"rules": rules, "special": tokenizer.special_tokens_map, "template": tokenizer.chat_template})
-
-
-def day_of(rundir: RunDir) -> date:
-    """Return the day that the run's data has recorded for a template that reads the clock; today without one."""
+def read_receipt(rundir: RunDir) -> DataReceipt | None:
+    """Return the receipt of the run's data; None if it is missing, damaged or of another layout."""
     with suppress(ShardmakeError):
-        if recorded := DataReceipt.read(rundir.data_receipt).settings.day:
-            return date.fromisoformat(recorded)
-    return date.today()
+        return DataReceipt.read(rundir.data_receipt)
+    return None
 
 
-def open_chat_template(run: Run, tokenizer: "PreTrainedTokenizerBase", day: date) -> ChatTemplate:
-    """Return the chat template of ``run``; ``day`` is for a template that reads the clock.
+def day_of(rundir: RunDir | None) -> date:
+    """Return the day that the run's data has recorded for a template that reads the clock; today without one."""
+    receipt = read_receipt(rundir) if rundir else None
+    return date.fromisoformat(receipt.settings.day) if receipt and receipt.settings.day else date.today()
 
-    Raises `ConfigError` for an argument that the template does not read.
+
+def open_chat_template(run: Run, rundir: RunDir | None = None) -> ChatTemplate:
+    """Return the chat template of ``run`` with its tokenizer; the data of ``rundir`` may have recorded a day for it.
+
+    Raises what `load_tokenizer` raises, and `ConfigError` for an argument that the template does not read.
     """
-    template = tokenizer.chat_template
-    for name in run.data.template_arguments if template is not None else ():
-        if not re.search(rf"\b{re.escape(name)}\b", str(template)):
+    tokenizer = load_tokenizer(run)
+    for name in run.data.template_arguments if tokenizer.chat_template is not None else ():
+        if not _reads(tokenizer, name):
             raise ConfigError(
                 f"data.template_arguments.{name}: the chat template does not read it. Correct or remove it."
             )
-    stops = [token for token in _stop_ids(run) | {tokenizer.eos_token_id} if token is not None]
+    stops = [token for token in stop_ids(run) | {tokenizer.eos_token_id} if token is not None]
     texts = frozenset(text for text in tokenizer.convert_ids_to_tokens(sorted(stops)) if text)
-    return ChatTemplate(tokenizer, texts, run.data.template_arguments, run.data.turns, day)
-
-
-def _stop_ids(run: Run) -> set[int]:
-    """Return the tokens at which generation with the run's model stops, as far as its files state them."""
-    from transformers import GenerationConfig
-
-    try:
-        found = GenerationConfig.from_pretrained(run.model, revision=run.revision).eos_token_id
-    except (OSError, ValueError) as error:  # many base models have no such file
-        if Path(run.model, "generation_config.json").exists():
-            raise ModelError(f"Cannot read generation_config.json of {run.model!r}: {error}") from None
-        return set()
-    return set(found) if isinstance(found, list) else {found}
+    return ChatTemplate(tokenizer, texts, run.data.template_arguments, run.data.turns, day_of(rundir))
 
 
 def make_encoder(part: Part, chat: ChatTemplate, *, log: bool = True) -> Encoder:
@@ -193,17 +135,19 @@ def make_encoder(part: Part, chat: ChatTemplate, *, log: bool = True) -> Encoder
 def _unread_keys(part: Part, chat: ChatTemplate) -> set[str]:
     """Return the keys of messages with a value that neither the layout nor the chat template reads."""
     lists = (value for row in part.rows for value in row.example.values() if isinstance(value, list))
-    role, template = part.layout.columns.get("role"), str(chat.tokenizer.chat_template)
+    role = part.layout.columns.get("role")
     messages = (one for one in chain.from_iterable(lists) if isinstance(one, dict) and role in one)
     keys = {key for one in messages for key, value in one.items() if value not in (None, "", [])}
-    unread = keys - {*MESSAGE_KEYS, *part.layout.columns.values()}
-    return {key for key in unread if not re.search(rf"\b{re.escape(key)}\b", template)}
+    return {key for key in keys - {*MESSAGE_KEYS, *part.layout.columns.values()} if not _reads(chat.tokenizer, key)}
+
+
+def _reads(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
+    """Return True if the chat template of ``tokenizer`` has the word ``name``."""
+    return bool(re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)))
 
 
 @cache
-def _schema_of(format: DataFormat) -> "pyarrow.Schema":
-    from datasets import Features, List, Value
-
+def _schema_of(format: DataFormat) -> pyarrow.Schema:
     ids, marks = List(Value("int32")), List(Value("bool"))
     columns = {"input_ids": ids, "loss_mask": marks, "seq_lengths": ids}
     columns |= {name: Value("bool") if name == "label" else ids for name in _MORE.get(format, ())}
@@ -212,17 +156,13 @@ def _schema_of(format: DataFormat) -> "pyarrow.Schema":
 
 def encode_rows(
     rows: Iterable[tuple[int, RawRow]], encoder: Encoder, length: int, *, drop: bool
-) -> "pyarrow.RecordBatch":
+) -> pyarrow.RecordBatch:
     """Return the pieces of numbered ``rows``, which are opened here, each of at most ``length`` tokens.
 
-    ``dropped`` has the place of a dropped example, and ``note`` why, with ``drop`` also for a bad row. A conversation
-    of several examples has `APART` there. Pairs also have ``rejected_ids``. Completions with labels have ``label`` and
-    ``cut_ids``: the tokens after the cut for which a prompt of one token has room, because the completion may also
-    follow the prompt of another example. ``largest`` is the largest token id of all columns.
+    ``dropped`` has the place of a dropped example, and ``note`` why (``drop``: also of a bad row), or `APART`. Pairs
+    also have ``rejected_ids``. Completions with labels have ``label`` and ``cut_ids``: the tokens after the cut for
+    which a prompt of one token has room, because the completion may also follow the prompt of another example.
     """
-    import numpy as np
-    import pyarrow
-
     opened, rendered = list[tuple[int, Row | DataError]](), list[list[Rendered]]()
     for number, raw in rows:
         try:
@@ -236,9 +176,9 @@ def encode_rows(
     tokens, pieces = encoder.tokenize(rendered), list[dict[str, Any]]()
     for number, found in opened:
         if isinstance(found, DataError):
-            cause = getattr(found, "cause", "not in the format")
-            empty = {"input_ids": [], "loss_mask": [], "rejected_ids": [], "cut_ids": [], "label": False}
-            pieces.append({"row": number, "outcome": "dropped_bad", "note": cause, "dropped": str(found), **empty})
+            cause = found.args[0] if isinstance(found, BadRowError) else "not in the format"
+            bad = {"row": number, "outcome": "dropped_bad", "note": cause, "dropped": str(found)}
+            pieces.append({**bad, "input_ids": [], "loss_mask": []})
         else:
             pieces += [{"row": number, **piece} for piece in _pieces(found, next(tokens), encoder, length)]
     for piece in pieces:
@@ -247,8 +187,7 @@ def encode_rows(
         piece["learned"] = int(np.count_nonzero(piece["loss_mask"]))
         piece["largest"] = max((int(np.max(one)) for one in (ids, *more) if len(one)), default=0)
         piece["digest"] = int.from_bytes(blake2b(ids.tobytes(), digest_size=8).digest(), "little")
-    schema = _schema_of(encoder.layout.format)
-    return pyarrow.RecordBatch.from_pylist(pieces, schema)
+    return pyarrow.RecordBatch.from_pylist(pieces, _schema_of(encoder.layout.format))
 
 
 def _pieces(row: Row, encoded: list[Tokens], encoder: Encoder, length: int) -> Iterator[dict[str, Any]]:
@@ -267,28 +206,3 @@ def _pieces(row: Row, encoded: list[Tokens], encoder: Encoder, length: int) -> I
     for number, ((ids, mask), outcome) in enumerate(fitted):
         note, dropped = APART if is_apart and not number else "", "" if outcome in KEPT else row.place
         yield {"input_ids": ids, "loss_mask": mask, "outcome": outcome, "note": note, "dropped": dropped, **others}
-
-
-def _load_config(run: Run) -> Any:
-    """Return the config of the run's model; raise `ModelError` if transformers rejects it."""
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
-    except OSError as error:
-        raise ModelError(f"Cannot load the config.json of {run.model!r}: {error}") from None
-    except Exception as error:  # a config class may raise anything for unusual values
-        raise ModelError(
-            f"transformers rejects the config.json of {run.model!r}: {' '.join(str(error).split())}. Use the "
-            "config.json that came with the weights, or the version of transformers that wrote it."
-        ) from None
-
-
-def check_vocabulary(run: Run, largest: int) -> None:
-    """Raise `ModelError` for token ids beyond the embedding: every rank would fail with an index error."""
-    size = _load_config(run).get_text_config().vocab_size
-    if largest >= size:
-        raise ModelError(
-            f"The tokenizer of {run.model!r} produces token id {largest}, but the model's vocab_size is {size}. "
-            "Tokenizer and model do not match, or the embedding was not resized for added tokens. Fix the model folder."
-        )

@@ -1,8 +1,7 @@
 """Rows of files: JSON lines, JSON arrays, CSV and TSV, plain or compressed, and Parquet.
 
-Every row has its place in the file. A row of a text file is the bytes of one JSON object, which `open_row` reads in
-another process. The readers of `datasets` do not serve here: they name no line in errors, turn cells such as ``NA`` and
-``007`` into other values, and texts that look like dates into dates.
+A row of a text file is the bytes of one JSON object, which `open_row` reads in another process. The readers of
+`datasets` name no line in errors, turn cells such as ``NA`` and ``007`` into other values, and some texts into dates.
 """
 
 import bz2
@@ -19,14 +18,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
+from typing import IO, Any, Final, NamedTuple
+
+import pyarrow
+import pyarrow.parquet
 
 from shardmake.config.formats import data_kind
 from shardmake.core.errors import DataError
 from shardmake.core.units import plural
-
-if TYPE_CHECKING:
-    import pyarrow
 
 RawRow = tuple[str, bytes | dict[str, Any]]
 """The place of a row, and its line, or its columns if the file has types."""
@@ -50,7 +49,7 @@ def open_row(row: RawRow) -> Row:
     try:
         line = content.rstrip()
         example = _ROW_DECODER.decode(line.decode(json.detect_encoding(line), "surrogatepass"))
-    except _RepeatedKeyError as error:
+    except KeyError as error:
         raise DataError(f"{place} has the key {error.args[0]!r} twice in one object. Remove one.") from None
     except json.JSONDecodeError as error:
         where = f"at character {error.pos + 1}" if error.pos < len(error.doc) else "at the end of the line"
@@ -62,15 +61,11 @@ def open_row(row: RawRow) -> Row:
     return Row(place, example)
 
 
-class _RepeatedKeyError(Exception):
-    """A JSON object has a key twice; Python would silently take the last value."""
-
-
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dictionary; raise `_RepeatedKeyError` if that loses a value."""
+    """Return a JSON object as a dictionary; raise `KeyError` for a key that is there twice, as that loses a value."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise _RepeatedKeyError(next(key for at, (key, _) in enumerate(pairs) if key in dict(pairs[:at])))
+        raise KeyError(next(key for at, (key, _) in enumerate(pairs) if key in dict(pairs[:at])))
     return found
 
 
@@ -80,7 +75,8 @@ _ROW_DECODER: Final = json.JSONDecoder(object_pairs_hook=_unique)
 def raw_rows(paths: Iterable[Path]) -> Iterator[RawRow]:
     """Yield the rows of files; raise `DataError` with file and line for content that cannot be read."""
     for path in map(str, paths):
-        with _reading_errors(path), _open(path) as file:
+        opener = _OPENERS.get(Path(path).suffix, partial(open, mode="rb"))
+        with _reading_errors(path), opener(path) as file:
             yield from _READERS[data_kind(path) or ""](path, file)
 
 
@@ -90,28 +86,27 @@ def _reading_errors(path: str) -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}. Save it as UTF-8.") from None
-    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+    except (EOFError, OSError, zlib.error, lzma.LZMAError, pyarrow.ArrowException) as error:
         if getattr(error, "errno", None) is not None:  # the file system's, not the decompressor's
             raise
+        if data_kind(path) == ".parquet":
+            problem = " ".join(str(error).split()).rstrip(".")
+            raise DataError(f"Cannot read {path}: {problem}. Write it again, or name another one.") from None
         raise DataError(
             f"Cannot decompress {path}: {error}. The file is incomplete or damaged. Copy it again."
         ) from None
 
 
 def _open_zstd(path: str) -> IO[bytes]:
-    import pyarrow
-
     return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"), _CHUNK)
 
 
-def _open(path: str) -> Any:
-    openers: dict[str, Callable[[str], Any]] = {
-        ".gz": gzip.open,
-        ".bz2": bz2.open,
-        ".xz": lzma.open,
-        ".zst": _open_zstd,
-    }
-    return openers.get(Path(path).suffix, partial(open, mode="rb"))(path)
+_OPENERS: Final[Mapping[str, Callable[[str], Any]]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": _open_zstd,
+}
 
 
 def _json_lines(path: str, file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
@@ -138,26 +133,23 @@ def _json(path: str, file: Any) -> Iterator[tuple[str, bytes]]:
 
 def _json_array(path: str, file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
     """Read an array, whose text is in memory as a whole; data of many GB are better JSON lines."""
-    text = io.TextIOWrapper(file, "utf-8-sig").read()
-    at, rows, problem = _next(text, text.index("[") + 1), 0, ""
+    text, rows = io.TextIOWrapper(file, "utf-8-sig").read(), 0
+    at = _next(text, text.index("[") + 1)
     more = text[at : at + 1] != "]"
-    while more:
-        try:
+    try:
+        while more:
             start, (_, end) = at, _DECODER.raw_decode(text, at)
-        except json.JSONDecodeError as error:
-            at, problem = error.pos, error.msg.removesuffix(" at").removesuffix(" starting")
-            break
-        rows, at = rows + 1, _next(text, end)
-        yield f"{path}, row {rows}", text[start:end].encode()
-        if more := text[at : at + 1] == ",":
-            at = _next(text, at + 1)
-    if not problem and text[at : at + 1] != "]":
-        problem = "Expecting ','"
-    elif not problem and (at := _next(text, at + 1)) < len(text):
-        problem = "Extra data after the array"
-    if problem:
-        line = text.count("\n", 0, at) + 1
-        raise DataError(f"{path}, line {line}, after row {rows}, is not valid JSON: {problem}.")
+            rows, at = rows + 1, _next(text, end)
+            yield f"{path}, row {rows}", text[start:end].encode()
+            if more := text[at : at + 1] == ",":
+                at = _next(text, at + 1)
+        if text[at : at + 1] != "]":
+            raise json.JSONDecodeError("Expecting ','", text, at)
+        if (at := _next(text, at + 1)) < len(text):
+            raise json.JSONDecodeError("Extra data after the array", text, at)
+    except json.JSONDecodeError as error:
+        problem = error.msg.removesuffix(" at").removesuffix(" starting")
+        raise DataError(f"{path}, line {error.lineno}, after row {rows}, is not valid JSON: {problem}.") from None
 
 
 def _next(text: str, at: int) -> int:
@@ -199,42 +191,21 @@ def _parquet(path: str, file: Any) -> Iterator[RawRow]:
     except those of a key that has no value in any row: it would not be in the file if no row had it. Columns of the
     type JSON (`datasets` writes them for messages with unequal keys) keep every null.
     """
-    import pyarrow
-    import pyarrow.parquet
-
-    number = 0
-    with _arrow_errors(path), pyarrow.parquet.ParquetFile(file) as table:
+    with pyarrow.parquet.ParquetFile(file) as table:
         decode = {field.name: _decoder(field.type) for field in table.schema_arrow}
-        for batch in table.iter_batches(256):
-            for number, row in enumerate(batch.to_pylist(), start=number + 1):  # noqa: B020 - it counts on
-                yield f"{path}, row {number}", {key: decode[key](value) for key, value in row.items()}
+        rows = (row for batch in table.iter_batches(256) for row in batch.to_pylist())
+        for number, row in enumerate(rows, start=1):
+            yield f"{path}, row {number}", {key: decode[key](value) for key, value in row.items()}
 
 
 def count_parquet_rows(path: Path) -> int:
     """Return the number of rows of a file, which its end states."""
-    import pyarrow.parquet
-
-    with _arrow_errors(str(path)):
+    with _reading_errors(str(path)):
         return int(pyarrow.parquet.read_metadata(path).num_rows)
 
 
-@contextmanager
-def _arrow_errors(path: str) -> Iterator[None]:
-    import pyarrow
-
-    try:
-        yield
-    except (pyarrow.ArrowException, OSError) as error:
-        if getattr(error, "errno", None) is not None:
-            raise
-        problem = " ".join(str(error).split()).rstrip(".")
-        raise DataError(f"Cannot read {path}: {problem}. Write it again, or name another one.") from None
-
-
-def _decoder(kind: "pyarrow.DataType") -> Callable[[Any], Any]:
+def _decoder(kind: pyarrow.DataType) -> Callable[[Any], Any]:
     """Return the function from a value of a column of type ``kind``, as Arrow gives it, to that of JSON lines."""
-    import pyarrow
-
     if isinstance(kind, pyarrow.JsonType):
         return lambda value: None if value is None else json.loads(value)
     if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind):
@@ -254,9 +225,5 @@ def _decoder(kind: "pyarrow.DataType") -> Callable[[Any], Any]:
 
 
 _READERS: Final[Mapping[str, Callable[[str, Any], Iterator[RawRow]]]] = {
-    ".jsonl": _json_lines,
-    ".json": _json,
-    ".csv": _csv,
-    ".tsv": _csv,
-    ".parquet": _parquet,
-}
+    ".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet,
+}  # fmt: skip

@@ -81,8 +81,7 @@ class Layout:
         if self.format == "preference":
             found |= self._pair(example)
         elif self.format == "chat" or self.format == "sharegpt":
-            messages = self._messages(example, "messages")
-            found["messages"] = [*self._system(example, messages), *messages]
+            found["messages"] = self._with_system(example, self._messages(example, "messages"))
         else:
             read = self._text if isinstance(example[self.columns["prompt"]], str) else self._messages
             found |= {column: read(example, column) for column in ("prompt", "completion")}
@@ -97,41 +96,37 @@ class Layout:
             )
         return found
 
-    def _text(self, example: Example, column: str) -> str:
+    def _text(self, example: Example, column: str, *, optional: bool = False) -> str:
         name = self.columns.get(column, column)
+        if optional and name not in example:
+            return ""
         if not isinstance(example[name], str):
             raise DataError(f"{name} is {type(example[name]).__name__}, not text.")
         return _encodable(example[name], name)
 
     def _instruction(self, example: Example) -> list[Message]:
         """Return an Alpaca example as a conversation; the input follows the instruction after an empty line."""
-        asked, given = self._text(example, "instruction"), self._optional_text(example, "input")
+        asked, given = self._text(example, "instruction"), self._text(example, "input", optional=True)
         said = {"user": f"{asked}\n\n{given}" if given else asked, "assistant": self._text(example, "output")}
-        turns = [{"role": role, "content": text} for role, text in said.items()]
-        return [*self._system(example, turns), *turns]
+        return self._with_system(example, [{"role": role, "content": text} for role, text in said.items()])
 
-    def _optional_text(self, example: Example, column: str) -> str:
-        return self._text(example, column) if self.columns.get(column) in example else ""
-
-    def _system(self, example: Example, messages: Sequence[Message]) -> list[Message]:
-        """Return the system message of a column of its own, if there is one.
+    def _with_system(self, example: Example, messages: list[Message]) -> list[Message]:
+        """Return ``messages`` after the system message of a column of its own, if there is one.
 
         In the format chat, a column that ``data.columns`` does not name counts only as text, and for conversations
         without such a message.
         """
-        is_default = self.format == "chat" and "system" not in self.named
-        is_text = isinstance(example.get(self.columns["system"]), str)
-        if is_default and (messages[0]["role"] == "system" or not is_text):
-            return []
-        text = self._optional_text(example, "system")
-        if text and messages[0]["role"] == "system":
-            if messages[0]["content"].strip() == text.strip():
-                return []
+        name, has_own = self.columns["system"], messages[0]["role"] == "system"
+        if self.format == "chat" and "system" not in self.named and (has_own or not isinstance(example.get(name), str)):
+            return messages
+        text = self._text(example, "system", optional=True)
+        if not text or (has_own and messages[0]["content"].strip() == text.strip()):
+            return messages
+        if has_own:
             raise DataError(
-                f"there are two system messages, one in {self.columns['system']} and one in "
-                f"{self.columns['messages']}. Remove one."
+                f"there are two system messages, one in {name} and one in {self.columns['messages']}. Remove one."
             )
-        return [{"role": "system", "content": text}] if text else []
+        return [{"role": "system", "content": text}, *messages]
 
     def _pair(self, example: Example) -> dict[str, Any]:
         """Return prompt, chosen and rejected, all text or all messages; a prompt of their own is their common start.
@@ -149,14 +144,12 @@ class Layout:
         read = self._text if all(kinds.values()) else self._messages
         found: dict[str, Any] = {column: read(example, column) for column in columns}
         pair = found if "prompt" in found else split_prompt(found["chosen"], found["rejected"])
-        if is_repeated:
-            asked, names = [m["content"].strip() for m in pair["prompt"] if m["role"] == "user"], self.columns
-            if self._text(example, "prompt").strip() not in asked:
-                raise DataError(
-                    f"{names['prompt']} is text, and not the text of a user's message at the start of "
-                    f"{names['chosen']} and {names['rejected']}. Add that message to both, or write the prompt as a "
-                    "list of messages."
-                )
+        asked = [m["content"].strip() for m in pair["prompt"] if m["role"] == "user"] if is_repeated else []
+        if is_repeated and self._text(example, "prompt").strip() not in asked:
+            raise DataError(
+                "{prompt} is text, and not the text of a user's message at the start of {chosen} and {rejected}. Add "
+                "that message to both, or write the prompt as a list of messages.".format(**self.columns)
+            )
         return pair
 
     def _messages(self, example: Example, column: str) -> list[Message]:
@@ -215,9 +208,9 @@ class Layout:
         return _ROLES[role]
 
 
-def is_unlearned(message: Message) -> bool:
-    """Return True for a message of the assistant with weight 0, as in OpenAI's format."""
-    return message["role"] == "assistant" and message.get("weight") == 0
+def is_learned(message: Message) -> bool:
+    """Return True for a message of the assistant, unless it has weight 0, as in OpenAI's format."""
+    return message["role"] == "assistant" and message.get("weight") != 0
 
 
 def split_prompt(chosen: Any, rejected: Any) -> dict[str, Any]:
@@ -298,8 +291,7 @@ def recognize(data: Data, objective: Objective, first: Example, place: str) -> L
 
     Raises `DataError` if no format fits, and if several do.
     """
-    named = data.columns.named
-    given = data.format
+    named, given = data.columns.named, data.format
     assert given != RAW, "raw data has no layout"
 
     def layouts_of(objective: Objective) -> list[Layout]:
@@ -309,11 +301,12 @@ def recognize(data: Data, objective: Objective, first: Example, place: str) -> L
         return [Layout(format, {**columns, **named}, frozenset(named)) for format, columns in fit.items()]
 
     layouts = layouts_of(objective)
-    fitting = [layout for layout in layouts if data.format != "auto" or _fits(layout, first)]
+    fitting = [layout for layout in layouts if given != "auto" or _fits(layout, first)]
     if not fitting and "messages" not in named:  # the column of one kind of conversation with the keys of the other
-        mixed = [(one, _OTHER_COLUMN[one.format]) for one in layouts if one.format in _OTHER_COLUMN]
-        swapped = [replace(one, columns={**one.columns, "messages": column}) for one, column in mixed]
-        fitting = [layout for layout in swapped if _fits(layout, first)]
+        swapped = [
+            replace(one, columns={**one.columns, "messages": _OTHER_COLUMN.get(one.format, "")}) for one in layouts
+        ]
+        fitting = [layout for layout in swapped if layout.format in _OTHER_COLUMN and _fits(layout, first)]
     if len(fitting) > 1:
         raise DataError(
             f"{place}: the columns fit several formats: {', '.join(map(str, fitting))}. Set data.format to one of them."

@@ -1,22 +1,20 @@
-"""Cut and pack examples into sequences of at most a given length, and count their outcomes.
-
-Refusals and warnings follow from the counts of one source.
-"""
+"""Cut and pack examples into sequences of at most a given length, and count their outcomes; some are refused."""
 
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.compute as pc
 
 from shardmake.core.errors import DataError
 from shardmake.core.units import plural
 from shardmake.data.encode import Encoder, Tokens
-
-if TYPE_CHECKING:
-    import datasets
-    import numpy as np
 
 APART: Final = "apart"
 """Note of the first example of a conversation of which each turn is an example."""
@@ -68,17 +66,17 @@ def fit_pair(pair: list[Tokens], length: int, *, cuts: bool = True) -> tuple[lis
     Pairs with equal answers, from the start or after the cut, have nothing to learn. TRL cuts and drops in the same way
     but keeps equal answers, whose gradient is zero.
     """
-    cut = [(ids[:length], mask[:length]) for ids, mask in pair]
+    cut, nothing = [(ids[:length], mask[:length]) for ids, mask in pair], list[Tokens]([([], []), ([], [])])
     if pair[0] == pair[1]:
-        return [([], []), ([], [])], "dropped_without_loss"
+        return nothing, "dropped_without_loss"
     if not cuts and cut != pair:
-        return [([], []), ([], [])], "dropped_too_long"
+        return nothing, "dropped_too_long"
     if cut[0] == cut[1]:
-        return [([], []), ([], [])], "dropped_loss_truncated"
+        return nothing, "dropped_loss_truncated"
     return cut, "whole" if cut == pair else "truncated"
 
 
-def pack(examples: "datasets.Dataset", length: int, cache_file: Path) -> "datasets.Dataset":
+def pack(examples: datasets.Dataset, length: int, cache_file: Path) -> datasets.Dataset:
     """Pack examples (``input_ids``, ``loss_mask``) into sequences of at most ``length`` tokens.
 
     Best fit decreasing, in blocks of examples that fit in memory; ``seq_lengths`` has the length of each example.
@@ -86,9 +84,8 @@ def pack(examples: "datasets.Dataset", length: int, cache_file: Path) -> "datase
     from trl.data_utils import pack_dataset
 
     block = max(1, min(10_000, _TOKENS_PACKED_AT_ONCE // length))
-    settings = {"batch_size": block, "cache_file_name": str(cache_file), "load_from_cache_file": False}
-    settings["new_fingerprint"] = cache_file.stem
-    return pack_dataset(examples, length, strategy="bfd", map_kwargs=settings)
+    named = {"cache_file_name": str(cache_file), "new_fingerprint": cache_file.stem, "load_from_cache_file": False}
+    return pack_dataset(examples, length, strategy="bfd", map_kwargs={"batch_size": block, **named})
 
 
 @dataclass(frozen=True)
@@ -97,18 +94,14 @@ class Encoded:
 
     name: str
     encoder: Encoder
-    table: "datasets.Dataset"
-    kept: "np.ndarray"
+    table: datasets.Dataset
+    kept: np.ndarray
     """Numbers of the rows of ``table`` that are in the split and have something to learn."""
     counts: dict[str, Any]
 
     @classmethod
-    def of(cls, name: str, encoder: Encoder, table: "datasets.Dataset", chosen: "np.ndarray") -> "Encoded":
+    def of(cls, name: str, encoder: Encoder, table: datasets.Dataset, chosen: np.ndarray) -> "Encoded":
         """Return the rows of ``table`` that are ``chosen``, one boolean a row."""
-        import numpy as np
-        import pyarrow
-        import pyarrow.compute as pc
-
         own = table.data.table.select(["outcome", "note", "dropped"]).filter(pyarrow.array(chosen))  # a copy
         found = (pc.value_counts(own.column(name)).to_pylist() for name in ("outcome", "note"))
         outcomes, notes = ({one["values"]: one["counts"] for one in values if one["values"]} for values in found)
@@ -120,7 +113,7 @@ class Encoded:
         is_kept = pc.is_in(table.data.column("outcome"), pyarrow.array(KEPT)).to_numpy()
         return cls(name, encoder, table, np.flatnonzero(chosen & is_kept), counts | more)
 
-    def column(self, name: str) -> "np.ndarray":
+    def column(self, name: str) -> np.ndarray:
         """Return the numbers of a column of the kept rows."""
         return self.table.data.column(name).to_numpy()[self.kept]
 

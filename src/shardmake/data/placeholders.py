@@ -14,15 +14,16 @@ from shardmake.core.errors import DataError
 from shardmake.data.layout import Message
 
 Span = tuple[int, int]
-LOST: Final = "a part that the chat template does not render"
-_CURES: Final = {
-    "content": "Use a role that the template renders (data.format: sharegpt reads names such as human and gpt), or "
-    "name a template that does with data.chat_template.",
-    "reasoning": "Remove the reasoning, or name a template that renders it with data.chat_template.",
-    "call": "Name a template that renders calls of tools with data.chat_template.",
-    "tools": "Name a template that renders tools with data.chat_template.",
-}
-_PARTS: Final = {"content": "the text", "reasoning": "the reasoning", "call": "a call of a tool", "tools": "the tools"}
+_LOST: Final = "a part that the chat template does not render"
+_TEMPLATE: Final = "with data.chat_template."
+_KINDS: Final = {
+    "content": ("the text", "Use a role that the template renders (data.format: sharegpt reads names such as human and "
+                f"gpt), or name a template that does {_TEMPLATE}"),
+    "reasoning": ("the reasoning", f"Remove the reasoning, or name a template that renders it {_TEMPLATE}"),
+    "call": ("a call of a tool", f"Name a template that renders calls of tools {_TEMPLATE}"),
+    "tools": ("the tools", f"Name a template that renders tools {_TEMPLATE}"),
+}  # fmt: skip
+"""Kinds of pieces, in words, and cures for their loss."""
 _SALT: Final = f"{secrets.randbelow(10**20):020}"
 """Random digits: no text or number of a row is a placeholder."""
 PLACEHOLDER: Final = re.compile(rf"((?:Qz|77){_SALT}\d{{9}}(?:zQ|77))")
@@ -30,14 +31,10 @@ PLACEHOLDER: Final = re.compile(rf"((?:Qz|77){_SALT}\d{{9}}(?:zQ|77))")
 
 
 class BadRowError(DataError):
-    """A row that cannot be learned; rows with the same ``cause`` are counted together."""
+    """A row that cannot be learned, with a cause and a message; rows of one cause are counted together."""
 
-    def __init__(self, cause: str, message: str) -> None:
-        super().__init__(message)
-        self.cause = cause
-
-    def __reduce__(self) -> tuple[type, tuple[str, str]]:
-        return type(self), (self.cause, str(self))
+    def __str__(self) -> str:
+        return str(self.args[1])
 
 
 @dataclass(frozen=True)
@@ -72,24 +69,18 @@ def hide_texts(messages: Sequence[Message], tools: Any) -> tuple[list[dict[str, 
     pieces = [Piece(-1, "tools", tool["name"]) for tool in named if isinstance(tool, dict) and tool.get("name")]
     hidden, ids = [], dict[str, str]()  # a template may look for the call of a result by its id
 
-    def hide(index: int, kind: str, text: str) -> str:
-        core = text.strip()
-        if not core:
-            return text
-        stand_in = placeholder(len(pieces))
-        pieces.append(Piece(index, kind, core, stand_in))
-        return stand_in if core == text else text.replace(core, stand_in, 1)
-
-    def hide_call(index: int, value: Any) -> Any:
+    def hide(index: int, kind: str, value: Any) -> Any:
         if isinstance(value, str):
-            return hide(index, "call", value)
+            core, stand_in = value.strip(), placeholder(len(pieces))
+            pieces.extend([Piece(index, kind, core, stand_in)] if core else [])
+            return value.replace(core, stand_in, 1) if core else value
         if isinstance(value, dict):
-            pieces.extend(Piece(index, "call", key) for key in value if key)
-            return {key: hide_call(index, item) for key, item in value.items()}
+            pieces.extend(Piece(index, kind, key) for key in value if key)
+            return {key: hide(index, kind, item) for key, item in value.items()}
         if isinstance(value, list):
-            return [hide_call(index, item) for item in value]
+            return [hide(index, kind, item) for item in value]
         if isinstance(value, int | float) and not isinstance(value, bool):
-            pieces.append(Piece(index, "call", json.dumps(value), f"77{_SALT}{len(pieces):09}77"))
+            pieces.append(Piece(index, kind, json.dumps(value), f"77{_SALT}{len(pieces):09}77"))
             return int(pieces[-1].stand_in)
         return value
 
@@ -100,34 +91,32 @@ def hide_texts(messages: Sequence[Message], tools: Any) -> tuple[list[dict[str, 
         head, mark, answer = content.rpartition("</think>") if message["role"] == "assistant" else ("", "", content)
         before, tag, thought = head.rpartition("<think>")
         if mark and not before.strip():  # else, the answer is about these marks
-            content = before + tag + hide(index, "reasoning", thought) + mark + hide(index, "content", answer)
+            found["content"] = before + tag + hide(index, "reasoning", thought) + mark + hide(index, "content", answer)
         else:
-            content = hide(index, "content", content)
-        found["content"] = content
+            found["content"] = hide(index, "content", content)
         if isinstance(made := message.get("tool_call_id"), str):
             found["tool_call_id"] = ids.get(made) or hide(index, "id", made)
         if "tool_calls" in message:
-            found["tool_calls"] = [
-                {**call, "function": {key: hide_call(index, part) for key, part in call["function"].items()}}
-                for call in message["tool_calls"]
-            ]
-            for call, written in zip(found["tool_calls"], message["tool_calls"], strict=True):
-                if isinstance(made := written.get("id"), str):  # some templates render the id, with the name in it
-                    name = re.compile(rf"\b{re.escape(written['function']['name'])}\b")
-                    shaped = name.sub(str(call["function"]["name"]), made)
-                    ids[made] = call["id"] = shaped if shaped != made else hide(index, "id", made)
+            found["tool_calls"] = []
+        for written in message.get("tool_calls", ()):
+            function = {key: hide(index, "call", part) for key, part in written["function"].items()}
+            found["tool_calls"].append(call := {**written, "function": function})
+            if isinstance(made := written.get("id"), str):  # some templates render the id, with the name in it
+                shaped = re.sub(rf"\b{re.escape(written['function']['name'])}\b", str(function["name"]), made)
+                ids[made] = call["id"] = shaped if shaped != made else hide(index, "id", made)
         hidden.append(found)
     return hidden, pieces
 
 
-def may_be_a_number(error: BadRowError, pieces: Sequence[Piece]) -> bool:
-    """Return whether ``error`` may be about a number of a call, which a template may write in its own form."""
-    return _PARTS["call"] in str(error) and any(piece.stand_in.startswith("77") for piece in pieces)
+def in_real_words(error: BadRowError, pieces: Sequence[Piece]) -> BadRowError | None:
+    """Return an ``error`` about a lost part with excerpts of the ``pieces`` in place of their placeholders.
 
-
-def real_text(text: str, pieces: Sequence[Piece]) -> str:
-    """Return ``text`` of an error with excerpts of the ``pieces`` in place of their placeholders."""
-    return PLACEHOLDER.sub(lambda found: excerpt(pieces[number_of(found[0])].text), text)
+    None for another cause, and for a call that has a number, which a template may write in its own form.
+    """
+    is_number = _KINDS["call"][0] in str(error) and any(piece.stand_in.startswith("77") for piece in pieces)
+    if error.args[0] != _LOST or is_number:
+        return None
+    return BadRowError(_LOST, PLACEHOLDER.sub(lambda found: excerpt(pieces[_number_of(found[0])].text), str(error)))
 
 
 def excerpt(text: str) -> str:
@@ -138,23 +127,11 @@ def excerpt(text: str) -> str:
 def lost(piece: Piece, role: str) -> BadRowError:
     """Return the error for a ``piece`` of a message with this ``role`` that is not in the rendered text."""
     where = f" of message {piece.message + 1} (role {role!r})" if piece.message >= 0 else ""
-    return BadRowError(
-        LOST,
-        f"the chat template does not render {_PARTS[piece.kind]}{where}: {excerpt(piece.text)!r}. {_CURES[piece.kind]}",
-    )
+    words, cure = _KINDS[piece.kind]
+    return BadRowError(_LOST, f"the chat template does not render {words}{where}: {excerpt(piece.text)!r}. {cure}")
 
 
-def closed_thought(piece: Piece, mark: str) -> BadRowError:
-    """Return the error for a reasoning after the ``mark`` that ends it."""
-    return BadRowError(
-        "reasoning after its end",
-        f"before the reasoning of message {piece.message + 1} ({excerpt(piece.text)!r}), the chat template writes "
-        f"{mark}, which ends it. Write the reasoning under reasoning_content and not in the text, and let the "
-        "generation prompt open it with data.template_arguments, such as enable_thinking: true.",
-    )
-
-
-def number_of(text: str) -> int:
+def _number_of(text: str) -> int:
     """Return the number of the piece for which the placeholder ``text`` stands."""
     return int(text[2 + len(_SALT) : -2])
 
@@ -176,10 +153,10 @@ def _forms(text: str) -> Iterator[str]:
 def _split(text: str) -> tuple[list[str], list[int], list[int]]:
     """Return ``text`` split at its placeholders, their numbers, and where each part begins."""
     parts = PLACEHOLDER.split(text)
-    return parts, [number_of(part) for part in parts[1::2]], list(accumulate(map(len, parts), initial=0))
+    return parts, [_number_of(part) for part in parts[1::2]], list(accumulate(map(len, parts), initial=0))
 
 
-def fill_text(text: str, texts: Sequence[str]) -> list[str]:
+def _fill_text(text: str, texts: Sequence[str]) -> list[str]:
     """Return the parts of ``text`` with ``texts`` in place of its placeholders."""
     parts, numbers, _ = _split(text)
     filled = parts.copy()
@@ -187,13 +164,13 @@ def fill_text(text: str, texts: Sequence[str]) -> list[str]:
     return filled
 
 
-def as_written(text: str, texts: Sequence[str], real: str) -> Sequence[str] | None:
+def as_written(text: str, texts: Sequence[str], real: str) -> list[str] | None:
     """Return ``texts`` in the form in which ``real`` has them in place of the placeholders of ``text``.
 
     None if ``real`` is another text.
     """
-    if "".join(fill_text(text, texts)) == real:
-        return texts
+    if "".join(_fill_text(text, texts)) == real:
+        return list(texts)
     parts, numbers, _ = _split(text)
     found, at = list(texts), len(parts[0])
     for number, after in zip(numbers, parts[2::2], strict=True):
@@ -201,12 +178,12 @@ def as_written(text: str, texts: Sequence[str], real: str) -> Sequence[str] | No
         if form is None:
             return None
         found[number], at = form, at + len(form) + len(after)
-    return found if "".join(fill_text(text, found)) == real else None
+    return found if "".join(_fill_text(text, found)) == real else None
 
 
 def fill(example: Rendered, texts: Sequence[str]) -> Rendered:
     """Return ``example`` with ``texts`` in place of its placeholders."""
-    before, parts = _split(example.text)[2], fill_text(example.text, texts)
+    before, parts = _split(example.text)[2], _fill_text(example.text, texts)
     after = list(accumulate(map(len, parts), initial=0))
 
     def moved(at: int) -> int:

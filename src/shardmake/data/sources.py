@@ -7,7 +7,7 @@ Data sets of the hub become local files first (`shardmake.fetch.hub_data`). Data
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +20,6 @@ from shardmake.core.atomic import sha256
 from shardmake.core.errors import DataError
 from shardmake.core.run_folder import make_folder, make_link
 from shardmake.data.files import Row, count_parquet_rows, open_row, raw_rows
-from shardmake.run.paths import RunDir
-from shardmake.run.receipts import DataReceipt
 
 FIRST_ROWS = 64
 TRAIN_SPLITS = ("train",)
@@ -156,9 +154,9 @@ def _names(paths: Sequence[Path], folder: Path) -> str:
     return ", ".join(str(path.relative_to(folder)) for path in paths[:3]) + more
 
 
-def identity(source: Source) -> dict[str, Any]:
-    """Return what identifies the content of ``source``: checksums of its files."""
-    return {"files": [file_record(path) for path in source.paths]}
+def identity(paths: Iterable[Path], root: Path = Path()) -> dict[str, Any]:
+    """Return what identifies the content of files: their names (below ``root``), sizes and checksums."""
+    return {"files": [file_record(path, root) for path in paths]}
 
 
 def file_record(path: Path, root: Path = Path()) -> dict[str, Any]:
@@ -199,43 +197,32 @@ def first_rows(source: Source, limit: int = FIRST_ROWS, *, drop: bool = False) -
 
 
 def files_of_raw(source: Path) -> list[Path]:
-    """Return every file of ``source``; raise `DataError` if there is none."""
+    """Return every file of ``source``, which a user's script reads; raise `DataError` if there is none."""
     if not (files := raw_files(source)):
         raise DataError(f"No data in {source}: the folder has no file. Name a file, or a folder with files.")
     return files
 
 
 def identity_of_raw(source: Path) -> dict[str, Any]:
-    """Return name, size and checksum of every file of ``source``, a file or folder that a user's script reads."""
-    return {"files": [file_record(path, _root(source)) for path in files_of_raw(source)]}
+    """Return name, size and checksum of every file of ``source``, as `files_of_raw` finds them."""
+    return identity(files_of_raw(source), _root(source))
 
 
 def link_raw(source: Path, identity: Mapping[str, Any], folder: Path) -> None:
     """Create ``folder`` with a link to each file of ``source`` that ``identity`` names."""
-    root = _root(source).resolve()
-    for file in identity["files"]:
-        link = folder / file["path"]
+    for link, target in _links(source, identity, folder):
         make_folder(link.parent)
-        make_link(link, root / file["path"])
+        make_link(link, target)
 
 
 def are_linked(source: Path, identity: Mapping[str, Any], folder: Path) -> bool:
     """Return whether `link_raw` has made ``folder`` from the files of ``source``."""
-    root = _root(source)
-    return all((folder / file["path"]).resolve() == (root / file["path"]).resolve() for file in identity["files"])
+    return all(link.resolve() == target.resolve() for link, target in _links(source, identity, folder))
 
 
-def check_raw(rundir: RunDir) -> None:
-    """Raise `DataError` if a file of the raw data has another size than when it was hashed."""
-    for file in DataReceipt.read(rundir.data_receipt).sources["train"]["files"]:
-        path = rundir.raw_data / file["path"]
-        size = path.stat().st_size if path.exists() else None
-        if size != file["bytes"]:
-            found = "is missing" if size is None else f"has {size:,} bytes instead of {file['bytes']:,}"
-            raise DataError(
-                f"Training was not started: {os.path.realpath(path)} {found}, and other data than the run's would be "
-                f"learned. Restore it, or hash the data again: shardmake data {rundir.name}"
-            )
+def _links(source: Path, identity: Mapping[str, Any], folder: Path) -> list[tuple[Path, Path]]:
+    root = _root(source).resolve()
+    return [(folder / file["path"], root / file["path"]) for file in identity["files"]]
 
 
 def _root(source: Path) -> Path:

@@ -30,11 +30,7 @@ class KernelLimitError(ModelError):
 
 
 def register_varlen() -> None:
-    """Make the kernel known to transformers, whose models then take ``attn_implementation="varlen"``.
-
-    It gets no function for masks: without one, transformers creates no mask and does not wait for the GPU to find the
-    boundaries of examples.
-    """
+    """Let models take ``attn_implementation="varlen"``, with no function for masks: it would wait for the GPU."""
     from transformers import AttentionInterface
 
     AttentionInterface.register("varlen", varlen_attention)
@@ -57,10 +53,7 @@ def varlen_attention(
     """Return causal attention of [batch, heads, tokens, width] within each example, as [batch, tokens, heads, width].
 
     Without ``cu_seq_lens_q`` each row is one example. Its padding is on the right (`shardmake.data.dataset.Collator`),
-    so no token of the example attends to it.
-
-    Raises:
-        KernelLimitError: The model asks for something that the kernel does not do.
+    so no token of the example attends to it. Raises `KernelLimitError`.
     """
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if limit := _limit(query, key, attention_mask, dropout, causal, others):
@@ -73,34 +66,19 @@ def varlen_attention(
     value = pad(value, (0, width - value_width)) if value_width < width else value
     q, k, v = (tensor.transpose(1, 2).reshape(batch * length, -1, width).to(dtype) for tensor in (query, key, value))
     grouped: dict[str, Any] = {"enable_gqa": True} if _NAMES_GROUPS and key.shape[1] != query.shape[1] else {}
-    out = varlen_attn(
-        q,
-        k,
-        v,
-        cu_seq_lens_q,
-        cu_seq_lens_q,
-        max_length_q,
-        max_length_q,
-        scale=scaling,
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        **grouped,
-    )
+    bounds = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    out = varlen_attn(q, k, v, *bounds, scale=scaling, window_size=window, **grouped)
     assert isinstance(out, torch.Tensor)
     return out[..., :value_width].reshape(batch, length, -1, value_width), None
 
 
 def _limit(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    causal: bool,
-    others: dict[str, Any],
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, dropout: float, causal: bool, others: Any
 ) -> str:
     """Return what the kernel does not do of what a model asks for; empty if it does all."""
-    for name in _NO_ARGUMENTS:
-        if others.get(name) is not None:
-            return f"changes the attention scores ({name})"
+    if changes := [name for name in _NO_ARGUMENTS if others.get(name) is not None]:
+        return f"changes the attention scores ({changes[0]})"
     if dropout:
         return "has dropout in its attention"
     if mask is not None:

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 from shardmake.config.models import Run
 from shardmake.core.errors import ConfigError
-from shardmake.data.encode import encode_prompt
 from shardmake.evaluate.scores import IGNORED, Example, Examples
 
 if TYPE_CHECKING:
@@ -25,14 +24,9 @@ def check_prompts(run: Run) -> None:
     """Raise a `ConfigError` if a prompt of the run is too long for the base model, or its chat template rejects it."""
     if not run.evaluation.prompts:
         return
-    from transformers import AutoConfig
+    from shardmake.run.tokenizer import load_config, load_tokenizer
 
-    from shardmake.data.examples import load_tokenizer
-
-    tokenizer = load_tokenizer(run)
-    positions = _positions(
-        AutoConfig.from_pretrained(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
-    )
+    tokenizer, positions = load_tokenizer(run), _positions(load_config(run))
     for prompt in run.evaluation.prompts:
         length = len(as_prompt(tokenizer, prompt, run.data.template_arguments))
         if positions is not None and length >= positions:
@@ -57,6 +51,8 @@ def as_prompt(
     from jinja2 import TemplateError
 
     if tokenizer.chat_template is None:
+        from shardmake.data.encode import encode_prompt
+
         return encode_prompt(tokenizer, prompt)
     conversation = [{"role": "user", "content": prompt}]
     try:

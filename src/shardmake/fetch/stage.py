@@ -22,10 +22,9 @@ from shardmake.core.disk import require_space
 from shardmake.core.errors import ModelError, ShardmakeError
 from shardmake.core.hub import commit_of, connect, is_hub_id, translate_hub_errors, with_retries
 from shardmake.core.manifest import FileRecord, read_folder, read_named, record
-from shardmake.core.run_folder import make_folder, remove, rename
+from shardmake.core.run_folder import link_or_copy, locked, make_folder, remove, rename
 from shardmake.core.stores import is_url
 from shardmake.core.units import format_bytes
-from shardmake.data.sharing import link_or_copy, locked
 from shardmake.data.sources import EVAL_SPLITS, ONE_SPLIT, TRAIN_SPLITS, HubDataset, locate_named
 from shardmake.fetch import adapter, chain, store
 from shardmake.fetch.adapter import Merge

@@ -10,7 +10,6 @@ from shardmake.config.models import Cluster, Run
 from shardmake.core.atomic import digest, write_text
 from shardmake.core.secrets import redact
 from shardmake.core.units import format_bytes
-from shardmake.data.sharing import content_of
 from shardmake.report import figures
 from shardmake.report.figures import Memory
 from shardmake.report.history import TrainingHistory, attempt_of, hours_name, read_history
@@ -19,7 +18,7 @@ from shardmake.run.attempt import Attempt
 from shardmake.run.evaluation import EvaluationResult, format_perplexity
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import MemoryEstimates, Plan
-from shardmake.run.receipts import DataReceipt, TrainingReceipt
+from shardmake.run.receipts import DataReceipt, TrainingReceipt, content_of
 from shardmake.run.settings import current, read_settings
 
 Best = Literal["lowest", "highest"]

@@ -1,9 +1,11 @@
 """The length of a training: optimizer steps, warm-up and passes over the data, and whether it can learn anything."""
 
 import math
-from collections.abc import Iterator
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from itertools import cycle, islice
+from typing import Final, NamedTuple
 
 from shardmake.config.methods import METHODS
 from shardmake.config.models import Run
@@ -16,6 +18,8 @@ FEW_STEPS: Final = 10
 """Optimizer steps below which a training is hardly one."""
 _FAR_ABOVE: Final = 1000
 """Times the usual learning rate above which one is doubtful; small models learn from scratch at 300 times."""
+_PACKED: Final = 1000
+"""Examples that are packed for the estimate of the amount of data."""
 
 
 def optimizer_steps(epochs: float, sequences: int, batch: int) -> int:
@@ -146,3 +150,59 @@ class Length:
     def _smaller_batch(self) -> str:
         fitting = batch_for(self.sequences, 1, self._least_batch)
         return f"Set global_batch_size: {fitting} or less" if fitting else "Add data, or plan fewer ranks"
+
+
+class Sampled(NamedTuple):
+    """The encoded rows of one source: the number of ``rows``, and the ``lengths`` of their examples in tokens."""
+
+    rows: int
+    lengths: list[int]
+
+
+def estimate_length(run: Run, counts: Sequence[int], sampled: Sequence[Sampled], ranks: int) -> Length | None:
+    """Return the length of a training on sources of ``counts`` rows, of which ``sampled`` were encoded.
+
+    Both begin with the sources of training examples. None if nothing would be left, and for raw data.
+    """
+    sources = run.data.sources
+    if run.data.is_raw:
+        return None
+    held_out = [0 if run.data.eval is not None else max(1, round(count * run.data.eval_fraction)) for count in counts]
+    examples = [
+        min(count - evaluated, source.limit or count) * len(part.lengths) / part.rows
+        for source, count, evaluated, part in zip(sources, counts, held_out, sampled, strict=False)
+    ]
+    used = [count * source.repeat for source, count in zip(sources, examples, strict=True)]
+    weights = [source.weight for source in sources if source.weight is not None]
+    if weights:  # drawn by weight until each source was read once
+        total = max(count / weight for count, weight in zip(examples, weights, strict=True))
+        used = [total * weight for weight in weights]
+    if not sum(used) or not all(part.lengths for part in sampled[: len(sources)]):
+        return None
+    lengths = [
+        length
+        for part, count in zip(sampled, used, strict=False)
+        for length in islice(cycle(part.lengths), max(1, round(count * min(1, _PACKED / sum(used)))))
+    ]
+    scale = sum(used) / len(lengths)
+    sequences = count_packed(lengths, run.sequence_length) if run.packing else len(lengths)
+    return Length(
+        run,
+        examples=round(sum(used)),
+        tokens=round(scale * sum(lengths)),
+        sequences=max(1, round(scale * sequences)),
+        ranks=ranks,
+        is_estimate=True,
+    )
+
+
+def count_packed(lengths: Sequence[int], room: int) -> int:
+    """Return the number of sequences of ``room`` tokens that hold examples of ``lengths``, packed by best fit."""
+    rooms: list[int] = []
+    count = 0
+    for length in sorted(lengths, reverse=True):
+        place = bisect_left(rooms, length)
+        left = rooms.pop(place) if place < len(rooms) else room
+        count += left == room
+        insort(rooms, left - length)
+    return count

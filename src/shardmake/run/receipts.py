@@ -1,5 +1,7 @@
 """Receipts: each marks a finished stage and describes what the stage wrote."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -124,6 +126,16 @@ class DataReceipt(RunFile):
         learned = spec.learned or ("the assistant's tokens" if self.loss_on_assistant else "all tokens")
         several = "; ".join(dict.fromkeys(source.format for source in self.train.sources))
         return f"{several or f'{self.data_format} ({columns})'}, loss on {learned}"
+
+
+def content_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``inputs`` of a data receipt without the folders of the source files."""
+    sources = {
+        split: {**source, "files": [{**file, "path": Path(file["path"]).name} for file in source["files"]]}
+        for split, source in inputs["sources"].items()
+        if "files" in source
+    }
+    return {**inputs, "sources": {**inputs["sources"], **sources}}
 
 
 class TrainingReceipt(RunFile):

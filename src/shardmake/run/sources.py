@@ -4,6 +4,7 @@ Stages after the fetch read local copies only. A compute node needs no internet 
 a run in progress.
 """
 
+import os
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -14,7 +15,7 @@ from pydantic import Field
 from shardmake.config.checks import run_before
 from shardmake.config.models import EvalSource, Lora, Run
 from shardmake.core.atomic import digest, sha256
-from shardmake.core.errors import ConfigError, ModelError
+from shardmake.core.errors import ConfigError, DataError, ModelError
 from shardmake.core.manifest import FileRecord, Manifest, differences, read_named, record
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import DataReceipt, WeightsReceipt
@@ -218,6 +219,19 @@ def refuse_changed(rundir: RunDir, expected: Manifest) -> None:
             f"would be used. Restore the file, or take what is there now (shardmake fetch {rundir.name} --part "
             f"weights, or shardmake data {rundir.name}) and train from the start."
         )
+
+
+def check_raw(rundir: RunDir) -> None:
+    """Raise `DataError` if a file of the raw data has another size than when it was hashed."""
+    for file in DataReceipt.read(rundir.data_receipt).sources["train"]["files"]:
+        path = rundir.raw_data / file["path"]
+        size = path.stat().st_size if path.exists() else None
+        if size != file["bytes"]:
+            found = "is missing" if size is None else f"has {size:,} bytes instead of {file['bytes']:,}"
+            raise DataError(
+                f"Training was not started: {os.path.realpath(path)} {found}, and other data than the run's would be "
+                f"learned. Restore it, or hash the data again: shardmake data {rundir.name}"
+            )
 
 
 def _require_current(rundir: RunDir, before: RunDir) -> None:

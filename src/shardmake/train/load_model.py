@@ -27,11 +27,11 @@ from shardmake.core.errors import CheckpointError
 from shardmake.core.private_names import private
 from shardmake.core.units import plural
 from shardmake.data.dataset import IGNORED
-from shardmake.data.examples import token_rows
 from shardmake.data.varlen import register_varlen
 from shardmake.memory.model import find_frozen
 from shardmake.memory.size_tensors import fused_chunk
 from shardmake.run.model_class import OLD_HEAD, ModelClass, load_complete
+from shardmake.run.tokenizer import token_rows
 from shardmake.run.training_settings import FullMethod, TrainingSettings
 from shardmake.train.fsdp_precision import fsdp_policy
 from shardmake.train.library_patches import broadcast_saved_buffers, name_checkpointed_adapters

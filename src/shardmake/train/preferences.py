@@ -1,26 +1,76 @@
 """Train on preferences with TRL's trainers, with Shardmake's data, checkpoints and checks."""
 
 import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 import datasets
 import torch
 from accelerate import Accelerator
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from torch.utils.data import Dataset
 from transformers import TrainerCallback, TrainingArguments
 from trl import DPOTrainer, KTOTrainer, RewardTrainer
-from trl.trainer import dpo_trainer, kto_trainer
+from trl.trainer import dpo_trainer, kto_trainer, reward_trainer
 
 from shardmake.config.models import Referenced
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.strategies import FSDP
 from shardmake.core.private_names import private
-from shardmake.data.dataset import PreferenceCollator, Preferences, WithMismatched
+from shardmake.data.dataset import Answered, Preferences
+from shardmake.run.receipts import DataReceipt
 from shardmake.run.training_settings import FullMethod, TrainingSettings
 from shardmake.train.load_model import load_base, load_model, load_tokenizer
 from shardmake.train.rank_context import RankContext
 from shardmake.train.reference import PrecomputedReference, WithReference
 from shardmake.train.sharded_trainer import ShardedTrainer, WholeBatches, planned_optimizer
+
+
+class WithMismatched(Dataset[Answered]):
+    """Completions, in which each prompt also has the completion of the example before it in its block.
+
+    The first prompt of a block has that of its last example. The KL divergence is estimated from these mismatched
+    completions. A block has ``size`` examples, as many as a micro batch; the last block may have fewer. This is TRL's
+    rule (`KTOTrainer._prepare_dataset`).
+    """
+
+    def __init__(self, completions: Any, size: int) -> None:
+        self.completions, self.size = completions, size
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    def __getitem__(self, index: int) -> Answered:
+        """Return example ``index``, and ``KL_completion_ids``."""
+        end = min(index - index % self.size + self.size, len(self))
+        other = self.completions[(index if index % self.size else end) - 1]
+        return {**self.completions[index], "KL_completion_ids": other["completion_ids"]}
+
+
+@dataclass(frozen=True)
+class PreferenceCollator:
+    """Makes TRL's batches for an objective, padded on the right to the longest sequence.
+
+    They have ``input_ids`` and ``attention_mask`` of shape [sequences, tokens], and all but those of a reward model are
+    cut to ``sequence_length`` and have ``completion_mask``. Pairs: all chosen answers, then all rejected ones. With
+    labels: the same three of the mismatched completions, with ``KL_`` before their names, and ``label`` [examples].
+    """
+
+    objective: str
+    sequence_length: int
+    pad_token_id: int
+
+    def __call__(self, examples: Sequence[Answered]) -> dict[str, Any]:
+        """Return the batch of ``examples``."""
+        if self.objective == "reward":
+            names = ("chosen_ids", "rejected_ids")
+            whole = [{name: [*pair["prompt_ids"], *pair[name]] for name in names} for pair in examples]
+            return dict(reward_trainer.DataCollatorForPreference(self.pad_token_id)(whole))
+        pairs, labelled = dpo_trainer.DataCollatorForPreference, kto_trainer.DataCollatorForUnpairedPreference
+        return dict(
+            (labelled if self.objective == "kto" else pairs)(self.pad_token_id, self.sequence_length)(list(examples))
+        )
 
 
 class TrlTrainer(ShardedTrainer):
@@ -132,7 +182,7 @@ def make_trl_trainer(
     examples: dict[str, Any] = {"train": Preferences(folder, "train"), "eval": Preferences(folder, "eval")}
     if OBJECTIVES[settings.objective].compares_batch:
         examples = {split: WithMismatched(found, choice.micro_batch_size) for split, found in examples.items()}
-    models: dict[str, Any] = {}
+    receipt, models = DataReceipt.read(attempt.rundir.data_receipt), dict[str, Any]()
     precomputed = has_copy = False
     if issubclass(kind, ReferencedTrainer):
         assert isinstance(objective, Referenced)
@@ -149,7 +199,7 @@ def make_trl_trainer(
         args=arguments,
         train_dataset=datasets.load_from_disk(str(folder / "train")),
         eval_dataset=datasets.load_from_disk(str(folder / "eval")),
-        data_collator=PreferenceCollator.of(folder, settings.objective),
+        data_collator=PreferenceCollator(settings.objective, receipt.settings.sequence_length, receipt.pad_token_id),
         processing_class=load_tokenizer(settings),
         callbacks=callbacks,
         model=model,

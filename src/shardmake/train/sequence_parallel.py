@@ -8,22 +8,59 @@ part of the mean over the tokens of the global batch, as under DDP, so that the 
 right, and checkpoints are those of ZeRO or FSDP on as many ranks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import pad
 
 from shardmake.core.errors import ModelError
 from shardmake.core.private_names import private
-from shardmake.data.dataset import Item, PartCollator
+from shardmake.data.dataset import IGNORED, Collator, Item
 from shardmake.train.library_patches import import_deepspeed
 
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 _TOKENS_PER_RANK = 8
 _TOLERANCE = 1e-3
 _TOLERANCE_16_BITS = 5e-2
+
+
+@dataclass(frozen=True)
+class PartCollator:
+    """Makes the batch of ``whole`` and keeps part ``index`` of ``count`` of each row, for ranks that share sequences.
+
+    ``input_ids``, ``labels``, ``shift_labels`` and ``position_ids`` have the shape [batch, tokens of a row / count].
+    Labels are shifted before the cut, because the label of a part's last token stands in the next part. Position ids
+    and boundaries of packed examples (``cu_seq_lens``) are those of the whole row. There are no masks: they would
+    belong to the part, and the kernels attend over the whole row.
+    """
+
+    whole: Collator
+    index: int
+    count: int
+
+    def __call__(self, items: Sequence[Item]) -> dict[str, Any]:
+        """Return this rank's part of the batch of ``items``, whose rows can be divided by ``count``."""
+        batch = self.whole(items)
+        ids, labels = batch["input_ids"], batch["labels"]
+        rows, tokens = ids.shape
+        assert tokens % self.count == 0, f"{tokens} tokens cannot be divided by {self.count}"
+        by_token = {
+            "input_ids": ids,
+            "labels": labels,
+            "shift_labels": pad(labels, (0, 1), value=IGNORED)[:, 1:],
+            "position_ids": batch.get("position_ids", torch.arange(tokens).expand(rows, tokens)),
+        }
+        parts = {name: whole.chunk(self.count, 1)[self.index].contiguous() for name, whole in by_token.items()}
+        others = {name: value for name, value in batch.items() if name not in by_token and name != "attention_mask"}
+        return {**others, **parts}
+
+    def with_length(self, tokens: int) -> "PartCollator":
+        """Return the collator of rows of ``tokens``."""
+        return replace(self, whole=replace(self.whole, sequence_length=tokens))
 
 
 def share_sequences(

@@ -19,7 +19,7 @@ from shardmake.config.objectives import OBJECTIVES
 from shardmake.core.atomic import read_json
 from shardmake.core.environment import leave_collectives_to_gloo
 from shardmake.core.private_names import named_arguments
-from shardmake.data.dataset import Collator, PartCollator, Sequences, check_isolation, collator
+from shardmake.data.dataset import Collator, Sequences, check_isolation, collator
 from shardmake.run.attempt import RequestedStop, rank_report, room_timeout
 from shardmake.train.async_saver import ScratchFolder, share_of_node
 from shardmake.train.callbacks.early_stop import early_stop
@@ -44,7 +44,7 @@ from shardmake.train.muon import find_pieces
 from shardmake.train.process_group import extend_timeouts, leave_together
 from shardmake.train.rank_context import RankContext
 from shardmake.train.row_groups import share_rows
-from shardmake.train.sequence_parallel import share_sequences
+from shardmake.train.sequence_parallel import PartCollator, share_sequences
 from shardmake.train.sharded_trainer import ShardedTrainer, WholeBatches, planned_optimizer
 from shardmake.train.trackers import PROJECT, prepare_trackers
 

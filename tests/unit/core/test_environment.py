@@ -31,7 +31,7 @@ def test_the_command_line_sets_variables_before_libraries_read_them() -> None:
 
 STAGES = {
     "fetch": ("shardmake.fetch.stage.fetch", False),
-    "data": ("shardmake.data.prepare", True),
+    "data": ("shardmake.data.stage.prepare", True),
     "consolidate": ("shardmake.consolidate.stage.consolidate_run", True),
     "evaluate": ("shardmake.evaluate.stage.evaluate", True),
     "push": ("shardmake.push.stage.push", False),

@@ -211,7 +211,7 @@ def test_an_answer_ends_with_its_turn() -> None:
     """Some templates, such as Command R7B's, write the generation prompt behind every conversation."""
     always = PLAIN.replace("{% if add_generation_prompt %}<assistant>{% endif %}", "<assistant>")
     own = ChatTemplate(make_tokenizer(always), frozenset({"</s>"}))
-    (answer,) = own.examples(chat("u:a", "a:b"), None, None, learn_from=1, is_answer=True)
+    (answer,) = own.examples(chat("u:a", "a:b"), {}, 1, learn_all=False, is_answer=True)
     assert answer.text == "<user>a</s><assistant>b</s>"
 
 

@@ -72,21 +72,14 @@ def chat(*turns: str) -> list[dict[str, str]]:
     return [{"role": roles[turn[0]], "content": turn[2:]} for turn in turns]
 
 
-PROMPTED: list[tuple[dict[str, Any], str]] = [
-    ({"prompt": chat("u:a"), "completion": chat("a:b")}, "<user>a</s><assistant>[b</s>]"),
-    (
-        {"prompt": chat("u:a", "a:b", "u:c"), "completion": chat("a:d")},
-        "<user>a</s><assistant>b</s><user>c</s><assistant>[d</s>]",
-    ),
-    ({"prompt": "2+2=", "completion": "4"}, "<s>2+2=[4</s>]"),
-]
-
-
 @pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "by difference"])
-@pytest.mark.parametrize(("example", "expected"), PROMPTED)
-def test_the_completion_is_learned(template: str, example: dict[str, Any], expected: str) -> None:
-    tokenizer = make_tokenizer(template)
-    assert shown(tokenizer, encode(make_encoder(tokenizer, "prompt-completion"), example)) == expected
+def test_the_completion_is_learned(template: str) -> None:
+    encoder = make_encoder(make_tokenizer(template), "prompt-completion")
+    chats = {"prompt": chat("u:a", "a:b", "u:c"), "completion": chat("a:d")}
+    found = [
+        shown(encoder.chat.tokenizer, encode(encoder, one)) for one in (chats, {"prompt": "2+", "completion": "4"})
+    ]
+    assert found == ["<user>a</s><assistant>b</s><user>c</s><assistant>[d</s>]", "<s>2+[4</s>]"]
 
 
 @pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "by difference"])
@@ -108,18 +101,10 @@ def test_all_words_are_learned_but_the_first_token() -> None:
     assert shown(tokenizer, encode(encoder, {"messages": chat("u:a", "a:b")})) == "<user>[a</s><assistant>b</s>]"
 
 
-@pytest.mark.parametrize("text", ["ab", "ab</s>", "<s>ab"])
-def test_text_has_one_token_at_each_end(text: str) -> None:
-    tokenizer = make_tokenizer()
-    encoder = make_encoder(tokenizer, "text", assistant_only=False)
-    assert shown(tokenizer, encode(encoder, {"text": text})) == "<s>[ab</s>]"
-
-
 def test_a_token_across_the_seam_is_learned() -> None:
     vocabulary = {"<s>": 0, "</s>": 1, "a": 2, "b": 3, "ab": 4}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.BPE(vocabulary, [("a", "b")])), eos_token="</s>"
-    )
+    backend = Tokenizer(models.BPE(vocabulary, [("a", "b")]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     encoder = make_encoder(tokenizer, "prompt-completion")
     assert shown(tokenizer, encode(encoder, {"prompt": "aa", "completion": "ba"})) == "a[aba</s>]"
 
@@ -171,24 +156,16 @@ def test_a_space_that_offsets_leave_out_is_learned() -> None:
     assert tokenizer.decode([token for token, on in zip(*found, strict=True) if on]) == "  \nb</s>"
 
 
-REFUSED: list[tuple[str | None, str, dict[str, Any], str]] = [
-    (MARKED, "chat", {"prompt": "a", "id": 3}, "here: this example (chat) has no messages. Its keys: prompt, id."),
+REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     (MARKED, "prompt-completion", {}, "here: this example (prompt-completion) has no prompt and no "
      "completion. Its keys: none."),
     (MARKED, "chat", {"messages": []}, "here: messages is not a list of messages, each with a role and a content."),
-    (MARKED, "chat", {"messages": "hi"}, "here: messages is not a list of messages, each with a role and a content."),
-    (MARKED, "chat", {"messages": [{"from": "human"}]}, "here: messages is not a list of messages, each with a role "
-     "and a content."),
     (MARKED, "text", {"text": 7}, "here: text is int, not text."),
-    (MARKED, "prompt-completion", {"prompt": "a", "completion": ["b"]}, "here: completion is list, not text."),
     (REFUSING, "chat", {"messages": chat("s:be", "u:a", "a:b")}, "here: the tokenizer's chat template rejects this "
      "conversation: the user must begin. Change the conversation, or name another template with data.chat_template."),
     (REWRITING, "chat", {"messages": chat("u:ab", "a:b", "u:c", "a:d")}, "here: the chat template does not "
      "render the text of message 1 (role 'user'): 'ab'. Use a role that the template renders (data.format: sharegpt "
      "reads names such as human and gpt), or name a template that does with data.chat_template."),
-    (None, "chat", {"messages": chat("u:a", "a:b")}, "The tokenizer of '' has no chat template, and the data are "
-     "conversations. Name a template with data.chat_template, use an instruction-tuned model, or provide the data as "
-     "prompt and completion text."),
     (MARKED.replace("m.role", "m.role + 1"), "chat", {"messages": chat("u:a", "a:b")}, "here: the tokenizer's chat "
      'template rejects this conversation: can only concatenate str (not "int") to str. Change the conversation, or name another template with '
      "data.chat_template."),
@@ -196,7 +173,7 @@ REFUSED: list[tuple[str | None, str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("template", "format", "example", "message"), REFUSED)
-def test_what_cannot_be_encoded_is_refused(template: str | None, format: Any, example: Any, message: str) -> None:
+def test_what_cannot_be_encoded_is_refused(template: str, format: Any, example: Any, message: str) -> None:
     with pytest.raises(ShardmakeError) as error:
         make_encoder(make_tokenizer(template), format)(example, "here")
     assert str(error.value) == message

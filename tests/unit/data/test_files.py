@@ -1,4 +1,4 @@
-"""Rows of text files: their order and places, and what is said of a file that cannot be read."""
+"""Finding and reading files: rows in order with their places, and messages that name the file and the line."""
 
 import bz2
 import csv
@@ -10,13 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardmake.core.errors import DataError
-from shardmake.data.files import raw_rows
+from shardmake.config.models import Data
+from shardmake.core.errors import DataError, ShardmakeError
+from shardmake.data import sources
+from shardmake.data.files import open_row, raw_rows
+from shardmake.data.sources import HubDataset, Source, count_rows, first_rows, identity, locate, locate_named
 
 COMPRESSORS: dict[str, Callable[[bytes], Any]] = {
     "": bytes,
@@ -25,7 +30,7 @@ COMPRESSORS: dict[str, Callable[[bytes], Any]] = {
     ".xz": lzma.compress,
     ".zst": lambda content: pyarrow.compress(content, "zstd", asbytes=True),
 }
-ROWS: list[dict[str, str]] = [{"prompt": 'a, "b"\n c', "completion": "ü\u2028😀"}, {"prompt": "", "completion": "007"}]
+CELLS: list[dict[str, str]] = [{"prompt": 'a, "b"\n c', "completion": "ü\u2028😀"}, {"prompt": "", "completion": "007"}]
 
 
 def as_csv(rows: list[dict[str, Any]], delimiter: str = ",") -> bytes:
@@ -37,14 +42,14 @@ def as_csv(rows: list[dict[str, Any]], delimiter: str = ",") -> bytes:
 
 
 CONTENTS: dict[str, bytes] = {
-    "lines.jsonl": "".join(json.dumps(row) + "\n" for row in ROWS).encode(),
-    "lines.json": "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS).encode(),
-    "array.json": json.dumps(ROWS).encode(),
-    "indented.json": json.dumps(ROWS, indent=2, ensure_ascii=False).encode(),
-    "marked.json": b"\xef\xbb\xbf\n" + json.dumps(ROWS).encode(),
-    "table.csv": as_csv(ROWS),
-    "marked.csv": b"\xef\xbb\xbf" + as_csv(ROWS),
-    "table.tsv": as_csv(ROWS, "\t"),
+    "lines.jsonl": "".join(json.dumps(row) + "\n" for row in CELLS).encode(),
+    "lines.json": "\n".join(json.dumps(row, ensure_ascii=False) for row in CELLS).encode(),
+    "array.json": json.dumps(CELLS).encode(),
+    "indented.json": json.dumps(CELLS, indent=2, ensure_ascii=False).encode(),
+    "marked.json": b"\xef\xbb\xbf\n" + json.dumps(CELLS).encode(),
+    "table.csv": as_csv(CELLS),
+    "marked.csv": b"\xef\xbb\xbf" + as_csv(CELLS),
+    "table.tsv": as_csv(CELLS, "\t"),
 }
 
 
@@ -57,14 +62,14 @@ def rows_in(path: Path) -> list[Any]:
 def test_the_same_rows_come_from_every_kind(tmp_path: Path, name: str, compression: str) -> None:
     path = tmp_path / f"{name}{compression}"
     path.write_bytes(COMPRESSORS[compression](CONTENTS[name]))
-    assert rows_in(path) == ROWS
+    assert rows_in(path) == CELLS
 
 
 @pytest.mark.parametrize("compression", [".gz", ".bz2", ".xz", ".zst"])
 def test_all_parts_of_a_file_that_was_compressed_in_parts_are_read(tmp_path: Path, compression: str) -> None:
     path = tmp_path / f"a.jsonl{compression}"
     path.write_bytes(COMPRESSORS[compression](CONTENTS["lines.jsonl"]) * 3)
-    assert rows_in(path) == ROWS * 3
+    assert rows_in(path) == CELLS * 3
 
 
 values = st.recursive(
@@ -100,14 +105,8 @@ def test_places_name_the_line_or_the_row(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text('{"text": 1}\n\n{"text": 2}')
     paths = [tmp_path / name for name in ("a.csv", "b.json", "c.json")]
     places = [place.removeprefix(f"{tmp_path}/") for place, _ in raw_rows(paths)]
-    assert places == [
-        "a.csv, line 2",
-        "a.csv, line 5",
-        "b.json, row 1",
-        "b.json, row 2",
-        "c.json, line 1",
-        "c.json, line 3",
-    ]
+    expected = "a.csv, line 2; a.csv, line 5; b.json, row 1; b.json, row 2; c.json, line 1; c.json, line 3"
+    assert "; ".join(places) == expected
 
 
 BROKEN: list[tuple[str, bytes, str]] = [
@@ -151,3 +150,263 @@ def test_a_damaged_compressed_file_is_refused(tmp_path: Path, compression: str, 
         rows_in(path)
     assert str(error.value).startswith(f"Cannot decompress {path}: ")
     assert str(error.value).endswith("The file is incomplete or damaged. Copy it again.")
+
+
+ROWS: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": "x"}]},
+    {"messages": [{"role": "user", "content": "ü"}], "id": 7},
+]
+
+
+def write_jsonl(path: Path, rows: list[Any] = ROWS) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_parquet(path: Path, rows: list[Any] = ROWS) -> Path:
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([dict.fromkeys(key for row in rows for key in row) | row for row in rows]), path
+    )
+    return path
+
+
+def examples(name: Path) -> list[Any]:
+    source = locate(str(name), Data(train=str(name)), sources.TRAIN_SPLITS)
+    assert count_rows(source) == len(list(raw_rows(source.paths)))
+    return [
+        {key: value for key, value in open_row(row).example.items() if value is not None}
+        for row in raw_rows(source.paths)
+    ]
+
+
+def refusal(name: Path | str) -> str:
+    with pytest.raises(ShardmakeError) as error:
+        examples(Path(name))
+    return str(error.value)
+
+
+def test_json_lines_of_any_shape_come_back_as_written(tmp_path: Path) -> None:
+    rows = [*ROWS, {"text": "a", "meta": 1}, {"text": "b", "meta": {"deep": [None]}}, {"text": "c", "meta": "s"}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    path.write_text("\n" + path.read_text() + "\n")
+    assert examples(path) == rows
+
+
+def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
+    folder = tmp_path / "data" / "deeper"
+    folder.mkdir(parents=True)
+    for name, number in (("b", 2), ("a", 1)):
+        write_jsonl(folder / f"{name}.jsonl", [{"text": number}])
+    write_jsonl(folder.parent / "z.jsonl", [{"text": 3}])
+    assert [row["text"] for row in examples(folder.parent)] == [1, 2, 3]
+
+
+KINDS = ".jsonl, .json, .csv, .tsv, .parquet, compressed with .gz, .bz2, .xz, .zst except for .parquet"
+TWICE = ['{"text": "a"}', '{"text": "b", "meta": {"id": 1, "x": 2, "id": 3}}']
+"""Python's json would silently take the last value of the key."""
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"a": 1}\n\n\n{"messages": [}\n',
+         "{path}, line 4 is not valid JSON: Expecting value at character 15."),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n',
+         "{path}, line 2 is not valid JSON: 'utf-8' codec can't decode"),
+        ("a.jsonl", b'{"text": ""}\n["a"]\n', "{path}, line 2 is not a JSON object but list."),
+        ("a.jsonl", b'{"text": ""}\n{"text": "b"\n',
+         "{path}, line 2 is not valid JSON: Expecting ',' delimiter at the end of the line."),
+        ("a.jsonl", b'{"text": ""}\n{"text": "b\n', "{path}, line 2 is not valid JSON: Unterminated string starting at character 10."),
+        ("a.jsonl", b"", "No examples in {path}. Name a source with data."),
+        ("a.jsonl", b"\n\n", "No examples in {path}. Name a source with data."),
+        ("a.parquet", b"text", "Cannot read {path}: Parquet "),
+        ("a.jsonl", "\n".join(TWICE).encode(), "{path}, line 2 has the key 'id' twice in one object. Remove one."),
+        ("a.json", f"[{','.join(TWICE)}]".encode(), "{path}, row 2 has the key 'id' twice in one object. Remove one."),
+        ("a.arrow", b"{}", f"Unsupported data file: {{path}}. Use {KINDS}."),
+        ("a.parquet.gz", b"{}", f"Unsupported data file: {{path}}. Use {KINDS}."),
+        ("a", b"{}", f"Unsupported data file: {{path}}. Use {KINDS}."),
+        ("a.txt", b"{}",
+         f"Unsupported data file: {{path}}. A text file does not state where an example ends. Use {KINDS}."),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    found = refusal(path)
+    assert found.startswith(message.format(path=path))
+    assert found.endswith(message[-1]) or message[-1] != "."
+
+
+def test_parquet_rows_are_named_by_file_and_number(tmp_path: Path) -> None:
+    paths = tuple(write_parquet(tmp_path / f"{name}.parquet") for name in "abc")
+    source = Source(paths)
+    expected = [f"{path}, row {number}" for path in paths for number in (1, 2)]
+    assert [row.place for row in map(open_row, raw_rows(source.paths))] == expected
+    assert [row.place for row in first_rows(source, 5)] == expected[:5]
+
+
+def test_an_error_within_a_parquet_file_is_not_wrapped_by_the_library(tmp_path: Path) -> None:
+    whole = write_parquet(tmp_path / "a.parquet", [{"text": "a" * 100}] * 1000).read_bytes()
+    damaged = tmp_path / "a.parquet"
+    damaged.write_bytes(whole[:40] + bytes(40) + whole[80:])
+    assert refusal(damaged).startswith(f"Cannot read {damaged}: ")
+    with pytest.raises(ShardmakeError, match=f"^Cannot read {damaged}: .* Write it again, or name another one"):
+        first_rows(Source((damaged,)), 2)
+
+
+def test_parquet_files_without_rows_are_left_out(tmp_path: Path) -> None:
+    """Some programs write a part without rows for each process that had none, with columns of no type."""
+    for name, columns in (("a", ["prompt", "completion"]), ("c", [])):
+        empty = {column: pyarrow.array([], pyarrow.null()) for column in columns}
+        pyarrow.parquet.write_table(pyarrow.table(empty), tmp_path / f"{name}.parquet")
+    only_empty = Source((tmp_path / "a.parquet", tmp_path / "c.parquet"))
+    for read in (count_rows, first_rows):
+        with pytest.raises(ShardmakeError, match="No examples in"):
+            read(only_empty)
+    row = {"prompt": "a", "completion": "b"}
+    write_parquet(tmp_path / "b.parquet", [row])
+    assert examples(tmp_path) == [row]
+    source = locate(str(tmp_path), Data(train=str(tmp_path)), sources.TRAIN_SPLITS)
+    assert [row.place for row in map(open_row, raw_rows(source.paths))] == [f"{tmp_path}/b.parquet, row 1"]
+
+
+TEXTS = pyarrow.array(["t"]), pyarrow.array(["t"], pyarrow.large_string()), pyarrow.array(["t"]).dictionary_encode()
+
+
+@pytest.mark.parametrize(
+    ("tables", "rows"),
+    [
+        ([{"text": ["t"], "tools": pyarrow.array([None])}, {"text": ["t"], "tools": [["clock"]]}],
+         [{"text": "t"}, {"text": "t", "tools": ["clock"]}]),
+        ([{"chat": [[{"role": "user"}]]}, {"chat": [[{"role": "user", "name": "x"}]]}],
+         [{"chat": [{"role": "user"}]}, {"chat": [{"role": "user", "name": "x"}]}]),
+        ([{"text": text, "id": pyarrow.array([1], kind)} for text, kind in zip(TEXTS, ("int8", "int64", "int32"),
+                                                                               strict=True)],
+         [{"text": "t", "id": 1}] * 3),
+    ],
+    ids=["a column without values", "keys of another file", "types with the same values"],
+)  # fmt: skip
+def test_types_of_other_files_do_not_matter(tmp_path: Path, tables: list[Any], rows: list[Any]) -> None:
+    for number, table in enumerate(tables):
+        pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / f"{number}.parquet")
+    assert examples(tmp_path) == rows
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refusal("data/train.jsonl") == (
+        f"Data not found: 'data/train.jsonl' does not exist (working directory: {tmp_path}). Name a file, a folder "
+        "of files, or a hub data set (org/name)."
+    )
+
+
+def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
+    for name in ("dataset_info.json", ".hidden.jsonl", "README.md"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / ".cache").mkdir()
+    write_jsonl(tmp_path / ".cache" / "a.jsonl")
+    assert refusal(tmp_path) == f"No data in {tmp_path}: it has no file with examples. Use {KINDS}."
+
+
+def test_compressed_and_plain_files_of_one_kind_share_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "b.jsonl", [{"text": 2}])
+    content = write_jsonl(tmp_path / "plain.jsonl", [{"text": 1}]).read_bytes()
+    (tmp_path / "data" / "a.jsonl.gz").write_bytes(gzip.compress(content))
+    assert examples(tmp_path / "data") == [{"text": 1}, {"text": 2}]
+
+
+def test_a_folder_with_both_kinds_is_refused(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl")
+    write_parquet(tmp_path / "b.parquet")
+    expected = "has both .jsonl and .parquet files. Keep one kind in a folder, or name a file."
+    assert refusal(tmp_path) == f"Ambiguous data folder: {tmp_path} {expected}"
+
+
+@pytest.mark.parametrize(
+    ("name", "splits"),
+    [("org/name", sources.TRAIN_SPLITS), ("org/name:train_sft", ("train_sft",)), ("o.g/n-1", sources.TRAIN_SPLITS)],
+)
+def test_other_names_are_hub_data_sets(tmp_path: Path, name: str, splits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = Data(train=name, subset="main", revision="v1")
+    assert locate_named(name, data, sources.TRAIN_SPLITS) == HubDataset(name.partition(":")[0], "main", "v1", splits)
+
+
+def test_identity_follows_the_content(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl")
+    before = identity((path,))
+    assert before["files"][0]["bytes"] == path.stat().st_size
+    write_jsonl(path, ROWS[:1])
+    assert identity((path,)) != before
+    write_jsonl(path)
+    assert identity((path,)) == before
+
+
+@pytest.mark.parametrize(
+    ("names", "trained", "evaluated"),
+    [
+        (["a", "b"], ["a", "b"], ["a", "b"]),
+        (["train", "test"], ["train"], ["test"]),
+        (["train", "validation", "test"], ["train"], ["validation"]),
+        (["data/train-0", "data/train-1", "data/dev-0"], ["data/train-0", "data/train-1"], ["data/dev-0"]),
+        (["train/x", "test/x"], ["train/x"], ["test/x"]),
+        (["train", "extra"], ["train"], "has no split validation or test"),
+        (["test"], ["test"], ["test"]),
+        (["a", "my_eval"], "has no split train", ["my_eval"]),
+    ],
+)
+def test_a_folder_follows_the_rules_of_the_hub(tmp_path: Path, names: list[str], trained: Any, evaluated: Any) -> None:
+    """The split of a file is that of its name; a folder with files of one split alone is that split."""
+    (tmp_path / "train.log").write_text("not data")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"text": name}])
+    for splits, expected in ((sources.TRAIN_SPLITS, trained), (sources.EVAL_SPLITS, evaluated)):
+        if isinstance(expected, str):
+            with pytest.raises(ShardmakeError, match=expected):
+                locate(str(tmp_path), Data(train=str(tmp_path)), splits)
+            continue
+        source = locate(str(tmp_path), Data(train=str(tmp_path)), splits)
+        assert [row.example["text"] for row in first_rows(source, 9)] == expected
+        unused = sorted(f"{Path(name).name}.jsonl" for name in set(names) - set(expected))
+        assert all(name in str(source).partition("; not used: ")[2] for name in unused)
+
+
+def test_a_folder_of_files_follows_the_description_of_its_subsets(tmp_path: Path) -> None:
+    subsets = "".join(f"- {{config_name: {name}, data_files: {name}_test.jsonl}}\n" for name in "ab")
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{subsets}---\n")
+    for name in "ab":
+        write_jsonl(tmp_path / f"{name}_test.jsonl", [{"text": name}])
+    source = locate(str(tmp_path), Data(train=str(tmp_path), subset="b"), sources.TRAIN_SPLITS)
+    assert [row.example for row in first_rows(source, 9)] == [{"text": "b"}]
+    with pytest.raises(ShardmakeError, match=r"Config name is missing.*a.*b.*set data\.subset"):
+        locate(str(tmp_path), Data(train=str(tmp_path)), sources.TRAIN_SPLITS)
+
+
+ARGUMENTS = {"x": 1, "note": None}
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": ARGUMENTS}}]}
+LIBRARIES = ("datasets", "pyarrow")
+SAME_ROWS: list[tuple[str, list[dict[str, Any]], tuple[str, ...]]] = [
+    ("nulls in arguments", [{"messages": [{"role": "user", "content": str(i)}, CALL]} for i in range(3)], LIBRARIES),
+    ("unequal keys", [{"id": 8}, *ROWS, {"messages": [CALL, {"role": "tool", "content": "1"}]}], LIBRARIES),
+    ("a null column", [{"prompt": "a", "completion": "b", "tools": None}], LIBRARIES),
+    ("dates", [{"prompt": "?", "completion": f"2024-01-0{day}"} for day in (1, 2)], ("pyarrow",)),
+    ("several types", [{"prompt": "a", "completion": 7}, {"prompt": "b", "completion": "seven"}], ("datasets",)),
+]
+"""Rows, and who can write them as Parquet: `datasets` makes dates of texts, pyarrow has one type for a column."""
+
+
+@pytest.mark.parametrize(("name", "rows", "writers"), SAME_ROWS)
+def test_the_same_rows_come_from_json_lines_and_from_parquet(
+    tmp_path: Path, name: str, rows: list[Any], writers: tuple[str, ...]
+) -> None:
+    lines = write_jsonl(tmp_path / "a.jsonl", rows)
+    expected = examples(lines)
+    for writer in writers:
+        path = tmp_path / f"{writer}.parquet"
+        if writer == "datasets":
+            datasets.Dataset.from_json(str(lines), cache_dir=str(tmp_path / "cache")).to_parquet(path)
+        else:
+            write_parquet(path, rows)
+        assert examples(path) == expected, writer

@@ -1,15 +1,19 @@
-"""Formats and columns: what is recognized, what the examples become, and what is refused."""
+"""Formats and columns: what is recognized, what the examples become, what is refused, and what the docs name."""
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from trl.data_utils import extract_prompt, maybe_extract_prompt
 
-from shardmake.config.formats import FORMATS
+from shardmake.config.formats import COMPRESSION_SUFFIXES, DATA_SUFFIXES, FORMATS
 from shardmake.config.models import Columns, Data
 from shardmake.core.errors import DataError
 from shardmake.data.layout import Layout, check_named, recognize, split_prompt
+from shardmake.memory.families import FAMILIES
+from tests.mixtures import mixture_configs
 from tests.unit.data.test_encode import chat
 
 PLACE = "f.jsonl, line 1"
@@ -256,3 +260,26 @@ def test_a_named_column_of_system_texts_is_not_ignored() -> None:
     for system, words in (("c", "two system messages"), (7, "system is int, not text")):
         with pytest.raises(DataError, match=words):
             layout.standardize({"messages": chat("s:a", "u:b"), "system": system}, PLACE)
+
+
+ROOT = Path(__file__).parents[3]
+PAGE, KEYS = ((ROOT / name).read_text() for name in ("docs/reference/models-and-data.md", "config/README.md"))
+EXAMPLES = dict(re.findall(r"^\| `([\w-]+)` \| `(\{.*?\})` \|", PAGE, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_example_is_recognized_by_its_columns(name: str) -> None:
+    example = json.loads(EXAMPLES[name])
+    objective = {"preference": "dpo", "unpaired-preference": "kto"}.get(name, "sft")
+    layout = recognize(Data(train="x"), objective, example, PLACE)
+    assert layout.format == name and layout.standardize(example, PLACE) and EXAMPLES.keys() == FORMATS.keys()
+
+
+@pytest.mark.parametrize("word", [*FAMILIES, *mixture_configs()])
+def test_the_page_names_families(word: str) -> None:
+    assert f"`{word}`" in PAGE
+
+
+@pytest.mark.parametrize("suffix", [*DATA_SUFFIXES, *COMPRESSION_SUFFIXES])
+def test_the_page_of_keys_names_kinds_of_files(suffix: str) -> None:
+    assert f"`{suffix}`" in KEYS

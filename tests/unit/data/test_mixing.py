@@ -10,7 +10,9 @@ import pytest
 
 from shardmake.config.models import Data
 from shardmake.core.errors import ConfigError, DataError
-from shardmake.data import check_first_rows, check_sources, estimate_length, prepare, preview
+from shardmake.data.check import check_first_rows, check_sources
+from shardmake.data.stage import prepare, preview
+from shardmake.run.length import estimate_length
 from shardmake.run.paths import RunDir
 from tests.unit.data.test_encode import chat
 from tests.unit.data.test_stage import decoded, make_run, model, write_rows
@@ -86,39 +88,32 @@ def test_evaluation_sequences_lie_source_by_source(model: Path, tmp_path: Path) 
     assert [source.sequences for source in receipt.eval.sources] != [0, 0]
 
 
-def test_sources_of_different_formats_are_each_read_as_their_own(model: Path, tmp_path: Path) -> None:
-    train = [*sources(tmp_path, a=9), {"source": write_rows(tmp_path / "t.jsonl", [{"body": "xyz"}] * 9)}]
-    train[1] |= {"format": "text", "columns": {"text": "body"}, "name": "texts"}
-    run = make_run(model, {"train": train})
-    check_sources(run)
-    check_first_rows(run)
-    receipt = prepare(run, RunDir(tmp_path / "run"))
-    assert [source.format for source in receipt.train.sources] == ["chat (messages)", "text (body)"]
-    assert "chat (messages); text (body)" in receipt.describe_format()
-    assert [text.split(",")[0].rpartition("/")[2] for text in preview(run, 1, RunDir(tmp_path / "run"))] == [
-        "a.jsonl",
-        "t.jsonl",
-    ]
-
-
-def test_evaluation_sources_have_names_and_formats_of_their_own(model: Path, tmp_path: Path) -> None:
-    """The model is trained on one source and evaluated on two, of which one has another format."""
-    (train, chats) = sources(tmp_path, train=40, chats=30)
-    texts = {"source": write_rows(tmp_path / "t.jsonl", [{"body": "xyz"}] * 9)}
-    texts |= {"format": "text", "columns": {"text": "body"}, "name": "texts"}
-    data = {"train": train["source"], "eval": [chats, texts]}
+@pytest.mark.parametrize("key", ["train", "eval"])
+def test_sources_have_names_and_formats_of_their_own(model: Path, tmp_path: Path, key: str) -> None:
+    """One of two sources has another format; the model is trained or evaluated on both."""
+    other, chats = sources(tmp_path, other=40, chats=30)
+    texts = {"source": write_rows(tmp_path / "t.jsonl", [{"body": "xyz"}] * 9), "name": "texts"}
+    texts |= {"format": "text", "columns": {"text": "body"}}
+    data = {"train": other["source"], "eval": other["source"], key: [chats, texts]}
     run, rundir = make_run(model, data, packing=False), RunDir(tmp_path / "run")
     check_sources(run)
     check_first_rows(run)
     receipt = prepare(run, rundir)
-    assert names_in(model, rundir, "train") == {"train": 40} and not receipt.train.sources
-    found = [(one.name, one.format, one.examples) for one in receipt.eval.sources]
+    split, whole = getattr(receipt, key), receipt.train if key == "eval" else receipt.eval
+    assert (whole.examples, whole.sources) == (40, [])
+    found = [(one.name, one.format, one.examples) for one in split.sources]
     assert found == [("chats", "chat (messages)", 30), ("texts", "text (body)", 9)]
-    assert ["user" in text for text in decoded(model, rundir.data, "eval")] == [True] * 30 + [False] * 9
-    assert [one.sequences for one in receipt.eval.sources] == [30, 9]
-    assert sum(one.tokens for one in receipt.eval.sources) == receipt.eval.tokens
-    again = prepare(make_run(model, data | {"eval": [texts, chats]}, packing=False), rundir)
-    assert [one.name for one in again.eval.sources] == ["texts", "chats"] and again.digest == receipt.digest
+    assert sum(one.tokens for one in split.sources) == split.tokens
+    again = prepare(make_run(model, data | {key: [texts, chats]}, packing=False), rundir)
+    assert [one.name for one in getattr(again, key).sources] == ["texts", "chats"]
+    assert (again.digest == receipt.digest) == (key == "eval")
+    if key == "eval":
+        assert ["user" in text for text in decoded(model, tmp_path / "run/data", "eval")] == [False] * 9 + [True] * 30
+        assert [one.sequences for one in split.sources] == [30, 9]
+    else:
+        assert "chat (messages); text (body)" in receipt.describe_format()
+        shown = [text.split(",")[0].rpartition("/")[2] for text in preview(run, 1, RunDir(tmp_path / "run"))]
+        assert shown == ["chats.jsonl", "t.jsonl"]
 
 
 @pytest.mark.parametrize("change", [{"weight": 2.0}, {"weight": 1.0, "limit": 3}])
@@ -144,14 +139,10 @@ def test_a_wrong_example_of_a_later_source_is_found_before_anything_is_queued(mo
     ("key", "sources", "says"),
     [
         *((key, [], f"{key}: the list has no source. Name at least one") for key in ("train", "eval")),
-        *(
-            (key, [{"source": "a.jsonl"}, {"source": "b/a.jsonl"}], f"{key}: several sources are called 'a'. Give each")
-            for key in ("train", "eval")
-        ),
-        *(
-            (key, [{"source": "a", "columns": {"text": "x", "prompt": "y"}}], "no format reads")
-            for key in ("train", "eval")
-        ),
+        ("train", [{"source": "a.jsonl"}, {"source": "b/a.jsonl"}], "train: several sources are called 'a'. Give each"),
+        ("eval", [{"source": "a.jsonl"}, {"source": "b/a.jsonl"}], "eval: several sources are called 'a'. Give each"),
+        ("train", [{"source": "a", "columns": {"text": "x", "prompt": "y"}}], "no format reads"),
+        ("eval", [{"source": "a", "columns": {"text": "x", "prompt": "y"}}], "no format reads"),
         ("train", [{"source": "a", "weight": 1}, {"source": "b"}], "'b' has no weight, others have one"),
         ("train", [{"source": "a", "weight": 1, "repeat": 2}], "has both weight and repeat"),
         ("train", [{"source": "a", "weigth": 1}], "data.train.0.weigth: there is no such key. Did you mean 'weight'?"),

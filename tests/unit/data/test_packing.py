@@ -16,6 +16,7 @@ from shardmake.data.encode import Tokens
 from shardmake.data.packing import fit, fit_pair, pack
 from shardmake.run.paths import DATA_RECEIPT
 from tests.finished_run import make_data_receipt
+from tests.unit.data.test_isolation import ATTENTION
 
 examples = st.lists(
     st.integers(1, 40).flatmap(
@@ -115,17 +116,8 @@ def packed(many: list[Tokens], tmp_path_factory: pytest.TempPathFactory) -> Sequ
 @pytest.fixture(scope="module", params=["sdpa", "eager"])
 def model(request: pytest.FixtureRequest) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=100,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.5,
-        attn_implementation=request.param,
-    )
-    return LlamaForCausalLM(config).eval()
+    sizes = ATTENTION | {"vocab_size": 100, "initializer_range": 0.5}
+    return LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation=request.param)).eval()
 
 
 def apart(model: LlamaForCausalLM, many: list[Tokens]) -> torch.Tensor:

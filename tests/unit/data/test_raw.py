@@ -5,18 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
 
 from shardmake.config.inputs import check_inputs, local_files
 from shardmake.config.load import parse_config
 from shardmake.config.models import Run
 from shardmake.core.errors import ConfigError, DataError
-from shardmake.data import check_first_rows, check_raw, check_sources, prepare, preview
+from shardmake.data.check import check_first_rows, check_sources
+from shardmake.data.stage import prepare, preview
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import DataReceipt
+from shardmake.run.sources import check_raw
 from tests.unit.config.samples import RUN
-from tests.unit.data.test_encode import MARKED, make_tokenizer
-from tests.unit.data.test_stage import conversations, write_rows
+from tests.unit.data.test_stage import conversations, model, write_rows
+
+__all__ = ["model"]
 
 FILES = {"images/1.png": b"\x89PNG", "captions.tsv.old": b"one\tcat\n", "deep/er/index.bin": b"\x00" * 9}
 
@@ -27,20 +29,14 @@ def parse(**changes: Any) -> Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(model: Path, tmp_path: Path) -> Run:
     for name, content in {**FILES, ".git/HEAD": b"ref"}.items():
         (tmp_path / "own" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "own" / name).write_bytes(content)
     (tmp_path / "train.py").touch()
-    tokenizer = make_tokenizer(MARKED)
-    tokenizer.save_pretrained(tmp_path / "model")
-    LlamaConfig(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
-    data = {
-        "train": str(tmp_path / "own"),
-        "eval": write_rows(tmp_path / "eval.jsonl", conversations(8)),
-        "format": "raw",
-    }
-    return parse(model=str(tmp_path / "model"), data=data, script=str(tmp_path / "train.py"), sequence_length=64)
+    evaluated = write_rows(tmp_path / "eval.jsonl", conversations(8))
+    data = {"train": str(tmp_path / "own"), "eval": evaluated, "format": "raw"}
+    return parse(model=str(model), data=data, script=str(tmp_path / "train.py"), sequence_length=64)
 
 
 def test_files_are_linked_hashed_and_noticed(run: Run, tmp_path: Path) -> None:

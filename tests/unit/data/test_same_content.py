@@ -8,7 +8,8 @@ from typing import Any
 import datasets
 import pytest
 
-from shardmake.data import check_first_rows, check_sources, prepare
+from shardmake.data.check import check_first_rows, check_sources
+from shardmake.data.stage import prepare
 from shardmake.run.paths import RunDir
 from tests.unit.data.test_encode import chat
 from tests.unit.data.test_stage import make_run, model, write_rows
@@ -25,6 +26,7 @@ PARTS = [
     {"dialog": [{"speaker": m["role"], "said": [{"type": "text", "text": m["content"]}]} for m in row["messages"]]}
     for row in CHAT
 ]
+MAPPED: dict[str, Any] = {"columns": {"messages": "dialog", "role": "speaker", "content": "said"}, "format": "chat"}
 ALPACA = [{"instruction": q.partition("\n")[0], "input": "", "output": a, "source": "x"} for q, a in QUESTIONS]
 SAME: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
     "lines": ("t.jsonl", CHAT, {}),
@@ -33,11 +35,9 @@ SAME: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
     "parquet": ("t.parquet", CHAT, {}),
     "sharegpt": ("t.jsonl.xz", SHAREGPT, {}),
     "sharegpt-parquet": ("t.parquet", SHAREGPT, {"format": "sharegpt"}),
-    "mapped": ("t.json", PARTS, {"columns": {"messages": "dialog", "role": "speaker", "content": "said"},
-                                 "format": "chat"}),
-    "mapped-parquet": ("t.parquet", PARTS, {"columns": {"messages": "dialog", "role": "speaker", "content": "said"},
-                                            "format": "chat"}),
-}  # fmt: skip
+    "mapped": ("t.json", PARTS, MAPPED),
+    "mapped-parquet": ("t.parquet", PARTS, MAPPED),
+}
 PROMPTED: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
     "lines": ("t.jsonl", [{"prompt": q, "completion": a} for q, a in QUESTIONS], {}),
     "csv": ("t.csv", [{"prompt": q, "completion": a} for q, a in QUESTIONS], {}),

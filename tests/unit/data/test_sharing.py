@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from shardmake.core.atomic import digest
-from shardmake.data import prepare, stage
-from shardmake.data.sharing import ENCODING
+from shardmake.data import stage
+from shardmake.data.stage import ENCODING, prepare
 from shardmake.run.paths import RunDir
 from tests.unit.data.test_chat import LEARNED, encoder
-from tests.unit.data.test_end_tokens import ADDED, CHAT, TEXT, of_ours, tokenizer_that_adds
 from tests.unit.data.test_stage import conversations, make_run, model, write_rows
+from tests.unit.data.test_trl import ADDED, CHAT, TEXT, of_ours, tokenizer_that_adds
 
 __all__ = ["model"]
 
@@ -67,8 +67,7 @@ def test_files_of_other_encoding_rules_are_not_taken(
     """The run that has them keeps them."""
     run = make_run(model, {"train": write_rows(tmp_path / "t.jsonl", conversations(30))})
     first = prepare(run, RunDir(tmp_path / "runs/a"))
-    for module in ("sharing", "stage"):
-        monkeypatch.setattr(f"shardmake.data.{module}.ENCODING", 0)
+    monkeypatch.setattr("shardmake.data.stage.ENCODING", 0)
     assert prepare(run, RunDir(tmp_path / "runs/b")).encoding == 0
     assert prepare(run, RunDir(tmp_path / "runs/a")) == first and len(built) == 2
 

@@ -20,10 +20,12 @@ from shardmake.config.models import Run
 from shardmake.core.atomic import read_json, sha256, unsealed
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.failures import explain
-from shardmake.data import build, check_first_rows, check_sources, prepare
+from shardmake.data import build
+from shardmake.data.check import check_first_rows, check_sources
 from shardmake.data.dataset import IGNORED, Sequences, collator
+from shardmake.data.stage import prepare
 from shardmake.run.paths import RunDir
-from tests.unit.data.test_encode import MARKED, chat, make_tokenizer
+from tests.unit.data.test_encode import MARKED, chat, make_tokenizer, shown
 from tests.unit.data.test_files import COMPRESSORS, as_csv
 
 LENGTH = 64
@@ -67,8 +69,6 @@ def make_run(model: Path, data: dict[str, Any], **changes: Any) -> Run:
 
 def decoded(model: Path, folder: Path, split: Any) -> list[str]:
     """Every example of a split, learned stretches in brackets."""
-    from tests.unit.data.test_encode import shown
-
     tokenizer, found = make_tokenizer(MARKED), []
     for item in (data := Sequences(folder, split)) and [data[i] for i in range(len(data))]:
         starts = (item["position_ids"] == 0).nonzero().flatten().tolist()
@@ -79,23 +79,18 @@ def decoded(model: Path, folder: Path, split: Any) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
-        ({"dtype": "nope"}, "nope"),
-        ({"attention_bias": "no"}, "expected bool"),
-    ],
-)
+REJECTED = [({"rms_norm_eps": "1e-6"}, "rms_norm_eps"), ({"dtype": "nope"}, "nope"), ({"attention_bias": 7}, "bool")]
+
+
+@pytest.mark.parametrize(("change", "words"), REJECTED)
 def test_a_config_that_transformers_rejects_is_refused_at_plan(
     model: Path, tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
     folder = shutil.copytree(model, tmp_path / "model")
     (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | change))
     run = make_run(folder, {"train": write_rows(tmp_path / "t.jsonl", conversations(4))})
-    with pytest.raises(
-        ShardmakeError, match=rf"^transformers rejects the config\.json of .*{words}.* Use the config\.json"
-    ):
+    message = rf"^transformers rejects the config\.json of .*{words}.* Use the config\.json"
+    with pytest.raises(ShardmakeError, match=message):
         check_first_rows(run)
 
 
@@ -136,26 +131,10 @@ def test_long_examples_are_cut_and_counted(model: Path, tmp_path: Path) -> None:
     assert {key: receipt["train"][key] for key in counts} == counts
     longest = "<user>a</s><assistant>[" + "b" * (LENGTH - 4) + "]"
     assert sorted(decoded(model, rundir.data, "train")) == sorted([longest, "<user>a</s><assistant>[b</s>]"])
-
-
-def test_long_texts_are_split_and_nothing_is_lost(model: Path, tmp_path: Path) -> None:
-    texts = ["a" * 150, "b" * 10]
-    path = write_rows(tmp_path / "t.jsonl", [{"text": text} for text in texts])
-    receipt = prepare(make_run(model, {"train": path, "eval": path}), RunDir(tmp_path / "run"))
-    counts = receipt.train
-    assert (counts.examples, counts.split, counts.truncated) == (2, 1, 0)
-    assert counts.tokens == sum(len(text) + 2 for text in texts)
-    assert not receipt.loss_on_assistant and receipt.data_format == "text"
-
-
-def test_part_of_the_training_data_is_set_aside(model: Path, tmp_path: Path) -> None:
-    rows = [{"text": f"{i:04}"} for i in range(100)]
-    rundir = RunDir(tmp_path / "run")
-    data = {"train": write_rows(tmp_path / "t.jsonl", rows), "eval_fraction": 0.1}
-    receipt = prepare(make_run(model, data), rundir).as_json()
-    assert (receipt["train"]["examples"], receipt["eval"]["examples"]) == (90, 10)
-    parts = [set(decoded(model, rundir.data, split)) for split in ("train", "eval")]
-    assert not parts[0] & parts[1] and len(parts[0] | parts[1]) == 100
+    write_rows(tmp_path / "t.jsonl", [{"text": "a" * 150}, {"text": "b" * 10}])
+    split = prepare(make_run(model, {"train": path, "eval": path}), rundir)
+    assert (split.train.examples, split.train.split, split.train.truncated, split.train.tokens) == (2, 1, 0, 164)
+    assert not split.loss_on_assistant and split.data_format == "text"
 
 
 @pytest.mark.parametrize("order", ["shuffled", "length", "given"])
@@ -168,9 +147,10 @@ def test_the_training_examples_lie_in_the_order_of_the_run(model: Path, tmp_path
         rundir = RunDir(tmp_path / name)
         prepare(make_run(model, data | {"order": order}, packing=False, seed=seed), rundir)
         made[name] = [re.sub("[^0-9x]", "", text) for text in decoded(model, rundir.data, "train")]
+        evaluated = [re.sub("[^0-9x]", "", text) for text in decoded(model, rundir.data, "eval")]
+        assert sorted([*made[name], *evaluated]) == texts and len(evaluated) == 6
     kept = made["run"]
     assert made["again"] == kept != made["other"], "the seed also decides which examples are held out"
-    assert sorted(kept) != sorted(texts) and set(kept) < set(texts)
     assert (kept == [text for text in texts if text in kept]) == (order == "given")
     assert (list(map(len, kept)) == sorted(map(len, kept))) == (order == "length")
     assert order != "length" or kept != sorted(kept, key=lambda text: (len(text), text))
@@ -386,13 +366,6 @@ def test_marks_that_say_other_tokens_are_named(
     path = write_rows(tmp_path / "t.jsonl", conversations(4))
     check_first_rows(make_run(model, {"train": path, "chat_template": str(tmp_path / "chat.jinja")}))
     assert any("marks of the chat template are not followed" in text for text in caplog.messages) != agree
-
-
-@pytest.mark.parametrize("limit", [2, 64])
-def test_the_first_rows_of_parquet_files_are_encoded(model: Path, tmp_path: Path, limit: int) -> None:
-    for name, text in (("a", "x"), ("b", "y")):
-        datasets.Dataset.from_dict({"text": [text]}).to_parquet(str(tmp_path / f"{name}.parquet"))
-    assert check_first_rows(make_run(model, {"train": str(tmp_path)}), limit=limit)[0].rows == 2
 
 
 def test_a_column_that_only_later_rows_have_may_be_named(model: Path, tmp_path: Path) -> None:

@@ -24,19 +24,11 @@ def _say(*turns: str) -> list[Row]:
     return [{"role": roles[turn[0]], "content": turn[2:]} for turn in turns]
 
 
-_CALL = {
-    "type": "function",
-    "id": "abcdefghi",
-    "function": {"name": "get_weather", "arguments": {"city": "Paris", "days": 3}},
-}
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Weather of a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
-    },
-}
+_FUNCTION = {"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}
+_CALL = {"type": "function", "id": "abcdefghi", "function": _FUNCTION}
+_PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+_DESCRIBED = {"name": "get_weather", "description": "Weather of a city.", "parameters": _PARAMETERS}
+_TOOL: Row = {"type": "function", "function": _DESCRIBED}
 _CALLED = [
     *_say("u:What is the weather in Paris?"),
     {"role": "assistant", "content": "", "tool_calls": [_CALL]},

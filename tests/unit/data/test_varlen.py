@@ -6,22 +6,13 @@ from typing import Any, cast
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import LlamaConfig
 
 from shardmake.data import varlen
 from shardmake.data.dataset import IGNORED, Collator
 from shardmake.data.varlen import KernelLimitError, plain_varlen, register_cpu_kernel, register_varlen, varlen_attention
+from tests.unit.data.test_isolation import CONFIGS, make_model
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-CONFIGS = [LlamaConfig(**SIZES), Qwen3Config(**SIZES), MistralConfig(**SIZES, sliding_window=4)]
 LENGTHS = [[7, 12, 1], [9], [3, 4]]
 """Tokens of the examples in each sequence of a batch."""
 
@@ -48,11 +39,7 @@ def kernel() -> None:
 
 @pytest.fixture(params=CONFIGS, ids=lambda config: config.model_type)
 def model(request: pytest.FixtureRequest) -> Any:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(request.param, attn_implementation="varlen")
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model
+    return make_model(request.param, attn_implementation="varlen")
 
 
 def make_items() -> list[dict[str, torch.Tensor]]:
@@ -81,20 +68,15 @@ def examples_alone() -> list[dict[str, Any]]:
     return alone
 
 
-def test_a_flat_batch_has_the_loss_and_gradients_of_its_examples_with_eager_attention(model: Any) -> None:
-    batch = Collator(24, pad_token_id=0, packing=True, flat=True)(make_items())
-    assert batch["input_ids"].shape == (1, 3 * 24)
+@pytest.mark.parametrize("flat", [True, False], ids=["a flat batch of examples", "padded rows"])
+def test_loss_and_gradients_are_those_of_eager_attention(model: Any, flat: bool) -> None:
+    items = make_items() if flat else [{**item, "labels": item["input_ids"]} for item in make_items()]
+    batch = Collator(24, pad_token_id=0, packing=flat, flat=flat)(items)
+    assert batch["input_ids"].shape == ((1, 3 * 24) if flat else (3, 24))
     found = loss_and_gradients(model, [batch])
     model.set_attn_implementation("eager")
-    torch.testing.assert_close(found, loss_and_gradients(model, examples_alone()), rtol=1e-4, atol=1e-4)
-
-
-def test_padded_rows_have_the_loss_and_gradients_of_eager_attention(model: Any) -> None:
-    items = [{**item, "labels": item["input_ids"]} for item in make_items()]
-    batch = Collator(24, pad_token_id=0, packing=False, flat=False)(items)
-    found = loss_and_gradients(model, [batch])
-    model.set_attn_implementation("eager")
-    torch.testing.assert_close(found, loss_and_gradients(model, [batch]), rtol=1e-4, atol=1e-4)
+    expected = loss_and_gradients(model, examples_alone() if flat else [batch])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def tensors(width: int = 16, keys: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

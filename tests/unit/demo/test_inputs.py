@@ -36,7 +36,9 @@ def test_conversations_survive_the_tokenizer_and_answers_are_marked(inputs: Path
     for line in lines[:50]:
         question, answer = json.loads(line)["messages"]
         template = ChatTemplate(tokenizer, frozenset({tokenizer.eos_token}))
-        ((ids, mask),) = tokenize(tokenizer, template.examples([question, answer], None, None))
+        ((ids, mask),) = tokenize(
+            tokenizer, template.examples([question, answer], {}, 0, learn_all=False, is_answer=False)
+        )
         learned = [i for i, m in zip(ids, mask, strict=True) if m]
         assert tokenizer.decode(learned) == f"{answer['content']}<|im_end|>"
         turns = f"<|im_start|>user\n{question['content']}<|im_end|>\n<|im_start|>assistant\n"

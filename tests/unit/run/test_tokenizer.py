@@ -9,14 +9,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from shardmake.core.errors import ModelError
-from shardmake.data.check import compare_with_file
-from shardmake.data.examples import load_tokenizer
-from shardmake.data.files import Row
+from shardmake.run.tokenizer import compare_with_file, load_tokenizer
 from tests.unit.data.test_encode import PLAIN, make_tokenizer
 from tests.unit.plans import make_run
 
 TEXT = "the year 2024 was 2024 and not 1999"
-ROWS = [Row("a.jsonl, line 1", {"messages": [{"content": "the year"}, {"content": TEXT}]})]
+TEXTS = [("a.jsonl, line 1", text) for text in ("the year", TEXT)]
 
 
 def write_tokenizer(folder: Path, model_type: str) -> None:
@@ -38,14 +36,14 @@ def test_a_text_with_other_tokens_is_a_warning_with_a_cure(
 ) -> None:
     write_tokenizer(tmp_path, model_type)
     with caplog.at_level(logging.WARNING):
-        compare_with_file(AutoTokenizer.from_pretrained(tmp_path), str(tmp_path), ROWS)
+        compare_with_file(AutoTokenizer.from_pretrained(tmp_path), str(tmp_path), TEXTS)
     found = [record.getMessage() for record in caplog.records if "tokenizer.json" in record.getMessage()]
     assert [("a.jsonl, line 1: a text has 20 tokens" in line, "8 by the file" in line) for line in found] == [
         (True, True)
     ] * differs
     AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
     caplog.clear()
-    compare_with_file(AutoTokenizer.from_pretrained(tmp_path), str(tmp_path), ROWS)
+    compare_with_file(AutoTokenizer.from_pretrained(tmp_path), str(tmp_path), TEXTS)
     assert "tokenizer.json" not in caplog.text
 
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from shardmake.data.dataset import IGNORED, Collator, Item, PartCollator
+from shardmake.data.dataset import IGNORED, Collator, Item
+from shardmake.train.sequence_parallel import PartCollator
 
 
 def item(tokens: int, first: int) -> Item:
