@@ -37,6 +37,8 @@ Batch = list[tuple[int, RawRow]]
 """Rows with their numbers in the source."""
 Encode = Callable[[Batch], pyarrow.RecordBatch]
 _ROWS_IN_BATCH = 100
+_PARTS = 50
+"""A kill loses at most what follows the last complete file, of this many or more."""
 _BATCHES_IN_PART = 100
 _POOL_FROM_ROWS = 5_000
 _encode: Encode
@@ -179,7 +181,8 @@ def encode_source(source: Source, chosen: np.ndarray, encode: Encode, folder: Pa
     total = int(chosen.sum())
     rows = compress(enumerate(raw_rows(source.paths)), chosen)
     batches = enumerate(_logged(iter(lambda: list(islice(rows, _ROWS_IN_BATCH)), []), str(source), total))
-    numbered = ((folder / f"{number // _BATCHES_IN_PART:05d}.arrow", batch) for number, batch in batches)
+    size = min(total // (_PARTS * _ROWS_IN_BATCH) or 1, _BATCHES_IN_PART)
+    numbered = ((folder / f"{number // size:05d}.arrow", batch) for number, batch in batches)
     missing = ((path, batch) for path, batch in numbered if not path.exists())
     encoded = _encoded(missing, encode, cpus if total > _POOL_FROM_ROWS else 1)
     for path, part in groupby(encoded, key=itemgetter(0)):

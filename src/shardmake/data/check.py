@@ -75,31 +75,36 @@ def check_first_rows(run: Run, limit: int = FIRST_ROWS, *, rundir: RunDir | None
         found.check(f"first rows of the {part.split}", is_all=len(tried) < limit)
         sampled.append(Sampled(len(tried), found.column("tokens").tolist()))
         largest = max([largest, *table["largest"]])
-        _compare_marks(encoder, part.rows[0])
+        marks_agree(encoder, part.rows[0])
     check_vocabulary(run, largest)
     return sampled
 
 
-def _compare_marks(encoder: Encoder, row: Row) -> None:
-    """Log a warning if `{% generation %}` marks of the template say other tokens than those that are learned."""
+def marks_agree(encoder: Encoder, row: Row) -> bool | None:
+    """Return whether `{% generation %}` marks of the template say the tokens that are learned, or log a warning.
+
+    None without marks, and for a row that has no messages or cannot be learned.
+    """
     tokenizer = encoder.chat.tokenizer
     if not encoder.assistant_only or not _MARKS.search(str(tokenizer.chat_template)):
-        return
+        return None
     try:
         ours, standard = encoder(row.example, row.place), encoder.layout.standardize(row.example, row.place)
     except DataError:  # a bad row, which was reported
-        return
+        return None
     if "messages" not in standard:
-        return
+        return None
     settings: Any = {"tools": standard.get("tools"), "return_dict": True, "return_assistant_tokens_mask": True}
     marked = tokenizer.apply_chat_template(standard["messages"], **settings)
     both = (ours[-1], (marked["input_ids"], marked["assistant_masks"]))
     learned, said = (tokenizer.decode(list(compress(ids, mask))).strip() for ids, mask in both)
-    if len(ours) > 1 or learned != said:
+    agree = len(ours) == 1 and learned == said
+    if not agree:
         logger.warning(
             f"The {{% generation %}} marks of the chat template are not followed. They say {said[:200]!r}, and what "
             f"the model must say after the context of inference is learned: {learned[:200]!r}."
         )
+    return agree
 
 
 def _sample(source: Source, count: int) -> list[RawRow]:

@@ -24,6 +24,7 @@ from shardmake.core.run_folder import fsync_directory, link_or_copy, locked, mak
 from shardmake.core.units import plural
 from shardmake.data.build import build
 from shardmake.data.chat import ChatTemplate
+from shardmake.data.check import marks_agree
 from shardmake.data.encode import Tokens
 from shardmake.data.examples import Part, make_encoder, open_chat_template, open_parts, read_receipt
 from shardmake.data.packing import describe_outcomes
@@ -74,6 +75,8 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
             results = build(run, chat, parts, work, cpus)
             sequences = {"files": results["train"]["files"], "length": run.sequence_length}
             results["shown"] = [_excerpt(text) for text in islice(show(chat, parts, _SHOWN, log=False), _SHOWN)]
+            agree = [marks_agree(make_encoder(part, chat, log=False), part.rows[0]) for part in parts]
+            results["marks_agree"] = None if set(agree) <= {None} else False not in agree
             pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)  # padding is neither learned nor attended to
             results |= {"encoding": ENCODING, "pad_token_id": next(token for token in pads if token is not None)}
             receipt = DataReceipt(digest=digest(raw or sequences), **inputs, **results)

@@ -114,6 +114,10 @@ class DataReceipt(RunFile):
     data_format: DataFormat = Field(description="Format of the examples.")
     columns: dict[str, str] = Field(description="Columns that this format reads, by their usual names.")
     loss_on_assistant: bool = Field(description="Only the assistant's tokens have loss.")
+    marks_agree: bool | None = optional(
+        None, "The template's `{% generation %}` marks say the same learned tokens in the first rows; if not, they are "
+        "not followed. Null without marks.",
+    )  # fmt: skip
     repeated: int = Field(description="Evaluation examples with the same tokens as a training example.")
     train: SplitReceipt = Field(description="Training sequences.")
     eval: SplitReceipt = Field(description="Evaluation sequences.")

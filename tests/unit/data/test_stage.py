@@ -25,7 +25,7 @@ from shardmake.data.check import check_first_rows, check_sources
 from shardmake.data.dataset import IGNORED, Sequences, collator
 from shardmake.data.stage import prepare
 from shardmake.run.paths import RunDir
-from tests.unit.data.test_encode import MARKED, chat, make_tokenizer, shown
+from tests.unit.data.test_encode import MARKED, PLAIN, chat, make_tokenizer, shown
 from tests.unit.data.test_files import COMPRESSORS, as_csv
 
 LENGTH = 64
@@ -196,7 +196,7 @@ def test_a_killed_stage_encodes_only_what_is_missing(
 ) -> None:
     """The result is that of a stage that was not killed, and other inputs start again."""
     monkeypatch.setattr(build, "_ROWS_IN_BATCH", 10)
-    monkeypatch.setattr(build, "_BATCHES_IN_PART", 3)
+    monkeypatch.setattr(build, "_PARTS", 3)
     run = make_run(model, {"train": write_rows(tmp_path / "t.jsonl", conversations(100))})
     prepare(run, RunDir(tmp_path / "whole" / "run"))
     write, written = build._write_part, []
@@ -357,15 +357,19 @@ def test_turns_that_are_apart_are_counted_and_unusual_shares_named(
     assert any("data are learned (0." in text and "--show 3" in text for text in caplog.messages)
 
 
-@pytest.mark.parametrize("agree", [True, False])
+@pytest.mark.parametrize("agree", [True, False, None])
 def test_marks_that_say_other_tokens_are_named(
-    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, agree: bool
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, agree: bool | None
 ) -> None:
-    marked = MARKED if agree else MARKED.replace("</s>{% endgeneration %}", "{% endgeneration %}</s>")
+    others = MARKED.replace("</s>{% endgeneration %}", "{% endgeneration %}</s>")
+    marked = {True: MARKED, False: others, None: PLAIN}[agree]
     (tmp_path / "chat.jinja").write_text(marked)
     path = write_rows(tmp_path / "t.jsonl", conversations(4))
-    check_first_rows(make_run(model, {"train": path, "chat_template": str(tmp_path / "chat.jinja")}))
-    assert any("marks of the chat template are not followed" in text for text in caplog.messages) != agree
+    run = make_run(model, {"train": path, "chat_template": str(tmp_path / "chat.jinja")})
+    check_first_rows(run)
+    warned = any("marks of the chat template are not followed" in text for text in caplog.messages)
+    assert warned == (agree is False)
+    assert prepare(run, RunDir(tmp_path / "run")).marks_agree is agree
 
 
 def test_a_column_that_only_later_rows_have_may_be_named(model: Path, tmp_path: Path) -> None:
