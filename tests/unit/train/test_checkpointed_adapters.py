@@ -9,11 +9,11 @@ import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners import tuners_utils
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from shardmake.train import script_hooks
 from shardmake.train.library_patches import name_checkpointed_adapters
+from tests.unit.train.conftest import tiny_llama
 from tests.unit.train.test_script_hooks import make_context
 
 
@@ -26,15 +26,9 @@ def original(monkeypatch: pytest.MonkeyPatch) -> Any:
     return find
 
 
-def adapted_model() -> Any:
-    """Return a model with adapters."""
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return get_peft_model(LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=32)), LoraConfig(target_modules=["q_proj"]))
-
-
 def checkpointed_model() -> Any:
     """Return a model with adapters, wrapped as Accelerate wraps its layers under FSDP, and the adapters' names."""
-    model = adapted_model()
+    model: Any = get_peft_model(tiny_llama(num_hidden_layers=2), LoraConfig(target_modules=["q_proj"]))
     names = get_peft_model_state_dict(model).keys()
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, LlamaDecoderLayer))
     return model, names

@@ -7,10 +7,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import TrainingArguments
 
 from shardmake.train.library_patches import kept_matmul_precision
 from shardmake.train.sharded_trainer import ShardedTrainer
+from tests.unit.train.conftest import tiny_llama
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +41,7 @@ def test_tf32_is_as_before_a_new_accelerator(asked: bool) -> None:
 
 
 def test_compiled_training_with_trainer_stays_in_fp32(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=32))
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", torch_compile=True)
-    trainer = ShardedTrainer(model=model, args=arguments)
+    trainer = ShardedTrainer(model=tiny_llama(), args=arguments)
     assert trainer.accelerator.state.dynamo_plugin.backend.value == "INDUCTOR"
     assert torch.backends.cuda.matmul.fp32_precision == "ieee"
