@@ -8,11 +8,15 @@ from shardmake.checkpoint.store import commit_in_place
 from shardmake.core.fingerprint import fingerprint
 
 
+def describe(step: int) -> dict[str, Any]:
+    """Return what the record of ``step`` contains besides the files and times of the save."""
+    return {"tokens": step, "world_size": 2, "strategy": "zero3", "attempt": 1, "settings_digest": "r"}
+
+
 def make_record(folder: Path, step: int, **changes: Any) -> CheckpointRecord:
     """Return the record of the files in ``folder``, if there are any, at ``step``."""
     values = {
-        "step": step, "tokens": step, "world_size": 2, "strategy": "zero3", "attempt": 1, "settings_digest": "r",
-        "saved_at": 0.0, "save_seconds": 0.0, "versions": {},
+        **describe(step), "step": step, "saved_at": 0.0, "save_seconds": 0.0, "versions": {},
         "files": {name: fingerprint(folder / name) for name in list_files(folder)},
     }  # fmt: skip
     return CheckpointRecord.model_validate(values | changes)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from shardmake.checkpoint.record import list_files, wait_visible
+from shardmake.checkpoint.record import VISIBLE_SECONDS, list_files, wait_visible
 from shardmake.core.atomic import write_json
 from shardmake.core.fingerprint import FileEntry, fingerprint
 from shardmake.core.permissions import add_mode
@@ -67,12 +67,13 @@ def write_listing(staged: Path, node: int, files: dict[str, FileEntry]) -> None:
     write_json(listing_path(staged, node), _LISTING.dump_python(files))
 
 
-def read_listings(staged: Path, nodes: int, own: dict[str, FileEntry], deadline_seconds: float) -> dict[str, FileEntry]:
+def read_listings(
+    staged: Path, nodes: int, own: dict[str, FileEntry], deadline_seconds: float = VISIBLE_SECONDS
+) -> dict[str, FileEntry]:
     """Return all files of ``staged``: ``own`` of node 0, and those in the listings of the others, which are removed.
 
-    Raises:
-        RuntimeError: two nodes wrote a file with different content.
-        FileNotFoundError: a listing did not come within ``deadline_seconds``.
+    Raise `RuntimeError` if two nodes wrote a file with different content, and `FileNotFoundError` if a listing did not
+    come within ``deadline_seconds``.
     """
     paths = [wait_visible(listing_path(staged, node), deadline_seconds) for node in range(1, nodes)]
     files = merge_listings([own, *(_LISTING.validate_json(path.read_bytes()) for path in paths)])
@@ -95,10 +96,7 @@ def complete(staged: Path, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
     """Return ``files`` with every other file below ``staged``, after checking that each of ``files`` is there.
 
     The folders are listed once, and no file that a node has checked is opened again. A file in no listing, which a
-    library wrote past its node's folder, is checked here.
-
-    Raises:
-        FileNotFoundError: a file that another node moved here is not visible on this node.
+    library wrote past its node's folder, is checked here. Raise `FileNotFoundError` for one that is not visible.
     """
     there = set(list_files(staged))
     for name in sorted(files.keys() - there):

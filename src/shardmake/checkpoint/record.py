@@ -20,6 +20,8 @@ from shardmake.core.fingerprint import FileEntry, fingerprint
 
 RECORD_NAME = "shardmake.json"
 FOLDER = re.compile(r"checkpoint-(\d+)")
+VISIBLE_SECONDS = 60.0
+"""How long a network file system may take until a node sees what another has written."""
 
 
 def list_files(checkpoint: Path) -> list[str]:
@@ -38,7 +40,7 @@ def _walk(folder: Path, *, links: bool = False) -> Iterator[Path]:
                 yield Path(entry.path)
 
 
-def wait_visible(path: Path, deadline_seconds: float = 60) -> Path:
+def wait_visible(path: Path, deadline_seconds: float = VISIBLE_SECONDS) -> Path:
     """Wait until a file that another node wrote is visible on this node; return ``path``."""
     deadline = time.monotonic() + deadline_seconds
     while not path.exists():

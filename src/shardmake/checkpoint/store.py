@@ -31,7 +31,6 @@ from shardmake.core import run_folder
 from shardmake.core.atomic import sealed, write_bytes, write_json
 from shardmake.core.errors import CheckpointError, LinkError
 from shardmake.core.fingerprint import FileEntry
-from shardmake.core.permissions import add_mode
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ def commit(staged: Path, record: CheckpointRecord) -> Path:
     final = staged.parent.parent.parent / staged.name
     if final.exists():
         set_aside(final, "foreign" if is_unfinished(final) else "damaged")
-    _write_record(staged, record)
+    commit_in_place(staged, record)
     run_folder.rename(staged, final)
     with contextlib.suppress(OSError):  # the checkpoint is committed; the next save removes leftovers
         run_folder.remove_empty(staged.parent)
@@ -131,17 +130,7 @@ def set_aside(checkpoint: Path, kind: str = "damaged") -> Path:
 
 
 def commit_in_place(checkpoint: Path, record: CheckpointRecord) -> None:
-    """Give the files of ``checkpoint`` the permissions of its folder, sync its folders and write its record.
-
-    Some libraries write files with mode 0600, whatever the umask; the folder's mode follows the umask.
-    """
-    allowed = checkpoint.stat().st_mode & 0o666
-    for name in record.files:
-        add_mode(checkpoint / name, allowed)
-    _write_record(checkpoint, record)
-
-
-def _write_record(checkpoint: Path, record: CheckpointRecord) -> None:
+    """Sync the folders of ``checkpoint``, whose files are durable, and write its record."""
     for folder in {(checkpoint / name).parent for name in record.files}:
         run_folder.fsync_directory(folder)
     write_json(checkpoint / RECORD_NAME, sealed(record.model_dump(mode="json")))

@@ -149,7 +149,6 @@ class GpuReport(RunRecord):
 
 
 def _error_cell(errors: Sequence[float]) -> str:
-    """Return median and worst absolute error."""
     if not errors:
         return ""
     return f"{median(map(abs, errors)):.1%}, worst {max(errors, key=abs):+.1%}"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from shardmake.checkpoint.record import VISIBLE_SECONDS
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.environment import hub_cache, library_versions
 from shardmake.core.temporary import temporary_folder
@@ -27,7 +28,6 @@ INFINIBAND = Path("/sys/class/infiniband")
 SHARED_MEMORY = Path("/dev/shm")
 SMALL_SHARED_MEMORY = GIB
 FEW_FILES = 1024
-VISIBLE_SECONDS = 60.0
 SLOW_SECONDS = 5.0
 _MEMLOCK_ADVICE = (
     "Ask the administrators to set LimitMEMLOCK=infinity for slurmd: `srun bash -c 'ulimit -l'` must print unlimited."

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from shardmake.checkpoint.record import VISIBLE_SECONDS
 from shardmake.config.models import Cluster
 from shardmake.config.slurm_options import JobKind
 from shardmake.core.environment import library_versions
@@ -30,8 +31,6 @@ MOST_MEMORY_GIB = 64
 CPUS_PER_RANK = 8
 """The job requests less than a training, so that it starts sooner."""
 _POLL_SECONDS = 5.0
-_REPORT_SECONDS = 60.0
-"""A network file system may show a report that much later than Slurm the end of the job."""
 
 
 def make_request(cluster: Cluster, nodes: int, *, build_kernels: bool) -> DoctorRequest:
@@ -125,7 +124,7 @@ def wait_for_job(job: str, query: Callable[[str], JobStatus], poll_seconds: floa
 
 
 def collect(
-    request: DoctorRequest, folder: DoctorDir, job: str, end: JobStatus, seconds: float = _REPORT_SECONDS
+    request: DoctorRequest, folder: DoctorDir, job: str, end: JobStatus, seconds: float = VISIBLE_SECONDS
 ) -> tuple[list[NodeReport], list[Finding]]:
     """Return the reports that arrive within ``seconds``, and a finding about each node without one."""
     give_up = time.monotonic() + seconds
@@ -143,7 +142,6 @@ def collect(
 
 
 def _last_output(slurm: Path, job: str) -> str:
-    """Return the last lines of the job's output, to show with the finding."""
     files = sorted(slurm.glob(f"{job}*.out"))
     lines = [line for path in files for line in path.read_text(errors="replace").splitlines() if line.strip()]
     place = f"The job's output is in {slurm}"

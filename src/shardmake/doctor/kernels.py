@@ -120,7 +120,6 @@ def _has_code(capability: tuple[int, int], built: list[str]) -> bool:
 
 
 def _timed(work: Callable[[], Any], repeats: int) -> float:
-    """Return the seconds of one call of ``work`` on the GPU."""
     import torch
 
     work()
@@ -133,7 +132,6 @@ def _timed(work: Callable[[], Any], repeats: int) -> float:
 
 
 def _matmul_rate() -> float:
-    """Return the TFLOP/s of a square matrix product in half precision."""
     import torch
 
     dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16

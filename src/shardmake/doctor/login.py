@@ -193,7 +193,6 @@ def check_sacct() -> Finding:
 
 
 def _scontrol_config() -> dict[str, str]:
-    """Return Slurm's settings by name; empty if it does not answer."""
     lines = run_slurm("scontrol", "show", "config").stdout.splitlines()
     return {name.strip(): value.strip() for name, equals, value in (line.partition("=") for line in lines) if equals}
 

@@ -1,7 +1,4 @@
-"""``accelerate launch ... -m shardmake.train ATTEMPT``: run one rank.
-
-Nothing else is imported before the signals are set.
-"""
+"""``accelerate launch ... -m shardmake.train ATTEMPT``: run one rank, whose signals are set before other imports."""
 
 import faulthandler
 import gc

@@ -69,16 +69,9 @@ class ScratchFolder:
     ) -> "subprocess.Popen[str]":
         """Start to upload what this node's ranks wrote to ``local``; see `UploadRequest` for the arguments."""
         request = UploadRequest(
-            local=local,
-            staged=staged,
-            attempt=self.attempt,
-            node=self.node,
-            nodes=self.nodes,
-            parent=os.getpid(),
-            described=described,
-            started=started,
-            retention=retention,
-        )
+            local=local, staged=staged, attempt=self.attempt, node=self.node, nodes=self.nodes, parent=os.getpid(),
+            described=described, started=started, retention=retention,
+        )  # fmt: skip
         command = [sys.executable, "-m", "shardmake.train.upload", request.model_dump_json()]
         return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 

@@ -19,7 +19,7 @@ import logging
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,6 @@ _ROOM_POLL_SECONDS = 1.0
 _WORKERS = 8
 _DONE, _RUNNING, _FAILED = range(3)
 """States of a node's upload; the largest of all nodes counts."""
-_VISIBLE_SECONDS = 60.0
-"""How long a network file system may take until a node sees what another has written."""
 Describe = Callable[[int], dict[str, Any]]
 
 
@@ -62,59 +60,46 @@ class SupersededError(RuntimeError):
     """A later attempt, or a restart of the job, has begun."""
 
 
+@dataclass
 class Saver:
-    """Write the checkpoints of one training; every rank has one.
+    """Write the checkpoints of one training; every rank has one."""
 
-    Args:
-        folder: The folder of the checkpoints.
-        describe: Return what the record of a step contains besides the files.
-        retention: Which older checkpoints stay.
-        expected_bytes: Estimated size of the first checkpoint; later ones are as large as the one before.
-        scratch: This node's scratch folder, for asynchronous saves.
-        room_seconds: How long a required save that does not fit waits for room.
-        attempt: The attempt that saves. Once a later one has begun, nothing is written any more.
-    """
+    folder: Path
+    """The folder of the checkpoints."""
+    describe: Describe
+    """Returns what the record of a step contains besides the files."""
+    retention: Retention
+    expected_bytes: int = 0
+    """Estimated size of the first checkpoint; later ones are as large as the one before."""
+    scratch: ScratchFolder | None = None
+    """This node's scratch folder, for asynchronous saves."""
+    room_seconds: float = 0.0
+    """How long a required save that does not fit waits for room."""
+    attempt: AttemptDir | None = None
+    """The attempt that saves. Once a later one has begun, nothing is written any more."""
+    seconds: float | None = field(default=None, init=False)
+    """Seconds that the newest save kept training waiting, the same on every rank."""
+    upload_seconds: float = field(default=0.0, init=False)
+    """Seconds from the start of the newest asynchronous save until its commit; 0 without a scratch folder."""
+    pending_upload: Path | None = field(default=None, init=False)
+    """The staged checkpoint that is being uploaded, the same on every rank."""
+    upload: "subprocess.Popen[str] | None" = field(default=None, init=False)
+    """The process that uploads this node's part; None on all ranks but the node's first."""
+    _scratch_warning_logged: bool = field(default=False, init=False)
 
-    def __init__(
-        self,
-        folder: Path,
-        describe: Describe,
-        retention: Retention,
-        expected_bytes: int = 0,
-        scratch: ScratchFolder | None = None,
-        room_seconds: float = 0.0,
-        attempt: AttemptDir | None = None,
-    ) -> None:
-        self.folder = folder
-        self.describe = describe
-        self.retention = retention
-        self.space = CheckpointSpace(folder, retention, expected_bytes)
-        self.scratch = scratch
-        self.room_seconds = room_seconds
-        self.attempt = attempt
-        self.seconds: float | None = None
-        """Seconds that the newest save kept training waiting, the same on every rank."""
-        self.upload_seconds = 0.0
-        """Seconds from the start of the newest asynchronous save until its commit; 0 without a scratch folder."""
-        self.pending_upload: Path | None = None
-        """The staged checkpoint that is being uploaded, the same on every rank."""
-        self.upload: subprocess.Popen[str] | None = None
-        """The process that uploads this node's part; None on all ranks but the node's first."""
-        self.staging = store.staging_folder(folder, *((int(attempt.root.name), restarts()) if attempt else (1,)))
+    def __post_init__(self) -> None:
+        start = (int(self.attempt.root.name), restarts()) if self.attempt else (1,)
+        self.staging = store.staging_folder(self.folder, *start)
         """The folder of this attempt's unfinished saves."""
         self.write_dir = self.staging
         """The folder that contains the checkpoint while the ranks write it."""
-        self._scratch_warning_logged = False
 
     @contextlib.contextmanager
     def saving(self, step: int, *, required: bool, eval_loss: float | None = None) -> Iterator[Path | None]:
         """Yield the folder for the ranks to write to; commit or upload the checkpoint when the block ends.
 
-        Yields None if the checkpoint does not fit and ``required`` is false.
-
-        Raises:
-            ShardmakeError: the checkpoint does not fit and ``required`` is true, or the disk filled up.
-            RuntimeError: the pending upload failed and ``required`` is false.
+        Yield None if the checkpoint does not fit, or raise `ShardmakeError` if it is ``required``, as for a disk that
+        fills up. Raise `RuntimeError` if the pending upload failed and this save is not required.
         """
         self._wait_before_save(step, required)
         started = time.time()
@@ -188,10 +173,10 @@ class Saver:
         self._stop_if_superseded()
         for left in (self.staging, *(path for _, path in store.checkpoints(self.folder / store.STAGING))):
             remove(left)
-        newest = self.space.newest()
-        needed = self.space.needed()
+        newest = self._newest()
+        needed = newest[0].size if newest else self.expected_bytes
         seconds = newest[0].save_seconds if newest and self.scratch else 0.0
-        problem = self.space.make(needed)
+        problem = self._make_space(needed)
         if problem and required and self.room_seconds:
             problem = self._wait_for_room(step, needed, problem)
         if not problem:
@@ -250,48 +235,15 @@ class Saver:
         try:
             yield
         except BaseException as error:  # torch's distributed checkpoint raises a BaseException for a failed write
-            if full := self.space.full_disk_error(error, written):
+            if full := self._full_disk_error(error, written):
                 remove(self.staging if written.is_relative_to(self.staging) else written)
                 raise full from error
             raise
 
-
-def _assemble(staged: Path) -> dict[str, FileEntry]:
-    """Collect in ``staged`` what the ranks of all nodes have written; return its files on rank 0, nothing elsewhere.
-
-    The first rank of each node makes the node's files durable and computes their checksums. Sizes and checksums reach
-    rank 0 in a file per node: in a collective, every rank would receive the longest listing once per rank.
-    """
-    node, nodes = get_node(), get_world_size() // get_node_size()
-    barrier()  # all ranks have written their files
-    own = check_files(node_path(staged, node), min(get_node_size(), _WORKERS)) if is_first_of_node() else {}
-    barrier()  # node 0 has listed its folder, into which the others move their files
-    if is_first_of_node():
-        move_files(staged, node, own)
-    barrier()  # all files and listings are in place
-    if get_rank():
-        return {}
-    return complete(staged, read_listings(staged, nodes, own, _VISIBLE_SECONDS))
-
-
-@dataclass(frozen=True)
-class CheckpointSpace:
-    """The space of a run's checkpoint folder; `Saver` explains the fields."""
-
-    folder: Path
-    retention: Retention
-    expected_bytes: int
-
-    def newest(self) -> tuple[CheckpointRecord, Path] | None:
-        """Return the newest committed checkpoint."""
+    def _newest(self) -> tuple[CheckpointRecord, Path] | None:
         return next(store.committed(self.folder), None)
 
-    def needed(self) -> int:
-        """Return the expected size of the next checkpoint."""
-        newest = self.newest()
-        return newest[0].size if newest else self.expected_bytes
-
-    def make(self, needed: int) -> str:
+    def _make_space(self, needed: int) -> str:
         """Remove what may be removed until ``needed`` bytes fit; return an error message if they do not."""
         make_folder(self.folder)
         for free_space in (lambda: None, self._remove_damaged, self._remove_older):
@@ -311,12 +263,12 @@ class CheckpointSpace:
 
     def _remove_older(self) -> None:
         """Keep only the newest checkpoint (and the best), after verifying every byte of the newest."""
-        newest = self.newest()
+        newest = self._newest()
         if newest and not find_problems(newest[1]):
             for path in store.prune(self.folder, self.retention.minimal()):
                 logger.info("Removed %s to make room for the next checkpoint.", path.name)
 
-    def full_disk_error(self, error: BaseException, written: Path) -> DiskFullError | None:
+    def _full_disk_error(self, error: BaseException, written: Path) -> DiskFullError | None:
         """Return the error to raise if ``error`` comes from a full disk below ``written``, else None.
 
         The error number is not always available: torch reports an "unexpected pos" on a full disk.
@@ -326,7 +278,7 @@ class CheckpointSpace:
         full = any(getattr(it, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for it in (error, error.__cause__))
         if isinstance(error, ShardmakeError | KeyboardInterrupt | SystemExit) or not (full or space.free < MARGIN):
             return None
-        newest = self.newest()
+        newest = self._newest()
         resume = f"resumes from {newest[1].name}" if newest else "starts again from the base model"
         if space.free < MARGIN:
             where = f"{folder} has {format_bytes(space.free)} left ({space.limit})"
@@ -339,3 +291,21 @@ class CheckpointSpace:
             f"The disk filled up while {written.name} was written: {where}. Free some space (`shardmake clean` lists "
             f"what can be removed). Training {resume}."
         )
+
+
+def _assemble(staged: Path) -> dict[str, FileEntry]:
+    """Collect in ``staged`` what the ranks of all nodes have written; return its files on rank 0, nothing elsewhere.
+
+    The first rank of each node makes the node's files durable and computes their checksums. Sizes and checksums reach
+    rank 0 in a file per node: in a collective, every rank would receive the longest listing once per rank.
+    """
+    node, nodes = get_node(), get_world_size() // get_node_size()
+    barrier()  # all ranks have written their files
+    own = check_files(node_path(staged, node), min(get_node_size(), _WORKERS)) if is_first_of_node() else {}
+    barrier()  # node 0 has listed its folder, into which the others move their files
+    if is_first_of_node():
+        move_files(staged, node, own)
+    barrier()  # all files and listings are in place
+    if get_rank():
+        return {}
+    return complete(staged, read_listings(staged, nodes, own))

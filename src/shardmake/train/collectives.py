@@ -88,5 +88,4 @@ def barrier() -> None:
 
 
 def _device() -> torch.device:
-    """Return the device on which the process group communicates."""
     return torch.device(private(dist.distributed_c10d).get_object_coll_device())

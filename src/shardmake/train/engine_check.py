@@ -1,7 +1,7 @@
 """Check that the engine is the planned one, and refuse to train otherwise.
 
-In several configurations Accelerate and transformers silently fall back to DDP (``accelerate launch --cpu``,
-FSDP on a device type that they do not list). The run would then train, save and exit with 0.
+In several configurations Accelerate and transformers silently fall back to DDP (``accelerate launch --cpu``, FSDP on a
+device type that they do not list). The run would then train, save and exit with 0.
 """
 
 import os

@@ -5,7 +5,6 @@ gets the planned one in the process of each rank. FSDP also casts every argument
 and Trainer passes the count of a step's tokens as a float.
 """
 
-from functools import wraps
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from shardmake.config.strategies import FSDP
 from shardmake.core.private_names import private
 from shardmake.run.engine import Engine
+from shardmake.train.library_patches import wrap
 
 
 def fsdp_policy(expected: Engine) -> MixedPrecisionPolicy | None:
@@ -34,13 +34,11 @@ def whole_tokens(count: Any) -> Any:
 
 def count_whole_tokens(trainer: type[Any]) -> None:
     """Let the class ``trainer`` of a script pass the count of a step's tokens as an integer."""
-    count = private(trainer).get_num_items_in_batch
 
-    @wraps(count)
-    def count_whole(*args: Any, **kwargs: Any) -> Any:
+    def count_whole(count: Any, /, *args: Any, **kwargs: Any) -> Any:
         return whole_tokens(count(*args, **kwargs))
 
-    private(trainer).get_num_items_in_batch = count_whole
+    wrap(private(trainer), "get_num_items_in_batch", count_whole)
 
 
 def set_script_policy(plugin: type[Any], expected: Engine) -> None:
@@ -51,13 +49,11 @@ def set_script_policy(plugin: type[Any], expected: Engine) -> None:
     policy = fsdp_policy(expected)
     if policy is None:
         return
-    choose = plugin.set_mixed_precision
     names = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-    @wraps(choose)
-    def choose_planned(self: Any, precision: Any, *args: Any, **kwargs: Any) -> None:
-        if self.mixed_precision_policy is None and names.get(precision) == policy.param_dtype:
-            self.mixed_precision_policy = policy
-        choose(self, precision, *args, **kwargs)
+    def choose_planned(choose: Any, plugin: Any, precision: Any, *args: Any, **kwargs: Any) -> None:
+        if plugin.mixed_precision_policy is None and names.get(precision) == policy.param_dtype:
+            plugin.mixed_precision_policy = policy
+        choose(plugin, precision, *args, **kwargs)
 
-    plugin.set_mixed_precision = choose_planned
+    wrap(plugin, "set_mixed_precision", choose_planned)

@@ -1,6 +1,6 @@
-"""Changes to what libraries do: import less, keep fp32 products in fp32, broadcast buffers, name adapters."""
+"""Changes to what libraries do: import less, keep fp32 products, broadcast buffers, share rows, name adapters."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any
@@ -8,9 +8,21 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from shardmake.core.environment import hidden
 from shardmake.core.private_names import private, private_module
+
+
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace the function ``name`` of a class or module by one that calls ``around`` with it and its arguments."""
+    function = getattr(owner, name)
+
+    @wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(function, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
 
 
 def import_deepspeed() -> None:
@@ -37,21 +49,16 @@ def kept_matmul_precision() -> Iterator[None]:
         products.allow_tf32 = False
 
 
-_DONE = "_broadcasts_buffers"
-
-
 def broadcast_saved_buffers(module: Any) -> None:
     """Change ``fsdp2_load_full_state_dict`` of ``module``, accelerate.utils.fsdp_utils, to broadcast buffers whole.
 
     FSDP2 shards parameters only. The function takes every entry of the state for a sharded one, and stops at a buffer
-    with "'Tensor' object has no attribute 'device_mesh'" (accelerate 1.15).
+    with "'Tensor' object has no attribute 'device_mesh'" (accelerate 1.15). A second call has no effect.
     """
-    load = module.fsdp2_load_full_state_dict
-    if hasattr(load, _DONE):
-        return
 
-    @wraps(load)
-    def load_with_buffers(accelerator: Any, model: torch.nn.Module, full_sd: dict[str, Any], **options: Any) -> Any:
+    def load_with_buffers(
+        load: Any, accelerator: Any, model: torch.nn.Module, full_sd: dict[str, Any], **options: Any
+    ) -> Any:
         holders = _saved_buffers(model)
         for holder, name in holders.values():
             del private(holder).buffers[name]
@@ -66,8 +73,8 @@ def broadcast_saved_buffers(module: Any) -> None:
             private(holder).buffers[name] = value
         return loaded
 
-    setattr(load_with_buffers, _DONE, True)
-    module.fsdp2_load_full_state_dict = load_with_buffers
+    if not hasattr(module.fsdp2_load_full_state_dict, "__wrapped__"):
+        wrap(module, "fsdp2_load_full_state_dict", load_with_buffers)
 
 
 def _saved_buffers(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
@@ -87,14 +94,24 @@ def name_checkpointed_adapters(tuners_utils: Any) -> None:
     would silently save and load an empty adapter. ``tuners_utils`` is PEFT's module of that name; a second call has no
     effect.
     """
-    find = private(tuners_utils).get_tuner_state_dict_key_prefixes
     part = private(private_module("checkpoint_wrapper")).CHECKPOINT_PREFIX
-    if hasattr(find, "__wrapped__"):
-        return
 
-    @wraps(find)
-    def find_as_weights(*arguments: Any, **options: Any) -> set[str]:
-        found = find(*arguments, **options)
-        return {prefix.replace(part, "") for prefix in found}
+    def find_as_weights(find: Any, *arguments: Any, **options: Any) -> set[str]:
+        return {prefix.replace(part, "") for prefix in find(*arguments, **options)}
 
-    private(tuners_utils).get_tuner_state_dict_key_prefixes = find_as_weights
+    if not hasattr(private(tuners_utils).get_tuner_state_dict_key_prefixes, "__wrapped__"):
+        wrap(private(tuners_utils), "get_tuner_state_dict_key_prefixes", find_as_weights)
+
+
+def share_rows(accelerator: Any, group_size: int) -> None:
+    """Let each ``group_size`` ranks that follow each other read the same rows from prepared data loaders.
+
+    Accelerate's data loaders read this mesh, but Accelerate creates it only after them if DeepSpeed trains (accelerate
+    1.15). Without it, each rank of a group would silently get different data. They know a group by the name "tp"
+    whatever it shares. FSDP would shard over a mesh of Accelerate's own, so only the data loaders get this one.
+    """
+    if group_size > 1 and getattr(accelerator.state, "ds_device_mesh", None) is None:
+        shape = (accelerator.num_processes // group_size, group_size)
+        mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp_shard", "tp"))
+        accelerator.state.ds_device_mesh = mesh
+        private(accelerator).prepare_device_mesh = lambda: mesh

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from functools import wraps
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from shardmake.run.model_class import OLD_HEAD, ModelClass, load_complete
 from shardmake.run.tokenizer import token_rows
 from shardmake.run.training_settings import FullMethod, TrainingSettings
 from shardmake.train.fsdp_precision import fsdp_policy
-from shardmake.train.library_patches import broadcast_saved_buffers, name_checkpointed_adapters
+from shardmake.train.library_patches import broadcast_saved_buffers, name_checkpointed_adapters, wrap
 
 # ``loss: chunked``: torch 2.13's linear cross entropy or `ChunkedLosses`, which hold the logits of some tokens at a
 # time.
@@ -193,13 +193,8 @@ def average_router_loss(model: PreTrainedModel, settings: TrainingSettings) -> N
     code = sys.modules[type(model).__module__]
     if (coefficient := getattr(model, "router_aux_loss_coef", None)) is not None:
         model.router_aux_loss_coef = coefficient / passes
-    elif function := getattr(code, _ROUTER_LOSS, None):  # the coefficient is read from the config, which is saved
-
-        @wraps(function)
-        def averaged(*arguments: Any, **options: Any) -> Any:
-            return function(*arguments, **options) / passes
-
-        setattr(code, _ROUTER_LOSS, averaged)
+    elif hasattr(code, _ROUTER_LOSS):  # the coefficient is read from the config, which is saved
+        wrap(code, _ROUTER_LOSS, lambda function, *given, **options: function(*given, **options) / passes)
 
 
 def refuse_partial_states(model: torch.nn.Module) -> None:
@@ -218,7 +213,7 @@ def check_names(model: torch.nn.Module, names: Any) -> None:
     missing, unexpected = set(names.missing_keys), set(names.unexpected_keys)
     if hasattr(model, "peft_config"):
         missing &= trained
-        unexpected = {name for name in unexpected if not any(part in parameters for part in _parents(name))}
+        unexpected = {name for name in unexpected if not any(part in parameters for part in _with_parents(name))}
     held = {id(parameter) for name, parameter in parameters.items() if name not in missing}
     missing = {name for name in missing if id(parameters.get(name)) not in held}  # the other name of a tied weight
     if missing or unexpected:
@@ -229,10 +224,8 @@ def check_names(model: torch.nn.Module, names: Any) -> None:
         )
 
 
-def _parents(name: str) -> Iterator[str]:
-    """Yield the names of which ``name`` is a part."""
-    parts = name.split(".")
-    return (".".join(parts[:end]) for end in range(1, len(parts)))
+def _with_parents(name: str) -> Iterator[str]:
+    return accumulate(name.split("."), "{}.{}".format)
 
 
 def _count(kind: str, names: set[str]) -> str:

@@ -72,11 +72,7 @@ class CheckSettings:
 
 
 def check_all_reduce(settings: CheckSettings) -> None:
-    """All-reduce over all ranks; rank 0 logs the bandwidth.
-
-    Raises:
-        NetworkCheckError: Ranks did not join or cannot use their GPU, or the network does not carry the data.
-    """
+    """All-reduce over all ranks, and log the findings on rank 0; raise `NetworkCheckError` if that is not possible."""
     if os.environ["WORLD_SIZE"] == "1":
         return
     for finding in run_in_fork(lambda: _check(settings), 3 * settings.deadline + LINGER_SECONDS):
@@ -88,8 +84,7 @@ def check_all_reduce(settings: CheckSettings) -> None:
 def run_in_fork(work: Callable[[], list[Finding]], seconds: float) -> list[Finding]:
     """Return the result of ``work`` in a fork of this process, which must not have used a GPU yet.
 
-    Raises:
-        NetworkCheckError: ``work`` raised an error, ended its process, or took longer than ``seconds``.
+    Raise `NetworkCheckError` if ``work`` raised an error, ended its process, or took longer than ``seconds``.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -241,9 +236,7 @@ def message_size(free: int, probe_seconds: float) -> int:
 def all_reduce_seconds(tensor: torch.Tensor, deadline: float, group: Any = None) -> float:
     """Return the seconds of an all-reduce over ``group``; the first one, which opens the connections, does not count.
 
-    Raises:
-        ArithmeticError: the sum of ones is not the number of ranks.
-        TimeoutError: one all-reduce takes longer than ``deadline`` seconds.
+    Raise `ArithmeticError` for a wrong sum, and `TimeoutError` if one all-reduce takes more than ``deadline`` seconds.
     """
     _all_reduce(tensor.fill_(1), deadline, group)
     ranks, total = dist.get_world_size(group), tensor[-1].item()

@@ -218,7 +218,6 @@ def make_trl_trainer(
 
 
 def _reference(settings: TrainingSettings, config: Any, objective: Referenced) -> torch.nn.Module | None:
-    """Return the reference model of a full fine-tuning, for TRL's trainer."""
     if not objective.is_precomputed:
         return load_base(settings).requires_grad_(False)
     return _NoReference(config) if settings.expected.engine == FSDP else None

@@ -4,7 +4,7 @@ Before its first step the trained model is the reference model, so its log-proba
 written before any checkpoint, so a training that resumes reads them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,7 @@ PHASE = "reference"
 class WithReference(Dataset[dict[str, Any]]):
     """Examples with log-probabilities of answers under the reference model, once ``log_probs`` has them.
 
-    Args:
-        examples: The examples.
-        names: TRL's name of the log-probability of each answer that an example is compared with.
+    ``names`` are those that TRL gives to the log-probabilities of an example's answers.
     """
 
     def __init__(self, examples: Any, names: tuple[str, ...]) -> None:
@@ -71,31 +69,24 @@ class PrecomputedReference(TrainerCallback):
             clock.on_train_begin(args, state, control)
 
     def _compute(self, split: WithReference) -> torch.Tensor:
+        """Return `WithReference.log_probs` under the model before its first step, on every rank.
+
+        Each pass takes as many examples as one of training. The last pass is filled up from the start, so that all
+        ranks run the same number of passes.
+        """
+        trainer = self.trainer
+        model, batch = trainer.model_wrapped, trainer.args.per_device_train_batch_size
         beats = [clock.beat for clock in self.clocks if isinstance(clock, HeartbeatCallback)]
-
-        def beat() -> None:
-            for one in beats:
-                one(PHASE, 0)
-
-        return compute_log_probs(self.trainer, split, beat)
-
-
-def compute_log_probs(trainer: Any, split: WithReference, beat: Callable[[], None]) -> torch.Tensor:
-    """Return `WithReference.log_probs` under the model of ``trainer`` before its first step, on every rank.
-
-    Each pass takes as many examples as one of training. The last pass is filled up from the start, so that all ranks
-    run the same number of passes. ``beat`` is called before each pass.
-    """
-    model, batch = trainer.model_wrapped, trainer.args.per_device_train_batch_size
-    model.eval()
-    found = []
-    for start in range(get_rank() * batch, get_rank() * batch + len(split), batch * get_world_size()):
-        beat()
-        examples = [split.examples[(start + offset) % len(split)] for offset in range(batch)]
-        inputs = private(trainer).prepare_inputs(trainer.data_collator(examples))
-        answers = torch.stack(trainer.compute_ref_log_probs(model, inputs), dim=1)
-        found.append(trainer.accelerator.gather(answers).float().cpu())
-    return torch.cat(found)[: len(split)].contiguous()
+        model.eval()
+        found = []
+        for start in range(get_rank() * batch, get_rank() * batch + len(split), batch * get_world_size()):
+            for beat in beats:
+                beat(PHASE, 0)
+            examples = [split.examples[(start + offset) % len(split)] for offset in range(batch)]
+            inputs = private(trainer).prepare_inputs(trainer.data_collator(examples))
+            answers = torch.stack(trainer.compute_ref_log_probs(model, inputs), dim=1)
+            found.append(trainer.accelerator.gather(answers).float().cpu())
+        return torch.cat(found)[: len(split)].contiguous()
 
 
 def read_log_probs(file: Path, splits: Splits, step: int) -> dict[str, torch.Tensor] | None:

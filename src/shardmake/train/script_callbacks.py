@@ -28,19 +28,15 @@ def script_callbacks(context: RankContext, guard: ScriptGuard, trainer: Trainer)
     A script that names ``SHARDMAKE_METRICS`` or ``SHARDMAKE_STOP_FILES`` handles them itself.
     """
     rundir, folder = context.attempt.rundir, context.folder
-    names = _names_in_script(context.settings.program)
+    program = context.settings.program
+    assert isinstance(program, ScriptProgram)
+    names = "\n".join([script_file(program.path).read_text(errors="replace"), *program.args])
     callbacks: list[TrainerCallback] = [TrainerCheck(guard, trainer, context), ScriptHeartbeat(folder, context.rank)]
     if "SHARDMAKE_METRICS" not in names:
         callbacks.append(MetricsCallback(rundir.metrics, None, context.attempt.number))
     if "SHARDMAKE_STOP_FILES" not in names:
         callbacks.append(ScriptStop([rundir.stop_file, folder.stop_file], folder))
     return callbacks
-
-
-def _names_in_script(program: Any) -> str:
-    """Return the text in which a script names variables: its own and its arguments."""
-    assert isinstance(program, ScriptProgram)
-    return "\n".join([script_file(program.path).read_text(errors="replace"), *program.args])
 
 
 class TrainerCheck(TrainerCallback):

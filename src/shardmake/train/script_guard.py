@@ -93,9 +93,10 @@ def trained_dtype(model: Any, described: str) -> str:
         return dtype_name(model.torch_autocast_dtype())
     if described != "float32":
         return described
-    policy = _sharding_policy(model)
-    if policy is not None:
-        return dtype_name(policy)
+    if hasattr(private(model), "get_fsdp_state"):
+        policy = private(private(model).get_fsdp_state()).mp_policy
+        if policy.param_dtype is not None:
+            return dtype_name(policy.param_dtype)
     sizes: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -116,13 +117,6 @@ def check_adapters(model: torch.nn.Module) -> None:
             f"The script's adapters cannot be merged: {names}. Nothing was trained. Use LoRA or DoRA without these "
             "settings."
         )
-
-
-def _sharding_policy(model: Any) -> torch.dtype | None:
-    """Return the data type to which FSDP casts the weights, if it does."""
-    if hasattr(private(model), "get_fsdp_state"):
-        return private(private(model).get_fsdp_state()).mp_policy.param_dtype
-    return getattr(getattr(model, "mixed_precision", None), "param_dtype", None)
 
 
 class ScriptGuard:

@@ -5,7 +5,6 @@ Each library is changed when the script imports it. The script itself needs no c
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -21,7 +20,13 @@ from shardmake.core.private_names import private
 from shardmake.train.adapter_config import write_adapter_configs
 from shardmake.train.first_batch import count_rows
 from shardmake.train.fsdp_precision import count_whole_tokens, set_script_policy
-from shardmake.train.library_patches import broadcast_saved_buffers, kept_matmul_precision, name_checkpointed_adapters
+from shardmake.train.library_patches import (
+    broadcast_saved_buffers,
+    kept_matmul_precision,
+    name_checkpointed_adapters,
+    share_rows,
+    wrap,
+)
 from shardmake.train.rank_context import RankContext
 from shardmake.train.script_guard import Batch, ScriptGuard
 
@@ -75,7 +80,10 @@ def install_hooks(context: RankContext) -> ImportHooks:
     hooks.after("torch", observer.hook_torch)
     hooks.after("torch.distributed.fsdp", observer.hook_fsdp)
     hooks.after("accelerate.accelerator", observer.hook_accelerator)
-    hooks.after("accelerate.utils.dataclasses", observer.hook_fsdp_plugin)
+    hooks.after(
+        "accelerate.utils.dataclasses",
+        lambda module: set_script_policy(module.FullyShardedDataParallelPlugin, context.settings.expected),
+    )
     hooks.after("accelerate.utils.fsdp_utils", broadcast_saved_buffers)
     hooks.after("deepspeed", observer.hook_deepspeed)
     hooks.after("transformers.trainer", observer.hook_trainer)
@@ -91,14 +99,11 @@ def default_to_gloo(module: Any) -> None:
     Without a GPU and without a named backend, Accelerate starts none (accelerate 1.15, `PartialState`), and every rank
     would train alone. Transformers resets Accelerate's state and so repeats the decision.
     """
-    start = module.PartialState.__init__
 
-    @wraps(start)
-    def start_with_gloo(state: Any, cpu: bool = False, **kwargs: Any) -> None:
-        backend = kwargs.pop("backend", None)
-        start(state, cpu, backend=backend or "gloo", **kwargs)
+    def start_with_gloo(start: Any, state: Any, cpu: bool = False, **kwargs: Any) -> None:
+        start(state, cpu, **kwargs | {"backend": kwargs.get("backend") or "gloo"})
 
-    module.PartialState.__init__ = start_with_gloo
+    wrap(module.PartialState, "__init__", start_with_gloo)
 
 
 class ScriptObserver:
@@ -117,128 +122,98 @@ class ScriptObserver:
 
     def hook_accelerator(self, module: Any) -> None:
         """Check every new Accelerator, and every model that it prepares for training."""
-        accelerator = module.Accelerator
-        start, prepare, prepare_model = accelerator.__init__, accelerator.prepare, accelerator.prepare_model
-        save_model = accelerator.save_model
 
-        @wraps(start)
-        def check_accelerator(self_: Any, *args: Any, **kwargs: Any) -> None:
+        def check_accelerator(start: Any, made: Any, /, *args: Any, **kwargs: Any) -> None:
             with kept_matmul_precision():
-                start(self_, *args, **kwargs)
+                start(made, *args, **kwargs)
             has_plugin = kwargs.get("deepspeed_plugin") is not None
             self.guard.check_accelerator(
-                self_.distributed_type.value, self_.num_processes, has_deepspeed_plugin=has_plugin
+                made.distributed_type.value, made.num_processes, has_deepspeed_plugin=has_plugin
             )
-            self.share_rows(self_)
-            self_.register_save_state_pre_hook(describe_first)
+            if self.context.settings.expected.engine == DEEPSPEED:  # the ranks of a group of AutoTP read the same rows
+                share_rows(made, self.context.plan.choice.tensor_parallel)
+            made.register_save_state_pre_hook(describe_first)
 
-        @wraps(save_model)
-        def save_described(self_: Any, model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        def save_described(save: Any, owner: Any, /, model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
             self.describe_adapters(model, save_directory)
-            return save_model(self_, model, save_directory, *args, **kwargs)
+            return save(owner, model, save_directory, *args, **kwargs)
 
         def describe_first(models: Sequence[Any], weights: Any, folder: Any) -> None:
             """Describe the model that a merge reads: of several, Accelerate saves each under a name of its own."""
             for model in models[:1]:
                 self.describe_adapters(model, folder)
 
-        def check_result(function: Callable[..., Any]) -> Callable[..., Any]:
-            @wraps(function)
-            def check(self_: Any, *args: Any, **kwargs: Any) -> Any:
-                self.inside_accelerate += 1
-                try:
-                    result = function(self_, *args, **kwargs)
-                finally:
-                    self.inside_accelerate -= 1
-                if not kwargs.get("evaluation_mode"):
-                    for model in result if isinstance(result, list | tuple) else [result]:  # FSDP2 returns a list
-                        self.add_model(model, self_.mixed_precision)
-                return result
+        def check_result(prepare: Any, owner: Any, /, *args: Any, **kwargs: Any) -> Any:
+            self.inside_accelerate += 1
+            try:
+                result = prepare(owner, *args, **kwargs)
+            finally:
+                self.inside_accelerate -= 1
+            if not kwargs.get("evaluation_mode"):
+                for model in result if isinstance(result, list | tuple) else [result]:  # FSDP2 returns a list
+                    self.add_model(model, owner.mixed_precision)
+            return result
 
-            return check
-
-        accelerator.__init__ = check_accelerator
-        accelerator.prepare, accelerator.prepare_model = check_result(prepare), check_result(prepare_model)
-        accelerator.save_model = save_described
-
-    def share_rows(self, accelerator: Any) -> None:
-        """Let the ranks of a group of DeepSpeed's AutoTP read the same rows."""
-        if self.context.settings.expected.engine == DEEPSPEED:
-            from shardmake.train.row_groups import share_rows
-
-            share_rows(accelerator, self.context.plan.choice.tensor_parallel)
-
-    def hook_fsdp_plugin(self, module: Any) -> None:
-        """Let Accelerate use the planned data types of FSDP, unless the script sets its own."""
-        set_script_policy(module.FullyShardedDataParallelPlugin, self.context.settings.expected)
+        wrap(module.Accelerator, "__init__", check_accelerator)
+        wrap(module.Accelerator, "prepare", check_result)
+        wrap(module.Accelerator, "prepare_model", check_result)
+        wrap(module.Accelerator, "save_model", save_described)
 
     def hook_deepspeed(self, module: Any) -> None:
         """Check every DeepSpeed engine, and describe the adapters beside its checkpoints."""
-        initialize, engine = module.initialize, module.DeepSpeedEngine
 
-        @wraps(initialize)
-        def check(*args: Any, **kwargs: Any) -> Any:
+        def check(initialize: Any, /, *args: Any, **kwargs: Any) -> Any:
             result = initialize(*args, **kwargs)
             if self.guard.api == "torch":
                 self.guard.api = "deepspeed"
             self.add_model(result[0], "no")
             return result
 
-        def describe_beside(save: Callable[..., Any]) -> Callable[..., Any]:
-            @wraps(save)
-            def save_described(self_: Any, save_dir: Any, *args: Any, **kwargs: Any) -> Any:
-                self.describe_adapters(self_.module, save_dir)
-                return save(self_, save_dir, *args, **kwargs)
+        def save_described(save: Any, engine: Any, /, save_dir: Any, *args: Any, **kwargs: Any) -> Any:
+            self.describe_adapters(engine.module, save_dir)
+            return save(engine, save_dir, *args, **kwargs)
 
-            return save_described
-
-        module.initialize = check
-        engine.save_checkpoint = describe_beside(engine.save_checkpoint)
-        engine.save_16bit_model = describe_beside(engine.save_16bit_model)
+        wrap(module, "initialize", check)
+        wrap(module.DeepSpeedEngine, "save_checkpoint", save_described)
+        wrap(module.DeepSpeedEngine, "save_16bit_model", save_described)
 
     def hook_torch(self, module: Any) -> None:
         """Watch DDP's models, count backward passes, and check before the first optimizer step."""
-        tensor = module.Tensor
-        backward = tensor.backward
+        original = module.Tensor.backward
 
-        @wraps(backward)
-        def count(loss: Any, *args: Any, **kwargs: Any) -> Any:
+        def count(backward: Any, /, *args: Any, **kwargs: Any) -> Any:
             self.backward_passes += 1
-            return backward(loss, *args, **kwargs)
+            return backward(*args, **kwargs)
 
         def check(*_: Any) -> None:
             handle.remove()
-            tensor.backward = backward
+            module.Tensor.backward = original
             self.check_first_step()
 
         self.watch_models_of(module.nn.parallel.DistributedDataParallel)
-        tensor.backward = count
+        wrap(module.Tensor, "backward", count)
         handle = register_optimizer_step_pre_hook(check)
 
     def watch_models_of(self, wrapper: Any) -> None:
         """Watch every model that the class ``wrapper`` wraps."""
-        start = wrapper.__init__
 
-        @wraps(start)
-        def watch(model: Any, *args: Any, **kwargs: Any) -> None:
+        def watch(start: Any, model: Any, /, *args: Any, **kwargs: Any) -> None:
             start(model, *args, **kwargs)
             self.add_model(model, "no", check=False)
 
-        wrapper.__init__ = watch
+        wrap(wrapper, "__init__", watch)
 
     def hook_fsdp(self, module: Any) -> None:
         """Watch the models of both versions of FSDP."""
-        shard = module.fully_shard
 
-        @wraps(shard)
-        def watch_sharded(model: Any, *args: Any, **kwargs: Any) -> Any:
-            result = shard(model, *args, **kwargs)
-            for one in model if isinstance(model, list) else [model]:
+        def watch_sharded(shard: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+            result = shard(module, *args, **kwargs)
+            for one in module if isinstance(module, list) else [module]:
                 self.add_model(one, "no", check=False)
             return result
 
         self.watch_models_of(module.FullyShardedDataParallel)
-        module.fully_shard = watch_sharded
+        wrap(module, "fully_shard", watch_sharded)
 
     def hook_trainer(self, module: Any) -> None:
         """Add callbacks to Trainer; let it count tokens in integers, refuse partial checkpoints, describe adapters."""
@@ -247,24 +222,21 @@ class ScriptObserver:
         count_whole_tokens(module.Trainer)
         # transformers 5.23 only warns here, after it has loaded a checkpoint with strict=False.
         private(module.Trainer).issue_warnings_after_load = lambda trainer, names: check_names(trainer.model, names)
-        start, save = module.Trainer.__init__, private(module.Trainer).save_optimizer_and_scheduler
 
-        @wraps(save)
-        def save_described(trainer: Any, output_dir: str) -> None:
+        def save_described(save: Any, trainer: Any, output_dir: str) -> None:
             """Under FSDP this saves the model too (transformers 5.23), and `save_model` does nothing."""
             self.describe_adapters(trainer.model, output_dir)
             save(trainer, output_dir)
 
-        @wraps(start)
-        def add_callbacks(trainer: Any, *args: Any, **kwargs: Any) -> None:
+        def add_callbacks(start: Any, trainer: Any, /, *args: Any, **kwargs: Any) -> None:
             from shardmake.train.script_callbacks import script_callbacks
 
             start(trainer, *args, **kwargs)
             for callback in script_callbacks(self.context, self.guard, trainer):
                 trainer.add_callback(callback)
 
-        module.Trainer.__init__ = add_callbacks
-        private(module.Trainer).save_optimizer_and_scheduler = save_described
+        wrap(module.Trainer, "__init__", add_callbacks)
+        wrap(private(module.Trainer), "save_optimizer_and_scheduler", save_described)
 
     def describe_adapters(self, model: Any, folder: Any) -> None:
         """Write the settings of the adapters in ``model`` to the folder of a checkpoint, on the first rank."""

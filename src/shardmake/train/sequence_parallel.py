@@ -8,8 +8,7 @@ part of the mean over the tokens of the global batch, as under DDP, so that the 
 right, and checkpoints are those of ZeRO or FSDP on as many ranks.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,10 +67,8 @@ def share_sequences(
 ) -> None:
     """Let the attention kernel of ``model`` exchange parts of sequences and heads within ``group``, and check it.
 
-    All ranks must take part, after the engine exists and before the first forward pass.
-
-    Raises:
-        ModelError: The logits of the parts are not those of whole sequences.
+    All ranks must take part, after the engine exists and before the first forward pass. Raise `ModelError` if the
+    logits of the parts are not those of whole sequences.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -79,16 +76,16 @@ def share_sequences(
     from deepspeed import init_distributed
 
     init_distributed(verbose=False)  # under FSDP it does not have torch's process group yet
-    config = _text_config(model)
+    inner: Any = model.module if hasattr(model, "module") else model
+    config = inner.config.get_text_config()
     name = private(config).attn_implementation
     whole = ALL_ATTENTION_FUNCTIONS[name]
-    shared = shared_kernel(whole, config, group, rows=1 if collator.whole.flat else micro_batch)
-    ALL_ATTENTION_FUNCTIONS[name] = shared
     items = [_item(collator.count * _TOKENS_PER_RANK)] * micro_batch
     short = collator.with_length(collator.count * _TOKENS_PER_RANK)
+    expected = _logits(model, short.whole(items), device)
+    shared = shared_kernel(whole, config, group, rows=1 if collator.whole.flat else micro_batch)
+    ALL_ATTENTION_FUNCTIONS[name] = shared
     parts = _logits(model, short(items), device)
-    with _kernel(name, whole):
-        expected = _logits(model, short.whole(items), device)
     check_parts(parts, expected.chunk(collator.count, dim=1)[collator.index])
 
 
@@ -134,24 +131,6 @@ def check_parts(parts: torch.Tensor, expected: torch.Tensor) -> None:
             "Sequence parallelism is not possible: this model computes other logits on parts of a sequence than on the "
             "whole sequence. Set sequence_parallel: 1, or try another `attention`."
         )
-
-
-def _text_config(model: Any) -> Any:
-    inner = model.module if hasattr(model, "module") else model
-    return inner.config.get_text_config()
-
-
-@contextmanager
-def _kernel(name: str, kernel: Kernel) -> Iterator[None]:
-    """Run transformers' models with ``kernel`` in place of the one that is registered under ``name``."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    before = ALL_ATTENTION_FUNCTIONS[name]
-    ALL_ATTENTION_FUNCTIONS[name] = kernel
-    try:
-        yield
-    finally:
-        ALL_ATTENTION_FUNCTIONS[name] = before
 
 
 def _item(tokens: int) -> Item:

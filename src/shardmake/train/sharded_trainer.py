@@ -18,8 +18,7 @@ from shardmake.memory.parameter_inventory import parameters, plain_name
 from shardmake.run.length import steps_per_epoch
 from shardmake.run.metrics import LOSS_WINDOW, LossWindow, read_loss_window
 from shardmake.run.training_settings import TrainingSettings
-from shardmake.train import deepspeed_states
-from shardmake.train.adam_states import fit_optimizer
+from shardmake.train import optimizer_states
 from shardmake.train.callbacks.non_finite import NonFiniteCheck
 from shardmake.train.checkpoint_saver import Saver
 from shardmake.train.fsdp_precision import whole_tokens
@@ -33,8 +32,7 @@ class ShardedTrainer(Trainer):
 
     Transformers saves the weights a second time, gathered on rank 0 (ZeRO-1, ZeRO-2) or as a second sharded checkpoint
     (ZeRO-3). This class writes only the other files of a model folder beside the shards. ``non_finite`` gets every
-    loss and gradient norm. Set both attributes before training starts. A trainer of
-    another library gets the same as ``class Theirs(ShardedTrainer, LibrarysTrainer)``.
+    loss and gradient norm. A trainer of another library gets the same as ``class Theirs(ShardedTrainer, Its)``.
     """
 
     model: Any
@@ -96,7 +94,6 @@ class ShardedTrainer(Trainer):
                 self.processing_class.save_pretrained(folder)
 
     def _get_output_dir(self, trial: Any) -> str:
-        """Return the folder to which checkpoints are written before their commit."""
         return str(self.saver.write_dir)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -106,14 +103,22 @@ class ShardedTrainer(Trainer):
         with self.saver.saving(step, required=required, eval_loss=losses[-1] if losses else None) as folder:
             if folder is not None:
                 private(super()).save_checkpoint(model, trial)
-                deepspeed_states.note_sub_groups(self.model_wrapped, folder)
-                save_loss_window(self.accelerator, folder, private(self).globalstep_last_logged, private(self).tr_loss)
+                optimizer_states.note_sub_groups(self.model_wrapped, folder)
+                self._save_loss_window(folder)
+
+    def _save_loss_window(self, folder: Path) -> None:
+        """Write each rank's sum of the losses that were not logged; every rank must take part."""
+        sums = self.accelerator.gather(private(self).tr_loss.detach().reshape(1)).tolist()
+        if self.accelerator.is_main_process:
+            LossWindow(logged_step=private(self).globalstep_last_logged, sums=sums).write(folder / LOSS_WINDOW)
 
     def restore_loss_window(self, checkpoint: Path) -> None:
         """Restore the losses that were not logged at ``checkpoint``; Trainer itself starts the mean anew."""
-        step = self.state.global_step
-        window = restore_loss_window(self.accelerator, checkpoint, step, private(self).tr_loss)
-        private(self).globalstep_last_logged = window
+        private(self).globalstep_last_logged = self.state.global_step
+        if window := read_loss_window(checkpoint):
+            private(self).globalstep_last_logged = window.logged_step
+            own = window.own_sum(self.accelerator.process_index, self.accelerator.num_processes)
+            private(self).tr_loss.fill_(own)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
@@ -124,12 +129,12 @@ class ShardedTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         private(super()).load_optimizer_and_scheduler(checkpoint)
         if checkpoint and self.is_deepspeed_enabled:
-            deepspeed_states.restore(self.model_wrapped, Path(checkpoint))
+            optimizer_states.restore(self.model_wrapped, Path(checkpoint))
             if self.learning_rates:  # ZeRO-3 reads one rate at most from a universal checkpoint
                 for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
                     group["lr"] = rate
         elif checkpoint:
-            fit_optimizer(self.optimizer.optimizer)
+            optimizer_states.fit_optimizer(self.optimizer.optimizer)
 
 
 def trained_names(model: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
@@ -160,22 +165,6 @@ def unwrap(accelerator: Accelerator, model: Any) -> Any:
     Accelerate would keep the compiler's wrapper, and put it around the model without its engine.
     """
     return accelerator.unwrap_model(model, keep_torch_compile=False)
-
-
-def save_loss_window(accelerator: Accelerator, folder: Path, logged_step: int, loss_sum: torch.Tensor) -> None:
-    """Write each rank's ``loss_sum``, a scalar, of the steps since ``logged_step``; every rank must take part."""
-    sums = accelerator.gather(loss_sum.detach().reshape(1)).tolist()
-    if accelerator.is_main_process:
-        LossWindow(logged_step=logged_step, sums=sums).write(folder / LOSS_WINDOW)
-
-
-def restore_loss_window(accelerator: Accelerator, folder: Path, step: int, loss_sum: torch.Tensor) -> int:
-    """Set ``loss_sum`` to this rank's losses that were not logged at ``step``, and return the last logged step."""
-    window = read_loss_window(folder)
-    if window is None:
-        return step
-    loss_sum.fill_(window.own_sum(accelerator.process_index, accelerator.num_processes))
-    return window.logged_step
 
 
 def save_weights(model: Any, folder: Path) -> None:

@@ -30,7 +30,6 @@ def check_trackers(names: Iterable[str]) -> None:
 
 
 def _import_problem(package: str) -> str | None:
-    """Return why a package cannot be imported; None if it can."""
     try:
         import_module(package)
     except ImportError as error:

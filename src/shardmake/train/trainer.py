@@ -22,12 +22,11 @@ from shardmake.core.private_names import named_arguments
 from shardmake.data.dataset import Collator, Sequences, check_isolation, collator
 from shardmake.run.attempt import RequestedStop, rank_report, room_timeout
 from shardmake.train.async_saver import ScratchFolder, share_of_node
-from shardmake.train.callbacks.early_stop import early_stop
 from shardmake.train.callbacks.heartbeat import HeartbeatCallback
 from shardmake.train.callbacks.metrics import MetricsCallback
 from shardmake.train.callbacks.non_finite import NonFiniteCheck
 from shardmake.train.callbacks.recorders import recorders
-from shardmake.train.callbacks.save_scheduler import SaveScheduler, StopOnRequest
+from shardmake.train.callbacks.save_scheduler import EarlyStop, SaveScheduler, StopOnRequest
 from shardmake.train.checkpoint_saver import Saver
 from shardmake.train.engine_check import check_engine, describe_engine, environment_report
 from shardmake.train.fsdp_precision import fsdp_policy
@@ -38,12 +37,11 @@ from shardmake.train.learning_check import (
     describe_learning,
     planned_learning,
 )
-from shardmake.train.library_patches import import_deepspeed
+from shardmake.train.library_patches import import_deepspeed, share_rows
 from shardmake.train.load_model import load_model, load_tokenizer
 from shardmake.train.muon import find_pieces
 from shardmake.train.process_group import extend_timeouts, leave_together
 from shardmake.train.rank_context import RankContext
-from shardmake.train.row_groups import share_rows
 from shardmake.train.sequence_parallel import PartCollator, share_sequences
 from shardmake.train.sharded_trainer import ShardedTrainer, WholeBatches, planned_optimizer
 from shardmake.train.trackers import PROJECT, prepare_trackers
@@ -66,12 +64,9 @@ def train(attempt_folder: Path) -> None:
     heartbeat.beat("load", 0)
     rank_report(context.folder, context.rank, environment_report())
     trainer, stop = _make_trainer(context, heartbeat)
-    for callback in (
-        EngineCheck(context, trainer),
-        *trainer.after_check,
-        *recorders(context),
-        *early_stop(context.settings),
-    ):
+    patience = context.settings.checkpoints.early_stopping
+    stops = [EarlyStop(patience)] if patience else []
+    for callback in (EngineCheck(context, trainer), *trainer.after_check, *recorders(context), *stops):
         trainer.add_callback(callback)
     trainer.train(resume_from_checkpoint=context.attempt.resume_from)
     if context.rank == 0:

@@ -11,6 +11,7 @@ from string import Template
 
 from shardmake.config.script_file import module_of
 from shardmake.config.strategies import DEEPSPEED
+from shardmake.core.environment import leave_collectives_to_gloo
 from shardmake.run.attempt import USER_SCRIPT_PHASE, rank_report, write_heartbeat
 from shardmake.run.training_settings import ScriptProgram, script_environment
 from shardmake.train.engine_check import environment_report
@@ -31,22 +32,15 @@ def train(attempt_folder: Path) -> None:
     write_heartbeat(folder, context.rank, USER_SCRIPT_PHASE, 0)
     rank_report(folder, context.rank, environment_report())
     install_hooks(context)
-    if context.attempt.accelerator == "cpu":
-        _prepare_cpu(settings.expected.engine)
+    if context.attempt.accelerator == "cpu":  # DeepSpeed uses gloo; `default_to_gloo` lets Accelerate start it
+        leave_collectives_to_gloo()
+        if settings.expected.engine != DEEPSPEED:  # Accelerate starts DDP without a GPU
+            os.environ["ACCELERATE_USE_CPU"] = "true"
     sys.argv = [program.path, *(Template(word).safe_substitute(os.environ) for word in program.args)]
     if module_of(program.path) is None:  # a module is run from the working folder, as by `python -m`
         sys.path[0] = str(Path(program.path).resolve().parent)
     run_script(program.path)
     leave_together()
-
-
-def _prepare_cpu(engine: str) -> None:
-    """Let DeepSpeed use gloo, and let Accelerate start DDP without a GPU; `default_to_gloo` starts DeepSpeed."""
-    from shardmake.core.environment import leave_collectives_to_gloo
-
-    leave_collectives_to_gloo()
-    if engine != DEEPSPEED:
-        os.environ["ACCELERATE_USE_CPU"] = "true"
 
 
 def run_script(script: str) -> None:

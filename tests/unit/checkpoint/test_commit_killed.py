@@ -3,7 +3,6 @@
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -11,11 +10,8 @@ from shardmake.checkpoint import store
 from shardmake.checkpoint.record import find_problems
 from shardmake.checkpoint.store import Retention
 from shardmake.train.checkpoint_saver import Saver
+from tests.checkpoint_record import describe
 from tests.kill_at_write import Killer, points
-
-
-def describe(step: int) -> dict[str, Any]:
-    return {"tokens": step, "world_size": 1, "strategy": "zero3", "attempt": 1, "settings_digest": "r"}
 
 
 def save(folder: Path, step: int) -> None:

@@ -179,13 +179,16 @@ def test_any_flipped_bit_is_detected(tmp_path_factory: pytest.TempPathFactory, p
     assert newest(folder) == 0
 
 
-def test_prune_keeps_the_newest_committed_checkpoints(tmp_path: Path) -> None:
-    for step in (5, 10, 15):
+@pytest.mark.parametrize(("newest_write", "removed"), [(None, [10, 5]), (10, [5])])
+def test_prune_keeps_the_newest_committed_checkpoints_and_the_one_just_written(
+    tmp_path: Path, newest_write: int | None, removed: list[int]
+) -> None:
+    for step in (5, 10, 15, 20):
         write(tmp_path, step, FILES)
-    write(tmp_path, 20, FILES, committed=False)
-    removed = store.prune(tmp_path, Retention(keep=2))
-    assert [path.name for path in removed] == ["checkpoint-5"]
-    assert [step for step, _ in store.checkpoints(tmp_path)] == [20, 15, 10]
+    write(tmp_path, 25, FILES, committed=False)
+    gone = store.prune(tmp_path, Retention(keep=2), newest_write)
+    assert [path.name for path in gone] == [f"checkpoint-{step}" for step in removed]
+    assert {step for step, _ in store.checkpoints(tmp_path)} == {5, 10, 15, 20, 25} - {*removed}
 
 
 def test_kill_while_pruning_leaves_no_damaged_committed_checkpoint(
@@ -201,15 +204,6 @@ def test_kill_while_pruning_leaves_no_damaged_committed_checkpoint(
     with pytest.raises(KeyboardInterrupt):
         store.prune(tmp_path, Retention(keep=1))
     assert [record.step for record, _ in store.committed(tmp_path)] == [10]
-
-
-def test_staged_checkpoint_is_listed_once_it_is_committed(tmp_path: Path) -> None:
-    write(tmp_path, 5, FILES)
-    staged = write(store.staging_folder(tmp_path, 1), 10, FILES, committed=False)
-    assert staged == store.staging_folder(tmp_path, 1) / "checkpoint-10"
-    assert [step for step, _ in store.checkpoints(tmp_path)] == [5]
-    final = store.commit(staged, make_record(staged, 10))
-    assert newest(tmp_path) == 10 and final == tmp_path / "checkpoint-10" and not staged.exists()
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o664), (0o022, 0o644), (0o077, 0o600)])
@@ -274,16 +268,16 @@ def fail_rmtree(monkeypatch: pytest.MonkeyPatch, name: str, times: float) -> Non
     monkeypatch.setattr(shutil, "rmtree", fail)
 
 
-def test_removal_is_retried_while_a_process_still_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    unfinished = write(store.staging_folder(tmp_path, 1), 10, FILES, committed=False)
-    fail_rmtree(monkeypatch, unfinished.name, 2)
-    store.discard_unfinished(tmp_path)
-    assert not unfinished.exists()
-
-
 def test_checkpoint_that_cannot_be_removed_is_reported_and_not_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
+    """The removal is retried while a process still writes."""
+    fail_rmtree(monkeypatch, "checkpoint-15", 2)
+    write(store.staging_folder(tmp_path, 1), 15, FILES, committed=False)
+    store.discard_unfinished(tmp_path)
+    assert len(log.messages) == 1 and not (tmp_path / store.STAGING).exists()
+    log.clear()
+
     monkeypatch.setattr(store, "REMOVE_SECONDS", 0.0)
     fail_rmtree(monkeypatch, "checkpoint-10", float("inf"))
     write(tmp_path, 5, FILES)
@@ -337,31 +331,23 @@ def test_record_of_a_newer_shardmake_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("retention", "kept"),
+    ("retention", "losses", "kept"),
     [
-        (Retention(keep=1), {90}),
-        (Retention(keep=3), {90, 75, 60}),
-        (Retention(keep=1, best=True), {90, 45}),
-        (Retention(keep=1, every_steps=40), {90, 45}),
-        (Retention(keep=1, every_steps=30), {90, 60, 30}),
-        (Retention(keep=0), {90}),
-        (Retention(keep=3, best=True, every_steps=30).minimal(), {90, 45}),
+        (Retention(keep=1), {}, {90}),
+        (Retention(keep=3), {}, {90, 75, 60}),
+        (Retention(keep=1, best=True), {}, {90, 45}),
+        (Retention(keep=1, best=True), {45: float("nan"), 60: float("-inf")}, {90}),
+        (Retention(keep=1, every_steps=40), {}, {90, 45}),
+        (Retention(keep=1, every_steps=30), {}, {90, 60, 30}),
+        (Retention(keep=0), {}, {90}),
+        (Retention(keep=3, best=True, every_steps=30).minimal(), {}, {90, 45}),
     ],
 )
-def test_retention(tmp_path: Path, retention: Retention, kept: set[int]) -> None:
-    losses = {15: 3.0, 30: 2.5, 45: 2.0, 60: 2.2, 75: None, 90: 2.1}
-    for step, loss in losses.items():
+def test_retention(tmp_path: Path, retention: Retention, losses: dict[int, float], kept: set[int]) -> None:
+    for step, loss in ({15: 3.0, 30: 2.5, 45: 2.0, 60: 2.2, 75: None, 90: 2.1} | losses).items():
         write(tmp_path, step, FILES, eval_loss=loss)
     store.prune(tmp_path, retention)
     assert {step for step, _ in store.checkpoints(tmp_path)} == kept
-
-
-@pytest.mark.parametrize("loss", [float("nan"), float("-inf")])
-def test_loss_that_is_not_finite_is_not_the_best(tmp_path: Path, loss: float) -> None:
-    for step, eval_loss in {15: 2.0, 30: 2.5, 45: loss}.items():
-        write(tmp_path, step, FILES, eval_loss=eval_loss)
-    store.prune(tmp_path, Retention(keep=1, best=True))
-    assert {step for step, _ in store.checkpoints(tmp_path)} == {15, 45}
 
 
 @given(
@@ -387,13 +373,6 @@ def test_other_folders_are_not_checkpoints(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "checkpoint-7" / "pipe")
     assert [step for step, _ in store.checkpoints(tmp_path)] == [7]
     assert list_files(tmp_path / "checkpoint-7") == []
-
-
-def test_the_checkpoint_just_written_stays_beside_later_ones(tmp_path: Path) -> None:
-    for step in (5, 10, 20, 30):
-        write(tmp_path, step, FILES)
-    store.prune(tmp_path, Retention(keep=2), newest_write=10)
-    assert [record.step for record, _ in store.committed(tmp_path)] == [30, 20, 10]
 
 
 @pytest.mark.parametrize("damage", [None, b"global_step99"], ids=["missing", "damaged"])

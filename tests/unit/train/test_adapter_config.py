@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardmake.core.private_names import library_warnings
 from shardmake.train.adapter_config import write_adapter_configs
+from tests.unit.train.conftest import tiny_llama
 
 LORA = LoraConfig(r=2, lora_alpha=6, use_rslora=True, target_modules=["q_proj", "v_proj"])
 
@@ -19,8 +19,7 @@ LORA = LoraConfig(r=2, lora_alpha=6, use_rslora=True, target_modules=["q_proj", 
 @pytest.fixture
 def base(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A model that was loaded from a folder."""
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=32))
+    model = tiny_llama()
     model.name_or_path = str(tmp_path_factory.mktemp("base"))
     model.config.save_pretrained(model.name_or_path)
     return model
@@ -42,19 +41,14 @@ def test_it_is_the_file_of_pefts_save_pretrained(base: Any, tmp_path: Path, task
     assert [path.name for path in (tmp_path / "ours").iterdir()] == ["adapter_config.json"]
 
 
-def test_several_adapters_have_folders_of_their_names(base: Any, tmp_path: Path) -> None:
-    model = get_peft_model(base, LORA)
-    model.add_adapter("other", LoraConfig(r=2, lora_alpha=7, target_modules=["q_proj"]))
+@pytest.mark.parametrize(("first", "second"), [("default", "other"), ("mine", "ref")])
+def test_the_second_adapter_has_a_folder_of_its_name(base: Any, tmp_path: Path, first: str, second: str) -> None:
+    """The default one needs none, nor does the only one beside TRL's reference."""
+    model = get_peft_model(base, LORA, adapter_name=first)
+    model.add_adapter(second, LoraConfig(r=2, lora_alpha=7, target_modules=["q_proj"]))
     write_adapter_configs(model, tmp_path)
-    assert read(tmp_path)["lora_alpha"] == 6 and read(tmp_path / "other")["lora_alpha"] == 7
-
-
-def test_the_only_adapter_needs_no_folder_and_trls_reference_has_one(base: Any, tmp_path: Path) -> None:
-    model = get_peft_model(base, LORA, adapter_name="mine")
-    model.add_adapter("ref", LoraConfig(r=2, lora_alpha=7, target_modules=["q_proj"]))
-    write_adapter_configs(model, tmp_path)
-    assert read(tmp_path)["lora_alpha"] == 6 and read(tmp_path / "ref")["lora_alpha"] == 7
-    assert {path.name for path in tmp_path.iterdir()} == {"adapter_config.json", "ref"}
+    assert read(tmp_path)["lora_alpha"] == 6 and read(tmp_path / second)["lora_alpha"] == 7
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter_config.json", second}
 
 
 @pytest.mark.skipif(any("add_adapter" in line for line in library_warnings()), reason="with an older PEFT it stops")

@@ -1,16 +1,11 @@
 """Asynchronous saves: the order of saves and uploads, warnings, and uploads that fail."""
 
 import os
-import socket
-import traceback
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch.distributed as dist
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from shardmake.checkpoint import store
@@ -22,11 +17,9 @@ from shardmake.core.disk import FreeSpace
 from shardmake.train.async_saver import ScratchFolder, share_of_node
 from shardmake.train.callbacks.save_scheduler import SaveScheduler
 from shardmake.train.checkpoint_saver import Saver
+from tests.checkpoint_record import describe
 from tests.unit.plans import make_plan
-
-
-def describe(step: int) -> dict[str, Any]:
-    return {"tokens": step, "world_size": 2, "strategy": "zero3", "attempt": 1, "settings_digest": "r"}
+from tests.unit.train.conftest import in_ranks
 
 
 def make_saver(root: Path, node: int = 0, nodes: int = 1) -> Saver:
@@ -149,29 +142,8 @@ def test_failed_upload_ends_training_after_a_required_save(tmp_path: Path, caplo
     assert "Uploading checkpoint-4 from" in caplog.text
 
 
-def in_two_ranks(root: Path, act: Callable[[Path, int], None]) -> None:
-    """Run ``act`` in two processes connected by gloo, each the first rank of its own node."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    children = []
-    for rank in (0, 1):
-        children.append(os.fork())
-        if children[-1]:
-            continue
-        try:
-            dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-            act(root, rank)
-            dist.barrier()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
-
-
-def _save_on_two_nodes(root: Path, rank: int) -> None:
+def _save_on_two_nodes(rank: int, root: Path) -> None:
+    """Save as the only rank of a node."""
     saver = make_saver(root, node=rank, nodes=2)
     folders = [save(saver, step, rank=rank) for step in (1, 2)]
     assert all(folder.is_relative_to(root / f"scratch/node-{rank}") for folder in folders)
@@ -195,7 +167,7 @@ def _save_on_two_nodes(root: Path, rank: int) -> None:
 
 
 def test_two_nodes_agree_on_what_failed(tmp_path: Path) -> None:
-    in_two_ranks(tmp_path, _save_on_two_nodes)
+    in_ranks(_save_on_two_nodes, tmp_path, 2)
 
 
 @pytest.mark.parametrize(("upload_seconds", "expected"), [(0.0, 20), (150.0, 150)])

@@ -1,12 +1,10 @@
 """Disk space for a checkpoint: what is removed, in which order, if that is not enough; checksums of its files."""
 
 import os
-import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -19,14 +17,12 @@ from shardmake.core.fingerprint import FileEntry, fingerprint
 from shardmake.run.attempt import AttemptDir
 from shardmake.train import checkpoint_saver
 from shardmake.train.checkpoint_saver import Saver, SupersededError
+from tests.checkpoint_record import describe
 from tests.unit.checkpoint.test_store import FILES, fail_rmtree, write
+from tests.unit.train.conftest import in_ranks
 
 SIZE = sum(map(len, FILES.values()))
 DISK = 5 * SIZE + SIZE // 2
-
-
-def describe(step: int) -> dict[str, Any]:
-    return {"tokens": step, "world_size": 1, "strategy": "ddp", "attempt": 1, "settings_digest": "r"}
 
 
 @pytest.fixture
@@ -144,81 +140,43 @@ def test_other_errors_are_not_changed(tmp_path: Path) -> None:
         raise RuntimeError("something else")
 
 
-class Nodes:
-    """Two nodes of two ranks each, as threads that share collectives."""
-
-    def __init__(self) -> None:
-        self.place = threading.local()
-        self.meeting = threading.Barrier(4)
-        self.values: list[Any] = [None] * 4
-
-    def gather(self, value: Any) -> list[Any]:
-        self.values[self.place.rank] = value
-        self.meeting.wait(60)
-        values = list(self.values)
-        self.meeting.wait(60)
-        return values
-
-    def replace(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        replaced = {
-            "largest": lambda value: max(self.gather(value)),
-            "first_found": lambda value: next((each for each in self.gather(value) if each is not None), None),
-            "barrier": lambda: self.gather(None),
-            "run_on_first_rank": lambda function: self.gather(function() if self.place.rank == 0 else None)[0],
-            "get_rank": lambda: self.place.rank,
-            "get_node": lambda: self.place.rank // 2,
-            "get_world_size": lambda: 4,
-            "get_node_size": lambda: 2,
-            "is_first_of_node": lambda: self.place.rank % 2 == 0,
-        }
-        for name, function in replaced.items():
-            monkeypatch.setattr(checkpoint_saver, name, function)
-
-    def run(self, function: Callable[[int], None]) -> None:
-        def run(rank: int) -> None:
-            self.place.rank = rank
-            function(rank)
-
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(run, range(4)))
+READ = {
+    0: [f"checkpoint-4/{name}" for name in ("config.json", "late.json", "shards/rank0.pt", "shards/rank1.pt")],
+    2: [f"node-1/checkpoint-4/{name}" for name in ("config.json", "shards/rank2.pt", "shards/rank3.pt")],
+}
+"""The files that the first rank of each node reads: those that its node wrote, and one that no node lists."""
 
 
-def test_two_nodes_save_and_each_reads_only_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file is in the record, also one that both nodes wrote alike, and one written past the node's folder."""
-    nodes, read = Nodes(), []
-    nodes.replace(monkeypatch)
+def _save_as_one_of_four(rank: int, folder: Path) -> None:
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank % 2)}
+    staging, read = store.staging_folder(folder, 1), list[str]()
 
     def reading(path: Path, *, sync: bool = False) -> FileEntry:
-        read.append((path.relative_to(store.staging_folder(tmp_path, 1)).as_posix(), sync))
+        assert sync
+        read.append(str(path.relative_to(staging)))
         return fingerprint(path, sync=sync)
 
-    monkeypatch.setattr(node_files, "fingerprint", reading)
+    with (
+        patch.object(node_files, "fingerprint", reading),
+        Saver(folder, describe, Retention()).saving(4, required=True) as target,
+    ):
+        assert target == node_files.node_path(staging / "checkpoint-4", rank // 2)
+        (target / "shards").mkdir(parents=True, exist_ok=True)
+        (target / f"shards/rank{rank}.pt").write_bytes(bytes([rank]) * (rank + 1))
+        (target / "config.json").write_bytes(b"{}")
+        if rank == 3:  # past its node's folder, perhaps before the ranks of node 0 have made theirs
+            (staging / "checkpoint-4").mkdir(parents=True, exist_ok=True)
+            (staging / "checkpoint-4/late.json").write_bytes(b"late")
+    assert sorted(read) == READ.get(rank, [])
 
-    def run(rank: int) -> None:
-        with Saver(tmp_path, describe, Retention()).saving(4, required=True) as folder:
-            assert folder is not None and folder == node_files.node_path(
-                store.staging_folder(tmp_path, 1) / "checkpoint-4", rank // 2
-            )
-            (folder / "shards").mkdir(parents=True, exist_ok=True)
-            (folder / f"shards/rank{rank}.pt").write_bytes(bytes([rank]) * (rank + 1))
-            (folder / "config.json").write_bytes(b"{}")
-            if rank == 3:  # perhaps before the ranks of node 0 have made their folder
-                (store.staging_folder(tmp_path, 1) / "checkpoint-4").mkdir(parents=True, exist_ok=True)
-                (store.staging_folder(tmp_path, 1) / "checkpoint-4" / "late.json").write_bytes(b"late")
 
-    nodes.run(run)
+def test_two_nodes_save_and_each_reads_only_what_it_wrote(tmp_path: Path) -> None:
+    """Every file is in the record, also one that both nodes wrote alike, and one written past the node's folder."""
+    in_ranks(_save_as_one_of_four, tmp_path, 4)
     ((record, path),) = store.committed(tmp_path)
     names = {"config.json", "late.json", *(f"shards/rank{rank}.pt" for rank in range(4))}
     assert set(record.files) == names and not find_problems(path)
     assert [one.name for one in tmp_path.iterdir()] == ["checkpoint-4"]
-    late = sorted(name for name, _ in read if name.endswith("late.json"))
-    assert late == ["checkpoint-4/late.json"]
-    assert sorted(name for name, _ in read if "late" not in name) == [
-        "checkpoint-4/config.json", "checkpoint-4/shards/rank0.pt", "checkpoint-4/shards/rank1.pt",
-        "node-1/checkpoint-4/config.json", "node-1/checkpoint-4/shards/rank2.pt",
-        "node-1/checkpoint-4/shards/rank3.pt",
-    ]  # fmt: skip
-    assert all(sync for _, sync in read)
 
 
 def test_ranks_of_an_attempt_that_a_later_one_follows_save_nothing(tmp_path: Path) -> None:

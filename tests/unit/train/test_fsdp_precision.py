@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from shardmake.config.models import Precision, Strategy
 from shardmake.render.training_file import expected_engine
@@ -15,6 +15,7 @@ from shardmake.run.engine import Engine
 from shardmake.train.fsdp_precision import count_whole_tokens, fsdp_policy, set_script_policy
 from shardmake.train.sharded_trainer import ShardedTrainer
 from tests.unit.plans import make_plan
+from tests.unit.train.conftest import tiny_llama
 
 
 def expected(strategy: Strategy = "fsdp", precision: Precision = "bf16") -> Engine:
@@ -36,13 +37,11 @@ def plugin_with(policy: Any) -> Any:
 def test_loss_of_fsdp2_is_not_rounded_to_16_bits() -> None:
     """Accelerate's own policy rounds it, which is the reason for ours."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    config = LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **sizes)
-    rows = torch.randint(64, (2, 8))
+    rows = torch.randint(32, (2, 8))
 
     def loss_with(policy: Any) -> torch.Tensor:
         torch.manual_seed(1)
-        model = LlamaForCausalLM(config)
+        model = tiny_llama()
         for module in (*model.model.layers, model):
             fully_shard(module, mp_policy=plugin_with(policy).mixed_precision_policy)
         loss = model(input_ids=rows, labels=rows).loss

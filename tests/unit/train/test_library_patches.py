@@ -1,7 +1,26 @@
-"""Changes to what libraries do, in a process that has imported nothing yet."""
+"""Changes to what libraries do: imports, the precision of products, and adapters in checkpointed layers."""
 
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners import tuners_utils
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from transformers import TrainingArguments
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from shardmake.train import script_hooks
+from shardmake.train.library_patches import kept_matmul_precision, name_checkpointed_adapters
+from shardmake.train.sharded_trainer import ShardedTrainer
+from tests.unit.train.conftest import tiny_llama
+from tests.unit.train.test_script_hooks import make_context
 
 CODE = """
 import sys
@@ -17,3 +36,86 @@ assert torch.compile.__module__ == "torch"
 
 def test_deepspeed_is_imported_without_its_tuner_and_its_compiled_optimizer() -> None:
     subprocess.run([sys.executable, "-c", CODE], check=True)
+
+
+@pytest.fixture
+def accelerate_sees_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Accelerate decides about TF32 as on a GPU, before anything runs on the device."""
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = False
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.mark.usefixtures("accelerate_sees_a_gpu")
+def test_accelerate_turns_tf32_on_by_itself() -> None:
+    Accelerator(dynamo_backend="inductor")
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+@pytest.mark.usefixtures("accelerate_sees_a_gpu")
+@pytest.mark.parametrize("asked", [False, True])
+def test_tf32_is_as_before_a_new_accelerator(asked: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = asked
+    with kept_matmul_precision():
+        Accelerator(dynamo_backend="inductor")
+    assert torch.backends.cuda.matmul.fp32_precision == ("tf32" if asked else "ieee")
+    assert torch.backends.cuda.matmul.allow_tf32 is asked, "torch's two switches agree"
+
+
+@pytest.mark.usefixtures("accelerate_sees_a_gpu")
+def test_compiled_training_with_trainer_stays_in_fp32(tmp_path: Path) -> None:
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", torch_compile=True)
+    trainer = ShardedTrainer(model=tiny_llama(), args=arguments)
+    assert trainer.accelerator.state.dynamo_plugin.backend.value == "INDUCTOR"
+    assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+
+
+@pytest.fixture(autouse=True)
+def original(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """PEFT's own function, as before any other test."""
+    find = tuners_utils._get_tuner_state_dict_key_prefixes
+    find = getattr(find, "__wrapped__", find)
+    monkeypatch.setattr(tuners_utils, "_get_tuner_state_dict_key_prefixes", find)
+    return find
+
+
+def checkpointed_model() -> Any:
+    """Return a model with adapters, wrapped as Accelerate wraps its layers under FSDP, and the adapters' names."""
+    model: Any = get_peft_model(tiny_llama(num_hidden_layers=2), LoraConfig(target_modules=["q_proj"]))
+    names = get_peft_model_state_dict(model).keys()
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, LlamaDecoderLayer))
+    return model, names
+
+
+def test_adapters_of_checkpointed_layers_are_saved_and_loaded() -> None:
+    name_checkpointed_adapters(tuners_utils)
+    model, names = checkpointed_model()
+    saved = get_peft_model_state_dict(model)
+    assert saved.keys() == names and len(saved) == 4
+    set_peft_model_state_dict(model, {name: torch.full_like(value, 0.5) for name, value in saved.items()})
+    assert all((value == 0.5).all() for value in get_peft_model_state_dict(model).values())
+
+
+def test_peft_is_changed_once(original: Any) -> None:
+    for _ in range(3):
+        name_checkpointed_adapters(tuners_utils)
+    assert tuners_utils._get_tuner_state_dict_key_prefixes.__wrapped__ is original
+
+
+def test_a_users_script_saves_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting: dict[str, Callable[[Any], None]] = {}
+
+    class Recorded:
+        def after(self, name: str, install: Callable[[Any], None]) -> None:
+            waiting[name] = install
+
+    monkeypatch.setattr(script_hooks, "ImportHooks", Recorded)
+    script_hooks.install_hooks(make_context(tmp_path))
+    model, names = checkpointed_model()
+    assert not get_peft_model_state_dict(model), "PEFT has fixed it: remove name_checkpointed_adapters"
+    waiting[tuners_utils.__name__](tuners_utils)
+    assert get_peft_model_state_dict(model).keys() == names

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from shardmake.config.models import Strategy
 from shardmake.render.training_file import training_settings
@@ -18,6 +18,7 @@ from tests.finished_run import with_arguments
 from tests.mixtures import mixture_configs
 from tests.unit.data.test_encode import make_tokenizer
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
+from tests.unit.train.conftest import tiny_llama
 
 
 def settings_on(accelerator: str, strategy: Strategy, **run: Any) -> TrainingSettings:
@@ -26,44 +27,41 @@ def settings_on(accelerator: str, strategy: Strategy, **run: Any) -> TrainingSet
 
 
 @pytest.mark.parametrize(
-    ("strategy", "method", "local_rank", "reads", "on_gpu"),
+    ("accelerator", "strategy", "method", "local_rank", "reads", "on_gpu"),
     [
-        ("fsdp", "full", "0", True, False),
-        ("fsdp", "full", "1", False, False),
-        ("fsdp", "lora", "1", False, False),
-        ("fsdp", "qlora", "0", True, True),
-        ("fsdp", "qlora", "1", True, True),  # accelerate does not broadcast 4-bit weights
-        ("ddp", "full", "1", True, True),
-        ("ddp", "lora", "3", True, True),
-        ("ddp", "qlora", "1", True, True),
-        ("zero1", "full", "5", True, True),
-        ("zero2", "lora", "1", True, True),
-        ("zero2-offload", "full", "1", True, True),
-        ("zero3", "full", "1", True, False),  # transformers reads on rank 0 alone
-        ("zero3-offload", "lora", "0", True, False),
+        ("h100", "fsdp", "full", "0", True, False),
+        ("h100", "fsdp", "full", "1", False, False),
+        ("h100", "fsdp", "lora", "1", False, False),
+        ("h100", "fsdp", "qlora", "0", True, True),
+        ("h100", "fsdp", "qlora", "1", True, True),  # accelerate does not broadcast 4-bit weights
+        ("h100", "ddp", "full", "1", True, True),
+        ("h100", "ddp", "lora", "3", True, True),
+        ("h100", "ddp", "qlora", "1", True, True),
+        ("h100", "zero1", "full", "5", True, True),
+        ("h100", "zero2", "lora", "1", True, True),
+        ("h100", "zero2-offload", "full", "1", True, True),
+        ("h100", "zero3", "full", "1", True, False),  # transformers reads on rank 0 alone
+        ("h100", "zero3-offload", "lora", "0", True, False),
+        ("cpu", "ddp", "full", "0", True, False),
+        ("cpu", "zero2", "full", "0", True, False),
+        ("cpu", "zero3", "full", "0", True, False),
     ],
 )
 def test_ranks_that_read_the_weights_and_where_to(
-    monkeypatch: pytest.MonkeyPatch, strategy: Strategy, method: str, local_rank: str, reads: bool, on_gpu: bool
-) -> None:
+    monkeypatch: pytest.MonkeyPatch, accelerator: str, strategy: Strategy, method: str, local_rank: str, reads: bool,
+    on_gpu: bool,
+) -> None:  # fmt: skip
     monkeypatch.setattr(ModelClass, "load", lambda *_, **options: options)
     monkeypatch.setattr(load_model, "check_all_loaded", lambda *_, **__: None)
     monkeypatch.setattr(load_model, "AutoConfig", SimpleNamespace(from_pretrained=lambda *_, **__: None))
     monkeypatch.setattr(load_model, "_empty_model", lambda *given: None)
     monkeypatch.setattr(load_model, "_four_bit_config", lambda dtype: "four bits")
     monkeypatch.setenv("LOCAL_RANK", local_rank)
-    loaded = cast(dict[str, Any] | None, load_model.load_base(settings_on("h100", strategy, method=method)))
+    loaded = cast(dict[str, Any] | None, load_model.load_base(settings_on(accelerator, strategy, method=method)))
     assert (loaded is not None) is reads
     if loaded is not None:
         assert loaded.get("quantization_config") == ("four bits" if method == "qlora" else None)
         assert loaded.get("device_map") == ({"": int(local_rank)} if on_gpu else None)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
-def test_without_gpus_the_weights_stay_on_the_host(monkeypatch: pytest.MonkeyPatch, strategy: Strategy) -> None:
-    monkeypatch.setattr(ModelClass, "load", lambda *_, **options: options)
-    monkeypatch.setattr(load_model, "check_all_loaded", lambda *_, **__: None)
-    assert "device_map" not in cast(dict[str, Any], load_model.load_base(settings_on("cpu", strategy)))
 
 
 def test_a_script_loads_its_own_model(tmp_path: Path) -> None:
@@ -80,11 +78,7 @@ def test_matrices_that_the_engine_splits_are_loaded_on_the_host() -> None:
 
 def test_a_map_of_one_device_is_no_dispatched_model(tmp_path: Path) -> None:
     """Accelerate refuses to train a dispatched model, and hooks would move every layer's inputs."""
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tiny_llama(tie_word_embeddings=True).save_pretrained(tmp_path)
     model = LlamaForCausalLM.from_pretrained(tmp_path, device_map={"": "cpu"}, dtype=torch.bfloat16)
     assert not hasattr(model, "hf_device_map") and not Accelerator.verify_device_map(Accelerator(cpu=True), model)
     assert not any(hasattr(module, "_hf_hook") for module in model.modules())

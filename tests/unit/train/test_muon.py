@@ -1,6 +1,5 @@
 """Muon's update of a sharded matrix is, bit for bit, that of torch.optim.Muon for the whole one."""
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
@@ -8,10 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.multiprocessing.spawn import start_processes
 
 from shardmake.core.environment import leave_collectives_to_gloo
 from shardmake.memory import states
@@ -20,6 +17,7 @@ from shardmake.memory.model import ParameterSpec, split
 from shardmake.train.library_patches import import_deepspeed
 from shardmake.train.muon import MuonWithAdamW, find_pieces
 from tests.unit.memory.llama_8b import MODEL, scenario
+from tests.unit.train.conftest import in_ranks
 
 SHAPES = ((96, 48), (48, 96), (33, 70), (1, 50), (7, 3))
 RATE, DECAY, STEPS = 1e-2, 0.1, 3
@@ -30,11 +28,8 @@ def gradients(number: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=source) * 10.0**number for shape in SHAPES]
 
 
-def rank(number: int, folder: str) -> None:
+def rank(number: int, folder: Path) -> None:
     """Compare the update on a mesh of two copies on two ranks each."""
-    torch.set_num_threads(1)
-    store = distributed.FileStore(f"{folder}/store", 4)
-    distributed.init_process_group("gloo", store=store, rank=number, world_size=4)
     mesh, placements = init_device_mesh("cpu", (2, 2)), (Replicate(), Shard(0))
     whole = [torch.nn.Parameter(tensor) for tensor in gradients(0)]
     parts = [torch.nn.Parameter(distribute_tensor(one.detach().clone(), mesh, placements)) for one in whole]
@@ -62,13 +57,10 @@ class Weighted(torch.nn.Module):
         return torch.stack([(one * other).sum() for one, other in zip(self.matrices, given, strict=True)]).sum()
 
 
-def zero_rank(number: int, folder: str) -> None:
+def zero_rank(number: int, folder: Path) -> None:
     """Compare the updates of matrices that DeepSpeed cuts, under ZeRO-1, 2 and 3."""
     import_deepspeed()
     leave_collectives_to_gloo()
-    torch.set_num_threads(1)
-    store = distributed.FileStore(f"{folder}/store", 4)
-    distributed.init_process_group("gloo", store=store, rank=number, world_size=4)
     for stage in (1, 2, 3):
         compare_under_zero(stage)
 
@@ -95,14 +87,13 @@ def compare_under_zero(stage: int) -> None:
         torch.testing.assert_close(safe_get_full_fp32_param(part), one.detach(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("function, method", [(rank, "fork"), (zero_rank, "spawn")])  # a fork cannot run autograd
+@pytest.mark.parametrize("function, method", [(rank, "fork"), (zero_rank, "spawn")])
 def test_sharded_and_replicated_matrices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: Callable[..., None], method: str
 ) -> None:
-    monkeypatch.setitem(os.environ, "GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setitem(os.environ, "LOCAL_RANK", "0")
-    start_processes(function, (str(tmp_path),), nprocs=4, start_method=method)
-    assert (tmp_path / "store").exists()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    in_ranks(function, tmp_path, 4, method)
 
 
 def test_a_scaler_skips_a_step_with_infinite_gradients() -> None:

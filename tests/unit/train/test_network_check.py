@@ -1,5 +1,6 @@
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -104,14 +105,8 @@ def test_no_messages_of_nccl_are_kept_after_a_check_that_passed_or_against_the_u
     assert list(attempt.stacks.iterdir()) == []
 
 
-class Joined:
-    """A store in which two ranks have joined."""
-
-    def add(self, key: str, amount: int) -> int:
-        return 2
-
-
 def test_an_error_of_the_all_reduce_names_the_node_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "gpu7")
-    explained = network_check._explain(RuntimeError("uncorrectable NVLink error"), Joined(), 2)
+    both_joined = SimpleNamespace(add=lambda key, amount: 2)
+    explained = network_check._explain(RuntimeError("uncorrectable NVLink error"), both_joined, 2)
     assert (explained.host, explained.missing) == ("gpu7", ())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardmake.core.errors import CheckpointError
 from shardmake.run.training_settings import AdapterMethod
@@ -17,14 +17,11 @@ from shardmake.train.load_model import refuse_partial_states
 from shardmake.train.script_hooks import ScriptObserver
 from shardmake.train.sharded_trainer import ShardedTrainer, save_weights
 from tests.mixtures import mixture_configs
+from tests.unit.train.conftest import tiny_llama
 
 
 def tied_llama() -> PreTrainedModel:
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        tie_word_embeddings=True, pad_token_id=0,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
+    return tiny_llama(tie_word_embeddings=True)
 
 
 def adapted_llama() -> Any:

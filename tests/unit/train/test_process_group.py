@@ -27,13 +27,9 @@ def test_rank_ends_after_its_threads_and_exit_handlers() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "bufferedthe thread ended\natexit ran\n", "")
 
 
-def test_every_process_group_gets_the_timeout() -> None:
+def test_every_process_group_gets_the_timeout(one_rank: None) -> None:
     """Torch gives a group that an engine creates the default timeout."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        groups = [dist.group.WORLD, dist.new_group([0])]
-        extend_timeouts(timedelta(seconds=7200))
-        backends = [group._get_backend(torch.device("cpu")) for group in groups]
-        assert [backend.options._timeout for backend in backends] == [timedelta(seconds=7200)] * 2
-    finally:
-        dist.destroy_process_group()
+    groups = [dist.group.WORLD, dist.new_group([0])]
+    extend_timeouts(timedelta(seconds=7200))
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    assert [backend.options._timeout for backend in backends] == [timedelta(seconds=7200)] * 2

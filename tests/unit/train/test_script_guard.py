@@ -2,6 +2,7 @@
 
 import json
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,10 @@ from tests.unit.plans import make_plan
 def make_guard(folder: Path, strategy: Strategy = "zero2", **choice: Any) -> ScriptGuard:
     made = make_plan(strategy, **{"nodes": 1, "precision": "fp32", **choice}).choice
     return ScriptGuard(AttemptDir(folder), 0, expected_engine(made), made, on_cpu=True)
+
+
+def refused(words: str | None) -> AbstractContextManager[Any]:
+    return pytest.raises(EngineMismatchError, match=words) if words else nullcontext()
 
 
 def test_the_message_names_every_difference_and_how_to_change_it() -> None:
@@ -49,17 +54,13 @@ def test_the_message_names_every_difference_and_how_to_change_it() -> None:
 def test_an_accelerator_has_the_planned_library_and_ranks(
     tmp_path: Path, strategy: Strategy, kind: str, ranks: int, words: str | None
 ) -> None:
-    guard = make_guard(tmp_path, strategy)
-    if words is None:
-        guard.check_accelerator(kind, ranks)
-        assert json.loads((tmp_path / "ranks/rank-0.json").read_text())["api"] == "accelerate"
-    else:
-        with pytest.raises(EngineMismatchError, match=words):
-            guard.check_accelerator(kind, ranks)
+    with refused(words):
+        make_guard(tmp_path, strategy).check_accelerator(kind, ranks)
+    assert json.loads((tmp_path / "ranks/rank-0.json").read_text())["api"] == "accelerate"
 
 
 def test_a_deepspeed_plugin_is_refused_where_accelerate_ignores_it(tmp_path: Path) -> None:
-    with pytest.raises(EngineMismatchError, match="engine: planned ddp, found deepspeed"):
+    with refused("engine: planned ddp, found deepspeed"):
         make_guard(tmp_path, "ddp").check_accelerator("MULTI_CPU", 2, has_deepspeed_plugin=True)
 
 
@@ -78,11 +79,8 @@ def test_a_deepspeed_plugin_is_refused_where_accelerate_ignores_it(tmp_path: Pat
 def test_the_global_batch_is_the_planned_one(tmp_path: Path, batch: Batch, words: str | None) -> None:
     guard = make_guard(tmp_path)
     guard.batch = batch
-    if words is None:
+    with refused(words):
         guard.check_batch()
-    else:
-        with pytest.raises(EngineMismatchError, match=words):
-            guard.check_batch()
 
 
 def test_another_split_of_the_batch_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -104,20 +102,15 @@ def test_the_compute_type_is_that_of_the_weights_unless_the_engine_casts() -> No
 class DeepSpeedEngine(torch.nn.Linear):
     """An engine as far as the guard reads it."""
 
-    autocast = False
-
-    def torch_autocast_enabled(self) -> bool:
-        return self.autocast
-
     def torch_autocast_dtype(self) -> torch.dtype:
         return torch.bfloat16
 
 
-def test_the_autocast_of_deepspeed_is_a_data_type_too() -> None:
-    engine = DeepSpeedEngine(2, 2)
-    assert trained_dtype(engine, "float32") == "float32"
-    engine.autocast = True
-    assert trained_dtype(engine, "float32") == "bfloat16"
+@pytest.mark.parametrize(("enabled", "dtype"), [(False, "float32"), (True, "bfloat16")])
+def test_the_autocast_of_deepspeed_is_a_data_type_too(enabled: bool, dtype: str) -> None:
+    engine: Any = DeepSpeedEngine(2, 2)
+    engine.torch_autocast_enabled = lambda: enabled
+    assert trained_dtype(engine, "float32") == dtype
 
 
 def test_a_step_without_an_engine_is_refused_and_a_planned_one_is_recorded(tmp_path: Path) -> None:
@@ -151,10 +144,7 @@ def test_rows_are_compared_between_ranks(
     monkeypatch.setattr(script_guard.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(script_guard.first_batch, "exchange", lambda digest: digests)
     guard = make_guard(tmp_path, tensor_parallel=tensor_parallel, gradient_accumulation_steps=2 * tensor_parallel)
-    if words:
-        with pytest.raises(EngineMismatchError, match=words):
-            guard.check_rows({})
-    else:
+    with refused(words):
         guard.check_rows({})
     assert guard.rows_compared == all(digests)
 
@@ -173,9 +163,5 @@ def test_adapters_that_cannot_be_merged_end_the_run_before_it_trains(
 ) -> None:
     adapted = torch.nn.Linear(2, 2)
     adapted.peft_config = {"default": SimpleNamespace(to_dict=lambda: settings)}  # type: ignore[assignment]
-    model = torch.nn.Sequential(adapted)
-    if found is None:
-        check_adapters(model)
-        return
-    with pytest.raises(EngineMismatchError, match=rf"cannot be merged: {found}\. Nothing was trained\."):
-        check_adapters(model)
+    with refused(found and rf"cannot be merged: {found}\. Nothing was trained\."):
+        check_adapters(torch.nn.Sequential(adapted))

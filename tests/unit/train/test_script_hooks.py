@@ -1,5 +1,6 @@
-"""The hooks in torch and Accelerate, on one rank in this process."""
+"""The hooks in torch and Accelerate, on one rank in this process, and functions that run at an import."""
 
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from shardmake.core.errors import EngineMismatchError
 from shardmake.render.training_file import expected_engine
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.engine import Engine
-from shardmake.train.script_hooks import ScriptObserver, default_to_gloo
+from shardmake.train.script_hooks import ImportHooks, ScriptObserver, default_to_gloo
 from tests.unit.plans import make_plan
 
 ROWS = torch.arange(48.0).reshape(12, 4)
@@ -73,8 +74,10 @@ def train_with_torch(accumulation: int) -> None:
 
 @pytest.mark.usefixtures("hooked")
 def test_passes_are_counted_where_no_library_declares_them(tmp_path: Path) -> None:
+    counting = torch.Tensor.backward
     train_with_torch(2)
     assert trained(tmp_path) == ("torch", "ddp", 2, 2, 4)
+    assert torch.Tensor.backward is not counting, "torch is as before after the first step"
 
 
 @pytest.mark.usefixtures("hooked")
@@ -82,13 +85,6 @@ def test_another_number_of_passes_is_refused_before_the_first_step(tmp_path: Pat
     with pytest.raises(EngineMismatchError, match="found 6 sequences, 1 ranks x 2 x 3 accumulation steps"):
         train_with_torch(3)
     assert not AttemptDir(tmp_path).trained.exists()
-
-
-@pytest.mark.usefixtures("hooked")
-def test_torch_is_as_before_after_the_first_step() -> None:
-    counting = torch.Tensor.backward
-    train_with_torch(2)
-    assert torch.Tensor.backward is not counting
 
 
 def train_with_accelerate(accumulation: int, declared: int) -> int:
@@ -161,3 +157,34 @@ def test_accelerate_gets_a_backend_on_cpus() -> None:
         (True, {"backend": "mpi", "timeout": 3}),
         (False, {"backend": "gloo"}),
     ]
+
+
+@pytest.fixture
+def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ImportHooks]:
+    (tmp_path / "hooked_package").mkdir()
+    (tmp_path / "hooked_package/__init__.py").write_text("value = 1\n")
+    (tmp_path / "hooked_package/inner.py").write_text("value = 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    hooks = ImportHooks()
+    yield hooks
+    hooks.remove()
+    for name in [name for name in sys.modules if name.startswith("hooked_package")]:
+        del sys.modules[name]
+
+
+def test_functions_run_once_at_the_import_of_their_module(hooks: ImportHooks) -> None:
+    seen = []
+    hooks.after("hooked_package", lambda module: seen.append(("package", module.value)))
+    hooks.after("hooked_package.inner", lambda module: seen.append(("inner", module.value)))
+    assert seen == [] and "hooked_package" not in sys.modules
+    importlib.import_module("hooked_package.inner")
+    importlib.import_module("hooked_package.inner")
+    assert seen == [("package", 1), ("inner", 2)]
+    hooks.after("hooked_package", lambda module: seen.append(("later", module.value)))
+    assert seen[-1] == ("later", 1)
+
+
+def test_a_missing_module_stays_missing(hooks: ImportHooks) -> None:
+    hooks.after("hooked_package.nowhere", lambda module: None)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("hooked_package.nowhere")

@@ -28,7 +28,7 @@ from shardmake.memory.model import split
 from shardmake.memory.scenario import Scenario
 from shardmake.render.accelerate_file import accelerate_config
 from shardmake.render.deepspeed_file import deepspeed_config
-from shardmake.train.row_groups import share_rows
+from shardmake.train.library_patches import share_rows
 from tests.unit.plans import LLAMA, make_cluster, make_model, make_plan, make_run
 
 RANK, NODES, PER_NODE = 11, 2, 8

@@ -1,6 +1,5 @@
 """Uploads from the scratch folders of two nodes: only complete checkpoints are committed, whenever a process dies."""
 
-import json
 import os
 import shutil
 import signal
@@ -9,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -22,21 +20,14 @@ from shardmake.core.fingerprint import FileEntry, fingerprint
 from shardmake.train import upload
 from shardmake.train.async_saver import ScratchFolder, upload_error
 from shardmake.train.upload import UploadRequest
+from tests.checkpoint_record import describe
 from tests.kill_at_write import Killer, points
 
 FILES = {
     0: {"global_step4/rank0.pt": b"0" * 5000, "latest": b"global_step4", "rng_state_0.pth": b"r0"},
     1: {"global_step4/rank1.pt": b"1" * 5000, "rng_state_1.pth": b"r1"},
 }
-DESCRIBED = {
-    "step": 4,
-    "tokens": 4,
-    "world_size": 2,
-    "strategy": "zero3",
-    "attempt": 1,
-    "settings_digest": "r",
-    "versions": {},
-}
+DESCRIBED = {**describe(4), "step": 4, "versions": {}}
 
 
 class Site:
@@ -215,9 +206,3 @@ def test_killed_at_every_write_of_each_node(tmp_path: Path, victim: int) -> None
         shutil.rmtree(site.root)
     assert steps == sorted(steps), "the checkpoint is committed by one write"
     assert set(steps) == {2, 4}
-
-
-def test_request_is_one_line_of_json(site: Site) -> None:
-    """A user can start an upload by hand, and read its request in the process list."""
-    values: dict[str, Any] = json.loads(site.request(1).model_dump_json())
-    assert UploadRequest.model_validate(values) == site.request(1).model_copy(update={"started": values["started"]})

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from shardmake.checkpoint.formats.dtypes import CONVERTIBLE, ITEM_SIZE
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
-from shardmake.checkpoint.formats.unpickle import TensorRef, numel, row_major
+from shardmake.checkpoint.formats.unpickle import Sized, TensorRef, numel, row_major
 from shardmake.core.errors import CheckpointError
 from shardmake.run.adapter_settings import AdapterSettings
 
@@ -133,7 +133,7 @@ class Update(ABC):
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(Sized):
     """One tensor of the model: its name, type, shape, pieces on disk and the update by an adapter."""
 
     name: str
@@ -141,16 +141,6 @@ class StoredTensor:
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     update: Update | None = None
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return numel(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Size in the checkpoint's type, in bytes."""
-        return self.numel * ITEM_SIZE[self.dtype]
 
     @property
     def offset(self) -> int:

@@ -113,8 +113,7 @@ def hub_weights(
         names: Names in the base model's files, whose layout the result has; None for transformers' default layout.
         missing: Parameters that the checkpoint does not hold. Those of towers need no layout: the base has their bytes.
 
-    Raises:
-        ModelError: A weight is computed, or transposed in too many parts.
+    Raise `ModelError` for a weight that is computed, or transposed in too many parts.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -291,8 +290,7 @@ def in_class_layout(
 ) -> dict[str, StoredTensor]:
     """Return the ``tensors`` of a model folder with the parameters ``names`` in place of the weights that they hold.
 
-    Raises:
-        CheckpointError: The weights of a parameter are of several types, or some are missing.
+    Raise `CheckpointError` if the weights of a parameter are of several types, or some are missing.
     """
     shapes = {parameter.name: parameter.shape for parameter in layout.stacked}
     parts = {weight.name: weight.parts for weight in layout.weights if weight.parts[0].parameter in names}

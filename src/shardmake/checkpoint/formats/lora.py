@@ -341,7 +341,6 @@ def _stacked(
 def _update(
     module: str, parts: Mapping[str, StoredTensor], settings: AdapterSettings, stacked: Mapping[str, ClassParameter]
 ) -> tuple[str, Update]:
-    """Return the weight that the update of ``module`` changes, and the update."""
     kind = next((kind for kind in UPDATES if set(kind.PARTS) == parts.keys()), None)
     if kind is None or (issubclass(kind, DoraUpdate) != settings.use_dora and kind is not TokenUpdate):
         raise CheckpointError(

@@ -39,8 +39,7 @@ def names_of_model(
         tensors: The entries that are tensors.
         key, holder: As for `choose`; the key of a model is the levels above it, joined by dots.
 
-    Raises:
-        CheckpointError: Another entry of the model is not a tensor, or there is not one model that is meant.
+    Raise `CheckpointError` if another entry of the model is not a tensor, or there is not one model that is meant.
     """
     names = {entry: ".".join(path) for entry, path in choose(_models(paths, tensors), key, holder).items()}
     others = sorted(name for entry, name in names.items() if entry not in tensors)

@@ -92,12 +92,7 @@ class PickleMachine:
     def __init__(
         self, content: bytes, functions: Mapping[tuple[str, str], Function], persistent: Callable[[Any], Any]
     ) -> None:
-        """Prepare a run of the pickle ``content``.
-
-        Args:
-            functions: What to call instead of the function or class of this module and name.
-            persistent: Returns the object for a persistent id.
-        """
+        """Prepare a run: ``functions`` replace those of a module and name, ``persistent`` finds a persistent id."""
         self._content, self._at = content, 0
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []
@@ -187,7 +182,6 @@ class PickleMachine:
         self._stack = []
 
     def _pop_mark(self) -> list[Any]:
-        """Remove and return the objects above the mark, and remove the mark."""
         items = self._stack
         self._stack = self._below.pop()
         return items

@@ -52,7 +52,6 @@ def _holds(*patterns: str) -> Finder:
 
 
 def _whole(read: Callable[[Path, Target], Contents]) -> Reader:
-    """Return a reader of what holds one model only."""
     return lambda place, target, key: choose({"": read}, key, place)(place, target)
 
 

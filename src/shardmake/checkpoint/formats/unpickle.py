@@ -24,15 +24,11 @@ class StorageRef:
     dtype: str | None
 
 
-@dataclass(frozen=True)
-class TensorRef:
-    """A tensor whose bytes are still on disk: ``offset`` is in bytes from the start of ``record``."""
+class Sized:
+    """A tensor by its type and shape."""
 
-    record: ZipRecord
-    offset: int
     dtype: str
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
 
     @property
     def numel(self) -> int:
@@ -41,8 +37,19 @@ class TensorRef:
 
     @property
     def nbytes(self) -> int:
-        """Size of the elements in bytes."""
+        """Size of the elements in the type of the checkpoint, in bytes."""
         return self.numel * ITEM_SIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class TensorRef(Sized):
+    """A tensor whose bytes are still on disk: ``offset`` is in bytes from the start of ``record``."""
+
+    record: ZipRecord
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
 
     @property
     def is_contiguous(self) -> bool:
@@ -120,8 +127,7 @@ def names_in(content: bytes, path: Path) -> set[str]:
 def locate(record: ZipRecord, dtype: str) -> ZipRecord:
     """Return the byte range inside the archive of a DCP ``record``; return any other record unchanged.
 
-    Raises:
-        CheckpointError: The archive does not hold one contiguous tensor of ``dtype`` and the expected size.
+    Raise `CheckpointError` if the archive does not hold one contiguous tensor of ``dtype`` and the expected size.
     """
     if record.archive_length is None:
         return record
@@ -153,23 +159,11 @@ def _run(machine: PickleMachine, path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error}. Use an older checkpoint.") from None
 
 
-def _tensor(
-    _machine: PickleMachine,
-    storage: Any,
-    offset: int,
-    shape: Any,
-    stride: Any,
-    _grad: Any = None,
-    _hooks: Any = None,
-    dtype: Any = None,
-    *_: Any,
-) -> TensorRef | Inert:
-    """Return a tensor; only version 3 of torch's function has ``dtype`` at this position.
-
-    A tensor of a type that no safetensors file has is a placeholder.
-    """
+def _tensor(_: PickleMachine, storage: Any, offset: int, shape: Any, stride: Any, *others: Any) -> TensorRef | Inert:
+    """Return a tensor, or a placeholder for one of a type that no safetensors file has."""
     if not isinstance(storage, StorageRef):
         raise PickleError("a tensor has no storage")
+    dtype = others[2] if len(others) > 2 else None  # only version 3 of torch's function has it at this position
     named = FROM_TORCH.get(dtype.name) if isinstance(dtype, Name) else storage.dtype
     if named is None:
         return Inert(dtype if isinstance(dtype, Name) else Name("torch", "Tensor"), (storage,))
@@ -186,7 +180,6 @@ def _tensor(
 
 
 def _sizes(value: Any) -> tuple[Any, ...]:
-    """Return a shape or stride."""
     if (
         not isinstance(value, tuple)
         or len(value) > _MOST_DIMENSIONS

@@ -6,8 +6,7 @@ rank order are the group's parameters in the order of ``param_shapes``. Each par
 
 ZeRO-3: Every parameter is divided into world size pieces of ceil(numel / world size) elements, the last ones padded.
 The flat vector of rank r holds its piece of each parameter in the order of ``param_shapes``. With the optimizer on
-NVMe, most of the vector is in swap files. Frozen parameters are in the model files, divided in the same
-way.
+NVMe, most of the vector is in swap files. Frozen parameters are in the model files, divided in the same way.
 """
 
 import math
@@ -112,7 +111,6 @@ def _of_moment(folder: Path, rank: OptimizerFile, moment: str) -> OptimizerFile:
 
 
 def _is_left_out(name: str, value: Any) -> bool:
-    """Return True for an extra state that is not a tensor."""
     return is_extra_state(name) and not isinstance(value, TensorRef)
 
 
@@ -139,7 +137,6 @@ def _module_tensors(files: ZeroFiles, target: Target) -> Iterator[StoredTensor]:
 
 
 def _zero2_trained(files: ZeroFiles) -> Iterator[StoredTensor]:
-    """Yield the trained parameters of ZeRO-1 and 2 from the slices of all ranks."""
     paddings = files.optimizer[0].state.get("param_alignment_paddings")
     for index, shapes in enumerate(files.param_shapes):
         ranks = [rank.vectors[index] for rank in files.optimizer]
@@ -184,7 +181,6 @@ def _check_slices(files: ZeroFiles, group: int, name: str, pieces: Sequence[Piec
 
 
 def _zero3_trained(files: ZeroFiles) -> Iterator[StoredTensor]:
-    """Yield the trained parameters of ZeRO-3 from the pieces of all ranks."""
     ranks, at = [rank.vectors for rank in files.optimizer], 0
     for shapes in files.param_shapes:
         for name, shape in shapes.items():
@@ -207,7 +203,6 @@ def _zero3_tensor(name: str, shape: tuple[int, ...], ranks: Sequence[Sequence[Te
 
 
 def _zero3_frozen(files: ZeroFiles) -> Iterator[StoredTensor]:
-    """Yield the frozen parameters of ZeRO-3."""
     for name, shape in (files.model[0].get("frozen_param_shapes") or {}).items():
         yield _zero3_tensor(name, shape, [[it["frozen_param_fragments"][name]] for it in files.model], 0)
 

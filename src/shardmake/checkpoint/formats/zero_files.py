@@ -281,7 +281,6 @@ def _check_same_step(files: ZeroFiles) -> None:
 
 
 def _scalar(ref: TensorRef) -> float | None:
-    """Read the value of a tensor with one element from its file."""
     code = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}.get(ref.dtype)
     if code is None or ref.numel != 1:
         return None

@@ -4,17 +4,14 @@ import errno
 import os
 import time
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from pydantic import BaseModel
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from shardmake.core.run_folder import open_file
 from shardmake.run.metrics import DeviceMemory, MeanRewards, MetricsLine, Rewards, RewardScores, parse_line
 from shardmake.train.callbacks.best_effort import BestEffortWriter
-
-Values = TypeVar("Values", bound=BaseModel)
 
 
 class MetricsCallback(TrainerCallback):

@@ -1,6 +1,8 @@
 """Record some steps of rank 0: torch's profiler, and the allocations on its GPU."""
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +26,47 @@ def recorders(context: RankContext) -> list[TrainerCallback]:
     settings, folder = context.settings, context.attempt.rundir.profile
     if context.rank:
         return []
-    profile = [StepProfiler(folder, settings.profile)] if settings.profile else []
-    return [*profile, *([MemorySnapshot(folder)] if settings.memory_snapshot else [])]
+    profile = [step_profiler(folder, settings.profile)] if settings.profile else []
+    return [*profile, *([memory_snapshot(folder)] if settings.memory_snapshot else [])]
 
 
-class _Recorder(TrainerCallback):
-    """Record the steps from ``first`` to ``last`` that this attempt runs, into ``folder``."""
+def step_profiler(folder: Path, profile: Profile) -> "Recorder":
+    """Return the recorder of operators and GPU kernels, in a trace for chrome://tracing and Perfetto."""
+    profiler = torch.profiler.profile(profile_memory=True, record_shapes=True)
 
-    def __init__(self, folder: Path, what: str, first: int, last: int) -> None:
-        self.folder, self.what, self.first, self.last = folder, what, first, last
+    def finish(path: str) -> None:
+        profiler.stop()
+        profiler.export_chrome_trace(path)
+
+    last = profile.first_step + profile.steps - 1
+    return Recorder(folder, "trace", ".json.gz", (profile.first_step, last), profiler.start, finish)
+
+
+def memory_snapshot(folder: Path) -> "Recorder":
+    """Return the recorder of allocations in the first two steps, with their stacks, for pytorch.org/memory_viz."""
+    memory = private(torch.cuda.memory)
+
+    def finish(path: str) -> None:
+        memory.dump_snapshot(path)
+        memory.record_memory_history(enabled=None)
+
+    start = partial(memory.record_memory_history, max_entries=_MOST_EVENTS)
+    return Recorder(folder, "memory", ".pickle", (1, 2), start, finish)
+
+
+class Recorder(TrainerCallback):
+    """Record those of the ``steps``, from the first to the last, that this attempt runs, into ``folder``.
+
+    ``finish`` stops and writes the file at a path that ends with ``suffix``.
+    """
+
+    def __init__(
+        self, folder: Path, what: str, suffix: str, steps: tuple[int, int], start: Callable[[], object],
+        finish: Callable[[str], object],
+    ) -> None:  # fmt: skip
+        self.folder, self.what, self.suffix = folder, what, suffix
+        self.first, self.last = steps
+        self.start, self.finish = start, finish
         self.started = 0
         self.writer = BestEffortWriter(what)
 
@@ -46,59 +80,13 @@ class _Recorder(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Write the file after the last step."""
         if self.started and (state.global_step >= self.last or control.should_training_stop):
-            self.last = 0
-            path = self.folder / f"{self.what}-steps-{self.started}-{state.global_step}"
-            self.started = 0
+            name = f"{self.what}-steps-{self.started}-{state.global_step}{self.suffix}"
+            self.last = self.started = 0
             with self.writer.write():
-                unfinished = path.with_name(f".{path.name}")
+                unfinished = self.folder / f".{name}"
                 remove(unfinished)
                 make_folder(unfinished, private=True)
-                written = self.finish(unfinished / path.name)
-                rename(written, self.folder / written.name)
+                self.finish(str(unfinished / name))
+                rename(unfinished / name, self.folder / name)
                 remove(unfinished)
-                logger.info("Recorded %s.", self.folder / written.name)
-
-    def start(self) -> None:
-        """Begin to record."""
-        raise NotImplementedError
-
-    def finish(self, path: Path) -> Path:
-        """Stop, write the file of ``path`` without its suffix, and return the file."""
-        raise NotImplementedError
-
-
-class StepProfiler(_Recorder):
-    """Write a trace for chrome://tracing and Perfetto."""
-
-    def __init__(self, folder: Path, profile: Profile) -> None:
-        super().__init__(folder, "trace", profile.first_step, profile.first_step + profile.steps - 1)
-        self.profiler = torch.profiler.profile(profile_memory=True, record_shapes=True)
-
-    def start(self) -> None:
-        """Begin to record the operators and, with a GPU, its kernels."""
-        self.profiler.start()
-
-    def finish(self, path: Path) -> Path:
-        """Write the compressed trace."""
-        self.profiler.stop()
-        whole = path.with_name(f"{path.name}.json.gz")
-        self.profiler.export_chrome_trace(str(whole))
-        return whole
-
-
-class MemorySnapshot(_Recorder):
-    """Write a snapshot of the allocations of the first two steps for pytorch.org/memory_viz."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, "memory", 1, 2)
-
-    def start(self) -> None:
-        """Begin to record allocations with their stacks."""
-        private(torch.cuda.memory).record_memory_history(max_entries=_MOST_EVENTS)
-
-    def finish(self, path: Path) -> Path:
-        """Write the pickle that the viewer reads."""
-        whole = path.with_name(f"{path.name}.pickle")
-        private(torch.cuda.memory).dump_snapshot(str(whole))
-        private(torch.cuda.memory).record_memory_history(enabled=None)
-        return whole
+                logger.info("Recorded %s.", self.folder / name)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from shardmake.config.models import Profile
-from shardmake.train.callbacks.recorders import StepProfiler
+from shardmake.train.callbacks.recorders import Recorder, step_profiler
 
 
-def run_steps(recorder: StepProfiler, first: int, last: int, *, stop: bool = False) -> None:
+def run_steps(recorder: Recorder, first: int, last: int, *, stop: bool = False) -> None:
     weight = torch.ones(4, 4, requires_grad=True)
     for step in range(first - 1, last):
         state: Any = SimpleNamespace(global_step=step)
@@ -34,7 +34,7 @@ def run_steps(recorder: StepProfiler, first: int, last: int, *, stop: bool = Fal
     ],
 )
 def test_the_steps_are_in_a_whole_trace(tmp_path: Path, first: int, last: int, stop: bool, name: str | None) -> None:
-    run_steps(StepProfiler(tmp_path, Profile(first_step=5, steps=2)), first, last, stop=stop)
+    run_steps(step_profiler(tmp_path, Profile(first_step=5, steps=2)), first, last, stop=stop)
     assert [path.name for path in tmp_path.iterdir()] == ([name] if name else [])
     if name:
         events = json.loads(gzip.decompress((tmp_path / name).read_bytes()))["traceEvents"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-from shardmake.train.adam_states import fit_optimizer
+from shardmake.train.optimizer_states import fit_optimizer
 
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False}
 

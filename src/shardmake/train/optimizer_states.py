@@ -1,4 +1,7 @@
-"""Save and restore optimizer states that DeepSpeed omits.
+"""Adapt Adam's states to the implementation that continues with them; save and restore what DeepSpeed omits.
+
+A checkpoint may come from another implementation: DeepSpeedCPUAdam replaces torch's Adam if states are offloaded, and
+torch's own is fused on GPUs only. The checkpoint brings its implementation's settings and its kind of step count.
 
 For ZeRO-3 with its optimizer on NVMe, DeepSpeed 0.19 copies its swap files into a checkpoint. When it resumes, it
 copies them back and reads the weights from them. The checkpoint does not record which file belongs to which sub-group.
@@ -7,16 +10,17 @@ model, and Adam's moments and step count from zero. From a universal checkpoint 
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from shardmake.checkpoint.formats.zero import MOMENTS, inner_folder, universal_folder
 from shardmake.checkpoint.formats.zero_files import write_swap_ids
 from shardmake.core.private_names import private
-from shardmake.train.adam_states import fit_optimizer
 
-_SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow")
+_SCALING: Final = ("loss_scaler", "dynamic_loss_scale", "overflow")
+_IMPLEMENTATION: Final = ("fused", "foreach", "capturable", "differentiable")
+"""Settings that choose torch's kernel and not the numbers; a load replaces them by those of the checkpoint."""
 
 
 def is_swapping(engine: Any) -> bool:
@@ -93,3 +97,29 @@ def _part(zero: Any, number: int, folder: Path, kind: str) -> torch.Tensor:
     """Return this rank's part of sub-group ``number``: its parts of all parameters, concatenated."""
     parameters = zero.fp16_groups[number]
     return torch.cat([zero.load_hp_checkpoint_state(folder / zero.param_names[p], kind, param=p) for p in parameters])
+
+
+def fit_optimizer(optimizer: Any) -> None:
+    """Convert settings and step counts from a checkpoint to those of ``optimizer``, a torch or DeepSpeed optimizer.
+
+    Torch's fused kernel reads the count on the parameter's device, but a converted checkpoint leaves it on the host.
+    DeepSpeed 0.19 gives all sub-groups of ZeRO-3 one counter from a universal checkpoint, which each would increment.
+    """
+    for group in optimizer.param_groups:
+        for name, value in optimizer.defaults.items():
+            group.setdefault(name, value)
+        group.update({name: optimizer.defaults[name] for name in _IMPLEMENTATION if name in optimizer.defaults})
+    for parameter, state in optimizer.state.items():
+        if "step" in state:
+            state["step"] = _make_counter(optimizer, parameter, state["step"])
+
+
+def _make_counter(optimizer: Any, parameter: torch.Tensor, step: Any) -> Any:
+    """Return a separate counter with the value ``step``, of the type and on the device that ``optimizer`` uses."""
+    if isinstance(optimizer, torch.optim.Adam):
+        on_device = optimizer.defaults["fused"] or optimizer.defaults["capturable"]
+        device = parameter.device if on_device else torch.device("cpu")
+        return torch.as_tensor(step).to(device, torch.float32, copy=True)
+    if type(optimizer).__name__ == "DeepSpeedCPUAdam":
+        return int(step)
+    return step.clone() if torch.is_tensor(step) else step
