@@ -16,16 +16,10 @@ from shardmake.core.library_process import LibraryProcess
 from shardmake.core.process import absolute_python_path
 
 LIBRARIES = (
-    "accelerate.commands.launch",
-    "deepspeed.runtime.config",
-    "peft",
-    "torch.distributed.fsdp",
-    "torch.testing._internal.distributed.fake_pg",
-    "transformers.integrations.deepspeed",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.llama.modeling_llama",
-    "transformers.training_args",
-)
+    "accelerate.commands.launch", "deepspeed.runtime.config", "peft", "torch.distributed.fsdp",
+    "torch.testing._internal.distributed.fake_pg", "transformers.integrations.deepspeed",
+    "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "transformers.training_args",
+)  # fmt: skip
 
 
 class AnyEnvironment(LibraryProcess):

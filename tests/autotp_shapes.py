@@ -6,13 +6,9 @@ from pathlib import Path
 from typing import Any
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 128,
-}
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "vocab_size": 128,
+}  # fmt: skip
 CONFIGS: list[dict[str, Any]] = [
     {**SIZES, "model_type": "llama", "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
     {**SIZES, "model_type": "qwen2", "tie_word_embeddings": False},
@@ -30,12 +26,9 @@ def main(output: Path) -> None:
 
     deepspeed.init_distributed("gloo")
     settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 1},
-        "zero_allow_untested_optimizer": True,
-        "tensor_parallel": {"autotp_size": SHARED},
-    }
+        "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True, "tensor_parallel": {"autotp_size": SHARED},
+    }  # fmt: skip
     found = []
     for config in CONFIGS:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))

@@ -22,13 +22,14 @@ def server() -> Iterator[str]:
 @pytest.fixture
 def bucket(server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """The bucket, empty, as boto3 sees it."""
-    for name, value in {
-        "AWS_ENDPOINT_URL": server,
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
+    login = {
+        "ENDPOINT_URL": server,
+        "ACCESS_KEY_ID": "key",
+        "SECRET_ACCESS_KEY": "secret",
+        "DEFAULT_REGION": "us-east-1",
+    }
+    for name, value in login.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
     monkeypatch.setattr("shardmake.core.hub.RETRY_WAITS", (0.0, 0.0))
     monkeypatch.chdir(tmp_path)
     s3fs.S3FileSystem.clear_instance_cache()

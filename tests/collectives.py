@@ -149,10 +149,10 @@ def _callers(node: ast.AST, inside: str) -> Iterator[str]:
 def _is_collective(function: ast.expr) -> bool:
     if isinstance(function, ast.Name):
         return function.id in ("barrier", "first_found", "gather", "init_device_mesh", "largest", "run_on_first_rank")
+    if not isinstance(function, ast.Attribute):
+        return False
     named = {"dist": CALLS, "accelerator": ("gather", "wait_for_everyone")}
-    return isinstance(function, ast.Attribute) and function.attr in named.get(
-        ast.unparse(function.value).rpartition(".")[2], ()
-    )
+    return function.attr in named.get(ast.unparse(function.value).rpartition(".")[2], ())
 
 
 def page(calls: dict[Strategy, set[Call]]) -> str:

@@ -75,10 +75,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupSchedul
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A chat data set, a tokenizer and a small base model."""
     folder = tmp_path_factory.mktemp("inputs") / "demo"
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(
-            "shardmake.demo.inputs.VOCABULARY_SIZE", 4096
-        )  # disks and losses of the tests are for this size
+    with pytest.MonkeyPatch.context() as patched:  # disks and losses of the tests are for this size
+        patched.setattr("shardmake.demo.inputs.VOCABULARY_SIZE", 4096)
         make_inputs(folder)
     return folder
 

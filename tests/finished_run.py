@@ -10,58 +10,32 @@ from shardmake.config.load import parse_config
 from shardmake.config.models import Run
 from shardmake.core.fingerprint import fingerprint
 from shardmake.core.manifest import read_files
+from shardmake.run import evaluation, plan, training_settings
 from shardmake.run.attempt import Attempt, AttemptDir, GpuUse, Heartbeat, NodeExit, NodeHeartbeats
 from shardmake.run.attempt_history import AttemptRecord, save_history
 from shardmake.run.engine import Engine
-from shardmake.run.evaluation import (
-    CompletionScore,
-    EvaluationResult,
-    LengthScore,
-    ModelScore,
-    PreferenceScore,
-    RewardModelScore,
-    Sample,
-    TaskScore,
-)
 from shardmake.run.metrics import MeanRewards, MetricsLine, Rewards
 from shardmake.run.paths import RunDir
-from shardmake.run.plan import (
-    CandidateEstimate,
-    Fallback,
-    GpuEstimate,
-    MemoryEstimates,
-    PlaceEstimate,
-    Plan,
-    Resources,
-)
+from shardmake.run.plan import Plan
 from shardmake.run.receipts import DataReceipt, DataSettings, MergeReceipt, SplitReceipt, TrainingReceipt, Verification
-from shardmake.run.training_settings import (
-    BaseModelSettings,
-    CheckpointSettings,
-    FullMethod,
-    RetentionSettings,
-    TrainerProgram,
-    TrainingSettings,
-)
+from shardmake.run.training_settings import TrainingSettings
 from tests.unit import plans
 
 WEIGHTS = {f"model-0000{n}-of-00002.safetensors": bytes([n]) * 200_000 for n in (1, 2)}
 MODEL = {
-    "config.json": b'{"model_type": "llama"}\n',
-    "model.safetensors.index.json": b'{"weight_map": {}}\n',
-    "tokenizer.json": b"{}\n",
-    **WEIGHTS,
-}
+    "config.json": b'{"model_type": "llama"}\n', "model.safetensors.index.json": b'{"weight_map": {}}\n',
+    "tokenizer.json": b"{}\n", **WEIGHTS,
+}  # fmt: skip
 PLOTS = {f"plots/{name}.png" for name in ("loss", "optimizer", "speed", "by-length")}
 """Those of a run on CPUs, where memory is not measured."""
 DRAWN = dict.fromkeys(sorted(PLOTS), b"\x89PNG")
 """Stands for the plots where only what becomes of files is tested: drawing them takes longer than all the rest."""
 _PLAN = plans.make_plan("zero2", micro_batch_size=4, nodes=1)
 BUCKETS = [
-    LengthScore(up_to=128, loss=2.6, perplexity=13.5, tokens=1024, exact=0.0),
-    LengthScore(up_to=None, loss=2.4, perplexity=11.0, tokens=3072, exact=0.0),
+    evaluation.LengthScore(up_to=128, loss=2.6, perplexity=13.5, tokens=1024, exact=0.0),
+    evaluation.LengthScore(up_to=None, loss=2.4, perplexity=11.0, tokens=3072, exact=0.0),
 ]
-SCORES = ModelScore(loss=2.5, perplexity=12.18, tokens=4096, exact=0.0, by_length=BUCKETS)
+SCORES = evaluation.ModelScore(loss=2.5, perplexity=12.18, tokens=4096, exact=0.0, by_length=BUCKETS)
 
 
 def make_run(**changes: Any) -> Run:
@@ -165,33 +139,33 @@ def make_plan() -> Plan:
         "workload": _PLAN.workload.model_copy(update={"model": "lab/base", "sequence_length": 256}),
         "reason": "zero2, no checkpointing, micro batch 4, 1 node: the fastest of 2 candidates that fit (11 of 40 GiB).",
         "rejected": {"ddp": "needs 52 GiB"},
-        "fallbacks": [Fallback(choice=_PLAN.choice, host_memory=4 << 30, memory_gib=5)],
-        "resources": {"train": Resources(memory_gib=8, cpus=2)},
+        "fallbacks": [plan.Fallback(choice=_PLAN.choice, host_memory=4 << 30, memory_gib=5)],
+        "resources": {"train": plan.Resources(memory_gib=8, cpus=2)},
     }
     return _PLAN.model_copy(update=update)
 
 
-_NOTHING = PlaceEstimate(total=0, terms={})
-_CANDIDATE = CandidateEstimate(
+_NOTHING = plan.PlaceEstimate(total=0, terms={})
+_CANDIDATE = plan.CandidateEstimate(
     name="zero2", choice=_PLAN.choice, host=_NOTHING, nvme=_NOTHING,
-    gpu=GpuEstimate(
+    gpu=plan.GpuEstimate(
         allocated=9 << 30, reserved=10 << 30, wanted=10 << 30, device=11 << 30, phase="backward",
         terms={"weights": 4 << 30, "activations": 5 << 30},
     ),
-    disk=PlaceEstimate(total=30 << 30, terms={"checkpoints": 20 << 30, "model": 10 << 30}),
+    disk=plan.PlaceEstimate(total=30 << 30, terms={"checkpoints": 20 << 30, "model": 10 << 30}),
     fits=True, reason="It fits.", step_seconds=1.0, method="closed form",
 )  # fmt: skip
-MEMORY = MemoryEstimates(
+MEMORY = plan.MemoryEstimates(
     model="LlamaForCausalLM", parameters=8_000_000_000, trainable=8_000_000_000, gpu_memory=40 << 30,
     host_memory=64 << 30, candidates=[_CANDIDATE],
 )  # fmt: skip
 SETTINGS = TrainingSettings(
-    model=BaseModelSettings(
+    model=training_settings.BaseModelSettings(
         path="base", revision=None, trust_remote_code=False, model_class=_PLAN.workload.model_class, dtype="bfloat16",
         attention="sdpa", gradient_checkpointing=False, on_gpu=False,
     ),
     objective="sft",
-    method=FullMethod(),
+    method=training_settings.FullMethod(),
     arguments={
         "max_steps": 60, "learning_rate": 5e-4, "lr_scheduler_type": "cosine", "warmup_steps": 3, "optim": "adamw_torch",
         "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.01, "max_grad_norm": 1.0,
@@ -202,32 +176,29 @@ SETTINGS = TrainingSettings(
         engine="deepspeed", zero_stage=2, world_size=2, dtype="bfloat16", offload_optimizer=None, offload_param=None
     ),
     loss="plain",
-    checkpoints=CheckpointSettings(
-        retention=RetentionSettings(keep=2, best=False, every_steps=None), mtbf_seconds=None
+    checkpoints=training_settings.CheckpointSettings(
+        retention=training_settings.RetentionSettings(keep=2, best=False, every_steps=None), mtbf_seconds=None
     ),
-    program=TrainerProgram(),
+    program=training_settings.TrainerProgram(),
 )  # fmt: skip
 TRAINED = TrainingReceipt(
     steps=60, tokens=245760, loss=2.41, checkpoint="train/checkpoints/checkpoint-60", strategy="zero2", world_size=2,
     settings_digest="r", attempts=2, versions={"torch": "2.13.0", "transformers": "5.23.0"}, finished_at=1_700_001_800.0,
 )  # fmt: skip
-EVALUATED = EvaluationResult(
+EVALUATED = evaluation.EvaluationResult(
     sequences=32, tokens=4096, backend="whole", ranks=1, tuned=SCORES,
     base=SCORES.model_copy(update={"loss": 9.0, "perplexity": 8103.1}),
-    samples=[Sample(prompt="What does len do?", base="```", tuned="It returns the number of items.")],
-    tasks=[TaskScore(task="sums", metric="acc", base=0.25, tuned=0.75)],
+    samples=[evaluation.Sample(prompt="What does len do?", base="```", tuned="It returns the number of items.")],
+    tasks=[evaluation.TaskScore(task="sums", metric="acc", base=0.25, tuned=0.75)],
 )  # fmt: skip
 _REWARDS = Rewards(chosen=0.25, rejected=-1.0, margins=1.25, accuracies=0.875)
-PREFERENCES = PreferenceScore(pairs=1200, base_accuracy=0.5, tuned_accuracy=0.75, rewards=_REWARDS)
-REWARD_MODEL = RewardModelScore(
+PREFERENCES = evaluation.PreferenceScore(pairs=1200, base_accuracy=0.5, tuned_accuracy=0.75, rewards=_REWARDS)
+REWARD_MODEL = evaluation.RewardModelScore(
     pairs=1200, accuracy=0.875, margin=1.25, chosen=0.75, rejected=-0.5, smallest=-3.0, largest=4.0
 )
-RATED = EVALUATED.model_copy(
-    update={"base": None, "tuned": None, "reward_model": REWARD_MODEL, "samples": [], "tasks": []}
-)
-
-
-COMPLETIONS = CompletionScore(
+_RATED = {"base": None, "tuned": None, "reward_model": REWARD_MODEL, "samples": [], "tasks": []}
+RATED = EVALUATED.model_copy(update=_RATED)
+COMPLETIONS = evaluation.CompletionScore(
     desirable=700, undesirable=500, rewards=MeanRewards(chosen=0.25, rejected=-1.0, margins=1.25), accuracy=0.875
 )
 
@@ -250,7 +221,6 @@ def publish_heartbeat(
     folder: AttemptDir, phase: str, step: int, median_step_seconds: float = 0.0, gpus: Sequence[GpuUse] = ()
 ) -> None:
     """Write the copy of rank 0's heartbeat as the worker of its node does."""
-    beat = Heartbeat(
-        rank=0, host="c1", pid=1, phase=phase, step=step, time=time.time(), median_step_seconds=median_step_seconds
-    )
+    of_rank = {"rank": 0, "host": "c1", "pid": 1, "time": time.time()}
+    beat = Heartbeat(phase=phase, step=step, median_step_seconds=median_step_seconds, **of_rank)
     NodeHeartbeats(beats=[beat], gpus=list(gpus)).write(folder.node_heartbeats(0))

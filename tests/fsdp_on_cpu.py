@@ -25,13 +25,8 @@ def _pretend_gpu() -> None:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
-_partial, _full, _offload, _fsdp1, _plugin = (
-    PartialState.__init__,
-    AcceleratorState.__init__,
-    FullyShardedDataParallelPlugin.set_cpu_offload,
-    FullyShardedDataParallel.__init__,
-    FullyShardedDataParallelPlugin.__post_init__,
-)
+_partial, _full, _fsdp1 = PartialState.__init__, AcceleratorState.__init__, FullyShardedDataParallel.__init__
+_offload, _plugin = FullyShardedDataParallelPlugin.set_cpu_offload, FullyShardedDataParallelPlugin.__post_init__
 
 
 @wraps(_partial)

@@ -100,10 +100,8 @@ class FakeHub:
 
     def add(self, name: str, files: Mapping[str, bytes], *, private: bool = False, gated: bool = False) -> str:
         """Put a repository here (``org/name``, or ``datasets/org/name``); return its commit."""
-        repository = self.repositories.setdefault(name, Repository(private, gated))
-        return repository.commit(
-            "main", {path: self.store(content, is_lfs(path, len(content))) for path, content in files.items()}
-        )
+        blobs = {path: self.store(content, is_lfs(path, len(content))) for path, content in files.items()}
+        return self.repositories.setdefault(name, Repository(private, gated)).commit("main", blobs)
 
     def files(self, name: str, revision: str = "main") -> dict[str, Blob]:
         """The content of a repository."""
@@ -284,9 +282,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.query.get("recursive", [""])[0].lower() in ("true", "1"):
             return Reply(value=[blob.as_tree_entry(path) for path, blob in inside.items()])
         here = [blob.as_tree_entry(path) for path, blob in inside.items() if "/" not in path.removeprefix(above)]
-        below = {
-            above + path.removeprefix(above).partition("/")[0] for path in inside if "/" in path.removeprefix(above)
-        }
+        deeper = [path.removeprefix(above) for path in inside if "/" in path.removeprefix(above)]
+        below = {above + path.partition("/")[0] for path in deeper}
         return Reply(value=here + [{"type": "directory", "path": path, "oid": "0" * 40} for path in sorted(below)])
 
     @route("POST", API + "/paths-info/(?P<revision>.+)")
@@ -307,17 +304,10 @@ class _Handler(BaseHTTPRequestHandler):
     @route("GET", API + "/discussions")
     def discussions(self, kind: str, name: str) -> Reply:
         repository = self._repository(kind, name)
-        common = {
-            "createdAt": "2026-01-01T00:00:00.000Z",
-            "status": "open",
-            "repo": {"name": name, "type": "model"},
-            "isPullRequest": True,
-        }
-        opened = zip(repository.requests, repository.authors, strict=True)
-        found = [
-            common | {"num": number, "title": title, "author": {"name": author}}
-            for number, (title, author) in enumerate(opened, 1)
-        ]
+        common = {"createdAt": "2026-01-01T00:00:00.000Z", "status": "open", "isPullRequest": True}
+        common |= {"repo": {"name": name, "type": "model"}}
+        opened = enumerate(zip(repository.requests, repository.authors, strict=True), 1)
+        found = [common | {"num": at, "title": title, "author": {"name": author}} for at, (title, author) in opened]
         return Reply(value={"discussions": found, "count": len(found), "start": 0})
 
     # Commits
@@ -386,9 +376,8 @@ class _Handler(BaseHTTPRequestHandler):
         upload: dict[str, Any] = {"href": f"{self.hub.url}/put/{entry['oid']}", "header": {}}
         if self.hub.transfer == "multipart":
             chunk = 64 * 1024
-            parts = {
-                f"{n + 1:05d}": f"{self.hub.url}/part/{entry['oid']}/{n}" for n in range(-(-entry["size"] // chunk))
-            }
+            count = -(-entry["size"] // chunk)
+            parts = {f"{n + 1:05d}": f"{self.hub.url}/part/{entry['oid']}/{n}" for n in range(count)}
             upload = {"href": f"{self.hub.url}/complete/{entry['oid']}", "header": {"chunk_size": str(chunk), **parts}}
         return entry | {"actions": {"upload": upload, "verify": {"href": f"{self.hub.url}/verify", "header": {}}}}
 
@@ -428,11 +417,8 @@ class _Handler(BaseHTTPRequestHandler):
         if path not in files:
             raise RefusedError(404, "Entry not found", "EntryNotFound")
         blob = files[path]
-        headers = {
-            "X-Repo-Commit": commit,
-            "ETag": f'"{blob.sha256 if blob.lfs else blob.oid}"',
-            "Accept-Ranges": "bytes",
-        }
+        tag = f'"{blob.sha256 if blob.lfs else blob.oid}"'
+        headers = {"X-Repo-Commit": commit, "ETag": tag, "Accept-Ranges": "bytes"}
         content = self.hub.object(blob.sha256).read_bytes()
         if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             start, end = int(match[1]), int(match[2] or len(content) - 1)

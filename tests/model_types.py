@@ -50,12 +50,8 @@ PUBLISHED: dict[str, Row] = {
 
 def model_types() -> list[str]:
     """Return every type of transformers with a class that generates text."""
-    tables = (
-        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-    )
-    return sorted({kind for table in tables for kind in table})
+    tasks = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
+    return sorted({kind for task in tasks for kind in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")})
 
 
 def default_values(kind: str) -> Row:

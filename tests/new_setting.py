@@ -25,9 +25,7 @@ from shardmake.config.settings import SETTINGS, Setting  # noqa: E402
 
 NAME = "dataloader_drop_last"
 """The name that Trainer's argument and DeepSpeed's key share."""
-SETTINGS["dropped rows"] = Setting(
-    "dropped rows", "drop_last", (NAME,), (NAME,), label="Last rows dropped", shown="{}"
-)  # fmt: skip
+SETTINGS["dropped rows"] = Setting("dropped rows", "drop_last", (NAME,), (NAME,), label="Last rows dropped", shown="{}")
 
 from shardmake.config.effects import effect_of, values_of  # noqa: E402
 from shardmake.core.errors import ShardmakeError  # noqa: E402
@@ -65,13 +63,11 @@ def find(folder: Path) -> dict[str, Any]:
     (folder / "ds.json").write_text(json.dumps({NAME: False, "zero_optimization": {"stage": 2}}))
     run = make_run(drop_last=True, deepspeed_config=str(folder / "ds.json"))
     files = render_files(plan, run, cluster, make_model(), folder)
-    (row,) = [
-        row
-        for row in compare(Settings(ARGUMENTS | {NAME: True}, AUTO | {NAME: False}), folder)[0].rows
-        if row.setting == "dropped rows"
-    ]
+    rows = compare(Settings(ARGUMENTS | {NAME: True}, AUTO | {NAME: False}), folder)[0].rows
+    (row,) = [row for row in rows if row.setting == "dropped rows"]
     rundir = finished_run.make_rundir(folder)
     finished_run.with_arguments(finished_run.SETTINGS, **{NAME: True}).write(rundir.training)
+    card = render_card(finished_run.make_run(), rundir)
     return {
         "rendered": [files.deepspeed[NAME], files.training.arguments[NAME]],
         "own file": refused(merge_own_files, files, run, plan.choice),
@@ -80,9 +76,7 @@ def find(folder: Path) -> dict[str, Any]:
         "digest": result_settings(files.training, plan, "data")["drop_last"],
         "changes": effect_of("drop_last").changes,
         "value": values_of(run, cluster)["drop_last"],
-        "report": [
-            line for line in render_card(finished_run.make_run(), rundir).splitlines() if "rows dropped" in line
-        ],
+        "report": [line for line in card.splitlines() if "rows dropped" in line],
         "reference": [line for line in strategies_page.table().splitlines() if "`drop_last`" in line],
     }
 

@@ -8,26 +8,38 @@ from dataclasses import replace
 from typing import Any
 
 from shardmake.render.comparison import Settings
-from tests.planted_settings import ACCELERATE, ALL_AUTO, ARGUMENTS, AUTO, RANKS, SWAPPED, adamw, schedule, without
+from tests.planted_settings import (
+    ACCELERATE,
+    ALL_AUTO,
+    ARGUMENTS,
+    AUTO,
+    KEEPS_OPTIMIZER,
+    NVME,
+    ON_CPU,
+    RANKS,
+    SGD,
+    WARMUP,
+    WARMUP_DECAY,
+    adamw,
+    schedule,
+    zero,
+)
 
 DEEPSPEED_FILE = "deepspeed.json"
 HALF = {"bf16": {"enabled": True}}
-SGD = {"optimizer": {"type": "SGD", "params": {"lr": "auto"}}, "zero_allow_untested_optimizer": True}
-KEEPS_OPTIMIZER = {"zero_force_ds_cpu_optimizer": False}
+ALLOWED_SGD = SGD | {"zero_allow_untested_optimizer": True}
 DDP = ACCELERATE | {"distributed_type": "MULTI_GPU"}
+EAGER = DDP | {"dynamo_config": {"dynamo_backend": "EAGER"}}
 FSDP = ACCELERATE | {"distributed_type": "FSDP"}
 WRAPPED = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
 FSDP2 = {"version": 2, **WRAPPED}
-NVME = {"device": "nvme", "nvme_path": SWAPPED}
 OPTIMIZER = {"offload_optimizer": NVME}
 FSDP1 = {"version": 1, "cpu_ram_efficient_loading": False, "sync_module_states": False, **WRAPPED}
 
 
-def trainer(
-    arguments: dict[str, Any], deepspeed: dict[str, Any] | None = None, *, dropped: tuple[str, ...] = (), **others: Any
-) -> Settings:
+def trainer(arguments: dict[str, Any], deepspeed: dict[str, Any] | None = None, **others: Any) -> Settings:
     """Return the settings of a Trainer whose DeepSpeed file has ``deepspeed`` beside "auto"."""
-    file = None if deepspeed is None else without(AUTO, dropped) | deepspeed
+    file = None if deepspeed is None else AUTO | deepspeed
     return Settings(ARGUMENTS | arguments, file, world_size=others.pop("world_size", RANKS), **others)
 
 
@@ -55,11 +67,6 @@ def swapped(sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {"zero_stage": 3, **keys}
 
 
-def zero(stage: int, **section: Any) -> dict[str, Any]:
-    """Return the section of a ZeRO stage."""
-    return {"zero_optimization": {"stage": stage, **section}}
-
-
 CASES: dict[str, Settings] = {
     "batch per rank: Trainer": trainer({"per_device_train_batch_size": 2}),
     "batch per rank: Trainer, auto": trainer({"per_device_train_batch_size": 2}, {}),
@@ -68,13 +75,9 @@ CASES: dict[str, Settings] = {
     "batch per rank: script, DeepSpeed": script({"train_micro_batch_size_per_gpu": 4}),
     "accumulation steps: Trainer": trainer({"gradient_accumulation_steps": 2}),
     "accumulation steps: Trainer, auto": trainer({"gradient_accumulation_steps": 2}, {}),
-    "accumulation steps: DeepSpeed equal": trainer(
-        {"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 2}
-    ),
+    "accumulation steps: DeepSpeed equal": trainer({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 2}),
     "accumulation steps: DeepSpeed differs": trainer({}, {"gradient_accumulation_steps": 2}),
-    "accumulation steps: Accelerate equal": launched(
-        {"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 2}
-    ),
+    "accumulation steps: Accelerate equal": launched({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 2}),
     "accumulation steps: script, DeepSpeed": script({"gradient_accumulation_steps": 2}),
     "accumulation steps: script, auto": script({"gradient_accumulation_steps": "auto"}),
     "accumulation steps: script, Accelerate": launched({"gradient_accumulation_steps": 2}),
@@ -109,46 +112,28 @@ CASES: dict[str, Settings] = {
     "weight decay: DeepSpeed differs": trainer({"weight_decay": 0.1}, adamw(**ALL_AUTO | {"weight_decay": 0.2})),
     "optimizer: Trainer": trainer({"optim": "sgd"}, {}),
     "optimizer: Trainer, adafactor": trainer({"optim": "adafactor"}),
-    "optimizer: DeepSpeed": trainer({}, SGD),
-    "optimizer: DeepSpeed equal": trainer({"optim": "sgd"}, SGD),
-    "optimizer: DeepSpeed Adam": trainer(
-        {}, {"optimizer": {"type": "Adam", "params": {"torch_adam": True, **ALL_AUTO}}}
-    ),
-    "optimizer: script, DeepSpeed": script(SGD | adamw(lr="auto", weight_decay=0.1)),
+    "optimizer: DeepSpeed": trainer({}, ALLOWED_SGD),
+    "optimizer: DeepSpeed equal": trainer({"optim": "sgd"}, ALLOWED_SGD),
+    "optimizer: DeepSpeed Adam": trainer({}, {"optimizer": {"type": "Adam", "params": {"torch_adam": True, **ALL_AUTO}}}),
+    "optimizer: script, DeepSpeed": script(ALLOWED_SGD | adamw(lr="auto", weight_decay=0.1)),
     "schedule: Trainer": trainer({"lr_scheduler_type": "cosine"}),
     "schedule: Trainer, constant": trainer({"lr_scheduler_type": "constant"}, {}),
-    "schedule: DeepSpeed equal": trainer(
-        {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 1},
-        schedule("WarmupLR", warmup_max_lr="auto", warmup_num_steps="auto"),
-    ),
-    "schedule: DeepSpeed cosine": trainer(
-        {"lr_scheduler_type": "cosine", "max_steps": 4}, schedule("WarmupCosineLR", total_num_steps="auto")
-    ),
+    "schedule: DeepSpeed equal": trainer({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 1}, WARMUP),
+    "schedule: DeepSpeed cosine": trainer({"lr_scheduler_type": "cosine", "max_steps": 4}, schedule("WarmupCosineLR", total_num_steps="auto")),
     "schedule: DeepSpeed LRRangeTest": trainer({}, schedule("LRRangeTest", lr_range_test_min_lr=2e-4)),
     "schedule: DeepSpeed OneCycle": trainer({}, schedule("OneCycle", cycle_min_lr=1e-5, cycle_max_lr=2e-4)),
-    "schedule: DeepSpeed OneCycle with fixed betas": trainer(
-        {}, schedule("OneCycle", cycle_min_lr=1e-5, cycle_max_lr=2e-4, cycle_momentum=False)
-    ),
+    "schedule: DeepSpeed OneCycle with fixed betas": trainer({}, schedule("OneCycle", cycle_min_lr=1e-5, cycle_max_lr=2e-4, cycle_momentum=False)),
     "schedule: script, DeepSpeed": script(
         adamw(lr="auto") | schedule("WarmupDecayLR", warmup_max_lr="auto", warmup_num_steps="auto", total_num_steps=8)
     ),
     "warm-up steps: Trainer": trainer({"warmup_steps": 3, "max_steps": 5}),
     "warm-up steps: Trainer, a ratio": trainer({"warmup_steps": 0.5, "max_steps": 6}, {}),
     "warm-up steps: Trainer, constant": trainer({"warmup_steps": 1, "lr_scheduler_type": "constant"}, {}),
-    "warm-up steps: DeepSpeed auto": trainer(
-        {"warmup_steps": 3, "max_steps": 5}, schedule("WarmupLR", warmup_max_lr="auto", warmup_num_steps="auto")
-    ),
-    "warm-up steps: DeepSpeed equal": trainer(
-        {"warmup_steps": 3, "max_steps": 5}, schedule("WarmupLR", warmup_max_lr="auto", warmup_num_steps=3)
-    ),
-    "warm-up steps: DeepSpeed against a ratio": trainer(
-        {"warmup_steps": 0.5, "max_steps": 6}, schedule("WarmupLR", warmup_max_lr="auto", warmup_num_steps="auto")
-    ),
+    "warm-up steps: DeepSpeed auto": trainer({"warmup_steps": 3, "max_steps": 5}, WARMUP),
+    "warm-up steps: DeepSpeed equal": trainer({"warmup_steps": 3, "max_steps": 5}, schedule("WarmupLR", warmup_max_lr="auto", warmup_num_steps=3)),
+    "warm-up steps: DeepSpeed against a ratio": trainer({"warmup_steps": 0.5, "max_steps": 6}, WARMUP),
     "total steps: Trainer": trainer({"max_steps": 3}, {}),
-    "total steps: DeepSpeed auto": trainer(
-        {"max_steps": 3, "warmup_steps": 1},
-        schedule("WarmupDecayLR", total_num_steps="auto", warmup_num_steps="auto", warmup_max_lr="auto"),
-    ),
+    "total steps: DeepSpeed auto": trainer({"max_steps": 3, "warmup_steps": 1}, WARMUP_DECAY),
     "total steps: DeepSpeed differs": trainer(
         {"max_steps": 3, "warmup_steps": 1},
         schedule("WarmupDecayLR", total_num_steps=4, warmup_num_steps="auto", warmup_max_lr="auto"),
@@ -169,37 +154,25 @@ CASES: dict[str, Settings] = {
     "ZeRO stage: DeepSpeed 3": trainer({}, zero(3)),
     "ZeRO stage: Accelerate": launched({"zero_stage": 3}, {}),
     "ZeRO stage: Accelerate's default": launched({}, {}),
-    "ZeRO stage: Accelerate beside a file": Settings(
-        ARGUMENTS, AUTO, ACCELERATE | {"deepspeed_config": {"zero_stage": 3}}, world_size=RANKS
-    ),
+    "ZeRO stage: Accelerate beside a file": Settings(ARGUMENTS, AUTO, ACCELERATE | {"deepspeed_config": {"zero_stage": 3}}, world_size=RANKS),
     "ZeRO stage: script, Accelerate": launched({"zero_stage": 1}),
-    "optimizer offload: DeepSpeed": trainer({}, zero(2, offload_optimizer={"device": "cpu"}) | KEEPS_OPTIMIZER),
-    "optimizer offload: DeepSpeed, stage 3": trainer(
-        {}, zero(3, offload_optimizer={"device": "cpu"}) | KEEPS_OPTIMIZER
-    ),
-    "parameter offload: DeepSpeed": trainer({}, zero(3, offload_param={"device": "cpu"})),
+    "optimizer offload: DeepSpeed": trainer({}, zero(2, offload_optimizer=ON_CPU) | KEEPS_OPTIMIZER),
+    "optimizer offload: DeepSpeed, stage 3": trainer({}, zero(3, offload_optimizer=ON_CPU) | KEEPS_OPTIMIZER),
+    "parameter offload: DeepSpeed": trainer({}, zero(3, offload_param=ON_CPU)),
     "parameter offload: Accelerate": launched({"offload_param_device": "cpu", "zero_stage": 3}, {}),
     "16-bit weights on save: DeepSpeed": trainer({}, zero(3, stage3_gather_16bit_weights_on_model_save=True)),
     "16-bit weights on save: Accelerate": launched({"zero3_save_16bit_model": True, "zero_stage": 3}, {}),
     "16-bit weights on save: script, auto": script(zero(3, stage3_gather_16bit_weights_on_model_save="auto")),
     "compilation: Trainer": trainer({"torch_compile_backend": "eager"}),
-    "compilation: Accelerate": trainer({}, accelerate=DDP | {"dynamo_config": {"dynamo_backend": "EAGER"}}),
-    "compilation: both": trainer(
-        {"torch_compile_backend": "eager"}, accelerate=DDP | {"dynamo_config": {"dynamo_backend": "EAGER"}}
-    ),
-    "compilation: script, Accelerate": Settings(
-        None, None, DDP | {"dynamo_config": {"dynamo_backend": "EAGER"}}, world_size=RANKS
-    ),
+    "compilation: Accelerate": trainer({}, accelerate=EAGER),
+    "compilation: both": trainer({"torch_compile_backend": "eager"}, accelerate=EAGER),
+    "compilation: script, Accelerate": Settings(None, None, EAGER, world_size=RANKS),
     "engine: no launcher": trainer({}, world_size=1),
     "engine: DeepSpeed of the launcher for nobody": trainer({}, {}, accelerate=DDP, named_by_trainer=False),
     "engine: DeepSpeed of Trainer beside DDP": trainer({}, {}, accelerate=DDP),
-    "engine: both name the file": trainer(
-        {}, {}, accelerate=ACCELERATE, flags=["--deepspeed_config_file", DEEPSPEED_FILE]
-    ),
+    "engine: both name the file": trainer({}, {}, accelerate=ACCELERATE, flags=["--deepspeed_config_file", DEEPSPEED_FILE]),
     "engine: Accelerate's type for CPUs": trainer({}, accelerate=ACCELERATE | {"distributed_type": "MULTI_CPU"}),
-    "engine: a script without a GPU": script(
-        {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}, on_cpu=True
-    ),
+    "engine: a script without a GPU": script({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}, on_cpu=True),
     "engine: a script without a GPU, auto": script(adamw(lr="auto") | {"train_batch_size": "auto"}, on_cpu=True),
     "engine: a script without a GPU and a file": replace(launched({"zero_stage": 2}), on_cpu=True),
     "engine: Trainer without a GPU and a file": replace(launched({"zero_stage": 2}, {}), on_cpu=True),
@@ -212,9 +185,7 @@ CASES: dict[str, Settings] = {
         None, None, FSDP | {"fsdp_config": {f"fsdp_{key}": value for key, value in FSDP2.items()}}, world_size=RANKS
     ),
     "engine: FSDP without a GPU": replace(fsdp(FSDP2), on_cpu=True),
-    "engine: FSDP without a GPU, use_cpu": replace(
-        trainer({"fsdp": True, "fsdp_config": FSDP2, "use_cpu": True}), on_cpu=True
-    ),
+    "engine: FSDP without a GPU, use_cpu": replace(trainer({"fsdp": True, "fsdp_config": FSDP2, "use_cpu": True}), on_cpu=True),
     "FSDP version: differs": fsdp(FSDP2, {"version": 1}),
     "FSDP reshard after forward: Trainer": fsdp(FSDP2 | {"reshard_after_forward": False}),
     "FSDP reshard after forward: Accelerate": fsdp(FSDP2, FSDP2 | {"reshard_after_forward": False}),
@@ -225,9 +196,7 @@ CASES: dict[str, Settings] = {
     "FSDP activation checkpointing: Trainer": fsdp(FSDP2 | {"activation_checkpointing": True}),
     "FSDP activation checkpointing: Accelerate": fsdp(FSDP2, FSDP2 | {"activation_checkpointing": True}),
     "FSDP transformer layer cls to wrap: Trainer": fsdp(FSDP2 | {"transformer_layer_cls_to_wrap": ["LlamaMLP"]}),
-    "FSDP transformer layer cls to wrap: Accelerate": fsdp(
-        {"version": 2}, FSDP2 | {"transformer_layer_cls_to_wrap": "LlamaMLP"}
-    ),
+    "FSDP transformer layer cls to wrap: Accelerate": fsdp({"version": 2}, FSDP2 | {"transformer_layer_cls_to_wrap": "LlamaMLP"}),
     "FSDP backward prefetch: Trainer": fsdp(FSDP1 | {"backward_prefetch": "backward_post"}, FSDP1),
     "FSDP backward prefetch: Accelerate": fsdp(FSDP1, FSDP1 | {"backward_prefetch": "BACKWARD_POST"}),
     "FSDP use orig params: Trainer": fsdp(FSDP1 | {"use_orig_params": False}, FSDP1),
@@ -241,7 +210,7 @@ CASES: dict[str, Settings] = {
         )
     },
     "optimizer offload: Accelerate": launched({"zero_stage": 2, "offload_optimizer_device": "cpu"}, {}),
-}
+}  # fmt: skip
 
 COMPILES = {name for name in CASES if name.startswith("NVMe path") or name == "optimizer offload: Accelerate"}
 """Cases for which DeepSpeed first compiles an extension for minutes: only with ``make test-nvme``."""

@@ -11,7 +11,7 @@ QUICK = {
     "cluster/test_harness.py": "all_nodes_are_idle|step_runs_on_two_hosts|gloo_work_across_nodes",
     "workflow/test_asynchronous.py": "shared_disk_fills_up",
     "workflow/test_collectives.py": "on_the_page.zero3|every_function",
-    "workflow/test_consolidate_bad_input.py": "missing_rank|truncated_file|flipped_bit_in_a_shard|two_merges",
+    "workflow/test_consolidate_bad_input.py": "missing rank|truncated file|flipped bit in a shard|two_merges",
     "workflow/test_consolidate_fsdp.py": "-3ranks",
     "workflow/test_consolidate_lora.py": "peft_folder|another_model|several_adapters",
     "workflow/test_consolidate_memory.py": "70B",
@@ -123,28 +123,15 @@ GROUPS = {
     **{
         f"workflow/test_{name}": "forked"
         for name in (
-            "added_tokens",
-            "asynchronous",
-            "freeze",
-            "loop",
-            "mixtures",
-            "own_files",
-            "parallel_degrees",
-            "rates",
-            "reshard",
-            "resume",
-            "saving",
-            "script_adapters",
-            "script_guard",
-            "sequence_parallel",
-            "trackers",
+            "added_tokens", "asynchronous", "freeze", "loop", "mixtures", "own_files", "parallel_degrees", "rates",
+            "reshard", "resume", "saving", "script_adapters", "script_guard", "sequence_parallel", "trackers",
         )
     },
     **{
         f"workflow/test_{name}.py": "shared checkout"
         for name in ("nvme", "offloaded_adam", "script", "strategies", "submission_limit")
     },
-}
+}  # fmt: skip
 """Groups of tests that share an expensive fixture, by the beginning of their files below ``tests``."""
 
 FAULTS = re.compile(r"(cluster/test_faults\.py)::\w+\[(\w+)")

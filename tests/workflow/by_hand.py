@@ -1,13 +1,13 @@
 """Launch trainings node by node with the rendered command, as a user would, without the driver."""
 
 import json
-import os
 import shutil
-import socket
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import load_file
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.reshard.convert import set_load_universal
@@ -23,7 +23,9 @@ from shardmake.render.stage import launch_command, render_files
 from shardmake.render.training_file import expected_engine
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.plan import Plan
-from tests.workflow.checkout import REPOSITORY, Checkout
+from tests import fork_server
+from tests.fork_server import free_port
+from tests.workflow.checkout import Checkout
 
 STEPS = 4
 FSDP_RANK = Path(__file__).with_name("fsdp_rank.py")
@@ -41,14 +43,20 @@ def train_by_hand(checkout: Checkout, strategy: Strategy, nodes: int = 1, **chan
     shutil.rmtree(checkout.run / "train", ignore_errors=True)
     plan, folder = launch_by_hand(checkout, strategy, nodes, **changes)
     for path in sorted(folder.ranks.iterdir()):
-        report = json.loads(path.read_text())
-        assert expected_engine(plan.choice).as_json().items() <= report.items()
+        assert expected_engine(plan.choice).as_json().items() <= json.loads(path.read_text()).items()
     return checkout.losses()
 
 
 def committed_checkpoints(checkout: Checkout) -> dict[int, Path]:
     """Return the committed checkpoints of the run by step."""
     return {record.step: path for record, path in store.committed(checkout.run / "train/checkpoints")}
+
+
+def assert_merges_as_ddp(checkout: Checkout) -> None:
+    """Merge the model and compare it with the one of the fixture ``reference``."""
+    checkout("shardmake", "consolidate", "demo")
+    merged = load_file(checkout.run / "model/model.safetensors")
+    torch.testing.assert_close(merged, load_file(checkout.root / "reference.safetensors"), atol=1e-4, rtol=1e-3)
 
 
 def rewind_to(checkout: Checkout, step: int) -> Path:
@@ -61,14 +69,9 @@ def rewind_to(checkout: Checkout, step: int) -> Path:
 
 
 def launch_by_hand(
-    checkout: Checkout,
-    strategy: Strategy,
-    nodes: int = 1,
-    resume_from: Path | None = None,
-    fsdp_on_cpu: bool = True,
-    zero: dict[str, Any] | None = None,
-    **changes: Any,
-) -> tuple[Plan, AttemptDir]:
+    checkout: Checkout, strategy: Strategy, nodes: int = 1, resume_from: Path | None = None, fsdp_on_cpu: bool = True,
+    zero: dict[str, Any] | None = None, **changes: Any,
+) -> tuple[Plan, AttemptDir]:  # fmt: skip
     """Run one attempt, which must succeed; ``zero`` is merged into ``zero_optimization`` of the DeepSpeed file."""
     configure(checkout, strategy, nodes, **changes)
     config = load_config(checkout.root / "config/config.yaml")
@@ -112,16 +115,8 @@ def launch(plan: Plan, folder: AttemptDir, program: Path | None) -> None:
     assert codes == [0] * len(codes), folder.log(0).read_text()[-5000:]
 
 
-def rank_environment() -> Mapping[str, str]:
+def rank_environment() -> dict[str, str]:
     """Return the environment that the worker would set on a node without a GPU."""
-    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     for kernels in (Path.home() / ".cache/torch_extensions").glob("*"):
         remove_stale_locks(kernels)  # of ranks that a test killed while they loaded
-    return {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-
-
-def free_port() -> int:
-    """Return an unused port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return fork_server.rank_environment()

@@ -5,29 +5,30 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
+
+if TYPE_CHECKING:  # benchmarks run without pytest
+    import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PARTS = ("Snakefile", "workflow", "profiles", "config", "envs", "slurm")
 LOCAL = {"executor": "local", "processes_per_node": 2, "cpus_per_node": 2, "memory_gib_per_node": 6}
 RUN: dict[str, Any] = {
-    "model": "resources/demo/base",
-    "data": {"train": "resources/demo/train.jsonl", "eval": "resources/demo/eval.jsonl"},
-    "sequence_length": 64,
-    "global_batch_size": 8,
-    "micro_batch_size": 2,
-    "max_steps": 6,
-    "learning_rate": 2e-3,
-    "strategy": "zero3",
-    "dtype": "keep",
-    "checkpoints": {"every_steps": 2},
+    "model": "resources/demo/base", "data": {"train": "resources/demo/train.jsonl", "eval": "resources/demo/eval.jsonl"},
+    "sequence_length": 64, "global_batch_size": 8, "micro_batch_size": 2, "max_steps": 6, "learning_rate": 2e-3,
+    "strategy": "zero3", "dtype": "keep", "checkpoints": {"every_steps": 2},
     "evaluation": {"batch_tokens": 2048, "prompts": ["What does os.getcwd do?"], "max_new_tokens": 4},
     "push": {"to": "file:published/{run}"},
-}
+}  # fmt: skip
+UNPUSHED = {key: value for key, value in RUN.items() if key != "push"}
+"""The same run without a destination, which has the name of one run."""
+PROFILE = ("--profile", "profiles/local")
 
 
 @dataclass
@@ -78,14 +79,9 @@ class Checkout:
         Its only limit is that of the test, so that a busy machine fails no other one.
         """
         done = subprocess.run(
-            self.command(*words),
-            cwd=self.root,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            env=environment(),
-        )
+            self.command(*words), cwd=self.root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            check=False, env=environment(),
+        )  # fmt: skip
         print(f"$ {' '.join(words)}\n{done.stdout}")
         if check and done.returncode != 0:
             raise AssertionError(f"{' '.join(words)} exited with {done.returncode}")
@@ -94,14 +90,19 @@ class Checkout:
     def start(self, *words: str, log: Path) -> "subprocess.Popen[str]":
         """Start a command in the copy, in a session of its own, and return without waiting."""
         return subprocess.Popen(
-            self.command(*words),
-            cwd=self.root,
-            stdout=log.open("w"),
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment(),
-            start_new_session=True,
-        )
+            self.command(*words), cwd=self.root, stdout=log.open("w"), stderr=subprocess.STDOUT, text=True,
+            env=environment(), start_new_session=True,
+        )  # fmt: skip
+
+    def stages(self, *names: str) -> None:
+        """Run stages of the run, without ``names`` those that its training needs."""
+        for name in names or ("plan", "render", "data"):
+            self("shardmake", name, "demo")
+
+    def run_at_start(self, code: str, monkeypatch: "pytest.MonkeyPatch") -> None:
+        """Let every Python process of later commands run ``code`` first."""
+        (self.root / "sitecustomize.py").write_text(code)
+        monkeypatch.setenv("PYTHONPATH", f"{self.root}:{os.environ.get('PYTHONPATH', '')}")
 
     def read(self, name: str) -> Any:
         """Return the content of a JSON file of the run."""
@@ -115,6 +116,14 @@ class Checkout:
     def losses(self) -> dict[int, float]:
         """Return the training loss by step."""
         return {line["step"]: line["loss"] for line in self.metrics() if "loss" in line}
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 300) -> None:
+    """Wait until ``condition`` holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.2)
 
 
 def environment() -> dict[str, str]:

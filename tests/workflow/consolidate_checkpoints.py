@@ -22,24 +22,23 @@ HERE = Path(__file__).parent
 ZERO = {
     1: ("zero2-fp16", "zero3-fp16", "zero2-bf16-lora-nobase"),
     2: (
-        "zero1-frozen",
-        "zero1-bf16-accumfp32",
-        "zero1-bf16-masters",
-        "zero2-bf16-frozen-universal",
-        "zero2-bf16-masters-tied",
-        "zero2-roundrobin-tied",
-        "zero3-bf16-tied-frozen-universal",
-        "zero3-subgroups-resnet",
-        "zero3-lora",
+        "zero1-frozen", "zero1-bf16-accumfp32", "zero1-bf16-masters", "zero2-bf16-frozen-universal",
+        "zero2-bf16-masters-tied", "zero2-roundrobin-tied", "zero3-bf16-tied-frozen-universal",
+        "zero3-subgroups-resnet", "zero3-lora",
     ),
     3: ("zero1-bf16", "zero3-tied"),
     4: ("zero2-bf16-tied-frozen", "zero3-bf16-subgroups"),
-}
+}  # fmt: skip
 FSDP = {
     2: ("trainer-tied", "tied-bf16", "optim", "perrank-tied"),
     3: ("plain", "flat-bf16", "fsdp1", "verl-tied"),
     4: ("tp",),
 }
+SHAPE = {
+    "vocab_size": 101, "hidden_size": 24, "intermediate_size": 52, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+"""Sizes of a small Llama."""
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 

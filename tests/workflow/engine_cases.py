@@ -115,10 +115,8 @@ def train_with_trainer(settings: SimpleNamespace, folder: Path, found: dict[str,
     from transformers import Trainer, TrainingArguments
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-    given = {
-        "output_dir": str(folder / "output"), "report_to": "none", "save_strategy": "no", "logging_steps": 1,
-        "disable_tqdm": True,
-    }  # fmt: skip
+    given = {"output_dir": str(folder / "output"), "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    given |= {"logging_steps": 1}
     if not settings.on_cpu:
         given |= {"use_cpu": True, "ddp_backend": "gloo" if "RANK" in os.environ else None}
     deepspeed = settings.deepspeed if settings.named_by_trainer else None
@@ -129,10 +127,8 @@ def train_with_trainer(settings: SimpleNamespace, folder: Path, found: dict[str,
     trainer.train()
     lines = trainer.state.log_history
     found |= {name: [line[name] for line in lines if name in line] for name in ("loss", "grad_norm", "learning_rate")}
-    scheduler, steps = trainer.lr_scheduler, trainer.state.global_step
-    return Built(
-        trainer.model_wrapped, trainer.accelerator, trainer.optimizer, scheduler, arguments, steps, batches, clips
-    )
+    objects = (trainer.model_wrapped, trainer.accelerator, trainer.optimizer, trainer.lr_scheduler)
+    return Built(*objects, arguments, trainer.state.global_step, batches, clips)
 
 
 def train_script(settings: SimpleNamespace) -> Built:
@@ -214,9 +210,8 @@ def record_clips(accelerator: Any) -> list[float]:
 
 def basic_optimizer(built: Built) -> Any:
     """Return torch's or DeepSpeed's optimizer below all wrappers."""
-    return (
-        built.model.basic_optimizer if built.uses_deepspeed else getattr(built.optimizer, "optimizer", built.optimizer)
-    )
+    own = built.optimizer
+    return built.model.basic_optimizer if built.uses_deepspeed else getattr(own, "optimizer", own)
 
 
 def schedule(built: Built) -> Any:
@@ -231,10 +226,9 @@ def schedule_name(built: Built) -> str | None:
     if type(found).__name__ != "LambdaLR":
         return None if found is None else type(found).__name__
     function = found.lr_lambdas[0]
-    name = getattr(function, "func", function).__name__.removeprefix("_get_")
-    return str(name.removesuffix("_lr_lambda").removesuffix("_lambda").removesuffix("_schedule_with_warmup")).replace(
-        "_schedule_with", "_with"
-    )
+    name = str(getattr(function, "func", function).__name__).removeprefix("_get_")
+    name = name.removesuffix("_lr_lambda").removesuffix("_lambda").removesuffix("_schedule_with_warmup")
+    return name.replace("_schedule_with", "_with")
 
 
 def warmup(built: Built) -> Any:
@@ -245,39 +239,27 @@ def warmup(built: Built) -> Any:
     return getattr(found.lr_lambdas[0], "keywords", {}).get("num_warmup_steps", 0)
 
 
-def total_steps(built: Built) -> Any:
-    """Return the length of DeepSpeed's schedule, else of the training."""
-    return getattr(schedule(built), "total_num_steps", built.steps)
-
-
 def peak_rate(built: Built) -> float:
     """Return the highest learning rate of the schedule, of the optimizer without one."""
-    found, group = schedule(built), basic_optimizer(built).param_groups[0]
+    found, group = schedule(built), first_group(built)
     for name in ("max_lrs", "min_lr", "org_lrs", "base_lrs"):
         if hasattr(found, name):
             return float(max(getattr(found, name)))
     return float(group.get("initial_lr", group["lr"]))
 
 
-def group_value(name: str) -> Callable[[Built], Any]:
-    """Return the observation of a value of the optimizer's first group."""
-
-    def value(built: Built) -> Any:
-        found = basic_optimizer(built).param_groups[0].get(name)
-        return list(found) if isinstance(found, tuple) else found
-
-    return value
+def first_group(built: Built) -> dict[str, Any]:
+    """Return the optimizer's first group."""
+    return dict(basic_optimizer(built).param_groups[0])
 
 
 def engine_name(built: Built) -> str:
     """Return the engine by the class of the model that trained, below the compiler's."""
     model = getattr(built.model, "_orig_mod", built.model)
+    if isinstance(model, (FSDPModule, FullyShardedDataParallel)):
+        return "FSDP"
     names = {"DeepSpeedEngine": "DeepSpeed", "DistributedDataParallel": "DDP"}
-    return (
-        "FSDP"
-        if isinstance(model, (FSDPModule, FullyShardedDataParallel))
-        else names.get(type(model).__name__, "one process")
-    )
+    return names.get(type(model).__name__, "one process")
 
 
 def precision(built: Built) -> str:
@@ -289,9 +271,9 @@ def precision(built: Built) -> str:
     return "bf16" if built.model.bfloat16_enabled() else "fp16" if built.model.fp16_enabled() else "fp32"
 
 
-def of_engine(name: str) -> Callable[[Built], Any]:
-    """Return the observation that DeepSpeed's engine answers itself."""
-    return lambda built: getattr(built.model, name)() if built.uses_deepspeed else None
+def of_engine(name: str, otherwise: Callable[[Built], Any] = lambda built: None) -> Callable[[Built], Any]:
+    """Return the observation that DeepSpeed's engine answers itself; ``otherwise`` is that of other engines."""
+    return lambda built: getattr(built.model, name)() if built.uses_deepspeed else otherwise(built)
 
 
 def optimizer_device(built: Built) -> str:
@@ -320,21 +302,6 @@ def swap_folder(section: str) -> Callable[[Built], Any]:
     return value
 
 
-def accumulation(built: Built) -> Any:
-    """Return the engine's count, or the forward passes of a step without DeepSpeed."""
-    return built.model.gradient_accumulation_steps() if built.uses_deepspeed else len(built.batches) / built.steps
-
-
-def clipping(built: Built) -> Any:
-    """Return the norm that gradients are clipped to."""
-    return built.model.gradient_clipping() if built.uses_deepspeed else max(built.clips, default=None)
-
-
-def compilation(built: Built) -> str:
-    """Return the compiler's backend."""
-    return str(built.accelerator.state.dynamo_plugin.backend.value).lower()
-
-
 def fsdp(read: Callable[[Any, Any], Any]) -> Callable[[Built], Any]:
     """Return an observation of FSDP's wrapped model and plugin."""
 
@@ -345,11 +312,6 @@ def fsdp(read: Callable[[Any, Any], Any]) -> Callable[[Built], Any]:
         return getattr(found, "name", found)
 
     return value
-
-
-def of_fsdp1(name: str) -> Callable[[Any, Any], Any]:
-    """Return how to read an option that only FSDP1 has."""
-    return lambda model, plugin: getattr(model, name, None)
 
 
 def wrapped_layers(model: Any, plugin: Any) -> list[str]:
@@ -363,17 +325,17 @@ def wrapped_layers(model: Any, plugin: Any) -> list[str]:
 OBSERVED: dict[str, Callable[[Built], Any]] = {
     "engine": engine_name,
     "batch per rank": lambda built: max(map(len, built.batches)),
-    "accumulation steps": accumulation,
+    "accumulation steps": of_engine("gradient_accumulation_steps", lambda built: len(built.batches) / built.steps),
     "total batch": lambda built: None,  # of all ranks: `tests.workflow.test_engine_truth` counts their rows
-    "gradient clipping": clipping,
+    "gradient clipping": of_engine("gradient_clipping", lambda built: max(built.clips, default=None)),
     "learning rate": peak_rate,
-    "betas": group_value("betas"),
-    "epsilon": group_value("eps"),
+    "betas": lambda built: list(first_group(built)["betas"]) if "betas" in first_group(built) else None,
+    "epsilon": lambda built: first_group(built).get("eps"),
     "weight decay": lambda built: max(group["weight_decay"] for group in basic_optimizer(built).param_groups),
     "optimizer": lambda built: type(basic_optimizer(built)).__name__,
     "schedule": schedule_name,
     "warm-up steps": warmup,
-    "total steps": total_steps,
+    "total steps": lambda built: getattr(schedule(built), "total_num_steps", built.steps),
     "precision": precision,
     "ZeRO stage": of_engine("zero_optimization_stage"),
     "optimizer offload": optimizer_device,
@@ -381,7 +343,7 @@ OBSERVED: dict[str, Callable[[Built], Any]] = {
     "NVMe path of the optimizer": swap_folder("zero_offload_optimizer"),
     "NVMe path of the parameters": swap_folder("zero_offload_param"),
     "16-bit weights on save": of_engine("zero_gather_16bit_weights_on_model_save"),
-    "compilation": compilation,
+    "compilation": lambda built: str(built.accelerator.state.dynamo_plugin.backend.value).lower(),
     "FSDP version": fsdp(lambda model, plugin: plugin.fsdp_version),
     "FSDP reshard after forward": fsdp(lambda model, plugin: plugin.reshard_after_forward),
     "FSDP state dict type": fsdp(lambda model, plugin: plugin.state_dict_type),
@@ -390,8 +352,8 @@ OBSERVED: dict[str, Callable[[Built], Any]] = {
         lambda model, plugin: any(isinstance(one, CheckpointWrapper) for one in model.modules())
     ),
     "FSDP transformer layer cls to wrap": fsdp(wrapped_layers),
-    "FSDP backward prefetch": fsdp(of_fsdp1("backward_prefetch")),
-    "FSDP use orig params": fsdp(of_fsdp1("_use_orig_params")),
+    "FSDP backward prefetch": fsdp(lambda model, plugin: getattr(model, "backward_prefetch", None)),  # FSDP1's alone
+    "FSDP use orig params": fsdp(lambda model, plugin: getattr(model, "_use_orig_params", None)),
 }
 """How to read each setting of the comparison from what the libraries built, by its name in the table."""
 
@@ -403,7 +365,7 @@ def details(built: Built) -> dict[str, Any]:
         return found
     return found | {
         "batch": built.model.train_batch_size(),
-        "initial_rate": basic_optimizer(built).param_groups[0].get("initial_lr"),
+        "initial_rate": first_group(built).get("initial_lr"),
         "zero_optimizer": type(built.model.optimizer).__name__,
         "zero_init": any(hasattr(one, "ds_id") for one in built.model.module.parameters()),
     }

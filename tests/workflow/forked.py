@@ -1,5 +1,6 @@
 """Train attempts with forked ranks, without a driver or with one, from rendered files and with real saves."""
 
+import json
 import shutil
 import socket
 import time
@@ -9,12 +10,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
+import torch
+from safetensors.torch import load_file
+
 from shardmake.checkpoint import store
 from shardmake.checkpoint.formats.pickle_names import refuse_foreign_names
 from shardmake.checkpoint.record import CheckpointRecord
 from shardmake.config.load import get_run, load_cluster, load_config
 from shardmake.config.models import Cluster, Run, Strategy
 from shardmake.core.atomic import write_json
+from shardmake.core.fingerprint import FileEntry
 from shardmake.launch.driver import drive
 from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.slurm_states import JobState, JobStatus
@@ -127,6 +132,15 @@ class Forked:
         )
         return codes, found[0] if found else None
 
+    def assert_repeats(self, rundir: RunDir, planned: tuple[Plan, Run, Cluster], **options: Any) -> dict[int, float]:
+        """Resume a training of four steps from step 2; return the losses, which must be the same."""
+        uninterrupted = losses(rundir)
+        shutil.rmtree(rundir.checkpoints / "checkpoint-4")
+        codes, resumed = self.resume(rundir, planned, **options)
+        assert set(codes) == {0} and resumed is not None and resumed.step == 2, log(rundir)
+        assert losses(rundir) == uninterrupted
+        return uninterrupted
+
 
 @dataclass
 class ForkedJobs:
@@ -140,14 +154,9 @@ class ForkedJobs:
         started = time.time()
         codes = self.forked.run_attempt(plan, folder, program=self.program)
         NodeExit(
-            node_rank=0,
-            host=socket.gethostname(),
-            started=started,
-            ended=time.time(),
-            phase="training",
-            returncode=next((code for code in codes if code), 0),
-            stop_signal=None,
-        ).write(folder.exit_record(0))
+            node_rank=0, host=socket.gethostname(), started=started, ended=time.time(), phase="training",
+            returncode=next((code for code in codes if code), 0), stop_signal=None,
+        ).write(folder.exit_record(0))  # fmt: skip
         return folder.root.name
 
     def find(self) -> None:
@@ -175,3 +184,35 @@ def branch(source: RunDir, target: Path) -> RunDir:
 def log(rundir: RunDir) -> str:
     """Return the newest attempt's log."""
     return (max(rundir.attempts.iterdir()) / "node-0.log").read_text()
+
+
+def metrics(rundir: RunDir) -> list[dict[str, Any]]:
+    """Return the lines of a run's metrics."""
+    return [json.loads(line) for line in rundir.metrics.read_text().splitlines()]
+
+
+def losses(rundir: RunDir, key: str = "loss") -> dict[int, float]:
+    """Return the values of ``key`` by step, each of which is logged once."""
+    lines = [line for line in metrics(rundir) if key in line]
+    found = {line["step"]: line[key] for line in lines}
+    assert len(found) == len(lines), "no step is logged twice"
+    return found
+
+
+def official_weights(checkpoint: Path, strategy: Strategy) -> dict[str, Any]:
+    """Return the weights of a checkpoint as the engine's own tools read them."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    if strategy == "ddp":
+        return load_file(checkpoint / "model.safetensors")
+    if not strategy.startswith("fsdp"):
+        return dict(get_fp32_state_dict_from_zero_checkpoint(str(checkpoint)))
+    dcp_to_torch_save(checkpoint / "pytorch_model_fsdp_0", converted := checkpoint.parent / "official.pt")
+    return dict(torch.load(converted, weights_only=True)["model"])
+
+
+def states(record: CheckpointRecord | None) -> dict[str, FileEntry]:
+    """Return size and checksum of weights, optimizer states, random generators and schedulers by file."""
+    assert record is not None
+    return {name: entry for name, entry in record.files.items() if name.endswith((".pt", ".pth", ".distcp"))}

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from shardmake.config.models import Cluster, Run, Strategy
 from shardmake.run.plan import Plan
 from tests.fork_server import REPOSITORY, free_port
+from tests.workflow.conftest import PACKAGES
 from tests.workflow.forked import Forked
-from tests.workflow.test_quantized import PACKAGES
 
 SCRIPT = Path(__file__).with_name("scripts") / "trl_alone.py"
 Turn = dict[str, str]
@@ -56,28 +56,17 @@ _SCORES = ("accuracy", "margin", "min_reward", "mean_reward", "max_reward")
 OBJECTIVES = {
     "sft": Objective(lambda _, question, answer: {"prompt": [question], "completion": [answer]}),
     "dpo": Objective(_pair, scores="rewards", names=("accuracies", *_REWARDS), theirs="rewards/{}"),
-    "kto": Objective(
-        _labelled, {"kto": {"desirable_weight": 3.0}}, scores="rewards", names=_REWARDS, theirs="rewards/{}"
-    ),
+    "kto": Objective(_labelled, {"kto": {"desirable_weight": 3.0}}, scores="rewards", names=_REWARDS, theirs="rewards/{}"),
     "reward": Objective(
-        _pair,
-        {"reward": {"center_rewards_coefficient": 0.01}, "evaluation": {"batch_tokens": 2048}},
-        scores="reward_scores",
-        names=_SCORES,
+        _pair, {"reward": {"center_rewards_coefficient": 0.01}, "evaluation": {"batch_tokens": 2048}},
+        scores="reward_scores", names=_SCORES,
     ),
-}
+}  # fmt: skip
 SETTINGS: Row = {
-    "packing": False,
-    "data": {"train": "examples.jsonl", "eval": "held_out.jsonl", "order": "given"},
-    "sequence_length": 128,
-    "micro_batch_size": 3,
-    "max_steps": 4,
-    "epochs": None,
-    "learning_rate": 2e-3,
-    "warmup_ratio": 0.25,
-    "checkpoints": {"every_steps": 2},
-    "eval_every_steps": 2,
-}
+    "packing": False, "data": {"train": "examples.jsonl", "eval": "held_out.jsonl", "order": "given"},
+    "sequence_length": 128, "micro_batch_size": 3, "max_steps": 4, "epochs": None, "learning_rate": 2e-3,
+    "warmup_ratio": 0.25, "checkpoints": {"every_steps": 2}, "eval_every_steps": 2,
+}  # fmt: skip
 
 
 def settings_of(objective: str, method: str = "full", reference: str = "model") -> Row:

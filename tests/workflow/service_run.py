@@ -17,30 +17,19 @@ def service_settings(
     few = checkout.root / "resources/few.jsonl"
     few.write_text("".join((checkout.root / "resources/demo/train.jsonl").read_text().splitlines(keepends=True)[:64]))
     arguments = {
-        "model": "$SHARDMAKE_BASE",
-        "data": str(few),
-        "final": "$SHARDMAKE_OUTPUT",
-        "server": "$SHARDMAKE_SERVICE_HOST:$SHARDMAKE_SERVICE_PORT",
-        "answers": str(checkout.root / "answers.jsonl"),
-        "seconds": str(seconds),
-        "output_dir": "$SHARDMAKE_CHECKPOINTS",
+        "model": "$SHARDMAKE_BASE", "data": str(few), "final": "$SHARDMAKE_OUTPUT",
+        "server": "$SHARDMAKE_SERVICE_HOST:$SHARDMAKE_SERVICE_PORT", "answers": str(checkout.root / "answers.jsonl"),
+        "seconds": str(seconds), "output_dir": "$SHARDMAKE_CHECKPOINTS",
         "per_device_train_batch_size": "$SHARDMAKE_MICRO_BATCH_SIZE",
-        "gradient_accumulation_steps": "$SHARDMAKE_GRADIENT_ACCUMULATION_STEPS",
-        "max_steps": "$SHARDMAKE_MAX_STEPS",
-        "save_steps": "2",
-        "logging_steps": "1",
-        "report_to": "none",
-        "use_cpu": "true",
-    }
+        "gradient_accumulation_steps": "$SHARDMAKE_GRADIENT_ACCUMULATION_STEPS", "max_steps": "$SHARDMAKE_MAX_STEPS",
+        "save_steps": "2", "logging_steps": "1", "report_to": "none", "use_cpu": "true",
+    }  # fmt: skip
     return {
-        "strategy": "ddp",
-        "nodes": 1,
-        "data": {"train": "resources/few.jsonl", "eval": "resources/demo/eval.jsonl"},
-        "script": str(SCRIPTS / "trainer_with_service.py"),
-        "script_args": [f"--{name}={value}" for name, value in arguments.items()],
-        "service_nodes": 1,
+        "strategy": "ddp", "nodes": 1, "data": {"train": "resources/few.jsonl", "eval": "resources/demo/eval.jsonl"},
+        "script": str(SCRIPTS / "hf_trainer.py"),
+        "script_args": [f"--{name}={value}" for name, value in arguments.items()], "service_nodes": 1,
         "service": {"command": command, "health": "/health", **service},
-    }
+    }  # fmt: skip
 
 
 def answers(checkout: Checkout) -> list[dict[str, Any]]:

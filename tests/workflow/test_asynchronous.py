@@ -1,11 +1,9 @@
 """Asynchronous saves of real trainings give the same result after kills, and report a full disk."""
 
-import json
 import os
 import shutil
 import signal
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,27 +16,23 @@ from shardmake.checkpoint.record import read_record
 from shardmake.config.load import get_run, load_cluster, load_config
 from shardmake.config.models import Strategy
 from shardmake.core.errors import ShardmakeError
+from shardmake.core.fingerprint import FileEntry
 from shardmake.plan.stage import plan_run
 from shardmake.render.stage import render
 from shardmake.run.paths import RunDir
 from tests.unit.train.test_async_saver import make_saver, save, steps
 from tests.workflow.by_hand import launch_by_hand
-from tests.workflow.checkout import REPOSITORY, Checkout
-from tests.workflow.forked import Forked, log
-from tests.workflow.test_local import wait_for
+from tests.workflow.checkout import REPOSITORY, Checkout, wait_for
+from tests.workflow.forked import Forked, log, losses, states
 
 SAVES = {"every_steps": 2, "keep": 9}
 
 
-def result(rundir: RunDir) -> tuple[dict[int, float], dict[str, str]]:
+def result(rundir: RunDir) -> tuple[dict[int, float], dict[str, FileEntry]]:
     """Return the losses by step, and the checksums of the last checkpoint's states."""
     last = store.newest_valid(rundir.checkpoints)
     assert last is not None
-    states = {name: entry.crc32 for name, entry in last[0].files.items() if name.endswith((".pt", ".pth", ".distcp"))}
-    lines = [line for line in map(json.loads, rundir.metrics.read_text().splitlines()) if "loss" in line]
-    found = {line["step"]: line["loss"] for line in lines}
-    assert len(found) == len(lines), "no step is logged twice"
-    return found, states
+    return losses(rundir), states(last[0])
 
 
 def uploads(rundir: RunDir) -> list[psutil.Process]:
@@ -79,13 +73,18 @@ def assert_same_result(rundir: RunDir, uninterrupted: RunDir) -> None:
     assert not uploads(rundir)
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A training without asynchronous saves."""
+    rundir = RunDir(tmp_path_factory.mktemp("asynchronous") / "uninterrupted")
+    assert forked.train(rundir, forked.plan("zero3", 2, max_steps=6, checkpoints=SAVES)) == [0, 0], log(rundir)
+    return rundir
+
+
 @pytest.mark.training
-def test_rank_killed_during_an_upload(forked: Forked, tmp_path: Path) -> None:
+def test_rank_killed_during_an_upload(forked: Forked, uninterrupted: RunDir, tmp_path: Path) -> None:
     """The upload ends with its rank. After a resume, the result is the same bit for bit."""
-    uninterrupted, rundir = RunDir(tmp_path / "uninterrupted"), RunDir(tmp_path / "run")
-    assert forked.train(uninterrupted, forked.plan("zero3", 2, max_steps=6, checkpoints=SAVES)) == [0, 0], log(
-        uninterrupted
-    )
+    rundir = RunDir(tmp_path / "run")
     plan, run, cluster = forked.plan("zero3", 2, max_steps=6, checkpoints={**SAVES, "asynchronous": True})
     planned = (plan, run, cluster.model_copy(update={"scratch": str(tmp_path)}))
     with ThreadPoolExecutor(1) as pool:
@@ -103,12 +102,8 @@ def test_rank_killed_during_an_upload(forked: Forked, tmp_path: Path) -> None:
 @pytest.mark.training
 @pytest.mark.sweep
 def test_driver_resumes_after_a_kill_during_an_upload(
-    forked: Forked, checkout: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    forked: Forked, uninterrupted: RunDir, checkout: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    uninterrupted = RunDir(tmp_path / "uninterrupted")
-    assert forked.train(uninterrupted, forked.plan("zero3", 2, max_steps=6, checkpoints=SAVES)) == [0, 0], log(
-        uninterrupted
-    )
     (tmp_path / "scratch").mkdir()
     settings: dict[str, Any] = {"global_batch_size": 12, "micro_batch_size": 6, "max_steps": 6}
     checkout.configure({"scratch": str(tmp_path / "scratch")}, **settings, checkpoints={**SAVES, "asynchronous": True})
@@ -162,37 +157,24 @@ def test_two_nodes_with_own_scratch_upload_every_file(
         record = read_record(shared_checkout.run / "train/checkpoints/checkpoint-1")
         assert record is not None and (record.blocked_seconds is not None) == asynchronous
         assert record.world_size == record.rng_states == 4
-        last = {name: entry for name, entry in record.files.items() if name.endswith((".pt", ".pth", ".distcp"))}
-        found[asynchronous] = (set(record.files), last, shared_checkout.losses())
-        assert {path.name for path in folder.read().saves.glob("*")} == (
-            {"node-0", "node-1"} if asynchronous else set()
-        )
+        found[asynchronous] = (set(record.files), states(record), shared_checkout.losses())
+        left = {path.name for path in folder.read().saves.glob("*")}
+        assert left == ({"node-0", "node-1"} if asynchronous else set())
         shutil.rmtree(folder.read().saves, ignore_errors=True)  # the workers would have done it
     assert found[True] == found[False]
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A separate file system of 1 MiB."""
-    point = tmp_path / "small"
-    point.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", point], check=True)
-    yield point
-    subprocess.run(["umount", "--lazy", point], check=True)
-
-
 @pytest.mark.root
-def test_shared_disk_fills_up_during_an_upload(tmp_path: Path, small_disk: Path) -> None:
+def test_shared_disk_fills_up_during_an_upload(tmp_path: Path, file_system: Callable[[str], Path]) -> None:
     """The save found enough space, but another user fills the disk before the upload."""
     saver = make_saver(tmp_path)
-    saver.folder.symlink_to(small_disk)
+    saver.folder.symlink_to(file_system("1m"))
     save(saver, 1, required=True)
     with saver.saving(2, required=False) as folder:
         assert folder is not None
         folder.mkdir(parents=True)
         (folder / "shard.pt").write_bytes(bytes(2 << 20))
-    with pytest.raises(
-        ShardmakeError, match=r"The disk filled up while checkpoint-2 was written: .*resumes from checkpoint-1"
-    ):
+    message = r"The disk filled up while checkpoint-2 was written: .*resumes from checkpoint-1"
+    with pytest.raises(ShardmakeError, match=message):
         save(saver, 3)
     assert steps(tmp_path) == [1] and not (store.staging_folder(saver.folder, 1) / "checkpoint-2").exists()

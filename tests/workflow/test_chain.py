@@ -14,17 +14,15 @@ from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.evaluation import EvaluationResult
 from shardmake.run.paths import RunDir
 from shardmake.run.sources import Sources
-from tests.workflow.checkout import RUN, Checkout
+from tests.workflow.checkout import PROFILE, RUN, UNPUSHED, Checkout
 from tests.workflow.test_module import make_lab
-from tests.workflow.test_reruns import PROFILE, finish
+from tests.workflow.test_reruns import finish
 
-SFT: dict[str, Any] = {key: value for key, value in RUN.items() if key != "push"} | {"strategy": "ddp"}
+SFT: dict[str, Any] = UNPUSHED | {"strategy": "ddp"}
 PAIRS: dict[str, Any] = {
-    "objective": "dpo",
-    "packing": False,
-    "sequence_length": 128,
+    "objective": "dpo", "packing": False, "sequence_length": 128,
     "data": {"train": "pairs.jsonl", "eval": "held_out.jsonl"},
-}
+}  # fmt: skip
 TRAINING = ["plan", "render", "train", "consolidate"]
 ENDS = ["evaluate", "report"]
 
@@ -36,30 +34,19 @@ def configure(checkout: Checkout, sft: dict[str, Any], **runs: dict[str, Any]) -
 def write_pairs(root: Path) -> None:
     """Write pairs of the answer of a conversation and of its words in reversed order."""
     messages = [json.loads(line)["messages"] for line in (root / "resources/demo/train.jsonl").open()][:60]
-    pairs = [
-        {
-            "prompt": [question],
-            "chosen": [answer],
-            "rejected": [{"role": "assistant", "content": " ".join(reversed(answer["content"].split()))}],
-        }
-        for question, answer in messages
+    worse = [answer | {"content": " ".join(reversed(answer["content"].split()))} for _, answer in messages]
+    lines = [
+        json.dumps({"prompt": [question], "chosen": [answer], "rejected": [other]})
+        for (question, answer), other in zip(messages, worse, strict=True)
     ]
-    lines = [json.dumps(pair) for pair in pairs]
     (root / "pairs.jsonl").write_text("\n".join(lines[:48]))
     (root / "held_out.jsonl").write_text("\n".join(lines[48:]))
 
 
 MESSAGES = {
-    "fetching the data": "fetch",
-    "fetching the base": "fetch-weights",
-    "estimating": "plan",
-    "rendering": "render",
-    "tokenizing": "data",
-    "training": "train",
-    "merging": "consolidate",
-    "measuring": "evaluate",
-    "putting": "report",
-}
+    "fetching the data": "fetch", "fetching the base": "fetch-weights", "estimating": "plan", "rendering": "render",
+    "tokenizing": "data", "training": "train", "merging": "consolidate", "measuring": "evaluate", "putting": "report",
+}  # fmt: skip
 """Each stage by the beginning of its message."""
 
 

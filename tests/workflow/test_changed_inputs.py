@@ -32,8 +32,7 @@ def forget_changes(checkout: Checkout, weights: Path) -> None:
 
 def test_a_flipped_bit_stops_every_later_stage(checkout: Checkout) -> None:
     checkout.configure(method="lora", strategy="ddp", checkpoints={"every_steps": 2, "keep": 3})
-    for stage in ("fetch", "plan", "render", "data", "train"):
-        checkout("shardmake", stage, "demo")
+    checkout.stages("fetch", "plan", "render", "data", "train")
     uninterrupted = checkout.losses()
     (checkout.run / "train/receipt.json").unlink()
     for step in (4, 6):

@@ -6,36 +6,25 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from shardmake.config.effects import STAGES
 from shardmake.core.atomic import write_json
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import PushReceipt
 from tests.finished_run import TRAINED, make_rundir
 from tests.unit.commands.test_clean import configure, make_checkpoint
+from tests.workflow.checkout import LOCAL, RUN
 
 WRITING = {
-    "demo": ["demo", "out/demo"],
-    "fetch": ["fetch", "fetch"],
-    "plan": ["plan", "plan"],
-    "render": ["render", "render"],
-    "data": ["data", "data"],
-    "train": ["train", "train"],
-    "consolidate": ["consolidate", "consolidate"],
-    "merge": ["consolidate", "resources/demo/base", "out/model"],
-    "evaluate": ["evaluate", "evaluate"],
-    "push": ["push", "push"],
-    "report": ["report", "report"],
-}
+    "demo": ["demo", "out/demo"], "merge": ["consolidate", "resources/demo/base", "out/model"],
+    **{name: [name, name] for name in STAGES},
+}  # fmt: skip
 READING = {
-    "clean": ["clean"],
-    "status": ["status", "push"],
-    "estimate": ["estimate", "resources/demo/base"],
-    "verify": ["verify", "resources/demo/base"],
-    "show": ["render", "render", "--show"],
-}
+    "clean": ["clean"], "status": ["status", "push"], "estimate": ["estimate", "resources/demo/base"],
+    "verify": ["verify", "resources/demo/base"], "show": ["render", "render", "--show"],
+}  # fmt: skip
 DRIVER = """
 import json, os, sys
 import datasets, transformers
@@ -61,23 +50,15 @@ dd if=/dev/zero of="$2/filler" bs=4k 2>/dev/null
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with a run for each command, which has everything that the command reads."""
     root = tmp_path_factory.mktemp("project")
-    write_json(root / "cluster.yaml", {
-        "executor": "local", "processes_per_node": 1, "cpus_per_node": 2, "memory_gib_per_node": 6,
-    })  # fmt: skip
-    run: dict[str, Any] = {
-        "model": "resources/demo/base",
-        "data": {"train": "resources/demo/train.jsonl", "eval": "resources/demo/eval.jsonl"},
-        "sequence_length": 64,
-        "global_batch_size": 2,
-        "max_steps": 2,
-        "learning_rate": 1e-3,
-        "push": {"to": "file:published"},
-    }
-    runs = {name: {**run, "push": {"to": f"file:published/{name}"}} for name in (*WRITING, *READING, "seed")}
+    write_json(root / "cluster.yaml", LOCAL | {"processes_per_node": 1})
+    run = {name: RUN[name] for name in ("model", "data", "sequence_length", "push")}
+    run |= {"global_batch_size": 2, "max_steps": 2, "learning_rate": 1e-3}
+    runs = dict.fromkeys((*WRITING, *READING, "seed"), run)
     write_json(root / "config/config.yaml", {"cluster": "cluster.yaml", "runs": runs})
     run_all(root, root.with_name("made"), {"demo": ["demo"]})
-    (root / "resources/demo/train.jsonl").write_text(shorten(root / "resources/demo/train.jsonl", 40))
-    (root / "resources/demo/eval.jsonl").write_text(shorten(root / "resources/demo/eval.jsonl", 4))
+    for split, rows in (("train", 40), ("eval", 4)):
+        file = root / f"resources/demo/{split}.jsonl"
+        file.write_text("".join(file.read_text().splitlines(keepends=True)[:rows]))
     advance(root, "fetch", "plan")
     advance(root, "plan", "render", "data")
     advance(root, "render", "show")
@@ -88,8 +69,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy(root, "seed", "consolidate")
     advance(root, "consolidate", "evaluate")
     for name in ("push", "report"):
-        made = make_rundir(root / name)
-        shutil.copytree(made.root, root / "runs" / name)
+        make_rundir(root / name).root.rename(root / "runs" / name)
         shutil.rmtree(root / name)
     make_pushed(RunDir(root / "runs/clean"), root)
     return root
@@ -102,10 +82,6 @@ def make_pushed(rundir: RunDir, root: Path) -> None:
         make_checkpoint(rundir, step, finished=True)
     model = json.loads(rundir.model_receipt.read_text())["verification"]["files"]
     PushReceipt.model_validate({"destinations": [], "files": {}, "model": model}).write(rundir.push_receipt)
-
-
-def shorten(path: Path, lines: int) -> str:
-    return "".join(path.read_text().splitlines(keepends=True)[:lines])
 
 
 def advance(root: Path, command: str, *followers: str) -> None:
@@ -129,9 +105,8 @@ def run_all(root: Path, out: Path, commands: dict[str, list[str]], prepare: str 
     mounted.mkdir(exist_ok=True)
     script = f'{prepare}\nexec "$3" -c "$4" "$5" "$2" "$6"'
     arguments = [root, mounted, sys.executable, DRIVER, out, json.dumps(commands)]
-    done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", script, "sh", *map(str, arguments)], capture_output=True, text=True
-    )
+    command = ["unshare", "-rm", "sh", "-c", script, "sh", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return {name: int(status) for name, status in (line.split() for line in done.stdout.splitlines()[-len(commands) :])}
 

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from peft import PeftModel
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForImageTextToText
 
 from shardmake.config.models import Strategy
@@ -20,10 +18,9 @@ from shardmake.run.paths import RunDir
 from tests.composites import COMPOSITES, save_composite
 from tests.plan_in_process import plan_in_this_process
 from tests.workflow.checkout import Checkout
-from tests.workflow.forked import Forked, log
+from tests.workflow.forked import Forked, log, losses, official_weights
 from tests.workflow.objectives import settings_of, with_examples
 from tests.workflow.test_mixtures_resume import check_resume, copy_unpacked
-from tests.workflow.test_saving import losses
 
 pytestmark = pytest.mark.training
 Reference = tuple[Path, dict[int, float]]
@@ -40,7 +37,7 @@ def reference(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Itera
             folder = tmp_path_factory.mktemp(kind)
             base = save_composite(kind, forked.checkout.root / "resources/demo/base", folder / "base")
             found[kind] = base, check_resume(forked, folder, base, "ddp")
-            check_merge(RunDir(folder / "run"), base, "ddp", folder)
+            check_merge(RunDir(folder / "run"), base, "ddp")
         return found[kind]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -61,7 +58,7 @@ def test_composites(
 ) -> None:
     base, expected = reference(kind)
     assert check_resume(forked, tmp_path, base, strategy) == pytest.approx(expected, abs=2e-4)
-    check_merge(RunDir(tmp_path / "run"), base, strategy, tmp_path)
+    check_merge(RunDir(tmp_path / "run"), base, strategy)
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
@@ -77,22 +74,19 @@ def test_adapters_change_their_layers_alone(
     assert forked.train(rundir, planned) == [0, 0], log(rundir)
     found = {}
     for adapter in (False, True):
-        out = tmp_path / f"adapter-{adapter}"
+        found[adapter] = tmp_path / f"adapter-{adapter}"
         options = {"base": base, "adapter": adapter, "model_class": planned[0].workload.model_class}
-        consolidate(rundir.checkpoints / "checkpoint-4", out, **options)
-        found[adapter] = out
+        consolidate(rundir.checkpoints / "checkpoint-4", found[adapter], **options)
     merged, untouched = (load_file(folder / "model.safetensors") for folder in (found[False], base))
     changed = {name for name in merged if not torch.equal(merged[name], untouched[name])}
     assert changed == {name for name in merged if "language_model" in name and "q_proj" in name}
     theirs = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(base), found[True])
     state = theirs.merge_and_unload().state_dict()
     ours = AutoModelForImageTextToText.from_pretrained(found[False]).state_dict()
-    assert ours.keys() == state.keys()
-    for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, state[name], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(ours, state, atol=1e-6, rtol=1e-5)
 
 
-def check_merge(rundir: RunDir, base: Path, strategy: Strategy, folder: Path) -> None:
+def check_merge(rundir: RunDir, base: Path, strategy: Strategy) -> None:
     """Compare the merge with the base's towers and with the states as the engine's own tools read them."""
     checkpoint = rundir.checkpoints / "checkpoint-4"
     name = json.loads((base / "config.json").read_text())["architectures"][0]
@@ -108,7 +102,7 @@ def check_merge(rundir: RunDir, base: Path, strategy: Strategy, folder: Path) ->
     assert (rundir.model / "preprocessor_config.json").read_bytes() == (base / "preprocessor_config.json").read_bytes()
 
     trained = part.load(str(base))
-    found = {name: tensor[:] for name, tensor in states(checkpoint, strategy, folder).items()}
+    found = {name: tensor[:] for name, tensor in official_weights(checkpoint, strategy).items()}
     found.setdefault("lm_head.weight", found["model.language_model.embed_tokens.weight"])  # tied in Gemma 3
     trained.load_state_dict(found)
     opened, info = AutoModelForImageTextToText.from_pretrained(rundir.model, output_loading_info=True)
@@ -117,15 +111,6 @@ def check_merge(rundir: RunDir, base: Path, strategy: Strategy, folder: Path) ->
     with torch.no_grad():
         ours, theirs = (model.eval()(input_ids=ids, use_cache=False).logits for model in (opened, trained))
     assert torch.equal(ours, theirs)
-
-
-def states(checkpoint: Path, strategy: Strategy, folder: Path) -> dict[str, torch.Tensor]:
-    if strategy == "ddp":
-        return load_file(checkpoint / "model.safetensors")
-    if strategy == "zero3":
-        return dict(get_fp32_state_dict_from_zero_checkpoint(str(checkpoint)))
-    dcp_to_torch_save(checkpoint / "pytorch_model_fsdp_0", folder / "official.pt")
-    return dict(torch.load(folder / "official.pt", weights_only=True)["model"])
 
 
 def test_preferences(forked: Forked, inputs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

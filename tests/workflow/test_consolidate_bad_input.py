@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,35 +15,23 @@ from shardmake.checkpoint.formats import unpickle
 from shardmake.checkpoint.formats.registry import read_checkpoint
 from shardmake.consolidate.merge import consolidate
 from shardmake.core.errors import ShardmakeError
-from tests.workflow.consolidate_checkpoints import check_loading_in_process, trained
 
-pytestmark = pytest.mark.training
+pytestmark = [pytest.mark.training, pytest.mark.usefixtures("loading_in_process")]
 STEP = "checkpoint-2/global_step2"
-RANK1 = f"{STEP}/zero_pp_rank_1_mp_rank_00_optim_states.pt"
 FSDP = "checkpoint-2/pytorch_model_fsdp_0"
+MODEL_STATES = f"{STEP}/mp_rank_00_model_states.pt"
+VARIANTS = {"zero3": ("zero", 3, "zero3-tied"), "zero1": ("zero", 2, "zero1-frozen"), "fsdp": ("fsdp", 3, "plain")}
+Copied = Callable[[str], Path]
 
 
-@pytest.fixture(autouse=True)
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_loading_in_process(monkeypatch)
-
-
-@pytest.fixture
-def zero3(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source = trained(tmp_path_factory.getbasetemp(), "zero", 3) / "zero3-tied"
-    return Path(shutil.copytree(source, tmp_path / "zero3"))
+def file_of(rank: int, kind: str = "optim") -> str:
+    return f"{STEP}/zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt"
 
 
 @pytest.fixture
-def zero1(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source = trained(tmp_path_factory.getbasetemp(), "zero", 2) / "zero1-frozen"
-    return Path(shutil.copytree(source, tmp_path / "zero1"))
-
-
-@pytest.fixture
-def fsdp(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source = trained(tmp_path_factory.getbasetemp(), "fsdp", 3) / "plain"
-    return Path(shutil.copytree(source, tmp_path / "fsdp"))
+def copied(variant_of: Callable[[str, int, str], Path], tmp_path: Path) -> Copied:
+    """Copy one of `VARIANTS`."""
+    return lambda kind: Path(shutil.copytree(variant_of(*VARIANTS[kind]), tmp_path / kind))
 
 
 def assert_fails(variant: Path, message: str) -> None:
@@ -54,51 +43,26 @@ def assert_fails(variant: Path, message: str) -> None:
     assert not (out.parent / ".model.partial").exists()
 
 
-@pytest.mark.parametrize("kind", ["optim", "model"])
-def test_missing_rank(zero3: Path, kind: str) -> None:
-    (zero3 / STEP / f"zero_pp_rank_1_mp_rank_00_{kind}_states.pt").unlink()
-    assert_fails(zero3, "lacks the files of rank 1")
+def truncate(share: float) -> Callable[[Path], None]:
+    return lambda folder: os.truncate(folder / file_of(1), int((folder / file_of(1)).stat().st_size * share))
 
 
-def test_missing_last_rank(zero3: Path) -> None:
-    (zero3 / STEP / "zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
-    assert_fails(zero3, "was written by 3 ranks, but .* holds the optimizer files of 2")
+def rewrite_step(path: Path, step: float) -> None:
+    """Save the optimizer file again with another ``step``, and so with valid checksums."""
+    state = torch.load(path, weights_only=False)
+    for values in state["optimizer_state_dict"]["optimizer_state_dict"]["state"].values():
+        values["step"].fill_(step)
+    torch.save(state, path)
 
 
-def test_additional_rank(zero3: Path) -> None:
-    shutil.copy(zero3 / RANK1, zero3 / STEP / "zero_pp_rank_3_mp_rank_00_optim_states.pt")
-    assert_fails(zero3, "was written by 3 ranks, but .* holds the optimizer files of 4")
+def rewrite_all_steps(folder: Path) -> None:
+    for path in (folder / STEP).glob("*_optim_states.pt"):
+        rewrite_step(path, 4.0)
 
 
-def test_rank_of_another_run(zero3: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    other = trained(tmp_path_factory.getbasetemp(), "zero", 2) / "zero3-lora" / RANK1
-    shutil.copy(other, zero3 / RANK1)
-    assert_fails(zero3, r"zero_pp_rank_1_mp_rank_00_optim_states\.pt was written by 2 ranks, but .* holds .* of 3")
-
-
-@pytest.mark.parametrize("keep", [0, 0.5, 0.999])
-def test_truncated_file(zero3: Path, keep: float) -> None:
-    os.truncate(zero3 / RANK1, int((zero3 / RANK1).stat().st_size * keep))
-    assert_fails(zero3, r"zero_pp_rank_1_mp_rank_00_optim_states\.pt is damaged")
-
-
-def test_files_of_two_steps(zero3: Path, tmp_path: Path) -> None:
-    """A file of another save of the same training, which DeepSpeed's own tool silently merges."""
-    from tests.workflow.consolidate_damage import rewrite_step
-
-    rewrite_step(zero3 / RANK1, 1.0)
-    assert_fails(zero3, r"mixes files of different saves \(optimizer step of rank 0: 2.0, rank 1: 1.0, rank 2: 2.0\)")
-
-
-def test_folder_name_of_another_step(zero3: Path) -> None:
-    (zero3 / STEP).rename(zero3 / "checkpoint-2" / "global_step9")
-    (zero3 / "checkpoint-2" / "latest").write_text("global_step9")
-    assert_fails(zero3, "global_step9 holds files of step 2")
-
-
-def test_latest_names_a_missing_folder(zero3: Path) -> None:
-    (zero3 / "checkpoint-2" / "latest").write_text("global_step4")
-    assert_fails(zero3, "latest names global_step4, which is not a complete checkpoint")
+def rename_step(folder: Path) -> None:
+    (folder / STEP).rename(folder / "checkpoint-2/global_step9")
+    (folder / "checkpoint-2/latest").write_text("global_step9")
 
 
 def flip_bit(ref: unpickle.TensorRef, byte: int) -> None:
@@ -109,42 +73,82 @@ def flip_bit(ref: unpickle.TensorRef, byte: int) -> None:
         file.write(bytes([value ^ 1]))
 
 
-def test_flipped_bit_in_a_shard(zero3: Path) -> None:
-    """torch.load and zero_to_fp32 never check the checksum in the file."""
-    flip_bit(unpickle.load(zero3 / RANK1)["optimizer_state_dict"]["fp32_flat_groups"][0], 4001)
-    assert_fails(zero3, r"zero_pp_rank_1_mp_rank_00_optim_states\.pt is damaged: the \d+ bytes from byte")
+def flip_bit_of_fsdp(folder: Path) -> None:
+    piece = read_checkpoint(folder).tensors["model.layers.0.mlp.up_proj.weight"].pieces[1]
+    flip_bit(unpickle.TensorRef(unpickle.locate(piece.record, "F32"), 0, "F32", (1,), (1,)), 77)
 
 
-def test_flipped_bit_in_an_fsdp_shard(fsdp: Path) -> None:
-    piece = read_checkpoint(fsdp).tensors["model.layers.0.mlp.up_proj.weight"].pieces[1]
-    record = unpickle.locate(piece.record, "F32")
-    flip_bit(unpickle.TensorRef(record, 0, "F32", (1,), (1,)), 77)
-    assert_fails(fsdp, r"__1_0\.distcp is damaged: the \d+ bytes from byte")
+def change_config(folder: Path) -> None:
+    config = json.loads((folder / "base/config.json").read_text())
+    (folder / "base/config.json").write_text(json.dumps({**config, "hidden_size": 32, "num_hidden_layers": 3}))
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda folder: (folder / ".metadata").unlink(), "has no .metadata. The checkpoint was not finished"),
-        (lambda folder: (folder / "__1_0.distcp").unlink(), r"__1_0\.distcp is missing"),
-        (lambda folder: os.truncate(folder / "__1_0.distcp", 5000), r"__1_0\.distcp has 5000 bytes, but .metadata"),
-        (lambda folder: os.truncate(folder / ".metadata", 500), r"\.metadata cannot be read"),
-    ],
-)
-def test_incomplete_fsdp_checkpoint(fsdp: Path, damage: Callable[[Path], None], message: str) -> None:
-    damage(fsdp / FSDP)
-    assert_fails(fsdp, message)
+def add_experts(folder: Path) -> None:
+    states = torch.load(folder / MODEL_STATES, weights_only=False)
+    torch.save({**states, "ds_autoep_layers": {"layers.0": 4}}, folder / MODEL_STATES)
 
 
-def test_checkpoint_of_another_model(zero3: Path) -> None:
-    config = json.loads((zero3 / "base" / "config.json").read_text())
-    (zero3 / "base" / "config.json").write_text(json.dumps({**config, "hidden_size": 32, "num_hidden_layers": 3}))
-    assert_fails(zero3, r"does not fit the model's config\.json(.|\n)*model\.layers\.2\.\S+ is missing")
+def swap_ranks(folder: Path, kind: str = "optim") -> None:
+    """Swap the files of two ranks, whose sizes match."""
+    first, second = (folder / file_of(rank, kind) for rank in (0, 1))
+    first.rename(folder / "kept")
+    second.rename(first)
+    (folder / "kept").rename(second)
 
 
-def test_missing_config(zero3: Path) -> None:
-    shutil.rmtree(zero3 / "base")
-    assert_fails(zero3, r"There is no config\.json in .*--base")
+DAMAGED = r"zero_pp_rank_1_mp_rank_00_optim_states\.pt is damaged"
+CASES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
+    "missing rank": ("zero3", lambda folder: (folder / file_of(1)).unlink(), "lacks the files of rank 1"),
+    "missing rank of the model": ("zero3", lambda folder: (folder / file_of(1, "model")).unlink(), "lacks the files of rank 1"),
+    "missing last rank": ("zero3", lambda folder: (folder / file_of(2)).unlink(), "was written by 3 ranks, but .* holds the optimizer files of 2"),
+    "additional rank": (
+        "zero3", lambda folder: shutil.copy(folder / file_of(1), folder / file_of(3)), "was written by 3 ranks, but .* holds the optimizer files of 4",
+    ),
+    "truncated file": ("zero3", truncate(0), DAMAGED),
+    "truncated file, half": ("zero3", truncate(0.5), DAMAGED),
+    "truncated file, its end": ("zero3", truncate(0.999), DAMAGED),
+    # A file of another save of the same training, which DeepSpeed's own tool silently merges.
+    "files of two steps": (
+        "zero3", lambda folder: rewrite_step(folder / file_of(1), 1.0),
+        r"mixes files of different saves \(optimizer step of rank 0: 2.0, rank 1: 1.0, rank 2: 2.0\)",
+    ),
+    "folder name of another step": ("zero3", rename_step, "global_step9 holds files of step 2"),
+    "latest names a missing folder": (
+        "zero3", lambda folder: (folder / "checkpoint-2/latest").write_text("global_step4"), "latest names global_step4, which is not a complete checkpoint",
+    ),
+    # torch.load and zero_to_fp32 never check the checksum in the file.
+    "flipped bit in a shard": (
+        "zero3", lambda folder: flip_bit(unpickle.load(folder / file_of(1))["optimizer_state_dict"]["fp32_flat_groups"][0], 4001),
+        rf"{DAMAGED}: the \d+ bytes from byte",
+    ),
+    "flipped bit in an FSDP shard": ("fsdp", flip_bit_of_fsdp, r"__1_0\.distcp is damaged: the \d+ bytes from byte"),
+    "no metadata": ("fsdp", lambda folder: (folder / FSDP / ".metadata").unlink(), "has no .metadata. The checkpoint was not finished"),
+    "no shard": ("fsdp", lambda folder: (folder / FSDP / "__1_0.distcp").unlink(), r"__1_0\.distcp is missing"),
+    "short shard": ("fsdp", lambda folder: os.truncate(folder / FSDP / "__1_0.distcp", 5000), r"__1_0\.distcp has 5000 bytes, but .metadata"),
+    "short metadata": ("fsdp", lambda folder: os.truncate(folder / FSDP / ".metadata", 500), r"\.metadata cannot be read"),
+    "another model": ("zero3", change_config, r"does not fit the model's config\.json(.|\n)*model\.layers\.2\.\S+ is missing"),
+    "missing config": ("zero3", lambda folder: shutil.rmtree(folder / "base"), r"There is no config\.json in .*--base"),
+    "experts of AutoEP": ("zero1", add_experts, "belongs to DeepSpeed's AutoEP"),
+    # All sizes match, and DeepSpeed's own tool merges the files.
+    "swapped ranks": ("zero3", swap_ranks, rf"{Path(file_of(0)).name} was written as {Path(file_of(1)).name}"),
+    "swapped ranks of the model": (
+        "zero3", lambda folder: swap_ranks(folder, "model"), rf"{Path(file_of(0, 'model')).name} was written as {Path(file_of(1, 'model')).name}",
+    ),
+    "optimizer of another save": ("zero3", rewrite_all_steps, r"holds a model of step 2 \(0 skipped\), but its optimizer counts 4 steps"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "damage", "message"), CASES.values(), ids=CASES)
+def test_damage_is_reported_by_file(copied: Copied, kind: str, damage: Callable[[Path], Any], message: str) -> None:
+    variant = copied(kind)
+    damage(variant)
+    assert_fails(variant, message)
+
+
+def test_rank_of_another_run(copied: Copied, variant_of: Callable[[str, int, str], Path]) -> None:
+    zero3 = copied("zero3")
+    shutil.copy(variant_of("zero", 2, "zero3-lora") / file_of(1), zero3 / file_of(1))
+    assert_fails(zero3, r"zero_pp_rank_1_mp_rank_00_optim_states\.pt was written by 2 ranks, but .* holds .* of 3")
 
 
 @pytest.mark.parametrize(
@@ -157,57 +161,31 @@ def test_missing_config(zero3: Path) -> None:
         ("layer_03-model_00-model_states.pt", "pipeline parallelism"),
     ],
 )
-def test_unsupported_layout(zero1: Path, name: str, feature: str) -> None:
-    shutil.copy(zero1 / STEP / "mp_rank_00_model_states.pt", zero1 / STEP / name)
+def test_unsupported_layout(copied: Copied, name: str, feature: str) -> None:
+    zero1 = copied("zero1")
+    shutil.copy(zero1 / MODEL_STATES, zero1 / STEP / name)
     assert_fails(zero1, rf"{name}\. The file belongs to .*{feature}.*ds_to_universal")
 
 
-def test_autoep_experts(zero1: Path) -> None:
-    path = zero1 / STEP / "mp_rank_00_model_states.pt"
-    torch.save({**torch.load(path, weights_only=False), "ds_autoep_layers": {"layers.0": 4}}, path)
-    assert_fails(zero1, "belongs to DeepSpeed's AutoEP")
-
-
-def test_swapped_slices(zero1: Path) -> None:
+def test_swapped_slices(copied: Copied) -> None:
     """The ZeRO-1 files of two ranks are swapped: the sizes match, but param_slice_mappings do not."""
-    files = [zero1 / STEP / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)]
-    files[0].rename(zero1 / "kept")
-    files[1].rename(files[0])
-    (zero1 / "kept").rename(files[1])
+    swap_ranks(zero1 := copied("zero1"))
     with pytest.raises(ShardmakeError, match=r"by param_slice_mappings\. The files do not belong together"):
         read_checkpoint(zero1, "bf16")
 
 
-@pytest.mark.parametrize("kind", ["optim", "model"])
-def test_swapped_ranks_of_zero3(zero3: Path, kind: str) -> None:
-    """All sizes match, and DeepSpeed's own tool merges the files."""
-    files = [zero3 / STEP / f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt" for rank in (0, 1)]
-    files[0].rename(zero3 / "kept")
-    files[1].rename(files[0])
-    (zero3 / "kept").rename(files[1])
-    assert_fails(zero3, rf"{files[0].name} was written as {files[1].name}")
-
-
-def test_optimizer_files_of_another_save(zero3: Path) -> None:
-    from tests.workflow.consolidate_damage import rewrite_step
-
-    for path in (zero3 / STEP).glob("*_optim_states.pt"):
-        rewrite_step(path, 4.0)
-    assert_fails(zero3, r"holds a model of step 2 \(0 skipped\), but its optimizer counts 4 steps")
-
-
-def test_older_checkpoint_of_a_run_is_used(zero3: Path, tmp_path: Path) -> None:
-    checkpoints = tmp_path / "run" / "train" / "checkpoints"
+def test_older_checkpoint_of_a_run_is_used(copied: Copied, tmp_path: Path) -> None:
+    zero3, checkpoints = copied("zero3"), tmp_path / "run/train/checkpoints"
     shutil.copytree(zero3 / "checkpoint-2", checkpoints / "checkpoint-2")
     shutil.copytree(zero3 / "checkpoint-2", checkpoints / "checkpoint-10")
-    (checkpoints / "checkpoint-10" / "global_step2" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    (checkpoints / "checkpoint-10" / Path(file_of(1)).relative_to("checkpoint-2")).unlink()
     found = read_checkpoint(tmp_path / "run")
-    assert found.folder == checkpoints / "checkpoint-2" / "global_step2"
+    assert found.folder == checkpoints / STEP
     assert len(found.notes) == 1 and "lacks the files of rank 1" in found.notes[0]
 
 
-def test_two_merges_into_one_folder(zero3: Path, tmp_path: Path) -> None:
-    staging = tmp_path / ".model.partial"
+def test_two_merges_into_one_folder(copied: Copied, tmp_path: Path) -> None:
+    zero3, staging = copied("zero3"), tmp_path / ".model.partial"
     staging.mkdir()
     with (staging / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -215,10 +193,11 @@ def test_two_merges_into_one_folder(zero3: Path, tmp_path: Path) -> None:
             consolidate(zero3, tmp_path / "model", base=zero3 / "base")
 
 
-def test_failed_merge_keeps_the_existing_model(zero3: Path, tmp_path: Path) -> None:
+def test_failed_merge_keeps_the_existing_model(copied: Copied, tmp_path: Path) -> None:
+    zero3 = copied("zero3")
     consolidate(zero3, tmp_path / "model", base=zero3 / "base")
     before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
-    os.truncate(zero3 / RANK1, 100)
+    os.truncate(zero3 / file_of(1), 100)
     with pytest.raises(ShardmakeError, match="is damaged"):
         consolidate(zero3, tmp_path / "model", base=zero3 / "base")
     assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before

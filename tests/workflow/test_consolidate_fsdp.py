@@ -1,5 +1,6 @@
 """Merging FSDP2 checkpoints of real training, saved by the Trainer and by torch itself."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,30 +11,17 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardmake.consolidate.merge import consolidate
 from shardmake.core.errors import ShardmakeError
-from tests.workflow.consolidate_checkpoints import (
-    FSDP,
-    assert_equal,
-    check_loading_in_process,
-    expected_weights,
-    load_weights,
-    merged,
-    trained,
-)
+from tests.workflow.consolidate_checkpoints import FSDP, assert_equal, expected_weights, load_weights, merged
 from tests.workflow.consolidate_train_fsdp import PER_RANK
 
-pytestmark = pytest.mark.training
+pytestmark = [pytest.mark.training, pytest.mark.usefixtures("loading_in_process")]
 VARIANTS = [(world, variant) for world, variants in FSDP.items() for variant in variants]
-
-
-@pytest.fixture(autouse=True)
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_loading_in_process(monkeypatch)
+VariantOf = Callable[[str, int, str], Path]
 
 
 @pytest.fixture(params=VARIANTS, ids=lambda item: f"{item[1]}-{item[0]}ranks")
-def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    world, name = request.param
-    return trained(tmp_path_factory.getbasetemp(), "fsdp", world) / name
+def variant(request: pytest.FixtureRequest, variant_of: VariantOf) -> Path:
+    return variant_of("fsdp", *request.param)
 
 
 @pytest.mark.parametrize("target", ["keep", "bf16", "fp16", "fp32"])
@@ -45,33 +33,29 @@ def test_merge_equals_the_ranks_weights(variant: Path, tmp_path: Path, target: s
 
 
 @pytest.mark.parametrize(("world", "name"), [item for item in VARIANTS if item[1].partition("-")[0] not in PER_RANK])
-def test_merge_equals_torchs_own_tool(
-    world: int, name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    variant = trained(tmp_path_factory.getbasetemp(), "fsdp", world) / name
+def test_merge_equals_torchs_own_tool(world: int, name: str, tmp_path: Path, variant_of: VariantOf) -> None:
+    variant = variant_of("fsdp", world, name)
     dcp_to_torch_save(variant / "checkpoint-2" / "pytorch_model_fsdp_0", tmp_path / "official.pt")
     official = torch.load(tmp_path / "official.pt")
     assert_equal(merged(variant / "checkpoint-2", tmp_path / "out"), official.get("model", official))
 
 
-def test_merge_equals_accelerates_own_tool(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    variant = trained(tmp_path_factory.getbasetemp(), "fsdp", 3) / "plain"
+def test_merge_equals_accelerates_own_tool(tmp_path: Path, variant_of: VariantOf) -> None:
+    variant = variant_of("fsdp", 3, "plain")
     merge_fsdp_weights(str(variant / "checkpoint-2" / "pytorch_model_fsdp_0"), str(tmp_path / "accelerate"))
     assert_equal(merged(variant / "checkpoint-2", tmp_path / "out"), load_weights(tmp_path / "accelerate"))
 
 
-def test_tied_weight_is_stored_once(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
-    variant = trained(tmp_path_factory.getbasetemp(), "fsdp", 2) / "trainer-tied"
+def test_tied_weight_is_stored_once(variant_of: VariantOf, tmp_path: Path) -> None:
+    variant = variant_of("fsdp", 2, "trainer-tied")
     receipt = consolidate(variant, tmp_path / "model", base=variant / "base")
     assert receipt.step == 2
     assert receipt.verification.ties == {"lm_head.weight": "model.embed_tokens.weight"}
     assert_equal(load_weights(tmp_path / "model"), expected_weights(variant))
 
 
-def test_tied_weights_with_different_values_are_an_error(
-    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
-) -> None:
-    variant = trained(tmp_path_factory.getbasetemp(), "fsdp", 2) / "trainer-tied"
+def test_tied_weights_with_different_values_are_an_error(variant_of: VariantOf, tmp_path: Path) -> None:
+    variant = variant_of("fsdp", 2, "trainer-tied")
     state = {"model": expected_weights(variant)}
     state["model"]["lm_head.weight"] = state["model"]["model.embed_tokens.weight"] + 1
     dcp.save(state, checkpoint_id=tmp_path / "checkpoint", no_dist=True)

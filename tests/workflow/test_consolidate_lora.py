@@ -1,6 +1,7 @@
 """LoRA adapters, merged into the base model as PEFT merges them."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +15,16 @@ from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.consolidate.merge import consolidate
 from shardmake.consolidate.verify import verify
 from shardmake.core.errors import ShardmakeError
-from tests.workflow.consolidate_checkpoints import check_loading_in_process, expected_weights, load_weights, trained
+from tests.workflow.consolidate_checkpoints import SHAPE, expected_weights, load_weights
 
-SHAPE = LlamaConfig(
-    vocab_size=101, hidden_size=24, intermediate_size=52, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2,
-)  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_loading_in_process(monkeypatch)
+LLAMA = LlamaConfig(**SHAPE)
+pytestmark = pytest.mark.usefixtures("loading_in_process")
 
 
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
     """A base model and an adapter for it with random factors."""
-    return save_adapter(LlamaForCausalLM(SHAPE), tmp_path, alpha_pattern={"q_proj": 3}, modules_to_save=["lm_head"])
+    return save_adapter(LlamaForCausalLM(LLAMA), tmp_path, alpha_pattern={"q_proj": 3}, modules_to_save=["lm_head"])
 
 
 def save_adapter(model: PreTrainedModel, tmp_path: Path, **settings: Any) -> tuple[Path, Path]:
@@ -75,10 +69,11 @@ def test_merge_into_transposed_weights_equals_pefts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("dtype", "kind"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 @pytest.mark.parametrize(("world", "name"), [(1, "zero2-bf16-lora-nobase"), (2, "zero3-lora")])
 def test_deepspeed_checkpoint_of_an_adapter(
-    world: int, name: str, dtype: Target, kind: torch.dtype, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+    world: int, name: str, dtype: Target, kind: torch.dtype, tmp_path: Path,
+    variant_of: Callable[[str, int, str], Path],
+) -> None:  # fmt: skip
     """In each type, the factors are the fp32 weights of the optimizer."""
-    variant = trained(tmp_path_factory.getbasetemp(), "zero", world) / name
+    variant = variant_of("zero", world, name)
     consolidate(variant / "checkpoint-2", tmp_path / "model", base=variant / "base", dtype=dtype)
     verify(tmp_path / "model", variant / "checkpoint-2", base=variant / "base")
     adapted = get_peft_model(
@@ -92,7 +87,7 @@ def test_deepspeed_checkpoint_of_an_adapter(
 
 def test_of_several_adapters_only_trls_reference_is_left_out(tmp_path: Path) -> None:
     """A state of the whole model, as `accelerator.save_state` writes it, has each adapter under its name."""
-    base, adapter = save_adapter(LlamaForCausalLM(SHAPE), tmp_path)
+    base, adapter = save_adapter(LlamaForCausalLM(LLAMA), tmp_path)
     model = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
     for number, name in enumerate(("ref", "other")):
         model.add_adapter(name, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False))
@@ -108,11 +103,10 @@ def test_of_several_adapters_only_trls_reference_is_left_out(tmp_path: Path) -> 
 
 def test_adapter_of_another_model_is_an_error(folders: tuple[Path, Path], tmp_path: Path) -> None:
     _, adapter = folders
-    LlamaForCausalLM(LlamaConfig(**{**SHAPE.to_dict(), "hidden_size": 32})).save_pretrained(tmp_path / "other")
-    LlamaForCausalLM(LlamaConfig(**{**SHAPE.to_dict(), "num_hidden_layers": 1})).save_pretrained(tmp_path / "shorter")
-    for base in (tmp_path / "other", tmp_path / "shorter"):
+    for name, size in (("hidden_size", 32), ("num_hidden_layers", 1)):
+        LlamaForCausalLM(LlamaConfig(**SHAPE | {name: size})).save_pretrained(tmp_path / name)
         with pytest.raises(ShardmakeError, match="was trained on another model"):
-            consolidate(adapter, tmp_path / "model", base=base)
+            consolidate(adapter, tmp_path / "model", base=tmp_path / name)
     with pytest.raises(ShardmakeError, match="--base"):
         consolidate(adapter, tmp_path / "model")
 

@@ -22,18 +22,10 @@ from shardmake.checkpoint.formats.huggingface import MODEL_BIN
 from shardmake.consolidate.merge import consolidate
 from shardmake.consolidate.verify import verify
 from shardmake.core.errors import ShardmakeError
-from tests.workflow.consolidate_checkpoints import assert_equal, check_loading_in_process, load_weights
+from tests.workflow.consolidate_checkpoints import SHAPE, assert_equal, load_weights
 
-SHAPE = LlamaConfig(
-    vocab_size=101, hidden_size=24, intermediate_size=52, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, tie_word_embeddings=True,
-)  # fmt: skip
+pytestmark = pytest.mark.usefixtures("loading_in_process")
 COMMAND = [sys.executable, "-c", "from shardmake.cli import main; main()", "consolidate"]
-
-
-@pytest.fixture(autouse=True)
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_loading_in_process(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +33,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write ``base``, its weights in torch's format (``old``), and FSDP checkpoints of it (``run``, ``adapted``)."""
     folder = tmp_path_factory.mktemp("outputs")
     torch.manual_seed(0)
-    model = LlamaForCausalLM(SHAPE).to(torch.bfloat16)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)).to(torch.bfloat16)
     model.save_pretrained(folder / "base")
     (folder / "old").mkdir()
     (folder / "old" / "config.json").write_bytes((folder / "base" / "config.json").read_bytes())
@@ -131,12 +123,9 @@ def forked(work: Callable[[], object]) -> int:
     return child
 
 
-def test_task_index_out_of_range(root: Path, tmp_path: Path) -> None:
+def test_a_task_out_of_range_and_the_same_task_twice(root: Path, tmp_path: Path) -> None:
     with pytest.raises(ShardmakeError, match="tasks are numbered from 0 to 1"):
         consolidate(root / "run", tmp_path / "model", base=root / "base", task=(2, 2))
-
-
-def test_same_task_twice(root: Path, tmp_path: Path) -> None:
     staging = tmp_path / ".model.partial"
     staging.mkdir()
     with (staging / ".task-1").open("w") as file:
@@ -154,23 +143,16 @@ mount -t tmpfs -o size=48k none "$0" || exit 9
 def test_disk_that_is_too_small(root: Path, tmp_path: Path) -> None:
     """A real small file system: the merge fails before the first byte and leaves nothing behind."""
     merging = [*COMMAND, root / "run", tmp_path / "model", "--base", root / "base", "--dtype", "fp32"]
-    done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", ON_A_SMALL_DISK, tmp_path, *merging], capture_output=True, text=True
-    )
+    command = ["unshare", "-rm", "sh", "-c", ON_A_SMALL_DISK, tmp_path, *merging]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "exit 2", (done.stdout, done.stderr)
     assert re.search(r"The merged model needs \d+ KiB, and .* has \d+ (KiB|bytes) left \(", done.stderr)
 
 
 def test_quota_that_is_exceeded_while_writing(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other programs write, too."""
+    """Other programs write, too; /dev/full provides the system's own error."""
     monkeypatch.setattr("shardmake.consolidate.destination.check_space", lambda *_: None)
-    monkeypatch.setattr("shardmake.consolidate.writer._reserve", full_disk)
+    monkeypatch.setattr("shardmake.consolidate.writer._reserve", lambda *_: Path("/dev/full").write_bytes(b"x"))
     with pytest.raises(ShardmakeError, match=r"No space left on device.*No output was left behind"):
         consolidate(root / "run", tmp_path / "model", base=root / "base")
     assert not list(tmp_path.iterdir())
-
-
-def full_disk(file: int, size: int) -> None:
-    """Raise the system's own error, which /dev/full provides."""
-    with Path("/dev/full").open("wb", buffering=0) as device:
-        device.write(b"x")

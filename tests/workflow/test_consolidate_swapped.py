@@ -4,7 +4,7 @@
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,15 @@ from shardmake.checkpoint.formats.zero import MOMENTS, inner_folder, read_states
 from shardmake.checkpoint.formats.zero_files import SWAP_FOLDER, write_swap_ids
 from shardmake.checkpoint.reshard.states import read_tensor
 from shardmake.core.errors import ShardmakeError
-from tests.workflow.consolidate_checkpoints import assert_equal, expected_weights, merged, trained
+from tests.workflow.consolidate_checkpoints import assert_equal, expected_weights, merged
 
 pytestmark = pytest.mark.training
 ALIGNED = 4096
 
 
 @pytest.fixture(params=[(4, "zero3-bf16-subgroups"), (2, "zero3-subgroups-resnet"), (3, "zero3-tied")], ids=str)
-def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    world, name = request.param
-    return trained(tmp_path_factory.getbasetemp(), "zero", world) / name
+def variant(request: pytest.FixtureRequest, variant_of: Callable[[str, int, str], Path]) -> Path:
+    return variant_of("zero", *request.param)
 
 
 @pytest.fixture
@@ -69,23 +68,19 @@ def test_states_for_resharding_are_unchanged(variant: Path, swapped: Path) -> No
 
 
 def test_missing_swap_file_or_index_is_reported(swapped: Path, tmp_path: Path) -> None:
+    def refused(message: str) -> None:
+        with pytest.raises(ShardmakeError, match=message):
+            merged(swapped.parent, tmp_path / "out")
+
     file = swapped / SWAP_FOLDER / "rank01/0_3.tensor.swp"
     content = file.read_bytes()
     file.write_bytes(content[:100])
-    with pytest.raises(
-        ShardmakeError, match=r"rank01/0_3\.tensor\.swp has 100 of \d+ bytes\. The checkpoint is not complete"
-    ):
-        merged(swapped.parent, tmp_path / "out")
+    refused(r"rank01/0_3\.tensor\.swp has 100 of \d+ bytes\. The checkpoint is not complete")
     file.unlink()
-    with pytest.raises(ShardmakeError, match=r"rank01/0_3\.tensor\.swp has 0 of \d+ bytes"):
-        merged(swapped.parent, tmp_path / "out")
+    refused(r"rank01/0_3\.tensor\.swp has 0 of \d+ bytes")
     file.write_bytes(content)
     for ids in ([], ["../../0"] * 99):
         write_swap_ids(swapped, ids)
-        with pytest.raises(ShardmakeError, match=r"sub_groups\.json is damaged"):
-            merged(swapped.parent, tmp_path / "out")
+        refused(r"sub_groups\.json is damaged")
     (swapped / SWAP_FOLDER / "sub_groups.json").unlink()
-    with pytest.raises(
-        ShardmakeError, match=r"sub_groups\.json, which maps .* is missing.* resume from this checkpoint with Shardmake"
-    ):
-        merged(swapped.parent, tmp_path / "out")
+    refused(r"sub_groups\.json, which maps .* is missing.* resume from this checkpoint with Shardmake")

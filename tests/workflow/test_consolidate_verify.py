@@ -13,18 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from shardmake.consolidate.merge import consolidate
 from shardmake.consolidate.verify import verify
 from shardmake.core.errors import ShardmakeError
-from tests.workflow.consolidate_checkpoints import check_loading_in_process
+from tests.workflow.consolidate_checkpoints import SHAPE, check_loading_in_process
 
-SHAPE = LlamaConfig(
-    vocab_size=101, hidden_size=24, intermediate_size=52, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, attention_bias=True,
-)  # fmt: skip
+pytestmark = pytest.mark.usefixtures("loading_in_process")
 Q = "model.layers.0.self_attn.q_proj.weight"
-
-
-@pytest.fixture(autouse=True)
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_loading_in_process(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +24,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plain folder as DDP training saves it, with tokenizer files and a chat template."""
     folder = tmp_path_factory.mktemp("run") / "checkpoint-5"
     torch.manual_seed(0)
-    LlamaForCausalLM(SHAPE).save_pretrained(folder, max_shard_size="30KB")
+    LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True)).save_pretrained(folder, max_shard_size="30KB")
     (folder / "tokenizer.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "optimizer.pt").write_bytes(b"not part of the model")
@@ -75,28 +67,23 @@ def test_valid_model_and_its_receipt(checkpoint: Path, model: Path) -> None:
     assert all(".bias" in name for name in found.zero) and found.zero
 
 
-def change(name: str, value: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
-    """Rewrite one tensor and remove the receipt, whose checksums would detect the change."""
+def change(
+    name: str, value: Callable[[torch.Tensor], torch.Tensor], new: str | None = None
+) -> Callable[[Path], None]:  # fmt: skip
+    """Rewrite one tensor, under a ``new`` name, and remove the receipt, whose checksums would detect the change."""
 
     def damage(model: Path) -> None:
         (model / "receipt.json").unlink()
-        index = json.loads((model / "model.safetensors.index.json").read_text())
+        file = model / "model.safetensors.index.json"
+        index = json.loads(file.read_text())
         path = model / index["weight_map"][name]
+        index["weight_map"][new or name] = index["weight_map"].pop(name)
         tensors = load_file(path)
-        save_file({**tensors, name: value(tensors[name]).contiguous()}, path, metadata={"format": "pt"})
+        tensors[new or name] = value(tensors.pop(name)).contiguous()
+        file.write_text(json.dumps(index))
+        save_file(tensors, path, metadata={"format": "pt"})
 
     return damage
-
-
-def rename(model: Path) -> None:
-    (model / "receipt.json").unlink()
-    index = json.loads((model / "model.safetensors.index.json").read_text())
-    path = model / index["weight_map"][Q]
-    tensors = load_file(path)
-    tensors["model.layers.0.self_attn.query.weight"] = tensors.pop(Q)
-    index["weight_map"]["model.layers.0.self_attn.query.weight"] = index["weight_map"].pop(Q)
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:
@@ -117,7 +104,10 @@ def append(pattern: str) -> Callable[[Path], None]:
     [
         (change(Q, poison), f"{Q} holds values that are not finite"),
         (change(Q, lambda tensor: tensor[:12]), rf"shape of {Q} is \[12, 24\], the model's \[24, 24\]"),
-        (rename, rf"{Q} is missing(.|\n)*self_attn\.query\.weight is not part of LlamaForCausalLM"),
+        (
+            change(Q, torch.clone, Q.replace("q_proj", "query")),
+            rf"{Q} is missing(.|\n)*self_attn\.query\.weight is not part of LlamaForCausalLM",
+        ),
         (append("tokenizer.json"), r"tokenizer\.json differs from the receipt"),
         (lambda model: (model / "chat_template.jinja").unlink(), "in the receipt, but not in the folder"),
         (append("model-00001-*.safetensors"), "is not a complete safetensors file"),

@@ -1,23 +1,24 @@
 """Merging DeepSpeed checkpoints of real training: equal bit for bit to the ranks' weights, at every world size."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from shardmake.core.errors import ShardmakeError
-from tests.workflow.consolidate_checkpoints import ZERO, assert_equal, expected_weights, merged, trained
+from tests.workflow.consolidate_checkpoints import ZERO, assert_equal, expected_weights, merged
 
 pytestmark = pytest.mark.training
+VariantOf = Callable[[str, int, str], Path]
 # A checkpoint without its frozen base is not a model; test_consolidate_lora merges it into the base.
 VARIANTS = [(world, name) for world, names in ZERO.items() for name in names if "nobase" not in name]
 
 
 @pytest.fixture(params=VARIANTS, ids=lambda item: f"{item[1]}-{item[0]}ranks")
-def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    world, name = request.param
-    return trained(tmp_path_factory.getbasetemp(), "zero", world) / name
+def variant(request: pytest.FixtureRequest, variant_of: VariantOf) -> Path:
+    return variant_of("zero", *request.param)
 
 
 @pytest.mark.parametrize("target", ["keep", "bf16", "fp16"])
@@ -40,8 +41,8 @@ def test_merge_equals_deepspeeds_own_tool_where_that_is_correct(variant: Path, t
 
 
 @pytest.mark.parametrize("name", [name for name in ZERO[2] if "universal" in name])
-def test_universal_checkpoint(name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    variant = trained(tmp_path_factory.getbasetemp(), "zero", 2) / name
+def test_universal_checkpoint(name: str, tmp_path: Path, variant_of: VariantOf) -> None:
+    variant = variant_of("zero", 2, name)
     universal = Path(shutil.copytree(variant / "universal", tmp_path / "universal"))
     assert_equal(merged(universal, tmp_path / "out"), expected_weights(variant))
     shutil.rmtree(universal / "zero" / "model.norm.weight")

@@ -5,18 +5,17 @@ import re
 import pytest
 
 from shardmake.demo.recovery import AGAIN, DEMO
-from tests.workflow.checkout import RUN, Checkout
+from tests.workflow.checkout import PROFILE, UNPUSHED, Checkout
 
 pytestmark = [pytest.mark.training, pytest.mark.faults]
 
 
 def test_a_rank_and_the_driver_are_killed_and_the_model_is_the_same(checkout: Checkout) -> None:
-    without_push = {key: value for key, value in RUN.items() if key != "push"}
-    checkout.write_config({"cluster": "config/cluster.yaml", "runs": {DEMO: without_push | {"max_steps": 60}}})
+    checkout.write_config({"cluster": "config/cluster.yaml", "runs": {DEMO: UNPUSHED | {"max_steps": 60}}})
     missing = checkout("python", "-m", "shardmake.demo.recovery", check=False)
     assert missing.returncode == 1 and "Run `make demo` first." in missing.stdout
 
-    checkout("snakemake", "--profile", "profiles/local", f"runs/{DEMO}/model/receipt.json")
+    checkout("snakemake", *PROFILE, f"runs/{DEMO}/model/receipt.json")
     lines = checkout("python", "-m", "shardmake.demo.recovery").stdout.splitlines()
     assert re.fullmatch(rf"\d+:\d\d  {AGAIN}: the settings of {DEMO}, 60 steps, .*", lines[0])
     assert sum("SIGKILL" in line for line in lines) == 2

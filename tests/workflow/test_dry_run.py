@@ -4,7 +4,7 @@ from shardmake.config.load import get_run, load_cluster, load_config
 from shardmake.plan.stage import make_plan
 from shardmake.run.paths import RunDir
 from shardmake.run.settings import current
-from tests.workflow.checkout import Checkout
+from tests.workflow.checkout import PROFILE, Checkout
 
 NODES = {"accelerator": "a100-80gb", "processes_per_node": 4, "cpus_per_node": 32, "memory_gib_per_node": 256}
 SLURM = {"executor": "slurm", "max_nodes": 2, "slurm": {"partition": "gpu", "account": "lab"}}
@@ -14,14 +14,10 @@ def test_a_dry_run_shows_script_command_and_environment(checkout: Checkout) -> N
     checkout.configure(NODES | SLURM, strategy="zero3", nodes=2, micro_batch_size=1)
     text = dry_run(checkout)
     for words in (
-        "#SBATCH --nodes=2",
-        "#SBATCH --gres=gpu:4",
-        "#SBATCH --account=lab",
-        "shardmake demo: zero3",
-        "NCCL_SOCKET_IFNAME==INTERFACE",
-        "--machine_rank K --main_process_ip ADDRESS --main_process_port PORT",
+        "#SBATCH --nodes=2", "#SBATCH --gres=gpu:4", "#SBATCH --account=lab", "shardmake demo: zero3",
+        "NCCL_SOCKET_IFNAME==INTERFACE", "--machine_rank K --main_process_ip ADDRESS --main_process_port PORT",
         "shardmake render demo --show",
-    ):
+    ):  # fmt: skip
         assert words in text
     assert not checkout.run.exists()
 
@@ -38,7 +34,7 @@ def test_a_run_of_another_version_is_refused_by_snakemake_and_by_every_stage(che
     receipt = checkout.run / "train/receipt.json"
     receipt.parent.mkdir(parents=True)
     receipt.write_text('{"steps": 60}')
-    for command in (("snakemake", "--profile", "profiles/local"), ("shardmake", "train", "demo")):
+    for command in (("snakemake", *PROFILE), ("shardmake", "train", "demo")):
         done = checkout(*command, check=False)
         assert done.returncode in (1, 2)
         assert "train/receipt.json was made by another version of Shardmake: it has the format 0" in done.stdout

@@ -19,21 +19,13 @@ from shardmake.core.units import GIB
 from shardmake.data.stage import prepare
 from shardmake.evaluate import backends, losses
 from shardmake.evaluate.assess import in_processes
-from shardmake.evaluate.backends import (
-    Machine,
-    RankInfo,
-    choose_backend,
-    count_ranks,
-    load_model,
-    process_group,
-    rendezvous_of,
-    weights_size,
-)
+from shardmake.evaluate.backends import Machine, RankInfo, choose_backend, count_ranks, load_model
 from shardmake.evaluate.prompts import continue_prompt
 from shardmake.evaluate.scores import IGNORED, Example, Scores, plan_passes, score
 from shardmake.evaluate.stage import evaluate
 from shardmake.run.paths import RunDir
 from tests.finished_run import make_run
+from tests.workflow.checkout import LOCAL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,13 +39,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2,
-    )
+    )  # fmt: skip
     path = tmp_path_factory.mktemp("model")
     LlamaForCausalLM(config).save_pretrained(path)
     return path
@@ -90,11 +78,11 @@ def score_all(network: "PreTrainedModel", examples: list[Example], tokens: int) 
 
 
 def test_the_loss_is_the_mean_over_tokens_not_over_sequences(network: "PreTrainedModel") -> None:
-    result = score_all(network, [SHORT, LONG], 2000).as_record().as_json()
-    assert result["tokens"] == 30 + 599
+    result = score_all(network, [SHORT, LONG], 2000).as_record()
+    assert result.tokens == 30 + 599
     mean = (expected(network, SHORT) + expected(network, LONG)) / 629
-    assert result["loss"] == pytest.approx(mean, rel=1e-5)
-    assert result["perplexity"] == pytest.approx(math.exp(mean), rel=1e-4)
+    assert result.loss == pytest.approx(mean, rel=1e-5)
+    assert result.perplexity == pytest.approx(math.exp(mean), rel=1e-4)
 
 
 def test_losses_by_source_are_those_of_the_sources_alone(network: "PreTrainedModel") -> None:
@@ -109,33 +97,31 @@ def test_losses_by_source_are_those_of_the_sources_alone(network: "PreTrainedMod
 
 
 def test_packed_examples_do_not_see_each_other(network: "PreTrainedModel") -> None:
-    alone = score_all(network, [SHORT, MIDDLE, LONG], 1).as_record().as_json()
-    together = score_all(network, [packed(MIDDLE, SHORT), LONG], 2000).as_record().as_json()
-    assert together["tokens"] == alone["tokens"]
-    assert together["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    alone = score_all(network, [SHORT, MIDDLE, LONG], 1).as_record()
+    together = score_all(network, [packed(MIDDLE, SHORT), LONG], 2000).as_record()
+    assert together.tokens == alone.tokens
+    assert together.loss == pytest.approx(alone.loss, rel=1e-5)
 
 
 def test_buckets_count_the_length_of_the_example_not_of_the_sequence(network: "PreTrainedModel") -> None:
-    by_length = score_all(network, [packed(MIDDLE, SHORT), LONG], 2000).as_record().as_json()["by_length"]
-    assert [(bucket["up_to"], bucket["tokens"]) for bucket in by_length] == [(128, 30), (512, 100), (2048, 599)]
+    by_length = score_all(network, [packed(MIDDLE, SHORT), LONG], 2000).as_record().by_length
+    assert [(bucket.up_to, bucket.tokens) for bucket in by_length] == [(128, 30), (512, 100), (2048, 599)]
     for bucket, part in zip(by_length, [SHORT, MIDDLE, LONG], strict=True):
-        assert bucket["loss"] * bucket["tokens"] == pytest.approx(expected(network, part), rel=1e-4)
+        assert bucket.loss * bucket.tokens == pytest.approx(expected(network, part), rel=1e-4)
 
 
 def test_nothing_to_learn_is_an_error(network: "PreTrainedModel") -> None:
     with pytest.raises(ShardmakeError, match=r"no tokens with loss.*data\.loss_on"):
-        score_all(network, [example(10, 10, 0)], 1).as_record().as_json()
+        score_all(network, [example(10, 10, 0)], 1).as_record()
 
 
-@pytest.mark.parametrize(("change", "kind"), [("drop", "missing keys"), ("add", "unexpected keys")])
-def test_a_model_that_does_not_load_whole_is_an_error(folder: Path, tmp_path: Path, change: str, kind: str) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    if change == "drop":
-        del tensors["model.layers.1.mlp.up_proj.weight"]
-    else:
-        tensors["model.layers.7.mlp.up_proj.weight"] = torch.zeros(2)
+@pytest.mark.parametrize(("layer", "kind"), [(1, "missing keys"), (7, "unexpected keys")])
+def test_a_model_that_does_not_load_whole_is_an_error(folder: Path, tmp_path: Path, layer: int, kind: str) -> None:
+    tensors, name = load_file(folder / "model.safetensors"), f"model.layers.{layer}.mlp.up_proj.weight"
+    if tensors.pop(name, None) is None:
+        tensors[name] = torch.zeros(2)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    shutil.copy(folder / "config.json", tmp_path)
     with pytest.raises(ShardmakeError, match=f"Cannot load .* completely: {kind}.*up_proj"):
         load_model(str(tmp_path))
 
@@ -229,7 +215,7 @@ def measure_apart(arguments: tuple[str, RankInfo, int]) -> tuple[float, int, lis
     """Be one of two ranks with different numbers of labels, whose answers end at different lengths."""
     folder, rank, eos = arguments
     losses._LOGITS = 32 * VOCABULARY
-    with process_group(rank):
+    with backends.process_group(rank):
         network = load_model(folder, "zero3-offload", rank)
         network.generation_config.eos_token_id = eos
         answer = continue_prompt(network, [5, 6, 7], 6)
@@ -239,7 +225,7 @@ def measure_apart(arguments: tuple[str, RankInfo, int]) -> tuple[float, int, lis
 
 def test_ranks_under_zero3_may_differ_in_labels_and_answers(folder: Path, network: "PreTrainedModel") -> None:
     answer = continue_prompt(network, [5, 6, 7], 6)
-    with rendezvous_of("zero3-offload", 2) as rendezvous:
+    with backends.rendezvous_of("zero3-offload", 2) as rendezvous:
         ends = [VOCABULARY - 1, answer[0]]
         assert ends[0] not in answer
         ranks = [(str(folder), RankInfo(rank, 2, rendezvous), ends[rank]) for rank in range(2)]
@@ -284,7 +270,7 @@ def test_a_model_of_bin_files_is_weighed_and_loaded(
         (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     (tmp_path / "training_args.bin").write_bytes(bytes(size))
     shutil.copy(folder / "config.json", tmp_path)
-    assert size < weights_size(tmp_path) < 1.2 * size
+    assert size < backends.weights_size(tmp_path) < 1.2 * size
     assert score_all(load_model(str(tmp_path)), [SHORT], 1) == score_all(network, [SHORT], 1)
 
 
@@ -326,74 +312,53 @@ def test_what_fits_nowhere_is_read_from_its_files(folder: Path, monkeypatch: pyt
 @pytest.mark.nvme
 def test_parameters_on_nvme(folder: Path, rundir: RunDir, tmp_path: Path) -> None:
     alone = evaluate(a_run(folder, tmp_path), rundir).as_json()
-    cluster = Cluster(
-        executor="local", processes_per_node=2, cpus_per_node=2, memory_gib_per_node=6, nvme_path=str(tmp_path / "nvme")
-    )
-    (tmp_path / "nvme").mkdir()
+    (nvme := tmp_path / "nvme").mkdir()
+    cluster = Cluster(**LOCAL, nvme_path=str(nvme))
     found = evaluate(a_run(folder, tmp_path, backend="zero3-nvme", processes=2), rundir, cluster).as_json()
     assert found["backend"] == "zero3-nvme" and found["samples"] == alone["samples"]
     assert found["tuned"]["loss"] == pytest.approx(alone["tuned"]["loss"], rel=1e-6)
 
 
-def test_offload_to_nvme_needs_a_place(folder: Path, rundir: RunDir, tmp_path: Path) -> None:
-    with pytest.raises(ShardmakeError, match=r"zero3-nvme needs node-local NVMe\. Set nvme_path"):
-        evaluate(a_run(folder, tmp_path, backend="zero3-nvme", processes=1), rundir)
-
-
-TASK = """
-task: lab_sums
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: ["2", "3"]
-doc_to_target: answer
-metric_list: [{{metric: acc}}]
-"""
+CHOICE = {
+    "task": "lab_sums", "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": ["2", "3"],
+    "doc_to_target": "answer", "metric_list": [{"metric": "acc"}],
+}  # fmt: skip
+TEXT = {
+    "task": "lab_texts", "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{question}}",
+    "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+}  # fmt: skip
 
 
 @pytest.fixture
-def task(tmp_path: Path) -> Path:
-    """A folder with a task of our own for `lm_eval`."""
+def tasks(tmp_path: Path) -> Path:
+    """A folder with tasks of our own for `lm_eval`."""
     folder = tmp_path / "tasks"
     folder.mkdir()
     questions = [{"question": f"one and {n}?", "answer": n % 2} for n in range(1, 9)]
     (folder / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in questions))
-    (folder / "sums.yaml").write_text(TASK.format(file=folder / "sums.jsonl"))
+    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "sums.jsonl")}}}
+    for task in (CHOICE, TEXT):
+        (folder / f"{task['task']}.yaml").write_text(json.dumps({**task, **data, "test_split": "test"}))
     return folder
 
 
-def test_tasks_of_lm_eval(folder: Path, rundir: RunDir, tmp_path: Path, task: Path) -> None:
-    run = a_run(folder, tmp_path, lm_eval=["lab_sums"], lm_eval_path=str(task))
+def test_tasks_of_lm_eval(folder: Path, rundir: RunDir, tmp_path: Path, tasks: Path) -> None:
+    run = a_run(folder, tmp_path, lm_eval=["lab_sums"], lm_eval_path=str(tasks))
     (found,) = evaluate(run, rundir).as_json()["tasks"]
     assert (found["task"], found["metric"]) == ("lab_sums", "acc")
     # The tuned model's head is the base's turned: what one holds for likelier, the other holds for less likely.
     assert found["base"] + found["tuned"] == pytest.approx(1) and 0 <= found["base"] <= 1
 
 
-PERPLEXITY_TASK = """
-task: lab_texts
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}}}
-test_split: test
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{{{question}}}}"
-metric_list: [{{metric: word_perplexity}}, {{metric: bits_per_byte}}]
-"""
-
-
 def test_a_perplexity_that_overflows_is_null_in_valid_json(
-    folder: Path, rundir: RunDir, tmp_path: Path, task: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, rundir: RunDir, tmp_path: Path, tasks: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A model with a loss far above 709 nats: also lm_eval's perplexity overflows."""
     caplog.set_level("INFO", "shardmake")
     tensors = load_file(rundir.model / "model.safetensors")
     tensors["lm_head.weight"] *= 1e6
     save_file(tensors, rundir.model / "model.safetensors", {"format": "pt"})
-    (task / "sums.yaml").write_text(PERPLEXITY_TASK.format(file=task / "sums.jsonl"))
-    evaluate(a_run(folder, tmp_path, lm_eval=["lab_texts"], lm_eval_path=str(task)), rundir)
+    evaluate(a_run(folder, tmp_path, lm_eval=["lab_texts"], lm_eval_path=str(tasks)), rundir)
     found = json.loads(rundir.evaluation.read_text(), parse_constant=pytest.fail)
     assert found["base"]["perplexity"] == pytest.approx(math.exp(found["base"]["loss"]))
     assert found["tuned"]["loss"] > 1000 and found["tuned"]["perplexity"] is None
@@ -403,14 +368,21 @@ def test_a_perplexity_that_overflows_is_null_in_valid_json(
     assert caplog.messages[-1].startswith("tuned: loss") and "perplexity above 1e+308, 8 tokens" in caplog.messages[-1]
 
 
-def test_a_misspelt_task_of_lm_eval(folder: Path, rundir: RunDir, tmp_path: Path, task: Path) -> None:
-    with pytest.raises(ShardmakeError, match=r"unknown task 'lab_sumz'\. Did you mean 'lab_sums'"):
-        evaluate(a_run(folder, tmp_path, lm_eval=["lab_sumz"], lm_eval_path=str(task)), rundir)
-
-
-def test_without_the_package_lm_eval(
-    folder: Path, rundir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    with pytest.raises(ShardmakeError, match=r"lm_eval is not installed\. Install it \(pip install lm_eval\)"):
-        evaluate(a_run(folder, tmp_path, lm_eval=["sums"]), rundir)
+@pytest.mark.parametrize(
+    ("evaluation", "message"),
+    [
+        ({"backend": "zero3-nvme", "processes": 1}, r"zero3-nvme needs node-local NVMe\. Set nvme_path"),
+        ({"lm_eval": ["lab_sumz"], "lm_eval_path": "tasks"}, r"unknown task 'lab_sumz'\. Did you mean 'lab_sums'"),
+        ({"lm_eval": ["sums"]}, r"lm_eval is not installed\. Install it \(pip install lm_eval\)"),
+    ],
+    ids=["no NVMe", "a misspelt task of lm_eval", "no package lm_eval"],
+)
+def test_what_evaluation_refuses(
+    folder: Path, rundir: RunDir, tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch,
+    evaluation: dict[str, Any], message: str,
+) -> None:  # fmt: skip
+    if "installed" in message:
+        monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ShardmakeError, match=message):
+        evaluate(a_run(folder, tmp_path, **evaluation), rundir)

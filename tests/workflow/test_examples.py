@@ -8,10 +8,9 @@ import pytest
 
 from shardmake.run.evaluation import EvaluationResult
 from shardmake.run.paths import RunDir
-from tests.workflow.checkout import REPOSITORY, Checkout
+from tests.workflow.checkout import PROFILE, REPOSITORY, Checkout
 
-pytestmark = [pytest.mark.training, pytest.mark.objectives]
-LIMIT = 6000
+pytestmark = [pytest.mark.training, pytest.mark.objectives, pytest.mark.timeout(6000)]
 
 
 @pytest.fixture(scope="module")
@@ -23,18 +22,16 @@ def examples(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Checkout
     return checkout
 
 
-@pytest.mark.timeout(LIMIT)
 def test_preferences_change_the_spelling_and_not_the_answer(examples: Checkout) -> None:
-    run_example(examples, "preferences")
+    examples("snakemake", *PROFILE, "--configfile", "examples/preferences.yaml")
     found = EvaluationResult.read(RunDir(examples.root / "runs/sbatch-preferred").evaluation)
     assert found.preferences is not None
     assert found.preferences.base_accuracy < 0.75, "conversations have both spellings"
     assert found.preferences.tuned_accuracy > 0.95 and found.preferences.rewards.accuracies > 0.95
 
 
-@pytest.mark.timeout(LIMIT)
 def test_a_rule_is_learned_by_grpo(examples: Checkout) -> None:
-    run_example(examples, "grpo")
+    examples("snakemake", *PROFILE, "--configfile", "examples/grpo.yaml")
     rundir = RunDir(examples.root / "runs/sbatch-rewarded")
     states = rundir.checkpoints.glob("checkpoint-*/trainer_state.json")
     newest = max(states, key=lambda path: int(path.parent.name.partition("-")[2]))
@@ -43,8 +40,3 @@ def test_a_rule_is_learned_by_grpo(examples: Checkout) -> None:
     assert sum(last) / 5 > sum(first) / 5 + 0.1
     found = EvaluationResult.read(rundir.evaluation)
     assert found.tuned.exact > found.base.exact + 0.1
-
-
-def run_example(checkout: Checkout, name: str) -> None:
-    file = f"examples/{name}.yaml"
-    checkout("snakemake", "--profile", "profiles/local", "--configfile", file)

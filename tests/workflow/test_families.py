@@ -21,7 +21,7 @@ from tests.mixtures import save_model
 from tests.model_types import default_values, in_this_process
 from tests.plan_in_process import plan_in_this_process
 from tests.tiers import FAMILIES, SAMPLED_FAMILIES
-from tests.workflow.checkout import Checkout
+from tests.workflow.checkout import PROFILE, Checkout
 from tests.workflow.forked import Forked
 
 pytestmark = pytest.mark.training
@@ -60,7 +60,7 @@ def test_snakemake_runs_every_stage(checkout: Checkout) -> None:
     demo = checkout.root / "resources/demo/base"
     save_model(small_config("qwen3_5_moe", demo), demo, checkout.root / "base")
     checkout.configure(model="base", push=None, packing=False, global_batch_size=12, micro_batch_size=6, max_steps=4)
-    checkout("snakemake", "--profile", "profiles/local")
+    checkout("snakemake", *PROFILE)
     assert sorted(checkout.losses()) == [1, 2, 3, 4]
 
 

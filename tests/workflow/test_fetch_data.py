@@ -38,10 +38,10 @@ except ShardmakeError as error:
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[FakeHub]:
+    (tmp_path / "base").mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / "base" / name).write_text("{}")
     with FakeHub(tmp_path / "hub") as server:
-        for name in ("config.json", "tokenizer.json", "model.safetensors"):
-            (tmp_path / "base").mkdir(exist_ok=True)
-            (tmp_path / "base" / name).write_text("{}")
         yield server
 
 
@@ -51,26 +51,24 @@ def parquet(*texts: str) -> bytes:
     return buffer.getvalue()
 
 
+def talk(*texts: str) -> dict[str, bytes]:
+    """Return the files of a data set with two splits."""
+    return {"data/train-0.parquet": parquet(*(texts or ("a", "b"))), "data/validation-0.parquet": parquet("c")}
+
+
 TALK = {"model": "base", "data": {"train": "lab/talk", "eval": "lab/talk"}}
 
 
 def run_fetch(
     hub: FakeHub, folder: Path, name: str = "chat", settings: dict[str, Any] = TALK, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    run = make_run(**settings)
     variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "home"), "HF_TOKEN": READER, **environment}
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT, run.model_dump_json(), name],
-        cwd=folder,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-c", SCRIPT, make_run(**settings).model_dump_json(), name]
+    return subprocess.run(command, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True)
 
 
 def test_splits_come_pinned_to_the_commit_and_stay_offline(hub: FakeHub, tmp_path: Path) -> None:
-    files = {"data/train-0.parquet": parquet("a", "b"), "data/validation-0.parquet": parquet("c")}
-    commit = hub.add("datasets/lab/talk", files)
+    commit = hub.add("datasets/lab/talk", talk())
     done = run_fetch(hub, tmp_path)
     assert done.returncode == 0, done.stderr
     rundir = RunDir(tmp_path / "runs" / "chat")
@@ -86,15 +84,14 @@ def test_splits_come_pinned_to_the_commit_and_stay_offline(hub: FakeHub, tmp_pat
 
 def test_runs_with_the_same_data_set_share_its_files(hub: FakeHub, tmp_path: Path) -> None:
     """A newer commit for one of them leaves the other's file as it is; a damaged file or record is not taken."""
-    files = {"data/train-0.parquet": parquet("a", "b"), "data/validation-0.parquet": parquet("c")}
-    hub.add("datasets/lab/talk", files)
+    hub.add("datasets/lab/talk", talk())
     for name in ("first", "second"):
         done = run_fetch(hub, tmp_path, name)
         assert done.returncode == 0, done.stderr
     assert "Took the data lab/talk of run first." in done.stdout and "Fetching data" not in done.stdout
     first, second = (tmp_path / "runs" / name / "fetched/train/data/train-0.parquet" for name in ("first", "second"))
     assert first.samefile(second)
-    hub.add("datasets/lab/talk", files | {"data/train-0.parquet": parquet("x")})
+    hub.add("datasets/lab/talk", talk("x"))
     (tmp_path / "runs/first/sources.json").unlink()
     assert run_fetch(hub, tmp_path, "first").returncode == 0
     assert (texts(first.parents[1]), texts(second.parents[1])) == (["x"], ["a", "b"])

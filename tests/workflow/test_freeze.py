@@ -13,7 +13,6 @@ from shardmake.consolidate.merge import consolidate
 from shardmake.memory.model import find_frozen
 from shardmake.run.paths import RunDir
 from tests.workflow.forked import Forked, log
-from tests.workflow.test_saving import losses
 
 pytestmark = pytest.mark.training
 FREEZE = ["model.embed_tokens", "*.mlp", "model.layers.0", "!model.layers.0.input_layernorm"]
@@ -22,21 +21,13 @@ Weights = dict[str, torch.Tensor]
 
 def train(forked: Forked, rundir: RunDir, strategy: Strategy, **changes: Any) -> tuple[dict[int, float], Weights]:
     """Train four steps without clipping, the last two again; return the losses and the merged weights in fp32."""
-    given = {
-        "scheduler": "constant",
-        "warmup_ratio": 0.0,
-        "max_grad_norm": 1e6,
-        "weight_decay": 0.1,
-        "checkpoints": {"every_steps": 1, "keep": 4},
-        **changes,
-    }
-    planned = forked.plan(strategy, 2, **given)
+    saves = {"checkpoints": {"every_steps": 1, "keep": 4}}
+    given = {"scheduler": "constant", "warmup_ratio": 0.0, "max_grad_norm": 1e6, "weight_decay": 0.1, **saves}
+    planned = forked.plan(strategy, 2, **given | changes)
     assert forked.train(rundir, planned) == [0, 0], log(rundir)
-    uninterrupted = losses(rundir)
-    for step in (3, 4):
-        shutil.rmtree(rundir.checkpoints / f"checkpoint-{step}")
-    assert forked.resume(rundir, planned)[0] == [0, 0], log(rundir)
-    assert losses(rundir) == uninterrupted and len(uninterrupted) == 4
+    shutil.rmtree(rundir.checkpoints / "checkpoint-3")
+    uninterrupted = forked.assert_repeats(rundir, planned)
+    assert len(uninterrupted) == 4
     base = forked.checkout.root / "resources/demo/base"
     consolidate(rundir.checkpoints / "checkpoint-4", rundir.model, base=base, dtype="keep")
     return uninterrupted, load_file(rundir.model / "model.safetensors")
@@ -68,5 +59,4 @@ def test_frozen_weights_stay_as_they_are(
     assert found == pytest.approx(reference[0], abs=2e-4)
     for name in find_frozen(base, FREEZE):
         assert torch.equal(weights[name], base[name].to(weights[name].dtype)), name
-    for name, tensor in reference[1].items():
-        torch.testing.assert_close(weights[name], tensor, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close({name: weights[name] for name in reference[1]}, reference[1], atol=1e-4, rtol=1e-3)

@@ -1,6 +1,5 @@
 """In bf16, every method and strategy computes what DDP computes, with accumulation and gradient checkpointing."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 
 from shardmake.config.models import STRATEGIES, Method, Strategy
 from shardmake.run.paths import RunDir
-from tests.workflow.forked import Forked, log
+from tests.workflow.forked import Forked, log, metrics
 
 pytestmark = pytest.mark.training
 SHARDED = [strategy for strategy in STRATEGIES if strategy not in ("ddp", "zero3-nvme", "zero3-hpz", "fsdp-hybrid")]
@@ -23,16 +22,10 @@ Steps = list[dict[str, float]]
 
 def train(forked: Forked, rundir: RunDir, strategy: Strategy, resume_from: Path | None = None, **changes: Any) -> Steps:
     """Train four steps of two passes on two ranks and return the loss and the gradient norm of each."""
-    values: dict[str, Any] = {
-        "precision": "bf16",
-        "micro_batch_size": 3,
-        "gradient_checkpointing": True,
-        "learning_rate": 2e-3,
-    }
-    planned = forked.plan(strategy, 2, **values | changes)
+    values: dict[str, Any] = {"precision": "bf16", "micro_batch_size": 3, "gradient_checkpointing": True}
+    planned = forked.plan(strategy, 2, learning_rate=2e-3, **values | changes)
     assert forked.train(rundir, planned, resume_from=resume_from) == [0, 0], log(rundir)
-    lines = [json.loads(line) for line in rundir.metrics.read_text().splitlines()]
-    return [line for line in lines if "loss" in line]
+    return [line for line in metrics(rundir) if "loss" in line]
 
 
 @pytest.fixture(scope="module")

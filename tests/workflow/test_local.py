@@ -2,8 +2,6 @@
 
 import os
 import socket
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,31 +12,14 @@ from shardmake.checkpoint import store
 from shardmake.core.fingerprint import fingerprint
 from shardmake.demo.recovery import kill_tree
 from tests.unit.checkpoint.formats.test_unpickle import Hostile
-from tests.workflow.checkout import Checkout
+from tests.workflow.checkout import PROFILE, Checkout, wait_for
+from tests.workflow.conftest import SECRETS
 
 pytestmark = pytest.mark.training
-PROFILE = ("--profile", "profiles/local")
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.2)
-
-
-SECRETS = {
-    "HF_TOKEN": "hf_Wq3TfEaYk2MdL9xPzRbNcUvHs",
-    "AWS_SECRET_ACCESS_KEY": "x7Kq/2mPZ0aV+planted",
-    "WANDB_API_KEY": "9f8e7d" * 6,
-}
-
-
-def test_from_config_to_pushed_model_through_a_killed_head_and_a_failed_push(
-    checkout: Checkout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in SECRETS.items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.usefixtures("secrets")
+def test_from_config_to_pushed_model_through_a_killed_head_and_a_failed_push(checkout: Checkout) -> None:
     decay = {"scheduler": "warmup_stable_decay", "scheduler_arguments": {"num_decay_steps": 4, "min_lr_ratio": 0.1}}
     given = {"freeze": ["*.input_layernorm"], "report_to": ["tensorboard", "mlflow"], "profile": {"first_step": 3}}
     checkout.configure(max_steps=10, learning_rates={"model.embed_tokens": 1e-4}, **given, **decay)
@@ -76,7 +57,9 @@ def test_from_config_to_pushed_model_through_a_killed_head_and_a_failed_push(
     assert_snakemake_reports(checkout)
 
     assert "Nothing to be done" in checkout("snakemake", *PROFILE).stdout
-    comment_edited(checkout)
+    for name in ("config/config.yaml", "config/cluster.yaml", "workflow/rules/train.smk"):
+        with (checkout.root / name).open("a") as file:
+            file.write("\n# a comment\n")
     assert "Nothing to be done" in checkout("snakemake", *PROFILE).stdout
     forced = checkout("snakemake", *PROFILE, "runs/demo/model/receipt.json", "-f")
     assert "merging the sharded" in forced.stdout and "training;" not in forced.stdout
@@ -114,12 +97,6 @@ def assert_snakemake_reports(checkout: Checkout) -> None:
         assert name in page
 
 
-def comment_edited(checkout: Checkout) -> None:
-    for name in ("config/config.yaml", "config/cluster.yaml", "workflow/rules/train.smk"):
-        with (checkout.root / name).open("a") as file:
-            file.write("\n# a comment\n")
-
-
 def assert_result_is_complete(checkout: Checkout) -> None:
     """The pushed weights are those that DeepSpeed's own converter takes from the last checkpoint."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -137,8 +114,7 @@ def assert_result_is_complete(checkout: Checkout) -> None:
 
 def test_error_of_a_failing_rank_reaches_the_terminal(checkout: Checkout) -> None:
     """With truncated weights the traceback reaches the terminal, and nothing is retried."""
-    for stage in ("plan", "render", "data"):
-        checkout("shardmake", stage, "demo")
+    checkout.stages()
     weights = checkout.root / "resources/demo/base/model.safetensors"
     os.truncate(weights, weights.stat().st_size // 2)
     failed = checkout("shardmake", "train", "demo", check=False)
@@ -150,14 +126,14 @@ def test_error_of_a_failing_rank_reaches_the_terminal(checkout: Checkout) -> Non
 
 def test_stop_file_saves_and_stops_and_training_resumes_from_there(checkout: Checkout) -> None:
     """Training resumes under another strategy too: the driver converts the checkpoint before it submits."""
+    log = checkout.root / "driver.log"
     checkout.configure(max_steps=400, checkpoints={"every_steps": 300})
-    for stage in ("plan", "render", "data"):
-        checkout("shardmake", stage, "demo")
-    driver = checkout.start("shardmake", "train", "demo", log=checkout.root / "driver.log")
+    checkout.stages()
+    driver = checkout.start("shardmake", "train", "demo", log=log)
     wait_for(lambda: len(checkout.metrics()) >= 1)
     (checkout.run / "train/STOP").touch()
     assert driver.wait(timeout=120) == 3
-    *_, last = (checkout.root / "driver.log").read_text().splitlines()
+    *_, last = log.read_text().splitlines()
     step = checkout.read("train/attempts/index.json")[-1]["checkpoint_step"]
     assert last == (
         f"Training of demo saved and stopped at step {step}, because somebody created runs/demo/train/STOP. "
@@ -168,11 +144,10 @@ def test_stop_file_saves_and_stops_and_training_resumes_from_there(checkout: Che
     assert len(steps) == 1 and steps < set(range(1, 300))
 
     checkout.configure(max_steps=400, checkpoints={"every_steps": 300}, strategy="zero2")
-    for stage in ("plan", "render"):
-        checkout("shardmake", stage, "demo")
-    driver = checkout.start("shardmake", "train", "demo", log=checkout.root / "driver.log")
-    wait_for(lambda: "(zero3 on 2 ranks) for zero2 on 2" in (checkout.root / "driver.log").read_text())
-    wait_for(lambda: "resuming from checkpoint" in (checkout.root / "driver.log").read_text())
+    checkout.stages("plan", "render")
+    driver = checkout.start("shardmake", "train", "demo", log=log)
+    wait_for(lambda: "(zero3 on 2 ranks) for zero2 on 2" in log.read_text())
+    wait_for(lambda: "resuming from checkpoint" in log.read_text())
     wait_for(lambda: any(line["attempt"] == 2 for line in checkout.metrics()))
     (checkout.run / "train/STOP").touch()
     assert driver.wait(timeout=120) == 3
@@ -189,11 +164,9 @@ def assert_a_replaced_file_runs_nothing(checkout: Checkout) -> None:
     states = torch.load(checkpoint / name, weights_only=False)
     torch.save(states | {"more": Hostile(os.mkdir, str(proof))}, checkpoint / name)
     others = {other: entry for other, entry in record.files.items() if other != name}
+    replaced = others | {name: fingerprint(checkpoint / name)}
     for files, reason in (
-        (
-            others | {name: fingerprint(checkpoint / name)},
-            f"{name} was not loaded. Its pickle would import posix.mkdir,",
-        ),
+        (replaced, f"{name} was not loaded. Its pickle would import posix.mkdir,"),
         (others, f"{checkpoint.name} was not loaded. {name} (1 in all) is not in its record,"),
     ):
         store.commit_in_place(checkpoint, record.model_copy(update={"files": files}))
@@ -236,12 +209,11 @@ def test_no_stage_writes_to_what_somebody_links_to_while_it_runs(
     """The links appear once the stage has checked that there are none."""
     (theirs := tmp_path / "theirs").mkdir()
     (theirs / "notes.txt").write_text("years of work")
-    (checkout.root / "sitecustomize.py").write_text(LINKED)
     monkeypatch.setenv("THEIRS", str(theirs))
     checkout.configure(max_steps=2, checkpoints={"every_steps": 2})
     for stage, linked in RESULTS.items():
         with monkeypatch.context() as patch:
-            patch.setenv("PYTHONPATH", f"{checkout.root}:{os.environ.get('PYTHONPATH', '')}")
+            checkout.run_at_start(LINKED, patch)
             patch.setenv("LINKED", linked)
             done = checkout("shardmake", stage, "demo", check=False)
         assert {path.name: path.read_text() for path in theirs.iterdir()} == {"notes.txt": "years of work"}, stage
@@ -271,20 +243,14 @@ def test_out_of_memory_takes_fallbacks_until_training_succeeds(
     checkout: Checkout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's own error, raised in the first step of every fallback without gradient checkpointing."""
-    (checkout.root / "sitecustomize.py").write_text(SHORTAGE)
-    monkeypatch.setenv("PYTHONPATH", f"{checkout.root}:{os.environ.get('PYTHONPATH', '')}")
+    checkout.run_at_start(SHORTAGE, monkeypatch)
     checkout.configure(max_steps=2, checkpoints={"every_steps": 2}, micro_batch_size="auto")
-    for stage in ("plan", "render", "data"):
-        checkout("shardmake", stage, "demo")
+    checkout.stages()
     output = checkout("shardmake", "train", "demo").stdout
     assert "CUDA out of memory" in output
     assert output.count("take the next fallback") == 2
-    history = checkout.read("train/attempts/index.json")
-    assert [(entry["end"], entry["fallback"]) for entry in history] == [
-        ("GPU out of memory", 0),
-        ("GPU out of memory", 1),
-        ("finished", 2),
-    ]
+    ends = [(entry["end"], entry["fallback"]) for entry in checkout.read("train/attempts/index.json")]
+    assert ends == [("GPU out of memory", 0), ("GPU out of memory", 1), ("finished", 2)]
     settings = checkout.read("train/attempts/003/training.json")["arguments"]
     assert settings["activation_checkpointing"] and settings["gradient_accumulation_steps"] == 4
     assert sorted(checkout.losses()) == [1, 2]

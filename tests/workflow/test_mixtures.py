@@ -1,16 +1,13 @@
 """A mixture of experts trains alike under every library, resumes with its experts, and merges as the libraries do."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from peft import PeftModel
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 
 from shardmake.config.models import Cluster, Method, Run, Strategy
@@ -18,7 +15,7 @@ from shardmake.consolidate.merge import consolidate
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
 from tests.mixtures import save_mixture
-from tests.workflow.forked import Forked, log
+from tests.workflow.forked import Forked, log, losses, official_weights
 
 pytestmark = pytest.mark.training
 Losses = dict[int, float]
@@ -32,22 +29,10 @@ def base(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def planned(forked: Forked, base: Path, strategy: Strategy, method: Method) -> tuple[Plan, Run, Cluster]:
-    changes = {"lora": {"rank": 4}} if method == "lora" else {}
+    lora = {"learning_rate": 1e-2, "lora": {"rank": 4}} if method == "lora" else {"learning_rate": 2e-3}
     return forked.plan(
-        strategy,
-        2,
-        model=str(base),
-        micro_batch_size=6,
-        checkpoints={"every_steps": 2},
-        method=method,
-        learning_rate=1e-2 if method == "lora" else 2e-3,
-        **changes,
+        strategy, 2, model=str(base), micro_batch_size=6, checkpoints={"every_steps": 2}, method=method, **lora
     )
-
-
-def losses(rundir: RunDir) -> Losses:
-    lines = (json.loads(line) for line in rundir.metrics.read_text().splitlines())
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
 @pytest.fixture(scope="module", params=["full", "lora"])
@@ -63,9 +48,7 @@ def reference(
     half = rundir.checkpoints / "checkpoint-2"
     assert forked.train(rundir, planned(forked, base, "ddp", method), resume_from=half) == [0, 0], log(rundir)
     assert losses(rundir) == pytest.approx(found, rel=1e-6)
-    again = load_file(rundir.checkpoints / file)
-    for name, tensor in weights.items():
-        torch.testing.assert_close(again[name], tensor, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(load_file(rundir.checkpoints / file), weights, atol=1e-6, rtol=1e-5)
     assert_merges_like(rundir, base, weights if method == "full" else None)
     return method, found
 
@@ -78,21 +61,8 @@ def test_losses_equal_ddp_and_the_merge_equals_save_pretrained(
     rundir, (method, of_ddp) = RunDir(tmp_path / "run"), reference
     assert forked.train(rundir, planned(forked, base, strategy, method)) == [0, 0], log(rundir)
     assert losses(rundir) == pytest.approx(of_ddp, abs=2e-4)
-    checkpoint = rundir.checkpoints / "checkpoint-4"
-    state = None
-    if method == "full" and strategy == "fsdp":
-        state = state_of_fsdp(checkpoint)
-    elif method == "full":
-        state = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint))
+    state = official_weights(rundir.checkpoints / "checkpoint-4", strategy) if method == "full" else None
     assert_merges_like(rundir, base, state)
-
-
-def state_of_fsdp(checkpoint: Path) -> dict[str, Any]:
-    """Return the model in ``checkpoint`` as torch's own converter reads it."""
-    converted = checkpoint.parent / "official.pt"
-    dcp_to_torch_save(checkpoint / "pytorch_model_fsdp_0", converted)
-    state: dict[str, Any] = torch.load(converted, weights_only=True)["model"]
-    return state
 
 
 SPREAD: dict[str, dict[str, Any]] = {
@@ -111,7 +81,7 @@ def test_spread_experts_train_as_under_ddp_and_merge(forked: Forked, base: Path,
     assert forked.train(reference, forked.plan("ddp", ranks, **common)) == [0] * ranks, log(reference)
     assert forked.train(spread, forked.plan("fsdp", ranks, **changes)) == [0] * ranks, log(spread)
     assert losses(spread) == pytest.approx(losses(reference), abs=2e-4)
-    assert_merges_like(spread, base, state_of_fsdp(spread.checkpoints / "checkpoint-4"))
+    assert_merges_like(spread, base, official_weights(spread.checkpoints / "checkpoint-4", "fsdp"))
 
 
 def assert_merges_like(rundir: RunDir, base: Path, state: dict[str, Any] | None) -> None:

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.record import CheckpointRecord, read_record
+from shardmake.checkpoint.record import read_record
 from shardmake.config.models import Strategy
 from shardmake.core.atomic import sealed, unsealed
 from shardmake.run.paths import RunDir
 from tests.mixtures import save_mixture
 from tests.plan_in_process import plan_in_this_process
-from tests.workflow.forked import Forked, log
-from tests.workflow.test_saving import losses
+from tests.workflow.forked import Forked, log, losses, states
 
 pytestmark = pytest.mark.training
 LORA: dict[str, Any] = {"method": "lora", "lora": {"rank": 4}}
@@ -60,12 +59,9 @@ def family_and_losses(
 @pytest.mark.families
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_has_the_losses_of_ddp_and_resumes(
-    forked: Forked,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    family_and_losses: tuple[str, dict[int, float]],
+    forked: Forked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family_and_losses: tuple[str, dict[int, float]],
     strategy: Strategy,
-) -> None:
+) -> None:  # fmt: skip
     plan_in_this_process(monkeypatch)
     family, reference = family_and_losses
     found = check_resume(forked, tmp_path, save_base(forked, tmp_path, family), strategy)
@@ -88,6 +84,7 @@ def check_resume(forked: Forked, folder: Path, base: Path, strategy: Strategy, *
     codes = forked.train(rundir, planned, kill)
     assert codes[0] == -signal.SIGKILL, log(rundir)
     reference = states(read_record(store.staging_folder(rundir.checkpoints, 1) / "checkpoint-4"))
+    assert len(reference) > 2
     uninterrupted = losses(rundir)
 
     codes, resumed = forked.resume(rundir, planned)
@@ -103,11 +100,3 @@ def copy_unpacked(source: Path, target: Path) -> None:
     receipt = unsealed(json.loads((target / "receipt.json").read_text()))
     receipt["settings"]["packing"] = False
     (target / "receipt.json").write_text(json.dumps(sealed(receipt)))
-
-
-def states(record: CheckpointRecord | None) -> dict[str, str]:
-    """Return the checksums of weights, optimizer states, random generators and schedulers by file."""
-    assert record is not None
-    found = {name: entry.crc32 for name, entry in record.files.items() if name.endswith((".pt", ".pth", ".distcp"))}
-    assert len(found) > 2
-    return found

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from tests.workflow.checkout import LOCAL, REPOSITORY, RUN, Checkout
+from tests.workflow.checkout import LOCAL, PROFILE, REPOSITORY, RUN, Checkout
 
 SNAKEFILE = """\
 configfile: "lab.yaml"
@@ -60,10 +60,9 @@ def make_lab(root: Path, inputs: Path) -> Checkout:
     (root / "cluster.yaml").write_text(yaml.safe_dump(LOCAL | {"processes_per_node": 1}))
     (root / "resources").mkdir()
     (root / "resources/demo").symlink_to(inputs)
-    strategies = {"training": "ddp", "other": "zero2"}
     configs = {
         name: {"cluster": "cluster.yaml", "runs": {"demo": RUN | {"strategy": strategy}}}
-        for name, strategy in strategies.items()
+        for name, strategy in (("training", "ddp"), ("other", "zero2"))
     }
     (root / "lab.yaml").write_text(yaml.safe_dump(configs))
     return Checkout(root)
@@ -104,7 +103,7 @@ def test_python_runs_the_modules_twice_in_one_process(tmp_path: Path, inputs: Pa
 def test_a_workflow_profile_in_place_of_the_default_one_logs_what_it_lacks(checkout: Checkout) -> None:
     (checkout.root / "mine").mkdir()
     (checkout.root / "mine/config.yaml").write_text("cores: 2\n")
-    done = checkout("snakemake", "--profile", "profiles/local", "--workflow-profile", "mine", "-n", "plan")
+    done = checkout("snakemake", *PROFILE, "--workflow-profile", "mine", "-n", "plan")
     assert "rerun-triggers: [mtime, params, input]" in done.stdout
     assert "max-checksum-file-size: 10GB" in done.stdout
 
@@ -118,6 +117,5 @@ def test_a_module_without_configuration_is_refused(tmp_path: Path, inputs: Path)
 
 def test_the_example_is_a_whole_project(checkout: Checkout) -> None:
     shutil.copytree(REPOSITORY / "examples", checkout.root / "examples")
-    command = ("snakemake", "--profile", "profiles/local", "-s", "examples/module/Snakefile", "-n")
-    done = checkout(*command)
+    done = checkout("snakemake", *PROFILE, "-s", "examples/module/Snakefile", "-n")
     assert "shardmake_train_run" in done.stdout and "tokenizing the data of fast" in done.stdout

@@ -17,6 +17,7 @@ from shardmake.run.attempt_history import EndReason
 from shardmake.run.findings import Finding, Verdict, ok
 from shardmake.train import network_check
 from shardmake.train.network_check import CheckSettings, NetworkCheckError, describe_bandwidth, run_in_fork
+from tests.fork_server import free_port
 
 RANK = """
 import sys
@@ -32,26 +33,16 @@ except NetworkCheckError as error:
 
 def check_network(world_size: int, deadlines: Sequence[float], per_node: int = 1) -> list[tuple[int, str, str]]:
     """Return exit status, stdout and stderr of the first ranks of ``world_size``, one for each of ``deadlines``."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
-    shared |= {"GROUP_WORLD_SIZE": str(world_size // per_node), "LOCAL_WORLD_SIZE": str(per_node)}
-
-    def of_rank(rank: int) -> dict[str, str]:
-        node, local = divmod(rank, per_node)
-        return {"RANK": str(rank), "GROUP_RANK": str(node), "LOCAL_RANK": str(local), "OMP_NUM_THREADS": "1"}
-
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(deadline)],
-            env={**os.environ, **shared, **of_rank(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+    sizes = {"WORLD_SIZE": world_size, "GROUP_WORLD_SIZE": world_size // per_node, "LOCAL_WORLD_SIZE": per_node}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1, **sizes}
+    ranks = []
+    for rank, deadline in enumerate(deadlines):
+        own = {"RANK": rank, "GROUP_RANK": rank // per_node, "LOCAL_RANK": rank % per_node}
+        variables = os.environ | {name: str(value) for name, value in (shared | own).items()}
+        command = [sys.executable, "-c", RANK, str(deadline)]
+        ranks.append(
+            subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
-        for rank, deadline in enumerate(deadlines)
-    ]
     outputs = [rank.communicate() for rank in ranks]
     return [(rank.returncode, *output) for rank, output in zip(ranks, outputs, strict=True)]
 
@@ -128,9 +119,8 @@ def test_broken_gpu_blames_its_node(monkeypatch: pytest.MonkeyPatch, error: Runt
         raise error
 
     monkeypatch.setattr(network_check.torch, "ones", broken)
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
     with pytest.raises(NetworkCheckError) as found:
         network_check.check_all_reduce(CheckSettings(on_cpu=False, deadline=60))
     assert found.value.host == socket.gethostname()

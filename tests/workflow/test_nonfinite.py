@@ -1,7 +1,5 @@
 """A loss that diverges is reported, not saved, rewound once, and then stops the run."""
 
-import os
-
 import pytest
 
 from tests.workflow.checkout import Checkout
@@ -25,11 +23,9 @@ if "shardmake.train" in sys.orig_argv:
 def test_loss_that_diverges_twice_at_one_step_stops_the_run(
     checkout: Checkout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (checkout.root / "sitecustomize.py").write_text(DIVERGENCE)
-    monkeypatch.setenv("PYTHONPATH", f"{checkout.root}:{os.environ.get('PYTHONPATH', '')}")
+    checkout.run_at_start(DIVERGENCE, monkeypatch)
     checkout.configure(strategy="ddp", checkpoints={"every_steps": 1}, non_finite="rewind")
-    for stage in ("plan", "render", "data"):
-        checkout("shardmake", stage, "demo")
+    checkout.stages()
     failed = checkout("shardmake", "train", "demo", check=False)
     assert failed.returncode == 2
     assert "is nan" in failed.stdout and "NonFiniteError" in failed.stdout

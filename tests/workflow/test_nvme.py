@@ -3,14 +3,14 @@
 DeepSpeed first compiles its asynchronous I/O for several minutes: ``make test-nvme``.
 """
 
+from typing import Any
+
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.reshard.convert import reshard
 from shardmake.config.models import Strategy
-from tests.workflow.by_hand import launch_by_hand, rewind_to, train_by_hand
+from tests.workflow.by_hand import assert_merges_as_ddp, launch_by_hand, rewind_to, train_by_hand
 from tests.workflow.checkout import Checkout
 
 pytestmark = [pytest.mark.training, pytest.mark.nvme, pytest.mark.timeout(1800)]
@@ -45,30 +45,19 @@ def test_nvme_resumes_with_the_same_losses(shared_checkout: Checkout, losses: di
 
 @pytest.mark.usefixtures("reference", "losses")
 def test_nvme_checkpoint_is_merged(shared_checkout: Checkout) -> None:
-    shared_checkout("shardmake", "consolidate", "demo")
-    merged, expected = (
-        load_file(shared_checkout.run / "model/model.safetensors"),
-        load_file(shared_checkout.root / "reference.safetensors"),
-    )
-    assert merged.keys() == expected.keys()
-    for name, tensor in merged.items():
-        torch.testing.assert_close(tensor, expected[name], atol=1e-4, rtol=1e-3)
+    assert_merges_as_ddp(shared_checkout)
 
 
-@pytest.mark.parametrize("strategy", ["zero3-offload", "fsdp"])
+@pytest.mark.parametrize(
+    ("strategy", "nodes", "zero"), [("zero3-offload", 1, None), ("fsdp", 1, None), ("zero3-nvme", 2, SUB_GROUPS)]
+)
 def test_nvme_checkpoint_resumes_under_another_strategy(
-    shared_checkout: Checkout, losses: dict[int, float], strategy: Strategy
+    shared_checkout: Checkout, losses: dict[int, float], strategy: Strategy, nodes: int, zero: dict[str, Any] | None
 ) -> None:
+    """Or on twice as many ranks."""
     out = shared_checkout.run / "train/resharded"
-    reshard(rewind_to(shared_checkout, 2), out, strategy, 2)
-    launch_by_hand(shared_checkout, strategy, resume_from=out, checkpoints=SAVES)
-    assert shared_checkout.losses() == pytest.approx(losses, abs=2e-4)
-
-
-def test_nvme_checkpoint_resumes_on_other_ranks(shared_checkout: Checkout, losses: dict[int, float]) -> None:
-    out = shared_checkout.run / "train/resharded"
-    reshard(rewind_to(shared_checkout, 2), out, "zero3-nvme", 4)
-    launch_by_hand(shared_checkout, "zero3-nvme", nodes=2, resume_from=out, checkpoints=SAVES, zero=SUB_GROUPS)
+    reshard(rewind_to(shared_checkout, 2), out, strategy, 2 * nodes)
+    launch_by_hand(shared_checkout, strategy, nodes=nodes, resume_from=out, checkpoints=SAVES, zero=zero)
     assert shared_checkout.losses() == pytest.approx(losses, abs=2e-4)
 
 

@@ -9,7 +9,6 @@ import json
 import math
 import shutil
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,13 +25,9 @@ from shardmake.plan.planner import buckets_of, scenario_of
 from shardmake.plan.resolve import resolve
 from shardmake.run.model_class import ModelClass
 from shardmake.run.paths import RunDir
-from tests.workflow.checkout import Checkout
-from tests.workflow.forked import Forked, branch, log
-from tests.workflow.objectives import OBJECTIVES, Row, Training, Trainings, settings_of, with_examples
+from tests.workflow.forked import Forked, branch, log, metrics
+from tests.workflow.objectives import OBJECTIVES, Row, Training, Trainings, settings_of
 from tests.workflow.sweep import Sweep
-from tests.workflow.test_quantized import quantizing
-
-__all__ = ["quantizing"]
 
 pytestmark = pytest.mark.training
 ON_DEMAND = pytest.mark.objectives
@@ -49,14 +44,9 @@ LORA = {
     "reward": (*(name for name in FULL if name != "zero3-offload-optimizer"),),
 }
 IN_CI = {
-    ("dpo", "full", "ddp"),
-    ("dpo", "lora", "ddp"),
-    ("dpo", "full", "zero3"),
-    ("dpo", "full", "fsdp"),
-    ("kto", "full", "zero3"),
-    ("reward", "full", "ddp"),
-    ("dpo", "qlora", "zero2"),
-}
+    ("dpo", "full", "ddp"), ("dpo", "lora", "ddp"), ("dpo", "full", "zero3"), ("dpo", "full", "fsdp"),
+    ("kto", "full", "zero3"), ("reward", "full", "ddp"), ("dpo", "qlora", "zero2"),
+}  # fmt: skip
 
 
 def _cases() -> Iterator[tuple[str, str, str]]:
@@ -86,20 +76,6 @@ STOPPED = [
     *((objective, "full", name) for objective in OBJECTIVES for name in REQUIRED),
     *(("dpo", "lora", "fsdp"), ("kto", "lora", "ddp"), ("reward", "lora", "fsdp")),
 ]
-
-
-@pytest.fixture(scope="module")
-def trainings(
-    request: pytest.FixtureRequest, forked: Forked, tmp_path_factory: pytest.TempPathFactory, inputs: Path
-) -> Trainings:
-    def checkout(objective: str, four_bits: bool) -> Forked:
-        server = request.getfixturevalue("quantizing").server if four_bits else forked.server
-        return with_examples(objective, Forked(Checkout.create(_folder(objective), inputs), server), inputs)
-
-    def _folder(objective: str) -> Path:
-        return tmp_path_factory.mktemp(objective) / "checkout"
-
-    return Trainings(cache(checkout), tmp_path_factory.mktemp("trl"))
 
 
 @pytest.mark.parametrize(("objective", "method", "strategy"), CASES)
@@ -139,9 +115,7 @@ def assert_trained_as(objective: str, theirs: list[Row], rundir: RunDir, *, roun
     assert evaluated == [sorted(row.names)] * 2
     if rounded or objective == "sft":
         return
-    first, last = (
-        line[row.scores].get("margins", line[row.scores].get("margin")) for line in (trained[0], trained[-1])
-    )
+    first, *_, last = (line[row.scores].get("margins", line[row.scores].get("margin")) for line in trained)
     assert last > (first if objective != "kto" else 0)
     assert objective != "dpo" or first == 0
     assert objective != "kto" or max(line["kl"] for line in trained) > 0, trained
@@ -177,28 +151,21 @@ def merged(rundir: RunDir, out: Path, training: Training) -> dict[str, torch.Ten
     return load_file(out / ("adapter_model.safetensors" if adapter else "model.safetensors"))
 
 
-def metrics(rundir: RunDir) -> list[Row]:
-    return [json.loads(line) for line in rundir.metrics.read_text().splitlines()]
-
-
 def assert_model_and_evaluation(objective: str, rundir: RunDir, training: Training, theirs: Path) -> None:
     """Check the weights against those that TRL saves, and the scores against those that training measured."""
     plan, run, _ = training
     kind = {"model_class": plan.workload.model_class} if objective == "reward" else {}
     consolidate(rundir.checkpoints / "checkpoint-4", rundir.model, base=Path(run.model), workers=1, **kind)
     found, expected = (load_file(folder / "model.safetensors") for folder in (rundir.model, theirs))
-    assert sorted(found) == sorted(expected)
-    for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-5, msg=name)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     if objective == "sft":
         return
     plan.write(rundir.plan)
     result, measured = evaluate(run, rundir), metrics(rundir)[-1][f"eval_{OBJECTIVES[objective].scores}"]
     if objective == "dpo":
         assert result.preferences is not None and result.preferences.pairs == 12
-        assert dict(result.preferences.rewards) == pytest.approx(
-            {name: measured[name] for name, _ in result.preferences.rewards}, abs=1e-4
-        )
+        rewards = dict(result.preferences.rewards)
+        assert rewards == pytest.approx({name: measured[name] for name in rewards}, abs=1e-4)
     elif objective == "kto":
         scores = result.completions
         assert scores is not None and (scores.desirable, scores.undesirable) == (6, 6)
@@ -216,12 +183,10 @@ def assert_merges_as_peft(objective: str, forked: Forked, rundir: RunDir, model_
     consolidate(last, rundir.model, base=base, model_class=model_class, workers=1)
     kind = AutoModelForSequenceClassification if objective == "reward" else AutoModelForCausalLM
     loaded = kind.from_pretrained(base, dtype=torch.float32, **({"num_labels": 1} if objective == "reward" else {}))
-    adapter = rundir.root.with_name("merged-run")
-    expected = PeftModel.from_pretrained(loaded, adapter).merge_and_unload().state_dict()
+    expected = PeftModel.from_pretrained(loaded, rundir.root.with_name("merged-run")).merge_and_unload().state_dict()
     found = load_file(rundir.model / "model.safetensors")
     assert "score.weight" in found if objective == "reward" else any("q_proj" in name for name in found)
-    for name, weight in found.items():
-        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-5, msg=name)
+    torch.testing.assert_close(found, {name: expected[name] for name in found}, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from shardmake.config.invocation import VARIABLE
-from tests.workflow.checkout import LOCAL, RUN, Checkout
+from tests.workflow.checkout import LOCAL, PROFILE, RUN, Checkout
 
 TARGET = "runs/mine/plan/training.json"
 
@@ -32,7 +32,7 @@ def write(path: Path, **changes: Any) -> Path:
 
 
 def snakemake(checkout: Checkout, *options: str) -> str:
-    return checkout("snakemake", "--profile", "profiles/local", TARGET, *options).stdout
+    return checkout("snakemake", *PROFILE, TARGET, *options).stdout
 
 
 def settings(checkout: Checkout) -> tuple[float, int]:
@@ -57,7 +57,8 @@ def test_overrides_reach_every_stage(checkout: Checkout, outside: Path, monkeypa
 
     # A job of another invocation starts Snakemake again, after a file was damaged while it was in the queue.
     snakemake(checkout, "-n", "--configfile", str(mine))
-    copies = {yaml.safe_load(path.read_text())["runs"]["mine"]["learning_rate"]: path for path in merged(checkout)}
+    merged = sorted((checkout.root / ".snakemake/shardmake").glob("*.yaml"))
+    copies = {yaml.safe_load(path.read_text())["runs"]["mine"]["learning_rate"]: path for path in merged}
     assert set(copies) == {5e-4, 9e-4}
     monkeypatch.setenv(VARIABLE, str(copies[9e-4]))
     (checkout.root / "config/config.yaml").write_text("cluster: [\n")
@@ -65,13 +66,9 @@ def test_overrides_reach_every_stage(checkout: Checkout, outside: Path, monkeypa
     assert settings(checkout) == (9e-4, 42)
 
 
-def merged(checkout: Checkout) -> list[Path]:
-    return sorted((checkout.root / ".snakemake/shardmake").glob("*.yaml"))
-
-
 def test_values_on_the_command_line_override_the_configuration_of_the_clone(checkout: Checkout) -> None:
-    options = ("--profile", "profiles/local", "runs/demo/plan/training.json")
-    checkout("snakemake", *options, "--config", "runs={demo: {learning_rate: 5.0e-4, max_steps: 5, push: null}}")
+    values = "runs={demo: {learning_rate: 5.0e-4, max_steps: 5, push: null}}"
+    checkout("snakemake", *PROFILE, "runs/demo/plan/training.json", "--config", values)
     arguments = checkout.read("plan/training.json")["arguments"]
     assert (arguments["learning_rate"], arguments["max_steps"]) == (5e-4, 5)
 
@@ -103,7 +100,7 @@ def test_a_file_that_cannot_be_used_is_reported_without_python(checkout: Checkou
     """Both the configuration of the clone and a file of ``--configfile``, which Snakemake reads before the workflow."""
     for name, options in (("config/config.yaml", ()), ("mine.yaml", ("--configfile", "mine.yaml"))):
         (checkout.root / name).write_bytes(text.encode("latin-1"))
-        done = checkout("snakemake", "--profile", "profiles/local", "-n", *options, check=False)
+        done = checkout("snakemake", *PROFILE, "-n", *options, check=False)
         assert done.returncode == 1
         assert message in done.stdout and name in done.stdout
         assert 'File "' not in done.stdout and "Traceback" not in done.stdout
@@ -115,15 +112,5 @@ def test_a_configuration_is_relative_to_where_the_command_is_called(checkout: Ch
     for name in ("config", "resources"):
         (checkout.root / "work" / name).symlink_to(checkout.root / name)
     shutil.copy(checkout.root / "config/config.yaml", checkout.root / "mine.yaml")
-    command = (
-        "snakemake",
-        "--profile",
-        "profiles/local",
-        "--directory",
-        "work",
-        "-n",
-        "plan",
-        "--configfile",
-        "mine.yaml",
-    )
-    assert "plan_run" in checkout(*command).stdout
+    done = checkout("snakemake", *PROFILE, "--directory", "work", "-n", "plan", "--configfile", "mine.yaml")
+    assert "plan_run" in done.stdout

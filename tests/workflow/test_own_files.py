@@ -12,7 +12,7 @@ from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
 from shardmake.run.receipts import TrainingReceipt
 from tests.unit.render.test_user_files import EVERYTHING_TAKEN
-from tests.workflow.forked import Forked, log
+from tests.workflow.forked import Forked, log, losses
 
 pytestmark = pytest.mark.training
 STEPS, RATE, WARMUP = 4, 2e-3, 1
@@ -24,13 +24,8 @@ def planned(forked: Forked, strategy: Strategy, **changes: Any) -> tuple[Plan, R
     return forked.plan(strategy, 2, micro_batch_size=3, **settings, **changes)
 
 
-def losses(rundir: RunDir) -> list[float]:
-    lines = [json.loads(line) for line in rundir.metrics.read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
-
-
 @pytest.fixture(scope="module")
-def plain(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def plain(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """Losses without own files."""
     rundir = RunDir(tmp_path_factory.mktemp("plain") / "run")
     assert forked.train(rundir, planned(forked, "ddp")) == [0, 0], log(rundir)
@@ -47,30 +42,18 @@ def check_receipt(rundir: RunDir, strategy: str, own: dict[str, Any]) -> None:
     assert learning.pop("format") == 1
     assert learning.pop("own_files") == own
     assert learning == {
-        "optimizer": "AdamW",
-        "learning_rate": RATE,
-        "betas": [0.9, 0.999],
-        "epsilon": 1e-8,
-        "weight_decay": 0.01,
-        "decays_vectors": False,
-        "schedule": "cosine",
-        "warmup_steps": WARMUP,
-        "steps": STEPS,
-        "group_rates": [RATE],
-        "max_grad_norm": 1.0,
-        "dtype": "float32",
-        "autocast": None,
-        "micro_batch_size": 3,
-        "gradient_accumulation_steps": 2,
-        "global_batch_size": 12,
-    }
+        "optimizer": "AdamW", "learning_rate": RATE, "betas": [0.9, 0.999], "epsilon": 1e-8, "weight_decay": 0.01,
+        "decays_vectors": False, "schedule": "cosine", "warmup_steps": WARMUP, "steps": STEPS, "group_rates": [RATE],
+        "max_grad_norm": 1.0, "dtype": "float32", "autocast": None, "micro_batch_size": 3,
+        "gradient_accumulation_steps": 2, "global_batch_size": 12,
+    }  # fmt: skip
     assert rates == pytest.approx([0, RATE, 0.75 * RATE, 0.75 * RATE, 0.25 * RATE])
     assert receipt.strategy == strategy
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3-offload"])
 def test_everything_that_is_taken_trains_as_planned(
-    forked: Forked, plain: list[float], tmp_path: Path, strategy: Strategy
+    forked: Forked, plain: dict[int, float], tmp_path: Path, strategy: Strategy
 ) -> None:
     """The losses are those without the file, and the receipt states the file's values.
 
@@ -92,7 +75,7 @@ def test_everything_that_is_taken_trains_as_planned(
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_the_receipt_states_the_settings_without_deepspeed(
-    forked: Forked, plain: list[float], tmp_path: Path, strategy: Strategy
+    forked: Forked, plain: dict[int, float], tmp_path: Path, strategy: Strategy
 ) -> None:
     rundir = RunDir(tmp_path / "run")
     assert forked.train(rundir, planned(forked, strategy)) == [0, 0], log(rundir)

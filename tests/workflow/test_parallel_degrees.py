@@ -3,14 +3,11 @@
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
 
-from shardmake.checkpoint import store
 from shardmake.config.models import Strategy
 from shardmake.run.paths import RunDir
-from tests.mixtures import save_model
-from tests.workflow.forked import Forked, log
-from tests.workflow.test_saving import losses
+from tests.mixtures import save_llama
+from tests.workflow.forked import Forked, log, losses
 
 pytestmark = pytest.mark.training
 DEGREES: tuple[tuple[Strategy, int, int], ...] = (("zero2", 2, 2), ("zero1", 2, 4), ("zero2", 4, 2))
@@ -19,11 +16,7 @@ DEGREES: tuple[tuple[Strategy, int, int], ...] = (("zero2", 2, 2), ("zero1", 2, 
 
 def test_data_and_tensor_degrees_together(forked: Forked, tmp_path: Path) -> None:
     """The first one also resumes from its own checkpoint."""
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    base = save_model(config, forked.checkout.root / "resources/demo/base", tmp_path / "base")
+    base = save_llama(forked.checkout.root / "resources/demo/base", tmp_path / "base")
     changes = {"model": str(base), "global_batch_size": 8, "checkpoints": {"every_steps": 2}, "learning_rate": 2e-3}
     reference = RunDir(tmp_path / "ddp")
     planned = forked.plan("ddp", 2, **changes | {"micro_batch_size": 4})
@@ -34,8 +27,4 @@ def test_data_and_tensor_degrees_together(forked: Forked, tmp_path: Path) -> Non
         assert forked.train(rundir, planned) == [0] * ranks, log(rundir)
         assert losses(rundir) == pytest.approx(losses(reference), abs=2e-4)
         if (strategy, tensor, data) == DEGREES[0]:
-            uninterrupted = losses(rundir)
-            store.remove(rundir.checkpoints / "checkpoint-4")
-            codes, resumed = forked.resume(rundir, planned)
-            assert codes == [0] * ranks and resumed is not None and resumed.step == 2, log(rundir)
-            assert losses(rundir) == uninterrupted
+            forked.assert_repeats(rundir, planned)

@@ -52,9 +52,9 @@ def optimizer_of(model: Any, kind: str) -> torch.optim.Optimizer:
     rates = dict.fromkeys(named, RATE)
     for pattern, rate in GIVEN[kind].get("learning_rates", {}).items():
         rates |= dict.fromkeys(find_frozen(named, [pattern]), rate)
+    decay = {True: 0.0, False: 0.1}
     groups = {
-        name: {"params": [named[name]], "lr": rates[name], "weight_decay": 0.0 if "norm" in name else 0.1}
-        for name in named
+        name: {"params": [named[name]], "lr": rates[name], "weight_decay": decay["norm" in name]} for name in named
     }
     matrices = [groups.pop(name) for name in named if "muon" in kind and "_proj" in name]
     if not groups:
@@ -85,13 +85,9 @@ def plain(
     model = load_model(settings)
     optimizer = optimizer_of(model, request.param)
     data = forked.checkout.run / "data"
-    trainer = Trainer(
-        model,
-        arguments,
-        collator(data, "sdpa"),
-        WholeBatches(Sequences(data, "train"), plan.choice.global_batch_size),
-        optimizers=(optimizer, get_scheduler("linear", optimizer, 2, 4)),
-    )
+    rows = WholeBatches(Sequences(data, "train"), plan.choice.global_batch_size)
+    optimizers = (optimizer, get_scheduler("linear", optimizer, 2, 4))
+    trainer = Trainer(model, arguments, collator(data, "sdpa"), rows, optimizers=optimizers)
     trainer.train()
     losses = {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
     merged = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model

@@ -3,9 +3,7 @@
 import pytest
 
 from shardmake.launch.watcher import WAITED_VARIABLE
-from tests.workflow.checkout import Checkout
-
-PROFILE = ("--profile", "profiles/local")
+from tests.workflow.checkout import PROFILE, Checkout
 
 
 def test_snakemake_ends_with_the_line_that_says_how_to_resume(

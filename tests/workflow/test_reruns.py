@@ -11,10 +11,9 @@ import pytest
 
 from shardmake.config.effects import STAGES
 from shardmake.config.load import load_config
-from tests.workflow.checkout import RUN, Checkout
+from tests.workflow.checkout import PROFILE, RUN, Checkout
 from tests.workflow.stand_in import leave
 
-PROFILE = ("--profile", "profiles/local")
 AFTER_TRAINING = ["consolidate", "evaluate", "push", "report"]
 
 
@@ -52,14 +51,10 @@ def dry_run(checkout: Checkout) -> tuple[list[str], str]:
 def test_edits_that_cannot_change_a_result_rerun_nothing(edited: Checkout) -> None:
     """All at once: what one of them reran would show."""
     edited.configure(
-        report_to=["tensorboard"],
-        checkpoints={"every_steps": 3, "keep": 3, "keep_best": True, "asynchronous": True},
-        eval_every_steps=2,
-        strategy="zero2",
-        micro_batch_size=1,
-        evaluation={**RUN["evaluation"], "batch_tokens": 1024},
-        cluster={"memory_gib_per_node": 5, "hang_seconds": 900, "trainings_per_user": 9, "max_nodes": 2},
-    )
+        {"memory_gib_per_node": 5, "hang_seconds": 900, "trainings_per_user": 9, "max_nodes": 2}, strategy="zero2",
+        checkpoints={"every_steps": 3, "keep": 3, "keep_best": True, "asynchronous": True}, report_to=["tensorboard"],
+        eval_every_steps=2, micro_batch_size=1, evaluation={**RUN["evaluation"], "batch_tokens": 1024},
+    )  # fmt: skip
     with (edited.root / "config/config.yaml").open("a") as file:
         file.write("# a comment\n")
     assert dry_run(edited)[0] == []
@@ -67,27 +62,21 @@ def test_edits_that_cannot_change_a_result_rerun_nothing(edited: Checkout) -> No
 
 CHANGING: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "learning rate": (
-        {"learning_rate": 1e-3},
-        ["plan", "render", "train", *AFTER_TRAINING],
-        "changed: learning_rate: 0.002 -> 0.001",
+        {"learning_rate": 1e-3}, ["plan", "render", "train", *AFTER_TRAINING], "changed: learning_rate: 0.002 -> 0.001",
     ),
     "length": (
-        {"sequence_length": 32},
-        ["data", "plan", "render", "train", *AFTER_TRAINING],
-        "changed: sequence_length: 64 -> 32",
+        {"sequence_length": 32}, ["data", "plan", "render", "train", *AFTER_TRAINING], "changed: sequence_length: 64 -> 32",
     ),
     "type of the weights": ({"dtype": "bf16"}, AFTER_TRAINING, "changed: dtype: keep -> bf16"),
     "evaluation": (
-        {"evaluation": {**RUN["evaluation"], "max_new_tokens": 8}},
-        AFTER_TRAINING[1:],
+        {"evaluation": {**RUN["evaluation"], "max_new_tokens": 8}}, AFTER_TRAINING[1:],
         "changed: evaluation.max_new_tokens: 4 -> 8",
     ),
     "destination": (
-        {"push": {"to": "file:published/other"}},
-        AFTER_TRAINING[2:],
+        {"push": {"to": "file:published/other"}}, AFTER_TRAINING[2:],
         "changed: push.to: file:published/demo -> file:published/other",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("edit", "stages", "named"), CHANGING.values(), ids=CHANGING)

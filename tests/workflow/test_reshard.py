@@ -15,8 +15,7 @@ from shardmake.config.models import Strategy
 from shardmake.core.errors import ShardmakeError
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.paths import RunDir
-from tests.workflow.forked import Forked, log
-from tests.workflow.test_saving import losses
+from tests.workflow.forked import Forked, log, losses
 
 pytestmark = pytest.mark.training
 STEPS = 4
@@ -61,13 +60,11 @@ def train_further(
 @pytest.mark.parametrize(
     "setups",
     [
-        (("zero3", 4), ("zero3", 2), ("zero3", 3)),
-        (("zero2", 4), ("zero3", 3), ("zero1", 2)),
-        (("fsdp", 4), ("fsdp", 2), ("fsdp", 3)),
-        (("zero3", 2), ("fsdp", 3), ("zero2", 2)),
+        (("zero3", 4), ("zero3", 2), ("zero3", 3)), (("zero2", 4), ("zero3", 3), ("zero1", 2)),
+        (("fsdp", 4), ("fsdp", 2), ("fsdp", 3)), (("zero3", 2), ("fsdp", 3), ("zero2", 2)),
     ],
     ids=lambda setups: "-".join(f"{strategy}x{ranks}" for strategy, ranks in setups),
-)
+)  # fmt: skip
 def test_losses_are_the_same_after_resharding(
     forked: Forked, uninterrupted: dict[int, float], tmp_path: Path, setups: tuple[Setup, Setup, Setup]
 ) -> None:
@@ -108,10 +105,8 @@ def test_states_equal_deepspeeds_own_conversion(
     assert (record.strategy, record.world_size) == ("zero1", 2) and find_problems(out) == []
     theirs = tmp_path / "theirs"
     options = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
-    source = checkpoint / "global_step1"
-    convert(
-        argparse.Namespace(input_folder=str(source), output_folder=str(theirs), inject_missing_state=True, **options)
-    )
+    folders = dict(input_folder=str(checkpoint / "global_step1"), output_folder=str(theirs))
+    convert(argparse.Namespace(**folders, inject_missing_state=True, **options))
     tied = "lm_head.weight"  # ZeRO-2 writes it a second time
     files = [path.relative_to(theirs / "zero") for path in theirs.glob("zero/*/*.pt") if path.parent.name != tied]
     assert {path.name for path in files} >= {"fp32.pt", "exp_avg.pt", "exp_avg_sq.pt"}
@@ -122,10 +117,9 @@ def test_states_equal_deepspeeds_own_conversion(
     again = reshard(checkpoint, out, "zero3", 4)
     assert again == record.model_copy(update={"strategy": "zero3", "world_size": 4})
     assert caplog.messages[-1] == f"Reusing {out}."
-    with pytest.raises(ShardmakeError, match="needs no resharding"):
-        reshard(checkpoint, tmp_path / "no", setup[0], setup[1])
-    with pytest.raises(ShardmakeError, match="cannot be converted for ddp"):
-        reshard(checkpoint, tmp_path / "no", "ddp", 2)
+    for refused, message in ((setup, "needs no resharding"), (("ddp", 2), "cannot be converted for ddp")):
+        with pytest.raises(ShardmakeError, match=message):
+            reshard(checkpoint, tmp_path / "no", *refused)
     (checkpoint / "latest").write_text("global_step2")
     with pytest.raises(ShardmakeError, match=r"is not a complete Shardmake checkpoint: .*latest"):
         reshard(checkpoint, tmp_path / "no", "zero1", 2)

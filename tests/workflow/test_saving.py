@@ -1,8 +1,7 @@
 """Saves that are killed, do not fit or fill the disk never damage the checkpoints committed before."""
 
-import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,17 +13,10 @@ from shardmake.config.models import Strategy
 from shardmake.consolidate.stage import final_checkpoint
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import TrainingReceipt
-from tests.workflow.forked import Forked, log
+from tests.workflow.forked import Forked, log, losses
 from tests.workflow.sweep import CASES, Sweep
 
 pytestmark = pytest.mark.training
-
-
-def losses(rundir: RunDir) -> dict[int, float]:
-    lines = [line for line in map(json.loads, rundir.metrics.read_text().splitlines()) if "loss" in line]
-    found = {line["step"]: line["loss"] for line in lines}
-    assert len(found) == len(lines), "no step is logged twice"
-    return found
 
 
 @pytest.mark.parametrize(("strategy", "victim"), [("zero3", 1), ("fsdp", 0)])
@@ -55,23 +47,12 @@ def test_killed_at_every_write_of_a_save(
     assert not lost
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[RunDir]:
-    """A run's folder on its own file system, with space for one and a half checkpoints of 19 MB."""
-    point = tmp_path / "small"
-    point.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=30m", "tmpfs", point], check=True)
-    yield RunDir(point / "run")
-    subprocess.run(["umount", "--lazy", point], check=True)
-
-
-def resize(rundir: RunDir, size: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,size={size}", rundir.root.parent], check=True)
-
-
 @pytest.mark.root
-def test_disk_is_full_before_and_during_a_save(forked: Forked, small_disk: RunDir, tmp_path: Path) -> None:
+def test_disk_is_full_before_and_during_a_save(
+    forked: Forked, file_system: Callable[[str], Path], tmp_path: Path
+) -> None:
     """A save that does not fit is skipped, except the last one. Then the disk fills up during a save."""
+    small_disk = RunDir(file_system("30m") / "run")  # space for one and a half checkpoints of 19 MB
     planned = forked.plan("zero3", 2, max_steps=3, checkpoints={"every_steps": 1, "keep": 2})
     uninterrupted = RunDir(tmp_path / "uninterrupted")
     assert forked.train(uninterrupted, planned) == [0, 0], log(uninterrupted)
@@ -86,7 +67,7 @@ def test_disk_is_full_before_and_during_a_save(forked: Forked, small_disk: RunDi
     assert "DiskFullError: The next checkpoint needs" in log(small_disk)
     assert [path.name for _, path in store.checkpoints(small_disk.checkpoints)] == ["checkpoint-1"]
 
-    resize(small_disk, "60m")
+    subprocess.run(["mount", "-o", "remount,size=60m", small_disk.root.parent], check=True)
     writes = {"rank": 1, "folder": str(small_disk.checkpoints), "log": str(tmp_path / "log"), "at": 1, "mode": "fill"}
     codes, resumed = forked.resume(small_disk, planned, kill=writes)
     assert any(codes) and resumed is not None and resumed.step == 1
@@ -141,9 +122,8 @@ def test_interval_follows_the_measured_save(forked: Forked, tmp_path: Path) -> N
     rundir = RunDir(tmp_path / "run")
     planned = forked.plan("ddp", 2, max_steps=14, checkpoints={"every_steps": "auto", "keep": 9})
     plan, run, cluster = planned
-    assert forked.train(rundir, (plan, run, cluster.model_copy(update={"node_mtbf_hours": 1e-6}))) == [0, 0], log(
-        rundir
-    )
+    failing = (plan, run, cluster.model_copy(update={"node_mtbf_hours": 1e-6}))
+    assert forked.train(rundir, failing) == [0, 0], log(rundir)
     steps = sorted(record.step for record, _ in store.committed(rundir.checkpoints))
     assert steps[0] == 10 and steps[-1] == 14
     assert "A save takes" in log(rundir) and "by Young's formula" in log(rundir)

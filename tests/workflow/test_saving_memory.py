@@ -22,10 +22,6 @@ from tests.workflow.forked import Forked, log
 pytestmark = pytest.mark.training
 SUB_GROUP = 500_000
 """Elements, of which the rank's part of the embedding has eight times as many."""
-SIZES = {
-    "hidden_size": 2048, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +40,8 @@ def large_model(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Pat
     folder = tmp_path_factory.mktemp("model") / "large"
     shutil.copytree(forked.checkout.root / "resources/demo/base", folder)
     config = LlamaConfig.from_pretrained(folder)
-    config.update(SIZES)
-    config.head_dim = config.hidden_size // config.num_attention_heads
+    config.update({"hidden_size": 2048, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 16})
+    config.update({"num_key_value_heads": 2, "head_dim": 128})
     LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
     return folder
 
@@ -57,10 +53,8 @@ def test_a_save_needs_the_planned_host_ram(
     """Less than the plan counts, beside 3 MiB of each rank for all that is not a storage, and more than 80 % of it."""
     rundir = RunDir(tmp_path / "run")
     planned = measured.plan(strategy, ranks, model=str(large_model), max_steps=1, checkpoints={"every_steps": 1})
-    zero = {"sub_group_size": SUB_GROUP} if strategy == "zero3" else {}
-    codes = measured.train(
-        rundir, planned, deepspeed={"zero_optimization": zero}, variables={"SAVE_MEMORY": str(tmp_path)}
-    )
+    zero = {"zero_optimization": {"sub_group_size": SUB_GROUP} if strategy == "zero3" else {}}
+    codes = measured.train(rundir, planned, deepspeed=zero, variables={"SAVE_MEMORY": str(tmp_path)})
     assert codes == [0] * ranks, log(rundir)
     model = read_model(str(large_model))
     with_gpus = Scenario(

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,35 +13,27 @@ from safetensors.torch import load_file
 
 from shardmake.config.models import Strategy
 from tests.workflow.by_hand import launch_by_hand
-from tests.workflow.checkout import RUN, Checkout
+from tests.workflow.checkout import PROFILE, RUN, Checkout
 
 pytestmark = pytest.mark.training
 SCRIPT = Path(__file__).with_name("scripts") / "accelerate_loop.py"
 ARGUMENTS = ["--model", "$SHARDMAKE_BASE", "--lr", "$SHARDMAKE_LEARNING_RATE", "--output_dir", "$SHARDMAKE_OUTPUT"]
 
 
-def settings(shared_checkout: Checkout, *more: str) -> dict[str, Any]:
-    data = ["--data", str(shared_checkout.root / "resources/demo/train.jsonl")]
-    return {"script": str(SCRIPT), "script_args": [*ARGUMENTS, *data, *more]}
-
-
 def test_script_fails_resumes_and_is_merged_evaluated_and_pushed(checkout: Checkout) -> None:
     """The script reads its own data, which is handed over unchanged (`format: raw`)."""
     more = ("--checkpoints", "$SHARDMAKE_CHECKPOINTS", "--losses", "losses.json", "--die_after", "2")
     data = ("--data", "$SHARDMAKE_RAW_DATA/train.jsonl")
+    raw = RUN["data"] | {"format": "raw"}
     checkout.configure(
-        strategy="zero2",
-        max_steps=4,
-        script=str(SCRIPT),
-        script_args=[*ARGUMENTS, *data, *more],
-        data=RUN["data"] | {"format": "raw"},
+        strategy="zero2", max_steps=4, script=str(SCRIPT), script_args=[*ARGUMENTS, *data, *more], data=raw
     )
-    failed = checkout("snakemake", "--profile", "profiles/local", check=False)
+    failed = checkout("snakemake", *PROFILE, check=False)
     assert failed.returncode != 0
     assert "RuntimeError: simulated failure" in failed.stdout
     assert 'raise RuntimeError("simulated failure")' in failed.stdout
 
-    checkout("snakemake", "--profile", "profiles/local")
+    checkout("snakemake", *PROFILE)
     history = checkout.read("train/attempts/index.json")
     assert [record["end"] for record in history] == ["error in the training", "finished"]
     assert history[1]["checkpoint_step"] > history[0]["checkpoint_step"] > 0
@@ -63,7 +54,7 @@ def test_script_fails_resumes_and_is_merged_evaluated_and_pushed(checkout: Check
     example = card.partition("```python\n")[2].partition("```")[0]
     subprocess.run([sys.executable, "-c", example], cwd=checkout.root / "published", check=True)
     assert "Trained with zero2 on 2 ranks in 2 attempts." in checkout("shardmake", "status", "demo").stdout
-    assert "Nothing to be done" in checkout("snakemake", "--profile", "profiles/local").stdout
+    assert "Nothing to be done" in checkout("snakemake", *PROFILE).stdout
 
 
 LEAKING = """
@@ -89,7 +80,7 @@ def test_secrets_that_a_script_prints_and_raises_reach_no_file(
     for name, value in PLANTED.items():
         monkeypatch.setenv(name, value)
     checkout.configure(strategy="zero2", script=str(script), script_args=[])
-    failed = checkout("snakemake", "--profile", "profiles/local", check=False)
+    failed = checkout("snakemake", *PROFILE, check=False)
     assert failed.returncode != 0 and "RuntimeError: no login with [removed]" in failed.stdout
     log = (checkout.run / "train/attempts/001/node-0.log").read_text()
     assert "token: [removed]" in log and "child: [removed]" in log
@@ -109,9 +100,10 @@ def test_unplanned_engine_is_rejected(shared_checkout: Checkout, tmp_path: Path)
 def run_script(shared_checkout: Checkout, strategy: Strategy) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Return the losses by micro step, and the merged weights."""
     shutil.rmtree(shared_checkout.run / "train", ignore_errors=True)
-    losses, model = shared_checkout.root / f"{strategy}.json", shared_checkout.root / f"{strategy}-model"
-    launch_by_hand(shared_checkout, strategy, **settings(shared_checkout, "--losses", str(losses)))
-    base = ("--base", "resources/demo/base")
+    root, losses = shared_checkout.root, shared_checkout.root / f"{strategy}.json"
+    words = [*ARGUMENTS, "--data", str(root / "resources/demo/train.jsonl"), "--losses", str(losses)]
+    launch_by_hand(shared_checkout, strategy, script=str(SCRIPT), script_args=words)
+    model, base = root / f"{strategy}-model", ("--base", "resources/demo/base")
     shared_checkout("shardmake", "consolidate", str(shared_checkout.run / "train/output"), str(model), *base)
     return json.loads(losses.read_text()), load_file(model / "model.safetensors")
 

@@ -23,20 +23,14 @@ pytestmark = pytest.mark.training
 SCRIPTS = Path(__file__).with_name("scripts")
 FILES = ["--model", "$SHARDMAKE_BASE", "--data", "DATA", "--output_dir", "$SHARDMAKE_OUTPUT"]
 """Paths of the programs for which the page "You have, you write" does not show them."""
-TRAINER = [
-    *arguments_of("Trainer with a DeepSpeed file"),
-    *("--train_file", "DATA", "--logging_steps", "1", "--report_to", "none"),
-]
+TRAINER = [*arguments_of("Trainer with a DeepSpeed file"), "--train_file", "DATA", "--logging_steps", "1", "--report_to", "none"]  # fmt: skip
 ACCELERATE = [*arguments_of("accelerate launch"), *FILES]
 NATIVE = [*arguments_of("DeepSpeed itself"), *FILES]
 TORCH = [*arguments_of("torchrun"), *FILES]
 TRL = [
     *arguments_of("TRL's command line", dataset_name="FOLDER"),
-    *("--report_to", "none", "--use_cpu", "True", "--bf16", "False"),
-    *("--logging_steps", "1"),
+    *("--report_to", "none", "--use_cpu", "True", "--bf16", "False", "--logging_steps", "1"),
 ]
-
-
 OWN_FILE = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 3}}
 """A DeepSpeed file of another ZeRO stage than the plan's."""
 
@@ -61,16 +55,24 @@ class Programs:
         names = {"DATA": str(rows / "train.jsonl"), "FOLDER": str(rows), "OWN_FILE": str(own_file)}
         words = [names.get(word, word) for word in arguments]
         program = script if script.startswith("-m ") else str(SCRIPTS / script)
-        changes = {
-            "global_batch_size": 8,
-            "micro_batch_size": 2,
-            "max_steps": 4,
-            "script": program,
-            "script_args": words,
-        }
-        rundir = RunDir(self.folder / "lab")
-        codes = self.forked.train(rundir, self.forked.plan(strategy, 2, **changes | settings))
-        return rundir, AttemptDir(rundir.attempts / "001"), codes
+        sizes = {"global_batch_size": 8, "micro_batch_size": 2, "max_steps": 4}
+        planned = self.forked.plan(strategy, 2, script=program, script_args=words, **sizes | settings)
+        return self.rundir, AttemptDir(self.rundir.attempts / "001"), self.forked.train(self.rundir, planned)
+
+    @property
+    def rundir(self) -> RunDir:
+        return RunDir(self.folder / "lab")
+
+    def stop_at_once(self, script: str, arguments: list[str]) -> AttemptDir:
+        """Run ``script`` with a stop file, which must save and stop after its first step."""
+        self.rundir.train.mkdir(parents=True)
+        self.rundir.stop_file.touch()
+        rundir, folder, codes = self.train("ddp", script, arguments)
+        assert codes == [0, 0], log(rundir)
+        assert RequestedStop.read(folder.stopped).step == 1
+        assert [path.name for path in rundir.script_output.glob("checkpoint-*")] == ["checkpoint-1"]
+        rundir.stop_file.unlink()
+        return folder
 
     def refusal(self, strategy: Strategy, script: str, arguments: list[str]) -> str:
         """Run ``script``, which must fail before it trains; return the error."""
@@ -150,28 +152,13 @@ def test_each_configuration_of_the_page_trains_above() -> None:
         ("zero2", "hf_trainer.py", [*TRAINER, "--deepspeed", "OWN_FILE"], "zero_stage: planned 2, found 3"),
         ("ddp", "hf_trainer.py", [*TRAINER, "--deepspeed", "OWN_FILE"], "engine: planned ddp, found deepspeed"),
         ("zero2", "hf_trainer.py", [*TRAINER, "--gradient_accumulation_steps", "8"], "found 32 sequences"),
-        (
-            "zero2",
-            "accelerate_loop.py",
-            [*ACCELERATE, "--own_plugin", "OWN_FILE"],
-            r"(?s)zero_stage: planned 2, found 3.*bfloat16",
-        ),
+        ("zero2", "accelerate_loop.py", [*ACCELERATE, "--own_plugin", "OWN_FILE"], r"(?s)zero_stage: planned 2, found 3.*bfloat16"),
         ("ddp", "accelerate_loop.py", [*ACCELERATE, "--precision", "bf16"], "dtype: planned float32, found bfloat16"),
-        (
-            "ddp",
-            "accelerate_loop.py",
-            [*ACCELERATE, "--gradient_accumulation_steps", "8"],
-            "found 32 sequences, 2 rank",
-        ),
+        ("ddp", "accelerate_loop.py", [*ACCELERATE, "--gradient_accumulation_steps", "8"], "found 32 sequences, 2 rank"),
         ("ddp", "accelerate_loop.py", [*ACCELERATE, "--load_dtype", "bfloat16"], "found bfloat16"),
         ("ddp", "accelerate_loop.py", [*ACCELERATE, "--own_loader", "same"], "Ranks 0 and 1 got the same rows"),
         ("ddp", "accelerate_loop.py", [*ACCELERATE, "--own_loader", "reversed"], "got some of the same rows"),
-        (
-            "zero2",
-            "native_deepspeed.py",
-            [*arguments_of("DeepSpeed itself", deepspeed_config="OWN_FILE"), *FILES],
-            "zero_stage: planned 2, found 3",
-        ),
+        ("zero2", "native_deepspeed.py", [*arguments_of("DeepSpeed itself", deepspeed_config="OWN_FILE"), *FILES], "zero_stage: planned 2, found 3"),
         ("zero2", "native_deepspeed.py", [*NATIVE, "--batch_size", "4"], "found 16 sequences, 2 ranks x 4 x 2"),
         ("zero2", "plain_torch.py", TORCH, "engine: planned deepspeed, found ddp"),
         ("ddp", "plain_torch.py", [*TORCH, "--wrap", "none"], "engine: planned ddp, found none"),
@@ -180,7 +167,7 @@ def test_each_configuration_of_the_page_trains_above() -> None:
         ("ddp", "plain_torch.py", [*TORCH, "--accumulation", "3"], "found 12 sequences"),
     ],
     ids=lambda value: re.sub(r"[^a-z0-9_.]+", "-", value.lower()) if isinstance(value, str) else "",
-)
+)  # fmt: skip
 def test_programs_that_train_something_else_are_refused(
     programs: Programs, strategy: Strategy, script: str, arguments: list[str], words: str
 ) -> None:
@@ -206,27 +193,14 @@ def results(rundir: RunDir) -> tuple[list[float | None], dict[str, torch.Tensor]
 
 
 def test_trl_stops_on_request(programs: Programs) -> None:
-    rundir = RunDir(programs.folder / "lab")
-    rundir.train.mkdir(parents=True)
-    rundir.stop_file.touch()
-    _, folder, codes = programs.train("ddp", "-m trl.scripts.sft", TRL)
-    assert codes == [0, 0], log(rundir)
-    assert RequestedStop.read(folder.stopped).step == 1
-    assert [path.name for path in rundir.script_output.glob("checkpoint-*")] == ["checkpoint-1"]
+    programs.stop_at_once("-m trl.scripts.sft", TRL)
 
 
 def test_trainer_stops_on_request_and_resumes(programs: Programs) -> None:
-    rundir = RunDir(programs.folder / "lab")
-    rundir.train.mkdir(parents=True)
-    rundir.stop_file.touch()
-    _, folder, codes = programs.train("ddp", "hf_trainer.py", TRAINER)
-    assert codes == [0, 0], log(rundir)
-    assert RequestedStop.read(folder.stopped).step == 1
-    assert [path.name for path in rundir.script_output.glob("checkpoint-*")] == ["checkpoint-1"]
+    folder = programs.stop_at_once("hf_trainer.py", TRAINER)
     beat = Heartbeat.read_if_exists(heartbeat_file(folder.heartbeats, 1))
     assert beat and (beat.phase, beat.step) == (USER_SCRIPT_PHASE, 1)
-    rundir.stop_file.unlink()
-    _, _, codes = programs.train("ddp", "hf_trainer.py", TRAINER)
+    rundir, _, codes = programs.train("ddp", "hf_trainer.py", TRAINER)
     assert codes == [0, 0], log(rundir)
     assert [(line.attempt, line.step) for line in read_metrics(rundir.metrics)] == [(1, 1), (2, 2), (2, 3), (2, 4)]
     assert all(line.loss and line.tokens is None for line in read_metrics(rundir.metrics))

@@ -1,6 +1,5 @@
 """Sequence parallelism trains as data parallelism alone, on 2 and on 4 ranks; it resumes, merges and changes degree."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,16 +7,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig
 
 from shardmake.checkpoint import store
 from shardmake.config.models import Loss, Strategy
 from shardmake.consolidate.merge import consolidate
 from shardmake.data.stage import prepare
 from shardmake.run.paths import RunDir
-from tests.mixtures import save_model
-from tests.workflow.forked import Forked, log
-from tests.workflow.test_saving import losses
+from tests.mixtures import save_llama
+from tests.workflow.forked import Forked, log, losses
 
 pytestmark = pytest.mark.training
 DEGREES: tuple[tuple[Strategy, int, int, Loss], ...] = (
@@ -33,11 +30,7 @@ OTHERS: tuple[Strategy, ...] = (
 @pytest.fixture
 def changes(forked: Forked, tmp_path: Path) -> dict[str, Any]:
     """Return a run's settings: eight heads, four key-value heads, and rows of different lengths."""
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    base = save_model(config, forked.checkout.root / "resources/demo/base", tmp_path / "base")
+    base = save_llama(forked.checkout.root / "resources/demo/base", tmp_path / "base")
     folder = forked.checkout.root / "resources/demo"
     data = {"train": str(folder / "train.jsonl"), "eval": str(folder / "eval.jsonl")}
     same = {"model": str(base), "data": data, "global_batch_size": 8, "micro_batch_size": 2, "learning_rate": 2e-3}
@@ -57,17 +50,15 @@ def test_sequence_and_data_degrees_together(forked: Forked, tmp_path: Path, chan
         planned = forked.plan(strategy, ranks, sequence_parallel=sequence, loss=loss, **changes)
         assert forked.train(rundir, planned) == [0] * ranks, log(rundir)
         assert losses(rundir) == pytest.approx(losses(reference), abs=2e-4)
-        assert norms(rundir) == pytest.approx(norms(reference), rel=2e-3)
+        assert losses(rundir, "grad_norm") == pytest.approx(losses(reference, "grad_norm"), rel=2e-3)
         if data > 1:
             assert_merges_alike(rundir, reference, Path(changes["model"]))
-    rundir, ranks = RunDir(tmp_path / "zero2-2x2"), 4
-    uninterrupted = losses(rundir)
-    for sequence in (2, 4):
-        store.remove(rundir.checkpoints / "checkpoint-4")
-        planned = forked.plan("zero2", ranks, sequence_parallel=sequence, **changes)
-        codes, resumed = forked.resume(rundir, planned)
-        assert codes == [0] * ranks and resumed is not None and resumed.step == 2, log(rundir)
-        assert losses(rundir) == (uninterrupted if sequence == 2 else pytest.approx(uninterrupted, abs=2e-4))
+    rundir = RunDir(tmp_path / "zero2-2x2")
+    uninterrupted = forked.assert_repeats(rundir, forked.plan("zero2", 4, sequence_parallel=2, **changes))
+    store.remove(rundir.checkpoints / "checkpoint-4")
+    codes, resumed = forked.resume(rundir, forked.plan("zero2", 4, sequence_parallel=4, **changes))
+    assert codes == [0] * 4 and resumed is not None and resumed.step == 2, log(rundir)
+    assert losses(rundir) == pytest.approx(uninterrupted, abs=2e-4)
 
 
 @pytest.mark.objectives
@@ -82,19 +73,9 @@ def test_other_strategies_share_sequences_and_resume(
     shutil.copytree(reference.data, rundir.data)
     planned = forked.plan(strategy, 2, sequence_parallel=2, **changes)
     assert forked.train(rundir, planned) == [0, 0], log(rundir)
-    uninterrupted = losses(rundir)
-    assert uninterrupted == pytest.approx(losses(reference), abs=2e-4)
-    assert norms(rundir) == pytest.approx(norms(reference), rel=2e-3)
-    store.remove(rundir.checkpoints / "checkpoint-4")
-    codes, resumed = forked.resume(rundir, planned)
-    assert codes == [0, 0] and resumed is not None and resumed.step == 2, log(rundir)
-    assert losses(rundir) == uninterrupted
-
-
-def norms(rundir: RunDir) -> dict[int, float]:
-    """Return the norm of the gradients by step."""
-    lines = [json.loads(line) for line in rundir.metrics.read_text().splitlines()]
-    return {line["step"]: line["grad_norm"] for line in lines if "grad_norm" in line}
+    assert losses(rundir) == pytest.approx(losses(reference), abs=2e-4)
+    assert losses(rundir, "grad_norm") == pytest.approx(losses(reference, "grad_norm"), rel=2e-3)
+    forked.assert_repeats(rundir, planned)
 
 
 def assert_merges_alike(rundir: RunDir, reference: RunDir, base: Path) -> None:
@@ -104,6 +85,4 @@ def assert_merges_alike(rundir: RunDir, reference: RunDir, base: Path) -> None:
         if not run.model.exists():
             consolidate(run.checkpoints / "checkpoint-4", run.model, base=base)
         merged.append(load_file(run.model / "model.safetensors"))
-    assert merged[0].keys() == merged[1].keys()
-    for name, tensor in merged[0].items():
-        torch.testing.assert_close(tensor, merged[1][name], atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(*merged, atol=1e-4, rtol=1e-3)

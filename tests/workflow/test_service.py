@@ -2,13 +2,12 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.workflow.checkout import Checkout
+from tests.workflow.checkout import Checkout, wait_for
 from tests.workflow.service_run import COMMAND, answers, assert_asked_in_every_step, ends, service_settings
 
 pytestmark = [pytest.mark.training, pytest.mark.objectives]
@@ -18,16 +17,13 @@ pytestmark = [pytest.mark.training, pytest.mark.objectives]
 def prepared(checkout: Checkout) -> Checkout:
     """A checkout with a run of one second per step, up to its training."""
     checkout.configure(**service_settings(checkout, seconds=1.0))
-    for stage in ("plan", "render", "data"):
-        checkout("shardmake", stage, "demo")
+    checkout.stages()
     return checkout
 
 
 def test_a_killed_service_ends_the_attempt_and_the_next_one_has_another(prepared: Checkout, tmp_path: Path) -> None:
     driver = prepared.start("shardmake", "train", "demo", log=tmp_path / "driver.log")
-    deadline = time.monotonic() + 300
-    while len(answers(prepared)) < 3 and time.monotonic() < deadline:
-        time.sleep(0.2)
+    wait_for(lambda: len(answers(prepared)) >= 3)
     first = answers(prepared)[0]["server"]
     os.kill(first, signal.SIGKILL)
     assert driver.wait(300) == 0, (tmp_path / "driver.log").read_text()
@@ -43,8 +39,7 @@ def test_a_killed_service_ends_the_attempt_and_the_next_one_has_another(prepared
 
 def test_a_service_that_does_not_start_stops_the_run_with_its_output(checkout: Checkout) -> None:
     checkout.configure(**service_settings(checkout, "echo no GPU is free && exit 3"))
-    for stage in ("plan", "render", "data"):
-        checkout("shardmake", stage, "demo")
+    checkout.stages()
     done = checkout("shardmake", "train", "demo", check=False)
     assert "ended with status 3 before it was ready. Its last output: no GPU is free" in done.stdout
     assert done.returncode == 2 and "Correct service.command" in done.stdout and "Traceback" not in done.stdout
@@ -53,17 +48,14 @@ def test_a_service_that_does_not_start_stops_the_run_with_its_output(checkout: C
 
 def test_the_driver_reports_a_service_that_loads_for_long(checkout: Checkout) -> None:
     checkout.configure(**service_settings(checkout, f"{COMMAND} --load_seconds 65"))
-    for stage in ("plan", "render", "data"):
-        checkout("shardmake", stage, "demo")
+    checkout.stages()
     output = checkout("shardmake", "train", "demo").stdout
     assert "has been loading for 1 minute. Its last output: loading " in output and ends(checkout) == ["finished"]
 
 
 def test_the_stop_file_ends_script_and_service(prepared: Checkout, tmp_path: Path) -> None:
     driver = prepared.start("shardmake", "train", "demo", log=tmp_path / "driver.log")
-    deadline = time.monotonic() + 300
-    while not answers(prepared) and time.monotonic() < deadline:
-        time.sleep(0.2)
+    wait_for(lambda: answers(prepared))
     prepared("shardmake", "stop", "demo")
     driver.wait(300)
     assert ends(prepared) == ["stop requested"]

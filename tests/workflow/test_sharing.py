@@ -14,6 +14,7 @@ from tests.finished_run import make_run
 from tests.hub import READER, FakeHub
 
 ADA, BOB, LAB = 42001, 42002, 42100
+FILES = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"1" * 1000}
 # Becomes the user only after one fetch into a folder of its own: a user need not be able to read this Python's
 # libraries, which are all loaded by then.
 PRELUDE = """
@@ -62,6 +63,7 @@ def lab() -> Iterator[Path]:
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[FakeHub]:
     with FakeHub(tmp_path / "hub") as server:
+        server.add("lab/base", FILES)
         yield server
 
 
@@ -69,29 +71,14 @@ def run_as(user: int, lab: Path, script: str, hub: FakeHub, name: str = "chat") 
     """Run ``script`` as ``user``, whose own group and umask are as strict as they come."""
     run = make_run(model="lab/base", data={"train": "train.jsonl"})
     variables = {
-        "HF_ENDPOINT": hub.url,
-        "HF_TOKEN": READER,
-        "HF_HOME": str(lab / "cache"),
-        "HOME": str(lab / f"home-{user}"),
-        "RUN": run.model_dump_json(),
-        "NAME": name,
-        "USER_ID": str(user),
-        "LAB_ID": str(LAB),
-    }
-    return subprocess.run(
-        [sys.executable, "-c", PRELUDE + script],
-        cwd=lab,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-    )
-
-
-FILES = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"1" * 1000}
+        "HF_ENDPOINT": hub.url, "HF_TOKEN": READER, "HF_HOME": str(lab / "cache"), "HOME": str(lab / f"home-{user}"),
+        "RUN": run.model_dump_json(), "NAME": name, "USER_ID": str(user), "LAB_ID": str(LAB),
+    }  # fmt: skip
+    command = [sys.executable, "-c", PRELUDE + script]
+    return subprocess.run(command, cwd=lab, env={**os.environ, **variables}, capture_output=True, text=True)
 
 
 def test_one_cache_serves_both(lab: Path, hub: FakeHub) -> None:
-    hub.add("lab/base", FILES)
     first = run_as(ADA, lab, "fetch(run, rundir)", hub, "ada")
     assert first.returncode == 0, first.stderr
     hub.add("lab/base", {**FILES, "config.json": b'{"new": 1}'})
@@ -102,7 +89,6 @@ def test_one_cache_serves_both(lab: Path, hub: FakeHub) -> None:
 
 
 def test_everything_is_the_groups(lab: Path, hub: FakeHub) -> None:
-    hub.add("lab/base", FILES)
     done = run_as(ADA, lab, "fetch(run, rundir)", hub)
     assert done.returncode == 0, done.stderr
     for path in [lab / "runs", *(lab / "runs").rglob("*")]:
@@ -111,7 +97,6 @@ def test_everything_is_the_groups(lab: Path, hub: FakeHub) -> None:
 
 
 def test_the_other_reads_receipts_replaces_them_and_asks_to_stop(lab: Path, hub: FakeHub) -> None:
-    hub.add("lab/base", FILES)
     run_as(ADA, lab, "fetch(run, rundir); write_json(rundir.plan, {'by': 'ada'}); rundir.train.mkdir()", hub)
     script = "print(rundir.plan.read_text()); rundir.stop_file.touch(); write_json(rundir.plan, {'by': 'bob'})"
     done = run_as(BOB, lab, script, hub)
@@ -121,7 +106,6 @@ def test_the_other_reads_receipts_replaces_them_and_asks_to_stop(lab: Path, hub:
 
 
 def test_without_sharing_the_other_is_kept_out(lab: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.add("lab/base", FILES)
     monkeypatch.setenv("ALONE", "1")
     assert run_as(ADA, lab, "write_json(rundir.plan, {})", hub).returncode == 0
     done = run_as(BOB, lab, "print(rundir.plan.read_text())", hub)

@@ -6,11 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from shardmake.config.models import Strategy
-from tests.workflow.by_hand import STEPS, configure, launch_by_hand, rewind_to, train_by_hand
+from tests.workflow.by_hand import STEPS, assert_merges_as_ddp, configure, launch_by_hand, rewind_to, train_by_hand
 from tests.workflow.checkout import Checkout
 
 pytestmark = pytest.mark.training
@@ -44,22 +42,14 @@ def test_tensor_parallel_groups_of_two_ranks(
 ) -> None:
     """One group of two ranks, and two groups of two, train and are consolidated."""
     assert train_by_hand(shared_checkout, strategy, nodes, tensor_parallel=2) == pytest.approx(reference, abs=2e-4)
-    shared_checkout("shardmake", "consolidate", "demo")
-    merged, expected = (
-        load_file(shared_checkout.run / "model/model.safetensors"),
-        load_file(shared_checkout.root / "reference.safetensors"),
-    )
-    assert merged.keys() == expected.keys()
-    for name, tensor in merged.items():
-        torch.testing.assert_close(tensor, expected[name], atol=1e-4, rtol=1e-3)
+    assert_merges_as_ddp(shared_checkout)
 
 
 def test_printed_command_repeats_the_training(shared_checkout: Checkout, reference: dict[int, float]) -> None:
     """The command in the attempt's log, run in a shell outside of Shardmake, trains the same."""
     configure(shared_checkout, "zero2")
     shutil.rmtree(shared_checkout.run / "train", ignore_errors=True)
-    for stage in ("plan", "render", "train"):
-        shared_checkout("shardmake", stage, "demo")
+    shared_checkout.stages("plan", "render", "train")
     losses = shared_checkout.losses()
     assert losses == pytest.approx(reference, abs=2e-4)
     log = (shared_checkout.run / "train/attempts/001/node-0.log").read_text()

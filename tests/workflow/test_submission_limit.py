@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,8 @@ import pytest
 import yaml
 
 from shardmake.launch.watcher import WAITED_VARIABLE
-from tests.workflow.checkout import RUN, Checkout
+from tests.programs import install_programs
+from tests.workflow.checkout import UNPUSHED, Checkout, wait_for
 
 TOOLS = {
     "srun": "exit 1",
@@ -55,12 +55,9 @@ class QueuedRuns:
         log = self.folder / f"{run}-{len(self.drivers)}.log"
         command = self.checkout.command("shardmake", "train", run, "--config", str(self.folder / "config.yaml"))
         driver = subprocess.Popen(
-            [*command, "--runs", str(self.folder / "runs")],
-            cwd=self.checkout.root,
-            env={**os.environ, **variables},
-            stdout=log.open("w"),
-            stderr=subprocess.STDOUT,
-        )
+            [*command, "--runs", str(self.folder / "runs")], cwd=self.checkout.root, env={**os.environ, **variables},
+            stdout=log.open("w"), stderr=subprocess.STDOUT,
+        )  # fmt: skip
         self.drivers.append(driver)
         return log
 
@@ -73,17 +70,13 @@ class QueuedRuns:
 @pytest.fixture
 def runs(shared_checkout: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[QueuedRuns]:
     (tmp_path / "queue").touch()
-    (tmp_path / "bin").mkdir()
-    for name, script in TOOLS.items():
-        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\nQUEUE={tmp_path}/queue\n{script}")
-        (tmp_path / "bin" / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    tools = {name: f"QUEUE={tmp_path}/queue\n{script}" for name, script in TOOLS.items()}
+    install_programs(tmp_path / "bin", monkeypatch, tools, os.environ["PATH"])
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     cluster = yaml.safe_load((shared_checkout.root / "config/cluster.yaml").read_text())
     cluster |= {"executor": "slurm", "trainings_per_user": 1, "slurm": {"gpu_request": "none"}}
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(cluster))
-    run = {key: value for key, value in RUN.items() if key != "push"}  # its destination has the run's name
-    config = {"cluster": str(tmp_path / "cluster.yaml"), "runs": {"one": run, "two": run}}
+    config = {"cluster": str(tmp_path / "cluster.yaml"), "runs": {"one": UNPUSHED, "two": UNPUSHED}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     one, two = (tmp_path / "runs" / run for run in ("one", "two"))
     shutil.copytree(shared_checkout.run, one, ignore=shutil.ignore_patterns("train"))
@@ -97,25 +90,21 @@ def runs(shared_checkout: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         driver.wait()
 
 
-def wait_for(log: Path, text: str) -> None:
-    deadline = time.monotonic() + 120
-    while text not in log.read_text():
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.1)
+def wait_for_text(log: Path, text: str) -> None:
+    wait_for(lambda: text in log.read_text(), 120)
 
 
 def test_two_drivers_submit_one_training_at_a_time(runs: QueuedRuns) -> None:
     """One of two drivers submits; a driver adopts its queued job although the queue is full."""
     logs = {run: runs.train(run) for run in ("one", "two")}
-    while not runs.queue:
-        time.sleep(0.1)
+    wait_for(lambda: runs.queue)
     first, second = sorted(logs, key=lambda run: run not in runs.queue[0])
-    wait_for(logs[first], "Attempt 1: job 1")
-    wait_for(logs[second], f"{second} waits: you have 1 training in the queue ({first})")
+    wait_for_text(logs[first], "Attempt 1: job 1")
+    wait_for_text(logs[second], f"{second} waits: you have 1 training in the queue ({first})")
     assert len(runs.queue) == 1
     runs.interrupt(list(logs).index(first))
     assert "the driver exits, job 1 keeps running" in logs[first].read_text()
-    wait_for(runs.train(first), "Adopting job 1 (attempt 1)")
+    wait_for_text(runs.train(first), "Adopting job 1 (attempt 1)")
     runs.interrupt(2)
 
     runs.interrupt(list(logs).index(second))
@@ -125,10 +114,7 @@ def test_two_drivers_submit_one_training_at_a_time(runs: QueuedRuns) -> None:
     stop_file.touch()
     restarted = runs.train(second, **{WAITED_VARIABLE: "1"})
     assert runs.drivers[-1].wait(60) == 3
-    assert (
-        "somebody created" in restarted.read_text()
-        and "No job was submitted" in restarted.read_text()
-        and not runs.queue
-    )
-    wait_for(runs.train(second), "Attempt 1: job 1")
+    assert "somebody created" in restarted.read_text() and "No job was submitted" in restarted.read_text()
+    assert not runs.queue
+    wait_for_text(runs.train(second), "Attempt 1: job 1")
     assert not stop_file.exists() and second in runs.queue[0]

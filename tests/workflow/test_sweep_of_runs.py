@@ -5,11 +5,9 @@ import zipfile
 
 import pytest
 
-from tests.workflow.checkout import RUN, Checkout
+from tests.workflow.checkout import PROFILE, RUN, Checkout
 
 pytestmark = [pytest.mark.training, pytest.mark.objectives]  # minutes, and test_chain.py trains several runs in CI
-
-PROFILE = ("--profile", "profiles/local")
 OWN = ("push", "learning_rate", "max_steps", "strategy", "evaluation")
 DEFAULTS = {key: value for key, value in RUN.items() if key not in OWN} | {
     "data": {"train": "resources/demo/train.jsonl", "eval": "few.jsonl"},

@@ -21,12 +21,9 @@ def test_the_plan_counts_the_part_of_a_rank(tmp_path: Path) -> None:
     """Names and shapes of four families, with and without biases and tied heads, on two groups of two ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     done = subprocess.run(
-        [*command, "-m", "tests.autotp_shapes", str(tmp_path / "shapes.json")],
-        env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+        [*command, "-m", "tests.autotp_shapes", str(tmp_path / "shapes.json")], capture_output=True, text=True,
+        env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}, timeout=500,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "shapes.json").read_text())
     for config, (shapes, flat) in zip(CONFIGS, found, strict=True):

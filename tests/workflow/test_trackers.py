@@ -11,18 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.config.models import Strategy
 from shardmake.run.paths import RunDir
 from tests.workflow.by_hand import launch_by_hand
 from tests.workflow.checkout import Checkout
+from tests.workflow.conftest import SECRETS
 from tests.workflow.forked import Forked, log
 
 pytestmark = pytest.mark.training
-SECRETS = {
-    "HF_TOKEN": "hf_Wq3TfEaYk2MdL9xPzRbNcUvHs",
-    "AWS_SECRET_ACCESS_KEY": "x7Kq/2mPZ0aV+planted",
-    "WANDB_API_KEY": "9f8e7d6c5b" * 4,
-}
 
 
 def test_attempts_share_one_mlflow_run(forked: Forked, tmp_path: Path) -> None:
@@ -30,49 +25,41 @@ def test_attempts_share_one_mlflow_run(forked: Forked, tmp_path: Path) -> None:
     rundir = RunDir(tmp_path / "run")
     planned = forked.plan("zero1", 2, report_to=["mlflow"], checkpoints={"every_steps": 2})
     assert forked.train(rundir, planned) == [0, 0], log(rundir)
-    shutil.rmtree(rundir.checkpoints / "checkpoint-4")
-    codes, _ = forked.resume(rundir, planned)
-    assert codes == [0, 0], log(rundir)
+    forked.assert_repeats(rundir, planned)
     (metrics,) = (rundir.train / "mlflow").glob("*/*/metrics/loss")
     assert [int(line.split()[2]) for line in metrics.read_text().splitlines()] == [1, 2, 3, 4, 3, 4]
     assert (metrics.parents[1] / "params/learning_rate").read_text() == "0.002"
     assert "status: 3" in (metrics.parents[1] / "meta.yaml").read_text(), "finished"
 
 
-@pytest.fixture
-def two_attempts(shared_checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """A training tracked by W&B and trackio, interrupted after the second of four steps."""
-    for name, value in SECRETS.items():
-        monkeypatch.setenv(name, value)
-    shutil.rmtree(shared_checkout.run / "train", ignore_errors=True)
-    changes = {"report_to": ["wandb", "trackio"], "checkpoints": {"every_steps": 2}}
-    strategy: Strategy = "ddp"
-    launch_by_hand(shared_checkout, strategy, **changes)
-    rundir = RunDir(shared_checkout.run)
-    shutil.rmtree(rundir.checkpoints / "checkpoint-4")
-    launch_by_hand(shared_checkout, strategy, resume_from=rundir.checkpoints / "checkpoint-2", **changes)
-    return rundir
-
-
 @pytest.mark.trackers
-def test_wandb_and_trackio_continue_one_run(two_attempts: RunDir) -> None:
-    files = sorted((two_attempts.train / "wandb").glob("offline-run-*/run-*.wandb"))
+@pytest.mark.usefixtures("secrets")
+def test_wandb_and_trackio_continue_one_run(shared_checkout: Checkout) -> None:
+    """The training is interrupted after the second of four steps."""
+    rundir = RunDir(shared_checkout.run)
+    shutil.rmtree(rundir.train, ignore_errors=True)
+    changes = {"report_to": ["wandb", "trackio"], "checkpoints": {"every_steps": 2}}
+    launch_by_hand(shared_checkout, "ddp", **changes)
+    shutil.rmtree(rundir.checkpoints / "checkpoint-4")
+    launch_by_hand(shared_checkout, "ddp", resume_from=rundir.checkpoints / "checkpoint-2", **changes)
+
+    files = sorted((rundir.train / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2 and len({file.name for file in files}) == 1, "one id, which `wandb sync` joins them by"
     first, second = (list(wandb_records(file)) for file in files)
     assert [steps(first), steps(second)] == [[1, 2, 3, 4, 4], [3, 4, 4]], "the last record is a summary"
     for records in (first, second):
         (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
-        assert (run.project, run.display_name, run.host) == ("shardmake", two_attempts.name, "cluster")
+        assert (run.project, run.display_name, run.host) == ("shardmake", rundir.name, "cluster")
         assert [record for record in records if record.WhichOneof("record_type") == "exit"], "the run is closed"
 
-    (database,) = (two_attempts.train / "trackio").glob("*.db")
+    (database,) = (rundir.train / "trackio").glob("*.db")
     assert database.stem == "shardmake"
     with sqlite3.connect(database) as connection:
         rows = connection.execute("select run_name, metrics from metrics order by id").fetchall()
     lines = [json.loads(metrics) for _, metrics in rows]
-    assert {name for name, _ in rows} == {two_attempts.name}
+    assert {name for name, _ in rows} == {rundir.name}
     assert [line["train/global_step"] for line in lines if "train/loss" in line] == [1, 2, 3, 4, 3, 4]
-    assert_nothing_private(two_attempts.train)
+    assert_nothing_private(rundir.train)
 
 
 def assert_nothing_private(folder: Path) -> None:

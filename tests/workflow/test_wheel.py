@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 import shardmake
-from tests.workflow.checkout import REPOSITORY, Checkout
+from tests.workflow.checkout import PROFILE, REPOSITORY, Checkout
 
 pytestmark = pytest.mark.training
 PACKED = ("Snakefile", "workflow", "profiles", "config", "examples", "constraints.txt")
@@ -32,11 +32,8 @@ class Installed(Checkout):
     def command(self, *words: str) -> list[str]:
         """Return a command of that environment, which borrows Snakemake and so has no script of it."""
         programs = self.root.parent / self.environment / "bin"
-        return (
-            [str(programs / "python"), "-m", *words]
-            if words[0] == "snakemake"
-            else [str(programs / words[0]), *words[1:]]
-        )
+        start = [str(programs / "python"), "-m"] if words[0] == "snakemake" else []
+        return [*start, *words] if start else [str(programs / words[0]), *words[1:]]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +84,7 @@ def run_demo(lab: Installed) -> tuple[str, ...]:
     lab("shardmake", "init", "--demo")
     (lab.root / "quick.yaml").write_text(yaml.safe_dump(QUICK))
     configuration = ("--configfile", "config/config.yaml", "quick.yaml")
-    done = lab("snakemake", "--profile", "profiles/local", *configuration)
+    done = lab("snakemake", *PROFILE, *configuration)
     assert "the report is runs/sbatch-options/report.html" in done.stdout
     return configuration
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.config.models import Cluster
 from shardmake.core.disk import FreeSpace, check_save, free_space, mount_of, quota_left, tree_size
 from shardmake.core.errors import DiskFullError
 from shardmake.plan.stage import describe_checkpoints
@@ -12,6 +11,8 @@ from shardmake.run.disk_budget import check_run, checkpoint_size, warn_of_purge
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import PlaceEstimate
 from tests.finished_run import MEMORY, make_plan, make_run, make_rundir
+from tests.programs import install_programs
+from tests.unit.plans import make_cluster
 
 TIB = 1 << 40
 NONE = 1 << 62
@@ -26,9 +27,8 @@ def with_disk_terms(rundir: RunDir, **terms: int) -> None:
 def test_a_run_that_does_not_fit_is_rejected_with_its_parts(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
     with_disk_terms(rundir, checkpoints=900_000 * TIB, model=TIB)
-    with pytest.raises(
-        DiskFullError, match=r"will need .* GiB more \(checkpoints .* model 1024\.0 GiB\).*shardmake clean"
-    ):
+    message = r"will need .* GiB more \(checkpoints .* model 1024\.0 GiB\).*shardmake clean"
+    with pytest.raises(DiskFullError, match=message):
         check_run(rundir)
 
 
@@ -58,14 +58,13 @@ def test_the_plan_describes_the_cost_of_checkpoints(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
     with_disk_terms(rundir, checkpoints=30 << 30, model=TIB)
     assert checkpoint_size(rundir, copies=2) == 10 << 30
-    cluster = Cluster(executor="local", processes_per_node=2, cpus_per_node=2, memory_gib_per_node=6.0)
-    said = describe_checkpoints(make_plan(), make_run(), cluster, rundir)
+    said = describe_checkpoints(make_plan(), make_run(), make_cluster(), rundir)
     assert said == "  a checkpoint takes 10.0 GiB, 30.0 GiB with those that are kept"
-    said = describe_checkpoints(make_plan(), make_run(checkpoints={"every_steps": "auto"}), cluster, rundir)
-    assert (
+    said = describe_checkpoints(make_plan(), make_run(checkpoints={"every_steps": "auto"}), make_cluster(), rundir)
+    expected = (
         "a save takes 10.7 s: for a failure every 3700 h, saving every 282 min loses the least (0.13% of the time)"
-        in said
     )
+    assert expected in said
 
 
 def test_a_checkpoint_that_does_not_fit_is_rejected(tmp_path: Path) -> None:
@@ -76,20 +75,15 @@ def test_a_checkpoint_that_does_not_fit_is_rejected(tmp_path: Path) -> None:
 
 def test_a_quota_below_the_free_space_is_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device, point, _ = mount_of(tmp_path, Path("/proc/mounts").read_text())
-    tool = tmp_path / "bin" / "quota"
-    tool.parent.mkdir()
-    tool.write_text(
-        f"#!/bin/sh\necho 'Disk quotas for user ada (uid 1000):'\necho '{device} 900* 0 1000 6days 1 0 0'\n"
-    )
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    says = f"echo 'Disk quotas for user ada (uid 1000):'\necho '{device} 900* 0 1000 6days 1 0 0'"
+    install_programs(tmp_path / "bin", monkeypatch, {"quota": says})
     link = Path("/dev/shm", tmp_path.name)
     link.symlink_to(tmp_path)
     try:
         assert free_space(tmp_path) == free_space(link / "new") == FreeSpace(100 * 1024, f"your quota on {point}")
     finally:
         link.unlink()
-    tool.write_text(f"#!/bin/sh\necho '{device} 900 0 0 0 9999* 0 10000 0'\n")
+    install_programs(tmp_path / "bin", monkeypatch, {"quota": f"echo '{device} 900 0 0 0 9999* 0 10000 0'"})
     with pytest.raises(DiskFullError, match=rf"has only 1 files left \(your quota on {point}\)\. Free some"):
         check_save(tmp_path, 1)
 

@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 
 import shardmake
 from shardmake.core.environment import checkout_commit, hub_environment, kernel_caches
+from tests.workflow.checkout import LOCAL, UNPUSHED
 
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 SETTING = "import shardmake.cli, sys; print(*sorted({'huggingface_hub', 'torch', 'transformers', 'datasets'} & {*sys.modules}))"
 
 
@@ -19,8 +21,7 @@ def test_the_cache_is_shared_and_nodes_are_offline(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     assert hub_environment(None, offline=False) == {}
     assert hub_environment("cache", offline=False)["HF_HOME"] == str(tmp_path / "cache")
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    assert hub_environment(None, offline=True) == offline
+    assert hub_environment(None, offline=True) == OFFLINE
 
 
 def test_the_command_line_sets_variables_before_libraries_read_them() -> None:
@@ -30,15 +31,11 @@ def test_the_command_line_sets_variables_before_libraries_read_them() -> None:
 
 
 STAGES = {
-    "fetch": ("shardmake.fetch.stage.fetch", False),
-    "data": ("shardmake.data.stage.prepare", True),
-    "consolidate": ("shardmake.consolidate.stage.consolidate_run", True),
-    "evaluate": ("shardmake.evaluate.stage.evaluate", True),
-    "push": ("shardmake.push.stage.push", False),
-    "report": ("shardmake.report.stage.write_report", False),
-}
-
-
+    "fetch": ("fetch.stage.fetch", False), "data": ("data.stage.prepare", True),
+    "consolidate": ("consolidate.stage.consolidate_run", True), "evaluate": ("evaluate.stage.evaluate", True),
+    "push": ("push.stage.push", False), "report": ("report.stage.write_report", False),
+}  # fmt: skip
+"""The function of a stage, and whether it runs on a node."""
 TOKENIZED = SimpleNamespace(train=SimpleNamespace(examples=9, tokens=99, sequences=9))
 
 
@@ -49,27 +46,23 @@ def test_only_stages_on_nodes_without_internet_are_offline(
 ) -> None:
     from shardmake.cli import app
 
-    cluster = {"executor": "local", "processes_per_node": 1, "cpus_per_node": 1, "memory_gib_per_node": 1.0}
-    cluster["scratch"] = str(tmp_path)
     lock = Path(kernel_caches(str(tmp_path))["TORCH_EXTENSIONS_DIR"]) / "cpu_adam/lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
     monkeypatch.setattr("shardmake.core.build_locks.version", lambda _: "2.13")
-    (tmp_path / "cluster.yaml").write_text(json.dumps(cluster | {"internet_on_compute_nodes": internet}))
-    run = {"model": "lab/b", "data": {"train": "lab/t"}, "sequence_length": 8, "global_batch_size": 1, "max_steps": 20}
-    runs = {"chat": run | {"learning_rate": 0.1}}
-    (tmp_path / "config.yaml").write_text(json.dumps({"cluster": str(tmp_path / "cluster.yaml"), "runs": runs}))
+    cluster = LOCAL | {"scratch": str(tmp_path), "internet_on_compute_nodes": internet}
+    (tmp_path / "cluster.yaml").write_text(json.dumps(cluster))
+    run = UNPUSHED | {"model": "lab/b", "data": {"train": "lab/t"}}
+    config = {"cluster": str(tmp_path / "cluster.yaml"), "runs": {"chat": run}}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
     function, on_node = STAGES[stage]
     seen: dict[str, str] = {}
     monkeypatch.setattr("os.environ", {key: value for key, value in os.environ.items() if "OFFLINE" not in key})
-    monkeypatch.setattr(function, lambda *_, **__: seen.update(os.environ) or TOKENIZED)
-    done = CliRunner().invoke(
-        app, [stage, "chat", "--config", str(tmp_path / "config.yaml"), "--runs", str(tmp_path / "runs")]
-    )
+    monkeypatch.setattr(f"shardmake.{function}", lambda *_, **__: seen.update(os.environ) or TOKENIZED)
+    options = ["--config", str(tmp_path / "config.yaml"), "--runs", str(tmp_path / "runs")]
+    done = CliRunner().invoke(app, [stage, "chat", *options])
     assert done.exit_code == 0, done.output
-    assert {"HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"} & seen.keys() == (
-        {"HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"} if on_node and not internet else set()
-    )
+    assert OFFLINE.keys() & seen.keys() == (OFFLINE.keys() if on_node and not internet else set())
     assert ("TRITON_CACHE_DIR" in seen) == on_node
     assert lock.exists() != on_node, "the lock of a build that was killed"
 
@@ -95,9 +88,8 @@ def test_the_token_of_a_login_is_found_also_with_a_cache_for_the_lab(tmp_path: P
         "from huggingface_hub import constants, get_token; print(get_token(), constants.HF_HUB_CACHE)"
     )
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=clean | {"HOME": str(home)}, capture_output=True, text=True, check=True
-    )
+    command, clean = [sys.executable, "-c", program], clean | {"HOME": str(home)}
+    done = subprocess.run(command, env=clean, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["hf_of_this_user", f"{lab}/hub"]
 
 

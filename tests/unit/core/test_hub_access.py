@@ -87,24 +87,11 @@ def authority(tmp_path: Path) -> Path:
     """A file with the authority that signed ``server.pem`` beside it, whose key is ``key``."""
     new, days = ["-newkey", "rsa:2048", "-nodes"], ["-days", "2"]
     by_authority = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names"]
-    (tmp_path / "names").write_text(
-        "subjectAltName=DNS:localhost\nbasicConstraints=CA:FALSE\nauthorityKeyIdentifier=keyid\n"
-    )
+    names = "subjectAltName=DNS:localhost\nbasicConstraints=CA:FALSE\nauthorityKeyIdentifier=keyid\n"
+    (tmp_path / "names").write_text(names)
+    signs = ["-addext", "keyUsage=keyCertSign"]
     for command in (
-        [
-            "req",
-            "-x509",
-            *new,
-            *days,
-            "-subj",
-            "/CN=Lab",
-            "-addext",
-            "keyUsage=keyCertSign",
-            "-keyout",
-            "ca.key",
-            "-out",
-            "ca.pem",
-        ],
+        ["req", "-x509", *new, *days, "-subj", "/CN=Lab", *signs, "-keyout", "ca.key", "-out", "ca.pem"],
         ["req", *new, "-subj", "/CN=localhost", "-keyout", "key", "-out", "request"],
         ["x509", "-req", "-in", "request", *by_authority, *days, "-out", "server.pem"],
     ):

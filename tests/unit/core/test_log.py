@@ -32,12 +32,9 @@ def test_warnings_go_to_stderr_and_each_rank_has_a_prefix(
     [("--verbose", logging.DEBUG), ("-v", logging.DEBUG), ("--quiet", logging.WARNING), ("-q", logging.WARNING)],
 )
 def test_options_of_the_command_line_set_the_level(option: str, level: int) -> None:
-    CliRunner().invoke(app, [option, "estimate", "--list-gpus"])
+    """Also --quiet prints results."""
+    assert "a100-80gb" in CliRunner().invoke(app, [option, "estimate", "--list-gpus"]).output
     assert logging.getLogger("shardmake").level == level
-
-
-def test_quiet_still_prints_results() -> None:
-    assert "a100-80gb" in CliRunner().invoke(app, ["--quiet", "estimate", "--list-gpus"]).output
 
 
 def test_caplog_receives_records_after_another_test_configured_logging(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from shardmake.core import process
 from shardmake.core.process import ask_nvidia_smi, query_gpus
+from tests.programs import install_programs
 
 
 @pytest.mark.parametrize(
@@ -19,10 +20,9 @@ from shardmake.core.process import ask_nvidia_smi, query_gpus
     ids=["answers", "fails", "hangs", "missing"],
 )
 def test_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, answer: str | None) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
     if script:
-        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin" if script else str(tmp_path))
+        install_programs(tmp_path, monkeypatch, {"nvidia-smi": script})
     monkeypatch.setattr(process, "SECONDS", 0.5 if answer is None else 30.0)
     assert query_gpus("uuid") == answer
     assert script != 'echo "$@"' or ask_nvidia_smi("-q", "-x") == "-q -x\n"

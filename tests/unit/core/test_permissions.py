@@ -79,11 +79,8 @@ def test_private_files_become_accessible_to_the_group(tmp_path: Path) -> None:
     assert mode(tmp_path / "outside") == "-rw-------", "a link does not change files outside"
 
 
-def test_a_job_of_the_same_user_is_accepted() -> None:
+def test_a_job_of_another_user_is_rejected_and_one_of_the_same_user_accepted() -> None:
     refuse_job_of_others({}, "chat", "runs/chat/train/STOP")
     refuse_job_of_others({"7": getpass.getuser()}, "chat", "runs/chat/train/STOP")
-
-
-def test_a_job_of_another_user_is_rejected() -> None:
     with pytest.raises(SlurmError, match=r"Run chat is being trained by job 7 of ada.*touch runs/chat/train/STOP"):
         refuse_job_of_others({"7": "ada"}, "chat", "runs/chat/train/STOP")

@@ -64,21 +64,16 @@ def test_no_other_module_uses_a_private_name_of_a_library() -> None:
     table = Path(inspect.getfile(private_names))
     used = {
         f"{path.relative_to(REPOSITORY)}: {name}"
-        for path in SOURCES
-        if path != table
-        for name in used_names(path.read_text())
-        if _PRIVATE.fullmatch(name) and name not in own
-    }
+        for path in SOURCES if path != table
+        for name in used_names(path.read_text()) if _PRIVATE.fullmatch(name) and name not in own
+    }  # fmt: skip
     assert not used, "write private(object).name and list the name in shardmake.core.private_names"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "model._mp_policy", "from torch._utils import x", "from torch.utils import _x", "import torch._dynamo",
-        "getattr(model, '_x')", "self._tr_loss",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("text", [
+    "model._mp_policy", "from torch._utils import x", "from torch.utils import _x", "import torch._dynamo",
+    "getattr(model, '_x')", "self._tr_loss",
+])  # fmt: skip
 def test_each_kind_of_use_is_found(text: str) -> None:
     assert [name for name in used_names(text) if _PRIVATE.fullmatch(name)]
 
@@ -86,9 +81,8 @@ def test_each_kind_of_use_is_found(text: str) -> None:
 def test_methods_that_replace_a_private_one_of_a_library_are_listed() -> None:
     from shardmake.train import preferences, sharded_trainer
 
-    classes = {
-        kind for module in (preferences, sharded_trainer) for kind in vars(module).values() if isinstance(kind, type)
-    }
+    values = (*vars(preferences).values(), *vars(sharded_trainer).values())
+    classes = {kind for kind in values if isinstance(kind, type)}
     replaced = {
         name
         for kind in classes
@@ -134,9 +128,8 @@ def in_source(found: Any, name: str) -> bool:
 
 
 def test_a_missing_name_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        PrivateNameError, match=r"^torch \S+ does not have the private name torch.*\._mp_policy, .*2\.11"
-    ):
+    message = r"^torch \S+ does not have the private name torch.*\._mp_policy, .*2\.11"
+    with pytest.raises(PrivateNameError, match=message):
         _ = private(object()).mp_policy
     assert not hasattr(private(object()), "mp_policy")
 

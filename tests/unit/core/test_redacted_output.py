@@ -5,12 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from shardmake.core.secrets import LogCopy, RedactedStream
+from tests.workflow.checkout import wait_for
 
 TOKEN = "hf_Wq3TfEaYk2MdL9xPzRbNcUvHs"
 PASSWORD = "Plant82-by-value"
@@ -25,14 +25,9 @@ def test_a_stream_is_its_inner_stream_without_secrets() -> None:
     assert inner.getvalue() == "a [removed]\n[removed]b\n[removed]" and stream.closed is False
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        f"raise ValueError('{TOKEN}')",
-        f"import atexit; atexit.register(print, '{TOKEN}')",
-        f"import sys; sys.exit('{TOKEN}')",
-    ],
-)
+@pytest.mark.parametrize("program", [
+    f"raise ValueError('{TOKEN}')", f"import atexit; atexit.register(print, '{TOKEN}')", f"import sys; sys.exit('{TOKEN}')",
+])  # fmt: skip
 def test_a_process_prints_no_secret_until_its_end(program: str) -> None:
     start = "from shardmake.core.secrets import redact_output; redact_output()"
     done = subprocess.run([sys.executable, "-c", f"{start}\n{program}"], capture_output=True, text=True)
@@ -45,10 +40,8 @@ def log(tmp_path: Path) -> Path:
 
 
 def start(program: str, log: Path) -> tuple[subprocess.Popen[bytes], LogCopy]:
-    environment = {**os.environ, "STORE_PASSWORD": PASSWORD}
-    process = subprocess.Popen(
-        [sys.executable, "-uc", program], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    environment, command = {**os.environ, "STORE_PASSWORD": PASSWORD}, [sys.executable, "-uc", program]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     return process, LogCopy(process, log, environment)
 
 
@@ -83,10 +76,7 @@ def test_other_bytes_and_long_lines_pass(log: Path) -> None:
 
 def test_a_line_without_an_end_appears_while_the_program_waits(log: Path) -> None:
     process, output = start("import time; print('loading ...', end=''); time.sleep(600)", log)
-    deadline = time.monotonic() + 60
-    while log.read_text() != "loading ...":
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: log.read_text() == "loading ...", 60)
     process.kill()
     output.wait(10)
 

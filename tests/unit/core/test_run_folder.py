@@ -21,13 +21,9 @@ SOURCES = Path(shardmake.__file__).parent
 PATHS = [
     *(value.path for value in vars(RunDir).values() if isinstance(value, BelowRoot)),
     *(f"train/attempts/001/{value.path}" for value in vars(AttemptDir).values() if isinstance(value, BelowRoot)),
-    "train/attempts/001",
-    "train/checkpoints/.saving/001",
-    "train/checkpoints/checkpoint-5",
-    "data/train",
-    "plan/fallbacks/1",
-    ".",
-]
+    "train/attempts/001", "train/checkpoints/.saving/001", "train/checkpoints/checkpoint-5", "data/train",
+    "plan/fallbacks/1", ".",
+]  # fmt: skip
 OPERATIONS: dict[str, Callable[[Path], object]] = {
     "write": lambda path: write_text(path / "notes", "overwritten"),
     "open": lambda path: run_folder.open_file(path / "notes", "w").close(),

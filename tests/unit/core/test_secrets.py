@@ -36,9 +36,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         server.tokens[TOKEN] = server.tokens[WRITER]
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        for name, value in (("HF_ENDPOINT", server.url), ("HF_TOKEN", TOKEN), ("AWS_SECRET_ACCESS_KEY", SECRET)):
+            monkeypatch.setenv(name, value)
         yield server
 
 
@@ -93,12 +92,7 @@ BY_NAME = {
     "MY_DB_PASSWORD": "hunter2w", "SIGNING_KEY": "zebra-42", "BOT_TOKEN": "x.y.z.1234", "THE_SECRET": "q1w2e3r4",
     "OTHER_PASSWORD": "SecretHorse", "MY_PASSPHRASE": "correct horse battery",
 }  # fmt: skip
-
-
-LOGINS = (
-    "-u ada:Pl,82", "--user=ada:Pl,82", "--user 'ada:Pl,82 w'", "-uada:Pl,82", "-su ada:Pl,82",
-    "--proxy-user ada:Pl,82",
-)  # fmt: skip
+LOGINS = ("-u ada:Pl,82", "--user=ada:Pl,82", "--user 'ada:Pl,82 w'", "-uada:Pl,82", "-su ada:Pl,82", "--proxy-user ada:Pl,82")  # fmt: skip
 
 
 @pytest.mark.parametrize("login", LOGINS)
@@ -176,27 +170,27 @@ def secret_of(text: str) -> str:
     return re.split(r"[ =]|ada:", text)[-1].partition("@")[0].strip('"') if "PRIVATE" not in text else text
 
 
+LEAK = """
+import logging, sys
+from shardmake import cli
+from shardmake.core.errors import ShardmakeError
+@cli.app.command()
+def leak(how: str):
+    logger, text = logging.getLogger('shardmake.leak'), sys.stdin.read()
+    logger.info('info %s', text); logger.warning('warning %s', text); cli.typer.echo(f'echo {text}')
+    print('print', text); print('error', text, file=sys.stderr)
+    raise ShardmakeError(f'Failed: {text}') if how == 'known' else ValueError(f'bug {text}')
+cli.main()
+"""
+
+
 def outputs_of_a_command(text: str, tmp_path: Path) -> dict[str, str]:
     """Return what a command prints, logs, warns, raises and keeps, if each of these has ``text``."""
-    program = (
-        "import logging, sys\n"
-        "from shardmake import cli\n"
-        "from shardmake.core.errors import ShardmakeError\n"
-        "@cli.app.command()\n"
-        "def leak(how: str):\n"
-        "    logger, text = logging.getLogger('shardmake.leak'), sys.stdin.read()\n"
-        "    logger.info('info %s', text); logger.warning('warning %s', text); cli.typer.echo(f'echo {text}')\n"
-        "    print('print', text); print('error', text, file=sys.stderr)\n"
-        "    raise ShardmakeError(f'Failed: {text}') if how == 'known' else ValueError(f'bug {text}')\n"
-        "cli.main()\n"
-    )
     found = {}
     (tmp_path / "logs").mkdir(exist_ok=True)
     for words in (["leak", "known"], ["--verbose", "leak", "bug"]):
-        command = [sys.executable, "-c", program, *words]
-        done = subprocess.run(
-            command, input=text, cwd=tmp_path, capture_output=True, text=True, env=os.environ | BY_NAME
-        )
+        command, variables = [sys.executable, "-c", LEAK, *words], os.environ | BY_NAME
+        done = subprocess.run(command, input=text, cwd=tmp_path, capture_output=True, text=True, env=variables)
         assert done.returncode != 0 and (done.stdout + done.stderr).count("[removed]") >= 6, done.stderr
         found[words[-1]] = done.stdout + done.stderr
     return found | {str(path): path.read_text() for path in (tmp_path / "logs").iterdir()}
@@ -220,16 +214,12 @@ def test_no_form_of_a_secret_reaches_card_report_and_records(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("shardmake.push.bundle.card_plots", lambda *_: DRAWN)
-    rundir = make_rundir(tmp_path)
-    text = SHAPES[name]
-    EVALUATED.model_copy(update={"samples": [Sample(prompt=text, base=f"a {text}", tuned=text)]}).write(
-        rundir.evaluation
-    )
-    run = make_run(push={"to": "file:published/chat", "samples": True})
-    push(run, rundir)
-    texts = {
-        path: path.read_bytes().decode(errors="replace") for path in Path("published").rglob("*") if path.is_file()
-    }
+    rundir, text = make_rundir(tmp_path), SHAPES[name]
+    sample = Sample(prompt=text, base=f"a {text}", tuned=text)
+    EVALUATED.model_copy(update={"samples": [sample]}).write(rundir.evaluation)
+    push(make_run(push={"to": "file:published/chat", "samples": True}), rundir)
+    files = [path for path in Path("published").rglob("*") if path.is_file()]
+    texts = {path: path.read_bytes().decode(errors="replace") for path in files}
     assert "[removed]" in texts[Path("published/chat/README.md")]
     assert [str(path) for path, found in texts.items() if secret_of(text) in found] == []
 
@@ -260,9 +250,8 @@ def test_ordinary_arguments_of_a_script_are_accepted(words: list[str]) -> None:
 def test_a_model_file_with_a_token_is_not_pushed(hub: FakeHub, tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
     write_model(rundir, {**MODEL, "tokenizer_config.json": f'{{"auth": "{TOKEN}"}}'.encode()})
-    with pytest.raises(
-        ShardmakeError, match=r"tokenizer_config\.json in the model contains what looks like a token"
-    ) as error:
+    message = r"tokenizer_config\.json in the model contains what looks like a token"
+    with pytest.raises(ShardmakeError, match=message) as error:
         push(make_run(push={"to": "file:published/chat"}), rundir)
     assert TOKEN not in str(error.value) and not Path("published").exists()
 
@@ -293,12 +282,8 @@ def test_passwords_in_running_text_are_removed(text: str, expected: str) -> None
 def test_a_known_secret_is_removed_however_it_is_written(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAB_PASSWORD", f"{value}\n")
     written = [value, json.dumps({"x": value}), repr([value]), f"https://host/?x={quote(value, safe='')}&y=1"]
-    written += [
-        jinja2.Environment(autoescape=True).from_string("{{ x }}").render(x=value),
-        html.escape(value),
-        urlencode({"x": value}),
-    ]
-    for text in written:
+    written += [jinja2.Environment(autoescape=True).from_string("{{ x }}").render(x=value), html.escape(value)]
+    for text in (*written, urlencode({"x": value})):
         assert "0rd" not in redact(text) and "0123" not in redact(text), text
 
 

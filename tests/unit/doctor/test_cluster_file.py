@@ -79,10 +79,8 @@ H100 = NodeFacts(
 
 
 def reports(*facts: NodeFacts) -> list[NodeReport]:
-    return [
-        NodeReport(node_rank=rank, host=f"c{rank + 1}", findings=[], facts=fact, seconds=1.0)
-        for rank, fact in enumerate(facts)
-    ]
+    named = enumerate(facts)
+    return [NodeReport(node_rank=at, host=f"c{at + 1}", findings=[], facts=fact, seconds=1.0) for at, fact in named]
 
 
 def written(tmp_path: Path, cluster: Cluster, *facts: NodeFacts, drafted: bool) -> tuple[Cluster, str]:

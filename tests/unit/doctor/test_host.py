@@ -2,8 +2,8 @@
 
 import resource
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -82,10 +82,8 @@ def test_compilers_for_offload(tmp_path: Path) -> None:
 def test_nvme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row.verdict for row in host.check_nvme(str(tmp_path))] == [OK]
     assert [row.verdict for row in host.check_nvme(str(tmp_path / "missing"))] == [STOPS]
-    mounts = tmp_path / "mounts"
-    mounts.write_text(
-        f"/dev/nvme0n1p1 {tmp_path} xfs rw 0 0\n/dev/sda1 / ext4 rw 0 0\n/dev/nvme1n1 /none ext4 rw 0 0\n"
-    )
+    rows = (f"/dev/nvme0n1p1 {tmp_path} xfs rw 0 0", "/dev/sda1 / ext4 rw 0 0", "/dev/nvme1n1 /none ext4 rw 0 0")
+    (mounts := tmp_path / "mounts").write_text("\n".join(rows))
     assert list(host.writable_nvme(mounts)) == [str(tmp_path)]
     monkeypatch.setattr(host, "writable_nvme", lambda: {"/local": 3000.0})
     (unused,) = host.check_nvme(None)
@@ -106,20 +104,17 @@ class Up:
 @pytest.mark.parametrize(
     ("configured", "chosen", "up", "verdict"),
     [
-        (None, "eth0", ["lo", "eth0"], OK),
-        (None, "eth0", ["lo", "eth0", "ib0"], WARNING),
-        (None, "eth0", ["eth0", "hsn0"], WARNING),
-        ("eth0", "eth0", ["eth0", "ib0"], OK),
+        (None, "eth0", ["lo", "eth0"], OK), (None, "eth0", ["lo", "eth0", "ib0"], WARNING),
+        (None, "eth0", ["eth0", "hsn0"], WARNING), ("eth0", "eth0", ["eth0", "ib0"], OK),
         (None, "ib0", ["ib0", "ib1"], OK),
     ],
-)
+)  # fmt: skip
 def test_a_faster_interface_that_is_not_used(
     monkeypatch: pytest.MonkeyPatch, configured: str | None, chosen: str, up: list[str], verdict: Verdict
 ) -> None:
     monkeypatch.setattr(host, "choose_address", lambda interface, nodes: (chosen, "10.0.0.1"))
     monkeypatch.setattr(host.psutil, "net_if_stats", lambda: dict.fromkeys(up, Up))
-    found = host.check_interface(configured, 1)
-    assert found.verdict is verdict
+    assert host.check_interface(configured, 1).verdict is verdict
 
 
 def test_an_interface_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,19 +126,10 @@ def test_an_interface_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.verdict is STOPS and "ib9" in found.found
 
 
-def on_two_nodes(check: "type[Finding] | object", folder: Path, **options: float) -> list[Finding]:
+def on_two_nodes(check: Callable[[Path, int, int], Finding], folder: Path) -> list[Finding]:
     """Run a check as two nodes at the same time."""
-    found: list[Finding | None] = [None, None]
-
-    def run(rank: int) -> None:
-        found[rank] = check(folder, rank, 2, **options)  # type: ignore[operator]
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [row for row in found if row]
+    with ThreadPoolExecutor(2) as nodes:
+        return list(nodes.map(lambda rank: check(folder, rank, 2), range(2)))
 
 
 def test_two_nodes_see_each_others_files_and_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

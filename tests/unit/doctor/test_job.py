@@ -111,7 +111,6 @@ def test_a_node_without_a_report_stops(tmp_path: Path) -> None:
     (folder.slurm / "7_0_log.out").write_text("slurmstepd: error: *** STEP 7.0 CANCELLED DUE TO TIME LIMIT ***\n\n")
     reports, (missing,) = job.collect(REQUEST, folder, "7", JobStatus(JobState.ENDED, "TIMEOUT"), seconds=0)
     assert reports == [report]
-    assert (
-        missing.verdict is Verdict.STOPS and missing.found == "node 1 of job 7 left no report; the job ended as TIMEOUT"
-    )
+    assert missing.verdict is Verdict.STOPS
+    assert missing.found == "node 1 of job 7 left no report; the job ended as TIMEOUT"
     assert "DUE TO TIME LIMIT" in missing.advice

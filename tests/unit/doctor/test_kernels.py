@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from shardmake.doctor.job import make_request
 from shardmake.doctor.records import DoctorRequest
 from shardmake.launch.gpus import accelerator_of
 from shardmake.run.findings import Finding, Verdict
+from tests.programs import install_programs
 from tests.unit.plans import make_cluster
 
 OK, WARNING, STOPS, NOT_CHECKED = Verdict.OK, Verdict.WARNING, Verdict.STOPS, Verdict.NOT_CHECKED
@@ -56,15 +58,10 @@ def test_the_drivers_name_becomes_the_catalogues(name: str, memory: float, accel
 @pytest.mark.parametrize(
     ("capability", "built", "verdict"),
     [
-        ((9, 0), CU130, OK),
-        ((8, 9), CU130, OK),
-        ((7, 0), CU130, STOPS),
-        ((12, 0), ["sm_80", "sm_90"], STOPS),
-        ((12, 0), ["sm_80", "sm_90", "compute_90"], OK),
-        ((9, 0), ["sm_80", "sm_90a"], OK),
-        ((7, 0), [], STOPS),
+        ((9, 0), CU130, OK), ((8, 9), CU130, OK), ((7, 0), CU130, STOPS), ((12, 0), ["sm_80", "sm_90"], STOPS),
+        ((12, 0), ["sm_80", "sm_90", "compute_90"], OK), ((9, 0), ["sm_80", "sm_90a"], OK), ((7, 0), [], STOPS),
     ],
-)
+)  # fmt: skip
 def test_code_for_an_architecture(capability: tuple[int, int], built: list[str], verdict: Verdict) -> None:
     found = kernels.judge_architecture({capability}, built)
     assert found.verdict is verdict
@@ -100,12 +97,8 @@ def test_peers_and_number_of_gpus() -> None:
 def test_plain_attention_is_causal_attention_within_each_sequence() -> None:
     """It is what the kernels are compared with."""
     torch.manual_seed(0)
-    query, key, value = (torch.randn(9, 2, 4) for _ in range(3))
-    found = kernels.plain_attention(query, key, value, torch.tensor([0, 4, 9]), 5)
-    for part in (slice(0, 4), slice(4, 9)):
-        heads = [tensor[part].transpose(0, 1)[None] for tensor in (query, key, value)]
-        exact = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
-        torch.testing.assert_close(found[part], exact[0].transpose(0, 1))
+    heads, starts = [torch.randn(9, 2, 4) for _ in range(3)], torch.tensor([0, 4, 9])
+    torch.testing.assert_close(kernels.plain_attention(*heads, starts, 5), sdpa(*heads, starts=starts))
 
 
 @pytest.fixture
@@ -116,21 +109,21 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
 
-def sdpa(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, causal: bool
-) -> torch.Tensor:
-    parts = [slice(first, end) for first, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)]
-    heads = [[tensor[part].transpose(0, 1)[None] for tensor in (query, key, value)] for part in parts]
-    outputs = [torch.nn.functional.scaled_dot_product_attention(*part, is_causal=causal) for part in heads]
+def sdpa(*heads: torch.Tensor, starts: torch.Tensor, causal: bool = True) -> torch.Tensor:
+    """Return torch's attention of query, key and value within each sequence."""
+    parts = [[tensor[first:end].transpose(0, 1)[None] for tensor in heads] for first, end in pairwise(starts.tolist())]
+    outputs = [torch.nn.functional.scaled_dot_product_attention(*part, is_causal=causal) for part in parts]
     return torch.cat([output[0].transpose(0, 1) for output in outputs])
 
 
 @pytest.mark.usefixtures("on_cpu")
 def test_an_attention_kernel_is_compared_with_its_gradients() -> None:
-    right = kernels._compare_attention("a kernel", lambda q, k, v, starts, longest: sdpa(q, k, v, starts, True))
-    assert right.verdict is OK, right.found
-    wrong = kernels._compare_attention("a kernel", lambda q, k, v, starts, longest: sdpa(q, k, v, starts, False))
-    assert wrong.verdict is STOPS, "it attends to later tokens"
+    """A kernel that attends to later tokens stops a run."""
+    for causal, verdict in ((True, OK), (False, STOPS)):
+        found = kernels._compare_attention(
+            "a kernel", lambda *heads, c=causal: sdpa(*heads[:3], starts=heads[3], causal=c)
+        )
+        assert found.verdict is verdict, found.found
 
 
 @pytest.mark.parametrize(("capability", "checks"), [((7, 5), []), ((8, 0), ["varlen attention"])])
@@ -167,10 +160,8 @@ def test_a_kernel_that_computes_something_else(error: float, verdict: Verdict) -
 
 def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> kernels.RunningCheck:
     """Start a check whose process runs ``program`` in place of Python."""
-    fake = tmp_path / "python"
-    fake.write_text(f"#!/bin/sh\n{program}\n")
-    fake.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(fake))
+    install_programs(tmp_path, monkeypatch, {"python": program})
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     return kernels.RunningCheck("CPU Adam", tmp_path / "request.json", tmp_path, tmp_path, {})
 
 
@@ -179,18 +170,13 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> ke
     [
         (
             "echo Traceback; echo \"RuntimeError: Error building extension 'cpu_adam'\"; exit 1",
-            "Error building extension 'cpu_adam'",
-            "compiler with C++20",
+            "Error building extension 'cpu_adam'", "compiler with C++20",
         ),
-        (
-            "echo 'RuntimeError: CUDA error: no kernel image is available for execution'; exit 1",
-            "no kernel",
-            "supports it",
-        ),
+        ("echo 'RuntimeError: CUDA error: no kernel image is available for execution'; exit 1", "no kernel", "supports it"),
         ("echo 'Illegal instruction'; exit 132", "Illegal instruction", "cpu-adam.log has the whole output"),
         ("exit 3", "exit status 3", "cpu-adam.log"),
     ],
-)
+)  # fmt: skip
 def test_a_check_that_crashes_is_a_finding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, found: str, advice: str
 ) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.config.models import Cluster, Slurm
+from shardmake.config.models import Slurm
 from shardmake.core import private_names
 from shardmake.core.disk import FreeSpace
 from shardmake.core.units import GIB
@@ -20,11 +20,8 @@ from tests.unit.plans import make_cluster
 OK, WARNING, STOPS, NOT_CHECKED = Verdict.OK, Verdict.WARNING, Verdict.STOPS, Verdict.NOT_CHECKED
 
 
-def slurm_cluster(**slurm: str) -> Cluster:
-    return make_cluster(executor="slurm", slurm=slurm)
-
-
-def checked(cluster: Cluster | None, folder: Path) -> list[Finding]:
+def checked(slurm: dict[str, str] | None, folder: Path) -> list[Finding]:
+    cluster = None if slurm is None else make_cluster(executor="slurm", slurm=slurm)
     return run_checks(login.login_checks(cluster, cluster.slurm if cluster else Slurm(), folder))
 
 
@@ -34,7 +31,7 @@ def verdicts(findings: list[Finding]) -> dict[str, Verdict]:
 
 def test_a_cluster_that_answers_has_nothing_that_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_programs(tmp_path / "bin", monkeypatch, slurm_programs())
-    found = checked(slurm_cluster(partition="gpu", account="lab-nlp", qos="long"), tmp_path)
+    found = checked({"partition": "gpu", "account": "lab-nlp", "qos": "long"}, tmp_path)
     assert not would_stop(found)
     by_name = {finding.check: finding for finding in found}
     assert by_name["Slurm"].found == "slurm 23.11.4 answers"
@@ -95,7 +92,7 @@ def test_names_in_the_cluster_file_that_slurm_does_not_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: dict[str, str], check: str, words: str
 ) -> None:
     install_programs(tmp_path / "bin", monkeypatch, slurm_programs())
-    found = checked(slurm_cluster(**slurm), tmp_path)
+    found = checked(slurm, tmp_path)
     (row,) = [finding for finding in found if finding.check == check]
     assert row.verdict is STOPS and words in row.advice
 

@@ -19,9 +19,8 @@ ROWS = "".join(f"{n}, GPU-{n}, 1, 0, 580.65.06, 9.0\n" for n in range(2))
 @pytest.mark.parametrize("check", ["Liger", "bitsandbytes", "CPU Adam", "NVMe I/O"])
 def test_what_only_some_settings_need_is_a_warning(check: str) -> None:
     found = node.without_optional(stops(check, "failed", "Reinstall it."))
-    assert (
-        found.verdict is Verdict.WARNING and found.advice.startswith("Only ") and found.advice.endswith("Reinstall it.")
-    )
+    assert found.verdict is Verdict.WARNING
+    assert found.advice.startswith("Only ") and found.advice.endswith("Reinstall it.")
 
 
 @pytest.mark.parametrize("finding", [stops("CUDA", "a", "b"), ok("Liger", "a"), not_checked("Liger", "a")])
@@ -49,9 +48,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DoctorDir:
     install_programs(tmp_path / "bin", monkeypatch, {"nvidia-smi": nvidia_smi(ROWS, smi_xml({}, {}))})
     folder = DoctorDir(tmp_path / "doctor")
     folder.shared.mkdir(parents=True)
-    cluster = make_cluster(
-        accelerator="h100", processes_per_node=2, nvme_path=str(tmp_path), scratch=str(tmp_path), cache=str(tmp_path)
-    )
+    folders = dict.fromkeys(("nvme_path", "scratch", "cache"), str(tmp_path))
+    cluster = make_cluster(accelerator="h100", processes_per_node=2, **folders)
     make_request(cluster, 1, build_kernels=True).write(folder.request)
     monkeypatch.setattr(Recorded, "started", [], raising=False)
     monkeypatch.setattr(node.kernels, "RunningCheck", Recorded)
@@ -64,9 +62,8 @@ def test_a_gpu_node_runs_every_check_and_starts_builds_first(folder: DoctorDir) 
     node.check_node(folder, 0)
     report = NodeReport.read(folder.report(0))
     assert Recorded.started == [*BUILDS, *ON_GPU]
-    assert {"driver", "GPUs", "memory errors", "scratch", "compilers", "locked memory", *ON_GPU, *BUILDS} <= {
-        finding.check for finding in report.findings
-    }
+    expected = {"driver", "GPUs", "memory errors", "scratch", "compilers", "locked memory", *ON_GPU, *BUILDS}
+    assert expected <= {finding.check for finding in report.findings}
     assert all(finding.nodes == (report.host,) for finding in report.findings)
     facts = report.facts
     assert (facts.gpu_name, facts.gpu_memory_gib, facts.intra_gbps) == ("NVIDIA H100 80GB HBM3", 79.1, 300.0)

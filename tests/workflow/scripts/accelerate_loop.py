@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, set_seed
+from chat_rows import read_rows
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", required=True)
@@ -29,13 +30,6 @@ parser.add_argument("--own_loader", choices=["same", "reversed"], help="each ran
 parser.add_argument("--state_dict", action="store_true", help="save the gathered weights")
 
 
-def read_examples(path: str, tokenizer) -> list[torch.Tensor]:
-    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    texts = [tokenizer.apply_chat_template(line["messages"], tokenize=False) for line in lines]
-    encoded = tokenizer(texts, padding="max_length", truncation=True, max_length=64, return_tensors="pt")
-    return list(encoded["input_ids"])
-
-
 def main() -> None:
     args = parser.parse_args()
     set_seed(0)
@@ -46,10 +40,8 @@ def main() -> None:
     accelerator = Accelerator(
         gradient_accumulation_steps=steps, deepspeed_plugin=plugin, mixed_precision=precision, dynamo_backend=compiler
     )
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.load_dtype)
-    rows = read_examples(args.data, tokenizer)
+    rows = read_rows(args.data, args.model)
     loader = DataLoader(rows, args.batch_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     if args.own_loader:

@@ -2,16 +2,16 @@
 
 import argparse
 import json
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from chat_rows import read_rows
 from factors import save_factors
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", required=True)
@@ -23,13 +23,6 @@ parser.add_argument("--deepspeed_config", help="train with DeepSpeed alone")
 parser.add_argument("--save", choices=["state", "model"], default="state")
 parser.add_argument("--own_scale", type=int, help="save an adapter_config.json with this scale before")
 STEPS, BATCH_SIZE, ACCUMULATION = 2, 2, 2
-
-
-def read_examples(path: str, tokenizer) -> list[torch.Tensor]:
-    lines = [json.loads(line) for line in Path(path).read_text().splitlines()[:64]]
-    texts = [tokenizer.apply_chat_template(line["messages"], tokenize=False) for line in lines]
-    encoded = tokenizer(texts, padding="max_length", truncation=True, max_length=64, return_tensors="pt")
-    return list(encoded["input_ids"])
 
 
 def train_with_accelerate(model, optimizer, rows: list[torch.Tensor], args) -> None:
@@ -71,9 +64,7 @@ def main() -> None:
         import deepspeed
 
         deepspeed.init_distributed()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    rows = read_examples(args.data, tokenizer)
+    rows = read_rows(args.data, args.model, 64)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(args.model), LoraConfig(**json.loads(args.lora)))
     optimizer = torch.optim.AdamW((one for one in model.parameters() if one.requires_grad), lr=1e-2)
     if args.own_scale:

@@ -1,14 +1,13 @@
 """A program for the launcher `deepspeed` that does not use Shardmake."""
 
 import argparse
-import json
-from pathlib import Path
 
 import deepspeed
 import torch
+from chat_rows import read_rows
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int, default=-1)
@@ -20,22 +19,13 @@ parser.add_argument("--steps", type=int, default=4)
 parser = deepspeed.add_config_arguments(parser)
 
 
-def read_examples(path: str, tokenizer) -> list[torch.Tensor]:
-    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    texts = [tokenizer.apply_chat_template(line["messages"], tokenize=False) for line in lines]
-    encoded = tokenizer(texts, padding="max_length", truncation=True, max_length=64, return_tensors="pt")
-    return list(encoded["input_ids"])
-
-
 def main() -> None:
     args = parser.parse_args()
     deepspeed.init_distributed()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(args.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, _, _, _ = deepspeed.initialize(args=args, model=model, optimizer=optimizer)
-    rows = read_examples(args.data, tokenizer)
+    rows = read_rows(args.data, args.model)
     loader = DataLoader(rows, batch_size=args.batch_size, sampler=DistributedSampler(rows))
     for batch in loader:
         loss = engine(input_ids=batch, labels=batch).loss

@@ -2,16 +2,15 @@
 
 import argparse
 import contextlib
-import json
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from chat_rows import read_rows
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", required=True)
@@ -23,13 +22,6 @@ parser.add_argument("--batch_size", type=int, default=2)
 parser.add_argument("--accumulation", type=int, default=2)
 parser.add_argument("--same_rows", action="store_true")
 parser.add_argument("--autocast", action="store_true")
-
-
-def read_examples(path: str, tokenizer) -> list[torch.Tensor]:
-    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    texts = [tokenizer.apply_chat_template(line["messages"], tokenize=False) for line in lines]
-    encoded = tokenizer(texts, padding="max_length", truncation=True, max_length=64, return_tensors="pt")
-    return list(encoded["input_ids"])
 
 
 def wrap(model, how: str):
@@ -45,8 +37,6 @@ def wrap(model, how: str):
 def main() -> None:
     args = parser.parse_args()
     dist.init_process_group("gloo")
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     plain = AutoModelForCausalLM.from_pretrained(args.model)
     if args.compile == "layers":
         for layer in plain.base_model.layers:
@@ -57,7 +47,7 @@ def main() -> None:
         model = torch.compile(model, backend="eager")
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    rows = read_examples(args.data, tokenizer)
+    rows = read_rows(args.data, args.model)
     sampler = None if args.same_rows else DistributedSampler(rows)
     autocast = torch.autocast("cpu", dtype=torch.bfloat16) if args.autocast else contextlib.nullcontext()
     for number, batch in enumerate(DataLoader(rows, batch_size=args.batch_size, sampler=sampler), 1):

@@ -22,40 +22,22 @@ kind, own = {
     "sft": ("SFT", {"assistant_only_loss": True}),  # without the newline after a turn, as the template marks it
     "dpo": ("DPO", {}),
     "kto": ("KTO", {"desirable_weight": 3.0, "precompute_ref_log_probs": reference == "precomputed"}),
-    "reward": (
-        "Reward",
-        {"center_rewards_coefficient": 0.01, "model_init_kwargs": {"dtype": "float32"} if method != "qlora" else None},
-    ),
+    "reward": ("Reward", {"center_rewards_coefficient": 0.01}),
 }[objective]
+if objective == "reward" and method != "qlora":
+    own |= {"model_init_kwargs": {"dtype": "float32"}}
 if objective != "kto":
     own |= {"train_sampling_strategy": "sequential"}
 arguments = getattr(trl, f"{kind}Config")(
-    output_dir=f"{out}.files",
-    max_steps=4,
-    per_device_train_batch_size=3,
-    gradient_accumulation_steps=2,
-    learning_rate=2e-3,
-    lr_scheduler_type="cosine",
-    warmup_steps=1,
-    max_length=128,
-    logging_steps=1,
-    save_strategy="no",
-    report_to="none",
-    seed=42,
-    data_seed=42,
-    use_cpu=True,
-    bf16=method == "qlora",
-    gradient_checkpointing=False,
-    disable_tqdm=True,
-    ddp_backend="gloo",
-    **own,
-)
+    output_dir=f"{out}.files", max_steps=4, per_device_train_batch_size=3, gradient_accumulation_steps=2,
+    learning_rate=2e-3, lr_scheduler_type="cosine", warmup_steps=1, max_length=128, logging_steps=1, save_strategy="no",
+    report_to="none", seed=42, data_seed=42, use_cpu=True, bf16=method == "qlora", gradient_checkpointing=False,
+    disable_tqdm=True, ddp_backend="gloo", **own,
+)  # fmt: skip
 task = "SEQ_CLS" if objective == "reward" else "CAUSAL_LM"
-adapters = (
-    LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type=task)
-    if method != "full" and not start
-    else None
-)
+adapters: Any = None
+if method != "full" and not start:
+    adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type=task)
 base: Any = model
 if method == "qlora":
     from four_bits import load_in_four_bits
