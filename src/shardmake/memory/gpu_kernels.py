@@ -272,6 +272,7 @@ class _DropoutFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (_mask,) = ctx.saved_tensors  # for which a checkpointed layer runs again
         return torch.empty_like(grads[0])
 
 
