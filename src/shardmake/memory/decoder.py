@@ -427,8 +427,8 @@ class DecoderStep:
     def _whole_logits(self, hidden: SizeTensor, head: size_tensors.Parameter, rows: int) -> SizeTensor:
         """Return the logits of all words; ``rows`` of them are this rank's."""
         logits = self._scaled(size_tensors.linear(hidden, head, rows, self.shape.h))
-        if self.shape.softcaps:
-            logits = size_tensors.scale(size_tensors.activation(size_tensors.scale(logits)))
+        for step in size_tensors.SOFTCAP if self.shape.softcaps else ():
+            logits = step(logits)
         if rows == self.shape.v:
             return logits
         return size_tensors.gather(logits, self.scenario.tensor_parallel, self.tokens * self.shape.v)

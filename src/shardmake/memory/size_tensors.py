@@ -7,6 +7,7 @@ one saved, as the autograd engine does.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 TensorEvent = tuple[Any, ...]
@@ -285,6 +286,10 @@ def activation(tensor: SizeTensor, *, saves_output: bool = False) -> SizeTensor:
     return derive(out, [tensor], lambda grad: [new(grad)], [(out if saves_output else tensor).storage])
 
 
+SOFTCAP: Sequence[Callable[[SizeTensor], SizeTensor]] = (scale, partial(activation, saves_output=True), scale)
+"""The operators that limit numbers: divided, tanh, multiplied."""
+
+
 def gated(both: SizeTensor) -> SizeTensor:
     """Model the product of one half of each row and the activation of the other."""
     gate, other = halves(both)
@@ -523,8 +528,8 @@ def eager_attention(
     del narrow
     scaled = scale(raw)
     del raw
-    if softcap:
-        scaled = scale(activation(scale(scaled)))
+    for step in SOFTCAP if softcap else ():
+        scaled = step(scaled)
     masked = scale(scaled, max(item, mask))
     del scaled
     if sinks is not None:
