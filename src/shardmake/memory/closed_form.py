@@ -47,12 +47,11 @@ def profile(scenario: Scenario, known: "dict[tuple[object, ...], Profile]") -> P
 
 def _measure(scenario: Scenario) -> Profile:
     shape = scenario.held_model.decoder
-    if shape is None or shape.layers <= SHORT[1]:
+    if shape is None or shape.layers <= SHORT[1] + shape.dense:
         return of_events(micro_step(scenario) if shape else traced(scenario), len(scenario.model.blocks))
-    short, longer = (_with_layers(scenario, shape, layers) for layers in SHORT)
-    return Profile(
-        *(a + (b - a) * (shape.layers - SHORT[0]) for a, b in zip(astuple(short), astuple(longer), strict=True))
-    )
+    short, longer = (astuple(_with_layers(scenario, shape, layers + shape.dense)) for layers in SHORT)
+    more = shape.layers - shape.dense - SHORT[0]
+    return Profile(*(a + (b - a) * more for a, b in zip(short, longer, strict=True)))
 
 
 def _with_layers(scenario: Scenario, shape: Decoder, layers: int) -> Profile:

@@ -211,7 +211,8 @@ class DecoderStep:
         hidden = size_tensors.add(hidden, attended)
         del attended
         normed = self._norm(hidden, names[2])
-        fed = self._mlp(normed, f"{prefix}.mlp", made=made or bool(names[3]))
+        feed = self._mixture if self.shape.experts and index >= self.shape.dense else self._mlp
+        fed = feed(normed, f"{prefix}.mlp", made or bool(names[3]))
         del normed
         fed = self._scaled(self._norm(fed, names[3], made), made)
         return size_tensors.add(hidden, fed, made=made)
@@ -323,8 +324,6 @@ class DecoderStep:
 
     def _mlp(self, hidden: SizeTensor, prefix: str, made: bool) -> SizeTensor:
         shape = self.shape
-        if shape.experts:
-            return self._experts(hidden, prefix, made)
         if "gate" in shape.fused:
             product = size_tensors.gated(self._linear(hidden, f"{prefix}.gate_up_proj"))
             return self._linear(product, f"{prefix}.down_proj", made)
@@ -340,6 +339,13 @@ class DecoderStep:
         del gate, up
         made = made or bool(shape.dropout[1])
         return size_tensors.dropout(self._linear(product, f"{prefix}.down_proj", made), shape.dropout[1])
+
+    def _mixture(self, hidden: SizeTensor, prefix: str, made: bool) -> SizeTensor:
+        """Run the experts, and those that every token is sent to."""
+        if not self.shape.shared:
+            return self._experts(hidden, prefix, made)
+        out = self._experts(hidden, prefix, made=True)
+        return size_tensors.add(out, self._mlp(hidden, f"{prefix}.shared_experts", made), made)
 
     def _experts(self, hidden: SizeTensor, prefix: str, made: bool) -> SizeTensor:
         """Run transformers' ``grouped_mm_experts_forward``: rows sorted by expert, then in their order again."""
@@ -375,10 +381,27 @@ class DecoderStep:
         if shape.experts == "softmax last":
             logits = self._linear(hidden, f"{prefix}.router")
             return logits, size_tensors.softmax(size_tensors.resized(logits, pairs, [chosen]), logits.item), chosen
+        if shape.experts == "sigmoid":
+            return self._route_by_sigmoid(hidden, prefix, chosen)
         logits = self._linear(hidden, f"{prefix}.gate")
         probabilities = size_tensors.softmax(size_tensors.cast(logits, 4) if shape.wide_routing else logits, 4)
         weights = size_tensors.resized(probabilities, pairs, [chosen, SizeStorage(tape, 4 * pairs)])
         return logits, weights if shape.wide_routing else size_tensors.cast(weights, logits.item), chosen
+
+    def _route_by_sigmoid(
+        self, hidden: SizeTensor, prefix: str, chosen: SizeStorage
+    ) -> tuple[SizeTensor, SizeTensor, SizeStorage]:
+        """Run a router in fp32, whose scores are corrected before some are chosen."""
+        weight, tape = self._parameter(f"{prefix}.gate.weight"), self.tape
+        wide = Parameter(weight.name, weight.numel, 4, weight.trained)
+        copied = None if weight.item == 4 else SizeStorage(tape, 4 * weight.numel)
+        logits = size_tensors.linear(size_tensors.cast(hidden, 4), wide, self.shape.count, self.shape.h)
+        scores = size_tensors.activation(logits, saves_output=True)
+        corrected = [SizeStorage(tape, 4 * scores.numel) for _ in range(3)]
+        del corrected
+        pairs = self.tokens * self.shape.chosen
+        weights = size_tensors.resized(scores, pairs, [chosen, copied, SizeStorage(tape, 4 * pairs)])
+        return logits, size_tensors.scale(weights), chosen
 
     def _linear(self, hidden: SizeTensor, module: str, made: bool = True) -> SizeTensor:
         weights = self.weights

@@ -108,6 +108,15 @@ FAMILIES: dict[str, Family] = {
         "Qwen3Moe", _defaults(4, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768), qk_norm="head",
         experts="softmax first", plain={**_PLAIN_EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": None},
     ),
+    "glm4_moe": Family(
+        "Glm4Moe",
+        _defaults(
+            8, n_routed_experts=128, num_experts_per_tok=8, moe_intermediate_size=1408, n_shared_experts=1,
+            first_k_dense_replace=1, partial_rotary_factor=0.5, use_qk_norm=False,
+        ),
+        ("attention_bias", False, ""), qk_norm="head", joins_rotated=True, experts="sigmoid", wide_routing=True,
+        plain=_PLAIN_EXPERTS,
+    ),
     "gpt_oss": Family(
         "GptOss", _defaults(8, 64, attention_bias=True, num_local_experts=128, num_experts_per_tok=4), wide_norm=True,
         half_tables=True, sinks=True, full_every=2, always_two_masks=True, experts="softmax last",
@@ -141,14 +150,16 @@ def written_down(family: Family, config: Mapping[str, Any], source: str, root: s
     """Return the model of ``family`` that ``config`` describes, with its layers in the module ``root``."""
     decoder = _decoder(family, config, root)
     tensors = tuple(_decoder_tensors(decoder, family, config))
-    layers = [(kind, index in decoder.unrotated) for index, kind in enumerate(_kinds(family, config))]
+    kinds = _kinds(family, config)
+    layers = [(kind, index in decoder.unrotated, index < decoder.dense) for index, kind in enumerate(kinds)]
+    corrections = 4 * decoder.count * (decoder.layers - decoder.dense) if family.experts == "sigmoid" else 0
     rotary = decoder.rotary_tables * 4 * (decoder.rotated // 2) * 2  # inv_freq and its original, fp32
     return Model(
         model_type=config["model_type"],
         architecture=family.architecture,
         tensors=tensors,
         tied=bool(_filled(family, config).get("tie_word_embeddings")),
-        buffer_bytes=rotary + (4 if family.scaled_embedding else 0),
+        buffer_bytes=rotary + (4 if family.scaled_embedding else 0) + corrections,
         block_classes=(f"{family.name}DecoderLayer",),
         hidden_size=decoder.h,
         vocab_size=decoder.v,
@@ -238,6 +249,8 @@ def _decoder(family: Family, config: Mapping[str, Any], root: str) -> Decoder:
     if isinstance(rotary, Mapping):
         share = rotary.get("partial_rotary_factor", share)
     style = {one.name: getattr(family, one.name) for one in fields(Style)}
+    if not values.get("use_qk_norm", True):
+        style["qk_norm"] = "none"
     return Decoder(
         **{**style, "all_levers": family.all_levers and root == "model"},
         h=values["hidden_size"],
@@ -254,6 +267,8 @@ def _decoder(family: Family, config: Mapping[str, Any], root: str) -> Decoder:
         masks=2 if family.always_two_masks else len({*kinds}),
         count=_count(values),
         chosen=values.get("num_experts_per_tok", 0),
+        dense=values.get("first_k_dense_replace", 0),
+        shared=values.get("n_shared_experts", 0) * values.get(family.expert_width, 0),
         dropout=(values.get("attention_dropout", 0.0), values.get("residual_dropout", 0.0)),
     )
 
@@ -284,7 +299,7 @@ def _decoder_tensors(shape: Decoder, family: Family, config: Mapping[str, Any]) 
     values = _filled(family, config)
     yield ParameterSpec(f"{shape.root}.embed_tokens.weight", (shape.v, shape.h), "embedding")
     for block in range(shape.layers):
-        for name, size, kind in _block_tensors(shape, family, values):
+        for name, size, kind in _block_tensors(shape, family, values, block):
             yield ParameterSpec(f"{shape.root}.layers.{block}.{name}", size, kind, block)
     yield ParameterSpec(f"{shape.root}.norm.weight", (shape.h,), "norm")
     if not values.get("tie_word_embeddings"):
@@ -292,7 +307,7 @@ def _decoder_tensors(shape: Decoder, family: Family, config: Mapping[str, Any]) 
 
 
 def _block_tensors(
-    shape: Decoder, family: Family, values: Mapping[str, Any]
+    shape: Decoder, family: Family, values: Mapping[str, Any], block: int
 ) -> Iterator[tuple[str, tuple[int, ...], Kind]]:
     q, kv = shape.a * shape.d, shape.k * shape.d
     biases = [key if isinstance(key, bool) else bool(values.get(key)) for key in family.biases]
@@ -306,13 +321,15 @@ def _block_tensors(
             yield f"self_attn.{part}_norm.weight", (width,), "norm"
     if shape.sinks:
         yield "self_attn.sinks", (shape.a,), "other"
-    if shape.experts:
+    mlp, width = "mlp", values["intermediate_size"] if shape.experts else shape.f
+    if shape.experts and block >= shape.dense:
         yield from ((f"mlp.{name}", size, "other") for name, size in _mixture_tensors(shape))
-    else:
-        halves = {"gate_up": 2 * shape.f} if "gate" in family.fused else {"gate": shape.f, "up": shape.f}
+        mlp, width = "mlp.shared_experts", shape.shared
+    if width:
+        halves = {"gate_up": 2 * width} if "gate" in family.fused else {"gate": width, "up": width}
         for name, rows in halves.items():
-            yield from _linear(f"mlp.{name}_proj", rows, shape.h, biases[2])
-        yield from _linear("mlp.down_proj", shape.h, shape.f, biases[2])
+            yield from _linear(f"{mlp}.{name}_proj", rows, shape.h, biases[2])
+        yield from _linear(f"{mlp}.down_proj", shape.h, width, biases[2])
     for name in filter(None, shape.norms):
         yield f"{name}.weight", (shape.h,), "norm"
 

@@ -76,8 +76,8 @@ class Style:
     """Scores of eager attention and logits pass through tanh."""
     sinks: bool = False
     """Eager attention has one more score for each head."""
-    experts: Literal["", "softmax first", "softmax last"] = ""
-    """A mixture, and the softmax of its router: over all experts, or over the chosen ones after biased products."""
+    experts: Literal["", "softmax first", "softmax last", "sigmoid"] = ""
+    """A mixture, and its router: a softmax of all experts, of the chosen ones after biased products, or a sigmoid."""
     wide_routing: bool = False
     """The weights of the chosen experts stay in fp32."""
     all_levers: bool = False
@@ -111,6 +111,10 @@ class Decoder(Style):
     """Experts of a layer."""
     chosen: int = 0
     """Experts that a token is sent to."""
+    dense: int = 0
+    """First layers without experts."""
+    shared: int = 0
+    """Features of the experts that every token is sent to."""
     dropout: tuple[float, float] = (0.0, 0.0)
     """Probabilities for the scores of eager attention, and for what attention and the MLP add."""
 

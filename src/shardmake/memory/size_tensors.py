@@ -422,15 +422,18 @@ def row_rsqrt(tensor: SizeTensor) -> SizeTensor:
 def scale_rows(tensor: SizeTensor, factors: SizeTensor) -> SizeTensor:
     """Model each row times its factor, which saves both."""
     rows, items = factors.numel, (tensor.item, factors.item)
+    saved = [tensor.storage, factors.storage]
 
     def function(grad: SizeTensor) -> list[SizeTensor]:
-        to_tensor = _as(new(grad), items[0])
-        product = new(grad)
+        to_tensor, product = new(grad), new(grad)
+        if items[0] != items[1]:
+            saved.clear()  # before the cast
+        to_tensor = _as(to_tensor, items[0])
         to_factors = _as(new(grad, rows), items[1])
         del product
         return [to_tensor, to_factors]
 
-    return derive(new(tensor, item=max(items)), [tensor, factors], function, [tensor.storage, factors.storage])
+    return derive(new(tensor, item=max(items)), [tensor, factors], function, saved)
 
 
 def scale_columns(tensor: SizeTensor, weight: Parameter, made: bool = True) -> SizeTensor:

@@ -70,6 +70,13 @@ _UNLIKE: dict[str, dict[str, Any]] = {
     "seed_oss": {"head_dim": 64},
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"head_dim": 64, "num_experts": 16, "moe_intermediate_size": 256, "num_experts_per_tok": 4},
+    "glm4_moe": {
+        "n_routed_experts": 16,
+        "moe_intermediate_size": 256,
+        "num_experts_per_tok": 4,
+        "pad_token_id": 0,
+        "use_qk_norm": True,
+    },
     "gpt_oss": {"head_dim": 64, "num_local_experts": 8, "intermediate_size": 1024},
     "gemma3": {"text_config": {**SIZES, "model_type": "gemma3_text", "head_dim": 64, **_WINDOWS}},
 }

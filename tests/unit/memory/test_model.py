@@ -36,6 +36,7 @@ VARIANTS = [
     {"model_type": "seed_oss", "attention_out_bias": True},
     {"model_type": "mixtral", "num_local_experts": 4},
     {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 32, "head_dim": 32},
+    {"model_type": "glm4_moe", "n_routed_experts": 4, "moe_intermediate_size": 32, "use_qk_norm": True},
     {"model_type": "gpt_oss", "num_local_experts": 4},
     {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **SIZES}},
     {"model_type": "mistral3", "text_config": {"model_type": "mistral", **SIZES}, "tie_word_embeddings": False},
