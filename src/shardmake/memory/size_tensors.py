@@ -233,11 +233,11 @@ def view(tensor: SizeTensor, numel: int) -> SizeTensor:
 def join(left: SizeTensor, right: SizeTensor) -> SizeTensor:
     """Model ``cat`` of the rows of two tensors, whose gradients are views."""
     sizes = (left.numel, right.numel)
-    return derive(new(left, sum(sizes)), [left, right], lambda grad: [_view_of(grad, size) for size in sizes])
 
+    def function(grad: SizeTensor) -> list[SizeTensor]:
+        return [SizeTensor(grad.tape, size, grad.item, storage=grad.storage) for size in sizes]
 
-def _view_of(grad: SizeTensor, numel: int) -> SizeTensor:
-    return SizeTensor(grad.tape, numel, grad.item, storage=grad.storage)
+    return derive(new(left, sum(sizes)), [left, right], function)
 
 
 def gather(part: SizeTensor, ranks: int, numel: int) -> SizeTensor:
