@@ -120,7 +120,7 @@ class DecoderStep:
         self.weights = Weights(frozen, trained.shapes, quantized=trained.quantized)
         tape.recording = False
         cosine_and_sine, mask = self._positions(), self._mask()
-        hidden = size_tensors.embedding(tape, self._parameter(self.embedding), self.tokens, self.shape.h)
+        hidden = size_tensors.embedding(tape, self.weights.items[self.embedding], self.tokens, self.shape.h)
         hidden = size_tensors.scale(hidden) if self.shape.scaled_embedding or self.shape.scaled_branches else hidden
         for index in range(self.shape.layers):
             tape.mark("forward", index)
@@ -148,7 +148,7 @@ class DecoderStep:
     # -- layers
 
     def _embed(self) -> SizeTensor:
-        hidden = size_tensors.embedding(self.tape, self._parameter(self.embedding), self.tokens, self.shape.h)
+        hidden = size_tensors.embedding(self.tape, self.weights.items[self.embedding], self.tokens, self.shape.h)
         if self.weights.shapes[self.embedding][0] < self.shape.v:
             hidden = size_tensors.scale(hidden)  # words of other ranks are set to zero in a copy
         if self.shape.scaled_embedding:
@@ -222,7 +222,7 @@ class DecoderStep:
 
     def _norm(self, hidden: SizeTensor, name: str, made: bool = True) -> SizeTensor:
         """Run the norm ``name``; return ``hidden`` if the name is empty."""
-        return self._rms_norm(hidden, self._parameter(name), self.tokens, made) if name else hidden
+        return self._rms_norm(hidden, self.weights.items[name], self.tokens, made) if name else hidden
 
     def _rms_norm(self, hidden: SizeTensor, weight: Parameter, rows: int, made: bool = True) -> SizeTensor:
         """Run transformers' RMSNorm, which computes in fp32 on an fp32 copy of the input."""
@@ -249,8 +249,8 @@ class DecoderStep:
         del hidden
         if shape.qk_norm != "none":
             heads = (shape.a, shape.k) if shape.qk_norm == "head" else (1, 1)
-            query = self._rms_norm(query, self._parameter(f"{prefix}.q_norm.weight"), self.tokens * heads[0])
-            key = self._rms_norm(key, self._parameter(f"{prefix}.k_norm.weight"), self.tokens * heads[1])
+            query = self._rms_norm(query, self.weights.items[f"{prefix}.q_norm.weight"], self.tokens * heads[0])
+            key = self._rms_norm(key, self.weights.items[f"{prefix}.k_norm.weight"], self.tokens * heads[1])
         if index not in shape.unrotated:
             size = self.scenario.row_tokens * shape.rotated * (4 if shape.wide_rotary else weight_bytes(self.scenario))
             tables = [SizeStorage(self.tape, size) for _ in range(2 * shape.interleaved)]
@@ -292,8 +292,7 @@ class DecoderStep:
         )
         if scenario.sequence_parallel > 1:
             query, key, value = (self._exchange(tensor) for tensor in (query, key, value))
-        is_sdpa = scenario.attention == "sdpa"
-        masked = is_sdpa and scenario.masked
+        masked = scenario.attention == "sdpa" and scenario.masked
         if scenario.expands_keys:
             key, value = self._repeat(key), self._repeat(value)
         mask = scenario.micro_batch * scenario.sequence_length**2 if masked else 0
@@ -323,22 +322,17 @@ class DecoderStep:
         )  # fmt: skip
 
     def _mlp(self, hidden: SizeTensor, prefix: str, made: bool) -> SizeTensor:
-        shape = self.shape
-        if "gate" in shape.fused:
+        names = f"{prefix}.gate_proj", f"{prefix}.up_proj"
+        if "gate" in self.shape.fused:
             product = size_tensors.gated(self._linear(hidden, f"{prefix}.gate_up_proj"))
-            return self._linear(product, f"{prefix}.down_proj", made)
-        gate = self._linear(hidden, f"{prefix}.gate_proj")
-        if self.fused_layers:
-            product = size_tensors.fused_product(gate, self._linear(hidden, f"{prefix}.up_proj"))
-            del gate, hidden
-            return self._linear(product, f"{prefix}.down_proj", made)
-        gate = size_tensors.activation(gate)
-        up = self._linear(hidden, f"{prefix}.up_proj")
-        del hidden
-        product = size_tensors.multiply(gate, up)
-        del gate, up
-        made = made or bool(shape.dropout[1])
-        return size_tensors.dropout(self._linear(product, f"{prefix}.down_proj", made), shape.dropout[1])
+        elif self.fused_layers:
+            product = size_tensors.fused_product(*(self._linear(hidden, name) for name in names))
+        else:  # no name here keeps gate and up
+            product = size_tensors.multiply(
+                size_tensors.activation(self._linear(hidden, names[0])), self._linear(hidden, names[1])
+            )
+        probability = self.shape.dropout[1]
+        return size_tensors.dropout(self._linear(product, f"{prefix}.down_proj", made or probability > 0), probability)
 
     def _mixture(self, hidden: SizeTensor, prefix: str, made: bool) -> SizeTensor:
         """Run the experts, and those that every token is sent to."""
@@ -352,27 +346,24 @@ class DecoderStep:
         shape, tape, items = self.shape, self.tape, self.weights.items
         pairs = self.tokens * shape.chosen
         logits, weights, chosen = self._route(hidden, prefix)
-        names = [f"{prefix}.experts.{name}_proj" for name in ("gate_up", "down")]
-        biases = [items.get(f"{name}_bias") for name in names]
-        ids, order, counted = SizeStorage(tape, 8 * pairs), SizeStorage(tape, 8 * pairs), SizeStorage(tape, 4 * pairs)
+        up, down = (f"{prefix}.experts.{name}_proj" for name in ("gate_up", "down"))
+        ids, order, counted = (SizeStorage(tape, item * pairs) for item in (8, 8, 4))
         rows = size_tensors.resized(hidden, pairs * shape.h, [SizeStorage(tape, 8 * pairs)])
         weights = size_tensors.resized(weights, pairs, [order])
-        held = self._copies(biases[0], 2 * shape.f * pairs)
-        product = size_tensors.grouped(rows, items[names[0]], 2 * shape.f, shape.h, biases[0])
+        bias = items.get(f"{up}_bias")
+        held = bias and SizeStorage(tape, 2 * shape.f * pairs * bias.item)
+        product = size_tensors.grouped(rows, items[up], 2 * shape.f, shape.h, bias)
         gate = size_tensors.clamped_gated if shape.experts == "softmax last" else size_tensors.gated
         product = gate(product)
-        held = self._copies(biases[1], shape.h * pairs)
-        product = size_tensors.grouped(product, items[names[1]], shape.h, shape.f, biases[1])
+        bias = items.get(f"{down}_bias")
+        held = bias and SizeStorage(tape, shape.h * pairs * bias.item)
+        product = size_tensors.grouped(product, items[down], shape.h, shape.f, bias)
         weighted = size_tensors.scale_rows(product, weights)
-        back = SizeStorage(tape, 8 * pairs)
-        weighted = size_tensors.resized(weighted, pairs * shape.h, [back], made)
+        weighted = size_tensors.resized(weighted, pairs * shape.h, [SizeStorage(tape, 8 * pairs)], made)
         out = size_tensors.resized(weighted, self.tokens * shape.h, made=made)
         out = size_tensors.cast(out, hidden.item, made)
-        del ids, order, counted, rows, held, product, weighted, back, logits, chosen
+        del logits, chosen, ids, counted, held
         return out
-
-    def _copies(self, bias: Parameter | None, numel: int) -> SizeStorage | None:
-        return SizeStorage(self.tape, numel * bias.item) if bias is not None else None
 
     def _route(self, hidden: SizeTensor, prefix: str) -> tuple[SizeTensor, SizeTensor, SizeStorage]:
         """Return the logits of the router, and weights and numbers of the experts that each token is sent to."""
@@ -381,27 +372,20 @@ class DecoderStep:
         if shape.experts == "softmax last":
             logits = self._linear(hidden, f"{prefix}.router")
             return logits, size_tensors.softmax(size_tensors.resized(logits, pairs, [chosen]), logits.item), chosen
-        if shape.experts == "sigmoid":
-            return self._route_by_sigmoid(hidden, prefix, chosen)
+        if shape.experts == "sigmoid":  # of products in fp32; the scores are corrected before some are chosen
+            weight = self.weights.items[f"{prefix}.gate.weight"]
+            copied = None if weight.item == 4 else SizeStorage(tape, 4 * weight.numel)
+            wide = Parameter(weight.name, weight.numel, 4, weight.trained)
+            logits = size_tensors.linear(size_tensors.cast(hidden, 4), wide, shape.count, shape.h)
+            scores = size_tensors.activation(logits, saves_output=True)
+            corrected = [SizeStorage(tape, 4 * scores.numel) for _ in range(3)]
+            del corrected
+            weights = size_tensors.resized(scores, pairs, [chosen, copied, SizeStorage(tape, 4 * pairs)])
+            return logits, size_tensors.scale(weights), chosen
         logits = self._linear(hidden, f"{prefix}.gate")
         probabilities = size_tensors.softmax(size_tensors.cast(logits, 4) if shape.wide_routing else logits, 4)
         weights = size_tensors.resized(probabilities, pairs, [chosen, SizeStorage(tape, 4 * pairs)])
         return logits, weights if shape.wide_routing else size_tensors.cast(weights, logits.item), chosen
-
-    def _route_by_sigmoid(
-        self, hidden: SizeTensor, prefix: str, chosen: SizeStorage
-    ) -> tuple[SizeTensor, SizeTensor, SizeStorage]:
-        """Run a router in fp32, whose scores are corrected before some are chosen."""
-        weight, tape = self._parameter(f"{prefix}.gate.weight"), self.tape
-        wide = Parameter(weight.name, weight.numel, 4, weight.trained)
-        copied = None if weight.item == 4 else SizeStorage(tape, 4 * weight.numel)
-        logits = size_tensors.linear(size_tensors.cast(hidden, 4), wide, self.shape.count, self.shape.h)
-        scores = size_tensors.activation(logits, saves_output=True)
-        corrected = [SizeStorage(tape, 4 * scores.numel) for _ in range(3)]
-        del corrected
-        pairs = self.tokens * self.shape.chosen
-        weights = size_tensors.resized(scores, pairs, [chosen, copied, SizeStorage(tape, 4 * pairs)])
-        return logits, size_tensors.scale(weights), chosen
 
     def _linear(self, hidden: SizeTensor, module: str, made: bool = True) -> SizeTensor:
         weights = self.weights
@@ -425,22 +409,15 @@ class DecoderStep:
         del narrow
         return size_tensors.cast(size_tensors.add(out, wide), item)
 
-    def _parameter(self, name: str) -> Parameter:
-        return self.weights.items[name]
-
     # -- loss
 
     def _loss(self, hidden: SizeTensor) -> tuple[SizeTensor, SizeTensor | None]:
         self.tape.mark("loss")
         if self.scenario.model.is_classifier:
             return self._score(hidden), None
-        head = self.weights.items.get("lm_head.weight") or self._parameter(self.embedding)
-        if self.scenario.log_probs:
-            return size_tensors.tiled_log_probs(hidden, head, self.shape.v, self.shape.h, self.tokens), None
-        if self.scenario.loss == "fused":
-            return size_tensors.fused_loss(hidden, head, self.shape.v, self.shape.h, self.tokens), None
-        if self.scenario.loss == "chunked":
-            return size_tensors.chunked_loss(hidden, head, self.shape.v, self.shape.h, self.tokens), None
+        head = self.weights.items.get("lm_head.weight") or self.weights.items[self.embedding]
+        if loss := size_tensors.HEAD_LOSSES.get("log_probs" if self.scenario.log_probs else self.scenario.loss):
+            return loss(hidden, head, self.shape.v, self.shape.h, self.tokens), None
         rows = self.weights.shapes[head.name][0]
         if rows < self.shape.v and self.scenario.model.tied:
             logits = size_tensors.linear(hidden, head, rows, self.shape.h)

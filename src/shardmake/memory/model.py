@@ -78,8 +78,7 @@ class Style:
     """Eager attention has one more score for each head."""
     experts: Literal["", "softmax first", "softmax last", "sigmoid"] = ""
     """A mixture, and its router: a softmax of all experts, of the chosen ones after biased products, or a sigmoid."""
-    wide_routing: bool = False
-    """The weights of the chosen experts stay in fp32."""
+    wide_routing: bool = False  # the weights of the chosen experts stay in fp32
     all_levers: bool = False
     """Liger's layers, a rank's part of the matrices, and the sequence classifier are written down, too."""
 
@@ -111,10 +110,8 @@ class Decoder(Style):
     """Experts of a layer."""
     chosen: int = 0
     """Experts that a token is sent to."""
-    dense: int = 0
-    """First layers without experts."""
-    shared: int = 0
-    """Features of the experts that every token is sent to."""
+    dense: int = 0  # first layers without experts
+    shared: int = 0  # features of the experts that every token is sent to
     dropout: tuple[float, float] = (0.0, 0.0)
     """Probabilities for the scores of eager attention, and for what attention and the MLP add."""
 

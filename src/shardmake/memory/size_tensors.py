@@ -705,6 +705,8 @@ def tiled_log_probs(hidden: SizeTensor, head: Parameter, vocabulary: int, width:
     return derive(SizeTensor(tape, rows, 4), [chosen], function, [chosen.storage, row], trained=head.trained)
 
 
+HEAD_LOSSES = {"fused": fused_loss, "chunked": chunked_loss, "log_probs": tiled_log_probs}
+"""Losses that take hidden states and the head."""
 TILE_ROWS, TILE_WIDTH = 4096, 32768
 """Rows and columns of the logits that TRL makes at once."""
 
