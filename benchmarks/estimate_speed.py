@@ -5,7 +5,7 @@
     python -m benchmarks.estimate_speed --plans [--against COMMIT] [RESULTS.json]
 
 The second command compares the CPU seconds of this checkout with those of another commit, for a model whose steps are
-traced: Phi-3-mini, of 4B parameters, with nothing cached. The two take turns, and their JSON must be equal. The third
+traced: StableLM of 3B parameters, with nothing cached. The two take turns, and their JSON must be equal. The third
 compares `shardmake plan --offline` with its advice, for an 8B that fits and a 70B that fits nowhere.
 
 Beside it, DeepSpeed's `estimate_zero3_model_states_mem_needs_all_live`, which counts model states only and needs the
@@ -45,11 +45,10 @@ estimate_zero3_model_states_mem_needs_all_live(model, num_gpus_per_node=8, num_n
 REPOSITORY = Path(__file__).resolve().parents[1]
 BEFORE = "dedf3983"
 """The last commit that started a process for each of inventory, abilities and trace."""
-PHI3_MINI = {
-    "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "vocab_size": 32064, "hidden_size": 3072,
-    "intermediate_size": 8192, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
-    "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "sliding_window": 2047,
-    "bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000, "tie_word_embeddings": False,
+STABLELM_3B = {
+    "model_type": "stablelm", "architectures": ["StableLmForCausalLM"], "vocab_size": 50304, "hidden_size": 2560,
+    "intermediate_size": 6912, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+    "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False,
 }  # fmt: skip
 
 
@@ -105,7 +104,7 @@ def compare_traced(commit: str, rounds: int) -> dict[str, Any]:
     """CPU seconds of both checkouts in each round, and the ratio of their medians."""
     with tempfile.TemporaryDirectory() as folder, worktree(commit) as other:
         config = Path(folder) / "config.json"
-        config.write_text(json.dumps(PHI3_MINI))
+        config.write_text(json.dumps(STABLELM_3B))
         turns = [[cpu_of_cold_estimate(one, config) for one in (other, REPOSITORY)] for _ in range(rounds)]
     if len({printed for turn in turns for _, printed in turn}) != 1:
         sys.exit("The two commits print different estimates.")

@@ -163,7 +163,7 @@ def written_report(folder: Path, layout: Path | None, model_class: ModelClass | 
     family = family_of(config)
     named = model_class.name if model_class else next(iter(config.get("architectures") or [""]))
     activation = config.get("hidden_activation") or config.get("hidden_act", "silu")
-    if family is None or named != family.architecture or activation not in _ACTIVATIONS:
+    if family is None or family.experts or named != family.architecture or activation not in _ACTIVATIONS:
         return None
     try:
         model = written_down(family, config, str(path))

@@ -46,24 +46,25 @@ def profile(scenario: Scenario, known: "dict[tuple[object, ...], Profile]") -> P
 
 
 def _measure(scenario: Scenario) -> Profile:
-    shape = scenario.model.decoder
-    if shape is None or shape.layers <= SHORT[1]:
+    shape = scenario.held_model.decoder
+    if shape is None or shape.layers <= SHORT[1] + shape.dense:
         return of_events(micro_step(scenario) if shape else traced(scenario), len(scenario.model.blocks))
-    short, longer = (_with_layers(scenario, shape, layers) for layers in SHORT)
-    return Profile(
-        *(a + (b - a) * (shape.layers - SHORT[0]) for a, b in zip(astuple(short), astuple(longer), strict=True))
-    )
+    short, longer = (astuple(_with_layers(scenario, shape, layers + shape.dense)) for layers in SHORT)
+    more = shape.layers - shape.dense - SHORT[0]
+    return Profile(*(a + (b - a) * more for a, b in zip(short, longer, strict=True)))
 
 
 def _with_layers(scenario: Scenario, shape: Decoder, layers: int) -> Profile:
-    lists = {key: listed[:layers] for key in LISTED if (listed := scenario.model.config.get(key))}
-    model = from_config({**scenario.model.config, **lists, "num_hidden_layers": layers})
+    whole, text = scenario.held_model.config, scenario.held_model.text_config
+    lists = {key: listed[:layers] for key in LISTED if (listed := text.get(key))}
+    short = {**text, **lists, "num_hidden_layers": layers}
+    model = from_config(short if text is whole else {**whole, "text_config": short})
     if scenario.model.is_classifier:
         model = as_classifier(model)
     if scenario.tensor_parallel > 1:
         model = part_of(model, scenario.tensor_parallel)
     part = split(model, scenario.method, scenario.lora_rank, scenario.lora_targets)
-    return of_events(micro_step(replace(scenario, model=model, split=part)), layers)
+    return of_events(micro_step(replace(scenario, model=model, local_model=None, split=part)), layers)
 
 
 def of_events(events: StepEvents, layers: int) -> Profile:

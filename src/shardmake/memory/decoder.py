@@ -27,8 +27,8 @@ class Weights:
 
 def micro_step(scenario: Scenario) -> list[TensorEvent]:
     """Return the events of one forward and backward pass of ``scenario``'s decoder."""
-    assert scenario.model.decoder is not None
-    return DecoderStep(scenario, scenario.model.decoder).run()
+    assert scenario.held_model.decoder is not None
+    return DecoderStep(scenario, scenario.held_model.decoder).run()
 
 
 def weights_of(scenario: Scenario) -> Weights:
@@ -36,7 +36,7 @@ def weights_of(scenario: Scenario) -> Weights:
     full = not scenario.method_spec.has_adapters
     item = weight_bytes(scenario)
     in_four_bits = scenario.method_spec.in_four_bits
-    quantized = {t.name for t in scenario.model.tensors if in_four_bits and is_quantized(t)}
+    quantized = {t.name for t in scenario.held_model.tensors if in_four_bits and is_quantized(t)}
     norm = 4 if scenario.widens_frozen and scenario.autocast else item
     items = {
         t.name: Parameter(
@@ -45,9 +45,9 @@ def weights_of(scenario: Scenario) -> Weights:
             scenario.compute if t.name in quantized else norm if t.kind == "norm" else item,
             full and t.name not in scenario.split.frozen_names,
         )
-        for t in scenario.model.tensors
+        for t in scenario.held_model.tensors
     }
-    shapes = {tensor.name: tensor.shape for tensor in scenario.model.tensors}
+    shapes = {tensor.name: tensor.shape for tensor in scenario.held_model.tensors}
     adapters = scenario.split.adapters
     for tensor in adapters:
         items[tensor.name] = Parameter(tensor.name, tensor.numel, BYTES[scenario.adapter_compute], True)
@@ -83,9 +83,11 @@ class DecoderStep:
         self.weights = weights_of(scenario)
         self.tape = Tape()
         self.tape.autocast = scenario.compute if scenario.autocast else None
-        if scenario.model.tied and self.weights.items["model.embed_tokens.weight"].trained:
-            self.tape.used_twice["model.embed_tokens.weight"] = None
+        self.embedding = f"{shape.root}.embed_tokens.weight"
+        if scenario.model.tied and self.weights.items[self.embedding].trained:
+            self.tape.used_twice[self.embedding] = None
         self.tape.holds_temporaries = not shape.all_levers  # the published rows of the others were compared without it
+        self.sinks: Parameter | None = None
         self.fused_layers = scenario.fused_layers and shape.all_levers
 
     def run(self) -> list[TensorEvent]:
@@ -96,7 +98,7 @@ class DecoderStep:
         hidden = self._embed()
         for index in range(self.shape.layers):
             hidden = self._layer_with_marks(hidden, index)
-        hidden = self._norm(hidden, "model.norm.weight")
+        hidden = self._norm(hidden, f"{self.shape.root}.norm.weight")
         loss, logits = self._loss(hidden)
         if self.scenario.attention != "eager" or not self.scenario.checkpointing:
             mask = None  # else checkpointing holds it until the last layer has run again
@@ -113,18 +115,18 @@ class DecoderStep:
     def _reference_pass(self) -> None:
         """Run the reference model, or the base model without its adapters, without a graph."""
         tape, trained = self.tape, self.weights
-        base = {t.name: trained.items[t.name] for t in self.scenario.model.tensors}
+        base = {t.name: trained.items[t.name] for t in self.scenario.held_model.tensors}
         frozen = {name: Parameter(name, part.numel, part.item, trained=False) for name, part in base.items()}
         self.weights = Weights(frozen, trained.shapes, quantized=trained.quantized)
         tape.recording = False
         cosine_and_sine, mask = self._positions(), self._mask()
-        hidden = size_tensors.embedding(tape, self._parameter("model.embed_tokens.weight"), self.tokens, self.shape.h)
+        hidden = size_tensors.embedding(tape, self.weights.items[self.embedding], self.tokens, self.shape.h)
         hidden = size_tensors.scale(hidden) if self.shape.scaled_embedding or self.shape.scaled_branches else hidden
         for index in range(self.shape.layers):
             tape.mark("forward", index)
             hidden = self._layer(hidden, index)
             tape.mark("forward end", index)
-        self._loss(self._norm(hidden, "model.norm.weight"))
+        self._loss(self._norm(hidden, f"{self.shape.root}.norm.weight"))
         del hidden, mask, cosine_and_sine
         tape.recording = True
         self.weights = trained
@@ -132,7 +134,8 @@ class DecoderStep:
     def _positions(self) -> SizeStorage:
         """Return cosine and sine of the rotary embedding, which the products save; one copy for all sequences."""
         item = 4 if self.shape.wide_rotary else weight_bytes(self.scenario)
-        return SizeStorage(self.tape, self.shape.rotary_tables * 2 * self.scenario.row_tokens * self.shape.d * item)
+        width = self.shape.rotated // (2 if self.shape.half_tables else 1)
+        return SizeStorage(self.tape, self.shape.rotary_tables * 2 * self.scenario.row_tokens * width * item)
 
     def _mask(self) -> SizeStorage | None:
         """Return the mask that all layers share: boolean for SDPA, in the compute type for eager attention."""
@@ -145,10 +148,8 @@ class DecoderStep:
     # -- layers
 
     def _embed(self) -> SizeTensor:
-        hidden = size_tensors.embedding(
-            self.tape, self._parameter("model.embed_tokens.weight"), self.tokens, self.shape.h
-        )
-        if self.weights.shapes["model.embed_tokens.weight"][0] < self.shape.v:
+        hidden = size_tensors.embedding(self.tape, self.weights.items[self.embedding], self.tokens, self.shape.h)
+        if self.weights.shapes[self.embedding][0] < self.shape.v:
             hidden = size_tensors.scale(hidden)  # words of other ranks are set to zero in a copy
         if self.shape.scaled_embedding:
             hidden = size_tensors.scale(hidden)
@@ -203,14 +204,15 @@ class DecoderStep:
 
     def _layer(self, hidden: SizeTensor, index: int, stops_early: bool = False) -> SizeTensor:
         """Run a layer; a recomputation stops when everything is saved, before the last product and sum."""
-        prefix, made = f"model.layers.{index}", not stops_early
+        prefix, made = f"{self.shape.root}.layers.{index}", not stops_early
         names = [name and f"{prefix}.{name}.weight" for name in self.shape.norms]
         attended = self._attention(self._norm(hidden, names[0]), f"{prefix}.self_attn", index)
         attended = self._scaled(self._norm(attended, names[1]))
         hidden = size_tensors.add(hidden, attended)
         del attended
         normed = self._norm(hidden, names[2])
-        fed = self._mlp(normed, f"{prefix}.mlp", made=made or bool(names[3]))
+        feed = self._mixture if self.shape.experts and index >= self.shape.dense else self._mlp
+        fed = feed(normed, f"{prefix}.mlp", made or bool(names[3]))
         del normed
         fed = self._scaled(self._norm(fed, names[3], made), made)
         return size_tensors.add(hidden, fed, made=made)
@@ -220,14 +222,14 @@ class DecoderStep:
 
     def _norm(self, hidden: SizeTensor, name: str, made: bool = True) -> SizeTensor:
         """Run the norm ``name``; return ``hidden`` if the name is empty."""
-        return self._rms_norm(hidden, self._parameter(name), self.tokens, made) if name else hidden
+        return self._rms_norm(hidden, self.weights.items[name], self.tokens, made) if name else hidden
 
     def _rms_norm(self, hidden: SizeTensor, weight: Parameter, rows: int, made: bool = True) -> SizeTensor:
         """Run transformers' RMSNorm, which computes in fp32 on an fp32 copy of the input."""
         if self.fused_layers:
             return size_tensors.fused_norm(hidden, weight, rows)
         wide = size_tensors.cast(hidden, 4)
-        factors = size_tensors.row_rsqrt(size_tensors.row_mean(size_tensors.square(wide), rows))
+        factors = size_tensors.row_rsqrt(size_tensors.resized(size_tensors.square(wide), rows))
         normed = size_tensors.scale_rows(wide, factors)
         del wide, factors
         if self.shape.wide_norm:
@@ -236,31 +238,50 @@ class DecoderStep:
         return size_tensors.scale_columns(size_tensors.cast(normed, hidden.item), weight, made)
 
     def _attention(self, hidden: SizeTensor, prefix: str, index: int) -> SizeTensor:
-        query, key, value = (self._linear(hidden, f"{prefix}.{name}_proj") for name in "qkv")
+        shape, whole = self.shape, None
+        if "qkv" in shape.fused:
+            whole = self._linear(hidden, f"{prefix}.qkv_proj")
+            query, key, value = (
+                size_tensors.view(whole, self.tokens * heads * shape.d) for heads in (shape.a, shape.k, shape.k)
+            )
+        else:
+            query, key, value = (self._linear(hidden, f"{prefix}.{name}_proj") for name in "qkv")
         del hidden
-        if self.shape.qk_norm != "none":
-            heads = (self.shape.a, self.shape.k) if self.shape.qk_norm == "head" else (1, 1)
-            query = self._rms_norm(query, self._parameter(f"{prefix}.q_norm.weight"), self.tokens * heads[0])
-            key = self._rms_norm(key, self._parameter(f"{prefix}.k_norm.weight"), self.tokens * heads[1])
-        if index not in self.shape.unrotated:
-            query, key = self._rotary(query), self._rotary(key)
+        if shape.qk_norm != "none":
+            heads = (shape.a, shape.k) if shape.qk_norm == "head" else (1, 1)
+            query = self._rms_norm(query, self.weights.items[f"{prefix}.q_norm.weight"], self.tokens * heads[0])
+            key = self._rms_norm(key, self.weights.items[f"{prefix}.k_norm.weight"], self.tokens * heads[1])
+        if index not in shape.unrotated:
+            size = self.scenario.row_tokens * shape.rotated * (4 if shape.wide_rotary else weight_bytes(self.scenario))
+            tables = [SizeStorage(self.tape, size) for _ in range(2 * shape.interleaved)]
+            query, key = self._rotary(query, tables), self._rotary(key, tables)
+            del tables
+        self.sinks = self.weights.items.get(f"{prefix}.sinks")
         mixed = self._mix(query, key, value)
-        del query, key, value
-        return self._linear(mixed, f"{prefix}.o_proj")
+        del query, key, value, whole
+        return size_tensors.dropout(self._linear(mixed, f"{prefix}.o_proj"), shape.dropout[1])
 
-    def _rotary(self, tensor: SizeTensor) -> SizeTensor:
+    def _rotary(self, tensor: SizeTensor, tables: list[SizeStorage]) -> SizeTensor:
         """Run ``x cos + rotate_half(x) sin``; under autocast cos, sin and the result are fp32.
 
         Liger's kernel rotates in place.
         """
         if self.fused_layers:
             return tensor
-        item = 4 if self.tape.autocast or self.shape.wide_rotary else tensor.item
-        turned = size_tensors.rotate_half(tensor)
-        straight = size_tensors.scale(tensor, item)
-        turned = size_tensors.scale(turned, item)
+        shape = self.shape
+        item = 4 if self.tape.autocast or shape.wide_rotary else tensor.item
+        turning = size_tensors.view(tensor, tensor.numel * shape.rotated // shape.d) if shape.joins_rotated else tensor
+        turned = size_tensors.rotate_half(turning)
+        if shape.wide_rotary and shape.interleaved:
+            turning, turned = size_tensors.cast(turning, 4), size_tensors.cast(turned, 4)
+        straight = size_tensors.scale(turning, item, saved=tables[:1])
+        turned = size_tensors.scale(turned, item, saved=tables[1:])
         rotated = size_tensors.add(straight, turned)
-        return size_tensors.cast(rotated, tensor.item) if self.shape.wide_rotary else rotated
+        if shape.joins_rotated:
+            del straight, turned
+            rest = size_tensors.view(tensor, tensor.numel - turning.numel)
+            return size_tensors.join(rotated, size_tensors.cast(rest, item))
+        return size_tensors.cast(rotated, tensor.item) if shape.wide_rotary else rotated
 
     def _mix(self, query: SizeTensor, key: SizeTensor, value: SizeTensor) -> SizeTensor:
         scenario, shape = self.scenario, self.shape
@@ -271,8 +292,7 @@ class DecoderStep:
         )
         if scenario.sequence_parallel > 1:
             query, key, value = (self._exchange(tensor) for tensor in (query, key, value))
-        is_sdpa = scenario.attention == "sdpa"
-        masked = is_sdpa and scenario.masked
+        masked = scenario.attention == "sdpa" and scenario.masked
         if scenario.expands_keys:
             key, value = self._repeat(key), self._repeat(value)
         mask = scenario.micro_batch * scenario.sequence_length**2 if masked else 0
@@ -291,25 +311,81 @@ class DecoderStep:
         return size_tensors.copy(size_tensors.copy(size_tensors.copy(tensor)))
 
     def _repeat(self, tensor: SizeTensor) -> SizeTensor:
-        return size_tensors.repeat(tensor, self.shape.a // self.shape.k)
+        return size_tensors.resized(tensor, tensor.numel * (self.shape.a // self.shape.k))
 
     def _eager(self, query: SizeTensor, key: SizeTensor, value: SizeTensor) -> SizeTensor:
         scores = self.tokens * self.shape.a * self.scenario.sequence_length
         key, value = self._repeat(key), self._repeat(value)
-        return size_tensors.eager_attention(query, key, value, scores, self.tape.autocast, weight_bytes(self.scenario))
+        return size_tensors.eager_attention(
+            query, key, value, scores, self.tape.autocast, weight_bytes(self.scenario), softcap=self.shape.softcaps,
+            sinks=self.sinks, probability=self.shape.dropout[0],
+        )  # fmt: skip
 
     def _mlp(self, hidden: SizeTensor, prefix: str, made: bool) -> SizeTensor:
-        gate = self._linear(hidden, f"{prefix}.gate_proj")
-        if self.fused_layers:
-            product = size_tensors.fused_product(gate, self._linear(hidden, f"{prefix}.up_proj"))
-            del gate, hidden
-            return self._linear(product, f"{prefix}.down_proj", made)
-        gate = size_tensors.activation(gate)
-        up = self._linear(hidden, f"{prefix}.up_proj")
-        del hidden
-        product = size_tensors.multiply(gate, up)
-        del gate, up
-        return self._linear(product, f"{prefix}.down_proj", made)
+        names = f"{prefix}.gate_proj", f"{prefix}.up_proj"
+        if "gate" in self.shape.fused:
+            product = size_tensors.gated(self._linear(hidden, f"{prefix}.gate_up_proj"))
+        elif self.fused_layers:
+            product = size_tensors.fused_product(*(self._linear(hidden, name) for name in names))
+        else:  # no name here keeps gate and up
+            product = size_tensors.multiply(
+                size_tensors.activation(self._linear(hidden, names[0])), self._linear(hidden, names[1])
+            )
+        probability = self.shape.dropout[1]
+        return size_tensors.dropout(self._linear(product, f"{prefix}.down_proj", made or probability > 0), probability)
+
+    def _mixture(self, hidden: SizeTensor, prefix: str, made: bool) -> SizeTensor:
+        """Run the experts, and those that every token is sent to."""
+        if not self.shape.shared:
+            return self._experts(hidden, prefix, made)
+        out = self._experts(hidden, prefix, made=True)
+        return size_tensors.add(out, self._mlp(hidden, f"{prefix}.shared_experts", made), made)
+
+    def _experts(self, hidden: SizeTensor, prefix: str, made: bool) -> SizeTensor:
+        """Run transformers' ``grouped_mm_experts_forward``: rows sorted by expert, then in their order again."""
+        shape, tape, items = self.shape, self.tape, self.weights.items
+        pairs = self.tokens * shape.chosen
+        logits, weights, chosen = self._route(hidden, prefix)
+        up, down = (f"{prefix}.experts.{name}_proj" for name in ("gate_up", "down"))
+        ids, order, counted = (SizeStorage(tape, item * pairs) for item in (8, 8, 4))
+        rows = size_tensors.resized(hidden, pairs * shape.h, [SizeStorage(tape, 8 * pairs)])
+        weights = size_tensors.resized(weights, pairs, [order])
+        bias = items.get(f"{up}_bias")
+        held = bias and SizeStorage(tape, 2 * shape.f * pairs * bias.item)
+        product = size_tensors.grouped(rows, items[up], 2 * shape.f, shape.h, bias)
+        gate = size_tensors.clamped_gated if shape.experts == "softmax last" else size_tensors.gated
+        product = gate(product)
+        bias = items.get(f"{down}_bias")
+        held = bias and SizeStorage(tape, shape.h * pairs * bias.item)
+        product = size_tensors.grouped(product, items[down], shape.h, shape.f, bias)
+        weighted = size_tensors.scale_rows(product, weights)
+        weighted = size_tensors.resized(weighted, pairs * shape.h, [SizeStorage(tape, 8 * pairs)], made)
+        out = size_tensors.resized(weighted, self.tokens * shape.h, made=made)
+        out = size_tensors.cast(out, hidden.item, made)
+        del logits, chosen, ids, counted, held
+        return out
+
+    def _route(self, hidden: SizeTensor, prefix: str) -> tuple[SizeTensor, SizeTensor, SizeStorage]:
+        """Return the logits of the router, and weights and numbers of the experts that each token is sent to."""
+        shape, tape, pairs = self.shape, self.tape, self.tokens * self.shape.chosen
+        chosen = SizeStorage(tape, 8 * pairs)
+        if shape.experts == "softmax last":
+            logits = self._linear(hidden, f"{prefix}.router")
+            return logits, size_tensors.softmax(size_tensors.resized(logits, pairs, [chosen]), logits.item), chosen
+        if shape.experts == "sigmoid":  # of products in fp32; the scores are corrected before some are chosen
+            weight = self.weights.items[f"{prefix}.gate.weight"]
+            copied = None if weight.item == 4 else SizeStorage(tape, 4 * weight.numel)
+            wide = Parameter(weight.name, weight.numel, 4, weight.trained)
+            logits = size_tensors.linear(size_tensors.cast(hidden, 4), wide, shape.count, shape.h)
+            scores = size_tensors.activation(logits, saves_output=True)
+            corrected = [SizeStorage(tape, 4 * scores.numel) for _ in range(3)]
+            del corrected
+            weights = size_tensors.resized(scores, pairs, [chosen, copied, SizeStorage(tape, 4 * pairs)])
+            return logits, size_tensors.scale(weights), chosen
+        logits = self._linear(hidden, f"{prefix}.gate")
+        probabilities = size_tensors.softmax(size_tensors.cast(logits, 4) if shape.wide_routing else logits, 4)
+        weights = size_tensors.resized(probabilities, pairs, [chosen, SizeStorage(tape, 4 * pairs)])
+        return logits, weights if shape.wide_routing else size_tensors.cast(weights, logits.item), chosen
 
     def _linear(self, hidden: SizeTensor, module: str, made: bool = True) -> SizeTensor:
         weights = self.weights
@@ -333,22 +409,15 @@ class DecoderStep:
         del narrow
         return size_tensors.cast(size_tensors.add(out, wide), item)
 
-    def _parameter(self, name: str) -> Parameter:
-        return self.weights.items[name]
-
     # -- loss
 
     def _loss(self, hidden: SizeTensor) -> tuple[SizeTensor, SizeTensor | None]:
         self.tape.mark("loss")
         if self.scenario.model.is_classifier:
             return self._score(hidden), None
-        head = self.weights.items.get("lm_head.weight") or self._parameter("model.embed_tokens.weight")
-        if self.scenario.log_probs:
-            return size_tensors.tiled_log_probs(hidden, head, self.shape.v, self.shape.h, self.tokens), None
-        if self.scenario.loss == "fused":
-            return size_tensors.fused_loss(hidden, head, self.shape.v, self.shape.h, self.tokens), None
-        if self.scenario.loss == "chunked":
-            return size_tensors.chunked_loss(hidden, head, self.shape.v, self.shape.h, self.tokens), None
+        head = self.weights.items.get("lm_head.weight") or self.weights.items[self.embedding]
+        if loss := size_tensors.HEAD_LOSSES.get("log_probs" if self.scenario.log_probs else self.scenario.loss):
+            return loss(hidden, head, self.shape.v, self.shape.h, self.tokens), None
         rows = self.weights.shapes[head.name][0]
         if rows < self.shape.v and self.scenario.model.tied:
             logits = size_tensors.linear(hidden, head, rows, self.shape.h)
@@ -358,6 +427,8 @@ class DecoderStep:
     def _whole_logits(self, hidden: SizeTensor, head: size_tensors.Parameter, rows: int) -> SizeTensor:
         """Return the logits of all words; ``rows`` of them are this rank's."""
         logits = self._scaled(size_tensors.linear(hidden, head, rows, self.shape.h))
+        for step in size_tensors.SOFTCAP if self.shape.softcaps else ():
+            logits = step(logits)
         if rows == self.shape.v:
             return logits
         return size_tensors.gather(logits, self.scenario.tensor_parallel, self.tokens * self.shape.v)
@@ -366,7 +437,9 @@ class DecoderStep:
         """Run ``GenericForSequenceClassification``: a score of every token, of which the last one of a row is taken."""
         items = self.weights.items
         head = items.get(f"{TRAINED_HEAD}.weight") or items[f"{SCORE_HEAD}.weight"]
-        return size_tensors.pick(size_tensors.linear(hidden, head, 1, self.shape.h), self.scenario.micro_batch)
+        rows = self.scenario.micro_batch
+        indices = [SizeStorage(self.tape, 8 * rows), SizeStorage(self.tape, 8 * rows)]
+        return size_tensors.resized(size_tensors.linear(hidden, head, 1, self.shape.h), rows, indices)
 
     def _cross_entropy(self, logits: SizeTensor) -> tuple[SizeTensor, SizeTensor | None]:
         """Run ``ForCausalLMLoss``: logits in fp32, log-softmax, nll; the caller may keep the 16-bit logits.

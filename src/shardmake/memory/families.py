@@ -4,30 +4,25 @@
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from math import ceil
 from typing import Any, Literal
 
-from shardmake.memory.model import MODELS, SCORE_HEAD, Decoder, Model, ParameterSpec, QueryNorm, is_head
+from shardmake.config.attention import KERNELS, Attention
+from shardmake.memory.model import EXPERTS, MODELS, SCORE_HEAD, Decoder, Kind, Model, ParameterSpec, Style, is_head
 
 
 @dataclass(frozen=True)
-class Family:
-    """Differences of a family from Llama; defaults are those of its transformers config class."""
+class Family(Style):
+    """Differences of a family from Llama."""
 
-    architecture: str
-    block_class: str
-    tied: bool = False
-    qkv_bias: bool = False
-    qk_norm: QueryNorm = "none"
-    head_dim: int | None = None
-    kv_heads: int | None = None
-    wide_norm: bool = False
-    scaled_embedding: bool = False
-    wide_rotary: bool = False
-    norms: tuple[str, ...] = Decoder.norms
-    scaled_branches: bool = False
+    name: str
+    """Its name in transformers' classes."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of its transformers config class where they differ from Llama's."""
+    biases: tuple[str | bool, str | bool, str] = ("attention_bias", "attention_bias", "mlp_bias")
+    """Keys of the config that give a bias to queries, keys and values, to the output of attention, and to the MLP."""
     full_every: int = 0
     """Every so many layers, one attends to all tokens and the others to a window, unless the config lists them."""
     rotates: Literal["all", "some", "windows"] = "all"
@@ -35,79 +30,140 @@ class Family:
     table_of_each_kind: bool = False
     """Layers with a window have a rotary table of their own."""
     always_two_masks: bool = False
-    all_levers: bool = False
-    unless: tuple[str, ...] = ()
-    """Keys of the config that make it another model if they are set."""
+    plain: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the config that make it another model if they are set, but to the value here."""
+    expert_width: str = "moe_intermediate_size"
+    """Key of the config with the features of an expert."""
+    kernels: tuple[Attention, ...] = KERNELS
+    mixing: tuple[Attention, ...] = ()
+    """Kernels with which packed examples see each other."""
+    varlen_limit: str = ""
+    """Why it cannot train with varlen."""
+
+    @property
+    def architecture(self) -> str:
+        """Return its class of a causal language model."""
+        return f"{self.name}ForCausalLM"
 
 
+_SCORES = "changes the attention scores ({})"
 _AFTER = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 _BOTH_SIDES = (
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )  # fmt: skip
+_GLM = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+_GEMMA: dict[str, Any] = {"wide_norm": True, "scaled_embedding": True}
+_GEMMA2: dict[str, Any] = {**_GEMMA, "norms": _BOTH_SIDES, "always_two_masks": True}
+_PLAIN_EXPERTS = dict.fromkeys(("output_router_logits", "router_jitter_noise"))
+
+
+def _defaults(kv_heads: int | None = None, head_dim: int | None = None, **more: Any) -> dict[str, Any]:
+    given = {"num_key_value_heads": kv_heads, "head_dim": head_dim, **more}
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _tied(kv_heads: int, head_dim: int | None = None, **more: Any) -> dict[str, Any]:
+    return _defaults(kv_heads, head_dim, tie_word_embeddings=True, **more)
+
+
 FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", "LlamaDecoderLayer", all_levers=True),
-    "mistral": Family("MistralForCausalLM", "MistralDecoderLayer", kv_heads=8, all_levers=True),
-    "qwen2": Family("Qwen2ForCausalLM", "Qwen2DecoderLayer", qkv_bias=True, kv_heads=32, all_levers=True),
-    "qwen3": Family(
-        "Qwen3ForCausalLM", "Qwen3DecoderLayer", qk_norm="head", head_dim=128, kv_heads=32, all_levers=True
-    ),
-    "gemma": Family(
-        "GemmaForCausalLM", "GemmaDecoderLayer", tied=True, head_dim=256, kv_heads=16, wide_norm=True,
-        scaled_embedding=True, all_levers=True,
+    "llama": Family("Llama", all_levers=True),
+    "mistral": Family("Mistral", _defaults(8), all_levers=True),
+    "qwen2": Family("Qwen2", _defaults(32), (True, False, "mlp_bias"), all_levers=True),
+    "qwen3": Family("Qwen3", _defaults(32, 128), qk_norm="head", all_levers=True),
+    "gemma": Family("Gemma", _tied(16, 256), **_GEMMA, all_levers=True),
+    "gemma2": Family(
+        "Gemma2", _tied(4, 256), **_GEMMA2, full_every=2, softcaps=True, plain={"use_bidirectional_attention": None},
+        kernels=("flash", "eager"), varlen_limit=_SCORES.format("softcap"),
     ),
     "gemma3_text": Family(
-        "Gemma3ForCausalLM", "Gemma3DecoderLayer", tied=True, qk_norm="head", head_dim=256, kv_heads=4,
-        wide_norm=True, scaled_embedding=True, norms=_BOTH_SIDES, full_every=6, table_of_each_kind=True,
-        always_two_masks=True,
-        unless=("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
+        "Gemma3", _tied(4, 256, num_attention_heads=8, vocab_size=262_208, max_position_embeddings=131_072), **_GEMMA2,
+        qk_norm="head", full_every=6, table_of_each_kind=True,
+        plain=dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")),
     ),
-    "granite": Family("GraniteForCausalLM", "GraniteDecoderLayer", scaled_branches=True),
-    "ministral": Family("MinistralForCausalLM", "MinistralDecoderLayer", kv_heads=8, always_two_masks=True),
-    "olmo2": Family(
-        "Olmo2ForCausalLM", "Olmo2DecoderLayer", qk_norm="row", norms=_AFTER, wide_norm=True, wide_rotary=True
-    ),
+    "granite": Family("Granite", scaled_branches=True),
+    "ministral": Family("Ministral", _defaults(8), always_two_masks=True),
+    "olmo2": Family("Olmo2", qk_norm="row", norms=_AFTER, wide_norm=True, wide_rotary=True),
     "olmo3": Family(
-        "Olmo3ForCausalLM", "Olmo3DecoderLayer", qk_norm="row", norms=_AFTER, wide_norm=True, wide_rotary=True,
-        full_every=4, table_of_each_kind=True, always_two_masks=True,
+        "Olmo3", qk_norm="row", norms=_AFTER, wide_norm=True, wide_rotary=True, full_every=4, table_of_each_kind=True,
+        always_two_masks=True,
     ),
-    "exaone4": Family(
-        "Exaone4ForCausalLM", "Exaone4DecoderLayer", qk_norm="head", kv_heads=32, norms=_AFTER, full_every=4,
-        rotates="windows",
+    "exaone4": Family("Exaone4", _defaults(32), qk_norm="head", norms=_AFTER, full_every=4, rotates="windows"),
+    "smollm3": Family("SmolLM3", _tied(4), rotates="some"),
+    "phi3": Family("Phi3", {}, (False, False, ""), fused=("qkv", "gate"), joins_rotated=True, plain={"resid_pdrop": 0}),
+    "glm4": Family(
+        "Glm4", _defaults(2, 128, attention_bias=True, partial_rotary_factor=0.5), ("attention_bias", False, ""),
+        fused=("gate",), joins_rotated=True, interleaved=True, norms=_GLM,
     ),
-    "smollm3": Family("SmolLM3ForCausalLM", "SmolLM3DecoderLayer", tied=True, kv_heads=4, rotates="some"),
+    "ernie4_5": Family("Ernie4_5", _tied(2, 128), ("use_bias",) * 3, wide_rotary=True, interleaved=True),
+    "seed_oss": Family(
+        "SeedOss", _defaults(8, 128, attention_bias=True, attention_dropout=0.1, residual_dropout=0.1),
+        ("attention_bias", "attention_out_bias", "mlp_bias"),
+    ),
+    "mixtral": Family(
+        "Mixtral", _defaults(8, num_local_experts=8, num_experts_per_tok=2), (False, False, ""),
+        experts="softmax first", expert_width="intermediate_size", wide_routing=True, plain=_PLAIN_EXPERTS,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3Moe", _defaults(4, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768), qk_norm="head",
+        experts="softmax first", plain={**_PLAIN_EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": None},
+    ),
+    "glm4_moe": Family(
+        "Glm4Moe",
+        _defaults(
+            8, n_routed_experts=128, num_experts_per_tok=8, moe_intermediate_size=1408, n_shared_experts=1,
+            first_k_dense_replace=1, partial_rotary_factor=0.5, use_qk_norm=False,
+        ),
+        ("attention_bias", False, ""), qk_norm="head", joins_rotated=True, experts="sigmoid", wide_routing=True,
+        plain=_PLAIN_EXPERTS,
+    ),
+    "gpt_oss": Family(
+        "GptOss", _defaults(8, 64, attention_bias=True, num_local_experts=128, num_experts_per_tok=4), wide_norm=True,
+        half_tables=True, sinks=True, full_every=2, always_two_masks=True, experts="softmax last",
+        expert_width="intermediate_size", plain=_PLAIN_EXPERTS, kernels=("flash", "eager"), mixing=("eager",),
+        varlen_limit=_SCORES.format("s_aux"),
+    ),
 }  # fmt: skip
+COMPOSITES = {"gemma3": "Gemma3ForConditionalGeneration", "mistral3": "Mistral3ForConditionalGeneration"}
+"""Classes of composite models whose text part, of a family, is ``model.language_model`` beside `TOWERS`."""
+TOWERS = ("model.vision_tower", "model.multi_modal_projector")
 
 
+OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+MOST_LAYERS = 10_000  # each has its own weights and events
+SIZE_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 LISTED = ("layer_types", "no_rope_layers")
 """Keys of config.json with an item for each layer."""
 
 
 def family_of(config: Mapping[str, Any]) -> Family | None:
-    """Return the family of a config.json; None if it is not written down."""
+    """Return the family of a config.json of text alone; None if it is not written down."""
     family = FAMILIES.get(str(config.get("model_type")))
-    if family is None or any(config.get(key) for key in family.unless):
+    if family is None or any(config.get(key) and config[key] != value for key, value in family.plain.items()):
         return None
     listed = [config[key] for key in LISTED if config.get(key) and (family.full_every or family.rotates != "all")]
     layers = config.get("num_hidden_layers")
     return family if all(isinstance(one, list) and len(one) == layers for one in listed) else None
 
 
-def written_down(family: Family, config: Mapping[str, Any], source: str) -> Model:
-    """Return the model of ``family`` that ``config`` describes."""
-    decoder = _decoder(family, config)
+def written_down(family: Family, config: Mapping[str, Any], source: str, root: str = "model") -> Model:
+    """Return the model of ``family`` that ``config`` describes, with its layers in the module ``root``."""
+    decoder = _decoder(family, config, root)
     tensors = tuple(_decoder_tensors(decoder, family, config))
-    layers = [(kind, index in decoder.unrotated) for index, kind in enumerate(_kinds(family, config))]
-    rotary = decoder.rotary_tables * 4 * (decoder.d // 2) * 2  # inv_freq and its original, fp32
+    kinds = _kinds(family, config)
+    layers = [(kind, index in decoder.unrotated, index < decoder.dense) for index, kind in enumerate(kinds)]
+    corrections = 4 * decoder.count * (decoder.layers - decoder.dense) if family.experts == "sigmoid" else 0
+    rotary = decoder.rotary_tables * 4 * (decoder.rotated // 2) * 2  # inv_freq and its original, fp32
     return Model(
         model_type=config["model_type"],
         architecture=family.architecture,
         tensors=tensors,
-        tied=_tied(family, config),
-        buffer_bytes=rotary + (4 if family.scaled_embedding else 0),
-        block_classes=(family.block_class,),
+        tied=bool(_filled(family, config).get("tie_word_embeddings")),
+        buffer_bytes=rotary + (4 if family.scaled_embedding else 0) + corrections,
+        block_classes=(f"{family.name}DecoderLayer",),
         hidden_size=decoder.h,
         vocab_size=decoder.v,
-        max_positions=config.get("max_position_embeddings"),
+        max_positions=_filled(family, config).get("max_position_embeddings"),
         decoder=decoder,
         config=config,
         source=source,
@@ -151,30 +207,69 @@ def as_classifier(model: Model) -> Model:
     )
 
 
-def _tied(family: Family, config: Mapping[str, Any]) -> bool:
-    return bool(config.get("tie_word_embeddings", family.tied))
+def text_part(config: Mapping[str, Any], source: str) -> Model | None:
+    """Return the text part of the composite model that ``config`` describes; None if it is not written down."""
+    text, architecture = config.get("text_config"), COMPOSITES.get(config["model_type"])
+    if architecture is None or not isinstance(text, Mapping):
+        return None
+    family = family_of(text)
+    if family is None or not gives_sizes(family, text):
+        return None
+    tied = config.get("tie_word_embeddings", True)
+    model = written_down(family, {**text, "tie_word_embeddings": tied}, source, "model.language_model")
+    return replace(model, model_type=config["model_type"], architecture=architecture, config=config)
 
 
-def _decoder(family: Family, config: Mapping[str, Any]) -> Decoder:
-    heads, kinds = config["num_attention_heads"], _kinds(family, config)
+def gives_sizes(family: Family, config: Mapping[str, Any]) -> bool:
+    """Return True if all sizes follow from ``config`` and are possible."""
+    values = _filled(family, config)
+    sizes = [values.get(field) for field in SIZE_FIELDS] + [
+        values[field] for field in OPTIONAL_SIZES if field in values
+    ]
+    if family.experts:
+        sizes += [_count(values), values.get("num_experts_per_tok"), values.get(family.expert_width)]
+    possible = all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes)
+    return possible and values["num_hidden_layers"] <= MOST_LAYERS
+
+
+def _count(values: Mapping[str, Any]) -> Any:
+    return next((values[name] for name in EXPERTS if values.get(name)), 0)
+
+
+def _filled(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``config`` with the defaults of ``family`` for what it leaves open."""
+    return {**family.defaults, **{key: value for key, value in config.items() if value is not None}}
+
+
+def _decoder(family: Family, config: Mapping[str, Any], root: str) -> Decoder:
+    values, kinds = _filled(family, config), _kinds(family, config)
+    heads, rotary = values["num_attention_heads"], config.get("rope_parameters")
+    width = values.get("head_dim") or values["hidden_size"] // heads
+    share = values.get("partial_rotary_factor", 1)
+    if isinstance(rotary, Mapping):
+        share = rotary.get("partial_rotary_factor", share)
+    style = {one.name: getattr(family, one.name) for one in fields(Style)}
+    if not values.get("use_qk_norm", True):
+        style["qk_norm"] = "none"
     return Decoder(
-        h=config["hidden_size"],
-        f=config["intermediate_size"],
+        **{**style, "all_levers": family.all_levers and root == "model"},
+        h=values["hidden_size"],
+        f=values[family.expert_width] if family.experts else values["intermediate_size"],
         a=heads,
-        k=config.get("num_key_value_heads") or family.kv_heads or heads,
-        d=config.get("head_dim") or family.head_dim or config["hidden_size"] // heads,
-        layers=config["num_hidden_layers"],
-        v=config["vocab_size"],
-        norms=family.norms,
-        qk_norm=family.qk_norm,
-        wide_norm=family.wide_norm,
-        wide_rotary=family.wide_rotary,
-        scaled_embedding=family.scaled_embedding,
-        scaled_branches=family.scaled_branches,
+        k=values.get("num_key_value_heads") or heads,
+        d=width,
+        layers=values["num_hidden_layers"],
+        v=values["vocab_size"],
+        root=root,
+        rotated=int(width * share),
         unrotated=frozenset(_unrotated(family, config, kinds)),
         rotary_tables=len({*kinds}) if family.table_of_each_kind else 1,
         masks=2 if family.always_two_masks else len({*kinds}),
-        all_levers=family.all_levers,
+        count=_count(values),
+        chosen=values.get("num_experts_per_tok", 0),
+        dense=values.get("first_k_dense_replace", 0),
+        shared=values.get("n_shared_experts", 0) * values.get(family.expert_width, 0),
+        dropout=(values.get("attention_dropout", 0.0), values.get("residual_dropout", 0.0)),
     )
 
 
@@ -201,35 +296,58 @@ def _unrotated(family: Family, config: Mapping[str, Any], kinds: list[str]) -> I
 
 
 def _decoder_tensors(shape: Decoder, family: Family, config: Mapping[str, Any]) -> Iterator[ParameterSpec]:
-    yield ParameterSpec("model.embed_tokens.weight", (shape.v, shape.h), "embedding")
+    values = _filled(family, config)
+    yield ParameterSpec(f"{shape.root}.embed_tokens.weight", (shape.v, shape.h), "embedding")
     for block in range(shape.layers):
-        yield from _block_tensors(shape, family, config, block)
-    yield ParameterSpec("model.norm.weight", (shape.h,), "norm")
-    if not _tied(family, config):
+        for name, size, kind in _block_tensors(shape, family, values, block):
+            yield ParameterSpec(f"{shape.root}.layers.{block}.{name}", size, kind, block)
+    yield ParameterSpec(f"{shape.root}.norm.weight", (shape.h,), "norm")
+    if not values.get("tie_word_embeddings"):
         yield ParameterSpec("lm_head.weight", (shape.v, shape.h), "linear")
 
 
-def _block_tensors(shape: Decoder, family: Family, config: Mapping[str, Any], block: int) -> Iterator[ParameterSpec]:
-    prefix = f"model.layers.{block}"
-    out_bias = bool(config.get("attention_bias", False)) and not family.qkv_bias
-    qkv_bias, mlp_bias = out_bias or family.qkv_bias, bool(config.get("mlp_bias", False))
+def _block_tensors(
+    shape: Decoder, family: Family, values: Mapping[str, Any], block: int
+) -> Iterator[tuple[str, tuple[int, ...], Kind]]:
     q, kv = shape.a * shape.d, shape.k * shape.d
-    linears = [
-        ("self_attn.q_proj", q, shape.h, qkv_bias),
-        ("self_attn.k_proj", kv, shape.h, qkv_bias),
-        ("self_attn.v_proj", kv, shape.h, qkv_bias),
-        ("self_attn.o_proj", shape.h, q, out_bias),
-        ("mlp.gate_proj", shape.f, shape.h, mlp_bias),
-        ("mlp.up_proj", shape.f, shape.h, mlp_bias),
-        ("mlp.down_proj", shape.h, shape.f, mlp_bias),
-    ]
-    for name, rows, columns, bias in linears:
-        yield ParameterSpec(f"{prefix}.{name}.weight", (rows, columns), "linear", block)
-        if bias:
-            yield ParameterSpec(f"{prefix}.{name}.bias", (rows,), "linear", block)
-        if name == "self_attn.o_proj" and shape.qk_norm != "none":
-            widths = (q, kv) if shape.qk_norm == "row" else (shape.d, shape.d)
-            for part, width in zip("qk", widths, strict=True):
-                yield ParameterSpec(f"{prefix}.self_attn.{part}_norm.weight", (width,), "norm", block)
+    biases = [key if isinstance(key, bool) else bool(values.get(key)) for key in family.biases]
+    parts = {"qkv": q + 2 * kv} if "qkv" in family.fused else {"q": q, "k": kv, "v": kv}
+    for name, rows in parts.items():
+        yield from _linear(f"self_attn.{name}_proj", rows, shape.h, biases[0])
+    yield from _linear("self_attn.o_proj", shape.h, q, biases[1])
+    if shape.qk_norm != "none":
+        widths = (q, kv) if shape.qk_norm == "row" else (shape.d, shape.d)
+        for part, width in zip("qk", widths, strict=True):
+            yield f"self_attn.{part}_norm.weight", (width,), "norm"
+    if shape.sinks:
+        yield "self_attn.sinks", (shape.a,), "other"
+    mlp, width = "mlp", values["intermediate_size"] if shape.experts else shape.f
+    if shape.experts and block >= shape.dense:
+        yield from ((f"mlp.{name}", size, "other") for name, size in _mixture_tensors(shape))
+        mlp, width = "mlp.shared_experts", shape.shared
+    if width:
+        halves = {"gate_up": 2 * width} if "gate" in family.fused else {"gate": width, "up": width}
+        for name, rows in halves.items():
+            yield from _linear(f"{mlp}.{name}_proj", rows, shape.h, biases[2])
+        yield from _linear(f"{mlp}.down_proj", shape.h, width, biases[2])
     for name in filter(None, shape.norms):
-        yield ParameterSpec(f"{prefix}.{name}.weight", (shape.h,), "norm", block)
+        yield f"{name}.weight", (shape.h,), "norm"
+
+
+def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[str, tuple[int, ...], Kind]]:
+    yield f"{name}.weight", (rows, columns), "linear"
+    if bias:
+        yield f"{name}.bias", (rows,), "linear"
+
+
+def _mixture_tensors(shape: Decoder) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the weights of a layer's router and experts."""
+    has_biases = shape.experts == "softmax last"  # then the matrices are transposed, too
+    router = "router" if has_biases else "gate"
+    yield f"{router}.weight", (shape.count, shape.h)
+    if has_biases:
+        yield f"{router}.bias", (shape.count,)
+    for name, sides in (("gate_up", (2 * shape.f, shape.h)), ("down", (shape.h, shape.f))):
+        yield f"experts.{name}_proj", (shape.count, *(sides[::-1] if has_biases else sides))
+        if has_biases:
+            yield f"experts.{name}_proj_bias", (shape.count, sides[0])

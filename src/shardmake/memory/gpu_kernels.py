@@ -149,11 +149,6 @@ def _boolean_mask(batch_size: int, q_length: int, kv_length: int, *_: Any, **__:
 
 # Losses that take hidden states and the head: the tensors are those of `shardmake.memory.size_tensors`.
 
-_HEAD_LOSSES = {
-    "fused": size_tensors.fused_loss, "chunked": size_tensors.chunked_loss, "log_probs": size_tensors.tiled_log_probs,
-}  # fmt: skip
-
-
 _OF_HIDDEN = ("free", 0)
 """The event that ends the first tensor, the hidden states."""
 
@@ -200,7 +195,7 @@ def head_loss(hidden: torch.Tensor, head: torch.Tensor, kind: str) -> torch.Tens
     assert node is not None
     parameter = size_tensors.Parameter("head", head.numel(), head.element_size(), head.requires_grad)
     rows = hidden.numel() // hidden.shape[-1]
-    loss = _HEAD_LOSSES[kind](entry, parameter, head.shape[0], hidden.shape[-1], rows)
+    loss = size_tensors.HEAD_LOSSES[kind](entry, parameter, head.shape[0], hidden.shape[-1], rows)
     if not hidden.requires_grad:
         entry.node = None
     del entry
@@ -272,6 +267,7 @@ class _DropoutFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (_mask,) = ctx.saved_tensors  # for which a checkpointed layer runs again
         return torch.empty_like(grads[0])
 
 

@@ -49,11 +49,45 @@ class ParameterSpec:
         return self.kind == "linear" and self.block is not None and len(self.shape) == 2
 
 
+@dataclass(frozen=True, kw_only=True)
+class Style:
+    """The operators of a Llama-like decoder; defaults are Llama's."""
+
+    norms: tuple[str, ...] = ("input_layernorm", "", "post_attention_layernorm", "")
+    """The norms before and after attention, and before and after the MLP; empty for none."""
+    qk_norm: QueryNorm = "none"
+    wide_norm: bool = False
+    """The norm multiplies by its weight in fp32, then casts back."""
+    wide_rotary: bool = False
+    """Rotary tables and products are fp32."""
+    interleaved: bool = False
+    """Each layer makes rotary tables for pairs of neighbours."""
+    joins_rotated: bool = False
+    """The rotated part of a head is joined to the rest, even if nothing remains."""
+    half_tables: bool = False
+    """Halves of a head are rotated with tables of that width."""
+    fused: tuple[str, ...] = ()
+    """One matrix for queries, keys and values (``qkv``), or for both sides of the MLP (``gate``)."""
+    scaled_embedding: bool = False
+    """The embedding multiplies its rows by a number."""
+    scaled_branches: bool = False
+    """Hidden states, what attention and the MLP add, and the logits are multiplied by numbers."""
+    softcaps: bool = False
+    """Scores of eager attention and logits pass through tanh."""
+    sinks: bool = False
+    """Eager attention has one more score for each head."""
+    experts: Literal["", "softmax first", "softmax last", "sigmoid"] = ""
+    """A mixture, and its router: a softmax of all experts, of the chosen ones after biased products, or a sigmoid."""
+    wide_routing: bool = False  # the weights of the chosen experts stay in fp32
+    all_levers: bool = False
+    """Liger's layers, a rank's part of the matrices, and the sequence classifier are written down, too."""
+
+
 @dataclass(frozen=True)
-class Decoder:
+class Decoder(Style):
     """The sizes of a Llama-like decoder, in the notation of the papers.
 
-    h hidden, f intermediate, a heads, k key-value heads, d head dimension, L layers, v vocabulary.
+    h hidden, f intermediate (of an expert), a heads, k key-value heads, d head dimension, L layers, v vocabulary.
     """
 
     h: int
@@ -63,24 +97,23 @@ class Decoder:
     d: int
     layers: int
     v: int
-    norms: tuple[str, ...] = ("input_layernorm", "", "post_attention_layernorm", "")
-    """The norms before and after attention, and before and after the MLP; empty for none."""
-    qk_norm: QueryNorm = "none"
-    wide_norm: bool = False
-    """The norm multiplies by its weight in fp32, then casts back."""
-    wide_rotary: bool = False
-    """Rotary tables and products are fp32."""
-    scaled_embedding: bool = False
-    """The embedding multiplies its rows by a number."""
-    scaled_branches: bool = False
-    """Hidden states, what attention and the MLP add, and the logits are multiplied by numbers."""
+    root: str = "model"
+    """Module of the embedding and the layers."""
+    rotated: int = 0
+    """Numbers of a head that the rotary embedding turns."""
     unrotated: frozenset[int] = frozenset()
     """Layers without a rotary embedding."""
     rotary_tables: int = 1
     masks: int = 1
     """Masks that exist at once, one for each kind of attention."""
-    all_levers: bool = True
-    """Liger's layers, a rank's part of the matrices, and the sequence classifier are written down, too."""
+    count: int = 0
+    """Experts of a layer."""
+    chosen: int = 0
+    """Experts that a token is sent to."""
+    dense: int = 0  # first layers without experts
+    shared: int = 0  # features of the experts that every token is sent to
+    dropout: tuple[float, float] = (0.0, 0.0)
+    """Probabilities for the scores of eager attention, and for what attention and the MLP add."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +240,7 @@ def matrix_weights(model: Model) -> float:
     return sum(t.numel * matrix_share(t, model) for t in matrices)
 
 
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _SELECTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 """Names of the number of experts that a token is sent to; the others are those of Kimi, Hunyuan and Gemma 4."""
 
@@ -222,7 +255,7 @@ def matrix_share(tensor: ParameterSpec, model: Model) -> float:
 
 def expert_count(model: Model) -> int | None:
     """Return the number of experts of a layer, if config.json gives it."""
-    return next((model.text_config[name] for name in _EXPERTS if model.text_config.get(name)), None)
+    return next((model.text_config[name] for name in EXPERTS if model.text_config.get(name)), None)
 
 
 def selected_experts(model: Model) -> int:
@@ -233,7 +266,7 @@ def selected_experts(model: Model) -> int:
 
 def with_experts(config: Mapping[str, Any], experts: int) -> dict[str, Any]:
     """Return ``config`` with another number of experts per layer."""
-    return {**config, **dict.fromkeys((name for name in _EXPERTS if config.get(name)), experts)}
+    return {**config, **dict.fromkeys((name for name in EXPERTS if config.get(name)), experts)}
 
 
 def is_head(tensor: ParameterSpec) -> bool:
@@ -365,7 +398,7 @@ def _adapters(
 ) -> tuple[ParameterSpec, ...]:
     """Return the adapters' weights; PEFT itself lists them for an architecture that is not in `families`."""
     layers = adapted_layers(model, targets)
-    if model.decoder is None:
+    if model.decoder is None or model.decoder.experts:
         named = {"method": method, "rank": rank, "targets": targets if isinstance(targets, str) else list(targets)}
         named |= {"rows": list(range(rows))} if rows else {}
         request = inventory_request(model.config, model.source, model.trust_remote_code)

@@ -40,7 +40,7 @@ def probe(model: Model) -> Calibration:
     Raises:
         ConfigError: There is no GPU, or a step failed.
     """
-    if model.decoder is None:
+    if not model.has_all_levers:
         raise ConfigError(
             f"--probe runs only models of the Llama, Mistral, Qwen and Gemma families, not {model.model_type}. The "
             "result does not depend on the model: probe with one of those, and it applies to this one too."

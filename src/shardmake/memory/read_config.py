@@ -12,19 +12,25 @@ from typing import Any
 
 from shardmake.core.errors import ModelError
 from shardmake.memory.cache import cached_helper
-from shardmake.memory.families import FAMILIES, family_of, written_down
+from shardmake.memory.families import (
+    FAMILIES,
+    MOST_LAYERS,
+    OPTIONAL_SIZES,
+    SIZE_FIELDS,
+    family_of,
+    gives_sizes,
+    text_part,
+    written_down,
+)  # fmt: skip
 from shardmake.memory.model import INVENTORY, Model, has_own_class, inventory_request, tensors_from_json
 from shardmake.memory.parameter_inventory import causal_class
 
-SIZE_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 COUNTS = ("sliding_window", "num_experts_per_tok", "num_local_experts", "num_experts", "n_routed_experts")
 """Whole numbers with one meaning for all models; no value, 0 and false mean that the model has no such part."""
 ROTARY = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "partial_rotary_factor")
 """Numbers of the rotary position embedding."""
 LARGEST_SIZE = (1 << 31) - 1
 _LARGEST_FILE = 16 << 20
-MOST_LAYERS = 10_000  # each has its own weights and events
 
 
 def read_model(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Model:
@@ -40,10 +46,12 @@ def read_model(source: str, *, revision: str | None = None, trust_remote_code: b
 def from_config(config: Mapping[str, Any], *, source: str = "", trust_remote_code: bool = False) -> Model:
     """Return the model that a parsed config.json describes; errors name the file ``source``."""
     _check_config(config, source, trust_remote_code)
-    family = family_of(config)
-    gives_sizes = all(isinstance(config.get(field), int) for field in SIZE_FIELDS)
-    if family is not None and gives_sizes and not has_own_class(config, trust_remote_code):
-        return written_down(family, config, source)
+    if not has_own_class(config, trust_remote_code):
+        family = family_of(config)
+        if family is not None and gives_sizes(family, config):
+            return written_down(family, config, source)
+        if (model := text_part(config, source)) is not None:
+            return model
     return replace(_built(config, source, trust_remote_code), trust_remote_code=trust_remote_code)
 
 
@@ -211,12 +219,13 @@ def _check_sizes(config: Mapping[str, Any], source: str) -> None:
         )
     heads = config.get("num_attention_heads")
     family = FAMILIES.get(config["model_type"])
-    groups = config.get("num_key_value_heads") or (family.kv_heads if family else None) or heads
+    default = family.defaults.get("num_key_value_heads") if family else None
+    groups = config.get("num_key_value_heads") or default or heads
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
-        default = "" if config.get("num_key_value_heads") else f", the default of {config['model_type']},"
+        from_type = "" if config.get("num_key_value_heads") else f", the default of {config['model_type']},"
         raise ModelError(
-            f"{source}: {heads} num_attention_heads cannot share {groups} num_key_value_heads{default} evenly. Use the "
-            "config.json that came with the weights."
+            f"{source}: {heads} num_attention_heads cannot share {groups} num_key_value_heads{from_type} evenly. Use "
+            "the config.json that came with the weights."
         )
     if config["model_type"] in FAMILIES and not config.get("head_dim") and config["hidden_size"] % heads:
         raise ModelError(

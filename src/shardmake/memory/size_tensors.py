@@ -7,6 +7,7 @@ one saved, as the autograd engine does.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 TensorEvent = tuple[Any, ...]
@@ -214,16 +215,37 @@ def copy(tensor: SizeTensor) -> SizeTensor:
     return derive(new(tensor), [tensor], lambda grad: [grad])
 
 
-def gather(part: SizeTensor, ranks: int, numel: int) -> SizeTensor:
-    """Model DeepSpeed's ``GatherFromTensorParallelRegion``: the parts of all ranks in a buffer, then in their order.
+def resized(tensor: SizeTensor, numel: int, saved: Sequence[object] = (), made: bool = True) -> SizeTensor:
+    """Model a choice, a repetition or a sum of rows; the gradient has the size of ``tensor`` again."""
+    before = tensor.numel
+    if numel == before and not saved:
+        return tensor
+    return derive(new(tensor, numel, made=made), [tensor], lambda grad: [new(grad, before)], saved)
 
-    The gradient of a part is a copy.
-    """
-    own = part.numel
-    buffer = SizeStorage(part.tape, ranks * own * part.item)
-    out = new(part, numel)
+
+def view(tensor: SizeTensor, numel: int) -> SizeTensor:
+    """Model a part of each row of ``tensor``; its gradient is padded."""
+    before = tensor.numel
+    out = SizeTensor(tensor.tape, numel, tensor.item, storage=tensor.storage)
+    return derive(out, [tensor], lambda grad: [new(grad, before)])
+
+
+def join(left: SizeTensor, right: SizeTensor) -> SizeTensor:
+    """Model ``cat`` of the rows of two tensors, whose gradients are views."""
+    sizes = (left.numel, right.numel)
+
+    def function(grad: SizeTensor) -> list[SizeTensor]:
+        return [SizeTensor(grad.tape, size, grad.item, storage=grad.storage) for size in sizes]
+
+    return derive(new(left, sum(sizes)), [left, right], function)
+
+
+def gather(part: SizeTensor, ranks: int, numel: int) -> SizeTensor:
+    """Model DeepSpeed's ``GatherFromTensorParallelRegion``: the parts of all ranks in a buffer, then in their order."""
+    buffer = SizeStorage(part.tape, ranks * part.numel * part.item)
+    out = resized(part, numel)
     del buffer
-    return derive(out, [part], lambda grad: [new(grad, own)])
+    return out
 
 
 def add(left: SizeTensor, right: SizeTensor, made: bool = True) -> SizeTensor:
@@ -246,11 +268,11 @@ def multiply(left: SizeTensor, right: SizeTensor) -> SizeTensor:
     )
 
 
-def scale(tensor: SizeTensor, item: int | None = None, made: bool = True) -> SizeTensor:
-    """Model a product with something small that has no gradient; it saves nothing of size."""
+def scale(tensor: SizeTensor, item: int | None = None, made: bool = True, saved: Sequence[object] = ()) -> SizeTensor:
+    """Model a product with something that has no gradient."""
     source = tensor.item
     out = new(tensor, item=max(source, item or source), made=made)
-    return derive(out, [tensor], lambda grad: [_scaled_grad(grad, source)])
+    return derive(out, [tensor], lambda grad: [_scaled_grad(grad, source)], saved)
 
 
 def _scaled_grad(grad: SizeTensor, item: int) -> SizeTensor:
@@ -258,9 +280,68 @@ def _scaled_grad(grad: SizeTensor, item: int) -> SizeTensor:
     return product if grad.item == item else new(product, item=item)
 
 
-def activation(tensor: SizeTensor) -> SizeTensor:
+def activation(tensor: SizeTensor, *, saves_output: bool = False) -> SizeTensor:
     """Model SiLU, GELU or tanh, which saves its input or an output of the same size."""
-    return derive(new(tensor), [tensor], lambda grad: [new(grad)], [tensor.storage])
+    out = new(tensor)
+    return derive(out, [tensor], lambda grad: [new(grad)], [(out if saves_output else tensor).storage])
+
+
+SOFTCAP: Sequence[Callable[[SizeTensor], SizeTensor]] = (scale, partial(activation, saves_output=True), scale)
+"""The operators that limit numbers: divided, tanh, multiplied."""
+
+
+def gated(both: SizeTensor) -> SizeTensor:
+    """Model the product of one half of each row and the activation of the other."""
+    gate, other = halves(both)
+    gate = activation(gate)
+    return multiply(gate, other)
+
+
+def clamped_gated(both: SizeTensor) -> SizeTensor:
+    """Model gpt-oss' ``(up + 1) * gate * sigmoid(alpha * gate)`` of clamped halves."""
+    gate, up = halves(both)
+    gate, up = activation(gate), activation(up)
+    product = multiply(gate, activation(scale(gate), saves_output=True))
+    return multiply(copy(up), product)
+
+
+def halves(both: SizeTensor) -> tuple[SizeTensor, SizeTensor]:
+    """Model views of both halves of each row, whose gradients are joined when both exist."""
+    waiting: list[SizeTensor] = []
+
+    def function(grad: SizeTensor) -> list[SizeTensor | None]:
+        waiting.append(grad)
+        if len(waiting) == 1:
+            return [None]
+        joined = join(*waiting)
+        waiting.clear()
+        return [joined]
+
+    one, other = (
+        derive(SizeTensor(both.tape, both.numel // 2, both.item, storage=both.storage), [both], function)
+        for _ in range(2)
+    )
+    return one, other
+
+
+def grouped(tensor: SizeTensor, weight: Parameter, rows: int, columns: int, bias: Parameter | None) -> SizeTensor:
+    """Model ``grouped_mm`` of rows that are sorted by expert, in the type of the ``weight`` of all experts.
+
+    The product saves its rows for a trained weight. A ``bias`` is chosen for each row, and added in place; its copies
+    are the caller's. Autocast does not cast it.
+    """
+    tensor = cast(tensor, weight.item)
+    numel, wants = tensor.numel, tensor.node is not None
+
+    def function(grad: SizeTensor) -> list[SizeTensor | None]:
+        if bias is not None and bias.trained:
+            _finish_gradient(bias, new(grad, bias.numel))
+        input_grad = new(grad, numel) if wants else None
+        _finish_gradient(weight, new(grad, weight.numel) if weight.trained else None)
+        return [input_grad]
+
+    saved = [tensor.storage] if weight.trained else []
+    return derive(new(tensor, numel // columns * rows), [tensor], function, saved, weight.trained)
 
 
 def linear(
@@ -331,12 +412,6 @@ def _third_of_three(grad: SizeTensor) -> list[SizeTensor]:
     return [third]
 
 
-def row_mean(tensor: SizeTensor, rows: int) -> SizeTensor:
-    """Model a mean over the last dimension; its gradient is expanded and divided."""
-    numel = tensor.numel
-    return derive(new(tensor, rows), [tensor], lambda grad: [new(grad, numel)])
-
-
 def row_rsqrt(tensor: SizeTensor) -> SizeTensor:
     """Model ``rsqrt(x + eps)``, which saves its result; the sum is a separate tensor."""
     shifted = derive(new(tensor), [tensor], lambda grad: [grad])
@@ -346,16 +421,19 @@ def row_rsqrt(tensor: SizeTensor) -> SizeTensor:
 
 def scale_rows(tensor: SizeTensor, factors: SizeTensor) -> SizeTensor:
     """Model each row times its factor, which saves both."""
-    rows = factors.numel
+    rows, items = factors.numel, (tensor.item, factors.item)
+    saved = [tensor.storage, factors.storage]
 
     def function(grad: SizeTensor) -> list[SizeTensor]:
-        to_tensor = new(grad)
-        product = new(grad)
-        to_factors = new(grad, rows)
+        to_tensor, product = new(grad), new(grad)
+        if items[0] != items[1]:
+            saved.clear()  # before the cast
+        to_tensor = _as(to_tensor, items[0])
+        to_factors = _as(new(grad, rows), items[1])
         del product
         return [to_tensor, to_factors]
 
-    return derive(new(tensor), [tensor, factors], function, [tensor.storage, factors.storage])
+    return derive(new(tensor, item=max(items)), [tensor, factors], function, saved)
 
 
 def scale_columns(tensor: SizeTensor, weight: Parameter, made: bool = True) -> SizeTensor:
@@ -400,14 +478,6 @@ def rotate_half(tensor: SizeTensor) -> SizeTensor:
     return derive(out, [tensor], function)
 
 
-def repeat(tensor: SizeTensor, times: int) -> SizeTensor:
-    """Model ``repeat_kv``: an expanded copy for grouped heads; its gradient is summed over the group."""
-    if times == 1:
-        return tensor
-    numel = tensor.numel
-    return derive(new(tensor, numel * times), [tensor], lambda grad: [new(grad, numel)])
-
-
 def fused_attention(
     query: SizeTensor, key: SizeTensor, value: SizeTensor, rows: int, width: int, heads: int, mask: int, *, flash: bool
 ) -> SizeTensor:
@@ -437,12 +507,22 @@ def fused_attention(
 
 
 def eager_attention(
-    query: SizeTensor, key: SizeTensor, value: SizeTensor, scores: int, autocast: int | None, mask: int
+    query: SizeTensor,
+    key: SizeTensor,
+    value: SizeTensor,
+    scores: int,
+    autocast: int | None,
+    mask: int,
+    *,
+    softcap: bool = False,
+    sinks: Parameter | None = None,
+    probability: float = 0.0,
 ) -> SizeTensor:
     """Model eager attention: scores, scaled and masked, an fp32 softmax and its cast, times the values.
 
     ``mask`` is the bytes per element of the mask; the sum with it has the wider type. Autocast casts both sides of the
-    products.
+    products. With ``sinks``, the score of each head's is joined and the largest one subtracted, and the softmax is in
+    the type of the scores.
     """
     item, numel = autocast or query.item, query.numel
     narrow = cast(query, item), cast(key, item)
@@ -451,11 +531,30 @@ def eager_attention(
     del narrow
     scaled = scale(raw)
     del raw
+    for step in SOFTCAP if softcap else ():
+        scaled = step(scaled)
     masked = scale(scaled, max(item, mask))
     del scaled
-    probabilities = softmax(masked, 4)
+    if sinks is not None:
+        masked = _with_sinks(masked, sinks)
+    probabilities = softmax(masked, 4 if sinks is None else masked.item)
     del masked
-    return copy(matmul(cast(probabilities, item), value, numel))
+    return copy(matmul(dropout(cast(probabilities, item), probability), value, numel))
+
+
+def _with_sinks(scores: SizeTensor, sinks: Parameter) -> SizeTensor:
+    """Model the sinks' scores beside ``scores``, less the largest of each row."""
+
+    def function(grad: SizeTensor) -> list[SizeTensor]:
+        of_largest = new(grad)
+        del of_largest
+        _finish_gradient(sinks, new(grad, sinks.numel, sinks.item) if sinks.trained else None)
+        return [grad]
+
+    joined = new(scores)
+    out = derive(new(scores), [scores], function)
+    del joined
+    return out
 
 
 def matmul(left: SizeTensor, right: SizeTensor, numel: int) -> SizeTensor:
@@ -533,13 +632,6 @@ def vocab_parallel_loss(logits: SizeTensor, rows: int) -> SizeTensor:
     return derive(SizeTensor(tape, rows, 4), [logits], function, [powers])
 
 
-def pick(tensor: SizeTensor, rows: int) -> SizeTensor:
-    """Model the choice of one element of each of ``rows`` rows, whose gradient is as large as ``tensor``."""
-    indices = [SizeStorage(tensor.tape, 8 * rows), SizeStorage(tensor.tape, 8 * rows)]
-    numel = tensor.numel
-    return derive(new(tensor, rows), [tensor], lambda grad: [new(grad, numel)], indices)
-
-
 def fused_loss(hidden: SizeTensor, head: Parameter, vocabulary: int, width: int, rows: int) -> SizeTensor:
     """Model Liger's fused linear cross entropy: logits in chunks, gradients of x and head in the forward pass."""
     chunk = fused_chunk(rows, width, vocabulary)
@@ -613,6 +705,8 @@ def tiled_log_probs(hidden: SizeTensor, head: Parameter, vocabulary: int, width:
     return derive(SizeTensor(tape, rows, 4), [chosen], function, [chosen.storage, row], trained=head.trained)
 
 
+HEAD_LOSSES = {"fused": fused_loss, "chunked": chunked_loss, "log_probs": tiled_log_probs}
+"""Losses that take hidden states and the head."""
 TILE_ROWS, TILE_WIDTH = 4096, 32768
 """Rows and columns of the logits that TRL makes at once."""
 

@@ -15,7 +15,8 @@ from shardmake.memory.size_tensors import SizeTensor, TensorEvent
 def stand_in(scenario: Scenario) -> list[TensorEvent]:
     """Return the events of one forward and backward pass."""
     model = scenario.model
-    shape = Decoder(h=model.hidden_size, f=0, a=1, k=1, d=1, layers=len(model.blocks), v=model.vocab_size)
+    layers, words = len(model.blocks), model.vocab_size
+    shape = Decoder(h=model.hidden_size, f=0, a=1, k=1, d=1, layers=layers, v=words, all_levers=True)
     return _StandIn(scenario, shape).run()
 
 
@@ -43,17 +44,9 @@ class _StandIn(DecoderStep):
         out = size_tensors.scale(size_tensors.cast(size_tensors.activation(size_tensors.cast(hidden, 4)), hidden.item))
         for name, rows, columns, share in self.matrices.get(index, []):
             visits = max(1, round(self.tokens * share))
-            entry = _sized(out, visits * columns)
+            entry = size_tensors.resized(out, visits * columns)
             made = size_tensors.linear(
                 entry, self.weights.items[name], rows, columns, expanded=name in self.weights.quantized
             )
             out = size_tensors.activation(made)
-        return size_tensors.add(hidden, _sized(out, self.tokens * self.shape.h))
-
-
-def _sized(tensor: SizeTensor, numel: int) -> SizeTensor:
-    """Return a copy of ``tensor`` in another size."""
-    before = tensor.numel
-    if before == numel:
-        return tensor
-    return size_tensors.derive(size_tensors.new(tensor, numel), [tensor], lambda grad: [size_tensors.new(grad, before)])
+        return size_tensors.add(hidden, size_tensors.resized(out, self.tokens * self.shape.h))

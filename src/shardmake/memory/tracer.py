@@ -380,11 +380,20 @@ class Recorder(_DispatchMode):
     ) -> Any:
         """Run the operator and record the storages of its results, and the product that CUDA's softmax makes."""
         result = func(*args, **(kwargs or {}))
+        if str(func) == "aten.index_put.default":
+            self._write_in_place(args[0], result)
         made = (result, args[0] * args[1]) if str(func) == "aten._softmax_backward_data.default" else result
         for leaf in _PYTREE.tree_leaves(made):
             if isinstance(leaf, torch.Tensor):
                 self._record(leaf, str(func))
         return result
+
+    def _write_in_place(self, zeros: torch.Tensor, result: torch.Tensor) -> None:
+        """Let ``result`` be the storage of ``zeros``: a choice's gradient is written in place, but not a fake one."""
+        old, new = (private(tensor.untyped_storage()).cdata for tensor in (zeros, result))
+        if old in self._known:
+            number = self._known.pop(old)[1]
+            self._known[new] = (weakref.ref(result.untyped_storage(), lambda _: self._forget(new, number)), number)
 
     def _record(self, tensor: torch.Tensor, operator: str) -> None:
         storage = tensor.untyped_storage()

@@ -1,6 +1,6 @@
 """Abilities of a model: attention kernels, packing, gradient checkpointing, adapters that can be merged.
 
-The families that `shardmake.memory.families` writes down can do everything, so that no library is imported for them. Of
+`shardmake.memory.families` has those of the families that it writes down, so that no library is imported for them. Of
 any other model, `shardmake.plan.inspect_model` asks the class in a process of its own, once per config and version.
 """
 
@@ -18,6 +18,7 @@ from shardmake.config.attention import KERNELS, Attention, head_limit
 from shardmake.config.models import Run
 from shardmake.core.errors import ModelError
 from shardmake.memory.cache import cached_helper
+from shardmake.memory.families import COMPOSITES, FAMILIES, TOWERS
 from shardmake.memory.model import Decoder, Model, inventory_request
 
 MIXING_UNKNOWN: tuple[Attention, ...] = ("flash",)
@@ -93,15 +94,10 @@ def find_abilities(model: Model, run: Run) -> Abilities:
         check_not_quantized(model)
     if model.decoder is not None:
         check_class(model.config, model.architecture, model.source)
-        _check_activation(model.config, model.source)
-        limit = _decoder_limit(model.config, model.decoder)
-        return Abilities(model.architecture, KERNELS[1:] if limit else KERNELS, varlen_limit=limit)
-    found = _ask(model, run.trust_remote_code, "class")
-    if run.method_spec.has_adapters:
-        named = {"method": run.method, **run.lora.model_dump(exclude={"alpha", "adapter", "train_tokens"})}
-        found |= _ask(model, run.trust_remote_code, "adapters", adapters=named)
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
-    abilities = Abilities(**values)
+        _check_activation(model.text_config, model.source)
+        abilities = _of_family(model, model.decoder)
+    else:
+        abilities = _of_class(model, run)
     if run.script and abilities.text_part:
         raise ModelError(
             f"script cannot be used for {model.source}, a composite model: of its towers "
@@ -111,15 +107,39 @@ def find_abilities(model: Model, run: Run) -> Abilities:
     return abilities
 
 
+def _of_class(model: Model, run: Run) -> Abilities:
+    """Return what the class of ``model`` answers."""
+    found = _ask(model, run.trust_remote_code, "class")
+    if run.method_spec.has_adapters:
+        named = {"method": run.method, **run.lora.model_dump(exclude={"alpha", "adapter", "train_tokens"})}
+        found |= _ask(model, run.trust_remote_code, "adapters", adapters=named)
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
+    return Abilities(**values)
+
+
+def _of_family(model: Model, decoder: Decoder) -> Abilities:
+    """Return what a ``model`` of a family can do."""
+    family = FAMILIES[model.text_config["model_type"]]
+    limit = family.varlen_limit or _decoder_limit(decoder)
+    kernels = tuple(kernel for kernel in family.kernels if not (limit and kernel == "varlen"))
+    is_part = model.model_type in COMPOSITES
+    return Abilities(
+        model.architecture, kernels, family.mixing, limit, text_part=is_part, absent=TOWERS if is_part else ()
+    )
+
+
 def has_plain_head(model: Model) -> bool:
     """Return True if the loss follows from the last hidden states and the head's weight alone."""
-    decoder = model.decoder
-    return not decoder.scaled_branches if decoder else _ask(model, model.trust_remote_code, "head")["plain"]
+    if model.decoder is not None:
+        return not (model.decoder.scaled_branches or model.decoder.softcaps)
+    return bool(_ask(model, model.trust_remote_code, "head")["plain"])
 
 
 def attends_in_kernel(model: Model) -> bool:
     """Return True if tokens meet in the attention kernel alone, with heads that ranks can share."""
-    return model.decoder is not None or _ask(model, model.trust_remote_code, "tokens")["in_kernel"]
+    if model.decoder is not None:
+        return not model.decoder.sinks
+    return bool(_ask(model, model.trust_remote_code, "tokens")["in_kernel"])
 
 
 def _ask(model: Model, trust_remote_code: bool, about: str, **more: Any) -> dict[str, Any]:
@@ -129,9 +149,9 @@ def _ask(model: Model, trust_remote_code: bool, about: str, **more: Any) -> dict
     return found
 
 
-def _decoder_limit(config: Mapping[str, Any], decoder: Decoder) -> str:
+def _decoder_limit(decoder: Decoder) -> str:
     """Return why a model of the known families cannot train with varlen; empty if it can."""
-    if config.get("attention_dropout"):
+    if decoder.dropout[0]:
         return "has dropout in its attention (attention_dropout in config.json)"
     return head_limit(decoder.d)
 

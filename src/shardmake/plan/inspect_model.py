@@ -15,7 +15,14 @@ from shardmake.config.attention import KERNELS
 from shardmake.config.methods import METHODS
 from shardmake.core.errors import ModelError
 from shardmake.core.private_names import private
-from shardmake.memory.parameter_inventory import find_class, in_one_line, parse_config, plain_name
+from shardmake.memory.parameter_inventory import (
+    block_paths,
+    find_class,
+    in_one_line,
+    layer_kinds,
+    parse_config,
+    plain_name,
+)  # fmt: skip
 from shardmake.plan.abilities import MIXING_UNKNOWN, check_class
 from shardmake.plan.small_config import Narrow, shrunk
 from shardmake.run.adapter_settings import AdapterSettings
@@ -188,9 +195,25 @@ def _build(kind: ModelClass, config: Any, source: str) -> "PreTrainedModel":
 
     try:
         with torch.device("meta"):
-            return kind.build(config, attn_implementation="eager")
+            model = kind.build(config, attn_implementation="eager")
     except Exception as error:  # a model's code may raise anything for unusual sizes
         raise ModelError(f"{source}: transformers cannot build this model: {error}") from None
+    if not huggingface.recognise(Path(source).parent):  # else its files name all layers
+        _drop_alike(model)
+    return model
+
+
+def _drop_alike(model: "PreTrainedModel") -> None:
+    """Keep one layer of each kind, which answers for all: each expert of each layer may be a weight in the files."""
+    from torch import nn
+
+    paths = block_paths(model)
+    kinds = layer_kinds(model, paths)
+    parent, _, name = next(iter(paths), "").rpartition(".")[0].rpartition(".")
+    if kinds:
+        layers: Any = model.get_submodule(f"{parent}.{name}".lstrip("."))
+        kept = sorted({kinds.index(kind) for kind in kinds})
+        setattr(model.get_submodule(parent), name, nn.ModuleList(layers[index] for index in kept))
 
 
 def _absent(kind: ModelClass, config: Any, source: str) -> list[str]:

@@ -88,6 +88,8 @@ def resolve(run: Run, cluster: Cluster) -> ResolvedRun:
     hardware = from_cluster(cluster)
     refuse(wrong_on_cpu(run) if hardware.is_cpu else ())
     model = read_model(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
+    if run.method_spec.has_adapters and model.decoder is not None and model.decoder.experts:
+        model = replace(model, decoder=None)  # those of experts are not written down
     refuse(wrong_model(run, model))
     abilities = find_abilities(model, run)
     refuse(wrong_abilities(run, abilities), wrong_train_tokens(run, abilities.text_part))

@@ -5,7 +5,10 @@ from typing import Any, Literal
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers")
 _BY_LAYER = "per_layer_config"
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_HEADS = (
+    "num_attention_heads", "n_head", "n_heads", "num_heads", "linear_num_heads", "linear_num_key_heads",
+    "linear_num_value_heads",
+)  # fmt: skip
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _OUTER = ("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim")
 _INNER = (

@@ -209,7 +209,8 @@ def _kept(settings: ResolvedRun, chosen: Candidate) -> str:
 def suggest_measuring(settings: ResolvedRun, chosen: Candidate) -> list[Suggestion]:
     """Return what keeps the steps of ``chosen``, up to rounding, and whose gain the model of the step does not know."""
     run = settings.run
-    if run.torch_compile or not _runs_triton(settings) or settings.model.decoder is None or run.script is not None:
+    decoder = settings.model.decoder
+    if run.torch_compile or not _runs_triton(settings) or not decoder or decoder.experts or run.script is not None:
         return []
     resolved = _resolve_with(settings, "torch_compile", True)
     if resolved is None or unsuitable(resolved.run, chosen.choice.strategy):

@@ -46,8 +46,8 @@ def answer(request):
     os.system("echo a compiler's banner")
     return {"doubled": 2 * request}
 """
-PHI3 = {
-    "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "vocab_size": 1000, "hidden_size": 64,
+COHERE = {
+    "model_type": "cohere", "architectures": ["CohereForCausalLM"], "vocab_size": 1000, "hidden_size": 64,
     "intermediate_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 4,
     "pad_token_id": 0,
 }  # fmt: skip
@@ -149,7 +149,7 @@ def test_a_killed_process_fails_one_request(ask: Callable[..., Any]) -> None:
 
 def test_kill_9_of_an_estimate_leaves_no_process(tmp_path: Path) -> None:
     """The kernel ends the tracer with its command, also within a call to C++ code."""
-    (tmp_path / "config.json").write_text(json.dumps(PHI3))
+    (tmp_path / "config.json").write_text(json.dumps(COHERE))
     command = [sys.executable, "-m", "shardmake.cli", "estimate", str(tmp_path)]
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     estimate = psutil.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

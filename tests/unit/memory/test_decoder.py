@@ -11,7 +11,7 @@ import pytest
 from shardmake.memory.closed_form import Profile, of_events
 from shardmake.memory.ddp import StepEvents
 from shardmake.memory.decoder import layer_input, micro_step
-from shardmake.memory.families import part_of
+from shardmake.memory.families import FAMILIES, part_of
 from shardmake.memory.model import split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
@@ -63,6 +63,22 @@ _UNLIKE: dict[str, dict[str, Any]] = {
     "olmo3": _WINDOWS,
     "exaone4": _WINDOWS,
     "smollm3": {"no_rope_layers": [1, 0, 1], "pad_token_id": 0, "tie_word_embeddings": False},
+    "gemma2": {"head_dim": 64},
+    "phi3": {"pad_token_id": 0},
+    "glm4": {"head_dim": 64, "pad_token_id": 0},
+    "ernie4_5": {"head_dim": 64},
+    "seed_oss": {"head_dim": 64},
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"head_dim": 64, "num_experts": 16, "moe_intermediate_size": 256, "num_experts_per_tok": 4},
+    "glm4_moe": {
+        "n_routed_experts": 16,
+        "moe_intermediate_size": 256,
+        "num_experts_per_tok": 4,
+        "pad_token_id": 0,
+        "use_qk_norm": True,
+    },
+    "gpt_oss": {"head_dim": 64, "num_local_experts": 8, "intermediate_size": 1024},
+    "gemma3": {"text_config": {**SIZES, "model_type": "gemma3_text", "head_dim": 64, **_WINDOWS}},
 }
 """Families whose layers differ from Llama's in more than the shapes of weights, with two kinds of layers."""
 
@@ -95,6 +111,8 @@ CASES: dict[str, Scenario] = {
     f"{kind}{name}": scenario({"model_type": kind, "num_hidden_layers": LAYERS, **_UNLIKE[kind]}, **settings)
     for kind in _UNLIKE
     for name, settings in _SETTINGS.items()
+    if kind not in FAMILIES or not FAMILIES[kind].experts or "method" not in settings  # which is traced
+    if kind not in FAMILIES or settings.get("attention", "flash") in FAMILIES[kind].kernels
 }
 
 

@@ -6,7 +6,7 @@ from shardmake.core.errors import ModelError
 from shardmake.memory import parameter_inventory
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.estimate import gpu_memory
-from shardmake.memory.families import FAMILIES, as_classifier
+from shardmake.memory.families import COMPOSITES, FAMILIES, as_classifier
 from shardmake.memory.model import count_rates, find_frozen, find_rates, fused_experts, split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
@@ -29,6 +29,17 @@ VARIANTS = [
     {"model_type": "olmo3", "num_hidden_layers": 5},
     {"model_type": "exaone4", "num_hidden_layers": 4},
     {"model_type": "smollm3", "num_hidden_layers": 5, "pad_token_id": 0, "attention_bias": True},
+    {"model_type": "gemma2", "attention_bias": True},
+    {"model_type": "phi3", "pad_token_id": 0, "partial_rotary_factor": 0.5},
+    {"model_type": "glm4", "pad_token_id": 0},
+    {"model_type": "ernie4_5", "use_bias": True},
+    {"model_type": "seed_oss", "attention_out_bias": True},
+    {"model_type": "mixtral", "num_local_experts": 4},
+    {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 32, "head_dim": 32},
+    {"model_type": "glm4_moe", "n_routed_experts": 4, "moe_intermediate_size": 32, "use_qk_norm": True},
+    {"model_type": "gpt_oss", "num_local_experts": 4},
+    {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **SIZES}},
+    {"model_type": "mistral3", "text_config": {"model_type": "mistral", **SIZES}, "tie_word_embeddings": False},
 ]
 
 
@@ -41,9 +52,9 @@ def test_families_match_what_transformers_builds(variant: dict, classifier: bool
     written = as_classifier(causal) if classifier else causal
     built = parameter_inventory.inventory(parameter_inventory.build(written.config, "test"))
     assert written.decoder is not None
-    assert [(t.name, list(t.shape), t.kind, t.block) for t in written.tensors] == [
+    assert sorted((t.name, list(t.shape), t.kind, t.block) for t in written.tensors) == sorted(
         (t["name"], list(t["shape"]), t["kind"], t["block"]) for t in built["tensors"]
-    ]
+    )
     for field in ("architecture", "tied", "buffer_bytes", "hidden_size", "vocab_size"):
         assert getattr(written, field) == built[field], field
     assert list(written.block_classes) == built["block_classes"]
@@ -59,7 +70,7 @@ def test_published_sizes() -> None:
 
 
 def test_every_family_has_a_variant_here() -> None:
-    assert {variant["model_type"] for variant in VARIANTS} == set(FAMILIES)
+    assert {variant["model_type"] for variant in VARIANTS} == {*FAMILIES, *COMPOSITES}
 
 
 def test_adapters_match_peft() -> None:
