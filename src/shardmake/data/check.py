@@ -81,17 +81,14 @@ def check_first_rows(run: Run, limit: int = FIRST_ROWS, *, rundir: RunDir | None
 
 
 def marks_agree(encoder: Encoder, row: Row) -> bool | None:
-    """Return whether `{% generation %}` marks of the template say the tokens that are learned, or log a warning.
-
-    None without marks, and for a row that has no messages or cannot be learned.
-    """
+    """Return whether `{% generation %}` marks, if any, say the learned tokens of ``row``; if not, log a warning."""
     tokenizer = encoder.chat.tokenizer
     if not encoder.assistant_only or not _MARKS.search(str(tokenizer.chat_template)):
         return None
     try:
         ours, standard = encoder(row.example, row.place), encoder.layout.standardize(row.example, row.place)
     except DataError:  # a bad row, which was reported
-        return None
+        standard = {}
     if "messages" not in standard:
         return None
     settings: Any = {"tools": standard.get("tools"), "return_dict": True, "return_assistant_tokens_mask": True}

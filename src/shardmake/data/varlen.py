@@ -37,19 +37,11 @@ def register_varlen() -> None:
 
 
 def varlen_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    is_causal: bool | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    max_length_q: int | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None,
+    sliding_window: int | None = None, is_causal: bool | None = None, cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None, **others: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Return causal attention of [batch, heads, tokens, width] within each example, as [batch, tokens, heads, width].
 
     Without ``cu_seq_lens_q`` each row is one example. Its padding is on the right (`shardmake.data.dataset.Collator`),

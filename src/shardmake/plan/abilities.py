@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from shardmake.checkpoint.formats import huggingface
 from shardmake.config.attention import KERNELS, Attention, head_limit
 from shardmake.config.models import Run
 from shardmake.core.errors import ModelError
@@ -118,11 +119,13 @@ def _of_class(model: Model, run: Run) -> Abilities:
 
 
 def _of_family(model: Model, decoder: Decoder) -> Abilities:
-    """Return what a ``model`` of a family can do."""
+    """Return what a ``model`` of a family can do; raise a `ModelError` if its files have a layout of their own."""
     family = FAMILIES[model.text_config["model_type"]]
     limit = family.varlen_limit or _decoder_limit(decoder)
     kernels = tuple(kernel for kernel in family.kernels if not (limit and kernel == "varlen"))
     is_part = model.model_type in COMPOSITES
+    if (is_part or decoder.experts) and huggingface.recognise(Path(model.source).parent):
+        _ask(model, model.trust_remote_code, "layout")  # a merge must be able to write it
     return Abilities(
         model.architecture, kernels, family.mixing, limit, text_part=is_part, absent=TOWERS if is_part else ()
     )

@@ -51,6 +51,9 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     match request["about"]:
         case "adapters":
             return _adapters(kind, config, source, request["adapters"])
+        case "layout":
+            _files_layout(_build(kind, config, source), source)
+            return {}
         case "head":
             return {"plain": _has_plain_head(kind, config)}
         case "tokens":

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import MixtralConfig, MixtralForCausalLM
+from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 
@@ -15,7 +17,7 @@ from shardmake.checkpoint.formats.hub_layout import HubWeight, Part
 from shardmake.commands.estimate import resolve_request
 from shardmake.commands.estimate_request import EstimateRequest
 from shardmake.config.models import Run
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import ModelError, ShardmakeError
 from shardmake.fetch import dequantize
 from shardmake.memory.families import COMPOSITES, FAMILIES
 from shardmake.memory.read_config import from_config, read_model
@@ -34,6 +36,7 @@ from shardmake.plan.candidates import choices
 from shardmake.plan.refusals import refuse, wrong_loss
 from shardmake.plan.small_config import shrunk
 from tests.plan_in_process import plan_in_this_process
+from tests.unit.checkpoint.formats.test_hub_layout import Doubled, convert_by
 from tests.unit.plans import make_cluster, make_model, make_run
 
 SIZES = {
@@ -126,6 +129,20 @@ def test_what_is_written_down_of_a_family_is_what_its_class_answers(family: str)
     request = {"config": config, "source": "config.json", "trust_remote_code": False}
     assert has_plain_head(model) == inspect_model.answer({**request, "about": "head"})["plain"]
     assert attends_in_kernel(model) == inspect_model.answer({**request, "about": "tokens"})["in_kernel"]
+
+
+def test_the_files_of_a_mixture_must_have_a_layout_that_a_merge_can_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixture = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2))
+    mixture.save_pretrained(tmp_path / "usual")
+    assert find_abilities(read_model(str(tmp_path / "usual")), make_run()).attention
+    convert_by(monkeypatch, WeightConverter("twice", "self_attn.o_proj.weight", operations=[Doubled()]))
+    mixture.save_pretrained(tmp_path / "other")
+    model = read_model(str(tmp_path / "other"))
+    assert model.decoder is not None
+    with pytest.raises(ModelError, match=r"its files hold model\.layers\.0\.twice, model\.layers\.1\.twice"):
+        find_abilities(model, make_run())
 
 
 @pytest.mark.parametrize(
