@@ -119,6 +119,7 @@ class NodeExit(RunFile):
         description="Exit status of the launcher, negative for a signal; None if not started."
     )
     stop_signal: str | None = Field(description="Signal that asked the worker to stop, such as SIGTERM.")
+    later_signal: str | None = Field(None, description="The same, while the worker waited for the driver.")
     message: str = Field("", description="What went wrong before the launcher started.")
     damaged: list[str] = Field(
         default_factory=list, description="Files of the resumed checkpoint that the node found damaged."
