@@ -217,10 +217,8 @@ def make_data_receipt(digest: str) -> DataReceipt:
     )  # fmt: skip
 
 
-def publish_heartbeat(
-    folder: AttemptDir, phase: str, step: int, median_step_seconds: float = 0.0, gpus: Sequence[GpuUse] = ()
-) -> None:
-    """Write the copy of rank 0's heartbeat as the worker of its node does."""
-    of_rank = {"rank": 0, "host": "c1", "pid": 1, "time": time.time()}
-    beat = Heartbeat(phase=phase, step=step, median_step_seconds=median_step_seconds, **of_rank)
-    NodeHeartbeats(beats=[beat], gpus=list(gpus)).write(folder.node_heartbeats(0))
+def publish_heartbeat(folder: AttemptDir, phase: str, step: int, gpus: Sequence[GpuUse] = (), **times: Any) -> None:
+    """Write the copy of the heartbeats of ranks 0 and 1 as the worker of their node does; rank 1 computes 1.6 times."""
+    beat = Heartbeat(rank=0, host="c1", pid=1, phase=phase, step=step, time=time.time(), **times)
+    slow = beat.model_copy(update={"rank": 1, "compute_seconds": [1.6 * one for one in beat.compute_seconds]})
+    NodeHeartbeats(beats=[beat, slow], gpus=list(gpus)).write(folder.node_heartbeats(0))

@@ -60,7 +60,15 @@ def end_ranks(run: FaultRun, attempt: int = 1) -> None:
     run.cluster.wait_until(lambda: folder.count_exits() == 2, "the ends of both nodes", timeout=200)
 
 
-def test_a_job_that_is_cancelled_while_it_waits_stays_cancelled(run: FaultRun, prepared: Callable[[], None]) -> None:
+@pytest.mark.parametrize(
+    ("options", "state", "ends"),
+    [([], "CANCELLED", {"cancelled by a person"}), (["--signal=USR2"], "COMPLETED", f.KILLED)],
+    ids=["cancelled", "time limit"],
+)
+def test_a_job_that_must_end_while_it_waits_ends_at_once(
+    run: FaultRun, prepared: Callable[[], None], options: list[str], state: str, ends: set[str]
+) -> None:
+    """A cancelled training stays cancelled. After the signal before a time limit another job resumes."""
     run.start()
     run.slow(0.5)
     run.wait_for_steps(1)
@@ -68,14 +76,16 @@ def test_a_job_that_is_cancelled_while_it_waits_stays_cancelled(run: FaultRun, p
     run.driver.send_signal(signal.SIGSTOP)
     end_ranks(run)
     job = run.job()
-    run.cluster.run(["scancel", job])
-    run.cluster.wait_job(job, "CANCELLED", timeout=30)
-    run.driver.send_signal(signal.SIGCONT)
-    assert run.wait() == STOPPED, run.log()
+    run.cluster.run(["scancel", *options, job])
+    run.cluster.wait_job(job, state, timeout=30)
     run.slow(0)
-    run.start()
+    run.driver.send_signal(signal.SIGCONT)
+    if not options:
+        assert run.wait() == STOPPED, run.log()
+        run.start()
     assert run.wait() == 0, run.log()
-    assert run.ends() == ["cancelled by a person", "finished"] and len(set(jobs(run))) == 2
+    assert run.ends()[0] in ends and run.ends()[1:] == ["finished"] and len(set(jobs(run))) == 2
+    assert ("received SIGUSR2, which comes before the job's time limit" in run.history()[0]["message"]) == bool(options)
     prepared()
 
 

@@ -34,6 +34,7 @@ from shardmake.run.receipts import PushReceipt, TrainingReceipt
 from shardmake.run.record import check_format
 from shardmake.run.settings import STAGES_BEFORE, changed_settings
 from shardmake.run.state import Event, RunState, living_driver, read_progress, read_tail
+from shardmake.run.usage import gpu_use, stragglers
 
 if TYPE_CHECKING:
     from shardmake.report.comparison import Comparison
@@ -278,8 +279,10 @@ def _with_job(rundir: RunDir, job: SubmittedJob, status: JobStatus) -> dict[str,
         return _fields("running", "starting", reported, *unknown, queue=_queue(status))
     age = format_duration(max(0.0, time.time() - beat.time))
     lines = [f"As {name}{where}; last heartbeat {age} ago in phase {beat.phase}."]
-    if use := folder.gpu_use():
+    if use := gpu_use(folder):
         lines.append(f"Since its start {use}.")
+    if slow := stragglers(folder):
+        lines.append(f"{slow[0].upper()}{slow[1:]}.")
     if rundir.stop_file.exists():
         stop = short_path(rundir.stop_file)
         lines.append(f"A stop was requested ({stop}): the ranks save and stop after their current step.")

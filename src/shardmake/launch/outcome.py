@@ -1,7 +1,7 @@
 """Determine why an attempt ended, and decide what follows: two pure functions over the attempt's records."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from shardmake.launch.error_texts import error_end, text_end
@@ -133,7 +133,7 @@ def classify(evidence: Evidence) -> Outcome:
         return Outcome(EndReason.FINISHED, "Training finished.")
     if evidence.stop_file and evidence.stopped:
         return Outcome(EndReason.STOP_REQUESTED, "Training saved and stopped because somebody created the stop file.")
-    return (
+    found = (
         _by_person(evidence)
         or _by_checkpoint(evidence)
         or _by_service(evidence)
@@ -153,6 +153,12 @@ def classify(evidence: Evidence) -> Outcome:
         or _by_exit_status(evidence, evidence.exits)
         or _unknown(evidence)
     )
+    late = next((_received(node.host, node.later_signal) for node in evidence.exits if node.later_signal), None)
+    return replace(found, message=f"{found.message} After that, {late}") if late else found
+
+
+def _received(host: str, signal_name: str) -> str:
+    return f"{host} received {signal_name}, which comes {_BY_SIGNAL[signal_name][1]}."
 
 
 def _by_person(evidence: Evidence) -> Outcome | None:
@@ -181,8 +187,8 @@ def _by_service(evidence: Evidence) -> Outcome | None:
         return _by_missing_service(evidence)
     node = max(failed, key=lambda node: node.node_rank)  # the nodes of the service come last
     if node.stop_signal:
-        end, sender = _BY_SIGNAL[node.stop_signal]
-        return Outcome(end, f"{node.host} received {node.stop_signal}, which comes {sender}. {node.message}")
+        message = f"{_received(node.host, node.stop_signal)} {node.message}"
+        return Outcome(_BY_SIGNAL[node.stop_signal][0], message)
     end = EndReason.SERVICE_START if node.phase == STARTING else EndReason.SERVICE
     memory = f" The kernel killed {node.oom_kills} process(es) on {node.host} because the job ran out of memory."
     return Outcome(end, node.message + memory * bool(node.oom_kills), host=node.host, log=node.node_rank)
@@ -213,13 +219,12 @@ def _by_lost_image(evidence: Evidence) -> Outcome | None:
         return None
     if own.end is not EndReason.USER_ERROR and _IMAGE_GONE not in own.error.message:
         return None
-    end, sender = _BY_SIGNAL["SIGTERM"]
     message = (
-        f"{node.host} received SIGTERM, which comes {sender}. After that, {own.message[:1].lower()}{own.message[1:]}. "
+        f"{_received(node.host, 'SIGTERM')} After that, {own.message[:1].lower()}{own.message[1:]}. "
         "If Apptainer is installed without setuid, SIGTERM also ends squashfuse_ll, which serves a .sif file. The "
         "folder of a sandbox as slurm.container.image needs no such process."
     )
-    return Outcome(_BY_SLURM_STATE.get(evidence.slurm_state, end), message)
+    return Outcome(_BY_SLURM_STATE.get(evidence.slurm_state, EndReason.TERMINATED), message)
 
 
 def _by_own_error(evidence: Evidence) -> Outcome | None:
@@ -330,8 +335,7 @@ def _by_signal(exits: Sequence[NodeExit]) -> Outcome | None:
     stopped = next((node for node in exits if node.stop_signal), None)
     if stopped is None or stopped.stop_signal is None:
         return None
-    end, sender = _BY_SIGNAL[stopped.stop_signal]
-    return Outcome(end, f"{stopped.host} received {stopped.stop_signal}, which comes {sender}.")
+    return Outcome(_BY_SIGNAL[stopped.stop_signal][0], _received(stopped.host, stopped.stop_signal))
 
 
 def _by_rendezvous(exits: Sequence[NodeExit]) -> Outcome | None:

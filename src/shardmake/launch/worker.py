@@ -116,7 +116,7 @@ class StopRequest:
             open_file(file, "a").close()
 
 
-def run_slurm_task(attempt_folder: Path, stop: StopRequest | None = None) -> AttemptDir | None:
+def run_slurm_task(attempt_folder: Path, stop: StopRequest) -> AttemptDir | None:
     """Run the worker of this Slurm task; return the attempt that follows in the job, None if the job ends.
 
     The task must not end with the worker's status: srun would end the step.
@@ -130,7 +130,13 @@ def run_slurm_task(attempt_folder: Path, stop: StopRequest | None = None) -> Att
     in_place = folder.settings.exists() and folder.read().restart_in_place
     if (status or in_place) and not _all_nodes_exited(folder) and status:
         sys.exit("Ending the step: another node left no exit record and may hang.")
-    return wait_for_next(folder) if in_place else None
+    if not in_place:
+        return None
+    following = wait_for_next(folder)
+    ended = NodeExit.read_if_exists(folder.exit_record(int(os.environ["SLURM_PROCID"])))
+    if following is None and stop.signal_name and ended and not ended.stop_signal:
+        _write_exit_record(folder, ended.model_copy(update={"later_signal": stop.signal_name}))
+    return following
 
 
 def _all_nodes_exited(folder: AttemptDir) -> bool:

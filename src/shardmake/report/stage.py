@@ -24,6 +24,7 @@ from shardmake.run.length import Length
 from shardmake.run.paths import MODEL_CARD, RunDir
 from shardmake.run.receipts import PushReceipt
 from shardmake.run.settings import stage_times
+from shardmake.run.usage import gpu_use, stragglers
 
 _TEXTS: Final = frozenset({"command", "prompts"})
 """Keys of commands and sentences, in which a path is one word."""
@@ -113,13 +114,18 @@ def _page(
 
 
 def _attempt_facts(records: Records, rundir: RunDir) -> dict[str, str]:
-    """Return the use of the last attempt's GPUs, if nvidia-smi reported it, and the time of each stage.
+    """Return the use of the last attempt's GPUs, if nvidia-smi reported it, its slow ranks, and each stage's time.
 
     That of the training is the time of its last driver.
     """
     times = [f"{stage} {format_duration(seconds)}" for stage, seconds in stage_times(rundir).items()]
-    use = attempt_of(rundir, records.training.attempts).gpu_use()
-    return ({"GPU use, last attempt": use} if use else {}) | ({"Stages": ", ".join(times)} if times else {})
+    last = attempt_of(rundir, records.training.attempts)
+    facts = {
+        "GPU use, last attempt": gpu_use(last),
+        "Slow ranks at the end": stragglers(last),
+        "Stages": ", ".join(times),
+    }
+    return {name: value for name, value in facts.items() if value}
 
 
 def _done(records: Records) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from pydantic import Field
 from shardmake.core.atomic import digest, write_json
 from shardmake.core.run_folder import make_folder, open_file, protect, rename
 from shardmake.core.secrets import redact
-from shardmake.core.units import plural
 from shardmake.run.paths import BelowRoot, RunDir
 from shardmake.run.record import RunFile, RunRecord
 
@@ -120,6 +119,7 @@ class NodeExit(RunFile):
         description="Exit status of the launcher, negative for a signal; None if not started."
     )
     stop_signal: str | None = Field(description="Signal that asked the worker to stop, such as SIGTERM.")
+    later_signal: str | None = Field(None, description="The same, while the worker waited for the driver.")
     message: str = Field("", description="What went wrong before the launcher started.")
     damaged: list[str] = Field(
         default_factory=list, description="Files of the resumed checkpoint that the node found damaged."
@@ -166,6 +166,9 @@ class Heartbeat(RunFile):
     step: int = Field(description="Optimizer steps done.")
     time: float = Field(description="Unix time of the progress.")
     median_step_seconds: float = Field(0.0, description="Median seconds of the last steps; 0 while unknown.")
+    compute_seconds: list[float] = Field(
+        [], description="Mean seconds per step in some linear layers, in each of the last five windows of ten steps."
+    )
 
 
 class GpuUse(RunRecord):
@@ -286,21 +289,6 @@ class AttemptDir:
         found = NodeHeartbeats.read_if_exists(self.node_heartbeats(node_rank))
         return found.beats if found else []
 
-    def gpu_use(self) -> str:
-        """Return how much the GPUs of all nodes were used, as a sentence; empty if nothing is known."""
-        nodes = [NodeHeartbeats.read_if_exists(path) for path in sorted(self.heartbeats.glob("node-*.json"))]
-        used = [(gpu, node.beats[0].host) for node in nodes if node and node.beats for gpu in node.gpus]
-        if not used:
-            return ""
-        least, host = min(used, key=lambda one: one[0].percent)
-        powers = [gpu.watts for gpu, _ in used if gpu.watts is not None]
-        power = f", at {sum(powers) / len(powers):.0f} W each" if len(powers) == len(used) else ""
-        mean = sum(gpu.percent for gpu, _ in used) / len(used)
-        return (
-            f"kernels ran {mean:.0f}% of the time on {plural(len(used), 'GPU')}{power}; least on GPU {least.number} of "
-            f"{host} ({least.percent:.0f}%)"
-        )
-
     def beat(self, rank: int) -> Heartbeat | None:
         """Return the last heartbeat of a rank of any node, as `node_beats`; None before its first."""
         if not self.settings.exists():
@@ -402,17 +390,9 @@ def local_heartbeats(folder: AttemptDir) -> Path:
     return Path(os.environ.get(HEARTBEATS_VARIABLE, folder.heartbeats))
 
 
-def write_heartbeat(folder: AttemptDir, rank: int, phase: str, step: int, median_step_seconds: float = 0.0) -> None:
+def write_heartbeat(folder: AttemptDir, rank: int, phase: str, step: int, **times: Any) -> None:
     """Replace the heartbeat of ``rank`` atomically, without fsync: only the worker of this node reads it."""
-    beat = Heartbeat(
-        rank=rank,
-        host=host_name(),
-        pid=os.getpid(),
-        phase=phase,
-        step=step,
-        time=time.time(),
-        median_step_seconds=median_step_seconds,
-    )
+    beat = Heartbeat(rank=rank, host=host_name(), pid=os.getpid(), phase=phase, step=step, time=time.time(), **times)
     replace_unsynced(heartbeat_file(local_heartbeats(folder), rank), beat)
 
 

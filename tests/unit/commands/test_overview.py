@@ -49,7 +49,7 @@ def test_a_pending_job_has_its_reason_and_estimated_start(training: RunDir) -> N
 
 
 def test_a_row_has_progress_for_people_and_for_programs(training: RunDir) -> None:
-    publish_heartbeat(AttemptDir(training.attempts / "002"), "train", 45, 2.0)
+    publish_heartbeat(AttemptDir(training.attempts / "002"), "train", 45, median_step_seconds=2.0)
     queue = parse_rows(f"12|RUNNING|c[1-2]|{job_name(training.root)}|{START}\n")
     row = read_state(make_run(), SLURM, training, queue)
     assert cells(row)[1:8] == ["train", "training", "60/60", "0.15", "205", "0 s", "running c[1-2]"]

@@ -120,16 +120,18 @@ def test_a_plan_of_other_memory_is_not_done_until_the_run_is_trained(training: R
 def test_progress_while_training(training: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     answer(monkeypatch, training, "RUNNING", "c[1-2]")
     assert one_line(training) == "chat  starting"
-    finished_run.publish_heartbeat(AttemptDir(training.attempts / "002"), "train", 96, 0.5)
+    finished_run.publish_heartbeat(AttemptDir(training.attempts / "002"), "train", 96, median_step_seconds=0.5)
     progress = "step 96 of 400 (24%), loss 6.4, 12,346 tokens/s, 0.5 s a step, about 2 min 32 s left"
     assert one_line(training) == f"chat  training: {progress}"
     text = describe(finished_run.make_run(push=PUSH), SLURM, training)
     assert f"Training: {progress}\n  As job 12 (attempt 2) on c[1-2]; last heartbeat 0 s ago in phase train." in text
     assert states(text)["train"] == "running"
     use = [GpuUse(number="0", percent=90, watts=500), GpuUse(number="1", percent=45, watts=500)]
-    finished_run.publish_heartbeat(AttemptDir(training.attempts / "002"), "train", 96, 0.5, use)
+    finished_run.publish_heartbeat(AttemptDir(training.attempts / "002"), "train", 96, use, compute_seconds=[0.25] * 5)
+    text = describe(finished_run.make_run(push=PUSH), SLURM, training)
     found = "kernels ran 68% of the time on 2 GPUs, at 500 W each; least on GPU 1 of c1 (45%)"
-    assert f"Since its start {found}." in describe(finished_run.make_run(push=PUSH), SLURM, training)
+    assert f"Since its start {found}." in text
+    assert "Rank 1 on c1 computes 1.6 times as long as the median rank (reported from 1.3 times on" in text
     training.stop_file.touch()
     assert "A stop was requested (runs/chat/train/STOP)" in describe(finished_run.make_run(push=PUSH), SLURM, training)
 

@@ -240,11 +240,12 @@ def test_decision(end: EndReason, before: RetryState, action: Action) -> None:
     [
         ({"exits": [node(oom_kills=0)]}, "and not because memory ran out: the kernel counts no such kill"),
         ({"exits": [node()]}, "Most likely they were killed, by the kernel if the node ran out of memory."),
+        ({"exits": [node(later_signal="SIGUSR2")]}, "After that, c1 received SIGUSR2, which comes before the job's time limit."),
         ({"slurm_state": FORGOTTEN}, "Slurm does not know the job any more"),
         ({"slurm_state": "CANCELLED", "cancelled_by": "user root"}, "CANCELLED by user root"),
         ({"last_output": "Task launch failed on node c2"}, "Task launch failed on node c2"),
     ],
-)
+)  # fmt: skip
 def test_what_is_known_and_what_is_assumed_is_said(found: dict[str, object], words: str) -> None:
     assert words in classify(evidence(**found)).message
 

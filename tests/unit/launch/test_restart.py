@@ -1,5 +1,6 @@
 """Workers that wait for the driver after their ranks failed, and the driver's decision to restart them in place."""
 
+import signal
 import subprocess
 import sys
 import threading
@@ -11,12 +12,12 @@ import pytest
 
 from shardmake.config.models import Slurm
 from shardmake.core.errors import ShardmakeError, StopRequestedError
-from shardmake.launch import submission
+from shardmake.launch import submission, worker
 from shardmake.launch.driver import drive
 from shardmake.launch.restart import wait_for_next, waits_for_driver
 from shardmake.launch.slurm_states import JobState, JobStatus
 from shardmake.launch.training import Training
-from shardmake.launch.worker import StopRequest
+from shardmake.launch.worker import StopRequest, run_slurm_task
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.attempt_history import load_history
 from shardmake.run.attempt_owner import NONE, claim, claim_next, last_in_job, next_in_job
@@ -86,9 +87,25 @@ def test_nothing_waits_before_the_last_node_or_after_a_success(folder: AttemptDi
     assert not waits_for_driver(folder)
 
 
-def test_a_signal_between_two_attempts_stops_the_second_one(tmp_path: Path) -> None:
-    stop = StopRequest.__new__(StopRequest)
+@pytest.fixture
+def stop(tmp_path: Path) -> StopRequest:
+    stop = StopRequest.__new__(StopRequest)  # this process keeps its own handlers
     stop.file, stop.signal_name = tmp_path / "first", None
+    return stop
+
+
+def test_a_signal_while_the_workers_wait_is_recorded(
+    folder: AttemptDir, stop: StopRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop.file = folder.stop_file
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setattr(worker, "main", lambda *_: 1)
+    threading.Timer(0.3, stop._on_signal, (signal.SIGUSR2, None)).start()
+    assert run_slurm_task(folder.root, stop) is None
+    assert [node.later_signal for node in folder.exits()] == [None, "SIGUSR2"] and next_in_job(folder) == NONE
+
+
+def test_a_signal_between_two_attempts_stops_the_second_one(tmp_path: Path, stop: StopRequest) -> None:
     stop.follow(tmp_path / "second")
     assert not (tmp_path / "second").exists()
     stop._on_signal(10, None)

@@ -105,11 +105,12 @@ def test_a_failed_node_ends_the_step_if_another_is_stuck(
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setattr(worker, "main", lambda *_: status)
     monkeypatch.setattr(worker, "OTHERS_SECONDS", 0.1)
+    stop = worker.StopRequest(folder.stop_file)
     if not ends_step:
-        assert worker.run_slurm_task(folder.root) is None
+        assert worker.run_slurm_task(folder.root, stop) is None
         return
     with pytest.raises(SystemExit) as end:
-        worker.run_slurm_task(folder.root)
+        worker.run_slurm_task(folder.root, stop)
     assert end.value.code not in (0, None)
 
 

@@ -41,9 +41,10 @@ def text_of(page: str) -> str:
 
 def test_one_page_holds_everything(rundir: RunDir) -> None:
     use = [GpuUse(number="0", percent=90, watts=None)]
-    publish_heartbeat(attempt_of(rundir, TRAINED.attempts), "end", 4, gpus=use)
+    publish_heartbeat(attempt_of(rundir, TRAINED.attempts), "end", 4, use, compute_seconds=[0.25] * 5)
     page = write_report(make_run(), rundir).read_text()
     assert "GPU use, last attempt kernels ran 90% of the time on 1 GPU; least" in text_of(page)
+    assert "Slow ranks at the end rank 1 on c1 computes 1.6 times as long as the median rank" in text_of(page)
     parser = Balance()
     parser.feed(page)
     assert parser.open == []

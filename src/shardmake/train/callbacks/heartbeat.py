@@ -9,6 +9,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from shardmake.run.attempt import AttemptDir, write_heartbeat
 from shardmake.train.callbacks.best_effort import BestEffortWriter
+from shardmake.train.callbacks.compute_timer import ComputeTimer
 
 HEARTBEAT_SECONDS = 2.0
 MEDIAN_OVER_STEPS = 20
@@ -28,18 +29,24 @@ class HeartbeatCallback(TrainerCallback):
         self.step_start = 0.0
         self.first_step_seconds = 0.0
         self.step_seconds: deque[float] = deque(maxlen=MEDIAN_OVER_STEPS)
+        self.compute = ComputeTimer()
 
     def beat(self, phase: str, step: int) -> None:
         """Write a heartbeat if the phase has changed or the last heartbeat is old enough."""
         last_phase, last_time = self.last
         if phase != last_phase or time.time() - last_time >= HEARTBEAT_SECONDS:
             self.last = (phase, time.time())
-            median_step_seconds = median(self.step_seconds) if self.step_seconds else self.first_step_seconds
+            times = {
+                "median_step_seconds": median(self.step_seconds) if self.step_seconds else self.first_step_seconds,
+                "compute_seconds": [*self.compute.windows],
+            }
             with self.writer.write():
-                write_heartbeat(self.folder, self.rank, phase, step, median_step_seconds)
+                write_heartbeat(self.folder, self.rank, phase, step, **times)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start the phase of the first step, which may compile kernels and take long."""
+        if "model" in kwargs and not args.torch_compile:  # the compiler would trace the hooks
+            self.compute.attach(kwargs["model"], args.device)
         self.step_start = time.monotonic()
         self.beat("first step", state.global_step)
 
@@ -56,6 +63,7 @@ class HeartbeatCallback(TrainerCallback):
         else:
             self.first_step_seconds = seconds
         self.step_start += seconds
+        self.compute.end_step()
         self.beat("evaluate" if control.should_evaluate else _after_evaluation(control), state.global_step)
 
     def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
