@@ -1,4 +1,4 @@
-"""A script for transformers' Trainer that does not use Shardmake; with an adapter, or a server that it asks, if told so.
+"""A script for transformers' Trainer that does not use Shardmake; with an adapter, or a server, if asked.
 
 An adapter is on a base model in 4 bits if asked, and its factors are saved as well. Rank 0 asks the server after every
 step, which takes ``seconds``.
