@@ -1,6 +1,7 @@
 """Sequence parallelism trains as data parallelism alone, on 2 and on 4 ranks; it resumes, merges and changes degree."""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ DEGREES: tuple[tuple[Strategy, int, int, Loss], ...] = (
     ("zero2", 2, 2, "plain"), ("zero1", 2, 1, "plain"), ("zero3", 2, 1, "chunked"), ("fsdp", 2, 2, "plain"),
 )  # fmt: skip
 """A strategy, the ranks per group, the groups, and the loss."""
-OTHERS: tuple[Strategy, ...] = (
-    "zero1", "zero3", "zero1-offload", "zero2-offload", "zero3-offload-optimizer", "zero3-offload", "fsdp",
-    "fsdp-grad-op", "fsdp-offload",
+OTHERS: tuple[tuple[Strategy, Mapping[str, Any]], ...] = (
+    ("zero1", {}), ("zero3", {}), ("zero1-offload", {}), ("zero2-offload", {}), ("zero3-offload-optimizer", {}),
+    ("zero3-offload", {}), ("fsdp", {}), ("fsdp-grad-op", {}), ("fsdp-offload", {}),
+    ("fsdp", {"method": "lora", "learning_rates": {}}), ("zero3", {"method": "lora", "learning_rates": {}}),
 )  # fmt: skip
 
 
@@ -62,11 +64,11 @@ def test_sequence_and_data_degrees_together(forked: Forked, tmp_path: Path, chan
 
 
 @pytest.mark.objectives
-@pytest.mark.parametrize("strategy", OTHERS)
+@pytest.mark.parametrize(("strategy", "more"), OTHERS)
 def test_other_strategies_share_sequences_and_resume(
-    forked: Forked, tmp_path: Path, changes: dict[str, Any], strategy: Strategy
+    forked: Forked, tmp_path: Path, changes: dict[str, Any], strategy: Strategy, more: Mapping[str, Any]
 ) -> None:
-    reference, rundir = RunDir(tmp_path / "ddp"), RunDir(tmp_path / "shared")
+    reference, rundir, changes = RunDir(tmp_path / "ddp"), RunDir(tmp_path / "shared"), {**changes, **more}
     planned = forked.plan("ddp", 2, **changes)
     prepare(planned[1], reference)
     assert forked.train(reference, planned) == [0, 0], log(reference)
