@@ -94,6 +94,20 @@ def _first_step() -> str:
     return f"{ratio:.2f} times a bare `sbatch` of torchrun; {median(again):.0f} s from a killed rank to the next step"
 
 
+def _data_speed() -> str:
+    plain, trl = [], []
+    for file in ("data_speed_large.json", "data_speed_50_turns.json"):
+        for processes in ("1 processes", "2 processes"):
+            found = _json(file)["cases"][0][processes]
+            plain.append(f"{found['times_plain']:.2f}")
+            trl.append(f"{found['times_faster_than_trl']:.2f}")
+    few, many = " and ".join(plain[:2]), " and ".join(plain[2:])
+    return (
+        f"{few}, {many} times a plain `datasets.map`; "
+        f"TRL takes {' and '.join(trl[:2])}, {' and '.join(trl[2:])} times as long"
+    )
+
+
 def _step_time() -> str:
     row = r"^{}, all +(\d+) .* ([\d.]+)% +\S+ +\S+$"
     ((held_out, error),) = re.findall(row.format("held out"), _text("step_time_accuracy.txt"), re.MULTILINE)
@@ -107,7 +121,7 @@ def test_the_demo_ends_as_the_readme_says() -> None:
 
 @pytest.mark.parametrize(
     "figures",
-    [*(_merge, _limits, _fault_kinds, _fault_tests, _first_step, _step_time)],
+    [_merge, _limits, _fault_kinds, _fault_tests, _first_step, _data_speed, _step_time],
     ids=lambda figures: figures.__name__.strip("_"),
 )
 def test_a_figure_is_that_of_its_result(figures: Callable[[], str]) -> None:
