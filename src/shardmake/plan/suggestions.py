@@ -208,9 +208,9 @@ def _kept(settings: ResolvedRun, chosen: Candidate) -> str:
 
 def suggest_measuring(settings: ResolvedRun, chosen: Candidate) -> list[Suggestion]:
     """Return what keeps the steps of ``chosen``, up to rounding, and whose gain the model of the step does not know."""
-    run = settings.run
-    decoder = settings.model.decoder
-    if run.torch_compile or not _runs_triton(settings) or not decoder or decoder.experts or run.script is not None:
+    run, decoder = settings.run, settings.model.decoder
+    is_dense = decoder is not None and not decoder.experts and not settings.abilities.text_part
+    if run.torch_compile or run.script is not None or not is_dense or not _runs_triton(settings):
         return []
     resolved = _resolve_with(settings, "torch_compile", True)
     if resolved is None or unsuitable(resolved.run, chosen.choice.strategy):
