@@ -170,7 +170,7 @@ class Loop:
         """Write this rank's heartbeat: a rank that hangs in a phase other than "script" ends the attempt."""
         pace = median(self.seconds) if self.seconds else 0.0
         folder = AttemptDir(Path(variable("ATTEMPT_FOLDER")))
-        write_heartbeat(folder, self.accelerator.process_index, phase, self.step, pace)
+        write_heartbeat(folder, self.accelerator.process_index, phase, self.step, median_step_seconds=pace)
 
     def stop_requested(self) -> bool:
         """Return True on every rank if one of them sees a stop file."""

@@ -244,7 +244,7 @@ def test_out_of_memory_takes_fallbacks_until_training_succeeds(
 ) -> None:
     """torch's own error, raised in the first step of every fallback without gradient checkpointing."""
     checkout.run_at_start(SHORTAGE, monkeypatch)
-    checkout.configure(max_steps=2, checkpoints={"every_steps": 2}, micro_batch_size="auto")
+    checkout.configure(max_steps=2, checkpoints={"every_steps": 2}, micro_batch_size="auto", sequence_length=128)
     checkout.stages()
     output = checkout("shardmake", "train", "demo").stdout
     assert "CUDA out of memory" in output
