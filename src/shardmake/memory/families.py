@@ -125,8 +125,7 @@ FAMILIES: dict[str, Family] = {
     ),
 }  # fmt: skip
 COMPOSITES = {"gemma3": "Gemma3ForConditionalGeneration", "mistral3": "Mistral3ForConditionalGeneration"}
-"""Classes of composite models whose text part, of a family, is ``model.language_model`` beside `TOWERS`."""
-TOWERS = ("model.vision_tower", "model.multi_modal_projector")
+"""Classes of composite models whose text part, of a family, is ``model.language_model`` beside their towers."""
 
 
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")

@@ -19,7 +19,7 @@ from shardmake.config.attention import KERNELS, Attention, head_limit
 from shardmake.config.models import Run
 from shardmake.core.errors import ModelError
 from shardmake.memory.cache import cached_helper
-from shardmake.memory.families import COMPOSITES, FAMILIES, TOWERS
+from shardmake.memory.families import COMPOSITES, FAMILIES
 from shardmake.memory.model import Decoder, Model, inventory_request
 
 MIXING_UNKNOWN: tuple[Attention, ...] = ("flash",)
@@ -96,8 +96,9 @@ def find_abilities(model: Model, run: Run) -> Abilities:
     if model.decoder is not None:
         check_class(model.config, model.architecture, model.source)
         _check_activation(model.text_config, model.source)
+    if model.decoder is not None and model.model_type not in COMPOSITES:
         abilities = _of_family(model, model.decoder)
-    else:
+    else:  # the kernels of a composite are those of its towers too: transformers 5.24 has fewer for Gemma 3
         abilities = _of_class(model, run)
     if run.script and abilities.text_part:
         raise ModelError(
@@ -123,12 +124,9 @@ def _of_family(model: Model, decoder: Decoder) -> Abilities:
     family = FAMILIES[model.text_config["model_type"]]
     limit = family.varlen_limit or _decoder_limit(decoder)
     kernels = tuple(kernel for kernel in family.kernels if not (limit and kernel == "varlen"))
-    is_part = model.model_type in COMPOSITES
-    if (is_part or decoder.experts) and huggingface.recognise(Path(model.source).parent):
+    if decoder.experts and huggingface.recognise(Path(model.source).parent):
         _ask(model, model.trust_remote_code, "layout")  # a merge must be able to write it
-    return Abilities(
-        model.architecture, kernels, family.mixing, limit, text_part=is_part, absent=TOWERS if is_part else ()
-    )
+    return Abilities(model.architecture, kernels, family.mixing, limit)
 
 
 def has_plain_head(model: Model) -> bool:
