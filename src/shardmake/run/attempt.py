@@ -10,6 +10,7 @@ import os
 import socket
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -390,9 +391,15 @@ def local_heartbeats(folder: AttemptDir) -> Path:
     return Path(os.environ.get(HEARTBEATS_VARIABLE, folder.heartbeats))
 
 
-def write_heartbeat(folder: AttemptDir, rank: int, phase: str, step: int, **times: Any) -> None:
+def write_heartbeat(
+    folder: AttemptDir, rank: int, phase: str, step: int, median_step_seconds: float = 0.0,
+    compute_seconds: Sequence[float] = (),
+) -> None:  # fmt: skip
     """Replace the heartbeat of ``rank`` atomically, without fsync: only the worker of this node reads it."""
-    beat = Heartbeat(rank=rank, host=host_name(), pid=os.getpid(), phase=phase, step=step, time=time.time(), **times)
+    beat = Heartbeat(
+        rank=rank, host=host_name(), pid=os.getpid(), phase=phase, step=step, time=time.time(),
+        median_step_seconds=median_step_seconds, compute_seconds=[*compute_seconds],
+    )  # fmt: skip
     replace_unsynced(heartbeat_file(local_heartbeats(folder), rank), beat)
 
 

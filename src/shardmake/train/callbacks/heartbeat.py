@@ -36,12 +36,9 @@ class HeartbeatCallback(TrainerCallback):
         last_phase, last_time = self.last
         if phase != last_phase or time.time() - last_time >= HEARTBEAT_SECONDS:
             self.last = (phase, time.time())
-            times = {
-                "median_step_seconds": median(self.step_seconds) if self.step_seconds else self.first_step_seconds,
-                "compute_seconds": [*self.compute.windows],
-            }
+            usual = median(self.step_seconds) if self.step_seconds else self.first_step_seconds
             with self.writer.write():
-                write_heartbeat(self.folder, self.rank, phase, step, **times)
+                write_heartbeat(self.folder, self.rank, phase, step, usual, self.compute.windows)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start the phase of the first step, which may compile kernels and take long."""
