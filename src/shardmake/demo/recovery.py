@@ -3,7 +3,7 @@
 The run trains in a folder of its own, ``runs/sbatch-options-killed``, which is replaced.
 """
 
-import os
+import contextlib
 import shutil
 import signal
 import subprocess
@@ -88,14 +88,15 @@ def write_config(checkpoint_every: int) -> None:
 
 def kill_tree(pid: int, spare: str) -> None:
     """SIGKILL a process and its descendants, but for processes whose command line holds ``spare``, and theirs."""
-    root = psutil.Process(pid)
-    spared: set[int] = set()
-    for process in (root, *root.children(recursive=True)):
+    with contextlib.suppress(psutil.NoSuchProcess):  # one may end meanwhile
+        process = psutil.Process(pid)
         if spare in " ".join(process.cmdline()):
-            spared |= {process.pid, *(child.pid for child in process.children(recursive=True))}
-    for process in (root, *root.children(recursive=True)):
-        if process.pid not in spared:
-            os.kill(process.pid, signal.SIGKILL)
+            return
+        process.suspend()  # so that it starts nothing between the list of its children and its end
+        children = process.children()
+        process.kill()
+        for child in children:
+            kill_tree(child.pid, spare)
 
 
 def _print_with_time(start: float) -> Callable[[str], None]:
