@@ -3,11 +3,11 @@
 import gc
 import logging
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardmake.config.models import EvaluationBackend, Run
 from shardmake.config.objectives import OBJECTIVES
@@ -89,7 +89,7 @@ def _assess(models: list[Weights], setup: EvaluationSetup) -> list[Assessment]:
         if rendezvous is None and setup.ranks == 1:
             return _assess_share(models, setup, ranks[0])
         shares = in_processes(partial(_assess_share, models, setup), ranks)
-    return [_combine(list(of_one_model)) for of_one_model in zip(*shares, strict=True)]
+    return [_combine(of_one_model) for of_one_model in zip(*shares, strict=True)]
 
 
 def in_processes(function: Callable[[Item], Result], items: list[Item]) -> list[Result]:
@@ -110,7 +110,7 @@ def in_processes(function: Callable[[Item], Result], items: list[Item]) -> list[
         return [future.result() for future in futures]
 
 
-def _combine(shares: list[Assessment]) -> Assessment:
+def _combine(shares: Sequence[Assessment]) -> Assessment:
     pairs = {number: value for share in shares for number, value in share.pairs.items()}
     return Assessment(combine([share.scores for share in shares]), shares[0].answers, shares[0].tasks, pairs)
 
@@ -129,15 +129,9 @@ def _assess_model(model: Weights, setup: EvaluationSetup, rank: RankInfo) -> Ass
     from shardmake.evaluate.preferences import rate_answers, score_answers
 
     run, rundir, objective = setup.run, setup.rundir, OBJECTIVES[setup.run.objective]
-    network = load_model(
-        model[0],
-        setup.backend,
-        rank,
-        model_class=planned_class(run, rundir),
-        revision=model[1],
-        trust_remote_code=run.trust_remote_code,
-        nvme=setup.nvme,
-    )
+    options: dict[str, Any] = {"trust_remote_code": run.trust_remote_code, "nvme": setup.nvme}
+    kind = planned_class(run, rundir)
+    network = load_model(model[0], setup.backend, rank, model_class=kind, revision=model[1], **options)
     found = Assessment(Scores(), [], {}, {})
     if not objective.new_head:
         examples = Sequences(rundir.data, "eval")

@@ -92,11 +92,8 @@ def _compare_models(
     )
     for name, found in zip(("base", "tuned"), result.scores or (), strict=True):
         logger.info(f"{name}: loss {found.loss:.4f}, perplexity {found.perplexity_text()}, {found.tokens:,} tokens")
-    if result.preferences:
-        rewards = result.preferences.rewards
-        logger.info(f"reward accuracy {rewards.accuracies:.1%}, margin {rewards.margins:.4f}")
-    if labelled := result.completions:
-        logger.info(f"reward accuracy {labelled.accuracy:.1%}, margin {labelled.rewards.margins:.4f}")
+    if compared := result.preferences or result.completions:
+        logger.info(f"reward accuracy {result.reward_accuracy:.1%}, margin {compared.rewards.margins:.4f}")
     unlink(rundir.evaluation_losses)
     if run.evaluation.losses:
         write_text(rundir.evaluation_losses, _losses_table(base.scores, tuned.scores))
@@ -131,10 +128,9 @@ def _evaluate_reward_model(setup: EvaluationSetup) -> EvaluationResult:
 
 def _losses_table(base: Scores, tuned: Scores) -> str:
     """Return a table with the loss of each held-out example under both models, as comma-separated values."""
-    pairs = zip(base.examples, tuned.examples, strict=True)
     lines = [
         f"{one.sequence},{one.start},{one.tokens},{one.loss:.6g},{other.loss:.6g},{one.exact:d},{other.exact:d}\n"
-        for one, other in pairs
+        for one, other in zip(base.examples, tuned.examples, strict=True)
     ]
     return "".join(["sequence,start,tokens,base_loss,tuned_loss,base_exact,tuned_exact\n", *lines])
 

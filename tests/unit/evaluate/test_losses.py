@@ -3,6 +3,7 @@
 import json
 import math
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -33,10 +34,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_network(family: str = "Llama", **changes: Any) -> Any:
+def make_network(family: str = "Llama") -> Any:
     prefix, _, name = family.partition(":")
     name = name or prefix
-    config = getattr(transformers, f"{prefix}Config")(**SMALL, **(FAMILIES.get(family, {}) | changes))
+    config = getattr(transformers, f"{prefix}Config")(**SMALL, **FAMILIES[family])
     torch.manual_seed(0)
     model_class = getattr(transformers, name if name.endswith("Model") else f"{name}ForCausalLM")
     return model_class(config).eval()
@@ -50,42 +51,30 @@ def make_example(length: int, prompt: int) -> dict[str, torch.Tensor]:
 
 
 EXAMPLES = [make_example(length, prompt) for length, prompt in ((30, 5), (12, 11), (25, 1), (7, 7), (30, 20))]
+TOKENS = sum(int((example["labels"][1:] != IGNORED).sum()) for example in EXAMPLES)
 
 
-def direct(network: Any) -> tuple[float, int]:
-    """Return the summed loss and the tokens of the examples, one by one from all their logits."""
-    total = 0.0
+def check_loss(network: Any, tokens: int = 64) -> None:
+    """Compare the summed loss of the examples with that of each one alone, from all its logits."""
+    found, total = score(network, EXAMPLES, plan_passes([30, 12, 25, 7, 30], tokens, 1)).total, 0.0
     for example in EXAMPLES:
         with torch.inference_mode():
             logits = network(input_ids=example["input_ids"][None], use_cache=False).logits[0]
         targets = example["labels"][1:]
         total += torch.nn.functional.cross_entropy(logits[:-1], targets, ignore_index=IGNORED, reduction="sum").item()
-    return total, sum(int((example["labels"][1:] != IGNORED).sum()) for example in EXAMPLES)
-
-
-def logged_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list to which each cross entropy adds the number of its positions."""
-    sizes: list[int] = []
-    plain = losses._token_scores
-
-    def logging(logits: torch.Tensor, targets: torch.Tensor) -> losses.TokenScores:
-        sizes.append(logits.shape[0])
-        return plain(logits, targets)
-
-    monkeypatch.setattr(losses, "_token_scores", logging)
-    return sizes
+    assert found.tokens == TOKENS and found.loss == pytest.approx(total, rel=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_head_in_parts_gives_the_losses_of_the_whole_model(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "_LOGITS", 8 * VOCABULARY)
-    sizes, network = logged_sizes(monkeypatch), make_network(family)
+    logged, network = Mock(wraps=losses._token_scores), make_network(family)
+    monkeypatch.setattr(losses, "_token_scores", logged)
     modules = dict(network.named_modules())
     assert LossPerToken(network, EXAMPLES[0]["input_ids"]).in_parts
-    found = score(network, EXAMPLES, plan_passes([30, 12, 25, 7, 30], 64, 1)).total
-    loss, tokens = direct(network)
-    assert (found.tokens, sum(sizes)) == (tokens, tokens) and max(sizes) == 8
-    assert found.loss == pytest.approx(loss, rel=1e-5)
+    check_loss(network)
+    sizes = [len(call.args[0]) for call in logged.call_args_list]
+    assert sum(sizes) == TOKENS and max(sizes) == 8
     assert dict(network.named_modules()) == modules, "the decoder is back in its place"
 
 
@@ -99,8 +88,7 @@ def test_a_model_that_scales_by_its_input_gets_all_logits_at_once(caplog: pytest
             return result
 
     network = ByInput(make_network().config).eval()
-    found = score(network, EXAMPLES, plan_passes([30, 12, 25, 7, 30], 1, 1)).total
-    assert found.loss == pytest.approx(direct(network)[0], rel=1e-5)
+    check_loss(network, tokens=1)
     assert caplog.messages == [
         "ByInput: the head cannot be applied in parts. The logits of a pass are computed at once, which takes more "
         "memory."
@@ -121,8 +109,7 @@ def test_code_of_another_shape_gets_all_logits_at_once(kind: str) -> None:
 
     network = (Old if kind == "no logits_to_keep" else Strict)(make_network().config).eval()
     assert not LossPerToken(network, EXAMPLES[0]["input_ids"]).in_parts
-    found = score(network, EXAMPLES, plan_passes([30, 12, 25, 7, 30], 64, 1)).total
-    assert found.loss == pytest.approx(direct(network)[0], rel=1e-5)
+    check_loss(network)
 
 
 def test_a_pass_without_sequences_is_not_counted() -> None:
@@ -145,32 +132,26 @@ def test_passes_are_bounded_by_their_tokens(tokens: int, ranks: int) -> None:
         assert len(passes) == ranks, "few sequences are shared by all ranks"
 
 
-TRITON = RuntimeError("Triton Error [CUDA]: out of memory")
-CUBLAS = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+FULL = [
+    torch.OutOfMemoryError("Tried to allocate 8.00 GiB."),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+]
 
 
-@pytest.mark.parametrize("raised_on_gpu", [torch.OutOfMemoryError("Tried to allocate 8.00 GiB."), TRITON, CUBLAS])
-@pytest.mark.parametrize(("rows", "error"), [([0, 2], PassOutOfMemoryError), ([0], ModelError)])
-def test_a_pass_that_does_not_fit_is_named(
-    rows: list[int], error: type[Exception], raised_on_gpu: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise raised_on_gpu
-
-    monkeypatch.setattr(losses, "_token_scores", full)
-    with pytest.raises(error) as raised:
-        score(make_network(), EXAMPLES, [rows])
-    if isinstance(raised.value, PassOutOfMemoryError):
-        assert raised.value.tokens == 60
-    else:
-        assert "one sequence of 30 tokens" in str(raised.value) and "evaluation.backend" in str(raised.value)
+@pytest.mark.parametrize("raised_on_gpu", FULL)
+def test_a_pass_that_does_not_fit_is_named(raised_on_gpu: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "_token_scores", Mock(side_effect=raised_on_gpu))
+    with pytest.raises(PassOutOfMemoryError) as raised:
+        score(make_network(), EXAMPLES, [[0, 2]])
+    assert raised.value.tokens == 60
+    with pytest.raises(ModelError, match=r"one sequence of 30 tokens.*evaluation\.backend"):
+        score(make_network(), EXAMPLES, [[0]])
 
 
 def test_another_error_of_a_pass_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("CUDA error: device-side assert triggered")
-
-    monkeypatch.setattr(losses, "_token_scores", fail)
+    error = RuntimeError("CUDA error: device-side assert triggered")
+    monkeypatch.setattr(losses, "_token_scores", Mock(side_effect=error))
     with pytest.raises(RuntimeError, match="device-side assert"):
         score(make_network(), EXAMPLES, [[0, 2]])
 
