@@ -10,9 +10,9 @@ import torch
 import transformers
 
 from shardmake.core.errors import ModelError
-from shardmake.evaluate import losses, scores
+from shardmake.evaluate import losses
 from shardmake.evaluate.losses import LossPerToken
-from shardmake.evaluate.scores import IGNORED, PassOutOfMemoryError, plan_passes, score
+from shardmake.evaluate.scores import IGNORED, ExampleLoss, PassOutOfMemoryError, as_record, means, plan_passes, score
 
 VOCABULARY = 96
 SMALL = {
@@ -56,13 +56,14 @@ TOKENS = sum(int((example["labels"][1:] != IGNORED).sum()) for example in EXAMPL
 
 def check_loss(network: Any, tokens: int = 64) -> None:
     """Compare the summed loss of the examples with that of each one alone, from all its logits."""
-    found, total = score(network, EXAMPLES, plan_passes([30, 12, 25, 7, 30], tokens, 1)).total, 0.0
+    found, total = score(network, EXAMPLES, plan_passes([30, 12, 25, 7, 30], tokens, 1)), 0.0
     for example in EXAMPLES:
         with torch.inference_mode():
             logits = network(input_ids=example["input_ids"][None], use_cache=False).logits[0]
         targets = example["labels"][1:]
         total += torch.nn.functional.cross_entropy(logits[:-1], targets, ignore_index=IGNORED, reduction="sum").item()
-    assert found.tokens == TOKENS and found.loss == pytest.approx(total, rel=1e-5)
+    assert sum(one.tokens for one in found) == TOKENS
+    assert sum(one.total for one in found) == pytest.approx(total, rel=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -158,8 +159,7 @@ def test_another_error_of_a_pass_is_not_changed(monkeypatch: pytest.MonkeyPatch)
 
 def test_lengths_do_not_hide_behind_the_bucket_borders() -> None:
     found = score(make_network(), [make_example(length, 1) for length in (128, 129)], [[0, 1]])
-    assert [bucket.tokens for bucket in found.bins[:2]] == [127, 128]
-    assert scores.BUCKETS[0] == 128
+    assert [(one.up_to, one.tokens) for one in as_record(found).by_length] == [(128, 127), (512, 128)]
 
 
 def greedy_example(network: Any, prompt: int, answer: int) -> dict[str, torch.Tensor]:
@@ -191,15 +191,14 @@ def test_exact_examples_are_those_that_greedy_decoding_answers(is_packed: bool) 
     examples = [right, *wrong, long]
     rows = [pack(right, wrong[0], wrong[1]), pack(wrong[2], long)] if is_packed else examples
     found = score(network, rows, [list(range(len(rows)))])
-    assert (found.total.examples, found.total.exact) == (5, 2)
-    assert found.as_record().exact == pytest.approx(0.4)
+    assert len(found) == 5 and as_record(found).exact == pytest.approx(0.4)
 
 
 def test_exact_examples_are_counted_by_source() -> None:
     network = make_network()
     right = greedy_example(network, 6, 9)
     found = score(network, [right, with_another_token(right, 14), right], [[2, 0], [1]], [2, 1])
-    assert [source.exact for source in found.as_record(["a", "b"]).by_source] == [0.5, 1.0]
+    assert [source.exact for source in as_record(found, ["a", "b"]).by_source] == [0.5, 1.0]
 
 
 @pytest.mark.parametrize("passes", [[[0, 1, 2]], [[2], [1, 0]]])
@@ -208,27 +207,30 @@ def test_each_example_has_its_own_loss(passes: list[list[int]]) -> None:
     network = make_network()
     right, long = greedy_example(network, 6, 9), greedy_example(network, 4, 17)
     wrong = with_another_token(right, 10)
-    found = score(network, [pack(right, wrong), long, pack(wrong, long, right)], passes).examples
+    found = score(network, [pack(right, wrong), long, pack(wrong, long, right)], passes)
     places = [(one.sequence, one.start) for one in found]
     expected = {(0, 0): right, (0, 15): wrong, (1, 0): long, (2, 0): wrong, (2, 15): long, (2, 36): right}
     assert places == [*expected]
     for one in found:
-        (alone,) = score(network, [expected[one.sequence, one.start]], [[0]]).examples
+        (alone,) = score(network, [expected[one.sequence, one.start]], [[0]])
         assert one.loss == pytest.approx(alone.loss, rel=1e-5)
         assert (one.tokens, one.exact) == (alone.tokens, alone.exact)
     assert sum(one.exact for one in found) == 4
 
 
+def of_length(bucket: int, total: float) -> ExampleLoss:
+    return ExampleLoss(sequence=0, start=0, source=0, bucket=bucket, tokens=10, total=total, exact=False)
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_is_an_error(loss: float) -> None:
     with pytest.raises(ModelError, match=r"the model's loss is .* per token.*lower learning_rate"):
-        scores.Score(loss=loss, tokens=10, examples=1).means()
+        means([of_length(0, loss)])
 
 
 def test_a_perplexity_that_overflows_is_null() -> None:
     """The exponential of 709.78 is the largest float. The other bucket still has its number."""
-    bins = [scores.Score(loss=loss, tokens=10, examples=1) for loss in (20.0, 7097.0, 7098.0)]
-    record = scores.Scores([*bins, *(scores.Score() for _ in range(3))]).as_record()
+    record = as_record([of_length(number, total) for number, total in enumerate((20.0, 7097.0, 7098.0))])
     shown = [one.perplexity_text() for one in record.by_length]
     assert shown == ["7.39", "1.65e+308", "above 1e+308"]
     text = json.dumps(record.as_json(), allow_nan=False)
