@@ -85,8 +85,8 @@ def helpers_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def resolved(run: Run) -> resolve.ResolvedRun:
-    settings = resolve.resolve(run, make_cluster())
+def resolved(run: Run, cluster: resolve.Cluster | None = None) -> resolve.ResolvedRun:
+    settings = resolve.resolve(run, cluster or make_cluster())
     resolve.check(settings)
     return settings
 
@@ -234,35 +234,13 @@ def test_the_ways_to_dequantize_are_those_of_transformers() -> None:
     assert {name.removesuffix("_4bit").removesuffix("_8bit") for name in after} == abilities.DEQUANTIZED_AFTER_LOADING
 
 
-@pytest.mark.parametrize(("method", "counted"), [("lora", "16 or 32 bits, as if it were"), ("qlora", "4 bits")])
-def test_a_script_may_load_a_quantized_base_and_the_plan_states_what_it_counts(
-    method: str, counted: str, tmp_path: Path
-) -> None:
+def test_a_script_may_load_a_quantized_base_and_the_plan_states_what_it_counts(tmp_path: Path) -> None:
     config = {**LLAMA, "quantization_config": {"quant_method": "gptq"}}
-    run = make_run(model=make_folder(tmp_path, config), script="train.py", method=method, attention="sdpa")
-    (line,) = describe_quantized_base(read_model(run.model), run)
-    assert counted in line and line.endswith("its files hold quantized weights (quantization_config: gptq)")
+    for method, counted in (("lora", "16 or 32 bits, as if it were"), ("qlora", "4 bits")):
+        run = make_run(model=make_folder(tmp_path, config), script="train.py", method=method, attention="sdpa")
+        (line,) = describe_quantized_base(read_model(run.model), run)
+        assert counted in line and line.endswith("its files hold quantized weights (quantization_config: gptq)")
     assert describe_quantized_base(read_model(make_folder(tmp_path, LLAMA)), run) == []
-
-
-ACCEPTED = [
-    (GEMMA2, {}, "eager"),
-    (BLOOM, {"packing": False}, "eager"),
-    (OPT, {"packing": False}, "sdpa"),
-    (GPT2, {"method": "lora"}, "sdpa"),
-    (MIXTRAL, {"method": "lora", "lora": {"targets": ["q_proj", "gate_up_proj"]}}, "sdpa"),
-    (BLOOM, {"script": "train.py"}, "eager"),
-]
-
-
-@pytest.mark.parametrize(
-    ("config", "settings", "attention"), ACCEPTED, ids=[f"{c['model_type']}-{'-'.join(s)}" for c, s, _ in ACCEPTED]
-)
-def test_auto_takes_what_the_model_supports(
-    config: dict[str, Any], settings: dict[str, Any], attention: str, tmp_path: Path
-) -> None:
-    run = make_run(model=make_folder(tmp_path, config), **settings)
-    assert resolved(run).attention == attention
 
 
 def test_estimate_refuses_the_same_models(tmp_path: Path) -> None:
@@ -281,8 +259,14 @@ def gpus(**changes: Any) -> resolve.Cluster:
     return make_cluster(accelerator="a100-80gb", intra_node_gbps=None, memory_gib_per_node=1000, **changes)
 
 
-GPT2_LONG = {**GPT2, "n_positions": 4096}
-ON_GPUS = [
+SOFTCAP = r"Gemma2ForCausalLM changes the attention scores \(softcap\)"
+TAKEN: list[tuple[dict[str, Any], dict[str, str] | None, dict[str, Any], str, str]] = [
+    (GEMMA2, None, {}, "eager", ""),
+    (BLOOM, None, {"packing": False}, "eager", ""),
+    (OPT, None, {"packing": False}, "sdpa", ""),
+    (GPT2, None, {"method": "lora"}, "sdpa", ""),
+    (MIXTRAL, None, {"method": "lora", "lora": {"targets": ["q_proj", "gate_up_proj"]}}, "sdpa", ""),
+    (BLOOM, None, {"script": "train.py"}, "eager", ""),
     (LLAMA, {}, {}, "varlen", ""),
     (LLAMA, {"accelerator": "t4"}, {}, "sdpa", "varlen needs Ampere or later, and t4 is older"),
     (LLAMA, {}, {"precision": "fp32"}, "sdpa", "varlen needs precision bf16 or fp16, .*fp32"),
@@ -290,22 +274,22 @@ ON_GPUS = [
     (LLAMA, {}, {"script": "train.py"}, "sdpa", ""),
     ({**LLAMA, "attention_dropout": 0.1}, {}, {}, "sdpa", "LlamaForCausalLM has dropout"),
     ({"model_type": "gemma", **SIZES, "head_dim": 512}, {}, {}, "sdpa", "has heads of 512 numbers"),
-    (GPT2_LONG, {}, {}, "sdpa", "GPT2LMHeadModel has dropout in its attention"),
-    (GEMMA2, {}, {}, "eager", r"Gemma2ForCausalLM changes the attention scores \(softcap\)"),
+    ({**GPT2, "n_positions": 4096}, {}, {}, "sdpa", "GPT2LMHeadModel has dropout in its attention"),
+    (GEMMA2, {}, {}, "eager", SOFTCAP),
     (OPT, {}, {}, "varlen", ""),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
-    ("config", "cluster", "settings", "attention", "reason"), ON_GPUS,
-    ids=["-".join([c["model_type"], *g.values(), *s]) for c, g, s, _, _ in ON_GPUS],
+    ("config", "gpu", "settings", "attention", "reason"), TAKEN,
+    ids=["-".join([c["model_type"], "cpu" * (g is None), *(g or {}).values(), *s]) for c, g, s, _, _ in TAKEN],
 )  # fmt: skip
-def test_auto_takes_varlen_on_gpus_or_says_why_not(
-    config: dict[str, Any], cluster: dict[str, Any], settings: dict[str, Any], attention: str, reason: str,
+def test_auto_takes_what_the_model_supports_or_says_why_not_varlen(
+    config: dict[str, Any], gpu: dict[str, str] | None, settings: dict[str, Any], attention: str, reason: str,
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    run = make_run(model=make_folder(tmp_path, config), sequence_length=64, **settings)
-    found = resolve.resolve(run, gpus().model_copy(update=cluster))
+    run = make_run(model=make_folder(tmp_path, config), **settings)
+    found = resolved(run, make_cluster() if gpu is None else gpus().model_copy(update=gpu))
     assert found.attention == attention
     assert re.search(reason, found.attention_reason) and bool(reason) == bool(found.attention_reason)
 
