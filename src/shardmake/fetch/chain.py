@@ -16,7 +16,7 @@ from shardmake.core.errors import ModelError
 from shardmake.core.fingerprint import FileEntry, fingerprint
 from shardmake.core.manifest import differences, read_files, record_twice
 from shardmake.core.run_folder import make_link, unlink
-from shardmake.fetch.model import choose_files, is_weights
+from shardmake.fetch.model import choose_files, is_description
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import MergeReceipt, WeightsReceipt
 from shardmake.run.sources import PinnedSource, read_sources
@@ -37,16 +37,12 @@ def description_of(before: RunDir) -> PinnedSource:
 
 def copy_description(origin: Path, folder: Path) -> None:
     """Copy config, tokenizer and code of the model in ``origin`` to ``folder``."""
-    names = [name for name in choose_files(path.name for path in origin.iterdir()) if _is_description(name)]
+    names = [name for name in choose_files(path.name for path in origin.iterdir()) if is_description(name)]
     for path in folder.iterdir() if folder.is_dir() else ():
-        if _is_description(path.name) and path.name not in names:  # of an earlier model
+        if is_description(path.name) and path.name not in names:  # of an earlier model
             unlink(path)
     for name in names:
         write_bytes(folder / name, (origin / name).read_bytes())
-
-
-def _is_description(name: str) -> bool:
-    return not is_weights(name) and not name.endswith(".index.json")
 
 
 def link_weights(before: RunDir, folder: Path, run: Run) -> WeightsReceipt:
@@ -69,9 +65,9 @@ def link_weights(before: RunDir, folder: Path, run: Run) -> WeightsReceipt:
             f"Merge it again: shardmake consolidate {before.name}"
         )
     _check_description(before, folder, run, files)
-    for path in [path for path in folder.iterdir() if not _is_description(path.name)]:
+    for path in [path for path in folder.iterdir() if not is_description(path.name)]:
         unlink(path)
-    weights = [name for name in files if not _is_description(name)]
+    weights = [name for name in files if not is_description(name)]
     for name in weights:
         make_link(folder / name, os.path.relpath(before.model.resolve() / name, folder.resolve()))
     return WeightsReceipt(files={name: found[name][0] for name in weights}, merged=sha256(before.model_receipt))
@@ -80,7 +76,7 @@ def link_weights(before: RunDir, folder: Path, run: Run) -> WeightsReceipt:
 def _check_description(before: RunDir, folder: Path, run: Run, files: Mapping[str, FileEntry]) -> None:
     """Raise `ModelError` if the model of ``before`` has another tokenizer or other sizes than those in ``folder``."""
     own = (_CONFIG, "chat_template.jinja") if run.data.chat_template else (_CONFIG,)
-    compared = [name for name in files if _is_description(name) and "/" not in name and name not in own]
+    compared = [name for name in files if is_description(name) and "/" not in name and name not in own]
     present = {name: fingerprint(folder / name) for name in compared if (folder / name).is_file()}
     problems = [name for name in compared if present.get(name) != files[name]]
     problems += _other_values(before.model / _CONFIG, folder / _CONFIG)

@@ -76,6 +76,11 @@ def is_weights(name: str) -> bool:
     return name.endswith((".safetensors", ".bin"))
 
 
+def is_description(name: str) -> bool:
+    """Return True if a file of a model contains neither weights nor their index."""
+    return not is_weights(name) and not name.endswith(".index.json")
+
+
 def _fetch_weights_once(api: "HfApi", source: PinnedSource) -> None:
     names = [name for name in source.files if is_weights(name)]
     folder = Path(api.snapshot_download(source.name, revision=source.commit, allow_patterns=names))
