@@ -87,23 +87,15 @@ def _evaluation(evaluation: EvaluationResult) -> list[str]:
     lines = []
     if evaluation.scores:
         base, tuned = evaluation.scores
-        lines.append(
-            f"Evaluation loss {base.loss:.3f} -> {tuned.loss:.3f}, "
-            f"perplexity {base.perplexity_text(1)} -> {tuned.perplexity_text(1)}."
-        )
+        perplexity = f"perplexity {base.perplexity_text(1)} -> {tuned.perplexity_text(1)}"
+        lines.append(f"Evaluation loss {base.loss:.3f} -> {tuned.loss:.3f}, {perplexity}.")
         if evaluation.has_exact:
-            lines.append(
-                f"Held-out examples that greedy decoding answers word for word: {base.exact:.1%} -> {tuned.exact:.1%}."
-            )
-    if found := evaluation.reward_model:
-        lines.append(f"Held-out pairs: preference accuracy {found.accuracy:.1%}, margin {found.margin:.4f}.")
-    if evaluation.preferences:
-        rewards = evaluation.preferences.rewards
-        lines.append(f"Held-out pairs: reward accuracy {rewards.accuracies:.1%}, margin {rewards.margins:.4f}.")
-    if labelled := evaluation.completions:
-        lines.append(
-            f"Held-out completions: reward accuracy {labelled.accuracy:.1%}, margin {labelled.rewards.margins:.4f}."
-        )
+            answered = f"{base.exact:.1%} -> {tuned.exact:.1%}"
+            lines.append(f"Held-out examples that greedy decoding answers word for word: {answered}.")
+    for name, share in evaluation.shares.items():
+        if name != "exact answers" and share is not None:
+            what = "completions" if evaluation.completions else "pairs"
+            lines.append(f"Held-out {what}: {name} {share:.1%}, margin {evaluation.margin:.4f}.")
     if evaluation.samples:
         sample = evaluation.samples[0]
         lines += ["\nPrompt:", _indent(sample.prompt), "The tuned model:", _indent(sample.tuned)]
@@ -352,10 +344,9 @@ def _events(rundir: RunDir) -> Iterator[Event]:
         yield Event(job.submitted, f"job {job.id} submitted")
     for record, path in itertools.islice(store.committed(rundir.checkpoints), 1):
         yield Event(path.stat().st_mtime, f"checkpoint of step {record.step:,}")
-    if rundir.stop_file.exists():
-        yield Event(rundir.stop_file.stat().st_mtime, "stop requested")
-    if rundir.report.exists():
-        yield Event(rundir.report.stat().st_mtime, "report written")
+    for path, text in ((rundir.stop_file, "stop requested"), (rundir.report, "report written")):
+        if path.exists():
+            yield Event(path.stat().st_mtime, text)
 
 
 COLUMNS: Final[Mapping[str, Callable[[RunState], str]]] = {
@@ -377,11 +368,6 @@ def cells(state: RunState) -> list[str]:
     """Return the row of a run in the table."""
     texts = [column(state) for column in COLUMNS.values()]
     return [text if len(text) <= _MOST_WIDTH else f"{text[: _MOST_WIDTH - 3]}..." for text in texts]
-
-
-def print_status(states: Iterable[RunState]) -> None:
-    """Print the states as a table."""
-    print_table([*COLUMNS], [cells(state) for state in states])
 
 
 def watch(read: Callable[[], list[RunState]]) -> None:

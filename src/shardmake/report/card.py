@@ -22,7 +22,7 @@ from shardmake.run.paths import RunDir
 from shardmake.run.sources import localize
 
 if TYPE_CHECKING:
-    from huggingface_hub import EvalResult, ModelCardData
+    from huggingface_hub import ModelCardData
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 _CARRIED_KEYS = ("license", "license_name", "license_link", "language")
@@ -86,14 +86,10 @@ def _metadata(records: Records, base: dict[str, Any]) -> "ModelCardData":
     run, evaluation = records.run, records.evaluation
     data = public_names(run.data.eval_sources or run.data.sources)
     task = "text-classification" if evaluation.reward_model else "text-generation"
-    metric, value = _headline(evaluation)
-    headline = EvalResult(
-        task_type=task,
-        dataset_type=data,
-        dataset_name=data if run.data.eval else f"{data} (evaluation split)",
-        metric_type=metric,
-        metric_value=round(value, 4),
-    )
+    split = data if run.data.eval else f"{data} (evaluation split)"
+    scores = [(task, data, split, *_headline(evaluation))]
+    finite = [(it.task, it.metric, it.tuned) for it in evaluation.tasks if it.tuned is not None]
+    scores += [("text-generation", name, name, metric, value) for name, metric, value in finite]
     return ModelCardData(
         base_model=records.hub_model or base.get("base_model"),
         datasets=None if run.script else list(dict.fromkeys(records.hub_datasets)) or None,
@@ -101,7 +97,12 @@ def _metadata(records: Records, base: dict[str, Any]) -> "ModelCardData":
         model_name=records.name,
         pipeline_tag=task,
         tags=["shardmake", *(["reward-model"] if evaluation.reward_model else [])],
-        eval_results=[headline, *_task_results(evaluation)],
+        eval_results=[
+            EvalResult(
+                task_type=kind, dataset_type=source, dataset_name=name, metric_type=metric, metric_value=round(value, 4)
+            )
+            for kind, source, name, metric, value in scores
+        ],
         **{key: base[key] for key in _CARRIED_KEYS if base.get(key)},
     )
 
@@ -116,22 +117,6 @@ def _headline(evaluation: EvaluationResult) -> tuple[str, float]:
     assert evaluation.tuned is not None
     perplexity = evaluation.tuned.perplexity
     return ("loss", evaluation.tuned.loss) if perplexity is None else ("perplexity", perplexity)
-
-
-def _task_results(evaluation: EvaluationResult) -> "list[EvalResult]":
-    from huggingface_hub import EvalResult
-
-    return [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=result.task,
-            dataset_name=result.task,
-            metric_type=result.metric,
-            metric_value=round(result.tuned, 4),
-        )
-        for result in evaluation.tasks
-        if result.tuned is not None
-    ]
 
 
 def _base_metadata(model: Path) -> dict[str, Any]:

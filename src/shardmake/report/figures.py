@@ -102,8 +102,9 @@ def losses(figure: "Figure", histories: Mapping[str, TrainingHistory]) -> None:
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 400k and 2M, of which several fit side by side
     for index, (name, history) in enumerate(histories.items()):
         style = _LINE_STYLES[index // _COLOURS % len(_LINE_STYLES)]
-        line = _plot(axes, *history.by_tokens("loss"), label=_shorten(name), linewidth=1, linestyle=style)
-        axes.plot(*history.by_tokens("eval_loss"), color=line.get_color(), marker="o", markersize=3, linestyle="")
+        line = _plot(axes, *history.series("loss", "tokens"), label=_shorten(name), linewidth=1, linestyle=style)
+        evaluated = history.series("eval_loss", "tokens")
+        axes.plot(*evaluated, color=line.get_color(), marker="o", markersize=3, linestyle="")
     axes.set_xlabel("tokens, padding included")
     axes.set_ylabel("loss (nats per token)")
     _legend_below(figure, axes, _HEIGHT)
@@ -111,9 +112,7 @@ def losses(figure: "Figure", histories: Mapping[str, TrainingHistory]) -> None:
 
 def _shorten(name: str) -> str:
     """Return the name of a run for the legend; of a long one start and end, in which the runs of a sweep differ."""
-    if len(name) <= _LONGEST_NAME:
-        return name
-    return f"{name[:10]}…{name[11 - _LONGEST_NAME :]}"
+    return name if len(name) <= _LONGEST_NAME else f"{name[:10]}…{name[11 - _LONGEST_NAME :]}"
 
 
 @_drawing
@@ -219,23 +218,18 @@ def length_name(bucket: LengthScore) -> str:
 def _plot(axes: "Axes", places: Sequence[int], values: Sequence[float], **style: Any) -> "Line2D":
     """Draw ``values`` as a line, and those without a finite neighbour, of which no line is drawn, as points."""
     (line,) = axes.plot(places, values, **style)
-    points = [(places[index], values[index]) for index in _isolated(values)]
+    finite = [False, *map(math.isfinite, values), False]
+    isolated = (index for index in range(len(values)) if finite[index : index + 3] == [False, True, False])
+    points = [(places[index], values[index]) for index in isolated]
     alone = list(zip(*points, strict=True)) or [(), ()]
     axes.plot(*alone, color=line.get_color(), marker="o", markersize=3, linestyle="")
     return line
 
 
-def _isolated(values: Sequence[float]) -> list[int]:
-    """Return the indices of finite values between values that are not finite, or at an end."""
-    finite = [False, *map(math.isfinite, values), False]
-    return [index for index in range(len(values)) if finite[index : index + 3] == [False, True, False]]
-
-
 def _mark_interruptions(axes: "Axes", history: TrainingHistory) -> None:
-    for number, interruption in enumerate(history.interruptions):
-        axes.axvline(
-            interruption.after_step, color=GREY, linestyle=":", linewidth=1, label=None if number else "interrupted"
-        )
+    for number, lost in enumerate(history.interruptions):
+        label = None if number else "interrupted"
+        axes.axvline(lost.after_step, color=GREY, linestyle=":", linewidth=1, label=label)
 
 
 def _label(axes: "Axes", what: str) -> None:

@@ -85,9 +85,15 @@ def missing_metrics(records: Records) -> str:
 
 def memory_of(records: Records) -> Memory:
     """Return the memory that limited a run: of a GPU, see `find_memory`, or of a node whose ranks ran on CPUs."""
-    if records.on_cpu:
-        return _node_memory(records)
-    return find_memory(records.memory, records.planned.choice, records.used.choice, records.history)
+    planned, used = records.planned.choice, records.used.choice
+    if not records.on_cpu:
+        return find_memory(records.memory, planned, used, records.history)
+    found = trained_candidate(records.memory, planned, used)
+    terms, ranks = dict(found.host.terms), found.choice.processes_per_node
+    for name, size in found.gpu.terms.items():
+        terms[name] = terms.get(name, 0) + ranks * size
+    predicted = found.host.total + ranks * found.gpu.reserved
+    return Memory(terms, predicted, 0, records.memory.host_memory, None, place="RAM of a node")
 
 
 def find_memory(estimates: MemoryEstimates, planned: Choice, used: Choice, history: TrainingHistory) -> Memory:
@@ -96,16 +102,6 @@ def find_memory(estimates: MemoryEstimates, planned: Choice, used: Choice, histo
     gpu = trained_candidate(estimates, planned, used).gpu
     outside = gpu.device - gpu.reserved
     return Memory(gpu.terms, gpu.reserved, outside, estimates.gpu_memory, max(measured, default=None))
-
-
-def _node_memory(records: Records) -> Memory:
-    """Return the estimate of a node's RAM, in which the tensors of its ranks are."""
-    found = trained_candidate(records.memory, records.planned.choice, records.used.choice)
-    terms, ranks = dict(found.host.terms), found.choice.processes_per_node
-    for name, size in found.gpu.terms.items():
-        terms[name] = terms.get(name, 0) + ranks * size
-    predicted = found.host.total + ranks * found.gpu.reserved
-    return Memory(terms, predicted, 0, records.memory.host_memory, None, place="RAM of a node")
 
 
 def trained_candidate(estimates: MemoryEstimates, planned: Choice, used: Choice) -> CandidateEstimate:
