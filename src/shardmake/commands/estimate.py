@@ -158,8 +158,7 @@ def resolve_request(request: EstimateRequest) -> ResolvedRun:
         wrong_activation_offload(run, cluster),
     )
     usable = kernels_of(settings.hardware, settings.precision, run.objective)
-    fastest = settings.abilities.best_attention(usable, packing=False)
-    attention = request.attention or fastest
+    attention = request.attention or settings.abilities.best_attention(usable, packing=False)
     for strategy in request.strategies or ("auto",):
         trained = run.model_copy(update={"strategy": strategy})
         refuse(
@@ -178,11 +177,6 @@ def _run(request: EstimateRequest) -> Run:
     shared = request.sequence_parallel * request.tensor_parallel
     groups = max(1, request.nodes * request.gpus_per_node // shared)
     values = {name: value for name, value in vars(request).items() if name in Run.model_fields}
-    lora = {
-        "rank": request.lora_rank,
-        "targets": targets if targets == "all-linear" else [*filter(None, map(str.strip, targets.split(",")))],
-        "dropout": request.lora_dropout,
-    }
     values |= {
         "data": {"train": "train.jsonl"},
         "sequence_length": length,
@@ -192,7 +186,11 @@ def _run(request: EstimateRequest) -> Run:
         "learning_rate": 1e-4,
         "attention": request.attention or "auto",
         "gradient_checkpointing": "auto" if checkpointing is None else checkpointing,
-        "lora": lora,
+        "lora": {
+            "rank": request.lora_rank,
+            "targets": targets if targets == "all-linear" else [*filter(None, map(str.strip, targets.split(",")))],
+            "dropout": request.lora_dropout,
+        },
     }
     return parse_section(Run, values | _objective_keys(request), "The options")
 
@@ -222,16 +220,13 @@ def _cluster(request: EstimateRequest) -> Cluster:
         **({} if request.inter_node_gbps is None else {"inter_node_gbps": request.inter_node_gbps}),
     }
     cluster = parse_section(Cluster, values, "The options")
-    if request.host_memory is None:
-        cluster = cluster.model_copy(update={"memory_gib_per_node": NO_LIMIT / GIB})
-    return cluster
+    return cluster if request.host_memory else cluster.model_copy(update={"memory_gib_per_node": NO_LIMIT / GIB})
 
 
 def _strategies(request: EstimateRequest, run: Run) -> list[Strategy]:
     """Return the strategies that the user named, in the order of the table; none for all that the planner considers."""
     named = [strategy for strategy in STRATEGIES if strategy in request.strategies]
-    for strategy in named:
-        refuse([unsuitable(run, strategy)])
+    refuse(unsuitable(run, strategy) for strategy in named)
     return named
 
 
@@ -254,11 +249,7 @@ def smallest_change(request: EstimateRequest) -> str:
         return f"{found.choice.strategy} with checkpointing, {memory_and_time(found)}"
 
     length = request.sequence_length or DEFAULT_LENGTH
-    kinds = [
-        *_levers(request),
-        *_other_strategies(request),
-        *changes(request.nodes, length, request.method, request.optimizer),
-    ]
+    kinds = [*_levers(request), *changes(request.nodes, length, request.method, request.optimizer)]
     found = suggestions(kinds, outcome)
     lines = [f"{_options(request, setting, value)}: {text}" for setting, value, text in found]
     return "; or ".join(lines) or "No single change helps: use GPUs with more memory, or change several settings"
@@ -283,24 +274,23 @@ def _options(request: EstimateRequest, setting: str, value: Any) -> str:
 
 
 def _levers(request: EstimateRequest) -> Iterator[Kind]:
-    """Yield the options that cost nothing: the training has the same steps, up to rounding."""
+    """Yield the options with which the training has the same steps, up to rounding.
+
+    Of strategies these are the ones that ``request`` leaves out, the fastest first: every other change keeps those that
+    it names.
+    """
     if request.loss == "plain":
         yield "loss", ["fused", "chunked"]
     has_model = OBJECTIVES[request.objective].has_reference and not METHODS[request.method].has_adapters
     if has_model and request.reference != "precomputed":
         yield "reference", ["precomputed"]
-    if request.sequence_parallel == 1:
-        yield "sequence_parallel", shared_by(request.gpus_per_node)
-    if request.tensor_parallel == 1:
-        yield "tensor_parallel", shared_by(request.gpus_per_node)
+    for setting in ("sequence_parallel", "tensor_parallel"):
+        if getattr(request, setting) == 1:
+            yield setting, shared_by(request.gpus_per_node)
     if not request.activation_offload:
         yield "activation_offload", [True]
     if request.micro_batch > 1:
         yield "micro_batch", [size for size in range(request.micro_batch - 1, 0, -1) if request.micro_batch % size == 0]
-
-
-def _other_strategies(request: EstimateRequest) -> Iterator[Kind]:
-    """Yield the strategies that ``request`` leaves out, the fastest first: every other change keeps those it names."""
     if request.strategies:
         others = sorted(set(STRATEGIES) - set(request.strategies), key=lambda name: STRATEGY_SPECS[name].fallback_order)
         yield "strategies", [(name,) for name in others]

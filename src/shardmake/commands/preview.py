@@ -32,7 +32,7 @@ def preview(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> str:
 
     ``K``, ``ADDRESS`` and ``PORT`` are placeholders for values that the running job determines.
     """
-    folder = _folder(rundir)
+    folder = AttemptDir(rundir.attempts.absolute() / ATTEMPT)
     model = read_model(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
     files, _ = merge_own_files(render_files(plan, run, cluster, model, folder.root), run, plan.choice)
     return _page(
@@ -69,17 +69,13 @@ def dry_run(run: Run, cluster: Cluster, rundir: RunDir, unfetched: Run) -> str:
         return redact(f"# The submission is not known yet: {error}\n")
 
 
-def _folder(rundir: RunDir) -> AttemptDir:
-    return AttemptDir(rundir.attempts.absolute() / ATTEMPT)
-
-
 def _page(parts: dict[str, str]) -> str:
     """Return the parts as text without secrets, because Snakemake prints and logs a dry run."""
     return redact("\n".join(f"# --- {title}\n{body.strip()}\n" for title, body in parts.items()))
 
 
 def _submitted(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> dict[str, str]:
-    folder = _folder(rundir)
+    folder = AttemptDir(rundir.attempts.absolute() / ATTEMPT)
     job = "batch script" if cluster.executor == "slurm" else "on this machine, without Slurm"
     node = f"on each node K of {plan.choice.nodes}, after node 0 has published its address"
     service = (

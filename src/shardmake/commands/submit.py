@@ -37,10 +37,7 @@ from shardmake.run.driver_job import FOLDER, DriverDir, DriverState, Workflow, d
 from shardmake.run.paths import short_path
 
 logger = logging.getLogger(__name__)
-_NOT_REPEATABLE: Final = {
-    **{option: f"--{option}" for option in ("force", "forceall", "forcerun", "touch", "unlock")},
-    "directory": "--directory",
-}
+_NOT_REPEATABLE: Final = ("force", "forceall", "forcerun", "touch", "unlock", "directory")
 """Options of Snakemake by the names of its parser: each driver job would do the same again, or search elsewhere."""
 
 
@@ -78,10 +75,10 @@ def _options(words: Sequence[str]) -> Any:
             raise  # --version
         text = printed.getvalue().strip()
         raise ConfigError(f"Snakemake does not accept the arguments. Nothing was submitted. It says:\n{text}") from None
-    for name, option in _NOT_REPEATABLE.items():
-        if getattr(options, name):
+    for option in _NOT_REPEATABLE:
+        if getattr(options, option):
             raise ConfigError(
-                f"{option} cannot be used with submit: a driver job that continues runs Snakemake with the same "
+                f"--{option} cannot be used with submit: a driver job that continues runs Snakemake with the same "
                 "arguments again. To run a step again, remove its file first (docs/reference/commands.md)."
             )
     return options
