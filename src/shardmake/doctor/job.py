@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from shardmake.checkpoint.record import VISIBLE_SECONDS
 from shardmake.config.models import Cluster
@@ -133,16 +132,11 @@ def collect(
             break
         time.sleep(0.2)
     reports = [NodeReport.read(folder.report(node)) for node in range(request.nodes) if node not in missing]
-    findings = []
-    if missing:
-        nodes = ", ".join(map(str, sorted(missing)))
-        found = f"node {nodes} of job {job} left no report; the job ended as {end.name or 'unknown to squeue'}"
-        findings.append(stops("node report", found, _last_output(folder.slurm, job)))
-    return reports, findings
-
-
-def _last_output(slurm: Path, job: str) -> str:
-    files = sorted(slurm.glob(f"{job}*.out"))
+    if not missing:
+        return reports, []
+    nodes = ", ".join(map(str, sorted(missing)))
+    found = f"node {nodes} of job {job} left no report; the job ended as {end.name or 'unknown to squeue'}"
+    files = sorted(folder.slurm.glob(f"{job}*.out"))
     lines = [line for path in files for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    place = f"The job's output is in {slurm}"
-    return f"{place}; it ends: {lines[-1][:300]}" if lines else f"{place}, and it is empty: check the job's nodes."
+    last = f"; it ends: {lines[-1][:300]}" if lines else ", and it is empty: check the job's nodes."
+    return reports, [stops("node report", found, f"The job's output is in {folder.slurm}{last}")]

@@ -101,12 +101,9 @@ def judge_architecture(capabilities: set[tuple[int, int]], built: list[str]) -> 
     found = f"torch has code for {', '.join(built)}"
     if not missing:
         return ok("GPU architecture", found)
-    names = ", ".join(f"sm_{major}{minor}" for major, minor in missing)
-    return stops(
-        "GPU architecture",
-        f"{found}, not for {names}",
-        "Run `make install CUDA=...` with a build that supports this GPU; docs/get-started.md has a table.",
-    )
+    found += f", not for {', '.join(f'sm_{major}{minor}' for major, minor in missing)}"
+    advice = "Run `make install CUDA=...` with a build that supports this GPU; docs/get-started.md has a table."
+    return stops("GPU architecture", found, advice)
 
 
 def _has_code(capability: tuple[int, int], built: list[str]) -> bool:
@@ -232,9 +229,8 @@ def _compare_attention(name: str, kernel: _Kernel) -> Finding:
         output = function(query, key, value, starts, max(_LENGTHS))
         results.append((output, *torch.autograd.grad(output.float().square().sum(), inputs)))
     error = max(relative_error(here, exact) for exact, here in zip(*results, strict=True))
-    return judge_error(
-        name, error, "output and gradients", "Use `attention: sdpa`, and report this with the JSON file."
-    )
+    advice = "Use `attention: sdpa`, and report this with the JSON file."
+    return judge_error(name, error, "output and gradients", advice)
 
 
 def relative_error(found: Any, exact: Any) -> float:
@@ -278,13 +274,11 @@ def check_bitsandbytes(request: DoctorRequest) -> KernelResult:
     error = relative_error(restored, weight.data)
     before, weight.grad = weight.detach().clone(), torch.ones_like(weight)
     bitsandbytes.optim.AdamW8bit([weight], lr=0.1).step()
-    found = (
-        f"4 bits keep a matrix up to {error:.0%}; an 8-bit AdamW step moves by {(before - weight).mean().item():.2f}"
-    )
+    moved = (before - weight).mean().item()
+    found = f"4 bits keep a matrix up to {error:.0%}; an 8-bit AdamW step moves by {moved:.2f}"
     good = error < 0.2 and bool(torch.isfinite(weight).all()) and not torch.equal(before, weight)
-    advice = (
-        f"Install the bitsandbytes of constraints.txt. Do without {' and '.join(BITSANDBYTES.values())} until then."
-    )
+    without = " and ".join(BITSANDBYTES.values())
+    advice = f"Install the bitsandbytes of constraints.txt. Do without {without} until then."
     return KernelResult(findings=[ok_if(good, "bitsandbytes", found, advice, stops)])
 
 
@@ -358,13 +352,9 @@ def describe_failure(name: str, returncode: int, log: Path, *, first: bool = Fal
     text = log.read_text(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     shown = _ERROR.findall(text) or lines[-1:] or [f"exit status {returncode}"]
-    return stops(name, shown[0 if first else -1][:300], f"{advice_for(text)}{log} has the whole output.")
-
-
-def advice_for(text: str) -> str:
-    """Return the advice that the corpus of error texts has for ``text``, followed by a space; else an empty text."""
     known = (entry.advice for entry in ERROR_TEXTS if entry.advice and re.search(entry.pattern, text, re.MULTILINE))
-    return next((f"{advice} " for advice in known), "")
+    advice = next((f"{advice} " for advice in known), "")
+    return stops(name, shown[0 if first else -1][:300], f"{advice}{log} has the whole output.")
 
 
 def main(name: str, request: str, output: str) -> None:

@@ -40,10 +40,8 @@ def check_node(folder: DoctorDir, node_rank: int) -> None:
         findings = node.run()
     except Exception as error:  # the login node must get a report
         traceback.print_exc()
-        findings = [
-            *node.findings,
-            not_checked("node", f"{type(error).__name__}: {error}", "This is a bug: report it."),
-        ]
+        failure = not_checked("node", f"{type(error).__name__}: {error}", "This is a bug: report it.")
+        findings = [*node.findings, failure]
     NodeReport(
         node_rank=node_rank,
         host=host_name(),
@@ -69,12 +67,11 @@ class _NodeCheck:
         compilers = {"compilers": lambda: host.check_build_tools(self.request, os.environ | self.variables)}
         self.findings += run_checks(host.host_checks(self.request, self.folder.root) | compilers)
         self._add(nvme=host.writable_nvme())
+        visible, ranks = os.environ.get("CUDA_VISIBLE_DEVICES"), self.request.ranks
+        check: dict[str, Check] = {"GPUs": lambda: gpus.check_nvidia_smi(visible, ranks, installed_cuda())}
         if self.request.on_cpu:
-            self.findings.append(not_checked("GPUs", "the cluster file has accelerator: cpu"))
-        else:
-            visible, ranks = os.environ.get("CUDA_VISIBLE_DEVICES"), self.request.ranks
-            check = {"GPUs": lambda: gpus.check_nvidia_smi(visible, ranks, installed_cuda())}
-            self.findings += run_checks(check)
+            check = {"GPUs": lambda: not_checked("GPUs", "the cluster file has accelerator: cpu")}
+        self.findings += run_checks(check)
         self.findings += self._check_kernels()
         return self.findings
 

@@ -161,8 +161,7 @@ def train_strategies(
         if process.wait():
             findings.append(_failed(strategy, folder / f"{strategy}.log"))
             continue
-        one = read_training(RunDir(folder / "runs" / strategy), WARM_UP)
-        trained.append(one)
+        trained.append(one := read_training(RunDir(folder / "runs" / strategy), WARM_UP))
         words = f"{STEPS} steps of {one.step_seconds:.3f} s (planned {one.planned_step_seconds:.3f} s)"
         findings.append(ok(f"training under {strategy}", words))
     return [*findings, *judge(trained)], trained
