@@ -98,12 +98,13 @@ def localize(run: Run, rundir: RunDir) -> Run:
     or an adapter and nothing was fetched.
     """
     sources = read_sources(rundir)
-    if sources is None and (run_before(run.model) is not None or run.lora.adapter):
-        found = f"Model not found: {run.model} is another run's model"
-        what = f"Adapter not found: {run.lora.adapter} was not read" if run_before(run.model) is None else found
-        advice = f"Fetch first: shardmake fetch {rundir.name} --part description"
-        raise ConfigError(f"{what}, and {rundir.sources} does not exist. {advice}")
     if sources is None:
+        what = f"Adapter not found: {run.lora.adapter} was not read" if run.lora.adapter else ""
+        if run_before(run.model) is not None:
+            what = f"Model not found: {run.model} is another run's model"
+        if what:
+            advice = f"Fetch first: shardmake fetch {rundir.name} --part description"
+            raise ConfigError(f"{what}, and {rundir.sources} does not exist. {advice}")
         return run
     adapter, lora, path = sources.adapter, run.lora, str(rundir.adapter)
     _check_same((lora.adapter, None, None), PinnedSource(name=adapter.name, path=path) if adapter else None, rundir)
