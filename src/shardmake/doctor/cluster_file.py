@@ -104,7 +104,7 @@ def compose(request: DoctorRequest, reports: Sequence[NodeReport], *, drafted: b
     values = request.cluster.model_dump(mode="json", exclude_unset=True)
     name = next((fact.gpu_name for fact in facts if fact.gpu_name), None)
     memory = min((fact.gpu_memory_gib for fact in facts if fact.gpu_memory_gib), default=None)
-    if not request.on_cpu:
+    if not request.cluster.is_cpu:
         accelerator = accelerator_of(name, memory) if name and memory else None
         if memory is None or (accelerator is None and drafted):
             unknown = "CUDA did not start on a node, so the GPU model is not known"

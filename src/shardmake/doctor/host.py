@@ -126,7 +126,7 @@ def check_build_tools(request: DoctorRequest, variables: Mapping[str, str]) -> I
     offloading = [spec for spec in STRATEGY_SPECS.values() if spec.is_deepspeed and spec.offload_optimizer]
     spec = next(spec for spec in offloading if spec.uses_nvme == nvme)
     fine = "a small program for offload compiles" + (", also with libaio" if nvme else "")
-    yield from check_compilers(spec, variables, on_gpus=not request.on_cpu) or [ok("compilers", fine)]
+    yield from check_compilers(spec, variables, on_gpus=not request.cluster.is_cpu) or [ok("compilers", fine)]
 
 
 def check_nvme(path: str | None) -> Iterator[Finding]:

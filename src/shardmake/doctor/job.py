@@ -93,9 +93,9 @@ def job_request(request: DoctorRequest, name: str) -> SlurmRequest:
         JobKind.TRAINING,
         min(MINUTES, cluster.slurm.time_limit_minutes),
         nodes=request.nodes,
-        cpus=min(cluster.cpus_per_node, CPUS_PER_RANK * request.ranks),
+        cpus=min(cluster.cpus_per_node, CPUS_PER_RANK * cluster.processes_per_node),
         memory_mib=1024 * max(1, int(min(MOST_MEMORY_GIB, cluster.memory_gib_per_node))),
-        gpus=request.ranks,
+        gpus=cluster.processes_per_node,
         name=name,
         comment="shardmake doctor --node",
     )

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.util import find_spec
 from itertools import permutations
 from pathlib import Path
@@ -71,7 +72,7 @@ def check_cuda(request: DoctorRequest) -> KernelResult:
     target = torch.empty_like(source, device=DEVICE)
     copy_rate = _COPY_BYTES / _timed(lambda: target.copy_(source, non_blocking=True), 5) / 1e9
     findings = [
-        judge_count(len(devices), request.ranks),
+        judge_count(len(devices), request.cluster.processes_per_node),
         judge_architecture(capabilities, torch.cuda.get_arch_list()),
         judge_matmul(_matmul_rate(), accelerator),
         judge_copy(copy_rate, accelerator),
@@ -203,16 +204,15 @@ def _flash(query: Any, key: Any, value: Any, starts: Any, longest: int) -> Any:
 
 
 def plain_attention(query: Any, key: Any, value: Any, starts: Any, longest: int) -> Any:
-    """Return causal attention within each sequence, from matrix products and a softmax in fp32."""
+    """Return torch's causal attention within each sequence, from matrix products and a softmax in fp32."""
     import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    outputs = []
-    for first, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-        q, k, v = (part[first:end].transpose(0, 1).float() for part in (query, key, value))
-        scores = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
-        masked = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-        outputs.append((masked.softmax(-1) @ v).transpose(0, 1))
-    return torch.cat(outputs).to(query.dtype)
+    parts = (part.float().transpose(0, 1).split(starts.diff().tolist(), 1) for part in (query, key, value))
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+    with sdpa_kernel(SDPBackend.MATH):
+        outputs = [attend(*heads) for heads in zip(*parts, strict=True)]
+    return torch.cat(outputs, 1).transpose(0, 1).to(query.dtype)
 
 
 def _compare_attention(name: str, kernel: _Kernel) -> Finding:

@@ -58,7 +58,7 @@ class _NodeCheck:
         self.request, self.folder, self.node_rank = request, folder, node_rank
         self.findings: list[Finding] = []
         self.facts = NodeFacts()
-        accelerator = {"DS_ACCELERATOR": "cpu"} if request.on_cpu else {}
+        accelerator = {"DS_ACCELERATOR": "cpu"} if request.cluster.is_cpu else {}
         self.variables = {**kernel_caches(request.cluster.scratch), **accelerator, **request.cluster.variables}
 
     def run(self) -> list[Finding]:
@@ -67,9 +67,9 @@ class _NodeCheck:
         compilers = {"compilers": lambda: host.check_build_tools(self.request, os.environ | self.variables)}
         self.findings += run_checks(host.host_checks(self.request, self.folder.root) | compilers)
         self._add(nvme=host.writable_nvme())
-        visible, ranks = os.environ.get("CUDA_VISIBLE_DEVICES"), self.request.ranks
+        visible, ranks = os.environ.get("CUDA_VISIBLE_DEVICES"), self.request.cluster.processes_per_node
         check: dict[str, Check] = {"GPUs": lambda: gpus.check_nvidia_smi(visible, ranks, installed_cuda())}
-        if self.request.on_cpu:
+        if self.request.cluster.is_cpu:
             check = {"GPUs": lambda: not_checked("GPUs", "the cluster file has accelerator: cpu")}
         self.findings += run_checks(check)
         self.findings += self._check_kernels()
@@ -107,7 +107,7 @@ class _NodeCheck:
         """Run the checks that use torch; the builds take longest and run beside the others."""
         names = kernels.BUILDS if self.request.cluster.nvme_path else ["CPU Adam"]
         builds = [self._start(name) for name in names] if self.request.build_kernels else []
-        for name in () if self.request.on_cpu else kernels.ON_GPU:
+        for name in () if self.request.cluster.is_cpu else kernels.ON_GPU:
             result = self._start(name).result(kernels.CHECK_SECONDS)
             self._add(**result.facts.model_dump(exclude_defaults=True))
             yield from map(without_optional, result.findings)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from shardmake.core.units import format_bytes, unit_of
-from shardmake.report.flops import Utilization
 from shardmake.report.history import TrainingHistory
 from shardmake.run.evaluation import LengthScore, ModelScore
 
@@ -129,7 +128,7 @@ def optimizer(figure: "Figure", history: TrainingHistory) -> None:
 
 
 @_drawing
-def speed(figure: "Figure", history: TrainingHistory, used: Utilization | None) -> None:
+def speed(figure: "Figure", history: TrainingHistory, used: tuple[list[int], list[float]] | None) -> None:
     """Draw tokens per second over all ranks, and MFU on the right axis."""
     axes = figure.subplots()
     _plot(axes, *history.series("tokens_per_second"), color=BLUE, label="tokens/s")
@@ -138,7 +137,7 @@ def speed(figure: "Figure", history: TrainingHistory, used: Utilization | None) 
     axes.set_ylim(bottom=0)
     if used:
         right = axes.twinx()
-        _plot(right, used.steps, [100 * share for share in used.shares], color=ORANGE, linewidth=0.8)
+        _plot(right, used[0], [100 * share for share in used[1]], color=ORANGE, linewidth=0.8)
         right.set_ylabel("MFU (%)", color=ORANGE)
         right.set_ylim(bottom=0)
         right.grid(visible=False)

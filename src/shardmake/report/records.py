@@ -9,7 +9,7 @@ from typing import Final, Self
 from shardmake.config.checks import run_before
 from shardmake.config.models import EvalSource, Run
 from shardmake.core.hub import is_hub_id
-from shardmake.report.flops import Utilization, utilization
+from shardmake.report.flops import utilization
 from shardmake.report.history import TrainingHistory, attempt_of, read_history
 from shardmake.run.attempt import Attempt
 from shardmake.run.evaluation import EvaluationResult
@@ -35,7 +35,7 @@ class Records:
     """The last attempt; None if its folder was removed."""
     training: TrainingReceipt
     history: TrainingHistory
-    utilization: Utilization | None
+    utilization: tuple[list[int], list[float]] | None
     memory: MemoryEstimates
     data: DataReceipt
     sources: Sources | None

@@ -168,7 +168,7 @@ def _tiles(records: Records) -> dict[str, str]:
         "optimizer steps": "" if training.steps is None else f"{training.steps:,}",
         "tokens": "" if training.tokens is None else f"{training.tokens:,}",
         "tokens per second": "" if history.speed is None else f"{history.speed:,.0f}",
-        "MFU": f"{statistics.median(records.utilization.shares):.1%}" if records.utilization else "",
+        "MFU": f"{statistics.median(records.utilization[1]):.1%}" if records.utilization else "",
         hours_name(on_gpus=records.on_gpus): f"{history.device_hours:.2f}" if history.spans else "",
         "lost to interruptions": format_duration(lost) if history.interruptions else "",
     }

@@ -94,13 +94,6 @@ def test_peers_and_number_of_gpus() -> None:
     assert kernels.judge_count(1, 8).verdict is STOPS
 
 
-def test_plain_attention_is_causal_attention_within_each_sequence() -> None:
-    """It is what the kernels are compared with."""
-    torch.manual_seed(0)
-    heads, starts = [torch.randn(9, 2, 4) for _ in range(3)], torch.tensor([0, 4, 9])
-    torch.testing.assert_close(kernels.plain_attention(*heads, starts, 5), sdpa(*heads, starts=starts))
-
-
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run what needs a GPU on the CPU; the kernels of GPUs themselves cannot run here."""
