@@ -58,32 +58,31 @@ class EstimateResult:
     """The numbers that went in, by name."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the documented JSON object; ``candidates`` holds one object per strategy."""
+        """Return the documented JSON object; ``candidates`` holds one object per strategy, sizes in bytes."""
         return {
             "model": self.model.architecture,
             "parameters": self.model.parameters,
             "trainable": self.split.trainable,
             "largest_tensor": self.model.largest_tensor,
             "largest_layer": self.model.largest_block,
-            "candidates": [_row_json(row) | {"chosen": row is self.choice} for row in self.rows],
+            "candidates": [
+                {
+                    "strategy": row.choice.strategy,
+                    "gradient_checkpointing": row.choice.gradient_checkpointing,
+                    "nodes": row.choice.nodes,
+                    **row.memory.as_json(),
+                    "fits": row.fits,
+                    "headroom": row.headroom.name.lower() if row.fits else None,
+                    "reason": row.reason,
+                    "step_seconds": row.step_seconds,
+                    "chosen": row is self.choice,
+                }
+                for row in self.rows
+            ],
             "traced_tokens": self.traced_tokens,
             "advice": self.advice,
             "calibration": self.measured and asdict(self.measured),
         }
-
-
-def _row_json(row: Candidate) -> dict[str, Any]:
-    """Return one candidate; sizes in bytes."""
-    return {
-        "strategy": row.choice.strategy,
-        "gradient_checkpointing": row.choice.gradient_checkpointing,
-        "nodes": row.choice.nodes,
-        **row.memory.as_json(),
-        "fits": row.fits,
-        "headroom": row.headroom.name.lower() if row.fits else None,
-        "reason": row.reason,
-        "step_seconds": row.step_seconds,
-    }
 
 
 @one_library_process()
@@ -95,8 +94,9 @@ def estimate(request: EstimateRequest) -> EstimateResult:
     if request.probe:
         calibration.keep(settings.hardware.accelerator.name, probe(settings.model))
     planner = CachedPlanner(settings)
+    possible = choices(settings, _strategies(request, settings.run))
     with warn_while_slow("Comparing strategies"):
-        rows = candidates(request, planner)
+        rows = planner.simulate_all(sorted(possible, key=lambda choice: not choice.gradient_checkpointing))
     measured = calibration.read(settings.hardware.accelerator.name)
     result = EstimateResult(
         request,
@@ -113,13 +113,6 @@ def estimate(request: EstimateRequest) -> EstimateResult:
     choice, _ = choose(rows, planner)
     fallbacks, _ = find_fallbacks(choice, rows, planner)
     return replace(result, choice=choice, reason=reason_of(choice, rows, fallbacks))
-
-
-def candidates(request: EstimateRequest, planner: CachedPlanner) -> list[Candidate]:
-    """Return each strategy that ``request`` names or leaves open, simulated."""
-    settings = planner.settings
-    possible = choices(settings, _strategies(request, settings.run))
-    return planner.simulate_all(sorted(possible, key=lambda choice: not choice.gradient_checkpointing))
 
 
 def _inputs(settings: ResolvedRun) -> dict[str, str]:

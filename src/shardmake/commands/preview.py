@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from pathlib import Path
 
 from shardmake.config.effects import values_of
 from shardmake.config.models import Cluster, Run
@@ -84,12 +83,9 @@ def _submitted(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> dict[s
     command = f"python -m shardmake.launch.worker {folder.root} 0"
     if cluster.executor == "slurm":
         command = SlurmJobs(rundir.root, cluster, run).script(folder, plan, excluded=[])
-    return {job: command, node: _node(plan, cluster, rundir.root, folder), **service}
-
-
-def _node(plan: Plan, cluster: Cluster, run_folder: Path, folder: AttemptDir) -> str:
     rendezvous = Rendezvous(address="ADDRESS", port=0, interface=cluster.network_interface or "INTERFACE", host="HOST")
-    settings = attempt_settings(0, run_folder, cluster, plan, resume_from=None, settings_digest="")
+    settings = attempt_settings(0, rundir.root, cluster, plan, resume_from=None, settings_digest="")
     variables = sorted(rank_environment(settings, rendezvous).items())
     exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables)
-    return f"env {exports} \\\n  {shlex.join(launch_command(plan, folder.root, 'K', 'ADDRESS', 'PORT'))}"
+    launched = f"env {exports} \\\n  {shlex.join(launch_command(plan, folder.root, 'K', 'ADDRESS', 'PORT'))}"
+    return {job: command, node: launched, **service}

@@ -98,7 +98,7 @@ def judge_count(found: int, ranks: int) -> Finding:
 
 def judge_architecture(capabilities: set[tuple[int, int]], built: list[str]) -> Finding:
     """Compare the compute capabilities of the GPUs with those that torch has code for."""
-    missing = sorted(capability for capability in capabilities if not _has_code(capability, built))
+    missing = sorted(capability for capability in capabilities if not any(_runs(name, capability) for name in built))
     found = f"torch has code for {', '.join(built)}"
     if not missing:
         return ok("GPU architecture", found)
@@ -107,14 +107,11 @@ def judge_architecture(capabilities: set[tuple[int, int]], built: list[str]) -> 
     return stops("GPU architecture", found, advice)
 
 
-def _has_code(capability: tuple[int, int], built: list[str]) -> bool:
+def _runs(name: str, capability: tuple[int, int]) -> bool:
     """Return whether code runs: binary code of the same major version, or PTX of any older version."""
-    for name in built:
-        kind, _, number = name.rstrip("af").partition("_")
-        version = (int(number[:-1]), int(number[-1]))
-        if version <= capability and (kind == "compute" or version[0] == capability[0]):
-            return True
-    return False
+    kind, _, number = name.rstrip("af").partition("_")
+    version = (int(number[:-1]), int(number[-1]))
+    return version <= capability and (kind == "compute" or version[0] == capability[0])
 
 
 def _timed(work: Callable[[], Any], repeats: int) -> float:
@@ -182,13 +179,9 @@ def check_attention(request: DoctorRequest) -> KernelResult:
     if major + minor / 10 < FLASH_CAPABILITY:
         reason = f"the GPU has compute capability {major}.{minor}, and the kernel starts at {FLASH_CAPABILITY}"
         return KernelResult(findings=[not_checked("varlen attention", reason, "`attention: auto` uses sdpa here.")])
-    findings = [_compare_attention("varlen attention", _varlen)]
-    if find_spec("flash_attn") is None:
-        reason = "flash-attn is not installed"
-        findings.append(not_checked("flash-attn", reason, "It is needed only for `attention: flash`."))
-    else:
-        findings.append(_compare_attention("flash-attn", _flash))
-    return KernelResult(findings=findings)
+    missing = not_checked("flash-attn", "flash-attn is not installed", "It is needed only for `attention: flash`.")
+    flash = _compare_attention("flash-attn", _flash) if find_spec("flash_attn") else missing
+    return KernelResult(findings=[_compare_attention("varlen attention", _varlen), flash])
 
 
 def _varlen(query: Any, key: Any, value: Any, starts: Any, longest: int) -> Any:

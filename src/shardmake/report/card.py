@@ -17,7 +17,7 @@ from shardmake.report.figures import length_name
 from shardmake.report.plots import plots
 from shardmake.report.records import Records, hide_keys, public_names
 from shardmake.report.training_facts import training_facts
-from shardmake.run.evaluation import EvaluationResult, Sample
+from shardmake.run.evaluation import EvaluationResult
 from shardmake.run.paths import RunDir
 from shardmake.run.sources import localize
 
@@ -39,7 +39,9 @@ def render_card(run: Run, rundir: RunDir, *, pushed: bool = True) -> str:
 
     records = Records.read(run, rundir)
     evaluation, shown = records.evaluation, plots(records) if pushed else {}
-    samples = _public_samples(run, evaluation)
+    # Others are examples of the evaluation data, which may be private.
+    is_public = run.evaluation.prompts or (run.push and run.push.samples)
+    samples = [it.model_copy(update={"prompt": hide_keys(it.prompt)}) for it in evaluation.samples if is_public]
     prompts = [sample.prompt for sample in samples if sample.prompt]
     base = _base_metadata(Path(localize(run, rundir).model))
     card = ModelCard.from_template(
@@ -177,15 +179,6 @@ def _has_chat_template(model: Path) -> bool:
     return (model / "chat_template.jinja").is_file() or (
         settings.is_file() and "chat_template" in read_json(settings, "shardmake consolidate NAME")
     )
-
-
-def _public_samples(run: Run, evaluation: EvaluationResult) -> list[Sample]:
-    """Return the samples that may be published: answers to configured prompts, or all if the run says so.
-
-    Otherwise they are examples of the evaluation data, which may be private.
-    """
-    samples = evaluation.samples if run.evaluation.prompts or (run.push and run.push.samples) else []
-    return [sample.model_copy(update={"prompt": hide_keys(sample.prompt)}) for sample in samples]
 
 
 def _inline(text: str) -> str:

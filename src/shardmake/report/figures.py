@@ -101,17 +101,14 @@ def losses(figure: "Figure", histories: Mapping[str, TrainingHistory]) -> None:
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 400k and 2M, of which several fit side by side
     for index, (name, history) in enumerate(histories.items()):
         style = _LINE_STYLES[index // _COLOURS % len(_LINE_STYLES)]
-        line = _plot(axes, *history.series("loss", "tokens"), label=_shorten(name), linewidth=1, linestyle=style)
+        # Of a long name start and end, in which the runs of a sweep differ.
+        label = name if len(name) <= _LONGEST_NAME else f"{name[:10]}…{name[11 - _LONGEST_NAME :]}"
+        line = _plot(axes, *history.series("loss", "tokens"), label=label, linewidth=1, linestyle=style)
         evaluated = history.series("eval_loss", "tokens")
         axes.plot(*evaluated, color=line.get_color(), marker="o", markersize=3, linestyle="")
     axes.set_xlabel("tokens, padding included")
     axes.set_ylabel("loss (nats per token)")
     _legend_below(figure, axes, _HEIGHT)
-
-
-def _shorten(name: str) -> str:
-    """Return the name of a run for the legend; of a long one start and end, in which the runs of a sweep differ."""
-    return name if len(name) <= _LONGEST_NAME else f"{name[:10]}…{name[11 - _LONGEST_NAME :]}"
 
 
 @_drawing

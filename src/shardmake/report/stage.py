@@ -88,7 +88,9 @@ def _page(
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(bucket=length_name, duration=format_duration, moment=_moment, public=hide_folders)
+    environment.filters.update(bucket=length_name, duration=format_duration, public=hide_folders)
+    # In UTC: reports of one run are equal on all machines.
+    environment.filters["moment"] = lambda time: f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M UTC}"
     pushed = PushReceipt.read_if_exists(rundir.push_receipt)
     return environment.from_string(TEMPLATE.read_text()).render(
         records=records,
@@ -143,11 +145,6 @@ def _done(records: Records) -> dict[str, Any]:
     except ConfigError as error:  # a run of a version that planned it
         warnings = [str(error)]
     return {"done": done, "warnings": warnings}
-
-
-def _moment(seconds: float) -> str:
-    """Return a Unix time as date and time of day, in UTC: reports of one run are equal on all machines."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _tiles(records: Records) -> dict[str, str]:

@@ -35,15 +35,10 @@ def towers(model: "PreTrainedModel") -> list[str]:
     """Return the names of the modules and parameters of a composite model that its text does not pass through."""
     text = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
     kept = {name for name, module in model.named_modules() if any(module is part for part in text)}
-    parents = {parent for name in kept for parent in _parents(name)}
+    paths = [name.split(".") for name in kept]  # the model itself has the empty name
+    parents = {".".join(path[:end]) for path in paths for end in range(len(path))}
     parents -= {parent for parent in parents if any(parent == name or parent.startswith(f"{name}.") for name in kept)}
     return [child for parent in sorted(parents) for child in _children(model, parent) if child not in kept | parents]
-
-
-def _parents(name: str) -> Iterator[str]:
-    """Yield the names of the modules that hold the module ``name``, the model itself, whose name is empty, included."""
-    parts = name.split(".")
-    return (".".join(parts[:end]) for end in range(len(parts)))
 
 
 def _children(model: "nn.Module", parent: str) -> Iterator[str]:
