@@ -31,12 +31,8 @@ def driver_jobs(runs: Path, names: Collection[str]) -> dict[str, DriverJobStatus
         queue = jobs_of(*unfinished) if unfinished else {}
     except SlurmError:
         queue = None
-    return {
-        run: status
-        for folder, workflow, common in found
-        for status in [_status(folder, workflow, queue)]
-        for run in common
-    }
+    states = ((_status(folder, workflow, queue), common) for folder, workflow, common in found)
+    return {run: status for status, common in states for run in common}
 
 
 def _status(folder: DriverDir, workflow: Workflow, queue: Mapping[str, JobStatus] | None) -> DriverJobStatus:

@@ -99,14 +99,9 @@ def estimate(request: EstimateRequest) -> EstimateResult:
         rows = planner.simulate_all(sorted(possible, key=lambda choice: not choice.gradient_checkpointing))
     measured = calibration.read(settings.hardware.accelerator.name)
     result = EstimateResult(
-        request,
-        settings.model,
-        settings.split,
-        tuple(rows),
-        measured=measured,
-        traced_tokens=planner.traced_tokens(rows[0].choice),
-        inputs=_inputs(settings),
-    )
+        request, settings.model, settings.split, tuple(rows), measured=measured,
+        traced_tokens=planner.traced_tokens(rows[0].choice), inputs=_inputs(settings),
+    )  # fmt: skip
     if not any(row.fits for row in rows):
         with warn_while_slow("Nothing fits; planning single changes that would"):
             return replace(result, advice=smallest_change(request))
@@ -202,16 +197,12 @@ def _objective_keys(request: EstimateRequest) -> dict[str, Any]:
 
 def _cluster(request: EstimateRequest) -> Cluster:
     values = {
-        "executor": "local",
-        "accelerator": request.accelerator,
-        "gpu_memory_gib": request.gpu_memory,
-        "max_nodes": request.nodes,
-        "processes_per_node": request.gpus_per_node,
+        "executor": "local", "accelerator": request.accelerator, "gpu_memory_gib": request.gpu_memory,
+        "max_nodes": request.nodes, "processes_per_node": request.gpus_per_node,
         "cpus_per_node": CORES_PER_GPU * request.gpus_per_node,
-        "memory_gib_per_node": request.host_memory or LARGEST_HOST,
-        "nvme_path": "/nvme",
+        "memory_gib_per_node": request.host_memory or LARGEST_HOST, "nvme_path": "/nvme",
         **({} if request.inter_node_gbps is None else {"inter_node_gbps": request.inter_node_gbps}),
-    }
+    }  # fmt: skip
     cluster = parse_section(Cluster, values, "The options")
     return cluster if request.host_memory else cluster.model_copy(update={"memory_gib_per_node": NO_LIMIT / GIB})
 

@@ -184,15 +184,10 @@ def stage_states(run: Run, cluster: Cluster, rundir: RunDir) -> Stages:
     A stage is outdated if an earlier one that it uses is not done.
     """
     proofs = {
-        "fetch": rundir.weights_receipt,
-        "plan": rundir.plan,
-        "render": rundir.training,
-        "data": rundir.data_receipt,
-        "train": rundir.train_receipt,
-        "consolidate": rundir.model_receipt,
-        "evaluate": rundir.evaluation,
+        "fetch": rundir.weights_receipt, "plan": rundir.plan, "render": rundir.training, "data": rundir.data_receipt,
+        "train": rundir.train_receipt, "consolidate": rundir.model_receipt, "evaluate": rundir.evaluation,
         **({"push": rundir.push_receipt} if run.push else {}),
-    }
+    }  # fmt: skip
     values, found = values_of(run, cluster), Stages()
     for stage, proof in proofs.items():
         changes = changed_settings(stage, values, rundir) if proof.exists() else []
@@ -288,13 +283,9 @@ def _pending(job: SubmittedJob, status: JobStatus, name: str) -> dict[str, Any]:
         estimate = f"Slurm expects to start it in {format_duration(max(0, starts - time.time()))}."
     waited = format_duration(time.time() - job.submitted)
     return _fields(
-        "queued",
-        "waits in the queue",
-        f"Submitted {waited} ago as {name}. {held_message(job.id, status) or estimate}",
-        headline=f"waits in the queue: {status.nodes}",
-        queue=_queue(status),
-        expected_start=starts,
-    )
+        "queued", "waits in the queue", f"Submitted {waited} ago as {name}. {held_message(job.id, status) or estimate}",
+        headline=f"waits in the queue: {status.nodes}", queue=_queue(status), expected_start=starts,
+    )  # fmt: skip
 
 
 def _queue(status: JobStatus) -> str:
@@ -313,13 +304,8 @@ def _ended(rundir: RunDir, last: AttemptRecord) -> dict[str, Any]:
     if last.next_fallback is not None:
         of_stage, state = "unfinished", "between two attempts"
         resumes = "The same command resumes it, unless a driver on another machine does."
-    return _fields(
-        of_stage,
-        f"{state}: {last.end}",
-        f"Attempt {last.attempt} (job {last.job}) ended: {last.message}",
-        _last_step(rundir),
-        f"Logs: {logs}. {resumes}",
-    )
+    ended = f"Attempt {last.attempt} (job {last.job}) ended: {last.message}"
+    return _fields(of_stage, f"{state}: {last.end}", ended, _last_step(rundir), f"Logs: {logs}. {resumes}")
 
 
 def _last_step(rundir: RunDir) -> str:

@@ -34,12 +34,9 @@ _POLL_SECONDS = 5.0
 
 def make_request(cluster: Cluster, nodes: int, *, build_kernels: bool) -> DoctorRequest:
     """Return what the nodes have to check."""
+    environment = None if cluster.slurm.container else cluster.environment or sys.prefix
     return DoctorRequest(
-        cluster=cluster,
-        nodes=nodes,
-        versions=library_versions(),
-        environment=None if cluster.slurm.container else cluster.environment or sys.prefix,
-        build_kernels=build_kernels,
+        cluster=cluster, nodes=nodes, versions=library_versions(), environment=environment, build_kernels=build_kernels
     )
 
 
@@ -89,16 +86,11 @@ def job_request(request: DoctorRequest, name: str) -> SlurmRequest:
     """Return the request of the job ``name``: that of a training, with less memory and time."""
     cluster = request.cluster
     return SlurmRequest(
-        cluster,
-        JobKind.TRAINING,
-        min(MINUTES, cluster.slurm.time_limit_minutes),
-        nodes=request.nodes,
+        cluster, JobKind.TRAINING, min(MINUTES, cluster.slurm.time_limit_minutes), nodes=request.nodes,
         cpus=min(cluster.cpus_per_node, CPUS_PER_RANK * cluster.processes_per_node),
         memory_mib=1024 * max(1, int(min(MOST_MEMORY_GIB, cluster.memory_gib_per_node))),
-        gpus=cluster.processes_per_node,
-        name=name,
-        comment="shardmake doctor --node",
-    )
+        gpus=cluster.processes_per_node, name=name, comment="shardmake doctor --node",
+    )  # fmt: skip
 
 
 def query_job(job: str) -> JobStatus:

@@ -42,13 +42,10 @@ def check_node(folder: DoctorDir, node_rank: int) -> None:
         traceback.print_exc()
         failure = not_checked("node", f"{type(error).__name__}: {error}", "This is a bug: report it.")
         findings = [*node.findings, failure]
-    NodeReport(
-        node_rank=node_rank,
-        host=host_name(),
-        findings=[finding.model_copy(update={"nodes": (host_name(),)}) for finding in findings],
-        facts=node.facts,
-        seconds=time.monotonic() - started,
-    ).write(folder.report(node_rank))
+    host, seconds = host_name(), time.monotonic() - started
+    found = [finding.model_copy(update={"nodes": (host,)}) for finding in findings]
+    report = NodeReport(node_rank=node_rank, host=host, findings=found, facts=node.facts, seconds=seconds)
+    report.write(folder.report(node_rank))
 
 
 class _NodeCheck:

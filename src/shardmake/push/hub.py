@@ -191,13 +191,9 @@ def _commit(bundle: Bundle, place: _Place, head: str, changed: list[str], stale:
         upload = partial(place.api.preupload_lfs_files, place.repository, additions[start : start + _GROUP])
         with_retries(partial(upload, revision=place.revision, create_pr=request, free_memory=False))
     info = place.api.create_commit(
-        place.repository,
-        [*additions, *(CommitOperationDelete(name) for name in stale)],
-        commit_message=_TITLE,
-        revision=place.revision,
-        parent_commit=head,
-        create_pr=request,
-    )
+        place.repository, [*additions, *(CommitOperationDelete(name) for name in stale)], commit_message=_TITLE,
+        revision=place.revision, parent_commit=head, create_pr=request,
+    )  # fmt: skip
     return info.oid
 
 

@@ -64,17 +64,11 @@ class ComparedRun:
         now = current("train", run, cluster)
         ran_with = (read_settings("train", rundir) or read_settings("render", rundir) or now).values
         return cls(
-            name=rundir.name,
-            settings={key: ran_with.get(key, value) for key, value in now.values.items()},
-            plan=used,
-            attempt=attempt,
-            history=history,
-            training=training,
-            data=DataReceipt.read_if_exists(rundir.data_receipt),
-            evaluation=EvaluationResult.read_if_exists(rundir.evaluation),
-            memory=memory,
+            name=rundir.name, settings={key: ran_with.get(key, value) for key, value in now.values.items()}, plan=used,
+            attempt=attempt, history=history, training=training, data=DataReceipt.read_if_exists(rundir.data_receipt),
+            evaluation=EvaluationResult.read_if_exists(rundir.evaluation), memory=memory,
             is_script=run.script is not None,
-        )
+        )  # fmt: skip
 
     @property
     def evaluated_on(self) -> str:
@@ -275,14 +269,9 @@ def write_comparison(comparison: Comparison, title: str, page: Path) -> None:
     header, rows = comparison.table()
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     text = environment.from_string(TEMPLATE.read_text()).render(
-        title=title,
-        settings=list(comparison.settings),
-        results=len(comparison.results),
-        header=header,
-        rows=rows,
+        title=title, settings=list(comparison.settings), results=len(comparison.results), header=header, rows=rows,
         losses=figures.as_svg("losses", figures.losses(drawn)) if drawn else "",
-        missing=[name for name in histories if name not in drawn],
-        notes=comparison.notes,
-    )
+        missing=[name for name in histories if name not in drawn], notes=comparison.notes,
+    )  # fmt: skip
     page.parent.mkdir(parents=True, exist_ok=True)
     write_text(page, redact(text))

@@ -11,12 +11,7 @@ from shardmake.run.plan import CandidateEstimate, Choice, MemoryEstimates
 
 _MFU: Final = " MFU counts 6 FLOPs per weight and token and the exact attention, relative to the dense peak."
 _MEASURED: Final = "the peak of the allocator on rank 0, which does not count the CUDA context and NCCL"
-_METRICS: Final = {
-    "loss": "loss",
-    "learning_rate": "learning rate",
-    "grad_norm": "gradient norm",
-    "tokens_per_second": "tokens per second",
-}
+_METRICS: Final = ("loss", "learning_rate", "grad_norm", "tokens_per_second")
 
 
 @dataclass(frozen=True)
@@ -70,7 +65,7 @@ def _has(records: Records, *keys: str) -> bool:
 
 def missing_metrics(records: Records) -> str:
     """Return a sentence about metrics that were not logged, or an empty string."""
-    missing = [name for key, name in _METRICS.items() if not _has(records, key)]
+    missing = [key.replace("grad_", "gradient_").replace("_", " ") for key in _METRICS if not _has(records, key)]
     if not missing:
         return ""
     if len(missing) < len(_METRICS):

@@ -49,21 +49,13 @@ class Records:
         planned, history = Plan.read(rundir.plan), read_history(rundir)
         last = attempt_of(rundir, training.attempts)
         return cls(
-            name=rundir.name,
-            run=run,
-            planned=planned,
-            used=Plan.read_if_exists(last.plan) or planned,
+            name=rundir.name, run=run, planned=planned, used=Plan.read_if_exists(last.plan) or planned,
             settings=TrainingSettings.read_if_exists(last.training) or TrainingSettings.read(rundir.training),
-            attempt=Attempt.read_if_exists(last.settings),
-            training=training,
-            history=history,
-            utilization=utilization(run, rundir, history),
-            memory=MemoryEstimates.read(rundir.memory),
-            data=DataReceipt.read(rundir.data_receipt),
-            sources=read_sources(rundir),
-            merge=MergeReceipt.read(rundir.model_receipt),
-            evaluation=evaluation,
-        )
+            attempt=Attempt.read_if_exists(last.settings), training=training, history=history,
+            utilization=utilization(run, rundir, history), memory=MemoryEstimates.read(rundir.memory),
+            data=DataReceipt.read(rundir.data_receipt), sources=read_sources(rundir),
+            merge=MergeReceipt.read(rundir.model_receipt), evaluation=evaluation,
+        )  # fmt: skip
 
     @property
     def is_script(self) -> bool:

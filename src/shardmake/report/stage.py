@@ -119,13 +119,9 @@ def _attempt_facts(records: Records, rundir: RunDir) -> dict[str, str]:
 
     That of the training is the time of its last driver.
     """
-    times = [f"{stage} {format_duration(seconds)}" for stage, seconds in stage_times(rundir).items()]
+    times = ", ".join(f"{stage} {format_duration(seconds)}" for stage, seconds in stage_times(rundir).items())
     last = attempt_of(rundir, records.training.attempts)
-    facts = {
-        "GPU use, last attempt": gpu_use(last),
-        "Slow ranks at the end": stragglers(last),
-        "Stages": ", ".join(times),
-    }
+    facts = {"GPU use, last attempt": gpu_use(last), "Slow ranks at the end": stragglers(last), "Stages": times}
     return {name: value for name, value in facts.items() if value}
 
 

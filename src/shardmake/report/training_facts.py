@@ -24,11 +24,8 @@ UNKNOWN: Final = "set by the script"
 _SCRIPTS_OWN: Final = "optimizer, schedule, weight decay, gradient clipping, sequence length, method, seed"
 _PRECISIONS: Final = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _APIS: Final = {
-    "accelerate": "Accelerate",
-    "trainer": "transformers' Trainer",
-    "deepspeed": "DeepSpeed",
-    "torch": "PyTorch",
-}
+    "accelerate": "Accelerate", "trainer": "transformers' Trainer", "deepspeed": "DeepSpeed", "torch": "PyTorch",
+}  # fmt: skip
 _DIGITS: Final = 16
 """Digits of a SHA-256 that are shown."""
 

@@ -213,13 +213,9 @@ def estimate_length(run: Run, counts: Sequence[int], sampled: Sequence[Sampled],
     scale = sum(used) / len(lengths)
     sequences = count_packed(lengths, run.sequence_length) if run.packing else len(lengths)
     return Length(
-        run,
-        examples=round(sum(used)),
-        tokens=round(scale * sum(lengths)),
-        sequences=max(1, round(scale * sequences)),
-        ranks=ranks,
-        is_estimate=True,
-    )
+        run, examples=round(sum(used)), tokens=round(scale * sum(lengths)), sequences=max(1, round(scale * sequences)),
+        ranks=ranks, is_estimate=True,
+    )  # fmt: skip
 
 
 def count_packed(lengths: Sequence[int], room: int) -> int:

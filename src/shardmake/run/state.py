@@ -100,13 +100,9 @@ def read_progress(rundir: RunDir, beat: Heartbeat) -> dict[str, Any]:
     seconds = beat.median_step_seconds if beat.median_step_seconds > 0 else None
     logged = {key: value for line in lines for key, value in line if value is not None}
     return {
-        "step": step,
-        "total": total,
-        "loss": logged.get("loss"),
-        "tokens_per_second": logged.get("tokens_per_second"),
-        "step_seconds": seconds,
-        "seconds_left": None if total is None or seconds is None else (total - step) * seconds,
-    }
+        "step": step, "total": total, "loss": logged.get("loss"), "tokens_per_second": logged.get("tokens_per_second"),
+        "step_seconds": seconds, "seconds_left": None if total is None or seconds is None else (total - step) * seconds,
+    }  # fmt: skip
 
 
 def total_steps(rundir: RunDir) -> int | None:

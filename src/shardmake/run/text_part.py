@@ -18,16 +18,12 @@ if TYPE_CHECKING:
 
 def composite_class(config: Any) -> str | None:
     """Return the name of the class of a composite model's config in transformers; None for a model of text alone."""
-    from transformers.models.auto import modeling_auto
+    from transformers.models.auto import modeling_auto as auto
 
-    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    causal = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if config.get_text_config() is config and config.model_type in causal:
         return None
-    tables = (
-        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-        causal,
-    )
+    tables = (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, causal)
     return next((str(table[config.model_type]) for table in tables if config.model_type in table), None)
 
 
