@@ -164,18 +164,10 @@ def _cells(row: Candidate, choice: Candidate | None) -> list[str]:
     memory = row.memory
     gpu, stored = memory.gpu, (sum(memory.nvme.values()), sum(memory.disk.values()))
     sizes = (gpu.allocated, gpu.reserved, gpu.device, memory.host_total, *stored)
-    return [
-        row.choice.strategy,
-        "yes" if row.choice.gradient_checkpointing else "no",
-        *(_gib(size) for size in sizes),
-        format_number(row.step_seconds),
-        mark(row, choice),
-    ]
-
-
-def _gib(size: float) -> str:
-    """At most five characters up to a hundred TiB, so that the table fits a terminal of 80 columns."""
-    return f"{size / GIB:.1f}" if size < 100 * GIB else f"{size / GIB:.0f}"
+    # At most five characters up to a hundred TiB, so that the table fits a terminal of 80 columns.
+    texts = [f"{size / GIB:.1f}" if size < 100 * GIB else f"{size / GIB:.0f}" for size in sizes]
+    checkpointing = "yes" if row.choice.gradient_checkpointing else "no"
+    return [row.choice.strategy, checkpointing, *texts, format_number(row.step_seconds), mark(row, choice)]
 
 
 def _print_terms(console: "Console", rows: Iterable[Candidate]) -> None:

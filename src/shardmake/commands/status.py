@@ -108,12 +108,9 @@ def _indent(text: str) -> str:
 
 def _where_next(run: Run, rundir: RunDir) -> list[str]:
     places = {
-        "plan and its reasons": rundir.plan,
-        "loss and speed, by step": rundir.metrics,
-        "the model": rundir.model_receipt.parent,
-        "evaluation": rundir.evaluation,
-        "report": rundir.report,
-    }
+        "plan and its reasons": rundir.plan, "loss and speed, by step": rundir.metrics,
+        "the model": rundir.model_receipt.parent, "evaluation": rundir.evaluation, "report": rundir.report,
+    }  # fmt: skip
     lines = [f"  {what:<24} {path}" for what, path in places.items() if path.exists()]
     if run.push and rundir.push_receipt.exists():
         pushed = PushReceipt.read(rundir.push_receipt).destinations

@@ -79,12 +79,9 @@ def check_cuda(request: DoctorRequest) -> KernelResult:
         judge_peers(peers),
     ]
     memory = int(properties.total_memory / GIB * 10) / 10
+    driver, nccl = next((gpu.driver for gpu in list_gpus() or []), None), ".".join(map(str, torch.cuda.nccl.version()))
     facts = NodeFacts(
-        gpu_name=properties.name,
-        gpu_memory_gib=memory,
-        driver=next((gpu.driver for gpu in list_gpus() or []), None),
-        cuda=torch.version.cuda,
-        nccl=".".join(map(str, torch.cuda.nccl.version())),
+        gpu_name=properties.name, gpu_memory_gib=memory, driver=driver, cuda=torch.version.cuda, nccl=nccl
     )
     return KernelResult(findings=findings, facts=facts)
 
