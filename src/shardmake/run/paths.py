@@ -37,11 +37,7 @@ class RunDir:
 
     sources = BelowRoot("sources.json", "Commits, sizes and checksums of what was fetched (`Sources`).")
     fetched = BelowRoot("fetched", "Folder of fetched examples, one folder a split.")
-    base_model = BelowRoot(
-        "fetched/model",
-        "Folder of another run's model (`model: run:NAME`), or a checkpoint's (`resume_from`): copies of config and "
-        "tokenizer, links to its weights.",
-    )
+    base_model = BelowRoot("fetched/model", "Model of a run or checkpoint: config, tokenizer, links to its weights.")
     adapter = BelowRoot("fetched/adapter", "Folder of the adapter whose training continues, as of PEFT.")
     weights_receipt = BelowRoot("fetched/weights.json", "Sizes and checksums of the weights, once they are here.")
     plan_folder = BelowRoot("plan", "Folder of the plan and the rendered files.")
@@ -60,10 +56,7 @@ class RunDir:
     job = BelowRoot("train/job.json", "The job that owns this run, for adoption.")
     attempts = BelowRoot("train/attempts", "One folder per attempt: settings, logs, exit record per node.")
     attempt_history = BelowRoot("train/attempts/index.json", "Every attempt that has ended, and what follows from it.")
-    checkpoints = BelowRoot(
-        "train/checkpoints",
-        "Sharded checkpoints; never a declared output, because Snakemake deletes outputs of failed rules.",
-    )
+    checkpoints = BelowRoot("train/checkpoints", "Sharded; not outputs of a rule, which Snakemake deletes if it fails.")
     script_output = BelowRoot("train/output", "Folder in which a user's script writes its final model.")
     metrics = BelowRoot("train/metrics.jsonl", "A JSON object a line: loss, learning rate, tokens/s, memory, by step.")
     profile = BelowRoot("train/profile", "Folder of the profiler's trace and of the snapshot of the GPU's memory.")
