@@ -640,9 +640,8 @@ def status(
 ) -> None:
     """Show the state of a run or of all runs, of trainings and of results; changes nothing."""
     from shardmake.commands.driver_state import describe_drivers
-    from shardmake.commands.status import COLUMNS, cells, describe, read_states, status_json
+    from shardmake.commands.status import COLUMNS, cells, describe, print_table, read_states, status_json
     from shardmake.commands.status import watch as watch_states
-    from shardmake.core.tables import print_table
 
     read, cluster = _read_again(name, config, runs)
     if name:
