@@ -109,20 +109,15 @@ def _rank_variables(
     ranks = request.cluster.processes_per_node
     interface = {"NCCL_SOCKET_IFNAME": f"={rendezvous.interface}", "GLOO_SOCKET_IFNAME": rendezvous.interface}
     return {
-        "NCCL_DEBUG": "INFO",
-        "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH",
+        "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH",
         "NCCL_DEBUG_FILE": str(folder.nccl_log(node_rank) if local == 0 else os.devnull),
         **{name: value for name, value in interface.items() if name not in os.environ | request.cluster.variables},
-        "MASTER_ADDR": rendezvous.address,
-        "MASTER_PORT": str(rendezvous.port),
-        "RANK": str(node_rank * ranks + local),
-        "LOCAL_RANK": str(local),
-        "WORLD_SIZE": str(request.nodes * ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONUNBUFFERED": "1",
+        "MASTER_ADDR": rendezvous.address, "MASTER_PORT": str(rendezvous.port),
+        "RANK": str(node_rank * ranks + local), "LOCAL_RANK": str(local),
+        "WORLD_SIZE": str(request.nodes * ranks), "LOCAL_WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
         "SHARDMAKE_DOCTOR_BACKEND": "gloo" if request.cluster.is_cpu else "nccl",
-    }
+    }  # fmt: skip
 
 
 def _wait(processes: Sequence["subprocess.Popen[bytes]"], seconds: float) -> int | None:

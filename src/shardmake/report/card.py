@@ -44,27 +44,17 @@ def render_card(run: Run, rundir: RunDir, *, pushed: bool = True) -> str:
     samples = [it.model_copy(update={"prompt": hide_keys(it.prompt)}) for it in evaluation.samples if is_public]
     prompts = [sample.prompt for sample in samples if sample.prompt]
     base = _base_metadata(Path(localize(run, rundir).model))
+    program = f"trained by `{Path(run.script or '').name}` and merged, evaluated and published by Shardmake"
     card = ModelCard.from_template(
-        _metadata(records, base),
-        template_path=str(TEMPLATE),
-        name=rundir.name,
-        **common_values(records),
-        trained=f"trained by `{Path(run.script).name}` and merged, evaluated and published by Shardmake"
-        if run.script
-        else "fine-tuned with Shardmake",
-        facts=training_facts(records),
-        evaluation=evaluation,
-        samples=[{key: _fenced(text) for key, text in sample} for sample in samples],
-        plots={name: plot.title for name, plot in shown.items()},
-        place=_place(run) if pushed else ".",
-        is_hub=pushed and _hub_name(run) is not None,
-        pushed=pushed,
-        has_chat_template=_has_chat_template(rundir.model),
-        model_class=class_to_load(records),
+        _metadata(records, base), template_path=str(TEMPLATE), name=rundir.name, **common_values(records),
+        trained=program if run.script else "fine-tuned with Shardmake", facts=training_facts(records),
+        evaluation=evaluation, samples=[{key: _fenced(text) for key, text in sample} for sample in samples],
+        plots={name: plot.title for name, plot in shown.items()}, place=_place(run) if pushed else ".",
+        is_hub=pushed and _hub_name(run) is not None, pushed=pushed,
+        has_chat_template=_has_chat_template(rundir.model), model_class=class_to_load(records),
         prompt=json.dumps(min(prompts, key=len, default="Hello"), ensure_ascii=False),
-        length_name=length_name,
-        inline=_inline,
-    )
+        length_name=length_name, inline=_inline,
+    )  # fmt: skip
     return str(card)
 
 
@@ -93,11 +83,8 @@ def _metadata(records: Records, base: dict[str, Any]) -> "ModelCardData":
     finite = [(it.task, it.metric, it.tuned) for it in evaluation.tasks if it.tuned is not None]
     scores += [("text-generation", name, name, metric, value) for name, metric, value in finite]
     return ModelCardData(
-        base_model=records.hub_model or base.get("base_model"),
-        datasets=None if run.script else list(dict.fromkeys(records.hub_datasets)) or None,
-        library_name="transformers",
-        model_name=records.name,
-        pipeline_tag=task,
+        base_model=records.hub_model or base.get("base_model"), model_name=records.name, pipeline_tag=task,
+        datasets=None if run.script else list(dict.fromkeys(records.hub_datasets)) or None, library_name="transformers",
         tags=["shardmake", *(["reward-model"] if evaluation.reward_model else [])],
         eval_results=[
             EvalResult(
@@ -106,7 +93,7 @@ def _metadata(records: Records, base: dict[str, Any]) -> "ModelCardData":
             for kind, source, name, metric, value in scores
         ],
         **{key: base[key] for key in _CARRIED_KEYS if base.get(key)},
-    )
+    )  # fmt: skip
 
 
 def _headline(evaluation: EvaluationResult) -> tuple[str, float]:

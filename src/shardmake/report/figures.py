@@ -23,15 +23,9 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREY = "#2563eb", "#ea580c", "#6b7280"
 _LIGHT_GREY = "#d1d5db"
 _STYLE = {
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "font.size": 9,
-    "grid.color": "#e5e7eb",
-    "legend.frameon": False,
-    "svg.fonttype": "none",
-}
+    "axes.axisbelow": True, "axes.grid": True, "axes.spines.right": False, "axes.spines.top": False, "font.size": 9,
+    "grid.color": "#e5e7eb", "legend.frameon": False, "svg.fonttype": "none",
+}  # fmt: skip
 
 
 _CAPACITY_DRAWN = 4

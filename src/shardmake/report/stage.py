@@ -92,26 +92,15 @@ def _page(
     # In UTC: reports of one run are equal on all machines.
     environment.filters["moment"] = lambda time: f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M UTC}"
     pushed = PushReceipt.read_if_exists(rundir.push_receipt)
+    facts = {name: value.replace("`", "") for name, value in training_facts(records).items()}
     return environment.from_string(TEMPLATE.read_text()).render(
-        records=records,
-        name=rundir.name,
-        **common_values(records),
-        data=public_names(records.run.data.sources),
-        hours=hours_name(on_gpus=records.on_gpus),
-        facts={name: value.replace("`", "") for name, value in training_facts(records).items()}
-        | _attempt_facts(records, rundir),
-        tiles=_tiles(records),
-        model_class=class_to_load(records),
-        **_done(records),
-        notes=_notes(records),
+        records=records, name=rundir.name, **common_values(records), data=public_names(records.run.data.sources),
+        hours=hours_name(on_gpus=records.on_gpus), facts=facts | _attempt_facts(records, rundir), tiles=_tiles(records),
+        model_class=class_to_load(records), **_done(records), notes=_notes(records),
         recorded=sorted(str(path.relative_to(rundir.root)) for path in rundir.profile.glob("[!.]*")),
-        memory=_memory_rows(records),
-        figures=drawings,
-        captions=captions,
-        pushed=pushed.destinations if pushed else [],
-        configuration=entries,
-        profile=hide_folders(profile),
-    )
+        memory=_memory_rows(records), figures=drawings, captions=captions,
+        pushed=pushed.destinations if pushed else [], configuration=entries, profile=hide_folders(profile),
+    )  # fmt: skip
 
 
 def _attempt_facts(records: Records, rundir: RunDir) -> dict[str, str]:
