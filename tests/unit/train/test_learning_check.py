@@ -20,8 +20,8 @@ from shardmake.config.models import Schedule
 from shardmake.config.optimizers import OPTIMIZERS
 from shardmake.core.private_names import named_arguments
 from shardmake.render.training_file import training_settings
+from shardmake.run.length import planned_rates
 from shardmake.run.plan import Choice
-from shardmake.run.schedule import planned_rates
 from shardmake.run.training_settings import TrainingSettings
 from shardmake.train.engine_check import EngineMismatchError
 from shardmake.train.learning_check import (
