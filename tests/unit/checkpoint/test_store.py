@@ -96,10 +96,9 @@ def test_a_flipped_bit_of_a_record_makes_the_checkpoint_damaged(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("content", "expected"),
-    [(None, True), ('{"max_steps": 5', False), ('{"max_steps": 2}', False), ("", False)],
+    ("content", "expected"), [(None, True), ('{"max_steps": 5', False), ('{"max_steps": 2}', False), ("", False)],
     ids=["intact", "cut", "flipped", "empty"],
-)
+)  # fmt: skip
 def test_damaged_trainer_state_is_not_final(tmp_path: Path, content: str | None, expected: bool) -> None:
     """The driver checks `is_final` after every attempt, before the checkpoint is validated."""
     last = write(tmp_path, 5, FILES | {TRAINER_STATE: b'{"max_steps": 5}'})
@@ -330,19 +329,14 @@ def test_record_of_a_newer_shardmake_is_read(tmp_path: Path) -> None:
     assert newest(tmp_path) == 5
 
 
-@pytest.mark.parametrize(
-    ("retention", "losses", "kept"),
-    [
-        (Retention(keep=1), {}, {90}),
-        (Retention(keep=3), {}, {90, 75, 60}),
-        (Retention(keep=1, best=True), {}, {90, 45}),
-        (Retention(keep=1, best=True), {45: float("nan"), 60: float("-inf")}, {90}),
-        (Retention(keep=1, every_steps=40), {}, {90, 45}),
-        (Retention(keep=1, every_steps=30), {}, {90, 60, 30}),
-        (Retention(keep=0), {}, {90}),
-        (Retention(keep=3, best=True, every_steps=30).minimal(), {}, {90, 45}),
-    ],
-)
+@pytest.mark.parametrize(("retention", "losses", "kept"), [
+    (Retention(keep=1), {}, {90}), (Retention(keep=3), {}, {90, 75, 60}),
+    (Retention(keep=1, best=True), {}, {90, 45}),
+    (Retention(keep=1, best=True), {45: float("nan"), 60: float("-inf")}, {90}),
+    (Retention(keep=1, every_steps=40), {}, {90, 45}), (Retention(keep=1, every_steps=30), {}, {90, 60, 30}),
+    (Retention(keep=0), {}, {90}),
+    (Retention(keep=3, best=True, every_steps=30).minimal(), {}, {90, 45}),
+])  # fmt: skip
 def test_retention(tmp_path: Path, retention: Retention, losses: dict[int, float], kept: set[int]) -> None:
     for step, loss in ({15: 3.0, 30: 2.5, 45: 2.0, 60: 2.2, 75: None, 90: 2.1} | losses).items():
         write(tmp_path, step, FILES, eval_loss=loss)

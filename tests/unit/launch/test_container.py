@@ -141,13 +141,10 @@ def test_files_of_a_run_and_of_the_runs_beside_it_are_bound(checkout: Path, tmp_
         assert str(tmp_path / name) in container.binds, name
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"image": "missing.sif"}, "missing.sif': there is no such file. Name an image"),
-        ({"image": "/images/x.sqsh", "kind": "pyxis"}, "'/images/x.sqsh': there is no such file"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"image": "missing.sif"}, "missing.sif': there is no such file. Name an image"),
+    ({"image": "/images/x.sqsh", "kind": "pyxis"}, "'/images/x.sqsh': there is no such file"),
+])  # fmt: skip
 def test_a_missing_image_is_refused_at_plan(checkout: Path, changes: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_container(in_container(checkout, **changes), [checkout / "runs/demo"], [make_run()])
@@ -160,14 +157,11 @@ def test_a_folder_that_cannot_be_bound_is_refused_at_plan(checkout: Path) -> Non
         check_container(cluster, [checkout / "runs/demo"], [make_run()])
 
 
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        ("echo 'env: python3: No such file or directory' >&2; exit 127", "cannot run Shardmake: env: python3: No such"),
-        ("""echo '{"torch": "1.0"}'""", "torch is 1.0 in the container and .* on the login node; .*shardmake is not"),
-        ("echo 'FATAL: no user namespace' >&2; exit 255", None),
-    ],
-)
+@pytest.mark.parametrize(("answer", "words"), [
+    ("echo 'env: python3: No such file or directory' >&2; exit 127", "cannot run Shardmake: env: python3: No such"),
+    ("""echo '{"torch": "1.0"}'""", "torch is 1.0 in the container and .* on the login node; .*shardmake is not"),
+    ("echo 'FATAL: no user namespace' >&2; exit 255", None),
+])  # fmt: skip
 def test_the_image_is_tried_on_a_login_node_with_apptainer(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, words: str | None
 ) -> None:
@@ -177,17 +171,12 @@ def test_the_image_is_tried_on_a_login_node_with_apptainer(
         check_container(in_container(checkout, image="x.sif"), [checkout / "runs/demo"], [make_run()])
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "FATAL:   could not open image /x.sif: no such file or directory",
-        "/opt/python3: No module named submitit",
-        "env: 'python3': No such file or directory",
-        "/var/spool/slurmd/job7/slurm_script: line 20: apptainer: command not found",
-        "slurmstepd-c1: error: pyxis: failed to import docker image",
-        "srun: unrecognized option '--container-image=x'",
-    ],
-)
+@pytest.mark.parametrize("line", [
+    "FATAL:   could not open image /x.sif: no such file or directory", "/opt/python3: No module named submitit",
+    "env: 'python3': No such file or directory",
+    "/var/spool/slurmd/job7/slurm_script: line 20: apptainer: command not found",
+    "slurmstepd-c1: error: pyxis: failed to import docker image", "srun: unrecognized option '--container-image=x'",
+])  # fmt: skip
 def test_a_container_that_does_not_start_stops_the_training_with_its_reason(line: str) -> None:
     found = start_failure(["INFO: starting", line, "srun: error: c1: task 0: Exited with exit code 1"])
     outcome = classify(evidence(start_failure=found))

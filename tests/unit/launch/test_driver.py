@@ -91,13 +91,10 @@ def test_a_stop_request_counts_even_if_the_ranks_could_not_save(
     assert "Removing the stop file runs/demo/train/STOP of an earlier request." in caplog.messages
 
 
-@pytest.mark.parametrize(
-    ("requested", "end", "message"),
-    [
-        (True, "stop requested", "saved and stopped at step 93, because somebody created runs/demo/train/STOP."),
-        (False, "cancelled by a person", "was cancelled: Slurm ended the job: CANCELLED."),
-    ],
-)
+@pytest.mark.parametrize(("requested", "end", "message"), [
+    (True, "stop requested", "saved and stopped at step 93, because somebody created runs/demo/train/STOP."),
+    (False, "cancelled by a person", "was cancelled: Slurm ended the job: CANCELLED."),
+])  # fmt: skip
 def test_a_stop_by_a_person_names_the_step_and_shows_no_log(
     demo: FakeRun, requested: bool, end: str, message: str
 ) -> None:

@@ -47,14 +47,10 @@ def snakemake(*words: str) -> "subprocess.Popen[bytes]":
 
 
 @pytest.mark.usefixtures("shardmake")
-@pytest.mark.parametrize(
-    ("words", "patience", "status"),
-    [
-        (("patient", DRIVER), (60, 60), 5),
-        (("interruptible", DRIVER, OTHER), (1, 60), 7),
-        (("stubborn", DRIVER, OTHER), (1, 1), -9),
-    ],
-)
+@pytest.mark.parametrize(("words", "patience", "status"), [
+    (("patient", DRIVER), (60, 60), 5), (("interruptible", DRIVER, OTHER), (1, 60), 7),
+    (("stubborn", DRIVER, OTHER), (1, 1), -9),
+])  # fmt: skip
 def test_drivers_end_first_then_snakemake(
     words: tuple[str, ...], patience: tuple[float, float], status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,16 +88,13 @@ def make_job(runs: Path, restarts: int = 0) -> DriverJob:
     return DriverJob(folder, "12", workflow, restarts)
 
 
-@pytest.mark.parametrize(
-    ("shown", "end", "submitted"),
-    [
-        ("JobState=CANCELLED Reason=None\n Restarts=1 PreemptTime=None", "cancelled", False),
-        ("JobState=COMPLETING Reason=None\n Restarts=1 PreemptTime=None", "cancelled", False),
-        ("JobState=TIMEOUT Reason=None\n Restarts=1 PreemptTime=None", "continued", True),
-        ("JobState=COMPLETING Reason=None\n Restarts=1 PreemptTime=2026-11-24T20:00:00", "continued", True),
-        ("JobState=COMPLETING Reason=None\n Restarts=2", "continued", False),
-    ],
-)
+@pytest.mark.parametrize(("shown", "end", "submitted"), [
+    ("JobState=CANCELLED Reason=None\n Restarts=1 PreemptTime=None", "cancelled", False),
+    ("JobState=COMPLETING Reason=None\n Restarts=1 PreemptTime=None", "cancelled", False),
+    ("JobState=TIMEOUT Reason=None\n Restarts=1 PreemptTime=None", "continued", True),
+    ("JobState=COMPLETING Reason=None\n Restarts=1 PreemptTime=2026-11-24T20:00:00", "continued", True),
+    ("JobState=COMPLETING Reason=None\n Restarts=2", "continued", False),
+])  # fmt: skip
 def test_a_job_that_slurm_ends_continues_and_one_that_a_person_cancels_does_not(
     shown: str, end: str, submitted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,13 +107,10 @@ def test_a_job_that_slurm_ends_continues_and_one_that_a_person_cancels_does_not(
     assert (tmp_path / "asked").exists() == submitted
 
 
-@pytest.mark.parametrize(
-    ("failures", "seconds", "end", "reported"),
-    [
-        (2, 600, "continued", []),
-        (1000, 0.3, "failed", ["Driver job 12 ends, and Slurm did not answer why. Run `shardmake submit`"]),
-    ],
-)
+@pytest.mark.parametrize(("failures", "seconds", "end", "reported"), [
+    (2, 600, "continued", []),
+    (1000, 0.3, "failed", ["Driver job 12 ends, and Slurm did not answer why. Run `shardmake submit`"]),
+])  # fmt: skip
 def test_a_job_that_ends_asks_again_while_slurm_does_not_answer(
     failures: int, seconds: float, end: str, reported: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

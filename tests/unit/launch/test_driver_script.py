@@ -15,29 +15,14 @@ def test_the_script_has_what_the_site_requires_of_a_job_without_a_gpu(tmp_path: 
     folder = DriverDir(tmp_path / "my runs/.driver/001")
     cluster = site(cpu_partition="cpu", cpu_qos="short", setup=["module load python"], driver_memory_gib=2.5)
     assert batch_script(cluster, "driver-0a1b", folder).splitlines() == [
-        "#!/bin/bash",
-        "#SBATCH --job-name=driver-0a1b",
-        "#SBATCH '--comment=shardmake: Snakemake and drivers'",
-        "#SBATCH --partition=cpu",
-        "#SBATCH --account=lab",
-        "#SBATCH --qos=short",
-        "#SBATCH '--exclude=c[7-9]'",
-        "#SBATCH --wckey=key",
-        "#SBATCH --mail-type=END",
-        "#SBATCH --nodes=1",
-        "#SBATCH --ntasks=1",
-        "#SBATCH --cpus-per-task=1",
-        "#SBATCH --mem=2560M",
-        "#SBATCH --time=4320",
-        "#SBATCH --signal=B:USR1@600",
-        "#SBATCH --dependency=singleton",
-        "#SBATCH --requeue",
-        "#SBATCH --open-mode=append",
-        f"#SBATCH '--output={folder.log}'",
-        "",
-        "module load python",
+        "#!/bin/bash", "#SBATCH --job-name=driver-0a1b", "#SBATCH '--comment=shardmake: Snakemake and drivers'",
+        "#SBATCH --partition=cpu", "#SBATCH --account=lab", "#SBATCH --qos=short", "#SBATCH '--exclude=c[7-9]'",
+        "#SBATCH --wckey=key", "#SBATCH --mail-type=END", "#SBATCH --nodes=1", "#SBATCH --ntasks=1",
+        "#SBATCH --cpus-per-task=1", "#SBATCH --mem=2560M", "#SBATCH --time=4320", "#SBATCH --signal=B:USR1@600",
+        "#SBATCH --dependency=singleton", "#SBATCH --requeue", "#SBATCH --open-mode=append",
+        f"#SBATCH '--output={folder.log}'", "", "module load python",
         f"exec {sys.executable} -u -m shardmake.launch.driver_job '{folder.root}'",
-    ]
+    ]  # fmt: skip
 
 
 def test_a_short_limit_leaves_three_quarters_of_it() -> None:

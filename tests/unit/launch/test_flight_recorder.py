@@ -30,28 +30,14 @@ def entry(number: int, state: str = "completed", **changes: Any) -> dict[str, An
     """An entry with the fields that torch 2.13 writes (version 2.10)."""
     started, completed = STATES[state]
     return {
-        "frames": [{"name": "all_reduce", "filename": "distributed_c10d.py", "line": 3245}],
-        "record_id": number - 1,
-        "pg_id": 0,
-        "process_group": ("0", "default_pg"),
-        "thread_name": "python",
-        "thread_id": "1",
-        "collective_seq_id": number,
-        "p2p_seq_id": 0,
-        "op_id": number,
-        "profiling_name": "nccl:all_reduce",
-        "time_created_ns": number,
-        "input_sizes": [[4]],
-        "input_dtypes": ["Float"],
-        "output_sizes": [[4]],
-        "output_dtypes": ["Float"],
-        "state": state,
-        "time_discovered_started_ns": started,
-        "time_discovered_completed_ns": completed,
-        "retired": state == "completed",
-        "timeout_ms": 600000,
+        "frames": [{"name": "all_reduce", "filename": "distributed_c10d.py", "line": 3245}], "record_id": number - 1,
+        "pg_id": 0, "process_group": ("0", "default_pg"), "thread_name": "python", "thread_id": "1",
+        "collective_seq_id": number, "p2p_seq_id": 0, "op_id": number, "profiling_name": "nccl:all_reduce",
+        "time_created_ns": number, "input_sizes": [[4]], "input_dtypes": ["Float"], "output_sizes": [[4]],
+        "output_dtypes": ["Float"], "state": state, "time_discovered_started_ns": started,
+        "time_discovered_completed_ns": completed, "retired": state == "completed", "timeout_ms": 600000,
         "is_p2p": False,
-    } | changes
+    } | changes  # fmt: skip
 
 
 def find(
@@ -62,10 +48,7 @@ def find(
     return find_collective(
         {
             f"nccl-rank-{rank}": {
-                "host_name": f"host_rank{rank}",
-                "rank": rank,
-                "entries": entries[rank],
-                "version": "2.10",
+                "host_name": f"host_rank{rank}", "rank": rank, "entries": entries[rank], "version": "2.10",
                 "pg_config": {
                     name: {"name": name, "desc": description, "ranks": str(ranks)}
                     for name, (description, ranks) in groups.items()
@@ -74,7 +57,7 @@ def find(
             }
             for rank in entries
         }
-    )
+    )  # fmt: skip
 
 
 def test_a_rank_that_did_not_join_is_named() -> None:
@@ -97,15 +80,11 @@ def test_a_rank_that_waits_in_another_group_is_a_consequence() -> None:
     assert found == CollectiveHang(message, frozenset({1}))
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"profiling_name": "nccl:broadcast"}, "ranks 0, 2: all_reduce number 2 of the group default_pg with input"),
-        ({"input_sizes": [[8]], "output_sizes": [[8]]}, "rank 1: all_reduce number 2 of the group default_pg with"),
-        ({"input_dtypes": ["BFloat16"], "output_dtypes": ["BFloat16"]}, "BFloat16"),
-    ],
-    ids=["name", "size", "type"],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"profiling_name": "nccl:broadcast"}, "ranks 0, 2: all_reduce number 2 of the group default_pg with input"),
+    ({"input_sizes": [[8]], "output_sizes": [[8]]}, "rank 1: all_reduce number 2 of the group default_pg with"),
+    ({"input_dtypes": ["BFloat16"], "output_dtypes": ["BFloat16"]}, "BFloat16"),
+], ids=["name", "size", "type"])  # fmt: skip
 def test_ranks_that_run_different_collectives(changes: dict[str, Any], words: str) -> None:
     same = [entry(1), entry(2, "started")]
     found = find({0: same, 1: [entry(1), entry(2, "started", **changes)], 2: list(same)})

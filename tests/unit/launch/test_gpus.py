@@ -33,29 +33,22 @@ HEALTHY = "0, GPU-0, 1, 0, 580.65.06, 9.0"
 SLICES = "MIG-3c1a0000-0000-4000-8000-000000000001,MIG-GPU-8f6d2a10-0000-4000-8000-000000000001/1/0"
 
 
-@pytest.mark.parametrize(
-    ("rows", "visible", "planned", "words"),
-    [
-        (ROWS, "0,2", 2, []),
-        (ROWS, "GPU-a,GPU-c", 2, []),
-        (ROWS, "0", 2, ["1 GPUs are visible, and the plan needs 2"]),
-        (ROWS, "0,1", 2, ["GPU 1 is in use: 40.0 GiB"]),
-        (ROWS, "0,3", 2, ["GPU 3 has 2 uncorrected memory errors"]),
-        (ROWS, None, 4, ["GPU 1 is in use: 40.0 GiB", "GPU 3 has 2 uncorrected memory errors"]),
-        (f"0, {UUID}, [Insufficient Permissions], [N/A]", None, 1, []),
-        (f"0, {UUID}, 3, 0", "GPU-8f6d2a10", 1, []),
-        (f"0, {UUID}, 3, 0", "GPU-8f6d2a11", 1, ["0 GPUs are visible, and the plan needs 1"]),
-        (f"0, {UUID}, [N/A], [N/A]", SLICES, 1, []),
-        (f"0, {UUID}, [N/A], [N/A]", SLICES, 2, [FIRST_SLICE]),
-        (f"0, {UUID}, [N/A], [N/A]", SLICES, 3, ["2 GPUs are visible, and the plan needs 3", FIRST_SLICE]),
-        (f"0, {UUID}, 3, 0", "", 1, ["0 GPUs are visible, and the plan needs 1"]),
-        (f"{HEALTHY}, Default, Not Active, 16, 16", None, 1, []),
-        (f"{HEALTHY}, Exclusive_Process, Not Active, 16, 16", None, 1, []),
-        (f"{HEALTHY}, Prohibited, Not Active, 16, 16", None, 1, ["GPU 0 is in the compute mode Prohibited, in which no program can use it"]),
-        (f"{HEALTHY}, Default, Active, 8, 16", None, 1, []),
-        (f"0, GPU-0{', [N/A]' * 8}", None, 1, []),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("rows", "visible", "planned", "words"), [
+    (ROWS, "0,2", 2, []), (ROWS, "GPU-a,GPU-c", 2, []),
+    (ROWS, "0", 2, ["1 GPUs are visible, and the plan needs 2"]),
+    (ROWS, "0,1", 2, ["GPU 1 is in use: 40.0 GiB"]), (ROWS, "0,3", 2, ["GPU 3 has 2 uncorrected memory errors"]),
+    (ROWS, None, 4, ["GPU 1 is in use: 40.0 GiB", "GPU 3 has 2 uncorrected memory errors"]),
+    (f"0, {UUID}, [Insufficient Permissions], [N/A]", None, 1, []),
+    (f"0, {UUID}, 3, 0", "GPU-8f6d2a10", 1, []),
+    (f"0, {UUID}, 3, 0", "GPU-8f6d2a11", 1, ["0 GPUs are visible, and the plan needs 1"]),
+    (f"0, {UUID}, [N/A], [N/A]", SLICES, 1, []), (f"0, {UUID}, [N/A], [N/A]", SLICES, 2, [FIRST_SLICE]),
+    (f"0, {UUID}, [N/A], [N/A]", SLICES, 3, ["2 GPUs are visible, and the plan needs 3", FIRST_SLICE]),
+    (f"0, {UUID}, 3, 0", "", 1, ["0 GPUs are visible, and the plan needs 1"]),
+    (f"{HEALTHY}, Default, Not Active, 16, 16", None, 1, []),
+    (f"{HEALTHY}, Exclusive_Process, Not Active, 16, 16", None, 1, []),
+    (f"{HEALTHY}, Prohibited, Not Active, 16, 16", None, 1, ["GPU 0 is in the compute mode Prohibited, in which no program can use it"]),
+    (f"{HEALTHY}, Default, Active, 8, 16", None, 1, []), (f"0, GPU-0{', [N/A]' * 8}", None, 1, []),
+])  # fmt: skip
 def test_gpus_must_be_present_idle_and_healthy(rows: str, visible: str | None, planned: int, words: list[str]) -> None:
     assert texts(check_gpus(parse_gpus(rows), visible, planned)) == words
 
@@ -70,35 +63,26 @@ def test_slow_gpus_are_named() -> None:
 RECORDED = {
     "8 A100": "".join(f"{n}, GPU-{n}, 4, 0, 550.54.15, 8.0\n" for n in range(8)),
     "8 H100": "".join(f"{n}, GPU-{n}, 1, 0, 580.65.06, 9.0\n" for n in range(8)),
-    "V100": "0, GPU-0, 0, 0, 535.183.01, 7.0\n",
-    "B200": "0, GPU-0, 0, 0, 580.65.06, 10.0\n",
-    "B200, driver 570": "0, GPU-0, 0, 0, 570.124.06, 10.0\n",
-    "RTX 4090": "0, GPU-0, 310, [N/A], 580.65.06, 8.9\n",
+    "V100": "0, GPU-0, 0, 0, 535.183.01, 7.0\n", "B200": "0, GPU-0, 0, 0, 580.65.06, 10.0\n",
+    "B200, driver 570": "0, GPU-0, 0, 0, 570.124.06, 10.0\n", "RTX 4090": "0, GPU-0, 310, [N/A], 580.65.06, 8.9\n",
     "no rights": "0, GPU-0, [Insufficient Permissions], [N/A], [N/A], [N/A]\n",
     "old driver": "0, GPU-0, 0, 0, 470.256.02\n",
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("rows", "cuda", "words"),
-    [
-        ("8 H100", "13.0", None),
-        ("8 A100", "12.8", None),
-        ("8 A100", "13.0", "driver is 550, and torch for CUDA 13.0 needs 580 or newer: run make install CUDA=cu126"),
-        ("old driver", "12.6", "needs 525 or newer: update the driver, because no build of torch runs on it"),
-        ("V100", "12.6", None),
-        ("V100", "13.0", "compute capability 7.0, and torch for CUDA 13.0 starts at 7.5"),
-        (
-            "B200",
-            "12.6",
-            "compute capability 10.0, and torch for CUDA 12.6 has no code for it: run make install CUDA=cu130",
-        ),
-        ("B200", "12.8", None),
-        ("RTX 4090", "13.0", None),
-        ("no rights", "13.0", None),
-        ("8 H100", None, "torch is a build without CUDA: run make install CUDA=cu130"),
-    ],
-)
+@pytest.mark.parametrize(("rows", "cuda", "words"), [
+    ("8 H100", "13.0", None), ("8 A100", "12.8", None),
+    ("8 A100", "13.0", "driver is 550, and torch for CUDA 13.0 needs 580 or newer: run make install CUDA=cu126"),
+    ("old driver", "12.6", "needs 525 or newer: update the driver, because no build of torch runs on it"),
+    ("V100", "12.6", None),
+    ("V100", "13.0", "compute capability 7.0, and torch for CUDA 13.0 starts at 7.5"),
+    (
+        "B200", "12.6",
+        "compute capability 10.0, and torch for CUDA 12.6 has no code for it: run make install CUDA=cu130",
+    ),
+    ("B200", "12.8", None), ("RTX 4090", "13.0", None), ("no rights", "13.0", None),
+    ("8 H100", None, "torch is a build without CUDA: run make install CUDA=cu130"),
+])  # fmt: skip
 def test_a_build_that_cannot_use_the_gpus_is_a_finding(rows: str, cuda: str | None, words: str | None) -> None:
     findings = check_build(parse_gpus(RECORDED[rows]), cuda)
     assert len(findings) == (words is not None), "equal GPUs are one finding"
@@ -134,16 +118,12 @@ def fake_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) 
 NO_CAPABILITY = 'case "$*" in *compute_cap*) echo "Field compute_cap is not a valid field to query."; exit 2;; esac'
 
 
-@pytest.mark.parametrize(
-    ("script", "number", "last"),
-    [
-        (f"cat <<'END'\n{RECORDED['8 H100']}END", 8, GpuStatus("7", "GPU-7", 1 << 20, 0, 580, 9.0)),
-        (f"{NO_CAPABILITY}\necho '0, GPU-0, 0, 0, 470.256.02'", 1, GpuStatus("0", "GPU-0", 0, 0, 470, None)),
-        ("echo Failed to initialize NVML: Driver/library version mismatch; exit 18", 0, None),
-        (None, 0, None),
-    ],
-    ids=["8-h100", "older-driver", "failing", "missing"],
-)
+@pytest.mark.parametrize(("script", "number", "last"), [
+    (f"cat <<'END'\n{RECORDED['8 H100']}END", 8, GpuStatus("7", "GPU-7", 1 << 20, 0, 580, 9.0)),
+    (f"{NO_CAPABILITY}\necho '0, GPU-0, 0, 0, 470.256.02'", 1, GpuStatus("0", "GPU-0", 0, 0, 470, None)),
+    ("echo Failed to initialize NVML: Driver/library version mismatch; exit 18", 0, None),
+    (None, 0, None),
+], ids=["8-h100", "older-driver", "failing", "missing"])  # fmt: skip
 def test_gpus_are_listed_by_nvidia_smi(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, number: int, last: GpuStatus | None
 ) -> None:

@@ -21,16 +21,13 @@ def python(folder: Path, script: str) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(
-    ("script", "verdict", "words"),
-    [
-        (f'#!/bin/sh\n{THIS} exec {sys.executable} "$@"\n', Verdict.OK, "with the versions of this one"),
-        ('#!/bin/sh\necho \'{"torch": "1"}\'\n', Verdict.STOPS, "torch is 1 in "),
-        ("#!/bin/sh\necho No module named shardmake >&2; exit 1\n", Verdict.STOPS, "No module named shardmake"),
-        ("\x7fELF" + "x" * 20, Verdict.NOT_CHECKED, "is built for another architecture"),
-        ("", Verdict.NOT_CHECKED, "is not on this node"),
-    ],
-)
+@pytest.mark.parametrize(("script", "verdict", "words"), [
+    (f'#!/bin/sh\n{THIS} exec {sys.executable} "$@"\n', Verdict.OK, "with the versions of this one"),
+    ('#!/bin/sh\necho \'{"torch": "1"}\'\n', Verdict.STOPS, "torch is 1 in "),
+    ("#!/bin/sh\necho No module named shardmake >&2; exit 1\n", Verdict.STOPS, "No module named shardmake"),
+    ("\x7fELF" + "x" * 20, Verdict.NOT_CHECKED, "is built for another architecture"),
+    ("", Verdict.NOT_CHECKED, "is not on this node"),
+])  # fmt: skip
 def test_the_environment_is_compared_before_a_job(tmp_path: Path, script: str, verdict: Verdict, words: str) -> None:
     folder = python(tmp_path, script) if script else str(tmp_path)
     cluster = make_cluster(executor="slurm", environment=folder)

@@ -37,77 +37,71 @@ def evidence(**values: object) -> Evidence:
 PEER_GONE = error("DistBackendError", "[../gloo/transport/tcp/pair.cc] Connection closed by peer [10.0.0.2]", 0, 2.0)
 
 
-@pytest.mark.parametrize(
-    ("found", "end"),
-    [
-        (evidence(finished=True, slurm_state="COMPLETED"), EndReason.FINISHED),
-        (evidence(finished=True, slurm_state="NODE_FAIL"), EndReason.FINISHED),
-        (evidence(stop_file=True, stopped=True, slurm_state="COMPLETED"), EndReason.STOP_REQUESTED),
-        (evidence(slurm_state="TIMEOUT"), EndReason.TIME_LIMIT),
-        (evidence(slurm_state="CANCELLED", exits=[node(stop_signal="SIGTERM")]), EndReason.CANCELLED),
-        (evidence(slurm_state="PREEMPTED"), EndReason.PREEMPTED),
-        (evidence(slurm_state="NODE_FAIL", errors=[PEER_GONE]), EndReason.NODE_FAILURE),
-        (evidence(slurm_state="OUT_OF_MEMORY", errors=[PEER_GONE]), EndReason.HOST_OUT_OF_MEMORY),
-        (evidence(slurm_state="COMPLETED", stopped=True, exits=[node(stop_signal="SIGUSR2", returncode=0)]), EndReason.TIME_LIMIT),
-        (evidence(slurm_state="COMPLETED", stopped=True, exits=[node(stop_signal="SIGURG", returncode=0)]), EndReason.TIME_LIMIT),
-        (evidence(slurm_state="COMPLETED", stopped=True, exits=[node(stop_signal="SIGTERM", returncode=0)]), EndReason.TERMINATED),
-        (evidence(damage="checkpoint-20 is damaged", exits=[node(phase="checkpoint", returncode=None, damaged=["a"])], errors=[PEER_GONE]), EndReason.DAMAGED_CHECKPOINT),
-        (evidence(damage="checkpoint-20 is damaged", slurm_state="CANCELLED"), EndReason.CANCELLED),
-        (evidence(exits=[node(phase="checkpoint", returncode=None, damaged=["a"])], errors=[error("NetworkCheckError", "Rank 0 did not join")]), EndReason.PREFLIGHT),
-        (evidence(slurm_state="COMPLETED", stopped=True, exits=[node(stop_signal="SIGTERM", returncode=0), node(1, stop_signal="SIGTERM", returncode=0)]), EndReason.TERMINATED),
-        (evidence(exits=[node(stop_signal="SIGTERM", returncode=-9), node(1, returncode=1)]), EndReason.KILLED),
-        (evidence(nodes=2, exits=[node(stop_signal="SIGTERM", returncode=0)]), EndReason.KILLED),
-        (evidence(nodes=2, slurm_state="PREEMPTED", exits=[node(stop_signal="SIGTERM", returncode=0)]), EndReason.PREEMPTED),
-        (evidence(nodes=2, slurm_state="COMPLETED", exits=[node(stop_signal="SIGTERM", returncode=0)] * 2), EndReason.TERMINATED),
-        (evidence(hang=Hang(rank=1, host="c2", message="no progress"), exits=[node(returncode=-9), node(1, stop_signal="SIGTERM")]), EndReason.HANG),
-        (evidence(hang=Hang(rank=1, host="c2", message="no progress"), errors=[PEER_GONE]), EndReason.HANG),
-        (evidence(hang=Hang(rank=0, host="c1", message="no progress"), errors=[error("ValueError", "bad label")]), EndReason.USER_ERROR),
-        (evidence(exits=[node(), node(1, returncode=1)], errors=[PEER_GONE]), EndReason.KILLED),
-        (evidence(exits=[node(), node(1, returncode=0)], errors=[PEER_GONE]), EndReason.COMMUNICATION),
-        (evidence(exits=[node(oom_kills=1)], errors=[PEER_GONE]), EndReason.HOST_OUT_OF_MEMORY),
-        (evidence(exits=[node(phase="preflight", returncode=None, message="GPU 1 is in use: 40.0 GiB"), node(1, stop_signal="SIGTERM")]), EndReason.PREFLIGHT),
-        (evidence(slurm_state="CANCELLED", cancelled_by="user root"), EndReason.CANCELLED),
-        (evidence(slurm_state="CANCELLED", hang=Hang(rank=1, host="c2", message="no progress")), EndReason.CANCELLED),
-        (evidence(slurm_state="CANCELLED", errors=[error("OutOfMemoryError", "CUDA out of memory")]), EndReason.CANCELLED),
-        (evidence(slurm_state="CANCELLED", errors=[error("ValueError", "bad label")]), EndReason.USER_ERROR),
-        (evidence(exits=[node(oom_kills=2)], errors=[error("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Killed.")]), EndReason.HOST_OUT_OF_MEMORY),
-        (evidence(exits=[node(oom_kills=2)], errors=[error("OutOfMemoryError", "CUDA out of memory")]), EndReason.GPU_OUT_OF_MEMORY),
-        (evidence(errors=[error("DistBackendError", "")]), EndReason.COMMUNICATION),
-        (evidence(slurm_state="DEADLINE"), EndReason.TIME_LIMIT),
-        (evidence(nodes=2, service_nodes=1, exits=[node(), service_node()], errors=[error("ConnectionError", "refused")]), EndReason.SERVICE),
-        (evidence(nodes=2, service_nodes=1, exits=[node(returncode=1), service_node(phase="service start")]), EndReason.SERVICE_START),
-        (evidence(nodes=2, service_nodes=1, exits=[node(), service_node(stop_signal="SIGTERM")], errors=[error("ConnectionError", "refused")]), EndReason.TERMINATED),
-        (evidence(nodes=2, service_nodes=1, slurm_state="CANCELLED", exits=[node(), service_node()]), EndReason.CANCELLED),
-        (evidence(nodes=2, service_nodes=1, exits=[node()], errors=[error("ConnectionError", "refused")]), EndReason.KILLED),
-        (evidence(nodes=2, service_nodes=1, slurm_state="NODE_FAIL", exits=[node()], errors=[error("ConnectionError", "refused")]), EndReason.NODE_FAILURE),
-        (evidence(nodes=2, service_nodes=1, exits=[node(), service_node(returncode=0, message="")], errors=[error("ValueError", "bad label")]), EndReason.USER_ERROR),
-        (evidence(nodes=2, service_nodes=1, exits=[node(phase="preflight", returncode=None, message="GPU 1 is in use"), service_node(returncode=0, message="")]), EndReason.PREFLIGHT),
-        (evidence(slurm_state="BOOT_FAIL"), EndReason.NODE_FAILURE),
-        (evidence(slurm_state="COMPLETED", exits=[node(started=0.0, ended=150.0, returncode=1)]), EndReason.KILLED),
-        (evidence(exits=[node(phase="rendezvous", returncode=None, message="c2 cannot connect")]), EndReason.RENDEZVOUS),
-        (evidence(exits=[node(returncode=-9)]), EndReason.KILLED),
-        (evidence(exits=[node(returncode=None, message="OSError: no memory to fork")]), EndReason.KILLED),
-        (evidence(nodes=2, exits=[node()], errors=[PEER_GONE]), EndReason.KILLED),
-        (evidence(slurm_state="NODE_FAIL", hang=Hang(rank=None, host=None, message="no progress")), EndReason.NODE_FAILURE),
-        (evidence(slurm_state="NODE_FAIL", hang=Hang(rank=1, host="c2", message="no progress")), EndReason.HANG),
-        (evidence(exits=[node(returncode=1)], launcher_errors={0: "torch.distributed.DistNetworkError: address already in use"}), EndReason.COMMUNICATION),
-        (evidence(exits=[node(returncode=1)], launcher_errors={0: "ImportError: no module named train"}), EndReason.KILLED),
-        (evidence(errors=[error("OSError", "[Errno 30] Read-only file system: 'a.pt'")]), EndReason.NODE_FAILURE),
-        (evidence(errors=[error("FileNotFoundError", "node-1.json was written by another node and is not visible on this node")]), EndReason.NODE_FAILURE),
-        (evidence(), EndReason.LOST),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("found", "end"), [
+    (evidence(finished=True, slurm_state="COMPLETED"), EndReason.FINISHED),
+    (evidence(finished=True, slurm_state="NODE_FAIL"), EndReason.FINISHED),
+    (evidence(stop_file=True, stopped=True, slurm_state="COMPLETED"), EndReason.STOP_REQUESTED),
+    (evidence(slurm_state="TIMEOUT"), EndReason.TIME_LIMIT),
+    (evidence(slurm_state="CANCELLED", exits=[node(stop_signal="SIGTERM")]), EndReason.CANCELLED),
+    (evidence(slurm_state="PREEMPTED"), EndReason.PREEMPTED),
+    (evidence(slurm_state="NODE_FAIL", errors=[PEER_GONE]), EndReason.NODE_FAILURE),
+    (evidence(slurm_state="OUT_OF_MEMORY", errors=[PEER_GONE]), EndReason.HOST_OUT_OF_MEMORY),
+    (evidence(slurm_state="COMPLETED", stopped=True, exits=[node(stop_signal="SIGUSR2", returncode=0)]), EndReason.TIME_LIMIT),
+    (evidence(slurm_state="COMPLETED", stopped=True, exits=[node(stop_signal="SIGURG", returncode=0)]), EndReason.TIME_LIMIT),
+    (evidence(slurm_state="COMPLETED", stopped=True, exits=[node(stop_signal="SIGTERM", returncode=0)]), EndReason.TERMINATED),
+    (evidence(damage="checkpoint-20 is damaged", exits=[node(phase="checkpoint", returncode=None, damaged=["a"])], errors=[PEER_GONE]), EndReason.DAMAGED_CHECKPOINT),
+    (evidence(damage="checkpoint-20 is damaged", slurm_state="CANCELLED"), EndReason.CANCELLED),
+    (evidence(exits=[node(phase="checkpoint", returncode=None, damaged=["a"])], errors=[error("NetworkCheckError", "Rank 0 did not join")]), EndReason.PREFLIGHT),
+    (evidence(slurm_state="COMPLETED", stopped=True, exits=[node(stop_signal="SIGTERM", returncode=0), node(1, stop_signal="SIGTERM", returncode=0)]), EndReason.TERMINATED),
+    (evidence(exits=[node(stop_signal="SIGTERM", returncode=-9), node(1, returncode=1)]), EndReason.KILLED),
+    (evidence(nodes=2, exits=[node(stop_signal="SIGTERM", returncode=0)]), EndReason.KILLED),
+    (evidence(nodes=2, slurm_state="PREEMPTED", exits=[node(stop_signal="SIGTERM", returncode=0)]), EndReason.PREEMPTED),
+    (evidence(nodes=2, slurm_state="COMPLETED", exits=[node(stop_signal="SIGTERM", returncode=0)] * 2), EndReason.TERMINATED),
+    (evidence(hang=Hang(rank=1, host="c2", message="no progress"), exits=[node(returncode=-9), node(1, stop_signal="SIGTERM")]), EndReason.HANG),
+    (evidence(hang=Hang(rank=1, host="c2", message="no progress"), errors=[PEER_GONE]), EndReason.HANG),
+    (evidence(hang=Hang(rank=0, host="c1", message="no progress"), errors=[error("ValueError", "bad label")]), EndReason.USER_ERROR),
+    (evidence(exits=[node(), node(1, returncode=1)], errors=[PEER_GONE]), EndReason.KILLED),
+    (evidence(exits=[node(), node(1, returncode=0)], errors=[PEER_GONE]), EndReason.COMMUNICATION),
+    (evidence(exits=[node(oom_kills=1)], errors=[PEER_GONE]), EndReason.HOST_OUT_OF_MEMORY),
+    (evidence(exits=[node(phase="preflight", returncode=None, message="GPU 1 is in use: 40.0 GiB"), node(1, stop_signal="SIGTERM")]), EndReason.PREFLIGHT),
+    (evidence(slurm_state="CANCELLED", cancelled_by="user root"), EndReason.CANCELLED),
+    (evidence(slurm_state="CANCELLED", hang=Hang(rank=1, host="c2", message="no progress")), EndReason.CANCELLED),
+    (evidence(slurm_state="CANCELLED", errors=[error("OutOfMemoryError", "CUDA out of memory")]), EndReason.CANCELLED),
+    (evidence(slurm_state="CANCELLED", errors=[error("ValueError", "bad label")]), EndReason.USER_ERROR),
+    (evidence(exits=[node(oom_kills=2)], errors=[error("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Killed.")]), EndReason.HOST_OUT_OF_MEMORY),
+    (evidence(exits=[node(oom_kills=2)], errors=[error("OutOfMemoryError", "CUDA out of memory")]), EndReason.GPU_OUT_OF_MEMORY),
+    (evidence(errors=[error("DistBackendError", "")]), EndReason.COMMUNICATION),
+    (evidence(slurm_state="DEADLINE"), EndReason.TIME_LIMIT),
+    (evidence(nodes=2, service_nodes=1, exits=[node(), service_node()], errors=[error("ConnectionError", "refused")]), EndReason.SERVICE),
+    (evidence(nodes=2, service_nodes=1, exits=[node(returncode=1), service_node(phase="service start")]), EndReason.SERVICE_START),
+    (evidence(nodes=2, service_nodes=1, exits=[node(), service_node(stop_signal="SIGTERM")], errors=[error("ConnectionError", "refused")]), EndReason.TERMINATED),
+    (evidence(nodes=2, service_nodes=1, slurm_state="CANCELLED", exits=[node(), service_node()]), EndReason.CANCELLED),
+    (evidence(nodes=2, service_nodes=1, exits=[node()], errors=[error("ConnectionError", "refused")]), EndReason.KILLED),
+    (evidence(nodes=2, service_nodes=1, slurm_state="NODE_FAIL", exits=[node()], errors=[error("ConnectionError", "refused")]), EndReason.NODE_FAILURE),
+    (evidence(nodes=2, service_nodes=1, exits=[node(), service_node(returncode=0, message="")], errors=[error("ValueError", "bad label")]), EndReason.USER_ERROR),
+    (evidence(nodes=2, service_nodes=1, exits=[node(phase="preflight", returncode=None, message="GPU 1 is in use"), service_node(returncode=0, message="")]), EndReason.PREFLIGHT),
+    (evidence(slurm_state="BOOT_FAIL"), EndReason.NODE_FAILURE),
+    (evidence(slurm_state="COMPLETED", exits=[node(started=0.0, ended=150.0, returncode=1)]), EndReason.KILLED),
+    (evidence(exits=[node(phase="rendezvous", returncode=None, message="c2 cannot connect")]), EndReason.RENDEZVOUS),
+    (evidence(exits=[node(returncode=-9)]), EndReason.KILLED),
+    (evidence(exits=[node(returncode=None, message="OSError: no memory to fork")]), EndReason.KILLED),
+    (evidence(nodes=2, exits=[node()], errors=[PEER_GONE]), EndReason.KILLED),
+    (evidence(slurm_state="NODE_FAIL", hang=Hang(rank=None, host=None, message="no progress")), EndReason.NODE_FAILURE),
+    (evidence(slurm_state="NODE_FAIL", hang=Hang(rank=1, host="c2", message="no progress")), EndReason.HANG),
+    (evidence(exits=[node(returncode=1)], launcher_errors={0: "torch.distributed.DistNetworkError: address already in use"}), EndReason.COMMUNICATION),
+    (evidence(exits=[node(returncode=1)], launcher_errors={0: "ImportError: no module named train"}), EndReason.KILLED),
+    (evidence(errors=[error("OSError", "[Errno 30] Read-only file system: 'a.pt'")]), EndReason.NODE_FAILURE),
+    (evidence(errors=[error("FileNotFoundError", "node-1.json was written by another node and is not visible on this node")]), EndReason.NODE_FAILURE),
+    (evidence(), EndReason.LOST),
+])  # fmt: skip
 def test_classification(found: Evidence, end: EndReason) -> None:
     assert classify(found).end is end
 
 
-@pytest.mark.parametrize(
-    "gone",
-    [
-        error("OSError", "[Errno 107] Transport endpoint is not connected: '/usr/lib/python3.11/pickle.py'"),
-        error("ModuleNotFoundError", "No module named 'torch.distributed.checkpoint'"),
-    ],
-)
+@pytest.mark.parametrize("gone", [
+    error("OSError", "[Errno 107] Transport endpoint is not connected: '/usr/lib/python3.11/pickle.py'"),
+    error("ModuleNotFoundError", "No module named 'torch.distributed.checkpoint'"),
+])  # fmt: skip
 def test_ranks_that_lose_their_image_by_sigterm_resume_and_no_node_is_blamed(gone: RankError) -> None:
     values = {"exits": [node(stop_signal="SIGTERM")], "errors": [gone], "container": "/images/train.sif"}
     outcome = classify(evidence(**values))
@@ -170,18 +164,15 @@ OLD_TORCH = {"phase": "preflight", "message": "old torch"}
 NOT_JOINED = error("NetworkCheckError", "Rank 3 did not join: timeout").model_copy(update={"culprit": None})
 
 
-@pytest.mark.parametrize(
-    ("found", "end", "host"),
-    [
-        ({"exits": [node(1, **OLD_TORCH), node(0, returncode=0)]}, EndReason.PREFLIGHT, "c2"),
-        ({"exits": [node(0, **OLD_TORCH)]}, EndReason.PREFLIGHT, "c1"),
-        ({"exits": [node(0, **OLD_TORCH), node(1, **OLD_TORCH)]}, EndReason.PREFLIGHT, None),
-        ({"exits": [node(0, phase="run preflight", message="no room"), node(1, returncode=0)]}, EndReason.PREFLIGHT, None),
-        ({"nodes": 2, "exits": [WAITED]}, EndReason.RENDEZVOUS, "c2"),
-        ({"nodes": 2, "exits": [WAITED.model_copy(update={"culprit": None})]}, EndReason.RENDEZVOUS, None),
-        ({"errors": [NOT_JOINED]}, EndReason.PREFLIGHT, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("found", "end", "host"), [
+    ({"exits": [node(1, **OLD_TORCH), node(0, returncode=0)]}, EndReason.PREFLIGHT, "c2"),
+    ({"exits": [node(0, **OLD_TORCH)]}, EndReason.PREFLIGHT, "c1"),
+    ({"exits": [node(0, **OLD_TORCH), node(1, **OLD_TORCH)]}, EndReason.PREFLIGHT, None),
+    ({"exits": [node(0, phase="run preflight", message="no room"), node(1, returncode=0)]}, EndReason.PREFLIGHT, None),
+    ({"nodes": 2, "exits": [WAITED]}, EndReason.RENDEZVOUS, "c2"),
+    ({"nodes": 2, "exits": [WAITED.model_copy(update={"culprit": None})]}, EndReason.RENDEZVOUS, None),
+    ({"errors": [NOT_JOINED]}, EndReason.PREFLIGHT, None),
+])  # fmt: skip
 def test_a_node_is_blamed_only_if_another_passed_or_it_is_missing(
     found: dict[str, object], end: EndReason, host: str | None
 ) -> None:
@@ -193,59 +184,50 @@ def state(**values: object) -> RetryState:
     return RetryState(**(dict(idle_attempts=1, has_fallback=False) | values))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("end", "before", "action"),
-    [
-        (EndReason.FINISHED, state(idle_attempts=0), Action.FINISH),
-        (EndReason.TIME_LIMIT, state(has_fallback=True), Action.RESUME),
-        (EndReason.PREEMPTED, state(idle_attempts=2), Action.RESUME),
-        (EndReason.PREEMPTED, state(idle_attempts=3), Action.GIVE_UP),
-        (EndReason.RENDEZVOUS, state(), Action.EXCLUDE_AND_RESUME),
-        (EndReason.GPU_OUT_OF_MEMORY, state(idle_attempts=5, has_fallback=True), Action.NEXT_FALLBACK),
-        (EndReason.GPU_OUT_OF_MEMORY, state(), Action.STOP),
-        (EndReason.GPU_OUT_OF_MEMORY, state(has_memory=True), Action.STOP),
-        (EndReason.HOST_OUT_OF_MEMORY, state(has_fallback=True), Action.NEXT_FALLBACK),
-        (EndReason.HOST_OUT_OF_MEMORY, state(has_fallback=True, has_memory=True), Action.MORE_MEMORY),
-        (EndReason.HOST_OUT_OF_MEMORY, state(), Action.STOP),
-        (EndReason.USER_ERROR, state(has_fallback=True), Action.STOP),
-        (EndReason.CANCELLED, state(has_fallback=True), Action.STOP),
-        (EndReason.STOP_REQUESTED, state(has_fallback=True), Action.STOP),
-        (EndReason.HANG, state(), Action.RESUME),
-        (EndReason.HANG, state(host_failed_alike=True), Action.EXCLUDE_AND_RESUME),
-        (EndReason.HANG, state(idle_attempts=3), Action.GIVE_UP),
-        (EndReason.PREFLIGHT, state(idle_attempts=9, failing_nodes=5), Action.EXCLUDE_AND_RESUME),
-        (EndReason.PREFLIGHT, state(failing_nodes=6), Action.STOP),
-        (EndReason.PREFLIGHT, state(failing_nodes=1, has_other_nodes=False), Action.STOP),
-        (EndReason.NODE_FAILURE, state(), Action.RESUME),
-        (EndReason.DISK_FULL, state(), Action.RESUME),
-        (EndReason.DISK_FULL, state(idle_attempts=3), Action.GIVE_UP),
-        (EndReason.TERMINATED, state(), Action.RESUME),
-        (EndReason.SERVICE, state(), Action.RESUME),
-        (EndReason.SERVICE, state(idle_attempts=3), Action.GIVE_UP),
-        (EndReason.SERVICE_START, state(), Action.STOP),
-        (EndReason.SERVICE_START, state(has_progress=True), Action.RESUME),
-        (EndReason.NON_FINITE, state(), Action.STOP),
-        (EndReason.NON_FINITE, state(may_rewind=True), Action.RESUME),
-        (EndReason.NON_FINITE, state(may_rewind=True, idle_attempts=3), Action.GIVE_UP),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("end", "before", "action"), [
+    (EndReason.FINISHED, state(idle_attempts=0), Action.FINISH),
+    (EndReason.TIME_LIMIT, state(has_fallback=True), Action.RESUME),
+    (EndReason.PREEMPTED, state(idle_attempts=2), Action.RESUME),
+    (EndReason.PREEMPTED, state(idle_attempts=3), Action.GIVE_UP),
+    (EndReason.RENDEZVOUS, state(), Action.EXCLUDE_AND_RESUME),
+    (EndReason.GPU_OUT_OF_MEMORY, state(idle_attempts=5, has_fallback=True), Action.NEXT_FALLBACK),
+    (EndReason.GPU_OUT_OF_MEMORY, state(), Action.STOP),
+    (EndReason.GPU_OUT_OF_MEMORY, state(has_memory=True), Action.STOP),
+    (EndReason.HOST_OUT_OF_MEMORY, state(has_fallback=True), Action.NEXT_FALLBACK),
+    (EndReason.HOST_OUT_OF_MEMORY, state(has_fallback=True, has_memory=True), Action.MORE_MEMORY),
+    (EndReason.HOST_OUT_OF_MEMORY, state(), Action.STOP),
+    (EndReason.USER_ERROR, state(has_fallback=True), Action.STOP),
+    (EndReason.CANCELLED, state(has_fallback=True), Action.STOP),
+    (EndReason.STOP_REQUESTED, state(has_fallback=True), Action.STOP),
+    (EndReason.HANG, state(), Action.RESUME),
+    (EndReason.HANG, state(host_failed_alike=True), Action.EXCLUDE_AND_RESUME),
+    (EndReason.HANG, state(idle_attempts=3), Action.GIVE_UP),
+    (EndReason.PREFLIGHT, state(idle_attempts=9, failing_nodes=5), Action.EXCLUDE_AND_RESUME),
+    (EndReason.PREFLIGHT, state(failing_nodes=6), Action.STOP),
+    (EndReason.PREFLIGHT, state(failing_nodes=1, has_other_nodes=False), Action.STOP),
+    (EndReason.NODE_FAILURE, state(), Action.RESUME), (EndReason.DISK_FULL, state(), Action.RESUME),
+    (EndReason.DISK_FULL, state(idle_attempts=3), Action.GIVE_UP),
+    (EndReason.TERMINATED, state(), Action.RESUME), (EndReason.SERVICE, state(), Action.RESUME),
+    (EndReason.SERVICE, state(idle_attempts=3), Action.GIVE_UP), (EndReason.SERVICE_START, state(), Action.STOP),
+    (EndReason.SERVICE_START, state(has_progress=True), Action.RESUME),
+    (EndReason.NON_FINITE, state(), Action.STOP),
+    (EndReason.NON_FINITE, state(may_rewind=True), Action.RESUME),
+    (EndReason.NON_FINITE, state(may_rewind=True, idle_attempts=3), Action.GIVE_UP),
+])  # fmt: skip
 def test_decision(end: EndReason, before: RetryState, action: Action) -> None:
     assert decide(Outcome(end, "why", host="c2"), before) is action
     if end is EndReason.PREFLIGHT:
         assert decide(Outcome(end, "no node is to blame"), before) is Action.STOP
 
 
-@pytest.mark.parametrize(
-    ("found", "words"),
-    [
-        ({"exits": [node(oom_kills=0)]}, "and not because memory ran out: the kernel counts no such kill"),
-        ({"exits": [node()]}, "Most likely they were killed, by the kernel if the node ran out of memory."),
-        ({"exits": [node(later_signal="SIGUSR2")]}, "After that, c1 received SIGUSR2, which comes before the job's time limit."),
-        ({"slurm_state": FORGOTTEN}, "Slurm does not know the job any more"),
-        ({"slurm_state": "CANCELLED", "cancelled_by": "user root"}, "CANCELLED by user root"),
-        ({"last_output": "Task launch failed on node c2"}, "Task launch failed on node c2"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("found", "words"), [
+    ({"exits": [node(oom_kills=0)]}, "and not because memory ran out: the kernel counts no such kill"),
+    ({"exits": [node()]}, "Most likely they were killed, by the kernel if the node ran out of memory."),
+    ({"exits": [node(later_signal="SIGUSR2")]}, "After that, c1 received SIGUSR2, which comes before the job's time limit."),
+    ({"slurm_state": FORGOTTEN}, "Slurm does not know the job any more"),
+    ({"slurm_state": "CANCELLED", "cancelled_by": "user root"}, "CANCELLED by user root"),
+    ({"last_output": "Task launch failed on node c2"}, "Task launch failed on node c2"),
+])  # fmt: skip
 def test_what_is_known_and_what_is_assumed_is_said(found: dict[str, object], words: str) -> None:
     assert words in classify(evidence(**found)).message
 
@@ -261,13 +243,9 @@ def test_no_outcome_is_retried_forever(end: EndReason, has: tuple[bool, ...]) ->
     """Without progress, the driver takes the next fallback, requests all memory once, or stops."""
     fallback, memory, hung, rewind = has
     before = state(
-        idle_attempts=3,
-        has_fallback=fallback,
-        has_memory=memory,
-        failing_nodes=6,
-        host_failed_alike=hung,
+        idle_attempts=3, has_fallback=fallback, has_memory=memory, failing_nodes=6, host_failed_alike=hung,
         may_rewind=rewind,
-    )
+    )  # fmt: skip
     action = decide(Outcome(end, "why", host="c2"), before)
     assert action in (
         Action.STOP, Action.GIVE_UP, Action.FINISH, *[Action.NEXT_FALLBACK] * fallback, *[Action.MORE_MEMORY] * memory

@@ -143,17 +143,13 @@ def test_the_node_imports_flash_attention_for_real(source: str, words: str, tmp_
     assert check_import("eager", os.environ) == []
 
 
-@pytest.mark.parametrize(
-    ("cgroup", "file", "text"),
-    [
-        (
-            "0::/slurm/job_1/step_0\n",
-            "slurm/job_1/step_0/memory.events",
-            "low 0\noom 2\noom_kill 2\noom_group_kill 0\n",
-        ),
-        ("5:cpu:/x\n4:memory:/job_1\n0::/\n", "memory/job_1/memory.oom_control", "oom_kill_disable 0\noom_kill 2\n"),
-    ],
-)
+@pytest.mark.parametrize(("cgroup", "file", "text"), [
+    (
+        "0::/slurm/job_1/step_0\n", "slurm/job_1/step_0/memory.events",
+        "low 0\noom 2\noom_kill 2\noom_group_kill 0\n",
+    ),
+    ("5:cpu:/x\n4:memory:/job_1\n0::/\n", "memory/job_1/memory.oom_control", "oom_kill_disable 0\noom_kill 2\n"),
+])  # fmt: skip
 def test_the_kernels_count_of_killed_processes(tmp_path: Path, cgroup: str, file: str, text: str) -> None:
     (tmp_path / "cgroup").write_text(cgroup)
     assert oom_kills(tmp_path / "cgroup", tmp_path) is None, "nothing counts"
@@ -178,26 +174,16 @@ NOT_REPORTED = "".join(f"{n}, GPU-{n}, [N/A], [N/A], 580.65.06, [N/A], [N/A], [N
         (H100.replace("580.65.06", "470.256.02"), None, "run preflight", "driver is 470"),
         (H100.replace("16, 16", "16, 16, 81559"), None, "training", ""),
         (
-            H100.replace("16, 16", "16, 16, 40960"),
-            None,
-            "run preflight",
+            H100.replace("16, 16", "16, 16, 40960"), None, "run preflight",
             "counts on 79.1 GiB of GPU memory, and a GPU here has 40.0",
         ),
         ("", None, "preflight", "nvidia-smi does not answer"),
     ],
     ids=[
-        "8-h100",
-        "2-of-8-a100",
-        "not-reported",
-        "exclusive",
-        "prohibited",
-        "mig",
-        "old-driver",
-        "memory",
-        "smaller",
+        "8-h100", "2-of-8-a100", "not-reported", "exclusive", "prohibited", "mig", "old-driver", "memory", "smaller",
         "no-answer",
     ],
-)
+)  # fmt: skip
 def test_recorded_gpus_through_the_worker_up_to_the_start_of_the_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: str, visible: str | None, phase: str, words: str
 ) -> None:

@@ -129,16 +129,12 @@ def test_a_service_that_ends_before_the_ranks_is_a_failure(folder: AttemptDir, s
     assert "was ended by SIGKILL before the training." in str(error)
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("echo no GPU is free; exit 3", "ended with status 3 before it was ready. Its last output: no GPU is free"),
-        ("kill -9 $$", "was ended by SIGKILL before it was ready."),
-        ("echo loading; sleep 100", "did not answer at /health within 2 s (service.start_seconds). Its last output: loading"),
-        ("echo $SHARDMAKE_MODLE", "SHARDMAKE_MODLE: "),
-        ("true", "ended with status 0 before it was ready."),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("command", "words"), [
+    ("echo no GPU is free; exit 3", "ended with status 3 before it was ready. Its last output: no GPU is free"),
+    ("kill -9 $$", "was ended by SIGKILL before it was ready."),
+    ("echo loading; sleep 100", "did not answer at /health within 2 s (service.start_seconds). Its last output: loading"),
+    ("echo $SHARDMAKE_MODLE", "SHARDMAKE_MODLE: "), ("true", "ended with status 0 before it was ready."),
+])  # fmt: skip
 def test_a_service_that_does_not_start_says_why(folder: AttemptDir, command: str, words: str) -> None:
     with pytest.raises(ServiceError) as error:
         make_service(folder, command, 2, "/health").run({"PATH": "/usr/bin:/bin"}, "127.0.0.1")

@@ -66,13 +66,10 @@ def test_a_missing_squeue_is_a_failed_query(tmp_path: Path, monkeypatch: pytest.
     assert cached_squeue(str(tmp_path / "snapshot")) is None
 
 
-@pytest.mark.parametrize(
-    ("query_seconds", "answered", "max_age", "lasts"),
-    [
-        (0.01, True, 2, 2), (2.0, True, 2, 40), (9.0, True, 2, 60), (0.01, True, 20, 20),
-        (0.01, False, 2, 10), (9.0, False, 2, 60), (60.0, False, 2, 60), (0.01, False, 20, 20),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("query_seconds", "answered", "max_age", "lasts"), [
+    (0.01, True, 2, 2), (2.0, True, 2, 40), (9.0, True, 2, 60), (0.01, True, 20, 20),
+    (0.01, False, 2, 10), (9.0, False, 2, 60), (60.0, False, 2, 60), (0.01, False, 20, 20),
+])  # fmt: skip
 def test_how_long_a_snapshot_counts(query_seconds: float, answered: bool, max_age: float, lasts: float) -> None:
     fresh: Callable[[float], bool] = lambda age: is_fresh(age, max_age, query_seconds, answered)  # noqa: E731
     assert fresh(lasts - 0.1) and not fresh(lasts + 0.1) and not fresh(-1)

@@ -17,25 +17,16 @@ from shardmake.launch.slurm_states import (
 from shardmake.launch.watcher import PATIENCE
 
 
-@pytest.mark.parametrize(
-    ("text", "state", "name"),
-    [
-        ("PENDING", JobState.PENDING, "PENDING"),
-        ("RUNNING", JobState.RUNNING, "RUNNING"),
-        ("COMPLETING", JobState.RUNNING, "COMPLETING"),
-        ("COMPLETED", JobState.ENDED, "COMPLETED"),
-        ("COMPLETED+", JobState.ENDED, "COMPLETED"),
-        ("CANCELLED by 1000", JobState.ENDED, "CANCELLED"),
-        ("CANCELLED+", JobState.ENDED, "CANCELLED"),
-        ("OUT_OF_MEMORY", JobState.ENDED, "OUT_OF_MEMORY"),
-        ("NODE_FAIL", JobState.ENDED, "NODE_FAIL"),
-        ("REQUEUED", JobState.PENDING, "REQUEUED"),
-        ("SPECIAL_EXIT", JobState.PENDING, "SPECIAL_EXIT"),
-        ("UNKNOWN", JobState.UNKNOWN, "UNKNOWN"),
-        ("SOMETHING_OF_SLURM_30", JobState.UNKNOWN, "SOMETHING_OF_SLURM_30"),
-        ("", JobState.UNKNOWN, ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "state", "name"), [
+    ("PENDING", JobState.PENDING, "PENDING"), ("RUNNING", JobState.RUNNING, "RUNNING"),
+    ("COMPLETING", JobState.RUNNING, "COMPLETING"), ("COMPLETED", JobState.ENDED, "COMPLETED"),
+    ("COMPLETED+", JobState.ENDED, "COMPLETED"), ("CANCELLED by 1000", JobState.ENDED, "CANCELLED"),
+    ("CANCELLED+", JobState.ENDED, "CANCELLED"), ("OUT_OF_MEMORY", JobState.ENDED, "OUT_OF_MEMORY"),
+    ("NODE_FAIL", JobState.ENDED, "NODE_FAIL"), ("REQUEUED", JobState.PENDING, "REQUEUED"),
+    ("SPECIAL_EXIT", JobState.PENDING, "SPECIAL_EXIT"), ("UNKNOWN", JobState.UNKNOWN, "UNKNOWN"),
+    ("SOMETHING_OF_SLURM_30", JobState.UNKNOWN, "SOMETHING_OF_SLURM_30"),
+    ("", JobState.UNKNOWN, ""),
+])  # fmt: skip
 def test_every_state_is_recognized(text: str, state: JobState, name: str) -> None:
     assert parse_state(text) == (state, name)
 
@@ -44,10 +35,8 @@ def test_rows_of_squeue_and_sacct() -> None:
     text = "12|RUNNING|c[1-2]|a\n13|CANCELLED by 0|None assigned|b\n12.batch|RUNNING|c1|a\n14|COMPLETED+||c\n\nnoise\n"
     found = parse_rows(text)
     assert {job: status.state for job, status in found.items()} == {
-        "12": JobState.RUNNING,
-        "13": JobState.ENDED,
-        "14": JobState.ENDED,
-    }
+        "12": JobState.RUNNING, "13": JobState.ENDED, "14": JobState.ENDED,
+    }  # fmt: skip
     assert (found["12"].nodes, found["12"].job_name) == ("c[1-2]", "a")
     assert (found["13"].name, found["13"].cancelled_by) == ("CANCELLED", "0")
     assert parse_rows("7|NODE_FAIL|c1|a\n7|PENDING||a\n")["7"].state is JobState.PENDING, "it was queued again"

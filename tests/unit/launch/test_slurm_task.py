@@ -47,14 +47,11 @@ def test_a_requeued_job_counts_the_starts_that_it_made_itself(
     assert bool(started) is wanted
 
 
-@pytest.mark.parametrize(
-    ("owner", "reason"),
-    [
-        ("8", "attempt 001 belongs to job 8, because the sbatch of this one had failed"),
-        (NOBODY, "attempt 001 belongs to no job, because the sbatch of this one had failed"),
-        ("7", "a later attempt has begun"),
-    ],
-)
+@pytest.mark.parametrize(("owner", "reason"), [
+    ("8", "attempt 001 belongs to job 8, because the sbatch of this one had failed"),
+    (NOBODY, "attempt 001 belongs to no job, because the sbatch of this one had failed"),
+    ("7", "a later attempt has begun"),
+])  # fmt: skip
 def test_another_job_ends_without_touching_the_attempt(
     tmp_path: Path, started: list[Path], capsys: pytest.CaptureFixture[str], owner: str, reason: str
 ) -> None:

@@ -17,14 +17,8 @@ SITE: dict[str, Any] = {
     "time_limit": "3-00:00:00", "extra": {"reservation": "course", "mail_type": "END", "mem": 0, "exclusive": True},
 }  # fmt: skip
 EVERYWHERE = {
-    "-A lab",
-    "'--exclude=c[7-9]'",
-    "--wckey=key",
-    "--mail-type=END",
-    "--nodes=1",
-    "--mem 3072",
-    "--cpus-per-task=2",
-}
+    "-A lab", "'--exclude=c[7-9]'", "--wckey=key", "--mail-type=END", "--nodes=1", "--mem 3072", "--cpus-per-task=2",
+}  # fmt: skip
 
 
 def site(accelerator: str = "a100-80gb", **changes: Any) -> Cluster:
@@ -62,22 +56,14 @@ def test_jobs_without_gpus_go_to_the_cpu_partition(stage: str) -> None:
     assert not missing({"-p gpu", "-C cpu", "--qos=short"}, line(stage, site(cpu_constraint="cpu", cpu_qos="short")))
 
 
-@pytest.mark.parametrize(
-    ("request_", "gpu_type", "words"),
-    [
-        ("gres", None, "--gres=gpu:2"),
-        ("gres", "a100", "--gres=gpu:a100:2"),
-        ("gres", "1g.10gb", "--gres=gpu:1g.10gb:2"),
-        ("gres", "nvidia_a100-sxm4-80gb", "--gpus-per-node=nvidia_a100-sxm4-80gb:2"),
-        ("gres", "1g.10gb+me", "--gpus-per-node=1g.10gb+me:2"),
-        ("gpus-per-node", None, "--gpus-per-node=2"),
-        ("gpus-per-node", "h100-sxm", "--gpus-per-node=h100-sxm:2"),
-        ("gpus", None, "--gpus=2"),
-        ("gpus", "a100", "--gpus=a100:2"),
-        ("gpus", "a100-sxm", "--gpus-per-node=a100-sxm:2"),
-        ("none", "a100", ""),
-    ],
-)
+@pytest.mark.parametrize(("request_", "gpu_type", "words"), [
+    ("gres", None, "--gres=gpu:2"), ("gres", "a100", "--gres=gpu:a100:2"),
+    ("gres", "1g.10gb", "--gres=gpu:1g.10gb:2"),
+    ("gres", "nvidia_a100-sxm4-80gb", "--gpus-per-node=nvidia_a100-sxm4-80gb:2"),
+    ("gres", "1g.10gb+me", "--gpus-per-node=1g.10gb+me:2"), ("gpus-per-node", None, "--gpus-per-node=2"),
+    ("gpus-per-node", "h100-sxm", "--gpus-per-node=h100-sxm:2"), ("gpus", None, "--gpus=2"),
+    ("gpus", "a100", "--gpus=a100:2"), ("gpus", "a100-sxm", "--gpus-per-node=a100-sxm:2"), ("none", "a100", ""),
+])  # fmt: skip
 def test_evaluate_requests_gpus_as_the_site_does(request_: str, gpu_type: str | None, words: str) -> None:
     text = line("evaluate", site(gpu_request=request_, gpu_type=gpu_type))
     assert [word for word in text.split() if word.startswith(("--gres", "--gpus"))] == words.split()

@@ -64,17 +64,14 @@ def test_a_refusal_has_the_words_of_slurm(site: Site, refused: str) -> None:
         site.check(words, refused)
 
 
-@pytest.mark.parametrize(
-    ("words", "logged"),
-    [
-        ("sbatch: error: allocation failure: Unable to contact slurm controller (connect failure)", "did not say"),
-        ("sbatch: error: allocation failure: Socket timed out on send/recv operation", "did not say"),
-        ("allocation failure: Required node not available (down, drained or reserved)", "wait"),
-        ("allocation failure: Required partition not available (inactive or drain)", "wait"),
-        ("allocation failure: Requested nodes are busy", "wait"),
-        ("allocation failure: Requested reservation not usable now", "wait"),
-    ],
-)
+@pytest.mark.parametrize(("words", "logged"), [
+    ("sbatch: error: allocation failure: Unable to contact slurm controller (connect failure)", "did not say"),
+    ("sbatch: error: allocation failure: Socket timed out on send/recv operation", "did not say"),
+    ("allocation failure: Required node not available (down, drained or reserved)", "wait"),
+    ("allocation failure: Required partition not available (inactive or drain)", "wait"),
+    ("allocation failure: Requested nodes are busy", "wait"),
+    ("allocation failure: Requested reservation not usable now", "wait"),
+])  # fmt: skip
 def test_no_answer_and_a_closed_partition_are_warnings(
     site: Site, caplog: pytest.LogCaptureFixture, words: str, logged: str
 ) -> None:
@@ -159,14 +156,10 @@ def test_the_planned_number_of_nodes_comes_first(queue: Queue) -> None:
     assert not (queue.folder / "docs-chat").exists()
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "",
-        "sbatch: Job 7 to start at N/A using 8 processors\n",
-        "sbatch: error: Unable to contact slurm controller (connect failure)\n",
-    ],
-)
+@pytest.mark.parametrize("words", [
+    "", "sbatch: Job 7 to start at N/A using 8 processors\n",
+    "sbatch: error: Unable to contact slurm controller (connect failure)\n",
+])  # fmt: skip
 def test_without_an_estimate_the_plan_says_so_and_asks_once(queue: Queue, words: str) -> None:
     queue.answer(2, words)
     assert queue.ask(estimates(2, 4)).endswith("2 nodes: Slurm does not know when it would start")

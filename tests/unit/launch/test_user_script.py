@@ -49,15 +49,10 @@ def test_editing_the_script_changes_the_training_settings(tmp_path: Path) -> Non
     assert first.sha256 != second.sha256
 
 
-@pytest.mark.parametrize(
-    ("strategy", "degrees", "script", "gathers"),
-    [
-        ("zero3", {}, True, True),
-        ("zero2", {}, True, None),
-        ("zero2", {"tensor_parallel": 2}, True, True),
-        ("zero3", {}, False, False),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "degrees", "script", "gathers"), [
+    ("zero3", {}, True, True), ("zero2", {}, True, None), ("zero2", {"tensor_parallel": 2}, True, True),
+    ("zero3", {}, False, False),
+])  # fmt: skip
 def test_a_script_chooses_its_own_batch_sizes_and_may_gather_its_weights(
     tmp_path: Path, strategy: Strategy, degrees: dict[str, int], script: bool, gathers: bool | None
 ) -> None:

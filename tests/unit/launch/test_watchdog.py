@@ -34,17 +34,10 @@ def beat(rank: int = 0, phase: str = "train", step: int = 9, time: float = 1000.
     )
 
 
-@pytest.mark.parametrize(
-    ("phase", "usual", "seconds"),
-    [
-        ("train", 0.0, 600),
-        ("train", 2.0, 600),
-        ("train", 200.0, 1000),
-        ("save", 2.0, 3600),
-        ("load", 0.0, 3600),
-        ("script", 0.0, float("inf")),
-    ],
-)
+@pytest.mark.parametrize(("phase", "usual", "seconds"), [
+    ("train", 0.0, 600), ("train", 2.0, 600), ("train", 200.0, 1000), ("save", 2.0, 3600), ("load", 0.0, 3600),
+    ("script", 0.0, float("inf")),
+])  # fmt: skip
 def test_allowances(phase: str, usual: float, seconds: float) -> None:
     assert allowance(beat(phase=phase, usual=usual), 600) == seconds
 
@@ -60,22 +53,19 @@ def test_the_rank_overdue_for_longest_is_found() -> None:
     assert overdue(beats, 1499, 600) is None
 
 
-@pytest.mark.parametrize(
-    ("ranks", "missing", "named"),
-    [
-        ([rank_state(beat(0), WAITING), rank_state(beat(1), "", "stopped")], set(), 1),
-        ([rank_state(beat(0), WAITING), rank_state(beat(1, step=8), WAITING)], set(), 1),
-        ([rank_state(beat(0), BUSY), rank_state(beat(1), WAITING), rank_state(beat(2), WAITING)], set(), 0),
-        ([rank_state(beat(0), WAITING), rank_state(beat(1), WAITING)], set(), None),
-        ([rank_state(beat(0), BUSY), rank_state(beat(1), BUSY), rank_state(beat(2), WAITING)], set(), None),
-        ([rank_state(beat(rank), BUSY) for rank in range(3)], {1}, 1),
-        ([rank_state(beat(0), BUSY), rank_state(beat(1), WAITING), rank_state(beat(2), WAITING)], {2}, 2),
-        ([rank_state(beat(0), BUSY), rank_state(beat(1), ""), rank_state(beat(2), BUSY)], {2}, 1),
-        ([rank_state(beat(0), BUSY), rank_state(beat(1), WAITING), rank_state(beat(2), WAITING)], {1, 2}, None),
-        ([rank_state(beat(0), BUSY), rank_state(beat(1), BUSY), rank_state(beat(2), WAITING)], {1, 2}, 1),
-        ([rank_state(beat(rank), BUSY) for rank in range(3)], set(), None),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "missing", "named"), [
+    ([rank_state(beat(0), WAITING), rank_state(beat(1), "", "stopped")], set(), 1),
+    ([rank_state(beat(0), WAITING), rank_state(beat(1, step=8), WAITING)], set(), 1),
+    ([rank_state(beat(0), BUSY), rank_state(beat(1), WAITING), rank_state(beat(2), WAITING)], set(), 0),
+    ([rank_state(beat(0), WAITING), rank_state(beat(1), WAITING)], set(), None),
+    ([rank_state(beat(0), BUSY), rank_state(beat(1), BUSY), rank_state(beat(2), WAITING)], set(), None),
+    ([rank_state(beat(rank), BUSY) for rank in range(3)], {1}, 1),
+    ([rank_state(beat(0), BUSY), rank_state(beat(1), WAITING), rank_state(beat(2), WAITING)], {2}, 2),
+    ([rank_state(beat(0), BUSY), rank_state(beat(1), ""), rank_state(beat(2), BUSY)], {2}, 1),
+    ([rank_state(beat(0), BUSY), rank_state(beat(1), WAITING), rank_state(beat(2), WAITING)], {1, 2}, None),
+    ([rank_state(beat(0), BUSY), rank_state(beat(1), BUSY), rank_state(beat(2), WAITING)], {1, 2}, 1),
+    ([rank_state(beat(rank), BUSY) for rank in range(3)], set(), None),
+])  # fmt: skip
 def test_the_culprit_is_found_by_stacks_or_by_the_collective_that_it_did_not_join(
     ranks: list[RankState], missing: set[int], named: int | None
 ) -> None:

@@ -58,13 +58,9 @@ def wait_for(condition: Callable[[], object]) -> None:
 def start(lock: Path, *words: str) -> "subprocess.Popen[str]":
     """Start a driver that waits at once. After the wait it prints whether it waited for a slot."""
     return subprocess.Popen(
-        [sys.executable, "-c", DRIVER, str(lock), *words],
-        env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        [sys.executable, "-c", DRIVER, str(lock), *words], env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
 
 
 @dataclass
@@ -103,23 +99,16 @@ def watched(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
     return Watched(slurm, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    ("queue", "end", "printed"),
-    [
-        ("7|PENDING|(None)|a\n", "pause", ""),
-        ("5|RUNNING|c1|b\n7|CONFIGURING|(None)|a\n8|PENDING|(None)|c\n", "pause", ""),
-        ("7|RUNNING|c[1-2]|a\n", "pause", "The job is running on c[1-2].\n"),
-        ("7|COMPLETING|c1|a\n", "pause", "The job is running on c1.\n"),
-        ("77|PENDING|(None)|a\n", "again", ""),
-        ("7|FAILED|c1|a\n", "again", ""),
-        ("\n", "again", ""),
-        (None, "pause", ""),
-        ("7|PENDING|(JobHeldAdmin)|a\n", "again", ""),
-        ("7|PENDING|(AssocGrpCPUMinutesLimit)|a\n", "again", ""),
-        ("7|PENDING|(AssocGrpCpuLimit)|a\n", "pause", ""),
-        ("7|PENDING|(ReqNodeNotAvail, Reserved for maintenance)|a\n", "pause", ""),
-    ],
-)
+@pytest.mark.parametrize(("queue", "end", "printed"), [
+    ("7|PENDING|(None)|a\n", "pause", ""),
+    ("5|RUNNING|c1|b\n7|CONFIGURING|(None)|a\n8|PENDING|(None)|c\n", "pause", ""),
+    ("7|RUNNING|c[1-2]|a\n", "pause", "The job is running on c[1-2].\n"),
+    ("7|COMPLETING|c1|a\n", "pause", "The job is running on c1.\n"),
+    ("77|PENDING|(None)|a\n", "again", ""), ("7|FAILED|c1|a\n", "again", ""), ("\n", "again", ""),
+    (None, "pause", ""), ("7|PENDING|(JobHeldAdmin)|a\n", "again", ""),
+    ("7|PENDING|(AssocGrpCPUMinutesLimit)|a\n", "again", ""), ("7|PENDING|(AssocGrpCpuLimit)|a\n", "pause", ""),
+    ("7|PENDING|(ReqNodeNotAvail, Reserved for maintenance)|a\n", "pause", ""),
+])  # fmt: skip
 def test_a_job_is_watched_until_something_has_to_be_decided(
     watched: Watched, queue: str | None, end: str, printed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,15 +149,11 @@ def line(step: int, **values: object) -> str:
     return json.dumps({"step": step, "loss": 2.0, "learning_rate": 1e-3} | values) + "\n"
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "shown"),
-    [
-        (b"", b'{"step": 1, "loss": 2.5}\n"words"\nno JSON\n[1]\n{"loss": 1.0}\n{"step": 9, "lo', ["step      1  loss 2.5000"]),
-        ((line(10) * 3).encode(), (line(5) + line(6, eval_loss=1.5) * 4).encode(), ["step      6  evaluation loss 1.5000"] * 2),
-        (b"", b"\xff\xfe\n" + line(1, tokens_per_second=1e4).encode(), ["step      1  loss 2.0000  learning rate 1.00e-03  10,000 tokens/s"]),
-    ],
-    ids=["lines-that-are-not-metrics", "a-rewritten-file", "bytes-that-are-not-text"],
-)  # fmt: skip
+@pytest.mark.parametrize(("before", "after", "shown"), [
+    (b"", b'{"step": 1, "loss": 2.5}\n"words"\nno JSON\n[1]\n{"loss": 1.0}\n{"step": 9, "lo', ["step      1  loss 2.5000"]),
+    ((line(10) * 3).encode(), (line(5) + line(6, eval_loss=1.5) * 4).encode(), ["step      6  evaluation loss 1.5000"] * 2),
+    (b"", b"\xff\xfe\n" + line(1, tokens_per_second=1e4).encode(), ["step      1  loss 2.0000  learning rate 1.00e-03  10,000 tokens/s"]),
+], ids=["lines-that-are-not-metrics", "a-rewritten-file", "bytes-that-are-not-text"])  # fmt: skip
 def test_progress_and_warnings_that_appear_between_two_polls(
     tmp_path: Path, before: bytes, after: bytes, shown: list[str]
 ) -> None:
@@ -210,16 +195,13 @@ def test_a_driver_knows_the_snakemake_that_started_it(tmp_path: Path, monkeypatc
         assert not is_orphan()
 
 
-@pytest.mark.parametrize(
-    ("queue", "found"),
-    [
-        ("", []),
-        ("1|RUNNING|c1|shardmake-chat-1\n2|PENDING||shardmake-code-2\n", ["shardmake-chat-1", "shardmake-code-2"]),
-        ("1|RUNNING|c1|shardmake-mine-0\n2|PENDING||shardmake-code-2\n", ["shardmake-code-2"]),
-        ("1|RUNNING|c1|9f3c-snakemake\n2|RUNNING|c1|bash\n3|RUNNING|c1|a|shardmake-x\n", []),
-        ("1|RUNNING|c1|shardmake-odd|name-1\n", ["shardmake-odd|name-1"]),
-    ],
-)
+@pytest.mark.parametrize(("queue", "found"), [
+    ("", []),
+    ("1|RUNNING|c1|shardmake-chat-1\n2|PENDING||shardmake-code-2\n", ["shardmake-chat-1", "shardmake-code-2"]),
+    ("1|RUNNING|c1|shardmake-mine-0\n2|PENDING||shardmake-code-2\n", ["shardmake-code-2"]),
+    ("1|RUNNING|c1|9f3c-snakemake\n2|RUNNING|c1|bash\n3|RUNNING|c1|a|shardmake-x\n", []),
+    ("1|RUNNING|c1|shardmake-odd|name-1\n", ["shardmake-odd|name-1"]),
+])  # fmt: skip
 def test_only_other_trainings_count(queue: str, found: list[str]) -> None:
     assert other_trainings(queue, "shardmake-mine-0") == found
 
@@ -286,13 +268,10 @@ def test_a_stop_file_ends_the_wait_for_a_slot(slurm: Path) -> None:
     assert driver.communicate(timeout=60)[0] == "restarted 1 None None\n"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("slot", "shardmake-b-1", "1", "STOP"), "no job was submitted"),
-        (("job", "7", "pending", "folder"), "SIGTERM: scancel 7"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (("slot", "shardmake-b-1", "1", "STOP"), "no job was submitted"),
+    (("job", "7", "pending", "folder"), "SIGTERM: scancel 7"),
+])  # fmt: skip
 def test_a_signal_ends_the_wait_with_a_message(slurm: Path, words: tuple[str, ...], message: str) -> None:
     (slurm / "queue").write_text("1|RUNNING|c1|shardmake-a-1\n7|PENDING||shardmake-b-1\n")
     driver = start(slurm / "b.lock", *words, str(slurm / "waiting"))

@@ -97,17 +97,10 @@ def test_nothing_is_written_or_removed_where_somebody_else_could_write(
     assert [path.name for path in (scratch / "node-0").iterdir()] == ["theirs"]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "first", "second"),
-    [
-        ("ddp", 1, 0),
-        ("zero1", 1 / 3 + 1 / 6, 1 / 6),
-        ("zero2-offload", 1 / 3 + 1 / 6, 1 / 6),
-        ("zero3", 1 / 4, 1 / 4),
-        ("zero3-nvme", 1 / 4, 1 / 4),
-        ("fsdp", 1 / 4, 1 / 4),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "first", "second"), [
+    ("ddp", 1, 0), ("zero1", 1 / 3 + 1 / 6, 1 / 6), ("zero2-offload", 1 / 3 + 1 / 6, 1 / 6),
+    ("zero3", 1 / 4, 1 / 4), ("zero3-nvme", 1 / 4, 1 / 4), ("fsdp", 1 / 4, 1 / 4),
+])  # fmt: skip
 def test_first_node_needs_space_for_unsharded_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: Strategy, first: float, second: float
 ) -> None:

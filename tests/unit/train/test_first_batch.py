@@ -48,23 +48,13 @@ def test_a_row_is_the_same_with_more_padding_on_either_side() -> None:
     assert digest_rows(batch(0, 0) | {"weight": torch.tensor([2.0])}) != digest_rows(batch(0, 0))
 
 
-@pytest.mark.parametrize(
-    ("digests", "tensor_parallel", "ranks"),
-    [
-        (["a", "b", "c", "d"], 1, None),
-        (["a", "b", "c", "a"], 1, (0, 3)),
-        (["a", "a", "b", "b"], 1, (0, 1)),
-        (["a", "a", "b", "b"], 2, None),
-        (["a", "a", "a", "a"], 2, (0, 2)),
-        (["a", "b", "c", "c"], 2, (0, 1)),
-        (["a,b,c", "d,e,f", "g,h,c", "i,j,k"], 1, None),
-        (["a,b,c", "d,e,f", "g,b,c", "i,j,k"], 1, (0, 2)),
-        (["a,b,b", "d,e,f", "g,a,b", "i,j,k"], 1, None),
-        (["a,b", "a,b", "b,c", "b,c"], 2, None),
-        (["a,b,c", "a,b,c", "b,c,d", "b,c,d"], 2, (0, 2)),
-        (["a,b", "b,a"], 2, (0, 1)),
-    ],
-)
+@pytest.mark.parametrize(("digests", "tensor_parallel", "ranks"), [
+    (["a", "b", "c", "d"], 1, None), (["a", "b", "c", "a"], 1, (0, 3)), (["a", "a", "b", "b"], 1, (0, 1)),
+    (["a", "a", "b", "b"], 2, None), (["a", "a", "a", "a"], 2, (0, 2)), (["a", "b", "c", "c"], 2, (0, 1)),
+    (["a,b,c", "d,e,f", "g,h,c", "i,j,k"], 1, None), (["a,b,c", "d,e,f", "g,b,c", "i,j,k"], 1, (0, 2)),
+    (["a,b,b", "d,e,f", "g,a,b", "i,j,k"], 1, None), (["a,b", "a,b", "b,c", "b,c"], 2, None),
+    (["a,b,c", "a,b,c", "b,c,d", "b,c,d"], 2, (0, 2)), (["a,b", "b,a"], 2, (0, 1)),
+])  # fmt: skip
 def test_equal_rows_are_right_exactly_within_a_tensor_parallel_group(
     digests: list[str], tensor_parallel: int, ranks: tuple[int, int] | None
 ) -> None:

@@ -58,13 +58,9 @@ class DeepSpeedEngine(nn.Module):
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory: pytest.TempPathFactory) -> TrainingArguments:
     return TrainingArguments(
-        output_dir=str(tmp_path_factory.mktemp("output")),
-        use_cpu=True,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        lr_scheduler_type="cosine",
-        warmup_steps=3,
-    )
+        output_dir=str(tmp_path_factory.mktemp("output")), use_cpu=True, per_device_train_batch_size=2,
+        gradient_accumulation_steps=2, lr_scheduler_type="cosine", warmup_steps=3,
+    )  # fmt: skip
 
 
 def settings(choice: Choice, **run: Any) -> TrainingSettings:
@@ -140,21 +136,17 @@ def _with_another_rate(parts: Any, lr: float) -> AdamW:
     return AdamW([first, *({**part, "lr": 2 * lr} for part in others)], lr=lr)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"optimizer": partial(SGD, momentum=0.9)}, "optimizer: planned 'AdamW', found 'SGD'"),
-        ({"optimizer": partial(AdamW, betas=(0.9, 0.95))}, "betas: planned [0.9, 0.999], found [0.9, 0.95]"),
-        ({"optimizer": partial(AdamW, eps=1e-6)}, "epsilon: planned 1e-08, found 1e-06"),
-        ({"optimizer": lambda parts, lr: AdamW(parts, lr=2 * lr)}, "learning_rate: planned 0.001, found 0.002"),
-        ({"optimizer": _with_another_rate}, "group_rates: planned [0.001], found [0.001, 0.002]"),
-        ({"vectors": 0.01}, "decays_vectors: planned False, found True"),
-        ({"schedule": "linear"}, "rates: planned"),
-        ({"warmup": 0}, "rates: planned"),
-        ({"batches": SimpleNamespace(total_batch_size=16)}, "global_batch_size: planned 16, found 32"),
-        ({"precision": "bf16", "autocasts": True}, "autocast: planned None, found 'bfloat16'"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"optimizer": partial(SGD, momentum=0.9)}, "optimizer: planned 'AdamW', found 'SGD'"),
+    ({"optimizer": partial(AdamW, betas=(0.9, 0.95))}, "betas: planned [0.9, 0.999], found [0.9, 0.95]"),
+    ({"optimizer": partial(AdamW, eps=1e-6)}, "epsilon: planned 1e-08, found 1e-06"),
+    ({"optimizer": lambda parts, lr: AdamW(parts, lr=2 * lr)}, "learning_rate: planned 0.001, found 0.002"),
+    ({"optimizer": _with_another_rate}, "group_rates: planned [0.001], found [0.001, 0.002]"),
+    ({"vectors": 0.01}, "decays_vectors: planned False, found True"),
+    ({"schedule": "linear"}, "rates: planned"), ({"warmup": 0}, "rates: planned"),
+    ({"batches": SimpleNamespace(total_batch_size=16)}, "global_batch_size: planned 16, found 32"),
+    ({"precision": "bf16", "autocasts": True}, "autocast: planned None, found 'bfloat16'"),
+])  # fmt: skip
 def test_every_difference_is_refused(arguments: TrainingArguments, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(EngineMismatchError, match=re.escape(words)):
         check(built(arguments, **changes), choice())
@@ -166,16 +158,13 @@ def test_a_scheduler_that_transformers_did_not_build_is_refused(arguments: Train
         check(replace(plain, scheduler=ExponentialLR(plain.optimizer, 0.9)), choice())
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({}, ""),
-        ({"gradient_clipping": 0.0}, "max_grad_norm: planned 1.0, found 0.0"),
-        ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps: planned 2, found 1"),
-        ({"train_micro_batch_size_per_gpu": 4}, "micro_batch_size: planned 2, found 4"),
-        ({"torch_autocast_enabled": True}, "autocast: planned None, found 'bfloat16'"),
-    ],
-)
+@pytest.mark.parametrize(("values", "words"), [
+    ({}, ""),
+    ({"gradient_clipping": 0.0}, "max_grad_norm: planned 1.0, found 0.0"),
+    ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps: planned 2, found 1"),
+    ({"train_micro_batch_size_per_gpu": 4}, "micro_batch_size: planned 2, found 4"),
+    ({"torch_autocast_enabled": True}, "autocast: planned None, found 'bfloat16'"),
+])  # fmt: skip
 def test_deepspeeds_own_settings_count(arguments: TrainingArguments, values: dict[str, Any], words: str) -> None:
     """The arguments are those of the plan in each case."""
     plain = built(arguments)

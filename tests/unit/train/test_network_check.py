@@ -39,16 +39,11 @@ def test_messages_fill_a_fast_link_and_take_about_a_second(free_gib: float, prob
     assert message_size(int(free_gib * 2**30), probe_seconds) == mib << 20
 
 
-@pytest.mark.parametrize(
-    ("seconds", "pairs", "planned", "words"),
-    [
-        (0.005, 0, 450e9, None),
-        (0.05, 0, 450e9, "PCIe instead of NVLink"),
-        (0.2, 56, 450e9, "56 pairs of GPUs have no peer-to-peer access (P2P) and exchange data through host memory"),
-        (0.2, 56, 32e9, None),
-        (0.2, 0, None, None),
-    ],
-)
+@pytest.mark.parametrize(("seconds", "pairs", "planned", "words"), [
+    (0.005, 0, 450e9, None), (0.05, 0, 450e9, "PCIe instead of NVLink"),
+    (0.2, 56, 450e9, "56 pairs of GPUs have no peer-to-peer access (P2P) and exchange data through host memory"),
+    (0.2, 56, 32e9, None), (0.2, 0, None, None),
+])  # fmt: skip
 def test_gpus_of_a_node_are_compared_with_their_link(
     seconds: float, pairs: int, planned: float | None, words: str | None
 ) -> None:

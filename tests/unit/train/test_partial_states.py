@@ -64,14 +64,11 @@ def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
     load(model, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model.norm.weight": None}, r"LlamaForCausalLM: 1 name missing \(model\.norm\.weight\); training would"),
-        ({"model.embed_tokens.weight": None}, "2 names missing"),
-        ({"extra": torch.ones(1)}, r"1 name not part of the model \(extra\)"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"model.norm.weight": None}, r"LlamaForCausalLM: 1 name missing \(model\.norm\.weight\); training would"),
+    ({"model.embed_tokens.weight": None}, "2 names missing"),
+    ({"extra": torch.ones(1)}, r"1 name not part of the model \(extra\)"),
+])  # fmt: skip
 def test_a_checkpoint_of_another_model_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     model = tied_llama()
     refuse_partial_states(model)

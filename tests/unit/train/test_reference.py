@@ -35,15 +35,11 @@ def test_an_example_has_the_log_probabilities_of_its_answers() -> None:
     assert split[0] == {"prompt_ids": [0], "ref_chosen_logps": -1.0, "ref_rejected_logps": -2.5}
 
 
-@pytest.mark.parametrize(
-    ("damage", "train", "message"),
-    [
-        (lambda file: file.unlink(), 2, "No such file"),
-        (lambda file: file.write_bytes(file.read_bytes()[:-3]), 2, r"\w+"),
-        (lambda file: None, 3, "belongs to other data"),
-    ],
-    ids=["missing", "cut", "other data"],
-)
+@pytest.mark.parametrize(("damage", "train", "message"), [
+    (lambda file: file.unlink(), 2, "No such file"),
+    (lambda file: file.write_bytes(file.read_bytes()[:-3]), 2, r"\w+"),
+    (lambda file: None, 3, "belongs to other data"),
+], ids=["missing", "cut", "other data"])  # fmt: skip
 def test_without_a_complete_file_only_the_first_step_may_follow(
     tmp_path: Path, damage: object, train: int, message: str
 ) -> None:

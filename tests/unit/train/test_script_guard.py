@@ -39,18 +39,13 @@ def test_the_message_names_every_difference_and_how_to_change_it() -> None:
     assert len(lines) == 3 and lines[1] == "  engine: planned deepspeed, found ddp"
 
 
-@pytest.mark.parametrize(
-    ("strategy", "kind", "ranks", "words"),
-    [
-        ("zero2", "DEEPSPEED", 2, None),
-        ("ddp", "MULTI_CPU", 2, None),
-        ("ddp", "MULTI_GPU", 2, None),
-        ("zero2", "MULTI_CPU", 2, "engine: planned deepspeed, found ddp"),
-        ("zero2", "DEEPSPEED", 1, "world_size: planned 2, found 1"),
-        ("fsdp", "MULTI_CPU", 2, "Accelerate does not use FSDP on CPUs"),
-        ("ddp", "MEGATRON_LM", 2, "engine: planned ddp, found MEGATRON_LM"),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "kind", "ranks", "words"), [
+    ("zero2", "DEEPSPEED", 2, None), ("ddp", "MULTI_CPU", 2, None), ("ddp", "MULTI_GPU", 2, None),
+    ("zero2", "MULTI_CPU", 2, "engine: planned deepspeed, found ddp"),
+    ("zero2", "DEEPSPEED", 1, "world_size: planned 2, found 1"),
+    ("fsdp", "MULTI_CPU", 2, "Accelerate does not use FSDP on CPUs"),
+    ("ddp", "MEGATRON_LM", 2, "engine: planned ddp, found MEGATRON_LM"),
+])  # fmt: skip
 def test_an_accelerator_has_the_planned_library_and_ranks(
     tmp_path: Path, strategy: Strategy, kind: str, ranks: int, words: str | None
 ) -> None:
@@ -64,18 +59,13 @@ def test_a_deepspeed_plugin_is_refused_where_accelerate_ignores_it(tmp_path: Pat
         make_guard(tmp_path, "ddp").check_accelerator("MULTI_CPU", 2, has_deepspeed_plugin=True)
 
 
-@pytest.mark.parametrize(
-    ("batch", "words"),
-    [
-        (Batch.of(2, 2, 2), None),
-        (Batch.of(4, 1, 2), None),
-        (Batch.of(None, 2, 2), None),
-        (
-            Batch.of(2, 8, 2),
-            "planned 8 sequences, 2 ranks x 2 x 2 accumulation steps, found 32 sequences, 2 ranks x 2 x 8",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("batch", "words"), [
+    (Batch.of(2, 2, 2), None), (Batch.of(4, 1, 2), None), (Batch.of(None, 2, 2), None),
+    (
+        Batch.of(2, 8, 2),
+        "planned 8 sequences, 2 ranks x 2 x 2 accumulation steps, found 32 sequences, 2 ranks x 2 x 8",
+    ),
+])  # fmt: skip
 def test_the_global_batch_is_the_planned_one(tmp_path: Path, batch: Batch, words: str | None) -> None:
     guard = make_guard(tmp_path)
     guard.batch = batch
@@ -126,17 +116,13 @@ def test_a_step_without_an_engine_is_refused_and_a_planned_one_is_recorded(tmp_p
     assert Engine.read(guard.folder.trained).global_batch_size == 8
 
 
-@pytest.mark.parametrize(
-    ("tensor_parallel", "digests", "words"),
-    [
-        (1, ["a", "b"], None),
-        (1, ["a", "a"], "Ranks 0 and 1 got the same rows"),
-        (1, ["a,b,c", "b,c,d"], "Ranks 0 and 1 got some of the same rows"),
-        (2, ["a", "a"], None),
-        (2, ["a", "b"], "Ranks 0 and 1 of a tensor-parallel group got different rows"),
-        (1, ["a", ""], None),
-    ],
-)
+@pytest.mark.parametrize(("tensor_parallel", "digests", "words"), [
+    (1, ["a", "b"], None), (1, ["a", "a"], "Ranks 0 and 1 got the same rows"),
+    (1, ["a,b,c", "b,c,d"], "Ranks 0 and 1 got some of the same rows"),
+    (2, ["a", "a"], None),
+    (2, ["a", "b"], "Ranks 0 and 1 of a tensor-parallel group got different rows"),
+    (1, ["a", ""], None),
+])  # fmt: skip
 def test_rows_are_compared_between_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensor_parallel: int, digests: list[str], words: str | None
 ) -> None:
@@ -149,15 +135,12 @@ def test_rows_are_compared_between_ranks(
     assert guard.rows_compared == all(digests)
 
 
-@pytest.mark.parametrize(
-    ("settings", "found"),
-    [
-        ({"peft_type": "LORA"}, None),
-        ({"peft_type": "LORA", "target_parameters": ["mlp.experts.gate_up_proj"]}, None),
-        ({"peft_type": "LORA", "use_dora": True, "lora_bias": True}, "lora_bias"),
-        ({"peft_type": "LOHA"}, "peft_type LOHA"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "found"), [
+    ({"peft_type": "LORA"}, None),
+    ({"peft_type": "LORA", "target_parameters": ["mlp.experts.gate_up_proj"]}, None),
+    ({"peft_type": "LORA", "use_dora": True, "lora_bias": True}, "lora_bias"),
+    ({"peft_type": "LOHA"}, "peft_type LOHA"),
+])  # fmt: skip
 def test_adapters_that_cannot_be_merged_end_the_run_before_it_trains(
     settings: dict[str, Any], found: str | None
 ) -> None:

@@ -153,10 +153,8 @@ def test_accelerate_gets_a_backend_on_cpus() -> None:
     State(True, backend="mpi", timeout=3)
     State(backend=None)
     assert calls == [
-        (False, {"backend": "gloo"}),
-        (True, {"backend": "mpi", "timeout": 3}),
-        (False, {"backend": "gloo"}),
-    ]
+        (False, {"backend": "gloo"}), (True, {"backend": "mpi", "timeout": 3}), (False, {"backend": "gloo"}),
+    ]  # fmt: skip
 
 
 @pytest.fixture

@@ -56,24 +56,16 @@ def test_cores_as_the_kernel_lists_them(text: str, cores: set[int]) -> None:
     assert parse_cores(text) == cores
 
 
-@pytest.mark.parametrize(
-    ("listed", "bound", "message"),
-    [
-        ("4-7,36-39", {4, 5}, "Bound to the 2 of 6 cores near GPU 0000:1b:00.0."),
-        ("0-31", None, ""),
-        ("32-63", None, "Not bound to the cores near GPU 0000:1b:00.0"),
-        (None, None, "Not bound to the cores near GPU 0000:1b:00.0"),
-    ],
-    ids=["part-of-the-job", "all-of-the-job", "outside-the-job", "unknown"],
-)
+@pytest.mark.parametrize(("listed", "bound", "message"), [
+    ("4-7,36-39", {4, 5}, "Bound to the 2 of 6 cores near GPU 0000:1b:00.0."),
+    ("0-31", None, ""),
+    ("32-63", None, "Not bound to the cores near GPU 0000:1b:00.0"),
+    (None, None, "Not bound to the cores near GPU 0000:1b:00.0"),
+], ids=["part-of-the-job", "all-of-the-job", "outside-the-job", "unknown"])  # fmt: skip
 def test_a_rank_is_bound_to_the_cores_of_the_job_near_its_gpu(
-    listed: str | None,
-    bound: set[int] | None,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    listed: str | None, bound: set[int] | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:
+) -> None:  # fmt: skip
     if listed is not None:
         (tmp_path / "0000:1b:00.0").mkdir()
         (tmp_path / "0000:1b:00.0/local_cpulist").write_text(f"{listed}\n")

@@ -35,30 +35,24 @@ WRAPPED = {
 @pytest.mark.parametrize(
     ("saved", "names"),
     [
-        (WEIGHTS, WEIGHTS),
-        ({"model": WEIGHTS, "optimizer": OPTIMIZER}, WEIGHTS),
-        ({"net": WEIGHTS, "optim": OPTIMIZER, "step": 5}, WEIGHTS),
-        ({**WEIGHTS, "step": 5}, WEIGHTS),
+        (WEIGHTS, WEIGHTS), ({"model": WEIGHTS, "optimizer": OPTIMIZER}, WEIGHTS),
+        ({"net": WEIGHTS, "optim": OPTIMIZER, "step": 5}, WEIGHTS), ({**WEIGHTS, "step": 5}, WEIGHTS),
         ({"net": WEIGHTS, "rng_state": {"cpu": torch.ones(4, dtype=torch.uint8)}}, WEIGHTS),
-        (TORCHTITAN, WEIGHTS),
-        (LIGHTNING, WEIGHTS),
+        (TORCHTITAN, WEIGHTS), (LIGHTNING, WEIGHTS),
         ({"encoder": {"w": torch.ones(2)}, "decoder": {"v": torch.ones(2)}}, ("encoder.w", "decoder.v")),
         ({"model": WRAPPED}, ("layers.0.weight", "layers.1.weight")),
     ],
     ids=["flat", "model", "net", "flat with a step", "rng", "torchtitan", "lightning", "two models", "wrappers"],
-)
+)  # fmt: skip
 def test_weights_are_found(saved: dict[str, Any], names: Iterable[str], tmp_path: Path) -> None:
     dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
     assert read_model(tmp_path).tensors.keys() == set(names)
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ({"layers._orig_mod.weight": torch.ones(2), "layers.weight": torch.ones(2)}, "are one name without the levels"),
-        ({"w": torch.ones(2, dtype=torch.complex128)}, r"The type complex128 of model\.w is not supported"),
-    ],
-)
+@pytest.mark.parametrize(("weights", "message"), [
+    ({"layers._orig_mod.weight": torch.ones(2), "layers.weight": torch.ones(2)}, "are one name without the levels"),
+    ({"w": torch.ones(2, dtype=torch.complex128)}, r"The type complex128 of model\.w is not supported"),
+])  # fmt: skip
 def test_weights_that_cannot_be_merged(weights: dict[str, Any], message: str, tmp_path: Path) -> None:
     dcp.save({"model": weights}, checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(CheckpointError, match=message):
@@ -68,16 +62,12 @@ def test_weights_that_cannot_be_merged(weights: dict[str, Any], message: str, tm
 AVERAGES = {name: weight + 1 for name, weight in WEIGHTS.items()}
 
 
-@pytest.mark.parametrize(
-    ("saved", "keys"),
-    [
-        ({"net": WEIGHTS, "ema": AVERAGES}, ("net", "ema")),
-        ({"model": WEIGHTS, "ema": AVERAGES}, ("model", "ema")),
-        ({"model": WEIGHTS, "ema": {"model": AVERAGES}}, ("model", "ema.model")),
-        ({"ema": {"model": AVERAGES}, "model": WEIGHTS, "optimizer": OPTIMIZER}, ("model", "ema.model")),
-        ({"app": {"model": WEIGHTS}, "ema": {"model": AVERAGES}}, ("app.model", "ema.model")),
-    ],
-)
+@pytest.mark.parametrize(("saved", "keys"), [
+    ({"net": WEIGHTS, "ema": AVERAGES}, ("net", "ema")), ({"model": WEIGHTS, "ema": AVERAGES}, ("model", "ema")),
+    ({"model": WEIGHTS, "ema": {"model": AVERAGES}}, ("model", "ema.model")),
+    ({"ema": {"model": AVERAGES}, "model": WEIGHTS, "optimizer": OPTIMIZER}, ("model", "ema.model")),
+    ({"app": {"model": WEIGHTS}, "ema": {"model": AVERAGES}}, ("app.model", "ema.model")),
+])  # fmt: skip
 def test_one_of_two_models_must_be_named(saved: dict[str, Any], keys: tuple[str, str], tmp_path: Path) -> None:
     dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(CheckpointError, match=rf"holds several: {', '.join(sorted(keys))}\."):
@@ -98,13 +88,10 @@ def test_key_of_another_format(tmp_path: Path) -> None:
         read_checkpoint(tmp_path, key="model")
 
 
-@pytest.mark.parametrize(
-    ("folder", "step"),
-    [
-        ("checkpoint-10", 10), ("checkpoint_10", None), ("checkpoints/checkpoint_10", None), ("step-10", 10),
-        ("checkpoint/step-10", 10), ("train/checkpoints/checkpoint-10", 10),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("folder", "step"), [
+    ("checkpoint-10", 10), ("checkpoint_10", None), ("checkpoints/checkpoint_10", None), ("step-10", 10),
+    ("checkpoint/step-10", 10), ("train/checkpoints/checkpoint-10", 10),
+])  # fmt: skip
 def test_newest_checkpoint_is_found_from_above(folder: str, step: int | None, tmp_path: Path) -> None:
     for name in (folder, f"{folder[:-2]}9"):
         dcp.save(WEIGHTS, checkpoint_id=tmp_path / name, no_dist=True)
@@ -119,35 +106,24 @@ def test_folder_without_a_checkpoint(tmp_path: Path) -> None:
         read_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("shape", "boxes", "expected"),
-    [
-        ((4, 2), [((0, 0), (2, 2)), ((2, 0), (2, 2))], True),
-        ((4, 4), [((0, 0), (4, 1)), ((0, 1), (2, 3)), ((2, 1), (2, 3))], True),
-        ((2, 2), [((0, 0), (2, 1)), ((0, 1), (1, 1)), ((1, 1), (1, 1))], True),
-        ((), [((), ())], True),
-        ((0, 3), [], True),
-        ((3,), [((0,), (3,)), ((3,), (0,))], True),
-        ((4, 2), [((0, 0), (2, 2)), ((1, 0), (2, 2))], False),
-        ((4, 2), [((0, 0), (2, 2)), ((0, 0), (2, 2))], False),
-        ((4, 2), [((0, 0), (2, 2))], False),
-        ((4,), [((0,), (2,)), ((3,), (2,))], False),
-        ((), [], False),
-    ],
-)
+@pytest.mark.parametrize(("shape", "boxes", "expected"), [
+    ((4, 2), [((0, 0), (2, 2)), ((2, 0), (2, 2))], True),
+    ((4, 4), [((0, 0), (4, 1)), ((0, 1), (2, 3)), ((2, 1), (2, 3))], True),
+    ((2, 2), [((0, 0), (2, 1)), ((0, 1), (1, 1)), ((1, 1), (1, 1))], True),
+    ((), [((), ())], True), ((0, 3), [], True), ((3,), [((0,), (3,)), ((3,), (0,))], True),
+    ((4, 2), [((0, 0), (2, 2)), ((1, 0), (2, 2))], False), ((4, 2), [((0, 0), (2, 2)), ((0, 0), (2, 2))], False),
+    ((4, 2), [((0, 0), (2, 2))], False), ((4,), [((0,), (2,)), ((3,), (2,))], False), ((), [], False),
+])  # fmt: skip
 def test_boxes_divide_a_tensor(shape: tuple[int, ...], boxes: list[Any], expected: bool) -> None:
     assert covers(shape, boxes) is expected
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        (b"\x8c\x05model", b"\x8c\x05modem", r"the path of model\.embed\.weight has an unexpected value"),
-        (b"model.embed", b"model.ember", r"the path of model\.ember\.weight has an unexpected value"),
-        (b"planner_data", b"planner_date", "has no field 'planner_data'"),
-        (b"\x07offsets", b"\x07offsetz", r"ChunkStorageMetadata in it has no field 'offsets'"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "message"), [
+    (b"\x8c\x05model", b"\x8c\x05modem", r"the path of model\.embed\.weight has an unexpected value"),
+    (b"model.embed", b"model.ember", r"the path of model\.ember\.weight has an unexpected value"),
+    (b"planner_data", b"planner_date", "has no field 'planner_data'"),
+    (b"\x07offsets", b"\x07offsetz", r"ChunkStorageMetadata in it has no field 'offsets'"),
+])  # fmt: skip
 def test_a_damaged_name_neither_renames_nor_hides_a_tensor(
     old: bytes, new: bytes, message: str, tmp_path: Path
 ) -> None:

@@ -10,16 +10,11 @@ import pytest
 from shardmake.checkpoint.formats.pickle_machine import Inert, PickleError, PickleMachine
 
 VALUE = {
-    "none": None,
-    "flags": [True, False],
-    "integers": [0, 255, 65535, -1, 2**31, -(2**63), 2**200, -(2**200)],
-    "floats": (1.5, -0.0, 1e300),
-    "text": ["", "a" * 300, "\u00fc\u20ac", "\ud800"],
+    "none": None, "flags": [True, False], "integers": [0, 255, 65535, -1, 2**31, -(2**63), 2**200, -(2**200)],
+    "floats": (1.5, -0.0, 1e300), "text": ["", "a" * 300, "\u00fc\u20ac", "\ud800"],
     "tuples": ((), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), ((1, 2), (3, (4,)))),
-    ("a", 1): {1: [], 2.5: {}},
-    "many": list(range(3000)),
-    "pairs": {str(index): index for index in range(3000)},
-}
+    ("a", 1): {1: [], 2.5: {}}, "many": list(range(3000)), "pairs": {str(index): index for index in range(3000)},
+}  # fmt: skip
 PROTOCOL_4 = b"\x80\x04"
 
 
@@ -59,37 +54,17 @@ def wide_key(width: int, times: int) -> bytes:
     return PROTOCOL_4 + key + b"0}" + times * b"h\0Ns" + b"."
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        nested_key(60),
-        PROTOCOL_4 + b"})" + 100_000 * b"\x85" + b"Ns.",
-        wide_key(100_000, 100_000),
-        PROTOCOL_4 + b"X" + struct.pack("<I", 2**32 - 1) + b"a.",
-        PROTOCOL_4 + b"\x8e" + struct.pack("<Q", 2**63) + b"a.",
-        PROTOCOL_4 + b"\x8b" + struct.pack("<I", 100_000) + 100_000 * b"\x7f" + b".",
-        PROTOCOL_4 + b"NR.",
-        PROTOCOL_4 + b"N)R.",
-        PROTOCOL_4 + b"]}s.",
-        PROTOCOL_4 + b"](NNu.",
-        PROTOCOL_4 + b"}(Nu.",
-        PROTOCOL_4 + b"}]Ns.",
-        PROTOCOL_4 + b"Na.",
-        PROTOCOL_4 + b"NN\x93.",
-        PROTOCOL_4 + b"cposix\n" + 2000 * b"x" + b"\n.",
-        PROTOCOL_4 + b"cposix",
-        PROTOCOL_4 + b"i.",
-        PROTOCOL_4 + b"\x82\x01.",
-        PROTOCOL_4 + b"h\x05.",
-        PROTOCOL_4 + b"1.",
-        PROTOCOL_4 + b".",
-        PROTOCOL_4,
-        b"\x80\x02Nr\xff\xff\xff\x7f.",
-        b"\x80\x01N.",
-        b"(lp0\n.",
-        b"",
-    ],
-)
+@pytest.mark.parametrize("content", [
+    nested_key(60), PROTOCOL_4 + b"})" + 100_000 * b"\x85" + b"Ns.", wide_key(100_000, 100_000),
+    PROTOCOL_4 + b"X" + struct.pack("<I", 2**32 - 1) + b"a.",
+    PROTOCOL_4 + b"\x8e" + struct.pack("<Q", 2**63) + b"a.",
+    PROTOCOL_4 + b"\x8b" + struct.pack("<I", 100_000) + 100_000 * b"\x7f" + b".", PROTOCOL_4 + b"NR.",
+    PROTOCOL_4 + b"N)R.", PROTOCOL_4 + b"]}s.", PROTOCOL_4 + b"](NNu.", PROTOCOL_4 + b"}(Nu.",
+    PROTOCOL_4 + b"}]Ns.", PROTOCOL_4 + b"Na.", PROTOCOL_4 + b"NN\x93.",
+    PROTOCOL_4 + b"cposix\n" + 2000 * b"x" + b"\n.", PROTOCOL_4 + b"cposix", PROTOCOL_4 + b"i.",
+    PROTOCOL_4 + b"\x82\x01.", PROTOCOL_4 + b"h\x05.", PROTOCOL_4 + b"1.", PROTOCOL_4 + b".", PROTOCOL_4,
+    b"\x80\x02Nr\xff\xff\xff\x7f.", b"\x80\x01N.", b"(lp0\n.", b"",
+])  # fmt: skip
 def test_pickle_that_no_checkpoint_has(content: bytes) -> None:
     with pytest.raises(PickleError):
         run(content)

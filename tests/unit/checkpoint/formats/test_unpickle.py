@@ -26,19 +26,11 @@ class Hostile:
         return self.function, self.args
 
 
-@pytest.mark.parametrize(
-    ("function", "arguments"),
-    [
-        (os.system, ("touch {}",)),
-        (eval, ("open('{}', 'w')",)),
-        (exec, ("open('{}', 'w')",)),
-        (getattr, (collections.OrderedDict, "clear")),
-        (os.makedirs, ("{}",)),
-        (torch.load, ("{}",)),
-        (bytearray, (1 << 40,)),
-        (__import__, ("os",)),
-    ],
-)
+@pytest.mark.parametrize(("function", "arguments"), [
+    (os.system, ("touch {}",)), (eval, ("open('{}', 'w')",)), (exec, ("open('{}', 'w')",)),
+    (getattr, (collections.OrderedDict, "clear")), (os.makedirs, ("{}",)), (torch.load, ("{}",)),
+    (bytearray, (1 << 40,)), (__import__, ("os",)),
+])  # fmt: skip
 def test_names_in_a_pickle_are_never_called(tmp_path: Path, function: Any, arguments: Any) -> None:
     proof = tmp_path / "proof"
     filled = [part.format(proof) if isinstance(part, str) else part for part in arguments]
@@ -112,14 +104,10 @@ def test_forged_sizes_in_a_zip_directory(tmp_path: Path, field: str) -> None:
 
 def test_objects_of_a_client_state_are_placeholders(tmp_path: Path) -> None:
     client = {
-        "args": argparse.Namespace(rate=0.1),
-        "array": np.ones(3),
-        "number": np.float64(1.5),
-        "when": datetime.datetime(2026, 1, 2),
-        "counts": collections.Counter("aab"),
-        "path": Path("/a"),
+        "args": argparse.Namespace(rate=0.1), "array": np.ones(3), "number": np.float64(1.5),
+        "when": datetime.datetime(2026, 1, 2), "counts": collections.Counter("aab"), "path": Path("/a"),
         "names": {"a", "b"},
-    }
+    }  # fmt: skip
     torch.save({"w": torch.ones(2), "client": client}, tmp_path / "f.pt")
     read = unpickle.load(tmp_path / "f.pt")
     assert isinstance(read["w"], unpickle.TensorRef)

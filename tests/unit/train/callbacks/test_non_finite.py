@@ -13,16 +13,11 @@ from shardmake.train.callbacks.non_finite import NonFiniteCheck, NonFiniteError
 from tests.unit.run.test_attempt_history import make_record
 
 
-@pytest.mark.parametrize(
-    ("losses", "norm", "message"),
-    [
-        ([1.0, 2.0], 3.0, None),
-        ([1.0, 2.0], None, None),
-        ([1.0, math.nan], 3.0, "Step 7: the loss of rank 3 is nan"),
-        ([math.inf, 1.0], 3.0, "Step 7: the loss of rank 3 is inf"),
-        ([1.0, 2.0], math.inf, "Step 7: the gradient norm is inf, although the losses of all ranks are finite"),
-    ],
-)
+@pytest.mark.parametrize(("losses", "norm", "message"), [
+    ([1.0, 2.0], 3.0, None), ([1.0, 2.0], None, None), ([1.0, math.nan], 3.0, "Step 7: the loss of rank 3 is nan"),
+    ([math.inf, 1.0], 3.0, "Step 7: the loss of rank 3 is inf"),
+    ([1.0, 2.0], math.inf, "Step 7: the gradient norm is inf, although the losses of all ranks are finite"),
+])  # fmt: skip
 def test_error_names_step_and_cause(losses: list[float], norm: float | None, message: str | None) -> None:
     check = NonFiniteCheck(rank=3)
     for loss in losses:

@@ -11,19 +11,10 @@ from shardmake.train.callbacks.save_scheduler import SaveScheduler, StopOnReques
 from shardmake.train.checkpoint_saver import Saver
 
 
-@pytest.mark.parametrize(
-    ("step", "requested", "evaluates", "saves"),
-    [
-        (1, False, False, False),
-        (2, False, True, True),
-        (3, False, True, False),
-        (1, True, False, True),
-        (2, True, False, True),
-        (3, True, False, True),
-        (10, False, True, True),
-        (10, True, True, True),
-    ],
-)
+@pytest.mark.parametrize(("step", "requested", "evaluates", "saves"), [
+    (1, False, False, False), (2, False, True, True), (3, False, True, False), (1, True, False, True),
+    (2, True, False, True), (3, True, False, True), (10, False, True, True), (10, True, True, True),
+])  # fmt: skip
 def test_requested_stop_saves_without_evaluation(
     tmp_path: Path, step: int, requested: bool, evaluates: bool, saves: bool
 ) -> None:
