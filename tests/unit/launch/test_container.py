@@ -18,7 +18,7 @@ from shardmake.launch.slurm_jobs import SlurmJobs, make_executor
 from shardmake.launch.stage_jobs import job_shell_prefix
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.attempt_history import EndReason
-from tests.programs import install_programs
+from tests.programs import install_programs, write_program
 from tests.unit.launch.test_outcome import evidence, state
 from tests.unit.launch.test_stage_jobs import format_as_snakemake
 from tests.unit.plans import make_cluster, make_plan, make_run
@@ -105,14 +105,11 @@ def test_the_nodes_of_doctor_are_checked_in_the_container(checkout: Path) -> Non
 
 def test_the_function_of_a_stage_keeps_words_and_status(checkout: Path, tmp_path: Path) -> None:
     programs = tmp_path / "programs"
-    programs.mkdir()
-    (programs / "apptainer").write_text('#!/bin/sh\nwhile [ "$1" != -m ]; do shift; done\nprintf "%s|" "$@"\nexit 3\n')
-    (programs / "apptainer").chmod(0o755)
+    write_program(programs / "apptainer", 'while [ "$1" != -m ]; do shift; done\nprintf "%s|" "$@"\nexit 3')
     prefix = job_shell_prefix(in_container(checkout), "set -euo pipefail; ", job_container(in_container(checkout)))
     script = f"{format_as_snakemake(prefix)}shardmake data 'a run' --cpus 2 2>&1 | cat"
-    done = subprocess.run(
-        ["bash", "-c", script], env={"PATH": f"{programs}:/usr/bin:/bin"}, capture_output=True, text=True
-    )
+    path = {"PATH": f"{programs}:/usr/bin:/bin"}
+    done = subprocess.run(["bash", "-c", script], env=path, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (3, "-m|shardmake.cli|data|a run|--cpus|2|")
 
 
@@ -162,10 +159,10 @@ def test_a_folder_that_cannot_be_bound_is_refused_at_plan(checkout: Path) -> Non
     ("""echo '{"torch": "1.0"}'""", "torch is 1.0 in the container and .* on the login node; .*shardmake is not"),
     ("echo 'FATAL: no user namespace' >&2; exit 255", None),
 ])  # fmt: skip
-def test_the_image_is_tried_on_a_login_node_with_apptainer(
-    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, words: str | None
+def test_the_image_is_tried_on_a_login_node(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, answer: str, words: str | None
 ) -> None:
-    install_programs(tmp_path, monkeypatch, {"apptainer": answer})
+    install_programs(checkout.parent, monkeypatch, {"apptainer": answer})
     (checkout / "x.sif").touch()
     with pytest.raises(ConfigError, match=words) if words else contextlib.nullcontext():
         check_container(in_container(checkout, image="x.sif"), [checkout / "runs/demo"], [make_run()])

@@ -10,7 +10,7 @@ from shardmake.launch import driver_job
 from shardmake.launch.driver_job import DriverJob, end_snakemake
 from shardmake.launch.driver_script import remove_locks
 from shardmake.run.driver_job import DriverState, Workflow, new_driver_dir
-from tests.programs import install_programs
+from tests.programs import install_programs, write_program
 
 SNAKEMAKE = """
 import signal, subprocess, sys, time
@@ -34,9 +34,7 @@ OTHER = "sleep 60"
 def shardmake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program of this name that runs until a signal ends it."""
     monkeypatch.chdir(tmp_path)
-    program = tmp_path / "shardmake"
-    program.write_text("#!/bin/sh\nexec 3>&1\nwhile :; do sleep 0.05; done\n")
-    program.chmod(0o755)
+    write_program(tmp_path / "shardmake", "exec 3>&1\nwhile :; do sleep 0.05; done")
 
 
 def snakemake(*words: str) -> "subprocess.Popen[bytes]":
@@ -61,10 +59,8 @@ def test_drivers_end_first_then_snakemake(
     assert process.wait(60) == status
 
 
-def test_only_a_killed_snakemake_leaves_locks_and_only_those_of_these_runs_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("shardmake")
+def test_only_a_killed_snakemake_leaves_locks_and_only_those_of_these_runs_are_removed(tmp_path: Path) -> None:
     locks = tmp_path / ".snakemake/locks"
     locks.mkdir(parents=True)
     (locks / "0.output.lock").write_text("runs/a/plan/plan.json\nruns/a/data/receipt.json\n")

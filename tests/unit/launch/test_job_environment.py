@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,16 +10,10 @@ import pytest
 from shardmake.core.errors import ConfigError
 from shardmake.launch.container import check_container, check_job_environment, job_container
 from shardmake.run.findings import Verdict
+from tests.programs import write_program
 from tests.unit.plans import make_cluster
 
 THIS = f"PYTHONPATH=$PYTHONPATH:{os.environ.get('PYTHONPATH', '')}"  # `make test-versions` puts libraries there
-
-
-def python(folder: Path, script: str) -> str:
-    (folder / "bin").mkdir()
-    (folder / "bin/python").write_text(script)
-    (folder / "bin/python").chmod(0o755)
-    return str(folder)
 
 
 @pytest.mark.parametrize(("script", "verdict", "words"), [
@@ -29,14 +24,12 @@ def python(folder: Path, script: str) -> str:
     ("", Verdict.NOT_CHECKED, "is not on this node"),
 ])  # fmt: skip
 def test_the_environment_is_compared_before_a_job(tmp_path: Path, script: str, verdict: Verdict, words: str) -> None:
-    folder = python(tmp_path, script) if script else str(tmp_path)
-    cluster = make_cluster(executor="slurm", environment=folder)
+    if script:
+        write_program(tmp_path / "bin/python", script)
+    cluster = make_cluster(executor="slurm", environment=str(tmp_path))
     found = [one for one in check_job_environment(cluster) if words in one.found]
     assert [one.verdict for one in found] == [verdict]
-    if verdict is Verdict.STOPS:
-        with pytest.raises(ConfigError, match="environment: "):
-            check_container(cluster)
-    else:
+    with pytest.raises(ConfigError, match="environment: ") if verdict is Verdict.STOPS else nullcontext():
         check_container(cluster)
     job = job_container(cluster)
-    assert job is not None and job.python[-1] == f"{folder}/bin/python" and folder in job.shell_function
+    assert job is not None and job.python[-1] == f"{tmp_path}/bin/python" and str(tmp_path) in job.shell_function

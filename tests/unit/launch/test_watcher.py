@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,19 +15,9 @@ import psutil
 import pytest
 
 from shardmake.launch import watcher
-from shardmake.launch.watcher import (
-    HELD_VARIABLE,
-    REASON_VARIABLE,
-    SECONDS,
-    SNAKEMAKE_VARIABLE,
-    STARTED_VARIABLE,
-    Progress,
-    claim_slot,
-    is_orphan,
-    other_trainings,
-    watch_job,
-)
+from shardmake.launch.watcher import HELD_VARIABLE, REASON_VARIABLE, STARTED_VARIABLE, Progress, claim_slot
 from tests.programs import count_calls
+from tests.workflow.checkout import wait_for
 
 DRIVER = """
 import fcntl, sys
@@ -46,13 +35,6 @@ if kind == "job":
 name, limit, stop_file = words
 watcher.wait_until_slot(name, int(limit), stop_file, lock.fileno(), snapshot)
 """
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.05)
 
 
 def start(lock: Path, *words: str) -> "subprocess.Popen[str]":
@@ -86,7 +68,7 @@ class Watched:
         (self.root / "snapshot").unlink(missing_ok=True)
         files = [str(self.root / name) for name in ("metrics", "receipt", "log", "attempt")]
         try:
-            watch_job("7", state, *files, "scancel 7", str(self.root / "snapshot"), "")
+            watcher.watch_job("7", state, *files, "scancel 7", str(self.root / "snapshot"), "")
         except SystemExit:
             return "pause"
         assert os.environ[STARTED_VARIABLE] == "7"
@@ -188,11 +170,11 @@ def test_a_driver_knows_the_snakemake_that_started_it(tmp_path: Path, monkeypatc
     command = [sys.executable, tmp_path / "snakemake", "-c", "4", b"\xff"]  # as a folder's name in Latin-1
     started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert started.communicate()[0] == f"{started.pid}\n"
-    monkeypatch.setenv(SNAKEMAKE_VARIABLE, str(started.pid))
-    assert is_orphan()
+    monkeypatch.setenv(watcher.SNAKEMAKE_VARIABLE, str(started.pid))
+    assert watcher.is_orphan()
     for alive in (str(os.getpid()), ""):
-        monkeypatch.setenv(SNAKEMAKE_VARIABLE, alive)
-        assert not is_orphan()
+        monkeypatch.setenv(watcher.SNAKEMAKE_VARIABLE, alive)
+        assert not watcher.is_orphan()
 
 
 @pytest.mark.parametrize(("queue", "found"), [
@@ -203,7 +185,7 @@ def test_a_driver_knows_the_snakemake_that_started_it(tmp_path: Path, monkeypatc
     ("1|RUNNING|c1|shardmake-odd|name-1\n", ["shardmake-odd|name-1"]),
 ])  # fmt: skip
 def test_only_other_trainings_count(queue: str, found: list[str]) -> None:
-    assert other_trainings(queue, "shardmake-mine-0") == found
+    assert watcher.other_trainings(queue, "shardmake-mine-0") == found
 
 
 def test_a_slot_is_claimed_once_until_the_next_query(slurm: Path) -> None:
@@ -212,7 +194,7 @@ def test_a_slot_is_claimed_once_until_the_next_query(slurm: Path) -> None:
     assert not claim_slot("shardmake-b-1", 1, str(snapshot))
     assert claim_slot("shardmake-b-1", 2, str(snapshot)) and claim_slot("shardmake-b-1", 2, str(snapshot))
     assert not claim_slot("shardmake-c-1", 2, str(snapshot))
-    os.utime(snapshot, (0, time.time() - SECONDS))
+    os.utime(snapshot, (0, time.time() - watcher.SECONDS))
     assert claim_slot("shardmake-c-1", 2, str(snapshot)), "b never submitted"
     os.utime(snapshot, (0, 0))
     (slurm / "queue").unlink()
