@@ -49,7 +49,7 @@ def snakemake(*words: str) -> "subprocess.Popen[bytes]":
     (("patient", DRIVER), (60, 60), 5), (("interruptible", DRIVER, OTHER), (1, 60), 7),
     (("stubborn", DRIVER, OTHER), (1, 1), -9),
 ])  # fmt: skip
-def test_drivers_end_first_then_snakemake(
+def test_drivers_end_first(
     words: tuple[str, ...], patience: tuple[float, float], status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Snakemake ends by itself after its drivers, is interrupted if something else runs, and is killed at last."""
@@ -91,7 +91,7 @@ def make_job(runs: Path, restarts: int = 0) -> DriverJob:
     ("JobState=COMPLETING Reason=None\n Restarts=1 PreemptTime=2026-11-24T20:00:00", "continued", True),
     ("JobState=COMPLETING Reason=None\n Restarts=2", "continued", False),
 ])  # fmt: skip
-def test_a_job_that_slurm_ends_continues_and_one_that_a_person_cancels_does_not(
+def test_a_job_that_slurm_ends_continues_and_a_cancelled_one_does_not(
     shown: str, end: str, submitted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``scontrol show job`` prints ``shown``, as Slurm 22.05 does; the job was restarted once before."""

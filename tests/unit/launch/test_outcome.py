@@ -10,6 +10,7 @@ from shardmake.launch.step_output import StepFailure
 from shardmake.run.attempt import Hang, NodeExit, RankError
 from shardmake.run.attempt_history import EndReason
 from tests.finished_run import make_exit
+from tests.unit.wording import Wording
 
 
 def node(rank: int = 0, **values: object) -> NodeExit:
@@ -21,20 +22,17 @@ def service_node(**values: object) -> NodeExit:
     return node(1, **(ended | values))
 
 
-def error(kind: str, message: str, rank: int = 0, time: float = 1.0) -> RankError:
-    return RankError(
-        rank=rank, host="c1", culprit="c1", time=time, kind=kind, message=message, traceback="Traceback ..."
-    )
+def error(kind: str, message: str, **changes: object) -> RankError:
+    values = {"rank": 0, "host": "c1", "culprit": "c1", "time": 1.0, "traceback": "Traceback ..."} | changes
+    return RankError(kind=kind, message=message, **values)  # type: ignore[arg-type]
 
 
 def evidence(**values: object) -> Evidence:
-    base: dict[str, object] = dict(
-        finished=False, stop_file=False, stopped=False, slurm_state="FAILED", exits=[], errors=[]
-    )
-    return Evidence(**(base | values))  # type: ignore[arg-type]
+    base: dict[str, object] = dict(finished=False, stop_file=False, stopped=False, exits=[], errors=[])
+    return Evidence(**(base | {"slurm_state": "FAILED"} | values))  # type: ignore[arg-type]
 
 
-PEER_GONE = error("DistBackendError", "[../gloo/transport/tcp/pair.cc] Connection closed by peer [10.0.0.2]", 0, 2.0)
+PEER_GONE = error("DistBackendError", "[../gloo/transport/tcp/pair.cc] Connection closed by peer [10.0.0.2]", time=2.0)
 
 
 @pytest.mark.parametrize(("found", "end"), [
@@ -123,45 +121,34 @@ def test_the_cause_is_reported_instead_of_its_consequence() -> None:
     assert "Rank 3" in outcome.message and "token id 9" in outcome.message
 
 
-def test_nodes_without_a_record_are_named() -> None:
-    nodes = {"nodes": 3, "hosts": ["c1", "c2", "c3"], "exits": [node(0), node(2)]}
-    assert classify(evidence(slurm_state="NODE_FAIL", **nodes)).message.endswith("No record came from c2.")
-    assert "The worker on c2 was killed" in classify(evidence(errors=[PEER_GONE], **nodes)).message
-    none = {"nodes": 2, "hosts": ["c1", "c3"], "exits": [], "errors": [PEER_GONE]}
-    killed = classify(evidence(slurm_state="FAILED", **none))
-    assert killed.end is EndReason.KILLED
-    assert killed.message == ("The worker on c3 was killed: it left no record, and ranks on c1 lost their peers.")
-    everywhere = none | {"errors": [PEER_GONE, PEER_GONE.model_copy(update={"host": "c3"})]}
-    assert classify(evidence(slurm_state="FAILED", **everywhere)).end is EndReason.COMMUNICATION
-    silent = classify(evidence(slurm_state="NODE_FAIL", hosts=["c1", "c2"], nodes=2)).message
-    assert silent == "Slurm ended the job: NODE_FAIL. It ran on c1, c2."
-    both_wrote = {"nodes": 2, "hosts": ["c1", "c2"], "exits": [node(0), node(1)]}
-    down = classify(evidence(slurm_state="NODE_FAIL", down_hosts=["c2"], **both_wrote)).message
-    assert down == "Slurm ended the job: NODE_FAIL. Slurm reports c2 as down."
+@pytest.mark.parametrize("found", [
+    {"slurm_state": "NODE_FAIL", "hosts": ["c1", "c2", "c3"], "exits": [node(0), node(2)]},
+    {"errors": [PEER_GONE], "hosts": ["c1", "c2", "c3"], "exits": [node(0), node(2)]},
+    {"errors": [PEER_GONE], "hosts": ["c1", "c3"]},
+    {"errors": [PEER_GONE, PEER_GONE.model_copy(update={"host": "c3"})], "hosts": ["c1", "c3"]},
+    {"slurm_state": "NODE_FAIL", "hosts": ["c1", "c2"]},
+    {"slurm_state": "NODE_FAIL", "hosts": ["c1", "c2"], "exits": [node(0), node(1)], "down_hosts": ["c2"]},
+], ids=["failed", "killed", "all killed", "connection", "silent", "down"])  # fmt: skip
+def test_nodes_without_a_record_are_named(found: dict[str, list[str]], wording: Wording) -> None:
+    outcome = classify(evidence(nodes=len(found["hosts"]), **found))
+    wording(f"{outcome.end}: {outcome.message}")
 
 
-def test_a_worker_that_slurms_step_reports_as_killed_is_named() -> None:
-    killed = {"nodes": 3, "step_failure": StepFailure("c3", "Killed", 2)}
-    service = classify(evidence(service_nodes=1, errors=[error("URLError", "refused")], **killed))
-    assert (service.end, service.log) == (EndReason.KILLED, 2)
-    assert service.message == "The worker of the service on c3 was killed: Slurm's step reports 'Killed'."
-    lost = classify(evidence(exits=[node(0)], errors=[PEER_GONE], **killed))
-    assert lost.message == "The worker on c3 was killed: Slurm's step reports 'Killed'."
-    assert classify(evidence(errors=[error("ValueError", "bad label")], **killed)).end is EndReason.USER_ERROR
-    assert classify(evidence(slurm_state="NODE_FAIL", **killed)).end is EndReason.NODE_FAILURE
-    assert "Killed" not in classify(evidence(exits=[node(2, returncode=-9)], **killed)).message, "it left its record"
-
-
-def test_a_worker_that_slurm_could_not_start_is_named() -> None:
-    failed = StepFailure("c2", "Socket timed out on send/recv operation", None)
-    outcome = classify(evidence(nodes=3, step_failure=failed, last_output="srun: error: c1: task 0: Killed"))
-    assert outcome.end is EndReason.NODE_FAILURE and decide(outcome, state()) is Action.RESUME
-    assert outcome.message == "Slurm could not start the worker on c2: Socket timed out on send/recv operation."
+@pytest.mark.parametrize("found", [
+    {"service_nodes": 1, "errors": [error("URLError", "refused")]}, {"exits": [node(0)], "errors": [PEER_GONE]},
+    {"errors": [error("ValueError", "bad label")]}, {"slurm_state": "NODE_FAIL"}, {"exits": [node(2, returncode=-9)]},
+    {"step_failure": StepFailure("c2", "Socket timed out on send/recv operation", None), "last_output": "Killed"},
+], ids=["service", "training", "error", "node", "record", "not started"])  # fmt: skip
+def test_a_worker_that_slurms_step_reports_as_killed_is_named(found: dict[str, object], wording: Wording) -> None:
+    """Unless an error or its record has the reason, or Slurm could not start it."""
+    outcome = classify(evidence(**{"nodes": 3, "step_failure": StepFailure("c3", "Killed", 2)} | found))
+    wording(f"{outcome.end}, log {outcome.log}: {outcome.message}")
+    assert outcome.end is not EndReason.NODE_FAILURE or decide(outcome, state()) is Action.RESUME
 
 
 WAITED = node(phase="rendezvous", returncode=None, message="Node 1 did not connect", culprit="c2")
 OLD_TORCH = {"phase": "preflight", "message": "old torch"}
-NOT_JOINED = error("NetworkCheckError", "Rank 3 did not join: timeout").model_copy(update={"culprit": None})
+NOT_JOINED = error("NetworkCheckError", "Rank 3 did not join: timeout", culprit=None)
 
 
 @pytest.mark.parametrize(("found", "end", "host"), [
@@ -173,7 +160,7 @@ NOT_JOINED = error("NetworkCheckError", "Rank 3 did not join: timeout").model_co
     ({"nodes": 2, "exits": [WAITED.model_copy(update={"culprit": None})]}, EndReason.RENDEZVOUS, None),
     ({"errors": [NOT_JOINED]}, EndReason.PREFLIGHT, None),
 ])  # fmt: skip
-def test_a_node_is_blamed_only_if_another_passed_or_it_is_missing(
+def test_a_node_is_blamed_if_another_passed_or_it_is_missing(
     found: dict[str, object], end: EndReason, host: str | None
 ) -> None:
     outcome = classify(evidence(**found))
@@ -220,22 +207,16 @@ def test_decision(end: EndReason, before: RetryState, action: Action) -> None:
         assert decide(Outcome(end, "no node is to blame"), before) is Action.STOP
 
 
-@pytest.mark.parametrize(("found", "words"), [
-    ({"exits": [node(oom_kills=0)]}, "and not because memory ran out: the kernel counts no such kill"),
-    ({"exits": [node()]}, "Most likely they were killed, by the kernel if the node ran out of memory."),
-    ({"exits": [node(later_signal="SIGUSR2")]}, "After that, c1 received SIGUSR2, which comes before the job's time limit."),
-    ({"slurm_state": FORGOTTEN}, "Slurm does not know the job any more"),
-    ({"slurm_state": "CANCELLED", "cancelled_by": "user root"}, "CANCELLED by user root"),
-    ({"last_output": "Task launch failed on node c2"}, "Task launch failed on node c2"),
-])  # fmt: skip
-def test_what_is_known_and_what_is_assumed_is_said(found: dict[str, object], words: str) -> None:
-    assert words in classify(evidence(**found)).message
-
-
-def test_the_log_of_a_failed_service_is_shown() -> None:
-    outcome = classify(evidence(nodes=2, service_nodes=1, exits=[node(), service_node(oom_kills=1)]))
-    assert (outcome.host, outcome.log) == ("c2", 1)
-    assert outcome.message.endswith("The kernel killed 1 process(es) on c2 because the job ran out of memory.")
+@pytest.mark.parametrize("found", [
+    {"exits": [node(oom_kills=0)]}, {"exits": [node()]}, {"exits": [node(later_signal="SIGUSR2")]},
+    {"slurm_state": FORGOTTEN}, {"slurm_state": "CANCELLED", "cancelled_by": "user root"},
+    {"last_output": "Task launch failed on node c2"},
+    {"nodes": 2, "service_nodes": 1, "exits": [node(), service_node(oom_kills=1)]},
+], ids=["no kill", "exit", "signal", "forgotten", "cancelled", "launch", "service"])  # fmt: skip
+def test_what_is_known_and_what_is_assumed_is_said(found: dict[str, object], wording: Wording) -> None:
+    outcome = classify(evidence(**found))
+    wording(outcome.message)
+    assert (outcome.host, outcome.log) == ("c2", 1) or "service_nodes" not in found
 
 
 @given(end=st.sampled_from(EndReason), has=st.tuples(*[st.booleans()] * 4))
@@ -247,6 +228,5 @@ def test_no_outcome_is_retried_forever(end: EndReason, has: tuple[bool, ...]) ->
         may_rewind=rewind,
     )  # fmt: skip
     action = decide(Outcome(end, "why", host="c2"), before)
-    assert action in (
-        Action.STOP, Action.GIVE_UP, Action.FINISH, *[Action.NEXT_FALLBACK] * fallback, *[Action.MORE_MEMORY] * memory
-    )  # fmt: skip
+    more = [*[Action.NEXT_FALLBACK] * fallback, *[Action.MORE_MEMORY] * memory]
+    assert action in (Action.STOP, Action.GIVE_UP, Action.FINISH, *more)

@@ -13,7 +13,6 @@ from shardmake.core import process
 from shardmake.core.atomic import write_json
 from shardmake.launch import preflight, worker
 from shardmake.launch.gpu_status import GpuStatus
-from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.outcome import classify
 from shardmake.launch.preflight import GIB, PreflightError, check_import, check_node
 from shardmake.run.attempt import Attempt, AttemptDir, NodeExit
@@ -21,6 +20,7 @@ from shardmake.run.attempt_history import EndReason
 from shardmake.run.plan import Plan, Resources
 from tests.finished_run import make_data_receipt
 from tests.programs import install_programs
+from tests.unit.launch.fake_run import write_attempt
 from tests.unit.launch.test_outcome import evidence
 from tests.unit.plans import make_cluster, make_plan, make_training_settings
 
@@ -44,18 +44,15 @@ def test_a_name_that_does_not_resolve_is_a_warning() -> None:
 
 def node(tmp_path: Path, host_memory: int = GIB, **changes: object) -> tuple[AttemptDir, Attempt, Plan]:
     """Write a node's folders, for a training that requests more memory than any node has free."""
-    plan = make_plan("zero3", nodes=1).model_copy(
-        update={"host_memory": host_memory, "resources": {"train": Resources(memory_gib=1 << 20, cpus=2)}}
-    )
+    resources = {"train": Resources(memory_gib=1 << 20, cpus=2)}
+    plan = make_plan("zero3", nodes=1).model_copy(update={"host_memory": host_memory, "resources": resources})
     folder = AttemptDir(tmp_path / "train/attempts/001")
     make_training_settings(model=str(tmp_path / "base")).write(folder.training)
     write_json(tmp_path / "base/config.json", {})
     make_data_receipt("d").write(tmp_path / "data/receipt.json")
     write_json(folder.deepspeed, {})
-    attempt = attempt_settings(
-        1, tmp_path, make_cluster(scratch=str(tmp_path)), plan, resume_from=None, settings_digest="r"
-    ).model_copy(update=changes)
-    return folder, attempt, plan
+    attempt = write_attempt(folder, plan, make_cluster(scratch=str(tmp_path)))
+    return folder, attempt.model_copy(update=changes), plan
 
 
 def test_a_node_without_findings_is_reported(tmp_path: Path) -> None:

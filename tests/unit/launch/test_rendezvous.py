@@ -82,7 +82,7 @@ def test_all_nodes_agree_and_the_port_is_free_afterwards(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("named", "used"), [(None, "lo"), ("ib0", "ib0")])
-def test_each_node_uses_its_own_interface(
+def test_nodes_use_own_interfaces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str | None, used: str
 ) -> None:
     """The interface of node 0 may have a name that no other node has."""
@@ -115,9 +115,7 @@ def test_a_node_that_is_slow_to_close_has_connected(tmp_path: Path, monkeypatch:
     assert rendezvous.wait_for_address(file, deadline=float("inf")).complete
 
 
-def test_a_node_that_gave_up_a_connection_that_counts_has_joined(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_left_a_connection_that_counts_has_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With thousands of nodes, a connection may wait longer for node 0 than the node does."""
     monkeypatch.setattr(rendezvous, "_ANSWER_SECONDS", 0.2)
     file = tmp_path / "start-0.json"

@@ -5,8 +5,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -53,10 +53,7 @@ def test_an_incomplete_snapshot_does_not_count(slurm: Path) -> None:
 
 
 def test_a_full_disk_does_not_hide_the_answer(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fill_up(*args: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(watcher.os, "pwrite", fill_up)
+    monkeypatch.setattr(watcher.os, "pwrite", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     assert cached_squeue(str(slurm / "snapshot")) == ROWS
 
 
@@ -71,8 +68,8 @@ def test_a_missing_squeue_is_a_failed_query(tmp_path: Path, monkeypatch: pytest.
     (0.01, False, 2, 10), (9.0, False, 2, 60), (60.0, False, 2, 60), (0.01, False, 20, 20),
 ])  # fmt: skip
 def test_how_long_a_snapshot_counts(query_seconds: float, answered: bool, max_age: float, lasts: float) -> None:
-    fresh: Callable[[float], bool] = lambda age: is_fresh(age, max_age, query_seconds, answered)  # noqa: E731
-    assert fresh(lasts - 0.1) and not fresh(lasts + 0.1) and not fresh(-1)
+    ages = (lasts - 0.1, lasts + 0.1, -1)
+    assert [is_fresh(age, max_age, query_seconds, answered) for age in ages] == [True, False, False]
     assert not is_fresh(0, 0, query_seconds, answered) and not is_fresh(0, max_age, None, answered)
 
 
@@ -97,9 +94,7 @@ def test_many_processes_share_one_query(slurm: Path) -> None:
     assert count_calls(slurm) <= 2 + (time.monotonic() - started) / 2
 
 
-def test_clusters_with_configurations_of_one_name_share_no_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clusters_with_configurations_of_one_name_are_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in two containers of one machine."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("SLURM_CONF", str(configuration := tmp_path / "slurm.conf"))

@@ -4,16 +4,8 @@ from datetime import datetime
 
 import pytest
 
-from shardmake.launch.slurm_states import (
-    JobState,
-    JobStatus,
-    held_message,
-    is_no_such_job,
-    parse_rows,
-    parse_scontrol,
-    parse_seconds_left,
-    parse_state,
-)
+from shardmake.launch import slurm_states
+from shardmake.launch.slurm_states import JobState, JobStatus, held_message, is_no_such_job, parse_rows, parse_scontrol
 from shardmake.launch.watcher import PATIENCE
 
 
@@ -28,15 +20,14 @@ from shardmake.launch.watcher import PATIENCE
     ("", JobState.UNKNOWN, ""),
 ])  # fmt: skip
 def test_every_state_is_recognized(text: str, state: JobState, name: str) -> None:
-    assert parse_state(text) == (state, name)
+    assert slurm_states.parse_state(text) == (state, name)
 
 
 def test_rows_of_squeue_and_sacct() -> None:
     text = "12|RUNNING|c[1-2]|a\n13|CANCELLED by 0|None assigned|b\n12.batch|RUNNING|c1|a\n14|COMPLETED+||c\n\nnoise\n"
     found = parse_rows(text)
-    assert {job: status.state for job, status in found.items()} == {
-        "12": JobState.RUNNING, "13": JobState.ENDED, "14": JobState.ENDED,
-    }  # fmt: skip
+    states = {"12": JobState.RUNNING, "13": JobState.ENDED, "14": JobState.ENDED}
+    assert {job: status.state for job, status in found.items()} == states
     assert (found["12"].nodes, found["12"].job_name) == ("c[1-2]", "a")
     assert (found["13"].name, found["13"].cancelled_by) == ("CANCELLED", "0")
     assert parse_rows("7|NODE_FAIL|c1|a\n7|PENDING||a\n")["7"].state is JobState.PENDING, "it was queued again"
@@ -60,8 +51,8 @@ def test_a_preempted_job_may_have_another_state(name: str) -> None:
 )
 def test_the_time_left_of_a_job(end: str, seconds: float) -> None:
     text = f"   StartTime=2026-11-21T09:00:00 EndTime={end} Deadline=N/A"
-    assert parse_seconds_left(text, datetime(2026, 11, 21, 10)) == seconds
-    assert parse_seconds_left("slurm_load_jobs error", datetime.now()) == 0
+    assert slurm_states.parse_seconds_left(text, datetime(2026, 11, 21, 10)) == seconds
+    assert slurm_states.parse_seconds_left("slurm_load_jobs error", datetime.now()) == 0
 
 
 def test_a_missing_answer_is_not_the_end_of_a_job() -> None:
@@ -69,25 +60,18 @@ def test_a_missing_answer_is_not_the_end_of_a_job() -> None:
     assert not is_no_such_job("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
 
 
-@pytest.mark.parametrize(
-    ("reason", "held"),
-    [
-        ("(JobHeldUser)", True),
-        ("(launch failed requeued held)", True),
-        ("(job requeued in held state)", True),
-        ("(DependencyNeverSatisfied)", True),
-        ("(PartitionTimeLimit)", True),
-        ("(QOSMaxWallDurationPerJobLimit)", True),
-        ("(InvalidQOS)", True),
-        ("(AssocGrpBillingMinutes)", True),
-        ("(ReservationDeleted)", True),
-        ("(Priority)", False),
-        ("(Resources)", False),
-        ("(PartitionNodeLimit)", False),  # also while nodes are down
-        ("(ReqNodeNotAvail, UnavailableNodes:c3)", False),
-        ("(QOSMaxJobsPerUserLimit)", False),
-    ],
-)
+# (PartitionNodeLimit) also while nodes are down
+@pytest.mark.parametrize(("reason", "held"), [
+    *((reason, True) for reason in (
+        "(JobHeldUser)", "(launch failed requeued held)", "(job requeued in held state)", "(DependencyNeverSatisfied)",
+        "(PartitionTimeLimit)", "(QOSMaxWallDurationPerJobLimit)", "(InvalidQOS)", "(AssocGrpBillingMinutes)",
+        "(ReservationDeleted)",
+    )),
+    *((reason, False) for reason in (
+        "(Priority)", "(Resources)", "(PartitionNodeLimit)", "(ReqNodeNotAvail, UnavailableNodes:c3)",
+        "(QOSMaxJobsPerUserLimit)",
+    )),
+])  # fmt: skip
 def test_a_job_that_waits_for_a_person_differs_from_one_that_waits_for_its_turn(reason: str, held: bool) -> None:
     status = JobStatus(JobState.PENDING, "PENDING", reason)
     message = held_message("7", status)

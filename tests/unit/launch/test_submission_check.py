@@ -30,9 +30,10 @@ class Site:
         self.folder = tmp_path
         self.monkeypatch = monkeypatch
 
-    def check(self, words: str = "", refused: str = "nothing", executor: str = "slurm") -> None:
+    def check(self, words: str = "", refused: str = "nothing", executor: str = "slurm", missing: bool = False) -> None:
         sbatch = SBATCH.format(folder=self.folder, refused=refused, start=START, words=words)
-        install_programs(self.folder, self.monkeypatch, {"srun": "", "sbatch": sbatch})
+        programs = {"srun": ""} if missing else {"srun": "", "sbatch": sbatch}
+        install_programs(self.folder, self.monkeypatch, programs, path=str(self.folder) if missing else "/usr/bin:/bin")
         cluster = make_cluster(executor=executor, slurm={"qos": "long"} if executor == "slurm" else {})
         resources = dict.fromkeys(("train", *ON_GPUS), Resources(memory_gib=3, cpus=2))
         plan = make_plan("zero3").model_copy(update={"resources": resources})
@@ -72,22 +73,13 @@ def test_a_refusal_has_the_words_of_slurm(site: Site, refused: str) -> None:
     ("allocation failure: Requested nodes are busy", "wait"),
     ("allocation failure: Requested reservation not usable now", "wait"),
 ])  # fmt: skip
-def test_no_answer_and_a_closed_partition_are_warnings(
-    site: Site, caplog: pytest.LogCaptureFixture, words: str, logged: str
-) -> None:
+def test_answers_that_only_warn(site: Site, caplog: pytest.LogCaptureFixture, words: str, logged: str) -> None:
     site.check(words, "all")
     assert logged in caplog.text and words.removeprefix("sbatch: error: ") in caplog.text
 
 
-def test_without_sbatch_the_plan_continues_and_says_so(
-    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    site.check()
-    (site.folder / "sbatch").chmod(0o644)
-    monkeypatch.setenv("PATH", str(site.folder))
-    cluster, plan = make_cluster(executor="slurm"), make_plan("zero3")
-    plan = plan.model_copy(update={"resources": dict.fromkeys(("train", *ON_GPUS), Resources(memory_gib=3, cpus=2))})
-    check_submission(plan, make_run(), cluster, RunDir(site.folder / "docs-chat"))
+def test_without_sbatch_the_plan_continues_and_says_so(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    site.check(missing=True)
     assert "did not say whether it would accept the job of evaluate" in caplog.text
 
 
@@ -118,6 +110,7 @@ class Queue:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
+        (folder / "asked").touch()
         monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
         programs = {"srun": "", "sbatch": STARTS.format(folder=folder), "sinfo": SINFO}
         install_programs(folder, monkeypatch, programs)
@@ -135,8 +128,7 @@ class Queue:
 
     @property
     def asked(self) -> list[str]:
-        file = self.folder / "asked"
-        return file.read_text().splitlines() if file.exists() else []
+        return (self.folder / "asked").read_text().splitlines()
 
 
 @pytest.fixture
@@ -174,14 +166,10 @@ def test_a_start_that_only_another_number_lacks_and_one_in_the_past(queue: Queue
     assert queue.ask(estimates(2)).endswith("2 nodes: would start at once")
 
 
-def test_a_closed_partition_has_no_estimate(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_partition_and_no_slurm_have_no_estimate(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert queue.ask(estimates(2), executor="local") == ""
     monkeypatch.setenv("PARTITION_STATE", "down")
     assert queue.ask(estimates(2)) == "Slurm starts no jobs at present: partition gpu is down"
-    assert queue.asked == []
-
-
-def test_without_slurm_no_start_is_asked(queue: Queue) -> None:
-    assert queue.ask(estimates(2), executor="local") == ""
     assert queue.asked == []
 
 

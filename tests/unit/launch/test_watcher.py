@@ -98,9 +98,7 @@ def test_a_job_is_watched_until_something_has_to_be_decided(
     assert capsys.readouterr().out == printed
 
 
-def test_a_job_that_is_queued_again_or_has_ended_by_its_files(
-    watched: Watched, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_is_queued_again_or_ended_by_its_files(watched: Watched, capsys: pytest.CaptureFixture[str]) -> None:
     assert watched.watch("7|PENDING|(None)|a\n", "running") == "pause"
     assert capsys.readouterr().out.startswith("Slurm put the job back into the queue.")
     for file in ("receipt", "attempt/node-1.json"):
@@ -136,9 +134,7 @@ def line(step: int, **values: object) -> str:
     ((line(10) * 3).encode(), (line(5) + line(6, eval_loss=1.5) * 4).encode(), ["step      6  evaluation loss 1.5000"] * 2),
     (b"", b"\xff\xfe\n" + line(1, tokens_per_second=1e4).encode(), ["step      1  loss 2.0000  learning rate 1.00e-03  10,000 tokens/s"]),
 ], ids=["lines-that-are-not-metrics", "a-rewritten-file", "bytes-that-are-not-text"])  # fmt: skip
-def test_progress_and_warnings_that_appear_between_two_polls(
-    tmp_path: Path, before: bytes, after: bytes, shown: list[str]
-) -> None:
+def test_progress_and_warnings_between_two_polls(tmp_path: Path, before: bytes, after: bytes, shown: list[str]) -> None:
     metrics, log = tmp_path / "metrics.jsonl", tmp_path / "node-0.log"
     metrics.write_bytes(before)
     log.write_text("[rank 0] WARNING: of an earlier start\n")

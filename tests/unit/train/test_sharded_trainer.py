@@ -37,9 +37,8 @@ def steps(
             data.epoch = epoch
         batches_of_ranks = [[batch.tolist() for batch in loader.base_dataloader] for loader in loaders]
         for at in range(0, len(batches_of_ranks[0]), accumulation):
-            found.append(
-                sorted(n for rank in batches_of_ranks for batch in rank[at : at + accumulation] for n in batch)
-            )
+            taken = [batch for rank in batches_of_ranks for batch in rank[at : at + accumulation]]
+            found.append(sorted(n for batch in taken for n in batch))
     return found
 
 
@@ -101,10 +100,8 @@ class Numbers(torch.nn.Module):
 def trained(folder: Path, resume_from: Path | None = None, **arguments: Any) -> list[int]:
     """Return the numbers that Trainer takes in three epochs of 5 with global batches of 2."""
     data = WholeBatches([{"number": number} for number in range(5)], 2)
-    settings = TrainingArguments(
-        folder, num_train_epochs=3, per_device_train_batch_size=2, report_to="none", use_cpu=True, **arguments
-    )
-    model = Numbers()
+    arguments |= {"num_train_epochs": 3, "per_device_train_batch_size": 2}
+    model, settings = Numbers(), TrainingArguments(folder, report_to="none", use_cpu=True, **arguments)
     trainer = Trainer(model, settings, train_dataset=data, data_collator=default_data_collator)
     trainer.add_callback(_NextEpoch(trainer))
     trainer.train(resume_from_checkpoint=resume_from and str(resume_from))

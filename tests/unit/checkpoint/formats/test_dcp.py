@@ -82,12 +82,6 @@ def test_one_of_two_models_must_be_named(saved: dict[str, Any], keys: tuple[str,
     assert places[0] != places[1]
 
 
-def test_key_of_another_format(tmp_path: Path) -> None:
-    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"holds no model 'model'\. Leave out --key, or name one of: none"):
-        read_checkpoint(tmp_path, key="model")
-
-
 @pytest.mark.parametrize(("folder", "step"), [
     ("checkpoint-10", 10), ("checkpoint_10", None), ("checkpoints/checkpoint_10", None), ("step-10", 10),
     ("checkpoint/step-10", 10), ("train/checkpoints/checkpoint-10", 10),
@@ -100,10 +94,13 @@ def test_newest_checkpoint_is_found_from_above(folder: str, step: int | None, tm
     assert found.folder == tmp_path / folder and found.step == step
 
 
-def test_folder_without_a_checkpoint(tmp_path: Path) -> None:
+def test_no_checkpoint_and_no_key(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         read_checkpoint(tmp_path)
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"holds no model 'model'\. Leave out --key, or name one of: none"):
+        read_checkpoint(tmp_path, key="model")
 
 
 @pytest.mark.parametrize(("shape", "boxes", "expected"), [
@@ -124,9 +121,7 @@ def test_boxes_divide_a_tensor(shape: tuple[int, ...], boxes: list[Any], expecte
     (b"planner_data", b"planner_date", "has no field 'planner_data'"),
     (b"\x07offsets", b"\x07offsetz", r"ChunkStorageMetadata in it has no field 'offsets'"),
 ])  # fmt: skip
-def test_a_damaged_name_neither_renames_nor_hides_a_tensor(
-    old: bytes, new: bytes, message: str, tmp_path: Path
-) -> None:
+def test_a_damaged_name_neither_renames_nor_hides_tensors(old: bytes, new: bytes, message: str, tmp_path: Path) -> None:
     dcp.save({"model": WEIGHTS}, checkpoint_id=tmp_path, no_dist=True)
     content = (tmp_path / ".metadata").read_bytes()
     (tmp_path / ".metadata").write_bytes(content.replace(old, new, 1))

@@ -48,9 +48,7 @@ def random_states(folder: Path) -> set[str]:
     (2, 3, {"rng_state_0.pth", "rng_state_1.pth"}), (2, 1, {"rng_state.pth", "rng_state_1.pth"}),
     (1, 2, {"rng_state_0.pth"}), (1, 1, {"rng_state.pth"}),
 ])  # fmt: skip
-def test_random_states_have_the_name_for_the_new_number_of_ranks(
-    tmp_path: Path, wrote: int, reads: int, expected: set[str]
-) -> None:
+def test_random_states_have_the_name_for_their_rank(tmp_path: Path, wrote: int, reads: int, expected: set[str]) -> None:
     convert.reshard(write(tmp_path, "zero3", wrote), tmp_path / "out", "zero2", reads)
     assert random_states(tmp_path / "out") == expected
 
@@ -88,9 +86,8 @@ def test_route(wrote: str, ranks: int, reads: Strategy, new_ranks: int, expected
 ])  # fmt: skip
 def test_missing_route_is_an_error(wrote: str, ranks: int, reads: Strategy, new_ranks: int, reason: str) -> None:
     record = make_record(Path("none"), 4, world_size=ranks, strategy=wrote)
-    with pytest.raises(
-        CheckpointError, match=rf"written by {wrote} on {ranks} ranks .* {reads} on {new_ranks}: .*{reason}"
-    ):
+    words = rf"written by {wrote} on {ranks} ranks .* {reads} on {new_ranks}: .*{reason}"
+    with pytest.raises(CheckpointError, match=words):
         find_route(record, Path("runs/demo/train/checkpoints/checkpoint-4"), reads, new_ranks)
 
 
