@@ -300,12 +300,17 @@ def test_checkpoint_with_an_unreadable_record_is_set_aside(tmp_path: Path, log: 
     assert all((path / "global_step1/rank0.pt").read_bytes() == b"0" * 5000 for path in aside)
 
 
-def test_record_of_a_newer_shardmake_is_read(tmp_path: Path) -> None:
+def test_record_of_a_newer_shardmake_is_read_and_other_folders_are_not_checkpoints(tmp_path: Path) -> None:
     record = write(tmp_path, 5, FILES) / RECORD_NAME
     values = unsealed(json.loads(record.read_text()))
     values["files"]["latest"]["blake3"] = "0"
     record.write_text(json.dumps(sealed(values | {"compressed": True})))
     assert newest(tmp_path) == 5
+    (tmp_path / "checkpoint-best").mkdir()
+    (tmp_path / "checkpoint-7").mkdir()
+    os.mkfifo(tmp_path / "checkpoint-7" / "pipe")
+    assert [step for step, _ in store.checkpoints(tmp_path)] == [7, 5]
+    assert list_files(tmp_path / "checkpoint-7") == []
 
 
 @pytest.mark.parametrize(("retention", "losses", "kept"), [
@@ -336,14 +341,6 @@ def test_pruning_each_time_equals_pruning_at_last(steps: list[int], keep: int, b
         left = [old for old in [*left, record] if old.step in retention.kept([*left, record])]
         assert left[-1] is record
     assert {record.step for record in left} == retention.kept(records)
-
-
-def test_other_folders_are_not_checkpoints(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint-best").mkdir()
-    (tmp_path / "checkpoint-7").mkdir()
-    os.mkfifo(tmp_path / "checkpoint-7" / "pipe")
-    assert [step for step, _ in store.checkpoints(tmp_path)] == [7]
-    assert list_files(tmp_path / "checkpoint-7") == []
 
 
 @pytest.mark.parametrize("damage", [None, b"global_step99"], ids=["missing", "damaged"])

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from shardmake.core import process
 from shardmake.launch import gpu_status
@@ -47,11 +48,12 @@ def test_gpus_must_be_present_idle_and_healthy(rows: str, visible: str | None, p
     assert texts(check_gpus(parse_gpus(rows), visible, planned)) == words
 
 
-def test_slow_gpus_are_named() -> None:
+def test_slow_gpus_are_named_and_the_installed_cuda_is_torchs() -> None:
     slow = ["the hardware slows GPU 0 down because of heat or power", "GPU 0 uses 8 of its 16 PCIe lanes"]
     assert texts(slow_gpus(parse_gpus(f"{HEALTHY}, Default, Active, 8, 16"))) == slow
     for row in (f"{HEALTHY}, Prohibited, Not Active, 16, 16", f"0, GPU-0{', [N/A]' * 8}"):
         assert texts(slow_gpus(parse_gpus(row))) == []
+    assert gpu_status.installed_cuda() == torch.version.cuda
 
 
 RECORDED = {
@@ -87,12 +89,6 @@ def test_a_build_that_cannot_use_the_gpus_is_a_finding(rows: str, cuda: str | No
 def test_the_newest_build_that_the_driver_and_the_gpus_can_run(rows: str, build: str | None) -> None:
     """The builds for CUDA 12.8, which ran Blackwell on driver 570, ended with torch 2.11."""
     assert gpu_status.newest_build(parse_gpus(RECORDED[rows])) == build
-
-
-def test_the_installed_cuda_is_read_without_importing_torch() -> None:
-    import torch
-
-    assert gpu_status.installed_cuda() == torch.version.cuda
 
 
 Smi = Callable[[str], None]

@@ -171,40 +171,36 @@ def state(**values: object) -> RetryState:
     return RetryState(**(dict(idle_attempts=1, has_fallback=False) | values))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("end", "before", "action"), [
-    (EndReason.FINISHED, state(idle_attempts=0), Action.FINISH),
-    (EndReason.TIME_LIMIT, state(has_fallback=True), Action.RESUME),
-    (EndReason.PREEMPTED, state(idle_attempts=2), Action.RESUME),
-    (EndReason.PREEMPTED, state(idle_attempts=3), Action.GIVE_UP),
-    (EndReason.RENDEZVOUS, state(), Action.EXCLUDE_AND_RESUME),
-    (EndReason.GPU_OUT_OF_MEMORY, state(idle_attempts=5, has_fallback=True), Action.NEXT_FALLBACK),
-    (EndReason.GPU_OUT_OF_MEMORY, state(), Action.STOP),
-    (EndReason.GPU_OUT_OF_MEMORY, state(has_memory=True), Action.STOP),
-    (EndReason.HOST_OUT_OF_MEMORY, state(has_fallback=True), Action.NEXT_FALLBACK),
-    (EndReason.HOST_OUT_OF_MEMORY, state(has_fallback=True, has_memory=True), Action.MORE_MEMORY),
-    (EndReason.HOST_OUT_OF_MEMORY, state(), Action.STOP),
-    (EndReason.USER_ERROR, state(has_fallback=True), Action.STOP),
-    (EndReason.CANCELLED, state(has_fallback=True), Action.STOP),
-    (EndReason.STOP_REQUESTED, state(has_fallback=True), Action.STOP),
-    (EndReason.HANG, state(), Action.RESUME),
-    (EndReason.HANG, state(host_failed_alike=True), Action.EXCLUDE_AND_RESUME),
-    (EndReason.HANG, state(idle_attempts=3), Action.GIVE_UP),
-    (EndReason.PREFLIGHT, state(idle_attempts=9, failing_nodes=5), Action.EXCLUDE_AND_RESUME),
-    (EndReason.PREFLIGHT, state(failing_nodes=6), Action.STOP),
-    (EndReason.PREFLIGHT, state(failing_nodes=1, has_other_nodes=False), Action.STOP),
-    (EndReason.NODE_FAILURE, state(), Action.RESUME), (EndReason.DISK_FULL, state(), Action.RESUME),
-    (EndReason.DISK_FULL, state(idle_attempts=3), Action.GIVE_UP),
-    (EndReason.TERMINATED, state(), Action.RESUME), (EndReason.SERVICE, state(), Action.RESUME),
-    (EndReason.SERVICE, state(idle_attempts=3), Action.GIVE_UP), (EndReason.SERVICE_START, state(), Action.STOP),
-    (EndReason.SERVICE_START, state(has_progress=True), Action.RESUME),
-    (EndReason.NON_FINITE, state(), Action.STOP),
-    (EndReason.NON_FINITE, state(may_rewind=True), Action.RESUME),
-    (EndReason.NON_FINITE, state(may_rewind=True, idle_attempts=3), Action.GIVE_UP),
-])  # fmt: skip
-def test_decision(end: EndReason, before: RetryState, action: Action) -> None:
-    assert decide(Outcome(end, "why", host="c2"), before) is action
-    if end is EndReason.PREFLIGHT:
-        assert decide(Outcome(end, "no node is to blame"), before) is Action.STOP
+RESUME, STOP, GIVE_UP, EXCLUDE = Action.RESUME, Action.STOP, Action.GIVE_UP, Action.EXCLUDE_AND_RESUME
+FALLBACK, MEMORY = {"has_fallback": True}, {"has_memory": True}
+IDLE, REWINDS = {"idle_attempts": 3}, {"may_rewind": True}
+DECISIONS: dict[EndReason, list[tuple[dict[str, object], Action]]] = {
+    EndReason.FINISHED: [({"idle_attempts": 0}, Action.FINISH)], EndReason.TIME_LIMIT: [(FALLBACK, RESUME)],
+    EndReason.PREEMPTED: [({"idle_attempts": 2}, RESUME), (IDLE, GIVE_UP)], EndReason.RENDEZVOUS: [({}, EXCLUDE)],
+    EndReason.GPU_OUT_OF_MEMORY: [({"idle_attempts": 5} | FALLBACK, Action.NEXT_FALLBACK), ({}, STOP), (MEMORY, STOP)],
+    EndReason.HOST_OUT_OF_MEMORY: [
+        (FALLBACK, Action.NEXT_FALLBACK), (FALLBACK | MEMORY, Action.MORE_MEMORY), ({}, STOP),
+    ],
+    EndReason.USER_ERROR: [(FALLBACK, STOP)], EndReason.CANCELLED: [(FALLBACK, STOP)],
+    EndReason.STOP_REQUESTED: [(FALLBACK, STOP)],
+    EndReason.HANG: [({}, RESUME), ({"host_failed_alike": True}, EXCLUDE), (IDLE, GIVE_UP)],
+    EndReason.PREFLIGHT: [
+        ({"idle_attempts": 9, "failing_nodes": 5}, EXCLUDE), ({"failing_nodes": 6}, STOP),
+        ({"failing_nodes": 1, "has_other_nodes": False}, STOP),
+    ],
+    EndReason.NODE_FAILURE: [({}, RESUME)], EndReason.DISK_FULL: [({}, RESUME), (IDLE, GIVE_UP)],
+    EndReason.TERMINATED: [({}, RESUME)], EndReason.SERVICE: [({}, RESUME), (IDLE, GIVE_UP)],
+    EndReason.SERVICE_START: [({}, STOP), ({"has_progress": True}, RESUME)],
+    EndReason.NON_FINITE: [({}, STOP), (REWINDS, RESUME), (REWINDS | IDLE, GIVE_UP)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("end", DECISIONS)
+def test_decision(end: EndReason) -> None:
+    for before, action in DECISIONS[end]:
+        assert decide(Outcome(end, "why", host="c2"), state(**before)) is action, before
+        if end is EndReason.PREFLIGHT:
+            assert decide(Outcome(end, "no node is to blame"), state(**before)) is STOP
 
 
 @pytest.mark.parametrize("found", [

@@ -25,7 +25,7 @@ from tests.unit.launch.test_outcome import evidence
 from tests.unit.plans import make_cluster, make_plan, make_training_settings
 
 
-def test_versions_memory_and_scratch(tmp_path: Path) -> None:
+def test_versions_memory_scratch_and_names(tmp_path: Path) -> None:
     assert preflight.check_versions({"torch": "2.13.0"}, {"torch": "2.13.0"}) == []
     found = preflight.check_versions({"torch": "2.12.0"}, {"torch": "2.13.0", "peft": "1"})
     assert [row.found for row in found] == [
@@ -36,9 +36,6 @@ def test_versions_memory_and_scratch(tmp_path: Path) -> None:
     assert "needs 8.0 GiB of memory, and 7.0 GiB are free" in preflight.check_memory(7 * GIB, 8 * GIB)[0].found
     assert preflight.check_scratch(tmp_path) == []
     assert "cannot be written" in preflight.check_scratch(tmp_path / "missing")[0].found
-
-
-def test_a_name_that_does_not_resolve_is_a_warning() -> None:
     assert "node-of-nobody.invalid" in preflight.check_names("node-of-nobody.invalid")[0].found
 
 

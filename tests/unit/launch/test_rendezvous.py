@@ -16,14 +16,11 @@ from shardmake.launch import rendezvous
 from shardmake.launch.rendezvous import RendezvousError, choose_address, listen, port_candidates, run_rendezvous
 
 
-def test_ports_lie_outside_the_ephemeral_range() -> None:
+def test_ports_lie_outside_the_ephemeral_range_and_one_in_use_is_skipped() -> None:
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     ports = list(port_candidates(random.Random(1)))
     assert len(ports) > 50
     assert not any(low <= port <= high for port in ports)
-
-
-def test_a_port_in_use_is_skipped() -> None:
     first = next(iter(port_candidates(random.Random(5))))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", first))

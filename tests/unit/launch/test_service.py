@@ -197,12 +197,9 @@ def test_a_node_that_tries_to_connect_ends_with_the_job(folder: AttemptDir, end:
     assert wait_for_services(folder, folder.read()) is None
 
 
-def test_the_variables_name_every_service() -> None:
+def test_variables_name_every_service_and_one_node_leaves_loopback_for_it(folder: AttemptDir) -> None:
     services = [ServiceAddress(address=one, port=2, host="h", seconds=1.0) for one in ("10.0.0.3", "fd00::4")]
     assert service.service_variables(services)["SHARDMAKE_SERVICE_ADDRESSES"] == "10.0.0.3:2,[fd00::4]:2"
-
-
-def test_a_single_training_node_leaves_loopback_for_a_service_node(folder: AttemptDir) -> None:
     attempt = folder.read()
     assert service.training_interface(attempt) is None
     elsewhere = attempt.model_copy(update={"on_one_machine": False, "network_interface": "none0"})

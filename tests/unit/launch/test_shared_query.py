@@ -47,20 +47,15 @@ def test_an_added_row_stays_until_the_next_query(slurm: Path) -> None:
     assert cached_squeue(snapshot, 0) == ROWS
 
 
-def test_an_incomplete_snapshot_does_not_count(slurm: Path) -> None:
+def test_an_incomplete_snapshot_and_a_full_disk_hide_no_answer(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (slurm / "snapshot").write_text("7|PENDING|(None)|shardm")
     assert cached_squeue(str(slurm / "snapshot"), 20) == ROWS
-
-
-def test_a_full_disk_does_not_hide_the_answer(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (slurm / "snapshot").unlink()
     monkeypatch.setattr(watcher.os, "pwrite", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     assert cached_squeue(str(slurm / "snapshot")) == ROWS
-
-
-def test_a_missing_squeue_is_a_failed_query(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "timeout").symlink_to("/usr/bin/timeout")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert cached_squeue(str(tmp_path / "snapshot")) is None
+    (slurm / "timeout").symlink_to("/usr/bin/timeout")
+    monkeypatch.setenv("PATH", str(slurm))
+    assert cached_squeue(str(slurm / "other")) is None, "a missing squeue is a failed query"
 
 
 @pytest.mark.parametrize(("query_seconds", "answered", "max_age", "lasts"), [

@@ -23,7 +23,7 @@ def test_every_state_is_recognized(text: str, state: JobState, name: str) -> Non
     assert slurm_states.parse_state(text) == (state, name)
 
 
-def test_rows_of_squeue_and_sacct() -> None:
+def test_rows_of_squeue_and_sacct_and_the_answers_of_scontrol() -> None:
     text = "12|RUNNING|c[1-2]|a\n13|CANCELLED by 0|None assigned|b\n12.batch|RUNNING|c1|a\n14|COMPLETED+||c\n\nnoise\n"
     found = parse_rows(text)
     states = {"12": JobState.RUNNING, "13": JobState.ENDED, "14": JobState.ENDED}
@@ -31,12 +31,11 @@ def test_rows_of_squeue_and_sacct() -> None:
     assert (found["12"].nodes, found["12"].job_name) == ("c[1-2]", "a")
     assert (found["13"].name, found["13"].cancelled_by) == ("CANCELLED", "0")
     assert parse_rows("7|NODE_FAIL|c1|a\n7|PENDING||a\n")["7"].state is JobState.PENDING, "it was queued again"
-
-
-def test_scontrol() -> None:
     text = "JobId=12 JobName=x\n   JobState=NODE_FAIL Reason=None Dependency=(null)\n   NodeList=c[2-3]\n   JobName=y"
     status = parse_scontrol(text)
     assert (status.state, status.name, status.nodes, status.job_name) == (JobState.ENDED, "NODE_FAIL", "c[2-3]", "x")
+    assert is_no_such_job("slurm_load_jobs error: Invalid job id specified")
+    assert not is_no_such_job("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
 
 
 @pytest.mark.parametrize("name", ["CANCELLED", "TIMEOUT", "COMPLETED"])
@@ -53,11 +52,6 @@ def test_the_time_left_of_a_job(end: str, seconds: float) -> None:
     text = f"   StartTime=2026-11-21T09:00:00 EndTime={end} Deadline=N/A"
     assert slurm_states.parse_seconds_left(text, datetime(2026, 11, 21, 10)) == seconds
     assert slurm_states.parse_seconds_left("slurm_load_jobs error", datetime.now()) == 0
-
-
-def test_a_missing_answer_is_not_the_end_of_a_job() -> None:
-    assert is_no_such_job("slurm_load_jobs error: Invalid job id specified")
-    assert not is_no_such_job("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
 
 
 # (PartitionNodeLimit) also while nodes are down

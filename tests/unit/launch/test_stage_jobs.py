@@ -68,13 +68,10 @@ def test_evaluate_requests_gpus_as_the_site_does(request_: str, gpu_type: str | 
     assert [word for word in text.split() if word.startswith(("--gres", "--gpus"))] == words.split()
 
 
-def test_evaluate_requests_a_gpu_for_each_of_its_processes_and_none_on_a_cpu_cluster() -> None:
+def test_gpus_of_each_process_none_on_cpus_and_a_value_that_the_executor_misreads() -> None:
     assert "--gres=gpu:1" in line("evaluate", site(), evaluation={"processes": 1})
     assert "gres" not in line("evaluate", site("cpu"))
     assert job_resources("evaluate", make_run(), make_cluster()) == {}
-
-
-def test_a_value_that_the_executor_misreads_is_refused_with_the_value() -> None:
     with pytest.raises(ConfigError, match=r"refuses '--exclude=rack-J7.*takes '-J' for an option"):
         job_resources("data", make_run(), site(exclude="rack-J7"))
 

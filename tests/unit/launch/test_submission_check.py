@@ -40,12 +40,15 @@ class Site:
         check_submission(plan, make_run(), cluster, RunDir(self.folder / "docs-chat"))
 
 
+Log = pytest.LogCaptureFixture
+
+
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     return Site(tmp_path, monkeypatch)
 
 
-def test_each_job_is_judged_with_its_own_parameters(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_job_is_judged_with_its_own_parameters(site: Site, caplog: Log) -> None:
     caplog.set_level("INFO")
     site.check()
     asked = (site.folder / "asked").read_text().splitlines()
@@ -73,17 +76,14 @@ def test_a_refusal_has_the_words_of_slurm(site: Site, refused: str) -> None:
     ("allocation failure: Requested nodes are busy", "wait"),
     ("allocation failure: Requested reservation not usable now", "wait"),
 ])  # fmt: skip
-def test_answers_that_only_warn(site: Site, caplog: pytest.LogCaptureFixture, words: str, logged: str) -> None:
+def test_answers_that_only_warn(site: Site, caplog: Log, words: str, logged: str) -> None:
     site.check(words, "all")
     assert logged in caplog.text and words.removeprefix("sbatch: error: ") in caplog.text
 
 
-def test_without_sbatch_the_plan_continues_and_says_so(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_sbatch_the_plan_continues_and_without_slurm_nothing_is_asked(site: Site, caplog: Log) -> None:
     site.check(missing=True)
     assert "did not say whether it would accept the job of evaluate" in caplog.text
-
-
-def test_without_slurm_nothing_is_asked(site: Site) -> None:
     site.check("refused", "all", executor="local")
     assert not (site.folder / "asked").exists()
 

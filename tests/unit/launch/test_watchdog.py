@@ -12,15 +12,8 @@ import pytest
 
 from shardmake.launch import watchdog
 from shardmake.launch.watchdog import Watchdog, allowance, describe_hang, find_culprit, overdue, rank_state
-from shardmake.run.attempt import (
-    AttemptDir,
-    Heartbeat,
-    NodeHeartbeats,
-    RankState,
-    collective_timeout,
-    heartbeat_file,
-    write_heartbeat,
-)
+from shardmake.run import attempt
+from shardmake.run.attempt import AttemptDir, Heartbeat, NodeHeartbeats, RankState, heartbeat_file, write_heartbeat
 from tests.finished_run import make_exit
 from tests.unit.launch.conftest import running_ranks
 
@@ -43,7 +36,7 @@ def test_allowances(phase: str, usual: float, seconds: float) -> None:
 
 @pytest.mark.parametrize(("hang_seconds", "timeout"), [(600, 7200), (1.5, 1800)])
 def test_timeouts_of_torch_exceed_every_allowance(hang_seconds: float, timeout: int) -> None:
-    assert allowance(beat(phase="save"), hang_seconds) < collective_timeout(hang_seconds) == timeout
+    assert allowance(beat(phase="save"), hang_seconds) < attempt.collective_timeout(hang_seconds) == timeout
 
 
 def test_the_rank_overdue_for_longest_is_found() -> None:

@@ -8,10 +8,11 @@ from shardmake.train.first_batch import conflict, count_rows, digest_rows, excha
 ROWS = torch.arange(12).reshape(3, 4)
 
 
-def test_rows_are_counted_in_the_tensors_that_are_rows_first() -> None:
+def test_rows_are_counted_and_ranks_exchange_text(one_rank: None) -> None:
     assert count_rows(ROWS) == 3
     assert count_rows(({"scale": torch.tensor(2.0), "position": torch.zeros(7), "input_ids": ROWS}, ())) == 3
     assert count_rows(({}, [torch.tensor(1.0), "text"])) is None
+    assert exchange("abc") == ["abc"]
 
 
 def test_the_digest_depends_on_every_value_and_not_on_the_container() -> None:
@@ -59,8 +60,3 @@ def test_equal_rows_are_right_exactly_within_a_tensor_parallel_group(
     digests: list[str], tensor_parallel: int, ranks: tuple[int, int] | None
 ) -> None:
     assert conflict(digests, tensor_parallel) == ranks
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_ranks_exchange_text_through_the_store_of_their_group() -> None:
-    assert exchange("abc") == ["abc"]

@@ -47,15 +47,12 @@ def test_each_adam_continues_with_states_of_the_other(writes: Any, reads: Any) -
         assert [state["step"].item() for state in optimizer.state.values()] == [8, 8]
 
 
-def test_each_parameter_gets_its_own_counter() -> None:
+def test_each_parameter_gets_its_own_counter_and_other_optimizers_are_unchanged() -> None:
     optimizer = with_states(torch_adam, torch.tensor(7.0))
     fit_optimizer(optimizer)
     first, second = (state["step"] for state in optimizer.state.values())
     first += 1
     assert second == 7
-
-
-def test_other_optimizers_are_unchanged() -> None:
     parameter = torch.zeros(3, requires_grad=True)
     optimizer = torch.optim.SGD([parameter], lr=1e-3)
     optimizer.state[parameter] = {"step": 3, "row": torch.ones(3)}

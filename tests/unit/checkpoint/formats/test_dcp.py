@@ -94,13 +94,17 @@ def test_newest_checkpoint_is_found_from_above(folder: str, step: int | None, tm
     assert found.folder == tmp_path / folder and found.step == step
 
 
-def test_no_checkpoint_and_no_key(tmp_path: Path) -> None:
+def test_no_checkpoint_no_key_and_a_transposed_tensor(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         read_checkpoint(tmp_path)
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"holds no model 'model'\. Leave out --key, or name one of: none"):
         read_checkpoint(tmp_path, key="model")
+    dcp.save({"model": {"w": torch.ones(3, 2).T}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    (piece,) = read_checkpoint(tmp_path / "dcp").tensors["w"].pieces
+    with pytest.raises(CheckpointError, match="is stored transposed or with gaps"):
+        locate(piece.record, "F32")
 
 
 @pytest.mark.parametrize(("shape", "boxes", "expected"), [
@@ -127,10 +131,3 @@ def test_a_damaged_name_neither_renames_nor_hides_tensors(old: bytes, new: bytes
     (tmp_path / ".metadata").write_bytes(content.replace(old, new, 1))
     with pytest.raises(CheckpointError, match=message):
         read_checkpoint(tmp_path)
-
-
-def test_transposed_tensor(tmp_path: Path) -> None:
-    dcp.save({"model": {"w": torch.ones(3, 2).T}}, checkpoint_id=tmp_path, no_dist=True)
-    (piece,) = read_checkpoint(tmp_path).tensors["w"].pieces
-    with pytest.raises(CheckpointError, match="is stored transposed or with gaps"):
-        locate(piece.record, "F32")

@@ -72,12 +72,9 @@ def test_a_renamed_weight_keeps_its_pieces_its_update_and_its_ties() -> None:
     assert found.aliases == {"head": "old.experts"}
 
 
-def test_an_update_of_rows_in_turn_is_refused() -> None:
+def test_an_update_of_rows_in_turn_is_refused_and_the_layout_of_the_folder_stays() -> None:
     with pytest.raises(CheckpointError, match=r"it updates experts, and the base model stores parts of it .* old\.0"):
         in_hub_layout(contents(UPDATED), [HubWeight("old.0", (2,), (Part("experts", 0, 1), Part("experts", 2, 1, 1)))])
-
-
-def test_a_checkpoint_in_the_layout_of_the_folder_stays_as_it_is() -> None:
     held = contents(StoredTensor("old.0", "F32", (2,), (Piece(RECORD, 0, 0, 2),)))
     assert in_hub_layout(held, [HubWeight("old.0", (2,), (Part("experts", 0, 2),))]) is held
 

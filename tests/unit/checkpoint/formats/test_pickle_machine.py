@@ -30,11 +30,17 @@ def test_values_are_those_of_the_standard_library(protocol: int) -> None:
     assert read == shared and read[0] is read[1]
 
 
-def test_object_in_itself() -> None:
+def test_an_object_in_itself_a_state_of_another_object_and_a_dotted_name() -> None:
     value: list[Any] = []
     value.append((value,))
     read = run(pickle.dumps(value, 4))
     assert read[0][0] is read
+    content = pickle.dumps(collections.OrderedDict(a=1), 4)[:-1] + b"}\x8c\x05items" + b"Nsb."
+    functions = {("collections", "OrderedDict"): PickleMachine.ordered}
+    read = PickleMachine(content, functions, lambda pid: pid).run()
+    assert list(read.items()) == [("a", 1)]
+    read = run(PROTOCOL_4 + b"\x8c\x0bcollections\x8c\x14OrderedDict.fromkeys\x93)R.")
+    assert str(read.kind) == "collections.OrderedDict.fromkeys"
 
 
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local"], ids=["Python 3.12", "Python 3.13"])
@@ -68,15 +74,3 @@ def wide_key(width: int, times: int) -> bytes:
 def test_pickle_that_no_checkpoint_has(content: bytes) -> None:
     with pytest.raises(PickleError):
         run(content)
-
-
-def test_state_of_another_object_is_ignored() -> None:
-    content = pickle.dumps(collections.OrderedDict(a=1), 4)[:-1] + b"}\x8c\x05items" + b"Nsb."
-    functions = {("collections", "OrderedDict"): PickleMachine.ordered}
-    read = PickleMachine(content, functions, lambda pid: pid).run()
-    assert list(read.items()) == [("a", 1)]
-
-
-def test_dotted_name_stays_a_name() -> None:
-    read = run(PROTOCOL_4 + b"\x8c\x0bcollections\x8c\x14OrderedDict.fromkeys\x93)R.")
-    assert str(read.kind) == "collections.OrderedDict.fromkeys"

@@ -28,13 +28,10 @@ def test_error_names_step_and_cause(losses: list[float], norm: float | None, mes
     assert error is None or error.value.step == 7
 
 
-def test_overflow_under_loss_scaling_is_not_an_error() -> None:
+def test_overflow_under_loss_scaling_is_no_error_and_a_step_is_rewound_once() -> None:
     check = NonFiniteCheck(rank=0)
     check.set_norm(math.inf)
     check.on_step_end(SimpleNamespace(fp16=True), TrainerState(global_step=1), TrainerControl())
-
-
-def test_step_is_rewound_only_once() -> None:
     assert may_rewind([make_record(failed_step=7)])
     assert may_rewind([make_record(failed_step=7), make_record(failed_step=9)])
     assert not may_rewind([make_record(failed_step=7), make_record(), make_record(failed_step=7)])
