@@ -176,16 +176,6 @@ def test_prune_keeps_the_newest_and_the_new_one(tmp_path: Path, newest_write: in
     assert {step for step, _ in store.checkpoints(tmp_path)} == {5, 10, 15, 20, 25} - {*removed}
 
 
-def test_kill_while_pruning_leaves_no_damaged_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for step in (5, 10):
-        write(tmp_path, step, FILES)
-
-    monkeypatch.setattr(shutil, "rmtree", Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        store.prune(tmp_path, Retention(keep=1))
-    assert [record.step for record, _ in store.committed(tmp_path)] == [10]
-
-
 @pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o664), (0o022, 0o644), (0o077, 0o600)])
 def test_committed_files_have_the_mode_of_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
     """safetensors writes its files with mode 0600."""

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -76,12 +77,18 @@ def ended(command: str = "true") -> "subprocess.Popen[bytes]":
     return process
 
 
-def make_job(runs: Path, restarts: int = 0) -> DriverJob:
-    """Return driver job 12 of a workflow below the folder ``runs``."""
-    folder = new_driver_dir(runs)
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DriverJob:
+    """Driver job 12 of a workflow below the test's folder, started once."""
+    monkeypatch.setattr(driver_job, "_POLL_SECONDS", 0.1)
+    folder = new_driver_dir(tmp_path)
     workflow = Workflow(name="driver-0", user="ada", runs=["a"], config="", arguments=[], offline=True, lead_seconds=1)
     DriverState(jobs=[]).write(folder.state)
-    return DriverJob(folder, "12", workflow, restarts)
+    return DriverJob(folder, "12", workflow, 0)
+
+
+def end_of(job: DriverJob) -> str | None:
+    return DriverState.read(job.folder.state).end
 
 
 @pytest.mark.parametrize(("shown", "end", "submitted"), [
@@ -92,23 +99,19 @@ def make_job(runs: Path, restarts: int = 0) -> DriverJob:
     ("JobState=COMPLETING Reason=None\n Restarts=2", "continued", False),
 ])  # fmt: skip
 def test_a_job_that_slurm_ends_continues_and_a_cancelled_one_does_not(
-    shown: str, end: str, submitted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: DriverJob, shown: str, end: str, submitted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``scontrol show job`` prints ``shown``, as Slurm 22.05 does; the job was restarted once before."""
     sbatch = f"touch {tmp_path}/asked; echo 13"
     install_programs(tmp_path, monkeypatch, {"scontrol": f"echo '{shown}'", "squeue": ":", "sbatch": sbatch})
-    job = make_job(tmp_path, restarts=1)
+    job.restarts = 1
     job.stop(ended())
-    assert DriverState.read(job.folder.state).end == end
-    assert (tmp_path / "asked").exists() == submitted
+    assert (end_of(job), (tmp_path / "asked").exists()) == (end, submitted)
 
 
-@pytest.mark.parametrize(("failures", "seconds", "end", "reported"), [
-    (2, 600, "continued", []),
-    (1000, 0.3, "failed", ["Driver job 12 ends, and Slurm did not answer why. Run `shardmake submit`"]),
-])  # fmt: skip
+@pytest.mark.parametrize(("failures", "seconds", "end"), [(2, 600, "continued"), (1000, 0.3, "failed")])
 def test_a_job_that_ends_asks_again_while_slurm_does_not_answer(
-    failures: int, seconds: float, end: str, reported: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: DriverJob, failures: int, seconds: float, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm preempts the job for good, and its controller is busy; a person must not have to find out later."""
     asked: list[str] = []
@@ -121,30 +124,26 @@ def test_a_job_that_ends_asks_again_while_slurm_does_not_answer(
 
     monkeypatch.setattr(driver_job, "run_slurm", answer)
     monkeypatch.setattr(driver_job, "_ASK_SECONDS", seconds)
-    monkeypatch.setattr(driver_job, "_POLL_SECONDS", 0.1)
-    job, reports, submitted = make_job(tmp_path), list[str](), list[bool]()
-    monkeypatch.setattr(job, "report", reports.append)
-    monkeypatch.setattr(job, "next_jobs", list)
-    monkeypatch.setattr(job, "submit_next", lambda: submitted.append(True))
+    replaced = {"report": Mock(), "next_jobs": list, "submit_next": Mock()}
+    for name, function in replaced.items():
+        monkeypatch.setattr(job, name, function)
     job.stop(ended())
-    assert DriverState.read(job.folder.state).end == end and submitted == [True] * (end == "continued")
-    assert [text[: len(reported[0])] for text in reports] == reported if reported else not reports
+    assert end_of(job) == end and replaced["submit_next"].call_count == (end == "continued")
+    reports = [call.args[0].partition(" `shardmake submit`")[0] for call in replaced["report"].call_args_list]
+    assert reports == ["Driver job 12 ends, and Slurm did not answer why. Run"] * (end == "failed")
 
 
 @pytest.mark.parametrize("command", ["exit 1", "kill -KILL $$"])
 @pytest.mark.parametrize(("signalled", "end"), [(True, "cancelled"), (False, "failed")])
 def test_a_snakemake_that_scancel_ended_first_has_not_failed(
-    signalled: bool, end: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: DriverJob, signalled: bool, end: str, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The signal to this process arrives when Snakemake has ended already."""
-    monkeypatch.setattr(driver_job, "_POLL_SECONDS", 0.1)
     shown = "JobState=CANCELLED PreemptTime=None"
     monkeypatch.setattr(driver_job, "run_slurm", lambda *words: subprocess.CompletedProcess(words, 0, shown, ""))
     monkeypatch.setattr(driver_job, "jobs_of", lambda name: {})
-    job = make_job(tmp_path)
     monkeypatch.setattr(job, "start_snakemake", lambda: ended(command))
     job.must_end = signalled
-    assert job.run() == 1
-    state = DriverState.read(job.folder.state)
-    assert state.end == end
-    assert state.snakemake_started == (command != "exit 1"), "the next driver job clears up after a kill"
+    assert job.run() == 1 and end_of(job) == end
+    started = DriverState.read(job.folder.state).snakemake_started
+    assert started == (command != "exit 1"), "the next driver job clears up after a kill"

@@ -112,15 +112,15 @@ def test_a_restart_ignores_records_of_its_earlier_start(folder: AttemptDir, monk
     Hang(rank=None, host=None, message="old").write(folder.hang)
     record_error(folder, 3, ValueError("old"))
     write_heartbeat(folder, 3, "train", 7)
-    seen: list[str] = []
+    seen = set[str]()
 
     def fail_after_listing(*args: object) -> None:
-        seen.extend(path.name for path in folder.root.iterdir())
+        seen.update(path.name for path in folder.root.iterdir())
         raise RendezvousError("no node connected")
 
     monkeypatch.setattr(worker, "run_rendezvous", fail_after_listing)
     worker.main(folder.root, worker.WorkerNode(rank=0, start=2))
     rendered = {path.name for path in (folder.settings, folder.plan, folder.training, folder.deepspeed)}
-    assert set(seen) == rendered | {"node-0.log", "start-1"}
+    assert seen == rendered | {"node-0.log", "start-1"}
     assert [node.message for node in folder.exits()] == ["no node connected"]
     assert (folder.root / "start-1/errors/rank-3.json").exists()

@@ -12,6 +12,7 @@ from shardmake.run.paths import RunDir
 from shardmake.run.plan import CandidateEstimate, MemoryEstimates, Resources
 from tests.programs import install_programs
 from tests.unit.plans import make_cluster, make_plan, make_run
+from tests.unit.wording import Wording
 
 START = "sbatch: Job 12 to start at 2026-11-24T08:00:00 using 8 processors on nodes c[1-2] in partition gpu"
 SBATCH = """
@@ -108,12 +109,8 @@ def estimates(*fitting: int, too_large: int = 1) -> MemoryEstimates:
 class Queue:
     """A login node whose sbatch prints the answer for the number of nodes."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        (folder / "asked").touch()
-        monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
-        programs = {"srun": "", "sbatch": STARTS.format(folder=folder), "sinfo": SINFO}
-        install_programs(folder, monkeypatch, programs)
 
     def answer(self, nodes: int, text: str) -> None:
         (self.folder / f"answer-{nodes}").write_text(text)
@@ -133,17 +130,16 @@ class Queue:
 
 @pytest.fixture
 def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Queue:
-    return Queue(tmp_path, monkeypatch)
+    (tmp_path / "asked").touch()
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    install_programs(tmp_path, monkeypatch, {"srun": "", "sbatch": STARTS.format(folder=tmp_path), "sinfo": SINFO})
+    return Queue(tmp_path)
 
 
-def test_the_planned_number_of_nodes_comes_first(queue: Queue) -> None:
-    queue.start_after(2, minutes=40.1)
-    queue.start_after(4, hours=20.1)
-    queue.start_after(8, days=3.1)
-    assert queue.ask(estimates(2, 4, 8)) == (
-        "if submitted now, by Slurm's estimate without the jobs that already wait: "
-        "2 nodes: would start in about 40 min; 4 nodes: would start in about 20 h; 8 nodes: would start in about 3 days"
-    )
+def test_the_planned_number_of_nodes_comes_first(queue: Queue, wording: Wording) -> None:
+    for nodes, after in ((2, {"minutes": 40.1}), (4, {"hours": 20.1}), (8, {"days": 3.1})):
+        queue.start_after(nodes, **after)
+    wording(queue.ask(estimates(2, 4, 8)))
     assert queue.asked == [f"--test-only {nodes} standard" for nodes in (2, 4, 8)]
     assert not (queue.folder / "docs-chat").exists()
 

@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -37,12 +39,23 @@ watcher.wait_until_slot(name, int(limit), stop_file, lock.fileno(), snapshot)
 """
 
 
-def start(lock: Path, *words: str) -> "subprocess.Popen[str]":
+def start(*words: str) -> "subprocess.Popen[str]":
     """Start a driver that waits at once. After the wait it prints whether it waited for a slot."""
-    return subprocess.Popen(
-        [sys.executable, "-c", DRIVER, str(lock), *words], env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    command, variables = [sys.executable, "-c", DRIVER, *words], {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=variables, text=True, **pipes)
+
+
+@contextlib.contextmanager
+def started(*commands: tuple[Path | str, ...]) -> Iterator[list["subprocess.Popen[str]"]]:
+    """Start drivers that wait at once; kill those that wait in the end."""
+    drivers = [start(*map(str, command)) for command in commands]
+    try:
+        yield drivers
+    finally:
+        for driver in drivers:
+            driver.kill()
+            driver.communicate()
 
 
 @dataclass
@@ -51,15 +64,10 @@ class Watched:
 
     root: Path
     monkeypatch: pytest.MonkeyPatch
-    said: list[str] = field(default_factory=list)
 
     def watch(self, queue: str | None, state: str = "pending") -> str:
         """Return why the watch ended: "again" if the driver starts again, else the name of the first pause."""
-
-        def pause(seconds: float) -> None:
-            raise KeyboardInterrupt("pause")
-
-        self.monkeypatch.setattr(watcher.time, "sleep", pause)
+        self.monkeypatch.setattr(watcher.time, "sleep", Mock(side_effect=KeyboardInterrupt("pause")))
         for variable in (STARTED_VARIABLE, REASON_VARIABLE):
             self.monkeypatch.setenv(variable, "")  # so that it is removed after the test
         (self.root / "queue").unlink(missing_ok=True)
@@ -200,8 +208,7 @@ def test_a_slot_is_claimed_once_until_the_next_query(slurm: Path) -> None:
 def test_a_driver_that_watches_is_small_and_holds_the_lock(slurm: Path) -> None:
     lock, snapshot = slurm / "driver.lock", slurm / "waiting"
     (slurm / "queue").write_text("7|RUNNING|c1|shardmake-a-1\n")
-    process = start(lock, "job", "7", "running", str(slurm), str(snapshot))
-    try:
+    with started((lock, "job", "7", "running", slurm, snapshot)) as (process,):
         wait_for(lambda: snapshot.exists() and "answered" in snapshot.read_text() and is_waiting(process))
         watching = psutil.Process(process.pid)
         assert watching.cmdline()[1:3] == ["-I", "-S"] and watching.memory_full_info().uss < 8 << 20
@@ -209,26 +216,18 @@ def test_a_driver_that_watches_is_small_and_holds_the_lock(slurm: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         (slurm / "receipt.json").touch()
         assert process.communicate(timeout=60)[0] == "restarted None 7 None\n"
-    finally:
-        process.kill()
-        process.communicate()
     with lock.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_one_of_many_waiting_drivers_continues(slurm: Path) -> None:
     (slurm / "queue").write_text("1|RUNNING|c1|shardmake-a-1\n")
-    details = ("2", str(slurm / "STOP"), str(slurm / "waiting"))
-    drivers = [start(slurm / f"{name}.lock", "slot", f"shardmake-{name}-1", *details) for name in "bcd"]
-    try:
+    details = ("2", slurm / "STOP", slurm / "waiting")
+    with started(*((slurm / f"{name}.lock", "slot", f"shardmake-{name}-1", *details) for name in "bcd")) as drivers:
         wait_for(lambda: all(is_waiting(driver) or driver.poll() is not None for driver in drivers))
         wait_for(lambda: any(driver.poll() is not None for driver in drivers))
         (restarted,) = [driver for driver in drivers if driver.poll() is not None]
         assert restarted.communicate()[0] == "restarted 1 None None\n" and count_calls(slurm) == 1
-    finally:
-        for driver in drivers:
-            driver.kill()
-            driver.communicate()
 
 
 def is_waiting(driver: "subprocess.Popen[str]") -> bool:
@@ -242,8 +241,8 @@ def is_waiting(driver: "subprocess.Popen[str]") -> bool:
 def test_a_stop_file_ends_the_wait_for_a_slot(slurm: Path) -> None:
     (slurm / "queue").write_text("1|RUNNING|c1|shardmake-a-1\n")
     (slurm / "STOP").touch()
-    driver = start(slurm / "b.lock", "slot", "shardmake-b-1", "1", str(slurm / "STOP"), str(slurm / "waiting"))
-    assert driver.communicate(timeout=60)[0] == "restarted 1 None None\n"
+    with started((slurm / "b.lock", "slot", "shardmake-b-1", "1", slurm / "STOP", slurm / "waiting")) as (driver,):
+        assert driver.communicate(timeout=60)[0] == "restarted 1 None None\n"
 
 
 @pytest.mark.parametrize(("words", "message"), [
@@ -252,8 +251,8 @@ def test_a_stop_file_ends_the_wait_for_a_slot(slurm: Path) -> None:
 ])  # fmt: skip
 def test_a_signal_ends_the_wait_with_a_message(slurm: Path, words: tuple[str, ...], message: str) -> None:
     (slurm / "queue").write_text("1|RUNNING|c1|shardmake-a-1\n7|PENDING||shardmake-b-1\n")
-    driver = start(slurm / "b.lock", *words, str(slurm / "waiting"))
-    wait_for(lambda: (slurm / "waiting").exists() and "answered" in (slurm / "waiting").read_text())
-    wait_for(lambda: is_waiting(driver))
-    driver.send_signal(signal.SIGINT if words[0] == "slot" else signal.SIGTERM)
-    assert message in driver.communicate()[1] and driver.returncode == 130
+    with started((slurm / "b.lock", *words, slurm / "waiting")) as (driver,):
+        wait_for(lambda: (slurm / "waiting").exists() and "answered" in (slurm / "waiting").read_text())
+        wait_for(lambda: is_waiting(driver))
+        driver.send_signal(signal.SIGINT if words[0] == "slot" else signal.SIGTERM)
+        assert message in driver.communicate()[1] and driver.returncode == 130

@@ -112,10 +112,7 @@ def test_scales_of_frozen_weights_in_four_bits_belong_to_the_model() -> None:
 def test_the_trainer_of_a_script_refuses_them_too() -> None:
     class Trainer:
         model = tied_llama()
-
-        def _get_num_items_in_batch(self) -> None: ...
-
-        def _save_optimizer_and_scheduler(self, output_dir: str) -> None: ...
+        _get_num_items_in_batch = _save_optimizer_and_scheduler = None
 
     trainer = Trainer()
     ScriptObserver.hook_trainer(SimpleNamespace(), SimpleNamespace(Trainer=Trainer))  # type: ignore[arg-type]

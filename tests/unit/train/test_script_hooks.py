@@ -122,11 +122,7 @@ def test_prepared_models_are_found_anywhere(tmp_path: Path, monkeypatch: pytest.
 
     class Engine:
         mixed_precision = "bf16"
-
-        def prepare(self, *objects: Any) -> Any:
-            return container(objects)
-
-        prepare_model = save_model = prepare
+        prepare = prepare_model = save_model = lambda self, *objects: container(objects)
 
     observer = ScriptObserver(make_context(tmp_path))
     monkeypatch.setattr(observer, "add_model", lambda model, precision: found.append((model, precision)))
