@@ -126,9 +126,7 @@ def test_damaged_checkpoint_is_skipped(tmp_path: Path, log: Log, content: bytes 
     assert "rank1.pt" in log.messages[0]
 
 
-def test_checkpoint_with_an_unreadable_file_is_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: Log
-) -> None:
+def test_checkpoint_with_unreadable_file_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
     write(tmp_path, 5, FILES)
     state = write(tmp_path, 10, FILES | {TRAINER_STATE: b'{"max_steps": 10}'}) / TRAINER_STATE
     read, fail = fingerprint, Mock(side_effect=OSError(errno.EIO, "Input/output error"))

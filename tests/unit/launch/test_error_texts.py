@@ -40,17 +40,13 @@ def test_an_unsuitable_setup_comes_with_advice_of_its_own() -> None:
 
 
 ACTIONS = {
-    GPU: (Action.NEXT_FALLBACK, Action.NEXT_FALLBACK),
-    HOST: (Action.NEXT_FALLBACK, Action.NEXT_FALLBACK),
-    SETUP: (Action.STOP, Action.STOP),
-    FAULT: (Action.RESUME, Action.EXCLUDE_AND_RESUME),
-    NODE: (Action.EXCLUDE_AND_RESUME, Action.EXCLUDE_AND_RESUME),
-    PEERS: (Action.RESUME, Action.RESUME),
+    GPU: (Action.NEXT_FALLBACK, Action.NEXT_FALLBACK), HOST: (Action.NEXT_FALLBACK, Action.NEXT_FALLBACK),
+    SETUP: (Action.STOP, Action.STOP), FAULT: (Action.RESUME, Action.EXCLUDE_AND_RESUME),
+    NODE: (Action.EXCLUDE_AND_RESUME, Action.EXCLUDE_AND_RESUME), PEERS: (Action.RESUME, Action.RESUME),
     EndReason.PREFLIGHT: (Action.EXCLUDE_AND_RESUME, Action.EXCLUDE_AND_RESUME),
-    EndReason.DISK_FULL: (Action.RESUME, Action.RESUME),
-    EndReason.NON_FINITE: (Action.STOP, Action.STOP),
+    EndReason.DISK_FULL: (Action.RESUME, Action.RESUME), EndReason.NON_FINITE: (Action.STOP, Action.STOP),
     EndReason.USER_ERROR: (Action.STOP, Action.STOP),
-}
+}  # fmt: skip
 """Actions after a text: for the first time, and for the second time on the same node."""
 
 

@@ -160,9 +160,7 @@ NOT_JOINED = error("NetworkCheckError", "Rank 3 did not join: timeout", culprit=
     ({"nodes": 2, "exits": [WAITED.model_copy(update={"culprit": None})]}, EndReason.RENDEZVOUS, None),
     ({"errors": [NOT_JOINED]}, EndReason.PREFLIGHT, None),
 ])  # fmt: skip
-def test_a_node_is_blamed_if_another_passed_or_it_is_missing(
-    found: dict[str, object], end: EndReason, host: str | None
-) -> None:
+def test_a_node_is_blamed_if_missing_or_others_pass(found: dict[str, object], end: EndReason, host: str | None) -> None:
     outcome = classify(evidence(**found))
     assert (outcome.end, outcome.host) == (end, host)
 

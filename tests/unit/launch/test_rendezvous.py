@@ -79,9 +79,7 @@ def test_all_nodes_agree_and_the_port_is_free_afterwards(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("named", "used"), [(None, "lo"), ("ib0", "ib0")])
-def test_nodes_use_own_interfaces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str | None, used: str
-) -> None:
+def test_nodes_use_interfaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str | None, used: str) -> None:
     """The interface of node 0 may have a name that no other node has."""
     monkeypatch.setattr(rendezvous, "choose_address", lambda interface, nodes: ("enp9s0", "127.0.0.1"))
     results = rendezvous_of(tmp_path, 2, named)

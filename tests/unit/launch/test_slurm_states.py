@@ -45,32 +45,28 @@ def test_a_preempted_job_may_have_another_state(name: str) -> None:
     assert parse_scontrol(text.format(name, "None")).name == name
 
 
-@pytest.mark.parametrize(
-    ("end", "seconds"), [("2026-11-21T10:05:00", 300.0), ("Unknown", 0.0), ("2026-11-21T09:59:00", -60.0)]
-)
+@pytest.mark.parametrize(("end", "seconds"), [("21T10:05:00", 300.0), ("Unknown", 0.0), ("21T09:59:00", -60.0)])
 def test_the_time_left_of_a_job(end: str, seconds: float) -> None:
-    text = f"   StartTime=2026-11-21T09:00:00 EndTime={end} Deadline=N/A"
+    text = f"   StartTime=2026-11-21T09:00:00 EndTime={end.replace('21T', '2026-11-21T')} Deadline=N/A"
     assert slurm_states.parse_seconds_left(text, datetime(2026, 11, 21, 10)) == seconds
     assert slurm_states.parse_seconds_left("slurm_load_jobs error", datetime.now()) == 0
 
 
-# (PartitionNodeLimit) also while nodes are down
-@pytest.mark.parametrize(("reason", "held"), [
-    *((reason, True) for reason in (
-        "(JobHeldUser)", "(launch failed requeued held)", "(job requeued in held state)", "(DependencyNeverSatisfied)",
-        "(PartitionTimeLimit)", "(QOSMaxWallDurationPerJobLimit)", "(InvalidQOS)", "(AssocGrpBillingMinutes)",
-        "(ReservationDeleted)",
-    )),
-    *((reason, False) for reason in (
-        "(Priority)", "(Resources)", "(PartitionNodeLimit)", "(ReqNodeNotAvail, UnavailableNodes:c3)",
-        "(QOSMaxJobsPerUserLimit)",
-    )),
-])  # fmt: skip
-def test_a_job_that_waits_for_a_person_differs_from_one_that_waits_for_its_turn(reason: str, held: bool) -> None:
-    status = JobStatus(JobState.PENDING, "PENDING", reason)
+FOR_A_PERSON = (
+    "JobHeldUser", "launch failed requeued held", "job requeued in held state", "DependencyNeverSatisfied", "InvalidQOS",
+    "PartitionTimeLimit", "QOSMaxWallDurationPerJobLimit", "AssocGrpBillingMinutes", "ReservationDeleted",
+)  # fmt: skip
+ITS_TURN = (  # also while nodes are down
+    "Priority", "Resources", "PartitionNodeLimit", "ReqNodeNotAvail, UnavailableNodes:c3", "QOSMaxJobsPerUserLimit",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", (*FOR_A_PERSON, *ITS_TURN))
+def test_a_job_that_waits_for_a_person_differs_from_one_that_waits_for_its_turn(reason: str) -> None:
+    held, status = reason in FOR_A_PERSON, JobStatus(JobState.PENDING, "PENDING", f"({reason})")
     message = held_message("7", status)
     lasting = held_message("7", status, PATIENCE)
     assert bool(lasting) == (held or "NotAvail" in reason)
     assert bool(message) == held
-    assert not held or (f"until a person acts: {reason[1:-1]}." in message and "scontrol release 7" in message)
+    assert not held or (f"until a person acts: {reason}." in message and "scontrol release 7" in message)
     assert not held_message("7", JobStatus(JobState.RUNNING, "RUNNING", "c[1-2]"))

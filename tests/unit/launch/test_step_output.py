@@ -7,13 +7,11 @@ from shardmake.launch.step_output import WORKER_STARTS, StepFailure, launcher_er
 STARTED = "Starting the worker of job 25 on c1."
 KILLED_LATER = [
     "srun: launch/slurm: _step_signal: Terminating StepId=25.0",
-    "slurmstepd-c1: error: *** STEP 25.0 ON c1 CANCELLED AT 2026-11-25T05:41:02 ***",
-    "srun: error: c1: task 0: Killed",
-]
+    "slurmstepd-c1: error: *** STEP 25.0 ON c1 CANCELLED AT 2026-11-25T05:41:02 ***", "srun: error: c1: task 0: Killed",
+]  # fmt: skip
 REQUEUED = [
-    "slurmstepd-c1: error: *** JOB 25 ON c1 CANCELLED AT 2026-11-25T05:41:02 DUE TO JOB REQUEUE ***",
-    *KILLED_LATER,
-]
+    "slurmstepd-c1: error: *** JOB 25 ON c1 CANCELLED AT 2026-11-25T05:41:02 DUE TO JOB REQUEUE ***", *KILLED_LATER,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("lines", "found"), [
@@ -24,8 +22,7 @@ REQUEUED = [
     (
         [
             "srun: error: Task launch for StepId=25.0 failed on node c2: Socket timed out on send/recv operation",
-            "srun: error: Application launch failed: Socket timed out on send/recv operation", STARTED,
-            *KILLED_LATER,
+            "srun: error: Application launch failed: Socket timed out on send/recv operation", STARTED, *KILLED_LATER,
         ],
         StepFailure("c2", "Socket timed out on send/recv operation", None),
     ),

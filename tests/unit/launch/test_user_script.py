@@ -187,9 +187,7 @@ def test_only_a_status_other_than_0_is_an_error(script: Path, end: str, fails: b
         run_script(str(script))
 
 
-@pytest.mark.parametrize(
-    "error", [EngineMismatchError("planned float32, found bfloat16"), ValueError("a typo"), SystemExit(2)]
-)
+@pytest.mark.parametrize("error", [EngineMismatchError("planned float32"), ValueError("a typo"), SystemExit(2)])
 def test_an_error_before_the_first_step_is_not_repeated_unchanged(tmp_path: Path, error: BaseException) -> None:
     own = tmp_path / "ds.json"
     own.write_text("{}")

@@ -50,17 +50,12 @@ def at(rank: int, stack: str, *state: str, step: int = 9) -> RankState:
 
 
 @pytest.mark.parametrize(("ranks", "missing", "named"), [
-    ([at(0, WAITING), at(1, "", "stopped")], set(), 1),
-    ([at(0, WAITING), at(1, WAITING, step=8)], set(), 1),
-    ([at(0, BUSY), at(1, WAITING), at(2, WAITING)], set(), 0),
-    ([at(0, WAITING), at(1, WAITING)], set(), None),
-    ([at(0, BUSY), at(1, BUSY), at(2, WAITING)], set(), None),
-    ([at(rank, BUSY) for rank in range(3)], {1}, 1),
-    ([at(0, BUSY), at(1, WAITING), at(2, WAITING)], {2}, 2),
-    ([at(0, BUSY), at(1, ""), at(2, BUSY)], {2}, 1),
+    ([at(0, WAITING), at(1, "", "stopped")], set(), 1), ([at(0, WAITING), at(1, WAITING, step=8)], set(), 1),
+    ([at(0, BUSY), at(1, WAITING), at(2, WAITING)], set(), 0), ([at(0, WAITING), at(1, WAITING)], set(), None),
+    ([at(0, BUSY), at(1, BUSY), at(2, WAITING)], set(), None), ([at(rank, BUSY) for rank in range(3)], {1}, 1),
+    ([at(0, BUSY), at(1, WAITING), at(2, WAITING)], {2}, 2), ([at(0, BUSY), at(1, ""), at(2, BUSY)], {2}, 1),
     ([at(0, BUSY), at(1, WAITING), at(2, WAITING)], {1, 2}, None),
-    ([at(0, BUSY), at(1, BUSY), at(2, WAITING)], {1, 2}, 1),
-    ([at(rank, BUSY) for rank in range(3)], set(), None),
+    ([at(0, BUSY), at(1, BUSY), at(2, WAITING)], {1, 2}, 1), ([at(rank, BUSY) for rank in range(3)], set(), None),
 ])  # fmt: skip
 def test_the_culprit_by_stacks_or_its_collective(ranks: list[RankState], missing: set[int], named: int | None) -> None:
     """NCCL's calls return at once: ranks that wait are elsewhere, and their stacks show no collective."""

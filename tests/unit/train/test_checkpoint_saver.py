@@ -67,9 +67,7 @@ def test_full_disk_removes_damaged_then_older_checkpoints(small: Path, caplog: p
     assert steps(small) == [7, 6]
 
 
-def test_older_ones_may_go_first(
-    small: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_older_ones_go_first(small: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """An error on the first rank only would leave the other ranks waiting."""
     saver = filled(small)
     store.set_aside(small / "checkpoint-2")

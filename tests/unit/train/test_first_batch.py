@@ -38,10 +38,9 @@ def test_a_row_is_the_same_with_more_padding_on_either_side() -> None:
     def batch(*sides: int) -> dict[str, torch.Tensor]:
         pad = torch.nn.functional.pad
         return {
-            "input_ids": pad(row, sides, value=9),
-            "attention_mask": pad(mask, sides),
+            "input_ids": pad(row, sides, value=9), "attention_mask": pad(mask, sides),
             "labels": pad(row, sides, value=-100),
-        }
+        }  # fmt: skip
 
     assert digest_rows((batch(0, 0),)) == digest_rows((batch(0, 3),)) == digest_rows((batch(5, 1),))
     hidden = batch(0, 3) | {"attention_mask": torch.ones(1, 7)}

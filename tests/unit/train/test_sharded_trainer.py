@@ -17,9 +17,7 @@ GLOBAL_BATCH = 12
 SPLITS = [(1, 12, 1), (1, 1, 12), (2, 3, 2), (3, 2, 2), (4, 3, 1), (4, 1, 3), (6, 2, 1)]
 
 
-def steps(
-    data: Any, ranks: int, micro: int, accumulation: int, epochs: int = 2, strategy: str = "random"
-) -> list[list[int]]:
+def steps(data: Any, ranks: int, micro: int, passes: int, epochs: int = 2, strategy: str = "random") -> list[list[int]]:
     """Return the samples of each optimizer step, as Trainer and accelerate distribute them."""
     sampler = SequentialSampler if strategy == "sequential" else RandomSampler
     loaders = [
@@ -36,8 +34,8 @@ def steps(
         if isinstance(data, WholeBatches):
             data.epoch = epoch
         batches_of_ranks = [[batch.tolist() for batch in loader.base_dataloader] for loader in loaders]
-        for at in range(0, len(batches_of_ranks[0]), accumulation):
-            taken = [batch for rank in batches_of_ranks for batch in rank[at : at + accumulation]]
+        for at in range(0, len(batches_of_ranks[0]), passes):
+            taken = [batch for rank in batches_of_ranks for batch in rank[at : at + passes]]
             found.append(sorted(n for batch in taken for n in batch))
     return found
 

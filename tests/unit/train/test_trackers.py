@@ -26,9 +26,7 @@ def test_the_table_has_every_tracker_of_transformers() -> None:
     ("wandb", r"The tracker wandb in report_to .* \(pip install wandb\), or remove wandb"),
     ("trackio", "cannot be used: No module named 'something_that_trackio_needs'"),
 ])  # fmt: skip
-def test_missing_and_broken_packages_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str
-) -> None:
+def test_missing_broken_packages_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str) -> None:
     (tmp_path / "trackio.py").write_text("import something_that_trackio_needs\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "trackio", raising=False)

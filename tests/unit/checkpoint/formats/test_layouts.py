@@ -103,13 +103,12 @@ MERGED: dict[str, Writer] = {
     "an optimizer beside it": lambda w, p: save({}, save(w, p / "a.bin").with_name("optimizer.bin")).parent,
     "model and optimizer": lambda w, p: save({"model": w, "optimizer": {"state": {}}, "step": 3}, p / "last.pt"),
     "compiled": lambda w, p: save({"model_state_dict": prefixed(w, "module._orig_mod."), "lr": 0.1}, p / "a.pth"),
-    "a number in the name": lambda w, p: save(w, p / "tuned-2-of-3b.bin").parent,
-    "torchtune": torchtune,
+    "a number in the name": lambda w, p: save(w, p / "tuned-2-of-3b.bin").parent, "torchtune": torchtune,
     "verl": lambda w, p: save(w, p / "actor" / "model_world_size_1_rank_0.pt").parents[1],
     "verl, above": lambda w, p: save(w, p / "global_step_2" / "actor" / "model_world_size_1_rank_0.pt").parents[2],
     "one folder of two": lambda w, p: fsdp(w, fsdp({}, p, 1).parent, 0),
     "an adapter beside checkpoints": beside_checkpoints,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", MERGED)

@@ -62,8 +62,7 @@ def wide_key(width: int, times: int) -> bytes:
 
 @pytest.mark.parametrize("content", [
     nested_key(60), PROTOCOL_4 + b"})" + 100_000 * b"\x85" + b"Ns.", wide_key(100_000, 100_000),
-    PROTOCOL_4 + b"X" + struct.pack("<I", 2**32 - 1) + b"a.",
-    PROTOCOL_4 + b"\x8e" + struct.pack("<Q", 2**63) + b"a.",
+    PROTOCOL_4 + b"X" + struct.pack("<I", 2**32 - 1) + b"a.", PROTOCOL_4 + b"\x8e" + struct.pack("<Q", 2**63) + b"a.",
     PROTOCOL_4 + b"\x8b" + struct.pack("<I", 100_000) + 100_000 * b"\x7f" + b".", PROTOCOL_4 + b"NR.",
     PROTOCOL_4 + b"N)R.", PROTOCOL_4 + b"]}s.", PROTOCOL_4 + b"](NNu.", PROTOCOL_4 + b"}(Nu.",
     PROTOCOL_4 + b"}]Ns.", PROTOCOL_4 + b"Na.", PROTOCOL_4 + b"NN\x93.",

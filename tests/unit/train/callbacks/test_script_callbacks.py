@@ -37,9 +37,7 @@ def test_a_script_that_names_a_file_handles_it_itself(tmp_path: Path) -> None:
     assert [type(callback) for callback in own] == [TrainerCheck, ScriptHeartbeat]
 
 
-def test_a_rate_of_the_script_is_recorded(
-    tmp_path: Path, arguments: TrainingArguments, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_own_rates_are_recorded(tmp_path: Path, arguments: TrainingArguments, caplog: pytest.LogCaptureFixture) -> None:
     guard, learned = SimpleNamespace(choice=SimpleNamespace(data_parallel=1)), []
     guard.set_trainer = lambda *values: learned.append(values[2:])
     context: Any = SimpleNamespace(settings=SimpleNamespace(arguments={"learning_rate": 1e-3, "max_steps": 10}), rank=0)
