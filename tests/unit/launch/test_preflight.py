@@ -108,16 +108,11 @@ def test_a_torch_without_flash_attention_blames_the_run(tmp_path: Path, monkeypa
 BROKEN = "raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2E')"
 
 
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        (BROKEN, "ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2E: install flash-attn for this"),
-        ("", "cannot import name 'flash_attn_func'"),  # flash-attn 4 has the same import name
-        ("def flash_attn_func(): ...\nflash_attn_varlen_func = 1", "transformers finds no flash-attn 2.3.3 or newer, or no"),
-        ("import os; os.abort()", "the import crashed or took longer than 300 s"),
-    ],
-    ids=["ABI", "flash-attn-4", "no-GPU", "crash"],
-)  # fmt: skip
+@pytest.mark.parametrize(("source", "words"), [
+    (BROKEN, "ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2E: install flash-attn for this"),
+    ("", "cannot import name 'flash_attn_func'"), ("import os; os.abort()", "the import crashed or took longer than 300 s"),
+    ("def flash_attn_func(): ...\nflash_attn_varlen_func = 1", "transformers finds no flash-attn 2.3.3 or newer, or no"),
+], ids=["ABI", "flash-attn-4", "crash", "no-GPU"])  # fmt: skip
 def test_the_node_imports_flash_attention_for_real(source: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "flash_attn").mkdir()
     (tmp_path / "flash_attn/__init__.py").write_text(source)

@@ -169,9 +169,8 @@ def test_a_closed_partition_and_no_slurm_have_no_estimate(queue: Queue, monkeypa
     assert queue.asked == []
 
 
-@pytest.mark.parametrize(
-    ("fitting", "expected"),
-    [((4,), [4]), ((2, 4), [4, 2]), ((4, 5, 6, 8), [4, 5, 8]), ((2, 3, 4, 6, 8, 16), [4, 2, 6, 16])],
-)
+@pytest.mark.parametrize(("fitting", "expected"), [
+    ((4,), [4]), ((2, 4), [4, 2]), ((4, 5, 6, 8), [4, 5, 8]), ((2, 3, 4, 6, 8, 16), [4, 2, 6, 16]),
+])  # fmt: skip
 def test_other_numbers_are_few_and_fit(fitting: tuple[int, ...], expected: list[int]) -> None:
     assert list(node_counts(4, estimates(*fitting))) == expected

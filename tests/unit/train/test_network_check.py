@@ -30,11 +30,9 @@ def test_both_links_of_a_slow_node_are_reported_with_three_nodes() -> None:
     assert slow_links([0.001, 0.0015, 0.002], 1 << 20, ["c1", "c2", "c3"]) == []
 
 
-@pytest.mark.parametrize(
-    ("free_gib", "probe_seconds", "mib"),
-    [(79, 0.0005, 1024), (3, 0.0005, 512), (79, 0.1, 512), (79, 1.1, 64), (0.1, 0.0005, 64)],
-    ids=["fast", "little-memory", "10-gbit", "1-gbit", "no-memory"],
-)
+@pytest.mark.parametrize(("free_gib", "probe_seconds", "mib"), [
+    (79, 0.0005, 1024), (3, 0.0005, 512), (79, 0.1, 512), (79, 1.1, 64), (0.1, 0.0005, 64),
+], ids=["fast", "little-memory", "10-gbit", "1-gbit", "no-memory"])  # fmt: skip
 def test_messages_fill_a_fast_link_and_take_about_a_second(free_gib: float, probe_seconds: float, mib: int) -> None:
     assert message_size(int(free_gib * 2**30), probe_seconds) == mib << 20
 

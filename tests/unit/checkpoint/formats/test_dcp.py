@@ -32,18 +32,17 @@ WRAPPED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("saved", "names"),
-    [
-        (WEIGHTS, WEIGHTS), ({"model": WEIGHTS, "optimizer": OPTIMIZER}, WEIGHTS),
-        ({"net": WEIGHTS, "optim": OPTIMIZER, "step": 5}, WEIGHTS), ({**WEIGHTS, "step": 5}, WEIGHTS),
-        ({"net": WEIGHTS, "rng_state": {"cpu": torch.ones(4, dtype=torch.uint8)}}, WEIGHTS),
-        (TORCHTITAN, WEIGHTS), (LIGHTNING, WEIGHTS),
-        ({"encoder": {"w": torch.ones(2)}, "decoder": {"v": torch.ones(2)}}, ("encoder.w", "decoder.v")),
-        ({"model": WRAPPED}, ("layers.0.weight", "layers.1.weight")),
-    ],
-    ids=["flat", "model", "net", "flat with a step", "rng", "torchtitan", "lightning", "two models", "wrappers"],
-)  # fmt: skip
+SAVED = {
+    "flat": (WEIGHTS, WEIGHTS), "model": ({"model": WEIGHTS, "optimizer": OPTIMIZER}, WEIGHTS),
+    "net": ({"net": WEIGHTS, "optim": OPTIMIZER, "step": 5}, WEIGHTS), "flat with a step": ({**WEIGHTS, "step": 5}, WEIGHTS),
+    "rng": ({"net": WEIGHTS, "rng_state": {"cpu": torch.ones(4, dtype=torch.uint8)}}, WEIGHTS),
+    "torchtitan": (TORCHTITAN, WEIGHTS), "lightning": (LIGHTNING, WEIGHTS),
+    "two models": ({"encoder": {"w": torch.ones(2)}, "decoder": {"v": torch.ones(2)}}, ("encoder.w", "decoder.v")),
+    "wrappers": ({"model": WRAPPED}, ("layers.0.weight", "layers.1.weight")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("saved", "names"), SAVED.values(), ids=SAVED)
 def test_weights_are_found(saved: dict[str, Any], names: Iterable[str], tmp_path: Path) -> None:
     dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
     assert read_model(tmp_path).tensors.keys() == set(names)
