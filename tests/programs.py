@@ -1,6 +1,5 @@
 """Shell scripts that stand for the programs of a cluster."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ def write_program(program: Path, script: str = "exit 0") -> None:
 
 
 def install_programs(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, programs: Mapping[str, str], path: str = "/usr/bin:/bin"
+    folder: Path, monkeypatch: pytest.MonkeyPatch, programs: dict[str, str], path: str = "/usr/bin:/bin"
 ) -> None:
     """Put scripts on the PATH in front of other programs."""
     for name, script in programs.items():
