@@ -3,6 +3,9 @@
 import errno
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -109,8 +112,7 @@ def test_a_persons_stop_names_the_step_and_shows_no_log(demo: FakeRun, requested
 def test_a_job_of_other_settings_is_not_adopted(demo: FakeRun, caplog: pytest.LogCaptureFixture) -> None:
     submit(demo.load(FakeJobs(TERMINATED)))
     demo.rate = 5e-4
-    running = FakeJobs()
-    running.state = JobState.RUNNING
+    (running := FakeJobs()).state = JobState.RUNNING
     words = r"Job 1 \(attempt 1\) still trains demo with other settings \(learning_rate: 0.001 -> 0.0005\).*scancel 1"
     with pytest.raises(ShardmakeError, match=words):
         drive(demo.load(running))
@@ -321,3 +323,19 @@ def test_a_job_that_waits_for_a_person_is_reported_each_time(demo: FakeRun, capl
     notes = Path("note").read_text().splitlines()
     assert len(notes) == 2 and len([text for text in caplog.messages if "until a person acts" in text]) == 2
     assert notes[0].startswith("held train: Slurm does not start job 7 until a person acts: JobHeldUser. Remove the")
+
+
+IGNORES = """
+import os, signal
+from shardmake.launch.monitor import raise_on_signals
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+with raise_on_signals():
+    os.kill(os.getpid(), signal.SIGHUP)
+    print("still here", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_signals_that_nohup_ignores_stay_ignored() -> None:
+    ended = subprocess.run([sys.executable, "-c", IGNORES], capture_output=True, text=True, check=False)
+    assert ended.stdout == "still here\n" and signal.Signals.SIGTERM.name in ended.stderr
