@@ -30,12 +30,9 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 """The sizes in the model's config.json on the hub, by a part of its name."""
 DEFAULTS = {
-    "qwen3-30b": "qwen3_moe",
-    "qwen3.5": "qwen3_5",
-    "gpt-oss": "gpt_oss",
-    "gemma-3": "gemma3",
+    "qwen3-30b": "qwen3_moe", "qwen3.5": "qwen3_5", "gpt-oss": "gpt_oss", "gemma-3": "gemma3",
     "mistral-small": "mistral3",
-}
+}  # fmt: skip
 """Model types whose default config of transformers stands for a model, by a part of its name."""
 _LEFT_OUT = re.compile(r"^  (less GPU memory|not checked|after an out-of-memory|a checkpoint takes|\d+ other cand)")
 
