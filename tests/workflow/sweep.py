@@ -79,7 +79,7 @@ class Sweep:
         started.train_receipt.unlink()
         complete = branch(started, self.root / "uninterrupted")
         recording = self._kill(complete, -1, "before")
-        codes, _ = self.forked.resume(complete, self.planned, recording, self.variables)
+        codes, _ = self.forked.resume(complete, self.planned, kill=recording, variables=self.variables)
         assert codes == [0] * RANKS, log(complete)
         self.points = points(Path(recording["log"]))
         if self.nodes > 1:
@@ -127,7 +127,8 @@ class Sweep:
         if mode == "read":
             status = self._validate(rundir, file, at)
         else:
-            codes, _ = self.forked.resume(rundir, self.planned, self._kill(rundir, at, mode), self.variables)
+            kill = self._kill(rundir, at, mode)
+            codes, _ = self.forked.resume(rundir, self.planned, kill=kill, variables=self.variables)
             status = codes[self.victim]
         return status == -signal.SIGKILL and len(file.read_text().splitlines()) == at + 1
 

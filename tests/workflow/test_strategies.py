@@ -28,7 +28,7 @@ def test_every_strategy_computes_what_ddp_computes(
 def test_sharding_within_two_nodes_of_two_ranks(
     shared_checkout: Checkout, reference: dict[int, float], strategy: Strategy
 ) -> None:
-    """It also resumes from its own checkpoint with the same losses; test_resume.py has the other strategies."""
+    """It also resumes from its own checkpoint with the same losses; test_recipes.py has the other strategies."""
     saves = {"every_steps": 1, "keep": STEPS}
     losses = train_by_hand(shared_checkout, strategy, nodes=2, checkpoints=saves)
     assert losses == pytest.approx(reference, abs=2e-4)
