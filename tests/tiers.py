@@ -74,9 +74,9 @@ LONG = {
     "workflow/test_reruns.py": "names_what_changed|content_changes",
     "workflow/test_reshard.py": "zero3x4|fsdpx4",
     "workflow/test_saving.py": r"planned_host_ram.zero[12]",
-    "workflow/test_script.py": "every_engine|secrets",
+    "workflow/test_script.py": "secrets",
     "workflow/test_snakemake.py": "says_how_to_resume",
-    "workflow/test_strategies.py": r"printed_command|within_two_nodes|of_two_ranks.zero1|ddp_computes.*offload",
+    "workflow/test_strategies.py": r"printed_command|within_two_nodes|of_two_ranks.zero1",
 }
 """The longest tests of ``make test-all``, and some of their families: CI, which has 45 minutes, omits them."""
 
