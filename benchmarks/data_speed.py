@@ -224,14 +224,12 @@ def compare(name: str, count: int, turns: int, template: str, scratch: Path) -> 
         plain, trl, ours = (once(body, processes) for body in (PLAIN, TRL, OURS))
         written = size_of(scratch / "work/runs/speed/data")
         figures[f"{processes} processes"] = {
-            "rows_per_second": round(count / ours.seconds),
-            "times_plain": round(ours.seconds / plain.seconds, 2),
+            "rows_per_second": round(count / ours.seconds), "times_plain": round(ours.seconds / plain.seconds, 2),
             "times_faster_than_trl": round(trl.seconds / ours.seconds, 2),
-            "cpu_times_plain": round(ours.cpu / plain.cpu, 2),
-            "cpu_times_less_than_trl": round(trl.cpu / ours.cpu, 2),
+            "cpu_times_plain": round(ours.cpu / plain.cpu, 2), "cpu_times_less_than_trl": round(trl.cpu / ours.cpu, 2),
             "memory_mib": ours.memory >> 20,
             "scratch_times_input": round((ours.folder - written) / train.stat().st_size, 2),
-        }
+        }  # fmt: skip
     killed = once(OURS, 2, kill_after=ours.seconds / 2)
     again = once(OURS, 2, fresh=False)
     finished = bool(killed.seconds)  # before the kill, as it may on a small case

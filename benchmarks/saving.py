@@ -52,12 +52,10 @@ class Alternate(TrainerCallback):
         if newest and state.is_world_process_zero:
             record = newest[0]
             line = {
-                "step": record.step,
-                "place": PLACES[record.step % len(PLACES)],
+                "step": record.step, "place": PLACES[record.step % len(PLACES)],
                 "waits": record.save_seconds if record.blocked_seconds is None else record.blocked_seconds,
-                "whole": record.save_seconds,
-                "bytes": record.size,
-            }
+                "whole": record.save_seconds, "bytes": record.size,
+            }  # fmt: skip
             with self.log.open("a") as file:
                 file.write(json.dumps(line) + "\n")
         self.saver.scratch = self.scratches[state.global_step % len(PLACES)]
