@@ -244,6 +244,9 @@ class ForkedJobs:
     def status(self, job: str) -> JobStatus:
         return JobStatus(JobState.ENDED, "")
 
+    def seconds_left(self, job: str) -> float:
+        return 0.0
+
     def hosts(self, nodes: str) -> list[str]:
         return []
 
