@@ -110,8 +110,8 @@ test-versions: install-test
 	$(BIN)/python -m tools.library_versions $(OTHER) $(VERSIONS)
 	mkdir build/versions/demo
 	cd build/versions/demo && export PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=$(OTHER) && shardmake init --demo && snakemake --profile profiles/local
-	PYTHONPATH=$(OTHER) $(BIN)/pytest $(addprefix tests/workflow/,test_local.py test_resume.py test_consolidate_fsdp.py) \
-		-k "from_config_to_pushed_model or every_strategy_resumes[fsdp] or plain-3ranks"
+	PYTHONPATH=$(OTHER) $(BIN)/pytest $(addprefix tests/workflow/,test_local.py test_recipes.py test_consolidate_trained.py) \
+		-k "from_config_to_pushed_model or merges[fp32-fsdp] or plain-3ranks"
 	PYTHONPATH=$(OTHER) $(PYTEST) tests/unit --ignore tests/unit/test_dependencies.py -m "not full and $(EXTRA)" \
 		--junit-xml=$(REPORTS)/versions.xml
 

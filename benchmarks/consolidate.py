@@ -109,11 +109,8 @@ def main() -> None:
         for cache in ("cold",) if options.large else ("cold", "warm"):
             measure(tools, options.folder / "out", cache, runs)
             result = {
-                "machine": machine(PACKAGES),
-                "model_bytes": sources["bytes"],
-                "rounds": done,
-                "tools": summary(runs),
-            }
+                "machine": machine(PACKAGES), "model_bytes": sources["bytes"], "rounds": done, "tools": summary(runs),
+            }  # fmt: skip
             options.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
@@ -274,27 +271,21 @@ def watch(process: subprocess.Popen[str]) -> int:
     """Return the peak anonymous memory of ``process`` and its children in bytes, sampled every 50 ms."""
     peak = 0
     while process.poll() is None:
-        peak = max(peak, sum(anonymous(pid) for pid in tree(process.pid)))
+        peak = max(peak, anonymous_tree(process.pid))
         time.sleep(0.05)
     return peak
 
 
-def tree(pid: int) -> list[int]:
-    """Return the process and its descendants, from files that are cheap to read so that sampling stays fast."""
+def anonymous_tree(pid: int) -> int:
+    """Return the anonymous memory in bytes of a process and its descendants, from files that are cheap to read."""
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
         children = [child for task in tasks for child in (task / "children").read_text().split()]
-    except OSError:
-        return [pid]
-    return [pid, *(below for child in children for below in tree(int(child)))]
-
-
-def anonymous(pid: int) -> int:
-    try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return 0
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+    own = sum(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+    return own + sum(anonymous_tree(int(child)) for child in children)
 
 
 def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:

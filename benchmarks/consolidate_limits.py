@@ -82,22 +82,18 @@ def plan(folder: Path, case: PlanCase) -> dict[str, float]:
     peak = watch(process)
     seconds, cpu, pieces = (float(part) for part in process.communicate()[0].split())
     return {
-        "pieces": int(pieces),
-        "seconds": round(seconds, 2),
-        "cpu_seconds": round(cpu, 2),
+        "pieces": int(pieces), "seconds": round(seconds, 2), "cpu_seconds": round(cpu, 2),
         "anonymous_mib": round(peak / 2**20, 1),
-    }
+    }  # fmt: skip
 
 
 def in_cgroup(folder: Path) -> dict[str, Any]:
     """Return exit code and seconds of each tool in 512 MiB, page cache and children included."""
     ours = WHOLE.replace("{source}", "{zero}")
     programs = {
-        "shardmake": ours.replace("{dtype}", "keep"),
-        "shardmake to bf16": ours.replace("{dtype}", "bf16"),
-        "accelerate merge-weights": ACCELERATE,
-        "zero_to_fp32": DEEPSPEED,
-    }
+        "shardmake": ours.replace("{dtype}", "keep"), "shardmake to bf16": ours.replace("{dtype}", "bf16"),
+        "accelerate merge-weights": ACCELERATE, "zero_to_fp32": DEEPSPEED,
+    }  # fmt: skip
     found, out = {}, folder / "out-limited"
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
     for name, code in programs.items():

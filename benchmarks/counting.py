@@ -142,16 +142,11 @@ class FakeGroup:
     def replacements(self) -> dict[str, Callable[..., Any]]:
         """Return what replaces the functions of the same names."""
         return {
-            "largest": self.largest,
-            "first_found": self.first_found,
-            "barrier": lambda: self.largest(0) and None,
-            "run_on_first_rank": self.run_on_first_rank,
-            "get_rank": lambda: PLACE.node * self.ranks_per_node,
-            "get_world_size": lambda: self.nodes * self.ranks_per_node,
-            "get_node": lambda: PLACE.node,
-            "get_node_size": lambda: self.ranks_per_node,
-            "is_first_of_node": lambda: True,
-        }
+            "largest": self.largest, "first_found": self.first_found, "barrier": lambda: self.largest(0) and None,
+            "run_on_first_rank": self.run_on_first_rank, "get_rank": lambda: PLACE.node * self.ranks_per_node,
+            "get_world_size": lambda: self.nodes * self.ranks_per_node, "get_node": lambda: PLACE.node,
+            "get_node_size": lambda: self.ranks_per_node, "is_first_of_node": lambda: True,
+        }  # fmt: skip
 
 
 class NodePool(ThreadPoolExecutor):

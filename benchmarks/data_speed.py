@@ -30,6 +30,7 @@ from typing import Any, Final, NamedTuple
 
 import psutil
 
+from benchmarks.consolidate import anonymous_tree
 from benchmarks.machine import machine
 
 LENGTH: Final = 2048
@@ -142,18 +143,6 @@ def write_model(folder: Path, template: str) -> None:
     LlamaConfig(vocab_size=len(fast), max_position_embeddings=LENGTH, **small).save_pretrained(folder)
 
 
-def anonymous(process: psutil.Process) -> int:
-    """Return the bytes of anonymous memory of a process and all below it."""
-    total = 0
-    for one in (process, *process.children(recursive=True)):
-        try:
-            lines = Path(f"/proc/{one.pid}/smaps_rollup").read_text().splitlines()
-        except (OSError, psutil.Error):
-            continue
-        total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous:"))
-    return total
-
-
 def size_of(folder: Path) -> int:
     """Return the bytes of all files below ``folder``."""
     total = 0
@@ -175,7 +164,8 @@ def measure(body: str, request: dict[str, Any], kill_after: float | None = None)
         began: float | None = None
         while process.poll() is None:
             work = Path(request["folder"], "runs")
-            memory, folder = max(memory, anonymous(process)), max(folder, size_of(work) if work.exists() else 0)
+            memory = max(memory, anonymous_tree(process.pid))
+            folder = max(folder, size_of(work) if work.exists() else 0)
             began = began or (time.perf_counter() if folder else None)
             if kill_after and began and time.perf_counter() - began > kill_after:
                 for one in (*process.children(recursive=True), process):
@@ -211,12 +201,9 @@ def one_file(gigabytes: float, scratch: Path) -> dict[str, Any]:
     ours = measure(OURS, {"run": run, "folder": str(work), "processes": 2})
     scratch_bytes = ours.folder - size_of(work / "runs/speed/data")
     return {
-        "case": "one file",
-        "input_bytes": size,
-        "seconds": round(ours.seconds),
-        "memory_mib": ours.memory >> 20,
+        "case": "one file", "input_bytes": size, "seconds": round(ours.seconds), "memory_mib": ours.memory >> 20,
         "scratch_times_input": round(scratch_bytes / size, 2),
-    }
+    }  # fmt: skip
 
 
 def compare(name: str, count: int, turns: int, template: str, scratch: Path) -> dict[str, Any]:
@@ -237,14 +224,12 @@ def compare(name: str, count: int, turns: int, template: str, scratch: Path) -> 
         plain, trl, ours = (once(body, processes) for body in (PLAIN, TRL, OURS))
         written = size_of(scratch / "work/runs/speed/data")
         figures[f"{processes} processes"] = {
-            "rows_per_second": round(count / ours.seconds),
-            "times_plain": round(ours.seconds / plain.seconds, 2),
+            "rows_per_second": round(count / ours.seconds), "times_plain": round(ours.seconds / plain.seconds, 2),
             "times_faster_than_trl": round(trl.seconds / ours.seconds, 2),
-            "cpu_times_plain": round(ours.cpu / plain.cpu, 2),
-            "cpu_times_less_than_trl": round(trl.cpu / ours.cpu, 2),
+            "cpu_times_plain": round(ours.cpu / plain.cpu, 2), "cpu_times_less_than_trl": round(trl.cpu / ours.cpu, 2),
             "memory_mib": ours.memory >> 20,
             "scratch_times_input": round((ours.folder - written) / train.stat().st_size, 2),
-        }
+        }  # fmt: skip
     killed = once(OURS, 2, kill_after=ours.seconds / 2)
     again = once(OURS, 2, fresh=False)
     finished = bool(killed.seconds)  # before the kill, as it may on a small case

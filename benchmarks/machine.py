@@ -17,11 +17,7 @@ _COMMIT = checkout_commit()
 def machine(packages: Sequence[str] = LIBRARIES, before: Load = _AT_START) -> dict[str, Any]:
     """Return machine, commit, load and the versions of ``packages``; ``before`` is the load when the work began."""
     return {
-        "cpu": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "commit": _COMMIT,
-        "load_before": before,
-        "load_after": os.getloadavg(),
-        "python": platform.python_version(),
+        "cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "commit": _COMMIT,
+        "load_before": before, "load_after": os.getloadavg(), "python": platform.python_version(),
         "versions": installed_versions(packages),
-    }
+    }  # fmt: skip

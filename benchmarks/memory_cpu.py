@@ -31,29 +31,18 @@ from shardmake.run.plan import Choice
 
 RANKS, BATCH, LENGTH, STEPS = 2, 1, 128, 3
 CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 768,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 12,
-    "vocab_size": 32000,
-    "tie_word_embeddings": False,
-}
+    "model_type": "llama", "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
+    "num_attention_heads": 12, "num_key_value_heads": 12, "vocab_size": 32000, "tie_word_embeddings": False,
+}  # fmt: skip
 SETUPS = ("zero1", "zero2", "zero3", "zero2-offload", "zero3-offload-optimizer", "zero3-offload", "zero1:2", "zero2:2")
 CLUSTER = Cluster(executor="local", processes_per_node=RANKS, cpus_per_node=2, memory_gib_per_node=16.0)
 
 
 def choice(strategy: Strategy) -> Choice:
     return Choice(
-        strategy=strategy,
-        gradient_checkpointing=False,
-        micro_batch_size=BATCH,
-        gradient_accumulation_steps=1,
-        nodes=1,
-        processes_per_node=RANKS,
-        precision="fp32",
-    )
+        strategy=strategy, gradient_checkpointing=False, micro_batch_size=BATCH, gradient_accumulation_steps=1, nodes=1,
+        processes_per_node=RANKS, precision="fp32",
+    )  # fmt: skip
 
 
 def zero_section(strategy: Strategy) -> dict[str, Any]:
@@ -95,13 +84,10 @@ def rank_main(strategy: Strategy, shared: int, output: Path) -> None:
 
 def deepspeed_file(section: dict[str, Any], shared: int = 1) -> dict[str, Any]:
     return {
-        **({"tensor_parallel": {"autotp_size": shared}} if shared > 1 else {}),
-        "train_micro_batch_size_per_gpu": BATCH,
-        "gradient_accumulation_steps": 1,
-        "zero_optimization": section,
-        "zero_allow_untested_optimizer": True,
+        **({"tensor_parallel": {"autotp_size": shared}} if shared > 1 else {}), "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": 1, "zero_optimization": section, "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-    }
+    }  # fmt: skip
 
 
 def tensor_bytes() -> int:
@@ -150,15 +136,9 @@ def measure(setup: str) -> dict[str, int]:
 
 def environment(rank: int, port: str) -> dict[str, str]:
     return {
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(RANKS),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-    }
+        **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
 
 
 def parse(setup: str) -> tuple[Strategy, int]:
@@ -173,18 +153,9 @@ def predict(strategy: Strategy, shared: int) -> dict[str, int]:
     if shared > 1:
         model = part_of(model, shared)
     scenario = Scenario(
-        model=model,
-        split=split(model, "full"),
-        strategy=strategy,
-        nodes=1,
-        ranks_per_node=RANKS,
-        micro_batch=BATCH,
-        sequence_length=LENGTH,
-        tensor_parallel=shared,
-        attention="sdpa",
-        precision="fp32",
-        on_cpu=True,
-    )
+        model=model, split=split(model, "full"), strategy=strategy, nodes=1, ranks_per_node=RANKS, micro_batch=BATCH,
+        sequence_length=LENGTH, tensor_parallel=shared, attention="sdpa", precision="fp32", on_cpu=True,
+    )  # fmt: skip
     buckets = read_buckets(zero_section(strategy), model.hidden_size)
     offloaded = host.offloaded(scenario, buckets)
     timeline = simulate(scenario, buckets, events_of(scenario))

@@ -72,16 +72,10 @@ def scenario(case: Case) -> Scenario:
     """Return ``case`` for the estimate."""
     model = from_config(case.config)
     return Scenario(
-        model=model,
-        split=split(model, "full"),
-        strategy="fsdp" if case.ranks > 1 else "ddp",
-        nodes=1,
-        ranks_per_node=case.ranks,
-        micro_batch=1,
-        sequence_length=case.length,
-        checkpointing=case.checkpointing,
+        model=model, split=split(model, "full"), strategy="fsdp" if case.ranks > 1 else "ddp", nodes=1,
+        ranks_per_node=case.ranks, micro_batch=1, sequence_length=case.length, checkpointing=case.checkpointing,
         weights="fp32" if case.ranks > 1 else "bf16",
-    )
+    )  # fmt: skip
 
 
 def estimated(case: Case) -> int:
@@ -117,18 +111,10 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tens
 def _model(case: Case) -> nn.Module:
     emulate_gpu_kernels()
     request = {
-        "config": case.config,
-        "source": case.model,
-        "trust_remote_code": False,
-        "layers": None,
-        "attention": "flash",
-        "masked": False,
-        "sequence_parallel": 1,
-        "activation_offload": False,
-        "in_four_bits": False,
-        "method": "full",
+        "config": case.config, "source": case.model, "trust_remote_code": False, "layers": None, "attention": "flash",
+        "masked": False, "sequence_parallel": 1, "activation_offload": False, "in_four_bits": False, "method": "full",
         "checkpointing": case.checkpointing,
-    }
+    }  # fmt: skip
     model = prepare(request)
     dtype = torch.float32 if case.ranks > 1 else torch.bfloat16
     materialize(model, dtype, dtype, dtype, dtype)

@@ -11,16 +11,10 @@ def llama_like(
     hidden: int, inner: int, layers: int, heads: int, groups: int, vocabulary: int, **more: object
 ) -> dict[str, Any]:
     return {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 131072,
-        **more,
-    }
+        "model_type": "llama", "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": groups, "vocab_size": vocabulary,
+        "max_position_embeddings": 131072, **more,
+    }  # fmt: skip
 
 
 _TIED = {"tie_word_embeddings": True}

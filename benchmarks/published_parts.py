@@ -29,16 +29,9 @@ def one_layer(row: Row) -> Part:
     """Return one layer's forward pass by itself: what it saves and its output (transformers of 2024)."""
     model = read_model(config_file(row["model"]))
     scenario = OldScenario(
-        model=model,
-        split=split(model, "full"),
-        strategy="zero2",
-        nodes=1,
-        ranks_per_node=1,
-        micro_batch=int(row["micro_batch"]),
-        sequence_length=int(row["seq_len"]),
-        attention="sdpa",
-        transformers_4=True,
-    )
+        model=model, split=split(model, "full"), strategy="zero2", nodes=1, ranks_per_node=1,
+        micro_batch=int(row["micro_batch"]), sequence_length=int(row["seq_len"]), attention="sdpa", transformers_4=True,
+    )  # fmt: skip
     events = micro_step(scenario)
     layer = events[events.index(("forward", 0)) : events.index(("forward end", 0))]
     freed = {event[1] for event in layer if event[0] == "free"}

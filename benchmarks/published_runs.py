@@ -55,14 +55,9 @@ def _base(row: Row, **options: object) -> EstimateRequest:
     except (KeyError, ValueError) as error:  # a shape that is not listed, a length such as "<=512"
         raise NotModelledError(f"not listed here or not a number: {error}") from None
     request = EstimateRequest(
-        model=model,
-        gpus_per_node=int(row["gpus"]),
-        sequence_length=length,
-        micro_batch=batch,
-        strategies=("ddp",),
-        gradient_checkpointing=row["grad_ckpt"].startswith("yes"),
-        attention="flash",
-    )
+        model=model, gpus_per_node=int(row["gpus"]), sequence_length=length, micro_batch=batch, strategies=("ddp",),
+        gradient_checkpointing=row["grad_ckpt"].startswith("yes"), attention="flash",
+    )  # fmt: skip
     return replace(request, **options)  # type: ignore[arg-type]
 
 
@@ -73,11 +68,8 @@ def peft_metamath(row: Row) -> PublishedRun:
     2 characters a token: 650. The documented bound is 768 tokens, at which each figure is about 10 % higher.
     """
     request = _base(
-        {**row, "seq_len": str(METAMATH_TOKENS)},
-        attention="sdpa",
-        weights="bf16",
-        accelerator="l40s",
-    )
+        {**row, "seq_len": str(METAMATH_TOKENS)}, attention="sdpa", weights="bf16", accelerator="l40s",
+    )  # fmt: skip
     loop = {"keeps_output": True, "foreach_optimizer": True, "mixed": False}
     if row["strategy"].startswith("full"):
         return PublishedRun(request, "reserved", loop)
@@ -96,15 +88,10 @@ def fsdp_qlora(row: Row) -> PublishedRun:
     strategy = "ddp" if "NO_SHARD" in row["strategy"] else "fsdp-offload" if "offload" in row["strategy"] else "fsdp"
     loop = {"keeps_output": True, "mixed": False, "masked": False, "kbit": "plain", "checkpoint": "inside"}
     request = _base(
-        row,
-        strategies=(strategy,),
-        attention="sdpa",
-        accelerator="rtx3090",
-        method="qlora" if "QLoRA" in row["strategy"] else "lora",
-        lora_rank=64,
-        lora_dropout=0.1,
+        row, strategies=(strategy,), attention="sdpa", accelerator="rtx3090",
+        method="qlora" if "QLoRA" in row["strategy"] else "lora", lora_rank=64, lora_dropout=0.1,
         lora_targets=f"k_proj,q_proj,v_proj,{MLP}",
-    )
+    )  # fmt: skip
     return PublishedRun(request, "reserved", {**OLD, **loop, "adapter_weights": "bf16", "loads_on_gpu": False})
 
 
@@ -219,16 +206,11 @@ def own_loop(row: Row) -> PublishedRun:
     elif quantized and not mixed:
         loop |= {"checkpoint": "inside"}
     request = _base(
-        row,
-        attention=row["attn"] if fitcheck else "eager",
-        accelerator="t4" if fitcheck else "rtx4090",
-        gpu_memory=14.6 if fitcheck else 16.0,
-        precision="bf16" if mixed or not quantized else "fp32",
-        optimizer="adamw" if "foreach" in row["optimizer"] else "adamw8bit",
-        method="qlora" if quantized else "lora",
-        lora_rank=int(kind.split()[1].removeprefix("r")),
-        lora_targets="q_proj,k_proj,v_proj,o_proj",
-    )
+        row, attention=row["attn"] if fitcheck else "eager", accelerator="t4" if fitcheck else "rtx4090",
+        gpu_memory=14.6 if fitcheck else 16.0, precision="bf16" if mixed or not quantized else "fp32",
+        optimizer="adamw" if "foreach" in row["optimizer"] else "adamw8bit", method="qlora" if quantized else "lora",
+        lora_rank=int(kind.split()[1].removeprefix("r")), lora_targets="q_proj,k_proj,v_proj,o_proj",
+    )  # fmt: skip
     return PublishedRun(request, "reserved", loop)
 
 
@@ -240,20 +222,16 @@ def _not_modelled(why: str) -> Callable[[Row], PublishedRun]:
 
 
 RUNS: list[tuple[str, Callable[[Row], PublishedRun]]] = [
-    ("huggingface/peft/.*MetaMathQA|method_comparison", peft_metamath),
-    ("huggingface/peft", peft_docs),
+    ("huggingface/peft/.*MetaMathQA|method_comparison", peft_metamath), ("huggingface/peft", peft_docs),
     ("fsdp_qlora", fsdp_qlora),
     ("perf_train_gpu_one", _not_modelled("BERT with a classifier: the command takes causal language models only")),
-    ("QwenLM/Qwen", qwen),
-    ("ms-swift", swift),
-    ("fitcheck|can-i-finetune", own_loop),
-    ("fms-acceleration", fms_acceleration),
-    ("litgpt", _not_modelled("litgpt's own model and loop")),
+    ("QwenLM/Qwen", qwen), ("ms-swift", swift), ("fitcheck|can-i-finetune", own_loop),
+    ("fms-acceleration", fms_acceleration), ("litgpt", _not_modelled("litgpt's own model and loop")),
     ("torchtitan", _not_modelled("torchtitan's own model, op-level checkpointing, torch.compile")),
     ("torchtune", _not_modelled("torchtune's own model and loop")),
     ("pytorch/ao", _not_modelled("torchtitan or torchtune with torchao")),
     ("", _not_modelled("the row does not say enough")),
-]
+]  # fmt: skip
 
 
 RESIDUALS: list[tuple[str, str, str]] = [

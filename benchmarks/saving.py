@@ -20,11 +20,8 @@ from transformers import TrainerCallback
 
 from benchmarks.machine import machine
 from shardmake.checkpoint import store
-from shardmake.config.load import get_run, load_cluster, load_config
 from shardmake.config.models import Strategy
-from shardmake.launch.jobs import attempt_settings
-from shardmake.plan.stage import make_plan
-from shardmake.run.attempt import AttemptDir
+from shardmake.run.paths import RunDir
 from shardmake.train.async_saver import ScratchFolder
 from shardmake.train.checkpoint_saver import Saver
 
@@ -55,12 +52,10 @@ class Alternate(TrainerCallback):
         if newest and state.is_world_process_zero:
             record = newest[0]
             line = {
-                "step": record.step,
-                "place": PLACES[record.step % len(PLACES)],
+                "step": record.step, "place": PLACES[record.step % len(PLACES)],
                 "waits": record.save_seconds if record.blocked_seconds is None else record.blocked_seconds,
-                "whole": record.save_seconds,
-                "bytes": record.size,
-            }
+                "whole": record.save_seconds, "bytes": record.size,
+            }  # fmt: skip
             with self.log.open("a") as file:
                 file.write(json.dumps(line) + "\n")
         self.saver.scratch = self.scratches[state.global_step % len(PLACES)]
@@ -85,8 +80,9 @@ def rank() -> None:
 def measure(strategy: Strategy, rounds: int, root: Path) -> list[dict[str, Any]]:
     """The saves of one training but for the last one, and for the first round, which also makes the folders."""
     from shardmake.demo import make_inputs
-    from tests.workflow.by_hand import launch, write_files
+    from tests.workflow.by_hand import launch
     from tests.workflow.checkout import Checkout
+    from tests.workflow.forked import plan_of, write_attempt
 
     make_inputs(root / "inputs")
     enlarge(root / "inputs/base", SHAPE)
@@ -95,19 +91,11 @@ def measure(strategy: Strategy, rounds: int, root: Path) -> list[dict[str, Any]]
     settings = {"strategy": strategy, "nodes": 1, "max_steps": steps, "checkpoints": {"every_steps": 1, "keep": 1}}
     checkout.configure({}, **settings)
     checkout("shardmake", "data", "demo")
-    config = load_config(checkout.root / "config/config.yaml")
-    run, cluster = get_run(config, "demo"), load_cluster(checkout.root / config.cluster)
-    run = run.model_copy(update={"model": str(checkout.root / run.model)})
-    plan, _ = make_plan("demo", run, cluster)
-    folder = AttemptDir(checkout.run / "train/attempts/001")
-    plan.write(folder.plan)
-    write_files(plan, run, cluster, folder)
-    attempt_settings(1, checkout.run, cluster, plan, resume_from=None, settings_digest="benchmark").write(
-        folder.settings
-    )
+    planned = plan_of(checkout)
+    folder = write_attempt(RunDir(checkout.run), planned)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         os.environ["SAVING_MEMORY"] = f"{memory}/saves"
-        launch(plan, folder, Path(__file__))
+        launch(planned[0], folder, Path(__file__))
     lines = [json.loads(line) for line in (folder.root / "saves.jsonl").read_text().splitlines()]
     return [line for line in lines if line["step"] >= len(PLACES)]
 

@@ -285,15 +285,10 @@ def measure(ranks: int, rates: Rates) -> list[Phase]:
             accelerator="cpu", network_interface=None, offline=True, resume_from=None, versions={}, **settings,
         ).write(attempt.settings)  # fmt: skip
         steps: list[Callable[[], Phase]] = [
-            lambda: save(root, ranks),
-            lambda: resume(root, ranks),
-            lambda: validate(attempt, ranks, rates),
-            lambda: heartbeats(attempt, ranks),
-            lambda: hang(attempt, ranks),
-            lambda: failure(attempt, ranks),
-            lambda: meet(root / "rendezvous", ranks),
-            lambda: absent_rank(ranks),
-        ]
+            lambda: save(root, ranks), lambda: resume(root, ranks), lambda: validate(attempt, ranks, rates),
+            lambda: heartbeats(attempt, ranks), lambda: hang(attempt, ranks), lambda: failure(attempt, ranks),
+            lambda: meet(root / "rendezvous", ranks), lambda: absent_rank(ranks),
+        ]  # fmt: skip
         return [step() for step in steps]
 
 

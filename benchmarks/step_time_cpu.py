@@ -27,12 +27,8 @@ SIZES = {"small": (256, 4), "medium": (384, 6), "large": (512, 8)}
 """Hidden size and layers."""
 STEPS, WARM_UP = 40, 10
 RUN = {
-    "sequence_length": 128,
-    "global_batch_size": 16,
-    "micro_batch_size": 4,
-    "nodes": 1,
-    "gradient_checkpointing": False,
-}
+    "sequence_length": 128, "global_batch_size": 16, "micro_batch_size": 4, "nodes": 1, "gradient_checkpointing": False,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,8 +55,7 @@ def strategies() -> list[str]:
 def measure(checkout: Any, size: str, strategy: str) -> Row:
     """Train one row in ``checkout``, whose model has the size."""
     checkout.configure({}, strategy=strategy, max_steps=STEPS, checkpoints={"every_steps": STEPS}, **RUN)
-    for stage in ("plan", "render", "data", "train"):
-        checkout("shardmake", stage, "demo", timeout=1200)
+    checkout.stages("plan", "render", "data", "train")
     run = RunDir(checkout.run)
     modelled = MemoryEstimates.read(run.memory).of(Plan.read(run.plan).choice).step_seconds
     rates = [line.tokens_per_second for line in read_metrics(run.metrics) if line.step > WARM_UP]

@@ -84,16 +84,10 @@ def _model_state(
     names: OrderedDict[str, torch.Size], held: Mapping[str, torch.Size], dtype: torch.dtype = torch.float32
 ) -> dict[str, object]:
     return {
-        "module": OrderedDict((name, torch.empty(held[name], dtype=dtype)) for name in names),
-        "buffer_names": [],
-        "param_shapes": [names],
-        "frozen_param_shapes": None,
-        "frozen_param_fragments": None,
-        "shared_params": {},
-        "global_steps": 1,
-        "ds_config": {},
-        "ds_version": "0.19.8",
-    }
+        "module": OrderedDict((name, torch.empty(held[name], dtype=dtype)) for name in names), "buffer_names": [],
+        "param_shapes": [names], "frozen_param_shapes": None, "frozen_param_fragments": None, "shared_params": {},
+        "global_steps": 1, "ds_config": {}, "ds_version": "0.19.8",
+    }  # fmt: skip
 
 
 def _optimizer_state(elements: int, ranks: int, adam: bool) -> dict[str, Any]:

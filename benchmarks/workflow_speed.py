@@ -132,13 +132,9 @@ def snakemake(folder: Path, *options: str) -> tuple[float, float, str]:
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY / "src")}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     process = subprocess.Popen(
-        [SNAKEMAKE, *profile, *options],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        [SNAKEMAKE, *profile, *options], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True,
-    )
+    )  # fmt: skip
     output = process.stdout.read() if process.stdout else ""
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)

@@ -23,11 +23,8 @@ def server() -> Iterator[str]:
 def bucket(server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """The bucket, empty, as boto3 sees it."""
     login = {
-        "ENDPOINT_URL": server,
-        "ACCESS_KEY_ID": "key",
-        "SECRET_ACCESS_KEY": "secret",
-        "DEFAULT_REGION": "us-east-1",
-    }
+        "ENDPOINT_URL": server, "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret", "DEFAULT_REGION": "us-east-1",
+    }  # fmt: skip
     for name, value in login.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     monkeypatch.setattr("shardmake.core.hub.RETRY_WAITS", (0.0, 0.0))

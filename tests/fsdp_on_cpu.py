@@ -1,4 +1,4 @@
-"""Make FSDP run on the CPU over gloo, for tests only; a rank's program must import this first.
+"""Make FSDP run on the CPU over gloo, for tests only; a rank's program must import this first, or is this file.
 
 Accelerate enables FSDP only if the distributed type is MULTI_<accelerator>. On the CPU the type is MULTI_CPU, and
 Accelerate silently ignores FSDP. FSDP's offload also pins memory, which needs a GPU. FSDP1 refuses the index in the device
@@ -78,3 +78,8 @@ AcceleratorState.__init__ = _accelerator_state
 FullyShardedDataParallelPlugin.set_cpu_offload = _set_cpu_offload
 FullyShardedDataParallelPlugin.__post_init__ = _make_plugin
 FullyShardedDataParallel.__init__ = _wrap_with_fsdp1  # type: ignore[method-assign]
+
+if __name__ == "__main__":
+    from shardmake.train.__main__ import main
+
+    main()

@@ -13,6 +13,8 @@ import signal
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,24 @@ def _resolve(arguments: tuple[Any, ...]) -> str:
     path = os.fsdecode(arguments[0])
     folder = arguments[2] if len(arguments) == 4 else arguments[-1]  # a rename gives two names and their folders
     return path if path.startswith("/") or folder < 0 else f"{Path(f'/proc/self/fd/{folder}').readlink()}/{path}"
+
+
+def fork(work: Callable[[], object]) -> int:
+    """Do ``work`` in a fork of this process; return its process id. An error ends it with status 1."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return child
+
+
+def status_of(work: Callable[[], object]) -> int:
+    """Do ``work`` in a fork of this process, wait, and return its exit status, negative for a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(fork(work), 0)[1])
 
 
 def points(log: Path) -> list[tuple[int, str, str]]:

@@ -34,17 +34,13 @@ _GLM_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_fact
 PUBLISHED: dict[str, Row] = {
     "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
-    "glm46v": {"text_config": {"rope_parameters": _GLM_ROPE}},
-    "glm4v": {"text_config": {"rope_parameters": _GLM_ROPE}},
+    "glm46v": {"text_config": {"rope_parameters": _GLM_ROPE}}, "glm4v": {"text_config": {"rope_parameters": _GLM_ROPE}},
     "glm4v_moe": {"text_config": {"rope_parameters": _GLM_ROPE, "head_dim": 128}},
-    "glmga": {"text_config": {"rope_parameters": _GLM_ROPE}},
-    "hunyuan_v1_dense": {"head_dim": 128},
-    "hunyuan_v1_moe": {"head_dim": 128},
-    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
-    "ministral": {"head_dim": 128},
-    "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
+    "glmga": {"text_config": {"rope_parameters": _GLM_ROPE}}, "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128}, "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "ministral": {"head_dim": 128}, "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
     "step3p7": {"text_config": {"sliding_window": 512}},
-}
+}  # fmt: skip
 """Values that published models have, where the defaults of the type cannot be built or run."""
 
 

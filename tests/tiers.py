@@ -9,17 +9,13 @@ import re
 QUICK = {
     "cluster/test_end_to_end.py": "two_nodes_from_config_to_pushed_model",
     "cluster/test_harness.py": "all_nodes_are_idle|step_runs_on_two_hosts|gloo_work_across_nodes",
-    "workflow/test_asynchronous.py": "shared_disk_fills_up",
     "workflow/test_collectives.py": "on_the_page.zero3|every_function",
     "workflow/test_consolidate_bad_input.py": "missing rank|truncated file|flipped bit in a shard|two_merges",
-    "workflow/test_consolidate_fsdp.py": "-3ranks",
     "workflow/test_consolidate_lora.py": "peft_folder|another_model|several_adapters",
     "workflow/test_consolidate_memory.py": "70B",
-    "workflow/test_consolidate_swapped.py": "3, 'zero3-tied'",
-    "workflow/test_consolidate_verify.py": "",
-    "workflow/test_consolidate_zero.py": "-3ranks",
+    "workflow/test_consolidate_outputs.py": "save_pretrained|receipt|damage_is|unusual|one_different_bit",
+    "workflow/test_consolidate_trained.py": "-3ranks",
     "workflow/test_doctor.py": "two_nodes_meet",
-    "workflow/test_dry_run.py": "",
     "workflow/test_engine_truth.py": r"(batch|steps): DeepSpeed auto\]|a script without a GPU\]|predicted.clipping in",
     "workflow/test_evaluate.py": "loss_is_the_mean|same_tokens|share_the_sequences.whole|fastest_way",
     "workflow/test_fetch_data.py": "pinned_to_the_commit",
@@ -29,12 +25,13 @@ QUICK = {
     "workflow/test_reruns.py": "cannot_change|changes.learning|takes_effect",
     "workflow/test_overrides.py": "override_the_configuration_of_the_clone|reported_without_python.*alias",
     "workflow/test_reshard.py": "zero3x2-fsdpx3-zero2x2",
-    "workflow/test_resume.py": r"every_strategy_resumes.(zero3|fsdp)\]",
-    "workflow/test_saving.py": "damaged_shards",
+    "workflow/test_recipes.py": r"merges.fp32-(zero3|fsdp)\]",
+    "workflow/test_saving.py": "damaged_shards|shared_disk_fills_up",
     "workflow/test_script.py": "unplanned_engine",
     "workflow/test_script_adapters.py": "fsdp2 by Trainer",
     "workflow/test_script_guard.py": "train_as_planned.zero2-hf_trainer.py--0|refused.zero2-hf_trainer.py--zero_stage",
     "workflow/test_sharing.py": "one_cache",
+    "workflow/test_snakemake.py": "dry_run_shows|another_version",
 }
 """Part of a test's name (a regular expression), by file below ``tests``; an empty one matches every test."""
 
@@ -62,30 +59,24 @@ LONG = {
     "unit/memory/test_reward.py": "",
     "unit/memory/test_token_loops.py": "",
     "unit/render/test_lint.py": "",
-    "workflow/test_activation_offload.py": "zero",
     "workflow/test_added_tokens.py": "offload",
     "workflow/test_chain.py": "",
     "workflow/test_command_failures.py": "read-only",
-    "workflow/test_consolidate_memory.py": "official_tools",
     "workflow/test_evaluate.py": "lm_eval|overflows|offload",
     "workflow/test_gpu_kit.py": "doctor_trains",
-    "workflow/test_half_precision.py": "offload|zero1",
     "workflow/test_loading.py": "zero3",
-    "workflow/test_local.py": "failing_rank|stop_file",
+    "workflow/test_local.py": "stop_file|diverges_twice",
     "workflow/test_loop.py": "compiled|ddp",
-    "workflow/test_mixtures.py": "zero2",
-    "workflow/test_mixtures_resume.py": "zero[12]",
-    "workflow/test_nonfinite.py": "",
     "workflow/test_overrides.py": "every_stage",
     "workflow/test_objectives.py": "kto|reward|qlora|lora|zero3",
-    "workflow/test_quantized.py": r"adam_steps|merges.ddp",
     "workflow/test_rates.py": "tokens.zero",
-    "workflow/test_requested_stop.py": "",
+    "workflow/test_recipes.py": r"on_the_host.*zero|bf16.*(offload|zero1)|mixture.*zero2|(moe|olmoe)-zero[12]|8bit|qlora-ddp",
     "workflow/test_reruns.py": "names_what_changed|content_changes",
     "workflow/test_reshard.py": "zero3x4|fsdpx4",
-    "workflow/test_saving_memory.py": r"zero[12]",
-    "workflow/test_script.py": "every_engine|secrets",
-    "workflow/test_strategies.py": r"printed_command|within_two_nodes|of_two_ranks.zero1|ddp_computes.*offload",
+    "workflow/test_saving.py": r"planned_host_ram.zero[12]",
+    "workflow/test_script.py": "secrets",
+    "workflow/test_snakemake.py": "says_how_to_resume",
+    "workflow/test_strategies.py": r"printed_command|within_two_nodes|of_two_ranks.zero1",
 }
 """The longest tests of ``make test-all``, and some of their families: CI, which has 45 minutes, omits them."""
 
@@ -120,11 +111,12 @@ def belongs_to_make_test(node: str) -> bool:
 GROUPS = {
     "cluster/": "cluster",
     "workflow/test_consolidate": "consolidate",
+    "workflow/test_recipes": "recipes",
     **{
         f"workflow/test_{name}": "forked"
         for name in (
-            "added_tokens", "asynchronous", "freeze", "loop", "mixtures", "own_files", "parallel_degrees", "rates",
-            "reshard", "resume", "saving", "script_adapters", "script_guard", "sequence_parallel", "trackers",
+            "added_tokens", "loop", "own_files", "rates", "reshard", "saving", "script_adapters",
+            "script_guard", "trackers",
         )
     },
     **{

@@ -12,13 +12,9 @@ from shardmake.config.deepspeed_keys import DEEPSPEED_KEYS, OPTIMIZER_REMOVED, F
 
 PAGE = Path("docs/reference/deepspeed-features.md")
 STATES: dict[Fate, str] = {
-    "effective": "alive",
-    "memory": "alive",
-    "numbers": "alive",
-    "ignored": "no effect",
-    "unmergeable": "alive",
+    "effective": "alive", "memory": "alive", "numbers": "alive", "ignored": "no effect", "unmergeable": "alive",
     "removed": "gone",
-}
+}  # fmt: skip
 FEATURES: dict[str, tuple[str, str]] = {
     "ZeRO-1, ZeRO-2, ZeRO-3": ("zero_optimization.stage", "`strategy: zero3`; the plan chooses."),
     "ZeRO-Offload": (

@@ -23,19 +23,14 @@ transformers' default of the type, which may have another size. None of them has
 `python -m tools.recipes_page`.
 """
 SIZES: dict[str, dict[str, Any]] = {
-    "Llama-3.1-8B": CONFIGS["Llama-3.1-8B"],
-    "Llama-3.1-70B": CONFIGS["Llama-3.1-70B"],
-    "Qwen2.5-7B": CONFIGS["Qwen2.5-7B"],
-    "Qwen3-8B": CONFIGS["DeepSeek-R1-0528-Qwen3-8B"],
-}
+    "Llama-3.1-8B": CONFIGS["Llama-3.1-8B"], "Llama-3.1-70B": CONFIGS["Llama-3.1-70B"],
+    "Qwen2.5-7B": CONFIGS["Qwen2.5-7B"], "Qwen3-8B": CONFIGS["DeepSeek-R1-0528-Qwen3-8B"],
+}  # fmt: skip
 """The sizes in the model's config.json on the hub, by a part of its name."""
 DEFAULTS = {
-    "qwen3-30b": "qwen3_moe",
-    "qwen3.5": "qwen3_5",
-    "gpt-oss": "gpt_oss",
-    "gemma-3": "gemma3",
+    "qwen3-30b": "qwen3_moe", "qwen3.5": "qwen3_5", "gpt-oss": "gpt_oss", "gemma-3": "gemma3",
     "mistral-small": "mistral3",
-}
+}  # fmt: skip
 """Model types whose default config of transformers stands for a model, by a part of its name."""
 _LEFT_OUT = re.compile(r"^  (less GPU memory|not checked|after an out-of-memory|a checkpoint takes|\d+ other cand)")
 

@@ -79,17 +79,11 @@ def _deepspeed_row(strategy: Strategy) -> list[str]:
     zero, training = files.deepspeed.get("zero_optimization", {}), files.training
     optimizer = training.optimizer.class_name if training.optimizer else training.arguments["optim"]
     return [
-        f"`{strategy}`",
-        files.accelerate["distributed_type"],
-        _cell(zero, "stage") + _second_shard(zero),
-        _cell(zero, "reduce_bucket_size"),
-        _cell(zero, "stage3_prefetch_bucket_size"),
-        _cell(zero, "stage3_param_persistence_threshold"),
-        _cell(zero, "sub_group_size"),
-        _place(zero, "offload_optimizer"),
-        _place(zero, "offload_param"),
-        optimizer.rpartition(".")[2],
-    ]
+        f"`{strategy}`", files.accelerate["distributed_type"], _cell(zero, "stage") + _second_shard(zero),
+        _cell(zero, "reduce_bucket_size"), _cell(zero, "stage3_prefetch_bucket_size"),
+        _cell(zero, "stage3_param_persistence_threshold"), _cell(zero, "sub_group_size"),
+        _place(zero, "offload_optimizer"), _place(zero, "offload_param"), optimizer.rpartition(".")[2],
+    ]  # fmt: skip
 
 
 def _second_shard(zero: Mapping[str, Any]) -> str:

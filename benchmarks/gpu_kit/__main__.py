@@ -61,24 +61,14 @@ def make_report(machine: Machine, rows: Sequence[dict[str, Any]], begun: float, 
     }
     outcomes |= {found.check: "failed" for found in judge(trained) if found.verdict is not Verdict.OK}
     return GpuReport(
-        time=begun,
-        seconds=time.time() - begun,
-        commit=checkout_commit() or read_json(work / COMMIT, "--prepare"),
-        gpu=machine.gpu,
-        accelerator=machine.accelerator,
-        memory_gib=machine.memory / GIB,
-        ranks=1,
-        driver=machine.driver,
-        cuda=machine.cuda,
-        nccl=machine.nccl,
+        time=begun, seconds=time.time() - begun, commit=checkout_commit() or read_json(work / COMMIT, "--prepare"),
+        gpu=machine.gpu, accelerator=machine.accelerator, memory_gib=machine.memory / GIB, ranks=1,
+        driver=machine.driver, cuda=machine.cuda, nccl=machine.nccl,
         versions={name: version for name, version in installed_versions(LIBRARIES).items() if version},
-        outcomes=outcomes,
-        trained=trained,
-        bare=bare,
-        attention=attention and AttentionErrors.model_validate(attention),
-        rates=rates,
+        outcomes=outcomes, trained=trained, bare=bare,
+        attention=attention and AttentionErrors.model_validate(attention), rates=rates,
         changes="" if planned_for == machine.accelerator else f"the plans are for {planned_for}",
-    )
+    )  # fmt: skip
 
 
 def _part(row: dict[str, Any], record: type[Trained] | type[Bare]) -> dict[str, Any]:

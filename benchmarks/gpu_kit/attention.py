@@ -14,13 +14,9 @@ from shardmake.doctor.kernels import relative_error
 from shardmake.run.turns import wait_for_turn
 
 CONFIG = LlamaConfig(
-    vocab_size=512,
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=2,
-    num_attention_heads=4,
+    vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2,
-)
+)  # fmt: skip
 LENGTHS = (192, 1, 320, 64)
 """Tokens of the packed examples."""
 

@@ -62,12 +62,8 @@ def figures(watch: Watch, tokens_per_step: int) -> dict[str, Any]:
 def one_rank() -> None:
     """Set the variables of a launcher of one rank, which DeepSpeed reads."""
     os.environ |= {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29671",
-    }
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29671",
+    }  # fmt: skip
 
 
 def main(name: str, work: Path, run_name: str) -> None:
@@ -93,12 +89,9 @@ def main(name: str, work: Path, run_name: str) -> None:
     model.config.use_cache = False
     watch = Watch()
     Trainer(
-        model=model,
-        args=made,
-        train_dataset=WholeBatches(Sequences(run.data, "train"), plan.choice.global_batch_size),
-        data_collator=collator(run.data, plan.workload.attention),
-        callbacks=[watch],
-    ).train()
+        model=model, args=made, train_dataset=WholeBatches(Sequences(run.data, "train"), plan.choice.global_batch_size),
+        data_collator=collator(run.data, plan.workload.attention), callbacks=[watch],
+    ).train()  # fmt: skip
     program = "transformers' Trainer" + (" with DeepSpeed" if deepspeed else "")
     found = figures(watch, plan.choice.global_batch_size * plan.workload.sequence_length)
     print(json.dumps({"trainer": f"{program}, {plan.workload.attention}", "of": run_name, **found}))

@@ -33,32 +33,20 @@ def main(name: str, work: Path, run_name: str) -> None:
     wait_for_turn(name)
     on_gpu = torch.cuda.is_available()
     arguments = SFTConfig(
-        output_dir=str(run.root / "bare-trl"),
-        per_device_train_batch_size=plan.choice.micro_batch_size,
-        gradient_accumulation_steps=plan.choice.gradient_accumulation_steps,
-        max_steps=settings.arguments["max_steps"],
-        max_length=plan.workload.sequence_length,
-        packing=True,
-        gradient_checkpointing=plan.choice.gradient_checkpointing,
-        learning_rate=settings.arguments["learning_rate"],
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        bf16=on_gpu,
-        use_cpu=not on_gpu,
+        output_dir=str(run.root / "bare-trl"), per_device_train_batch_size=plan.choice.micro_batch_size,
+        gradient_accumulation_steps=plan.choice.gradient_accumulation_steps, max_steps=settings.arguments["max_steps"],
+        max_length=plan.workload.sequence_length, packing=True,
+        gradient_checkpointing=plan.choice.gradient_checkpointing, learning_rate=settings.arguments["learning_rate"],
+        logging_steps=1, save_strategy="no", report_to="none", bf16=on_gpu, use_cpu=not on_gpu,
         model_init_kwargs={"dtype": settings.model.dtype, "attn_implementation": "sdpa"},
-    )
+    )  # fmt: skip
     method = settings.method
     adapters = LoraConfig(r=method.rank, lora_alpha=method.alpha, target_modules=method.targets, task_type="CAUSAL_LM")
     watch = Watch()
     trainer = SFTTrainer(
-        model=base,
-        args=arguments,
-        train_dataset=data,
-        processing_class=tokenizer,
-        peft_config=adapters,
+        model=base, args=arguments, train_dataset=data, processing_class=tokenizer, peft_config=adapters,
         callbacks=[watch],
-    )
+    )  # fmt: skip
     trainer.train()
     found = figures(watch, plan.choice.global_batch_size * plan.workload.sequence_length)
     print(json.dumps({"trainer": "TRL's SFTTrainer, sdpa", "of": run_name, **found}))

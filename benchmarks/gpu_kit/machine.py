@@ -48,13 +48,9 @@ class Machine:
     def cluster(self) -> dict[str, Any]:
         """Return the cluster file: one rank."""
         values: dict[str, Any] = {
-            "executor": "local",
-            "accelerator": self.accelerator,
-            "processes_per_node": 1,
-            "cpus_per_node": self.cores,
-            "memory_gib_per_node": self.host_gib,
-            "internet_on_compute_nodes": False,
-        }
+            "executor": "local", "accelerator": self.accelerator, "processes_per_node": 1, "cpus_per_node": self.cores,
+            "memory_gib_per_node": self.host_gib, "internet_on_compute_nodes": False,
+        }  # fmt: skip
         return values if self.is_cpu else values | {"gpu_memory_gib": int(self.memory / GIB * 10) / 10}
 
 
@@ -91,12 +87,7 @@ def find_machine() -> Machine:
             f"`shardmake estimate --list-gpus`: make gpu-check {VARIABLE}=a100-80gb"
         )
     return Machine(
-        gpu=name,
-        accelerator=accelerator,
-        memory=memory,
-        host_gib=round(psutil.virtual_memory().available / GIB, 1),
-        cores=len(os.sched_getaffinity(0)),
-        driver=next((gpu.driver for gpu in list_gpus() or []), None),
-        cuda=found["cuda"],
-        nccl=found["nccl"],
-    )
+        gpu=name, accelerator=accelerator, memory=memory, host_gib=round(psutil.virtual_memory().available / GIB, 1),
+        cores=len(os.sched_getaffinity(0)), driver=next((gpu.driver for gpu in list_gpus() or []), None),
+        cuda=found["cuda"], nccl=found["nccl"],
+    )  # fmt: skip

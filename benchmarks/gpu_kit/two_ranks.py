@@ -40,15 +40,13 @@ def attempts(device: torch.device) -> dict[str, Callable[[], Any]]:
     half = torch.empty(SIZE // 2, device=device)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
     return {
-        "all_reduce": lambda: dist.all_reduce(whole),
-        "broadcast": lambda: dist.broadcast(whole, 0),
+        "all_reduce": lambda: dist.all_reduce(whole), "broadcast": lambda: dist.broadcast(whole, 0),
         "all_gather": lambda: dist.all_gather(parts, whole),
         "all_gather_single": lambda: gather(torch.empty(2 * SIZE, device=device), whole),
         "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(half, whole),
         "all_to_all_single": lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
-        "a step under DDP": lambda: _ddp(device),
-        "a step under FSDP2": lambda: _fsdp(device),
-    }
+        "a step under DDP": lambda: _ddp(device), "a step under FSDP2": lambda: _fsdp(device),
+    }  # fmt: skip
 
 
 def rank(number: int, folder: str) -> None:

@@ -17,8 +17,10 @@ def test_the_files_and_tests_of_the_tables_exist(table: dict[str, str], file: st
 
 def test_the_tier_follows_from_file_and_name() -> None:
     assert belongs_to_make_test("tests/unit/core/test_atomic.py::test_any")
-    assert belongs_to_make_test("tests/workflow/test_resume.py::test_every_strategy_resumes[zero3]")
-    assert not belongs_to_make_test("tests/workflow/test_resume.py::test_every_strategy_resumes[zero3-offload]")
+    assert belongs_to_make_test("tests/workflow/test_recipes.py::test_trains_as_ddp_resumes_and_merges[fp32-zero3]")
+    assert not belongs_to_make_test(
+        "tests/workflow/test_recipes.py::test_trains_as_ddp_resumes_and_merges[fp32-zero3-offload]"
+    )
     assert not belongs_to_make_test("tests/cluster/test_queue.py::test_any")
     assert takes_long("tests/cluster/test_container.py::test_any")
     assert takes_long("tests/workflow/test_loading.py::test_zero3_reads_on_rank_0_only")

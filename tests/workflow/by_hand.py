@@ -10,32 +10,26 @@ import torch
 from safetensors.torch import load_file
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.reshard.convert import set_load_universal
-from shardmake.config.load import get_run, load_cluster, load_config
-from shardmake.config.models import Cluster, Run, Strategy
-from shardmake.core.atomic import read_json, write_json
+from shardmake.config.models import Strategy
 from shardmake.core.build_locks import remove_stale_locks
-from shardmake.launch.jobs import attempt_settings
-from shardmake.memory.read_config import read_model
-from shardmake.plan.stage import make_plan
-from shardmake.render import stage
-from shardmake.render.stage import launch_command, render_files
+from shardmake.render.stage import launch_command
 from shardmake.render.training_file import expected_engine
 from shardmake.run.attempt import AttemptDir
+from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
 from tests import fork_server
 from tests.fork_server import free_port
-from tests.workflow.checkout import Checkout
+from tests.workflow.checkout import REPOSITORY, Checkout
+from tests.workflow.forked import plan_of, write_attempt
 
 STEPS = 4
-FSDP_RANK = Path(__file__).with_name("fsdp_rank.py")
+FSDP_RANK = REPOSITORY / "tests/fsdp_on_cpu.py"
 
 
 def configure(checkout: Checkout, strategy: Strategy, nodes: int = 1, **changes: Any) -> None:
     """Configure a run of `STEPS` steps that is saved at its end, on nodes with two ranks."""
-    cluster: dict[str, Any] = {"max_nodes": 2, "nvme_path": str(checkout.root / "nvme")}
-    run = {"max_steps": STEPS, "checkpoints": {"every_steps": STEPS}, **changes}
-    checkout.configure(cluster, strategy=strategy, nodes=nodes, **run)
+    run = {"max_steps": STEPS, "checkpoints": {"every_steps": STEPS}, "nodes": nodes, **changes}
+    checkout.configure({"max_nodes": 2, "nvme_path": str(checkout.root / "nvme")}, strategy=strategy, **run)
 
 
 def train_by_hand(checkout: Checkout, strategy: Strategy, nodes: int = 1, **changes: Any) -> dict[int, float]:
@@ -47,11 +41,6 @@ def train_by_hand(checkout: Checkout, strategy: Strategy, nodes: int = 1, **chan
     return checkout.losses()
 
 
-def committed_checkpoints(checkout: Checkout) -> dict[int, Path]:
-    """Return the committed checkpoints of the run by step."""
-    return {record.step: path for record, path in store.committed(checkout.run / "train/checkpoints")}
-
-
 def assert_merges_as_ddp(checkout: Checkout) -> None:
     """Merge the model and compare it with the one of the fixture ``reference``."""
     checkout("shardmake", "consolidate", "demo")
@@ -61,11 +50,12 @@ def assert_merges_as_ddp(checkout: Checkout) -> None:
 
 def rewind_to(checkout: Checkout, step: int) -> Path:
     """Remove the checkpoints after ``step`` and the receipt; return the checkpoint of ``step``."""
-    for later, path in committed_checkpoints(checkout).items():
-        if later > step:
+    checkpoints = checkout.run / "train/checkpoints"
+    for record, path in list(store.committed(checkpoints)):
+        if record.step > step:
             store.remove(path)
     (checkout.run / "train/receipt.json").unlink()
-    return committed_checkpoints(checkout)[step]
+    return checkpoints / f"checkpoint-{step}"
 
 
 def launch_by_hand(
@@ -74,30 +64,11 @@ def launch_by_hand(
 ) -> tuple[Plan, AttemptDir]:  # fmt: skip
     """Run one attempt, which must succeed; ``zero`` is merged into ``zero_optimization`` of the DeepSpeed file."""
     configure(checkout, strategy, nodes, **changes)
-    config = load_config(checkout.root / "config/config.yaml")
-    run, cluster = get_run(config, "demo"), load_cluster(checkout.root / config.cluster)
-    run = run.model_copy(update={"model": str(checkout.root / run.model)})
-    plan, _ = make_plan("demo", run, cluster)
-    number = len(list((checkout.run / "train").glob("attempts/*"))) + 1
-    folder = AttemptDir(checkout.run / f"train/attempts/{number:03d}")
-    plan.write(folder.plan)
-    write_files(plan, run, cluster, folder)
-    if zero:
-        values = read_json(folder.deepspeed, "this test")
-        write_json(folder.deepspeed, values | {"zero_optimization": values["zero_optimization"] | zero})
-    if resume_from:
-        set_load_universal(folder.deepspeed, resume_from)
-    resume = str(resume_from) if resume_from else None
-    settings = attempt_settings(number, checkout.run, cluster, plan, resume_from=resume, settings_digest="by hand")
-    settings.write(folder.settings)
+    plan, *_ = planned = plan_of(checkout)
+    sections = {"zero_optimization": zero} if zero else None
+    folder = write_attempt(RunDir(checkout.run), planned, resume_from, sections)
     launch(plan, folder, FSDP_RANK if fsdp_on_cpu and plan.choice.is_fsdp else None)
     return plan, folder
-
-
-def write_files(plan: Plan, run: Run, cluster: Cluster, folder: AttemptDir) -> None:
-    """Write the files of `render` without its checks by the libraries, which follow in the training itself."""
-    model = read_model(run.model)
-    stage.write_files(render_files(plan, run, cluster, model, folder.root), folder.root, model)
 
 
 def launch(plan: Plan, folder: AttemptDir, program: Path | None) -> None:

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from shardmake.config.load import get_run, load_cluster, load_config
+from shardmake.config.models import Cluster, Run
+
 if TYPE_CHECKING:  # benchmarks run without pytest
     import pytest
 
@@ -63,6 +66,11 @@ class Checkout:
     def write_config(self, config: Any) -> None:
         """Write ``config/config.yaml``."""
         (self.root / "config/config.yaml").write_text(yaml.safe_dump(config))
+
+    def load(self) -> tuple[Run, Cluster]:
+        """Return the run and the cluster of the configuration."""
+        config = load_config(self.root / "config/config.yaml")
+        return get_run(config, "demo"), load_cluster(self.root / config.cluster)
 
     @property
     def run(self) -> Path:

@@ -60,10 +60,11 @@ def trained(root: Path, script: str, world: int) -> Path:
     """Train the variants of ``script`` (``zero`` or ``fsdp``) at this world size once; return their folder."""
     out = root / f"{script}-{world}"
     variants = (ZERO if script == "zero" else FSDP)[world]
-    program = HERE / ("consolidate_train.py" if script == "zero" else "consolidate_train_fsdp.py")
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
-    done = subprocess.run([*launcher, program, out, *variants], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [*launcher, HERE / "consolidate_train.py", out, *variants], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return out
 

@@ -4,7 +4,7 @@ import json
 import shutil
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,10 +16,12 @@ from safetensors.torch import load_file
 from shardmake.checkpoint import store
 from shardmake.checkpoint.formats.pickle_names import refuse_foreign_names
 from shardmake.checkpoint.record import CheckpointRecord
-from shardmake.config.load import get_run, load_cluster, load_config
+from shardmake.checkpoint.reshard.convert import set_load_universal
 from shardmake.config.models import Cluster, Run, Strategy
+from shardmake.consolidate.merge import consolidate
 from shardmake.core.atomic import write_json
 from shardmake.core.fingerprint import FileEntry
+from shardmake.data.stage import prepare
 from shardmake.launch.driver import drive
 from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.slurm_states import JobState, JobStatus
@@ -36,6 +38,9 @@ from shardmake.run.training_settings import TrainingSettings
 from tests.fork_server import ForkServer, free_port, launched_environment
 from tests.workflow.checkout import Checkout
 
+Planned = tuple[Plan, Run, Cluster]
+Weights = dict[str, torch.Tensor]
+
 
 @dataclass
 class Forked:
@@ -44,18 +49,41 @@ class Forked:
     checkout: Checkout
     server: ForkServer
     environments: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)
+    references: dict[str, "Trained"] = field(default_factory=dict)
 
-    def plan(self, strategy: Strategy, ranks: int, **changes: Any) -> tuple[Plan, Run, Cluster]:
+    @property
+    def inputs(self) -> Path:
+        """Folder of the checkout's data and base model."""
+        return self.checkout.root / "resources/demo"
+
+    @property
+    def unpacked(self) -> dict[str, Any]:
+        """Return the settings of a run whose sequences have one example each; its data are tokenized with it."""
+        data = {split: str(self.inputs / f"{split}.jsonl") for split in ("train", "eval")}
+        return {"packing": False, "data": data}
+
+    def trained(
+        self, folder: Path, strategy: Strategy, ranks: int = 2, options: Mapping[str, Any] = {}, **settings: Any
+    ) -> "Trained":
+        """Train a run below ``folder`` to its end; ``options`` are those of `train`."""
+        return Trained(self, RunDir(folder / "run"), self.plan(strategy, ranks, **settings), options).train()
+
+    def once(self, strategy: Strategy, ranks: int = 2, **settings: Any) -> "Trained":
+        """Return what `trained` returned for the same settings before, or train now."""
+        key = json.dumps([strategy, ranks, settings], sort_keys=True)
+        if key not in self.references:
+            folder = self.checkout.root.with_name(f"{self.checkout.root.name}-{len(self.references)}")
+            self.references[key] = self.trained(folder, strategy, ranks, **settings)
+        return self.references[key]
+
+    def plan(self, strategy: Strategy, ranks: int, **changes: Any) -> Planned:
         """Return the plan of the run on one node, with one forward pass per step; the batch suits 1 to 4 ranks."""
         given: dict[str, Any] = {"global_batch_size": 12, "micro_batch_size": 12 // ranks, "max_steps": 4, **changes}
         self.checkout.configure({"processes_per_node": ranks}, strategy=strategy, nodes=1, **given)
-        config = load_config(self.checkout.root / "config/config.yaml")
-        run, cluster = get_run(config, "demo"), load_cluster(self.checkout.root / config.cluster)
-        run = run.model_copy(update={"model": str(self.checkout.root / run.model)})
-        return make_plan("demo", run, cluster)[0], run, cluster
+        return plan_of(self.checkout)
 
     def train(
-        self, rundir: RunDir, planned: tuple[Plan, Run, Cluster], kill: dict[str, Any] | None = None,
+        self, rundir: RunDir, planned: Planned, kill: dict[str, Any] | None = None,
         resume_from: Path | None = None, deepspeed: dict[str, Any] | None = None, variables: dict[str, str] | None = None,
         arguments: dict[str, Any] | None = None, program: str | None = None,
     ) -> list[int]:  # fmt: skip
@@ -64,25 +92,17 @@ class Forked:
         ``deepspeed`` is merged into the sections of the DeepSpeed file, ``arguments`` into those of Trainer. ``program``
         runs instead of `shardmake.train`.
         """
-        plan, run, cluster = planned
-        number = len(list(rundir.attempts.glob("*"))) + 1
-        folder = AttemptDir(rundir.attempts / f"{number:03d}")
         if not rundir.data.exists():
-            shutil.copytree(self.checkout.run / "data", rundir.data)
-        model = read_model(run.model)
-        files, _ = merge_own_files(render_files(plan, run, cluster, model, folder.root), run, plan.choice)
-        plan.write(folder.plan)
-        write_files(files, folder.root, model)
-        training = TrainingSettings.read(folder.training)
-        training = training.model_copy(update={"arguments": training.arguments | (arguments or {})})
-        training.write(folder.training)
-        changes = {key: files.deepspeed.get(key, {}) | section for key, section in (deepspeed or {}).items()}
-        write_json(folder.deepspeed, files.deepspeed | changes)
-        path = str(resume_from) if resume_from else None
-        attempt_settings(number, rundir.root, cluster, plan, resume_from=path, settings_digest="r").write(
-            folder.settings
-        )
-        return self.run_attempt(plan, folder, kill, variables, program)
+            shutil.copytree(self._data(planned[1]), rundir.data)
+        folder = write_attempt(rundir, planned, resume_from, deepspeed, arguments)
+        return self.run_attempt(planned[0], folder, kill, variables, program)
+
+    def _data(self, run: Run) -> Path:
+        """Return the tokenized data of the checkout, or those that `unpacked` asks for, tokenized once."""
+        if not Path(str(run.data.train)).is_absolute():
+            return self.checkout.run / "data"
+        prepare(run, rundir := RunDir(self.checkout.root / f"runs/{run.data.order}"))
+        return rundir.data
 
     def run_attempt(
         self, plan: Plan, folder: AttemptDir, kill: dict[str, Any] | None = None,
@@ -94,7 +114,7 @@ class Forked:
             environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(folder.deepspeed)
         return self.server.run(folder.root, environment | (variables or {}), plan.choice.world_size, kill, program)
 
-    def drive(self, planned: tuple[Plan, Run, Cluster], program: str | None = None) -> None:
+    def drive(self, planned: Planned, program: str | None = None) -> None:
         """Train the run of the checkout from its start with the driver, which takes fallbacks and resumes.
 
         The libraries do not read the rendered files before; the ranks do. Raises what the driver raises.
@@ -119,27 +139,86 @@ class Forked:
             self.environments[key] = launched_environment(command, folder.root)
         return self.environments[key]
 
-    def resume(
-        self, rundir: RunDir, planned: tuple[Plan, Run, Cluster], kill: dict[str, Any] | None = None,
-        variables: dict[str, str] | None = None, arguments: dict[str, Any] | None = None,
-    ) -> tuple[list[int], CheckpointRecord | None]:  # fmt: skip
+    def resume(self, rundir: RunDir, planned: Planned, **options: Any) -> tuple[list[int], CheckpointRecord | None]:
         """Call `train` from the checkpoint that the store recovers, as the driver does."""
         found = store.recover(rundir.checkpoints)
         if found:
             refuse_foreign_names(found[1], found[0].files)
-        codes = self.train(
-            rundir, planned, kill, resume_from=found[1] if found else None, variables=variables, arguments=arguments
-        )
+        codes = self.train(rundir, planned, resume_from=found[1] if found else None, **options)
         return codes, found[0] if found else None
 
-    def assert_repeats(self, rundir: RunDir, planned: tuple[Plan, Run, Cluster], **options: Any) -> dict[int, float]:
-        """Resume a training of four steps from step 2; return the losses, which must be the same."""
-        uninterrupted = losses(rundir)
-        shutil.rmtree(rundir.checkpoints / "checkpoint-4")
-        codes, resumed = self.resume(rundir, planned, **options)
-        assert set(codes) == {0} and resumed is not None and resumed.step == 2, log(rundir)
-        assert losses(rundir) == uninterrupted
-        return uninterrupted
+
+def plan_of(checkout: Checkout) -> Planned:
+    """Return the plan of the run in ``checkout``, whose model has an absolute path."""
+    run, cluster = checkout.load()
+    run = run.model_copy(update={"model": str(checkout.root / run.model)})
+    return make_plan("demo", run, cluster)[0], run, cluster
+
+
+def write_attempt(
+    rundir: RunDir, planned: Planned, resume_from: Path | None = None, deepspeed: dict[str, Any] | None = None,
+    arguments: dict[str, Any] | None = None,
+) -> AttemptDir:  # fmt: skip
+    """Write the files of the next attempt, which the libraries do not check; see `Forked.train`."""
+    plan, run, cluster = planned
+    number = len(list(rundir.attempts.glob("*"))) + 1
+    folder, model = AttemptDir(rundir.attempts / f"{number:03d}"), read_model(run.model)
+    files, _ = merge_own_files(render_files(plan, run, cluster, model, folder.root), run, plan.choice)
+    plan.write(folder.plan)
+    write_files(files, folder.root, model)
+    training = TrainingSettings.read(folder.training)
+    training.model_copy(update={"arguments": training.arguments | (arguments or {})}).write(folder.training)
+    changes = {key: files.deepspeed.get(key, {}) | section for key, section in (deepspeed or {}).items()}
+    write_json(folder.deepspeed, files.deepspeed | changes)
+    set_load_universal(folder.deepspeed, resume_from)
+    path = str(resume_from) if resume_from else None
+    settings = attempt_settings(number, rundir.root, cluster, plan, resume_from=path, settings_digest="r")
+    settings.write(folder.settings)
+    return folder
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run in its folder; every attempt has the same ``options`` of `Forked.train`."""
+
+    forked: Forked
+    rundir: RunDir
+    planned: Planned
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def base(self) -> Path:
+        return Path(self.planned[1].model)
+
+    @property
+    def last(self) -> Path:
+        """The checkpoint of the last of four steps."""
+        return self.rundir.checkpoints / "checkpoint-4"
+
+    def train(self, resume_from: Path | None = None) -> "Trained":
+        """Run an attempt, in which no rank may fail."""
+        codes = self.forked.train(self.rundir, self.planned, resume_from=resume_from, **self.options)
+        assert set(codes) == {0}, log(self.rundir)
+        return self
+
+    def losses(self, key: str = "loss") -> dict[int, float]:
+        return losses(self.rundir, key)
+
+    def repeat(self) -> "Trained":
+        """Resume a training of four steps from step 2; the losses must be the same."""
+        uninterrupted = self.losses()
+        store.remove(self.last)
+        codes, resumed = self.forked.resume(self.rundir, self.planned, **self.options)
+        assert set(codes) == {0} and resumed is not None and resumed.step == 2, log(self.rundir)
+        assert self.losses() == uninterrupted
+        return self
+
+    def merged(self, out: str = "model", **options: Any) -> Weights:
+        """Merge the last checkpoint into the folder ``out`` of the run; return the weights by name."""
+        model_class = self.planned[0].workload.model_class
+        consolidate(self.last, self.rundir.root / out, base=self.base, model_class=model_class, **options)
+        name = "adapter_model" if options.get("adapter") else "model"
+        return load_file(self.rundir.root / out / f"{name}.safetensors")
 
 
 @dataclass
@@ -164,6 +243,9 @@ class ForkedJobs:
 
     def status(self, job: str) -> JobStatus:
         return JobStatus(JobState.ENDED, "")
+
+    def seconds_left(self, job: str) -> float:
+        return 0.0
 
     def hosts(self, nodes: str) -> list[str]:
         return []
@@ -216,3 +298,9 @@ def states(record: CheckpointRecord | None) -> dict[str, FileEntry]:
     """Return size and checksum of weights, optimizer states, random generators and schedulers by file."""
     assert record is not None
     return {name: entry for name, entry in record.files.items() if name.endswith((".pt", ".pth", ".distcp"))}
+
+
+def result(rundir: RunDir) -> tuple[dict[int, float], dict[str, FileEntry]]:
+    """Return the losses by step, and the checksums of the newest checkpoint's states, for an exact comparison."""
+    last = store.newest_valid(rundir.checkpoints)
+    return (losses(rundir), states(last[0])) if last else ({}, {})

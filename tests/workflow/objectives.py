@@ -11,15 +11,13 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from shardmake.config.models import Cluster, Run, Strategy
-from shardmake.run.plan import Plan
+from shardmake.run.paths import RunDir
 from tests.fork_server import REPOSITORY, free_port
 from tests.workflow.conftest import PACKAGES
-from tests.workflow.forked import Forked
+from tests.workflow.forked import Forked, Planned, Trained
 
 SCRIPT = Path(__file__).with_name("scripts") / "trl_alone.py"
 Turn = dict[str, str]
-Training = tuple[Plan, Run, Cluster]
 Row = dict[str, Any]
 
 
@@ -81,32 +79,39 @@ def settings_of(objective: str, method: str = "full", reference: str = "model") 
 
 @dataclass(frozen=True)
 class Trainings:
-    """Checkouts with the examples of each objective, and what plain TRL logs and saves with them."""
+    """Checkouts with the examples of each objective, and what plain TRL logs and saves with them.
+
+    A case is text, such as ``dpo lora zero3`` or ``dpo full zero3 precomputed``: objective, method, strategy, reference.
+    """
 
     checkout: Callable[[str, bool], Forked]
     folder: Path
 
-    def forked(self, objective: str, method: str) -> Forked:
-        """Return the checkout of an objective; a base in 4 bits has other libraries."""
+    def forked(self, case: str) -> Forked:
+        """Return the checkout of a case; a base in 4 bits has other libraries."""
+        objective, method, *_ = case.split()
         return self.checkout(objective, method == "qlora")
 
-    def plan(self, objective: str, method: str, strategy: Strategy, reference: str = "model") -> Training:
+    def plan(self, case: str) -> Planned:
         """Return a planned training on two ranks."""
-        return self.forked(objective, method).plan(strategy, 2, **settings_of(objective, method, reference))
+        objective, method, strategy, *reference = case.split()
+        return self.forked(case).plan(strategy, 2, **settings_of(objective, method, *reference))
 
-    def model(self, objective: str, method: str) -> Path:
-        """Return the folder of the model that TRL saved."""
-        return self.folder / f"{objective}-{method}.json.model"
+    def train(self, folder: Path, case: str) -> Trained:
+        """Train on two ranks."""
+        return Trained(self.forked(case), RunDir(folder / "run"), self.plan(case)).train()
 
-    def trl(self, objective: str, method: str) -> list[Row]:
-        """Return what TRL alone logs at each step under DDP."""
+    def trl(self, case: str) -> tuple[list[Row], Path]:
+        """Return what TRL alone logs at each step under DDP, and the folder of the model that it saves."""
+        objective, method, _, *reference = case.split()
+        if reference and objective == "kto":
+            method += "-precomputed"
         out = self.folder / f"{objective}-{method}.json"
         if not out.exists():
-            root = self.forked(objective, method.partition("-")[0]).checkout.root
+            root = self.forked(case).checkout.root
             words = [SCRIPT, objective, root / "resources/demo/base", root / "examples.jsonl", method, out]
-            paths = (REPOSITORY, PACKAGES) if method == "qlora" else ()
-            run_with_two_ranks(words, out.parent, paths)
-        return [line for line in json.loads(out.read_text()) if "loss" in line]
+            run_with_two_ranks(words, out.parent, (REPOSITORY, PACKAGES) if method == "qlora" else ())
+        return [line for line in json.loads(out.read_text()) if "loss" in line], Path(f"{out}.model")
 
 
 def run_with_two_ranks(words: list[Any], folder: Path, paths: tuple[Path, ...] = ()) -> None:
@@ -117,14 +122,18 @@ def run_with_two_ranks(words: list[Any], folder: Path, paths: tuple[Path, ...] =
     subprocess.run([*launcher, *map(str, words)], check=True, env=environment)
 
 
+def write_examples(objective: str, root: Path, inputs: Path) -> None:
+    """Write 48 examples of the demo's conversations to ``root``, and 12 to evaluate."""
+    messages = [json.loads(line)["messages"] for line in (inputs / "train.jsonl").read_text().splitlines()[:60]]
+    lines = [json.dumps(OBJECTIVES[objective].example(number, *turns)) for number, turns in enumerate(messages)]
+    (root / "examples.jsonl").write_text("\n".join(lines[:48]))
+    (root / "held_out.jsonl").write_text("\n".join(lines[48:]))
+
+
 def with_examples(objective: str, forked: Forked, inputs: Path) -> Forked:
     """Give the checkout 48 examples, and 12 to evaluate; the base of a reward model gets a head of its own."""
     root = forked.checkout.root
-    messages = [json.loads(line)["messages"] for line in (inputs / "train.jsonl").read_text().splitlines()[:60]]
-    example = OBJECTIVES[objective].example
-    lines = [json.dumps(example(number, *turns)) for number, turns in enumerate(messages)]
-    (root / "examples.jsonl").write_text("\n".join(lines[:48]))
-    (root / "held_out.jsonl").write_text("\n".join(lines[48:]))
+    write_examples(objective, root, inputs)
     settings = settings_of(objective, "full" if objective == "sft" else "lora")
     forked.checkout.configure({"processes_per_node": 2}, strategy="ddp", nodes=1, global_batch_size=12, **settings)
     forked.checkout("shardmake", "data", "demo")

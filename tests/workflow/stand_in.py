@@ -22,16 +22,13 @@ def leave(stage: str, name: str) -> None:
     rundir = RunDir(Path("runs", name))
     config = load_config(Path(os.environ.get(VARIABLE, "config/config.yaml")))
     files = {
-        "fetch": (rundir.sources, rundir.weights_receipt),
-        "plan": (rundir.plan, rundir.memory, rundir.memory_table),
+        "fetch": (rundir.sources, rundir.weights_receipt), "plan": (rundir.plan, rundir.memory, rundir.memory_table),
         "render": (rundir.accelerate, rundir.deepspeed, rundir.training, rundir.rendered),
-        "data": (rundir.data_receipt,),
-        "train": (rundir.train_receipt,),
-        "consolidate": (rundir.model / "config.json",),
-        "evaluate": (rundir.evaluation,),
+        "data": (rundir.data_receipt,), "train": (rundir.train_receipt,),
+        "consolidate": (rundir.model / "config.json",), "evaluate": (rundir.evaluation,),
         "push": (rundir.push_receipt,),
         "report": (rundir.report, *map(rundir.figure, ("loss", "optimizer", "speed", "memory", "by-length"))),
-    }
+    }  # fmt: skip
     for path in files[stage]:
         write_json(path, CONTENT)
     if stage == "render":

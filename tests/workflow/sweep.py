@@ -8,7 +8,7 @@ On two nodes of one rank each, every rank writes to a folder of its node. The sw
 move into the checkpoint, while listings are written and merged, and while a node validates its share before a resume.
 """
 
-import json
+import itertools
 import os
 import shutil
 import signal
@@ -23,26 +23,13 @@ from shardmake.config.models import Strategy
 from shardmake.launch.resume_validation import validate_share
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.paths import RunDir
-from tests.kill_at_write import points
-from tests.workflow.forked import Forked, branch, log
+from tests.kill_at_write import points, status_of
+from tests.workflow.forked import Forked, Planned, branch, log, result
 
 RANKS = 2
 Point = tuple[int, str, str]
 """Number, mode and line of a write, or of a file that a node opens in its validation (mode "read")."""
-CASES: tuple[tuple[Strategy, int, int], ...] = (
-    ("zero3", 0, 1),
-    ("zero3", 1, 1),
-    ("fsdp", 0, 1),
-    ("fsdp", 1, 1),
-    ("zero2", 0, 1),
-    ("zero2", 1, 1),
-    ("zero3", 0, 2),
-    ("zero3", 1, 2),
-    ("fsdp", 0, 2),
-    ("fsdp", 1, 2),
-    ("zero2", 0, 2),
-    ("zero2", 1, 2),
-)
+CASES = tuple(itertools.product(("zero3", "fsdp", "zero2"), (0, 1), (1, 2)))
 """Strategy, killed rank, and number of nodes."""
 
 
@@ -59,11 +46,7 @@ class Sweep:
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of the run beside those of its checkpoints."""
 
-    @property
-    def planned(self) -> Any:
-        return self._plan(keep=1)
-
-    def _plan(self, keep: int) -> Any:
+    def _plan(self, keep: int = 1) -> Planned:
         settings = self.settings | {"checkpoints": {"every_steps": 2, "keep": keep}}
         return self.forked.plan(self.strategy, RANKS, **settings)
 
@@ -79,12 +62,12 @@ class Sweep:
         started.train_receipt.unlink()
         complete = branch(started, self.root / "uninterrupted")
         recording = self._kill(complete, -1, "before")
-        codes, _ = self.forked.resume(complete, self.planned, recording, self.variables)
+        codes, _ = self.forked.resume(complete, self._plan(), kill=recording, variables=self.variables)
         assert codes == [0] * RANKS, log(complete)
         self.points = points(Path(recording["log"]))
         if self.nodes > 1:
             self.points = [*self._of_several_nodes(), *self._reads(started)]
-        self.expected = _result(complete)
+        self.expected = result(complete)
 
     def _of_several_nodes(self) -> list[Point]:
         """Return the writes that differ from those on one node: all of node 1, and node 0's from the merge on."""
@@ -103,19 +86,15 @@ class Sweep:
 
     def _validate(self, rundir: RunDir, file: Path, at: int) -> int:
         """Validate the share of the victim's node in a process that is killed at its read ``at``; return its status."""
-        child = os.fork()
-        if child:
-            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        status = 1
-        try:
+
+        def validate() -> None:
             checkpoint = rundir.checkpoints / "checkpoint-2"
             attempt = AttemptDir(max(rundir.attempts.iterdir())).read()
             attempt = attempt.model_copy(update={"resume_from": str(checkpoint), "nodes": self.nodes})
             _kill_at_read(checkpoint, file, at)
             validate_share(attempt, self.victim, lambda _: None)
-            status = 0
-        finally:
-            os._exit(status)
+
+        return status_of(validate)
 
     def _kill(self, rundir: RunDir, at: int, mode: str) -> dict[str, Any]:
         folder, file = rundir.checkpoints, rundir.root / "writes.log"
@@ -127,9 +106,21 @@ class Sweep:
         if mode == "read":
             status = self._validate(rundir, file, at)
         else:
-            codes, _ = self.forked.resume(rundir, self.planned, self._kill(rundir, at, mode), self.variables)
+            kill = self._kill(rundir, at, mode)
+            codes, _ = self.forked.resume(rundir, self._plan(), kill=kill, variables=self.variables)
             status = codes[self.victim]
         return status == -signal.SIGKILL and len(file.read_text().splitlines()) == at + 1
+
+    def chosen(self) -> list[tuple[int, str]]:
+        """Return half a file of states, and the rename that commits the checkpoint, if rank 0 is killed."""
+        halves = [(at, mode) for at, mode, what in self.points if mode == "half" and "shardmake.json" not in what]
+        moved = [(at, mode) for at, mode, what in self.points if what == "os.rename /.saving/002/checkpoint-4"]
+        return [halves[len(halves) // 2], *moved]
+
+    def assert_recovers(self, chosen: list[tuple[int, str]]) -> None:
+        """Kill the rank at each of the points, which must lose nothing."""
+        lost = {point: found for point in chosen if not (found := self.survive(*point))["recovered"]}
+        assert chosen and not lost
 
     def survive(self, at: int, mode: str) -> dict[str, Any]:
         """Kill the rank at one point and resume; ``recovered`` is true if nothing was lost or changed."""
@@ -139,8 +130,8 @@ class Sweep:
         newest = store.recover(rundir.checkpoints)
         found["resumed_from"] = newest[0].step if newest else 0
         if newest and newest[0].step < 4:
-            found["codes"], _ = self.forked.resume(rundir, self.planned, variables=self.variables)
-        found["recovered"] = bool(found["killed"] and newest and _result(rundir) == self.expected)
+            found["codes"], _ = self.forked.resume(rundir, self._plan(), variables=self.variables)
+        found["recovered"] = bool(found["killed"] and newest and result(rundir) == self.expected)
         if found["recovered"]:
             shutil.rmtree(rundir.root)
         return found
@@ -162,13 +153,3 @@ def _kill_at_read(folder: Path, file: Path, at: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(on_audit_event)
-
-
-def _result(rundir: RunDir) -> tuple[dict[int, float], dict[str, str]]:
-    """Return the losses by step, and the checksums of the last checkpoint's states, for an exact comparison."""
-    last = store.newest_valid(rundir.checkpoints)
-    if last is None or last[0].step != 4:
-        return {}, {}
-    states = {name: entry.crc32 for name, entry in last[0].files.items() if name.endswith((".pt", ".pth", ".distcp"))}
-    lines = [json.loads(line) for line in rundir.metrics.read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}, states

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +16,27 @@ from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.evaluation import EvaluationResult
 from shardmake.run.paths import RunDir
 from shardmake.run.sources import Sources
-from tests.workflow.checkout import PROFILE, RUN, UNPUSHED, Checkout
+from tests.workflow.checkout import PROFILE, REPOSITORY, RUN, UNPUSHED, Checkout
+from tests.workflow.objectives import write_examples
 from tests.workflow.test_module import make_lab
 from tests.workflow.test_reruns import finish
 
 SFT: dict[str, Any] = UNPUSHED | {"strategy": "ddp"}
 PAIRS: dict[str, Any] = {
     "objective": "dpo", "packing": False, "sequence_length": 128,
-    "data": {"train": "pairs.jsonl", "eval": "held_out.jsonl"},
+    "data": {"train": "examples.jsonl", "eval": "held_out.jsonl"},
 }  # fmt: skip
 TRAINING = ["plan", "render", "train", "consolidate"]
 ENDS = ["evaluate", "report"]
 
 
+def trained(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test of trainings that take many minutes."""
+    return pytest.mark.training(pytest.mark.objectives(pytest.mark.timeout(6000)(test)))
+
+
 def configure(checkout: Checkout, sft: dict[str, Any], **runs: dict[str, Any]) -> None:
     checkout.write_config({"cluster": "config/cluster.yaml", "runs": {"sft": SFT | sft, **runs}})
-
-
-def write_pairs(root: Path) -> None:
-    """Write pairs of the answer of a conversation and of its words in reversed order."""
-    messages = [json.loads(line)["messages"] for line in (root / "resources/demo/train.jsonl").open()][:60]
-    worse = [answer | {"content": " ".join(reversed(answer["content"].split()))} for _, answer in messages]
-    lines = [
-        json.dumps({"prompt": [question], "chosen": [answer], "rejected": [other]})
-        for (question, answer), other in zip(messages, worse, strict=True)
-    ]
-    (root / "pairs.jsonl").write_text("\n".join(lines[:48]))
-    (root / "held_out.jsonl").write_text("\n".join(lines[48:]))
 
 
 MESSAGES = {
@@ -60,7 +56,7 @@ def dry_run(checkout: Checkout, *words: str) -> dict[str, list[str]]:
 
 
 def test_edits_of_the_first_run_rerun_the_second(checkout: Checkout) -> None:
-    write_pairs(checkout.root)
+    write_examples("dpo", checkout.root, checkout.root / "resources/demo")
     dpo = {"base": "sft", "model": "run:sft", **PAIRS, "learning_rate": 1e-4, "evaluation": SFT["evaluation"]}
     configure(checkout, {}, dpo=dpo)
     planned = {"sft": ["fetch", "plan"], "dpo": ["fetch", "plan"]}
@@ -108,12 +104,10 @@ def test_a_chain_in_another_workflow(tmp_path: Path, inputs: Path) -> None:
     assert (lab.root / sources.model.path / "tokenizer.json").exists()
 
 
-@pytest.mark.training
-@pytest.mark.objectives
-@pytest.mark.timeout(6000)
+@trained
 def test_pairs_are_learned_from_the_model_that_conversations_made(checkout: Checkout) -> None:
     """LoRA, then full: the merged model of the first run is the base, the reference and the start of the second."""
-    write_pairs(checkout.root)
+    write_examples("dpo", checkout.root, checkout.root / "resources/demo")
     lora = {"method": "lora", "lora": {"rank": 8}}
     dpo = {key: value for key, value in SFT.items() if key != "checkpoints"} | PAIRS | {"model": "run:sft"}
     configure(checkout, lora, dpo=dpo)
@@ -137,12 +131,10 @@ def test_pairs_are_learned_from_the_model_that_conversations_made(checkout: Chec
     assert last.resume_from is None, "a checkpoint that was trained from another model is not resumed"
 
 
-@pytest.mark.training
-@pytest.mark.objectives
-@pytest.mark.timeout(6000)
+@trained
 def test_preferences_continue_the_adapter_that_conversations_made(checkout: Checkout) -> None:
     """One command plans both, trains both, and merges the adapter of the second; an edit of the first trains both."""
-    write_pairs(checkout.root)
+    write_examples("dpo", checkout.root, checkout.root / "resources/demo")
     lora = {"method": "lora", "lora": {"rank": 8}}
     dpo = {"base": "sft", **PAIRS, "lora": {"adapter": "run:sft"}, "dpo": {"reference": "precomputed"}}
     dpo["learning_rate"] = 1e-4
@@ -164,3 +156,37 @@ def test_preferences_continue_the_adapter_that_conversations_made(checkout: Chec
     checkout("snakemake", *PROFILE, "runs/sft/model/receipt.json")
     refused = checkout("shardmake", "train", "dpo", check=False).stdout
     assert "does not record the present adapter of run:sft" in refused
+
+
+# --- the configurations of examples, as their first lines say how to run them: 24 minutes on two cores -----------------
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Checkout:
+    """A checkout with the data of the examples, in which both examples share the first run."""
+    checkout = Checkout.create(tmp_path_factory.mktemp("examples") / "checkout", inputs)
+    shutil.copytree(REPOSITORY / "examples", checkout.root / "examples")
+    checkout("shardmake", "demo", "--preferences")
+    return checkout
+
+
+@trained
+def test_preferences_change_the_spelling_and_not_the_answer(examples: Checkout) -> None:
+    examples("snakemake", *PROFILE, "--configfile", "examples/preferences.yaml")
+    found = EvaluationResult.read(RunDir(examples.root / "runs/sbatch-preferred").evaluation)
+    assert found.preferences is not None
+    assert found.preferences.base_accuracy < 0.75, "conversations have both spellings"
+    assert found.preferences.tuned_accuracy > 0.95 and found.preferences.rewards.accuracies > 0.95
+
+
+@trained
+def test_a_rule_is_learned_by_grpo(examples: Checkout) -> None:
+    examples("snakemake", *PROFILE, "--configfile", "examples/grpo.yaml")
+    rundir = RunDir(examples.root / "runs/sbatch-rewarded")
+    states = rundir.checkpoints.glob("checkpoint-*/trainer_state.json")
+    newest = max(states, key=lambda path: int(path.parent.name.partition("-")[2]))
+    rewards = [line["reward"] for line in json.loads(newest.read_text())["log_history"] if "reward" in line]
+    first, last = rewards[:5], rewards[-5:]
+    assert sum(last) / 5 > sum(first) / 5 + 0.1
+    found = EvaluationResult.read(rundir.evaluation)
+    assert found.tuned.exact > found.base.exact + 0.1

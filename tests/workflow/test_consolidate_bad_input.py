@@ -96,6 +96,17 @@ def swap_ranks(folder: Path, kind: str = "optim") -> None:
     (folder / "kept").rename(second)
 
 
+def add(name: str) -> Callable[[Path], Any]:
+    return lambda folder: shutil.copy(folder / MODEL_STATES, folder / STEP / name)
+
+
+UNSUPPORTED = {
+    "layer_0_expert_1_mp_rank_00_model_states.pt": "mixture-of-experts",
+    "expp_rank_0_mp_rank_00_optim_states.pt": "mixture-of-experts",
+    "mp_rank_01_model_states.pt": "tensor or model parallelism",
+    "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt": "tensor or model parallelism",
+    "layer_03-model_00-model_states.pt": "pipeline parallelism",
+}
 DAMAGED = r"zero_pp_rank_1_mp_rank_00_optim_states\.pt is damaged"
 CASES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "missing rank": ("zero3", lambda folder: (folder / file_of(1)).unlink(), "lacks the files of rank 1"),
@@ -135,6 +146,10 @@ CASES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         "zero3", lambda folder: swap_ranks(folder, "model"), rf"{Path(file_of(0, 'model')).name} was written as {Path(file_of(1, 'model')).name}",
     ),
     "optimizer of another save": ("zero3", rewrite_all_steps, r"holds a model of step 2 \(0 skipped\), but its optimizer counts 4 steps"),
+    **{
+        name: ("zero1", add(name), rf"{name}\. The file belongs to .*{feature}.*ds_to_universal")
+        for name, feature in UNSUPPORTED.items()
+    },
 }  # fmt: skip
 
 
@@ -149,22 +164,6 @@ def test_rank_of_another_run(copied: Copied, variant_of: Callable[[str, int, str
     zero3 = copied("zero3")
     shutil.copy(variant_of("zero", 2, "zero3-lora") / file_of(1), zero3 / file_of(1))
     assert_fails(zero3, r"zero_pp_rank_1_mp_rank_00_optim_states\.pt was written by 2 ranks, but .* holds .* of 3")
-
-
-@pytest.mark.parametrize(
-    ("name", "feature"),
-    [
-        ("layer_0_expert_1_mp_rank_00_model_states.pt", "mixture-of-experts"),
-        ("expp_rank_0_mp_rank_00_optim_states.pt", "mixture-of-experts"),
-        ("mp_rank_01_model_states.pt", "tensor or model parallelism"),
-        ("bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor or model parallelism"),
-        ("layer_03-model_00-model_states.pt", "pipeline parallelism"),
-    ],
-)
-def test_unsupported_layout(copied: Copied, name: str, feature: str) -> None:
-    zero1 = copied("zero1")
-    shutil.copy(zero1 / MODEL_STATES, zero1 / STEP / name)
-    assert_fails(zero1, rf"{name}\. The file belongs to .*{feature}.*ds_to_universal")
 
 
 def test_swapped_slices(copied: Copied) -> None:

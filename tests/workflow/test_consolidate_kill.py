@@ -15,6 +15,7 @@ import pytest
 from shardmake.consolidate import merge_plan, writer
 from shardmake.consolidate.loading import LoadingReport, load
 from shardmake.consolidate.merge import consolidate
+from tests.kill_at_write import status_of
 from tests.workflow.consolidate_checkpoints import trained
 
 pytestmark = pytest.mark.training
@@ -38,18 +39,6 @@ def report_of(folder: Path) -> LoadingReport:
     return load(folder, trust_remote_code=False)
 
 
-def forked(work: Callable[[], None]) -> int:
-    """Run ``work`` in a fork of this process; return its exit code, negative for a signal."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def killed_at(event: int, out: Path, work: Callable[[], None]) -> int:
     """Run ``work`` and kill it just before its ``event``-th change to the disk near ``out``."""
 
@@ -58,7 +47,7 @@ def killed_at(event: int, out: Path, work: Callable[[], None]) -> int:
         watch(out, lambda: os.kill(os.getpid(), signal.SIGKILL) if next(seen) == event else None)
         work()
 
-    return forked(run)
+    return status_of(run)
 
 
 def events_of(out: Path, work: Callable[[], None]) -> int:
@@ -71,7 +60,7 @@ def events_of(out: Path, work: Callable[[], None]) -> int:
         work()
         log.write_text(str(len(seen)))
 
-    assert forked(run) == 0
+    assert status_of(run) == 0
     return int(log.read_text())
 
 
@@ -117,7 +106,7 @@ def test_kill_at_every_write(variant: Path, tmp_path: Path, replaces: bool) -> N
         code = killed_at(point, out, work)
         assert code in (0, -signal.SIGKILL)  # over an empty folder, the final renames are different
         assert content(out) in ([complete] if code == 0 else [before, complete])
-        assert forked(work) == 0
+        assert status_of(work) == 0
         assert content(out) == complete
         assert [path.name for path in out.parent.iterdir()] == ["model"]
 

@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,11 +171,24 @@ def a_run(folder: Path, place: Path, prompts: list[str] | None = None, **evaluat
     return make_run(model=str(folder), data=data, evaluation=evaluation, sequence_length=32)
 
 
-def test_both_models_are_measured_on_the_same_tokens(
-    folder: Path, rundir: RunDir, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+Evaluated = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def evaluated(folder: Path, rundir: RunDir, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Evaluated:
+    """Evaluate the run with the given settings of its evaluation."""
     caplog.set_level("INFO", "shardmake")
-    result = evaluate(a_run(folder, tmp_path), rundir).as_json()
+
+    def run(cluster: Cluster | None = None, **evaluation: Any) -> dict[str, Any]:
+        return evaluate(a_run(folder, tmp_path, **evaluation), rundir, cluster).as_json()
+
+    return run
+
+
+def test_both_models_are_measured_on_the_same_tokens(
+    evaluated: Evaluated, rundir: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = evaluated()
     assert caplog.messages[0] == "Measuring the base and the tuned model on 2 sequences, whole on 1 rank."
     assert [line.partition(":")[0] for line in caplog.messages[1:]] == ["base", "tuned"]
     assert result == unsealed(read_json(rundir.evaluation, ""))
@@ -184,25 +198,24 @@ def test_both_models_are_measured_on_the_same_tokens(
     assert result["samples"][0]["base"] != result["samples"][0]["tuned"]
 
 
-def test_configured_questions_are_asked_through_the_chat_template(folder: Path, rundir: RunDir, tmp_path: Path) -> None:
-    result = evaluate(a_run(folder, tmp_path, ["one?", "three?"]), rundir).as_json()
-    assert [sample["prompt"] for sample in result["samples"]] == ["one?", "three?"]
+def test_configured_questions_are_asked_through_the_chat_template(evaluated: Evaluated) -> None:
+    assert [one["prompt"] for one in evaluated(prompts=["one?", "three?"])["samples"]] == ["one?", "three?"]
 
 
 @pytest.mark.parametrize("backend", ["whole", "zero3-offload"])
-def test_ranks_share_the_sequences(folder: Path, rundir: RunDir, tmp_path: Path, backend: str) -> None:
+def test_ranks_share_the_sequences(
+    folder: Path, rundir: RunDir, tmp_path: Path, evaluated: Evaluated, backend: str
+) -> None:
     """Three sequences on two ranks: under ZeRO-3 the second rank gathers layers for the first one's last sequence."""
     lines = (tmp_path / "train.jsonl").read_text()
     (tmp_path / "train.jsonl").write_text(lines + lines.splitlines(keepends=True)[0] * 4)
-    run = a_run(folder, tmp_path)
-    prepare(run, rundir)
-    wanted = a_run(folder, tmp_path, backend=backend, processes=2, batch_tokens=1, losses=True)
-    together = evaluate(wanted, rundir).as_json()
+    prepare(a_run(folder, tmp_path), rundir)
+    together = evaluated(backend=backend, processes=2, batch_tokens=1, losses=True)
     rows = list(csv.DictReader(rundir.evaluation_losses.open()))
     assert len(rows) == 8 and {row["tokens"] for row in rows} == {"2"}
     mean = sum(float(row["tuned_loss"]) for row in rows) / 8
     assert mean == pytest.approx(together["tuned"]["loss"], rel=1e-4)
-    alone = evaluate(run, rundir).as_json()
+    alone = evaluated()
     assert (together["backend"], together["ranks"], together["sequences"]) == (backend, 2, 3)
     assert together["samples"] == alone["samples"]
     assert not rundir.evaluation_losses.exists(), "only on request"
@@ -237,9 +250,9 @@ def test_ranks_under_zero3_may_differ_in_labels_and_answers(folder: Path, networ
 
 
 def test_evaluation_starts_again_with_smaller_passes(
-    folder: Path, rundir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    evaluated: Evaluated, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    alone = evaluate(a_run(folder, tmp_path, batch_tokens=1), rundir).as_json()
+    alone = evaluated(batch_tokens=1)
     call = losses.LossPerToken.__call__
 
     def small_gpu(self: Any, inputs: Any, labels: torch.Tensor) -> torch.Tensor:
@@ -248,7 +261,7 @@ def test_evaluation_starts_again_with_smaller_passes(
         return call(self, inputs, labels)
 
     monkeypatch.setattr(losses.LossPerToken, "__call__", small_gpu)
-    found = evaluate(a_run(folder, tmp_path, batch_tokens=1000), rundir).as_json()
+    found = evaluated(batch_tokens=1000)
     assert found["base"] == alone["base"] and found["tuned"] == alone["tuned"]
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "ran out of GPU memory" in warning and "Set evaluation.batch_tokens" in warning
@@ -310,11 +323,10 @@ def test_what_fits_nowhere_is_read_from_its_files(folder: Path, monkeypatch: pyt
 
 
 @pytest.mark.nvme
-def test_parameters_on_nvme(folder: Path, rundir: RunDir, tmp_path: Path) -> None:
-    alone = evaluate(a_run(folder, tmp_path), rundir).as_json()
+def test_parameters_on_nvme(evaluated: Evaluated, tmp_path: Path) -> None:
+    alone = evaluated()
     (nvme := tmp_path / "nvme").mkdir()
-    cluster = Cluster(**LOCAL, nvme_path=str(nvme))
-    found = evaluate(a_run(folder, tmp_path, backend="zero3-nvme", processes=2), rundir, cluster).as_json()
+    found = evaluated(Cluster(**LOCAL, nvme_path=str(nvme)), backend="zero3-nvme", processes=2)
     assert found["backend"] == "zero3-nvme" and found["samples"] == alone["samples"]
     assert found["tuned"]["loss"] == pytest.approx(alone["tuned"]["loss"], rel=1e-6)
 
@@ -342,23 +354,21 @@ def tasks(tmp_path: Path) -> Path:
     return folder
 
 
-def test_tasks_of_lm_eval(folder: Path, rundir: RunDir, tmp_path: Path, tasks: Path) -> None:
-    run = a_run(folder, tmp_path, lm_eval=["lab_sums"], lm_eval_path=str(tasks))
-    (found,) = evaluate(run, rundir).as_json()["tasks"]
+def test_tasks_of_lm_eval(evaluated: Evaluated, tasks: Path) -> None:
+    (found,) = evaluated(lm_eval=["lab_sums"], lm_eval_path=str(tasks))["tasks"]
     assert (found["task"], found["metric"]) == ("lab_sums", "acc")
     # The tuned model's head is the base's turned: what one holds for likelier, the other holds for less likely.
     assert found["base"] + found["tuned"] == pytest.approx(1) and 0 <= found["base"] <= 1
 
 
 def test_a_perplexity_that_overflows_is_null_in_valid_json(
-    folder: Path, rundir: RunDir, tmp_path: Path, tasks: Path, caplog: pytest.LogCaptureFixture
+    rundir: RunDir, evaluated: Evaluated, tasks: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A model with a loss far above 709 nats: also lm_eval's perplexity overflows."""
-    caplog.set_level("INFO", "shardmake")
     tensors = load_file(rundir.model / "model.safetensors")
     tensors["lm_head.weight"] *= 1e6
     save_file(tensors, rundir.model / "model.safetensors", {"format": "pt"})
-    evaluate(a_run(folder, tmp_path, lm_eval=["lab_texts"], lm_eval_path=str(tasks)), rundir)
+    evaluated(lm_eval=["lab_texts"], lm_eval_path=str(tasks))
     found = json.loads(rundir.evaluation.read_text(), parse_constant=pytest.fail)
     assert found["base"]["perplexity"] == pytest.approx(math.exp(found["base"]["loss"]))
     assert found["tuned"]["loss"] > 1000 and found["tuned"]["perplexity"] is None
@@ -377,12 +387,12 @@ def test_a_perplexity_that_overflows_is_null_in_valid_json(
     ],
     ids=["no NVMe", "a misspelt task of lm_eval", "no package lm_eval"],
 )
+@pytest.mark.usefixtures("tasks")
 def test_what_evaluation_refuses(
-    folder: Path, rundir: RunDir, tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch,
-    evaluation: dict[str, Any], message: str,
-) -> None:  # fmt: skip
+    evaluated: Evaluated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evaluation: dict[str, Any], message: str
+) -> None:
     if "installed" in message:
         monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ShardmakeError, match=message):
-        evaluate(a_run(folder, tmp_path, **evaluation), rundir)
+        evaluated(**evaluation)

@@ -133,10 +133,3 @@ def test_raw_data_comes_whole_and_unchanged_from_one_commit_and_stays_offline(hu
 def texts(folder: Path) -> list[str]:
     source = locate(str(folder), Data(train=str(folder)), TRAIN_SPLITS)
     return [row.example["text"] for row in map(open_row, raw_rows(source.paths))]
-
-
-def test_a_data_set_that_is_not_there(hub: FakeHub, tmp_path: Path) -> None:
-    done = run_fetch(hub, tmp_path)
-    assert done.returncode == 1
-    assert "Requesting the data set lab/talk from the hub failed: Repository not found" in done.stderr
-    assert "hf auth login" in done.stderr

@@ -1,6 +1,9 @@
 """The whole workflow on one machine, with real processes."""
 
+import json
 import os
+import re
+import shutil
 import socket
 from pathlib import Path
 
@@ -9,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from shardmake.checkpoint import store
+from shardmake.core.atomic import sealed, unsealed, write_json
 from shardmake.core.fingerprint import fingerprint
-from shardmake.demo.recovery import kill_tree
+from shardmake.demo.recovery import AGAIN, DEMO, kill_tree
 from tests.unit.checkpoint.formats.test_unpickle import Hostile
-from tests.workflow.checkout import PROFILE, Checkout, wait_for
+from tests.workflow.checkout import PROFILE, UNPUSHED, Checkout, wait_for
 from tests.workflow.conftest import SECRETS
 
 pytestmark = pytest.mark.training
@@ -110,18 +114,6 @@ def assert_result_is_complete(checkout: Checkout) -> None:
     evaluation = checkout.read("evaluation.json")
     assert evaluation["tuned"]["loss"] < evaluation["base"]["loss"] - 0.3
     assert len(evaluation["samples"]) == 1
-
-
-def test_error_of_a_failing_rank_reaches_the_terminal(checkout: Checkout) -> None:
-    """With truncated weights the traceback reaches the terminal, and nothing is retried."""
-    checkout.stages()
-    weights = checkout.root / "resources/demo/base/model.safetensors"
-    os.truncate(weights, weights.stat().st_size // 2)
-    failed = checkout("shardmake", "train", "demo", check=False)
-    assert failed.returncode == 2
-    assert "Training of demo stopped: Rank" in failed.stdout
-    assert "Traceback (most recent call last)" in failed.stdout and "SafetensorError" in failed.stdout
-    assert [entry["end"] for entry in checkout.read("train/attempts/index.json")] == ["error in the training"]
 
 
 def test_stop_file_saves_and_stops_and_training_resumes_from_there(checkout: Checkout) -> None:
@@ -254,3 +246,102 @@ def test_out_of_memory_takes_fallbacks_until_training_succeeds(
     settings = checkout.read("train/attempts/003/training.json")["arguments"]
     assert settings["activation_checkpointing"] and settings["gradient_accumulation_steps"] == 4
     assert sorted(checkout.losses()) == [1, 2]
+
+
+DIVERGENCE = """
+import sys
+def diverge(event, arguments):
+    if event == "open" and str(arguments[0]).endswith("metrics.jsonl") and "a" in str(arguments[1]):
+        import gc, torch
+        for value in gc.get_objects():
+            if isinstance(value, torch.nn.Parameter):
+                value.data.mul_(1e30)
+if "shardmake.train" in sys.orig_argv:
+    sys.addaudithook(diverge)
+"""
+"""Weights of the size that a diverging training reaches, from the end of the first step on."""
+
+
+def test_loss_that_diverges_twice_at_one_step_stops_the_run(
+    checkout: Checkout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkout.run_at_start(DIVERGENCE, monkeypatch)
+    checkout.configure(strategy="ddp", checkpoints={"every_steps": 1}, non_finite="rewind")
+    checkout.stages()
+    failed = checkout("shardmake", "train", "demo", check=False)
+    assert failed.returncode == 2
+    assert "is nan" in failed.stdout and "NonFiniteError" in failed.stdout
+    history = checkout.read("train/attempts/index.json")
+    assert [entry["end"] for entry in history] == ["non-finite loss", "non-finite loss"]
+    assert history[0]["failed_step"] == history[1]["failed_step"] == history[1]["checkpoint_step"] + 1
+
+
+@pytest.mark.faults
+def test_a_rank_and_the_driver_are_killed_and_the_model_is_the_same(checkout: Checkout) -> None:
+    """``make demo-faults``."""
+    checkout.write_config({"cluster": "config/cluster.yaml", "runs": {DEMO: UNPUSHED | {"max_steps": 60}}})
+    missing = checkout("python", "-m", "shardmake.demo.recovery", check=False)
+    assert missing.returncode == 1 and "Run `make demo` first." in missing.stdout
+
+    checkout("snakemake", *PROFILE, f"runs/{DEMO}/model/receipt.json")
+    lines = checkout("python", "-m", "shardmake.demo.recovery").stdout.splitlines()
+    assert re.fullmatch(rf"\d+:\d\d  {AGAIN}: the settings of {DEMO}, 60 steps, .*", lines[0])
+    assert sum("SIGKILL" in line for line in lines) == 2
+    assert "60 steps in 2 attempts" in lines[-2] and f"runs/{AGAIN}/model equals runs/{DEMO}/model" in lines[-1]
+
+
+def flip(path: Path) -> None:
+    """Flip a bit in the middle, in place, and give the file its times back."""
+    times, content = path.stat(), bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    with path.open("r+b") as file:
+        file.write(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def forget_changes(checkout: Checkout, weights: Path) -> None:
+    """Let the receipt have the file's present time, as when the disk itself damaged it."""
+    path = checkout.run / "fetched/weights.json"
+    receipt = unsealed(json.loads(path.read_text()))
+    receipt["changed_at"] = {str(weights): weights.stat().st_ctime_ns}
+    write_json(path, sealed(receipt))
+
+
+def test_a_flipped_bit_stops_every_later_stage(checkout: Checkout) -> None:
+    checkout.configure(method="lora", strategy="ddp", checkpoints={"every_steps": 2, "keep": 3})
+    checkout.stages("fetch", "plan", "render", "data", "train")
+    uninterrupted = checkout.losses()
+    (checkout.run / "train/receipt.json").unlink()
+    for step in (4, 6):
+        shutil.rmtree(checkout.run / f"train/checkpoints/checkpoint-{step}")
+    weights = checkout.root / "resources/demo/base/model.safetensors"
+    (data,) = (checkout.run / "data/train").glob("*.arrow")
+    attempts = checkout.run / "train/attempts"
+
+    def refused(stage: str, path: Path) -> None:
+        found = checkout("shardmake", stage, "demo", check=False)
+        assert found.returncode == 2 and f"{path} has other content" in found.stdout
+        assert "Restore the file" in found.stdout
+
+    flip(weights)
+    refused("train", weights)
+    assert not (attempts / "002").exists(), "found before a job was queued"
+    forget_changes(checkout, weights)
+    refused("train", weights)
+    assert "train_loss" not in (attempts / "002/node-0.log").read_text() and not (attempts / "002/ranks").exists()
+    flip(weights)
+    flip(data)
+    refused("train", data)
+    flip(data)
+    assert "resuming from checkpoint-2" in checkout("shardmake", "train", "demo").stdout
+    assert checkout.losses() == uninterrupted
+    checkout("shardmake", "consolidate", "demo")
+    flip(weights)
+    for stage in ("consolidate", "evaluate"):
+        refused(stage, weights)
+    flip(weights)
+    checkout.configure(resume_from="runs/demo/train/checkpoints/checkpoint-6")
+    said = checkout("shardmake", "fetch", "demo", "--runs", "later").stdout
+    assert "Its optimizer states, schedule and step are not taken over." in said
+    started = checkout.root / "later/demo/fetched/model/model.safetensors"
+    assert started.read_bytes() == (checkout.run / "model/model.safetensors").read_bytes(), "adapters are merged"

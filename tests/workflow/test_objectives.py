@@ -4,11 +4,8 @@ The final model is the one that TRL saves, and its evaluation has the scores tha
 are in other tests: TRL packs them for kernels that need a GPU.
 """
 
-import itertools
 import json
 import math
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,15 +15,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from shardmake.config.models import Strategy
-from shardmake.consolidate.merge import consolidate
 from shardmake.evaluate.stage import evaluate
 from shardmake.memory import host, states
 from shardmake.plan.planner import buckets_of, scenario_of
 from shardmake.plan.resolve import resolve
-from shardmake.run.model_class import ModelClass
 from shardmake.run.paths import RunDir
-from tests.workflow.forked import Forked, branch, log, metrics
-from tests.workflow.objectives import OBJECTIVES, Row, Training, Trainings, settings_of
+from tests.workflow.forked import Forked, Trained, Weights, log, metrics
+from tests.workflow.objectives import OBJECTIVES, Row, Trainings, settings_of
 from tests.workflow.sweep import Sweep
 
 pytestmark = pytest.mark.training
@@ -43,65 +38,64 @@ LORA = {
     "kto": ("ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp-grad-op", "zero2-offload", "zero3-offload", "fsdp-offload"),
     "reward": (*(name for name in FULL if name != "zero3-offload-optimizer"),),
 }
-IN_CI = {
-    ("dpo", "full", "ddp"), ("dpo", "lora", "ddp"), ("dpo", "full", "zero3"), ("dpo", "full", "fsdp"),
-    ("kto", "full", "zero3"), ("reward", "full", "ddp"), ("dpo", "qlora", "zero2"),
-}  # fmt: skip
-
-
-def _cases() -> Iterator[tuple[str, str, str]]:
-    for objective in OBJECTIVES:
-        yield from ((objective, "full", name) for name in (REQUIRED if objective == "sft" else FULL))
-        yield from ((objective, "lora", name) for name in LORA.get(objective, ()))
-        if objective != "sft":
-            yield from ((objective, "qlora", name) for name in ("ddp", "zero1", "zero2", "fsdp"))
-
-
-CASES = [pytest.param(*case, marks=() if case in IN_CI else ON_DEMAND, id="-".join(case)) for case in _cases()]
-PRECOMPUTED = [
-    *(("dpo", "full", name) for name in FULL),
-    *(("dpo", "lora", name) for name in LORA["dpo"]),
-    *(("kto", "full", name) for name in ("ddp", "zero2", "zero3", "zero3-offload", "fsdp")),
-    *(("kto", "lora", name) for name in ("ddp", "zero2", "fsdp")),
+IN_CI = (
+    "dpo full ddp", "dpo lora ddp", "dpo full zero3", "dpo full fsdp", "kto full zero3", "reward full ddp",
+    "dpo qlora zero2", "dpo full fsdp precomputed",
+)  # fmt: skip
+ALIKE = ("dpo", "kto", "reward")
+CASES = [
+    *(f"{name} full {strategy}" for name in OBJECTIVES for strategy in (REQUIRED if name == "sft" else FULL)),
+    *(f"{name} lora {strategy}" for name, strategies in LORA.items() for strategy in strategies),
+    *(f"{name} qlora {strategy}" for name in ALIKE for strategy in ("ddp", "zero1", "zero2", "fsdp")),
+    # The reference runs once before the first step.
+    *(f"dpo full {strategy} precomputed" for strategy in FULL),
+    *(f"dpo lora {strategy} precomputed" for strategy in LORA["dpo"]),
+    *(f"kto full {strategy} precomputed" for strategy in ("ddp", "zero2", "zero3", "zero3-offload", "fsdp")),
+    *(f"kto lora {strategy} precomputed" for strategy in ("ddp", "zero2", "fsdp")),
 ]
-"""Cases of a reference that runs once before the first step."""
+EVERYWHERE = [f"{name} full {strategy}" for name in OBJECTIVES for strategy in REQUIRED]
 KILLED = [
-    *(("sft", "full", name, "model") for name in REQUIRED),
-    *((objective, "full", name, "model") for objective in ("dpo", "kto", "reward") for name in REQUIRED),
-    *((objective, "lora", "fsdp", "model") for objective in ("dpo", "kto", "reward")),
-    ("kto", "full", "zero2", "precomputed"),
-    *((*case, "model") for case in [("dpo", "qlora", "fsdp"), ("kto", "qlora", "ddp"), ("reward", "qlora", "zero2")]),
-]
-STOPPED = [
-    *((objective, "full", name) for objective in OBJECTIVES for name in REQUIRED),
-    *(("dpo", "lora", "fsdp"), ("kto", "lora", "ddp"), ("reward", "lora", "fsdp")),
-]
+    *EVERYWHERE, *(f"{name} lora fsdp" for name in ALIKE), "kto full zero2 precomputed", "dpo qlora fsdp",
+    "kto qlora ddp", "reward qlora zero2",
+]  # fmt: skip
+STOPPED = [*EVERYWHERE, "dpo lora fsdp", "kto lora ddp", "reward lora fsdp"]
+COUNTED = [
+    *(f"dpo full {strategy}" for strategy in ("zero2", "zero3", "zero3-offload")), "kto full zero2 precomputed",
+    *(f"{name} full {strategy}" for name in ("kto", "reward") for strategy in ("zero2", "zero3")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("objective", "method", "strategy"), CASES)
-def test_training_equals_plain_trl_and_resumes(
-    trainings: Trainings, tmp_path: Path, objective: str, method: str, strategy: Strategy
-) -> None:
-    """Losses, gradient norms and scores of every step are TRL's; a second half from the checkpoint is the same."""
-    rundir, training = RunDir(tmp_path / "run"), trainings.plan(objective, method, strategy)
-    forked = trainings.forked(objective, method)
-    assert forked.train(rundir, training) == [0, 0], log(rundir)
-    assert_trained_as(objective, trainings.trl(objective, method), rundir, rounded=method == "qlora")
-    assert_resumes(forked, rundir, training)
-    if method == "full":
-        assert_model_and_evaluation(objective, rundir, training, trainings.model(objective, method))
-    if method == "qlora":
-        assert_merges_as_peft(objective, forked, rundir, training[0].workload.model_class)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in IN_CI else ON_DEMAND) for case in CASES])
+def test_training_equals_plain_trl_and_resumes(trainings: Trainings, tmp_path: Path, case: str) -> None:
+    """Losses, gradient norms and scores of every step are TRL's; a second half from the checkpoint is the same.
+
+    TRL runs the reference of DPO in every step; a training that resumes reads the log-probabilities of the first.
+    """
+    run, (theirs, model) = trainings.train(tmp_path, case), trainings.trl(case)
+    assert_trained_as(theirs, run)
+    files = {file: file.stat().st_mtime_ns for file in run.rundir.train.glob("reference-*.safetensors")}
+    assert len(files) == ("precomputed" in case)
+    assert_resumes(run)
+    assert {file: file.stat().st_mtime_ns for file in files} == files
+    if files and "dpo" in case:
+        (shapes,) = ({name: tuple(values.shape) for name, values in load_file(file).items()} for file in files)
+        assert shapes == {"train": (48, 2), "eval": (12, 2)}
+    if " full " in case and not files:
+        assert_model_and_evaluation(run, model)
+    if "qlora" in case:
+        assert_merges_as_peft(run)
 
 
-def assert_trained_as(objective: str, theirs: list[Row], rundir: RunDir, *, rounded: bool = False) -> None:
+def assert_trained_as(theirs: list[Row], run: Trained) -> None:
     """Check the metrics of each step against what TRL logs.
 
-    With adapters on 4 bits, ours are in fp32 or have a master copy, and TRL's are ``rounded`` to bf16.
+    With adapters on 4 bits, ours are in fp32 or have a master copy, and TRL's are rounded to bf16.
     """
+    objective, rounded = run.planned[1].objective, run.planned[1].method == "qlora"
     row = OBJECTIVES[objective]
     loss, norm, score, kl = (6e-3, 0.01, 0.02, math.inf) if rounded else (1e-5, 1e-3, 1e-4, 1e-3)
-    trained = [line for line in metrics(rundir) if "loss" in line]
+    lines = metrics(run.rundir)
+    trained = [line for line in lines if "loss" in line]
     assert len(theirs) == 4
     for line, expected in zip(trained, theirs, strict=True):
         assert line["loss"] == pytest.approx(expected["loss"], abs=loss)
@@ -111,7 +105,7 @@ def assert_trained_as(objective: str, theirs: list[Row], rundir: RunDir, *, roun
             assert line[row.scores][name] == pytest.approx(expected[row.theirs.format(name)], abs=score), name
         if objective == "kto":
             assert line["kl"] == pytest.approx(expected["kl"], abs=kl)
-    evaluated = [sorted(line.get(f"eval_{row.scores}", ())) for line in metrics(rundir) if "eval_loss" in line]
+    evaluated = [sorted(line.get(f"eval_{row.scores}", ())) for line in lines if "eval_loss" in line]
     assert evaluated == [sorted(row.names)] * 2
     if rounded or objective == "sft":
         return
@@ -121,47 +115,41 @@ def assert_trained_as(objective: str, theirs: list[Row], rundir: RunDir, *, roun
     assert objective != "kto" or max(line["kl"] for line in trained) > 0, trained
 
 
-def assert_resumes(forked: Forked, rundir: RunDir, training: Training) -> RunDir:
-    """Train the second half again from the checkpoint, compare every bit, and return the second training."""
-    again = branch(rundir, rundir.root.with_name("again"))
-    shutil.rmtree(again.checkpoints / "checkpoint-4")
-    assert forked.train(again, training, resume_from=again.checkpoints / "checkpoint-2") == [0, 0], log(again)
-    assert_same_weights(rundir, again, training)
-    return again
+def assert_resumes(run: Trained) -> None:
+    """Train the second half again from the checkpoint, and compare every bit."""
+    whole, measured = merged(run, "whole"), metrics(run.rundir)[-1]
+    run.repeat()
+    assert_same(whole, merged(run, "resumed"))
+    scores = [key for key in measured if key.startswith("eval_re")]
+    assert {key: metrics(run.rundir)[-1][key] for key in scores} == {key: measured[key] for key in scores}
 
 
-def assert_same_weights(one: RunDir, other: RunDir, training: Training) -> None:
-    """Compare every bit of the final models, or of the adapters alone."""
-    whole, resumed = (merged(run, run.root.with_name(f"merged-{run.root.name}"), training) for run in (one, other))
-    assert sorted(whole) == sorted(resumed)
-    assert [name for name in whole if not whole[name].equal(resumed[name])] == []
-    assert not any(".ref." in name for name in whole)
+def assert_same(one: Weights, other: Weights) -> None:
+    assert sorted(one) == sorted(other)
+    assert [name for name in one if not one[name].equal(other[name])] == []
+    assert not any(".ref." in name for name in one)
 
 
-def merged(rundir: RunDir, out: Path, training: Training) -> dict[str, torch.Tensor]:
+def merged(run: Trained, out: str) -> Weights:
     """Return the weights of the final model by name; of adapters for a language model, those of the adapter alone."""
-    plan, run, _ = training
-    is_reward = run.objective == "reward" and run.method != "qlora"
-    adapter = run.method != "full" and not is_reward
-    kind = {"base": Path(run.model), "model_class": plan.workload.model_class} if is_reward else {}
-    consolidate(rundir.checkpoints / "checkpoint-4", out, adapter=adapter, workers=1, **kind)
+    given = run.planned[1]
+    is_reward = given.objective == "reward" and given.method != "qlora"
+    weights = run.merged(out, adapter=given.method != "full" and not is_reward, workers=1)
     if is_reward:
-        config = json.loads((out / "config.json").read_text())
+        config = json.loads((run.rundir.root / out / "config.json").read_text())
         assert config["architectures"] == ["LlamaForSequenceClassification"] and config["pad_token_id"] is not None
-    return load_file(out / ("adapter_model.safetensors" if adapter else "model.safetensors"))
+    return weights
 
 
-def assert_model_and_evaluation(objective: str, rundir: RunDir, training: Training, theirs: Path) -> None:
+def assert_model_and_evaluation(run: Trained, theirs: Path) -> None:
     """Check the weights against those that TRL saves, and the scores against those that training measured."""
-    plan, run, _ = training
-    kind = {"model_class": plan.workload.model_class} if objective == "reward" else {}
-    consolidate(rundir.checkpoints / "checkpoint-4", rundir.model, base=Path(run.model), workers=1, **kind)
-    found, expected = (load_file(folder / "model.safetensors") for folder in (rundir.model, theirs))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    objective = run.planned[1].objective
+    torch.testing.assert_close(run.merged(workers=1), load_file(theirs / "model.safetensors"), rtol=0, atol=1e-5)
     if objective == "sft":
         return
-    plan.write(rundir.plan)
-    result, measured = evaluate(run, rundir), metrics(rundir)[-1][f"eval_{OBJECTIVES[objective].scores}"]
+    run.planned[0].write(run.rundir.plan)
+    result = evaluate(run.planned[1], run.rundir)
+    measured = metrics(run.rundir)[-1][f"eval_{OBJECTIVES[objective].scores}"]
     if objective == "dpo":
         assert result.preferences is not None and result.preferences.pairs == 12
         rewards = dict(result.preferences.rewards)
@@ -177,38 +165,14 @@ def assert_model_and_evaluation(objective: str, rundir: RunDir, training: Traini
         assert result.reward_model.margin == pytest.approx(measured["margin"], abs=1e-4)
 
 
-def assert_merges_as_peft(objective: str, forked: Forked, rundir: RunDir, model_class: ModelClass) -> None:
-    """Compare the merged model with the base model in 32 bits to which PEFT adds the trained adapter."""
-    base, last = forked.checkout.root / "resources/demo/base", rundir.checkpoints / "checkpoint-4"
-    consolidate(last, rundir.model, base=base, model_class=model_class, workers=1)
+def assert_merges_as_peft(run: Trained) -> None:
+    """Compare the merged model with the base model in 32 bits to which PEFT adds the adapter of `assert_resumes`."""
+    found, objective = run.merged(workers=1), run.planned[1].objective
     kind = AutoModelForSequenceClassification if objective == "reward" else AutoModelForCausalLM
-    loaded = kind.from_pretrained(base, dtype=torch.float32, **({"num_labels": 1} if objective == "reward" else {}))
-    expected = PeftModel.from_pretrained(loaded, rundir.root.with_name("merged-run")).merge_and_unload().state_dict()
-    found = load_file(rundir.model / "model.safetensors")
+    loaded = kind.from_pretrained(run.base, dtype=torch.float32, **({"num_labels": 1} if objective == "reward" else {}))
+    expected = PeftModel.from_pretrained(loaded, run.rundir.root / "whole").merge_and_unload().state_dict()
     assert "score.weight" in found if objective == "reward" else any("q_proj" in name for name in found)
     torch.testing.assert_close(found, {name: expected[name] for name in found}, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("objective", "method", "strategy"),
-    [pytest.param(*case, marks=() if case == ("dpo", "full", "fsdp") else ON_DEMAND) for case in PRECOMPUTED],
-)
-def test_a_precomputed_reference_trains_as_plain_trl(
-    trainings: Trainings, tmp_path: Path, objective: str, method: str, strategy: Strategy
-) -> None:
-    """TRL runs the reference of DPO in every step; a training that resumes reads the log-probabilities of the first."""
-    rundir, training = RunDir(tmp_path / "run"), trainings.plan(objective, method, strategy, "precomputed")
-    forked = trainings.forked(objective, method)
-    assert forked.train(rundir, training) == [0, 0], log(rundir)
-    theirs = trainings.trl(objective, method if objective == "dpo" else f"{method}-precomputed")
-    assert_trained_as(objective, theirs, rundir)
-    (file,) = rundir.train.glob("reference-*.safetensors")
-    if objective == "dpo":
-        shapes = {name: tuple(values.shape) for name, values in load_file(file).items()}
-        assert shapes == {"train": (48, 2), "eval": (12, 2)}
-    again = assert_resumes(forked, rundir, training)
-    assert (again.train / file.name).stat().st_mtime_ns == file.stat().st_mtime_ns
-    assert metrics(again)[-1]["eval_rewards"] == metrics(rundir)[-1]["eval_rewards"]
 
 
 @ON_DEMAND
@@ -217,70 +181,50 @@ def test_precomputed_log_probabilities_keep_their_precision_in_bf16(
     trainings: Trainings, tmp_path: Path, strategy: Strategy
 ) -> None:
     """Before the first update the model is the reference. Rounded to bf16, a log-probability would be off by 0.5."""
-    given = trainings.forked("dpo", "full")
-    rundir, forked = RunDir(tmp_path / "run"), Forked(given.checkout, given.server)  # whose launcher has bf16
-    training = forked.plan(strategy, 2, **settings_of("dpo", "full", "precomputed"), precision="bf16")
-    assert forked.train(rundir, training) == [0, 0], log(rundir)
-    first = metrics(rundir)[0]
+    given = trainings.forked("dpo full")
+    forked = Forked(given.checkout, given.server)  # whose launcher has bf16
+    run = forked.trained(tmp_path, strategy, **settings_of("dpo", "full", "precomputed"), precision="bf16")
+    first = metrics(run.rundir)[0]
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert first["rewards"]["chosen"] == first["rewards"]["rejected"] == 0
 
 
 @ON_DEMAND
-@pytest.mark.parametrize(("objective", "method", "strategy", "reference"), KILLED)
-def test_killed_in_a_save_it_resumes_bit_for_bit(
-    trainings: Trainings, tmp_path: Path, objective: str, method: str, strategy: Strategy, reference: str
-) -> None:
+@pytest.mark.parametrize("case", KILLED)
+def test_killed_in_a_save_it_resumes_bit_for_bit(trainings: Trainings, tmp_path: Path, case: str) -> None:
     """Rank 0 is killed halfway through a file of states, and before the rename that commits the checkpoint."""
-    settings = settings_of(objective, method, reference)
-    sweep = Sweep(trainings.forked(objective, method), tmp_path, strategy, victim=0, settings=settings)
+    objective, method, strategy, *reference = case.split()
+    settings = settings_of(objective, method, *reference)
+    sweep = Sweep(trainings.forked(case), tmp_path, strategy, victim=0, settings=settings)
     sweep.prepare()
-    halves = [(at, mode) for at, mode, what in sweep.points if mode == "half" and "shardmake.json" not in what]
-    moved = [(at, mode) for at, mode, what in sweep.points if what == "os.rename /.saving/002/checkpoint-4"]
-    chosen = [halves[len(halves) // 2], *moved]
-    assert len(chosen) == 2, sweep.points
-    for at, mode in chosen:
-        found = sweep.survive(at, mode)
-        assert found["recovered"], (at, mode, found)
+    assert len(sweep.chosen()) == 2, sweep.points
+    sweep.assert_recovers(sweep.chosen())
 
 
 @ON_DEMAND
-@pytest.mark.parametrize(("objective", "method", "strategy"), STOPPED)
-def test_a_stop_file_saves_and_training_resumes_bit_for_bit(
-    trainings: Trainings, tmp_path: Path, objective: str, method: str, strategy: Strategy
-) -> None:
+@pytest.mark.parametrize("case", STOPPED)
+def test_a_stop_file_saves_and_training_resumes_bit_for_bit(trainings: Trainings, tmp_path: Path, case: str) -> None:
     """Stop a training after its first step, resume it, and compare every bit with one that did not stop."""
-    forked, training = trainings.forked(objective, method), trainings.plan(objective, method, strategy)
-    whole, stopped = RunDir(tmp_path / "whole"), RunDir(tmp_path / "stopped")
-    assert forked.train(whole, training) == [0, 0], log(whole)
-    stopped.train.mkdir(parents=True)
-    stopped.stop_file.touch()
-    assert forked.train(stopped, training) == [0, 0], log(stopped)
-    stopped.stop_file.unlink(missing_ok=True)
-    codes, resumed = forked.resume(stopped, training)
-    assert codes == [0, 0] and resumed is not None and resumed.step == 1, log(stopped)
-    assert_same_weights(whole, stopped, training)
+    whole = trainings.train(tmp_path / "whole", case)
+    stopped = Trained(whole.forked, RunDir(tmp_path / "stopped"), whole.planned)
+    stopped.rundir.train.mkdir(parents=True)
+    stopped.rundir.stop_file.touch()
+    stopped.train()
+    stopped.rundir.stop_file.unlink(missing_ok=True)
+    codes, resumed = whole.forked.resume(stopped.rundir, stopped.planned)
+    assert codes == [0, 0] and resumed is not None and resumed.step == 1, log(stopped.rundir)
+    assert_same(merged(whole, "whole"), merged(stopped, "resumed"))
 
 
 @ON_DEMAND
-@pytest.mark.parametrize(
-    ("objective", "strategy", "reference"),
-    [
-        *(("dpo", name, "model") for name in ("zero2", "zero3", "zero3-offload")),
-        *(("kto", "zero2", "precomputed"), ("kto", "zero2", "model"), ("kto", "zero3", "model")),
-        *(("reward", name, "model") for name in ("zero2", "zero3")),
-    ],
-)
-def test_the_plan_counts_the_tensors_of_a_rank(
-    trainings: Trainings, tmp_path: Path, objective: str, strategy: Strategy, reference: str
-) -> None:
+@pytest.mark.parametrize("case", COUNTED)
+def test_the_plan_counts_the_tensors_of_a_rank(trainings: Trainings, tmp_path: Path, case: str) -> None:
     """The plan's count is that of all tensors that live after the last step, those of the reference among them.
 
     Batches and metrics are not worth counting.
     """
-    rundir, training = RunDir(tmp_path / "run"), trainings.plan(objective, "full", strategy, reference)
-    plan, run, cluster = training
-    codes = trainings.forked(objective, "full").train(rundir, training, program="tests.live_tensors:train")
+    rundir, (plan, run, cluster) = RunDir(tmp_path / "run"), trainings.plan(case)
+    codes = trainings.forked(case).train(rundir, (plan, run, cluster), program="tests.live_tensors:train")
     assert codes == [0, 0], log(rundir)
     settings = resolve(run, cluster)
     scenario, buckets = scenario_of(settings, plan.choice), buckets_of(settings, plan.choice)
@@ -292,20 +236,15 @@ def test_the_plan_counts_the_tensors_of_a_rank(
 
 
 @ON_DEMAND
-@pytest.mark.parametrize(
-    ("objective", "strategy", "reference"),
-    [*((*pair, "model") for pair in itertools.product(OBJECTIVES, REQUIRED)), ("dpo", "zero3", "precomputed")],
-)
-def test_after_out_of_memory_it_resumes_with_the_next_fallback(
-    trainings: Trainings, objective: str, strategy: Strategy, reference: str
-) -> None:
+@pytest.mark.parametrize("case", [*EVERYWHERE, "dpo full zero3 precomputed"])
+def test_after_out_of_memory_it_resumes_with_the_next_fallback(trainings: Trainings, case: str) -> None:
     """Torch's own error ends step 3 without gradient checkpointing; the driver resumes from step 2 with it."""
-    forked, training = trainings.forked(objective, "full"), trainings.plan(objective, "full", strategy, reference)
+    forked, training = trainings.forked(case), trainings.plan(case)
     assert [fallback.choice.gradient_checkpointing for fallback in training[0].fallbacks][:1] == [True]
     forked.drive(training, "tests.out_of_memory:train")
     checkout = forked.checkout
     ends = [(entry["end"], entry["fallback"]) for entry in checkout.read("train/attempts/index.json")]
     assert ends == [("GPU out of memory", 0), ("finished", 1)]
     assert checkout.read("train/attempts/002/attempt.json")["resume_from"].endswith("checkpoint-2")
-    losses = {at: line["loss"] for at, line in enumerate(trainings.trl(objective, "full"), start=1)}
+    losses = {at: line["loss"] for at, line in enumerate(trainings.trl(case)[0], start=1)}
     assert checkout.losses() == pytest.approx(losses, abs=1e-5)

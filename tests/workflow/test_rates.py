@@ -16,13 +16,12 @@ from shardmake.data.dataset import Sequences, collator
 from shardmake.memory.model import find_frozen
 from shardmake.memory.read_config import read_model
 from shardmake.render.training_file import training_settings
-from shardmake.run.paths import RunDir
 from shardmake.train.load_model import load_model
 from shardmake.train.sharded_trainer import WholeBatches
-from tests.workflow.forked import Forked
-from tests.workflow.test_freeze import Weights, train
+from tests.workflow.forked import Forked, Weights
+from tests.workflow.test_recipes import OFTEN
 
-pytestmark = pytest.mark.training
+pytestmark = [pytest.mark.training, pytest.mark.usefixtures("loading_in_process")]
 RATE = 2e-3
 RATES = {"*.mlp": 1e-2, "model.embed_tokens": 1e-4, "model.layers.0.*_proj": 5e-4, "model.norm": 5e-3}
 GIVEN: dict[str, Any] = {
@@ -103,10 +102,10 @@ def test_groups_train_as_in_a_plain_trainer_and_resume(
         with pytest.raises(ConfigError, match=f"cannot be used under {strategy}"):
             forked.plan(strategy, 2, **GIVEN[kind])
         return
-    found, weights = train(forked, RunDir(tmp_path / "run"), strategy, **SCHEDULE, **GIVEN[kind])
-    assert found == pytest.approx(losses, abs=2e-4)
-    base = load_file(forked.checkout.root / "resources/demo/base/model.safetensors")
-    for name, tensor in weights.items():
+    run = forked.trained(tmp_path, strategy, **OFTEN, **SCHEDULE, **GIVEN[kind]).repeat()
+    assert run.losses() == pytest.approx(losses, abs=2e-4)
+    base = load_file(run.base / "model.safetensors")
+    for name, tensor in run.merged().items():
         wanted = expected[name].float()
         if "muon" in kind:  # bf16 amplifies how sums are rounded; tests/unit/train/test_muon.py is exact
             assert (tensor.float() - wanted).norm() <= 0.1 * (wanted - base[name].float()).norm(), name

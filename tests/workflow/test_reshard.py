@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.checkpoint.ds_to_universal import main as convert
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.formats.zero import is_universal
 from shardmake.checkpoint.record import find_problems
 from shardmake.checkpoint.reshard.convert import Route, find_route, reshard
 from shardmake.config.models import Strategy
@@ -23,17 +23,16 @@ Setup = tuple[Strategy, int]
 """Strategy and number of ranks."""
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+GIVEN: dict[str, Any] = {
+    "weight_decay": 0.1, "checkpoints": {"every_steps": 1},
+    "learning_rates": {"model.embed_tokens": 1e-2, "*.mlp": 1e-5},
+}  # fmt: skip
+
+
+@pytest.fixture
+def uninterrupted(forked: Forked) -> dict[int, float]:
     """Losses of a training without interruption."""
-    rundir = RunDir(tmp_path_factory.mktemp("reshard") / "uninterrupted")
-    assert forked.train(rundir, plan(forked, ("zero2", 2))) == [0, 0], log(rundir)
-    return losses(rundir)
-
-
-def plan(forked: Forked, setup: Setup) -> Any:
-    rates = {"learning_rates": {"model.embed_tokens": 1e-2, "*.mlp": 1e-5}}
-    return forked.plan(*setup, max_steps=STEPS, weight_decay=0.1, checkpoints={"every_steps": 1}, **rates)
+    return forked.once("zero2", **GIVEN).losses()
 
 
 def train_further(
@@ -45,13 +44,11 @@ def train_further(
     if newest and find_route(*newest, *setup) is not Route.NATIVE:
         source = rundir.train / f"resharded-{newest[0].step}"
         reshard(newest[1], source, *setup)
-    universal = source is not None and is_universal(source)
     if not to_the_end:
         rundir.train.mkdir(parents=True, exist_ok=True)
         rundir.stop_file.touch()
-    sections = {"checkpoint": {"load_universal": True}} if universal else {}
-    sections |= {"zero_optimization": zero} if zero else {}
-    codes = forked.train(rundir, plan(forked, setup), resume_from=source, deepspeed=sections)
+    sections = {"zero_optimization": zero} if zero else {}
+    codes = forked.train(rundir, forked.plan(*setup, **GIVEN), resume_from=source, deepspeed=sections)
     rundir.stop_file.unlink(missing_ok=True)
     assert codes == [0] * setup[1], log(rundir)
     return newest_of(rundir)
@@ -96,8 +93,6 @@ def test_states_equal_deepspeeds_own_conversion(
     forked: Forked, tmp_path: Path, caplog: pytest.LogCaptureFixture, setup: Setup
 ) -> None:
     """Weights, both moments and the step of every parameter are equal bit for bit; invalid requests are rejected."""
-    from deepspeed.checkpoint.ds_to_universal import main as convert
-
     caplog.set_level("INFO", "shardmake")
     checkpoint = train_further(forked, RunDir(tmp_path / "run"), setup)
     out = tmp_path / "ours"

@@ -1,17 +1,13 @@
-"""A user's `accelerate launch` script runs unmodified through the whole workflow and under every engine."""
+"""A user's `accelerate launch` script runs unmodified through the whole workflow; test_loop.py has every engine."""
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from shardmake.config.models import Strategy
 from tests.workflow.by_hand import launch_by_hand
 from tests.workflow.checkout import PROFILE, RUN, Checkout
 
@@ -95,24 +91,3 @@ def test_unplanned_engine_is_rejected(shared_checkout: Checkout, tmp_path: Path)
     script.write_text("from accelerate import Accelerator\nAccelerator(cpu=True)\nprint('trained something else')\n")
     with pytest.raises(AssertionError, match="engine: planned fsdp, found ddp"):
         launch_by_hand(shared_checkout, "fsdp", fsdp_on_cpu=False, script=str(script))
-
-
-def run_script(shared_checkout: Checkout, strategy: Strategy) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Return the losses by micro step, and the merged weights."""
-    shutil.rmtree(shared_checkout.run / "train", ignore_errors=True)
-    root, losses = shared_checkout.root, shared_checkout.root / f"{strategy}.json"
-    words = [*ARGUMENTS, "--data", str(root / "resources/demo/train.jsonl"), "--losses", str(losses)]
-    launch_by_hand(shared_checkout, strategy, script=str(SCRIPT), script_args=words)
-    model, base = root / f"{strategy}-model", ("--base", "resources/demo/base")
-    shared_checkout("shardmake", "consolidate", str(shared_checkout.run / "train/output"), str(model), *base)
-    return json.loads(losses.read_text()), load_file(model / "model.safetensors")
-
-
-def test_every_engine_computes_the_same_and_is_merged(shared_checkout: Checkout) -> None:
-    losses, weights = run_script(shared_checkout, "ddp")
-    assert losses[-1] < losses[0] - 0.3
-    for strategy in ("zero3", "fsdp"):
-        other, merged = run_script(shared_checkout, strategy)
-        assert other == pytest.approx(losses, abs=2e-4), strategy
-        for name, tensor in merged.items():
-            assert (tensor - weights[name]).abs().mean() < 1e-5, name

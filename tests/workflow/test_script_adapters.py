@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 from shardmake.checkpoint.formats.lora import CONFIG
 from shardmake.config.models import Strategy
 from shardmake.consolidate.merge import consolidate
-from shardmake.run.paths import RunDir
-from tests.workflow.forked import Forked, log
+from tests.workflow.forked import Forked, Trained, log
 
 pytestmark = pytest.mark.training
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -23,39 +22,37 @@ LORA: dict[str, Any] = {
     "target_modules": ["q_proj", "v_proj", "down_proj"],
 }  # fmt: skip
 FILES = ["--model", "$SHARDMAKE_BASE", "--output_dir", "$SHARDMAKE_OUTPUT", "--lora", json.dumps(LORA)]
-NATIVE = ["--deepspeed_config", "$SHARDMAKE_DEEPSPEED_CONFIG"]
+LOOP = ["--steps", "2", "--lr", "1e-2"]
+NATIVE = ["--steps", "2", "--deepspeed_config", "$SHARDMAKE_DEEPSPEED_CONFIG"]
 TRAINER = [
     *("--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2", "--max_steps", "2"),
     *("--learning_rate", "1e-2", "--save_steps", "2", "--report_to", "none"),
 ]
 CASES: dict[str, tuple[Strategy, str, list[str]]] = {
     "fsdp2 by Trainer": ("fsdp", "hf_trainer.py", TRAINER),
-    "zero3 by save_state": ("zero3", "lora_loop.py", []),
+    "zero3 by save_state": ("zero3", "accelerate_loop.py", LOOP),
     "zero3 by Trainer": ("zero3", "hf_trainer.py", TRAINER),
-    "ddp by save_state": ("ddp", "lora_loop.py", []),
-    "ddp by save_model": ("ddp", "lora_loop.py", ["--save", "model"]),
-    "zero2 by save_state": ("zero2", "lora_loop.py", []),
-    "fsdp2 by save_state": ("fsdp", "lora_loop.py", []),
-    "zero2 by DeepSpeed": ("zero2", "lora_loop.py", NATIVE),
-    "zero3 by DeepSpeed": ("zero3", "lora_loop.py", NATIVE),
+    "ddp by save_state": ("ddp", "accelerate_loop.py", LOOP),
+    "ddp by save_model": ("ddp", "accelerate_loop.py", [*LOOP, "--save", "model"]),
+    "zero2 by save_state": ("zero2", "accelerate_loop.py", LOOP),
+    "fsdp2 by save_state": ("fsdp", "accelerate_loop.py", LOOP),
+    "zero2 by DeepSpeed": ("zero2", "native_deepspeed.py", NATIVE),
+    "zero3 by DeepSpeed": ("zero3", "native_deepspeed.py", NATIVE),
 }
 IN_CI = ("fsdp2 by Trainer", "zero3 by save_state")
 
 
 def train(
     forked: Forked, folder: Path, strategy: Strategy, script: str, arguments: list[str], **settings: Any
-) -> tuple[RunDir, Path]:
-    """Train two steps on two ranks; return the run's folders and the file with the trained factors."""
-    data, factors = forked.checkout.root / "resources/demo/train.jsonl", folder / "factors.safetensors"
-    words = [*FILES, "--data", str(data), "--factors", str(factors), *arguments]
+) -> Trained:
+    """Train two steps on two ranks; the trained factors are in ``factors.safetensors`` of the run's folder."""
+    factors = str(folder / "run/factors.safetensors")
+    words = [*FILES, "--data", str(forked.inputs / "train.jsonl"), "--factors", factors, *arguments]
     changes: dict[str, Any] = {
         "global_batch_size": 8, "micro_batch_size": 2, "max_steps": 2, "method": "lora", "script": str(SCRIPTS / script),
         "script_args": words,
     }  # fmt: skip
-    rundir = RunDir(folder / "run")
-    codes = forked.train(rundir, forked.plan(strategy, 2, **changes | settings))
-    assert codes == [0, 0], log(rundir)
-    return rundir, factors
+    return forked.trained(folder, strategy, **changes | settings)
 
 
 def merged_by_peft(base: Path, factors: Path) -> dict[str, torch.Tensor]:
@@ -68,10 +65,10 @@ def merged_by_peft(base: Path, factors: Path) -> dict[str, torch.Tensor]:
     return adapted.merge_and_unload().state_dict()
 
 
-def assert_merges_as_peft(forked: Forked, rundir: RunDir, factors: Path) -> None:
-    base = forked.checkout.root / "resources/demo/base"
-    consolidate(rundir.script_output, rundir.model, base=base, dtype="fp32", workers=1)
-    merged, expected = load_file(rundir.model / "model.safetensors"), merged_by_peft(base, factors)
+def assert_merges_as_peft(run: Trained) -> None:
+    consolidate(run.rundir.script_output, run.rundir.model, base=run.base, dtype="fp32", workers=1)
+    merged = load_file(run.rundir.model / "model.safetensors")
+    expected = merged_by_peft(run.base, run.rundir.root / "factors.safetensors")
     assert any("q_proj" in name for name in merged)
     torch.testing.assert_close(merged, {name: expected[name] for name in merged}, rtol=0, atol=1e-6)
 
@@ -80,29 +77,27 @@ def assert_merges_as_peft(forked: Forked, rundir: RunDir, factors: Path) -> None
     "case", [pytest.param(case, marks=() if case in IN_CI else pytest.mark.objectives) for case in CASES]
 )
 def test_an_adapter_of_a_program_is_merged(forked: Forked, tmp_path: Path, case: str) -> None:
-    rundir, factors = train(forked, tmp_path, *CASES[case])
-    for path in rundir.script_output.rglob(CONFIG):
+    run = train(forked, tmp_path, *CASES[case])
+    for path in run.rundir.script_output.rglob(CONFIG):
         config = json.loads(path.read_text())
         expected = {**LORA, "inference_mode": True, "target_modules": config["target_modules"]}
         assert expected == {key: config[key] for key in expected}
         assert set(config["target_modules"]) == set(LORA["target_modules"])
         assert Path(config["base_model_name_or_path"]).is_dir()
-    assert_merges_as_peft(forked, rundir, factors)
+    assert_merges_as_peft(run)
 
 
 @pytest.mark.objectives
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_an_adapter_on_a_base_in_4_bits_is_merged(quantizing: Forked, tmp_path: Path, strategy: Strategy) -> None:
-    rundir, factors = train(
-        quantizing, tmp_path, strategy, "hf_trainer.py", [*TRAINER, "--four_bits", "True"],
-        method="qlora", precision="bf16",
-    )  # fmt: skip
-    assert_merges_as_peft(quantizing, rundir, factors)
+    words, four_bits = [*TRAINER, "--four_bits", "True"], {"method": "qlora", "precision": "bf16"}
+    assert_merges_as_peft(train(quantizing, tmp_path, strategy, "hf_trainer.py", words, **four_bits))
 
 
 @pytest.mark.objectives
 def test_a_file_of_the_program_stays(forked: Forked, tmp_path: Path) -> None:
     """The program's file has another scale than its adapter, which its log says."""
-    rundir, _ = train(forked, tmp_path, "ddp", "lora_loop.py", ["--own_scale", "5"])
+    rundir = train(forked, tmp_path, "ddp", "accelerate_loop.py", [*LOOP, "--own_scale", "5"]).rundir
     assert json.loads((rundir.script_output / CONFIG).read_text())["lora_alpha"] == 5
-    assert "is not of the adapter that is saved beside it: lora_alpha, use_rslora, alpha_pattern differ" in log(rundir)
+    said = "is not of the adapter that is saved beside it: lora_alpha, r, use_rslora, alpha_pattern differ"
+    assert said in log(rundir)

@@ -42,22 +42,17 @@ class Programs:
     forked: Forked
     folder: Path
 
-    def train(
-        self, strategy: Strategy, script: str, arguments: list[str], **settings: Any
-    ) -> tuple[RunDir, AttemptDir, list[int]]:
-        """Run ``script`` in a new run with ``settings``; return its folders and the exit statuses of the ranks."""
-        root = self.forked.checkout.root
-        rows = self.folder / "rows"
-        rows.mkdir(exist_ok=True)
-        shutil.copy(root / "resources/demo/train.jsonl", rows)
-        own_file = self.folder / "own.json"
-        own_file.write_text(json.dumps(OWN_FILE))
+    def train(self, strategy: Strategy, script: str, words: list[str], **settings: Any) -> tuple[AttemptDir, list[int]]:
+        """Run ``script`` in the run with ``settings``; return the first attempt and the exit statuses of the ranks."""
+        (rows := self.folder / "rows").mkdir(exist_ok=True)
+        shutil.copy(self.forked.inputs / "train.jsonl", rows)
+        (own_file := self.folder / "own.json").write_text(json.dumps(OWN_FILE))
         names = {"DATA": str(rows / "train.jsonl"), "FOLDER": str(rows), "OWN_FILE": str(own_file)}
-        words = [names.get(word, word) for word in arguments]
         program = script if script.startswith("-m ") else str(SCRIPTS / script)
-        sizes = {"global_batch_size": 8, "micro_batch_size": 2, "max_steps": 4}
-        planned = self.forked.plan(strategy, 2, script=program, script_args=words, **sizes | settings)
-        return self.rundir, AttemptDir(self.rundir.attempts / "001"), self.forked.train(self.rundir, planned)
+        given = {"global_batch_size": 8, "micro_batch_size": 2, "script": program, **settings}
+        given["script_args"] = [names.get(word, word) for word in words]
+        codes = self.forked.train(self.rundir, self.forked.plan(strategy, 2, **given))
+        return AttemptDir(self.rundir.attempts / "001"), codes
 
     @property
     def rundir(self) -> RunDir:
@@ -67,16 +62,16 @@ class Programs:
         """Run ``script`` with a stop file, which must save and stop after its first step."""
         self.rundir.train.mkdir(parents=True)
         self.rundir.stop_file.touch()
-        rundir, folder, codes = self.train("ddp", script, arguments)
-        assert codes == [0, 0], log(rundir)
+        folder, codes = self.train("ddp", script, arguments)
+        assert codes == [0, 0], log(self.rundir)
         assert RequestedStop.read(folder.stopped).step == 1
-        assert [path.name for path in rundir.script_output.glob("checkpoint-*")] == ["checkpoint-1"]
-        rundir.stop_file.unlink()
+        assert [path.name for path in self.rundir.script_output.glob("checkpoint-*")] == ["checkpoint-1"]
+        self.rundir.stop_file.unlink()
         return folder
 
     def refusal(self, strategy: Strategy, script: str, arguments: list[str]) -> str:
         """Run ``script``, which must fail before it trains; return the error."""
-        rundir, folder, codes = self.train(strategy, script, arguments)
+        (folder, codes), rundir = self.train(strategy, script, arguments), self.rundir
         errors = folder.rank_errors()
         assert any(codes) and errors, log(rundir)
         assert errors[0].kind == "EngineMismatchError", errors[0].traceback
@@ -113,7 +108,7 @@ TRAINED: list[tuple[Strategy, str, list[str], dict[str, Any]]] = [
     ("fsdp", "plain_torch.py", [*TORCH, "--wrap", "fsdp", "--compile", "model"], expected("torch", "fsdp")),
     ("fsdp", "plain_torch.py", [*TORCH, "--wrap", "fsdp", "--compile", "layers"], expected("torch", "fsdp")),
     ("ddp", "accelerate_loop.py", [*ACCELERATE, "--compile"], expected("accelerate", "ddp")),
-    ("zero3", "accelerate_loop.py", [*ACCELERATE, "--state_dict"], expected("accelerate", "deepspeed", 3)),
+    ("zero3", "accelerate_loop.py", [*ACCELERATE, "--save", "gathered"], expected("accelerate", "deepspeed", 3)),
 ]
 
 
@@ -123,7 +118,7 @@ TRAINED: list[tuple[Strategy, str, list[str], dict[str, Any]]] = [
 def test_programs_train_as_planned(
     programs: Programs, strategy: Strategy, script: str, arguments: list[str], found: dict[str, Any]
 ) -> None:
-    rundir, folder, codes = programs.train(strategy, script, arguments)
+    (folder, codes), rundir = programs.train(strategy, script, arguments), programs.rundir
     assert codes == [0, 0], log(rundir)
     assert trained(folder) == found
     reports = [json.loads((folder.ranks / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
@@ -175,13 +170,13 @@ def test_programs_that_train_something_else_are_refused(
 
 
 def test_the_ranks_of_a_tensor_parallel_group_train_on_the_same_rows(programs: Programs) -> None:
-    rundir, folder, codes = programs.train("zero2", "hf_trainer.py", TRAINER, tensor_parallel=2)
-    assert codes == [0, 0], log(rundir)
+    folder, codes = programs.train("zero2", "hf_trainer.py", TRAINER, tensor_parallel=2)
+    assert codes == [0, 0], log(programs.rundir)
     assert trained(folder) == expected("trainer", "deepspeed", 2) | {"gradient_accumulation_steps": 4}
-    rundir = rundir.root.rename(programs.folder / "groups")
-    alone, _, codes = programs.train("ddp", "hf_trainer.py", TRAINER)
-    assert codes == [0, 0], log(alone)
-    (found, saved), (losses, weights) = results(RunDir(rundir)), results(alone)
+    groups = programs.rundir.root.rename(programs.folder / "groups")
+    _, codes = programs.train("ddp", "hf_trainer.py", TRAINER)
+    assert codes == [0, 0], log(programs.rundir)
+    (found, saved), (losses, weights) = results(RunDir(groups)), results(programs.rundir)
     assert found == pytest.approx(losses, abs=2e-4)
     assert saved.keys() - weights.keys() == {"lm_head.weight"}  # DeepSpeed's gathering stores a tied weight twice
     torch.testing.assert_close({name: saved[name] for name in weights}, weights, atol=1e-4, rtol=1e-3)
@@ -200,7 +195,7 @@ def test_trainer_stops_on_request_and_resumes(programs: Programs) -> None:
     folder = programs.stop_at_once("hf_trainer.py", TRAINER)
     beat = Heartbeat.read_if_exists(heartbeat_file(folder.heartbeats, 1))
     assert beat and (beat.phase, beat.step) == (USER_SCRIPT_PHASE, 1)
-    rundir, _, codes = programs.train("ddp", "hf_trainer.py", TRAINER)
+    (_, codes), rundir = programs.train("ddp", "hf_trainer.py", TRAINER), programs.rundir
     assert codes == [0, 0], log(rundir)
     assert [(line.attempt, line.step) for line in read_metrics(rundir.metrics)] == [(1, 1), (2, 2), (2, 3), (2, 4)]
     assert all(line.loss and line.tokens is None for line in read_metrics(rundir.metrics))

@@ -1,4 +1,4 @@
-"""Every strategy trains as rendered with the planned engine, and all compute the same."""
+"""Real processes, started by the rendered command, train with the planned engine; test_recipes.py has every strategy."""
 
 import shutil
 import subprocess
@@ -14,21 +14,11 @@ from tests.workflow.checkout import Checkout
 pytestmark = pytest.mark.training
 
 
-@pytest.mark.parametrize(
-    "strategy", ["zero1", "zero1-offload", "zero2-offload", "zero3-offload", "fsdp-grad-op", "fsdp-offload"]
-)
-def test_every_strategy_computes_what_ddp_computes(
-    shared_checkout: Checkout, reference: dict[int, float], strategy: Strategy
-) -> None:
-    """The strategies that test_loop.py does not cover; with the same seed and data, the losses are the same."""
-    assert train_by_hand(shared_checkout, strategy) == pytest.approx(reference, abs=2e-4)
-
-
 @pytest.mark.parametrize("strategy", ["fsdp-hybrid", "zero3-hpz"])
 def test_sharding_within_two_nodes_of_two_ranks(
     shared_checkout: Checkout, reference: dict[int, float], strategy: Strategy
 ) -> None:
-    """It also resumes from its own checkpoint with the same losses; test_resume.py has the other strategies."""
+    """It also resumes from its own checkpoint with the same losses; test_recipes.py has the other strategies."""
     saves = {"every_steps": 1, "keep": STEPS}
     losses = train_by_hand(shared_checkout, strategy, nodes=2, checkpoints=saves)
     assert losses == pytest.approx(reference, abs=2e-4)

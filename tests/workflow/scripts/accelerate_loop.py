@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, set_seed
-from chat_rows import read_rows
+from chat_rows import adapted, read_rows, save_factors
+from peft import LoraConfig
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
@@ -27,7 +28,10 @@ parser.add_argument("--precision", help="mixed_precision of the Accelerator")
 parser.add_argument("--compile", action="store_true")
 parser.add_argument("--own_plugin", help="a DeepSpeed file for a plugin, with bf16")
 parser.add_argument("--own_loader", choices=["same", "reversed"], help="each rank reads all rows")
-parser.add_argument("--state_dict", action="store_true", help="save the gathered weights")
+parser.add_argument("--save", choices=["state", "model", "gathered"], default="state")
+parser.add_argument("--lora", help="settings of an adapter, as JSON")
+parser.add_argument("--factors", help="file for the adapter's weights")
+parser.add_argument("--own_scale", type=int, help="save an adapter_config.json with this scale before")
 
 
 def main() -> None:
@@ -40,10 +44,11 @@ def main() -> None:
     accelerator = Accelerator(
         gradient_accumulation_steps=steps, deepspeed_plugin=plugin, mixed_precision=precision, dynamo_backend=compiler
     )
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.load_dtype)
-    rows = read_rows(args.data, args.model)
-    loader = DataLoader(rows, args.batch_size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    model = adapted(AutoModelForCausalLM.from_pretrained(args.model, dtype=args.load_dtype), args.lora)
+    if args.own_scale:
+        LoraConfig(lora_alpha=args.own_scale).save_pretrained(args.output_dir)
+    loader = DataLoader(read_rows(args.data, args.model), args.batch_size)
+    optimizer = torch.optim.AdamW((one for one in model.parameters() if one.requires_grad), lr=args.lr)
     if args.own_loader:
         model, optimizer = accelerator.prepare(model, optimizer)
     else:
@@ -76,12 +81,16 @@ def main() -> None:
             break
     if args.losses and accelerator.is_main_process:
         Path(args.losses).write_text(json.dumps(losses))
-    if args.state_dict:
+    if args.save == "gathered":
         state = accelerator.get_state_dict(model)
         whole = accelerator.unwrap_model(model)
         whole.save_pretrained(args.output_dir, is_main_process=accelerator.is_main_process, state_dict=state)
+    elif args.save == "model":
+        accelerator.save_model(model, args.output_dir)
     else:
         accelerator.save_state(args.output_dir)
+    if args.factors:
+        save_factors(accelerator.get_state_dict(model), args.factors)
     accelerator.end_training()
 
 

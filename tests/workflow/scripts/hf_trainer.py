@@ -10,7 +10,7 @@ import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from chat_rows import read_rows
+from chat_rows import adapted, read_rows, save_factors
 from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
 from transformers.hf_argparser import HfArg
 
@@ -52,11 +52,7 @@ def load(script: ScriptArguments):
         model = load_in_four_bits(AutoModelForCausalLM, script.model_name_or_path)
     else:
         model = AutoModelForCausalLM.from_pretrained(script.model_name_or_path)
-    if script.lora:
-        from peft import LoraConfig, get_peft_model
-
-        return get_peft_model(model, LoraConfig(**json.loads(script.lora)))
-    return model
+    return adapted(model, script.lora)
 
 
 def main() -> None:
@@ -69,9 +65,7 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=newest and str(newest))
     trainer.save_model(script.final)
     if script.factors:
-        from factors import save_factors
-
-        save_factors(trainer.accelerator, trainer.model_wrapped, script.factors)
+        save_factors(trainer.accelerator.get_state_dict(trainer.model_wrapped), script.factors)
 
 
 if __name__ == "__main__":

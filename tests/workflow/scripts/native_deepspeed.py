@@ -4,7 +4,7 @@ import argparse
 
 import deepspeed
 import torch
-from chat_rows import read_rows
+from chat_rows import adapted, read_rows, save_factors
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 from transformers import AutoModelForCausalLM
@@ -16,14 +16,16 @@ parser.add_argument("--data", required=True)
 parser.add_argument("--output_dir", required=True)
 parser.add_argument("--batch_size", type=int, default=2)
 parser.add_argument("--steps", type=int, default=4)
+parser.add_argument("--lora", help="settings of an adapter, as JSON")
+parser.add_argument("--factors", help="file for the adapter's weights")
 parser = deepspeed.add_config_arguments(parser)
 
 
 def main() -> None:
     args = parser.parse_args()
     deepspeed.init_distributed()
-    model = AutoModelForCausalLM.from_pretrained(args.model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model = adapted(AutoModelForCausalLM.from_pretrained(args.model), args.lora)
+    optimizer = torch.optim.AdamW((one for one in model.parameters() if one.requires_grad), lr=1e-3)
     engine, _, _, _ = deepspeed.initialize(args=args, model=model, optimizer=optimizer)
     rows = read_rows(args.data, args.model)
     loader = DataLoader(rows, batch_size=args.batch_size, sampler=DistributedSampler(rows))
@@ -33,7 +35,12 @@ def main() -> None:
         engine.step()
         if engine.global_steps == args.steps:
             break
-    engine.save_16bit_model(args.output_dir, "pytorch_model.bin")
+    if args.lora:
+        gathers = engine.zero_optimization_stage() == 3
+        state = engine._zero3_consolidated_16bit_state_dict() if gathers else model.state_dict()
+        save_factors(state, args.factors)
+    else:
+        engine.save_16bit_model(args.output_dir, "pytorch_model.bin")
     engine.save_checkpoint(args.output_dir)
 
 

@@ -53,12 +53,9 @@ elif objective != "reward":
 for folder in start:
     base = PeftModel.from_pretrained(base, folder, is_trainable=True)
 trainer = getattr(trl, f"{kind}Trainer")(
-    model=base,
-    args=arguments,
-    train_dataset=load_dataset("json", data_files=data, split="train"),
-    processing_class=AutoTokenizer.from_pretrained(model),
-    **({} if objective == "sft" else {"peft_config": adapters}),
-)
+    model=base, args=arguments, train_dataset=load_dataset("json", data_files=data, split="train"),
+    processing_class=AutoTokenizer.from_pretrained(model), **({} if objective == "sft" else {"peft_config": adapters}),
+)  # fmt: skip
 trainer.train()
 trainer.save_model(f"{out}.model")
 if trainer.accelerator.is_main_process:

@@ -1,0 +1,139 @@
+"""Snakemake as a user calls it: dry runs, a requested stop, odd paths, and a sweep of runs with its comparison."""
+
+import json
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from shardmake.launch.watcher import WAITED_VARIABLE
+from shardmake.plan.stage import make_plan
+from shardmake.run.paths import RunDir
+from shardmake.run.settings import current
+from tests.workflow.checkout import PROFILE, REPOSITORY, RUN, Checkout, environment
+
+NODES = {"accelerator": "a100-80gb", "processes_per_node": 4, "cpus_per_node": 32, "memory_gib_per_node": 256}
+SLURM = {"executor": "slurm", "max_nodes": 2, "slurm": {"partition": "gpu", "account": "lab"}}
+
+
+def test_a_dry_run_shows_script_command_and_environment(checkout: Checkout) -> None:
+    checkout.configure(NODES | SLURM, strategy="zero3", nodes=2, micro_batch_size=1)
+    text = dry_run(checkout)
+    for words in (
+        "#SBATCH --nodes=2", "#SBATCH --gres=gpu:4", "#SBATCH --account=lab", "shardmake demo: zero3",
+        "NCCL_SOCKET_IFNAME==INTERFACE", "--machine_rank K --main_process_ip ADDRESS --main_process_port PORT",
+        "shardmake render demo --show",
+    ):  # fmt: skip
+        assert words in text
+    assert not checkout.run.exists()
+
+    write_another_plan(checkout)
+    assert "shardmake demo: zero1" in dry_run(checkout)
+    checkout.configure(NODES | SLURM, strategy="zero2", nodes=2, micro_batch_size=1)
+    text = dry_run(checkout)
+    assert "shardmake demo: zero2" in text
+    assert "# --- changed since the last plan: strategy: zero3 -> zero2\n" in text
+
+
+def test_a_run_of_another_version_is_refused_by_snakemake_and_by_every_stage(checkout: Checkout) -> None:
+    """A finished training would be made again otherwise, because the settings that it recorded are read differently."""
+    receipt = checkout.run / "train/receipt.json"
+    receipt.parent.mkdir(parents=True)
+    receipt.write_text('{"steps": 60}')
+    for command in (("snakemake", *PROFILE), ("shardmake", "train", "demo")):
+        done = checkout(*command, check=False)
+        assert done.returncode in (1, 2)
+        assert "train/receipt.json was made by another version of Shardmake: it has the format 0" in done.stdout
+    assert [path for path in checkout.run.rglob("*") if path.is_file()] == [receipt]
+
+
+def dry_run(checkout: Checkout) -> str:
+    return checkout("snakemake", "-n", "--profile", "slurm", "runs/demo/train/receipt.json").stdout
+
+
+def write_another_plan(checkout: Checkout) -> None:
+    run, cluster = checkout.load()
+    current("plan", run, cluster).write(RunDir(checkout.run).stage_settings("plan"))
+    run = run.model_copy(update={"strategy": "zero1", "model": str(checkout.root / run.model)})
+    plan, _ = make_plan("demo", run, cluster)
+    plan.write(checkout.run / "plan/plan.json")
+
+
+def test_snakemake_ends_with_the_line_that_says_how_to_resume(
+    checkout: Checkout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkout("snakemake", *PROFILE, "render", "data")
+    (checkout.run / "train").mkdir()
+    (checkout.run / "train/STOP").touch()
+    monkeypatch.setenv(WAITED_VARIABLE, "1")  # a driver that waited for a slot obeys the file before it submits
+    stopped = checkout("snakemake", *PROFILE, check=False)
+    assert stopped.returncode == 1 and not (checkout.run / "model").exists()
+    *_, last = stopped.stdout.rstrip().splitlines()
+    assert last == "Training of demo stopped as requested. Run the same command again to resume."
+    for noise in ("Error in rule", "RuleException", "WorkflowError", "Error:", "Look above"):
+        assert noise not in stopped.stdout
+    assert stopped.stdout.count("somebody created runs/demo/train/STOP. No job was submitted.") == 1
+
+
+def test_nothing_in_the_path_of_the_checkout_is_run(tmp_path: Path, inputs: Path) -> None:
+    """Also not in that of its environment, which the rules put into PATH."""
+    checkout = Checkout.create(tmp_path / "it's a $(touch was-run) `touch was-run` folder", inputs)
+    (checkout.root / ".venv").symlink_to((REPOSITORY / ".venv").resolve())
+    command = [checkout.root / ".venv/bin/python", "-m", "snakemake", "--profile", "profiles/local"]
+    done = subprocess.run(
+        [*command, "runs/demo/sources.json"], cwd=checkout.root, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert (checkout.run / "sources.json").exists() and not list(tmp_path.rglob("was-run"))
+
+
+@pytest.mark.parametrize(("name", "code"), [("it's a folder", 0), ('a "', 1), ("$(touch was-run)", 1), ("`id`", 1)])
+def test_an_installation_that_would_run_its_own_path_is_refused(tmp_path: Path, name: str, code: int) -> None:
+    """pip writes the path between double quotes into its start scripts."""
+    folder = tmp_path / name
+    folder.mkdir()
+    command = ["bash", str(REPOSITORY / "envs/system.sh"), "demo"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert not code or done.stderr.startswith(f"Cannot install in {folder}.")
+
+
+OWN = ("push", "learning_rate", "max_steps", "strategy", "evaluation")
+DEFAULTS = {key: value for key, value in RUN.items() if key not in OWN} | {
+    "data": {"train": "resources/demo/train.jsonl", "eval": "few.jsonl"},
+    "evaluation": {"batch_tokens": 2048},
+}
+
+
+@pytest.mark.training
+@pytest.mark.objectives  # minutes, and test_chain.py trains several runs in CI
+def test_two_runs_of_a_sweep_train_to_the_end_and_are_compared(checkout: Checkout) -> None:
+    """The data are tokenized once, each run has its own settings, and the page has both runs."""
+    checkout.configure({"processes_per_node": 1})
+    examples = (checkout.root / "resources/demo/eval.jsonl").read_text().splitlines(keepends=True)
+    (checkout.root / "few.jsonl").write_text("".join(examples[:8]))
+    runs = {
+        "common": {"max_steps": 2, "learning_rate": 1e-3, "strategy": "ddp"},
+        "grid": {"base": "common", "sweep": {"learning_rate": [1e-3, 2e-3]}},
+    }
+    checkout.write_config({"cluster": "config/cluster.yaml", "defaults": DEFAULTS, "runs": runs})
+    done = checkout("snakemake", *PROFILE, "compare/grid.html").stdout
+    assert done.count("which has the same content.") == 1 and not (checkout.root / "runs/common").exists()
+    names = ("grid-lr1e-3", "grid-lr2e-3")
+    rates = {
+        name: json.loads((checkout.root / f"runs/{name}/plan/training.json").read_text())["arguments"]["learning_rate"]
+        for name in names
+    }
+    assert rates == {"grid-lr1e-3": 1e-3, "grid-lr2e-3": 2e-3}
+    page = (checkout.root / "compare/grid.html").read_text()
+    assert "<svg" in page and all(name in page for name in names)
+
+    found = json.loads(checkout("shardmake", "--quiet", "compare", "--sweep", "grid", "--json").stdout)
+    assert [run["settings"] for run in found["runs"]] == [{"learning_rate": "0.001"}, {"learning_rate": "0.002"}]
+    assert all(run["results"]["steps"] == 2 and run["results"]["evaluation loss"] for run in found["runs"])
+    assert found["notes"] == []
+
+    checkout("snakemake", *PROFILE, "--report", "report.zip", "compare/grid.html")
+    with zipfile.ZipFile(checkout.root / "report.zip") as report:
+        assert any(name.endswith("grid.html") for name in report.namelist())
