@@ -22,7 +22,7 @@ from shardmake.config.user_files import UserFile
 from shardmake.core.errors import ConfigError
 from shardmake.core.nested import leaves, same
 from shardmake.render.command_lines import Arguments, Command, read_arguments, take
-from shardmake.render.lint import ConfigFile, read_source
+from shardmake.render.lint import read_source
 from shardmake.render.script_source import UNREAD, OwnValue, own_values
 from shardmake.run.own_files import planned_values
 from shardmake.run.plan import Choice
@@ -69,8 +69,7 @@ def check_script_arguments(choice: Choice, run: Run) -> list[str]:
     ]
     named = _read(arguments.deepspeed) if arguments.deepspeed else None
     if named is not None and named.kind == "deepspeed":
-        file = UserFile("deepspeed", named.name, named.values)
-        lines += _deepspeed_file(file, choice, run, is_native=arguments.is_native)
+        lines += _deepspeed_file(named, choice, run, is_native=arguments.is_native)
     if lines:
         raise ConfigError("\n".join(["The script's arguments contradict the run, and its ranks would stop:", *lines]))
     if re.search(rf"{PREFIX}[\"'{{]", source) or _is_open(run.script_args, arguments):
@@ -206,7 +205,7 @@ def _values(arguments: Arguments, length: str | None) -> dict[str, Any]:
     return values | {"sequence_length": int(length) if length and length.isdecimal() else known}
 
 
-def _read(name: str) -> ConfigFile | None:
+def _read(name: str) -> UserFile | None:
     """Return a file as `shardmake check` reads it; None for one that it does not know, or that is not here."""
     try:
         return read_source(Path(name)) if Path(name).is_file() else None
