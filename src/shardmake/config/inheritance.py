@@ -98,12 +98,10 @@ class _Resolver:
         for name in self.runs:
             for point, run in self._runs_of(name, sweeps):
                 if point in runs or (point != name and point in self.runs):
-                    raise self._error(
-                        f"runs.{name}", f"there are two runs with the name {point!r}. Rename one of them."
-                    )
-                runs[point], origins[point] = run.values, run.origins
-                if not isinstance(self._own(name), Mapping):
-                    runs[point] = self._own(name)  # the validation reports it
+                    message = f"there are two runs with the name {point!r}. Rename one of them."
+                    raise self._error(f"runs.{name}", message)
+                own = self._own(name)  # the validation reports one that is not a section
+                runs[point], origins[point] = run.values if isinstance(own, Mapping) else own, run.origins
         for name in runs:
             _continue_chain(name, runs, origins)
         return Resolved({**rest, "runs": runs} | ({SWEEPS: sweeps} if sweeps else {}), origins)
@@ -126,13 +124,11 @@ class _Resolver:
     def _plain(self, name: Any) -> ResolvedRun:
         """Return a run with what it inherits, without its sweep."""
         run = ResolvedRun()
-        places: list[tuple[Path, Any]] = [((DEFAULTS,), self.defaults or {})]
-        places += [(("runs", one), self._own(one)) for one in self._bases(name)]
-        for place, section in places:
-            if not isinstance(section, Mapping):
-                continue
-            values = {key: value for key, value in section.items() if place == (DEFAULTS,) or key not in (BASE, SWEEP)}
-            run.take(values, partial(self._origin, place))
+        run.take(self.defaults or {}, partial(self._origin, (DEFAULTS,)))
+        for one in self._bases(name):
+            if isinstance(own := self._own(one), Mapping):
+                values = {key: value for key, value in own.items() if key not in (BASE, SWEEP)}
+                run.take(values, partial(self._origin, ("runs", one)))
         return run
 
     def _origin(self, place: Path, path: Path) -> Origin:
@@ -145,10 +141,8 @@ class _Resolver:
         while isinstance(own := self._own(chain[0]), Mapping) and own.get(BASE) is not None:
             base, key = own[BASE], f"runs.{chain[0]}.{BASE}"
             if isinstance(base, dict | list) or base not in self.runs:
-                close = nearest(str(base), map(str, self.runs))
-                raise self._error(
-                    key, f"run {base!r} does not exist.{close} The runs are: {', '.join(map(str, self.runs))}."
-                )
+                close, known = nearest(str(base), map(str, self.runs)), ", ".join(map(str, self.runs))
+                raise self._error(key, f"run {base!r} does not exist.{close} The runs are: {known}.")
             if base in chain:
                 circle = " -> ".join(map(str, [*reversed(chain[: chain.index(base) + 1]), base]))
                 raise self._error(key, f"{base!r} has this run as its own base ({circle}). Remove one `base`.")
@@ -169,23 +163,18 @@ def _continue_chain(name: Any, runs: dict[Any, Any], origins: dict[Any, dict[Pat
 
     A revision that was inherited together with another model is removed; one of the run's own is refused later.
     """
-    run = runs[name]
-    before = _before(run)
+    run, before = runs[name], _before(runs[name])
     if before is None:
         return
     revision = origins[name].get(("revision",))
     if revision is not None and revision.place != origins[name]["model",].place:
         del run["revision"], origins[name]["revision",]
-    data = run.get("data")
-    if not isinstance(data, dict) or _TEMPLATE in data:
-        return
-    seen = {name}
-    while before in runs and before not in seen:
+    data, seen = run.get("data"), {name}
+    while isinstance(data, dict) and _TEMPLATE not in data and before in runs and before not in seen:
         seen.add(before)
         if _has(runs[before], ("data", _TEMPLATE)):
             data[_TEMPLATE] = runs[before]["data"][_TEMPLATE]
             origins[name]["data", _TEMPLATE] = origins[before]["data", _TEMPLATE]
-            return
         before = _before(runs[before])
 
 
@@ -205,8 +194,6 @@ def _section(values: dict[Any, Any], path: Path) -> dict[Any, Any]:
 
 
 def _has(values: Any, path: Path) -> bool:
-    for key in path:
-        if not isinstance(values, Mapping) or key not in values:
-            return False
-        values = values[key]
-    return True
+    if not path:
+        return True
+    return isinstance(values, Mapping) and path[0] in values and _has(values[path[0]], path[1:])

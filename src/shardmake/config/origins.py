@@ -21,24 +21,17 @@ def note_origins(lines: Sequence[str], origins: Mapping[Any, Mapping[Path, Origi
     found: dict[tuple[str, ...], list[str]] = {}
     for line in lines:
         key, _, message = line.partition(": ")
-        run, below = _split(key, origins)
-        note = "" if run is None else _note(str(run), below, message, origins[run])
+        # The names of runs may have dots.
+        named = [run for run in origins if f"{key}.".startswith(f"runs.{run}.")]
+        run = max(named, key=lambda run: len(str(run)), default=None)
+        below = key.removeprefix(f"runs.{run}").removeprefix(".")
+        note = _note(str(run), below, message, origins[run]) if named else ""
         identity = (below, message, note) if note else (line,)
         found.setdefault(identity, []).append(f"{line}{note}")
     others = {1: "", 2: " It is also in another run."}
     return [
         lines[0] + others.get(len(lines), f" It is also in {len(lines) - 1} other runs.") for lines in found.values()
     ]
-
-
-def _split(key: str, origins: Mapping[Any, Any]) -> tuple[Any, str]:
-    """Return the run that a key is in, and the rest of the key; the names of runs may have dots."""
-    inner = key.removeprefix("runs.")
-    fitting = [name for name in origins if inner == str(name) or inner.startswith(f"{name}.")]
-    if inner == key or not fitting:
-        return None, key
-    run = max(fitting, key=lambda name: len(str(name)))
-    return run, inner.removeprefix(str(run)).removeprefix(".")
 
 
 def _note(run: str, key: str, message: str, origins: Mapping[Path, Origin]) -> str:
@@ -73,12 +66,6 @@ def _lines(values: Mapping[str, Any], path: Path, origins: Mapping[Path, Origin]
         else:
             text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**9)
             text = text.removesuffix("\n").removesuffix("\n...")
-            yield f"{indent}{key}: {mask(text)}", _origin(place, origins)
-
-
-def _origin(path: Path, origins: Mapping[Path, Origin]) -> str:
-    """Return the origin of the value at ``path``, which may be inside a value of the file."""
-    for length in range(len(path), 0, -1):
-        if found := origins.get(path[:length]):
-            return str(found)
-    return BUILT_IN
+            # The value may be inside a value of the file.
+            origin = next((origins[at] for end in range(len(place), 0, -1) if (at := place[:end]) in origins), BUILT_IN)
+            yield f"{indent}{key}: {mask(text)}", str(origin)

@@ -83,13 +83,10 @@ def _number(value: Any) -> str | None:
         return None
     if not math.isfinite(number):
         return None
-    sign, digits, exponent = Decimal(repr(number)).normalize().as_tuple()
-    assert isinstance(exponent, int)
-    power = exponent + len(digits) - 1
-    mantissa = "".join(map(str, digits))
-    scientific = f"{'-' if sign else ''}{mantissa[0]}{'.' if mantissa[1:] else ''}{mantissa[1:]}e{power}"
-    plain = f"{Decimal(repr(number)).normalize():f}"
-    return plain if number == 0 or (power >= 0 and len(plain) < 16) or len(plain) <= len(scientific) else scientific
+    decimal = Decimal(repr(number)).normalize()
+    plain, scientific = f"{decimal:f}", f"{decimal:e}".replace("+", "")
+    is_short = number == 0 or (decimal.adjusted() >= 0 and len(plain) < 16)
+    return plain if is_short or len(plain) <= len(scientific) else scientific
 
 
 def _text(value: Any) -> str:
