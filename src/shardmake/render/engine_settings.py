@@ -87,11 +87,9 @@ def _ranks_without_gpu(settings: Settings, found: EngineSettings) -> int:
         if settings.trainer is not None and settings.trainer.get("fsdp"):
             found.stops["fsdp"] = "Trainer stops: FSDP needs several ranks, and without a GPU each rank counts one."
         effect = "Without a GPU, Accelerate takes each rank for the only one, and all ranks train on the same rows."
-        if settings.trainer is None:
-            advice = "Start the script as a run of Shardmake, which corrects this."
-            found.refuse("Accelerate", "use_cpu", None, f"{effect} {advice}")
-        else:
-            found.refuse("Trainer", "use_cpu", None, f"{effect} Set use_cpu: true.")
+        by_run = "Start the script as a run of Shardmake, which corrects this."
+        library, advice = ("Accelerate", by_run) if settings.trainer is None else ("Trainer", "Set use_cpu: true.")
+        found.refuse(library, "use_cpu", None, f"{effect} {advice}")
     return int(ranks)
 
 
@@ -193,7 +191,11 @@ def _read_deepspeed(settings: Settings, plugin: Any, found: EngineSettings) -> N
     refused: set[str] = set()  # the size of a micro batch is put back, and may fail again
     while (key := parsers.culprit(config, reader)) is not None and key not in refused:
         refused.add(key)
-        _refuse_for_deepspeed(key, dict(leaves(config))[key], found)
+        value, effect = dict(leaves(config))[key], "DeepSpeed stops: it does not know this key or cannot use its value."
+        if dict(leaves(found.deepspeed)).get(key) == "auto":
+            filled = f"The training arguments fill in {json.dumps(value)}, and DeepSpeed stops"
+            value, effect = "auto", f"{filled}: it cannot use this value."
+        found.refuse("DeepSpeed", key, value, effect)
         config = {MICRO_BATCH: 1} | parsers.without(config, key)  # DeepSpeed reads no file without it
     try:
         found.config, ignored = reader(config)
@@ -205,15 +207,6 @@ def _read_deepspeed(settings: Settings, plugin: Any, found: EngineSettings) -> N
         if name in (settings.deepspeed or {}):
             effect = "DeepSpeed does not know this key and ignores it."
             found.problems.append(Problem("DeepSpeed", name, found.deepspeed.get(name), "warning", effect))
-
-
-def _refuse_for_deepspeed(key: str, value: Any, found: EngineSettings) -> None:
-    """Record a value that DeepSpeed refuses, and where it comes from if the file has "auto"."""
-    if dict(leaves(found.deepspeed)).get(key) == "auto":
-        effect = f"The training arguments fill in {json.dumps(value)}, and DeepSpeed stops: it cannot use this value."
-        found.refuse("DeepSpeed", key, "auto", effect)
-    else:
-        found.refuse("DeepSpeed", key, value, "DeepSpeed stops: it does not know this key or cannot use its value.")
 
 
 def _set_precision(plugin: Any, found: EngineSettings) -> None:

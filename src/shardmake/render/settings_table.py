@@ -120,11 +120,7 @@ def _deepspeed_value(setting: Setting, found: EngineSettings) -> Value:
 
 def _written_for_launcher(settings: Settings) -> dict[str, str]:
     """Return the written key of each option of `accelerate launch` that file or flags give."""
-    written = {
-        flag.removeprefix("--").partition("=")[0].replace("-", "_"): flag
-        for flag in settings.flags
-        if flag.startswith("--")
-    }
+    written = settings.options
     for key, value in (settings.accelerate or {}).items():
         if isinstance(value, dict):
             prefix = f"{key.removesuffix('_config')}_" if key in ("fsdp_config", "dynamo_config") else ""
@@ -162,11 +158,8 @@ def same_value(setting: str, asked: Any, runs: Any) -> bool:
     if isinstance(asked, str) or isinstance(runs, str):
         asked, runs = (",".join(map(str, one)) if isinstance(one, list | tuple) else one for one in (asked, runs))
         return str(asked).lower() == str(runs).lower()
-    return bool(
-        list(asked) == list(runs)
-        if isinstance(asked, list | tuple) and isinstance(runs, list | tuple)
-        else asked == runs
-    )
+    asked, runs = (list(one) if isinstance(one, tuple) else one for one in (asked, runs))
+    return bool(asked == runs)
 
 
 def _impossible(found: EngineSettings) -> Iterator[Problem]:
@@ -174,6 +167,7 @@ def _impossible(found: EngineSettings) -> Iterator[Problem]:
     if found.config is None:
         return
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+    from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
     for which in ("offload_optimizer", "offload_param"):
         offload = getattr(found.config.zero_config, which)
@@ -183,12 +177,14 @@ def _impossible(found: EngineSettings) -> Iterator[Problem]:
     yield from _impossible_schedule(found)
     yield from _facts(found)
     name, stage = found.config.optimizer_name, int(found.config.zero_optimization_stage)
-    if name is not None and engine_values.optimizer_class(found) is None and name not in DEEPSPEED_OPTIMIZERS:
-        gone = "DeepSpeed stops: neither it nor torch has it."
-        effect = OPTIMIZER_REMOVED if is_removed_optimizer(name) else gone
-        yield Problem("DeepSpeed", "optimizer.type", name, "error", effect)
-    elif name is not None and stage and not found.config.zero_allow_untested_optimizer and not _is_tested(found):
+    built = None if name is None else engine_values.optimizer_class(found)
+    is_tested = name in ("lion", "muon") or built in ZERO_SUPPORTED_OPTIMIZERS
+    effect = ""
+    if name is not None and built is None and name not in DEEPSPEED_OPTIMIZERS:
+        effect = OPTIMIZER_REMOVED if is_removed_optimizer(name) else "DeepSpeed stops: neither it nor torch has it."
+    elif name is not None and stage and not found.config.zero_allow_untested_optimizer and not is_tested:
         effect = "DeepSpeed stops: with ZeRO it needs zero_allow_untested_optimizer: true."
+    if effect:
         yield Problem("DeepSpeed", "optimizer.type", name, "error", effect)
 
 
@@ -218,10 +214,3 @@ def _impossible_schedule(found: EngineSettings) -> Iterator[Problem]:
         for key in keys:
             stops = f"DeepSpeed stops: {name} {effect}."
             yield Problem("DeepSpeed", f"scheduler.params.{key}", given.get(key), "error", stops)
-
-
-def _is_tested(found: EngineSettings) -> bool:
-    from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
-
-    name, optimizer = found.config.optimizer_name, engine_values.optimizer_class(found)
-    return name in ("lion", "muon") or optimizer in ZERO_SUPPORTED_OPTIMIZERS
