@@ -15,7 +15,7 @@ from string import Template
 from typing import Any, Final
 
 from shardmake.config.models import Run
-from shardmake.config.script_file import PREFIX, script_file
+from shardmake.config.script_file import PREFIX, VARIABLE_KEYS, script_file
 from shardmake.config.settings import ACCUMULATION, MICRO_BATCH, SETTINGS, TOTAL_BATCH
 from shardmake.config.user_file_keys import contradictions
 from shardmake.config.user_files import UserFile
@@ -41,7 +41,6 @@ _NAMES: Final = {
 }
 """Names that programs give to the values that a variable passes, by the end of the variable's name."""
 _FILES: Final = (".yaml", ".yml", ".json", ".toml")
-_RANK: Final = ("local_rank",)
 _BATCH: Final = ("micro_batch_size", ACCUMULATION)
 _PER_DEVICE: Final = SETTINGS["batch per rank"].trainer[0]
 
@@ -53,10 +52,13 @@ def check_script_arguments(choice: Choice, run: Run) -> list[str]:
     """
     if run.script is None:
         return []
-    source = _source(run.script)
+    source = ""
+    with contextlib.suppress(ConfigError, OSError):  # a script that is not here
+        source = script_file(run.script).read_text(errors="replace")
     own = own_values(source)
     variables = _variables(choice, run)
-    words = list(_known_words(run.script_args, variables))
+    filled = [Template(word).safe_substitute(variables) for word in run.script_args]
+    words = list(_known_words(filled))
     length = next((value for name in _LENGTHS if (value := take(list(words), f"--{name}")) is not None), None)
     arguments = read_arguments(Command("script_args", "python", run.script, words))
     found = _values(arguments, length)
@@ -74,16 +76,8 @@ def check_script_arguments(choice: Choice, run: Run) -> list[str]:
         raise ConfigError("\n".join(["The script's arguments contradict the run, and its ranks would stop:", *lines]))
     if re.search(rf"{PREFIX}[\"'{{]", source) or _is_open(run.script_args, arguments):
         return []
-    missing = [*_missing(own, found, _filled(run.script_args, variables), source, choice, run)]
+    missing = [*_missing(own, found, filled, source, choice, run)]
     return ["\n".join([f"{run.script} trains with other values than the run:", *missing])] if missing else []
-
-
-def _source(script: str) -> str:
-    """Return the text of the script; empty if it is not here."""
-    try:
-        return script_file(script).read_text(errors="replace")
-    except (ConfigError, OSError):
-        return ""
 
 
 def _is_open(words: list[str], arguments: Arguments) -> bool:
@@ -130,7 +124,7 @@ def _missing(
         and "local_rank" in own
         and own["local_rank"].value == 0
         and not ("environ" in source and "LOCAL_RANK" in source)
-        and not _given(_RANK, words, {}, own)[0]
+        and not _given(("local_rank",), words, {}, own)[0]
     ):
         yield "  --local_rank is not among script_args, and is 0 for every rank. Add --local_rank $LOCAL_RANK."
 
@@ -139,8 +133,9 @@ def _given(
     names: tuple[str, ...], words: list[str], found: Mapping[str, Any], own: Mapping[str, OwnValue]
 ) -> tuple[bool, Any]:
     """Return whether an argument or a file gives one of ``names``, which may be abbreviated, and a value of it."""
-    if (value := next((found[name] for name in names if found.get(name) is not None), None)) is not None:
-        return True, value
+    for name in names:
+        if found.get(name) is not None:
+            return True, found[name]
     for index, word in enumerate(words):
         option, sign, text = word.partition("=")
         option = option.lstrip("-").replace("-", "_")
@@ -170,28 +165,16 @@ def _unpassed(key: str, value: Any, name: str, own: OwnValue) -> str:
 
 def _variables(choice: Choice, run: Run) -> dict[str, str]:
     """Return the variables of `script_environment` whose value the plan or the run has."""
-    values = {
-        "SEQUENCE_LENGTH": run.sequence_length,
-        "MICRO_BATCH_SIZE": choice.micro_batch_size,
-        "GRADIENT_ACCUMULATION_STEPS": choice.gradient_accumulation_steps,
-        "LEARNING_RATE": run.learning_rate,
-        "MAX_STEPS": run.max_steps,
-        "EPOCHS": run.epochs,
-        "SEED": run.seed,
-    }
-    return {f"{PREFIX}{name}": str(value) for name, value in values.items() if value is not None}
+    values = {key: getattr(run, key) for key in ("sequence_length", *VARIABLE_KEYS.values(), "seed")}
+    values |= {key: getattr(choice, key) for key in _BATCH}
+    return {f"{PREFIX}{key.upper()}": str(value) for key, value in values.items() if value is not None}
 
 
-def _known_words(words: list[str], variables: Mapping[str, str]) -> Iterator[str]:
-    """Yield ``words`` with ``variables`` in place, without each option whose value only a node knows."""
-    filled = _filled(words, variables)
-    for word, follows in zip(filled, [*filled, ""][1:], strict=True):
+def _known_words(words: list[str]) -> Iterator[str]:
+    """Yield ``words`` without each option whose value only a node knows."""
+    for word, follows in zip(words, [*words, ""][1:], strict=True):
         if "$" not in word and not (word.startswith("--") and "=" not in word and "$" in follows):
             yield word
-
-
-def _filled(words: list[str], variables: Mapping[str, str]) -> list[str]:
-    return [Template(word).safe_substitute(variables) for word in words]
 
 
 def _values(arguments: Arguments, length: str | None) -> dict[str, Any]:
