@@ -21,7 +21,7 @@ from shardmake.config.settings import ACCUMULATION, MICRO_BATCH, SETTINGS, TOTAL
 from shardmake.core.nested import leaves, overlay
 from shardmake.core.private_names import private
 from shardmake.render import parsers
-from shardmake.render.comparison import EngineSettings, Problem, Settings
+from shardmake.render.comparison import EngineSettings, Library, Problem, Settings
 from shardmake.render.launcher_settings import VARIABLES, launch
 from shardmake.render.trainer_settings import read_dynamo, read_script, read_trainer
 
@@ -87,8 +87,9 @@ def _ranks_without_gpu(settings: Settings, found: EngineSettings) -> int:
         if settings.trainer is not None and settings.trainer.get("fsdp"):
             found.stops["fsdp"] = "Trainer stops: FSDP needs several ranks, and without a GPU each rank counts one."
         effect = "Without a GPU, Accelerate takes each rank for the only one, and all ranks train on the same rows."
+        library: Library = "Accelerate" if settings.trainer is None else "Trainer"
         by_run = "Start the script as a run of Shardmake, which corrects this."
-        library, advice = ("Accelerate", by_run) if settings.trainer is None else ("Trainer", "Set use_cpu: true.")
+        advice = by_run if settings.trainer is None else "Set use_cpu: true."
         found.refuse(library, "use_cpu", None, f"{effect} {advice}")
     return int(ranks)
 

@@ -181,6 +181,8 @@ def _combinations(sources: Sequence[UserFile]) -> Iterator[Training]:
 
 
 def _of_command(command: command_lines.Command, sources: Sequence[UserFile]) -> Training:
+    from transformers import TrainingArguments
+
     training = Training(command.title, {source.kind: source for source in sources}, command.flags, command.ranks)
     training.notes += command.notes
     if not command.launcher:
@@ -196,7 +198,9 @@ def _of_command(command: command_lines.Command, sources: Sequence[UserFile]) -> 
     values: dict[str, Any] = {}
     for name in arguments.files:
         source = _add(training, name, "Trainer", "the first argument", Path(), command.tool)
-        values |= _of_trainer(source.values, command.tool) if source is not None and source.kind == "training" else {}
+        given = source.values if source is not None and source.kind == "training" else {}
+        known = given if command.tool is None else TrainingArguments.__dataclass_fields__  # a tool has further keys
+        values |= {key: value for key, value in given.items() if key in known}
     if arguments.trainer is not None:
         names = [*arguments.files, command.title]
         training.files["training"] = UserFile("training", " + ".join(names), values | arguments.trainer)
@@ -211,7 +215,9 @@ def _of_command(command: command_lines.Command, sources: Sequence[UserFile]) -> 
             training.notes.append(
                 f"{source.name} is read as deepspeed.initialize reads it. No Trainer has arguments to compare."
             )
-            training.problems += _unfilled(source)
+            effect = "Only Trainer and Accelerate fill it in; deepspeed.initialize stops. Write a value."
+            unfilled = [key for key, value in leaves(source.values) if value == "auto"]
+            training.problems += [Problem("DeepSpeed", key, "auto", "error", effect) for key in unfilled]
             training.files["deepspeed"] = replace(source, values={"zero_optimization": {"stage": 0}} | source.values)
     for index, flag in enumerate(command.flags):
         if flag.replace("-", "_") == "__deepspeed_config_file" and arguments.deepspeed is None:
@@ -219,22 +225,6 @@ def _of_command(command: command_lines.Command, sources: Sequence[UserFile]) -> 
             training.named_by_trainer = False
     _add_named(training, arguments.deepspeed)
     return training
-
-
-def _unfilled(file: UserFile) -> Iterator[Problem]:
-    """Yield an error for each "auto" in a file of deepspeed.initialize."""
-    for key, value in leaves(file.values):
-        if value == "auto":
-            effect = "Only Trainer and Accelerate fill it in; deepspeed.initialize stops. Write a value."
-            yield Problem("DeepSpeed", key, value, "error", effect)
-
-
-def _of_trainer(values: dict[str, Any], tool: Tool | None) -> dict[str, Any]:
-    """Return ``values`` without the keys that a tool has beside those of transformers."""
-    from transformers import TrainingArguments
-
-    known = TrainingArguments.__dataclass_fields__
-    return values if tool is None else {key: value for key, value in values.items() if key in known}
 
 
 def _add(
