@@ -137,19 +137,12 @@ class EvalSource(Section):
     """One of several sources of evaluation examples."""
 
     source: values.PathText = Field(description="A file, a folder, a hub data set or a URL, as for a single `train`.")
-    name: str | None = None
+    name: values.SourceName | None = None
     """Name in the report and in the losses by source. Without it, that of the file, folder or data set."""
     format: Literal["auto"] | Format | None = Field(None, description="Without it, `data.format`.")
     columns: Columns | None = Field(None, description="Without it, `data.columns`.")
     subset: str | None = Field(None, description="Subset (configuration) of a hub data set that has several.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub data set.")
-
-    @field_validator("name")
-    @classmethod
-    def _check_name(cls, name: str | None) -> str | None:
-        if name is not None and not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
-            raise ValueError(f"{name!r} is not a name. Use letters, digits, '_', '.' and '-'")
-        return name
 
     @property
     def label(self) -> str:
@@ -415,18 +408,11 @@ class Service(Section):
         "its environment, and listens at `$SHARDMAKE_SERVICE_HOST` and `$SHARDMAKE_SERVICE_PORT`.",
         examples=["vllm serve $SHARDMAKE_BASE --host $SHARDMAKE_SERVICE_HOST --port $SHARDMAKE_SERVICE_PORT"],
     )
-    health: str | None = Field(None, examples=["/health"])
+    health: values.HealthPath | None = Field(None, examples=["/health"])
     """Path that answers with status 200 over HTTP once the service is ready. Without it, the service is ready when its
     port accepts connections."""
     start_seconds: values.Seconds = Field(1800, validate_default=True)
     """Time limit of the service's start, after which the job fails."""
-
-    @field_validator("health")
-    @classmethod
-    def _check_health(cls, health: str | None) -> str | None:
-        if health is not None and not health.startswith("/"):
-            raise ValueError(f"{health!r} is not a path. Begin it with '/', as in /health")
-        return health
 
 
 class Evaluation(Section):
