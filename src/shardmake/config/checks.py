@@ -23,7 +23,7 @@ PREFIX: Final = "run:"
 def contradictions(section: Section) -> list[str]:
     """Return a line for each contradiction in a run or a configuration, whose keys are valid."""
     if isinstance(section, Run):
-        idle = [f"{row.describe(section)}." for row in IDLE_KEYS if row.is_idle(section)]
+        idle = [problem for row in IDLE_KEYS for problem in row.problems(section)]
         return idle or _first(_refused_by_trl(section), _service_problems(section))
     if not isinstance(section, Config):
         return []
@@ -37,45 +37,33 @@ def _first(*checks: Iterator[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class IdleKey:
-    """A key or a section that some runs do not use, and which is refused there unless it has its default."""
+class IdleKeys:
+    """Keys or sections that some runs do not use, and that are refused there unless they have their defaults."""
 
-    key: str
+    keys: str
     works: Callable[[Run], bool]
-    """Returns whether the key has an effect in a run."""
+    """Returns whether the keys have an effect in a run."""
     beside: str
-    """The setting with which it has none, after "has no effect with"; ``{run}`` is the run."""
+    """The setting with which they have none, after "has no effect with"; ``{run}`` is the run."""
     change: str = ""
-    """The change that gives it an effect, as the start of a sentence."""
+    """The change that gives them an effect, as the start of a sentence."""
     switch: str = ""
     """A key of the run without which even default values are refused: who writes them asks for something else."""
 
-    def is_idle(self, run: Run) -> bool:
-        """Return whether ``run`` has the key and does not use it."""
-        value: Any = run
-        default: Any = None
-        for part in self.key.split("."):
-            if value is None or part not in value.model_fields_set:
-                return False
-            default = type(value).model_fields[part].get_default(call_default_factory=True)
-            value = getattr(value, part)
-        asked = value != default or (self.switch != "" and self.switch not in run.model_fields_set)
-        return asked and not self.works(run)
-
-    def describe(self, run: Run) -> str:
-        """Return what to do about the key, without the full stop."""
+    def problems(self, run: Run) -> Iterator[str]:
+        """Yield what to do about each key that ``run`` has and does not use."""
         remove = f"{self.change}, or remove" if self.change else "Remove"
-        return f"{self.key} has no effect with {self.beside.format(run=run)}. {remove} {self.key}"
-
-
-def _pushes_to_hub(run: Run) -> bool:
-    return run.push is not None and any(to.startswith("hub:") for to in run.push.destinations)
-
-
-def _idle(
-    keys: str, works: Callable[[Run], bool], beside: str, change: str = "", switch: str = ""
-) -> Iterator[IdleKey]:
-    return (IdleKey(key, works, beside, change, switch) for key in keys.split())
+        for key in () if self.works(run) else self.keys.split():
+            value: Any = run
+            default: Any = None
+            for part in key.split("."):
+                if value is None or part not in value.model_fields_set:
+                    break
+                default = type(value).model_fields[part].get_default(call_default_factory=True)
+                value = getattr(value, part)
+            else:
+                if value != default or (self.switch and self.switch not in run.model_fields_set):
+                    yield f"{key} has no effect with {self.beside.format(run=run)}. {remove} {key}."
 
 
 _ADAPTERS: Final = " or ".join(name for name, spec in METHODS.items() if spec.has_adapters)
@@ -83,45 +71,48 @@ _METHOD: Final = "method: {run.method}"
 _OBJECTIVE: Final = "objective: {run.objective}"
 IDLE_KEYS: Final = (
     *(
-        IdleKey(name, lambda run, name=name: run.objective == name, _OBJECTIVE, f"Set objective: {name}")  # type: ignore[misc]
+        IdleKeys(name, lambda run, name=name: run.objective == name, _OBJECTIVE, f"Set objective: {name}")  # type: ignore[misc]
         for name in OBJECTIVE_SECTIONS
     ),
-    *_idle("lora", lambda run: run.method_spec.has_adapters, _METHOD, f"Set method: {_ADAPTERS}", "method"),
-    *_idle(
+    IdleKeys("lora", lambda run: run.method_spec.has_adapters, _METHOD, f"Set method: {_ADAPTERS}", "method"),
+    IdleKeys(
         "warmup_ratio", lambda run: run.scheduler != "constant" or run.warmup_ratio == 0, "scheduler: {run.scheduler}",
         "Set scheduler: constant_with_warmup",
     ),
-    *_idle(
+    IdleKeys(
         "resume_from", lambda run: run_before(run.model) is None, "model: {run.model}", "Name that run's base model",
     ),
-    *_idle("resume_from", lambda run: not run.lora.adapter, "lora.adapter: {run.lora.adapter}", "Remove lora.adapter"),
-    *_idle(
+    IdleKeys(
+        "resume_from", lambda run: not run.lora.adapter, "lora.adapter: {run.lora.adapter}", "Remove lora.adapter",
+    ),
+    IdleKeys(
         "profile memory_snapshot freeze torch_compile learning_rates lora.adapter lora.train_tokens",
         lambda run: run.script is None, "script: {run.script}", "Remove script",
     ),
-    *_idle(
+    IdleKeys(
         "freeze", lambda run: not run.method_spec.has_adapters, f"{_METHOD}, which trains adapters alone",
         "Set method: full",
     ),
-    *_idle(
+    IdleKeys(
         "checkpoints.early_stopping",
         lambda run: run.script is None and (run.eval_every_steps != "never" or run.checkpoints.keep_best),
         "a training that does not evaluate", "Set eval_every_steps: auto",
     ),
-    *_idle(
+    IdleKeys(
         "final_checkpoint", lambda run: run.script is None and run.checkpoints.keep_best,
         "checkpoints.keep_best: false", "Set checkpoints.keep_best: true",
     ),
-    *_idle("data.eval_fraction", lambda run: run.data.eval is None, "data.eval", "Remove data.eval"),
-    *_idle(
+    IdleKeys("data.eval_fraction", lambda run: run.data.eval is None, "data.eval", "Remove data.eval"),
+    IdleKeys(
         "evaluation.lm_eval_path evaluation.lm_eval_limit", lambda run: bool(run.evaluation.lm_eval),
         "an empty evaluation.lm_eval", "Name the tasks in evaluation.lm_eval",
     ),
-    *_idle(
-        "push.private push.revision push.pull_request", _pushes_to_hub, "a destination that is not on the hub",
-        "Add hub:ORG/NAME to push.to",
+    IdleKeys(
+        "push.private push.revision push.pull_request",
+        lambda run: run.push is not None and any(to.startswith("hub:") for to in run.push.destinations),
+        "a destination that is not on the hub", "Add hub:ORG/NAME to push.to",
     ),
-    *_idle(
+    IdleKeys(
         "evaluation.prompts evaluation.max_new_tokens evaluation.lm_eval evaluation.losses push.samples",
         lambda run: not OBJECTIVES[run.objective].new_head, f"{_OBJECTIVE}, whose model does not generate text",
     ),

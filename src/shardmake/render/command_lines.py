@@ -18,7 +18,6 @@ from unittest import mock
 from shardmake.config.settings import SETTINGS
 from shardmake.core.errors import ConfigError
 from shardmake.core.private_names import private
-from shardmake.render.other_tools import TOOLS, TRL, Tool
 from shardmake.render.shell_script import read_commands
 from shardmake.render.shell_words import is_unknown, written
 from shardmake.render.trainer_settings import nearest_argument
@@ -40,6 +39,33 @@ _OTHER_PROGRAMS: Final = {
 # fmt: on
 """Programs that may name a launcher without starting it."""
 _WRAPPERS: Final = ("srun", "mpirun", "mpiexec", "exec", "nohup", "apptainer", "singularity")
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A program of another project that trains with settings of its own, and the words that start a training."""
+
+    title: str
+    commands: tuple[str, ...] = ()
+    has_arguments: bool = False
+    """Its options and its YAML file have the names of transformers' training arguments, with other defaults."""
+
+
+TRL: Final = Tool("TRL", ("sft", "dpo", "grpo", "kto", "reward", "rloo"), has_arguments=True)
+_FACTORY: Final = Tool("LLaMA-Factory", ("train",), has_arguments=True)
+_TORCHTUNE: Final = Tool("torchtune", ("run",))
+TOOLS: Final = {
+    "trl": TRL,
+    "llamafactory-cli": _FACTORY,
+    "llamafactory": _FACTORY,
+    "swift": Tool("ms-swift", ("sft", "pt", "rlhf"), has_arguments=True),
+    "axolotl": Tool("Axolotl", ("train",)),
+    "tune": _TORCHTUNE,
+    "torchtune": _TORCHTUNE,
+    **{name: Tool(title) for name, title in (("torchtitan", "torchtitan"), ("verl", "verl"), ("openrlhf", "OpenRLHF"))},
+    "nemo_automodel": Tool("NeMo Automodel"),
+}
+"""Tools by the name of their program or module."""
 
 
 @dataclass

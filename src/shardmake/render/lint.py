@@ -30,7 +30,6 @@ from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import plural
 from shardmake.render import command_lines
 from shardmake.render.comparison import LIBRARIES, Comparison, Library, Problem, Row, Settings, Value, as_text
-from shardmake.render.other_tools import Tool
 from shardmake.render.shell_words import is_unknown, written
 
 OWNERS: Final[dict[Library, Kind]] = {"Trainer": "training", "DeepSpeed": "deepspeed", "Accelerate": "accelerate"}
@@ -55,7 +54,7 @@ class Report:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read_source(path: Path, by: Tool | None = None) -> UserFile:
+def read_source(path: Path, by: command_lines.Tool | None = None) -> UserFile:
     """Read one file and determine its kind from its keys; ``by`` is the tool whose command names it."""
     values = read_file(path, parse_json if path.suffix == ".json" else _parse_yaml)
     if not isinstance(values, dict):
@@ -228,7 +227,7 @@ def _of_command(command: command_lines.Command, sources: Sequence[UserFile]) -> 
 
 
 def _add(
-    training: Training, name: Any, library: Library, key: str, folder: Path, by: Tool | None = None
+    training: Training, name: Any, library: Library, key: str, folder: Path, by: command_lines.Tool | None = None
 ) -> UserFile | None:
     """Add the file ``name``, or a problem if it is none."""
     if is_unknown(str(name)):

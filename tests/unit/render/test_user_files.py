@@ -190,12 +190,12 @@ def test_keys_that_accelerate_refuses_beside_a_deepspeed_file(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("ds.json", '{"bf16": {"enabled": true}, "bf16": {}}', "The key 'bf16' occurs twice"),
+        ("ds.json", '{"bf16": {"enabled": true}, "bf16": {}}', "the key 'bf16' occurs twice"),
         ("ds.json", '{"bf16": {"enabled": true},}', "line 1 is not valid JSON"),
         ("ds.json", "[]", "holds no keys"),
         ("ds.json", '{"compute_environment": "LOCAL_MACHINE"}', "looks like an Accelerate file"),
         ("ds.yaml", "a: [", "is not valid YAML"),
-        ("none.json", None, "none.json does not exist"),
+        ("none.json", None, "none.json' does not exist"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, name: str, text: str | None, words: str) -> None:
