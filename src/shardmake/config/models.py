@@ -48,17 +48,9 @@ GradientDtype = Literal["auto", "fp32", "bf16"]
 TORCH_DTYPES: Final[dict[Precision, str]] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 Loss = Literal["plain", "fused", "chunked"]
 Schedule = Literal[
-    "cosine",
-    "linear",
-    "constant",
-    "constant_with_warmup",
-    "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr",
-    "cosine_with_restarts",
-    "polynomial",
-    "inverse_sqrt",
-    "warmup_stable_decay",
-]
+    "cosine", "linear", "constant", "constant_with_warmup", "cosine_with_min_lr", "cosine_warmup_with_min_lr",
+    "cosine_with_restarts", "polynomial", "inverse_sqrt", "warmup_stable_decay",
+]  # fmt: skip
 """transformers' schedules that follow from the step alone; the others wait for a metric."""
 DpoLoss = Literal[
     "sigmoid", "hinge", "ipo", "nca_pair", "sppo_hard", "apo_zero", "apo_down", "discopop", "sigmoid_norm"

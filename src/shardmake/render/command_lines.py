@@ -55,16 +55,11 @@ TRL: Final = Tool("TRL", ("sft", "dpo", "grpo", "kto", "reward", "rloo"), has_ar
 _FACTORY: Final = Tool("LLaMA-Factory", ("train",), has_arguments=True)
 _TORCHTUNE: Final = Tool("torchtune", ("run",))
 TOOLS: Final = {
-    "trl": TRL,
-    "llamafactory-cli": _FACTORY,
-    "llamafactory": _FACTORY,
-    "swift": Tool("ms-swift", ("sft", "pt", "rlhf"), has_arguments=True),
-    "axolotl": Tool("Axolotl", ("train",)),
-    "tune": _TORCHTUNE,
-    "torchtune": _TORCHTUNE,
-    **{name: Tool(title) for name, title in (("torchtitan", "torchtitan"), ("verl", "verl"), ("openrlhf", "OpenRLHF"))},
+    "trl": TRL, "llamafactory-cli": _FACTORY, "llamafactory": _FACTORY, "axolotl": Tool("Axolotl", ("train",)),
+    "swift": Tool("ms-swift", ("sft", "pt", "rlhf"), has_arguments=True), "tune": _TORCHTUNE, "torchtune": _TORCHTUNE,
+    "torchtitan": Tool("torchtitan"), "verl": Tool("verl"), "openrlhf": Tool("OpenRLHF"),
     "nemo_automodel": Tool("NeMo Automodel"),
-}
+}  # fmt: skip
 """Tools by the name of their program or module."""
 
 

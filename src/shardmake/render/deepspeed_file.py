@@ -39,14 +39,10 @@ def deepspeed_config(plan: Plan, run: Run, cluster: Cluster, model: Model, folde
     })  # fmt: skip
     if choice.precision == "fp16":
         values["fp16"] |= FP16
-    values |= {
-        "zero_optimization": zero_optimization(
-            choice, model, cluster, swap_folder(cluster.nvme_path, plan.run, folder)
-        ),
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "wall_clock_breakdown": False,
-    }
+    swap = swap_folder(cluster.nvme_path, plan.run, folder)
+    values["zero_optimization"] = zero_optimization(choice, model, cluster, swap)
+    values |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    values["wall_clock_breakdown"] = False
     if choice.gradients != choice.precision:
         values |= {"communication_data_type": choice.gradients, "data_types": {"grad_accum_dtype": choice.gradients}}
     if choice.tensor_parallel > 1:

@@ -36,46 +36,33 @@ ADAM_EPSILON: Final = 1e-8
 
 def training_settings(plan: Plan, run: Run, cluster: Cluster, model: Model) -> TrainingSettings:
     """Return what the ranks need: model, method, training arguments, and the engine that they must find."""
-    choice, kept = plan.choice, run.checkpoints
+    choice, own, lora = plan.choice, run.checkpoints, run.lora
     program: TrainerProgram | ScriptProgram = TrainerProgram()
     if run.script:
         digest = sha256(script_file(run.script))
         program = ScriptProgram(path=run.script, args=run.script_args, sha256=digest, service=run.service)
     return TrainingSettings(
         model=BaseModelSettings(
-            path=run.model,
-            revision=run.revision,
-            trust_remote_code=run.trust_remote_code,
-            model_class=plan.workload.model_class,
-            dtype=load_dtype(choice, run),
-            attention=ATTENTION[plan.workload.attention],
-            gradient_checkpointing=choice.gradient_checkpointing,
+            path=run.model, revision=run.revision, trust_remote_code=run.trust_remote_code,
+            model_class=plan.workload.model_class, dtype=load_dtype(choice, run),
+            attention=ATTENTION[plan.workload.attention], gradient_checkpointing=choice.gradient_checkpointing,
             on_gpu=not cluster.is_cpu and run.script is None and choice.loads_on_gpu(run.method),
             chat_template=read_template(Path(run.data.chat_template)) if run.data.chat_template else None,
         ),
         objective=run.objective,
         **({run.objective: run.objective_settings} if run.objective_settings else {}),
-        method=AdapterMethod(kind=run.method, **run.lora.model_dump())
-        if run.method_spec.has_adapters
-        else FullMethod(),
-        freeze=run.freeze,
-        learning_rates=run.learning_rates,
+        method=AdapterMethod(kind=run.method, **lora.model_dump()) if run.method_spec.has_adapters else FullMethod(),
+        freeze=run.freeze, learning_rates=run.learning_rates, loss=run.loss,
         arguments=training_arguments(plan, run, cluster, model),
         optimizer=replaced_optimizer(choice, run, cluster),
         expected=expected_engine(choice),
-        loss=run.loss,
         checkpoints=CheckpointSettings(
-            retention=RetentionSettings(keep=kept.keep, best=kept.keep_best, every_steps=kept.keep_every_steps),
-            mtbf_seconds=job_mtbf_seconds(cluster.node_mtbf_hours, choice.nodes)
-            if kept.every_steps == "auto"
-            else None,
-            asynchronous=kept.asynchronous,
-            early_stopping=kept.early_stopping,
+            retention=RetentionSettings(keep=own.keep, best=own.keep_best, every_steps=own.keep_every_steps),
+            mtbf_seconds=job_mtbf_seconds(cluster.node_mtbf_hours, choice.nodes) if own.every_steps == "auto" else None,
+            asynchronous=own.asynchronous, early_stopping=own.early_stopping,
         ),
-        profile=run.profile,
-        memory_snapshot=run.memory_snapshot,
-        program=program,
-    )
+        profile=run.profile, memory_snapshot=run.memory_snapshot, program=program,
+    )  # fmt: skip
 
 
 def load_dtype(choice: Choice, run: Run) -> str:
@@ -99,16 +86,11 @@ def expected_engine(choice: Choice) -> Engine:
         "expert_parallel": choice.expert_parallel if choice.expert_parallel > 1 else None,
     }
     return Engine(
-        engine=spec.library,
-        zero_stage=spec.zero_stage,
-        world_size=choice.world_size,
-        dtype=TORCH_DTYPES[choice.precision],
-        offload_optimizer=spec.offload_optimizer,
-        offload_param=spec.offload_param,
-        gradient_dtype=None if spec.is_ddp else TORCH_DTYPES[choice.gradients],
-        tensor_parallel=choice.tensor_parallel if spec.is_deepspeed else None,
-        **(fsdp if spec.is_fsdp else {}),
-    )
+        engine=spec.library, zero_stage=spec.zero_stage, world_size=choice.world_size,
+        dtype=TORCH_DTYPES[choice.precision], offload_optimizer=spec.offload_optimizer,
+        offload_param=spec.offload_param, gradient_dtype=None if spec.is_ddp else TORCH_DTYPES[choice.gradients],
+        tensor_parallel=choice.tensor_parallel if spec.is_deepspeed else None, **(fsdp if spec.is_fsdp else {}),
+    )  # fmt: skip
 
 
 def replaced_optimizer(choice: Choice, run: Run, cluster: Cluster) -> OptimizerSettings | None:
