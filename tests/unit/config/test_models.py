@@ -141,10 +141,8 @@ def test_every_path_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
         "accelerate_config": "/data/acc.yaml",
     }  # fmt: skip
     assert (run.data.train, run.data.eval, run.evaluation.lm_eval_path) == (
-        "/data/a.jsonl",
-        "/data/b.jsonl",
-        "/home/ada/tasks",
-    )
+        "/data/a.jsonl", "/data/b.jsonl", "/home/ada/tasks",
+    )  # fmt: skip
     assert run.push is not None
     assert run.push.destinations == ["file:/home/ada/out/chat", "hub:lab/chat", "s3://b/data/x"]
     cluster = Cluster(**CLUSTER, nvme_path="$DATA/n", cache="~/c", scratch="$DATA", accelerator="A100-80GB")
