@@ -1,22 +1,11 @@
 """``accelerate.yaml``: the ranks that `accelerate launch` starts, and their library."""
 
-from typing import Any, Final
+from typing import Any
 
 from shardmake.config.models import Run
 from shardmake.config.settings import SETTINGS
 from shardmake.memory.model import Model
 from shardmake.run.plan import Choice, Plan
-
-IGNORED_IN_FILE: Final = {
-    "rdzv_backend": ("static",),
-    "same_network": (True, False),
-    "enable_cpu_affinity": (False,),
-    "downcast_bf16": ("no", False),
-}
-"""Keys that `accelerate launch` takes from its command line alone, because their defaults there are not None.
-
-The values change nothing; `accelerate config` writes them.
-"""
 
 
 def accelerate_config(plan: Plan, run: Run, model: Model) -> dict[str, Any]:

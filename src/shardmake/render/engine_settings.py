@@ -97,12 +97,12 @@ def _ranks_without_gpu(settings: Settings, found: EngineSettings) -> int:
 def _drop_refused_fields(found: EngineSettings) -> None:
     """Record the settings of an Accelerate file that Accelerate refuses beside a DeepSpeed file, and remove them."""
     fields = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
-    for name in {*fields} & {*REFUSED_BESIDE_DEEPSPEED_FILE, "mixed_precision"}:
+    refused = {*fields} & {*REFUSED_BESIDE_DEEPSPEED_FILE, "mixed_precision"}
+    for name in refused:
         found.stops[f"accelerate {name}"] = "Accelerate stops on this key beside a DeepSpeed file. Remove it."
         os.environ.pop(f"ACCELERATE_{name.upper()}", None)
         os.environ.pop(f"ACCELERATE_DEEPSPEED_{name.upper()}", None)
-    kept = [name for name in fields if f"accelerate {name}" not in found.stops]
-    os.environ["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(kept)
+    os.environ["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(name for name in fields if name not in refused)
 
 
 def _enter_world(size: int) -> None:
@@ -129,13 +129,10 @@ def _leave_world() -> None:
 def _well_formed(values: Mapping[str, Any], found: EngineSettings) -> dict[str, Any]:
     """Return a copy without sections that are not mappings and with text that is a number or a boolean read as such."""
     copied: dict[str, Any] = copy.deepcopy(dict(values))
-    for key in MAPPINGS:
-        *path, last = key.split(".")
-        section: Any = copied
-        for part in path:
-            section = section.get(part, {}) if isinstance(section, dict) else {}
-        if isinstance(section, dict) and last in section and not isinstance(section[last], dict):
-            found.refuse("DeepSpeed", key, section.pop(last), "Transformers and DeepSpeed stop: they need a mapping.")
+    flat = dict(leaves(copied))
+    for name in (name for name in MAPPINGS if name in flat):
+        found.refuse("DeepSpeed", name, flat[name], "Transformers and DeepSpeed stop: they need a mapping.")
+        copied = parsers.without(copied, name)
     for key, value, rule in list(find_removed(copied)):
         found.refuse("DeepSpeed", key, value, rule.fact)
         copied = parsers.without(copied, key)
@@ -153,16 +150,14 @@ def _read_text(section: dict[str, Any], prefix: str, found: EngineSettings) -> N
         if isinstance(value, dict):
             _read_text(value, f"{prefix}{key}.", found)
         elif isinstance(value, str) and (read := _number_or_boolean(value)) is not None:
-            effect = TEXT_EFFECTS.get(f"{prefix}{key}", "The libraries compare text and numbers as different values.")
+            effect = "The libraries compare text and numbers as different values."
+            if f"{prefix}{key}" in SETTINGS["ZeRO stage"].deepspeed:
+                effect = (
+                    "DeepSpeed reads the text as a number, but transformers does not: with stage 3, each rank would "
+                    "load the whole model before it is partitioned."
+                )
             found.refuse("DeepSpeed", f"{prefix}{key}", value, f"{effect} Write it without quotes: {json.dumps(read)}.")
             section[key] = read
-
-
-TEXT_EFFECTS: Final = dict.fromkeys(
-    SETTINGS["ZeRO stage"].deepspeed,
-    "DeepSpeed reads the text as a number, but transformers does not: with stage 3, each rank would load the whole "
-    "model before it is partitioned.",
-)
 
 
 def _number_or_boolean(text: str) -> Any:

@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
+from shardmake.config.user_file_keys import ACCELERATE_KEYS
 from shardmake.core.private_names import private
 from shardmake.render import parsers
-from shardmake.render.accelerate_file import IGNORED_IN_FILE
 from shardmake.render.comparison import EngineSettings, Problem, Settings
 
 VARIABLES: Final = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 """Prefixes of the variables in which Accelerate passes settings to the ranks."""
+IGNORED_IN_FILE: Final = {
+    **{key: ACCELERATE_KEYS[key].idle for key in ("rdzv_backend", "enable_cpu_affinity", "downcast_bf16")},
+    "same_network": (True, False),
+}
+"""Keys that `accelerate launch` takes from its command line alone, and the values that `accelerate config` writes."""
 
 
 def launch(settings: Settings, deepspeed: dict[str, Any] | None, found: EngineSettings, folder: Path) -> None:

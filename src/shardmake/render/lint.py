@@ -239,13 +239,12 @@ def _add(
             advice = "Give the file beside the script, or set the variable once in the script."
             training.notes.append(f"{key} names the file {written(str(name))}, which only a shell knows. {advice}")
         return training.files.get(kind)
-    for path in (Path(str(name)), folder / str(name)):
-        if path.is_file():
-            source = read_source(path, by)
-            training.files[source.kind] = source
-            return source
-    found = next((path for path in (Path(str(name)), folder / str(name)) if path.exists()), None)
-    effect = f"{f'{found} is not a file' if found else 'The file does not exist'}, and the run stops."
+    places = [path for path in (Path(str(name)), folder / str(name)) if path.exists()]
+    if file := next((path for path in places if path.is_file()), None):
+        source = read_source(file, by)
+        training.files[source.kind] = source
+        return source
+    effect = f"{f'{places[0]} is not a file' if places else 'The file does not exist'}, and the run stops."
     training.problems.append(Problem(library, key, name, "error", effect))
     return None
 

@@ -57,25 +57,21 @@ def _assume_equal(settings: Settings, unknown: Set[str]) -> Settings:
 
 
 def _engine_row(settings: Settings, found: EngineSettings) -> Row:
-    runs, values = engine_values.engine_that_trains(found), dict[Library, Value]()
+    engine, values, asked = engine_values.engine_that_trains(found), dict[Library, Value](), None
     if settings.trainer is not None:
-        asked = "DeepSpeed" if settings.deepspeed is not None and settings.named_by_trainer else None
-        asked = asked or ("FSDP" if settings.trainer.get("fsdp") else None)
-        values["Trainer"] = Value(asked, asked is not None, "deepspeed" if asked == "DeepSpeed" else "fsdp")
+        by_file = settings.deepspeed is not None and settings.named_by_trainer
+        asked = "DeepSpeed" if by_file else "FSDP" if settings.trainer.get("fsdp") else None
+        values["Trainer"] = Value(asked, asked is not None, "deepspeed" if by_file else "fsdp")
     if found.launched is not None:
         kind = (settings.accelerate or {}).get("distributed_type")
         values["Accelerate"] = Value(kind, kind is not None, "distributed_type")
+        asked = {"DEEPSPEED": "DeepSpeed", "FSDP": "FSDP"}.get(str(kind), asked)
     if "fsdp" in found.stops:
         return Row("engine", values, None, "stops", found.stops["fsdp"])
-    asked = values["Trainer"].value if "Trainer" in values else None
-    if found.launched is not None:
-        asked = {"DEEPSPEED": "DeepSpeed", "FSDP": "FSDP"}.get(str(values["Accelerate"].value), asked)
+    effect = "" if asked in (None, engine) else f"{engine} runs, silently."
     if settings.deepspeed is not None and not found.uses_deepspeed:
         effect = "The DeepSpeed file is not used: neither the training arguments nor the launcher name it."
-        return Row("engine", values, runs, "differs", effect)
-    if asked is not None and asked != runs:
-        return Row("engine", values, runs, "differs", f"{runs} runs, silently.")
-    return Row("engine", values, runs, "equal")
+    return Row("engine", values, engine, "differs" if effect else "equal", effect)
 
 
 def _values(setting: Setting, settings: Settings, found: EngineSettings) -> dict[Library, Value]:

@@ -13,8 +13,8 @@ from shardmake.config.models import STRATEGIES, Strategy
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.errors import ShardmakeError
 from shardmake.memory.buckets import auto_sizes
-from shardmake.render.accelerate_file import IGNORED_IN_FILE
 from shardmake.render.check import Files, Rendering, check_rendered, read_with_libraries
+from shardmake.render.launcher_settings import IGNORED_IN_FILE
 from shardmake.render.stage import launch_flags, render_files
 from shardmake.run.plan import Choice
 from tests.finished_run import with_arguments
