@@ -129,10 +129,13 @@ def _leave_world() -> None:
 def _well_formed(values: Mapping[str, Any], found: EngineSettings) -> dict[str, Any]:
     """Return a copy without sections that are not mappings and with text that is a number or a boolean read as such."""
     copied: dict[str, Any] = copy.deepcopy(dict(values))
-    flat = dict(leaves(copied))
-    for name in (name for name in MAPPINGS if name in flat):
-        found.refuse("DeepSpeed", name, flat[name], "Transformers and DeepSpeed stop: they need a mapping.")
-        copied = parsers.without(copied, name)
+    for key in MAPPINGS:
+        *path, last = key.split(".")
+        section: Any = copied
+        for part in path:
+            section = section.get(part, {}) if isinstance(section, dict) else {}
+        if isinstance(section, dict) and last in section and not isinstance(section[last], dict):
+            found.refuse("DeepSpeed", key, section.pop(last), "Transformers and DeepSpeed stop: they need a mapping.")
     for key, value, rule in list(find_removed(copied)):
         found.refuse("DeepSpeed", key, value, rule.fact)
         copied = parsers.without(copied, key)
