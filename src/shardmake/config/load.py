@@ -13,9 +13,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from shardmake.config.checks import contradictions
-from shardmake.config.inheritance import BASE, DEFAULTS, SWEEP, Layer, Resolved, resolve
+from shardmake.config.inheritance import BASE, DEFAULTS, SWEEP, Layer, Resolved, note_origins, resolve
 from shardmake.config.models import Cluster, Config, Run, Section
-from shardmake.config.origins import note_origins
 from shardmake.config.parse_text import DuplicateKeyError, parse_yaml
 from shardmake.config.schema import KEY_ITSELF, Schema
 from shardmake.core.errors import ConfigError, nearest

@@ -24,7 +24,16 @@ from shardmake.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, TRIED, de
 from shardmake.config.script_file import SCRIPT_VARIABLES, SERVICE_VARIABLES, VARIABLE_KEYS, variable_problems
 from shardmake.config.slurm_options import find_option
 from shardmake.config.strategies import PARTITIONED_INFERENCE, STRATEGY_SPECS
-from shardmake.config.trackers import TRACKERS
+
+TRACKERS: Final[Mapping[str, tuple[str, ...]]] = {
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    **{name: (name,) for name in ("wandb", "mlflow", "trackio")},
+    "azure_ml": ("azureml.core",),
+    **{name: (name,) for name in ("clearml", "codecarbon", "comet_ml", "dagshub", "dvclive")},
+    "flyte": ("flytekit",),
+    **{name: (name,) for name in ("kubeflow", "neptune", "swanlab")},
+}
+"""The trackers of the installed transformers, by their names in ``report_to``: modules of which each needs one."""
 
 if TYPE_CHECKING:
     Strategy = str
