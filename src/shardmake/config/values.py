@@ -127,13 +127,9 @@ def with_run_name(name: Any, run: Any) -> Any:
     push = run.get("push") if isinstance(run, dict) else None
     if not isinstance(push, dict) or "to" not in push:
         return run
-
-    def named(to: Any) -> Any:
-        if isinstance(to, list):
-            return [named(one) for one in to]
-        return to.replace(RUN, str(name)) if isinstance(to, str) else to
-
-    return {**run, "push": {**push, "to": named(push["to"])}}
+    given = push["to"] if isinstance(push["to"], list) else [push["to"]]
+    named = [to.replace(RUN, str(name)) if isinstance(to, str) else to for to in given]
+    return {**run, "push": {**push, "to": named if isinstance(push["to"], list) else named[0]}}
 
 
 AsNumber = BeforeValidator(_number)

@@ -344,11 +344,6 @@ def format_report(report: Report, *, every_row: bool) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    values = [_cell(row.values.get(library)) for library in LIBRARIES]
-    return [row.setting, *values, "stops" if row.verdict == "stops" else as_text(row.runs)]
-
-
-def _cell(value: Value | None) -> str:
-    if value is None or (value.value is None and not value.written):
-        return "-"
-    return as_text(value.value) if value.written else f"{as_text(value.value)} (default)"
+    values = [row.values.get(library) or Value(None, False, "") for library in LIBRARIES]
+    cells = [as_text(one.value) + ("" if one.written or one.value is None else " (default)") for one in values]
+    return [row.setting, *cells, "stops" if row.verdict == "stops" else as_text(row.runs)]
