@@ -94,7 +94,8 @@ def fill_scratch(run: FaultRun, attempts: int) -> Ends:
     run.cluster.run(["mount", "-o", "remount,size=64m", "/tmp"], node=first.host)
     run.send("KILL", beat.pid, beat.host)
     run.wait_for_ends(known + 2, "both attempts")
-    failing = run.history()[-1]
+    run.cluster.wait_until(lambda: run.history()[-1]["excluded"], "the decision", timeout=60)
+    failing = run.history()[known + 1]
     assert (failing["host"], failing["excluded"]) == (first.host, first.host) and "scratch" in failing["message"]
     return [KILLED, {"preflight failure"}]
 

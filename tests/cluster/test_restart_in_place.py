@@ -7,7 +7,7 @@ import pytest
 
 from shardmake.core.errors import STOPPED
 from tests.cluster import faults as f
-from tests.cluster.baseline import BaselineRuns, Fault, assert_equals_baseline, recover_from
+from tests.cluster.baseline import BaselineRuns, Ends, Fault, assert_equals_baseline, recover_from
 from tests.cluster.fault_run import FaultRun
 
 pytestmark = [pytest.mark.cluster, pytest.mark.training, pytest.mark.faults, pytest.mark.timeout(3600)]
@@ -50,6 +50,29 @@ def test_the_same_job_trains_on_unless_it_lacks_a_node(
     assert len(set(found)) == len(found) - len(restarts)
     ports = [attempt.root / "rendezvous/start-0.json" for attempt in run.attempts()]
     assert len({port.read_text() for port in ports}) == len(found)
+
+
+def kill_first_node(run: FaultRun, attempts: int) -> Ends:
+    run.wait_for_checkpoint(attempts)
+    run.cluster.kill_node("c1")
+    run.cluster.declare_down("c1")
+    return [{"node failure"}]
+
+
+@pytest.mark.parametrize(
+    ("fault", "attempts", "jobs_in_all", "hosts"),
+    [(f.kill_node, 2, 1, ["c1", "c3"]), (f.fill_scratch, 3, 1, ["c2", "c3"]), (kill_first_node, 2, 2, [])],
+)
+def test_a_spare_node_replaces_one_that_is_lost_or_excluded(
+    run: FaultRun, baseline_run: BaselineRuns, fault: Fault, attempts: int, jobs_in_all: int, hosts: list[str]
+) -> None:
+    """Only the loss of the first node, on which Slurm runs the batch script, ends the job."""
+    run.repair()
+    baseline = baseline_run("ddp", **STEPS)
+    run.configure("ddp", slurm={"restart_in_place": True, "spare_nodes": 1}, **STEPS)
+    recover_from(run, [fault], baseline)
+    assert (len(jobs(run)), len(set(jobs(run)))) == (attempts, jobs_in_all), run.log()
+    assert run.attempts()[-1].read().hosts == hosts
 
 
 def end_ranks(run: FaultRun, attempt: int = 1) -> None:

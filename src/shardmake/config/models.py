@@ -755,6 +755,12 @@ class Slurm(Section):
         description="After a rank failed, start the ranks again inside the running job, as a new attempt, instead of "
         "submitting a new job. Failures that need other nodes, more memory or more time still lead to a new job.",
     )
+    spare_nodes: values.Nodes | None = Field(
+        None,
+        description="Nodes of the training's job beyond those of its ranks, and beyond `max_nodes`. With "
+        "`restart_in_place`, the ranks start again on them instead of a node that failed or is excluded. Without it, "
+        "none.",
+    )
     wckey: str | None = Field(None, description="Workload characterization key, if the site requires one.")
     exclude: str | None = Field(None, description="Nodes to exclude, in Slurm's notation.")
     setup: list[str] = Field(
@@ -878,6 +884,13 @@ class Cluster(Section):
             yield (
                 "slurm: these parameters have no effect with `executor: local`. Remove the section, or write "
                 "`executor: slurm`"
+            )
+        if self.slurm.spare_nodes and not self.slurm.restart_in_place:
+            yield "slurm.spare_nodes: they need slurm.restart_in_place: true. Write it, or remove this key"
+        if self.slurm.spare_nodes and self.slurm.extra.get("requeue"):
+            yield (
+                "slurm.spare_nodes: it cannot be combined with slurm.extra.requeue, with which Slurm itself starts the "
+                "job again after a node failed. Remove one of them"
             )
         if self.environment and (self.executor == "local" or self.slurm.container):
             other = "slurm.container, whose image has one" if self.slurm.container else "`executor: local`"

@@ -21,7 +21,7 @@ from shardmake.launch.slurm_states import FORGOTTEN, JobStatus
 from shardmake.launch.step_output import launcher_error, step_failure, was_cancelled
 from shardmake.launch.submission import check_stop_file
 from shardmake.launch.training import Training
-from shardmake.run.attempt import AttemptDir, SubmittedJob
+from shardmake.run.attempt import LOST, AttemptDir, SubmittedJob
 from shardmake.run.attempt_history import (
     BY_PERSON,
     AttemptRecord,
@@ -48,6 +48,8 @@ _IN_PLACE = {
     EndReason.NON_FINITE,
 }
 """Ends after which the same nodes can train on, in the same job."""
+_ON_SPARE_NODES = {EndReason.NODE_FAILURE, EndReason.PREFLIGHT, EndReason.RENDEZVOUS}
+"""Further ends after which training continues in a job with enough spare nodes."""
 _LEADS = 4
 """A job in which training restarts has this many times the seconds left that its last save may take."""
 _ROOM_POLL_SECONDS = 5.0
@@ -125,25 +127,30 @@ def _collect_evidence(training: Training, job: SubmittedJob, status: JobStatus) 
     before = (training.attempt_dir(number).slurm for number in range(job.attempt, 0, -1))
     slurm = next((path for path in before if path.is_dir()), folder.slurm)  # of the attempt with which the job began
     output, batch_output = (_output_lines(slurm, f"{job.id}_{task}_log.out") for task in ("*", "0"))
-    hosts, exits, errors = training.jobs.hosts(status.nodes), folder.exits(), folder.rank_errors()
+    attempt, exits, errors = folder.read(), folder.exits(), folder.rank_errors()
+    hosts, lost = training.jobs.hosts(status.nodes), [node.host for node in exits if node.phase == LOST]
+    has_lost = bool(lost)
+    if attempt.spare_nodes:
+        hosts = attempt.hosts or hosts[: attempt.job_nodes]
+        has_lost |= status.name == "CANCELLED" and training.jobs.has_lost_script(job.id)  # the driver cancelled it
     silent = [node.node_rank for node in exits if node.returncode and node.host not in {error.host for error in errors}]
     forgotten_cancel = status.name == FORGOTTEN and was_cancelled(batch_output)
     return Evidence(
         finished=training.is_finished(),
         stop_file=training.rundir.stop_file.exists(),
         stopped=folder.stopped.exists(),
-        slurm_state="CANCELLED" if forgotten_cancel else status.name,
+        slurm_state="NODE_FAIL" if has_lost else "CANCELLED" if forgotten_cancel else status.name,
         exits=exits,
         errors=errors,
-        nodes=folder.read().job_nodes,
-        service_nodes=folder.read().service_nodes,
+        nodes=attempt.job_nodes,
+        service_nodes=attempt.service_nodes,
         hosts=hosts,
-        down_hosts=training.jobs.down_hosts(hosts) if status.name in NODE_FAILURES else (),
+        down_hosts=lost or (training.jobs.down_hosts(hosts) if status.name in NODE_FAILURES else ()),
         damage=confirm_damage(folder),
         hang=folder.read_hang(),
         cancelled_by=status.cancelled_by,
-        container=folder.read().container,
-        start_failure=start_failure(output) if folder.read().container else "",
+        container=attempt.container,
+        start_failure=start_failure(output) if attempt.container else "",
         step_failure=step_failure(batch_output),  # srun's own lines are in the log of its first task
         launcher_errors={
             rank: launcher_error(_lines(folder.log(rank))) for rank in silent if folder.log(rank).exists()
@@ -192,11 +199,18 @@ def _choose_action(training: Training, outcome: Outcome) -> tuple[Action, int]:
 
 
 def restarts_in_place(training: Training, job: SubmittedJob, outcome: Outcome) -> bool:
-    """Return whether the next attempt can run in ``job``: the same nodes, with its memory and the time left."""
+    """Return whether the next attempt can run in ``job``: enough nodes, with its memory and the time left."""
     action, fallback = _choose_action(training, outcome)
-    if outcome.end not in _IN_PLACE or action not in (Action.RESUME, Action.NEXT_FALLBACK):
-        return False
     plan, here = training.plan.at(fallback), Plan.read(training.attempt_dir(job.attempt).plan)
+    if here.spare_nodes:
+        excluded = outcome.host if action is Action.EXCLUDE_AND_RESUME else None
+        left = [host for host in training.healthy_hosts(job) if host != excluded]
+        if len(left) < plan.choice.nodes or training.jobs.has_lost_script(job.id):
+            return False
+    ends = _IN_PLACE | (_ON_SPARE_NODES if here.spare_nodes else set())
+    actions = {Action.RESUME, Action.NEXT_FALLBACK} | ({Action.EXCLUDE_AND_RESUME} if here.spare_nodes else set())
+    if outcome.end not in ends or action not in actions:
+        return False
     wanted, has = plan.resources["train"], here.resources["train"]
     if (plan.choice.nodes, plan.choice.processes_per_node) != (here.choice.nodes, here.choice.processes_per_node):
         return False

@@ -58,6 +58,10 @@ class Jobs(Protocol):
         """Return those of ``hosts`` that are down or do not answer; none if that is unknown."""
         return []
 
+    def has_lost_script(self, job: str) -> bool:
+        """Return whether the job runs on without the node of its batch script: it lasts until somebody cancels it."""
+        return False
+
     def cancel_command(self, job: str) -> str:
         """Return the command that cancels the job."""
 
@@ -74,6 +78,7 @@ def attempt_settings(number: int, run_folder: Path, cluster: Cluster, plan: Plan
         run_folder=str(run_folder.resolve()),
         nodes=plan.choice.nodes,
         service_nodes=plan.service_nodes,
+        spare_nodes=plan.spare_nodes,
         on_one_machine=cluster.executor == "local",
         processes_per_node=plan.choice.processes_per_node,
         cpus_per_node=plan.resources["train"].cpus,

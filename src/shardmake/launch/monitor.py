@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from shardmake.launch.restart import waits_for_driver
+from shardmake.launch.restart import end_job_without_script, record_lost_nodes, waits_for_driver
 from shardmake.launch.slurm_jobs import waiting_snapshot
 from shardmake.launch.slurm_states import JobState, JobStatus, held_message
 from shardmake.launch.training import Training
@@ -60,8 +60,11 @@ def watch(training: Training, job: SubmittedJob) -> JobStatus:
                 )
             last = status.state
             report_held(training, job, status)
-            if status.name == "RUNNING" and waits_for_driver(folder):  # not suspended, and not ending
-                break
+            if status.name == "RUNNING":  # not suspended, and not ending
+                record_lost_nodes(training.jobs, folder, status.nodes)
+                if waits_for_driver(folder):
+                    break
+                end_job_without_script(training.jobs, folder, job.id)
             is_ending = status.state is JobState.UNKNOWN or folder.exits()
             if training.uses_slurm and pause >= LOW_MEMORY_SECONDS and not is_ending:
                 progress.hand_over()
@@ -94,7 +97,9 @@ def _report_progress(training: Training, progress: Progress, folder: AttemptDir,
         with contextlib.suppress(OSError):  # a shared file system may fail for a moment
             progress.poll()
             if training.rundir.train_receipt.exists() or folder.exits():
-                time.sleep(POLL_SECONDS)
+                end = time.monotonic() + POLL_SECONDS
+                while not waits_for_driver(folder) and time.monotonic() < end:
+                    time.sleep(POLL_SECONDS / 4)
                 return
         time.sleep(POLL_SECONDS / 2)
 

@@ -238,10 +238,10 @@ def _by_own_error(evidence: Evidence) -> Outcome | None:
 
 
 def _by_hang(evidence: Evidence) -> Outcome | None:
-    """A hang that the stacks do not explain is the consequence of a failed node, if Slurm reports one."""
+    """A hang is the consequence of a failed node, if Slurm reports one and the stacks name no rank of another node."""
     hang = evidence.hang
     failed_node = _BY_SLURM_STATE.get(evidence.slurm_state) is EndReason.NODE_FAILURE
-    if hang is None or (hang.rank is None and failed_node):
+    if hang is None or (failed_node and (hang.rank is None or hang.host in evidence.down_hosts)):
         return None
     return Outcome(EndReason.HANG, hang.message, host=hang.host)
 

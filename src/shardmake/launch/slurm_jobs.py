@@ -195,6 +195,12 @@ class SlurmJobs:
         states = dict(line.split("|") for line in nodes.split())
         return [host for host in hosts if re.match(r"down|fail|.*\*$", states.get(host, ""))]
 
+    def has_lost_script(self, job: str) -> bool:
+        """See `Jobs`."""
+        shown = run_slurm("scontrol", "show", "job", job).stdout
+        script, nodes = (re.search(rf"^ *{name}=(\S+)", shown, re.MULTILINE) for name in ("BatchHost", "NodeList"))
+        return script is not None and nodes is not None and script[1] not in self.hosts(nodes[1])
+
     def cancel_command(self, job: str) -> str:
         """See `Jobs`."""
         return f"scancel {job}"

@@ -44,6 +44,8 @@ class SlurmRequest:
     def submitit(self) -> dict[str, Any]:
         """Return the parameters of submitit's executor for a job with one task on each node."""
         slurm, extra = self.cluster.slurm, self._extra()
+        # Slurm otherwise ends the job, and srun the step, when a node fails.
+        keeps = self.kind is JobKind.TRAINING and slurm.spare_nodes
         named, others = _split(self._given() | self._sizes(), "submitit")
         return named | {
             "ntasks_per_node": 1,
@@ -51,9 +53,15 @@ class SlurmRequest:
             **({"signal_delay_s": self.lead} if self.lead else {}),
             **({"setup": slurm.setup} if slurm.setup else {}),
             # Slurm 22.05 to 23.02 does not pass --cpus-per-task on to srun; one dead node must end the step.
-            "srun_args": [f"--cpus-per-task={self.cpus}", "--kill-on-bad-exit=1", *slurm.srun_extra],
+            "srun_args": [
+                f"--cpus-per-task={self.cpus}",
+                "--kill-on-bad-exit=1",
+                *(["--no-kill"] if keeps else []),
+                *slurm.srun_extra,
+            ],
             "additional_parameters": {
                 **({} if "requeue" in extra or self._is_left_out("no-requeue") else {"no-requeue": True}),
+                **({"no-kill": True} if keeps else {}),
                 **others,
                 **_merged(self._gpus(), extra),
             },

@@ -54,11 +54,15 @@ def submit(training: Training) -> SubmittedJob:
 def restart(training: Training, running: SubmittedJob) -> SubmittedJob | None:
     """Start the next attempt in the ``running`` job, whose workers wait; None if they waited too long."""
     folder = _next_folder(training)
-    _prepare(training, folder)
+    plan = _prepare(training, folder)
+    if plan.spare_nodes:
+        hosts = training.healthy_hosts(running)[: plan.choice.nodes]
+        folder.read().model_copy(update={"hosts": hosts}).write(folder.settings)
     if claim_next(training.attempt_dir(running.attempt), folder.root.name) != folder.root.name:
         remove(folder.root)
         return None
-    logger.info("Job %s starts its ranks again, on the same nodes.", running.id)
+    nodes = ", ".join(folder.read().hosts) or "the same nodes"
+    logger.info("Job %s starts its ranks again, on %s.", running.id, nodes)
     claim(folder, running.id)
     return _record(training, folder, running.id)
 

@@ -91,7 +91,7 @@ def expected_starts(plan: Plan, memory: MemoryEstimates, cluster: Cluster, rundi
     parts = []
     for nodes in node_counts(plan.choice.nodes, memory):
         start = _query_start(plan, nodes, cluster, rundir)
-        parts.append(f"{plural(nodes + plan.service_nodes, 'node')}: {_describe(start)}")
+        parts.append(f"{plural(nodes + plan.job_nodes - plan.choice.nodes, 'node')}: {_describe(start)}")
         if start is None and nodes == plan.choice.nodes:
             break
     return f"if submitted now, by Slurm's estimate without the jobs that already wait: {'; '.join(parts)}"

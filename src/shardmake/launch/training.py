@@ -14,8 +14,15 @@ from shardmake.launch.jobs import Jobs, LocalJobs
 from shardmake.launch.slurm_jobs import SlurmJobs
 from shardmake.launch.watcher import STARTED_VARIABLE, WAITED_VARIABLE
 from shardmake.render.stage import check_unedited
-from shardmake.run.attempt import AttemptDir
-from shardmake.run.attempt_history import AttemptRecord, load_history, next_fallback, save_history, wants_all_memory
+from shardmake.run.attempt import AttemptDir, SubmittedJob
+from shardmake.run.attempt_history import (
+    AttemptRecord,
+    excluded_nodes,
+    load_history,
+    next_fallback,
+    save_history,
+    wants_all_memory,
+)
 from shardmake.run.paths import RunDir, numbered_paths
 from shardmake.run.plan import Plan
 from shardmake.run.receipts import DataReceipt
@@ -102,6 +109,11 @@ class Training:
     def newest_checkpoint(self) -> tuple[CheckpointRecord, Path] | None:
         """Return the newest committed checkpoint; None for a user's script, whose checkpoints have no records."""
         return None if self.run.script else next(store.committed(self.rundir.checkpoints), None)
+
+    def healthy_hosts(self, job: SubmittedJob) -> list[str]:
+        """Return the nodes that the running ``job`` still has, without those that are excluded, in Slurm's order."""
+        excluded = excluded_nodes(self.attempts)
+        return [host for host in self.jobs.hosts(self.jobs.status(job.id).nodes) if host not in excluded]
 
     def progress(self) -> int:
         """Return a number that grows with what an attempt leaves for the next one."""

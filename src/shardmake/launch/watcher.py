@@ -201,6 +201,8 @@ def watch_job(
                     break
                 seen, nodes = found
                 if nodes != before:
+                    if before and seen == state == RUNNING:  # Slurm removed a node
+                        break
                     before, since = nodes, time.monotonic()
                 if seen == PENDING and is_newly_held(job, nodes, time.monotonic() - since):
                     os.environ[REASON_VARIABLE] = nodes

@@ -33,7 +33,7 @@ from shardmake.launch.flight_recorder import recorder_variables
 from shardmake.launch.gpu_use import GpuSampler
 from shardmake.launch.preflight import PreflightError, check_node
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError, address_file, run_rendezvous, wait_for_address
-from shardmake.launch.restart import adopt_orphans, end_descendants, wait_for_next
+from shardmake.launch.restart import adopt_orphans, end_descendants, wait_as_spare, wait_for_next
 from shardmake.launch.resume import again_file, prepare_restart, read_settings
 from shardmake.launch.resume_validation import DamagedCheckpointError, confirm_damage, validate_inputs, validate_share
 from shardmake.launch.service import (
@@ -68,6 +68,8 @@ OTHERS_SECONDS = 120.0
 
 A node with a damaged share of the checkpoint waits as long again as it read: the others may read as long.
 """
+LOST_SECONDS = 480.0
+"""How much longer it waits in a job with spare nodes: Slurm removes a node that fails after minutes (SlurmdTimeout)."""
 _ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 """Variables that configure torch's allocator; torch reads the second one first."""
 _COUNTERS = {"": ("", "memory.events"), "memory": ("memory", "memory.oom_control")}
@@ -82,17 +84,27 @@ class WorkerNode:
     start: int
 
 
-def node_name(rank: int) -> str | None:
-    """Return Slurm's name of the node of that rank, its position in the step's list; None if Slurm does not answer."""
+def step_nodes() -> list[str]:
+    """Return Slurm's names of the step's nodes; none if Slurm does not answer."""
     command = ["scontrol", "show", "hostnames", os.environ.get("SLURM_STEP_NODELIST", "")]
     try:
         answer = wait_for_output(
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True), 10
         )
     except OSError:
-        return None
-    names = (answer or "").split()
-    return names[rank] if rank < len(names) else None
+        return []
+    return (answer or "").split()
+
+
+def node_rank(attempt: Attempt) -> int | None:
+    """Return the rank of this Slurm task's node, of which each has one task; None for a spare node.
+
+    A job that Slurm restarted without the nodes of the attempt uses its first ones.
+    """
+    task = int(os.environ["SLURM_PROCID"])
+    if attempt.hosts and {*attempt.hosts} <= {*(step_nodes() or attempt.hosts)}:
+        return attempt.hosts.index(host_name()) if host_name() in attempt.hosts else None
+    return task if task < attempt.job_nodes else None
 
 
 class StopRequest:
@@ -124,16 +136,18 @@ def run_slurm_task(attempt_folder: Path, stop: StopRequest) -> AttemptDir | None
     Raises:
         SystemExit: this node failed and another left no exit record, so that srun ends the step.
     """
-    # One task runs per node, so the task's rank is the node's.
     folder = AttemptDir(attempt_folder)
-    status = main(attempt_folder, WorkerNode(int(os.environ["SLURM_PROCID"]), restarts()), stop)
+    if (rank := node_rank(folder.read())) is None:
+        return wait_as_spare(folder)
+    status = main(attempt_folder, WorkerNode(rank, restarts()), stop)
     in_place = folder.settings.exists() and folder.read().restart_in_place
     if (status or in_place) and not _all_nodes_exited(folder) and status:
+        wait_for_next(folder, 0)  # spare nodes end
         sys.exit("Ending the step: another node left no exit record and may hang.")
     if not in_place:
         return None
     following = wait_for_next(folder)
-    ended = NodeExit.read_if_exists(folder.exit_record(int(os.environ["SLURM_PROCID"])))
+    ended = NodeExit.read_if_exists(folder.exit_record(rank))
     if following is None and stop.signal_name and ended and not ended.stop_signal:
         _write_exit_record(folder, ended.model_copy(update={"later_signal": stop.signal_name}))
     return following
@@ -144,8 +158,9 @@ def _all_nodes_exited(folder: AttemptDir) -> bool:
 
     Otherwise a stuck node would keep the job running until its time limit.
     """
-    nodes = folder.read().job_nodes
-    return _wait_for(lambda: folder.count_exits() >= nodes, folder) or folder.stop_file.exists()
+    attempt = folder.read()
+    seconds = LOST_SECONDS if attempt.spare_nodes else 0
+    return _wait_for(lambda: folder.count_exits() >= attempt.job_nodes, folder, seconds) or folder.stop_file.exists()
 
 
 def _wait_for(condition: Callable[[], bool], folder: AttemptDir, seconds: float = 0) -> bool:
@@ -221,7 +236,8 @@ def _run_node(folder: AttemptDir, node: WorkerNode, stop: StopRequest) -> int:
                 phase = "training"
                 returncode = 0 if attempt.finished else _run_ranks(folder, attempt, plan, node, rendezvous, log)
     except RendezvousError as error:
-        message, culprit = str(error), host_name() if error.absent is None else node_name(error.absent)
+        names = dict(enumerate(attempt.hosts or step_nodes()))
+        message, culprit = str(error), host_name() if error.absent is None else names.get(error.absent)
     except PreflightError as error:
         phase, message = "run preflight" if error.blames_run else "preflight", str(error)
     except ServiceError as error:

@@ -152,6 +152,8 @@ def wrong_nodes(run: Run, cluster: Cluster) -> Iterator[str]:
         yield f"The run asks for {run.nodes} nodes, {allowed}"
     if not run.service_nodes:
         return
+    if cluster.slurm.spare_nodes:
+        yield "slurm.spare_nodes cannot be combined with a service, whose job never restarts in place. Remove the key."
     if cluster.executor == "slurm":
         nodes = (run.nodes or 1) + run.service_nodes
         if nodes > cluster.max_nodes:

@@ -187,6 +187,7 @@ def as_plan(name: str, made: ChosenRun) -> Plan:
         reason=" ".join([reason_of(chosen, candidates, fallbacks), *_assumed_network(settings, chosen)]),
         attention_reason=settings.attention_reason,
         service_nodes=settings.run.service_nodes or 0,
+        spare_nodes=settings.cluster.slurm.spare_nodes or 0,
         rejected=rejected(chosen, candidates),
         fallbacks=[as_fallback(candidate, settings) for candidate in fallbacks],
         host_memory=host_need(chosen, settings.hardware),
@@ -299,6 +300,7 @@ def describe(plan: Plan, rundir: RunDir) -> str:
             f"{plural(choice.processes_per_node, 'rank')}, {plan.precision}, {checkpointing} gradient checkpointing"
             f"{place}",
             *([f"  {_describe_service(plan)}"] if plan.service_nodes else []),
+            *([f"  {_describe_spare(plan)}"] if plan.spare_nodes else []),
             f"  gradients are accumulated and reduced in {choice.gradients}",
             f"  global batch {choice.global_batch_size} = {choice.readers} x {choice.micro_batch_size} "
             f"sequences x {plural(choice.gradient_accumulation_steps, 'accumulation step')}",
@@ -320,6 +322,13 @@ def _describe_service(plan: Plan) -> str:
     return (
         f"{more} for the service, so the job takes {plan.job_nodes} nodes (with executor: local, this machine runs "
         "both). The estimate does not cover the service"
+    )
+
+
+def _describe_spare(plan: Plan) -> str:
+    return (
+        f"{plural(plan.spare_nodes, 'spare node')}, so an hour of the job takes {plan.job_nodes} node hours instead of "
+        f"{plan.choice.nodes}"
     )
 
 

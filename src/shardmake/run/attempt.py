@@ -31,6 +31,8 @@ class Attempt(RunFile):
     run_folder: str = Field(description="Absolute path of the run's folder.")
     nodes: int = Field(description="Nodes of the job that run ranks.")
     service_nodes: int = Field(0, description="Further nodes of the job, which run the service of the script.")
+    spare_nodes: int = Field(0, description="Further nodes of the job, on which a later attempt may run ranks.")
+    hosts: list[str] = Field([], description="Nodes that run ranks, by rank; if empty, the first ones of the job.")
     on_one_machine: bool = Field(False, description="The job is processes of the driver's machine, without Slurm.")
     processes_per_node: int = Field(description="Ranks per node.")
     cpus_per_node: int = Field(description="Cores of the job per node.")
@@ -71,13 +73,13 @@ class Attempt(RunFile):
 
     @property
     def job_nodes(self) -> int:
-        """Nodes of the job: those of the ranks, then those of the service."""
+        """Nodes of the job that leave an exit record: those of the ranks, then those of the service."""
         return self.nodes + self.service_nodes
 
     @property
     def devices(self) -> int:
-        """GPUs of the job, or CPU ranks for which it takes nodes, those of the service's nodes included."""
-        return self.processes_per_node * (self.nodes if self.on_one_machine else self.job_nodes)
+        """GPUs of the job, or CPU ranks for which it takes nodes, those of all its nodes included."""
+        return self.processes_per_node * (self.nodes if self.on_one_machine else self.job_nodes + self.spare_nodes)
 
     @property
     def rundir(self) -> RunDir:
@@ -114,7 +116,7 @@ class NodeExit(RunFile):
     phase: str = Field(
         description="The phase at the end: `rendezvous`, `preflight` (the node failed it), `run preflight` "
         "(the run did), `checkpoint` (its validation), `training`, or for a run with a service `service start` and "
-        "`service`."
+        "`service`; `lost` if Slurm removed the node from the job, as the driver records."
     )
     returncode: int | None = Field(
         description="Exit status of the launcher, negative for a signal; None if not started."
@@ -145,6 +147,8 @@ class RankError(RunFile):
     step: int | None = Field(None, description="Step that failed, if the error names it.")
 
 
+LOST = "lost"
+"""Phase of a node that Slurm removed from the job."""
 _met: float | None = None
 """Monotonic time at which the ranks had met, in the process of a rank."""
 START_VARIABLE = "SHARDMAKE_START"

@@ -150,6 +150,7 @@ class Plan(RunFile):
     )
     attention_reason: str = optional("", "Why the attention kernel is not varlen, the fastest one.")
     service_nodes: int = optional(0, "Nodes of the job that run the service, beside those of the choice.")
+    spare_nodes: int = optional(0, "Nodes of the job that replace others after a failure (restart in place).")
     rejected: dict[str, str] = Field(description="Each rejected candidate with its reason.")
     fallbacks: list[Fallback] = Field(description="Choices after each out-of-memory error, in order.")
     host_memory: int = Field(gt=0, description="Host RAM per node that the choice needs, bytes.")
@@ -169,8 +170,8 @@ class Plan(RunFile):
 
     @property
     def job_nodes(self) -> int:
-        """Nodes of the training job: those of the ranks, then those of the service."""
-        return self.choice.nodes + self.service_nodes
+        """Nodes of the training job: those of the ranks, then those of the service or the spare ones."""
+        return self.choice.nodes + self.service_nodes + self.spare_nodes
 
     @property
     def precision(self) -> str:

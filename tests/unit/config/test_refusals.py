@@ -217,6 +217,8 @@ CLUSTERS: Rows = [
     ("slurm.setup", {"slurm": {"setup": "module load cuda"}}),
     ("slurm.extra.nice", {"slurm": {"extra": {"nice": 1.5}}}),
     ("slurm.extra", {"slurm": {"extra": ["nice"]}}),
+    ("slurm.spare_nodes", {"slurm": {"spare_nodes": 1}}),
+    ("slurm.spare_nodes", {"slurm": {"spare_nodes": 1, "restart_in_place": True, "extra": {"requeue": True}}}),
     ("slurm.partion", {"slurm": {"partion": "gpu"}}),
     ("slurm.gpu_type", {"slurm": {"gpu_type": "gpu:a100:4"}}),
     ("slurm.extra", {"slurm": {"extra": {"qos": "long"}}}),

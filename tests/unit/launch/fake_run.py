@@ -50,6 +50,9 @@ class FakeJobs:
     def down_hosts(self, hosts: Sequence[str]) -> list[str]:
         return []
 
+    def has_lost_script(self, job: str) -> bool:
+        return False
+
     def cancel_command(self, job: str) -> str:
         return f"scancel {job}"
 

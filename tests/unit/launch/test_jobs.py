@@ -107,6 +107,18 @@ def test_accounting_that_missed_the_end_of_a_job(
     assert SlurmJobs(tmp_path, make_cluster(executor="slurm")).status("7").state is state
 
 
+@pytest.mark.parametrize(("nodes", "is_lost"), [("c1\nc3", False), ("c2\nc3", True)])
+def test_a_job_that_lost_the_node_of_its_script_is_recognized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: str, is_lost: bool
+) -> None:
+    shown = "   ReqNodeList=(null) ExcNodeList=(null)\n   NodeList=c[1-3]\n   BatchHost=c1\n   NumNodes=2\n"
+    answers = {"job": shown, "hostnames": nodes}
+    monkeypatch.setattr(
+        slurm_jobs, "run_slurm", lambda *words: subprocess.CompletedProcess(words, 0, answers[words[2]], "")
+    )
+    assert SlurmJobs(tmp_path, make_cluster(executor="slurm")).has_lost_script("7") is is_lost
+
+
 SBATCH = """
 echo "$1" >> {folder}/submitted
 if [ $(wc -l < {folder}/submitted) = 1 ]; then

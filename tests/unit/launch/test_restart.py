@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from shardmake.launch.restart import wait_for_next, waits_for_driver
 from shardmake.launch.slurm_states import JobState, JobStatus
 from shardmake.launch.training import Training
 from shardmake.launch.worker import StopRequest, run_slurm_task
-from shardmake.run.attempt import AttemptDir
+from shardmake.run.attempt import AttemptDir, Heartbeat, NodeHeartbeats
 from shardmake.run.attempt_history import load_history
 from shardmake.run.attempt_owner import NONE, claim, claim_next, last_in_job, next_in_job
 from shardmake.run.plan import Fallback, Plan
@@ -155,6 +156,38 @@ class RunningJobs(FakeJobs):
         return self.left
 
 
+class JobWithSpareNode(RunningJobs):
+    """One on three nodes, for two with ranks, from which Slurm removes a node that leaves no exit record."""
+
+    def __init__(self, *ends: Callable[[AttemptDir], None]) -> None:
+        super().__init__(*ends)
+        self.nodes = ["c1", "c2", "c3"]
+
+    def hosts(self, nodes: str) -> list[str]:
+        return self.nodes
+
+    def status(self, job: str) -> JobStatus:
+        last = last_in_job(self.folder, job)
+        hosts = last.read().hosts or ["c1", "c2"]
+        for rank, host in enumerate(hosts):
+            beat = Heartbeat(rank=2 * rank, host=host, pid=1, phase="train", step=1, time=0.0)
+            NodeHeartbeats(beats=[beat]).write(last.node_heartbeats(rank))
+        found = super().status(job)
+        if last.count_exits() != 1:
+            return found
+        self.nodes.remove(hosts[1])
+        return JobStatus(JobState.RUNNING, "RUNNING")
+
+
+def loses_node(folder: AttemptDir) -> None:
+    make_exit(0, returncode=1).write(folder.exit_record(0))
+
+
+def fails_preflight(folder: AttemptDir) -> None:
+    make_exit(0, phase="preflight", returncode=None, message="no scratch").write(folder.exit_record(0))
+    make_exit(1, returncode=1).write(folder.exit_record(1))
+
+
 def crashes(folder: AttemptDir) -> None:
     for node in range(folder.read().nodes):
         make_exit(node, returncode=1).write(folder.exit_record(node))
@@ -170,6 +203,9 @@ def breaks(folder: AttemptDir) -> None:
     fails("ValueError", "bad label")(folder)
 
 
+KILLED, ERROR, LOST_NODE = "a process was killed", "error in the training", "node failure"
+
+
 def history(demo: FakeRun, jobs: FakeJobs, *, in_place: bool = True) -> list[tuple[str, str]]:
     """Return job and end of each attempt of a driver that stops with an error."""
     with pytest.raises(ShardmakeError):
@@ -181,9 +217,6 @@ def history(demo: FakeRun, jobs: FakeJobs, *, in_place: bool = True) -> list[tup
 @pytest.fixture(autouse=True)
 def _free_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submission, "cached_squeue", lambda *_: "")
-
-
-KILLED, ERROR = "a process was killed", "error in the training"
 
 
 def test_crashes_restart_in_the_same_job_until_the_cap(demo: FakeRun) -> None:
@@ -204,6 +237,44 @@ def test_a_job_near_its_limit_is_replaced(demo: FakeRun) -> None:
     jobs = RunningJobs(crashes, breaks)
     jobs.left = 479
     assert history(demo, jobs) == [("1", KILLED), ("2", ERROR)]
+
+
+@pytest.mark.parametrize(
+    ("jobs", "found", "hosts"),
+    [
+        (JobWithSpareNode(loses_node, breaks), [("1", LOST_NODE), ("1", ERROR)], ["c1", "c3"]),
+        (JobWithSpareNode(loses_node, loses_node, breaks), [("1", LOST_NODE)] * 2 + [("2", ERROR)], ["c1", "c3"]),
+        (JobWithSpareNode(fails_preflight, breaks), [("1", "preflight failure"), ("1", ERROR)], ["c2", "c3"]),
+        (JobWithSpareNode(crashes, breaks), [("1", KILLED), ("1", ERROR)], ["c1", "c2"]),
+    ],
+    ids=["lost", "two lost", "preflight", "killed"],
+)
+def test_a_spare_node_replaces_one(
+    demo: FakeRun, jobs: FakeJobs, found: list[tuple[str, str]], hosts: list[str]
+) -> None:
+    demo.plan = demo.plan.model_copy(update={"spare_nodes": 1})
+    assert history(demo, jobs) == found
+    assert AttemptDir(demo.rundir.attempts / "002").read().hosts == hosts
+
+
+@pytest.mark.parametrize(
+    ("node", "task", "hosts", "step", "rank"),
+    [
+        ("c1", 0, [], [], 0),
+        ("c3", 2, [], [], None),
+        ("c3", 2, ["c1", "c3"], ["c1", "c2", "c3"], 1),
+        ("c2", 1, ["c1", "c3"], [], None),
+        ("c5", 1, ["c1", "c3"], ["c4", "c5", "c6"], 1),  # Slurm restarted the job elsewhere
+    ],
+)
+def test_each_node_knows_its_rank(
+    folder: AttemptDir, monkeypatch: pytest.MonkeyPatch, node: str, task: int, hosts: list[str], step: list[str],
+    rank: int | None,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("SLURM_PROCID", str(task))
+    monkeypatch.setenv("SLURMD_NODENAME", node)
+    monkeypatch.setattr(worker, "step_nodes", lambda: step)
+    assert worker.node_rank(folder.read().model_copy(update={"hosts": hosts, "spare_nodes": 1})) == rank
 
 
 @pytest.mark.parametrize(("memory", "jobs"), [(0, ["1", "1"]), (1, ["1", "2"])])

@@ -126,6 +126,13 @@ def test_every_job_requests_memory_as_the_site_takes_it(
         assert words in text if words else "--mem" not in text
 
 
+def test_slurm_keeps_a_training_with_spare_nodes_when_a_node_fails() -> None:
+    cluster = site(spare_nodes=1, restart_in_place=True)
+    given = SlurmRequest(cluster, JobKind.TRAINING, 60).submitit()
+    assert given["additional_parameters"]["no-kill"] is True and "--no-kill" in given["srun_args"]
+    assert "no-kill" not in str(SlurmRequest(cluster, JobKind.EVALUATE, 60).submitit())
+
+
 @pytest.mark.parametrize(
     ("cluster", "options"),
     [

@@ -166,4 +166,4 @@ def test_a_waiting_node_blames_the_missing_one(
     assert [node.culprit for node in folder.exits()] == ["c2"]
     (tmp_path / "scontrol").unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert worker.node_name(1) is None
+    assert worker.step_nodes() == []

@@ -29,6 +29,7 @@ from tests.unit.wording import Wording
 
 H100 = {"accelerator": "h100"}
 SERVICE = {"script": "train.py", "service_nodes": 1, "service": {"command": "serve"}}
+SPARE = {"spare_nodes": 1, "restart_in_place": True}
 TOKENS = {"method": "lora", "lora": {"train_tokens": ["<a>"]}}
 MIXTURE = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "pad_token_id": 0}
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
@@ -104,6 +105,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("Strategy", {"strategy": "zero3-hpz", "nodes": 1}, H100, {}),
     ("Strategy", {"strategy": "zero3-hpz"}, {"accelerator": "h100", "max_nodes": 4, "processes_per_node": 1}, {}),
     ("The", {**SERVICE, "nodes": 2}, {"executor": "slurm", "max_nodes": 2, "accelerator": "h100"}, {}),
+    ("slurm.spare_nodes", {**SERVICE, "nodes": 1}, {"executor": "slurm", "max_nodes": 2, "slurm": SPARE}, {}),
     ("service_nodes", {**SERVICE, "nodes": 1}, H100, {}),
     ("service_nodes: 2", {**SERVICE, "service_nodes": 2, "nodes": 1}, {}, {}),
     ("attention: varlen", {"objective": "dpo", "attention": "varlen"}, H100, {}),
