@@ -203,9 +203,11 @@ class Data(Section):
     """Examples of a conversation with several turns of the assistant. `together`: one, which is refused where the
     template renders a turn differently once others follow; `apart`: one for each turn, with the context that it has at
     inference; `auto`: together where all turns share one rendering, otherwise apart."""
-    on_bad_row: Literal["stop", "drop"] = "stop"
-    """What happens at a row that cannot be read or learned, such as one with a role that the chat template does not
-    render. `drop` counts such rows by cause, and stops if they are more than 5 % of a source."""
+    on_bad_row: Literal["stop", "drop"] = Field(
+        "stop",
+        description="What happens at a row that cannot be read or learned, such as one with a role that the chat "
+        "template does not render. `drop` counts such rows by cause, and stops if they are more than 5 % of a source.",
+    )
     subset: str | None = Field(None, description="Subset (configuration) of a hub data set that has several.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub data set.")
 
@@ -547,9 +549,11 @@ class Run(Section):
     loss: Loss = "plain"
     """Cross entropy. `fused`: the fused linear cross entropy of Liger, which must be installed. `chunked`: torch's, for
     the Llama, Mistral, Qwen and Gemma families; it holds the logits of some tokens at a time."""
-    objective: Objective = "sft"
-    """What training optimizes. `sft`: supervised fine-tuning; `dpo`: direct preference optimization; `kto`:
-    Kahneman-Tversky optimization; `reward`: a reward model (docs/how-to/preferences.md)."""
+    objective: Objective = Field(
+        "sft",
+        description="What training optimizes. `sft`: supervised fine-tuning; `dpo`: direct preference optimization; "
+        "`kto`: Kahneman-Tversky optimization; `reward`: a reward model (docs/how-to/preferences.md).",
+    )
     dpo: Dpo | None = Field(None, description="Settings of `objective: dpo`. Without it, the defaults.")
     kto: Kto | None = Field(None, description="Settings of `objective: kto`. Without it, the defaults.")
     reward: Reward | None = Field(None, description="Settings of `objective: reward`. Without it, the defaults.")
