@@ -145,7 +145,7 @@ def _stage(
     refuse_ended(name)
     with notified(stage, run, rundir):
         if stage in ("fetch", "plan"):
-            from shardmake.plan.before_fetch import refuse_before_fetch
+            from shardmake.plan.refusals import refuse_before_fetch
 
             check_inputs(name, run)
             refuse_before_fetch(run, cluster)

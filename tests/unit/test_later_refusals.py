@@ -33,7 +33,7 @@ class Why(Enum):
 ROWS: dict[Why | str, str] = {
     Why.ALL_ROWS: """
         data/encode.py data/files.py data/layout.py data/packing.py
-        evaluate/scores.py:Scores.as_record
+        evaluate/scores.py:as_record
     """,
     Why.WEIGHTS: """
         checkpoint/formats/hub_layout.py:check_all_loaded checkpoint/formats/hub_layout.py:in_class_layout
@@ -60,7 +60,7 @@ ROWS: dict[Why | str, str] = {
         consolidate/peft_check.py consolidate/scan.py consolidate/source_checks.py
         consolidate/stage.py:_convert consolidate/stage.py:final_checkpoint consolidate/stream.py
         consolidate/verify.py consolidate/writer.py evaluate/preferences.py:score_rewards
-        evaluate/scores.py:Score.means launch/attempt_end.py:apply_decision push/bundle.py:_verified_model
+        evaluate/scores.py:means launch/attempt_end.py:apply_decision push/bundle.py:_verified_model
         train/load_model.py:check_names train/reference.py:read_log_probs
     """,
     Why.NETWORK: """

@@ -21,7 +21,7 @@ from shardmake.evaluate import backends, losses
 from shardmake.evaluate.assess import in_processes
 from shardmake.evaluate.backends import Machine, RankInfo, choose_backend, count_ranks, load_model
 from shardmake.evaluate.prompts import continue_prompt
-from shardmake.evaluate.scores import IGNORED, Example, Scores, plan_passes, score
+from shardmake.evaluate.scores import IGNORED, Example, ExampleLoss, as_record, plan_passes, score
 from shardmake.evaluate.stage import evaluate
 from shardmake.run.paths import RunDir
 from tests.finished_run import make_run
@@ -73,12 +73,12 @@ def expected(network: "PreTrainedModel", example: Example) -> float:
 SHORT, MIDDLE, LONG = example(40, 10, 1), example(150, 50, 2), example(600, 1, 3)
 
 
-def score_all(network: "PreTrainedModel", examples: list[Example], tokens: int) -> Scores:
+def score_all(network: "PreTrainedModel", examples: list[Example], tokens: int) -> list[ExampleLoss]:
     return score(network, examples, plan_passes([len(example["input_ids"]) for example in examples], tokens, 1))
 
 
 def test_the_loss_is_the_mean_over_tokens_not_over_sequences(network: "PreTrainedModel") -> None:
-    result = score_all(network, [SHORT, LONG], 2000).as_record()
+    result = as_record(score_all(network, [SHORT, LONG], 2000))
     assert result.tokens == 30 + 599
     mean = (expected(network, SHORT) + expected(network, LONG)) / 629
     assert result.loss == pytest.approx(mean, rel=1e-5)
@@ -88,23 +88,23 @@ def test_the_loss_is_the_mean_over_tokens_not_over_sequences(network: "PreTraine
 def test_losses_by_source_are_those_of_the_sources_alone(network: "PreTrainedModel") -> None:
     examples = [SHORT, packed(MIDDLE, SHORT), LONG]
     passes = plan_passes([len(example["input_ids"]) for example in examples], 2000, 1)
-    found = score(network, examples, passes, [1, 2]).as_record(["a", "b"])
-    alone = [score_all(network, chosen, 2000).as_record() for chosen in (examples[:1], examples[1:])]
+    found = as_record(score(network, examples, passes, [1, 2]), ["a", "b"])
+    alone = [as_record(score_all(network, chosen, 2000)) for chosen in (examples[:1], examples[1:])]
     assert [one.loss for one in found.by_source] == pytest.approx([one.loss for one in alone], rel=1e-5)
     assert [(one.name, one.tokens) for one in found.by_source] == [("a", 30), ("b", 100 + 30 + 599)]
     assert found.tokens == sum(one.tokens for one in found.by_source)
-    assert found.by_length == score_all(network, examples, 2000).as_record().by_length
+    assert found.by_length == as_record(score_all(network, examples, 2000)).by_length
 
 
 def test_packed_examples_do_not_see_each_other(network: "PreTrainedModel") -> None:
-    alone = score_all(network, [SHORT, MIDDLE, LONG], 1).as_record()
-    together = score_all(network, [packed(MIDDLE, SHORT), LONG], 2000).as_record()
+    alone = as_record(score_all(network, [SHORT, MIDDLE, LONG], 1))
+    together = as_record(score_all(network, [packed(MIDDLE, SHORT), LONG], 2000))
     assert together.tokens == alone.tokens
     assert together.loss == pytest.approx(alone.loss, rel=1e-5)
 
 
 def test_buckets_count_the_length_of_the_example_not_of_the_sequence(network: "PreTrainedModel") -> None:
-    by_length = score_all(network, [packed(MIDDLE, SHORT), LONG], 2000).as_record().by_length
+    by_length = as_record(score_all(network, [packed(MIDDLE, SHORT), LONG], 2000)).by_length
     assert [(bucket.up_to, bucket.tokens) for bucket in by_length] == [(128, 30), (512, 100), (2048, 599)]
     for bucket, part in zip(by_length, [SHORT, MIDDLE, LONG], strict=True):
         assert bucket.loss * bucket.tokens == pytest.approx(expected(network, part), rel=1e-4)
@@ -112,7 +112,7 @@ def test_buckets_count_the_length_of_the_example_not_of_the_sequence(network: "P
 
 def test_nothing_to_learn_is_an_error(network: "PreTrainedModel") -> None:
     with pytest.raises(ShardmakeError, match=r"no tokens with loss.*data\.loss_on"):
-        score_all(network, [example(10, 10, 0)], 1).as_record()
+        as_record(score_all(network, [example(10, 10, 0)], 1))
 
 
 @pytest.mark.parametrize(("layer", "kind"), [(1, "missing keys"), (7, "unexpected keys")])
@@ -219,8 +219,8 @@ def measure_apart(arguments: tuple[str, RankInfo, int]) -> tuple[float, int, lis
         network = load_model(folder, "zero3-offload", rank)
         network.generation_config.eos_token_id = eos
         answer = continue_prompt(network, [5, 6, 7], 6)
-        total = score(network, [SHORT, MIDDLE, LONG], [[[2], [0]], [[1], []]][rank.number]).total
-    return total.loss, total.tokens, answer
+        total = score(network, [SHORT, MIDDLE, LONG], [[[2], [0]], [[1], []]][rank.number])
+    return sum(one.total for one in total), sum(one.tokens for one in total), answer
 
 
 def test_ranks_under_zero3_may_differ_in_labels_and_answers(folder: Path, network: "PreTrainedModel") -> None:

@@ -40,7 +40,7 @@ from shardmake.launch.container import job_container
 from shardmake.launch.driver_script import refuse_login_node, refuse_while_driven
 from shardmake.launch.stage_jobs import job_resources as stage_resources
 from shardmake.launch.stage_jobs import job_shell_prefix, memory_resources
-from shardmake.plan.before_fetch import refuse_before_fetch
+from shardmake.plan.refusals import refuse_before_fetch
 from shardmake.run.driver_job import current_driver_dir
 from shardmake.run.evaluation import EvaluationResult
 from shardmake.run.own_files import check_refused

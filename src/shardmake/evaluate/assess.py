@@ -3,11 +3,11 @@
 import gc
 import logging
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardmake.config.models import EvaluationBackend, Run
 from shardmake.config.objectives import OBJECTIVES
@@ -15,7 +15,7 @@ from shardmake.core.units import plural
 from shardmake.evaluate.backends import RankInfo, load_model, process_group, rendezvous_of
 from shardmake.evaluate.harness import measure_tasks
 from shardmake.evaluate.prompts import continue_prompt
-from shardmake.evaluate.scores import PassOutOfMemoryError, Scores, combine, plan_passes, score
+from shardmake.evaluate.scores import ExampleLoss, PassOutOfMemoryError, in_order, plan_passes, score
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import planned_class
 from shardmake.run.receipts import DataReceipt
@@ -53,13 +53,13 @@ Weights = tuple[str, str | None]
 
 @dataclass
 class Assessment:
-    """Scores of a model, its answers (token ids, by prompt), and its results by task and metric.
+    """Losses of a model by example, its answers (token ids, by prompt), and its results by task and metric.
 
     ``pairs`` has the log-probabilities or rewards of the answers of pairs, by the number that
     `shardmake.evaluate.preferences.Answers` gives them. A reward model has nothing else.
     """
 
-    scores: Scores
+    losses: list[ExampleLoss]
     answers: list[list[int]]
     tasks: dict[tuple[str, str], float | None]
     pairs: dict[int, float]
@@ -89,7 +89,7 @@ def _assess(models: list[Weights], setup: EvaluationSetup) -> list[Assessment]:
         if rendezvous is None and setup.ranks == 1:
             return _assess_share(models, setup, ranks[0])
         shares = in_processes(partial(_assess_share, models, setup), ranks)
-    return [_combine(list(of_one_model)) for of_one_model in zip(*shares, strict=True)]
+    return [_combine(of_one_model) for of_one_model in zip(*shares, strict=True)]
 
 
 def in_processes(function: Callable[[Item], Result], items: list[Item]) -> list[Result]:
@@ -110,9 +110,10 @@ def in_processes(function: Callable[[Item], Result], items: list[Item]) -> list[
         return [future.result() for future in futures]
 
 
-def _combine(shares: list[Assessment]) -> Assessment:
+def _combine(shares: Sequence[Assessment]) -> Assessment:
     pairs = {number: value for share in shares for number, value in share.pairs.items()}
-    return Assessment(combine([share.scores for share in shares]), shares[0].answers, shares[0].tasks, pairs)
+    losses = in_order(example for share in shares for example in share.losses)
+    return Assessment(losses, shares[0].answers, shares[0].tasks, pairs)
 
 
 def _assess_share(models: list[Weights], setup: EvaluationSetup, rank: RankInfo) -> list[Assessment]:
@@ -129,21 +130,15 @@ def _assess_model(model: Weights, setup: EvaluationSetup, rank: RankInfo) -> Ass
     from shardmake.evaluate.preferences import rate_answers, score_answers
 
     run, rundir, objective = setup.run, setup.rundir, OBJECTIVES[setup.run.objective]
-    network = load_model(
-        model[0],
-        setup.backend,
-        rank,
-        model_class=planned_class(run, rundir),
-        revision=model[1],
-        trust_remote_code=run.trust_remote_code,
-        nvme=setup.nvme,
-    )
-    found = Assessment(Scores(), [], {}, {})
+    options: dict[str, Any] = {"trust_remote_code": run.trust_remote_code, "nvme": setup.nvme}
+    kind = planned_class(run, rundir)
+    network = load_model(model[0], setup.backend, rank, model_class=kind, revision=model[1], **options)
+    found = Assessment([], [], {}, {})
     if not objective.new_head:
         examples = Sequences(rundir.data, "eval")
         sources = DataReceipt.read(rundir.data_receipt).eval.sources
         own = _own_passes(examples.lengths(), setup, rank)
-        found.scores = score(network, examples, own, [source.sequences or 0 for source in sources])
+        found.losses = score(network, examples, own, [source.sequences or 0 for source in sources])
     if objective.new_head or objective.has_reference:
         answers = held_out_answers(run, rundir)
         measure = rate_answers if objective.new_head else score_answers

@@ -46,10 +46,6 @@ class RankInfo:
     world_size: int
     rendezvous: str | None = None
 
-    def gpu(self, count: int) -> int:
-        """Return the number of this rank's GPU of ``count`` GPUs."""
-        return self.number % count
-
 
 def this_machine(nvme: str | None) -> Machine:
     """Return the hardware of this machine."""
@@ -86,9 +82,7 @@ def choose_backend(weights: int, machine: Machine) -> EvaluationBackend:
 
 def count_ranks(backend: EvaluationBackend, machine: Machine, wanted: int | None) -> int:
     """Return the number of ranks: ``wanted``, or one per GPU; `device-map` fills all devices from one process."""
-    if backend == "device-map":
-        return 1
-    return wanted or max(1, machine.gpus)
+    return 1 if backend == "device-map" else wanted or max(1, machine.gpus)
 
 
 def weights_size(folder: Path) -> int:
@@ -116,7 +110,7 @@ def process_group(rank: RankInfo) -> Iterator[None]:
     import torch
 
     if torch.cuda.is_available():  # else kernels and libraries that take the current device would use GPU 0
-        torch.cuda.set_device(rank.gpu(torch.cuda.device_count()))
+        torch.cuda.set_device(rank.number % torch.cuda.device_count())
     if rank.rendezvous is None:
         yield
         return
@@ -165,7 +159,7 @@ def load_model(
     if backend == "device-map":
         options |= _device_map(this_machine(nvme))
     elif has_gpu:
-        options["device_map"] = {"": rank.gpu(torch.cuda.device_count())}
+        options["device_map"] = {"": rank.number % torch.cuda.device_count()}
     return _load_whole(model, model_class, options).eval()
 
 
@@ -173,23 +167,13 @@ def _device_map(machine: Machine) -> dict[str, Any]:
     """Fill the GPUs, then host memory; further layers are read from the model's files in every pass."""
     limits: dict[int | str, int] = {gpu: int(INFERENCE_SHARE * machine.gpu_memory) for gpu in range(machine.gpus)}
     limits["cpu"] = int(_HOST_SHARE * machine.host_memory)
-    return {"device_map": "auto", "max_memory": limits, "offload_folder": _offload_folder(machine.nvme)}
-
-
-def _offload_folder(nvme: str | None) -> str:
-    """Return a new folder of this user alone, removed when this process ends.
-
-    Transformers writes weights by their plain names, and DeepSpeed by rank, the same for every user and model.
-    """
-    return str(process_folder("offload", nvme))
+    return {"device_map": "auto", "max_memory": limits, "offload_folder": str(process_folder("offload", machine.nvme))}
 
 
 def _load_whole(model: str, model_class: ModelClass | None, options: dict[str, Any]) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
-    if model_class is None:
-        return load_complete(AutoModelForCausalLM, model, **options)
-    return model_class.load(model, **options)
+    return model_class.load(model, **options) if model_class else load_complete(AutoModelForCausalLM, model, **options)
 
 
 def _load_partitioned(
@@ -218,7 +202,7 @@ def _zero3_config(model: str, options: dict[str, Any], backend: EvaluationBacken
         zero["offload_param"] = {"device": device, "pin_memory": torch.cuda.is_available()}
     if device == "nvme":
         check_backend(backend, nvme)
-        zero["offload_param"] |= {"nvme_path": _offload_folder(nvme)}
+        zero["offload_param"] |= {"nvme_path": str(process_folder("offload", nvme))}
     config: dict[str, Any] = {MICRO_BATCH: 1, "zero_optimization": zero}
     if torch.cuda.is_available():
         named = {key: options[key] for key in ("revision", "trust_remote_code")}

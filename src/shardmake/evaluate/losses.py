@@ -106,24 +106,14 @@ def _run_decoder(network: "PreTrainedModel", inputs: Inputs) -> tuple[torch.nn.M
     return next(((part, outputs[part]) for part in parts if part in outputs), (network, None))
 
 
-class _Computed(torch.nn.Module):
-    """Stands for the decoder and returns ``output``, whatever its input."""
-
-    output: Any = None
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        """Return ``output``."""
-        return self.output
-
-
 @contextmanager
 def _head_alone(network: "PreTrainedModel", decoder: torch.nn.Module, output: type[ModelOutput]) -> Iterator[Any]:
     """Yield a function from hidden states ``[positions, hidden]`` to logits: what follows ``decoder``."""
     path, _, name = next(path for path, part in network.named_modules() if part is decoder).rpartition(".")
-    owner, computed = network.get_submodule(path), _Computed()
+    owner, computed = network.get_submodule(path), torch.nn.Module()
 
     def head(hidden: torch.Tensor) -> torch.Tensor:
-        computed.output = output(last_hidden_state=hidden[None])
+        computed.forward = lambda *_, **__: output(last_hidden_state=hidden[None])
         ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
         return type(network).forward(network, input_ids=ids, use_cache=False).logits[0]
 
@@ -148,17 +138,13 @@ def _gathered(network: "PreTrainedModel") -> Iterator[None]:
         return
     from deepspeed.runtime.zero import GatheredParameters
 
-    hooks = [
-        (module, dict(private(module).forward_pre_hooks), dict(private(module).forward_hooks))
-        for module in network.modules()
-    ]
-    for module, *_ in hooks:
-        private(module).forward_pre_hooks.clear()
-        private(module).forward_hooks.clear()
+    modules = [private(module) for module in network.modules()]
+    hooks = [(found, dict(found)) for one in modules for found in (one.forward_pre_hooks, one.forward_hooks)]
+    for found, _ in hooks:
+        found.clear()
     try:
         with GatheredParameters(parameters):
             yield
     finally:
-        for module, before, after in hooks:
-            private(module).forward_pre_hooks.update(before)
-            private(module).forward_hooks.update(after)
+        for found, kept in hooks:
+            found.update(kept)

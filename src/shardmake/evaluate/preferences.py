@@ -106,13 +106,13 @@ def score_rewards(rewards: Mapping[int, float]) -> RewardModelScore:
             "model's weights are damaged or the training diverged. Look at the losses with shardmake status NAME, and "
             "train again with a lower learning_rate."
         )
-    chosen, rejected = _by_answer(rewards)
+    chosen, rejected, margin = _means(rewards)
     return RewardModelScore(
-        pairs=len(chosen),
+        pairs=len(rewards) // 2,
         accuracy=_accuracy(rewards),
-        margin=fmean(chosen) - fmean(rejected),
-        chosen=fmean(chosen),
-        rejected=fmean(rejected),
+        margin=margin,
+        chosen=chosen,
+        rejected=rejected,
         smallest=min(rewards.values()),
         largest=max(rewards.values()),
     )
@@ -124,17 +124,13 @@ def compare_answers(base: Mapping[int, float], tuned: Mapping[int, float], beta:
     A reward is ``beta * (tuned - base)``, that of Rafailov et al. (2023), with the base model as the reference.
     """
     rewards = {number: beta * (value - base[number]) for number, value in tuned.items()}
-    chosen, rejected = _by_answer(rewards)
+    chosen, rejected, margins = _means(rewards)
+    accuracies = _accuracy(rewards)
     return PreferenceScore(
-        pairs=len(chosen),
+        pairs=len(rewards) // 2,
         base_accuracy=_accuracy(base),
         tuned_accuracy=_accuracy(tuned),
-        rewards=Rewards(
-            chosen=fmean(chosen),
-            rejected=fmean(rejected),
-            margins=fmean(chosen) - fmean(rejected),
-            accuracies=_accuracy(rewards),
-        ),
+        rewards=Rewards(chosen=chosen, rejected=rejected, margins=margins, accuracies=accuracies),
     )
 
 
@@ -146,27 +142,24 @@ def compare_completions(
     Rewards are those of `compare_answers`.
     """
     rewards = [beta * (tuned[number] - base[number]) for number in range(len(labels))]
-    desirable, undesirable = (
-        sorted(reward for reward, label in zip(rewards, labels, strict=True) if label is wanted)
-        for wanted in (True, False)
-    )
+    desirable = [reward for reward, label in zip(rewards, labels, strict=True) if label]
+    undesirable = sorted(reward for reward, label in zip(rewards, labels, strict=True) if not label)
     if not (desirable and undesirable):
         return None
     smaller = sum(bisect_left(undesirable, reward) for reward in desirable)
+    chosen, rejected = fmean(desirable), fmean(undesirable)
     return CompletionScore(
         desirable=len(desirable),
         undesirable=len(undesirable),
-        rewards=MeanRewards(
-            chosen=fmean(desirable), rejected=fmean(undesirable), margins=fmean(desirable) - fmean(undesirable)
-        ),
+        rewards=MeanRewards(chosen=chosen, rejected=rejected, margins=chosen - rejected),
         accuracy=smaller / (len(desirable) * len(undesirable)),
     )
 
 
-def _by_answer(values: Mapping[int, float]) -> tuple[list[float], list[float]]:
-    """Return the values of all chosen and of all rejected answers, in the order of their pairs."""
-    chosen, rejected = ([values[number] for number in range(first, len(values), 2)] for first in (0, 1))
-    return chosen, rejected
+def _means(values: Mapping[int, float]) -> tuple[float, float, float]:
+    """Return the means of all chosen and of all rejected answers, and their difference."""
+    chosen, rejected = (fmean(values[number] for number in range(first, len(values), 2)) for first in (0, 1))
+    return chosen, rejected, chosen - rejected
 
 
 def _accuracy(values: Mapping[int, float]) -> float:

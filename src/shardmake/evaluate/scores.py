@@ -5,7 +5,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,7 +23,6 @@ Example = Mapping[str, "Tensor"]  # input_ids, labels, position_ids of one seque
 IGNORED = -100
 # Upper ends of the length buckets, in tokens of one example; longer ones come last.
 BUCKETS = (128, 512, 2048, 8192, 32768)
-_WIDTH = len(BUCKETS) + 1
 
 
 class Examples(Protocol):
@@ -38,81 +37,65 @@ _LARGEST_LOSS = math.log(sys.float_info.max)
 """The exponential of a larger loss, in nats, is not a floating-point number."""
 
 
-@dataclass
-class Score:
-    """Sum of the loss over tokens, and the number of examples and of exact ones, overall or of one bucket."""
-
-    loss: float = 0.0
-    tokens: int = 0
-    examples: int = 0
-    exact: int = 0
-
-    def means(self) -> dict[str, Any]:
-        """Return mean loss over tokens, its exponential, the number of tokens, and the share of exact examples.
-
-        The exponential is None if it is too large for a float. Raises `ModelError` if the loss is not finite.
-        """
-        mean = self.loss / self.tokens
-        if not math.isfinite(mean):
-            raise ModelError(
-                f"Evaluation failed: the model's loss is {mean:.6g} per token. Its weights are damaged or the training "
-                "diverged. Look at the losses with shardmake status NAME, and train again with a lower learning_rate."
-            )
-        perplexity = math.exp(mean) if mean < _LARGEST_LOSS else None
-        return {"loss": mean, "perplexity": perplexity, "tokens": self.tokens, "exact": self.exact / self.examples}
-
-
 @dataclass(frozen=True)
 class ExampleLoss:
     """The loss of one example: the number of its sequence, and the position of its first token in it."""
 
     sequence: int
     start: int
+    source: int
+    """Number of its source."""
+    bucket: int
+    """Number of its length in `BUCKETS`."""
     tokens: int
     """Tokens with loss."""
-    loss: float
-    """Mean over these, nats per token."""
+    total: float
+    """Sum over these, nats."""
     exact: bool
     """True if each of these is the most likely one."""
 
-
-@dataclass
-class Scores:
-    """Scores by the source of the examples, and within it by length bucket; and those of each example."""
-
-    bins: list[Score] = field(default_factory=lambda: [Score() for _ in range(_WIDTH)])
-    examples: list[ExampleLoss] = field(default_factory=list)
-
     @property
-    def total(self) -> Score:
-        """Sum over all bins."""
-        return add_up(self.bins)
-
-    def as_record(self, sources: Sequence[str] = ()) -> ModelScore:
-        """Return the total, each non-empty bucket by the maximum length of its examples, and each named source.
-
-        Raises `DataError` if no token has loss.
-        """
-        if not self.total.tokens:
-            raise DataError(
-                "Cannot evaluate: the evaluation split has no tokens with loss. Check data.eval and data.loss_on."
-            )
-        by_length = [
-            LengthScore(up_to=up_to, **score.means())
-            for number, up_to in enumerate((*BUCKETS, None))
-            if (score := add_up(self.bins[number::_WIDTH])).tokens
-        ]
-        by_source = [
-            SourceScore(name=name, **add_up(self.bins[number * _WIDTH : (number + 1) * _WIDTH]).means())
-            for number, name in enumerate(sources)
-        ]
-        return ModelScore(**self.total.means(), by_length=by_length, by_source=by_source)
+    def loss(self) -> float:
+        """Mean over its tokens."""
+        return self.total / self.tokens
 
 
-def add_up(scores: Iterable[Score]) -> Score:
-    """Return the sum of ``scores``."""
-    losses, *counts = zip(*map(astuple, scores), strict=True)
-    return Score(math.fsum(losses), *map(sum, counts))
+def means(examples: Sequence[ExampleLoss]) -> dict[str, Any]:
+    """Return mean loss over tokens, its exponential, the number of tokens, and the share of exact examples.
+
+    The exponential is None if it is too large for a float. Raises `ModelError` if the loss is not finite.
+    """
+    tokens = sum(example.tokens for example in examples)
+    mean = math.fsum(example.total for example in examples) / tokens
+    if not math.isfinite(mean):
+        raise ModelError(
+            f"Evaluation failed: the model's loss is {mean:.6g} per token. Its weights are damaged or the training "
+            "diverged. Look at the losses with shardmake status NAME, and train again with a lower learning_rate."
+        )
+    perplexity = math.exp(mean) if mean < _LARGEST_LOSS else None
+    exact = sum(example.exact for example in examples) / len(examples)
+    return {"loss": mean, "perplexity": perplexity, "tokens": tokens, "exact": exact}
+
+
+def as_record(examples: Sequence[ExampleLoss], sources: Sequence[str] = ()) -> ModelScore:
+    """Return the means of all, by the maximum length of the examples, and of each named source.
+
+    Raises `DataError` if no token has loss.
+    """
+    if not examples:
+        raise DataError(
+            "Cannot evaluate: the evaluation split has no tokens with loss. Check data.eval and data.loss_on."
+        )
+    by_length = [
+        LengthScore(up_to=up_to, **means(found))
+        for number, up_to in enumerate((*BUCKETS, None))
+        if (found := [example for example in examples if example.bucket == number])
+    ]
+    by_source = [
+        SourceScore(name=name, **means([example for example in examples if example.source == number]))
+        for number, name in enumerate(sources)
+    ]
+    return ModelScore(**means(examples), by_length=by_length, by_source=by_source)
 
 
 class PassOutOfMemoryError(RuntimeError):
@@ -145,8 +128,8 @@ def score(
     examples: Examples,
     passes: Sequence[Sequence[int]],
     sequences_of_sources: Sequence[int] = (),
-) -> Scores:
-    """Sum the loss of ``network`` over the loss tokens of ``passes``, by the length of their example.
+) -> list[ExampleLoss]:
+    """Return the loss of each example in ``passes`` under ``network``, in the order of their sequences.
 
     ``sequences_of_sources`` is the number of sequences of each source, if there are several; they are in this order.
     A pass without sequences runs the first example, which is not counted: ranks that gather weights from each other
@@ -157,25 +140,22 @@ def score(
 
     from shardmake.evaluate.losses import LossPerToken
 
-    ends = list(accumulate(sequences_of_sources)) or [len(examples)]
-    scores = Scores([Score() for _ in range(len(ends) * _WIDTH)])
+    ends = list(accumulate(sequences_of_sources))
+    found: list[ExampleLoss] = []
     with torch.inference_mode():
         measure = LossPerToken(network, examples[0]["input_ids"])
         for rows in passes:
             batch = pad_examples([examples[row] for row in rows or [0]])
             with smaller_after_out_of_memory(*batch["input_ids"].shape):
-                first_bins = torch.tensor([bisect_right(ends, row) * _WIDTH for row in rows or [0]])
-                found = _losses(measure, batch, first_bins, len(scores.bins), rows)
-            if rows:
-                scores = combine([scores, found])
-    return scores
+                losses = _losses(measure, batch)
+            for place, *values in losses if rows else ():
+                found.append(ExampleLoss(rows[place], values[0], bisect_right(ends, rows[place]), *values[1:]))
+    return in_order(found)
 
 
-def combine(parts: Sequence[Scores]) -> Scores:
-    """Return the scores of all examples of ``parts``, in the order of their sequences."""
-    bins = [add_up(scores) for scores in zip(*(part.bins for part in parts), strict=True)]
-    examples = [example for part in parts for example in part.examples]
-    return Scores(bins, sorted(examples, key=lambda example: (example.sequence, example.start)))
+def in_order(examples: Iterable[ExampleLoss]) -> list[ExampleLoss]:
+    """Return ``examples`` in the order of their sequences."""
+    return sorted(examples, key=lambda example: (example.sequence, example.start))
 
 
 @contextmanager
@@ -194,16 +174,12 @@ def smaller_after_out_of_memory(sequences: int, length: int) -> Iterator[None]:
         ) from error
 
 
-def _losses(
-    measure: "LossPerToken", batch: "dict[str, Tensor]", first_bins: "Tensor", bins: int, rows: Sequence[int]
-) -> Scores:
-    """Return the scores of one batch of ``[sequences, tokens]``: each position predicts the label after it.
+def _losses(measure: "LossPerToken", batch: "dict[str, Tensor]") -> Iterator[tuple[Any, ...]]:
+    """Return row, first position, number of the length's bucket, tokens, summed loss and exactness of each example.
 
-    Greedy decoding answers an example word for word if each of its tokens is the most likely one: after a right token
-    it sees what the loss was measured on.
-
-    ``first_bins`` has the first bin of each sequence's source, ``bins`` is the number of bins, ``rows`` has the number
-    of each sequence.
+    Each position of ``batch``, ``[sequences, tokens]``, predicts the label after it. Greedy decoding answers an example
+    word for word if each of its tokens is the most likely one: after a right token it sees what the loss was measured
+    on.
     """
     import torch
 
@@ -215,23 +191,16 @@ def _losses(
     found, index = numbers[:, 1:][learned].unique(return_inverse=True)
     count = len(found)
     rows_of_tokens, columns = learned.nonzero(as_tuple=True)
-    row = torch.zeros_like(found).scatter(0, index, rows_of_tokens)
-    start = torch.zeros_like(found).scatter(0, index, columns + 1 - position_ids[:, 1:][learned])
     lengths = numbers.flatten().bincount()[found]
     values = (
-        row,
-        start,
-        torch.bucketize(lengths, torch.tensor(BUCKETS)) + first_bins[row],
+        torch.zeros_like(found).scatter(0, index, rows_of_tokens),
+        torch.zeros_like(found).scatter(0, index, columns + 1 - position_ids[:, 1:][learned]),
+        torch.bucketize(lengths, torch.tensor(BUCKETS)),
         torch.bincount(index, minlength=count),
         torch.bincount(index, losses.double().cpu(), count),
         torch.bincount(index[~likeliest.cpu()], minlength=count) == 0,
     )
-    scores = Scores([Score() for _ in range(bins)])
-    for place, first, number, tokens, loss, exact in zip(*(value.tolist() for value in values), strict=True):
-        scores.bins[number] = add_up([scores.bins[number], Score(loss, tokens, 1, int(exact))])
-        if place < len(rows):
-            scores.examples.append(ExampleLoss(rows[place], first, tokens, loss / tokens, exact))
-    return scores
+    return zip(*(value.tolist() for value in values), strict=True)
 
 
 def pad_examples(examples: Sequence[Example]) -> "dict[str, Tensor]":

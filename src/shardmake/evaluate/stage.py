@@ -6,6 +6,7 @@ error.
 
 import logging
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardmake.config.chat_template import fix_clock
@@ -19,7 +20,7 @@ from shardmake.evaluate.assess import Assessment, EvaluationSetup, assess_with_r
 from shardmake.evaluate.backends import choose_backend, count_ranks, this_machine, weights_size
 from shardmake.evaluate.harness import prepare_tasks
 from shardmake.evaluate.prompts import question_in, read_prompts
-from shardmake.evaluate.scores import Scores
+from shardmake.evaluate.scores import ExampleLoss, as_record
 from shardmake.run.evaluation import CompletionScore, EvaluationResult, PreferenceScore, Sample, TaskScore
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import DataReceipt
@@ -76,13 +77,14 @@ def _compare_models(
     logger.info(f"Measuring the base and the tuned model on {len(examples):,} sequences, {setup}.")
     base, tuned = assess_with_retries([(run.model, run.revision), (str(rundir.model), None)], setup)
     sources = [source.name for source in DataReceipt.read(rundir.data_receipt).eval.sources]
+    scores = as_record(base.losses, sources)
     result = EvaluationResult(
         sequences=len(examples),
-        tokens=base.scores.total.tokens,
+        tokens=scores.tokens,
         backend=setup.backend,
         ranks=setup.ranks,
-        base=base.scores.as_record(sources),
-        tuned=tuned.scores.as_record(sources),
+        base=scores,
+        tuned=as_record(tuned.losses, sources),
         **_compare_answers(run, rundir, base, tuned),
         samples=_samples(tokenizer, setup.prompts, base, tuned),
         tasks=[
@@ -92,14 +94,11 @@ def _compare_models(
     )
     for name, found in zip(("base", "tuned"), result.scores or (), strict=True):
         logger.info(f"{name}: loss {found.loss:.4f}, perplexity {found.perplexity_text()}, {found.tokens:,} tokens")
-    if result.preferences:
-        rewards = result.preferences.rewards
-        logger.info(f"reward accuracy {rewards.accuracies:.1%}, margin {rewards.margins:.4f}")
-    if labelled := result.completions:
-        logger.info(f"reward accuracy {labelled.accuracy:.1%}, margin {labelled.rewards.margins:.4f}")
+    if compared := result.preferences or result.completions:
+        logger.info(f"reward accuracy {result.reward_accuracy:.1%}, margin {compared.rewards.margins:.4f}")
     unlink(rundir.evaluation_losses)
     if run.evaluation.losses:
-        write_text(rundir.evaluation_losses, _losses_table(base.scores, tuned.scores))
+        write_text(rundir.evaluation_losses, _losses_table(base.losses, tuned.losses))
         logger.info(f"The loss of each example is in {rundir.evaluation_losses}.")
     return result
 
@@ -129,12 +128,11 @@ def _evaluate_reward_model(setup: EvaluationSetup) -> EvaluationResult:
     )
 
 
-def _losses_table(base: Scores, tuned: Scores) -> str:
+def _losses_table(base: Sequence[ExampleLoss], tuned: Sequence[ExampleLoss]) -> str:
     """Return a table with the loss of each held-out example under both models, as comma-separated values."""
-    pairs = zip(base.examples, tuned.examples, strict=True)
     lines = [
         f"{one.sequence},{one.start},{one.tokens},{one.loss:.6g},{other.loss:.6g},{one.exact:d},{other.exact:d}\n"
-        for one, other in pairs
+        for one, other in zip(base, tuned, strict=True)
     ]
     return "".join(["sequence,start,tokens,base_loss,tuned_loss,base_exact,tuned_exact\n", *lines])
 

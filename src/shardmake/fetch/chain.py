@@ -8,59 +8,48 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from shardmake.config.checks import PREFIX
 from shardmake.config.models import Run
 from shardmake.core.atomic import sha256, write_bytes
 from shardmake.core.errors import ModelError
 from shardmake.core.fingerprint import FileEntry, fingerprint
 from shardmake.core.manifest import differences, read_files, record_twice
 from shardmake.core.run_folder import make_link, unlink
-from shardmake.fetch.model import choose_files, is_weights
+from shardmake.fetch.model import choose_files, is_description
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import MergeReceipt, WeightsReceipt
 from shardmake.run.sources import PinnedSource, read_sources
 
 _CONFIG: Final = "config.json"
-_INDEX: Final = ".index.json"
-_TEMPLATE: Final = "chat_template.jinja"
 
 
-def describe_model(before: RunDir, folder: Path) -> PinnedSource:
-    """Copy config, tokenizer and code of the model from which the run ``before`` starts to ``folder``.
-
-    Raises `ModelError` if that model was not fetched.
-    """
+def description_of(before: RunDir) -> PinnedSource:
+    """Return the model from which the run ``before`` starts; raise `ModelError` if that model was not fetched."""
     sources = read_sources(before)
     if sources is None:
         raise ModelError(
             f"The model of run {before.name} is not known yet: {before.sources} does not exist. Fetch it first: "
             f"shardmake fetch {before.name} --part description"
         )
-    copy_description(Path(sources.model.path), folder)
-    return PinnedSource(name=f"{PREFIX}{before.name}", path=str(folder), origin=sources.model)
+    return sources.model
 
 
 def copy_description(origin: Path, folder: Path) -> None:
     """Copy config, tokenizer and code of the model in ``origin`` to ``folder``."""
-    names = [name for name in choose_files(path.name for path in origin.iterdir()) if _is_description(name)]
+    names = [name for name in choose_files(path.name for path in origin.iterdir()) if is_description(name)]
     for path in folder.iterdir() if folder.is_dir() else ():
-        if _is_description(path.name) and path.name not in names:  # of an earlier model
+        if is_description(path.name) and path.name not in names:  # of an earlier model
             unlink(path)
     for name in names:
         write_bytes(folder / name, (origin / name).read_bytes())
-
-
-def _is_description(name: str) -> bool:
-    return not is_weights(name) and not name.endswith(_INDEX)
 
 
 def link_weights(before: RunDir, folder: Path, run: Run) -> WeightsReceipt:
     """Link the weights of the finished model of the run ``before`` into ``folder``; return their digests.
 
     Raises `ModelError` if there is no finished model, a file of it is damaged, or it is not the model that
-    `describe_model` described.
+    `copy_description` described.
     """
     merged = MergeReceipt.read_if_exists(before.model_receipt)
     if merged is None:
@@ -76,9 +65,9 @@ def link_weights(before: RunDir, folder: Path, run: Run) -> WeightsReceipt:
             f"Merge it again: shardmake consolidate {before.name}"
         )
     _check_description(before, folder, run, files)
-    weights = [name for name in files if not _is_description(name)]
-    for path in [path for path in folder.iterdir() if not _is_description(path.name)]:
+    for path in [path for path in folder.iterdir() if not is_description(path.name)]:
         unlink(path)
+    weights = [name for name in files if not is_description(name)]
     for name in weights:
         make_link(folder / name, os.path.relpath(before.model.resolve() / name, folder.resolve()))
     return WeightsReceipt(files={name: found[name][0] for name in weights}, merged=sha256(before.model_receipt))
@@ -86,14 +75,10 @@ def link_weights(before: RunDir, folder: Path, run: Run) -> WeightsReceipt:
 
 def _check_description(before: RunDir, folder: Path, run: Run, files: Mapping[str, FileEntry]) -> None:
     """Raise `ModelError` if the model of ``before`` has another tokenizer or other sizes than those in ``folder``."""
-    own_template = {_TEMPLATE} if run.data.chat_template else set()
-    compared = {
-        name: entry
-        for name, entry in files.items()
-        if _is_description(name) and "/" not in name and name not in {_CONFIG, *own_template}
-    }
+    own = (_CONFIG, "chat_template.jinja") if run.data.chat_template else (_CONFIG,)
+    compared = [name for name in files if is_description(name) and "/" not in name and name not in own]
     present = {name: fingerprint(folder / name) for name in compared if (folder / name).is_file()}
-    problems = [name for name, entry in compared.items() if present.get(name) != entry]
+    problems = [name for name in compared if present.get(name) != files[name]]
     problems += _other_values(before.model / _CONFIG, folder / _CONFIG)
     if problems:
         raise ModelError(
@@ -105,17 +90,10 @@ def _check_description(before: RunDir, folder: Path, run: Run, files: Mapping[st
 
 def _other_values(trained: Path, planned: Path) -> list[str]:
     """Return a sentence for each size, and for the class, that differs in the config files; token ids are not sizes."""
-    ours, theirs = (_planned_by(json.loads(path.read_bytes())) for path in (trained, planned))
+    ours, theirs = (json.loads(path.read_bytes()) for path in (trained, planned))
     return [
         f"{name} is {ours[name]} instead of {theirs[name]}"
         for name in sorted(ours.keys() & theirs.keys())
+        if name == "architectures" or (type(ours[name]) is type(theirs[name]) is int and not name.endswith("_token_id"))
         if ours[name] != theirs[name]
     ]
-
-
-def _planned_by(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in config.items()
-        if name == "architectures" or (type(value) is int and not name.endswith("_token_id"))
-    }

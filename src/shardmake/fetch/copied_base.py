@@ -14,6 +14,7 @@ from shardmake.core.disk import require_space
 from shardmake.core.errors import ConfigError
 from shardmake.core.run_folder import fsync_directory
 from shardmake.core.units import format_bytes
+from shardmake.fetch.model import is_description
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,7 +91,6 @@ def write_weights(folder: Path, streams: "list[Iterator[tuple[str, Tensor]]]") -
 def copy_small_files(source: Path, folder: Path, config: dict[str, Any]) -> None:
     """Copy what is not weights and not there yet, with ``config`` as config.json."""
     for path in source.iterdir():
-        is_weights = path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json")
-        if path.is_file() and not is_weights and not (folder / path.name).exists():
+        if path.is_file() and is_description(path.name) and not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
     write_json(folder / "config.json", config)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
+FETCH_AGAIN = "Check the network and fetch again. Finished files are kept."
 _TEXTS = (".json", ".txt", ".model", ".jinja", ".py", ".md", ".tiktoken")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -44,14 +45,11 @@ def _with_advice(api: "HfApi", repository: str) -> AbstractContextManager[None]:
     page = f"{api.endpoint}/{repository}"
     advice = {
         401: f"It is private, gated or misspelt. Log in with `hf auth login` (or set HF_TOKEN). If {page} shows a "
-        "licence, "
-        "accept it there.",
+        "licence, accept it there.",
         403: f"The token's owner has not accepted the licence. Accept it at {page}, or log in as someone who has.",
         404: f"Check the name and the revision: {page}",
     }
-    return translate_hub_errors(
-        f"Fetching {repository}", advice, "Check the network and fetch again. Finished files are kept."
-    )
+    return translate_hub_errors(f"Fetching {repository}", advice, FETCH_AGAIN)
 
 
 def _describe_once(api: "HfApi", repository: str, revision: str | None) -> PinnedSource:
@@ -78,6 +76,11 @@ def is_weights(name: str) -> bool:
     return name.endswith((".safetensors", ".bin"))
 
 
+def is_description(name: str) -> bool:
+    """Return True if a file of a model contains neither weights nor their index."""
+    return not is_weights(name) and not name.endswith(".index.json")
+
+
 def _fetch_weights_once(api: "HfApi", source: PinnedSource) -> None:
     names = [name for name in source.files if is_weights(name)]
     folder = Path(api.snapshot_download(source.name, revision=source.commit, allow_patterns=names))
@@ -90,14 +93,12 @@ def find_in_cache(repository: str, revision: str | None) -> PinnedSource:
     folder = cached_snapshot(repository, revision)
     if folder is None:
         raise ModelError(
-            f"Model not found: {repository} is not in the local cache, and HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE "
-            "is set. "
-            "Unset it on a machine with internet access, or copy the model here and name its folder."
+            f"Model not found: {repository} is not in the local cache, and HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is "
+            "set. Unset it on a machine with internet access, or copy the model here and name its folder."
         )
     check_model_folder(folder)
-    return PinnedSource(
-        name=repository, revision=revision, commit=folder.name, path=str(folder), files=read_folder(folder)
-    )
+    pinned = {"name": repository, "revision": revision, "commit": folder.name, "path": str(folder)}
+    return PinnedSource(**pinned, files=read_folder(folder))
 
 
 def choose_files(names: Iterable[str]) -> list[str]:
@@ -108,11 +109,8 @@ def choose_files(names: Iterable[str]) -> list[str]:
     top_level = [name for name in names if "/" not in name]
     safetensors = [name for name in top_level if name.endswith(".safetensors")]
     ours = [name for name in safetensors if not name.startswith("consolidated")]
-    weights = (
-        ours
-        or safetensors
-        or [name for name in top_level if name.startswith("pytorch_model") and name.endswith(".bin")]
-    )
+    pickled = [name for name in top_level if name.startswith("pytorch_model") and name.endswith(".bin")]
+    weights = ours or safetensors or pickled
     return sorted([*weights, *(name for name in top_level if name.endswith(_TEXTS) or is_licence(name))])
 
 

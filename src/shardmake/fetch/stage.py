@@ -27,16 +27,10 @@ from shardmake.core.stores import is_url
 from shardmake.core.units import format_bytes
 from shardmake.data.sources import EVAL_SPLITS, ONE_SPLIT, TRAIN_SPLITS, HubDataset, locate_named
 from shardmake.fetch import adapter, chain, store
+from shardmake.fetch import model as hub
 from shardmake.fetch.adapter import Merge
 from shardmake.fetch.hub_data import write_split
-from shardmake.fetch.model import (
-    check_model_folder,
-    choose_files,
-    describe_model,
-    fetch_weights,
-    find_in_cache,
-    is_weights,
-)
+from shardmake.fetch.model import FETCH_AGAIN, check_model_folder, choose_files, find_in_cache, is_weights
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import WeightsReceipt
 from shardmake.run.sources import PinnedSource, Sources, missing_files, model_before, read_sources
@@ -86,7 +80,8 @@ def _weights(run: Run, rundir: RunDir, model: PinnedSource, merge: Merge | None)
     if model.commit is None and model.listing is None:
         return _local_weights(model, rundir)
     _fetch_weights(model)
-    return WeightsReceipt(files=model.files if model.listing is None else store.records(model))
+    complete = read_named(Path(model.path), [*model.files], record) if model.listing else model.files
+    return WeightsReceipt(files=complete)
 
 
 def _local_weights(model: PinnedSource, rundir: RunDir) -> WeightsReceipt:
@@ -130,7 +125,7 @@ def _fetch_weights(model: PinnedSource) -> None:
     require_space(Path(model.path), size, f"The base model's weights need {format_bytes(size)}")
     logger.info(f"Fetching the weights of {model.name}: {len(missing)} files, {size / 1e9:,.1f} GB.")
     if model.listing is None:
-        fetch_weights(connect(), model)
+        hub.fetch_weights(connect(), model)
     else:
         store.fetch_weights(model)
 
@@ -162,19 +157,19 @@ def _describe(run: Run, rundir: RunDir) -> Sources:
 def _model(run: Run, rundir: RunDir, before: PinnedSource | None) -> PinnedSource:
     from huggingface_hub.constants import is_offline_mode
 
-    if (other := run_before(run.model)) is not None:
-        found = chain.describe_model(rundir.sibling(other), rundir.base_model)
-        return found.model_copy(update={"content": digest_of_model(rundir.base_model, run)})
-    if run.resume_from:
-        unmerged = run.model_copy(update={"resume_from": None})
-        base = _model(unmerged, rundir, before.origin if before and before.origin else before)
+    other = run_before(run.model)
+    if other or run.resume_from:
+        if other:
+            base = chain.description_of(rundir.sibling(other))
+        else:
+            unmerged = run.model_copy(update={"resume_from": None})
+            base = _model(unmerged, rundir, before.origin if before and before.origin else before)
         chain.copy_description(Path(base.path), rundir.base_model)
-        found = PinnedSource(name=run.model, path=str(rundir.base_model), origin=base)
-        return found.model_copy(update={"content": digest_of_model(rundir.base_model, run)})
-    if _is_current(before, run.model, run.revision):
-        assert before is not None
-        logger.info(f"Model {run.model} is already here, at {_version(before)}.")
-        return before
+        content = digest_of_model(rundir.base_model, run)
+        return PinnedSource(name=run.model, path=str(rundir.base_model), origin=base, content=content)
+    if current := _current(before, run.model, run.revision):
+        logger.info(f"Model {run.model} is already here, at {_version(current)}.")
+        return current
     if is_url(run.model):
         logger.info(f"Fetching config and tokenizer of {run.model}.")
         return store.describe_model(run.model)
@@ -184,7 +179,7 @@ def _model(run: Run, rundir: RunDir, before: PinnedSource | None) -> PinnedSourc
     if is_offline_mode():
         return find_in_cache(run.model, run.revision)
     logger.info(f"Fetching config and tokenizer of {run.model}.")
-    return describe_model(connect(), run.model, run.revision)
+    return hub.describe_model(connect(), run.model, run.revision)
 
 
 def digest_of_model(folder: Path, run: Run) -> str:
@@ -204,9 +199,9 @@ def _examples(name: str, data: Data, folder: Path, split: Split, earlier: Mappin
     is_raw = data.is_raw and split != "eval"
     whole = is_url(name) or (is_raw and is_hub_id(name))
     revision = None if is_url(name) else data.revision
-    if whole and (before := next((one for one in earlier.values() if _is_current(one, name, revision)), None)):
-        logger.info(f"Data {name} {'are' if is_url(name) else 'is'} already here, at {_version(before)}.")
-        return before
+    if whole and (current := next((one for one in earlier.values() if _current(one, name, revision)), None)):
+        logger.info(f"Data {name} {'are' if is_url(name) else 'is'} already here, at {_version(current)}.")
+        return current
     if is_url(name):
         logger.info(f"Fetching data {name}.")
         return store.fetch_data(name, every_file=is_raw)
@@ -218,11 +213,9 @@ def _examples(name: str, data: Data, folder: Path, split: Split, earlier: Mappin
     source = locate_named(name, data, EVAL_SPLITS if split == "eval" else TRAIN_SPLITS)
     if not isinstance(source, HubDataset):
         return PinnedSource(name=name, path=name)
-    before = earlier.get(str(folder))
-    if _is_current(before, name, source.revision, source.subset):
-        assert before is not None
-        logger.info(f"Data {name} is already here, at commit {before.commit}.")
-        return before
+    if current := _current(earlier.get(str(folder)), name, source.revision, source.subset):
+        logger.info(f"Data {name} is already here, at {_version(current)}.")
+        return current
     commit = _commit_of_data(connect(), source.repository, source.revision)
     pinned = PinnedSource(name=name, subset=source.subset, revision=source.revision, commit=commit, path=str(folder))
     runs = folder.parents[2]
@@ -270,7 +263,7 @@ def _every_file(name: str, revision: str | None) -> PinnedSource:
     """Fetch every file of a hub data set into the hub's cache."""
     api = connect()
     commit = _commit_of_data(api, name, revision)
-    with translate_hub_errors(f"Fetching {name}", {}, "Check the network and fetch again. Finished files are kept."):
+    with translate_hub_errors(f"Fetching {name}", {}, FETCH_AGAIN):
         folder = Path(with_retries(lambda: api.snapshot_download(name, repo_type="dataset", revision=commit)))
     return PinnedSource(name=name, revision=revision, commit=commit, path=str(folder), files=read_folder(folder))
 
@@ -279,14 +272,14 @@ def _version(source: PinnedSource) -> str:
     return f"commit {source.commit}" if source.commit else f"listing {source.listing}"
 
 
-def _is_current(before: PinnedSource | None, name: str, revision: str | None, subset: str | None = None) -> bool:
-    """Return True if an earlier fetch of the same source is complete except for weights."""
-    return (
-        before is not None
-        and (before.commit or before.listing) is not None
-        and (before.name, before.revision, before.subset) == (name, revision, subset)
-        and all(is_weights(name) for name in missing_files(before))
-    )
+def _current(
+    before: PinnedSource | None, name: str, revision: str | None, subset: str | None = None
+) -> PinnedSource | None:
+    """Return ``before``, an earlier fetch of the same source, if it is complete except for weights."""
+    if before is None or (before.name, before.revision, before.subset) != (name, revision, subset):
+        return None
+    is_pinned = (before.commit or before.listing) is not None
+    return before if is_pinned and all(map(is_weights, missing_files(before))) else None
 
 
 def _commit_of_data(api: "HfApi", repository: str, revision: str | None) -> str:

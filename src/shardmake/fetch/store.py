@@ -16,7 +16,7 @@ from shardmake.core.hub import with_retries
 from shardmake.core.manifest import FileRecord, record
 from shardmake.core.stores import Cause, explain_store_errors, open_store
 from shardmake.core.temporary import temporary_folder
-from shardmake.fetch.model import check_model_folder, choose_files, is_weights
+from shardmake.fetch.model import FETCH_AGAIN, check_model_folder, choose_files, is_weights
 from shardmake.run.sources import PinnedSource, missing_files
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _VERSIONS = ("VersionId", "ETag", "etag", "md5Hash", "mtime", "LastModified", "c
 _ADVICE: Final[Mapping[Cause, str]] = {
     "permission": "Provide credentials with permission to list and read; for s3:// run `aws configure`.",
     "missing": "Check the URL: there is nothing at it, or nothing that you may see.",
-    "other": "Check the network and fetch again. Finished files are kept.",
+    "other": FETCH_AGAIN,
 }
 
 
@@ -97,11 +97,6 @@ def fetch_weights(source: PinnedSource) -> None:
     """
     with explain_store_errors("Fetching", source.name, ModelError, _ADVICE):
         with_retries(lambda: _fetch_weights_once(source))
-
-
-def records(source: PinnedSource) -> dict[str, FileRecord]:
-    """Return size and digest of all files of ``source``, which are complete."""
-    return {name: record(Path(source.path, name)) for name in source.files}
 
 
 def _fetch_weights_once(source: PinnedSource) -> None:

@@ -5,7 +5,7 @@ any other model, `shardmake.plan.inspect_model` asks the class in a process of i
 """
 
 import ast
-import hashlib
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +17,7 @@ from typing import Any, Literal
 from shardmake.checkpoint.formats import huggingface
 from shardmake.config.attention import KERNELS, Attention, head_limit
 from shardmake.config.models import Run
+from shardmake.core.atomic import digest, sha256
 from shardmake.core.errors import ModelError
 from shardmake.memory.cache import cached_helper
 from shardmake.memory.families import COMPOSITES, FAMILIES
@@ -30,8 +31,6 @@ DEQUANTIZED_BY_LOADING = frozenset({"compressed-tensors", "fp8", "metal", "mxfp4
 """Methods whose configuration in transformers has the setting ``dequantize``."""
 DEQUANTIZED_AFTER_LOADING = frozenset({"bitsandbytes", "higgs"})
 """Methods for which transformers implements ``PreTrainedModel.dequantize``."""
-_ACTIVATION_TABLE = "ACT2CLS"
-_HELPER = "shardmake.plan.inspect_model"
 _SOURCES = (
     "plan/inspect_model.py", "data/dataset.py", "data/varlen.py", "checkpoint/formats/hub_layout.py",
     "config/methods.py", "run/adapter_settings.py", "run/model_class.py", "run/text_part.py",
@@ -87,9 +86,8 @@ class Abilities:
 def find_abilities(model: Model, run: Run) -> Abilities:
     """Return what ``model`` can do with the run's method.
 
-    Raises:
-        ModelError: transformers has no causal language model for this config, its weights are quantized, or a script
-            trains a composite model.
+    Raises `ModelError` if transformers has no causal language model for this config, its weights are quantized, or a
+    script trains a composite model.
     """
     if not run.script:
         check_not_quantized(model)
@@ -146,8 +144,8 @@ def attends_in_kernel(model: Model) -> bool:
 def _ask(model: Model, trust_remote_code: bool, about: str, **more: Any) -> dict[str, Any]:
     request = inventory_request(model.config, model.source, trust_remote_code)
     doing = f"Building a small {model.architecture}, to find which kernels and methods it supports"
-    found: dict[str, Any] = cached_helper(_HELPER, {**request, "about": about, **more, "code": _code()}, doing)
-    return found
+    request |= {"about": about, **more, "code": _code()}
+    return dict(cached_helper("shardmake.plan.inspect_model", request, doing))
 
 
 def _decoder_limit(decoder: Decoder) -> str:
@@ -163,12 +161,11 @@ def describe_quantized_base(model: Model, run: Run) -> list[str]:
     Only a script may train such a base, because it may dequantize it, or merge its adapters in its own way.
     """
     found = _declared_quantization(model.config)
-    if not found:
-        return []
     counted = "16 or 32 bits, as if it were dequantized"
     if run.method_spec.in_four_bits:
         counted = f"4 bits, as for method: {run.method}"
-    return [f"the memory estimate counts the base in {counted}; its files hold quantized weights ({_named(*found)})"]
+    line = f"the memory estimate counts the base in {counted}; its files hold quantized weights"
+    return [f"{line} ({_named(*found)})"] if found else []
 
 
 def _named(key: str, declared: Any) -> str:
@@ -192,13 +189,15 @@ def check_not_quantized(model: Model) -> None:
 def _how_to_dequantize(declared: Any) -> str:
     """Return how a user gets the model in 16 bits from its quantized weights; empty if transformers cannot do it."""
     method = declared.get("quant_method") if isinstance(declared, Mapping) else None
-    if method in DEQUANTIZED_BY_FETCH:
-        return ", or write them once, for all runs: shardmake fetch NAME --dequantize FOLDER, then set model: FOLDER"
-    if method in DEQUANTIZED_BY_LOADING:
-        return ", or save one: load it with dequantize=True in transformers' quantization config, call save_pretrained"
-    if method in DEQUANTIZED_AFTER_LOADING:
-        return ", or save one: load it with transformers, call the model's dequantize() and save_pretrained"
-    return ""
+    saved = "save one: load it with"
+    ways = (
+        (DEQUANTIZED_BY_FETCH,
+         "write them once, for all runs: shardmake fetch NAME --dequantize FOLDER, then set model: FOLDER"),
+        (DEQUANTIZED_BY_LOADING,
+         f"{saved} dequantize=True in transformers' quantization config, call save_pretrained"),
+        (DEQUANTIZED_AFTER_LOADING, f"{saved} transformers, call the model's dequantize() and save_pretrained"),
+    )  # fmt: skip
+    return next((f", or {way}" for methods, way in ways if method in methods), "")
 
 
 def _declared_quantization(config: Mapping[str, Any]) -> tuple[str, Any] | None:
@@ -225,7 +224,7 @@ def check_class(config: Any, trained: str, source: str) -> None:
 
 def _check_activation(config: Mapping[str, Any], source: str) -> None:
     """Raise a `ModelError` for an activation that transformers lacks, at which every rank would fail."""
-    known = table_keys("transformers", "activations.py", _ACTIVATION_TABLE)
+    known = table_keys("transformers", "activations.py", "ACT2CLS")
     name = config.get("hidden_act")
     if name is not None and known and not (isinstance(name, str) and name in known):
         raise ModelError(
@@ -238,9 +237,7 @@ def _check_activation(config: Mapping[str, Any], source: str) -> None:
 @cache
 def parallel_styles(model_type: str, kind: Literal["tp", "ep"]) -> frozenset[str]:
     """Return the styles of transformers' tensor- or expert-parallel plan for ``model_type``, read from its source."""
-    found = find_spec("transformers")
-    models = Path(found.origin).parent / "models" if found and found.origin else Path()
-    name = model_type.replace("-", "_")
+    models, name = _folder("transformers") / "models", model_type.replace("-", "_")
     named = models / name / f"configuration_{name}.py"
     for file in [named] if named.is_file() else models.glob("*/configuration_*.py"):
         if f'model_type = "{model_type}"' not in (text := file.read_text()):
@@ -255,21 +252,21 @@ def parallel_styles(model_type: str, kind: Literal["tp", "ep"]) -> frozenset[str
 
 def table_keys(package: str, file: str, table: str) -> set[str] | None:
     """Return the keys of a dictionary in the source of an installed package; None if it is not there."""
-    found = find_spec(package)
-    source = Path(found.origin).parent / file if found and found.origin else None
-    if source is None or not source.is_file():
-        return None
-    for node in ast.walk(ast.parse(source.read_text())):
+    source = _folder(package) / file
+    for node in ast.walk(ast.parse(source.read_text())) if source.is_file() else ():
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == table:
             keys = getattr(node.value, "keys", ())
             return {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
     return None
 
 
+def _folder(package: str) -> Path:
+    """Return the folder of a package's source; a path without files if it is not installed."""
+    found = find_spec(package)
+    return Path(found.origin).parent if found and found.origin else Path(os.devnull)
+
+
 def _code() -> str:
     """Return a digest of the code that answers, so that an edit is not answered from the cache."""
-    import shardmake
-
-    package = Path(shardmake.__file__).parent
-    digests = (hashlib.sha256((package / name).read_bytes()).hexdigest() for name in _SOURCES)
-    return "-".join([*digests, version("peft")])
+    package = Path(__file__).parents[1]
+    return digest([sha256(package / name) for name in _SOURCES])

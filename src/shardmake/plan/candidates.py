@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from shardmake.config.models import Strategy
+from shardmake.config.models import Run, Strategy
 from shardmake.config.objectives import OBJECTIVES
-from shardmake.config.strategies import STRATEGY_SPECS
+from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
 from shardmake.core.errors import ConfigError
+from shardmake.core.units import plural
 from shardmake.memory.estimate import Estimate
-from shardmake.plan.before_fetch import multiples, undivided
 from shardmake.plan.parallelism import divides_experts
-from shardmake.plan.refusals import unsuitable
+from shardmake.plan.refusals import multiples, undivided, unsuitable
 from shardmake.plan.resolve import ResolvedRun
 from shardmake.plan.verdict import Headroom, Verdict
 from shardmake.run.own_files import check_choice, number_of_conflicts
@@ -88,9 +88,8 @@ def last_resort(choice: Choice) -> int:
 
 def describe_choice(choice: Choice) -> str:
     """Return a name such as ``zero2, checkpointing, micro batch 4, 2 nodes``."""
-    parts = [choice.strategy, "checkpointing" if choice.gradient_checkpointing else "no checkpointing"]
-    nodes = "1 node" if choice.nodes == 1 else f"{choice.nodes} nodes"
-    return ", ".join([*parts, f"micro batch {choice.micro_batch_size}", nodes])
+    checkpointing = "checkpointing" if choice.gradient_checkpointing else "no checkpointing"
+    return f"{choice.strategy}, {checkpointing}, micro batch {choice.micro_batch_size}, {plural(choice.nodes, 'node')}"
 
 
 def choices(settings: ResolvedRun, strategies: Sequence[Strategy] = ()) -> Iterator[Choice]:
@@ -106,12 +105,13 @@ def choices(settings: ResolvedRun, strategies: Sequence[Strategy] = ()) -> Itera
     usable = [nodes for nodes in node_counts if run.global_batch_size % _data_parallel_size(settings, nodes) == 0]
     if not usable:
         raise ConfigError(undivided(run, _data_parallel_size(settings, node_counts[0]), node_counts[0]))
+    shares = {nodes: run.global_batch_size // _data_parallel_size(settings, nodes) for nodes in usable}
     found = [
         Choice(
             strategy=strategy,
             gradient_checkpointing=checkpointing,
             micro_batch_size=micro,
-            gradient_accumulation_steps=run.global_batch_size // (_data_parallel_size(settings, nodes) * micro),
+            gradient_accumulation_steps=shares[nodes] // micro,
             nodes=nodes,
             processes_per_node=hardware.processes_per_node,
             precision=settings.precision,
@@ -123,27 +123,20 @@ def choices(settings: ResolvedRun, strategies: Sequence[Strategy] = ()) -> Itera
         for nodes in usable
         for strategy in strategies or _strategies(settings, nodes)
         for checkpointing in _checkpointing(settings)
-        for micro in _micro_batches(settings, run.global_batch_size // _data_parallel_size(settings, nodes))
+        for micro in _micro_batches(settings, shares[nodes])
     ]
     if not found:
-        raise ConfigError(_micro_batch_message(settings, usable))
+        raise ConfigError(_micro_batch_message(run, _data_parallel_size(settings, usable[0])))
     if run.strategy == "auto":
         found = [choice for choice in found if not choice.loses_gradients]
-    fitting = [choice for choice in found if not number_of_conflicts(settings.user_files, choice, run)]
-    if not fitting:
-        nearest = min(found, key=lambda choice: number_of_conflicts(settings.user_files, choice, run))
-        check_choice(settings.user_files, nearest, run)
-    yield from _without_idle_sharding(fitting) if run.strategy == "auto" else fitting
-
-
-def _without_idle_sharding(found: list[Choice]) -> list[Choice]:
-    """Return ``found`` without those that shard on a single rank, which divides nothing; DDP does the same there."""
-    plain = {choice.world_size for choice in found if choice.spec.is_ddp}
-    return [
-        choice
-        for choice in found
-        if choice.world_size > 1 or 1 not in plain or choice.spec.is_ddp or choice.spec.offload_optimizer
-    ]
+    conflicts = [number_of_conflicts(settings.user_files, choice, run) for choice in found]
+    if min(conflicts, default=0):
+        check_choice(settings.user_files, found[conflicts.index(min(conflicts))], run)
+    fitting = [choice for choice, count in zip(found, conflicts, strict=True) if not count]
+    if run.strategy == "auto" and any(choice.world_size == 1 and choice.spec.is_ddp for choice in fitting):
+        # Sharding on a single rank divides nothing; DDP does the same there.
+        fitting = [one for one in fitting if one.world_size > 1 or one.spec.is_ddp or one.spec.offload_optimizer]
+    yield from fitting
 
 
 def _data_parallel_size(settings: ResolvedRun, nodes: int) -> int:
@@ -153,34 +146,29 @@ def _data_parallel_size(settings: ResolvedRun, nodes: int) -> int:
 
 
 def _strategies(settings: ResolvedRun, nodes: int) -> Iterable[Strategy]:
-    run = settings.run
+    run, hardware = settings.run, settings.hardware
     if run.strategy != "auto":
         return [] if STRATEGY_SPECS[run.strategy].hpz and nodes == 1 else [run.strategy]
-    specs = STRATEGY_SPECS.items()
-    if run.sequence_parallel > 1:
-        specs = {name: spec for name, spec in specs if spec.sequence_parallel}.items()
-    if run.tensor_parallel > 1:
-        specs = {name: spec for name, spec in specs if spec.tensor_parallel and spec.is_deepspeed}.items()
-    if run.expert_parallel > 1:
-        specs = {name: spec for name, spec in specs if spec.expert_parallel}.items()
-    if settings.hardware.is_cpu:
-        return [name for name, spec in specs if spec.cpu and not unsuitable(run, name, settings.model.tied)]
-    sharded = {
-        name: spec
-        for name, spec in specs
-        if not spec.hpz and (not spec.hybrid or min(nodes, settings.hardware.processes_per_node) > 1)
-    }
-    if settings.hardware.nvme is None:
-        sharded = {name: spec for name, spec in sharded.items() if not spec.uses_nvme}
-    return [name for name in sharded if not unsuitable(run, name, settings.model.tied)]
+
+    def is_open(spec: StrategySpec) -> bool:
+        alone = spec.hybrid and min(nodes, hardware.processes_per_node) == 1
+        return spec.cpu if hardware.is_cpu else not (spec.hpz or alone or (spec.uses_nvme and hardware.nvme is None))
+
+    return [
+        name
+        for name, spec in STRATEGY_SPECS.items()
+        if (run.sequence_parallel == 1 or spec.sequence_parallel)
+        and (run.tensor_parallel == 1 or (spec.tensor_parallel and spec.is_deepspeed))
+        and (run.expert_parallel == 1 or spec.expert_parallel)
+        and is_open(spec)
+        and not unsuitable(run, name, settings.model.tied)
+    ]
 
 
 def _checkpointing(settings: ResolvedRun) -> list[bool]:
     wanted = settings.run.gradient_checkpointing
-    if settings.run.activation_offload:
-        return [True]
-    if wanted != "auto":
-        return [wanted]
+    if settings.run.activation_offload or wanted != "auto":
+        return [settings.run.activation_offload or wanted is True]
     return [False, True] if settings.abilities.gradient_checkpointing else [False]
 
 
@@ -191,9 +179,7 @@ def _micro_batches(settings: ResolvedRun, per_rank: int) -> list[int]:
     return [size for size in sizes if per_rank % size == 0]
 
 
-def _micro_batch_message(settings: ResolvedRun, usable: list[int]) -> str:
-    run = settings.run
-    ranks = _data_parallel_size(settings, usable[0])
+def _micro_batch_message(run: Run, ranks: int) -> str:
     if run.micro_batch_size == "auto":
         return (
             f"global_batch_size {run.global_batch_size} leaves one example for each of {ranks} ranks, but objective: "

@@ -1,6 +1,7 @@
 """The choice among candidates: the fastest whose margin covers the estimator's own error."""
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Final
 
 from shardmake.config.models import Strategy
@@ -59,8 +60,8 @@ def find_choice(planner: Planner, strategies: Sequence[Strategy] = ()) -> Candid
 def fits_better(planner: Planner, is_better: Callable[[Choice, float], bool]) -> bool:
     """Return True if a choice of ``planner``'s run fits that ``is_better`` accepts, by its seconds per step."""
     hardware = planner.settings.hardware
-    better = [choice for choice in choices(planner.settings) if is_better(choice, planner.seconds(choice))]
-    better = [choice for choice in better if planner.can_hold(choice)]
+    possible = (choice for choice in choices(planner.settings) if is_better(choice, planner.seconds(choice)))
+    better = [choice for choice in possible if planner.can_hold(choice)]
     planner.prepare(better)
     scanned = sorted(map(planner.scan, better), key=lambda item: item.memory.gpu.device)
     return any(_may_fit(item, hardware) and planner.simulate(item.choice).fits for item in scanned)
@@ -71,22 +72,15 @@ def choose(candidates: list[Candidate], planner: Planner) -> tuple[Candidate, li
 
     Those without offload come first (`Candidate.last_resort`). Among equals, candidates with enough headroom come
     first, and a tight one is taken if it is clearly faster and has a fallback. One with little headroom is taken only
-    if nothing else fits.
-
-    Raises:
-        NothingFitsError: No candidate fits.
+    if nothing else fits. Raises `NothingFitsError` if no candidate fits.
     """
     search = _Search(candidates, planner)
-    tiers = [
-        [item for item in candidates if item.last_resort == level]
-        for level in sorted({item.last_resort for item in candidates})
-    ]
-    chosen = next(filter(None, map(search.best_with_margin, tiers)), None)
-    chosen = chosen or next(filter(None, (search.best(tier, Headroom.LITTLE) for tier in tiers)), None)
-    if chosen is None:
-        found = search.found
-        raise NothingFitsError(nothing_fits_message(found, planner.settings), planner.settings, found)
-    return chosen, search.found
+    levels = sorted({item.last_resort for item in candidates})
+    tiers = [[item for item in candidates if item.last_resort == level] for level in levels]
+    trials = chain(map(search.best_with_margin, tiers), (search.best(tier, Headroom.LITTLE) for tier in tiers))
+    if chosen := next(filter(None, trials), None):
+        return chosen, search.found
+    raise NothingFitsError(nothing_fits_message(search.found, planner.settings), planner.settings, search.found)
 
 
 class _Search:
@@ -126,11 +120,8 @@ class _Search:
         few = self._first(ordered, minimum, needs_fallback=needs_fallback)
         if few is None:
             return None
-        cheaper = [
-            candidate
-            for candidate in ordered
-            if candidate.choice.nodes > few.choice.nodes and candidate.gpu_seconds < CLEARLY * few.gpu_seconds
-        ]
+        limit = CLEARLY * few.gpu_seconds
+        cheaper = [one for one in ordered if one.choice.nodes > few.choice.nodes and one.gpu_seconds < limit]
         cheaper.sort(key=lambda candidate: candidate.gpu_seconds)
         return self._first(cheaper, minimum, needs_fallback=needs_fallback) or few
 
@@ -138,17 +129,12 @@ class _Search:
         for candidate in ordered:
             if not _may_fit(candidate, self._planner.settings.hardware):
                 continue
-            simulated = self._simulated(candidate)
-            if not simulated.fits or simulated.headroom < minimum:
-                continue
-            if not needs_fallback or has_fallback(simulated, self.found, self._planner):
+            if not (simulated := self._known[candidate.name]).simulated:
+                simulated = self._known[candidate.name] = self._planner.simulate(candidate.choice)
+            fits = simulated.fits and simulated.headroom >= minimum
+            if fits and (not needs_fallback or has_fallback(simulated, self.found, self._planner)):
                 return simulated
         return None
-
-    def _simulated(self, candidate: Candidate) -> Candidate:
-        if not self._known[candidate.name].simulated:
-            self._known[candidate.name] = self._planner.simulate(candidate.choice)
-        return self._known[candidate.name]
 
 
 def _may_fit(candidate: Candidate, hardware: Hardware) -> bool:

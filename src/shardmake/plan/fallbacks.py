@@ -76,12 +76,10 @@ def _is_below(candidate: Candidate, chosen: Candidate, planner: Planner) -> bool
     If the loss compares the examples of a micro batch, that must stay the same on as many ranks.
     """
     mine, its = candidate.choice, chosen.choice
-    if mine.is_fsdp != its.is_fsdp or not candidate.fits:
+    if mine.is_fsdp != its.is_fsdp or not candidate.fits or (its.gradient_checkpointing > mine.gradient_checkpointing):
         return False
     if mine.spec.fallback_order < its.spec.fallback_order or mine.nodes < its.nodes:
         return False
     if OBJECTIVES[planner.settings.run.objective].compares_batch:
-        same = (mine.micro_batch_size, mine.nodes) == (its.micro_batch_size, its.nodes)
-        return same and (mine.gradient_checkpointing or not its.gradient_checkpointing)
-    smaller = mine.micro_batch_size <= its.micro_batch_size
-    return smaller and (mine.gradient_checkpointing or not its.gradient_checkpointing)
+        return (mine.micro_batch_size, mine.nodes) == (its.micro_batch_size, its.nodes)
+    return mine.micro_batch_size <= its.micro_batch_size

@@ -5,9 +5,10 @@ nowhere, so a small model of the same class runs `shardmake.data.dataset.check_i
 kernel varlen, whose operator gets a CPU implementation here, it must give the same logits as with eager attention.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from shardmake.checkpoint.formats import huggingface
 from shardmake.checkpoint.formats.hub_layout import HubWeight, hub_weights, stacked_parameters
@@ -15,14 +16,7 @@ from shardmake.config.attention import KERNELS
 from shardmake.config.methods import METHODS
 from shardmake.core.errors import ModelError
 from shardmake.core.private_names import private
-from shardmake.memory.parameter_inventory import (
-    block_paths,
-    find_class,
-    in_one_line,
-    layer_kinds,
-    parse_config,
-    plain_name,
-)  # fmt: skip
+from shardmake.memory import parameter_inventory as inventory
 from shardmake.plan.abilities import MIXING_UNKNOWN, check_class
 from shardmake.plan.small_config import Narrow, shrunk
 from shardmake.run.adapter_settings import AdapterSettings
@@ -38,6 +32,7 @@ _FLAGS = {
     "flash": ("supports_flash_attn",),
     "sdpa": ("supports_sdpa",),
 }
+Found = TypeVar("Found")
 _TOLERANCE = 1e-3
 _LARGEST = 200_000_000
 """Parameters of a model that is small enough to run here."""
@@ -46,7 +41,7 @@ _LARGEST = 200_000_000
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the request is about: fields of `shardmake.plan.abilities.Abilities`, or one answer."""
     values, source, trust_remote_code = request["config"], request["source"], request["trust_remote_code"]
-    config = parse_config(values, source, trust_remote_code)
+    config = inventory.parse_config(values, source, trust_remote_code)
     kind = _check_kind(config, values, source, trust_remote_code)
     match request["about"]:
         case "adapters":
@@ -66,14 +61,11 @@ def _class(kind: ModelClass, config: Any, source: str) -> dict[str, Any]:
     model = _build(kind, config, source)
     _files_layout(model, source)
     kernels = [kernel for kernel in KERNELS if _supports(model, kernel)]
-    limit, mixing = "does not take the attention functions that others register", []
+    limit, mixes = "does not take the attention functions that others register", False
     if "varlen" in kernels:
         limit, mixes = _try_varlen(kind, config)
-        mixing = ["varlen"] if mixes else []
-    if limit:
-        kernels = [kernel for kernel in kernels if kernel != "varlen"]
-    if "(softcap)" in limit and "sdpa" in kernels and _sdpa_ignores_softcap():
-        kernels.remove("sdpa")
+    unusable = ["varlen"] * bool(limit) + ["sdpa"] * ("(softcap)" in limit and _sdpa_ignores_softcap())
+    kernels = [kernel for kernel in kernels if kernel not in unusable]
     others = [kernel for kernel in kernels if kernel not in ("varlen", *MIXING_UNKNOWN)]
     return {
         "model_class": type(model).__name__,
@@ -81,7 +73,7 @@ def _class(kind: ModelClass, config: Any, source: str) -> dict[str, Any]:
         "absent": _absent(kind, config, source) if kind.text_part else [],
         "attention": kernels,
         "varlen_limit": limit,
-        "mixing": [*mixing, *(kernel for kernel in others if _mixes(kind, config, kernel))],
+        "mixing": [*["varlen"] * mixes, *(kernel for kernel in others if _mixes(kind, config, kernel))],
         "gradient_checkpointing": bool(model.supports_gradient_checkpointing),
     }
 
@@ -94,12 +86,10 @@ def _sdpa_ignores_softcap() -> bool:
     module, states = torch.nn.Module(), torch.arange(8.0).reshape(1, 1, 2, 4)
     module.is_causal = True  # type: ignore[assignment]
     try:
-        capped, plain = (
-            sdpa_attention_forward(module, states, states, states, None, softcap=cap)[0] for cap in (0.1, None)
-        )
+        outputs = [sdpa_attention_forward(module, *[states] * 3, None, softcap=cap)[0] for cap in (0.1, None)]
     except Exception:  # newer versions refuse it themselves
         return False
-    return torch.equal(capped, plain)
+    return torch.equal(*outputs)
 
 
 def _adapters(kind: ModelClass, config: Any, source: str, adapters: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,10 +98,9 @@ def _adapters(kind: ModelClass, config: Any, source: str, adapters: Mapping[str,
     fused = {parameter.name.rpartition(".")[2] for parameter in stacked_parameters(model) if len(parameter.shape) == 3}
     unmergeable, experts = _unmergeable(model, adapters, weights)
     unmergeable += _turned(model, Path(source).parent, experts)
-    others = _mergeable_targets(_build(kind, config, source), adapters, weights) if unmergeable else []
     return {
         "unmergeable": unmergeable,
-        "mergeable_targets": others,
+        "mergeable_targets": _mergeable_targets(_build(kind, config, source), adapters, weights) if unmergeable else [],
         "adapted_experts": experts,
         "frozen_experts": sorted(fused - {*experts}),
     }
@@ -120,13 +109,19 @@ def _adapters(kind: ModelClass, config: Any, source: str, adapters: Mapping[str,
 def _turned(model: "PreTrainedModel", folder: Path, experts: Sequence[str]) -> list[str]:
     """Return a line about fused ``experts`` whose files hold them transposed under the name that the class has."""
     held = huggingface.read(folder).tensors if huggingface.recognise(folder) else {}
-    found = [
-        parameter.name
-        for parameter in stacked_parameters(model)
-        if parameter.name.rpartition(".")[2] in experts and parameter.name in held
-        if held[parameter.name].shape != parameter.shape
-    ]
+    weights = (one for one in stacked_parameters(model) if one.name.rpartition(".")[2] in experts and one.name in held)
+    found = [one.name for one in weights if held[one.name].shape != one.shape]
     return [f"{name}, which its files store transposed" for name in found[:1]]
+
+
+def _tried(
+    kind: ModelClass, config: Any, kernel: str, trial: "Callable[[PreTrainedModel], Found]", untried: Found
+) -> Found:
+    """Return what ``trial`` finds with the first small model whose sizes suit the class; ``untried`` without any."""
+    for model in _small_models(kind, config, kernel):
+        with suppress(Exception):  # the sizes do not suit this class, or its parts have other names
+            return trial(model)
+    return untried
 
 
 def _has_plain_head(kind: ModelClass, config: Any) -> bool:
@@ -134,16 +129,15 @@ def _has_plain_head(kind: ModelClass, config: Any) -> bool:
     import torch
 
     ids = torch.arange(1, 24)[None]
-    for model in _small_models(kind, config, "eager"):
-        try:
-            with torch.no_grad():
-                wanted = model.eval()(input_ids=ids, labels=ids, use_cache=False).loss
-                hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-                logits = hidden[0, :-1] @ model.lm_head.weight.T
-        except Exception:  # the sizes do not suit this class, or its parts have other names
-            continue
+
+    @torch.no_grad()
+    def is_plain(model: Any) -> bool:
+        wanted = model.eval()(input_ids=ids, labels=ids, use_cache=False).loss
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+        logits = hidden[0, :-1] @ model.lm_head.weight.T
         return bool(torch.isclose(torch.nn.functional.cross_entropy(logits, ids[0, 1:]), wanted, rtol=_TOLERANCE))
-    return False
+
+    return _tried(kind, config, "eager", is_plain, False)
 
 
 def _attends_in_kernel(kind: ModelClass, config: Any) -> bool:
@@ -161,23 +155,16 @@ def _attends_in_kernel(kind: ModelClass, config: Any) -> bool:
 
     AttentionInterface.register("shardmake_blind", blind)
     ids = torch.arange(1, 24)[None]
-    for model in _small_models(kind, config, "eager"):
-        try:
-            model.set_attn_implementation("shardmake_blind")
-            with torch.no_grad():
-                found = [model.eval()(input_ids=one, use_cache=False).logits[0, -1] for one in (ids, _moved(ids))]
-        except Exception:  # the sizes do not suit this class
-            continue
+    moved = torch.cat([ids[:, :-1] + 1, ids[:, -1:]], dim=1)  # other tokens, but for the last one
+
+    @torch.no_grad()
+    def is_apart(model: Any) -> bool:
+        model.set_attn_implementation("shardmake_blind")
+        found = [model.eval()(input_ids=one, use_cache=False).logits[0, -1] for one in (ids, moved)]
         has_groups = isinstance(getattr(model.config.get_text_config(), "num_key_value_heads", None), int)
         return even and has_groups and bool(torch.allclose(found[0], found[1], rtol=_TOLERANCE))
-    return False
 
-
-def _moved(ids: Any) -> Any:
-    """Return other tokens than ``ids``, but for the last one."""
-    other = ids.clone()
-    other[:, :-1] += 1
-    return other
+    return _tried(kind, config, "eager", is_apart, False)
 
 
 def _check_kind(config: Any, values: Mapping[str, Any], source: str, trust_remote_code: bool) -> ModelClass:
@@ -187,7 +174,7 @@ def _check_kind(config: Any, values: Mapping[str, Any], source: str, trust_remot
             f"Model cannot be trained: {source} is an encoder-decoder model ({config.model_type}). Shardmake trains "
             "causal language models, which have a decoder alone. Name one of these, such as a Llama, Qwen or Gemma."
         )
-    kind = find_class(values, config, source, trust_remote_code)
+    kind = inventory.find_class(values, config, source, trust_remote_code)
     if not kind.own_code:
         check_class(values, kind.name, source)
     return kind
@@ -210,8 +197,8 @@ def _drop_alike(model: "PreTrainedModel") -> None:
     """Keep one layer of each kind, which answers for all: each expert of each layer may be a weight in the files."""
     from torch import nn
 
-    paths = block_paths(model)
-    kinds = layer_kinds(model, paths)
+    paths = inventory.block_paths(model)
+    kinds = inventory.layer_kinds(model, paths)
     parent, _, name = next(iter(paths), "").rpartition(".")[0].rpartition(".")
     if kinds:
         layers: Any = model.get_submodule(f"{parent}.{name}".lstrip("."))
@@ -237,7 +224,7 @@ def _absent(kind: ModelClass, config: Any, source: str) -> list[str]:
                 logits = [model(input_ids=ids, use_cache=False).logits for model in (whole, part.eval())]
                 few, many = (part(input_ids=ids, labels=ids, num_items_in_batch=count).loss for count in (22, 44))
         except Exception as error:  # the class needs images or sounds, or the sizes do not suit it
-            why = f"it does not take text alone ({in_one_line(error)})"
+            why = f"it does not take text alone ({inventory.in_one_line(error)})"
             continue
         if not torch.equal(*logits):
             why = "its text passes through them"
@@ -278,20 +265,19 @@ def _try_varlen(kind: ModelClass, config: Any) -> tuple[str, bool]:
 
     register_varlen()
     register_cpu_kernel()
-    limit = "cannot be tried with it in a small size"
-    for model in _small_models(kind, config, "varlen"):
+
+    def trial(model: "PreTrainedModel") -> tuple[str, bool]:
         try:
             if not _logits_agree(model, packing=False):
                 return "gives other logits with it than with attention eager", False
         except KernelLimitError as error:
             return error.limit, False
-        except Exception:  # the sizes do not suit this class
-            continue
         try:
             return "", not _logits_agree(model, packing=True)
         except Exception:  # it rejects what a packed batch has
             return "", True
-    return limit, False
+
+    return _tried(kind, config, "varlen", trial, ("cannot be tried with it in a small size", False))
 
 
 def _logits_agree(model: "PreTrainedModel", *, packing: bool) -> bool:
@@ -301,19 +287,17 @@ def _logits_agree(model: "PreTrainedModel", *, packing: bool) -> bool:
     from shardmake.data.dataset import IGNORED, Collator
 
     first, second = torch.arange(1, 8), torch.arange(8, 24)
-    items = [
-        {"input_ids": ids, "labels": ids.clone(), "position_ids": torch.arange(len(ids))} for ids in (first, second)
-    ]
+    texts = (first, second)
+    items = [{"input_ids": ids, "labels": ids.clone(), "position_ids": torch.arange(len(ids))} for ids in texts]
     if packing:
         items = [{name: torch.cat([item[name] for item in items]) for name in items[0]}]
-    collator = Collator(sequence_length=32, pad_token_id=0, packing=packing, flat=packing)
-    batch = collator(items)
+    batch = Collator(sequence_length=32, pad_token_id=0, packing=packing, flat=packing)(items)
     real = batch.pop("labels").flatten() != IGNORED
     with torch.no_grad():
         model.train()(**batch)  # dropout is on in training only
         found = model.eval()(**batch).logits.flatten(0, 1)[real]
         model.set_attn_implementation("eager")
-        alone = torch.cat([model(input_ids=ids[None], use_cache=False).logits[0] for ids in (first, second)])
+        alone = torch.cat([model(input_ids=ids[None], use_cache=False).logits[0] for ids in texts])
         model.set_attn_implementation("varlen")
     return bool((found - alone).abs().max() <= _TOLERANCE * alone.abs().max())
 
@@ -325,17 +309,17 @@ def _mixes(kind: ModelClass, config: Any, kernel: str) -> bool:
     from shardmake.data.dataset import Collator, check_isolation
 
     collator = Collator(sequence_length=16, pad_token_id=0, packing=True, flat=False)
-    for model in _small_models(kind, config, kernel):
+
+    def mixes(model: "PreTrainedModel") -> bool:
         try:
             check_isolation(model, collator, torch.device("cpu"))
-        except ModelError:
-            return True
-        except Exception as error:  # the sizes do not suit this class, or it rejects what a packed batch has
-            if "position_ids" in str(error) or "use_cache" in str(error):
-                return True
-            continue
+        except Exception as error:
+            if isinstance(error, ModelError) or "position_ids" in str(error) or "use_cache" in str(error):
+                return True  # it rejects what a packed batch has
+            raise
         return False
-    return False
+
+    return _tried(kind, config, kernel, mixes, False)
 
 
 def _small_models(kind: ModelClass, config: Any, kernel: str) -> Iterator["PreTrainedModel"]:
@@ -378,11 +362,8 @@ def _mergeable_targets(
     names = [name for name, layer in layers.items() if min(layer.in_features, layer.out_features) >= adapters["rank"]]
     found = []
     for name in names:
-        try:
-            if not _unmergeable(model, {**adapters, "targets": [name]}, weights)[0]:
-                found.append(name)
-        except ModelError:  # PEFT takes the name only together with others
-            continue
+        with suppress(ModelError):  # PEFT takes the name only together with others
+            found += [name] * (not _unmergeable(model, {**adapters, "targets": [name]}, weights)[0])
     return found
 
 
@@ -408,7 +389,11 @@ def _unmergeable(
     layers = [layer for layer in adapted.modules() if isinstance(layer, ParamWrapper)]
     experts = sorted({layer.parameter_name for layer in layers if layer.num_experts > 1})
     features = list(AdapterSettings.parse(adapted.peft_config["default"].to_dict()).refused(holds_base=False))
-    modules = {plain_name(name).partition(".lora_A")[0] for name, _ in adapted.named_parameters() if ".lora_A." in name}
+    modules = {
+        inventory.plain_name(name).partition(".lora_A")[0]
+        for name, _ in adapted.named_parameters()
+        if ".lora_A." in name
+    }
     single = {layer.parameter_name for layer in layers if layer.num_experts == 1 and layer.get_param().dim() == 3}
     adapted.unload()
     in_turn = {part.parameter for weight in weights if not weight.is_range for part in weight.parts}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shardmake.config.models import Cluster, Slurm
 from shardmake.config.values import minutes
 from shardmake.core.errors import ConfigError, SlurmError, nearest
+from shardmake.core.units import plural
 from shardmake.run.plan import Plan
 
 
@@ -47,20 +48,18 @@ def parse_partitions(text: str) -> dict[str, Partition]:
     """Return partitions by name from rows ``NAME|NODES|CPUS|MEMORY|TIMELIMIT|GRES|FEATURES``; ``*`` marks the default.
 
     sinfo prints one row for nodes that are alike; a ``+`` means that a node has at least that much. A row of titles may
-    stand before them, and with SLURM_CLUSTERS a line with the name of the cluster.
-
-    Raises:
-        ConfigError: The rows are those of several clusters.
+    stand before them, and with SLURM_CLUSTERS a line with the name of the cluster. Raises `ConfigError` for the rows
+    of several clusters.
     """
     found: dict[str, Partition] = {}
-    headers = [line for line in text.splitlines() if line.startswith("CLUSTER: ")]
-    if len(headers) > 1:
-        names = ", ".join(line.removeprefix("CLUSTER: ") for line in headers)
+    clusters = re.findall("^CLUSTER: (.*)$", text, re.MULTILINE)
+    if len(clusters) > 1:
+        names = ", ".join(clusters)
         raise ConfigError(
             f"sinfo lists several clusters: {names}. A run has its jobs in one. Set SLURM_CLUSTERS to one."
         )
     for line in text.splitlines():
-        if line in headers or line.startswith("PARTITION|"):
+        if line.startswith(("CLUSTER: ", "PARTITION|")):
             continue
         fields = line.strip().split("|")
         if len(fields) != _SINFO_FORMAT.count("|") + 1:
@@ -129,13 +128,13 @@ def query_partitions() -> dict[str, Partition]:
 def check_request(plan: Plan, cluster: Cluster, partitions: dict[str, Partition]) -> None:
     """Raise a `ConfigError` that names the key to change, if too few nodes of the partition can ever run the plan."""
     partition, nodes = _find("partition", cluster.slurm.partition, partitions), plan.job_nodes
-    groups = list(partition.groups)
-    for requirement in _requirements(plan, cluster):
-        suitable = [group for group in groups if requirement.is_met(group)]
+    groups = partition.groups
+    for required, is_met, describe, advice in _requirements(plan, cluster):
+        suitable = tuple(group for group in groups if is_met(group))
         if (count := sum(group.nodes for group in suitable)) < nodes:
             raise ConfigError(
-                f"The plan takes {nodes} node{'' if nodes == 1 else 's'}{requirement.text}, but "
-                f"partition {partition.name!r} has {count}{requirement.describe(groups)}. {requirement.advice}"
+                f"The plan takes {plural(nodes, 'node')}{required}, but partition {partition.name!r} has "
+                f"{count}{describe(groups)}. {advice}"
             )
         groups = suitable
     _check_times(cluster.slurm, partition, partitions)
@@ -151,56 +150,46 @@ def _check_times(slurm: Slurm, partition: Partition, partitions: dict[str, Parti
 
 
 def _check_time(key: str, value: str, partition: Partition, advice: str) -> None:
-    limit = partition.time_limit_minutes
-    if limit is not None and minutes(value) > limit:
-        raise ConfigError(
-            f"slurm.{key}: {value} is longer than the {limit} minutes that partition {partition.name!r} allows. "
-            f"{advice}"
-        )
+    if (limit := partition.time_limit_minutes) is not None and minutes(value) > limit:
+        allowed = f"the {limit} minutes that partition {partition.name!r} allows"
+        raise ConfigError(f"slurm.{key}: {value} is longer than {allowed}. {advice}")
 
 
-@dataclass(frozen=True)
-class _Requirement:
-    """A property that each node of the job must have."""
-
-    text: str
-    """The end of ``N nodes``."""
-    is_met: Callable[[NodeGroup], bool]
-    describe: Callable[[Sequence[NodeGroup]], str]
-    """Describe the nodes that met the requirements before this one."""
-    advice: str
+_Requirement = tuple[str, Callable[[NodeGroup], bool], Callable[[Sequence[NodeGroup]], str], str]
+"""A property that each node must have: the end of ``N nodes``, its check, what the nodes have instead, and advice."""
 
 
 def _requirements(plan: Plan, cluster: Cluster) -> Iterator[_Requirement]:
     """Yield what the nodes must have, in the order in which a person would correct it."""
-    slurm, wanted = cluster.slurm, plan.resources["train"]
-    yield _Requirement(
+    slurm, wanted, ranks = cluster.slurm, plan.resources["train"], plan.choice.processes_per_node
+    have, kind = "; its nodes have", f" of type {slurm.gpu_type}" if slurm.gpu_type else ""
+    yield (
         "", lambda group: True, lambda groups: "",
         f"Set runs.{plan.run}.nodes to fewer nodes, or slurm.partition in the cluster file to another partition.",
     )  # fmt: skip
-    yield _Requirement(
+    yield (
         f" with the features {slurm.constraint}",
         lambda group: satisfies(group.features, slurm.constraint),
-        lambda groups: f"; its nodes have {_list({feature for group in groups for feature in group.features})}",
+        lambda groups: f"{have} {_list(feature for group in groups for feature in group.features)}",
         "Correct slurm.constraint in the cluster file.",
     )
     if cluster.accelerator != "cpu" and slurm.gpu_request != "none":
-        yield _Requirement(
-            f" with {plan.choice.processes_per_node} GPUs{f' of type {slurm.gpu_type}' if slurm.gpu_type else ''} each",
-            lambda group: group.gpus_of(slurm.gpu_type) >= plan.choice.processes_per_node,
-            lambda groups: f"; its nodes have {_list(_describe_gpus(group) for group in groups)}",
+        yield (
+            f" with {ranks} GPUs{kind} each",
+            lambda group: group.gpus_of(slurm.gpu_type) >= ranks,
+            lambda groups: f"{have} {_list(map(_describe_gpus, groups))}",
             "Correct processes_per_node or slurm.gpu_type in the cluster file.",
         )
-    yield _Requirement(
+    yield (
         f" with {wanted.memory_gib} GiB of memory each",
         lambda group: slurm.memory == "none" or group.memory_mib >= wanted.memory_gib * 1024,
-        lambda groups: f"; its nodes have up to {max(group.memory_mib for group in groups) / 1024:.0f} GiB",
+        lambda groups: f"{have} up to {max(group.memory_mib for group in groups) / 1024:.0f} GiB",
         "Set memory_gib_per_node in the cluster file to what its nodes have.",
     )
-    yield _Requirement(
+    yield (
         f" with {wanted.cpus} cores each",
         lambda group: group.cpus >= wanted.cpus,
-        lambda groups: f"; its nodes have up to {max(group.cpus for group in groups)}",
+        lambda groups: f"{have} up to {max(group.cpus for group in groups)}",
         "Set cpus_per_node in the cluster file to what its nodes have.",
     )
 
@@ -215,13 +204,12 @@ def _list(words: Iterable[str]) -> str:
 
 def _find(key: str, name: str | None, partitions: dict[str, Partition]) -> Partition:
     names = ", ".join(partitions) or "none"
+    if found := next(
+        (one for one in partitions.values() if one.name == name or (name is None and one.is_default)), None
+    ):
+        return found
     if name is None:
-        default = next((partition for partition in partitions.values() if partition.is_default), None)
-        if default is None:
-            raise ConfigError(f"This cluster has no default partition. Set slurm.partition to one of: {names}.")
-        return default
-    if name not in partitions:
-        raise ConfigError(
-            f"slurm.{key}: there is no partition {name!r}.{nearest(name, partitions)} This cluster has: {names}."
-        )
-    return partitions[name]
+        raise ConfigError(f"This cluster has no default partition. Set slurm.partition to one of: {names}.")
+    raise ConfigError(
+        f"slurm.{key}: there is no partition {name!r}.{nearest(name, partitions)} This cluster has: {names}."
+    )

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from importlib.metadata import version
-from itertools import chain
 
 from shardmake.config.attention import Attention
 from shardmake.config.models import Cluster, Precision, Run
@@ -12,57 +11,58 @@ from shardmake.memory.model import Model, expert_count, selected_experts, with_e
 from shardmake.memory.parameter_inventory import parse_config
 from shardmake.memory.read_config import from_config
 from shardmake.plan.abilities import attends_in_kernel, parallel_styles
-from shardmake.plan.refusals import together
+from shardmake.plan.refusals import applying, together
 
 AUTOTP_STYLES = frozenset({
     "colwise", "colwise_rep", "colwise_gather_output", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise"
 })  # fmt: skip
 """Styles of transformers' tensor-parallel plans that DeepSpeed's AutoTP takes; it stops at every other one."""
+Rows = Iterator[tuple[object, str]]
+"""Reasons, each after a value that is true if it applies."""
 
 
 def wrong_tensor_parallel(run: Run, cluster: Cluster, model: Model) -> Iterator[str]:
     """Yield one message if this run, cluster or model cannot use its ``tensor_parallel``."""
-    if run.tensor_parallel > 1:
-        yield from together(f"tensor_parallel: {run.tensor_parallel}", _not_tensor_parallel(run, cluster, model))
-
-
-def _not_tensor_parallel(run: Run, cluster: Cluster, model: Model) -> Iterator[str]:
-    spec = STRATEGY_SPECS.get(run.strategy)
-    if spec is not None and not spec.tensor_parallel:
-        yield f"strategy {run.strategy}: take zero1 or zero2 (DeepSpeed AutoTP), or fsdp with a script of your own."
-    elif spec is not None and spec.is_fsdp and run.script is None:
-        yield (
-            f"strategy {run.strategy}: transformers shards a model for it at loading and then cannot save the "
-            "optimizer, so a run could not be resumed. Take zero1 or zero2, or a script that loads its own model."
-        )
-    for key in ("freeze", "learning_rates"):
-        if getattr(run, key):
-            yield f"{key}: it is not tested with sharded matrices. Remove one of them."
-    if run.method_spec.has_adapters:
-        yield f"method {run.method}: adapters on sharded matrices are not merged here. Take method: full."
-    yield from _wrong_ranks(run.tensor_parallel, cluster)
-    yield from _wrong_heads(run.tensor_parallel, model)
+    if (size := run.tensor_parallel) == 1:
+        return
+    spec, named = STRATEGY_SPECS.get(run.strategy), f"strategy {run.strategy}"
     styles = parallel_styles(model.model_type, "tp")
-    if not styles:
-        yield f"transformers has no tensor-parallel plan for {model.model_type}."
-    unknown = sorted(styles - AUTOTP_STYLES)
-    if (spec is None or spec.is_deepspeed) and unknown:
-        yield (
-            f"transformers' tensor-parallel plan for {model.model_type} has {', '.join(unknown)}, at which DeepSpeed's "
-            "AutoTP stops. Take tensor_parallel: 1; ZeRO-3 and FSDP shard every weight."
-        )
+    unknown = sorted(styles - AUTOTP_STYLES) if spec is None or spec.is_deepspeed else []
+    yield from together(f"tensor_parallel: {size}", applying(
+        (spec and not spec.tensor_parallel,
+         f"{named}: take zero1 or zero2 (DeepSpeed AutoTP), or fsdp with a script of your own."),
+        (spec and spec.tensor_parallel and spec.is_fsdp and run.script is None,
+         f"{named}: transformers shards a model for it at loading and then cannot save the optimizer, so a run could "
+         "not be resumed. Take zero1 or zero2, or a script that loads its own model."),
+        *_untested(run, "sharded matrices", "freeze", "learning_rates"),
+        (run.method_spec.has_adapters,
+         f"method {run.method}: adapters on sharded matrices are not merged here. Take method: full."),
+        *_wrong_ranks(size, cluster),
+        *_wrong_heads(size, model),
+        (not styles, f"transformers has no tensor-parallel plan for {model.model_type}."),
+        (unknown,
+         f"transformers' tensor-parallel plan for {model.model_type} has {', '.join(unknown)}, at which DeepSpeed's "
+         "AutoTP stops. Take tensor_parallel: 1; ZeRO-3 and FSDP shard every weight."),
+    ))  # fmt: skip
 
 
-def _wrong_ranks(size: int, cluster: Cluster) -> Iterator[str]:
-    """Yield why groups of ``size`` ranks would not be within nodes."""
-    if cluster.processes_per_node % size:
-        yield f"a group is within a node, and {cluster.processes_per_node} ranks per node are not a multiple of {size}."
+def _untested(run: Run, what: str, *keys: str) -> Rows:
+    return ((getattr(run, key), f"{key}: it is not tested with {what}. Remove one of them.") for key in keys)
 
 
-def _wrong_heads(size: int, model: Model) -> Iterator[str]:
+def _other_groups(run: Run, *keys: str) -> Rows:
+    sizes = {key: getattr(run, key) for key in keys}
+    return ((n > 1, f"{key} {n}: a rank is in one kind of group. Set {key}: 1.") for key, n in sizes.items())
+
+
+def _wrong_ranks(size: int, cluster: Cluster) -> Rows:
+    ranks = cluster.processes_per_node
+    yield ranks % size, f"a group is within a node, and {ranks} ranks per node are not a multiple of {size}."
+
+
+def _wrong_heads(size: int, model: Model) -> Rows:
     for name, count in attention_heads(model).items():
-        if count % size:
-            yield f"{model.architecture} has {count} {name} heads, which {size} ranks cannot share evenly."
+        yield count % size, f"{model.architecture} has {count} {name} heads, which {size} ranks cannot share evenly."
 
 
 def attention_heads(model: Model) -> dict[str, int]:
@@ -79,91 +79,70 @@ def attention_heads(model: Model) -> dict[str, int]:
 
 def wrong_sequence_parallel(run: Run, cluster: Cluster, model: Model, attention: Attention) -> Iterator[str]:
     """Yield one message if this run, cluster, model or attention kernel cannot use ``sequence_parallel``."""
-    if run.sequence_parallel > 1:
-        wrong = chain(_not_sequence_parallel(run, cluster, model), _wrong_tokens(run, model, attention))
-        yield from together(f"sequence_parallel: {run.sequence_parallel}", wrong)
-
-
-def _not_sequence_parallel(run: Run, cluster: Cluster, model: Model) -> Iterator[str]:
-    size = run.sequence_parallel
-    if run.strategy != "auto" and not STRATEGY_SPECS[run.strategy].sequence_parallel:
-        others = [name for name, spec in STRATEGY_SPECS.items() if spec.sequence_parallel]
-        yield f"strategy {run.strategy}: it is not tested. Take auto, or one of {', '.join(others)}."
-    if run.script is not None:
-        yield "script: the training code must give each rank its part of a sequence. Remove script."
-    if run.tensor_parallel > 1:
-        yield f"tensor_parallel {run.tensor_parallel}: a rank is in one kind of group. Set tensor_parallel: 1."
-    if run.torch_compile:
-        yield "torch_compile: the exchange of the heads is not tested in compiled code. Set torch_compile: false."
-    asked = {"eval_every_steps": isinstance(run.eval_every_steps, int)}
-    asked |= {f"checkpoints.{name}": bool(getattr(run.checkpoints, name)) for name in ("keep_best", "early_stopping")}
-    for key in (key for key in asked if asked[key]):
-        yield (
-            f"{key}: Trainer weights the evaluation losses of the ranks alike, but their parts of a sequence "
-            "have different numbers of tokens with loss. Remove it; the evaluate stage evaluates the result."
-        )
-    yield from _wrong_ranks(size, cluster)
-    if run.sequence_length % size:
-        yield f"sequence_length {run.sequence_length} is not a multiple of {size}. Use one that is."
-    yield from _wrong_heads(size, model)
-
-
-def _wrong_tokens(run: Run, model: Model, attention: Attention) -> Iterator[str]:
-    """Yield why a rank's tokens would be attended to as if they were all."""
-    if not attends_in_kernel(model):
-        yield (
-            f"model {model.architecture}: a small model of its kind did not show that tokens meet in the attention "
-            "kernel alone, with heads that ranks can share. Take another model."
-        )
-    if attention == "eager":
-        yield "attention eager: its mask has a number for each pair of tokens. Take varlen, flash or sdpa."
-    if attention == "sdpa" and run.packing:
-        yield (
-            "packing with attention sdpa: the mask that separates packed examples is made for a rank's own tokens. "
-            "Take attention: varlen on a GPU, or packing: false."
-        )
+    if (size := run.sequence_parallel) == 1:
+        return
+    others = [name for name, spec in STRATEGY_SPECS.items() if spec.sequence_parallel]
+    evaluated = {
+        "eval_every_steps": isinstance(run.eval_every_steps, int),
+        "checkpoints.keep_best": run.checkpoints.keep_best,
+        "checkpoints.early_stopping": run.checkpoints.early_stopping,
+    }
     text = model.text_config
     window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
-    if attention == "sdpa" and window and int(window) < run.sequence_length:
-        yield (
-            f"attention sdpa: the mask of a sliding window of {int(window)} tokens is made for a rank's own tokens. "
-            "Take attention: varlen on a GPU."
-        )
+    yield from together(f"sequence_parallel: {size}", applying(
+        (run.strategy not in ("auto", *others),
+         f"strategy {run.strategy}: it is not tested. Take auto, or one of {', '.join(others)}."),
+        (run.script, "script: the training code must give each rank its part of a sequence. Remove script."),
+        *_other_groups(run, "tensor_parallel"),
+        (run.torch_compile,
+         "torch_compile: the exchange of the heads is not tested in compiled code. Set torch_compile: false."),
+        *((value, f"{key}: Trainer weights the evaluation losses of the ranks alike, but their parts of a sequence "
+           "have different numbers of tokens with loss. Remove it; the evaluate stage evaluates the result.")
+          for key, value in evaluated.items()),
+        *_wrong_ranks(size, cluster),
+        (run.sequence_length % size,
+         f"sequence_length {run.sequence_length} is not a multiple of {size}. Use one that is."),
+        *_wrong_heads(size, model),
+        (not attends_in_kernel(model),
+         f"model {model.architecture}: a small model of its kind did not show that tokens meet in the attention kernel "
+         "alone, with heads that ranks can share. Take another model."),
+        (attention == "eager",
+         "attention eager: its mask has a number for each pair of tokens. Take varlen, flash or sdpa."),
+        (attention == "sdpa" and run.packing,
+         "packing with attention sdpa: the mask that separates packed examples is made for a rank's own tokens. Take "
+         "attention: varlen on a GPU, or packing: false."),
+        (attention == "sdpa" and window and int(window) < run.sequence_length,
+         f"attention sdpa: the mask of a sliding window of {window} tokens is made for a rank's own tokens. Take "
+         "attention: varlen on a GPU."),
+    ))  # fmt: skip
 
 
 def wrong_expert_parallel(run: Run, cluster: Cluster, model: Model, precision: Precision) -> Iterator[str]:
     """Yield one message if this run, cluster or model cannot use its ``expert_parallel``."""
-    if run.expert_parallel > 1:
-        yield from together(
-            f"expert_parallel: {run.expert_parallel}", _not_expert_parallel(run, cluster, model, precision)
-        )
-
-
-def _not_expert_parallel(run: Run, cluster: Cluster, model: Model, precision: Precision) -> Iterator[str]:
-    if run.strategy != "auto" and not STRATEGY_SPECS[run.strategy].expert_parallel:
-        yield f"strategy {run.strategy}: transformers spreads experts under FSDP2 alone. Take fsdp."
-    if run.strategy == "auto" and cluster.is_cpu:
-        yield "accelerator cpu: Accelerate ignores FSDP without GPUs. Set expert_parallel: 1."
-    if run.method_spec.has_adapters:
-        yield f"method {run.method}: adapters on sharded experts are not merged here. Take method: full."
-    if run.optimizer != DEFAULT_OPTIMIZER:
-        yield f"optimizer {run.optimizer}: only {DEFAULT_OPTIMIZER} is compared with DDP. Take it."
-    if precision == "fp16":
-        yield "precision fp16: the scale of the loss is not tested with spread experts. Take bf16."
-    if run.loss != "plain":
-        yield f"loss {run.loss}: it is not tested with spread experts. Set loss: plain."
+    if (size := run.expert_parallel) == 1:
+        return
+    is_auto, ranks = run.strategy == "auto", (run.nodes or 1) * cluster.processes_per_node
+    spreads = "ep_dispatch_experts" in parallel_styles(model.model_type, "ep")
     untested = ("script", "torch_compile", "freeze", "learning_rates", "activation_offload", "accelerate_config")
-    for key in (key for key in untested if getattr(run, key)):
-        yield f"{key}: it is not tested with spread experts. Remove one of them."
-    for key in ("tensor_parallel", "sequence_parallel"):
-        if getattr(run, key) > 1:
-            yield f"{key} {getattr(run, key)}: a rank is in one kind of group. Set {key}: 1."
-    yield from _wrong_ranks(run.expert_parallel, cluster)
-    if "ep_dispatch_experts" not in parallel_styles(model.model_type, "ep"):
-        yield f"transformers {version('transformers')} has no expert-parallel plan for {model.model_type}."
-    elif not divides_experts(model, ranks := (run.nodes or 1) * cluster.processes_per_node):
-        count = expert_count(model) or "an unknown number of"
-        yield f"{model.architecture} has {count} experts per layer, which {ranks} ranks cannot share evenly."
+    yield from together(f"expert_parallel: {size}", applying(
+        (not is_auto and not STRATEGY_SPECS[run.strategy].expert_parallel,
+         f"strategy {run.strategy}: transformers spreads experts under FSDP2 alone. Take fsdp."),
+        (is_auto and cluster.is_cpu,
+         "accelerator cpu: Accelerate ignores FSDP without GPUs. Set expert_parallel: 1."),
+        (run.method_spec.has_adapters,
+         f"method {run.method}: adapters on sharded experts are not merged here. Take method: full."),
+        (run.optimizer != DEFAULT_OPTIMIZER,
+         f"optimizer {run.optimizer}: only {DEFAULT_OPTIMIZER} is compared with DDP. Take it."),
+        (precision == "fp16", "precision fp16: the scale of the loss is not tested with spread experts. Take bf16."),
+        (run.loss != "plain", f"loss {run.loss}: it is not tested with spread experts. Set loss: plain."),
+        *_untested(run, "spread experts", *untested),
+        *_other_groups(run, "tensor_parallel", "sequence_parallel"),
+        *_wrong_ranks(size, cluster),
+        (not spreads, f"transformers {version('transformers')} has no expert-parallel plan for {model.model_type}."),
+        (spreads and not divides_experts(model, ranks),
+         f"{model.architecture} has {expert_count(model) or 'an unknown number of'} experts per layer, which {ranks} "
+         "ranks cannot share evenly."),
+    ))  # fmt: skip
 
 
 def divides_experts(model: Model, ranks: int) -> bool:

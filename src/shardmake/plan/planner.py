@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,11 @@ from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.user_file_keys import estimated_values
 from shardmake.core.atomic import write_json
 from shardmake.core.nested import overlay
-from shardmake.memory import calibration, closed_form, states
+from shardmake.memory import calibration, closed_form, estimate, states
 from shardmake.memory.buckets import Buckets, read_buckets, zero_optimization
 from shardmake.memory.cache import cached_path
 from shardmake.memory.ddp import StepEvents
-from shardmake.memory.estimate import (
-    Estimate,
-    estimate_closed_form,
-    estimate_simulated,
-    events_of,
-    from_json,
-    outside,
-    simulate,
-)
+from shardmake.memory.estimate import Estimate, outside, simulate
 from shardmake.memory.families import part_of
 from shardmake.memory.model import split
 from shardmake.memory.scenario import Scenario
@@ -51,6 +43,9 @@ class Planner:
         self._events: dict[tuple[object, ...], StepEvents] = {}
         self._candidates: dict[Choice, Candidate] = {}
 
+    def _parts(self, choice: Choice) -> tuple[Scenario, Buckets]:
+        return scenario_of(self.settings, choice), buckets_of(self.settings, choice)
+
     def prepare(self, possible: Iterable[Choice]) -> None:
         """Trace the steps of ``possible`` that can fit in one process, if the model's family is not written down."""
         if self.settings.model.decoder is None:
@@ -64,7 +59,7 @@ class Planner:
         """Return False if what stays on a GPU during the whole step already exceeds its memory."""
         if self.settings.hardware.is_cpu:
             return True
-        scenario, buckets = scenario_of(self.settings, choice), buckets_of(self.settings, choice)
+        scenario, buckets = self._parts(choice)
         held = sum(states.resident(scenario, buckets).values()) + outside(scenario)
         room = self.settings.hardware.gpu_memory - held
         return room >= 0 and (self._least is None or self._least(choice) <= room)
@@ -79,33 +74,31 @@ class Planner:
 
     def scan(self, choice: Choice) -> Candidate:
         """Return ``choice`` with its memory in closed form, without activations if a trace could not make it fit."""
-        scenario, buckets = scenario_of(self.settings, choice), buckets_of(self.settings, choice)
+        scenario, buckets = self._parts(choice)
         hopeless = self.settings.model.decoder is None and not self.can_hold(choice)
         activations = closed_form.NOTHING if hopeless else closed_form.profile(scenario, self._profiles)
-        memory = estimate_closed_form(scenario, buckets, activations, self._kept)
+        memory = estimate.estimate_closed_form(scenario, buckets, activations, self._kept)
         return self._candidate(choice, scenario, memory, lambda capacity: memory.gpu.device, simulated=False)
 
     def simulate(self, choice: Choice) -> Candidate:
         """Return ``choice`` with its memory from a simulated step; it is simulated once."""
-        if choice in self._candidates:
-            return self._candidates[choice]
-        scenario, buckets = scenario_of(self.settings, choice), buckets_of(self.settings, choice)
-        step = cache(lambda: simulate(scenario, buckets, self._events_of(scenario)))
-        memory = self._simulated(scenario, buckets, step, self.settings.hardware.gpu_memory)
-        self._candidates[choice] = self._candidate(
-            choice, scenario, memory, lambda capacity: self._simulated(scenario, buckets, step, capacity).gpu.device,
-            simulated=True,
-        )  # fmt: skip
+        if choice not in self._candidates:
+            scenario, buckets = self._parts(choice)
+            step = cache(lambda: simulate(scenario, buckets, self._events_of(scenario)))
+            on = partial(self._simulated, scenario, buckets, step)
+            memory = on(self.settings.hardware.gpu_memory)
+            found = self._candidate(choice, scenario, memory, lambda size: on(size).gpu.device, simulated=True)
+            self._candidates[choice] = found
         return self._candidates[choice]
 
     def _simulated(self, scenario: Scenario, buckets: Buckets, step: Callable[[], Timeline], capacity: int) -> Estimate:
         """Return the estimate on a GPU of ``capacity`` bytes; ``step`` simulates it, once for all capacities."""
-        return estimate_simulated(scenario, buckets, step(), self._kept, capacity)
+        return estimate.estimate_simulated(scenario, buckets, step(), self._kept, capacity)
 
     def _events_of(self, scenario: Scenario) -> StepEvents:
         key = (scenario.micro_batch, scenario.checkpointing, scenario.autocast, scenario.precision)
         if key not in self._events:
-            self._events[key] = events_of(scenario)
+            self._events[key] = estimate.events_of(scenario)
         return self._events[key]
 
     @property
@@ -131,7 +124,8 @@ class CachedPlanner(Planner):
 
     def simulate_all(self, possible: Sequence[Choice]) -> list[Candidate]:
         """Return ``possible`` simulated. Neighbours share the events of a step, so each core takes a run of them."""
-        missing = [choice for choice in possible if not self._path_of(choice).is_file()]
+        memory = self.settings.hardware.gpu_memory
+        missing = [choice for choice in possible if not self._path(*self._parts(choice), memory).is_file()]
         if self.settings.model.decoder is None:  # here, so that no core starts a process of the libraries for itself
             scenarios = [scenario_of(self.settings, choice) for choice in missing]
             trace_all(scenarios)
@@ -152,27 +146,17 @@ class CachedPlanner(Planner):
     def _simulated(self, scenario: Scenario, buckets: Buckets, step: Callable[[], Timeline], capacity: int) -> Estimate:
         path = self._path(scenario, buckets, capacity)
         if path.is_file():
-            return from_json(json.loads(path.read_text()))
+            return estimate.from_json(json.loads(path.read_text()))
         memory = super()._simulated(scenario, buckets, step, capacity)
         write_json(path, memory.as_json())
         return memory
-
-    def _path_of(self, choice: Choice) -> Path:
-        scenario, buckets = scenario_of(self.settings, choice), buckets_of(self.settings, choice)
-        return self._path(scenario, buckets, self.settings.hardware.gpu_memory)
 
     def _path(self, scenario: Scenario, buckets: Buckets, capacity: int) -> Path:
         """Return the file of an estimate, named by everything that the estimate depends on."""
         values = {name: value for name, value in vars(scenario).items() if name not in ("model", "split")}
         values["calibration"] = scenario.calibration and asdict(scenario.calibration)
-        request = {
-            "model": scenario.model.key,
-            "settings": values,
-            "buckets": vars(buckets),
-            "kept": self._kept,
-            "capacity": capacity,
-        }
-        return cached_path("shardmake.plan.estimate", request)
+        request = {"model": scenario.model.key, "settings": values, "kept": self._kept, "capacity": capacity}
+        return cached_path("shardmake.plan.estimate", request | {"buckets": vars(buckets)})
 
 
 def scenario_of(settings: ResolvedRun, choice: Choice) -> Scenario:

@@ -74,28 +74,21 @@ def _lead(chosen: Candidate, candidates: Sequence[Candidate]) -> str:
 
 def _last_resort_sentence(chosen: Candidate, candidates: Sequence[Candidate]) -> list[str]:
     """Return why a strategy is taken that `auto` avoids, if the run left it a choice."""
-    if all(candidate.last_resort >= chosen.last_resort for candidate in candidates):
-        return []
     what = ("", "offloads the optimizer", "offloads the optimizer and the weights")[chosen.last_resort]
-    return [
+    sentence = (
         f"It {what} because nothing else fits with a margin. The time of an offload is modelled from the libraries' "
         "sources, and was compared with five measured steps only."
-    ]
+    )
+    return [sentence] * any(candidate.last_resort < chosen.last_resort for candidate in candidates)
 
 
 def _cheaper_sentence(chosen: Candidate, candidates: Sequence[Candidate]) -> list[str]:
     """Return the candidate on other nodes that takes clearly less GPU-time but is avoided, with what is against it."""
-    cheaper = [
-        candidate
-        for candidate in candidates
-        if candidate.fits
-        and not _same_nodes(candidate, chosen)
-        and candidate.gpu_seconds < 0.9 * chosen.gpu_seconds
-        and (candidate.headroom < chosen.headroom or candidate.last_resort > chosen.last_resort)
-    ]
-    if not cheaper:
+    others = [one for one in candidates if one.fits and not _same_nodes(one, chosen)]
+    avoided = [one for one in others if one.headroom < chosen.headroom or one.last_resort > chosen.last_resort]
+    best = min(avoided, key=lambda candidate: candidate.gpu_seconds, default=chosen)
+    if best.gpu_seconds >= 0.9 * chosen.gpu_seconds:
         return []
-    best = min(cheaper, key=lambda candidate: candidate.gpu_seconds)
     is_avoided = best.last_resort > chosen.last_resort
     against = f"it needs {AVOIDED[best.last_resort]}" if is_avoided else "its margin is too small"
     return [
@@ -106,18 +99,14 @@ def _cheaper_sentence(chosen: Candidate, candidates: Sequence[Candidate]) -> lis
 
 def _node_sentence(chosen: Candidate, candidates: Sequence[Candidate]) -> list[str]:
     """Return why there are more nodes than needed, if there are."""
-    fewer = [
-        candidate
-        for candidate in candidates
-        if candidate.fits and candidate.headroom >= chosen.headroom and candidate.choice.nodes < chosen.choice.nodes
-    ]
+    safe = [one for one in candidates if one.fits and one.headroom >= chosen.headroom]
+    fewer = [one for one in safe if one.choice.nodes < chosen.choice.nodes]
     if not fewer:
         return []
     best = min(fewer, key=lambda candidate: (candidate.last_resort, candidate.gpu_seconds))
     if best.last_resort > chosen.last_resort:
-        return [
-            f"On fewer nodes only {AVOIDED[best.last_resort]} fits, such as {best.name} ({seconds(best)} per step)."
-        ]
+        resort = AVOIDED[best.last_resort]
+        return [f"On fewer nodes only {resort} fits, such as {best.name} ({seconds(best)} per step)."]
     return [
         f"It takes {gpu_seconds(chosen)} GPU-seconds per step; {best.name}, the cheapest on fewer nodes, takes "
         f"{gpu_seconds(best)} ({seconds(best)} per step)."
@@ -134,20 +123,13 @@ _COVERS = {
 def _risk_sentences(chosen: Candidate, candidates: Sequence[Candidate], fallbacks: Sequence[Candidate]) -> list[str]:
     if chosen.headroom == Headroom.ENOUGH:
         return []
-    covers = _COVERS[chosen.headroom]
-    below = (
-        f"After an out-of-memory error training continues with {fallbacks[0].name}."
-        if fallbacks
-        else "The plan has no fallback, so an out-of-memory error ends the training."
-    )
-    safer = [
-        candidate
-        for candidate in candidates
-        if candidate.fits and candidate.headroom > chosen.headroom and _same_nodes(candidate, chosen)
-    ]
+    below = "The plan has no fallback, so an out-of-memory error ends the training."
+    if fallbacks:
+        below = f"After an out-of-memory error training continues with {fallbacks[0].name}."
+    safer = [one for one in candidates if one.fits and one.headroom > chosen.headroom and _same_nodes(one, chosen)]
     best = min(safer, key=lambda candidate: candidate.step_seconds, default=None)
     beside = [f"{best.name} has more headroom and takes {seconds(best)}."] if best else []
-    return [f"It is tight: {risk(chosen)}; {covers}.", *beside, below]
+    return [f"It is tight: {risk(chosen)}; {_COVERS[chosen.headroom]}.", *beside, below]
 
 
 def _why_not(candidate: Candidate, chosen: Candidate) -> str:
@@ -167,9 +149,7 @@ def _why_not(candidate: Candidate, chosen: Candidate) -> str:
     against = f"{seconds(candidate)} per step against {seconds(chosen)}, {memory}"
     if candidate.rounded_seconds > chosen.rounded_seconds:
         return against
-    if doubt:
-        return f"{doubt}{against}{tight}"
-    return f"not simpler, and as fast in two digits: {against}"
+    return f"{doubt}{against}{tight}" if doubt else f"not simpler, and as fast in two digits: {against}"
 
 
 def _wider_gradients(candidate: Candidate, chosen: Candidate) -> str:

@@ -11,24 +11,10 @@ from shardmake.memory.families import as_classifier
 from shardmake.memory.hardware import Hardware, from_cluster
 from shardmake.memory.model import Model, Split, count_rates, has_own_class, split
 from shardmake.memory.read_config import read_model
+from shardmake.plan import refusals
 from shardmake.plan.abilities import Abilities, find_abilities
-from shardmake.plan.packages import has_flash_attention_2, wrong_packages
 from shardmake.plan.parallelism import wrong_expert_parallel, wrong_sequence_parallel, wrong_tensor_parallel
-from shardmake.plan.refusals import (
-    needed_for_flash,
-    refuse,
-    wrong_abilities,
-    wrong_activation_offload,
-    wrong_loss,
-    wrong_model,
-    wrong_nodes,
-    wrong_on_cpu,
-    wrong_optimizer,
-    wrong_packing,
-    wrong_precision,
-    wrong_strategy,
-    wrong_train_tokens,
-)
+from shardmake.plan.refusals import has_flash_attention_2, needed_for_flash, refuse
 from shardmake.run.model_class import ModelClass
 from shardmake.run.own_files import check_refused
 from shardmake.run.plan import Workload
@@ -58,24 +44,14 @@ class ResolvedRun:
     @property
     def workload(self) -> Workload:
         """The training itself, which is the same for every candidate."""
-        return Workload(
-            model=self.run.model,
-            model_class=ModelClass(
-                name=self.abilities.model_class,
-                own_code=has_own_class(self.model.config, self.run.trust_remote_code),
-                text_part=self.abilities.text_part,
-                new_head=OBJECTIVES[self.run.objective].new_head,
-            ),
-            sequence_length=self.run.sequence_length,
-            packing=self.run.packing,
-            objective=self.run.objective,
-            method=self.run.method,
-            optimizer=self.run.optimizer,
-            attention=self.attention,
-            loss=self.run.loss,
-            activation_offload=self.run.activation_offload,
-            tf32=self.run.tf32,
+        shared = self.run.model_dump(include=Workload.model_fields.keys() & Run.model_fields.keys())
+        found = ModelClass(
+            name=self.abilities.model_class,
+            own_code=has_own_class(self.model.config, self.run.trust_remote_code),
+            text_part=self.abilities.text_part,
+            new_head=OBJECTIVES[self.run.objective].new_head,
         )
+        return Workload(**shared | {"model_class": found, "attention": self.attention})
 
 
 def resolve(run: Run, cluster: Cluster) -> ResolvedRun:
@@ -86,18 +62,18 @@ def resolve(run: Run, cluster: Cluster) -> ResolvedRun:
         ModelError: The model's config.json cannot be used, or is not that of a causal language model.
     """
     hardware = from_cluster(cluster)
-    refuse(wrong_on_cpu(run) if hardware.is_cpu else ())
+    refuse(refusals.wrong_on_cpu(run) if hardware.is_cpu else ())
     model = read_model(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
     if run.method_spec.has_adapters and model.decoder is not None and model.decoder.experts:
         model = replace(model, decoder=None)  # those of experts are not written down
-    refuse(wrong_model(run, model))
+    refuse(refusals.wrong_model(run, model))
     abilities = find_abilities(model, run)
-    refuse(wrong_abilities(run, abilities), wrong_train_tokens(run, abilities.text_part))
+    refuse(refusals.wrong_abilities(run, abilities), refusals.wrong_train_tokens(run, abilities.text_part))
     if OBJECTIVES[run.objective].new_head:
         model = as_classifier(model)
         abilities = replace(abilities, model_class=model.architecture)
     precision = _precision(run, hardware)
-    refuse(wrong_precision(run, precision, hardware))
+    refuse(refusals.wrong_precision(run, precision, hardware))
     attention = _attention(run, hardware, precision, abilities)
     rows = len(run.lora.train_tokens)
     if rows and model.decoder is not None:  # PEFT's copies of embedding and head are not written down
@@ -126,19 +102,19 @@ def check(settings: ResolvedRun, *, packages: bool = True) -> None:
     """
     run, cluster, model = settings.run, settings.cluster, settings.model
     refuse(
-        wrong_nodes(run, cluster),
-        wrong_optimizer(run, model),
-        wrong_strategy(run, cluster, settings.precision, model.tied),
+        refusals.wrong_nodes(run, cluster),
+        refusals.wrong_optimizer(run, model),
+        refusals.wrong_strategy(run, cluster, settings.precision, model.tied),
         wrong_tensor_parallel(run, cluster, model),
         wrong_expert_parallel(run, cluster, model, settings.precision),
         wrong_sequence_parallel(run, cluster, model, settings.attention),
     )
     check_refused(settings.user_files, run)
     refuse(
-        wrong_packing(run, settings.abilities, settings.attention),
-        wrong_packages(run) if packages else (),
-        wrong_loss(run, model),
-        wrong_activation_offload(run, cluster),
+        refusals.wrong_packing(run, settings.abilities, settings.attention),
+        refusals.wrong_packages(run) if packages else (),
+        refusals.wrong_loss(run, model),
+        refusals.wrong_activation_offload(run, cluster),
     )
 
 

@@ -17,23 +17,16 @@ _STEPS: Final = 1000
 def check_schedule(run: Run, steps: int = _STEPS) -> str | None:
     """Return a line with the first, the largest and the last rate of a schedule with arguments; None for the others.
 
-    ``steps`` are estimated for a run with ``epochs``.
-
-    Raises:
-        ConfigError: transformers does not build it, a rate exceeds the peak, or ``max_steps`` end before the peak.
+    ``steps`` are estimated for a run with ``epochs``. Raises `ConfigError` if transformers does not build it, a rate
+    exceeds the peak, or ``max_steps`` end before the peak.
     """
     rate = run.learning_rate
     if run.script or rate is None or not (run.scheduler_arguments or run.scheduler in _NEED_ARGUMENTS):
         return None
     steps = run.max_steps or steps
     given = ", ".join(f"{name}: {value}" for name, value in run.scheduler_arguments.items())
-    request = {
-        "schedule": run.scheduler,
-        "arguments": run.scheduler_arguments,
-        "rate": rate,
-        "warmup": warmup_steps(run, steps),
-        "steps": steps,
-    }
+    request: dict[str, Any] = {"schedule": run.scheduler, "arguments": run.scheduler_arguments, "steps": steps}
+    request |= {"rate": rate, "warmup": warmup_steps(run, steps)}
     refused = f"scheduler: {run.scheduler} with scheduler_arguments {{{given}}} cannot train {steps:,} steps: "
     if error := (found := cached_helper(__name__, request, f"Trying scheduler: {run.scheduler}"))["error"]:
         raise ConfigError(f"{refused}{error}. Correct scheduler_arguments.")
@@ -49,11 +42,9 @@ def check_schedule(run: Run, steps: int = _STEPS) -> str | None:
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the first, the largest and the last rate, or the error if transformers does not build the schedule."""
-    steps = request["steps"]
+    name, rate, warmup, steps = (request[key] for key in ("schedule", "rate", "warmup", "steps"))
     try:
-        rates = planned_rates(
-            request["schedule"], request["rate"], request["warmup"], steps, request["arguments"], range(steps)
-        )
+        rates = planned_rates(name, rate, warmup, steps, request["arguments"], range(steps))
     except Exception as error:  # a schedule's function may raise anything
         return {"error": str(error)}
     return {"error": "", "rates": [rates[0], max(rates), rates[-1]]}

@@ -1,6 +1,7 @@
 """The config of a small model of the same class, with which the plan tries what the class does."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers")
@@ -15,11 +16,14 @@ _INNER = (
     "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "moe_intermediate_size",
     "shared_expert_intermediate_size", "block_multiple_of",
 )  # fmt: skip
-_WINDOWS = ("sliding_window", "attention_chunk_size")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "zero_expert_num")
-_GROUPS = ("n_group", "topk_group", "num_expert_group")
-_CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k")
-_LAYERS_LEFT, _VOCABULARY, _HEADS_LEFT, _INNER_LEFT, _MOST_EXPERTS, _WINDOW = 2, 64, 4, 64, 4, 4
+_MOST = {
+    **dict.fromkeys(("sliding_window", "attention_chunk_size", *_EXPERTS), 4),
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_group"), 1),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k"), 2),
+}
+"""The largest value of a key in a small model."""
+_LAYERS_LEFT, _VOCABULARY, _HEADS_LEFT, _INNER_LEFT = 2, 64, 4, 64
 _ALIGNED = 4
 """Numbers in fp32 by which rows have to be aligned: torch's product of groups of matrices asks for 16 bytes."""
 
@@ -38,31 +42,18 @@ def shrunk(config: Mapping[str, Any], *, narrow: Narrow) -> dict[str, Any]:
     for name, value in values.items():
         if isinstance(value, Mapping) and value.get("model_type"):
             values[name] = shrunk(value, narrow=narrow)
-        elif name.startswith("vocab_size") and isinstance(value, int):
-            values[name] = min(value, _VOCABULARY)
         elif name.endswith("_token_id"):
-            values[name] = _small_token(value)
-        elif name in _WINDOWS and isinstance(value, int):
-            values[name] = min(value, _WINDOW)
-        elif name in _EXPERTS:
-            values[name] = _few(value)
-        elif name in _GROUPS and isinstance(value, int):
-            values[name] = min(value, 1)
-        elif name in _CHOSEN_EXPERTS and isinstance(value, int):
-            values[name] = min(value, 2)
+            values[name] = _smaller(value, lambda token: token % _VOCABULARY)
+        elif most := _VOCABULARY if name.startswith("vocab_size") else _MOST.get(name):
+            values[name] = _smaller(value, partial(min, most))
     return values if narrow == "none" else _narrowed(values, keeps_hidden=narrow == "inner")
 
 
-def _few(experts: Any) -> Any:
-    if isinstance(experts, list):
-        return [_few(item) for item in experts]
-    return min(experts, _MOST_EXPERTS) if isinstance(experts, int) else experts
-
-
-def _small_token(value: Any) -> Any:
+def _smaller(value: Any, change: Callable[[int], int]) -> Any:
+    """Return ``value`` with ``change`` applied to its numbers from 0 on: itself, or those of a list."""
     if isinstance(value, list):
-        return [_small_token(item) for item in value]
-    return value % _VOCABULARY if isinstance(value, int) and value >= 0 else value
+        return [_smaller(item, change) for item in value]
+    return change(value) if isinstance(value, int) and value >= 0 else value
 
 
 def _fewer_layers(config: Mapping[str, Any]) -> dict[str, Any]:

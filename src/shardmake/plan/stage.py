@@ -42,11 +42,8 @@ def plan_run(
 ) -> Plan:
     """Make the plan of a run and write it with ``memory.json``; ``check_submission`` may refuse it before.
 
-    A refused plan leaves ``memory.json``, so that its figures can be read, unless there is an earlier plan.
-
-    Raises:
-        NothingFitsError: No candidate fits.
-        ShardmakeError: The cluster or the disk does not have what the plan requests.
+    A refused plan leaves ``memory.json``, so that its figures can be read, unless there is an earlier plan. Raises
+    `NothingFitsError`, or another `ShardmakeError` if the cluster or the disk does not have what the plan requests.
     """
     if run.script:
         check_script("script", script_file(run.script))
@@ -64,10 +61,7 @@ def plan_run(
 def plan_offline(run: Run, cluster: Cluster, rundir: RunDir) -> Plan:
     """Make the plan of a run away from its cluster, from the model's config.json, and write it with ``memory.json``.
 
-    The plan names what was not checked, so that nothing trains with it.
-
-    Raises:
-        NothingFitsError: No candidate fits.
+    The plan names what was not checked, so that nothing trains with it. Raises `NothingFitsError`.
     """
     made, memory = _planned(run, cluster, rundir, packages=False)
     plan = made.model_copy(update={"not_checked": list(NOT_CHECKED_OFFLINE)})
@@ -83,50 +77,40 @@ def _planned(run: Run, cluster: Cluster, rundir: RunDir, *, packages: bool = Tru
         try:
             made = choose_run(run, cluster, packages=packages)
         except NothingFitsError as error:
-            _keep_memory(rundir, memory_estimates(error.settings, error.candidates), None)
+            _write_memory(rundir, memory_estimates(error.settings, error.candidates), None, replaces=False)
             raise NothingFitsError(f"{error}{_advice(error.settings)}", error.settings, error.candidates) from None
         memory = memory_estimates(made.settings, made.candidates)
-        _keep_memory(rundir, memory, made.chosen.choice)
+        _write_memory(rundir, memory, made.chosen.choice, replaces=False)
         return as_plan(rundir.name, made).model_copy(update={"advice": _advice_beside(made)}), memory
 
 
 def _advice_beside(made: "ChosenRun") -> list[str]:
     """Return the changes that the planner found better than the choice of ``made``, each with what it saves."""
     better = suggest_better(made.settings, made.chosen, made.candidates)
-    smaller = suggest_smaller_loss(made.settings, made.chosen)
     known = {one.setting for _, one in better}
+    smaller = [one for one in suggest_smaller_loss(made.settings, made.chosen) if one.setting not in known]
     return [
-        *(f"{gain}: {setting}: {value} ({outcome})" for gain, (setting, value, outcome) in better),
-        *(
-            f"less GPU memory: {one.setting}: {one.value} ({one.outcome})"
-            for one in smaller
-            if one.setting not in known
-        ),
-        *(
-            f"may take less GPU-time: {setting}: {value} ({outcome})"
-            for setting, value, outcome in suggest_measuring(made.settings, made.chosen)
-        ),
+        *(f"{gain}: {one}" for gain, one in better),
+        *(f"less GPU memory: {one}" for one in smaller),
+        *(f"may take less GPU-time: {one}" for one in suggest_measuring(made.settings, made.chosen)),
     ]
 
 
 def _advice(settings: ResolvedRun) -> str:
     """Return the single changes that would make something fit, or what else to do."""
     if found := suggest(settings):
-        lines = (f"\n  {setting}: {value} ({outcome})" for setting, value, outcome in found)
-        return f"\nEach of these changes alone would fit, the cheapest first:{''.join(lines)}"
+        return "\nEach of these changes alone would fit, the cheapest first:" + "".join(f"\n  {one}" for one in found)
     return " No single change of the run fits. Change several settings, or use GPUs with more memory."
 
 
-def _keep_memory(rundir: RunDir, memory: MemoryEstimates, chosen: Choice | None) -> None:
-    """Write the estimates of a plan that may be refused, unless they would replace those of an earlier plan."""
-    if not rundir.plan.exists():
-        _write_memory(rundir, memory, chosen)
+def _write_memory(rundir: RunDir, memory: MemoryEstimates, chosen: Choice | None, *, replaces: bool = True) -> None:
+    """Write the estimates and their table; those of a plan that may be refused replace no others.
 
-
-def _write_memory(rundir: RunDir, memory: MemoryEstimates, chosen: Choice | None) -> None:
-    """Write the estimates and their table; ``chosen`` is None if nothing fits."""
-    memory.write(rundir.memory)
-    write_text(rundir.memory_table, memory_table(memory, chosen))
+    ``chosen`` is None if nothing fits.
+    """
+    if replaces or not rundir.plan.exists():
+        memory.write(rundir.memory)
+        write_text(rundir.memory_table, memory_table(memory, chosen))
 
 
 def memory_table(memory: MemoryEstimates, chosen: Choice | None) -> str:
@@ -153,10 +137,8 @@ class ChosenRun(NamedTuple):
 def choose_run(run: Run, cluster: Cluster, *, packages: bool = True) -> ChosenRun:
     """Return the choice for ``run`` on ``cluster``, its fallbacks and every candidate.
 
-    Without ``packages``, those that the run needs may be missing here.
-
-    Raises:
-        ConfigError: Settings contradict each other, or nothing fits.
+    Without ``packages``, those that the run needs may be missing here. Raises `ConfigError` if settings contradict each
+    other, or nothing fits.
     """
     settings = resolve(run, cluster)
     check(settings, packages=packages)
@@ -167,11 +149,7 @@ def choose_run(run: Run, cluster: Cluster, *, packages: bool = True) -> ChosenRu
 
 
 def make_plan(name: str, run: Run, cluster: Cluster) -> tuple[Plan, MemoryEstimates]:
-    """Return the plan of run ``name`` on ``cluster``, and every candidate with its memory, term by term.
-
-    Raises:
-        ConfigError: Settings contradict each other, or nothing fits.
-    """
+    """Return the plan of run ``name`` on ``cluster``, and every candidate with its memory; see `choose_run`."""
     made = choose_run(run, cluster)
     return as_plan(name, made), memory_estimates(made.settings, made.candidates)
 
@@ -210,13 +188,13 @@ def as_plan(name: str, made: ChosenRun) -> Plan:
 def _script_gradients(settings: ResolvedRun, chosen: Candidate) -> list[str]:
     """Return a line about the whole gradients that a script's own accumulation would keep under FSDP."""
     choice = chosen.choice
+    size = format_bytes(BYTES[choice.gradients] * settings.split.trainable)
     if not settings.run.script or not choice.is_fsdp or choice.gradient_accumulation_steps == 1:
         return []
-    size = BYTES[choice.gradients] * settings.split.trainable
     return [
         "the memory estimate counts a rank's part of the gradients. A script that accumulates without synchronization "
         "(accelerator.no_sync, or accumulate without sync_each_batch) keeps those of all weights on each GPU: "
-        f"{format_bytes(size)} more"
+        f"{size} more"
     ]
 
 
@@ -232,26 +210,24 @@ def _assumed_network(settings: ResolvedRun, chosen: Candidate) -> list[str]:
 
 def resources(settings: ResolvedRun, chosen: Candidate) -> dict[str, Resources]:
     """Return memory and cores per node by stage, with a quarter of headroom, at most those of a node."""
-    hardware, model = settings.hardware, settings.model
+    hardware, model, wanted = settings.hardware, settings.model, settings.run.evaluation
     weights = BYTES[settings.precision] * model.parameters
-    largest = 4 * model.largest_tensor
-    few = min(4, hardware.cpus_per_node)
-    wanted = settings.run.evaluation
     ranks = wanted.processes or (1 if hardware.is_cpu else hardware.processes_per_node)
-    evaluation = evaluation_bytes(model.parameters, weights, ranks, hardware, wanted.backend)
-    return {
-        "train": _training_resources(settings, host_need(chosen, hardware)),
-        "consolidate": _resources(hardware, 2 * GIB + 4 * largest, few),
-        "evaluate": _resources(hardware, evaluation, few),
-        "data": _resources(hardware, 4 * GIB, few),
+    needs = {
+        "consolidate": 2 * GIB + 16 * model.largest_tensor,
+        "evaluate": evaluation_bytes(model.parameters, weights, ranks, hardware, wanted.backend),
+        "data": 4 * GIB,
     }
+    few = min(4, hardware.cpus_per_node)
+    asked = {stage: _resources(hardware, needed, few) for stage, needed in needs.items()}
+    return {"train": _training_resources(settings, host_need(chosen, hardware)), **asked}
 
 
 def as_fallback(candidate: Candidate, settings: ResolvedRun) -> Fallback:
     """Return ``candidate`` as it is written to the plan."""
     need = host_need(candidate, settings.hardware)
-    asked = _training_resources(settings, need)
-    return Fallback(choice=candidate.choice, host_memory=need, memory_gib=asked.memory_gib)
+    asked = _training_resources(settings, need).memory_gib
+    return Fallback(choice=candidate.choice, host_memory=need, memory_gib=asked)
 
 
 def host_need(candidate: Candidate, hardware: Hardware) -> int:
@@ -292,50 +268,38 @@ def describe(plan: Plan, rundir: RunDir) -> str:
     choice, asked = plan.choice, plan.resources["train"]
     below = "; ".join(describe_choice(fallback.choice) for fallback in plan.fallbacks)
     checkpointing = "with" if choice.gradient_checkpointing else "without"
-    traced = MemoryEstimates.read(rundir.memory).traced_tokens
+    memory = MemoryEstimates.read(rundir.memory)
     place = ", whose activations are held on the host" if plan.workload.activation_offload else ""
-    return "\n".join(
-        [
-            f"{plan.run}: {choice.strategy}, {plural(choice.nodes, 'node')} x "
-            f"{plural(choice.processes_per_node, 'rank')}, {plan.precision}, {checkpointing} gradient checkpointing"
-            f"{place}",
-            *([f"  {_describe_service(plan)}"] if plan.service_nodes else []),
-            *([f"  {_describe_spare(plan)}"] if plan.spare_nodes else []),
-            f"  gradients are accumulated and reduced in {choice.gradients}",
-            f"  global batch {choice.global_batch_size} = {choice.readers} x {choice.micro_batch_size} "
-            f"sequences x {plural(choice.gradient_accumulation_steps, 'accumulation step')}",
-            f"  per node {asked.memory_gib} GiB of RAM and {asked.cpus} cores",
-            f"  {plan.reason}",
-            *([f"  {describe_scaling(traced, plan.workload.sequence_length)}"] if traced else []),
-            *(f"  {line}" for line in plan.advice),
-            *([f"  attention {plan.workload.attention}: {why}"] if (why := plan.attention_reason) else []),
-            *(f"  {line}" for line in plan.own_files),
-            f"  {_describe_disk(plan, rundir)}",
-            f"  after an out-of-memory: {below or 'the training ends, there is no fallback'}",
-            f"  {plural(len(plan.rejected), 'other candidate')} and the reason against each: {rundir.plan}",
-        ]
+    service = (
+        f"{plural(plan.service_nodes, 'more node')} for the service, so the job takes {plan.job_nodes} nodes (with "
+        "executor: local, this machine runs both). The estimate does not cover the service"
     )
-
-
-def _describe_service(plan: Plan) -> str:
-    more = plural(plan.service_nodes, "more node")
-    return (
-        f"{more} for the service, so the job takes {plan.job_nodes} nodes (with executor: local, this machine runs "
-        "both). The estimate does not cover the service"
-    )
-
-
-def _describe_spare(plan: Plan) -> str:
-    return (
+    spare = (
         f"{plural(plan.spare_nodes, 'spare node')}, so an hour of the job takes {plan.job_nodes} node hours instead of "
-        f"{plan.choice.nodes}"
+        f"{choice.nodes}"
     )
-
-
-def _describe_disk(plan: Plan, rundir: RunDir) -> str:
-    if plan.not_checked:
-        return f"not checked: {', '.join(plan.not_checked)}. On the cluster: shardmake plan {plan.run}"
-    return check_choice(rundir, MemoryEstimates.read(rundir.memory), plan.choice)
+    disk = f"not checked: {', '.join(plan.not_checked)}. On the cluster: shardmake plan {plan.run}"
+    if not plan.not_checked:
+        disk = check_choice(rundir, memory, plan.choice)
+    lines = [
+        f"{plan.run}: {choice.strategy}, {plural(choice.nodes, 'node')} x {plural(choice.processes_per_node, 'rank')}, "
+        f"{plan.precision}, {checkpointing} gradient checkpointing{place}",
+        *[service] * bool(plan.service_nodes),
+        *[spare] * bool(plan.spare_nodes),
+        f"gradients are accumulated and reduced in {choice.gradients}",
+        f"global batch {choice.global_batch_size} = {choice.readers} x {choice.micro_batch_size} "
+        f"sequences x {plural(choice.gradient_accumulation_steps, 'accumulation step')}",
+        f"per node {asked.memory_gib} GiB of RAM and {asked.cpus} cores",
+        plan.reason,
+        *([describe_scaling(traced, plan.workload.sequence_length)] if (traced := memory.traced_tokens) else []),
+        *plan.advice,
+        *([f"attention {plan.workload.attention}: {why}"] if (why := plan.attention_reason) else []),
+        *plan.own_files,
+        disk,
+        f"after an out-of-memory: {below or 'the training ends, there is no fallback'}",
+        f"{plural(len(plan.rejected), 'other candidate')} and the reason against each: {rundir.plan}",
+    ]
+    return "\n  ".join(lines)
 
 
 def describe_checkpoints(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> str:

@@ -113,10 +113,6 @@ def _skips_nothing(scenario: Scenario) -> bool:
     return scenario.masked or scenario.attention == "eager"
 
 
-def _attention_share(kernel: Kernel, tokens: int, width: int) -> float:
-    return (kernel.wide if width >= 96 else kernel.narrow) * tokens / (tokens + kernel.half_tokens)
-
-
 def _compute(scenario: Scenario, hardware: Hardware, kernel: Kernel) -> float:
     """Return the seconds of all forward and backward passes of one step, with recomputation of the layers.
 
@@ -171,9 +167,8 @@ def _memory_bound(scenario: Scenario, accelerator: Accelerator) -> float:
 
 def _launches(scenario: Scenario) -> float:
     """Return the seconds that the CPU needs to launch the kernels of one step."""
-    of_layer = _LAUNCH_SECONDS[scenario.spec.library, scenario.zero_stage] * (
-        _ADAPTER_LAUNCHES if scenario.method_spec.has_adapters else 1.0
-    )
+    of_layer = _LAUNCH_SECONDS[scenario.spec.library, scenario.zero_stage]
+    of_layer *= _ADAPTER_LAUNCHES if scenario.method_spec.has_adapters else 1.0
     forwards = scenario.checkpointing + scenario.extra_forwards
     return scenario.accumulation * len(scenario.model.blocks) * of_layer * (1 + _FORWARD_LAUNCHES * forwards)
 
@@ -189,12 +184,18 @@ def _forward(scenario: Scenario, hardware: Hardware, kernel: Kernel) -> tuple[fl
     attention = 4 * tokens * len(model.blocks) * width * scenario.sequence_length / 2
     if _skips_nothing(scenario):
         attention *= 2
-    share = _attention_share(kernel, tokens, model.decoder.d if model.decoder else 128)
+    rate = kernel.wide if (model.decoder.d if model.decoder else 128) >= 96 else kernel.narrow
+    share = rate * tokens / (tokens + kernel.half_tokens)
     return (
         2 * tokens * (matrix_weights(model) - head) / matmul,
         2 * tokens * head / matmul,
         attention / (peak * share),
     )
+
+
+def _within_node(size: int, moved: float, hardware: Hardware) -> float:
+    """Return the seconds in which each rank of a group of ``size`` sends all but its own part of ``moved`` bytes."""
+    return (size - 1) / size * moved / (hardware.intra_node * LINK_SHARE)
 
 
 def _exchanges(scenario: Scenario, hardware: Hardware) -> float:
@@ -203,13 +204,12 @@ def _exchanges(scenario: Scenario, hardware: Hardware) -> float:
     Each layer exchanges queries, keys, values and the output. The backward pass exchanges their gradients. A rank keeps
     one part of its numbers and sends the others.
     """
-    size, model = scenario.sequence_parallel, scenario.model
-    if size == 1 or model.decoder is None:
+    size, shape = scenario.sequence_parallel, scenario.model.decoder
+    if size == 1 or shape is None:
         return 0.0
-    shape = model.decoder
     passes = scenario.accumulation * (3 if scenario.checkpointing else 2)
     numbers = 2 * (shape.a + shape.k) * shape.d * scenario.tokens * shape.layers * passes
-    return (size - 1) / size * numbers * scenario.compute / (hardware.intra_node * LINK_SHARE)
+    return _within_node(size, numbers * scenario.compute, hardware)
 
 
 def _tensor_parallel(scenario: Scenario, hardware: Hardware) -> float:
@@ -222,14 +222,11 @@ def _tensor_parallel(scenario: Scenario, hardware: Hardware) -> float:
     the head (`families.part_of`).
     """
     size, model = scenario.tensor_parallel, scenario.model
-    if size == 1:
-        return 0.0
     whole = model.tied and model.decoder is not None and model.decoder.scaled_embedding
     outside = 0 if whole else 2 if model.tied else 1
     reductions = len(model.blocks) * (8 if scenario.checkpointing else 7) + outside
     numbers = 2 * reductions * model.hidden_size + (0 if model.tied else model.vocab_size)
-    moved = (size - 1) / size * scenario.accumulation * scenario.tokens * numbers * scenario.compute
-    return moved / (hardware.intra_node * LINK_SHARE)
+    return _within_node(size, scenario.accumulation * scenario.tokens * numbers * scenario.compute, hardware)
 
 
 def _tokens_to_experts(scenario: Scenario, hardware: Hardware) -> float:
@@ -237,7 +234,7 @@ def _tokens_to_experts(scenario: Scenario, hardware: Hardware) -> float:
     size, model = scenario.expert_parallel, scenario.model
     passes = scenario.accumulation * (3 if scenario.checkpointing else 2)
     numbers = 2 * scenario.tokens * selected_experts(model) * model.hidden_size * len(model.blocks) * passes
-    return (size - 1) / size * numbers * scenario.compute / (hardware.intra_node * LINK_SHARE)
+    return _within_node(size, numbers * scenario.compute, hardware)
 
 
 def _collectives(scenario: Scenario, hardware: Hardware) -> float:

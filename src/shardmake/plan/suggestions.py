@@ -17,10 +17,9 @@ from shardmake.core.errors import ShardmakeError
 from shardmake.memory.optimizer_trial import optimizer_spec
 from shardmake.plan.candidates import Candidate, last_resort
 from shardmake.plan.choose import CLEARLY, find_choice, fits_better
-from shardmake.plan.packages import missing_packages
 from shardmake.plan.planner import Planner
 from shardmake.plan.reasons import AVOIDED, beside, figures, memory_and_time
-from shardmake.plan.refusals import unsuitable
+from shardmake.plan.refusals import missing_packages, unsuitable
 from shardmake.plan.resolve import ResolvedRun, check, resolve
 from shardmake.plan.verdict import Headroom
 from shardmake.run.plan import Choice
@@ -37,6 +36,9 @@ class Suggestion(NamedTuple):
     setting: str
     value: Any
     outcome: str
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {self.value} ({self.outcome})"
 
 
 def changes(nodes: int, sequence_length: int, method: str, optimizer: str) -> Iterator[Kind]:
@@ -57,13 +59,12 @@ def levers(settings: ResolvedRun) -> Iterator[Kind]:
     if settings.hardware.is_cpu:
         return
     if run.loss == "plain" and run.script is None:
-        yield "loss", ["fused", "chunked"] if _runs_triton(settings) else ["chunked"]
+        yield "loss", ["fused"] * _runs_triton(settings) + ["chunked"]
     if run.reference == "model" and not run.method_spec.has_adapters:
         yield f"{run.objective}.reference", ["precomputed"]
-    if run.sequence_parallel == 1:
-        yield "sequence_parallel", shared_by(settings.cluster.processes_per_node)
-    if run.tensor_parallel == 1:
-        yield "tensor_parallel", shared_by(settings.cluster.processes_per_node)
+    for key in ("sequence_parallel", "tensor_parallel"):
+        if getattr(run, key) == 1:
+            yield key, shared_by(settings.cluster.processes_per_node)
     if not run.activation_offload and run.gradient_checkpointing is not False:
         yield "activation_offload", [True]
     if run.gradient_checkpointing is False:
@@ -99,19 +100,10 @@ def suggest(settings: ResolvedRun) -> list[Suggestion]:
         found = _plan_with(base, setting, value)
         return _describe(found, _changed(run, setting, value)) if found else None
 
-    return suggestions(_smaller(settings), outcome)
-
-
-def _smaller(settings: ResolvedRun) -> Iterator[Kind]:
-    """Yield the settings that need less memory with another value, the cheapest first."""
-    run = settings.run
-    yield from levers(settings)
-    if settings.precision == "fp32" and not settings.hardware.is_cpu:
-        yield "precision", ["auto"]
-    if run.strategy != "auto":
-        yield "strategy", ["auto"]
-    yield from _narrower_gradients(settings)
-    yield from changes(run.nodes or settings.cluster.max_nodes, run.sequence_length, run.method, run.optimizer)
+    auto: list[Kind] = [("precision", ["auto"])] * (settings.precision == "fp32" and not settings.hardware.is_cpu)
+    auto += [("strategy", ["auto"])] * (run.strategy != "auto")
+    dearer = changes(run.nodes or settings.cluster.max_nodes, run.sequence_length, run.method, run.optimizer)
+    return suggestions([*levers(settings), *auto, *_narrower_gradients(settings), *dearer], outcome)
 
 
 def suggest_better(
@@ -193,8 +185,7 @@ def suggest_smaller_loss(settings: ResolvedRun, chosen: Candidate) -> list[Sugge
         against = f"{beside(found, chosen)} and {figures(chosen)}"
         return _describe(found, resolved.run, against) + _kept(settings, chosen)
 
-    losses = ["chunked", "fused"] if _runs_triton(settings) else ["chunked"]
-    return suggestions([("loss", losses)], outcome)
+    return suggestions([("loss", ["chunked"] + ["fused"] * _runs_triton(settings))], outcome)
 
 
 def _kept(settings: ResolvedRun, chosen: Candidate) -> str:
@@ -213,9 +204,8 @@ def suggest_measuring(settings: ResolvedRun, chosen: Candidate) -> list[Suggesti
     if run.torch_compile or run.script is not None or not is_dense or not _runs_triton(settings):
         return []
     resolved = _resolve_with(settings, "torch_compile", True)
-    if resolved is None or unsuitable(resolved.run, chosen.choice.strategy):
-        return []
-    return [Suggestion("torch_compile", True, "measure some steps: the first two compile the layers")]
+    found = [Suggestion("torch_compile", True, "measure some steps: the first two compile the layers")]
+    return [] if resolved is None or unsuitable(resolved.run, chosen.choice.strategy) else found
 
 
 def _plan_with(

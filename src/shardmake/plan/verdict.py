@@ -112,12 +112,11 @@ def judge(
         (memory.host_total, hardware.host_memory, "host RAM of a node"),
         (sum(memory.nvme.values()), hardware.nvme, "NVMe of a node"),
     ):
-        if need and room is None:
-            return Verdict(False, "needs node-local NVMe; set nvme_path in the cluster file", Headroom.LITTLE, error)
-        if room is not None and need > room:
-            return Verdict(
-                False, f"needs {need / GIB:.1f} GiB of {what}, {room / GIB:.1f} GiB available", Headroom.LITTLE, error
-            )
+        if need and (room is None or need > room):
+            reason = "needs node-local NVMe; set nvme_path in the cluster file"
+            if room is not None:
+                reason = f"needs {need / GIB:.1f} GiB of {what}, {room / GIB:.1f} GiB available"
+            return Verdict(False, reason, Headroom.LITTLE, error)
     headroom = _headroom(
         hardware.gpu_memory, error, lambda room: gpu.device <= room or (least <= room and device_on(room) <= room)
     )
@@ -131,14 +130,16 @@ def judge(
     if host < headroom:
         headroom, error = host, HOST_ERROR
         figures += f", {memory.host_total / GIB:.1f} of {hardware.host_memory / GIB:.1f} GiB of a node's RAM"
+    return _fitting(figures, headroom, error)
+
+
+def _fitting(figures: str, headroom: Headroom, error: FamilyError) -> Verdict:
     return Verdict(True, f"{'fits' if headroom == Headroom.ENOUGH else 'tight'}: {figures}", headroom, error)
 
 
 def _headroom(room: int, error: FamilyError, fits_in: Callable[[int], bool]) -> Headroom:
-    for share, headroom in ((error.largest, Headroom.ENOUGH), (error.typical, Headroom.TIGHT)):
-        if fits_in(int(room / (1 + share))):
-            return headroom
-    return Headroom.LITTLE
+    margins = ((error.largest, Headroom.ENOUGH), (error.typical, Headroom.TIGHT))
+    return next((found for share, found in margins if fits_in(int(room / (1 + share)))), Headroom.LITTLE)
 
 
 def _judge_cpu(memory: Estimate, scenario: Scenario, hardware: Hardware) -> Verdict:
@@ -148,5 +149,4 @@ def _judge_cpu(memory: Estimate, scenario: Scenario, hardware: Hardware) -> Verd
     figures = f"{need / GIB:.1f}{limit} GiB of a node's RAM"
     if need > hardware.host_memory:
         return Verdict(False, f"needs {figures}", Headroom.LITTLE, HOST_ERROR)
-    headroom = _headroom(hardware.host_memory, HOST_ERROR, lambda room: need <= room)
-    return Verdict(True, f"{'fits' if headroom == Headroom.ENOUGH else 'tight'}: {figures}", headroom, HOST_ERROR)
+    return _fitting(figures, _headroom(hardware.host_memory, HOST_ERROR, lambda room: need <= room), HOST_ERROR)

@@ -14,7 +14,7 @@ from shardmake.config.models import Run, Section
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.errors import ConfigError
-from shardmake.plan.before_fetch import refuse_before_fetch
+from shardmake.plan.refusals import refuse_before_fetch
 from shardmake.plan.stage import make_plan as plan_of
 from shardmake.render.stage import render_files
 from shardmake.run.paths import RunDir

@@ -3,15 +3,16 @@
 import json
 import math
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers
 
 from shardmake.core.errors import ModelError
-from shardmake.evaluate import losses, scores
+from shardmake.evaluate import losses
 from shardmake.evaluate.losses import LossPerToken
-from shardmake.evaluate.scores import IGNORED, PassOutOfMemoryError, plan_passes, score
+from shardmake.evaluate.scores import IGNORED, ExampleLoss, PassOutOfMemoryError, as_record, means, plan_passes, score
 
 VOCABULARY = 96
 SMALL = {
@@ -33,10 +34,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_network(family: str = "Llama", **changes: Any) -> Any:
+def make_network(family: str = "Llama") -> Any:
     prefix, _, name = family.partition(":")
     name = name or prefix
-    config = getattr(transformers, f"{prefix}Config")(**SMALL, **(FAMILIES.get(family, {}) | changes))
+    config = getattr(transformers, f"{prefix}Config")(**SMALL, **FAMILIES[family])
     torch.manual_seed(0)
     model_class = getattr(transformers, name if name.endswith("Model") else f"{name}ForCausalLM")
     return model_class(config).eval()
@@ -50,42 +51,31 @@ def make_example(length: int, prompt: int) -> dict[str, torch.Tensor]:
 
 
 EXAMPLES = [make_example(length, prompt) for length, prompt in ((30, 5), (12, 11), (25, 1), (7, 7), (30, 20))]
+TOKENS = sum(int((example["labels"][1:] != IGNORED).sum()) for example in EXAMPLES)
 
 
-def direct(network: Any) -> tuple[float, int]:
-    """Return the summed loss and the tokens of the examples, one by one from all their logits."""
-    total = 0.0
+def check_loss(network: Any, tokens: int = 64) -> None:
+    """Compare the summed loss of the examples with that of each one alone, from all its logits."""
+    found, total = score(network, EXAMPLES, plan_passes([30, 12, 25, 7, 30], tokens, 1)), 0.0
     for example in EXAMPLES:
         with torch.inference_mode():
             logits = network(input_ids=example["input_ids"][None], use_cache=False).logits[0]
         targets = example["labels"][1:]
         total += torch.nn.functional.cross_entropy(logits[:-1], targets, ignore_index=IGNORED, reduction="sum").item()
-    return total, sum(int((example["labels"][1:] != IGNORED).sum()) for example in EXAMPLES)
-
-
-def logged_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list to which each cross entropy adds the number of its positions."""
-    sizes: list[int] = []
-    plain = losses._token_scores
-
-    def logging(logits: torch.Tensor, targets: torch.Tensor) -> losses.TokenScores:
-        sizes.append(logits.shape[0])
-        return plain(logits, targets)
-
-    monkeypatch.setattr(losses, "_token_scores", logging)
-    return sizes
+    assert sum(one.tokens for one in found) == TOKENS
+    assert sum(one.total for one in found) == pytest.approx(total, rel=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_head_in_parts_gives_the_losses_of_the_whole_model(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "_LOGITS", 8 * VOCABULARY)
-    sizes, network = logged_sizes(monkeypatch), make_network(family)
+    logged, network = Mock(wraps=losses._token_scores), make_network(family)
+    monkeypatch.setattr(losses, "_token_scores", logged)
     modules = dict(network.named_modules())
     assert LossPerToken(network, EXAMPLES[0]["input_ids"]).in_parts
-    found = score(network, EXAMPLES, plan_passes([30, 12, 25, 7, 30], 64, 1)).total
-    loss, tokens = direct(network)
-    assert (found.tokens, sum(sizes)) == (tokens, tokens) and max(sizes) == 8
-    assert found.loss == pytest.approx(loss, rel=1e-5)
+    check_loss(network)
+    sizes = [len(call.args[0]) for call in logged.call_args_list]
+    assert sum(sizes) == TOKENS and max(sizes) == 8
     assert dict(network.named_modules()) == modules, "the decoder is back in its place"
 
 
@@ -99,8 +89,7 @@ def test_a_model_that_scales_by_its_input_gets_all_logits_at_once(caplog: pytest
             return result
 
     network = ByInput(make_network().config).eval()
-    found = score(network, EXAMPLES, plan_passes([30, 12, 25, 7, 30], 1, 1)).total
-    assert found.loss == pytest.approx(direct(network)[0], rel=1e-5)
+    check_loss(network, tokens=1)
     assert caplog.messages == [
         "ByInput: the head cannot be applied in parts. The logits of a pass are computed at once, which takes more "
         "memory."
@@ -121,8 +110,7 @@ def test_code_of_another_shape_gets_all_logits_at_once(kind: str) -> None:
 
     network = (Old if kind == "no logits_to_keep" else Strict)(make_network().config).eval()
     assert not LossPerToken(network, EXAMPLES[0]["input_ids"]).in_parts
-    found = score(network, EXAMPLES, plan_passes([30, 12, 25, 7, 30], 64, 1)).total
-    assert found.loss == pytest.approx(direct(network)[0], rel=1e-5)
+    check_loss(network)
 
 
 def test_a_pass_without_sequences_is_not_counted() -> None:
@@ -145,40 +133,33 @@ def test_passes_are_bounded_by_their_tokens(tokens: int, ranks: int) -> None:
         assert len(passes) == ranks, "few sequences are shared by all ranks"
 
 
-TRITON = RuntimeError("Triton Error [CUDA]: out of memory")
-CUBLAS = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+FULL = [
+    torch.OutOfMemoryError("Tried to allocate 8.00 GiB."),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+]
 
 
-@pytest.mark.parametrize("raised_on_gpu", [torch.OutOfMemoryError("Tried to allocate 8.00 GiB."), TRITON, CUBLAS])
-@pytest.mark.parametrize(("rows", "error"), [([0, 2], PassOutOfMemoryError), ([0], ModelError)])
-def test_a_pass_that_does_not_fit_is_named(
-    rows: list[int], error: type[Exception], raised_on_gpu: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise raised_on_gpu
-
-    monkeypatch.setattr(losses, "_token_scores", full)
-    with pytest.raises(error) as raised:
-        score(make_network(), EXAMPLES, [rows])
-    if isinstance(raised.value, PassOutOfMemoryError):
-        assert raised.value.tokens == 60
-    else:
-        assert "one sequence of 30 tokens" in str(raised.value) and "evaluation.backend" in str(raised.value)
+@pytest.mark.parametrize("raised_on_gpu", FULL)
+def test_a_pass_that_does_not_fit_is_named(raised_on_gpu: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "_token_scores", Mock(side_effect=raised_on_gpu))
+    with pytest.raises(PassOutOfMemoryError) as raised:
+        score(make_network(), EXAMPLES, [[0, 2]])
+    assert raised.value.tokens == 60
+    with pytest.raises(ModelError, match=r"one sequence of 30 tokens.*evaluation\.backend"):
+        score(make_network(), EXAMPLES, [[0]])
 
 
 def test_another_error_of_a_pass_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("CUDA error: device-side assert triggered")
-
-    monkeypatch.setattr(losses, "_token_scores", fail)
+    error = RuntimeError("CUDA error: device-side assert triggered")
+    monkeypatch.setattr(losses, "_token_scores", Mock(side_effect=error))
     with pytest.raises(RuntimeError, match="device-side assert"):
         score(make_network(), EXAMPLES, [[0, 2]])
 
 
 def test_lengths_do_not_hide_behind_the_bucket_borders() -> None:
     found = score(make_network(), [make_example(length, 1) for length in (128, 129)], [[0, 1]])
-    assert [bucket.tokens for bucket in found.bins[:2]] == [127, 128]
-    assert scores.BUCKETS[0] == 128
+    assert [(one.up_to, one.tokens) for one in as_record(found).by_length] == [(128, 127), (512, 128)]
 
 
 def greedy_example(network: Any, prompt: int, answer: int) -> dict[str, torch.Tensor]:
@@ -210,15 +191,14 @@ def test_exact_examples_are_those_that_greedy_decoding_answers(is_packed: bool) 
     examples = [right, *wrong, long]
     rows = [pack(right, wrong[0], wrong[1]), pack(wrong[2], long)] if is_packed else examples
     found = score(network, rows, [list(range(len(rows)))])
-    assert (found.total.examples, found.total.exact) == (5, 2)
-    assert found.as_record().exact == pytest.approx(0.4)
+    assert len(found) == 5 and as_record(found).exact == pytest.approx(0.4)
 
 
 def test_exact_examples_are_counted_by_source() -> None:
     network = make_network()
     right = greedy_example(network, 6, 9)
     found = score(network, [right, with_another_token(right, 14), right], [[2, 0], [1]], [2, 1])
-    assert [source.exact for source in found.as_record(["a", "b"]).by_source] == [0.5, 1.0]
+    assert [source.exact for source in as_record(found, ["a", "b"]).by_source] == [0.5, 1.0]
 
 
 @pytest.mark.parametrize("passes", [[[0, 1, 2]], [[2], [1, 0]]])
@@ -227,27 +207,30 @@ def test_each_example_has_its_own_loss(passes: list[list[int]]) -> None:
     network = make_network()
     right, long = greedy_example(network, 6, 9), greedy_example(network, 4, 17)
     wrong = with_another_token(right, 10)
-    found = score(network, [pack(right, wrong), long, pack(wrong, long, right)], passes).examples
+    found = score(network, [pack(right, wrong), long, pack(wrong, long, right)], passes)
     places = [(one.sequence, one.start) for one in found]
     expected = {(0, 0): right, (0, 15): wrong, (1, 0): long, (2, 0): wrong, (2, 15): long, (2, 36): right}
     assert places == [*expected]
     for one in found:
-        (alone,) = score(network, [expected[one.sequence, one.start]], [[0]]).examples
+        (alone,) = score(network, [expected[one.sequence, one.start]], [[0]])
         assert one.loss == pytest.approx(alone.loss, rel=1e-5)
         assert (one.tokens, one.exact) == (alone.tokens, alone.exact)
     assert sum(one.exact for one in found) == 4
 
 
+def of_length(bucket: int, total: float) -> ExampleLoss:
+    return ExampleLoss(sequence=0, start=0, source=0, bucket=bucket, tokens=10, total=total, exact=False)
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_is_an_error(loss: float) -> None:
     with pytest.raises(ModelError, match=r"the model's loss is .* per token.*lower learning_rate"):
-        scores.Score(loss=loss, tokens=10, examples=1).means()
+        means([of_length(0, loss)])
 
 
 def test_a_perplexity_that_overflows_is_null() -> None:
     """The exponential of 709.78 is the largest float. The other bucket still has its number."""
-    bins = [scores.Score(loss=loss, tokens=10, examples=1) for loss in (20.0, 7097.0, 7098.0)]
-    record = scores.Scores([*bins, *(scores.Score() for _ in range(3))]).as_record()
+    record = as_record([of_length(number, total) for number, total in enumerate((20.0, 7097.0, 7098.0))])
     shown = [one.perplexity_text() for one in record.by_length]
     assert shown == ["7.39", "1.65e+308", "above 1e+308"]
     text = json.dumps(record.as_json(), allow_nan=False)

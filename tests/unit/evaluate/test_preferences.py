@@ -1,6 +1,7 @@
 """Log-probabilities of both answers of a pair against the model's own logits, and the scores made from them."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -32,22 +33,41 @@ def test_answers_alternate_and_are_cut_as_in_training() -> None:
     assert answers.lengths() == [5, 7, 7, 3, 5, 6]
     assert answers[2]["input_ids"].tolist() == [20, 21, 22, 23, 24, 25, 26]
     assert answers[3]["labels"].tolist() == [-100, -100, 28]
+    completions = Answers([{"prompt_ids": [5, 6], "completion_ids": [7, 8, 9], "label": [True]}], 4)
+    assert completions.lengths() == [4] and completions[0]["labels"].tolist() == [-100, -100, 7, 8]
+
+
+def log_probability(network: Any, ids: torch.Tensor, labels: torch.Tensor) -> float:
+    probable = network(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+    return float(probable.gather(1, ids[1:, None])[:, 0][labels[1:] != -100].sum())
+
+
+def make_reward_model() -> Any:
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    config = LlamaConfig(**sizes, num_attention_heads=2, pad_token_id=0, num_labels=1)
+    return LlamaForSequenceClassification(config).eval()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_log_probabilities_are_those_of_each_answer_alone(ranks: int) -> None:
-    network, answers = make_network(), Answers(PAIRS, LENGTH)
+@pytest.mark.parametrize(
+    ("measure", "make", "alone"),
+    [
+        (score_answers, make_network, log_probability),
+        (rate_answers, make_reward_model, lambda network, ids, _: network(input_ids=ids[None]).logits.item()),
+    ],
+)
+def test_what_is_measured_is_that_of_each_answer_alone(ranks: int, measure: Any, make: Any, alone: Any) -> None:
+    network, answers = make(), Answers(PAIRS, LENGTH)
     passes = plan_passes(answers.lengths(), 16, ranks)
     found: dict[int, float] = {}
     for rank in range(ranks):
-        found |= score_answers(network, answers, [*passes[rank::ranks], []])
+        found |= measure(network, answers, [*passes[rank::ranks], []])
     assert sorted(found) == list(range(6))
     for number in range(6):
-        ids, labels = answers[number]["input_ids"], answers[number]["labels"]
         with torch.inference_mode():
-            probable = network(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
-        chosen = probable.gather(1, ids[1:, None])[:, 0][labels[1:] != -100]
-        assert found[number] == pytest.approx(chosen.sum().item(), abs=1e-4)
+            expected = alone(network, answers[number]["input_ids"], answers[number]["labels"])
+        assert found[number] == pytest.approx(expected, abs=1e-4 if measure is score_answers else 1e-5)
 
 
 def test_scores_of_pairs() -> None:
@@ -66,31 +86,6 @@ def test_scores_of_completions_with_labels() -> None:
     assert score is not None and (score.desirable, score.undesirable, score.accuracy) == (2, 2, 0.75)
     assert score.rewards.model_dump() == pytest.approx({"chosen": 0.375, "rejected": -0.55, "margins": 0.925})
     assert compare_completions(base, tuned, [True] * 4, beta=0.5) is None
-
-
-def test_completions_are_cut_as_in_training() -> None:
-    answers = Answers([{"prompt_ids": [5, 6], "completion_ids": [7, 8, 9], "label": [True]}], 4)
-    assert answers.lengths() == [4]
-    assert answers[0]["labels"].tolist() == [-100, -100, 7, 8]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_rewards_are_those_of_each_answer_alone(ranks: int) -> None:
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        pad_token_id=0, num_labels=1,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    network, answers = LlamaForSequenceClassification(config).eval(), Answers(PAIRS, LENGTH)
-    passes = plan_passes(answers.lengths(), 16, ranks)
-    found: dict[int, float] = {}
-    for rank in range(ranks):
-        found |= rate_answers(network, answers, [*passes[rank::ranks], []])
-    assert sorted(found) == list(range(6))
-    for number in range(6):
-        with torch.inference_mode():
-            alone = network(input_ids=answers[number]["input_ids"][None]).logits.item()
-        assert found[number] == pytest.approx(alone, abs=1e-5)
 
 
 def test_scores_of_a_reward_model() -> None:

@@ -48,8 +48,12 @@ def card(*subsets: str) -> bytes:
     return f"---\nconfigs:{''.join(SUBSET.format(name=name) for name in subsets)}\n---\n".encode()
 
 
+def lines(*examples: Any) -> bytes:
+    return "".join(json.dumps(example) + "\n" for example in examples).encode()
+
+
 def rows(*texts: str) -> bytes:
-    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    return lines(*({"text": text} for text in texts))
 
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1, "note": None}}}
@@ -77,9 +81,7 @@ def hub(folder: Path) -> Iterator[FakeHub]:
         hub.add("datasets/lab/plain", {"README.md": card("default"), **files})
         hub.add("datasets/lab/parts", {"README.md": card("main", "small"), **files})
         for name, examples in AS_WRITTEN.items():
-            hub.add(
-                f"datasets/lab/{name}", {"train.jsonl": "".join(json.dumps(row) + "\n" for row in examples).encode()}
-            )
+            hub.add(f"datasets/lab/{name}", {"train.jsonl": lines(*examples)})
         hub.add("datasets/lab/cells", {"data/train.csv": b"text\nNA\n007\n", "data/test.csv": b"text\nx\n"})
         hub.add("datasets/lab/semicolons", {"README.md": SEMICOLONS, "a.csv": b"prompt;completion\na;b\n"})
         hub.add("datasets/lab/lines", {"train.txt": b"one\ntwo\n"})
@@ -121,14 +123,9 @@ def test_each_split_and_subset_has_its_own_rows_as_they_are_in_the_files(hub: Fa
 
 
 def test_what_the_hub_does_not_have_or_cannot_be_read_is_refused(hub: FakeHub, folder: Path) -> None:
-    split, subset, none, broken = ask(
-        hub,
-        folder,
-        ("lab/plain:trian", TRAIN, {}),
-        ("lab/parts", TRAIN, {"subset": "smal"}),
-        ("lab/parts", TRAIN, {}),
-        ("lab/broken", TRAIN, {}),
-    )
+    named = {"lab/plain:trian": {}, "lab/parts": {"subset": "smal"}, "lab/broken": {}}
+    questions = [(name, TRAIN, settings) for name, settings in named.items()]
+    split, subset, broken, none = ask(hub, folder, *questions, ("lab/parts", TRAIN, {}))
     assert split == "Hub data set lab/plain has no split trian, only train, test. Name one, as in lab/plain:train."
     start = "Cannot load hub data set lab/parts: it "
     assert subset == f"{start}has no subset 'smal'. Did you mean 'small'? Existing: main, small."

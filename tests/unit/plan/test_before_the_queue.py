@@ -2,17 +2,16 @@
 
 import json
 import sys
-from collections.abc import Callable, Mapping
-from importlib import import_module
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardmake import cli
-from shardmake.memory import cache
+from tests.plan_in_process import plan_in_this_process
 from tests.unit.data.test_encode import MARKED, make_tokenizer
-from tests.unit.plan.test_abilities import BLOOM, GEMMA2, GPT2, OPT, T5
+from tests.unit.plan.test_abilities import BLOOM, GPT2
 from tests.unit.plans import LLAMA
 
 TEXTS = [{"text": "a b c"}, {"text": "d e f g"}] * 3
@@ -30,25 +29,15 @@ def plan(
 ) -> Callable[..., tuple[int, str]]:
     """Plan a run of the model ``config`` and the rows of ``data`` in this process; return status and output."""
 
-    def run_helper(module: str, request: Mapping[str, Any], doing: str) -> Any:
-        return json.loads(json.dumps(import_module(module).answer(json.loads(json.dumps(request)))))
-
     def run(config: dict[str, Any], data: str, template: str | None, settings: dict[str, Any]) -> tuple[int, str]:
         make_tokenizer(template).save_pretrained("base")
         Path("base/config.json").write_text(json.dumps(config))
         Path("train.jsonl").write_text(data)
         values = {
-            "model": "./base",
-            "data": {"train": "train.jsonl"},
-            "sequence_length": 16,
-            "global_batch_size": 2,
-            "micro_batch_size": 1,
-            "max_steps": 2,
-            "learning_rate": 1e-3,
-            "strategy": "ddp",
-            "gradient_checkpointing": False,
-            **settings,
-        }
+            "model": "./base", "data": {"train": "train.jsonl"}, "sequence_length": 16, "global_batch_size": 2,
+            "micro_batch_size": 1, "max_steps": 2, "learning_rate": 1e-3, "strategy": "ddp",
+            "gradient_checkpointing": False, **settings,
+        }  # fmt: skip
         Path("cluster.json").write_text(json.dumps(CLUSTER))
         Path("config.json").write_text(json.dumps({"cluster": "cluster.json", "runs": {"ours": values}}))
         monkeypatch.setattr(sys, "argv", ["shardmake", "plan", "ours", "--config", "config.json"])
@@ -57,7 +46,7 @@ def plan(
         return int(end.value.code or 0), "".join(capfd.readouterr())
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cache, "run_helper", run_helper)
+    plan_in_this_process(monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return run
 
@@ -77,11 +66,7 @@ REFUSED: dict[str, Case] = {
     ),
     "columns": (LLAMA, lines([{"body": "a"}] * 2), MARKED, {}, "unknown format. The columns are"),
     "nothing to learn": (LLAMA, lines([{"messages": SHORT}] * 2), MARKED, {}, "has a token to learn"),
-    "gemma2 sdpa": (GEMMA2, lines(TEXTS), MARKED, {"attention": "sdpa"}, "attention: sdpa cannot be used"),
     "bloom": (BLOOM, lines(TEXTS), MARKED, {}, "packing: true cannot be used: BloomForCausalLM"),
-    "opt": (OPT, lines(TEXTS), MARKED, {}, "packing: true cannot be used: OPTForCausalLM"),
-    "t5": (T5, lines(TEXTS), MARKED, {}, "is an encoder-decoder model (t5)"),
-    "lora targets": (LLAMA, lines(TEXTS), MARKED, {"method": "lora", "lora": {"targets": ["x"]}}, "target not found"),
     "protocol": (LLAMA, lines(TEXTS), MARKED, {"push": {"to": "s4://x/y"}}, "does not know the protocol s4://"),
     "folder": (LLAMA, lines(TEXTS), MARKED, {"push": {"to": "file:/proc/x"}}, "no folder can be created in /proc"),
     "no learning": (

@@ -46,17 +46,12 @@ def test_a_row_of_another_form_is_reported() -> None:
 @pytest.mark.parametrize(
     ("gres", "gpus"),
     [
-        ("(null)", {}),
-        ("gpu:4", {"": 4}),
-        ("gpu", {"": 1}),
-        ("gpu:a100:8", {"a100": 8}),
-        ("gpu:a100", {"a100": 1}),
-        ("gpu:a100:8(S:0-1)", {"a100": 8}),
+        ("(null)", {}), ("gpu:4", {"": 4}), ("gpu", {"": 1}), ("gpu:a100:8", {"a100": 8}), ("gpu:a100", {"a100": 1}),
         ("gpu:nvidia_a100-sxm4-80gb:8(S:0,2,4,6)", {"nvidia_a100-sxm4-80gb": 8}),
         ("gpu:a100_1g.5gb:7,gpu:a100_3g.20gb:2", {"a100_1g.5gb": 7, "a100_3g.20gb": 2}),
         ("shard:16,gpu:l40s:4,nvme:2", {"l40s": 4}),
     ],
-)
+)  # fmt: skip
 def test_gpus_of_generic_resources(gres: str, gpus: dict[str, int]) -> None:
     assert parse_gpus(gres) == gpus
 
@@ -64,36 +59,36 @@ def test_gpus_of_generic_resources(gres: str, gpus: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("constraint", "may_match"),
     [
-        (None, True),
-        ("h100", True),
-        ("a100", False),
-        ("h100&ib", True),
-        ("h100,ib", True),
-        ("h100&a100", False),
-        ("a100|h100", True),
-        ("a100|v100", False),
-        ("a100|v100&ib", False),
-        ("a100&v100|ib", True),
-        ("[rack1|rack2]", True),
-        ("a100*2&ib*4", True),
+        (None, True), ("h100", True), ("a100", False), ("h100&ib", True), ("h100,ib", True), ("h100&a100", False),
+        ("a100|h100", True), ("a100|v100", False), ("a100|v100&ib", False), ("a100&v100|ib", True),
+        ("[rack1|rack2]", True), ("a100*2&ib*4", True),
     ],
-)
+)  # fmt: skip
 def test_features_against_a_constraint(constraint: str | None, may_match: bool) -> None:
     assert satisfies({"h100", "ib"}, constraint) is may_match
 
 
+MIXED = {"partition": "mixed", "time_limit": "0:02:00"}
+
+
 @pytest.mark.parametrize(
-    ("asked", "slurm"),
+    ("asked", "on"),
     [
-        (plan(), {}),
-        (plan(nodes=3), {"partition": None}),
-        (plan(nodes=16, cpus=96, memory_gib=1000), {"partition": "mixed", "constraint": "h100"}),
-        (plan(nodes=2, cpus=128, memory_gib=2000), {"partition": "mixed", "constraint": "highmem"}),
-        (plan(nodes=18, cpus=96), {"partition": "mixed"}),
+        (plan(), cluster(time_limit="0:02:00")),
+        (plan(nodes=3), cluster(partition=None)),
+        (plan(nodes=16, cpus=96, memory_gib=1000), cluster(constraint="h100", **MIXED)),
+        (plan(nodes=2, cpus=128, memory_gib=2000), cluster(constraint="highmem", **MIXED)),
+        (plan(nodes=18, cpus=96), cluster(**MIXED)),
+        (plan(), cluster(cpu_partition="mixed", stage_time_limit="0:02:00")),
+        # The GPU type decides which nodes count: small old nodes in the same partition do not matter.
+        (plan(nodes=16, cpus=96), cluster("h100", gpu_type="h100", **MIXED)),
+        (plan(nodes=4), cluster("a100-80gb", gpu_type="nvidia_a100-sxm4-80gb", **MIXED)),
+        (plan(nodes=28), cluster("h100", **MIXED)),
+        (plan(nodes=30), cluster("h100", gpu_request="none", **MIXED)),
     ],
 )
-def test_a_request_within_the_limits_passes(asked: Plan, slurm: dict[str, object]) -> None:
-    check_request(asked, cluster(**{"time_limit": "0:02:00", **slurm}), PARTITIONS)
+def test_a_request_within_the_limits_passes(asked: Plan, on: Cluster) -> None:
+    check_request(asked, on, PARTITIONS)
 
 
 def test_memory_for_which_slurm_is_not_asked_is_not_compared() -> None:
@@ -102,22 +97,6 @@ def test_memory_for_which_slurm_is_not_asked_is_not_compared() -> None:
     check_request(plan(), cluster(memory="none"), bare)
     with pytest.raises(ShardmakeError, match="its nodes have up to 0 GiB"):
         check_request(plan(), cluster(), bare)
-
-
-def test_the_jobs_of_the_stages_have_a_limit_of_their_own() -> None:
-    check_request(plan(), cluster(cpu_partition="mixed", stage_time_limit="0:02:00"), PARTITIONS)
-
-
-def test_the_gpu_type_decides_which_nodes_count() -> None:
-    """Small old nodes in the same partition do not matter."""
-    slurm = {"partition": "mixed", "time_limit": "0:02:00"}
-    check_request(plan(nodes=16, cpus=96), cluster("h100", gpu_type="h100", **slurm), PARTITIONS)
-    check_request(plan(nodes=4), cluster("a100-80gb", gpu_type="nvidia_a100-sxm4-80gb", **slurm), PARTITIONS)
-    check_request(plan(nodes=28), cluster("h100", **slurm), PARTITIONS)
-    check_request(plan(nodes=30), cluster("h100", gpu_request="none", **slurm), PARTITIONS)
-
-
-MIXED = {"partition": "mixed", "time_limit": "0:02:00"}
 
 
 @pytest.mark.parametrize(

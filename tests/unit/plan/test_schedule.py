@@ -1,6 +1,5 @@
 """The plan tries a schedule with its arguments."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -12,10 +11,7 @@ from tests.unit.plans import make_run
 
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer(_module: str, request: Mapping[str, Any], _doing: str) -> Any:
-        return schedule.answer(request)
-
-    monkeypatch.setattr(schedule, "cached_helper", answer)
+    monkeypatch.setattr(schedule, "cached_helper", lambda _module, request, _doing: schedule.answer(request))
 
 
 def check(name: str, arguments: dict[str, Any], **changes: Any) -> str | None:
@@ -37,11 +33,7 @@ def test_the_rates_of_a_sound_schedule_are_stated() -> None:
     ("name", "arguments", "words"),
     [
         ("warmup_stable_decay", {}, "'num_decay_steps'"),
-        (
-            "warmup_stable_decay",
-            {"num_decay_steps": 500},
-            "0.0009 at most.*of these, so it never reaches learning_rate",
-        ),
+        ("warmup_stable_decay", {"num_decay_steps": 500}, "0.0009 at most.*these, so it never reaches learning_rate"),
         ("cosine_with_min_lr", {}, "min_lr or min_lr_rate"),
         ("cosine_with_min_lr", {"min_lr_rate": 3}, "0.003 at most.*above learning_rate"),
         ("polynomial", {"powr": 2}, "'powr'"),

@@ -52,9 +52,7 @@ def test_the_plan_suggests_single_changes_if_nothing_fits(folders: dict[str, str
     assert not rundir.plan.exists()
 
 
-def test_a_precomputed_reference_is_the_cheapest_change_where_a_second_model_does_not_fit(
-    folders: dict[str, str],
-) -> None:
+def test_a_precomputed_reference_is_the_cheapest_change_if_two_models_do_not_fit(folders: dict[str, str]) -> None:
     """Changes that the objective refuses, such as a fused loss or QLoRA, are not suggested."""
     settings = {"objective": "dpo", "packing": False, "strategy": "zero3", "nodes": 1, "gradient_checkpointing": True}
     run = run_of(folders["eight"], micro_batch_size=4, **settings)
@@ -78,10 +76,8 @@ def test_a_traced_model_gets_planned_changes(tmp_path: Path, monkeypatch: pytest
     config = {**TINY, "model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "vocab_size": 2_000_000}
     (tmp_path / "config.json").write_text(json.dumps(config))
     named = {"strategy": "ddp", "sequence_length": 128, "nodes": 1, "method": "qlora", "activation_offload": True}
-    settings = resolve(
-        run_of(str(tmp_path), **named, micro_batch_size=64, global_batch_size=64),
-        gpus(processes_per_node=1, max_nodes=1),
-    )
+    run = run_of(str(tmp_path), **named, micro_batch_size=64, global_batch_size=64)
+    settings = resolve(run, gpus(processes_per_node=1, max_nodes=1))
     assert {one.setting: one.value for one in suggest(settings)} == {"loss": "fused", "micro_batch_size": "auto"}
 
 
@@ -100,13 +96,10 @@ def test_a_fused_loss_is_the_cheapest_change_for_long_sequences(tmp_path: Path) 
     run = run_of(str(tmp_path), sequence_length=131072, global_batch_size=8, nodes=1)
     with pytest.raises(NothingFitsError) as caught:
         choose_run(run, gpus())
-    kinds = list(levers(caught.value.settings))
-    assert kinds == [
-        ("loss", ["fused", "chunked"]),
-        ("sequence_parallel", [2, 4, 8]),
-        ("tensor_parallel", [2, 4, 8]),
+    assert list(levers(caught.value.settings)) == [
+        ("loss", ["fused", "chunked"]), ("sequence_parallel", [2, 4, 8]), ("tensor_parallel", [2, 4, 8]),
         ("activation_offload", [True]),
-    ]
+    ]  # fmt: skip
     first = suggest(caught.value.settings)[0]
     assert (first.setting, first.value) == ("loss", "fused")
     assert "GiB per GPU" in first.outcome and " s per step" in first.outcome
@@ -115,9 +108,8 @@ def test_a_fused_loss_is_the_cheapest_change_for_long_sequences(tmp_path: Path) 
 
 
 def test_what_the_run_fixed_is_advice_and_not_planned(folders: dict[str, str], tmp_path: Path) -> None:
-    run = run_of(
-        folders["eight"], sequence_length=2048, strategy="zero3-offload", micro_batch_size=1, global_batch_size=64
-    )
+    fixed = {"strategy": "zero3-offload", "micro_batch_size": 1}
+    run = run_of(folders["eight"], sequence_length=2048, global_batch_size=64, **fixed)
     plan = plan_offline(run, gpus(), RunDir(tmp_path / "chat"))
     assert (plan.choice.strategy, plan.choice.micro_batch_size) == ("zero3-offload", 1)
     advice = next(line for line in plan.advice if line.startswith("without offload: strategy: auto ("))
@@ -141,9 +133,8 @@ def test_triton_s_losses_are_not_suggested_before_ampere(folders: dict[str, str]
 
 def test_a_loss_without_whole_logits_is_advice_where_they_are_the_peak(folders: dict[str, str], tmp_path: Path) -> None:
     """One H100 with an 8B LoRA held 4.5 GiB more than TRL, whose default loss makes logits in parts."""
-    run = run_of(
-        folders["eight"], method="lora", sequence_length=4096, global_batch_size=2, micro_batch_size=1, strategy="ddp"
-    )
+    sizes = {"sequence_length": 4096, "global_batch_size": 2, "micro_batch_size": 1}
+    run = run_of(folders["eight"], method="lora", strategy="ddp", **sizes)
     one = gpus(processes_per_node=1, max_nodes=1)
     plan = plan_offline(run, one, RunDir(tmp_path / "chat"))
     (line,) = [line for line in plan.advice if line.startswith("less GPU memory: loss: chunked (ddp, ")]
