@@ -115,11 +115,9 @@ def test_misspelt_keys_are_refused() -> None:
     files = render("zero3")
     zero = files.deepspeed["zero_optimization"] | {"stage3_prefetch_bucket": 1}
     broken = replace(
-        files,
-        accelerate=files.accelerate | {"num_machine": 2},
-        deepspeed=files.deepspeed | {"zero_optimization": zero},
+        files, accelerate=files.accelerate | {"num_machine": 2}, deepspeed=files.deepspeed | {"zero_optimization": zero},
         training=with_arguments(files.training, learnig_rate=1.0, of_tomorrow=1),
-    )
+    )  # fmt: skip
     expected = r"(?s)num_machine.*learnig_rate.*stage3_prefetch_bucket.*does not read of_tomorrow"
     with pytest.raises(ShardmakeError, match=expected):
         check("zero3", broken)

@@ -306,22 +306,12 @@ EVERYTHING_TAKEN = {
             "reduce_bucket_size": 1e6, "allgather_bucket_size": 1e6, "overlap_comm": True,
             "round_robin_gradients": True, "ignore_unused_parameters": False, "cpu_offload": False,
         },
-        "communication_data_type": "bf16",
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "steps_per_print": 5,
-        "wall_clock_breakdown": True,
-        "memory_breakdown": True,
-        "dump_state": True,
-        "comms_logger": {"enabled": True},
-        "torch_autocast": {"enabled": False, "dtype": "bfloat16"},
-        "checkpoint": {"load_universal": False},
+        "communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "fp32"}, "steps_per_print": 5,
+        "wall_clock_breakdown": True, "memory_breakdown": True, "dump_state": True, "comms_logger": {"enabled": True},
+        "torch_autocast": {"enabled": False, "dtype": "bfloat16"}, "checkpoint": {"load_universal": False},
     },
-    "zero3-offload": HF_ZERO3
-    | {
-        "optimizer": {},
-        "scheduler": {},
-        "zero_optimization": HF_ZERO3["zero_optimization"]
-        | {
+    "zero3-offload": HF_ZERO3 | {
+        "optimizer": {}, "scheduler": {}, "zero_optimization": HF_ZERO3["zero_optimization"] | {
             "sub_group_size": 1e4, "stage3_prefetch_bucket_size": 1000, "stage3_param_persistence_threshold": 10,
             "stage3_max_live_parameters": 1e6, "stage3_max_reuse_distance": 1e5, "enable_sanity_checks": True,
             "log_trace_cache_warnings": True,
