@@ -640,7 +640,7 @@ def status(
 ) -> None:
     """Show the state of a run or of all runs, of trainings and of results; changes nothing."""
     from shardmake.commands.driver_state import describe_drivers
-    from shardmake.commands.status import describe, print_status, read_states, status_json
+    from shardmake.commands.status import COLUMNS, cells, describe, print_table, read_states, status_json
     from shardmake.commands.status import watch as watch_states
 
     read, cluster = _read_again(name, config, runs)
@@ -654,7 +654,7 @@ def status(
     elif name:
         typer.echo(describe(run, cluster, RunDir(runs / name)))
     else:
-        print_status(read_states(read, cluster, runs))
+        print_table([*COLUMNS], [cells(state) for state in read_states(read, cluster, runs)])
         if cluster.executor == "slurm":
             typer.echo("\n".join(describe_drivers(runs, read.runs)), nl=False)
 

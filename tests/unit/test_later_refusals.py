@@ -100,7 +100,7 @@ ROWS: dict[Why | str, str] = {
     "plan/refusals.py:wrong_packing": "data/dataset.py:check_isolation",
     "plan/parallelism.py:wrong_sequence_parallel": "train/sequence_parallel.py:check_parts",
     "push/check.py:check_destinations": "push/folder.py:refuse_foreign push/hub.py:connect",
-    "push/check.py:check_push": "push/bundle.py:_refuse_secrets",
+    "push/check.py:check_push": "push/bundle.py:make_bundle",
 }
 TABLE = {row: why for why, rows in ROWS.items() for row in rows.split()}
 

@@ -5,9 +5,10 @@ What a person names, a whole run or what other settings left behind, may be the 
 
 import logging
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
@@ -32,11 +33,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Removable:
-    """A folder that can be removed, its bytes, and the reason."""
+    """A folder that can be removed, and the reason."""
 
     path: Path
-    size: int
     reason: str
+
+    @cached_property
+    def size(self) -> int:
+        """Its bytes."""
+        return tree_size(self.path)
 
 
 def clean(runs: Path, *, remove: bool, names: Container[str] | None = None) -> list[Removable]:
@@ -78,7 +83,7 @@ def clean_named(
     found = [_whole(runs, name) for name in dict.fromkeys(names)]
     for pattern in _SET_ASIDE if set_aside else ():
         reason = "set aside: it belongs to other settings, or to a training that was replaced"
-        found += [Removable(path, tree_size(path), reason) for path in sorted(runs.glob(pattern))]
+        found += [Removable(path, reason) for path in sorted(runs.glob(pattern))]
     for item in found:
         logger.info("%10s  %s  (%s)", format_bytes(item.size), item.path, item.reason)
     if not found:
@@ -94,7 +99,7 @@ def clean_named(
 
 
 _SET_ASIDE: Final = ("*/train/checkpoints-of-*", "*/train/output-of-*", "*/train-before-*")
-"""Folders of `shardmake.run.set_aside` and of ``shardmake retrain``, below that of the runs."""
+"""Folders of `stash_and_restore` and of ``shardmake retrain``, below that of the runs."""
 
 
 def _take_away(runs: Path, folder: Path) -> bool:
@@ -123,8 +128,7 @@ def _whole(runs: Path, name: str) -> Removable:
         worth = "pushed" if is_pushed(rundir) else worth
     except ShardmakeError:
         worth = "its receipts cannot be read"
-    parts = [worth, *(f"{name} starts from its model" for name in sorted(users))]
-    return Removable(rundir.root, tree_size(rundir.root), "; ".join(parts))
+    return Removable(rundir.root, "; ".join([worth, *(f"{name} starts from its model" for name in sorted(users))]))
 
 
 @contextmanager
@@ -205,17 +209,13 @@ def _removable(rundir: RunDir) -> Iterator[Removable]:
     retention = TrainingSettings.read(rundir.training).checkpoints.retention
     # The newest checkpoint, the best one, and those that the configuration keeps permanently.
     kept = replace(Retention(**dict(retention)), keep=1).kept([record for record, _ in found])
-    for record, path in found:
-        if record.step not in kept:
-            yield Removable(path, tree_size(path), "a newer checkpoint is kept, and the model was pushed")
-    for _, path in store.checkpoints(rundir.checkpoints):
-        if found and is_unfinished(path):
-            yield Removable(path, tree_size(path), "incomplete: the save was interrupted")
-    for path in store.damaged(rundir.checkpoints):
-        yield Removable(path, tree_size(path), "damaged, and a newer checkpoint is valid")
-    if rundir.resharded.exists():
-        yield Removable(rundir.resharded, tree_size(rundir.resharded), "training resumed from it and finished")
-    if (cache := rundir.fetched / "cache").exists():
-        yield Removable(cache, tree_size(cache), "the cache of fetched examples, which the run has in files of its own")
-    for path in rundir.root.glob(".*.partial"):
-        yield Removable(path, tree_size(path), "a merge was interrupted, and the model is complete")
+    saves = store.checkpoints(rundir.checkpoints) if found else ()
+    reasons: dict[str, Iterable[Path]] = {
+        "a newer checkpoint is kept, and the model was pushed": (it for one, it in found if one.step not in kept),
+        "incomplete: the save was interrupted": (path for _, path in saves if is_unfinished(path)),
+        "damaged, and a newer checkpoint is valid": store.damaged(rundir.checkpoints),
+        "training resumed from it and finished": rundir.train.glob(rundir.resharded.name),
+        "the cache of fetched examples, which the run has in files of its own": rundir.fetched.glob("cache"),
+        "a merge was interrupted, and the model is complete": rundir.root.glob(".*.partial"),
+    }
+    return (Removable(path, reason) for reason, paths in reasons.items() for path in paths)

@@ -4,8 +4,7 @@ import contextlib
 import itertools
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 from shardmake.commands.stage_logs import read_stage_log
 from shardmake.commands.status import queue_of
@@ -32,15 +31,11 @@ def for_each(rundirs: Sequence[RunDir], action: Callable[[RunDir], str]) -> str:
         try:
             lines.append(action(rundir))
             done = True
-        except ConfigError as nothing:
-            lines.append(str(nothing))
-        except SlurmError as error:
+        except (ConfigError, SlurmError) as error:
             lines.append(str(error))
-            refused = True
-    if refused:
-        raise SlurmError("\n".join(lines))
-    if not done:
-        raise ConfigError("\n".join(lines))
+            refused |= isinstance(error, SlurmError)
+    if refused or not done:
+        raise (SlurmError if refused else ConfigError)("\n".join(lines))
     return "\n".join(lines)
 
 
@@ -56,13 +51,14 @@ def request_stop(rundir: RunDir, cluster: Cluster) -> str:
     if not rundir.job.exists() and living_driver(rundir) is None:
         raise ConfigError(f"Nothing to stop: {rundir.name}. It has no training job. See: shardmake status")
     open_file(rundir.stop_file, "a").close()
-    waiting = _pending_job(rundir, cluster)
-    when = (
-        f"Job {waiting} still waits in the queue: its ranks save and stop after the first step once it has started. To "
-        f"cancel the job instead: shardmake cancel {rundir.name}."
-        if waiting
-        else "The ranks save and stop after their current step."
-    )
+    job, queue = SubmittedJob.read_if_exists(rundir.job), queue_of([rundir], cluster)
+    found = queue.get(job.id) if job and queue else None
+    when = "The ranks save and stop after their current step."
+    if job and found and found.state is JobState.PENDING:
+        when = (
+            f"Job {job.id} still waits in the queue: its ranks save and stop after the first step once it has started. "
+            f"To cancel the job instead: shardmake cancel {rundir.name}."
+        )
     return f"Requested a stop ({short_path(rundir.stop_file)}). {when} To resume, run the workflow again."
 
 
@@ -85,13 +81,6 @@ def retrain(rundir: RunDir) -> str:
     )
 
 
-def _pending_job(rundir: RunDir, cluster: Cluster) -> str | None:
-    """Return the run's job if Slurm answers that it waits in the queue."""
-    job, queue = SubmittedJob.read_if_exists(rundir.job), queue_of([rundir], cluster)
-    found = queue.get(job.id) if job and queue else None
-    return job.id if job and found and found.state is JobState.PENDING else None
-
-
 def cancel(rundir: RunDir, cluster: Cluster) -> str:
     """Cancel the training job of a run, and return the job that was cancelled.
 
@@ -103,8 +92,11 @@ def cancel(rundir: RunDir, cluster: Cluster) -> str:
         raise ConfigError(f"Nothing to cancel: {rundir.name}. It has no training job. See: shardmake status")
     if cluster.executor == "slurm":
         _cancel_in_slurm(rundir, cluster, job.id)
+    elif LocalJobs(rundir.root).status(job.id).state is not JobState.RUNNING:
+        raise ConfigError(f"Nothing to cancel: {rundir.name}. Its process has ended. See: shardmake status")
     else:
-        _interrupt(rundir, job.id)
+        with contextlib.suppress(ProcessLookupError):  # it ended in this moment
+            os.kill(int(job.id.partition("@")[0]), signal.SIGINT)
     return f"Cancelled job {job.id} of {rundir.name}. The next run of the workflow resumes from the newest checkpoint."
 
 
@@ -118,13 +110,6 @@ def _cancel_in_slurm(rundir: RunDir, cluster: Cluster, job: str) -> None:
     answer = run_slurm("scancel", job)
     if answer.returncode != 0:
         raise SlurmError(f"Cannot cancel job {job} of {rundir.name}: {answer.stderr.strip()}.")
-
-
-def _interrupt(rundir: RunDir, job: str) -> None:
-    if LocalJobs(rundir.root).status(job).state is not JobState.RUNNING:
-        raise ConfigError(f"Nothing to cancel: {rundir.name}. Its process has ended. See: shardmake status")
-    with contextlib.suppress(ProcessLookupError):  # it ended in this moment
-        os.kill(int(job.partition("@")[0]), signal.SIGINT)
 
 
 def read_logs(rundir: RunDir, stage: str, rank: int | None, lines: int, attempt: int | None = None) -> str:
@@ -141,7 +126,11 @@ def read_logs(rundir: RunDir, stage: str, rank: int | None, lines: int, attempt:
                     f"{option} {value}: {rundir.name} has no attempt of {stage}. Run it without {option}."
                 )
         return read_stage_log(rundir, stage, lines)
-    folder, parts = _attempt_dir(rundir, attempts, attempt), []
+    number = max(attempts) if attempt is None else attempt
+    if number not in attempts:
+        known = numbered("attempt", sorted(attempts))
+        raise ConfigError(f"--attempt {number}: {rundir.name} has no such attempt. It has {known}.")
+    folder, parts = AttemptDir(attempts[number]), []
     for file in sorted(folder.root.glob("node-*.log")):
         found = read_bytes(file).decode(errors="replace").splitlines()
         if rank is not None:
@@ -154,11 +143,3 @@ def read_logs(rundir: RunDir, stage: str, rank: int | None, lines: int, attempt:
     if rank is not None and not parts:
         raise ConfigError(f"--rank {rank}: no line of this rank in {short_path(folder.root)}. Run it without --rank.")
     return "\n".join(parts)
-
-
-def _attempt_dir(rundir: RunDir, attempts: Mapping[int, Path], number: int | None) -> AttemptDir:
-    found = max(attempts) if number is None else number
-    if found not in attempts:
-        known = numbered("attempt", sorted(attempts))
-        raise ConfigError(f"--attempt {number}: {rundir.name} has no such attempt. It has {known}.")
-    return AttemptDir(attempts[found])

@@ -31,22 +31,16 @@ def driver_jobs(runs: Path, names: Collection[str]) -> dict[str, DriverJobStatus
         queue = jobs_of(*unfinished) if unfinished else {}
     except SlurmError:
         queue = None
-    return {
-        run: status
-        for folder, workflow, common in found
-        for status in [_status(folder, workflow, queue)]
-        for run in common
-    }
+    states = ((_status(folder, workflow, queue), common) for folder, workflow, common in found)
+    return {run: status for status, common in states for run in common}
 
 
 def _status(folder: DriverDir, workflow: Workflow, queue: Mapping[str, JobStatus] | None) -> DriverJobStatus:
     """Return the state of the driver jobs of a workflow; ``queue`` has those in the queue, None without an answer."""
     state, log = DriverState.read(folder.state), short_path(folder.log)
     last = state.jobs[-1] if state.jobs else None
-    if state.end == "done":
-        return DriverJobStatus(job=last, state="done", log=log)
-    if queue is None:
-        return DriverJobStatus(job=last, state="unknown", log=log)
+    if state.end == "done" or queue is None:
+        return DriverJobStatus(job=last, state="done" if state.end == "done" else "unknown", log=log)
     active = [(job, status) for job, status in queue.items() if status.job_name == workflow.name]
     for job, status in sorted(active, key=lambda item: item[1].state is not JobState.RUNNING):
         name: Literal["running", "pending"] = "running" if status.state is JobState.RUNNING else "pending"

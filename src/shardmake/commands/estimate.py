@@ -58,32 +58,31 @@ class EstimateResult:
     """The numbers that went in, by name."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the documented JSON object; ``candidates`` holds one object per strategy."""
+        """Return the documented JSON object; ``candidates`` holds one object per strategy, sizes in bytes."""
         return {
             "model": self.model.architecture,
             "parameters": self.model.parameters,
             "trainable": self.split.trainable,
             "largest_tensor": self.model.largest_tensor,
             "largest_layer": self.model.largest_block,
-            "candidates": [_row_json(row) | {"chosen": row is self.choice} for row in self.rows],
+            "candidates": [
+                {
+                    "strategy": row.choice.strategy,
+                    "gradient_checkpointing": row.choice.gradient_checkpointing,
+                    "nodes": row.choice.nodes,
+                    **row.memory.as_json(),
+                    "fits": row.fits,
+                    "headroom": row.headroom.name.lower() if row.fits else None,
+                    "reason": row.reason,
+                    "step_seconds": row.step_seconds,
+                    "chosen": row is self.choice,
+                }
+                for row in self.rows
+            ],
             "traced_tokens": self.traced_tokens,
             "advice": self.advice,
             "calibration": self.measured and asdict(self.measured),
         }
-
-
-def _row_json(row: Candidate) -> dict[str, Any]:
-    """Return one candidate; sizes in bytes."""
-    return {
-        "strategy": row.choice.strategy,
-        "gradient_checkpointing": row.choice.gradient_checkpointing,
-        "nodes": row.choice.nodes,
-        **row.memory.as_json(),
-        "fits": row.fits,
-        "headroom": row.headroom.name.lower() if row.fits else None,
-        "reason": row.reason,
-        "step_seconds": row.step_seconds,
-    }
 
 
 @one_library_process()
@@ -95,31 +94,20 @@ def estimate(request: EstimateRequest) -> EstimateResult:
     if request.probe:
         calibration.keep(settings.hardware.accelerator.name, probe(settings.model))
     planner = CachedPlanner(settings)
+    possible = choices(settings, _strategies(request, settings.run))
     with warn_while_slow("Comparing strategies"):
-        rows = candidates(request, planner)
+        rows = planner.simulate_all(sorted(possible, key=lambda choice: not choice.gradient_checkpointing))
     measured = calibration.read(settings.hardware.accelerator.name)
     result = EstimateResult(
-        request,
-        settings.model,
-        settings.split,
-        tuple(rows),
-        measured=measured,
-        traced_tokens=planner.traced_tokens(rows[0].choice),
-        inputs=_inputs(settings),
-    )
+        request, settings.model, settings.split, tuple(rows), measured=measured,
+        traced_tokens=planner.traced_tokens(rows[0].choice), inputs=_inputs(settings),
+    )  # fmt: skip
     if not any(row.fits for row in rows):
         with warn_while_slow("Nothing fits; planning single changes that would"):
             return replace(result, advice=smallest_change(request))
     choice, _ = choose(rows, planner)
     fallbacks, _ = find_fallbacks(choice, rows, planner)
     return replace(result, choice=choice, reason=reason_of(choice, rows, fallbacks))
-
-
-def candidates(request: EstimateRequest, planner: CachedPlanner) -> list[Candidate]:
-    """Return each strategy that ``request`` names or leaves open, simulated."""
-    settings = planner.settings
-    possible = choices(settings, _strategies(request, settings.run))
-    return planner.simulate_all(sorted(possible, key=lambda choice: not choice.gradient_checkpointing))
 
 
 def _inputs(settings: ResolvedRun) -> dict[str, str]:
@@ -158,8 +146,7 @@ def resolve_request(request: EstimateRequest) -> ResolvedRun:
         wrong_activation_offload(run, cluster),
     )
     usable = kernels_of(settings.hardware, settings.precision, run.objective)
-    fastest = settings.abilities.best_attention(usable, packing=False)
-    attention = request.attention or fastest
+    attention = request.attention or settings.abilities.best_attention(usable, packing=False)
     for strategy in request.strategies or ("auto",):
         trained = run.model_copy(update={"strategy": strategy})
         refuse(
@@ -178,11 +165,6 @@ def _run(request: EstimateRequest) -> Run:
     shared = request.sequence_parallel * request.tensor_parallel
     groups = max(1, request.nodes * request.gpus_per_node // shared)
     values = {name: value for name, value in vars(request).items() if name in Run.model_fields}
-    lora = {
-        "rank": request.lora_rank,
-        "targets": targets if targets == "all-linear" else [*filter(None, map(str.strip, targets.split(",")))],
-        "dropout": request.lora_dropout,
-    }
     values |= {
         "data": {"train": "train.jsonl"},
         "sequence_length": length,
@@ -192,7 +174,11 @@ def _run(request: EstimateRequest) -> Run:
         "learning_rate": 1e-4,
         "attention": request.attention or "auto",
         "gradient_checkpointing": "auto" if checkpointing is None else checkpointing,
-        "lora": lora,
+        "lora": {
+            "rank": request.lora_rank,
+            "targets": targets if targets == "all-linear" else [*filter(None, map(str.strip, targets.split(",")))],
+            "dropout": request.lora_dropout,
+        },
     }
     return parse_section(Run, values | _objective_keys(request), "The options")
 
@@ -211,27 +197,20 @@ def _objective_keys(request: EstimateRequest) -> dict[str, Any]:
 
 def _cluster(request: EstimateRequest) -> Cluster:
     values = {
-        "executor": "local",
-        "accelerator": request.accelerator,
-        "gpu_memory_gib": request.gpu_memory,
-        "max_nodes": request.nodes,
-        "processes_per_node": request.gpus_per_node,
+        "executor": "local", "accelerator": request.accelerator, "gpu_memory_gib": request.gpu_memory,
+        "max_nodes": request.nodes, "processes_per_node": request.gpus_per_node,
         "cpus_per_node": CORES_PER_GPU * request.gpus_per_node,
-        "memory_gib_per_node": request.host_memory or LARGEST_HOST,
-        "nvme_path": "/nvme",
+        "memory_gib_per_node": request.host_memory or LARGEST_HOST, "nvme_path": "/nvme",
         **({} if request.inter_node_gbps is None else {"inter_node_gbps": request.inter_node_gbps}),
-    }
+    }  # fmt: skip
     cluster = parse_section(Cluster, values, "The options")
-    if request.host_memory is None:
-        cluster = cluster.model_copy(update={"memory_gib_per_node": NO_LIMIT / GIB})
-    return cluster
+    return cluster if request.host_memory else cluster.model_copy(update={"memory_gib_per_node": NO_LIMIT / GIB})
 
 
 def _strategies(request: EstimateRequest, run: Run) -> list[Strategy]:
     """Return the strategies that the user named, in the order of the table; none for all that the planner considers."""
     named = [strategy for strategy in STRATEGIES if strategy in request.strategies]
-    for strategy in named:
-        refuse([unsuitable(run, strategy)])
+    refuse(unsuitable(run, strategy) for strategy in named)
     return named
 
 
@@ -254,11 +233,7 @@ def smallest_change(request: EstimateRequest) -> str:
         return f"{found.choice.strategy} with checkpointing, {memory_and_time(found)}"
 
     length = request.sequence_length or DEFAULT_LENGTH
-    kinds = [
-        *_levers(request),
-        *_other_strategies(request),
-        *changes(request.nodes, length, request.method, request.optimizer),
-    ]
+    kinds = [*_levers(request), *changes(request.nodes, length, request.method, request.optimizer)]
     found = suggestions(kinds, outcome)
     lines = [f"{_options(request, setting, value)}: {text}" for setting, value, text in found]
     return "; or ".join(lines) or "No single change helps: use GPUs with more memory, or change several settings"
@@ -283,24 +258,23 @@ def _options(request: EstimateRequest, setting: str, value: Any) -> str:
 
 
 def _levers(request: EstimateRequest) -> Iterator[Kind]:
-    """Yield the options that cost nothing: the training has the same steps, up to rounding."""
+    """Yield the options with which the training has the same steps, up to rounding.
+
+    Of strategies these are the ones that ``request`` leaves out, the fastest first: every other change keeps those that
+    it names.
+    """
     if request.loss == "plain":
         yield "loss", ["fused", "chunked"]
     has_model = OBJECTIVES[request.objective].has_reference and not METHODS[request.method].has_adapters
     if has_model and request.reference != "precomputed":
         yield "reference", ["precomputed"]
-    if request.sequence_parallel == 1:
-        yield "sequence_parallel", shared_by(request.gpus_per_node)
-    if request.tensor_parallel == 1:
-        yield "tensor_parallel", shared_by(request.gpus_per_node)
+    for setting in ("sequence_parallel", "tensor_parallel"):
+        if getattr(request, setting) == 1:
+            yield setting, shared_by(request.gpus_per_node)
     if not request.activation_offload:
         yield "activation_offload", [True]
     if request.micro_batch > 1:
         yield "micro_batch", [size for size in range(request.micro_batch - 1, 0, -1) if request.micro_batch % size == 0]
-
-
-def _other_strategies(request: EstimateRequest) -> Iterator[Kind]:
-    """Yield the strategies that ``request`` leaves out, the fastest first: every other change keeps those it names."""
     if request.strategies:
         others = sorted(set(STRATEGIES) - set(request.strategies), key=lambda name: STRATEGY_SPECS[name].fallback_order)
         yield "strategies", [(name,) for name in others]

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from shardmake.commands.estimate import EstimateResult
-from shardmake.commands.estimate_request import EstimateRequest
 from shardmake.config.accelerators import find_accelerator
 from shardmake.core.units import GIB, format_count, format_number
 from shardmake.plan.candidates import Candidate
@@ -103,7 +102,7 @@ DISK_TERMS: Final = {
     "also master weights",
     "final model": "all weights in the type of the merged model",
 }
-
+TERMS: Final = (GPU_TERMS, HOST_TERMS, NVME_TERMS, DISK_TERMS)
 
 SLOW: Final = 2.0
 """A candidate that takes this many times the seconds of the choice is marked."""
@@ -116,18 +115,16 @@ def print_table(result: EstimateResult, explain: bool = False) -> None:
 
     console = Console()
     request = result.request
-    ranks = f"{request.nodes} x {request.gpus_per_node} {_devices(request)}"
+    accelerator = find_accelerator(request.accelerator)
+    devices = "CPU ranks" if accelerator.is_cpu else f"GPUs of {request.gpu_memory or accelerator.memory:g} GiB"
     console.print(
         f"{result.model.architecture}, {format_count(result.model.parameters)} parameters, "
-        f"{format_count(result.split.trainable)} trained; {ranks}, "
+        f"{format_count(result.split.trainable)} trained; {request.nodes} x {request.gpus_per_node} {devices}, "
         f"{request.micro_batch} x {request.sequence_length} tokens"
     )
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("strategy", "ckpt"):
-        table.add_column(name, no_wrap=True)
-    for name in ("alloc", "cache", "device", "host", "NVMe", "disk", "step"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("fits", no_wrap=True)
+    for name in ("strategy", "ckpt", "alloc", "cache", "device", "host", "NVMe", "disk", "step", "fits"):
+        table.add_column(name, justify="left" if name in ("strategy", "ckpt", "fits") else "right", no_wrap=True)
     for row in result.rows:
         style = "bold" if row is result.choice else None if row.fits else "dim"
         table.add_row(*_cells(row, result.choice), style=style)
@@ -153,11 +150,6 @@ def print_table(result: EstimateResult, explain: bool = False) -> None:
         _print_terms(console, result.rows)
 
 
-def _devices(request: EstimateRequest) -> str:
-    accelerator = find_accelerator(request.accelerator)
-    return "CPU ranks" if accelerator.is_cpu else f"GPUs of {request.gpu_memory or accelerator.memory:g} GiB"
-
-
 def mark(row: Candidate, choice: Candidate | None) -> str:
     """Return the table's word for how ``row`` fits beside the choice."""
     if not row.fits:
@@ -172,18 +164,10 @@ def _cells(row: Candidate, choice: Candidate | None) -> list[str]:
     memory = row.memory
     gpu, stored = memory.gpu, (sum(memory.nvme.values()), sum(memory.disk.values()))
     sizes = (gpu.allocated, gpu.reserved, gpu.device, memory.host_total, *stored)
-    return [
-        row.choice.strategy,
-        "yes" if row.choice.gradient_checkpointing else "no",
-        *(_gib(size) for size in sizes),
-        format_number(row.step_seconds),
-        mark(row, choice),
-    ]
-
-
-def _gib(size: float) -> str:
-    """At most five characters up to a hundred TiB, so that the table fits a terminal of 80 columns."""
-    return f"{size / GIB:.1f}" if size < 100 * GIB else f"{size / GIB:.0f}"
+    # At most five characters up to a hundred TiB, so that the table fits a terminal of 80 columns.
+    texts = [f"{size / GIB:.1f}" if size < 100 * GIB else f"{size / GIB:.0f}" for size in sizes]
+    checkpointing = "yes" if row.choice.gradient_checkpointing else "no"
+    return [row.choice.strategy, checkpointing, *texts, format_number(row.step_seconds), mark(row, choice)]
 
 
 def _print_terms(console: "Console", rows: Iterable[Candidate]) -> None:
@@ -192,12 +176,8 @@ def _print_terms(console: "Console", rows: Iterable[Candidate]) -> None:
         console.print(
             f"\n{row.choice.strategy} {checkpointing} checkpointing: the peak is in the phase {row.memory.gpu.phase!r}"
         )
-        for term, size in sorted(row.memory.gpu.terms.items(), key=lambda item: -item[1]):
-            console.print(f"  {size / GIB:9.3f} GiB  {term}: {GPU_TERMS[term]}")
-        for place, terms, meaning in (
-            ("host", row.memory.host, HOST_TERMS),
-            ("NVMe", row.memory.nvme, NVME_TERMS),
-            ("disk", row.memory.disk, DISK_TERMS),
-        ):
+        gpu, memory = dict(sorted(row.memory.gpu.terms.items(), key=lambda item: -item[1])), row.memory
+        places = {"": gpu, "host: ": memory.host, "NVMe: ": memory.nvme, "disk: ": memory.disk}
+        for (place, terms), meaning in zip(places.items(), TERMS, strict=True):
             for term, size in terms.items():
-                console.print(f"  {size / GIB:9.3f} GiB  {place}: {term}: {meaning[term]}")
+                console.print(f"  {size / GIB:9.3f} GiB  {place}{term}: {meaning[term]}")

@@ -109,7 +109,7 @@ def write_config(answers: Answers, out: Path) -> str:
         made = translate(answers.source, cluster.processes_per_node, answers.objective)
         run, notes, remarks = _translated(made.run, answers), {}, list(describe_untranslated(made))
         notes["global_batch_size"] = f"for {plural(cluster.processes_per_node, 'GPU')}: the file has those of one"
-    name = answers.name or _run_name(run["model"])
+    name = answers.name or re.sub(r"[^A-Za-z0-9._-]+", "-", Path(run["model"]).name).strip("-._").lower() or "run"
     text = _as_text({"cluster": answers.cluster, "runs": {name: run}}, _NOTES | notes, remarks)
     check_inputs(name, parse_config(parse_yaml(text), str(out)).runs[name])
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ def _new_run(answers: Answers, ranks: int) -> tuple[dict[str, Any], dict[str, st
     spec = OBJECTIVES[objective]
     size, notes = _batch(answers.data, None if spec.trl else length, ranks * spec.least_micro_batch)
     rate = METHODS[method].learning_rate * (_PREFERENCE_RATE if spec.has_reference else 1)
-    run = {
+    return {
         "model": answers.model,
         "data": {"train": answers.data},
         **({"objective": objective} if objective != "sft" else {}),
@@ -147,8 +147,7 @@ def _new_run(answers: Answers, ranks: int) -> tuple[dict[str, Any], dict[str, st
         "sequence_length": length,
         **size,
         "learning_rate": float(f"{rate:g}"),
-    }
-    return run, notes
+    }, notes
 
 
 def _translated(run: dict[str, Any], answers: Answers) -> dict[str, Any]:
@@ -174,11 +173,6 @@ def _as_text(config: Mapping[str, Any], notes: Mapping[str, str], remarks: Seque
         note = notes.get(line.strip().partition(":")[0])
         lines.append(f"{line} # {note}" if note else line)
     return "\n".join([*lines, '    # push: {to: "hub:org/name"} # private unless configured otherwise\n'])
-
-
-def _run_name(model: str) -> str:
-    """Return a name for the run that a folder can have, made from the last part of the model's name."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip("-._").lower() or "run"
 
 
 def _length_of(model: str) -> int:

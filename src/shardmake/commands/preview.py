@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from pathlib import Path
 
 from shardmake.config.effects import values_of
 from shardmake.config.models import Cluster, Run
@@ -32,7 +31,7 @@ def preview(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> str:
 
     ``K``, ``ADDRESS`` and ``PORT`` are placeholders for values that the running job determines.
     """
-    folder = _folder(rundir)
+    folder = AttemptDir(rundir.attempts.absolute() / ATTEMPT)
     model = read_model(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
     files, _ = merge_own_files(render_files(plan, run, cluster, model, folder.root), run, plan.choice)
     return _page(
@@ -69,17 +68,13 @@ def dry_run(run: Run, cluster: Cluster, rundir: RunDir, unfetched: Run) -> str:
         return redact(f"# The submission is not known yet: {error}\n")
 
 
-def _folder(rundir: RunDir) -> AttemptDir:
-    return AttemptDir(rundir.attempts.absolute() / ATTEMPT)
-
-
 def _page(parts: dict[str, str]) -> str:
     """Return the parts as text without secrets, because Snakemake prints and logs a dry run."""
     return redact("\n".join(f"# --- {title}\n{body.strip()}\n" for title, body in parts.items()))
 
 
 def _submitted(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> dict[str, str]:
-    folder = _folder(rundir)
+    folder = AttemptDir(rundir.attempts.absolute() / ATTEMPT)
     job = "batch script" if cluster.executor == "slurm" else "on this machine, without Slurm"
     node = f"on each node K of {plan.choice.nodes}, after node 0 has published its address"
     service = (
@@ -88,12 +83,9 @@ def _submitted(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> dict[s
     command = f"python -m shardmake.launch.worker {folder.root} 0"
     if cluster.executor == "slurm":
         command = SlurmJobs(rundir.root, cluster, run).script(folder, plan, excluded=[])
-    return {job: command, node: _node(plan, cluster, rundir.root, folder), **service}
-
-
-def _node(plan: Plan, cluster: Cluster, run_folder: Path, folder: AttemptDir) -> str:
     rendezvous = Rendezvous(address="ADDRESS", port=0, interface=cluster.network_interface or "INTERFACE", host="HOST")
-    settings = attempt_settings(0, run_folder, cluster, plan, resume_from=None, settings_digest="")
+    settings = attempt_settings(0, rundir.root, cluster, plan, resume_from=None, settings_digest="")
     variables = sorted(rank_environment(settings, rendezvous).items())
     exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables)
-    return f"env {exports} \\\n  {shlex.join(launch_command(plan, folder.root, 'K', 'ADDRESS', 'PORT'))}"
+    launched = f"env {exports} \\\n  {shlex.join(launch_command(plan, folder.root, 'K', 'ADDRESS', 'PORT'))}"
+    return {job: command, node: launched, **service}

@@ -87,23 +87,15 @@ def _evaluation(evaluation: EvaluationResult) -> list[str]:
     lines = []
     if evaluation.scores:
         base, tuned = evaluation.scores
-        lines.append(
-            f"Evaluation loss {base.loss:.3f} -> {tuned.loss:.3f}, "
-            f"perplexity {base.perplexity_text(1)} -> {tuned.perplexity_text(1)}."
-        )
+        perplexity = f"perplexity {base.perplexity_text(1)} -> {tuned.perplexity_text(1)}"
+        lines.append(f"Evaluation loss {base.loss:.3f} -> {tuned.loss:.3f}, {perplexity}.")
         if evaluation.has_exact:
-            lines.append(
-                f"Held-out examples that greedy decoding answers word for word: {base.exact:.1%} -> {tuned.exact:.1%}."
-            )
-    if found := evaluation.reward_model:
-        lines.append(f"Held-out pairs: preference accuracy {found.accuracy:.1%}, margin {found.margin:.4f}.")
-    if evaluation.preferences:
-        rewards = evaluation.preferences.rewards
-        lines.append(f"Held-out pairs: reward accuracy {rewards.accuracies:.1%}, margin {rewards.margins:.4f}.")
-    if labelled := evaluation.completions:
-        lines.append(
-            f"Held-out completions: reward accuracy {labelled.accuracy:.1%}, margin {labelled.rewards.margins:.4f}."
-        )
+            answered = f"{base.exact:.1%} -> {tuned.exact:.1%}"
+            lines.append(f"Held-out examples that greedy decoding answers word for word: {answered}.")
+    for name, share in evaluation.shares.items():
+        if name != "exact answers" and share is not None:
+            what = "completions" if evaluation.completions else "pairs"
+            lines.append(f"Held-out {what}: {name} {share:.1%}, margin {evaluation.margin:.4f}.")
     if evaluation.samples:
         sample = evaluation.samples[0]
         lines += ["\nPrompt:", _indent(sample.prompt), "The tuned model:", _indent(sample.tuned)]
@@ -116,12 +108,9 @@ def _indent(text: str) -> str:
 
 def _where_next(run: Run, rundir: RunDir) -> list[str]:
     places = {
-        "plan and its reasons": rundir.plan,
-        "loss and speed, by step": rundir.metrics,
-        "the model": rundir.model_receipt.parent,
-        "evaluation": rundir.evaluation,
-        "report": rundir.report,
-    }
+        "plan and its reasons": rundir.plan, "loss and speed, by step": rundir.metrics,
+        "the model": rundir.model_receipt.parent, "evaluation": rundir.evaluation, "report": rundir.report,
+    }  # fmt: skip
     lines = [f"  {what:<24} {path}" for what, path in places.items() if path.exists()]
     if run.push and rundir.push_receipt.exists():
         pushed = PushReceipt.read(rundir.push_receipt).destinations
@@ -192,15 +181,10 @@ def stage_states(run: Run, cluster: Cluster, rundir: RunDir) -> Stages:
     A stage is outdated if an earlier one that it uses is not done.
     """
     proofs = {
-        "fetch": rundir.weights_receipt,
-        "plan": rundir.plan,
-        "render": rundir.training,
-        "data": rundir.data_receipt,
-        "train": rundir.train_receipt,
-        "consolidate": rundir.model_receipt,
-        "evaluate": rundir.evaluation,
+        "fetch": rundir.weights_receipt, "plan": rundir.plan, "render": rundir.training, "data": rundir.data_receipt,
+        "train": rundir.train_receipt, "consolidate": rundir.model_receipt, "evaluate": rundir.evaluation,
         **({"push": rundir.push_receipt} if run.push else {}),
-    }
+    }  # fmt: skip
     values, found = values_of(run, cluster), Stages()
     for stage, proof in proofs.items():
         changes = changed_settings(stage, values, rundir) if proof.exists() else []
@@ -296,13 +280,9 @@ def _pending(job: SubmittedJob, status: JobStatus, name: str) -> dict[str, Any]:
         estimate = f"Slurm expects to start it in {format_duration(max(0, starts - time.time()))}."
     waited = format_duration(time.time() - job.submitted)
     return _fields(
-        "queued",
-        "waits in the queue",
-        f"Submitted {waited} ago as {name}. {held_message(job.id, status) or estimate}",
-        headline=f"waits in the queue: {status.nodes}",
-        queue=_queue(status),
-        expected_start=starts,
-    )
+        "queued", "waits in the queue", f"Submitted {waited} ago as {name}. {held_message(job.id, status) or estimate}",
+        headline=f"waits in the queue: {status.nodes}", queue=_queue(status), expected_start=starts,
+    )  # fmt: skip
 
 
 def _queue(status: JobStatus) -> str:
@@ -321,13 +301,8 @@ def _ended(rundir: RunDir, last: AttemptRecord) -> dict[str, Any]:
     if last.next_fallback is not None:
         of_stage, state = "unfinished", "between two attempts"
         resumes = "The same command resumes it, unless a driver on another machine does."
-    return _fields(
-        of_stage,
-        f"{state}: {last.end}",
-        f"Attempt {last.attempt} (job {last.job}) ended: {last.message}",
-        _last_step(rundir),
-        f"Logs: {logs}. {resumes}",
-    )
+    ended = f"Attempt {last.attempt} (job {last.job}) ended: {last.message}"
+    return _fields(of_stage, f"{state}: {last.end}", ended, _last_step(rundir), f"Logs: {logs}. {resumes}")
 
 
 def _last_step(rundir: RunDir) -> str:
@@ -352,10 +327,9 @@ def _events(rundir: RunDir) -> Iterator[Event]:
         yield Event(job.submitted, f"job {job.id} submitted")
     for record, path in itertools.islice(store.committed(rundir.checkpoints), 1):
         yield Event(path.stat().st_mtime, f"checkpoint of step {record.step:,}")
-    if rundir.stop_file.exists():
-        yield Event(rundir.stop_file.stat().st_mtime, "stop requested")
-    if rundir.report.exists():
-        yield Event(rundir.report.stat().st_mtime, "report written")
+    for path, text in ((rundir.stop_file, "stop requested"), (rundir.report, "report written")):
+        if path.exists():
+            yield Event(path.stat().st_mtime, text)
 
 
 COLUMNS: Final[Mapping[str, Callable[[RunState], str]]] = {
@@ -377,11 +351,6 @@ def cells(state: RunState) -> list[str]:
     """Return the row of a run in the table."""
     texts = [column(state) for column in COLUMNS.values()]
     return [text if len(text) <= _MOST_WIDTH else f"{text[: _MOST_WIDTH - 3]}..." for text in texts]
-
-
-def print_status(states: Iterable[RunState]) -> None:
-    """Print the states as a table."""
-    print_table([*COLUMNS], [cells(state) for state in states])
 
 
 def watch(read: Callable[[], list[RunState]]) -> None:

@@ -56,12 +56,17 @@ class StopFilter(logging.Filter):
             record.msg, record.args = _explain_lock(), ()
         command, status = _COMMAND.search(text), _STATUS.search(text)
         self.is_interrupted |= _CTRL_C in text
-        is_stop = status and (self.is_interrupted or int(status[1]) in (STOPPED, *_SIGNALLED))
-        if event == "ERROR" and command and status and is_stop:
+        has_stopped = status and (self.is_interrupted or int(status[1]) in (STOPPED, *_SIGNALLED))
+        if event == "ERROR" and command and status and has_stopped:
             self.stopped[command[1], command[2]] = int(status[1])
             return False
         if event == "JOB_ERROR":
-            return self._is_failure(getattr(record, "shellcmd", "") or "")
+            found = _COMMAND.search(getattr(record, "shellcmd", "") or "")
+            is_stop = found is not None and (found[1], found[2]) in self.stopped
+            self.has_failures |= not is_stop
+            if found and not is_stop:
+                self.failed[found[1].partition(" ")[0], found[2]] = None
+            return not is_stop
         if self.has_failures or not self.stopped:
             if _END in text:
                 record.msg, record.args = "\n".join([text, *(self._repeated(*what) for what in self.failed)]), ()
@@ -71,14 +76,6 @@ class StopFilter(logging.Filter):
             record.levelno, record.levelname = logging.WARNING, "WARNING"
             record.__dict__.pop("event", None)
         return not text.startswith(_HINTS)
-
-    def _is_failure(self, command: str) -> bool:
-        found = _COMMAND.search(command)
-        is_stop = found is not None and (found[1], found[2]) in self.stopped
-        self.has_failures |= not is_stop
-        if found and not is_stop:
-            self.failed[found[1].partition(" ")[0], found[2]] = None
-        return not is_stop
 
     def _message(self, stage: str, run: str) -> str:
         if stage != "train":

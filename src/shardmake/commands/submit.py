@@ -22,25 +22,12 @@ from shardmake.core.atomic import digest, write_text
 from shardmake.core.errors import ConfigError, SlurmError
 from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import plural
-from shardmake.launch.driver_script import (
-    PREFIX,
-    RULES_WITH_JOBS,
-    batch_script,
-    cancel_stage_jobs,
-    jobs_of,
-    lead_seconds,
-    refuse_while_driven,
-    remove_locks,
-    submit_script,
-)
+from shardmake.launch import driver_script
 from shardmake.run.driver_job import FOLDER, DriverDir, DriverState, Workflow, driver_dirs, new_driver_dir
 from shardmake.run.paths import short_path
 
 logger = logging.getLogger(__name__)
-_NOT_REPEATABLE: Final = {
-    **{option: f"--{option}" for option in ("force", "forceall", "forcerun", "touch", "unlock")},
-    "directory": "--directory",
-}
+_NOT_REPEATABLE: Final = ("force", "forceall", "forcerun", "touch", "unlock", "directory")
 """Options of Snakemake by the names of its parser: each driver job would do the same again, or search elsewhere."""
 
 
@@ -58,10 +45,11 @@ def submit(arguments: Sequence[str], runs: Path) -> None:
     cluster = load_cluster(Path(config.cluster))
     _check(config, cluster, options.targets)
     if options.dryrun:
-        logger.info("\nThe driver job:\n%s", batch_script(cluster, f"{PREFIX}NAME", DriverDir(runs / FOLDER / "NNN")))
+        script = driver_script.batch_script(cluster, f"{driver_script.PREFIX}NAME", DriverDir(runs / FOLDER / "NNN"))
+        logger.info("\nThe driver job:\n%s", script)
         return
     with _lock(runs):
-        refuse_while_driven(runs, config.runs.keys())
+        driver_script.refuse_while_driven(runs, config.runs.keys())
         _start(words, file, config, cluster, runs)
 
 
@@ -78,10 +66,10 @@ def _options(words: Sequence[str]) -> Any:
             raise  # --version
         text = printed.getvalue().strip()
         raise ConfigError(f"Snakemake does not accept the arguments. Nothing was submitted. It says:\n{text}") from None
-    for name, option in _NOT_REPEATABLE.items():
-        if getattr(options, name):
+    for option in _NOT_REPEATABLE:
+        if getattr(options, option):
             raise ConfigError(
-                f"{option} cannot be used with submit: a driver job that continues runs Snakemake with the same "
+                f"--{option} cannot be used with submit: a driver job that continues runs Snakemake with the same "
                 "arguments again. To run a step again, remove its file first (docs/reference/commands.md)."
             )
     return options
@@ -92,7 +80,7 @@ def _prepare(words: Sequence[str], note: Path, *, dry_run: bool) -> None:
 
     They need the internet, and refuse what cannot work. Raises a `ConfigError` if Snakemake fails, after its messages.
     """
-    short = [] if dry_run else ["--omit-from", *sorted(RULES_WITH_JOBS)]
+    short = [] if dry_run else ["--omit-from", *sorted(driver_script.RULES_WITH_JOBS)]
     command = [sys.executable, "-m", "snakemake", *words, *short]
     status = subprocess.run(command, env=os.environ | {NOTE_VARIABLE: str(note)}, check=False).returncode
     if status:
@@ -129,16 +117,16 @@ def _clear_up(runs: Path) -> None:
     """Remove what driver jobs that were killed left: locks of Snakemake, and jobs of stages."""
     for folder in driver_dirs(runs):
         workflow, state = Workflow.read(folder.workflow), DriverState.read(folder.state)
-        if state.snakemake_started and not jobs_of(workflow.name):
-            cancel_stage_jobs(workflow.name)
-            remove_locks(workflow.runs)
+        if state.snakemake_started and not driver_script.jobs_of(workflow.name):
+            driver_script.cancel_stage_jobs(workflow.name)
+            driver_script.remove_locks(workflow.runs)
             state.model_copy(update={"snakemake_started": False}).write(folder.state)
 
 
 def _start(words: Sequence[str], file: Path, config: Config, cluster: Cluster, runs: Path) -> None:
     """Write the folder of the workflow, submit its first driver job, and print what follows."""
     folder = new_driver_dir(runs)
-    name = f"{PREFIX}{digest(str(folder.root.resolve()))[:8]}"
+    name = f"{driver_script.PREFIX}{digest(str(folder.root.resolve()))[:8]}"
     Workflow(
         name=name,
         user=getpass.getuser(),
@@ -146,12 +134,12 @@ def _start(words: Sequence[str], file: Path, config: Config, cluster: Cluster, r
         config=str(file),
         arguments=without_configuration(words),
         offline=not cluster.internet_on_compute_nodes,
-        lead_seconds=lead_seconds(cluster.slurm),
+        lead_seconds=driver_script.lead_seconds(cluster.slurm),
     ).write(folder.workflow)
-    write_text(folder.script, batch_script(cluster, name, folder))
+    write_text(folder.script, driver_script.batch_script(cluster, name, folder))
     DriverState(jobs=[]).write(folder.state)
     try:
-        job = submit_script(folder.script, name)
+        job = driver_script.submit_script(folder.script, name)
     except SlurmError:
         shutil.rmtree(folder.root)
         raise

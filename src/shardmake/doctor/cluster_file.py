@@ -56,11 +56,9 @@ def draft_cluster(options: Slurm, partitions: Mapping[str, Partition]) -> Cluste
 
 def _find_partition(name: str | None, partitions: Mapping[str, Partition]) -> Partition:
     names = ", ".join(partitions) or "none"
+    name = name or next((partition.name for partition in partitions.values() if partition.is_default), None)
     if name is None:
-        default = next((partition for partition in partitions.values() if partition.is_default), None)
-        if default is None:
-            raise ConfigError(f"This cluster has no default partition. Use --partition with one of: {names}.")
-        return default
+        raise ConfigError(f"This cluster has no default partition. Use --partition with one of: {names}.")
     if name not in partitions:
         hint = nearest(name, partitions)
         raise ConfigError(f"--partition: there is no partition {name!r}.{hint} This cluster has: {names}.")
@@ -77,16 +75,17 @@ def _choose_group(partition: Partition, options: Slurm) -> NodeGroup:
             f"No node of partition {partition.name!r} has the GPU type and features of --gpu-type and --constraint. "
             f"Its GPU types are: {', '.join(types)}. `shardmake doctor` lists the features."
         )
-    return max(fitting, key=lambda group: (_whole_gpus(group), sum(group.gpus.values()), group.nodes))
+
+    def worth(group: NodeGroup) -> tuple[int, int, int]:
+        whole = sum(count for name, count in group.gpus.items() if not is_slice(name))
+        return whole, sum(group.gpus.values()), group.nodes
+
+    return max(fitting, key=worth)
 
 
 def is_slice(gpu_type: str) -> bool:
     """Return whether a GPU type of Slurm is a MIG slice, such as ``1g.10gb`` or ``a100_1g.5gb``."""
     return re.search(r"\dg\.\d+gb", gpu_type.lower()) is not None
-
-
-def _whole_gpus(group: NodeGroup) -> int:
-    return sum(count for name, count in group.gpus.items() if not is_slice(name))
 
 
 def _guess(gpu_type: str) -> str:
@@ -105,7 +104,7 @@ def compose(request: DoctorRequest, reports: Sequence[NodeReport], *, drafted: b
     values = request.cluster.model_dump(mode="json", exclude_unset=True)
     name = next((fact.gpu_name for fact in facts if fact.gpu_name), None)
     memory = min((fact.gpu_memory_gib for fact in facts if fact.gpu_memory_gib), default=None)
-    if not request.on_cpu:
+    if not request.cluster.is_cpu:
         accelerator = accelerator_of(name, memory) if name and memory else None
         if memory is None or (accelerator is None and drafted):
             unknown = "CUDA did not start on a node, so the GPU model is not known"
@@ -137,11 +136,9 @@ def compose(request: DoctorRequest, reports: Sequence[NodeReport], *, drafted: b
 def _measured(values: dict[str, Any], facts: Sequence[NodeFacts]) -> dict[str, str]:
     """Add the measured values to ``values``, and return comments for their lines."""
     comments = {}
-    for key, measured in (
-        ("intra_node_gbps", [fact.intra_gbps for fact in facts if fact.intra_gbps]),
-        ("inter_node_gbps", [fact.inter_gbps for fact in facts if fact.inter_gbps]),
-    ):
-        if measured:
+    for place in ("intra", "inter"):
+        key = f"{place}_node_gbps"
+        if measured := [rate for fact in facts if (rate := getattr(fact, f"{place}_gbps"))]:
             # The estimate takes LINK_SHARE of the link, so this value gives the measured rate again.
             values[key] = float(f"{min(measured) / LINK_SHARE:.3g}")
             comments[key] = f"an all-reduce reached {min(measured):.3g} GB/s, which is {LINK_SHARE:g} of this"

@@ -64,11 +64,6 @@ class Trained(Measured):
         """Return the relative error of the planned bytes of tensors; negative if the plan has too few."""
         return None if self.allocated is None else self.planned_allocated / self.allocated - 1
 
-    @property
-    def step_ratio(self) -> float:
-        """Return modelled over measured step time."""
-        return self.planned_step_seconds / self.step_seconds
-
 
 class AttentionErrors(RunRecord):
     """Relative errors of loss and gradients in 16 bits against eager attention in fp32."""
@@ -109,6 +104,8 @@ class GpuReport(RunRecord):
 
     def row(self) -> str:
         """Return the report as a row of the table in docs/gpu.md."""
+        errors = [one.memory_error for one in self.trained if one.memory_error is not None]
+        ratios = [one.planned_step_seconds / one.step_seconds for one in self.trained]
         cells = (
             f"{datetime.fromtimestamp(self.time, UTC):%Y-%m-%d}",
             f"{self.ranks} x {self.gpu}",
@@ -118,8 +115,8 @@ class GpuReport(RunRecord):
             ", ".join(dict.fromkeys(one.strategy for one in self.trained)),
             self._loss_cell(),
             self.attention and f"{self.attention.varlen:.2%} (eager {self.attention.eager:.2%})",
-            _error_cell([one.memory_error for one in self.trained if one.memory_error is not None]),
-            _ratio_cell([one.step_ratio for one in self.trained]),
+            errors and f"{median(map(abs, errors)):.1%}, worst {max(errors, key=abs):+.1%}",
+            ratios and f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
             self.all_reduce_gbps and f"{self.all_reduce_gbps:.1f} GB/s",
             ", ".join(name for name, outcome in self.outcomes.items() if outcome == "failed") or "none",
         )
@@ -142,16 +139,8 @@ class GpuReport(RunRecord):
         first: dict[str, Trained] = {}
         for one in self.trained:
             first.setdefault(one.training, one)
-        differences = [
-            one.loss_difference(first[one.training]) for one in self.trained if one is not first[one.training]
-        ]
-        return f"{max(differences):.4f}" if differences else ""
-
-
-def _error_cell(errors: Sequence[float]) -> str:
-    if not errors:
-        return ""
-    return f"{median(map(abs, errors)):.1%}, worst {max(errors, key=abs):+.1%}"
+        others = [one for one in self.trained if one is not first[one.training]]
+        return f"{max(one.loss_difference(first[one.training]) for one in others):.4f}" if others else ""
 
 
 def _planned(planned: int | None, measured: int | None) -> str:
@@ -162,10 +151,6 @@ def _planned(planned: int | None, measured: int | None) -> str:
 
 def _tokens(one: Measured) -> str:
     return f"{one.tokens_per_second:,.0f}" if one.tokens_per_second else _NONE
-
-
-def _ratio_cell(ratios: Sequence[float]) -> str:
-    return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
 
 
 def as_row(cells: Sequence[str]) -> str:

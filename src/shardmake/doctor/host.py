@@ -37,7 +37,7 @@ _EXEC_SECONDS = 10
 
 def host_checks(request: DoctorRequest, folder: Path) -> dict[str, Check]:
     """Return the checks by name; ``folder`` is on shared storage."""
-    cluster = request.cluster
+    cluster, host = request.cluster, os.uname().nodename
     return {
         "environment": lambda: check_environment(request.environment, request.versions),
         "cores and memory": lambda: check_size(cluster.cpus_per_node),
@@ -51,7 +51,8 @@ def host_checks(request: DoctorRequest, folder: Path) -> dict[str, Check]:
         "hub cache": lambda: check_cache_readable(cluster.cache),
         "shared folder": lambda: check_writable(folder),
         "network interface": lambda: check_interface(cluster.network_interface, request.nodes),
-        "name service": lambda: check_name_service(),
+        # Ranks connect by address, so a name that does not resolve is a warning.
+        "name service": lambda: check_names(host) or [ok("name service", f"{host} resolves to an address and back")],
     }
 
 
@@ -74,10 +75,9 @@ def check_size(cpus: int) -> Finding:
     """Compare the cores that the job may use with those it requested, and report the memory."""
     usable = len(os.sched_getaffinity(0))
     found = f"{usable} usable cores, {psutil.virtual_memory().total // GIB} GiB"
-    if usable >= cpus:
-        return ok("cores and memory", found)
+    requested = "" if usable >= cpus else f"; {cpus} cores were requested"
     advice = "Set cpus_per_node in the cluster file to this number, or ask your site how jobs get all their cores."
-    return warning("cores and memory", f"{found}; {cpus} cores were requested", advice)
+    return ok_if(not requested, "cores and memory", found + requested, advice)
 
 
 def check_memlock(adapters: Sequence[str], limit: int) -> Finding:
@@ -108,22 +108,16 @@ def check_scratch_folder(scratch: Path) -> Finding:
     if problems := check_scratch(scratch):
         return problems[0]
     found = f"{scratch}, {format_bytes(shutil.disk_usage(scratch).free)} free"
-    if can_execute(scratch):
-        return ok("scratch", found)
-    advice = f"{SCRATCH_ADVICE} Compiled kernels are loaded from there, so it must not be mounted noexec."
-    return stops("scratch", f"{found}, but programs cannot run there", advice)
-
-
-def can_execute(folder: Path) -> bool:
-    """Return whether a program in ``folder`` can run; on a mount with noexec it cannot."""
-    with temporary_folder("doctor", folder) as place:
+    with temporary_folder("doctor", scratch) as place:
         program = place / "program"
         program.write_text("#!/bin/sh\nexit 0\n")
         program.chmod(stat.S_IRWXU)
         try:
-            return subprocess.run([program], timeout=_EXEC_SECONDS).returncode == 0
+            runs = subprocess.run([program], timeout=_EXEC_SECONDS).returncode == 0
         except OSError:
-            return False
+            runs = False
+    advice = f"{SCRATCH_ADVICE} Compiled kernels are loaded from there, so it must not be mounted noexec."
+    return ok_if(runs, "scratch", found + ("" if runs else ", but programs cannot run there"), advice, stops)
 
 
 def check_build_tools(request: DoctorRequest, variables: Mapping[str, str]) -> Iterator[Finding]:
@@ -132,7 +126,7 @@ def check_build_tools(request: DoctorRequest, variables: Mapping[str, str]) -> I
     offloading = [spec for spec in STRATEGY_SPECS.values() if spec.is_deepspeed and spec.offload_optimizer]
     spec = next(spec for spec in offloading if spec.uses_nvme == nvme)
     fine = "a small program for offload compiles" + (", also with libaio" if nvme else "")
-    yield from check_compilers(spec, variables, on_gpus=not request.on_cpu) or [ok("compilers", fine)]
+    yield from check_compilers(spec, variables, on_gpus=not request.cluster.is_cpu) or [ok("compilers", fine)]
 
 
 def check_nvme(path: str | None) -> Iterator[Finding]:
@@ -141,12 +135,11 @@ def check_nvme(path: str | None) -> Iterator[Finding]:
         places = ", ".join(f"{point} ({free:.0f} GiB free)" for point, free in writable_nvme().items())
         if places:
             yield not_checked("NVMe", f"nvme_path is not set; writable here: {places}", "Set nvme_path for zero3-nvme.")
-        return
-    if not os.access(path, os.W_OK | os.X_OK):
+    elif os.access(path, os.W_OK | os.X_OK):
+        yield ok("NVMe", f"{path}, {format_bytes(shutil.disk_usage(path).free)} free")
+    else:
         advice = "Correct nvme_path in the cluster file, or create the folder in slurm.setup."
         yield stops("NVMe", f"nvme_path {path} cannot be written", advice)
-    else:
-        yield ok("NVMe", f"{path}, {format_bytes(shutil.disk_usage(path).free)} free")
 
 
 def writable_nvme(mounts: Path = Path("/proc/mounts")) -> dict[str, float]:
@@ -170,9 +163,9 @@ def check_cache_readable(cache: str | None) -> Finding:
 
 def check_writable(folder: Path) -> Finding:
     """Return whether the node can write the shared folder."""
-    if os.access(folder, os.W_OK | os.X_OK):
-        return ok("shared folder", f"{folder} can be written")
-    return stops("shared folder", f"{folder} cannot be written here", "Work in a folder that all nodes mount.")
+    can = os.access(folder, os.W_OK | os.X_OK)
+    found = f"{folder} {'can be written' if can else 'cannot be written here'}"
+    return ok_if(can, "shared folder", found, "Work in a folder that all nodes mount.", stops)
 
 
 def check_interface(configured: str | None, nodes: int) -> Finding:
@@ -188,12 +181,6 @@ def check_interface(configured: str | None, nodes: int) -> Finding:
     advice = f"Set network_interface: {faster[0]} in the cluster file, on all nodes the same."
     found = f"{name} ({address}) has the default route; {', '.join(faster)} is up"
     return warning("network interface", found, advice)
-
-
-def check_name_service() -> Iterator[Finding]:
-    """Report a host name that does not resolve; ranks connect by address, so this is a warning."""
-    host = os.uname().nodename
-    yield from check_names(host) or [ok("name service", f"{host} resolves to an address and back")]
 
 
 def check_visibility(folder: Path, node_rank: int, nodes: int, seconds: float = VISIBLE_SECONDS) -> Finding:

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from shardmake.checkpoint.record import VISIBLE_SECONDS
 from shardmake.config.models import Cluster
@@ -35,12 +34,9 @@ _POLL_SECONDS = 5.0
 
 def make_request(cluster: Cluster, nodes: int, *, build_kernels: bool) -> DoctorRequest:
     """Return what the nodes have to check."""
+    environment = None if cluster.slurm.container else cluster.environment or sys.prefix
     return DoctorRequest(
-        cluster=cluster,
-        nodes=nodes,
-        versions=library_versions(),
-        environment=None if cluster.slurm.container else cluster.environment or sys.prefix,
-        build_kernels=build_kernels,
+        cluster=cluster, nodes=nodes, versions=library_versions(), environment=environment, build_kernels=build_kernels
     )
 
 
@@ -90,16 +86,11 @@ def job_request(request: DoctorRequest, name: str) -> SlurmRequest:
     """Return the request of the job ``name``: that of a training, with less memory and time."""
     cluster = request.cluster
     return SlurmRequest(
-        cluster,
-        JobKind.TRAINING,
-        min(MINUTES, cluster.slurm.time_limit_minutes),
-        nodes=request.nodes,
-        cpus=min(cluster.cpus_per_node, CPUS_PER_RANK * request.ranks),
+        cluster, JobKind.TRAINING, min(MINUTES, cluster.slurm.time_limit_minutes), nodes=request.nodes,
+        cpus=min(cluster.cpus_per_node, CPUS_PER_RANK * cluster.processes_per_node),
         memory_mib=1024 * max(1, int(min(MOST_MEMORY_GIB, cluster.memory_gib_per_node))),
-        gpus=request.ranks,
-        name=name,
-        comment="shardmake doctor --node",
-    )
+        gpus=cluster.processes_per_node, name=name, comment="shardmake doctor --node",
+    )  # fmt: skip
 
 
 def query_job(job: str) -> JobStatus:
@@ -133,16 +124,11 @@ def collect(
             break
         time.sleep(0.2)
     reports = [NodeReport.read(folder.report(node)) for node in range(request.nodes) if node not in missing]
-    findings = []
-    if missing:
-        nodes = ", ".join(map(str, sorted(missing)))
-        found = f"node {nodes} of job {job} left no report; the job ended as {end.name or 'unknown to squeue'}"
-        findings.append(stops("node report", found, _last_output(folder.slurm, job)))
-    return reports, findings
-
-
-def _last_output(slurm: Path, job: str) -> str:
-    files = sorted(slurm.glob(f"{job}*.out"))
+    if not missing:
+        return reports, []
+    nodes = ", ".join(map(str, sorted(missing)))
+    found = f"node {nodes} of job {job} left no report; the job ended as {end.name or 'unknown to squeue'}"
+    files = sorted(folder.slurm.glob(f"{job}*.out"))
     lines = [line for path in files for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    place = f"The job's output is in {slurm}"
-    return f"{place}; it ends: {lines[-1][:300]}" if lines else f"{place}, and it is empty: check the job's nodes."
+    last = f"; it ends: {lines[-1][:300]}" if lines else ", and it is empty: check the job's nodes."
+    return reports, [stops("node report", found, f"The job's output is in {folder.slurm}{last}")]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.util import find_spec
 from itertools import permutations
 from pathlib import Path
@@ -71,19 +72,16 @@ def check_cuda(request: DoctorRequest) -> KernelResult:
     target = torch.empty_like(source, device=DEVICE)
     copy_rate = _COPY_BYTES / _timed(lambda: target.copy_(source, non_blocking=True), 5) / 1e9
     findings = [
-        judge_count(len(devices), request.ranks),
+        judge_count(len(devices), request.cluster.processes_per_node),
         judge_architecture(capabilities, torch.cuda.get_arch_list()),
         judge_matmul(_matmul_rate(), accelerator),
         judge_copy(copy_rate, accelerator),
         judge_peers(peers),
     ]
     memory = int(properties.total_memory / GIB * 10) / 10
+    driver, nccl = next((gpu.driver for gpu in list_gpus() or []), None), ".".join(map(str, torch.cuda.nccl.version()))
     facts = NodeFacts(
-        gpu_name=properties.name,
-        gpu_memory_gib=memory,
-        driver=next((gpu.driver for gpu in list_gpus() or []), None),
-        cuda=torch.version.cuda,
-        nccl=".".join(map(str, torch.cuda.nccl.version())),
+        gpu_name=properties.name, gpu_memory_gib=memory, driver=driver, cuda=torch.version.cuda, nccl=nccl
     )
     return KernelResult(findings=findings, facts=facts)
 
@@ -97,26 +95,20 @@ def judge_count(found: int, ranks: int) -> Finding:
 
 def judge_architecture(capabilities: set[tuple[int, int]], built: list[str]) -> Finding:
     """Compare the compute capabilities of the GPUs with those that torch has code for."""
-    missing = sorted(capability for capability in capabilities if not _has_code(capability, built))
+    missing = sorted(capability for capability in capabilities if not any(_runs(name, capability) for name in built))
     found = f"torch has code for {', '.join(built)}"
     if not missing:
         return ok("GPU architecture", found)
-    names = ", ".join(f"sm_{major}{minor}" for major, minor in missing)
-    return stops(
-        "GPU architecture",
-        f"{found}, not for {names}",
-        "Run `make install CUDA=...` with a build that supports this GPU; docs/get-started.md has a table.",
-    )
+    found += f", not for {', '.join(f'sm_{major}{minor}' for major, minor in missing)}"
+    advice = "Run `make install CUDA=...` with a build that supports this GPU; docs/get-started.md has a table."
+    return stops("GPU architecture", found, advice)
 
 
-def _has_code(capability: tuple[int, int], built: list[str]) -> bool:
+def _runs(name: str, capability: tuple[int, int]) -> bool:
     """Return whether code runs: binary code of the same major version, or PTX of any older version."""
-    for name in built:
-        kind, _, number = name.rstrip("af").partition("_")
-        version = (int(number[:-1]), int(number[-1]))
-        if version <= capability and (kind == "compute" or version[0] == capability[0]):
-            return True
-    return False
+    kind, _, number = name.rstrip("af").partition("_")
+    version = (int(number[:-1]), int(number[-1]))
+    return version <= capability and (kind == "compute" or version[0] == capability[0])
 
 
 def _timed(work: Callable[[], Any], repeats: int) -> float:
@@ -184,13 +176,9 @@ def check_attention(request: DoctorRequest) -> KernelResult:
     if major + minor / 10 < FLASH_CAPABILITY:
         reason = f"the GPU has compute capability {major}.{minor}, and the kernel starts at {FLASH_CAPABILITY}"
         return KernelResult(findings=[not_checked("varlen attention", reason, "`attention: auto` uses sdpa here.")])
-    findings = [_compare_attention("varlen attention", _varlen)]
-    if find_spec("flash_attn") is None:
-        reason = "flash-attn is not installed"
-        findings.append(not_checked("flash-attn", reason, "It is needed only for `attention: flash`."))
-    else:
-        findings.append(_compare_attention("flash-attn", _flash))
-    return KernelResult(findings=findings)
+    missing = not_checked("flash-attn", "flash-attn is not installed", "It is needed only for `attention: flash`.")
+    flash = _compare_attention("flash-attn", _flash) if find_spec("flash_attn") else missing
+    return KernelResult(findings=[_compare_attention("varlen attention", _varlen), flash])
 
 
 def _varlen(query: Any, key: Any, value: Any, starts: Any, longest: int) -> Any:
@@ -206,16 +194,15 @@ def _flash(query: Any, key: Any, value: Any, starts: Any, longest: int) -> Any:
 
 
 def plain_attention(query: Any, key: Any, value: Any, starts: Any, longest: int) -> Any:
-    """Return causal attention within each sequence, from matrix products and a softmax in fp32."""
+    """Return torch's causal attention within each sequence, from matrix products and a softmax in fp32."""
     import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    outputs = []
-    for first, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-        q, k, v = (part[first:end].transpose(0, 1).float() for part in (query, key, value))
-        scores = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
-        masked = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-        outputs.append((masked.softmax(-1) @ v).transpose(0, 1))
-    return torch.cat(outputs).to(query.dtype)
+    parts = (part.float().transpose(0, 1).split(starts.diff().tolist(), 1) for part in (query, key, value))
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+    with sdpa_kernel(SDPBackend.MATH):
+        outputs = [attend(*heads) for heads in zip(*parts, strict=True)]
+    return torch.cat(outputs, 1).transpose(0, 1).to(query.dtype)
 
 
 def _compare_attention(name: str, kernel: _Kernel) -> Finding:
@@ -232,9 +219,8 @@ def _compare_attention(name: str, kernel: _Kernel) -> Finding:
         output = function(query, key, value, starts, max(_LENGTHS))
         results.append((output, *torch.autograd.grad(output.float().square().sum(), inputs)))
     error = max(relative_error(here, exact) for exact, here in zip(*results, strict=True))
-    return judge_error(
-        name, error, "output and gradients", "Use `attention: sdpa`, and report this with the JSON file."
-    )
+    advice = "Use `attention: sdpa`, and report this with the JSON file."
+    return judge_error(name, error, "output and gradients", advice)
 
 
 def relative_error(found: Any, exact: Any) -> float:
@@ -278,13 +264,11 @@ def check_bitsandbytes(request: DoctorRequest) -> KernelResult:
     error = relative_error(restored, weight.data)
     before, weight.grad = weight.detach().clone(), torch.ones_like(weight)
     bitsandbytes.optim.AdamW8bit([weight], lr=0.1).step()
-    found = (
-        f"4 bits keep a matrix up to {error:.0%}; an 8-bit AdamW step moves by {(before - weight).mean().item():.2f}"
-    )
+    moved = (before - weight).mean().item()
+    found = f"4 bits keep a matrix up to {error:.0%}; an 8-bit AdamW step moves by {moved:.2f}"
     good = error < 0.2 and bool(torch.isfinite(weight).all()) and not torch.equal(before, weight)
-    advice = (
-        f"Install the bitsandbytes of constraints.txt. Do without {' and '.join(BITSANDBYTES.values())} until then."
-    )
+    without = " and ".join(BITSANDBYTES.values())
+    advice = f"Install the bitsandbytes of constraints.txt. Do without {without} until then."
     return KernelResult(findings=[ok_if(good, "bitsandbytes", found, advice, stops)])
 
 
@@ -358,13 +342,9 @@ def describe_failure(name: str, returncode: int, log: Path, *, first: bool = Fal
     text = log.read_text(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     shown = _ERROR.findall(text) or lines[-1:] or [f"exit status {returncode}"]
-    return stops(name, shown[0 if first else -1][:300], f"{advice_for(text)}{log} has the whole output.")
-
-
-def advice_for(text: str) -> str:
-    """Return the advice that the corpus of error texts has for ``text``, followed by a space; else an empty text."""
     known = (entry.advice for entry in ERROR_TEXTS if entry.advice and re.search(entry.pattern, text, re.MULTILINE))
-    return next((f"{advice} " for advice in known), "")
+    advice = next((f"{advice} " for advice in known), "")
+    return stops(name, shown[0 if first else -1][:300], f"{advice}{log} has the whole output.")
 
 
 def main(name: str, request: str, output: str) -> None:

@@ -4,7 +4,7 @@ import fcntl
 import getpass
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from shardmake.config.models import Cluster, Slurm
@@ -28,10 +28,6 @@ FEW_FILES = 100_000
 """About as many as one environment has."""
 _LOCAL_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "overlay", "ramfs")
 _LOGIN_NODE = "Run it on a login node of the cluster, or name a cluster file with `executor: local`."
-
-
-Association = tuple[str, tuple[str, ...]]
-"""One row of ``sacctmgr show assoc``, what a user may request: an account and its qos."""
 
 
 def login_checks(cluster: Cluster | None, asked: Slurm, folder: Path) -> dict[str, Check]:
@@ -98,24 +94,14 @@ def check_accounts(asked: Slurm) -> Iterator[Finding]:
         yield not_checked("accounts", reason, "Ask your site which account and qos to set in the cluster file.")
         return
     enforced = settings.get("AccountingStorageEnforce", "").lower()
-    yield from judge_associations(parse_associations(answer.stdout), asked, enforced)
-
-
-def parse_associations(text: str) -> list[Association]:
-    """Parse rows ``ACCOUNT|QOS,QOS`` of sacctmgr."""
-    rows = [line.split("|") for line in text.splitlines() if line.count("|") == 1]
-    return [(account, tuple(name for name in qos.split(",") if name)) for account, qos in rows]
-
-
-def judge_associations(rows: Sequence[Association], asked: Slurm, enforced: str) -> Iterator[Finding]:
-    """Compare the user's associations with what jobs request; ``enforced``: AccountingStorageEnforce in lower case."""
+    rows = [line.split("|") for line in answer.stdout.splitlines() if line.count("|") == 1]  # ACCOUNT|QOS,QOS
     if not rows:
         found, ask = "sacctmgr lists no account of yours", "Ask your site for an account."
         strict = "associations" in enforced or "limits" in enforced or "qos" in enforced
         yield stops("accounts", found, ask) if strict else not_checked("accounts", found, ask)
         return
     accounts = sorted({account for account, _ in rows})
-    qos = sorted({name for _, names in rows for name in names})
+    qos = sorted({name for _, names in rows for name in names.split(",") if name})
     account = asked.account
     if account and account not in accounts:
         advice = f"Set slurm.account (--account) to one of these.{nearest(account, accounts)}"
@@ -145,23 +131,21 @@ def check_partitions(asked: Slurm) -> Iterator[Finding]:
         names = ", ".join(partitions) or "none"
         found = f"slurm.partition {wanted!r} does not exist; this cluster has {names}"
         yield stops("partitions", found, f"Correct slurm.partition (--partition).{nearest(wanted, partitions)}")
-    states = _node_states()
+    rows = run_slurm("sinfo", "--noheader", "--format=%R|%a|%F").stdout.splitlines()
+    states = {name: (state, nodes) for name, state, nodes in (row.split("|") for row in rows if row.count("|") == 2)}
     for partition in partitions.values():
-        yield describe_partition(partition, states.get(partition.name))
+        yield describe_partition(partition, *states.get(partition.name, ("up", "")))
 
 
-def describe_partition(partition: Partition, states: tuple[str, str] | None) -> Finding:
-    """Return the finding about one partition; ``states``: its state, and nodes allocated/idle/other/total."""
+def describe_partition(partition: Partition, state: str, nodes: str) -> Finding:
+    """Return the finding about one partition; ``nodes``: numbers allocated/idle/other/total, if sinfo reported them."""
     name = f"partition {partition.name}{' (default)' if partition.is_default else ''}"
     minutes = partition.time_limit_minutes
     limit = "no time limit" if minutes is None else f"at most {format_duration(minutes * 60)}"
     found = f"{'; '.join(_describe_group(group) for group in partition.groups)}; {limit}"
-    if states is None:
-        return ok(name, found)
-    found += f"; allocated/idle/other/total {states[1]}"
-    if states[0] != "up":
-        return warning(name, f"{found}; its state is {states[0]}", "Jobs wait until it is up. Use another partition.")
-    return ok(name, found)
+    found += f"; allocated/idle/other/total {nodes}" if nodes else ""
+    found += f"; its state is {state}" if state != "up" else ""
+    return ok_if(state == "up", name, found, "Jobs wait until it is up. Use another partition.")
 
 
 def _describe_group(group: NodeGroup) -> str:
@@ -170,12 +154,6 @@ def _describe_group(group: NodeGroup) -> str:
     features = f", features {','.join(sorted(group.features))}" if group.features else ""
     size = f"{group.cpus} cores, {group.memory_mib // 1024} GiB"
     return f"{plural(group.nodes, 'node')} with {gpus} ({spelling}), {size}{features}"
-
-
-def _node_states() -> dict[str, tuple[str, str]]:
-    """Return for each partition its state and the numbers of its nodes; empty if sinfo does not answer."""
-    rows = run_slurm("sinfo", "--noheader", "--format=%R|%a|%F").stdout.splitlines()
-    return {row.split("|")[0]: (row.split("|")[1], row.split("|")[2]) for row in rows if row.count("|") == 2}
 
 
 def check_sacct() -> Finding:

@@ -76,7 +76,8 @@ def run_ranks(
     request: DoctorRequest, folder: DoctorDir, node_rank: int, rendezvous: Rendezvous, variables: dict[str, str]
 ) -> tuple[list[Finding], Bandwidths | None]:
     """Run the ranks of this node, and return the findings and what they measured."""
-    if request.nodes * request.ranks == 1:
+    ranks = request.cluster.processes_per_node
+    if request.nodes * ranks == 1:
         return [not_checked("all-reduce", "there is one rank", "Use nodes with several GPUs, or `--nodes 2`.")], None
     output, log = folder.network(node_rank), folder.log(node_rank)
     with log.open("w") as file:
@@ -88,7 +89,7 @@ def run_ranks(
                 stderr=subprocess.STDOUT,
                 preexec_fn=die_with_parent,
             )
-            for local in range(request.ranks)
+            for local in range(ranks)
         ]
     status = _wait(processes, NETWORK_SECONDS)
     found = Bandwidths.read_if_exists(output) if status == 0 else None
@@ -105,22 +106,18 @@ def run_ranks(
 def _rank_variables(
     request: DoctorRequest, folder: DoctorDir, node_rank: int, local: int, rendezvous: Rendezvous
 ) -> dict[str, str]:
+    ranks = request.cluster.processes_per_node
     interface = {"NCCL_SOCKET_IFNAME": f"={rendezvous.interface}", "GLOO_SOCKET_IFNAME": rendezvous.interface}
     return {
-        "NCCL_DEBUG": "INFO",
-        "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH",
+        "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH",
         "NCCL_DEBUG_FILE": str(folder.nccl_log(node_rank) if local == 0 else os.devnull),
         **{name: value for name, value in interface.items() if name not in os.environ | request.cluster.variables},
-        "MASTER_ADDR": rendezvous.address,
-        "MASTER_PORT": str(rendezvous.port),
-        "RANK": str(node_rank * request.ranks + local),
-        "LOCAL_RANK": str(local),
-        "WORLD_SIZE": str(request.nodes * request.ranks),
-        "LOCAL_WORLD_SIZE": str(request.ranks),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONUNBUFFERED": "1",
-        "SHARDMAKE_DOCTOR_BACKEND": "gloo" if request.on_cpu else "nccl",
-    }
+        "MASTER_ADDR": rendezvous.address, "MASTER_PORT": str(rendezvous.port),
+        "RANK": str(node_rank * ranks + local), "LOCAL_RANK": str(local),
+        "WORLD_SIZE": str(request.nodes * ranks), "LOCAL_WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
+        "SHARDMAKE_DOCTOR_BACKEND": "gloo" if request.cluster.is_cpu else "nccl",
+    }  # fmt: skip
 
 
 def _wait(processes: Sequence["subprocess.Popen[bytes]"], seconds: float) -> int | None:

@@ -40,17 +40,12 @@ def check_node(folder: DoctorDir, node_rank: int) -> None:
         findings = node.run()
     except Exception as error:  # the login node must get a report
         traceback.print_exc()
-        findings = [
-            *node.findings,
-            not_checked("node", f"{type(error).__name__}: {error}", "This is a bug: report it."),
-        ]
-    NodeReport(
-        node_rank=node_rank,
-        host=host_name(),
-        findings=[finding.model_copy(update={"nodes": (host_name(),)}) for finding in findings],
-        facts=node.facts,
-        seconds=time.monotonic() - started,
-    ).write(folder.report(node_rank))
+        failure = not_checked("node", f"{type(error).__name__}: {error}", "This is a bug: report it.")
+        findings = [*node.findings, failure]
+    host, seconds = host_name(), time.monotonic() - started
+    found = [finding.model_copy(update={"nodes": (host,)}) for finding in findings]
+    report = NodeReport(node_rank=node_rank, host=host, findings=found, facts=node.facts, seconds=seconds)
+    report.write(folder.report(node_rank))
 
 
 class _NodeCheck:
@@ -60,7 +55,7 @@ class _NodeCheck:
         self.request, self.folder, self.node_rank = request, folder, node_rank
         self.findings: list[Finding] = []
         self.facts = NodeFacts()
-        accelerator = {"DS_ACCELERATOR": "cpu"} if request.on_cpu else {}
+        accelerator = {"DS_ACCELERATOR": "cpu"} if request.cluster.is_cpu else {}
         self.variables = {**kernel_caches(request.cluster.scratch), **accelerator, **request.cluster.variables}
 
     def run(self) -> list[Finding]:
@@ -69,12 +64,11 @@ class _NodeCheck:
         compilers = {"compilers": lambda: host.check_build_tools(self.request, os.environ | self.variables)}
         self.findings += run_checks(host.host_checks(self.request, self.folder.root) | compilers)
         self._add(nvme=host.writable_nvme())
-        if self.request.on_cpu:
-            self.findings.append(not_checked("GPUs", "the cluster file has accelerator: cpu"))
-        else:
-            visible, ranks = os.environ.get("CUDA_VISIBLE_DEVICES"), self.request.ranks
-            check = {"GPUs": lambda: gpus.check_nvidia_smi(visible, ranks, installed_cuda())}
-            self.findings += run_checks(check)
+        visible, ranks = os.environ.get("CUDA_VISIBLE_DEVICES"), self.request.cluster.processes_per_node
+        check: dict[str, Check] = {"GPUs": lambda: gpus.check_nvidia_smi(visible, ranks, installed_cuda())}
+        if self.request.cluster.is_cpu:
+            check = {"GPUs": lambda: not_checked("GPUs", "the cluster file has accelerator: cpu")}
+        self.findings += run_checks(check)
         self.findings += self._check_kernels()
         return self.findings
 
@@ -110,7 +104,7 @@ class _NodeCheck:
         """Run the checks that use torch; the builds take longest and run beside the others."""
         names = kernels.BUILDS if self.request.cluster.nvme_path else ["CPU Adam"]
         builds = [self._start(name) for name in names] if self.request.build_kernels else []
-        for name in () if self.request.on_cpu else kernels.ON_GPU:
+        for name in () if self.request.cluster.is_cpu else kernels.ON_GPU:
             result = self._start(name).result(kernels.CHECK_SECONDS)
             self._add(**result.facts.model_dump(exclude_defaults=True))
             yield from map(without_optional, result.findings)

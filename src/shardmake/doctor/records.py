@@ -26,16 +26,6 @@ class DoctorRequest(RunRecord):
     )
     build_kernels: bool = Field(description="Compile DeepSpeed's Adam, and its asynchronous I/O if there is NVMe.")
 
-    @property
-    def ranks(self) -> int:
-        """Return the ranks per node."""
-        return self.cluster.processes_per_node
-
-    @property
-    def on_cpu(self) -> bool:
-        """Return whether the nodes are checked without GPUs."""
-        return self.cluster.is_cpu
-
 
 class NodeFacts(RunRecord):
     """Measured values of one node, for the cluster file; None for what was not measured."""

@@ -50,16 +50,10 @@ LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "shardm
 def run_keys(model: str, data: str, steps: int, global_batch: int, /, **changes: Any) -> dict[str, Any]:
     """Return the keys of a run of ``steps`` that is saved once, at its end, with ``changes`` of other keys."""
     return {
-        "model": model,
-        "data": {"train": data},
-        "micro_batch_size": 1,
-        "global_batch_size": global_batch,
-        "max_steps": steps,
-        "checkpoints": {"every_steps": steps, "keep": 1},
-        "learning_rate": 1e-5,
-        "eval_every_steps": "never",
-        **changes,
-    }
+        "model": model, "data": {"train": data}, "micro_batch_size": 1, "global_batch_size": global_batch,
+        "max_steps": steps, "checkpoints": {"every_steps": steps, "keep": 1}, "learning_rate": 1e-5,
+        "eval_every_steps": "never", **changes,
+    }  # fmt: skip
 
 
 def write_config(folder: Path, name: str, cluster: str, keys: Mapping[str, Any]) -> Path:
@@ -91,21 +85,15 @@ def read_training(run: RunDir, warm_up: int, label: str = "") -> Trained:
     rates = [line.tokens_per_second for line in lines if line.step > warm_up and line.tokens_per_second]
     rate = median(rates)
     return Trained(
-        training=label,
-        strategy=plan.choice.strategy,
-        precision=plan.choice.precision,
+        training=label, strategy=plan.choice.strategy, precision=plan.choice.precision,
         weights=TrainingSettings.read(run.training).model.dtype,
         losses={line.step: line.loss if line.loss is not None else math.nan for line in lines},
-        allocated=memory and memory.allocated,
-        reserved=memory and memory.reserved,
-        device=memory and memory.device,
-        planned_allocated=planned.gpu.allocated,
-        planned_reserved=planned.gpu.reserved,
+        allocated=memory and memory.allocated, reserved=memory and memory.reserved, device=memory and memory.device,
+        planned_allocated=planned.gpu.allocated, planned_reserved=planned.gpu.reserved,
         planned_device=planned.gpu.device,
-        step_seconds=plan.choice.global_batch_size * plan.workload.sequence_length / rate,
-        tokens_per_second=rate,
+        step_seconds=plan.choice.global_batch_size * plan.workload.sequence_length / rate, tokens_per_second=rate,
         planned_step_seconds=planned.step_seconds,
-    )
+    )  # fmt: skip
 
 
 def judge(trained: Sequence[Trained]) -> Iterator[Finding]:
@@ -161,8 +149,7 @@ def train_strategies(
         if process.wait():
             findings.append(_failed(strategy, folder / f"{strategy}.log"))
             continue
-        one = read_training(RunDir(folder / "runs" / strategy), WARM_UP)
-        trained.append(one)
+        trained.append(one := read_training(RunDir(folder / "runs" / strategy), WARM_UP))
         words = f"{STEPS} steps of {one.step_seconds:.3f} s (planned {one.planned_step_seconds:.3f} s)"
         findings.append(ok(f"training under {strategy}", words))
     return [*findings, *judge(trained)], trained
@@ -187,18 +174,9 @@ def make_report(
     bandwidth = [fact.inter_gbps or fact.intra_gbps for fact in facts]
     found = {name: version for name, version in installed_versions(LIBRARIES).items() if version}
     return GpuReport(
-        time=begun,
-        seconds=time.time() - begun,
-        commit=checkout_commit(),
-        gpu=first.gpu_name or "CPU",
-        accelerator=cluster.accelerator,
-        memory_gib=first.gpu_memory_gib or cluster.memory_gib_per_node,
-        ranks=nodes * cluster.processes_per_node,
-        driver=first.driver,
-        cuda=first.cuda,
-        nccl=first.nccl,
-        versions=found,
-        outcomes={one.check: "failed" for one in findings if one.verdict is Verdict.STOPS},
-        trained=list(trained),
+        time=begun, seconds=time.time() - begun, commit=checkout_commit(), gpu=first.gpu_name or "CPU",
+        accelerator=cluster.accelerator, memory_gib=first.gpu_memory_gib or cluster.memory_gib_per_node,
+        ranks=nodes * cluster.processes_per_node, driver=first.driver, cuda=first.cuda, nccl=first.nccl, versions=found,
+        outcomes={one.check: "failed" for one in findings if one.verdict is Verdict.STOPS}, trained=list(trained),
         all_reduce_gbps=min((value for value in bandwidth if value), default=None),
-    )
+    )  # fmt: skip

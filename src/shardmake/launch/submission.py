@@ -24,14 +24,13 @@ from shardmake.launch.slurm_jobs import waiting_snapshot
 from shardmake.launch.training import Training
 from shardmake.launch.watcher import PREFIX, SECONDS, cached_squeue, other_trainings, wait_until_slot
 from shardmake.render.stage import copy_rendered
-from shardmake.run import set_aside
 from shardmake.run.attempt import AttemptDir, SubmittedJob
 from shardmake.run.attempt_history import excluded_nodes, next_fallback, suspected_nodes
 from shardmake.run.attempt_owner import claim, claim_next
 from shardmake.run.disk_budget import check_run, checkpoint_size, warn_of_purge
 from shardmake.run.paths import RunDir, short_path
 from shardmake.run.plan import Choice, MemoryEstimates, Plan
-from shardmake.run.settings_digest import describe_changes
+from shardmake.run.settings_digest import describe_changes, stash_and_restore
 
 logger = logging.getLogger(__name__)
 WaitUntilSlot = Callable[[list[str] | None], NoReturn]
@@ -176,7 +175,7 @@ def choose_checkpoint(training: Training, choice: Choice) -> Path | None:
     if newest and newest[0].settings_digest != training.settings_digest:
         theirs = newest[0].settings_digest
         changes = describe_changes(rundir, theirs, training.result_settings)
-        set_aside.stash_and_restore(folder, theirs, training.settings_digest, changes)
+        stash_and_restore(folder, theirs, training.settings_digest, changes)
         unlink(rundir.metrics)
     return resume_checkpoint(rundir, choice)
 

@@ -13,12 +13,11 @@ from shardmake.checkpoint.training_receipt import write_script_receipt
 from shardmake.core.errors import EngineMismatchError, ShardmakeError
 from shardmake.core.run_folder import make_folder, unlink
 from shardmake.launch.outcome import Outcome
-from shardmake.run import set_aside
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.attempt_history import AttemptRecord, EndReason
 from shardmake.run.paths import RunDir
 from shardmake.run.record import RunFile
-from shardmake.run.settings_digest import describe_changes
+from shardmake.run.settings_digest import describe_changes, stash_and_restore
 from shardmake.run.training_settings import ScriptProgram, TrainingSettings
 
 _SAME_AGAIN = {EngineMismatchError.__name__, "SystemExit"} | {
@@ -42,7 +41,7 @@ def prepare_folders(rundir: RunDir, settings_digest: str, settings: Mapping[str,
         theirs = before.settings_digest
         changes = describe_changes(rundir, theirs, settings)
         for folder in filter(Path.exists, (rundir.checkpoints, rundir.script_output)):
-            set_aside.stash_and_restore(folder, theirs, settings_digest, changes)
+            stash_and_restore(folder, theirs, settings_digest, changes)
         unlink(rundir.metrics)
     for folder in (rundir.checkpoints, rundir.script_output):
         make_folder(folder)

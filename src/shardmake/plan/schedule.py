@@ -6,8 +6,7 @@ from typing import Any, Final
 from shardmake.config.models import Run
 from shardmake.core.errors import ConfigError
 from shardmake.memory.cache import cached_helper
-from shardmake.run.length import warmup_steps
-from shardmake.run.schedule import planned_rates
+from shardmake.run.length import planned_rates, warmup_steps
 
 _NEED_ARGUMENTS: Final = ("cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay")
 _STEPS: Final = 1000

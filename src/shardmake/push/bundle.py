@@ -54,7 +54,12 @@ def make_bundle(run: Run, rundir: RunDir) -> Bundle:
     model, manifest = _verified_model(rundir)
     paths = {name: rundir.model / name for name in manifest}
     folder = rundir.push_receipt.parent
-    _refuse_secrets(paths)
+    if leaking := find_leaking(paths.values()):  # small files come from the base model and from training libraries
+        raise PushError(
+            f"Nothing was pushed: {', '.join(path.name for path in leaking)} in the model contains what looks like a "
+            "token or password. Remove it from the source of the file, usually the base model's folder, and "
+            "consolidate again."
+        )
     for name, content in {MODEL_CARD: redact(render_card(run, rundir)).encode(), **card_plots(run, rundir)}.items():
         _add(paths, manifest, folder, name, content)
     _add(paths, manifest, folder, SUMS, format_sums(manifest).encode())
@@ -65,16 +70,6 @@ def make_bundle(run: Run, rundir: RunDir) -> Bundle:
 def _add(paths: dict[str, Path], manifest: dict[str, FileRecord], folder: Path, name: str, content: bytes) -> None:
     write_bytes(folder / name, content)
     paths[name], manifest[name] = folder / name, record(folder / name)
-
-
-def _refuse_secrets(paths: dict[str, Path]) -> None:
-    """Refuse small files with secrets; they come from the base model and from training libraries."""
-    if leaking := find_leaking(paths.values()):
-        raise PushError(
-            f"Nothing was pushed: {', '.join(path.name for path in leaking)} in the model contains what looks like a "
-            "token or password. Remove it from the source of the file, usually the base model's folder, and "
-            "consolidate again."
-        )
 
 
 def find_leaking(paths: Iterable[Path]) -> list[Path]:

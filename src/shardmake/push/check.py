@@ -81,19 +81,15 @@ def problems_at(destination: PushedTo, files: Mapping[str, FileRecord]) -> list[
     if kind == "hub":
         logger.info("%s was compared when it was pushed (commit %s), not now.", destination.to, destination.commit)
         return []
-    if kind == "file":
-        return [f"{destination.to}: {problem}" for problem in _problems_of_folder(Path(place), files)]
     try:
+        if kind == "file":
+            found = read_folder(folder := Path(place))
+            problems = differences(files, found) if found else [f"the folder {folder} is missing or empty"]
+            return [f"{destination.to}: {problem}" for problem in problems]
         missing = missing_in_store(files, destination.to)
     except ShardmakeError as error:
         return [str(error)]
+    except OSError as error:
+        return [f"{destination.to}: {error.filename} cannot be read: {error.strerror}"]
     logger.info("%s has all files by size and by its list of checksums; they were not read again.", destination.to)
     return [f"{destination.to}: {name} is missing or different" for name in missing]
-
-
-def _problems_of_folder(folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
-    try:
-        found = read_folder(folder)
-    except OSError as error:
-        return [f"{error.filename} cannot be read: {error.strerror}"]
-    return differences(files, found) if found else [f"the folder {folder} is missing or empty"]

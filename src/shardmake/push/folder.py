@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import time
+from itertools import chain
 from pathlib import Path
 
 from shardmake.core.disk import require_space
@@ -110,19 +111,11 @@ def _recover_leftovers(target: Path) -> None:
         if not (found := name.fullmatch(path.name)):
             continue
         what, machine, process = found.groups()
+        # Nothing is known about a process of another machine, but that a push writes or reads its copy all the time.
+        may_run = machine != _this_machine() or Path("/proc", process).exists()
+        changed = (it.lstat().st_mtime for it in chain([path], path.rglob("*")))
         if what == "retired" and not target.exists():
             path.rename(target)
-        elif not (_is_alive(machine, process) and _is_recent(path)):
+        elif not (may_run and time.time() - max(changed) < _ABANDONED_SECONDS):
             logger.info("Removing %s, which a push that was killed on %s left behind.", path, machine)
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_alive(machine: str, process: str) -> bool:
-    """Return whether a process may run: it does on this machine, and nothing is known about another one."""
-    return machine != _this_machine() or Path("/proc", process).exists()
-
-
-def _is_recent(folder: Path) -> bool:
-    """Return whether something below ``folder`` changed within a day; a push writes or reads it all the time."""
-    newest = max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
-    return time.time() - newest < _ABANDONED_SECONDS

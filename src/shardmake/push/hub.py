@@ -21,7 +21,7 @@ from shardmake.push.bundle import Bundle
 from shardmake.run.paths import MODEL_CARD
 
 if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
 _TITLE = "Push model"
@@ -181,30 +181,20 @@ def _refuse_foreign(
 
 def _commit(bundle: Bundle, place: _Place, head: str, changed: list[str], stale: list[str]) -> str:
     """Upload changed files, make them visible in one commit on top of ``head``, and return its id."""
-    from huggingface_hub import CommitOperationDelete
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     request = place.opens_request
-    additions = [_addition(bundle, name) for name in changed]
+    additions = [CommitOperationAdd(name, bundle.paths[name]) for name in changed]
+    for addition in additions:
+        addition.upload_info.sha256 = bytes.fromhex(bundle.manifest[addition.path_in_repo].sha256)
     for start in range(0, len(additions), _GROUP):
         upload = partial(place.api.preupload_lfs_files, place.repository, additions[start : start + _GROUP])
         with_retries(partial(upload, revision=place.revision, create_pr=request, free_memory=False))
     info = place.api.create_commit(
-        place.repository,
-        [*additions, *(CommitOperationDelete(name) for name in stale)],
-        commit_message=_TITLE,
-        revision=place.revision,
-        parent_commit=head,
-        create_pr=request,
-    )
+        place.repository, [*additions, *(CommitOperationDelete(name) for name in stale)], commit_message=_TITLE,
+        revision=place.revision, parent_commit=head, create_pr=request,
+    )  # fmt: skip
     return info.oid
-
-
-def _addition(bundle: Bundle, name: str) -> "CommitOperationAdd":
-    from huggingface_hub import CommitOperationAdd
-
-    addition = CommitOperationAdd(name, bundle.paths[name])
-    addition.upload_info.sha256 = bytes.fromhex(bundle.manifest[name].sha256)
-    return addition
 
 
 def _read_back(bundle: Bundle, place: _Place, commit: str) -> None:

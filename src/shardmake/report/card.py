@@ -17,12 +17,12 @@ from shardmake.report.figures import length_name
 from shardmake.report.plots import plots
 from shardmake.report.records import Records, hide_keys, public_names
 from shardmake.report.training_facts import training_facts
-from shardmake.run.evaluation import EvaluationResult, Sample
+from shardmake.run.evaluation import EvaluationResult
 from shardmake.run.paths import RunDir
 from shardmake.run.sources import localize
 
 if TYPE_CHECKING:
-    from huggingface_hub import EvalResult, ModelCardData
+    from huggingface_hub import ModelCardData
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 _CARRIED_KEYS = ("license", "license_name", "license_link", "language")
@@ -39,30 +39,22 @@ def render_card(run: Run, rundir: RunDir, *, pushed: bool = True) -> str:
 
     records = Records.read(run, rundir)
     evaluation, shown = records.evaluation, plots(records) if pushed else {}
-    samples = _public_samples(run, evaluation)
+    # Others are examples of the evaluation data, which may be private.
+    is_public = run.evaluation.prompts or (run.push and run.push.samples)
+    samples = [it.model_copy(update={"prompt": hide_keys(it.prompt)}) for it in evaluation.samples if is_public]
     prompts = [sample.prompt for sample in samples if sample.prompt]
     base = _base_metadata(Path(localize(run, rundir).model))
+    program = f"trained by `{Path(run.script or '').name}` and merged, evaluated and published by Shardmake"
     card = ModelCard.from_template(
-        _metadata(records, base),
-        template_path=str(TEMPLATE),
-        name=rundir.name,
-        **common_values(records),
-        trained=f"trained by `{Path(run.script).name}` and merged, evaluated and published by Shardmake"
-        if run.script
-        else "fine-tuned with Shardmake",
-        facts=training_facts(records),
-        evaluation=evaluation,
-        samples=[{key: _fenced(text) for key, text in sample} for sample in samples],
-        plots={name: plot.title for name, plot in shown.items()},
-        place=_place(run) if pushed else ".",
-        is_hub=pushed and _hub_name(run) is not None,
-        pushed=pushed,
-        has_chat_template=_has_chat_template(rundir.model),
-        model_class=class_to_load(records),
+        _metadata(records, base), template_path=str(TEMPLATE), name=rundir.name, **common_values(records),
+        trained=program if run.script else "fine-tuned with Shardmake", facts=training_facts(records),
+        evaluation=evaluation, samples=[{key: _fenced(text) for key, text in sample} for sample in samples],
+        plots={name: plot.title for name, plot in shown.items()}, place=_place(run) if pushed else ".",
+        is_hub=pushed and _hub_name(run) is not None, pushed=pushed,
+        has_chat_template=_has_chat_template(rundir.model), model_class=class_to_load(records),
         prompt=json.dumps(min(prompts, key=len, default="Hello"), ensure_ascii=False),
-        length_name=length_name,
-        inline=_inline,
-    )
+        length_name=length_name, inline=_inline,
+    )  # fmt: skip
     return str(card)
 
 
@@ -86,24 +78,22 @@ def _metadata(records: Records, base: dict[str, Any]) -> "ModelCardData":
     run, evaluation = records.run, records.evaluation
     data = public_names(run.data.eval_sources or run.data.sources)
     task = "text-classification" if evaluation.reward_model else "text-generation"
-    metric, value = _headline(evaluation)
-    headline = EvalResult(
-        task_type=task,
-        dataset_type=data,
-        dataset_name=data if run.data.eval else f"{data} (evaluation split)",
-        metric_type=metric,
-        metric_value=round(value, 4),
-    )
+    split = data if run.data.eval else f"{data} (evaluation split)"
+    scores = [(task, data, split, *_headline(evaluation))]
+    finite = [(it.task, it.metric, it.tuned) for it in evaluation.tasks if it.tuned is not None]
+    scores += [("text-generation", name, name, metric, value) for name, metric, value in finite]
     return ModelCardData(
-        base_model=records.hub_model or base.get("base_model"),
-        datasets=None if run.script else list(dict.fromkeys(records.hub_datasets)) or None,
-        library_name="transformers",
-        model_name=records.name,
-        pipeline_tag=task,
+        base_model=records.hub_model or base.get("base_model"), model_name=records.name, pipeline_tag=task,
+        datasets=None if run.script else list(dict.fromkeys(records.hub_datasets)) or None, library_name="transformers",
         tags=["shardmake", *(["reward-model"] if evaluation.reward_model else [])],
-        eval_results=[headline, *_task_results(evaluation)],
+        eval_results=[
+            EvalResult(
+                task_type=kind, dataset_type=source, dataset_name=name, metric_type=metric, metric_value=round(value, 4)
+            )
+            for kind, source, name, metric, value in scores
+        ],
         **{key: base[key] for key in _CARRIED_KEYS if base.get(key)},
-    )
+    )  # fmt: skip
 
 
 def _headline(evaluation: EvaluationResult) -> tuple[str, float]:
@@ -116,22 +106,6 @@ def _headline(evaluation: EvaluationResult) -> tuple[str, float]:
     assert evaluation.tuned is not None
     perplexity = evaluation.tuned.perplexity
     return ("loss", evaluation.tuned.loss) if perplexity is None else ("perplexity", perplexity)
-
-
-def _task_results(evaluation: EvaluationResult) -> "list[EvalResult]":
-    from huggingface_hub import EvalResult
-
-    return [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=result.task,
-            dataset_name=result.task,
-            metric_type=result.metric,
-            metric_value=round(result.tuned, 4),
-        )
-        for result in evaluation.tasks
-        if result.tuned is not None
-    ]
 
 
 def _base_metadata(model: Path) -> dict[str, Any]:
@@ -192,15 +166,6 @@ def _has_chat_template(model: Path) -> bool:
     return (model / "chat_template.jinja").is_file() or (
         settings.is_file() and "chat_template" in read_json(settings, "shardmake consolidate NAME")
     )
-
-
-def _public_samples(run: Run, evaluation: EvaluationResult) -> list[Sample]:
-    """Return the samples that may be published: answers to configured prompts, or all if the run says so.
-
-    Otherwise they are examples of the evaluation data, which may be private.
-    """
-    samples = evaluation.samples if run.evaluation.prompts or (run.push and run.push.samples) else []
-    return [sample.model_copy(update={"prompt": hide_keys(sample.prompt)}) for sample in samples]
 
 
 def _inline(text: str) -> str:

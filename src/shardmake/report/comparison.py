@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 from shardmake.config.effects import STAGES, result_keys
 from shardmake.config.models import Cluster, Run
@@ -63,17 +64,11 @@ class ComparedRun:
         now = current("train", run, cluster)
         ran_with = (read_settings("train", rundir) or read_settings("render", rundir) or now).values
         return cls(
-            name=rundir.name,
-            settings={key: ran_with.get(key, value) for key, value in now.values.items()},
-            plan=used,
-            attempt=attempt,
-            history=history,
-            training=training,
-            data=DataReceipt.read_if_exists(rundir.data_receipt),
-            evaluation=EvaluationResult.read_if_exists(rundir.evaluation),
-            memory=memory,
+            name=rundir.name, settings={key: ran_with.get(key, value) for key, value in now.values.items()}, plan=used,
+            attempt=attempt, history=history, training=training, data=DataReceipt.read_if_exists(rundir.data_receipt),
+            evaluation=EvaluationResult.read_if_exists(rundir.evaluation), memory=memory,
             is_script=run.script is not None,
-        )
+        )  # fmt: skip
 
     @property
     def evaluated_on(self) -> str:
@@ -147,23 +142,67 @@ def compare(runs: Mapping[str, Run], cluster: Cluster, folder: Path) -> Comparis
     return Comparison(found, differing_settings(found), _results(found), _notes(found))
 
 
-_SCORES: Final[Mapping[str, tuple[Callable[[EvaluationResult], float | None], Callable[[float], str], Best | None]]] = {
-    "base loss": (lambda found: found.base.loss if found.base else None, "{:.4f}".format, None),
-    "evaluation loss": (lambda found: found.tuned.loss if found.tuned else None, "{:.4f}".format, "lowest"),
-    "perplexity": (lambda found: found.tuned.perplexity if found.tuned else None, format_perplexity, "lowest"),
-    "exact answers, %": (
-        lambda found: _percent(found.tuned.exact if found.tuned and found.has_exact else None),
-        "{:.1f}".format,
-        "highest",
-    ),
-    "preference accuracy, %": (
-        lambda found: _percent(found.reward_model.accuracy if found.reward_model else None),
-        "{:.1f}".format,
-        "highest",
-    ),
-    "reward accuracy, %": (lambda found: _percent(found.reward_accuracy), "{:.1f}".format, "highest"),
-}
-"""Values of the evaluations by the column's name: how one is read and shown, and which is better on equal examples."""
+Column = tuple[Callable[[ComparedRun], float | None], Callable[[float], str], Best | None]
+"""How a value is read and shown, and which one is better."""
+
+
+def _columns(runs: Sequence[ComparedRun]) -> dict[str, Column]:
+    """Return the columns by name; no value of evaluations of different examples is better than another."""
+    on_gpus = all(run.attempt is None or run.attempt.accelerator != "cpu" for run in runs)
+    evaluations = [run.evaluation for run in runs if run.evaluation]
+    is_same = _same_evaluation_data(runs)
+    low, high = cast(tuple[Best | None, Best | None], ("lowest", "highest") if is_same else (None, None))
+    return {
+        "steps": (partial(_last, "step"), _WHOLE, None),
+        "tokens": (partial(_known, "training.tokens"), _WHOLE, None),
+        "training loss": (partial(_last, "loss"), _EXACT, None),
+        "base loss": (partial(_known, "evaluation.base.loss"), _EXACT, None),
+        "evaluation loss": (partial(_known, "evaluation.tuned.loss"), _EXACT, low),
+        "perplexity": (partial(_known, "evaluation.tuned.perplexity"), format_perplexity, low),
+        **{
+            f"{name}, %": (partial(_share, name), "{:.1f}".format, high)
+            for name in dict.fromkeys(name for found in evaluations for name in found.shares)
+        },
+        **{
+            f"{task} {metric}": (partial(_task, task, metric), _EXACT, _TASK_METRICS.get(metric.partition(",")[0]))
+            for task, metric in dict.fromkeys((one.task, one.metric) for found in evaluations for one in found.tasks)
+        },
+        "tokens/s": (partial(_known, "history.speed"), _WHOLE, "highest"),
+        hours_name(on_gpus=on_gpus): (_hours, "{:,.2f}".format, "lowest"),
+        "memory predicted": (partial(_known, "memory.predicted"), _size, None),
+        "memory measured": (partial(_known, "memory.measured"), _size, "lowest"),
+    }
+
+
+_WHOLE: Final = "{:,.0f}".format
+_EXACT: Final = "{:.4f}".format
+
+
+def _size(size: float) -> str:
+    return format_bytes(int(size))
+
+
+def _known(path: str, run: ComparedRun) -> float | None:
+    """Return the value at a dotted path; None if a record on the way is missing."""
+    return reduce(lambda found, name: getattr(found, name, None), path.split("."), cast(Any, run))
+
+
+def _last(key: str, run: ComparedRun) -> float | None:
+    return next(reversed(run.history.series(key)[1]), None)
+
+
+def _hours(run: ComparedRun) -> float | None:
+    return run.history.device_hours if run.history.spans else None
+
+
+def _share(name: str, run: ComparedRun) -> float | None:
+    share = run.evaluation.shares[name] if run.evaluation else None
+    return None if share is None else 100 * share
+
+
+def _task(task: str, metric: str, run: ComparedRun) -> float | None:
+    scores = run.evaluation.tasks if run.evaluation else []
+    return next((score.tuned for score in scores if (score.task, score.metric) == (task, metric)), None)
 
 
 def differing_settings(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
@@ -175,82 +214,20 @@ def differing_settings(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
 
 
 def _results(runs: Sequence[ComparedRun]) -> list[ResultColumn]:
-    """Return the results that at least one run has."""
-    is_same = _same_evaluation_data(runs)
-    scores = [score for run in runs if run.evaluation for score in run.evaluation.tasks]
-    tasks = dict.fromkeys((score.task, score.metric) for score in scores)
-    on_gpus = all(run.attempt is None or run.attempt.accelerator != "cpu" for run in runs)
-    columns = [
-        _column(runs, "steps", lambda run: _last(run, "step"), "{:,.0f}".format),
-        _column(runs, "tokens", lambda run: run.training.tokens if run.training else None, "{:,.0f}".format),
-        _column(runs, "training loss", lambda run: _last(run, "loss"), "{:.4f}".format),
-        *(
-            _evaluated(runs, name, read, text, best if is_same else None)
-            for name, (read, text, best) in _SCORES.items()
-        ),
-        *(_task_column(runs, task, metric) for task, metric in tasks),
-        _column(runs, "tokens/s", lambda run: run.history.speed, "{:,.0f}".format, "highest"),
-        _column(
-            runs,
-            hours_name(on_gpus=on_gpus),
-            lambda run: run.history.device_hours if run.history.spans else None,
-            "{:,.2f}".format,
-            "lowest",
-        ),
-        _column(runs, "memory predicted", lambda run: run.memory.predicted if run.memory else None, _size),
-        _column(runs, "memory measured", lambda run: run.memory.measured if run.memory else None, _size, "lowest"),
-    ]
-    return [column for column in columns if any(value is not None for value in column.values)]
+    """Return the results that at least one run has.
 
-
-def _column(
-    runs: Sequence[ComparedRun],
-    name: str,
-    value: Callable[[ComparedRun], float | None],
-    text: Callable[[float], str],
-    best: Best | None = None,
-) -> ResultColumn:
-    """Return a column. Only runs that have finished their training can be the best, and not if all are equal."""
-    values = tuple(map(value, runs))
-    finished = {
-        i: found for i, (run, found) in enumerate(zip(runs, values, strict=True)) if run.training and found is not None
-    }
-    marked = None
-    if best and len(set(finished.values())) > 1:
-        marked = (min if best == "lowest" else max)(finished, key=lambda index: finished[index])
-    return ResultColumn(name, values, text, marked)
-
-
-def _last(run: ComparedRun, key: str) -> float | None:
-    values = run.history.series(key)[1]
-    return values[-1] if values else None
-
-
-def _evaluated(
-    runs: Sequence[ComparedRun],
-    name: str,
-    read: Callable[[EvaluationResult], float | None],
-    text: Callable[[float], str],
-    best: Best | None,
-) -> ResultColumn:
-    """Return a column of what ``read`` finds in the evaluations."""
-    return _column(runs, name, lambda run: read(run.evaluation) if run.evaluation else None, text, best)
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share
-
-
-def _size(size: float) -> str:
-    return format_bytes(int(size))
-
-
-def _task_column(runs: Sequence[ComparedRun], task: str, metric: str) -> ResultColumn:
-    def value(found: EvaluationResult) -> float | None:
-        return next((score.tuned for score in found.tasks if (score.task, score.metric) == (task, metric)), None)
-
-    best = _TASK_METRICS.get(metric.partition(",")[0])
-    return _evaluated(runs, f"{task} {metric}", value, "{:.4f}".format, best)
+    Only runs that have finished their training can be the best, and not if all are equal.
+    """
+    columns = []
+    for name, (read, text, best) in _columns(runs).items():
+        values = tuple(map(read, runs))
+        known = {index: value for index, value in enumerate(values) if value is not None}
+        finished = {index: value for index, value in known.items() if runs[index].training}
+        marked = None
+        if best and len(set(finished.values())) > 1:
+            marked = (min if best == "lowest" else max)(finished, key=finished.__getitem__)
+        columns += [ResultColumn(name, values, text, marked)] if known else []
+    return columns
 
 
 def _same_evaluation_data(runs: Sequence[ComparedRun]) -> bool:
@@ -288,18 +265,13 @@ def write_comparison(comparison: Comparison, title: str, page: Path) -> None:
     from jinja2 import Environment, StrictUndefined
 
     histories = {run.name: run.history for run in comparison.runs}
-    drawn = {name: history for name, history in histories.items() if history.by_tokens("loss")[0]}
+    drawn = {name: history for name, history in histories.items() if history.series("loss", "tokens")[0]}
     header, rows = comparison.table()
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     text = environment.from_string(TEMPLATE.read_text()).render(
-        title=title,
-        settings=list(comparison.settings),
-        results=len(comparison.results),
-        header=header,
-        rows=rows,
+        title=title, settings=list(comparison.settings), results=len(comparison.results), header=header, rows=rows,
         losses=figures.as_svg("losses", figures.losses(drawn)) if drawn else "",
-        missing=[name for name in histories if name not in drawn],
-        notes=comparison.notes,
-    )
+        missing=[name for name in histories if name not in drawn], notes=comparison.notes,
+    )  # fmt: skip
     page.parent.mkdir(parents=True, exist_ok=True)
     write_text(page, redact(text))

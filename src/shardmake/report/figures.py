@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from shardmake.core.units import format_bytes, unit_of
-from shardmake.report.flops import Utilization
 from shardmake.report.history import TrainingHistory
 from shardmake.run.evaluation import LengthScore, ModelScore
 
@@ -24,15 +23,9 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREY = "#2563eb", "#ea580c", "#6b7280"
 _LIGHT_GREY = "#d1d5db"
 _STYLE = {
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "font.size": 9,
-    "grid.color": "#e5e7eb",
-    "legend.frameon": False,
-    "svg.fonttype": "none",
-}
+    "axes.axisbelow": True, "axes.grid": True, "axes.spines.right": False, "axes.spines.top": False, "font.size": 9,
+    "grid.color": "#e5e7eb", "legend.frameon": False, "svg.fonttype": "none",
+}  # fmt: skip
 
 
 _CAPACITY_DRAWN = 4
@@ -102,18 +95,14 @@ def losses(figure: "Figure", histories: Mapping[str, TrainingHistory]) -> None:
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 400k and 2M, of which several fit side by side
     for index, (name, history) in enumerate(histories.items()):
         style = _LINE_STYLES[index // _COLOURS % len(_LINE_STYLES)]
-        line = _plot(axes, *history.by_tokens("loss"), label=_shorten(name), linewidth=1, linestyle=style)
-        axes.plot(*history.by_tokens("eval_loss"), color=line.get_color(), marker="o", markersize=3, linestyle="")
+        # Of a long name start and end, in which the runs of a sweep differ.
+        label = name if len(name) <= _LONGEST_NAME else f"{name[:10]}…{name[11 - _LONGEST_NAME :]}"
+        line = _plot(axes, *history.series("loss", "tokens"), label=label, linewidth=1, linestyle=style)
+        evaluated = history.series("eval_loss", "tokens")
+        axes.plot(*evaluated, color=line.get_color(), marker="o", markersize=3, linestyle="")
     axes.set_xlabel("tokens, padding included")
     axes.set_ylabel("loss (nats per token)")
     _legend_below(figure, axes, _HEIGHT)
-
-
-def _shorten(name: str) -> str:
-    """Return the name of a run for the legend; of a long one start and end, in which the runs of a sweep differ."""
-    if len(name) <= _LONGEST_NAME:
-        return name
-    return f"{name[:10]}…{name[11 - _LONGEST_NAME :]}"
 
 
 @_drawing
@@ -130,7 +119,7 @@ def optimizer(figure: "Figure", history: TrainingHistory) -> None:
 
 
 @_drawing
-def speed(figure: "Figure", history: TrainingHistory, used: Utilization | None) -> None:
+def speed(figure: "Figure", history: TrainingHistory, used: tuple[list[int], list[float]] | None) -> None:
     """Draw tokens per second over all ranks, and MFU on the right axis."""
     axes = figure.subplots()
     _plot(axes, *history.series("tokens_per_second"), color=BLUE, label="tokens/s")
@@ -139,7 +128,7 @@ def speed(figure: "Figure", history: TrainingHistory, used: Utilization | None) 
     axes.set_ylim(bottom=0)
     if used:
         right = axes.twinx()
-        _plot(right, used.steps, [100 * share for share in used.shares], color=ORANGE, linewidth=0.8)
+        _plot(right, used[0], [100 * share for share in used[1]], color=ORANGE, linewidth=0.8)
         right.set_ylabel("MFU (%)", color=ORANGE)
         right.set_ylim(bottom=0)
         right.grid(visible=False)
@@ -219,23 +208,18 @@ def length_name(bucket: LengthScore) -> str:
 def _plot(axes: "Axes", places: Sequence[int], values: Sequence[float], **style: Any) -> "Line2D":
     """Draw ``values`` as a line, and those without a finite neighbour, of which no line is drawn, as points."""
     (line,) = axes.plot(places, values, **style)
-    points = [(places[index], values[index]) for index in _isolated(values)]
+    finite = [False, *map(math.isfinite, values), False]
+    isolated = (index for index in range(len(values)) if finite[index : index + 3] == [False, True, False])
+    points = [(places[index], values[index]) for index in isolated]
     alone = list(zip(*points, strict=True)) or [(), ()]
     axes.plot(*alone, color=line.get_color(), marker="o", markersize=3, linestyle="")
     return line
 
 
-def _isolated(values: Sequence[float]) -> list[int]:
-    """Return the indices of finite values between values that are not finite, or at an end."""
-    finite = [False, *map(math.isfinite, values), False]
-    return [index for index in range(len(values)) if finite[index : index + 3] == [False, True, False]]
-
-
 def _mark_interruptions(axes: "Axes", history: TrainingHistory) -> None:
-    for number, interruption in enumerate(history.interruptions):
-        axes.axvline(
-            interruption.after_step, color=GREY, linestyle=":", linewidth=1, label=None if number else "interrupted"
-        )
+    for number, lost in enumerate(history.interruptions):
+        label = None if number else "interrupted"
+        axes.axvline(lost.after_step, color=GREY, linestyle=":", linewidth=1, label=label)
 
 
 def _label(axes: "Axes", what: str) -> None:

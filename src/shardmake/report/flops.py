@@ -5,8 +5,6 @@ does not count. Attention is exact here: a token attends to the tokens before it
 examples cost less than one long one.
 """
 
-from dataclasses import dataclass
-
 from shardmake.config.accelerators import find_accelerator
 from shardmake.config.methods import METHODS
 from shardmake.config.models import Method, Run
@@ -20,17 +18,8 @@ from shardmake.run.plan import Plan
 from shardmake.run.sources import localize
 
 
-@dataclass(frozen=True)
-class Utilization:
-    """MFU at each logged step."""
-
-    steps: list[int]
-    shares: list[float]
-    """1 is the dense peak of all ranks' devices."""
-
-
-def utilization(run: Run, rundir: RunDir, history: TrainingHistory) -> Utilization | None:
-    """Return the MFU of a training.
+def utilization(run: Run, rundir: RunDir, history: TrainingHistory) -> tuple[list[int], list[float]] | None:
+    """Return the logged steps of a training and their MFU; 1 is the dense peak of all ranks' devices.
 
     It is None on CPUs, whose peak is not defined, without a speed or the attempts' folders, for a user's script, which
     may train another method on other data than the run names, and with frozen weights, of which some need no backward
@@ -48,7 +37,7 @@ def utilization(run: Run, rundir: RunDir, history: TrainingHistory) -> Utilizati
         model = as_classifier(model)
     per_token = flops_per_token(model, run.method, mean_context(rundir))
     shares = [(line.tokens_per_second or 0) * per_token / peaks[line.attempt or 0] for line in lines]
-    return Utilization([line.step for line in lines], shares)
+    return [line.step for line in lines], shares
 
 
 def flops_per_token(model: Model, method: Method, context: float) -> float:

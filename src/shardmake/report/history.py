@@ -74,24 +74,20 @@ class TrainingHistory:
     def interruptions(self) -> list[Interruption]:
         """One before each attempt with steps that count, but the first attempt, if the times are known."""
         working = [index for index, span in enumerate(self.spans) if span.lines]
-        found = self._lost_at_start(working[0]) if working else []
+        lost, found = self.spans[: working[0]] if working else [], list[Interruption]()
+        if lost and all(span.is_repeated for span in lost):  # it is known that no step of them counts
+            found.append(Interruption(0, self.spans[len(lost)].started - lost[0].started, _ends(lost)))
         for before, after in pairwise(working):
             last, first = self.spans[before].lines[-1], self.spans[after].lines[0]
             if first.time is not None and last.time is not None:
                 found.append(Interruption(last.step, first.time - last.time, _ends(self.spans[before:after])))
         return found
 
-    def _lost_at_start(self, count: int) -> list[Interruption]:
-        """Return the cost of the first ``count`` attempts, if it is known that no step of them counts."""
-        lost = self.spans[:count]
-        if not lost or not all(span.is_repeated for span in lost):
-            return []
-        return [Interruption(0, self.spans[count].started - lost[0].started, _ends(lost))]
-
-    def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Return steps and values of one metric, for steps that logged it."""
-        found = [(line.step, value) for line in self.lines if (value := getattr(line, key)) is not None]
-        return [step for step, _ in found], [value for _, value in found]
+    def series(self, key: str, over: str = "step") -> tuple[list[int], list[float]]:
+        """Return steps, or ``tokens`` in all, and values of one metric, for steps that logged it."""
+        pairs = [(getattr(line, over), getattr(line, key)) for line in self.lines]
+        found = [pair for pair in pairs if None not in pair]
+        return [place for place, _ in found], [value for _, value in found]
 
     @property
     def speed(self) -> float | None:
@@ -112,15 +108,6 @@ class TrainingHistory:
             if earlier == attempt and before < step
         ]
         return statistics.median(found) if found else None
-
-    def by_tokens(self, key: str) -> tuple[list[int], list[float]]:
-        """Return tokens and values of one metric, for steps that logged both."""
-        found = [
-            (line.tokens, value)
-            for line in self.lines
-            if line.tokens is not None and (value := getattr(line, key)) is not None
-        ]
-        return [tokens for tokens, _ in found], [value for _, value in found]
 
 
 def hours_name(*, on_gpus: bool) -> str:

@@ -11,12 +11,7 @@ from shardmake.run.plan import CandidateEstimate, Choice, MemoryEstimates
 
 _MFU: Final = " MFU counts 6 FLOPs per weight and token and the exact attention, relative to the dense peak."
 _MEASURED: Final = "the peak of the allocator on rank 0, which does not count the CUDA context and NCCL"
-_METRICS: Final = {
-    "loss": "loss",
-    "learning_rate": "learning rate",
-    "grad_norm": "gradient norm",
-    "tokens_per_second": "tokens per second",
-}
+_METRICS: Final = ("loss", "learning_rate", "grad_norm", "tokens_per_second")
 
 
 @dataclass(frozen=True)
@@ -70,7 +65,7 @@ def _has(records: Records, *keys: str) -> bool:
 
 def missing_metrics(records: Records) -> str:
     """Return a sentence about metrics that were not logged, or an empty string."""
-    missing = [name for key, name in _METRICS.items() if not _has(records, key)]
+    missing = [key.replace("grad_", "gradient_").replace("_", " ") for key in _METRICS if not _has(records, key)]
     if not missing:
         return ""
     if len(missing) < len(_METRICS):
@@ -85,9 +80,15 @@ def missing_metrics(records: Records) -> str:
 
 def memory_of(records: Records) -> Memory:
     """Return the memory that limited a run: of a GPU, see `find_memory`, or of a node whose ranks ran on CPUs."""
-    if records.on_cpu:
-        return _node_memory(records)
-    return find_memory(records.memory, records.planned.choice, records.used.choice, records.history)
+    planned, used = records.planned.choice, records.used.choice
+    if not records.on_cpu:
+        return find_memory(records.memory, planned, used, records.history)
+    found = trained_candidate(records.memory, planned, used)
+    terms, ranks = dict(found.host.terms), found.choice.processes_per_node
+    for name, size in found.gpu.terms.items():
+        terms[name] = terms.get(name, 0) + ranks * size
+    predicted = found.host.total + ranks * found.gpu.reserved
+    return Memory(terms, predicted, 0, records.memory.host_memory, None, place="RAM of a node")
 
 
 def find_memory(estimates: MemoryEstimates, planned: Choice, used: Choice, history: TrainingHistory) -> Memory:
@@ -96,16 +97,6 @@ def find_memory(estimates: MemoryEstimates, planned: Choice, used: Choice, histo
     gpu = trained_candidate(estimates, planned, used).gpu
     outside = gpu.device - gpu.reserved
     return Memory(gpu.terms, gpu.reserved, outside, estimates.gpu_memory, max(measured, default=None))
-
-
-def _node_memory(records: Records) -> Memory:
-    """Return the estimate of a node's RAM, in which the tensors of its ranks are."""
-    found = trained_candidate(records.memory, records.planned.choice, records.used.choice)
-    terms, ranks = dict(found.host.terms), found.choice.processes_per_node
-    for name, size in found.gpu.terms.items():
-        terms[name] = terms.get(name, 0) + ranks * size
-    predicted = found.host.total + ranks * found.gpu.reserved
-    return Memory(terms, predicted, 0, records.memory.host_memory, None, place="RAM of a node")
 
 
 def trained_candidate(estimates: MemoryEstimates, planned: Choice, used: Choice) -> CandidateEstimate:

@@ -9,7 +9,7 @@ from typing import Final, Self
 from shardmake.config.checks import run_before
 from shardmake.config.models import EvalSource, Run
 from shardmake.core.hub import is_hub_id
-from shardmake.report.flops import Utilization, utilization
+from shardmake.report.flops import utilization
 from shardmake.report.history import TrainingHistory, attempt_of, read_history
 from shardmake.run.attempt import Attempt
 from shardmake.run.evaluation import EvaluationResult
@@ -35,7 +35,7 @@ class Records:
     """The last attempt; None if its folder was removed."""
     training: TrainingReceipt
     history: TrainingHistory
-    utilization: Utilization | None
+    utilization: tuple[list[int], list[float]] | None
     memory: MemoryEstimates
     data: DataReceipt
     sources: Sources | None
@@ -49,21 +49,13 @@ class Records:
         planned, history = Plan.read(rundir.plan), read_history(rundir)
         last = attempt_of(rundir, training.attempts)
         return cls(
-            name=rundir.name,
-            run=run,
-            planned=planned,
-            used=Plan.read_if_exists(last.plan) or planned,
+            name=rundir.name, run=run, planned=planned, used=Plan.read_if_exists(last.plan) or planned,
             settings=TrainingSettings.read_if_exists(last.training) or TrainingSettings.read(rundir.training),
-            attempt=Attempt.read_if_exists(last.settings),
-            training=training,
-            history=history,
-            utilization=utilization(run, rundir, history),
-            memory=MemoryEstimates.read(rundir.memory),
-            data=DataReceipt.read(rundir.data_receipt),
-            sources=read_sources(rundir),
-            merge=MergeReceipt.read(rundir.model_receipt),
-            evaluation=evaluation,
-        )
+            attempt=Attempt.read_if_exists(last.settings), training=training, history=history,
+            utilization=utilization(run, rundir, history), memory=MemoryEstimates.read(rundir.memory),
+            data=DataReceipt.read(rundir.data_receipt), sources=read_sources(rundir),
+            merge=MergeReceipt.read(rundir.model_receipt), evaluation=evaluation,
+        )  # fmt: skip
 
     @property
     def is_script(self) -> bool:

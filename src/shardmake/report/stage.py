@@ -19,7 +19,6 @@ from shardmake.report.history import attempt_of, hours_name
 from shardmake.report.plots import memory_of, missing_metrics, report_plots, trained_candidate
 from shardmake.report.records import Records, hide_folders, hide_folders_in_text, hide_keys, public_names
 from shardmake.report.training_facts import training_facts
-from shardmake.run.evaluation import ModelScore
 from shardmake.run.length import Length
 from shardmake.run.paths import MODEL_CARD, RunDir
 from shardmake.run.receipts import PushReceipt
@@ -89,28 +88,19 @@ def _page(
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(bucket=length_name, duration=format_duration, moment=_moment, public=hide_folders)
+    environment.filters.update(bucket=length_name, duration=format_duration, public=hide_folders)
+    # In UTC: reports of one run are equal on all machines.
+    environment.filters["moment"] = lambda time: f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M UTC}"
     pushed = PushReceipt.read_if_exists(rundir.push_receipt)
+    facts = {name: value.replace("`", "") for name, value in training_facts(records).items()}
     return environment.from_string(TEMPLATE.read_text()).render(
-        records=records,
-        name=rundir.name,
-        **common_values(records),
-        data=public_names(records.run.data.sources),
-        hours=hours_name(on_gpus=records.on_gpus),
-        facts={name: value.replace("`", "") for name, value in training_facts(records).items()}
-        | _attempt_facts(records, rundir),
-        tiles=_tiles(records),
-        model_class=class_to_load(records),
-        **_done(records),
-        notes=_notes(records),
+        records=records, name=rundir.name, **common_values(records), data=public_names(records.run.data.sources),
+        hours=hours_name(on_gpus=records.on_gpus), facts=facts | _attempt_facts(records, rundir), tiles=_tiles(records),
+        model_class=class_to_load(records), **_done(records), notes=_notes(records),
         recorded=sorted(str(path.relative_to(rundir.root)) for path in rundir.profile.glob("[!.]*")),
-        memory=_memory_rows(records),
-        figures=drawings,
-        captions=captions,
-        pushed=pushed.destinations if pushed else [],
-        configuration=entries,
-        profile=hide_folders(profile),
-    )
+        memory=_memory_rows(records), figures=drawings, captions=captions,
+        pushed=pushed.destinations if pushed else [], configuration=entries, profile=hide_folders(profile),
+    )  # fmt: skip
 
 
 def _attempt_facts(records: Records, rundir: RunDir) -> dict[str, str]:
@@ -118,13 +108,9 @@ def _attempt_facts(records: Records, rundir: RunDir) -> dict[str, str]:
 
     That of the training is the time of its last driver.
     """
-    times = [f"{stage} {format_duration(seconds)}" for stage, seconds in stage_times(rundir).items()]
+    times = ", ".join(f"{stage} {format_duration(seconds)}" for stage, seconds in stage_times(rundir).items())
     last = attempt_of(rundir, records.training.attempts)
-    facts = {
-        "GPU use, last attempt": gpu_use(last),
-        "Slow ranks at the end": stragglers(last),
-        "Stages": ", ".join(times),
-    }
+    facts = {"GPU use, last attempt": gpu_use(last), "Slow ranks at the end": stragglers(last), "Stages": times}
     return {name: value for name, value in facts.items() if value}
 
 
@@ -140,43 +126,35 @@ def _done(records: Records) -> dict[str, Any]:
     if records.planned_steps:
         done += f" It ended after {plural(steps or 0, 'step')}, because the evaluation loss no longer fell."
     try:
-        return {"done": done, "warnings": length.check()}
+        warnings = length.check()
     except ConfigError as error:  # a run of a version that planned it
-        return {"done": done, "warnings": [str(error)]}
-
-
-def _moment(seconds: float) -> str:
-    """Return a Unix time as date and time of day, in UTC: reports of one run are equal on all machines."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        warnings = [str(error)]
+    return {"done": done, "warnings": warnings}
 
 
 def _tiles(records: Records) -> dict[str, str]:
     """Return the key figures for the top of the page, as far as they are known."""
     training, history, evaluation = records.training, records.history, records.evaluation
-    rated, accuracy = evaluation.reward_model, evaluation.reward_accuracy
-    base, tuned = evaluation.scores or (None, None)
+    rated, tiles = evaluation.reward_model, {}
+    if evaluation.scores:
+        base, tuned = evaluation.scores
+        tiles["evaluation loss"] = f"{base.loss:.3f} → {tuned.loss:.3f}"
+        tiles["perplexity"] = f"{base.perplexity_text(1)} → {tuned.perplexity_text(1)}"
+    for name, share in evaluation.shares.items():
+        tiles[name] = "" if share is None else f"{share:.1%}"
+    if evaluation.scores and tiles["exact answers"]:
+        tiles["exact answers"] = f"{base.exact:.1%} → {tuned.exact:.1%}"
     lost = sum(item.seconds for item in history.interruptions)
-    tiles = {
-        **(_loss_tiles(base, tuned, has_exact=evaluation.has_exact) if base and tuned else {}),
-        "preference accuracy": f"{rated.accuracy:.1%}" if rated else "",
+    tiles |= {
         "reward margin": f"{rated.margin:.3f}" if rated else "",
-        "reward accuracy": f"{accuracy:.1%}" if accuracy is not None else "",
         "optimizer steps": "" if training.steps is None else f"{training.steps:,}",
         "tokens": "" if training.tokens is None else f"{training.tokens:,}",
         "tokens per second": "" if history.speed is None else f"{history.speed:,.0f}",
-        "MFU": f"{statistics.median(records.utilization.shares):.1%}" if records.utilization else "",
+        "MFU": f"{statistics.median(records.utilization[1]):.1%}" if records.utilization else "",
         hours_name(on_gpus=records.on_gpus): f"{history.device_hours:.2f}" if history.spans else "",
         "lost to interruptions": format_duration(lost) if history.interruptions else "",
     }
     return {name: value for name, value in tiles.items() if value}
-
-
-def _loss_tiles(base: ModelScore, tuned: ModelScore, *, has_exact: bool) -> dict[str, str]:
-    return {
-        "evaluation loss": f"{base.loss:.3f} → {tuned.loss:.3f}",
-        "perplexity": f"{base.perplexity_text(1)} → {tuned.perplexity_text(1)}",
-        "exact answers": f"{base.exact:.1%} → {tuned.exact:.1%}" if has_exact else "",
-    }
 
 
 def _memory_rows(records: Records) -> dict[str, str]:
@@ -185,36 +163,21 @@ def _memory_rows(records: Records) -> dict[str, str]:
     It has no memory if it is not known whether the ranks ran on GPUs.
     """
     candidate = trained_candidate(records.memory, records.planned.choice, records.used.choice)
-    measured = records.history.step_seconds
-    seconds = {
-        "Time of a step, predicted": f"{format_number(candidate.step_seconds)} s",
-        **({"Time of a step, measured (median)": f"{format_number(measured)} s"} if measured else {}),
-    }
-    return seconds | _memory_sizes(records)
-
-
-def _memory_sizes(records: Records) -> dict[str, str]:
+    seconds = {"predicted": candidate.step_seconds, "measured (median)": records.history.step_seconds}
+    rows = {f"Time of a step, {name}": f"{format_number(time)} s" for name, time in seconds.items() if time}
     if records.attempt is None:
-        return {}
-    node = {"RAM of a node, limit": records.memory.host_memory}
-    found = memory_of(records)
-    if records.on_cpu:
-        return _as_texts({"RAM of a node, predicted": found.predicted, **node})
-    host = trained_candidate(records.memory, records.planned.choice, records.used.choice).host
-    return _as_texts(
-        {
+        return rows
+    found, sizes = memory_of(records), dict[str, int | None]()
+    if not records.on_cpu:
+        sizes = {
             "GPU memory, predicted, held by the allocator": found.predicted,
             "GPU memory, measured on rank 0, held by the allocator": found.measured,
             "GPU memory, predicted, with CUDA context and NCCL": found.device,
             "GPU memory, limit": found.capacity,
-            "RAM of a node, predicted": host.total,
-            **node,
         }
-    )
-
-
-def _as_texts(sizes: Mapping[str, int | None]) -> dict[str, str]:
-    return {name: format_bytes(size) for name, size in sizes.items() if size is not None}
+    sizes["RAM of a node, predicted"] = found.predicted if records.on_cpu else candidate.host.total
+    sizes["RAM of a node, limit"] = records.memory.host_memory
+    return rows | {name: format_bytes(size) for name, size in sizes.items() if size is not None}
 
 
 def _notes(records: Records) -> list[str]:

@@ -24,22 +24,16 @@ UNKNOWN: Final = "set by the script"
 _SCRIPTS_OWN: Final = "optimizer, schedule, weight decay, gradient clipping, sequence length, method, seed"
 _PRECISIONS: Final = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _APIS: Final = {
-    "accelerate": "Accelerate",
-    "trainer": "transformers' Trainer",
-    "deepspeed": "DeepSpeed",
-    "torch": "PyTorch",
-}
+    "accelerate": "Accelerate", "trainer": "transformers' Trainer", "deepspeed": "DeepSpeed", "torch": "PyTorch",
+}  # fmt: skip
 _DIGITS: Final = 16
 """Digits of a SHA-256 that are shown."""
 
 
 def training_facts(records: Records) -> dict[str, str]:
-    """Return each fact of the training by its name."""
-    return {
-        **_inputs(records),
-        **(_script_settings(records) if records.is_script else _own_settings(records)),
-        **_outcome(records),
-    }
+    """Return each fact of the training by its name; those without a value are left out."""
+    settings = _script_settings(records) if records.is_script else _own_settings(records)
+    return {name: value for name, value in {**_inputs(records), **settings, **_outcome(records)}.items() if value}
 
 
 def _inputs(records: Records) -> dict[str, str]:
@@ -47,18 +41,15 @@ def _inputs(records: Records) -> dict[str, str]:
     first = records.sources.model.first if records.sources else None
     read_by_script = "" if not records.is_script else "; the script may have read other data"
     examples = f"{plural(data.train.examples, 'example')}, {plural(data.train.tokens, 'token')}"
-    values = {
+    return {
         "Base model": _named(first.name if first else run.model, first, run.revision) + records.runs_before,
         "Data": "; ".join(_sources(records, "train")) + read_by_script,
         "Examples": f"{plural(len(data.sources['train']['files']), 'file')}, read by the script"
         if run.data.is_raw
         else f"{examples} in {plural(data.train.sequences, 'sequence')}{read_by_script}",
+        "Data format": "" if records.is_script else data.describe_format(),
+        "Evaluation data": "; ".join(_sources(records, "eval")) if run.data.eval else "",
     }
-    if not records.is_script:
-        values["Data format"] = data.describe_format()
-    if run.data.eval:
-        values["Evaluation data"] = "; ".join(_sources(records, "eval"))
-    return values
 
 
 def _sources(records: Records, split: Literal["train", "eval"]) -> Iterator[str]:
@@ -70,7 +61,8 @@ def _sources(records: Records, split: Literal["train", "eval"]) -> Iterator[str]
         pinned = fetched[number] if fetched else None
         several = one.label in used
         name = _named(one.source, pinned, data.only(one).revision)
-        name += _checksum(records, f"{split}/{one.label}" if several else split)
+        files = records.data.sources.get(f"{split}/{one.label}" if several else split, {}).get("files", [])
+        name += f", SHA-256 `{files[0]['sha256'][:_DIGITS]}...`" if len(files) == 1 else ""  # one local file
         yield name + (f" ({used[one.label].describe()})" if several else "")
 
 
@@ -80,32 +72,22 @@ def _named(source: str, pinned: PinnedSource | None, revision: str | None) -> st
     return public_name(source) + (f" at `{commit}`" if commit else "")
 
 
-def _checksum(records: Records, split: str) -> str:
-    """Return the checksum of a split that is one local file, or an empty string."""
-    files = records.data.sources.get(split, {}).get("files", [])
-    return f", SHA-256 `{files[0]['sha256'][:_DIGITS]}...`" if len(files) == 1 else ""
-
-
 def _own_settings(records: Records) -> dict[str, str]:
     settings, choice = records.settings, records.used.choice
     values, section = settings.arguments, settings.objective_settings
     # the values of the run's own DeepSpeed and Accelerate files, without paths
     shown = [f"{key} {value!r}" for key, value in settings.own_files.items() if "/" not in str(value)]
     rate, schedule = values["learning_rate"], values["lr_scheduler_type"]
-    other = ", ".join(f"{rate:g} for `{pattern}`" for pattern, rate in settings.learning_rates.items())
+    is_best = records.run.final_checkpoint == "best"
     return {
         "Objective": OBJECTIVES[settings.objective].label + (f" with {section.describe()}" if section else ""),
         "Method": _method(records),
         "Optimizer": _optimizer(settings),
         **_learning(rate, schedule, values["warmup_steps"], float(values["weight_decay"]), False),
-        **_schedule_arguments(values),
+        "Schedule": ", ".join(f"{name} {value}" for name, value in (values.get("lr_scheduler_kwargs") or {}).items()),
         **_values(values),
         "Length": _length(records),
-        **(
-            {"Checkpoint": f"that of step {records.merge.step}, with the lowest evaluation loss"}
-            if records.run.final_checkpoint == "best"
-            else {}
-        ),
+        "Checkpoint": f"that of step {records.merge.step}, with the lowest evaluation loss" if is_best else "",
         "Global batch": f"{plural(choice.global_batch_size, 'sequence')} = {choice.micro_batch_size} per forward pass "
         f"x {plural(choice.gradient_accumulation_steps, 'accumulation step')} x {choice.readers}",
         "Sequence length": f"{records.used.workload.sequence_length:,} tokens"
@@ -116,8 +98,8 @@ def _own_settings(records: Records) -> dict[str, str]:
         "Strategy": _strategy(records),
         "World size": f"{plural(choice.world_size, 'rank')} on {plural(choice.nodes, 'node')}",
         **_learned(records),
-        **({"Other learning rates": other} if other else {}),
-        **({"Own settings files": ", ".join(shown)} if shown else {}),
+        "Other learning rates": ", ".join(f"{rate:g} for `{name}`" for name, rate in settings.learning_rates.items()),
+        "Own settings files": ", ".join(shown),
     }
 
 
@@ -137,8 +119,7 @@ def _learned(records: Records) -> dict[str, str]:
         **_values(found.as_json()),
     }
     if found.autocast:
-        dtype = _PRECISIONS.get(found.autocast, found.autocast)
-        facts["Precision"] = _precision(f"{dtype} under autocast", records)
+        facts["Precision"] = _precision(f"{_PRECISIONS.get(found.autocast, found.autocast)} under autocast", records)
     return facts
 
 
@@ -150,11 +131,6 @@ def _learning(rate: float, schedule: str, warmup: float, decay: float, decays_ve
         "Learning rate": f"{rate:g} at its peak, {schedule.replace('_', ' ')} schedule",
         "Warm-up": steps if warmup and schedule != "constant" else "none",
     }
-
-
-def _schedule_arguments(values: Mapping[str, Any]) -> dict[str, str]:
-    given = values.get("lr_scheduler_kwargs") or {}
-    return {"Schedule": ", ".join(f"{name} {value}" for name, value in given.items())} if given else {}
 
 
 def _method(records: Records) -> str:
@@ -220,7 +196,7 @@ def _script_settings(records: Records) -> dict[str, str]:
         "World size": plural(found.world_size, "rank") if found else f"{plural(started, 'rank')} were started",
         "Precision": _precision(_PRECISIONS.get(found.dtype, found.dtype) if found else UNKNOWN, records),
         "Global batch": _found_batch(found),
-        **({"Rows": "different on every rank, compared at the first step"} if found and found.rows_compared else {}),
+        "Rows": "different on every rank, compared at the first step" if found and found.rows_compared else "",
         "Length": _length(records) if records.training.steps is not None else UNKNOWN,
         "Learning rate": _found_rate(found, rates, records.run.learning_rate),
         "Other settings": f"{UNKNOWN}: {_SCRIPTS_OWN}",
@@ -250,8 +226,8 @@ def _outcome(records: Records) -> dict[str, str]:
     finished = datetime.fromtimestamp(training.finished_at, UTC).strftime("%Y-%m-%d")
     commit = records.attempt.commit if records.attempt else None
     return {
-        **({} if training.loss is None else {"Training loss at the end": f"{training.loss:.4f}"}),
-        **_hardware(records),
+        "Training loss at the end": "" if training.loss is None else f"{training.loss:.4f}",
+        "Hardware": _hardware(records),
         "Time": f"{hours if history.spans else 'hours not recorded'}, {plural(training.attempts, 'attempt')}, "
         f"finished {finished}",
         "Libraries": ", ".join(f"{name} {version}" for name, version in training.versions.items())
@@ -259,12 +235,12 @@ def _outcome(records: Records) -> dict[str, str]:
     }
 
 
-def _hardware(records: Records) -> dict[str, str]:
+def _hardware(records: Records) -> str:
     """Return the devices of the last attempt, named as in the cluster file."""
     if records.attempt is None:
-        return {}
+        return ""
     count, nodes = records.attempt.world_size, plural(records.attempt.nodes, "node")
     kind = plural(count, "CPU rank") if records.on_cpu else f"{count} x {records.attempt.accelerator.upper()}"
     service = records.attempt.service_nodes
     more = f", and {plural(service, 'node')} for the service" if service else ""
-    return {"Hardware": f"{kind} on {nodes}{more}"}
+    return f"{kind} on {nodes}{more}"

@@ -135,8 +135,17 @@ class EvaluationResult(RunFile):
         return max((score.exact for score in self.scores or ()), default=0) > 0
 
     @property
-    def reward_accuracy(self) -> float | None:
-        """Return the part of the held-out pairs, 0 to 1, in which a dpo or kto model rewards the right answer more."""
-        if self.preferences:
-            return self.preferences.rewards.accuracies
-        return self.completions.accuracy if self.completions else None
+    def margin(self) -> float | None:
+        """Return the mean difference of the rewards of right and wrong answers."""
+        rewards = self.preferences or self.completions
+        return self.reward_model.margin if self.reward_model else rewards.rewards.margins if rewards else None
+
+    @property
+    def shares(self) -> dict[str, float | None]:
+        """Return the part, 0 to 1, of the held-out examples or pairs that the tuned model gets right, by its name."""
+        rewards = self.preferences.rewards.accuracies if self.preferences else None
+        return {
+            "exact answers": self.tuned.exact if self.tuned and self.has_exact else None,
+            "preference accuracy": self.reward_model.accuracy if self.reward_model else None,
+            "reward accuracy": self.completions.accuracy if self.completions and rewards is None else rewards,
+        }

@@ -1,11 +1,11 @@
-"""The length of a training: optimizer steps, warm-up and passes over the data, and whether it can learn anything."""
+"""The length of a training: steps, warm-up, learning rates, passes over the data, and whether it can learn anything."""
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from shardmake.config.methods import METHODS
 from shardmake.config.models import Run
@@ -35,6 +35,32 @@ def steps_per_epoch(sequences: int, batch: int) -> int:
 def warmup_steps(run: Run, steps: int) -> int:
     """Return the steps of the warm-up; transformers ignores it for the schedule constant."""
     return 0 if run.scheduler == "constant" else math.ceil(steps * run.warmup_ratio)
+
+
+def planned_rates(
+    schedule: str,
+    rate: float,
+    warmup: int,
+    steps: int,
+    arguments: dict[str, Any] | None = None,
+    at: Iterable[int] | None = None,
+) -> list[float]:
+    """Return the learning rates of transformers' ``schedule`` at the steps of `rates`, or ``at`` others."""
+    import torch
+    from transformers.optimization import get_scheduler
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
+    return rates(get_scheduler(schedule, optimizer, warmup, steps, arguments), steps, at)
+
+
+def rates(scheduler: Any, steps: int, at: Iterable[int] | None = None) -> list[float]:
+    """Return the rates of the first, second, third, middle and last step; none if a scheduler's future is unknown."""
+    from torch.optim.lr_scheduler import LambdaLR
+
+    if not isinstance(scheduler, LambdaLR):
+        return []
+    factor, rate = scheduler.lr_lambdas[0], float(scheduler.base_lrs[0])
+    return [rate * factor(step) for step in at or (0, 1, 2, steps // 2, max(0, steps - 1))]
 
 
 def batch_for(sequences: float, steps: int, ranks: int) -> int:
@@ -187,13 +213,9 @@ def estimate_length(run: Run, counts: Sequence[int], sampled: Sequence[Sampled],
     scale = sum(used) / len(lengths)
     sequences = count_packed(lengths, run.sequence_length) if run.packing else len(lengths)
     return Length(
-        run,
-        examples=round(sum(used)),
-        tokens=round(scale * sum(lengths)),
-        sequences=max(1, round(scale * sequences)),
-        ranks=ranks,
-        is_estimate=True,
-    )
+        run, examples=round(sum(used)), tokens=round(scale * sum(lengths)), sequences=max(1, round(scale * sequences)),
+        ranks=ranks, is_estimate=True,
+    )  # fmt: skip
 
 
 def count_packed(lengths: Sequence[int], room: int) -> int:

@@ -106,8 +106,3 @@ class LossWindow(RunFile):
     def own_sum(self, rank: int, world_size: int) -> float:
         """Return the sum of ``rank``; the mean of all ranks if another number of ranks saved the checkpoint."""
         return self.sums[rank] if world_size == len(self.sums) else sum(self.sums) / len(self.sums)
-
-
-def read_loss_window(checkpoint: Path) -> LossWindow | None:
-    """Return the window in ``checkpoint``; None for a checkpoint without one."""
-    return LossWindow.read_if_exists(checkpoint / LOSS_WINDOW)

@@ -106,7 +106,8 @@ def load_complete(kind: Any, model: str, heads: Heads | None = None, **options: 
     """
     # Other shapes are reported with the rest; transformers' own error names none of them.
     network, info = kind.from_pretrained(model, output_loading_info=True, ignore_mismatched_sizes=True, **options)
-    names = {label: {_name(item) for item in found} for label, found in info.items()}
+    # An item of the report is a name, or a name and two shapes.
+    names = {label: {str(it[0] if isinstance(it, tuple) else it) for it in found} for label, found in info.items()}
     if heads is not None:
         names["missing_keys"] ^= {heads.new}
         names["unexpected_keys"] -= {heads.replaced}
@@ -118,8 +119,3 @@ def load_complete(kind: Any, model: str, heads: Heads | None = None, **options: 
             "consolidate); otherwise check that its files belong together."
         )
     return network
-
-
-def _name(item: Any) -> str:
-    """Return the name in an item of transformers' report: a name, or a name and two shapes."""
-    return str(item[0] if isinstance(item, tuple) else item)

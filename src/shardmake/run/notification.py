@@ -52,15 +52,9 @@ def notify(run: Run, rundir: RunDir, stage: str, event: Event, message: str) -> 
     environment = os.environ | {f"SHARDMAKE_{name}": value for name, value in variables.items()}
     try:
         done = subprocess.run(
-            ["sh", "-c", run.notify.command],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=SECONDS,
-            check=False,
-        )
+            ["sh", "-c", run.notify.command], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            errors="replace", timeout=SECONDS, check=False,
+        )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         logger.warning("notify.command failed: %s. Nobody was notified that %s is %s.", error, rundir.name, event)
         return

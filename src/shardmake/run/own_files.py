@@ -1,6 +1,7 @@
 """Compare a run's own DeepSpeed and Accelerate files with a choice of the plan."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from itertools import groupby
 from typing import Any, Final
 
 from shardmake.config.models import Run
@@ -102,20 +103,17 @@ def _wrong_keys(file: UserFile, planned: Planned, run: Run, is_complete: bool) -
             effect = ACCELERATE_STOPS if key == "mixed_precision" else rule.effect
             wrong[key] = f"{key}: {values[key]!r} in {file.name}, not set in the plan. {effect}"
     refused = refusals(file, is_script)
-    for keys in _by_section(refused):
+    for _, keys in groupby(refused, _line_of):
         key, *others = keys
         more = f" and {plural(len(others), 'other key')} of this section" if others else ""
         wrong[key] = f"{key}: {values[key]!r}{more} in {file.name}. {refused[key]}"
     return [f"  {wrong[key]}" for key in values if key in wrong]
 
 
-def _by_section(refused: Mapping[str, str]) -> Iterable[list[str]]:
-    """Return the refused keys of each line: optimizer and scheduler are refused as a whole."""
-    groups: dict[str, list[str]] = {}
-    for key in refused:
-        section = key.partition(".")[0]
-        groups.setdefault(section if section in ("optimizer", "scheduler") else key, []).append(key)
-    return groups.values()
+def _line_of(key: str) -> str:
+    """Return what has a line of its own: optimizer and scheduler are refused as a whole."""
+    section = key.partition(".")[0]
+    return section if section in ("optimizer", "scheduler") else key
 
 
 def _strategy_hint(own: UserFiles, planned: Mapping[Kind, Planned]) -> list[str]:
@@ -123,12 +121,10 @@ def _strategy_hint(own: UserFiles, planned: Mapping[Kind, Planned]) -> list[str]
     if own.deepspeed is None:
         return []
     values, plan = dict(leaves(own.deepspeed.values)), planned["deepspeed"]
+    own_value = {key: value for key, value in values.items() if value != "auto"}
     has = [plan.get(key, values.get(key, "auto")) for key in _STAGE_AND_OFFLOAD]
-    wanted = [
-        value if values.get(key, "auto") == "auto" else values[key]
-        for key, value in zip(_STAGE_AND_OFFLOAD, has, strict=True)
-    ]
-    if all(same(one, other) for one, other in zip(wanted, has, strict=True)):
+    wanted = [own_value.get(key, value) for key, value in zip(_STAGE_AND_OFFLOAD, has, strict=True)]
+    if all(map(same, wanted, has)):
         return []
     return [
         f"  The strategy with the stage and the offload of your file is {name}."

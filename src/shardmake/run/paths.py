@@ -35,62 +35,32 @@ class RunDir:
 
     root: Path
 
-    sources = BelowRoot(
-        "sources.json", "Commits, sizes and checksums of what was fetched (`shardmake.run.sources.Sources`)."
-    )
+    sources = BelowRoot("sources.json", "Commits, sizes and checksums of what was fetched (`Sources`).")
     fetched = BelowRoot("fetched", "Folder of fetched examples, one folder a split.")
-    base_model = BelowRoot(
-        "fetched/model",
-        "Folder of another run's model (`model: run:NAME`), or a checkpoint's (`resume_from`): copies of config and "
-        "tokenizer, links to its weights.",
-    )
-    adapter = BelowRoot(
-        "fetched/adapter", "Folder of the adapter whose training continues (`lora.adapter`), as of PEFT."
-    )
-    weights_receipt = BelowRoot(
-        "fetched/weights.json", "Sizes and checksums of the base model's weights, written once they are here."
-    )
+    base_model = BelowRoot("fetched/model", "Model of a run or checkpoint: config, tokenizer, links to its weights.")
+    adapter = BelowRoot("fetched/adapter", "Folder of the adapter whose training continues, as of PEFT.")
+    weights_receipt = BelowRoot("fetched/weights.json", "Sizes and checksums of the weights, once they are here.")
     plan_folder = BelowRoot("plan", "Folder of the plan and the rendered files.")
     memory = BelowRoot("plan/memory.json", "Every candidate with its bytes, term by term.")
     memory_table = BelowRoot("plan/memory.html", "A row per candidate, from it.")
     plan = BelowRoot("plan/plan.json", "The choice, the reason, the fallbacks (`shardmake.run.plan.Plan`).")
     accelerate = BelowRoot("plan/accelerate.yaml", "Rendered Accelerate file.")
-    deepspeed = BelowRoot(
-        "plan/deepspeed.json", "Rendered DeepSpeed file; an empty object where the strategy is not DeepSpeed's."
-    )
+    deepspeed = BelowRoot("plan/deepspeed.json", "Rendered DeepSpeed file; an empty object under another library.")
     training = BelowRoot("plan/training.json", "Rendered training arguments and what the ranks need beside them.")
-    rendered = BelowRoot(
-        "plan/rendered.json", "Mark that all files are rendered and checked (`shardmake.run.plan.RenderReceipt`)."
-    )
-    fallbacks = BelowRoot(
-        "plan/fallbacks", "Folder of the rendered files of each fallback, in a folder with its number."
-    )
+    rendered = BelowRoot("plan/rendered.json", "Mark that all files are rendered and checked (`RenderReceipt`).")
+    fallbacks = BelowRoot("plan/fallbacks", "Folder of the rendered files of each fallback, by its number.")
     data = BelowRoot("data", "Folder of the tokenized, packed, memory-mapped examples.")
-    raw_data = BelowRoot(
-        "data/raw", "Folder of links to the files of `format: raw`, which a user's script reads by itself."
-    )
-    data_receipt = BelowRoot(
-        "data/receipt.json", "Counts, source and digest of the data (`shardmake.run.receipts.DataReceipt`)."
-    )
+    raw_data = BelowRoot("data/raw", "Folder of links to the files of `format: raw`, which a script reads by itself.")
+    data_receipt = BelowRoot("data/receipt.json", "Counts, source and digest of the data (`DataReceipt`).")
     train = BelowRoot("train", "Folder of everything that training writes.")
     job = BelowRoot("train/job.json", "The job that owns this run, for adoption.")
     attempts = BelowRoot("train/attempts", "One folder per attempt: settings, logs, exit record per node.")
-    attempt_history = BelowRoot(
-        "train/attempts/index.json",
-        "Every attempt that has ended, and what follows from it (`shardmake.run.attempt_history.AttemptHistory`).",
-    )
-    checkpoints = BelowRoot(
-        "train/checkpoints",
-        "Sharded checkpoints; never a declared output, because Snakemake deletes outputs of failed rules.",
-    )
+    attempt_history = BelowRoot("train/attempts/index.json", "Every attempt that has ended, and what follows from it.")
+    checkpoints = BelowRoot("train/checkpoints", "Sharded; not outputs of a rule, which Snakemake deletes if it fails.")
     script_output = BelowRoot("train/output", "Folder in which a user's script writes its final model.")
-    metrics = BelowRoot(
-        "train/metrics.jsonl", "One JSON object a line: loss, learning rate, tokens/s, memory, by step."
-    )
+    metrics = BelowRoot("train/metrics.jsonl", "A JSON object a line: loss, learning rate, tokens/s, memory, by step.")
     profile = BelowRoot("train/profile", "Folder of the profiler's trace and of the snapshot of the GPU's memory.")
-    resharded = BelowRoot(
-        "train/resharded", "Folder of the checkpoint that was converted for another strategy or number of ranks."
-    )
+    resharded = BelowRoot("train/resharded", "The checkpoint, converted for another strategy or number of ranks.")
     stop_file = BelowRoot("train/STOP", "Training saves and stops when a user creates this file.")
     train_receipt = BelowRoot("train/receipt.json", "Written last; the only proof that training finished.")
     model = BelowRoot("model", "The final model as a Hugging Face folder.")
@@ -98,9 +68,7 @@ class RunDir:
     evaluation = BelowRoot("evaluation.json", "Losses and samples of the base and the tuned model.")
     evaluation_losses = BelowRoot("evaluation.csv", "The loss of each held-out example, if `evaluation.losses` asks.")
     push_receipt = BelowRoot("push/receipt.json", "Destinations that were read back and compared.")
-    settings = BelowRoot(
-        "settings", "Folder of the settings with which each stage last ran (`shardmake.run.settings.StageSettings`)."
-    )
+    settings = BelowRoot("settings", "Folder of the settings with which each stage last ran (`StageSettings`).")
     stage_lock = BelowRoot("settings/.lock", "Held by a stage while it runs, and by `clean` while it removes folders.")
     figures = BelowRoot("figures", "Folder of the report's figures, for `snakemake --report`.")
     report = BelowRoot("report.html", "The run on one page.")

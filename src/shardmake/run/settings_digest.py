@@ -1,7 +1,13 @@
-"""The settings that define the result of a training, apart from how it is spread over the hardware."""
+"""The settings that define the result of a training, apart from how it is spread over the hardware.
+
+What a run left under other settings is set aside, and restored when the run has those settings again.
+"""
 
 import contextlib
+import itertools
+import logging
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from shardmake.config.effects import as_text, differences
 from shardmake.config.objectives import OBJECTIVES
@@ -9,11 +15,14 @@ from shardmake.config.settings import SETTINGS
 from shardmake.config.user_file_keys import changes_result
 from shardmake.core.atomic import digest
 from shardmake.core.errors import ShardmakeError
+from shardmake.core.run_folder import rename
 from shardmake.core.units import plural
 from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.paths import RunDir, numbered_paths
 from shardmake.run.plan import Plan
 from shardmake.run.training_settings import ScriptProgram, TrainingSettings
+
+logger = logging.getLogger(__name__)
 
 
 def result_settings(
@@ -94,3 +103,23 @@ def describe_changes(rundir: RunDir, theirs: str, ours: Mapping[str, str]) -> st
         if attempt.settings_digest == theirs and attempt.result_settings:
             return "; ".join(differences(attempt.result_settings, ours))
     return "their attempt is no longer recorded"
+
+
+def stash_and_restore(folder: Path, theirs: str, ours: str, changes: str) -> None:
+    """Rename ``folder``, which has the settings digest ``theirs``, and restore an earlier one with ``ours``.
+
+    ``changes`` names the settings that differ, for the message.
+    """
+    aside = next(place for place in _places(folder, theirs) if not place.exists())
+    logger.info("The folder %s belongs to other settings (%s). Renamed it to %s.", folder.name, changes, aside.name)
+    rename(folder, aside)
+    own = next(_places(folder, ours))
+    if own.exists():
+        logger.info("Restoring %s, which belongs to the current settings.", own.name)
+        rename(own, folder)
+
+
+def _places(folder: Path, settings_digest: str) -> Iterator[Path]:
+    """Yield the names for a folder that is set aside, in order."""
+    for number in itertools.count(1):
+        yield folder.with_name(f"{folder.name}-of-{settings_digest}" + (f"-{number}" if number > 1 else ""))

@@ -98,12 +98,13 @@ def localize(run: Run, rundir: RunDir) -> Run:
     or an adapter and nothing was fetched.
     """
     sources = read_sources(rundir)
-    if sources is None and (run_before(run.model) is not None or run.lora.adapter):
-        found = f"Model not found: {run.model} is another run's model"
-        what = f"Adapter not found: {run.lora.adapter} was not read" if run_before(run.model) is None else found
-        advice = f"Fetch first: shardmake fetch {rundir.name} --part description"
-        raise ConfigError(f"{what}, and {rundir.sources} does not exist. {advice}")
     if sources is None:
+        what = f"Adapter not found: {run.lora.adapter} was not read" if run.lora.adapter else ""
+        if run_before(run.model) is not None:
+            what = f"Model not found: {run.model} is another run's model"
+        if what:
+            advice = f"Fetch first: shardmake fetch {rundir.name} --part description"
+            raise ConfigError(f"{what}, and {rundir.sources} does not exist. {advice}")
         return run
     adapter, lora, path = sources.adapter, run.lora, str(rundir.adapter)
     _check_same((lora.adapter, None, None), PinnedSource(name=adapter.name, path=path) if adapter else None, rundir)
@@ -177,8 +178,10 @@ def require_weights(rundir: RunDir) -> None:
             f"{sources.adapter.name}. Fetch it first: shardmake fetch {rundir.name} --part weights"
         )
     if receipt and receipt.changed_at:
-        files, times = recorded_weights(rundir), receipt.changed_at
-        refuse_changed(rundir, {name: files[name] for name in files if times.get(name) != _change_time(Path(name))})
+        files = recorded_weights(rundir)
+        now = {name: Path(name).stat().st_ctime_ns for name in files if Path(name).is_file()}  # no program can set it
+        changed = {name: file for name, file in files.items() if receipt.changed_at.get(name) != now.get(name)}
+        refuse_changed(rundir, changed)
 
 
 def origin_of_adapter(rundir: RunDir, name: str) -> str | None:
@@ -187,11 +190,6 @@ def origin_of_adapter(rundir: RunDir, name: str) -> str | None:
         return name
     receipt = rundir.sibling(before).model_receipt
     return sha256(receipt) if receipt.exists() else None
-
-
-def _change_time(path: Path) -> int | None:
-    """Return the time of the last change of a file, which no program can set; None if there is no file."""
-    return path.stat().st_ctime_ns if path.is_file() else None
 
 
 def recorded_weights(rundir: RunDir) -> Manifest:

@@ -98,16 +98,11 @@ def read_progress(rundir: RunDir, beat: Heartbeat) -> dict[str, Any]:
     lines, total = read_tail(rundir.metrics), total_steps(rundir)
     step = max([beat.step, *(line.step for line in lines[-1:])])
     seconds = beat.median_step_seconds if beat.median_step_seconds > 0 else None
+    logged = {key: value for line in lines for key, value in line if value is not None}
     return {
-        "step": step,
-        "total": total,
-        "loss": next((line.loss for line in reversed(lines) if line.loss is not None), None),
-        "tokens_per_second": next(
-            (line.tokens_per_second for line in reversed(lines) if line.tokens_per_second is not None), None
-        ),
-        "step_seconds": seconds,
-        "seconds_left": None if total is None or seconds is None else (total - step) * seconds,
-    }
+        "step": step, "total": total, "loss": logged.get("loss"), "tokens_per_second": logged.get("tokens_per_second"),
+        "step_seconds": seconds, "seconds_left": None if total is None or seconds is None else (total - step) * seconds,
+    }  # fmt: skip
 
 
 def total_steps(rundir: RunDir) -> int | None:
@@ -134,8 +129,7 @@ def read_tail(metrics: Path) -> list[MetricsLine]:
 
 def living_driver(rundir: RunDir) -> str | None:
     """Return the driver that the lock file names if its process runs on this machine."""
-    lock = rundir.driver_lock
-    named = _DRIVER.search(lock.read_text()) if lock.exists() else None
+    named = _DRIVER.search(rundir.driver_lock.read_text()) if rundir.driver_lock.exists() else None
     if named is None or named[2] != socket.gethostname():
         return None
     with contextlib.suppress(psutil.Error):

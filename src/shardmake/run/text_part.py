@@ -18,16 +18,12 @@ if TYPE_CHECKING:
 
 def composite_class(config: Any) -> str | None:
     """Return the name of the class of a composite model's config in transformers; None for a model of text alone."""
-    from transformers.models.auto import modeling_auto
+    from transformers.models.auto import modeling_auto as auto
 
-    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    causal = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if config.get_text_config() is config and config.model_type in causal:
         return None
-    tables = (
-        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-        causal,
-    )
+    tables = (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, causal)
     return next((str(table[config.model_type]) for table in tables if config.model_type in table), None)
 
 
@@ -35,15 +31,10 @@ def towers(model: "PreTrainedModel") -> list[str]:
     """Return the names of the modules and parameters of a composite model that its text does not pass through."""
     text = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
     kept = {name for name, module in model.named_modules() if any(module is part for part in text)}
-    parents = {parent for name in kept for parent in _parents(name)}
+    paths = [name.split(".") for name in kept]  # the model itself has the empty name
+    parents = {".".join(path[:end]) for path in paths for end in range(len(path))}
     parents -= {parent for parent in parents if any(parent == name or parent.startswith(f"{name}.") for name in kept)}
     return [child for parent in sorted(parents) for child in _children(model, parent) if child not in kept | parents]
-
-
-def _parents(name: str) -> Iterator[str]:
-    """Yield the names of the modules that hold the module ``name``, the model itself, whose name is empty, included."""
-    parts = name.split(".")
-    return (".".join(parts[:end]) for end in range(len(parts)))
 
 
 def _children(model: "nn.Module", parent: str) -> Iterator[str]:

@@ -130,23 +130,14 @@ def script_environment(folder: AttemptDir, attempt: Attempt, plan: Plan, setting
     """Return the variables that are the same for every process of the attempt in ``folder``."""
     rundir, arguments = attempt.rundir, settings.arguments
     values: dict[str, object] = {
-        "ATTEMPT": attempt.number,
-        "ATTEMPT_FOLDER": folder.root,
-        "CHECKPOINTS": rundir.checkpoints,
-        "OUTPUT": rundir.script_output,
-        "METRICS": rundir.metrics,
-        "STOP_FILES": f"{rundir.stop_file}:{folder.stop_file}",
-        "STOPPED": folder.stopped,
-        "DATA": rundir.data,
-        "RAW_DATA": rundir.raw_data if rundir.raw_data.exists() else "",
-        "BASE": settings.model.path,
+        "ATTEMPT": attempt.number, "ATTEMPT_FOLDER": folder.root, "CHECKPOINTS": rundir.checkpoints,
+        "OUTPUT": rundir.script_output, "METRICS": rundir.metrics,
+        "STOP_FILES": f"{rundir.stop_file}:{folder.stop_file}", "STOPPED": folder.stopped, "DATA": rundir.data,
+        "RAW_DATA": rundir.raw_data if rundir.raw_data.exists() else "", "BASE": settings.model.path,
         "DEEPSPEED_CONFIG": folder.deepspeed_native if plan.choice.is_deepspeed else "",
-        "SEQUENCE_LENGTH": plan.workload.sequence_length,
-        "MICRO_BATCH_SIZE": plan.choice.micro_batch_size,
+        "SEQUENCE_LENGTH": plan.workload.sequence_length, "MICRO_BATCH_SIZE": plan.choice.micro_batch_size,
         "GRADIENT_ACCUMULATION_STEPS": plan.choice.gradient_accumulation_steps,
-        "LEARNING_RATE": arguments.get("learning_rate", ""),
-        "MAX_STEPS": arguments.get("max_steps", ""),
-        "EPOCHS": arguments.get("num_train_epochs", ""),
-        "SEED": arguments["seed"],
-    }
+        "LEARNING_RATE": arguments.get("learning_rate", ""), "MAX_STEPS": arguments.get("max_steps", ""),
+        "EPOCHS": arguments.get("num_train_epochs", ""), "SEED": arguments["seed"],
+    }  # fmt: skip
     return {f"{PREFIX}{name}": str(value) for name, value in values.items()}

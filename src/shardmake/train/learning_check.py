@@ -15,8 +15,8 @@ from transformers import Trainer, TrainingArguments
 from shardmake.config.settings import ACCUMULATION, SETTINGS, Setting
 from shardmake.core.nested import leaves, same
 from shardmake.run.engine import LearningSettings
+from shardmake.run.length import planned_rates, rates
 from shardmake.run.plan import Choice
-from shardmake.run.schedule import planned_rates, rates
 from shardmake.run.training_settings import TrainingSettings
 from shardmake.train.engine_check import compute_dtype, dtype_name, is_deepspeed_engine, refuse_differences
 

@@ -16,7 +16,7 @@ from shardmake.core.private_names import private
 from shardmake.memory.model import find_rates
 from shardmake.memory.parameter_inventory import parameters, plain_name
 from shardmake.run.length import steps_per_epoch
-from shardmake.run.metrics import LOSS_WINDOW, LossWindow, read_loss_window
+from shardmake.run.metrics import LOSS_WINDOW, LossWindow
 from shardmake.run.training_settings import TrainingSettings
 from shardmake.train import optimizer_states
 from shardmake.train.callbacks.non_finite import NonFiniteCheck
@@ -115,7 +115,7 @@ class ShardedTrainer(Trainer):
     def restore_loss_window(self, checkpoint: Path) -> None:
         """Restore the losses that were not logged at ``checkpoint``; Trainer itself starts the mean anew."""
         private(self).globalstep_last_logged = self.state.global_step
-        if window := read_loss_window(checkpoint):
+        if window := LossWindow.read_if_exists(checkpoint / LOSS_WINDOW):
             private(self).globalstep_last_logged = window.logged_step
             own = window.own_sum(self.accelerator.process_index, self.accelerator.num_processes)
             private(self).tr_loss.fill_(own)

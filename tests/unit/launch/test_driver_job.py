@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -10,7 +11,7 @@ from shardmake.launch import driver_job
 from shardmake.launch.driver_job import DriverJob, end_snakemake
 from shardmake.launch.driver_script import remove_locks
 from shardmake.run.driver_job import DriverState, Workflow, new_driver_dir
-from tests.programs import install_programs
+from tests.programs import install_programs, write_program
 
 SNAKEMAKE = """
 import signal, subprocess, sys, time
@@ -34,9 +35,7 @@ OTHER = "sleep 60"
 def shardmake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program of this name that runs until a signal ends it."""
     monkeypatch.chdir(tmp_path)
-    program = tmp_path / "shardmake"
-    program.write_text("#!/bin/sh\nexec 3>&1\nwhile :; do sleep 0.05; done\n")
-    program.chmod(0o755)
+    write_program(tmp_path / "shardmake", "exec 3>&1\nwhile :; do sleep 0.05; done")
 
 
 def snakemake(*words: str) -> "subprocess.Popen[bytes]":
@@ -47,15 +46,11 @@ def snakemake(*words: str) -> "subprocess.Popen[bytes]":
 
 
 @pytest.mark.usefixtures("shardmake")
-@pytest.mark.parametrize(
-    ("words", "patience", "status"),
-    [
-        (("patient", DRIVER), (60, 60), 5),
-        (("interruptible", DRIVER, OTHER), (1, 60), 7),
-        (("stubborn", DRIVER, OTHER), (1, 1), -9),
-    ],
-)
-def test_drivers_end_first_then_snakemake(
+@pytest.mark.parametrize(("words", "patience", "status"), [
+    (("patient", DRIVER), (60, 60), 5), (("interruptible", DRIVER, OTHER), (1, 60), 7),
+    (("stubborn", DRIVER, OTHER), (1, 1), -9),
+])  # fmt: skip
+def test_drivers_end_first(
     words: tuple[str, ...], patience: tuple[float, float], status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Snakemake ends by itself after its drivers, is interrupted if something else runs, and is killed at last."""
@@ -65,10 +60,8 @@ def test_drivers_end_first_then_snakemake(
     assert process.wait(60) == status
 
 
-def test_only_a_killed_snakemake_leaves_locks_and_only_those_of_these_runs_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("shardmake")
+def test_only_a_killed_snakemake_leaves_locks_and_only_those_of_these_runs_are_removed(tmp_path: Path) -> None:
     locks = tmp_path / ".snakemake/locks"
     locks.mkdir(parents=True)
     (locks / "0.output.lock").write_text("runs/a/plan/plan.json\nruns/a/data/receipt.json\n")
@@ -84,45 +77,41 @@ def ended(command: str = "true") -> "subprocess.Popen[bytes]":
     return process
 
 
-def make_job(runs: Path, restarts: int = 0) -> DriverJob:
-    """Return driver job 12 of a workflow below the folder ``runs``."""
-    folder = new_driver_dir(runs)
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DriverJob:
+    """Driver job 12 of a workflow below the test's folder, started once."""
+    monkeypatch.setattr(driver_job, "_POLL_SECONDS", 0.1)
+    folder = new_driver_dir(tmp_path)
     workflow = Workflow(name="driver-0", user="ada", runs=["a"], config="", arguments=[], offline=True, lead_seconds=1)
     DriverState(jobs=[]).write(folder.state)
-    return DriverJob(folder, "12", workflow, restarts)
+    return DriverJob(folder, "12", workflow, 0)
 
 
-@pytest.mark.parametrize(
-    ("shown", "end", "submitted"),
-    [
-        ("JobState=CANCELLED Reason=None\n Restarts=1 PreemptTime=None", "cancelled", False),
-        ("JobState=COMPLETING Reason=None\n Restarts=1 PreemptTime=None", "cancelled", False),
-        ("JobState=TIMEOUT Reason=None\n Restarts=1 PreemptTime=None", "continued", True),
-        ("JobState=COMPLETING Reason=None\n Restarts=1 PreemptTime=2026-11-24T20:00:00", "continued", True),
-        ("JobState=COMPLETING Reason=None\n Restarts=2", "continued", False),
-    ],
-)
-def test_a_job_that_slurm_ends_continues_and_one_that_a_person_cancels_does_not(
-    shown: str, end: str, submitted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def end_of(job: DriverJob) -> str | None:
+    return DriverState.read(job.folder.state).end
+
+
+@pytest.mark.parametrize(("shown", "end", "submitted"), [
+    ("JobState=CANCELLED Reason=None\n Restarts=1 PreemptTime=None", "cancelled", False),
+    ("JobState=COMPLETING Reason=None\n Restarts=1 PreemptTime=None", "cancelled", False),
+    ("JobState=TIMEOUT Reason=None\n Restarts=1 PreemptTime=None", "continued", True),
+    ("JobState=COMPLETING Reason=None\n Restarts=1 PreemptTime=2026-11-24T20:00:00", "continued", True),
+    ("JobState=COMPLETING Reason=None\n Restarts=2", "continued", False),
+])  # fmt: skip
+def test_a_job_that_slurm_ends_continues_and_a_cancelled_one_does_not(
+    job: DriverJob, shown: str, end: str, submitted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``scontrol show job`` prints ``shown``, as Slurm 22.05 does; the job was restarted once before."""
     sbatch = f"touch {tmp_path}/asked; echo 13"
     install_programs(tmp_path, monkeypatch, {"scontrol": f"echo '{shown}'", "squeue": ":", "sbatch": sbatch})
-    job = make_job(tmp_path, restarts=1)
+    job.restarts = 1
     job.stop(ended())
-    assert DriverState.read(job.folder.state).end == end
-    assert (tmp_path / "asked").exists() == submitted
+    assert (end_of(job), (tmp_path / "asked").exists()) == (end, submitted)
 
 
-@pytest.mark.parametrize(
-    ("failures", "seconds", "end", "reported"),
-    [
-        (2, 600, "continued", []),
-        (1000, 0.3, "failed", ["Driver job 12 ends, and Slurm did not answer why. Run `shardmake submit`"]),
-    ],
-)
+@pytest.mark.parametrize(("failures", "seconds", "end"), [(2, 600, "continued"), (1000, 0.3, "failed")])
 def test_a_job_that_ends_asks_again_while_slurm_does_not_answer(
-    failures: int, seconds: float, end: str, reported: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: DriverJob, failures: int, seconds: float, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm preempts the job for good, and its controller is busy; a person must not have to find out later."""
     asked: list[str] = []
@@ -135,30 +124,26 @@ def test_a_job_that_ends_asks_again_while_slurm_does_not_answer(
 
     monkeypatch.setattr(driver_job, "run_slurm", answer)
     monkeypatch.setattr(driver_job, "_ASK_SECONDS", seconds)
-    monkeypatch.setattr(driver_job, "_POLL_SECONDS", 0.1)
-    job, reports, submitted = make_job(tmp_path), list[str](), list[bool]()
-    monkeypatch.setattr(job, "report", reports.append)
-    monkeypatch.setattr(job, "next_jobs", list)
-    monkeypatch.setattr(job, "submit_next", lambda: submitted.append(True))
+    replaced = {"report": Mock(), "next_jobs": list, "submit_next": Mock()}
+    for name, function in replaced.items():
+        monkeypatch.setattr(job, name, function)
     job.stop(ended())
-    assert DriverState.read(job.folder.state).end == end and submitted == [True] * (end == "continued")
-    assert [text[: len(reported[0])] for text in reports] == reported if reported else not reports
+    assert end_of(job) == end and replaced["submit_next"].call_count == (end == "continued")
+    reports = [call.args[0].partition(" `shardmake submit`")[0] for call in replaced["report"].call_args_list]
+    assert reports == ["Driver job 12 ends, and Slurm did not answer why. Run"] * (end == "failed")
 
 
 @pytest.mark.parametrize("command", ["exit 1", "kill -KILL $$"])
 @pytest.mark.parametrize(("signalled", "end"), [(True, "cancelled"), (False, "failed")])
 def test_a_snakemake_that_scancel_ended_first_has_not_failed(
-    signalled: bool, end: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: DriverJob, signalled: bool, end: str, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The signal to this process arrives when Snakemake has ended already."""
-    monkeypatch.setattr(driver_job, "_POLL_SECONDS", 0.1)
     shown = "JobState=CANCELLED PreemptTime=None"
     monkeypatch.setattr(driver_job, "run_slurm", lambda *words: subprocess.CompletedProcess(words, 0, shown, ""))
     monkeypatch.setattr(driver_job, "jobs_of", lambda name: {})
-    job = make_job(tmp_path)
     monkeypatch.setattr(job, "start_snakemake", lambda: ended(command))
     job.must_end = signalled
-    assert job.run() == 1
-    state = DriverState.read(job.folder.state)
-    assert state.end == end
-    assert state.snakemake_started == (command != "exit 1"), "the next driver job clears up after a kill"
+    assert job.run() == 1 and end_of(job) == end
+    started = DriverState.read(job.folder.state).snakemake_started
+    assert started == (command != "exit 1"), "the next driver job clears up after a kill"

@@ -2,26 +2,18 @@
 
 import os
 import pickle
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardmake.launch.flight_recorder import (
-    CollectiveHang,
-    analyse_dumps,
-    dump_file,
-    find_collective,
-    is_dumped,
-    recorder_variables,
-    request_dump,
-)
+from shardmake.launch import flight_recorder
+from shardmake.launch.flight_recorder import CollectiveHang, analyse_dumps, dump_file, recorder_variables, request_dump
 from shardmake.launch.watchdog import Watchdog
-from shardmake.run.attempt import AttemptDir, heartbeat_file
+from shardmake.run.attempt import AttemptDir
+from tests.fork_server import free_port
+from tests.unit.launch.conftest import running_ranks
 
 STATES = {"scheduled": (None, None), "started": (1, None), "completed": (1, 2)}
 
@@ -30,51 +22,28 @@ def entry(number: int, state: str = "completed", **changes: Any) -> dict[str, An
     """An entry with the fields that torch 2.13 writes (version 2.10)."""
     started, completed = STATES[state]
     return {
-        "frames": [{"name": "all_reduce", "filename": "distributed_c10d.py", "line": 3245}],
-        "record_id": number - 1,
-        "pg_id": 0,
-        "process_group": ("0", "default_pg"),
-        "thread_name": "python",
-        "thread_id": "1",
-        "collective_seq_id": number,
-        "p2p_seq_id": 0,
-        "op_id": number,
-        "profiling_name": "nccl:all_reduce",
-        "time_created_ns": number,
-        "input_sizes": [[4]],
-        "input_dtypes": ["Float"],
-        "output_sizes": [[4]],
-        "output_dtypes": ["Float"],
-        "state": state,
-        "time_discovered_started_ns": started,
-        "time_discovered_completed_ns": completed,
-        "retired": state == "completed",
-        "timeout_ms": 600000,
+        "frames": [{"name": "all_reduce", "filename": "distributed_c10d.py", "line": 3245}], "record_id": number - 1,
+        "pg_id": 0, "process_group": ("0", "default_pg"), "thread_name": "python", "thread_id": "1",
+        "collective_seq_id": number, "p2p_seq_id": 0, "op_id": number, "profiling_name": "nccl:all_reduce",
+        "time_created_ns": number, "input_sizes": [[4]], "input_dtypes": ["Float"], "output_sizes": [[4]],
+        "output_dtypes": ["Float"], "state": state, "time_discovered_started_ns": started,
+        "time_discovered_completed_ns": completed, "retired": state == "completed", "timeout_ms": 600000,
         "is_p2p": False,
-    } | changes
+    } | changes  # fmt: skip
 
 
-def find(
-    entries: dict[int, list[dict[str, Any]]], groups: dict[str, tuple[str, list[int]]] | None = None
-) -> CollectiveHang:
+Groups = dict[str, tuple[str, list[int]]]
+
+
+def find(entries: dict[int, list[dict[str, Any]]], groups: Groups | None = None) -> CollectiveHang:
     """Return the finding for dumps with these entries by rank; ``groups`` have description and ranks by name."""
     groups = groups or {"0": ("default_pg", list(range(max(entries) + 1)))}
-    return find_collective(
-        {
-            f"nccl-rank-{rank}": {
-                "host_name": f"host_rank{rank}",
-                "rank": rank,
-                "entries": entries[rank],
-                "version": "2.10",
-                "pg_config": {
-                    name: {"name": name, "desc": description, "ranks": str(ranks)}
-                    for name, (description, ranks) in groups.items()
-                    if rank in ranks
-                },
-            }
-            for rank in entries
-        }
-    )
+    dumps = {}
+    for rank in entries:
+        groups_of = {n: {"name": n, "desc": desc, "ranks": str(of)} for n, (desc, of) in groups.items() if rank in of}
+        dump = {"host_name": f"host_rank{rank}", "rank": rank, "entries": entries[rank], "version": "2.10"}
+        dumps[f"nccl-rank-{rank}"] = dump | {"pg_config": groups_of}
+    return flight_recorder.find_collective(dumps)
 
 
 def test_a_rank_that_did_not_join_is_named() -> None:
@@ -97,15 +66,11 @@ def test_a_rank_that_waits_in_another_group_is_a_consequence() -> None:
     assert found == CollectiveHang(message, frozenset({1}))
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"profiling_name": "nccl:broadcast"}, "ranks 0, 2: all_reduce number 2 of the group default_pg with input"),
-        ({"input_sizes": [[8]], "output_sizes": [[8]]}, "rank 1: all_reduce number 2 of the group default_pg with"),
-        ({"input_dtypes": ["BFloat16"], "output_dtypes": ["BFloat16"]}, "BFloat16"),
-    ],
-    ids=["name", "size", "type"],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"profiling_name": "nccl:broadcast"}, "ranks 0, 2: all_reduce number 2 of the group default_pg with input"),
+    ({"input_sizes": [[8]], "output_sizes": [[8]]}, "rank 1: all_reduce number 2 of the group default_pg with"),
+    ({"input_dtypes": ["BFloat16"], "output_dtypes": ["BFloat16"]}, "BFloat16"),
+], ids=["name", "size", "type"])  # fmt: skip
 def test_ranks_that_run_different_collectives(changes: dict[str, Any], words: str) -> None:
     same = [entry(1), entry(2, "started")]
     found = find({0: same, 1: [entry(1), entry(2, "started", **changes)], 2: list(same)})
@@ -121,8 +86,8 @@ def test_a_collective_that_all_joined_and_none_or_some_finished(states: tuple[st
 
 
 def test_nothing_is_said_about_ranks_without_a_dump() -> None:
-    groups = {"0": ("default_pg", [0, 1, 2])}
     waiting = [entry(1), entry(2, "started")]
+    groups = {"0": ("default_pg", [0, 1, 2])}
     assert find({0: waiting, 2: list(waiting)}, groups) == CollectiveHang()
     assert find({0: [entry(1)], 1: [entry(1)], 2: [entry(1)]}, groups) == CollectiveHang()
 
@@ -148,23 +113,18 @@ def test_a_dump_that_is_still_written_is_incomplete_and_not_analysed(tmp_path: P
     content = pickle.dumps({"version": "2.10", "pg_config": {}, "entries": []})
     for part in (b"", content[:10]):
         dump_file(folder, 0).write_bytes(part)
-        assert not is_dumped(folder, 0)
+        assert not flight_recorder.is_dumped(folder, 0)
     assert analyse_dumps(folder) == CollectiveHang()
     assert "nccl-rank-0 is not a complete dump" in (folder.stacks / "nccl-analysis.txt").read_text()
     dump_file(folder, 0).write_bytes(content)
-    assert is_dumped(folder, 0)
+    assert flight_recorder.is_dumped(folder, 0)
 
 
-RANK = """
-import faulthandler, os, pickle, select, signal, sys, time
-from pathlib import Path
+HANGING = """
+import pickle, select
 import torch, torch.distributed as dist
 from torch._C._distributed_c10d import _dump_fr_trace
-from shardmake.run.attempt import AttemptDir, write_heartbeat
-folder, rank = AttemptDir(Path(sys.argv[1])), int(os.environ["RANK"])
-folder.stacks.mkdir(exist_ok=True)
-faulthandler.register(signal.SIGUSR1, file=folder.stack(rank).open("w"))
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", rank=rank, world_size=2)
 for _ in range(3):
     dist.all_reduce(torch.ones(4))
 if rank == 0:
@@ -193,30 +153,16 @@ time.sleep(600)
 def test_the_hang_report_names_the_collective_from_real_dumps_that_arrive_late(tmp_path: Path) -> None:
     """Two ranks over gloo, whose recorder has the format of NCCL's."""
     folder = AttemptDir(tmp_path)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    variables = recorder_variables(folder, tmp_path) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    variables |= {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", RANK, str(tmp_path)]
-    ranks = [subprocess.Popen(command, env={**os.environ, **variables, "RANK": str(rank)}) for rank in (0, 1)]
-    try:
-        while not all(heartbeat_file(folder.heartbeats, rank).exists() for rank in (0, 1)) and all(
-            rank.poll() is None for rank in ranks
-        ):
-            time.sleep(0.05)
+    variables = recorder_variables(folder, tmp_path) | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    variables |= {"MASTER_PORT": str(free_port())}
+    with running_ranks(2, folder, HANGING, variables={**os.environ, **variables}):
         watch = Watchdog(folder, range(2), 2, 0.1, folder.heartbeats)
         time.sleep(0.5)
         assert watch.has_hung()
         watch.collect(tmp_path, tmp_path)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
     found = folder.read_hang()
     assert found, "the watchdog wrote its finding"
     assert found.rank == 1, "both ranks are outside a collective in their stacks, as with NCCL"
-    assert found.message.endswith(
-        "Rank 1 did not join all_reduce number 4 of the group default_pg, in which rank 0 waits."
-    )
+    message = "Rank 1 did not join all_reduce number 4 of the group default_pg, in which rank 0 waits."
+    assert found.message.endswith(message)
     assert "missing ranks: {1}" in (folder.stacks / "nccl-analysis.txt").read_text(), "the output of torch's tool"

@@ -8,8 +8,9 @@ from shardmake.launch.outcome import Action, Evidence, Outcome, RetryState, clas
 from shardmake.launch.slurm_states import FORGOTTEN
 from shardmake.launch.step_output import StepFailure
 from shardmake.run.attempt import Hang, NodeExit, RankError
-from shardmake.run.attempt_history import EndReason
+from shardmake.run.attempt_history import EndReason as End
 from tests.finished_run import make_exit
+from tests.unit.wording import Wording
 
 
 def node(rank: int = 0, **values: object) -> NodeExit:
@@ -21,104 +22,101 @@ def service_node(**values: object) -> NodeExit:
     return node(1, **(ended | values))
 
 
-def error(kind: str, message: str, rank: int = 0, time: float = 1.0) -> RankError:
-    return RankError(
-        rank=rank, host="c1", culprit="c1", time=time, kind=kind, message=message, traceback="Traceback ..."
-    )
+def error(kind: str, message: str, **changes: object) -> RankError:
+    values = {"rank": 0, "host": "c1", "culprit": "c1", "time": 1.0, "traceback": "Traceback ..."} | changes
+    return RankError(kind=kind, message=message, **values)  # type: ignore[arg-type]
 
 
 def evidence(**values: object) -> Evidence:
-    base: dict[str, object] = dict(
-        finished=False, stop_file=False, stopped=False, slurm_state="FAILED", exits=[], errors=[]
-    )
-    return Evidence(**(base | values))  # type: ignore[arg-type]
+    base: dict[str, object] = dict(finished=False, stop_file=False, stopped=False, exits=[], errors=[])
+    return Evidence(**(base | {"slurm_state": "FAILED"} | values))  # type: ignore[arg-type]
 
 
-PEER_GONE = error("DistBackendError", "[../gloo/transport/tcp/pair.cc] Connection closed by peer [10.0.0.2]", 0, 2.0)
+PEER_GONE = error("DistBackendError", "[../gloo/transport/tcp/pair.cc] Connection closed by peer [10.0.0.2]", time=2.0)
+STOPPED = node(stop_signal="SIGTERM", returncode=0)
+DAMAGED = node(phase="checkpoint", returncode=None, damaged=["a"])
+HUNG = Hang(rank=1, host="c2", message="no progress")
+LABEL, REFUSED = error("ValueError", "bad label"), error("ConnectionError", "refused")
+SAVED = {"slurm_state": "COMPLETED", "stopped": True}
+SERVED = {"nodes": 2, "service_nodes": 1}
 
 
-@pytest.mark.parametrize(
-    ("found", "end"),
-    [
-        (evidence(finished=True, slurm_state="COMPLETED"), EndReason.FINISHED),
-        (evidence(finished=True, slurm_state="NODE_FAIL"), EndReason.FINISHED),
-        (evidence(stop_file=True, stopped=True, slurm_state="COMPLETED"), EndReason.STOP_REQUESTED),
-        (evidence(slurm_state="TIMEOUT"), EndReason.TIME_LIMIT),
-        (evidence(slurm_state="CANCELLED", exits=[node(stop_signal="SIGTERM")]), EndReason.CANCELLED),
-        (evidence(slurm_state="PREEMPTED"), EndReason.PREEMPTED),
-        (evidence(slurm_state="NODE_FAIL", errors=[PEER_GONE]), EndReason.NODE_FAILURE),
-        (evidence(slurm_state="OUT_OF_MEMORY", errors=[PEER_GONE]), EndReason.HOST_OUT_OF_MEMORY),
-        (evidence(slurm_state="COMPLETED", stopped=True, exits=[node(stop_signal="SIGUSR2", returncode=0)]), EndReason.TIME_LIMIT),
-        (evidence(slurm_state="COMPLETED", stopped=True, exits=[node(stop_signal="SIGURG", returncode=0)]), EndReason.TIME_LIMIT),
-        (evidence(slurm_state="COMPLETED", stopped=True, exits=[node(stop_signal="SIGTERM", returncode=0)]), EndReason.TERMINATED),
-        (evidence(damage="checkpoint-20 is damaged", exits=[node(phase="checkpoint", returncode=None, damaged=["a"])], errors=[PEER_GONE]), EndReason.DAMAGED_CHECKPOINT),
-        (evidence(damage="checkpoint-20 is damaged", slurm_state="CANCELLED"), EndReason.CANCELLED),
-        (evidence(exits=[node(phase="checkpoint", returncode=None, damaged=["a"])], errors=[error("NetworkCheckError", "Rank 0 did not join")]), EndReason.PREFLIGHT),
-        (evidence(slurm_state="COMPLETED", stopped=True, exits=[node(stop_signal="SIGTERM", returncode=0), node(1, stop_signal="SIGTERM", returncode=0)]), EndReason.TERMINATED),
-        (evidence(exits=[node(stop_signal="SIGTERM", returncode=-9), node(1, returncode=1)]), EndReason.KILLED),
-        (evidence(nodes=2, exits=[node(stop_signal="SIGTERM", returncode=0)]), EndReason.KILLED),
-        (evidence(nodes=2, slurm_state="PREEMPTED", exits=[node(stop_signal="SIGTERM", returncode=0)]), EndReason.PREEMPTED),
-        (evidence(nodes=2, slurm_state="COMPLETED", exits=[node(stop_signal="SIGTERM", returncode=0)] * 2), EndReason.TERMINATED),
-        (evidence(hang=Hang(rank=1, host="c2", message="no progress"), exits=[node(returncode=-9), node(1, stop_signal="SIGTERM")]), EndReason.HANG),
-        (evidence(hang=Hang(rank=1, host="c2", message="no progress"), errors=[PEER_GONE]), EndReason.HANG),
-        (evidence(hang=Hang(rank=0, host="c1", message="no progress"), errors=[error("ValueError", "bad label")]), EndReason.USER_ERROR),
-        (evidence(exits=[node(), node(1, returncode=1)], errors=[PEER_GONE]), EndReason.KILLED),
-        (evidence(exits=[node(), node(1, returncode=0)], errors=[PEER_GONE]), EndReason.COMMUNICATION),
-        (evidence(exits=[node(oom_kills=1)], errors=[PEER_GONE]), EndReason.HOST_OUT_OF_MEMORY),
-        (evidence(exits=[node(phase="preflight", returncode=None, message="GPU 1 is in use: 40.0 GiB"), node(1, stop_signal="SIGTERM")]), EndReason.PREFLIGHT),
-        (evidence(slurm_state="CANCELLED", cancelled_by="user root"), EndReason.CANCELLED),
-        (evidence(slurm_state="CANCELLED", hang=Hang(rank=1, host="c2", message="no progress")), EndReason.CANCELLED),
-        (evidence(slurm_state="CANCELLED", errors=[error("OutOfMemoryError", "CUDA out of memory")]), EndReason.CANCELLED),
-        (evidence(slurm_state="CANCELLED", errors=[error("ValueError", "bad label")]), EndReason.USER_ERROR),
-        (evidence(exits=[node(oom_kills=2)], errors=[error("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Killed.")]), EndReason.HOST_OUT_OF_MEMORY),
-        (evidence(exits=[node(oom_kills=2)], errors=[error("OutOfMemoryError", "CUDA out of memory")]), EndReason.GPU_OUT_OF_MEMORY),
-        (evidence(errors=[error("DistBackendError", "")]), EndReason.COMMUNICATION),
-        (evidence(slurm_state="DEADLINE"), EndReason.TIME_LIMIT),
-        (evidence(nodes=2, service_nodes=1, exits=[node(), service_node()], errors=[error("ConnectionError", "refused")]), EndReason.SERVICE),
-        (evidence(nodes=2, service_nodes=1, exits=[node(returncode=1), service_node(phase="service start")]), EndReason.SERVICE_START),
-        (evidence(nodes=2, service_nodes=1, exits=[node(), service_node(stop_signal="SIGTERM")], errors=[error("ConnectionError", "refused")]), EndReason.TERMINATED),
-        (evidence(nodes=2, service_nodes=1, slurm_state="CANCELLED", exits=[node(), service_node()]), EndReason.CANCELLED),
-        (evidence(nodes=2, service_nodes=1, exits=[node()], errors=[error("ConnectionError", "refused")]), EndReason.KILLED),
-        (evidence(nodes=2, service_nodes=1, slurm_state="NODE_FAIL", exits=[node()], errors=[error("ConnectionError", "refused")]), EndReason.NODE_FAILURE),
-        (evidence(nodes=2, service_nodes=1, exits=[node(), service_node(returncode=0, message="")], errors=[error("ValueError", "bad label")]), EndReason.USER_ERROR),
-        (evidence(nodes=2, service_nodes=1, exits=[node(phase="preflight", returncode=None, message="GPU 1 is in use"), service_node(returncode=0, message="")]), EndReason.PREFLIGHT),
-        (evidence(slurm_state="BOOT_FAIL"), EndReason.NODE_FAILURE),
-        (evidence(slurm_state="COMPLETED", exits=[node(started=0.0, ended=150.0, returncode=1)]), EndReason.KILLED),
-        (evidence(exits=[node(phase="rendezvous", returncode=None, message="c2 cannot connect")]), EndReason.RENDEZVOUS),
-        (evidence(exits=[node(returncode=-9)]), EndReason.KILLED),
-        (evidence(exits=[node(returncode=None, message="OSError: no memory to fork")]), EndReason.KILLED),
-        (evidence(nodes=2, exits=[node()], errors=[PEER_GONE]), EndReason.KILLED),
-        (evidence(slurm_state="NODE_FAIL", hang=Hang(rank=None, host=None, message="no progress")), EndReason.NODE_FAILURE),
-        (evidence(slurm_state="NODE_FAIL", hang=Hang(rank=1, host="c2", message="no progress")), EndReason.HANG),
-        (evidence(exits=[node(returncode=1)], launcher_errors={0: "torch.distributed.DistNetworkError: address already in use"}), EndReason.COMMUNICATION),
-        (evidence(exits=[node(returncode=1)], launcher_errors={0: "ImportError: no module named train"}), EndReason.KILLED),
-        (evidence(errors=[error("OSError", "[Errno 30] Read-only file system: 'a.pt'")]), EndReason.NODE_FAILURE),
-        (evidence(errors=[error("FileNotFoundError", "node-1.json was written by another node and is not visible on this node")]), EndReason.NODE_FAILURE),
-        (evidence(), EndReason.LOST),
-    ],
-)  # fmt: skip
-def test_classification(found: Evidence, end: EndReason) -> None:
+@pytest.mark.parametrize(("found", "end"), [
+    (evidence(finished=True, slurm_state="COMPLETED"), End.FINISHED),
+    (evidence(finished=True, slurm_state="NODE_FAIL"), End.FINISHED),
+    (evidence(stop_file=True, stopped=True, slurm_state="COMPLETED"), End.STOP_REQUESTED),
+    (evidence(slurm_state="TIMEOUT"), End.TIME_LIMIT),
+    (evidence(slurm_state="CANCELLED", exits=[node(stop_signal="SIGTERM")]), End.CANCELLED),
+    (evidence(slurm_state="PREEMPTED"), End.PREEMPTED),
+    (evidence(slurm_state="NODE_FAIL", errors=[PEER_GONE]), End.NODE_FAILURE),
+    (evidence(slurm_state="OUT_OF_MEMORY", errors=[PEER_GONE]), End.HOST_OUT_OF_MEMORY),
+    (evidence(**SAVED, exits=[node(stop_signal="SIGUSR2", returncode=0)]), End.TIME_LIMIT),
+    (evidence(**SAVED, exits=[node(stop_signal="SIGURG", returncode=0)]), End.TIME_LIMIT),
+    (evidence(**SAVED, exits=[STOPPED]), End.TERMINATED),
+    (evidence(damage="damaged", exits=[DAMAGED], errors=[PEER_GONE]), End.DAMAGED_CHECKPOINT),
+    (evidence(damage="damaged", slurm_state="CANCELLED"), End.CANCELLED),
+    (evidence(exits=[DAMAGED], errors=[error("NetworkCheckError", "Rank 0 did not join")]), End.PREFLIGHT),
+    (evidence(**SAVED, exits=[STOPPED, node(1, stop_signal="SIGTERM", returncode=0)]), End.TERMINATED),
+    (evidence(exits=[node(stop_signal="SIGTERM", returncode=-9), node(1, returncode=1)]), End.KILLED),
+    (evidence(nodes=2, exits=[STOPPED]), End.KILLED),
+    (evidence(nodes=2, slurm_state="PREEMPTED", exits=[STOPPED]), End.PREEMPTED),
+    (evidence(nodes=2, slurm_state="COMPLETED", exits=[STOPPED] * 2), End.TERMINATED),
+    (evidence(hang=HUNG, exits=[node(returncode=-9), node(1, stop_signal="SIGTERM")]), End.HANG),
+    (evidence(hang=HUNG, errors=[PEER_GONE]), End.HANG),
+    (evidence(hang=Hang(rank=0, host="c1", message="no progress"), errors=[LABEL]), End.USER_ERROR),
+    (evidence(exits=[node(), node(1, returncode=1)], errors=[PEER_GONE]), End.KILLED),
+    (evidence(exits=[node(), node(1, returncode=0)], errors=[PEER_GONE]), End.COMMUNICATION),
+    (evidence(exits=[node(oom_kills=1)], errors=[PEER_GONE]), End.HOST_OUT_OF_MEMORY),
+    (evidence(exits=[node(phase="preflight", returncode=None, message="GPU 1 is in use: 40.0 GiB"), node(1, stop_signal="SIGTERM")]), End.PREFLIGHT),
+    (evidence(slurm_state="CANCELLED", cancelled_by="user root"), End.CANCELLED),
+    (evidence(slurm_state="CANCELLED", hang=HUNG), End.CANCELLED),
+    (evidence(slurm_state="CANCELLED", errors=[error("OutOfMemoryError", "CUDA out of memory")]), End.CANCELLED),
+    (evidence(slurm_state="CANCELLED", errors=[LABEL]), End.USER_ERROR),
+    (evidence(exits=[node(oom_kills=2)], errors=[error("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Killed.")]), End.HOST_OUT_OF_MEMORY),
+    (evidence(exits=[node(oom_kills=2)], errors=[error("OutOfMemoryError", "CUDA out of memory")]), End.GPU_OUT_OF_MEMORY),
+    (evidence(errors=[error("DistBackendError", "")]), End.COMMUNICATION),
+    (evidence(slurm_state="DEADLINE"), End.TIME_LIMIT),
+    (evidence(**SERVED, exits=[node(), service_node()], errors=[REFUSED]), End.SERVICE),
+    (evidence(**SERVED, exits=[node(returncode=1), service_node(phase="service start")]), End.SERVICE_START),
+    (evidence(**SERVED, exits=[node(), service_node(stop_signal="SIGTERM")], errors=[REFUSED]), End.TERMINATED),
+    (evidence(**SERVED, slurm_state="CANCELLED", exits=[node(), service_node()]), End.CANCELLED),
+    (evidence(**SERVED, exits=[node()], errors=[REFUSED]), End.KILLED),
+    (evidence(**SERVED, slurm_state="NODE_FAIL", exits=[node()], errors=[REFUSED]), End.NODE_FAILURE),
+    (evidence(**SERVED, exits=[node(), service_node(returncode=0, message="")], errors=[LABEL]), End.USER_ERROR),
+    (evidence(**SERVED, exits=[node(phase="preflight", returncode=None, message="GPU 1 is in use"), service_node(returncode=0, message="")]), End.PREFLIGHT),
+    (evidence(slurm_state="BOOT_FAIL"), End.NODE_FAILURE),
+    (evidence(slurm_state="COMPLETED", exits=[node(started=0.0, ended=150.0, returncode=1)]), End.KILLED),
+    (evidence(exits=[node(phase="rendezvous", returncode=None, message="c2 cannot connect")]), End.RENDEZVOUS),
+    (evidence(exits=[node(returncode=-9)]), End.KILLED),
+    (evidence(exits=[node(returncode=None, message="OSError: no memory to fork")]), End.KILLED),
+    (evidence(nodes=2, exits=[node()], errors=[PEER_GONE]), End.KILLED),
+    (evidence(slurm_state="NODE_FAIL", hang=Hang(rank=None, host=None, message="no progress")), End.NODE_FAILURE),
+    (evidence(slurm_state="NODE_FAIL", hang=HUNG), End.HANG),
+    (evidence(exits=[node(returncode=1)], launcher_errors={0: "torch.distributed.DistNetworkError: address already in use"}), End.COMMUNICATION),
+    (evidence(exits=[node(returncode=1)], launcher_errors={0: "ImportError: no module named train"}), End.KILLED),
+    (evidence(errors=[error("OSError", "[Errno 30] Read-only file system: 'a.pt'")]), End.NODE_FAILURE),
+    (evidence(errors=[error("FileNotFoundError", "node-1.json was written by another node and is not visible on this node")]), End.NODE_FAILURE),
+    (evidence(), End.LOST),
+])  # fmt: skip
+def test_classification(found: Evidence, end: End) -> None:
     assert classify(found).end is end
 
 
-@pytest.mark.parametrize(
-    "gone",
-    [
-        error("OSError", "[Errno 107] Transport endpoint is not connected: '/usr/lib/python3.11/pickle.py'"),
-        error("ModuleNotFoundError", "No module named 'torch.distributed.checkpoint'"),
-    ],
-)
+@pytest.mark.parametrize("gone", [
+    error("OSError", "[Errno 107] Transport endpoint is not connected: '/usr/lib/python3.11/pickle.py'"),
+    error("ModuleNotFoundError", "No module named 'torch.distributed.checkpoint'"),
+])  # fmt: skip
 def test_ranks_that_lose_their_image_by_sigterm_resume_and_no_node_is_blamed(gone: RankError) -> None:
     values = {"exits": [node(stop_signal="SIGTERM")], "errors": [gone], "container": "/images/train.sif"}
     outcome = classify(evidence(**values))
-    assert (outcome.end, outcome.host, outcome.error) == (EndReason.TERMINATED, None, None)
+    assert (outcome.end, outcome.host, outcome.error) == (End.TERMINATED, None, None)
     assert f"After that, rank 0 on c1 failed: {gone.kind}: {gone.message}. If Apptainer" in outcome.message
     assert decide(outcome, RetryState(idle_attempts=1, has_fallback=True)) is Action.RESUME
-    assert classify(evidence(**values, slurm_state="PREEMPTED")).end is EndReason.PREEMPTED
-    assert classify(evidence(**values | {"container": None})).end is not EndReason.TERMINATED
-    assert classify(evidence(**values | {"exits": [node()]})).end is not EndReason.TERMINATED
+    assert classify(evidence(**values, slurm_state="PREEMPTED")).end is End.PREEMPTED
+    assert classify(evidence(**values | {"container": None})).end is not End.TERMINATED
+    assert classify(evidence(**values | {"exits": [node()]})).end is not End.TERMINATED
     full = error("OSError", "[Errno 28] No space left on device")
-    assert classify(evidence(**values | {"errors": [full]})).end is EndReason.DISK_FULL
+    assert classify(evidence(**values | {"errors": [full]})).end is End.DISK_FULL
 
 
 def test_the_cause_is_reported_instead_of_its_consequence() -> None:
@@ -129,62 +127,46 @@ def test_the_cause_is_reported_instead_of_its_consequence() -> None:
     assert "Rank 3" in outcome.message and "token id 9" in outcome.message
 
 
-def test_nodes_without_a_record_are_named() -> None:
-    nodes = {"nodes": 3, "hosts": ["c1", "c2", "c3"], "exits": [node(0), node(2)]}
-    assert classify(evidence(slurm_state="NODE_FAIL", **nodes)).message.endswith("No record came from c2.")
-    assert "The worker on c2 was killed" in classify(evidence(errors=[PEER_GONE], **nodes)).message
-    none = {"nodes": 2, "hosts": ["c1", "c3"], "exits": [], "errors": [PEER_GONE]}
-    killed = classify(evidence(slurm_state="FAILED", **none))
-    assert killed.end is EndReason.KILLED
-    assert killed.message == ("The worker on c3 was killed: it left no record, and ranks on c1 lost their peers.")
-    everywhere = none | {"errors": [PEER_GONE, PEER_GONE.model_copy(update={"host": "c3"})]}
-    assert classify(evidence(slurm_state="FAILED", **everywhere)).end is EndReason.COMMUNICATION
-    silent = classify(evidence(slurm_state="NODE_FAIL", hosts=["c1", "c2"], nodes=2)).message
-    assert silent == "Slurm ended the job: NODE_FAIL. It ran on c1, c2."
-    both_wrote = {"nodes": 2, "hosts": ["c1", "c2"], "exits": [node(0), node(1)]}
-    down = classify(evidence(slurm_state="NODE_FAIL", down_hosts=["c2"], **both_wrote)).message
-    assert down == "Slurm ended the job: NODE_FAIL. Slurm reports c2 as down."
+@pytest.mark.parametrize("found", [
+    {"slurm_state": "NODE_FAIL", "hosts": ["c1", "c2", "c3"], "exits": [node(0), node(2)]},
+    {"errors": [PEER_GONE], "hosts": ["c1", "c2", "c3"], "exits": [node(0), node(2)]},
+    {"errors": [PEER_GONE], "hosts": ["c1", "c3"]},
+    {"errors": [PEER_GONE, PEER_GONE.model_copy(update={"host": "c3"})], "hosts": ["c1", "c3"]},
+    {"slurm_state": "NODE_FAIL", "hosts": ["c1", "c2"]},
+    {"slurm_state": "NODE_FAIL", "hosts": ["c1", "c2"], "exits": [node(0), node(1)], "down_hosts": ["c2"]},
+], ids=["failed", "killed", "all killed", "connection", "silent", "down"])  # fmt: skip
+def test_nodes_without_a_record_are_named(found: dict[str, list[str]], wording: Wording) -> None:
+    outcome = classify(evidence(nodes=len(found["hosts"]), **found))
+    wording(f"{outcome.end}: {outcome.message}")
 
 
-def test_a_worker_that_slurms_step_reports_as_killed_is_named() -> None:
-    killed = {"nodes": 3, "step_failure": StepFailure("c3", "Killed", 2)}
-    service = classify(evidence(service_nodes=1, errors=[error("URLError", "refused")], **killed))
-    assert (service.end, service.log) == (EndReason.KILLED, 2)
-    assert service.message == "The worker of the service on c3 was killed: Slurm's step reports 'Killed'."
-    lost = classify(evidence(exits=[node(0)], errors=[PEER_GONE], **killed))
-    assert lost.message == "The worker on c3 was killed: Slurm's step reports 'Killed'."
-    assert classify(evidence(errors=[error("ValueError", "bad label")], **killed)).end is EndReason.USER_ERROR
-    assert classify(evidence(slurm_state="NODE_FAIL", **killed)).end is EndReason.NODE_FAILURE
-    assert "Killed" not in classify(evidence(exits=[node(2, returncode=-9)], **killed)).message, "it left its record"
-
-
-def test_a_worker_that_slurm_could_not_start_is_named() -> None:
-    failed = StepFailure("c2", "Socket timed out on send/recv operation", None)
-    outcome = classify(evidence(nodes=3, step_failure=failed, last_output="srun: error: c1: task 0: Killed"))
-    assert outcome.end is EndReason.NODE_FAILURE and decide(outcome, state()) is Action.RESUME
-    assert outcome.message == "Slurm could not start the worker on c2: Socket timed out on send/recv operation."
+@pytest.mark.parametrize("found", [
+    {"service_nodes": 1, "errors": [error("URLError", "refused")]}, {"exits": [node(0)], "errors": [PEER_GONE]},
+    {"errors": [error("ValueError", "bad label")]}, {"slurm_state": "NODE_FAIL"}, {"exits": [node(2, returncode=-9)]},
+    {"step_failure": StepFailure("c2", "Socket timed out on send/recv operation", None), "last_output": "Killed"},
+], ids=["service", "training", "error", "node", "record", "not started"])  # fmt: skip
+def test_a_worker_that_slurms_step_reports_as_killed_is_named(found: dict[str, object], wording: Wording) -> None:
+    """Unless an error or its record has the reason, or Slurm could not start it."""
+    outcome = classify(evidence(**{"nodes": 3, "step_failure": StepFailure("c3", "Killed", 2)} | found))
+    wording(f"{outcome.end}, log {outcome.log}: {outcome.message}")
+    assert outcome.end is not End.NODE_FAILURE or decide(outcome, state()) is Action.RESUME
 
 
 WAITED = node(phase="rendezvous", returncode=None, message="Node 1 did not connect", culprit="c2")
 OLD_TORCH = {"phase": "preflight", "message": "old torch"}
-NOT_JOINED = error("NetworkCheckError", "Rank 3 did not join: timeout").model_copy(update={"culprit": None})
+NOT_JOINED = error("NetworkCheckError", "Rank 3 did not join: timeout", culprit=None)
 
 
-@pytest.mark.parametrize(
-    ("found", "end", "host"),
-    [
-        ({"exits": [node(1, **OLD_TORCH), node(0, returncode=0)]}, EndReason.PREFLIGHT, "c2"),
-        ({"exits": [node(0, **OLD_TORCH)]}, EndReason.PREFLIGHT, "c1"),
-        ({"exits": [node(0, **OLD_TORCH), node(1, **OLD_TORCH)]}, EndReason.PREFLIGHT, None),
-        ({"exits": [node(0, phase="run preflight", message="no room"), node(1, returncode=0)]}, EndReason.PREFLIGHT, None),
-        ({"nodes": 2, "exits": [WAITED]}, EndReason.RENDEZVOUS, "c2"),
-        ({"nodes": 2, "exits": [WAITED.model_copy(update={"culprit": None})]}, EndReason.RENDEZVOUS, None),
-        ({"errors": [NOT_JOINED]}, EndReason.PREFLIGHT, None),
-    ],
-)  # fmt: skip
-def test_a_node_is_blamed_only_if_another_passed_or_it_is_missing(
-    found: dict[str, object], end: EndReason, host: str | None
-) -> None:
+@pytest.mark.parametrize(("found", "end", "host"), [
+    ({"exits": [node(1, **OLD_TORCH), node(0, returncode=0)]}, End.PREFLIGHT, "c2"),
+    ({"exits": [node(0, **OLD_TORCH)]}, End.PREFLIGHT, "c1"),
+    ({"exits": [node(0, **OLD_TORCH), node(1, **OLD_TORCH)]}, End.PREFLIGHT, None),
+    ({"exits": [node(0, phase="run preflight", message="no room"), node(1, returncode=0)]}, End.PREFLIGHT, None),
+    ({"nodes": 2, "exits": [WAITED]}, End.RENDEZVOUS, "c2"),
+    ({"nodes": 2, "exits": [WAITED.model_copy(update={"culprit": None})]}, End.RENDEZVOUS, None),
+    ({"errors": [NOT_JOINED]}, End.PREFLIGHT, None),
+])  # fmt: skip
+def test_a_node_is_blamed_if_missing_or_others_pass(found: dict[str, object], end: End, host: str | None) -> None:
     outcome = classify(evidence(**found))
     assert (outcome.end, outcome.host) == (end, host)
 
@@ -193,82 +175,58 @@ def state(**values: object) -> RetryState:
     return RetryState(**(dict(idle_attempts=1, has_fallback=False) | values))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("end", "before", "action"),
-    [
-        (EndReason.FINISHED, state(idle_attempts=0), Action.FINISH),
-        (EndReason.TIME_LIMIT, state(has_fallback=True), Action.RESUME),
-        (EndReason.PREEMPTED, state(idle_attempts=2), Action.RESUME),
-        (EndReason.PREEMPTED, state(idle_attempts=3), Action.GIVE_UP),
-        (EndReason.RENDEZVOUS, state(), Action.EXCLUDE_AND_RESUME),
-        (EndReason.GPU_OUT_OF_MEMORY, state(idle_attempts=5, has_fallback=True), Action.NEXT_FALLBACK),
-        (EndReason.GPU_OUT_OF_MEMORY, state(), Action.STOP),
-        (EndReason.GPU_OUT_OF_MEMORY, state(has_memory=True), Action.STOP),
-        (EndReason.HOST_OUT_OF_MEMORY, state(has_fallback=True), Action.NEXT_FALLBACK),
-        (EndReason.HOST_OUT_OF_MEMORY, state(has_fallback=True, has_memory=True), Action.MORE_MEMORY),
-        (EndReason.HOST_OUT_OF_MEMORY, state(), Action.STOP),
-        (EndReason.USER_ERROR, state(has_fallback=True), Action.STOP),
-        (EndReason.CANCELLED, state(has_fallback=True), Action.STOP),
-        (EndReason.STOP_REQUESTED, state(has_fallback=True), Action.STOP),
-        (EndReason.HANG, state(), Action.RESUME),
-        (EndReason.HANG, state(host_failed_alike=True), Action.EXCLUDE_AND_RESUME),
-        (EndReason.HANG, state(idle_attempts=3), Action.GIVE_UP),
-        (EndReason.PREFLIGHT, state(idle_attempts=9, failing_nodes=5), Action.EXCLUDE_AND_RESUME),
-        (EndReason.PREFLIGHT, state(failing_nodes=6), Action.STOP),
-        (EndReason.PREFLIGHT, state(failing_nodes=1, has_other_nodes=False), Action.STOP),
-        (EndReason.NODE_FAILURE, state(), Action.RESUME),
-        (EndReason.DISK_FULL, state(), Action.RESUME),
-        (EndReason.DISK_FULL, state(idle_attempts=3), Action.GIVE_UP),
-        (EndReason.TERMINATED, state(), Action.RESUME),
-        (EndReason.SERVICE, state(), Action.RESUME),
-        (EndReason.SERVICE, state(idle_attempts=3), Action.GIVE_UP),
-        (EndReason.SERVICE_START, state(), Action.STOP),
-        (EndReason.SERVICE_START, state(has_progress=True), Action.RESUME),
-        (EndReason.NON_FINITE, state(), Action.STOP),
-        (EndReason.NON_FINITE, state(may_rewind=True), Action.RESUME),
-        (EndReason.NON_FINITE, state(may_rewind=True, idle_attempts=3), Action.GIVE_UP),
+RESUME, STOP, GIVE_UP, EXCLUDE = Action.RESUME, Action.STOP, Action.GIVE_UP, Action.EXCLUDE_AND_RESUME
+FALLBACK, MEMORY = {"has_fallback": True}, {"has_memory": True}
+IDLE, REWINDS = {"idle_attempts": 3}, {"may_rewind": True}
+DECISIONS: dict[End, list[tuple[dict[str, object], Action]]] = {
+    End.FINISHED: [({"idle_attempts": 0}, Action.FINISH)], End.TIME_LIMIT: [(FALLBACK, RESUME)],
+    End.PREEMPTED: [({"idle_attempts": 2}, RESUME), (IDLE, GIVE_UP)], End.RENDEZVOUS: [({}, EXCLUDE)],
+    End.GPU_OUT_OF_MEMORY: [({"idle_attempts": 5} | FALLBACK, Action.NEXT_FALLBACK), ({}, STOP), (MEMORY, STOP)],
+    End.HOST_OUT_OF_MEMORY: [
+        (FALLBACK, Action.NEXT_FALLBACK), (FALLBACK | MEMORY, Action.MORE_MEMORY), ({}, STOP),
     ],
-)  # fmt: skip
-def test_decision(end: EndReason, before: RetryState, action: Action) -> None:
-    assert decide(Outcome(end, "why", host="c2"), before) is action
-    if end is EndReason.PREFLIGHT:
-        assert decide(Outcome(end, "no node is to blame"), before) is Action.STOP
-
-
-@pytest.mark.parametrize(
-    ("found", "words"),
-    [
-        ({"exits": [node(oom_kills=0)]}, "and not because memory ran out: the kernel counts no such kill"),
-        ({"exits": [node()]}, "Most likely they were killed, by the kernel if the node ran out of memory."),
-        ({"exits": [node(later_signal="SIGUSR2")]}, "After that, c1 received SIGUSR2, which comes before the job's time limit."),
-        ({"slurm_state": FORGOTTEN}, "Slurm does not know the job any more"),
-        ({"slurm_state": "CANCELLED", "cancelled_by": "user root"}, "CANCELLED by user root"),
-        ({"last_output": "Task launch failed on node c2"}, "Task launch failed on node c2"),
+    End.USER_ERROR: [(FALLBACK, STOP)], End.CANCELLED: [(FALLBACK, STOP)],
+    End.STOP_REQUESTED: [(FALLBACK, STOP)],
+    End.HANG: [({}, RESUME), ({"host_failed_alike": True}, EXCLUDE), (IDLE, GIVE_UP)],
+    End.PREFLIGHT: [
+        ({"idle_attempts": 9, "failing_nodes": 5}, EXCLUDE), ({"failing_nodes": 6}, STOP),
+        ({"failing_nodes": 1, "has_other_nodes": False}, STOP),
     ],
-)  # fmt: skip
-def test_what_is_known_and_what_is_assumed_is_said(found: dict[str, object], words: str) -> None:
-    assert words in classify(evidence(**found)).message
+    End.NODE_FAILURE: [({}, RESUME)], End.DISK_FULL: [({}, RESUME), (IDLE, GIVE_UP)],
+    End.TERMINATED: [({}, RESUME)], End.SERVICE: [({}, RESUME), (IDLE, GIVE_UP)],
+    End.SERVICE_START: [({}, STOP), ({"has_progress": True}, RESUME)],
+    End.NON_FINITE: [({}, STOP), (REWINDS, RESUME), (REWINDS | IDLE, GIVE_UP)],
+}  # fmt: skip
 
 
-def test_the_log_of_a_failed_service_is_shown() -> None:
-    outcome = classify(evidence(nodes=2, service_nodes=1, exits=[node(), service_node(oom_kills=1)]))
-    assert (outcome.host, outcome.log) == ("c2", 1)
-    assert outcome.message.endswith("The kernel killed 1 process(es) on c2 because the job ran out of memory.")
+@pytest.mark.parametrize("end", DECISIONS)
+def test_decision(end: End) -> None:
+    for before, action in DECISIONS[end]:
+        assert decide(Outcome(end, "why", host="c2"), state(**before)) is action, before
+        if end is End.PREFLIGHT:
+            assert decide(Outcome(end, "no node is to blame"), state(**before)) is STOP
 
 
-@given(end=st.sampled_from(EndReason), has=st.tuples(*[st.booleans()] * 4))
-def test_no_outcome_is_retried_forever(end: EndReason, has: tuple[bool, ...]) -> None:
+@pytest.mark.parametrize("found", [
+    {"exits": [node(oom_kills=0)]}, {"exits": [node()]}, {"exits": [node(later_signal="SIGUSR2")]},
+    {"slurm_state": FORGOTTEN}, {"slurm_state": "CANCELLED", "cancelled_by": "user root"},
+    {"last_output": "Task launch failed on node c2"},
+    {"nodes": 2, "service_nodes": 1, "exits": [node(), service_node(oom_kills=1)]},
+], ids=["no kill", "exit", "signal", "forgotten", "cancelled", "launch", "service"])  # fmt: skip
+def test_what_is_known_and_what_is_assumed_is_said(found: dict[str, object], wording: Wording) -> None:
+    outcome = classify(evidence(**found))
+    wording(outcome.message)
+    assert (outcome.host, outcome.log) == ("c2", 1) or "service_nodes" not in found
+
+
+@given(end=st.sampled_from(End), has=st.tuples(*[st.booleans()] * 4))
+def test_no_outcome_is_retried_forever(end: End, has: tuple[bool, ...]) -> None:
     """Without progress, the driver takes the next fallback, requests all memory once, or stops."""
     fallback, memory, hung, rewind = has
     before = state(
-        idle_attempts=3,
-        has_fallback=fallback,
-        has_memory=memory,
-        failing_nodes=6,
-        host_failed_alike=hung,
+        idle_attempts=3, has_fallback=fallback, has_memory=memory, failing_nodes=6, host_failed_alike=hung,
         may_rewind=rewind,
-    )
-    action = decide(Outcome(end, "why", host="c2"), before)
-    assert action in (
-        Action.STOP, Action.GIVE_UP, Action.FINISH, *[Action.NEXT_FALLBACK] * fallback, *[Action.MORE_MEMORY] * memory
     )  # fmt: skip
+    action = decide(Outcome(end, "why", host="c2"), before)
+    more = [*[Action.NEXT_FALLBACK] * fallback, *[Action.MORE_MEMORY] * memory]
+    assert action in (Action.STOP, Action.GIVE_UP, Action.FINISH, *more)

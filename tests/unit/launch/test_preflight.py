@@ -1,6 +1,7 @@
 """Findings of a node's checks."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,59 +13,43 @@ from shardmake.core import process
 from shardmake.core.atomic import write_json
 from shardmake.launch import preflight, worker
 from shardmake.launch.gpu_status import GpuStatus
-from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.outcome import classify
-from shardmake.launch.preflight import (
-    GIB,
-    PreflightError,
-    check_import,
-    check_memory,
-    check_names,
-    check_node,
-    check_scratch,
-    check_versions,
-)
-from shardmake.launch.worker import oom_kills
+from shardmake.launch.preflight import GIB, PreflightError, check_import, check_node
 from shardmake.run.attempt import Attempt, AttemptDir, NodeExit
 from shardmake.run.attempt_history import EndReason
 from shardmake.run.plan import Plan, Resources
 from tests.finished_run import make_data_receipt
 from tests.programs import install_programs
+from tests.unit.launch.fake_run import write_attempt
 from tests.unit.launch.test_outcome import evidence
 from tests.unit.plans import make_cluster, make_plan, make_training_settings
 
 
-def test_versions_memory_and_scratch(tmp_path: Path) -> None:
-    assert check_versions({"torch": "2.13.0"}, {"torch": "2.13.0"}) == []
-    found = check_versions({"torch": "2.12.0"}, {"torch": "2.13.0", "peft": "1"})
+def test_versions_memory_scratch_and_names(tmp_path: Path) -> None:
+    assert preflight.check_versions({"torch": "2.13.0"}, {"torch": "2.13.0"}) == []
+    found = preflight.check_versions({"torch": "2.12.0"}, {"torch": "2.13.0", "peft": "1"})
     assert [row.found for row in found] == [
         "torch is 2.12.0 on this node and 2.13.0 on the login node",
         "peft is not installed on this node and 1 on the login node",
     ]
-    assert check_memory(8 * GIB, 8 * GIB) == []
-    assert "needs 8.0 GiB of memory, and 7.0 GiB are free" in check_memory(7 * GIB, 8 * GIB)[0].found
-    assert check_scratch(tmp_path) == []
-    assert "cannot be written" in check_scratch(tmp_path / "missing")[0].found
-
-
-def test_a_name_that_does_not_resolve_is_a_warning() -> None:
-    assert "node-of-nobody.invalid" in check_names("node-of-nobody.invalid")[0].found
+    assert preflight.check_memory(8 * GIB, 8 * GIB) == []
+    assert "needs 8.0 GiB of memory, and 7.0 GiB are free" in preflight.check_memory(7 * GIB, 8 * GIB)[0].found
+    assert preflight.check_scratch(tmp_path) == []
+    assert "cannot be written" in preflight.check_scratch(tmp_path / "missing")[0].found
+    assert "node-of-nobody.invalid" in preflight.check_names("node-of-nobody.invalid")[0].found
 
 
 def node(tmp_path: Path, host_memory: int = GIB, **changes: object) -> tuple[AttemptDir, Attempt, Plan]:
     """Write a node's folders, for a training that requests more memory than any node has free."""
-    plan = make_plan("zero3", nodes=1).model_copy(
-        update={"host_memory": host_memory, "resources": {"train": Resources(memory_gib=1 << 20, cpus=2)}}
-    )
+    resources = {"train": Resources(memory_gib=1 << 20, cpus=2)}
+    plan = make_plan("zero3", nodes=1).model_copy(update={"host_memory": host_memory, "resources": resources})
     folder = AttemptDir(tmp_path / "train/attempts/001")
     make_training_settings(model=str(tmp_path / "base")).write(folder.training)
     write_json(tmp_path / "base/config.json", {})
     make_data_receipt("d").write(tmp_path / "data/receipt.json")
     write_json(folder.deepspeed, {})
-    attempt = attempt_settings(
-        1, tmp_path, make_cluster(scratch=str(tmp_path)), plan, resume_from=None, settings_digest="r"
-    ).model_copy(update=changes)
-    return folder, attempt, plan
+    attempt = write_attempt(folder, plan, make_cluster(scratch=str(tmp_path)))
+    return folder, attempt.model_copy(update=changes), plan
 
 
 def test_a_node_without_findings_is_reported(tmp_path: Path) -> None:
@@ -96,9 +81,7 @@ def planned_attention(plan: Plan, attention: Attention) -> Plan:
     return plan.model_copy(update={"workload": plan.workload.model_copy(update={"attention": attention})})
 
 
-def test_a_gpu_that_an_attention_kernel_does_not_support_blames_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_that_the_attention_kernel_lacks_blames_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus(monkeypatch, 7.5)
     folder, attempt, plan = node(tmp_path, accelerator="a100-80gb")
     words = "compute capability 7.5, and attention: varlen needs 8.0 or newer"
@@ -125,16 +108,11 @@ def test_a_torch_without_flash_attention_blames_the_run(tmp_path: Path, monkeypa
 BROKEN = "raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2E')"
 
 
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        (BROKEN, "ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2E: install flash-attn for this"),
-        ("", "cannot import name 'flash_attn_func'"),  # flash-attn 4 has the same import name
-        ("def flash_attn_func(): ...\nflash_attn_varlen_func = 1", "transformers finds no flash-attn 2.3.3 or newer, or no"),
-        ("import os; os.abort()", "the import crashed or took longer than 300 s"),
-    ],
-    ids=["ABI", "flash-attn-4", "no-GPU", "crash"],
-)  # fmt: skip
+@pytest.mark.parametrize(("source", "words"), [
+    (BROKEN, "ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2E: install flash-attn for this"),
+    ("", "cannot import name 'flash_attn_func'"), ("import os; os.abort()", "the import crashed or took longer than 300 s"),
+    ("def flash_attn_func(): ...\nflash_attn_varlen_func = 1", "transformers finds no flash-attn 2.3.3 or newer, or no"),
+], ids=["ABI", "flash-attn-4", "crash", "no-GPU"])  # fmt: skip
 def test_the_node_imports_flash_attention_for_real(source: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "flash_attn").mkdir()
     (tmp_path / "flash_attn/__init__.py").write_text(source)
@@ -143,101 +121,70 @@ def test_the_node_imports_flash_attention_for_real(source: str, words: str, tmp_
     assert check_import("eager", os.environ) == []
 
 
-@pytest.mark.parametrize(
-    ("cgroup", "file", "text"),
-    [
-        (
-            "0::/slurm/job_1/step_0\n",
-            "slurm/job_1/step_0/memory.events",
-            "low 0\noom 2\noom_kill 2\noom_group_kill 0\n",
-        ),
-        ("5:cpu:/x\n4:memory:/job_1\n0::/\n", "memory/job_1/memory.oom_control", "oom_kill_disable 0\noom_kill 2\n"),
-    ],
-)
+@pytest.mark.parametrize(("cgroup", "file", "text"), [
+    ("0::/slurm/job_1/step_0\n", "slurm/job_1/step_0/memory.events", "low 0\noom 2\noom_kill 2\noom_group_kill 0\n"),
+    ("5:cpu:/x\n4:memory:/job_1\n0::/\n", "memory/job_1/memory.oom_control", "oom_kill_disable 0\noom_kill 2\n"),
+])  # fmt: skip
 def test_the_kernels_count_of_killed_processes(tmp_path: Path, cgroup: str, file: str, text: str) -> None:
     (tmp_path / "cgroup").write_text(cgroup)
-    assert oom_kills(tmp_path / "cgroup", tmp_path) is None, "nothing counts"
+    assert worker.oom_kills(tmp_path / "cgroup", tmp_path) is None, "nothing counts"
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).write_text(text)
-    assert oom_kills(tmp_path / "cgroup", tmp_path) == 2
+    assert worker.oom_kills(tmp_path / "cgroup", tmp_path) == 2
 
 
 H100 = "".join(f"{n}, GPU-{n}, 1, 0, 580.65.06, 9.0, Default, Not Active, 16, 16\n" for n in range(8))
 NOT_REPORTED = "".join(f"{n}, GPU-{n}, [N/A], [N/A], 580.65.06, [N/A], [N/A], [N/A], [N/A], [N/A]\n" for n in range(2))
 
 
-@pytest.mark.parametrize(
-    ("rows", "visible", "phase", "words"),
-    [
-        (H100, None, "training", ""),
-        (H100.replace("580.65.06, 9.0", "580.65.06, 8.0"), "6,7", "training", ""),
-        (NOT_REPORTED, None, "training", ""),
-        (H100.replace("Default", "Exclusive_Process"), None, "training", ""),
-        (H100.replace("Default", "Prohibited"), "0,1", "preflight", "GPU 1 is in the compute mode Prohibited"),
-        (H100, "MIG-1,MIG-2", "preflight", "2 MIG slices are visible, but CUDA shows only the first"),
-        (H100.replace("580.65.06", "470.256.02"), None, "run preflight", "driver is 470"),
-        (H100.replace("16, 16", "16, 16, 81559"), None, "training", ""),
-        (
-            H100.replace("16, 16", "16, 16, 40960"),
-            None,
-            "run preflight",
-            "counts on 79.1 GiB of GPU memory, and a GPU here has 40.0",
-        ),
-        ("", None, "preflight", "nvidia-smi does not answer"),
-    ],
-    ids=[
-        "8-h100",
-        "2-of-8-a100",
-        "not-reported",
-        "exclusive",
-        "prohibited",
-        "mig",
-        "old-driver",
-        "memory",
-        "smaller",
-        "no-answer",
-    ],
-)
+Work = Callable[[str], tuple[NodeExit, str]]
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Work:
+    """Return a function that runs a worker on a node with such an nvidia-smi: its exit record and the node's log."""
+
+    def until_the_ranks_start(nvidia_smi: str) -> tuple[NodeExit, str]:
+        folder, attempt, plan = node(tmp_path, accelerator="h100", processes_per_node=2, gpu_memory=int(79.1 * GIB))
+        attempt.write(folder.settings)
+        planned_attention(plan, "sdpa").write(folder.plan)
+        install_programs(tmp_path, monkeypatch, {"nvidia-smi": nvidia_smi})
+        monkeypatch.setattr(preflight, "installed_cuda", lambda: "12.8")
+        monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
+        monkeypatch.setattr(worker, "launch_command", lambda *_: ["sh", "-c", "env; exit 7"])
+        worker.main(folder.root, worker.WorkerNode(rank=0, start=0))
+        (exited,) = folder.exits()
+        return exited, folder.log(0).read_text()
+
+    return until_the_ranks_start
+
+
+@pytest.mark.parametrize(("rows", "visible", "phase", "words"), [
+    (H100, None, "training", ""), (H100.replace("580.65.06, 9.0", "580.65.06, 8.0"), "6,7", "training", ""),
+    (NOT_REPORTED, None, "training", ""), (H100.replace("Default", "Exclusive_Process"), None, "training", ""),
+    (H100.replace("Default", "Prohibited"), "0,1", "preflight", "GPU 1 is in the compute mode Prohibited"),
+    (H100, "MIG-1,MIG-2", "preflight", "2 MIG slices are visible, but CUDA shows only the first"),
+    (H100.replace("580.65.06", "470.256.02"), None, "run preflight", "driver is 470"),
+    (H100.replace("16, 16", "16, 16, 81559"), None, "training", ""),
+    (H100.replace("16, 16", "16, 16, 40960"), None, "run preflight", "counts on 79.1 GiB of GPU memory, and a GPU here has 40.0"),
+    ("", None, "preflight", "nvidia-smi does not answer"), (f"SLOW{H100}", None, "training", ""),
+], ids=["8-h100", "2-a100", "not-reported", "exclusive", "prohibited", "mig", "driver", "memory", "smaller", "none", "slow"])  # fmt: skip
 def test_recorded_gpus_through_the_worker_up_to_the_start_of_the_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: str, visible: str | None, phase: str, words: str
+    work: Work, monkeypatch: pytest.MonkeyPatch, rows: str, visible: str | None, phase: str, words: str
 ) -> None:
-    (tmp_path / "rows").write_text(rows)
+    """A call is slow if the persistence daemon does not run, so that each one starts the driver."""
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    exited, log = work_until_the_ranks_start(tmp_path, monkeypatch, f"cat {tmp_path}/rows")
+    exited, log = work(f"{'sleep 1; ' * rows.startswith('SLOW')}printf '{rows.removeprefix('SLOW')}'")
     assert (exited.phase, exited.returncode) == (phase, 7 if phase == "training" else None), exited.message
     assert words in exited.message
     assert ("TORCH_NCCL_COORD_CHECK_MILSEC=200" in log) == (phase == "training"), "the environment of the ranks"
 
 
-def test_a_slow_nvidia_smi_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The persistence daemon does not run, so that each call starts the driver."""
-    (tmp_path / "rows").write_text(H100)
-    exited, _ = work_until_the_ranks_start(tmp_path, monkeypatch, f"sleep 1; cat {tmp_path}/rows")
-    assert (exited.phase, exited.returncode) == ("training", 7), exited.message
-
-
-def test_a_hanging_nvidia_smi_blames_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_nvidia_smi_blames_the_node(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver excludes that node and resumes."""
     monkeypatch.setattr(process, "SECONDS", 0.5)
-    exited, _ = work_until_the_ranks_start(tmp_path, monkeypatch, "exec sleep 60")
+    exited, _ = work("exec sleep 60")
     outcome = classify(evidence(exits=[exited]))
     words = f"{exited.host} failed its preflight checks: nvidia-smi does not answer."
     assert (outcome.end, outcome.host, outcome.message) == (EndReason.PREFLIGHT, exited.host, words)
-
-
-def work_until_the_ranks_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nvidia_smi: str
-) -> tuple[NodeExit, str]:
-    """Run a worker on a node with these commands as its nvidia-smi; return its exit record and the node's log."""
-    folder, attempt, plan = node(tmp_path, accelerator="h100", processes_per_node=2, gpu_memory=int(79.1 * GIB))
-    attempt.write(folder.settings)
-    planned_attention(plan, "sdpa").write(folder.plan)
-    write_json(folder.deepspeed, {})
-    install_programs(tmp_path, monkeypatch, {"nvidia-smi": nvidia_smi})
-    monkeypatch.setattr(preflight, "installed_cuda", lambda: "12.8")
-    monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
-    monkeypatch.setattr(worker, "launch_command", lambda *_: ["sh", "-c", "env; exit 7"])
-    worker.main(folder.root, worker.WorkerNode(rank=0, start=0))
-    (exited,) = folder.exits()
-    return exited, folder.log(0).read_text()

@@ -4,6 +4,8 @@ import random
 import socket
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,11 @@ from shardmake.launch import rendezvous
 from shardmake.launch.rendezvous import RendezvousError, choose_address, listen, port_candidates, run_rendezvous
 
 
-def test_ports_lie_outside_the_ephemeral_range() -> None:
+def test_ports_lie_outside_the_ephemeral_range_and_one_in_use_is_skipped() -> None:
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     ports = list(port_candidates(random.Random(1)))
     assert len(ports) > 50
     assert not any(low <= port <= high for port in ports)
-
-
-def test_a_port_in_use_is_skipped() -> None:
     first = next(iter(port_candidates(random.Random(5))))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", first))
@@ -41,21 +40,25 @@ def test_only_a_job_of_one_node_uses_loopback_and_others_the_configured_interfac
         choose_address("ib7", nodes=2)
 
 
-def _rendezvous_in_threads(folder: Path, nodes: int, seconds: float, interface: str | None = None) -> list[object]:
-    results: list[object] = [None] * nodes
+def in_thread(function: Callable[..., object], *arguments: object, **options: object) -> Future[object]:
+    """Return the future result of a function, or its `RendezvousError`, in a thread of its own."""
+    found: Future[object] = Future()
 
-    def one(rank: int) -> None:
+    def run() -> None:
         try:
-            results[rank] = run_rendezvous(folder, 0, rank, nodes, interface, seconds)
+            found.set_result(function(*arguments, **options))
         except RendezvousError as error:
-            results[rank] = error
+            found.set_result(error)
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(nodes)]
-    for thread in reversed(threads):  # node 0 comes last
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    threading.Thread(target=run).start()
+    return found
+
+
+def rendezvous_of(folder: Path, nodes: int, interface: str | None = None) -> list[object]:
+    """Return what each node found; node 0 comes last."""
+    ranks = reversed(range(nodes))
+    found = [in_thread(run_rendezvous, folder, 0, rank, nodes, interface, 20) for rank in ranks]
+    return [one.result() for one in reversed(found)]
 
 
 @pytest.fixture
@@ -66,7 +69,7 @@ def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("on_loopback")
 def test_all_nodes_agree_and_the_port_is_free_afterwards(tmp_path: Path) -> None:
-    results = _rendezvous_in_threads(tmp_path, nodes=4, seconds=20)
+    results = rendezvous_of(tmp_path, nodes=4)
     assert len({repr(result) for result in results}) == 1
     found = results[0]
     assert isinstance(found, rendezvous.Rendezvous)
@@ -76,68 +79,41 @@ def test_all_nodes_agree_and_the_port_is_free_afterwards(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("named", "used"), [(None, "lo"), ("ib0", "ib0")])
-def test_each_node_uses_its_own_interface(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str | None, used: str
-) -> None:
+def test_nodes_use_interfaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str | None, used: str) -> None:
     """The interface of node 0 may have a name that no other node has."""
     monkeypatch.setattr(rendezvous, "choose_address", lambda interface, nodes: ("enp9s0", "127.0.0.1"))
-    results = _rendezvous_in_threads(tmp_path, nodes=2, seconds=20, interface=named)
+    results = rendezvous_of(tmp_path, 2, named)
     assert [getattr(result, "interface", result) for result in results] == ["enp9s0", used]
 
 
 @pytest.mark.usefixtures("on_loopback")
 def test_other_connections_to_the_port_are_ignored(tmp_path: Path) -> None:
-    outcome: list[object] = []
-
-    def host() -> None:
-        outcome.append(rendezvous.host_rendezvous(tmp_path / "start-0.json", None, 2, seconds=20))
-
-    thread = threading.Thread(target=host)
-    thread.start()
+    outcome = in_thread(rendezvous.host_rendezvous, tmp_path / "start-0.json", None, 2, seconds=20)
     found = rendezvous.wait_for_address(tmp_path / "start-0.json", deadline=float("inf"))
     with socket.create_connection((found.address, found.port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
     assert rendezvous.join_rendezvous(tmp_path / "start-0.json", 1, None, seconds=20) == found
-    thread.join()
-    assert outcome == [found]
+    assert outcome.result() == found
 
 
 @pytest.mark.usefixtures("on_loopback")
 def test_a_node_that_is_slow_to_close_has_connected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Node 0 waits for the end of the connection, but not for long."""
     monkeypatch.setattr(rendezvous, "_ANSWER_SECONDS", 0.2)
-    file, outcome = tmp_path / "start-0.json", list[object]()
-
-    def host() -> None:
-        try:
-            outcome.append(rendezvous.host_rendezvous(file, None, 2, seconds=20))
-        except RendezvousError as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=host)
-    thread.start()
+    file = tmp_path / "start-0.json"
+    outcome = in_thread(rendezvous.host_rendezvous, file, None, 2, seconds=20)
     found = rendezvous.wait_for_address(file, deadline=float("inf"))
     with socket.create_connection((found.address, found.port)) as connection:
         connection.sendall(b"shardmake 1\n")
         assert connection.recv(8) == b"ok\n"
-        thread.join()
-    assert outcome == [found]
+        assert outcome.result() == found
     assert rendezvous.wait_for_address(file, deadline=float("inf")).complete
 
 
-def test_a_node_that_gave_up_the_connection_that_node_0_counts_has_joined(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_left_a_connection_that_counts_has_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With thousands of nodes, a connection may wait longer for node 0 than the node does."""
     monkeypatch.setattr(rendezvous, "_ANSWER_SECONDS", 0.2)
-    file, outcome = tmp_path / "start-0.json", list[object]()
-
-    def join() -> None:
-        try:
-            outcome.append(rendezvous.join_rendezvous(file, 1, None, seconds=20))
-        except RendezvousError as error:
-            outcome.append(error)
-
+    file = tmp_path / "start-0.json"
     attempts, given_up, closed, connect = list[object](), threading.Event(), threading.Event(), socket.create_connection
 
     def connect_again(*where: Any) -> socket.socket:
@@ -152,14 +128,12 @@ def test_a_node_that_gave_up_the_connection_that_node_0_counts_has_joined(
         port = listener.getsockname()[1]
         found = rendezvous.Rendezvous(address="127.0.0.1", port=port, interface="lo", host="c1")
         found.write(file)
-        thread = threading.Thread(target=join)
-        thread.start()
+        outcome = in_thread(rendezvous.join_rendezvous, file, 1, None, seconds=20)
         assert given_up.wait(20)
         assert rendezvous._accept_node(listener, time.monotonic() + 20, {1}) == 1
     found.model_copy(update={"complete": True}).write(file)
     closed.set()
-    thread.join()
-    assert outcome == [found]
+    assert outcome.result() == found
 
 
 @pytest.mark.usefixtures("on_loopback")

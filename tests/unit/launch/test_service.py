@@ -4,9 +4,8 @@ import contextlib
 import os
 import socket
 import sys
-import threading
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,13 @@ import pytest
 from shardmake.config import models
 from shardmake.config.script_file import SERVICE_VARIABLES
 from shardmake.launch import service
-from shardmake.launch.service import (
-    SERVING,
-    STARTING,
-    Service,
-    ServiceAddress,
-    ServiceError,
-    answers,
-    service_variables,
-    training_interface,
-    wait_for_services,
-)
+from shardmake.launch.service import Service, ServiceAddress, ServiceError, answers, wait_for_services
 from shardmake.render.stage import render_files, write_files
 from shardmake.run.attempt import AttemptDir, host_name
 from tests.finished_run import make_exit
 from tests.unit.launch.fake_run import write_attempt
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
+from tests.workflow.checkout import wait_for
 
 SERVER = (
     "import http.server as h; "
@@ -65,18 +55,11 @@ def make_service(folder: AttemptDir, command: str, seconds: float, health: str |
 def serving(folder: AttemptDir) -> Iterator[list[object]]:
     """A service that runs in a thread, and in the end what it returned or raised."""
     found: list[object] = []
-
-    def run() -> None:
-        try:
-            found.append(make_service(folder, COMMAND, 20, "/0").run({}, "127.0.0.1"))
-        except ServiceError as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    yield found
-    write_exit(folder, 0, 0)
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(make_service(folder, COMMAND, 20, "/0").run, {}, "127.0.0.1")
+        running.add_done_callback(lambda done: found.append(done.exception() or done.result()))
+        yield found
+        write_exit(folder, 0, 0)
 
 
 def write_exit(folder: AttemptDir, rank: int, returncode: int | None) -> None:
@@ -85,11 +68,10 @@ def write_exit(folder: AttemptDir, rank: int, returncode: int | None) -> None:
 
 def process_at(port: int) -> psutil.Process:
     """Return this test's own child that listens at ``port``."""
-    return next(
-        child
-        for child in psutil.Process().children(recursive=True)
-        if any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in child.net_connections())
-    )
+    for child in psutil.Process().children(recursive=True):
+        if any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in child.net_connections()):
+            return child
+    pytest.fail("no process listens")
 
 
 def belongs_to_a_service(process: psutil.Process) -> bool:
@@ -99,57 +81,47 @@ def belongs_to_a_service(process: psutil.Process) -> bool:
     return False
 
 
-def wait_for(found: list[object]) -> object:
-    deadline = time.monotonic() + 60
-    while not found and time.monotonic() < deadline:
-        time.sleep(0.1)
+def end_of(found: list[object]) -> object:
+    wait_for(lambda: found)
     return found[0]
 
 
 @pytest.mark.parametrize("returncode", [0, 1])
 def test_it_serves_the_ranks_until_they_end(folder: AttemptDir, serving: list[object], returncode: int) -> None:
-    variables = wait_for_services(folder, folder.read())
-    assert variables is not None
+    variables = wait_for_services(folder, folder.read()) or {}
     host, port, addresses = variables.values()
     assert list(variables) == [f"SHARDMAKE_SERVICE_{name}" for name in ("HOST", "PORT", "ADDRESSES")]
     assert host == "127.0.0.1" and addresses == f"{host}:{port}" and answers(host, int(port), "/0")
     process = process_at(int(port))
     write_exit(folder, 0, returncode)
-    assert wait_for(serving) == 0 and not process.is_running() and not answers(host, int(port), None)
+    assert end_of(serving) == 0 and not process.is_running() and not answers(host, int(port), None)
     log = folder.log(1).read_text()
     assert f"env SHARDMAKE_SERVICE_HOST=127.0.0.1 SHARDMAKE_SERVICE_PORT={port}" in log and "loading" in log
 
 
 def test_a_service_that_ends_before_the_ranks_is_a_failure(folder: AttemptDir, serving: list[object]) -> None:
-    variables = wait_for_services(folder, folder.read())
-    assert variables is not None
+    variables = wait_for_services(folder, folder.read()) or {}
     process_at(int(variables["SHARDMAKE_SERVICE_PORT"])).kill()
-    error = wait_for(serving)
-    assert isinstance(error, ServiceError) and error.phase == SERVING
+    error = end_of(serving)
+    assert isinstance(error, ServiceError) and error.phase == service.SERVING
     assert "was ended by SIGKILL before the training." in str(error)
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("echo no GPU is free; exit 3", "ended with status 3 before it was ready. Its last output: no GPU is free"),
-        ("kill -9 $$", "was ended by SIGKILL before it was ready."),
-        ("echo loading; sleep 100", "did not answer at /health within 2 s (service.start_seconds). Its last output: loading"),
-        ("echo $SHARDMAKE_MODLE", "SHARDMAKE_MODLE: "),
-        ("true", "ended with status 0 before it was ready."),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("command", "words"), [
+    ("echo no GPU is free; exit 3", "ended with status 3 before it was ready. Its last output: no GPU is free"),
+    ("kill -9 $$", "was ended by SIGKILL before it was ready."),
+    ("echo loading; sleep 100", "did not answer at /health within 2 s (service.start_seconds). Its last output: loading"),
+    ("echo $SHARDMAKE_MODLE", "SHARDMAKE_MODLE: "), ("true", "ended with status 0 before it was ready."),
+])  # fmt: skip
 def test_a_service_that_does_not_start_says_why(folder: AttemptDir, command: str, words: str) -> None:
     with pytest.raises(ServiceError) as error:
         make_service(folder, command, 2, "/health").run({"PATH": "/usr/bin:/bin"}, "127.0.0.1")
-    assert words in str(error.value) and error.value.phase == STARTING
+    assert words in str(error.value) and error.value.phase == service.STARTING
     children = psutil.Process().children(recursive=True)
     assert not list(filter(belongs_to_a_service, children)), "nothing that it started stays"
 
 
-def test_what_a_service_prints_reaches_the_log_without_secrets(
-    folder: AttemptDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_service_prints_is_logged_without_secrets(folder: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STORE_PASSWORD", "Plant-by-value-1")
     command = "echo serving --api-key=Plant77w!; echo $STORE_PASSWORD; echo login with password=Plant78w! >&2; exit 3"
     with pytest.raises(ServiceError, match=r"Its last output: login with password=\[removed\]$"):
@@ -159,19 +131,12 @@ def test_what_a_service_prints_reaches_the_log_without_secrets(
     assert "Plant" not in log
 
 
-def test_a_service_that_still_loads_is_reported_with_its_last_output(
-    folder: AttemptDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_service_that_loads_is_reported_with_its_output(folder: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "MINUTE", 0.05)
     monkeypatch.setattr(service, "_POLL_SECONDS", 0.1)
     folder.log(1).write_text("# output of the service\nshard 3 of 9\n")
     lines: list[str] = []
-
-    def warn(text: str) -> None:
-        lines.append(text)
-        if len(lines) == 2:
-            folder.stop_file.touch()
-
+    warn = lambda text: lines.append(text) or len(lines) < 2 or folder.stop_file.touch()  # noqa: E731
     assert wait_for_services(folder, folder.read(), warn) is None
     assert lines[0] == "The service has been loading for 1 minute. Its last output: shard 3 of 9"
     assert lines[1].startswith("The service has been loading for 2 minutes.")
@@ -189,9 +154,7 @@ def publish(folder: AttemptDir, port: int) -> None:
     address.write(folder.services / "start-0-node-1.json")
 
 
-def test_ranks_do_not_start_with_a_service_that_they_cannot_reach(
-    folder: AttemptDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_do_not_start_without_reaching_the_service(folder: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "CONNECT_SECONDS", 0.5)
     publish(folder, port=1)
     folder.log(1).write_text("# output of the service\nshard 9 of 9\nlistening\n")
@@ -234,14 +197,11 @@ def test_a_node_that_tries_to_connect_ends_with_the_job(folder: AttemptDir, end:
     assert wait_for_services(folder, folder.read()) is None
 
 
-def test_the_variables_name_every_service() -> None:
+def test_variables_name_every_service_and_one_node_leaves_loopback_for_it(folder: AttemptDir) -> None:
     services = [ServiceAddress(address=one, port=2, host="h", seconds=1.0) for one in ("10.0.0.3", "fd00::4")]
-    assert service_variables(services)["SHARDMAKE_SERVICE_ADDRESSES"] == "10.0.0.3:2,[fd00::4]:2"
-
-
-def test_a_single_training_node_leaves_loopback_for_a_service_node(folder: AttemptDir) -> None:
+    assert service.service_variables(services)["SHARDMAKE_SERVICE_ADDRESSES"] == "10.0.0.3:2,[fd00::4]:2"
     attempt = folder.read()
-    assert training_interface(attempt) is None
+    assert service.training_interface(attempt) is None
     elsewhere = attempt.model_copy(update={"on_one_machine": False, "network_interface": "none0"})
     with pytest.raises(RuntimeError, match="has no address on the interface 'none0'"):
-        training_interface(elsewhere)
+        service.training_interface(elsewhere)

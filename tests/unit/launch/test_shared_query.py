@@ -5,8 +5,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -47,35 +47,24 @@ def test_an_added_row_stays_until_the_next_query(slurm: Path) -> None:
     assert cached_squeue(snapshot, 0) == ROWS
 
 
-def test_an_incomplete_snapshot_does_not_count(slurm: Path) -> None:
+def test_an_incomplete_snapshot_and_a_full_disk_hide_no_answer(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (slurm / "snapshot").write_text("7|PENDING|(None)|shardm")
     assert cached_squeue(str(slurm / "snapshot"), 20) == ROWS
-
-
-def test_a_full_disk_does_not_hide_the_answer(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fill_up(*args: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(watcher.os, "pwrite", fill_up)
+    (slurm / "snapshot").unlink()
+    monkeypatch.setattr(watcher.os, "pwrite", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     assert cached_squeue(str(slurm / "snapshot")) == ROWS
+    (slurm / "timeout").symlink_to("/usr/bin/timeout")
+    monkeypatch.setenv("PATH", str(slurm))
+    assert cached_squeue(str(slurm / "other")) is None, "a missing squeue is a failed query"
 
 
-def test_a_missing_squeue_is_a_failed_query(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "timeout").symlink_to("/usr/bin/timeout")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert cached_squeue(str(tmp_path / "snapshot")) is None
-
-
-@pytest.mark.parametrize(
-    ("query_seconds", "answered", "max_age", "lasts"),
-    [
-        (0.01, True, 2, 2), (2.0, True, 2, 40), (9.0, True, 2, 60), (0.01, True, 20, 20),
-        (0.01, False, 2, 10), (9.0, False, 2, 60), (60.0, False, 2, 60), (0.01, False, 20, 20),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("query_seconds", "answered", "max_age", "lasts"), [
+    (0.01, True, 2, 2), (2.0, True, 2, 40), (9.0, True, 2, 60), (0.01, True, 20, 20),
+    (0.01, False, 2, 10), (9.0, False, 2, 60), (60.0, False, 2, 60), (0.01, False, 20, 20),
+])  # fmt: skip
 def test_how_long_a_snapshot_counts(query_seconds: float, answered: bool, max_age: float, lasts: float) -> None:
-    fresh: Callable[[float], bool] = lambda age: is_fresh(age, max_age, query_seconds, answered)  # noqa: E731
-    assert fresh(lasts - 0.1) and not fresh(lasts + 0.1) and not fresh(-1)
+    ages = (lasts - 0.1, lasts + 0.1, -1)
+    assert [is_fresh(age, max_age, query_seconds, answered) for age in ages] == [True, False, False]
     assert not is_fresh(0, 0, query_seconds, answered) and not is_fresh(0, max_age, None, answered)
 
 
@@ -100,9 +89,7 @@ def test_many_processes_share_one_query(slurm: Path) -> None:
     assert count_calls(slurm) <= 2 + (time.monotonic() - started) / 2
 
 
-def test_clusters_with_configurations_of_one_name_share_no_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clusters_with_configurations_of_one_name_are_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in two containers of one machine."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("SLURM_CONF", str(configuration := tmp_path / "slurm.conf"))

@@ -4,59 +4,38 @@ from datetime import datetime
 
 import pytest
 
-from shardmake.launch.slurm_states import (
-    JobState,
-    JobStatus,
-    held_message,
-    is_no_such_job,
-    parse_rows,
-    parse_scontrol,
-    parse_seconds_left,
-    parse_state,
-)
+from shardmake.launch import slurm_states
+from shardmake.launch.slurm_states import JobState, JobStatus, held_message, is_no_such_job, parse_rows, parse_scontrol
 from shardmake.launch.watcher import PATIENCE
 
 
-@pytest.mark.parametrize(
-    ("text", "state", "name"),
-    [
-        ("PENDING", JobState.PENDING, "PENDING"),
-        ("RUNNING", JobState.RUNNING, "RUNNING"),
-        ("COMPLETING", JobState.RUNNING, "COMPLETING"),
-        ("COMPLETED", JobState.ENDED, "COMPLETED"),
-        ("COMPLETED+", JobState.ENDED, "COMPLETED"),
-        ("CANCELLED by 1000", JobState.ENDED, "CANCELLED"),
-        ("CANCELLED+", JobState.ENDED, "CANCELLED"),
-        ("OUT_OF_MEMORY", JobState.ENDED, "OUT_OF_MEMORY"),
-        ("NODE_FAIL", JobState.ENDED, "NODE_FAIL"),
-        ("REQUEUED", JobState.PENDING, "REQUEUED"),
-        ("SPECIAL_EXIT", JobState.PENDING, "SPECIAL_EXIT"),
-        ("UNKNOWN", JobState.UNKNOWN, "UNKNOWN"),
-        ("SOMETHING_OF_SLURM_30", JobState.UNKNOWN, "SOMETHING_OF_SLURM_30"),
-        ("", JobState.UNKNOWN, ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "state", "name"), [
+    ("PENDING", JobState.PENDING, "PENDING"), ("RUNNING", JobState.RUNNING, "RUNNING"),
+    ("COMPLETING", JobState.RUNNING, "COMPLETING"), ("COMPLETED", JobState.ENDED, "COMPLETED"),
+    ("COMPLETED+", JobState.ENDED, "COMPLETED"), ("CANCELLED by 1000", JobState.ENDED, "CANCELLED"),
+    ("CANCELLED+", JobState.ENDED, "CANCELLED"), ("OUT_OF_MEMORY", JobState.ENDED, "OUT_OF_MEMORY"),
+    ("NODE_FAIL", JobState.ENDED, "NODE_FAIL"), ("REQUEUED", JobState.PENDING, "REQUEUED"),
+    ("SPECIAL_EXIT", JobState.PENDING, "SPECIAL_EXIT"), ("UNKNOWN", JobState.UNKNOWN, "UNKNOWN"),
+    ("SOMETHING_OF_SLURM_30", JobState.UNKNOWN, "SOMETHING_OF_SLURM_30"),
+    ("", JobState.UNKNOWN, ""),
+])  # fmt: skip
 def test_every_state_is_recognized(text: str, state: JobState, name: str) -> None:
-    assert parse_state(text) == (state, name)
+    assert slurm_states.parse_state(text) == (state, name)
 
 
-def test_rows_of_squeue_and_sacct() -> None:
+def test_rows_of_squeue_and_sacct_and_the_answers_of_scontrol() -> None:
     text = "12|RUNNING|c[1-2]|a\n13|CANCELLED by 0|None assigned|b\n12.batch|RUNNING|c1|a\n14|COMPLETED+||c\n\nnoise\n"
     found = parse_rows(text)
-    assert {job: status.state for job, status in found.items()} == {
-        "12": JobState.RUNNING,
-        "13": JobState.ENDED,
-        "14": JobState.ENDED,
-    }
+    states = {"12": JobState.RUNNING, "13": JobState.ENDED, "14": JobState.ENDED}
+    assert {job: status.state for job, status in found.items()} == states
     assert (found["12"].nodes, found["12"].job_name) == ("c[1-2]", "a")
     assert (found["13"].name, found["13"].cancelled_by) == ("CANCELLED", "0")
     assert parse_rows("7|NODE_FAIL|c1|a\n7|PENDING||a\n")["7"].state is JobState.PENDING, "it was queued again"
-
-
-def test_scontrol() -> None:
     text = "JobId=12 JobName=x\n   JobState=NODE_FAIL Reason=None Dependency=(null)\n   NodeList=c[2-3]\n   JobName=y"
     status = parse_scontrol(text)
     assert (status.state, status.name, status.nodes, status.job_name) == (JobState.ENDED, "NODE_FAIL", "c[2-3]", "x")
+    assert is_no_such_job("slurm_load_jobs error: Invalid job id specified")
+    assert not is_no_such_job("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
 
 
 @pytest.mark.parametrize("name", ["CANCELLED", "TIMEOUT", "COMPLETED"])
@@ -66,44 +45,28 @@ def test_a_preempted_job_may_have_another_state(name: str) -> None:
     assert parse_scontrol(text.format(name, "None")).name == name
 
 
-@pytest.mark.parametrize(
-    ("end", "seconds"), [("2026-11-21T10:05:00", 300.0), ("Unknown", 0.0), ("2026-11-21T09:59:00", -60.0)]
-)
+@pytest.mark.parametrize(("end", "seconds"), [("21T10:05:00", 300.0), ("Unknown", 0.0), ("21T09:59:00", -60.0)])
 def test_the_time_left_of_a_job(end: str, seconds: float) -> None:
-    text = f"   StartTime=2026-11-21T09:00:00 EndTime={end} Deadline=N/A"
-    assert parse_seconds_left(text, datetime(2026, 11, 21, 10)) == seconds
-    assert parse_seconds_left("slurm_load_jobs error", datetime.now()) == 0
+    text = f"   StartTime=2026-11-21T09:00:00 EndTime={end.replace('21T', '2026-11-21T')} Deadline=N/A"
+    assert slurm_states.parse_seconds_left(text, datetime(2026, 11, 21, 10)) == seconds
+    assert slurm_states.parse_seconds_left("slurm_load_jobs error", datetime.now()) == 0
 
 
-def test_a_missing_answer_is_not_the_end_of_a_job() -> None:
-    assert is_no_such_job("slurm_load_jobs error: Invalid job id specified")
-    assert not is_no_such_job("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+FOR_A_PERSON = (
+    "JobHeldUser", "launch failed requeued held", "job requeued in held state", "DependencyNeverSatisfied", "InvalidQOS",
+    "PartitionTimeLimit", "QOSMaxWallDurationPerJobLimit", "AssocGrpBillingMinutes", "ReservationDeleted",
+)  # fmt: skip
+ITS_TURN = (  # also while nodes are down
+    "Priority", "Resources", "PartitionNodeLimit", "ReqNodeNotAvail, UnavailableNodes:c3", "QOSMaxJobsPerUserLimit",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("reason", "held"),
-    [
-        ("(JobHeldUser)", True),
-        ("(launch failed requeued held)", True),
-        ("(job requeued in held state)", True),
-        ("(DependencyNeverSatisfied)", True),
-        ("(PartitionTimeLimit)", True),
-        ("(QOSMaxWallDurationPerJobLimit)", True),
-        ("(InvalidQOS)", True),
-        ("(AssocGrpBillingMinutes)", True),
-        ("(ReservationDeleted)", True),
-        ("(Priority)", False),
-        ("(Resources)", False),
-        ("(PartitionNodeLimit)", False),  # also while nodes are down
-        ("(ReqNodeNotAvail, UnavailableNodes:c3)", False),
-        ("(QOSMaxJobsPerUserLimit)", False),
-    ],
-)
-def test_a_job_that_waits_for_a_person_differs_from_one_that_waits_for_its_turn(reason: str, held: bool) -> None:
-    status = JobStatus(JobState.PENDING, "PENDING", reason)
+@pytest.mark.parametrize("reason", (*FOR_A_PERSON, *ITS_TURN))
+def test_a_job_that_waits_for_a_person_differs_from_one_that_waits_for_its_turn(reason: str) -> None:
+    held, status = reason in FOR_A_PERSON, JobStatus(JobState.PENDING, "PENDING", f"({reason})")
     message = held_message("7", status)
     lasting = held_message("7", status, PATIENCE)
     assert bool(lasting) == (held or "NotAvail" in reason)
     assert bool(message) == held
-    assert not held or (f"until a person acts: {reason[1:-1]}." in message and "scontrol release 7" in message)
+    assert not held or (f"until a person acts: {reason}." in message and "scontrol release 7" in message)
     assert not held_message("7", JobStatus(JobState.RUNNING, "RUNNING", "c[1-2]"))

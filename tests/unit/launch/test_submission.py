@@ -9,6 +9,7 @@ from typing import NoReturn
 import pytest
 
 from shardmake.launch.submission import require_slot, submission_slot, waiting_message
+from tests.unit.wording import Wording
 
 MINE = "shardmake-mine-00000000"
 
@@ -83,10 +84,6 @@ def test_eight_drivers_at_once_take_two_slots(slurm: Path) -> None:
     assert len((slurm / "queue").read_text().splitlines()) == 2
 
 
-def test_the_message_names_runs_and_setting() -> None:
+def test_the_message_names_runs_and_setting(wording: Wording) -> None:
     ahead = ["shardmake-docs-chat-1a2b3c4d", "shardmake-code-00000000"]
-    assert waiting_message(ahead, "mine", 2) == (
-        "mine waits: you have 2 trainings in the queue (code, docs-chat), and trainings_per_user in the cluster file "
-        "is 2. The driver submits the job when one of them has ended."
-    )
-    assert "Slurm does not answer" in waiting_message(None, "mine", 2)
+    wording("\n".join(waiting_message(jobs, "mine", 2) for jobs in (ahead, None)))

@@ -12,6 +12,7 @@ from shardmake.run.paths import RunDir
 from shardmake.run.plan import CandidateEstimate, MemoryEstimates, Resources
 from tests.programs import install_programs
 from tests.unit.plans import make_cluster, make_plan, make_run
+from tests.unit.wording import Wording
 
 START = "sbatch: Job 12 to start at 2026-11-24T08:00:00 using 8 processors on nodes c[1-2] in partition gpu"
 SBATCH = """
@@ -30,13 +31,17 @@ class Site:
         self.folder = tmp_path
         self.monkeypatch = monkeypatch
 
-    def check(self, words: str = "", refused: str = "nothing", executor: str = "slurm") -> None:
+    def check(self, words: str = "", refused: str = "nothing", executor: str = "slurm", missing: bool = False) -> None:
         sbatch = SBATCH.format(folder=self.folder, refused=refused, start=START, words=words)
-        install_programs(self.folder, self.monkeypatch, {"srun": "", "sbatch": sbatch})
+        programs = {"srun": ""} if missing else {"srun": "", "sbatch": sbatch}
+        install_programs(self.folder, self.monkeypatch, programs, path=str(self.folder) if missing else "/usr/bin:/bin")
         cluster = make_cluster(executor=executor, slurm={"qos": "long"} if executor == "slurm" else {})
         resources = dict.fromkeys(("train", *ON_GPUS), Resources(memory_gib=3, cpus=2))
         plan = make_plan("zero3").model_copy(update={"resources": resources})
         check_submission(plan, make_run(), cluster, RunDir(self.folder / "docs-chat"))
+
+
+Log = pytest.LogCaptureFixture
 
 
 @pytest.fixture
@@ -44,7 +49,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     return Site(tmp_path, monkeypatch)
 
 
-def test_each_job_is_judged_with_its_own_parameters(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_job_is_judged_with_its_own_parameters(site: Site, caplog: Log) -> None:
     caplog.set_level("INFO")
     site.check()
     asked = (site.folder / "asked").read_text().splitlines()
@@ -64,37 +69,22 @@ def test_a_refusal_has_the_words_of_slurm(site: Site, refused: str) -> None:
         site.check(words, refused)
 
 
-@pytest.mark.parametrize(
-    ("words", "logged"),
-    [
-        ("sbatch: error: allocation failure: Unable to contact slurm controller (connect failure)", "did not say"),
-        ("sbatch: error: allocation failure: Socket timed out on send/recv operation", "did not say"),
-        ("allocation failure: Required node not available (down, drained or reserved)", "wait"),
-        ("allocation failure: Required partition not available (inactive or drain)", "wait"),
-        ("allocation failure: Requested nodes are busy", "wait"),
-        ("allocation failure: Requested reservation not usable now", "wait"),
-    ],
-)
-def test_no_answer_and_a_closed_partition_are_warnings(
-    site: Site, caplog: pytest.LogCaptureFixture, words: str, logged: str
-) -> None:
+@pytest.mark.parametrize(("words", "logged"), [
+    ("sbatch: error: allocation failure: Unable to contact slurm controller (connect failure)", "did not say"),
+    ("sbatch: error: allocation failure: Socket timed out on send/recv operation", "did not say"),
+    ("allocation failure: Required node not available (down, drained or reserved)", "wait"),
+    ("allocation failure: Required partition not available (inactive or drain)", "wait"),
+    ("allocation failure: Requested nodes are busy", "wait"),
+    ("allocation failure: Requested reservation not usable now", "wait"),
+])  # fmt: skip
+def test_answers_that_only_warn(site: Site, caplog: Log, words: str, logged: str) -> None:
     site.check(words, "all")
     assert logged in caplog.text and words.removeprefix("sbatch: error: ") in caplog.text
 
 
-def test_without_sbatch_the_plan_continues_and_says_so(
-    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    site.check()
-    (site.folder / "sbatch").chmod(0o644)
-    monkeypatch.setenv("PATH", str(site.folder))
-    cluster, plan = make_cluster(executor="slurm"), make_plan("zero3")
-    plan = plan.model_copy(update={"resources": dict.fromkeys(("train", *ON_GPUS), Resources(memory_gib=3, cpus=2))})
-    check_submission(plan, make_run(), cluster, RunDir(site.folder / "docs-chat"))
+def test_without_sbatch_the_plan_continues_and_without_slurm_nothing_is_asked(site: Site, caplog: Log) -> None:
+    site.check(missing=True)
     assert "did not say whether it would accept the job of evaluate" in caplog.text
-
-
-def test_without_slurm_nothing_is_asked(site: Site) -> None:
     site.check("refused", "all", executor="local")
     assert not (site.folder / "asked").exists()
 
@@ -119,11 +109,8 @@ def estimates(*fitting: int, too_large: int = 1) -> MemoryEstimates:
 class Queue:
     """A login node whose sbatch prints the answer for the number of nodes."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
-        programs = {"srun": "", "sbatch": STARTS.format(folder=folder), "sinfo": SINFO}
-        install_programs(folder, monkeypatch, programs)
 
     def answer(self, nodes: int, text: str) -> None:
         (self.folder / f"answer-{nodes}").write_text(text)
@@ -138,35 +125,29 @@ class Queue:
 
     @property
     def asked(self) -> list[str]:
-        file = self.folder / "asked"
-        return file.read_text().splitlines() if file.exists() else []
+        return (self.folder / "asked").read_text().splitlines()
 
 
 @pytest.fixture
 def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Queue:
-    return Queue(tmp_path, monkeypatch)
+    (tmp_path / "asked").touch()
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    install_programs(tmp_path, monkeypatch, {"srun": "", "sbatch": STARTS.format(folder=tmp_path), "sinfo": SINFO})
+    return Queue(tmp_path)
 
 
-def test_the_planned_number_of_nodes_comes_first(queue: Queue) -> None:
-    queue.start_after(2, minutes=40.1)
-    queue.start_after(4, hours=20.1)
-    queue.start_after(8, days=3.1)
-    assert queue.ask(estimates(2, 4, 8)) == (
-        "if submitted now, by Slurm's estimate without the jobs that already wait: "
-        "2 nodes: would start in about 40 min; 4 nodes: would start in about 20 h; 8 nodes: would start in about 3 days"
-    )
+def test_the_planned_number_of_nodes_comes_first(queue: Queue, wording: Wording) -> None:
+    for nodes, after in ((2, {"minutes": 40.1}), (4, {"hours": 20.1}), (8, {"days": 3.1})):
+        queue.start_after(nodes, **after)
+    wording(queue.ask(estimates(2, 4, 8)))
     assert queue.asked == [f"--test-only {nodes} standard" for nodes in (2, 4, 8)]
     assert not (queue.folder / "docs-chat").exists()
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "",
-        "sbatch: Job 7 to start at N/A using 8 processors\n",
-        "sbatch: error: Unable to contact slurm controller (connect failure)\n",
-    ],
-)
+@pytest.mark.parametrize("words", [
+    "", "sbatch: Job 7 to start at N/A using 8 processors\n",
+    "sbatch: error: Unable to contact slurm controller (connect failure)\n",
+])  # fmt: skip
 def test_without_an_estimate_the_plan_says_so_and_asks_once(queue: Queue, words: str) -> None:
     queue.answer(2, words)
     assert queue.ask(estimates(2, 4)).endswith("2 nodes: Slurm does not know when it would start")
@@ -181,20 +162,15 @@ def test_a_start_that_only_another_number_lacks_and_one_in_the_past(queue: Queue
     assert queue.ask(estimates(2)).endswith("2 nodes: would start at once")
 
 
-def test_a_closed_partition_has_no_estimate(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_partition_and_no_slurm_have_no_estimate(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert queue.ask(estimates(2), executor="local") == ""
     monkeypatch.setenv("PARTITION_STATE", "down")
     assert queue.ask(estimates(2)) == "Slurm starts no jobs at present: partition gpu is down"
     assert queue.asked == []
 
 
-def test_without_slurm_no_start_is_asked(queue: Queue) -> None:
-    assert queue.ask(estimates(2), executor="local") == ""
-    assert queue.asked == []
-
-
-@pytest.mark.parametrize(
-    ("fitting", "expected"),
-    [((4,), [4]), ((2, 4), [4, 2]), ((4, 5, 6, 8), [4, 5, 8]), ((2, 3, 4, 6, 8, 16), [4, 2, 6, 16])],
-)
+@pytest.mark.parametrize(("fitting", "expected"), [
+    ((4,), [4]), ((2, 4), [4, 2]), ((4, 5, 6, 8), [4, 5, 8]), ((2, 3, 4, 6, 8, 16), [4, 2, 6, 16]),
+])  # fmt: skip
 def test_other_numbers_are_few_and_fit(fitting: tuple[int, ...], expected: list[int]) -> None:
     assert list(node_counts(4, estimates(*fitting))) == expected

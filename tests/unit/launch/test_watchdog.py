@@ -3,55 +3,40 @@
 import errno
 import os
 import signal
-import subprocess
-import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from shardmake.launch import watchdog
 from shardmake.launch.watchdog import Watchdog, allowance, describe_hang, find_culprit, overdue, rank_state
-from shardmake.run.attempt import (
-    AttemptDir,
-    Heartbeat,
-    NodeHeartbeats,
-    RankState,
-    collective_timeout,
-    heartbeat_file,
-    write_heartbeat,
-)
+from shardmake.run import attempt
+from shardmake.run.attempt import AttemptDir, Heartbeat, NodeHeartbeats, RankState, heartbeat_file, write_heartbeat
 from tests.finished_run import make_exit
+from tests.unit.launch.conftest import running_ranks
 
 WAITING = 'File "torch/distributed/distributed_c10d.py", line 1 in all_reduce'
 BUSY = 'File "data.py", line 7 in __getitem__'
 
 
 def beat(rank: int = 0, phase: str = "train", step: int = 9, time: float = 1000.0, usual: float = 1.0) -> Heartbeat:
-    return Heartbeat(
-        rank=rank, host=f"c{rank + 1}", pid=0, phase=phase, step=step, time=time, median_step_seconds=usual
-    )
+    values = {"host": f"c{rank + 1}", "pid": 0, "phase": phase, "step": step, "time": time}
+    return Heartbeat(rank=rank, median_step_seconds=usual, **values)
 
 
-@pytest.mark.parametrize(
-    ("phase", "usual", "seconds"),
-    [
-        ("train", 0.0, 600),
-        ("train", 2.0, 600),
-        ("train", 200.0, 1000),
-        ("save", 2.0, 3600),
-        ("load", 0.0, 3600),
-        ("script", 0.0, float("inf")),
-    ],
-)
+@pytest.mark.parametrize(("phase", "usual", "seconds"), [
+    ("train", 0.0, 600), ("train", 2.0, 600), ("train", 200.0, 1000), ("save", 2.0, 3600), ("load", 0.0, 3600),
+    ("script", 0.0, float("inf")),
+])  # fmt: skip
 def test_allowances(phase: str, usual: float, seconds: float) -> None:
     assert allowance(beat(phase=phase, usual=usual), 600) == seconds
 
 
 @pytest.mark.parametrize(("hang_seconds", "timeout"), [(600, 7200), (1.5, 1800)])
 def test_timeouts_of_torch_exceed_every_allowance(hang_seconds: float, timeout: int) -> None:
-    assert allowance(beat(phase="save"), hang_seconds) < collective_timeout(hang_seconds) == timeout
+    assert allowance(beat(phase="save"), hang_seconds) < attempt.collective_timeout(hang_seconds) == timeout
 
 
 def test_the_rank_overdue_for_longest_is_found() -> None:
@@ -60,25 +45,19 @@ def test_the_rank_overdue_for_longest_is_found() -> None:
     assert overdue(beats, 1499, 600) is None
 
 
-@pytest.mark.parametrize(
-    ("ranks", "missing", "named"),
-    [
-        ([rank_state(beat(0), WAITING), rank_state(beat(1), "", "stopped")], set(), 1),
-        ([rank_state(beat(0), WAITING), rank_state(beat(1, step=8), WAITING)], set(), 1),
-        ([rank_state(beat(0), BUSY), rank_state(beat(1), WAITING), rank_state(beat(2), WAITING)], set(), 0),
-        ([rank_state(beat(0), WAITING), rank_state(beat(1), WAITING)], set(), None),
-        ([rank_state(beat(0), BUSY), rank_state(beat(1), BUSY), rank_state(beat(2), WAITING)], set(), None),
-        ([rank_state(beat(rank), BUSY) for rank in range(3)], {1}, 1),
-        ([rank_state(beat(0), BUSY), rank_state(beat(1), WAITING), rank_state(beat(2), WAITING)], {2}, 2),
-        ([rank_state(beat(0), BUSY), rank_state(beat(1), ""), rank_state(beat(2), BUSY)], {2}, 1),
-        ([rank_state(beat(0), BUSY), rank_state(beat(1), WAITING), rank_state(beat(2), WAITING)], {1, 2}, None),
-        ([rank_state(beat(0), BUSY), rank_state(beat(1), BUSY), rank_state(beat(2), WAITING)], {1, 2}, 1),
-        ([rank_state(beat(rank), BUSY) for rank in range(3)], set(), None),
-    ],
-)
-def test_the_culprit_is_found_by_stacks_or_by_the_collective_that_it_did_not_join(
-    ranks: list[RankState], missing: set[int], named: int | None
-) -> None:
+def at(rank: int, stack: str, *state: str, step: int = 9) -> RankState:
+    return rank_state(beat(rank, step=step), stack, *state)
+
+
+@pytest.mark.parametrize(("ranks", "missing", "named"), [
+    ([at(0, WAITING), at(1, "", "stopped")], set(), 1), ([at(0, WAITING), at(1, WAITING, step=8)], set(), 1),
+    ([at(0, BUSY), at(1, WAITING), at(2, WAITING)], set(), 0), ([at(0, WAITING), at(1, WAITING)], set(), None),
+    ([at(0, BUSY), at(1, BUSY), at(2, WAITING)], set(), None), ([at(rank, BUSY) for rank in range(3)], {1}, 1),
+    ([at(0, BUSY), at(1, WAITING), at(2, WAITING)], {2}, 2), ([at(0, BUSY), at(1, ""), at(2, BUSY)], {2}, 1),
+    ([at(0, BUSY), at(1, WAITING), at(2, WAITING)], {1, 2}, None),
+    ([at(0, BUSY), at(1, BUSY), at(2, WAITING)], {1, 2}, 1), ([at(rank, BUSY) for rank in range(3)], set(), None),
+])  # fmt: skip
+def test_the_culprit_by_stacks_or_its_collective(ranks: list[RankState], missing: set[int], named: int | None) -> None:
     """NCCL's calls return at once: ranks that wait are elsewhere, and their stacks show no collective."""
     found = find_culprit(ranks, missing)
     assert (found.rank if found else None) == named
@@ -87,13 +66,7 @@ def test_the_culprit_is_found_by_stacks_or_by_the_collective_that_it_did_not_joi
     assert hang.host == (None if named is None else f"c{named + 1}")
 
 
-RANK = """
-import faulthandler, signal, sys, time
-from pathlib import Path
-from shardmake.run.attempt import AttemptDir, write_heartbeat
-folder, rank = AttemptDir(Path(sys.argv[1])), int(sys.argv[2])
-folder.stacks.mkdir(exist_ok=True)
-faulthandler.register(signal.SIGUSR1, file=folder.stack(rank).open("w"))
+STUCK = """
 write_heartbeat(folder, rank, "train", 3)
 def stuck_here(): time.sleep(60)
 stuck_here()
@@ -103,42 +76,22 @@ stuck_here()
 def test_two_nodes_collect_the_stacks_of_real_processes(tmp_path: Path) -> None:
     """Node 0 misses a heartbeat, node 1 learns of it from the file; the stopped rank is the culprit."""
     folder = AttemptDir(tmp_path)
-    command = [sys.executable, "-c", RANK, str(tmp_path)]
-    ranks = [subprocess.Popen([*command, str(rank)]) for rank in (0, 1)]
-    try:
-        while not all(heartbeat_file(folder.heartbeats, rank).exists() for rank in (0, 1)):
-            time.sleep(0.05)
+    with running_ranks(2, folder, STUCK) as ranks, ThreadPoolExecutor(2) as pool:
         os.kill(ranks[1].pid, signal.SIGSTOP)
-        nodes = [
-            Watchdog(folder, range(rank, rank + 1), 2, seconds, folder.heartbeats)
-            for rank, seconds in ((0, 0.1), (1, 600))
-        ]
+        nodes = [Watchdog(folder, range(n, n + 1), 2, limit, folder.heartbeats) for n, limit in ((0, 0.1), (1, 600))]
         assert not nodes[1].has_hung()
         time.sleep(0.2)
         assert [node.has_hung() for node in nodes] == [True, True]
-        threads = [threading.Thread(target=node.collect, args=(tmp_path, tmp_path)) for node in nodes]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    finally:
-        for process in ranks:
-            process.kill()
+        list(pool.map(lambda node: node.collect(tmp_path, tmp_path), nodes))
     found = folder.read_hang()
     assert found and found.rank == 1 and "(its process is stopped)" in found.message
     assert "stuck_here" in folder.stack(0).read_text()
 
 
 WAITING_RANK = """
-import faulthandler, signal, sys
-from pathlib import Path
 from torch.utils.file_baton import FileBaton
-from shardmake.run.attempt import AttemptDir, write_heartbeat
-folder = AttemptDir(Path(sys.argv[1]))
-folder.stacks.mkdir(exist_ok=True)
-faulthandler.register(signal.SIGUSR1, file=folder.stack(0).open("w"))
 write_heartbeat(folder, 0, "load", 0)
-FileBaton(sys.argv[2]).wait()
+FileBaton(sys.argv[3]).wait()
 """
 
 
@@ -146,17 +99,11 @@ def test_a_hang_names_the_lock_of_a_kernel_that_ranks_wait_for(tmp_path: Path) -
     folder, lock = AttemptDir(tmp_path), tmp_path / "kernels/cpu_adam/lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
-    rank = subprocess.Popen([sys.executable, "-c", WAITING_RANK, str(folder.root), str(lock)])
-    try:
-        while not heartbeat_file(folder.heartbeats, 0).exists() and rank.poll() is None:
-            time.sleep(0.05)
+    with running_ranks(1, folder, WAITING_RANK, str(lock)):
         watch = Watchdog(folder, range(1), 1, 0.01, folder.heartbeats)
         time.sleep(0.5)
         assert watch.has_hung()
         watch.collect(tmp_path, lock.parent.parent)
-    finally:
-        rank.kill()
-        rank.wait()
     found = folder.read_hang()
     assert found and f"Rank 0 waits for the lock of a kernel's build: {lock}." in found.message
 
@@ -165,9 +112,7 @@ def test_stacks_are_synced_before_the_states_are_written(tmp_path: Path, monkeyp
     """On NFS a file that stays open shows other nodes nothing until it is synced."""
     folder, synced = AttemptDir(tmp_path), []
 
-    def sync(descriptor: int) -> None:
-        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
-
+    sync = lambda descriptor: synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())  # noqa: E731
     for rank in (0, 1):
         beat(rank).write(heartbeat_file(folder.heartbeats, rank))
     folder.stacks.mkdir()
@@ -188,9 +133,7 @@ def test_a_rank_without_a_heartbeat_is_overdue_from_the_start(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("clocks", [("time", "monotonic"), ("time",)], ids=["pause", "clock-set"])
-def test_a_pause_of_ranks_and_worker_is_not_a_hang(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clocks: tuple[str, ...]
-) -> None:
+def test_a_pause_of_all_is_not_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clocks: tuple[str, ...]) -> None:
     folder = AttemptDir(tmp_path)
     write_heartbeat(folder, 0, "train", 3)
     watch = Watchdog(folder, range(1), 1, 600, folder.heartbeats)
@@ -213,20 +156,15 @@ def test_ranks_that_cannot_write_a_heartbeat_do_not_hang(tmp_path: Path, monkeyp
     watch = Watchdog(AttemptDir(tmp_path), range(1), 1, 0.05, tmp_path / "heartbeat")
     time.sleep(0.4)
 
-    def fill_up(path: Path, mode: str) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as full:
-        full.setattr(watchdog, "open_file", fill_up)
+        full.setattr(watchdog, "open_file", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         assert not watch.has_hung()
     assert not watch.has_hung(), "their time starts again"
     time.sleep(0.4)
     assert watch.has_hung()
 
 
-def test_ranks_whose_peers_failed_on_another_node_are_abandoned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_whose_peers_failed_elsewhere_are_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = AttemptDir(tmp_path)
     watch = Watchdog(folder, range(1, 2), 2, 600, folder.heartbeats)
     record = make_exit()
@@ -239,9 +177,7 @@ def test_ranks_whose_peers_failed_on_another_node_are_abandoned(
     assert watch.is_abandoned()
 
 
-def test_a_node_copies_the_heartbeats_of_its_ranks_in_one_file_now_and_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_copies_heartbeats_in_one_file_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, local, now = AttemptDir(tmp_path / "attempt"), tmp_path / "scratch", [100.0]
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
     dog = Watchdog(folder, range(8, 16), 512, 600, local)
@@ -263,9 +199,7 @@ def test_a_node_copies_the_heartbeats_of_its_ranks_in_one_file_now_and_then(
     assert not dog.has_hung() and not folder.root.exists(), "nothing appears under the old path of a moved checkout"
 
 
-def test_a_node_without_states_is_described_by_its_last_copy_of_heartbeats(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_without_states_is_described_by_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its worker was killed. The rank of a node that never wrote anything has no known host."""
     folder = AttemptDir(tmp_path)
     monkeypatch.setattr(watchdog, "_OTHER_NODES_SECONDS", 0)

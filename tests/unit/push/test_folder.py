@@ -3,7 +3,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -150,31 +149,6 @@ def test_a_quota_that_runs_out_in_the_middle_leaves_nothing(rundir: RunDir, monk
     with pytest.raises(ShardmakeError, match=r"Disk quota exceeded .*\. Free some space there, or choose another"):
         push(RUN, rundir)
     assert not list(Path("published").iterdir())
-
-
-def test_a_damaged_target_is_repaired(rundir: RunDir) -> None:
-    push(RUN, rundir)
-    Path("published/chat/config.json").write_text("damaged")
-    push(RUN, rundir)
-    assert Path("published/chat/config.json").read_bytes() == MODEL["config.json"]
-
-
-def _dead_process() -> int:
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait()
-    return child.pid
-
-
-def test_what_a_killed_push_left_is_settled(rundir: RunDir) -> None:
-    push(RUN, rundir)
-    half, retired = (leftover(what, os.uname().nodename, _dead_process()) for what in ("pushing", "retired"))
-    half.mkdir()
-    (half / "config.json").write_text("half")
-    Path("published/chat").rename(retired)
-    inode = retired.stat().st_ino
-    push(RUN, rundir)
-    assert [path.name for path in Path("published").iterdir()] == ["chat"]
-    assert Path("published/chat").stat().st_ino == inode, "the old folder came back and needed no new copy"
 
 
 def leftover(what: str, machine: str, process: int = 1, name: str = "chat") -> Path:

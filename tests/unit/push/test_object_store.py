@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 
 from shardmake.core.errors import ShardmakeError
@@ -174,10 +173,3 @@ def test_what_a_store_refuses_is_answered_with_what_to_do(
 def test_a_bucket_or_a_package_that_is_not_there(bucket: Any, rundir: RunDir, to: str, message: str) -> None:
     with pytest.raises(ShardmakeError, match=message):
         push(make_run(push={"to": to}), rundir)
-
-
-def test_any_file_system_does(bucket: Any, rundir: RunDir) -> None:
-    push(make_run(push={"to": "memory://models/chat"}), rundir)
-    files = fsspec.filesystem("memory")
-    assert files.cat_file("/models/chat/config.json") == MODEL["config.json"]
-    files.rm("/models", recursive=True)

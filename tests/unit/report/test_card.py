@@ -27,14 +27,11 @@ def test_plots_are_shown_and_pushed_beside_the_card(rundir: RunDir) -> None:
 @pytest.mark.parametrize(
     ("to", "place"),
     [
-        ("hub:lab/chat", "lab/chat"),
-        (["file:published/chat", "hub:lab/chat"], "lab/chat"),
-        ("file:published/chat", "chat"),
-        ("file:/home/ada/chat/", "chat"),
-        ("s3://bucket/models/chat", "chat"),
+        ("hub:lab/chat", "lab/chat"), (["file:published/chat", "hub:lab/chat"], "lab/chat"),
+        ("file:published/chat", "chat"), ("file:/home/ada/chat/", "chat"), ("s3://bucket/models/chat", "chat"),
         ("file:chat", "chat"),
     ],
-)
+)  # fmt: skip
 def test_how_to_load_names_the_destination_without_private_paths(
     rundir: RunDir, to: str | list[str], place: str
 ) -> None:

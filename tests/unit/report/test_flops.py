@@ -51,9 +51,9 @@ def test_utilization_is_the_share_of_all_ranks_peak(tmp_path: Path, rundir: RunD
     write_lengths(rundir, [[1]])
     write_json(tmp_path / "base" / "config.json", LLAMA_7B)
     used = utilization(make_run(model=str(tmp_path / "base")), rundir, read_history(rundir))
-    assert used is not None and used.steps == [1, 2]
+    assert used is not None and used[0] == [1, 2]
     per_token = 6 * MATRICES + 12 * 32 * 4096
-    assert used.shares == pytest.approx([204.8 * per_token / (2 * 312e12)] * 2)
+    assert used[1] == pytest.approx([204.8 * per_token / (2 * 312e12)] * 2)
 
 
 def test_cpus_have_none(rundir: RunDir) -> None:

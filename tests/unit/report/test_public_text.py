@@ -9,24 +9,16 @@ from tests.finished_run import make_run
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
-        ("/home/ada/base", ".../base"),
-        ("/home/ada/base/", ".../base/"),
-        ("/home/ada lovelace/secret project/my base", ".../my base"),
-        ("~/models/base", ".../base"),
-        ("$HOME/models/base", ".../base"),
-        ("../ada/secret/base", ".../base"),
-        ("file:/scratch/ada/out", "file:.../out"),
-        ("file:///scratch/ada lovelace/out", "file:.../out"),
-        ("--data=/home/ada lovelace/x.jsonl", "--data=.../x.jsonl"),
-        ("/scratch/ada/{run}/out", ".../out"),
-        ("/data", "/data"),
-        ("resources/demo/train.jsonl", "resources/demo/train.jsonl"),
-        ("lab/base", "lab/base"),
-        ("s3://lab/a/b", "s3://lab/a/b"),
-        ("https://lab.org/a/b.jsonl", "https://lab.org/a/b.jsonl"),
+        ("/home/ada/base", ".../base"), ("/home/ada/base/", ".../base/"),
+        ("/home/ada lovelace/secret project/my base", ".../my base"), ("~/models/base", ".../base"),
+        ("$HOME/models/base", ".../base"), ("../ada/secret/base", ".../base"),
+        ("file:/scratch/ada/out", "file:.../out"), ("file:///scratch/ada lovelace/out", "file:.../out"),
+        ("--data=/home/ada lovelace/x.jsonl", "--data=.../x.jsonl"), ("/scratch/ada/{run}/out", ".../out"),
+        ("/data", "/data"), ("resources/demo/train.jsonl", "resources/demo/train.jsonl"), ("lab/base", "lab/base"),
+        ("s3://lab/a/b", "s3://lab/a/b"), ("https://lab.org/a/b.jsonl", "https://lab.org/a/b.jsonl"),
         ("hub:lab/chat", "hub:lab/chat"),
     ],
-)
+)  # fmt: skip
 def test_a_path_is_shown_without_its_folders(value: str, shown: str) -> None:
     assert hide_folders(value) == shown
 

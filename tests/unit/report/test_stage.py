@@ -127,11 +127,3 @@ def test_the_command_that_repeats_a_local_run_is_local(tmp_path: Path, rundir: R
     assert "with your own folders in place of the three dots" in text
     text = text_of(write_report(make_run(), make_rundir(tmp_path / "public")).read_text())
     assert "Write this into the configuration file, name a cluster file above it" in text
-
-
-def test_private_folders_are_not_in_the_settings() -> None:
-    run = make_run(model="/home/ada/base", push={"to": ["file:/scratch/ada/out", "s3://lab/a/b"]})
-    text = configuration({"chat": run})
-    entry = yaml.safe_load(text)["runs"]["chat"]
-    assert entry["model"] == ".../base" and entry["push"]["to"][1] == "s3://lab/a/b"
-    assert "ada" not in text

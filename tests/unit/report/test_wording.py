@@ -134,16 +134,14 @@ CASES: dict[str, tuple[Callable[[RunDir], object], dict[str, Any]]] = {
     ),
     "a hub data set": (lambda at: None, {"data": {"train": "lab/talk:train_sft"}}),
     "private folders": (
-        lambda at: None,
-        {"model": "/home/ada/my-base", "data": {"train": "/home/ada/secret-project/train.jsonl"}},
+        lambda at: None, {"model": "/home/ada/my-base", "data": {"train": "/home/ada/secret-project/train.jsonl"}},
     ),
     "names with markup": (
         lambda at: evaluated(at, base=BY_SOURCE, tuned=BY_SOURCE),
         {"model": "bases/x|<b>", "data": {"train": HTML, "eval": HTML}},
     ),
     "checksums of the data": (
-        lambda at: data(at, sources=CHECKSUMS),
-        {"data": {"train": "data/x/train.jsonl", "eval": "data/x/eval.jsonl"}},
+        lambda at: data(at, sources=CHECKSUMS), {"data": {"train": "data/x/train.jsonl", "eval": "data/x/eval.jsonl"}},
     ),
     "a repeated example": (lambda at: data(at, repeated=1), {}),
     "repeated examples": (lambda at: data(at, repeated=30), {}),
@@ -151,8 +149,7 @@ CASES: dict[str, tuple[Callable[[RunDir], object], dict[str, Any]]] = {
     "values of own files": (lambda at: settings(at, own_files=OWN), {}),
     "other rates": (lambda at: settings(at, learning_rates={"*.mlp": 1e-5, "lm_head": 0.002}), {}),
     "Muon": (
-        lambda at: settings(at, optimizer=OptimizerSettings(class_name=OPTIMIZERS["muon"].own_class, arguments={})),
-        {},
+        lambda at: settings(at, optimizer=OptimizerSettings(class_name=OPTIMIZERS["muon"].own_class, arguments={})), {},
     ),
     "frozen weights": (lambda at: settings(at, freeze=["model.embed_tokens", "*.mlp"]), {"freeze": ["x"]}),
     "adapters": (lambda at: settings(at, method=LORA), {"method": "lora"}),
@@ -187,20 +184,14 @@ CASES: dict[str, tuple[Callable[[RunDir], object], dict[str, Any]]] = {
         {},
     ),
     "GPUs": (on_gpus, {}),
-    "GPUs and their memory": (
-        lambda at: on_gpus(at, f', "memory": {{"allocated": 1, "reserved": {10 << 30}}}'),
-        {},
-    ),
+    "GPUs and their memory": (lambda at: on_gpus(at, f', "memory": {{"allocated": 1, "reserved": {10 << 30}}}'), {}),
     "little memory": (little_memory, {}),
     "attempts that are lost": (lose_attempts, {}),
     "a script as its ranks found it": (lambda at: by_script(at, COMPARED), {"script": "train.py"}),
     "a script without an engine": (lambda at: by_script(at, None), {"script": "train.py"}),
     "a script with learning rates": (lambda at: by_script(at, FOUND, LEARNING_RATES), {"script": "train.py"}),
     "a script with losses": (lambda at: at.metrics.write_text(LOSSES), {"script": "train.py"}),
-    "a pushed model": (
-        lambda at: PushReceipt(destinations=TARGETS, files={}, model={}).write(at.push_receipt),
-        {},
-    ),
+    "a pushed model": (lambda at: PushReceipt(destinations=TARGETS, files={}, model={}).write(at.push_receipt), {}),
 }  # fmt: skip
 
 

@@ -303,22 +303,8 @@ def test_one_side_of_a_tie(values: dict[str, Any], keep_embeddings: bool, tmp_pa
 
 
 DAMAGE: list[Any] = [
-    None,
-    True,
-    -1,
-    0,
-    10**30,
-    1.5,
-    float("inf"),
-    "text",
-    "(",
-    [],
-    [[]],
-    {},
-    {"q_proj": "x"},
-    {"(": 1},
-    [1, "a"],
-]
+    None, True, -1, 0, 10**30, 1.5, float("inf"), "text", "(", [], [[]], {}, {"q_proj": "x"}, {"(": 1}, [1, "a"],
+]  # fmt: skip
 
 
 def test_no_damaged_adapter_ends_in_a_traceback(tmp_path: Path) -> None:

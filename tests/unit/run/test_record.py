@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 from shardmake.cli import app
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import ShardmakeError
-from shardmake.run.attempt import Heartbeat, NodeStates, RankState, RequestedStop
+from shardmake.run.attempt import Heartbeat, RequestedStop
 from shardmake.run.paths import BelowRoot, RunDir
-from shardmake.run.record import RunFile, _unsealed, check_format, read_record
+from shardmake.run.record import RunFile, _unsealed, check_format
 from tests.finished_run import TRAINED
 from tests.unit.plans import make_cluster, make_plan, make_run
 
@@ -48,21 +48,6 @@ def test_a_record_is_read_back_equal(beat: Heartbeat, tmp_path_factory: pytest.T
     assert Heartbeat.read(path) == beat == Heartbeat.read_if_exists(path)
 
 
-def test_ranks_stay_numbers_through_json(tmp_path: Path) -> None:
-    states = NodeStates(ranks=[RankState(rank=3, host="c1", step=7, process="stopped")])
-    states.write(tmp_path / "states.json")
-    assert NodeStates.read(tmp_path / "states.json") == states
-
-
-def test_writing_the_same_record_again_changes_no_file(tmp_path: Path) -> None:
-    """Snakemake would rerun what depends on it."""
-    path, record = tmp_path / "stopped.json", RequestedStop(step=4, time=1.5)
-    assert record.write(path)
-    before = path.stat()
-    assert not record.write(path)
-    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-
-
 def test_a_missing_record_names_the_command_that_writes_it(tmp_path: Path) -> None:
     path = tmp_path / "runs/chat/train/attempts/001/stopped.json"
     assert RequestedStop.read_if_exists(path) is None
@@ -95,12 +80,6 @@ def test_only_the_first_problems_are_listed(tmp_path: Path) -> None:
     path.write_text('{"format": 1}')
     with pytest.raises(ShardmakeError, match="and 3 more"):
         Heartbeat.read(path)
-
-
-def test_any_type_of_pydantic_can_be_read(tmp_path: Path) -> None:
-    path = tmp_path / "history.json"
-    path.write_text('[{"step": 1, "time": 2}]')
-    assert read_record(path, list[RequestedStop], "shardmake train NAME") == [RequestedStop(step=1, time=2)]
 
 
 @pytest.mark.parametrize("file", ["sources.json", "plan/plan.json", "train/receipt.json", "train/attempts/index.json"])

@@ -1,7 +1,6 @@
 """The adapter_config.json that is written beside a checkpoint is PEFT's own."""
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,8 @@ def read(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
 def test_it_is_the_file_of_pefts_save_pretrained(base: Any, tmp_path: Path, task: str | None) -> None:
+    write_adapter_configs(base, tmp_path)
+    assert not list(tmp_path.iterdir()), "without adapters"
     config = LoraConfig(**LORA.to_dict() | {"task_type": task})
     model = get_peft_model(base, config)
     write_adapter_configs(torch.nn.Sequential(model), tmp_path / "ours")
@@ -58,25 +59,15 @@ def test_an_adapter_of_transformers_own_integration_is_described(base: Any, tmp_
     assert read(tmp_path)["base_model_name_or_path"] == base.name_or_path
 
 
-def test_a_model_without_adapters_gets_no_file(base: Any, tmp_path: Path) -> None:
-    write_adapter_configs(base, tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_file_of_the_program_stays_and_another_scale_is_reported(
-    base: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_programs_file_stays_and_is_compared(base: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = get_peft_model(base, LORA)
-    with caplog.at_level(logging.WARNING):
-        write_adapter_configs(model, tmp_path)
+    for _ in range(2):
         write_adapter_configs(model, tmp_path)
     assert not caplog.records
     path = tmp_path / "adapter_config.json"
-    text = json.dumps(json.loads(path.read_text()) | {"lora_alpha": 8})
-    path.write_text(text)
-    write_adapter_configs(model, tmp_path)
-    assert path.read_text() == text
-    assert "is not of the adapter that is saved beside it: lora_alpha differ" in caplog.text
-    path.write_text("{")
-    write_adapter_configs(model, tmp_path)
-    assert path.read_text() == "{" and "Cannot read the adapter's settings" in caplog.text
+    other = json.dumps(json.loads(path.read_text()) | {"lora_alpha": 8})
+    words = ("is not of the adapter that is saved beside it: lora_alpha differ", "Cannot read the adapter's settings")
+    for text, message in zip((other, "{"), words, strict=True):
+        path.write_text(text)
+        write_adapter_configs(model, tmp_path)
+        assert path.read_text() == text and message in caplog.messages[-1]

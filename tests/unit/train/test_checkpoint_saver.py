@@ -30,10 +30,8 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with space for five and a half checkpoints."""
 
     def room(folder: Path) -> FreeSpace:
-        held = sum(
-            path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.name != "shardmake.json"
-        )
-        return FreeSpace(DISK - held, "your quota")
+        files = [path for path in folder.rglob("*") if path.is_file() and path.name != "shardmake.json"]
+        return FreeSpace(DISK - sum(path.stat().st_size for path in files), "your quota")
 
     monkeypatch.setattr(checkpoint_saver.disk, "free_space", room)
     return tmp_path / "checkpoints"
@@ -46,22 +44,21 @@ def save(saver: Saver, step: int, *, required: bool = False) -> bool:
     return folder is not None
 
 
+def filled(small: Path, saves: int = 5, **options: float) -> Saver:
+    """Return a saver that has saved this many checkpoints."""
+    saver = Saver(small, describe, Retention(keep=5), **options)
+    assert all(save(saver, step) for step in range(1, saves + 1))
+    return saver
+
+
 def steps(folder: Path) -> list[int]:
     return [step for step, _ in store.checkpoints(folder)]
 
 
-def test_older_checkpoints_are_removed_after_the_commit(small: Path) -> None:
-    saver = Saver(small, describe, Retention(keep=2))
-    assert all(save(saver, step) for step in (1, 2, 3))
-    assert steps(small) == [3, 2]
-    assert saver.seconds is not None and saver.seconds < 60
-    assert not (small / store.STAGING).exists()
-
-
 def test_full_disk_removes_damaged_then_older_checkpoints(small: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "shardmake")
-    saver = Saver(small, describe, Retention(keep=5))
-    assert all(save(saver, step) for step in (1, 2, 3, 4, 5))
+    saver = filled(small)
+    assert saver.seconds is not None and saver.seconds < 60 and not (small / store.STAGING).exists()
     store.set_aside(small / "checkpoint-2")
     assert save(saver, 6)
     assert steps(small) == [6, 5, 4, 3, 1] and not store.damaged(small)
@@ -70,12 +67,9 @@ def test_full_disk_removes_damaged_then_older_checkpoints(small: Path, caplog: p
     assert steps(small) == [7, 6]
 
 
-def test_older_checkpoints_are_removed_if_damaged_ones_cannot_be(
-    small: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_older_ones_go_first(small: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """An error on the first rank only would leave the other ranks waiting."""
-    saver = Saver(small, describe, Retention(keep=5))
-    assert all(save(saver, step) for step in (1, 2, 3, 4, 5))
+    saver = filled(small)
     store.set_aside(small / "checkpoint-2")
     monkeypatch.setattr(store, "REMOVE_SECONDS", 0.0)
     fail_rmtree(monkeypatch, store.damaged(small)[0].name, float("inf"))
@@ -86,8 +80,7 @@ def test_older_checkpoints_are_removed_if_damaged_ones_cannot_be(
 
 def test_last_valid_checkpoints_are_never_removed(small: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The newest checkpoint is damaged, so the older ones stay. A save is skipped, unless it is required."""
-    saver = Saver(small, describe, Retention(keep=5))
-    assert all(save(saver, step) for step in (1, 2, 3, 4, 5))
+    saver = filled(small)
     (small / "checkpoint-5/latest").write_bytes(b"x" * len(FILES["latest"]))
     assert not save(saver, 6)
     assert "checkpoint-6 is skipped. The next checkpoint needs" in caplog.text
@@ -96,13 +89,10 @@ def test_last_valid_checkpoints_are_never_removed(small: Path, caplog: pytest.Lo
     assert steps(small) == [5, 4, 3, 2, 1]
 
 
-def test_a_required_save_waits_until_somebody_makes_room(
-    small: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_required_save_waits(small: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "shardmake")
     monkeypatch.setattr(checkpoint_saver, "_ROOM_POLL_SECONDS", 0.01)
-    saver = Saver(small, describe, Retention(keep=5), room_seconds=60)
-    assert all(save(saver, step) for step in (1, 2, 3, 4))
+    saver = filled(small, 4, room_seconds=60)
     (small / "checkpoint-4/latest").write_bytes(b"x" * len(FILES["latest"]))  # so older checkpoints are not removed
     other = small / "other"
     other.write_bytes(bytes(SIZE))
@@ -123,20 +113,16 @@ def test_first_checkpoint_is_compared_with_the_estimate(small: Path) -> None:
 
 
 def test_failed_write_reports_the_full_disk(small: Path) -> None:
-    saver = Saver(small, describe, Retention())
-    save(saver, 1)
-    with (
-        pytest.raises(ShardmakeError, match=r"filled up while checkpoint-2 was written.*resumes from checkpoint-1"),
-        saver.saving(2, required=False),
-    ):
+    save(saver := Saver(small, describe, Retention()), 1)
+    full = pytest.raises(ShardmakeError, match=r"filled up while checkpoint-2 was written.*resumes from checkpoint-1")
+    with full, saver.saving(2, required=False):
         raise RuntimeError("unexpected pos 4176960 vs 4176848")
     assert steps(small) == [1]
 
 
 def test_other_errors_are_not_changed(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="something else"), Saver(tmp_path, describe, Retention()).saving(
-        2, required=False
-    ):  # fmt: skip
+    other = pytest.raises(RuntimeError, match="something else")
+    with other, Saver(tmp_path, describe, Retention()).saving(2, required=False):
         raise RuntimeError("something else")
 
 

@@ -57,7 +57,7 @@ def test_the_loss_and_its_gradients_are_the_same(kind: Any, tokens: int | None) 
             torch.testing.assert_close(other.grad, one.grad, atol=1e-5, rtol=1e-4, msg=name)
 
 
-def test_the_sum_of_16_bit_losses_has_more_than_8_bits() -> None:
+def test_the_sum_of_16_bit_losses_has_more_than_8_bits_and_without_labels_there_are_logits() -> None:
     plain, chunked = make_models(LlamaConfig(**SIZE))
     inputs = batch(shifted=False)
     exact = plain(**inputs).loss
@@ -65,6 +65,9 @@ def test_the_sum_of_16_bit_losses_has_more_than_8_bits() -> None:
         loss = chunked(**inputs).loss
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(exact.item(), rel=1e-3)
+    ids = inputs["input_ids"]
+    assert torch.equal(chunked(input_ids=ids).logits, plain(input_ids=ids).logits)
+    assert chunked(input_ids=ids, labels=ids).logits is None
 
 
 def test_a_frozen_head_in_16_bits_gets_no_gradient_and_the_rows_that_of_the_plain_loss() -> None:
@@ -82,13 +85,6 @@ def test_a_frozen_head_in_16_bits_gets_no_gradient_and_the_rows_that_of_the_plai
     torch.testing.assert_close(exact.grad, expected, atol=1e-4, rtol=1e-4)
     assert hidden.grad is not None
     torch.testing.assert_close(hidden.grad.float(), expected, atol=0.05, rtol=0.05)
-
-
-def test_without_labels_the_model_returns_logits() -> None:
-    plain, chunked = make_models(LlamaConfig(**SIZE))
-    ids = batch(shifted=False)["input_ids"]
-    assert torch.equal(chunked(input_ids=ids).logits, plain(input_ids=ids).logits)
-    assert chunked(input_ids=ids, labels=ids).logits is None
 
 
 class _Largest(TorchDispatchMode):

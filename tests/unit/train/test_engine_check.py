@@ -10,8 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 from shardmake.core.private_names import private
 from shardmake.train.engine_check import below_compiler, describe_engine, parameter_groups
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 
-@pytest.mark.usefixtures("one_rank")
+
 @pytest.mark.parametrize("reshards", [True, False])
 def test_weights_around_the_blocks_do_not_hide_the_strategy(reshards: bool) -> None:
     """Accelerate leaves it to FSDP2 for the root, which has weights of its own under PEFT: the final norm."""
@@ -21,7 +22,6 @@ def test_weights_around_the_blocks_do_not_hide_the_strategy(reshards: bool) -> N
     assert describe_engine(model, "bf16").reshard_after_forward is reshards
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_the_group_of_torch_2_11_describes_fsdp_as_the_groups_of_later_versions() -> None:
     """It has one group or none, in an attribute that later versions keep as a property."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
@@ -34,7 +34,7 @@ def test_the_group_of_torch_2_11_describes_fsdp_as_the_groups_of_later_versions(
         assert len(parameter_groups(state)) == number
 
 
-def test_a_compiled_model_has_the_engine_that_it_wraps(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_model_has_the_engine_that_it_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accelerate compiles DDP as a whole. FSDP1 is an engine that no plan has."""
     monkeypatch.setenv("WORLD_SIZE", "2")  # of one rank, every engine is DDP
     wrapped = DistributedDataParallel(torch.nn.Linear(4, 4))
@@ -45,15 +45,11 @@ def test_a_compiled_model_has_the_engine_that_it_wraps(one_rank: None, monkeypat
         assert describe_engine(model, "no").engine == engine
 
 
-@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("in_place", [True, False])
 def test_fsdp2_of_a_compiled_model_stays_fsdp2(in_place: bool) -> None:
     """FSDP2 has its state on the compiler's wrapper, and layers that are compiled in place have none."""
-    model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    if in_place:
-        model.compile()
-    else:
-        model = torch.compile(model)
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    model: torch.nn.Module = (plain.compile() or plain) if in_place else torch.compile(plain)
     fully_shard(model)
     assert below_compiler(model) is model
     found = describe_engine(model, "bf16")

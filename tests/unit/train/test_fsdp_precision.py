@@ -39,14 +39,12 @@ def test_loss_of_fsdp2_is_not_rounded_to_16_bits() -> None:
     torch.manual_seed(0)
     rows = torch.randint(32, (2, 8))
 
-    def loss_with(policy: Any) -> torch.Tensor:
+    def loss_with(policy: Any) -> Any:
         torch.manual_seed(1)
         model = tiny_llama()
         for module in (*model.model.layers, model):
             fully_shard(module, mp_policy=plugin_with(policy).mixed_precision_policy)
-        loss = model(input_ids=rows, labels=rows).loss
-        assert isinstance(loss, torch.Tensor)
-        return loss.detach()
+        return model(input_ids=rows, labels=rows).loss.detach()
 
     kept, rounded = loss_with(fsdp_policy(expected())), loss_with(None)
     assert (kept.dtype, rounded.dtype) == (torch.float32, torch.bfloat16)
@@ -67,11 +65,9 @@ def test_count_of_tokens_is_not_rounded_to_16_bits(tmp_path: Path) -> None:
     model = Count(2, 2)
     fully_shard(model, mp_policy=fsdp_policy(expected()))
     batch = [{"labels": torch.arange(1002)[None]}]
-    found = []
+    count_whole_tokens(Script)
+    arguments, found = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"), []
     for kind in (ShardedTrainer, Script):
-        if kind is Script:
-            count_whole_tokens(Script)
-        arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
         trainer = kind(model=torch.nn.Linear(1, 1), args=arguments)
         trainer.model_accepts_loss_kwargs, trainer._loss_shifts_labels = True, True
         found.append(float(model(trainer._get_num_items_in_batch(batch, torch.device("cpu"))).detach()))
@@ -85,12 +81,12 @@ class ScriptPlugin(FullyShardedDataParallelPlugin):  # the class of a script's p
 def test_a_scripts_plugin_gets_the_planned_policy_unless_it_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScriptPlugin, "set_mixed_precision", ScriptPlugin.set_mixed_precision, raising=False)
     set_script_policy(ScriptPlugin, expected())
-    planned, own = ScriptPlugin(fsdp_version=2), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    planned.set_mixed_precision("bf16")
-    assert planned.mixed_precision_policy == fsdp_policy(expected())
-    with_own = ScriptPlugin(fsdp_version=2, mixed_precision_policy=own)
-    with_own.set_mixed_precision("bf16")
-    assert with_own.mixed_precision_policy == own
-    other = ScriptPlugin(fsdp_version=2)
-    other.set_mixed_precision("fp16")  # the script's precision is not the planned one: the engine check reports it
-    assert other.mixed_precision_policy.param_dtype == torch.float16
+
+    def policy(precision: str, **own: Any) -> Any:
+        plugin = ScriptPlugin(fsdp_version=2, **own)
+        plugin.set_mixed_precision(precision)
+        return plugin.mixed_precision_policy
+
+    own = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    assert policy("bf16") == fsdp_policy(expected()) and policy("bf16", mixed_precision_policy=own) == own
+    assert policy("fp16").param_dtype == torch.float16, "not the planned one: the engine check reports it"

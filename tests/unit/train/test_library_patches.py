@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,8 +92,10 @@ def checkpointed_model() -> Any:
     return model, names
 
 
-def test_adapters_of_checkpointed_layers_are_saved_and_loaded() -> None:
-    name_checkpointed_adapters(tuners_utils)
+def test_adapters_of_checkpointed_layers_are_saved_and_loaded(original: Any) -> None:
+    for _ in range(3):
+        name_checkpointed_adapters(tuners_utils)
+    assert tuners_utils._get_tuner_state_dict_key_prefixes.__wrapped__ is original, "PEFT is changed once"
     model, names = checkpointed_model()
     saved = get_peft_model_state_dict(model)
     assert saved.keys() == names and len(saved) == 4
@@ -100,20 +103,9 @@ def test_adapters_of_checkpointed_layers_are_saved_and_loaded() -> None:
     assert all((value == 0.5).all() for value in get_peft_model_state_dict(model).values())
 
 
-def test_peft_is_changed_once(original: Any) -> None:
-    for _ in range(3):
-        name_checkpointed_adapters(tuners_utils)
-    assert tuners_utils._get_tuner_state_dict_key_prefixes.__wrapped__ is original
-
-
 def test_a_users_script_saves_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waiting: dict[str, Callable[[Any], None]] = {}
-
-    class Recorded:
-        def after(self, name: str, install: Callable[[Any], None]) -> None:
-            waiting[name] = install
-
-    monkeypatch.setattr(script_hooks, "ImportHooks", Recorded)
+    monkeypatch.setattr(script_hooks, "ImportHooks", lambda: SimpleNamespace(after=waiting.__setitem__))
     script_hooks.install_hooks(make_context(tmp_path))
     model, names = checkpointed_model()
     assert not get_peft_model_state_dict(model), "PEFT has fixed it: remove name_checkpointed_adapters"

@@ -26,31 +26,21 @@ def settings_on(accelerator: str, strategy: Strategy, **run: Any) -> TrainingSet
     return training_settings(make_plan(strategy), make_run(**run), cluster, make_model())
 
 
-@pytest.mark.parametrize(
-    ("accelerator", "strategy", "method", "local_rank", "reads", "on_gpu"),
-    [
-        ("h100", "fsdp", "full", "0", True, False),
-        ("h100", "fsdp", "full", "1", False, False),
-        ("h100", "fsdp", "lora", "1", False, False),
-        ("h100", "fsdp", "qlora", "0", True, True),
-        ("h100", "fsdp", "qlora", "1", True, True),  # accelerate does not broadcast 4-bit weights
-        ("h100", "ddp", "full", "1", True, True),
-        ("h100", "ddp", "lora", "3", True, True),
-        ("h100", "ddp", "qlora", "1", True, True),
-        ("h100", "zero1", "full", "5", True, True),
-        ("h100", "zero2", "lora", "1", True, True),
-        ("h100", "zero2-offload", "full", "1", True, True),
-        ("h100", "zero3", "full", "1", True, False),  # transformers reads on rank 0 alone
-        ("h100", "zero3-offload", "lora", "0", True, False),
-        ("cpu", "ddp", "full", "0", True, False),
-        ("cpu", "zero2", "full", "0", True, False),
-        ("cpu", "zero3", "full", "0", True, False),
-    ],
-)
+@pytest.mark.parametrize(("accelerator", "strategy", "method", "local_rank", "reads", "on_gpu"), [
+    ("h100", "fsdp", "full", "0", True, False), ("h100", "fsdp", "full", "1", False, False),
+    ("h100", "fsdp", "lora", "1", False, False), ("h100", "fsdp", "qlora", "0", True, True),
+    ("h100", "fsdp", "qlora", "1", True, True), ("h100", "ddp", "full", "1", True, True),
+    ("h100", "ddp", "lora", "3", True, True), ("h100", "ddp", "qlora", "1", True, True),
+    ("h100", "zero1", "full", "5", True, True), ("h100", "zero2", "lora", "1", True, True),
+    ("h100", "zero2-offload", "full", "1", True, True), ("h100", "zero3", "full", "1", True, False),
+    ("h100", "zero3-offload", "lora", "0", True, False), ("cpu", "ddp", "full", "0", True, False),
+    ("cpu", "zero2", "full", "0", True, False), ("cpu", "zero3", "full", "0", True, False),
+])  # fmt: skip
 def test_ranks_that_read_the_weights_and_where_to(
     monkeypatch: pytest.MonkeyPatch, accelerator: str, strategy: Strategy, method: str, local_rank: str, reads: bool,
     on_gpu: bool,
 ) -> None:  # fmt: skip
+    """Accelerate does not broadcast 4-bit weights; under ZeRO-3 transformers reads on rank 0 alone."""
     monkeypatch.setattr(ModelClass, "load", lambda *_, **options: options)
     monkeypatch.setattr(load_model, "check_all_loaded", lambda *_, **__: None)
     monkeypatch.setattr(load_model, "AutoConfig", SimpleNamespace(from_pretrained=lambda *_, **__: None))
@@ -64,13 +54,9 @@ def test_ranks_that_read_the_weights_and_where_to(
         assert loaded.get("device_map") == ({"": int(local_rank)} if on_gpu else None)
 
 
-def test_a_script_loads_its_own_model(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("")
-    assert not settings_on("h100", "ddp", script=str(script)).model.on_gpu
-
-
-def test_matrices_that_the_engine_splits_are_loaded_on_the_host() -> None:
+def test_models_of_scripts_and_matrices_that_the_engine_splits_are_not_loaded_on_the_gpu(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    assert not settings_on("h100", "ddp", script=str(tmp_path / "train.py")).model.on_gpu
     choice = make_plan("zero2").choice
     assert choice.loads_on_gpu("full")
     assert not choice.model_copy(update={"tensor_parallel": 2}).loads_on_gpu("full")

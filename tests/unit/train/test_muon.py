@@ -1,9 +1,11 @@
 """Muon's update of a sharded matrix is, bit for bit, that of torch.optim.Muon for the whole one."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,13 +30,17 @@ def gradients(number: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=source) * 10.0**number for shape in SHAPES]
 
 
+def optimizers(whole: list[torch.nn.Parameter], parts: list[torch.nn.Parameter]) -> tuple[Any, Any]:
+    theirs = torch.optim.Muon(whole, lr=RATE, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
+    return theirs, MuonWithAdamW([{"params": parts, "orthogonal": True}], lr=RATE, weight_decay=DECAY)
+
+
 def rank(number: int, folder: Path) -> None:
     """Compare the update on a mesh of two copies on two ranks each."""
     mesh, placements = init_device_mesh("cpu", (2, 2)), (Replicate(), Shard(0))
     whole = [torch.nn.Parameter(tensor) for tensor in gradients(0)]
     parts = [torch.nn.Parameter(distribute_tensor(one.detach().clone(), mesh, placements)) for one in whole]
-    theirs = torch.optim.Muon(whole, lr=RATE, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
-    ours = MuonWithAdamW([{"params": parts, "orthogonal": True}], lr=RATE, weight_decay=DECAY)
+    theirs, ours = optimizers(whole, parts)
     for step in range(1, STEPS + 1):
         for one, part, gradient in zip(whole, parts, gradients(step), strict=True):
             one.grad, part.grad = gradient, distribute_tensor(gradient, mesh, placements)
@@ -70,8 +76,7 @@ def compare_under_zero(stage: int) -> None:
     from deepspeed.utils import safe_get_full_fp32_param
 
     whole, model = [torch.nn.Parameter(tensor) for tensor in gradients(0)], Weighted()
-    theirs = torch.optim.Muon(whole, lr=RATE, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
-    ours = MuonWithAdamW([{"params": [*model.matrices], "orthogonal": True}], lr=RATE, weight_decay=DECAY)
+    theirs, ours = optimizers(whole, [*model.matrices])
     zero = {"stage": stage, "stage3_param_persistence_threshold": 100, "zero_hpz_partition_size": 1 + stage // 3}
     config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, "gradient_clipping": 0}
     config |= {"zero_optimization": zero}
@@ -88,11 +93,8 @@ def compare_under_zero(stage: int) -> None:
 
 
 @pytest.mark.parametrize("function, method", [(rank, "fork"), (zero_rank, "spawn")])
-def test_sharded_and_replicated_matrices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: Callable[..., None], method: str
-) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setenv("LOCAL_RANK", "0")
+def test_sharded_and_replicated_matrices(tmp_path: Path, function: Callable[..., None], method: str) -> None:
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "LOCAL_RANK": "0"}
     in_ranks(function, tmp_path, 4, method)
 
 

@@ -30,28 +30,19 @@ def test_both_links_of_a_slow_node_are_reported_with_three_nodes() -> None:
     assert slow_links([0.001, 0.0015, 0.002], 1 << 20, ["c1", "c2", "c3"]) == []
 
 
-@pytest.mark.parametrize(
-    ("free_gib", "probe_seconds", "mib"),
-    [(79, 0.0005, 1024), (3, 0.0005, 512), (79, 0.1, 512), (79, 1.1, 64), (0.1, 0.0005, 64)],
-    ids=["fast", "little-memory", "10-gbit", "1-gbit", "no-memory"],
-)
+@pytest.mark.parametrize(("free_gib", "probe_seconds", "mib"), [
+    (79, 0.0005, 1024), (3, 0.0005, 512), (79, 0.1, 512), (79, 1.1, 64), (0.1, 0.0005, 64),
+], ids=["fast", "little-memory", "10-gbit", "1-gbit", "no-memory"])  # fmt: skip
 def test_messages_fill_a_fast_link_and_take_about_a_second(free_gib: float, probe_seconds: float, mib: int) -> None:
     assert message_size(int(free_gib * 2**30), probe_seconds) == mib << 20
 
 
-@pytest.mark.parametrize(
-    ("seconds", "pairs", "planned", "words"),
-    [
-        (0.005, 0, 450e9, None),
-        (0.05, 0, 450e9, "PCIe instead of NVLink"),
-        (0.2, 56, 450e9, "56 pairs of GPUs have no peer-to-peer access (P2P) and exchange data through host memory"),
-        (0.2, 56, 32e9, None),
-        (0.2, 0, None, None),
-    ],
-)
-def test_gpus_of_a_node_are_compared_with_their_link(
-    seconds: float, pairs: int, planned: float | None, words: str | None
-) -> None:
+@pytest.mark.parametrize(("seconds", "pairs", "planned", "words"), [
+    (0.005, 0, 450e9, None), (0.05, 0, 450e9, "PCIe instead of NVLink"),
+    (0.2, 56, 450e9, "56 pairs of GPUs have no peer-to-peer access (P2P) and exchange data through host memory"),
+    (0.2, 56, 32e9, None), (0.2, 0, None, None),
+])  # fmt: skip
+def test_gpus_are_compared_with_the_link(seconds: float, pairs: int, planned: float | None, words: str | None) -> None:
     row = describe_node(seconds, pairs, "c2", 1 << 30, 8, planned)
     assert row.found.startswith("all-reduce of 1024 MiB over the 8 ranks of c2 at ")
     assert (row.verdict is Verdict.WARNING) == (words is not None)
@@ -91,7 +82,7 @@ def test_the_messages_of_nccl_are_kept_if_the_check_fails(attempt: AttemptDir, m
     assert "NCCL_DEBUG" not in os.environ, "the training itself does not write them"
 
 
-def test_no_messages_of_nccl_are_kept_after_a_check_that_passed_or_against_the_users_choice(
+def test_nccls_messages_go_after_success_or_a_users_choice(
     attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(network_check, "_check", lambda settings: settings.nccl_log.write_text("INFO") and [])

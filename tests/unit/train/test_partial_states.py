@@ -28,14 +28,16 @@ def adapted_llama() -> Any:
     return get_peft_model(tied_llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
 
 
-def trainer_of(model: Any) -> Any:
-    """Return what `ShardedTrainer._load_from_checkpoint` uses under DDP."""
-    accelerator = SimpleNamespace(unwrap_model=lambda wrapped, **_: wrapped)
-    return SimpleNamespace(is_deepspeed_enabled=False, is_fsdp_enabled=False, accelerator=accelerator, model=model)
+def guarded(model: Any) -> Any:
+    refuse_partial_states(model)
+    return model
 
 
 def load(model: Any, folder: Path) -> None:
-    ShardedTrainer._load_from_checkpoint(trainer_of(model), str(folder))
+    """Load as `ShardedTrainer._load_from_checkpoint` does under DDP."""
+    accelerator = SimpleNamespace(unwrap_model=lambda wrapped, **_: wrapped)
+    trainer = SimpleNamespace(is_deepspeed_enabled=False, is_fsdp_enabled=False, accelerator=accelerator, model=model)
+    ShardedTrainer._load_from_checkpoint(trainer, str(folder))
 
 
 def change(folder: Path, **changes: torch.Tensor | None) -> None:
@@ -57,24 +59,19 @@ def test_trained_experts_come_back(family: str, tmp_path: Path) -> None:
 
 
 def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
-    model = tied_llama()
-    refuse_partial_states(model)
+    model = guarded(tied_llama())
     save_weights(tied_llama(), tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     load(model, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model.norm.weight": None}, r"LlamaForCausalLM: 1 name missing \(model\.norm\.weight\); training would"),
-        ({"model.embed_tokens.weight": None}, "2 names missing"),
-        ({"extra": torch.ones(1)}, r"1 name not part of the model \(extra\)"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"model.norm.weight": None}, r"LlamaForCausalLM: 1 name missing \(model\.norm\.weight\); training would"),
+    ({"model.embed_tokens.weight": None}, "2 names missing"),
+    ({"extra": torch.ones(1)}, r"1 name not part of the model \(extra\)"),
+])  # fmt: skip
 def test_a_checkpoint_of_another_model_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    model = tied_llama()
-    refuse_partial_states(model)
+    model = guarded(tied_llama())
     save_weights(model, tmp_path)
     change(tmp_path, **changes)
     with pytest.raises(CheckpointError, match=message):
@@ -82,8 +79,7 @@ def test_a_checkpoint_of_another_model_is_refused(changes: dict[str, Any], messa
 
 
 def test_an_adapter_must_be_complete_and_the_frozen_weights_need_not_be_there(tmp_path: Path) -> None:
-    model = adapted_llama()
-    refuse_partial_states(model)
+    model = guarded(adapted_llama())
     save_weights(model, tmp_path)
     load(model, tmp_path)
     name = next(iter(load_file(tmp_path / "adapter_model.safetensors")))
@@ -105,8 +101,7 @@ def test_an_adapter_of_other_layers_is_not_continued(tmp_path: Path, monkeypatch
 
 def test_scales_of_frozen_weights_in_four_bits_belong_to_the_model() -> None:
     """DeepSpeed's checkpoint of QLoRA has them without the weight."""
-    model = adapted_llama()
-    refuse_partial_states(model)
+    model = guarded(adapted_llama())
     state = {name: value for name, value in model.state_dict().items() if "lora" in name}
     weight = next(name for name in model.state_dict() if name.endswith("q_proj.base_layer.weight"))
     model.load_state_dict(state | {f"{weight}.absmax": torch.ones(1)}, strict=False)
@@ -117,10 +112,7 @@ def test_scales_of_frozen_weights_in_four_bits_belong_to_the_model() -> None:
 def test_the_trainer_of_a_script_refuses_them_too() -> None:
     class Trainer:
         model = tied_llama()
-
-        def _get_num_items_in_batch(self) -> None: ...
-
-        def _save_optimizer_and_scheduler(self, output_dir: str) -> None: ...
+        _get_num_items_in_batch = _save_optimizer_and_scheduler = None
 
     trainer = Trainer()
     ScriptObserver.hook_trainer(SimpleNamespace(), SimpleNamespace(Trainer=Trainer))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The exchange around an attention kernel between ranks."""
+"""The exchange around an attention kernel between ranks, and the parts of a batch's rows: together the whole rows."""
 
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from shardmake.core.environment import leave_collectives_to_gloo
 from shardmake.core.errors import ModelError
+from shardmake.data.dataset import IGNORED, Collator, Item
 from shardmake.data.varlen import register_cpu_kernel, varlen_attention
-from shardmake.train.sequence_parallel import check_parts, shared_kernel
+from shardmake.train.sequence_parallel import PartCollator, check_parts, shared_kernel
 from tests.unit.train.conftest import in_ranks
 
 HEADS, GROUPS, WIDTH, TOKENS = 8, 4, 8, 32
@@ -69,3 +70,36 @@ def test_other_logits_on_parts_are_refused() -> None:
     check_parts((expected + 0.02).bfloat16(), expected.bfloat16())
     with pytest.raises(ModelError, match="computes other logits on parts of a sequence"):
         check_parts(expected + 0.1, expected)
+
+
+def item(tokens: int, first: int) -> Item:
+    ids = torch.arange(tokens) + 3
+    positions = torch.cat([torch.arange(first), torch.arange(tokens - first)])
+    return {"input_ids": ids, "labels": ids, "position_ids": positions}
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("flat", [False, True])
+def test_parts_are_together_the_whole_batch(packing: bool, flat: bool) -> None:
+    """Labels are those of the next token, also at the end of a part; a padded row without packing counts on."""
+    whole, items = Collator(16, 0, packing, flat=packing and flat), [item(13, 5), item(16, 7)]
+    parts = [PartCollator(whole, index, 4)(items) for index in range(4)]
+    batch = whole(items)
+    rows, tokens = batch["input_ids"].shape
+    names = ("input_ids", "labels", "shift_labels", "position_ids")
+    joined = {name: torch.cat([part[name] for part in parts], dim=1) for name in names}
+    assert torch.equal(joined["input_ids"], batch["input_ids"]) and torch.equal(joined["labels"], batch["labels"])
+    assert torch.equal(joined["shift_labels"][:, :-1], batch["labels"][:, 1:])
+    assert (joined["shift_labels"][:, -1] == IGNORED).all()
+    counted = batch["position_ids"] if packing else torch.arange(tokens).expand(rows, tokens)
+    assert torch.equal(joined["position_ids"], counted)
+    for part in parts:
+        assert "attention_mask" not in part
+        if packing and flat:
+            assert torch.equal(part["cu_seq_lens_q"], batch["cu_seq_lens_q"]), "of the whole row"
+            assert part["max_length_q"] == batch["max_length_q"]
+
+
+def test_the_length_of_the_rows_can_change() -> None:
+    short = PartCollator(Collator(64, 0, packing=False, flat=False), 1, 2).with_length(16)
+    assert short([item(10, 5)])["input_ids"].tolist() == [[11, 12, 0, 0, 0, 0, 0, 0]]

@@ -17,9 +17,7 @@ GLOBAL_BATCH = 12
 SPLITS = [(1, 12, 1), (1, 1, 12), (2, 3, 2), (3, 2, 2), (4, 3, 1), (4, 1, 3), (6, 2, 1)]
 
 
-def steps(
-    data: Any, ranks: int, micro: int, accumulation: int, epochs: int = 2, strategy: str = "random"
-) -> list[list[int]]:
+def steps(data: Any, ranks: int, micro: int, passes: int, epochs: int = 2, strategy: str = "random") -> list[list[int]]:
     """Return the samples of each optimizer step, as Trainer and accelerate distribute them."""
     sampler = SequentialSampler if strategy == "sequential" else RandomSampler
     loaders = [
@@ -36,10 +34,9 @@ def steps(
         if isinstance(data, WholeBatches):
             data.epoch = epoch
         batches_of_ranks = [[batch.tolist() for batch in loader.base_dataloader] for loader in loaders]
-        for at in range(0, len(batches_of_ranks[0]), accumulation):
-            found.append(
-                sorted(n for rank in batches_of_ranks for batch in rank[at : at + accumulation] for n in batch)
-            )
+        for at in range(0, len(batches_of_ranks[0]), passes):
+            taken = [batch for rank in batches_of_ranks for batch in rank[at : at + passes]]
+            found.append(sorted(n for batch in taken for n in batch))
     return found
 
 
@@ -101,10 +98,8 @@ class Numbers(torch.nn.Module):
 def trained(folder: Path, resume_from: Path | None = None, **arguments: Any) -> list[int]:
     """Return the numbers that Trainer takes in three epochs of 5 with global batches of 2."""
     data = WholeBatches([{"number": number} for number in range(5)], 2)
-    settings = TrainingArguments(
-        folder, num_train_epochs=3, per_device_train_batch_size=2, report_to="none", use_cpu=True, **arguments
-    )
-    model = Numbers()
+    arguments |= {"num_train_epochs": 3, "per_device_train_batch_size": 2}
+    model, settings = Numbers(), TrainingArguments(folder, report_to="none", use_cpu=True, **arguments)
     trainer = Trainer(model, settings, train_dataset=data, data_collator=default_data_collator)
     trainer.add_callback(_NextEpoch(trainer))
     trainer.train(resume_from_checkpoint=resume_from and str(resume_from))

@@ -123,7 +123,7 @@ class Collectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-REDUCED, PREFETCHED, PERSISTENT = 10_000, 9_000, 100
+SMALL = {"reduce_bucket_size": 10_000, "stage3_prefetch_bucket_size": 9_000, "stage3_param_persistence_threshold": 100}
 GATHER, REDUCE_SCATTER = "_allgather_base_", "_reduce_scatter_base_"
 
 
@@ -144,17 +144,11 @@ def deepspeed(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def make_engine(deepspeed: Any, strategy: Strategy, folder: Path) -> tuple[Any, Buckets]:
     """Return an engine from the rendered file, but with small buckets, and their sizes."""
-    plan = make_plan(
-        strategy, nodes=NODES, processes_per_node=PER_NODE, precision="fp32", gradient_accumulation_steps=1
-    )
+    sizes = {"nodes": NODES, "processes_per_node": PER_NODE}
+    plan = make_plan(strategy, precision="fp32", gradient_accumulation_steps=1, **sizes)
     file = deepspeed_config(plan, make_run(), make_cluster(), make_model(), folder)
-    small = {
-        "reduce_bucket_size": REDUCED,
-        "stage3_prefetch_bucket_size": PREFETCHED,
-        "stage3_param_persistence_threshold": PERSISTENT,
-    }
     zero = file["zero_optimization"]
-    zero |= {name: size for name, size in small.items() if name in zero}
+    zero |= {name: size for name, size in SMALL.items() if name in zero}
     given = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0}
     model = AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

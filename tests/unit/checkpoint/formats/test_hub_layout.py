@@ -11,22 +11,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import (
-    PreTrainedModel,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    conversion_mapping,
-    core_model_loading,
-)
-from transformers.core_model_loading import (
-    Concatenate,
-    ConversionOps,
-    Interleave,
-    MergeModulelist,
-    Transpose,
-    WeightConverter,
-    revert_weight_conversion,
-)
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM, conversion_mapping
+from transformers import core_model_loading as loading
+from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor, box_pieces
 from shardmake.checkpoint.formats.hub_layout import HubWeight, Part, hub_weights, in_hub_layout
@@ -85,12 +72,9 @@ def test_a_renamed_weight_keeps_its_pieces_its_update_and_its_ties() -> None:
     assert found.aliases == {"head": "old.experts"}
 
 
-def test_an_update_of_rows_in_turn_is_refused() -> None:
+def test_an_update_of_rows_in_turn_is_refused_and_the_layout_of_the_folder_stays() -> None:
     with pytest.raises(CheckpointError, match=r"it updates experts, and the base model stores parts of it .* old\.0"):
         in_hub_layout(contents(UPDATED), [HubWeight("old.0", (2,), (Part("experts", 0, 1), Part("experts", 2, 1, 1)))])
-
-
-def test_a_checkpoint_in_the_layout_of_the_folder_stays_as_it_is() -> None:
     held = contents(StoredTensor("old.0", "F32", (2,), (Piece(RECORD, 0, 0, 2),)))
     assert in_hub_layout(held, [HubWeight("old.0", (2,), (Part("experts", 0, 2),))]) is held
 
@@ -108,23 +92,22 @@ class Doubled(ConversionOps):
 
 GATE_UP, GATE, UP = ("mlp.experts.gate_up_proj", "moe.gate.weight", "moe.up.weight")
 CONVERSIONS = {
-    "split in the second dimension": WeightConverter([GATE, UP], GATE_UP, operations=[Concatenate(1)]),
-    "rows of two parts in turn": WeightConverter("w13", GATE_UP, operations=[Interleave(1)]),
+    "split in the second dimension": WeightConverter([GATE, UP], GATE_UP, operations=[loading.Concatenate(1)]),
+    "rows of two parts in turn": WeightConverter("w13", GATE_UP, operations=[loading.Interleave(1)]),
     "stacked, then split": WeightConverter(
-        ["moe.*.gate", "moe.*.up"], GATE_UP, operations=[MergeModulelist(0), Concatenate(1)]
+        ["moe.*.gate", "moe.*.up"], GATE_UP, operations=[loading.MergeModulelist(0), loading.Concatenate(1)]
     ),
-    "transposed": WeightConverter("kernel", "self_attn.o_proj.weight", operations=[Transpose(0, 1)]),
+    "transposed": WeightConverter("kernel", "self_attn.o_proj.weight", operations=[loading.Transpose(0, 1)]),
 }
-if hasattr(core_model_loading, "Split"):  # transformers 5.17 has no such conversion
+if hasattr(loading, "Split"):  # transformers 5.17 has no such conversion
     projections = [f"self_attn.{name}_proj.weight" for name in "qkv"]
-    CONVERSIONS["several parameters"] = WeightConverter("qkv", projections, operations=[core_model_loading.Split(0)])
+    CONVERSIONS["several parameters"] = WeightConverter("qkv", projections, operations=[loading.Split(0)])
 
 
 def small_mixture(device: str) -> PreTrainedModel:
     sizes = {"hidden_size": 16, "moe_intermediate_size": 6, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = Qwen3MoeConfig(
-        **sizes, num_key_value_heads=2, head_dim=4, num_experts=3, num_experts_per_tok=1, vocab_size=32
-    )
+    sizes |= {"num_key_value_heads": 2, "head_dim": 4, "num_experts": 3, "num_experts_per_tok": 1, "vocab_size": 32}
+    config = Qwen3MoeConfig(**sizes)
     with torch.device(device):
         return Qwen3MoeForCausalLM(config)
 
@@ -146,7 +129,7 @@ def test_weights_are_those_that_transformers_saves(monkeypatch: pytest.MonkeyPat
     file = torch.cat([value.flatten() for value in model.state_dict().values()]).numpy()
     found = in_hub_layout(contents(*pieces.values()), hub_weights(small_mixture("meta"), None)).tensors
     model._weight_conversions = None
-    wanted = revert_weight_conversion(model, model.state_dict())
+    wanted = loading.revert_weight_conversion(model, model.state_dict())
     assert found.keys() == wanted.keys() != pieces.keys()
     for name, value in wanted.items():
         assert found[name].shape == tuple(value.shape)

@@ -39,11 +39,10 @@ def test_an_attribute_of_an_expected_name_is_not_expected(tmp_path: Path) -> Non
     assert find_foreign_names(tmp_path, ["a.pt"]) == {"a.pt": ["torch.serialization.os.system"]}
 
 
-@pytest.mark.parametrize("file", ["optim_states.pt", "scheduler.pt"])
-def test_a_plain_pickle_is_refused(tmp_path: Path, file: str) -> None:
-    (tmp_path / file).write_bytes(pickle.dumps(Hostile(os.system, "true")))
+def test_a_plain_pickle_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "scheduler.pt").write_bytes(pickle.dumps(Hostile(os.system, "true")))
     with pytest.raises(CheckpointError, match=r"is not a zip archive of torch\.save"):
-        find_foreign_names(tmp_path, [file])
+        find_foreign_names(tmp_path, ["scheduler.pt"])
 
 
 def test_an_object_in_the_files_of_dcp_is_found(tmp_path: Path) -> None:
@@ -58,10 +57,9 @@ def test_a_program_of_torchscript_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "compressed.pt") as source, zipfile.ZipFile(tmp_path / "stored.pt", "w") as target:
         for name in source.namelist():
             target.writestr(name.replace("compressed/", "stored/"), source.read(name))
-    with pytest.raises(CheckpointError, match="is not one that torch writes"):
-        find_foreign_names(tmp_path, ["compressed.pt"])
-    with pytest.raises(CheckpointError, match="program of TorchScript"):
-        find_foreign_names(tmp_path, ["stored.pt"])
+    for name, words in (("compressed.pt", "is not one that torch writes"), ("stored.pt", "program of TorchScript")):
+        with pytest.raises(CheckpointError, match=words):
+            find_foreign_names(tmp_path, [name])
 
 
 def test_what_a_training_writes_is_expected(tmp_path: Path) -> None:

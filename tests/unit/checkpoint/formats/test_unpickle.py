@@ -26,19 +26,11 @@ class Hostile:
         return self.function, self.args
 
 
-@pytest.mark.parametrize(
-    ("function", "arguments"),
-    [
-        (os.system, ("touch {}",)),
-        (eval, ("open('{}', 'w')",)),
-        (exec, ("open('{}', 'w')",)),
-        (getattr, (collections.OrderedDict, "clear")),
-        (os.makedirs, ("{}",)),
-        (torch.load, ("{}",)),
-        (bytearray, (1 << 40,)),
-        (__import__, ("os",)),
-    ],
-)
+@pytest.mark.parametrize(("function", "arguments"), [
+    (os.system, ("touch {}",)), (eval, ("open('{}', 'w')",)), (exec, ("open('{}', 'w')",)),
+    (getattr, (collections.OrderedDict, "clear")), (os.makedirs, ("{}",)), (torch.load, ("{}",)),
+    (bytearray, (1 << 40,)), (__import__, ("os",)),
+])  # fmt: skip
 def test_names_in_a_pickle_are_never_called(tmp_path: Path, function: Any, arguments: Any) -> None:
     proof = tmp_path / "proof"
     filled = [part.format(proof) if isinstance(part, str) else part for part in arguments]
@@ -69,18 +61,14 @@ def test_tensors_become_byte_ranges(tmp_path: Path, dtype: torch.dtype) -> None:
     assert not read["d"].is_contiguous
 
 
-def test_truncated_file_is_reported(tmp_path: Path) -> None:
+def test_truncated_and_damaged_files_are_reported(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1000)}, tmp_path / "f.pt")
     content = (tmp_path / "f.pt").read_bytes()
     for cut in (0, 1, 100, len(content) // 2, len(content) - 1):
         (tmp_path / "cut.pt").write_bytes(content[:cut])
         with pytest.raises(CheckpointError, match=r"cut\.pt is (damaged|not a zip archive)"):
             unpickle.load(tmp_path / "cut.pt")
-
-
-def test_damaged_description_is_found_by_its_checksum(tmp_path: Path) -> None:
-    torch.save({"a": torch.ones(4), "b": torch.zeros(4)}, tmp_path / "f.pt")
-    content = bytearray((tmp_path / "f.pt").read_bytes())
+    content = bytearray(content)
     content[content.index(b"storage") + 1] ^= 64
     (tmp_path / "f.pt").write_bytes(content)
     with pytest.raises(CheckpointError, match="do not match the CRC-32 in the file"):
@@ -110,26 +98,17 @@ def test_forged_sizes_in_a_zip_directory(tmp_path: Path, field: str) -> None:
         assert "f.pt is damaged" in str(error)
 
 
-def test_objects_of_a_client_state_are_placeholders(tmp_path: Path) -> None:
+def test_objects_of_a_client_state_are_placeholders_and_so_are_other_types(tmp_path: Path) -> None:
     client = {
-        "args": argparse.Namespace(rate=0.1),
-        "array": np.ones(3),
-        "number": np.float64(1.5),
-        "when": datetime.datetime(2026, 1, 2),
-        "counts": collections.Counter("aab"),
-        "path": Path("/a"),
+        "args": argparse.Namespace(rate=0.1), "array": np.ones(3), "number": np.float64(1.5),
+        "when": datetime.datetime(2026, 1, 2), "counts": collections.Counter("aab"), "path": Path("/a"),
         "names": {"a", "b"},
-    }
-    torch.save({"w": torch.ones(2), "client": client}, tmp_path / "f.pt")
+    }  # fmt: skip
+    torch.save({"w": torch.ones(2), "z": torch.ones(2, dtype=torch.complex128), "client": client}, tmp_path / "f.pt")
     read = unpickle.load(tmp_path / "f.pt")
     assert isinstance(read["w"], unpickle.TensorRef)
     assert read["client"]["args"].rate == 0.1
     assert sorted(read["client"]["names"]) == ["a", "b"]
     with pytest.raises(CheckpointError, match=r"argparse\.Namespace in it has no field 'ratio'"):
         read["client"]["args"].ratio  # noqa: B018
-
-
-def test_type_that_no_safetensors_file_has(tmp_path: Path) -> None:
-    torch.save({"z": torch.ones(2, dtype=torch.complex128), "w": torch.ones(2)}, tmp_path / "f.pt")
-    read = unpickle.load(tmp_path / "f.pt")
-    assert isinstance(read["z"], Inert) and isinstance(read["w"], unpickle.TensorRef)
+    assert isinstance(read["z"], Inert), "no safetensors file has this type"

@@ -44,18 +44,11 @@ def random_states(folder: Path) -> set[str]:
     return {path.name for path in folder.glob("rng_state*")}
 
 
-@pytest.mark.parametrize(
-    ("wrote", "reads", "expected"),
-    [
-        (2, 3, {"rng_state_0.pth", "rng_state_1.pth"}),
-        (2, 1, {"rng_state.pth", "rng_state_1.pth"}),
-        (1, 2, {"rng_state_0.pth"}),
-        (1, 1, {"rng_state.pth"}),
-    ],
-)
-def test_random_states_have_the_name_for_the_new_number_of_ranks(
-    tmp_path: Path, wrote: int, reads: int, expected: set[str]
-) -> None:
+@pytest.mark.parametrize(("wrote", "reads", "expected"), [
+    (2, 3, {"rng_state_0.pth", "rng_state_1.pth"}), (2, 1, {"rng_state.pth", "rng_state_1.pth"}),
+    (1, 2, {"rng_state_0.pth"}), (1, 1, {"rng_state.pth"}),
+])  # fmt: skip
+def test_random_states_have_the_name_for_their_rank(tmp_path: Path, wrote: int, reads: int, expected: set[str]) -> None:
     convert.reshard(write(tmp_path, "zero3", wrote), tmp_path / "out", "zero2", reads)
     assert random_states(tmp_path / "out") == expected
 
@@ -73,44 +66,28 @@ def test_conversion_is_reused_for_other_numbers_of_ranks(tmp_path: Path, convers
 NATIVE, UNIVERSAL, DISTRIBUTED = Route
 
 
-@pytest.mark.parametrize(
-    ("wrote", "ranks", "reads", "new_ranks", "expected"),
-    [
-        ("zero3", 4, "zero3", 4, NATIVE),
-        ("zero3", 4, "zero3-offload", 4, NATIVE),
-        ("zero3", 4, "zero3", 2, UNIVERSAL),
-        ("zero2", 4, "zero3", 4, UNIVERSAL),
-        ("zero3-offload", 2, "zero1", 3, UNIVERSAL),
-        ("zero2-offload", 2, "fsdp", 2, DISTRIBUTED),
-        ("fsdp", 4, "fsdp-offload", 2, NATIVE),
-        ("fsdp-offload", 4, "zero3", 4, UNIVERSAL),
-        ("fsdp-hybrid", 4, "fsdp", 3, NATIVE),
-        ("ddp", 2, "ddp", 4, NATIVE),
-        ("zero3-nvme", 4, "zero3-nvme", 4, NATIVE),
-        ("zero3-nvme", 4, "zero3-nvme", 2, UNIVERSAL),
-        ("zero3-nvme", 4, "zero3-offload", 4, UNIVERSAL),
-        ("zero3", 4, "zero3-nvme", 4, UNIVERSAL),
-        ("fsdp", 4, "zero3-nvme", 2, UNIVERSAL),
-        ("zero3-nvme", 4, "fsdp", 2, DISTRIBUTED),
-    ],
-)
+@pytest.mark.parametrize(("wrote", "ranks", "reads", "new_ranks", "expected"), [
+    ("zero3", 4, "zero3", 4, NATIVE), ("zero3", 4, "zero3-offload", 4, NATIVE), ("zero3", 4, "zero3", 2, UNIVERSAL),
+    ("zero2", 4, "zero3", 4, UNIVERSAL), ("zero3-offload", 2, "zero1", 3, UNIVERSAL),
+    ("zero2-offload", 2, "fsdp", 2, DISTRIBUTED), ("fsdp", 4, "fsdp-offload", 2, NATIVE),
+    ("fsdp-offload", 4, "zero3", 4, UNIVERSAL), ("fsdp-hybrid", 4, "fsdp", 3, NATIVE), ("ddp", 2, "ddp", 4, NATIVE),
+    ("zero3-nvme", 4, "zero3-nvme", 4, NATIVE), ("zero3-nvme", 4, "zero3-nvme", 2, UNIVERSAL),
+    ("zero3-nvme", 4, "zero3-offload", 4, UNIVERSAL), ("zero3", 4, "zero3-nvme", 4, UNIVERSAL),
+    ("fsdp", 4, "zero3-nvme", 2, UNIVERSAL), ("zero3-nvme", 4, "fsdp", 2, DISTRIBUTED),
+])  # fmt: skip
 def test_route(wrote: str, ranks: int, reads: Strategy, new_ranks: int, expected: Route) -> None:
     assert route(wrote, ranks, reads, new_ranks) is expected
 
 
-@pytest.mark.parametrize(
-    ("wrote", "ranks", "reads", "new_ranks", "reason"),
-    [
-        ("ddp", 4, "zero1", 4, "checkpoints of ddp cannot be converted"),
-        ("fsdp", 4, "ddp", 4, "checkpoints of fsdp cannot be converted for ddp"),
-        ("zero3", 4, "ddp", 4, "cannot be converted for ddp"),
-    ],
-)
+@pytest.mark.parametrize(("wrote", "ranks", "reads", "new_ranks", "reason"), [
+    ("ddp", 4, "zero1", 4, "checkpoints of ddp cannot be converted"),
+    ("fsdp", 4, "ddp", 4, "checkpoints of fsdp cannot be converted for ddp"),
+    ("zero3", 4, "ddp", 4, "cannot be converted for ddp"),
+])  # fmt: skip
 def test_missing_route_is_an_error(wrote: str, ranks: int, reads: Strategy, new_ranks: int, reason: str) -> None:
     record = make_record(Path("none"), 4, world_size=ranks, strategy=wrote)
-    with pytest.raises(
-        CheckpointError, match=rf"written by {wrote} on {ranks} ranks .* {reads} on {new_ranks}: .*{reason}"
-    ):
+    words = rf"written by {wrote} on {ranks} ranks .* {reads} on {new_ranks}: .*{reason}"
+    with pytest.raises(CheckpointError, match=words):
         find_route(record, Path("runs/demo/train/checkpoints/checkpoint-4"), reads, new_ranks)
 
 

@@ -1,6 +1,6 @@
 """The time that a rank computes, without its waits."""
 
-from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,31 +21,21 @@ class Clock:
         return self.now
 
     def event(self, **_: bool) -> Any:
-        return Event(self)
-
-
-class Event:
-    def __init__(self, clock: Clock) -> None:
-        self.clock, self.is_done = clock, False
-
-    def record(self) -> None:
-        self.time = self.clock.now
-
-    def synchronize(self) -> None:
-        self.is_done = True
-
-    def elapsed_time(self, end: "Event") -> float:
-        assert end.is_done
-        return 1000 * (end.time - self.time)
+        """Return an event, whose time can be read once it is synchronized."""
+        made: Any = SimpleNamespace(is_done=False)
+        made.record = lambda: setattr(made, "time", self.now)
+        made.synchronize = lambda: setattr(made, "is_done", True)
+        made.elapsed_time = lambda end: 1000 * (end.time - made.time) if end.is_done else None
+        return made
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     for name in ("perf_counter", "monotonic"):
         monkeypatch.setattr(compute_timer.time, name, clock)
     monkeypatch.setattr(torch.cuda, "Event", clock.event)
-    yield clock
+    return clock
 
 
 class Engine(nn.Module):

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from transformers import TrainerControl, TrainerState
@@ -24,10 +25,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in ("time", "monotonic"):
         monkeypatch.setattr(heartbeat_module.time, name, lambda: clock.now)
     return clock
-
-
-def fill_up(*args: object, **kwargs: object) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def last(heartbeat: HeartbeatCallback) -> Heartbeat:
@@ -59,6 +56,7 @@ def test_full_disk_does_not_end_training(
         metrics.on_log(ARGUMENTS, state, control, logs={"loss": 1.0})
 
     step()
+    fill_up = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     with monkeypatch.context() as full:
         full.setattr("shardmake.train.callbacks.metrics.open_file", fill_up)
         full.setattr(heartbeat_module, "write_heartbeat", fill_up)

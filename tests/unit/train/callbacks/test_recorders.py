@@ -24,16 +24,12 @@ def run_steps(recorder: Recorder, first: int, last: int, *, stop: bool = False) 
         recorder.on_step_end(None, state, control)
 
 
-@pytest.mark.parametrize(
-    ("first", "last", "stop", "name"),
-    [
-        (1, 9, False, "trace-steps-5-6.json.gz"),
-        (6, 9, False, "trace-steps-6-6.json.gz"),  # resumed between the two
-        (1, 5, True, "trace-steps-5-5.json.gz"),  # stopped between the two
-        (7, 9, False, None),
-    ],
-)
+@pytest.mark.parametrize(("first", "last", "stop", "name"), [
+    (1, 9, False, "trace-steps-5-6.json.gz"), (6, 9, False, "trace-steps-6-6.json.gz"),
+    (1, 5, True, "trace-steps-5-5.json.gz"), (7, 9, False, None),
+])  # fmt: skip
 def test_the_steps_are_in_a_whole_trace(tmp_path: Path, first: int, last: int, stop: bool, name: str | None) -> None:
+    """A training may be resumed or stopped between the two."""
     run_steps(step_profiler(tmp_path, Profile(first_step=5, steps=2)), first, last, stop=stop)
     assert [path.name for path in tmp_path.iterdir()] == ([name] if name else [])
     if name:

@@ -37,16 +37,13 @@ def test_a_script_that_names_a_file_handles_it_itself(tmp_path: Path) -> None:
     assert [type(callback) for callback in own] == [TrainerCheck, ScriptHeartbeat]
 
 
-def test_a_learning_rate_and_length_of_the_script_are_recorded_and_named(
-    tmp_path: Path, arguments: TrainingArguments, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_own_rates_are_recorded(tmp_path: Path, arguments: TrainingArguments, caplog: pytest.LogCaptureFixture) -> None:
     guard, learned = SimpleNamespace(choice=SimpleNamespace(data_parallel=1)), []
     guard.set_trainer = lambda *values: learned.append(values[2:])
     context: Any = SimpleNamespace(settings=SimpleNamespace(arguments={"learning_rate": 1e-3, "max_steps": 10}), rank=0)
     trainer: Any = SimpleNamespace(_train_batch_size=8)
-    TrainerCheck(cast("Any", guard), trainer, context).on_train_begin(
-        arguments, TrainerState(max_steps=4), TrainerControl()
-    )
+    check = TrainerCheck(cast("Any", guard), trainer, context)
+    check.on_train_begin(arguments, TrainerState(max_steps=4), TrainerControl())
     assert learned == [(5e-5, 4)]
     assert [record.getMessage() for record in caplog.records] == [
         "The script trains with learning_rate 5e-05, the run has 0.001. Pass $SHARDMAKE_LEARNING_RATE in script_args, "
@@ -65,26 +62,15 @@ def test_metrics_of_a_script_have_no_tokens(tmp_path: Path, arguments: TrainingA
 
 def test_heartbeats_have_phases_only_while_trainer_trains(tmp_path: Path, arguments: TrainingArguments) -> None:
     heartbeat, state, control = ScriptHeartbeat(AttemptDir(tmp_path), 1), TrainerState(), TrainerControl()
-
-    def phase() -> str:
+    phases = {"prediction_step": USER_SCRIPT_PHASE, "train_begin": "first step", "step_end": "train"}
+    for event, phase in (phases | {"train_end": USER_SCRIPT_PHASE, "evaluate": USER_SCRIPT_PHASE}).items():
+        getattr(heartbeat, f"on_{event}")(arguments, state, control)
         beat = Heartbeat.read_if_exists(heartbeat_file(AttemptDir(tmp_path).heartbeats, 1))
-        assert beat
-        return beat.phase
-
-    heartbeat.on_prediction_step(arguments, state, control)
-    assert phase() == USER_SCRIPT_PHASE
-    heartbeat.on_train_begin(arguments, state, control)
-    assert phase() == "first step"
-    heartbeat.on_step_end(arguments, state, control)
-    assert phase() == "train"
-    heartbeat.on_train_end(arguments, state, control)
-    assert phase() == USER_SCRIPT_PHASE
-    heartbeat.on_evaluate(arguments, state, control)
-    assert phase() == USER_SCRIPT_PHASE
+        assert beat and beat.phase == phase
 
 
 @pytest.mark.parametrize(("requested", "step", "recorded"), [(True, 5, True), (True, 10, False), (False, 5, False)])
-def test_a_stop_is_recorded_unless_the_training_has_ended(
+def test_a_stop_is_recorded_before_the_end(
     tmp_path: Path, arguments: TrainingArguments, requested: bool, step: int, recorded: bool
 ) -> None:
     folder, stop_file = AttemptDir(tmp_path), tmp_path / "STOP"
