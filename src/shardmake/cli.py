@@ -592,7 +592,7 @@ def verify(
 @app.command("config")
 def show_config(name: Name, config: ConfigFiles = CONFIG) -> None:
     """Show every setting of a run, with what it inherits, and the origin of each."""
-    from shardmake.config.origins import describe_run
+    from shardmake.config.inheritance import describe_run
 
     read, resolved = load_resolved(*config)
     typer.echo(describe_run(get_run(read, name), resolved.origins[name]))

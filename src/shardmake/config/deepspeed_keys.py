@@ -51,16 +51,15 @@ def taken(use: Use, effect: str, *keys: str) -> dict[str, KeyRule]:
     return dict.fromkeys(keys, KeyRule(use, effect, fate=_FATES.get(use, "effective")))
 
 
-def _refused(fate: Fate, effect: str, fact: str = "", **idle: Any) -> dict[str, KeyRule]:
-    """Return rules that refuse keys, each except for its value without effect; ``__`` stands for a dot."""
-    return {key.replace("__", "."): KeyRule("refused", effect, (value,), fate, fact) for key, value in idle.items()}
+def _refused(fate: Fate, effect: str, fact: str = "", *sections: str, **idle: Any) -> dict[str, KeyRule]:
+    """Return rules that refuse sections, and keys except for their value without effect; ``__`` stands for a dot."""
+    keys = {key.replace("__", "."): (value,) for key, value in idle.items()} | {f"{name}.*": () for name in sections}
+    return {key: KeyRule("refused", effect, values, fate, fact) for key, values in keys.items()}
 
 
 def _section(fate: Fate, effect: str, fact: str, *names: str) -> dict[str, KeyRule]:
     """Return rules that refuse whole sections, except those with ``enabled: false``."""
-    rule = KeyRule("refused", effect, (), fate, fact)
-    off = {f"{name}.enabled": KeyRule("refused", effect, (False,), fate, fact) for name in names}
-    return off | {f"{name}.*": rule for name in names}
+    return _refused(fate, effect, fact, *names, **{f"{name}.enabled": False for name in names})
 
 
 def _removed(instead: str, advice: str, *keys: str) -> dict[str, KeyRule]:
@@ -144,7 +143,7 @@ DEEPSPEED_KEYS: Final[dict[str, KeyRule]] = {
         zero_optimization__offload_optimizer__super_offload=False,
         zero_optimization__offload_optimizer__cpuadam_cores_perc=0.8, disable_python_gc=False,
     ),
-    "zero_optimization.leaf_module.*": KeyRule("refused", _NOT_COUNTED, (), "memory"),
+    **_refused("memory", _NOT_COUNTED, "", "zero_optimization.leaf_module"),
     **_refused(
         "memory", "Use offload_optimizer and offload_param with a device, as the strategy has them.",
         "The name is deprecated.", zero_optimization__cpu_offload=False, zero_optimization__cpu_offload_param=False,
@@ -162,12 +161,12 @@ DEEPSPEED_KEYS: Final[dict[str, KeyRule]] = {
         fp16__fp16_master_weights_and_grads=False, bf16__bf16_master_weights_and_grads=False,
         bf16__bf16_optimizer_states=False, bf16__immediate_grad_update=False,
     ),
-    "zero_optimization.zenflow.*": KeyRule(
-        "refused", _CHANGES, (), "numbers", "Most of each update is applied steps later, on the CPU.",
+    **_refused(
+        "numbers", _CHANGES, "Most of each update is applied steps later, on the CPU.", "zero_optimization.zenflow",
     ),
-    "weight_quantization.*": KeyRule(
-        "refused", "Set method: qlora in the run instead.", (), "numbers",
-        "Weights are quantized when they are loaded.",
+    **_refused(
+        "numbers", "Set method: qlora in the run instead.", "Weights are quantized when they are loaded.",
+        "weight_quantization",
     ),
     **_refused(
         "numbers", "The run's precision decides the data type; your file would have trained in another one.",
@@ -183,12 +182,12 @@ DEEPSPEED_KEYS: Final[dict[str, KeyRule]] = {
         "numbers", "Set sequence_parallel in the run instead; DeepSpeed then needs no key for it.",
         sequence_parallel_size=1, seq_parallel_communication_data_type="fp32",
     ),
-    "compile.*": KeyRule("refused", "Set torch_compile in the run instead.", (), "numbers"),
-    "tensor_parallel.*": KeyRule(
-        "refused", "The plan sets the size of the groups (tensor_parallel) and leaves the rest.", (), "numbers",
+    **_refused("numbers", "Set torch_compile in the run instead.", "", "compile"),
+    **_refused(
+        "numbers", "The plan sets the size of the groups (tensor_parallel) and leaves the rest.", "", "tensor_parallel",
     ),
-    "optimizer.*": KeyRule("refused", _OPTIMIZER, (), "numbers"),
-    "scheduler.*": KeyRule("refused", _SCHEDULER, (), "numbers"),
+    **_refused("numbers", _OPTIMIZER, "", "optimizer"),
+    **_refused("numbers", _SCHEDULER, "", "scheduler"),
     # --- Trainer and Accelerate do not use it ---
     **_section(
         "ignored", "Set data.order in the run instead: length trains the short examples first.",
@@ -196,8 +195,8 @@ DEEPSPEED_KEYS: Final[dict[str, KeyRule]] = {
     ),
     **_refused("ignored", "The run decides which examples are trained.", _CREATES_LOADER, dataloader_drop_last=False),
     **_refused("ignored", _LEAVE_OUT, "Nothing in DeepSpeed reads it any more.", disable_allgather=False),
-    "pipeline.*": KeyRule(
-        "refused", _PIPELINE, (), "ignored", "Only DeepSpeed's PipelineEngine reads it, which Trainer never creates.",
+    **_refused(
+        "ignored", _PIPELINE, "Only DeepSpeed's PipelineEngine reads it, which Trainer never creates.", "pipeline",
     ),
     **_refused(
         "ignored", "Set gradient_checkpointing in the run instead.",
@@ -229,7 +228,8 @@ DEEPSPEED_KEYS: Final[dict[str, KeyRule]] = {
     ),
     # --- the checkpoints cannot be merged ---
     **_refused(
-        "unmergeable", _STORE, zero_optimization__elastic_checkpoint=False, zero_optimization__legacy_stage1=False,
+        "unmergeable", _STORE, "", "checkpoint.parallel_write", "checkpoint.writer",
+        zero_optimization__elastic_checkpoint=False, zero_optimization__legacy_stage1=False,
         zero_optimization__load_from_fp32_weights=True, zero_optimization__pipeline_loading_checkpoint=False,
         zero_optimization__stage3_gather_fp16_weights_on_model_save=False, checkpoint__load_universal=False,
         checkpoint__tag_validation="Warn", checkpoint__parallel_write=None, checkpoint__checkpoint_serialization=True,
@@ -238,8 +238,6 @@ DEEPSPEED_KEYS: Final[dict[str, KeyRule]] = {
         "unmergeable", _STORE, "Each node keeps its files on its own disk; a merge needs those of all nodes.",
         checkpoint__use_node_local_storage=False,
     ),
-    "checkpoint.parallel_write.*": KeyRule("refused", _STORE, (), "unmergeable"),
-    "checkpoint.writer.*": KeyRule("refused", _STORE, (), "unmergeable"),
     **_section(
         "unmergeable", _STORE,
         "Another engine writes the checkpoints, in a format that `shardmake consolidate` does not read.",

@@ -153,15 +153,9 @@ def effect_of(key: str) -> Effect:
 def _leaves(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Yield the dotted keys of a section's values with their fields, those of nested sections included."""
     for name, field in section.model_fields.items():
-        nested = [
-            kind
-            for kind in (field.annotation, *get_args(field.annotation))
-            if isinstance(kind, type) and issubclass(kind, Section)
-        ]
-        if nested:
-            yield from _leaves(nested[0], f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", field
+        kinds = (field.annotation, *get_args(field.annotation))
+        nested = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+        yield from _leaves(nested, f"{prefix}{name}.") if nested else [(f"{prefix}{name}", field)]
 
 
 _FIELDS: Final = dict((*_leaves(Run), *_leaves(Cluster, CLUSTER)))

@@ -246,12 +246,9 @@ def _axolotl_data(key: str) -> Row:
             if kind == "preference" and "messages" in named:
                 named["prompt"] = named.pop("messages")
             is_plain = split is None or (str(split).isidentifier() and (split == "train" or not Path(source).exists()))
-            sources.append({
-                "source": f"{source}:{split}" if is_plain and split not in (None, "train") else source,
-                **({"format": kind} if kind else {}),
-                **({"subset": one["name"]} if one.get("name") else {}),
-                **({"columns": named} if named else {}),
-            })  # fmt: skip
+            place = f"{source}:{split}" if is_plain and split not in (None, "train") else source
+            read = {"source": place, "format": kind, "subset": one.get("name"), "columns": named}
+            sources.append({name: held for name, held in read.items() if held})
             unread = {name: one[name] for name in one if name not in _AXOLOTL_READ and name not in _AXOLOTL_COLUMNS}
             unread |= {} if kind else {"type": one.get("type")}
             unread |= {} if is_plain else {"split": split}

@@ -41,18 +41,14 @@ FORMATS: Final[Mapping[DataFormat, FormatSpec]] = {
     "prompt-completion": FormatSpec({"prompt": "prompt", "completion": "completion"}, _BESIDE, _MESSAGE),
     "text": FormatSpec({"text": "text"}),
     "preference": FormatSpec(
-        {"chosen": "chosen", "rejected": "rejected"},
-        {"prompt": "prompt", **_BESIDE},
-        _MESSAGE,
+        {"chosen": "chosen", "rejected": "rejected"}, {"prompt": "prompt", **_BESIDE}, _MESSAGE,
         learned="the difference of the two answers",
     ),
     "unpaired-preference": FormatSpec(
-        {"prompt": "prompt", "completion": "completion", "label": "label"},
-        _BESIDE,
-        _MESSAGE,
+        {"prompt": "prompt", "completion": "completion", "label": "label"}, _BESIDE, _MESSAGE,
         learned="the completions, by their labels",
     ),
-}
+}  # fmt: skip
 
 DATA_SUFFIXES: Final = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 COMPRESSION_SUFFIXES: Final = (".gz", ".bz2", ".xz", ".zst")

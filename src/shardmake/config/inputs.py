@@ -12,7 +12,7 @@ from shardmake.config.checks import run_before
 from shardmake.config.formats import data_files, data_kind, raw_files
 from shardmake.config.models import Data, Run
 from shardmake.config.script_file import module_of, script_file
-from shardmake.config.user_files import read_user_files
+from shardmake.config.user_files import KINDS, read_user_files
 from shardmake.core.errors import ConfigError
 from shardmake.core.hub import is_hub_id
 from shardmake.core.secrets import public_url
@@ -33,37 +33,31 @@ def local_files(run: Run, *parts: str) -> list[str]:
     """
     files: list[Path] = []
     if "model" in parts and is_local(run.model):
-        files += _model_files(Path(run.model))
+        folder, config = Path(run.model), Path(run.model, "config.json")
+        texts = sorted(folder.iterdir()) if folder.is_dir() else []
+        files += [config, *(path for path in texts if path.suffix in _MODEL_TEXTS and path != config)]
     if "data" in parts:
         files += [Path(run.data.chat_template)] if run.data.chat_template else []
-        read = raw_files if run.data.is_raw else _data_files
-        files += [file for one in run.data.sources if is_local(one.source) for file in read(Path(one.source))]
-        files += [
-            file for one in run.data.eval_sources if is_local(one.source) for file in _data_files(Path(one.source))
-        ]
+        for key, path in ((key, Path(name)) for key, name in _sources(run) if key != "model" and is_local(name)):
+            is_raw = run.data.is_raw and key == "data.train"
+            # A folder without data files is refused when it is read.
+            files += raw_files(path) if is_raw else (data_files(path) if path.is_dir() else []) or [path]
     return [str(file) for file in files]
 
 
 def named_paths(run: Run) -> list[Path]:
     """Return every file and folder on this machine that a run names, as it is written there."""
-    named = [run.model, *(one.source for one in (*run.data.sources, *run.data.eval_sources))]
     files = [run.data.chat_template, run.deepspeed_config, run.accelerate_config]
     files += [run.script] if run.script and module_of(run.script) is None else []
     files += [run.resume_from, None if run_before(run.lora.adapter) else run.lora.adapter]
-    return [Path(name) for name in named if is_local(name)] + [Path(file) for file in files if file]
+    return [Path(name) for _, name in _sources(run) if is_local(name)] + [Path(file) for file in files if file]
 
 
-def _model_files(folder: Path) -> Iterator[Path]:
-    yield folder / "config.json"
-    if folder.is_dir():
-        yield from (
-            path for path in sorted(folder.iterdir()) if path.suffix in _MODEL_TEXTS and path.name != "config.json"
-        )
-
-
-def _data_files(path: Path) -> list[Path]:
-    """Return ``path``, or the data files of a folder; a folder without any is refused when it is read."""
-    return (data_files(path) if path.is_dir() else []) or [path]
+def _sources(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield the model and the sources of the examples, each after its key."""
+    yield "model", run.model
+    yield from (("data.train", one.source) for one in run.data.sources)
+    yield from (("data.eval", one.source) for one in run.data.eval_sources)
 
 
 def is_local(name: str) -> bool:
@@ -77,12 +71,8 @@ def check_inputs(name: str, run: Run) -> None:
     """Raise a `ConfigError` if a file of the run does not exist, or if it would be evaluated on its training data."""
     if run.script:
         check_script(f"runs.{name}.script", script_file(run.script))
-    own = {
-        "deepspeed_config": run.deepspeed_config,
-        "accelerate_config": run.accelerate_config,
-        "data.chat_template": run.data.chat_template,
-    }
-    for key, file in own.items():
+    own = {f"{kind}_config": getattr(run, f"{kind}_config") for kind in KINDS}
+    for key, file in (own | {"data.chat_template": run.data.chat_template}).items():
         if file and not Path(file).is_file():
             raise ConfigError(f"runs.{name}.{key}: {file!r} is not a file in {Path.cwd()}. Name an existing file.")
     for key, path in {"resume_from": run.resume_from, "lora.adapter": run.lora.adapter}.items():
@@ -116,10 +106,7 @@ def check_inputs(name: str, run: Run) -> None:
 
 def _check_urls(name: str, run: Run) -> None:
     """Refuse a URL that cannot be fetched, as far as that is seen without the network."""
-    named = [("model", run.model), *(("data.train", one.source) for one in run.data.sources)]
-    for key, url in [*named, *(("data.eval", one.source) for one in run.data.eval_sources)]:
-        if not is_url(url):
-            continue
+    for key, url in ((key, name) for key, name in _sources(run) if is_url(name)):
         if public_url(url) != url:
             raise ConfigError(
                 f"runs.{name}.{key}: {public_url(url)} is written with a user or password, and this file is not "
@@ -148,10 +135,9 @@ def _shares_examples(train: str, held_out: str) -> bool:
 
     Of a folder, the names of its files decide which are for training; the plan compares these.
     """
-    files = Path(train), Path(held_out)
-    if not all(file.exists() for file in files):
+    first, second = Path(train), Path(held_out)
+    if not (first.exists() and second.exists()):
         return held_out == (train if ":" in train else f"{train}:train")
-    first, second = files
     is_file = first.is_file() and second.is_file()
     return is_file and (first.samefile(second) or filecmp.cmp(first, second, shallow=False))
 

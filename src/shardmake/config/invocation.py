@@ -139,23 +139,18 @@ def check_module(config: Mapping[str, Any]) -> None:
         )
 
 
-_CHECKSUM_BYTES: Final = 10**10
-
-
 def missing_options(options: Any) -> str | None:
     """Return which options of ``profiles/default`` Snakemake does not have among ``options``, and what that costs.
 
     Snakemake reads that profile neither for a workflow that has Shardmake as a module nor beside
     ``--workflow-profile``.
     """
-    lines = []
+    lines = ["Shardmake's rules expect these lines in the config.yaml of your Snakemake profile:"]
     if {trigger.name for trigger in options.rerun_triggers} - {"MTIME", "PARAMS", "INPUT"}:
         lines.append("rerun-triggers: [mtime, params, input]  # an upgrade of Shardmake reruns no finished stage")
-    if options.max_checksum_file_size < _CHECKSUM_BYTES:
+    if options.max_checksum_file_size < 10**10:
         lines.append("max-checksum-file-size: 10GB  # a new date of the same data reruns nothing")
-    if not lines:
-        return None
-    return "\n  ".join(["Shardmake's rules expect these lines in the config.yaml of your Snakemake profile:", *lines])
+    return "\n  ".join(lines) if lines[1:] else None
 
 
 def check_executor(cluster: Cluster, file: str, executor: str | None) -> None:
@@ -163,24 +158,20 @@ def check_executor(cluster: Cluster, file: str, executor: str | None) -> None:
 
     An ``executor`` of None runs no job.
     """
-    if cluster.executor == "slurm" and executor == "local":
-        raise ConfigError(
-            f"cluster: {file} has `executor: slurm`, but Snakemake would run the stages on this machine. Use "
-            "`--profile slurm`, or name a cluster file with `executor: local`."
-        )
-    if cluster.executor == "local" and executor not in (None, "local"):
-        raise ConfigError(
-            f"cluster: {file} has `executor: local`, but Snakemake would submit jobs through {executor!r}. Use "
-            "`--profile profiles/local`, or name a cluster file with `executor: slurm`."
-        )
+    if executor is None or (cluster.executor == "local") == (executor == "local"):
+        return
+    would, other = "run the stages on this machine", "local"
+    if executor != "local":
+        would, other = f"submit jobs through {executor!r}", "slurm"
+    raise ConfigError(
+        f"cluster: {file} has `executor: {cluster.executor}`, but Snakemake would {would}. Use "
+        f"`--profile {cluster.profile}`, or name a cluster file with `executor: {other}`."
+    )
 
 
 _STEPS_BETWEEN_RUNS: Final = {
-    "fetch_run": "fetch",
-    "fetch_weights_run": "train",
-    "train_run": "train",
-    "consolidate_run": "consolidate",
-}
+    "fetch_run": "fetch", "fetch_weights_run": "train", "train_run": "train", "consolidate_run": "consolidate",
+}  # fmt: skip
 """Rules on which the same rule for the next run of a chain depends, and the step that brings all runs there."""
 
 
@@ -195,6 +186,5 @@ def check_until(rules: Collection[str], config: Config) -> None:
             name, before = chained
             raise ConfigError(
                 f"--until {rule}: Snakemake would stop before the jobs of {rule} for run {name}, which come after "
-                f"those of {PREFIX}{before}. Name the step as the target: snakemake "
-                f"{_STEPS_BETWEEN_RUNS[rule]}"
+                f"those of {PREFIX}{before}. Name the step as the target: snakemake {_STEPS_BETWEEN_RUNS[rule]}"
             )

@@ -4,6 +4,7 @@ An error message names the key, the value, the allowed values and the nearest sp
 """
 
 import copy
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -12,10 +13,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from shardmake.config.checks import contradictions
-from shardmake.config.inheritance import BASE, DEFAULTS, SWEEP, Layer, Resolved, resolve
+from shardmake.config.inheritance import BASE, DEFAULTS, SWEEP, Layer, Resolved, note_origins, resolve
 from shardmake.config.models import Cluster, Config, Run, Section
-from shardmake.config.origins import note_origins
-from shardmake.config.parse_text import parse_yaml
+from shardmake.config.parse_text import DuplicateKeyError, parse_yaml
 from shardmake.config.schema import KEY_ITSELF, Schema
 from shardmake.core.errors import ConfigError, nearest
 from shardmake.core.secrets import keys_of_tokens
@@ -67,21 +67,34 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML or JSON file."""
     if not path.is_file():
         raise ConfigError(f"{_absent(path)} Name an existing file, or write one: shardmake init")
-    try:
-        values = parse_yaml(path.read_bytes().decode())
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else "?"
-        raise ConfigError(f"{path}, line {line} is not valid YAML: {error.problem}.") from None
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{path}, line {line} is not valid UTF-8. Save the file as UTF-8.") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}.") from None
-    except OSError as error:
-        raise ConfigError(f"Cannot read {path}: {error.strerror}.") from None
+    values = read_file(path, parse_yaml)
     if not isinstance(values, dict):
         raise ConfigError(f"{path} has no keys. See config/README.md for the keys.")
     return values
+
+
+def read_file(path: Path, parse: Callable[[str], Any], advice: str = "Name an existing file.") -> Any:
+    """Return what ``parse`` makes of the text of a file. Raises `ConfigError` with the line of what is wrong."""
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError):
+        raise ConfigError(f"{_absent(path)} {advice}") from None
+    except OSError as error:
+        raise ConfigError(f"Cannot read {path}: {error.strerror}.") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        raise ConfigError(f"{path}, line {line} is not valid YAML: {error.problem}.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}.") from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}, line {line} is not valid UTF-8. Save the file as UTF-8.") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}, line {error.lineno} is not valid JSON: {error.msg}.") from None
+    except DuplicateKeyError as error:
+        raise ConfigError(f"{path} is ambiguous: the key {error} occurs twice. Remove one of them.") from None
+    except (ValueError, RecursionError, TypeError):
+        raise ConfigError(f"{path} cannot be read: it holds a value that is not valid. Correct the file.") from None
 
 
 def _absent(path: Path) -> str:

@@ -21,10 +21,19 @@ from shardmake.config.formats import FORMATS, RAW, DataFormat
 from shardmake.config.methods import DEFAULT_METHOD, METHODS, MethodSpec, describe_methods
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, TRIED, describe_optimizers
-from shardmake.config.script_file import SCRIPT_VARIABLES, SERVICE_VARIABLES, VARIABLE_KEYS, check_variables
+from shardmake.config.script_file import SCRIPT_VARIABLES, SERVICE_VARIABLES, VARIABLE_KEYS, variable_problems
 from shardmake.config.slurm_options import find_option
 from shardmake.config.strategies import PARTITIONED_INFERENCE, STRATEGY_SPECS
-from shardmake.config.trackers import TRACKERS
+
+TRACKERS: Final[Mapping[str, tuple[str, ...]]] = {
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    **{name: (name,) for name in ("wandb", "mlflow", "trackio")},
+    "azure_ml": ("azureml.core",),
+    **{name: (name,) for name in ("clearml", "codecarbon", "comet_ml", "dagshub", "dvclive")},
+    "flyte": ("flytekit",),
+    **{name: (name,) for name in ("kubeflow", "neptune", "swanlab")},
+}
+"""The trackers of the installed transformers, by their names in ``report_to``: modules of which each needs one."""
 
 if TYPE_CHECKING:
     Strategy = str
@@ -48,17 +57,9 @@ GradientDtype = Literal["auto", "fp32", "bf16"]
 TORCH_DTYPES: Final[dict[Precision, str]] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 Loss = Literal["plain", "fused", "chunked"]
 Schedule = Literal[
-    "cosine",
-    "linear",
-    "constant",
-    "constant_with_warmup",
-    "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr",
-    "cosine_with_restarts",
-    "polynomial",
-    "inverse_sqrt",
-    "warmup_stable_decay",
-]
+    "cosine", "linear", "constant", "constant_with_warmup", "cosine_with_min_lr", "cosine_warmup_with_min_lr",
+    "cosine_with_restarts", "polynomial", "inverse_sqrt", "warmup_stable_decay",
+]  # fmt: skip
 """transformers' schedules that follow from the step alone; the others wait for a metric."""
 DpoLoss = Literal[
     "sigmoid", "hinge", "ipo", "nca_pair", "sppo_hard", "apo_zero", "apo_down", "discopop", "sigmoid_norm"
@@ -71,10 +72,19 @@ SEVERAL_LINES: Final = ("command", "prompts", "setup")
 """Keys whose text may have line breaks."""
 
 
-class Section(BaseModel):
-    """A part of a configuration file; it rejects unknown keys and wrong types."""
+def _join_lines(schema: dict[str, Any]) -> None:
+    """Make one line of each description, most of which are docstrings."""
+    for node in schema["properties"].values():
+        node["description"] = " ".join(node["description"].split())
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+class Section(BaseModel):
+    """A part of a configuration file; it rejects unknown keys and wrong types. Each key has a description."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True,
+        json_schema_extra=_join_lines,
+    )  # fmt: skip
 
     @field_validator("*")
     @classmethod
@@ -99,18 +109,14 @@ class Section(BaseModel):
 class Columns(Section):
     """Names of the columns, if they differ from those that `format` reads."""
 
-    messages: str | None = Field(
-        None,
-        description="List of messages. Without it, `messages` for chat and `conversations` for sharegpt, or the other.",
-    )
+    messages: str | None = None
+    """List of messages. Without it, `messages` for chat and `conversations` for sharegpt, or the other."""
     role: str | None = Field(None, description="Key of a message's role. Without it, `role`, and `from` for sharegpt.")
-    content: str | None = Field(
-        None, description="Key of a message's text. Without it, `content`, and `value` for sharegpt."
-    )
+    content: str | None = None
+    """Key of a message's text. Without it, `content`, and `value` for sharegpt."""
     tools: str | None = Field(None, description="List of tools for the chat template, also as JSON text.")
-    template_arguments: str | None = Field(
-        None, description="Arguments of the chat template for one row. Without it, `chat_template_kwargs`."
-    )
+    template_arguments: str | None = None
+    """Arguments of the chat template for one row. Without it, `chat_template_kwargs`."""
     system: str | None = Field(None, description="Text of the system message, for chat, sharegpt and alpaca.")
     prompt: str | None = Field(None, description="Prompt, for prompt-completion, preference and unpaired-preference.")
     completion: str | None = Field(None, description="Completion, for prompt-completion and unpaired-preference.")
@@ -132,21 +138,12 @@ class EvalSource(Section):
     """One of several sources of evaluation examples."""
 
     source: values.PathText = Field(description="A file, a folder, a hub data set or a URL, as for a single `train`.")
-    name: str | None = Field(
-        None,
-        description="Name in the report and in the losses by source. Without it, that of the file, folder or data set.",
-    )
+    name: values.SourceName | None = None
+    """Name in the report and in the losses by source. Without it, that of the file, folder or data set."""
     format: Literal["auto"] | Format | None = Field(None, description="Without it, `data.format`.")
     columns: Columns | None = Field(None, description="Without it, `data.columns`.")
     subset: str | None = Field(None, description="Subset (configuration) of a hub data set that has several.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub data set.")
-
-    @field_validator("name")
-    @classmethod
-    def _check_name(cls, name: str | None) -> str | None:
-        if name is not None and not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
-            raise ValueError(f"{name!r} is not a name. Use letters, digits, '_', '.' and '-'")
-        return name
 
     @property
     def label(self) -> str:
@@ -158,78 +155,54 @@ class EvalSource(Section):
 class TrainSource(EvalSource):
     """One of several sources of training examples."""
 
-    weight: Annotated[float, Field(gt=0, le=10**6), values.AsNumber] | None = Field(
-        None,
-        description="Share of the examples, relative to the other sources, all of which then need a weight. Examples "
-        "are drawn until every source was read once, so some repeat in the meantime. Without weights, every example "
-        "is used once.",
-    )
+    weight: Annotated[float, Field(gt=0, le=10**6), values.AsNumber] | None = None
+    """Share of the examples, relative to the other sources, all of which then need a weight. Examples are drawn until
+    every source was read once, so some repeat in the meantime. Without weights, every example is used once."""
     repeat: Annotated[int, Field(ge=1, le=1000)] = Field(1, description="Number of times that each example is used.")
-    limit: values.Steps | None = Field(
-        None, description="Maximum number of training examples, chosen at random by `seed`."
-    )
+    limit: values.Steps | None = None
+    """Maximum number of training examples, chosen at random by `seed`."""
 
 
 class Data(Section):
     """The source of the examples and their format."""
 
-    train: values.PathText | list[TrainSource] = Field(
-        description="A file, a folder of files of one kind, or a hub data set: `org/name` (its split `train`) or "
-        "`org/name:split`. Files: `.jsonl`, `.json` (an array, which memory must hold, or one object per line), "
-        "`.csv`, `.tsv` with a header, `.parquet`; all but Parquet also compressed (`.gz`, `.bz2`, `.xz`, `.zst`). A "
-        "file or folder may also be a URL (`s3://`, `gs://`, `https://`, any protocol of fsspec), which is copied. Or "
-        "a list of sources, which are mixed."
-    )
-    eval: values.PathText | list[EvalSource] | None = Field(
-        None,
-        description="Evaluation examples, as for `train` (of a hub data set, its `validation` or `test` split). Or a "
-        "list of sources, whose losses are also measured one by one. Without it, a part of `train` is held out, of "
-        "each of its sources. `format: raw` needs them, in a format that Shardmake reads.",
-    )
-    eval_fraction: Annotated[float, Field(gt=0, lt=0.5), values.AsNumber] = Field(
-        0.02, description="Fraction of `train` that is held out for evaluation if `eval` is not set."
-    )
-    format: Literal["auto", "raw"] | Format = Field(
-        "auto",
-        description="`chat`: `messages`, each with `role` and `content` (text, or a list of text parts, which are "
-        "joined); `sharegpt`: `conversations` with `from` and `value`; `alpaca`: `instruction`, `output` and an "
-        "optional `input`, as a conversation; `prompt-completion`: `prompt` and `completion`; `text`: `text`; "
-        "`preference`, for the objectives `dpo` and `reward`: `chosen`, `rejected` and `prompt`, which may be left out "
-        "if both begin with it; `unpaired-preference`, for `objective: kto`: `prompt`, `completion` and `label`, which "
-        "is true for a desirable completion and false for another one; `auto`: the only one of these that the "
-        "objective learns from and the columns fit; `raw`, for a `script`: any files, which the script reads from "
-        "the folder in `SHARDMAKE_RAW_DATA`.",
-    )
+    train: values.PathText | list[TrainSource]
+    """A file, a folder of files of one kind, or a hub data set: `org/name` (its split `train`) or `org/name:split`.
+    Files: `.jsonl`, `.json` (an array, which memory must hold, or one object per line), `.csv`, `.tsv` with a header,
+    `.parquet`; all but Parquet also compressed (`.gz`, `.bz2`, `.xz`, `.zst`). A file or folder may also be a URL
+    (`s3://`, `gs://`, `https://`, any protocol of fsspec), which is copied. Or a list of sources, which are mixed."""
+    eval: values.PathText | list[EvalSource] | None = None
+    """Evaluation examples, as for `train` (of a hub data set, its `validation` or `test` split). Or a list of sources,
+    whose losses are also measured one by one. Without it, a part of `train` is held out, of each of its sources.
+    `format: raw` needs them, in a format that Shardmake reads."""
+    eval_fraction: Annotated[float, Field(gt=0, lt=0.5), values.AsNumber] = 0.02
+    """Fraction of `train` that is held out for evaluation if `eval` is not set."""
+    format: Literal["auto", "raw"] | Format = "auto"
+    """`chat`: `messages`, each with `role` and `content` (text, or a list of text parts, which are joined); `sharegpt`:
+    `conversations` with `from` and `value`; `alpaca`: `instruction`, `output` and an optional `input`, as a
+    conversation; `prompt-completion`: `prompt` and `completion`; `text`: `text`; `preference`, for the objectives `dpo`
+    and `reward`: `chosen`, `rejected` and `prompt`, which may be left out if both begin with it; `unpaired-preference`,
+    for `objective: kto`: `prompt`, `completion` and `label`, which is true for a desirable completion and false for
+    another one; `auto`: the only one of these that the objective learns from and the columns fit; `raw`, for a
+    `script`: any files, which the script reads from the folder in `SHARDMAKE_RAW_DATA`."""
     columns: Columns = Field(Columns(), description="Names of the columns, if they are other ones.")
-    loss_on: Literal["auto", "assistant", "all"] = Field(
-        "auto",
-        description="Tokens that the loss counts: only the assistant's (or the completion's), or all. `auto`: "
-        "`all` for text, `assistant` for all other formats.",
-    )
-    order: Literal["shuffled", "length", "given"] = Field(
-        "shuffled",
-        description="Order of the training examples. `shuffled`: another in each epoch, from `seed`; `length`: from "
-        "short to long, a curriculum; `given`: that of the source. The last two repeat in each epoch and exclude "
-        "`packing`. With `objective: kto` the shuffled order repeats as well.",
-    )
-    chat_template: values.PathText | None = Field(
-        None,
-        description="File with a Jinja chat template that replaces the tokenizer's: in the data, in evaluation prompts "
-        "and in the final model. Without it, the tokenizer's own.",
-        examples=["config/chatml.jinja"],
-    )
-    template_arguments: dict[str, bool | str] = Field(
-        {},
-        description="Arguments of the chat template, in the data and in evaluation prompts. A row's own "
-        "(`chat_template_kwargs`) replace them.",
-        examples=[{"enable_thinking": False}],
-    )
-    turns: Literal["auto", "together", "apart"] = Field(
-        "auto",
-        description="Examples of a conversation with several turns of the assistant. `together`: one, which is refused "
-        "where the template renders a turn differently once others follow; `apart`: one for each turn, with the "
-        "context that it has at inference; `auto`: together where all turns share one rendering, otherwise apart.",
-    )
+    loss_on: Literal["auto", "assistant", "all"] = "auto"
+    """Tokens that the loss counts: only the assistant's (or the completion's), or all. `auto`: `all` for text,
+    `assistant` for all other formats."""
+    order: Literal["shuffled", "length", "given"] = "shuffled"
+    """Order of the training examples. `shuffled`: another in each epoch, from `seed`; `length`: from short to long, a
+    curriculum; `given`: that of the source. The last two repeat in each epoch and exclude `packing`. With `objective:
+    kto` the shuffled order repeats as well."""
+    chat_template: values.PathText | None = Field(None, examples=["config/chatml.jinja"])
+    """File with a Jinja chat template that replaces the tokenizer's: in the data, in evaluation prompts and in the
+    final model. Without it, the tokenizer's own."""
+    template_arguments: dict[str, bool | str] = Field({}, examples=[{"enable_thinking": False}])
+    """Arguments of the chat template, in the data and in evaluation prompts. A row's own (`chat_template_kwargs`)
+    replace them."""
+    turns: Literal["auto", "together", "apart"] = "auto"
+    """Examples of a conversation with several turns of the assistant. `together`: one, which is refused where the
+    template renders a turn differently once others follow; `apart`: one for each turn, with the context that it has at
+    inference; `auto`: together where all turns share one rendering, otherwise apart."""
     on_bad_row: Literal["stop", "drop"] = Field(
         "stop",
         description="What happens at a row that cannot be read or learned, such as one with a role that the chat "
@@ -309,25 +282,16 @@ class Lora(Section):
 
     rank: values.Count = Field(16, description="Rank of the adapters.")
     alpha: values.Count = Field(32, description="Scale: updates are multiplied by alpha / rank.")
-    dropout: Annotated[float, Field(ge=0, lt=1), values.AsNumber] = Field(
-        0.0, description="Dropout on the adapters' input."
-    )
-    targets: list[str] | Literal["all-linear"] = Field(
-        "all-linear",
-        description="Names of the layers and fused experts that get adapters, such as `[q_proj, v_proj]`, or "
-        "`all-linear`.",
-    )
-    adapter: values.PathText | None = Field(
-        None,
-        description="LoRA adapter whose training continues: a folder or a checkpoint with adapter_config.json, or "
-        "`run:NAME`, which is trained first. Rank, alpha and targets are then the adapter's. Optimizer, schedule and "
-        "step begin anew.",
-    )
-    train_tokens: list[str] = Field(
-        [],
-        description="Tokens of the base model whose rows in the embedding and the head are trained in full, such as "
-        "those of `shardmake fetch --add-tokens`.",
-    )
+    dropout: Annotated[float, Field(ge=0, lt=1), values.AsNumber] = 0.0
+    """Dropout on the adapters' input."""
+    targets: list[str] | Literal["all-linear"] = "all-linear"
+    """Names of the layers and fused experts that get adapters, such as `[q_proj, v_proj]`, or `all-linear`."""
+    adapter: values.PathText | None = None
+    """LoRA adapter whose training continues: a folder or a checkpoint with adapter_config.json, or `run:NAME`, which is
+    trained first. Rank, alpha and targets are then the adapter's. Optimizer, schedule and step begin anew."""
+    train_tokens: list[str] = []
+    """Tokens of the base model whose rows in the embedding and the head are trained in full, such as those of
+    `shardmake fetch --add-tokens`."""
 
 
 class ObjectiveSection(Section):
@@ -345,14 +309,11 @@ class ObjectiveSection(Section):
 class Referenced(ObjectiveSection):
     """An objective that compares the trained model with a reference."""
 
-    beta: Annotated[float, Field(gt=0, le=1000), values.AsNumber] = Field(
-        0.1, description="Strength with which the model is held near the reference, the model before the first step."
-    )
-    reference: Literal["model", "precomputed"] = Field(
-        "model",
-        description="`model`: every step also runs the base model. `precomputed`: it runs once over all examples, "
-        "before the first step, and its log-probabilities are kept in a file. Training then holds no second model.",
-    )
+    beta: Annotated[float, Field(gt=0, le=1000), values.AsNumber] = 0.1
+    """Strength with which the model is held near the reference, the model before the first step."""
+    reference: Literal["model", "precomputed"] = "model"
+    """`model`: every step also runs the base model. `precomputed`: it runs once over all examples, before the first
+    step, and its log-probabilities are kept in a file. Training then holds no second model."""
 
     @property
     def is_precomputed(self) -> bool:
@@ -372,11 +333,9 @@ class Referenced(ObjectiveSection):
 class Dpo(Referenced):
     """Direct preference optimization, for `objective: dpo`, with the names and defaults of TRL's `DPOConfig`."""
 
-    loss_type: Annotated[list[DpoLoss], Field(min_length=1)] = Field(
-        ["sigmoid"],
-        description="Losses that are added up. Only those of TRL's that are a mean over pairs, so that the result does "
-        "not depend on the micro batch.",
-    )
+    loss_type: Annotated[list[DpoLoss], Field(min_length=1)] = ["sigmoid"]
+    """Losses that are added up. Only those of TRL's that are a mean over pairs, so that the result does not depend on
+    the micro batch."""
 
     def describe(self) -> str:
         """Return beta, loss and reference."""
@@ -386,14 +345,11 @@ class Dpo(Referenced):
 class Kto(Referenced):
     """Kahneman-Tversky optimization, for `objective: kto`, with the names and defaults of TRL's `KTOConfig`."""
 
-    desirable_weight: Annotated[float, Field(gt=0, le=1000), values.AsNumber] = Field(
-        1.0, description="Factor of the loss of desirable completions."
-    )
-    undesirable_weight: Annotated[float, Field(gt=0, le=1000), values.AsNumber] = Field(
-        1.0,
-        description="Factor of the loss of undesirable completions. With the factors that the authors of KTO "
-        "recommend, all desirable completions together weigh 1 to 4/3 times as much as the undesirable ones.",
-    )
+    desirable_weight: Annotated[float, Field(gt=0, le=1000), values.AsNumber] = 1.0
+    """Factor of the loss of desirable completions."""
+    undesirable_weight: Annotated[float, Field(gt=0, le=1000), values.AsNumber] = 1.0
+    """Factor of the loss of undesirable completions. With the factors that the authors of KTO recommend, all desirable
+    completions together weigh 1 to 4/3 times as much as the undesirable ones."""
 
     def describe(self) -> str:
         """Return beta, weights and reference."""
@@ -406,11 +362,9 @@ class Kto(Referenced):
 class Reward(ObjectiveSection):
     """Reward modelling, for `objective: reward`, with the names and defaults of TRL's `RewardConfig`."""
 
-    center_rewards_coefficient: Annotated[float, Field(gt=0, le=1000), values.AsNumber] | None = Field(
-        None,
-        description="Weight of the squared mean of both rewards of a pair in the loss, which keeps rewards near zero. "
-        "TRL recommends 0.01. Without it, nothing does.",
-    )
+    center_rewards_coefficient: Annotated[float, Field(gt=0, le=1000), values.AsNumber] | None = None
+    """Weight of the squared mean of both rewards of a pair in the loss, which keeps rewards near zero. TRL recommends
+    0.01. Without it, nothing does."""
 
     def describe(self) -> str:
         """Return what the loss has beside the difference of the rewards."""
@@ -427,30 +381,20 @@ OBJECTIVE_SECTIONS: Final[dict[str, type[ObjectiveSection]]] = {"dpo": Dpo, "kto
 class Checkpoints(Section):
     """When training saves checkpoints, and which ones it keeps."""
 
-    every_steps: values.Steps | Literal["auto"] | None = Field(
-        None,
-        description="Optimizer steps between checkpoints. `auto`: the interval that loses the least time, from the "
-        "measured duration of a save and the cluster's `node_mtbf_hours`. Without it, about ten checkpoints per run.",
-    )
+    every_steps: values.Steps | Literal["auto"] | None = None
+    """Optimizer steps between checkpoints. `auto`: the interval that loses the least time, from the measured duration
+    of a save and the cluster's `node_mtbf_hours`. Without it, about ten checkpoints per run."""
     keep: values.Count = Field(2, description="Number of newest checkpoints to keep.")
-    keep_best: bool = Field(
-        False,
-        description="Also keep the checkpoint with the lowest evaluation loss. Every saved step is then evaluated.",
-    )
-    keep_every_steps: values.Steps | None = Field(
-        None,
-        description="Also keep the first checkpoint at or after every multiple of this number of steps, permanently.",
-    )
-    early_stopping: values.Count | None = Field(
-        None,
-        description="End the training after so many evaluations in a row without a lower loss. It needs "
-        "evaluations, which `eval_every_steps: never` turns off.",
-    )
-    asynchronous: bool = Field(
-        False,
-        description="Save to the cluster's node-local `scratch` and continue training while the checkpoint is copied "
-        "to the run's folder. The last save, and the one before a stop, are written to the run's folder directly.",
-    )
+    keep_best: bool = False
+    """Also keep the checkpoint with the lowest evaluation loss. Every saved step is then evaluated."""
+    keep_every_steps: values.Steps | None = None
+    """Also keep the first checkpoint at or after every multiple of this number of steps, permanently."""
+    early_stopping: values.Count | None = None
+    """End the training after so many evaluations in a row without a lower loss. It needs evaluations, which
+    `eval_every_steps: never` turns off."""
+    asynchronous: bool = False
+    """Save to the cluster's node-local `scratch` and continue training while the checkpoint is copied to the run's
+    folder. The last save, and the one before a stop, are written to the run's folder directly."""
 
     def most(self, steps: int | None) -> int:
         """Return the largest number of checkpoints kept at once; ``steps`` is None if the length is not known yet."""
@@ -467,72 +411,48 @@ class Service(Section):
         "its environment, and listens at `$SHARDMAKE_SERVICE_HOST` and `$SHARDMAKE_SERVICE_PORT`.",
         examples=["vllm serve $SHARDMAKE_BASE --host $SHARDMAKE_SERVICE_HOST --port $SHARDMAKE_SERVICE_PORT"],
     )
-    health: str | None = Field(
-        None,
-        description="Path that answers with status 200 over HTTP once the service is ready. Without it, the service is "
-        "ready when its port accepts connections.",
-        examples=["/health"],
-    )
-    start_seconds: values.Seconds = Field(
-        1800, validate_default=True, description="Time limit of the service's start, after which the job fails."
-    )
-
-    @field_validator("health")
-    @classmethod
-    def _check_health(cls, health: str | None) -> str | None:
-        if health is not None and not health.startswith("/"):
-            raise ValueError(f"{health!r} is not a path. Begin it with '/', as in /health")
-        return health
+    health: values.HealthPath | None = Field(None, examples=["/health"])
+    """Path that answers with status 200 over HTTP once the service is ready. Without it, the service is ready when its
+    port accepts connections."""
+    start_seconds: values.Seconds = Field(1800, validate_default=True)
+    """Time limit of the service's start, after which the job fails."""
 
 
 class Evaluation(Section):
     """Settings of the evaluate stage, which measures the base and the tuned model."""
 
-    batch_tokens: values.Tokens = Field(
-        16384,
-        description="Tokens per forward pass: as many sequences of similar length as fit, and at least one. After "
-        "CUDA's out-of-memory error evaluation starts again with half of them.",
-    )
-    prompts: list[str] = Field(
-        default_factory=list, description="Prompts for both models. The report and the model card show the answers."
-    )
+    batch_tokens: values.Tokens = 16384
+    """Tokens per forward pass: as many sequences of similar length as fit, and at least one. After CUDA's out-of-memory
+    error evaluation starts again with half of them."""
+    prompts: list[str] = Field(default_factory=list)
+    """Prompts for both models. The report and the model card show the answers."""
     max_new_tokens: values.Tokens = Field(64, description="Maximum length of a generated answer, in tokens.")
-    backend: Literal["auto"] | EvaluationBackend = Field(
-        "auto",
-        description="Placement of the model. `whole`: a copy on every GPU. `zero3`: partitioned over all GPUs; with "
-        "`-offload` in host memory, with `-nvme` on the cluster's `nvme_path`. `device-map`: one process, layer by "
-        "layer over GPUs, host memory and the model's files. `auto`: the first of these that fits.",
-    )
-    processes: values.Ranks | None = Field(
-        None, description="Ranks that share the sequences. Without it, one per GPU of a node, or one on CPUs."
-    )
-    lm_eval: list[str] = Field(
-        default_factory=list, description="Tasks of the `lm_eval` package for both models, such as `[piqa]`."
-    )
+    backend: Literal["auto"] | EvaluationBackend = "auto"
+    """Placement of the model. `whole`: a copy on every GPU. `zero3`: partitioned over all GPUs; with `-offload` in host
+    memory, with `-nvme` on the cluster's `nvme_path`. `device-map`: one process, layer by layer over GPUs, host memory
+    and the model's files. `auto`: the first of these that fits."""
+    processes: values.Ranks | None = None
+    """Ranks that share the sequences. Without it, one per GPU of a node, or one on CPUs."""
+    lm_eval: list[str] = Field(default_factory=list)
+    """Tasks of the `lm_eval` package for both models, such as `[piqa]`."""
     lm_eval_path: values.PathText | None = Field(None, description="Folder with your own `lm_eval` task files.")
     lm_eval_limit: values.Steps | None = Field(None, description="Examples per `lm_eval` task. Without it, all.")
-    losses: bool = Field(
-        False,
-        description="Also write `evaluation.csv`: for each held-out example the number of its sequence in `data/eval`, "
-        "its first token there, its tokens with loss, and under both models its mean loss and whether greedy decoding "
-        "answers it word for word.",
-    )
+    losses: bool = False
+    """Also write `evaluation.csv`: for each held-out example the number of its sequence in `data/eval`, its first token
+    there, its tokens with loss, and under both models its mean loss and whether greedy decoding answers it word for
+    word."""
 
 
 class Push(Section):
     """The destination of the final model."""
 
-    to: str | list[str] = Field(
-        description="`file:FOLDER`, `hub:ORG/NAME`, a URL for fsspec (`s3://BUCKET/PREFIX`), or a list of these. "
-        "`{run}` stands for the run's name. No two runs may have the same destination.",
-        examples=["file:published/{run}", "hub:our-lab/docs-chat", "s3://our-bucket/docs-chat"],
-    )
+    to: str | list[str] = Field(examples=["file:published/{run}", "hub:our-lab/docs-chat", "s3://our-bucket/docs-chat"])
+    """`file:FOLDER`, `hub:ORG/NAME`, a URL for fsspec (`s3://BUCKET/PREFIX`), or a list of these. `{run}` stands for
+    the run's name. No two runs may have the same destination."""
     private: bool = Field(True, description="Create a hub repository as private.")
-    samples: bool = Field(
-        False,
-        description="Show answers to the first evaluation examples, with these, in the pushed model card. Answers to "
-        "`evaluation.prompts` are always shown.",
-    )
+    samples: bool = False
+    """Show answers to the first evaluation examples, with these, in the pushed model card. Answers to
+    `evaluation.prompts` are always shown."""
     revision: str | None = Field(None, description="Branch of the hub repository. Without it, the main branch.")
     pull_request: bool = Field(False, description="Open a pull request on the hub instead of committing to the branch.")
 
@@ -550,13 +470,11 @@ class Push(Section):
 class Notify(Section):
     """Notification that a run is done, was stopped, or needs a person."""
 
-    command: str = Field(
-        description="Shell command, run when the report is written (`done`), when the training was stopped on request "
-        "(`stopped`), when Slurm keeps the training's job pending until a person acts (`held`), and when a stage ends "
-        "with an error (`failed`); never when an attempt is resumed. It finds `SHARDMAKE_RUN`, `SHARDMAKE_EVENT`, "
-        "`SHARDMAKE_STAGE` and `SHARDMAKE_MESSAGE` in its environment, and has 60 seconds.",
-        examples=['echo "$SHARDMAKE_MESSAGE" | mail -s "$SHARDMAKE_RUN $SHARDMAKE_EVENT" ada@lab.org'],
-    )
+    command: str = Field(examples=['echo "$SHARDMAKE_MESSAGE" | mail -s "$SHARDMAKE_RUN $SHARDMAKE_EVENT" ada@lab.org'])
+    """Shell command, run when the report is written (`done`), when the training was stopped on request (`stopped`),
+    when Slurm keeps the training's job pending until a person acts (`held`), and when a stage ends with an error
+    (`failed`); never when an attempt is resumed. It finds `SHARDMAKE_RUN`, `SHARDMAKE_EVENT`, `SHARDMAKE_STAGE` and
+    `SHARDMAKE_MESSAGE` in its environment, and has 60 seconds."""
 
 
 class Profile(Section):
@@ -569,44 +487,32 @@ class Profile(Section):
 class Run(Section):
     """One fine-tuning run: the model, the data, the training and the destination."""
 
-    model: values.PathText = Field(
-        description="Base model: a hub id (`org/name`), a folder with config.json and weights, or the URL of such a "
-        "folder (`s3://`, `gs://`, any protocol of fsspec), which is copied. Or `run:NAME`, the finished model of "
-        "another run, which is trained first."
-    )
+    model: values.PathText
+    """Base model: a hub id (`org/name`), a folder with config.json and weights, or the URL of such a folder (`s3://`,
+    `gs://`, any protocol of fsspec), which is copied. Or `run:NAME`, the finished model of another run, which is
+    trained first."""
     revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
-    resume_from: values.PathText | None = Field(
-        None,
-        description="Checkpoint of Trainer, Accelerate, DeepSpeed, FSDP or another run, with whose weights training "
-        "starts. Optimizer, schedule and step begin anew. `model` names its base model.",
-    )
+    resume_from: values.PathText | None = None
+    """Checkpoint of Trainer, Accelerate, DeepSpeed, FSDP or another run, with whose weights training starts. Optimizer,
+    schedule and step begin anew. `model` names its base model."""
     trust_remote_code: bool = Field(False, description="Run model code that comes with the model. Read it first.")
     data: Data = Field(description="The examples.")
-    sequence_length: values.Tokens = Field(
-        description="Tokens per training sequence. Longer conversations are truncated, longer texts are split."
-    )
-    packing: bool = Field(
-        True,
-        description="Pack several examples into one sequence, without attention between them. The plan refuses this "
-        "for models that do not keep examples apart (BLOOM, and OPT without attention varlen). Without it, examples "
-        "that are padded (`objective: dpo`, `kto`, `reward`) or in a `data.order` of their own are not packed.",
-    )
-    global_batch_size: values.Sequences = Field(
-        description="Sequences per optimizer step over all ranks. It does not depend on the number of GPUs."
-    )
-    micro_batch_size: values.Sequences | Literal["auto"] = Field(
-        "auto", description="Sequences per rank and forward pass. Gradient accumulation fills the global batch."
-    )
-    max_steps: values.Steps | None = Field(
-        None, description="Optimizer steps. Set this or `epochs`; a `script` may take neither."
-    )
-    epochs: values.Epochs | None = Field(
-        None,
-        description="Passes over the data, in whole batches. What fills no batch is left out, other examples in turn.",
-    )
-    learning_rate: values.LearningRate | None = Field(
-        None, description="Peak learning rate. Only a `script` that has its own may be without it."
-    )
+    sequence_length: values.Tokens
+    """Tokens per training sequence. Longer conversations are truncated, longer texts are split."""
+    packing: bool = True
+    """Pack several examples into one sequence, without attention between them. The plan refuses this for models that do
+    not keep examples apart (BLOOM, and OPT without attention varlen). Without it, examples that are padded (`objective:
+    dpo`, `kto`, `reward`) or in a `data.order` of their own are not packed."""
+    global_batch_size: values.Sequences
+    """Sequences per optimizer step over all ranks. It does not depend on the number of GPUs."""
+    micro_batch_size: values.Sequences | Literal["auto"] = "auto"
+    """Sequences per rank and forward pass. Gradient accumulation fills the global batch."""
+    max_steps: values.Steps | None = None
+    """Optimizer steps. Set this or `epochs`; a `script` may take neither."""
+    epochs: values.Epochs | None = None
+    """Passes over the data, in whole batches. What fills no batch is left out, other examples in turn."""
+    learning_rate: values.LearningRate | None = None
+    """Peak learning rate. Only a `script` that has its own may be without it."""
     learning_rates: dict[str, values.LearningRate] = Field(
         default_factory=dict,
         description="Peak learning rates of some weights: patterns as those of `freeze`, each with a rate. The last "
@@ -615,50 +521,34 @@ class Run(Section):
         examples=[{"model.embed_tokens": 1e-5, "lm_head": 1e-5}],
     )
     scheduler: Schedule = Field("cosine", description="transformers' schedule of the learning rate.")
-    scheduler_arguments: dict[str, values.SchedulerNumber | str] = Field(
-        default_factory=dict,
-        description="Arguments of the schedule, which the plan tries: `min_lr_rate: 0.1` of `cosine_with_min_lr`, "
-        "`num_decay_steps: 200` of `warmup_stable_decay`, `power: 2` of `polynomial`, ...",
-    )
+    scheduler_arguments: dict[str, values.SchedulerNumber | str] = Field(default_factory=dict)
+    """Arguments of the schedule, which the plan tries: `min_lr_rate: 0.1` of `cosine_with_min_lr`, `num_decay_steps:
+    200` of `warmup_stable_decay`, `power: 2` of `polynomial`, ..."""
     warmup_ratio: values.Fraction = Field(0.05, description="Fraction of the steps with a rising learning rate.")
     weight_decay: values.WeightDecay = Field(0.0, description="Decoupled weight decay.")
-    max_grad_norm: values.GradientNorm = Field(
-        1.0, description="Maximum norm of the gradients; larger ones are clipped."
-    )
+    max_grad_norm: values.GradientNorm = 1.0
+    """Maximum norm of the gradients; larger ones are clipped."""
     optimizer: Optimizer = Field(DEFAULT_OPTIMIZER, description=f"Optimizer. {describe_optimizers()}")
-    precision: Precision | Literal["auto"] = Field(
-        "auto", description="`auto`: bf16 on Ampere and later, fp16 before, fp32 on CPU."
-    )
-    gradient_dtype: GradientDtype = Field(
-        "auto",
-        description="Data type in which gradients are accumulated and reduced over the ranks. `auto`: fp32 if a step "
-        "has several passes, else that of `precision`. DDP always takes fp32, ZeRO-1 always that of `precision`.",
-    )
-    tf32: bool = Field(
-        False,
-        description="Compute matrix products of `precision: fp32` in TF32: 10 bits of mantissa, several times the "
-        "speed. It needs Ampere or later.",
-    )
-    attention: Attention | Literal["auto"] = Field(
-        "auto",
-        description="Attention kernel. `varlen`: the variable-length FlashAttention that is a part of PyTorch. "
-        "`flash`: the package flash-attn 2. `auto`: the first of varlen, flash, sdpa and eager that the GPU, the "
-        "precision, the installed packages and the model's class support.",
-    )
-    gradient_checkpointing: bool | Literal["auto"] = Field(
-        "auto", description="Recompute activations in the backward pass. `auto`: only if memory requires it."
-    )
-    activation_offload: bool = Field(
-        False,
-        description="Hold the input of each layer, which gradient checkpointing keeps for the backward pass, in pinned "
-        "host memory (docs/how-to/parallelism.md). For the Llama, Mistral, Qwen and Gemma families.",
-    )
-    loss: Loss = Field(
-        "plain",
-        description="Cross entropy. `fused`: the fused linear cross entropy of Liger, which must be installed. "
-        "`chunked`: torch's, for the Llama, Mistral, Qwen and Gemma families; it holds the logits of some tokens at a "
-        "time.",
-    )
+    precision: Precision | Literal["auto"] = "auto"
+    """`auto`: bf16 on Ampere and later, fp16 before, fp32 on CPU."""
+    gradient_dtype: GradientDtype = "auto"
+    """Data type in which gradients are accumulated and reduced over the ranks. `auto`: fp32 if a step has several
+    passes, else that of `precision`. DDP always takes fp32, ZeRO-1 always that of `precision`."""
+    tf32: bool = False
+    """Compute matrix products of `precision: fp32` in TF32: 10 bits of mantissa, several times the speed. It needs
+    Ampere or later."""
+    attention: Attention | Literal["auto"] = "auto"
+    """Attention kernel. `varlen`: the variable-length FlashAttention that is a part of PyTorch. `flash`: the package
+    flash-attn 2. `auto`: the first of varlen, flash, sdpa and eager that the GPU, the precision, the installed packages
+    and the model's class support."""
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """Recompute activations in the backward pass. `auto`: only if memory requires it."""
+    activation_offload: bool = False
+    """Hold the input of each layer, which gradient checkpointing keeps for the backward pass, in pinned host memory
+    (docs/how-to/parallelism.md). For the Llama, Mistral, Qwen and Gemma families."""
+    loss: Loss = "plain"
+    """Cross entropy. `fused`: the fused linear cross entropy of Liger, which must be installed. `chunked`: torch's, for
+    the Llama, Mistral, Qwen and Gemma families; it holds the logits of some tokens at a time."""
     objective: Objective = Field(
         "sft",
         description="What training optimizes. `sft`: supervised fine-tuning; `dpo`: direct preference optimization; "
@@ -669,108 +559,68 @@ class Run(Section):
     reward: Reward | None = Field(None, description="Settings of `objective: reward`. Without it, the defaults.")
     method: Method = Field(DEFAULT_METHOD, description=describe_methods())
     lora: Lora = Field(Lora(), description="Settings of the adapters.")
-    freeze: list[values.PathText] = Field(
-        default_factory=list,
-        description="Weights that full fine-tuning leaves as they are: names of parameters, or of modules with all "
-        "theirs, with the wildcards of a shell; after `!`, exceptions to those before. `[model.embed_tokens, *.mlp]`, "
-        "or `[*, '!lm_head']` to train the head alone.",
-        examples=[["model.embed_tokens", "model.layers.[0-7]"]],
-    )
-    strategy: Strategy | Literal["auto"] = Field(
-        "auto", description="Sharding of the training states. `auto`: the fastest strategy that fits."
-    )
-    tensor_parallel: values.Ranks = Field(
-        1,
-        description="Ranks of a node that share each layer's matrices (docs/how-to/parallelism.md). It needs "
-        "`strategy: zero1`, `zero2` or `auto`, or `fsdp` and your own script.",
-    )
-    sequence_parallel: values.Ranks = Field(
-        1,
-        description="Ranks of a node that share each sequence (Ulysses, docs/how-to/parallelism.md). It needs a "
-        "strategy of ZeRO or FSDP other than `zero3-hpz`, `zero3-nvme` and `fsdp-hybrid`, or `auto`.",
-    )
-    expert_parallel: values.Ranks = Field(
-        1,
-        description="Ranks of a node that share the experts of each layer; each has its own data "
-        "(docs/how-to/parallelism.md). It needs `strategy: fsdp`, or `auto`.",
-    )
-    nodes: values.Nodes | None = Field(
-        None,
-        description="Nodes for training. Without it, the fewest on which the model fits, or more if these cost at "
-        "least a tenth less GPU-time.",
-    )
-    script: values.PathText | None = Field(
-        None,
-        description="Your own training program for `accelerate launch`, which replaces Shardmake's: a file, or a "
-        "module as in `-m trl.scripts.sft` (docs/how-to/user-script.md).",
-    )
-    script_args: list[str] = Field(
-        default_factory=list,
-        description="Arguments of the script, as text. `$SHARDMAKE_...` in them is replaced "
-        "(docs/how-to/user-script.md).",
-    )
-    service_nodes: values.Nodes | None = Field(
-        None,
-        description="Nodes of the job beside `nodes` that run `service` and no ranks. They count towards `max_nodes`.",
-    )
-    service: Service | None = Field(
-        None, description="A program on nodes of its own that serves the script (docs/how-to/user-script.md)."
-    )
-    deepspeed_config: values.PathText | None = Field(
-        None,
-        description="Your own DeepSpeed file (docs/how-to/own-files.md). Each key is taken and reported, or refused.",
-    )
-    accelerate_config: values.PathText | None = Field(
-        None, description="Your own Accelerate file, with the same rule as for `deepspeed_config`."
-    )
+    freeze: list[values.PathText] = Field(default_factory=list, examples=[["model.embed_tokens", "model.layers.[0-7]"]])
+    """Weights that full fine-tuning leaves as they are: names of parameters, or of modules with all theirs, with the
+    wildcards of a shell; after `!`, exceptions to those before. `[model.embed_tokens, *.mlp]`, or `[*, '!lm_head']` to
+    train the head alone."""
+    strategy: Strategy | Literal["auto"] = "auto"
+    """Sharding of the training states. `auto`: the fastest strategy that fits."""
+    tensor_parallel: values.Ranks = 1
+    """Ranks of a node that share each layer's matrices (docs/how-to/parallelism.md). It needs `strategy: zero1`,
+    `zero2` or `auto`, or `fsdp` and your own script."""
+    sequence_parallel: values.Ranks = 1
+    """Ranks of a node that share each sequence (Ulysses, docs/how-to/parallelism.md). It needs a strategy of ZeRO or
+    FSDP other than `zero3-hpz`, `zero3-nvme` and `fsdp-hybrid`, or `auto`."""
+    expert_parallel: values.Ranks = 1
+    """Ranks of a node that share the experts of each layer; each has its own data (docs/how-to/parallelism.md). It
+    needs `strategy: fsdp`, or `auto`."""
+    nodes: values.Nodes | None = None
+    """Nodes for training. Without it, the fewest on which the model fits, or more if these cost at least a tenth less
+    GPU-time."""
+    script: values.PathText | None = None
+    """Your own training program for `accelerate launch`, which replaces Shardmake's: a file, or a module as in `-m
+    trl.scripts.sft` (docs/how-to/user-script.md)."""
+    script_args: list[str] = Field(default_factory=list)
+    """Arguments of the script, as text. `$SHARDMAKE_...` in them is replaced (docs/how-to/user-script.md)."""
+    service_nodes: values.Nodes | None = None
+    """Nodes of the job beside `nodes` that run `service` and no ranks. They count towards `max_nodes`."""
+    service: Service | None = None
+    """A program on nodes of its own that serves the script (docs/how-to/user-script.md)."""
+    deepspeed_config: values.PathText | None = None
+    """Your own DeepSpeed file (docs/how-to/own-files.md). Each key is taken and reported, or refused."""
+    accelerate_config: values.PathText | None = None
+    """Your own Accelerate file, with the same rule as for `deepspeed_config`."""
     torch_compile: bool = Field(False, description="Compile the model with torch.compile, layer by layer.")
-    non_finite: Literal["stop", "rewind"] = Field(
-        "stop",
-        description="Reaction to a loss or gradient norm that is not finite: stop, or resume from the newest "
-        "checkpoint. `rewind` also stops if the value occurs at the same step again.",
-    )
+    non_finite: Literal["stop", "rewind"] = "stop"
+    """Reaction to a loss or gradient norm that is not finite: stop, or resume from the newest checkpoint. `rewind` also
+    stops if the value occurs at the same step again."""
     seed: values.Seed = Field(42, description="Seed of the data order, the adapters' initialization and dropout.")
     checkpoints: Checkpoints = Field(Checkpoints(), description="Checkpoints during training.")
-    eval_every_steps: values.Steps | Literal["auto", "never"] = Field(
-        "auto",
-        description="Optimizer steps between evaluations during training. `auto`: about ten evaluations per run, so "
-        "that overfitting is seen; none with `sequence_parallel`.",
-    )
-    report_to: list[Tracker] = Field(
-        default_factory=list,
-        description="Trackers that record loss, learning rate and speed during training. tensorboard, wandb, mlflow "
-        "and trackio write to `train/` in the run's folder unless the environment names a server "
-        "(`MLFLOW_TRACKING_URI`, ...), and all attempts continue one chart. With the others, transformers' own, each "
-        "attempt begins a chart.",
-    )
-    profile: Profile | None = Field(
-        None,
-        description="Record some steps with torch's profiler, into `train/profile/` in the run's folder; the report "
-        "links the trace, which chrome://tracing and Perfetto open. Without it, nothing is recorded.",
-    )
-    memory_snapshot: bool = Field(
-        False,
-        description="Record every allocation on rank 0's GPU until the end of the second step, into `train/profile/`, "
-        "for pytorch.org/memory_viz.",
-    )
-    final_checkpoint: Literal["last", "best"] = Field(
-        "last",
-        description="Checkpoint that becomes the model. `best`: the one with the lowest evaluation loss, with "
-        "`checkpoints.keep_best`.",
-    )
-    dtype: Literal["keep", "bf16", "fp16", "fp32"] = Field(
-        "bf16", description="Data type of the final model's weights. `keep`: that of the training's master weights."
-    )
-    max_shard_size: values.FileSize = Field(
-        "5GB", description="Maximum size of one file of the final model, from 1KB to 1000TB."
-    )
+    eval_every_steps: values.Steps | Literal["auto", "never"] = "auto"
+    """Optimizer steps between evaluations during training. `auto`: about ten evaluations per run, so that overfitting
+    is seen; none with `sequence_parallel`."""
+    report_to: list[Tracker] = Field(default_factory=list)
+    """Trackers that record loss, learning rate and speed during training. tensorboard, wandb, mlflow and trackio write
+    to `train/` in the run's folder unless the environment names a server (`MLFLOW_TRACKING_URI`, ...), and all attempts
+    continue one chart. With the others, transformers' own, each attempt begins a chart."""
+    profile: Profile | None = None
+    """Record some steps with torch's profiler, into `train/profile/` in the run's folder; the report links the trace,
+    which chrome://tracing and Perfetto open. Without it, nothing is recorded."""
+    memory_snapshot: bool = False
+    """Record every allocation on rank 0's GPU until the end of the second step, into `train/profile/`, for
+    pytorch.org/memory_viz."""
+    final_checkpoint: Literal["last", "best"] = "last"
+    """Checkpoint that becomes the model. `best`: the one with the lowest evaluation loss, with
+    `checkpoints.keep_best`."""
+    dtype: Literal["keep", "bf16", "fp16", "fp32"] = "bf16"
+    """Data type of the final model's weights. `keep`: that of the training's master weights."""
+    max_shard_size: values.FileSize = "5GB"
+    """Maximum size of one file of the final model, from 1KB to 1000TB."""
     evaluation: Evaluation = Field(Evaluation(), description="Settings of the evaluate stage.")
-    push: Push | None = Field(
-        None, description="Destination of the final model. Without it, the model stays in the run's folder."
-    )
-    notify: Notify | None = Field(
-        None, description="A command that notifies you when the run is done, was stopped, or needs you."
-    )
+    push: Push | None = None
+    """Destination of the final model. Without it, the model stays in the run's folder."""
+    notify: Notify | None = None
+    """A command that notifies you when the run is done, was stopped, or needs you."""
 
     @model_validator(mode="before")
     @classmethod
@@ -813,7 +663,7 @@ class Run(Section):
             yield "script_args need a script. Set script, or remove script_args"
         service = SERVICE_VARIABLES if self.service else ()
         unset = [name for name, key in VARIABLE_KEYS.items() if getattr(self, key) is None]
-        check_variables("script_args", self.script_args, (*SCRIPT_VARIABLES, *service), unset)
+        yield from variable_problems("script_args", self.script_args, (*SCRIPT_VARIABLES, *service), unset)
         if self.script is not None and self.checkpoints.asynchronous:
             yield "checkpoints.asynchronous cannot be combined with script, which saves its own checkpoints. Remove it"
 
@@ -843,22 +693,16 @@ class Run(Section):
 class Container(Section):
     """The container in which the jobs of every stage and their checks run."""
 
-    image: values.PathText = Field(
-        description="Image. For Apptainer a file, the folder of a sandbox, or a reference such as `docker://NAME`; for "
-        "pyxis a squashfs file with an absolute path, or `[REGISTRY#]NAME[:TAG]`."
-    )
-    kind: Literal["apptainer", "pyxis"] = Field(
-        "apptainer", description="Program that runs the container: `apptainer exec`, or srun with the plugin pyxis."
-    )
-    binds: list[Annotated[values.PathText, AfterValidator(values.check_bind)]] = Field(
-        default_factory=list,
-        description="Further folders of the node in the container, `SOURCE[:TARGET[:ro]]`. The checkout, the runs, the "
-        "files that a run names, the caches, `scratch` and `nvme_path` are bound without being listed.",
-    )
-    python: values.PathText = Field(
-        "python3",
-        description="Python in the image, by name or path. It has Shardmake's libraries in the login node's versions.",
-    )
+    image: values.PathText
+    """Image. For Apptainer a file, the folder of a sandbox, or a reference such as `docker://NAME`; for pyxis a
+    squashfs file with an absolute path, or `[REGISTRY#]NAME[:TAG]`."""
+    kind: Literal["apptainer", "pyxis"] = "apptainer"
+    """Program that runs the container: `apptainer exec`, or srun with the plugin pyxis."""
+    binds: list[Annotated[values.PathText, AfterValidator(values.check_bind)]] = Field(default_factory=list)
+    """Further folders of the node in the container, `SOURCE[:TARGET[:ro]]`. The checkout, the runs, the files that a
+    run names, the caches, `scratch` and `nvme_path` are bound without being listed."""
+    python: values.PathText = "python3"
+    """Python in the image, by name or path. It has Shardmake's libraries in the login node's versions."""
 
 
 class Slurm(Section):
@@ -1089,9 +933,8 @@ class Config(Section):
 
     cluster: values.PathText = Field(description="The cluster file, relative to the folder in which Snakemake runs.")
     runs: dict[str, Run] = Field(description="The runs by name. A run's folder is `runs/NAME`.")
-    sweeps: SkipJsonSchema[dict[str, list[str]]] = Field(
-        default_factory=dict, description="The runs of each sweep, which the resolution of the file adds."
-    )
+    sweeps: SkipJsonSchema[dict[str, list[str]]] = Field(default_factory=dict)
+    """The runs of each sweep, which the resolution of the file adds."""
 
     @field_validator("runs", mode="before")
     @classmethod

@@ -1,7 +1,7 @@
 """The file of a run's training program: ``script: train.py``, or a module as in ``script: -m package.module``."""
 
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from string import Template
@@ -62,18 +62,18 @@ SERVICE_VARIABLES: Final = tuple(f"{PREFIX}SERVICE_{name}" for name in ("HOST", 
 """The variables that lead to a run's service (docs/how-to/user-script.md)."""
 
 
-def check_variables(key: str, words: Iterable[str], known: Sequence[str], unset: Collection[str] = ()) -> None:
-    """Raise a `ValueError` if one of ``words``, the value of ``key``, names a variable of Shardmake beside ``known``.
+def variable_problems(
+    key: str, words: Iterable[str], known: Sequence[str], unset: Collection[str] = ()
+) -> Iterator[str]:
+    """Yield each variable of Shardmake in ``words``, the value of ``key``, that is not one of ``known``.
 
     Other variables are those of the nodes, which are not known here. Those of ``unset`` would be empty.
     """
     names = [name for word in words for name in Template(word).get_identifiers() if name.startswith(PREFIX)]
     for name in names:
         if name in SERVICE_VARIABLES and not set(known) & set(SERVICE_VARIABLES):
-            raise ValueError(f"{key}: ${name} is set only for a run with a service. Add service and service_nodes")
-        if name in unset:
-            raise ValueError(f"{key}: ${name} would be empty. Set {VARIABLE_KEYS[name]} in the run")
-        if name not in known:
-            raise ValueError(
-                f"{key}: ${name} is not set for this program.{nearest(name, known)} Use one of {', '.join(known)}"
-            )
+            yield f"{key}: ${name} is set only for a run with a service. Add service and service_nodes"
+        elif name in unset:
+            yield f"{key}: ${name} would be empty. Set {VARIABLE_KEYS[name]} in the run"
+        elif name not in known:
+            yield f"{key}: ${name} is not set for this program.{nearest(name, known)} Use one of {', '.join(known)}"

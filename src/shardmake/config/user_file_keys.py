@@ -32,8 +32,6 @@ class JudgedKey:
     is_idle: bool = False
 
 
-_SCRIPT: Final = "The script decides whether it uses this section."
-
 ACCELERATE_KEYS: Final[dict[str, KeyRule]] = {
     **{
         key: KeyRule("planned", row.launch_effect or ACCELERATE_STOPS)
@@ -122,7 +120,7 @@ def changes_result(key: str) -> bool:
 def _rule(kind: Kind, key: str, is_script: bool) -> KeyRule:
     table = TABLES[kind]
     if is_script and kind == "deepspeed" and key.startswith(("optimizer.", "scheduler.")):
-        return KeyRule("result", _SCRIPT)
+        return KeyRule("result", "The script decides whether it uses this section.")
     return find_rule(table, key) or KeyRule("refused", _unknown(kind, key))
 
 
@@ -139,12 +137,10 @@ def _unknown(kind: Kind, key: str) -> str:
 
 def _sections_that_are_off(file: UserFile) -> set[str]:
     """Return the sections that switch themselves off with ``enabled: false``."""
-    table, off = TABLES[file.kind], set()
-    for key, section in file.values.items():
-        if isinstance(section, Mapping) and section.get("enabled") is False:
-            rule = find_rule(table, f"{key}.enabled")
-            off |= {key} if f"{key}.enabled" in table or (rule is not None and rule.fate == "removed") else set()
-    return off
+    table = TABLES[file.kind]
+    off = {key for key in file.values if file.section(key).get("enabled") is False}
+    rules = {key: find_rule(table, f"{key}.enabled") for key in off}
+    return {key for key, rule in rules.items() if f"{key}.enabled" in table or (rule and rule.fate == "removed")}
 
 
 def _wrong_size(one: JudgedKey) -> str:

@@ -1,19 +1,19 @@
 """Read a run's own DeepSpeed and Accelerate files (``deepspeed_config``, ``accelerate_config``)."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal
 
-from shardmake.config.load import read_yaml
+from shardmake.config.load import read_file, read_yaml
 from shardmake.config.models import Run
-from shardmake.config.parse_text import DuplicateKeyError, parse_json
+from shardmake.config.parse_text import parse_json
 from shardmake.config.settings import SETTINGS
 from shardmake.core.errors import ConfigError
 
-Kind = Literal["deepspeed", "accelerate"]
-KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+Kind = Literal["deepspeed", "accelerate", "training"]
+KINDS: Final[tuple[Kind, ...]] = ("deepspeed", "accelerate")
+"""The files that a run may name; training arguments are a file for `shardmake check`."""
 TITLES: Final[dict[Kind, str]] = {"deepspeed": "a DeepSpeed file", "accelerate": "an Accelerate file"}
 SIGNS: Final[dict[Kind, tuple[str, ...]]] = {
     "accelerate": ("distributed_type", "compute_environment", "num_processes", "deepspeed_config"),
@@ -28,7 +28,7 @@ SIGNS: Final[dict[Kind, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class UserFile:
-    """One file of the user's, as the library reads it."""
+    """One configuration file of the user's, as the library reads it."""
 
     kind: Kind
     name: str
@@ -64,7 +64,10 @@ def read_user_file(kind: Kind, run: Run) -> UserFile | None:
     if name is None:
         return None
     path = Path(name)
-    values: Any = _read_json(f"{kind}_config", path) if path.suffix == ".json" else read_yaml(path)
+    try:
+        values: Any = read_file(path, parse_json) if path.suffix == ".json" else read_yaml(path)
+    except ConfigError as error:
+        raise ConfigError(f"{kind}_config: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{kind}_config: {name} holds no keys. Name {TITLES[kind]}.")
     other: Kind = "accelerate" if kind == "deepspeed" else "deepspeed"
@@ -73,19 +76,3 @@ def read_user_file(kind: Kind, run: Run) -> UserFile | None:
             f"{kind}_config: {name} looks like {TITLES[other]}. Name it under {other}_config, or name {TITLES[kind]}."
         )
     return UserFile(kind, name, values)
-
-
-def _read_json(key: str, path: Path) -> Any:
-    """Return the content of a JSON file; DeepSpeed refuses a key that occurs twice, and so does this."""
-    try:
-        return parse_json(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"{key}: {path} does not exist in {Path.cwd()}. Name an existing file.") from None
-    except OSError as error:
-        raise ConfigError(f"{key}: {path} cannot be read: {error.strerror}. Name a file that you can read.") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{key}: {path} is not text in UTF-8. Save the file as UTF-8.") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{key}: {path}, line {error.lineno} is not valid JSON: {error.msg}.") from None
-    except DuplicateKeyError as error:
-        raise ConfigError(f"{key}: {path} is ambiguous. The key {error} occurs twice. Remove one of them.") from None

@@ -13,9 +13,6 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from shardmake.core.secrets import is_secret
 from shardmake.core.units import parse_size
 
-SMALLEST_FILE = 1000
-LARGEST_FILE = 10**15
-MINUTES_OF_A_YEAR = 365 * 24 * 60
 RUN = "{run}"
 """The run's name in a destination of ``push.to``."""
 LAUNCHER_VARIABLES = ("MASTER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_", "TORCHELASTIC_", "PET_")
@@ -59,7 +56,7 @@ def check_bind(text: str) -> str:
 
 
 def _size(text: str) -> str:
-    if not SMALLEST_FILE <= parse_size(text) <= LARGEST_FILE:
+    if not 1000 <= parse_size(text) <= 10**15:
         raise ValueError(f"{text!r} is not the size of a file. Write a size from 1KB to 1000TB, such as 5GB")
     return text
 
@@ -76,18 +73,20 @@ def _time_limit(text: str) -> str:
         raise ValueError(f"{text!r} is not a time limit. Write [D-]HH:MM:SS in quotes, such as '24:00:00'")
     if minutes(text) == 0:
         raise ValueError(f"{text!r} means no limit in Slurm. Write the limit of the partition, such as '24:00:00'")
-    if minutes(text) > MINUTES_OF_A_YEAR:
+    if minutes(text) > 365 * 24 * 60:
         raise ValueError(f"{text!r} is longer than a year. Write at most '365-00:00:00'")
     return text
 
 
-def _gpu_type(text: str) -> str:
-    if not re.fullmatch(r"[\w.+-]+", text):
-        raise ValueError(
-            f"{text!r} is not the name of a GPU type. Write the name alone, as `sinfo --format=%G` prints it, "
-            "such as a100"
-        )
-    return text
+def _matching(pattern: str, problem: str) -> AfterValidator:
+    """Return the check of a text of one form; ``problem`` follows the text in the message."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"{text!r} {problem}")
+        return text
+
+    return AfterValidator(check)
 
 
 def _variable(name: str) -> str:
@@ -126,22 +125,23 @@ def check_destination(destination: str) -> str:
 def with_run_name(name: Any, run: Any) -> Any:
     """Return the values of a run, as they are in the file, with ``{run}`` in ``push.to`` replaced by ``name``."""
     push = run.get("push") if isinstance(run, dict) else None
-    if not isinstance(push, dict):
+    if not isinstance(push, dict) or "to" not in push:
         return run
-
-    def named(to: Any) -> Any:
-        if isinstance(to, list):
-            return [named(one) for one in to]
-        return to.replace(RUN, str(name)) if isinstance(to, str) else to
-
-    return {**run, "push": {key: named(value) if key == "to" else value for key, value in push.items()}}
+    given = push["to"] if isinstance(push["to"], list) else [push["to"]]
+    named = [to.replace(RUN, str(name)) if isinstance(to, str) else to for to in given]
+    return {**run, "push": {**push, "to": named if isinstance(push["to"], list) else named[0]}}
 
 
 AsNumber = BeforeValidator(_number)
 PathText = Annotated[str, AfterValidator(expand)]
 FileSize = Annotated[str, AfterValidator(_size)]
 TimeLimit = Annotated[str, AfterValidator(_time_limit)]
-GpuType = Annotated[str, AfterValidator(_gpu_type)]
+GpuType = Annotated[str, _matching(
+    r"[\w.+-]+",
+    "is not the name of a GPU type. Write the name alone, as `sinfo --format=%G` prints it, such as a100",
+)]  # fmt: skip
+SourceName = Annotated[str, _matching(r"[A-Za-z0-9][\w.-]*", "is not a name. Use letters, digits, '_', '.' and '-'")]
+HealthPath = Annotated[str, _matching(r"/.*", "is not a path. Begin it with '/', as in /health")]
 Variable = Annotated[str, AfterValidator(_variable)]
 
 Fraction = Annotated[float, Field(ge=0, le=1), AsNumber]

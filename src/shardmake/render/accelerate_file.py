@@ -1,22 +1,11 @@
 """``accelerate.yaml``: the ranks that `accelerate launch` starts, and their library."""
 
-from typing import Any, Final
+from typing import Any
 
 from shardmake.config.models import Run
 from shardmake.config.settings import SETTINGS
 from shardmake.memory.model import Model
 from shardmake.run.plan import Choice, Plan
-
-IGNORED_IN_FILE: Final = {
-    "rdzv_backend": ("static",),
-    "same_network": (True, False),
-    "enable_cpu_affinity": (False,),
-    "downcast_bf16": ("no", False),
-}
-"""Keys that `accelerate launch` takes from its command line alone, because their defaults there are not None.
-
-The values change nothing; `accelerate config` writes them.
-"""
 
 
 def accelerate_config(plan: Plan, run: Run, model: Model) -> dict[str, Any]:
@@ -27,37 +16,26 @@ def accelerate_config(plan: Plan, run: Run, model: Model) -> dict[str, Any]:
     arguments say that the ranks run on the CPU.
     """
     choice, spec = plan.choice, plan.choice.spec
-    values: dict[str, Any] = {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": spec.distributed_type,
-        "num_machines": choice.nodes,
-        "num_processes": choice.world_size,
-        "use_cpu": False,
-        "main_training_function": "main",
-    }
+    planned = {key: value for row in SETTINGS.values() for key, value in row.values(choice, run).items()}
+    shared = ("distributed_type", "num_machines", "num_processes", "use_cpu")
+    values: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE"} | {key: planned[key] for key in shared}
+    values["main_training_function"] = "main"
     if spec.is_deepspeed:
         # `standard` is torchrun: the default for several nodes is pdsh, which needs ssh.
         section = {"deepspeed_multinode_launcher": "standard", "zero3_init_flag": choice.zero_stage == 3}
         return values | {"deepspeed_config": section}
-    values["mixed_precision"] = SETTINGS["precision"].values(choice, run)["mixed_precision"]
+    values["mixed_precision"] = planned["mixed_precision"]
     if spec.is_fsdp:
         values["fsdp_config"] = {f"fsdp_{key}": value for key, value in fsdp_settings(choice, run, model).items()}
-        if spec.hybrid or choice.tensor_parallel > 1:
-            values["parallelism_config"] = _mesh(choice)
+        # Replicas between nodes and shards within a node, or shards of tensor-parallel groups.
+        mesh: dict[str, int] = {}
+        if choice.tensor_parallel > 1:
+            mesh = {"dp_shard_size": choice.data_parallel, "tp_size": choice.tensor_parallel}
+        elif spec.hybrid:
+            mesh = {"dp_replicate_size": choice.nodes, "dp_shard_size": choice.processes_per_node}
+        if mesh:
+            values["parallelism_config"] = {f"parallelism_config_{key}": size for key, size in mesh.items()}
     return values
-
-
-def _mesh(choice: Choice) -> dict[str, Any]:
-    """Return FSDP2's mesh: replicas between nodes and shards within a node, or shards of tensor-parallel groups."""
-    if choice.tensor_parallel > 1:
-        return {
-            "parallelism_config_dp_shard_size": choice.data_parallel,
-            "parallelism_config_tp_size": choice.tensor_parallel,
-        }
-    return {
-        "parallelism_config_dp_replicate_size": choice.nodes,
-        "parallelism_config_dp_shard_size": choice.processes_per_node,
-    }
 
 
 def fsdp_settings(choice: Choice, run: Run, model: Model) -> dict[str, Any]:

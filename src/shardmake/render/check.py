@@ -28,19 +28,15 @@ from shardmake.render.settings_table import compare
 from shardmake.run.plan import Choice
 from shardmake.run.training_settings import TrainingSettings
 
-# Ask the libraries' parsers once for the same content.
-#
-# A check imports torch and DeepSpeed, which takes up to 20 s and half a gigabyte, and a repeated rendering asks for
-# files that were accepted before.
-
 _LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "trl", "peft", "pydantic")
 
 
 def ask_once(module: str, request: Mapping[str, Any], ask: Callable[[], list[list[str]]]) -> list[list[str]]:
     """Return the problems that ``ask`` finds in ``request``, a list for each rendering.
 
-    Content without problems is not asked for again with the same libraries and the same source of this package. A
-    problem is never kept, because its cause may be outside the content, such as a full disk.
+    A check imports torch and DeepSpeed, which takes up to 20 s and half a gigabyte. Content without problems is not
+    asked for again with the same libraries and the same source of this package. A problem is never kept, because its
+    cause may be outside the content, such as a full disk.
     """
     key = digest([module, dict(request), _software()])
     accepted = cache_folder() / "checks" / f"{key}.json"
@@ -79,10 +75,8 @@ class Rendering:
 
 
 NAMES: Final[dict[Library, str]] = {
-    "Trainer": "training.json",
-    "DeepSpeed": "deepspeed.json",
-    "Accelerate": "accelerate.yaml",
-}
+    "Trainer": "training.json", "DeepSpeed": "deepspeed.json", "Accelerate": "accelerate.yaml",
+}  # fmt: skip
 _RENDERINGS = TypeAdapter(list[Rendering])
 
 
@@ -156,9 +150,10 @@ def _unplanned(files: Files, choice: Choice, found: EngineSettings) -> Iterator[
     mesh = files.accelerate.get("parallelism_config", {}).items()
     ParallelismConfig(**{key.removeprefix("parallelism_config_"): value for key, value in mesh})
     if (launched := found.launched) is not None:
-        known = vars(launched)
-        for key, value in _flat(files.accelerate).items():
-            yield from _unequal(f"accelerate.yaml: {key}", known.get(key, value), value)
+        separate = {"compute_environment", "distributed_type", "main_training_function"}
+        parts = (value if isinstance(value, dict) else {key: value} for key, value in files.accelerate.items())
+        for key, value in ((key, value) for part in parts for key, value in part.items() if key not in separate):
+            yield from _unequal(f"accelerate.yaml: {key}", vars(launched).get(key, value), value)
         per_node, engine = launched.num_processes // launched.num_machines, choice.spec.distributed_type
         yield from _unequal("accelerate.yaml: processes per node", per_node, choice.processes_per_node)
         yield from _unequal("accelerate.yaml: distributed_type", files.accelerate["distributed_type"], engine)
@@ -171,15 +166,6 @@ def _unplanned(files: Files, choice: Choice, found: EngineSettings) -> Iterator[
         one = found.arguments.per_device_train_batch_size * found.arguments.gradient_accumulation_steps
         batch = found.data_ranks // choice.group_size * one
         yield from _unequal("training.json: sequences per optimizer step", batch, choice.global_batch_size)
-
-
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the file's keys under the names of the launcher's arguments, without those it handles separately."""
-    separate = {"compute_environment", "distributed_type", "main_training_function"}
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat.update(value if isinstance(value, dict) else {key: value})
-    return {key: value for key, value in flat.items() if key not in separate}
 
 
 def _unequal(subject: str, understood: object, planned: object) -> Iterator[str]:

@@ -6,12 +6,11 @@ reported, and its setting is not compared (`shardmake.render.shell_script`).
 
 import argparse
 import contextlib
-import io
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any, Final, NoReturn
 from unittest import mock
@@ -19,7 +18,6 @@ from unittest import mock
 from shardmake.config.settings import SETTINGS
 from shardmake.core.errors import ConfigError
 from shardmake.core.private_names import private
-from shardmake.render.other_tools import TOOLS, TRL, Tool
 from shardmake.render.shell_script import read_commands
 from shardmake.render.shell_words import is_unknown, written
 from shardmake.render.trainer_settings import nearest_argument
@@ -41,6 +39,28 @@ _OTHER_PROGRAMS: Final = {
 # fmt: on
 """Programs that may name a launcher without starting it."""
 _WRAPPERS: Final = ("srun", "mpirun", "mpiexec", "exec", "nohup", "apptainer", "singularity")
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A program of another project that trains with settings of its own, and the words that start a training."""
+
+    title: str
+    commands: tuple[str, ...] = ()
+    has_arguments: bool = False
+    """Its options and its YAML file have the names of transformers' training arguments, with other defaults."""
+
+
+TRL: Final = Tool("TRL", ("sft", "dpo", "grpo", "kto", "reward", "rloo"), has_arguments=True)
+_FACTORY: Final = Tool("LLaMA-Factory", ("train",), has_arguments=True)
+_TORCHTUNE: Final = Tool("torchtune", ("run",))
+TOOLS: Final = {
+    "trl": TRL, "llamafactory-cli": _FACTORY, "llamafactory": _FACTORY, "axolotl": Tool("Axolotl", ("train",)),
+    "swift": Tool("ms-swift", ("sft", "pt", "rlhf"), has_arguments=True), "tune": _TORCHTUNE, "torchtune": _TORCHTUNE,
+    "torchtitan": Tool("torchtitan"), "verl": Tool("verl"), "openrlhf": Tool("OpenRLHF"),
+    "nemo_automodel": Tool("NeMo Automodel"),
+}  # fmt: skip
+"""Tools by the name of their program or module."""
 
 
 @dataclass
@@ -121,10 +141,10 @@ def _may_start(words: Sequence[str]) -> bool:
     """Return whether a variable stands for the program of a line that may start a training."""
     first, *others = words
     hidden = [word for word in words if is_unknown(word) and written(word).startswith("$")]
-    return bool(hidden) and (
-        (first in hidden and (not others or any(word.endswith(".py") for word in others)))
-        or (Path(first).name in _WRAPPERS and not any(word.endswith(".py") for word in others) and words[-1] in hidden)
-    )
+    has_program = any(word.endswith(".py") for word in others)
+    if first in hidden:
+        return has_program or not others
+    return Path(first).name in _WRAPPERS and not has_program and words[-1] in hidden
 
 
 def _start(words: Sequence[str]) -> int | None:
@@ -132,17 +152,12 @@ def _start(words: Sequence[str]) -> int | None:
     program = next((Path(word).name for word in words if not re.match(r"[A-Za-z_]\w*=", word)), "")
     if program in _OTHER_PROGRAMS or "install" in words:
         return None
-    for index, word in enumerate(words):
+    for index, (word, follows) in enumerate(zip(words, [*words[1:], ""], strict=True)):
         name = Path(word).name
-        follows = words[index + 1] if index + 1 < len(words) else ""
-        if name == "accelerate" and follows == "launch":
-            return index
-        if name in ("torchrun", "deepspeed"):
-            return index
-        if name in TOOLS and follows in TOOLS[name].commands:
-            return index
+        commands = TOOLS[name].commands if name in TOOLS else ("launch",) if name == "accelerate" else ()
         is_program = follows.endswith(".py") or follows in ("-m", "-u") or is_unknown(follows)
-        if re.fullmatch(r"python[\d.]*", name) and is_program:
+        is_python = re.fullmatch(r"python[\d.]*", name) is not None and is_program
+        if name in ("torchrun", "deepspeed") or follows in commands or is_python:
             return index
     return None
 
@@ -202,6 +217,15 @@ def _of_tool(command: Command, tool: Tool | None) -> Command:
     return command
 
 
+def _refuse(parser: argparse.ArgumentParser, read: str, correct: str) -> None:
+    """Let ``parser`` raise a `ConfigError` for what it cannot read."""
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"Cannot read the {read}: {written(message)}. Correct {correct}.")
+
+    parser.error = refuse  # type: ignore[method-assign]
+
+
 def _relax(parser: argparse.ArgumentParser) -> None:
     """Let every option of ``parser`` take a value that only a shell knows."""
     for action in private(parser).actions:
@@ -212,11 +236,7 @@ def _relax(parser: argparse.ArgumentParser) -> None:
 
 
 def _or_unknown(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    def read_known(text: str) -> Any:
-        return text if is_unknown(text) else read(text)
-
-    read_known.__name__ = getattr(read, "__name__", "")
-    return read_known
+    return wraps(read, updated=())(lambda text: text if is_unknown(text) else read(text))
 
 
 class _Choices(list[Any]):
@@ -228,12 +248,8 @@ class _Choices(list[Any]):
 
 def _parse(parser: argparse.ArgumentParser, words: list[str], title: str, command: Command) -> argparse.Namespace:
     """Return what ``parser`` reads, without its unknown values, which become those of ``command``."""
-
-    def refuse(message: str) -> NoReturn:
-        raise ConfigError(f"Cannot read the command of {title}: {written(message)}. Correct the launcher's options.")
-
-    parser.error = refuse  # type: ignore[method-assign]
     _relax(parser)
+    _refuse(parser, f"command of {title}", "the launcher's options")
     return _known(parser.parse_args, words, command)
 
 
@@ -290,17 +306,15 @@ def _torchrun(words: list[str], title: str) -> Command:
     command = Command(title, "torchrun", "", [])
     read = _parse(get_args_parser(), words, title, command)
     nodes, per_node = str(read.nnodes).rpartition(":")[2], str(read.nproc_per_node)
+    wrong = ""
     if re.fullmatch(r"-\d+|0+", per_node):
-        raise ConfigError(f"Cannot check {title}: --nproc_per_node {per_node}. Every node needs at least 1 process.")
-    if not per_node.isdigit() and per_node not in _BY_DEVICE and not is_unknown(per_node):
-        devices = ", ".join(_BY_DEVICE)
-        raise ConfigError(
-            f"Cannot check {title}: --nproc_per_node {per_node}. torchrun needs a number or one of {devices}."
-        )
-    if not re.fullmatch(r"([1-9]\d*:)?[1-9]\d*", str(read.nnodes)) and not is_unknown(str(read.nnodes)):
-        raise ConfigError(
-            f"Cannot check {title}: --nnodes {read.nnodes}. torchrun needs a number from 1 on, or MIN:MAX."
-        )
+        wrong = f"--nproc_per_node {per_node}. Every node needs at least 1 process."
+    elif not per_node.isdigit() and per_node not in _BY_DEVICE and not is_unknown(per_node):
+        wrong = f"--nproc_per_node {per_node}. torchrun needs a number or one of {', '.join(_BY_DEVICE)}."
+    elif not re.fullmatch(r"([1-9]\d*:)?[1-9]\d*", str(read.nnodes)) and not is_unknown(str(read.nnodes)):
+        wrong = f"--nnodes {read.nnodes}. torchrun needs a number from 1 on, or MIN:MAX."
+    if wrong:
+        raise ConfigError(f"Cannot check {title}: {wrong}")
     command.ranks = int(nodes) * int(per_node) if per_node.isdigit() and nodes.isdigit() else None
     return command
 
@@ -312,22 +326,15 @@ _BY_DEVICE: Final = ("auto", "cpu", "gpu", "xpu")
 def _deepspeed(words: list[str], title: str) -> Command:
     from deepspeed.launcher import runner
 
-    output, command = io.StringIO(), Command(title, "deepspeed", "", [])
-    parse = argparse.ArgumentParser.parse_args
+    command, parse = Command(title, "deepspeed", "", []), argparse.ArgumentParser.parse_args
 
     def parse_relaxed(parser: argparse.ArgumentParser, *given: Any, **named: Any) -> Any:
         _relax(parser)
+        _refuse(parser, f"command of {title}", "the deepspeed launcher's options")
         return parse(parser, *given, **named)
 
-    try:
-        relaxed = mock.patch.object(argparse.ArgumentParser, "parse_args", parse_relaxed)
-        with contextlib.redirect_stderr(output), relaxed:
-            read = _known(runner.parse_args, words, command)
-    except SystemExit:
-        reason = written(output.getvalue().strip().rpartition("error: ")[2])
-        raise ConfigError(
-            f"Cannot read the command of {title}: {reason}. Correct the deepspeed launcher's options."
-        ) from None
+    with mock.patch.object(argparse.ArgumentParser, "parse_args", parse_relaxed):
+        read = _known(runner.parse_args, words, command)
     sizes = [read.num_gpus, read.num_nodes]
     counted = all(isinstance(size, int) for size in sizes) and read.num_gpus > 0
     command.ranks = read.num_gpus * max(1, read.num_nodes) if counted else None
@@ -386,11 +393,7 @@ def _training_values(words: list[str], title: str, found: Arguments) -> dict[str
     only a shell knows becomes one of ``found``.
     """
     parser = _trainer_parser()
-
-    def refuse(message: str) -> NoReturn:
-        raise ConfigError(f"Cannot read the arguments of {title}: {written(message)}. Correct the training arguments.")
-
-    parser.error = refuse  # type: ignore[method-assign]
+    _refuse(parser, f"arguments of {title}", "the training arguments")
     before = dict(zip(words[1:], words, strict=False))
     for word in [word for word in words if is_unknown(word) and written(word).startswith(("$", "`"))]:
         option = before.get(word, "")

@@ -43,12 +43,17 @@ class Settings:
     def is_unknown(self, setting: Setting) -> bool:
         """Return whether only a shell knows a value of ``setting``, as an option or as one of a variable's options."""
         given, trainer = {*(self.trainer or {})}, [key.partition(".")[0] for key in setting.trainer]
-        started = {flag.removeprefix("--").partition("=")[0].replace("-", "_") for flag in self.flags}
         return (
             any(key in self.unknown for key in (*setting.trainer, setting.option))
             or ("Trainer" in self.is_open and self.trainer is not None and not {*trainer} <= given)
-            or ("Accelerate" in self.is_open and setting.option is not None and setting.option not in started)
+            or ("Accelerate" in self.is_open and setting.option is not None and setting.option not in self.options)
         )
+
+    @property
+    def options(self) -> dict[str, str]:
+        """Return the flag of each option of `accelerate launch` that ``flags`` give."""
+        named = [flag for flag in self.flags if flag.startswith("--")]
+        return {flag.removeprefix("--").partition("=")[0].replace("-", "_"): flag for flag in named}
 
 
 @dataclass(frozen=True)
@@ -76,9 +81,8 @@ class Row:
     def sentence(self, names: Mapping[Library, str]) -> str:
         """Return the value of each library, with ``names`` of the files, and the effect."""
         sides = [
-            f"{value.key} is {as_text(value.value)} in {names.get(library, library)}"
-            if value.written
-            else f"{value.key} is {as_text(value.value)}, {library}'s default"
+            f"{value.key} is {as_text(value.value)}"
+            + (f" in {names.get(library, library)}" if value.written else f", {library}'s default")
             for library, value in self.values.items()
             if value.value is not None
         ]

@@ -3,7 +3,7 @@
 Sizes of buckets and buffers are in elements, as DeepSpeed counts them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,19 +13,13 @@ from shardmake.core.disk import swap_folder
 from shardmake.core.nested import overlay
 from shardmake.memory.buckets import auto_sizes, zero_optimization
 from shardmake.memory.model import Model
-from shardmake.run.plan import Choice, Plan
+from shardmake.run.plan import Plan
 
 AIO: Final = {
-    "block_size": 1 << 20,
-    "queue_depth": 8,
-    "intra_op_parallelism": 1,
-    "single_submit": False,
-    "overlap_events": True,
+    "block_size": 1 << 20, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False, "overlap_events": True,
     "use_gds": False,
-}
+}  # fmt: skip
 FP16: Final = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2}
-FILLED_BY_SCRIPT: Final = (MICRO_BATCH, ACCUMULATION)
-"""Keys that Accelerate takes from the objects a script prepares."""
 
 
 def deepspeed_config(plan: Plan, run: Run, cluster: Cluster, model: Model, folder: Path) -> dict[str, Any]:
@@ -38,43 +32,28 @@ def deepspeed_config(plan: Plan, run: Run, cluster: Cluster, model: Model, folde
     choice = plan.choice
     if not choice.is_deepspeed:
         return {}
-    values = overlay({}, dict(_written(choice, run)))
+    # The rows at the top of the file, and the sections of the precision.
+    values = overlay({}, {
+        key: value for row in SETTINGS.values() for key, value in row.values(choice, run).items()
+        if key in row.deepspeed and key != TOTAL_BATCH and ("." not in key or row is SETTINGS["precision"])
+    })  # fmt: skip
     if choice.precision == "fp16":
         values["fp16"] |= FP16
-    values |= {
-        "zero_optimization": zero_optimization(
-            choice, model, cluster, swap_folder(cluster.nvme_path, plan.run, folder)
-        ),
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "wall_clock_breakdown": False,
-    }
+    swap = swap_folder(cluster.nvme_path, plan.run, folder)
+    values["zero_optimization"] = zero_optimization(choice, model, cluster, swap)
+    values |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    values["wall_clock_breakdown"] = False
     if choice.gradients != choice.precision:
         values |= {"communication_data_type": choice.gradients, "data_types": {"grad_accum_dtype": choice.gradients}}
     if choice.tensor_parallel > 1:
         values["tensor_parallel"] = {"autotp_size": choice.tensor_parallel}
     if choice.spec.uses_nvme:
         values["aio"] = AIO
-    return _for_script(values) if run.script else values
-
-
-def _written(choice: Choice, run: Run) -> Iterator[tuple[str, Any]]:
-    """Yield key and value of every row at the top of the file, and of the precision's sections."""
-    for row in SETTINGS.values():
-        for key, value in row.values(choice, run).items():
-            if key in row.deepspeed and key != TOTAL_BATCH and ("." not in key or row is SETTINGS["precision"]):
-                yield key, value
-
-
-def _for_script(values: dict[str, Any]) -> dict[str, Any]:
-    """Return ``values`` for a script: its data loader and accumulation decide, and it may save gathered weights.
-
-    Accelerate and Trainer both fill these keys in.
-    """
-    zero = values["zero_optimization"]
-    if zero["stage"] == 3 or "tensor_parallel" in values:  # DeepSpeed reads the key for both
-        zero = zero | {"stage3_gather_16bit_weights_on_model_save": True}
-    return values | dict.fromkeys(FILLED_BY_SCRIPT, "auto") | {"zero_optimization": zero}
+    if run.script:  # its data loader and accumulation decide, and it may save gathered weights
+        if choice.zero_stage == 3 or choice.tensor_parallel > 1:  # DeepSpeed reads the key for both
+            values["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+        values |= {MICRO_BATCH: "auto", ACCUMULATION: "auto"}  # Accelerate and Trainer both fill these keys in
+    return values
 
 
 def with_numbers(values: Mapping[str, Any], arguments: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:

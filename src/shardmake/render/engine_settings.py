@@ -21,7 +21,7 @@ from shardmake.config.settings import ACCUMULATION, MICRO_BATCH, SETTINGS, TOTAL
 from shardmake.core.nested import leaves, overlay
 from shardmake.core.private_names import private
 from shardmake.render import parsers
-from shardmake.render.comparison import EngineSettings, Problem, Settings
+from shardmake.render.comparison import EngineSettings, Library, Problem, Settings
 from shardmake.render.launcher_settings import VARIABLES, launch
 from shardmake.render.trainer_settings import read_dynamo, read_script, read_trainer
 
@@ -87,23 +87,22 @@ def _ranks_without_gpu(settings: Settings, found: EngineSettings) -> int:
         if settings.trainer is not None and settings.trainer.get("fsdp"):
             found.stops["fsdp"] = "Trainer stops: FSDP needs several ranks, and without a GPU each rank counts one."
         effect = "Without a GPU, Accelerate takes each rank for the only one, and all ranks train on the same rows."
-        if settings.trainer is None:
-            advice = "Start the script as a run of Shardmake, which corrects this."
-            found.refuse("Accelerate", "use_cpu", None, f"{effect} {advice}")
-        else:
-            found.refuse("Trainer", "use_cpu", None, f"{effect} Set use_cpu: true.")
+        library: Library = "Accelerate" if settings.trainer is None else "Trainer"
+        by_run = "Start the script as a run of Shardmake, which corrects this."
+        advice = by_run if settings.trainer is None else "Set use_cpu: true."
+        found.refuse(library, "use_cpu", None, f"{effect} {advice}")
     return int(ranks)
 
 
 def _drop_refused_fields(found: EngineSettings) -> None:
     """Record the settings of an Accelerate file that Accelerate refuses beside a DeepSpeed file, and remove them."""
     fields = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
-    for name in {*fields} & {*REFUSED_BESIDE_DEEPSPEED_FILE, "mixed_precision"}:
+    refused = {*fields} & {*REFUSED_BESIDE_DEEPSPEED_FILE, "mixed_precision"}
+    for name in refused:
         found.stops[f"accelerate {name}"] = "Accelerate stops on this key beside a DeepSpeed file. Remove it."
         os.environ.pop(f"ACCELERATE_{name.upper()}", None)
         os.environ.pop(f"ACCELERATE_DEEPSPEED_{name.upper()}", None)
-    kept = [name for name in fields if f"accelerate {name}" not in found.stops]
-    os.environ["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(kept)
+    os.environ["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(name for name in fields if name not in refused)
 
 
 def _enter_world(size: int) -> None:
@@ -154,16 +153,14 @@ def _read_text(section: dict[str, Any], prefix: str, found: EngineSettings) -> N
         if isinstance(value, dict):
             _read_text(value, f"{prefix}{key}.", found)
         elif isinstance(value, str) and (read := _number_or_boolean(value)) is not None:
-            effect = TEXT_EFFECTS.get(f"{prefix}{key}", "The libraries compare text and numbers as different values.")
+            effect = "The libraries compare text and numbers as different values."
+            if f"{prefix}{key}" in SETTINGS["ZeRO stage"].deepspeed:
+                effect = (
+                    "DeepSpeed reads the text as a number, but transformers does not: with stage 3, each rank would "
+                    "load the whole model before it is partitioned."
+                )
             found.refuse("DeepSpeed", f"{prefix}{key}", value, f"{effect} Write it without quotes: {json.dumps(read)}.")
             section[key] = read
-
-
-TEXT_EFFECTS: Final = dict.fromkeys(
-    SETTINGS["ZeRO stage"].deepspeed,
-    "DeepSpeed reads the text as a number, but transformers does not: with stage 3, each rank would load the whole "
-    "model before it is partitioned.",
-)
 
 
 def _number_or_boolean(text: str) -> Any:
@@ -193,7 +190,11 @@ def _read_deepspeed(settings: Settings, plugin: Any, found: EngineSettings) -> N
     refused: set[str] = set()  # the size of a micro batch is put back, and may fail again
     while (key := parsers.culprit(config, reader)) is not None and key not in refused:
         refused.add(key)
-        _refuse_for_deepspeed(key, dict(leaves(config))[key], found)
+        value, effect = dict(leaves(config))[key], "DeepSpeed stops: it does not know this key or cannot use its value."
+        if dict(leaves(found.deepspeed)).get(key) == "auto":
+            filled = f"The training arguments fill in {json.dumps(value)}, and DeepSpeed stops"
+            value, effect = "auto", f"{filled}: it cannot use this value."
+        found.refuse("DeepSpeed", key, value, effect)
         config = {MICRO_BATCH: 1} | parsers.without(config, key)  # DeepSpeed reads no file without it
     try:
         found.config, ignored = reader(config)
@@ -205,15 +206,6 @@ def _read_deepspeed(settings: Settings, plugin: Any, found: EngineSettings) -> N
         if name in (settings.deepspeed or {}):
             effect = "DeepSpeed does not know this key and ignores it."
             found.problems.append(Problem("DeepSpeed", name, found.deepspeed.get(name), "warning", effect))
-
-
-def _refuse_for_deepspeed(key: str, value: Any, found: EngineSettings) -> None:
-    """Record a value that DeepSpeed refuses, and where it comes from if the file has "auto"."""
-    if dict(leaves(found.deepspeed)).get(key) == "auto":
-        effect = f"The training arguments fill in {json.dumps(value)}, and DeepSpeed stops: it cannot use this value."
-        found.refuse("DeepSpeed", key, "auto", effect)
-    else:
-        found.refuse("DeepSpeed", key, value, "DeepSpeed stops: it does not know this key or cannot use its value.")
 
 
 def _set_precision(plugin: Any, found: EngineSettings) -> None:

@@ -13,6 +13,8 @@ from shardmake.render.comparison import EngineSettings, Library
 
 Read = Callable[[EngineSettings], Any]
 Ask = Callable[[EngineSettings, Any], Any]
+SHORTEST_WARMUP: Final = 2
+"""Steps that DeepSpeed's schedules warm up for at least, whatever is written."""
 
 
 def value_that_trains(row: Setting, found: EngineSettings) -> Any:
@@ -60,17 +62,11 @@ def in_deepspeed(key: str, found: EngineSettings) -> Any:
 
 
 def _offload(offload: Any, which: str, name: str, stage: int) -> Any:
-    """Return the device or the path of an offload section; DeepSpeed does not swap stages 1 and 2 to NVMe."""
+    """Return the device or the path of an offload section. Only stage 3 swaps to NVMe, and offloads parameters."""
     if name == "nvme_path":
         return None if offload is None or offload.nvme_path is None else str(offload.nvme_path)
-    if offload is None or stage < (1 if which == "offload_optimizer" else NVME_STAGE):
-        return "none"
-    device = plain(offload.device)
-    return "none" if device == "nvme" and stage < NVME_STAGE else device
-
-
-NVME_STAGE: Final = 3
-"""The one ZeRO stage that swaps to NVMe, and that offloads parameters."""
+    device = "none" if offload is None else plain(offload.device)
+    return "none" if stage < (1 if which == "offload_optimizer" and device != "nvme" else 3) else device
 
 
 def _of_schedule(name: str, found: EngineSettings) -> Any:
@@ -79,10 +75,6 @@ def _of_schedule(name: str, found: EngineSettings) -> Any:
         return None
     value = section.get(name, None if parameter.default is inspect.Parameter.empty else parameter.default)
     return max(SHORTEST_WARMUP, value) if name == "warmup_num_steps" and isinstance(value, int) else value
-
-
-SHORTEST_WARMUP: Final = 2
-"""Steps that DeepSpeed's schedules warm up for at least, whatever is written."""
 
 
 def section_of(found: EngineSettings, name: str) -> dict[str, Any] | None:
@@ -121,9 +113,7 @@ def schedule_parameters(found: EngineSettings) -> dict[str, inspect.Parameter]:
 
     name = str(found.config.scheduler_name)
     schedule = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name, None)
-    if not inspect.isclass(schedule):
-        return {}
-    return dict(list(inspect.signature(schedule).parameters.items())[1:])
+    return dict([*inspect.signature(schedule).parameters.items()][1:]) if inspect.isclass(schedule) else {}
 
 
 FSDP_SECTION: Final = "fsdp_config."
@@ -165,16 +155,14 @@ def _learning_rate(found: EngineSettings) -> Any:
     schedule = section_of(found, "scheduler")
     if schedule is not None:
         name = found.config.scheduler_name
-        if name in ("OneCycle", "LRRangeTest"):
-            key = {"OneCycle": "cycle_max_lr", "LRRangeTest": "lr_range_test_min_lr"}[name]
+        if key := {"OneCycle": "cycle_max_lr", "LRRangeTest": "lr_range_test_min_lr"}.get(name):
             return schedule.get(key, f"that of {name}")
-        if name in ("WarmupLR", "WarmupDecayLR") and (rate := schedule.get("warmup_max_lr", _DEFAULT_RATES[name])):
+        default = {"WarmupLR": None, "WarmupDecayLR": 0.001}  # None stands for the optimizer's learning rate
+        if name in default and (rate := schedule.get("warmup_max_lr", default[name])):
             return rate
     return _by_names(SETTINGS["learning rate"], found)
 
 
-_DEFAULT_RATES: Final = {"WarmupLR": None, "WarmupDecayLR": 0.001}
-"""The default of ``warmup_max_lr``; None stands for the optimizer's learning rate."""
 VARIES: Final = "OneCycle's"
 
 
@@ -220,10 +208,8 @@ def optimizer_family(name: Any) -> str:
 
 
 def _optimizer(found: EngineSettings) -> Any:
-    if found.config is not None and found.config.optimizer_name is not None:
-        return found.config.optimizer_name
-    if found.arguments is None:
-        return None
+    if found.arguments is None or getattr(found.config, "optimizer_name", None) is not None:
+        return getattr(found.config, "optimizer_name", None)
     if _offloads_optimizer(found) and found.config.zero_force_ds_cpu_optimizer:
         is_adamw = optimizer_family(found.arguments.optim) == "adamw"
         return "DeepSpeedCPUAdam" if is_adamw else "Adam (DeepSpeedCPUAdam, L2 weight decay)"
@@ -234,9 +220,8 @@ def _warmup_of_trainer(found: EngineSettings) -> Any:
     """Return the warm-up of Trainer's schedule: a ratio as long as the number of steps is unknown."""
     if found.arguments is None:
         return None
-    if plain(found.arguments.lr_scheduler_type) == "constant":
-        return 0
-    return _steps_of_ratio(found, found.arguments.warmup_steps)
+    is_constant = plain(found.arguments.lr_scheduler_type) == "constant"
+    return 0 if is_constant else _steps_of_ratio(found, found.arguments.warmup_steps)
 
 
 def _steps_of_ratio(found: EngineSettings, value: Any) -> Any:
@@ -276,11 +261,8 @@ def _offloads_optimizer(found: EngineSettings) -> bool:
 
 def engine_that_trains(found: EngineSettings) -> str:
     """Return the words for the library that trains."""
-    if found.config is not None:
-        return "DeepSpeed"
-    if found.fsdp is not None:
-        return "FSDP"
-    return "DDP" if found.data_ranks > 1 else "one process"
+    plain_engine = "DDP" if found.data_ranks > 1 else "one process"
+    return "DeepSpeed" if found.config is not None else "FSDP" if found.fsdp is not None else plain_engine
 
 
 # --- the rows that are not read by their names ------------------------------------------------------------------------

@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
+from shardmake.config.user_file_keys import ACCELERATE_KEYS
 from shardmake.core.private_names import private
 from shardmake.render import parsers
-from shardmake.render.accelerate_file import IGNORED_IN_FILE
 from shardmake.render.comparison import EngineSettings, Problem, Settings
 
 VARIABLES: Final = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 """Prefixes of the variables in which Accelerate passes settings to the ranks."""
+IGNORED_IN_FILE: Final = {
+    **{key: ACCELERATE_KEYS[key].idle for key in ("rdzv_backend", "enable_cpu_affinity", "downcast_bf16")},
+    "same_network": (True, False),
+}
+"""Keys that `accelerate launch` takes from its command line alone, and the values that `accelerate config` writes."""
 
 
 def launch(settings: Settings, deepspeed: dict[str, Any] | None, found: EngineSettings, folder: Path) -> None:
@@ -25,35 +30,31 @@ def launch(settings: Settings, deepspeed: dict[str, Any] | None, found: EngineSe
     attempt = lambda less: _start_launcher(less, settings, deepspeed, folder)  # noqa: E731
     while True:
         try:
-            found.launched, found.launcher = attempt(values)
+            launched, found.launcher = attempt(values)
             break
         except (Exception, SystemExit) as error:
             key = parsers.culprit(values, attempt)
             if key is None:
-                missing = next(
-                    (key for key in ("distributed_type", "num_processes") if key in str(error)), "the options"
-                )
+                named = (key for key in ("distributed_type", "num_processes") if key in str(error))
+                missing = next(named, "the options")
                 if not any(problem.key == missing for problem in found.problems):  # refused already, and removed
-                    found.refuse("Accelerate", missing, None, "`accelerate launch` stops: it cannot start without it.")
+                    found.refuse("Accelerate", missing, None, f"{_STOPS}: it cannot start without it.")
                 return
-            found.refuse("Accelerate", key, values.pop(key), "`accelerate launch` stops: it cannot use this value.")
-    if found.launcher == "simple_launcher" and found.launched.mpirun_hostfile is None:
-        found.world_size = 1
-        _refuse_one_process(values, found)
-
-
-def _refuse_one_process(values: Mapping[str, Any], found: EngineSettings) -> None:
-    """Record that `accelerate launch` starts one plain process, if its file asks for more."""
+            found.refuse("Accelerate", key, values.pop(key), f"{_STOPS}: it cannot use this value.")
+    found.launched = launched
+    if found.launcher != "simple_launcher" or launched.mpirun_hostfile is not None:
+        return
+    found.world_size = 1
     kind, one_process = values.get("distributed_type"), "`accelerate launch` starts one plain process, silently."
-    if found.launched is not None and found.launched.use_cpu and kind not in PLAIN:
+    if launched.use_cpu and kind not in ("NO", "MULTI_CPU"):
         advice = "Set use_cpu: false here, and use_cpu in the training arguments."
         found.refuse("Accelerate", "use_cpu", True, f"{one_process} {advice}")
-    elif (ranks := getattr(found.launched, "num_processes", 1)) is not None and ranks > 1:
-        advice = f"{ranks} ranks need MULTI_GPU, also on CPUs, or mpirun_hostfile."
+    elif (launched.num_processes or 1) > 1:
+        advice = f"{launched.num_processes} ranks need MULTI_GPU, also on CPUs, or mpirun_hostfile."
         found.refuse("Accelerate", "distributed_type", kind, f"{one_process} {advice}")
 
 
-PLAIN: Final = ("NO", "MULTI_CPU")
+_STOPS: Final = "`accelerate launch` stops"
 
 
 def _usable(given: Mapping[str, Any], found: EngineSettings) -> dict[str, Any]:
@@ -65,24 +66,27 @@ def _usable(given: Mapping[str, Any], found: EngineSettings) -> dict[str, Any]:
     known = {*ClusterConfig.__dataclass_fields__, "dynamo_backend", "fp16", "downcast_bf16"}
     values: dict[str, Any] = {}
     for key, value in given.items():
-        section = key.endswith("_config")
+        effect = ""
         if key not in known:
-            found.refuse("Accelerate", key, value, "`accelerate launch` stops: it does not know this key.")
+            effect = f"{_STOPS}: it does not know this key."
         elif value is None and key in ("num_processes", "num_machines", "distributed_type"):
-            found.refuse("Accelerate", key, value, "The key needs a value.")
+            effect = "The key needs a value."
         elif value is None or key == "downcast_bf16":
             pass
-        elif section and not isinstance(value, dict):
-            by_name = ". Write the name of the file as deepspeed_config_file below this key."
-            hint = by_name if key == "deepspeed_config" else ": it needs a mapping."
-            found.refuse("Accelerate", key, value, f"`accelerate launch` stops{hint}")
-        elif section:
+        elif not key.endswith("_config"):
+            # In place of one value; the two settings of TPUs are lists.
+            is_compound = isinstance(value, dict) or (isinstance(value, list) and key not in ("tpu_env", "tpu_vm"))
+            expected = "one value" if is_compound else _expected_by(actions.get(key), value)
+            effect = f"`accelerate launch` needs {expected}." if expected else ""
+            values |= {} if effect else {key: value}
+        elif isinstance(value, dict):
             values[key] = _usable_section(key, value, actions, found)
-        elif _is_compound(key, value) or (expected := _expected_by(actions.get(key), value)) is not None:
-            expected = "one value" if _is_compound(key, value) else expected
-            found.refuse("Accelerate", key, value, f"`accelerate launch` needs {expected}.")
+        elif key == "deepspeed_config":
+            effect = f"{_STOPS}. Write the name of the file as deepspeed_config_file below this key."
         else:
-            values[key] = value
+            effect = f"{_STOPS}: it needs a mapping."
+        if effect:
+            found.refuse("Accelerate", key, value, effect)
         if value not in (None, *IGNORED_IN_FILE.get(key, (value,))):
             effect = "Accelerate ignores the key in a file. Write it on the command line."
             found.problems.append(Problem("Accelerate", key, value, "warning", effect))
@@ -109,21 +113,11 @@ def refuse_counts(values: dict[str, Any], found: EngineSettings) -> None:
     ranks, machines = values.get("num_processes"), values.get("num_machines", 1)
     if values.get("machine_rank", 0) >= machines:
         refuse("machine_rank", f"The machines are numbered from 0 to {machines - 1}.")
-    if values.get("main_process_port", 0) > _LARGEST_PORT:
-        refuse("main_process_port", f"The largest port is {_LARGEST_PORT}.")
+    if values.get("main_process_port", 0) > 65535:
+        refuse("main_process_port", "The largest port is 65535.")
     if ranks is not None and ranks % machines:
-        effect = (
-            f"Each of the {machines} machines starts {ranks // machines}, silently. Write a multiple of {machines}."
-        )
-        refuse("num_processes", effect)
-
-
-_LARGEST_PORT: Final = 65535
-
-
-def _is_compound(key: str, value: Any) -> bool:
-    """Return True for a mapping or a list in place of one value; the two settings of TPUs are lists."""
-    return isinstance(value, dict) or (isinstance(value, list) and key not in ("tpu_env", "tpu_vm"))
+        per_machine = f"Each of the {machines} machines starts {ranks // machines}, silently."
+        refuse("num_processes", f"{per_machine} Write a multiple of {machines}.")
 
 
 def _usable_section(

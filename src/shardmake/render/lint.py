@@ -11,16 +11,16 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import yaml
 from pydantic import TypeAdapter
 
-from shardmake.config import user_files
 from shardmake.config.foreign_files import recognize
-from shardmake.config.parse_text import DuplicateKeyError, parse_json
+from shardmake.config.load import read_file
+from shardmake.config.parse_text import parse_json
 from shardmake.config.settings import ACCUMULATION, SETTINGS, TOTAL_BATCH
-from shardmake.config.user_files import SIGNS
+from shardmake.config.user_files import SIGNS, Kind, UserFile
 from shardmake.core.environment import kernel_caches
 from shardmake.core.errors import ConfigError
 from shardmake.core.library_process import run_module
@@ -30,20 +30,9 @@ from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import plural
 from shardmake.render import command_lines
 from shardmake.render.comparison import LIBRARIES, Comparison, Library, Problem, Row, Settings, Value, as_text
-from shardmake.render.other_tools import Tool
 from shardmake.render.shell_words import is_unknown, written
 
-Kind = user_files.Kind | Literal["training"]
 OWNERS: Final[dict[Library, Kind]] = {"Trainer": "training", "DeepSpeed": "deepspeed", "Accelerate": "accelerate"}
-
-
-@dataclass(frozen=True)
-class ConfigFile:
-    """One configuration file."""
-
-    kind: Kind
-    name: str
-    values: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -65,9 +54,9 @@ class Report:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read_source(path: Path, by: Tool | None = None) -> ConfigFile:
+def read_source(path: Path, by: command_lines.Tool | None = None) -> UserFile:
     """Read one file and determine its kind from its keys; ``by`` is the tool whose command names it."""
-    values = _parse(path, read_text(path))
+    values = read_file(path, parse_json if path.suffix == ".json" else _parse_yaml)
     if not isinstance(values, dict):
         held = "nothing" if values is None else "a list" if isinstance(values, list) else "one value"
         raise ConfigError(f"Cannot check {path}: it holds {held} instead of keys with values.")
@@ -78,7 +67,7 @@ def read_source(path: Path, by: Tool | None = None) -> ConfigFile:
         )
     kind = _kind_of_file(path, values)
     inner = values.get("arguments") if kind == "training" else None
-    return ConfigFile(kind, str(path), inner if isinstance(inner, dict) else values)
+    return UserFile(kind, str(path), inner if isinstance(inner, dict) else values)
 
 
 def _kind_of_file(path: Path, values: dict[str, Any]) -> Kind:
@@ -97,35 +86,10 @@ def _kind_of_file(path: Path, values: dict[str, Any]) -> Kind:
     )
 
 
-def read_text(path: Path) -> str:
-    """Return the text of a file; raise `ConfigError` if there is none."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist. Name an existing file (now in {Path.cwd()}).") from None
-    except IsADirectoryError:
-        raise ConfigError(f"Cannot check {path}: it is a folder. Name the files in it.") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"Cannot check {path}: it is not text in UTF-8. Save it as UTF-8.") from None
-    except OSError as error:
-        raise ConfigError(f"Cannot read {path}: {error.strerror}. Check its permissions.") from None
-
-
-def _parse(path: Path, text: str) -> Any:
+def _parse_yaml(text: str) -> Any:
     """Return the content as the libraries read it: YAML reads 5e8 as text, JSON as a number."""
-    try:
-        values = parse_json(text) if path.suffix == ".json" else yaml.safe_load(text)
-        json.dumps(values, default=str)  # a YAML alias may lead to the section in which it stands
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}, line {error.lineno} is not valid JSON: {error.msg}. Correct the line.") from None
-    except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or "unreadable"
-        line = f", line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{path}{line} is not valid YAML: {problem}. Correct the line.") from None
-    except DuplicateKeyError as error:
-        raise ConfigError(f"{path} is ambiguous: the key {error} occurs twice. Remove one of them.") from None
-    except (ValueError, RecursionError, TypeError):
-        raise ConfigError(f"{path} cannot be read: it holds a value that is not valid. Correct the file.") from None
+    values = yaml.safe_load(text)
+    json.dumps(values, default=str)  # an alias may lead to the section in which it stands
     return values
 
 
@@ -155,10 +119,10 @@ _REPORTS: Final = TypeAdapter(list[Report])
 def answer(request: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a report for each combination of the request's files and for its command."""
     files, command = _split_words(request["words"])
-    sources: list[ConfigFile] = []
+    sources: list[UserFile] = []
     commands = [] if command is None else [command]
     for path in files:
-        text = read_text(path)
+        text = read_file(path, str, "Name existing files.")
         if command_lines.is_script(path, text):
             commands += command_lines.read_script(str(path), text)
         else:
@@ -189,7 +153,7 @@ class Training:
     """The files of one training, and the command that starts it."""
 
     title: str
-    files: dict[Kind, ConfigFile]
+    files: dict[Kind, UserFile]
     flags: list[str] = field(default_factory=list)
     ranks: int | None = None
     named_by_trainer: bool = True
@@ -200,7 +164,7 @@ class Training:
     is_open: list[Library] = field(default_factory=list)
 
 
-def _combinations(sources: Sequence[ConfigFile]) -> Iterator[Training]:
+def _combinations(sources: Sequence[UserFile]) -> Iterator[Training]:
     """Yield each combination of one file of a kind, with the files that they name."""
     kinds: list[Kind] = ["accelerate", "deepspeed", "training"]
     groups = [[source for source in sources if source.kind == kind] for kind in kinds]
@@ -215,7 +179,9 @@ def _combinations(sources: Sequence[ConfigFile]) -> Iterator[Training]:
         yield training
 
 
-def _of_command(command: command_lines.Command, sources: Sequence[ConfigFile]) -> Training:
+def _of_command(command: command_lines.Command, sources: Sequence[UserFile]) -> Training:
+    from transformers import TrainingArguments
+
     training = Training(command.title, {source.kind: source for source in sources}, command.flags, command.ranks)
     training.notes += command.notes
     if not command.launcher:
@@ -231,12 +197,14 @@ def _of_command(command: command_lines.Command, sources: Sequence[ConfigFile]) -
     values: dict[str, Any] = {}
     for name in arguments.files:
         source = _add(training, name, "Trainer", "the first argument", Path(), command.tool)
-        values |= _of_trainer(source.values, command.tool) if source is not None and source.kind == "training" else {}
+        given = source.values if source is not None and source.kind == "training" else {}
+        known = given if command.tool is None else TrainingArguments.__dataclass_fields__  # a tool has further keys
+        values |= {key: value for key, value in given.items() if key in known}
     if arguments.trainer is not None:
         names = [*arguments.files, command.title]
-        training.files["training"] = ConfigFile("training", " + ".join(names), values | arguments.trainer)
+        training.files["training"] = UserFile("training", " + ".join(names), values | arguments.trainer)
     elif command.tool is not None and not command.tool.has_arguments:  # its DeepSpeed file alone
-        own = training.files.pop("training", ConfigFile("training", "", {}))
+        own = training.files.pop("training", UserFile("training", "", {}))
         training.is_open, training.flags = [*OWNERS], []
         if isinstance(file := own.values.get("deepspeed"), str):
             _add(training, file, "Trainer", "deepspeed", Path(own.name).parent)
@@ -246,7 +214,9 @@ def _of_command(command: command_lines.Command, sources: Sequence[ConfigFile]) -
             training.notes.append(
                 f"{source.name} is read as deepspeed.initialize reads it. No Trainer has arguments to compare."
             )
-            training.problems += _unfilled(source)
+            effect = "Only Trainer and Accelerate fill it in; deepspeed.initialize stops. Write a value."
+            unfilled = [key for key, value in leaves(source.values) if value == "auto"]
+            training.problems += [Problem("DeepSpeed", key, "auto", "error", effect) for key in unfilled]
             training.files["deepspeed"] = replace(source, values={"zero_optimization": {"stage": 0}} | source.values)
     for index, flag in enumerate(command.flags):
         if flag.replace("-", "_") == "__deepspeed_config_file" and arguments.deepspeed is None:
@@ -256,25 +226,9 @@ def _of_command(command: command_lines.Command, sources: Sequence[ConfigFile]) -
     return training
 
 
-def _unfilled(file: ConfigFile) -> Iterator[Problem]:
-    """Yield an error for each "auto" in a file of deepspeed.initialize."""
-    for key, value in leaves(file.values):
-        if value == "auto":
-            effect = "Only Trainer and Accelerate fill it in; deepspeed.initialize stops. Write a value."
-            yield Problem("DeepSpeed", key, value, "error", effect)
-
-
-def _of_trainer(values: dict[str, Any], tool: Tool | None) -> dict[str, Any]:
-    """Return ``values`` without the keys that a tool has beside those of transformers."""
-    from transformers import TrainingArguments
-
-    known = TrainingArguments.__dataclass_fields__
-    return values if tool is None else {key: value for key, value in values.items() if key in known}
-
-
 def _add(
-    training: Training, name: Any, library: Library, key: str, folder: Path, by: Tool | None = None
-) -> ConfigFile | None:
+    training: Training, name: Any, library: Library, key: str, folder: Path, by: command_lines.Tool | None = None
+) -> UserFile | None:
     """Add the file ``name``, or a problem if it is none."""
     if is_unknown(str(name)):
         kind: Kind = "accelerate" if key == "config_file" else "deepspeed"
@@ -285,13 +239,12 @@ def _add(
             advice = "Give the file beside the script, or set the variable once in the script."
             training.notes.append(f"{key} names the file {written(str(name))}, which only a shell knows. {advice}")
         return training.files.get(kind)
-    for path in (Path(str(name)), folder / str(name)):
-        if path.is_file():
-            source = read_source(path, by)
-            training.files[source.kind] = source
-            return source
-    found = next((path for path in (Path(str(name)), folder / str(name)) if path.exists()), None)
-    effect = f"{f'{found} is not a file' if found else 'The file does not exist'}, and the run stops."
+    places = [path for path in (Path(str(name)), folder / str(name)) if path.exists()]
+    if file := next((path for path in places if path.is_file()), None):
+        source = read_source(file, by)
+        training.files[source.kind] = source
+        return source
+    effect = f"{f'{places[0]} is not a file' if places else 'The file does not exist'}, and the run stops."
     training.problems.append(Problem(library, key, name, "error", effect))
     return None
 
@@ -306,7 +259,7 @@ def _add_named(training: Training, by_option: str | None = None) -> None:
     by_accelerate = section.get("deepspeed_config_file") if isinstance(section, dict) else None
     by_trainer = values.get("deepspeed") if by_option is None else by_option
     if isinstance(by_trainer, dict):
-        training.files["deepspeed"] = ConfigFile("deepspeed", training.files["training"].name, by_trainer)
+        training.files["deepspeed"] = UserFile("deepspeed", training.files["training"].name, by_trainer)
     elif by_trainer and by_option is None:
         _add(training, by_trainer, "Trainer", "deepspeed", Path(training.files["training"].name).parent)
     if by_trainer and by_accelerate and by_accelerate != by_trainer:
@@ -391,11 +344,6 @@ def format_report(report: Report, *, every_row: bool) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    values = [_cell(row.values.get(library)) for library in LIBRARIES]
-    return [row.setting, *values, "stops" if row.verdict == "stops" else as_text(row.runs)]
-
-
-def _cell(value: Value | None) -> str:
-    if value is None or (value.value is None and not value.written):
-        return "-"
-    return as_text(value.value) if value.written else f"{as_text(value.value)} (default)"
+    values = [row.values.get(library) or Value(None, False, "") for library in LIBRARIES]
+    cells = [as_text(one.value) + ("" if one.written or one.value is None else " (default)") for one in values]
+    return [row.setting, *cells, "stops" if row.verdict == "stops" else as_text(row.runs)]

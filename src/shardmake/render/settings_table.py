@@ -57,25 +57,21 @@ def _assume_equal(settings: Settings, unknown: Set[str]) -> Settings:
 
 
 def _engine_row(settings: Settings, found: EngineSettings) -> Row:
-    runs, values = engine_values.engine_that_trains(found), dict[Library, Value]()
+    engine, values, asked = engine_values.engine_that_trains(found), dict[Library, Value](), None
     if settings.trainer is not None:
-        asked = "DeepSpeed" if settings.deepspeed is not None and settings.named_by_trainer else None
-        asked = asked or ("FSDP" if settings.trainer.get("fsdp") else None)
-        values["Trainer"] = Value(asked, asked is not None, "deepspeed" if asked == "DeepSpeed" else "fsdp")
+        by_file = settings.deepspeed is not None and settings.named_by_trainer
+        asked = "DeepSpeed" if by_file else "FSDP" if settings.trainer.get("fsdp") else None
+        values["Trainer"] = Value(asked, asked is not None, "deepspeed" if by_file else "fsdp")
     if found.launched is not None:
         kind = (settings.accelerate or {}).get("distributed_type")
         values["Accelerate"] = Value(kind, kind is not None, "distributed_type")
+        asked = {"DEEPSPEED": "DeepSpeed", "FSDP": "FSDP"}.get(str(kind), asked)
     if "fsdp" in found.stops:
         return Row("engine", values, None, "stops", found.stops["fsdp"])
-    asked = values["Trainer"].value if "Trainer" in values else None
-    if found.launched is not None:
-        asked = {"DEEPSPEED": "DeepSpeed", "FSDP": "FSDP"}.get(str(values["Accelerate"].value), asked)
+    effect = "" if asked in (None, engine) else f"{engine} runs, silently."
     if settings.deepspeed is not None and not found.uses_deepspeed:
         effect = "The DeepSpeed file is not used: neither the training arguments nor the launcher name it."
-        return Row("engine", values, runs, "differs", effect)
-    if asked is not None and asked != runs:
-        return Row("engine", values, runs, "differs", f"{runs} runs, silently.")
-    return Row("engine", values, runs, "equal")
+    return Row("engine", values, engine, "differs" if effect else "equal", effect)
 
 
 def _values(setting: Setting, settings: Settings, found: EngineSettings) -> dict[Library, Value]:
@@ -120,11 +116,7 @@ def _deepspeed_value(setting: Setting, found: EngineSettings) -> Value:
 
 def _written_for_launcher(settings: Settings) -> dict[str, str]:
     """Return the written key of each option of `accelerate launch` that file or flags give."""
-    written = {
-        flag.removeprefix("--").partition("=")[0].replace("-", "_"): flag
-        for flag in settings.flags
-        if flag.startswith("--")
-    }
+    written = settings.options
     for key, value in (settings.accelerate or {}).items():
         if isinstance(value, dict):
             prefix = f"{key.removesuffix('_config')}_" if key in ("fsdp_config", "dynamo_config") else ""
@@ -162,11 +154,8 @@ def same_value(setting: str, asked: Any, runs: Any) -> bool:
     if isinstance(asked, str) or isinstance(runs, str):
         asked, runs = (",".join(map(str, one)) if isinstance(one, list | tuple) else one for one in (asked, runs))
         return str(asked).lower() == str(runs).lower()
-    return bool(
-        list(asked) == list(runs)
-        if isinstance(asked, list | tuple) and isinstance(runs, list | tuple)
-        else asked == runs
-    )
+    asked, runs = (list(one) if isinstance(one, tuple) else one for one in (asked, runs))
+    return bool(asked == runs)
 
 
 def _impossible(found: EngineSettings) -> Iterator[Problem]:
@@ -174,6 +163,7 @@ def _impossible(found: EngineSettings) -> Iterator[Problem]:
     if found.config is None:
         return
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+    from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
     for which in ("offload_optimizer", "offload_param"):
         offload = getattr(found.config.zero_config, which)
@@ -183,12 +173,14 @@ def _impossible(found: EngineSettings) -> Iterator[Problem]:
     yield from _impossible_schedule(found)
     yield from _facts(found)
     name, stage = found.config.optimizer_name, int(found.config.zero_optimization_stage)
-    if name is not None and engine_values.optimizer_class(found) is None and name not in DEEPSPEED_OPTIMIZERS:
-        gone = "DeepSpeed stops: neither it nor torch has it."
-        effect = OPTIMIZER_REMOVED if is_removed_optimizer(name) else gone
-        yield Problem("DeepSpeed", "optimizer.type", name, "error", effect)
-    elif name is not None and stage and not found.config.zero_allow_untested_optimizer and not _is_tested(found):
+    built = None if name is None else engine_values.optimizer_class(found)
+    is_tested = name in ("lion", "muon") or built in ZERO_SUPPORTED_OPTIMIZERS
+    effect = ""
+    if name is not None and built is None and name not in DEEPSPEED_OPTIMIZERS:
+        effect = OPTIMIZER_REMOVED if is_removed_optimizer(name) else "DeepSpeed stops: neither it nor torch has it."
+    elif name is not None and stage and not found.config.zero_allow_untested_optimizer and not is_tested:
         effect = "DeepSpeed stops: with ZeRO it needs zero_allow_untested_optimizer: true."
+    if effect:
         yield Problem("DeepSpeed", "optimizer.type", name, "error", effect)
 
 
@@ -218,10 +210,3 @@ def _impossible_schedule(found: EngineSettings) -> Iterator[Problem]:
         for key in keys:
             stops = f"DeepSpeed stops: {name} {effect}."
             yield Problem("DeepSpeed", f"scheduler.params.{key}", given.get(key), "error", stops)
-
-
-def _is_tested(found: EngineSettings) -> bool:
-    from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
-
-    name, optimizer = found.config.optimizer_name, engine_values.optimizer_class(found)
-    return name in ("lion", "muon") or optimizer in ZERO_SUPPORTED_OPTIMIZERS

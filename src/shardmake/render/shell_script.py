@@ -24,7 +24,7 @@ _NAME: Final = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNMENT: Final = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _PARAMETER: Final = re.compile(r"\$(?:\w+|[@*#?$!-])")
 _VALUE: Final = re.compile(r"([A-Za-z_]\w*)(\[[@*]\])?(?::?[-?=].*)?", re.DOTALL)
-_REDIRECTION: Final = re.compile(r"\d*(?:&>>?|<<<|<<-?|>>|[<>]&|>\||<>|[<>])(?!\()")
+_REDIRECTION: Final = re.compile(r"\d*(&>>?|<<<|<<-?|>>|[<>]&|>\||<>|[<>])(?!\()[ \t]*")
 _OPERATOR: Final = re.compile(r"&&|\|\||;;&?|;&|\|&|[;&|()]")
 _WHOLE_ARRAY: Final = re.compile(r'"\$\{(\w+)\[@\]\}"')
 _FUNCTION: Final = re.compile(r"(?:([\w.-]+)\s*\(\s*\)|function\s+([^\s(]+)(?:\s*\(\s*\))?)\s*$")
@@ -33,6 +33,7 @@ _SETS: Final = ("read", "let", "mapfile", "readarray", "unset", "getopts")
 _ELEMENT: Final = re.compile(r"([A-Za-z_]\w*)\[[^]]*\]\+?=")
 _LAST_ENDED: Final = re.compile(r";[;&]+(?:\s|#[^\n]*\n)*esac\s*$")
 _BREAKS: Final = " \t\n;&|()<>"
+_BLANK: Final = re.compile(r"(?:[ \t\r]|\\\n|#[^\n]*)+")
 _Values = ChainMap[str, list[str]]
 """Variables; the first mapping has those that the innermost block set."""
 
@@ -263,12 +264,8 @@ class _Reader:
         """Skip blanks, comments and redirections; return the operator that ends the command, or an empty text."""
         while self.at < len(self.text):
             rest = self.text[self.at : self.at + 3]
-            if rest[0] in " \t\r":
-                self.at += 1
-            elif rest.startswith("\\\n"):
-                self.at += 2
-            elif rest[0] == "#":
-                self.at = self._find("\n")
+            if found := _BLANK.match(self.text, self.at):
+                self.at = found.end()
             elif rest[0] == "\n":
                 self._skip_documents()
                 return "\n"
@@ -277,7 +274,12 @@ class _Reader:
                 for set_here in re.finditer(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)", self.text[start : self.at]):
                     self._forget(set_here[1])
             elif found := _REDIRECTION.match(self.text, self.at):
-                self._redirection(found[0])
+                operator, start = found[1], found.end()
+                self.at = start
+                words = self._word(at_start=False)
+                self.writes.update(words if ">" in operator and "&" not in operator else ())
+                if operator in ("<<", "<<-"):
+                    self.documents.append(re.sub(r"[\\'\"]", "", self.text[start : self.at]))
             elif found := _OPERATOR.match(rest):
                 self.at += len(found[0])
                 return found[0][:2] if found[0].startswith(";;") else found[0]
@@ -285,28 +287,14 @@ class _Reader:
                 return ""
         return ""
 
-    def _redirection(self, operator: str) -> None:
-        self.at += len(operator)
-        while self.text[self.at : self.at + 1] in (" ", "\t"):
-            self.at += 1
-        start = self.at
-        self.writes.update(word for word in self._word(at_start=False) if ">" in operator and "&" not in operator)
-        if operator.lstrip("0123456789") in ("<<", "<<-"):
-            self.documents.append(re.sub(r"[\\'\"]", "", self.text[start : self.at]))
-
     def _skip_documents(self) -> None:
         self.at += 1
         for delimiter in self.documents:
             while self.at < len(self.text):
-                end = self._find("\n")
-                line, self.at = self.text[self.at : end], end + 1
-                if line.strip() == delimiter:
+                start, self.at = self.at, (self.text.find("\n", self.at) + 1) or len(self.text) + 1
+                if self.text[start : self.at].strip() == delimiter:
                     break
         self.documents.clear()
-
-    def _find(self, text: str) -> int:
-        found = self.text.find(text, self.at)
-        return len(self.text) if found < 0 else found
 
     def _word(self, *, at_start: bool) -> list[str]:
         """Return the words that the next word of the text becomes: none, one or several."""

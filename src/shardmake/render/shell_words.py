@@ -28,19 +28,11 @@ def written(word: str) -> str:
 
 def spread(word: str, begun: bool, values: list[str], done: list[str]) -> tuple[str, bool]:
     """Split ``values`` at blanks, as a shell does without quotes; return the last word, which may be continued."""
-    for text in values:
-        if text[:1].isspace() and begun:
-            done.append(word)
-            word, begun = "", False
-        parts = text.split()
-        for number, part in enumerate(parts):
-            if number and begun:
-                done.append(word)
-                word = ""
-            word, begun = word + part, True
-        if (text[-1:].isspace() or text is not values[-1]) and begun:
-            done.append(word)
-            word, begun = "", False
+    first, *others = re.split(r"\s+", " ".join(values))
+    word, begun = word + first, begun or bool(first)
+    for part in others:
+        done += [word] if begun else []
+        word, begun = part, bool(part)
     return word, begun
 
 

@@ -6,11 +6,11 @@ The files depend on the arguments alone; no training library is imported here.
 
 import sys
 from pathlib import Path
-from typing import Final
 
 import yaml
 
 from shardmake.config.models import Cluster, Run
+from shardmake.config.user_files import KINDS
 from shardmake.core.atomic import sha256, write_bytes, write_json, write_text
 from shardmake.core.errors import ConfigError
 from shardmake.core.run_folder import make_folder, remove, unlink
@@ -23,7 +23,7 @@ from shardmake.render.training_file import training_settings
 from shardmake.render.user_files import merge_own_files
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.paths import RunDir, short_path
-from shardmake.run.plan import Choice, Plan, RenderReceipt
+from shardmake.run.plan import Plan, RenderReceipt
 
 
 def render(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> list[str]:
@@ -33,14 +33,25 @@ def render(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> list[str]:
     trained is refused before the queue. Returns a line for everything that the run's own files changed. Raises
     `ConfigError` if run, plan and own files contradict each other or a library would refuse a file.
     """
-    _check_complete(plan)
-    _check_batch(plan.choice, run)
+    if plan.not_checked:
+        raise ConfigError(
+            f"The plan of {plan.run} cannot be rendered: it was made with --offline, which did not check "
+            f"{', '.join(plan.not_checked)}. Make it on the cluster: shardmake plan {plan.run}"
+        )
+    choice = plan.choice
+    if choice.global_batch_size != run.global_batch_size:
+        raise ConfigError(
+            f"global_batch_size is {run.global_batch_size}, but the plan makes {choice.global_batch_size}: "
+            f"{choice.readers} x {choice.micro_batch_size} sequences x {choice.gradient_accumulation_steps} "
+            "accumulation steps. Run `shardmake plan` again, or choose a global_batch_size that "
+            f"{choice.data_parallel} can divide."
+        )
     plans = [plan.at(fallback) for fallback in range(len(plan.fallbacks) + 1)]
     model = read_model(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
     merged = [_merge(number, one, run, cluster, model, rundir) for number, one in enumerate(plans)]
-    flags = [launch_flags(one, rundir.plan_folder, machine_rank=0, address="localhost", port=1) for one in plans]
     renderings = [
-        Rendering(files, one.choice, options) for (files, _), one, options in zip(merged, plans, flags, strict=True)
+        Rendering(files, one.choice, launch_flags(one, rundir.plan_folder, machine_rank=0, address="localhost", port=1))
+        for (files, _), one in zip(merged, plans, strict=True)
     ]
     check_rendered(renderings, cluster.scratch)
     unlink(rundir.rendered)
@@ -102,22 +113,17 @@ def copy_rendered(rundir: RunDir, plan: Plan, fallback: int, folder: Path) -> No
         write_bytes(folder / path.name, path.read_bytes())
 
 
-_KEYS: Final = {
-    "accelerate.yaml": "in a file of your own, named by accelerate_config",
-    "deepspeed.json": "in a file of your own, named by deepspeed_config",
-}
-"""The place of the values of a rendered file."""
-
-
 def check_unedited(rundir: RunDir) -> None:
     """Raise a `ConfigError` if a rendered file is not as it was rendered: a finished training would not have it."""
     receipt = RenderReceipt.read_if_exists(rundir.rendered)
     for name, digest in receipt.files.items() if receipt else ():
         path = rundir.plan_folder / name
         if path.exists() and sha256(path) != digest:
+            is_own = path.stem in KINDS
+            place = f"in a file of your own, named by {path.stem}_config" if is_own else "as keys of the run"
             raise ConfigError(
                 f"{short_path(path)} was edited after it was rendered, which has no lasting effect. Write the values "
-                f"{_KEYS.get(name, 'as keys of the run')}, and render again: shardmake render {rundir.name}"
+                f"{place}, and render again: shardmake render {rundir.name}"
             )
 
 
@@ -162,34 +168,9 @@ def launch_flags(plan: Plan, folder: Path, machine_rank: int | str, address: str
     ``folder`` is the folder of the rendered files.
     """
     threads = max(1, plan.resources["train"].cpus // plan.choice.processes_per_node)  # for DeepSpeed's CPU optimizer
+    file = ["--deepspeed_config_file", str(AttemptDir(folder.absolute()).deepspeed)] if plan.choice.is_deepspeed else []
     return [
-        *(
-            ("--deepspeed_config_file", str(AttemptDir(folder.absolute()).deepspeed))
-            if plan.choice.is_deepspeed
-            else ()
-        ),
-        *("--machine_rank", str(machine_rank)),
-        *("--main_process_ip", address),
-        *("--main_process_port", str(port)),
-        *("--rdzv_backend", "static", "--same_network"),
-        *("--max_restarts", "0"),
+        *(*file, "--machine_rank", str(machine_rank), "--main_process_ip", address, "--main_process_port", str(port)),
+        *("--rdzv_backend", "static", "--same_network", "--max_restarts", "0"),
         *("--num_cpu_threads_per_process", str(threads)),
     ]
-
-
-def _check_complete(plan: Plan) -> None:
-    if plan.not_checked:
-        raise ConfigError(
-            f"The plan of {plan.run} cannot be rendered: it was made with --offline, which did not check "
-            f"{', '.join(plan.not_checked)}. Make it on the cluster: shardmake plan {plan.run}"
-        )
-
-
-def _check_batch(choice: Choice, run: Run) -> None:
-    if choice.global_batch_size != run.global_batch_size:
-        raise ConfigError(
-            f"global_batch_size is {run.global_batch_size}, but the plan makes {choice.global_batch_size}: "
-            f"{choice.readers} x {choice.micro_batch_size} sequences x "
-            f"{choice.gradient_accumulation_steps} accumulation steps. Run `shardmake plan` again, or choose a "
-            f"global_batch_size that {choice.data_parallel} can divide."
-        )

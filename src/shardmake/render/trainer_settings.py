@@ -17,13 +17,16 @@ from shardmake.render.comparison import EngineSettings, Problem, Settings
 
 def read_trainer(settings: Settings, named: dict[str, Any] | None, found: EngineSettings, folder: Path) -> Any:
     """Let TrainingArguments read its values and the DeepSpeed file; return Accelerate's DeepSpeed plugin, if any."""
-    values = parsers.usable(
-        _usable_arguments(settings.trainer or {}, found),
-        lambda less: _training_arguments(less, None, folder)[0],
-        lambda key, value: found.refuse(
-            "Trainer", key, value, f"Transformers stops: it cannot use this value.{_expected(key)}"
-        ),
-    )
+    from transformers import SchedulerType
+    from transformers.training_args import OptimizerNames
+
+    def refuse(key: str, value: Any) -> None:
+        allowed: Any = {"lr_scheduler_type": SchedulerType, "optim": OptimizerNames}.get(key)
+        known = f" Use one of {', '.join(one.value for one in allowed)}." if allowed else ""
+        found.refuse("Trainer", key, value, f"Transformers stops: it cannot use this value.{known}")
+
+    given = _usable_arguments(settings.trainer or {}, found)
+    values = parsers.usable(given, lambda less: _training_arguments(less, None, folder)[0], refuse)
     if named is not None and values.get("fsdp"):
         found.stops["fsdp"] = "Trainer stops: it uses DeepSpeed or FSDP, not both."
         values.pop("fsdp")
@@ -70,9 +73,8 @@ def _usable_arguments(given: Mapping[str, Any], found: EngineSettings) -> dict[s
     found.ignored += [key for key in given if key not in known]
     hints = get_type_hints(TrainingArguments)
     kept = [key for key in given if key in known and key not in NOT_COMPARED]
-    values = {
-        key: value for key in kept if (value := _typed(key, copy.deepcopy(given[key]), hints[key], found)) is not None
-    }
+    typed = {key: _typed(key, copy.deepcopy(given[key]), hints[key], found) for key in kept}
+    values = {key: value for key, value in typed.items() if value is not None}
     for key, value in list(values.items()):
         least, below = LIMITS.get(key, (-math.inf, math.inf))
         if isinstance(value, float) and value != value:
@@ -115,15 +117,6 @@ LIMITS: Final[dict[str, tuple[float, float]]] = {
 PLAIN_TYPES: Final = {int, float, bool, str, type(None)}
 NOT_COMPARED: Final = ("deepspeed", "output_dir", "use_cpu", "ddp_backend", "local_rank", "no_cuda", "tf32")
 """Arguments of the machine and of paths; the check runs on a machine without a GPU."""
-
-
-def _expected(key: str) -> str:
-    """Return a sentence with the values that a training argument may have, if they are a list."""
-    from transformers import SchedulerType
-    from transformers.training_args import OptimizerNames
-
-    allowed: Any = {"lr_scheduler_type": SchedulerType, "optim": OptimizerNames}.get(key)
-    return f" Use one of {', '.join(one.value for one in allowed)}." if allowed else ""
 
 
 def _training_arguments(

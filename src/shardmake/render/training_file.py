@@ -36,39 +36,33 @@ ADAM_EPSILON: Final = 1e-8
 
 def training_settings(plan: Plan, run: Run, cluster: Cluster, model: Model) -> TrainingSettings:
     """Return what the ranks need: model, method, training arguments, and the engine that they must find."""
-    choice = plan.choice
+    choice, own, lora = plan.choice, run.checkpoints, run.lora
+    program: TrainerProgram | ScriptProgram = TrainerProgram()
+    if run.script:
+        digest = sha256(script_file(run.script))
+        program = ScriptProgram(path=run.script, args=run.script_args, sha256=digest, service=run.service)
     return TrainingSettings(
         model=BaseModelSettings(
-            path=run.model,
-            revision=run.revision,
-            trust_remote_code=run.trust_remote_code,
-            model_class=plan.workload.model_class,
-            dtype=load_dtype(choice, run),
-            attention=ATTENTION[plan.workload.attention],
-            gradient_checkpointing=choice.gradient_checkpointing,
+            path=run.model, revision=run.revision, trust_remote_code=run.trust_remote_code,
+            model_class=plan.workload.model_class, dtype=load_dtype(choice, run),
+            attention=ATTENTION[plan.workload.attention], gradient_checkpointing=choice.gradient_checkpointing,
             on_gpu=not cluster.is_cpu and run.script is None and choice.loads_on_gpu(run.method),
             chat_template=read_template(Path(run.data.chat_template)) if run.data.chat_template else None,
         ),
         objective=run.objective,
         **({run.objective: run.objective_settings} if run.objective_settings else {}),
-        method=AdapterMethod(kind=run.method, **run.lora.model_dump())
-        if run.method_spec.has_adapters
-        else FullMethod(),
-        freeze=run.freeze,
-        learning_rates=run.learning_rates,
+        method=AdapterMethod(kind=run.method, **lora.model_dump()) if run.method_spec.has_adapters else FullMethod(),
+        freeze=run.freeze, learning_rates=run.learning_rates, loss=run.loss,
         arguments=training_arguments(plan, run, cluster, model),
         optimizer=replaced_optimizer(choice, run, cluster),
         expected=expected_engine(choice),
-        loss=run.loss,
-        checkpoints=_checkpoints(choice, run, cluster),
-        profile=run.profile,
-        memory_snapshot=run.memory_snapshot,
-        program=ScriptProgram(
-            path=run.script, args=run.script_args, sha256=sha256(script_file(run.script)), service=run.service
-        )
-        if run.script
-        else TrainerProgram(),
-    )
+        checkpoints=CheckpointSettings(
+            retention=RetentionSettings(keep=own.keep, best=own.keep_best, every_steps=own.keep_every_steps),
+            mtbf_seconds=job_mtbf_seconds(cluster.node_mtbf_hours, choice.nodes) if own.every_steps == "auto" else None,
+            asynchronous=own.asynchronous, early_stopping=own.early_stopping,
+        ),
+        profile=run.profile, memory_snapshot=run.memory_snapshot, program=program,
+    )  # fmt: skip
 
 
 def load_dtype(choice: Choice, run: Run) -> str:
@@ -92,16 +86,11 @@ def expected_engine(choice: Choice) -> Engine:
         "expert_parallel": choice.expert_parallel if choice.expert_parallel > 1 else None,
     }
     return Engine(
-        engine=spec.library,
-        zero_stage=spec.zero_stage,
-        world_size=choice.world_size,
-        dtype=TORCH_DTYPES[choice.precision],
-        offload_optimizer=spec.offload_optimizer,
-        offload_param=spec.offload_param,
-        gradient_dtype=None if spec.is_ddp else TORCH_DTYPES[choice.gradients],
-        tensor_parallel=choice.tensor_parallel if spec.is_deepspeed else None,
-        **(fsdp if spec.is_fsdp else {}),
-    )
+        engine=spec.library, zero_stage=spec.zero_stage, world_size=choice.world_size,
+        dtype=TORCH_DTYPES[choice.precision], offload_optimizer=spec.offload_optimizer,
+        offload_param=spec.offload_param, gradient_dtype=None if spec.is_ddp else TORCH_DTYPES[choice.gradients],
+        tensor_parallel=choice.tensor_parallel if spec.is_deepspeed else None, **(fsdp if spec.is_fsdp else {}),
+    )  # fmt: skip
 
 
 def replaced_optimizer(choice: Choice, run: Run, cluster: Cluster) -> OptimizerSettings | None:
@@ -125,19 +114,33 @@ def training_arguments(plan: Plan, run: Run, cluster: Cluster, model: Model) -> 
 
     ``save_total_limit`` is not among them, because the checkpoint store keeps and removes checkpoints.
     """
-    choice = plan.choice
+    choice, spec, on_cpu = plan.choice, optimizer_spec(run.optimizer), cluster.is_cpu
+    length = {"num_train_epochs": run.epochs, "max_steps": run.max_steps, "learning_rate": run.learning_rate}
+    plain = [row for row in SETTINGS.values() if row.is_plain]
     return {
-        **_device_arguments(choice, cluster),
+        "use_cpu": on_cpu,
+        "ddp_backend": "gloo" if on_cpu else "nccl",
+        "ddp_timeout": collective_timeout(cluster.hang_seconds),
+        **({"ddp_find_unused_parameters": False} if choice.spec.is_ddp else {}),
         "per_device_train_batch_size": choice.micro_batch_size,
         "per_device_eval_batch_size": choice.micro_batch_size,
         ACCUMULATION: choice.gradient_accumulation_steps,
         "average_tokens_across_devices": True,
-        **_schedule_arguments(run),
-        **_optimizer_arguments(choice, run, cluster),
+        **{key: value for key, value in length.items() if value is not None},  # a script may take none of them
+        "lr_scheduler_type": run.scheduler,
+        **({"lr_scheduler_kwargs": run.scheduler_arguments} if run.scheduler_arguments else {}),
+        "warmup_steps": _warmup_steps(run),
+        "optim": spec.optim if on_cpu else spec.fused or spec.optim,
+        "adam_beta1": ADAM_BETAS[0],
+        "adam_beta2": ADAM_BETAS[1],
+        "adam_epsilon": ADAM_EPSILON,
+        "weight_decay": run.weight_decay,
+        **{row.trainer[0]: row.values(choice, run)[row.deepspeed[0]] for row in plain},
+        "use_liger_kernel": run.loss == "fused",
         "bf16": choice.precision == "bf16",
         "fp16": choice.precision == "fp16",
         # Stated, because transformers would turn it on for a compiled model.
-        **({"tf32": run.tf32} if choice.precision == "fp32" and not cluster.is_cpu else {}),
+        **({"tf32": run.tf32} if choice.precision == "fp32" and not on_cpu else {}),
         **_memory_arguments(choice, run, model),
         **_interval_arguments(run),
         "seed": run.seed,
@@ -153,27 +156,6 @@ def training_arguments(plan: Plan, run: Run, cluster: Cluster, model: Model) -> 
     }
 
 
-def _device_arguments(choice: Choice, cluster: Cluster) -> dict[str, Any]:
-    values: dict[str, Any] = {
-        "use_cpu": cluster.is_cpu,
-        "ddp_backend": "gloo" if cluster.is_cpu else "nccl",
-        "ddp_timeout": collective_timeout(cluster.hang_seconds),
-    }
-    if choice.spec.is_ddp:
-        values["ddp_find_unused_parameters"] = False
-    return values
-
-
-def _schedule_arguments(run: Run) -> dict[str, Any]:
-    known = {"num_train_epochs": run.epochs, "max_steps": run.max_steps, "learning_rate": run.learning_rate}
-    return {
-        **{key: value for key, value in known.items() if value is not None},  # a script may take none of them
-        "lr_scheduler_type": run.scheduler,
-        **({"lr_scheduler_kwargs": run.scheduler_arguments} if run.scheduler_arguments else {}),
-        "warmup_steps": _warmup_steps(run),
-    }
-
-
 def _warmup_steps(run: Run) -> int | float:
     """Return the steps if their number is known, else the ratio, which transformers accepts only below 1.
 
@@ -182,20 +164,6 @@ def _warmup_steps(run: Run) -> int | float:
     if run.max_steps is None and run.scheduler != "constant":
         return min(run.warmup_ratio, math.nextafter(1.0, 0.0))
     return warmup_steps(run, run.max_steps or 0)
-
-
-def _optimizer_arguments(choice: Choice, run: Run, cluster: Cluster) -> dict[str, Any]:
-    rows, spec = [row for row in SETTINGS.values() if row.is_plain], optimizer_spec(run.optimizer)
-    plain = {row.trainer[0]: row.values(choice, run)[row.deepspeed[0]] for row in rows}
-    return {
-        "optim": spec.optim if cluster.is_cpu else spec.fused or spec.optim,
-        "adam_beta1": ADAM_BETAS[0],
-        "adam_beta2": ADAM_BETAS[1],
-        "adam_epsilon": ADAM_EPSILON,
-        "weight_decay": run.weight_decay,
-        **plain,
-        "use_liger_kernel": run.loss == "fused",
-    }
 
 
 def _memory_arguments(choice: Choice, run: Run, model: Model) -> dict[str, Any]:
@@ -215,21 +183,9 @@ def _memory_arguments(choice: Choice, run: Run, model: Model) -> dict[str, Any]:
             "activation_checkpointing": False,
             "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
         }
-    if not choice.gradient_checkpointing:
-        return {"activation_checkpointing": False}
     values = {"use_reentrant": False} | ({"offload": True} if run.activation_offload else {})
-    return {"activation_checkpointing": True, "activation_checkpointing_kwargs": values}
-
-
-def _checkpoints(choice: Choice, run: Run, cluster: Cluster) -> CheckpointSettings:
-    wanted = run.checkpoints
-    finds_interval = wanted.every_steps == "auto"
-    return CheckpointSettings(
-        retention=RetentionSettings(keep=wanted.keep, best=wanted.keep_best, every_steps=wanted.keep_every_steps),
-        mtbf_seconds=job_mtbf_seconds(cluster.node_mtbf_hours, choice.nodes) if finds_interval else None,
-        asynchronous=wanted.asynchronous,
-        early_stopping=wanted.early_stopping,
-    )
+    further = {"activation_checkpointing_kwargs": values} if choice.gradient_checkpointing else {}
+    return {"activation_checkpointing": choice.gradient_checkpointing, **further}
 
 
 def _interval_arguments(run: Run) -> dict[str, Any]:
@@ -239,15 +195,12 @@ def _interval_arguments(run: Run) -> dict[str, Any]:
     every, wanted = run.checkpoints.every_steps, run.eval_every_steps
     by_itself = tenth if run.sequence_parallel == 1 and wanted == "auto" else None
     evaluate = wanted if isinstance(wanted, int) else by_itself
-    values: dict[str, Any] = {
+    return {
         "logging_strategy": "steps",
         "logging_steps": 10 if known is None else max(1, min(10, known // 50)),
         "logging_first_step": True,
         "logging_nan_inf_filter": False,
         "save_strategy": "steps",
         "save_steps": every if isinstance(every, int) else tenth,
-        "eval_strategy": "no",
+        **({"eval_strategy": "no"} if evaluate is None else {"eval_strategy": "steps", "eval_steps": evaluate}),
     }
-    if evaluate is not None:
-        values |= {"eval_strategy": "steps", "eval_steps": evaluate}
-    return values

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Final
 
-from shardmake.config.trackers import TRACKERS
+from shardmake.config.models import TRACKERS
 from shardmake.core.atomic import digest, write_text
 from shardmake.core.errors import ConfigError
 from shardmake.run.attempt import Attempt

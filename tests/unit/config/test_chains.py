@@ -41,13 +41,10 @@ def test_the_revision_of_an_inherited_model_is_not_that_of_a_run() -> None:
 
 def test_the_chat_template_comes_from_the_run_before() -> None:
     runs = {
-        "a": {"data": {"chat_template": "a.jinja"}},
-        "b": {"model": "run:a"},
-        "c": {"model": "run:b"},
+        "a": {"data": {"chat_template": "a.jinja"}}, "b": {"model": "run:a"}, "c": {"model": "run:b"},
         "own": {"model": "run:a", "data": {"chat_template": "own.jinja"}},
-        "tokenizers": {"model": "run:a", "data": {"chat_template": None}},
-        "other": {},
-    }
+        "tokenizers": {"model": "run:a", "data": {"chat_template": None}}, "other": {},
+    }  # fmt: skip
     found = {name: run.data.chat_template for name, run in parse(runs, RUN).runs.items()}
     expected = {"a": "a.jinja", "b": "a.jinja", "c": "a.jinja", "own": "own.jinja", "tokenizers": None, "other": None}
     assert found == expected

@@ -42,20 +42,12 @@ def test_an_unknown_key_is_refused_with_the_place_of_the_table(key: str) -> None
 
 def test_stages_whose_result_an_edit_changes() -> None:
     changed = {
-        "learning_rate": {"plan", "render", "train"},
-        "sequence_length": {"data", "plan", "render", "train"},
-        "data.train": {"fetch", "data", "plan", "render", "train"},
-        "dtype": {"consolidate"},
-        "data.format": {"data", "plan", "render", "train"},
-        "evaluation.prompts": {"evaluate"},
-        "evaluation.batch_tokens": set(),
-        "push.to": {"push"},
-        "report_to": set(),
-        "checkpoints.keep": set(),
-        "cluster.hang_seconds": set(),
-        "cluster.memory_gib_per_node": set(),
-        "cluster.trainings_per_user": set(),
-    }
+        "learning_rate": {"plan", "render", "train"}, "sequence_length": {"data", "plan", "render", "train"},
+        "data.train": {"fetch", "data", "plan", "render", "train"}, "dtype": {"consolidate"},
+        "data.format": {"data", "plan", "render", "train"}, "evaluation.prompts": {"evaluate"},
+        "evaluation.batch_tokens": set(), "push.to": {"push"}, "report_to": set(), "checkpoints.keep": set(),
+        "cluster.hang_seconds": set(), "cluster.memory_gib_per_node": set(), "cluster.trainings_per_user": set(),
+    }  # fmt: skip
     assert {key: {stage for stage in STAGES if key in result_keys(stage)} for key in changed} == changed
     assert "cluster.memory_gib_per_node" in read_keys("plan")
     assert "cluster.trainings_per_user" not in read_keys("plan")
@@ -66,10 +58,8 @@ def test_settings_are_text_and_differences_name_key_and_both_values() -> None:
     new = values_of(make_run(learning_rate=5e-4, push={"to": "file:out"}), make_cluster(hang_seconds=60.0))
     assert set(old) == set(KEYS)
     assert differences(old, new) == [
-        "learning_rate: 0.001 -> 0.0005",
-        'report_to: ["wandb"] -> []',
-        "push.to: null -> file:out",
+        "learning_rate: 0.001 -> 0.0005", 'report_to: ["wandb"] -> []', "push.to: null -> file:out",
         "cluster.hang_seconds: 600.0 -> 60.0",
-    ]
+    ]  # fmt: skip
     assert differences({"a": "1"}, {"b": "2"}) == ["b: not set -> 2", "a: 1 -> not set"]
     assert differences(old, old) == []

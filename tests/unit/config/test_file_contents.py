@@ -11,11 +11,9 @@ from tests.unit.config.samples import make_run, write
 from tests.unit.plans import make_cluster
 
 DEEPSPEED: dict[str, Any] = {
-    "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000},
-    "communication_data_type": "fp32",
-    "steps_per_print": 10,
-    "amp": {"enabled": False},
-}
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}, "communication_data_type": "fp32",
+    "steps_per_print": 10, "amp": {"enabled": False},
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -70,10 +68,8 @@ def test_a_file_that_cannot_be_read_does_not_stop_the_comparison(own: dict[str, 
     Path("train.py").unlink()
     contents = file_contents(make_run(**own))
     assert [key for key, value in contents.items() if value == "cannot be read"] == [
-        "script.content",
-        "deepspeed_config.content",
-        "deepspeed_config.tuning",
-    ]
+        "script.content", "deepspeed_config.content", "deepspeed_config.tuning",
+    ]  # fmt: skip
 
 
 def test_the_name_of_an_own_file_does_not_matter_but_its_content_does(own: dict[str, str]) -> None:

@@ -133,11 +133,8 @@ def test_each_value_changes_plan_files_or_job_or_is_refused(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"lora": {"rank": 16}, "method": "full"},
-        {"lora": None},
-        {"lora": {"rank": 8}, "method": "qlora"},
-        {"scheduler": "constant", "warmup_ratio": 0},
-        {"scheduler": "constant"},
+        {"lora": {"rank": 16}, "method": "full"}, {"lora": None}, {"lora": {"rank": 8}, "method": "qlora"},
+        {"scheduler": "constant", "warmup_ratio": 0}, {"scheduler": "constant"},
         {"freeze": ["model.embed_tokens", "!*.norm"]},
         {"final_checkpoint": "best", "checkpoints": {"keep_best": True, "early_stopping": 3}},
         {"evaluation": {"lm_eval": ["piqa"], "lm_eval_limit": 5}},

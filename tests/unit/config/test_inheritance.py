@@ -8,11 +8,10 @@ import yaml
 from typer.testing import CliRunner
 
 from shardmake.cli import app
-from shardmake.config.inheritance import Layer
+from shardmake.config.inheritance import Layer, expand_sweep
 from shardmake.config.invocation import write_merged
 from shardmake.config.load import get_run, load_config, parse_config
 from shardmake.config.models import Config
-from shardmake.config.sweeps import expand_sweep
 from shardmake.core.errors import ConfigError
 from tests.unit.config.samples import RUN, make_run, write
 

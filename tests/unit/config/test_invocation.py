@@ -114,10 +114,7 @@ def test_files_of_snakemakes_option_are_checked_before_snakemake_reads_them(
     [
         ("slurm", "local", "has `executor: slurm`, but Snakemake would run the stages on this machine. Use `--profile slurm`"),
         ("local", "slurm", "has `executor: local`, but Snakemake would submit jobs through 'slurm'. Use `--profile profiles/local`"),
-        ("slurm", "slurm", None),
-        ("slurm", "cluster-generic", None),
-        ("local", "local", None),
-        ("slurm", None, None),
+        ("slurm", "slurm", None), ("slurm", "cluster-generic", None), ("local", "local", None), ("slurm", None, None),
         ("local", None, None),
     ],
 )  # fmt: skip

@@ -79,10 +79,6 @@ def test_plain_snakemake_refuses_on_a_login_node() -> None:
     assert answer.returncode != 0 and "cores" in answer.stderr + answer.stdout
 
 
-def test_the_main_snakefile_is_short() -> None:
-    assert len((REPOSITORY / "workflow/Snakefile").read_text().splitlines()) < 45
-
-
 def test_each_rule_has_the_name_of_its_command_and_file() -> None:
     commands = {command.callback.__name__ for command in app.registered_commands if command.callback}
     files = {file.stem: file.read_text() for file in (REPOSITORY / "workflow/rules").glob("*.smk")}

@@ -46,10 +46,7 @@ def test_a_new_row_is_found_by_every_reader(tmp_path: Path) -> None:
         "rendered": [True, True],
         "own file": [f"{name}: False in {tmp_path / 'ds.json'}, True in the plan. {SETTINGS['precision'].effect}"],
         "comparison": ["differs", 'False runs, silently. Write "auto" in the DeepSpeed file.'],
-        "rank": [f"{name}: planned True, found False"],
-        "digest": "true",
-        "changes": ["plan", "render", "train"],
-        "value": "true",
-        "report": ["| Last rows dropped | True |"],
+        "rank": [f"{name}: planned True, found False"], "digest": "true", "changes": ["plan", "render", "train"],
+        "value": "true", "report": ["| Last rows dropped | True |"],
         "reference": [f"| `drop_last` | `{name}` in deepspeed.json, and the training argument |"],
-    }
+    }  # fmt: skip

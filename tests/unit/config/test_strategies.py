@@ -10,7 +10,7 @@ import pytest
 
 import shardmake
 from shardmake.config.models import STRATEGIES, Strategy
-from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
+from shardmake.config.strategies import STRATEGY_SPECS
 
 PACKAGE = Path(shardmake.__file__).parent
 TABLE = PACKAGE / "config/strategies.py"
@@ -52,14 +52,11 @@ def test_fallback_order_is_strict_within_a_family(is_fsdp: bool) -> None:
 
 def test_offload_to_the_host_follows_its_stage() -> None:
     """ZeRO-1 with offload keeps full gradients on the GPU, so ZeRO-2 without offload comes first: it is faster."""
-    order = sorted((spec for spec in STRATEGY_SPECS.values() if spec.zero_stage in (1, 2)), key=by_fallback_order)
+    specs = (spec for spec in STRATEGY_SPECS.values() if spec.zero_stage in (1, 2))
+    order = sorted(specs, key=lambda spec: spec.fallback_order)
     assert [(spec.zero_stage, spec.offload_optimizer) for spec in order] == [
         (1, None), (2, None), (1, "cpu"), (2, "cpu"),
     ]  # fmt: skip
-
-
-def by_fallback_order(spec: StrategySpec) -> int:
-    return spec.fallback_order
 
 
 @pytest.mark.parametrize(

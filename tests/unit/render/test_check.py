@@ -13,12 +13,13 @@ from shardmake.config.models import STRATEGIES, Strategy
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.errors import ShardmakeError
 from shardmake.memory.buckets import auto_sizes
-from shardmake.render.accelerate_file import IGNORED_IN_FILE
 from shardmake.render.check import Files, Rendering, check_rendered, read_with_libraries
+from shardmake.render.launcher_settings import IGNORED_IN_FILE
 from shardmake.render.stage import launch_flags, render_files
 from shardmake.run.plan import Choice
 from tests.finished_run import with_arguments
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
+from tests.unit.render.test_stage import drawn_choices
 
 
 def render(strategy: Strategy, **settings: Any) -> Files:
@@ -32,16 +33,8 @@ def check(strategy: Strategy, files: Files) -> None:
 
 
 WORLD_SIZE = 4
-choices = st.builds(
-    Choice,
-    strategy=st.sampled_from(STRATEGIES),
-    gradient_checkpointing=st.booleans(),
-    micro_batch_size=st.integers(1, 64),
-    gradient_accumulation_steps=st.integers(1, 64),
-    nodes=st.sampled_from([1, 2]),
-    processes_per_node=st.just(1),
-    precision=st.sampled_from(["bf16", "fp16", "fp32"]),
-    tensor_parallel=st.sampled_from([1, 2]),
+choices = drawn_choices(
+    nodes=st.sampled_from([1, 2]), processes_per_node=st.just(1), tensor_parallel=st.sampled_from([1, 2])
 ).map(lambda choice: possible(choice))
 
 
@@ -55,12 +48,10 @@ runs = st.fixed_dictionaries(
     {
         "optimizer": st.sampled_from(["adamw", "adafactor", "sgd"]),
         "scheduler": st.sampled_from(["cosine", "linear", "constant", "constant_with_warmup"]),
-        "warmup_ratio": st.floats(0, 1),
-        "max_grad_norm": st.floats(0.1, 10),
-        "method": st.sampled_from(["full", "lora"]),
-        "eval_every_steps": st.just("never") | st.integers(1, 100),
+        "warmup_ratio": st.floats(0, 1), "max_grad_norm": st.floats(0.1, 10),
+        "method": st.sampled_from(["full", "lora"]), "eval_every_steps": st.just("never") | st.integers(1, 100),
     }
-)
+)  # fmt: skip
 accelerators = st.sampled_from(["cpu", "a100-80gb"])
 
 
@@ -124,11 +115,9 @@ def test_misspelt_keys_are_refused() -> None:
     files = render("zero3")
     zero = files.deepspeed["zero_optimization"] | {"stage3_prefetch_bucket": 1}
     broken = replace(
-        files,
-        accelerate=files.accelerate | {"num_machine": 2},
-        deepspeed=files.deepspeed | {"zero_optimization": zero},
+        files, accelerate=files.accelerate | {"num_machine": 2}, deepspeed=files.deepspeed | {"zero_optimization": zero},
         training=with_arguments(files.training, learnig_rate=1.0, of_tomorrow=1),
-    )
+    )  # fmt: skip
     expected = r"(?s)num_machine.*learnig_rate.*stage3_prefetch_bucket.*does not read of_tomorrow"
     with pytest.raises(ShardmakeError, match=expected):
         check("zero3", broken)

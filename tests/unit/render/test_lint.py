@@ -155,7 +155,7 @@ def test_a_named_file_that_is_not_there_is_an_error(folder: Path) -> None:
 
 UNREADABLE: dict[str, tuple[bytes | None, str]] = {
     "half.json": (b'{"a\\ud800": 1}', "line 1 is not valid JSON: the text has half of a pair of Unicode surrogates"),
-    "latin.yaml": ("learning_rate: 1  # für".encode("latin-1"), "not text in UTF-8"),
+    "latin.yaml": ("learning_rate: 1  # für".encode("latin-1"), "line 1 is not valid UTF-8"),
     "empty.yaml": (b"", "holds nothing"),
     "list.json": (b"[1, 2]", "holds a list"),
     "broken.json": (b'{\n"a" 1}', "line 2 is not valid JSON"),

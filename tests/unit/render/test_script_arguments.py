@@ -48,12 +48,10 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The files that the arguments name, in the working folder."""
     monkeypatch.chdir(tmp_path)
     values: dict[str, Any] = {
-        "ds": OWN,
-        "auto": {**OWN, "train_batch_size": "auto"},
-        "trl": {"learning_rate": 0.2, "per_device_train_batch_size": 8, "max_length": 64},
-        "mine": {"hobby": 1},
+        "ds": OWN, "auto": {**OWN, "train_batch_size": "auto"},
+        "trl": {"learning_rate": 0.2, "per_device_train_batch_size": 8, "max_length": 64}, "mine": {"hobby": 1},
         "sizes": {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1},
-    }
+    }  # fmt: skip
     for name, content in values.items():
         Path(f"{name}.json").write_text(json.dumps(content))
     Path("train.py").write_text("print()")
@@ -139,30 +137,25 @@ def test_keys_that_do_not_reach_the_script(source: str, args: list[str], words: 
 @pytest.mark.parametrize(
     ("source", "args"),
     [
-        ("from mine import parse\nparse()", []),
-        ("not python (", []),
-        (FINE_TUNED, ["$MY_ARGUMENTS"]),
+        ("from mine import parse\nparse()", []), ("not python (", []), (FINE_TUNED, ["$MY_ARGUMENTS"]),
         (FINE_TUNED, ["--config", "nowhere.yaml"]),
         (FINE_TUNED + "arguments.learning_rate = arguments.max_steps = 7\n", BATCH),
         (FINE_TUNED + "os.environ['SHARDMAKE_LEARNING_RATE'], os.environ['SHARDMAKE_MAX_STEPS']", BATCH),
         (FINE_TUNED, [*BATCH, "--learning_rate", "$RATE", "--max_steps", "$STEPS"]),
-        (FINE_TUNED + "parser.set_defaults(**mine)", []),
-        ("from trl import SFTConfig\nSFTConfig(**given)", []),
+        (FINE_TUNED + "parser.set_defaults(**mine)", []), ("from trl import SFTConfig\nSFTConfig(**given)", []),
         (LOOP, ["--lr=$SHARDMAKE_LEARNING_RATE", "--batch_size", "1"]),
         ("add_argument('--local_rank', default=0)", ["--local_rank", "$LOCAL_RANK"]),
         (LOOP, ["--lr=$SHARDMAKE_LEARNING_RATE", "--gradient_acc", "$SHARDMAKE_GRADIENT_ACCUMULATION_STEPS"]),
-        *((f"{FINE_TUNED}{line}", BATCH) for line in CHANGED),
-        *((f"{LOOP}{line}", []) for line in CHANGED),
+        *((f"{FINE_TUNED}{line}", BATCH) for line in CHANGED), *((f"{LOOP}{line}", []) for line in CHANGED),
         (FINE_TUNED.replace("args_into_dataclasses(", "json_file('a'"), BATCH),
-        (FINE_TUNED, [*BATCH, "--my_settings=mine.toml"]),
-        ("add_argument('-l', '--lr', default=0.1)", []),
+        (FINE_TUNED, [*BATCH, "--my_settings=mine.toml"]), ("add_argument('-l', '--lr', default=0.1)", []),
         ("add_argument('--lr', type=read, default='1e-1')", []),
         ("one.add_argument('--lr', default=0.1)\ntwo.add_argument('--lr', default=0.2)", []),
         ("add_argument('--local_rank', default=0)\nos.environ['LOCAL_RANK']", []),
         ("from trl import SFTConfig\nTrainer(SFTConfig(max_steps=10, max_length=32), optimizers=(a, b))", BATCH),
         pytest.param("a" + ".b" * 5_000, [], id="too deep to parse"),
     ],
-)
+)  # fmt: skip
 def test_nothing_is_claimed_of_what_cannot_be_read(source: str, args: list[str]) -> None:
     assert warned(source, *args) == ""
 

@@ -141,16 +141,18 @@ def test_a_fallback_that_cannot_be_rendered_is_refused_before_the_queue(tmp_path
     assert not rundir.plan_folder.exists()
 
 
-choices = st.builds(
-    Choice,
-    strategy=st.sampled_from(STRATEGIES),
-    gradient_checkpointing=st.booleans(),
-    micro_batch_size=st.integers(1, 64),
-    gradient_accumulation_steps=st.integers(1, 64),
-    nodes=st.integers(1, 32),
-    processes_per_node=st.integers(1, 8),
-    precision=st.sampled_from(["bf16", "fp16", "fp32"]),
-)
+def drawn_choices(**changes: st.SearchStrategy[Any]) -> st.SearchStrategy[Choice]:
+    """Draw a choice of any strategy; ``changes`` are further keys or other values."""
+    values: dict[str, Any] = {
+        "strategy": st.sampled_from(STRATEGIES), "gradient_checkpointing": st.booleans(),
+        "micro_batch_size": st.integers(1, 64), "gradient_accumulation_steps": st.integers(1, 64),
+        "nodes": st.integers(1, 32), "processes_per_node": st.integers(1, 8),
+        "precision": st.sampled_from(["bf16", "fp16", "fp32"]),
+    }  # fmt: skip
+    return st.builds(Choice, **values | changes)
+
+
+choices = drawn_choices()
 clusters = st.builds(
     make_cluster, accelerator=st.sampled_from(["cpu", "a100-80gb"]), memory_gib_per_node=st.floats(2.0, 4096.0)
 )
