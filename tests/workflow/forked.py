@@ -4,7 +4,7 @@ import json
 import shutil
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,7 +23,7 @@ from shardmake.core.atomic import write_json
 from shardmake.core.fingerprint import FileEntry
 from shardmake.data.stage import prepare
 from shardmake.launch.driver import drive
-from shardmake.launch.jobs import attempt_settings
+from shardmake.launch.jobs import Jobs, attempt_settings
 from shardmake.launch.slurm_states import JobState, JobStatus
 from shardmake.launch.training import Training
 from shardmake.memory.read_config import read_model
@@ -222,7 +222,7 @@ class Trained:
 
 
 @dataclass
-class ForkedJobs:
+class ForkedJobs(Jobs):
     """An executor whose ranks are forked; an attempt has ended when it is submitted."""
 
     forked: Forked
@@ -243,15 +243,6 @@ class ForkedJobs:
 
     def status(self, job: str) -> JobStatus:
         return JobStatus(JobState.ENDED, "")
-
-    def seconds_left(self, job: str) -> float:
-        return 0.0
-
-    def hosts(self, nodes: str) -> list[str]:
-        return []
-
-    def down_hosts(self, hosts: Sequence[str]) -> list[str]:
-        return []
 
     def cancel_command(self, job: str) -> str:
         return "nothing"  # the ranks end before anyone could cancel them

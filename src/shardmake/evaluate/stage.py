@@ -95,7 +95,7 @@ def _compare_models(
     for name, found in zip(("base", "tuned"), result.scores or (), strict=True):
         logger.info(f"{name}: loss {found.loss:.4f}, perplexity {found.perplexity_text()}, {found.tokens:,} tokens")
     if compared := result.preferences or result.completions:
-        logger.info(f"reward accuracy {result.reward_accuracy:.1%}, margin {compared.rewards.margins:.4f}")
+        logger.info(f"reward accuracy {result.shares['reward accuracy']:.1%}, margin {compared.rewards.margins:.4f}")
     unlink(rundir.evaluation_losses)
     if run.evaluation.losses:
         write_text(rundir.evaluation_losses, _losses_table(base.losses, tuned.losses))
