@@ -22,8 +22,6 @@ LARGEST = 8 << 30  # no context or communicator takes that much: another process
 class Observation:
     """Peaks of one step on one GPU, in bytes, and the reserved memory that the allocator's model predicts."""
 
-    tokens: int
-    allocated: int
     reserved: int
     device: int
     predicted_reserved: int

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from shardmake.memory import size_tensors
-from shardmake.memory.model import HEADS, SCORE_HEAD
 
 ORIGINALS = {name: getattr(nn.functional, name) for name in ("softmax", "log_softmax", "layer_norm", "cross_entropy")}
 TORCH_SOFTMAX = torch.softmax
@@ -75,10 +74,8 @@ class _MemoryEfficient(torch.autograd.Function):
 
 def _autocast_attention(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Cast to autocast's type; attention kernels are on its 16-bit list."""
-    if not torch.is_autocast_enabled("cpu"):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype("cpu")
-    return [tensor.to(dtype) for tensor in tensors]
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    return [tensor.to(dtype or tensor.dtype) for tensor in tensors]
 
 
 def _fused_attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any) -> Any:
@@ -193,9 +190,8 @@ def head_loss(hidden: torch.Tensor, head: torch.Tensor, kind: str) -> torch.Tens
     entry = size_tensors.root(size_tensors.SizeTensor(tape, hidden.numel(), hidden.element_size()))
     node = entry.node
     assert node is not None
-    parameter = size_tensors.Parameter("head", head.numel(), head.element_size(), head.requires_grad)
-    rows = hidden.numel() // hidden.shape[-1]
-    loss = size_tensors.HEAD_LOSSES[kind](entry, parameter, head.shape[0], hidden.shape[-1], rows)
+    parameter = size_tensors.Parameter("head", tuple(head.shape), head.element_size(), head.requires_grad)
+    loss = size_tensors.HEAD_LOSSES[kind](entry, parameter, head.shape[0])
     if not hidden.requires_grad:
         entry.node = None
     del entry
@@ -245,18 +241,6 @@ class FourBitLinear(nn.Linear):
         if self.bias is not None:
             out = out + self.bias.to(out.dtype)
         return out.to(input.dtype)
-
-
-def set_four_bit_layers(model: nn.Module) -> None:
-    """Make all linear layers but the head 4-bit ones, as QLoRA quantizes them."""
-    for name, module in model.named_modules():
-        if type(module) is nn.Linear and not (name.endswith(HEADS) or name == SCORE_HEAD):
-            module.__class__ = FourBitLinear
-
-
-def holds_four_bits(module: nn.Module) -> bool:
-    """Return True if the weight of ``module`` is in 4 bits."""
-    return isinstance(module, FourBitLinear)
 
 
 class _DropoutFunction(torch.autograd.Function):

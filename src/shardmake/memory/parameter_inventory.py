@@ -38,11 +38,10 @@ def build(config: Mapping[str, Any], source: str, trust_remote_code: bool = Fals
 
     parsed = parse_config(config, source, trust_remote_code)
     named = next(iter(config.get("architectures") or []), "")
-    own_class = has_own_class(config, trust_remote_code)
-    if own_class or composite_class(parsed) or not hasattr(transformers, named):
-        chosen = find_class(config, parsed, source, trust_remote_code)
-    else:
-        chosen = ModelClass(name=named)
+    is_named = hasattr(transformers, named) and not (
+        has_own_class(config, trust_remote_code) or composite_class(parsed)
+    )
+    chosen = ModelClass(name=named) if is_named else find_class(config, parsed, source, trust_remote_code)
     try:
         with torch.device("meta"):
             return chosen.build(parsed)
@@ -210,10 +209,8 @@ def plain_name(name: str) -> str:
 
 
 def _first(config: Any, *names: str) -> int:
-    for name in names:
-        value = getattr(config, name, None)
-        if isinstance(value, int):
-            return value
+    if values := [value for name in names if isinstance(value := getattr(config, name, None), int)]:
+        return values[0]
     raise ModelError(
         f"The config of this {config.model_type} model has none of {', '.join(names)}. Use its complete config.json."
     )

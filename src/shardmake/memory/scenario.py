@@ -1,6 +1,7 @@
 """One training setup as the input of the memory model."""
 
 from dataclasses import dataclass
+from math import ceil
 
 from shardmake.config.attention import Attention
 from shardmake.config.methods import DEFAULT_METHOD, METHODS, MethodSpec
@@ -103,6 +104,11 @@ class Scenario:
     def shards(self) -> int:
         """Number of ranks that share one copy of the sharded states."""
         return self.ranks_per_node if self.spec.hybrid else self.world_size // self.tensor_parallel
+
+    @property
+    def part(self) -> int:
+        """Trained elements of a rank's part."""
+        return ceil(self.split.trainable / self.shards)
 
     @property
     def row_tokens(self) -> int:

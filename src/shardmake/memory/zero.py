@@ -52,9 +52,8 @@ class ZeroMemory(DdpMemory):
         held = self.scenario.gradient
         grad = self.timeline.alloc(held * group, "flat gradients")
         if held < 4:
-            wide = self.timeline.alloc(4 * group, "fp32 gradients")
-            self.timeline.free(grad)
-            grad = wide
+            narrow, grad = grad, self.timeline.alloc(4 * group, "fp32 gradients")
+            self.timeline.free(narrow)
         if self.scenario.zero_stage < 3:
             self._drop_gradients()
         self._make_states()
@@ -89,14 +88,14 @@ class Zero12Memory(ZeroMemory):
 
     def gradient(self, name: str, size: int, key: int | None) -> bool:
         """Copy it into a bucket under stage 2; one larger than the bucket stays until it is reduced itself."""
-        self._allocate_briefly(states.boundary_norm_bytes(self.scenario, self.sizes[name]), "gradient norm")
+        numel = self.sizes[name]
+        self._allocate_briefly(states.boundary_norm_bytes(self.scenario, numel), "gradient norm")
         if self.scenario.zero_stage == 1:
             return super().gradient(name, size, key)
         self._reserve_part()
-        self._allocate_briefly(
-            states.reduction_bytes(self.scenario, self.buckets, self.sizes[name]), "communication buffers", REDUCTION
-        )
-        if key is None or self.sizes[name] <= self.buckets.reduce_bucket_size:
+        copied = states.reduction_bytes(self.scenario, self.buckets, numel)
+        self._allocate_briefly(copied, "communication buffers", REDUCTION)
+        if key is None or numel <= self.buckets.reduce_bucket_size:
             return False
         self._release_large()
         self.timeline.rename(key, "gradients")
@@ -145,7 +144,7 @@ class Zero3Memory(ZeroMemory):
 
     def step(self) -> None:
         """Look for infinities in the flat gradients on the stream of the reductions; then update."""
-        copy, mask = states.overflow_copy(self.scenario), states.overflow_mask(self.scenario)
+        copy, mask = states.overflow_bytes(self.scenario)
         if copy and not self.scenario.offloads_optimizer:
             held = self.timeline.alloc(copy, "overflow check", REDUCTION)
             self._allocate_briefly(mask, "overflow check", REDUCTION)
@@ -186,11 +185,9 @@ class Zero3Memory(ZeroMemory):
         copied = states.reduction_bytes(self.scenario, self.buckets, numel)
         self._allocate_briefly(copied, "gradients before reduction", COMMUNICATION)
         if self.scenario.offloads_optimizer:
-            part = ceil(self.sizes[name] / self.scenario.shards)
+            part, norm = ceil(numel / self.scenario.shards), states.boundary_norm_bytes(self.scenario, numel)
             held = self.timeline.alloc(self.scenario.gradient * part, "gradients before reduction", COMMUNICATION)
-            self._allocate_briefly(
-                states.boundary_norm_bytes(self.scenario, self.sizes[name]), "gradient norm", COMMUNICATION
-            )
+            self._allocate_briefly(norm, "gradient norm", COMMUNICATION)
             self._allocate_briefly(4 * part, "gradients before reduction", COMMUNICATION)
             self.timeline.free(held)
         if key is None or numel <= self.buckets.reduce_bucket_size:

@@ -19,6 +19,7 @@ from shardmake.memory.trace import _request
 from tests.unit.memory.test_decoder import agree, gradients, saved, scenario
 
 SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 2}
+LORA = {"method": "lora"}
 DPO: dict[str, Any] = {"log_probs": True, "extra_forwards": 1, "sequence_length": 256, "micro_batch": 4}
 CASES: dict[str, Scenario] = {
     "bf16": scenario(SMALL, **DPO),
@@ -32,13 +33,9 @@ CASES: dict[str, Scenario] = {
     "qlora under ZeRO with checkpointing": scenario(SMALL, method="qlora", checkpointing=True, **DPO),
     "tied": scenario({**SMALL, "tie_word_embeddings": True}, **DPO),
     "precomputed": scenario(SMALL, **DPO | {"extra_forwards": 0}),
-    "precomputed for lora under autocast": scenario(
-        SMALL, method="lora", strategy="ddp", **DPO | {"extra_forwards": 0}
-    ),
+    "precomputed for lora under autocast": scenario(SMALL, **DPO | {"extra_forwards": 0} | LORA, strategy="ddp"),
     "kto": scenario(SMALL, **DPO | {"extra_forwards": 3}),
-    "kto with lora and checkpointing": scenario(
-        SMALL, method="lora", checkpointing=True, **DPO | {"extra_forwards": 3}
-    ),
+    "kto with lora and checkpointing": scenario(SMALL, **DPO | {"extra_forwards": 3} | LORA, checkpointing=True),
     "kto precomputed": scenario(SMALL, **DPO | {"extra_forwards": 1}),
 }
 
@@ -82,11 +79,8 @@ def recorded_step(case: Scenario, tracer: Any, objective: str) -> list[Any]:
         args=SimpleNamespace(gradient_checkpointing_kwargs={"use_reentrant": False}),
     )  # fmt: skip
     tokens = torch.zeros((case.micro_batch, case.sequence_length), dtype=torch.long)
-    inputs = {
-        "input_ids": tokens,
-        "attention_mask": torch.ones_like(tokens),
-        "completion_mask": torch.ones_like(tokens),
-    }
+    masks = ("attention_mask", "completion_mask")
+    inputs = {"input_ids": tokens, **{name: torch.ones_like(tokens) for name in masks}}
     if kind is KTOTrainer:
         inputs |= {f"KL_{name}": values.clone() for name, values in inputs.items()}
         inputs["label"] = torch.arange(len(tokens)) % 2 == 0
@@ -125,7 +119,7 @@ def prepared(request: dict[str, Any], tracer: Any) -> Any:
     from trl.trainer.utils import add_fused_lm_head
 
     model = tracer.prepare(request)
-    tracer.materialize(model, *(tracer.DTYPES[request[which]] for which in ("weights", "frozen", "widened", "norms")))
+    tracer.materialize(model, request)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     add_fused_lm_head(base, outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
     return model

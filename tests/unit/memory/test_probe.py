@@ -20,15 +20,9 @@ from shardmake.memory.probe import probe
 from shardmake.memory.read_config import from_config
 
 CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 512,
-}
-
-
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "vocab_size": 512,
+}  # fmt: skip
 FOUND = Calibration(GIB // 2, 2 * GIB, GIB // 4, "a GPU", "node7", "2026-01-31")
 
 

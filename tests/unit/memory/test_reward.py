@@ -57,7 +57,7 @@ def recorded_step(case: Scenario, tracer: Any) -> list[Any]:
     request = {**_request(case), "layers": None}
     tracer.emulate_gpu_kernels()
     model = tracer.prepare(request)
-    tracer.materialize(model, *(tracer.DTYPES[request[which]] for which in ("weights", "frozen", "widened", "norms")))
+    tracer.materialize(model, request)
     model.config.pad_token_id = 1
     trainer = bare(RewardTrainer, model, args=SimpleNamespace(center_rewards_coefficient=0.01))
     tokens = torch.zeros((case.micro_batch, case.sequence_length), dtype=torch.long)
