@@ -135,12 +135,9 @@ class DecoderStep:
 
     def _layer_with_marks(self, hidden: SizeTensor, index: int) -> SizeTensor:
         self.tape.mark("forward", index)
-        if self.scenario.checkpointing:
-            out = self._checkpointed(hidden, index)
-        else:
-            out = self._layer(hidden, index)
-            if out.node is not None:
-                out.node.mark = ("backward block", index)
+        out = (self._checkpointed if self.scenario.checkpointing else self._layer)(hidden, index)
+        if out.node is not None:
+            out.node.mark = ("backward block", index)
         self.tape.mark("forward end", index)
         return out
 
@@ -172,7 +169,6 @@ class DecoderStep:
             return [made]
 
         out.node = GradNode([hidden.node], function)
-        out.node.mark = ("backward block", index)
         tape.nodes.append(out.node)
         return out
 
@@ -303,10 +299,8 @@ class DecoderStep:
 
     def _mixture(self, hidden: SizeTensor, prefix: str, made: bool) -> SizeTensor:
         """Run the experts, and those that every token is sent to."""
-        if not self.shape.shared:
-            return self._experts(hidden, prefix, made)
-        out = self._experts(hidden, prefix, made=True)
-        return ops.add(out, self._mlp(hidden, f"{prefix}.shared_experts", made), made)
+        out, shared = self._experts(hidden, prefix, made or self.shape.shared > 0), f"{prefix}.shared_experts"
+        return ops.add(out, self._mlp(hidden, shared, made), made) if self.shape.shared else out
 
     def _experts(self, hidden: SizeTensor, prefix: str, made: bool) -> SizeTensor:
         """Run transformers' ``grouped_mm_experts_forward``: rows sorted by expert, then in their order again."""

@@ -3,7 +3,8 @@
 `shardmake.memory.cache` asks this module in a process of its own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,11 +43,8 @@ def build(config: Mapping[str, Any], source: str, trust_remote_code: bool = Fals
         has_own_class(config, trust_remote_code) or composite_class(parsed)
     )
     chosen = ModelClass(name=named) if is_named else find_class(config, parsed, source, trust_remote_code)
-    try:
-        with torch.device("meta"):
-            return chosen.build(parsed)
-    except Exception as error:  # a model's code may raise anything for unusual sizes
-        raise ModelError(f"{source}: transformers cannot build this model: {in_one_line(error)}") from None
+    with _explained(f"{source}: transformers cannot build this model"), torch.device("meta"):
+        return chosen.build(parsed)
 
 
 def find_class(values: Mapping[str, Any], config: Any, source: str, trust_remote_code: bool) -> ModelClass:
@@ -101,10 +99,17 @@ def parse_config(config: Mapping[str, Any], source: str, trust_remote_code: bool
             f"{source}: transformers {version('transformers')} has no model type {kind!r}. "
             "Check the spelling, or install a version of transformers that has it."
         )
-    try:
+    with _explained(f"{source}: transformers rejects this config"):
         return AutoConfig.for_model(kind, **values)
-    except Exception as error:  # a config class may raise anything for unusual values
-        raise ModelError(f"{source}: transformers rejects this config: {in_one_line(error)}") from None
+
+
+@contextmanager
+def _explained(failure: str) -> Iterator[None]:
+    """Raise a `ModelError` for any error: a model's code and PEFT may raise anything for unusual values and layers."""
+    try:
+        yield
+    except Exception as error:
+        raise ModelError(f"{failure}: {in_one_line(error)}") from None
 
 
 def in_one_line(error: Exception) -> str:
@@ -194,11 +199,8 @@ def adapters(
 
     blocks = block_paths(model)
     config = METHODS[method].peft_config(None, model, rows, rank=rank, targets=targets)
-    try:
-        with torch.device("meta"):
-            adapted = get_peft_model(model, config)
-    except Exception as error:  # PEFT and a model's code may raise anything for unusual layers
-        raise ModelError(f"PEFT cannot adapt this {type(model).__name__}: {in_one_line(error)}") from None
+    with _explained(f"PEFT cannot adapt this {type(model).__name__}"), torch.device("meta"):
+        adapted = get_peft_model(model, config)
     found = {plain_name(n): tuple(p.shape) for n, p in adapted.named_parameters() if p.requires_grad}
     return [asdict(ParameterSpec(name, shape, "linear", _block_of(name, blocks))) for name, shape in found.items()]
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from math import ceil
+from typing import ClassVar
 
 from shardmake.config.attention import Attention
 from shardmake.config.methods import DEFAULT_METHOD, METHODS, MethodSpec
@@ -79,6 +80,8 @@ class Scenario:
     """Compute capability of the GPU, if it is known."""
     calibration: Calibration | None = None
     """A probe's measurement on this kind of GPU."""
+    checks_network: ClassVar[bool] = True
+    """Even a single rank makes a process group, whose network it checks."""
 
     @property
     def spec(self) -> StrategySpec:
@@ -124,11 +127,6 @@ class Scenario:
     def compute(self) -> int:
         """Bytes per element of the compute data type."""
         return BYTES[self.precision]
-
-    @property
-    def checks_network(self) -> bool:
-        """True if even a single rank makes a process group, whose network it checks."""
-        return True
 
     @property
     def frozen(self) -> int:

@@ -213,21 +213,20 @@ def resized(tensor: SizeTensor, numel: int, saved: Sequence[object] = (), made: 
     return derive(new(tensor, numel, made=made), [tensor], lambda grad: [new(grad, before)], saved)
 
 
+def _part(tensor: SizeTensor, numel: int) -> SizeTensor:
+    return SizeTensor(tensor.tape, numel, tensor.item, storage=tensor.storage)
+
+
 def view(tensor: SizeTensor, numel: int) -> SizeTensor:
     """Model a part of each row of ``tensor``; its gradient is padded."""
     before = tensor.numel
-    out = SizeTensor(tensor.tape, numel, tensor.item, storage=tensor.storage)
-    return derive(out, [tensor], lambda grad: [new(grad, before)])
+    return derive(_part(tensor, numel), [tensor], lambda grad: [new(grad, before)])
 
 
 def join(left: SizeTensor, right: SizeTensor) -> SizeTensor:
     """Model ``cat`` of the rows of two tensors, whose gradients are views."""
     sizes = (left.numel, right.numel)
-
-    def function(grad: SizeTensor) -> list[SizeTensor]:
-        return [SizeTensor(grad.tape, size, grad.item, storage=grad.storage) for size in sizes]
-
-    return derive(new(left, sum(sizes)), [left, right], function)
+    return derive(new(left, sum(sizes)), [left, right], lambda grad: [_part(grad, size) for size in sizes])
 
 
 def gather(part: SizeTensor, ranks: int, numel: int) -> SizeTensor:
@@ -240,9 +239,9 @@ def gather(part: SizeTensor, ranks: int, numel: int) -> SizeTensor:
 
 def add(left: SizeTensor, right: SizeTensor, made: bool = True) -> SizeTensor:
     """Model a sum; both sides get the same gradient in their type. Without ``made`` only the graph is extended."""
-    item = max(left.item, right.item)
     sides = (left.item, right.item)
-    return derive(new(left, item=item, made=made), [left, right], lambda grad: [_as(grad, side) for side in sides])
+    out = new(left, item=max(sides), made=made)
+    return derive(out, [left, right], lambda grad: [_as(grad, side) for side in sides])
 
 
 def _as(grad: SizeTensor, item: int) -> SizeTensor:
@@ -251,11 +250,12 @@ def _as(grad: SizeTensor, item: int) -> SizeTensor:
 
 def multiply(left: SizeTensor, right: SizeTensor) -> SizeTensor:
     """Model a product, which saves both factors."""
-    items = (left.item, right.item)
-    out = new(left, item=max(items))
-    return derive(
-        out, [left, right], lambda grad: [new(grad, item=item) for item in items], [left.storage, right.storage]
+    out, items, saved = (
+        new(left, item=max(left.item, right.item)),
+        (left.item, right.item),
+        [left.storage, right.storage],
     )
+    return derive(out, [left, right], lambda grad: [new(grad, item=item) for item in items], saved)
 
 
 def scale(tensor: SizeTensor, item: int | None = None, made: bool = True, saved: Sequence[object] = ()) -> SizeTensor:
@@ -302,10 +302,7 @@ def halves(both: SizeTensor) -> tuple[SizeTensor, SizeTensor]:
         waiting.clear()
         return [joined]
 
-    one, other = (
-        derive(SizeTensor(both.tape, both.numel // 2, both.item, storage=both.storage), [both], function)
-        for _ in range(2)
-    )
+    one, other = (derive(_part(both, both.numel // 2), [both], function) for _ in range(2))
     return one, other
 
 
@@ -538,13 +535,8 @@ def _with_sinks(scores: SizeTensor, sinks: Parameter) -> SizeTensor:
 
 def matmul(left: SizeTensor, right: SizeTensor, numel: int) -> SizeTensor:
     """Model a batched product, which saves both sides."""
-    sizes = (left.numel, right.numel)
-    return derive(
-        new(left, numel),
-        [left, right],
-        lambda grad: [new(grad, size) for size in sizes],
-        [left.storage, right.storage],
-    )
+    sizes, saved = (left.numel, right.numel), [left.storage, right.storage]
+    return derive(new(left, numel), [left, right], lambda grad: [new(grad, size) for size in sizes], saved)
 
 
 def softmax(tensor: SizeTensor, item: int) -> SizeTensor:
@@ -563,11 +555,7 @@ def softmax(tensor: SizeTensor, item: int) -> SizeTensor:
 
 def fused_product(gate: SizeTensor, up: SizeTensor) -> SizeTensor:
     """Model Liger's SwiGLU, which saves gate and up and overwrites them with their gradients."""
-
-    def function(_: SizeTensor) -> list[SizeTensor]:
-        return [SizeTensor(t.tape, t.numel, t.item, storage=t.storage) for t in (gate, up)]
-
-    return derive(new(gate), [gate, up], function)
+    return derive(new(gate), [gate, up], lambda _: [_part(tensor, tensor.numel) for tensor in (gate, up)])
 
 
 def fused_norm(tensor: SizeTensor, weight: Parameter, rows: int) -> SizeTensor:
@@ -605,10 +593,7 @@ def vocab_parallel_loss(logits: SizeTensor, rows: int) -> SizeTensor:
     shifted, powers = SizeStorage(tape, 4 * numel), SizeStorage(tape, 4 * numel)
     del wide, shifted
 
-    def function(grad: SizeTensor) -> list[SizeTensor | None]:
-        return [_as(SizeTensor(tape, numel, 4), item)]
-
-    return derive(SizeTensor(tape, rows, 4), [logits], function, [powers])
+    return derive(SizeTensor(tape, rows, 4), [logits], lambda _: [_as(SizeTensor(tape, numel, 4), item)], [powers])
 
 
 def fused_loss(hidden: SizeTensor, head: Parameter, vocabulary: int) -> SizeTensor:

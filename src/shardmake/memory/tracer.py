@@ -145,8 +145,7 @@ def _steps(
         ranks = request["sequence_parallel"]
         first = (sizes[0][0], min(sizes[0][1], SHORT * ranks))  # fills caches, such as those of autocast and of kernels
         inputs = [_inputs(model, rows, length // ranks, request["masked"]) for rows, length in (first, *sizes)]
-        _mark_blocks(model, recorder)
-        _mark_gradients(model, recorder)
+        _mark(model, recorder)
         stack.enter_context(recorder)
         for one in inputs:
             recorder.start(one.values())
@@ -162,7 +161,9 @@ def prepare(request: Mapping[str, Any]) -> Any:
     model.config.get_text_config().use_cache = False  # as in training
     if request["layers"]:
         _keep_layers(model, request["layers"])
-    _set_attention(model, request)
+    fused = "shardmake_shared" if request["sequence_parallel"] > 1 else "shardmake_fused"
+    sdpa = "shardmake_masked" if request["masked"] else fused
+    model.set_attn_implementation({"eager": "eager", "sdpa": sdpa}.get(request["attention"], fused))
     if request["in_four_bits"]:
         for name, module in model.named_modules():
             if type(module) is nn.Linear and not (name.endswith(HEADS) or name == SCORE_HEAD):
@@ -210,12 +211,6 @@ def _with_adapters(model: nn.Module, request: Mapping[str, Any]) -> nn.Module:
     config = METHODS[request["method"]].peft_config(task, model, range(request["rows"]), **adapters)
     with torch.device("meta"):
         return get_peft_model(model, config)
-
-
-def _set_attention(model: Any, request: Mapping[str, Any]) -> None:
-    fused = "shardmake_shared" if request["sequence_parallel"] > 1 else "shardmake_fused"
-    sdpa = "shardmake_masked" if request["masked"] else fused
-    model.set_attn_implementation({"eager": "eager", "sdpa": sdpa}.get(request["attention"], fused))
 
 
 def _micro_step(
@@ -357,8 +352,7 @@ class Recorder(_DispatchMode):
         """Let ``result`` be the storage of ``zeros``: a choice's gradient is written in place, but not a fake one."""
         old, new = (private(tensor.untyped_storage()).cdata for tensor in (zeros, result))
         if old in self._known:
-            number = self._known.pop(old)[1]
-            self._known[new] = (weakref.ref(result.untyped_storage(), lambda _: self._forget(new, number)), number)
+            self._follow(result.untyped_storage(), new, self._known.pop(old)[1])
 
     def _record(self, tensor: torch.Tensor, operator: str) -> None:
         storage = tensor.untyped_storage()
@@ -366,33 +360,31 @@ class Recorder(_DispatchMode):
         if key in self._known or storage.nbytes() == 0:
             return
         number, self._next = self._next, self._next + 1
-        self._known[key] = (weakref.ref(storage, lambda _: self._forget(key, number)), number)
+        self._follow(storage, key, number)
         self.events.append(["alloc", number - self._first, storage.nbytes(), operator])
         self._in_layer[storage.nbytes()] += 1
         if self._most is not None and self._in_layer[storage.nbytes()] > self._most and not self._backward:
             raise _TokenLoopError
 
-    def _forget(self, key: int, number: int) -> None:
-        del self._known[key]
-        if number >= self._first:
-            self.events.append(["free", number - self._first])
+    def _follow(self, storage: Any, key: int, number: int) -> None:
+        def forget(_: Any) -> None:
+            del self._known[key]
+            if number >= self._first:
+                self.events.append(["free", number - self._first])
+
+        self._known[key] = (weakref.ref(storage, forget), number)
 
 
-def _mark_blocks(model: nn.Module, recorder: Recorder) -> None:
-    """Mark the begin and end of each layer's forward and backward pass."""
+def _mark(model: nn.Module, recorder: Recorder) -> None:
+    """Mark the begin and end of each layer's forward and backward pass, and each complete gradient, and drop it.
+
+    The replay decides whether a gradient is kept.
+    """
     for path, index in block_paths(_base(model)).items():
         block = _base(model).get_submodule(path)
         block.register_forward_pre_hook(partial(recorder.mark_block, "forward", index))
         block.register_forward_hook(partial(recorder.mark_block, "forward end", index))
         block.register_full_backward_pre_hook(partial(recorder.mark_block, "backward block", index))
-
-
-def _base(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _mark_gradients(model: nn.Module, recorder: Recorder) -> None:
-    """Mark each complete gradient and drop it; the replay decides whether it is kept."""
 
     def note(name: str, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
@@ -402,3 +394,7 @@ def _mark_gradients(model: nn.Module, recorder: Recorder) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(partial(note, plain_name(name)))
+
+
+def _base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -102,8 +102,7 @@ def record_second(tracer: Any, request: dict[str, Any], model: Any, compute_loss
     """Return the events of the second of two steps."""
     recorder = tracer.Recorder()
     with tracer._without_collector():
-        tracer._mark_blocks(model, recorder)
-        tracer._mark_gradients(model, recorder)
+        tracer._mark(model, recorder)
         with recorder:
             for _ in range(2):
                 recorder.start()
