@@ -90,17 +90,15 @@ def parse_config(config: Mapping[str, Any], source: str, trust_remote_code: bool
                 f"{source}: the model's own code cannot be loaded ({type(error).__name__}: {error}). Download it with "
                 "the model, or leave out trust_remote_code if transformers has this model type."
             ) from None
-    kind = config["model_type"]
-    values = {key: value for key, value in config.items() if key != "model_type"}
-    if kind not in CONFIG_MAPPING:
+    if config["model_type"] not in CONFIG_MAPPING:
         from importlib.metadata import version
 
         raise ModelError(
-            f"{source}: transformers {version('transformers')} has no model type {kind!r}. "
+            f"{source}: transformers {version('transformers')} has no model type {config['model_type']!r}. "
             "Check the spelling, or install a version of transformers that has it."
         )
     with _explained(f"{source}: transformers rejects this config"):
-        return AutoConfig.for_model(kind, **values)
+        return AutoConfig.for_model(**config)
 
 
 @contextmanager

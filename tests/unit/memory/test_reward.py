@@ -10,16 +10,13 @@ from typing import Any
 import pytest
 
 from shardmake.config.strategies import STRATEGY_SPECS
-from shardmake.memory.buckets import Buckets
-from shardmake.memory.closed_form import profile
 from shardmake.memory.decoder import micro_step
-from shardmake.memory.estimate import estimate_closed_form, gpu_memory
 from shardmake.memory.families import as_classifier
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.trace import _request
 from tests.unit.memory.test_decoder import SIZES, agree, gradients, saved, scenario
-from tests.unit.memory.test_preferences import SMALL, bare, record_second
+from tests.unit.memory.test_preferences import SMALL, bare, plans_enough, record_second
 
 
 def reward(config: dict[str, Any] | None = None, **more: Any) -> Scenario:
@@ -78,7 +75,4 @@ def test_a_reward_model_needs_less_than_a_language_model_of_its_base() -> None:
 
 @pytest.mark.parametrize("strategy", [name for name, spec in STRATEGY_SPECS.items() if not spec.uses_nvme])
 def test_every_strategy_has_an_estimate(strategy: Any) -> None:
-    case = reward(strategy=strategy, ranks_per_node=4)
-    simulated = gpu_memory(case, Buckets(4096), micro_step(case))
-    planned = estimate_closed_form(case, Buckets(4096), profile(case, {})).gpu
-    assert planned.allocated >= 0.97 * simulated.allocated
+    plans_enough(reward(strategy=strategy, ranks_per_node=4))

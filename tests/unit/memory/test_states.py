@@ -107,27 +107,27 @@ def test_optimizers(optimizer: str, per_weight: float) -> None:
 
 
 def test_adapters_keep_the_base_in_16_or_4_bits() -> None:
-    lora = states.resident(scenario(strategy="ddp", method="lora"), BUCKETS)
-    qlora, cast = (
-        states.resident(scenario(strategy="ddp", method="qlora", casts_to_fp32=by_a_script), BUCKETS)
-        for by_a_script in (False, True)
+    lora, qlora, cast, in_zero = (
+        states.resident(scenario(**changes), BUCKETS)
+        for changes in (
+            {"strategy": "ddp", "method": "lora"},
+            {"strategy": "ddp", "method": "qlora"},
+            {"strategy": "ddp", "method": "qlora", "casts_to_fp32": True},  # by a script
+            {"strategy": "zero2", "method": "qlora"},
+        )
     )
     assert lora["frozen weights"] == 2 * P
-    head_and_embedding = 2 * 128256 * 4096
-    norms = (2 * 32 + 1) * 4096
-    in_four_bits = P - head_and_embedding - norms
-    in_zero = states.resident(scenario(strategy="zero2", method="qlora"), BUCKETS)
-    assert in_zero["frozen weights"] == qlora["frozen weights"] == 2 * (P - in_four_bits) + in_four_bits // 2
-    assert cast["frozen weights"] == 4 * (P - in_four_bits) + in_four_bits // 2
+    in_four_bits = P - REST
+    assert in_zero["frozen weights"] == qlora["frozen weights"] == 2 * REST + in_four_bits // 2
+    assert cast["frozen weights"] == 4 * REST + in_four_bits // 2
     assert qlora["quantization scales"] == pytest.approx(0.01587 * in_four_bits, rel=1e-3)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp-offload"])
-def test_every_rank_holds_the_scales_of_all_4_bit_weights(strategy: str) -> None:
+def test_every_rank_holds_the_scales_of_all_4_bit_weights() -> None:
     """FSDP shards parameters; bitsandbytes' scales are an attribute."""
-    alone = states.resident(scenario(strategy="ddp", method="qlora"), BUCKETS)
-    sharded = states.resident(scenario(strategy=strategy, method="qlora"), BUCKETS)
-    assert sharded["quantization scales"] == alone["quantization scales"] > 100 * 2**20
+    cases = (scenario(strategy=strategy, method="qlora") for strategy in ("ddp", "fsdp", "fsdp-offload"))
+    (size,) = {states.resident(case, BUCKETS)["quantization scales"] for case in cases}
+    assert size > 100 * 2**20
 
 
 @given(
@@ -151,19 +151,14 @@ def test_no_sub_group_of_zero3_is_larger_than_estimated(sizes: list[int], ranks:
     assert sum(states.step_groups(case, BUCKETS)) == -(-sum(sizes) // ranks)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "held"),
-    [
-        ("ddp", 4 * P),  # in the type of the trained weights
-        ("zero2-offload", 2 * P),  # DeepSpeed casts it, and shards it under ZeRO-3 only
-        ("zero3", 2 * P / 8),
-        ("zero3-offload-optimizer", 2 * P / 8),
-        ("fsdp", 4 * P / 8),
-        ("zero3-offload", 0),
-        ("fsdp-offload", 0),
-    ],
-)
-def test_the_reference_model_is_where_the_trained_weights_are(strategy: str, held: float) -> None:
+REFERENCE = {  # in the type of the trained weights; DeepSpeed casts it, and shards it under ZeRO-3 only
+    "ddp": 4 * P, "zero2-offload": 2 * P, "zero3": 2 * P / 8, "zero3-offload-optimizer": 2 * P / 8, "fsdp": 4 * P / 8,
+    "zero3-offload": 0, "fsdp-offload": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", REFERENCE)
+def test_the_reference_model_is_where_the_trained_weights_are(strategy: str) -> None:
     case = scenario(strategy=strategy, reference_weights=True)
-    assert states.resident(case, BUCKETS).get("reference model", 0) == pytest.approx(held, abs=16)
+    assert states.resident(case, BUCKETS).get("reference model", 0) == pytest.approx(REFERENCE[strategy], abs=16)
     assert states.reference_bytes(case) > 0 == states.reference_bytes(scenario(strategy=strategy))
