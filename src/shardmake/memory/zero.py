@@ -80,11 +80,10 @@ class Zero12Memory(ZeroMemory):
     def start_backward(self) -> None:
         """Allocate the buckets, which exist during a backward pass."""
         self._reserved = False
-        self._added: int | None = None  # gradients of this micro step
-        count = 2 if self.buckets.overlap_comm else 1
+        self._large: list[int] = []  # the gradient that waits, larger than the bucket
+        self._added: list[int] = []  # gradients of this micro step
         size = self.scenario.compute * self.buckets.reduce_bucket_size
-        self._ipg = [self.timeline.alloc(size, "communication buffers") for _ in range(count)]
-        self._large: int | None = None
+        self._ipg = [self.timeline.alloc(size, "communication buffers") for _ in range(1 + self.buckets.overlap_comm)]
 
     def gradient(self, name: str, size: int, key: int | None) -> bool:
         """Copy it into a bucket under stage 2; one larger than the bucket stays until it is reduced itself."""
@@ -97,9 +96,9 @@ class Zero12Memory(ZeroMemory):
         self._allocate_briefly(copied, "communication buffers", REDUCTION)
         if key is None or numel <= self.buckets.reduce_bucket_size:
             return False
-        self._release_large()
+        self._free(self._large)
         self.timeline.rename(key, "gradients")
-        self._large = key
+        self._large.append(key)
         return True
 
     def _reserve_part(self) -> None:
@@ -111,20 +110,16 @@ class Zero12Memory(ZeroMemory):
         if "part" not in self.gradients:
             self.gradients["part"] = self.timeline.alloc(size, "gradients")
         elif states.added_gradients(self.scenario):
-            self._added = self.timeline.alloc(size, "gradients")
+            self._added.append(self.timeline.alloc(size, "gradients"))
 
-    def _release_large(self) -> None:
-        if self._large is not None:
-            self.timeline.free(self._large)
-            self._large = None
+    def _free(self, keys: list[int]) -> None:
+        while keys:
+            self.timeline.free(keys.pop(0))
 
     def end_backward(self) -> None:
         """Free the buckets, and the gradients that were added to those of earlier micro steps."""
-        self._release_large()
-        if self._added is not None:
-            self.timeline.free(self._added)
-        for key in self._ipg:
-            self.timeline.free(key)
+        for keys in (self._large, self._added, self._ipg):
+            self._free(keys)
 
 
 class Zero3Memory(ZeroMemory):
