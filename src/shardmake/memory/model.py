@@ -303,10 +303,8 @@ def split(
 def find_frozen(names: Collection[str], patterns: Iterable[str]) -> frozenset[str]:
     """Return those of the parameters ``names`` that ``patterns`` freeze.
 
-    After ``!`` a pattern names exceptions to the patterns before it.
-
-    Raises:
-        ModelError: A pattern names no parameter, or all or none are frozen.
+    After ``!`` a pattern names exceptions to the patterns before it. Raises `ModelError` if a pattern names no
+    parameter, or if all or none are frozen.
     """
     frozen: set[str] = set()
     patterns = list(patterns)
@@ -323,8 +321,7 @@ def find_frozen(names: Collection[str], patterns: Iterable[str]) -> frozenset[st
 def find_rates(names: Collection[str], rates: Mapping[str, float]) -> dict[str, str]:
     """Return the pattern of ``rates`` that gives each of the trained parameters ``names`` its rate; others have none.
 
-    Raises:
-        ModelError: A pattern names no parameter, or none that later ones leave, or no parameter is left over.
+    Raises `ModelError` if a pattern names no parameter, or none that later ones leave, or if none is left over.
     """
     found = {name: pattern for pattern in rates for name in _find(names, pattern, "Weights of learning_rates")}
     for pattern in rates.keys() - found.values():
@@ -378,9 +375,8 @@ def adapted_layers(model: Model, targets: Iterable[str] | str) -> list[Parameter
     wanted = [targets] if isinstance(targets, str) else list(targets)
     if not wanted:
         raise ModelError("No adapter target is named. Adapters need layers. Name some, or all-linear.")
-    named = [*((t.module, t) for t in linear), *((t.name, t) for t in _fused(model))]
-    found = {word: [tensor for name, tensor in named if f".{name}".endswith(f".{word}")] for word in wanted}
-    for word in (word for word, tensors in found.items() if not tensors):
+    named = [*((f".{t.module}", t) for t in linear), *((f".{t.name}", t) for t in _fused(model))]
+    for word in (word for word in wanted if not any(name.endswith(f".{word}") for name, _ in named)):
         if model.tied and word.endswith(HEADS):
             raise ModelError(
                 f"Adapter target refused: {word!r}. The head of this {model.architecture} is its embedding "
@@ -392,7 +388,8 @@ def adapted_layers(model: Model, targets: Iterable[str] | str) -> list[Parameter
             f"Adapter target not found: {word!r}. {model.architecture} has no layer or fused weight of that name."
             f"{nearest(word, names)} Layers: {', '.join(names)}, or all-linear."
         )
-    return [tensor for name, tensor in named if any(f".{name}".endswith(f".{word}") for word in wanted)]
+    ends = tuple(f".{word}" for word in wanted)
+    return [tensor for name, tensor in named if name.endswith(ends)]
 
 
 def _adapters(
@@ -417,7 +414,8 @@ def _adapters(
 def fused_experts(model: Model, part: Split) -> tuple[int, frozenset[ParameterSpec]]:
     """Return the elements of the fused weights whose module has adapters, and these adapters."""
     owners = {a: a.module.rpartition(".")[0].replace(".base_layer", "") for a in part.adapters}
-    weights = [tensor for tensor in _fused(model) if tensor.module in {*owners.values()}]
+    modules = {*owners.values()}
+    weights = [tensor for tensor in _fused(model) if tensor.module in modules]
     fused = {tensor.module for tensor in weights}
     return sum(tensor.numel for tensor in weights), frozenset(a for a, owner in owners.items() if owner in fused)
 

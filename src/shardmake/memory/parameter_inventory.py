@@ -50,14 +50,8 @@ def build(config: Mapping[str, Any], source: str, trust_remote_code: bool = Fals
 def find_class(values: Mapping[str, Any], config: Any, source: str, trust_remote_code: bool) -> ModelClass:
     """Return the class that trains: of a composite model, the text part of its own class.
 
-    Args:
-        values: The config.json.
-        config: The config object of transformers.
-        source: Named in errors.
-        trust_remote_code: Code beside the config.json may run.
-
-    Raises:
-        ModelError: transformers has no class that generates text for this config.
+    ``values`` are those of the config.json, ``config`` is the object of transformers. Raises `ModelError`, which names
+    ``source``, if transformers has no class that generates text for it.
     """
     if has_own_class(values, trust_remote_code):
         return ModelClass(name="AutoModelForCausalLM", own_code=True)

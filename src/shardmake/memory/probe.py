@@ -35,11 +35,7 @@ SECONDS = 600
 
 
 def probe(model: Model) -> Calibration:
-    """Run the probe with the shape of ``model``.
-
-    Raises:
-        ConfigError: There is no GPU, or a step failed.
-    """
+    """Run the probe with the shape of ``model``; raise `ConfigError` if there is no GPU, or if a step failed."""
     if not model.has_all_levers:
         raise ConfigError(
             f"--probe runs only models of the Llama, Mistral, Qwen and Gemma families, not {model.model_type}. The "

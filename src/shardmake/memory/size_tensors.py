@@ -113,19 +113,15 @@ class Parameter:
 Backward = Callable[[SizeTensor], Sequence[SizeTensor | None]]
 
 
+@dataclass(slots=True, eq=False)
 class GradNode:
     """One operator of the graph: its inputs, the function from its output's gradient to theirs, and what it saved."""
 
-    __slots__ = ("backward", "grad", "inputs", "mark", "saved")
-
-    def __init__(
-        self, inputs: "Sequence[GradNode | None]", backward: Backward | None, saved: Sequence[object] = ()
-    ) -> None:
-        self.inputs = inputs
-        self.backward = backward
-        self.saved = saved
-        self.grad: SizeTensor | None = None
-        self.mark: tuple[object, ...] | None = None
+    inputs: "Sequence[GradNode | None]"
+    backward: Backward | None
+    saved: Sequence[object] = ()
+    grad: SizeTensor | None = None
+    mark: tuple[object, ...] | None = None
 
 
 def new(like: SizeTensor, numel: int | None = None, item: int | None = None, made: bool = True) -> SizeTensor:
@@ -573,9 +569,7 @@ def nll_of_log_softmax(logits: SizeTensor, rows: int) -> SizeTensor:
     """Model cross entropy, which saves the log-softmax; backward, nll's gradient and the result exist beside it."""
     tape, numel = logits.tape, logits.numel
     labels = SizeStorage(tape, 8 * rows)
-    log_probabilities = new(logits)
-    saved = [log_probabilities.storage, labels]
-    del log_probabilities
+    saved = [new(logits).storage, labels]
 
     def function(grad: SizeTensor) -> list[SizeTensor]:
         of_nll = new(grad, numel)

@@ -8,6 +8,7 @@ one neighbourhood are alike, which is checked on two of the most frequent.
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 Place = tuple[str, int]  # a segment: a pass, such as "forward 0" or "backward", and a layer; or "start" or "loss 0", 0
@@ -113,15 +114,15 @@ def _is_outside(kind: str) -> bool:
     return kind.startswith(("start", "loss"))
 
 
+@dataclass
 class _Unroller:
     """Writes the longer events, and numbers anew; ``templates`` has the traced layer of each layer."""
 
-    def __init__(self, segments: Segments, templates: Sequence[int], prefix: str) -> None:
-        self.segments = segments
-        self.templates = templates
-        self.prefix = prefix
-        self.numbers: dict[tuple[str, int, int], int] = {}
-        self.events: list[list[Any]] = []
+    segments: Segments
+    templates: Sequence[int]
+    prefix: str
+    numbers: dict[tuple[str, int, int], int] = field(default_factory=dict)
+    events: list[list[Any]] = field(default_factory=list)
 
     def run(self) -> list[list[Any]]:
         for kind in dict.fromkeys(kind for kind, _ in self.segments):
