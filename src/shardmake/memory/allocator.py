@@ -89,8 +89,7 @@ class CachingAllocator:
         self._taken[key] = block
 
     def _pool(self, stream: int, small: bool) -> _Pool:
-        pool = _Pool(ROUND if small else SMALL + 1)
-        return self._pools.setdefault((stream, small), pool)
+        return self._pools.setdefault((stream, small), _Pool(ROUND if small else SMALL + 1))
 
     def free(self, key: int) -> None:
         """Free the block of ``key``."""

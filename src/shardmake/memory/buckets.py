@@ -136,8 +136,7 @@ def _offload(device: Device, cluster: Cluster, nvme_folder: str, buffers: Mappin
 
 def param_buffer_size(choice: Choice, model: Model) -> int:
     """Return the elements of one swap buffer, which must hold a rank's part of the largest tensor."""
-    part = ceil(model.largest_tensor / choice.world_size)
-    return ceil(part / 4096) * 4096
+    return ceil(ceil(model.largest_tensor / choice.world_size) / 4096) * 4096
 
 
 def params_in_cpu(choice: Choice, cluster: Cluster) -> int:

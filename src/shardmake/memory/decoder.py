@@ -314,8 +314,7 @@ class DecoderStep:
         bias = items.get(f"{up}_bias")
         held = bias and SizeStorage(tape, 2 * shape.f * pairs * bias.item)
         product = ops.grouped(rows, items[up], 2 * shape.f, shape.h, bias)
-        gate = ops.clamped_gated if shape.experts == "softmax last" else ops.gated
-        product = gate(product)
+        product = (ops.clamped_gated if shape.experts == "softmax last" else ops.gated)(product)
         bias = items.get(f"{down}_bias")
         held = bias and SizeStorage(tape, shape.h * pairs * bias.item)
         product = ops.grouped(product, items[down], shape.h, shape.f, bias)

@@ -171,11 +171,6 @@ class Model:
         return max(self.blocks, default=self.parameters)
 
     @cached_property
-    def embedding(self) -> int:
-        """Elements of all embeddings and of an untied output head."""
-        return sum(tensor.numel for tensor in self.tensors if tensor.kind == "embedding" or is_head(tensor))
-
-    @cached_property
     def head(self) -> int:
         """Elements of the output head, which may be the embedding."""
         embeddings = (tensor.numel for tensor in self.tensors if tensor.kind == "embedding")
@@ -248,9 +243,7 @@ _SELECTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_
 def matrix_share(tensor: ParameterSpec, model: Model) -> float:
     """Return the part of ``tensor`` that is used for one token; 1 if config.json does not give the experts' numbers."""
     experts = expert_count(model)
-    if ".experts." not in tensor.name or not experts:
-        return 1
-    return selected_experts(model) / experts
+    return selected_experts(model) / experts if experts and ".experts." in tensor.name else 1
 
 
 def expert_count(model: Model) -> int | None:

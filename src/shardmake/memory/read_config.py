@@ -39,8 +39,7 @@ def read_model(source: str, *, revision: str | None = None, trust_remote_code: b
     The config.json of a hub id is downloaded unless it is in the local cache.
     """
     path = find_config(source, revision)
-    config = _read_config(path)
-    return from_config(config, source=str(path), trust_remote_code=trust_remote_code)
+    return from_config(_read_config(path), source=str(path), trust_remote_code=trust_remote_code)
 
 
 def from_config(config: Mapping[str, Any], *, source: str = "", trust_remote_code: bool = False) -> Model:
@@ -195,8 +194,7 @@ def _check_sizes(config: Mapping[str, Any], source: str) -> None:
     parts = (value for value in config.values() if isinstance(value, Mapping))
     if "text_config" in config or any(part.get("model_type") for part in parts):
         return  # each part has a config of its own
-    wanted = [(field,) for field in SIZE_FIELDS] if config["model_type"] in FAMILIES else SIZE_NAMES
-    for names in wanted:
+    for names in [(field,) for field in SIZE_FIELDS] if config["model_type"] in FAMILIES else SIZE_NAMES:
         if all(config.get(name) is None for name in names):
             if _is_known_to_transformers(config["model_type"]):
                 causal_class(config["model_type"], source)  # a model of images or sounds has other sizes

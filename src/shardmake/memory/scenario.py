@@ -156,11 +156,6 @@ class Scenario:
         return self.spec.zero_stage
 
     @property
-    def checks_overflow(self) -> bool:
-        """True if ZeRO-3 looks for infinities in this rank's flat gradients before each step."""
-        return self.zero_stage == 3 and self.precision == "fp16"
-
-    @property
     def is_fsdp(self) -> bool:
         """True if FSDP shards it."""
         return self.spec.is_fsdp

@@ -192,7 +192,7 @@ def overflow_bytes(scenario: Scenario) -> tuple[int, int]:
     ``torch.isinf`` compares absolute values, which are such a copy (`has_overflow` of ``stage3.py``). Its result has a
     byte per element. Both are where the flat gradients are: in host RAM if the states are offloaded.
     """
-    part = scenario.part if scenario.checks_overflow else 0
+    part = scenario.part if scenario.zero_stage == 3 and scenario.precision == "fp16" else 0
     return scenario.gradient * part, part
 
 
@@ -201,9 +201,7 @@ def norm_bytes(scenario: Scenario) -> int:
     if scenario.offloads_optimizer or scenario.zero_stage == 0:
         return 0
     largest = largest_trained(scenario)
-    if scenario.zero_stage == 3:
-        return 8 * ceil(largest / scenario.shards)
-    return 8 * min(largest, scenario.part)
+    return 8 * (ceil(largest / scenario.shards) if scenario.zero_stage == 3 else min(largest, scenario.part))
 
 
 def boundary_norm_bytes(scenario: Scenario, numel: int) -> int:

@@ -163,8 +163,7 @@ class Zero3Memory(ZeroMemory):
 
     def before_backward(self, block: int) -> None:
         """Gather the layer and release the one after it."""
-        after = block + 1 if block + 1 in self._units else HEAD
-        self._release(after)
+        self._release(block + 1 if block + 1 in self._units else HEAD)
         self._fetch(block)
 
     def gradient(self, name: str, size: int, key: int | None) -> bool:
