@@ -64,19 +64,24 @@ _UNLIKE: dict[str, dict[str, Any]] = {
 """Families whose layers differ from Llama's in more than the shapes of weights, with two kinds of layers."""
 
 
-CASES: dict[str, Scenario] = {
-    "bf16": scenario(),
-    "checkpointing": scenario(checkpointing=True),
+SETTINGS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "checkpointing": {"checkpointing": True},
+    "autocast": AUTOCAST,
+    "masked": {"attention": "sdpa", "masked": True},
+    "fp32": {"precision": "fp32"},
+    "lora with checkpointing": {"method": "lora", "checkpointing": True},
+    "lora under autocast": {"method": "lora", "strategy": "ddp"},
+    "qlora": {"method": "qlora", "strategy": "ddp"},
+    "qlora under ZeRO with checkpointing": {"method": "qlora", "checkpointing": True},
+}
+CASES: dict[str, Scenario] = {name: scenario(**setting) for name, setting in SETTINGS.items()}
+CASES |= {
     "eager": scenario(attention="eager"),
     "eager under autocast": scenario(attention="eager", **AUTOCAST),
     "eager with checkpointing": scenario(attention="eager", checkpointing=True, sequence_length=1024, micro_batch=1),
-    "masked": scenario(attention="sdpa", masked=True),
-    "autocast": scenario(**AUTOCAST),
     "autocast with checkpointing": scenario(checkpointing=True, **AUTOCAST),
-    "fp32": scenario(precision="fp32"),
     "lora": scenario(method="lora"),
-    "lora under autocast": scenario(method="lora", **AUTOCAST),
-    "qlora": scenario(method="qlora", **AUTOCAST),
     "qlora with checkpointing": scenario(method="qlora", checkpointing=True, **AUTOCAST),
     "qlora under ZeRO": scenario(method="qlora"),
     "qlora of a script": scenario(method="qlora", casts_to_fp32=True, **AUTOCAST),
@@ -88,7 +93,8 @@ CASES: dict[str, Scenario] = {
     "mistral": scenario({"model_type": "mistral"}),
     "gemma": scenario({"model_type": "gemma", "head_dim": 64}),
     "tied": scenario({"tie_word_embeddings": True}),
-} | {
+}
+CASES |= {
     f"{kind}{name}": scenario({"model_type": kind, "num_hidden_layers": LAYERS, **_UNLIKE[kind]}, **settings)
     for kind in _UNLIKE
     for name, settings in _SETTINGS.items()

@@ -16,21 +16,12 @@ from shardmake.memory.decoder import micro_step
 from shardmake.memory.estimate import GpuMemory, estimate_closed_form, gpu_memory
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.trace import _request
-from tests.unit.memory.test_decoder import agree, gradients, saved, scenario
+from tests.unit.memory.test_decoder import SETTINGS, agree, gradients, saved, scenario
 
 SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 2}
 LORA = {"method": "lora"}
 DPO: dict[str, Any] = {"log_probs": True, "extra_forwards": 1, "sequence_length": 256, "micro_batch": 4}
-CASES: dict[str, Scenario] = {
-    "bf16": scenario(SMALL, **DPO),
-    "checkpointing": scenario(SMALL, checkpointing=True, **DPO),
-    "autocast": scenario(SMALL, strategy="ddp", **DPO),
-    "masked": scenario(SMALL, attention="sdpa", masked=True, **DPO),
-    "fp32": scenario(SMALL, precision="fp32", **DPO),
-    "lora with checkpointing": scenario(SMALL, method="lora", checkpointing=True, **DPO),
-    "lora under autocast": scenario(SMALL, method="lora", strategy="ddp", **DPO),
-    "qlora": scenario(SMALL, method="qlora", strategy="ddp", **DPO),
-    "qlora under ZeRO with checkpointing": scenario(SMALL, method="qlora", checkpointing=True, **DPO),
+CASES: dict[str, Scenario] = {name: scenario(SMALL, **DPO, **setting) for name, setting in SETTINGS.items()} | {
     "tied": scenario({**SMALL, "tie_word_embeddings": True}, **DPO),
     "precomputed": scenario(SMALL, **DPO | {"extra_forwards": 0}),
     "precomputed for lora under autocast": scenario(SMALL, **DPO | {"extra_forwards": 0} | LORA, strategy="ddp"),

@@ -15,7 +15,7 @@ from shardmake.memory.families import as_classifier
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.trace import _request
-from tests.unit.memory.test_decoder import SIZES, agree, gradients, saved, scenario
+from tests.unit.memory.test_decoder import SETTINGS, SIZES, agree, gradients, saved, scenario
 from tests.unit.memory.test_preferences import SMALL, bare, plans_enough, record_second
 
 
@@ -24,18 +24,8 @@ def reward(config: dict[str, Any] | None = None, **more: Any) -> Scenario:
     return scenario(model=model, **{"sequence_length": 256, "micro_batch": 4, **more})
 
 
-CASES: dict[str, Scenario] = {
-    "bf16": reward(),
-    "checkpointing": reward(checkpointing=True),
-    "autocast": reward(strategy="ddp"),
-    "masked": reward(attention="sdpa", masked=True),
-    "fp32": reward(precision="fp32"),
-    "lora with checkpointing": reward(method="lora", checkpointing=True),
-    "lora under autocast": reward(method="lora", strategy="ddp"),
-    "qlora": reward(method="qlora", strategy="ddp"),
-    "qlora under ZeRO with checkpointing": reward(method="qlora", checkpointing=True),
-    "gemma": reward({"model_type": "gemma", "head_dim": 64}),
-}
+CASES: dict[str, Scenario] = {name: reward(**setting) for name, setting in SETTINGS.items()}
+CASES["gemma"] = reward({"model_type": "gemma", "head_dim": 64})
 
 
 @pytest.mark.parametrize("name", CASES)
