@@ -106,12 +106,8 @@ class CachingAllocator:
         pool.put(block)
 
     def _segment(self, size: int, pool: _Pool, small: bool) -> _Block:
-        if small:
-            length = SMALL_SEGMENT
-        elif size < LARGE:
-            length = LARGE_SEGMENT
-        else:
-            length = -(-size // SEGMENT_ROUND) * SEGMENT_ROUND
+        large = LARGE_SEGMENT if size < LARGE else -(-size // SEGMENT_ROUND) * SEGMENT_ROUND
+        length = SMALL_SEGMENT if small else large
         if self._limit is not None and self.reserved + length > self._limit:
             self._release()
         self.reserved += length

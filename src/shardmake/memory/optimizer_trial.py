@@ -62,9 +62,8 @@ def _try(name: str) -> dict[str, Any]:
     optimizer = _make(model, name)
     found: dict[str, Any] = {"class_name": type(optimizer).__name__}
     if callable(getattr(optimizer, "eval", None)):
-        return found | {
-            "fails": "it evaluates other weights than those that it trains, and a checkpoint has the latter"
-        }
+        why = "it evaluates other weights than those that it trains, and a checkpoint has the latter"
+        return found | {"fails": why}
     whole = _train(model, optimizer, _STEPS)
     states = list(_tensors(list(optimizer.state.values())))
     found["state_bytes"] = sum(one.numel() * one.element_size() for one in states) / whole.numel()

@@ -213,9 +213,8 @@ def _first(config: Any, *names: str) -> int:
 def block_paths(model: "nn.Module") -> dict[str, int]:
     """Return the path and index of each layer: the modules that transformers does not split, in model order."""
     wanted = set(getattr(private(model), "no_split_modules", None) or ())
-    found = [name for name, module in model.named_modules() if type(module).__name__ in wanted]
-    in_lists = [name for name in found if name.rpartition(".")[2].isdigit()]
-    return {name: index for index, name in enumerate(in_lists)}
+    found = (name for name, module in model.named_modules() if type(module).__name__ in wanted)
+    return {name: index for index, name in enumerate(one for one in found if one.rpartition(".")[2].isdigit())}
 
 
 def parameters(model: "nn.Module") -> list[ParameterSpec]:

@@ -36,12 +36,10 @@ class Tape:
         """Return a copy of ``weight`` in ``item`` bytes if its type differs; copies of trained weights are cached."""
         if weight.item == item:
             return None
-        if weight.name not in self.casts:
-            made = SizeStorage(self, weight.numel * item)
-            if not weight.trained:
-                return made
+        made = self.casts.get(weight.name) or SizeStorage(self, weight.numel * item)
+        if weight.trained:
             self.casts[weight.name] = made
-        return self.casts[weight.name]
+        return made
 
     def mark_gradients(self) -> None:
         """Mark each finished gradient, in its parameter's type; the sharding decides whether it is kept."""

@@ -148,12 +148,7 @@ def _events(request: dict[str, Any]) -> list[list[Any]]:
     tape = _tape(request)
     rows, length = request["micro_batch"], request["sequence_length"]
     size = cache(lambda sizes: size_at(sizes, tape["lengths"] or [length], rows, length))
-    return [
-        ["alloc", event[1], size(tuple(event[2])) if isinstance(event[2], list) else event[2]]
-        if event[0] == "alloc"
-        else event
-        for event in tape["events"]
-    ]  # fmt: skip
+    return [[*event[:2], size(tuple(event[2]))] if isinstance(event[-1], list) else event for event in tape["events"]]
 
 
 def size_at(sizes: tuple[int, ...], lengths: list[int], rows: int, length: int) -> int:

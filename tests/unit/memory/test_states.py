@@ -14,18 +14,10 @@ from tests.unit.memory.llama_8b import BUCKETS, MODEL, P, scenario
 
 STATES = {  # bytes per parameter: whole, and divided by the ranks (Rajbhandari et al. 2020; DeepSpeed's and FSDP's code)
     "ddp": (4 + 8 + 4, 0),  # fp32 weights, moments, reducer buckets; gradients come with the backward pass
-    "zero1": (2, 12),
-    "zero1-offload": (2, 0),
-    "zero2": (2, 12),
-    "zero2-offload": (2, 0),
-    "zero3": (0, 2 + 2 + 12),
-    "zero3-offload-optimizer": (0, 2),
-    "zero3-offload": (0, 0),
-    "zero3-nvme": (0, 0),
-    "fsdp": (0, 4 + 8),
-    "fsdp-grad-op": (0, 4 + 8),
-    "fsdp-offload": (0, 0),
-}
+    "zero1": (2, 12), "zero1-offload": (2, 0), "zero2": (2, 12), "zero2-offload": (2, 0), "zero3": (0, 2 + 2 + 12),
+    "zero3-offload-optimizer": (0, 2), "zero3-offload": (0, 0), "zero3-nvme": (0, 0), "fsdp": (0, 4 + 8),
+    "fsdp-grad-op": (0, 4 + 8), "fsdp-offload": (0, 0),
+}  # fmt: skip
 
 REST = 2 * 128256 * 4096 + (2 * 32 + 1) * 4096
 """The weights of embedding, head and norms."""

@@ -13,10 +13,9 @@ from shardmake.memory.read_config import from_config
 from shardmake.memory.token_loops import LENGTHS, found_in, scaled_to
 from shardmake.memory.trace import _request, traced_tokens
 from tests.unit.memory.llama_8b import scenario
+from tests.unit.memory.test_parameter_inventory import SIZES
 
 MAMBA = {"model_type": "mamba", "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 16}
-LLAMA = {"model_type": "llama", "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}
-LLAMA |= {"num_attention_heads": 4}
 
 
 def step(tokens: int, *, more: int = 0) -> list[list[Any]]:
@@ -52,7 +51,11 @@ def test_sizes_of_other_operators_are_not_counted_as_those_of_a_loop() -> None:
 def test_a_layer_that_repeats_itself_without_a_loop_over_tokens_has_a_tape_for_every_micro_batch(
     tracer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = _request(scenario(model=from_config(LLAMA), sequence_length=48, attention="sdpa", micro_batch=2))
+    request = _request(
+        scenario(
+            model=from_config({**SIZES, "model_type": "llama"}), sequence_length=48, attention="sdpa", micro_batch=2
+        )
+    )
     ordinary = tracer.tape({**request, "lengths": 1})
     monkeypatch.setattr(token_loops, "MOST_ALIKE", 1)
     assert tracer.tape({**request, "lengths": 1}) == ordinary and ordinary["lengths"] == [48]
