@@ -10,10 +10,7 @@ from dataclasses import astuple, dataclass, replace
 from shardmake.memory import states
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.ddp import StepEvents
-from shardmake.memory.decoder import micro_step
-from shardmake.memory.families import LISTED, as_classifier, part_of
-from shardmake.memory.model import Decoder, split
-from shardmake.memory.read_config import from_config
+from shardmake.memory.decoder import DecoderStep, micro_step
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.states import EMBEDDING, HEAD, Terms, trained_units, units
 from shardmake.memory.trace import traced
@@ -49,22 +46,11 @@ def _measure(scenario: Scenario) -> Profile:
     shape = scenario.held_model.decoder
     if shape is None or shape.layers <= SHORT[1] + shape.dense:
         return of_events(micro_step(scenario) if shape else traced(scenario), len(scenario.model.blocks))
-    short, longer = (astuple(_with_layers(scenario, shape, layers + shape.dense)) for layers in SHORT)
-    more = shape.layers - shape.dense - SHORT[0]
-    return Profile(*(a + (b - a) * more for a, b in zip(short, longer, strict=True)))
-
-
-def _with_layers(scenario: Scenario, shape: Decoder, layers: int) -> Profile:
-    whole, text = scenario.held_model.config, scenario.held_model.text_config
-    lists = {key: listed[:layers] for key in LISTED if (listed := text.get(key))}
-    short = {**text, **lists, "num_hidden_layers": layers}
-    model = from_config(short if text is whole else {**whole, "text_config": short})
-    if scenario.model.is_classifier:
-        model = as_classifier(model)
-    if scenario.tensor_parallel > 1:
-        model = part_of(model, scenario.tensor_parallel)
-    part = split(model, scenario.method, scenario.lora_rank, scenario.lora_targets)
-    return of_events(micro_step(replace(scenario, model=model, local_model=None, split=part)), layers)
+    all_trained = replace(scenario.split, frozen_names=frozenset())  # others than the first layers may be trained
+    shorter = [replace(shape, layers=layers + shape.dense) for layers in SHORT]
+    steps = (DecoderStep(replace(scenario, split=all_trained), one).run() for one in shorter)
+    two, three = (astuple(of_events(events, one.layers)) for events, one in zip(steps, shorter, strict=True))
+    return Profile(*(a + (b - a) * (shape.layers - shorter[0].layers) for a, b in zip(two, three, strict=True)))
 
 
 def of_events(events: StepEvents, layers: int) -> Profile:

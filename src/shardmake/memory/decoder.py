@@ -19,18 +19,19 @@ def micro_step(scenario: Scenario) -> list[TensorEvent]:
     return DecoderStep(scenario, scenario.held_model.decoder).run()
 
 
-def weights_of(scenario: Scenario) -> dict[str, Parameter]:
-    """Return the parameters by name, adapters included, as ``scenario`` trains and holds them."""
+def weights_of(scenario: Scenario, layers: int) -> dict[str, Parameter]:
+    """Return the parameters by name, adapters included, as ``scenario`` trains and holds them, of its first layers."""
     method, item = scenario.method_spec, weight_bytes(scenario)
     norm = 4 if scenario.widens_frozen and scenario.autocast else item
     found = {}
-    for tensor in scenario.held_model.tensors:
+    for tensor in (one for one in scenario.held_model.tensors if (one.block or 0) < layers):
         in_four_bits = method.in_four_bits and is_quantized(tensor)
         held = scenario.compute if in_four_bits else norm if tensor.kind == "norm" else item
         trained = not method.has_adapters and tensor.name not in scenario.split.frozen_names
         found[tensor.name] = Parameter(tensor.name, tensor.shape, held, trained, in_four_bits)
-    adapter = BYTES[scenario.adapter_compute]
-    return found | {t.name: Parameter(t.name, t.shape, adapter, trained=True) for t in scenario.split.adapters}
+    item = BYTES[scenario.adapter_compute]
+    adapters = (one for one in scenario.split.adapters if (one.block or 0) < layers)
+    return found | {one.name: Parameter(one.name, one.shape, item, trained=True) for one in adapters}
 
 
 def weight_bytes(scenario: Scenario) -> int:
@@ -56,7 +57,7 @@ class DecoderStep:
         self.scenario = scenario
         self.shape = shape
         self.tokens = scenario.tokens
-        self.weights = weights_of(scenario)
+        self.weights = weights_of(scenario, shape.layers)
         self.tape = Tape()
         self.tape.autocast = scenario.compute if scenario.autocast else None
         self.embedding = f"{shape.root}.embed_tokens.weight"
