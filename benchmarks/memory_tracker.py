@@ -116,8 +116,8 @@ def _model(case: Case) -> nn.Module:
         "checkpointing": case.checkpointing,
     }  # fmt: skip
     model = prepare(request)
-    dtype = torch.float32 if case.ranks > 1 else torch.bfloat16
-    materialize(model, dtype, dtype, dtype, dtype)
+    dtypes = ("weights", "frozen", "widened", "norms")
+    materialize(model, dict.fromkeys(dtypes, "fp32" if case.ranks > 1 else "bf16"))
     return model
 
 

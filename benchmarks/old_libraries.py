@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 from unittest.mock import patch
 
 from benchmarks.old_fsdp1 import OUTPUT, ForeachMemory, Fsdp1Memory, LoopMemory
@@ -69,10 +69,7 @@ class OldScenario(Scenario):
     """Keys and values are repeated for the heads of each group."""
     plain_layers: bool = False
     """Of Liger's kernels only that of the loss is used."""
-
-    @property
-    def checks_network(self) -> bool:  # noqa: D102
-        return False
+    checks_network: ClassVar[bool] = False
 
     @property
     def fused_layers(self) -> bool:  # noqa: D102

@@ -7,6 +7,7 @@ neighbours. Every stream has separate blocks.
 """
 
 from bisect import bisect_left, insort
+from dataclasses import dataclass, field
 
 from shardmake.core.units import MIB
 
@@ -24,27 +25,23 @@ def rounded(size: int) -> int:
     return -(-size // ROUND) * ROUND
 
 
+@dataclass(slots=True, eq=False)
 class _Block:
-    __slots__ = ("after", "before", "free", "number", "pool", "size")
-
-    def __init__(self, size: int, pool: "_Pool", number: int) -> None:
-        self.size = size
-        self.pool = pool
-        self.number = number
-        self.before: _Block | None = None
-        self.after: _Block | None = None
-        self.free = False
+    size: int
+    pool: "_Pool"
+    number: int
+    before: "_Block | None" = None
+    after: "_Block | None" = None
+    free: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class _Pool:
     """Free blocks of one stream and size class, sorted by size and number; one integer holds both, for speed."""
 
-    __slots__ = ("blocks", "keys", "least_rest")
-
-    def __init__(self, least_rest: int) -> None:
-        self.keys: list[int] = []
-        self.blocks: dict[int, _Block] = {}
-        self.least_rest = least_rest
+    least_rest: int
+    keys: list[int] = field(default_factory=list)
+    blocks: dict[int, _Block] = field(default_factory=dict)
 
     def put(self, block: _Block) -> None:
         block.free = True
@@ -92,8 +89,7 @@ class CachingAllocator:
         self._taken[key] = block
 
     def _pool(self, stream: int, small: bool) -> _Pool:
-        pool = _Pool(ROUND if small else SMALL + 1)
-        return self._pools.setdefault((stream, small), pool)
+        return self._pools.setdefault((stream, small), _Pool(ROUND if small else SMALL + 1))
 
     def free(self, key: int) -> None:
         """Free the block of ``key``."""
@@ -110,12 +106,8 @@ class CachingAllocator:
         pool.put(block)
 
     def _segment(self, size: int, pool: _Pool, small: bool) -> _Block:
-        if small:
-            length = SMALL_SEGMENT
-        elif size < LARGE:
-            length = LARGE_SEGMENT
-        else:
-            length = -(-size // SEGMENT_ROUND) * SEGMENT_ROUND
+        large = LARGE_SEGMENT if size < LARGE else -(-size // SEGMENT_ROUND) * SEGMENT_ROUND
+        length = SMALL_SEGMENT if small else large
         if self._limit is not None and self.reserved + length > self._limit:
             self._release()
         self.reserved += length

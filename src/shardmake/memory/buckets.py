@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from math import ceil
 from typing import Any, Final
 
@@ -40,17 +40,15 @@ def read_buckets(zero: Mapping[str, Any], hidden_size: int) -> Buckets:
     """Return the sizes in the ``zero_optimization`` section of a DeepSpeed file."""
     auto = auto_sizes(hidden_size)
     optimizer, parameters = zero.get("offload_optimizer") or {}, zero.get("offload_param") or {}
-    given = {field.name: zero[field.name] for field in fields(Buckets) if field.type is int and field.name in zero}
-    sizes: dict[str, Any] = {name: int(auto[name] if value == "auto" else value) for name, value in given.items()}
-    return replace(
-        Buckets(**sizes),
+    given = {name: zero[name] for name, value in vars(Buckets()).items() if type(value) is int and name in zero}
+    given |= {"buffer_count": optimizer["buffer_count"]} if "buffer_count" in optimizer else {}
+    names = {"param_buffer_count": "buffer_count", "param_buffer_size": "buffer_size", "max_in_cpu": "max_in_cpu"}
+    given |= {name: parameters[key] for name, key in names.items() if key in parameters}
+    return Buckets(
+        **{name: int(auto[name] if value == "auto" else value) for name, value in given.items()},
         overlap_comm=bool(zero.get("overlap_comm", zero.get("stage") == 3)),
         pin_memory=bool(optimizer.get("pin_memory", True)),
-        buffer_count=int(optimizer.get("buffer_count", 4)),
         pin_parameters=bool(parameters.get("pin_memory", True)),
-        param_buffer_count=int(parameters.get("buffer_count", 5)),
-        param_buffer_size=int(parameters.get("buffer_size", 100_000_000)),
-        max_in_cpu=int(parameters.get("max_in_cpu", 1_000_000_000)),
     )
 
 
@@ -138,8 +136,7 @@ def _offload(device: Device, cluster: Cluster, nvme_folder: str, buffers: Mappin
 
 def param_buffer_size(choice: Choice, model: Model) -> int:
     """Return the elements of one swap buffer, which must hold a rank's part of the largest tensor."""
-    part = ceil(model.largest_tensor / choice.world_size)
-    return ceil(part / 4096) * 4096
+    return ceil(ceil(model.largest_tensor / choice.world_size) / 4096) * 4096
 
 
 def params_in_cpu(choice: Choice, cluster: Cluster) -> int:

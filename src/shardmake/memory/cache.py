@@ -38,17 +38,12 @@ def _versions(more: tuple[Path, ...]) -> list[str]:
     return [platform.python_version(), *libraries, text]
 
 
-def read_cached(module: str, request: Mapping[str, Any]) -> Any:
-    """Return the result of ``request`` from disk."""
-    return json.loads(cached_path(module, request).read_text())
-
-
 def cached_helper(module: str, request: Mapping[str, Any], doing: str) -> Any:
     """Return the result of ``request`` from disk; if it is not there, run the helper first, as `run_helper` does."""
     path = cached_path(module, request)
     if not path.is_file():
         write_json(path, run_helper(module, request, doing))
-    return read_cached(module, request)
+    return json.loads(path.read_text())
 
 
 def run_helper(module: str, request: Mapping[str, Any], doing: str) -> Any:

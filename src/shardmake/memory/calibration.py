@@ -22,8 +22,6 @@ LARGEST = 8 << 30  # no context or communicator takes that much: another process
 class Observation:
     """Peaks of one step on one GPU, in bytes, and the reserved memory that the allocator's model predicts."""
 
-    tokens: int
-    allocated: int
     reserved: int
     device: int
     predicted_reserved: int
@@ -53,10 +51,8 @@ def fit(
 ) -> Calibration:
     """Return the calibration from steps of different sizes; other processes held ``occupied`` bytes before.
 
-    Context and pools are medians over the steps. They do not depend on the size, unlike errors of the estimate.
-
-    Raises:
-        ConfigError: A result is negative or implausibly large.
+    Context and pools are medians over the steps. They do not depend on the size, unlike errors of the estimate. Raises
+    `ConfigError` if a result is negative or implausibly large.
     """
     context = int(median(item.device - item.reserved for item in observations)) - occupied - (nccl or 0)
     pools = max(0, int(median(item.reserved - item.predicted_reserved for item in observations)))

@@ -10,10 +10,7 @@ from dataclasses import astuple, dataclass, replace
 from shardmake.memory import states
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.ddp import StepEvents
-from shardmake.memory.decoder import micro_step
-from shardmake.memory.families import LISTED, as_classifier, part_of
-from shardmake.memory.model import Decoder, split
-from shardmake.memory.read_config import from_config
+from shardmake.memory.decoder import DecoderStep, micro_step
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.states import EMBEDDING, HEAD, Terms, trained_units, units
 from shardmake.memory.trace import traced
@@ -49,22 +46,11 @@ def _measure(scenario: Scenario) -> Profile:
     shape = scenario.held_model.decoder
     if shape is None or shape.layers <= SHORT[1] + shape.dense:
         return of_events(micro_step(scenario) if shape else traced(scenario), len(scenario.model.blocks))
-    short, longer = (astuple(_with_layers(scenario, shape, layers + shape.dense)) for layers in SHORT)
-    more = shape.layers - shape.dense - SHORT[0]
-    return Profile(*(a + (b - a) * more for a, b in zip(short, longer, strict=True)))
-
-
-def _with_layers(scenario: Scenario, shape: Decoder, layers: int) -> Profile:
-    whole, text = scenario.held_model.config, scenario.held_model.text_config
-    lists = {key: listed[:layers] for key in LISTED if (listed := text.get(key))}
-    short = {**text, **lists, "num_hidden_layers": layers}
-    model = from_config(short if text is whole else {**whole, "text_config": short})
-    if scenario.model.is_classifier:
-        model = as_classifier(model)
-    if scenario.tensor_parallel > 1:
-        model = part_of(model, scenario.tensor_parallel)
-    part = split(model, scenario.method, scenario.lora_rank, scenario.lora_targets)
-    return of_events(micro_step(replace(scenario, model=model, local_model=None, split=part)), layers)
+    all_trained = replace(scenario.split, frozen_names=frozenset())  # others than the first layers may be trained
+    shorter = [replace(shape, layers=layers + shape.dense) for layers in SHORT]
+    steps = (DecoderStep(replace(scenario, split=all_trained), one).run() for one in shorter)
+    two, three = (astuple(of_events(events, one.layers)) for events, one in zip(steps, shorter, strict=True))
+    return Profile(*(a + (b - a) * (shape.layers - shorter[0].layers) for a, b in zip(two, three, strict=True)))
 
 
 def of_events(events: StepEvents, layers: int) -> Profile:
@@ -86,9 +72,7 @@ def of_events(events: StepEvents, layers: int) -> Profile:
             phase = "head"
         elif kind == "backward block":
             phase = "last" if event[1] == layers - 1 else "first"
-    return Profile(
-        peaks["forward"], peaks["loss"], peaks["head"], peaks["last"], max(peaks["first"], 0) or peaks["last"]
-    )
+    return Profile(peaks["forward"], peaks["loss"], peaks["head"], peaks["last"], peaks["first"] or peaks["last"])
 
 
 def phases(scenario: Scenario, buckets: Buckets, activations: Profile) -> dict[str, Terms]:
@@ -102,7 +86,10 @@ def phases(scenario: Scenario, buckets: Buckets, activations: Profile) -> dict[s
         "gradients before reduction": states.bucket_bytes(scenario, buckets),
         "gradients": base.get("gradients", 0) + states.added_gradients(scenario),
     }
-    head, layer = _gathered(scenario, buckets)
+    head, layer = ({"gathered weights": size} for size in _gathered(scenario, buckets))
+    at_loss = dict(head)
+    if scenario.is_fsdp and scenario.shards > 1:  # the flat buffer of the last all-gather stays until the loss ends
+        at_loss["gathered weights"] += scenario.compute * units(scenario).get(HEAD, 0)
     parts = trained_units(scenario)
     first, last = (
         {
@@ -112,11 +99,11 @@ def phases(scenario: Scenario, buckets: Buckets, activations: Profile) -> dict[s
         for unit in (EMBEDDING, HEAD)
     )
     flat = {} if scenario.is_fsdp else bucket
-    overflow = 0 if scenario.offloads_optimizer else states.overflow_copy(scenario) + states.overflow_mask(scenario)
+    overflow = 0 if scenario.offloads_optimizer else sum(states.overflow_bytes(scenario))
     loading = states.frozen_bytes(scenario) if scenario.loads_on_gpu and scenario.gathers_parameters else 0
     return {
         "load": {"weights during loading": loading},
-        "cross entropy": {**base, **held, **_with_flat(scenario, head), "activations": activations.loss},
+        "cross entropy": {**base, **held, **at_loss, "activations": activations.loss},
         "backward of the head": {
             **base, **at_head, **head, **flat, "activations": activations.head
         },
@@ -137,30 +124,19 @@ def phases(scenario: Scenario, buckets: Buckets, activations: Profile) -> dict[s
     }  # fmt: skip
 
 
-def _gathered(scenario: Scenario, buckets: Buckets) -> tuple[Terms, Terms]:
-    """Return the gathered weights during the loss, and during the backward pass of a layer."""
-    if not scenario.gathers_parameters:
-        return {}, {}
-    sizes, compute = units(scenario), scenario.compute
-    head, layer = sizes.get(HEAD, 0), max((size for unit, size in sizes.items() if isinstance(unit, int)), default=0)
-    if scenario.zero_stage == 3 and scenario.world_size == 1 and not scenario.offloads_parameters:
-        return {}, {}
-    if scenario.zero_stage == 3:
-        window = min(sum(sizes.values()), buckets.stage3_max_live_parameters, buckets.stage3_max_reuse_distance // 2)
+def _gathered(scenario: Scenario, buckets: Buckets) -> tuple[int, int]:
+    """Return the bytes of gathered weights during the loss, and during the backward pass of a layer."""
+    sizes = units(scenario)
+    whole, head = sum(sizes.values()), sizes.get(HEAD, 0)
+    layer = max((size for unit, size in sizes.items() if isinstance(unit, int)), default=0)
+    if scenario.zero_stage == 3 and (scenario.world_size > 1 or scenario.offloads_parameters):
+        window = min(whole, buckets.stage3_max_live_parameters, buckets.stage3_max_reuse_distance // 2)
         near = max(window, head) + buckets.stage3_prefetch_bucket_size
-        return _term(compute * near), _term(compute * max(near, 2 * layer))
-    if not scenario.spec.reshard_after_forward:
-        return _term(compute * sum(sizes.values())), _term(compute * (sum(sizes.values()) + layer))
-    loss = head + (2 * layer if scenario.extra_forwards else 0)
-    return _term(compute * loss), _term(compute * (head + 2 * layer))
-
-
-def _with_flat(scenario: Scenario, gathered: Terms) -> Terms:
-    """Return the gathered weights with the flat buffer of FSDP2's last all-gather, which stays until the loss ends."""
-    if not scenario.is_fsdp or scenario.shards == 1:
-        return gathered
-    return _term(gathered["gathered weights"] + scenario.compute * units(scenario).get(HEAD, 0))
-
-
-def _term(size: int) -> Terms:
-    return {"gathered weights": size}
+        loss, backward = near, max(near, 2 * layer)
+    elif not scenario.is_fsdp:
+        loss = backward = 0
+    elif scenario.spec.reshard_after_forward:
+        loss, backward = head + (2 * layer if scenario.extra_forwards else 0), head + 2 * layer
+    else:
+        loss, backward = whole, whole + layer
+    return scenario.compute * loss, scenario.compute * backward

@@ -19,13 +19,9 @@ from shardmake.memory.timeline import COMPUTE, Timeline
 
 StepEvents = Sequence[Sequence[Any]]
 FLAT = (
-    "model buffers",
-    "cuBLAS workspaces",
-    "communication buffers",
-    "persistent weights",
-    "exchanged tokens",
+    "model buffers", "cuBLAS workspaces", "communication buffers", "persistent weights", "exchanged tokens",
     "gradients",
-)
+)  # fmt: skip
 
 
 @dataclass
@@ -134,8 +130,7 @@ def replay(events: StepEvents, memory: DdpMemory, timeline: Timeline, last_block
                 number, name = event[1], event[2]
                 if name in memory.scenario.split.frozen_names:  # of a traced step
                     continue
-                key = keys.get(number) if number is not None else None
-                if memory.gradient(name, sizes.get(number, 0), key):
+                if memory.gradient(name, sizes.get(number, 0), keys.get(number)):
                     kept.add(number)
             case "forward":
                 memory.before_forward(event[1])

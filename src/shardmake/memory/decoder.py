@@ -4,25 +4,13 @@ It follows ``modeling_llama.py`` (and those of the other `shardmake.memory.famil
 `tests/unit/memory/test_decoder.py` compares it with a fake-tensor trace of that code.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 from shardmake.config.attention import FLASH_KERNELS
-from shardmake.memory import size_tensors
+from shardmake.memory import size_tensors as ops
 from shardmake.memory.model import SCORE_HEAD, TRAINED_HEAD, Decoder, is_quantized
 from shardmake.memory.scenario import BYTES, Scenario
 from shardmake.memory.size_tensors import GradNode, Parameter, SizeStorage, SizeTensor, Tape, TensorEvent
-
-
-@dataclass
-class Weights:
-    """Parameters by name, adapters included."""
-
-    items: dict[str, Parameter]
-    shapes: dict[str, tuple[int, ...]]
-    adapted: set[str] = field(default_factory=set)
-    quantized: set[str] = field(default_factory=set)
-    rank: int = 0
-    dropout: float = 0.0
 
 
 def micro_step(scenario: Scenario) -> list[TensorEvent]:
@@ -31,30 +19,19 @@ def micro_step(scenario: Scenario) -> list[TensorEvent]:
     return DecoderStep(scenario, scenario.held_model.decoder).run()
 
 
-def weights_of(scenario: Scenario) -> Weights:
-    """Return the model's parameters as ``scenario`` trains and holds them."""
-    full = not scenario.method_spec.has_adapters
-    item = weight_bytes(scenario)
-    in_four_bits = scenario.method_spec.in_four_bits
-    quantized = {t.name for t in scenario.held_model.tensors if in_four_bits and is_quantized(t)}
+def weights_of(scenario: Scenario, layers: int) -> dict[str, Parameter]:
+    """Return the parameters by name, adapters included, as ``scenario`` trains and holds them, of its first layers."""
+    method, item = scenario.method_spec, weight_bytes(scenario)
     norm = 4 if scenario.widens_frozen and scenario.autocast else item
-    items = {
-        t.name: Parameter(
-            t.name,
-            t.numel,
-            scenario.compute if t.name in quantized else norm if t.kind == "norm" else item,
-            full and t.name not in scenario.split.frozen_names,
-        )
-        for t in scenario.held_model.tensors
-    }
-    shapes = {tensor.name: tensor.shape for tensor in scenario.held_model.tensors}
-    adapters = scenario.split.adapters
-    for tensor in adapters:
-        items[tensor.name] = Parameter(tensor.name, tensor.numel, BYTES[scenario.adapter_compute], True)
-        shapes[tensor.name] = tensor.shape
-    adapted = {tensor.module.rpartition(".")[0] for tensor in adapters}
-    rank = adapters[0].shape[0] if adapters else 0
-    return Weights(items, shapes, adapted, quantized, rank, scenario.lora_dropout)
+    found = {}
+    for tensor in (one for one in scenario.held_model.tensors if (one.block or 0) < layers):
+        in_four_bits = method.in_four_bits and is_quantized(tensor)
+        held = scenario.compute if in_four_bits else norm if tensor.kind == "norm" else item
+        trained = not method.has_adapters and tensor.name not in scenario.split.frozen_names
+        found[tensor.name] = Parameter(tensor.name, tensor.shape, held, trained, in_four_bits)
+    item = BYTES[scenario.adapter_compute]
+    adapters = (one for one in scenario.split.adapters if (one.block or 0) < layers)
+    return found | {one.name: Parameter(one.name, one.shape, item, trained=True) for one in adapters}
 
 
 def weight_bytes(scenario: Scenario) -> int:
@@ -80,11 +57,11 @@ class DecoderStep:
         self.scenario = scenario
         self.shape = shape
         self.tokens = scenario.tokens
-        self.weights = weights_of(scenario)
+        self.weights = weights_of(scenario, shape.layers)
         self.tape = Tape()
         self.tape.autocast = scenario.compute if scenario.autocast else None
         self.embedding = f"{shape.root}.embed_tokens.weight"
-        if scenario.model.tied and self.weights.items[self.embedding].trained:
+        if scenario.model.tied and self.weights[self.embedding].trained:
             self.tape.used_twice[self.embedding] = None
         self.tape.holds_temporaries = not shape.all_levers  # the published rows of the others were compared without it
         self.sinks: Parameter | None = None
@@ -108,20 +85,18 @@ class DecoderStep:
             self._reference_pass()
         del logits
         tape.mark("backward")
-        size_tensors.backward(tape, loss)
+        ops.backward(tape, loss)
         del loss, cosine_and_sine, mask
         return tape.events
 
     def _reference_pass(self) -> None:
         """Run the reference model, or the base model without its adapters, without a graph."""
         tape, trained = self.tape, self.weights
-        base = {t.name: trained.items[t.name] for t in self.scenario.held_model.tensors}
-        frozen = {name: Parameter(name, part.numel, part.item, trained=False) for name, part in base.items()}
-        self.weights = Weights(frozen, trained.shapes, quantized=trained.quantized)
+        self.weights = {name: replace(one, trained=False) for name, one in trained.items() if ".lora_" not in name}
         tape.recording = False
         cosine_and_sine, mask = self._positions(), self._mask()
-        hidden = size_tensors.embedding(tape, self.weights.items[self.embedding], self.tokens, self.shape.h)
-        hidden = size_tensors.scale(hidden) if self.shape.scaled_embedding or self.shape.scaled_branches else hidden
+        hidden = ops.embedding(tape, self.weights[self.embedding], self.tokens)
+        hidden = ops.scale(hidden) if self.shape.scaled_embedding or self.shape.scaled_branches else hidden
         for index in range(self.shape.layers):
             tape.mark("forward", index)
             hidden = self._layer(hidden, index)
@@ -148,25 +123,22 @@ class DecoderStep:
     # -- layers
 
     def _embed(self) -> SizeTensor:
-        hidden = size_tensors.embedding(self.tape, self.weights.items[self.embedding], self.tokens, self.shape.h)
-        if self.weights.shapes[self.embedding][0] < self.shape.v:
-            hidden = size_tensors.scale(hidden)  # words of other ranks are set to zero in a copy
+        hidden = ops.embedding(self.tape, self.weights[self.embedding], self.tokens)
+        if self.weights[self.embedding].shape[0] < self.shape.v:
+            hidden = ops.scale(hidden)  # words of other ranks are set to zero in a copy
         if self.shape.scaled_embedding:
-            hidden = size_tensors.scale(hidden)
+            hidden = ops.scale(hidden)
         if self.scenario.checkpointing and hidden.node is None:
-            hidden = size_tensors.root(hidden)  # enable_input_require_grads
+            hidden = ops.root(hidden)  # enable_input_require_grads
             assert hidden.node is not None
             hidden.node.saved = [hidden.storage]  # AccumulateGrad holds its variable
         return self._scaled(hidden)
 
     def _layer_with_marks(self, hidden: SizeTensor, index: int) -> SizeTensor:
         self.tape.mark("forward", index)
-        if self.scenario.checkpointing:
-            out = self._checkpointed(hidden, index)
-        else:
-            out = self._layer(hidden, index)
-            if out.node is not None:
-                out.node.mark = ("backward block", index)
+        out = (self._checkpointed if self.scenario.checkpointing else self._layer)(hidden, index)
+        if out.node is not None:
+            out.node.mark = ("backward block", index)
         self.tape.mark("forward end", index)
         return out
 
@@ -185,7 +157,7 @@ class DecoderStep:
 
         def function(grad: SizeTensor) -> list[SizeTensor | None]:
             first = len(tape.nodes)
-            entry = size_tensors.root(SizeTensor(tape, numel, item, storage=kept.pop()))
+            entry = ops.root(SizeTensor(tape, numel, item, storage=kept.pop()))
             inner = entry.node
             scaled = self._scaled(grad)  # needs nothing of the layer, so it is computed before
             again = self._layer(entry, index, stops_early=True)
@@ -193,12 +165,11 @@ class DecoderStep:
             assert again.node is not None and inner is not None
             again.node.grad = grad
             del again, entry, grad, scaled
-            size_tensors.run_backward(tape, first)
+            ops.run_backward(tape, first)
             made, inner.grad = inner.grad, None
             return [made]
 
         out.node = GradNode([hidden.node], function)
-        out.node.mark = ("backward block", index)
         tape.nodes.append(out.node)
         return out
 
@@ -208,58 +179,57 @@ class DecoderStep:
         names = [name and f"{prefix}.{name}.weight" for name in self.shape.norms]
         attended = self._attention(self._norm(hidden, names[0]), f"{prefix}.self_attn", index)
         attended = self._scaled(self._norm(attended, names[1]))
-        hidden = size_tensors.add(hidden, attended)
+        hidden = ops.add(hidden, attended)
         del attended
         normed = self._norm(hidden, names[2])
         feed = self._mixture if self.shape.experts and index >= self.shape.dense else self._mlp
         fed = feed(normed, f"{prefix}.mlp", made or bool(names[3]))
         del normed
         fed = self._scaled(self._norm(fed, names[3], made), made)
-        return size_tensors.add(hidden, fed, made=made)
+        return ops.add(hidden, fed, made=made)
 
     def _scaled(self, branch: SizeTensor, made: bool = True) -> SizeTensor:
-        return size_tensors.scale(branch, made=made) if self.shape.scaled_branches else branch
+        return ops.scale(branch, made=made) if self.shape.scaled_branches else branch
 
     def _norm(self, hidden: SizeTensor, name: str, made: bool = True) -> SizeTensor:
         """Run the norm ``name``; return ``hidden`` if the name is empty."""
-        return self._rms_norm(hidden, self.weights.items[name], self.tokens, made) if name else hidden
+        return self._rms_norm(hidden, self.weights[name], self.tokens, made) if name else hidden
 
     def _rms_norm(self, hidden: SizeTensor, weight: Parameter, rows: int, made: bool = True) -> SizeTensor:
         """Run transformers' RMSNorm, which computes in fp32 on an fp32 copy of the input."""
         if self.fused_layers:
-            return size_tensors.fused_norm(hidden, weight, rows)
-        wide = size_tensors.cast(hidden, 4)
-        factors = size_tensors.row_rsqrt(size_tensors.resized(size_tensors.square(wide), rows))
-        normed = size_tensors.scale_rows(wide, factors)
+            return ops.fused_norm(hidden, weight, rows)
+        wide = ops.cast(hidden, 4)
+        factors = ops.row_rsqrt(ops.resized(ops.square(wide), rows))
+        normed = ops.scale_rows(wide, factors)
         del wide, factors
         if self.shape.wide_norm:
-            wide_weight = Parameter(weight.name, weight.numel, 4, weight.trained)
-            return size_tensors.cast(size_tensors.scale_columns(normed, wide_weight, made), hidden.item, made)
-        return size_tensors.scale_columns(size_tensors.cast(normed, hidden.item), weight, made)
+            return ops.cast(ops.scale_columns(normed, replace(weight, item=4), made), hidden.item, made)
+        return ops.scale_columns(ops.cast(normed, hidden.item), weight, made)
 
     def _attention(self, hidden: SizeTensor, prefix: str, index: int) -> SizeTensor:
         shape, whole = self.shape, None
         if "qkv" in shape.fused:
             whole = self._linear(hidden, f"{prefix}.qkv_proj")
             query, key, value = (
-                size_tensors.view(whole, self.tokens * heads * shape.d) for heads in (shape.a, shape.k, shape.k)
+                ops.view(whole, self.tokens * heads * shape.d) for heads in (shape.a, shape.k, shape.k)
             )
         else:
             query, key, value = (self._linear(hidden, f"{prefix}.{name}_proj") for name in "qkv")
         del hidden
         if shape.qk_norm != "none":
             heads = (shape.a, shape.k) if shape.qk_norm == "head" else (1, 1)
-            query = self._rms_norm(query, self.weights.items[f"{prefix}.q_norm.weight"], self.tokens * heads[0])
-            key = self._rms_norm(key, self.weights.items[f"{prefix}.k_norm.weight"], self.tokens * heads[1])
+            query = self._rms_norm(query, self.weights[f"{prefix}.q_norm.weight"], self.tokens * heads[0])
+            key = self._rms_norm(key, self.weights[f"{prefix}.k_norm.weight"], self.tokens * heads[1])
         if index not in shape.unrotated:
             size = self.scenario.row_tokens * shape.rotated * (4 if shape.wide_rotary else weight_bytes(self.scenario))
             tables = [SizeStorage(self.tape, size) for _ in range(2 * shape.interleaved)]
             query, key = self._rotary(query, tables), self._rotary(key, tables)
             del tables
-        self.sinks = self.weights.items.get(f"{prefix}.sinks")
+        self.sinks = self.weights.get(f"{prefix}.sinks")
         mixed = self._mix(query, key, value)
         del query, key, value, whole
-        return size_tensors.dropout(self._linear(mixed, f"{prefix}.o_proj"), shape.dropout[1])
+        return ops.dropout(self._linear(mixed, f"{prefix}.o_proj"), shape.dropout[1])
 
     def _rotary(self, tensor: SizeTensor, tables: list[SizeStorage]) -> SizeTensor:
         """Run ``x cos + rotate_half(x) sin``; under autocast cos, sin and the result are fp32.
@@ -270,35 +240,31 @@ class DecoderStep:
             return tensor
         shape = self.shape
         item = 4 if self.tape.autocast or shape.wide_rotary else tensor.item
-        turning = size_tensors.view(tensor, tensor.numel * shape.rotated // shape.d) if shape.joins_rotated else tensor
-        turned = size_tensors.rotate_half(turning)
+        turning = ops.view(tensor, tensor.numel * shape.rotated // shape.d) if shape.joins_rotated else tensor
+        turned = ops.rotate_half(turning)
         if shape.wide_rotary and shape.interleaved:
-            turning, turned = size_tensors.cast(turning, 4), size_tensors.cast(turned, 4)
-        straight = size_tensors.scale(turning, item, saved=tables[:1])
-        turned = size_tensors.scale(turned, item, saved=tables[1:])
-        rotated = size_tensors.add(straight, turned)
+            turning, turned = ops.cast(turning, 4), ops.cast(turned, 4)
+        straight = ops.scale(turning, item, saved=tables[:1])
+        turned = ops.scale(turned, item, saved=tables[1:])
+        rotated = ops.add(straight, turned)
         if shape.joins_rotated:
             del straight, turned
-            rest = size_tensors.view(tensor, tensor.numel - turning.numel)
-            return size_tensors.join(rotated, size_tensors.cast(rest, item))
-        return size_tensors.cast(rotated, tensor.item) if shape.wide_rotary else rotated
+            rest = ops.view(tensor, tensor.numel - turning.numel)
+            return ops.join(rotated, ops.cast(rest, item))
+        return ops.cast(rotated, tensor.item) if shape.wide_rotary else rotated
 
     def _mix(self, query: SizeTensor, key: SizeTensor, value: SizeTensor) -> SizeTensor:
-        scenario, shape = self.scenario, self.shape
+        scenario = self.scenario
         if scenario.attention == "eager":
             return self._eager(query, key, value)
-        query, key, value = (
-            size_tensors.cast(tensor, self.tape.autocast or tensor.item) for tensor in (query, key, value)
-        )
+        query, key, value = (ops.cast(tensor, self.tape.autocast or tensor.item) for tensor in (query, key, value))
         if scenario.sequence_parallel > 1:
             query, key, value = (self._exchange(tensor) for tensor in (query, key, value))
         masked = scenario.attention == "sdpa" and scenario.masked
         if scenario.expands_keys:
             key, value = self._repeat(key), self._repeat(value)
         mask = scenario.micro_batch * scenario.sequence_length**2 if masked else 0
-        out = size_tensors.fused_attention(
-            query, key, value, self.tokens * shape.a, shape.d, shape.a, mask, flash=not masked
-        )
+        out = ops.fused_attention(query, key, value, self.tokens * self.shape.a, mask, flash=not masked)
         if scenario.sequence_parallel > 1:
             out = self._exchange(out)
         return out
@@ -308,15 +274,15 @@ class DecoderStep:
 
         DeepSpeed 0.19.8, ``UlyssesSPAttentionHF``. A rank has as many numbers after it as before.
         """
-        return size_tensors.copy(size_tensors.copy(size_tensors.copy(tensor)))
+        return ops.copy(ops.copy(ops.copy(tensor)))
 
     def _repeat(self, tensor: SizeTensor) -> SizeTensor:
-        return size_tensors.resized(tensor, tensor.numel * (self.shape.a // self.shape.k))
+        return ops.resized(tensor, tensor.numel * (self.shape.a // self.shape.k))
 
     def _eager(self, query: SizeTensor, key: SizeTensor, value: SizeTensor) -> SizeTensor:
         scores = self.tokens * self.shape.a * self.scenario.sequence_length
         key, value = self._repeat(key), self._repeat(value)
-        return size_tensors.eager_attention(
+        return ops.eager_attention(
             query, key, value, scores, self.tape.autocast, weight_bytes(self.scenario), softcap=self.shape.softcaps,
             sinks=self.sinks, probability=self.shape.dropout[0],
         )  # fmt: skip
@@ -324,44 +290,39 @@ class DecoderStep:
     def _mlp(self, hidden: SizeTensor, prefix: str, made: bool) -> SizeTensor:
         names = f"{prefix}.gate_proj", f"{prefix}.up_proj"
         if "gate" in self.shape.fused:
-            product = size_tensors.gated(self._linear(hidden, f"{prefix}.gate_up_proj"))
+            product = ops.gated(self._linear(hidden, f"{prefix}.gate_up_proj"))
         elif self.fused_layers:
-            product = size_tensors.fused_product(*(self._linear(hidden, name) for name in names))
+            product = ops.fused_product(*(self._linear(hidden, name) for name in names))
         else:  # no name here keeps gate and up
-            product = size_tensors.multiply(
-                size_tensors.activation(self._linear(hidden, names[0])), self._linear(hidden, names[1])
-            )
+            product = ops.multiply(ops.activation(self._linear(hidden, names[0])), self._linear(hidden, names[1]))
         probability = self.shape.dropout[1]
-        return size_tensors.dropout(self._linear(product, f"{prefix}.down_proj", made or probability > 0), probability)
+        return ops.dropout(self._linear(product, f"{prefix}.down_proj", made or probability > 0), probability)
 
     def _mixture(self, hidden: SizeTensor, prefix: str, made: bool) -> SizeTensor:
         """Run the experts, and those that every token is sent to."""
-        if not self.shape.shared:
-            return self._experts(hidden, prefix, made)
-        out = self._experts(hidden, prefix, made=True)
-        return size_tensors.add(out, self._mlp(hidden, f"{prefix}.shared_experts", made), made)
+        out, shared = self._experts(hidden, prefix, made or self.shape.shared > 0), f"{prefix}.shared_experts"
+        return ops.add(out, self._mlp(hidden, shared, made), made) if self.shape.shared else out
 
     def _experts(self, hidden: SizeTensor, prefix: str, made: bool) -> SizeTensor:
         """Run transformers' ``grouped_mm_experts_forward``: rows sorted by expert, then in their order again."""
-        shape, tape, items = self.shape, self.tape, self.weights.items
+        shape, tape, items = self.shape, self.tape, self.weights
         pairs = self.tokens * shape.chosen
         logits, weights, chosen = self._route(hidden, prefix)
         up, down = (f"{prefix}.experts.{name}_proj" for name in ("gate_up", "down"))
         ids, order, counted = (SizeStorage(tape, item * pairs) for item in (8, 8, 4))
-        rows = size_tensors.resized(hidden, pairs * shape.h, [SizeStorage(tape, 8 * pairs)])
-        weights = size_tensors.resized(weights, pairs, [order])
+        rows = ops.resized(hidden, pairs * shape.h, [SizeStorage(tape, 8 * pairs)])
+        weights = ops.resized(weights, pairs, [order])
         bias = items.get(f"{up}_bias")
         held = bias and SizeStorage(tape, 2 * shape.f * pairs * bias.item)
-        product = size_tensors.grouped(rows, items[up], 2 * shape.f, shape.h, bias)
-        gate = size_tensors.clamped_gated if shape.experts == "softmax last" else size_tensors.gated
-        product = gate(product)
+        product = ops.grouped(rows, items[up], 2 * shape.f, shape.h, bias)
+        product = (ops.clamped_gated if shape.experts == "softmax last" else ops.gated)(product)
         bias = items.get(f"{down}_bias")
         held = bias and SizeStorage(tape, shape.h * pairs * bias.item)
-        product = size_tensors.grouped(product, items[down], shape.h, shape.f, bias)
-        weighted = size_tensors.scale_rows(product, weights)
-        weighted = size_tensors.resized(weighted, pairs * shape.h, [SizeStorage(tape, 8 * pairs)], made)
-        out = size_tensors.resized(weighted, self.tokens * shape.h, made=made)
-        out = size_tensors.cast(out, hidden.item, made)
+        product = ops.grouped(product, items[down], shape.h, shape.f, bias)
+        weighted = ops.scale_rows(product, weights)
+        weighted = ops.resized(weighted, pairs * shape.h, [SizeStorage(tape, 8 * pairs)], made)
+        out = ops.resized(weighted, self.tokens * shape.h, made=made)
+        out = ops.cast(out, hidden.item, made)
         del logits, chosen, ids, counted, held
         return out
 
@@ -371,43 +332,39 @@ class DecoderStep:
         chosen = SizeStorage(tape, 8 * pairs)
         if shape.experts == "softmax last":
             logits = self._linear(hidden, f"{prefix}.router")
-            return logits, size_tensors.softmax(size_tensors.resized(logits, pairs, [chosen]), logits.item), chosen
+            return logits, ops.softmax(ops.resized(logits, pairs, [chosen]), logits.item), chosen
         if shape.experts == "sigmoid":  # of products in fp32; the scores are corrected before some are chosen
-            weight = self.weights.items[f"{prefix}.gate.weight"]
+            weight = self.weights[f"{prefix}.gate.weight"]
             copied = None if weight.item == 4 else SizeStorage(tape, 4 * weight.numel)
-            wide = Parameter(weight.name, weight.numel, 4, weight.trained)
-            logits = size_tensors.linear(size_tensors.cast(hidden, 4), wide, shape.count, shape.h)
-            scores = size_tensors.activation(logits, saves_output=True)
+            logits = ops.linear(ops.cast(hidden, 4), replace(weight, item=4))
+            scores = ops.activation(logits, saves_output=True)
             corrected = [SizeStorage(tape, 4 * scores.numel) for _ in range(3)]
             del corrected
-            weights = size_tensors.resized(scores, pairs, [chosen, copied, SizeStorage(tape, 4 * pairs)])
-            return logits, size_tensors.scale(weights), chosen
+            weights = ops.resized(scores, pairs, [chosen, copied, SizeStorage(tape, 4 * pairs)])
+            return logits, ops.scale(weights), chosen
         logits = self._linear(hidden, f"{prefix}.gate")
-        probabilities = size_tensors.softmax(size_tensors.cast(logits, 4) if shape.wide_routing else logits, 4)
-        weights = size_tensors.resized(probabilities, pairs, [chosen, SizeStorage(tape, 4 * pairs)])
-        return logits, weights if shape.wide_routing else size_tensors.cast(weights, logits.item), chosen
+        probabilities = ops.softmax(ops.cast(logits, 4) if shape.wide_routing else logits, 4)
+        weights = ops.resized(probabilities, pairs, [chosen, SizeStorage(tape, 4 * pairs)])
+        return logits, weights if shape.wide_routing else ops.cast(weights, logits.item), chosen
 
     def _linear(self, hidden: SizeTensor, module: str, made: bool = True) -> SizeTensor:
-        weights = self.weights
-        name = f"{module}.weight"
-        rows, columns = weights.shapes[name]
-        base, bias = weights.items[name], weights.items.get(f"{module}.bias")
-        is_adapted, in_four_bits = module in weights.adapted, name in weights.quantized
+        weight = self.weights[f"{module}.weight"]
+        is_adapted = f"{module}.lora_A.weight" in self.weights
         made = made or is_adapted
-        out = size_tensors.linear(hidden, base, rows, columns, bias, made, in_four_bits)
-        if in_four_bits:  # bitsandbytes' Linear4bit returns its input's type
-            out = size_tensors.cast(out, hidden.item, made)
-        return self._adapted(hidden, out, module, rows, columns) if is_adapted else out
+        out = ops.linear(hidden, weight, self.weights.get(f"{module}.bias"), made)
+        if weight.in_four_bits:  # bitsandbytes' Linear4bit returns its input's type
+            out = ops.cast(out, hidden.item, made)
+        return self._adapted(hidden, out, module) if is_adapted else out
 
-    def _adapted(self, hidden: SizeTensor, out: SizeTensor, module: str, rows: int, columns: int) -> SizeTensor:
+    def _adapted(self, hidden: SizeTensor, out: SizeTensor, module: str) -> SizeTensor:
         """Run PEFT's LoRA: cast the input to the adapter's type, apply dropout, add the product to the base's."""
-        weights, item = self.weights, out.item
-        first, second = (weights.items[f"{module}.lora_{part}.weight"] for part in "AB")
-        narrow = size_tensors.dropout(size_tensors.cast(hidden, first.item), weights.dropout)
-        narrow = size_tensors.linear(narrow, first, weights.rank, columns)
-        wide = size_tensors.scale(size_tensors.linear(narrow, second, rows, weights.rank))
+        item = out.item
+        first, second = (self.weights[f"{module}.lora_{part}.weight"] for part in "AB")
+        narrow = ops.dropout(ops.cast(hidden, first.item), self.scenario.lora_dropout)
+        narrow = ops.linear(narrow, first)
+        wide = ops.scale(ops.linear(narrow, second))
         del narrow
-        return size_tensors.cast(size_tensors.add(out, wide), item)
+        return ops.cast(ops.add(out, wide), item)
 
     # -- loss
 
@@ -415,36 +372,34 @@ class DecoderStep:
         self.tape.mark("loss")
         if self.scenario.model.is_classifier:
             return self._score(hidden), None
-        head = self.weights.items.get("lm_head.weight") or self.weights.items[self.embedding]
-        if loss := size_tensors.HEAD_LOSSES.get("log_probs" if self.scenario.log_probs else self.scenario.loss):
-            return loss(hidden, head, self.shape.v, self.shape.h, self.tokens), None
-        rows = self.weights.shapes[head.name][0]
-        if rows < self.shape.v and self.scenario.model.tied:
-            logits = size_tensors.linear(hidden, head, rows, self.shape.h)
-            return size_tensors.vocab_parallel_loss(logits, self.tokens), logits
-        return self._cross_entropy(self._whole_logits(hidden, head, rows))  # no name here would keep them
+        head = self.weights.get("lm_head.weight") or self.weights[self.embedding]
+        if loss := ops.HEAD_LOSSES.get("log_probs" if self.scenario.log_probs else self.scenario.loss):
+            return loss(hidden, head, self.shape.v), None
+        if head.shape[0] < self.shape.v and self.scenario.model.tied:
+            logits = ops.linear(hidden, head)
+            return ops.vocab_parallel_loss(logits, self.tokens), logits
+        return self._cross_entropy(self._whole_logits(hidden, head))  # no name here would keep them
 
-    def _whole_logits(self, hidden: SizeTensor, head: size_tensors.Parameter, rows: int) -> SizeTensor:
-        """Return the logits of all words; ``rows`` of them are this rank's."""
-        logits = self._scaled(size_tensors.linear(hidden, head, rows, self.shape.h))
-        for step in size_tensors.SOFTCAP if self.shape.softcaps else ():
+    def _whole_logits(self, hidden: SizeTensor, head: Parameter) -> SizeTensor:
+        """Return the logits of all words, of which the rows of ``head`` are this rank's."""
+        logits = self._scaled(ops.linear(hidden, head))
+        for step in ops.SOFTCAP if self.shape.softcaps else ():
             logits = step(logits)
-        if rows == self.shape.v:
+        if head.shape[0] == self.shape.v:
             return logits
-        return size_tensors.gather(logits, self.scenario.tensor_parallel, self.tokens * self.shape.v)
+        return ops.gather(logits, self.scenario.tensor_parallel, self.tokens * self.shape.v)
 
     def _score(self, hidden: SizeTensor) -> SizeTensor:
         """Run ``GenericForSequenceClassification``: a score of every token, of which the last one of a row is taken."""
-        items = self.weights.items
-        head = items.get(f"{TRAINED_HEAD}.weight") or items[f"{SCORE_HEAD}.weight"]
+        head = self.weights.get(f"{TRAINED_HEAD}.weight") or self.weights[f"{SCORE_HEAD}.weight"]
         rows = self.scenario.micro_batch
         indices = [SizeStorage(self.tape, 8 * rows), SizeStorage(self.tape, 8 * rows)]
-        return size_tensors.resized(size_tensors.linear(hidden, head, 1, self.shape.h), rows, indices)
+        return ops.resized(ops.linear(hidden, head), rows, indices)
 
     def _cross_entropy(self, logits: SizeTensor) -> tuple[SizeTensor, SizeTensor | None]:
         """Run ``ForCausalLMLoss``: logits in fp32, log-softmax, nll; the caller may keep the 16-bit logits.
 
         Each step's tensor is a variable of the library's function as well, so that all live until the function returns.
         """
-        wide = size_tensors.cast(logits, 4)
-        return size_tensors.nll_of_log_softmax(wide, self.tokens), logits
+        wide = ops.cast(logits, 4)
+        return ops.nll_of_log_softmax(wide, self.tokens), logits

@@ -81,12 +81,8 @@ def estimate_simulated(
 
 
 def _estimate(scenario: Scenario, buckets: Buckets, figures: GpuMemory, kept: int) -> Estimate:
-    return Estimate(
-        gpu=figures,
-        host=host.host_terms(scenario, buckets),
-        nvme=host.nvme_bytes(scenario),
-        disk=host.disk_terms(scenario, kept),
-    )
+    on_nodes = host.host_terms(scenario, buckets), host.nvme_bytes(scenario)
+    return Estimate(figures, *on_nodes, host.disk_terms(scenario, kept))
 
 
 def gpu_memory(
@@ -102,14 +98,15 @@ def memory_of(scenario: Scenario, timeline: Timeline, capacity: int | None = Non
     If the tensors alone exceed the device, what the allocator would hold besides is not looked for.
     """
     phase = timeline.highest()
-    peak = timeline.peaks[phase]
-    if capacity is not None and not scenario.on_cpu and peak.total + outside(scenario) > capacity:
-        return GpuMemory(peak.total, peak.total, peak.total, peak.total + outside(scenario), phase, peak.terms)
-    wanted = reserved = timeline.resident() if scenario.on_cpu else timeline.reserved()
-    limit = capacity - outside(scenario) if capacity is not None and not scenario.on_cpu else wanted
-    if peak.total <= limit < wanted:
-        reserved = timeline.reserved(limit)
-    return GpuMemory(peak.total, reserved, wanted, reserved + outside(scenario), phase, peak.terms)
+    peak, beside = timeline.peaks[phase], outside(scenario)
+    limit = None if capacity is None or scenario.on_cpu else capacity - beside
+    if limit is not None and peak.total > limit:
+        wanted = reserved = peak.total
+    else:
+        wanted = reserved = timeline.resident() if scenario.on_cpu else timeline.reserved()
+        if limit is not None and limit < wanted:
+            reserved = timeline.reserved(limit)
+    return GpuMemory(peak.total, reserved, wanted, reserved + beside, phase, peak.terms)
 
 
 def events_of(scenario: Scenario) -> StepEvents:
@@ -135,7 +132,7 @@ def rank_memory(scenario: Scenario, buckets: Buckets, timeline: Timeline) -> Ddp
     """Return the memory of one rank as the library of ``scenario`` shards it."""
     if scenario.is_fsdp:
         return Fsdp2Memory(scenario, buckets, timeline)
-    by_stage = {0: DdpMemory, 1: Zero12Memory, 2: Zero12Memory, 3: Zero3Memory}
+    by_stage = (DdpMemory, Zero12Memory, Zero12Memory, Zero3Memory)
     return by_stage[scenario.zero_stage](scenario, buckets, timeline)
 
 
@@ -143,18 +140,12 @@ def outside(scenario: Scenario) -> int:
     """Return the bytes on the device outside the allocator."""
     if scenario.on_cpu:
         return 0
-    groups = (scenario.world_size // scenario.tensor_parallel, scenario.tensor_parallel)
-    communicators = sum(ranks > 1 for ranks in groups)
-    measured = scenario.calibration
-    alone = 0 if communicators else _communicators_of_one_rank(scenario)
-    if measured is None:
-        return states.context_bytes(scenario.gpu_capability) + communicators * states.NCCL + alone
-    nccl = states.NCCL if measured.nccl is None else measured.nccl
-    return measured.context + communicators * nccl + alone + (measured.pools if scenario.gathers_parameters else 0)
-
-
-def _communicators_of_one_rank(scenario: Scenario) -> int:
-    """Return the bytes of those of the network check and of the library, which exist for a single rank, too."""
-    if not scenario.checks_network:
-        return 0
-    return states.NCCL_OF_ONE_RANK + (states.ZERO_OF_ONE_RANK if scenario.zero_stage in (1, 2) else 0)
+    groups = sum(ranks > 1 for ranks in (scenario.world_size // scenario.tensor_parallel, scenario.tensor_parallel))
+    measured, context, nccl = scenario.calibration, states.context_bytes(scenario.gpu_capability), states.NCCL
+    if measured is not None:
+        nccl = nccl if measured.nccl is None else measured.nccl
+        context = measured.context + (measured.pools if scenario.gathers_parameters else 0)
+    communicators = nccl * groups
+    if not groups and scenario.checks_network:  # those of the check and of the library exist for one rank, too
+        communicators = states.NCCL_OF_ONE_RANK + (states.ZERO_OF_ONE_RANK if scenario.zero_stage in (1, 2) else 0)
+    return context + communicators

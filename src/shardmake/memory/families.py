@@ -147,22 +147,21 @@ def family_of(config: Mapping[str, Any]) -> Family | None:
 
 def written_down(family: Family, config: Mapping[str, Any], source: str, root: str = "model") -> Model:
     """Return the model of ``family`` that ``config`` describes, with its layers in the module ``root``."""
-    decoder = _decoder(family, config, root)
-    tensors = tuple(_decoder_tensors(decoder, family, config))
-    kinds = _kinds(family, config)
-    layers = [(kind, index in decoder.unrotated, index < decoder.dense) for index, kind in enumerate(kinds)]
+    decoder, values = _decoder(family, config, root), _filled(family, config)
+    kinds = enumerate(_kinds(family, config))
+    layers = [(kind, index in decoder.unrotated, index < decoder.dense) for index, kind in kinds]
     corrections = 4 * decoder.count * (decoder.layers - decoder.dense) if family.experts == "sigmoid" else 0
     rotary = decoder.rotary_tables * 4 * (decoder.rotated // 2) * 2  # inv_freq and its original, fp32
     return Model(
         model_type=config["model_type"],
         architecture=family.architecture,
-        tensors=tensors,
-        tied=bool(_filled(family, config).get("tie_word_embeddings")),
+        tensors=tuple(_decoder_tensors(decoder, family, values)),
+        tied=bool(values.get("tie_word_embeddings")),
         buffer_bytes=rotary + (4 if family.scaled_embedding else 0) + corrections,
         block_classes=(f"{family.name}DecoderLayer",),
         hidden_size=decoder.h,
         vocab_size=decoder.v,
-        max_positions=_filled(family, config).get("max_position_embeddings"),
+        max_positions=values.get("max_position_embeddings"),
         decoder=decoder,
         config=config,
         source=source,
@@ -181,7 +180,8 @@ def part_of(model: Model, ranks: int) -> Model:
     assert model.decoder is not None
     shape = model.decoder
     decoder = replace(shape, a=shape.a // ranks, k=shape.k // ranks, f=ceil(shape.f / ranks))
-    tensors = _decoder_tensors(decoder, FAMILIES[model.model_type], model.config)
+    family = FAMILIES[model.model_type]
+    tensors = _decoder_tensors(decoder, family, _filled(family, model.config))
     rows = (ceil(shape.v / ranks), shape.h)
     divides_embedding = model.tied and not shape.scaled_embedding
     parts = tuple(
@@ -222,9 +222,7 @@ def text_part(config: Mapping[str, Any], source: str) -> Model | None:
 def gives_sizes(family: Family, config: Mapping[str, Any]) -> bool:
     """Return True if all sizes follow from ``config`` and are possible."""
     values = _filled(family, config)
-    sizes = [values.get(field) for field in SIZE_FIELDS] + [
-        values[field] for field in OPTIONAL_SIZES if field in values
-    ]
+    sizes = [values.get(field) for field in SIZE_FIELDS] + [values[one] for one in OPTIONAL_SIZES if one in values]
     if family.experts:
         sizes += [_count(values), values.get("num_experts_per_tok"), values.get(family.expert_width)]
     possible = all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes)
@@ -244,9 +242,7 @@ def _decoder(family: Family, config: Mapping[str, Any], root: str) -> Decoder:
     values, kinds = _filled(family, config), _kinds(family, config)
     heads, rotary = values["num_attention_heads"], config.get("rope_parameters")
     width = values.get("head_dim") or values["hidden_size"] // heads
-    share = values.get("partial_rotary_factor", 1)
-    if isinstance(rotary, Mapping):
-        share = rotary.get("partial_rotary_factor", share)
+    share = {**values, **(rotary if isinstance(rotary, Mapping) else {})}.get("partial_rotary_factor", 1)
     style = {one.name: getattr(family, one.name) for one in fields(Style)}
     if not values.get("use_qk_norm", True):
         style["qk_norm"] = "none"
@@ -274,28 +270,24 @@ def _decoder(family: Family, config: Mapping[str, Any], root: str) -> Decoder:
 
 def _kinds(family: Family, config: Mapping[str, Any]) -> list[str]:
     """Return the kind of attention of each layer, of a family that has several."""
-    layers = config["num_hidden_layers"]
-    listed = config.get("layer_types") if family.full_every else None
-    every = config.get("sliding_window_pattern")
-    every = every if isinstance(every, int) and family.full_every else family.full_every
+    layers, every = config["num_hidden_layers"], family.full_every
+    if every and isinstance(given := config.get("sliding_window_pattern"), int):
+        every = given
     default = ("sliding_attention" if every and (index + 1) % every else "full_attention" for index in range(layers))
-    return list(listed or default)[:layers]
+    return list((family.full_every and config.get("layer_types")) or default)[:layers]
 
 
 def _unrotated(family: Family, config: Mapping[str, Any], kinds: list[str]) -> Iterator[int]:
     """Yield the layers without a rotary embedding."""
     every, marks = config.get("no_rope_layer_interval", 4), config.get("no_rope_layers")
     for index, kind in enumerate(kinds):
-        if family.rotates == "windows":
-            is_rotated = kind == "sliding_attention" or config.get("sliding_window", 0) is None
-        else:
-            is_rotated = family.rotates == "all" or bool(marks[index] if marks else (index + 1) % every)
-        if not is_rotated:
+        if family.rotates == "windows" and kind != "sliding_attention" and config.get("sliding_window", 0) is not None:
+            yield index
+        if family.rotates == "some" and not (marks[index] if marks else (index + 1) % every):
             yield index
 
 
-def _decoder_tensors(shape: Decoder, family: Family, config: Mapping[str, Any]) -> Iterator[ParameterSpec]:
-    values = _filled(family, config)
+def _decoder_tensors(shape: Decoder, family: Family, values: Mapping[str, Any]) -> Iterator[ParameterSpec]:
     yield ParameterSpec(f"{shape.root}.embed_tokens.weight", (shape.v, shape.h), "embedding")
     for block in range(shape.layers):
         for name, size, kind in _block_tensors(shape, family, values, block):

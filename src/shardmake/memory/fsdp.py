@@ -134,9 +134,8 @@ class Fsdp2Memory(DdpMemory):
         self._finish_reduction()
         trained = self._trained.get(unit, 0)
         if trained and self._waiting:
-            self._reducing = self.timeline.alloc(
-                self.scenario.gradient * min(trained, self._units.get(unit, 0)), "communication buffers"
-            )
+            copied = self.scenario.gradient * min(trained, self._units.get(unit, 0))
+            self._reducing = self.timeline.alloc(copied, "communication buffers")
         for key in self._waiting:
             self.timeline.free(key)
         self._waiting.clear()
@@ -147,11 +146,11 @@ class Fsdp2Memory(DdpMemory):
     def _add_part(self, name: str, part: int) -> None:
         """Allocate the output of the reduce-scatter in the weights' type; keep it or add it to the gradients."""
         output = self.timeline.alloc(self.scenario.gradient * part, "communication buffers", REDUCTION)
-        if self.scenario.gradient == states.trained_bytes(self.scenario):
+        held, wide = states.trained_bytes(self.scenario), output
+        if self.scenario.gradient == held:
             self.timeline.rename(output, "gradients")
-            wide = output
         else:
-            wide = self.timeline.alloc(states.trained_bytes(self.scenario) * part, "gradients", REDUCTION)
+            wide = self.timeline.alloc(held * part, "gradients", REDUCTION)
             self.timeline.free(output)
         if name in self.gradients or self.scenario.offloads_optimizer:
             self.timeline.free(wide)

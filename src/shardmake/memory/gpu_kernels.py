@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from shardmake.memory import size_tensors
-from shardmake.memory.model import HEADS, SCORE_HEAD
 
 ORIGINALS = {name: getattr(nn.functional, name) for name in ("softmax", "log_softmax", "layer_norm", "cross_entropy")}
 TORCH_SOFTMAX = torch.softmax
@@ -53,9 +52,7 @@ class _MemoryEfficient(torch.autograd.Function):
     """The memory-efficient kernel with an additive mask: saves q, k, v, mask, out and the fp32 log-sum-exp."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any) -> Any:
         batch, heads, length, _ = query.shape
         out = query.new_empty(batch, length, heads, value.shape[-1])
         sums = query.new_empty(batch, heads, (length + 31) // 32 * 32, dtype=torch.float32)
@@ -66,19 +63,15 @@ class _MemoryEfficient(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> Any:
         query, key, value, *_rest = ctx.saved_tensors
         delta = query.new_empty(query.shape[:3], dtype=torch.float32)
-        grads = [
-            torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format) for t in (query, key, value)
-        ]
+        grads = [tensor.new_empty(tensor.transpose(1, 2).shape) for tensor in (query, key, value)]
         del delta
         return *(grad.transpose(1, 2) for grad in grads), None
 
 
 def _autocast_attention(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Cast to autocast's type; attention kernels are on its 16-bit list."""
-    if not torch.is_autocast_enabled("cpu"):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype("cpu")
-    return [tensor.to(dtype) for tensor in tensors]
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    return [tensor.to(dtype or tensor.dtype) for tensor in tensors]
 
 
 def _fused_attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any) -> Any:
@@ -87,8 +80,10 @@ def _fused_attention(module: Any, query: Any, key: Any, value: Any, attention_ma
 
 def _masked_attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any) -> Any:
     """Model transformers' SDPA with a mask: keys and values are repeated, each layer makes the mask additive."""
+    from transformers.integrations.sdpa_attention import repeat_kv
+
     query, key, value = _autocast_attention(query, key, value)
-    key, value = (_repeated(tensor, query.shape[1]) for tensor in (key, value))
+    key, value = (repeat_kv(tensor, query.shape[1] // tensor.shape[1]) for tensor in (key, value))
     batch, _, length, _ = query.shape
     is_additive = attention_mask is not None and attention_mask.is_floating_point()
     mask = attention_mask if is_additive else query.new_zeros(batch, 1, length, key.shape[2])
@@ -116,30 +111,16 @@ def _shared_attention(module: Any, query: Any, key: Any, value: Any, attention_m
     return _Exchange.apply(_Flash.apply(*parts)), None
 
 
-def _repeated(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    batch, groups, length, width = tensor.shape
-    if groups == heads:
-        return tensor
-    return tensor[:, :, None].expand(batch, groups, heads // groups, length, width).reshape(batch, heads, length, width)
-
-
 def register_attention() -> None:
     """Register the replacements with transformers."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    replacements = {
-        "fused": (_fused_attention, _no_mask),
-        "shared": (_shared_attention, _no_mask),
-        "masked": (_masked_attention, _boolean_mask),
-    }
-    for kind, (attention, mask) in replacements.items():
+    replacements = {"fused": _fused_attention, "shared": _shared_attention, "masked": _masked_attention}
+    for kind, attention in replacements.items():
         AttentionInterface.register(f"shardmake_{kind}", attention)
+        mask = _boolean_mask if kind == "masked" else lambda *_, **__: None
         AttentionMaskInterface.register(f"shardmake_{kind}", mask)
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
 
 
 def _boolean_mask(batch_size: int, q_length: int, kv_length: int, *_: Any, **__: Any) -> torch.Tensor:
@@ -187,15 +168,13 @@ def _play(events: Any, live: dict[int, torch.Tensor], like: dict[int, Any]) -> N
 def head_loss(hidden: torch.Tensor, head: torch.Tensor, kind: str) -> torch.Tensor:
     """Return a scalar whose passes allocate what the loss ``kind`` of hidden states and the head's weight does."""
     tape = size_tensors.Tape()
-    autocast = torch.is_autocast_enabled("cpu")
-    tape.autocast = torch.get_autocast_dtype("cpu").itemsize if autocast else None
+    tape.autocast = torch.get_autocast_dtype("cpu").itemsize if torch.is_autocast_enabled("cpu") else None
     tape.recording = torch.is_grad_enabled()
     entry = size_tensors.root(size_tensors.SizeTensor(tape, hidden.numel(), hidden.element_size()))
     node = entry.node
     assert node is not None
-    parameter = size_tensors.Parameter("head", head.numel(), head.element_size(), head.requires_grad)
-    rows = hidden.numel() // hidden.shape[-1]
-    loss = size_tensors.HEAD_LOSSES[kind](entry, parameter, head.shape[0], hidden.shape[-1], rows)
+    parameter = size_tensors.Parameter("head", tuple(head.shape), head.element_size(), head.requires_grad)
+    loss = size_tensors.HEAD_LOSSES[kind](entry, parameter, head.shape[0])
     if not hidden.requires_grad:
         entry.node = None
     del entry
@@ -247,18 +226,6 @@ class FourBitLinear(nn.Linear):
         return out.to(input.dtype)
 
 
-def set_four_bit_layers(model: nn.Module) -> None:
-    """Make all linear layers but the head 4-bit ones, as QLoRA quantizes them."""
-    for name, module in model.named_modules():
-        if type(module) is nn.Linear and not (name.endswith(HEADS) or name == SCORE_HEAD):
-            module.__class__ = FourBitLinear
-
-
-def holds_four_bits(module: nn.Module) -> bool:
-    """Return True if the weight of ``module`` is in 4 bits."""
-    return isinstance(module, FourBitLinear)
-
-
 class _DropoutFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -293,10 +260,8 @@ class _GroupedProduct(torch.autograd.Function):
         weight, _tokens = ctx.saved_tensors
         shape, dtype = ctx.like
         needs_tokens, needs_weight = ctx.needs_input_grad
-        return (
-            weight.new_empty(shape, dtype=dtype) if needs_tokens else None,
-            torch.empty_like(weight) if needs_weight else None,
-        )
+        to_tokens = weight.new_empty(shape, dtype=dtype) if needs_tokens else None
+        return to_tokens, torch.empty_like(weight) if needs_weight else None
 
 
 def _grouped_product(input: torch.Tensor, weight: torch.Tensor, **_: Any) -> torch.Tensor:

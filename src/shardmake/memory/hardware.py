@@ -39,10 +39,11 @@ def from_cluster(cluster: Cluster) -> Hardware:
     """Return the hardware that a cluster file describes."""
     accelerator = find_accelerator(cluster.accelerator)
     host = int(cluster.memory_gib_per_node * GIB)
+    on_gpu = int((cluster.gpu_memory_gib or accelerator.memory) * GIB)
     nvme = int(cluster.nvme_gib_per_node * GIB) if cluster.nvme_gib_per_node else 1 << 62
     return Hardware(
         accelerator=accelerator,
-        gpu_memory=_gpu_memory(accelerator, cluster, host),
+        gpu_memory=host // cluster.processes_per_node if accelerator.is_cpu else on_gpu,
         host_memory=host,
         nvme=None if cluster.nvme_path is None else nvme,
         processes_per_node=cluster.processes_per_node,
@@ -51,11 +52,3 @@ def from_cluster(cluster: Cluster) -> Hardware:
         intra_node=(cluster.intra_node_gbps or accelerator.link) * GB,
         inter_node=cluster.inter_node_gbps * GB,
     )
-
-
-def _gpu_memory(accelerator: Accelerator, cluster: Cluster, host: int) -> int:
-    if accelerator.is_cpu:
-        return host // cluster.processes_per_node
-    if cluster.gpu_memory_gib is None:
-        return int(accelerator.memory * GIB)
-    return int(cluster.gpu_memory_gib * GIB)

@@ -3,22 +3,12 @@
 from math import ceil
 
 from shardmake.config.models import EvaluationBackend
+from shardmake.memory import states
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.decoder import layer_input
 from shardmake.memory.hardware import Hardware
 from shardmake.memory.scenario import BYTES, Scenario
-from shardmake.memory.states import (
-    Terms,
-    flattens_on_gpu,
-    frozen_bytes,
-    largest_group,
-    largest_trained,
-    optimizer_bytes,
-    overflow_copy,
-    overflow_mask,
-    reference_bytes,
-    trained_bytes,
-)
+from shardmake.memory.states import Terms
 
 PROCESS = int(1.5 * 2**30)  # imports, CUDA's host part and NCCL's pinned buffers: 0.9 to 1.5 GiB; the upper end
 WEIGHTS_FILE = 50 * 10**9  # the largest file of save_pretrained
@@ -37,10 +27,9 @@ def host_terms(scenario: Scenario, buckets: Buckets) -> Terms:
     """Return the host RAM of one node during training, and the largest additional peak: of loading or of a save."""
     ranks = scenario.ranks_per_node
     terms = {"processes": ranks * (CPU_PROCESS if scenario.on_cpu else PROCESS)}
-    for name, size in offloaded(scenario, buckets).items():
-        terms[name] = ranks * size
+    terms |= {name: ranks * size for name, size in offloaded(scenario, buckets).items()}
     if scenario.offloads_parameters:
-        terms["reference model"] = ranks * reference_bytes(scenario)
+        terms["reference model"] = ranks * states.reference_bytes(scenario)
     if scenario.activation_offload:
         hold = int if scenario.on_cpu else pinned
         terms["activations"] = ranks * len(scenario.model.blocks) * hold(layer_input(scenario))
@@ -52,7 +41,7 @@ def host_terms(scenario: Scenario, buckets: Buckets) -> Terms:
         "gathered weights": gathered if scenario.gathers_on_save and scenario.zero_stage == 3 else 0,
         "loading": max(0, _load(scenario) - steady),
         "saving": save_bytes(scenario, buckets),
-        "overflow check": ranks * (overflow_copy(scenario) + overflow_mask(scenario)) if offloads else 0,
+        "overflow check": ranks * sum(states.overflow_bytes(scenario)) if offloads else 0,
     }
     largest = max(peaks, key=peaks.__getitem__)
     terms[largest] = peaks[largest]
@@ -68,7 +57,7 @@ def offloaded(scenario: Scenario, buckets: Buckets) -> Terms:
     part = ceil(scenario.split.trainable / scenario.world_size)
     whole = ceil(scenario.split.total / scenario.world_size)
     if scenario.spec.uses_nvme:
-        group = largest_group(scenario, buckets)
+        group = states.largest_group(scenario, buckets)
         swapped = buckets.param_buffer_count * buckets.param_buffer_size
         return {
             "optimizer swap buffers": hold(4 * buckets.buffer_count * group),
@@ -76,22 +65,21 @@ def offloaded(scenario: Scenario, buckets: Buckets) -> Terms:
             "parameters": hold_parameters(scenario.compute * min(buckets.max_in_cpu, whole)),
             "parameter swap buffers": hold_parameters(scenario.compute * swapped),
         }
-    states = {
-        "optimizer states": int(optimizer_bytes(scenario) * part),
+    held = {
+        "optimizer states": int(states.optimizer_bytes(scenario) * part),
         "master weights": hold(4 * part),
         "gradients": hold(4 * part),
     }
     if scenario.is_fsdp:
-        return states
+        return held
     # ZeRO-3's flat gradients; the weights on their way to the GPU under ZeRO-1 and ZeRO-2.
-    states["gradients or weights in transfer"] = hold(
-        (scenario.gradient if scenario.zero_stage == 3 else scenario.compute) * part
-    )
+    item = scenario.gradient if scenario.zero_stage == 3 else scenario.compute
+    held["gradients or weights in transfer"] = hold(item * part)
     if scenario.zero_stage < 3:
-        states["largest gradient"] = hold(scenario.compute * largest_trained(scenario))
+        held["largest gradient"] = hold(scenario.compute * states.largest_trained(scenario))
     if scenario.offloads_parameters:
-        states["parameters"] = hold_parameters(scenario.compute * whole)
-    return states
+        held["parameters"] = hold_parameters(scenario.compute * whole)
+    return held
 
 
 def _load(scenario: Scenario) -> int:
@@ -114,7 +102,7 @@ def _flattened(scenario: Scenario) -> int:
 
     The tensors and the flat copy of them exist at once (`stage_1_and_2.py`, ``flatten_on_accelerator``).
     """
-    if scenario.zero_stage not in (1, 2) or scenario.gpu_memory is None or flattens_on_gpu(scenario):
+    if scenario.zero_stage not in (1, 2) or scenario.gpu_memory is None or states.flattens_on_gpu(scenario):
         return 0
     return 2 * scenario.compute * scenario.split.trainable
 
@@ -132,8 +120,8 @@ def save_bytes(scenario: Scenario, buckets: Buckets) -> int:
     if scenario.on_cpu or scenario.is_fsdp:
         return 0
     if scenario.spec.is_ddp:
-        return min(trained_bytes(scenario) * trained, WEIGHTS_FILE)
-    of_rank = 0 if scenario.offloads_optimizer else 4 * largest_group(scenario, buckets)
+        return min(states.trained_bytes(scenario) * trained, WEIGHTS_FILE)
+    of_rank = 0 if scenario.offloads_optimizer else 4 * states.largest_group(scenario, buckets)
     weights = 0 if scenario.zero_stage == 3 else scenario.compute * trained
     with_weights = scenario.tensor_parallel
     return (scenario.ranks_per_node - with_weights) * of_rank + with_weights * max(of_rank, weights)
@@ -167,12 +155,10 @@ def checkpoint_bytes(scenario: Scenario) -> int:
     save their parts, and each what they all hold.
     """
     trained = scenario.tensor_parallel * scenario.split.trainable
-    states = optimizer_bytes(scenario) * trained
+    held = states.optimizer_bytes(scenario) * trained
     if not scenario.method_spec.has_adapters:
-        states += frozen_bytes(scenario)
-    if scenario.zero_stage:
-        return int((4 + scenario.compute) * trained + states)
-    return int(4 * trained + states)
+        held += states.frozen_bytes(scenario)
+    return int((4 + (scenario.compute if scenario.zero_stage else 0)) * trained + held)
 
 
 def _part_of_checkpoint(scenario: Scenario) -> int:

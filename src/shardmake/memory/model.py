@@ -1,5 +1,6 @@
 """A model as the estimates see it: its tensors, their shapes and layers, and which of them train."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -158,10 +159,10 @@ class Model:
     @cached_property
     def blocks(self) -> tuple[int, ...]:
         """Elements of each layer, in order of the layers."""
-        sizes: dict[int, int] = {}
+        sizes: Counter[int] = Counter()
         for tensor in self.tensors:
             if tensor.block is not None:
-                sizes[tensor.block] = sizes.get(tensor.block, 0) + tensor.numel
+                sizes[tensor.block] += tensor.numel
         return tuple(sizes[index] for index in sorted(sizes))
 
     @property
@@ -170,16 +171,10 @@ class Model:
         return max(self.blocks, default=self.parameters)
 
     @cached_property
-    def embedding(self) -> int:
-        """Elements of all embeddings and of an untied output head."""
-        return sum(tensor.numel for tensor in self.tensors if tensor.kind == "embedding" or is_head(tensor))
-
-    @cached_property
     def head(self) -> int:
         """Elements of the output head, which may be the embedding."""
-        embeddings = (tensor for tensor in self.tensors if tensor.kind == "embedding")
-        head = next((tensor for tensor in self.tensors if is_head(tensor)), next(embeddings, None))
-        return head.numel if head else 0
+        embeddings = (tensor.numel for tensor in self.tensors if tensor.kind == "embedding")
+        return next((tensor.numel for tensor in self.tensors if is_head(tensor)), next(embeddings, 0))
 
     @property
     def is_classifier(self) -> bool:
@@ -248,9 +243,7 @@ _SELECTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_
 def matrix_share(tensor: ParameterSpec, model: Model) -> float:
     """Return the part of ``tensor`` that is used for one token; 1 if config.json does not give the experts' numbers."""
     experts = expert_count(model)
-    if ".experts." not in tensor.name or not experts:
-        return 1
-    return selected_experts(model) / experts
+    return selected_experts(model) / experts if experts and ".experts." in tensor.name else 1
 
 
 def expert_count(model: Model) -> int | None:
@@ -260,8 +253,8 @@ def expert_count(model: Model) -> int | None:
 
 def selected_experts(model: Model) -> int:
     """Return the number of experts that a token is sent to; all of them if config.json does not give it."""
-    config = model.text_config
-    return next((config[name] for name in _SELECTED if isinstance(config.get(name), int)), expert_count(model) or 1)
+    counts = (model.text_config.get(name) for name in _SELECTED)
+    return next((count for count in counts if isinstance(count, int)), expert_count(model) or 1)
 
 
 def with_experts(config: Mapping[str, Any], experts: int) -> dict[str, Any]:
@@ -292,7 +285,9 @@ def split(
         names = find_frozen([tensor.name for tensor in model.tensors], freeze)
         frozen = sum(tensor.numel for tensor in model.tensors if tensor.name in names)
         return Split(model.parameters - frozen, frozen, 0, frozen_names=names)
-    adapters = (*_adapters(model, method, rank, targets, rows), *_trained_head(model))
+    adapters = _adapters(model, method, rank, targets, rows)
+    if model.is_classifier:  # PEFT trains a copy of the head in full (``modules_to_save``)
+        adapters += (ParameterSpec(f"{TRAINED_HEAD}.weight", (1, model.hidden_size), "linear"),)
     trainable = sum(tensor.numel for tensor in adapters)
     quantized = sum(t.numel for t in model.tensors if is_quantized(t)) if spec.in_four_bits else 0
     return Split(trainable, model.parameters - quantized, quantized, adapters)
@@ -301,10 +296,8 @@ def split(
 def find_frozen(names: Collection[str], patterns: Iterable[str]) -> frozenset[str]:
     """Return those of the parameters ``names`` that ``patterns`` freeze.
 
-    After ``!`` a pattern names exceptions to the patterns before it.
-
-    Raises:
-        ModelError: A pattern names no parameter, or all or none are frozen.
+    After ``!`` a pattern names exceptions to the patterns before it. Raises `ModelError` if a pattern names no
+    parameter, or if all or none are frozen.
     """
     frozen: set[str] = set()
     patterns = list(patterns)
@@ -321,8 +314,7 @@ def find_frozen(names: Collection[str], patterns: Iterable[str]) -> frozenset[st
 def find_rates(names: Collection[str], rates: Mapping[str, float]) -> dict[str, str]:
     """Return the pattern of ``rates`` that gives each of the trained parameters ``names`` its rate; others have none.
 
-    Raises:
-        ModelError: A pattern names no parameter, or none that later ones leave, or no parameter is left over.
+    Raises `ModelError` if a pattern names no parameter, or none that later ones leave, or if none is left over.
     """
     found = {name: pattern for pattern in rates for name in _find(names, pattern, "Weights of learning_rates")}
     for pattern in rates.keys() - found.values():
@@ -376,21 +368,21 @@ def adapted_layers(model: Model, targets: Iterable[str] | str) -> list[Parameter
     wanted = [targets] if isinstance(targets, str) else list(targets)
     if not wanted:
         raise ModelError("No adapter target is named. Adapters need layers. Name some, or all-linear.")
-    named = [*((t.module, t) for t in linear), *((t.name, t) for t in _fused(model))]
-    for word in wanted:
-        if not any(f".{name}".endswith(f".{word}") for name, _ in named):
-            if model.tied and word.endswith(HEADS):
-                raise ModelError(
-                    f"Adapter target refused: {word!r}. The head of this {model.architecture} is its embedding "
-                    "(tie_word_embeddings in config.json), and a merge cannot change one without the other. Remove it "
-                    "from the targets, or take method: full."
-                )
-            names = sorted({name.rpartition(".")[2] for name, _ in named})
+    named = [*((f".{t.module}", t) for t in linear), *((f".{t.name}", t) for t in _fused(model))]
+    for word in (word for word in wanted if not any(name.endswith(f".{word}") for name, _ in named)):
+        if model.tied and word.endswith(HEADS):
             raise ModelError(
-                f"Adapter target not found: {word!r}. {model.architecture} has no layer or fused weight of that name."
-                f"{nearest(word, names)} Layers: {', '.join(names)}, or all-linear."
+                f"Adapter target refused: {word!r}. The head of this {model.architecture} is its embedding "
+                "(tie_word_embeddings in config.json), and a merge cannot change one without the other. Remove it "
+                "from the targets, or take method: full."
             )
-    return [tensor for name, tensor in named if any(f".{name}".endswith(f".{word}") for word in wanted)]
+        names = sorted({name.rpartition(".")[2] for name, _ in named})
+        raise ModelError(
+            f"Adapter target not found: {word!r}. {model.architecture} has no layer or fused weight of that name."
+            f"{nearest(word, names)} Layers: {', '.join(names)}, or all-linear."
+        )
+    ends = tuple(f".{word}" for word in wanted)
+    return [tensor for name, tensor in named if name.endswith(ends)]
 
 
 def _adapters(
@@ -404,14 +396,18 @@ def _adapters(
         request = inventory_request(model.config, model.source, model.trust_remote_code)
         doing = f"Adding adapters to {model.architecture} without memory, to list their weights"
         return tensors_from_json(cached_helper(INVENTORY, {**request, "adapters": named}, doing))
-    return tuple(adapter for tensor in layers for adapter in _pair(tensor, rank))
+    return tuple(
+        ParameterSpec(f"{tensor.module}.lora_{part}.weight", shape, "linear", tensor.block)
+        for tensor in layers
+        for part, shape in (("A", (rank, tensor.shape[1])), ("B", (tensor.shape[0], rank)))
+    )
 
 
 @lru_cache(maxsize=MODELS)
 def fused_experts(model: Model, part: Split) -> tuple[int, frozenset[ParameterSpec]]:
     """Return the elements of the fused weights whose module has adapters, and these adapters."""
     owners = {a: a.module.rpartition(".")[0].replace(".base_layer", "") for a in part.adapters}
-    modules = set(owners.values())
+    modules = {*owners.values()}
     weights = [tensor for tensor in _fused(model) if tensor.module in modules]
     fused = {tensor.module for tensor in weights}
     return sum(tensor.numel for tensor in weights), frozenset(a for a, owner in owners.items() if owner in fused)
@@ -420,18 +416,6 @@ def fused_experts(model: Model, part: Split) -> tuple[int, frozenset[ParameterSp
 def _fused(model: Model) -> list[ParameterSpec]:
     """Return the weights that stack the matrices of a mixture's experts."""
     return [tensor for tensor in model.tensors if len(tensor.shape) == 3 and tensor.kind == "other"]
-
-
-def _trained_head(model: Model) -> Iterator[ParameterSpec]:
-    """Yield the copy of a classifier's head that PEFT trains in full beside the adapters (``modules_to_save``)."""
-    if model.is_classifier:
-        yield ParameterSpec(f"{TRAINED_HEAD}.weight", (1, model.hidden_size), "linear")
-
-
-def _pair(tensor: ParameterSpec, rank: int) -> Iterator[ParameterSpec]:
-    out_features, in_features = tensor.shape
-    yield ParameterSpec(f"{tensor.module}.lora_A.weight", (rank, in_features), "linear", tensor.block)
-    yield ParameterSpec(f"{tensor.module}.lora_B.weight", (out_features, rank), "linear", tensor.block)
 
 
 def has_own_class(config: Mapping[str, Any], trust_remote_code: bool) -> bool:

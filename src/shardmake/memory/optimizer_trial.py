@@ -62,11 +62,11 @@ def _try(name: str) -> dict[str, Any]:
     optimizer = _make(model, name)
     found: dict[str, Any] = {"class_name": type(optimizer).__name__}
     if callable(getattr(optimizer, "eval", None)):
-        return found | {
-            "fails": "it evaluates other weights than those that it trains, and a checkpoint has the latter"
-        }
+        why = "it evaluates other weights than those that it trains, and a checkpoint has the latter"
+        return found | {"fails": why}
     whole = _train(model, optimizer, _STEPS)
-    found["state_bytes"] = _bytes(list(optimizer.state.values())) / whole.numel()
+    states = list(_tensors(list(optimizer.state.values())))
+    found["state_bytes"] = sum(one.numel() * one.element_size() for one in states) / whole.numel()
     saved = io.BytesIO()
     torch.save(optimizer.state_dict(), saved)
     again = copy.deepcopy(model)
@@ -79,8 +79,7 @@ def _try(name: str) -> dict[str, Any]:
         return found | {"fails": f"it cannot resume from its checkpoint: {_first_line(error)}"}
     if differs:
         return found | {"fails": "it does not resume with the states of its checkpoint"}
-    is_quantized = any(one.dtype == torch.uint8 for state in optimizer.state.values() for one in _tensors(state))
-    tolerance = _QUANTIZED_TOLERANCE if is_quantized else _TOLERANCE
+    tolerance = _QUANTIZED_TOLERANCE if any(one.dtype == torch.uint8 for one in states) else _TOLERANCE
     flat = _outcome(lambda: _flat(name), whole, tolerance)
     sharded = _outcome(lambda: _sharded(name), whole, tolerance)
     return found | {
@@ -154,23 +153,26 @@ def _flat(name: str) -> Any:
     """Train as ZeRO does on two ranks: each group is one vector, of which a rank has a half."""
     model = _model()
     optimizer, order = _make(model, name), {id(p): number for number, p in enumerate(model.parameters())}
-    groups = [list(group["params"]) for group in optimizer.param_groups]
-    for group, parts in zip(optimizer.param_groups, groups, strict=True):
-        vector = _vector(parts)
-        group["params"] = [half.clone().requires_grad_() for half in vector.split(-(-len(vector) // 2))]
+    groups = [(group, list(group["params"])) for group in optimizer.param_groups]
+    for group, parts in groups:
+        group["params"] = [half.clone().requires_grad_() for half in _halves(parts)]
     for step in _STEPS:
         gradients = [gradient for _, gradient in _gradients(model, step)]
-        for group, parts in zip(optimizer.param_groups, groups, strict=True):
-            vector = _vector(gradients[order[id(p)]] for p in parts)
-            for half, part in zip(group["params"], vector.split(-(-len(vector) // 2)), strict=True):
+        for group, parts in groups:
+            for half, part in zip(group["params"], _halves(gradients[order[id(p)]] for p in parts), strict=True):
                 half.grad = part.clone()
         optimizer.step()
     optimizer.state_dict()  # fails with states that it made before the weights were replaced
     trained: dict[int, Any] = {}
-    for group, parts in zip(optimizer.param_groups, groups, strict=True):
+    for group, parts in groups:
         pieces = _vector(group["params"]).split([p.numel() for p in parts])
         trained |= {order[id(p)]: piece for p, piece in zip(parts, pieces, strict=True)}
     return _vector(trained[number] for number in sorted(trained))
+
+
+def _halves(tensors: Any) -> Any:
+    vector = _vector(tensors)
+    return vector.split(-(-len(vector) // 2))
 
 
 def _sharded(name: str) -> Any:
@@ -207,10 +209,6 @@ def _rank(rank: int, name: str, folder: str) -> None:
         found = _first_line(error)
     if rank == 0:
         torch.save(found, f"{folder}/found")
-
-
-def _bytes(value: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(value))
 
 
 def _tensors(value: Any) -> Iterator[Any]:

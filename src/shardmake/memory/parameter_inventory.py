@@ -3,7 +3,8 @@
 `shardmake.memory.cache` asks this module in a process of its own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,29 +39,19 @@ def build(config: Mapping[str, Any], source: str, trust_remote_code: bool = Fals
 
     parsed = parse_config(config, source, trust_remote_code)
     named = next(iter(config.get("architectures") or []), "")
-    own_class = has_own_class(config, trust_remote_code)
-    if own_class or composite_class(parsed) or not hasattr(transformers, named):
-        chosen = find_class(config, parsed, source, trust_remote_code)
-    else:
-        chosen = ModelClass(name=named)
-    try:
-        with torch.device("meta"):
-            return chosen.build(parsed)
-    except Exception as error:  # a model's code may raise anything for unusual sizes
-        raise ModelError(f"{source}: transformers cannot build this model: {in_one_line(error)}") from None
+    is_named = hasattr(transformers, named) and not (
+        has_own_class(config, trust_remote_code) or composite_class(parsed)
+    )
+    chosen = ModelClass(name=named) if is_named else find_class(config, parsed, source, trust_remote_code)
+    with _explained(f"{source}: transformers cannot build this model"), torch.device("meta"):
+        return chosen.build(parsed)
 
 
 def find_class(values: Mapping[str, Any], config: Any, source: str, trust_remote_code: bool) -> ModelClass:
     """Return the class that trains: of a composite model, the text part of its own class.
 
-    Args:
-        values: The config.json.
-        config: The config object of transformers.
-        source: Named in errors.
-        trust_remote_code: Code beside the config.json may run.
-
-    Raises:
-        ModelError: transformers has no class that generates text for this config.
+    ``values`` are those of the config.json, ``config`` is the object of transformers. Raises `ModelError`, which names
+    ``source``, if transformers has no class that generates text for it.
     """
     if has_own_class(values, trust_remote_code):
         return ModelClass(name="AutoModelForCausalLM", own_code=True)
@@ -93,19 +84,24 @@ def parse_config(config: Mapping[str, Any], source: str, trust_remote_code: bool
                 f"{source}: the model's own code cannot be loaded ({type(error).__name__}: {error}). Download it with "
                 "the model, or leave out trust_remote_code if transformers has this model type."
             ) from None
-    kind = config["model_type"]
-    values = {key: value for key, value in config.items() if key != "model_type"}
-    if kind not in CONFIG_MAPPING:
+    if config["model_type"] not in CONFIG_MAPPING:
         from importlib.metadata import version
 
         raise ModelError(
-            f"{source}: transformers {version('transformers')} has no model type {kind!r}. "
+            f"{source}: transformers {version('transformers')} has no model type {config['model_type']!r}. "
             "Check the spelling, or install a version of transformers that has it."
         )
+    with _explained(f"{source}: transformers rejects this config"):
+        return AutoConfig.for_model(**config)
+
+
+@contextmanager
+def _explained(failure: str) -> Iterator[None]:
+    """Raise a `ModelError` for any error: a model's code and PEFT may raise anything for unusual values and layers."""
     try:
-        return AutoConfig.for_model(kind, **values)
-    except Exception as error:  # a config class may raise anything for unusual values
-        raise ModelError(f"{source}: transformers rejects this config: {in_one_line(error)}") from None
+        yield
+    except Exception as error:
+        raise ModelError(f"{failure}: {in_one_line(error)}") from None
 
 
 def in_one_line(error: Exception) -> str:
@@ -195,11 +191,8 @@ def adapters(
 
     blocks = block_paths(model)
     config = METHODS[method].peft_config(None, model, rows, rank=rank, targets=targets)
-    try:
-        with torch.device("meta"):
-            adapted = get_peft_model(model, config)
-    except Exception as error:  # PEFT and a model's code may raise anything for unusual layers
-        raise ModelError(f"PEFT cannot adapt this {type(model).__name__}: {in_one_line(error)}") from None
+    with _explained(f"PEFT cannot adapt this {type(model).__name__}"), torch.device("meta"):
+        adapted = get_peft_model(model, config)
     found = {plain_name(n): tuple(p.shape) for n, p in adapted.named_parameters() if p.requires_grad}
     return [asdict(ParameterSpec(name, shape, "linear", _block_of(name, blocks))) for name, shape in found.items()]
 
@@ -210,10 +203,8 @@ def plain_name(name: str) -> str:
 
 
 def _first(config: Any, *names: str) -> int:
-    for name in names:
-        value = getattr(config, name, None)
-        if isinstance(value, int):
-            return value
+    if values := [value for name in names if isinstance(value := getattr(config, name, None), int)]:
+        return values[0]
     raise ModelError(
         f"The config of this {config.model_type} model has none of {', '.join(names)}. Use its complete config.json."
     )
@@ -222,9 +213,8 @@ def _first(config: Any, *names: str) -> int:
 def block_paths(model: "nn.Module") -> dict[str, int]:
     """Return the path and index of each layer: the modules that transformers does not split, in model order."""
     wanted = set(getattr(private(model), "no_split_modules", None) or ())
-    found = [name for name, module in model.named_modules() if type(module).__name__ in wanted]
-    in_lists = [name for name in found if name.rpartition(".")[2].isdigit()]
-    return {name: index for index, name in enumerate(in_lists)}
+    found = (name for name, module in model.named_modules() if type(module).__name__ in wanted)
+    return {name: index for index, name in enumerate(one for one in found if one.rpartition(".")[2].isdigit())}
 
 
 def parameters(model: "nn.Module") -> list[ParameterSpec]:

@@ -11,7 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import date
 from typing import Any
 
@@ -35,11 +35,7 @@ SECONDS = 600
 
 
 def probe(model: Model) -> Calibration:
-    """Run the probe with the shape of ``model``.
-
-    Raises:
-        ConfigError: There is no GPU, or a step failed.
-    """
+    """Run the probe with the shape of ``model``; raise `ConfigError` if there is no GPU, or if a step failed."""
     if not model.has_all_levers:
         raise ConfigError(
             f"--probe runs only models of the Llama, Mistral, Qwen and Gemma families, not {model.model_type}. The "
@@ -50,13 +46,10 @@ def probe(model: Model) -> Calibration:
     short = {**model.config, "num_hidden_layers": LAYERS, "architectures": None}
     found = _run(short, ranks)
     shape = from_config(short)
+    predicted = (gpu_memory(scenario(shape, ranks, tokens), Buckets()).reserved for tokens in TOKENS)
     observations = [
-        Observation(
-            tokens=tokens,
-            predicted_reserved=gpu_memory(scenario(shape, ranks, tokens), Buckets()).reserved,
-            **step,
-        )
-        for tokens, step in zip(TOKENS, found["steps"], strict=True)
+        Observation(**step, predicted_reserved=reserved)
+        for step, reserved in zip(found["steps"], predicted, strict=True)
     ]
     return fit(observations, found["nccl"], occupied[0], found["gpu"], socket.gethostname(), str(date.today()))
 
@@ -102,26 +95,14 @@ def _run(config: Mapping[str, Any], ranks: int) -> dict[str, Any]:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+    command = [sys.executable, "-W", "ignore", "-m", "shardmake.memory.probe", json.dumps(dict(config))]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "shardmake.memory.probe"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(ranks)
-    ]
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps({"config": dict(config)}))
-        process.stdin.close()
-        process.stdin = None  # communicate() must not close it again
-    return _answer(processes)
-
-
-def _answer(processes: Sequence["subprocess.Popen[str]"]) -> dict[str, Any]:
+    ]  # fmt: skip
     try:
         answers = [process.communicate(timeout=SECONDS) for process in processes]
     except subprocess.TimeoutExpired:
@@ -135,8 +116,7 @@ def _answer(processes: Sequence["subprocess.Popen[str]"]) -> dict[str, Any]:
         if process.returncode:
             last = (errors.strip().splitlines() or ["no message"])[-1]
             raise ConfigError(f"The probe's step failed on the GPU: {last[:300]}")
-    found: dict[str, Any] = json.loads(answers[0][0].splitlines()[-1])
-    return found
+    return json.loads(answers[0][0].splitlines()[-1])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -148,7 +128,7 @@ def main() -> int:
     import torch
     from torch import distributed
 
-    config = json.load(sys.stdin)["config"]
+    config = json.loads(sys.argv[1])
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.zeros(1, device="cuda")
     before = _outside_allocator()
@@ -157,9 +137,8 @@ def main() -> int:
     nccl = _outside_allocator() - before
     model = sharded(config, "cuda")
     steps = [_observe(model, config["vocab_size"], tokens) for tokens in TOKENS]
-    several = distributed.get_world_size() > 1
-    gpu_name = torch.cuda.get_device_name()
-    print(json.dumps({"steps": steps, "nccl": nccl if several else None, "gpu": gpu_name}))
+    nccl_of_several = nccl if distributed.get_world_size() > 1 else None
+    print(json.dumps({"steps": steps, "nccl": nccl_of_several, "gpu": torch.cuda.get_device_name()}))
     distributed.destroy_process_group()
     return 0
 
@@ -179,11 +158,7 @@ def _observe(model: Any, vocabulary: int, tokens: int) -> dict[str, int]:
     torch.cuda.reset_peak_memory_stats()
     train(model, vocabulary, tokens, "cuda")
     reserved = torch.cuda.max_memory_reserved()
-    return {
-        "allocated": torch.cuda.max_memory_allocated(),
-        "reserved": reserved,
-        "device": _outside_allocator() + reserved,
-    }
+    return {"reserved": reserved, "device": _outside_allocator() + reserved}
 
 
 def sharded(config: Mapping[str, Any], device: str) -> Any:
@@ -193,13 +168,12 @@ def sharded(config: Mapping[str, Any], device: str) -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    values = {name: value for name, value in config.items() if name != "model_type"}
-    parsed = AutoConfig.for_model(config["model_type"], **values)
+    parsed = AutoConfig.for_model(**config)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(parsed, dtype=torch.float32, attn_implementation="sdpa")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    settings: dict[str, Any] = {"mesh": init_device_mesh(device, (torch.distributed.get_world_size(),))}
-    settings["mp_policy"] = policy
+    mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
+    settings: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     for layer in model.model.layers:
         fully_shard(layer, **settings)
     tied = model.lm_head.weight is model.model.embed_tokens.weight

@@ -39,8 +39,7 @@ def read_model(source: str, *, revision: str | None = None, trust_remote_code: b
     The config.json of a hub id is downloaded unless it is in the local cache.
     """
     path = find_config(source, revision)
-    config = _read_config(path)
-    return from_config(config, source=str(path), trust_remote_code=trust_remote_code)
+    return from_config(_read_config(path), source=str(path), trust_remote_code=trust_remote_code)
 
 
 def from_config(config: Mapping[str, Any], *, source: str = "", trust_remote_code: bool = False) -> Model:
@@ -55,14 +54,12 @@ def from_config(config: Mapping[str, Any], *, source: str = "", trust_remote_cod
     return replace(_built(config, source, trust_remote_code), trust_remote_code=trust_remote_code)
 
 
-def _describe_adapters(folder: Path) -> str:
-    """Return a sentence about the adapters in ``folder``, with the kind that PEFT's file names."""
+def _kind_of_adapters(folder: Path) -> str:
+    """Return the kind that the file of the adapters in ``folder`` names, else PEFT."""
     try:
-        values = json.loads((folder / "adapter_config.json").read_text())
-        kind = values.get("peft_type", "PEFT")
+        return str(json.loads((folder / "adapter_config.json").read_text()).get("peft_type", "PEFT"))
     except (ValueError, AttributeError):
-        kind = "PEFT"
-    return f"The folder holds {kind} adapters; LoRA and QLoRA are estimated with --method."
+        return "PEFT"
 
 
 def find_config(source: str, revision: str | None = None) -> Path:
@@ -73,7 +70,10 @@ def find_config(source: str, revision: str | None = None) -> Path:
     if path.is_dir():
         if not (path / "config.json").is_file():
             if (path / "adapter_config.json").is_file():
-                raise ModelError(f"Not a base model: {source}. {_describe_adapters(path)} Name their base model.")
+                raise ModelError(
+                    f"Not a base model: {source}. The folder holds {_kind_of_adapters(path)} adapters; LoRA and QLoRA "
+                    "are estimated with --method. Name their base model."
+                )
             raise ModelError(
                 f"There is no config.json in the folder {source}. Name a folder written by save_pretrained."
             )
@@ -121,6 +121,12 @@ def float_or_object(value: dict[str, Any]) -> Any:
 _FLOATS = [[("__float__", name)] for name in ("NaN", "Infinity", "-Infinity")]
 
 
+def _wrong(source: str, field: str, value: Any, must: str) -> ModelError:
+    return ModelError(
+        f"{source}: {field} is {value!r}. It must be {must}. Use the config.json that came with the weights."
+    )
+
+
 def _check_config(config: Mapping[str, Any], source: str, trust_remote_code: bool) -> None:
     kind = config.get("model_type")
     if not kind or not isinstance(kind, str):
@@ -131,20 +137,14 @@ def _check_config(config: Mapping[str, Any], source: str, trust_remote_code: boo
             continue
         largest = MOST_LAYERS if field == "num_hidden_layers" else LARGEST_SIZE
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= largest:
-            raise ModelError(
-                f"{source}: {field} is {value!r}. It must be a whole number from 1 to {largest:,}. "
-                "Use the config.json that came with the weights."
-            )
+            raise _wrong(source, field, value, f"a whole number from 1 to {largest:,}")
     _check_types(config, source)
     _check_sizes(config, source)
     code = config.get("auto_map")
     if not code or _is_known_to_transformers(kind):
         return
     if not isinstance(code, Mapping):
-        raise ModelError(
-            f"{source}: auto_map is {code!r}. It must be an object that names the model's own code. Use the "
-            "config.json that came with the weights."
-        )
+        raise _wrong(source, "auto_map", code, "an object that names the model's own code")
     if not trust_remote_code:
         raise ModelError(
             f"{source}: this model needs its own Python code ({', '.join(code)}). "
@@ -153,35 +153,24 @@ def _check_config(config: Mapping[str, Any], source: str, trust_remote_code: boo
 
 
 def _check_types(config: Mapping[str, Any], source: str) -> None:
-    """Raise a `ModelError` if a value that is read for every model has a wrong type."""
-    wrong = [(field, "a whole number") for field in COUNTS if config.get(field) and not _is_count(config[field])]
+    """Raise a `ModelError` if a value that is read for every model has a wrong type.
+
+    Text in place of a number of the rotary embedding would fail on the ranks.
+    """
+    for field in COUNTS:
+        value = config.get(field)
+        if value and (isinstance(value, bool) or not isinstance(value, int) or value > LARGEST_SIZE):
+            raise _wrong(source, field, value, "a whole number")
     classes = config.get("architectures") or []
     if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
-        wrong.append(("architectures", "a list of names of classes"))
-    for field, kind in wrong:
-        raise ModelError(
-            f"{source}: {field} is {config[field]!r}. It must be {kind}. Use the config.json that came with the "
-            "weights."
-        )
-    _check_rotary(config, source)
-
-
-def _check_rotary(config: Mapping[str, Any], source: str) -> None:
-    """Raise a `ModelError` for text in place of a number of the rotary embedding, at which the ranks would fail."""
+        raise _wrong(source, "architectures", classes, "a list of names of classes")
     settings = [one for key in ("rope_parameters", "rope_scaling") if isinstance(one := config.get(key), Mapping)]
     settings += [one for held in settings for one in held.values() if isinstance(one, Mapping)]  # by kind of layer
     for holder in (config, *settings):
         for key in ROTARY:
             value = holder.get(key)
             if isinstance(value, str | bool) or (isinstance(value, int | float) and value <= 0):
-                raise ModelError(
-                    f"{source}: {key} is {value!r}. It must be a number above 0. Use the config.json that came with "
-                    "the weights."
-                )
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value <= LARGEST_SIZE
+                raise _wrong(source, key, value, "a number above 0")
 
 
 def _is_known_to_transformers(model_type: str) -> bool:
@@ -205,8 +194,7 @@ def _check_sizes(config: Mapping[str, Any], source: str) -> None:
     parts = (value for value in config.values() if isinstance(value, Mapping))
     if "text_config" in config or any(part.get("model_type") for part in parts):
         return  # each part has a config of its own
-    wanted = [(field,) for field in SIZE_FIELDS] if config["model_type"] in FAMILIES else SIZE_NAMES
-    for names in wanted:
+    for names in [(field,) for field in SIZE_FIELDS] if config["model_type"] in FAMILIES else SIZE_NAMES:
         if all(config.get(name) is None for name in names):
             if _is_known_to_transformers(config["model_type"]):
                 causal_class(config["model_type"], source)  # a model of images or sounds has other sizes
@@ -217,17 +205,16 @@ def _check_sizes(config: Mapping[str, Any], source: str) -> None:
             f"{source}: pad_token_id is {padding}, but vocab_size is {words}. Use the config.json that came with the "
             "weights."
         )
-    heads = config.get("num_attention_heads")
+    heads, given = config.get("num_attention_heads"), config.get("num_key_value_heads")
     family = FAMILIES.get(config["model_type"])
-    default = family.defaults.get("num_key_value_heads") if family else None
-    groups = config.get("num_key_value_heads") or default or heads
+    groups = given or (family and family.defaults.get("num_key_value_heads")) or heads
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
-        from_type = "" if config.get("num_key_value_heads") else f", the default of {config['model_type']},"
+        from_type = "" if given else f", the default of {config['model_type']},"
         raise ModelError(
             f"{source}: {heads} num_attention_heads cannot share {groups} num_key_value_heads{from_type} evenly. Use "
             "the config.json that came with the weights."
         )
-    if config["model_type"] in FAMILIES and not config.get("head_dim") and config["hidden_size"] % heads:
+    if family and not config.get("head_dim") and config["hidden_size"] % heads:
         raise ModelError(
             f"{source}: hidden_size is not a multiple of {heads} num_attention_heads, and head_dim is not given."
         )
@@ -236,11 +223,6 @@ def _check_sizes(config: Mapping[str, Any], source: str) -> None:
 def _built(config: Mapping[str, Any], source: str, trust_remote_code: bool) -> Model:
     doing = f"Building a model of type {config['model_type']} without memory, to list its weights"
     values = cached_helper(INVENTORY, inventory_request(config, source, trust_remote_code), doing)
-    tensors = tensors_from_json(values.pop("tensors"))
-    return Model(
-        **{**values, **{name: tuple(values[name]) for name in ("block_classes", "leaf_classes", "kinds")}},
-        tensors=tensors,
-        decoder=None,
-        config=config,
-        source=source,
-    )
+    values["tensors"] = tensors_from_json(values["tensors"])
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list | tuple)}
+    return Model(**{**values, **lists}, decoder=None, config=config, source=source)

@@ -1,6 +1,8 @@
 """One training setup as the input of the memory model."""
 
 from dataclasses import dataclass
+from math import ceil
+from typing import ClassVar
 
 from shardmake.config.attention import Attention
 from shardmake.config.methods import DEFAULT_METHOD, METHODS, MethodSpec
@@ -78,6 +80,8 @@ class Scenario:
     """Compute capability of the GPU, if it is known."""
     calibration: Calibration | None = None
     """A probe's measurement on this kind of GPU."""
+    checks_network: ClassVar[bool] = True
+    """Even a single rank makes a process group, whose network it checks."""
 
     @property
     def spec(self) -> StrategySpec:
@@ -105,6 +109,11 @@ class Scenario:
         return self.ranks_per_node if self.spec.hybrid else self.world_size // self.tensor_parallel
 
     @property
+    def part(self) -> int:
+        """Trained elements of a rank's part."""
+        return ceil(self.split.trainable / self.shards)
+
+    @property
     def row_tokens(self) -> int:
         """Tokens of one sequence on a rank."""
         return self.sequence_length // self.sequence_parallel
@@ -118,11 +127,6 @@ class Scenario:
     def compute(self) -> int:
         """Bytes per element of the compute data type."""
         return BYTES[self.precision]
-
-    @property
-    def checks_network(self) -> bool:
-        """True if even a single rank makes a process group, whose network it checks."""
-        return True
 
     @property
     def frozen(self) -> int:
@@ -150,11 +154,6 @@ class Scenario:
     def zero_stage(self) -> int:
         """DeepSpeed's stage, 0 for other libraries."""
         return self.spec.zero_stage
-
-    @property
-    def checks_overflow(self) -> bool:
-        """True if ZeRO-3 looks for infinities in this rank's flat gradients before each step."""
-        return self.zero_stage == 3 and self.precision == "fp16"
 
     @property
     def is_fsdp(self) -> bool:

@@ -7,7 +7,10 @@ one saved, as the autograd engine does.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import count
+from math import prod
 from typing import Any
 
 TensorEvent = tuple[Any, ...]
@@ -27,25 +30,16 @@ class Tape:
         """Temporaries of a C++ expression exist until its end; without it, a norm's gradient has a tensor less."""
         self.used_twice: dict[str, SizeTensor | None] = {}
         """Weights that get two gradients; autograd holds the first and adds the second to it in place."""
-        self._next = 0
-
-    def alloc(self, size: int) -> int:
-        """Record a storage of ``size`` bytes; return its number."""
-        number = self._next
-        self._next = number + 1
-        self.events.append(("alloc", number, size))
-        return number
+        self.numbers = count()
 
     def cast_weight(self, weight: "Parameter", item: int) -> "SizeStorage | None":
         """Return a copy of ``weight`` in ``item`` bytes if its type differs; copies of trained weights are cached."""
         if weight.item == item:
             return None
-        if weight.name not in self.casts:
-            made = SizeStorage(self, weight.numel * item)
-            if not weight.trained:
-                return made
+        made = self.casts.get(weight.name) or SizeStorage(self, weight.numel * item)
+        if weight.trained:
             self.casts[weight.name] = made
-        return self.casts[weight.name]
+        return made
 
     def mark_gradients(self) -> None:
         """Mark each finished gradient, in its parameter's type; the sharding decides whether it is kept."""
@@ -71,26 +65,15 @@ class SizeStorage:
     __slots__ = ("events", "number")
 
     def __init__(self, tape: Tape, size: int) -> None:
-        self.events = tape.events
-        self.number = tape.alloc(size)
+        self.events, self.number = tape.events, next(tape.numbers)
+        self.events.append(("alloc", self.number, size))
 
     def __del__(self) -> None:
         self.events.append(("free", self.number))
 
 
-class _NoStorage(SizeStorage):
-    """The storage of a tensor that is never created."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        self.number = -1
-
-    def __del__(self) -> None:
-        pass
-
-
-NO_STORAGE = _NoStorage()
+NO_STORAGE = SizeStorage(Tape(), 0)
+"""The storage of tensors that are never created."""
 
 
 class SizeTensor:
@@ -108,34 +91,35 @@ class SizeTensor:
         self.storage = storage if storage is not None else SizeStorage(tape, numel * item)
 
 
+@dataclass(frozen=True)
 class Parameter:
     """A weight: the sharding accounts for its memory, so only its gradient appears in the events."""
 
-    __slots__ = ("item", "name", "numel", "trained")
+    name: str
+    shape: tuple[int, ...]
+    item: int
+    trained: bool
+    in_four_bits: bool = False
+    """It is dequantized for each use (bitsandbytes' `MatMul4Bit`)."""
 
-    def __init__(self, name: str, numel: int, item: int, trained: bool) -> None:
-        self.name = name
-        self.numel = numel
-        self.item = item
-        self.trained = trained
+    @cached_property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
 
 
 Backward = Callable[[SizeTensor], Sequence[SizeTensor | None]]
 
 
+@dataclass(slots=True, eq=False)
 class GradNode:
     """One operator of the graph: its inputs, the function from its output's gradient to theirs, and what it saved."""
 
-    __slots__ = ("backward", "grad", "inputs", "mark", "saved")
-
-    def __init__(
-        self, inputs: "Sequence[GradNode | None]", backward: Backward | None, saved: Sequence[object] = ()
-    ) -> None:
-        self.inputs = inputs
-        self.backward = backward
-        self.saved = saved
-        self.grad: SizeTensor | None = None
-        self.mark: tuple[object, ...] | None = None
+    inputs: "Sequence[GradNode | None]"
+    backward: Backward | None
+    saved: Sequence[object] = ()
+    grad: SizeTensor | None = None
+    mark: tuple[object, ...] | None = None
 
 
 def new(like: SizeTensor, numel: int | None = None, item: int | None = None, made: bool = True) -> SizeTensor:
@@ -223,21 +207,20 @@ def resized(tensor: SizeTensor, numel: int, saved: Sequence[object] = (), made: 
     return derive(new(tensor, numel, made=made), [tensor], lambda grad: [new(grad, before)], saved)
 
 
+def _part(tensor: SizeTensor, numel: int) -> SizeTensor:
+    return SizeTensor(tensor.tape, numel, tensor.item, storage=tensor.storage)
+
+
 def view(tensor: SizeTensor, numel: int) -> SizeTensor:
     """Model a part of each row of ``tensor``; its gradient is padded."""
     before = tensor.numel
-    out = SizeTensor(tensor.tape, numel, tensor.item, storage=tensor.storage)
-    return derive(out, [tensor], lambda grad: [new(grad, before)])
+    return derive(_part(tensor, numel), [tensor], lambda grad: [new(grad, before)])
 
 
 def join(left: SizeTensor, right: SizeTensor) -> SizeTensor:
     """Model ``cat`` of the rows of two tensors, whose gradients are views."""
     sizes = (left.numel, right.numel)
-
-    def function(grad: SizeTensor) -> list[SizeTensor]:
-        return [SizeTensor(grad.tape, size, grad.item, storage=grad.storage) for size in sizes]
-
-    return derive(new(left, sum(sizes)), [left, right], function)
+    return derive(new(left, sum(sizes)), [left, right], lambda grad: [_part(grad, size) for size in sizes])
 
 
 def gather(part: SizeTensor, ranks: int, numel: int) -> SizeTensor:
@@ -250,9 +233,9 @@ def gather(part: SizeTensor, ranks: int, numel: int) -> SizeTensor:
 
 def add(left: SizeTensor, right: SizeTensor, made: bool = True) -> SizeTensor:
     """Model a sum; both sides get the same gradient in their type. Without ``made`` only the graph is extended."""
-    item = max(left.item, right.item)
     sides = (left.item, right.item)
-    return derive(new(left, item=item, made=made), [left, right], lambda grad: [_as(grad, side) for side in sides])
+    out = new(left, item=max(sides), made=made)
+    return derive(out, [left, right], lambda grad: [_as(grad, side) for side in sides])
 
 
 def _as(grad: SizeTensor, item: int) -> SizeTensor:
@@ -261,23 +244,19 @@ def _as(grad: SizeTensor, item: int) -> SizeTensor:
 
 def multiply(left: SizeTensor, right: SizeTensor) -> SizeTensor:
     """Model a product, which saves both factors."""
-    items = (left.item, right.item)
-    out = new(left, item=max(items))
-    return derive(
-        out, [left, right], lambda grad: [new(grad, item=item) for item in items], [left.storage, right.storage]
+    out, items, saved = (
+        new(left, item=max(left.item, right.item)),
+        (left.item, right.item),
+        [left.storage, right.storage],
     )
+    return derive(out, [left, right], lambda grad: [new(grad, item=item) for item in items], saved)
 
 
 def scale(tensor: SizeTensor, item: int | None = None, made: bool = True, saved: Sequence[object] = ()) -> SizeTensor:
     """Model a product with something that has no gradient."""
     source = tensor.item
     out = new(tensor, item=max(source, item or source), made=made)
-    return derive(out, [tensor], lambda grad: [_scaled_grad(grad, source)], saved)
-
-
-def _scaled_grad(grad: SizeTensor, item: int) -> SizeTensor:
-    product = new(grad)
-    return product if grad.item == item else new(product, item=item)
+    return derive(out, [tensor], lambda grad: [_as(new(grad), source)], saved)
 
 
 def activation(tensor: SizeTensor, *, saves_output: bool = False) -> SizeTensor:
@@ -317,10 +296,7 @@ def halves(both: SizeTensor) -> tuple[SizeTensor, SizeTensor]:
         waiting.clear()
         return [joined]
 
-    one, other = (
-        derive(SizeTensor(both.tape, both.numel // 2, both.item, storage=both.storage), [both], function)
-        for _ in range(2)
-    )
+    one, other = (derive(_part(both, both.numel // 2), [both], function) for _ in range(2))
     return one, other
 
 
@@ -334,32 +310,22 @@ def grouped(tensor: SizeTensor, weight: Parameter, rows: int, columns: int, bias
     numel, wants = tensor.numel, tensor.node is not None
 
     def function(grad: SizeTensor) -> list[SizeTensor | None]:
-        if bias is not None and bias.trained:
-            _finish_gradient(bias, new(grad, bias.numel))
+        _finish_gradient(bias, _gradient_of(bias, grad))
         input_grad = new(grad, numel) if wants else None
-        _finish_gradient(weight, new(grad, weight.numel) if weight.trained else None)
+        _finish_gradient(weight, _gradient_of(weight, grad))
         return [input_grad]
 
     saved = [tensor.storage] if weight.trained else []
     return derive(new(tensor, numel // columns * rows), [tensor], function, saved, weight.trained)
 
 
-def linear(
-    tensor: SizeTensor,
-    weight: Parameter,
-    rows: int,
-    columns: int,
-    bias: Parameter | None = None,
-    made: bool = True,
-    expanded: bool = False,
-) -> SizeTensor:
+def linear(tensor: SizeTensor, weight: Parameter, bias: Parameter | None = None, made: bool = True) -> SizeTensor:
     """Model ``x W^T + b``, which saves x only for a trained weight; the weight's gradient is computed before x's.
 
     Under autocast the input is cast for this layer alone. The cast of a trained weight is kept for the whole forward
-    pass; its gradient is computed in 16 bits and cast to the weight's type. An ``expanded`` weight is held in 4 bits
-    and dequantized for each use (bitsandbytes' `MatMul4Bit`).
+    pass; its gradient is computed in 16 bits and cast to the weight's type.
     """
-    tape = tensor.tape
+    tape, (rows, columns), expanded = tensor.tape, weight.shape[-2:], weight.in_four_bits
     tensor = cast(tensor, tape.autocast or tensor.item)
     cast_weight = tape.cast_weight(weight, tensor.item)
     tokens, wants = tensor.numel // columns, tensor.node is not None
@@ -369,7 +335,7 @@ def linear(
     def function(grad: SizeTensor) -> list[SizeTensor | None]:
         whole = SizeStorage(tape, rows * columns * grad.item) if expanded and wants else None
         weight_grad = new(grad, rows * columns) if weight.trained else None
-        bias_grad = new(grad, rows) if bias is not None and bias.trained else None
+        bias_grad = _gradient_of(bias, grad)
         input_grad = new(grad, tokens * columns) if wants else None
         del whole
         _finish_gradient(bias, bias_grad)
@@ -381,20 +347,25 @@ def linear(
     return derive(out, [tensor], function, saved, weight.trained)
 
 
+def _gradient_of(parameter: Parameter | None, grad: SizeTensor, item: int | None = None) -> SizeTensor | None:
+    """Return the gradient of ``parameter`` in ``item`` bytes, by default the type of ``grad``; None if not trained."""
+    return new(grad, parameter.numel, item) if parameter is not None and parameter.trained else None
+
+
 def _finish_gradient(parameter: Parameter | None, grad: SizeTensor | None) -> None:
     """Finish the gradient of ``parameter`` when this node is done."""
     if parameter is not None and grad is not None:
         grad.tape.finished.append((parameter, grad))
 
 
-def embedding(tape: Tape, weight: Parameter, tokens: int, width: int) -> SizeTensor:
+def embedding(tape: Tape, weight: Parameter, tokens: int) -> SizeTensor:
     """Model a lookup in a table, whose gradient is dense."""
 
     def function(grad: SizeTensor) -> list[SizeTensor | None]:
         _finish_gradient(weight, new(grad, weight.numel))
         return []
 
-    return derive(SizeTensor(tape, tokens * width, weight.item), [], function, trained=weight.trained)
+    return derive(SizeTensor(tape, tokens * weight.shape[1], weight.item), [], function, trained=weight.trained)
 
 
 def square(tensor: SizeTensor) -> SizeTensor:
@@ -442,7 +413,7 @@ def scale_columns(tensor: SizeTensor, weight: Parameter, made: bool = True) -> S
 
     def function(grad: SizeTensor) -> list[SizeTensor | None]:
         product = new(grad) if weight.trained else None
-        weight_grad = new(grad, weight.numel) if weight.trained else None
+        weight_grad = _gradient_of(weight, grad)
         to_tensor = new(grad)
         del product
         to_tensor = _as(to_tensor, source)
@@ -479,7 +450,7 @@ def rotate_half(tensor: SizeTensor) -> SizeTensor:
 
 
 def fused_attention(
-    query: SizeTensor, key: SizeTensor, value: SizeTensor, rows: int, width: int, heads: int, mask: int, *, flash: bool
+    query: SizeTensor, key: SizeTensor, value: SizeTensor, rows: int, mask: int, *, flash: bool
 ) -> SizeTensor:
     """Model FlashAttention-2, or the memory-efficient kernel with a ``mask`` of that many elements.
 
@@ -490,16 +461,15 @@ def fused_attention(
     out = new(query)
     sums = SizeStorage(query.tape, 4 * rows) if query.tape.recording else None
     saved: list[object] = [query.storage, key.storage, value.storage, out.storage, extra, sums]
-    grouped = key.numel != query.numel
-    key_numel = key.numel
+    key_numel, is_grouped = key.numel, key.numel != query.numel
 
     def function(grad: SizeTensor) -> list[SizeTensor]:
         delta = new(grad, rows, 4)
         to_query = new(grad)
         accumulator = new(grad, item=4) if flash else None
         wide_key, wide_value = new(grad), new(grad)
-        to_key = new(grad, key_numel) if grouped else wide_key
-        to_value = new(grad, key_numel) if grouped else wide_value
+        to_key = new(grad, key_numel) if is_grouped else wide_key
+        to_value = new(grad, key_numel) if is_grouped else wide_value
         del delta, accumulator, wide_key, wide_value
         return [to_query, to_key, to_value]
 
@@ -548,7 +518,7 @@ def _with_sinks(scores: SizeTensor, sinks: Parameter) -> SizeTensor:
     def function(grad: SizeTensor) -> list[SizeTensor]:
         of_largest = new(grad)
         del of_largest
-        _finish_gradient(sinks, new(grad, sinks.numel, sinks.item) if sinks.trained else None)
+        _finish_gradient(sinks, _gradient_of(sinks, grad, sinks.item))
         return [grad]
 
     joined = new(scores)
@@ -559,13 +529,8 @@ def _with_sinks(scores: SizeTensor, sinks: Parameter) -> SizeTensor:
 
 def matmul(left: SizeTensor, right: SizeTensor, numel: int) -> SizeTensor:
     """Model a batched product, which saves both sides."""
-    sizes = (left.numel, right.numel)
-    return derive(
-        new(left, numel),
-        [left, right],
-        lambda grad: [new(grad, size) for size in sizes],
-        [left.storage, right.storage],
-    )
+    sizes, saved = (left.numel, right.numel), [left.storage, right.storage]
+    return derive(new(left, numel), [left, right], lambda grad: [new(grad, size) for size in sizes], saved)
 
 
 def softmax(tensor: SizeTensor, item: int) -> SizeTensor:
@@ -584,11 +549,7 @@ def softmax(tensor: SizeTensor, item: int) -> SizeTensor:
 
 def fused_product(gate: SizeTensor, up: SizeTensor) -> SizeTensor:
     """Model Liger's SwiGLU, which saves gate and up and overwrites them with their gradients."""
-
-    def function(_: SizeTensor) -> list[SizeTensor]:
-        return [SizeTensor(t.tape, t.numel, t.item, storage=t.storage) for t in (gate, up)]
-
-    return derive(new(gate), [gate, up], function)
+    return derive(new(gate), [gate, up], lambda _: [_part(tensor, tensor.numel) for tensor in (gate, up)])
 
 
 def fused_norm(tensor: SizeTensor, weight: Parameter, rows: int) -> SizeTensor:
@@ -596,7 +557,7 @@ def fused_norm(tensor: SizeTensor, weight: Parameter, rows: int) -> SizeTensor:
     factors = SizeStorage(tensor.tape, 4 * rows)
 
     def function(grad: SizeTensor) -> list[SizeTensor]:
-        _finish_gradient(weight, new(grad, weight.numel) if weight.trained else None)
+        _finish_gradient(weight, _gradient_of(weight, grad))
         return [grad]
 
     return derive(new(tensor), [tensor], function, [tensor.storage, factors])
@@ -606,9 +567,7 @@ def nll_of_log_softmax(logits: SizeTensor, rows: int) -> SizeTensor:
     """Model cross entropy, which saves the log-softmax; backward, nll's gradient and the result exist beside it."""
     tape, numel = logits.tape, logits.numel
     labels = SizeStorage(tape, 8 * rows)
-    log_probabilities = new(logits)
-    saved = [log_probabilities.storage, labels]
-    del log_probabilities
+    saved = [new(logits).storage, labels]
 
     def function(grad: SizeTensor) -> list[SizeTensor]:
         of_nll = new(grad, numel)
@@ -626,20 +585,15 @@ def vocab_parallel_loss(logits: SizeTensor, rows: int) -> SizeTensor:
     shifted, powers = SizeStorage(tape, 4 * numel), SizeStorage(tape, 4 * numel)
     del wide, shifted
 
-    def function(grad: SizeTensor) -> list[SizeTensor | None]:
-        return [_as(SizeTensor(tape, numel, 4), item)]
-
-    return derive(SizeTensor(tape, rows, 4), [logits], function, [powers])
+    return derive(SizeTensor(tape, rows, 4), [logits], lambda _: [_as(SizeTensor(tape, numel, 4), item)], [powers])
 
 
-def fused_loss(hidden: SizeTensor, head: Parameter, vocabulary: int, width: int, rows: int) -> SizeTensor:
+def fused_loss(hidden: SizeTensor, head: Parameter, vocabulary: int) -> SizeTensor:
     """Model Liger's fused linear cross entropy: logits in chunks, gradients of x and head in the forward pass."""
-    chunk = fused_chunk(rows, width, vocabulary)
+    rows, width = _sides(hidden, head)
     head_grad = new(hidden, vocabulary * width, head.item) if head.trained else None
     to_hidden = new(hidden)
-    logits = new(hidden, chunk * vocabulary)
-    wide = new(hidden, chunk * vocabulary, 4)
-    del logits, wide
+    _make_briefly(hidden, fused_chunk(rows, width, vocabulary) * vocabulary)
 
     def function(_: SizeTensor) -> list[SizeTensor | None]:
         _finish_gradient(head, head_grad)
@@ -648,12 +602,12 @@ def fused_loss(hidden: SizeTensor, head: Parameter, vocabulary: int, width: int,
     return derive(SizeTensor(hidden.tape, rows, 4), [hidden], function, trained=True)
 
 
-def chunked_loss(hidden: SizeTensor, head: Parameter, vocabulary: int, width: int, rows: int) -> SizeTensor:
+def chunked_loss(hidden: SizeTensor, head: Parameter, vocabulary: int) -> SizeTensor:
     """Model torch's chunked linear cross entropy, which makes the logits of a chunk in both passes.
 
     On GPUs torch 2.13 takes half as many rows per chunk, so this is an upper bound.
     """
-    tape = hidden.tape
+    tape, (rows, width) = hidden.tape, _sides(hidden, head)
     hidden = cast(hidden, tape.autocast or hidden.item)
     saved = [hidden.storage, tape.cast_weight(head, hidden.item)]
     chunk, item = fused_chunk(rows, width, vocabulary) * vocabulary, hidden.item
@@ -661,25 +615,33 @@ def chunked_loss(hidden: SizeTensor, head: Parameter, vocabulary: int, width: in
     def function(grad: SizeTensor) -> list[SizeTensor | None]:
         to_hidden = new(grad, rows * width, item)
         head_grad = new(grad, vocabulary * width, item) if head.trained else None
-        logits = new(grad, chunk, item)
-        wide = new(grad, chunk, 4)
-        del logits, wide
+        _make_briefly(to_hidden, chunk)
         _finish_gradient(head, head_grad)
         return [to_hidden]
 
-    logits = new(hidden, chunk)
-    wide = new(hidden, chunk, 4)
-    del logits, wide
+    _make_briefly(hidden, chunk)
     return derive(SizeTensor(tape, rows, 4), [hidden], function, saved, trained=True)
 
 
-def tiled_log_probs(hidden: SizeTensor, head: Parameter, vocabulary: int, width: int, rows: int) -> SizeTensor:
+def _sides(hidden: SizeTensor, head: Parameter) -> tuple[int, int]:
+    """Return the number of hidden states and their width."""
+    return hidden.numel // head.shape[1], head.shape[1]
+
+
+def _make_briefly(like: SizeTensor, logits: int) -> None:
+    """Allocate ``logits`` in the type of ``like`` and in fp32, and free them."""
+    narrow = new(like, logits)
+    wide = new(like, logits, 4)
+    del narrow, wide
+
+
+def tiled_log_probs(hidden: SizeTensor, head: Parameter, vocabulary: int) -> SizeTensor:
     """Model TRL's log-probabilities of the answers, which make the logits of a tile in both passes.
 
-    The rows of the answers are copied; here all ``rows``, the upper bound. Gradients are added up in fp32. Source:
+    The rows of the answers are copied; here all of them, the upper bound. Gradients are added up in fp32. Source:
     ``ChunkedLogProbFunction`` of TRL 1.16's ``kernels/chunked_logprob.py`` with its Triton kernels.
     """
-    tape, item = hidden.tape, hidden.tape.autocast or hidden.item
+    tape, item, (rows, width) = hidden.tape, hidden.tape.autocast or hidden.item, _sides(hidden, head)
     chosen = copy(hidden)
     tile, row = min(rows, TILE_ROWS) * TILE_WIDTH, new(hidden, rows, 4)
 
@@ -689,10 +651,7 @@ def tiled_log_probs(hidden: SizeTensor, head: Parameter, vocabulary: int, width:
         logits = new(grad, tile, item)
         narrow = new(grad, min(TILE_WIDTH, vocabulary) * width, item) if head.item != item else None
         del narrow
-        result = (
-            None if to_hidden is None else cast(SizeTensor(tape, to_hidden.numel, 4, None, to_hidden.storage), wide)
-        )
-        final = None if head_grad is None else _as(head_grad, head.item)
+        result, final = to_hidden and _as(to_hidden, wide), head_grad and _as(head_grad, head.item)
         del logits, to_hidden, head_grad
         _finish_gradient(head, final)
         return [result]

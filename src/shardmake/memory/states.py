@@ -4,6 +4,7 @@ Sources: DeepSpeed's ``runtime/zero/stage_1_and_2.py`` and ``stage3.py``, torch'
 sets it up, torch's ``DistributedDataParallel`` reducer, bitsandbytes' optimizers.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 from math import ceil
@@ -63,16 +64,23 @@ def _own_update(scenario: Scenario) -> list[ParameterSpec]:
 
 
 def resident(scenario: Scenario, buckets: Buckets) -> Terms:
-    """Return the bytes that stay on the GPU during the whole step, by term."""
+    """Return the bytes that stay on the GPU during the whole step, by term.
+
+    The gradients are ZeRO-3's flat buffer (``grad_partitions_flat_buffer``), the master weights DeepSpeed's fp32 copy.
+    """
+    on_gpu = scenario.zero_stage and not scenario.offloads_optimizer
+    frozen_part = frozen_bytes(scenario) - scale_bytes(scenario)
+    if scenario.gathers_parameters:
+        frozen_part = ceil(frozen_part / scenario.shards)
     terms = {
         "weights": _weights(scenario),
-        "frozen weights": _frozen(scenario),
+        "frozen weights": 0 if scenario.offloads_parameters else frozen_part,
         "quantization scales": scale_bytes(scenario),
         "reference model": 0 if scenario.offloads_parameters else reference_bytes(scenario),
         "gathered reference": _gathered_reference(scenario),
         "second shard of the weights": _second_shard(scenario),
-        "gradients": _gradient_partition(scenario),
-        "master weights": _masters(scenario),
+        "gradients": scenario.gradient * scenario.part if on_gpu and scenario.zero_stage == 3 else 0,
+        "master weights": 4 * scenario.part if on_gpu else 0,
         "optimizer states": _optimizer(scenario),
         "model buffers": scenario.model.buffer_bytes,
         "communication buffers": _communication(scenario, buckets),
@@ -133,7 +141,7 @@ def _trained(model: Model, part: Split, method: Method) -> tuple[ParameterSpec, 
 def step_groups(scenario: Scenario, buckets: Buckets) -> list[int]:
     """Return the elements that ZeRO's optimizer updates at once: ZeRO-3's sub-groups, else the rank's whole part."""
     size = largest_group(scenario, buckets)
-    whole, rest = divmod(ceil(scenario.split.trainable / scenario.shards), size)
+    whole, rest = divmod(scenario.part, size)
     return [size] * whole + ([rest] if rest else [])
 
 
@@ -143,10 +151,9 @@ def largest_group(scenario: Scenario, buckets: Buckets) -> int:
     ZeRO-3 adds tensors to a sub-group until it has ``sub_group_size`` elements, so that the last one can exceed it
     (`_create_fp16_sub_groups`). The order of the tensors is the optimizer's; this is the bound for any order.
     """
-    part = ceil(scenario.split.trainable / scenario.shards)
     if scenario.zero_stage != 3:
-        return part
-    return min(part, buckets.sub_group_size - 1 + ceil(largest_trained(scenario) / scenario.shards))
+        return scenario.part
+    return min(scenario.part, buckets.sub_group_size - 1 + ceil(largest_trained(scenario) / scenario.shards))
 
 
 def optimizer_step(scenario: Scenario, buckets: Buckets) -> Terms:
@@ -179,18 +186,14 @@ def reduction_bytes(scenario: Scenario, buckets: Buckets, numel: int) -> int:
     return 4 * max(numel, buckets.reduce_bucket_size)
 
 
-def overflow_copy(scenario: Scenario) -> int:
-    """Return the bytes of the copy of this rank's flat gradients in which ZeRO-3 looks for infinities.
+def overflow_bytes(scenario: Scenario) -> tuple[int, int]:
+    """Return the bytes of the copy of this rank's flat gradients in which ZeRO-3 looks for infinities, and of a mask.
 
-    ``torch.isinf`` compares absolute values, which are such a copy (`has_overflow` of ``stage3.py``). The copy is where
-    the flat gradients are: in host RAM if the states are offloaded.
+    ``torch.isinf`` compares absolute values, which are such a copy (`has_overflow` of ``stage3.py``). Its result has a
+    byte per element. Both are where the flat gradients are: in host RAM if the states are offloaded.
     """
-    return scenario.gradient * _part(scenario) if scenario.checks_overflow else 0
-
-
-def overflow_mask(scenario: Scenario) -> int:
-    """Return the bytes of the result of ``torch.isinf`` and ``torch.isnan`` there, one per element."""
-    return _part(scenario) if scenario.checks_overflow else 0
+    part = scenario.part if scenario.zero_stage == 3 and scenario.precision == "fp16" else 0
+    return scenario.gradient * part, part
 
 
 def norm_bytes(scenario: Scenario) -> int:
@@ -198,9 +201,7 @@ def norm_bytes(scenario: Scenario) -> int:
     if scenario.offloads_optimizer or scenario.zero_stage == 0:
         return 0
     largest = largest_trained(scenario)
-    if scenario.zero_stage == 3:
-        return 8 * ceil(largest / scenario.shards)
-    return 8 * min(largest, ceil(scenario.split.trainable / scenario.shards))
+    return 8 * (ceil(largest / scenario.shards) if scenario.zero_stage == 3 else min(largest, scenario.part))
 
 
 def boundary_norm_bytes(scenario: Scenario, numel: int) -> int:
@@ -209,7 +210,7 @@ def boundary_norm_bytes(scenario: Scenario, numel: int) -> int:
         return 0
     if scenario.zero_stage == 3:
         return 8 * min(ceil(numel / scenario.shards), NORM_CHUNK)
-    return 8 * min(numel, ceil(scenario.split.trainable / scenario.shards))
+    return 8 * min(numel, scenario.part)
 
 
 def step_temporaries(scenario: Scenario, buckets: Buckets) -> int:
@@ -232,13 +233,6 @@ def trained_bytes(scenario: Scenario) -> int:
     return BYTES[scenario.adapter_weights if scenario.method_spec.has_adapters else scenario.weights]
 
 
-def _gradient_partition(scenario: Scenario) -> int:
-    """Return the size of ZeRO-3's flat buffer of this rank's gradients (``grad_partitions_flat_buffer``)."""
-    if scenario.zero_stage != 3 or scenario.offloads_optimizer:
-        return 0
-    return scenario.gradient * ceil(scenario.split.trainable / scenario.shards)
-
-
 def _persistent(scenario: Scenario, buckets: Buckets) -> int:
     """Return the size of the weights below ZeRO-3's persistence threshold, which stay gathered."""
     if scenario.zero_stage != 3 or scenario.world_size == 1:
@@ -250,23 +244,10 @@ def _persistent(scenario: Scenario, buckets: Buckets) -> int:
 
 
 def _weights(scenario: Scenario) -> int:
-    trained, n = scenario.split.trainable, scenario.shards
     if scenario.offloads_parameters:
         return 0
-    if scenario.zero_stage == 3:
-        return scenario.compute * ceil(trained / n)
-    if scenario.zero_stage:
-        return scenario.compute * trained
-    if scenario.is_fsdp:
-        return trained_bytes(scenario) * ceil(trained / n)
-    return trained_bytes(scenario) * trained
-
-
-def _frozen(scenario: Scenario) -> int:
-    if scenario.offloads_parameters:
-        return 0
-    size = frozen_bytes(scenario) - scale_bytes(scenario)
-    return ceil(size / scenario.shards) if scenario.gathers_parameters else size
+    held = scenario.compute if scenario.zero_stage else trained_bytes(scenario)
+    return held * (scenario.part if scenario.gathers_parameters else scenario.split.trainable)
 
 
 def scale_bytes(scenario: Scenario) -> int:
@@ -294,17 +275,10 @@ def frozen_bytes(scenario: Scenario) -> int:
     return scenario.frozen * scenario.split.frozen + int(NF4_BYTES * scenario.split.quantized) + scale_bytes(scenario)
 
 
-def _masters(scenario: Scenario) -> int:
-    """Return the size of DeepSpeed's fp32 copy of the trained weights."""
-    if scenario.offloads_optimizer or not scenario.zero_stage:
-        return 0
-    return 4 * ceil(scenario.split.trainable / scenario.shards)
-
-
 def _optimizer(scenario: Scenario) -> int:
     if scenario.offloads_optimizer:
         return 0
-    held = ceil(scenario.split.trainable / (1 if scenario.spec.is_ddp else scenario.shards))
+    held = scenario.split.trainable if scenario.spec.is_ddp else scenario.part
     return ceil(optimizer_bytes(scenario, 4 if scenario.zero_stage else trained_bytes(scenario)) * held)
 
 
@@ -319,11 +293,6 @@ def _communication(scenario: Scenario, buckets: Buckets) -> int:
     return 0
 
 
-def _part(scenario: Scenario) -> int:
-    """Return the trained elements of this rank's part."""
-    return ceil(scenario.split.trainable / scenario.shards)
-
-
 def largest_trained(scenario: Scenario) -> int:
     """Return the elements of the largest trained tensor."""
     return max(tensor.numel for tensor in trained_tensors(scenario))
@@ -331,14 +300,13 @@ def largest_trained(scenario: Scenario) -> int:
 
 def gradients(scenario: Scenario) -> int:
     """Return the bytes of gradients after a backward pass, without ZeRO-3's flat buffer, which is resident."""
-    trained, n = scenario.split.trainable, scenario.shards
     if scenario.zero_stage == 1:
-        return scenario.compute * trained
+        return scenario.compute * scenario.split.trainable
     if scenario.zero_stage == 2:
         return partition_gradients(scenario)
     if scenario.zero_stage == 3 or (scenario.is_fsdp and scenario.offloads_parameters):
         return 0
-    return trained_bytes(scenario) * (ceil(trained / n) if scenario.is_fsdp else trained)
+    return trained_bytes(scenario) * (scenario.part if scenario.is_fsdp else scenario.split.trainable)
 
 
 def partition_gradients(scenario: Scenario) -> int:
@@ -347,10 +315,9 @@ def partition_gradients(scenario: Scenario) -> int:
     ``copy_grads_in_partition`` keeps each tensor of which a rank has an element as a whole. The flat fp32 buffer has
     the part only (`keeps_flat_gradients`). Under offload the part is in host RAM.
     """
-    part = ceil(scenario.split.trainable / scenario.shards)
     if keeps_flat_gradients(scenario):
-        return scenario.gradient * part
-    return 0 if scenario.offloads_optimizer else scenario.gradient * largest_touched(scenario, part)
+        return scenario.gradient * scenario.part
+    return 0 if scenario.offloads_optimizer else scenario.gradient * largest_touched(scenario)
 
 
 def added_gradients(scenario: Scenario) -> int:
@@ -362,13 +329,13 @@ def added_gradients(scenario: Scenario) -> int:
     return partition_gradients(scenario) if apart else 0
 
 
-def largest_touched(scenario: Scenario, part: int) -> int:
-    """Return the most elements of trained tensors that lie partly or as a whole in one of the parts of ``part``."""
-    touched = dict.fromkeys(range(scenario.shards), 0)
+def largest_touched(scenario: Scenario) -> int:
+    """Return the most elements of trained tensors that lie partly or as a whole in the part of one rank."""
+    touched: Counter[int] = Counter()
     start = 0
     for tensor in trained_tensors(scenario):
-        for rank in range(start // part, (start + tensor.numel - 1) // part + 1):
-            touched[rank] += tensor.numel
+        ranks = range(start // scenario.part, (start + tensor.numel - 1) // scenario.part + 1)
+        touched.update(dict.fromkeys(ranks, tensor.numel))
         start += tensor.numel
     return max(touched.values())
 
@@ -379,8 +346,7 @@ def bucket_bytes(scenario: Scenario, buckets: Buckets) -> int:
     ZeRO-1/2 have buckets, ZeRO-3 a copy of its bucket (``reduce_scatter_coalesced``), FSDP reduce-scatters a layer.
     """
     if scenario.zero_stage in (1, 2):
-        copies = 2 if buckets.overlap_comm else 1
-        return copies * scenario.compute * buckets.reduce_bucket_size
+        return (1 + buckets.overlap_comm) * scenario.compute * buckets.reduce_bucket_size
     if scenario.zero_stage == 3:
         return scenario.gradient * min(buckets.reduce_bucket_size, scenario.split.trainable)
     if scenario.is_fsdp and not scenario.method_spec.has_adapters:
@@ -390,11 +356,8 @@ def bucket_bytes(scenario: Scenario, buckets: Buckets) -> int:
 
 def unit_of(tensor: ParameterSpec, tied: bool) -> Unit:
     """Return the group of ``tensor``: its layer, the embedding, or the tail, which has a ``tied`` embedding too."""
-    if tensor.block is not None:
-        return tensor.block
-    if tensor.kind == "embedding":
-        return HEAD if tied else EMBEDDING
-    return HEAD
+    outside = EMBEDDING if tensor.kind == "embedding" and not tied else HEAD
+    return outside if tensor.block is None else tensor.block
 
 
 def units(scenario: Scenario) -> Mapping[Unit, int]:
@@ -424,8 +387,7 @@ def _unit_tensors(model: Model, part: Split, method: Method, compute: int) -> Ma
 
 @lru_cache(maxsize=MODELS)
 def _trained_units(model: Model, part: Split, method: Method) -> Mapping[Unit, int]:
-    sizes: dict[Unit, int] = {}
+    sizes: Counter[Unit] = Counter()
     for tensor in _trained(model, part, method):
-        unit = unit_of(tensor, model.tied)
-        sizes[unit] = sizes.get(unit, 0) + tensor.numel
+        sizes[unit_of(tensor, model.tied)] += tensor.numel
     return sizes

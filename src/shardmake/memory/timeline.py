@@ -122,17 +122,14 @@ class Timeline:
         The timeline must be complete: the result is kept for the next call.
         """
         if limit not in self._reserved:
-            self._reserved[limit] = self._replay(limit)
+            allocator = CachingAllocator(limit)
+            for key, size, stream in self.events:
+                if size >= 0:
+                    allocator.alloc(key, size, stream)
+                else:
+                    allocator.free(key)
+            self._reserved[limit] = allocator.peak
         return self._reserved[limit]
-
-    def _replay(self, limit: int | None) -> int:
-        allocator = CachingAllocator(limit)
-        for key, size, stream in self.events:
-            if size >= 0:
-                allocator.alloc(key, size, stream)
-            else:
-                allocator.free(key)
-        return allocator.peak
 
 
 @dataclass

@@ -22,8 +22,6 @@ MOST_ALIKE: Final = 128
 
 Shorter loops cost less to trace whole than with `LENGTHS`; a wrong guess costs three short traces.
 """
-SCALED: Final = "scaled"
-"""The first event of scaled ones, with the number of tokens that were traced."""
 
 
 def found_in(traces: Sequence[Sequence[Event]]) -> bool:
@@ -45,7 +43,7 @@ def scaled_to(tokens: int, traces: Sequence[Sequence[Event]]) -> list[list[Any]]
     if len({len(one) for one in sizes}) > 1:
         return None
     others = zip(*sizes, strict=True)
-    found: list[list[Any]] = [[SCALED, LENGTHS[-1]]]
+    found: list[list[Any]] = []
     for event, key, loops in zip(traces[-1], keys[-1], in_loop[-1], strict=True):
         if key is None:
             found.append(list(event))

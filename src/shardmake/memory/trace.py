@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache, lru_cache
-from itertools import takewhile
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,11 @@ from shardmake.memory.unroll import kept_layers, unrolled
 
 TRACER = "shardmake.memory.tracer"
 _SIZE = ("micro_batch", "sequence_length")
+_FIELDS = (
+    *_SIZE, "sequence_parallel", "attention", "masked", "checkpointing", "activation_offload", "autocast", "precision",
+    "method", "extra_forwards",
+)  # fmt: skip
+"""Fields of a scenario that its step depends on."""
 Tape = Mapping[str, Any]
 
 
@@ -48,9 +53,13 @@ def _trace(requests: Iterable[dict[str, Any]]) -> None:
             lengths = {*(known or ()), *(request["sequence_length"] for request in group)}
             steps.append({**group[0], "sequence_length": max(lengths), "lengths": 1 if len(lengths) == 1 else 3})
     if steps:
-        files = [dict(zip(("general", "exact"), map(str, _paths(step)), strict=True)) for step in steps]
-        asked = [step | file for step, file in zip(steps, files, strict=True)]
-        run_helper(TRACER, {"requests": asked}, _doing(steps[0]))
+        asked = [step | dict(zip(("general", "exact"), map(str, _paths(step)), strict=True)) for step in steps]
+        kind, length = steps[0]["config"]["model_type"], steps[0]["sequence_length"]
+        run_helper(
+            TRACER, {"requests": asked},
+            f"Running steps of {kind} without memory, to find what they allocate. Layers that loop over their "
+            f"{length:,} tokens, or over chunks of them, can take minutes",
+        )  # fmt: skip
         _parsed.cache_clear()
 
 
@@ -77,27 +86,12 @@ def _parsed(path: str) -> Any:
     return json.loads(Path(path).read_text())
 
 
-@cache
-def _warn_of_scaling(model_type: str, traced: int, tokens: int) -> None:
-    logging.getLogger(ROOT).warning(
-        "The layers of %s loop over their tokens. A step of %d tokens was traced, and its bytes scaled to %s.",
-        model_type, traced, f"{tokens:,}",
-    )  # fmt: skip
-
-
 def traced_tokens(scenario: Scenario) -> int | None:
     """Return with how many tokens the step of ``scenario`` was traced if its bytes were scaled; else None."""
     if scenario.model.decoder is not None:
         return None
     tokens: int | None = _tape(_request(scenario))["scaled"]
     return tokens
-
-
-def _doing(request: Mapping[str, Any]) -> str:
-    return (
-        f"Running steps of {request['config']['model_type']} without memory, to find what they allocate. Layers that "
-        f"loop over their {request['sequence_length']:,} tokens, or over chunks of them, can take minutes"
-    )
 
 
 def traced(scenario: Scenario) -> StepEvents:
@@ -143,7 +137,10 @@ def _tape(request: dict[str, Any]) -> Tape:
     tape = _read(request)
     assert tape is not None
     if tape["scaled"]:
-        _warn_of_scaling(request["config"]["model_type"], tape["scaled"], request["sequence_length"])
+        _warn(
+            f"The layers of {request['config']['model_type']} loop over their tokens. A step of {tape['scaled']} "
+            f"tokens was traced, and its bytes scaled to {request['sequence_length']:,}."
+        )
     return tape
 
 
@@ -151,12 +148,7 @@ def _events(request: dict[str, Any]) -> list[list[Any]]:
     tape = _tape(request)
     rows, length = request["micro_batch"], request["sequence_length"]
     size = cache(lambda sizes: size_at(sizes, tape["lengths"] or [length], rows, length))
-    return [
-        ["alloc", event[1], size(tuple(event[2])) if isinstance(event[2], list) else event[2]]
-        if event[0] == "alloc"
-        else event
-        for event in tape["events"]
-    ]  # fmt: skip
+    return [[*event[:2], size(tuple(event[2]))] if isinstance(event[-1], list) else event for event in tape["events"]]
 
 
 def size_at(sizes: tuple[int, ...], lengths: list[int], rows: int, length: int) -> int:
@@ -185,8 +177,8 @@ def _through(values: tuple[int, ...], lengths: list[int], length: int) -> float:
 
 def _prefix(model: Model) -> str:
     """Return the part of a weight's name before the layer's index."""
-    one, two = (next((t.name for t in model.tensors if t.block == block), "") for block in (0, 1))
-    return "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False)))
+    names = [next((t.name for t in model.tensors if t.block == block), "") for block in (0, 1)]
+    return commonprefix(names)  # noqa: RUF071  # of characters: the index follows a dot
 
 
 @cache
@@ -194,37 +186,24 @@ def _kept(model: Model) -> list[int] | None:
     return kept_layers(model.kinds) if model.kinds else None
 
 
-def _names_layers(targets: Iterable[str] | str) -> bool:
-    return not isinstance(targets, str) and any(part.isdigit() for name in targets for part in name.split("."))
-
-
 def _request(scenario: Scenario) -> dict[str, Any]:
-    adapted = scenario.method_spec.has_adapters
+    adapted, targets = scenario.method_spec.has_adapters, scenario.lora_targets
+    names_layers = not isinstance(targets, str) and any(one.isdigit() for name in targets for one in name.split("."))
     held = "fp32" if weight_bytes(scenario) == 4 and not adapted else scenario.precision
     return {
         "config": dict(scenario.held_model.config),
         "source": scenario.model.source,
-        "layers": None if _names_layers(scenario.lora_targets) else _kept(scenario.model),
+        "layers": None if names_layers else _kept(scenario.model),
         "trust_remote_code": scenario.model.trust_remote_code,
-        "micro_batch": scenario.micro_batch,
-        "sequence_length": scenario.sequence_length,
-        "sequence_parallel": scenario.sequence_parallel,
-        "attention": scenario.attention,
-        "masked": scenario.masked,
-        "checkpointing": scenario.checkpointing,
-        "activation_offload": scenario.activation_offload,
-        "autocast": scenario.autocast,
-        "precision": scenario.precision,
+        **{field: getattr(scenario, field) for field in _FIELDS},
         "weights": scenario.adapter_compute if adapted else held,
         "frozen": held,
         "in_four_bits": scenario.method_spec.in_four_bits,
         "widened": "fp32" if adapted and weight_bytes(scenario) == 4 else held,
         "norms": "fp32" if scenario.widens_frozen and scenario.autocast else held,
-        "method": scenario.method,
         "rank": scenario.lora_rank,
-        "targets": scenario.lora_targets,
+        "targets": targets,
         "dropout": scenario.lora_dropout,
         "rows": scenario.token_rows,
         "loss": "log_probs" if scenario.log_probs else scenario.loss,
-        "extra_forwards": scenario.extra_forwards,
     }

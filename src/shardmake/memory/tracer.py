@@ -8,8 +8,9 @@ tensors than the GPU's, `shardmake.memory.gpu_kernels` replaces them.
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,8 @@ from shardmake.core.atomic import write_json
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.private_names import private, private_module
 from shardmake.memory import token_loops
-from shardmake.memory.gpu_kernels import (
-    emulate_gpu_kernels,
-    head_loss,
-    holds_four_bits,
-    register_attention,
-    set_four_bit_layers,
-)
+from shardmake.memory.gpu_kernels import FourBitLinear, emulate_gpu_kernels, head_loss, register_attention
+from shardmake.memory.model import HEADS, SCORE_HEAD
 from shardmake.memory.parameter_inventory import block_paths, build, in_one_line, plain_name
 
 _FAKE, _PYTREE = private_module("fake_tensor"), private_module("pytree")
@@ -57,7 +53,12 @@ def _tape_or_failure(request: Mapping[str, Any]) -> dict[str, Any]:
     except ShardmakeError:
         raise
     except Exception as error:  # a model's code may raise anything for unusual values
-        failed = _explained(error)
+        text = f"{type(error).__name__}: {in_one_line(error)}"
+        without = (
+            f"its code takes sizes from the values of tensors, which a trace without memory does not have ({text})"
+        )
+        needs_values = isinstance(error, _FAKE.DataDependentOutputException | _FAKE.DynamicOutputShapeException)
+        failed = without if needs_values else f"its code raised {text}"
     short = {**request, "sequence_length": min(request["sequence_length"], SHORT * request["sequence_parallel"])}
     tried = [{**short, "attention": kernel, "masked": kernel == "sdpa"} for kernel in ("sdpa", "eager")]
     works = [one["attention"] for one in tried if one["attention"] != request["attention"] and _runs(one)]
@@ -65,24 +66,15 @@ def _tape_or_failure(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _runs(request: Mapping[str, Any]) -> bool:
-    try:
+    with suppress(Exception):  # the same model may fail with every kernel
         return bool(trace(request))
-    except Exception:  # the same model may fail with every kernel
-        return False
-
-
-def _explained(error: Exception) -> str:
-    """Return ``error`` of a model's code in one line."""
-    text = f"{type(error).__name__}: {in_one_line(error)}"
-    if isinstance(error, _FAKE.DataDependentOutputException | _FAKE.DynamicOutputShapeException):
-        return f"its code takes sizes from the values of tensors, which a trace without memory does not have ({text})"
-    return f"its code raised {text}"
+    return False
 
 
 def trace(request: Mapping[str, Any]) -> list[Event]:
     """Return the events of the second of two identical micro steps, in the form of `shardmake.memory.ddp`."""
     (events,) = _steps(request, [(request["micro_batch"], request["sequence_length"])])
-    return [event[:3] if event[0] == "alloc" else event for event in events]
+    return [event[:3] for event in events]
 
 
 def tape(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,23 +84,25 @@ def tape(request: Mapping[str, Any]) -> dict[str, Any]:
     ``lengths`` if the tape is for the requested size alone.
     A step whose layers loop over their tokens is traced with few tokens and scaled (`shardmake.memory.token_loops`).
     """
-    rows, length = request["micro_batch"], request["sequence_length"]
-    ranks, several = request["sequence_parallel"], request["lengths"] > 1 and length >= 8 * request["sequence_parallel"]
+    rows, length, ranks = (request[key] for key in ("micro_batch", "sequence_length", "sequence_parallel"))
+    several = request["lengths"] > 1 and length >= 8 * ranks
     lengths = [_part_of(length, ranks, part) for part in (4, 2, 1)] if several else [length]
     sizes = [(min(rows, 2), one) for one in lengths] + ([(3, length)] if rows > 1 else [])
     sizes = sizes if request["lengths"] else [(rows, length)]
     try:
         steps = _steps(request, sizes, token_loops.MOST_ALIKE)
     except _TokenLoopError:
-        if scaled := scaled_trace(request):
-            return {"lengths": [], "scaled": scaled[0][1], "events": scaled[1:]}
+        short = [(rows, one) for one in token_loops.LENGTHS]
+        # A loop over chunks of tokens has as many iterations in each short forward pass, so the rest is not run.
+        is_loop = token_loops.found_in(_steps(request, short, forward_only=True))
+        if is_loop and (scaled := token_loops.scaled_to(length, _steps(request, short))):
+            return {"lengths": [], "scaled": token_loops.LENGTHS[-1], "events": scaled}
         steps = _steps(request, sizes)
     shortest = min(map(len, steps))  # the last frees of a step may come with the next one
-    ends = (event for events in steps for event in events[shortest:])
-    if len({tuple(map(_without_size, events[:shortest])) for events in steps}) == 1 and all(
-        event[0] == "free" for event in ends
-    ):
-        merged = [_with_sizes(one) for one in zip(*(events[:shortest] for events in steps), strict=True)]
+    common, ends = [events[:shortest] for events in steps], [event for events in steps for event in events[shortest:]]
+    without_sizes = {tuple((one[0], one[0] != "alloc" and one[-1]) for one in events) for events in common}
+    if len(without_sizes) == 1 and all(event[0] == "free" for event in ends):
+        merged = list(map(_with_sizes, zip(*common, strict=True)))
         return {"lengths": lengths if request["lengths"] else [], "scaled": None, "events": merged}
     return {"lengths": [], "scaled": None, "events": trace(request)}
 
@@ -119,28 +113,10 @@ def _part_of(length: int, ranks: int, part: int) -> int:
     return length if part == 1 else length // part // step * step
 
 
-def _without_size(event: Event) -> tuple[Any, ...]:
-    return ("alloc",) if event[0] == "alloc" else (event[0], event[-1])
-
-
 def _with_sizes(events: tuple[Event, ...]) -> Event:
     """Return the event of all sizes; an allocation has a list of bytes if they differ."""
-    event = events[0]
-    if event[0] != "alloc":
-        return event
-    sizes = [one[2] for one in events]
-    return ["alloc", event[1], sizes if len({*sizes}) > 1 else sizes[0]]
-
-
-def scaled_trace(request: Mapping[str, Any]) -> list[Event] | None:
-    """Return the events of the step as they follow from short ones; None without loops over the tokens.
-
-    A loop over chunks of tokens has as many iterations in each short forward pass, so the rest is not run.
-    """
-    sizes = [(request["micro_batch"], length) for length in token_loops.LENGTHS]
-    if not token_loops.found_in(_steps(request, sizes, forward_only=True)):
-        return None
-    return token_loops.scaled_to(request["sequence_length"], _steps(request, sizes))
+    event, sizes = events[0], [one[2] for one in events if one[0] == "alloc"]
+    return ["alloc", event[1], sizes if len({*sizes}) > 1 else sizes[0]] if sizes else event
 
 
 class _TokenLoopError(Exception):
@@ -151,7 +127,6 @@ def _steps(
     request: Mapping[str, Any],
     sizes: Sequence[tuple[int, int]],
     most_alike: int | None = None,
-    *,
     forward_only: bool = False,
 ) -> list[list[Event]]:
     """Return the events of a micro step of each of ``sizes``, with the operator of each allocation as fourth item.
@@ -166,16 +141,15 @@ def _steps(
     with ExitStack() as stack:
         stack.enter_context(_without_collector())
         stack.enter_context(_FAKE.FakeTensorMode(allow_non_fake_inputs=True))
-        materialize(model, *(DTYPES[request[which]] for which in ("weights", "frozen", "widened", "norms")))
+        materialize(model, request)
         ranks = request["sequence_parallel"]
         first = (sizes[0][0], min(sizes[0][1], SHORT * ranks))  # fills caches, such as those of autocast and of kernels
         inputs = [_inputs(model, rows, length // ranks, request["masked"]) for rows, length in (first, *sizes)]
-        _mark_blocks(model, recorder)
-        _mark_gradients(model, recorder)
+        _mark(model, recorder)
         stack.enter_context(recorder)
         for one in inputs:
             recorder.start(one.values())
-            _micro_step(model, one, request, recorder, forward_only=forward_only)
+            _micro_step(model, one, request, recorder, forward_only)
             found.append(recorder.events)
     return found[1:]
 
@@ -187,9 +161,13 @@ def prepare(request: Mapping[str, Any]) -> Any:
     model.config.get_text_config().use_cache = False  # as in training
     if request["layers"]:
         _keep_layers(model, request["layers"])
-    _set_attention(model, request)
+    fused = "shardmake_shared" if request["sequence_parallel"] > 1 else "shardmake_fused"
+    sdpa = "shardmake_masked" if request["masked"] else fused
+    model.set_attn_implementation({"eager": "eager", "sdpa": sdpa}.get(request["attention"], fused))
     if request["in_four_bits"]:
-        set_four_bit_layers(model)
+        for name, module in model.named_modules():
+            if type(module) is nn.Linear and not (name.endswith(HEADS) or name == SCORE_HEAD):
+                module.__class__ = FourBitLinear  # all but the head, as QLoRA quantizes them
     if METHODS[request["method"]].has_adapters:
         model = _with_adapters(model, request)
     model.train()
@@ -235,23 +213,8 @@ def _with_adapters(model: nn.Module, request: Mapping[str, Any]) -> nn.Module:
         return get_peft_model(model, config)
 
 
-def _set_attention(model: Any, request: Mapping[str, Any]) -> None:
-    attention = request["attention"]
-    if attention == "eager":
-        model.set_attn_implementation("eager")
-    elif request["masked"] and attention == "sdpa":
-        model.set_attn_implementation("shardmake_masked")
-    else:
-        model.set_attn_implementation("shardmake_shared" if request["sequence_parallel"] > 1 else "shardmake_fused")
-
-
 def _micro_step(
-    model: Any,
-    inputs: dict[str, torch.Tensor],
-    request: Mapping[str, Any],
-    recorder: "Recorder",
-    *,
-    forward_only: bool = False,
+    model: Any, inputs: dict[str, torch.Tensor], request: Mapping[str, Any], recorder: "Recorder", forward_only: bool
 ) -> None:
     with _autocast(request):
         loss = _loss(model, inputs, request)
@@ -274,9 +237,7 @@ def _loss(model: Any, inputs: dict[str, torch.Tensor], request: Mapping[str, Any
 
 
 def _autocast(request: Mapping[str, Any]) -> AbstractContextManager[Any]:
-    if not request["autocast"]:
-        return nullcontext()
-    return torch.autocast("cpu", DTYPES[request["precision"]])
+    return torch.autocast("cpu", DTYPES[request["precision"]]) if request["autocast"] else nullcontext()
 
 
 @contextmanager
@@ -289,21 +250,20 @@ def _without_collector() -> Iterator[None]:
         gc.enable()
 
 
-def materialize(
-    model: nn.Module, trained: torch.dtype, frozen: torch.dtype, widened: torch.dtype, norms: torch.dtype
-) -> None:
+def materialize(model: nn.Module, request: Mapping[str, Any]) -> None:
     """Replace meta parameters by fake ones on "cpu"; shared parameters stay shared.
 
     Frozen parameters get the type ``frozen``; of a model with 4-bit layers, those outside them get ``widened``, or
     ``norms`` if they have one dimension.
     """
+    trained, frozen, widened, norms = (DTYPES[request[which]] for which in ("weights", "frozen", "widened", "norms"))
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(private(module).parameters.items()):
             if parameter is None:
                 continue
             if id(parameter) not in made:
-                narrow = holds_four_bits(module) and name == "weight"
+                narrow = isinstance(module, FourBitLinear) and name == "weight"
                 outside = norms if parameter.dim() == 1 else widened
                 dtype = trained if parameter.requires_grad else frozen if narrow else outside
                 data = torch.empty(parameter.shape, dtype=dtype, device="cpu")
@@ -361,7 +321,7 @@ class Recorder(_DispatchMode):
         self._backward = self._backward or kind == "backward"
         self.events.append([kind, *values])
 
-    def mark_block(self, kind: str, index: int) -> None:
+    def mark_block(self, kind: str, index: int, *_: Any) -> None:
         """Mark a layer; in the backward pass, its recomputation is the begin of its backward pass."""
         if not self._backward:
             self._in_layer.clear()
@@ -392,8 +352,7 @@ class Recorder(_DispatchMode):
         """Let ``result`` be the storage of ``zeros``: a choice's gradient is written in place, but not a fake one."""
         old, new = (private(tensor.untyped_storage()).cdata for tensor in (zeros, result))
         if old in self._known:
-            number = self._known.pop(old)[1]
-            self._known[new] = (weakref.ref(result.untyped_storage(), lambda _: self._forget(new, number)), number)
+            self._follow(result.untyped_storage(), new, self._known.pop(old)[1])
 
     def _record(self, tensor: torch.Tensor, operator: str) -> None:
         storage = tensor.untyped_storage()
@@ -401,49 +360,41 @@ class Recorder(_DispatchMode):
         if key in self._known or storage.nbytes() == 0:
             return
         number, self._next = self._next, self._next + 1
-        self._known[key] = (weakref.ref(storage, lambda _: self._forget(key, number)), number)
+        self._follow(storage, key, number)
         self.events.append(["alloc", number - self._first, storage.nbytes(), operator])
         self._in_layer[storage.nbytes()] += 1
         if self._most is not None and self._in_layer[storage.nbytes()] > self._most and not self._backward:
             raise _TokenLoopError
 
-    def _forget(self, key: int, number: int) -> None:
-        del self._known[key]
-        if number >= self._first:
-            self.events.append(["free", number - self._first])
+    def _follow(self, storage: Any, key: int, number: int) -> None:
+        def forget(_: Any) -> None:
+            del self._known[key]
+            if number >= self._first:
+                self.events.append(["free", number - self._first])
+
+        self._known[key] = (weakref.ref(storage, forget), number)
 
 
-def _mark_blocks(model: nn.Module, recorder: Recorder) -> None:
-    """Mark the begin and end of each layer's forward and backward pass."""
+def _mark(model: nn.Module, recorder: Recorder) -> None:
+    """Mark the begin and end of each layer's forward and backward pass, and each complete gradient, and drop it.
+
+    The replay decides whether a gradient is kept.
+    """
     for path, index in block_paths(_base(model)).items():
         block = _base(model).get_submodule(path)
-        block.register_forward_pre_hook(_marker(recorder, "forward", index))
-        block.register_forward_hook(_marker(recorder, "forward end", index))
-        block.register_full_backward_pre_hook(_marker(recorder, "backward block", index))
+        block.register_forward_pre_hook(partial(recorder.mark_block, "forward", index))
+        block.register_forward_hook(partial(recorder.mark_block, "forward end", index))
+        block.register_full_backward_pre_hook(partial(recorder.mark_block, "backward block", index))
+
+    def note(name: str, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        recorder.mark("grad", recorder.known_id(parameter.grad), name)
+        parameter.grad = None
+
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(partial(note, plain_name(name)))
 
 
 def _base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _marker(recorder: Recorder, kind: str, index: int) -> Callable[..., None]:
-    def hook(*_: Any) -> None:
-        recorder.mark_block(kind, index)
-
-    return hook
-
-
-def _mark_gradients(model: nn.Module, recorder: Recorder) -> None:
-    """Mark each complete gradient and drop it; the replay decides whether it is kept."""
-
-    def hook(name: str) -> Callable[[torch.Tensor], None]:
-        def note(parameter: torch.Tensor) -> None:
-            assert parameter.grad is not None
-            recorder.mark("grad", recorder.known_id(parameter.grad), name)
-            parameter.grad = None
-
-        return note
-
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(hook(plain_name(name)))

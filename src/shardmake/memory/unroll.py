@@ -7,11 +7,13 @@ one neighbourhood are alike, which is checked on two of the most frequent.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 Place = tuple[str, int]  # a segment: a pass, such as "forward 0" or "backward", and a layer; or "start" or "loss 0", 0
-Origin = tuple[Place, int]  # the segment of an allocation and its ordinal there
+Reference = tuple[str, int, int]  # an allocation: its pass, its layer less that of the segment, its ordinal there
+Segments = dict[Place, list[tuple[Any, ...]]]
 Neighborhood = tuple[int | None, int, int | None]
 
 
@@ -47,26 +49,31 @@ def unrolled(
     The result is None if two layers of the most frequent neighborhood differ, or refer to layers further away than the
     next.
     """
-    segments, origins = _segments(events, len(kept) - 1)
+    segments = _segments(events, len(kept) - 1, prefix)
     traced = neighborhoods([kinds[layer] for layer in kept])
     frequent, count = Counter(traced).most_common(1)[0]
     alike = [layer for layer, neighborhood in enumerate(traced) if neighborhood == frequent]
-    if count > 1 and not _are_alike(alike[0], alike[1], segments, origins, prefix):
+    if count > 1 and not _are_alike(alike[0], alike[1], segments):
         return None
     templates = [traced.index(neighborhood) for neighborhood in neighborhoods(kinds)]
     try:
-        return _Unroller(segments, origins, templates, prefix).run()
+        return _Unroller(segments, templates, prefix).run()
     except KeyError:  # a reference to what the layers there do not allocate
         return None
 
 
-def _segments(events: Sequence[Sequence[Any]], last: int) -> tuple[dict[Place, list[Sequence[Any]]], dict[int, Origin]]:
-    """Return the events by place, in order, and the place in which each number was allocated."""
+def _segments(events: Sequence[Sequence[Any]], last: int, prefix: str) -> Segments:
+    """Return the events by place, in order, without the layer's own index and with a `Reference` for each number."""
     place: Place = ("start", 0)
-    segments: dict[Place, list[Sequence[Any]]] = {place: []}
-    origins: dict[int, Origin] = {}
+    segments: Segments = {place: []}
+    origins: dict[int, tuple[str, int, int]] = {}
     counts: Counter[Place] = Counter()
     forwards, ended = -1, False
+
+    def reference(number: int) -> Reference:
+        kind, layer, ordinal = origins[number]
+        return kind, 0 if _is_outside(kind) else layer - place[1], ordinal
+
     for event in events:
         kind = event[0]
         if kind == "forward":
@@ -76,23 +83,29 @@ def _segments(events: Sequence[Sequence[Any]], last: int) -> tuple[dict[Place, l
             place = ("backward", event[1])
         elif kind == "loss" or (kind == "alloc" and ended):
             place, ended = (f"loss {forwards}", 0), False
-        segments.setdefault(place, []).append(event)
-        if kind == "forward end" and event[1] == last:
-            ended = True
-        elif kind == "alloc":
-            origins[event[1]] = (place, counts[place])
+        segment = segments.setdefault(place, [])
+        if kind == "alloc":
+            origins[event[1]] = (*place, counts[place])
             counts[place] += 1
-    return segments, origins
+            segment.append((kind, event[2]))
+        elif kind == "free":
+            segment.append((kind, reference(event[1])))
+        elif kind == "grad":
+            name = event[2].replace(f"{prefix}{place[1]}.", f"{prefix}?.")
+            segment.append((kind, None if event[1] is None else reference(event[1]), name))
+        else:
+            ended = ended or (kind == "forward end" and event[1] == last)
+            segment.append((kind,))
+    return segments
 
 
-def _are_alike(
-    one: int, other: int, segments: dict[Place, list[Sequence[Any]]], origins: dict[int, Origin], prefix: str
-) -> bool:
+def _are_alike(one: int, other: int, segments: Segments) -> bool:
     for kind in {kind for kind, _ in segments if not _is_outside(kind)}:
-        first, second = (
-            list(_relative(segments.get((kind, layer), []), layer, origins, prefix)) for layer in (one, other)
+        first, second = (  # what is outside is freed by one of the layers
+            [event for event in segments.get((kind, layer), []) if event[0] != "free" or not _is_outside(event[1][0])]
+            for layer in (one, other)
         )
-        if first != second or any(event[0] == "free" and abs(event[2]) > 1 for event in first):
+        if first != second or any(event[0] == "free" and abs(event[1][1]) > 1 for event in first):
             return False
     return True
 
@@ -101,96 +114,50 @@ def _is_outside(kind: str) -> bool:
     return kind.startswith(("start", "loss"))
 
 
-def _relative(
-    segment: Iterable[Sequence[Any]], layer: int, origins: dict[int, Origin], prefix: str
-) -> Iterator[tuple[Any, ...]]:
-    """Yield a layer's events without its own index and without numbers."""
-    for event in segment:
-        match event[0]:
-            case "alloc":
-                yield "alloc", event[2]
-            case "free" if not _is_outside(origins[event[1]][0][0]):  # what is outside is freed by one of the layers
-                yield "free", *_reference(origins[event[1]], layer)
-            case "free":
-                pass
-            case "grad":
-                reference = None if event[1] is None else _reference(origins[event[1]], layer)
-                yield "grad", reference, event[2].replace(f"{prefix}{layer}.", f"{prefix}?.")
-            case _:
-                yield event[0], event[1] - layer
-
-
-def _reference(origin: Origin, layer: int) -> tuple[str, int, int]:
-    (kind, index), ordinal = origin
-    return kind, 0 if _is_outside(kind) else index - layer, ordinal
-
-
+@dataclass
 class _Unroller:
     """Writes the longer events, and numbers anew; ``templates`` has the traced layer of each layer."""
 
-    def __init__(
-        self,
-        segments: dict[Place, list[Sequence[Any]]],
-        origins: dict[int, Origin],
-        templates: Sequence[int],
-        prefix: str,
-    ) -> None:
-        self.segments = segments
-        self.origins = origins
-        self.templates = templates
-        self.prefix = prefix
-        self.numbers: dict[Origin, int] = {}
-        self.events: list[list[Any]] = []
+    segments: Segments
+    templates: Sequence[int]
+    prefix: str
+    numbers: dict[tuple[str, int, int], int] = field(default_factory=dict)
+    events: list[list[Any]] = field(default_factory=list)
 
     def run(self) -> list[list[Any]]:
-        order = dict.fromkeys(kind for kind, _ in self.segments)
-        for kind in order:
-            if _is_outside(kind):
-                self._write(kind, 0, 0)
-                continue
-            layers = list(enumerate(self.templates))
+        for kind in dict.fromkeys(kind for kind, _ in self.segments):
+            layers = [(0, 0)] if _is_outside(kind) else list(enumerate(self.templates))
             for layer, template in reversed(layers) if kind == "backward" else layers:
                 self._write(kind, template, layer)
-        return self._without_repeated_frees()
-
-    def _without_repeated_frees(self) -> list[list[Any]]:
-        """Return the events with the last free of each number; all copies of a layer free what is outside of them."""
-        freed: set[int] = set()
-        found = []
-        for event in reversed(self.events):
-            if event[0] != "free" or event[1] not in freed:
-                found.append(event)
-            if event[0] == "free":
-                freed.add(event[1])
-        return found[::-1]
+        # All copies of a layer free what is outside of them; the last one does.
+        last = {event[1]: place for place, event in enumerate(self.events) if event[0] == "free"}
+        return [event for place, event in enumerate(self.events) if event[0] != "free" or last[event[1]] == place]
 
     def _write(self, kind: str, template: int, layer: int) -> None:
         count = 0
         for event in self.segments.get((kind, template), []):
             match event[0]:
                 case "alloc":
-                    number = len(self.numbers)
-                    self.numbers[(kind, layer), count] = number
+                    number = self.numbers[kind, layer, count] = len(self.numbers)
                     count += 1
-                    self.events.append(["alloc", number, event[2]])
+                    self.events.append(["alloc", number, event[1]])
                 case "free":
-                    self.events += [["free", number] for number in self._moved(event[1], kind, template, layer)]
+                    self.events += [["free", number] for number in self._moved(event[1], kind, layer)]
                 case "grad":
-                    name = event[2].replace(f"{self.prefix}{template}.", f"{self.prefix}{layer}.")
-                    numbers = [] if event[1] is None else self._moved(event[1], kind, template, layer)
-                    self.events.append(["grad", numbers[0] if numbers else None, name])
+                    moved = self._moved(event[1], kind, layer)[0] if event[1] else None
+                    self.events.append(["grad", moved, event[2].replace(f"{self.prefix}?.", f"{self.prefix}{layer}.")])
                 case "forward" | "forward end" | "backward block":
                     self.events.append([event[0], layer])
                 case _:
                     self.events.append(list(event))
 
-    def _moved(self, number: int, kind: str, template: int, layer: int) -> list[int]:
-        """Return the new numbers for ``number``; several if a place outside the layers frees it for all layers."""
-        (its_kind, its_layer), ordinal = self.origins[number]
+    def _moved(self, reference: Reference, kind: str, layer: int) -> list[int]:
+        """Return the new numbers for ``reference``; several if a place outside the layers frees it for all layers."""
+        its_kind, offset, ordinal = reference
         if _is_outside(its_kind):
             places = [0]
         elif _is_outside(kind):
-            places = [copy for copy, its in enumerate(self.templates) if its == its_layer]
+            places = [copy for copy, its in enumerate(self.templates) if its == offset]
         else:
-            places = [layer + its_layer - template]
-        return [self.numbers[(its_kind, place), ordinal] for place in places]
+            places = [layer + offset]
+        return [self.numbers[its_kind, place, ordinal] for place in places]

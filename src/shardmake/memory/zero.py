@@ -52,9 +52,8 @@ class ZeroMemory(DdpMemory):
         held = self.scenario.gradient
         grad = self.timeline.alloc(held * group, "flat gradients")
         if held < 4:
-            wide = self.timeline.alloc(4 * group, "fp32 gradients")
-            self.timeline.free(grad)
-            grad = wide
+            narrow, grad = grad, self.timeline.alloc(4 * group, "fp32 gradients")
+            self.timeline.free(narrow)
         if self.scenario.zero_stage < 3:
             self._drop_gradients()
         self._make_states()
@@ -81,26 +80,25 @@ class Zero12Memory(ZeroMemory):
     def start_backward(self) -> None:
         """Allocate the buckets, which exist during a backward pass."""
         self._reserved = False
-        self._added: int | None = None  # gradients of this micro step
-        count = 2 if self.buckets.overlap_comm else 1
+        self._large: list[int] = []  # the gradient that waits, larger than the bucket
+        self._added: list[int] = []  # gradients of this micro step
         size = self.scenario.compute * self.buckets.reduce_bucket_size
-        self._ipg = [self.timeline.alloc(size, "communication buffers") for _ in range(count)]
-        self._large: int | None = None
+        self._ipg = [self.timeline.alloc(size, "communication buffers") for _ in range(1 + self.buckets.overlap_comm)]
 
     def gradient(self, name: str, size: int, key: int | None) -> bool:
         """Copy it into a bucket under stage 2; one larger than the bucket stays until it is reduced itself."""
-        self._allocate_briefly(states.boundary_norm_bytes(self.scenario, self.sizes[name]), "gradient norm")
+        numel = self.sizes[name]
+        self._allocate_briefly(states.boundary_norm_bytes(self.scenario, numel), "gradient norm")
         if self.scenario.zero_stage == 1:
             return super().gradient(name, size, key)
         self._reserve_part()
-        self._allocate_briefly(
-            states.reduction_bytes(self.scenario, self.buckets, self.sizes[name]), "communication buffers", REDUCTION
-        )
-        if key is None or self.sizes[name] <= self.buckets.reduce_bucket_size:
+        copied = states.reduction_bytes(self.scenario, self.buckets, numel)
+        self._allocate_briefly(copied, "communication buffers", REDUCTION)
+        if key is None or numel <= self.buckets.reduce_bucket_size:
             return False
-        self._release_large()
+        self._free(self._large)
         self.timeline.rename(key, "gradients")
-        self._large = key
+        self._large.append(key)
         return True
 
     def _reserve_part(self) -> None:
@@ -112,20 +110,16 @@ class Zero12Memory(ZeroMemory):
         if "part" not in self.gradients:
             self.gradients["part"] = self.timeline.alloc(size, "gradients")
         elif states.added_gradients(self.scenario):
-            self._added = self.timeline.alloc(size, "gradients")
+            self._added.append(self.timeline.alloc(size, "gradients"))
 
-    def _release_large(self) -> None:
-        if self._large is not None:
-            self.timeline.free(self._large)
-            self._large = None
+    def _free(self, keys: list[int]) -> None:
+        while keys:
+            self.timeline.free(keys.pop(0))
 
     def end_backward(self) -> None:
         """Free the buckets, and the gradients that were added to those of earlier micro steps."""
-        self._release_large()
-        if self._added is not None:
-            self.timeline.free(self._added)
-        for key in self._ipg:
-            self.timeline.free(key)
+        for keys in (self._large, self._added, self._ipg):
+            self._free(keys)
 
 
 class Zero3Memory(ZeroMemory):
@@ -145,7 +139,7 @@ class Zero3Memory(ZeroMemory):
 
     def step(self) -> None:
         """Look for infinities in the flat gradients on the stream of the reductions; then update."""
-        copy, mask = states.overflow_copy(self.scenario), states.overflow_mask(self.scenario)
+        copy, mask = states.overflow_bytes(self.scenario)
         if copy and not self.scenario.offloads_optimizer:
             held = self.timeline.alloc(copy, "overflow check", REDUCTION)
             self._allocate_briefly(mask, "overflow check", REDUCTION)
@@ -169,8 +163,7 @@ class Zero3Memory(ZeroMemory):
 
     def before_backward(self, block: int) -> None:
         """Gather the layer and release the one after it."""
-        after = block + 1 if block + 1 in self._units else HEAD
-        self._release(after)
+        self._release(block + 1 if block + 1 in self._units else HEAD)
         self._fetch(block)
 
     def gradient(self, name: str, size: int, key: int | None) -> bool:
@@ -186,11 +179,9 @@ class Zero3Memory(ZeroMemory):
         copied = states.reduction_bytes(self.scenario, self.buckets, numel)
         self._allocate_briefly(copied, "gradients before reduction", COMMUNICATION)
         if self.scenario.offloads_optimizer:
-            part = ceil(self.sizes[name] / self.scenario.shards)
+            part, norm = ceil(numel / self.scenario.shards), states.boundary_norm_bytes(self.scenario, numel)
             held = self.timeline.alloc(self.scenario.gradient * part, "gradients before reduction", COMMUNICATION)
-            self._allocate_briefly(
-                states.boundary_norm_bytes(self.scenario, self.sizes[name]), "gradient norm", COMMUNICATION
-            )
+            self._allocate_briefly(norm, "gradient norm", COMMUNICATION)
             self._allocate_briefly(4 * part, "gradients before reduction", COMMUNICATION)
             self.timeline.free(held)
         if key is None or numel <= self.buckets.reduce_bucket_size:

@@ -3,46 +3,32 @@
 The peak differs by a gradient or two: autograd adds a second gradient in place, but never with fake tensors.
 """
 
-from dataclasses import replace
+import itertools
+from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
 
-from shardmake.memory.closed_form import Profile, of_events
+from shardmake.memory.closed_form import of_events
 from shardmake.memory.ddp import StepEvents
 from shardmake.memory.decoder import layer_input, micro_step
 from shardmake.memory.families import FAMILIES, part_of
-from shardmake.memory.model import split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.trace import _request
-
-SIZES = {
-    "model_type": "llama",
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "vocab_size": 4000,
-}
-
+from tests.unit.memory import llama_8b
 
 LAYERS = 3
+SIZES = {
+    "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 4000,
+}  # fmt: skip
 
 
 def scenario(config: dict[str, Any] | None = None, **more: Any) -> Scenario:
     model = more.pop("model", None) or from_config({**SIZES, **(config or {})})
-    values = {
-        "model": model,
-        "split": split(model, more.get("method", "full"), 16, more.get("lora_targets", "all-linear")),
-        "strategy": "zero2",
-        "nodes": 1,
-        "ranks_per_node": 1,
-        "micro_batch": 2,
-        "sequence_length": 512,
-    }
-    return Scenario(**{**values, **more})  # type: ignore[arg-type]
+    small = {"strategy": "zero2", "ranks_per_node": 1, "micro_batch": 2, "sequence_length": 512, "checkpointing": False}
+    return llama_8b.scenario(model, **{**small, **more})
 
 
 AUTOCAST = {"strategy": "ddp"}
@@ -70,32 +56,32 @@ _UNLIKE: dict[str, dict[str, Any]] = {
     "seed_oss": {"head_dim": 64},
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"head_dim": 64, "num_experts": 16, "moe_intermediate_size": 256, "num_experts_per_tok": 4},
-    "glm4_moe": {
-        "n_routed_experts": 16,
-        "moe_intermediate_size": 256,
-        "num_experts_per_tok": 4,
-        "pad_token_id": 0,
-        "use_qk_norm": True,
-    },
+    "glm4_moe": {"n_routed_experts": 16, "moe_intermediate_size": 256, "pad_token_id": 0, "use_qk_norm": True}
+    | {"num_experts_per_tok": 4},
     "gpt_oss": {"head_dim": 64, "num_local_experts": 8, "intermediate_size": 1024},
     "gemma3": {"text_config": {**SIZES, "model_type": "gemma3_text", "head_dim": 64, **_WINDOWS}},
 }
 """Families whose layers differ from Llama's in more than the shapes of weights, with two kinds of layers."""
 
 
-CASES: dict[str, Scenario] = {
-    "bf16": scenario(),
-    "checkpointing": scenario(checkpointing=True),
+SETTINGS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "checkpointing": {"checkpointing": True},
+    "autocast": AUTOCAST,
+    "masked": {"attention": "sdpa", "masked": True},
+    "fp32": {"precision": "fp32"},
+    "lora with checkpointing": {"method": "lora", "checkpointing": True},
+    "lora under autocast": {"method": "lora", "strategy": "ddp"},
+    "qlora": {"method": "qlora", "strategy": "ddp"},
+    "qlora under ZeRO with checkpointing": {"method": "qlora", "checkpointing": True},
+}
+CASES: dict[str, Scenario] = {name: scenario(**setting) for name, setting in SETTINGS.items()}
+CASES |= {
     "eager": scenario(attention="eager"),
     "eager under autocast": scenario(attention="eager", **AUTOCAST),
     "eager with checkpointing": scenario(attention="eager", checkpointing=True, sequence_length=1024, micro_batch=1),
-    "masked": scenario(attention="sdpa", masked=True),
-    "autocast": scenario(**AUTOCAST),
     "autocast with checkpointing": scenario(checkpointing=True, **AUTOCAST),
-    "fp32": scenario(precision="fp32"),
     "lora": scenario(method="lora"),
-    "lora under autocast": scenario(method="lora", **AUTOCAST),
-    "qlora": scenario(method="qlora", **AUTOCAST),
     "qlora with checkpointing": scenario(method="qlora", checkpointing=True, **AUTOCAST),
     "qlora under ZeRO": scenario(method="qlora"),
     "qlora of a script": scenario(method="qlora", casts_to_fp32=True, **AUTOCAST),
@@ -107,7 +93,8 @@ CASES: dict[str, Scenario] = {
     "mistral": scenario({"model_type": "mistral"}),
     "gemma": scenario({"model_type": "gemma", "head_dim": 64}),
     "tied": scenario({"tie_word_embeddings": True}),
-} | {
+}
+CASES |= {
     f"{kind}{name}": scenario({"model_type": kind, "num_hidden_layers": LAYERS, **_UNLIKE[kind]}, **settings)
     for kind in _UNLIKE
     for name, settings in _SETTINGS.items()
@@ -130,7 +117,7 @@ def agree(simulated: StepEvents, recorded: StepEvents, *, saves: float, peaks: f
     Of the peak, the input of a layer that runs again is not simulated: torch's frame of the layer holds it.
     """
     assert saved(simulated) == pytest.approx(saved(recorded), rel=saves)
-    ours, theirs = (figures(of_events(events, LAYERS)) for events in (simulated, recorded))
+    ours, theirs = (max(astuple(of_events(events, LAYERS))[1:]) for events in (simulated, recorded))
     assert ours == pytest.approx(theirs, rel=peaks)
 
 
@@ -144,21 +131,11 @@ def test_the_simulated_step_matches_the_trace_with_inputs_on_the_host(name: str,
     assert kept == (LAYERS - first_stays) * layer_input(case)
 
 
-def figures(profile: Profile) -> list[int]:
-    return [max(profile.loss, profile.head, profile.last_layer, profile.first_layer)]
-
-
 def saved(events: StepEvents) -> int:
     """Bytes alive when the backward pass begins."""
-    sizes: dict[int, int] = {}
-    for event in events:
-        if event[0] == "alloc":
-            sizes[event[1]] = event[2]
-        elif event[0] == "free":
-            sizes.pop(event[1])
-        elif event[0] == "backward":
-            break
-    return sum(sizes.values())
+    before = [*itertools.takewhile(lambda event: event[0] != "backward", events)]
+    freed = {event[1] for event in before if event[0] == "free"}
+    return sum(event[2] for event in before if event[0] == "alloc" and event[1] not in freed)
 
 
 def gradients(events: StepEvents) -> set[str]:
@@ -168,13 +145,9 @@ def gradients(events: StepEvents) -> set[str]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_everything_is_freed_exactly_once(name: str) -> None:
-    live: set[int] = set()
-    for event in micro_step(CASES[name]):
-        if event[0] == "alloc":
-            live.add(event[1])
-        elif event[0] == "free":
-            live.remove(event[1])
-    assert not live
+    events = micro_step(CASES[name])
+    made, freed = ([event[1] for event in events if event[0] == kind] for kind in ("alloc", "free"))
+    assert sorted(made) == sorted(freed) == [*range(len(made))]
 
 
 def test_published_bytes_per_token_and_layer() -> None:

@@ -17,13 +17,6 @@ from tests.unit.memory.llama_8b import BUCKETS, LLAMA_8B, scenario
 from tools.gpu_page import RESULTS
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_terms_add_up_to_allocated_memory(strategy: str) -> None:
-    figures = gpu_memory(scenario(strategy=strategy), BUCKETS)
-    assert sum(figures.terms.values()) == figures.allocated
-    assert all(size > 0 for size in figures.terms.values())
-
-
 def test_the_peak_is_a_maximum_over_phases_not_a_sum() -> None:
     figures = gpu_memory(scenario(sequence_length=8192), BUCKETS)
     assert figures.phase == "cross entropy"
@@ -57,9 +50,8 @@ ORDER = [("zero2", "zero3"), ("zero1", "zero2"), ("zero3", "zero3-offload-optimi
 
 @pytest.mark.parametrize(("more", "less"), ORDER)
 def test_each_step_of_deepspeeds_guide_saves_memory(more: str, less: str) -> None:
-    assert (
-        gpu_memory(scenario(strategy=less), BUCKETS).allocated < gpu_memory(scenario(strategy=more), BUCKETS).allocated
-    )
+    larger, smaller = (gpu_memory(scenario(strategy=one), BUCKETS).allocated for one in (more, less))
+    assert smaller < larger
 
 
 SMALL = from_config({**LLAMA_8B, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
@@ -125,13 +117,8 @@ def test_qlora_under_fsdp_needs_the_whole_4_bit_model_on_each_gpu_first() -> Non
         assert figures.phase == "load" and figures.allocated == states.frozen_bytes(case) > 36 * GIB
 
 
-LLAMA_1B = {
-    **LLAMA_8B,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "tie_word_embeddings": True,
-}
+LLAMA_1B = {**LLAMA_8B, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+            "tie_word_embeddings": True}  # fmt: skip
 SMALL_BUCKETS = Buckets(reduce_bucket_size=2048**2, stage3_prefetch_bucket_size=int(0.9 * 2048**2))
 
 
@@ -163,16 +150,8 @@ def test_a_single_h100_held_what_is_estimated(
 def test_a_rank_gathers_its_experts_alone_and_keeps_the_same_part_of_all() -> None:
     """Four ranks have two of eight experts each; a mixture's other states are sharded over all eight ranks as before."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8}
-    model = from_config(
-        {
-            **LLAMA_8B,
-            **sizes,
-            "model_type": "mixtral",
-            "architectures": [],
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-        }
-    )
+    mixture = {"model_type": "mixtral", "architectures": [], "num_local_experts": 8, "num_experts_per_tok": 2}
+    model = from_config({**LLAMA_8B, **sizes, **mixture})
     whole = scenario(model, strategy="fsdp", precision="bf16")
     local = from_config(with_experts(model.config, 2))
     spread = replace(whole, expert_parallel=4, local_model=local)

@@ -64,12 +64,6 @@ def with_few_layers(values: Any) -> Any:
     if not isinstance(values, dict):
         return values
     counts = {values[name] for name in LAYERS if isinstance(values.get(name), int)}
-    found = {}
-    for name, value in values.items():
-        if name in LAYERS and isinstance(value, int):
-            found[name] = min(value, KEPT)
-        elif isinstance(value, list) and len(value) in counts:
-            found[name] = value[:KEPT]
-        else:
-            found[name] = with_few_layers(value)
-    return found
+    few = {name: min(value, KEPT) for name, value in values.items() if name in LAYERS and isinstance(value, int)}
+    lists = {name: value[:KEPT] for name, value in values.items() if isinstance(value, list) and len(value) in counts}
+    return {**{name: with_few_layers(value) for name, value in values.items()}, **lists, **few}

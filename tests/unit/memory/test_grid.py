@@ -20,9 +20,10 @@ from shardmake.memory.buckets import Buckets
 from shardmake.memory.ddp import StepEvents
 from shardmake.memory.decoder import weight_bytes
 from shardmake.memory.estimate import estimate_closed_form, events_of, simulate
-from shardmake.memory.model import Model, split
+from shardmake.memory.model import Model
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
+from tests.unit.memory.llama_8b import scenario
 from tests.unit.memory.test_every_model_type import in_this_process
 
 Cell = tuple[str, str, str, bool]  # family, strategy, method, checkpointing
@@ -77,17 +78,8 @@ def _scenario(cell: Cell) -> Scenario:
     targets, model = TARGETS.get((family, method), "all-linear"), _model(family)
     if model.decoder is not None and model.decoder.experts and method != "full":
         model = replace(model, decoder=None)  # as the plan traces it
-    return Scenario(
-        model=model,
-        split=split(model, method, 16, targets),
-        strategy=strategy,  # type: ignore[arg-type]
-        nodes=1,
-        ranks_per_node=4,
-        micro_batch=1,
-        sequence_length=2048,
-        method=method,  # type: ignore[arg-type]
-        lora_targets=targets,
-        checkpointing=checkpointing,
+    return scenario(
+        model, strategy=strategy, ranks_per_node=4, method=method, lora_targets=targets, checkpointing=checkpointing
     )
 
 

@@ -21,16 +21,11 @@ def test_pinned_buffers_are_powers_of_two() -> None:
 
 def test_offloaded_states_are_18_and_20_bytes_a_weight() -> None:
     plain = replace(BUCKETS, pin_memory=False, pin_parameters=False)
-    for strategy, per_weight in (
-        ("zero1-offload", 18),
-        ("zero2-offload", 18),
-        ("zero3-offload-optimizer", 18),
-        ("zero3-offload", 20),
-    ):
+    offload = {"zero1-offload": 18, "zero2-offload": 18, "zero3-offload-optimizer": 18, "zero3-offload": 20}
+    others = ("processes", "loading", "saving", "largest gradient")
+    for strategy, per_weight in offload.items():
         terms = host.host_terms(scenario(strategy=strategy), plain)
-        held = sum(
-            size for name, size in terms.items() if name not in ("processes", "loading", "saving", "largest gradient")
-        )
+        held = sum(size for name, size in terms.items() if name not in others)
         assert held == pytest.approx(per_weight * P, rel=1e-6)
 
 
@@ -85,16 +80,11 @@ GPUS = from_cluster(
 )
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # an 8B model fits each GPU
     ("backend", "weights", "ranks", "held"),
-    [
-        ("auto", 16, 8, 0),  # an 8B model on each GPU
-        ("whole", 16, 1, 0),
-        ("auto", 140, 8, 280),
-        ("zero3-offload", 16, 8, 32),
-        ("device-map", 16, 1, 32),
-    ],
-)
+    [("auto", 16, 8, 0), ("whole", 16, 1, 0), ("auto", 140, 8, 280), ("zero3-offload", 16, 8, 32),
+     ("device-map", 16, 1, 32)],
+)  # fmt: skip
 def test_evaluation_counts_each_process(backend: Any, weights: int, ranks: int, held: int) -> None:
     asked = host.evaluation_bytes(weights * GIB // 2, weights * GIB, ranks, GPUS, backend)
     assert asked == host.CPU_PROCESS + ranks * host.PROCESS + held * GIB
@@ -111,19 +101,16 @@ def largest_four() -> int:
 
 
 @pytest.mark.parametrize(
-    ("changes", "held"),
-    [
-        ({"strategy": "ddp"}, 4),
-        ({"strategy": "ddp", "method": "lora"}, 2),
-        ({"strategy": "zero2"}, 2),
-        ({"strategy": "zero2", "method": "lora"}, 2),
-    ],
+    ("strategy", "method", "held"), [("ddp", "full", 4), ("ddp", "lora", 2), ("zero2", "full", 2), ("zero2", "lora", 2)]
 )
-def test_weights_that_go_to_the_gpu_are_on_the_host_while_they_are_converted(changes: Any, held: int) -> None:
+def test_weights_that_go_to_the_gpu_are_on_the_host_while_they_are_converted(
+    strategy: str, method: str, held: int
+) -> None:
     """Embedding and head are the largest tensors; transformers reads four at a time, on each of eight ranks."""
-    before = host.host_terms(scenario(**changes), SMALL_GROUPS)["loading"]
+    case = scenario(strategy=strategy, method=method)
+    before = host.host_terms(case, SMALL_GROUPS)["loading"]
     assert before == 8 * held * P
-    direct = host._load(scenario(**changes, loads_on_gpu=True, gpu_memory=80 * GIB))
+    direct = host._load(replace(case, loads_on_gpu=True, gpu_memory=80 * GIB))
     assert direct == 8 * held * largest_four() < before / 6
 
 

@@ -1,20 +1,16 @@
 """The inventory of parameters of architectures outside the families."""
 
+from math import prod
+
 import pytest
 import torch
 
 from shardmake.memory import parameter_inventory
 
 SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 112,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 320,
-}
-
-
+    "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 320,
+}  # fmt: skip
 OTHERS = [
     ({"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 320}, 3),
     ({"model_type": "qwen2_moe", **SIZES, "num_experts": 4, "moe_intermediate_size": 32}, 2),
@@ -29,7 +25,7 @@ OTHERS = [
 def test_inventory_of_other_architectures(config: dict, blocks: int) -> None:
     built = parameter_inventory.build(config, "test")
     values = parameter_inventory.inventory(built)
-    assert sum(_numel(t["shape"]) for t in values["tensors"]) == sum(p.numel() for p in built.parameters())
+    assert sum(prod(t["shape"]) for t in values["tensors"]) == sum(p.numel() for p in built.parameters())
     assert sorted({t["block"] for t in values["tensors"]} - {None}) == list(range(blocks))
 
 
@@ -46,10 +42,3 @@ def test_what_runs_other_modules_for_other_experts_is_a_leaf() -> None:
     assert parameter_inventory.leaf_classes(Experts(1)) == []
     looped = torch.nn.ModuleDict({"experts": torch.nn.Sequential(torch.nn.SiLU())})
     assert parameter_inventory.leaf_classes(looped) == ["Sequential"]
-
-
-def _numel(shape: list[int]) -> int:
-    size = 1
-    for side in shape:
-        size *= side
-    return size

@@ -13,32 +13,20 @@ from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.closed_form import profile
 from shardmake.memory.decoder import micro_step
-from shardmake.memory.estimate import estimate_closed_form, gpu_memory
+from shardmake.memory.estimate import GpuMemory, estimate_closed_form, gpu_memory
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.trace import _request
-from tests.unit.memory.test_decoder import agree, gradients, saved, scenario
+from tests.unit.memory.test_decoder import SETTINGS, agree, gradients, saved, scenario
 
 SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 2}
+LORA = {"method": "lora"}
 DPO: dict[str, Any] = {"log_probs": True, "extra_forwards": 1, "sequence_length": 256, "micro_batch": 4}
-CASES: dict[str, Scenario] = {
-    "bf16": scenario(SMALL, **DPO),
-    "checkpointing": scenario(SMALL, checkpointing=True, **DPO),
-    "autocast": scenario(SMALL, strategy="ddp", **DPO),
-    "masked": scenario(SMALL, attention="sdpa", masked=True, **DPO),
-    "fp32": scenario(SMALL, precision="fp32", **DPO),
-    "lora with checkpointing": scenario(SMALL, method="lora", checkpointing=True, **DPO),
-    "lora under autocast": scenario(SMALL, method="lora", strategy="ddp", **DPO),
-    "qlora": scenario(SMALL, method="qlora", strategy="ddp", **DPO),
-    "qlora under ZeRO with checkpointing": scenario(SMALL, method="qlora", checkpointing=True, **DPO),
+CASES: dict[str, Scenario] = {name: scenario(SMALL, **DPO, **setting) for name, setting in SETTINGS.items()} | {
     "tied": scenario({**SMALL, "tie_word_embeddings": True}, **DPO),
     "precomputed": scenario(SMALL, **DPO | {"extra_forwards": 0}),
-    "precomputed for lora under autocast": scenario(
-        SMALL, method="lora", strategy="ddp", **DPO | {"extra_forwards": 0}
-    ),
+    "precomputed for lora under autocast": scenario(SMALL, **DPO | {"extra_forwards": 0} | LORA, strategy="ddp"),
     "kto": scenario(SMALL, **DPO | {"extra_forwards": 3}),
-    "kto with lora and checkpointing": scenario(
-        SMALL, method="lora", checkpointing=True, **DPO | {"extra_forwards": 3}
-    ),
+    "kto with lora and checkpointing": scenario(SMALL, **DPO | {"extra_forwards": 3} | LORA, checkpointing=True),
     "kto precomputed": scenario(SMALL, **DPO | {"extra_forwards": 1}),
 }
 
@@ -82,11 +70,8 @@ def recorded_step(case: Scenario, tracer: Any, objective: str) -> list[Any]:
         args=SimpleNamespace(gradient_checkpointing_kwargs={"use_reentrant": False}),
     )  # fmt: skip
     tokens = torch.zeros((case.micro_batch, case.sequence_length), dtype=torch.long)
-    inputs = {
-        "input_ids": tokens,
-        "attention_mask": torch.ones_like(tokens),
-        "completion_mask": torch.ones_like(tokens),
-    }
+    masks = ("attention_mask", "completion_mask")
+    inputs = {"input_ids": tokens, **{name: torch.ones_like(tokens) for name in masks}}
     if kind is KTOTrainer:
         inputs |= {f"KL_{name}": values.clone() for name, values in inputs.items()}
         inputs["label"] = torch.arange(len(tokens)) % 2 == 0
@@ -108,8 +93,7 @@ def record_second(tracer: Any, request: dict[str, Any], model: Any, compute_loss
     """Return the events of the second of two steps."""
     recorder = tracer.Recorder()
     with tracer._without_collector():
-        tracer._mark_blocks(model, recorder)
-        tracer._mark_gradients(model, recorder)
+        tracer._mark(model, recorder)
         with recorder:
             for _ in range(2):
                 recorder.start()
@@ -125,7 +109,7 @@ def prepared(request: dict[str, Any], tracer: Any) -> Any:
     from trl.trainer.utils import add_fused_lm_head
 
     model = tracer.prepare(request)
-    tracer.materialize(model, *(tracer.DTYPES[request[which]] for which in ("weights", "frozen", "widened", "norms")))
+    tracer.materialize(model, request)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     add_fused_lm_head(base, outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
     return model
@@ -150,7 +134,11 @@ def test_the_reference_pass_needs_less_than_a_second_training_pass() -> None:
 def test_every_strategy_has_an_estimate_of_the_reference(strategy: Any) -> None:
     """The simulated step gathers the reference layer by layer; the closed form plans no less."""
     case = scenario(SMALL, strategy=strategy, ranks_per_node=4, reference_weights=True, **DPO)
-    simulated = gpu_memory(case, Buckets(4096), micro_step(case))
+    assert ("gathered reference" in plans_enough(case).terms) == case.is_fsdp
+
+
+def plans_enough(case: Scenario) -> GpuMemory:
+    """Return the memory in closed form; fail if it is less than that of the simulated step."""
     planned = estimate_closed_form(case, Buckets(4096), profile(case, {})).gpu
-    assert planned.allocated >= 0.97 * simulated.allocated
-    assert ("gathered reference" in planned.terms) == case.is_fsdp
+    assert planned.allocated >= 0.97 * gpu_memory(case, Buckets(4096), micro_step(case)).allocated
+    return planned

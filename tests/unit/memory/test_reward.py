@@ -10,16 +10,13 @@ from typing import Any
 import pytest
 
 from shardmake.config.strategies import STRATEGY_SPECS
-from shardmake.memory.buckets import Buckets
-from shardmake.memory.closed_form import profile
 from shardmake.memory.decoder import micro_step
-from shardmake.memory.estimate import estimate_closed_form, gpu_memory
 from shardmake.memory.families import as_classifier
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.trace import _request
-from tests.unit.memory.test_decoder import SIZES, agree, gradients, saved, scenario
-from tests.unit.memory.test_preferences import SMALL, bare, record_second
+from tests.unit.memory.test_decoder import SETTINGS, SIZES, agree, gradients, saved, scenario
+from tests.unit.memory.test_preferences import SMALL, bare, plans_enough, record_second
 
 
 def reward(config: dict[str, Any] | None = None, **more: Any) -> Scenario:
@@ -27,18 +24,8 @@ def reward(config: dict[str, Any] | None = None, **more: Any) -> Scenario:
     return scenario(model=model, **{"sequence_length": 256, "micro_batch": 4, **more})
 
 
-CASES: dict[str, Scenario] = {
-    "bf16": reward(),
-    "checkpointing": reward(checkpointing=True),
-    "autocast": reward(strategy="ddp"),
-    "masked": reward(attention="sdpa", masked=True),
-    "fp32": reward(precision="fp32"),
-    "lora with checkpointing": reward(method="lora", checkpointing=True),
-    "lora under autocast": reward(method="lora", strategy="ddp"),
-    "qlora": reward(method="qlora", strategy="ddp"),
-    "qlora under ZeRO with checkpointing": reward(method="qlora", checkpointing=True),
-    "gemma": reward({"model_type": "gemma", "head_dim": 64}),
-}
+CASES: dict[str, Scenario] = {name: reward(**setting) for name, setting in SETTINGS.items()}
+CASES["gemma"] = reward({"model_type": "gemma", "head_dim": 64})
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -57,7 +44,7 @@ def recorded_step(case: Scenario, tracer: Any) -> list[Any]:
     request = {**_request(case), "layers": None}
     tracer.emulate_gpu_kernels()
     model = tracer.prepare(request)
-    tracer.materialize(model, *(tracer.DTYPES[request[which]] for which in ("weights", "frozen", "widened", "norms")))
+    tracer.materialize(model, request)
     model.config.pad_token_id = 1
     trainer = bare(RewardTrainer, model, args=SimpleNamespace(center_rewards_coefficient=0.01))
     tokens = torch.zeros((case.micro_batch, case.sequence_length), dtype=torch.long)
@@ -78,7 +65,4 @@ def test_a_reward_model_needs_less_than_a_language_model_of_its_base() -> None:
 
 @pytest.mark.parametrize("strategy", [name for name, spec in STRATEGY_SPECS.items() if not spec.uses_nvme])
 def test_every_strategy_has_an_estimate(strategy: Any) -> None:
-    case = reward(strategy=strategy, ranks_per_node=4)
-    simulated = gpu_memory(case, Buckets(4096), micro_step(case))
-    planned = estimate_closed_form(case, Buckets(4096), profile(case, {})).gpu
-    assert planned.allocated >= 0.97 * simulated.allocated
+    plans_enough(reward(strategy=strategy, ranks_per_node=4))

@@ -14,18 +14,10 @@ from tests.unit.memory.llama_8b import BUCKETS, MODEL, P, scenario
 
 STATES = {  # bytes per parameter: whole, and divided by the ranks (Rajbhandari et al. 2020; DeepSpeed's and FSDP's code)
     "ddp": (4 + 8 + 4, 0),  # fp32 weights, moments, reducer buckets; gradients come with the backward pass
-    "zero1": (2, 12),
-    "zero1-offload": (2, 0),
-    "zero2": (2, 12),
-    "zero2-offload": (2, 0),
-    "zero3": (0, 2 + 2 + 12),
-    "zero3-offload-optimizer": (0, 2),
-    "zero3-offload": (0, 0),
-    "zero3-nvme": (0, 0),
-    "fsdp": (0, 4 + 8),
-    "fsdp-grad-op": (0, 4 + 8),
-    "fsdp-offload": (0, 0),
-}
+    "zero1": (2, 12), "zero1-offload": (2, 0), "zero2": (2, 12), "zero2-offload": (2, 0), "zero3": (0, 2 + 2 + 12),
+    "zero3-offload-optimizer": (0, 2), "zero3-offload": (0, 0), "zero3-nvme": (0, 0), "fsdp": (0, 4 + 8),
+    "fsdp-grad-op": (0, 4 + 8), "fsdp-offload": (0, 0),
+}  # fmt: skip
 
 REST = 2 * 128256 * 4096 + (2 * 32 + 1) * 4096
 """The weights of embedding, head and norms."""
@@ -45,7 +37,7 @@ def test_states_match_the_papers(strategy: str) -> None:
 @pytest.mark.parametrize(
     ("strategy", "more"),
     [
-        ("zero2", 4 * P / 8 - 2 * states.largest_touched(scenario(strategy="zero2"), -(-P // 8))),  # the flat part
+        ("zero2", 4 * P / 8 - 2 * states.largest_touched(scenario(strategy="zero2"))),  # the flat part
         ("zero2-offload", 4 * P / 8),  # the flat part, which is on the host with gradients in 16 bits
         ("zero3", 2 * P / 8 + 2 * BUCKETS.reduce_bucket_size),
         ("zero3-offload", 2 * BUCKETS.reduce_bucket_size),
@@ -107,27 +99,27 @@ def test_optimizers(optimizer: str, per_weight: float) -> None:
 
 
 def test_adapters_keep_the_base_in_16_or_4_bits() -> None:
-    lora = states.resident(scenario(strategy="ddp", method="lora"), BUCKETS)
-    qlora, cast = (
-        states.resident(scenario(strategy="ddp", method="qlora", casts_to_fp32=by_a_script), BUCKETS)
-        for by_a_script in (False, True)
+    lora, qlora, cast, in_zero = (
+        states.resident(scenario(**changes), BUCKETS)
+        for changes in (
+            {"strategy": "ddp", "method": "lora"},
+            {"strategy": "ddp", "method": "qlora"},
+            {"strategy": "ddp", "method": "qlora", "casts_to_fp32": True},  # by a script
+            {"strategy": "zero2", "method": "qlora"},
+        )
     )
     assert lora["frozen weights"] == 2 * P
-    head_and_embedding = 2 * 128256 * 4096
-    norms = (2 * 32 + 1) * 4096
-    in_four_bits = P - head_and_embedding - norms
-    in_zero = states.resident(scenario(strategy="zero2", method="qlora"), BUCKETS)
-    assert in_zero["frozen weights"] == qlora["frozen weights"] == 2 * (P - in_four_bits) + in_four_bits // 2
-    assert cast["frozen weights"] == 4 * (P - in_four_bits) + in_four_bits // 2
+    in_four_bits = P - REST
+    assert in_zero["frozen weights"] == qlora["frozen weights"] == 2 * REST + in_four_bits // 2
+    assert cast["frozen weights"] == 4 * REST + in_four_bits // 2
     assert qlora["quantization scales"] == pytest.approx(0.01587 * in_four_bits, rel=1e-3)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp-offload"])
-def test_every_rank_holds_the_scales_of_all_4_bit_weights(strategy: str) -> None:
+def test_every_rank_holds_the_scales_of_all_4_bit_weights() -> None:
     """FSDP shards parameters; bitsandbytes' scales are an attribute."""
-    alone = states.resident(scenario(strategy="ddp", method="qlora"), BUCKETS)
-    sharded = states.resident(scenario(strategy=strategy, method="qlora"), BUCKETS)
-    assert sharded["quantization scales"] == alone["quantization scales"] > 100 * 2**20
+    cases = (scenario(strategy=strategy, method="qlora") for strategy in ("ddp", "fsdp", "fsdp-offload"))
+    (size,) = {states.resident(case, BUCKETS)["quantization scales"] for case in cases}
+    assert size > 100 * 2**20
 
 
 @given(
@@ -140,34 +132,25 @@ def test_no_sub_group_of_zero3_is_larger_than_estimated(sizes: list[int], ranks:
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
     parts = [
-        SimpleNamespace(part=-(-size // ranks), partition_numel=lambda size=size: -(-size // ranks)) for size in sizes
+        SimpleNamespace(part=part, partition_numel=lambda part=part: part) for part in (-(-n // ranks) for n in sizes)
     ]
     optimizer: Any = SimpleNamespace(sub_group_size=sub_group_size)
     groups = DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups(optimizer, parts)
     largest = max(sum(tensor.part for tensor in group) for group in groups)
-    model = replace(
-        MODEL, tensors=tuple(ParameterSpec(f"{n}.weight", (size,), "linear") for n, size in enumerate(sizes))
-    )
-    estimated = states.largest_group(
-        scenario(model, strategy="zero3", ranks_per_node=ranks), replace(BUCKETS, sub_group_size=sub_group_size)
-    )
-    assert largest <= estimated + len(sizes)
-    assert sum(states.step_groups(scenario(model, ranks_per_node=ranks), BUCKETS)) == -(-sum(sizes) // ranks)
+    tensors = tuple(ParameterSpec(f"{n}.weight", (size,), "linear") for n, size in enumerate(sizes))
+    case = scenario(replace(MODEL, tensors=tensors), ranks_per_node=ranks)
+    assert largest <= states.largest_group(case, replace(BUCKETS, sub_group_size=sub_group_size)) + len(sizes)
+    assert sum(states.step_groups(case, BUCKETS)) == -(-sum(sizes) // ranks)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "held"),
-    [
-        ("ddp", 4 * P),  # in the type of the trained weights
-        ("zero2-offload", 2 * P),  # DeepSpeed casts it, and shards it under ZeRO-3 only
-        ("zero3", 2 * P / 8),
-        ("zero3-offload-optimizer", 2 * P / 8),
-        ("fsdp", 4 * P / 8),
-        ("zero3-offload", 0),
-        ("fsdp-offload", 0),
-    ],
-)
-def test_the_reference_model_is_where_the_trained_weights_are(strategy: str, held: float) -> None:
+REFERENCE = {  # in the type of the trained weights; DeepSpeed casts it, and shards it under ZeRO-3 only
+    "ddp": 4 * P, "zero2-offload": 2 * P, "zero3": 2 * P / 8, "zero3-offload-optimizer": 2 * P / 8, "fsdp": 4 * P / 8,
+    "zero3-offload": 0, "fsdp-offload": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", REFERENCE)
+def test_the_reference_model_is_where_the_trained_weights_are(strategy: str) -> None:
     case = scenario(strategy=strategy, reference_weights=True)
-    assert states.resident(case, BUCKETS).get("reference model", 0) == pytest.approx(held, abs=16)
+    assert states.resident(case, BUCKETS).get("reference model", 0) == pytest.approx(REFERENCE[strategy], abs=16)
     assert states.reference_bytes(case) > 0 == states.reference_bytes(scenario(strategy=strategy))

@@ -22,7 +22,7 @@ from shardmake.plan.planner import Planner
 from shardmake.plan.resolve import resolve
 from shardmake.plan.verdict import STAND_IN, error_of
 from tests.plan_in_process import plan_in_this_process
-from tests.unit.memory.test_decoder import SIZES, agree, gradients, saved, scenario
+from tests.unit.memory.test_decoder import AUTOCAST, SIZES, agree, gradients, saved, scenario
 from tests.unit.memory.test_every_model_type import in_this_process
 from tests.unit.memory.test_parameter_inventory import OTHERS
 from tests.unit.plans import LLAMA, make_cluster, make_run
@@ -40,6 +40,14 @@ def test_any_architecture_can_be_traced(config: dict[str, Any], tracer: Any) -> 
     assert gpu_memory(replace(case, strategy="zero3", ranks_per_node=2), Buckets(4096), events).allocated > 0
 
 
+@pytest.fixture
+def here(tracer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, of traces in this process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(trace, "run_helper", in_this_process)
+    return tmp_path
+
+
 FAILING: dict[str, tuple[dict[str, Any], str]] = {
     "raises": ({"model_type": "deepseek_v2", "num_experts_per_tok": None}, "its code raised TypeError"),
     "takes sizes from values": ({"model_type": "jetmoe", "kv_channels": 16}, "takes sizes from the values of tensors"),
@@ -47,12 +55,8 @@ FAILING: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", FAILING)
-def test_a_step_that_cannot_be_traced_is_estimated_with_a_margin(
-    name: str, tracer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_cannot_be_traced_is_estimated_with_a_margin(name: str, here: Path) -> None:
     """JetMoE counts the tokens of each expert."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(trace, "run_helper", in_this_process)
     config, words = FAILING[name]
     case = scenario(model=from_config({**SIZES, **config}), sequence_length=32, attention="sdpa")
     assert words in str(failure(case)) and "No other attention kernel helped" in str(failure(case))
@@ -62,10 +66,8 @@ def test_a_step_that_cannot_be_traced_is_estimated_with_a_margin(
     assert gpu_memory(replace(case, strategy="zero3", ranks_per_node=2), Buckets(4096), events).allocated > 0
 
 
-def test_the_message_names_a_kernel_that_works(tracer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_message_names_a_kernel_that_works(here: Path) -> None:
     """Sparse attention indexes the mask that FlashAttention does not have."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(trace, "run_helper", in_this_process)
     model = from_config({"model_type": "deepseek_v32", **SPARSE})
     flash, sdpa = (
         scenario(model=model, sequence_length=32, attention=kernel, masked=kernel == "sdpa")
@@ -89,12 +91,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "inputs of layers on the host": {"checkpointing": True, "activation_offload": True},
     "shared sequences": {"sequence_parallel": 2},
     "preferences": {"log_probs": True, "extra_forwards": 1},
-    "preferences with lora under autocast": {
-        "log_probs": True,
-        "extra_forwards": 1,
-        "method": "lora",
-        "strategy": "ddp",
-    },
+    "preferences with lora under autocast": {"log_probs": True, "extra_forwards": 1, "method": "lora", **AUTOCAST},
 }
 
 
@@ -172,14 +169,12 @@ def test_a_tape_gives_the_events_of_other_sizes(rows: int, tracer: Any) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_rows_of_tokens_are_estimated(tied: bool, tracer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_tokens_are_estimated(tied: bool, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """PEFT copies the embedding and the head in each forward pass, and the gradient of the head's copy is as large."""
     plan_in_this_process(monkeypatch)
-    monkeypatch.setattr(trace, "run_helper", in_this_process)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = {**LLAMA, "vocab_size": 32_000, "tie_word_embeddings": tied}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    run = make_run(model=str(tmp_path), method="lora", nodes=1, strategy="ddp", attention="sdpa")
+    (here / "config.json").write_text(json.dumps(config))
+    run = make_run(model=str(here), method="lora", nodes=1, strategy="ddp", attention="sdpa")
     cluster = make_cluster(accelerator="h100")
     plain = resolve(run, cluster)
     settings = [plain, resolve(run.model_copy(update={"lora": Lora(train_tokens=["a", "b"])}), cluster)]
