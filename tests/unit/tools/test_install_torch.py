@@ -98,9 +98,7 @@ def test_another_build_than_requested_is_refused(pip: list, monkeypatch: pytest.
         install_torch.main("cu130")
 
 
-def test_a_machine_without_a_driver_gets_a_line_about_which_driver_the_nodes_need(
-    pip: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_without_a_driver_reads_which_driver_nodes_need(pip: list, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, None, "13.0")
     line = install_torch.main("")
     assert "needs driver 580 or newer" in line and "make install CUDA=cu126 (driver 525 or newer)" in line
@@ -117,9 +115,7 @@ def test_an_installed_cuda_stays_until_another_one_is_named(pip: list, monkeypat
 
 
 @pytest.mark.parametrize(("cuda", "extras"), [("13.0", "[gpu]"), (None, "")])
-def test_packages_for_gpus_come_with_a_build_for_cuda(
-    cuda: str | None, extras: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packages_for_gpus_come_with_cuda(cuda: str | None, extras: str, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, pinned(), cuda)
     assert install_torch.extras() == extras
 
