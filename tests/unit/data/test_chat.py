@@ -122,7 +122,7 @@ LEARNED: list[tuple[str, str, Row, list[str]]] = [
      ["<user>a</s><assistant>[Tz/b</s>]", "<user>a</s><assistant>b</s><user>c</s><assistant>[T/d</s>]"]),
     ("parts", PARTS, talk("u:a", "a:b"), ["<user>a</s><assistant>[b</s>]"]),
     ("the system text moves", LATE_SYSTEM, talk("s:x", "u:a", "a:b"), ["<user>x:a<assistant>[b</s>]"]),
-    ("a call with JSON in text", CALLS, talk("u:a", CALL, {"role": "tool", "content": "r"}, "a:b"),
+    ("a call with JSON in text", CALLS, talk("u:a", CALL, "t:r", "a:b"),
      ['<user>a</s><assistant>[f{"x": "y"}</s>]<tool>r</s><assistant>[b</s>]']),
     ("a call with numbers", CALLS, talk("u:a", calling({"name": "f", "arguments": {"x": 3, "y": -1.5}})),
      ['<user>a</s><assistant>[f{"x": 3, "y": -1.5}</s>]']),
@@ -156,9 +156,9 @@ REFUSED: dict[str, tuple[str, Row]] = {
     "no end": (NO_END, talk("u:a", "a:b")),
     "another order": (REFUSING, talk("s:be", "u:a", "a:b")),
     "an error of the template": (PLAIN.replace("m.role", "m.role + 1"), talk("u:a", "a:b")),
-    "role human": (KNOWN, talk({"role": "human", "content": "a"}, "a:b")),
-    "role developer": (KNOWN, talk({"role": "developer", "content": "a"}, "u:c", "a:b")),
-    "lost result": (KNOWN, talk("u:a", "a:b", {"role": "tool", "content": "b"}, "a:a b")),
+    "role human": (KNOWN, talk("h:a", "a:b")),
+    "role developer": (KNOWN, talk("d:a", "u:c", "a:b")),
+    "lost result": (KNOWN, talk("u:a", "a:b", "t:b", "a:a b")),
     "lost call": (PLAIN, talk("u:a", CALL)),
     "lost key": (CALLS.replace("{{ c.function.arguments | tojson }}", "x{{ c.function.arguments.x }}"),
                  talk("u:a", calling({"name": "f", "arguments": {"x": "y", "z": None}}))),
@@ -258,8 +258,8 @@ def test_text_like_a_placeholder_is_text_in_every_place(kind: str) -> None:
     def row(word: str) -> Row:
         call = {"id": word, "function": {"name": word, "arguments": {word: [word, 7], "n": int(LIKE["number"])}}}
         answer = {"role": "assistant", "reasoning_content": word, "content": word, "name": word, "tool_calls": [call]}
-        told = {"role": "tool", "tool_call_id": word, "content": word}
-        messages = chat(f"s:{word}", f"u:{word}", answer, told, f"a:{word}")
+        result = {"role": "tool", "tool_call_id": word, "content": word}
+        messages = chat(f"s:{word}", f"u:{word}", answer, result, f"a:{word}")
         tools = [{"name": word, "description": word, "parameters": {word: {"default": int(LIKE["number"])}}}]
         return {"messages": messages, "tools": tools, "chat_template_kwargs": {"more": {word: word}}}
 

@@ -67,7 +67,7 @@ def encode(encoder: Encoder, example: dict[str, Any]) -> Tokens:
 
 def chat(*turns: str | dict[str, Any]) -> list[dict[str, Any]]:
     """Return messages; a text such as ``u:a`` stands for one."""
-    roles = {"s": "system", "u": "user", "a": "assistant"}
+    roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool", "d": "developer", "h": "human"}
     return [one if isinstance(one, dict) else {"role": roles[one[0]], "content": one[2:]} for one in turns]
 
 

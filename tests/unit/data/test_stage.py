@@ -306,7 +306,7 @@ def test_the_first_rows_and_a_sample_of_the_others_are_encoded(model: Path, tmp_
 
 
 def test_bad_rows_are_dropped_up_to_a_limit(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    bad: list[Any] = [talk({"role": "human", "content": "a"}, "a:b"), {"messages": 3}]
+    bad: list[Any] = [talk("h:a", "a:b"), {"messages": 3}]
     path = write_rows(tmp_path / "t.jsonl", [*conversations(58), *bad])
     data = {"train": path, "eval": write_rows(tmp_path / "e.jsonl", conversations(3))}
     for check in (check_sources, check_first_rows):
