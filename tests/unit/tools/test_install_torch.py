@@ -1,4 +1,4 @@
-"""The build of torch that ``make install`` chooses, and what it says when pip does not find it."""
+"""The build of torch that ``make install`` chooses, without one too, and the versions of ``make test-versions``."""
 
 import os
 import subprocess
@@ -11,6 +11,7 @@ import pytest
 from shardmake.core.errors import ConfigError
 from shardmake.launch.gpu_status import parse_gpus
 from tools import install_torch
+from tools.library_versions import other_pins, requirements
 
 ROOT = Path(__file__).parents[3]
 A100 = parse_gpus("0, GPU-0, 4, 0, 550.54.15, 8.0")
@@ -161,3 +162,16 @@ def test_a_python_in_a_closed_home_is_named(tmp_path: Path) -> None:
     warning = install_torch.private_python(python)
     assert warning and "which is closed to them. To share it" in warning
     assert install_torch.private_python(Path("/usr/bin/env")) is None
+
+
+def test_oldest_and_newest_are_those_of_the_supported_range() -> None:
+    oldest = requirements(["oldest"])
+    assert {"torch==2.11.*", "typer==0.24.*"} <= set(oldest)
+    assert all("." in text.partition("==")[2].removesuffix(".*") for text in oldest), "5.* is not the oldest 5"
+    assert {"torch>=2.11", "snakemake<10,>=9.27"} <= set(requirements(["newest"]))
+    assert requirements(["torch==2.12.1", "peft==0.22"]) == ["torch==2.12.1", "peft==0.22"]
+
+
+def test_the_other_libraries_keep_their_pins() -> None:
+    pins = [line.partition("==")[0] for line in other_pins(install_torch.CONSTRAINTS.read_text(), ["torch==2.11.*"])]
+    assert {"sympy", "transformers"} <= set(pins) and not {"torch", "triton"} & set(pins)
